@@ -1,0 +1,26 @@
+/* The first error of a group: it wins, every later operation returns it. */
+#ifndef MLXDIST_ENDPOINT_FAILURE_H
+#define MLXDIST_ENDPOINT_FAILURE_H
+
+#include "error.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+
+struct failure {
+  pthread_mutex_t lock;
+  _Atomic int32_t status; /* MLXDIST_OK until the text is complete */
+  char text[ERROR_TEXT_BYTES];
+};
+
+void failure_init(struct failure *failure);
+void failure_destroy(struct failure *failure);
+
+/* Keeps status and text unless there is an error already. Returns 1 if this one is the first. */
+int failure_set(struct failure *failure, int32_t status, const char *text);
+
+/* MLXDIST_OK, or the first error's status with its text in mlxdist_last_error(). */
+int failure_check(struct failure *failure);
+
+#endif

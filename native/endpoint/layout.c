@@ -1,0 +1,83 @@
+#include "layout.h"
+
+#include "error.h"
+
+#include <stdio.h>
+
+static const struct {
+  const char *name;
+  uint32_t size;
+} dtypes[] = {
+    [MLXDIST_BOOL] = {"bool", 1},       [MLXDIST_UINT8] = {"uint8", 1},       [MLXDIST_UINT16] = {"uint16", 2},
+    [MLXDIST_UINT32] = {"uint32", 4},   [MLXDIST_UINT64] = {"uint64", 8},     [MLXDIST_INT8] = {"int8", 1},
+    [MLXDIST_INT16] = {"int16", 2},     [MLXDIST_INT32] = {"int32", 4},       [MLXDIST_INT64] = {"int64", 8},
+    [MLXDIST_FLOAT16] = {"float16", 2}, [MLXDIST_FLOAT32] = {"float32", 4},   [MLXDIST_FLOAT64] = {"float64", 8},
+    [MLXDIST_BFLOAT16] = {"bfloat16", 2}, [MLXDIST_COMPLEX64] = {"complex64", 8},
+};
+
+#define DTYPES ((int32_t)(sizeof dtypes / sizeof *dtypes))
+
+uint32_t mlxdist_dtype_size(int32_t dtype) { return dtype >= 0 && dtype < DTYPES ? dtypes[dtype].size : 0; }
+
+const char *mlxdist_dtype_name(int32_t dtype) { return dtype >= 0 && dtype < DTYPES ? dtypes[dtype].name : "unknown"; }
+
+int layout_check(const char *operation, const mlxdist_layout *layout) {
+  if (!layout) return MLXDIST_OK;
+  uint64_t bytes = mlxdist_dtype_size(layout->dtype);
+  if (!bytes) return fail(MLXDIST_INVALID_ARGUMENT, "%s: unknown dtype %d", operation, layout->dtype);
+  if (layout->ndim < 0 || layout->ndim > LAYOUT_DIMENSIONS)
+    return fail(MLXDIST_INVALID_ARGUMENT, "%s: %d dimensions; fold the trailing ones into %d", operation, layout->ndim,
+                LAYOUT_DIMENSIONS);
+  for (int i = 0; i < layout->ndim; i++)
+    if (layout->shape[i] < 0 || __builtin_mul_overflow(bytes, (uint64_t)layout->shape[i], &bytes))
+      return fail(MLXDIST_INVALID_ARGUMENT, "%s: dimension %d of %lld makes no array", operation, i,
+                  (long long)layout->shape[i]);
+  return MLXDIST_OK;
+}
+
+uint64_t layout_count(const mlxdist_layout *layout) {
+  uint64_t elements = 1;
+  for (int i = 0; i < layout->ndim; i++) elements *= (uint64_t)layout->shape[i];
+  return elements;
+}
+
+uint64_t layout_bytes(const mlxdist_layout *layout) {
+  return layout_count(layout) * mlxdist_dtype_size(layout->dtype);
+}
+
+struct wire_descriptor layout_describe(enum wire_operation operation, const mlxdist_layout *layout, int32_t reduction,
+                                       int32_t root) {
+  struct wire_descriptor descriptor = {
+      .operation = (uint8_t)operation, .reduction = (uint8_t)reduction, .root = root};
+  if (layout) {
+    descriptor.dtype = (uint8_t)layout->dtype;
+    descriptor.ndim = (uint8_t)layout->ndim;
+    for (int i = 0; i < layout->ndim; i++) descriptor.shape[i] = layout->shape[i];
+  }
+  return descriptor;
+}
+
+static const char *operation_name(const struct wire_descriptor *descriptor) {
+  static const char *const reductions[] = {"all_sum", "all_max", "all_min", "all_prod"};
+  static const char *const scatters[] = {"sum_scatter", "max_scatter", "min_scatter", "prod_scatter"};
+  unsigned reduction = descriptor->reduction & 3;
+  switch (descriptor->operation) {
+    case WIRE_ALL_REDUCE: return reductions[reduction];
+    case WIRE_REDUCE_SCATTER: return scatters[reduction];
+    case WIRE_ALL_GATHER: return "all_gather";
+    case WIRE_BROADCAST: return "broadcast";
+    case WIRE_BARRIER: return "barrier";
+    case WIRE_SEND: return "send/recv";
+    default: return "an unknown operation";
+  }
+}
+
+void layout_name(const struct wire_descriptor *descriptor, char *text, size_t bytes) {
+  int n = snprintf(text, bytes, "%s", operation_name(descriptor));
+  if (descriptor->root >= 0) n += snprintf(text + n, bytes - (size_t)n, " from rank %d", descriptor->root);
+  if (descriptor->operation == WIRE_BARRIER) return;
+  n += snprintf(text + n, bytes - (size_t)n, " of %s [", mlxdist_dtype_name(descriptor->dtype));
+  for (int i = 0; i < descriptor->ndim && i < LAYOUT_DIMENSIONS && (size_t)n < bytes; i++)
+    n += snprintf(text + n, bytes - (size_t)n, "%s%lld", i ? ", " : "", (long long)descriptor->shape[i]);
+  if ((size_t)n < bytes) snprintf(text + n, bytes - (size_t)n, "]");
+}

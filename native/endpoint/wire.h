@@ -1,0 +1,77 @@
+/*
+ * What travels between two ranks: the header of every message and the descriptor of every stream.
+ *
+ * A *stream* is one transfer from one rank to another within one operation: all_reduce between two ranks
+ * is two streams, one each way. It is cut into messages of at most one slot; its first message carries
+ * the descriptor, so that a receiver knows at once when the sender is in another operation, or has
+ * another dtype or shape.
+ *
+ * All fields are little-endian, as every machine is that MLX runs on. docs/architecture.md has a picture.
+ */
+#ifndef MLXDIST_ENDPOINT_WIRE_H
+#define MLXDIST_ENDPOINT_WIRE_H
+
+#include <assert.h>
+#include <stdint.h>
+
+#define WIRE_MAGIC 0x3144584du /* "MXD1" */
+
+enum wire_kind {
+  WIRE_DATA = 1,
+  WIRE_ACK = 2,   /* acknowledgement and credit that found no data to ride on */
+  WIRE_ABORT = 3, /* the sender's group has failed: payload is a wire_abort and the text of its first error */
+};
+
+enum wire_flags {
+  WIRE_FIRST = 1, /* first message of its stream: a descriptor stands between header and payload */
+};
+
+/* Every pair of ranks has two queue pairs. Small messages have their own, so that they neither wait
+ * behind bulk data nor take up its large slots. */
+enum wire_channel { WIRE_EAGER = 0, WIRE_BULK = 1, WIRE_CHANNELS = 2 };
+
+struct wire_header {
+  uint32_t magic;
+  uint8_t kind;
+  uint8_t flags;
+  uint16_t group;                  /* 0: the world */
+  uint32_t sequence;               /* of this message on its queue pair, from 1; wraps */
+  uint32_t stream;                 /* of the stream among those from this sender to this receiver, from 1; wraps */
+  uint64_t offset;                 /* bytes of the stream before this message */
+  uint32_t length;                 /* payload bytes */
+  uint32_t checksum;               /* reserved for CRC32C; 0 means none */
+  uint32_t ack[WIRE_CHANNELS];     /* last sequence that the sender of this header received, in order */
+  uint32_t credit[WIRE_CHANNELS];  /* highest sequence for which it has posted a receive */
+  uint8_t reserved[16];
+};
+static_assert(sizeof(struct wire_header) == 64, "one cache line, and payloads stay aligned for SIMD");
+
+struct wire_descriptor {
+  uint8_t operation; /* enum wire_operation */
+  uint8_t reduction; /* mlxdist_op, 0 where there is none */
+  uint8_t dtype;     /* mlxdist_dtype */
+  uint8_t ndim;
+  int32_t root;      /* -1 where there is none */
+  int64_t shape[6];
+  uint64_t bytes;    /* of this stream */
+};
+static_assert(sizeof(struct wire_descriptor) == 64, "payloads stay aligned for SIMD");
+
+enum wire_operation {
+  WIRE_ALL_REDUCE = 1,
+  WIRE_ALL_GATHER = 2,
+  WIRE_REDUCE_SCATTER = 3,
+  WIRE_BROADCAST = 4,
+  WIRE_BARRIER = 5,
+  WIRE_SEND = 6, /* send, recv and both halves of sendrecv */
+};
+
+struct wire_abort {
+  int32_t status; /* mlxdist_status */
+  int32_t origin; /* rank where the first error happened */
+};
+
+/* Sequences wrap, so they are compared by difference. */
+static inline int wire_at_least(uint32_t sequence, uint32_t limit) { return (int32_t)(sequence - limit) >= 0; }
+
+#endif

@@ -1,0 +1,177 @@
+/* Completion queues. */
+#include "soft.h"
+
+#include <errno.h>
+#include <stdlib.h>
+
+struct ibv_cq *soft_create_cq(struct ibv_context *verbs, int cqe, void *cq_context, struct ibv_comp_channel *channel,
+                              int comp_vector) {
+  struct soft_context *context = soft_context(verbs);
+  int error = 0;
+  if (cqe < 1 || cqe > SOFT_MAX_CQE || comp_vector != 0)
+    error = EINVAL;
+  else if (channel) /* completions are polled for: waking a process up would cost more than the transfer */
+    error = EOPNOTSUPP;
+  else if (context->cqs == SOFT_MAX_CQ)
+    error = ENOMEM;
+  struct soft_cq *cq = error ? NULL : calloc(1, sizeof *cq);
+  if (cq) cq->sends = calloc((size_t)cqe, sizeof *cq->sends);
+  if (!cq || !cq->sends) {
+    free(cq);
+    errno = error ? error : ENOMEM;
+    return NULL;
+  }
+  cq->verbs.context = verbs;
+  cq->verbs.cq_context = cq_context;
+  cq->verbs.cqe = cqe;
+  context->cqs++;
+  return &cq->verbs;
+}
+
+int soft_destroy_cq(struct ibv_cq *verbs) {
+  struct soft_cq *cq = soft_cq(verbs);
+  if (cq->users) return soft_error(EBUSY);
+  soft_context(verbs->context)->cqs--;
+  free(cq->sends);
+  free(cq);
+  return 0;
+}
+
+void soft_cq_attach(struct soft_qp *qp) {
+  struct soft_cq *send_cq = soft_cq(qp->verbs.send_cq);
+  struct soft_cq *recv_cq = soft_cq(qp->verbs.recv_cq);
+  send_cq->users++;
+  send_cq->demand += qp->cap.max_send_wr;
+  recv_cq->users++;
+  recv_cq->demand += qp->cap.max_recv_wr;
+  recv_cq->receivers[recv_cq->receiver_count++] = qp;
+}
+
+void soft_cq_detach(struct soft_qp *qp) {
+  struct soft_cq *send_cq = soft_cq(qp->verbs.send_cq);
+  struct soft_cq *recv_cq = soft_cq(qp->verbs.recv_cq);
+  soft_cq_discard(qp);
+  send_cq->users--;
+  send_cq->demand -= qp->cap.max_send_wr;
+  recv_cq->users--;
+  recv_cq->demand -= qp->cap.max_recv_wr;
+  unsigned i = 0;
+  while (recv_cq->receivers[i] != qp) i++;
+  recv_cq->receivers[i] = recv_cq->receivers[--recv_cq->receiver_count];
+}
+
+static bool receive_is_complete(const struct soft_qp *qp, uint64_t position) {
+  if (position >= qp->rq_end) return true; /* flushed */
+  const struct shared_completion *completion = &qp->shared->completions[position & qp->rq_mask];
+  return atomic_load_explicit(&completion->sequence, memory_order_acquire) == position + 1;
+}
+
+static uint64_t count_outstanding(const struct soft_cq *cq) {
+  uint64_t count = cq->send_count;
+  for (unsigned i = 0; i < cq->receiver_count; i++) {
+    const struct soft_qp *qp = cq->receivers[i];
+    for (uint64_t n = qp->rq_head; n < qp->rq_posted && receive_is_complete(qp, n); n++) count++;
+  }
+  return count;
+}
+
+/* A device has nowhere to put the completion: the queue is lost, and all that rely on it with it. */
+static void fail_by_overrun(struct soft_cq *cq) {
+  const struct soft_context *context = soft_context(cq->verbs.context);
+  cq->overrun = true;
+  cq->survivors = cq->verbs.cqe;
+  for (int i = 0; i < SOFT_MAX_QP; i++) {
+    struct soft_qp *qp = context->qps[i];
+    if (qp && (qp->verbs.send_cq == &cq->verbs || qp->verbs.recv_cq == &cq->verbs)) soft_qp_fail(qp);
+  }
+}
+
+/* Whether completions can outnumber the queue at all; a queue sized for its queue pairs never counts them. */
+static bool may_overrun(const struct soft_cq *cq) {
+  return cq->demand > (uint64_t)cq->verbs.cqe;
+}
+
+void soft_cq_add(struct soft_qp *qp, uint64_t wr_id, enum ibv_wc_status status) {
+  struct soft_cq *cq = soft_cq(qp->verbs.send_cq);
+  uint32_t size = (uint32_t)cq->verbs.cqe;
+  if (may_overrun(cq) && (cq->overrun || count_outstanding(cq) >= size)) {
+    if (!cq->overrun) fail_by_overrun(cq);
+    return;
+  }
+  cq->sends[(cq->send_head + cq->send_count++) % size] =
+      (struct soft_send_completion){.qp = qp, .wr_id = wr_id, .position = qp->sq_posted, .status = status};
+}
+
+void soft_cq_discard(struct soft_qp *qp) {
+  struct soft_cq *cq = soft_cq(qp->verbs.send_cq);
+  uint32_t size = (uint32_t)cq->verbs.cqe;
+  uint32_t kept = 0;
+  for (uint32_t i = 0; i < cq->send_count; i++) {
+    struct soft_send_completion completion = cq->sends[(cq->send_head + i) % size];
+    if (completion.qp != qp) cq->sends[(cq->send_head + kept++) % size] = completion;
+  }
+  cq->send_count = kept;
+}
+
+static int take_sends(struct soft_cq *cq, int num_entries, struct ibv_wc *wc) {
+  int count = 0;
+  for (; count < num_entries && cq->send_count; count++) {
+    const struct soft_send_completion *completion = &cq->sends[cq->send_head];
+    completion->qp->sq_retired = completion->position;
+    wc[count] = (struct ibv_wc){
+        .wr_id = completion->wr_id,
+        .status = completion->status,
+        .opcode = IBV_WC_SEND,
+        .qp_num = completion->qp->verbs.qp_num,
+    };
+    cq->send_count--;
+    if (++cq->send_head == (uint32_t)cq->verbs.cqe) cq->send_head = 0;
+  }
+  return count;
+}
+
+static bool take_receive(struct soft_qp *qp, struct ibv_wc *wc) {
+  uint64_t position = qp->rq_head;
+  if (position == qp->rq_posted || !receive_is_complete(qp, position)) return false;
+  const struct soft_receive_wr *receive = &qp->receives[position & qp->rq_mask];
+  *wc = (struct ibv_wc){
+      .wr_id = receive->wr_id,
+      .status = IBV_WC_WR_FLUSH_ERR,
+      .opcode = IBV_WC_RECV,
+      .qp_num = qp->verbs.qp_num,
+      .src_qp = qp->attr.dest_qp_num,
+  };
+  if (position < qp->rq_end) {
+    const struct shared_completion *completion = &qp->shared->completions[position & qp->rq_mask];
+    wc->status = (enum ibv_wc_status)completion->status;
+    wc->byte_len = completion->byte_len;
+    wc->imm_data = completion->imm_data;
+    wc->wc_flags = completion->wc_flags;
+    if (wc->status == IBV_WC_SUCCESS && wc->byte_len > receive->length) wc->status = IBV_WC_LOC_LEN_ERR;
+  }
+  qp->rq_head++;
+  if (wc->status != IBV_WC_SUCCESS) soft_qp_fail(qp);
+  return true;
+}
+
+/* -EOVERFLOW after an overrun, once the completions from before it have been taken. */
+int soft_poll_cq(struct ibv_cq *verbs, int num_entries, struct ibv_wc *wc) {
+  struct soft_cq *cq = soft_cq(verbs);
+  soft_context(verbs->context)->counters.polls++;
+  if (num_entries < 0) return -EINVAL;
+  if (may_overrun(cq) && !cq->overrun && count_outstanding(cq) > (uint64_t)verbs->cqe) fail_by_overrun(cq);
+  int limit = cq->overrun && cq->survivors < num_entries ? cq->survivors : num_entries;
+
+  int count = take_sends(cq, limit, wc);
+  unsigned next = cq->next_receiver;
+  for (unsigned i = 0; i < cq->receiver_count && count < limit; i++, next++) {
+    if (next >= cq->receiver_count) next = 0;
+    while (count < limit && take_receive(cq->receivers[next], &wc[count])) count++;
+  }
+  /* Begin behind the last one served, so that a busy queue pair does not starve the others. */
+  cq->next_receiver = next >= cq->receiver_count ? 0 : next;
+
+  if (!cq->overrun) return count;
+  cq->survivors -= count;
+  return count || num_entries == 0 ? count : -EOVERFLOW;
+}

@@ -1,0 +1,144 @@
+/* Memory that peers can reach (alloc_memory), and memory regions. */
+#include "soft.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+static size_t whole_pages(size_t bytes) {
+  size_t page = (size_t)sysconf(_SC_PAGESIZE);
+  return (bytes + page - 1) / page * page;
+}
+
+int soft_arena_create(struct soft_context *context) {
+  context->blocks = calloc(1, sizeof *context->blocks);
+  if (!context->blocks) return ENOMEM;
+  context->blocks->offset = ARENA_OFFSET;
+  context->blocks->bytes = SEGMENT_BYTES - ARENA_OFFSET;
+  return 0;
+}
+
+void soft_arena_destroy(struct soft_context *context) {
+  while (context->blocks) {
+    struct soft_block *block = context->blocks;
+    context->blocks = block->next;
+    free(block);
+  }
+}
+
+/* First fit: a context holds a handful of slabs, freed in the reverse order. */
+void *soft_alloc_memory(struct ibv_context *verbs, size_t bytes) {
+  struct soft_context *context = soft_context(verbs);
+  if (bytes == 0 || bytes > SEGMENT_BYTES || !context->segment->layout) {
+    errno = bytes > SEGMENT_BYTES ? ENOMEM : EINVAL;
+    return NULL;
+  }
+  bytes = whole_pages(bytes);
+  struct soft_block *block = context->blocks;
+  while (block && (block->used || block->bytes < bytes)) block = block->next;
+  if (!block) {
+    errno = ENOMEM;
+    return NULL;
+  }
+  if (block->bytes > bytes) {
+    struct soft_block *rest = calloc(1, sizeof *rest);
+    if (!rest) return NULL;
+    *rest = (struct soft_block){.offset = block->offset + bytes, .bytes = block->bytes - bytes, .next = block->next};
+    block->bytes = bytes;
+    block->next = rest;
+  }
+  block->used = true;
+  return (char *)context->segment->layout + block->offset;
+}
+
+static void merge_with_next(struct soft_block *block) {
+  struct soft_block *next = block->next;
+  if (!next || block->used || next->used) return;
+  block->bytes += next->bytes;
+  block->next = next->next;
+  free(next);
+}
+
+/* Memory that did not come from soft_alloc_memory with this size is left alone, with EINVAL in errno. */
+void soft_free_memory(struct ibv_context *verbs, void *memory, size_t bytes) {
+  struct soft_context *context = soft_context(verbs);
+  struct segment_layout *layout = context->segment->layout;
+  if (!memory || !layout) return; /* a forked child has nothing to give back */
+  struct soft_block *previous = NULL;
+  struct soft_block *block = context->blocks;
+  while (block && (char *)layout + block->offset != (char *)memory) {
+    previous = block;
+    block = block->next;
+  }
+  if (!block || !block->used || block->bytes != whole_pages(bytes)) {
+    errno = EINVAL;
+    return;
+  }
+  if (context->keep_freed_memory) return;
+  segment_zero_pages(memory, block->bytes);
+  block->used = false;
+  merge_with_next(block);
+  if (previous) merge_with_next(previous);
+}
+
+bool soft_in_arena(const struct soft_context *context, uint64_t addr, uint64_t length) {
+  uint64_t start = (uint64_t)(uintptr_t)context->segment->layout + ARENA_OFFSET;
+  uint64_t bytes = SEGMENT_BYTES - ARENA_OFFSET;
+  return addr >= start && length <= bytes && addr - start <= bytes - length;
+}
+
+/* An lkey is the region's place in the table and a tag that changes whenever the place is used again. */
+struct ibv_mr *soft_reg_mr(struct ibv_pd *pd, void *addr, size_t length, int access) {
+  const int remote = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
+  const int known = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_RELAXED_ORDERING | remote;
+  bool bad_access = (access & ~known) || ((access & remote) && !(access & IBV_ACCESS_LOCAL_WRITE));
+  if (!addr || length == 0 || (uintptr_t)addr + length < (uintptr_t)addr || bad_access) {
+    errno = EINVAL;
+    return NULL;
+  }
+  struct soft_context *context = soft_context(pd->context);
+  uint32_t place = 0;
+  while (place < SOFT_MAX_MR && context->mrs[place]) place++;
+  if (place == SOFT_MAX_MR) {
+    errno = ENOMEM;
+    return NULL;
+  }
+  struct soft_mr *mr = calloc(1, sizeof *mr);
+  if (!mr) return NULL;
+  uint32_t key = place << 8 | ++context->mr_tags[place];
+  mr->verbs = (struct ibv_mr){
+      .context = pd->context, .pd = pd, .addr = addr, .length = length, .handle = place, .lkey = key, .rkey = key};
+  mr->access = access;
+  context->mrs[place] = mr;
+  soft_pd(pd)->users++;
+  return &mr->verbs;
+}
+
+static bool has_receives(const struct soft_context *context, uint32_t lkey) {
+  for (int i = 0; i < SOFT_MAX_QP; i++) {
+    const struct soft_qp *qp = context->qps[i];
+    for (uint64_t position = qp ? qp->rq_head : 0; qp && position < qp->rq_posted; position++) {
+      const struct soft_receive_wr *receive = &qp->receives[position & qp->rq_mask];
+      if (receive->length && receive->lkey == lkey) return true;
+    }
+  }
+  return false;
+}
+
+/* EBUSY while receives into the region are outstanding: the peer could not be kept from writing there. */
+int soft_dereg_mr(struct ibv_mr *mr) {
+  struct soft_context *context = soft_context(mr->context);
+  if (has_receives(context, mr->lkey)) return soft_error(EBUSY);
+  soft_pd(mr->pd)->users--;
+  context->mrs[mr->handle] = NULL;
+  free(mr);
+  return 0;
+}
+
+bool soft_mr_allows(const struct ibv_pd *pd, uint32_t lkey, uint64_t addr, uint64_t length, int access) {
+  if (lkey >> 8 >= SOFT_MAX_MR) return false;
+  const struct soft_mr *mr = soft_context(pd->context)->mrs[lkey >> 8];
+  if (!mr || mr->verbs.lkey != lkey || mr->verbs.pd != pd || (mr->access & access) != access) return false;
+  uint64_t start = (uint64_t)(uintptr_t)mr->verbs.addr;
+  return addr >= start && length <= mr->verbs.length && addr - start <= mr->verbs.length - length;
+}

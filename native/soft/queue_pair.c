@@ -1,0 +1,280 @@
+/* Queue pairs: their life and their states. */
+#define _POSIX_C_SOURCE 200809L
+#include "soft.h"
+
+#include <errno.h>
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#define PSN_MASK 0xffffff
+#define QPN_MASK 0xffffff
+
+/* How long to wait for a peer that is in the middle of a copy. Even a gigabyte takes less; a peer that
+ * needs longer is stopped or dead. */
+#define COPY_SECONDS 1
+
+static uint32_t power_of_two(uint32_t at_least) {
+  uint32_t size = 1;
+  while (size < at_least) size *= 2;
+  return size;
+}
+
+static int check_init_attr(const struct ibv_pd *pd, const struct ibv_qp_init_attr *attr) {
+  const struct ibv_qp_cap *cap = &attr->cap;
+  if (attr->qp_type != IBV_QPT_UC) return EOPNOTSUPP;
+  if (!attr->send_cq || !attr->recv_cq || attr->srq) return EINVAL;
+  if (attr->send_cq->context != pd->context || attr->recv_cq->context != pd->context) return EINVAL;
+  if (cap->max_send_wr > SOFT_MAX_WR || cap->max_recv_wr > SOFT_MAX_WR) return EINVAL;
+  if (cap->max_send_sge > SOFT_MAX_SEND_SGE || cap->max_recv_sge > SOFT_MAX_RECV_SGE) return EINVAL;
+  return cap->max_inline_data ? EINVAL : 0;
+}
+
+/* The shared half stays in use by whoever still sends to the queue pair that was here before: positions go on
+ * where that one stopped, so nothing of it fits. */
+static void start_shared(struct soft_qp *qp) {
+  qp->rq_posted = atomic_load(&qp->shared->posted) + 1;
+  qp->rq_head = qp->rq_posted;
+  qp->rq_end = UINT64_MAX;
+  atomic_store(&qp->shared->posted, qp->rq_posted);
+}
+
+static struct soft_qp *allocate_qp(uint32_t ring_size) {
+  struct soft_qp *qp = calloc(1, sizeof *qp);
+  if (qp) qp->receives = calloc(ring_size, sizeof *qp->receives);
+  if (qp && qp->receives) return qp;
+  free(qp);
+  return NULL;
+}
+
+/* EOPNOTSUPP for any type but UC, EINVAL for capabilities above those of the device, ENOMEM for more queue
+ * pairs than it has. */
+struct ibv_qp *soft_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr) {
+  struct soft_context *context = soft_context(pd->context);
+  int error = check_init_attr(pd, attr);
+  uint32_t place = 0;
+  while (place < SOFT_MAX_QP && context->qps[place]) place++;
+  if (!error && place == SOFT_MAX_QP) error = ENOMEM;
+  uint32_t ring_size = power_of_two(attr->cap.max_recv_wr);
+  struct soft_qp *qp = error ? NULL : allocate_qp(ring_size);
+  if (!qp) {
+    errno = error ? error : ENOMEM;
+    return NULL;
+  }
+
+  qp->verbs = (struct ibv_qp){
+      .context = pd->context,
+      .qp_context = attr->qp_context,
+      .pd = pd,
+      .send_cq = attr->send_cq,
+      .recv_cq = attr->recv_cq,
+      .handle = place,
+      .qp_num = (++context->qps_created * SOFT_MAX_QP + place) & QPN_MASK,
+      .state = IBV_QPS_RESET,
+      .qp_type = attr->qp_type,
+  };
+  qp->cap = attr->cap;
+  qp->sq_sig_all = attr->sq_sig_all;
+  qp->rq_mask = ring_size - 1;
+  qp->shared = &context->segment->layout->queue_pairs[place];
+  atomic_store(&qp->shared->claim, CLAIM_CLOSED);
+  start_shared(qp);
+  atomic_store(&qp->shared->ring_size, ring_size);
+  atomic_store(&qp->shared->attached, 0);
+  atomic_store(&qp->shared->qp_num, qp->verbs.qp_num);
+
+  soft_cq_attach(qp);
+  soft_pd(pd)->users++;
+  context->qps[place] = qp;
+  return &qp->verbs;
+}
+
+static bool wait_for_completion(const struct soft_qp *qp, uint64_t position) {
+  const struct shared_completion *completion = &qp->shared->completions[position & qp->rq_mask];
+  struct timespec start, now;
+  clock_gettime(CLOCK_MONOTONIC, &start);
+  while (atomic_load_explicit(&completion->sequence, memory_order_acquire) != position + 1) {
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    int64_t nanoseconds = (now.tv_sec - start.tv_sec) * INT64_C(1000000000) + (now.tv_nsec - start.tv_nsec);
+    if (nanoseconds > COPY_SECONDS * INT64_C(1000000000)) return false;
+    sched_yield();
+  }
+  return true;
+}
+
+/* After this no peer writes into the posted receives; those without a message are flushed. */
+static void stop_receiving(struct soft_qp *qp) {
+  struct soft_context *context = soft_context(qp->verbs.context);
+  if (qp->rq_end != UINT64_MAX || !context->segment->layout) return;
+  uint64_t claimed = atomic_exchange(&qp->shared->claim, CLAIM_CLOSED) & ~CLAIM_CLOSED;
+  qp->rq_end = claimed > qp->rq_head ? claimed : qp->rq_head;
+  if (qp->rq_end > qp->rq_head && !wait_for_completion(qp, qp->rq_end - 1)) {
+    qp->rq_end--;
+    context->keep_freed_memory = true;
+  }
+}
+
+/* Sends are complete as soon as they are posted, so only receives are left to flush. */
+void soft_qp_fail(struct soft_qp *qp) {
+  if (qp->verbs.state == IBV_QPS_ERR) return;
+  stop_receiving(qp);
+  qp->verbs.state = IBV_QPS_ERR;
+}
+
+static void leave_peer(struct soft_qp *qp) {
+  if (qp->remote.segment) segment_release(qp->remote.segment);
+  qp->remote = (struct soft_remote){0};
+}
+
+static void reset(struct soft_qp *qp) {
+  stop_receiving(qp);
+  leave_peer(qp);
+  soft_cq_discard(qp);
+  qp->sq_posted = qp->sq_retired = 0;
+  start_shared(qp);
+  atomic_store(&qp->shared->attached, 0);
+  qp->attr = (struct ibv_qp_attr){0};
+}
+
+int soft_destroy_qp(struct ibv_qp *verbs) {
+  struct soft_qp *qp = soft_qp(verbs);
+  struct soft_context *context = soft_context(verbs->context);
+  stop_receiving(qp);
+  leave_peer(qp);
+  if (context->segment->layout) atomic_store(&qp->shared->qp_num, 0);
+  soft_cq_detach(qp);
+  soft_pd(verbs->pd)->users--;
+  context->qps[verbs->handle] = NULL;
+  free(qp->receives);
+  free(qp);
+  return 0;
+}
+
+/* The transitions of UC and the attributes each needs and allows; any state also goes to RESET and to ERR. */
+static const struct transition {
+  enum ibv_qp_state from, to;
+  int required, optional;
+} transitions[] = {
+    {IBV_QPS_RESET, IBV_QPS_INIT, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS, 0},
+    {IBV_QPS_INIT, IBV_QPS_INIT, 0, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS},
+    {IBV_QPS_INIT, IBV_QPS_RTR, IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN,
+     IBV_QP_PKEY_INDEX | IBV_QP_ACCESS_FLAGS},
+    {IBV_QPS_RTR, IBV_QPS_RTS, IBV_QP_SQ_PSN, IBV_QP_ACCESS_FLAGS},
+    {IBV_QPS_RTS, IBV_QPS_RTS, 0, IBV_QP_ACCESS_FLAGS},
+};
+
+static int check_mask(enum ibv_qp_state from, enum ibv_qp_state to, int mask) {
+  mask &= ~(IBV_QP_STATE | IBV_QP_CUR_STATE);
+  if (to == IBV_QPS_RESET || to == IBV_QPS_ERR) return mask ? EINVAL : 0;
+  for (size_t i = 0; i < sizeof transitions / sizeof *transitions; i++) {
+    const struct transition *transition = &transitions[i];
+    if (transition->from != from || transition->to != to) continue;
+    bool complete = (mask & transition->required) == transition->required;
+    bool allowed = !(mask & ~(transition->required | transition->optional));
+    return complete && allowed ? 0 : EINVAL;
+  }
+  return EINVAL;
+}
+
+static int check_values(const struct ibv_qp_attr *attr, int mask) {
+  const int access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ |
+                     IBV_ACCESS_REMOTE_ATOMIC;
+  if ((mask & IBV_QP_PKEY_INDEX) && attr->pkey_index != 0) return EINVAL;
+  if ((mask & IBV_QP_PORT) && attr->port_num != 1) return EINVAL;
+  if ((mask & IBV_QP_ACCESS_FLAGS) && (attr->qp_access_flags & ~(unsigned)access)) return EINVAL;
+  if ((mask & IBV_QP_PATH_MTU) && (attr->path_mtu < IBV_MTU_256 || attr->path_mtu > IBV_MTU_4096)) return EINVAL;
+  if ((mask & IBV_QP_DEST_QPN) && attr->dest_qp_num > QPN_MASK) return EINVAL;
+  if (mask & IBV_QP_AV) {
+    const struct ibv_ah_attr *ah = &attr->ah_attr;
+    if (!ah->is_global || ah->grh.sgid_index != 0 || ah->port_num != 1) return EINVAL;
+  }
+  return 0;
+}
+
+static void store_values(struct ibv_qp_attr *to, const struct ibv_qp_attr *from, int mask) {
+  if (mask & IBV_QP_PKEY_INDEX) to->pkey_index = from->pkey_index;
+  if (mask & IBV_QP_PORT) to->port_num = from->port_num;
+  if (mask & IBV_QP_ACCESS_FLAGS) to->qp_access_flags = from->qp_access_flags;
+  if (mask & IBV_QP_PATH_MTU) to->path_mtu = from->path_mtu;
+  if (mask & IBV_QP_DEST_QPN) to->dest_qp_num = from->dest_qp_num;
+  if (mask & IBV_QP_AV) to->ah_attr = from->ah_attr;
+  if (mask & IBV_QP_RQ_PSN) to->rq_psn = from->rq_psn & PSN_MASK;
+  if (mask & IBV_QP_SQ_PSN) to->sq_psn = from->sq_psn & PSN_MASK;
+}
+
+/* Maps the peer's segment, then lets the peer send. */
+static int connect_peer(struct soft_qp *qp, const struct ibv_qp_attr *attr) {
+  struct soft_remote *remote = &qp->remote;
+  int error = segment_open(&attr->ah_attr.grh.dgid, &remote->segment);
+  if (error) return error;
+  remote->shared = &remote->segment->layout->queue_pairs[attr->dest_qp_num % SOFT_MAX_QP];
+  if (atomic_load(&remote->shared->qp_num) == attr->dest_qp_num) atomic_store(&remote->shared->attached, 1);
+
+  struct shared_queue_pair *shared = qp->shared;
+  atomic_store_explicit(&shared->peer_cookie, remote->segment->cookie, memory_order_relaxed);
+  atomic_store_explicit(&shared->peer_qp_num, attr->dest_qp_num, memory_order_relaxed);
+  atomic_store_explicit(&shared->rq_psn, attr->rq_psn & PSN_MASK, memory_order_relaxed);
+  atomic_store_explicit(&shared->claim, qp->rq_head, memory_order_release);
+  return 0;
+}
+
+void soft_remove_name(struct soft_context *context) {
+  for (int i = 0; i < SOFT_MAX_QP; i++) {
+    const struct soft_qp *qp = context->qps[i];
+    if (!qp) continue;
+    if (qp->verbs.state != IBV_QPS_RTR && qp->verbs.state != IBV_QPS_RTS) return;
+    if (!atomic_load_explicit(&qp->shared->attached, memory_order_relaxed)) return;
+  }
+  segment_remove_name(context->segment);
+}
+
+/* The sender of a message that was too long has closed the claim: the device, too, fails the queue pair then
+ * and not when the completion is polled. */
+static void notice_failure(struct soft_qp *qp) {
+  bool receiving = qp->verbs.state == IBV_QPS_RTR || qp->verbs.state == IBV_QPS_RTS;
+  if (receiving && (atomic_load(&qp->shared->claim) & CLAIM_CLOSED)) soft_qp_fail(qp);
+}
+
+/* EINVAL for a transition, a mask or a value that is not allowed. To RTR also what segment_open returns; the
+ * queue pair then stays in INIT. */
+int soft_modify_qp(struct ibv_qp *verbs, struct ibv_qp_attr *attr, int attr_mask) {
+  struct soft_qp *qp = soft_qp(verbs);
+  struct soft_context *context = soft_context(verbs->context);
+  notice_failure(qp);
+  enum ibv_qp_state from = verbs->state;
+  enum ibv_qp_state to = attr_mask & IBV_QP_STATE ? attr->qp_state : from;
+  if ((attr_mask & IBV_QP_CUR_STATE) && attr->cur_qp_state != from) return soft_error(EINVAL);
+  int error = check_mask(from, to, attr_mask);
+  if (!error) error = check_values(attr, attr_mask);
+  if (!error && from == IBV_QPS_INIT && to == IBV_QPS_RTR) error = connect_peer(qp, attr);
+  if (error) return soft_error(error);
+
+  if (to == IBV_QPS_RESET)
+    reset(qp);
+  else if (to == IBV_QPS_ERR)
+    soft_qp_fail(qp);
+  else
+    store_values(&qp->attr, attr, attr_mask);
+  verbs->state = to;
+  if (context->segment->named) soft_remove_name(context);
+  return 0;
+}
+
+int soft_query_qp(struct ibv_qp *verbs, struct ibv_qp_attr *attr, int attr_mask, struct ibv_qp_init_attr *init_attr) {
+  struct soft_qp *qp = soft_qp(verbs);
+  (void)attr_mask; /* the library, too, may fill in more than was asked for */
+  notice_failure(qp);
+  *attr = qp->attr;
+  attr->qp_state = attr->cur_qp_state = verbs->state;
+  attr->cap = qp->cap;
+  *init_attr = (struct ibv_qp_init_attr){
+      .qp_context = verbs->qp_context,
+      .send_cq = verbs->send_cq,
+      .recv_cq = verbs->recv_cq,
+      .cap = qp->cap,
+      .qp_type = verbs->qp_type,
+      .sq_sig_all = qp->sq_sig_all,
+  };
+  return 0;
+}

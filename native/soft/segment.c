@@ -1,0 +1,138 @@
+/* Which segments this process has mapped. Contexts of several threads share this list. */
+#include "segment.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <unistd.h>
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static struct segment *segments;
+
+static void before_fork(void) {
+  pthread_mutex_lock(&lock);
+}
+
+static void after_fork_in_parent(void) {
+  pthread_mutex_unlock(&lock);
+}
+
+/* A child gets no mapping (see the two segment_map functions) and must not keep the segment's memory alive
+ * through a descriptor either. */
+static void after_fork_in_child(void) {
+  for (struct segment *segment = segments; segment; segment = segment->next) {
+    segment->layout = NULL;
+    segment->named = false;
+    if (segment->fd >= 0) close(segment->fd);
+    segment->fd = -1;
+  }
+  segments = NULL;
+  pthread_mutex_unlock(&lock);
+}
+
+static void watch_forks(void) {
+  pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+}
+
+static void enter(struct segment *segment) {
+  segment->references = 1;
+  segment->next = segments;
+  segments = segment;
+}
+
+int segment_create(struct segment **result) {
+  struct segment *segment = calloc(1, sizeof *segment);
+  if (!segment) return ENOMEM;
+  segment->owned = true;
+  segment->fd = -1;
+
+  pthread_once(&once, watch_forks);
+  pthread_mutex_lock(&lock);
+  int error = getentropy(&segment->cookie, sizeof segment->cookie) ? errno : segment_map_new(segment);
+  if (!error) enter(segment);
+  pthread_mutex_unlock(&lock);
+  if (error) {
+    free(segment);
+    return error;
+  }
+
+  struct segment_header *header = &segment->layout->header;
+  header->cookie = segment->cookie;
+  header->bytes = SEGMENT_BYTES;
+  header->version = SEGMENT_VERSION;
+  header->magic = SEGMENT_MAGIC;
+  *result = segment;
+  return 0;
+}
+
+static int check_header(const struct segment *segment) {
+  const struct segment_header *header = &segment->layout->header;
+  if (header->magic != SEGMENT_MAGIC || header->version != SEGMENT_VERSION || header->bytes != SEGMENT_BYTES)
+    return EINVAL;
+  if (header->cookie != segment->cookie) return EINVAL;
+  return atomic_load(&header->closed) ? ENOENT : 0;
+}
+
+static int map_peer(const union ibv_gid *gid, struct segment **result) {
+  struct segment *segment = calloc(1, sizeof *segment);
+  if (!segment) return ENOMEM;
+  segment->gid = *gid;
+  segment->fd = -1;
+  int error = segment_map_peer(segment);
+  if (!error) {
+    error = check_header(segment);
+    if (error) munmap(segment->layout, SEGMENT_BYTES);
+  }
+  if (error) {
+    free(segment);
+    return error;
+  }
+  enter(segment);
+  *result = segment;
+  return 0;
+}
+
+int segment_open(const union ibv_gid *gid, struct segment **result) {
+  int error = 0;
+  pthread_once(&once, watch_forks);
+  pthread_mutex_lock(&lock);
+  struct segment *segment = segments;
+  while (segment && memcmp(&segment->gid, gid, sizeof *gid) != 0) segment = segment->next;
+  if (!segment) {
+    error = map_peer(gid, result);
+  } else if (atomic_load(&segment->layout->header.closed)) {
+    error = ENOENT;
+  } else {
+    segment->references++;
+    *result = segment;
+  }
+  pthread_mutex_unlock(&lock);
+  return error;
+}
+
+void segment_close(struct segment *segment) {
+  if (!segment->layout) return;
+  atomic_store(&segment->layout->header.closed, 1);
+  pthread_mutex_lock(&lock);
+  segment_remove_name(segment);
+  if (segment->fd >= 0) close(segment->fd);
+  segment->fd = -1;
+  pthread_mutex_unlock(&lock);
+}
+
+void segment_release(struct segment *segment) {
+  pthread_mutex_lock(&lock);
+  bool last = --segment->references == 0;
+  if (last) {
+    struct segment **link = &segments;
+    while (*link && *link != segment) link = &(*link)->next;
+    if (*link) *link = segment->next;
+    if (segment->layout) munmap(segment->layout, SEGMENT_BYTES);
+  }
+  pthread_mutex_unlock(&lock);
+  if (last) free(segment);
+}

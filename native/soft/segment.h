@@ -1,0 +1,134 @@
+/*
+ * The memory that a device context shares with its peers, and the layout both sides agree on.
+ *
+ * A segment holds a header, one shared_queue_pair for every queue pair of the context, and an arena
+ * for alloc_memory. The owner posts receives into its own segment; a peer maps the segment and plays the
+ * network adapter: it takes the next receive, copies its message there and writes a completion.
+ *
+ * A connection has one sender, so both rings have a single producer and a single consumer. Positions are
+ * counts that never repeat during the life of the segment, not even over RESET or a new queue pair, so no
+ * stale entry and no stale sender can be taken for a present one. Everything turns on the word `claim`:
+ *
+ *   owner, at RTR            claim = position of the first receive
+ *   sender                   sees a receive posted at n, then claim: n -> n + 1 (compare and swap),
+ *                            copies, writes completion n with sequence n + 1 last
+ *   owner, leaving RTR/RTS   exchanges claim for CLAIM_CLOSED: from then on every compare and swap fails,
+ *                            and the old value says which completion to wait for. When that has arrived,
+ *                            no peer writes into the posted buffers any more, and they may be reused.
+ */
+#ifndef MLXDIST_SOFT_SEGMENT_H
+#define MLXDIST_SOFT_SEGMENT_H
+
+#include "../verbs/verbs_abi.h"
+
+#include <stdalign.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+
+/* Address space, not memory: pages are committed when first written. A group of 8 ranks needs 28 MiB of
+ * slabs; the rest is room for registered buffers. */
+#define SEGMENT_BYTES ((size_t)256 << 20)
+#define SEGMENT_MAGIC UINT64_C(0x747369642d786c6d) /* "mlx-dist" in memory */
+#define SEGMENT_VERSION 1 /* of the layout below; processes with different versions do not connect */
+
+#define SOFT_MAX_QP 64
+#define SOFT_MAX_WR 4096 /* the 4095 that Apple's devices allow, as a power of two */
+
+/* Apple's cache lines have 128 bytes, and x86 fetches its 64-byte lines in pairs. */
+#define CACHE_LINE 128
+
+#define CLAIM_CLOSED (UINT64_C(1) << 63)
+
+struct segment_header {
+  uint64_t magic;
+  uint64_t cookie; /* random: a process id or a descriptor that was reused is not taken for the owner */
+  uint64_t bytes;
+  uint32_t version;
+  _Atomic uint32_t closed;
+};
+
+/* A posted receive. A message completes it with `status`, which is not SUCCESS if its key was bad. */
+struct shared_receive {
+  uint64_t offset; /* in the segment */
+  uint32_t length;
+  uint32_t status; /* enum ibv_wc_status */
+};
+
+struct shared_completion {
+  alignas(64) _Atomic uint64_t sequence; /* position + 1, written last */
+  uint32_t status;                       /* enum ibv_wc_status */
+  uint32_t byte_len;
+  uint32_t imm_data;
+  uint32_t wc_flags;
+};
+
+struct shared_queue_pair {
+  /* Written by the owner while the claim is closed. */
+  alignas(CACHE_LINE) _Atomic uint32_t qp_num; /* 0: no queue pair */
+  _Atomic uint32_t ring_size;                  /* entries in use of the two rings, a power of two */
+  _Atomic uint64_t peer_cookie;                /* the only sender that may claim: its segment, */
+  _Atomic uint32_t peer_qp_num;                /* its queue pair */
+  _Atomic uint32_t rq_psn;                     /* and its first packet number */
+  _Atomic uint32_t attached;                   /* set by the peer: it has mapped this segment */
+
+  alignas(CACHE_LINE) _Atomic uint64_t claim;  /* next receive to take, or CLAIM_CLOSED */
+  alignas(CACHE_LINE) _Atomic uint64_t posted; /* receives below this position are posted */
+
+  /* This struct's size is no multiple of 4096 on purpose: heads of rings that are polled in turn would
+   * otherwise share one set of the first-level cache. */
+  alignas(CACHE_LINE) struct shared_receive receives[SOFT_MAX_WR];
+  struct shared_completion completions[SOFT_MAX_WR];
+};
+
+_Static_assert(sizeof(struct shared_completion) == 64, "a completion is one cache line on x86");
+_Static_assert(sizeof(struct shared_queue_pair) % 4096 != 0, "see receives");
+_Static_assert(ATOMIC_LLONG_LOCK_FREE == 2, "atomics in shared memory must be lock-free");
+
+struct segment_layout {
+  struct segment_header header;
+  struct shared_queue_pair queue_pairs[SOFT_MAX_QP];
+};
+
+/* The arena begins on a page boundary of every system: Apple's pages have 16 KiB. */
+#define ARENA_OFFSET ((sizeof(struct segment_layout) + 16383) / 16384 * 16384)
+
+/* A mapping of this process, of its own or of a peer's segment; every segment is mapped at most once. */
+struct segment {
+  struct segment_layout *layout; /* NULL in a child that this process forked */
+  union ibv_gid gid;             /* how peers find it */
+  uint64_t cookie;
+  bool owned;
+  bool named; /* there is a name to remove */
+  int fd;     /* what peers open, or -1 */
+  unsigned references;
+  struct segment *next;
+};
+
+/* A new segment for this process. Returns 0 or an errno value, as do all functions below. */
+int segment_create(struct segment **segment);
+
+/* The segment at `gid`. ENOENT, ESRCH or EACCES: there is none, its owner is gone, or it belongs to another
+ * user; EINVAL: something else is there. */
+int segment_open(const union ibv_gid *gid, struct segment **segment);
+
+/* Ends the owner's use: nobody can open the segment from now on. Peers keep their mappings. */
+void segment_close(struct segment *segment);
+
+/* Gives back what segment_create or segment_open returned. */
+void segment_release(struct segment *segment);
+
+/* What differs between systems: segment_memfd.c (Linux) and segment_posix.c (macOS). */
+
+/* Makes SEGMENT_BYTES of zeroed shared memory. Sets layout, gid, fd and named; cookie is set already. */
+int segment_map_new(struct segment *segment);
+
+/* Maps the segment at segment->gid. Sets layout and cookie; the caller checks the header. */
+int segment_map_peer(struct segment *segment);
+
+/* Removes the name, if there is one; mappings stay. */
+void segment_remove_name(struct segment *segment);
+
+/* Zeroes whole pages and returns them to the system where it can. */
+void segment_zero_pages(void *memory, size_t bytes);
+
+#endif

@@ -1,0 +1,90 @@
+/* Segments on Linux: memory without a name, so that a SIGKILL at any moment leaves nothing behind. Peers of the
+ * same user open it through /proc/<pid>/fd/<fd>. */
+#define _GNU_SOURCE 1
+#include "segment.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+/* A sealed size can neither shrink nor grow: reading a mapped page never ends in SIGBUS, dead owner or not. */
+#define SEALS (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
+#define NAME "mlxdist"
+
+struct address {
+  int32_t pid;
+  int32_t fd;
+  uint64_t cookie;
+};
+_Static_assert(sizeof(struct address) == sizeof(union ibv_gid), "an address is a GID");
+
+static int map(struct segment *segment, int fd) {
+  void *memory = mmap(NULL, SEGMENT_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+  if (memory == MAP_FAILED) return errno;
+  if (madvise(memory, SEGMENT_BYTES, MADV_DONTFORK)) {
+    int error = errno;
+    munmap(memory, SEGMENT_BYTES);
+    return error;
+  }
+  segment->layout = memory;
+  return 0;
+}
+
+int segment_map_new(struct segment *segment) {
+  int fd = memfd_create(NAME, MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (fd < 0) return errno;
+  int error = ftruncate(fd, (off_t)SEGMENT_BYTES) || fcntl(fd, F_ADD_SEALS, SEALS) ? errno : map(segment, fd);
+  if (error) {
+    close(fd);
+    return error;
+  }
+  struct address address = {.pid = getpid(), .fd = fd, .cookie = segment->cookie};
+  memcpy(&segment->gid, &address, sizeof address);
+  segment->fd = fd;
+  return 0;
+}
+
+/* Whether `path` is a segment, found out without opening it: opening a descriptor of a process that has
+ * inherited the id of a dead peer could do anything, block on a pipe for one. */
+static int check_link(const char *path) {
+  static const char expected[] = "/memfd:" NAME " ";
+  char target[64];
+  ssize_t length = readlink(path, target, sizeof target);
+  if (length < 0) return errno;
+  return length >= (ssize_t)strlen(expected) && !memcmp(target, expected, strlen(expected)) ? 0 : EINVAL;
+}
+
+int segment_map_peer(struct segment *segment) {
+  struct address address;
+  memcpy(&address, &segment->gid, sizeof address);
+  if (address.pid <= 0 || address.fd < 0) return EINVAL;
+  char path[64];
+  snprintf(path, sizeof path, "/proc/%d/fd/%d", address.pid, address.fd);
+  int error = check_link(path);
+  if (error) return error;
+
+  int fd = open(path, O_RDWR | O_CLOEXEC);
+  if (fd < 0) return errno;
+  struct stat status;
+  if (fstat(fd, &status))
+    error = errno;
+  else if (status.st_size != (off_t)SEGMENT_BYTES || fcntl(fd, F_GET_SEALS) != SEALS)
+    error = EINVAL;
+  else
+    error = map(segment, fd);
+  close(fd);
+  segment->cookie = address.cookie;
+  return error;
+}
+
+void segment_remove_name(struct segment *segment) {
+  (void)segment; /* there is none */
+}
+
+void segment_zero_pages(void *memory, size_t bytes) {
+  if (madvise(memory, bytes, MADV_REMOVE)) memset(memory, 0, bytes);
+}

@@ -1,0 +1,105 @@
+/*
+ * Segments on macOS, which has no memory without a name. The owner removes the name as soon as every queue
+ * pair's peer has mapped the segment, and at the latest in close_device. Only a process that is killed before
+ * its group has connected leaves one behind. A segment whose name is gone cannot be opened by further
+ * processes: ranks that join later need a context of their own.
+ */
+#define _GNU_SOURCE 1
+#include "segment.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#ifdef __APPLE__
+#include <mach/vm_inherit.h>
+#endif
+
+struct address {
+  uint64_t nonce; /* of the name */
+  uint64_t cookie;
+};
+_Static_assert(sizeof(struct address) == sizeof(union ibv_gid), "an address is a GID");
+
+#define NAME_BYTES 32 /* macOS: 31 characters at most */
+
+static void name_of(const struct address *address, char name[NAME_BYTES]) {
+  snprintf(name, NAME_BYTES, "/mlxdist-%016llx", (unsigned long long)address->nonce);
+}
+
+static int keep_from_children(void *memory) {
+#ifdef __APPLE__
+  return minherit(memory, SEGMENT_BYTES, VM_INHERIT_NONE);
+#else
+  return madvise(memory, SEGMENT_BYTES, MADV_DONTFORK);
+#endif
+}
+
+static int map(struct segment *segment, int fd) {
+  void *memory = mmap(NULL, SEGMENT_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+  if (memory == MAP_FAILED) return errno;
+  if (keep_from_children(memory)) {
+    int error = errno;
+    munmap(memory, SEGMENT_BYTES);
+    return error;
+  }
+  segment->layout = memory;
+  return 0;
+}
+
+int segment_map_new(struct segment *segment) {
+  struct address address = {.cookie = segment->cookie};
+  if (getentropy(&address.nonce, sizeof address.nonce)) return errno;
+  char name[NAME_BYTES];
+  name_of(&address, name);
+  int fd = shm_open(name, O_RDWR | O_CREAT | O_EXCL, 0600);
+  if (fd < 0) return errno;
+  int error = ftruncate(fd, (off_t)SEGMENT_BYTES) ? errno : map(segment, fd);
+  close(fd);
+  if (error) {
+    shm_unlink(name);
+    return error;
+  }
+  memcpy(&segment->gid, &address, sizeof address);
+  segment->named = true;
+  return 0;
+}
+
+int segment_map_peer(struct segment *segment) {
+  struct address address;
+  memcpy(&address, &segment->gid, sizeof address);
+  char name[NAME_BYTES];
+  name_of(&address, name);
+  int fd = shm_open(name, O_RDWR, 0);
+  if (fd < 0) return errno;
+  struct stat status;
+  int error;
+  if (fstat(fd, &status))
+    error = errno;
+  else if (status.st_size < (off_t)SEGMENT_BYTES)
+    error = EINVAL;
+  else
+    error = map(segment, fd);
+  close(fd);
+  segment->cookie = address.cookie;
+  return error;
+}
+
+void segment_remove_name(struct segment *segment) {
+  if (!segment->named) return;
+  struct address address;
+  memcpy(&address, &segment->gid, sizeof address);
+  char name[NAME_BYTES];
+  name_of(&address, name);
+  shm_unlink(name);
+  segment->named = false;
+}
+
+void segment_zero_pages(void *memory, size_t bytes) {
+  memset(memory, 0, bytes);
+}

@@ -1,0 +1,170 @@
+/*
+ * The software provider's own view of its objects. Nothing outside this folder includes this file, except
+ * the provider's unit tests: users see the verbs table only.
+ *
+ * The objects of one context are used by one thread at a time; the caller's lock sees to that. Different
+ * contexts are independent, and threads of one process may connect theirs to each other.
+ */
+#ifndef MLXDIST_SOFT_SOFT_H
+#define MLXDIST_SOFT_SOFT_H
+
+#include "../verbs/verbs.h"
+#include "segment.h"
+
+#include <stdbool.h>
+
+#define SOFT_MAX_PD 64
+#define SOFT_MAX_CQ 128
+#define SOFT_MAX_CQE (1 << 20)
+#define SOFT_MAX_MR 4096
+#define SOFT_MAX_SEND_SGE 4
+#define SOFT_MAX_RECV_SGE 1
+#define SOFT_MAX_MESSAGE (UINT32_C(1) << 30)
+
+/* A piece of the arena. The list is in address order and covers the arena without gaps. */
+struct soft_block {
+  size_t offset; /* in the segment */
+  size_t bytes;
+  bool used;
+  struct soft_block *next;
+};
+
+struct soft_mr {
+  struct ibv_mr verbs;
+  int access;
+};
+
+struct soft_pd {
+  struct ibv_pd verbs;
+  unsigned users; /* memory regions and queue pairs */
+};
+
+struct soft_context {
+  struct ibv_context verbs;
+  struct segment *segment;
+  struct soft_block *blocks;
+  /* A peer stopped in the middle of a copy and may yet finish it: freed memory is not handed out again. */
+  bool keep_freed_memory;
+  struct soft_mr *mrs[SOFT_MAX_MR];
+  uint8_t mr_tags[SOFT_MAX_MR]; /* the low byte of an lkey: a stale key does not match a later region */
+  struct soft_qp *qps[SOFT_MAX_QP];
+  uint32_t qps_created;
+  unsigned pds;
+  unsigned cqs;
+  struct verbs_counters counters;
+};
+
+/* A completion of the send queue: sends complete while they are posted, and wait here to be polled. */
+struct soft_send_completion {
+  struct soft_qp *qp;
+  uint64_t wr_id;
+  uint64_t position; /* of the work request: it and all before it have left the send queue */
+  enum ibv_wc_status status;
+};
+
+/* A completion queue: send completions are kept in a ring, receive completions stay where the peer wrote
+ * them until they are polled. */
+struct soft_cq {
+  struct ibv_cq verbs;
+  struct soft_send_completion *sends; /* a ring of verbs.cqe entries */
+  uint32_t send_head;
+  uint32_t send_count;
+  struct soft_qp *receivers[SOFT_MAX_QP]; /* queue pairs whose recv_cq this is */
+  unsigned receiver_count;
+  unsigned next_receiver; /* polled first next time */
+  unsigned users;         /* queue pairs, once for each direction */
+  uint64_t demand;        /* work requests that the queue pairs can have outstanding */
+  bool overrun;
+  int survivors; /* after an overrun: completions that may still be polled */
+};
+
+struct soft_receive_wr {
+  uint64_t wr_id;
+  uint32_t length;
+  uint32_t lkey;
+};
+
+/* The peer's half of a connection, as this sender knows it. */
+struct soft_remote {
+  struct segment *segment;
+  struct shared_queue_pair *shared;
+  bool found;      /* the peer's queue pair accepts ours, and the members below are valid */
+  uint64_t next;   /* position of the receive for the next message */
+  uint64_t posted; /* the peer had posted this many when we last looked */
+  uint32_t mask;   /* of its rings */
+};
+
+struct soft_qp {
+  struct ibv_qp verbs;
+  struct ibv_qp_attr attr; /* as set by modify_qp */
+  struct ibv_qp_cap cap;
+  bool sq_sig_all;
+
+  struct soft_remote remote;
+  uint64_t sq_posted;
+  uint64_t sq_retired; /* their slots in the send queue are free again */
+
+  struct shared_queue_pair *shared; /* ours, in our segment */
+  struct soft_receive_wr *receives; /* a ring like the shared ones */
+  uint32_t rq_mask;
+  uint64_t rq_head;   /* next receive to complete */
+  uint64_t rq_posted;
+  uint64_t rq_end;    /* receives from here on are flushed; UINT64_MAX while the peer may send */
+};
+
+static inline struct soft_context *soft_context(struct ibv_context *context) {
+  return (struct soft_context *)context;
+}
+
+static inline struct soft_pd *soft_pd(struct ibv_pd *pd) {
+  return (struct soft_pd *)pd;
+}
+
+static inline struct soft_cq *soft_cq(struct ibv_cq *cq) {
+  return (struct soft_cq *)cq;
+}
+
+static inline struct soft_qp *soft_qp(struct ibv_qp *qp) {
+  return (struct soft_qp *)qp;
+}
+
+/* Returns an error as the verbs functions do: as their result and in errno. */
+int soft_error(int error);
+
+/* memory.c */
+int soft_arena_create(struct soft_context *context);
+void soft_arena_destroy(struct soft_context *context);
+void *soft_alloc_memory(struct ibv_context *context, size_t bytes);
+void soft_free_memory(struct ibv_context *context, void *memory, size_t bytes);
+struct ibv_mr *soft_reg_mr(struct ibv_pd *pd, void *addr, size_t length, int access);
+int soft_dereg_mr(struct ibv_mr *mr);
+/* Whether `lkey` names a region of `pd` that contains the range and allows `access`. */
+bool soft_mr_allows(const struct ibv_pd *pd, uint32_t lkey, uint64_t addr, uint64_t length, int access);
+/* Whether the range lies in memory that peers can reach. */
+bool soft_in_arena(const struct soft_context *context, uint64_t addr, uint64_t length);
+
+/* completion_queue.c */
+struct ibv_cq *soft_create_cq(struct ibv_context *context, int cqe, void *cq_context, struct ibv_comp_channel *channel,
+                              int comp_vector);
+int soft_destroy_cq(struct ibv_cq *cq);
+int soft_poll_cq(struct ibv_cq *cq, int num_entries, struct ibv_wc *wc);
+void soft_cq_attach(struct soft_qp *qp);
+void soft_cq_detach(struct soft_qp *qp);
+void soft_cq_add(struct soft_qp *qp, uint64_t wr_id, enum ibv_wc_status status);
+/* Forgets the completions of a queue pair that is reset or destroyed. */
+void soft_cq_discard(struct soft_qp *qp);
+
+/* queue_pair.c */
+struct ibv_qp *soft_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr);
+int soft_modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int attr_mask);
+int soft_query_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int attr_mask, struct ibv_qp_init_attr *init_attr);
+int soft_destroy_qp(struct ibv_qp *qp);
+void soft_qp_fail(struct soft_qp *qp); /* to the state ERR */
+/* Removes the segment's name once every peer has mapped it. */
+void soft_remove_name(struct soft_context *context);
+
+/* work_queue.c */
+int soft_post_send(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad_wr);
+int soft_post_recv(struct ibv_qp *qp, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad_wr);
+
+#endif

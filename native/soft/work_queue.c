@@ -1,0 +1,182 @@
+/* Posting: where the data moves. */
+#include "soft.h"
+
+#include <errno.h>
+#include <string.h>
+
+static uint64_t total_length(const struct ibv_sge *list, int num_sge) {
+  uint64_t length = 0;
+  for (int i = 0; i < num_sge; i++) length += list[i].length;
+  return length;
+}
+
+static int check_send(const struct soft_qp *qp, const struct ibv_send_wr *wr) {
+  if (qp->verbs.state != IBV_QPS_RTS && qp->verbs.state != IBV_QPS_ERR) return EINVAL;
+  if (wr->opcode != IBV_WR_SEND && wr->opcode != IBV_WR_SEND_WITH_IMM) return EINVAL;
+  if (wr->num_sge < 0 || (uint32_t)wr->num_sge > qp->cap.max_send_sge) return EINVAL;
+  if (wr->send_flags & ~(unsigned)(IBV_SEND_FENCE | IBV_SEND_SIGNALED | IBV_SEND_SOLICITED | IBV_SEND_INLINE))
+    return EINVAL;
+  uint64_t length = total_length(wr->sg_list, wr->num_sge);
+  if (length > SOFT_MAX_MESSAGE || ((wr->send_flags & IBV_SEND_INLINE) && length > 0)) return EINVAL;
+  return qp->sq_posted - qp->sq_retired < qp->cap.max_send_wr ? 0 : ENOMEM;
+}
+
+/* Whether the peer's queue pair is ready for us. The claim is read first: claim_receive succeeds only if it
+ * still has this value, and then the other members were read while they were valid. */
+static bool find_peer(struct soft_qp *qp) {
+  struct soft_remote *remote = &qp->remote;
+  struct shared_queue_pair *shared = remote->shared;
+  uint64_t claim = atomic_load_explicit(&shared->claim, memory_order_acquire);
+  uint32_t ring_size = atomic_load_explicit(&shared->ring_size, memory_order_relaxed);
+  uint64_t cookie = soft_context(qp->verbs.context)->segment->cookie;
+  if (claim == 0 || (claim & CLAIM_CLOSED)) return false;
+  if (atomic_load_explicit(&shared->qp_num, memory_order_relaxed) != qp->attr.dest_qp_num) return false;
+  if (atomic_load_explicit(&shared->peer_cookie, memory_order_relaxed) != cookie) return false;
+  if (atomic_load_explicit(&shared->peer_qp_num, memory_order_relaxed) != qp->verbs.qp_num) return false;
+  if (atomic_load_explicit(&shared->rq_psn, memory_order_relaxed) != qp->attr.sq_psn) return false;
+  if (ring_size == 0 || ring_size > SOFT_MAX_WR || (ring_size & (ring_size - 1))) return false;
+  remote->next = claim;
+  remote->posted = claim;
+  remote->mask = ring_size - 1;
+  return true;
+}
+
+/* Takes the peer's next posted receive; false if there is none, or nobody who would want the message. */
+static bool claim_receive(struct soft_qp *qp, uint64_t *position) {
+  struct soft_remote *remote = &qp->remote;
+  for (int attempt = 0; attempt < 2; attempt++) {
+    if (!remote->found && !(remote->found = find_peer(qp))) return false;
+    if (remote->next >= remote->posted) {
+      remote->posted = atomic_load_explicit(&remote->shared->posted, memory_order_acquire);
+      if (remote->next >= remote->posted) return false;
+    }
+    uint64_t next = remote->next;
+    if (atomic_compare_exchange_strong_explicit(&remote->shared->claim, &next, next + 1, memory_order_acq_rel,
+                                                memory_order_relaxed)) {
+      *position = remote->next++;
+      return true;
+    }
+    remote->found = false; /* the peer's queue pair was reset, and perhaps connected to us again */
+  }
+  return false;
+}
+
+static void copy_message(char *to, const struct ibv_send_wr *wr) {
+  for (int i = 0; i < wr->num_sge; i++) {
+    const struct ibv_sge *sge = &wr->sg_list[i];
+    if (sge->length) memcpy(to, (const void *)(uintptr_t)sge->addr, sge->length);
+    to += sge->length;
+  }
+}
+
+/* Puts the message into the claimed receive, or fails the peer's queue pair, and completes the receive. What
+ * the peer wrote is read once and checked, so that it cannot lead us out of its segment. */
+static void deliver(struct soft_qp *qp, const struct ibv_send_wr *wr, uint64_t position) {
+  struct soft_remote *remote = &qp->remote;
+  struct shared_queue_pair *shared = remote->shared;
+  struct shared_receive receive = shared->receives[position & remote->mask];
+  struct shared_completion *completion = &shared->completions[position & remote->mask];
+  uint32_t length = (uint32_t)total_length(wr->sg_list, wr->num_sge);
+
+  uint32_t status = receive.status;
+  if (receive.offset > SEGMENT_BYTES || receive.length > SEGMENT_BYTES - receive.offset) status = IBV_WC_LOC_PROT_ERR;
+  if (status == IBV_WC_SUCCESS && length > receive.length) status = IBV_WC_LOC_LEN_ERR;
+  if (status == IBV_WC_SUCCESS) {
+    copy_message((char *)remote->segment->layout + receive.offset, wr);
+    soft_context(qp->verbs.context)->counters.bytes_sent += length;
+  } else {
+    atomic_fetch_or(&shared->claim, CLAIM_CLOSED);
+    remote->found = false;
+  }
+  bool with_imm = wr->opcode == IBV_WR_SEND_WITH_IMM;
+  completion->status = status;
+  completion->byte_len = length;
+  completion->imm_data = with_imm ? wr->imm_data : 0;
+  completion->wc_flags = with_imm ? IBV_WC_WITH_IMM : 0;
+  atomic_store_explicit(&completion->sequence, position + 1, memory_order_release);
+}
+
+/* SUCCESS means that the message has left: whether anybody got it is not known on an unreliable connection. */
+static enum ibv_wc_status send_message(struct soft_qp *qp, const struct ibv_send_wr *wr) {
+  for (int i = 0; i < wr->num_sge; i++) {
+    const struct ibv_sge *sge = &wr->sg_list[i];
+    if (sge->length && !soft_mr_allows(qp->verbs.pd, sge->lkey, sge->addr, sge->length, 0)) return IBV_WC_LOC_PROT_ERR;
+  }
+  uint64_t position;
+  if (claim_receive(qp, &position))
+    deliver(qp, wr, position);
+  else
+    soft_context(qp->verbs.context)->counters.dropped++;
+  return IBV_WC_SUCCESS;
+}
+
+static void execute_send(struct soft_qp *qp, const struct ibv_send_wr *wr) {
+  enum ibv_wc_status status = qp->verbs.state == IBV_QPS_ERR ? IBV_WC_WR_FLUSH_ERR : send_message(qp, wr);
+  qp->sq_posted++;
+  if (status != IBV_WC_SUCCESS || qp->sq_sig_all || (wr->send_flags & IBV_SEND_SIGNALED))
+    soft_cq_add(qp, wr->wr_id, status);
+  if (status != IBV_WC_SUCCESS) soft_qp_fail(qp);
+}
+
+/* EINVAL: not in RTS or ERR, or the request is invalid. ENOMEM: the queue is full; a request leaves it when a
+ * completion of it or of a later one is polled. */
+int soft_post_send(struct ibv_qp *verbs, struct ibv_send_wr *wr, struct ibv_send_wr **bad_wr) {
+  struct soft_qp *qp = soft_qp(verbs);
+  struct soft_context *context = soft_context(verbs->context);
+  if (context->segment->named) soft_remove_name(context);
+  for (; wr; wr = wr->next) {
+    int error = check_send(qp, wr);
+    if (error) {
+      *bad_wr = wr;
+      return soft_error(error);
+    }
+    context->counters.sends++;
+    execute_send(qp, wr);
+  }
+  return 0;
+}
+
+static int check_receive(const struct soft_qp *qp, const struct ibv_recv_wr *wr) {
+  if (qp->verbs.state == IBV_QPS_RESET) return EINVAL;
+  if (wr->num_sge < 0 || (uint32_t)wr->num_sge > qp->cap.max_recv_sge) return EINVAL;
+  if (wr->num_sge && wr->sg_list->length &&
+      !soft_in_arena(soft_context(qp->verbs.context), wr->sg_list->addr, wr->sg_list->length))
+    return EINVAL;
+  return qp->rq_posted - qp->rq_head < qp->cap.max_recv_wr ? 0 : ENOMEM;
+}
+
+/* A bad key is accepted here and found when a message arrives, as a device finds it. */
+static void add_receive(struct soft_qp *qp, const struct ibv_recv_wr *wr) {
+  struct ibv_sge sge = wr->num_sge && wr->sg_list->length ? *wr->sg_list : (struct ibv_sge){0};
+  bool allowed = !sge.length ||
+                 soft_mr_allows(qp->verbs.pd, sge.lkey, sge.addr, sge.length, IBV_ACCESS_LOCAL_WRITE);
+  uint64_t start = (uint64_t)(uintptr_t)soft_context(qp->verbs.context)->segment->layout;
+  qp->shared->receives[qp->rq_posted & qp->rq_mask] = (struct shared_receive){
+      .offset = sge.length ? sge.addr - start : 0,
+      .length = sge.length,
+      .status = allowed ? IBV_WC_SUCCESS : IBV_WC_LOC_PROT_ERR,
+  };
+  qp->receives[qp->rq_posted & qp->rq_mask] =
+      (struct soft_receive_wr){.wr_id = wr->wr_id, .length = sge.length, .lkey = sge.lkey};
+  qp->rq_posted++;
+}
+
+/* EINVAL: in RESET, or the buffer is not from alloc_memory of this context: the peer could not write there.
+ * ENOMEM: the queue is full; a receive leaves it when its completion is polled. */
+int soft_post_recv(struct ibv_qp *verbs, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad_wr) {
+  struct soft_qp *qp = soft_qp(verbs);
+  struct soft_context *context = soft_context(verbs->context);
+  int error = 0;
+  if (context->segment->named) soft_remove_name(context);
+  for (; wr; wr = wr->next) {
+    error = check_receive(qp, wr);
+    if (error) {
+      *bad_wr = wr;
+      break;
+    }
+    context->counters.receives++;
+    add_receive(qp, wr);
+  }
+  atomic_store_explicit(&qp->shared->posted, qp->rq_posted, memory_order_release);
+  return soft_error(error);
+}

@@ -1,0 +1,64 @@
+/*
+ * The one table through which everything above this folder sees RDMA.
+ *
+ * A provider fills it: `soft` (compiled in), later libibverbs and Apple's librdma (opened with dlopen).
+ * The functions have the names, arguments and results of <infiniband/verbs.h> without the prefix ibv_.
+ * post_send, post_recv and poll_cq are not in the table: as in the real library they are reached through
+ * context->ops (ibv_post_send and its two siblings below), because that is where real providers put them.
+ */
+#ifndef MLXDIST_VERBS_VERBS_H
+#define MLXDIST_VERBS_VERBS_H
+
+#include "verbs_abi.h"
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* What a provider counted itself, for a device context. */
+struct verbs_counters {
+  uint64_t sends;      /* work requests taken by post_send */
+  uint64_t receives;   /* work requests taken by post_recv */
+  uint64_t polls;      /* calls of poll_cq */
+  uint64_t bytes_sent; /* delivered into posted receives */
+  uint64_t dropped;    /* sends that met no posted receive */
+};
+
+struct verbs {
+  const char *name;   /* "soft", "ibverbs", "librdma" */
+  const char *reason; /* why it was chosen, for the user: "no RDMA device found" */
+
+  struct ibv_device **(*get_device_list)(int *num_devices);
+  void (*free_device_list)(struct ibv_device **list);
+  const char *(*get_device_name)(struct ibv_device *device);
+  struct ibv_context *(*open_device)(struct ibv_device *device);
+  int (*close_device)(struct ibv_context *context);
+  int (*query_device)(struct ibv_context *context, struct ibv_device_attr *attr);
+  int (*query_port)(struct ibv_context *context, uint8_t port, struct ibv_port_attr *attr);
+  int (*query_gid)(struct ibv_context *context, uint8_t port, int index, union ibv_gid *gid);
+  struct ibv_pd *(*alloc_pd)(struct ibv_context *context);
+  int (*dealloc_pd)(struct ibv_pd *pd);
+  struct ibv_mr *(*reg_mr)(struct ibv_pd *pd, void *addr, size_t length, int access);
+  int (*dereg_mr)(struct ibv_mr *mr);
+  struct ibv_cq *(*create_cq)(struct ibv_context *context, int cqe, void *cq_context, struct ibv_comp_channel *channel,
+                              int comp_vector);
+  int (*destroy_cq)(struct ibv_cq *cq);
+  struct ibv_qp *(*create_qp)(struct ibv_pd *pd, struct ibv_qp_init_attr *attr);
+  int (*modify_qp)(struct ibv_qp *qp, struct ibv_qp_attr *attr, int attr_mask);
+  int (*query_qp)(struct ibv_qp *qp, struct ibv_qp_attr *attr, int attr_mask, struct ibv_qp_init_attr *init_attr);
+  int (*destroy_qp)(struct ibv_qp *qp);
+
+  /* Memory that this provider's peers can receive into at full speed: zeroed, page-aligned. Hardware
+   * takes any memory; the soft provider must place it where the peer process can map it. */
+  void *(*alloc_memory)(struct ibv_context *context, size_t bytes);
+  void (*free_memory)(struct ibv_context *context, void *memory, size_t bytes);
+
+  void (*read_counters)(struct ibv_context *context, struct verbs_counters *counters);
+};
+
+/* The provider for ranks of one host. */
+const struct verbs *verbs_soft(void);
+
+/* The provider to use for a group, with `reason` filled in. */
+const struct verbs *verbs_choose(void);
+
+#endif
