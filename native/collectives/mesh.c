@@ -24,6 +24,20 @@ void mesh_init(struct mesh *mesh, mlxdist_group *group) {
     if (rank != group->engine.rank) mesh->streams[mesh->peers++] = (struct stream){.peer = &group->engine.peers[rank]};
 }
 
+int mesh_meet(mlxdist_group *group, enum wire_operation operation) {
+  struct mesh sends, receives;
+  mesh_init(&sends, group);
+  mesh_init(&receives, group);
+  struct wire_descriptor descriptor = layout_describe(operation, 0, 0, -1);
+  return exchange_run(&(struct exchange){.group = group,
+                                         .sends = descriptor,
+                                         .receives = descriptor,
+                                         .out = sends.streams,
+                                         .outs = sends.peers,
+                                         .in = receives.streams,
+                                         .ins = receives.peers});
+}
+
 int mesh_reduce_all(mlxdist_group *group, const struct wire_descriptor *descriptor, fold_kernel kernel, const char *in,
                     char *out, uint64_t bytes, uint32_t element_bytes) {
   struct mesh sends, receives;

@@ -25,6 +25,9 @@ struct mesh {
 };
 void mesh_init(struct mesh *mesh, mlxdist_group *group);
 
+/* An empty message to every peer and one from each: returns once every rank has come. */
+int mesh_meet(mlxdist_group *group, enum wire_operation operation);
+
 /* Every rank sends all of `in`, and reduces all that arrives into `out`. */
 int mesh_reduce_all(mlxdist_group *group, const struct wire_descriptor *descriptor, fold_kernel kernel, const char *in,
                     char *out, uint64_t bytes, uint32_t element_bytes);

@@ -3,6 +3,7 @@
 #include "engine.h"
 
 #include <errno.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -220,13 +221,19 @@ static int check_message(const struct channel *channel, const struct message *me
   return MLXDIST_OK;
 }
 
-static int take_abort(struct channel *channel, const struct message *message) {
-  struct wire_abort abort;
-  if (message->header->length < sizeof abort) return fail(MLXDIST_ABORTED, "rank %d has failed", channel->peer->rank);
-  memcpy(&abort, message->payload, sizeof abort);
-  int length = (int)(message->header->length - sizeof abort);
-  int status = abort.status > MLXDIST_OK && abort.status <= MLXDIST_RESOURCES ? abort.status : MLXDIST_ABORTED;
-  return fail(status, "%.*s", length, message->payload + sizeof abort);
+/* Does not end the operation in progress by itself: the peer may have failed in a later one, and then what it
+ * sent before is all that is missing here, and the result is what the others have (exchange.c). */
+static void take_abort(struct channel *channel, const struct message *message) {
+  struct wire_abort abort = {.status = MLXDIST_ABORTED};
+  char text[ERROR_TEXT_BYTES];
+  int length = (int)message->header->length - (int)sizeof abort;
+  if (length >= 0) memcpy(&abort, message->payload, sizeof abort);
+  if (abort.status <= MLXDIST_OK || abort.status > MLXDIST_RESOURCES) abort.status = MLXDIST_ABORTED;
+  if (length > 0) snprintf(text, sizeof text, "%.*s", length, message->payload + sizeof abort);
+  else snprintf(text, sizeof text, "rank %d has failed", channel->peer->rank);
+  failure_set(&channel->engine->failure, abort.status, text);
+  channel->peer->failed = true;
+  channel->peer->streams_done_there = message->header->stream;
 }
 
 int channel_on_received(struct channel *channel, uint32_t slot, uint32_t bytes) {
@@ -239,8 +246,8 @@ int channel_on_received(struct channel *channel, uint32_t slot, uint32_t bytes) 
   if (status) return status;
   channel->received++;
   read_news(channel->peer, message.header);
-  if (message.header->kind == WIRE_ABORT) return take_abort(channel, &message);
-  if (message.header->kind == WIRE_ACK) return post_receive(channel, slot);
+  if (message.header->kind == WIRE_ABORT) take_abort(channel, &message);
+  if (message.header->kind != WIRE_DATA) return post_receive(channel, slot);
   count(&counters->payload_bytes_received, message.header->length);
   channel->arrived[(channel->arrived_first + channel->arrived_count) % channel->slots] = slot;
   channel->arrived_count++;

@@ -99,47 +99,48 @@ int engine_fail(struct engine *engine, int status) {
   memcpy(message + sizeof abort, text, length);
   if (!failure_set(&engine->failure, status, text)) return failure_check(&engine->failure);
   for (int32_t rank = 0; rank < engine->size; rank++) {
-    struct channel *eager = &engine->peers[rank].channels[WIRE_EAGER];
-    if (!engine->peers[rank].connected || !channel_can_send(eager, WIRE_ABORT)) continue;
+    struct peer *peer = &engine->peers[rank];
+    struct channel *eager = &peer->channels[WIRE_EAGER];
+    if (!peer->connected || !channel_can_send(eager, WIRE_ABORT)) continue;
     /* A peer that cannot be told this way learns it from the side channel. */
     (void)channel_send(eager, &(struct outgoing_message){.kind = WIRE_ABORT,
+                                                         .stream = peer->streams_done,
                                                          .payload = message,
                                                          .length = (uint32_t)(sizeof abort + length)});
   }
   return failure_check(&engine->failure);
 }
 
-/* What keeps this rank from leaving: the peer has not confirmed all data, or was not told all that it waits
- * for. Sends the latter if it can. */
+/* Whether this rank may leave as far as `peer` is concerned: it has confirmed all data, and was told all that
+ * it waits for. Tells it if it can. */
 static int settle(struct peer *peer, bool *settled) {
   struct channel *eager = &peer->channels[WIRE_EAGER];
   bool owes = false;
   for (int i = 0; i < WIRE_CHANNELS; i++) owes |= peer->channels[i].received != peer->channels[i].told_ack;
-  bool can = channel_can_send(eager, WIRE_ACK);
-  *settled = peer_has_everything(peer) && (!owes || can);
-  return owes && can ? channel_send(eager, &(struct outgoing_message){.kind = WIRE_ACK}) : MLXDIST_OK;
+  bool tell = owes && channel_can_send(eager, WIRE_ACK);
+  *settled = peer_has_everything(peer) && (!owes || tell);
+  return tell ? channel_send(eager, &(struct outgoing_message){.kind = WIRE_ACK}) : MLXDIST_OK;
 }
 
-int engine_drain(struct engine *engine, double linger) {
+int engine_drain(struct engine *engine) {
   struct wait wait = {0};
-  uint64_t deadline = clock_ns() + (uint64_t)(linger * 1e9);
   for (;;) {
     int32_t behind = -1;
-    for (int32_t rank = 0; rank < engine->size; rank++) {
+    int status = MLXDIST_OK;
+    bool moved = false;
+    double waited = 0;
+    for (int32_t rank = 0; rank < engine->size && !status; rank++) {
       bool settled = true;
-      int status = engine->peers[rank].connected ? settle(&engine->peers[rank], &settled) : MLXDIST_OK;
-      if (status) return status;
+      if (engine->peers[rank].connected) status = settle(&engine->peers[rank], &settled);
       if (!settled) behind = rank;
     }
-    if (behind < 0) return MLXDIST_OK;
-    if (clock_ns() > deadline)
-      return fail(MLXDIST_TIMEOUT, "rank %d has messages that rank %d did not take within %.1f s of the end", engine->rank,
-                  behind, linger);
-    bool moved = false;
-    double waited;
-    int status = engine_poll(engine, &moved);
+    if (status || behind < 0) return status;
+    status = engine_poll(engine, &moved);
     if (!status && moved) wait_over(&wait);
     if (!status && !moved) status = engine_idle(engine, &wait, &waited);
+    if (!status && engine->options.timeout > 0 && waited > engine->options.timeout)
+      status = fail(MLXDIST_TIMEOUT, "rank %d waited %.1f s at the end for rank %d to confirm what it was sent", engine->rank,
+                    waited, behind);
     if (status) return status;
   }
 }

@@ -46,8 +46,8 @@ int engine_idle(struct engine *engine, struct wait *wait, double *waited);
 /* Fails the group with the text of mlxdist_last_error() and tells every peer. Returns `status`. */
 int engine_fail(struct engine *engine, int status);
 
-/* Waits until every peer has all data, at most `linger` seconds. */
-int engine_drain(struct engine *engine, double linger);
+/* Waits until every peer has all data and was told that all of its own has arrived. */
+int engine_drain(struct engine *engine);
 
 /* wr_id says on which channel and slot or sequence a work request was: nothing of it travels. */
 static inline uint64_t engine_wr_id(const struct channel *channel, bool send, uint32_t number) {

@@ -164,35 +164,54 @@ static int fail_deadline(const struct exchange *exchange, int32_t late, double w
               exchange->group->engine.rank, waited, doing, late);
 }
 
-/* The first peer whose data is missing, else the first that takes none; -1 when all is done. */
-static int32_t waiting_for(const struct exchange *exchange) {
-  for (int i = 0; i < exchange->ins; i++)
-    if (!finished(&exchange->in[i])) return exchange->in[i].peer->rank;
-  for (int i = 0; i < exchange->outs; i++)
-    if (!finished(&exchange->out[i])) return exchange->out[i].peer->rank;
-  return -1;
+/* The first stream that is not finished, NULL when all is done. */
+static const struct stream *unfinished(const struct stream *streams, int count) {
+  for (int i = 0; i < count; i++)
+    if (!finished(&streams[i])) return &streams[i];
+  return 0;
+}
+
+static int idle(struct exchange *exchange, struct wait *wait, const struct peer *late) {
+  struct engine *engine = &exchange->group->engine;
+  double waited = 0;
+  int status = engine_idle(engine, wait, &waited);
+  if (!status && engine->options.timeout > 0 && waited > engine->options.timeout)
+    status = fail_deadline(exchange, late->rank, waited);
+  return status;
+}
+
+static int run(struct exchange *exchange, struct wait *wait) {
+  struct engine *engine = &exchange->group->engine;
+  for (;;) {
+    const struct stream *late = unfinished(exchange->in, exchange->ins);
+    if (!late) late = unfinished(exchange->out, exchange->outs);
+    if (!late) return MLXDIST_OK;
+    bool moved = false;
+    int status = turn(exchange, &moved);
+    if (!status && moved) count(&engine->counters.wait_ns, wait_over(wait));
+    if (!status && !moved) status = idle(exchange, wait, late->peer);
+    if (status) return status;
+  }
+}
+
+/* All data has come, but a peer that sent some of it has failed in this very operation: so does this rank. */
+static int check_aborted(const struct exchange *exchange) {
+  for (int i = 0; i < exchange->ins; i++) {
+    const struct peer *peer = exchange->in[i].peer;
+    if (peer->failed && !wire_at_least(peer->streams_done_there, peer->streams_received))
+      return failure_check(&exchange->group->engine.failure);
+  }
+  return MLXDIST_OK;
 }
 
 int exchange_run(struct exchange *exchange) {
-  struct engine *engine = &exchange->group->engine;
   struct wait wait = {0};
   for (int i = 0; i < exchange->outs; i++) exchange->out[i].peer->streams_sent++;
   for (int i = 0; i < exchange->ins; i++) exchange->in[i].peer->streams_received++;
-  int status = MLXDIST_OK;
-  int32_t late;
-  while (!status && (late = waiting_for(exchange)) >= 0) {
-    bool moved = false;
-    status = turn(exchange, &moved);
-    if (status) break;
-    if (moved) {
-      count(&engine->counters.wait_ns, wait_over(&wait));
-    } else {
-      double waited = 0;
-      status = engine_idle(engine, &wait, &waited);
-      if (!status && engine->options.timeout > 0 && waited > engine->options.timeout)
-        status = fail_deadline(exchange, late, waited);
-    }
-  }
-  count(&engine->counters.wait_ns, wait_over(&wait));
+  int status = run(exchange, &wait);
+  if (!status) status = check_aborted(exchange);
+  for (int i = 0; i < exchange->outs && !status; i++)
+    exchange->out[i].peer->streams_done = exchange->out[i].peer->streams_sent;
+  count(&exchange->group->engine.counters.wait_ns, wait_over(&wait));
   return status;
 }

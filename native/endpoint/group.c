@@ -172,19 +172,6 @@ void mlxdist_group_stats(mlxdist_group *group, mlxdist_stats *stats) {
   };
 }
 
-int mlxdist_group_finalize(mlxdist_group *group, double linger) {
-  struct engine *engine = &group->engine;
-  pthread_mutex_lock(&engine->lock);
-  int status = failure_check(&engine->failure);
-  if (!status && !group->finalized && group->connected) {
-    status = engine_drain(engine, linger);
-    if (status) status = engine_fail(engine, status);
-  }
-  group->finalized = true;
-  pthread_mutex_unlock(&engine->lock);
-  return status;
-}
-
 void mlxdist_group_destroy(mlxdist_group *group) {
   if (!group) return;
   if (group->engine.peers) engine_close(&group->engine);

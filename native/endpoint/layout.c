@@ -68,6 +68,7 @@ static const char *operation_name(const struct wire_descriptor *descriptor) {
     case WIRE_BROADCAST: return "broadcast";
     case WIRE_BARRIER: return "barrier";
     case WIRE_SEND: return "send/recv";
+    case WIRE_FINALIZE: return "finalize";
     default: return "an unknown operation";
   }
 }
@@ -75,7 +76,7 @@ static const char *operation_name(const struct wire_descriptor *descriptor) {
 void layout_name(const struct wire_descriptor *descriptor, char *text, size_t bytes) {
   int n = snprintf(text, bytes, "%s", operation_name(descriptor));
   if (descriptor->root >= 0) n += snprintf(text + n, bytes - (size_t)n, " from rank %d", descriptor->root);
-  if (descriptor->operation == WIRE_BARRIER) return;
+  if (descriptor->operation == WIRE_BARRIER || descriptor->operation == WIRE_FINALIZE) return;
   n += snprintf(text + n, bytes - (size_t)n, " of %s [", mlxdist_dtype_name(descriptor->dtype));
   for (int i = 0; i < descriptor->ndim && i < LAYOUT_DIMENSIONS && (size_t)n < bytes; i++)
     n += snprintf(text + n, bytes - (size_t)n, "%s%lld", i ? ", " : "", (long long)descriptor->shape[i]);

@@ -12,6 +12,9 @@ struct peer {
   struct ibv_mr *mr;
   uint32_t psn[WIRE_CHANNELS];
   uint32_t streams_sent, streams_received; /* number of the last stream in each direction */
+  uint32_t streams_done;                   /* of the last one to it in an operation that succeeded here */
+  bool failed;                             /* it has sent an abort */
+  uint32_t streams_done_there;             /* then: the last one from it in an operation that succeeded there */
   bool connected;
 };
 

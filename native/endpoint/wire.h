@@ -36,7 +36,8 @@ struct wire_header {
   uint8_t flags;
   uint16_t group;                  /* 0: the world */
   uint32_t sequence;               /* of this message on its queue pair, from 1; wraps */
-  uint32_t stream;                 /* of the stream among those from this sender to this receiver, from 1; wraps */
+  uint32_t stream;                 /* of the stream among those from this sender to this receiver, from 1; wraps;
+                                      in an abort, the last one of an operation that succeeded at the sender */
   uint64_t offset;                 /* bytes of the stream before this message */
   uint32_t length;                 /* payload bytes */
   uint32_t checksum;               /* reserved for CRC32C; 0 means none */
@@ -64,6 +65,7 @@ enum wire_operation {
   WIRE_BROADCAST = 4,
   WIRE_BARRIER = 5,
   WIRE_SEND = 6, /* send, recv and both halves of sendrecv */
+  WIRE_FINALIZE = 7,
 };
 
 struct wire_abort {

@@ -155,9 +155,10 @@ int mlxdist_group_error(mlxdist_group *group);
 
 void mlxdist_group_stats(mlxdist_group *group, mlxdist_stats *stats);
 
-/* Waits until every peer has acknowledged everything sent, at most `linger` seconds. The group then
- * takes no more operations; its memory stays valid until mlxdist_group_destroy. */
-int mlxdist_group_finalize(mlxdist_group *group, double linger);
+/* Waits until every rank has come here and has acknowledged everything. A rank that finalizes while others
+ * still communicate with it is a mismatch, on both sides. The group then takes no more operations; its
+ * memory stays valid until mlxdist_group_destroy. */
+int mlxdist_group_finalize(mlxdist_group *group);
 void mlxdist_group_destroy(mlxdist_group *group);
 
 /* out[i] = in_0[i] op in_1[i] op ... op in_{n-1}[i], accumulated in rank order. 16-bit floats are

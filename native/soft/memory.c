@@ -74,7 +74,7 @@ void soft_free_memory(struct ibv_context *verbs, void *memory, size_t bytes) {
     errno = EINVAL;
     return;
   }
-  if (context->keep_freed_memory) return;
+  if (context->tainted) return;
   segment_zero_pages(memory, block->bytes);
   block->used = false;
   merge_with_next(block);

@@ -31,11 +31,12 @@ static int check_init_attr(const struct ibv_pd *pd, const struct ibv_qp_init_att
   return cap->max_inline_data ? EINVAL : 0;
 }
 
-/* The shared half stays in use by whoever still sends to the queue pair that was here before: positions go on
- * where that one stopped, so nothing of it fits. */
-static void start_shared(struct soft_qp *qp) {
-  qp->rq_posted = atomic_load(&qp->shared->posted) + 1;
-  qp->rq_head = qp->rq_posted;
+/* Positions go on where the last connection, or the last queue pair in this place, stopped: what is left of it
+ * in the shared rings, and whoever still sends to it, does not fit. */
+static void start_receiving(struct soft_qp *qp) {
+  uint64_t *position = &soft_context(qp->verbs.context)->positions[qp->verbs.handle];
+  *position = (qp->rq_posted > *position ? qp->rq_posted : *position) + 1;
+  qp->rq_posted = qp->rq_head = *position;
   qp->rq_end = UINT64_MAX;
   atomic_store(&qp->shared->posted, qp->rq_posted);
 }
@@ -49,13 +50,14 @@ static struct soft_qp *allocate_qp(uint32_t ring_size) {
 }
 
 /* EOPNOTSUPP for any type but UC, EINVAL for capabilities above those of the device, ENOMEM for more queue
- * pairs than it has. */
+ * pairs than it has, EIO if the context is tainted. */
 struct ibv_qp *soft_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr) {
   struct soft_context *context = soft_context(pd->context);
   int error = check_init_attr(pd, attr);
   uint32_t place = 0;
   while (place < SOFT_MAX_QP && context->qps[place]) place++;
   if (!error && place == SOFT_MAX_QP) error = ENOMEM;
+  if (!error && context->tainted) error = EIO;
   uint32_t ring_size = power_of_two(attr->cap.max_recv_wr);
   struct soft_qp *qp = error ? NULL : allocate_qp(ring_size);
   if (!qp) {
@@ -79,7 +81,7 @@ struct ibv_qp *soft_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr) 
   qp->rq_mask = ring_size - 1;
   qp->shared = &context->segment->layout->queue_pairs[place];
   atomic_store(&qp->shared->claim, CLAIM_CLOSED);
-  start_shared(qp);
+  start_receiving(qp);
   atomic_store(&qp->shared->ring_size, ring_size);
   atomic_store(&qp->shared->attached, 0);
   atomic_store(&qp->shared->qp_num, qp->verbs.qp_num);
@@ -108,10 +110,11 @@ static void stop_receiving(struct soft_qp *qp) {
   struct soft_context *context = soft_context(qp->verbs.context);
   if (qp->rq_end != UINT64_MAX || !context->segment->layout) return;
   uint64_t claimed = atomic_exchange(&qp->shared->claim, CLAIM_CLOSED) & ~CLAIM_CLOSED;
+  if (claimed > qp->rq_posted) claimed = qp->rq_posted; /* no peer of ours wrote that */
   qp->rq_end = claimed > qp->rq_head ? claimed : qp->rq_head;
   if (qp->rq_end > qp->rq_head && !wait_for_completion(qp, qp->rq_end - 1)) {
     qp->rq_end--;
-    context->keep_freed_memory = true;
+    context->tainted = true;
   }
 }
 
@@ -132,7 +135,7 @@ static void reset(struct soft_qp *qp) {
   leave_peer(qp);
   soft_cq_discard(qp);
   qp->sq_posted = qp->sq_retired = 0;
-  start_shared(qp);
+  start_receiving(qp);
   atomic_store(&qp->shared->attached, 0);
   qp->attr = (struct ibv_qp_attr){0};
 }
@@ -143,6 +146,7 @@ int soft_destroy_qp(struct ibv_qp *verbs) {
   stop_receiving(qp);
   leave_peer(qp);
   if (context->segment->layout) atomic_store(&qp->shared->qp_num, 0);
+  context->positions[verbs->handle] = qp->rq_posted;
   soft_cq_detach(qp);
   soft_pd(verbs->pd)->users--;
   context->qps[verbs->handle] = NULL;
@@ -236,8 +240,8 @@ static void notice_failure(struct soft_qp *qp) {
   if (receiving && (atomic_load(&qp->shared->claim) & CLAIM_CLOSED)) soft_qp_fail(qp);
 }
 
-/* EINVAL for a transition, a mask or a value that is not allowed. To RTR also what segment_open returns; the
- * queue pair then stays in INIT. */
+/* EINVAL for a transition, a mask or a value that is not allowed. To INIT also EIO, if the context is tainted;
+ * to RTR also what segment_open returns: the queue pair then stays in INIT. */
 int soft_modify_qp(struct ibv_qp *verbs, struct ibv_qp_attr *attr, int attr_mask) {
   struct soft_qp *qp = soft_qp(verbs);
   struct soft_context *context = soft_context(verbs->context);
@@ -247,6 +251,7 @@ int soft_modify_qp(struct ibv_qp *verbs, struct ibv_qp_attr *attr, int attr_mask
   if ((attr_mask & IBV_QP_CUR_STATE) && attr->cur_qp_state != from) return soft_error(EINVAL);
   int error = check_mask(from, to, attr_mask);
   if (!error) error = check_values(attr, attr_mask);
+  if (!error && from == IBV_QPS_RESET && to == IBV_QPS_INIT && context->tainted) error = EIO;
   if (!error && from == IBV_QPS_INIT && to == IBV_QPS_RTR) error = connect_peer(qp, attr);
   if (error) return soft_error(error);
 

@@ -43,11 +43,13 @@ struct soft_context {
   struct ibv_context verbs;
   struct segment *segment;
   struct soft_block *blocks;
-  /* A peer stopped in the middle of a copy and may yet finish it: freed memory is not handed out again. */
-  bool keep_freed_memory;
+  /* A peer stopped in the middle of a copy and may yet finish it: memory and receive rings are not used again.
+   * What is connected goes on; a new connection needs a new context. */
+  bool tainted;
   struct soft_mr *mrs[SOFT_MAX_MR];
   uint8_t mr_tags[SOFT_MAX_MR]; /* the low byte of an lkey: a stale key does not match a later region */
   struct soft_qp *qps[SOFT_MAX_QP];
+  uint64_t positions[SOFT_MAX_QP]; /* where the receives of each place's next queue pair begin */
   uint32_t qps_created;
   unsigned pds;
   unsigned cqs;

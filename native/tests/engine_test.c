@@ -223,6 +223,21 @@ static void waits_end(struct world *world, int rank, int size) {
   mlxdist_group_destroy(group);
 }
 
+/* A rank that leaves while another still needs it is an error on both, at once and not after the timeout. */
+static void leaving_early(struct world *world, int rank, int size) {
+  int barriers = 0;
+  (void)size;
+  mlxdist_group *group = world_join(world, rank, &barriers, 0);
+  mlxdist_layout layout = vector(10);
+  float *array = filled(rank, 10, 0);
+  int status = rank == 0 ? mlxdist_all_reduce(group, array, array, &layout, MLXDIST_SUM) : mlxdist_group_finalize(group);
+  REQUIRE(status == MLXDIST_MISMATCH);
+  REQUIRE(strstr(mlxdist_last_error(), "rank 0 calls all_sum of float32 [10], rank 1 calls finalize"));
+  free(array);
+  world_barrier(world, &barriers);
+  mlxdist_group_destroy(group);
+}
+
 int main(void) {
   int failed = 0;
   for (int size = 1; size <= 8; size = size < 4 ? size + 1 : size * 2) failed |= world_run(size, every_operation);
@@ -233,6 +248,7 @@ int main(void) {
   failed |= world_run(2, different_operations);
   failed |= world_run(3, refused_without_harm);
   failed |= world_run(2, waits_end);
+  failed |= world_run(2, leaving_early);
   if (!failed) printf("engine_test passed\n");
   return failed;
 }

@@ -56,7 +56,7 @@ static inline mlxdist_group *world_join(struct world *world, int rank, int *barr
 }
 
 static inline void world_leave(struct world *world, mlxdist_group *group, int *barriers) {
-  REQUIRE(mlxdist_group_finalize(group, 5.0) == MLXDIST_OK);
+  REQUIRE(mlxdist_group_finalize(group) == MLXDIST_OK);
   world_barrier(world, barriers);
   mlxdist_group_destroy(group);
 }

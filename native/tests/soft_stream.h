@@ -1,0 +1,16 @@
+/* A stream of checked messages in both directions at once, with credits, for the provider's stress tests. */
+#ifndef MLXDIST_TESTS_SOFT_STREAM_H
+#define MLXDIST_TESTS_SOFT_STREAM_H
+
+#include "soft_side.h"
+
+#define STREAM_OPTIONS ((struct side_options){.cqe = 128, .max_send_wr = 32, .max_recv_wr = 32})
+
+/* Posts the receives; after this the peer may run its stream. */
+void stream_prepare(struct side *side);
+
+/* Sends `messages` (a multiple of 8) messages and receives as many, whose order, sizes and bytes are checked,
+ * and then checks the provider's counters. The peer does the same. */
+void stream_run(struct side *side, uint32_t messages);
+
+#endif

@@ -1,0 +1,111 @@
+"""Compiles C files of native/ into a program and runs it, for the tests of the parts below Python."""
+
+import functools
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+__all__ = ["NATIVE", "SANITIZE_MEMORY", "SANITIZE_THREADS", "build_program", "layer_sources", "run_program"]
+
+NATIVE = Path(__file__).parent.parent / "native"
+SANITIZE_MEMORY = ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+SANITIZE_THREADS = ["-g", "-O1", "-fsanitize=thread"]
+_BUILD_SECONDS = 120
+
+
+def layer_sources(*folders: str, segment: str | None = None) -> list[Path]:
+    """The C files of folders of native/, as CMakeLists.txt chooses them for this system.
+
+    ``segment``: "memfd" or "posix", to take that one of a pair of files instead of this system's.
+    """
+    unwanted = "posix" if (segment or _own_segment()) == "memfd" else "memfd"
+    files = [file for folder in folders for file in sorted((NATIVE / folder).glob("*.c"))]
+    return [file for file in files if not file.stem.endswith(f"_{unwanted}")]
+
+
+def build_program(output: Path, sources: Iterable[Path], flags: Iterable[str] = ()) -> Path:
+    """Compiles ``sources``, warnings being errors, links them into ``output`` and returns that.
+
+    A file is compiled once per test session and set of flags. Skips the test where the compiler's sanitizers that
+    ``flags`` ask for do not work.
+    """
+    flags = tuple(flags)
+    for flag in flags:
+        if flag.startswith("-fsanitize=") and (reason := _why_unusable(flag)):
+            pytest.skip(f"{flag} does not work here: {reason}")
+    objects = [str(_compile(source, flags)) for source in sources]
+    libraries = ["-lpthread", "-ldl"] if sys.platform == "linux" else []
+    _call([*_compiler(), *flags, *objects, "-o", str(output), *libraries])
+    return output
+
+
+def run_program(
+    program: Path, *arguments: str, timeout: float = 120, environment: dict[str, str] | None = None
+) -> str:
+    """Runs ``program``, at most ``timeout`` seconds, and returns what it printed; any exit status but 0 is a failure."""
+    process = subprocess.run(
+        [str(program), *arguments],
+        env=os.environ | (environment or {}),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        timeout=timeout,
+    )
+    if process.returncode:
+        pytest.fail(f"{program.name} ended with {process.returncode}; it printed\n{process.stdout}")
+    return process.stdout
+
+
+def _own_segment() -> str:
+    return "memfd" if sys.platform == "linux" else "posix"
+
+
+@functools.cache
+def _compile(source: Path, flags: tuple[str, ...]) -> Path:
+    """The object file of ``source``."""
+    descriptor, name = tempfile.mkstemp(suffix=".o", prefix=f"{source.stem}-", dir=_object_folder().name)
+    os.close(descriptor)
+    _call([*_compiler(), "-std=c11", "-Wall", "-Wextra", "-Werror", *flags, "-c", str(source), "-o", name])
+    return Path(name)
+
+
+@functools.cache
+def _object_folder() -> tempfile.TemporaryDirectory:
+    """Removed when the test session ends."""
+    return tempfile.TemporaryDirectory(prefix="mlxdist-objects-")
+
+
+def _call(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_SECONDS)
+    assert result.returncode == 0, f"{shlex.join(command)}\n{result.stderr}"
+
+
+@functools.cache
+def _compiler() -> list[str]:
+    command = shlex.split(os.environ.get("CC", "cc"))
+    if not shutil.which(command[0]):
+        pytest.fail(f"there is no C compiler {command[0]!r}: install one (apt-get install gcc), or set CC")
+    return command
+
+
+@functools.cache
+def _why_unusable(flag: str) -> str | None:
+    """What goes wrong with an empty program compiled with ``flag``: sanitizers have libraries that may be missing, and
+    the thread sanitizer does not start on kernels that spread addresses more than it expects."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, program = Path(folder, "empty.c"), Path(folder, "empty")
+        source.write_text("int main(void) { return 0; }\n")
+        for command in ([*_compiler(), flag, str(source), "-o", str(program)], [str(program)]):
+            result = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_SECONDS)
+            if result.returncode:
+                return (result.stderr.strip() or f"exit status {result.returncode}").splitlines()[-1]
+    return None

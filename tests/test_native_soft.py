@@ -1,0 +1,42 @@
+"""The software verbs provider, tested in C: see native/tests/soft_*_test.c for what is checked."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from native_build import NATIVE, SANITIZE_MEMORY, SANITIZE_THREADS, build_program, layer_sources, run_program
+
+# Compiler flags, and where segments live: macOS's way also works on Linux, so it is tested there too.
+OWN_SEGMENT = "memfd" if sys.platform == "linux" else "posix"
+VARIANTS = {
+    "optimized": (["-O2"], OWN_SEGMENT),
+    "sanitized": (SANITIZE_MEMORY, OWN_SEGMENT),
+    "posix_segments": (SANITIZE_MEMORY, "posix"),
+}
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def segment_names() -> set[Path]:
+    """Shared memory that has a name; macOS does not list it."""
+    return set(SHARED_MEMORY.glob("mlxdist-*"))
+
+
+def build(folder: Path, program: str, flags: list[str], segment: str) -> Path:
+    tests = NATIVE / "tests"
+    sources = [tests / f"soft_{program}_test.c", tests / "soft_side.c", tests / "soft_stream.c"]
+    return build_program(folder / program, sources + layer_sources("verbs", "soft", segment=segment), flags)
+
+
+@pytest.mark.parametrize("program", ["objects", "messages", "errors", "processes", "stress"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_soft(tmp_path, variant, program):
+    flags, segment = VARIANTS[variant]
+    before = segment_names()
+    run_program(build(tmp_path, program, flags, segment), timeout=300)
+    assert segment_names() <= before, "a segment was left behind"
+
+
+def test_soft_without_data_races(tmp_path):
+    """Two threads on two contexts of one process: both use one mapping, so the sanitizer sees every access."""
+    program = build(tmp_path, "stress", SANITIZE_THREADS, OWN_SEGMENT)
+    run_program(program, "TwoThreads", "ResetUnderFire", timeout=300, environment={"MESSAGES": "40000"})
