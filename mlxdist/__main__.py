@@ -1,0 +1,5 @@
+"""`python -m mlxdist` is `mlxdist`."""
+
+from .cli import main
+
+main()

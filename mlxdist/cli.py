@@ -1,0 +1,63 @@
+"""The command `mlxdist`. Each subcommand is a module, imported when it is used: `mlxdist launch` must start fast."""
+
+import difflib
+import importlib
+import os
+
+import click
+
+from .environment import VARIABLES, Environment
+from .errors import EnvironmentVariableError
+from .version import __version__
+
+__all__ = ["main"]
+
+COMMANDS = {
+    "bench": "mlxdist.bench:bench",
+    "env": "mlxdist.cli:show_environment",
+    "launch": "mlxdist.launch.command:launch",
+}
+
+
+class Commands(click.Group):
+    """Finds subcommands in the table above. Their modules must be cheap to import: --help imports all."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        module, attribute = COMMANDS[name].split(":")
+        return getattr(importlib.import_module(module), attribute)
+
+    def resolve_command(self, context: click.Context, args: list[str]) -> tuple:
+        # click suggests only commands that it holds itself.
+        close = difflib.get_close_matches(args[0], COMMANDS, n=1)
+        if args[0] not in COMMANDS and close:
+            context.fail(f"No such command {args[0]!r}. Did you mean {close[0]!r}?")
+        return super().resolve_command(context, args)
+
+
+@click.group(cls=Commands)
+@click.version_option(__version__, message="mlxdist %(version)s")
+def commands() -> None:
+    """The distributed runtime for MLX."""
+
+
+@click.command("env")
+def show_environment() -> None:
+    """Show the MLXDIST_* variables: meaning, default, and what is set here."""
+    for variable in VARIABLES:
+        value = os.environ.get(variable.name)
+        shown = "not set" if value is None else "set" if variable.name == "MLXDIST_SECRET" else repr(value)
+        click.echo(f"{variable.name}: {shown}")
+        click.echo(f"    {variable.meaning} (default: {variable.default})")
+    try:
+        Environment.read()
+    except EnvironmentVariableError as error:
+        raise click.ClickException(str(error)) from None
+
+
+def main() -> None:
+    commands(prog_name="mlxdist")

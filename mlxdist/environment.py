@@ -1,0 +1,206 @@
+"""The MLXDIST_* variables: the one place that knows and reads them.
+
+`mlxdist launch` sets those that tell a process which rank of which job it is; the others are the user's.
+Whatever is unknown, malformed or contradictory is refused here, before anything is opened: a job whose ranks
+understood their variables differently would hang, or silently run as several groups of one.
+"""
+
+import difflib
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .errors import EnvironmentVariableError
+
+__all__ = ["MAX_RANKS", "OF_JOB", "VARIABLES", "Environment", "Variable", "format_address", "parse_address"]
+
+MAX_RANKS = 1024
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One variable. ``of_job`` marks those that belong to one job: a job started inside another drops them."""
+
+    name: str
+    meaning: str
+    default: str
+    of_job: bool = False
+
+
+VARIABLES = (
+    Variable("MLXDIST_RANK", "number of this process, from 0", "a group of one", of_job=True),
+    Variable("MLXDIST_WORLD_SIZE", "number of processes of the job", "a group of one", of_job=True),
+    Variable("MLXDIST_RENDEZVOUS", "where rank 0 listens: host:port, [IPv6 address]:port", "none", of_job=True),
+    Variable("MLXDIST_RENDEZVOUS_FD", "rank 0: descriptor of a socket that listens there already", "none", of_job=True),
+    Variable("MLXDIST_SECRET", "key that every rank of the job must know, at least 32 hex digits", "none", of_job=True),
+    Variable("MLXDIST_JOB", "name of the job", "empty", of_job=True),
+    Variable("MLXDIST_FIRST_FAILURE", "file in which the first failed rank is noted", "none", of_job=True),
+    Variable("MLXDIST_TIMEOUT", "seconds without progress before an operation fails, 0 for never", "1800"),
+    Variable("MLXDIST_RENDEZVOUS_TIMEOUT", "seconds to wait for ranks that are missing", "60"),
+    Variable("MLXDIST_BULK_SLOT_BYTES", "bytes of a slot for large messages: 8192 to 1048576, times 4096", "131072"),
+    Variable("MLXDIST_BULK_SLOTS", "slots for large messages, per peer and direction: 2 to 64", "6"),
+    Variable("MLXDIST_EAGER_SLOTS", "slots for small messages, per peer and direction: 4 to 256", "32"),
+)
+OF_JOB = frozenset(variable.name for variable in VARIABLES if variable.of_job)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the variables say. ``None`` means not set: the native library's own default holds."""
+
+    rank: int = 0
+    world_size: int = 1
+    rendezvous: tuple[str, int] | None = None
+    rendezvous_fd: int | None = None
+    secret: bytes = field(default=b"", repr=False)
+    job: str = ""
+    first_failure: str | None = None
+    timeout: float | None = None
+    rendezvous_timeout: float = 60.0
+    bulk_slot_bytes: int | None = None
+    bulk_slots: int | None = None
+    eager_slots: int | None = None
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] = os.environ) -> "Environment":
+        """Reads and checks all variables.
+
+        Raises:
+            EnvironmentVariableError: a variable is unknown or malformed, or two contradict each other.
+        """
+        _refuse_unknown(environ)
+        environment = cls(
+            rank=_integer(environ, "MLXDIST_RANK", 0, MAX_RANKS - 1) or 0,
+            world_size=_integer(environ, "MLXDIST_WORLD_SIZE", 1, MAX_RANKS) or 1,
+            rendezvous=_address(environ, "MLXDIST_RENDEZVOUS"),
+            rendezvous_fd=_integer(environ, "MLXDIST_RENDEZVOUS_FD", 0, 2**31 - 1),
+            secret=_secret(environ, "MLXDIST_SECRET"),
+            job=_job(environ, "MLXDIST_JOB"),
+            first_failure=environ.get("MLXDIST_FIRST_FAILURE"),
+            timeout=_seconds(environ, "MLXDIST_TIMEOUT", zero=True),
+            rendezvous_timeout=_seconds(environ, "MLXDIST_RENDEZVOUS_TIMEOUT", zero=False) or 60.0,
+            bulk_slot_bytes=_integer(environ, "MLXDIST_BULK_SLOT_BYTES", 8192, 1 << 20, multiple=4096),
+            bulk_slots=_integer(environ, "MLXDIST_BULK_SLOTS", 2, 64),
+            eager_slots=_integer(environ, "MLXDIST_EAGER_SLOTS", 4, 256),
+        )
+        _refuse_contradictions(environ, environment)
+        return environment
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """``host:port`` or ``[IPv6 address]:port`` as a pair.
+
+    Raises:
+        ValueError: it is neither, or the port is not 1 to 65535.
+    """
+    match = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^\[\]:\s]+)):([0-9]{1,5})", text)
+    if match is None or not 1 <= int(match[3]) <= 65535:
+        raise ValueError(f"{text!r} is not an address; write host:port, or [address]:port for IPv6")
+    return match[1] or match[2], int(match[3])
+
+
+def format_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _refuse_unknown(environ: Mapping[str, str]) -> None:
+    known = [variable.name for variable in VARIABLES]
+    for name in sorted(environ):
+        if not name.startswith("MLXDIST_") or name in known:
+            continue
+        close = difflib.get_close_matches(name, known, n=1)
+        advice = f"did you mean {close[0]}?" if close else "unset it; `mlxdist env` lists those that exist"
+        raise EnvironmentVariableError(f"{name} is set, but there is no such variable; {advice}")
+
+
+def _refuse_contradictions(environ: Mapping[str, str], environment: Environment) -> None:
+    has_rank, has_size = "MLXDIST_RANK" in environ, "MLXDIST_WORLD_SIZE" in environ
+    rank, size = environment.rank, environment.world_size
+    if has_rank and not has_size:
+        raise EnvironmentVariableError(
+            f"MLXDIST_RANK={rank} is set, but MLXDIST_WORLD_SIZE is not; set both, or neither for a group of one"
+        )
+    if has_size and not has_rank:
+        raise EnvironmentVariableError(
+            f"MLXDIST_WORLD_SIZE={size} is set, but MLXDIST_RANK is not; set both, or neither for a group of one"
+        )
+    if not has_rank:
+        for name in ("MLXDIST_RENDEZVOUS", "MLXDIST_RENDEZVOUS_FD"):
+            if name in environ:
+                raise EnvironmentVariableError(
+                    f"{name}={environ[name]} is set, but MLXDIST_RANK and MLXDIST_WORLD_SIZE are not; "
+                    "set them too, or unset it for a group of one"
+                )
+    if rank >= size:
+        raise EnvironmentVariableError(
+            f"MLXDIST_RANK={rank} does not fit MLXDIST_WORLD_SIZE={size}; ranks are numbered from 0 to {size - 1}"
+        )
+    if size > 1 and environment.rendezvous is None:
+        raise EnvironmentVariableError(
+            f"MLXDIST_WORLD_SIZE={size} needs MLXDIST_RENDEZVOUS, the host:port of rank 0; "
+            "`mlxdist launch` sets it, or set it to the same value on every rank"
+        )
+    if size > 1 and not environment.secret:
+        raise EnvironmentVariableError(
+            f"MLXDIST_WORLD_SIZE={size} needs MLXDIST_SECRET, the key of the job; `mlxdist launch` sets it, "
+            "or set it to the same value on every rank, for example from `openssl rand -hex 32`"
+        )
+    if rank != 0 and environment.rendezvous_fd is not None:
+        raise EnvironmentVariableError(
+            f"MLXDIST_RENDEZVOUS_FD={environment.rendezvous_fd} is for rank 0, but MLXDIST_RANK={rank}; unset it here"
+        )
+
+
+def _integer(environ: Mapping[str, str], name: str, low: int, high: int, multiple: int = 1) -> int | None:
+    if name not in environ:
+        return None
+    text = environ[name]
+    # Not int(): it also takes " 1", "1_0" and the digits of other scripts.
+    value = int(text) if re.fullmatch(r"[0-9]{1,10}", text, re.ASCII) else None
+    if value is None or not low <= value <= high or value % multiple != 0:
+        steps = f", a multiple of {multiple}" if multiple > 1 else ""
+        raise EnvironmentVariableError(f"{name}={text!r} is not a whole number from {low} to {high}{steps}")
+    return value
+
+
+def _seconds(environ: Mapping[str, str], name: str, zero: bool) -> float | None:
+    if name not in environ:
+        return None
+    text = environ[name]
+    value = float(text) if re.fullmatch(r"[0-9]{1,9}(\.[0-9]*)?", text, re.ASCII) else math.nan
+    if math.isnan(value) or (value == 0 and not zero):
+        wanted = "a number of seconds (0 waits for ever)" if zero else "a number of seconds above 0"
+        raise EnvironmentVariableError(f"{name}={text!r} is not {wanted}")
+    return value
+
+
+def _address(environ: Mapping[str, str], name: str) -> tuple[str, int] | None:
+    if name not in environ:
+        return None
+    try:
+        return parse_address(environ[name])
+    except ValueError as error:
+        raise EnvironmentVariableError(f"{name}: {error}") from None
+
+
+def _secret(environ: Mapping[str, str], name: str) -> bytes:
+    text = environ.get(name)
+    if text is None:
+        return b""
+    # The value stays out of the message: it would end in a log.
+    if not re.fullmatch(r"([0-9a-fA-F]{2}){16,128}", text, re.ASCII):
+        raise EnvironmentVariableError(
+            f"{name} must be 32 to 256 hex digits, an even number of them; `openssl rand -hex 32` makes one"
+        )
+    return bytes.fromhex(text)
+
+
+def _job(environ: Mapping[str, str], name: str) -> str:
+    text = environ.get(name, "")
+    if not re.fullmatch(r"[A-Za-z0-9._-]{0,256}", text, re.ASCII):
+        raise EnvironmentVariableError(
+            f"{name}={text!r} must be at most 256 letters, digits, dots, dashes or underlines"
+        )
+    return text

@@ -1,0 +1,105 @@
+"""The exceptions of mlxdist: one family, so that ``except mlxdist.Error`` catches whatever went wrong here.
+
+Every message says what happened, on which rank and host, and what to do next. Where Python has a class of its own
+for the case (``ValueError``, ``TimeoutError``, ``ImportError``), ours is also that one.
+"""
+
+from collections.abc import Iterable
+
+__all__ = [
+    "Aborted",
+    "EnvironmentVariableError",
+    "Error",
+    "InvalidArgument",
+    "Mismatch",
+    "PeerLost",
+    "RendezvousError",
+    "ResourceError",
+    "Timeout",
+    "TransportError",
+    "VersionMismatch",
+    "from_status",
+    "name_ranks",
+    "to_status",
+]
+
+
+class Error(RuntimeError):
+    """Base of the family. A RuntimeError, because that is what MLX turns every C++ exception into."""
+
+
+class InvalidArgument(Error, ValueError):
+    """An argument was refused before any work."""
+
+
+class Mismatch(Error):
+    """The ranks disagree: on the operation, its dtype, shape or root, or on the step of the rendezvous."""
+
+
+class Timeout(Error, TimeoutError):
+    """An operation made no progress until its deadline (``MLXDIST_TIMEOUT``)."""
+
+
+class Aborted(Error):
+    """This rank or another one failed, and with it the group."""
+
+
+class PeerLost(Error):
+    """Another rank died, or left the group while this one still waited for it."""
+
+
+class TransportError(Error):
+    """A queue pair, a completion or a message was wrong."""
+
+
+class ResourceError(Error):
+    """Out of memory, or of objects that the device has a limited number of."""
+
+
+class RendezvousError(Error):
+    """The ranks did not find together: some are missing, or one was refused."""
+
+
+class VersionMismatch(Error, ImportError):
+    """The installed MLX is not the one that mlxdist was built for."""
+
+
+class EnvironmentVariableError(Error, ValueError):
+    """An ``MLXDIST_*`` variable is unknown, malformed, or contradicts another one."""
+
+
+# enum mlxdist_status of mlxdist.h.
+_BY_STATUS = {
+    1: InvalidArgument,
+    2: Mismatch,
+    3: Timeout,
+    4: Aborted,
+    5: PeerLost,
+    6: TransportError,
+    7: ResourceError,
+}
+
+
+def from_status(status: int, text: str) -> Error:
+    """The exception for a status of the native library and the text of ``mlxdist_last_error()``."""
+    if status == 0:
+        raise ValueError("status 0 is success, there is no exception for it")
+    if status not in _BY_STATUS:
+        return Error(f"{text} (status {status}, which this version of mlxdist does not know)")
+    return _BY_STATUS[status](text)
+
+
+def to_status(error: Error) -> int:
+    """The status of the native library for an exception; that of Aborted for classes that it does not have."""
+    return next((status for status, kind in _BY_STATUS.items() if type(error) is kind), 4)
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Ranks in words, for messages: ``rank 2``, ``ranks 2 and 3``, ``ranks 1, 2, 3, 4 and 60 more``."""
+    numbers = sorted(ranks)
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    shown = [str(number) for number in numbers] if len(numbers) <= 8 else [str(number) for number in numbers[:4]]
+    if len(numbers) > 8:
+        shown.append(f"{len(numbers) - 4} more")
+    return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"

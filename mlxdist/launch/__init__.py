@@ -1,0 +1,11 @@
+"""`mlxdist launch`: starts the ranks of a job, supervises them, and leaves nothing behind.
+
+    command.py      the command line
+    local.py        a job on this machine: what its ranks are given, and how they are started
+    supervisor.py   signals, the first failure, the exit status
+    output.py       what the ranks print
+    keeper.py       a process that cleans up, also after a launcher that was killed
+    jit_cache.py    folders for the kernels that MLX compiles
+
+It runs without MLX, NumPy and the compiled half of mlxdist, so that it starts fast.
+"""

@@ -1,0 +1,139 @@
+"""The command line of `mlxdist launch`."""
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+
+import click
+
+from ..environment import MAX_RANKS, OF_JOB, Environment
+from ..errors import EnvironmentVariableError, ResourceError, name_ranks
+from .local import LocalJob, base_environment
+from .output import Output, terminal_variables
+from .supervisor import Supervisor, Wakeup
+
+__all__ = ["launch"]
+
+
+class CannotRun(click.ClickException):
+    """The command does not exist (127) or is not executable (126), as shells have it."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option("-n", "ranks", type=click.IntRange(1, MAX_RANKS), required=True, help="Number of ranks.")
+@click.option("--prefix/--no-prefix", default=True, help="Print the rank in front of each line, or pass output raw.")
+@click.option(
+    "--grace",
+    type=click.FloatRange(0, 3600),
+    default=5.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="When a rank has failed: time for the others to leave by themselves, then again between SIGTERM and SIGKILL.",
+)
+@click.option(
+    "--env", "settings", multiple=True, metavar="NAME=VALUE", help="Set a variable for all ranks; repeatable."
+)
+@click.option("--verbose", is_flag=True, help="Report the start and the end of every rank.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND [ARGUMENTS]...")
+def launch(
+    ranks: int, prefix: bool, grace: float, settings: tuple[str, ...], verbose: bool, command: tuple[str, ...]
+) -> None:
+    """Start a command as N ranks on this machine.
+
+    \b
+        mlxdist launch -n 2 -- python train.py --epochs 3
+
+    Every rank finds its number in MLXDIST_RANK and the number of ranks in MLXDIST_WORLD_SIZE. Rank 0 reads the
+    standard input. Each rank has a temporary folder (TMPDIR) of its own, which is removed when the job has ended.
+
+    The exit status is that of the first rank that failed, 128 + the signal if it was killed by one. Ctrl-C and SIGTERM
+    reach all ranks. When the command returns, nothing of the job is left running.
+    """
+    if not command:
+        raise click.UsageError("No command given. Write it after --: mlxdist launch -n 2 -- python train.py")
+    variables = base_environment(os.environ) | _parse_settings(settings)
+    if not os.path.isdir(variables.get("TMPDIR") or "/tmp"):
+        raise click.UsageError(f"TMPDIR={variables['TMPDIR']} is not a folder; the ranks' temporary folders go there.")
+    try:
+        Environment.read(variables)
+    except EnvironmentVariableError as error:
+        raise click.UsageError(str(error)) from None
+    _check_command(command[0], variables)
+    try:
+        status = _run(ranks, prefix, grace, variables, verbose, list(command))
+    except ResourceError as error:
+        raise click.ClickException(str(error)) from None
+    sys.exit(status)
+
+
+def _run(ranks: int, prefix: bool, grace: float, variables: dict[str, str], verbose: bool, command: list[str]) -> int:
+    wakeup = Wakeup()
+    if prefix:
+        variables = terminal_variables(variables, ranks) | variables
+        output = Output(ranks, wakeup.wake)
+    else:
+        output = None
+
+    def say(text: str) -> None:
+        line = f"mlxdist launch: {text}"
+        output.say(line) if output is not None else click.echo(line, err=True)
+
+    with wakeup.signals(), LocalJob(ranks, command, variables, grace) as job:
+        supervisor = Supervisor(job, wakeup, output, grace, say, verbose)
+        for rank in range(ranks):
+            try:
+                supervisor.add(_start(job, rank, output))
+            except OSError as error:
+                have = f" ({name_ranks(range(rank))} had started)" if rank else ""
+                raise CannotRun(f"Cannot start rank {rank}: {error}{have}.", 126) from None
+        return supervisor.run()
+
+
+def _start(job: LocalJob, rank: int, output: Output | None):
+    if output is None:
+        return job.start(rank, None, None)
+    stdout, stdout_end = os.pipe()
+    stderr, stderr_end = os.pipe()
+    try:
+        started = job.start(rank, stdout_end, stderr_end)
+    finally:
+        os.close(stdout_end)
+        os.close(stderr_end)
+    output.add(rank, stdout, stderr)
+    return started
+
+
+def _parse_settings(settings: tuple[str, ...]) -> dict[str, str]:
+    variables = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not name or not equals:
+            raise click.UsageError(f"Invalid value for '--env': {setting!r} is not NAME=VALUE.")
+        if name in OF_JOB:
+            raise click.UsageError(f"Invalid value for '--env': {name} is set by the launcher, for each rank.")
+        variables[name] = value
+    return variables
+
+
+def _check_command(name: str, variables: Mapping[str, str]) -> None:
+    if "/" in name:
+        exists = os.path.exists(name)
+        found = os.access(name, os.X_OK) and not os.path.isdir(name)
+    else:
+        path = variables.get("PATH", os.defpath)
+        found = shutil.which(name, path=path) is not None
+        exists = found or any(os.path.exists(os.path.join(folder, name)) for folder in path.split(os.pathsep) if folder)
+    if found:
+        return
+    if os.path.isfile(name) and name.endswith(".py"):
+        raise CannotRun(f"{name} is a Python file, not a command; write: python {name}", 126)
+    if exists:
+        what = "a folder" if os.path.isdir(name) else "not executable"
+        raise CannotRun(f"{name} is {what}; give the program that runs it, or chmod +x it", 126)
+    where = "" if "/" in name else " in PATH"
+    raise CannotRun(f"The command {name!r} does not exist{where}; nothing was started", 127)

@@ -1,0 +1,87 @@
+"""Folders for the kernels that MLX compiles at run time, one per rank.
+
+MLX's CPU backend compiles fused operations with the system's C++ compiler into <temporary folder>/mlx, and all
+processes share what they find there. While that is cold they race: a rank may load a library that another one has
+only half written. So every rank gets a temporary folder of its own, in which `mlx` is a link to a folder that only
+this rank of this job uses, and that later jobs inherit: their kernels are compiled already.
+"""
+
+import fcntl
+import os
+import shutil
+import sys
+from pathlib import Path
+
+__all__ = ["JitCache"]
+
+# Jobs that run at the same time use different slots; one more than these starts cold.
+SLOTS = 8
+# A slot whose ranks have more kernels than this is emptied: programs change, and nothing else ever removes the old.
+MAX_FILES = 10_000
+
+
+class JitCache:
+    """A slot of the user's cache, locked until ``close``; or a folder inside the job's, if all slots are taken."""
+
+    def __init__(self, job_folder: Path) -> None:
+        self._lock: int | None = None
+        self.folder = self._take_slot() or job_folder / "jit"
+        self._unfinished = self.folder / "unfinished"
+        if self._lock is not None:
+            self._remove_unfinished()
+            self._unfinished.touch()
+
+    def link(self, temporary_folder: Path, local_rank: int) -> None:
+        """Makes `mlx` in a rank's temporary folder point to that rank's kernels."""
+        kernels = self.folder / str(local_rank)
+        kernels.mkdir(parents=True, exist_ok=True)
+        (temporary_folder / "mlx").symlink_to(kernels, target_is_directory=True)
+
+    def pass_on(self) -> tuple[int, ...]:
+        """The descriptor that holds the lock: a process that inherits it holds the slot as long as it runs."""
+        return () if self._lock is None else (self._lock,)
+
+    def close(self, succeeded: bool) -> None:
+        """``succeeded``: no rank was killed, so every kernel is complete."""
+        if self._lock is not None:
+            if succeeded:
+                self._unfinished.unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = None
+
+    def _take_slot(self) -> Path | None:
+        try:
+            parent = _cache_folder()
+            parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for number in range(SLOTS):
+                slot = parent / str(number)
+                slot.mkdir(exist_ok=True)
+                lock = os.open(slot / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    os.close(lock)
+                    continue
+                self._lock = lock
+                return slot
+        except (OSError, RuntimeError):  # no home folder, read-only, full, or a file system without locks
+            return None
+        return None
+
+    def _remove_unfinished(self) -> None:
+        """A killed rank may have left a library that is cut short, and MLX would load it for ever."""
+        files = [Path(parent, name) for parent, _, names in os.walk(self.folder) for name in names]
+        if len(files) > MAX_FILES:
+            for rank in self.folder.glob("[0-9]*"):
+                shutil.rmtree(rank, ignore_errors=True)
+        elif self._unfinished.exists():
+            since = self._unfinished.stat().st_mtime
+            for path in files:
+                if path.suffix and path.stat().st_mtime >= since:  # neither the lock nor the mark itself
+                    path.unlink()
+
+
+def _cache_folder() -> Path:
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "mlxdist" / "jit"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlxdist" / "jit"

@@ -1,0 +1,207 @@
+"""Cleans up after a job, however its launcher ends: a small process of its own, not a module of the launcher.
+
+It reads a pipe from the launcher: ``+123`` a rank's process group, ``-123`` its leader has ended, ``end`` the job is
+over. When the pipe ends, by ``end`` or because the launcher was killed, it ends every process that is left of the job
+(SIGTERM, then SIGKILL) and removes the job's temporary folder.
+
+Rejected: prctl(PR_SET_PDEATHSIG), which only Linux has, and which reaches the ranks but not their children; one such
+process per rank, which doubles the processes to start; a fork of the launcher, which a `pkill -9 -f "mlxdist launch"`
+kills together with it. For the same reason this file is run by its path, and with -I -S it starts in 10 ms, beside
+the ranks. It imports nothing of mlxdist, and cannot.
+"""
+
+import os
+import select
+import signal
+import sys
+import time
+
+__all__ = ["clean_up", "main"]
+
+# A helper process that a rank leaves behind often ends by itself once the rank is gone.
+NATURAL_END = 0.5
+# After SIGKILL; a process in an uninterruptible system call takes its time.
+AFTER_KILL = 2.0
+STEP = 0.02
+
+
+class Group:
+    """The process group of a rank whose leader has ended or has to."""
+
+    def __init__(self, number: int, grace: float, first_pause: float) -> None:
+        self._number = number
+        self._grace = grace
+        self._signals = [signal.SIGTERM, signal.SIGKILL]
+        self._next = time.monotonic() + first_pause
+
+    def press(self) -> bool:
+        """Sends the signal that is due. False when nothing is left to try."""
+        if time.monotonic() < self._next:
+            return True
+        if not self._signals:
+            return False
+        number = self._signals.pop(0)
+        self._next = time.monotonic() + (self._grace if self._signals else AFTER_KILL)
+        try:
+            os.killpg(self._number, number)
+        except (ProcessLookupError, PermissionError):
+            return False
+        return True
+
+
+class Keeper:
+    def __init__(self, job: str, folder: str, grace: float) -> None:
+        self._job = job
+        self._folder = folder
+        self._grace = grace
+        self._living: set[int] = set()
+        self._ending: dict[int, Group] = {}
+        self._orderly = False
+
+    def serve(self, pipe: int) -> None:
+        """Returns when the launcher has ended."""
+        poll = select.poll()
+        poll.register(pipe, select.POLLIN)
+        text = b""
+        while True:
+            if poll.poll(1000 * STEP if self._ending else None):
+                data = os.read(pipe, 65536)
+                if not data:
+                    return
+                *lines, text = (text + data).split(b"\n")
+                for line in lines:
+                    self._take(line.decode())
+            self._step()
+
+    def _take(self, line: str) -> None:
+        if line == "end":
+            self._orderly = True
+        elif line.startswith("+"):
+            self._living.add(int(line))
+        else:
+            # From now on its number may go to another process once the group is empty: end it now, then forget it.
+            group = -int(line)
+            self._living.discard(group)
+            self._ending[group] = Group(group, self._grace, NATURAL_END)
+
+    def _step(self) -> None:
+        living = _with_living_members(self._ending)
+        for number, group in list(self._ending.items()):
+            if number not in living or not group.press():
+                del self._ending[number]
+
+    def finish(self) -> None:
+        self._ending.update((number, Group(number, self._grace, 0)) for number in self._living)
+        while self._ending:
+            self._step()
+            if self._ending:
+                time.sleep(STEP)
+        clean_up(self._job, self._folder)
+        if not self._orderly:  # last: whoever read this may be gone too
+            print(
+                f"mlxdist launch: the launcher was killed, so its {len(self._living)} running ranks were ended",
+                file=sys.stderr,
+            )
+
+
+def clean_up(job: str, folder: str) -> None:
+    """Ends processes that have left their rank's process group (daemons, jobs of a shell), and removes the folder."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + AFTER_KILL
+        told: set[int] = set()
+        while processes := _of_job(job):
+            if time.monotonic() >= deadline:
+                break
+            for process in processes - told:
+                try:
+                    os.kill(process, number)
+                except ProcessLookupError:
+                    continue
+            told |= processes
+            time.sleep(STEP)
+        else:
+            break
+    if os.path.isdir(folder):
+        import shutil  # costs as much time as all the rest of this program's start
+
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _with_living_members(groups: dict[int, Group]) -> set[int]:
+    existing = set()
+    for group in groups:
+        try:
+            os.killpg(group, 0)
+            existing.add(group)
+        except (ProcessLookupError, PermissionError):  # macOS has the latter for zombies
+            continue
+    if not existing:
+        return existing
+    # An orphan that has ended stays a member until init reaps it, which the init of some containers never does.
+    return existing & {group for _, group, _ in _processes(with_variables=False)}
+
+
+def _of_job(job: str) -> set[int]:
+    """Processes that carry the job's name in their environment, or that of a job started inside it."""
+    marker = b"MLXDIST_JOB=" + job.encode()
+    of_job = set()
+    for process, _, variables in _processes(with_variables=True):
+        before, found, after = variables.partition(marker)
+        if found and before[-1:] in b"\0 " and after[:1] in b".\0 " and process != os.getpid():
+            of_job.add(process)
+    return of_job
+
+
+def _processes(with_variables: bool) -> list[tuple[int, int, bytes]]:
+    """Process, process group and environment of every living process that this user may look into."""
+    if sys.platform != "linux":
+        return _processes_by_ps(with_variables)
+    processes = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            # After the command's name, which may contain anything: state, parent, group.
+            state, _, group = _read(f"/proc/{name}/stat").rpartition(b")")[2].split()[:3]
+            if state not in (b"Z", b"X") and group != b"0":  # neither ended nor a thread of the kernel
+                variables = _read(f"/proc/{name}/environ") if with_variables else b""
+                processes.append((int(name), int(group), variables))
+        except OSError:  # ended meanwhile, or another user's
+            continue
+    return processes
+
+
+def _read(path: str) -> bytes:
+    # Half the time of open(), and there may be thousands of processes.
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        parts = []
+        while part := os.read(descriptor, 65536):
+            parts.append(part)
+        return b"".join(parts)
+    finally:
+        os.close(descriptor)
+
+
+def _processes_by_ps(with_variables: bool) -> list[tuple[int, int, bytes]]:
+    import subprocess
+
+    options = ["-axww", *(["-E"] if with_variables else []), "-o", "pid=,pgid=,state=,command="]
+    processes = []
+    for line in subprocess.run(["ps", *options], stdout=subprocess.PIPE, check=True).stdout.splitlines():
+        process, group, state, *command = line.split(None, 3)
+        if not state.startswith(b"Z"):
+            processes.append((int(process), int(group), b"".join(command)))
+    return processes
+
+
+def main(job: str, folder: str, grace: str) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    keeper = Keeper(job, folder, float(grace))
+    keeper.serve(0)
+    keeper.finish()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,184 @@
+"""A job on this machine: what its ranks are given, and how they are started and ended."""
+
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..environment import OF_JOB, format_address
+from ..errors import ResourceError
+from .jit_cache import JitCache
+
+__all__ = ["LocalJob", "LocalRank", "base_environment"]
+
+# Set in a rank, each of these makes MLX choose one of its own backends.
+_MLX_VARIABLES = ("MLX_RANK", "MLX_WORLD_SIZE", "MLX_HOSTFILE", "MLX_IBV_DEVICES")
+_MLX_PREFIXES = ("MLX_JACCL_",)
+
+
+def base_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """What all ranks inherit from the launcher: not what belongs to another job, or would divert MLX."""
+    variables = {
+        name: value
+        for name, value in environ.items()
+        if name not in OF_JOB and name not in _MLX_VARIABLES and not name.startswith(_MLX_PREFIXES)
+    }
+    # Lines reach the launcher when they are printed, and not lost with a rank that is killed.
+    variables.setdefault("PYTHONUNBUFFERED", "1")
+    if sys.prefix != sys.base_prefix:
+        # As if the virtual environment of this mlxdist were activated: `python` is the one that can import it.
+        scripts = os.path.dirname(sys.executable)
+        path = variables.get("PATH", os.defpath).split(os.pathsep)
+        if scripts not in path:
+            variables["PATH"] = os.pathsep.join([scripts, *path])
+    return variables
+
+
+@dataclass
+class LocalRank:
+    """A running rank. Its process leads a session of its own, so that its children are signalled with it."""
+
+    rank: int
+    process: subprocess.Popen
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (pid {self.process.pid})"
+
+    def poll(self) -> int | None:
+        """The exit status as a shell has it (128 + signal), or None while it runs."""
+        status = self.process.poll()
+        return 128 - status if status is not None and status < 0 else status
+
+    def signal(self, number: signal.Signals) -> None:
+        """To all its processes. Only while it runs: its number may belong to another process afterwards."""
+        try:
+            os.killpg(self.process.pid, number)
+        except (ProcessLookupError, PermissionError):  # it is just ending; macOS has the latter for zombies
+            return
+
+
+class LocalJob:
+    """What the ranks of a job share. A context manager: on leaving it, nothing of the job is left.
+
+    The launcher opens the socket of the rendezvous itself and hands it to rank 0: no other program can take the port
+    in between. The secret travels in the environment; a command line could be read by every user.
+    """
+
+    def __init__(self, size: int, command: list[str], variables: Mapping[str, str], grace: float) -> None:
+        self._size = size
+        self._command = command
+        self._variables = variables
+        self._grace = grace
+        outer = os.environ.get("MLXDIST_JOB")
+        # A job inside a rank of another one carries both names: whoever ends the outer job finds it.
+        self.job = (f"{outer}." if outer else "") + _random_hex(8)
+        self._secret = _random_hex(32)
+        self.succeeded = False
+
+    def __enter__(self) -> "LocalJob":
+        _allow_descriptors(4 * self._size + 64)
+        # A short name: the ranks make sockets inside, whose paths are limited to about 100 characters.
+        self.folder = Path(self._variables.get("TMPDIR") or "/tmp", f"mlxdist-{_random_hex(4)}")
+        self.first_failure = self.folder / "first_failure"
+        try:
+            self.folder.mkdir(mode=0o700)
+            self._cache = JitCache(self.folder)
+            self._listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, self._size))
+            self._address = format_address(*self._listener.getsockname())
+            self._start_keeper()
+        except OSError as error:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise ResourceError(f"the job cannot be prepared in {self.folder}: {error}") from None
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.end()
+        if self.keeper.wait() != 0:
+            from .keeper import clean_up  # it was killed itself
+
+            clean_up(self.job, str(self.folder))
+        self._listener.close()
+        self._cache.close(self.succeeded)
+
+    def start(self, rank: int, stdout: int | None, stderr: int | None) -> LocalRank:
+        """Starts one rank. Its streams are the given descriptors, or the launcher's own.
+
+        Rank 0 reads the launcher's standard input, the others have none.
+        """
+        variables = dict(self._variables)
+        variables["MLXDIST_RANK"] = str(rank)
+        variables["MLXDIST_WORLD_SIZE"] = str(self._size)
+        variables["MLXDIST_RENDEZVOUS"] = self._address
+        variables["MLXDIST_SECRET"] = self._secret
+        variables["MLXDIST_JOB"] = self.job
+        variables["MLXDIST_FIRST_FAILURE"] = str(self.first_failure)
+        passed: tuple[int, ...] = ()
+        if rank == 0:
+            variables["MLXDIST_RENDEZVOUS_FD"] = str(self._listener.fileno())
+            passed = (self._listener.fileno(),)
+        temporary = self.folder / str(rank)
+        temporary.mkdir()
+        self._cache.link(temporary, rank)
+        variables["TMPDIR"] = str(temporary)
+        process = subprocess.Popen(
+            self._command,
+            env=variables,
+            stdin=None if rank == 0 else subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            pass_fds=passed,
+            start_new_session=True,
+        )
+        self._tell_keeper(f"+{process.pid}")
+        if rank == 0:
+            self._listener.close()  # rank 0 has it now; its end has to close the port
+        return LocalRank(rank, process)
+
+    def ended(self, rank: LocalRank) -> None:
+        self._tell_keeper(f"-{rank.process.pid}")
+
+    def end(self) -> None:
+        """The keeper ends what is left of the job, removes the folder and exits."""
+        if not self._pipe.closed:
+            self._tell_keeper("end")
+            self._pipe.close()
+
+    def _start_keeper(self) -> None:
+        source, target = os.pipe()
+        self._pipe = os.fdopen(target, "wb", buffering=0)
+        keeper = Path(__file__).with_name("keeper.py")
+        self.keeper = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(keeper), self.job, str(self.folder), str(self._grace)],
+            # Without the name of an outer job: when that is cleaned up, this one must still be.
+            env={name: value for name, value in os.environ.items() if not name.startswith("MLXDIST_")},
+            stdin=source,
+            stdout=subprocess.DEVNULL,
+            pass_fds=self._cache.pass_on(),
+            start_new_session=True,
+        )
+        os.close(source)
+
+    def _tell_keeper(self, line: str) -> None:
+        try:
+            self._pipe.write(f"{line}\n".encode())
+        except BrokenPipeError:
+            return  # killed; __exit__ cleans up in its place
+
+
+def _random_hex(size: int) -> str:
+    return os.urandom(size).hex()  # as secrets.token_hex, whose module takes as long to import as all of socket
+
+
+def _allow_descriptors(wanted: int) -> None:
+    """Two pipes per rank: many ranks need more descriptors than some systems give by default (macOS: 256)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        if hard != resource.RLIM_INFINITY:
+            wanted = min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))

@@ -1,0 +1,330 @@
+"""What the ranks print, line by line with the rank in front.
+
+Bytes pass through as they are. A line is only held back until it is complete, so that lines of different ranks do not
+mix, and never without bound. On a terminal an unfinished line (a prompt, a progress bar, text that is generated token
+by token) is shown too; when another rank prints in the meantime, it is erased and drawn again below. In a file nothing
+can be erased: there an unfinished line appears with its next update (carriage return), or when it grows too long, and
+is continued on a new line if another rank came between.
+"""
+
+import collections
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+__all__ = ["Output", "terminal_variables"]
+
+READ_BYTES = 65536
+# More does not fit into a pipe, so more is from a process that has escaped.
+MAX_PIPE = 1 << 20
+# An unfinished line in a file is held back up to this size.
+MAX_HELD = 65536
+# Unbuffered Python writes a line and its end separately: what is about to be finished is not drawn unfinished.
+DELAY = 0.03
+# Reading from the ranks stops while this much waits for whoever reads the launcher's output.
+MAX_BACKLOG = 4 << 20
+
+# A piece of a line, up to where the cursor goes back to the left: the end of the line or an update of a progress bar.
+_PIECE = re.compile(rb"[^\r\n]*(?:\r?\n|\r(?!\n))")
+# Progress bars erase the line before they draw it; the prefix has to come after that.
+_ERASE = re.compile(rb"(?:\x1b\[[0-2]?K)*")
+_PARTIAL_ERASE = re.compile(rb"(?:\x1b\[[0-2]?K)*(?:\x1b(?:\[[0-2]?)?)?")
+_ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
+_COLORS = (36, 33, 32, 35, 34, 31)
+_CLEAR = b"\r\x1b[2K\x1b[0m"
+
+
+def terminal_variables(environ: Mapping[str, str], ranks: int) -> dict[str, str]:
+    """What programs need to know about the terminal behind the pipe: that it has colours, and its size.
+
+    Empty unless both of the launcher's streams are terminals.
+    """
+    if not (os.isatty(1) and os.isatty(2)):
+        return {}
+    size = shutil.get_terminal_size()
+    variables = {"COLUMNS": str(max(20, size.columns - len(_prefix(0, ranks)))), "LINES": str(size.lines)}
+    if _colors_wanted(environ):
+        variables["FORCE_COLOR"] = "1"
+    return {name: value for name, value in variables.items() if name not in environ}
+
+
+def _colors_wanted(environ: Mapping[str, str]) -> bool:
+    return not environ.get("NO_COLOR") and environ.get("TERM", "dumb") != "dumb"
+
+
+def _prefix(rank: int, ranks: int) -> bytes:
+    return f"[{rank:>{len(str(ranks - 1))}}] ".encode()
+
+
+class Output:
+    """The streams of all ranks and the two of the launcher. ``wake`` is called when it can take more, or less."""
+
+    def __init__(self, ranks: int, wake: Callable[[], None]) -> None:
+        self._ranks = ranks
+        self._writer = Writer(wake)
+        self._stdout = Screen(1, self._writer)
+        self._stderr = self._stdout if os.path.sameopenfile(1, 2) else Screen(2, self._writer)
+        self._screens = {self._stdout, self._stderr}
+        self.streams: list[Stream] = []
+
+    def add(self, rank: int, stdout: int, stderr: int) -> None:
+        """Two descriptors to read from; they belong to this object from now on."""
+        for source, number, screen in ((stdout, 1, self._stdout), (stderr, 2, self._stderr)):
+            prefix = _prefix(rank, self._ranks)
+            if os.isatty(number) and _colors_wanted(os.environ):
+                prefix = b"\x1b[%dm%s\x1b[0m" % (_COLORS[rank % len(_COLORS)], prefix)
+            os.set_blocking(source, False)
+            self.streams.append(Stream(source, number, prefix, screen))
+
+    def draw(self) -> float | None:
+        """Shows unfinished lines whose time has come. Seconds until the next, or None."""
+        pauses = [pause for screen in self._screens if (pause := screen.draw_waiting()) is not None]
+        return min(pauses, default=None)
+
+    def is_full(self) -> bool:
+        return self._writer.backlog > MAX_BACKLOG
+
+    def say(self, text: str) -> None:
+        """A line of the launcher's own."""
+        self._stderr.write_lines(2, text.encode(errors="replace") + b"\n")
+
+    def close_unread(self) -> list["Stream"]:
+        """Streams that nobody reads any more are closed, so that the ranks notice as they would in a shell's pipe."""
+        return [stream for stream in self.streams if stream.target in self._writer.broken and stream.close()]
+
+    def finish(self) -> None:
+        """Takes what is left in the pipes and ends unfinished lines."""
+        for stream in self.streams:
+            for _ in range(MAX_PIPE // READ_BYTES):
+                if not stream.read():
+                    break
+            stream.close()
+
+    def is_written(self, seconds: float) -> bool:
+        """Waits until all is written, or ``seconds`` have passed."""
+        return self._writer.wait(seconds)
+
+
+class Stream:
+    """One of a rank's two streams."""
+
+    def __init__(self, source: int, target: int, prefix: bytes, screen: "Screen") -> None:
+        self.source = source
+        self.target = target
+        self._prefix = prefix
+        self._screen = screen
+        self._held = b""
+        self._at_left = True  # the next byte is the first of its line, or of an update of it
+        self._open = True
+        self.held_since = 0.0
+
+    def read(self) -> bool:
+        """Reads once. False: nothing there now, or the end, after which ``is_open`` is False."""
+        if not self._open:
+            return False
+        try:
+            data = os.read(self.source, READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            self.close()
+            return False
+        self._held += data
+        self._screen.show(self, final=False)
+        return True
+
+    @property
+    def is_open(self) -> bool:
+        return self._open
+
+    def close(self) -> bool:
+        """False if it was closed before."""
+        if not self._open:
+            return False
+        self._open = False
+        os.close(self.source)
+        self._screen.show(self, final=True)
+        return True
+
+    def take_lines(self) -> bytes:
+        """Removes the complete lines from what is held, and decorates them."""
+        end = self._held.rfind(b"\n") + 1
+        lines, self._held = self._held[:end], self._held[end:]
+        return self._decorate(lines)
+
+    def take_updates(self) -> bytes:
+        """The same, for everything up to the last carriage return."""
+        end = self._held.rfind(b"\r", 0, len(self._held) - 1) + 1  # a last one may be half of a line's end
+        pieces, self._held = self._held[:end], self._held[end:]
+        return self._decorate(pieces)
+
+    def take_rest(self, final: bool) -> bytes:
+        """The same, for the unfinished line; not where it may be half of something that has to stay together."""
+        rest = self._held
+        if not final and rest.endswith(b"\r"):
+            rest = rest[:-1]
+        if not final and self._at_left and _PARTIAL_ERASE.fullmatch(rest):
+            rest = b""
+        self._held = self._held[len(rest) :]
+        return self._decorate(rest)
+
+    @property
+    def held(self) -> int:
+        return len(self._held)
+
+    def start_anew(self) -> None:
+        """The unfinished line was broken: what follows needs the prefix again."""
+        self._at_left = True
+
+    def _decorate(self, data: bytes) -> bytes:
+        if b"\r" not in data and b"\x1b" not in data:  # the usual case, fast
+            first = self._prefix if self._at_left and data else b""
+            if data:
+                self._at_left = data.endswith(b"\n")
+            body = data[:-1].replace(b"\n", b"\n" + self._prefix) + data[-1:]
+            return first + body
+        decorated = []
+        end = 0
+        while end < len(data):
+            match = _PIECE.match(data, end)
+            piece = match.group() if match else data[end:]
+            end += len(piece)
+            if self._at_left and piece != b"\r":
+                erase = _ERASE.match(piece).group()
+                piece = erase + self._prefix + piece[len(erase) :]
+            decorated.append(piece)
+            self._at_left = match is not None
+        return b"".join(decorated)
+
+
+class Screen:
+    """One of the launcher's two streams, or both if they are the same. Lines of several ranks meet here."""
+
+    def __init__(self, target: int, writer: "Writer") -> None:
+        self._shows_unfinished = os.isatty(target)
+        self._can_erase = os.isatty(target) and os.environ.get("TERM", "dumb") != "dumb"
+        self._writer = writer
+        self._owner: Stream | None = None  # whose unfinished line the cursor stands in
+        self._drawn = b""  # that line since its start or last update
+        self._waiting: list[Stream] = []  # with unfinished lines, while another's is drawn
+
+    def show(self, stream: Stream, final: bool) -> None:
+        lines = stream.take_lines()
+        if final and stream.held:
+            # The last line has no end of its own. In a file the next rank would continue it.
+            lines += stream.take_rest(final=True) + b"\n"
+            stream.start_anew()
+        if self._owner is stream:
+            self._write(stream.target, lines)
+            if lines.endswith(b"\n"):
+                self._owner = None
+        elif lines:
+            self.write_lines(stream.target, lines)
+        if final and self._owner is stream:
+            self._write(stream.target, b"\n")
+            self._owner = None
+        if stream not in self._waiting:
+            stream.held_since = time.monotonic()
+            self._waiting.append(stream)
+        self.draw_waiting()
+
+    def write_lines(self, target: int, lines: bytes) -> None:
+        """Writes whole lines where another stream's unfinished line may stand."""
+        owner, drawn = self._owner, self._drawn
+        if owner is None:
+            self._write(target, lines)
+        elif self._can_erase and _width(drawn) < shutil.get_terminal_size().columns:
+            self._write(target, _CLEAR + lines + drawn)
+        else:
+            self._break_line()
+            self._write(target, lines)
+
+    def _break_line(self) -> None:
+        self._write(self._owner.target, b"\n")
+        self._owner.start_anew()
+        self._owner = None
+
+    def draw_waiting(self) -> float | None:
+        """Shows unfinished lines as far as they can be shown now. Seconds until it may be more, or None."""
+        self._waiting = [stream for stream in self._waiting if stream.held > 0]
+        now = time.monotonic()
+        for stream in self._waiting:
+            if self._owner not in (None, stream) and stream.held > MAX_HELD:
+                self._break_line()
+            if self._owner is stream or (self._owner is None and now >= stream.held_since + DELAY):
+                self._draw(stream)
+        if self._owner is not None:
+            return None
+        pauses = [stream.held_since + DELAY - now for stream in self._waiting]
+        return min((pause for pause in pauses if pause > 0), default=None)
+
+    def _draw(self, stream: Stream) -> None:
+        """Shows as much of an unfinished line as can be shown now, and makes the stream the owner of the line."""
+        data = stream.take_updates()
+        if self._shows_unfinished or stream.held > MAX_HELD:
+            data += stream.take_rest(final=False)
+        if data:
+            self._write(stream.target, data)
+            self._owner = stream
+
+    def _write(self, target: int, data: bytes) -> None:
+        if data:
+            left = max(data.rfind(b"\n", 0, -1), data.rfind(b"\r", 0, -1)) + 1
+            self._drawn = data[left:] if left else self._drawn + data
+            if data.endswith((b"\n", b"\r")):
+                self._drawn = b""
+            self._writer.put(target, data)
+
+
+def _width(line: bytes) -> int:
+    return len(_ESCAPES.sub(b"", line).decode(errors="replace"))
+
+
+class Writer:
+    """Writes in a thread of its own: whoever reads the launcher's output may be slow, or a pager that waits for a key,
+    and the ranks have to be supervised meanwhile."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self.broken: set[int] = set()  # descriptors whose reader is gone
+        self.backlog = 0
+        self._wake = wake
+        self._queue: collections.deque[tuple[int, bytes]] = collections.deque()
+        self._changed = threading.Condition()
+        threading.Thread(target=self._run, name="mlxdist output", daemon=True).start()
+
+    def put(self, target: int, data: bytes) -> None:
+        with self._changed:
+            self._queue.append((target, data))
+            self.backlog += len(data)
+            self._changed.notify_all()
+
+    def wait(self, seconds: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self.backlog == 0, seconds)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue)
+                target, data = self._queue.popleft()
+            self._write(target, data)
+            with self._changed:
+                was_full = self.backlog > MAX_BACKLOG
+                self.backlog -= len(data)
+                self._changed.notify_all()
+            if target in self.broken or (was_full and self.backlog <= MAX_BACKLOG):
+                self._wake()
+
+    def _write(self, target: int, data: bytes) -> None:
+        view = memoryview(data)
+        while view and target not in self.broken:
+            try:
+                view = view[os.write(target, view) :]
+            except BlockingIOError:
+                # Whoever shares our terminal has made it non-blocking.
+                time.sleep(0.01)
+            except OSError:
+                self.broken.add(target)

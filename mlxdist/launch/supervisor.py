@@ -1,0 +1,254 @@
+"""Waits for the ranks of a job and decides how it ends.
+
+a rank fails      the others learn it from their rendezvous and have the grace to leave by themselves; then SIGTERM,
+                  after the same time again SIGKILL. The exit status is that of the first failing rank.
+SIGINT, SIGHUP    to all ranks; then the same. A second one goes on to the next signal at once.
+SIGTERM           to all ranks; then SIGKILL.
+"""
+
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ..errors import name_ranks
+from .local import LocalJob, LocalRank
+from .output import Output
+
+__all__ = ["Supervisor", "Wakeup"]
+
+# Once SIGKILL is sent, only a process in an uninterruptible system call is still there after this.
+AFTER_KILL = 5.0
+
+
+class Wakeup:
+    """A descriptor that becomes readable when a signal or another thread wants the supervisor's attention."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
+
+    def __init__(self) -> None:
+        self._source, self._target = socket.socketpair()
+        self._source.setblocking(False)
+        self._target.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._source.fileno()
+
+    def wake(self) -> None:
+        try:
+            self._target.send(b"\0")
+        except BlockingIOError:
+            return  # it is full, so it is readable
+
+    def read(self) -> list[int]:
+        """The signals that have arrived."""
+        try:
+            return [number for number in self._source.recv(4096) if number]
+        except BlockingIOError:
+            return []
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """While it lasts, signals only wake the supervisor. Those that are ignored (nohup) stay ignored."""
+        previous = {}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.SIGNALS)  # whoever started us may have blocked them
+        descriptor = signal.set_wakeup_fd(self._target.fileno(), warn_on_full_buffer=False)
+        for number in self.SIGNALS:
+            if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
+                previous[number] = signal.signal(number, lambda number, frame: None)
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(descriptor)
+
+
+class Supervisor:
+    """Supervises ranks that have been started. ``output`` is None where they write to the launcher's own streams."""
+
+    def __init__(
+        self,
+        job: LocalJob,
+        wakeup: Wakeup,
+        output: Output | None,
+        grace: float,
+        say: Callable[[str], None],
+        verbose: bool,
+    ) -> None:
+        self._job = job
+        self._wakeup = wakeup
+        self._output = output
+        self._grace = grace
+        self._say = say
+        self._verbose = verbose
+        self._started = time.monotonic()
+        self._running: dict[int, LocalRank] = {}
+        self._statuses: dict[int, int] = {}
+        self._failed: list[tuple[int, float]] = []  # rank and time, in the order in which they ended
+        self._left_after: dict[int, str] = {}  # what had been sent when a rank ended
+        self._interrupted_by: signal.Signals | None = None
+        self._sent: signal.Signals | None = None
+        self._rungs: list[signal.Signals] = []
+        self._next: float | None = None
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(wakeup, selectors.EVENT_READ)
+
+    def add(self, rank: LocalRank) -> None:
+        self._running[rank.rank] = rank
+        if self._output is not None:
+            for stream in self._output.streams[-2:]:
+                self._selector.register(stream.source, selectors.EVENT_READ, stream)
+        if self._verbose:
+            self._say(f"{rank} started")
+
+    def run(self) -> int:
+        """Returns when no rank is left, with the exit status of the job."""
+        while self._running and not self._has_given_up():
+            self._wait(self._until_next())
+            self._reap()
+            self._press()
+        self._job.succeeded = not self._running and all(status <= 128 for status in self._statuses.values())
+        status, text = self._verdict()
+        self._job.end()
+        # What the ranks left behind may still print until it is ended too.
+        while self._job.keeper.poll() is None:
+            self._wait(None)
+        if self._output is not None:
+            self._output.finish()
+        if text:
+            self._say(f"{text}.")
+        self._write_out()
+        return status
+
+    def _wait(self, seconds: float | None) -> None:
+        full = self._output is not None and self._output.is_full()
+        pauses = [seconds, 0.05 if full else None, self._output.draw() if self._output is not None else None]
+        seconds = min((pause for pause in pauses if pause is not None), default=None)
+        for key, _ in self._selector.select(seconds):
+            if key.data is None:
+                self._take_signals()
+            elif not full and not key.data.read() and not key.data.is_open:
+                self._selector.unregister(key.fd)
+
+    def _take_signals(self) -> None:
+        for number in self._wakeup.read():
+            if number != signal.SIGCHLD:
+                self._interrupt(signal.Signals(number))
+        if self._output is not None:
+            for stream in self._output.close_unread():
+                self._selector.unregister(stream.source)
+
+    def _interrupt(self, number: signal.Signals) -> None:
+        if self._interrupted_by is not None:
+            self._next = time.monotonic()  # impatient: the next signal now
+            return
+        self._interrupted_by = number
+        self._send(number)
+        self._rungs = [signal.SIGKILL] if number == signal.SIGTERM else [signal.SIGTERM, signal.SIGKILL]
+        self._next = time.monotonic() + self._grace
+
+    def _reap(self) -> None:
+        ended = []
+        for rank in list(self._running.values()):
+            status = rank.poll()
+            if status is not None:
+                ended.append((rank, status))
+        # Seen at once, in truth one after the other: one that was killed is rather the cause than the consequence.
+        for rank, status in sorted(ended, key=lambda pair: pair[1] <= 128):
+            self._take_end(rank, status)
+
+    def _take_end(self, rank: LocalRank, status: int) -> None:
+        del self._running[rank.rank]
+        self._job.ended(rank)
+        self._statuses[rank.rank] = status
+        now = time.monotonic()
+        if self._verbose:
+            self._say(f"{rank} ended {_how(status)} after {now - self._started:.1f} s")
+        if self._sent is not None:
+            self._left_after[rank.rank] = self._sent.name
+        elif status != 0:
+            self._failed.append((rank.rank, now - self._started))
+            if self._next is None:
+                self._rungs = [signal.SIGTERM, signal.SIGKILL]
+                self._next = now + self._grace
+
+    def _press(self) -> None:
+        """Sends the next signal when the time for leaving without it is over."""
+        if self._next is None or time.monotonic() < self._next or not self._running:
+            return
+        if self._rungs:
+            self._send(self._rungs.pop(0))
+            self._next = time.monotonic() + (self._grace if self._rungs else AFTER_KILL)
+
+    def _send(self, number: signal.Signals) -> None:
+        self._sent = number
+        for rank in self._running.values():
+            rank.signal(number)
+
+    def _until_next(self) -> float | None:
+        return None if self._next is None else max(0.0, self._next - time.monotonic())
+
+    def _has_given_up(self) -> bool:
+        return self._sent == signal.SIGKILL and not self._rungs and time.monotonic() >= self._next
+
+    def _verdict(self) -> tuple[int, str]:
+        """Exit status and closing line."""
+        seconds = time.monotonic() - self._started
+        if self._interrupted_by is not None and not self._failed:
+            first = f"interrupted by {self._interrupted_by.name} after {seconds:.1f} s"
+            return 128 + self._interrupted_by, "; ".join([first, *self._fates(None)])
+        if not self._failed:
+            return 0, f"all ranks succeeded after {seconds:.1f} s" if self._verbose else ""
+        failed, seconds = self._first_failure()
+        status = self._statuses[failed]
+        first = f"rank {failed} failed first, {_how(status)} after {seconds:.1f} s"
+        return status, "; ".join([first, *self._fates(failed)])
+
+    def _first_failure(self) -> tuple[int, float]:
+        """Cause and consequence end within milliseconds, in any order: the ranks note who was first."""
+        try:
+            noted = int(self._job.first_failure.read_text())
+        except (OSError, ValueError):  # they use no mlxdist, or none had the time
+            return self._failed[0]
+        return next((failure for failure in self._failed if failure[0] == noted), self._failed[0])
+
+    def _fates(self, besides: int | None) -> list[str]:
+        """What became of the other ranks, in words."""
+        fates: dict[str, list[int]] = {}
+        for rank, status in self._statuses.items():
+            if rank == besides:
+                continue
+            sent = self._left_after.get(rank)
+            if sent is not None:
+                fate = f"ended after {sent}" if sent != "SIGKILL" else "had to be killed (SIGKILL)"
+            else:
+                fate = (
+                    "finished" if status == 0 else "left by itself" if status <= 128 else f"ended too, {_how(status)}"
+                )
+            fates.setdefault(fate, []).append(rank)
+        for rank in self._running:
+            fates.setdefault("does not even end after SIGKILL", []).append(rank)
+        return [f"{name_ranks(ranks)} {fate if len(ranks) == 1 else _plural(fate)}" for fate, ranks in fates.items()]
+
+    def _write_out(self) -> None:
+        """Waits for whoever reads the output, as any program does, unless another signal comes."""
+        while self._output is not None and not self._output.is_written(0.1):
+            if any(number != signal.SIGCHLD for number in self._wakeup.read()):
+                return
+
+
+def _how(status: int) -> str:
+    if status <= 128:
+        return f"with exit status {status}"
+    try:
+        name = signal.Signals(status - 128).name
+    except ValueError:
+        return f"with exit status {status}"
+    return f"killed by {name}" + (" (was memory short?)" if name == "SIGKILL" else "")
+
+
+def _plural(fate: str) -> str:
+    return fate.replace("itself", "themselves").replace("does not", "do not")

@@ -1,0 +1,96 @@
+"""The rendezvous' one background thread: it waits on all sockets at once, and on deadlines."""
+
+import collections
+import os
+import selectors
+import socket
+import threading
+from collections.abc import Callable
+
+__all__ = ["Loop"]
+
+
+class Loop:
+    """Runs callbacks when sockets are ready. Everything but ``call`` and ``stop`` belongs to its own thread.
+
+    Not ``asyncio``: it costs 50 ms of import in every rank, and its event loop would share an epoll descriptor with
+    every forked child. ``poll`` keeps no state in the kernel, so a child can close its copies without effect here.
+    """
+
+    def __init__(self, on_crash: Callable[[BaseException], None]) -> None:
+        self._on_crash = on_crash
+        self._selector = selectors.PollSelector()
+        self._calls: collections.deque[Callable[[], None]] = collections.deque()
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ, lambda events: self._woken.recv(4096))
+        self._stopping = False
+        # Daemon: a program that never calls close() must still be able to exit.
+        self._thread = threading.Thread(target=self._run, name="mlxdist rendezvous", daemon=True)
+        # Seconds until it wants to be called again, or None.
+        self.timer: Callable[[], float | None] = lambda: None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Runs ``function`` in the loop's thread, soon. From any thread."""
+        self._calls.append(function)
+        try:
+            self._waker.send(b"\0")
+        except BlockingIOError:
+            return  # the pair is full of wake-ups already
+        except OSError:
+            return  # stopped
+
+    def stop(self) -> None:
+        """Ends the thread and closes every socket that it still watches. From any other thread, more than once."""
+
+        def stopping() -> None:
+            self._stopping = True
+
+        self.call(stopping)
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def is_own_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def watch(self, sock: socket.socket, callback: Callable[[int], object], write: bool = False) -> None:
+        """Calls ``callback(events)`` whenever ``sock`` can be read, or written if ``write``."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if write else 0)
+        if sock in self._selector.get_map():
+            self._selector.modify(sock, events, callback)
+        else:
+            self._selector.register(sock, events, callback)
+
+    def forget(self, sock: socket.socket) -> None:
+        if sock in self._selector.get_map():
+            self._selector.unregister(sock)
+
+    def close_in_child(self) -> None:
+        """After a fork, in the child: closes its copies of the sockets, or the parent's peers would not see it die."""
+        for key in list(self._selector.get_map().values()):
+            os.close(key.fileobj.detach())
+        os.close(self._waker.detach())
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                for key, events in self._selector.select(self._step()):
+                    if key.fileobj in self._selector.get_map():  # an earlier callback may have closed it
+                        key.data(events)
+        except BaseException as error:  # whoever waits for this thread must hear of it
+            self._on_crash(error)
+            raise
+        finally:
+            for key in list(self._selector.get_map().values()):
+                self._selector.unregister(key.fileobj)
+                key.fileobj.close()
+            self._waker.close()
+
+    def _step(self) -> float | None:
+        while self._calls and not self._stopping:
+            self._calls.popleft()()
+        return 0 if self._stopping else self.timer()

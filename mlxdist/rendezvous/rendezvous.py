@@ -1,0 +1,317 @@
+"""A rank's end of the side channel: exchanging blobs, watching the other ranks, leaving in order."""
+
+import atexit
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+from ..environment import Environment
+from ..errors import Aborted, Error, InvalidArgument, Mismatch, PeerLost, RendezvousError, Timeout
+from .connect import connect, listen
+from .hub import Hub
+from .loop import Loop
+from .wire import GATHER, GATHERED, MAX_BLOB, MAX_TEXT, Connection, Framing, Kind, WireError, unpack_json
+
+__all__ = ["Rendezvous"]
+
+# Rank 0 gives up on missing ranks and tells the others; only when that does not come do they give up by themselves.
+MARGIN = 5.0
+# For rank 0 to confirm a farewell or an announcement.
+CONFIRMATION = 2.0
+
+_FAILURES = {error.__name__: error for error in (Aborted, Mismatch, PeerLost, RendezvousError, Timeout)}
+_instances: "weakref.WeakSet[Rendezvous]" = weakref.WeakSet()
+
+
+class Rendezvous:
+    """This rank's end. Its methods may be called from any thread, but not from the callbacks of ``watch``."""
+
+    def __init__(self, environment: Environment) -> None:
+        """Returns when all ranks have come.
+
+        Raises:
+            RendezvousError: some are missing after ``environment.rendezvous_timeout`` seconds, or this one is refused.
+            PeerLost: one died before all had come.
+        """
+        self._environment = environment
+        self._changed = threading.Condition()
+        self._calls = threading.Lock()  # one all_gather at a time
+        self._formed = environment.world_size == 1
+        self._failure: tuple[int, Error] | None = None
+        self._left: dict[int, str] = {}
+        self._step = 0
+        self._blobs: dict[int, bytes] = {}
+        self._confirmed = 0
+        self._closed = False
+        self._forked = False
+        self._on_failure: Callable[[int, str], None] | None = None
+        self._on_leave: Callable[[int, str], None] | None = None
+        self._told_failure = False
+        self._told_left: set[int] = set()
+        self._rank_0 = "rank 0"
+        self._hub: Hub | None = None
+        self._loop: Loop | None = None
+        if environment.world_size > 1:
+            self._open()
+
+    def all_gather(self, blob: bytes, what: str) -> list[bytes]:
+        """Every rank's ``blob``, in rank order. ``what`` names the step in messages; all ranks must give the same.
+
+        Raises:
+            InvalidArgument: ``blob`` is larger than 1047552 bytes.
+            Mismatch: another rank is at another step.
+            Timeout: a rank has not arrived ``rendezvous_timeout`` seconds after the first one did.
+            PeerLost, Aborted: a rank died, left or announced its failure.
+        """
+        if len(blob) > MAX_BLOB:
+            raise InvalidArgument(f"rendezvous: {what!r} has {len(blob)} bytes, at most {MAX_BLOB} can be exchanged")
+        name = what.encode()[:256]
+        with self._calls:
+            self._check_usable()
+            if self._environment.world_size == 1:
+                return [bytes(blob)]
+            with self._changed:
+                self._raise_failure()
+                self._blobs = {}
+            payload = GATHER.pack(self._step, len(name)) + name + blob
+            self._send(Kind.GATHER, payload)
+            with self._changed:
+                self._wait(self._is_gathered, self._environment.rendezvous_timeout + MARGIN, repr(what))
+                self._step += 1
+                return [self._blobs[rank] for rank in range(self._environment.world_size)]
+
+    def barrier(self, what: str) -> None:
+        """Returns once every rank has entered. Raises what ``all_gather`` raises."""
+        self.all_gather(b"", what)
+
+    def watch(self, on_failure: Callable[[int, str], None], on_leave: Callable[[int, str], None] | None = None) -> None:
+        """From now on calls, in the rendezvous' own thread:
+
+        ``on_failure(rank, text)``, at most once, when the first rank of the group dies, breaks its connection or
+        announces an error. ``on_leave(rank, text)`` when a rank leaves in order (``close``): no failure by itself, but
+        whatever still waits for that rank can stop waiting. Both are also called for what has happened before.
+        """
+        self._check_usable()
+        if self._loop is not None:
+            self._loop.call(lambda: self._start_watching(on_failure, on_leave))
+
+    @property
+    def failure(self) -> Error | None:
+        """The first failure of the group, as far as this rank knows."""
+        return self._failure[1] if self._failure is not None else None
+
+    def announce(self, text: str, consequence: bool = False) -> None:
+        """This rank has failed: all others get ``on_failure(this rank, text)``. Returns when rank 0 has passed it on.
+
+        Does nothing once a failure is known to all, or after ``close``. ``consequence``: it failed only because another
+        rank did or had left, so the launcher must not take it for the first.
+        """
+        if self._closed or self._loop is None:
+            return
+        self._check_usable()
+        with self._changed:
+            if self._failure is not None:
+                return
+            self._told_failure = True  # by whoever calls this
+            self._fail(self._environment.rank, Aborted(text), note=not consequence)
+            self._changed.notify_all()
+        self._confirm(Kind.ANNOUNCE, text.encode()[:MAX_TEXT])
+
+    def close(self, linger: float = 10.0) -> None:
+        """Says goodbye: that this rank's connection ends is no failure then.
+
+        Rank 0 serves the others until they have left too, or died, but at most ``linger`` seconds; 1 second once the
+        group has failed.
+        """
+        if self._forked or self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._stop)
+        if self._loop is None:
+            return
+        self._refuse_own_thread()
+        self._confirm(Kind.GOODBYE, b"")
+        if self._hub is not None:
+            self._hub.deserted.wait(linger if self._failure is None else min(linger, 1.0))
+        self._loop.stop()
+
+    # Opening.
+
+    def _open(self) -> None:
+        environment = self._environment
+        if environment.rank == 0:
+            listener = listen(environment)
+            self._loop = Loop(self._crash)
+            sock, hub_side = socket.socketpair()
+            self._hub = Hub(self._loop, listener, environment, hub_side)
+            framing = Framing()
+            framing.secure(b"own", b"own")
+            seconds = environment.rendezvous_timeout
+        else:
+            sock, framing, welcome = connect(environment)
+            self._loop = Loop(self._crash)
+            self._rank_0, seconds = f"rank 0 ({welcome['host']}, pid {welcome['pid']})", welcome["seconds"]
+        self._connection = Connection(self._loop, sock, framing)
+        self._connection.on_frame = self._frame
+        self._connection.on_lost = self._lose_rank_0
+        self._loop.call(self._connection.resume)
+        self._loop.start()
+        _instances.add(self)
+        # Not close(): a program that ends without finalize() has not left in order, and the others should know.
+        atexit.register(self._stop)
+        try:
+            with self._changed:
+                self._wait(lambda: self._formed, seconds + MARGIN, "the start")
+        except BaseException:
+            self._closed = True
+            self._stop()
+            raise
+
+    def _stop(self) -> None:
+        atexit.unregister(self._stop)
+        if not self._forked:
+            self._loop.stop()
+
+    # Called by users' threads.
+
+    def _check_usable(self) -> None:
+        if self._forked:
+            raise Error(
+                f"rendezvous: process {os.getpid()} is a forked child of rank {self._environment.rank} and no rank "
+                "itself; only the process that called mlxdist.init() can use the group"
+            )
+        if self._closed:
+            raise Error(f"rendezvous: rank {self._environment.rank} has left the group already (finalize)")
+        self._refuse_own_thread()
+
+    def _refuse_own_thread(self) -> None:
+        if self._loop is not None and self._loop.is_own_thread():
+            raise Error(
+                "rendezvous: a callback of watch() must not call the rendezvous; hand the news to another thread"
+            )
+
+    def _send(self, kind: Kind, payload: bytes) -> None:
+        self._loop.call(lambda: self._connection.send(kind, payload))
+
+    def _confirm(self, kind: Kind, payload: bytes) -> None:
+        """Sends, and waits until rank 0 has taken it, is gone, or CONFIRMATION has passed."""
+        with self._changed:
+            wanted = self._confirmed + 1
+        self._send(kind, payload)
+        with self._changed:
+            self._changed.wait_for(lambda: self._confirmed >= wanted or not self._connection.is_open, CONFIRMATION)
+
+    def _wait(self, done: Callable[[], bool], seconds: float, what: str) -> None:
+        deadline = time.monotonic() + seconds
+        while not done():
+            self._raise_failure()
+            if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline and not done():
+                raise Timeout(
+                    f"rendezvous: {self._rank_0} has not answered rank {self._environment.rank} at {what} for "
+                    f"{seconds:g} s; it is stopped or its machine is gone"
+                )
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            error = self._failure[1]
+            raise type(error)(*error.args)  # a new one: several threads may raise it
+        if self._left:
+            raise PeerLost(next(iter(self._left.values())))
+
+    def _is_gathered(self) -> bool:
+        return len(self._blobs) == self._environment.world_size
+
+    # Called in the loop's thread, but for _fail, which announce() calls too.
+
+    def _frame(self, kind: int, payload: bytes) -> None:
+        with self._changed:
+            if kind == Kind.FORMED:
+                self._formed = True
+            elif kind == Kind.GATHERED and len(payload) >= GATHERED.size:
+                _, rank = GATHERED.unpack_from(payload)
+                self._blobs[rank] = payload[GATHERED.size :]
+            elif kind == Kind.TAKEN:
+                self._confirmed += 1
+            elif kind == Kind.FAILURE:
+                fields = unpack_json(payload, rank=int, error=str, text=str)
+                self._fail(fields["rank"], _FAILURES.get(fields["error"], Error)(fields["text"]))
+            elif kind == Kind.LEFT:
+                fields = unpack_json(payload, rank=int, text=str)
+                self._left[fields["rank"]] = fields["text"]
+            else:
+                raise WireError(f"a frame of kind {kind}")
+            self._changed.notify_all()
+        self._tell()
+
+    def _lose_rank_0(self, text: str) -> None:
+        with self._changed:
+            if 0 not in self._left and not self._closed:
+                how = "has died or closed its connection" if not text.startswith("it sent") else f"was cut off: {text}"
+                when = "" if self._formed else " before the group was complete"
+                self._fail(0, PeerLost(f"{self._rank_0} {how}{when}"))
+            self._changed.notify_all()
+        self._tell()
+
+    def _crash(self, error: BaseException) -> None:
+        with self._changed:
+            rank = self._environment.rank
+            self._fail(rank, Error(f"rendezvous: the thread of rank {rank} has failed: {error!r}"))
+            self._changed.notify_all()
+        self._tell()
+
+    def _fail(self, rank: int, error: Error, note: bool = True) -> None:
+        if self._failure is None:
+            self._failure = (rank, error)
+            if note:
+                self._note_first_failure(rank)
+
+    def _note_first_failure(self, rank: int) -> None:
+        """For the launcher, which cannot tell cause from consequence by the order in which processes end."""
+        if self._environment.first_failure is None:
+            return
+        try:
+            with open(self._environment.first_failure, "x", encoding="ascii") as file:
+                file.write(str(rank))
+        except OSError:
+            return  # another rank was first, or the launcher is gone
+
+    def _start_watching(self, on_failure: Callable[[int, str], None], on_leave: Callable | None) -> None:
+        self._on_failure, self._on_leave = on_failure, on_leave
+        self._tell()
+
+    def _tell(self) -> None:
+        """Calls the callbacks for what they have not been told yet. Without the lock: they may take others."""
+        with self._changed:
+            failure, left = self._failure, dict(self._left)
+        if self._on_failure is not None and failure is not None and not self._told_failure:
+            self._told_failure = True
+            _guarded(self._on_failure, failure[0], str(failure[1]))
+        for rank in left.keys() - self._told_left if self._on_leave is not None else ():
+            self._told_left.add(rank)
+            _guarded(self._on_leave, rank, left[rank])
+
+    def close_in_child(self) -> None:
+        """In a forked child. The parent's lock may be held there by a thread that the child does not have."""
+        self._forked = True
+        if not self._closed:
+            self._loop.close_in_child()
+
+
+def _guarded(callback: Callable[[int, str], None], rank: int, text: str) -> None:
+    try:
+        callback(rank, text)
+    except Exception:
+        # The caller's mistake must be seen, but must not end the thread that watches the ranks.
+        sys.excepthook(*sys.exc_info())
+
+
+def _close_in_child() -> None:
+    for instance in list(_instances):
+        instance.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,0 +1,150 @@
+"""What the tests of `mlxdist launch` share: the real command, with ranks that are small programs without mlxdist."""
+
+import contextlib
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+LAUNCH = [sys.executable, "-m", "mlxdist", "launch"]
+RANK = "import os; rank = int(os.environ['MLXDIST_RANK'])\n"
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(tmp_path, monkeypatch):
+    """Whatever a test does: no process of its job is left, no temporary folder, and no shared memory."""
+    marker = uuid.uuid4().hex
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TEST_MARKER", marker)
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    shared_memory = shared_memory_names()
+    yield
+    left = wait_for(lambda: not marked_processes(marker), 10) or marked_processes(marker)
+    assert left is True, f"left running: {left}"
+    assert list(temporary.iterdir()) == []
+    assert shared_memory_names() <= shared_memory
+
+
+def shared_memory_names():
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+def marked_processes(marker):
+    """pid and command of the processes that have the marker in their environment, but for this one."""
+    if sys.platform != "linux":
+        lines = subprocess.run(
+            ["ps", "-axwwE", "-o", "pid=,command="], capture_output=True, text=True
+        ).stdout.splitlines()
+        return [line for line in lines if marker in line and int(line.split()[0]) != os.getpid()]
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if marker.encode() in (folder / "environ").read_bytes() and int(folder.name) != os.getpid():
+                found.append(f"{folder.name} {(folder / 'cmdline').read_bytes()}")
+    return found
+
+
+def wait_for(condition, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def launch(ranks, *command, options=(), timeout=30, **keywords):
+    arguments = [*LAUNCH, "-n", str(ranks), *options, "--", *command]
+    keywords = {"stdin": subprocess.DEVNULL, "capture_output": True} | keywords
+    return subprocess.run(arguments, timeout=timeout, **keywords)
+
+
+def python(ranks, program, **keywords):
+    return launch(ranks, sys.executable, "-c", RANK + program, **keywords)
+
+
+@contextlib.contextmanager
+def running(ranks, program, options=(), **keywords):
+    """The launcher as a process, once every rank has printed a first line."""
+    arguments = [*LAUNCH, "-n", str(ranks), *options, "--", sys.executable, "-c", RANK + program]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **keywords)
+    try:
+        process.first_lines = [process.stdout.readline() for _ in range(ranks)]
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def closing_line(job):
+    lines = [line for line in job.stderr.decode().splitlines() if line.startswith("mlxdist launch: ")]
+    assert len(lines) == 1, job.stderr
+    return lines[0]
+
+
+class Terminal:
+    """The launcher with a terminal of its own, 80 columns wide."""
+
+    def __init__(self, *arguments, **variables):
+        self._master, slave = pty.openpty()
+        subprocess.run(["stty", "cols", "80", "rows", "24"], stdin=slave, check=True)
+        environ = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR")}
+        self.process = subprocess.Popen(
+            [*LAUNCH, *arguments],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env=environ | {"TERM": "xterm"} | variables,
+            preexec_fn=lambda: os.login_tty(slave),
+        )
+        os.close(slave)
+        self.text = b""
+
+    def type(self, data):
+        os.write(self._master, data)
+
+    def read_until(self, words, seconds=10):
+        deadline = time.monotonic() + seconds
+        while words not in self.text:
+            assert time.monotonic() < deadline, self.text
+            self._read(0.1)
+
+    def _read(self, seconds):
+        if not select.select([self._master], [], [], seconds)[0]:
+            return True
+        try:
+            data = os.read(self._master, 65536)
+        except OSError:  # Linux: the other side is closed
+            data = b""
+        self.text += data
+        return bool(data)
+
+    def finish(self, seconds=10):
+        deadline = time.monotonic() + seconds
+        while self._read(0.1) and time.monotonic() < deadline and (self.process.poll() is None or self._read(0.1)):
+            if self.process.poll() is not None and not select.select([self._master], [], [], 0.1)[0]:
+                break
+        status = self.process.wait(seconds)
+        os.close(self._master)
+        return status
+
+    def lines(self):
+        """What stands on the screen in the end, without colours."""
+        screen = []
+        for line in re.sub(rb"\x1b\[[0-9;]*m", b"", self.text).split(b"\n"):
+            shown = b""
+            for part in line.rstrip(b"\r").split(b"\r"):
+                part = part.rpartition(b"\x1b[2K")[2] if b"\x1b[2K" in part else part + shown[len(part) :]
+                shown = part
+            screen.append(shown.decode())
+        return screen

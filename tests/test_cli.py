@@ -1,0 +1,28 @@
+"""The command `mlxdist` itself."""
+
+import subprocess
+import sys
+
+import pytest
+
+from mlxdist.version import __version__
+
+
+def test_the_command_line_starts_without_mlx():
+    program = "import sys, mlxdist.cli, mlxdist.launch.command; print({'mlx', 'numpy', 'cffi'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", program], timeout=30) == b"set()\n"
+
+
+@pytest.mark.parametrize("arguments, words", [(["lunch"], "Did you mean 'launch'?"), (["--versoin"], "--version")])
+def test_suggestions(arguments, words):
+    job = subprocess.run([sys.executable, "-m", "mlxdist", *arguments], capture_output=True, text=True, timeout=30)
+    assert job.returncode == 2 and words in job.stderr
+
+
+def test_version_and_help():
+    def mlxdist(*arguments):
+        return subprocess.run([sys.executable, "-m", "mlxdist", *arguments], capture_output=True, text=True, timeout=30)
+
+    assert mlxdist("--version").stdout == f"mlxdist {__version__}\n"
+    assert "launch" in mlxdist("--help").stdout
+    assert "--grace" in mlxdist("launch", "--help").stdout

@@ -1,0 +1,222 @@
+"""What `mlxdist launch` gives its ranks, and what it refuses."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+from click.testing import CliRunner
+from launching import LAUNCH, launch, nothing_left, python, running  # noqa: F401
+
+from mlxdist.launch import jit_cache
+from mlxdist.launch.command import launch as launch_command
+
+
+def test_ranks_know_themselves():
+    job = python(2, "print({k: v for k, v in os.environ.items() if k.startswith('MLXDIST_')})")
+    for rank, line in enumerate(sorted(job.stdout.decode().splitlines())):
+        variables = eval(line.split(" ", 1)[1])
+        assert variables["MLXDIST_RANK"] == str(rank)
+        assert variables["MLXDIST_WORLD_SIZE"] == "2"
+        assert re.fullmatch(r"127\.0\.0\.1:\d+", variables["MLXDIST_RENDEZVOUS"])
+        assert re.fullmatch(r"[0-9a-f]{64}", variables["MLXDIST_SECRET"])
+        assert ("MLXDIST_RENDEZVOUS_FD" in variables) == (rank == 0)
+
+
+def test_the_secret_is_on_no_command_line():
+    program = "import subprocess; print(os.environ['MLXDIST_SECRET']); print(subprocess.getoutput('ps -axww -o args'))"
+    secret, *processes = python(1, program).stdout.decode().splitlines()
+    assert len(processes) > 2 and not any(secret[4:] in process for process in processes)
+
+
+def test_ranks_find_together():
+    """With the environment and the socket that the launcher hands over."""
+    job = python(
+        3,
+        "from mlxdist.environment import Environment; from mlxdist.rendezvous import Rendezvous\n"
+        "r = Rendezvous(Environment.read()); print(r.all_gather(str(rank).encode(), 'x')); r.close()",
+    )
+    assert job.returncode == 0, job.stderr
+    assert sorted(job.stdout.splitlines()) == [b"[%d] [b'0', b'1', b'2']" % rank for rank in range(3)]
+
+
+def test_settings_with_any_content():
+    value = "a=b \"quoted\" 'single' $HOME\nsecond line\ttab \u20ac"
+    job = python(
+        2,
+        "print(repr(os.environ['SETTING']), repr(os.environ['EMPTY']))",
+        options=["--env", f"SETTING={value}", "--env", "EMPTY="],
+    )
+    assert sorted(job.stdout.decode().splitlines()) == [f"[{rank}] {value!r} ''" for rank in range(2)]
+
+
+def test_arguments_with_any_content():
+    arguments = ["two words", "--grace", "-n", "", "'\"", "$HOME", "new\nline", "--"]
+    job = launch(1, sys.executable, "-c", "import sys; print(sys.argv[1:])", *arguments)
+    assert job.stdout.decode() == f"[0] {arguments}\n"
+
+
+def test_command_without_the_two_dashes():
+    job = subprocess.run([*LAUNCH, "-n", "2", "echo", "-n", "5"], capture_output=True, timeout=30)
+    assert sorted(job.stdout.splitlines()) == [b"[0] 5", b"[1] 5"]
+
+
+def test_mlx_s_own_variables_are_removed(monkeypatch):
+    for name in ("MLX_RANK", "MLX_HOSTFILE", "MLX_IBV_DEVICES", "MLX_JACCL_COORDINATOR", "MLX_WORLD_SIZE", "MLX_OTHER"):
+        monkeypatch.setenv(name, "x")
+    job = python(1, "print(sorted(name for name in os.environ if name.startswith('MLX_')))")
+    assert job.stdout == b"[0] ['MLX_OTHER']\n"
+
+
+def test_a_job_inside_a_job(monkeypatch):
+    monkeypatch.setenv("MLXDIST_TIMEOUT", "77")
+    inner = [
+        *LAUNCH,
+        "-n",
+        "2",
+        "--",
+        sys.executable,
+        "-c",
+        "import os; e = os.environ; print(e['MLXDIST_RANK'], e['MLXDIST_WORLD_SIZE'], e['MLXDIST_TIMEOUT'])",
+    ]
+    job = launch(3, *inner)
+    assert job.returncode == 0, job.stderr
+    assert sorted(job.stdout.splitlines()) == [b"[%d] [%d] %d 2 77" % (o, i, i) for o in range(3) for i in range(2)]
+
+
+def test_rank_0_reads_the_standard_input():
+    job = python(2, "import sys; print(repr(sys.stdin.read()))", input=b"hello\nworld", stdin=None)
+    assert sorted(job.stdout.splitlines()) == [b"[0] 'hello\\nworld'", b"[1] ''"]
+
+
+def test_temporary_folders_are_separate_and_writable():
+    job = python(2, "import tempfile; print(tempfile.mkdtemp())")
+    folders = [line.split()[1] for line in job.stdout.splitlines()]
+    assert len({os.path.dirname(folder) for folder in folders}) == 2
+    assert not any(os.path.exists(folder) for folder in folders)
+
+
+def test_unused_virtual_environment_is_used(monkeypatch):
+    """`.venv/bin/mlxdist launch -- python` means the python of that environment."""
+    if sys.prefix == sys.base_prefix:
+        pytest.skip("not in a virtual environment")
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    assert launch(1, "python", "-c", "import sys; print(sys.prefix)").stdout.decode() == f"[0] {sys.prefix}\n"
+
+
+KERNELS = "print(os.path.realpath(os.path.join(os.environ['TMPDIR'], 'mlx')))"
+
+
+def test_ranks_keep_their_compiled_kernels_and_share_them_with_nobody():
+    first, second = python(2, KERNELS).stdout, python(2, KERNELS).stdout
+    assert sorted(first.splitlines()) == sorted(second.splitlines())
+    assert len(set(line.split()[1] for line in first.splitlines())) == 2
+
+
+def test_jobs_at_the_same_time_use_different_kernels():
+    with running(1, KERNELS + "\nimport time; time.sleep(30)") as job:
+        other = python(1, KERNELS).stdout.decode()
+        assert other.startswith("[0] /") and other not in job.first_lines
+        job.terminate()
+        job.wait(10)
+    assert python(1, KERNELS).stdout.decode() in job.first_lines, "free again"
+
+
+def test_kernels_of_a_killed_rank_are_not_trusted():
+    write = "import os; open(os.path.join(os.environ['TMPDIR'], 'mlx', NAME), 'w'); "
+    list_ = "print(sorted(os.listdir(os.path.join(os.environ['TMPDIR'], 'mlx'))))"
+    assert python(1, write.replace("NAME", "'good.so'")).returncode == 0
+    time.sleep(0.02)  # of the file system's clock
+    assert python(1, write.replace("NAME", "'cut.so'") + "os.kill(os.getpid(), 9)").returncode == 137
+    assert python(1, list_).stdout == b"[0] ['good.so']\n"
+
+
+def test_without_a_place_for_kernels(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/nowhere")
+    job = python(2, KERNELS)
+    assert job.returncode == 0 and len(set(line.split()[1] for line in job.stdout.splitlines())) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments, status, words",
+    [
+        (["-n", "0", "--", "true"], 2, "0 is not in the range 1<=x<=1024"),
+        (["-n", "-1", "--", "true"], 2, "-1 is not in the range"),
+        (["-n", "1025", "--", "true"], 2, "1025 is not in the range"),
+        (["-n", "two", "--", "true"], 2, "'two' is not a valid integer"),
+        (["--", "true"], 2, "Missing option '-n'"),
+        (["-n", "2"], 2, "No command given. Write it after --"),
+        (["-n", "2", "--"], 2, "No command given"),
+        (["-n", "2", "--grade", "3", "--", "true"], 2, "--grace"),
+        (["-n", "2", "--grace", "-1", "--", "true"], 2, "--grace"),
+        (["-n", "2", "--env", "NAME", "--", "true"], 2, "'NAME' is not NAME=VALUE"),
+        (["-n", "2", "--env", "=x", "--", "true"], 2, "'=x' is not NAME=VALUE"),
+        (["-n", "2", "--env", "MLXDIST_TIMOUT=3", "--", "true"], 2, "did you mean MLXDIST_TIMEOUT?"),
+        (["-n", "2", "--env", "MLXDIST_RANK=3", "--", "true"], 2, "MLXDIST_RANK is set by the launcher"),
+        (["-n", "2", "--env", "TMPDIR=/no/such/folder", "--", "true"], 2, "/no/such/folder"),
+        (["-n", "2", "--", "no-such-command"], 127, "'no-such-command' does not exist"),
+        (["-n", "2", "--", "./no-such-command"], 127, "'./no-such-command' does not exist"),
+        (["-n", "2", "--", "/tmp"], 126, "/tmp is a folder"),
+    ],
+)
+def test_bad_input(arguments, status, words):
+    job = CliRunner().invoke(launch_command, arguments)
+    assert (job.exit_code, job.stdout) == (status, "")
+    assert words in job.stderr
+    assert isinstance(job.exception, SystemExit)
+
+
+def test_the_exit_status_of_bad_input():
+    job = subprocess.run([*LAUNCH, "-n", "0", "--", "true"], capture_output=True, text=True, timeout=30)
+    assert (job.returncode, job.stdout) == (2, "")
+    assert "0 is not in the range 1<=x<=1024" in job.stderr
+
+
+def test_a_script_in_place_of_a_command(tmp_path):
+    (tmp_path / "train.py").write_text("print(1)")
+    job = launch(2, "train.py", cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.pathsep.join(["", *sys.path])})
+    assert job.returncode == 126 and b"write: python train.py" in job.stderr
+
+
+def test_a_file_that_is_not_executable(tmp_path):
+    (tmp_path / "program").write_text("#!/bin/sh\n")
+    job = launch(2, str(tmp_path / "program"))
+    assert job.returncode == 126 and b"program is not executable" in job.stderr
+
+
+def test_a_file_that_is_no_program(tmp_path):
+    program = tmp_path / "program"
+    program.write_bytes(b"\x7fELF nonsense")
+    program.chmod(0o755)
+    job = launch(2, str(program))
+    assert job.returncode == 126 and b"Cannot start rank 0" in job.stderr and b"Traceback" not in job.stderr
+
+
+def test_variables_that_contradict_each_other(monkeypatch):
+    monkeypatch.setenv("MLXDIST_BULK_SLOTS", "1000")
+    job = launch(2, "true")
+    assert job.returncode == 2 and b"MLXDIST_BULK_SLOTS='1000'" in job.stderr
+
+
+def test_a_temporary_folder_that_cannot_be_written(monkeypatch):
+    monkeypatch.setenv("TMPDIR", "/proc")
+    job = launch(2, "true")
+    assert job.returncode == 1
+    assert b"Error: the job cannot be prepared in /proc/mlxdist-" in job.stderr and b"Traceback" not in job.stderr
+
+
+def test_kernels_do_not_pile_up_for_ever(monkeypatch, tmp_path):
+    monkeypatch.setattr(jit_cache, "MAX_FILES", 4)
+    kept = []
+    for job in range(3):
+        cache = jit_cache.JitCache(tmp_path)
+        kernels = cache.folder / "0"
+        kernels.mkdir(parents=True, exist_ok=True)
+        kept.append(len(list(kernels.iterdir())))
+        for number in range(2):
+            (kernels / f"{job}-{number}.so").touch()
+        cache.close(succeeded=True)
+    assert kept == [0, 2, 0]  # at the third job: four kernels and the lock

@@ -1,0 +1,205 @@
+"""How a job ends: exit statuses, the first failure, signals, and what is left behind."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+from launching import LAUNCH, closing_line, launch, marked_processes, nothing_left, python, running, wait_for  # noqa: F401
+
+
+@pytest.mark.parametrize("status", [1, 3, 127, 255])
+def test_exit_status_is_that_of_the_rank_that_failed(status):
+    job = python(3, f"import sys; sys.exit({status} if rank == 1 else 0)")
+    assert job.returncode == status
+    assert f"rank 1 failed first, with exit status {status} after " in closing_line(job)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_exit_status_of_a_killed_rank(number):
+    job = python(
+        2, f"import time\nif rank == 1: os.kill(os.getpid(), {int(number)})\ntime.sleep(30)", options=["--grace", "0.2"]
+    )
+    assert job.returncode == 128 + number
+    assert f"rank 1 failed first, killed by {number.name}" in closing_line(job)
+    assert "rank 0 ended after SIGTERM" in closing_line(job)
+
+
+def test_success_says_nothing_of_its_own():
+    job = launch(2, "true")
+    assert (job.returncode, job.stdout, job.stderr) == (0, b"", b"")
+
+
+def test_ranks_that_end_early_are_no_failure():
+    job = python(3, "import time; time.sleep(0.3 * rank); print('done')")
+    assert job.returncode == 0 and job.stdout.count(b"done") == 3
+
+
+def test_a_failure_is_the_first_in_time_not_in_number():
+    job = python(2, "import sys, time; time.sleep(0.5 if rank == 0 else 0); sys.exit(10 + rank)")
+    assert job.returncode == 11
+    assert "rank 0 left by itself" in closing_line(job)
+
+
+def test_the_others_may_leave_by_themselves():
+    job = python(2, "import sys, time\nif rank == 1: sys.exit(5)\ntime.sleep(0.5); print('cleaned up'); sys.exit(6)")
+    assert job.returncode == 5 and b"[0] cleaned up" in job.stdout
+
+
+def test_the_others_are_ended_after_the_grace():
+    started = time.monotonic()
+    job = python(3, "import sys, time\nif rank == 1: sys.exit(5)\ntime.sleep(30)", options=["--grace", "0.5"])
+    assert 0.5 < time.monotonic() - started < 3
+    assert job.returncode == 5
+    assert "ranks 0 and 2 ended after SIGTERM" in closing_line(job)
+
+
+def test_a_rank_that_ignores_sigterm_is_killed():
+    program = "import signal, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    job = python(2, program + "if rank == 1: time.sleep(0.5); sys.exit(5)\ntime.sleep(30)", options=["--grace", "0.3"])
+    assert job.returncode == 5
+    assert "rank 0 had to be killed (SIGKILL)" in closing_line(job)
+
+
+def test_the_cause_is_told_from_the_consequence():
+    """Rank 0 ends first, but only because rank 1 has announced its failure."""
+    job = python(
+        2,
+        """
+import sys, threading, time
+from mlxdist.environment import Environment
+from mlxdist.rendezvous import Rendezvous
+rendezvous = Rendezvous(Environment.read())
+failed = threading.Event()
+rendezvous.watch(lambda *news: failed.set())
+if rank == 1:
+    rendezvous.announce("it is me")
+    time.sleep(0.5)
+    sys.exit(7)
+failed.wait(5)
+os._exit(8)
+""",
+    )
+    assert job.returncode == 7, job.stderr
+    assert "rank 1 failed first, with exit status 7" in closing_line(job)
+
+
+def test_children_of_a_rank_end_with_it():
+    """Whatever they did to get away: a group or session of their own, no environment, no parent, ignored signals."""
+    job = python(
+        2,
+        """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen(["sleep", "60"])
+subprocess.Popen(["sleep", "60"], env={})
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+subprocess.Popen(["sleep", "60"], start_new_session=True)
+subprocess.Popen(["sh", "-c", "sleep 60 & sleep 60 &"])
+time.sleep(0.3)
+print("started")
+sys.exit(9 if rank == 1 else 0)
+""",
+        options=["--grace", "0.3"],
+    )
+    assert job.returncode == 9 and job.stdout.count(b"started") == 2
+    assert subprocess.run(["pgrep", "-f", "^sleep 60$"], capture_output=True).stdout == b""
+
+
+def test_a_child_may_finish_its_last_line():
+    """As resource trackers and uploaders do when their parent ends."""
+    job = launch(1, "sh", "-c", "(sleep 0.2; echo last) & exit 0")
+    assert job.stdout == b"[0] last\n"
+
+
+def test_verbose_tells_of_every_rank():
+    job = launch(2, "true", options=["--verbose"])
+    text = job.stderr.decode()
+    for rank in range(2):
+        assert re.search(rf"rank {rank} \(pid \d+\) started", text)
+        assert re.search(rf"rank {rank} \(pid \d+\) ended with exit status 0", text)
+    assert "all ranks succeeded" in text
+
+
+WAITING = "import time; print('start', flush=True); time.sleep(30)"
+
+
+def test_ctrl_c_reaches_all_ranks():
+    program = (
+        "import time\ntry: print('start', flush=True); time.sleep(30)\nexcept KeyboardInterrupt: print('interrupted')"
+    )
+    with running(3, program) as job:
+        job.send_signal(signal.SIGINT)
+        out, err = job.communicate(timeout=10)
+    assert job.returncode == 130
+    assert sorted(out.splitlines()) == [f"[{rank}] interrupted" for rank in range(3)]
+    assert "interrupted by SIGINT" in err and "ranks 0, 1 and 2 ended after SIGINT" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_other_signals_reach_all_ranks(number):
+    handler = "import signal, sys\ndef told(*_): print('told', flush=True); sys.exit(0)\n"
+    program = f"{handler}signal.signal({int(number)}, told)\n{WAITING}"
+    with running(2, program) as job:
+        job.send_signal(number)
+        out, err = job.communicate(timeout=10)
+    assert job.returncode == 128 + number
+    assert sorted(out.splitlines()) == ["[0] told", "[1] told"]
+
+
+def test_ranks_that_ignore_ctrl_c_are_ended():
+    program = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + WAITING
+    with running(2, program, options=["--grace", "0.4"]) as job:
+        started = time.monotonic()
+        job.send_signal(signal.SIGINT)
+        _, err = job.communicate(timeout=10)
+    assert 0.4 < time.monotonic() - started < 3
+    assert job.returncode == 130 and "ended after SIGTERM" in err
+
+
+def test_a_second_and_third_ctrl_c_do_not_wait():
+    program = "import signal\nfor s in (2, 15): signal.signal(s, signal.SIG_IGN)\n" + WAITING
+    with running(2, program, options=["--grace", "60"]) as job:
+        for _ in range(3):
+            job.send_signal(signal.SIGINT)
+            time.sleep(0.2)
+        _, err = job.communicate(timeout=10)
+    assert job.returncode == 130 and "had to be killed" in err
+
+
+def test_an_ignored_hangup_stays_ignored():
+    """nohup mlxdist launch ..."""
+    with running(1, WAITING, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as job:
+        job.send_signal(signal.SIGHUP)
+        time.sleep(0.3)
+        assert job.poll() is None
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(10) == 143
+
+
+@pytest.mark.parametrize("options", [(), ("--no-prefix",)])
+def test_a_killed_launcher_takes_its_ranks_along(options, tmp_path):
+    """SIGKILL cannot be handled, and yet nothing is left: see the fixture."""
+    program = "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True)\n" + WAITING
+    with running(2, program, options=["--grace", "1", *options]) as job:
+        job.kill()
+        assert wait_for(lambda: not marked_processes(os.environ["TEST_MARKER"]), 5)
+
+
+def test_a_job_inside_a_killed_job_ends_too():
+    inner = [*LAUNCH, "-n", "2", "--", "sleep", "60"]
+    with running(1, f"import subprocess; print('start', flush=True); subprocess.run({inner!r})") as job:
+        assert wait_for(lambda: str(marked_processes(os.environ["TEST_MARKER"])).count("sleep") >= 2)
+        job.kill()
+
+
+def test_a_job_whose_keeper_was_killed_is_cleaned_up_as_well():
+    program = (
+        "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True); print(os.getppid(), flush=True)"
+    )
+    with running(1, program + "; import time; time.sleep(0.5)") as job:
+        children = subprocess.run(["pgrep", "-P", str(job.pid), "-f", "keeper.py"], capture_output=True, text=True)
+        os.kill(int(children.stdout), signal.SIGKILL)
+        assert job.wait(10) == 0

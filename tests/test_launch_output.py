@@ -1,0 +1,146 @@
+"""What the ranks print, as it leaves the launcher."""
+
+import os
+import re
+import signal
+import sys
+import time
+
+from launching import launch, marked_processes, nothing_left, python, running, wait_for  # noqa: F401
+
+
+def test_every_line_has_the_rank_in_front():
+    job = python(3, "import sys; print('out'); print('two'); print('err', file=sys.stderr)")
+    assert job.returncode == 0
+    assert sorted(job.stdout.splitlines()) == [b"[%d] %s" % (r, t) for r in range(3) for t in (b"out", b"two")]
+    assert sorted(job.stderr.splitlines()) == [b"[%d] err" % r for r in range(3)]
+
+
+def test_prefixes_are_aligned():
+    job = launch(11, "echo", "x")
+    assert sorted(job.stdout.splitlines())[0] == b"[ 0] x" and b"[10] x" in job.stdout.splitlines()
+
+
+def test_no_prefix_passes_raw():
+    job = python(2, "import sys; sys.stdout.write('a\\rb'); sys.stderr.write('e')", options=["--no-prefix"])
+    assert job.stdout == b"a\rb" * 2 and job.stderr == b"ee"
+
+
+def test_no_prefix_hands_over_the_launcher_s_own_streams(tmp_path):
+    with open(tmp_path / "out", "wb") as out:
+        launch(
+            2,
+            sys.executable,
+            "-c",
+            "import os; print(os.fstat(1).st_ino)",
+            options=["--no-prefix"],
+            stdout=out,
+            capture_output=False,
+        )
+    assert (tmp_path / "out").read_text().split() == [str((tmp_path / "out").stat().st_ino)] * 2
+
+
+def test_lines_of_different_ranks_do_not_mix():
+    job = python(4, "import sys, time\nfor i in range(50):\n for c in 'abc': print(c, end='', flush=True)\n print(i)")
+    lines = job.stdout.splitlines()
+    assert sorted(lines) == sorted(b"[%d] abc%d" % (rank, i) for rank in range(4) for i in range(50))
+
+
+def test_a_last_line_without_end_appears():
+    job = python(2, "import sys; sys.stdout.write('no end')")
+    assert sorted(job.stdout.splitlines(keepends=True)) == [b"[0] no end\n", b"[1] no end\n"]
+
+
+def test_empty_lines_and_carriage_returns_before_line_feeds():
+    job = python(1, "import sys; sys.stdout.write('\\n\\nx\\r\\ny\\r\\n')")
+    assert job.stdout == b"[0] \n[0] \n[0] x\r\n[0] y\r\n"
+
+
+def test_updates_of_a_line_arrive_in_a_file_too():
+    with running(
+        1,
+        "import time; print('start', flush=True)\nfor i in range(5): print(f'\\r{i}%', end='', flush=True)\n"
+        "time.sleep(30)",
+    ) as job:
+        text = os.read(job.stdout.fileno(), 1000).decode()
+        while "3%" not in text:
+            text += os.read(job.stdout.fileno(), 1000).decode()
+        assert text == "\r[0] 0%\r[0] 1%\r[0] 2%\r[0] 3%\r"
+        job.terminate()
+        job.wait(10)
+
+
+def test_updates_of_several_ranks_share_no_line():
+    job = python(
+        2, "import time\nfor i in range(20):\n print(f'\\r{rank}:{i}%', end='', flush=True); time.sleep(0.01)\nprint()"
+    )
+    for line in job.stdout.split(b"\n"):
+        ranks = set(re.findall(rb"(\d):\d", line))
+        assert len(ranks) <= 1, line
+        assert all(update.startswith(b"[%s] " % ranks.copy().pop()) for update in line.split(b"\r") if update), line
+    assert job.stdout.count(b"19%") == 2
+
+
+def test_all_bytes_pass_through():
+    """Not only UTF-8. Without carriage return and escape, which belong to the line's drawing."""
+    data = bytes(b for b in range(256) if b not in (10, 13, 27)) + "\u20ac\U0001f600".encode()[:-1]
+    job = launch(2, sys.executable, "-c", f"import sys; sys.stdout.buffer.write({data!r} + b'\\n')")
+    assert sorted(job.stdout.split(b"\n")) == [b"", b"[0] " + data, b"[1] " + data]
+
+
+def test_a_line_of_ten_million_bytes():
+    job = python(2, "print(str(rank) * 10_000_000)")
+    for digit in (b"0", b"1"):
+        body = job.stdout.replace(b"[0] ", b"").replace(b"[1] ", b"")
+        assert body.count(digit) == 10_000_000
+    assert job.stdout.count(b"\n") < 700, "broken only where the other rank came between"
+
+
+def test_a_rank_that_writes_a_lot_does_not_stall_the_others():
+    with running(
+        2,
+        "import sys, time\nprint('start', flush=True)\n"
+        "if rank == 0:\n while True: sys.stdout.write('x' * 1000 + '\\n')\n"
+        "time.sleep(0.3); print('here', flush=True); time.sleep(30)",
+    ) as job:
+        started = time.monotonic()
+        while job.stdout.readline() != "[1] here\n":
+            assert time.monotonic() - started < 5
+        job.terminate()
+        job.communicate(timeout=15)
+
+
+def test_a_reader_that_stops_does_not_stop_the_supervision():
+    """Nobody reads the pipe, and yet the failure of rank 1 ends rank 0."""
+    with running(
+        2,
+        "import sys, time\nprint('start', flush=True)\n"
+        "if rank == 0:\n while True: sys.stdout.write('x' * 1000 + '\\n')\n"
+        "time.sleep(0.5); sys.exit(3)",
+        options=["--grace", "0.3"],
+    ) as job:
+        assert wait_for(lambda: len(marked_processes(os.environ["TEST_MARKER"])) == 1, 8), "only the launcher is left"
+        job.communicate(timeout=5)
+        assert job.returncode == 3
+
+
+def test_a_reader_that_goes_away_ends_the_job_as_in_a_pipe():
+    program = "import signal, sys\nsignal.signal(signal.SIGPIPE, signal.SIG_DFL)\nwhile True: print('x' * 1000)"
+    with running(2, program, options=["--grace", "1"]) as job:
+        job.stdout.close()
+        assert job.wait(10) == 128 + signal.SIGPIPE
+
+
+def test_python_ranks_are_unbuffered():
+    with running(1, "import time; print('at once'); time.sleep(30)") as job:
+        assert job.first_lines == ["[0] at once\n"]
+        job.terminate()
+        job.wait(10)
+
+
+def test_64_ranks_print():
+    started = time.monotonic()
+    job = python(64, "print('rank', rank)", timeout=60)
+    assert time.monotonic() - started < 10
+    assert sorted(job.stdout.splitlines()) == [b"[%2d] rank %d" % (rank, rank) for rank in range(64)]
+    assert job.stderr == b"" and job.returncode == 0

@@ -1,0 +1,417 @@
+"""The rendezvous: who is let in, who is missing, what is exchanged."""
+
+import os
+import socket
+import struct
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from meeting import SECRET, SOON, Job, Watcher, at_once, group, join
+
+from mlxdist import errors
+from mlxdist.environment import Environment
+from mlxdist.rendezvous import Rendezvous, connect, hub
+from mlxdist.rendezvous.wire import GATHER, MAGIC, MAX_BLOB, MAX_FRAME, Framing, Kind, WireError, proof
+
+
+def stranger(address):
+    sock = socket.create_connection(address, timeout=5)
+    sock.settimeout(5)
+    return sock
+
+
+def read_challenge(sock):
+    framing = Framing()
+    while (frame := framing.next_frame()) is None:
+        framing.feed(sock.recv(4096))
+    assert frame[0] == Kind.CHALLENGE
+    return frame[1]
+
+
+# Exchanging.
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_all_gather_in_rank_order(size):
+    with group(size) as members:
+        for step in range(3):
+            blobs = [bytes([rank, step]) * rank for rank in range(size)]
+            results = at_once(*(lambda r=r: members[r].all_gather(blobs[r], "blobs") for r in range(size)))
+            assert results == [blobs] * size
+
+
+def test_all_gather_of_the_largest_blob():
+    with group(2) as members:
+        blobs = [os.urandom(MAX_BLOB), os.urandom(MAX_BLOB)]
+        assert at_once(*(lambda r=r: members[r].all_gather(blobs[r], "large") for r in range(2))) == [blobs] * 2
+
+
+def test_a_blob_that_is_too_large_is_refused_before_anything_is_sent():
+    with group(2) as members:
+        with pytest.raises(errors.InvalidArgument, match="1047553 bytes"):
+            members[1].all_gather(b"x" * (MAX_BLOB + 1), "large")
+        assert at_once(*(lambda m=m: m.all_gather(b"", "next") for m in members)) == [[b"", b""]] * 2
+
+
+def test_barrier_waits_for_the_last():
+    with group(2) as members:
+        entered = threading.Event()
+
+        def late():
+            time.sleep(0.2)
+            entered.set()
+            members[1].barrier("b")
+
+        def early():
+            members[0].barrier("b")
+            return entered.is_set()
+
+        assert at_once(early, late)[0] is True
+
+
+def test_world_of_one_opens_nothing():
+    before = threading.active_count()
+    rendezvous = Rendezvous(Environment())
+    assert rendezvous.all_gather(b"me", "blob") == [b"me"]
+    rendezvous.barrier("b")
+    watcher = Watcher(rendezvous)
+    rendezvous.announce("failed")
+    rendezvous.close()
+    assert threading.active_count() == before
+    assert watcher.failures == []
+
+
+def test_ipv6():
+    if not socket.has_ipv6:
+        pytest.skip("this Python has no IPv6")
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with group(2, host="::1") as members:
+        assert at_once(*(lambda m=m: m.all_gather(b"6", "v6") for m in members)) == [[b"6", b"6"]] * 2
+
+
+def test_rank_0_may_start_late_and_bind_itself():
+    job = Job(2)
+    job.listener.close()
+    job.listener = None
+
+    def late():
+        time.sleep(0.3)
+        return Rendezvous(job.environment(0))
+
+    members = at_once(late, lambda: Rendezvous(job.environment(1)))
+    assert at_once(*(lambda m=m: m.all_gather(b"", "late") for m in members)) == [[b"", b""]] * 2
+    at_once(*(lambda m=m: m.close() for m in members))
+
+
+def test_the_port_can_be_used_again_at_once():
+    with group(2) as members:
+        environments = [member._environment for member in members]
+    again = join(*environments)
+    assert at_once(*(lambda m=m: m.all_gather(b"", "again") for m in again)) == [[b"", b""]] * 2
+    at_once(*(lambda m=m: m.close() for m in again))
+
+
+def test_other_steps_are_an_error_on_every_rank():
+    with group(3) as members:
+        steps = ["addresses", "addresses", "ready"]
+        results = at_once(*(lambda r=r: members[r].all_gather(b"", steps[r]) for r in range(3)))
+        for result in results:
+            assert isinstance(result, errors.Mismatch)
+            assert "rank 0 is at 'addresses' while rank 2 is at 'ready'" in str(result)
+
+
+def test_a_late_rank_is_named_on_all_others():
+    with group(3, timeout=0.5) as members:
+        started = time.monotonic()
+        results = at_once(lambda: members[0].barrier("ready"), lambda: members[1].barrier("ready"))
+        assert time.monotonic() - started < 0.5 + SOON
+        for result in results:
+            assert isinstance(result, errors.Timeout)
+            assert "rank 2 (" in str(result) and "'ready'" in str(result) and "0.5 s" in str(result)
+        with pytest.raises(errors.Timeout):
+            members[2].barrier("ready")
+
+
+def test_a_member_that_does_not_read_holds_up_nobody():
+    job = Job(3)
+
+    def deaf():
+        sock, framing, _ = connect.connect(job.environment(2))
+        sock.sendall(framing.frame(Kind.GATHER, GATHER.pack(0, 1) + b"x" + b"z" * MAX_BLOB))
+        return sock
+
+    sock, *members = at_once(deaf, *(lambda r=r: Rendezvous(job.environment(r)) for r in range(2)))
+    blobs = [b"0" * MAX_BLOB, b"1" * MAX_BLOB]
+    results = at_once(*(lambda r=r: members[r].all_gather(blobs[r], "x") for r in range(2)))
+    assert [len(result) for result in results] == [3, 3], results
+    sock.close()
+    at_once(*(lambda m=m: m.close(linger=0.1) for m in members))
+
+
+# Who is missing.
+
+
+def test_missing_ranks_are_named_on_every_rank_that_is_there():
+    job = Job(5, timeout=0.6)
+    started = time.monotonic()
+    results = join(*(job.environment(rank) for rank in (0, 1, 4)))
+    assert time.monotonic() - started < 0.6 + SOON
+    for result in results:
+        assert isinstance(result, errors.RendezvousError)
+        assert "ranks 2 and 3 of 5 have not connected to 127.0.0.1:" in str(result)
+        assert "after 0.6 s" in str(result)
+
+
+def test_one_missing_rank():
+    [result] = join(Job(2, timeout=0.3).environment(0))
+    assert "rank 1 of 2 has not connected" in str(result)
+
+
+def test_missing_rank_0_is_named():
+    job = Job(3, timeout=0.4)
+    job.listener.close()
+    for rank, result in zip((1, 2), join(job.environment(1), job.environment(2))):
+        assert isinstance(result, errors.RendezvousError)
+        assert f"rank {rank} of 3" in str(result) and "rank 0" in str(result) and "0.4 s" in str(result)
+        assert "refused" in str(result)
+
+
+def test_a_rank_0_that_never_comes_to_its_socket():
+    job = Job(2, timeout=0.4)
+    [result] = join(job.environment(1))
+    job.listener.close()
+    assert isinstance(result, errors.RendezvousError) and "silent" in str(result)
+
+
+# Who is refused.
+
+
+def test_wrong_secret_is_refused_and_noted_by_rank_0():
+    job = Job(2, timeout=1.0)
+    started = time.monotonic()
+    refused_after = []
+
+    def wrong():
+        try:
+            Rendezvous(job.environment(1, secret=b"\x11" * 32))
+        finally:
+            refused_after.append(time.monotonic() - started)
+
+    waiting, refused = at_once(lambda: Rendezvous(job.environment(0)), wrong)
+    assert isinstance(refused, errors.RendezvousError) and "MLXDIST_SECRET is not this job's" in str(refused)
+    assert refused_after[0] < 0.8, "told at once, not after the timeout"
+    assert "rank 1 of 2 has not connected" in str(waiting) and "was refused: its MLXDIST_SECRET" in str(waiting)
+
+
+def test_wrong_secret_does_not_disturb_the_job():
+    job = Job(2)
+    results = join(job.environment(0), job.environment(1, secret=b"\x11" * 32), job.environment(1))
+    assert isinstance(results[1], errors.RendezvousError)
+    assert isinstance(results[0], Rendezvous) and isinstance(results[2], Rendezvous)
+    at_once(results[0].close, results[2].close)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"world_size": 3}, "MLXDIST_WORLD_SIZE is 3 on rank 1 and 2 on rank 0"),
+        ({"job": "other"}, "MLXDIST_JOB is other on rank 1 and test on rank 0"),
+        ({"rank": 2}, "MLXDIST_RANK is 2"),
+    ],
+)
+def test_contradictions_are_told_to_both_sides_at_once(changes, words):
+    job = Job(2)
+    started = time.monotonic()
+    for result in join(job.environment(0), replace(job.environment(1), **changes)):
+        assert isinstance(result, errors.RendezvousError) and words in str(result), result
+    assert time.monotonic() - started < SOON
+
+
+def test_another_version_is_told_to_both_sides_at_once(monkeypatch):
+    monkeypatch.setattr(connect, "__version__", "9.9.9")
+    job = Job(2)
+    for result in join(job.environment(0), job.environment(1)):
+        assert isinstance(result, errors.RendezvousError)
+        assert "the version of mlxdist is 9.9.9 on rank 1 and" in str(result)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_second_rank_of_the_same_number_is_refused(when):
+    """Before the group is complete, and after."""
+    job = Job(3)
+    with ThreadPoolExecutor(4) as pool:
+        first = [pool.submit(Rendezvous, job.environment(rank)) for rank in (0, 1)]
+        if when == "after":
+            first.append(pool.submit(Rendezvous, job.environment(2)))
+            [future.result(5) for future in first]
+        time.sleep(0.2)
+        with pytest.raises(errors.RendezvousError, match="rank 1 is already taken by pid"):
+            Rendezvous(job.environment(1))
+        if when == "before":
+            first.append(pool.submit(Rendezvous, job.environment(2)))
+        members = [future.result(5) for future in first]
+    assert at_once(*(lambda m=m: m.all_gather(b"", "x") for m in members)) == [[b""] * 3] * 3
+    at_once(*(lambda m=m: m.close() for m in members))
+
+
+STRANGERS = {
+    "silent": b"",
+    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "random": os.urandom(3000),
+    "half a frame": struct.pack(">IB", 200, Kind.HELLO) + b"x" * 50,
+    "oversized": struct.pack(">IB", 2**31, Kind.HELLO),
+    "empty frame": struct.pack(">IB", 0, Kind.HELLO),
+    "other kind": struct.pack(">IB", 4, Kind.ANNOUNCE) + b"oops",
+    "wrong proof": struct.pack(">IB", 70, Kind.HELLO) + b"x" * 70,
+}
+
+
+@pytest.mark.parametrize("greeting", STRANGERS.values(), ids=STRANGERS)
+def test_a_stranger_does_not_hold_up_the_ranks(greeting):
+    job = Job(2)
+    started = time.monotonic()
+    with stranger(job.address) as sock:
+        sock.sendall(greeting)
+        members = join(job.environment(0), job.environment(1))
+        assert all(isinstance(member, Rendezvous) for member in members), members
+        assert time.monotonic() - started < SOON
+        assert at_once(*(lambda m=m: m.all_gather(b"", "x") for m in members)) == [[b"", b""]] * 2
+        at_once(*(lambda m=m: m.close() for m in members))
+
+
+def test_an_oversized_greeting_is_cut_off():
+    job = Job(2)
+    with ThreadPoolExecutor(1) as pool, stranger(job.address) as sock:
+        forming = pool.submit(Rendezvous, job.environment(0, rendezvous_timeout=0.7))
+        read_challenge(sock)
+        sock.sendall(struct.pack(">IB", 5000, Kind.HELLO))
+        assert sock.recv(100) == b""
+        assert "a frame of 5000 bytes where at most 4096 are allowed" in str(forming.exception(5))
+
+
+def test_many_silent_strangers_do_not_hold_up_the_ranks():
+    job = Job(2)
+    started = time.monotonic()
+    strangers = [stranger(job.address) for _ in range(200)]
+    members = join(job.environment(0), job.environment(1))
+    assert all(isinstance(member, Rendezvous) for member in members), members
+    assert time.monotonic() - started < 2 * SOON
+    at_once(*(lambda m=m: m.close() for m in members))
+    for sock in strangers:
+        sock.close()
+
+
+def test_a_stranger_that_trickles_is_cut_off(monkeypatch):
+    """However slowly it goes on: the deadline is for the whole greeting."""
+    monkeypatch.setattr(hub, "HANDSHAKE_SECONDS", 0.3)
+    job = Job(2)
+    members = join(job.environment(0), job.environment(1))
+    with stranger(job.address) as sock:
+        read_challenge(sock)
+        started = time.monotonic()
+        with pytest.raises(OSError):
+            for byte in struct.pack(">IB", 4000, Kind.HELLO) + b"x" * 4000:
+                sock.sendall(bytes([byte]))
+                time.sleep(0.02)
+        assert 0.2 < time.monotonic() - started < SOON
+    at_once(*(lambda m=m: m.close() for m in members))
+
+
+def test_a_recorded_greeting_is_worth_nothing():
+    """The challenge is new for every connection."""
+    job = Job(2)
+    with ThreadPoolExecutor(1) as pool, stranger(job.address) as first, stranger(job.address) as second:
+        forming = pool.submit(Rendezvous, job.environment(0, rendezvous_timeout=0.7))
+        hub_nonce = read_challenge(first)[len(MAGIC) :]
+        greeting = b'{"rank": 1, "world_size": 2, "job": "test", "version": "0", "host": "h", "pid": 1}'
+        hello = Framing().frame(
+            Kind.HELLO, b"n" * 32 + proof(SECRET, "rank", hub_nonce, b"n" * 32, greeting) + greeting
+        )
+        read_challenge(second)
+        second.sendall(hello)
+        assert b"MLXDIST_SECRET is not this job's" in second.recv(4096)
+        assert isinstance(forming.exception(5), errors.RendezvousError)
+
+
+def impostor(answers):
+    """A server that is not rank 0: sends the next of ``answers`` whenever it hears something."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        sock, _ = listener.accept()
+        with listener, sock:
+            for answer in answers:
+                sock.sendall(answer)
+                if not sock.recv(65536):
+                    return
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    return listener.getsockname()[:2], thread
+
+
+@pytest.mark.parametrize(
+    "answers, words",
+    [
+        ([b"SSH-2.0-OpenSSH_9.2p1 Debian\r\n" * 20], "it sent"),
+        ([Framing().frame(Kind.CHALLENGE, b"mlxdist rendezvous 7" + b"n" * 32)], "mlxdist rendezvous 7"),
+        (
+            [
+                Framing().frame(Kind.CHALLENGE, MAGIC + b"n" * 32),
+                Framing().frame(Kind.WELCOME, b"p" * 32 + b'{"host": "h", "pid": 1, "seconds": 1.0}'),
+            ],
+            "no proof that it knows MLXDIST_SECRET",
+        ),
+        ([Framing().frame(Kind.REFUSED, b"go \x1b[31maway")], "it sent"),
+        (
+            [Framing().frame(Kind.CHALLENGE, MAGIC + b"n" * 32), Framing().frame(Kind.REFUSED, b"go \x1b[31maway")],
+            "go ?[31maway",
+        ),
+    ],
+    ids=["ssh", "other protocol", "no proof", "refusal first", "refusal with escapes"],
+)
+def test_what_is_not_rank_0_is_not_believed(answers, words):
+    address, thread = impostor(answers)
+    environment = Environment(rank=1, world_size=2, rendezvous=address, secret=SECRET, rendezvous_timeout=5)
+    with pytest.raises(errors.RendezvousError) as caught:
+        Rendezvous(environment)
+    thread.join(5)
+    assert words in str(caught.value)
+
+
+def test_a_member_that_sends_an_oversized_frame_is_cut_off():
+    job = Job(2)
+    with ThreadPoolExecutor(1) as pool:
+        forming = pool.submit(Rendezvous, job.environment(0))
+        sock, framing, _ = connect.connect(job.environment(1))
+        member = forming.result(5)
+        watcher = Watcher(member)
+        sock.sendall(struct.pack(">IB", MAX_FRAME + 1, Kind.GATHER))
+        rank, text = watcher.wait()
+        assert rank == 1 and "1048577 bytes where at most 1048576" in text
+        sock.close()
+        member.close(linger=0)
+
+
+def test_inserted_and_repeated_frames_are_noticed():
+    sender, receiver = Framing(), Framing()
+    sender.secure(b"a", b"b")
+    receiver.secure(b"b", b"a")
+    frame = sender.frame(Kind.ANNOUNCE, b"text")
+    receiver.feed(frame)
+    assert receiver.next_frame() == (Kind.ANNOUNCE, b"text")
+    altered = sender.frame(Kind.ANNOUNCE, b"text").replace(b"text", b"lies")
+    for bad in (frame, altered, struct.pack(">IB", 3, Kind.ANNOUNCE) + b"abc"):
+        fresh = Framing()
+        fresh.secure(b"b", b"a")
+        fresh.feed(frame)
+        assert fresh.next_frame() is not None
+        fresh.feed(bad)
+        with pytest.raises(WireError):
+            fresh.next_frame()
