@@ -1,0 +1,64 @@
+"""mlxdist: the distributed runtime for MLX.
+
+    import mlxdist
+
+    group = mlxdist.init()
+    x = mlxdist.all_sum(x)                              # on mx.array (lazy) and NumPy arrays
+    model.shard(group.mlx)                              # group.mlx is an mx.distributed.Group
+
+Names load on first use: the launcher needs neither MLX nor the compiled half.
+"""
+
+import importlib
+from typing import Any
+
+from .version import __version__
+
+_MODULES = {
+    "errors": (
+        "Aborted",
+        "EnvironmentVariableError",
+        "Error",
+        "InvalidArgument",
+        "Mismatch",
+        "PeerLost",
+        "RendezvousError",
+        "ResourceError",
+        "Timeout",
+        "TransportError",
+        "VersionMismatch",
+    ),
+    "group": ("Group", "init"),
+    "ops": (
+        "all_gather",
+        "all_max",
+        "all_min",
+        "all_reduce",
+        "all_sum",
+        "barrier",
+        "broadcast",
+        "get_rank",
+        "get_world_size",
+        "is_available",
+        "recv",
+        "recv_like",
+        "send",
+        "sum_scatter",
+    ),
+    "train": ("all_reduce_grads",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = ["__version__", *sorted(_MODULE_OF)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'mlxdist' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,85 @@
+"""The compiled half of mlxdist, checked before first use: the engine through cffi (``ffi``, ``lib``) and the MLX bridge.
+
+Importing this module imports MLX. The launcher does not need it.
+
+Raises at import:
+    VersionMismatch: the installed MLX, or the Python half of mlxdist, is not the one that the compiled half is for.
+    ImportError: mlxdist has not been built.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from . import errors
+from .version import __version__
+
+__all__ = ["bridge", "check", "dtype_number", "ffi", "layout", "lib"]
+
+_REBUILD = "in mlxdist's source folder, `make setup`, or `pip install --no-build-isolation --no-deps --force-reinstall .`"
+
+
+def _check_mlx() -> None:
+    # Before the bridge is loaded: with the C++ of another MLX, loading is the first thing that may fail.
+    if mx.__version__ not in MLX_VERSIONS:
+        raise errors.VersionMismatch(
+            f"mlxdist was built for MLX {' and '.join(MLX_VERSIONS)}, but MLX {mx.__version__} is installed; install that "
+            f"MLX (`pip install mlx=={MLX_VERSIONS[-1]}`), or rebuild for this one: {_REBUILD}"
+        )
+
+
+def _check_library() -> None:
+    built = ffi.string(lib.mlxdist_version()).decode()
+    if built != __version__:
+        raise errors.VersionMismatch(
+            f"the compiled half of mlxdist has version {built}, the Python half {__version__}; rebuild: {_REBUILD}"
+        )
+
+
+try:
+    # MLX_VERSIONS is written by CMake from the table that the build was checked against.
+    from ._built import MLX_VERSIONS
+
+    _check_mlx()
+    from ._native import ffi, lib
+
+    _check_library()
+    from . import _bridge as bridge
+except errors.VersionMismatch:
+    raise
+except ImportError as error:
+    raise ImportError(f"mlxdist's compiled half does not load ({error}); build it: {_REBUILD}") from error
+
+_DTYPES = {ffi.string(lib.mlxdist_dtype_name(number)).decode(): number for number in range(lib.MLXDIST_COMPLEX64 + 1)}
+_LAYOUT_DIMENSIONS = 6
+
+
+def check(status: int) -> None:
+    """Raises the exception for a status of the engine other than MLXDIST_OK, with the text of its last error."""
+    if status != lib.MLXDIST_OK:
+        raise errors.from_status(status, last_error())
+
+
+def last_error() -> str:
+    """The text of this thread's last error in the engine."""
+    return ffi.string(lib.mlxdist_last_error()).decode(errors="replace")
+
+
+def dtype_number(name: str) -> int:
+    """The engine's number of a dtype, by the name that MLX and NumPy use ("float32").
+
+    Raises:
+        InvalidArgument: the engine has no such dtype.
+    """
+    if name not in _DTYPES:
+        raise errors.InvalidArgument(f"dtype {name} is not supported; supported are {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def layout(dtype: str, shape: Sequence[int]) -> Any:
+    """dtype and shape as a ``mlxdist_layout *``; the dimensions from the sixth on are folded into one."""
+    if len(shape) > _LAYOUT_DIMENSIONS:
+        shape = (*shape[: _LAYOUT_DIMENSIONS - 1], math.prod(shape[_LAYOUT_DIMENSIONS - 1 :]))
+    return ffi.new("mlxdist_layout *", {"dtype": dtype_number(dtype), "ndim": len(shape), "shape": list(shape)})

@@ -1,0 +1,70 @@
+#include "errors.h"
+
+#include <mutex>
+#include <optional>
+#include <string_view>
+
+#include <nanobind/nanobind.h>
+
+namespace nb = nanobind;
+
+namespace mlxdist {
+
+static constexpr std::string_view tag = "[mlxdist ";
+
+static PyObject* make_error; /* set once, before any error */
+
+/* The first error while Python has not seen it. Never destroyed: MLX's threads outlive the statics. */
+static auto& undelivered_mutex = *new std::mutex;
+static auto& undelivered = *new std::optional<std::string>;
+
+Error::Error(int status, const std::string& text)
+    : std::runtime_error(std::string(tag) + std::to_string(status) + "] " + text) {}
+
+static std::optional<std::string> take_undelivered() {
+  std::lock_guard lock(undelivered_mutex);
+  return std::exchange(undelivered, std::nullopt);
+}
+
+static bool is_ours(const std::string& what) { return what.compare(0, tag.size(), tag) == 0; }
+
+/* Sets the Python exception for the text of an Error. */
+static void set_python_error(const std::string& what) {
+  int status = std::atoi(what.c_str() + tag.size());
+  std::string text = what.substr(what.find("] ") + 2);
+  nb::object instance = nb::borrow(make_error)(status, text.c_str());
+  PyErr_SetObject(instance.type().ptr(), instance.ptr());
+}
+
+static void translate(const std::exception_ptr& exception, void*) {
+  try {
+    std::rethrow_exception(exception);
+  } catch (const std::runtime_error& error) {
+    if (!is_ours(error.what())) throw;
+    take_undelivered(); /* first: make_error is Python code, at a step of which deliver() may be called */
+    set_python_error(error.what());
+  }
+}
+
+/* Called by the interpreter in the main thread, between two steps of the program. */
+static int deliver(void*) {
+  auto what = take_undelivered();
+  if (!what) return 0;
+  set_python_error(*what);
+  return -1;
+}
+
+void raise_soon(const Error& error) {
+  {
+    std::lock_guard lock(undelivered_mutex);
+    undelivered = error.what();
+  }
+  Py_AddPendingCall(deliver, nullptr); /* if its queue is full, the error still is at the next evaluation */
+}
+
+void set_error_factory(void* factory) {
+  make_error = static_cast<PyObject*>(factory);
+  nb::register_exception_translator(translate, nullptr);
+}
+
+} // namespace mlxdist

@@ -1,0 +1,60 @@
+#include "group.h"
+
+#include "primitive.h"
+
+namespace mlxdist {
+
+namespace mx = mlx::core;
+
+/* MLX calls these while it walks a graph: they take the addresses and enqueue. The arrays stay alive until
+ * their task has ended, which MLX sees to; inputs are row-contiguous, and `out` may be `in`. */
+
+mx::Stream Group::communication_stream(mx::StreamOrDevice s) {
+  return mlxdist::communication_stream(*connection_, s);
+}
+
+std::shared_ptr<mx::distributed::detail::GroupImpl> Group::split(int, int) {
+  throw Error(MLXDIST_INVALID_ARGUMENT, "split: mlxdist has no subgroups yet: use the whole group");
+}
+
+void Group::all_sum(const mx::array& in, mx::array& out, mx::Stream stream) {
+  enqueue_all_reduce(connection_, in, out, MLXDIST_SUM, stream);
+}
+
+void Group::all_max(const mx::array& in, mx::array& out, mx::Stream stream) {
+  enqueue_all_reduce(connection_, in, out, MLXDIST_MAX, stream);
+}
+
+void Group::all_min(const mx::array& in, mx::array& out, mx::Stream stream) {
+  enqueue_all_reduce(connection_, in, out, MLXDIST_MIN, stream);
+}
+
+void Group::all_gather(const mx::array& in, mx::array& out, mx::Stream stream) {
+  Connection::enqueue(connection_, stream,
+                      [in = data_of(in), out = data_of(out), layout = layout_of(in)](mlxdist_group* group) {
+                        return mlxdist_all_gather(group, in, out, &layout);
+                      });
+}
+
+void Group::sum_scatter(const mx::array& in, mx::array& out, mx::Stream stream) {
+  Connection::enqueue(connection_, stream,
+                      [in = data_of(in), out = data_of(out), layout = layout_of(in)](mlxdist_group* group) {
+                        return mlxdist_reduce_scatter(group, in, out, &layout, MLXDIST_SUM);
+                      });
+}
+
+void Group::send(const mx::array& in, int dst, mx::Stream stream) {
+  Connection::enqueue(connection_, stream,
+                      [in = data_of(in), layout = layout_of(in), dst](mlxdist_group* group) {
+                        return mlxdist_send(group, in, &layout, dst);
+                      });
+}
+
+void Group::recv(mx::array& out, int src, mx::Stream stream) {
+  Connection::enqueue(connection_, stream,
+                      [out = data_of(out), layout = layout_of(out), src](mlxdist_group* group) {
+                        return mlxdist_recv(group, out, &layout, src);
+                      });
+}
+
+} // namespace mlxdist

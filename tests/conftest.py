@@ -1,0 +1,73 @@
+"""What the tests share: `run_ranks`, which runs a script of tests/ranks under `mlxdist launch`."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+RANK_SCRIPTS = Path(__file__).parent / "ranks"
+_PREFIX = re.compile(r"\[ *(\d+)\] ?")
+
+
+@pytest.fixture
+def run_ranks() -> Callable[..., list[str]]:
+    """A function that runs a script on a number of ranks and returns what each of them printed.
+
+    run_ranks(script, ranks, *args, timeout=60, status=0, environment={}): ``script`` is a file of tests/ranks or a
+    path. The output of a rank is stdout and stderr together. The test fails, with all output, if the launcher's exit
+    status is not ``status`` (None: any but 0) or if it has not ended after ``timeout`` seconds.
+    """
+    return _run_ranks
+
+
+def _run_ranks(
+    script: str | Path,
+    ranks: int,
+    *args: object,
+    timeout: float = 60,
+    status: int | None = 0,
+    environment: dict[str, str] | None = None,
+) -> list[str]:
+    command = [sys.executable, "-m", "mlxdist", "launch", "-n", str(ranks), "--"]
+    command += [sys.executable, str(RANK_SCRIPTS / script), *map(str, args)]
+    # A test that hangs should say which operation hangs: the engine's timeout comes before the test's.
+    variables = os.environ | {"MLXDIST_TIMEOUT": f"{timeout / 2:g}"} | (environment or {})
+    launcher = subprocess.Popen(
+        command, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        output, _ = launcher.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        output = _stop(launcher)
+        pytest.fail(f"{script} on {ranks} ranks has not ended after {timeout:g} s; it printed\n{output}")
+    ended_well = launcher.returncode != 0 if status is None else launcher.returncode == status
+    if not ended_well:
+        pytest.fail(
+            f"{script} on {ranks} ranks ended with {launcher.returncode}, expected {status}; it printed\n{output}"
+        )
+    return _by_rank(output, ranks)
+
+
+def _stop(launcher: subprocess.Popen) -> str:
+    """Ends the launcher the polite way, so that it takes its ranks with it."""
+    launcher.send_signal(signal.SIGTERM)
+    try:
+        output, _ = launcher.communicate(timeout=20)
+    except subprocess.TimeoutExpired:
+        launcher.kill()
+        output, _ = launcher.communicate()
+    return output
+
+
+def _by_rank(output: str, ranks: int) -> list[str]:
+    """Splits the launcher's output by its [rank] prefix; lines of the launcher itself belong to no rank."""
+    outputs = [""] * ranks
+    for line in output.splitlines(keepends=True):
+        if prefix := _PREFIX.match(line):
+            outputs[int(prefix[1])] += line[prefix.end() :]
+    return outputs

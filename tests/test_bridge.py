@@ -1,0 +1,43 @@
+"""group.mlx in stock MLX: operations, lazy graphs, gradients, layers, and errors on their way through MLX's threads."""
+
+import pytest
+
+RANKS = pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+# Whatever evaluates an array; the last three ask for its buffer, where NumPy swallows errors.
+READERS = ["eval", "tolist", "np.array", "np.asarray", "np.sqrt"]
+SCENARIOS = ["middle_of_a_graph", "stream_works_on", "asynchronous", "refused", "finalized", "pending_at_exit", "forked"]
+
+
+@RANKS
+def test_every_operation_on_every_dtype(run_ranks, ranks):
+    assert all("exact" in output for output in run_ranks("mlx_operations.py", ranks))
+
+
+@RANKS
+def test_lazy_graphs(run_ranks, ranks):
+    """A chain of 50, independent operations, mx.compile, vmap, async_eval, threads and streams."""
+    assert all("exact" in output for output in run_ranks("mlx_graphs.py", ranks))
+
+
+@RANKS
+def test_gradients_and_layers(run_ranks, ranks):
+    """Gradients, shard_linear both ways (also quantized and compiled), average_gradients: as in one process."""
+    assert all("close" in output for output in run_ranks("mlx_layers.py", ranks))
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_failed_operation_is_never_read(run_ranks, reader):
+    assert all("as expected" in output for output in run_ranks("mlx_errors.py", 2, f"reader {reader}"))
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_errors_and_ends(run_ranks, scenario):
+    for output in run_ranks("mlx_errors.py", 2, scenario):
+        assert "as expected" in output
+        assert "Traceback" not in output
+
+
+def test_four_ranks_end_in_any_order(run_ranks):
+    for output in run_ranks("mlx_errors.py", 4, "pending_at_exit"):
+        assert "as expected" in output
+        assert "Traceback" not in output
