@@ -36,7 +36,8 @@ def nothing_left(tmp_path, monkeypatch):
 
 
 def shared_memory_names():
-    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+    return {name for name in names if "mlxdist" in name}
 
 
 def marked_processes(marker):
@@ -74,12 +75,12 @@ def python(ranks, program, **keywords):
 
 
 @contextlib.contextmanager
-def running(ranks, program, options=(), **keywords):
-    """The launcher as a process, once every rank has printed a first line."""
+def running(ranks, program, options=(), lines=None, **keywords):
+    """The launcher as a process, once ``lines`` have been printed, or one by every rank."""
     arguments = [*LAUNCH, "-n", str(ranks), *options, "--", sys.executable, "-c", RANK + program]
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **keywords)
     try:
-        process.first_lines = [process.stdout.readline() for _ in range(ranks)]
+        process.first_lines = [process.stdout.readline() for _ in range(ranks if lines is None else lines)]
         yield process
     finally:
         process.kill()

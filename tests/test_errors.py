@@ -40,6 +40,12 @@ def test_every_status_of_the_header_has_a_class_of_its_own():
     assert errors.Error not in classes
 
 
+def test_classes_become_their_status_again():
+    for number in set(statuses_of_header().values()) - {0}:
+        assert errors.to_status(errors.from_status(number, "text")) == number
+    assert errors.to_status(errors.RendezvousError("text")) == statuses_of_header()["ABORTED"]
+
+
 def test_unknown_status_is_an_error_that_shows_it():
     error = errors.from_status(99, "text")
     assert type(error) is errors.Error

@@ -86,18 +86,43 @@ os._exit(8)
     assert "rank 1 failed first, with exit status 7" in closing_line(job)
 
 
+def test_the_others_hear_of_a_killed_rank_and_leave_by_themselves():
+    """Long before the grace is over."""
+    job = python(
+        3,
+        """
+import time
+from mlxdist.environment import Environment
+from mlxdist.rendezvous import Rendezvous
+rendezvous = Rendezvous(Environment.read())
+rendezvous.barrier("start")
+if rank == 1:
+    os.kill(os.getpid(), 9)
+rendezvous.barrier("end")
+""",
+        options=["--grace", "20"],
+        timeout=10,
+    )
+    assert job.returncode == 137
+    assert "ranks 0 and 2 left by themselves" in closing_line(job)
+    for rank in (0, 2):
+        assert re.search(rf"\[{rank}\] mlxdist.errors.PeerLost: rank 1 \(.*\) has died".encode(), job.stderr)
+
+
 def test_children_of_a_rank_end_with_it():
     """Whatever they did to get away: a group or session of their own, no environment, no parent, ignored signals."""
+    seconds = f"60.{os.getpid()}"  # to tell them from anybody else's
     job = python(
         2,
+        f"SECONDS = '{seconds}'"
         """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-subprocess.Popen(["sleep", "60"])
-subprocess.Popen(["sleep", "60"], env={})
+subprocess.Popen(["sleep", SECONDS])
+subprocess.Popen(["sleep", SECONDS], env={})
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-subprocess.Popen(["sleep", "60"], start_new_session=True)
-subprocess.Popen(["sh", "-c", "sleep 60 & sleep 60 &"])
+subprocess.Popen(["sleep", SECONDS], start_new_session=True)
+subprocess.Popen(["sh", "-c", "sleep $0 & sleep $0 &", SECONDS])
 time.sleep(0.3)
 print("started")
 sys.exit(9 if rank == 1 else 0)
@@ -105,7 +130,7 @@ sys.exit(9 if rank == 1 else 0)
         options=["--grace", "0.3"],
     )
     assert job.returncode == 9 and job.stdout.count(b"started") == 2
-    assert subprocess.run(["pgrep", "-f", "^sleep 60$"], capture_output=True).stdout == b""
+    assert subprocess.run(["pgrep", "-f", f"^sleep {seconds}$"], capture_output=True).stdout == b""
 
 
 def test_a_child_may_finish_its_last_line():
@@ -193,6 +218,16 @@ def test_a_job_inside_a_killed_job_ends_too():
     with running(1, f"import subprocess; print('start', flush=True); subprocess.run({inner!r})") as job:
         assert wait_for(lambda: str(marked_processes(os.environ["TEST_MARKER"])).count("sleep") >= 2)
         job.kill()
+
+
+def test_a_job_inside_a_job_that_does_not_want_to_end():
+    """Its launcher and its keeper would both give it a minute."""
+    seconds = f"60.{os.getpid()}"
+    inner = [*LAUNCH, "-n", "1", "--grace", "60", "--", "sh", "-c", f"trap '' TERM; sleep {seconds}"]
+    program = f"import sys, time\nif rank == 1: time.sleep(0.7); sys.exit(5)\nos.execv({inner[0]!r}, {inner!r})"
+    job = python(2, program, options=["--grace", "0.3"])
+    assert job.returncode == 5, job.stderr
+    assert subprocess.run(["pgrep", "-f", f"^sleep {seconds}$"], capture_output=True).stdout == b""
 
 
 def test_a_job_whose_keeper_was_killed_is_cleaned_up_as_well():

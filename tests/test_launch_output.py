@@ -3,9 +3,11 @@
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 
+import pytest
 from launching import launch, marked_processes, nothing_left, python, running, wait_for  # noqa: F401
 
 
@@ -57,12 +59,13 @@ def test_empty_lines_and_carriage_returns_before_line_feeds():
 
 
 def test_updates_of_a_line_arrive_in_a_file_too():
-    with running(
-        1,
-        "import time; print('start', flush=True)\nfor i in range(5): print(f'\\r{i}%', end='', flush=True)\n"
-        "time.sleep(30)",
-    ) as job:
-        text = os.read(job.stdout.fileno(), 1000).decode()
+    program = """
+import time
+for i in range(5): print(f"\\r{i}%", end="", flush=True)
+time.sleep(30)
+"""
+    with running(1, program, lines=0) as job:
+        text = ""
         while "3%" not in text:
             text += os.read(job.stdout.fileno(), 1000).decode()
         assert text == "\r[0] 0%\r[0] 1%\r[0] 2%\r[0] 3%\r"
@@ -79,6 +82,27 @@ def test_updates_of_several_ranks_share_no_line():
         assert len(ranks) <= 1, line
         assert all(update.startswith(b"[%s] " % ranks.copy().pop()) for update in line.split(b"\r") if update), line
     assert job.stdout.count(b"19%") == 2
+
+
+def test_an_unfinished_line_does_not_hide_another_one_for_ever():
+    program = """
+import sys, time
+if rank == 0:
+    sys.stdout.write("waiting\\rfor rank 1")
+else:
+    time.sleep(0.3)
+    for step in range(10_000):
+        sys.stdout.write(f"step {step}\\r")
+sys.stdout.flush()
+time.sleep(30)
+"""
+    with running(2, program, lines=0) as job:
+        text = ""
+        while "[1] step 5000" not in text:
+            text += os.read(job.stdout.fileno(), 65536).decode()
+        assert text.startswith("[0] waiting\r\n[1] step 0\r[1] step 1\r")
+        job.terminate()
+        job.communicate(timeout=10)
 
 
 def test_all_bytes_pass_through():
@@ -144,3 +168,9 @@ def test_64_ranks_print():
     assert time.monotonic() - started < 10
     assert sorted(job.stdout.splitlines()) == [b"[%2d] rank %d" % (rank, rank) for rank in range(64)]
     assert job.stderr == b"" and job.returncode == 0
+
+
+@pytest.mark.parametrize("options", ["", "--no-prefix"])
+def test_closed_streams(options):
+    line = f"{sys.executable} -m mlxdist launch -n 2 {options} -- sh -c 'echo $MLXDIST_RANK; exit 3' <&- >&- 2>&-"
+    assert subprocess.run(["sh", "-c", line], timeout=30).returncode == 3

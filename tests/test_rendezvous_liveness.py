@@ -298,6 +298,13 @@ def test_after_close():
             members[1].barrier("x")
 
 
+def test_close_ends_an_exchange_of_another_thread():
+    with group(2) as members:
+        threading.Timer(0.2, members[1].close).start()
+        with pytest.raises(errors.Error, match="rank 1 has left the group already"):
+            members[1].barrier("x")
+
+
 def test_a_program_that_forgets_to_close_ends_at_once_and_is_taken_for_dead():
     job = Job(2)
     with rank_process(job, 1, "") as process:

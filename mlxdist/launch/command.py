@@ -72,6 +72,11 @@ def launch(
 
 
 def _run(ranks: int, prefix: bool, grace: float, variables: dict[str, str], verbose: bool, command: list[str]) -> int:
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # closed (>&-): something else would be opened under its number
+            os.open(os.devnull, os.O_RDWR)
     wakeup = Wakeup()
     if prefix:
         variables = terminal_variables(variables, ranks) | variables

@@ -84,4 +84,4 @@ class JitCache:
 def _cache_folder() -> Path:
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "mlxdist" / "jit"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlxdist" / "jit"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "mlxdist" / "jit"

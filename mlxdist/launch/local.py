@@ -84,7 +84,7 @@ class LocalJob:
     def __enter__(self) -> "LocalJob":
         _allow_descriptors(4 * self._size + 64)
         # A short name: the ranks make sockets inside, whose paths are limited to about 100 characters.
-        self.folder = Path(self._variables.get("TMPDIR") or "/tmp", f"mlxdist-{_random_hex(4)}")
+        self.folder = Path(self._variables.get("TMPDIR") or "/tmp", f"mlxdist-{_random_hex(4)}").absolute()
         self.first_failure = self.folder / "first_failure"
         try:
             self.folder.mkdir(mode=0o700)

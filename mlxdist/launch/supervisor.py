@@ -130,7 +130,7 @@ class Supervisor:
         for key, _ in self._selector.select(seconds):
             if key.data is None:
                 self._take_signals()
-            elif not full and not key.data.read() and not key.data.is_open:
+            elif key.data.is_open and not full and not key.data.read() and not key.data.is_open:
                 self._selector.unregister(key.fd)
 
     def _take_signals(self) -> None:

@@ -90,11 +90,12 @@ class Hub:
         except BlockingIOError:
             return
         except OSError:
-            # No descriptor left, most likely: the listener stays readable, so give the loop a rest from it.
-            self._accept_again = time.monotonic() + 0.1
-            self._loop.forget(self._listener)
+            # No descriptor left, most likely, and the listener stays readable.
             if self._strangers:
                 self._drop(self._strangers[0])
+            else:
+                self._accept_again = time.monotonic() + 0.1
+                self._loop.forget(self._listener)
             return
         if len(self._strangers) >= MAX_STRANGERS + self._environment.world_size:
             self._drop(self._strangers[0])

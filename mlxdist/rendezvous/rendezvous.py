@@ -129,7 +129,9 @@ class Rendezvous:
         """
         if self._forked or self._closed:
             return
-        self._closed = True
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
         atexit.unregister(self._stop)
         if self._loop is None:
             return
@@ -185,8 +187,11 @@ class Rendezvous:
                 "itself; only the process that called mlxdist.init() can use the group"
             )
         if self._closed:
-            raise Error(f"rendezvous: rank {self._environment.rank} has left the group already (finalize)")
+            raise Error(self._has_left())
         self._refuse_own_thread()
+
+    def _has_left(self) -> str:
+        return f"rendezvous: rank {self._environment.rank} has left the group already (finalize)"
 
     def _refuse_own_thread(self) -> None:
         if self._loop is not None and self._loop.is_own_thread():
@@ -209,6 +214,8 @@ class Rendezvous:
         deadline = time.monotonic() + seconds
         while not done():
             self._raise_failure()
+            if self._closed:
+                raise Error(self._has_left())
             if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline and not done():
                 raise Timeout(
                     f"rendezvous: {self._rank_0} has not answered rank {self._environment.rank} at {what} for "
