@@ -27,7 +27,7 @@ def build(folder: Path, program: str, flags: list[str], segment: str) -> Path:
     return build_program(folder / program, sources + layer_sources("verbs", "soft", segment=segment), flags)
 
 
-@pytest.mark.parametrize("program", ["objects", "messages", "errors", "processes", "stress"])
+@pytest.mark.parametrize("program", ["objects", "messages", "errors", "peers", "processes", "stress"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_soft(tmp_path, variant, program):
     flags, segment = VARIANTS[variant]

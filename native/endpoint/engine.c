@@ -83,7 +83,7 @@ int engine_acknowledge(struct engine *engine, bool lazily) {
   return MLXDIST_OK;
 }
 
-int engine_idle(struct engine *engine, struct wait *wait, double *waited) {
+int engine_idle(struct engine *engine, struct waiting *wait, double *waited) {
   int status = failure_check(&engine->failure);
   if (!status) status = engine_acknowledge(engine, false);
   if (!status) *waited = (double)wait_turn(wait) * 1e-9;
@@ -123,7 +123,7 @@ static int settle(struct peer *peer, bool *settled) {
 }
 
 int engine_drain(struct engine *engine) {
-  struct wait wait = {0};
+  struct waiting wait = {0};
   for (;;) {
     int32_t behind = -1;
     int status = MLXDIST_OK;

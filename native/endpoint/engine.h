@@ -41,7 +41,7 @@ int engine_acknowledge(struct engine *engine, bool lazily);
 
 /* One turn without progress: watches for failure, acknowledges what is owed, waits a little. `waited` is
  * set to the seconds since the last progress. */
-int engine_idle(struct engine *engine, struct wait *wait, double *waited);
+int engine_idle(struct engine *engine, struct waiting *wait, double *waited);
 
 /* Fails the group with the text of mlxdist_last_error() and tells every peer. Returns `status`. */
 int engine_fail(struct engine *engine, int status);

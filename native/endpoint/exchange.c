@@ -171,7 +171,7 @@ static const struct stream *unfinished(const struct stream *streams, int count) 
   return 0;
 }
 
-static int idle(struct exchange *exchange, struct wait *wait, const struct peer *late) {
+static int idle(struct exchange *exchange, struct waiting *wait, const struct peer *late) {
   struct engine *engine = &exchange->group->engine;
   double waited = 0;
   int status = engine_idle(engine, wait, &waited);
@@ -180,7 +180,7 @@ static int idle(struct exchange *exchange, struct wait *wait, const struct peer 
   return status;
 }
 
-static int run(struct exchange *exchange, struct wait *wait) {
+static int run(struct exchange *exchange, struct waiting *wait) {
   struct engine *engine = &exchange->group->engine;
   for (;;) {
     const struct stream *late = unfinished(exchange->in, exchange->ins);
@@ -205,7 +205,7 @@ static int check_aborted(const struct exchange *exchange) {
 }
 
 int exchange_run(struct exchange *exchange) {
-  struct wait wait = {0};
+  struct waiting wait = {0};
   for (int i = 0; i < exchange->outs; i++) exchange->out[i].peer->streams_sent++;
   for (int i = 0; i < exchange->ins; i++) exchange->in[i].peer->streams_received++;
   int status = run(exchange, &wait);

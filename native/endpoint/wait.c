@@ -23,7 +23,7 @@ static inline void relax(void) {
 #endif
 }
 
-uint64_t wait_turn(struct wait *wait) {
+uint64_t wait_turn(struct waiting *wait) {
   if (wait->idle == 0) wait->since_ns = clock_ns();
   wait->idle++;
   if (wait->idle < SPIN_TURNS) {
@@ -42,9 +42,9 @@ uint64_t wait_turn(struct wait *wait) {
   return waited;
 }
 
-uint64_t wait_over(struct wait *wait) {
+uint64_t wait_over(struct waiting *wait) {
   if (wait->idle == 0) return 0;
   uint64_t waited = clock_ns() - wait->since_ns;
-  *wait = (struct wait){0};
+  *wait = (struct waiting){0};
   return waited;
 }

@@ -10,7 +10,8 @@
 
 #include <stdint.h>
 
-struct wait {
+/* Not `wait`: macOS has a union of that name. */
+struct waiting {
   uint32_t idle;      /* turns without progress */
   uint64_t since_ns;  /* when this idle time began, 0 while there is progress */
   uint32_t sleep_ns;
@@ -20,9 +21,9 @@ uint64_t clock_ns(void);
 
 /* One turn without progress: spins, yields or sleeps. Returns the nanoseconds since the last progress,
  * or 0 while it is too early to look at the clock. */
-uint64_t wait_turn(struct wait *wait);
+uint64_t wait_turn(struct waiting *wait);
 
 /* There was progress: the next idle turn spins again. Returns the nanoseconds waited. */
-uint64_t wait_over(struct wait *wait);
+uint64_t wait_over(struct waiting *wait);
 
 #endif

@@ -5,13 +5,12 @@
 #include <errno.h>
 #include <sched.h>
 #include <stdlib.h>
-#include <string.h>
 #include <time.h>
 
 #define PSN_MASK 0xffffff
 #define QPN_MASK 0xffffff
 
-/* How long to wait for a peer that is in the middle of a copy. Even a gigabyte takes less; a peer that
+/* How long to wait for a peer that is in the middle of a copy. The whole segment takes a tenth of it; a peer that
  * needs longer is stopped or dead. */
 #define COPY_SECONDS 1
 
@@ -58,7 +57,7 @@ struct ibv_qp *soft_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr) 
   while (place < SOFT_MAX_QP && context->qps[place]) place++;
   if (!error && place == SOFT_MAX_QP) error = ENOMEM;
   if (!error && context->tainted) error = EIO;
-  uint32_t ring_size = power_of_two(attr->cap.max_recv_wr);
+  uint32_t ring_size = error ? 0 : power_of_two(attr->cap.max_recv_wr);
   struct soft_qp *qp = error ? NULL : allocate_qp(ring_size);
   if (!qp) {
     errno = error ? error : ENOMEM;

@@ -73,8 +73,7 @@ static int check_header(const struct segment *segment) {
   const struct segment_header *header = &segment->layout->header;
   if (header->magic != SEGMENT_MAGIC || header->version != SEGMENT_VERSION || header->bytes != SEGMENT_BYTES)
     return EINVAL;
-  if (header->cookie != segment->cookie) return EINVAL;
-  return atomic_load(&header->closed) ? ENOENT : 0;
+  return header->cookie == segment->cookie ? 0 : EINVAL;
 }
 
 static int map_peer(const union ibv_gid *gid, struct segment **result) {

@@ -47,9 +47,10 @@ struct segment_header {
   _Atomic uint32_t closed;
 };
 
-/* A posted receive. A message completes it with `status`, which is not SUCCESS if its key was bad. */
+/* A posted receive. A message completes it with `status`, which is not SUCCESS if its key was bad. A line of its
+ * own: posting one receive would otherwise take its neighbour, which is next, out of the sender's cache. */
 struct shared_receive {
-  uint64_t offset; /* in the segment */
+  alignas(64) uint64_t offset; /* in the segment */
   uint32_t length;
   uint32_t status; /* enum ibv_wc_status */
 };

@@ -237,6 +237,8 @@ static void test_create_qp_refusals(void) {
   CHECK(!verbs->create_qp(side.pd, &attr) && errno == EINVAL);
   attr = good, attr.cap.max_recv_wr = SOFT_MAX_WR + 1;
   CHECK(!verbs->create_qp(side.pd, &attr) && errno == EINVAL);
+  attr = good, attr.cap.max_recv_wr = UINT32_MAX;
+  CHECK(!verbs->create_qp(side.pd, &attr) && errno == EINVAL);
   attr = good, attr.cap.max_send_sge = 5;
   CHECK(!verbs->create_qp(side.pd, &attr) && errno == EINVAL);
   attr = good, attr.cap.max_recv_sge = 2;

@@ -1,3 +1,4 @@
+/* See soft_side.h. Every unexpected result of a call fails the test. */
 #define _POSIX_C_SOURCE 200809L
 #include "soft_side.h"
 

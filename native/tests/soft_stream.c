@@ -1,3 +1,4 @@
+/* See soft_stream.h. The number of a message travels as its immediate data, as credits do. */
 #define _POSIX_C_SOURCE 200809L
 #include "soft_stream.h"
 
