@@ -49,7 +49,7 @@ def sum_scatter(x: np.ndarray, group: Group, out: np.ndarray | None, dtype: Any)
     alone = group.size() == 1
     if not alone and (x.ndim == 0 or x.shape[0] % group.size() != 0):
         raise errors.InvalidArgument(
-            f"sum_scatter: the first dimension of an array of shape {x.shape} is not a multiple of the {group.size()} ranks"
+            f"sum_scatter: the first dimension of shape {x.shape} is not a multiple of the {group.size()} ranks"
         )
     shape = x.shape if alone else (x.shape[0] // group.size(), *x.shape[1:])
     out = _output("sum_scatter", shape, x.dtype, out)
@@ -75,7 +75,9 @@ def send(x: np.ndarray, dst: int, group: Group, dtype: Any) -> np.ndarray:
     return x
 
 
-def recv(shape: Sequence[int], like: np.dtype, src: int, group: Group, out: np.ndarray | None, dtype: Any) -> np.ndarray:
+def recv(
+    shape: Sequence[int], like: np.dtype, src: int, group: Group, out: np.ndarray | None, dtype: Any
+) -> np.ndarray:
     shape = tuple(shape)
     if any(length < 0 for length in shape):
         raise errors.InvalidArgument(f"recv: shape {shape} has a negative dimension")
@@ -92,7 +94,9 @@ def dtype_name(name: str, x: np.ndarray, dtype: Any) -> str:
         InvalidArgument: the engine cannot work on them.
     """
     if isinstance(x, np.ma.MaskedArray):
-        raise errors.InvalidArgument(f"{name}: masked arrays are not supported; pass x.filled(...), or x.data and x.mask")
+        raise errors.InvalidArgument(
+            f"{name}: masked arrays are not supported; pass x.filled(...), or x.data and x.mask"
+        )
     return _name_of(name, x.dtype, dtype)
 
 

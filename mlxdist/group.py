@@ -40,10 +40,9 @@ class Group:
         self._connection: Any = None  # the bridge's view of _native
         self._mlx: mx.distributed.Group | None = None
         self._timeout = _FOR_EVER
-        self._state = threading.Condition()  # guards the three below
+        self._state = threading.Condition()  # guards the two below
         self._closed = False
         self._running = 0  # operations on NumPy arrays
-        self._announced = False
 
     def rank(self) -> int:
         """The number of this process in the group, from 0."""
@@ -86,11 +85,7 @@ class Group:
 
     def abort(self, reason: str) -> None:
         """Ends every operation of the group, on all ranks, with an error that names this rank and the reason."""
-        self._require_open()
-        text = f"rank {self._rank} on {self._host} aborted the group: {reason}"
-        if self._native is not None:
-            lib.mlxdist_group_abort(self._native, lib.MLXDIST_ABORTED, text.encode())
-            self._announce(text)
+        self._abort(reason, consequence=False)
 
     def finalize(self) -> None:
         """Waits until all ranks have come here, then takes the group down.
@@ -172,7 +167,7 @@ class Group:
             self._rendezvous.barrier("connect")  # nobody sends before every receive is posted
             self._rendezvous.watch(on_failure=self._peer_failed)
         except BaseException as error:
-            self._announce(f"rank {self._rank} on {self._host} could not connect: {error}")
+            self._rendezvous.announce(f"rank {self._rank} on {self._host} could not connect: {error}")
             self._rendezvous.close()
             if self._native is not None:
                 lib.mlxdist_group_destroy(self._native)
@@ -189,9 +184,9 @@ class Group:
             for rank, host in enumerate(hosts):
                 if host != hosts[0]:
                     raise errors.InvalidArgument(
-                        f"ranks 0 and {rank} are on different hosts ({_host_name(hosts[0])} and {_host_name(host)}), but the "
-                        f"provider is soft ({self.provider_reason}), which connects the ranks of one host only; start all "
-                        "ranks on one host"
+                        f"ranks 0 and {rank} are on different hosts ({_host_name(hosts[0])} and {_host_name(host)}), "
+                        f"but the provider is soft ({self.provider_reason}), which connects ranks of one host only; "
+                        "start all ranks on one host"
                     )
         return b"".join(addresses)
 
@@ -201,17 +196,19 @@ class Group:
         status = errors.to_status(self._rendezvous.failure)
         lib.mlxdist_group_abort(self._native, status, text.encode())
 
-    def _announce(self, text: str) -> None:
-        with self._state:
-            first, self._announced = not self._announced, True
-        if first and self._rendezvous is not None:
-            self._rendezvous.announce(text)
+    def _abort(self, reason: str, consequence: bool) -> None:
+        self._require_open()
+        text = f"rank {self._rank} on {self._host} aborted the group: {reason}"
+        if self._native is not None:
+            # First the others, who must not find this rank's operations broken before they know why.
+            self._rendezvous.announce(text, consequence)
+            lib.mlxdist_group_abort(self._native, lib.MLXDIST_ABORTED, text.encode())
 
     def _require_open(self) -> None:
         if self._process != os.getpid():
             raise errors.InvalidArgument(
-                f"this process was forked from rank {self._rank}, and a group does not survive a fork; use it in the process "
-                "that called mlxdist.init(), or start the child with subprocess or multiprocessing's spawn"
+                f"this process was forked from rank {self._rank}, and a group does not survive a fork; use it in the "
+                "process that called mlxdist.init(), or start the child with subprocess or multiprocessing's spawn"
             )
         if self._closed:
             raise errors.InvalidArgument(
@@ -226,7 +223,8 @@ class Group:
         # Set by the interpreter when an exception has ended the main module: the others need not wait for more.
         uncaught = getattr(sys, "last_value", None)
         if uncaught is not None and not self._closed and self._process == os.getpid():
-            self.abort(f"{type(uncaught).__name__}: {uncaught}")
+            consequence = isinstance(uncaught, errors.PeerLost | errors.Aborted)
+            self._abort(f"{type(uncaught).__name__}: {uncaught}", consequence)
         try:
             self.finalize()
         except errors.Error as error:
@@ -286,7 +284,8 @@ def _create(strict: bool) -> Group:
     environment = Environment.read()
     if strict and "MLXDIST_WORLD_SIZE" not in os.environ:
         raise errors.InvalidArgument(
-            "mlxdist.init(strict=True): no launcher started this process; run it with `mlxdist launch -n 2 -- python ...`"
+            "mlxdist.init(strict=True): no launcher started this process; run it with "
+            "`mlxdist launch -n 2 -- python ...`"
         )
     group = Group(environment.rank, environment.world_size, socket.gethostname())
     if group.size() > 1:

@@ -1,4 +1,4 @@
-"""The compiled half of mlxdist, checked before first use: the engine through cffi (``ffi``, ``lib``) and the MLX bridge.
+"""The compiled half of mlxdist, checked before first use: the engine through cffi (``ffi``, ``lib``), the MLX bridge.
 
 Importing this module imports MLX. The launcher does not need it.
 
@@ -18,15 +18,17 @@ from .version import __version__
 
 __all__ = ["bridge", "check", "dtype_number", "ffi", "layout", "lib"]
 
-_REBUILD = "in mlxdist's source folder, `make setup`, or `pip install --no-build-isolation --no-deps --force-reinstall .`"
+_REBUILD = (
+    "in mlxdist's source folder, `make setup`, or `pip install --no-build-isolation --no-deps --force-reinstall .`"
+)
 
 
 def _check_mlx() -> None:
     # Before the bridge is loaded: with the C++ of another MLX, loading is the first thing that may fail.
     if mx.__version__ not in MLX_VERSIONS:
         raise errors.VersionMismatch(
-            f"mlxdist was built for MLX {' and '.join(MLX_VERSIONS)}, but MLX {mx.__version__} is installed; install that "
-            f"MLX (`pip install mlx=={MLX_VERSIONS[-1]}`), or rebuild for this one: {_REBUILD}"
+            f"mlxdist was built for MLX {' and '.join(MLX_VERSIONS)}, but MLX {mx.__version__} is installed; install "
+            f"that MLX (`pip install mlx=={MLX_VERSIONS[-1]}`), or rebuild for this one: {_REBUILD}"
         )
 
 

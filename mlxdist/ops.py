@@ -178,7 +178,7 @@ def recv_like(
     out: np.ndarray | None = None,
     dtype: Any = None,
 ) -> Array:
-    """Receives an array of the kind, shape and dtype of ``x`` from rank ``src``; ``x`` is not changed unless it is ``out``."""
+    """Receives an array of the kind, shape and dtype of ``x``, which stays as it is unless it is ``out``."""
     group = _group(group)
     _check_peer("recv_like", "src", src, group)
     if _is_mlx("recv_like", x, out, dtype):
@@ -223,8 +223,8 @@ def _group(group: Group | None) -> Group:
         return init()
     if not isinstance(group, Group):
         raise errors.InvalidArgument(
-            f"group must be what mlxdist.init() returned, not {type(group).__name__}; a group of mx.distributed goes to the "
-            "functions of mx.distributed"
+            f"group must be what mlxdist.init() returned, not {type(group).__name__}; a group of mx.distributed "
+            "goes to the functions of mx.distributed"
         )
     return group
 

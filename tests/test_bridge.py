@@ -5,7 +5,16 @@ import pytest
 RANKS = pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 # Whatever evaluates an array; the last three ask for its buffer, where NumPy swallows errors.
 READERS = ["eval", "tolist", "np.array", "np.asarray", "np.sqrt"]
-SCENARIOS = ["middle_of_a_graph", "stream_works_on", "asynchronous", "refused", "finalized", "pending_at_exit", "forked"]
+SCENARIOS = [
+    "middle_of_a_graph",
+    "stream_works_on",
+    "asynchronous",
+    "in_a_thread",
+    "refused",
+    "finalized",
+    "pending_at_exit",
+    "forked",
+]
 
 
 @RANKS

@@ -24,7 +24,9 @@ NB_MODULE(_bridge, m) {
   nb::module_::import_("mlx.core"); /* registers the types of arrays, streams and groups */
 
   m.def(
-      "set_error_factory", [](nb::callable make_error) { set_error_factory(make_error.release().ptr()); }, "make_error"_a,
+      "set_error_factory",
+      [](nb::callable make_error) { set_error_factory(make_error.release().ptr()); },
+      "make_error"_a,
       "make_error(status, text) returns the exception to raise for an error of the engine.");
 
   nb::class_<Connection>(m, "Connection")

@@ -63,8 +63,9 @@ mlxdist_layout layout_of(const mx::array& x) {
 char* data_of(const mx::array& x) {
   auto* data = const_cast<char*>(x.data<char>());
   if (reinterpret_cast<uintptr_t>(data) % x.itemsize() != 0) {
-    throw Error(MLXDIST_INVALID_ARGUMENT, "an array begins in the middle of an element, because it is a view of a slice "
-                "of another dtype: pass a copy of it, such as x + 0");
+    throw Error(MLXDIST_INVALID_ARGUMENT,
+                "an array begins in the middle of an element, because it is a view of a slice of another dtype: pass a "
+                "copy of it, such as x + 0");
   }
   return data;
 }

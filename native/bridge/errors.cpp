@@ -1,5 +1,7 @@
 #include "errors.h"
 
+#include <chrono>
+#include <condition_variable>
 #include <mutex>
 #include <optional>
 #include <string_view>
@@ -16,13 +18,18 @@ static PyObject* make_error; /* set once, before any error */
 
 /* The first error while Python has not seen it. Never destroyed: MLX's threads outlive the statics. */
 static auto& undelivered_mutex = *new std::mutex;
+static auto& undelivered_changed = *new std::condition_variable;
 static auto& undelivered = *new std::optional<std::string>;
+
+/* For another thread of Python whose evaluation has just failed, to raise the error itself. */
+constexpr auto patience = std::chrono::milliseconds(50);
 
 Error::Error(int status, const std::string& text)
     : std::runtime_error(std::string(tag) + std::to_string(status) + "] " + text) {}
 
 static std::optional<std::string> take_undelivered() {
   std::lock_guard lock(undelivered_mutex);
+  undelivered_changed.notify_all();
   return std::exchange(undelivered, std::nullopt);
 }
 
@@ -48,6 +55,11 @@ static void translate(const std::exception_ptr& exception, void*) {
 
 /* Called by the interpreter in the main thread, between two steps of the program. */
 static int deliver(void*) {
+  {
+    nb::gil_scoped_release others_run;
+    std::unique_lock lock(undelivered_mutex);
+    undelivered_changed.wait_for(lock, patience, [] { return !undelivered; });
+  }
   auto what = take_undelivered();
   if (!what) return 0;
   set_python_error(*what);

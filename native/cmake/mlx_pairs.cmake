@@ -24,7 +24,8 @@ function(mlx_pairs_check mlx_version nanobind_version served)
       return()
     endif()
     list(GET mlx_versions -1 newest)
-    string(APPEND known "  MLX ${versions} with nanobind ${nanobind}: pip install mlx==${newest} nanobind==${nanobind}\n")
+    string(APPEND known
+      "  MLX ${versions} with nanobind ${nanobind}: pip install mlx==${newest} nanobind==${nanobind}\n")
   endforeach()
   message(FATAL_ERROR
     "mlxdist cannot be built with MLX ${mlx_version} and nanobind ${nanobind_version}: only these pairs have the "

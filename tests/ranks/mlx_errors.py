@@ -6,6 +6,7 @@ Argument: the scenario. Prints "as expected" at the end.
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -84,6 +85,21 @@ def asynchronous() -> None:
     expect(mlxdist.Mismatch, "ranks disagree", run)
 
 
+def in_a_thread() -> None:
+    """The thread that evaluates gets the error, and the main thread is left alone."""
+    caught = []
+
+    def work() -> None:
+        expect(mlxdist.Mismatch, "ranks disagree", lambda: mx.eval(disagree()))
+        caught.append(True)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while thread.is_alive():
+        sum(range(1000))  # steps of Python, at each of which the main thread could be interrupted
+    assert caught
+
+
 def refused() -> None:
     """Bad input fails on this rank alone, before anything is sent, and the group goes on."""
     expect(mlxdist.InvalidArgument, "no subgroups yet", lambda: world.split(0))
@@ -107,7 +123,13 @@ def finalized() -> None:
     for y in (lazy, ours):
         for _ in range(2):
             expect(mlxdist.InvalidArgument, "has been finalized", lambda y=y: mx.eval(y))
-    for use in (lambda: mlxdist.all_sum(np.ones(3)), lambda: mlxdist.all_sum(x), group.barrier, group.stats, lambda: group.mlx):
+    for use in (
+        lambda: mlxdist.all_sum(np.ones(3)),
+        lambda: mlxdist.all_sum(x),
+        group.barrier,
+        group.stats,
+        lambda: group.mlx,
+    ):
         expect(mlxdist.InvalidArgument, "has been finalized", use)
     expect(mlxdist.InvalidArgument, "has been finalized", mlxdist.init)
     assert done.tolist() == [size] * 3
@@ -146,6 +168,7 @@ SCENARIOS = {
     "middle_of_a_graph": middle_of_a_graph,
     "stream_works_on": stream_works_on,
     "asynchronous": asynchronous,
+    "in_a_thread": in_a_thread,
     "refused": refused,
     "finalized": finalized,
     "pending_at_exit": pending_at_exit,

@@ -51,7 +51,9 @@ def compiled() -> None:
         return mlxdist.broadcast(y + rank, size - 1) + mlxdist.all_reduce(x, "prod")
 
     # MLX's own operations cannot be compiled without shapes; broadcast and the product can.
-    shapeless = mx.compile(lambda x: mlxdist.broadcast(x + rank, size - 1) * mlxdist.all_reduce(x, "prod"), shapeless=True)
+    shapeless = mx.compile(
+        lambda x: mlxdist.broadcast(x + rank, size - 1) * mlxdist.all_reduce(x, "prod"), shapeless=True
+    )
     product = np.prod(np.arange(1.0, size + 1))
     for n in (3, 5, 3):
         x = mx.full((n,), float(rank + 1))
@@ -91,7 +93,9 @@ def other_threads() -> None:
     thread.join()
     require(mx.array(results[0]), ranks_sum, "in a thread")
     stream = mx.new_stream(mx.cpu)
-    require(mx.distributed.all_sum(mx.full((10,), float(rank + 1)), group=world, stream=stream), ranks_sum, "in a stream")
+    require(
+        mx.distributed.all_sum(mx.full((10,), float(rank + 1)), group=world, stream=stream), ranks_sum, "in a stream"
+    )
     require(mlxdist.broadcast(mx.full((10,), float(rank)), size - 1, stream=stream), size - 1, "broadcast in a stream")
 
 

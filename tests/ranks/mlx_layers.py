@@ -1,8 +1,10 @@
 """One rank of tests/test_bridge.py: gradients, MLX's sharded layers and average_gradients, against one process."""
 
+from functools import partial
+
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
+from mlx import nn
 from mlx.nn.layers.distributed import shard_linear
 from mlx.utils import tree_map
 
@@ -99,7 +101,7 @@ def average_gradients() -> None:
     average = tree_map(lambda value: value * (size + 1) / 2, gradients)
     for name, function in (("average_gradients", nn.average_gradients), ("all_reduce_grads", mlxdist.all_reduce_grads)):
         result = function(mine, group=world if name == "average_gradients" else group)
-        tree_map(lambda a, b: close(a, b, name), result, average)
+        tree_map(partial(close, what=name), result, average)
 
 
 gradients()

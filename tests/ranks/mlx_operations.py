@@ -9,7 +9,7 @@ import numpy as np
 import mlxdist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-import reference  # noqa: E402
+import reference
 
 group = mlxdist.init()
 rank, size, world = group.rank(), group.size(), group.mlx
@@ -94,9 +94,16 @@ def check_layouts() -> None:
         inputs = [view(array) for array in whole]
         total = reference.all_reduce(inputs, "float32")
         require(mx.distributed.all_sum(view(x), group=world), total, "float32", f"all_sum {name}")
-        require(mx.distributed.all_gather(view(x), group=world), np.concatenate(inputs), "float32", f"all_gather {name}")
+        require(
+            mx.distributed.all_gather(view(x), group=world), np.concatenate(inputs), "float32", f"all_gather {name}"
+        )
         require(mlxdist.broadcast(view(x), size - 1), inputs[-1], "float32", f"broadcast {name}")
-        require(mlxdist.all_reduce(view(x), "prod"), reference.all_reduce(inputs, "float32", "prod"), "float32", f"prod {name}")
+        require(
+            mlxdist.all_reduce(view(x), "prod"),
+            reference.all_reduce(inputs, "float32", "prod"),
+            "float32",
+            f"prod {name}",
+        )
         if inputs[0].shape[0] % size == 0:
             part = np.split(total, size)[rank]
             require(mx.distributed.sum_scatter(view(x), group=world), part, "float32", f"sum_scatter {name}")

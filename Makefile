@@ -1,0 +1,68 @@
+# What a user types. Everything is installed into .venv, nothing elsewhere.
+#   make PYTHON=/path/to/python3.12 setup    uses another Python for it
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+REQUIREMENTS = import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")
+
+# Python sources run from where they are. Only their list is built in, so a new or removed file means a new build.
+FILES := $(sort $(shell find mlxdist native -name '*.py' -o -name '*.[ch]' -o -name '*.cpp'))
+FILES := $(filter-out native/tests/%,$(FILES))
+NATIVE := native/CMakeLists.txt $(wildcard native/cmake/*) $(filter native/%,$(FILES))
+
+.PHONY: help setup demo test test-long check-macos clean FORCE
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make setup        make $(VENV), install mlxdist and what it needs, build the native code (once)"
+	@echo "make demo         two ranks train a small language model and generate text with it"
+	@echo "make test         run the tests"
+	@echo "make test-long    the tests that build mlxdist anew: in a fresh environment, and for macOS"
+	@echo "make check-macos  compile all native code for macOS on arm64, on any machine"
+	@echo "make clean        remove $(VENV) and everything built"
+
+setup: $(VENV)/.built
+
+demo: setup
+	$(BIN)/mlxdist launch -n 2 -- $(BIN)/python examples/train_and_generate.py
+
+test: setup
+	$(BIN)/python -m pytest
+
+test-long: setup check-macos
+	$(BIN)/python -m pytest -m long
+
+# A CMake that is told to build for macOS, without the last step: linking the bridge needs macOS's libmlx.
+check-macos: $(VENV)/.ziglang
+	$(BIN)/cmake -S native -B build/macos -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	  -DCMAKE_TOOLCHAIN_FILE=cmake/macos.cmake -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
+	  -DSKBUILD_PROJECT_VERSION=0 -DMLX_LIBRARY=none
+	$(BIN)/ninja -C build/macos -k 0 macos
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .hypothesis demo-model demo.json
+	find mlxdist native tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+# MLX and nanobind come first: the native code is compiled against the MLX that is installed.
+$(VENV)/.built: $(VENV)/.requirements $(VENV)/.files $(NATIVE) mlxdist/version.py
+	$(PIP) install --quiet --no-build-isolation --constraint constraints.txt --editable '.[lm,test]'
+	@touch $@
+
+$(VENV)/.requirements: pyproject.toml constraints.txt | $(VENV)/.python
+	$(BIN)/python -c '$(REQUIREMENTS)' > $(VENV)/build-requirements.txt
+	$(PIP) install --quiet --constraint constraints.txt --requirement $(VENV)/build-requirements.txt
+	@touch $@
+
+$(VENV)/.ziglang: $(VENV)/.requirements
+	$(PIP) install --quiet --constraint constraints.txt ziglang
+	@touch $@
+
+$(VENV)/.files: FORCE | $(VENV)/.python
+	@echo '$(FILES)' | cmp -s - $@ || echo '$(FILES)' > $@
+
+$(VENV)/.python:
+	@$(PYTHON) scripts/check_machine.py
+	$(PYTHON) -m venv $(VENV)
+	@touch $@

@@ -1,0 +1,89 @@
+"""What `import mlxdist` gives: an explicit list, complete, in MLX's spelling, and loaded only when used."""
+
+import ast
+import importlib
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+import mlxdist
+
+OPERATIONS = [
+    "all_sum",
+    "all_max",
+    "all_min",
+    "all_gather",
+    "sum_scatter",
+    "send",
+    "recv",
+    "recv_like",
+    "init",
+    "is_available",
+]
+
+
+def run_python(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("name", mlxdist.__all__)
+def test_every_name_is_there_and_documented(name):
+    value = getattr(mlxdist, name)
+    assert name == "__version__" or inspect.getdoc(value), f"mlxdist.{name} has no docstring"
+
+
+def test_list_has_no_name_twice_and_hides_none():
+    assert len(set(mlxdist.__all__)) == len(mlxdist.__all__)
+    assert dir(mlxdist) == sorted(mlxdist.__all__)
+    for module in ("ops", "train"):
+        names = importlib.import_module(f"mlxdist.{module}").__all__
+        assert set(names) <= set(mlxdist.__all__), f"public in mlxdist.{module}, but not in mlxdist"
+
+
+def test_every_error_is_public():
+    errors = importlib.import_module("mlxdist.errors")
+    classes = {
+        name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, errors.Error)
+    }
+    assert classes <= set(mlxdist.__all__)
+
+
+def test_star_import():
+    assert (
+        run_python("from mlxdist import *; print(all_sum.__name__, init.__name__, Error.__name__)")
+        == "all_sum init Error\n"
+    )
+
+
+def test_unknown_name():
+    with pytest.raises(AttributeError, match="module 'mlxdist' has no attribute 'all_som'"):
+        mlxdist.all_som
+
+
+@pytest.mark.parametrize("module", ["mlxdist", "mlxdist.cli", "mlxdist.launch.command", "mlxdist.rendezvous"])
+def test_launcher_loads_neither_mlx_nor_numpy_nor_native_code(module):
+    heavy = "{'mlx.core', 'numpy', 'cffi', '_cffi_backend', 'mlxdist._native', 'mlxdist._bridge', 'transformers'}"
+    assert run_python(f"import sys, {module}; print({heavy} & set(sys.modules))") == "set()\n"
+
+
+def mlx_signatures() -> dict[str, tuple[list[str], list[str]]]:
+    """The arguments of mx.distributed's functions, positional and keyword-only, from the stubs of its wheel."""
+    stub = next(Path(path) / "core" / "distributed.pyi" for path in importlib.import_module("mlx").__path__)
+    functions = [node for node in ast.parse(stub.read_text()).body if isinstance(node, ast.FunctionDef)]
+    return {f.name: ([a.arg for a in f.args.args], [a.arg for a in f.args.kwonlyargs]) for f in functions}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_arguments_are_those_of_mlx(name):
+    """What is written for mx.distributed works: the same arguments in the same places; ours come on top."""
+    positional, keyword = mlx_signatures()[name]
+    ours = inspect.signature(getattr(mlxdist, name)).parameters.values()
+    assert [p.name for p in ours if p.kind is p.POSITIONAL_OR_KEYWORD] == positional
+    assert {p.name for p in ours if p.kind is p.KEYWORD_ONLY} >= set(keyword) - {"all_gather_factory"}
+    assert callable(getattr(mx.distributed, name))
