@@ -1,0 +1,327 @@
+"""Several processes train one small language model together, then run it together.
+
+    mlxdist launch -n 2 -- python examples/train_and_generate.py
+
+1. Training, data-parallel: every rank computes the gradients of its own share of each batch, and
+   `mlxdist.all_reduce_grads` averages them. The text is the chapter on compound statements of Python's own
+   documentation, which every Python carries; the model is mlx-lm's Qwen3, small.
+2. Saving, as mlx-lm saves models: `mlx_lm.generate --model demo-model --prompt ...` opens it.
+3. Generation, tensor-parallel: mlx-lm's own `model.shard(group.mlx)` splits every layer over the ranks. The tokens must
+   be those of the whole model in one process; if they are not, the program fails.
+
+Runs with 1, 2 or 4 ranks of one machine, without network, and takes about a minute and a half on two cores.
+"""
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+# Before transformers is imported: never look for a model on the network, and do not miss PyTorch.
+os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+
+import click
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import mlx_lm
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generation_stream
+from mlx_lm.models import qwen3
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_tokenizer, save_config, save_model
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+import mlxdist
+
+SEQUENCE = 64  # tokens
+BATCH = 4  # sequences of one step, on all ranks together
+LEARNING_RATE = 4e-3
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 1024,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,  # deeper models learn less in the minute that two cores have here
+    "intermediate_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+FOLDER = click.Path(path_type=Path, file_okay=False, writable=True)
+FILE = click.Path(path_type=Path, dir_okay=False, writable=True)
+
+
+@click.command()
+@click.option("--steps", default=500, show_default=True, type=click.IntRange(min=2), help="Training steps.")
+@click.option("--prompt", default='The "with" statement', show_default=True, help="What the generated text begins with.")
+@click.option("--tokens", default=100, show_default=True, type=click.IntRange(1, 1024), help="Tokens to generate.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="For weights and batches.")
+@click.option("--out", default="demo-model", show_default=True, type=FOLDER, help="Folder for the trained model.")
+@click.option("--json", "report", default="demo.json", show_default=True, type=FILE, help="File for the results.")
+def main(steps: int, prompt: str, tokens: int, seed: int, out: Path, report: Path) -> None:
+    """Train a small language model on all ranks, then generate text with the model sharded over them."""
+    if not prompt:
+        raise click.UsageError("The prompt is empty; give at least one word.")
+    group = mlxdist.init()
+    if MODEL["num_key_value_heads"] % group.size() or BATCH % group.size():
+        raise click.UsageError(f"This model can be split over 1, 2 or 4 ranks, not over {group.size()}.")
+    console = Console(quiet=group.rank() != 0, highlight=False, markup=False, soft_wrap=True)
+    console.print(f"{group.size()} rank{'s' * (group.size() > 1)}, {group.provider}: {group.provider_reason}")
+
+    # Paragraphs in one line each; what is indented is grammar and code.
+    text = "\n".join(" ".join(part.split()) for part in topics["compound"].split("\n\n") if part[:1] != " ")
+    if group.rank() == 0:
+        train_tokenizer(text, out)
+    group.barrier()
+    tokenizer = load_tokenizer(out)
+
+    before = group.stats()
+    model, training = train(np.array(tokenizer.encode(text)), steps, seed, console)
+    training |= communication(before, group.stats())
+    require_same_weights(model)
+    if group.rank() == 0:
+        save_model(out, model)
+        save_config(MODEL | {"eos_token_id": tokenizer.eos_token_id}, out / "config.json")
+    group.barrier()
+
+    model, tokenizer = mlx_lm.load(str(out))
+    whole = generate(model, tokenizer, prompt, tokens)
+    model.shard(group.mlx)
+    before = group.stats()
+    sharded = generate(model, tokenizer, prompt, tokens)
+    generation = compare(whole, sharded) | communication(before, group.stats())
+    results = {
+        "ranks": group.size(),
+        "provider": group.provider,
+        "provider_reason": group.provider_reason,
+        "tokens_equal": equal_on_all_ranks([whole, sharded], tokens),
+        "loss_first": training["loss_first"],
+        "loss_last": training["loss_last"],
+        "work_requests": group.stats()["messages_sent"],
+        "bytes": bytes_sent(group.stats()),
+        "training": training,
+        "generation": generation,
+        "text": sharded.text,
+        "versions": {
+            "mlxdist": mlxdist.__version__,
+            "mlx": mx.__version__,
+            "mlx_lm": mlx_lm.__version__,
+            "python": platform.python_version(),
+        },
+    }
+    console.print(f"\n{sharded.text}\n\n{summary(results)}\n")
+    if group.rank() == 0:
+        report.write_text(json.dumps(results, indent=2) + "\n")
+    if not results["tokens_equal"]:
+        sys.exit("the sharded model has not generated the tokens of the whole model on every rank")
+
+
+def train_tokenizer(text: str, out: Path) -> None:
+    """Trains a byte-level BPE tokenizer, and saves it the way transformers, and so mlx-lm, loads it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=MODEL["vocab_size"],
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([text], trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(out)
+
+
+def train(corpus: np.ndarray, steps: int, seed: int, console: Console) -> tuple[nn.Module, dict[str, Any]]:
+    """Trains a new model on `corpus` (token ids). Returns it and how that went."""
+    mx.random.seed(seed)  # on all ranks the same, so that they begin with the same weights
+    model = qwen3.Model(qwen3.ModelArgs.from_dict(MODEL))
+    warm_up = max(1, steps // 20)
+    learning_rate = optim.join_schedules(
+        [
+            optim.linear_schedule(0, LEARNING_RATE, warm_up),
+            optim.cosine_decay(LEARNING_RATE, steps - warm_up, LEARNING_RATE / 20),
+        ],
+        [warm_up],
+    )
+    optimizer = optim.AdamW(learning_rate, bias_correction=True)
+    loss_and_gradients = nn.value_and_grad(model, loss_of)
+
+    losses = []
+    start = time.perf_counter()
+    with progress_bar(console, steps) as advance:
+        for rows in batches(corpus, steps, seed):
+            loss, gradients = loss_and_gradients(model, rows)
+            loss = mlxdist.all_sum(loss) / mlxdist.get_world_size()
+            gradients, _ = optim.clip_grad_norm(mlxdist.all_reduce_grads(gradients), max_norm=1.0)
+            optimizer.update(model, gradients)
+            mx.eval(loss, model.parameters(), optimizer.state)
+            losses.append(loss.item())
+            tokens_per_second = len(losses) * BATCH * SEQUENCE / (time.perf_counter() - start)
+            advance(losses[-1], tokens_per_second)
+
+    return model, {
+        "steps": steps,
+        "loss_first": losses[0],
+        "loss_last": losses[-1],
+        "seconds": time.perf_counter() - start,
+        "tokens_per_second": tokens_per_second,
+    }
+
+
+def require_same_weights(model: nn.Module) -> None:
+    """Averaged gradients are bitwise equal on all ranks; so must be what was trained with them."""
+    sums = mx.stack([mx.abs(weight).sum() for _, weight in tree_flatten(model.parameters())])
+    if not mx.array_equal(mlxdist.all_max(sums), mlxdist.all_min(sums)):
+        raise RuntimeError(f"rank {mlxdist.get_rank()}: the ranks have trained different weights")
+
+
+def batches(corpus: np.ndarray, steps: int, seed: int) -> Iterator[mx.array]:
+    """This rank's rows of each batch. The batches are the same for any number of ranks."""
+    random = np.random.default_rng(seed)
+    for _ in range(steps):
+        starts = random.integers(0, len(corpus) - SEQUENCE, size=BATCH)
+        mine = starts[mlxdist.get_rank() :: mlxdist.get_world_size()]
+        yield mx.array(np.stack([corpus[start : start + SEQUENCE + 1] for start in mine]))
+
+
+def loss_of(model: nn.Module, rows: mx.array) -> mx.array:
+    return nn.losses.cross_entropy(model(rows[:, :-1]), rows[:, 1:], reduction="mean")
+
+
+@contextmanager
+def progress_bar(console: Console, steps: int) -> Iterator[Callable[[float, float], None]]:
+    """A bar that moves on a terminal; elsewhere a line for every tenth of the way."""
+    columns = (
+        TextColumn("training"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}  loss {task.fields[loss]:.2f}  {task.fields[speed]:.0f} tokens/s"),
+        TimeRemainingColumn(),
+    )
+    bar = Progress(*columns, console=console, disable=not console.is_terminal)
+    task = bar.add_task("", total=steps, loss=float("nan"), speed=0)
+
+    def advance(loss: float, speed: float) -> None:
+        bar.update(task, advance=1, loss=loss, speed=speed)
+        done = bar.tasks[task].completed
+        if not console.is_terminal and done * 10 // steps > (done - 1) * 10 // steps:
+            console.print(bar.get_renderable())
+
+    with bar:
+        yield advance
+
+
+@dataclass
+class Generation:
+    """What a model generated, and the log-probabilities by which it chose every token."""
+
+    tokens: list[int]
+    text: str
+    seconds: float  # with the prompt
+    tokens_per_second: float  # after the first token
+    logprobs: mx.array  # float32 (tokens, vocabulary)
+
+
+def generate(model: nn.Module, tokenizer: TokenizerWrapper, prompt: str, tokens: int) -> Generation:
+    """Generates with mlx-lm's KV cache and always takes the most likely token, up to `tokens` of them."""
+    prompt_tokens = tokenizer.encode(prompt)
+    start = time.perf_counter()
+    steps = list(mlx_lm.stream_generate(model, tokenizer, prompt_tokens, max_tokens=tokens))
+    # mlx-lm computes one token ahead. All ranks end those collectives here, before any other begins.
+    mx.synchronize(generation_stream)
+    seconds = time.perf_counter() - start
+    tokens_generated = [step.token for step in steps]
+    return Generation(
+        tokens=tokens_generated,
+        text=tokenizer.decode(prompt_tokens + tokens_generated),
+        seconds=seconds,
+        tokens_per_second=steps[-1].generation_tps,
+        logprobs=mx.stack([step.logprobs for step in steps]),
+    )
+
+
+def compare(whole: Generation, sharded: Generation) -> dict[str, Any]:
+    """Speeds, and how far the two models are from choosing different tokens.
+
+    Sums over ranks are rounded at other places than sums in one process, so log-probabilities differ in their last
+    bits. That changes a token only where the two most likely ones are closer than twice that difference.
+    """
+    steps = min(len(whole.tokens), len(sharded.tokens))
+    differing = [i for i in range(steps) if whole.tokens[i] != sharded.tokens[i]]
+    steps = differing[0] + 1 if differing else steps  # later ones continue another text
+    best = mx.sort(whole.logprobs[:steps], axis=-1)[:, -2:]
+    return {
+        "tokens": len(sharded.tokens),
+        "seconds": sharded.seconds,
+        "tokens_per_second": sharded.tokens_per_second,
+        "tokens_per_second_whole": whole.tokens_per_second,
+        "largest_difference": mx.abs(whole.logprobs[:steps] - sharded.logprobs[:steps]).max().item(),
+        "smallest_margin": (best[:, 1] - best[:, 0]).min().item(),
+    }
+
+
+def equal_on_all_ranks(generations: list[Generation], tokens: int) -> bool:
+    rows = np.full((len(generations), tokens), -1, np.int32)
+    for row, generation in zip(rows, generations):
+        row[: len(generation.tokens)] = generation.tokens
+    rows = mlxdist.all_gather(rows)
+    return bool((rows == rows[0]).all())
+
+
+def communication(before: dict[str, int], after: dict[str, int]) -> dict[str, Any]:
+    """What this rank sent between two calls of `group.stats()`, and the time that took."""
+    return {
+        "collectives": after["collectives"] - before["collectives"],
+        "work_requests": after["messages_sent"] - before["messages_sent"],
+        "bytes": bytes_sent(after) - bytes_sent(before),
+        "seconds_communicating": (after["operation_ns"] - before["operation_ns"]) / 1e9,
+        "seconds_waiting": (after["wait_ns"] - before["wait_ns"]) / 1e9,  # for the other ranks; part of the above
+    }
+
+
+def bytes_sent(stats: dict[str, int]) -> int:
+    return stats["payload_bytes_sent"] + stats["header_bytes_sent"]
+
+
+def summary(results: dict[str, Any]) -> str:
+    training, generation = results["training"], results["generation"]
+
+    def costs(phase: dict[str, Any], unit: str, units: int) -> str:
+        return (
+            f"{phase['collectives']} collectives ({phase['collectives'] / units:.1f} a {unit}), "
+            f"{phase['bytes'] / 1e6:.2f} MB in {phase['work_requests']} work requests; "
+            f"{phase['seconds_communicating']:.2f} of {phase['seconds']:.2f} s in communication, "
+            f"{phase['seconds_waiting']:.2f} s of that waiting"
+        )
+
+    return "\n".join(
+        [
+            f"provider    {results['provider']}: {results['provider_reason']}",
+            f"loss        {results['loss_first']:.2f} in the first step, {results['loss_last']:.2f} in the last",
+            f"training    {training['tokens_per_second']:.0f} tokens/s; {costs(training, 'step', training['steps'])}",
+            f"generation  {generation['tokens_per_second']:.0f} tokens/s sharded, "
+            f"{generation['tokens_per_second_whole']:.0f} whole; {costs(generation, 'token', generation['tokens'])}",
+            f"tokens      {'equal' if results['tokens_equal'] else 'NOT EQUAL'}, sharded and whole, on all ranks: "
+            f"log-probabilities differ by {generation['largest_difference']:.1g} at most, "
+            f"the two likeliest tokens by {generation['smallest_margin']:.1g} at least",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()

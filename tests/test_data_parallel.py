@@ -1,0 +1,17 @@
+"""mlxdist.all_reduce_grads against a plain mean in NumPy: odd trees, mixed dtypes, and how many messages they take."""
+
+import pytest
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    "check", ["odd_trees", "messages", "any_order_of_evaluation", "compiled", "like_the_whole_batch", "refused"]
+)
+def test_averages(run_ranks, check, ranks):
+    outputs = run_ranks("data_parallel.py", ranks, check)
+    assert outputs == [f"{check} done\n"] * ranks
+
+
+@pytest.mark.parametrize("check", ["unchanged", "refused", "odd_trees"])
+def test_group_of_one(run_ranks, check):
+    assert run_ranks("data_parallel.py", 1, check) == [f"{check} done\n"]
