@@ -1,0 +1,35 @@
+"""What the documentation shows is what happens."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mlxdist.environment import VARIABLES
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_the_program_of_the_readme(run_ranks, tmp_path):
+    """Its code runs, and prints what is shown below it."""
+    readme = (ROOT / "README.md").read_text()
+    program = tmp_path / "program.py"
+    program.write_text(re.search(r"```python\n(.*?)```", readme, re.DOTALL)[1])
+    for rank, output in enumerate(run_ranks(program, 2)):
+        assert f"    [{rank}] {output}" in readme
+
+
+def test_the_page_of_variables_is_complete():
+    page = (ROOT / "docs" / "environment.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|$", page, re.MULTILINE)
+    assert rows == [(variable.name, variable.meaning, variable.default) for variable in VARIABLES]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_make_targets_and_links_exist(page):
+    text, makefile = page.read_text(), (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"`?make ([a-z][a-z-]*)`", text) + re.findall(r"^    make ([a-z-]+)", text, re.MULTILINE)):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name} shows make {target}"
+    for link in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (page.parent / link).exists(), f"{page.name} links to {link}"
