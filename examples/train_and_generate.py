@@ -69,7 +69,7 @@ FILE = click.Path(path_type=Path, dir_okay=False, writable=True)
 
 @click.command()
 @click.option("--steps", default=500, show_default=True, type=click.IntRange(min=2), help="Training steps.")
-@click.option("--prompt", default='The "with" statement', show_default=True, help="What the generated text begins with.")
+@click.option("--prompt", default='The "if" statement', show_default=True, help="What the generated text begins with.")
 @click.option("--tokens", default=100, show_default=True, type=click.IntRange(1, 1024), help="Tokens to generate.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="For weights and batches.")
 @click.option("--out", default="demo-model", show_default=True, type=FOLDER, help="Folder for the trained model.")
@@ -84,8 +84,9 @@ def main(steps: int, prompt: str, tokens: int, seed: int, out: Path, report: Pat
     console = Console(quiet=group.rank() != 0, highlight=False, markup=False, soft_wrap=True)
     console.print(f"{group.size()} rank{'s' * (group.size() > 1)}, {group.provider}: {group.provider_reason}")
 
-    # Paragraphs in one line each; what is indented is grammar and code.
-    text = "\n".join(" ".join(part.split()) for part in topics["compound"].split("\n\n") if part[:1] != " ")
+    # A line for every paragraph; what is indented is grammar and code, what ends without a point is a heading.
+    paragraphs = [part for part in topics["compound"].split("\n\n") if part[:1] != " " and part.endswith((".", ":"))]
+    text = "\n".join(" ".join(part.split()) for part in paragraphs)
     if group.rank() == 0:
         train_tokenizer(text, out)
     group.barrier()

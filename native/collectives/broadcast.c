@@ -11,13 +11,13 @@ int mlxdist_broadcast(mlxdist_group *group, void *data, const mlxdist_layout *la
   exchange.sends = exchange.receives = layout_describe(WIRE_BROADCAST, layout, 0, root);
   struct mesh mesh;
   struct stream from_root = {.peer = &group->engine.peers[root], .data = data, .bytes = layout_bytes(layout)};
-  mesh_init(&mesh, group);
   if (rank == root) {
+    mesh_init(&mesh, group);
     for (int i = 0; i < mesh.peers; i++) {
-      mesh.streams[i].data = data;
-      mesh.streams[i].bytes = from_root.bytes;
+      mesh.out[i].data = data;
+      mesh.out[i].bytes = from_root.bytes;
     }
-    exchange.out = mesh.streams;
+    exchange.out = mesh.out;
     exchange.outs = mesh.peers;
   } else {
     exchange.in = &from_root;

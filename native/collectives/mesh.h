@@ -18,12 +18,14 @@ struct part {
 };
 struct part part_of(uint64_t count, uint32_t element_bytes, int32_t rank, int32_t size);
 
-/* All peers of a group in rank order, as streams whose data and bytes the caller fills in. */
+/* One stream to and one from every peer, in rank order; the caller fills in data and bytes. */
 struct mesh {
-  struct stream streams[EXCHANGE_MAX_RANKS];
+  mlxdist_group *group;
+  struct stream out[GROUP_MAX_RANKS], in[GROUP_MAX_RANKS];
   int peers;
 };
 void mesh_init(struct mesh *mesh, mlxdist_group *group);
+int mesh_run(struct mesh *mesh, const struct wire_descriptor *descriptor, struct fold *fold);
 
 /* An empty message to every peer and one from each: returns once every rank has come. */
 int mesh_meet(mlxdist_group *group, enum wire_operation operation);

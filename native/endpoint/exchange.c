@@ -115,7 +115,7 @@ static bool may_overwrite(const struct exchange *exchange, uint64_t end) {
 static int fold(struct exchange *exchange, bool *moved) {
   struct fold *fold = exchange->fold;
   if (exchange->ins == 0 || finished(&exchange->in[exchange->ins - 1])) return MLXDIST_OK;
-  const void *sources[EXCHANGE_MAX_RANKS];
+  const void *sources[GROUP_MAX_RANKS];
   uint32_t length = 0;
   int n = 0;
   bool own_placed = false;

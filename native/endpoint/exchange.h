@@ -11,9 +11,6 @@
 #include "group.h"
 #include "layout.h"
 
-/* More ranks than this need the ring of a later version, not a mesh. */
-#define EXCHANGE_MAX_RANKS 256
-
 struct stream {
   struct peer *peer;
   char *data; /* where the bytes come from or go to; unused in a fold */
@@ -30,7 +27,7 @@ struct fold {
   uint32_t element_bytes;
   const char *own;
   char *out;
-  uint64_t bytes, done;
+  uint64_t done;
   bool in_place; /* `out` is what is being sent: a piece may be overwritten only when it is on its way */
 };
 

@@ -5,8 +5,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define MAX_RANKS 256
-
 /* What a rank tells the others, followed by one peer_address for every rank. */
 struct group_address {
   uint32_t magic;
@@ -26,9 +24,9 @@ void mlxdist_default_options(mlxdist_options *options) {
 }
 
 static int check_options(int32_t rank, int32_t size, const mlxdist_options *options) {
-  if (size < 1 || size > MAX_RANKS || rank < 0 || rank >= size)
+  if (size < 1 || size > GROUP_MAX_RANKS || rank < 0 || rank >= size)
     return fail(MLXDIST_INVALID_ARGUMENT, "rank %d of %d: the world has 1 to %d ranks, numbered from 0", rank, size,
-                MAX_RANKS);
+                GROUP_MAX_RANKS);
   if (options->bulk_slot_bytes < 8192 || options->bulk_slot_bytes > 1 << 20 || options->bulk_slot_bytes % 4096)
     return fail(MLXDIST_INVALID_ARGUMENT, "bulk slots of %u bytes: must be a multiple of 4096 from 8192 to 1 MiB",
                 options->bulk_slot_bytes);

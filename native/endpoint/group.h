@@ -4,6 +4,9 @@
 
 #include "engine.h"
 
+/* More ranks need the ring of a later version, not a connection between every two. */
+#define GROUP_MAX_RANKS 256
+
 struct mlxdist_group {
   struct engine engine;
   bool connected;
