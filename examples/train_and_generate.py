@@ -68,9 +68,9 @@ FILE = click.Path(path_type=Path, dir_okay=False, writable=True)
 
 
 @click.command()
-@click.option("--steps", default=500, show_default=True, type=click.IntRange(min=2), help="Training steps.")
-@click.option("--prompt", default='The "if" statement', show_default=True, help="What the generated text begins with.")
-@click.option("--tokens", default=100, show_default=True, type=click.IntRange(1, 1024), help="Tokens to generate.")
+@click.option("--steps", default=700, show_default=True, type=click.IntRange(min=2), help="Training steps.")
+@click.option("--prompt", default='The "for" statement', show_default=True, help="What the generated text begins with.")
+@click.option("--tokens", default=100, show_default=True, type=click.IntRange(2, 1024), help="Tokens to generate.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="For weights and batches.")
 @click.option("--out", default="demo-model", show_default=True, type=FOLDER, help="Folder for the trained model.")
 @click.option("--json", "report", default="demo.json", show_default=True, type=FILE, help="File for the results.")
@@ -211,14 +211,14 @@ def progress_bar(console: Console, steps: int) -> Iterator[Callable[[float, floa
     columns = (
         TextColumn("training"),
         BarColumn(),
-        TextColumn("{task.completed}/{task.total}  loss {task.fields[loss]:.2f}  {task.fields[speed]:.0f} tokens/s"),
+        TextColumn("{task.completed}/{task.total}  {task.fields[state]}"),
         TimeRemainingColumn(),
     )
     bar = Progress(*columns, console=console, disable=not console.is_terminal)
-    task = bar.add_task("", total=steps, loss=float("nan"), speed=0)
+    task = bar.add_task("", total=steps, state="")
 
     def advance(loss: float, speed: float) -> None:
-        bar.update(task, advance=1, loss=loss, speed=speed)
+        bar.update(task, advance=1, state=f"loss {loss:.2f}  {speed:.0f} tokens/s")
         done = bar.tasks[task].completed
         if not console.is_terminal and done * 10 // steps > (done - 1) * 10 // steps:
             console.print(bar.get_renderable())

@@ -19,6 +19,7 @@ from rich.table import Table
 
 RANK_MODULE = "mlxdist.bench.collectives_rank"
 OURS = "mlxdist"
+QUIET = 0.05  # share of the CPU that other processes may use before the numbers are no good
 
 
 @click.command()
@@ -111,6 +112,9 @@ def _print(results: dict) -> None:
     console.print(
         "GB/s: bytes of the array over the median. memcpy: a copy of the same bytes by all ranks at once, same blocks."
     )
+    foreign = results["foreign_cpu_share"]
+    if foreign is not None and foreign > QUIET:
+        console.print(f"Other processes used {foreign:.0%} of the CPU meanwhile: repeat this on a quiet machine.")
 
 
 def _spread(measured: dict) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import resource
 import statistics
 import sys
 import time
@@ -82,9 +84,8 @@ def measure(case: tuple, backends: dict[str, mx.distributed.Group], world: mlxdi
             np.copyto(target, source)
 
     for turn in range(rounds + 2):
-        order = list(samples)
-        order = order[turn % len(order) :] + order[: turn % len(order)]
-        for backend in order:
+        # Shuffled, and not turned around: then each would always follow the same other one. Alike on all ranks.
+        for backend in random.Random(turn).sample(list(samples), len(samples)):
             time.sleep(BLOCK_PAUSE)
             world.barrier()
             if backend == "memcpy":
@@ -104,6 +105,30 @@ def measure(case: tuple, backends: dict[str, mx.distributed.Group], world: mlxdi
     return {"name": name, "bytes": elements * 4, "memcpy": spread.pop("memcpy"), "microseconds": spread}
 
 
+class ForeignLoad:
+    """The share of the machine that processes other than the ranks used meanwhile: it disturbs more than all else."""
+
+    def __init__(self, world: mlxdist.Group) -> None:
+        self._world = world
+        self._begin = self._read()
+
+    def _read(self) -> np.ndarray:
+        """Seconds of CPU: of the whole machine, idle or busy; of it busy; of all ranks. Zeros where not known."""
+        own = resource.getrusage(resource.RUSAGE_SELF)
+        ranks = mlxdist.all_sum(np.array([own.ru_utime + own.ru_stime]))[0]
+        try:
+            with open("/proc/stat") as file:
+                ticks = [int(field) for field in file.readline().split()[1:9]]
+        except FileNotFoundError:  # macOS
+            return np.zeros(3)
+        seconds = np.array([sum(ticks), sum(ticks) - ticks[3] - ticks[4]]) / os.sysconf("SC_CLK_TCK")
+        return np.array([*seconds, ranks])
+
+    def share(self) -> float | None:
+        total, busy, ranks = self._read() - self._begin
+        return max(0.0, (busy - ranks) / total) if total > 0 else None
+
+
 def main() -> None:
     hosts, result, rounds, names = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4].split(",")
     world = mlxdist.init()
@@ -113,11 +138,13 @@ def main() -> None:
     mx.set_default_device(mx.cpu)
     mx.set_cache_limit(4 << 30)  # MLX's default on the CPU gives large buffers back, and mapping them again dominates
     backends = groups(names, hosts, world)
+    foreign = ForeignLoad(world)
     cases = []
     for case in CASES:
         cases.append(measure(case, backends, world, rounds))
         if world.rank() == 0:
             print(f"measured {case[0]}", flush=True)
+    foreign_share = foreign.share()
     if world.rank() == 0:
         provider = f"{world.provider}: {world.provider_reason}"
         with open(result, "w") as file:
@@ -129,6 +156,7 @@ def main() -> None:
                     "rounds": rounds,
                     "mlx": mx.__version__,
                     "mlxdist": mlxdist.__version__,
+                    "foreign_cpu_share": foreign_share,
                     "cases": cases,
                 },
                 file,
