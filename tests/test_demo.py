@@ -32,7 +32,7 @@ def test_trains_saves_and_generates_sharded(run_example, tmp_path):
     model, tokenizer = mlx_lm.load(str(tmp_path / "model"))
     ids = tokenizer.encode(prompt)
     generated = [step.token for step in mlx_lm.stream_generate(model, tokenizer, ids, max_tokens=tokens)]
-    assert report["text"] == tokenizer.decode(ids + generated)
+    assert report["generation"]["text"] == tokenizer.decode(ids + generated)
 
     assert (report["ranks"], report["tokens_equal"]) == (2, True)
     assert (report["provider"], report["provider_reason"]) == ("soft", "no RDMA device found")
@@ -55,7 +55,7 @@ def test_trains_saves_and_generates_sharded(run_example, tmp_path):
     assert report["work_requests"] >= training["work_requests"] + generation["work_requests"] > 2 * steps
     assert report["bytes"] >= training["bytes"] + generation["bytes"]
 
-    assert report["text"] in outputs[0] and "2 ranks, soft: no RDMA device found" in outputs[0]
+    assert generation["text"] in outputs[0] and "2 ranks, soft: no RDMA device found" in outputs[0]
     assert re.search(rf"training .* {steps}/{steps}  loss \d\.\d\d  \d+ tokens/s 0:00:00", outputs[0])
     assert outputs[1] == ""
 
