@@ -29,7 +29,8 @@ def test_the_page_of_variables_is_complete():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_make_targets_and_links_exist(page):
     text, makefile = page.read_text(), (ROOT / "Makefile").read_text()
-    for target in set(re.findall(r"`?make ([a-z][a-z-]*)`", text) + re.findall(r"^    make ([a-z-]+)", text, re.MULTILINE)):
+    targets = re.findall(r"make ([a-z][a-z-]*)`", text) + re.findall(r"^    make ([a-z-]+)", text, re.MULTILINE)
+    for target in set(targets):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name} shows make {target}"
     for link in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (page.parent / link).exists(), f"{page.name} links to {link}"

@@ -1,4 +1,4 @@
-"""The engine, tested in C on forked ranks, also under sanitizers: see native/tests/engine_test.c for what is checked."""
+"""The engine, tested in C on forked ranks, also under sanitizers: native/tests/engine_test.c says what is checked."""
 
 import pytest
 from native_build import NATIVE, SANITIZE_MEMORY, build_program, layer_sources, run_program

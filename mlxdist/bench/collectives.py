@@ -70,7 +70,8 @@ def _run(ranks: int, backends: list[str], rounds: int, folder: Path) -> dict:
     *ring_ports, rendezvous_port = _free_ports(ranks + 1)
     hosts, result = folder / "ring.json", folder / "result.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ring_ports]))
-    rank_command = [sys.executable, "-m", RANK_MODULE, str(hosts), str(result), str(rounds), ",".join([OURS, *backends])]
+    arguments = [str(hosts), str(result), str(rounds), ",".join([OURS, *backends])]
+    rank_command = [sys.executable, "-m", RANK_MODULE, *arguments]
     environment = dict(os.environ)
     if "mpi" in backends:
         # Open MPI works only in processes that mpirun has started; the rank takes its number from there.
@@ -92,7 +93,8 @@ def _run(ranks: int, backends: list[str], rounds: int, folder: Path) -> dict:
 
 def _print(results: dict) -> None:
     others = [name for name in results["backends"] if name != OURS]
-    table = Table(title=f"{results['ranks']} ranks, {results['provider']}; microseconds per operation: median \\[range]")
+    where = f"{results['ranks']} ranks, {results['provider']}"
+    table = Table(title=f"{where}; microseconds per operation: median \\[range]")
     table.add_column("case")
     table.add_column(OURS, justify="right")
     table.add_column("GB/s", justify="right")

@@ -4,8 +4,8 @@
 
 static int check_divisible(const mlxdist_layout *layout, int32_t size) {
   if (layout->ndim >= 1 && layout->shape[0] % size == 0) return MLXDIST_OK;
-  return fail(MLXDIST_INVALID_ARGUMENT, "sum_scatter over %d ranks needs a first dimension that is a multiple of %d, not %lld",
-              size, size, layout->ndim ? (long long)layout->shape[0] : 0ll);
+  return fail(MLXDIST_INVALID_ARGUMENT, "sum_scatter over %d ranks needs a first dimension that is a multiple of %d, "
+              "not %lld", size, size, layout->ndim ? (long long)layout->shape[0] : 0ll);
 }
 
 int mlxdist_reduce_scatter(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout, int32_t op) {

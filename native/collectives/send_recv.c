@@ -47,5 +47,6 @@ int mlxdist_recv(mlxdist_group *group, void *data, const mlxdist_layout *layout,
 
 int mlxdist_sendrecv(mlxdist_group *group, const void *send, const mlxdist_layout *send_layout, int32_t to, void *recv,
                      const mlxdist_layout *recv_layout, int32_t from) {
-  return transfer(group, "sendrecv", (struct half){(void *)send, send_layout, to}, (struct half){recv, recv_layout, from});
+  return transfer(group, "sendrecv", (struct half){(void *)send, send_layout, to},
+                  (struct half){recv, recv_layout, from});
 }

@@ -205,8 +205,8 @@ static int check_message(const struct channel *channel, const struct message *me
     return fail(MLXDIST_TRANSPORT, "rank %d received %u bytes from rank %d that are no message of mlxdist; "
                 "do all ranks run the same version?", rank, bytes, from);
   if (header->sequence != channel->received + 1)
-    return fail(MLXDIST_TRANSPORT, "rank %d lost message %u of its %s queue pair from rank %d: the next to arrive was %u",
-                rank, channel->received + 1, channel_name(channel), from, header->sequence);
+    return fail(MLXDIST_TRANSPORT, "rank %d lost message %u of its %s queue pair from rank %d: the next to arrive was "
+                "%u", rank, channel->received + 1, channel_name(channel), from, header->sequence);
   uint64_t before = (uint64_t)(message->payload - (const char *)header);
   if (before + header->length != bytes || bytes > channel->slot_bytes || header->group != 0 ||
       header->kind < WIRE_DATA || header->kind > WIRE_ABORT)

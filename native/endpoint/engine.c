@@ -139,8 +139,8 @@ int engine_drain(struct engine *engine) {
     if (!status && moved) wait_over(&wait);
     if (!status && !moved) status = engine_idle(engine, &wait, &waited);
     if (!status && engine->options.timeout > 0 && waited > engine->options.timeout)
-      status = fail(MLXDIST_TIMEOUT, "rank %d waited %.1f s at the end for rank %d to confirm what it was sent", engine->rank,
-                    waited, behind);
+      status = fail(MLXDIST_TIMEOUT, "rank %d waited %.1f s at the end for rank %d to confirm what it was sent",
+                    engine->rank, waited, behind);
     if (status) return status;
   }
 }

@@ -58,7 +58,8 @@ static int check_other_channel(const struct exchange *exchange, const struct str
   struct message message;
   const struct channel *other = &stream->peer->channels[channel->index == WIRE_EAGER ? WIRE_BULK : WIRE_EAGER];
   if (!channel_head(other, &message) || message.header->stream != stream->peer->streams_received) return MLXDIST_OK;
-  if (!message.descriptor) return fail(MLXDIST_TRANSPORT, "rank %d sent data on the wrong queue pair", stream->peer->rank);
+  if (!message.descriptor)
+    return fail(MLXDIST_TRANSPORT, "rank %d sent data on the wrong queue pair", stream->peer->rank);
   return fail_mismatch(exchange, stream->peer, message.descriptor);
 }
 
@@ -79,8 +80,8 @@ static int next_piece(const struct exchange *exchange, struct stream *stream, st
   }
   if (!stream->started || header->stream != stream->peer->streams_received || header->offset != stream->moved ||
       header->length != at_most(stream->bytes - stream->moved, piece_bytes(channel)))
-    return fail(MLXDIST_TRANSPORT, "rank %d expected stream %u at byte %llu from rank %d and received stream %u at byte %llu "
-                "(%u bytes)", exchange->group->engine.rank, stream->peer->streams_received,
+    return fail(MLXDIST_TRANSPORT, "rank %d expected stream %u at byte %llu from rank %d and received stream %u at byte "
+                "%llu (%u bytes)", exchange->group->engine.rank, stream->peer->streams_received,
                 (unsigned long long)stream->moved, stream->peer->rank, header->stream,
                 (unsigned long long)header->offset, header->length);
   return MLXDIST_OK;
@@ -159,8 +160,8 @@ static int turn(struct exchange *exchange, bool *moved) {
 static int fail_deadline(const struct exchange *exchange, int32_t late, double waited) {
   char doing[192];
   layout_name(&exchange->receives, doing, sizeof doing);
-  return fail(MLXDIST_TIMEOUT, "rank %d waited %.1f s in %s for rank %d without any progress; is that rank still working, "
-              "or in another operation? MLXDIST_TIMEOUT=seconds allows more time (0: no limit)",
+  return fail(MLXDIST_TIMEOUT, "rank %d waited %.1f s in %s for rank %d without any progress; is that rank still "
+              "working, or in another operation? MLXDIST_TIMEOUT=seconds allows more time (0: no limit)",
               exchange->group->engine.rank, waited, doing, late);
 }
 

@@ -10,8 +10,8 @@
 #define BLOCK 1024
 
 /* One source file serves every x86: the loader picks the AVX2 clone where the processor has it. */
-#if defined(__x86_64__) && defined(__ELF__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__) && \
-    !defined(__SANITIZE_THREAD__)
+#if defined(__x86_64__) && defined(__ELF__) && defined(__GNUC__) && !defined(__clang__) && \
+    !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define VECTORIZED __attribute__((target_clones("avx2", "default")))
 #else
 #define VECTORIZED
