@@ -80,8 +80,8 @@ static int next_piece(const struct exchange *exchange, struct stream *stream, st
   }
   if (!stream->started || header->stream != stream->peer->streams_received || header->offset != stream->moved ||
       header->length != at_most(stream->bytes - stream->moved, piece_bytes(channel)))
-    return fail(MLXDIST_TRANSPORT, "rank %d expected stream %u at byte %llu from rank %d and received stream %u at byte "
-                "%llu (%u bytes)", exchange->group->engine.rank, stream->peer->streams_received,
+    return fail(MLXDIST_TRANSPORT, "rank %d expected stream %u at byte %llu from rank %d and received stream %u at "
+                "byte %llu (%u bytes)", exchange->group->engine.rank, stream->peer->streams_received,
                 (unsigned long long)stream->moved, stream->peer->rank, header->stream,
                 (unsigned long long)header->offset, header->length);
   return MLXDIST_OK;

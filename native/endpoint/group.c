@@ -94,8 +94,8 @@ static int check_address(const struct engine *engine, int32_t rank, const struct
   if (address->bulk_slot_bytes != options->bulk_slot_bytes || address->bulk_slots != options->bulk_slots ||
       address->eager_slots != options->eager_slots)
     return fail(MLXDIST_MISMATCH, "ranks differ in their slots: rank %d has %u bulk slots of %u bytes and %u eager "
-                "ones, rank %d has %u of %u and %u; set MLXDIST_BULK_SLOTS, MLXDIST_BULK_SLOT_BYTES and MLXDIST_EAGER_SLOTS "
-                "alike on all", engine->rank, options->bulk_slots, options->bulk_slot_bytes, options->eager_slots, rank,
+                "ones, rank %d has %u of %u and %u; set MLXDIST_BULK_SLOTS, MLXDIST_BULK_SLOT_BYTES and "
+                "MLXDIST_EAGER_SLOTS alike on all", engine->rank, options->bulk_slots, options->bulk_slot_bytes, options->eager_slots, rank,
                 address->bulk_slots, address->bulk_slot_bytes, address->eager_slots);
   return MLXDIST_OK;
 }
