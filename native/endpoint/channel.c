@@ -33,6 +33,8 @@ int channel_create(struct channel *channel, struct engine *engine, struct peer *
       .receive_slots = memory + (uint64_t)slots * slot_bytes,
       .arrived = calloc(slots, sizeof(uint32_t)),
   };
+  channel->sent = channel->sent_data = channel->completed = channel->acked = WIRE_START;
+  channel->received = channel->posted = channel->told_ack = WIRE_START;
   if (!channel->arrived) return fail(MLXDIST_RESOURCES, "out of memory for a queue pair to rank %d", peer->rank);
   struct ibv_qp_init_attr init = {
       .send_cq = engine->cq,
@@ -92,7 +94,7 @@ int channel_post_all(struct channel *channel) {
     if (status) return status;
   }
   /* The peer has the same number of slots (its address says so) and starts from the same knowledge. */
-  channel->credit = channel->told_credit = channel->slots;
+  channel->credit = channel->told_credit = channel->posted;
   return MLXDIST_OK;
 }
 
@@ -125,7 +127,7 @@ static void read_news(struct peer *peer, const struct wire_header *header) {
 int channel_send(struct channel *channel, const struct outgoing_message *message) {
   struct counters *counters = &channel->engine->counters;
   uint32_t sequence = channel->sent + 1;
-  char *slot = channel->send_slots + (uint64_t)(sequence % channel->slots) * channel->slot_bytes;
+  char *slot = channel->send_slots + (uint64_t)channel->send_slot * channel->slot_bytes;
   struct wire_header *header = (struct wire_header *)slot;
   *header = (struct wire_header){
       .magic = WIRE_MAGIC,
@@ -157,6 +159,7 @@ int channel_send(struct channel *channel, const struct outgoing_message *message
   int error = ibv_post_send(channel->qp, &request, &bad);
   if (error) return fail_verb(channel, "post_send", error);
   channel->sent = sequence;
+  channel->send_slot = (channel->send_slot + 1) % channel->slots;
   if (message->kind != WIRE_ACK) channel->sent_data = sequence;
   count(&counters->post_send_calls, 1);
   count(&counters->messages_sent, 1);
@@ -192,10 +195,7 @@ int channel_release(struct channel *channel) {
   return post_receive(channel, slot);
 }
 
-int channel_on_sent(struct channel *channel, uint32_t sequence) {
-  channel->completed = sequence;
-  return MLXDIST_OK;
-}
+void channel_on_sent(struct channel *channel, uint32_t sequence) { channel->completed = sequence; }
 
 /* Refuses what no correct peer sends. The bytes come from another process: nothing in them is used before. */
 static int check_message(const struct channel *channel, const struct message *message, uint32_t bytes) {

@@ -37,13 +37,14 @@ struct channel {
   char *send_slots, *receive_slots;
 
   uint32_t sent;      /* sequence of the last message sent */
+  uint32_t send_slot; /* for the next one */
   uint32_t sent_data; /* of the last one that was no acknowledgement */
   uint32_t completed; /* of the last one known to have left the send queue */
   uint32_t acked;     /* of the last one that the peer has */
   uint32_t credit;    /* highest one that the peer has a receive for */
 
   uint32_t received;              /* sequence of the last message that arrived */
-  uint32_t posted;                /* receives ever posted: the credit we may give */
+  uint32_t posted;                /* sequence of the last message that has a receive: the credit we may give */
   uint32_t told_ack, told_credit; /* what the peer was told last */
   uint32_t *arrived;              /* ring of slots that hold data not taken yet, oldest first */
   uint32_t arrived_first, arrived_count;
@@ -86,7 +87,7 @@ bool channel_head(const struct channel *channel, struct message *message);
 int channel_release(struct channel *channel);
 
 /* Called by the engine for each completion. */
-int channel_on_sent(struct channel *channel, uint32_t sequence);
+void channel_on_sent(struct channel *channel, uint32_t sequence);
 int channel_on_received(struct channel *channel, uint32_t slot, uint32_t bytes);
 
 /* Whether the peer waits for news: `lazily` leaves more of the window open in the hope of a ride. */

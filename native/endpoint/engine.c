@@ -58,7 +58,9 @@ static int take_completion(struct engine *engine, const struct ibv_wc *wc) {
     return fail(MLXDIST_TRANSPORT, "%s between rank %d and rank %d completed with %s", send ? "a send" : "a receive",
                 engine->rank, rank, verbs_wc_status_name(wc->status));
   struct channel *channel = &engine->peers[rank].channels[index];
-  return send ? channel_on_sent(channel, number) : channel_on_received(channel, number, wc->byte_len);
+  if (!send) return channel_on_received(channel, number, wc->byte_len);
+  channel_on_sent(channel, number);
+  return MLXDIST_OK;
 }
 
 int engine_poll(struct engine *engine, bool *moved) {
@@ -92,7 +94,7 @@ int engine_idle(struct engine *engine, struct waiting *wait, double *waited) {
 
 int engine_fail(struct engine *engine, int status) {
   char message[sizeof(struct wire_abort) + ERROR_TEXT_BYTES];
-  struct wire_abort abort = {.status = status, .origin = engine->rank};
+  struct wire_abort abort = {.status = status};
   memcpy(message, &abort, sizeof abort);
   const char *text = mlxdist_last_error();
   size_t length = strnlen(text, ERROR_TEXT_BYTES);

@@ -19,7 +19,10 @@ int peer_create(struct peer *peer, struct engine *engine, int32_t rank) {
   const mlxdist_options *options = &engine->options;
   uint64_t eager = channel_memory_bytes(options->eager_slots, 4096);
   *peer = (struct peer){.rank = rank,
-                        .memory_bytes = eager + channel_memory_bytes(options->bulk_slots, options->bulk_slot_bytes)};
+                        .memory_bytes = eager + channel_memory_bytes(options->bulk_slots, options->bulk_slot_bytes),
+                        .streams_sent = WIRE_START,
+                        .streams_received = WIRE_START,
+                        .streams_done = WIRE_START};
   peer->memory = engine->verbs->alloc_memory(engine->context, peer->memory_bytes);
   if (!peer->memory)
     return fail(MLXDIST_RESOURCES, "no memory for the slabs to rank %d: %llu bytes", rank,

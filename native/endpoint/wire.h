@@ -35,8 +35,8 @@ struct wire_header {
   uint8_t kind;
   uint8_t flags;
   uint16_t group;                  /* 0: the world */
-  uint32_t sequence;               /* of this message on its queue pair, from 1; wraps */
-  uint32_t stream;                 /* of the stream among those from this sender to this receiver, from 1; wraps;
+  uint32_t sequence;               /* of this message on its queue pair, from WIRE_START + 1; wraps */
+  uint32_t stream;                 /* of the stream among those from this sender to this receiver, likewise;
                                       in an abort, the last one of an operation that succeeded at the sender */
   uint64_t offset;                 /* bytes of the stream before this message */
   uint32_t length;                 /* payload bytes */
@@ -70,10 +70,12 @@ enum wire_operation {
 
 struct wire_abort {
   int32_t status; /* mlxdist_status */
-  int32_t origin; /* rank where the first error happened */
 };
 
-/* Sequences wrap, so they are compared by difference. */
+/* Sequences wrap after an hour of small messages, so they are compared by difference; and they begin a little
+ * before the end, so that every job shows that this works. */
+#define WIRE_START 0xffffff80u
+
 static inline int wire_at_least(uint32_t sequence, uint32_t limit) { return (int32_t)(sequence - limit) >= 0; }
 
 #endif
