@@ -1,5 +1,6 @@
 /* The engine on forked processes: every operation with exact results, its counters, and what it refuses.
  * tests/test_collectives.py compares values with NumPy over all dtypes; this one runs under sanitizers. */
+#include "group.h"
 #include "world.h"
 
 /* Small integers: any order of additions gives the same float. */
@@ -242,6 +243,57 @@ static void leaving_early(struct world *world, int rank, int size) {
   mlxdist_group_destroy(group);
 }
 
+/* UC loses messages without a word: the gap in the numbers is what tells, and no data is taken for other data. */
+static void lost_message(struct world *world, int rank, int size) {
+  int barriers = 0;
+  mlxdist_group *group = world_join(world, rank, &barriers, 0);
+  all_reduce(group, rank, size, 2048, 0, 0);
+  if (rank == 0) group->engine.peers[1].channels[WIRE_BULK].sent++; /* as if one had been sent, and dropped */
+  float *array = filled(rank, 2048, 0);
+  mlxdist_layout layout = vector(2048);
+  /* Rank 0 has all it needs for this one, and learns of the failure at the next at the latest. */
+  int status = mlxdist_all_reduce(group, array, array, &layout, MLXDIST_SUM);
+  if (rank == 0 && status == MLXDIST_OK) status = mlxdist_all_reduce(group, array, array, &layout, MLXDIST_SUM);
+  REQUIRE(status == MLXDIST_TRANSPORT);
+  REQUIRE(strstr(mlxdist_last_error(), "rank 1 lost message"));
+  REQUIRE(strstr(mlxdist_last_error(), "bulk queue pair from rank 0"));
+  free(array);
+  world_barrier(world, &barriers);
+  mlxdist_group_destroy(group);
+}
+
+/* A message whose bytes make no sense is refused, whatever field is wrong, before anything in it is used. */
+static void garbled_message(struct world *world, int rank, int size) {
+  static const struct wire_header wrong[] = {
+      {.magic = 1, .kind = WIRE_DATA},
+      {.magic = WIRE_MAGIC, .kind = 77},
+      {.magic = WIRE_MAGIC, .kind = WIRE_DATA, .length = 0xffffffff},
+      {.magic = WIRE_MAGIC, .kind = WIRE_DATA, .group = 9},
+      {.magic = WIRE_MAGIC, .kind = WIRE_DATA, .ack = {WIRE_START + 1000}},
+      {.magic = WIRE_MAGIC, .kind = WIRE_DATA, .ack = {WIRE_START, WIRE_START}, .credit = {WIRE_START + 1000}},
+      {.magic = WIRE_MAGIC, .kind = WIRE_DATA, .flags = WIRE_FIRST},
+  };
+  int barriers = 0;
+  (void)size;
+  for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+    mlxdist_group *group = world_join(world, rank, &barriers, 0);
+    struct channel *channel = &group->engine.peers[!rank].channels[WIRE_EAGER];
+    if (rank == 0) {
+      struct wire_header header = wrong[i];
+      header.sequence = WIRE_START + 1;
+      memcpy(channel->send_slots, &header, sizeof header);
+      struct ibv_sge sge = {.addr = (uintptr_t)channel->send_slots, .length = sizeof header, .lkey = channel->lkey};
+      struct ibv_send_wr request = {.sg_list = &sge, .num_sge = 1, .opcode = IBV_WR_SEND}, *bad;
+      REQUIRE(ibv_post_send(channel->qp, &request, &bad) == 0);
+    } else {
+      REQUIRE(mlxdist_barrier(group) == MLXDIST_TRANSPORT);
+      REQUIRE(strstr(mlxdist_last_error(), "from rank 0"));
+    }
+    world_barrier(world, &barriers);
+    mlxdist_group_destroy(group);
+  }
+}
+
 int main(void) {
   int failed = 0;
   for (int size = 1; size <= 8; size = size < 4 ? size + 1 : size * 2) failed |= world_run(size, every_operation);
@@ -253,6 +305,8 @@ int main(void) {
   failed |= world_run(3, refused_without_harm);
   failed |= world_run(2, waits_end);
   failed |= world_run(2, leaving_early);
+  failed |= world_run(2, lost_message);
+  failed |= world_run(2, garbled_message);
   if (!failed) printf("engine_test passed\n");
   return failed;
 }
