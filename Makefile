@@ -43,7 +43,7 @@ check-macos: $(VENV)/.ziglang
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .hypothesis demo-model demo.json
-	find mlxdist native tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
+	find mlxdist native tests examples scripts -name __pycache__ -prune -exec rm -rf {} +
 
 # MLX and nanobind come first: the native code is compiled against the MLX that is installed.
 $(VENV)/.built: $(VENV)/.requirements $(VENV)/.files $(NATIVE) mlxdist/version.py
