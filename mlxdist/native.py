@@ -55,7 +55,7 @@ except ImportError as error:
     raise ImportError(f"mlxdist's compiled half does not load ({error}); build it: {_REBUILD}") from error
 
 _DTYPES = {ffi.string(lib.mlxdist_dtype_name(number)).decode(): number for number in range(lib.MLXDIST_COMPLEX64 + 1)}
-_LAYOUT_DIMENSIONS = 6
+_LAYOUT_DIMENSIONS = dict(ffi.typeof("mlxdist_layout").fields)["shape"].type.length
 
 
 def check(status: int) -> None:
@@ -81,7 +81,7 @@ def dtype_number(name: str) -> int:
 
 
 def layout(dtype: str, shape: Sequence[int]) -> Any:
-    """dtype and shape as a ``mlxdist_layout *``; the dimensions from the sixth on are folded into one."""
+    """dtype and shape as a ``mlxdist_layout *``; dimensions that do not fit are folded into the last one."""
     if len(shape) > _LAYOUT_DIMENSIONS:
         shape = (*shape[: _LAYOUT_DIMENSIONS - 1], math.prod(shape[_LAYOUT_DIMENSIONS - 1 :]))
     return ffi.new("mlxdist_layout *", {"dtype": dtype_number(dtype), "ndim": len(shape), "shape": list(shape)})

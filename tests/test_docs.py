@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from mlxdist.environment import VARIABLES
+from mlxdist.native import ffi, lib
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -24,6 +25,14 @@ def test_the_page_of_variables_is_complete():
     page = (ROOT / "docs" / "environment.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|$", page, re.MULTILINE)
     assert rows == [(variable.name, variable.meaning, variable.default) for variable in VARIABLES]
+
+
+def test_the_defaults_shown_are_those_of_the_engine():
+    options = ffi.new("mlxdist_options *")
+    lib.mlxdist_default_options(options)
+    shown = {variable.name: variable.default for variable in VARIABLES}
+    for name, _ in ffi.typeof("mlxdist_options").fields:
+        assert shown[f"MLXDIST_{name.upper()}"] == f"{getattr(options, name):.0f}", name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -8,6 +8,48 @@ namespace mlxdist {
 
 namespace mx = mlx::core;
 
+using Arrays = std::vector<mx::array>;
+
+/* What broadcast and its adjoint share. Both are linear, and each is the gradient of the other: what leaves the
+ * root for all ranks collects their cotangents back at the root. The other ranks' inputs do not count, so their
+ * gradient is zero. */
+template <class Self, class Adjoint>
+class Rooted : public Primitive {
+ public:
+  Rooted(mx::Stream stream, std::shared_ptr<Connection> connection, int root)
+      : Primitive(stream, std::move(connection)), root_(root) {}
+
+  std::pair<Arrays, std::vector<int>> vmap(const Arrays& inputs, const std::vector<int>& axes) override {
+    return {{apply<Self>(inputs[0], connection_, stream(), root_)}, axes};
+  }
+  Arrays jvp(const Arrays&, const Arrays& tangents, const std::vector<int>&) override {
+    return {apply<Self>(tangents[0], connection_, stream(), root_)};
+  }
+  Arrays vjp(const Arrays&, const Arrays& cotangents, const std::vector<int>&, const Arrays&) override {
+    return {apply<Adjoint>(cotangents[0], connection_, stream(), root_)};
+  }
+
+ protected:
+  const int root_;
+};
+
+class SumOnRoot;
+
+class Broadcast : public Rooted<Broadcast, SumOnRoot> {
+ public:
+  using Rooted::Rooted;
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) override;
+  const char* name() const override { return "broadcast"; }
+};
+
+/* The sum of all ranks' arrays on the root, zeros on the others. */
+class SumOnRoot : public Rooted<SumOnRoot, Broadcast> {
+ public:
+  using Rooted::Rooted;
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) override;
+  const char* name() const override { return "gradient of broadcast"; }
+};
+
 mx::array broadcast(const mx::array& x, std::shared_ptr<Connection> connection, int root, mx::StreamOrDevice s) {
   if (root < 0 || root >= connection->size()) {
     throw Error(MLXDIST_INVALID_ARGUMENT, "broadcast: root is " + std::to_string(root) + ", but the ranks are 0 to " +
@@ -18,7 +60,7 @@ mx::array broadcast(const mx::array& x, std::shared_ptr<Connection> connection, 
   return apply<Broadcast>(x, std::move(connection), stream, root);
 }
 
-void Broadcast::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
+void Broadcast::eval_cpu(const Arrays& inputs, Arrays& outputs) {
   auto& out = outputs[0];
   if (connection_->rank() == root_) {
     out.copy_shared_buffer(inputs[0]); /* the root's data is only read */
@@ -31,24 +73,9 @@ void Broadcast::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::a
                       });
 }
 
-std::pair<std::vector<mx::array>, std::vector<int>> Broadcast::vmap(const std::vector<mx::array>& inputs,
-                                                                    const std::vector<int>& axes) {
-  return {{apply<Broadcast>(inputs[0], connection_, stream(), root_)}, axes};
-}
-
-std::vector<mx::array> Broadcast::jvp(const std::vector<mx::array>&, const std::vector<mx::array>& tangents,
-                                      const std::vector<int>&) {
-  return {apply<Broadcast>(tangents[0], connection_, stream(), root_)};
-}
-
-std::vector<mx::array> Broadcast::vjp(const std::vector<mx::array>&, const std::vector<mx::array>& cotangents,
-                                      const std::vector<int>&, const std::vector<mx::array>&) {
-  return {apply<SumOnRoot>(cotangents[0], connection_, stream(), root_)};
-}
-
 /* One primitive for all ranks, not a sum and then zeros: graphs of the same shape are evaluated in the same
  * order, which all ranks must agree on. */
-void SumOnRoot::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
+void SumOnRoot::eval_cpu(const Arrays& inputs, Arrays& outputs) {
   auto& out = outputs[0];
   allocate_like(inputs[0], out);
   Connection::enqueue(connection_, stream(),
@@ -58,21 +85,6 @@ void SumOnRoot::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::a
                         if (!keep && bytes > 0) std::memset(out, 0, bytes);
                         return status;
                       });
-}
-
-std::pair<std::vector<mx::array>, std::vector<int>> SumOnRoot::vmap(const std::vector<mx::array>& inputs,
-                                                                    const std::vector<int>& axes) {
-  return {{apply<SumOnRoot>(inputs[0], connection_, stream(), root_)}, axes};
-}
-
-std::vector<mx::array> SumOnRoot::jvp(const std::vector<mx::array>&, const std::vector<mx::array>& tangents,
-                                      const std::vector<int>&) {
-  return {apply<SumOnRoot>(tangents[0], connection_, stream(), root_)};
-}
-
-std::vector<mx::array> SumOnRoot::vjp(const std::vector<mx::array>&, const std::vector<mx::array>& cotangents,
-                                      const std::vector<int>&, const std::vector<mx::array>&) {
-  return {apply<Broadcast>(cotangents[0], connection_, stream(), root_)};
 }
 
 } // namespace mlxdist
