@@ -30,19 +30,22 @@ def layer_sources(*folders: str, segment: str | None = None) -> list[Path]:
     return [file for file in files if not file.stem.endswith(f"_{unwanted}")]
 
 
-def build_program(output: Path, sources: Iterable[Path], flags: Iterable[str] = ()) -> Path:
+def build_program(
+    output: Path, sources: Iterable[Path], flags: Iterable[str] = (), compiler: str | None = None
+) -> Path:
     """Compiles ``sources``, warnings being errors, links them into ``output`` and returns that.
 
-    A file is compiled once per test session and set of flags. Skips the test where the compiler's sanitizers that
-    ``flags`` ask for do not work.
+    ``compiler``: one for another processor, instead of this machine's. A file is compiled once per test session,
+    compiler and set of flags. Skips the test where the compiler's sanitizers that ``flags`` ask for do not work.
     """
     flags = tuple(flags)
     for flag in flags:
         if flag.startswith("-fsanitize=") and (reason := _why_unusable(flag)):
             pytest.skip(f"{flag} does not work here: {reason}")
-    objects = [str(_compile(source, flags)) for source in sources]
+    command = (compiler,) if compiler else _compiler()
+    objects = [str(_compile(source, command, flags)) for source in sources]
     libraries = ["-lpthread", "-ldl"] if sys.platform == "linux" else []
-    _call([*_compiler(), *flags, *objects, "-o", str(output), *libraries])
+    _call([*command, *flags, *objects, "-o", str(output), *libraries])
     return output
 
 
@@ -70,11 +73,11 @@ def _own_segment() -> str:
 
 
 @functools.cache
-def _compile(source: Path, flags: tuple[str, ...]) -> Path:
+def _compile(source: Path, compiler: tuple[str, ...], flags: tuple[str, ...]) -> Path:
     """The object file of ``source``."""
     descriptor, name = tempfile.mkstemp(suffix=".o", prefix=f"{source.stem}-", dir=_object_folder().name)
     os.close(descriptor)
-    _call([*_compiler(), "-std=c11", "-Wall", "-Wextra", "-Werror", *flags, "-c", str(source), "-o", name])
+    _call([*compiler, "-std=c11", "-Wall", "-Wextra", "-Werror", *flags, "-c", str(source), "-o", name])
     return Path(name)
 
 
@@ -90,8 +93,8 @@ def _call(command: list[str]) -> None:
 
 
 @functools.cache
-def _compiler() -> list[str]:
-    command = shlex.split(os.environ.get("CC", "cc"))
+def _compiler() -> tuple[str, ...]:
+    command = tuple(shlex.split(os.environ.get("CC", "cc")))
     if not shutil.which(command[0]):
         pytest.fail(f"there is no C compiler {command[0]!r}: install one (apt-get install gcc), or set CC")
     return command

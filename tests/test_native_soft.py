@@ -13,6 +13,7 @@ VARIANTS = {
     "sanitized": (SANITIZE_MEMORY, OWN_SEGMENT),
     "posix_segments": (SANITIZE_MEMORY, "posix"),
 }
+PROGRAMS = ["objects", "regions", "messages", "gather", "errors", "faults", "peers", "processes", "scale", "stress"]
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -27,8 +28,11 @@ def build(folder: Path, program: str, flags: list[str], segment: str) -> Path:
     return build_program(folder / program, sources + layer_sources("verbs", "soft", segment=segment), flags)
 
 
-@pytest.mark.parametrize("program", ["objects", "messages", "errors", "peers", "processes", "stress"])
-@pytest.mark.parametrize("variant", VARIANTS)
+LONG = [pytest.param(variant, marks=pytest.mark.long) for variant in VARIANTS if variant != "sanitized"]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("variant", ["sanitized", *LONG])
 def test_soft(tmp_path, variant, program):
     flags, segment = VARIANTS[variant]
     before = segment_names()

@@ -149,6 +149,7 @@ static bool take_receive(struct soft_qp *qp, struct ibv_wc *wc) {
     wc->wc_flags = completion->wc_flags;
     if (wc->status == IBV_WC_SUCCESS && wc->byte_len > receive->length) wc->status = IBV_WC_LOC_LEN_ERR;
   }
+  if (receive->mr) receive->mr->receives--;
   qp->rq_head++;
   if (wc->status != IBV_WC_SUCCESS) soft_qp_fail(qp);
   return true;

@@ -87,7 +87,8 @@ bool soft_in_arena(const struct soft_context *context, uint64_t addr, uint64_t l
   return addr >= start && length <= bytes && addr - start <= bytes - length;
 }
 
-/* An lkey is the region's place in the table and a tag that changes whenever the place is used again. */
+/* An lkey is the region's place in the table and the number of its registration, so a stale key does not match a
+ * later region. The memory is not touched: whether it is there matters when it is used. */
 struct ibv_mr *soft_reg_mr(struct ibv_pd *pd, void *addr, size_t length, int access) {
   const int remote = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
   const int known = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_RELAXED_ORDERING | remote;
@@ -97,15 +98,16 @@ struct ibv_mr *soft_reg_mr(struct ibv_pd *pd, void *addr, size_t length, int acc
     return NULL;
   }
   struct soft_context *context = soft_context(pd->context);
-  uint32_t place = 0;
+  uint32_t place = context->mr_place;
   while (place < SOFT_MAX_MR && context->mrs[place]) place++;
+  context->mr_place = place;
   if (place == SOFT_MAX_MR) {
     errno = ENOMEM;
     return NULL;
   }
   struct soft_mr *mr = calloc(1, sizeof *mr);
   if (!mr) return NULL;
-  uint32_t key = place << 8 | ++context->mr_tags[place];
+  uint32_t key = ++context->mrs_registered * SOFT_MAX_MR + place;
   mr->verbs = (struct ibv_mr){
       .context = pd->context, .pd = pd, .addr = addr, .length = length, .handle = place, .lkey = key, .rkey = key};
   mr->access = access;
@@ -114,31 +116,22 @@ struct ibv_mr *soft_reg_mr(struct ibv_pd *pd, void *addr, size_t length, int acc
   return &mr->verbs;
 }
 
-static bool has_receives(const struct soft_context *context, uint32_t lkey) {
-  for (int i = 0; i < SOFT_MAX_QP; i++) {
-    const struct soft_qp *qp = context->qps[i];
-    for (uint64_t position = qp ? qp->rq_head : 0; qp && position < qp->rq_posted; position++) {
-      const struct soft_receive_wr *receive = &qp->receives[position & qp->rq_mask];
-      if (receive->length && receive->lkey == lkey) return true;
-    }
-  }
-  return false;
-}
-
 /* EBUSY while receives into the region are outstanding: the peer could not be kept from writing there. */
-int soft_dereg_mr(struct ibv_mr *mr) {
-  struct soft_context *context = soft_context(mr->context);
-  if (has_receives(context, mr->lkey)) return soft_error(EBUSY);
-  soft_pd(mr->pd)->users--;
-  context->mrs[mr->handle] = NULL;
+int soft_dereg_mr(struct ibv_mr *verbs) {
+  struct soft_mr *mr = soft_mr(verbs);
+  struct soft_context *context = soft_context(verbs->context);
+  if (mr->receives) return soft_error(EBUSY);
+  soft_pd(verbs->pd)->users--;
+  context->mrs[verbs->handle] = NULL;
+  if (verbs->handle < context->mr_place) context->mr_place = verbs->handle;
   free(mr);
   return 0;
 }
 
-bool soft_mr_allows(const struct ibv_pd *pd, uint32_t lkey, uint64_t addr, uint64_t length, int access) {
-  if (lkey >> 8 >= SOFT_MAX_MR) return false;
-  const struct soft_mr *mr = soft_context(pd->context)->mrs[lkey >> 8];
-  if (!mr || mr->verbs.lkey != lkey || mr->verbs.pd != pd || (mr->access & access) != access) return false;
+struct soft_mr *soft_find_mr(const struct ibv_pd *pd, uint32_t lkey, uint64_t addr, uint64_t length, int access) {
+  struct soft_mr *mr = soft_context(pd->context)->mrs[lkey % SOFT_MAX_MR];
+  if (!mr || mr->verbs.lkey != lkey || mr->verbs.pd != pd || (mr->access & access) != access) return NULL;
   uint64_t start = (uint64_t)(uintptr_t)mr->verbs.addr;
-  return addr >= start && length <= mr->verbs.length && addr - start <= mr->verbs.length - length;
+  bool contains = addr >= start && length <= mr->verbs.length && addr - start <= mr->verbs.length - length;
+  return contains ? mr : NULL;
 }

@@ -129,8 +129,16 @@ static void leave_peer(struct soft_qp *qp) {
   qp->remote = (struct soft_remote){0};
 }
 
+static void forget_receives(struct soft_qp *qp) {
+  for (; qp->rq_head < qp->rq_posted; qp->rq_head++) {
+    struct soft_mr *mr = qp->receives[qp->rq_head & qp->rq_mask].mr;
+    if (mr) mr->receives--;
+  }
+}
+
 static void reset(struct soft_qp *qp) {
   stop_receiving(qp);
+  forget_receives(qp);
   leave_peer(qp);
   soft_cq_discard(qp);
   qp->sq_posted = qp->sq_retired = 0;
@@ -143,6 +151,7 @@ int soft_destroy_qp(struct ibv_qp *verbs) {
   struct soft_qp *qp = soft_qp(verbs);
   struct soft_context *context = soft_context(verbs->context);
   stop_receiving(qp);
+  forget_receives(qp);
   leave_peer(qp);
   if (context->segment->layout) atomic_store(&qp->shared->qp_num, 0);
   context->positions[verbs->handle] = qp->rq_posted;

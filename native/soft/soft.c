@@ -13,17 +13,22 @@ int soft_error(int error) {
   return error;
 }
 
-static struct ibv_device device = {
-    .node_type = IBV_NODE_UNSPECIFIED,
-    .transport_type = IBV_TRANSPORT_UNSPECIFIED,
-    .name = "soft0",
-    .dev_name = "soft0",
-};
+#define DEVICE(label)                                  \
+  {                                                    \
+    .node_type = IBV_NODE_UNSPECIFIED,                 \
+    .transport_type = IBV_TRANSPORT_UNSPECIFIED,       \
+    .name = label,                                     \
+    .dev_name = label,                                 \
+  }
+
+/* Two, so that a pair of ranks can be joined by two cables. */
+static struct ibv_device devices[] = {DEVICE("soft0"), DEVICE("soft1")};
+#define DEVICES ((int)(sizeof devices / sizeof *devices))
 
 static struct ibv_device **get_device_list(int *num_devices) {
-  struct ibv_device **list = calloc(2, sizeof *list);
-  if (list) list[0] = &device;
-  if (num_devices) *num_devices = list ? 1 : 0;
+  struct ibv_device **list = calloc(DEVICES + 1, sizeof *list);
+  for (int i = 0; list && i < DEVICES; i++) list[i] = &devices[i];
+  if (num_devices) *num_devices = list ? DEVICES : 0;
   return list;
 }
 
@@ -38,7 +43,7 @@ static const char *get_device_name(struct ibv_device *of) {
 static struct ibv_context *open_device(struct ibv_device *of) {
   struct soft_context *context = calloc(1, sizeof *context);
   if (!context) return NULL;
-  int error = of == &device ? segment_create(&context->segment) : ENODEV;
+  int error = of >= devices && of < devices + DEVICES ? segment_create(&context->segment) : ENODEV;
   if (!error && (error = soft_arena_create(context))) {
     segment_close(context->segment);
     segment_release(context->segment);
@@ -141,9 +146,14 @@ static void read_counters(struct ibv_context *context, struct verbs_counters *co
   *counters = soft_context(context)->counters;
 }
 
+static int inject(struct ibv_context *context, const char *faults) {
+  return soft_error(soft_faults_set(&soft_context(context)->faults, faults));
+}
+
 static const struct verbs soft = {
     .name = "soft",
     .reason = "all ranks are on one host",
+    .registers_freely = true,
     .get_device_list = get_device_list,
     .free_device_list = free_device_list,
     .get_device_name = get_device_name,
@@ -165,6 +175,7 @@ static const struct verbs soft = {
     .alloc_memory = soft_alloc_memory,
     .free_memory = soft_free_memory,
     .read_counters = read_counters,
+    .inject = inject,
 };
 
 const struct verbs *verbs_soft(void) {

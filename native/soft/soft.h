@@ -9,6 +9,7 @@
 #define MLXDIST_SOFT_SOFT_H
 
 #include "../verbs/verbs.h"
+#include "faults.h"
 #include "segment.h"
 
 #include <stdbool.h>
@@ -32,6 +33,7 @@ struct soft_block {
 struct soft_mr {
   struct ibv_mr verbs;
   int access;
+  uint32_t receives; /* posted into it, and not polled yet */
 };
 
 struct soft_pd {
@@ -47,13 +49,15 @@ struct soft_context {
    * What is connected goes on; a new connection needs a new context. */
   bool tainted;
   struct soft_mr *mrs[SOFT_MAX_MR];
-  uint8_t mr_tags[SOFT_MAX_MR]; /* the low byte of an lkey: a stale key does not match a later region */
+  uint32_t mr_place; /* all places below it are taken */
+  uint32_t mrs_registered;
   struct soft_qp *qps[SOFT_MAX_QP];
   uint64_t positions[SOFT_MAX_QP]; /* where the receives of each place's next queue pair begin */
   uint32_t qps_created;
   unsigned pds;
   unsigned cqs;
   struct verbs_counters counters;
+  struct soft_faults faults;
 };
 
 /* A completion of the send queue: sends complete while they are posted, and wait here to be polled. */
@@ -83,7 +87,7 @@ struct soft_cq {
 struct soft_receive_wr {
   uint64_t wr_id;
   uint32_t length;
-  uint32_t lkey;
+  struct soft_mr *mr; /* NULL if it has no bytes, or a bad key */
 };
 
 /* The peer's half of a connection, as this sender knows it. */
@@ -122,6 +126,10 @@ static inline struct soft_pd *soft_pd(struct ibv_pd *pd) {
   return (struct soft_pd *)pd;
 }
 
+static inline struct soft_mr *soft_mr(struct ibv_mr *mr) {
+  return (struct soft_mr *)mr;
+}
+
 static inline struct soft_cq *soft_cq(struct ibv_cq *cq) {
   return (struct soft_cq *)cq;
 }
@@ -140,8 +148,8 @@ void *soft_alloc_memory(struct ibv_context *context, size_t bytes);
 void soft_free_memory(struct ibv_context *context, void *memory, size_t bytes);
 struct ibv_mr *soft_reg_mr(struct ibv_pd *pd, void *addr, size_t length, int access);
 int soft_dereg_mr(struct ibv_mr *mr);
-/* Whether `lkey` names a region of `pd` that contains the range and allows `access`. */
-bool soft_mr_allows(const struct ibv_pd *pd, uint32_t lkey, uint64_t addr, uint64_t length, int access);
+/* The region of `pd` that `lkey` names, if it contains the range and allows `access`; or NULL. */
+struct soft_mr *soft_find_mr(const struct ibv_pd *pd, uint32_t lkey, uint64_t addr, uint64_t length, int access);
 /* Whether the range lies in memory that peers can reach. */
 bool soft_in_arena(const struct soft_context *context, uint64_t addr, uint64_t length);
 
@@ -162,7 +170,8 @@ int soft_modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int attr_mask);
 int soft_query_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int attr_mask, struct ibv_qp_init_attr *init_attr);
 int soft_destroy_qp(struct ibv_qp *qp);
 void soft_qp_fail(struct soft_qp *qp); /* to the state ERR */
-/* Removes the segment's name once every peer has mapped it. */
+/* Removes the segment's name, where it has one, once the peers of all queue pairs have mapped it. New peers cannot find
+ * the segment then: queue pairs that are to be connected later must have been created before. */
 void soft_remove_name(struct soft_context *context);
 
 /* work_queue.c */

@@ -98,17 +98,29 @@ static void deliver(struct soft_qp *qp, const struct ibv_send_wr *wr, uint64_t p
   __builtin_prefetch(&shared->receives[(position + 1) & remote->mask]);
 }
 
+/* false: it was dropped, as there is no receive for it. */
+static bool transmit(struct soft_qp *qp, const struct ibv_send_wr *wr) {
+  uint64_t position;
+  if (!claim_receive(qp, &position)) return false;
+  deliver(qp, wr, position);
+  return true;
+}
+
 /* SUCCESS means that the message has left: whether anybody got it is not known on an unreliable connection. */
 static enum ibv_wc_status send_message(struct soft_qp *qp, const struct ibv_send_wr *wr) {
   for (int i = 0; i < wr->num_sge; i++) {
     const struct ibv_sge *sge = &wr->sg_list[i];
-    if (sge->length && !soft_mr_allows(qp->verbs.pd, sge->lkey, sge->addr, sge->length, 0)) return IBV_WC_LOC_PROT_ERR;
+    if (sge->length && !soft_find_mr(qp->verbs.pd, sge->lkey, sge->addr, sge->length, 0)) return IBV_WC_LOC_PROT_ERR;
   }
-  uint64_t position;
-  if (claim_receive(qp, &position))
-    deliver(qp, wr, position);
-  else
-    soft_context(qp->verbs.context)->counters.dropped++;
+  struct soft_context *context = soft_context(qp->verbs.context);
+  enum soft_fault fault = SOFT_FAULT_NONE;
+  if (__builtin_expect(context->faults.any, 0)) fault = soft_faults_next(&context->faults);
+  if (fault == SOFT_FAULT_DROP)
+    context->counters.dropped_by_fault++;
+  else if (!transmit(qp, wr))
+    context->counters.dropped++;
+  else if (fault == SOFT_FAULT_DUPLICATE && transmit(qp, wr))
+    context->counters.duplicated_by_fault++;
   return IBV_WC_SUCCESS;
 }
 
@@ -150,16 +162,17 @@ static int check_receive(const struct soft_qp *qp, const struct ibv_recv_wr *wr)
 /* A bad key is accepted here and found when a message arrives, as a device finds it. */
 static void add_receive(struct soft_qp *qp, const struct ibv_recv_wr *wr) {
   struct ibv_sge sge = wr->num_sge && wr->sg_list->length ? *wr->sg_list : (struct ibv_sge){0};
-  bool allowed = !sge.length ||
-                 soft_mr_allows(qp->verbs.pd, sge.lkey, sge.addr, sge.length, IBV_ACCESS_LOCAL_WRITE);
+  struct soft_mr *mr = NULL;
+  if (sge.length) mr = soft_find_mr(qp->verbs.pd, sge.lkey, sge.addr, sge.length, IBV_ACCESS_LOCAL_WRITE);
   uint64_t start = (uint64_t)(uintptr_t)soft_context(qp->verbs.context)->segment->layout;
   qp->shared->receives[qp->rq_posted & qp->rq_mask] = (struct shared_receive){
       .offset = sge.length ? sge.addr - start : 0,
       .length = sge.length,
-      .status = allowed ? IBV_WC_SUCCESS : IBV_WC_LOC_PROT_ERR,
+      .status = mr || !sge.length ? IBV_WC_SUCCESS : IBV_WC_LOC_PROT_ERR,
   };
   qp->receives[qp->rq_posted & qp->rq_mask] =
-      (struct soft_receive_wr){.wr_id = wr->wr_id, .length = sge.length, .lkey = sge.lkey};
+      (struct soft_receive_wr){.wr_id = wr->wr_id, .length = sge.length, .mr = mr};
+  if (mr) mr->receives++;
   qp->rq_posted++;
 }
 

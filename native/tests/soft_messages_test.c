@@ -68,30 +68,6 @@ static void test_send_with_imm(void) {
   side_close_pair(&a, &b);
 }
 
-/* Four pieces, one of them empty, from two regions, one of which is ordinary memory. */
-static void test_gather(void) {
-  struct side a, b;
-  side_open_pair(&a, &b, SIDE_DEFAULTS);
-  static char elsewhere[100];
-  struct ibv_mr *mr = verbs_soft()->reg_mr(a.pd, elsewhere, sizeof elsewhere, 0);
-  char expected[200];
-  side_fill(expected, 200, 3);
-  memcpy(a.memory + 10, expected, 60);
-  memcpy(elsewhere, expected + 60, 100);
-  memcpy(a.memory + 1000, expected + 160, 40);
-  struct ibv_sge list[4] = {{(uintptr_t)a.memory + 10, 60, a.mr->lkey},
-                            {(uintptr_t)elsewhere, 100, mr->lkey},
-                            {0, 0, 0},
-                            {(uintptr_t)a.memory + 1000, 40, a.mr->lkey}};
-  struct ibv_send_wr wr = {.sg_list = list, .num_sge = 4, .opcode = IBV_WR_SEND}, *bad;
-  CHECK_EQUAL(side_receive(&b, 1, 0, 200), 0);
-  CHECK_EQUAL(ibv_post_send(a.qp, &wr, &bad), 0);
-  CHECK_EQUAL(side_poll_one(&b, 1, IBV_WC_SUCCESS).byte_len, 200);
-  side_verify(b.memory, 200, 3);
-  CHECK_EQUAL(verbs_soft()->dereg_mr(mr), 0);
-  side_close_pair(&a, &b);
-}
-
 /* Message n goes into receive n, however often the rings wrap and however the two sides take turns. */
 static void test_order(void) {
   struct side a, b;
@@ -376,7 +352,6 @@ int main(int argc, char **argv) {
       {"SendSizes", test_send_sizes},
       {"Loopback", test_loopback},
       {"SendWithImm", test_send_with_imm},
-      {"Gather", test_gather},
       {"Order", test_order},
       {"DropWithoutReceive", test_drop_without_receive},
       {"DropUnlessConnected", test_drop_unless_connected},

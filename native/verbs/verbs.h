@@ -11,21 +11,26 @@
 
 #include "verbs_abi.h"
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
 /* What a provider counted itself, for a device context. */
 struct verbs_counters {
-  uint64_t sends;      /* work requests taken by post_send */
-  uint64_t receives;   /* work requests taken by post_recv */
-  uint64_t polls;      /* calls of poll_cq */
-  uint64_t bytes_sent; /* delivered into posted receives */
-  uint64_t dropped;    /* sends that met no posted receive */
+  uint64_t sends;               /* work requests taken by post_send */
+  uint64_t receives;            /* work requests taken by post_recv */
+  uint64_t polls;               /* calls of poll_cq */
+  uint64_t bytes_sent;          /* delivered into posted receives */
+  uint64_t dropped;             /* sends that met no posted receive */
+  uint64_t dropped_by_fault;    /* sends lost, */
+  uint64_t duplicated_by_fault; /* and sends delivered twice, because inject asked for it */
 };
 
 struct verbs {
   const char *name;   /* "soft", "ibverbs", "librdma" */
   const char *reason; /* why it was chosen, for the user: "no RDMA device found" */
+  /* Registering costs nothing and pins nothing: the endpoint may register any buffer for one operation. */
+  bool registers_freely;
 
   struct ibv_device **(*get_device_list)(int *num_devices);
   void (*free_device_list)(struct ibv_device **list);
@@ -53,6 +58,10 @@ struct verbs {
   void (*free_memory)(struct ibv_context *context, void *memory, size_t bytes);
 
   void (*read_counters)(struct ibv_context *context, struct verbs_counters *counters);
+
+  /* Makes the provider misbehave, for tests: a comma-separated list such as "drop=1/100,seed=7" (soft/faults.h has
+   * them all). EINVAL, and no change, for a list with anything it does not know; EOPNOTSUPP from hardware. */
+  int (*inject)(struct ibv_context *context, const char *faults);
 };
 
 /* The provider for ranks of one host. */
