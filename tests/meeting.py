@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from mlxdist.environment import Environment
 from mlxdist.rendezvous import Rendezvous, connect
+from mlxdist.rendezvous.wire import MAGIC, Framing, Kind, pack_json, proof, session_keys
 
 SECRET = b"\x5e" * 32
 SOON = 1.0
@@ -71,9 +72,13 @@ class Watcher:
     """Records what watch() reports."""
 
     def __init__(self, rendezvous):
-        self.failures, self.leaves = [], []
+        self.failures, self.leaves, self.messages = [], [], []
         self._changed = threading.Condition()
-        rendezvous.watch(lambda *news: self._add(self.failures, news), lambda *news: self._add(self.leaves, news))
+        rendezvous.watch(
+            lambda *news: self._add(self.failures, news),
+            lambda *news: self._add(self.leaves, news),
+            lambda *news: self._add(self.messages, news),
+        )
 
     def _add(self, list_, news):
         with self._changed:
@@ -82,11 +87,33 @@ class Watcher:
 
     def wait(self, seconds=SOON):
         """The first failure, or None."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.failures, seconds)
-            return self.failures[0] if self.failures else None
+        self._wait(self.failures, 1, seconds)
+        return self.failures[0] if self.failures else None
 
     def wait_leave(self, seconds=SOON):
+        self._wait(self.leaves, 1, seconds)
+        return self.leaves[0] if self.leaves else None
+
+    def wait_messages(self, count, seconds=10 * SOON):
+        """The first ``count`` messages, or as many as came."""
+        self._wait(self.messages, count, seconds)
+        return self.messages[:count]
+
+    def _wait(self, list_, count, seconds):
         with self._changed:
-            self._changed.wait_for(lambda: self.leaves, seconds)
-            return self.leaves[0] if self.leaves else None
+            self._changed.wait_for(lambda: len(list_) >= count, seconds)
+
+
+def pose_as_rank_0(listener):
+    """Accepts a rank of a job with SECRET, as rank 0 does. Returns the connection, its framing, and the frame that
+    welcomes the rank, which is to be sent first."""
+    sock, _ = listener.accept()
+    hub_nonce, framing = b"n" * 32, Framing()
+    sock.sendall(framing.frame(Kind.CHALLENGE, MAGIC + hub_nonce))
+    framing.feed(sock.recv(4096))
+    nonce = framing.next_frame()[1][:32]
+    fields = pack_json(host="h", pid=1, seconds=9.0)
+    welcome = framing.frame(Kind.WELCOME, proof(SECRET, "rank 0", nonce, hub_nonce, fields) + fields)
+    to_hub, from_hub = session_keys(SECRET, hub_nonce, nonce)
+    framing.secure(send_key=from_hub, receive_key=to_hub)
+    return sock, framing, welcome

@@ -11,21 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from meeting import SECRET, SOON, Job, Watcher, at_once, join
+from meeting import SECRET, SOON, Job, Watcher, at_once, join, pose_as_rank_0
 
 from mlxdist import errors
 from mlxdist.environment import Environment
 from mlxdist.rendezvous import Rendezvous, connect, hub
-from mlxdist.rendezvous.wire import (
-    MAGIC,
-    MAX_FRAME,
-    Framing,
-    Kind,
-    WireError,
-    pack_json,
-    proof,
-    session_keys,
-)
+from mlxdist.rendezvous.wire import MAGIC, MAX_FRAME, Framing, Kind, WireError, proof
 
 
 def stranger(address):
@@ -273,15 +264,7 @@ def test_frames_right_behind_the_welcome_are_not_lost():
         environment = Environment(rank=1, world_size=2, rendezvous=listener.getsockname(), secret=SECRET)
 
         def rank_0():
-            sock, _ = listener.accept()
-            hub_nonce, framing = b"n" * 32, Framing()
-            sock.sendall(framing.frame(Kind.CHALLENGE, MAGIC + hub_nonce))
-            framing.feed(sock.recv(4096))
-            nonce = framing.next_frame()[1][:32]
-            fields = pack_json(host="h", pid=1, seconds=9.0)
-            welcome = framing.frame(Kind.WELCOME, proof(SECRET, "rank 0", nonce, hub_nonce, fields) + fields)
-            to_hub, from_hub = session_keys(SECRET, hub_nonce, nonce)
-            framing.secure(send_key=from_hub, receive_key=to_hub)
+            sock, framing, welcome = pose_as_rank_0(listener)
             sock.sendall(welcome + framing.frame(Kind.FORMED, b"{}"))
             return sock
 

@@ -12,10 +12,12 @@ from ..environment import Environment, format_address
 from ..errors import name_ranks
 from ..version import __version__
 from .loop import Loop
+from .messages import MAX_WAITING, pack_message, unpack_message
 from .wire import (
     GATHER,
     GATHERED,
     MAGIC,
+    MAX_FRAME,
     MAX_TEXT,
     NONCE_BYTES,
     PROOF_BYTES,
@@ -240,8 +242,27 @@ class Hub:
             self._tell_all(Kind.LEFT, pack_json(rank=member.rank, text=f"{member} has left the group (finalize)"))
             member.connection.send(Kind.TAKEN)
             self._check_deserted()
+        elif kind == Kind.MESSAGE:
+            self._relay(member, payload)
         else:
             raise WireError(f"a frame of kind {kind}")
+
+    def _relay(self, sender: Member, payload: bytes) -> None:
+        rank, tag, data = unpack_message(payload)
+        receiver = self._members.get(rank)
+        if receiver is None or receiver is sender:
+            raise WireError(f"a message for rank {rank}")
+        if self._failed or receiver.left or receiver.lost:
+            return  # the sender has been told
+        receiver.connection.send(Kind.MESSAGE, pack_message(sender.rank, tag, data))
+        blobs = self._environment.world_size * MAX_FRAME  # of one step
+        if receiver.connection.unsent > blobs + MAX_WAITING:
+            self._fail(
+                rank,
+                "RendezvousError",
+                f"rendezvous: {receiver} has left {receiver.connection.unsent} bytes from other ranks unread; it is "
+                "stopped, or its machine is overloaded",
+            )
 
     def _gather(self, member: Member, payload: bytes) -> None:
         if self._failed:

@@ -1,6 +1,7 @@
 """A rank's end of the side channel: exchanging blobs, watching the other ranks, leaving in order."""
 
 import atexit
+import operator
 import os
 import socket
 import sys
@@ -14,6 +15,7 @@ from ..errors import Aborted, Error, InvalidArgument, Mismatch, PeerLost, Rendez
 from .connect import connect, listen
 from .hub import Hub
 from .loop import Loop
+from .messages import MAX_WAITING, Inbox, pack_message, unpack_message
 from .wire import GATHER, GATHERED, MAX_BLOB, MAX_TEXT, Connection, Framing, Kind, WireError, unpack_json
 
 __all__ = ["Rendezvous"]
@@ -23,12 +25,15 @@ MARGIN = 5.0
 # For rank 0 to confirm a farewell or an announcement.
 CONFIRMATION = 2.0
 
+OnNews = Callable[[int, str], None]
+OnMessage = Callable[[int, str, bytes], None]
+
 _FAILURES = {error.__name__: error for error in (Aborted, Mismatch, PeerLost, RendezvousError, Timeout)}
 _instances: "weakref.WeakSet[Rendezvous]" = weakref.WeakSet()
 
 
 class Rendezvous:
-    """This rank's end. Its methods may be called from any thread, but not from the callbacks of ``watch``."""
+    """This rank's end. Its methods may be called from any thread, but only ``send`` from the callbacks of ``watch``."""
 
     def __init__(self, environment: Environment) -> None:
         """Returns when all ranks have come.
@@ -48,8 +53,11 @@ class Rendezvous:
         self._confirmed = 0
         self._closed = False
         self._forked = False
-        self._on_failure: Callable[[int, str], None] | None = None
-        self._on_leave: Callable[[int, str], None] | None = None
+        self._unsent = 0  # bytes of messages that are not with the connection yet
+        self._inbox = Inbox()
+        self._on_failure: OnNews | None = None
+        self._on_leave: OnNews | None = None
+        self._on_message: OnMessage | None = None
         self._told_failure = False
         self._told_left: set[int] = set()
         self._rank_0 = "rank 0"
@@ -75,7 +83,7 @@ class Rendezvous:
             if self._environment.world_size == 1:
                 return [bytes(blob)]
             with self._changed:
-                self._raise_failure()
+                self._raise_end()
                 self._blobs = {}
             payload = GATHER.pack(self._step, len(name)) + name + blob
             self._send(Kind.GATHER, payload)
@@ -88,16 +96,53 @@ class Rendezvous:
         """Returns once every rank has entered. Raises what ``all_gather`` raises."""
         self.all_gather(b"", what)
 
-    def watch(self, on_failure: Callable[[int, str], None], on_leave: Callable[[int, str], None] | None = None) -> None:
+    def send(self, rank: int, tag: str, data: bytes) -> None:
+        """Makes ``on_message(this rank, tag, data)`` happen on ``rank``. Returns at once; rank 0 passes it on.
+
+        Messages from one rank to another arrive in order, and before the news that their sender has left. Those that
+        are on their way when the group fails, or to a rank that leaves, are lost.
+
+        Raises:
+            InvalidArgument: ``rank`` is no other rank of the group, ``tag`` has more than 256 bytes, or ``data`` has
+                more than 65536.
+            PeerLost, Aborted, ...: ``rank`` has left, or the group has failed.
+            RendezvousError: 16 MiB of messages wait already, since rank 0 takes none.
+        """
+        rank = operator.index(rank)
+        if not 0 <= rank < self._environment.world_size or rank == self._environment.rank:
+            raise InvalidArgument(
+                f"rendezvous: rank {self._environment.rank} cannot send {tag[:64]!r} to rank {rank}; it can send to "
+                f"the others of the {self._environment.world_size} ranks"
+            )
+        payload = pack_message(rank, tag, data)
+        self._check_open()
+        with self._changed:
+            self._raise_failure()
+            if rank in self._left:
+                raise PeerLost(self._left[rank])
+            waiting = self._unsent + self._connection.unsent
+            if waiting + len(payload) > MAX_WAITING:
+                raise RendezvousError(
+                    f"rendezvous: {self._rank_0} has not taken {waiting} bytes of messages from rank "
+                    f"{self._environment.rank}; it is stopped, or its machine is overloaded"
+                )
+            self._unsent += len(payload)
+        self._loop.call(lambda: self._send_message(payload))
+
+    def watch(self, on_failure: OnNews, on_leave: OnNews | None = None, on_message: OnMessage | None = None) -> None:
         """From now on calls, in the rendezvous' own thread:
 
         ``on_failure(rank, text)``, at most once, when the first rank of the group dies, breaks its connection or
         announces an error. ``on_leave(rank, text)`` when a rank leaves in order (``close``): no failure by itself, but
-        whatever still waits for that rank can stop waiting. Both are also called for what has happened before.
+        whatever still waits for that rank can stop waiting. ``on_message(rank, tag, data)`` for every ``send`` of
+        ``rank`` to this one, until ``close``.
+
+        All are also called for what has happened before. Messages are kept for an ``on_message``, up to 16 MiB: more
+        of them fail the group.
         """
         self._check_usable()
         if self._loop is not None:
-            self._loop.call(lambda: self._start_watching(on_failure, on_leave))
+            self._loop.call(lambda: self._start_watching(on_failure, on_leave, on_message))
 
     @property
     def failure(self) -> Error | None:
@@ -181,6 +226,10 @@ class Rendezvous:
     # Called by users' threads.
 
     def _check_usable(self) -> None:
+        self._check_open()
+        self._refuse_own_thread()
+
+    def _check_open(self) -> None:
         if self._forked:
             raise Error(
                 f"rendezvous: process {os.getpid()} is a forked child of rank {self._environment.rank} and no rank "
@@ -188,7 +237,6 @@ class Rendezvous:
             )
         if self._closed:
             raise Error(self._has_left())
-        self._refuse_own_thread()
 
     def _has_left(self) -> str:
         return f"rendezvous: rank {self._environment.rank} has left the group already (finalize)"
@@ -213,7 +261,7 @@ class Rendezvous:
     def _wait(self, done: Callable[[], bool], seconds: float, what: str) -> None:
         deadline = time.monotonic() + seconds
         while not done():
-            self._raise_failure()
+            self._raise_end()
             if self._closed:
                 raise Error(self._has_left())
             if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline and not done():
@@ -226,6 +274,10 @@ class Rendezvous:
         if self._failure is not None:
             error = self._failure[1]
             raise type(error)(*error.args)  # a new one: several threads may raise it
+
+    def _raise_end(self) -> None:
+        """For what needs all ranks."""
+        self._raise_failure()
         if self._left:
             raise PeerLost(next(iter(self._left.values())))
 
@@ -249,6 +301,9 @@ class Rendezvous:
             elif kind == Kind.LEFT:
                 fields = unpack_json(payload, rank=int, text=str)
                 self._left[fields["rank"]] = fields["text"]
+            elif kind == Kind.MESSAGE:
+                self._inbox.add(*unpack_message(payload))
+                self._check_inbox()
             else:
                 raise WireError(f"a frame of kind {kind}")
             self._changed.notify_all()
@@ -286,12 +341,28 @@ class Rendezvous:
         except OSError:
             return  # another rank was first, or the launcher is gone
 
-    def _start_watching(self, on_failure: Callable[[int, str], None], on_leave: Callable | None) -> None:
-        self._on_failure, self._on_leave = on_failure, on_leave
+    def _send_message(self, payload: bytes) -> None:
+        with self._changed:
+            self._unsent -= len(payload)
+        self._connection.send(Kind.MESSAGE, payload)
+
+    def _check_inbox(self) -> None:
+        if self._inbox.is_full() and self._failure is None:
+            text = (
+                f"rendezvous: rank {self._environment.rank} was sent more than {MAX_WAITING} bytes of messages, and "
+                "nobody looks at them; pass an on_message to watch()"
+            )
+            self._fail(self._environment.rank, RendezvousError(text))
+            self._connection.send(Kind.ANNOUNCE, text.encode())
+
+    def _start_watching(self, on_failure: OnNews, on_leave: OnNews | None, on_message: OnMessage | None) -> None:
+        self._on_failure, self._on_leave, self._on_message = on_failure, on_leave, on_message
         self._tell()
 
     def _tell(self) -> None:
         """Calls the callbacks for what they have not been told yet. Without the lock: they may take others."""
+        while self._on_message is not None and not self._closed and (message := self._inbox.take()):
+            _guarded(self._on_message, *message)
         with self._changed:
             failure, left = self._failure, dict(self._left)
         if self._on_failure is not None and failure is not None and not self._told_failure:
@@ -308,9 +379,9 @@ class Rendezvous:
             self._loop.close_in_child()
 
 
-def _guarded(callback: Callable[[int, str], None], rank: int, text: str) -> None:
+def _guarded(callback: Callable, *news: object) -> None:
     try:
-        callback(rank, text)
+        callback(*news)
     except Exception:
         # The caller's mistake must be seen, but must not end the thread that watches the ranks.
         sys.excepthook(*sys.exc_info())

@@ -29,6 +29,7 @@ __all__ = [
     "GATHERED",
     "MAGIC",
     "MAX_BLOB",
+    "MAX_FRAME",
     "MAX_TEXT",
     "NONCE_BYTES",
     "PROOF_BYTES",
@@ -71,6 +72,7 @@ class Kind(enum.IntEnum):
     GOODBYE = 10  # rank -> rank 0: it leaves
     LEFT = 11  # rank 0 -> all: a rank has left
     TAKEN = 12  # rank 0 -> rank: GOODBYE or ANNOUNCE is taken and passed on
+    MESSAGE = 13  # rank -> rank 0: for another rank; rank 0 -> rank: from another rank (messages.py)
 
 
 class WireError(Exception):
@@ -184,6 +186,11 @@ class Connection:
     @property
     def is_open(self) -> bool:
         return self._open
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that the peer has not taken yet. Any thread may ask."""
+        return len(self._unsent)
 
     def resume(self) -> None:
         """Takes the frames that came right behind the handshake: they are read already, no event will tell of them."""
