@@ -14,9 +14,19 @@ from dataclasses import dataclass, field
 
 from .errors import EnvironmentVariableError
 
-__all__ = ["MAX_RANKS", "OF_JOB", "VARIABLES", "Environment", "Variable", "format_address", "parse_address"]
+__all__ = [
+    "ALGORITHMS",
+    "MAX_RANKS",
+    "OF_JOB",
+    "VARIABLES",
+    "Environment",
+    "Variable",
+    "format_address",
+    "parse_address",
+]
 
 MAX_RANKS = 1024
+ALGORITHMS = ("auto", "direct", "mesh", "ring", "doubling", "tree")  # enum mlxdist_algorithm of mlxdist.h
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,11 @@ VARIABLES = (
     Variable("MLXDIST_BULK_SLOT_BYTES", "bytes of a slot for large messages: 8192 to 1048576, times 4096", "131072"),
     Variable("MLXDIST_BULK_SLOTS", "slots for large messages, per peer and direction: 2 to 64", "6"),
     Variable("MLXDIST_EAGER_SLOTS", "slots for small messages, per peer and direction: 4 to 256", "32"),
+    Variable("MLXDIST_CABLES", "devices that large messages to a peer are spread over: 1 or 2", "1"),
+    Variable("MLXDIST_WIRES", "pairs of ranks that a cable joins, such as 0-1,1-2,2-0", "every pair"),
+    Variable("MLXDIST_CONNECT_AT_START", "up to so many ranks all pairs connect at the start: 1 to 256", "8"),
+    Variable("MLXDIST_ALGO", "how collectives move their data: auto, direct, mesh, ring, doubling or tree", "auto"),
+    Variable("MLXDIST_TUNING", "rank 0: file with the tuning table, or none", "~/.config/mlxdist/tuning.json"),
 )
 OF_JOB = frozenset(variable.name for variable in VARIABLES if variable.of_job)
 
@@ -62,6 +77,11 @@ class Environment:
     bulk_slot_bytes: int | None = None
     bulk_slots: int | None = None
     eager_slots: int | None = None
+    cables: int | None = None
+    wires: frozenset[tuple[int, int]] | None = None
+    connect_at_start: int | None = None
+    algo: str | None = None
+    tuning: str | None = None
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> "Environment":
@@ -84,6 +104,11 @@ class Environment:
             bulk_slot_bytes=_integer(environ, "MLXDIST_BULK_SLOT_BYTES", 8192, 1 << 20, multiple=4096),
             bulk_slots=_integer(environ, "MLXDIST_BULK_SLOTS", 2, 64),
             eager_slots=_integer(environ, "MLXDIST_EAGER_SLOTS", 4, 256),
+            cables=_integer(environ, "MLXDIST_CABLES", 1, 2),
+            wires=_pairs(environ, "MLXDIST_WIRES"),
+            connect_at_start=_integer(environ, "MLXDIST_CONNECT_AT_START", 1, 256),
+            algo=_one_of(environ, "MLXDIST_ALGO", ALGORITHMS),
+            tuning=_file(environ, "MLXDIST_TUNING"),
         )
         _refuse_contradictions(environ, environment)
         return environment
@@ -137,6 +162,12 @@ def _refuse_contradictions(environ: Mapping[str, str], environment: Environment)
         raise EnvironmentVariableError(
             f"MLXDIST_RANK={rank} does not fit MLXDIST_WORLD_SIZE={size}; ranks are numbered from 0 to {size - 1}"
         )
+    for pair in sorted(environment.wires or ()) if has_rank else ():
+        if max(pair) >= size or pair[0] == pair[1]:
+            raise EnvironmentVariableError(
+                f"MLXDIST_WIRES={environ['MLXDIST_WIRES']} has the pair {pair[0]}-{pair[1]}, but the ranks are 0 to "
+                f"{size - 1}, and a cable joins two of them"
+            )
     if size > 1 and environment.rendezvous is None:
         raise EnvironmentVariableError(
             f"MLXDIST_WORLD_SIZE={size} needs MLXDIST_RENDEZVOUS, the host:port of rank 0; "
@@ -163,6 +194,24 @@ def _integer(environ: Mapping[str, str], name: str, low: int, high: int, multipl
         steps = f", a multiple of {multiple}" if multiple > 1 else ""
         raise EnvironmentVariableError(f"{name}={text!r} is not a whole number from {low} to {high}{steps}")
     return value
+
+
+def _pairs(environ: Mapping[str, str], name: str) -> frozenset[tuple[int, int]] | None:
+    """Each pair both ways."""
+    if name not in environ:
+        return None
+    text = environ[name]
+    if not re.fullmatch(r"[0-9]{1,4}-[0-9]{1,4}(,[0-9]{1,4}-[0-9]{1,4})*", text, re.ASCII):
+        raise EnvironmentVariableError(f"{name}={text!r} is not a list of pairs of ranks, such as 0-1,1-2,2-0")
+    pairs = [(int(a), int(b)) for a, b in (pair.split("-") for pair in text.split(","))]
+    return frozenset(pairs) | frozenset((b, a) for a, b in pairs)
+
+
+def _one_of(environ: Mapping[str, str], name: str, values: tuple[str, ...]) -> str | None:
+    text = environ.get(name)
+    if text is not None and text not in values:
+        raise EnvironmentVariableError(f"{name}={text!r} is none of {', '.join(values)}")
+    return text
 
 
 def _seconds(environ: Mapping[str, str], name: str, zero: bool) -> float | None:
@@ -204,3 +253,9 @@ def _job(environ: Mapping[str, str], name: str) -> str:
             f"{name}={text!r} must be at most 256 letters, digits, dots, dashes or underlines"
         )
     return text
+
+
+def _file(environ: Mapping[str, str], name: str) -> str | None:
+    if environ.get(name) == "":
+        raise EnvironmentVariableError(f"{name} is empty; name a file, write none, or unset it for the default")
+    return environ.get(name)

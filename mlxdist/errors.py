@@ -21,6 +21,7 @@ __all__ = [
     "from_status",
     "name_ranks",
     "to_status",
+    "to_tagged_text",
 ]
 
 
@@ -79,19 +80,33 @@ _BY_STATUS = {
     7: ResourceError,
 }
 
+# Ours, where the engine has none: for errors that pass through C++ all the same.
+_WITHOUT_STATUS = {
+    101: RendezvousError,
+    102: EnvironmentVariableError,
+    103: VersionMismatch,
+}
+
 
 def from_status(status: int, text: str) -> Error:
     """The exception for a status of the native library and the text of ``mlxdist_last_error()``."""
     if status == 0:
         raise ValueError("status 0 is success, there is no exception for it")
-    if status not in _BY_STATUS:
+    kind = _BY_STATUS.get(status) or _WITHOUT_STATUS.get(status)
+    if kind is None:
         return Error(f"{text} (status {status}, which this version of mlxdist does not know)")
-    return _BY_STATUS[status](text)
+    return kind(text)
 
 
 def to_status(error: Error) -> int:
     """The status of the native library for an exception; that of Aborted for classes that it does not have."""
     return next((status for status, kind in _BY_STATUS.items() if type(error) is kind), 4)
+
+
+def to_tagged_text(error: Error) -> str:
+    """The text of a C++ exception that comes back from MLX as ``error``: ``[mlxdist 3] rank 1 waited ...``."""
+    status = next((status for status, kind in _WITHOUT_STATUS.items() if type(error) is kind), to_status(error))
+    return f"[mlxdist {status}] {error}"
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

@@ -1,48 +1,63 @@
-"""The group of ranks: how it comes together, what it knows of itself, how it ends."""
+"""The group of ranks: what it knows of itself, and what can be made of it."""
 
 import atexit
 import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from . import errors
-from .environment import Environment
-from .native import bridge, check, ffi, last_error, lib
-from .rendezvous import Rendezvous
+from .environment import ALGORITHMS, Environment
+from .handle import Handle, Operation
+from .native import bridge, ffi, last_error, layout, lib
+from .registration import Registration
+from .world import World
 
 __all__ = ["Group", "init"]
 
-# finalize() waits this long for peers where the user has set no timeout at all: a rank that works on for three
-# years is taken for lost.
-_FOR_EVER = 1e8
+# Operations that have more than one algorithm: those of mlxdist_operation, by the names of mlxdist's functions.
+_OPERATIONS = {
+    "all_reduce": lib.MLXDIST_ALL_REDUCE,
+    "all_sum": lib.MLXDIST_ALL_REDUCE,
+    "all_max": lib.MLXDIST_ALL_REDUCE,
+    "all_min": lib.MLXDIST_ALL_REDUCE,
+    "all_gather": lib.MLXDIST_ALL_GATHER,
+    "reduce_scatter": lib.MLXDIST_REDUCE_SCATTER,
+    "sum_scatter": lib.MLXDIST_REDUCE_SCATTER,
+    "broadcast": lib.MLXDIST_BROADCAST,
+    "reduce": lib.MLXDIST_REDUCE,
+    "gather": lib.MLXDIST_GATHER,
+    "scatter": lib.MLXDIST_SCATTER,
+    "barrier": lib.MLXDIST_BARRIER,
+}
 
 
 class Group:
-    """The ranks that communicate with each other. Made by :func:`init`.
+    """Ranks that communicate with each other. Made by :func:`init`, and by :meth:`split` of a larger one.
 
     Use it with mlxdist's own operations, or hand ``group.mlx`` to anything that takes an ``mx.distributed.Group``:
     ``mx.distributed``, ``mlx.nn`` and mlx-lm then run on mlxdist's transport.
     """
 
-    def __init__(self, rank: int, size: int, host: str) -> None:
-        self._rank = rank
-        self._size = size
-        self._host = host
-        self._process = os.getpid()
-        self._native: Any = None  # mlxdist_group *; None in a group of one
-        self._rendezvous: Rendezvous | None = None
-        self._connection: Any = None  # the bridge's view of _native
-        self._mlx: mx.distributed.Group | None = None
-        self._timeout = _FOR_EVER
-        self._state = threading.Condition()  # guards the two below
+    def __init__(self, world: World, connection: Any) -> None:
+        self._world = world
+        self._connection = connection  # the bridge's view of the native group
+        self._rank: int = connection.rank
+        self._size: int = connection.size
         self._closed = False
-        self._running = 0  # operations on NumPy arrays
+        # mlxdist_group *; None in a group of one, and when operations are over
+        self._native = ffi.cast("mlxdist_group *", connection.group) if self._size > 1 else None
+        self._mlx: mx.distributed.Group = connection.mlx_group()
+        # One entry for each thread that is in the engine. Appending and taking away are single steps of the
+        # interpreter: a lock would cost as much as a small operation.
+        self._running: list[None] = []
+        world.add(self)
 
     def rank(self) -> int:
         """The number of this process in the group, from 0."""
@@ -72,10 +87,82 @@ class Group:
         """Returns once every rank has called it. Arrays of MLX that are not evaluated yet do not take part."""
         self.call(lib.mlxdist_barrier)
 
+    def split(self, color: int, key: int = -1) -> "Group | None":
+        """Makes a group of the ranks that pass the same ``color``, as ``mx.distributed.Group.split`` does.
+
+        All ranks of this group must call it. The groups work side by side, on the same queue pairs; two ranks must
+        use those that they share in the same order. They end when they are no longer used, or with the world.
+
+        Args:
+            color: from 0 to 2147483647; a negative number to be in no group.
+            key: ranks are numbered in the order of their keys, and where these are equal in the order of this group.
+                A negative key stands for the rank in this group.
+
+        Returns:
+            The group of this rank; ``None`` for a negative ``color``.
+
+        Raises:
+            InvalidArgument: a number has more than 32 bits.
+            Mismatch, Timeout, PeerLost, Aborted: not all ranks took part.
+        """
+        for name, number in (("color", color), ("key", key)):
+            if not -(2**31) <= number < 2**31:
+                raise errors.InvalidArgument(f"split: {name} is {number}, which has more than 32 bits")
+        self._running.append(None)
+        try:
+            self._require_open()
+            connection = self._connection.split(color, key)
+        finally:
+            self._running.pop()
+        return None if connection is None else Group(self._world, connection)
+
+    def register(self, buffer: Any) -> Registration:
+        """Registers memory with the device, so that large messages leave from it without being copied into a slot.
+
+        Worth its time for buffers that are sent again and again: registering costs more than copying once.
+
+        Args:
+            buffer: a NumPy array, an ``mx.array`` or anything with the buffer protocol, in one piece. It is kept, and
+                must not be resized, until the registration is released. An ``mx.array`` is evaluated; MLX does not
+                reuse its memory for results meanwhile.
+
+        Raises:
+            InvalidArgument: ``buffer`` is no buffer, or not contiguous.
+            ResourceError: the device can register no more.
+        """
+        self._require_open()
+        registration = Registration(_memory(buffer), self._native)
+        self._world.registrations.add(registration)
+        return registration
+
+    def algorithm(self, operation: str, array: int | Any) -> str:
+        """How ``operation`` moves its data: "direct", "mesh", "ring", "doubling" or "tree"; "none" in a group of one.
+
+        Args:
+            operation: the name of a function of mlxdist that has a choice, such as "all_sum".
+            array: the input, or its number of bytes.
+
+        Raises:
+            InvalidArgument: there is no such operation, or it has no choice.
+        """
+        self._require_open()
+        if operation not in _OPERATIONS:
+            raise errors.InvalidArgument(
+                f"algorithm: {operation!r} is no operation with a choice; those are {', '.join(_OPERATIONS)}"
+            )
+        if self._native is None:
+            return "none"
+        nbytes = array if isinstance(array, int) else array.nbytes
+        if operation == "scatter":  # the engine goes by what arrives, since only the root has the whole
+            nbytes //= self._size
+        described = layout("uint8", (nbytes,))
+        return ALGORITHMS[lib.mlxdist_group_algorithm(self._native, _OPERATIONS[operation], described)]
+
     def stats(self) -> dict[str, int]:
         """Counters since the group began: operations, bytes, work requests, times in nanoseconds.
 
-        The keys are the fields of ``mlxdist_stats`` in ``mlxdist.h``, which explains them. All are 0 in a group of one.
+        The keys are the fields of ``mlxdist_stats`` in ``mlxdist.h``, which explains them and says which are the
+        group's own and which the process's. All are 0 in a group of one.
         """
         self._require_open()
         counters = ffi.new("mlxdist_stats *")
@@ -84,136 +171,103 @@ class Group:
         return {name: getattr(counters, name) for name, _ in ffi.typeof("mlxdist_stats").fields}
 
     def abort(self, reason: str) -> None:
-        """Ends every operation of the group, on all ranks, with an error that names this rank and the reason."""
-        self._abort(reason, consequence=False)
+        """Ends every operation of all groups, on all ranks, with an error that names this rank and the reason."""
+        self._require_open()
+        self._world.abort(reason)
 
     def finalize(self) -> None:
-        """Waits until all ranks have come here, then takes the group down.
+        """Waits until all ranks have come here, then takes the world down: this group and those split off.
 
         A rank that leaves while others still communicate with it is a mistake in the program: it fails on both sides
-        with a :class:`Mismatch`. Runs by itself when the process exits. Operations afterwards raise; a second call
-        does nothing.
+        with a :class:`Mismatch`. Operations that have been started (``async_op``, ``mx.async_eval``) are waited for.
+        Runs by itself when the process exits. Operations afterwards raise; a second call does nothing.
 
         Raises:
+            InvalidArgument: this group was made by :meth:`split`: it needs no end of its own.
             Mismatch, Timeout, PeerLost, Aborted: the other ranks did not come.
         """
-        if self._process != os.getpid():
-            return
-        with self._state:
-            if self._closed:
-                return
-            self._closed = True
-            idle = self._state.wait_for(lambda: self._running == 0, self._timeout)
+        if self._connection is not self._world.connection:
+            raise errors.InvalidArgument(
+                "finalize: a group made by split() ends by itself, when it is no longer used or with the world; "
+                "finalize the group of mlxdist.init()"
+            )
         atexit.unregister(self._finalize_at_exit)
-        if self._native is None:
-            self._connection.close()
-            return
-        failed_before = lib.mlxdist_group_error(self._native) != lib.MLXDIST_OK
-        if not (idle and self._connection.drain(self._timeout)):
-            lib.mlxdist_group_abort(self._native, lib.MLXDIST_ABORTED, b"finalize() found operations that do not end")
-        self._connection.close()
-        try:
-            if not failed_before:  # else the error has been raised where it happened
-                check(lib.mlxdist_group_error(self._native))
-                check(lib.mlxdist_group_finalize(self._native))
-        finally:
-            self._rendezvous.close()
-            with self._state:
-                idle = self._state.wait_for(lambda: self._running == 0, 10)  # aborted operations end at once
-            if idle:  # else its memory is in use: rather leave it to the end of the process
-                lib.mlxdist_group_destroy(self._native)
-                self._native = None
+        self._world.finalize()
+
+    # For mlxdist's own modules.
 
     def call(self, function: Callable[..., int], *arguments: Any) -> None:
-        """Calls an operation of the engine on this group; nothing in a group of one. For mlxdist's own modules."""
-        with self._state:
-            self._require_open()
-            if self._native is None:
-                return
-            self._running += 1
+        """Calls an operation of the engine on this group and waits for it; nothing in a group of one."""
+        self._running.append(None)  # first: finalize() closes the group, then looks here
         try:
-            status = function(self._native, *arguments)
-            if status != lib.MLXDIST_OK:
-                raise errors.from_status(status, last_error())
+            native = self._native
+            if native is None:
+                self._require_open()
+            elif status := function(native, *arguments, ffi.NULL):
+                raise self._error(status)
         finally:
-            with self._state:
-                self._running -= 1
-                self._state.notify_all()
+            self._running.pop()
+
+    def start(self, name: str, result: Any, memory: Any, function: Callable[..., int], *arguments: Any) -> Handle:
+        """Starts an operation of the engine. ``memory``: what it works on; ``result``: what its handle gives."""
+        pending = self._world.pending
+        pending.sweep()
+        operation = Operation(name, (self, memory), pending)
+        self._running.append(None)
+        try:
+            native = self._native
+            if native is None:
+                self._require_open()
+                return Handle(None, pending, result)
+            pending.running.add(operation)
+            if status := function(native, *arguments, operation.native):
+                raise self._error(status)
+            return Handle(operation, pending, result)
+        finally:
+            if operation.native[0] == ffi.NULL:  # it has not started
+                pending.running.discard(operation)
+            self._running.pop()
 
     @property
     def connection(self) -> Any:
-        """The bridge's handle. For mlxdist's own modules."""
+        """The bridge's handle."""
         self._require_open()
         return self._connection
+
+    def add_door(self, door: Any) -> None:
+        """Another way into the engine (mpi_door.py), which ends with the world: see :attr:`World.doors`."""
+        self._require_open()
+        self._world.doors.append(door)
+
+    def shut(self) -> None:
+        """From now on every operation is refused."""
+        self._closed = True
+        self._native = None
+
+    def is_idle(self, seconds: float) -> bool:
+        """Whether all calls have returned, after at most ``seconds``."""
+        deadline = time.monotonic() + seconds
+        while self._running and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return not self._running
 
     def __repr__(self) -> str:
         return f"<mlxdist.Group rank {self._rank} of {self._size}{', finalized' if self._closed else ''}>"
 
-    def _connect(self, environment: Environment) -> None:
-        """Makes the connections to all other ranks."""
-        self._rendezvous = Rendezvous(environment)
-        try:
-            options = ffi.new("mlxdist_options *")
-            lib.mlxdist_default_options(options)
-            for name, _ in ffi.typeof("mlxdist_options").fields:
-                if getattr(environment, name) is not None:
-                    setattr(options, name, getattr(environment, name))
-            self._timeout = options.timeout or _FOR_EVER
-            handle = ffi.new("mlxdist_group **")
-            check(lib.mlxdist_group_create(self._rank, self._size, options, handle))
-            self._native = handle[0]
-            addresses = self._exchange_addresses()
-            check(lib.mlxdist_group_connect(self._native, addresses, len(addresses)))
-            self._rendezvous.barrier("connect")  # nobody sends before every receive is posted
-            self._rendezvous.watch(on_failure=self._peer_failed)
-        except BaseException as error:
-            self._rendezvous.announce(f"rank {self._rank} on {self._host} could not connect: {error}")
-            self._rendezvous.close()
-            if self._native is not None:
-                lib.mlxdist_group_destroy(self._native)
-                self._native = None
-            raise
-
-    def _exchange_addresses(self) -> bytes:
-        address = ffi.new("char[]", lib.mlxdist_group_address_size(self._native))
-        check(lib.mlxdist_group_address(self._native, address))
-        here = _host_identity()
-        blobs = self._rendezvous.all_gather(here + b"\0" + bytes(ffi.buffer(address)), "addresses")
-        hosts, addresses = zip(*(blob.split(b"\0", 1) for blob in blobs))
-        if self.provider == "soft":
-            for rank, host in enumerate(hosts):
-                if host != hosts[0]:
-                    raise errors.InvalidArgument(
-                        f"ranks 0 and {rank} are on different hosts ({_host_name(hosts[0])} and {_host_name(host)}), "
-                        f"but the provider is soft ({self.provider_reason}), which connects ranks of one host only; "
-                        "start all ranks on one host"
-                    )
-        return b"".join(addresses)
-
-    def _peer_failed(self, rank: int, text: str) -> None:
-        # Called by the rendezvous's own thread, which ends before finalize() destroys the group. A rank whose operation
-        # fails tells the others through the engine; this way come its death and its abort().
-        status = errors.to_status(self._rendezvous.failure)
-        lib.mlxdist_group_abort(self._native, status, text.encode())
-
-    def _abort(self, reason: str, consequence: bool) -> None:
-        self._require_open()
-        text = f"rank {self._rank} on {self._host} aborted the group: {reason}"
-        if self._native is not None:
-            # First the others, who must not find this rank's operations broken before they know why.
-            self._rendezvous.announce(text, consequence)
-            lib.mlxdist_group_abort(self._native, lib.MLXDIST_ABORTED, text.encode())
+    def _error(self, status: int) -> errors.Error:
+        if status != lib.MLXDIST_INVALID_ARGUMENT:  # that has not failed the group
+            self._world.pending.told_error = True
+        return errors.from_status(status, last_error())
 
     def _require_open(self) -> None:
-        if self._process != os.getpid():
+        if not self._closed:
+            return
+        if self._world.forked:
             raise errors.InvalidArgument(
                 f"this process was forked from rank {self._rank}, and a group does not survive a fork; use it in the "
                 "process that called mlxdist.init(), or start the child with subprocess or multiprocessing's spawn"
             )
-        if self._closed:
-            raise errors.InvalidArgument(
-                f"the group of rank {self._rank} has been finalized; do this before finalize()"
-            )
+        raise errors.InvalidArgument(f"the group of rank {self._rank} has been finalized; do this before finalize()")
 
     def _text(self, function: Callable[[Any], Any], alone: str) -> str:
         self._require_open()
@@ -222,14 +276,32 @@ class Group:
     def _finalize_at_exit(self) -> None:
         # Set by the interpreter when an exception has ended the main module: the others need not wait for more.
         uncaught = getattr(sys, "last_value", None)
-        if uncaught is not None and not self._closed and self._process == os.getpid():
+        if uncaught is not None and not self._closed:
             consequence = isinstance(uncaught, errors.PeerLost | errors.Aborted)
-            self._abort(f"{type(uncaught).__name__}: {uncaught}", consequence)
+            self._world.abort(f"{type(uncaught).__name__}: {uncaught}", consequence)
         try:
             self.finalize()
         except errors.Error as error:
             print(f"mlxdist: {type(error).__name__}: {error}", file=sys.stderr)
             _exit_status.append(1)
+
+
+def _memory(buffer: Any) -> Any:
+    """The bytes of a buffer, for cffi: they stay where they are as long as the result lives."""
+    kind = type(buffer).__name__
+    if isinstance(buffer, mx.array):
+        # An array of its own on the same memory: x += 1 would let go of that of x.
+        own = mx.stop_gradient(buffer)
+        mx.eval(buffer, own)
+        buffer = memoryview(own)
+    if isinstance(buffer, np.ndarray) and buffer.flags.c_contiguous:
+        buffer = buffer.reshape(-1).view(np.uint8)  # also where NumPy has no buffer for the dtype
+    try:
+        return ffi.from_buffer(buffer)
+    except (TypeError, ValueError, BufferError) as error:
+        raise errors.InvalidArgument(
+            f"register: this {kind} gives no contiguous memory ({error}); pass a contiguous array"
+        ) from None
 
 
 # The interpreter would end with status 0 whatever an exit handler raises, and a job that has failed must not.
@@ -267,6 +339,9 @@ def init(strict: bool = False, backend: str = "any") -> Group:
         RendezvousError: not all ranks came.
     """
     global _world
+    group = _world
+    if group is not None and not group._closed and backend == "any":
+        return group  # what most operations ask for
     if backend not in ("any", "mlxdist"):
         raise errors.InvalidArgument(
             f"mlxdist.init: there is no backend {backend!r}; use 'any', or mx.distributed.init"
@@ -287,24 +362,10 @@ def _create(strict: bool) -> Group:
             "mlxdist.init(strict=True): no launcher started this process; run it with "
             "`mlxdist launch -n 2 -- python ...`"
         )
-    group = Group(environment.rank, environment.world_size, socket.gethostname())
-    if group.size() > 1:
-        group._connect(environment)
-    group._connection = bridge.connect(0 if group._native is None else int(ffi.cast("uintptr_t", group._native)))
-    group._mlx = group._connection.mlx_group()
+    world = World(environment, socket.gethostname())
+    group = Group(world, world.connection)
     atexit.register(group._finalize_at_exit)
     return group
-
-
-def _host_identity() -> bytes:
-    """Equal for processes that share a kernel: containers and hosts may share a name."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    identity = boot.read_text().strip() if boot.exists() else ""
-    return f"{socket.gethostname()} {identity}".encode()
-
-
-def _host_name(identity: bytes) -> str:
-    return identity.split(b" ")[0].decode(errors="replace")
 
 
 def _after_fork() -> None:

@@ -14,13 +14,9 @@ from typing import Any
 import mlx.core as mx
 
 from . import errors
-from .version import __version__
+from .version import HOW_TO_BUILD, __version__
 
-__all__ = ["bridge", "check", "dtype_number", "ffi", "layout", "lib"]
-
-_REBUILD = (
-    "in mlxdist's source folder, `make setup`, or `pip install --no-build-isolation --no-deps --force-reinstall .`"
-)
+__all__ = ["bridge", "check", "dtype_number", "ffi", "last_error", "layout", "lib"]
 
 
 def _check_mlx() -> None:
@@ -28,7 +24,7 @@ def _check_mlx() -> None:
     if mx.__version__ not in MLX_VERSIONS:
         raise errors.VersionMismatch(
             f"mlxdist was built for MLX {' and '.join(MLX_VERSIONS)}, but MLX {mx.__version__} is installed; install "
-            f"that MLX (`pip install mlx=={MLX_VERSIONS[-1]}`), or rebuild for this one: {_REBUILD}"
+            f"that MLX (`pip install mlx=={MLX_VERSIONS[-1]}`), or rebuild for this one: {HOW_TO_BUILD}"
         )
 
 
@@ -36,7 +32,7 @@ def _check_library() -> None:
     built = ffi.string(lib.mlxdist_version()).decode()
     if built != __version__:
         raise errors.VersionMismatch(
-            f"the compiled half of mlxdist has version {built}, the Python half {__version__}; rebuild: {_REBUILD}"
+            f"the compiled half of mlxdist has version {built}, the Python half {__version__}; rebuild: {HOW_TO_BUILD}"
         )
 
 
@@ -52,7 +48,7 @@ try:
 except errors.VersionMismatch:
     raise
 except ImportError as error:
-    raise ImportError(f"mlxdist's compiled half does not load ({error}); build it: {_REBUILD}") from error
+    raise ImportError(f"mlxdist's compiled half does not load ({error}); build it: {HOW_TO_BUILD}") from error
 
 _DTYPES = {ffi.string(lib.mlxdist_dtype_name(number)).decode(): number for number in range(lib.MLXDIST_COMPLEX64 + 1)}
 _LAYOUT_DIMENSIONS = dict(ffi.typeof("mlxdist_layout").fields)["shape"].type.length

@@ -1,24 +1,32 @@
-"""The operations, with the names and arguments of ``mx.distributed``, on ``mx.array`` and on NumPy arrays.
+"""The collectives, with the names and arguments of ``mx.distributed``, on ``mx.array``, NumPy arrays and buffers.
 
-On an ``mx.array`` they are lazy, work inside ``mx.compile`` and have MLX's gradients: nothing is sent before the result
-is evaluated. All ranks must evaluate the same operations in the same order.
+On an ``mx.array`` they are lazy, work inside ``mx.compile`` and ``mx.vmap`` and have gradients: nothing is sent before
+the result is evaluated. All ranks must evaluate the same operations in the same order. MLX carries them out in a
+thread of its own: while some are under way (``mx.async_eval``), use another group for operations that are carried out
+at once, or they come in between at another place on each rank.
 
-On a ``numpy.ndarray`` they are carried out at once. The result is a new array or, if given, ``out``, which may be
-the input itself and must be contiguous. An input that is not contiguous is copied first. NumPy has no bfloat16: pass
-arrays of the package ml_dtypes, or the bits as uint16 with ``dtype=mx.bfloat16``.
+On a ``numpy.ndarray``, and on whatever else has the buffer protocol (``bytearray``, ``memoryview``, ``array.array``,
+arrays of ctypes ...), they are carried out at once. The result is a new NumPy array or, if given, ``out``, which may be
+the input itself. An input that is not contiguous is copied first. NumPy has no bfloat16: pass arrays of the package
+ml_dtypes, or the bits as uint16 with ``dtype=mx.bfloat16``.
 
 Arguments of every operation:
     group: a :class:`mlxdist.Group`; ``None`` is the group of ``mlxdist.init()``.
     stream: for ``mx.array`` only: a CPU stream or device, as in ``mx.distributed``.
-    out, dtype: for NumPy arrays only, see above.
+    out: for other arrays only: where to write the result, contiguous. A NumPy array must have its shape and dtype,
+        another buffer as many elements of its dtype.
+    dtype: for other arrays only: ``mx.bfloat16`` (or "bfloat16") for bits in uint16.
+    async_op: for other arrays only: return a :class:`mlxdist.Handle` at once, whose ``wait()`` gives the result.
 
 Supported dtypes: bool, uint8 to uint64, int8 to int64, float16, bfloat16, float32, float64, complex64.
+Where an array is cut into parts or parts are joined, that is along its first axis. In a group of one the result equals
+the input.
 
 Raises, all of them:
     InvalidArgument: refused before any work: not an array, an unsupported dtype, a wrong ``out``, no such rank.
     Mismatch: the ranks disagree on the operation, dtype, shape or root; raised on every rank.
     Timeout, PeerLost, Aborted, TransportError: the operation could not be completed; raised on every rank.
-On an ``mx.array`` all but the first come where the result is evaluated.
+On an ``mx.array`` all but the first come where the result is evaluated, of a handle from ``wait()``.
 """
 
 from collections.abc import Sequence
@@ -28,7 +36,8 @@ import mlx.core as mx
 import numpy as np
 
 from . import eager, errors
-from .group import Group, init
+from .arguments import check_root, group_of, is_mlx, part_shape, row_counts
+from .group import Group
 from .native import bridge
 
 __all__ = [
@@ -37,14 +46,17 @@ __all__ = [
     "all_min",
     "all_reduce",
     "all_sum",
+    "all_to_all",
+    "all_to_all_v",
     "barrier",
     "broadcast",
+    "gather",
     "get_rank",
     "get_world_size",
     "is_available",
-    "recv",
-    "recv_like",
-    "send",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
     "sum_scatter",
 ]
 
@@ -55,28 +67,45 @@ _MLX_REDUCTIONS = {"sum": mx.distributed.all_sum, "max": mx.distributed.all_max,
 
 
 def all_sum(
-    x: Array, *, group: Group | None = None, stream: Stream = None, out: np.ndarray | None = None, dtype: Any = None
+    x: Array,
+    *,
+    group: Group | None = None,
+    stream: Stream = None,
+    out: Any = None,
+    dtype: Any = None,
+    async_op: bool = False,
 ) -> Array:
     """The sum of all ranks' ``x``, elementwise: shape and dtype of ``x``, bitwise equal on all ranks.
 
-    float16 and bfloat16 are added up in float32 and rounded once; sums of bool are logical or. The gradient is MLX's:
-    the identity.
+    float16 and bfloat16 are added up in float32; sums of bool are logical or. The gradient is MLX's: the identity.
     """
-    return _all_reduce("all_sum", x, "sum", group, stream, out, dtype)
+    return _all_reduce("all_sum", x, "sum", group, stream, out, dtype, async_op)
 
 
 def all_max(
-    x: Array, *, group: Group | None = None, stream: Stream = None, out: np.ndarray | None = None, dtype: Any = None
+    x: Array,
+    *,
+    group: Group | None = None,
+    stream: Stream = None,
+    out: Any = None,
+    dtype: Any = None,
+    async_op: bool = False,
 ) -> Array:
     """The maximum of all ranks' ``x``, elementwise: shape and dtype of ``x``. A NaN of one rank is in the result."""
-    return _all_reduce("all_max", x, "max", group, stream, out, dtype)
+    return _all_reduce("all_max", x, "max", group, stream, out, dtype, async_op)
 
 
 def all_min(
-    x: Array, *, group: Group | None = None, stream: Stream = None, out: np.ndarray | None = None, dtype: Any = None
+    x: Array,
+    *,
+    group: Group | None = None,
+    stream: Stream = None,
+    out: Any = None,
+    dtype: Any = None,
+    async_op: bool = False,
 ) -> Array:
     """The minimum of all ranks' ``x``, elementwise: shape and dtype of ``x``. A NaN of one rank is in the result."""
-    return _all_reduce("all_min", x, "min", group, stream, out, dtype)
+    return _all_reduce("all_min", x, "min", group, stream, out, dtype, async_op)
 
 
 def all_reduce(
@@ -85,36 +114,67 @@ def all_reduce(
     *,
     group: Group | None = None,
     stream: Stream = None,
-    out: np.ndarray | None = None,
+    out: Any = None,
     dtype: Any = None,
+    async_op: bool = False,
 ) -> Array:
     """all_sum, all_max or all_min by name ("sum", "max", "min"), or the product ("prod"), which has no gradient."""
-    if op not in ("sum", "max", "min", "prod"):
-        raise errors.InvalidArgument(f"all_reduce: op must be 'sum', 'max', 'min' or 'prod', not {op!r}")
-    return _all_reduce("all_reduce", x, op, group, stream, out, dtype)
+    _check_op("all_reduce", op)
+    return _all_reduce("all_reduce", x, op, group, stream, out, dtype, async_op)
 
 
 def all_gather(
-    x: Array, *, group: Group | None = None, stream: Stream = None, out: np.ndarray | None = None, dtype: Any = None
+    x: Array,
+    *,
+    group: Group | None = None,
+    stream: Stream = None,
+    out: Any = None,
+    dtype: Any = None,
+    async_op: bool = False,
 ) -> Array:
     """All ranks' ``x`` one after the other: shape ``(size * n, ...)`` for an ``x`` of shape ``(n, ...)``.
 
-    Scalars give shape ``(size,)``. The gradient is MLX's: this rank's part of the cotangent.
+    Scalars give shape ``(size,)``. The gradient is MLX's: this rank's part of the cotangent. That of
+    :func:`mlxdist.nn.gather_from_sequence_parallel_region` is the sum over all ranks.
     """
-    if _is_mlx("all_gather", x, out, dtype):
-        return mx.distributed.all_gather(x, group=_group(group).mlx, stream=stream)
-    _no_stream("all_gather", stream)
-    return eager.all_gather(x, _group(group), out, dtype)
+    group = group_of(group)
+    if is_mlx("all_gather", x, stream, out, dtype, async_op):
+        return mx.distributed.all_gather(x, group=group.mlx, stream=stream)
+    return eager.all_gather(x, group, out, dtype, async_op)
+
+
+def reduce_scatter(
+    x: Array,
+    op: str = "sum",
+    *,
+    group: Group | None = None,
+    stream: Stream = None,
+    out: Any = None,
+    dtype: Any = None,
+    async_op: bool = False,
+) -> Array:
+    """This rank's part of what all_reduce gives: shape ``(n / size, ...)`` for an ``x`` of shape ``(n, ...)``.
+
+    ``op``: "sum", "max", "min" or "prod". Only the sum has a gradient: the cotangents of all ranks' parts, joined.
+    """
+    _check_op("reduce_scatter", op)
+    return _reduce_scatter("reduce_scatter", x, op, group, stream, out, dtype, async_op)
 
 
 def sum_scatter(
-    x: Array, *, group: Group | None = None, stream: Stream = None, out: np.ndarray | None = None, dtype: Any = None
+    x: Array,
+    *,
+    group: Group | None = None,
+    stream: Stream = None,
+    out: Any = None,
+    dtype: Any = None,
+    async_op: bool = False,
 ) -> Array:
-    """This rank's part of the sum of all ranks' ``x``: shape ``(n / size, ...)`` for an ``x`` of shape ``(n, ...)``."""
-    if _is_mlx("sum_scatter", x, out, dtype):
-        return mx.distributed.sum_scatter(x, group=_group(group).mlx, stream=stream)
-    _no_stream("sum_scatter", stream)
-    return eager.sum_scatter(x, _group(group), out, dtype)
+    """This rank's part of the sum of all ranks' ``x``: shape ``(n / size, ...)`` for an ``x`` of shape ``(n, ...)``.
+
+    The gradient, which that of ``mx.distributed`` lacks, is the cotangents of all ranks' parts, joined.
+    """
+    return _reduce_scatter("sum_scatter", x, "sum", group, stream, out, dtype, async_op)
 
 
 def broadcast(
@@ -123,83 +183,148 @@ def broadcast(
     *,
     group: Group | None = None,
     stream: Stream = None,
-    out: np.ndarray | None = None,
+    out: Any = None,
     dtype: Any = None,
+    async_op: bool = False,
 ) -> Array:
     """The root's ``x`` on every rank. All ranks pass an array of the same shape and dtype.
 
-    The gradient is the true one: on the root the sum of all ranks' cotangents, elsewhere zeros.
+    The gradient: on the root the sum of all ranks' cotangents, elsewhere zeros.
     """
-    group = _group(group)
-    if not 0 <= root < group.size():
-        raise errors.InvalidArgument(f"broadcast: root is {root}, but the ranks are 0 to {group.size() - 1}")
-    if _is_mlx("broadcast", x, out, dtype):
+    group = group_of(group)
+    check_root("broadcast", root, group)
+    if is_mlx("broadcast", x, stream, out, dtype, async_op):
         return bridge.broadcast(x, group.connection, root, stream)
-    _no_stream("broadcast", stream)
-    return eager.broadcast(x, root, group, out, dtype)
+    return eager.broadcast(x, root, group, out, dtype, async_op)
 
 
-def send(x: Array, dst: int, *, group: Group | None = None, stream: Stream = None, dtype: Any = None) -> Array:
-    """Sends ``x`` to rank ``dst``, which must call :func:`recv`. Returns ``x``: evaluating that is what sends it."""
-    group = _group(group)
-    _check_peer("send", "dst", dst, group)
-    if _is_mlx("send", x, None, dtype):
-        return mx.distributed.send(x, dst, group=group.mlx, stream=stream)
-    _no_stream("send", stream)
-    return eager.send(x, dst, group, dtype)
-
-
-def recv(
-    shape: Sequence[int],
-    dtype: Any,
-    src: int,
-    *,
-    group: Group | None = None,
-    stream: Stream = None,
-    out: np.ndarray | None = None,
-) -> mx.array | np.ndarray:
-    """Receives what rank ``src`` sends to this rank: an ``mx.array`` if ``dtype`` is MLX's, else a NumPy array."""
-    group = _group(group)
-    _check_peer("recv", "src", src, group)
-    if isinstance(dtype, mx.Dtype):
-        if out is not None:
-            raise errors.InvalidArgument("recv: out is for NumPy dtypes, and dtype is one of MLX")
-        return mx.distributed.recv(shape, dtype, src, group=group.mlx, stream=stream)
-    _no_stream("recv", stream)
-    return eager.recv(shape, np.dtype(dtype), src, group, out, None)
-
-
-def recv_like(
+def reduce(
     x: Array,
-    src: int,
+    op: str = "sum",
+    root: int = 0,
     *,
     group: Group | None = None,
     stream: Stream = None,
-    out: np.ndarray | None = None,
+    out: Any = None,
     dtype: Any = None,
+    async_op: bool = False,
 ) -> Array:
-    """Receives an array of the kind, shape and dtype of ``x``, which stays as it is unless it is ``out``."""
-    group = _group(group)
-    _check_peer("recv_like", "src", src, group)
-    if _is_mlx("recv_like", x, out, dtype):
-        return mx.distributed.recv_like(x, src, group=group.mlx, stream=stream)
-    _no_stream("recv_like", stream)
-    return eager.recv(x.shape, x.dtype, src, group, out, dtype)
+    """What all_reduce gives, on the root alone: shape and dtype of ``x``.
+
+    The other ranks get an array without elements, of shape ``(0, ...)`` for an ``x`` of shape ``(n, ...)`` and ``(0,)``
+    for a scalar; their ``out`` stays as it is. Only the sum has a gradient: the root's cotangent, on all ranks.
+    """
+    group = group_of(group)
+    _check_op("reduce", op)
+    check_root("reduce", root, group)
+    if is_mlx("reduce", x, stream, out, dtype, async_op):
+        return bridge.reduce(x, group.connection, eager.REDUCTIONS[op], root, stream)
+    return eager.reduce(x, op, root, group, out, dtype, async_op)
 
 
-def barrier(*, group: Group | None = None) -> None:
+def gather(
+    x: Array,
+    root: int = 0,
+    *,
+    group: Group | None = None,
+    stream: Stream = None,
+    out: Any = None,
+    dtype: Any = None,
+    async_op: bool = False,
+) -> Array:
+    """What all_gather gives, on the root alone: shape ``(size * n, ...)`` for an ``x`` of shape ``(n, ...)``.
+
+    The other ranks get an array without elements, as from :func:`reduce`. The gradient: each rank's part of the root's
+    cotangent.
+    """
+    group = group_of(group)
+    check_root("gather", root, group)
+    if is_mlx("gather", x, stream, out, dtype, async_op):
+        return bridge.gather(x, group.connection, root, stream)
+    return eager.gather(x, root, group, out, dtype, async_op)
+
+
+def scatter(
+    x: Array,
+    root: int = 0,
+    *,
+    group: Group | None = None,
+    stream: Stream = None,
+    out: Any = None,
+    dtype: Any = None,
+    async_op: bool = False,
+) -> Array:
+    """This rank's part of the root's ``x``: shape ``(n / size, ...)`` for an ``x`` of shape ``(n, ...)``.
+
+    All ranks pass an array of the same shape and dtype, of which only the root's elements count. The gradient: on the
+    root all ranks' cotangents, joined, elsewhere zeros.
+    """
+    group = group_of(group)
+    check_root("scatter", root, group)
+    if is_mlx("scatter", x, stream, out, dtype, async_op):
+        part_shape("scatter", x.shape, group)
+        return bridge.scatter(x, group.connection, root, stream)
+    return eager.scatter(x, root, group, out, dtype, async_op)
+
+
+def all_to_all(
+    x: Array,
+    *,
+    group: Group | None = None,
+    stream: Stream = None,
+    out: Any = None,
+    dtype: Any = None,
+    async_op: bool = False,
+) -> Array:
+    """Cuts ``x`` into ``size`` equal parts and sends part j to rank j; the result is what came, in rank order.
+
+    Shape and dtype of ``x``, whose first dimension is a multiple of the group's size. The gradient is all_to_all of the
+    cotangent.
+    """
+    group = group_of(group)
+    if is_mlx("all_to_all", x, stream, out, dtype, async_op):
+        part_shape("all_to_all", x.shape, group)
+        return bridge.all_to_all(x, group.connection, stream)
+    return eager.all_to_all(x, group, out, dtype, async_op)
+
+
+def all_to_all_v(
+    x: Array,
+    send_counts: Sequence[int],
+    recv_counts: Sequence[int],
+    *,
+    group: Group | None = None,
+    stream: Stream = None,
+    out: Any = None,
+    dtype: Any = None,
+    async_op: bool = False,
+) -> Array:
+    """all_to_all with parts of different sizes.
+
+    The first ``send_counts[0]`` rows of ``x`` go to rank 0, the next ``send_counts[1]`` to rank 1 and so on. The result
+    has ``sum(recv_counts)`` rows: ``recv_counts[i]`` from each rank i, in rank order. What rank i sends to j must be
+    what j expects from i. The gradient is all_to_all_v of the cotangent with the counts swapped.
+    """
+    group = group_of(group)
+    if is_mlx("all_to_all_v", x, stream, out, dtype, async_op):
+        counts = row_counts(x.shape, send_counts, recv_counts, group)
+        return bridge.all_to_all_v(x, group.connection, *counts, stream)
+    return eager.all_to_all_v(x, send_counts, recv_counts, group, out, dtype, async_op)
+
+
+def barrier(*, group: Group | None = None, async_op: bool = False) -> Any:
     """Returns once every rank has called it. Arrays of MLX that are not evaluated yet do not take part."""
-    _group(group).barrier()
+    return eager.barrier(group_of(group), async_op)
 
 
 def get_rank(group: Group | None = None) -> int:
     """The number of this process in the group, from 0."""
-    return _group(group).rank()
+    return group_of(group).rank()
 
 
 def get_world_size(group: Group | None = None) -> int:
     """The number of processes in the group."""
-    return _group(group).size()
+    return group_of(group).size()
 
 
 def is_available(backend: str = "any") -> bool:
@@ -208,48 +333,26 @@ def is_available(backend: str = "any") -> bool:
 
 
 def _all_reduce(
-    name: str, x: Array, op: str, group: Group | None, stream: Stream, out: np.ndarray | None, dtype: Any
-) -> Array:
-    if not _is_mlx(name, x, out, dtype):
-        _no_stream(name, stream)
-        return eager.all_reduce(name, x, op, _group(group), out, dtype)
+    name: str, x: Any, op: str, group: Group | None, stream: Stream, out: Any, dtype: Any, async_op: bool
+) -> Any:
+    group = group_of(group)
+    if not is_mlx(name, x, stream, out, dtype, async_op):
+        return eager.all_reduce(name, x, op, group, out, dtype, async_op)
     if op == "prod":
-        return bridge.all_prod(x, _group(group).connection, stream)
-    return _MLX_REDUCTIONS[op](x, group=_group(group).mlx, stream=stream)
+        return bridge.all_reduce(x, group.connection, eager.REDUCTIONS[op], stream)
+    return _MLX_REDUCTIONS[op](x, group=group.mlx, stream=stream)
 
 
-def _group(group: Group | None) -> Group:
-    if group is None:
-        return init()
-    if not isinstance(group, Group):
-        raise errors.InvalidArgument(
-            f"group must be what mlxdist.init() returned, not {type(group).__name__}; a group of mx.distributed "
-            "goes to the functions of mx.distributed"
-        )
-    return group
+def _reduce_scatter(
+    name: str, x: Any, op: str, group: Group | None, stream: Stream, out: Any, dtype: Any, async_op: bool
+) -> Any:
+    group = group_of(group)
+    if is_mlx(name, x, stream, out, dtype, async_op):
+        part_shape(name, x.shape, group)
+        return bridge.reduce_scatter(x, group.connection, eager.REDUCTIONS[op], stream)
+    return eager.reduce_scatter(name, x, op, group, out, dtype, async_op)
 
 
-def _is_mlx(name: str, x: Any, out: Any, dtype: Any) -> bool:
-    if isinstance(x, np.ndarray):
-        return False
-    if not isinstance(x, mx.array):
-        raise errors.InvalidArgument(
-            f"{name}: x must be an mx.array or a numpy.ndarray, not {type(x).__name__}; np.asarray(x) makes one"
-        )
-    if out is not None or dtype is not None:
-        raise errors.InvalidArgument(f"{name}: out and dtype are for NumPy arrays, and x is an mx.array")
-    return True
-
-
-def _no_stream(name: str, stream: Stream) -> None:
-    if stream is not None:
-        raise errors.InvalidArgument(f"{name}: stream is for mx.array, and this operation on NumPy arrays runs at once")
-
-
-def _check_peer(name: str, argument: str, rank: int, group: Group) -> None:
-    if group.size() == 1:
-        raise errors.InvalidArgument(f"{name}: there is nobody to talk to in a group of one")
-    if not 0 <= rank < group.size() or rank == group.rank():
-        raise errors.InvalidArgument(
-            f"{name}: {argument} is {rank}, but must be another rank than {group.rank()}, from 0 to {group.size() - 1}"
-        )
+def _check_op(name: str, op: str) -> None:
+    if op not in eager.REDUCTIONS:
+        raise errors.InvalidArgument(f"{name}: op must be 'sum', 'max', 'min' or 'prod', not {op!r}")

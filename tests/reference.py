@@ -61,24 +61,108 @@ def combine(a: np.ndarray, b: np.ndarray, op: str) -> np.ndarray:
         return complex_product(a, b) if a.dtype == np.complex64 else a * b
 
 
-def all_reduce(inputs: list[np.ndarray], dtype: str, op: str = "sum") -> np.ndarray:
-    """Accumulated in rank order and rounded once."""
+def fold(inputs: list[np.ndarray], dtype: str, op: str) -> np.ndarray:
+    """One step of a reduction: all inputs in their order, rounded once."""
     total = widen(inputs[0], dtype)
     for array in inputs[1:]:
         total = combine(total, widen(array, dtype), op)
     return narrow(total, dtype)
 
 
+# The collectives, as the algorithms "direct" and "mesh" reduce: in rank order, rounded once.
+
+
+def all_reduce(inputs: list[np.ndarray], dtype: str, op: str = "sum") -> np.ndarray:
+    return fold(inputs, dtype, op)
+
+
 def all_gather(inputs: list[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.atleast_1d(array) for array in inputs])
 
 
+def reduce_scatter(inputs: list[np.ndarray], dtype: str, op: str, rank: int) -> np.ndarray:
+    return np.split(all_reduce(inputs, dtype, op), len(inputs))[rank]
+
+
 def sum_scatter(inputs: list[np.ndarray], dtype: str, rank: int) -> np.ndarray:
-    return np.split(all_reduce(inputs, dtype), len(inputs))[rank]
+    return reduce_scatter(inputs, dtype, "sum", rank)
 
 
 def broadcast(inputs: list[np.ndarray], root: int) -> np.ndarray:
     return inputs[root]
+
+
+def reduce(inputs: list[np.ndarray], dtype: str, op: str, root: int, rank: int) -> np.ndarray:
+    return all_reduce(inputs, dtype, op) if rank == root else nothing(inputs[rank])
+
+
+def gather(inputs: list[np.ndarray], root: int, rank: int) -> np.ndarray:
+    return all_gather(inputs) if rank == root else nothing(inputs[rank])
+
+
+def scatter(inputs: list[np.ndarray], root: int, rank: int) -> np.ndarray:
+    return np.split(inputs[root], len(inputs))[rank]
+
+
+def all_to_all(inputs: list[np.ndarray], rank: int) -> np.ndarray:
+    return np.concatenate([np.split(array, len(inputs))[rank] for array in inputs])
+
+
+def all_to_all_v(inputs: list[np.ndarray], counts: list[list[int]], rank: int) -> np.ndarray:
+    """counts[i][j]: rows that rank i sends to rank j."""
+    return np.concatenate([np.split(array, np.cumsum(counts[i])[:-1])[rank] for i, array in enumerate(inputs)])
+
+
+def nothing(array: np.ndarray) -> np.ndarray:
+    """What a rank that is not the root gets."""
+    return np.empty((0, *array.shape[1:]), array.dtype)
+
+
+# The reductions of the other algorithms, which round at each step.
+
+
+def ring_all_reduce(inputs: list[np.ndarray], dtype: str, op: str = "sum") -> np.ndarray:
+    """One part per rank, of as equal sizes as can be: that of rank q is reduced in the order q+1, q+2, ..., q."""
+    size, count = len(inputs), inputs[0].size
+    parts = []
+    for q in range(size):
+        part = slice(count * q // size, count * (q + 1) // size)
+        ranks = [(q + 1 + i) % size for i in range(size)]
+        result = inputs[ranks[0]].ravel()[part]
+        for rank in ranks[1:]:
+            result = fold([result, inputs[rank].ravel()[part]], dtype, op)
+        parts.append(result)
+    return np.concatenate(parts).reshape(inputs[0].shape)
+
+
+def doubling_all_reduce(inputs: list[np.ndarray], dtype: str, op: str = "sum") -> np.ndarray:
+    """With partners at distance 1, 2, 4 ...; before that the first ranks join in pairs, until a power of 2 is left."""
+    size = len(inputs)
+    power = 1 << (size.bit_length() - 1)
+    pairs = size - power
+    values = [fold(inputs[2 * i : 2 * i + 2], dtype, op) for i in range(pairs)] + inputs[2 * pairs :]
+    distance = 1
+    while distance < power:
+        values = [
+            fold([values[min(i, i ^ distance)], values[max(i, i ^ distance)]], dtype, op) for i in range(power)
+        ]
+        distance *= 2
+    return values[0]
+
+
+def tree_reduce(inputs: list[np.ndarray], dtype: str, op: str, root: int) -> np.ndarray:
+    """The binomial tree, numbered from the root: node k has the children k+1, k+2, k+4 ... below its own lowest bit.
+    Each node reduces its own input and what the children have, in this order."""
+    size = len(inputs)
+
+    def value(node: int) -> np.ndarray:
+        sources, bit = [inputs[(node + root) % size]], 1
+        while node + bit < size and not node & bit:
+            sources.append(value(node + bit))
+            bit *= 2
+        return fold(sources, dtype, op)
+
+    return value(0)
 
 
 def distinct(shape: tuple[int, ...] | int, dtype: str, rank: int, seed: int = 0) -> np.ndarray:

@@ -24,6 +24,7 @@ LAYERS = {
     "endpoint": {"include", "verbs", "endpoint"},
     "collectives": {"include", "verbs", "endpoint", "reduce", "collectives"},
     "bridge": {"include"},
+    "mpi": {"include"},
 }
 
 

@@ -42,10 +42,13 @@ def test_settings_of_the_transport():
             "MLXDIST_BULK_SLOT_BYTES": "8192",
             "MLXDIST_BULK_SLOTS": "2",
             "MLXDIST_EAGER_SLOTS": "256",
+            "MLXDIST_CONNECT_AT_START": "1",
+            "MLXDIST_ALGO": "ring",
             "MLXDIST_TIMEOUT": "0",
         }
     )
     assert (environment.bulk_slot_bytes, environment.bulk_slots, environment.eager_slots) == (8192, 2, 256)
+    assert (environment.connect_at_start, environment.algo) == (1, "ring")
     assert environment.timeout == 0
 
 
@@ -89,6 +92,11 @@ def test_the_secret_is_not_shown():
         ({"MLXDIST_BULK_SLOT_BYTES": "4096"}, ["MLXDIST_BULK_SLOT_BYTES='4096'", "8192"]),
         ({"MLXDIST_BULK_SLOTS": "65"}, ["MLXDIST_BULK_SLOTS='65'", "from 2 to 64"]),
         ({"MLXDIST_EAGER_SLOTS": "3"}, ["MLXDIST_EAGER_SLOTS='3'", "from 4 to 256"]),
+        ({"MLXDIST_CONNECT_AT_START": "0"}, ["MLXDIST_CONNECT_AT_START='0'", "from 1 to 256"]),
+        ({"MLXDIST_ALGO": "Ring"}, ["MLXDIST_ALGO='Ring'", "auto, direct, mesh, ring, doubling, tree"]),
+        ({"MLXDIST_CABLES": "3"}, ["MLXDIST_CABLES='3'", "from 1 to 2"]),
+        ({"MLXDIST_WIRES": "0-1,1"}, ["MLXDIST_WIRES='0-1,1'", "pairs of ranks"]),
+        ({"MLXDIST_WIRES": "0-4"}, ["MLXDIST_WIRES=0-4", "0 to 3"]),
         ({"MLXDIST_TIMOUT": "3"}, ["MLXDIST_TIMOUT", "did you mean MLXDIST_TIMEOUT?"]),
         ({"MLXDIST_QUANTUM_FOAM": "3"}, ["MLXDIST_QUANTUM_FOAM", "no such variable"]),
     ],

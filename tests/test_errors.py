@@ -46,6 +46,14 @@ def test_classes_become_their_status_again():
     assert errors.to_status(errors.RendezvousError("text")) == statuses_of_header()["ABORTED"]
 
 
+@pytest.mark.parametrize(
+    "kind", [errors.Mismatch, errors.RendezvousError, errors.EnvironmentVariableError, errors.VersionMismatch]
+)
+def test_class_survives_its_way_through_c(kind):
+    status, text = re.fullmatch(r"\[mlxdist (\d+)\] (.*)", errors.to_tagged_text(kind("rank 1: text"))).groups()
+    assert type(errors.from_status(int(status), text)) is kind and text == "rank 1: text"
+
+
 def test_unknown_status_is_an_error_that_shows_it():
     error = errors.from_status(99, "text")
     assert type(error) is errors.Error

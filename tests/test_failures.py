@@ -39,7 +39,7 @@ def test_root_that_differs(run_ranks, ranks):
     """Both roots send and neither receives: they notice at their next operation, all others at once."""
     for output in run_ranks("failures.py", ranks, "root", "numpy", status=1):
         text = re.search(r"Mismatch.*", output)[0]
-        assert "broadcast from rank 0" in text or "broadcast from rank 1" in text
+        assert "broadcast with root 0" in text or "broadcast with root 1" in text
 
 
 @pytest.mark.parametrize("kind", ["numpy", "mlx"])

@@ -46,6 +46,28 @@ def test_mlx_sees_a_real_group_of_one():
     assert mx.array_equal(mx.distributed.all_sum(x, group=world), x)
 
 
+def test_algorithm_of_a_group_of_one():
+    group = mlxdist.init()
+    assert group.algorithm("all_sum", 1000) == group.algorithm("barrier", 0) == "none"
+    with pytest.raises(mlxdist.InvalidArgument, match="'all_som' is no operation with a choice; those are all_reduce"):
+        group.algorithm("all_som", 1000)
+
+
+@pytest.mark.parametrize("forced", ["direct", "mesh", "ring", "doubling", "tree"])
+def test_algorithm_that_is_asked_for(run_ranks, forced):
+    """It is used wherever an operation has it, and the results stay right."""
+    has = {
+        "direct": {"all_sum", "all_gather", "reduce_scatter", "broadcast", "barrier", "reduce", "gather", "scatter"},
+        "mesh": {"all_sum", "broadcast", "reduce"},
+        "ring": {"all_sum", "all_gather", "reduce_scatter", "broadcast", "barrier", "reduce", "gather", "scatter"},
+        "doubling": {"all_sum", "barrier"},
+        "tree": {"broadcast", "reduce"},
+    }[forced]
+    for output in run_ranks("chosen_algorithms.py", 3, environment={"MLXDIST_ALGO": forced}):
+        chosen = dict(line.split() for line in output.splitlines())
+        assert {name for name, algorithm in chosen.items() if algorithm == forced} == has, chosen
+
+
 def test_all_calls_and_threads_get_the_same_group():
     groups = []
     threads = [threading.Thread(target=lambda: groups.append(mlxdist.init())) for _ in range(8)]

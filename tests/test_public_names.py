@@ -11,6 +11,7 @@ import mlx.core as mx
 import pytest
 
 import mlxdist
+from mlxdist import nn
 
 OPERATIONS = [
     "all_sum",
@@ -38,10 +39,15 @@ def test_every_name_is_there_and_documented(name):
     assert name == "__version__" or inspect.getdoc(value), f"mlxdist.{name} has no docstring"
 
 
+@pytest.mark.parametrize("name", nn.__all__)
+def test_every_name_of_nn_is_documented(name):
+    assert inspect.getdoc(getattr(nn, name)), f"mlxdist.nn.{name} has no docstring"
+
+
 def test_list_has_no_name_twice_and_hides_none():
     assert len(set(mlxdist.__all__)) == len(mlxdist.__all__)
     assert dir(mlxdist) == sorted(mlxdist.__all__)
-    for module in ("ops", "train"):
+    for module in ("ops", "point_to_point", "train"):
         names = importlib.import_module(f"mlxdist.{module}").__all__
         assert set(names) <= set(mlxdist.__all__), f"public in mlxdist.{module}, but not in mlxdist"
 
@@ -77,6 +83,11 @@ def mlx_signatures() -> dict[str, tuple[list[str], list[str]]]:
     stub = next(Path(path) / "core" / "distributed.pyi" for path in importlib.import_module("mlx").__path__)
     functions = [node for node in ast.parse(stub.read_text()).body if isinstance(node, ast.FunctionDef)]
     return {f.name: ([a.arg for a in f.args.args], [a.arg for a in f.args.kwonlyargs]) for f in functions}
+
+
+def test_split_takes_what_that_of_mlx_takes():
+    ours = inspect.signature(mlxdist.Group.split).parameters
+    assert list(ours) == ["self", "color", "key"] and ours["key"].default == -1
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

@@ -7,5 +7,5 @@
     keeper.py       a process that cleans up, also after a launcher that was killed
     jit_cache.py    folders for the kernels that MLX compiles
 
-It runs without MLX, NumPy and the compiled half of mlxdist, so that it starts fast.
+It runs without MLX, NumPy and the engine, so that it starts fast. Of the compiled half it only looks at the MPI door.
 """

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import click
 
+from .. import mpi_door
 from ..environment import MAX_RANKS, OF_JOB, Environment
 from ..errors import EnvironmentVariableError, ResourceError, name_ranks
 from .local import LocalJob, base_environment
@@ -48,15 +49,21 @@ def launch(
     \b
         mlxdist launch -n 2 -- python train.py --epochs 3
 
-    Every rank finds its number in MLXDIST_RANK and the number of ranks in MLXDIST_WORLD_SIZE. Rank 0 reads the
-    standard input. Each rank has a temporary folder (TMPDIR) of its own, which is removed when the job has ended.
+    Every rank finds its number in MLXDIST_RANK and the number of ranks in MLXDIST_WORLD_SIZE. A program that knows
+    nothing of mlxdist and calls mx.distributed.init() gets the same group. Rank 0 reads the standard input. Each rank
+    has a temporary folder (TMPDIR) of its own, which is removed when the job has ended.
 
     The exit status is that of the first rank that failed, 128 + the signal if it was killed by one. Ctrl-C and SIGTERM
     reach all ranks. When the command returns, nothing of the job is left running.
     """
     if not command:
         raise click.UsageError("No command given. Write it after --: mlxdist launch -n 2 -- python train.py")
-    variables = base_environment(os.environ) | _parse_settings(settings)
+    try:
+        variables = base_environment(os.environ)
+        mpi_door.check(variables[mpi_door.VARIABLE])
+    except ResourceError as error:
+        raise click.ClickException(str(error)) from None
+    variables |= _parse_settings(settings)
     if not os.path.isdir(variables.get("TMPDIR") or "/tmp"):
         raise click.UsageError(f"TMPDIR={variables['TMPDIR']} is not a folder; the ranks' temporary folders go there.")
     try:

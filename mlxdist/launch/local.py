@@ -11,24 +11,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from .. import mpi_door
 from ..environment import OF_JOB, format_address
 from ..errors import ResourceError
 from .jit_cache import JitCache
 
 __all__ = ["LocalJob", "LocalRank", "base_environment"]
 
-# Set in a rank, each of these makes MLX choose one of its own backends.
-_MLX_VARIABLES = ("MLX_RANK", "MLX_WORLD_SIZE", "MLX_HOSTFILE", "MLX_IBV_DEVICES")
-_MLX_PREFIXES = ("MLX_JACCL_",)
-
 
 def base_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What all ranks inherit from the launcher: not what belongs to another job, or would divert MLX."""
+    """What all ranks inherit from the launcher: not what belongs to another job; and the MPI door, for plain MLX.
+
+    Raises:
+        ResourceError: mlxdist has not been built.
+    """
     variables = {
-        name: value
-        for name, value in environ.items()
-        if name not in OF_JOB and name not in _MLX_VARIABLES and not name.startswith(_MLX_PREFIXES)
-    }
+        name: value for name, value in environ.items() if name not in OF_JOB and not mpi_door.diverts(name)
+    } | mpi_door.variables()
     # Lines reach the launcher when they are printed, and not lost with a rank that is killed.
     variables.setdefault("PYTHONUNBUFFERED", "1")
     if sys.prefix != sys.base_prefix:

@@ -2,11 +2,11 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
 
-#include "all_prod.h"
-#include "broadcast.h"
 #include "connection.h"
 #include "group.h"
+#include "operations.h"
 
 namespace nb = nanobind;
 namespace mx = mlx::core;
@@ -28,18 +28,40 @@ NB_MODULE(_bridge, m) {
       [](nb::callable make_error) { set_error_factory(make_error.release().ptr()); },
       "make_error"_a,
       "make_error(status, text) returns the exception to raise for an error of the engine.");
+  m.def(
+      "raise_soon",
+      [] {
+        return reinterpret_cast<uintptr_t>(
+            +[](int status, const char* text) { raise_soon(Error(status, text)); });
+      },
+      "Address of void raise_soon(int status, const char *text), which any thread may call.");
 
   nb::class_<Connection>(m, "Connection")
+      .def_prop_ro("rank", &Connection::rank)
+      .def_prop_ro("size", &Connection::size)
+      .def_prop_ro("group", [](const Connection& c) { return reinterpret_cast<uintptr_t>(c.group()); })
       .def("mlx_group",
            [](std::shared_ptr<Connection> connection) {
              return mx::distributed::Group(std::make_shared<Group>(std::move(connection)));
            })
-      .def("drain", &Connection::drain, "seconds"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def("close", &Connection::close, nb::call_guard<nb::gil_scoped_release>());
+      .def("split", &Connection::split, "color"_a, "key"_a)
+      .def_prop_ro("told_error", &Connection::told_error)
+      .def("drain", &Connection::drain, "seconds"_a)
+      .def("close", &Connection::close);
 
   m.def("connect", &connect, "group"_a, "Makes the engine's group (its address; 0: a group of one) usable by MLX.");
+  m.def("all_reduce", &all_reduce, "x"_a, "connection"_a, "op"_a, "stream"_a = nb::none());
+  m.def("all_gather", &all_gather, "x"_a, "connection"_a, "stream"_a = nb::none());
+  m.def("reduce_scatter", &reduce_scatter, "x"_a, "connection"_a, "op"_a, "stream"_a = nb::none());
   m.def("broadcast", &broadcast, "x"_a, "connection"_a, "root"_a, "stream"_a = nb::none());
-  m.def("all_prod", &all_prod, "x"_a, "connection"_a, "stream"_a = nb::none());
+  m.def("reduce", &reduce, "x"_a, "connection"_a, "op"_a, "root"_a, "stream"_a = nb::none());
+  m.def("gather", &gather, "x"_a, "connection"_a, "root"_a, "stream"_a = nb::none());
+  m.def("scatter", &scatter, "x"_a, "connection"_a, "root"_a, "stream"_a = nb::none());
+  m.def("all_to_all", &all_to_all, "x"_a, "connection"_a, "stream"_a = nb::none());
+  m.def("all_to_all_v", &all_to_all_v, "x"_a, "connection"_a, "send_counts"_a, "receive_counts"_a,
+        "stream"_a = nb::none());
+  m.def("sendrecv", &sendrecv, "x"_a, "connection"_a, "to"_a, "from"_a, "shape"_a, "dtype"_a,
+        "stream"_a = nb::none());
 }
 
 } // namespace mlxdist

@@ -13,8 +13,12 @@ mx::Stream Group::communication_stream(mx::StreamOrDevice s) {
   return mlxdist::communication_stream(*connection_, s);
 }
 
-std::shared_ptr<mx::distributed::detail::GroupImpl> Group::split(int, int) {
-  throw Error(MLXDIST_INVALID_ARGUMENT, "split: mlxdist has no subgroups yet: use the whole group");
+std::shared_ptr<mx::distributed::detail::GroupImpl> Group::split(int color, int key) {
+  auto part = Connection::split(connection_, color, key);
+  if (part) return std::make_shared<Group>(std::move(part));
+  throw Error(MLXDIST_INVALID_ARGUMENT,
+              "split: rank " + std::to_string(rank()) + " passes color " + std::to_string(color) + " and so is in no "
+              "group, for which mx.distributed has no word: use mlxdist.Group.split, which returns None");
 }
 
 void Group::all_sum(const mx::array& in, mx::array& out, mx::Stream stream) {
@@ -32,28 +36,28 @@ void Group::all_min(const mx::array& in, mx::array& out, mx::Stream stream) {
 void Group::all_gather(const mx::array& in, mx::array& out, mx::Stream stream) {
   Connection::enqueue(connection_, stream,
                       [in = data_of(in), out = data_of(out), layout = layout_of(in)](mlxdist_group* group) {
-                        return mlxdist_all_gather(group, in, out, &layout);
+                        return mlxdist_all_gather(group, in, out, &layout, nullptr);
                       });
 }
 
 void Group::sum_scatter(const mx::array& in, mx::array& out, mx::Stream stream) {
   Connection::enqueue(connection_, stream,
                       [in = data_of(in), out = data_of(out), layout = layout_of(in)](mlxdist_group* group) {
-                        return mlxdist_reduce_scatter(group, in, out, &layout, MLXDIST_SUM);
+                        return mlxdist_reduce_scatter(group, in, out, &layout, MLXDIST_SUM, nullptr);
                       });
 }
 
 void Group::send(const mx::array& in, int dst, mx::Stream stream) {
   Connection::enqueue(connection_, stream,
                       [in = data_of(in), layout = layout_of(in), dst](mlxdist_group* group) {
-                        return mlxdist_send(group, in, &layout, dst);
+                        return mlxdist_send(group, in, &layout, dst, nullptr);
                       });
 }
 
 void Group::recv(mx::array& out, int src, mx::Stream stream) {
   Connection::enqueue(connection_, stream,
                       [out = data_of(out), layout = layout_of(out), src](mlxdist_group* group) {
-                        return mlxdist_recv(group, out, &layout, src);
+                        return mlxdist_recv(group, out, &layout, src, nullptr);
                       });
 }
 

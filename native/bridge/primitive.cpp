@@ -6,9 +6,53 @@ namespace mlxdist {
 
 namespace mx = mlx::core;
 
-void Primitive::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
+void Primitive::eval_gpu(const Arrays&, Arrays&) {
   throw Error(MLXDIST_INVALID_ARGUMENT,
               std::string(name()) + ": communication runs on the CPU: pass no stream, or a stream of mx.cpu");
+}
+
+mx::array Primitive::apply(std::shared_ptr<Primitive> primitive, const mx::array& x, std::optional<mx::Shape> shape) {
+  auto result = primitive->result_shape(x.shape());
+  if (shape && *shape != result) primitive->shape_ = result = *shape;
+  auto dtype = primitive->result_dtype(x.dtype());
+  auto contiguous = mx::contiguous(x, false, primitive->stream());
+  return mx::array(std::move(result), dtype, std::move(primitive), {std::move(contiguous)});
+}
+
+/* The mapped axis becomes the second one on every rank, whatever it was: the first is what operations cut and join.
+ * Scalars become vectors. */
+std::pair<Arrays, std::vector<int>> Primitive::vmap(const Arrays& inputs, const std::vector<int>& axes) {
+  const auto& x = inputs[0];
+  int length = x.shape(axes[0]);
+  auto shape = x.shape();
+  shape.erase(shape.begin() + axes[0]);
+  int axis = std::min<int>(1, shape.size());
+  auto result = shape_ ? *shape_ : result_shape(shape);
+  int result_axis = std::min<int>(1, result.size());
+  result.insert(result.begin() + result_axis, length);
+  return {{apply(copy(), mx::moveaxis(x, axes[0], axis, stream()), result)}, {result_axis}};
+}
+
+Arrays Primitive::jvp(const Arrays& primals, const Arrays& tangents, const std::vector<int>&) {
+  require_adjoint();
+  return {apply(copy(), tangents[0], shape_ ? *shape_ : result_shape(primals[0].shape()))};
+}
+
+Arrays Primitive::vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>&, const Arrays&) {
+  return {apply(require_adjoint(), cotangents[0], primals[0].shape())};
+}
+
+std::shared_ptr<Primitive> Primitive::require_adjoint() {
+  auto result = adjoint();
+  if (!result) {
+    throw Error(MLXDIST_INVALID_ARGUMENT, std::string(name()) + " has no gradient: only the sum has one");
+  }
+  return result;
+}
+
+std::vector<mx::Shape> Primitive::output_shapes(const Arrays& inputs) {
+  if (shape_) return mx::Primitive::output_shapes(inputs); /* throws: compile it with shapes */
+  return {result_shape(inputs[0].shape())};
 }
 
 mx::Stream communication_stream(Connection& connection, mx::StreamOrDevice s) {
@@ -16,20 +60,44 @@ mx::Stream communication_stream(Connection& connection, mx::StreamOrDevice s) {
   return mx::to_stream(s, mx::Device::cpu);
 }
 
+Place place_of(std::shared_ptr<Connection> connection, mx::StreamOrDevice s) {
+  auto stream = communication_stream(*connection, s);
+  return {stream, std::move(connection)};
+}
+
 void enqueue_all_reduce(std::shared_ptr<Connection> connection, const mx::array& in, mx::array& out, mlxdist_op op,
                         mx::Stream stream) {
   Connection::enqueue(std::move(connection), stream,
                       [in = data_of(in), out = data_of(out), layout = layout_of(in), op](mlxdist_group* group) {
-                        return mlxdist_all_reduce(group, in, out, &layout, op);
+                        return mlxdist_all_reduce(group, in, out, &layout, op, nullptr);
                       });
 }
 
+void allocate(mx::array& out) { out.set_data(mx::allocator::malloc(out.nbytes())); }
+
 void allocate_like(const mx::array& in, mx::array& out) {
-  if (in.is_donatable()) {
+  if (in.is_donatable() && in.shape() == out.shape() && in.dtype() == out.dtype()) {
     out.copy_shared_buffer(in);
   } else {
-    out.set_data(mx::allocator::malloc(out.nbytes()));
+    allocate(out);
   }
+}
+
+mx::Shape times_first(mx::Shape shape, int factor) {
+  if (shape.empty()) return {factor};
+  shape[0] *= factor;
+  return shape;
+}
+
+mx::Shape with_first(mx::Shape shape, int first) {
+  if (shape.empty()) return {first};
+  shape[0] = first;
+  return shape;
+}
+
+std::string name_with(const char* name, mlxdist_op op) {
+  constexpr const char* ops[] = {"sum", "max", "min", "prod"};
+  return std::string(name) + " (" + ops[op] + ")";
 }
 
 } // namespace mlxdist

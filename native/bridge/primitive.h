@@ -1,6 +1,18 @@
-/* What our own operations on mx.array share: one array in, one of the same shape and dtype out, on a CPU stream. */
+/*
+ * What our own operations on mx.array share: one array in, one out, on a CPU stream.
+ *
+ * A linear operation is differentiated by itself, and its gradient is its adjoint, another of them. So an operation
+ * is a class that says what its result looks like, what its adjoint is, and which call of the engine it makes; the
+ * rest is here.
+ *
+ * The operations with a root leave something else on it than elsewhere. They are one primitive on all ranks all the
+ * same, with inputs and results of whatever shape: graphs of the same form are evaluated in the same order, which
+ * all ranks must agree on.
+ */
 #pragma once
 
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "connection.h"
@@ -10,37 +22,68 @@
 
 namespace mlxdist {
 
-class Primitive : public mlx::core::Primitive {
- public:
-  Primitive(mlx::core::Stream stream, std::shared_ptr<Connection> connection)
-      : mlx::core::Primitive(stream), connection_(std::move(connection)) {}
+using Arrays = std::vector<mlx::core::array>;
 
-  void eval_gpu(const std::vector<mlx::core::array>& inputs, std::vector<mlx::core::array>& outputs) override;
-  std::vector<mlx::core::Shape> output_shapes(const std::vector<mlx::core::array>& inputs) override {
-    return {inputs[0].shape()};
-  }
-
- protected:
-  const std::shared_ptr<Connection> connection_;
+/* Where an operation runs: on a CPU stream, with a group. */
+struct Place {
+  mlx::core::Stream stream;
+  std::shared_ptr<Connection> connection;
 };
 
-/* The CPU stream that a communication runs on, chosen as MLX chooses it for its own. MLX and our operations ask for
- * it when a graph is built, so what check() finds is known before anything is evaluated. */
+class Primitive : public mlx::core::Primitive {
+ public:
+  explicit Primitive(Place place) : mlx::core::Primitive(place.stream), connection_(std::move(place.connection)) {}
+
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) final { evaluate(inputs[0], outputs[0]); }
+  void eval_gpu(const Arrays& inputs, Arrays& outputs) final;
+  std::pair<Arrays, std::vector<int>> vmap(const Arrays& inputs, const std::vector<int>& axes) final;
+  Arrays jvp(const Arrays& primals, const Arrays& tangents, const std::vector<int>& argnums) final;
+  Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
+             const Arrays& outputs) final;
+  std::vector<mlx::core::Shape> output_shapes(const Arrays& inputs) final;
+
+  /* The lazy result of a new primitive. `shape` is that of the result where another than result_shape() is wanted:
+   * the adjoint of an operation with a root gives every rank what has the shape of its own input. */
+  static mlx::core::array apply(std::shared_ptr<Primitive> primitive, const mlx::core::array& x,
+                                std::optional<mlx::core::Shape> shape = std::nullopt);
+
+ protected:
+  /* Gives `out` memory and enqueues the operation. `in` is row-contiguous. */
+  virtual void evaluate(const mlx::core::array& in, mlx::core::array& out) = 0;
+  virtual std::shared_ptr<Primitive> copy() = 0;
+  virtual std::shared_ptr<Primitive> adjoint() { return nullptr; } /* null: not linear */
+  virtual mlx::core::Shape result_shape(const mlx::core::Shape& in) const { return in; }
+  virtual mlx::core::Dtype result_dtype(mlx::core::Dtype in) const { return in; }
+
+  Place place() { return {stream(), connection_}; }
+  void enqueue(Connection::Operation operation) { Connection::enqueue(connection_, stream(), std::move(operation)); }
+
+  const std::shared_ptr<Connection> connection_;
+
+ private:
+  std::shared_ptr<Primitive> require_adjoint();
+
+  std::optional<mlx::core::Shape> shape_; /* of the result, where it is not result_shape() */
+};
+
+/* Where MLX would run a communication of its own. MLX and our operations ask for it when a graph is built, so what
+ * check() finds is known before anything is evaluated. */
 mlx::core::Stream communication_stream(Connection& connection, mlx::core::StreamOrDevice s);
+Place place_of(std::shared_ptr<Connection> connection, mlx::core::StreamOrDevice s);
 
 /* out[i] = op over all ranks of in[i], for MLX's operations and ours. `in` is row-contiguous and may be `out`. */
 void enqueue_all_reduce(std::shared_ptr<Connection> connection, const mlx::core::array& in, mlx::core::array& out,
                         mlxdist_op op, mlx::core::Stream stream);
 
-/* Gives `out` memory: that of `in` if nobody else reads it. */
+/* Gives `out` memory: `allocate` its own, `allocate_like` that of `in` if it fits and nobody else reads it. */
+void allocate(mlx::core::array& out);
 void allocate_like(const mlx::core::array& in, mlx::core::array& out);
 
-/* The lazy result of primitive P on `x`, which is made row-contiguous first as the engine needs it. */
-template <class P, class... Arguments>
-mlx::core::array apply(const mlx::core::array& x, std::shared_ptr<Connection> connection, mlx::core::Stream stream,
-                       Arguments... arguments) {
-  return mlx::core::array(x.shape(), x.dtype(), std::make_shared<P>(stream, std::move(connection), arguments...),
-                          {mlx::core::contiguous(x, false, stream)});
-}
+/* Shapes along the first axis. A scalar counts as one row. */
+mlx::core::Shape times_first(mlx::core::Shape shape, int factor);
+mlx::core::Shape with_first(mlx::core::Shape shape, int first);
+
+/* "reduce (max)" */
+std::string name_with(const char* name, mlxdist_op op);
 
 } // namespace mlxdist

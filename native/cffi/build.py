@@ -10,6 +10,8 @@ from pathlib import Path
 import cffi
 
 HEADER = Path(__file__).resolve().parent.parent / "include" / "mlxdist.h"
+# Functions of Python that the engine calls; mlxdist/world.py defines them.
+CALLBACKS = 'extern "Python" void send_through_side_channel(void *, int32_t, const void *, uint64_t);'
 BEGIN, END = "/* cffi begins */", "/* cffi ends */"
 
 
@@ -25,6 +27,7 @@ def main() -> None:
         raise SystemExit("usage: python build.py OUTPUT.c")
     ffi = cffi.FFI()
     ffi.cdef(declarations(HEADER.read_text(encoding="utf-8")))
+    ffi.cdef(CALLBACKS)
     ffi.set_source("mlxdist._native", '#include "mlxdist.h"')
     ffi.emit_c_code(sys.argv[1])
 

@@ -1,17 +1,25 @@
+#include "choose.h"
 #include "mesh.h"
+#include "ring.h"
 
-#include <string.h>
-
-int mlxdist_all_gather(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout) {
-  uint64_t started;
-  int status = operation_begin(group, "all_gather", layout, &started);
+int mlxdist_all_gather(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout,
+                       mlxdist_handle **handle) {
+  struct operation *operation;
+  int status = layout_check("all_gather", layout);
   if (status) return status;
-  int32_t rank = group->engine.rank, size = group->engine.size;
-  uint64_t bytes = layout_bytes(layout);
-  struct wire_descriptor descriptor = layout_describe(WIRE_ALL_GATHER, layout, 0, -1);
+  enum mlxdist_algorithm algorithm = choose(group, MLXDIST_ALL_GATHER, layout);
+  if (algorithm == MLXDIST_RING) status = ring_check(group, "all_gather");
+  if (status) return status;
+  struct wire_descriptor descriptor = layout_describe(WIRE_ALL_GATHER, layout, 0, -1, algorithm);
+  status = operation_new(group, &descriptor, &operation);
+  if (status) return status;
   /* Equal parts: `size` elements of `bytes` bytes would overflow an element size, so count bytes. */
-  if (size > 1) status = mesh_gather_parts(group, &descriptor, in, out, bytes * (uint64_t)size, 1);
-  char *own = (char *)out + bytes * (uint64_t)rank;
-  if (!status && own != (const char *)in && bytes) memcpy(own, in, bytes);
-  return operation_end(group, status, started, &group->engine.counters.collectives);
+  struct parts parts = {
+      .count = layout_bytes(layout) * (uint64_t)group->size, .element_bytes = 1, .size = group->size};
+  if (algorithm == MLXDIST_RING) {
+    ring_gather_parts(operation, &parts, in, out);
+  } else {
+    mesh_gather_parts(operation, &parts, in, out);
+  }
+  return operation_start(operation, handle);
 }

@@ -1,33 +1,34 @@
+#include "choose.h"
+#include "doubling.h"
 #include "mesh.h"
+#include "ring.h"
 
-#include <string.h>
-
-/*
- * Two ways, both with bitwise the same result on every rank:
- *  - direct: everybody sends everything to everybody. One message time, (n-1) S bytes a rank. For two ranks
- *    these are the optimum, 2 (n-1)/n S = S, so it is always used for them.
- *  - reduce-scatter, then all-gather: 2 (n-1)/n S bytes a rank, two message times.
- */
-#define DIRECT_BYTES (32 << 10)
-
-int mlxdist_all_reduce(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout, int32_t op) {
-  uint64_t started;
-  fold_kernel kernel = mesh_kernel("all_reduce", layout, op);
-  if (!kernel) return MLXDIST_INVALID_ARGUMENT;
-  int status = operation_begin(group, "all_reduce", layout, &started);
+int mlxdist_all_reduce(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout, int32_t op,
+                       mlxdist_handle **handle) {
+  struct reduction reduction;
+  struct operation *operation;
+  int status = reduction_prepare(&reduction, "all_reduce", group, layout, op);
   if (status) return status;
-  uint64_t elements = layout_count(layout), bytes = layout_bytes(layout);
-  uint32_t element_bytes = mlxdist_dtype_size(layout->dtype);
-  int32_t rank = group->engine.rank, size = group->engine.size;
-  struct wire_descriptor descriptor = layout_describe(WIRE_ALL_REDUCE, layout, op, -1);
-  if (size == 1) {
-    if (out != in) memcpy(out, in, bytes);
-  } else if (size == 2 || bytes <= DIRECT_BYTES) {
-    status = mesh_reduce_all(group, &descriptor, kernel, in, out, bytes, element_bytes);
+  enum mlxdist_algorithm algorithm = choose(group, MLXDIST_ALL_REDUCE, layout);
+  if (algorithm == MLXDIST_RING) status = ring_check(group, "all_reduce");
+  if (status) return status;
+  struct wire_descriptor descriptor = layout_describe(WIRE_ALL_REDUCE, layout, op, -1, algorithm);
+  status = operation_new(group, &descriptor, &operation);
+  if (status) return status;
+  char *own = (char *)out + part_offset(&reduction.parts, group->rank);
+  if (group->size == 1) {
+    operation_round(operation);
+    operation_copy(operation, out, in, reduction.bytes);
+  } else if (algorithm == MLXDIST_DIRECT) {
+    mesh_reduce_all(operation, &reduction, in, out);
+  } else if (algorithm == MLXDIST_DOUBLING) {
+    doubling_reduce_all(operation, &reduction, in, out);
+  } else if (algorithm == MLXDIST_RING) {
+    ring_reduce_parts(operation, &reduction, in, out, own);
+    ring_gather_parts(operation, &reduction.parts, own, out);
   } else {
-    char *own = (char *)out + part_of(elements, element_bytes, rank, size).offset;
-    status = mesh_reduce_parts(group, &descriptor, kernel, in, own, elements, element_bytes);
-    if (!status) status = mesh_gather_parts(group, &descriptor, own, out, elements, element_bytes);
+    mesh_reduce_parts(operation, &reduction, in, own);
+    mesh_gather_parts(operation, &reduction.parts, own, out);
   }
-  return operation_end(group, status, started, &group->engine.counters.collectives);
+  return operation_start(operation, handle);
 }

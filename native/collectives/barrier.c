@@ -1,9 +1,25 @@
-#include "mesh.h"
+#include "barrier.h"
 
-/* One message time, whatever the number of ranks. */
-int mlxdist_barrier(mlxdist_group *group) {
-  uint64_t started;
-  int status = operation_begin(group, "barrier", 0, &started);
+#include "choose.h"
+#include "doubling.h"
+#include "mesh.h"
+#include "ring.h"
+
+int barrier_run(mlxdist_group *group, enum wire_operation as, mlxdist_handle **handle) {
+  struct operation *operation;
+  enum mlxdist_algorithm algorithm = choose(group, MLXDIST_BARRIER, 0);
+  int status = algorithm == MLXDIST_RING ? ring_check(group, "barrier") : MLXDIST_OK;
+  struct wire_descriptor descriptor = layout_describe(as, 0, 0, -1, algorithm);
+  if (!status) status = operation_new(group, &descriptor, &operation);
   if (status) return status;
-  return operation_end(group, mesh_meet(group, WIRE_BARRIER), started, &group->engine.counters.collectives);
+  if (algorithm == MLXDIST_RING) {
+    ring_meet(operation);
+  } else if (algorithm == MLXDIST_DOUBLING) {
+    doubling_meet(operation);
+  } else {
+    mesh_meet(operation);
+  }
+  return operation_start(operation, handle);
 }
+
+int mlxdist_barrier(mlxdist_group *group, mlxdist_handle **handle) { return barrier_run(group, WIRE_BARRIER, handle); }

@@ -1,28 +1,52 @@
+#include "choose.h"
 #include "mesh.h"
+#include "ring.h"
+#include "tree.h"
 
-int mlxdist_broadcast(mlxdist_group *group, void *data, const mlxdist_layout *layout, int32_t root) {
-  uint64_t started;
-  int32_t rank = group->engine.rank, size = group->engine.size;
-  if (root < 0 || root >= size)
-    return fail(MLXDIST_INVALID_ARGUMENT, "broadcast from rank %d: the group has ranks 0 to %d", root, size - 1);
-  int status = operation_begin(group, "broadcast", layout, &started);
+static void to_everyone(struct operation *operation, char *data, uint64_t bytes, int32_t root) {
+  const mlxdist_group *group = operation_group(operation);
+  operation_round(operation);
+  if (group->rank != root) operation_receive(operation, root, data, bytes);
+  for (int32_t member = 0; member < group->size && group->rank == root; member++)
+    if (member != root) operation_send(operation, member, data, bytes);
+}
+
+/* A part to each, so that all of them can pass it on: the root sends S bytes and not (n-1) S (van de Geijn 1994). */
+static void scatter_parts(struct operation *operation, const struct parts *parts, char *data, int32_t root) {
+  const mlxdist_group *group = operation_group(operation);
+  char *own = data + part_offset(parts, group->rank);
+  operation_round(operation);
+  if (group->rank != root) operation_receive(operation, root, own, part_bytes(parts, group->rank));
+  for (int32_t member = 0; member < group->size && group->rank == root; member++)
+    if (member != root)
+      operation_send(operation, member, data + part_offset(parts, member), part_bytes(parts, member));
+}
+
+int mlxdist_broadcast(mlxdist_group *group, void *data, const mlxdist_layout *layout, int32_t root,
+                      mlxdist_handle **handle) {
+  struct operation *operation;
+  int status = layout_check("broadcast", layout);
+  if (!status) status = check_root(group, "broadcast", root);
   if (status) return status;
-  struct exchange exchange = {.group = group};
-  exchange.sends = exchange.receives = layout_describe(WIRE_BROADCAST, layout, 0, root);
-  struct mesh mesh;
-  struct stream from_root = {.peer = &group->engine.peers[root], .data = data, .bytes = layout_bytes(layout)};
-  if (rank == root) {
-    mesh_init(&mesh, group);
-    for (int i = 0; i < mesh.peers; i++) {
-      mesh.out[i].data = data;
-      mesh.out[i].bytes = from_root.bytes;
-    }
-    exchange.out = mesh.out;
-    exchange.outs = mesh.peers;
+  enum mlxdist_algorithm algorithm = choose(group, MLXDIST_BROADCAST, layout);
+  if (algorithm == MLXDIST_RING) status = ring_check(group, "broadcast");
+  if (status) return status;
+  struct wire_descriptor descriptor = layout_describe(WIRE_BROADCAST, layout, 0, root, algorithm);
+  status = operation_new(group, &descriptor, &operation);
+  if (status) return status;
+  uint64_t bytes = layout_bytes(layout);
+  struct parts parts = {
+      .count = layout_count(layout), .element_bytes = mlxdist_dtype_size(layout->dtype), .size = group->size};
+  char *own = (char *)data + part_offset(&parts, group->rank);
+  if (algorithm == MLXDIST_DIRECT) {
+    to_everyone(operation, data, bytes, root);
+  } else if (algorithm == MLXDIST_TREE) {
+    tree_broadcast(operation, data, bytes, root);
+  } else if (algorithm == MLXDIST_RING) {
+    ring_broadcast(operation, data, bytes, root);
   } else {
-    exchange.in = &from_root;
-    exchange.ins = 1;
+    scatter_parts(operation, &parts, data, root);
+    mesh_gather_parts(operation, &parts, own, data);
   }
-  status = exchange_run(&exchange);
-  return operation_end(group, status, started, &group->engine.counters.collectives);
+  return operation_start(operation, handle);
 }

@@ -1,12 +1,36 @@
-#include "mesh.h"
+#include "barrier.h"
+
+/* All ranks have met, so all have what they wanted: a peer that does not confirm the very last message within this
+ * time has left already, and its confirmation was lost. */
+#define LINGER_NS 2000000000u
+
+/* Waits until every peer has confirmed everything and was told that all of its own has come. */
+static void linger(struct engine *engine) {
+  struct waiting wait = {0};
+  uint64_t begun = clock_ns(), now = begun;
+  engine_lock(engine);
+  for (int32_t rank = 0; rank < engine->size; rank++)
+    for (uint32_t i = 0; engine->peers[rank].usable && i < engine->peers[rank].channel_count; i++)
+      engine->peers[rank].channels[i].must_tell = true;
+  while (now - begun < LINGER_NS && !engine_is_settled(engine)) {
+    bool moved = false;
+    engine_turn(engine, &moved);
+    if (failure_check(&engine->failure)) break;
+    engine_unlock(engine);
+    uint64_t time = wait_turn(&wait);
+    if (time) now = time;
+    engine_lock(engine);
+    engine_look_at_timers(engine, now);
+  }
+  engine_unlock(engine);
+}
 
 /* All ranks meet first: after that nobody can want anything from this one but acknowledgements. */
 int mlxdist_group_finalize(mlxdist_group *group) {
-  uint64_t started;
-  int status = operation_begin(group, "finalize", 0, &started);
-  if (status) return status;
-  status = mesh_meet(group, WIRE_FINALIZE);
-  if (!status) status = engine_drain(&group->engine);
-  group->finalized = true;
-  return operation_end(group, status, started, &group->engine.counters.collectives);
+  if (group->id != 0)
+    return fail(MLXDIST_INVALID_ARGUMENT, "finalize is for the group of all ranks; one made by split ends with destroy");
+  int status = barrier_run(group, WIRE_FINALIZE, 0);
+  if (!status && group->size > 1) linger(group->engine);
+  group->engine->finalized = true;
+  return status;
 }

@@ -3,261 +3,272 @@
 #include "engine.h"
 
 #include <errno.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-uint64_t channel_memory_bytes(uint32_t slots, uint32_t slot_bytes) { return 2ull * slots * slot_bytes; }
+/* Buffers for acknowledgements stand behind the eager slots, a page of them so that slabs stay whole pages. */
+#define CONTROL_BYTES 4096u
 
-static const char *channel_name(const struct channel *channel) {
-  return channel->index == WIRE_EAGER ? "eager" : "bulk";
+static enum wire_channel kind_of(const struct channel *channel) { return channel->index % 2; }
+
+static uint32_t slots_of(const struct engine *engine, enum wire_channel kind) {
+  return kind == WIRE_EAGER ? engine->options.eager_slots : engine->options.bulk_slots;
 }
 
-static int fail_verb(const struct channel *channel, const char *verb, int error) {
+static uint32_t slot_bytes_of(const struct engine *engine, enum wire_channel kind) {
+  return kind == WIRE_EAGER ? CHANNEL_EAGER_BYTES : engine->options.bulk_slot_bytes;
+}
+
+uint64_t channel_memory_bytes(const struct engine *engine, enum wire_channel kind) {
+  return 2ull * slots_of(engine, kind) * slot_bytes_of(engine, kind) + (kind == WIRE_EAGER ? CONTROL_BYTES : 0);
+}
+
+static const char *channel_name(const struct channel *channel) {
+  return kind_of(channel) == WIRE_EAGER ? "eager" : "bulk";
+}
+
+int channel_fail_verb(const struct channel *channel, const char *verb, int error) {
   return fail(MLXDIST_TRANSPORT, "%s on the %s queue pair of rank %d to rank %d failed: %s", verb,
               channel_name(channel), channel->engine->rank, channel->peer->rank, strerror(error));
 }
 
-int channel_create(struct channel *channel, struct engine *engine, struct peer *peer, uint32_t index, char *memory,
-                   uint32_t lkey) {
-  uint32_t slots = index == WIRE_EAGER ? engine->options.eager_slots : engine->options.bulk_slots;
-  uint32_t slot_bytes = index == WIRE_EAGER ? 4096 : engine->options.bulk_slot_bytes;
-  *channel = (struct channel){
-      .engine = engine,
-      .peer = peer,
-      .lkey = lkey,
-      .index = index,
-      .slot_bytes = slot_bytes,
-      .slots = slots,
-      .send_slots = memory,
-      .receive_slots = memory + (uint64_t)slots * slot_bytes,
-      .arrived = calloc(slots, sizeof(uint32_t)),
-  };
-  channel->sent = channel->sent_data = channel->completed = channel->acked = WIRE_START;
-  channel->received = channel->posted = channel->told_ack = WIRE_START;
-  if (!channel->arrived) return fail(MLXDIST_RESOURCES, "out of memory for a queue pair to rank %d", peer->rank);
+static int create_queue_pair(struct channel *channel) {
+  const struct verbs *verbs = channel->device->verbs;
   struct ibv_qp_init_attr init = {
-      .send_cq = engine->cq,
-      .recv_cq = engine->cq,
+      .send_cq = channel->device->cq,
+      .recv_cq = channel->device->cq,
       /* Twice the slots: acknowledged messages may still wait in the send queue for the next signaled one. */
-      .cap = {.max_send_wr = 2 * slots, .max_recv_wr = slots, .max_send_sge = 1, .max_recv_sge = 1},
+      .cap = {.max_send_wr = 2 * channel->slots,
+              .max_recv_wr = channel->slots,
+              .max_send_sge = channel->device->gathers ? 2 : 1,
+              .max_recv_sge = 1},
       .qp_type = IBV_QPT_UC,
   };
-  channel->qp = engine->verbs->create_qp(engine->pd, &init);
-  if (!channel->qp) return fail_verb(channel, "create_qp", errno);
+  channel->qp = verbs->create_qp(channel->device->pd, &init);
+  if (!channel->qp) return channel_fail_verb(channel, "create_qp", errno);
   struct ibv_qp_attr attr = {.qp_state = IBV_QPS_INIT, .port_num = 1, .qp_access_flags = IBV_ACCESS_LOCAL_WRITE};
-  int error = engine->verbs->modify_qp(channel->qp, &attr,
-                                       IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
-  return error ? fail_verb(channel, "modify_qp to INIT", error) : MLXDIST_OK;
+  int error =
+      verbs->modify_qp(channel->qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
+  return error ? channel_fail_verb(channel, "modify_qp to INIT", error) : MLXDIST_OK;
+}
+
+int channel_create(struct channel *channel, struct engine *engine, struct peer *peer, struct device *device,
+                   uint32_t index, char *memory, uint32_t lkey) {
+  enum wire_channel kind = index % 2;
+  uint32_t slots = slots_of(engine, kind), slot_bytes = slot_bytes_of(engine, kind);
+  uint64_t half = (uint64_t)slots * slot_bytes;
+  *channel = (struct channel){.engine = engine,
+                              .peer = peer,
+                              .device = device,
+                              .lkey = lkey,
+                              .index = index,
+                              .slot_bytes = slot_bytes,
+                              .slots = slots,
+                              .reserve = kind == WIRE_EAGER ? CHANNEL_CONTROL_SLOTS : 0,
+                              .send_slots = memory,
+                              .receive_slots = memory + half,
+                              .control = memory + 2 * half,
+                              .kept = calloc(slots, sizeof(struct kept_message)),
+                              .arrivals = calloc(slots, sizeof(struct arrival))};
+  channel->sent = channel->acked = channel->received = channel->told_ack = WIRE_START;
+  channel->seen_acked = channel->seen_received = WIRE_START;
+  channel->asked_after = WIRE_START - 1;
+  if (!channel->arrivals || !channel->kept)
+    return fail(MLXDIST_RESOURCES, "out of memory for a queue pair to rank %d", peer->rank);
+  for (uint32_t slot = 0; slot < slots; slot++)
+    channel->arrivals[slot] =
+        (struct arrival){.channel = channel, .bytes = channel->receive_slots + (uint64_t)slot * slot_bytes};
+  return create_queue_pair(channel);
 }
 
 void channel_destroy(struct channel *channel) {
-  if (channel->qp) channel->engine->verbs->destroy_qp(channel->qp);
-  free(channel->arrived);
+  if (channel->qp) channel->device->verbs->destroy_qp(channel->qp);
+  free(channel->arrivals);
+  free(channel->kept);
   *channel = (struct channel){0};
 }
 
 int channel_connect(struct channel *channel, const union ibv_gid *gid, uint16_t lid, uint32_t qp_num,
-                    uint32_t remote_psn, uint32_t local_psn, enum ibv_mtu mtu) {
-  const struct verbs *verbs = channel->engine->verbs;
+                    uint32_t remote_psn, uint32_t local_psn) {
+  const struct verbs *verbs = channel->device->verbs;
   struct ibv_qp_attr attr = {
       .qp_state = IBV_QPS_RTR,
-      .path_mtu = mtu,
+      .path_mtu = channel->device->port.active_mtu,
       .dest_qp_num = qp_num,
       .rq_psn = remote_psn,
       .ah_attr = {.grh = {.dgid = *gid, .hop_limit = 1}, .dlid = lid, .is_global = 1, .port_num = 1},
   };
   int error = verbs->modify_qp(channel->qp, &attr,
                                IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN);
-  if (error) return fail_verb(channel, "modify_qp to RTR", error);
+  if (error) return channel_fail_verb(channel, "modify_qp to RTR", error);
   attr = (struct ibv_qp_attr){.qp_state = IBV_QPS_RTS, .sq_psn = local_psn};
   error = verbs->modify_qp(channel->qp, &attr, IBV_QP_STATE | IBV_QP_SQ_PSN);
-  return error ? fail_verb(channel, "modify_qp to RTS", error) : MLXDIST_OK;
+  return error ? channel_fail_verb(channel, "modify_qp to RTS", error) : MLXDIST_OK;
 }
 
-static int post_receive(struct channel *channel, uint32_t slot) {
-  struct ibv_sge sge = {.addr = (uintptr_t)(channel->receive_slots + (uint64_t)slot * channel->slot_bytes),
-                        .length = channel->slot_bytes,
-                        .lkey = channel->lkey};
-  struct ibv_recv_wr request = {.wr_id = engine_wr_id(channel, false, slot), .sg_list = &sge, .num_sge = 1}, *bad;
-  int error = ibv_post_recv(channel->qp, &request, &bad);
-  if (error) return fail_verb(channel, "post_recv", error);
-  channel->posted++;
-  count(&channel->engine->counters.post_recv_calls, 1);
-  count(&channel->engine->counters.receives_posted, 1);
-  return MLXDIST_OK;
+/* Receives that data may use. Those of control messages are posted again at once, so this never shrinks. */
+static uint32_t room(const struct channel *channel) {
+  return channel->outstanding > channel->reserve ? channel->outstanding - channel->reserve : 0;
 }
 
 int channel_post_all(struct channel *channel) {
   for (uint32_t slot = 0; slot < channel->slots; slot++) {
-    int status = post_receive(channel, slot);
+    int status = channel_post_receive(channel, slot);
     if (status) return status;
   }
   /* The peer has the same number of slots (its address says so) and starts from the same knowledge. */
-  channel->credit = channel->told_credit = channel->posted;
+  channel->credit = channel->told_credit = WIRE_START + room(channel);
   return MLXDIST_OK;
 }
 
+static bool has_request(const struct channel *channel) {
+  return channel->requests - channel->completed < 2 * channel->slots;
+}
+
 bool channel_can_send(const struct channel *channel, enum wire_kind kind) {
-  uint32_t reserve = channel->index == WIRE_EAGER && kind == WIRE_DATA ? CHANNEL_CONTROL_SLOTS : 0;
-  uint32_t next = channel->sent + 1;
-  return wire_at_least(channel->acked + channel->slots, next + reserve) &&
-         wire_at_least(channel->credit, next + reserve) &&
-         wire_at_least(channel->completed + 2 * channel->slots, next);
+  uint32_t extra = kind == WIRE_ABORT ? channel->reserve : 0; /* may use what is kept free for it */
+  uint32_t next = channel->sent + 1, slots = channel->slots - channel->reserve;
+  return wire_at_least(channel->acked + slots + extra, next) && wire_at_least(channel->credit + extra, next) &&
+         has_request(channel);
 }
 
-/* What rides on every message: how far both channels from this peer have got. */
+/* What rides on every message: how far all channels from this peer have got. */
 static void write_news(struct peer *peer, struct wire_header *header) {
-  for (int i = 0; i < WIRE_CHANNELS; i++) {
+  for (uint32_t i = 0; i < peer->channel_count; i++) {
     struct channel *channel = &peer->channels[i];
+    uint32_t free_receives = room(channel);
     header->ack[i] = channel->told_ack = channel->received;
-    header->credit[i] = channel->told_credit = channel->posted;
+    header->room[i] = (uint16_t)free_receives;
+    channel->told_credit = channel->received + free_receives;
+    channel->must_tell = false;
+    if (channel->wants_resend && header->kind == WIRE_ACK) {
+      header->flags |= (uint8_t)(WIRE_RESEND << i);
+      channel->wants_resend = false;
+      channel->asked_after = channel->received;
+    }
   }
 }
 
-static void read_news(struct peer *peer, const struct wire_header *header) {
-  for (int i = 0; i < WIRE_CHANNELS; i++) {
-    struct channel *channel = &peer->channels[i];
-    /* The two queue pairs are not ordered with each other, so news may be older than what is known. */
-    if (wire_at_least(header->ack[i], channel->acked)) channel->acked = header->ack[i];
-    if (wire_at_least(header->credit[i], channel->credit)) channel->credit = header->credit[i];
-  }
-}
-
-int channel_send(struct channel *channel, const struct outgoing_message *message) {
-  struct counters *counters = &channel->engine->counters;
-  uint32_t sequence = channel->sent + 1;
-  char *slot = channel->send_slots + (uint64_t)channel->send_slot * channel->slot_bytes;
-  struct wire_header *header = (struct wire_header *)slot;
-  *header = (struct wire_header){
-      .magic = WIRE_MAGIC,
-      .kind = (uint8_t)message->kind,
-      .flags = message->descriptor ? WIRE_FIRST : 0,
-      .sequence = sequence,
-      .stream = message->stream,
-      .offset = message->offset,
-      .length = message->length,
-  };
-  write_news(channel->peer, header);
-  uint32_t before = sizeof *header;
-  if (message->descriptor) {
-    memcpy(slot + before, message->descriptor, sizeof *message->descriptor);
-    before += sizeof *message->descriptor;
-  }
-  if (message->length) memcpy(slot + before, message->payload, message->length);
-
-  struct ibv_sge sge = {.addr = (uintptr_t)slot, .length = before + message->length, .lkey = channel->lkey};
-  /* A signaled message twice a window is enough: acknowledgements free the slots, completions only the
-   * send queue. Errors complete in any case. */
-  bool signaled = sequence % (channel->slots / 2) == 0;
-  struct ibv_send_wr request = {.wr_id = engine_wr_id(channel, true, sequence),
-                                .sg_list = &sge,
-                                .num_sge = 1,
+static int post(struct channel *channel, struct ibv_sge *list, int entries, bool signaled) {
+  struct engine_counters *counters = &channel->engine->counters;
+  channel->requests++;
+  struct ibv_send_wr request = {.wr_id = engine_wr_id(channel, true, channel->requests),
+                                .sg_list = list,
+                                .num_sge = entries,
                                 .opcode = IBV_WR_SEND,
                                 .send_flags = signaled ? IBV_SEND_SIGNALED : 0},
                      *bad;
   int error = ibv_post_send(channel->qp, &request, &bad);
-  if (error) return fail_verb(channel, "post_send", error);
-  channel->sent = sequence;
-  channel->send_slot = (channel->send_slot + 1) % channel->slots;
-  if (message->kind != WIRE_ACK) channel->sent_data = sequence;
+  if (error) return channel_fail_verb(channel, "post_send", error);
   count(&counters->post_send_calls, 1);
   count(&counters->messages_sent, 1);
-  if (message->kind != WIRE_DATA) count(&counters->control_messages_sent, 1);
-  count(&counters->header_bytes_sent, before + (message->kind == WIRE_DATA ? 0 : message->length));
-  count(&counters->payload_bytes_sent, message->kind == WIRE_DATA ? message->length : 0);
-  count(&counters->bytes_copied, message->length);
   return MLXDIST_OK;
 }
 
-static void view(const struct channel *channel, uint32_t slot, struct message *message) {
-  const char *bytes = channel->receive_slots + (uint64_t)slot * channel->slot_bytes;
-  message->header = (const struct wire_header *)bytes;
-  bytes += sizeof *message->header;
-  message->descriptor = 0;
-  if (message->header->flags & WIRE_FIRST) {
-    message->descriptor = (const struct wire_descriptor *)bytes;
-    bytes += sizeof *message->descriptor;
+/* Sends what stands in a slot, for the first time or again. A signaled message twice a window is enough:
+ * acknowledgements free the slots, completions only the send queue. Errors complete in any case. */
+static int post_slot(struct channel *channel, uint32_t slot) {
+  const struct kept_message *kept = &channel->kept[slot];
+  const char *bytes = channel->send_slots + (uint64_t)slot * channel->slot_bytes;
+  struct ibv_sge list[2] = {{.addr = (uintptr_t)bytes, .length = kept->length, .lkey = channel->lkey},
+                            {.addr = (uintptr_t)kept->user, .length = kept->user_length, .lkey = kept->user_lkey}};
+  return post(channel, list, kept->user ? 2 : 1, (channel->requests + 1) % (channel->slots / 2) == 0);
+}
+
+int channel_send(struct channel *channel, const struct outgoing_message *message) {
+  uint32_t slot = channel->send_slot;
+  char *bytes = channel->send_slots + (uint64_t)slot * channel->slot_bytes;
+  struct wire_header *header = (struct wire_header *)bytes;
+  *header = (struct wire_header){
+      .magic = WIRE_MAGIC,
+      .kind = (uint8_t)message->kind,
+      .flags = message->flags | (message->descriptor ? WIRE_FIRST : 0),
+      .group = message->group,
+      .sequence = channel->sent + 1,
+      .stream = message->stream,
+      .offset = message->offset,
+      .length = message->length,
+      .ready = message->ready,
+      .order = message->order,
+  };
+  write_news(channel->peer, header);
+  uint32_t before = sizeof *header;
+  if (message->descriptor) {
+    memcpy(bytes + before, message->descriptor, sizeof *message->descriptor);
+    before += sizeof *message->descriptor;
   }
-  message->payload = bytes;
-}
-
-bool channel_head(const struct channel *channel, struct message *message) {
-  if (channel->arrived_count == 0) return false;
-  view(channel, channel->arrived[channel->arrived_first], message);
-  return true;
-}
-
-int channel_release(struct channel *channel) {
-  uint32_t slot = channel->arrived[channel->arrived_first];
-  channel->arrived_first = (channel->arrived_first + 1) % channel->slots;
-  channel->arrived_count--;
-  return post_receive(channel, slot);
-}
-
-void channel_on_sent(struct channel *channel, uint32_t sequence) { channel->completed = sequence; }
-
-/* Refuses what no correct peer sends. The bytes come from another process: nothing in them is used before. */
-static int check_message(const struct channel *channel, const struct message *message, uint32_t bytes) {
-  const struct wire_header *header = message->header;
-  int32_t from = channel->peer->rank, rank = channel->engine->rank;
-  if (bytes < sizeof *header || header->magic != WIRE_MAGIC)
-    return fail(MLXDIST_TRANSPORT, "rank %d received %u bytes from rank %d that are no message of mlxdist; "
-                "do all ranks run the same version?", rank, bytes, from);
-  if (header->sequence != channel->received + 1)
-    return fail(MLXDIST_TRANSPORT, "rank %d lost message %u of its %s queue pair from rank %d: the next to arrive was "
-                "%u", rank, channel->received + 1, channel_name(channel), from, header->sequence);
-  uint64_t before = (uint64_t)(message->payload - (const char *)header);
-  if (before + header->length != bytes || bytes > channel->slot_bytes || header->group != 0 ||
-      header->kind < WIRE_DATA || header->kind > WIRE_ABORT)
-    return fail(MLXDIST_TRANSPORT, "rank %d received message %u from rank %d with a wrong header: %u bytes, "
-                "kind %u, length %u", rank, header->sequence, from, bytes, header->kind, header->length);
-  for (int i = 0; i < WIRE_CHANNELS; i++) {
-    const struct channel *other = &channel->peer->channels[i];
-    if (!wire_at_least(other->sent, header->ack[i]) || !wire_at_least(header->ack[i] + other->slots, header->credit[i]))
-      return fail(MLXDIST_TRANSPORT, "rank %d received message %u from rank %d that acknowledges what was never sent",
-                  rank, header->sequence, from);
-  }
-  return MLXDIST_OK;
-}
-
-/* Does not end the operation in progress by itself: the peer may have failed in a later one, and then what it
- * sent before is all that is missing here, and the result is what the others have (exchange.c). */
-static void take_abort(struct channel *channel, const struct message *message) {
-  struct wire_abort abort = {.status = MLXDIST_ABORTED};
-  char text[ERROR_TEXT_BYTES];
-  int length = (int)message->header->length - (int)sizeof abort;
-  if (length >= 0) memcpy(&abort, message->payload, sizeof abort);
-  if (abort.status <= MLXDIST_OK || abort.status > MLXDIST_RESOURCES) abort.status = MLXDIST_ABORTED;
-  if (length > 0) snprintf(text, sizeof text, "%.*s", length, message->payload + sizeof abort);
-  else snprintf(text, sizeof text, "rank %d has failed", channel->peer->rank);
-  failure_set(&channel->engine->failure, abort.status, text);
-  channel->peer->failed = true;
-  channel->peer->streams_done_there = message->header->stream;
-}
-
-int channel_on_received(struct channel *channel, uint32_t slot, uint32_t bytes) {
-  struct counters *counters = &channel->engine->counters;
-  count(&counters->messages_received, 1);
-  count(&counters->receives_posted, (uint64_t)-1);
-  struct message message;
-  view(channel, slot, &message);
-  int status = check_message(channel, &message, bytes);
+  bool copies = !message->user_lkey;
+  if (copies && message->length) memcpy(bytes + before, message->payload, message->length);
+  channel->kept[slot] = copies ? (struct kept_message){.length = before + message->length}
+                               : (struct kept_message){.length = before,
+                                                       .user = message->payload,
+                                                       .user_length = message->length,
+                                                       .user_lkey = message->user_lkey};
+  int status = post_slot(channel, slot);
   if (status) return status;
-  channel->received++;
-  read_news(channel->peer, message.header);
-  if (message.header->kind == WIRE_ABORT) take_abort(channel, &message);
-  if (message.header->kind != WIRE_DATA) return post_receive(channel, slot);
-  count(&counters->payload_bytes_received, message.header->length);
-  channel->arrived[(channel->arrived_first + channel->arrived_count) % channel->slots] = slot;
-  channel->arrived_count++;
+  channel->sent++;
+  channel->send_slot = slot + 1 == channel->slots ? 0 : slot + 1;
+  struct engine_counters *counters = &channel->engine->counters;
+  if (message->kind != WIRE_DATA) count(&counters->control_messages_sent, 1);
+  count(&counters->header_bytes_sent, before + (message->counters ? 0 : message->length));
+  if (message->counters) count(&message->counters->payload_bytes_sent, message->length);
+  if (message->counters && copies) count(&message->counters->bytes_copied, message->length);
   return MLXDIST_OK;
 }
+
+int channel_acknowledge(struct channel *channel, uint16_t group, uint32_t ready, uint8_t flags, bool *sent) {
+  *sent = false;
+  uint32_t buffer = 0;
+  while (buffer < CHANNEL_CONTROL_BUFFERS && !wire_at_least(channel->completed, channel->control_requests[buffer]))
+    buffer++;
+  if (buffer == CHANNEL_CONTROL_BUFFERS || !has_request(channel)) return MLXDIST_OK; /* a later turn will */
+  struct wire_header *header = (struct wire_header *)(channel->control + buffer * sizeof *header);
+  *header = (struct wire_header){.magic = WIRE_MAGIC, .kind = WIRE_ACK, .flags = flags, .group = group, .ready = ready};
+  write_news(channel->peer, header);
+  struct ibv_sge sge = {.addr = (uintptr_t)header, .length = sizeof *header, .lkey = channel->lkey};
+  int status = post(channel, &sge, 1, true);
+  channel->control_requests[buffer] = channel->requests;
+  *sent = true;
+  count(&channel->engine->counters.control_messages_sent, 1);
+  count(&channel->engine->counters.header_bytes_sent, sizeof *header);
+  return status;
+}
+
+int channel_resend(struct channel *channel) {
+  uint32_t unacked = channel->sent - channel->acked;
+  uint32_t slot = (channel->send_slot + channel->slots - unacked) % channel->slots;
+  for (; unacked > 0 && has_request(channel); unacked--, slot = (slot + 1) % channel->slots) {
+    write_news(channel->peer, (struct wire_header *)(channel->send_slots + (uint64_t)slot * channel->slot_bytes));
+    int status = post_slot(channel, slot);
+    if (status) return status;
+    count(&channel->engine->counters.retransmissions, 1);
+  }
+  return MLXDIST_OK;
+}
+
+int channel_forward(const struct channel *channel, uint32_t slot, struct channel *by) {
+  const struct kept_message *from = &channel->kept[slot];
+  char *bytes = by->send_slots + (uint64_t)by->send_slot * by->slot_bytes;
+  struct wire_header *header = (struct wire_header *)bytes;
+  memcpy(bytes, channel->send_slots + (uint64_t)slot * channel->slot_bytes, from->length);
+  if (from->user) memcpy(bytes + from->length, from->user, from->user_length);
+  header->sequence = by->sent + 1;
+  header->flags |= WIRE_AGAIN;
+  write_news(by->peer, header);
+  by->kept[by->send_slot] = (struct kept_message){.length = from->length + from->user_length};
+  int status = post_slot(by, by->send_slot);
+  if (status) return status;
+  by->sent++;
+  by->send_slot = by->send_slot + 1 == by->slots ? 0 : by->send_slot + 1;
+  count(&by->engine->counters.retransmissions, 1);
+  return MLXDIST_OK;
+}
+
+void channel_on_sent(struct channel *channel, uint32_t request) { channel->completed = request; }
 
 bool channel_owes_news(const struct channel *channel, bool lazily) {
-  uint32_t share = lazily ? channel->slots - channel->slots / 4 : channel->slots / 2;
-  if (channel->received - channel->told_ack >= share || channel->posted - channel->told_credit >= share) return true;
-  /* The peer is down to the slots for control messages: without news it could not even acknowledge. */
-  return channel->index == WIRE_EAGER && channel->posted != channel->told_credit &&
-         !wire_at_least(channel->told_credit, channel->received + CHANNEL_CONTROL_SLOTS + 1);
+  uint32_t slots = channel->slots - channel->reserve, share = lazily ? slots - slots / 4 : slots / 2;
+  if (share == 0) share = 1;
+  return channel->wants_resend || channel->must_tell || channel->received - channel->told_ack >= share ||
+         channel->received + room(channel) - channel->told_credit >= share;
 }

@@ -1,4 +1,4 @@
-/* Counters that the thread of an operation writes and any thread may read meanwhile. */
+/* Counters that the holder of the engine's lock writes and any thread may read meanwhile. */
 #ifndef MLXDIST_ENDPOINT_COUNTERS_H
 #define MLXDIST_ENDPOINT_COUNTERS_H
 
@@ -7,15 +7,22 @@
 
 typedef _Atomic uint64_t counter;
 
-struct counters {
+/* Of one group. */
+struct group_counters {
   counter collectives, point_to_point;
-  counter payload_bytes_sent, header_bytes_sent, payload_bytes_received;
-  counter messages_sent, messages_received, control_messages_sent;
+  counter payload_bytes_sent, payload_bytes_received;
   counter bytes_copied;
+  counter wait_ns, operation_ns;
+};
+
+/* Of the process: queue pairs are shared by all groups. */
+struct engine_counters {
+  counter header_bytes_sent;
+  counter messages_sent, messages_received, control_messages_sent;
   counter post_send_calls, post_recv_calls, poll_cq_calls;
   counter receives_posted;
-  counter memory_registrations, slab_bytes;
-  counter wait_ns, operation_ns;
+  counter retransmissions, duplicates;
+  counter memory_registrations, registration_hits, registered_bytes, slab_bytes;
 };
 
 /* One writer at a time (the engine's lock), so a plain addition will do: no locked instruction. */

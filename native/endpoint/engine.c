@@ -1,71 +1,102 @@
 #include "engine.h"
 
+#include "cable.h"
+#include "matching.h"
+#include "operation.h"
+#include "region.h"
 #include "wc_status.h"
 
-#include <errno.h>
+#include <sched.h>
+#include <stdlib.h>
 #include <string.h>
 
 #define POLL_BATCH 16
 
-static int open_device(struct engine *engine) {
-  const struct verbs *verbs = engine->verbs;
-  int devices = 0;
-  struct ibv_device **list = verbs->get_device_list(&devices);
-  if (!list || devices == 0) return fail(MLXDIST_RESOURCES, "provider %s lists no device", verbs->name);
-  engine->context = verbs->open_device(list[0]);
-  int error = errno;
-  verbs->free_device_list(list);
-  if (!engine->context)
-    return fail(MLXDIST_RESOURCES, "provider %s cannot open its device: %s", verbs->name, strerror(error));
-  error = verbs->query_port(engine->context, 1, &engine->port);
-  if (!error && engine->port.state != IBV_PORT_ACTIVE) error = ENETDOWN;
-  if (!error) error = verbs->query_gid(engine->context, 1, 0, &engine->gid);
-  if (error) return fail(MLXDIST_RESOURCES, "port 1 of provider %s is unusable: %s", verbs->name, strerror(error));
-  return MLXDIST_OK;
-}
+/* Another thread gets the lock within this time, or sleeps too deeply to wait for it. */
+#define YIELD_LIMIT_NS 1000000u
 
 int engine_open(struct engine *engine) {
   engine->verbs = verbs_choose();
-  int status = open_device(engine);
-  if (status) return status;
-  engine->pd = engine->verbs->alloc_pd(engine->context);
-  if (!engine->pd) return fail(MLXDIST_RESOURCES, "alloc_pd failed: %s", strerror(errno));
-  /* Each channel has at most its receives, and two windows of sends, outstanding. */
-  int entries = 3 * (int)(engine->options.eager_slots + engine->options.bulk_slots) * (engine->size - 1);
-  engine->cq = engine->verbs->create_cq(engine->context, entries, 0, 0, 0);
-  if (!engine->cq) return fail(MLXDIST_RESOURCES, "create_cq of %d entries failed: %s", entries, strerror(errno));
-  for (int32_t rank = 0; rank < engine->size && !status; rank++)
-    if (rank != engine->rank) status = peer_create(&engine->peers[rank], engine, rank);
+  engine->links = engine->options.cables;
+  int status = MLXDIST_OK;
+  for (uint32_t link = 0; link < engine->links && !status; link++) {
+    status = device_open(&engine->devices[link], engine->verbs, (int)link);
+    /* Each channel has at most its receives, and two windows of sends, outstanding. */
+    int entries = 3 * (int)(engine->options.eager_slots + engine->options.bulk_slots) * (engine->size - 1);
+    if (!status) status = device_create_cq(&engine->devices[link], entries);
+  }
+  bool all = (uint32_t)engine->size <= engine->options.connect_at_start;
+  for (int32_t rank = 0; rank < engine->size && all && !status; rank++)
+    if (rank != engine->rank && engine_has_wire(engine, engine->rank, rank))
+      status = peer_create(&engine->peers[rank], engine);
   return status;
 }
 
 void engine_close(struct engine *engine) {
-  for (int32_t rank = 0; rank < engine->size; rank++)
-    if (rank != engine->rank) peer_destroy(&engine->peers[rank], engine);
-  if (engine->cq) engine->verbs->destroy_cq(engine->cq);
-  if (engine->pd) engine->verbs->dealloc_pd(engine->pd);
-  if (engine->context) engine->verbs->close_device(engine->context);
-  engine->cq = 0;
-  engine->pd = 0;
-  engine->context = 0;
+  region_free_all(engine);
+  for (int32_t rank = 0; rank < engine->size; rank++) peer_destroy(&engine->peers[rank]);
+  for (uint32_t link = 0; link < WIRE_LINKS; link++) device_close(&engine->devices[link]);
+}
+
+void engine_lock(struct engine *engine) {
+  if (pthread_mutex_trylock(&engine->lock) == 0) return;
+  atomic_fetch_add(&engine->contenders, 1);
+  pthread_mutex_lock(&engine->lock);
+  atomic_fetch_sub(&engine->contenders, 1);
+}
+
+void engine_unlock(struct engine *engine) { pthread_mutex_unlock(&engine->lock); }
+
+/* A mutex is not fair: without this a thread that takes turn after turn would keep all others out. */
+void engine_yield(struct engine *engine) {
+  if (atomic_load_explicit(&engine->contenders, memory_order_relaxed) == 0) return;
+  engine_unlock(engine);
+  uint64_t begin = clock_ns();
+  while (atomic_load(&engine->contenders) > 0 && clock_ns() - begin < YIELD_LIMIT_NS) sched_yield();
+  engine_lock(engine);
+}
+
+mlxdist_group *engine_group(const struct engine *engine, uint16_t id) {
+  uint32_t index = id & ~GROUP_HIDDEN;
+  mlxdist_group *group = index < engine->groups_room ? engine->groups[index] : 0;
+  return group && id & GROUP_HIDDEN ? group->hidden : group;
+}
+
+int engine_add_group(struct engine *engine, mlxdist_group *group) {
+  if (group->id >= engine->groups_room) {
+    uint32_t room = engine->groups_room ? engine->groups_room : 8;
+    while (room <= group->id) room *= 2;
+    mlxdist_group **grown = realloc(engine->groups, room * sizeof *grown);
+    if (!grown) return fail(MLXDIST_RESOURCES, "out of memory for a group");
+    memset(grown + engine->groups_room, 0, (room - engine->groups_room) * sizeof *grown);
+    engine->groups = grown;
+    engine->groups_room = room;
+  }
+  engine->groups[group->id] = group;
+  return MLXDIST_OK;
 }
 
 static int take_completion(struct engine *engine, const struct ibv_wc *wc) {
   bool send = wc->wr_id >> 63;
   int32_t rank = (int32_t)(wc->wr_id >> 32 & 0xffff);
-  uint32_t index = (uint32_t)(wc->wr_id >> 48 & 1), number = (uint32_t)wc->wr_id;
+  uint32_t index = (uint32_t)(wc->wr_id >> 48 & (WIRE_CHANNELS - 1)), number = (uint32_t)wc->wr_id;
   if (wc->status != IBV_WC_SUCCESS)
     return fail(MLXDIST_TRANSPORT, "%s between rank %d and rank %d completed with %s", send ? "a send" : "a receive",
                 engine->rank, rank, verbs_wc_status_name(wc->status));
-  struct channel *channel = &engine->peers[rank].channels[index];
-  if (!send) return channel_on_received(channel, number, wc->byte_len);
-  channel_on_sent(channel, number);
-  return MLXDIST_OK;
+  struct peer *peer = &engine->peers[rank];
+  struct channel *channel = &peer->channels[index];
+  if (send) {
+    channel_on_sent(channel, number);
+    return MLXDIST_OK;
+  }
+  struct arrival *arrival = 0;
+  int status = channel_on_received(channel, number, wc->byte_len, &arrival);
+  return status || !arrival ? status : matching_deliver(peer, arrival);
 }
 
-int engine_poll(struct engine *engine, bool *moved) {
+static int poll(struct engine *engine, struct device *device, bool *moved) {
   struct ibv_wc completions[POLL_BATCH];
-  int n = ibv_poll_cq(engine->cq, POLL_BATCH, completions);
+  int n = ibv_poll_cq(device->cq, POLL_BATCH, completions);
   count(&engine->counters.poll_cq_calls, 1);
   if (n < 0) return fail(MLXDIST_TRANSPORT, "poll_cq of rank %d failed", engine->rank);
   for (int i = 0; i < n; i++) {
@@ -76,73 +107,87 @@ int engine_poll(struct engine *engine, bool *moved) {
   return MLXDIST_OK;
 }
 
-int engine_acknowledge(struct engine *engine, bool lazily) {
+static int acknowledge(struct engine *engine, bool lazily) {
   for (int32_t rank = 0; rank < engine->size; rank++) {
-    if (!engine->peers[rank].connected) continue;
-    int status = peer_acknowledge(&engine->peers[rank], lazily);
+    if (!engine->peers[rank].usable) continue;
+    struct peer *peer = &engine->peers[rank];
+    int status = peer->dead_links ? cable_move_messages(peer) : MLXDIST_OK;
+    if (!status) status = peer_acknowledge(peer, lazily);
     if (status) return status;
   }
   return MLXDIST_OK;
 }
 
-int engine_idle(struct engine *engine, struct waiting *wait, double *waited) {
-  int status = failure_check(&engine->failure);
-  if (!status) status = engine_acknowledge(engine, false);
-  if (!status) *waited = (double)wait_turn(wait) * 1e-9;
-  return status;
+static int step_all(struct engine *engine, bool *moved, struct operation **failed) {
+  struct operation *next;
+  for (struct operation *operation = engine->active; operation; operation = next) {
+    next = operation->next;
+    int status = operation_step(operation, moved);
+    *failed = operation;
+    if (status) return status;
+  }
+  return MLXDIST_OK;
 }
 
-int engine_fail(struct engine *engine, int status) {
+static void end_all(struct engine *engine) {
+  engine->ended = true;
+  while (engine->active) operation_end(engine->active, failure_check(&engine->failure));
+}
+
+void engine_turn(struct engine *engine, bool *moved) {
+  struct operation *failed = 0;
+  int status = MLXDIST_OK;
+  for (uint32_t link = 0; link < engine->links && !status; link++) status = poll(engine, &engine->devices[link], moved);
+  if (!status) status = step_all(engine, moved, &failed);
+  if (!status) failed = 0;
+  if (!status) status = acknowledge(engine, *moved);
+  if (status) {
+    engine_fail(engine, failed, status);
+    *moved = true;
+  }
+  if (atomic_load_explicit(&engine->failure.status, memory_order_acquire) == MLXDIST_OK || engine->ended) return;
+  /* What failed elsewhere does not matter to an operation that has all it needs. */
+  step_all(engine, moved, &failed);
+  end_all(engine);
+  *moved = true;
+}
+
+bool engine_is_settled(const struct engine *engine) {
+  for (int32_t rank = 0; rank < engine->size; rank++)
+    if (engine->peers[rank].usable && !peer_is_settled(&engine->peers[rank])) return false;
+  return true;
+}
+
+/* The last stream to `peer` before those of `operation`: all up to there is well. */
+static uint32_t last_good_stream(const struct operation *operation, const struct peer *peer) {
+  for (int i = 0; i < operation->out.count; i++)
+    if (operation->out.list[i].lane->peer == peer) return operation->out.list[i].number - 1;
+  return operation->group->lanes[operation->group->member_of[peer->rank]].sent;
+}
+
+/* A peer that cannot be told this way learns it from the side channel. */
+static void send_abort(struct peer *peer, const struct operation *operation, const char *message, uint32_t length) {
+  struct channel *eager = peer_eager(peer);
+  if (!peer->usable || !channel_can_send(eager, WIRE_ABORT)) return;
+  const mlxdist_group *world = engine_group(eager->engine, 0);
+  struct outgoing_message abort = {
+      .kind = WIRE_ABORT, .stream = world->lanes[peer->rank].sent, .payload = message, .length = length};
+  if (operation && operation->group->member_of[peer->rank] >= 0) {
+    abort.group = operation->group->id;
+    abort.stream = last_good_stream(operation, peer);
+  }
+  (void)channel_send(eager, &abort);
+}
+
+void engine_fail(struct engine *engine, const struct operation *operation, int status) {
   char message[sizeof(struct wire_abort) + ERROR_TEXT_BYTES];
   struct wire_abort abort = {.status = status};
   memcpy(message, &abort, sizeof abort);
   const char *text = mlxdist_last_error();
   size_t length = strnlen(text, ERROR_TEXT_BYTES);
   memcpy(message + sizeof abort, text, length);
-  if (!failure_set(&engine->failure, status, text)) return failure_check(&engine->failure);
-  for (int32_t rank = 0; rank < engine->size; rank++) {
-    struct peer *peer = &engine->peers[rank];
-    struct channel *eager = &peer->channels[WIRE_EAGER];
-    if (!peer->connected || !channel_can_send(eager, WIRE_ABORT)) continue;
-    /* A peer that cannot be told this way learns it from the side channel. */
-    (void)channel_send(eager, &(struct outgoing_message){.kind = WIRE_ABORT,
-                                                         .stream = peer->streams_done,
-                                                         .payload = message,
-                                                         .length = (uint32_t)(sizeof abort + length)});
-  }
-  return failure_check(&engine->failure);
-}
-
-/* Whether this rank may leave as far as `peer` is concerned: it has confirmed all data, and was told all that
- * it waits for. Tells it if it can. */
-static int settle(struct peer *peer, bool *settled) {
-  struct channel *eager = &peer->channels[WIRE_EAGER];
-  bool owes = false;
-  for (int i = 0; i < WIRE_CHANNELS; i++) owes |= peer->channels[i].received != peer->channels[i].told_ack;
-  bool tell = owes && channel_can_send(eager, WIRE_ACK);
-  *settled = peer_has_everything(peer) && (!owes || tell);
-  return tell ? channel_send(eager, &(struct outgoing_message){.kind = WIRE_ACK}) : MLXDIST_OK;
-}
-
-int engine_drain(struct engine *engine) {
-  struct waiting wait = {0};
-  for (;;) {
-    int32_t behind = -1;
-    int status = MLXDIST_OK;
-    bool moved = false;
-    double waited = 0;
-    for (int32_t rank = 0; rank < engine->size && !status; rank++) {
-      bool settled = true;
-      if (engine->peers[rank].connected) status = settle(&engine->peers[rank], &settled);
-      if (!settled) behind = rank;
-    }
-    if (status || behind < 0) return status;
-    status = engine_poll(engine, &moved);
-    if (!status && moved) wait_over(&wait);
-    if (!status && !moved) status = engine_idle(engine, &wait, &waited);
-    if (!status && engine->options.timeout > 0 && waited > engine->options.timeout)
-      status = fail(MLXDIST_TIMEOUT, "rank %d waited %.1f s at the end for rank %d to confirm what it was sent",
-                    engine->rank, waited, behind);
-    if (status) return status;
-  }
+  if (failure_set(&engine->failure, status, text))
+    for (int32_t rank = 0; rank < engine->size; rank++)
+      send_abort(&engine->peers[rank], operation, message, (uint32_t)(sizeof abort + length));
+  end_all(engine);
 }

@@ -1,13 +1,15 @@
 /*
- * The engine: one device, one completion queue, and a peer for every other rank.
+ * The engine: the devices, a peer for every other rank, and the operations in progress. One per process.
  *
- * It sees the device through the verbs table only. The lock is held by the operation in progress; the
- * failure may be set by any thread.
+ * Whoever holds the lock may take a *turn*: move every operation as far as it goes now, of whatever group, and take
+ * what has completed. A thread that waits takes turns and lets go of the lock in between; when nobody waits, the
+ * progress thread does.
  */
 #ifndef MLXDIST_ENDPOINT_ENGINE_H
 #define MLXDIST_ENDPOINT_ENGINE_H
 
 #include "counters.h"
+#include "device.h"
 #include "failure.h"
 #include "mlxdist.h"
 #include "peer.h"
@@ -15,41 +17,80 @@
 
 #include <pthread.h>
 
+struct operation;
+
 struct engine {
-  const struct verbs *verbs;
-  struct ibv_context *context;
-  struct ibv_pd *pd;
-  struct ibv_cq *cq;
-  struct ibv_port_attr port;
-  union ibv_gid gid;
   int32_t rank, size;
   mlxdist_options options;
+  uint8_t *wires; /* size x size, NULL if every pair has a cable */
+  mlxdist_tuning *tuning;
+  uint64_t tuning_lines;
+  const struct verbs *verbs;
+  struct device devices[WIRE_LINKS];
+  uint32_t links; /* devices in use */
   struct peer *peers; /* one per rank; the own one stays empty */
+  mlxdist_group **groups; /* by id; those that do not exist any more are NULL */
+  uint32_t groups_room;
+  int32_t next_group_id; /* the lowest that no group of this rank has had */
+  struct mlxdist_region *regions;
+  uint64_t region_uses;
+  struct operation *active, *active_last; /* in the order in which they were issued */
+  int active_count;
+  uint32_t moves; /* steps of any operation */
+  int unattended; /* of them those that somebody has a handle of */
   pthread_mutex_t lock;
+  atomic_int contenders; /* threads that wait for the lock */
+  atomic_int waiters;    /* threads that take turns until their operation has ended */
   struct failure failure;
-  struct counters counters;
+  bool finalized;
+  bool ended; /* all operations have been told about the failure */
+  struct engine_counters counters;
+  uint64_t timers_ns; /* when the timers were looked at last */
+
+  pthread_t progress; /* the progress thread */
+  bool progress_runs;
+  pthread_mutex_t progress_lock;
+  pthread_cond_t progress_wanted;
+  bool progress_called, progress_ends;
+
+  mlxdist_side_channel side_channel;
+  void *side_channel_context;
 };
 
+/* Opens the devices, and creates the peers if all pairs are to be connected at the start. */
 int engine_open(struct engine *engine);
 void engine_close(struct engine *engine);
 
-/* Takes what has completed. `moved` is set if anything has. */
-int engine_poll(struct engine *engine, bool *moved);
+void engine_lock(struct engine *engine);
+void engine_unlock(struct engine *engine);
+/* Lets another thread have the lock for a while if one waits for it. */
+void engine_yield(struct engine *engine);
 
-/* Tells the peers what they must know to go on; `lazily` waits longer for data to ride on. */
-int engine_acknowledge(struct engine *engine, bool lazily);
+/* With the lock: every operation as far as it goes, then what has completed. `moved` is set if anything has. An
+ * error fails the engine and ends all operations. */
+void engine_turn(struct engine *engine, bool *moved);
 
-/* One turn without progress: watches for failure, acknowledges what is owed, waits a little. `waited` is
- * set to the seconds since the last progress. */
-int engine_idle(struct engine *engine, struct waiting *wait, double *waited);
+/* With the lock: repeats what was not acknowledged for long, acknowledges what found no ride, and fails operations
+ * whose deadline has passed. Does so only now and then. */
+void engine_look_at_timers(struct engine *engine, uint64_t now_ns);
 
-/* Fails the group with the text of mlxdist_last_error() and tells every peer. Returns `status`. */
-int engine_fail(struct engine *engine, int status);
+/* With the lock: whether a peer still has to confirm something, or waits for a confirmation. */
+bool engine_is_settled(const struct engine *engine);
 
-/* Waits until every peer has all data and was told that all of its own has arrived. */
-int engine_drain(struct engine *engine);
+/* Fails all groups with the text of mlxdist_last_error() and tells every peer. `operation`: where it happened, or
+ * NULL. */
+void engine_fail(struct engine *engine, const struct operation *operation, int status);
 
-/* wr_id says on which channel and slot or sequence a work request was: nothing of it travels. */
+/* Whether two ranks of the world are joined by a cable. */
+static inline bool engine_has_wire(const struct engine *engine, int32_t a, int32_t b) {
+  return !engine->wires || engine->wires[a * engine->size + b];
+}
+
+/* The group with that id, NULL if there is none. */
+mlxdist_group *engine_group(const struct engine *engine, uint16_t id);
+int engine_add_group(struct engine *engine, mlxdist_group *group);
+
+/* wr_id says on which channel and slot or request a work request was: nothing of it travels. */
 static inline uint64_t engine_wr_id(const struct channel *channel, bool send, uint32_t number) {
   return (uint64_t)send << 63 | (uint64_t)channel->index << 48 | (uint64_t)(uint32_t)channel->peer->rank << 32 | number;
 }

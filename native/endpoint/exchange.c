@@ -1,49 +1,97 @@
-#include "exchange.h"
+/* How an operation gets on: the streams of its round, piece by piece. */
+#include "operation.h"
+#include "matching.h"
+#include "region.h"
 
 #include <string.h>
 
-/* The same on both sides: pieces of a stream are as large as a slot allows. */
-static uint64_t piece_bytes(const struct channel *channel) { return channel->slot_bytes - CHANNEL_OVERHEAD; }
-
 static uint64_t at_most(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
-static bool finished(const struct stream *stream) { return stream->started && stream->moved == stream->bytes; }
+static bool is_small(const struct stream *stream) { return stream->bytes <= CHANNEL_EAGER_BYTES - CHANNEL_OVERHEAD; }
 
-/* Sends the next piece, if there is a slot and a receive for it. */
-static int push(struct exchange *exchange, struct stream *stream, bool *moved) {
-  struct channel *channel = peer_channel(stream->peer, stream->bytes);
-  if (finished(stream) || !channel_can_send(channel, WIRE_DATA)) return MLXDIST_OK;
+/* The same on both sides: pieces of a stream are as large as a slot allows. */
+static uint64_t piece_bytes(const struct stream *stream) {
+  uint32_t bulk = stream->operation->group->engine->options.bulk_slot_bytes;
+  return (is_small(stream) ? CHANNEL_EAGER_BYTES : bulk) - CHANNEL_OVERHEAD;
+}
+
+static uint32_t on_their_way(const struct channel *channel) { return channel->sent - channel->acked; }
+
+static bool is_less_busy(const struct channel *a, const struct channel *b) {
+  if (on_their_way(a) != on_their_way(b)) return on_their_way(a) < on_their_way(b);
+  return !wire_at_least(a->sent, b->sent);
+}
+
+/* The channel for the next piece: of several cables the one with the fewest messages on their way, or so far. */
+static struct channel *channel_of(const struct stream *stream) {
+  struct peer *peer = stream->lane->peer;
+  if (is_small(stream)) return peer_eager(peer);
+  struct channel *best = 0;
+  for (uint32_t i = WIRE_BULK; i < peer->channel_count; i += 2) {
+    struct channel *channel = &peer->channels[i];
+    if (peer->dead_links >> i / 2 & 1) continue;
+    if (!best || is_less_busy(channel, best)) best = channel;
+  }
+  return best;
+}
+
+/* What left from the user's memory may have to leave again: it has to stay as it is until it is confirmed. */
+static bool is_confirmed(const struct stream *stream) {
+  const struct peer *peer = stream->lane->peer;
+  for (uint32_t i = 0; stream->from_region >> i; i++)
+    if (stream->from_region >> i & 1 && !wire_at_least(peer->channels[i].acked, stream->unconfirmed[i])) return false;
+  return true;
+}
+
+static bool is_sent(const struct stream *stream) {
+  return stream->started && stream->moved == stream->bytes && is_confirmed(stream);
+}
+
+static bool is_received(const struct stream *stream) { return stream->started && stream->moved == stream->bytes; }
+
+static bool may_send(const struct stream *stream, const struct channel *channel) {
+  if (stream->started && stream->moved == stream->bytes) return false;
+  bool asked = stream->moved < stream_unasked_bytes(channel->engine) ||
+               wire_at_least(stream->lane->ready, stream->number);
+  return asked && channel_can_send(channel, WIRE_DATA);
+}
+
+/* Sends the next piece, if there is a slot and a receive for it. The last pieces, as many as there are slots, are
+ * copied even from registered memory: then all others are confirmed once the last one has left. So are all where the
+ * result takes their place: it would have to wait until they are confirmed. */
+static int push(struct operation *operation, struct stream *stream, bool in_place, bool *moved) {
+  struct channel *channel = channel_of(stream);
+  if (!may_send(stream, channel)) return MLXDIST_OK;
+  uint64_t piece = piece_bytes(stream), left = stream->bytes - stream->moved;
   struct wire_descriptor descriptor;
   struct outgoing_message message = {
       .kind = WIRE_DATA,
-      .stream = stream->peer->streams_sent,
+      .flags = operation->ordered ? WIRE_ORDERED : 0,
+      .group = operation->group->id,
+      .stream = stream->number,
+      .ready = stream->lane->received,
+      .order = stream->order,
       .offset = stream->moved,
       .payload = stream->data + stream->moved,
-      .length = (uint32_t)at_most(stream->bytes - stream->moved, piece_bytes(channel)),
+      .length = (uint32_t)at_most(left, piece),
+      .counters = &operation->group->counters,
   };
   if (!stream->started) {
-    descriptor = exchange->sends;
+    descriptor = operation->sends;
     descriptor.bytes = stream->bytes;
     message.descriptor = &descriptor;
   }
+  if (stream->region && !in_place && left > piece * channel->slots)
+    message.user_lkey = region_lkey(stream->region, channel->device, message.payload, message.length);
   int status = channel_send(channel, &message);
+  if (message.user_lkey) {
+    stream->unconfirmed[channel->index] = channel->sent;
+    stream->from_region |= 1u << channel->index;
+  }
   stream->started = true;
   stream->moved += message.length;
   *moved = true;
   return status;
-}
-
-static int fail_mismatch(const struct exchange *exchange, const struct peer *peer,
-                         const struct wire_descriptor *theirs) {
-  char ours_text[192], theirs_text[192];
-  layout_name(&exchange->receives, ours_text, sizeof ours_text);
-  layout_name(theirs, theirs_text, sizeof theirs_text);
-  int32_t rank = exchange->group->engine.rank;
-  bool first = rank < peer->rank; /* in rank order, so that both ranks say the same */
-  return fail(MLXDIST_MISMATCH, "ranks disagree: rank %d calls %s, rank %d calls %s; all ranks must call the same "
-              "operations in the same order with the same dtype and shape",
-              first ? rank : peer->rank, first ? ours_text : theirs_text, first ? peer->rank : rank,
-              first ? theirs_text : ours_text);
 }
 
 static bool describes(const struct wire_descriptor *a, const struct wire_descriptor *b, uint64_t bytes) {
@@ -52,167 +100,172 @@ static bool describes(const struct wire_descriptor *a, const struct wire_descrip
   return memcmp(&expected, b, sizeof expected) == 0;
 }
 
-/* A peer in another operation may have chosen the other channel, where nobody would ever look. */
-static int check_other_channel(const struct exchange *exchange, const struct stream *stream,
-                               const struct channel *channel) {
-  struct message message;
-  const struct channel *other = &stream->peer->channels[channel->index == WIRE_EAGER ? WIRE_BULK : WIRE_EAGER];
-  if (!channel_head(other, &message) || message.header->stream != stream->peer->streams_received) return MLXDIST_OK;
-  if (!message.descriptor)
-    return fail(MLXDIST_TRANSPORT, "rank %d sent data on the wrong queue pair", stream->peer->rank);
-  return fail_mismatch(exchange, stream->peer, message.descriptor);
-}
-
-/* The next piece of the stream, if it has arrived: checked to be the one that is due. */
-static int next_piece(const struct exchange *exchange, struct stream *stream, struct message *message, bool *there) {
-  struct channel *channel = peer_channel(stream->peer, stream->bytes);
-  *there = channel_head(channel, message);
-  const struct wire_header *header = message->header;
-  if (!stream->started && (!*there || header->stream != stream->peer->streams_received)) {
-    int status = check_other_channel(exchange, stream, channel);
-    if (status) return status;
-  }
-  if (!*there) return MLXDIST_OK;
-  if (!stream->started && message->descriptor) {
-    if (!describes(&exchange->receives, message->descriptor, stream->bytes))
-      return fail_mismatch(exchange, stream->peer, message->descriptor);
-    stream->started = true;
-  }
-  if (!stream->started || header->stream != stream->peer->streams_received || header->offset != stream->moved ||
-      header->length != at_most(stream->bytes - stream->moved, piece_bytes(channel)))
-    return fail(MLXDIST_TRANSPORT, "rank %d expected stream %u at byte %llu from rank %d and received stream %u at "
-                "byte %llu (%u bytes)", exchange->group->engine.rank, stream->peer->streams_received,
-                (unsigned long long)stream->moved, stream->peer->rank, header->stream,
-                (unsigned long long)header->offset, header->length);
+/* The first message of the stream says what the peer is doing. */
+static int check_first(struct operation *operation, struct stream *stream, const struct arrival *arrival) {
+  const struct peer *peer = stream->lane->peer;
+  const struct wire_header *header = arrival_header(arrival);
+  const struct wire_descriptor *theirs = arrival_descriptor(arrival);
+  bool ordered = header->flags & WIRE_ORDERED;
+  if (!theirs || header->offset != 0)
+    return fail(MLXDIST_TRANSPORT, "rank %d received stream %u from rank %d without its beginning",
+                operation->group->engine->rank, stream->number, peer->rank);
+  if (!describes(&operation->receives, theirs, stream->bytes))
+    return matching_fail(operation, peer, theirs, header->group, stream->bytes);
+  if (ordered && operation->ordered && header->order != stream->order)
+    return fail(MLXDIST_MISMATCH, "ranks disagree on the order of the collectives of the groups that rank %d and rank "
+                "%d share: the same one is number %u on one and %u on the other", operation->group->engine->rank,
+                peer->rank, stream->order - WIRE_START, header->order - WIRE_START);
+  stream->started = true;
   return MLXDIST_OK;
 }
 
-static int release(struct stream *stream, uint32_t length) {
+/* The next piece of the stream, checked to be the one that is due; NULL if it has not arrived. */
+static int next_piece(struct operation *operation, struct stream *stream, struct arrival **arrival) {
+  *arrival = stream->arrived;
+  if (!*arrival) return MLXDIST_OK;
+  const struct wire_header *header = arrival_header(*arrival);
+  if (header->offset > stream->moved && stream->lane->peer->channel_count > 2) {
+    *arrival = 0; /* it has overtaken another one, which comes by the other cable */
+    return MLXDIST_OK;
+  }
+  if (!stream->started) {
+    int status = check_first(operation, stream, *arrival);
+    if (status) return status;
+  }
+  if (header->offset == stream->moved &&
+      header->length == at_most(stream->bytes - stream->moved, piece_bytes(stream)))
+    return MLXDIST_OK;
+  return fail(MLXDIST_TRANSPORT, "rank %d expected stream %u at byte %llu from rank %d and received byte %llu (%u "
+              "bytes)", operation->group->engine->rank, stream->number, (unsigned long long)stream->moved,
+              stream->lane->peer->rank, (unsigned long long)header->offset, header->length);
+}
+
+static int release_piece(struct operation *operation, struct stream *stream) {
+  struct arrival *arrival = stream->arrived;
+  uint32_t length = arrival_header(arrival)->length;
+  stream->arrived = arrival->next;
   stream->moved += length;
-  return channel_release(peer_channel(stream->peer, stream->bytes));
+  count(&operation->group->counters.payload_bytes_received, length);
+  return channel_release(arrival);
 }
 
 /* Copies the next piece of a stream to its place. */
-static int pull(struct exchange *exchange, struct stream *stream, bool *moved) {
-  if (finished(stream)) return MLXDIST_OK;
-  struct message message;
-  bool there;
-  int status = next_piece(exchange, stream, &message, &there);
-  if (status || !there) return status;
-  uint32_t length = message.header->length;
-  if (length) memcpy(stream->data + stream->moved, message.payload, length);
-  count(&exchange->group->engine.counters.bytes_copied, length);
+static int pull(struct operation *operation, struct stream *stream, bool *moved) {
+  if (is_received(stream)) return MLXDIST_OK;
+  struct arrival *arrival;
+  int status = next_piece(operation, stream, &arrival);
+  if (status || !arrival) return status;
+  uint32_t length = arrival_header(arrival)->length;
+  if (length) memcpy(stream->data + stream->moved, arrival_payload(arrival), length);
+  count(&operation->group->counters.bytes_copied, length);
   *moved = true;
-  return release(stream, length);
+  return release_piece(operation, stream);
 }
 
-static bool may_overwrite(const struct exchange *exchange, uint64_t end) {
-  for (int i = 0; i < exchange->outs; i++)
-    if (exchange->out[i].moved < at_most(end, exchange->out[i].bytes)) return false;
+/* Whether all streams have sent what lies before `end`, and will not have to send it again from there. */
+static bool may_overwrite(const struct operation *operation, const struct round *round, uint64_t end) {
+  for (int i = round->first_out; i < round->first_out + round->outs; i++) {
+    const struct stream *stream = &operation->out.list[i];
+    if (stream->moved < at_most(end, stream->bytes) || !is_confirmed(stream)) return false;
+  }
   return true;
 }
 
 /* Reduces the next piece once every peer's has arrived. */
-static int fold(struct exchange *exchange, bool *moved) {
-  struct fold *fold = exchange->fold;
-  if (exchange->ins == 0 || finished(&exchange->in[exchange->ins - 1])) return MLXDIST_OK;
+static int fold(struct operation *operation, struct round *round, bool *moved) {
+  struct fold *fold = &round->fold;
+  struct stream *in = &operation->in.list[round->first_in];
+  if (is_received(&in[round->ins - 1])) return MLXDIST_OK;
   const void *sources[GROUP_MAX_RANKS];
   uint32_t length = 0;
   int n = 0;
-  bool own_placed = false;
-  for (int i = 0; i < exchange->ins; i++) { /* in rank order */
-    struct message message;
-    bool there;
-    int status = next_piece(exchange, &exchange->in[i], &message, &there);
-    if (status || !there) return status;
-    if (!own_placed && exchange->in[i].peer->rank > exchange->group->engine.rank) {
-      sources[n++] = fold->own + fold->done;
-      own_placed = true;
-    }
-    sources[n++] = message.payload;
-    length = message.header->length;
+  for (int i = 0; i < round->ins; i++) {
+    struct arrival *arrival;
+    int status = next_piece(operation, &in[i], &arrival);
+    if (status || !arrival) return status;
+    if (i == fold->own_place) sources[n++] = fold->own + fold->done;
+    sources[n++] = arrival_payload(arrival);
+    length = arrival_header(arrival)->length;
   }
-  if (!own_placed) sources[n++] = fold->own + fold->done;
-  if (fold->in_place && !may_overwrite(exchange, fold->done + length)) return MLXDIST_OK;
+  if (n == round->ins) sources[n++] = fold->own + fold->done;
+  if (fold->in_place && !may_overwrite(operation, round, fold->done + length)) return MLXDIST_OK;
   if (length) fold->kernel(fold->out + fold->done, sources, n, length / fold->element_bytes);
   fold->done += length;
   *moved = true;
-  for (int i = 0; i < exchange->ins; i++) {
-    int status = release(&exchange->in[i], length);
+  for (int i = 0; i < round->ins; i++) {
+    int status = release_piece(operation, &in[i]);
     if (status) return status;
   }
   return MLXDIST_OK;
 }
 
-static int turn(struct exchange *exchange, bool *moved) {
+static bool is_over(const struct operation *operation, const struct round *round) {
+  for (int i = 0; i < round->ins; i++)
+    if (!is_received(&operation->in.list[round->first_in + i])) return false;
+  for (int i = 0; i < round->outs; i++)
+    if (!is_sent(&operation->out.list[round->first_out + i])) return false;
+  return true;
+}
+
+static int step_round(struct operation *operation, struct round *round, bool *moved) {
   int status = MLXDIST_OK;
-  for (int i = 0; i < exchange->outs && !status; i++) status = push(exchange, &exchange->out[i], moved);
-  if (exchange->fold) {
-    if (!status) status = fold(exchange, moved);
-  } else {
-    for (int i = 0; i < exchange->ins && !status; i++) status = pull(exchange, &exchange->in[i], moved);
+  if (!round->begun && round->copy_bytes) {
+    memcpy(round->copy_to, round->copy_from, round->copy_bytes);
+    count(&operation->group->counters.bytes_copied, round->copy_bytes);
   }
-  if (!status) status = engine_poll(&exchange->group->engine, moved);
-  if (!status) status = engine_acknowledge(&exchange->group->engine, true);
+  round->begun = true;
+  bool in_place = round->folds && round->fold.in_place;
+  for (int i = 0; i < round->outs && !status; i++)
+    status = push(operation, &operation->out.list[round->first_out + i], in_place, moved);
+  if (round->folds && round->ins > 0 && !status) status = fold(operation, round, moved);
+  for (int i = 0; i < round->ins && !status && !round->folds; i++)
+    status = pull(operation, &operation->in.list[round->first_in + i], moved);
   return status;
-}
-
-static int fail_deadline(const struct exchange *exchange, int32_t late, double waited) {
-  char doing[192];
-  layout_name(&exchange->receives, doing, sizeof doing);
-  return fail(MLXDIST_TIMEOUT, "rank %d waited %.1f s in %s for rank %d without any progress; is that rank still "
-              "working, or in another operation? MLXDIST_TIMEOUT=seconds allows more time (0: no limit)",
-              exchange->group->engine.rank, waited, doing, late);
-}
-
-/* The first stream that is not finished, NULL when all is done. */
-static const struct stream *unfinished(const struct stream *streams, int count) {
-  for (int i = 0; i < count; i++)
-    if (!finished(&streams[i])) return &streams[i];
-  return 0;
-}
-
-static int idle(struct exchange *exchange, struct waiting *wait, const struct peer *late) {
-  struct engine *engine = &exchange->group->engine;
-  double waited = 0;
-  int status = engine_idle(engine, wait, &waited);
-  if (!status && engine->options.timeout > 0 && waited > engine->options.timeout)
-    status = fail_deadline(exchange, late->rank, waited);
-  return status;
-}
-
-static int run(struct exchange *exchange, struct waiting *wait) {
-  struct engine *engine = &exchange->group->engine;
-  for (;;) {
-    const struct stream *late = unfinished(exchange->in, exchange->ins);
-    if (!late) late = unfinished(exchange->out, exchange->outs);
-    if (!late) return MLXDIST_OK;
-    bool moved = false;
-    int status = turn(exchange, &moved);
-    if (!status && moved) count(&engine->counters.wait_ns, wait_over(wait));
-    if (!status && !moved) status = idle(exchange, wait, late->peer);
-    if (status) return status;
-  }
 }
 
 /* All data has come, but a peer that sent some of it has failed in this very operation: so does this rank. */
-static int check_aborted(const struct exchange *exchange) {
-  for (int i = 0; i < exchange->ins; i++) {
-    const struct peer *peer = exchange->in[i].peer;
-    if (peer->failed && !wire_at_least(peer->streams_done_there, peer->streams_received))
-      return failure_check(&exchange->group->engine.failure);
+static int check_aborted(const struct operation *operation) {
+  for (int i = 0; i < operation->in.count; i++) {
+    const struct stream *stream = &operation->in.list[i];
+    const struct peer *peer = stream->lane->peer;
+    bool here = peer->failed && peer->failed_group == operation->group->id;
+    if (here && !wire_at_least(peer->failed_after, stream->number))
+      return failure_check(&operation->group->engine->failure);
   }
   return MLXDIST_OK;
 }
 
-int exchange_run(struct exchange *exchange) {
-  struct waiting wait = {0};
-  for (int i = 0; i < exchange->outs; i++) exchange->out[i].peer->streams_sent++;
-  for (int i = 0; i < exchange->ins; i++) exchange->in[i].peer->streams_received++;
-  int status = run(exchange, &wait);
-  if (!status) status = check_aborted(exchange);
-  for (int i = 0; i < exchange->outs && !status; i++)
-    exchange->out[i].peer->streams_done = exchange->out[i].peer->streams_sent;
-  count(&exchange->group->engine.counters.wait_ns, wait_over(&wait));
+int operation_step(struct operation *operation, bool *moved) {
+  bool got_on = false;
+  int status = MLXDIST_OK;
+  while (operation->current < operation->round_count && !status) {
+    struct round *round = &operation->rounds[operation->current];
+    status = step_round(operation, round, &got_on);
+    if (status || !is_over(operation, round)) break;
+    operation->current++;
+    got_on = true;
+  }
+  if (got_on) {
+    operation->moves++;
+    operation->group->engine->moves++;
+    *moved = true;
+  }
+  if (status || operation->current < operation->round_count) return status;
+  status = check_aborted(operation);
+  if (!status) operation_end(operation, MLXDIST_OK);
   return status;
+}
+
+int32_t operation_late_rank(const struct operation *operation) {
+  if (operation->current >= operation->round_count) return -1;
+  const struct round *round = &operation->rounds[operation->current];
+  for (int i = 0; i < round->ins; i++) {
+    const struct stream *stream = &operation->in.list[round->first_in + i];
+    if (!is_received(stream)) return stream->lane->peer->rank;
+  }
+  for (int i = 0; i < round->outs; i++) {
+    const struct stream *stream = &operation->out.list[round->first_out + i];
+    if (!is_sent(stream)) return stream->lane->peer->rank;
+  }
+  return -1;
 }

@@ -1,6 +1,9 @@
 #include "group.h"
 
 #include "layout.h"
+#include "operation.h"
+#include "progress.h"
+#include "wires.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -9,10 +12,9 @@
 struct group_address {
   uint32_t magic;
   int32_t rank, size;
-  uint32_t lid;
-  union ibv_gid gid;
-  uint32_t bulk_slot_bytes, bulk_slots, eager_slots;
-  uint32_t reserved;
+  uint16_t lids[WIRE_LINKS];
+  union ibv_gid gids[WIRE_LINKS];
+  uint32_t bulk_slot_bytes, bulk_slots, eager_slots, connect_at_start, links;
 };
 
 const char *mlxdist_version(void) { return MLXDIST_VERSION; }
@@ -20,7 +22,13 @@ const char *mlxdist_version(void) { return MLXDIST_VERSION; }
 void mlxdist_default_options(mlxdist_options *options) {
   /* Slots of 128 KiB stay in the second-level cache between the sender's copy and the receiver's reduction.
    * Six each way and 32 eager ones are 1.75 MiB a peer, 12.25 MiB for a rank of eight. */
-  *options = (mlxdist_options){.timeout = 1800, .bulk_slot_bytes = 128 << 10, .bulk_slots = 6, .eager_slots = 32};
+  *options = (mlxdist_options){.timeout = 1800,
+                               .bulk_slot_bytes = 128 << 10,
+                               .bulk_slots = 6,
+                               .eager_slots = 32,
+                               .cables = 1,
+                               .connect_at_start = 8,
+                               .algo = MLXDIST_AUTO};
 }
 
 static int check_options(int32_t rank, int32_t size, const mlxdist_options *options) {
@@ -33,7 +41,98 @@ static int check_options(int32_t rank, int32_t size, const mlxdist_options *opti
   if (options->bulk_slots < 2 || options->bulk_slots > 64 || options->eager_slots < 4 || options->eager_slots > 256)
     return fail(MLXDIST_INVALID_ARGUMENT, "%u bulk and %u eager slots: must be 2 to 64 and 4 to 256",
                 options->bulk_slots, options->eager_slots);
+  if (options->cables < 1 || options->cables > WIRE_LINKS)
+    return fail(MLXDIST_INVALID_ARGUMENT, "%u cables: must be 1 to %d", options->cables, WIRE_LINKS);
+  if (options->algo < MLXDIST_AUTO || options->algo > MLXDIST_TREE)
+    return fail(MLXDIST_INVALID_ARGUMENT, "there is no algorithm %d", options->algo);
   return MLXDIST_OK;
+}
+
+static void group_free(mlxdist_group *group) {
+  if (!group) return;
+  group_free(group->hidden);
+  operation_destroy(atomic_load(&group->spare));
+  free(group->lanes);
+  free(group->members);
+  free(group->member_of);
+  free(group->ring);
+  free(group);
+}
+
+static mlxdist_group *allocate(struct engine *engine, uint16_t id, const int32_t *members, int32_t size) {
+  mlxdist_group *group = calloc(1, sizeof *group);
+  if (!group) return 0;
+  *group = (mlxdist_group){.engine = engine,
+                           .id = id,
+                           .size = size,
+                           .lanes = calloc((size_t)size, sizeof *group->lanes),
+                           .members = calloc((size_t)size, sizeof *group->members),
+                           .member_of = calloc((size_t)engine->size, sizeof *group->member_of)};
+  if (!group->lanes || !group->members || !group->member_of) {
+    group_free(group);
+    return 0;
+  }
+  for (int32_t rank = 0; rank < engine->size; rank++) group->member_of[rank] = -1;
+  for (int32_t member = 0; member < size; member++) {
+    int32_t rank = members[member];
+    struct lane lane = {.sent = WIRE_START, .received = WIRE_START, .ready = WIRE_START};
+    lane.peer = rank == engine->rank ? 0 : &engine->peers[rank];
+    if (rank == engine->rank) group->rank = member;
+    group->lanes[member] = lane;
+    group->members[member] = rank;
+    group->member_of[rank] = member;
+  }
+  wires_follow(group);
+  return group;
+}
+
+int group_new(struct engine *engine, uint16_t id, const int32_t *members, int32_t size, mlxdist_group **result) {
+  mlxdist_group *group = allocate(engine, id, members, size);
+  if (group) group->hidden = allocate(engine, id | GROUP_HIDDEN, members, size);
+  if (!group || !group->hidden) {
+    group_free(group);
+    return fail(MLXDIST_RESOURCES, "out of memory for a group");
+  }
+  engine_lock(engine);
+  int status = engine_add_group(engine, group);
+  engine_unlock(engine);
+  if (status) group_free(group);
+  else *result = group;
+  return status;
+}
+
+static struct engine *engine_new(int32_t rank, int32_t size, const mlxdist_options *options) {
+  struct engine *engine = calloc(1, sizeof *engine);
+  if (!engine) return 0;
+  engine->rank = rank;
+  engine->size = size;
+  engine->options = *options;
+  engine->options.wires = 0; /* the caller's: copied below */
+  engine->next_group_id = 1;
+  pthread_mutex_init(&engine->lock, 0);
+  pthread_mutex_init(&engine->progress_lock, 0);
+  pthread_cond_init(&engine->progress_wanted, 0);
+  failure_init(&engine->failure);
+  engine->peers = calloc((size_t)size, sizeof *engine->peers);
+  for (int32_t rank = 0; rank < size && engine->peers; rank++) {
+    engine->peers[rank].rank = rank;
+    engine->peers[rank].order = engine->peers[rank].ready = WIRE_START;
+  }
+  return engine;
+}
+
+static void engine_free(struct engine *engine) {
+  progress_stop(engine);
+  if (engine->peers) engine_close(engine);
+  free(engine->peers);
+  free(engine->groups);
+  free(engine->tuning);
+  free(engine->wires);
+  failure_destroy(&engine->failure);
+  pthread_cond_destroy(&engine->progress_wanted);
+  pthread_mutex_destroy(&engine->progress_lock);
+  pthread_mutex_destroy(&engine->lock);
+  free(engine);
 }
 
 int mlxdist_group_create(int32_t rank, int32_t size, const mlxdist_options *options, mlxdist_group **result) {
@@ -43,44 +142,52 @@ int mlxdist_group_create(int32_t rank, int32_t size, const mlxdist_options *opti
   *result = 0;
   int status = check_options(rank, size, options);
   if (status) return status;
-  mlxdist_group *group = calloc(1, sizeof *group);
-  if (!group) return fail(MLXDIST_RESOURCES, "out of memory for a group");
-  struct engine *engine = &group->engine;
-  pthread_mutex_init(&engine->lock, 0);
-  failure_init(&engine->failure);
-  engine->rank = rank;
-  engine->size = size;
-  engine->options = *options;
-  engine->peers = calloc((size_t)size, sizeof *engine->peers);
-  if (!engine->peers) status = fail(MLXDIST_RESOURCES, "out of memory for %d peers", size);
+  struct engine *engine = engine_new(rank, size, options);
+  int32_t members[GROUP_MAX_RANKS];
+  for (int32_t member = 0; member < size; member++) members[member] = member;
+  if (!engine || !engine->peers) status = fail(MLXDIST_RESOURCES, "out of memory for %d ranks", size);
+  if (!status && options->wires) status = wires_copy(engine, options->wires);
   if (!status && size > 1) status = engine_open(engine);
-  if (status) {
-    mlxdist_group_destroy(group);
-    return status;
-  }
-  *result = group;
-  return MLXDIST_OK;
+  if (!status) status = group_new(engine, 0, members, size, result);
+  if (status && engine) engine_free(engine);
+  return status;
+}
+
+void mlxdist_group_destroy(mlxdist_group *group) {
+  if (!group) return;
+  struct engine *engine = group->engine;
+  bool is_world = group->id == 0;
+  if (is_world) progress_stop(engine);
+  engine_lock(engine);
+  engine->groups[group->id] = 0;
+  engine_unlock(engine);
+  group_free(group);
+  if (is_world) engine_free(engine);
 }
 
 uint64_t mlxdist_group_address_size(mlxdist_group *group) {
-  return sizeof(struct group_address) + (uint64_t)group->engine.size * sizeof(struct peer_address);
+  return sizeof(struct group_address) + (uint64_t)group->size * sizeof(struct peer_address);
 }
 
 int mlxdist_group_address(mlxdist_group *group, void *bytes) {
-  struct engine *engine = &group->engine;
+  struct engine *engine = group->engine;
   struct group_address address = {.magic = WIRE_MAGIC,
                                   .rank = engine->rank,
                                   .size = engine->size,
-                                  .lid = engine->port.lid,
-                                  .gid = engine->gid,
                                   .bulk_slot_bytes = engine->options.bulk_slot_bytes,
                                   .bulk_slots = engine->options.bulk_slots,
-                                  .eager_slots = engine->options.eager_slots};
+                                  .eager_slots = engine->options.eager_slots,
+                                  .connect_at_start = engine->options.connect_at_start,
+                                  .links = engine->links};
+  for (uint32_t link = 0; link < engine->links; link++) {
+    address.gids[link] = engine->devices[link].gid;
+    address.lids[link] = engine->devices[link].port.lid;
+  }
   memcpy(bytes, &address, sizeof address);
   char *at = (char *)bytes + sizeof address;
   for (int32_t rank = 0; rank < engine->size; rank++, at += sizeof(struct peer_address)) {
-    struct peer_address peer = {0};
-    if (rank != engine->rank) peer_address(&engine->peers[rank], &peer);
+    struct peer_address peer;
+    peer_address(&engine->peers[rank], &peer);
     memcpy(at, &peer, sizeof peer);
   }
   return MLXDIST_OK;
@@ -95,118 +202,82 @@ static int check_address(const struct engine *engine, int32_t rank, const struct
       address->eager_slots != options->eager_slots)
     return fail(MLXDIST_MISMATCH, "ranks differ in their slots: rank %d has %u bulk slots of %u bytes and %u eager "
                 "ones, rank %d has %u of %u and %u; set MLXDIST_BULK_SLOTS, MLXDIST_BULK_SLOT_BYTES and "
-                "MLXDIST_EAGER_SLOTS alike on all", engine->rank, options->bulk_slots, options->bulk_slot_bytes, options->eager_slots, rank,
-                address->bulk_slots, address->bulk_slot_bytes, address->eager_slots);
+                "MLXDIST_EAGER_SLOTS alike on all", engine->rank, options->bulk_slots, options->bulk_slot_bytes,
+                options->eager_slots, rank, address->bulk_slots, address->bulk_slot_bytes, address->eager_slots);
+  if (address->connect_at_start != options->connect_at_start || address->links != engine->links)
+    return fail(MLXDIST_MISMATCH, "ranks differ in how they connect: rank %d connects up to %u ranks at the start by "
+                "%u cables, rank %d up to %u by %u; set MLXDIST_CONNECT_AT_START and MLXDIST_CABLES alike on all",
+                engine->rank, options->connect_at_start, engine->links, rank, address->connect_at_start,
+                address->links);
   return MLXDIST_OK;
 }
 
 int mlxdist_group_connect(mlxdist_group *group, const void *addresses, uint64_t bytes) {
-  struct engine *engine = &group->engine;
+  struct engine *engine = group->engine;
   uint64_t each = mlxdist_group_address_size(group);
   if (bytes != each * (uint64_t)engine->size)
     return fail(MLXDIST_INVALID_ARGUMENT, "addresses of %d ranks are %llu bytes, not %llu", engine->size,
                 (unsigned long long)(each * (uint64_t)engine->size), (unsigned long long)bytes);
-  if (group->connected) return fail(MLXDIST_INVALID_ARGUMENT, "the group is connected already");
+  if (engine->progress_runs) return fail(MLXDIST_INVALID_ARGUMENT, "the group is connected already");
   int status = MLXDIST_OK;
   for (int32_t rank = 0; rank < engine->size && !status; rank++) {
     if (rank == engine->rank) continue;
     const char *at = (const char *)addresses + each * (uint64_t)rank;
     struct group_address address;
-    struct peer_address peer;
+    struct peer_address reached;
     memcpy(&address, at, sizeof address);
-    memcpy(&peer, at + sizeof address + (uint64_t)engine->rank * sizeof peer, sizeof peer);
+    memcpy(&reached, at + sizeof address + (uint64_t)engine->rank * sizeof reached, sizeof reached);
+    struct peer *peer = &engine->peers[rank];
     status = check_address(engine, rank, &address);
-    if (!status) status = peer_connect(&engine->peers[rank], engine, &address.gid, (uint16_t)address.lid, &peer);
+    if (status || !peer->channel_count) continue;
+    status = peer_connect(peer, address.gids, address.lids, &reached);
+    peer->usable = !status; /* nobody sends before the barrier that follows */
   }
-  group->connected = !status;
-  return status;
+  return status || engine->size == 1 ? status : progress_start(engine);
 }
 
 const char *mlxdist_group_provider(mlxdist_group *group) {
-  return group->engine.verbs ? group->engine.verbs->name : "none";
+  return group->engine->verbs ? group->engine->verbs->name : "none";
 }
 
 const char *mlxdist_group_provider_reason(mlxdist_group *group) {
-  return group->engine.verbs ? group->engine.verbs->reason : "a group of one";
+  return group->engine->verbs ? group->engine->verbs->reason : "a group of one";
 }
 
-int32_t mlxdist_group_rank(mlxdist_group *group) { return group->engine.rank; }
-int32_t mlxdist_group_size(mlxdist_group *group) { return group->engine.size; }
+int32_t mlxdist_group_rank(mlxdist_group *group) { return group->rank; }
+int32_t mlxdist_group_size(mlxdist_group *group) { return group->size; }
 
 void mlxdist_group_abort(mlxdist_group *group, int32_t status, const char *reason) {
-  failure_set(&group->engine.failure, status == MLXDIST_OK ? MLXDIST_ABORTED : status, reason);
+  failure_set(&group->engine->failure, status == MLXDIST_OK ? MLXDIST_ABORTED : status, reason);
+  progress_call(group->engine);
 }
 
-int mlxdist_group_error(mlxdist_group *group) { return failure_check(&group->engine.failure); }
+int mlxdist_group_error(mlxdist_group *group) { return failure_check(&group->engine->failure); }
 
-void mlxdist_group_stats(mlxdist_group *group, mlxdist_stats *stats) {
-  struct engine *engine = &group->engine;
-  struct counters *c = &engine->counters;
-  struct verbs_counters provider = {0};
-  if (engine->context) engine->verbs->read_counters(engine->context, &provider);
-  *stats = (mlxdist_stats){
-      .collectives = counted(&c->collectives),
-      .point_to_point = counted(&c->point_to_point),
-      .payload_bytes_sent = counted(&c->payload_bytes_sent),
-      .header_bytes_sent = counted(&c->header_bytes_sent),
-      .payload_bytes_received = counted(&c->payload_bytes_received),
-      .messages_sent = counted(&c->messages_sent),
-      .messages_received = counted(&c->messages_received),
-      .control_messages_sent = counted(&c->control_messages_sent),
-      .bytes_copied = counted(&c->bytes_copied),
-      .post_send_calls = counted(&c->post_send_calls),
-      .post_recv_calls = counted(&c->post_recv_calls),
-      .poll_cq_calls = counted(&c->poll_cq_calls),
-      .receives_posted = counted(&c->receives_posted),
-      .memory_registrations = counted(&c->memory_registrations),
-      .slab_bytes = counted(&c->slab_bytes),
-      .wait_ns = counted(&c->wait_ns),
-      .operation_ns = counted(&c->operation_ns),
-      .provider_sends = provider.sends,
-      .provider_receives = provider.receives,
-      .provider_polls = provider.polls,
-      .provider_bytes_sent = provider.bytes_sent,
-      .provider_dropped = provider.dropped,
-  };
+int mlxdist_group_tune(mlxdist_group *group, const mlxdist_tuning *table, uint64_t lines) {
+  struct engine *engine = group->engine;
+  mlxdist_tuning *copy = lines ? calloc(lines, sizeof *copy) : 0;
+  if (lines && !copy) return fail(MLXDIST_RESOURCES, "out of memory for a tuning table");
+  if (lines) memcpy(copy, table, lines * sizeof *copy);
+  engine_lock(engine);
+  free(engine->tuning);
+  engine->tuning = copy;
+  engine->tuning_lines = lines;
+  engine_unlock(engine);
+  return MLXDIST_OK;
 }
 
-void mlxdist_group_destroy(mlxdist_group *group) {
-  if (!group) return;
-  if (group->engine.peers) engine_close(&group->engine);
-  free(group->engine.peers);
-  failure_destroy(&group->engine.failure);
-  pthread_mutex_destroy(&group->engine.lock);
-  free(group);
-}
-
-int operation_begin(mlxdist_group *group, const char *name, const mlxdist_layout *layout, uint64_t *started) {
-  int status = layout_check(name, layout);
-  if (status) return status;
-  pthread_mutex_lock(&group->engine.lock);
-  status = failure_check(&group->engine.failure);
-  if (!status && (group->finalized || !group->connected))
-    status = fail(MLXDIST_INVALID_ARGUMENT, "%s on a group that is %s", name,
-                  group->finalized ? "finalized" : "not connected yet");
-  if (status) pthread_mutex_unlock(&group->engine.lock);
-  *started = clock_ns();
-  return status;
-}
-
-int operation_end(mlxdist_group *group, int status, uint64_t started, counter *kind) {
-  struct engine *engine = &group->engine;
-  if (status) status = engine_fail(engine, status);
-  count(kind, 1);
-  count(&engine->counters.operation_ns, clock_ns() - started);
-  pthread_mutex_unlock(&engine->lock);
-  return status;
-}
-
-struct peer *group_peer(mlxdist_group *group, const char *name, int32_t rank) {
-  if (rank >= 0 && rank < group->engine.size && rank != group->engine.rank) return &group->engine.peers[rank];
-  if (rank == group->engine.rank) {
-    fail(MLXDIST_INVALID_ARGUMENT, "%s between rank %d and itself: copy the array instead", name, rank);
-  } else {
-    fail(MLXDIST_INVALID_ARGUMENT, "%s with rank %d: the group has ranks 0 to %d", name, rank, group->engine.size - 1);
+int mlxdist_group_inject(mlxdist_group *group, const char *faults) {
+  struct engine *engine = group->engine;
+  int error = 0;
+  engine_lock(engine);
+  for (uint32_t link = 0; link < engine->links && !error; link++) {
+    bool one = faults[0] >= '0' && faults[0] <= '9' && faults[1] == ':';
+    if (!one || (uint32_t)(faults[0] - '0') == link)
+      error = engine->verbs->inject(engine->devices[link].context, one ? faults + 2 : faults);
   }
-  return 0;
+  engine_unlock(engine);
+  if (!error) return MLXDIST_OK;
+  return fail(MLXDIST_INVALID_ARGUMENT, "provider %s knows no faults \"%s\": %s", engine->verbs->name, faults,
+              strerror(error));
 }

@@ -1,24 +1,38 @@
-/* A group: the ranks that take part in an operation. Today every group is the world. */
+/* A group: the ranks that take part in an operation. All groups of a process share its engine. */
 #ifndef MLXDIST_ENDPOINT_GROUP_H
 #define MLXDIST_ENDPOINT_GROUP_H
 
 #include "engine.h"
 
-/* More ranks need the ring of a later version, not a connection between every two. */
+/* A rank's number travels in 15 bits; connections between every two of more ranks would not fit a device. */
 #define GROUP_MAX_RANKS 256
 
-struct mlxdist_group {
-  struct engine engine;
-  bool connected;
-  bool finalized;
+/* Groups beside this one for what must not mix with the operations of the user, such as split. */
+#define GROUP_HIDDEN 0x8000u
+#define GROUP_MAX_ID 0x7fffu
+
+/* The streams between this rank and one member. */
+struct lane {
+  struct peer *peer;       /* NULL for this rank itself */
+  uint32_t sent, received; /* numbers of the last streams that were issued */
+  uint32_t ready;          /* of the last one to it that it has begun to receive */
 };
 
-/* Brackets of every operation: checks the layout, takes the lock, refuses a failed or finalized group;
- * then counts the time, and on failure tells the peers. */
-int operation_begin(mlxdist_group *group, const char *name, const mlxdist_layout *layout, uint64_t *started);
-int operation_end(mlxdist_group *group, int status, uint64_t started, counter *kind);
+struct mlxdist_group {
+  struct engine *engine;
+  uint16_t id; /* 0: the world. Two groups with the same id have no two members in common */
+  int32_t rank, size;
+  struct lane *lanes;  /* one per member */
+  int32_t *members;    /* their ranks in the world */
+  int32_t *member_of;  /* of each rank of the world its number here, -1 for others */
+  int32_t *ring;       /* the members in the order of the cables, NULL if these make no ring */
+  bool fully_wired;    /* every two members are joined by a cable */
+  struct group_counters counters;
+  struct operation *_Atomic spare; /* one that has ended, for the next to use */
+  mlxdist_group *hidden;
+};
 
-/* The rank-th peer, or NULL with the reason given if it is out of range or this rank itself. */
-struct peer *group_peer(mlxdist_group *group, const char *name, int32_t rank);
+/* A group of the given ranks of the world, known to the engine from now on. */
+int group_new(struct engine *engine, uint16_t id, const int32_t *members, int32_t size, mlxdist_group **group);
 
 #endif

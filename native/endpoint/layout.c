@@ -46,9 +46,11 @@ uint64_t layout_bytes(const mlxdist_layout *layout) {
 }
 
 struct wire_descriptor layout_describe(enum wire_operation operation, const mlxdist_layout *layout, int32_t reduction,
-                                       int32_t root) {
-  struct wire_descriptor descriptor = {
-      .operation = (uint8_t)operation, .reduction = (uint8_t)reduction, .root = root};
+                                       int32_t root, enum mlxdist_algorithm algorithm) {
+  struct wire_descriptor descriptor = {.operation = (uint8_t)operation,
+                                       .reduction = (uint8_t)reduction,
+                                       .root = (int16_t)root,
+                                       .algorithm = (uint8_t)algorithm};
   if (layout) {
     descriptor.dtype = (uint8_t)layout->dtype;
     descriptor.ndim = (uint8_t)layout->ndim;
@@ -60,6 +62,7 @@ struct wire_descriptor layout_describe(enum wire_operation operation, const mlxd
 static const char *operation_name(const struct wire_descriptor *descriptor) {
   static const char *const reductions[] = {"all_sum", "all_max", "all_min", "all_prod"};
   static const char *const scatters[] = {"sum_scatter", "max_scatter", "min_scatter", "prod_scatter"};
+  static const char *const reduces[] = {"reduce (sum)", "reduce (max)", "reduce (min)", "reduce (prod)"};
   unsigned reduction = descriptor->reduction & 3;
   switch (descriptor->operation) {
     case WIRE_ALL_REDUCE: return reductions[reduction];
@@ -69,14 +72,22 @@ static const char *operation_name(const struct wire_descriptor *descriptor) {
     case WIRE_BARRIER: return "barrier";
     case WIRE_SEND: return "send/recv";
     case WIRE_FINALIZE: return "finalize";
+    case WIRE_REDUCE: return reduces[reduction];
+    case WIRE_GATHER: return "gather";
+    case WIRE_SCATTER: return "scatter";
+    case WIRE_ALL_TO_ALL: return "all_to_all";
+    case WIRE_ALL_TO_ALL_V: return "all_to_all_v";
+    case WIRE_SPLIT: return "split";
     default: return "an unknown operation";
   }
 }
 
 void layout_name(const struct wire_descriptor *descriptor, char *text, size_t bytes) {
   int n = snprintf(text, bytes, "%s", operation_name(descriptor));
-  if (descriptor->root >= 0) n += snprintf(text + n, bytes - (size_t)n, " from rank %d", descriptor->root);
-  if (descriptor->operation == WIRE_BARRIER || descriptor->operation == WIRE_FINALIZE) return;
+  if (descriptor->root >= 0) n += snprintf(text + n, bytes - (size_t)n, " with root %d", descriptor->root);
+  if (descriptor->operation == WIRE_BARRIER || descriptor->operation == WIRE_FINALIZE ||
+      descriptor->operation == WIRE_SPLIT)
+    return;
   n += snprintf(text + n, bytes - (size_t)n, " of %s [", mlxdist_dtype_name(descriptor->dtype));
   for (int i = 0; i < descriptor->ndim && i < LAYOUT_DIMENSIONS && (size_t)n < bytes; i++)
     n += snprintf(text + n, bytes - (size_t)n, "%s%lld", i ? ", " : "", (long long)descriptor->shape[i]);

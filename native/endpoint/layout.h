@@ -17,7 +17,7 @@ uint64_t layout_bytes(const mlxdist_layout *layout);
 
 /* The descriptor of a stream of `bytes` in an operation on such an array. `layout` NULL: no array. */
 struct wire_descriptor layout_describe(enum wire_operation operation, const mlxdist_layout *layout, int32_t reduction,
-                                       int32_t root);
+                                       int32_t root, enum mlxdist_algorithm algorithm);
 
 /* "all_sum of float32 [3, 4]", "broadcast from rank 1 of int8 []", "barrier". */
 void layout_name(const struct wire_descriptor *descriptor, char *text, size_t bytes);

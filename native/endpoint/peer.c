@@ -1,8 +1,10 @@
 #include "peer.h"
 
+#include "cable.h"
 #include "engine.h"
 
 #include <errno.h>
+#include <stdlib.h>
 #include <string.h>
 
 /* Random first packet numbers, so that nothing of an earlier connection is taken for this one's. */
@@ -15,53 +17,71 @@ static uint32_t random_psn(void) {
   return (uint32_t)(z >> 40);
 }
 
-int peer_create(struct peer *peer, struct engine *engine, int32_t rank) {
-  const mlxdist_options *options = &engine->options;
-  uint64_t eager = channel_memory_bytes(options->eager_slots, 4096);
-  *peer = (struct peer){.rank = rank,
-                        .memory_bytes = eager + channel_memory_bytes(options->bulk_slots, options->bulk_slot_bytes),
-                        .streams_sent = WIRE_START,
-                        .streams_received = WIRE_START,
-                        .streams_done = WIRE_START};
-  peer->memory = engine->verbs->alloc_memory(engine->context, peer->memory_bytes);
-  if (!peer->memory)
-    return fail(MLXDIST_RESOURCES, "no memory for the slabs to rank %d: %llu bytes", rank,
-                (unsigned long long)peer->memory_bytes);
-  peer->mr = engine->verbs->reg_mr(engine->pd, peer->memory, peer->memory_bytes, IBV_ACCESS_LOCAL_WRITE);
-  if (!peer->mr) return fail(MLXDIST_RESOURCES, "reg_mr for rank %d failed: %s", rank, strerror(errno));
+static int create_slab(struct peer *peer, struct engine *engine, uint32_t link) {
+  struct slab *slab = &peer->slabs[link];
+  struct device *device = &engine->devices[link];
+  uint64_t eager = channel_memory_bytes(engine, WIRE_EAGER);
+  slab->bytes = eager + channel_memory_bytes(engine, WIRE_BULK);
+  slab->memory = device->verbs->alloc_memory(device->context, slab->bytes);
+  if (!slab->memory)
+    return fail(MLXDIST_RESOURCES, "no memory for the slabs to rank %d: %llu bytes", peer->rank,
+                (unsigned long long)slab->bytes);
+  slab->mr = device->verbs->reg_mr(device->pd, slab->memory, slab->bytes, IBV_ACCESS_LOCAL_WRITE);
+  if (!slab->mr) return fail(MLXDIST_RESOURCES, "reg_mr for rank %d failed: %s", peer->rank, strerror(errno));
   count(&engine->counters.memory_registrations, 1);
-  count(&engine->counters.slab_bytes, peer->memory_bytes);
-  for (uint32_t i = 0; i < WIRE_CHANNELS; i++) {
-    peer->psn[i] = random_psn();
-    char *memory = peer->memory + (i == WIRE_EAGER ? 0 : eager);
-    int status = channel_create(&peer->channels[i], engine, peer, i, memory, peer->mr->lkey);
-    if (status) return status;
+  count(&engine->counters.slab_bytes, slab->bytes);
+  int status = MLXDIST_OK;
+  for (uint32_t index = 2 * link; index < 2 * link + 2 && !status; index++) {
+    peer->psn[index] = random_psn();
+    char *memory = slab->memory + (index % 2 == WIRE_EAGER ? 0 : eager);
+    status = channel_create(&peer->channels[index], engine, peer, device, index, memory, slab->mr->lkey);
   }
-  return MLXDIST_OK;
+  return status;
+}
+
+int peer_create(struct peer *peer, struct engine *engine) {
+  int status = MLXDIST_OK;
+  for (uint32_t link = 0; link < engine->links && !status; link++) status = create_slab(peer, engine, link);
+  if (!status) peer->channel_count = 2 * engine->links;
+  return status;
+}
+
+static void release_early(struct peer *peer) {
+  while (peer->early) {
+    struct arrival *arrival = peer->early;
+    peer->early = arrival->next;
+    if (arrival->on_heap) free(arrival);
+  }
 }
 
 /* Queue pairs first, then registrations: Apple's provider fails to unmap a region that a queue pair uses. */
-void peer_destroy(struct peer *peer, struct engine *engine) {
-  for (int i = 0; i < WIRE_CHANNELS; i++)
-    if (peer->channels[i].engine) channel_destroy(&peer->channels[i]);
-  if (peer->mr) engine->verbs->dereg_mr(peer->mr);
-  if (peer->memory) engine->verbs->free_memory(engine->context, peer->memory, peer->memory_bytes);
-  *peer = (struct peer){0};
+void peer_destroy(struct peer *peer) {
+  release_early(peer);
+  for (uint32_t i = 0; i < WIRE_CHANNELS; i++) {
+    struct channel *channel = &peer->channels[i];
+    struct device *device = channel->device;
+    if (!device) continue;
+    channel_destroy(channel);
+    if (i % 2 == 0) continue;
+    struct slab *slab = &peer->slabs[i / 2];
+    if (slab->mr) device->verbs->dereg_mr(slab->mr);
+    if (slab->memory) device->verbs->free_memory(device->context, slab->memory, slab->bytes);
+  }
 }
 
 void peer_address(const struct peer *peer, struct peer_address *address) {
-  for (int i = 0; i < WIRE_CHANNELS; i++) {
+  *address = (struct peer_address){0};
+  for (uint32_t i = 0; i < peer->channel_count; i++) {
     address->qp_num[i] = peer->channels[i].qp->qp_num;
     address->psn[i] = peer->psn[i];
   }
 }
 
-int peer_connect(struct peer *peer, struct engine *engine, const union ibv_gid *gid, uint16_t lid,
+int peer_connect(struct peer *peer, const union ibv_gid *gids, const uint16_t *lids,
                  const struct peer_address *address) {
-  for (int i = 0; i < WIRE_CHANNELS; i++) {
+  for (uint32_t i = 0; i < peer->channel_count; i++) {
     struct channel *channel = &peer->channels[i];
-    int status = channel_connect(channel, gid, lid, address->qp_num[i], address->psn[i], peer->psn[i],
-                                 engine->port.active_mtu);
+    int status = channel_connect(channel, &gids[i / 2], lids[i / 2], address->qp_num[i], address->psn[i], peer->psn[i]);
     if (!status) status = channel_post_all(channel);
     if (status) return status;
   }
@@ -70,14 +90,22 @@ int peer_connect(struct peer *peer, struct engine *engine, const union ibv_gid *
 }
 
 int peer_acknowledge(struct peer *peer, bool lazily) {
-  struct channel *eager = &peer->channels[WIRE_EAGER], *bulk = &peer->channels[WIRE_BULK];
-  if (!channel_owes_news(eager, lazily) && !channel_owes_news(bulk, lazily)) return MLXDIST_OK;
-  if (!channel_can_send(eager, WIRE_ACK)) return MLXDIST_OK; /* a later turn will */
-  return channel_send(eager, &(struct outgoing_message){.kind = WIRE_ACK});
+  if (peer->echo_links) {
+    int status = cable_answer(peer);
+    if (status) return status;
+  }
+  bool owes = peer->tells_ready, sent;
+  for (uint32_t i = 0; i < peer->channel_count && !owes; i++) owes = channel_owes_news(&peer->channels[i], lazily);
+  if (!owes) return MLXDIST_OK;
+  int status = channel_acknowledge(peer_eager(peer), peer->ready_group, peer->ready, 0, &sent);
+  if (sent) peer->tells_ready = false;
+  return status;
 }
 
-bool peer_has_everything(const struct peer *peer) {
-  for (int i = 0; i < WIRE_CHANNELS; i++)
-    if (!wire_at_least(peer->channels[i].acked, peer->channels[i].sent_data)) return false;
+bool peer_is_settled(const struct peer *peer) {
+  for (uint32_t i = 0; i < peer->channel_count; i++) {
+    const struct channel *channel = &peer->channels[i];
+    if (channel->acked != channel->sent || channel->received != channel->told_ack) return false;
+  }
   return true;
 }

@@ -1,45 +1,71 @@
-/* A peer: the two channels to one other rank, and the streams to and from it. */
+/* A peer: the channels to one other rank, and who waits for what arrives on them. All groups share the channels. */
 #ifndef MLXDIST_ENDPOINT_PEER_H
 #define MLXDIST_ENDPOINT_PEER_H
 
 #include "channel.h"
 
-struct peer {
-  int32_t rank;
-  struct channel channels[WIRE_CHANNELS];
-  char *memory; /* all slots of both channels: one registration a peer, since devices allow few */
-  uint64_t memory_bytes;
+#include <stdatomic.h>
+
+struct stream;
+
+/* All slots of one cable: one registration, since devices allow few. */
+struct slab {
+  char *memory;
+  uint64_t bytes;
   struct ibv_mr *mr;
-  uint32_t psn[WIRE_CHANNELS];
-  uint32_t streams_sent, streams_received; /* number of the last stream in each direction */
-  uint32_t streams_done;                   /* of the last one to it in an operation that succeeded here */
-  bool failed;                             /* it has sent an abort */
-  uint32_t streams_done_there;             /* then: the last one from it in an operation that succeeded there */
-  bool connected;
 };
 
-/* How a peer reaches this rank's two queue pairs. */
+struct peer {
+  int32_t rank; /* in the world */
+  struct channel channels[WIRE_CHANNELS];
+  uint32_t channel_count; /* 0: not connected */
+  struct slab slabs[WIRE_LINKS];
+  uint32_t psn[WIRE_CHANNELS];
+  bool connected; /* its queue pairs are ready to send, and receives are posted */
+  bool answered;  /* the peer has said that its own are, perhaps before its address came: two threads send these */
+  atomic_bool usable; /* both: this rank may send */
+
+  struct stream *expected, *expected_last; /* streams from it that have been issued, in that order */
+  struct arrival *early, *early_last;      /* what has arrived for others */
+  uint32_t order;                          /* of the last collective of any group with it that was issued here */
+  uint16_t ready_group;                    /* an acknowledgement with this group's `ready` is due, */
+  uint32_t ready;
+  bool tells_ready;                        /* if set */
+
+  uint32_t dead_links; /* cables that this rank does not send by any more, as a mask */
+  uint32_t echo_links; /* cables on which the peer wants an answer */
+  const struct channel *suspect; /* its cable seems dead: it is, if the peer's answer on another says so; or NULL */
+
+  bool failed; /* it has sent an abort: */
+  uint16_t failed_group;
+  uint32_t failed_after; /* streams of that group after this one are of the operation that failed */
+};
+
+/* How a peer reaches this rank's queue pairs. */
 struct peer_address {
   uint32_t qp_num[WIRE_CHANNELS];
   uint32_t psn[WIRE_CHANNELS];
 };
 
-int peer_create(struct peer *peer, struct engine *engine, int32_t rank);
-void peer_destroy(struct peer *peer, struct engine *engine);
+int peer_create(struct peer *peer, struct engine *engine);
+void peer_destroy(struct peer *peer);
 void peer_address(const struct peer *peer, struct peer_address *address);
-int peer_connect(struct peer *peer, struct engine *engine, const union ibv_gid *gid, uint16_t lid,
+
+/* `gids` and `lids`: of the peer's device for each cable. */
+int peer_connect(struct peer *peer, const union ibv_gid *gids, const uint16_t *lids,
                  const struct peer_address *address);
 
-/* The channel for a stream of so many bytes: both sides choose alike. */
-static inline struct channel *peer_channel(struct peer *peer, uint64_t bytes) {
-  uint64_t room = peer->channels[WIRE_EAGER].slot_bytes - CHANNEL_OVERHEAD;
-  return &peer->channels[bytes <= room ? WIRE_EAGER : WIRE_BULK];
+/* The channel for small messages, on the first cable that works. */
+static inline struct channel *peer_eager(struct peer *peer) {
+  uint32_t link = 0;
+  while (peer->dead_links >> link & 1) link++;
+  return &peer->channels[2 * link + WIRE_EAGER];
 }
 
 /* Sends what the peer must know to go on, if it owes any and there is room. */
 int peer_acknowledge(struct peer *peer, bool lazily);
 
-/* Whether the peer has confirmed all data. */
-bool peer_has_everything(const struct peer *peer);
+/* Whether the peer has confirmed all that it was sent, and was told about all that has come from it. */
+bool peer_is_settled(const struct peer *peer);
 
 #endif

@@ -25,28 +25,30 @@ static inline void relax(void) {
 #endif
 }
 
+bool wait_spins(const struct waiting *wait) { return wait->idle + 1 < SPIN_TURNS; }
+
 uint64_t wait_turn(struct waiting *wait) {
-  if (wait->idle == 0) wait->since_ns = clock_ns();
+  bool spins = wait_spins(wait);
   wait->idle++;
-  if (wait->idle < SPIN_TURNS) {
+  if (spins) {
     relax();
     return 0;
   }
-  uint64_t waited = clock_ns() - wait->since_ns;
-  if (waited < YIELD_NS) {
+  uint64_t now = clock_ns();
+  if (!wait->since_ns) wait->since_ns = now;
+  if (now - wait->since_ns < YIELD_NS) {
     sched_yield();
-    return waited;
+    return now;
   }
   if (wait->sleep_ns < FIRST_SLEEP_NS) wait->sleep_ns = FIRST_SLEEP_NS;
   struct timespec nap = {0, wait->sleep_ns};
   nanosleep(&nap, 0); /* a signal ends it early, which does no harm */
   if (wait->sleep_ns < LONGEST_SLEEP_NS) wait->sleep_ns += wait->sleep_ns / 2;
-  return waited;
+  return now;
 }
 
 uint64_t wait_over(struct waiting *wait) {
-  if (wait->idle == 0) return 0;
-  uint64_t waited = clock_ns() - wait->since_ns;
+  uint64_t waited = wait->since_ns ? clock_ns() - wait->since_ns : 0;
   *wait = (struct waiting){0};
   return waited;
 }

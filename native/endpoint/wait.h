@@ -8,19 +8,22 @@
 #ifndef MLXDIST_ENDPOINT_WAIT_H
 #define MLXDIST_ENDPOINT_WAIT_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 /* Not `wait`: macOS has a union of that name. */
 struct waiting {
   uint32_t idle;      /* turns without progress */
-  uint64_t since_ns;  /* when this idle time began, 0 while there is progress */
+  uint64_t since_ns;  /* when it had spun enough, 0 before: most waits are shorter, and the clock is not free */
   uint32_t sleep_ns;
 };
 
 uint64_t clock_ns(void);
 
-/* One turn without progress: spins, yields or sleeps. Returns the nanoseconds since the last progress,
- * or 0 while it is too early to look at the clock. */
+/* Whether the next turn only spins: it is too short to let go of a lock. */
+bool wait_spins(const struct waiting *wait);
+
+/* One turn without progress: spins, yields or sleeps. Returns the time; 0 after spinning, which does not look. */
 uint64_t wait_turn(struct waiting *wait);
 
 /* There was progress: the next idle turn spins again. Returns the nanoseconds waited. */

@@ -18,32 +18,41 @@
 
 enum wire_kind {
   WIRE_DATA = 1,
-  WIRE_ACK = 2,   /* acknowledgement and credit that found no data to ride on */
-  WIRE_ABORT = 3, /* the sender's group has failed: payload is a wire_abort and the text of its first error */
+  WIRE_ACK = 2,   /* acknowledgement and credit that found no data to ride on: has no number, may be lost */
+  WIRE_ABORT = 3, /* the sender has failed: payload is a wire_abort and the text of its first error */
 };
 
 enum wire_flags {
-  WIRE_FIRST = 1, /* first message of its stream: a descriptor stands between header and payload */
+  WIRE_FIRST = 1,    /* first message of its stream: a descriptor stands between header and payload */
+  WIRE_ORDERED = 2,  /* of a stream whose `order` counts */
+  WIRE_AGAIN = 4,    /* of data: was sent by another cable before, and may have arrived */
+  WIRE_ANSWER = 4,   /* of an acknowledgement: to one with WIRE_ECHO */
+  WIRE_ECHO = 8,     /* answer on this cable */
+  WIRE_RESEND = 16,  /* shifted by a channel's number: send again what follows `ack` there */
 };
 
-/* Every pair of ranks has two queue pairs. Small messages have their own, so that they neither wait
- * behind bulk data nor take up its large slots. */
-enum wire_channel { WIRE_EAGER = 0, WIRE_BULK = 1, WIRE_CHANNELS = 2 };
+/* Every pair of ranks has two queue pairs a cable. Small messages have their own, so that they neither wait behind
+ * bulk data nor take up its large slots. */
+enum wire_channel { WIRE_EAGER = 0, WIRE_BULK = 1 };
+#define WIRE_LINKS 2 /* cables */
+#define WIRE_CHANNELS (2 * WIRE_LINKS)
 
 struct wire_header {
   uint32_t magic;
   uint8_t kind;
   uint8_t flags;
-  uint16_t group;                  /* 0: the world */
-  uint32_t sequence;               /* of this message on its queue pair, from WIRE_START + 1; wraps */
-  uint32_t stream;                 /* of the stream among those from this sender to this receiver, likewise;
-                                      in an abort, the last one of an operation that succeeded at the sender */
-  uint64_t offset;                 /* bytes of the stream before this message */
-  uint32_t length;                 /* payload bytes */
-  uint32_t checksum;               /* reserved for CRC32C; 0 means none */
-  uint32_t ack[WIRE_CHANNELS];     /* last sequence that the sender of this header received, in order */
-  uint32_t credit[WIRE_CHANNELS];  /* highest sequence for which it has posted a receive */
-  uint8_t reserved[16];
+  uint16_t group;                /* 0: the world */
+  uint32_t sequence;             /* of this message on its queue pair, from WIRE_START + 1; wraps */
+  uint32_t stream;               /* of the stream among those of the group from this sender to this receiver, likewise;
+                                    in an abort, the last one of this group before the operation that has failed */
+  uint64_t offset;               /* bytes of the stream before this message */
+  uint32_t length;               /* payload bytes */
+  uint32_t checksum;             /* reserved for CRC32C; 0 means none */
+  uint32_t ack[WIRE_CHANNELS];   /* last sequence that the sender of this header received, in order */
+  uint16_t room[WIRE_CHANNELS];  /* so many more it has receives for */
+  uint32_t ready;                /* last stream of the group from the receiver of this header that its sender has
+                                    begun to receive */
+  uint32_t order;                /* of the collective among those of all groups between the two ranks */
 };
 static_assert(sizeof(struct wire_header) == 64, "one cache line, and payloads stay aligned for SIMD");
 
@@ -52,7 +61,9 @@ struct wire_descriptor {
   uint8_t reduction; /* mlxdist_op, 0 where there is none */
   uint8_t dtype;     /* mlxdist_dtype */
   uint8_t ndim;
-  int32_t root;      /* -1 where there is none */
+  int16_t root;      /* -1 where there is none */
+  uint8_t algorithm; /* mlxdist_algorithm */
+  uint8_t reserved;
   int64_t shape[6];
   uint64_t bytes;    /* of this stream */
 };
@@ -66,6 +77,12 @@ enum wire_operation {
   WIRE_BARRIER = 5,
   WIRE_SEND = 6, /* send, recv and both halves of sendrecv */
   WIRE_FINALIZE = 7,
+  WIRE_REDUCE = 8,
+  WIRE_GATHER = 9,
+  WIRE_SCATTER = 10,
+  WIRE_ALL_TO_ALL = 11,
+  WIRE_ALL_TO_ALL_V = 12,
+  WIRE_SPLIT = 13,
 };
 
 struct wire_abort {

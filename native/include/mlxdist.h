@@ -9,15 +9,20 @@
  *   3. side channel     all_gather of the addresses (not part of this library)
  *   4. every rank       mlxdist_group_connect   queue pairs to RTS, receives posted
  *   5. side channel     barrier: nobody may send before every receive is posted
- *   6. any thread       collectives and messages
+ *   6. any thread       collectives and messages; mlxdist_group_split makes groups of some of the ranks,
+ *                       which share its queue pairs
  *   7. every rank       mlxdist_group_finalize  waits until the peers have everything, then closes
  *
  * Rules that hold for every operation:
- *  - all ranks call the same collectives of a group in the same order, with the same dtype and shape;
+ *  - all ranks call the same operations of a group in the same order, with the same dtype and shape;
  *    a difference is an error on every rank that meets it, which names both sides;
- *  - calls of several threads on one group are carried out one after the other;
+ *  - `handle` NULL: the call returns when `out` is complete and `in` may be reused. Two ranks must then call the
+ *    collectives of all groups that they share in one order: another order is an error, where it would be a deadlock;
+ *  - `handle` given: the call only starts the operation. Memory belongs to the operation until the handle is done;
+ *    operations on different groups may then end in any order;
+ *  - nobody holds a lock while it waits, and whoever waits moves the operations of all groups; when nobody waits,
+ *    the library's own thread does;
  *  - pointers are aligned to their element; `out` may equal `in` (in place), any other overlap is undefined;
- *  - the call returns when `out` is complete and `in` may be reused;
  *  - every wait ends: with the data, by the group's timeout, or by mlxdist_group_abort;
  *  - once an operation has failed the group is failed: later operations return the first error.
  *
@@ -82,14 +87,53 @@ typedef struct mlxdist_layout {
   int64_t shape[6];
 } mlxdist_layout;
 
+/* How a collective moves its data; docs/architecture.md compares them. One that an operation does not have is passed
+ * over for the operation's own choice. */
+typedef enum mlxdist_algorithm {
+  MLXDIST_AUTO = 0,
+  MLXDIST_DIRECT = 1,   /* everyone to everyone at once */
+  MLXDIST_MESH = 2,     /* reduce_scatter, then all_gather, each direct */
+  MLXDIST_RING = 3,     /* neighbour to neighbour, n - 1 steps each way */
+  MLXDIST_DOUBLING = 4, /* log2(n) steps with partners at distance 1, 2, 4 ... */
+  MLXDIST_TREE = 5,     /* log2(n) steps from or to the root */
+} mlxdist_algorithm;
+
+/* The operations that have more than one algorithm. */
+typedef enum mlxdist_operation {
+  MLXDIST_ALL_REDUCE = 1,
+  MLXDIST_ALL_GATHER = 2,
+  MLXDIST_REDUCE_SCATTER = 3,
+  MLXDIST_BROADCAST = 4,
+  MLXDIST_BARRIER = 5,
+  MLXDIST_REDUCE = 6,
+  MLXDIST_GATHER = 7,
+  MLXDIST_SCATTER = 8,
+} mlxdist_operation;
+
+/* A line of the tuning table: `operation` on `ranks` ranks with at most `bytes` (of `in`) uses `algorithm`. The first
+ * line that fits counts. */
+typedef struct mlxdist_tuning {
+  int32_t operation;
+  int32_t ranks;
+  uint64_t bytes;
+  int32_t algorithm;
+} mlxdist_tuning;
+
 typedef struct mlxdist_options {
   double timeout;            /* seconds without progress before a wait fails; 0 waits for ever */
   uint32_t bulk_slot_bytes;  /* size of a bulk slab slot, a multiple of 4096 */
   uint32_t bulk_slots;       /* bulk slots per peer and direction */
   uint32_t eager_slots;      /* eager slots (4096 bytes) per peer and direction */
+  uint32_t cables;           /* devices that large messages to a peer are spread over: 1 or 2 */
+  const uint8_t *wires;      /* size x size: whether two ranks are joined by a cable; NULL: all are. Where not all are,
+                                operations run around the ring of the cables, or are refused */
+  uint32_t connect_at_start; /* up to so many ranks all pairs connect at the start; in larger worlds on first use */
+  int32_t algo;              /* mlxdist_algorithm to use wherever an operation has it */
 } mlxdist_options;
 
-/* Counters since the group was created. "provider_" counters are kept by the verbs provider itself,
+/* Counters since the group was created. Operations, bytes and times are the group's own; queue pairs, and what they
+ * count (messages, headers, posts, polls, registrations), are shared by all groups of the process. "provider_"
+ * counters are kept by the verbs provider itself,
  * below the endpoint: that both agree proves that every byte went through the verbs. */
 typedef struct mlxdist_stats {
   uint64_t collectives;        /* operations of all ranks, barriers included */
@@ -105,18 +149,25 @@ typedef struct mlxdist_stats {
   uint64_t post_recv_calls;
   uint64_t poll_cq_calls;
   uint64_t receives_posted;    /* receives that wait for a message now, all queue pairs */
+  uint64_t retransmissions;    /* messages sent again */
+  uint64_t duplicates;         /* messages that arrived twice, and were dropped */
   uint64_t memory_registrations;
+  uint64_t registration_hits;  /* uses of a registered buffer that found its registration */
+  uint64_t registered_bytes;   /* of user buffers, now */
   uint64_t slab_bytes;         /* registered memory, all peers */
-  uint64_t wait_ns;            /* time in which an operation found nothing to do */
+  uint64_t wait_ns;            /* time in which an operation found nothing to do, spinning (0.5 us) not counted */
   uint64_t operation_ns;       /* time in operations, waits included */
   uint64_t provider_sends;
   uint64_t provider_receives;
   uint64_t provider_polls;
   uint64_t provider_bytes_sent;
   uint64_t provider_dropped;   /* sends that met no posted receive */
+  uint64_t provider_dropped_by_fault; /* see mlxdist_group_inject */
 } mlxdist_stats;
 
 typedef struct mlxdist_group mlxdist_group;
+typedef struct mlxdist_handle mlxdist_handle; /* an operation that has been started */
+typedef struct mlxdist_region mlxdist_region; /* memory that has been registered */
 
 /* "0.1.0": of the library, which must equal the Python package's. */
 const char *mlxdist_version(void);
@@ -144,6 +195,12 @@ int mlxdist_group_address(mlxdist_group *group, void *address);
 /* `addresses`: the addresses of all ranks, in rank order, one after the other. */
 int mlxdist_group_connect(mlxdist_group *group, const void *addresses, uint64_t bytes);
 
+/* How the bytes of a connection that is made on first use reach the peer: `send` is called from any thread, must not
+ * call the library, and brings them to the peer's mlxdist_group_message, in order. Set before the first operation. */
+typedef void (*mlxdist_side_channel)(void *context, int32_t to, const void *bytes, uint64_t length);
+void mlxdist_group_side_channel(mlxdist_group *group, mlxdist_side_channel send, void *context);
+int mlxdist_group_message(mlxdist_group *group, int32_t from, const void *bytes, uint64_t length);
+
 int32_t mlxdist_group_rank(mlxdist_group *group);
 int32_t mlxdist_group_size(mlxdist_group *group);
 
@@ -161,30 +218,91 @@ void mlxdist_group_stats(mlxdist_group *group, mlxdist_stats *stats);
 int mlxdist_group_finalize(mlxdist_group *group);
 void mlxdist_group_destroy(mlxdist_group *group);
 
-/* out[i] = in_0[i] op in_1[i] op ... op in_{n-1}[i], accumulated in rank order. 16-bit floats are
- * accumulated in float32 and rounded once. Every rank ends with bitwise the same result. */
-int mlxdist_all_reduce(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout, int32_t op);
+/* Makes a group of the ranks of `group` that pass the same `color`, numbered by `key`, then by rank. Collective over
+ * `group`. A negative color takes part and gets none: *result is NULL. Groups made here end with
+ * mlxdist_group_destroy, in any order, before the group that connects them. */
+int mlxdist_group_split(mlxdist_group *group, int32_t color, int32_t key, mlxdist_group **result);
+
+/* Replaces the table by which algorithms are chosen. Must be equal on all ranks: another choice is a mismatch. */
+int mlxdist_group_tune(mlxdist_group *group, const mlxdist_tuning *table, uint64_t lines);
+
+/* The algorithm (mlxdist_algorithm) that `operation` (mlxdist_operation) on such an input uses. */
+int32_t mlxdist_group_algorithm(mlxdist_group *group, int32_t operation, const mlxdist_layout *layout);
+
+/* Makes the provider lose or repeat messages, for tests: "drop=1/100", "drop_next=1", "none" (native/soft/faults.h);
+ * "1:drop=1/1" is for the second cable alone. */
+int mlxdist_group_inject(mlxdist_group *group, const char *faults);
+
+/* Promises that `data` stays where it is until mlxdist_unregister: large messages then leave from there, without the
+ * copy into a slot. The registration with the device is made on first use and kept. */
+int mlxdist_register(mlxdist_group *group, void *data, uint64_t bytes, mlxdist_region **region);
+
+/* Waits until no operation uses the memory. */
+void mlxdist_unregister(mlxdist_region *region);
+
+/* Waits at most `timeout` seconds (0: for ever; the group's own deadline holds in any case) and returns the
+ * operation's status; MLXDIST_TIMEOUT of the wait alone leaves the operation as it is. */
+int mlxdist_handle_wait(mlxdist_handle *handle, double timeout);
+
+/* 1 once the operation has ended, well or not. */
+int mlxdist_handle_done(mlxdist_handle *handle);
+
+/* Every handle is freed once; an operation that has not ended goes on without it. */
+void mlxdist_handle_free(mlxdist_handle *handle);
+
+/* out[i] = in_0[i] op in_1[i] op ... op in_{n-1}[i]. 16-bit floats are accumulated in float32; direct and mesh round
+ * once, in rank order; ring and doubling round at each step. Every rank ends with bitwise the same result. */
+int mlxdist_all_reduce(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout, int32_t op,
+                       mlxdist_handle **handle);
 
 /* out = in_0, in_1, ..., in_{n-1}: size * in bytes. */
-int mlxdist_all_gather(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout);
+int mlxdist_all_gather(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout,
+                       mlxdist_handle **handle);
 
 /* Reduces as all_reduce does and leaves the rank-th of `size` equal parts in `out`. `layout` is that of
  * `in`; its first dimension must be a multiple of the group's size. In place: `out` equals `in`. */
-int mlxdist_reduce_scatter(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout, int32_t op);
+int mlxdist_reduce_scatter(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout, int32_t op,
+                           mlxdist_handle **handle);
 
 /* Copies the root's `data` to all ranks' `data`. */
-int mlxdist_broadcast(mlxdist_group *group, void *data, const mlxdist_layout *layout, int32_t root);
+int mlxdist_broadcast(mlxdist_group *group, void *data, const mlxdist_layout *layout, int32_t root,
+                      mlxdist_handle **handle);
+
+/* Reduces as all_reduce does, to the root's `out`; elsewhere `out` is not used. */
+int mlxdist_reduce(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout, int32_t op,
+                   int32_t root, mlxdist_handle **handle);
+
+/* The root's out = in_0, ..., in_{n-1}; elsewhere `out` is not used. `layout` is that of `in`. */
+int mlxdist_gather(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout, int32_t root,
+                   mlxdist_handle **handle);
+
+/* out = the rank-th of `size` parts of the root's `in`, which is not used elsewhere. `layout` is that of `out`. */
+int mlxdist_scatter(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout, int32_t root,
+                    mlxdist_handle **handle);
+
+/* Part j of rank i's `in` becomes part i of rank j's `out`. `layout` is that of `in` and of `out`; its first
+ * dimension must be a multiple of the group's size. `out` may not be `in`. */
+int mlxdist_all_to_all(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout,
+                       mlxdist_handle **handle);
+
+/* As all_to_all, with parts of different sizes: send_counts[j] rows go to rank j, receive_counts[i] rows come from
+ * rank i, each array of `size` counts; parts lie one after the other, in rank order. `row` is the layout of one row.
+ * What i sends to j must be what j receives from i. `out` may not be `in`. */
+int mlxdist_all_to_all_v(mlxdist_group *group, const void *in, const uint64_t *send_counts, void *out,
+                         const uint64_t *receive_counts, const mlxdist_layout *row, mlxdist_handle **handle);
 
 /* Returns once every rank has entered. */
-int mlxdist_barrier(mlxdist_group *group);
+int mlxdist_barrier(mlxdist_group *group, mlxdist_handle **handle);
 
 /* Point to point, matched in order per pair of ranks. send returns when `data` may be reused. */
-int mlxdist_send(mlxdist_group *group, const void *data, const mlxdist_layout *layout, int32_t to);
-int mlxdist_recv(mlxdist_group *group, void *data, const mlxdist_layout *layout, int32_t from);
+int mlxdist_send(mlxdist_group *group, const void *data, const mlxdist_layout *layout, int32_t to,
+                 mlxdist_handle **handle);
+int mlxdist_recv(mlxdist_group *group, void *data, const mlxdist_layout *layout, int32_t from,
+                 mlxdist_handle **handle);
 
 /* Both directions at once: cannot deadlock, whatever the sizes. */
 int mlxdist_sendrecv(mlxdist_group *group, const void *send, const mlxdist_layout *send_layout, int32_t to,
-                     void *recv, const mlxdist_layout *recv_layout, int32_t from);
+                     void *recv, const mlxdist_layout *recv_layout, int32_t from, mlxdist_handle **handle);
 
 /* cffi ends */
 

@@ -28,7 +28,7 @@ static float *filled(int rank, uint64_t count, int salt) {
 static void all_reduce(mlxdist_group *group, int rank, int size, uint64_t count, int salt, int in_place) {
   float *in = filled(rank, count, salt), *out = in_place ? in : malloc((count + 1) * sizeof *out);
   mlxdist_layout layout = vector((int64_t)count);
-  REQUIRE(mlxdist_all_reduce(group, in, out, &layout, MLXDIST_SUM) == MLXDIST_OK);
+  REQUIRE(mlxdist_all_reduce(group, in, out, &layout, MLXDIST_SUM, 0) == MLXDIST_OK);
   for (uint64_t i = 0; i < count; i++) REQUIRE(out[i] == sum_of(size, i, salt));
   if (!in_place) free(out);
   free(in);
@@ -37,7 +37,7 @@ static void all_reduce(mlxdist_group *group, int rank, int size, uint64_t count,
 static void all_gather(mlxdist_group *group, int rank, int size, uint64_t count, int salt) {
   float *in = filled(rank, count, salt), *out = malloc((count * (uint64_t)size + 1) * sizeof *out);
   mlxdist_layout layout = vector((int64_t)count);
-  REQUIRE(mlxdist_all_gather(group, in, out, &layout) == MLXDIST_OK);
+  REQUIRE(mlxdist_all_gather(group, in, out, &layout, 0) == MLXDIST_OK);
   for (int from = 0; from < size; from++)
     for (uint64_t i = 0; i < count; i++) REQUIRE(out[(uint64_t)from * count + i] == value(from, i, salt));
   free(out);
@@ -48,7 +48,7 @@ static void reduce_scatter(mlxdist_group *group, int rank, int size, uint64_t pa
   uint64_t count = part * (uint64_t)size;
   float *in = filled(rank, count, salt), *out = in_place ? in : malloc((part + 1) * sizeof *out);
   mlxdist_layout layout = vector((int64_t)count);
-  REQUIRE(mlxdist_reduce_scatter(group, in, out, &layout, MLXDIST_SUM) == MLXDIST_OK);
+  REQUIRE(mlxdist_reduce_scatter(group, in, out, &layout, MLXDIST_SUM, 0) == MLXDIST_OK);
   for (uint64_t i = 0; i < part; i++) REQUIRE(out[i] == sum_of(size, part * (uint64_t)rank + i, salt));
   if (!in_place) free(out);
   free(in);
@@ -57,7 +57,7 @@ static void reduce_scatter(mlxdist_group *group, int rank, int size, uint64_t pa
 static void broadcast(mlxdist_group *group, int rank, int root, uint64_t count, int salt) {
   float *data = filled(rank, count, salt);
   mlxdist_layout layout = vector((int64_t)count);
-  REQUIRE(mlxdist_broadcast(group, data, &layout, root) == MLXDIST_OK);
+  REQUIRE(mlxdist_broadcast(group, data, &layout, root, 0) == MLXDIST_OK);
   for (uint64_t i = 0; i < count; i++) REQUIRE(data[i] == value(root, i, salt));
   free(data);
 }
@@ -68,13 +68,13 @@ static void ring(mlxdist_group *group, int rank, int size, uint64_t count, int s
   float *send = filled(rank, count, salt), *recv = malloc((count + 1) * sizeof *recv);
   mlxdist_layout layout = vector((int64_t)count);
   if (!split) {
-    REQUIRE(mlxdist_sendrecv(group, send, &layout, to, recv, &layout, from) == MLXDIST_OK);
+    REQUIRE(mlxdist_sendrecv(group, send, &layout, to, recv, &layout, from, 0) == MLXDIST_OK);
   } else if (rank == 0) { /* one rank receives last, so that the ring cannot wait for itself */
-    REQUIRE(mlxdist_send(group, send, &layout, to) == MLXDIST_OK);
-    REQUIRE(mlxdist_recv(group, recv, &layout, from) == MLXDIST_OK);
+    REQUIRE(mlxdist_send(group, send, &layout, to, 0) == MLXDIST_OK);
+    REQUIRE(mlxdist_recv(group, recv, &layout, from, 0) == MLXDIST_OK);
   } else {
-    REQUIRE(mlxdist_recv(group, recv, &layout, from) == MLXDIST_OK);
-    REQUIRE(mlxdist_send(group, send, &layout, to) == MLXDIST_OK);
+    REQUIRE(mlxdist_recv(group, recv, &layout, from, 0) == MLXDIST_OK);
+    REQUIRE(mlxdist_send(group, send, &layout, to, 0) == MLXDIST_OK);
   }
   for (uint64_t i = 0; i < count; i++) REQUIRE(recv[i] == value(from, i, salt));
   free(recv);
@@ -86,11 +86,12 @@ static void check_books(mlxdist_group *group, int size) {
   mlxdist_group_stats(group, &stats);
   REQUIRE(stats.post_send_calls == stats.messages_sent && stats.provider_sends == stats.messages_sent);
   REQUIRE(stats.provider_receives == stats.post_recv_calls && stats.provider_polls == stats.poll_cq_calls);
-  REQUIRE(stats.provider_bytes_sent == stats.payload_bytes_sent + stats.header_bytes_sent);
-  REQUIRE(stats.provider_dropped == 0);
+  /* On a busy machine a rank may be kept off the CPU for so long that its peer repeats a message. */
+  REQUIRE(stats.retransmissions || stats.provider_bytes_sent == stats.payload_bytes_sent + stats.header_bytes_sent);
+  /* Only what may be lost without harm meets no receive: acknowledgements and repetitions. */
+  REQUIRE(stats.provider_dropped <= stats.control_messages_sent + stats.retransmissions);
   /* No receive is lost or posted twice: each slot is posted, or holds a message that is on its way to us. */
   REQUIRE(stats.receives_posted <= (uint64_t)(size - 1) * (32 + 6));
-  REQUIRE(stats.memory_registrations == (uint64_t)(size - 1));
   REQUIRE(stats.slab_bytes <= (uint64_t)(size - 1) << 21);
 }
 
@@ -109,7 +110,7 @@ static void every_operation(struct world *world, int rank, int size) {
     broadcast(group, rank, (int)c % size, counts[c], salt);
     if (size > 1) ring(group, rank, size, counts[c], salt, 0);
     if (size > 1) ring(group, rank, size, counts[c], salt, 1);
-    REQUIRE(mlxdist_barrier(group) == MLXDIST_OK);
+    REQUIRE(mlxdist_barrier(group, 0) == MLXDIST_OK);
   }
   if (size > 1) check_books(group, size);
   world_leave(world, group, &barriers);
@@ -124,16 +125,16 @@ static void one_way(struct world *world, int rank, int size) {
   float *array = filled(rank, 1 << 20, 0);
   (void)size;
   if (rank == 0) {
-    for (int i = 0; i < 500; i++) REQUIRE(mlxdist_send(group, array, &small, 1) == MLXDIST_OK);
-    for (int i = 0; i < 28; i++) REQUIRE(mlxdist_send(group, array, &small, 1) == MLXDIST_OK);
-    REQUIRE(mlxdist_recv(group, array, &large, 1) == MLXDIST_OK);
+    for (int i = 0; i < 500; i++) REQUIRE(mlxdist_send(group, array, &small, 1, 0) == MLXDIST_OK);
+    for (int i = 0; i < 28; i++) REQUIRE(mlxdist_send(group, array, &small, 1, 0) == MLXDIST_OK);
+    REQUIRE(mlxdist_recv(group, array, &large, 1, 0) == MLXDIST_OK);
     for (uint64_t i = 0; i < 1 << 20; i++) REQUIRE(array[i] == value(1, i, 0));
   } else {
-    for (int i = 0; i < 500; i++) REQUIRE(mlxdist_recv(group, array, &small, 0) == MLXDIST_OK);
+    for (int i = 0; i < 500; i++) REQUIRE(mlxdist_recv(group, array, &small, 0, 0) == MLXDIST_OK);
     free(array);
     array = filled(rank, 1 << 20, 0);
-    REQUIRE(mlxdist_send(group, array, &large, 0) == MLXDIST_OK);
-    for (int i = 0; i < 28; i++) REQUIRE(mlxdist_recv(group, array, &small, 0) == MLXDIST_OK);
+    REQUIRE(mlxdist_send(group, array, &large, 0, 0) == MLXDIST_OK);
+    for (int i = 0; i < 28; i++) REQUIRE(mlxdist_recv(group, array, &small, 0, 0) == MLXDIST_OK);
   }
   free(array);
   world_leave(world, group, &barriers);
@@ -165,12 +166,12 @@ static void different_shapes(struct world *world, int rank, int size) {
   /* On the same queue pair, and on different ones: neither may hang. */
   mlxdist_layout layout = vector(rank == size - 1 ? 200000 : 10);
   float *array = filled(rank, 200000, 0);
-  int status = mlxdist_all_reduce(group, array, array, &layout, MLXDIST_SUM);
+  int status = mlxdist_all_reduce(group, array, array, &layout, MLXDIST_SUM, 0);
   char text[1024];
   snprintf(text, sizeof text, "%s", mlxdist_last_error());
   REQUIRE(status == MLXDIST_MISMATCH);
   REQUIRE(strstr(text, "[200000]") && strstr(text, "[10]"));
-  REQUIRE(mlxdist_barrier(group) == MLXDIST_MISMATCH && strcmp(text, mlxdist_last_error()) == 0);
+  REQUIRE(mlxdist_barrier(group, 0) == MLXDIST_MISMATCH && strcmp(text, mlxdist_last_error()) == 0);
   world_barrier(world, &barriers);
   free(array);
   mlxdist_group_destroy(group);
@@ -182,8 +183,8 @@ static void different_operations(struct world *world, int rank, int size) {
   mlxdist_group *group = world_join(world, rank, &barriers, 0);
   mlxdist_layout layout = vector(10);
   float *array = filled(rank, 100, 0), *out = filled(rank, 100, 0);
-  int status = rank == 0 ? mlxdist_all_reduce(group, array, out, &layout, MLXDIST_MAX)
-                         : mlxdist_all_gather(group, array, out, &layout);
+  int status = rank == 0 ? mlxdist_all_reduce(group, array, out, &layout, MLXDIST_MAX, 0)
+                         : mlxdist_all_gather(group, array, out, &layout, 0);
   REQUIRE(status == MLXDIST_MISMATCH);
   REQUIRE(strstr(mlxdist_last_error(), "all_max of float32 [10]") && strstr(mlxdist_last_error(), "all_gather"));
   world_barrier(world, &barriers);
@@ -198,13 +199,13 @@ static void refused_without_harm(struct world *world, int rank, int size) {
   float array[8] = {0};
   mlxdist_layout layout = vector(7), negative = vector(-1), unknown = vector(1);
   unknown.dtype = 99;
-  REQUIRE(mlxdist_reduce_scatter(group, array, array, &layout, MLXDIST_SUM) == MLXDIST_INVALID_ARGUMENT);
-  REQUIRE(mlxdist_all_reduce(group, array, array, &negative, MLXDIST_SUM) == MLXDIST_INVALID_ARGUMENT);
-  REQUIRE(mlxdist_all_reduce(group, array, array, &unknown, MLXDIST_SUM) == MLXDIST_INVALID_ARGUMENT);
-  REQUIRE(mlxdist_all_reduce(group, array, array, &layout, 17) == MLXDIST_INVALID_ARGUMENT);
-  REQUIRE(mlxdist_broadcast(group, array, &layout, size) == MLXDIST_INVALID_ARGUMENT);
-  REQUIRE(mlxdist_send(group, array, &layout, rank) == MLXDIST_INVALID_ARGUMENT);
-  REQUIRE(mlxdist_recv(group, array, &layout, -1) == MLXDIST_INVALID_ARGUMENT);
+  REQUIRE(mlxdist_reduce_scatter(group, array, array, &layout, MLXDIST_SUM, 0) == MLXDIST_INVALID_ARGUMENT);
+  REQUIRE(mlxdist_all_reduce(group, array, array, &negative, MLXDIST_SUM, 0) == MLXDIST_INVALID_ARGUMENT);
+  REQUIRE(mlxdist_all_reduce(group, array, array, &unknown, MLXDIST_SUM, 0) == MLXDIST_INVALID_ARGUMENT);
+  REQUIRE(mlxdist_all_reduce(group, array, array, &layout, 17, 0) == MLXDIST_INVALID_ARGUMENT);
+  REQUIRE(mlxdist_broadcast(group, array, &layout, size, 0) == MLXDIST_INVALID_ARGUMENT);
+  REQUIRE(mlxdist_send(group, array, &layout, rank, 0) == MLXDIST_INVALID_ARGUMENT);
+  REQUIRE(mlxdist_recv(group, array, &layout, -1, 0) == MLXDIST_INVALID_ARGUMENT);
   REQUIRE(mlxdist_group_error(group) == MLXDIST_OK);
   all_reduce(group, rank, size, 10, 0, 0);
   world_leave(world, group, &barriers);
@@ -218,11 +219,11 @@ static void waits_end(struct world *world, int rank, int size) {
   options.timeout = 0.3;
   mlxdist_group *group = world_join(world, rank, &barriers, &options);
   if (rank == 0) {
-    REQUIRE(mlxdist_barrier(group) == MLXDIST_TIMEOUT);
+    REQUIRE(mlxdist_barrier(group, 0) == MLXDIST_TIMEOUT);
     REQUIRE(strstr(mlxdist_last_error(), "rank 0 waited 0.") && strstr(mlxdist_last_error(), "barrier for rank 1"));
   }
   world_barrier(world, &barriers);
-  if (rank == 1) REQUIRE(mlxdist_barrier(group) == MLXDIST_TIMEOUT); /* rank 0's error, told by rank 0 */
+  if (rank == 1) REQUIRE(mlxdist_barrier(group, 0) == MLXDIST_TIMEOUT); /* rank 0's error, told by rank 0 */
   world_barrier(world, &barriers);
   mlxdist_group_destroy(group);
 }
@@ -235,28 +236,9 @@ static void leaving_early(struct world *world, int rank, int size) {
   mlxdist_layout layout = vector(10);
   float *array = filled(rank, 10, 0);
   int status =
-      rank == 0 ? mlxdist_all_reduce(group, array, array, &layout, MLXDIST_SUM) : mlxdist_group_finalize(group);
+      rank == 0 ? mlxdist_all_reduce(group, array, array, &layout, MLXDIST_SUM, 0) : mlxdist_group_finalize(group);
   REQUIRE(status == MLXDIST_MISMATCH);
   REQUIRE(strstr(mlxdist_last_error(), "rank 0 calls all_sum of float32 [10], rank 1 calls finalize"));
-  free(array);
-  world_barrier(world, &barriers);
-  mlxdist_group_destroy(group);
-}
-
-/* UC loses messages without a word: the gap in the numbers is what tells, and no data is taken for other data. */
-static void lost_message(struct world *world, int rank, int size) {
-  int barriers = 0;
-  mlxdist_group *group = world_join(world, rank, &barriers, 0);
-  all_reduce(group, rank, size, 2048, 0, 0);
-  if (rank == 0) group->engine.peers[1].channels[WIRE_BULK].sent++; /* as if one had been sent, and dropped */
-  float *array = filled(rank, 2048, 0);
-  mlxdist_layout layout = vector(2048);
-  /* Rank 0 has all it needs for this one, and learns of the failure at the next at the latest. */
-  int status = mlxdist_all_reduce(group, array, array, &layout, MLXDIST_SUM);
-  if (rank == 0 && status == MLXDIST_OK) status = mlxdist_all_reduce(group, array, array, &layout, MLXDIST_SUM);
-  REQUIRE(status == MLXDIST_TRANSPORT);
-  REQUIRE(strstr(mlxdist_last_error(), "rank 1 lost message"));
-  REQUIRE(strstr(mlxdist_last_error(), "bulk queue pair from rank 0"));
   free(array);
   world_barrier(world, &barriers);
   mlxdist_group_destroy(group);
@@ -268,16 +250,15 @@ static void garbled_message(struct world *world, int rank, int size) {
       {.magic = 1, .kind = WIRE_DATA},
       {.magic = WIRE_MAGIC, .kind = 77},
       {.magic = WIRE_MAGIC, .kind = WIRE_DATA, .length = 0xffffffff},
-      {.magic = WIRE_MAGIC, .kind = WIRE_DATA, .group = 9},
       {.magic = WIRE_MAGIC, .kind = WIRE_DATA, .ack = {WIRE_START + 1000}},
-      {.magic = WIRE_MAGIC, .kind = WIRE_DATA, .ack = {WIRE_START, WIRE_START}, .credit = {WIRE_START + 1000}},
+      {.magic = WIRE_MAGIC, .kind = WIRE_DATA, .ack = {WIRE_START, WIRE_START}, .room = {1000}},
       {.magic = WIRE_MAGIC, .kind = WIRE_DATA, .flags = WIRE_FIRST},
   };
   int barriers = 0;
   (void)size;
   for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
     mlxdist_group *group = world_join(world, rank, &barriers, 0);
-    struct channel *channel = &group->engine.peers[!rank].channels[WIRE_EAGER];
+    struct channel *channel = &group->engine->peers[!rank].channels[WIRE_EAGER];
     if (rank == 0) {
       struct wire_header header = wrong[i];
       header.sequence = WIRE_START + 1;
@@ -286,7 +267,7 @@ static void garbled_message(struct world *world, int rank, int size) {
       struct ibv_send_wr request = {.sg_list = &sge, .num_sge = 1, .opcode = IBV_WR_SEND}, *bad;
       REQUIRE(ibv_post_send(channel->qp, &request, &bad) == 0);
     } else {
-      REQUIRE(mlxdist_barrier(group) == MLXDIST_TRANSPORT);
+      REQUIRE(mlxdist_barrier(group, 0) == MLXDIST_TRANSPORT);
       REQUIRE(strstr(mlxdist_last_error(), "from rank 0"));
     }
     world_barrier(world, &barriers);
@@ -305,7 +286,6 @@ int main(void) {
   failed |= world_run(3, refused_without_harm);
   failed |= world_run(2, waits_end);
   failed |= world_run(2, leaving_early);
-  failed |= world_run(2, lost_message);
   failed |= world_run(2, garbled_message);
   if (!failed) printf("engine_test passed\n");
   return failed;

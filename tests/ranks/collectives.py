@@ -17,6 +17,9 @@ import reference  # noqa: E402
 PERIOD = 4099
 KIB = 1 << 10
 SIZES = [0, 1, 4095, 4096, 4097, 7 * KIB, 28 * KIB, 700 * KIB, 896 * KIB, (4 << 10) * KIB, (16 << 10) * KIB]
+# Around what one message holds, small and large, and above what a peer may be sent unasked.
+FEWER_SIZES = [0, 1, 3967, 3969, 28 * KIB, 131 * KIB, 700 * KIB, 2100 * KIB]
+REDUCTIONS = ["sum", "max", "min", "prod"]
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()
@@ -102,20 +105,89 @@ def send_recv(dtype: str, count: int, seed: int) -> None:
     require(result, whole(inputs[source], count), f"send/recv {dtype} {count}")
 
 
+def reduce_scatter(dtype: str, count: int, seed: int) -> None:
+    count -= count % size
+    op = REDUCTIONS[seed % 4]
+    inputs = patterns(dtype, count, seed)
+    expected = np.split(whole(reference.all_reduce(inputs, dtype, op), count), size)[rank]
+    result = mlxdist.reduce_scatter(whole(inputs[rank], count), op, **keyword(dtype))
+    require(result, expected, f"reduce_scatter {op} {dtype} {count}")
+
+
+def reduce(dtype: str, count: int, seed: int) -> None:
+    op, root = REDUCTIONS[seed % 4], seed % size
+    inputs = patterns(dtype, count, seed)
+    x = whole(inputs[rank], count)
+    before = x.copy()
+    expected = whole(reference.all_reduce(inputs, dtype, op), count) if rank == root else reference.nothing(x)
+    what = f"reduce {op} to {root} {dtype} {count}"
+    require(mlxdist.reduce(x, op, root, **keyword(dtype)), expected, what)
+    require(x, before, f"{what}: the input")
+    mlxdist.reduce(x, op, root, out=x, **keyword(dtype))
+    require(x, expected if rank == root else before, f"{what} in place")
+
+
+def gather(dtype: str, count: int, seed: int) -> None:
+    root = seed % size
+    inputs = [whole(pattern, count) for pattern in patterns(dtype, count, seed)]
+    result = mlxdist.gather(inputs[rank], root, **keyword(dtype))
+    require(result, reference.gather(inputs, root, rank), f"gather to {root} {dtype} {count}")
+
+
+def scatter(dtype: str, count: int, seed: int) -> None:
+    count -= count % size
+    root = seed % size
+    inputs = [whole(pattern, count) for pattern in patterns(dtype, count, seed)]
+    x = inputs[rank].copy()
+    expected = reference.scatter(inputs, root, rank)
+    require(mlxdist.scatter(x, root, **keyword(dtype)), expected, f"scatter from {root} {dtype} {count}")
+    require(x, inputs[rank], f"scatter from {root} {dtype} {count}: the input")
+    # In place: the result is the beginning of the root's input.
+    mlxdist.scatter(x, root, out=x[: count // size], **keyword(dtype))
+    require(x[: count // size], expected, f"scatter from {root} {dtype} {count} in place")
+
+
+def all_to_all(dtype: str, count: int, seed: int) -> None:
+    count -= count % size
+    inputs = [whole(pattern, count) for pattern in patterns(dtype, count, seed)]
+    result = mlxdist.all_to_all(inputs[rank], **keyword(dtype))
+    require(result, reference.all_to_all(inputs, rank), f"all_to_all {dtype} {count}")
+
+
+def all_to_all_v(dtype: str, count: int, seed: int) -> None:
+    """Rows of one to three elements, and parts that differ: many have none, one may have nearly all."""
+    width = 1 + seed % 3
+    random = np.random.default_rng(seed)
+    rows = count // width
+    cuts = np.sort(random.integers(0, rows + 1, (size, size - 1)) * random.integers(0, 2, (size, size - 1)), axis=1)
+    counts = np.diff(cuts, prepend=0, append=rows, axis=1).tolist()
+    inputs = [whole(pattern, rows * width).reshape(rows, width) for pattern in patterns(dtype, rows * width, seed)]
+    received = [counts[source][rank] for source in range(size)]
+    result = mlxdist.all_to_all_v(inputs[rank], counts[rank], received, **keyword(dtype))
+    require(result, reference.all_to_all_v(inputs, counts, rank), f"all_to_all_v {counts} {dtype} {count}")
+
+
 OPERATIONS = {
-    **{f"all_{op}": reductions(op) for op in ("sum", "max", "min", "prod")},
-    "all_gather": all_gather,
-    "sum_scatter": sum_scatter,
-    "broadcast": broadcast,
-    "send_recv": send_recv,
+    **{f"all_{op}": (reductions(op), SIZES) for op in REDUCTIONS},
+    "all_gather": (all_gather, SIZES),
+    "sum_scatter": (sum_scatter, SIZES),
+    "broadcast": (broadcast, SIZES),
+    "send_recv": (send_recv, SIZES),
+    "reduce_scatter": (reduce_scatter, FEWER_SIZES),
+    "reduce": (reduce, FEWER_SIZES),
+    "gather": (gather, FEWER_SIZES),
+    "scatter": (scatter, FEWER_SIZES),
+    "all_to_all": (all_to_all, FEWER_SIZES),
+    "all_to_all_v": (all_to_all_v, FEWER_SIZES),
 }
 
 
 def main(operation: str) -> None:
     done = 0
+    check, sizes = OPERATIONS[operation]
     for dtype in reference.DTYPES:
-        for size_bytes in SIZES:
-            OPERATIONS[operation](dtype, elements(dtype, size_bytes), done)
+        for size_bytes in sizes:
+            check(dtype, elements(dtype, size_bytes), done)
             done += 1
     mlxdist.barrier()
     if rank == 0:

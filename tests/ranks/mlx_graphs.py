@@ -44,21 +44,45 @@ def independent() -> None:
         require(parts, np.repeat([r + n for r in range(size)], n), f"gather of {n}")
 
 
+def with_roots() -> None:
+    """Results of other shapes on other ranks do not change the order in which the rest is evaluated."""
+    inputs = [mx.full((n, 2), float(rank + n)) for n in range(1, 13)]
+    reduced = [mlxdist.reduce(x * 1, root=n % size) for n, x in enumerate(inputs)]
+    gathered = [mlxdist.gather(x, n % size) for n, x in enumerate(inputs)]
+    spread = [mlxdist.broadcast(mlxdist.all_sum(x).sum(axis=0) + y.size, 0) for x, y in zip(inputs, reduced)]
+    totals = [mlxdist.all_sum(x.sum()) for x in (*reduced, *gathered)]  # of what the root alone has
+    mx.eval(spread, totals, reduced, gathered)
+    for n, x in enumerate(inputs, start=1):
+        total = sum(r + n for r in range(size))
+        require(reduced[n - 1], total, f"reduce of {n}")
+        assert reduced[n - 1].shape == (x.shape if rank == (n - 1) % size else (0, 2))
+        require(totals[n - 1], total * 2 * n, f"sum of what was reduced of {n}")
+        require(totals[12 + n - 1], total * 2 * n, f"sum of what was gathered of {n}")
+        require(spread[n - 1], total * n + (2 * n if (n - 1) % size == 0 else 0), f"broadcast of {n}")
+
+
 def compiled() -> None:
     @mx.compile
     def function(x):
         y = mx.distributed.all_sum(x * 2, group=world)
         return mlxdist.broadcast(y + rank, size - 1) + mlxdist.all_reduce(x, "prod")
 
-    # MLX's own operations cannot be compiled without shapes; broadcast and the product can.
+    # MLX's own operations cannot be compiled without shapes; ours can.
     shapeless = mx.compile(
         lambda x: mlxdist.broadcast(x + rank, size - 1) * mlxdist.all_reduce(x, "prod"), shapeless=True
     )
+    swapped = mx.compile(lambda x: mlxdist.all_to_all(mlxdist.all_to_all(x) * 2), shapeless=True)
+    parts = mx.compile(lambda x: mlxdist.sum_scatter(x) + mlxdist.scatter(x, 0), shapeless=True)
     product = np.prod(np.arange(1.0, size + 1))
     for n in (3, 5, 3):
         x = mx.full((n,), float(rank + 1))
         require(function(x), 2 * ranks_sum + size - 1 + product, "compiled")
         require(shapeless(x), (2 * size - 1) * product, "compiled without shapes")
+        wide = mx.full((n * size, 2), float(rank + 1))
+        require(swapped(wide), 2 * (rank + 1), "all_to_all without shapes")
+        result = parts(wide)
+        require(result, ranks_sum + 1, "parts without shapes")
+        assert result.shape == ((n, 2) if size > 1 else wide.shape)
     # Two calls on equal inputs are two operations: compile must not merge them.
     before = group.stats()["collectives"]
     twice = mx.compile(lambda x: mlxdist.broadcast(x) + mlxdist.broadcast(x))
@@ -110,6 +134,7 @@ def mixed_with_numpy() -> None:
 
 chain()
 independent()
+with_roots()
 compiled()
 mapped()
 asynchronous()

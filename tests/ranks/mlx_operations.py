@@ -14,7 +14,8 @@ import reference
 group = mlxdist.init()
 rank, size, world = group.rank(), group.size(), group.mlx
 # 7: no multiple of any SIMD width. 3 x 5000: more than one message, less than a bulk slot. Zero-size and scalar.
-SHAPES = [(), (0,), (7,), (2, 0, 3), (3, 5000), (2,) * 8]
+# 12 divides by all numbers of ranks.
+SHAPES = [(), (0,), (7,), (2, 0, 3), (3, 5000), (12, 50), (2,) * 8]
 
 
 def to_mlx(array: np.ndarray, dtype: str) -> mx.array:
@@ -53,9 +54,39 @@ def check(dtype: str, shape: tuple[int, ...], seed: int) -> None:
     if shape and shape[0] % size == 0:
         scattered = mx.distributed.sum_scatter(x, group=world)
         require(scattered, reference.sum_scatter(inputs, dtype, rank), dtype, "sum_scatter")
+        check_parts(x, inputs, dtype)
     if size > 1:
+        check_on_root(x, inputs, dtype)
         check_send_recv(x, inputs, dtype)
     require(x, inputs[rank], dtype, "the input afterwards of")
+
+
+def check_parts(x: mx.array, inputs: list[np.ndarray], dtype: str) -> None:
+    """What MLX does not have, where the first axis is cut."""
+    require(mlxdist.sum_scatter(x), reference.sum_scatter(inputs, dtype, rank), dtype, "our sum_scatter")
+    for op in ("max", "min", "prod"):
+        part = np.split(reference.all_reduce(inputs, dtype, op), size)[rank]
+        require(mlxdist.reduce_scatter(x, op), part, dtype, f"reduce_scatter of {op}")
+    parts = [np.split(array, size) for array in inputs]
+    exchanged = np.concatenate([parts[r][rank] for r in range(size)])
+    require(mlxdist.all_to_all(x), exchanged, dtype, "all_to_all")
+    require(mlxdist.scatter(x, size - 1), parts[size - 1][rank], dtype, "scatter")
+    # All rows to the rank after this one.
+    rows = x.shape[0]
+    send = [rows if r == (rank + 1) % size else 0 for r in range(size)]
+    receive = [rows if r == (rank - 1) % size else 0 for r in range(size)]
+    require(mlxdist.all_to_all_v(x, send, receive), inputs[(rank - 1) % size], dtype, "all_to_all_v")
+
+
+def check_on_root(x: mx.array, inputs: list[np.ndarray], dtype: str) -> None:
+    """The other ranks have an array without elements."""
+    nothing = np.zeros((0, *x.shape[1:]), inputs[0].dtype)
+    for root in (0, size - 1):
+        for op in ("sum", "max", "prod"):
+            expected = reference.all_reduce(inputs, dtype, op) if rank == root else nothing
+            require(mlxdist.reduce(x, op, root), expected, dtype, f"reduce of {op} to {root}")
+        expected = reference.all_gather(inputs) if rank == root else nothing
+        require(mlxdist.gather(x, root), expected, dtype, f"gather to {root}")
 
 
 def check_send_recv(x: mx.array, inputs: list[np.ndarray], dtype: str) -> None:
@@ -77,6 +108,11 @@ def check_send_recv(x: mx.array, inputs: list[np.ndarray], dtype: str) -> None:
         mx.eval(received)
         mx.eval(mx.distributed.send(x, to, group=world))
     require(received, inputs[source], dtype, "recv")
+    # Both at once, in one graph that every rank evaluates in the same order.
+    there = mlxdist.sendrecv(x, to, source)
+    back = mlxdist.sendrecv(there, source, to)
+    require(back, inputs[rank], dtype, "sendrecv there and back")
+    require(there, inputs[source], dtype, "sendrecv")
 
 
 def check_layouts() -> None:

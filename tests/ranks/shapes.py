@@ -37,6 +37,26 @@ assert gathered.shape == ((size,) if size > 1 else ()) and np.array_equal(np.atl
 assert mlxdist.all_gather(mine((3, 4))).shape == (3 * size, 4)
 assert mlxdist.sum_scatter(mine((2 * size, 4))).shape == (2, 4)
 
+# Parts along the first axis, and what those who are not the root get.
+root = size - 1
+everyone = [np.arange(6.0 * size).reshape(2 * size, 3) + 100 * r for r in range(size)]
+assert np.array_equal(mlxdist.scatter(everyone[rank], root), everyone[root][2 * rank : 2 * rank + 2])
+assert mlxdist.reduce(mine((4, 3)), "max", root).shape == ((4, 3) if rank == root else (0, 3))
+assert mlxdist.reduce(np.array(1.0), "sum", root).shape == (() if rank == root else (0,))
+assert mlxdist.gather(mine((4, 3)), root).shape == ((4 * size, 3) if rank == root else (0, 3))
+assert mlxdist.gather(mine((0, 3)), root).shape == (0, 3)
+exchanged = np.concatenate([array[2 * rank : 2 * rank + 2] for array in everyone])
+assert np.array_equal(mlxdist.all_to_all(everyone[rank]), exchanged)
+assert np.array_equal(mlxdist.all_to_all(np.asfortranarray(everyone[rank])), exchanged)
+assert np.array_equal(mlxdist.all_to_all(everyone[rank][::-1])[-2:], everyone[root][::-1][2 * rank : 2 * rank + 2])
+assert mlxdist.all_to_all(mine((0, 4))).shape == (0, 4)
+# Everyone sends r rows to rank r.
+counts, rows = list(range(size)), sum(range(size))
+received = mlxdist.all_to_all_v(everyone[rank][:rows], counts, [rank] * size)
+begin = sum(range(rank))
+assert np.array_equal(received, np.concatenate([array[begin : begin + rank] for array in everyone]))
+assert received.shape == (rank * size, 3)
+
 # `out`: somewhere else, the input itself, and a part of the input that only a copy keeps right.
 out = np.zeros((7, 9), np.float32)
 assert mlxdist.all_sum(mine((7, 9)), out=out) is out and np.array_equal(out, summed((7, 9)))
@@ -45,10 +65,15 @@ shifted = x[1:]
 expected = summed((1000,))[:-1]
 mlxdist.all_sum(x[:-1], out=shifted)
 assert np.array_equal(shifted, expected)
+x = everyone[rank].copy()
+assert np.array_equal(mlxdist.all_to_all(x, out=x), exchanged)
+if size > 1:
+    x = everyone[rank].copy()
+    assert np.array_equal(mlxdist.sendrecv(x, (rank + 1) % size, (rank - 1) % size, out=x), everyone[rank - 1])
 
 # Refused before any work, on this rank alone: the group goes on.
 for bad, message in [
-    (lambda: mlxdist.all_sum([1.0, 2.0]), "must be an mx.array or a numpy.ndarray"),
+    (lambda: mlxdist.all_sum([1.0, 2.0]), "must be an mx.array or a numpy.ndarray or another buffer"),
     (lambda: mlxdist.all_sum(np.array(["a"])), "bool, uint8"),
     (lambda: mlxdist.all_sum(np.zeros(3, np.complex128)), "complex128"),
     (lambda: mlxdist.all_sum(np.zeros(3, ">f4")), "byte order"),
@@ -57,9 +82,19 @@ for bad, message in [
     (lambda: mlxdist.all_sum(mine((4,)), out=np.zeros(8, np.float32)[::2]), "contiguous"),
     (lambda: mlxdist.all_reduce(mine((4,)), "average"), "'sum', 'max', 'min' or 'prod'"),
     (lambda: mlxdist.broadcast(mine((4,)), size), "root is"),
+    (lambda: mlxdist.reduce(mine((4,)), "sum", -1), "root is"),
+    (lambda: mlxdist.all_to_all_v(mine((4,)), [1] * (size + 1), [1] * size), "one per rank"),
+    (lambda: mlxdist.all_to_all_v(mine((4,)), [1] * size, [-1] * size), "one per rank"),
+    (lambda: mlxdist.all_to_all_v(mine((size + 1,)), [1] * size, [1] * size), "rows, but x has shape"),
+    (lambda: mlxdist.all_to_all_v(mine((size,)), [1] * size, [2] * size), "to itself"),
     (lambda: mlxdist.send(mine((4,)), rank), "nobody" if size == 1 else "another rank"),
 ]:
     with pytest.raises(mlxdist.InvalidArgument, match=message):
         bad()
+if size > 1:
+    for refused in (mlxdist.sum_scatter, mlxdist.scatter, mlxdist.all_to_all):
+        for bad in (mine((size + 1,)), mine((1, size)), np.array(1.0)):
+            with pytest.raises(mlxdist.InvalidArgument, match="not a multiple of"):
+                refused(bad)
 assert np.array_equal(mlxdist.all_sum(mine((5,))), summed((5,)))
 print("exact")

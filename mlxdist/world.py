@@ -1,0 +1,237 @@
+"""What all groups of this process share: how the ranks come together, and how they end."""
+
+import os
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import errors, tuning
+from .environment import ALGORITHMS, Environment
+from .handle import Pending
+from .native import bridge, check, ffi, last_error, lib
+from .registration import Registration
+from .rendezvous import Rendezvous
+
+if TYPE_CHECKING:
+    from .group import Group
+
+__all__ = ["World"]
+
+# finalize() waits this long for peers where the user has set no timeout at all: a rank that works on for three
+# years is taken for lost.
+_FOR_EVER = 1e8
+
+# Tag of the messages that make a connection on first use.
+_CONNECT = "connect"
+
+
+class World:
+    """All ranks that the launcher started: the engine, the rendezvous, and what is still going on."""
+
+    def __init__(self, environment: Environment, host: str) -> None:
+        self.rank = environment.rank
+        self.size = environment.world_size
+        self.host = host
+        self.native: Any = None  # mlxdist_group *; None in a world of one
+        self.connection: Any = None  # the bridge's view of it
+        # Other ways into the engine: drain(seconds) waits for what has been started and is False if that does not end;
+        # close() waits for what is running and refuses all that comes later; told_error: the user knows of a failure.
+        self.doors: list[Any] = []
+        self.pending = Pending()
+        self.registrations: weakref.WeakSet[Registration] = weakref.WeakSet()
+        self.closed = False
+        self.forked = False
+        self._groups: weakref.WeakSet[Group] = weakref.WeakSet()
+        self._lock = threading.Lock()  # guards closed and _groups
+        self._timeout = _FOR_EVER
+        self._rendezvous: Rendezvous | None = None
+        self._context = ffi.new_handle(self)  # for the engine, which hands it back
+        _worlds.add(self)
+        if self.size > 1:
+            self._connect(environment)
+        self.connection = bridge.connect(0 if self.native is None else int(ffi.cast("uintptr_t", self.native)))
+
+    def add(self, group: "Group") -> None:
+        """From now on ``group`` ends with the world, at the latest."""
+        with self._lock:
+            if not self.closed:
+                self._groups.add(group)
+                return
+        group.shut()
+
+    def finalize(self) -> None:
+        """See :meth:`mlxdist.Group.finalize`."""
+        if self.forked:
+            return
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+            groups = list(self._groups)
+        for group in groups:
+            group.shut()
+        if self.native is None:
+            self.connection.close()
+            return
+        told_error = any(of.told_error for of in (self.pending, self.connection, *self.doors))
+        idle = self._is_idle(groups, self._timeout)
+        if not idle:
+            lib.mlxdist_group_abort(self.native, lib.MLXDIST_ABORTED, b"finalize() found operations that do not end")
+            idle = self._is_idle(groups, 10)  # aborted operations end at once
+        try:
+            if idle:
+                for registration in list(self.registrations):
+                    registration.release()
+                for door in self.doors:
+                    door.close()
+                self.connection.close()
+            if not told_error:  # else the error has been raised where it happened
+                check(lib.mlxdist_group_error(self.native))
+                check(lib.mlxdist_group_finalize(self.native))
+        finally:
+            self._rendezvous.close()
+            if idle:  # else its memory is in use: rather leave it to the end of the process
+                lib.mlxdist_group_destroy(self.native)
+                self.native = None
+
+    def abort(self, reason: str, consequence: bool = False) -> None:
+        """Ends every operation of every group, on all ranks. ``consequence``: only because another rank has failed."""
+        text = f"rank {self.rank} on {self.host} aborted the group: {reason}"
+        if self.native is not None:
+            # First the others, who must not find this rank's operations broken before they know why.
+            self._rendezvous.announce(text, consequence)
+            self.pending.told_error = True
+            lib.mlxdist_group_abort(self.native, lib.MLXDIST_ABORTED, text.encode())
+
+    def close_in_child(self) -> None:
+        """In a forked child, where another thread of the parent may have held the lock."""
+        self.forked = True
+        for group in self._groups:
+            group.shut()
+
+    def send_to(self, rank: int, data: bytes) -> None:
+        """Called by the engine, in any of its threads, and perhaps with its lock."""
+        try:
+            self._rendezvous.send(rank, _CONNECT, data)
+        except errors.Error as error:
+            status, text = errors.to_status(error), f"rank {self.rank} could not connect to rank {rank}: {error}"
+            threading.Thread(target=lib.mlxdist_group_abort, args=(self.native, status, text.encode())).start()
+
+    # How the ranks come together.
+
+    def _connect(self, environment: Environment) -> None:
+        self._rendezvous = Rendezvous(environment)
+        try:
+            options = _options(environment)
+            self._timeout = options.timeout or _FOR_EVER
+            wires = options.wires = _wires(environment)  # the name keeps it until the engine has copied it
+            native = ffi.new("mlxdist_group **")
+            check(lib.mlxdist_group_create(self.rank, self.size, options, native))
+            self.native = native[0]
+            lib.mlxdist_group_side_channel(self.native, lib.send_through_side_channel, self._context)
+            self._share_tuning(environment)
+            addresses = self._exchange_addresses()
+            check(lib.mlxdist_group_connect(self.native, addresses, len(addresses)))
+            self._rendezvous.barrier("connect")  # nobody sends before every receive is posted
+            self._rendezvous.watch(on_failure=self._peer_failed, on_message=self._message)
+        except BaseException as error:
+            self._rendezvous.announce(f"rank {self.rank} on {self.host} could not connect: {error}")
+            self._rendezvous.close()
+            if self.native is not None:
+                lib.mlxdist_group_destroy(self.native)
+                self.native = None
+            raise
+
+    def _share_tuning(self, environment: Environment) -> None:
+        """All ranks use the table of rank 0: two that chose different algorithms would not understand each other."""
+        table = tuning.pack(tuning.load(environment.tuning)) if self.rank == 0 else b""
+        rows = [row.native() for row in tuning.unpack(self._rendezvous.all_gather(table, "tuning")[0])]
+        check(lib.mlxdist_group_tune(self.native, ffi.new("mlxdist_tuning[]", rows), len(rows)))
+
+    def _exchange_addresses(self) -> bytes:
+        address = ffi.new("char[]", lib.mlxdist_group_address_size(self.native))
+        check(lib.mlxdist_group_address(self.native, address))
+        here = _host_identity()
+        blobs = self._rendezvous.all_gather(here + b"\0" + bytes(ffi.buffer(address)), "addresses")
+        hosts, addresses = zip(*(blob.split(b"\0", 1) for blob in blobs))
+        provider = ffi.string(lib.mlxdist_group_provider(self.native))
+        if provider == b"soft":
+            reason = ffi.string(lib.mlxdist_group_provider_reason(self.native)).decode()
+            for rank, host in enumerate(hosts):
+                if host != hosts[0]:
+                    raise errors.InvalidArgument(
+                        f"ranks 0 and {rank} are on different hosts ({_host_name(hosts[0])} and {_host_name(host)}), "
+                        f"but the provider is soft ({reason}), which connects ranks of one host only; "
+                        "start all ranks on one host"
+                    )
+        return b"".join(addresses)
+
+    # Called by the rendezvous's own thread, which ends before finalize() destroys the native group.
+
+    def _peer_failed(self, rank: int, text: str) -> None:
+        # A rank whose operation fails tells the others through the engine; this way come its death and its abort().
+        status = errors.to_status(self._rendezvous.failure)
+        lib.mlxdist_group_abort(self.native, status, text.encode())
+
+    def _message(self, rank: int, tag: str, data: bytes) -> None:
+        if tag == _CONNECT:
+            status = lib.mlxdist_group_message(self.native, rank, data, len(data))
+            if status != lib.MLXDIST_OK:
+                lib.mlxdist_group_abort(self.native, status, last_error().encode())
+
+    def _is_idle(self, groups: list["Group"], seconds: float) -> bool:
+        """Waits until no operation of MLX, no call and no handle is going on; False after ``seconds``."""
+        deadline = time.monotonic() + seconds
+        return (
+            all(door.drain(seconds) for door in (self.connection, *self.doors))
+            and all(group.is_idle(max(deadline - time.monotonic(), 0)) for group in groups)
+            and self.pending.wait(max(deadline - time.monotonic(), 0))
+        )
+
+
+def _options(environment: Environment) -> Any:
+    """The engine's defaults, where the environment does not say something else."""
+    options = ffi.new("mlxdist_options *")
+    lib.mlxdist_default_options(options)
+    for name, _ in ffi.typeof("mlxdist_options").fields:
+        value = getattr(environment, name)
+        if value is not None and name != "wires":
+            setattr(options, name, ALGORITHMS.index(value) if name == "algo" else value)
+    return options
+
+
+def _wires(environment: Environment) -> Any:
+    """The engine's matrix of the cables, row after row; NULL where every pair has one."""
+    if environment.wires is None:
+        return ffi.NULL
+    ranks = range(environment.world_size)
+    return ffi.new("uint8_t[]", [(a, b) in environment.wires for a in ranks for b in ranks])
+
+
+def _host_identity() -> bytes:
+    """Equal for processes that share a kernel: containers and hosts may share a name."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    identity = boot.read_text().strip() if boot.exists() else ""
+    return f"{os.uname().nodename} {identity}".encode()
+
+
+def _host_name(identity: bytes) -> str:
+    return identity.split(b" ")[0].decode(errors="replace")
+
+
+@ffi.def_extern()
+def send_through_side_channel(context: Any, to: int, data: Any, length: int) -> None:
+    ffi.from_handle(context).send_to(to, bytes(ffi.buffer(data, length)))
+
+
+_worlds: weakref.WeakSet[World] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for world in _worlds:
+        world.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

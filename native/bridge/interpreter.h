@@ -1,0 +1,23 @@
+/* Python's interpreter lock, around what waits for the engine: the bytes of a connection that another thread makes
+ * meanwhile travel through Python, and would wait for whoever holds that lock. */
+#pragma once
+
+#include <Python.h>
+
+namespace mlxdist {
+
+/* Lets go of the lock, if this thread has it, as long as it lives. */
+class InterpreterRuns {
+ public:
+  InterpreterRuns() : state_(PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
+  ~InterpreterRuns() {
+    if (state_ != nullptr) PyEval_RestoreThread(state_);
+  }
+  InterpreterRuns(const InterpreterRuns&) = delete;
+  InterpreterRuns& operator=(const InterpreterRuns&) = delete;
+
+ private:
+  PyThreadState* const state_;
+};
+
+} // namespace mlxdist

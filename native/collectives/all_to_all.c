@@ -1,0 +1,72 @@
+#include "parts.h"
+
+/* On all ranks alike: those that have all cables would wait for the others. */
+static int check_wires(const mlxdist_group *group, const char *name) {
+  if (group->fully_wired) return MLXDIST_OK;
+  return fail(MLXDIST_INVALID_ARGUMENT, "%s needs a cable between every two ranks (MLXDIST_WIRES)", name);
+}
+
+int mlxdist_all_to_all(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout,
+                       mlxdist_handle **handle) {
+  struct operation *operation;
+  int status = layout_check("all_to_all", layout);
+  if (!status) status = check_divisible(group, "all_to_all", layout);
+  if (!status) status = check_wires(group, "all_to_all");
+  if (status) return status;
+  struct wire_descriptor descriptor = layout_describe(WIRE_ALL_TO_ALL, layout, 0, -1, MLXDIST_DIRECT);
+  status = operation_new(group, &descriptor, &operation);
+  if (status) return status;
+  uint64_t bytes = layout_bytes(layout) / (uint64_t)group->size;
+  operation_round(operation);
+  operation_copy(operation, (char *)out + bytes * (uint64_t)group->rank,
+                 (const char *)in + bytes * (uint64_t)group->rank, bytes);
+  for (int32_t i = 1; i < group->size; i++) {
+    int32_t to = (group->rank + i) % group->size, from = (group->rank - i + group->size) % group->size;
+    operation_send(operation, to, (const char *)in + bytes * (uint64_t)to, bytes);
+    operation_receive(operation, from, (char *)out + bytes * (uint64_t)from, bytes);
+  }
+  return operation_start(operation, handle);
+}
+
+/* The parts must have sizes, and a sum, of 64 bits. */
+static int check_counts(const mlxdist_group *group, const uint64_t *counts, uint64_t row_bytes) {
+  uint64_t total = 0, bytes;
+  for (int32_t member = 0; member < group->size; member++)
+    if (__builtin_mul_overflow(counts[member], row_bytes, &bytes) || __builtin_add_overflow(total, bytes, &total))
+      return fail(MLXDIST_INVALID_ARGUMENT, "all_to_all_v: %llu rows for rank %d make no array",
+                  (unsigned long long)counts[member], member);
+  return MLXDIST_OK;
+}
+
+int mlxdist_all_to_all_v(mlxdist_group *group, const void *in, const uint64_t *send_counts, void *out,
+                         const uint64_t *receive_counts, const mlxdist_layout *row, mlxdist_handle **handle) {
+  struct operation *operation;
+  int status = layout_check("all_to_all_v", row);
+  if (!status) status = check_wires(group, "all_to_all_v");
+  if (status) return status;
+  uint64_t row_bytes = layout_bytes(row);
+  status = check_counts(group, send_counts, row_bytes);
+  if (!status) status = check_counts(group, receive_counts, row_bytes);
+  int32_t rank = group->rank;
+  if (!status && send_counts[rank] != receive_counts[rank])
+    status = fail(MLXDIST_INVALID_ARGUMENT, "all_to_all_v: rank %d sends %llu rows to itself, but receives %llu", rank,
+                  (unsigned long long)send_counts[rank], (unsigned long long)receive_counts[rank]);
+  struct wire_descriptor descriptor = layout_describe(WIRE_ALL_TO_ALL_V, row, 0, -1, MLXDIST_DIRECT);
+  if (!status) status = operation_new(group, &descriptor, &operation);
+  if (status) return status;
+  operation_round(operation);
+  const char *from = in;
+  char *to = out;
+  for (int32_t member = 0; member < group->size; member++) {
+    uint64_t leaving = send_counts[member] * row_bytes, arriving = receive_counts[member] * row_bytes;
+    if (member == rank) {
+      operation_copy(operation, to, from, leaving);
+    } else {
+      operation_send(operation, member, from, leaving);
+      operation_receive(operation, member, to, arriving);
+    }
+    from += leaving;
+    to += arriving;
+  }
+  return operation_start(operation, handle);
+}

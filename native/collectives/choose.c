@@ -1,0 +1,69 @@
+#include "choose.h"
+
+#include "layout.h"
+
+#include <stdbool.h>
+
+/* Up to here the number of messages counts, above it the number of bytes. */
+#define SMALL_BYTES (32u << 10)
+
+#define HAS(algorithm) (1u << MLXDIST_##algorithm)
+
+static const uint32_t algorithms[] = {
+    [MLXDIST_ALL_REDUCE] = HAS(DIRECT) | HAS(MESH) | HAS(RING) | HAS(DOUBLING),
+    [MLXDIST_ALL_GATHER] = HAS(DIRECT) | HAS(RING),
+    [MLXDIST_REDUCE_SCATTER] = HAS(DIRECT) | HAS(RING),
+    [MLXDIST_BROADCAST] = HAS(DIRECT) | HAS(MESH) | HAS(RING) | HAS(TREE),
+    [MLXDIST_BARRIER] = HAS(DIRECT) | HAS(RING) | HAS(DOUBLING),
+    [MLXDIST_REDUCE] = HAS(DIRECT) | HAS(MESH) | HAS(RING) | HAS(TREE),
+    [MLXDIST_GATHER] = HAS(DIRECT) | HAS(RING),
+    [MLXDIST_SCATTER] = HAS(DIRECT) | HAS(RING),
+};
+#define OPERATIONS ((int32_t)(sizeof algorithms / sizeof *algorithms))
+
+static bool has(int32_t operation, int32_t algorithm) {
+  return algorithm > MLXDIST_AUTO && algorithm <= MLXDIST_TREE && (algorithms[operation] >> algorithm & 1);
+}
+
+/* A world that does not connect every pair at the start keeps to few peers: each costs memory. */
+static enum mlxdist_algorithm by_default(const mlxdist_group *group, int32_t operation, uint64_t bytes) {
+  bool small = bytes <= SMALL_BYTES;
+  bool sparse = (uint32_t)group->size > group->engine->options.connect_at_start;
+  switch (operation) {
+    case MLXDIST_ALL_REDUCE:
+      /* For two ranks direct moves as few bytes as any other. */
+      if (sparse) return small ? MLXDIST_DOUBLING : MLXDIST_RING;
+      return group->size == 2 || small ? MLXDIST_DIRECT : MLXDIST_MESH;
+    case MLXDIST_ALL_GATHER:
+    case MLXDIST_REDUCE_SCATTER: return sparse ? MLXDIST_RING : MLXDIST_DIRECT;
+    case MLXDIST_BROADCAST:
+      if (sparse) return small ? MLXDIST_TREE : MLXDIST_RING;
+      return group->size > 2 && !small ? MLXDIST_MESH : MLXDIST_DIRECT;
+    case MLXDIST_GATHER:
+    case MLXDIST_SCATTER: return MLXDIST_DIRECT;
+    case MLXDIST_BARRIER: return sparse ? MLXDIST_DOUBLING : MLXDIST_DIRECT;
+    default: return sparse ? MLXDIST_TREE : group->size == 2 || small ? MLXDIST_DIRECT : MLXDIST_MESH;
+  }
+}
+
+enum mlxdist_algorithm choose(const mlxdist_group *group, enum mlxdist_operation operation,
+                              const mlxdist_layout *layout) {
+  const struct engine *engine = group->engine;
+  uint64_t bytes = layout ? layout_bytes(layout) : 0;
+  if (group->size == 1) return MLXDIST_DIRECT;
+  if (!group->fully_wired) return MLXDIST_RING; /* the only one that keeps to the cables */
+  if (has(operation, engine->options.algo)) return engine->options.algo;
+  for (uint64_t i = 0; i < engine->tuning_lines; i++) {
+    const mlxdist_tuning *line = &engine->tuning[i];
+    if (line->operation == (int32_t)operation && line->ranks == group->size && bytes <= line->bytes &&
+        has(operation, line->algorithm))
+      return line->algorithm;
+  }
+  return by_default(group, operation, bytes);
+}
+
+int32_t mlxdist_group_algorithm(mlxdist_group *group, int32_t operation, const mlxdist_layout *layout) {
+  if (operation <= 0 || operation >= OPERATIONS || layout_check("mlxdist_group_algorithm", layout))
+    return MLXDIST_AUTO;
+  return choose(group, operation, layout);
+}

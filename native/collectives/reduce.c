@@ -1,0 +1,79 @@
+#include "choose.h"
+#include "mesh.h"
+#include "ring.h"
+#include "tree.h"
+
+static void to_root(struct operation *operation, const struct reduction *reduction, const char *in, char *out,
+                    int32_t root) {
+  const mlxdist_group *group = operation_group(operation);
+  operation_round(operation);
+  if (group->rank != root) {
+    operation_send(operation, root, in, reduction->bytes);
+    return;
+  }
+  for (int32_t member = 0; member < group->size; member++)
+    if (member != root) operation_receive(operation, member, 0, reduction->bytes);
+  operation_fold(operation, (struct fold){.kernel = reduction->kernel,
+                                          .element_bytes = reduction->parts.element_bytes,
+                                          .own = in,
+                                          .own_place = root,
+                                          .out = out});
+}
+
+/* Every rank reduces its part and hands it to the root, which receives (n-1)/n S bytes twice and not (n-1) S. */
+static void parts_to_root(struct operation *operation, const struct reduction *reduction, const char *in, char *out,
+                          int32_t root) {
+  const mlxdist_group *group = operation_group(operation);
+  const struct parts *parts = &reduction->parts;
+  if (group->rank != root) {
+    uint64_t bytes = part_bytes(parts, group->rank);
+    char *own = operation_scratch(operation, bytes);
+    mesh_reduce_parts(operation, reduction, in, own);
+    operation_round(operation);
+    operation_send(operation, root, own, bytes);
+    return;
+  }
+  mesh_reduce_parts(operation, reduction, in, out + part_offset(parts, root));
+  operation_round(operation);
+  for (int32_t member = 0; member < group->size; member++)
+    if (member != root)
+      operation_receive(operation, member, out + part_offset(parts, member), part_bytes(parts, member));
+}
+
+/* Around the ring, to everyone: it costs the links no more than to hand all parts on to the root. */
+static void around(struct operation *operation, const struct reduction *reduction, const char *in, char *out,
+                   int32_t root) {
+  const mlxdist_group *group = operation_group(operation);
+  if (group->rank != root) out = operation_scratch(operation, reduction->bytes);
+  char *own = out + part_offset(&reduction->parts, group->rank);
+  ring_reduce_parts(operation, reduction, in, out, own);
+  ring_gather_parts(operation, &reduction->parts, own, out);
+}
+
+int mlxdist_reduce(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout, int32_t op,
+                   int32_t root, mlxdist_handle **handle) {
+  struct reduction reduction;
+  struct operation *operation;
+  int status = reduction_prepare(&reduction, "reduce", group, layout, op);
+  if (!status) status = check_root(group, "reduce", root);
+  if (status) return status;
+  enum mlxdist_algorithm algorithm = choose(group, MLXDIST_REDUCE, layout);
+  if (algorithm == MLXDIST_RING) status = ring_check(group, "reduce");
+  if (status) return status;
+  struct wire_descriptor descriptor = layout_describe(WIRE_REDUCE, layout, op, root, algorithm);
+  status = operation_new(group, &descriptor, &operation);
+  if (status) return status;
+  if (group->size == 1) {
+    operation_round(operation);
+    operation_copy(operation, out, in, reduction.bytes);
+  } else if (algorithm == MLXDIST_RING) {
+    around(operation, &reduction, in, out, root);
+  } else if (algorithm == MLXDIST_TREE) {
+    tree_reduce(operation, &reduction, in, out, root);
+  } else if (algorithm == MLXDIST_MESH) {
+    parts_to_root(operation, &reduction, in, out, root);
+  } else {
+    to_root(operation, &reduction, in, out, root);
+  }
+  return operation_start(operation, handle);
+}

@@ -1,0 +1,26 @@
+/* A device that messages leave through: one for each cable. The engine sees it through the verbs table only. */
+#ifndef MLXDIST_ENDPOINT_DEVICE_H
+#define MLXDIST_ENDPOINT_DEVICE_H
+
+#include "verbs.h"
+
+#include <stdbool.h>
+
+struct device {
+  const struct verbs *verbs;
+  struct ibv_context *context;
+  struct ibv_pd *pd;
+  struct ibv_cq *cq;
+  struct ibv_port_attr port;
+  union ibv_gid gid;
+  bool gathers; /* a send may be put together from two places */
+};
+
+/* Opens the `index`-th device of the provider. */
+int device_open(struct device *device, const struct verbs *verbs, int index);
+
+/* `entries`: completions that can be outstanding. */
+int device_create_cq(struct device *device, int entries);
+void device_close(struct device *device);
+
+#endif

@@ -1,0 +1,146 @@
+#include "region.h"
+
+#include <stdlib.h>
+
+#define WINDOW_BITS 32 /* 4 GiB */
+
+static uint64_t window_of(const void *data) { return (uint64_t)(uintptr_t)data >> WINDOW_BITS; }
+
+static mlxdist_region *create(struct engine *engine, void *data, uint64_t bytes) {
+  mlxdist_region *region = calloc(1, sizeof *region);
+  if (!region) return 0;
+  *region = (mlxdist_region){.engine = engine, .data = data, .bytes = bytes};
+  region->windows = bytes ? (uint32_t)(window_of((char *)data + bytes - 1) - window_of(data) + 1) : 0;
+  for (uint32_t link = 0; link < engine->links && region->windows; link++)
+    region->registrations[link] = calloc(region->windows, sizeof(struct ibv_mr *));
+  for (uint32_t link = 0; link < engine->links && region->windows; link++)
+    if (!region->registrations[link]) region->windows = 0; /* it is copied then */
+  return region;
+}
+
+static void deregister(mlxdist_region *region, uint32_t link, uint32_t window) {
+  struct ibv_mr *registration = region->registrations[link][window];
+  if (!registration) return;
+  region->registrations[link][window] = 0;
+  if (!region->for_once) count(&region->engine->counters.registered_bytes, (uint64_t)-(int64_t)registration->length);
+  region->engine->devices[link].verbs->dereg_mr(registration);
+}
+
+static void deregister_all(mlxdist_region *region) {
+  for (uint32_t link = 0; link < region->engine->links; link++)
+    for (uint32_t window = 0; window < region->windows; window++) deregister(region, link, window);
+}
+
+static void destroy(mlxdist_region *region) {
+  deregister_all(region);
+  for (uint32_t link = 0; link < WIRE_LINKS; link++) free(region->registrations[link]);
+  free(region);
+}
+
+/* Gives up the registrations of the region that was used least recently. False if all are in use. */
+static bool evict(struct engine *engine) {
+  mlxdist_region *oldest = 0;
+  for (mlxdist_region *region = engine->regions; region; region = region->next)
+    if (!region->users && region->used && (!oldest || region->used < oldest->used)) oldest = region;
+  if (!oldest) return false;
+  deregister_all(oldest);
+  oldest->used = 0;
+  return true;
+}
+
+static mlxdist_region *find(const struct engine *engine, const char *data, uint64_t bytes) {
+  mlxdist_region *region = engine->regions;
+  while (region && !(data >= region->data && bytes <= region->bytes &&
+                     (uint64_t)(data - region->data) <= region->bytes - bytes))
+    region = region->next;
+  return region;
+}
+
+void region_enter(struct stream *stream) {
+  struct engine *engine = stream->lane->peer->channels[WIRE_EAGER].engine;
+  uint64_t threshold = (uint64_t)engine->options.bulk_slot_bytes * engine->options.bulk_slots;
+  if (!engine->devices[0].gathers || stream->bytes <= threshold) return;
+  stream->region = find(engine, stream->data, stream->bytes);
+  if (!stream->region && engine->verbs->registers_freely) {
+    stream->region = create(engine, stream->data, stream->bytes);
+    if (stream->region) stream->region->for_once = true;
+  }
+  if (stream->region) stream->region->users++;
+}
+
+void region_leave(struct stream *stream) {
+  mlxdist_region *region = stream->region;
+  stream->region = 0;
+  if (region && --region->users == 0 && region->for_once) destroy(region);
+}
+
+/* Registers the part of a region that lies in one window. */
+static struct ibv_mr *register_window(mlxdist_region *region, uint32_t link, uint32_t window) {
+  struct engine *engine = region->engine;
+  struct device *device = &engine->devices[link];
+  uint64_t first = (window_of(region->data) + window) << WINDOW_BITS, end = first + (1ull << WINDOW_BITS);
+  uint64_t begin = (uint64_t)(uintptr_t)region->data, stop = begin + region->bytes;
+  if (begin < first) begin = first;
+  if (stop > end) stop = end;
+  struct ibv_mr *registration;
+  do {
+    registration = device->verbs->reg_mr(device->pd, (void *)(uintptr_t)begin, stop - begin, IBV_ACCESS_LOCAL_WRITE);
+  } while (!registration && evict(engine));
+  if (!registration) return 0;
+  count(&engine->counters.memory_registrations, 1);
+  if (!region->for_once) count(&engine->counters.registered_bytes, stop - begin);
+  return region->registrations[link][window] = registration;
+}
+
+uint32_t region_lkey(mlxdist_region *region, struct device *device, const void *data, uint32_t bytes) {
+  struct engine *engine = region->engine;
+  uint64_t window = window_of(data) - window_of(region->data);
+  if (!region->windows || window_of((const char *)data + bytes - 1) != window_of(data)) return 0;
+  uint32_t link = (uint32_t)(device - engine->devices);
+  struct ibv_mr *registration = region->registrations[link][window];
+  if (registration && !region->for_once) count(&engine->counters.registration_hits, 1);
+  if (!registration) registration = register_window(region, link, (uint32_t)window);
+  region->used = ++engine->region_uses;
+  return registration ? registration->lkey : 0;
+}
+
+void region_free_all(struct engine *engine) {
+  while (engine->regions) {
+    mlxdist_region *region = engine->regions;
+    engine->regions = region->next;
+    destroy(region);
+  }
+}
+
+int mlxdist_register(mlxdist_group *group, void *data, uint64_t bytes, mlxdist_region **result) {
+  struct engine *engine = group->engine;
+  if (!data || !bytes) return fail(MLXDIST_INVALID_ARGUMENT, "register of %llu bytes", (unsigned long long)bytes);
+  mlxdist_region *region = create(engine, data, bytes);
+  if (!region) return fail(MLXDIST_RESOURCES, "out of memory for a region");
+  engine_lock(engine);
+  region->next = engine->regions;
+  engine->regions = region;
+  engine_unlock(engine);
+  *result = region;
+  return MLXDIST_OK;
+}
+
+void mlxdist_unregister(mlxdist_region *region) {
+  struct engine *engine = region->engine;
+  struct waiting wait = {0};
+  engine_lock(engine);
+  while (region->users) {
+    bool moved = false;
+    engine_turn(engine, &moved);
+    if (moved) continue;
+    engine_unlock(engine);
+    uint64_t now = wait_turn(&wait);
+    engine_lock(engine);
+    engine_look_at_timers(engine, now);
+  }
+  mlxdist_region **place = &engine->regions;
+  while (*place != region) place = &(*place)->next;
+  *place = region->next;
+  destroy(region);
+  engine_unlock(engine);
+}

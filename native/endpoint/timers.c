@@ -1,0 +1,107 @@
+/* What happens because time has passed: repetitions, late acknowledgements, deadlines. */
+#include "cable.h"
+#include "engine.h"
+#include "matching.h"
+#include "operation.h"
+
+/* How often the timers are looked at, at most. */
+#define LOOK_NS 2000000u
+
+/* An acknowledgement waits so long for data to ride on. */
+#define TELL_NS 10000000u
+
+/* A message that was not acknowledged for so long is sent again, then after twice the time and so on. Longer than the
+ * peer's progress thread sleeps and then waits for a ride. */
+#define REPEAT_NS 40000000u
+#define REPEAT_MOST_NS 1000000000u
+
+static int repeat(struct channel *channel, uint64_t now) {
+  if (channel->acked == channel->sent) {
+    channel->unacked_since_ns = 0;
+  } else if (!channel->unacked_since_ns || channel->seen_acked != channel->acked) {
+    channel->unacked_since_ns = now;
+    channel->patience_ns = REPEAT_NS;
+    channel->seen_acked = channel->acked;
+    channel->repeats = 0;
+  } else if (now - channel->unacked_since_ns > channel->patience_ns) {
+    channel->unacked_since_ns = now;
+    if (channel->patience_ns < REPEAT_MOST_NS) channel->patience_ns *= 2;
+    int status = channel_resend(channel);
+    return status || ++channel->repeats < CABLE_REPEATS ? status : cable_suspect(channel);
+  }
+  return MLXDIST_OK;
+}
+
+static void tell(struct channel *channel, uint64_t now) {
+  if (channel->received == channel->told_ack) {
+    channel->untold_since_ns = 0;
+  } else if (!channel->untold_since_ns || channel->seen_received != channel->received) {
+    channel->untold_since_ns = now;
+    channel->seen_received = channel->received;
+  } else if (now - channel->untold_since_ns > TELL_NS) {
+    channel->must_tell = true;
+  }
+}
+
+static int look_at_peer(struct peer *peer, uint64_t now) {
+  int status = MLXDIST_OK;
+  for (uint32_t i = 0; i < peer->channel_count && !status; i++) {
+    tell(&peer->channels[i], now);
+    status = repeat(&peer->channels[i], now);
+  }
+  return status ? status : peer_acknowledge(peer, true);
+}
+
+/* An acknowledgement has no number and may be lost, with the credit that it gives: whoever waits says it again. */
+static int tell_again(struct operation *operation) {
+  int status = MLXDIST_OK;
+  for (int i = 0; i < operation->in.count && !status; i++) {
+    struct peer *peer = operation->in.list[i].lane->peer;
+    status = matching_make_room(peer);
+    peer->channels[WIRE_EAGER].must_tell = true;
+    peer->tells_ready = true;
+    peer->ready_group = operation->group->id;
+    peer->ready = operation->in.list[i].lane->received;
+  }
+  return status;
+}
+
+static int look_at_operation(struct operation *operation, uint64_t now) {
+  const struct engine *engine = operation->group->engine;
+  double timeout = engine->options.timeout;
+  if (!operation->stuck_since_ns || operation->seen_moves != operation->moves) {
+    operation->seen_moves = operation->moves;
+    operation->stuck_since_ns = now;
+    operation->tell_at_ns = now + REPEAT_NS;
+    operation->tell_after_ns = REPEAT_NS;
+    return MLXDIST_OK;
+  }
+  if (now > operation->tell_at_ns) {
+    if (operation->tell_after_ns < REPEAT_MOST_NS) operation->tell_after_ns *= 2;
+    operation->tell_at_ns = now + operation->tell_after_ns;
+    int status = tell_again(operation);
+    if (status) return status;
+  }
+  double waited = (double)(now - operation->stuck_since_ns) * 1e-9;
+  if (timeout <= 0 || waited < timeout) return MLXDIST_OK;
+  char doing[192];
+  layout_name(&operation->receives, doing, sizeof doing);
+  return fail(MLXDIST_TIMEOUT, "rank %d waited %.1f s in %s for rank %d without any progress; is that rank still "
+              "working, or in another operation? MLXDIST_TIMEOUT=seconds allows more time (0: no limit)", engine->rank,
+              waited, doing, operation_late_rank(operation));
+}
+
+void engine_look_at_timers(struct engine *engine, uint64_t now) {
+  /* `now` may be from before another thread has looked. */
+  if ((int64_t)(now - engine->timers_ns) < (int64_t)LOOK_NS || engine->ended) return;
+  engine->timers_ns = now;
+  int status = MLXDIST_OK;
+  for (int32_t rank = 0; rank < engine->size && !status; rank++)
+    if (engine->peers[rank].usable) status = look_at_peer(&engine->peers[rank], now);
+  struct operation *operation = engine->active;
+  while (operation && !status) {
+    status = look_at_operation(operation, now);
+    if (!status) operation = operation->next;
+  }
+  if (status) engine_fail(engine, operation, status);
+}

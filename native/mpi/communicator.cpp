@@ -1,0 +1,140 @@
+#include "communicator.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include <unistd.h>
+
+#include "python.h"
+
+mlxdist::Communicator ompi_mpi_comm_world{};
+
+namespace mlxdist {
+
+/* Never destroyed: MLX's threads outlive the statics. The mutex guards all communicators, and is not held by an
+ * operation that runs. */
+static auto& mutex = *new std::mutex;
+static auto& ended = *new std::condition_variable;
+static auto& parts = *new std::vector<Communicator*>;
+
+static std::atomic<pid_t> process; /* queue pairs do not survive a fork */
+static RaiseSoon* raise_soon;
+static std::atomic<bool> raises_errors = true;
+static std::atomic<bool> has_told_error = false;
+
+const Door door{drain_world, close_world, told_error};
+
+Error::Error(int status, const std::string& text)
+    : std::runtime_error("[mlxdist " + std::to_string(status) + "] " + text), status(status), text(text) {}
+
+void open_world(mlxdist_group* group, RaiseSoon* raise) {
+  std::lock_guard lock(mutex);
+  if (process != 0) return;
+  raise_soon = raise;
+  ompi_mpi_comm_world.group = group;
+  ompi_mpi_comm_world.rank = mlxdist_group_rank(group);
+  ompi_mpi_comm_world.size = mlxdist_group_size(group);
+  process = getpid();
+}
+
+bool world_is_open() { return process != 0; }
+
+static bool is_idle() {
+  auto rests = [](const Communicator* comm) { return comm->running == 0; };
+  return rests(&ompi_mpi_comm_world) && std::all_of(parts.begin(), parts.end(), rests);
+}
+
+int drain_world(double seconds) {
+  raises_errors = false;
+  std::unique_lock lock(mutex);
+  return ended.wait_for(lock, std::chrono::duration<double>(seconds), is_idle);
+}
+
+void close_world() {
+  std::vector<mlxdist_group*> groups;
+  {
+    std::unique_lock lock(mutex);
+    ended.wait(lock, is_idle);
+    for (auto* comm : parts) groups.push_back(std::exchange(comm->group, nullptr));
+    parts.clear();
+    ompi_mpi_comm_world.group = nullptr;
+  }
+  for (auto* group : groups) mlxdist_group_destroy(group);
+  raises_errors = true;
+}
+
+int told_error() { return has_told_error; }
+
+MPI_Comm add_communicator(mlxdist_group* group) {
+  auto* comm = new Communicator{group, mlxdist_group_rank(group), mlxdist_group_size(group), 0, false};
+  std::lock_guard lock(mutex);
+  parts.push_back(comm);
+  return comm;
+}
+
+void free_communicator(MPI_Comm comm) {
+  if (getpid() != process) return; /* the mutex may be held by a thread that was not forked */
+  std::lock_guard lock(mutex);
+  comm->freed = true;
+}
+
+void destroy_freed() {
+  std::vector<mlxdist_group*> groups;
+  {
+    std::lock_guard lock(mutex);
+    std::erase_if(parts, [&](Communicator* comm) {
+      if (!comm->freed || comm->running != 0) return false;
+      groups.push_back(std::exchange(comm->group, nullptr));
+      return true;
+    });
+  }
+  for (auto* group : groups) mlxdist_group_destroy(group);
+}
+
+/* An operation that runs: the group stays while it does. */
+class Operation {
+ public:
+  explicit Operation(Communicator* comm) : comm_(comm) {
+    if (getpid() != process) {
+      throw Error(MLXDIST_INVALID_ARGUMENT,
+                  "this process was forked from a rank, and a group does not survive a fork: use it in the process "
+                  "that called mx.distributed.init(), or start the child with subprocess or multiprocessing's spawn");
+    }
+    std::lock_guard lock(mutex);
+    if (comm->group == nullptr) {
+      throw Error(MLXDIST_INVALID_ARGUMENT,
+                  "the group has ended: evaluate arrays that need it (mx.eval) before the program ends or lets go of "
+                  "the group");
+    }
+    comm->running++;
+  }
+  Operation(const Operation&) = delete;
+  Operation& operator=(const Operation&) = delete;
+  ~Operation() {
+    std::lock_guard lock(mutex);
+    if (--comm_->running == 0) ended.notify_all();
+  }
+  mlxdist_group* group() const { return comm_->group; }
+
+ private:
+  Communicator* comm_;
+};
+
+void run(MPI_Comm comm, const std::function<int(mlxdist_group*)>& operation) {
+  try {
+    Operation running(comm);
+    int status = operation(running.group());
+    if (status != MLXDIST_OK) throw Error(status, mlxdist_last_error());
+  } catch (const Error& error) {
+    has_told_error = true;
+    if (raises_errors && python::is_running()) raise_soon(error.status, error.text.c_str());
+    throw;
+  }
+}
+
+} // namespace mlxdist

@@ -1,0 +1,71 @@
+/* The engine's groups as MPI communicators, and how errors leave. */
+#pragma once
+
+#include <functional>
+#include <stdexcept>
+#include <string>
+
+#include "mlxdist.h"
+#include "open_mpi.h"
+
+namespace mlxdist {
+
+/* The engine's group stays with MLX's communicator until MLX has freed it and nothing can still use it; the struct
+ * itself stays for ever, because MLX frees a communicator while operations on it may still wait in a stream. */
+struct Communicator {
+  mlxdist_group* group; /* null before MPI_Init, and when the world has ended */
+  int rank;
+  int size;
+  int running; /* operations */
+  bool freed;
+};
+
+/* Its text is "[mlxdist <status>] <text>": MLX keeps no more of an exception, and the bridge's translator, once mlxdist
+ * is imported, makes the exception of that status of it. */
+struct Error : std::runtime_error {
+  Error(int status, const std::string& text);
+  const int status;
+  const std::string text;
+};
+
+/* Tells Python of an error in a thread of MLX at once, for readers that swallow it (native/bridge/errors.h). */
+using RaiseSoon = void(int status, const char* text);
+
+/* Makes ompi_mpi_comm_world the engine's `group`. A second call does nothing. */
+void open_world(mlxdist_group* group, RaiseSoon* raise_soon);
+
+/* True once open_world has been called, in this process or the one that it was forked from. */
+bool world_is_open();
+
+/* What mlxdist.finalize() calls, as mlxdist/mpi_door.py declares it. */
+struct Door {
+  int (*drain)(double seconds);
+  void (*close)();
+  int (*told_error)();
+};
+extern const Door door;
+
+/* Waits until nothing runs; 0 if that took longer than `seconds`. Errors until close_world are for mlxdist.finalize()
+ * to ask for. */
+int drain_world(double seconds);
+
+/* Waits for running operations, refuses later ones and destroys the engine's groups, but for the world's. */
+void close_world();
+
+/* 1 once an error has been thrown into MLX, which raises it where an array is evaluated. */
+int told_error();
+
+/* Adds a communicator for `group`. */
+MPI_Comm add_communicator(mlxdist_group* group);
+
+/* MLX will not use `comm` again, but operations of it may still wait. */
+void free_communicator(MPI_Comm comm);
+
+/* Destroys the groups of freed communicators on which nothing runs. */
+void destroy_freed();
+
+/* Runs `operation`, which returns a mlxdist_status or throws an Error, on the group of `comm`. Throws what goes wrong,
+ * and raises it soon. */
+void run(MPI_Comm comm, const std::function<int(mlxdist_group*)>& operation);
+
+} // namespace mlxdist

@@ -1,0 +1,134 @@
+#include "python.h"
+
+#include <stdexcept>
+#include <string>
+
+#include <dlfcn.h>
+
+#include "communicator.h"
+
+namespace mlxdist::python {
+
+/* Python's stable ABI, as far as it is used here: objects are opaque, PyGILState_STATE is an enum. */
+struct Object;
+
+struct Api {
+  int (*Py_IsInitialized)();
+  int (*PyGILState_Ensure)();
+  void (*PyGILState_Release)(int state);
+  int (*PyGILState_Check)();
+  void* (*PyEval_SaveThread)();
+  void (*PyEval_RestoreThread)(void* state);
+  Object* (*PyImport_ImportModule)(const char* name);
+  Object* (*PyObject_CallMethod)(Object* object, const char* name, const char* format, ...);
+  int (*PyArg_ParseTuple)(Object* tuple, const char* format, ...);
+  void (*PyErr_Fetch)(Object** type, Object** value, Object** traceback);
+  Object* (*PyObject_Str)(Object* object);
+  const char* (*PyUnicode_AsUTF8AndSize)(Object* text, intptr_t* size);
+  void (*PyErr_Clear)();
+  void (*Py_DecRef)(Object* object);
+};
+
+template <class Function>
+static void look_up(const char* name, Function*& function) {
+  function = reinterpret_cast<Function*>(dlsym(RTLD_DEFAULT, name));
+  if (function == nullptr) {
+    throw Error(MLXDIST_INVALID_ARGUMENT,
+         "mx.distributed: this process has no Python interpreter (" + std::string(name) +
+             " is not in memory), and mlxdist needs one to join the other ranks: write the program in Python, or unset "
+             "MLX_MPI_LIBNAME to run it without mlxdist");
+  }
+}
+
+static Api look_up_all() {
+  Api api;
+#define LOOK_UP(name) look_up(#name, api.name)
+  LOOK_UP(Py_IsInitialized);
+  LOOK_UP(PyGILState_Ensure);
+  LOOK_UP(PyGILState_Release);
+  LOOK_UP(PyGILState_Check);
+  LOOK_UP(PyEval_SaveThread);
+  LOOK_UP(PyEval_RestoreThread);
+  LOOK_UP(PyImport_ImportModule);
+  LOOK_UP(PyObject_CallMethod);
+  LOOK_UP(PyArg_ParseTuple);
+  LOOK_UP(PyErr_Fetch);
+  LOOK_UP(PyObject_Str);
+  LOOK_UP(PyUnicode_AsUTF8AndSize);
+  LOOK_UP(PyErr_Clear);
+  LOOK_UP(Py_DecRef);
+#undef LOOK_UP
+  if (!api.Py_IsInitialized()) {
+    throw Error(MLXDIST_INVALID_ARGUMENT, "mx.distributed: the Python interpreter of this process does not run");
+  }
+  return api;
+}
+
+static const Api& api() {
+  static const Api found = look_up_all();
+  return found;
+}
+
+/* The interpreter for this thread, whether it has it already or not. */
+class Interpreter {
+ public:
+  Interpreter() : state_(api().PyGILState_Ensure()) {}
+  Interpreter(const Interpreter&) = delete;
+  Interpreter& operator=(const Interpreter&) = delete;
+  ~Interpreter() { api().PyGILState_Release(state_); }
+
+ private:
+  int state_;
+};
+
+/* A reference that is let go. */
+class Reference {
+ public:
+  explicit Reference(Object* object) : object_(object) {}
+  Reference(const Reference&) = delete;
+  Reference& operator=(const Reference&) = delete;
+  ~Reference() { api().Py_DecRef(object_); } /* takes null */
+  operator Object*() const { return object_; }
+
+ private:
+  Object* object_;
+};
+
+/* Takes the current exception. */
+static std::string error_text() {
+  Object *type, *value, *traceback;
+  api().PyErr_Fetch(&type, &value, &traceback);
+  Reference first(type), second(value), third(traceback);
+  Reference text(api().PyObject_Str(value != nullptr ? value : type));
+  const char* characters = text == nullptr ? nullptr : api().PyUnicode_AsUTF8AndSize(text, nullptr);
+  std::string result = characters == nullptr ? "an exception without text" : characters;
+  api().PyErr_Clear();
+  return result;
+}
+
+bool is_running() { return api().Py_IsInitialized(); }
+
+Result call(const char* function, uintptr_t first_argument, uintptr_t second_argument) {
+  Interpreter interpreter;
+  Reference module(api().PyImport_ImportModule("mlxdist.mpi_door"));
+  if (module == nullptr) {
+    throw Error(MLXDIST_INVALID_ARGUMENT, "mx.distributed: mlxdist does not load in this Python: " + error_text() +
+                                       "; install mlxdist into the Python that runs the ranks");
+  }
+  unsigned long long first = first_argument, second = second_argument;
+  Reference result(api().PyObject_CallMethod(module, function, "KK", first, second));
+  const char* text;
+  if (result == nullptr || !api().PyArg_ParseTuple(result, "sKK", &text, &first, &second)) {
+    throw Error(MLXDIST_INVALID_ARGUMENT, "mlxdist.mpi_door." + std::string(function) + ": " + error_text());
+  }
+  if (*text != '\0') throw std::runtime_error(text);
+  return {static_cast<uintptr_t>(first), static_cast<uintptr_t>(second)};
+}
+
+OthersRun::OthersRun() : state_(api().PyGILState_Check() ? api().PyEval_SaveThread() : nullptr) {}
+
+OthersRun::~OthersRun() {
+  if (state_ != nullptr) api().PyEval_RestoreThread(state_);
+}
+
+} // namespace mlxdist::python

@@ -1,0 +1,28 @@
+"""What operations cost, in the group's own counters: bytes, messages, copies. Exact, not about."""
+
+import pytest
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("algorithm", ["direct", "mesh", "ring", "doubling", "tree"])
+def test_payload(run_ranks, algorithm, ranks):
+    """2(n-1)/n of the array per rank for all_reduce, (n-1)/n for all_gather, reduce_scatter and all_to_all."""
+    outputs = run_ranks("counters.py", ranks, "payload", environment={"MLXDIST_ALGO": algorithm})
+    assert all("as stated" in output for output in outputs)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 5])
+@pytest.mark.parametrize("algorithm", ["direct", "doubling"])
+def test_messages_and_headers(run_ranks, algorithm, ranks):
+    outputs = run_ranks("counters.py", ranks, "messages", environment={"MLXDIST_ALGO": algorithm})
+    assert all("as stated" in output for output in outputs)
+
+
+def test_no_message_but_data_where_data_goes_both_ways(run_ranks):
+    assert all("as stated" in output for output in run_ranks("counters.py", 2, "no_control_messages"))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_copies(run_ranks, ranks):
+    outputs = run_ranks("counters.py", ranks, "copies", environment={"MLXDIST_ALGO": "direct"})
+    assert all("as stated" in output for output in outputs)

@@ -1,0 +1,38 @@
+"""Gradients, vmap and mx.compile of the operations that are linear, and Megatron's mappings: as in one process."""
+
+import mlx.core as mx
+import pytest
+
+from mlxdist import nn
+
+RANKS = pytest.mark.parametrize("ranks", [2, 3])
+
+
+@RANKS
+def test_operations_are_differentiated_as_in_one_process(run_ranks, ranks):
+    """All ranks' inputs on one process, a dense formula for every rank's result, and MLX's own gradient of that."""
+    assert all("close" in output for output in run_ranks("gradients.py", ranks, "operations"))
+
+
+@RANKS
+def test_vmap_and_compile(run_ranks, ranks):
+    """Every axis, scalars, and gradients below and above vmap."""
+    assert all("close" in output for output in run_ranks("gradients.py", ranks, "transformations"))
+
+
+@RANKS
+def test_operations_without_a_gradient_say_so(run_ranks, ranks):
+    assert all("close" in output for output in run_ranks("gradients.py", ranks, "without_gradient"))
+
+
+@RANKS
+@pytest.mark.parametrize("scenario", ["tensor_parallel", "sequence_parallel"])
+def test_mappings_train_the_parts_of_a_model_as_the_whole(run_ranks, scenario, ranks):
+    assert all("close" in output for output in run_ranks("gradients.py", ranks, scenario))
+
+
+@pytest.mark.parametrize("name", nn.__all__)
+def test_mappings_change_nothing_in_a_group_of_one(name):
+    x = mx.arange(6.0).reshape(2, 3)
+    assert mx.array_equal(getattr(nn, name)(x), x)
+    assert mx.array_equal(mx.grad(lambda x: (getattr(nn, name)(x) ** 2).sum())(x), 2 * x)

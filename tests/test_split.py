@@ -1,0 +1,72 @@
+"""Group.split: groups of some of the ranks, that work side by side on the same queue pairs."""
+
+import re
+
+import numpy as np
+import pytest
+
+import mlxdist
+
+SCENARIOS = [
+    "grid",
+    "grid_of_mlx",
+    "colors",
+    "split_of_a_split",
+    "during_lazy_operations",
+    "many",
+    "end_with_the_world",
+]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_on_four_ranks(run_ranks, scenario):
+    for output in run_ranks("split.py", 4, scenario):
+        assert "as expected" in output
+        assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("scenario", ["colors", "split_of_a_split", "registered", "counted", "threads"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_on_few_ranks(run_ranks, scenario, ranks):
+    for output in run_ranks("split.py", ranks, scenario):
+        assert "as expected" in output
+        assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("scenario", ["grid", "grid_of_mlx", "split_of_a_split", "threads", "end_with_the_world"])
+def test_connections_made_on_first_use(run_ranks, scenario):
+    """Messages of the rendezvous make them while the ranks wait, also where MLX holds the interpreter's lock."""
+    for output in run_ranks("split.py", 4, scenario, environment={"MLXDIST_CONNECT_AT_START": "1"}):
+        assert "as expected" in output
+
+
+@pytest.mark.parametrize("kind", ["blocking", "lazy"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_opposite_order_on_two_groups_is_an_error_that_names_both_operations(run_ranks, kind, ranks):
+    """It would be a deadlock; every rank is told which rank calls what, long before the timeout."""
+    for rank, output in enumerate(run_ranks("split.py", ranks, f"opposite_{kind}", status=1)):
+        error = re.search(r"^(\w+) after ([0-9.]+) s: (.*)$", output, re.MULTILINE)
+        assert error, f"rank {rank} reported no error:\n{output}"
+        assert error[1] == "Mismatch" and float(error[2]) < 5, error[0]
+        assert "all_sum of float32 [3]" in error[3] and "all_gather of float32 [5]" in error[3], error[0]
+
+
+def test_in_a_group_of_one():
+    group = mlxdist.init()
+    part = group.split(3)
+    assert (part.rank(), part.size()) == (0, 1) and part is not group
+    assert np.array_equal(mlxdist.all_sum(np.arange(3), group=part), np.arange(3))
+    assert part.mlx.size() == 1 and set(part.stats().values()) == {0}
+    part.barrier()
+    assert group.split(-1) is None
+    with pytest.raises(mlxdist.InvalidArgument, match="made by split.* ends by itself"):
+        part.finalize()
+    group.finalize()
+    with pytest.raises(mlxdist.InvalidArgument, match="has been finalized"):
+        mlxdist.all_sum(np.arange(3), group=part)
+
+
+@pytest.mark.parametrize("arguments, name", [((2**31,), "color"), ((0, -(2**31) - 1), "key")])
+def test_numbers_that_do_not_fit(arguments, name):
+    with pytest.raises(mlxdist.InvalidArgument, match=f"split: {name} is .* more than 32 bits"):
+        mlxdist.init().split(*arguments)

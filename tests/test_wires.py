@@ -1,0 +1,26 @@
+"""Where not every two ranks are joined by a cable: operations run around the ring of the cables, or are refused."""
+
+import pytest
+
+
+@pytest.mark.parametrize(("ranks", "wires"), [(2, "0-1"), (3, "0-1,1-2,2-0"), (4, "0-2,2-1,1-3,3-0"), (5, "0-3,3-1,1-4,4-2,2-0")])
+def test_ring_of_cables(run_ranks, ranks, wires):
+    outputs = run_ranks("wires.py", ranks, "ring", environment={"MLXDIST_WIRES": wires})
+    assert all("exact" in output for output in outputs)
+
+
+def test_cables_that_make_no_ring(run_ranks):
+    outputs = run_ranks("wires.py", 4, "line", environment={"MLXDIST_WIRES": "0-1,1-2,2-3"}, status=None)
+    assert all("InvalidArgument: all_reduce: the cables of the 4 ranks make no ring" in output for output in outputs)
+
+
+@pytest.mark.parametrize(
+    ("wires", "text"),
+    [
+        ("0-7", "has the pair 0-7, but the ranks are 0 to 1"),
+        ("1-1", "has the pair 1-1"),
+    ],
+)
+def test_wrong_lists(run_ranks, wires, text):
+    outputs = run_ranks("wires.py", 2, "ring", environment={"MLXDIST_WIRES": wires}, status=None)
+    assert any(text in output for output in outputs)
