@@ -1,45 +1,208 @@
 """`mlxdist bench`: that it runs, checks data and prints what it promises. No test looks at the numbers themselves."""
 
 import json
-import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
-CASES = ["8 KiB, chain of 50", "8 KiB", "64 KiB", "1 MiB", "16 MiB"]
+import mlxdist
+from mlxdist.bench.bandwidth import OPERATIONS, algorithm_bandwidth, bus_bandwidth, impossible
+from mlxdist.bench.collectives import withhold
+from mlxdist.bench.operations import CASES, Inputs, add, count_wrong, storage
+from mlxdist.bench.sizes import format_size, parse_size, size_range
+from mlxdist.bench.through import Eager, Lazy
+from reference import DTYPES
+
+MIB = 1 << 20
 
 
 def bench(*arguments: str, status: int = 0) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "mlxdist", "bench", "collectives", *arguments]
+    command = [sys.executable, "-m", "mlxdist", "bench", *arguments]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert finished.returncode == status, finished.stdout + finished.stderr
     return finished
 
 
-def require_complete(results: dict, backends: list[str]) -> None:
-    assert results["backends"] == backends and results["ranks"] == 2
-    assert [case["name"] for case in results["cases"]] == CASES
-    for case in results["cases"]:
-        assert set(case["microseconds"]) == set(backends)
-        for spread in [*case["microseconds"].values(), case["memcpy"]]:
-            assert 0 < spread["min"] <= spread["median"] <= spread["max"]
+def require_times(measured: dict) -> None:
+    assert 0 < measured["min"] <= measured["median"] <= measured["p99"] <= measured["max"]
+    assert measured["count"] > 0
 
 
-def test_results_as_json_and_as_a_table(tmp_path):
-    results = tmp_path / "results.json"
-    printed = bench("--rounds", "3", "--against", "ring", "--output", str(results)).stdout
-    require_complete(json.loads(results.read_text()), ["mlxdist", "ring"])
-    assert "ring / mlxdist" in printed and all(case in printed for case in CASES)
+def require_case(case: dict, ranks: int) -> None:
+    require_times(case["microseconds"])
+    require_times(case["memcpy"])
+    median, size = case["microseconds"]["median"], case["bytes"]
+    assert (case["wrong"], case["refused"]) == (0, None)
+    assert case["algbw"] == pytest.approx(size / median / 1e3)
+    assert case["busbw"] == pytest.approx(bus_bandwidth(case["operation"], ranks, size, median))
+    assert case["times_memcpy"] == pytest.approx(median / case["memcpy"]["median"])
+    assert case["algorithm"] in ("direct", "mesh", "ring", "doubling", "tree")
+
+
+@pytest.mark.parametrize("level", ["mlx", "engine"])
+def test_collectives(level, tmp_path):
+    output = tmp_path / "results.json"
+    arguments = ["--level", level, "--sizes", "4KiB,128KiB", "--rounds", "3", "--dtype", "float32,bfloat16"]
+    printed = bench("collectives", *arguments, "--output", str(output)).stdout
+    results = json.loads(output.read_text())
+    cases = {(case["operation"], case["dtype"], case["bytes"]): case for case in results["cases"]}
+    assert set(cases) == {(o, d, s) for o in OPERATIONS for d in ("float32", "bfloat16") for s in (4096, 128 << 10)}
+    assert (results["ranks"], results["level"], len(results["cases"])) == (2, level, len(cases))
+    for case in cases.values():
+        require_case(case, ranks=2)
+        assert case["operation"] in printed and format_size(case["bytes"]) in printed
+    assert "#wrong" in printed and "times memcpy" in printed
     assert "\x1b" not in printed  # no colours in a pipe
 
 
 @pytest.mark.long
-def test_open_mpi_in_the_same_processes():
-    if not shutil.which("mpirun"):
-        pytest.skip("there is no mpirun on the path (Debian: apt install openmpi-bin)")
-    require_complete(json.loads(bench("--rounds", "3", "--json").stdout), ["mlxdist", "ring", "mpi"])
+@pytest.mark.parametrize("level", ["mlx", "engine"])
+def test_three_ranks_and_every_dtype(level):
+    """One rank of three has no partner in send_recv, and 1000 bytes are no multiple of anything."""
+    arguments = ["-n", "3", "--dtype", "all", "--sizes", "1000", "--rounds", "3", "--level", level, "--json"]
+    results = json.loads(bench("collectives", *arguments, "--no-pin").stdout)
+    measured = {(case["operation"], case["dtype"]) for case in results["cases"]}
+    assert measured == {(operation, dtype) for operation in OPERATIONS for dtype in DTYPES}
+    for case in results["cases"]:
+        require_case(case, ranks=3)
+    assert results["pinned"] is False
 
 
-def test_an_unknown_backend_is_refused():
-    assert "'carrier-pigeon' is not one of ring, mpi" in bench("--against", "carrier-pigeon", status=2).stderr
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--op", "all_som"], "'all_som' is not one of all_sum, all_gather"),
+        (["--dtype", "float33"], "'float33' is not one of bool"),
+        (["--sizes", "12 apples"], "'12 apples' is not a size"),
+        (["--min", "1MiB", "--max", "1KiB"], "1 MiB is more than --max"),
+        (["-n", "1"], "1 is not in the range"),
+    ],
+)
+def test_collectives_refuses(arguments, words):
+    assert words in bench("collectives", *arguments, status=2).stderr
+
+
+def test_fragmentation():
+    results = json.loads(bench("fragmentation", "--bytes", "64KiB", "--pieces", "50", "--rounds", "3", "--json").stdout)
+    cases = {(case["operation"], case["pieces"]): case for case in results["cases"]}
+    assert set(cases) == {(operation, pieces) for operation in ("send_recv", "all_sum") for pieces in (1, 50)}
+    for (operation, pieces), case in cases.items():
+        require_times(case["microseconds"])
+        assert (case["bytes"], case["wrong"]) == (64 << 10, 0)
+        # Two ranks: whatever the pieces, rank 0's own bytes go to rank 1 once.
+        assert case["counters"]["payload_bytes_sent"] == 64 << 10, operation
+        assert case["counters"]["messages_sent"] >= pieces
+    for operation in ("send_recv", "all_sum"):
+        whole, parts = (cases[operation, pieces]["counters"]["header_bytes_sent"] for pieces in (1, 50))
+        assert whole < parts
+
+
+def test_fragmentation_refuses_pieces_of_nothing():
+    assert "too few for 1000 pieces" in bench("fragmentation", "--bytes", "100", status=2).stderr
+
+
+def test_tune_saves_a_table_that_jobs_can_read(tmp_path):
+    table = tmp_path / "tuning.json"
+    arguments = ["--min", "1KiB", "--max", "4KiB", "--rounds", "3", "--table", str(table), "--json"]
+    results = json.loads(bench("tune", *arguments).stdout)
+    assert json.loads(table.read_text())["rows"] == results["rows"]
+    assert {row["operation"] for row in results["rows"]} == {case["operation"] for case in results["cases"]}
+    for case in results["cases"]:
+        assert len(case["microseconds"]) >= 2 and min(case["microseconds"].values()) > 0
+        assert case["default"] in case["microseconds"]
+    for ranks in ("2", "3"):
+        arguments = ["-n", ranks, "--min", "1KiB", "--max", "1KiB", "--rounds", "3", "--table", str(table)]
+        assert str(table) in bench("tune", *arguments).stdout.replace("\n", "")
+    assert {row["ranks"] for row in json.loads(table.read_text())["rows"]} == {2, 3}
+
+
+def test_tune_refuses_to_replace_a_file_it_does_not_understand(tmp_path):
+    table = tmp_path / "tuning.json"
+    table.write_text("my notes")
+    assert "line 1, column 1" in bench("tune", "--table", str(table), status=1).stderr
+    assert table.read_text() == "my notes"
+
+
+# busbw of 1 MB in 1 ms, an algbw of 1 GB/s, worked out by hand from nccl-tests' PERFORMANCE.md
+@pytest.mark.parametrize(
+    "operation, ranks, expected",
+    [
+        ("all_sum", 2, 1.0),
+        ("all_sum", 4, 1.5),
+        ("all_sum", 8, 1.75),
+        ("all_gather", 2, 0.5),
+        ("all_gather", 4, 0.75),
+        ("sum_scatter", 4, 0.75),
+        ("all_to_all", 8, 0.875),
+        ("broadcast", 4, 1.0),
+        ("send_recv", 2, 1.0),
+    ],
+)
+def test_bus_bandwidth(operation, ranks, expected):
+    assert algorithm_bandwidth(10**6, 1000) == pytest.approx(1)
+    assert bus_bandwidth(operation, ranks, 10**6, 1000) == pytest.approx(expected)
+
+
+def test_a_number_that_memory_cannot_deliver_is_refused():
+    """16 MiB by two ranks: an all_sum must copy as much as the copy did, so a tenth of its time cannot be."""
+    reason = impossible("all_sum", 2, 16 * MIB, 100, 1000)
+    assert "167.8 GB/s" in reason and "25.2 GB/s at most" in reason
+    assert impossible("all_sum", 2, 16 * MIB, 700, 1000) is None
+    # A quarter of the bytes have to move: what is impossible for all_sum is not for these.
+    assert impossible("broadcast", 2, 16 * MIB, 400, 1000) is None
+    assert impossible("broadcast", 2, 16 * MIB, 300, 1000)
+    assert impossible("all_sum", 8, 16 * MIB, 1000, 1000)
+
+
+def test_refused_numbers_are_not_handed_on():
+    numbers = {"microseconds": {"median": 1.0}, "algbw": 9.0, "busbw": 9.0, "times_memcpy": 0.1}
+    good, bad = numbers | {"refused": None, "wrong": 0}, numbers | {"refused": "too fast", "wrong": 0}
+    assert withhold(good) == good
+    assert withhold(bad) == {name: None for name in numbers} | {"refused": "too fast", "wrong": 0}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_checker_finds_each_wrong_element(dtype):
+    expected = add(Inputs(dtype, 1000, 3))
+    assert expected.dtype == storage(dtype) and count_wrong(expected.copy(), expected) == 0
+    result = expected.copy()
+    for position in (0, 501, 999):
+        result.view(np.uint8).reshape(1000, -1)[position, -1] ^= 1  # one bit
+    assert count_wrong(result, expected) == 3
+    assert count_wrong(expected[:-1], expected) == 1000
+
+
+def test_parts_in_each_others_place_are_found():
+    data = Inputs("float32", 4096, 2)
+    assert count_wrong(data[0], data[1]) > 3900
+    for distance in (1, 8, 64, 1008, 1024):
+        assert count_wrong(np.roll(data[0], distance), data[0]) > 3900
+
+
+@pytest.mark.parametrize("way", [Eager, Lazy])
+def test_wrong_results_are_counted_before_and_after_the_timed_calls(way):
+    """An operation that leaves one element as it was, or changes one, in a group of one."""
+
+    def eager(x, out):
+        out[1:] = x[1:]
+
+    def lazy(x):
+        return x.at[0].add(1)
+
+    data = Inputs("float32", 100, 1)
+    through = way(CASES["all_to_all"], data, mlxdist.init(), eager if way is Eager else lazy)
+    assert through.wrong == 1
+    through.call()
+    assert through.count_wrong() == 1 + through.chain
+
+
+def test_sizes():
+    assert [parse_size(text) for text in ("1", "4KiB", "16mib", "1 GiB")] == [1, 4096, 16 * MIB, 1 << 30]
+    shown = [format_size(size) for size in (1, 1000, 4096, 1536, 16 * MIB)]
+    assert shown == ["1 B", "1000 B", "4 KiB", "1.5 KiB", "16 MiB"]
+    assert size_range(4096, 100_000) == [4096, 16384, 65536]
+    for text in ("", "0", "-1", "1.5KiB", "4KB", "9GiB", "1e3", "١"):
+        with pytest.raises(ValueError, match="is not a size"):
+            parse_size(text)

@@ -1,15 +1,29 @@
-"""`mlxdist bench`: one file per benchmark. None of them is a test: the numbers depend on the machine."""
+"""`mlxdist bench`: one file per benchmark. None of them is a test: the numbers depend on the machine.
+
+Each has a command here, which must be cheap to import, and a module ``<name>_rank`` that its ranks run.
+"""
 
 from __future__ import annotations
 
+import importlib
+
 import click
 
-from mlxdist.bench.collectives import collectives
+__all__ = ["bench"]
+
+BENCHMARKS = ("collectives", "fragmentation", "tune")
 
 
-@click.group()
+class Benchmarks(click.Group):
+    """Finds the command of a benchmark in the module of its name."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(BENCHMARKS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        return getattr(importlib.import_module(f"{__name__}.{name}"), name) if name in BENCHMARKS else None
+
+
+@click.group(cls=Benchmarks)
 def bench() -> None:
     """Measure collectives on this machine, with data checked and spread shown."""
-
-
-bench.add_command(collectives)

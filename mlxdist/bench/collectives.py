@@ -1,125 +1,130 @@
-"""`mlxdist bench collectives`: all_sum through MLX, ours and MLX's own backends interleaved in the same processes."""
+"""`mlxdist bench collectives`: time, bandwidth and correctness of every operation over sizes and dtypes."""
 
 from __future__ import annotations
 
-import ctypes.util
-import json
-import os
-import secrets
-import shutil
-import socket
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
+from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
-RANK_MODULE = "mlxdist.bench.collectives_rank"
-OURS = "mlxdist"
-QUIET = 0.05  # share of the CPU that other processes may use before the numbers are no good
+from .bandwidth import OPERATIONS
+from .job import print_load, results_console, run, write_results
+from .sizes import Size, format_size, size_range
+
+DTYPES = (
+    "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
+    "float16", "bfloat16", "float32", "float64", "complex64",
+)  # fmt: skip
+
+
+class Names(click.ParamType):
+    """Names separated by commas, each of them known; "all" is all of them."""
+
+    name = "names"
+
+    def __init__(self, known: tuple[str, ...]) -> None:
+        self.known = known
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[str]:
+        names = list(self.known) if value == "all" else list(dict.fromkeys(value.split(",")))
+        for name in names:
+            if name not in self.known:
+                self.fail(f"{name!r} is not one of {', '.join(self.known)}", param, ctx)
+        return names
 
 
 @click.command()
 @click.option("-n", "ranks", type=click.IntRange(2, 8), default=2, show_default=True, help="Number of ranks.")
+@click.option("--op", "operations", type=Names(tuple(OPERATIONS)), default="all", help="Operations [default: all].")
+@click.option("--dtype", "dtypes", type=Names(DTYPES), default="float32", show_default=True, help="dtypes, or all.")
+@click.option("--sizes", type=Size(many=True), help="Sizes, instead of --min and --max: 4KiB,1MiB.")
+@click.option("--min", "smallest", type=Size(), default="4KiB", show_default=True, help="Smallest size.")
+@click.option("--max", "largest", type=Size(), default="64MiB", show_default=True, help="Largest size, in steps of 4.")
 @click.option(
-    "--against",
-    default="ring,mpi",
+    "--level",
+    type=click.Choice(["mlx", "engine"]),
+    default="mlx",
     show_default=True,
-    help="MLX backends to compare with, separated by commas; mpi needs mpirun and is left out where there is none.",
+    help="Lazy operations on mx.array, up to 64 KiB 50 in a graph; or eager calls on NumPy arrays.",
 )
 @click.option("--rounds", type=click.IntRange(3, 1000), default=15, show_default=True, help="Blocks measured per case.")
+@click.option("--pin/--no-pin", "pinned", default=True, help="Keep each rank on a core of its own, or not.")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Also write the results as JSON here.")
-def collectives(ranks: int, against: str, rounds: int, as_json: bool, output: Path | None) -> None:
-    """Time all_sum between RANKS processes of this machine, through MLX.
+def collectives(
+    ranks: int,
+    operations: list[str],
+    dtypes: list[str],
+    sizes: list[int] | None,
+    smallest: int,
+    largest: int,
+    level: str,
+    rounds: int,
+    pinned: bool,
+    as_json: bool,
+    output: Path | None,
+) -> None:
+    """Time the operations between ranks of this machine, and check their results.
 
-    Every case runs in blocks that alternate between mlxdist and the other backends within the same
-    processes, each pinned to a core of its own. The table shows the median of the blocks, their range,
-    and how many times longer the other backends take. Results are checked.
+    Operations: all_sum, all_gather, sum_scatter, broadcast, all_to_all, send_recv (a message to and fro, time of one
+    way). algbw and busbw are those of nccl-tests. Blocks of the operation alternate with a plain copy of as many bytes
+    by all ranks at once.
+
+    The exit status is 1 if an element was wrong, or a time is shorter than the memory allows.
     """
-    backends = [name for name in dict.fromkeys(against.split(",")) if name]
-    for name in backends:
-        if name not in ("ring", "mpi"):
-            raise click.BadParameter(f"{name!r} is not one of ring, mpi", param_hint="--against")
-    if "mpi" in backends and not shutil.which("mpirun"):
-        click.echo("mpi is left out: there is no mpirun on the path (Debian: apt install openmpi-bin)", err=True)
-        backends.remove("mpi")
-    with tempfile.TemporaryDirectory(prefix="mlxdist-bench-") as folder:
-        results = _run(ranks, backends, rounds, Path(folder))
-    if output:
-        output.write_text(json.dumps(results, indent=2) + "\n")
-    if as_json:
-        click.echo(json.dumps(results, indent=2))
-    else:
+    if sizes is None and smallest > largest:
+        raise click.BadParameter(f"{format_size(smallest)} is more than --max", param_hint="--min")
+    parameters = {
+        "operations": operations,
+        "dtypes": dtypes,
+        "sizes": sizes or size_range(smallest, largest),
+        "level": level,
+        "rounds": rounds,
+        "pinned": pinned,
+    }
+    steps = len(operations) * len(dtypes) * len(parameters["sizes"])
+    results = run(["-m", "mlxdist.bench.collectives_rank"], parameters, ranks, steps, title="collectives")
+    results |= {"benchmark": "collectives", "level": level, "rounds": rounds}
+    results["cases"] = [withhold(case) for case in results["cases"]]
+    if not write_results(results, as_json, output):
         _print(results)
+    sys.exit(1 if any(case["wrong"] or case["refused"] for case in results["cases"]) else 0)
 
 
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listening.getsockname()[1] for listening in sockets]
-    for listening in sockets:
-        listening.close()
-    return ports
+def withhold(case: dict[str, Any]) -> dict[str, Any]:
+    """The case without its numbers, if they cannot be: nobody shall find them in a file."""
+    if not case["refused"]:
+        return case
+    return case | {"microseconds": None, "algbw": None, "busbw": None, "times_memcpy": None}
 
 
-def _run(ranks: int, backends: list[str], rounds: int, folder: Path) -> dict:
-    """Starts the ranks and returns what rank 0 wrote."""
-    *ring_ports, rendezvous_port = _free_ports(ranks + 1)
-    hosts, result = folder / "ring.json", folder / "result.json"
-    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ring_ports]))
-    arguments = [str(hosts), str(result), str(rounds), ",".join([OURS, *backends])]
-    rank_command = [sys.executable, "-m", RANK_MODULE, *arguments]
-    environment = dict(os.environ)
-    if "mpi" in backends:
-        # Open MPI works only in processes that mpirun has started; the rank takes its number from there.
-        command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
-        # MLX looks for libmpi.so, which distributions keep in their development packages.
-        environment.setdefault("MLX_MPI_LIBNAME", ctypes.util.find_library("mpi") or "libmpi.so")
-        environment |= {
-            "MLXDIST_WORLD_SIZE": str(ranks),
-            "MLXDIST_RENDEZVOUS": f"127.0.0.1:{rendezvous_port}",
-            "MLXDIST_SECRET": secrets.token_hex(32),
-        }
-    else:
-        command = [sys.executable, "-m", "mlxdist", "launch", "-n", str(ranks), "--"]
-    finished = subprocess.run([*command, *rank_command], env=environment, stdout=sys.stderr)
-    if finished.returncode:
-        raise click.ClickException(f"a rank failed with status {finished.returncode}; its output is above")
-    return json.loads(result.read_text())
-
-
-def _print(results: dict) -> None:
-    others = [name for name in results["backends"] if name != OURS]
-    where = f"{results['ranks']} ranks, {results['provider']}"
-    table = Table(title=f"{where}; microseconds per operation: median \\[range]")
-    table.add_column("case")
-    table.add_column(OURS, justify="right")
-    table.add_column("GB/s", justify="right")
-    table.add_column("memcpy", justify="right")
-    for name in others:
-        table.add_column(name, justify="right")
-        table.add_column(f"{name} / {OURS}", justify="right")
+def _print(results: dict[str, Any]) -> None:
+    console = results_console()
+    where = f"{results['ranks']} ranks, level {results['level']}, {results['provider']}"
+    table = Table(title=f"{where}; times in microseconds, bandwidths in GB/s")
+    for column in ("operation", "dtype"):
+        table.add_column(column)
+    for column in ("size", "algorithm", "median", "p99", "algbw", "busbw", "#wrong", "times memcpy"):
+        table.add_column(column, justify="right")
     for case in results["cases"]:
-        ours = case["microseconds"][OURS]
-        row = [case["name"], _spread(ours), f"{case['bytes'] / ours['median'] / 1e3:.2f}", _spread(case["memcpy"])]
-        for name in others:
-            theirs = case["microseconds"][name]
-            row += [_spread(theirs), f"{theirs['median'] / ours['median']:.1f}x"]
+        row = [case["operation"], case["dtype"], format_size(case["bytes"]), case["algorithm"]]
+        if case["refused"]:
+            row += ["refused", "", "", "", str(case["wrong"]), ""]
+        else:
+            times = case["microseconds"]
+            row += [f"{times['median']:.1f}", f"{times['p99']:.1f}", f"{case['algbw']:.2f}", f"{case['busbw']:.2f}"]
+            row += [str(case["wrong"]), f"{case['times_memcpy']:.2f}"]
         table.add_row(*row)
-    console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
-    console.print(
-        "GB/s: bytes of the array over the median. memcpy: a copy of the same bytes by all ranks at once, same blocks."
-    )
-    foreign = results["foreign_cpu_share"]
-    if foreign is not None and foreign > QUIET:
-        console.print(f"Other processes used {foreign:.0%} of the CPU meanwhile: repeat this on a quiet machine.")
-
-
-def _spread(measured: dict) -> str:
-    digits = 1 if measured["median"] < 100 else 0
-    median, low, high = (f"{measured[key]:.{digits}f}" for key in ("median", "min", "max"))
-    return f"{median} \\[{low}..{high}]"  # \\[ keeps rich from taking it for markup
+    if any(case["chain"] > 1 for case in results["cases"]):
+        console.print("Up to 64 KiB, 50 operations are evaluated as one graph; times are those of one operation.")
+    console.print("times memcpy: compared with a copy of the same size by all ranks at once, in the same run.")
+    for case in results["cases"]:
+        if case["refused"]:
+            console.print(f"Refused: {case['refused']}.")
+        if case["wrong"]:
+            where = f"{case['operation']} of {format_size(case['bytes'])} {case['dtype']}"
+            console.print(f"WRONG: {where}: {case['wrong']} elements of all ranks together are not what they must be.")
+    print_load(results, console)

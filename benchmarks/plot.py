@@ -1,0 +1,48 @@
+"""Draws latency and bandwidth over size, ours and the peers', both on logarithmic axes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from mlxdist.bench.bandwidth import algorithm_bandwidth
+from mlxdist.bench.sizes import format_size
+
+NAMES = {"mlxdist": "mlxdist", "ring": "MLX ring", "mpi": "Open MPI through MLX", "gloo": "gloo (torch)"}
+
+
+def draw(cases: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Writes a PNG of the cases of one operation and dtype: median, and the range of the blocks as a band."""
+    cases = sorted(cases, key=lambda case: case["bytes"])
+    sizes = [case["bytes"] for case in cases]
+    figure, (latency, bandwidth) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    for name in [*cases[0]["microseconds"], "memcpy"]:
+        measured = [case["memcpy"] if name == "memcpy" else case["microseconds"][name] for case in cases]
+        label = NAMES.get(name, "copy by all ranks at once")
+        style = {"linestyle": "--", "color": "grey"} if name == "memcpy" else {"marker": "o"}
+        for axes, value in ((latency, lambda size, time: time), (bandwidth, algorithm_bandwidth)):
+            median, low, high = (
+                [value(size, point[key]) for size, point in zip(sizes, measured)] for key in ("median", "min", "max")
+            )
+            (line,) = axes.plot(sizes, median, label=label, **style)
+            axes.fill_between(sizes, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+    for axes, text in ((latency, "microseconds per operation"), (bandwidth, "GB/s: size over time")):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("size of the array")
+        axes.set_ylabel(text)
+        axes.set_xticks(sizes)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: format_size(int(size))))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.tick_params(axis="x", rotation=45)
+        axes.grid(True, which="both", alpha=0.2)
+        axes.legend()
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
