@@ -19,7 +19,7 @@ help:
 	@echo "make setup        make $(VENV), install mlxdist and what it needs, build the native code (once)"
 	@echo "make demo         two ranks train a small language model and generate text with it"
 	@echo "make test         run the tests"
-	@echo "make test-long    the tests that build mlxdist anew: in a fresh environment, and for macOS"
+	@echo "make test-long    the tests that take minutes: builds from nothing and for macOS, random programs, large arrays"
 	@echo "make check-macos  compile all native code for macOS on arm64, on any machine"
 	@echo "make clean        remove $(VENV) and everything built"
 
