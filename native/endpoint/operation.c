@@ -132,17 +132,15 @@ static bool sends_to(const struct operation *operation, const struct lane *lane,
 }
 
 /* `outs`: so many streams leave in the same round or before. */
-static void issue_in(struct stream *stream, int outs) {
+static int issue_in(struct stream *stream, int outs) {
   struct operation *operation = stream->operation;
-  struct peer *peer = stream->lane->peer;
+  int status = MLXDIST_OK;
   stream->number = ++stream->lane->received;
   /* The peer holds back what is large until it knows that this rank has come; what is sent to it tells it. */
-  if (stream->bytes > stream_unasked_bytes(operation->group->engine) && !sends_to(operation, stream->lane, outs)) {
-    peer->tells_ready = true;
-    peer->ready_group = operation->group->id;
-    peer->ready = stream->number;
-  }
+  if (stream->bytes > stream_unasked_bytes(operation->group->engine) && !sends_to(operation, stream->lane, outs))
+    status = peer_tell_ready(stream->lane->peer, operation->group->id, stream->number);
   matching_expect(stream);
+  return status;
 }
 
 /* With the lock: it is in progress from now on. */
@@ -158,11 +156,11 @@ static void issue(struct operation *operation) {
     operation->out.list[i].number = ++operation->out.list[i].lane->sent;
     region_enter(&operation->out.list[i]);
   }
-  for (int i = 0, round = 0; i < operation->in.count; i++) {
-    while (i >= operation->rounds[round].first_in + operation->rounds[round].ins) round++;
-    issue_in(&operation->in.list[i], operation->rounds[round].first_out + operation->rounds[round].outs);
-  }
   int status = MLXDIST_OK;
+  for (int i = 0, round = 0; i < operation->in.count && !status; i++) {
+    while (i >= operation->rounds[round].first_in + operation->rounds[round].ins) round++;
+    status = issue_in(&operation->in.list[i], operation->rounds[round].first_out + operation->rounds[round].outs);
+  }
   for (int32_t member = 0; member < operation->group->size && operation->ordered && !status; member++)
     if (operation->group->lanes[member].peer) status = matching_check_early(operation->group->lanes[member].peer);
   /* What has come for the other operations may have to wait in its slots until this one has ended elsewhere. */

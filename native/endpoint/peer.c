@@ -102,6 +102,15 @@ int peer_acknowledge(struct peer *peer, bool lazily) {
   return status;
 }
 
+int peer_tell_ready(struct peer *peer, uint16_t group, uint32_t stream) {
+  bool other = peer->tells_ready && peer->ready_group != group;
+  int status = other ? peer_acknowledge(peer, false) : MLXDIST_OK;
+  peer->tells_ready = true;
+  peer->ready_group = group;
+  peer->ready = stream;
+  return status;
+}
+
 bool peer_is_settled(const struct peer *peer) {
   for (uint32_t i = 0; i < peer->channel_count; i++) {
     const struct channel *channel = &peer->channels[i];

@@ -62,6 +62,10 @@ static inline struct channel *peer_eager(struct peer *peer) {
   return &peer->channels[2 * link + WIRE_EAGER];
 }
 
+/* The next acknowledgement says that this rank receives that stream. There is room for one group in it: what another
+ * one has left there is sent first. */
+int peer_tell_ready(struct peer *peer, uint16_t group, uint32_t stream);
+
 /* Sends what the peer must know to go on, if it owes any and there is room. */
 int peer_acknowledge(struct peer *peer, bool lazily);
 

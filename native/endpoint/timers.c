@@ -59,9 +59,7 @@ static int tell_again(struct operation *operation) {
     struct peer *peer = operation->in.list[i].lane->peer;
     status = matching_make_room(peer);
     peer->channels[WIRE_EAGER].must_tell = true;
-    peer->tells_ready = true;
-    peer->ready_group = operation->group->id;
-    peer->ready = operation->in.list[i].lane->received;
+    if (!status) status = peer_tell_ready(peer, operation->group->id, operation->in.list[i].lane->received);
   }
   return status;
 }
