@@ -135,6 +135,7 @@ int channel_on_received(struct channel *channel, uint32_t slot, uint32_t bytes, 
   }
   if (!in_sequence(channel, header->sequence)) return channel_post_receive(channel, slot);
   channel->received++;
+  if (header->kind == WIRE_DATA && header->flags & WIRE_CONFIRM) channel->must_tell = true;
   if (header->kind == WIRE_ABORT) {
     take_abort(channel, arrival);
     return channel_post_receive(channel, slot);

@@ -15,6 +15,9 @@ static uint64_t piece_bytes(const struct stream *stream) {
   return (is_small(stream) ? CHANNEL_EAGER_BYTES : bulk) - CHANNEL_OVERHEAD;
 }
 
+/* Cables that its pieces may take. */
+static uint32_t links_of(const struct stream *stream) { return stream->lane->peer->channel_count / 2; }
+
 static uint32_t on_their_way(const struct channel *channel) { return channel->sent - channel->acked; }
 
 static bool is_less_busy(const struct channel *a, const struct channel *b) {
@@ -56,9 +59,8 @@ static bool may_send(const struct stream *stream, const struct channel *channel)
   return asked && channel_can_send(channel, WIRE_DATA);
 }
 
-/* Sends the next piece, if there is a slot and a receive for it. The last pieces, as many as there are slots, are
- * copied even from registered memory: then all others are confirmed once the last one has left. So are all where the
- * result takes their place: it would have to wait until they are confirmed. */
+/* Sends the next piece, if there is a slot and a receive for it. Where the result takes their place, pieces are copied
+ * even from registered memory: it would have to wait until they are confirmed. */
 static int push(struct operation *operation, struct stream *stream, bool in_place, bool *moved) {
   struct channel *channel = channel_of(stream);
   if (!may_send(stream, channel)) return MLXDIST_OK;
@@ -81,8 +83,9 @@ static int push(struct operation *operation, struct stream *stream, bool in_plac
     descriptor.bytes = stream->bytes;
     message.descriptor = &descriptor;
   }
-  if (stream->region && !in_place && left > piece * channel->slots)
+  if (stream->region && !in_place)
     message.user_lkey = region_lkey(stream->region, channel->device, message.payload, message.length);
+  if (message.user_lkey && left <= piece * links_of(stream)) message.flags |= WIRE_CONFIRM;
   int status = channel_send(channel, &message);
   if (message.user_lkey) {
     stream->unconfirmed[channel->index] = channel->sent;

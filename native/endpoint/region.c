@@ -4,6 +4,9 @@
 
 #define WINDOW_BITS 32 /* 4 GiB */
 
+/* From here on the copy into a slot costs more than the message that confirms what was not copied. */
+#define WORTHWHILE_BYTES (256u << 10)
+
 static uint64_t window_of(const void *data) { return (uint64_t)(uintptr_t)data >> WINDOW_BITS; }
 
 static mlxdist_region *create(struct engine *engine, void *data, uint64_t bytes) {
@@ -58,8 +61,7 @@ static mlxdist_region *find(const struct engine *engine, const char *data, uint6
 
 void region_enter(struct stream *stream) {
   struct engine *engine = stream->lane->peer->channels[WIRE_EAGER].engine;
-  uint64_t threshold = (uint64_t)engine->options.bulk_slot_bytes * engine->options.bulk_slots;
-  if (!engine->devices[0].gathers || stream->bytes <= threshold) return;
+  if (!engine->devices[0].gathers || stream->bytes < WORTHWHILE_BYTES) return;
   stream->region = find(engine, stream->data, stream->bytes);
   if (!stream->region && engine->verbs->registers_freely) {
     stream->region = create(engine, stream->data, stream->bytes);

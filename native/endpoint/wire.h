@@ -27,7 +27,8 @@ enum wire_flags {
   WIRE_ORDERED = 2,  /* of a stream whose `order` counts */
   WIRE_AGAIN = 4,    /* of data: was sent by another cable before, and may have arrived */
   WIRE_ANSWER = 4,   /* of an acknowledgement: to one with WIRE_ECHO */
-  WIRE_ECHO = 8,     /* answer on this cable */
+  WIRE_ECHO = 8,     /* of an acknowledgement: answer on this cable */
+  WIRE_CONFIRM = 8,  /* of data: the sender waits for the acknowledgement */
   WIRE_RESEND = 16,  /* shifted by a channel's number: send again what follows `ack` there */
 };
 
