@@ -23,7 +23,7 @@
  *  - nobody holds a lock while it waits, and whoever waits moves the operations of all groups; when nobody waits,
  *    the library's own thread does;
  *  - pointers are aligned to their element; `out` may equal `in` (in place), any other overlap is undefined;
- *  - every wait ends: with the data, by the group's timeout, or by mlxdist_group_abort;
+ *  - every wait ends: with the data, by a deadline, or by mlxdist_group_abort;
  *  - once an operation has failed the group is failed: later operations return the first error.
  *
  * Functions return MLXDIST_OK or an error whose text is mlxdist_last_error().
@@ -120,7 +120,10 @@ typedef struct mlxdist_tuning {
 } mlxdist_tuning;
 
 typedef struct mlxdist_options {
-  double timeout;            /* seconds without progress before a wait fails; 0 waits for ever */
+  double timeout;            /* seconds without progress before a wait fails, once the rank that it waits for is in
+                                the operation too; 0: no limit */
+  double entry_timeout;      /* seconds that a rank may come later to an operation than this one; 0: no limit */
+  double notice;             /* seconds after which a wait is noted in the debug output; 0: never */
   uint32_t bulk_slot_bytes;  /* size of a bulk slab slot, a multiple of 4096 */
   uint32_t bulk_slots;       /* bulk slots per peer and direction */
   uint32_t eager_slots;      /* eager slots (4096 bytes) per peer and direction */
@@ -129,6 +132,8 @@ typedef struct mlxdist_options {
                                 operations run around the ring of the cables, or are refused */
   uint32_t connect_at_start; /* up to so many ranks all pairs connect at the start; in larger worlds on first use */
   int32_t algo;              /* mlxdist_algorithm to use wherever an operation has it */
+  int32_t checksum;          /* 1: every message carries a CRC32C, and what arrives damaged is sent again */
+  const char *host;          /* name of this machine, for error texts; NULL: the system's. Copied */
 } mlxdist_options;
 
 /* Counters since the group was created. Operations, bytes and times are the group's own; queue pairs, and what they
@@ -151,6 +156,8 @@ typedef struct mlxdist_stats {
   uint64_t receives_posted;    /* receives that wait for a message now, all queue pairs */
   uint64_t retransmissions;    /* messages sent again */
   uint64_t duplicates;         /* messages that arrived twice, and were dropped */
+  uint64_t damaged;            /* messages that arrived cut off, or with a wrong checksum, and were dropped */
+  uint64_t reconnections;      /* queue pairs that failed and were made anew */
   uint64_t memory_registrations;
   uint64_t registration_hits;  /* uses of a registered buffer that found its registration */
   uint64_t registered_bytes;   /* of user buffers, now */
@@ -185,6 +192,10 @@ const char *mlxdist_group_provider_reason(mlxdist_group *group);
 
 void mlxdist_default_options(mlxdist_options *options);
 
+/* Debug output of this process: `spec` "off", "warn", "info" or "trace", and behind a colon the subsystems that it is
+ * wanted from ("trace:cable,connection"); NULL: "warn". Lines go to the end of `file`; NULL: standard error. */
+int mlxdist_debug_open(const char *spec, const char *file, int32_t rank);
+
 /* Opens the device and creates slabs and queue pairs for every peer. `options` may be NULL. */
 int mlxdist_group_create(int32_t rank, int32_t size, const mlxdist_options *options, mlxdist_group **group);
 
@@ -200,6 +211,17 @@ int mlxdist_group_connect(mlxdist_group *group, const void *addresses, uint64_t 
 typedef void (*mlxdist_side_channel)(void *context, int32_t to, const void *bytes, uint64_t length);
 void mlxdist_group_side_channel(mlxdist_group *group, mlxdist_side_channel send, void *context);
 int mlxdist_group_message(mlxdist_group *group, int32_t from, const void *bytes, uint64_t length);
+
+/* What the side channel has heard of a rank, in words for notices and errors: "in all_gather #412 for 12.3 s". */
+void mlxdist_group_peer_news(mlxdist_group *group, int32_t rank, const char *text);
+
+/* The deadline of the group's operations, in seconds without progress: also for a rank that has not come yet. 0: none.
+ * Negative: the two of the options. */
+void mlxdist_group_set_timeout(mlxdist_group *group, double seconds);
+double mlxdist_group_timeout(mlxdist_group *group);
+
+/* The same for the operations that this thread starts from now on, in all groups. Negative: that of their group. */
+void mlxdist_set_timeout(double seconds);
 
 int32_t mlxdist_group_rank(mlxdist_group *group);
 int32_t mlxdist_group_size(mlxdist_group *group);
