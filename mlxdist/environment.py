@@ -47,7 +47,9 @@ VARIABLES = (
     Variable("MLXDIST_SECRET", "key that every rank of the job must know, at least 32 hex digits", "none", of_job=True),
     Variable("MLXDIST_JOB", "name of the job", "empty", of_job=True),
     Variable("MLXDIST_FIRST_FAILURE", "file in which the first failed rank is noted", "none", of_job=True),
-    Variable("MLXDIST_TIMEOUT", "seconds without progress before an operation fails, 0 for never", "1800"),
+    Variable("MLXDIST_TIMEOUT", "seconds without progress before an operation fails, 0 for never", "30; 1800 to begin"),
+    Variable("MLXDIST_NOTICE", "seconds after which a rank says whom it waits for, 0 for never", "10"),
+    Variable("MLXDIST_CHECKSUM", "1: every message carries a CRC32C; what arrives damaged is sent again", "0"),
     Variable("MLXDIST_RENDEZVOUS_TIMEOUT", "seconds to wait for ranks that are missing", "60"),
     Variable("MLXDIST_BULK_SLOT_BYTES", "bytes of a slot for large messages: 8192 to 1048576, times 4096", "131072"),
     Variable("MLXDIST_BULK_SLOTS", "slots for large messages, per peer and direction: 2 to 64", "6"),
@@ -73,6 +75,8 @@ class Environment:
     job: str = ""
     first_failure: str | None = None
     timeout: float | None = None
+    notice: float | None = None
+    checksum: int | None = None
     rendezvous_timeout: float = 60.0
     bulk_slot_bytes: int | None = None
     bulk_slots: int | None = None
@@ -100,6 +104,8 @@ class Environment:
             job=_job(environ, "MLXDIST_JOB"),
             first_failure=environ.get("MLXDIST_FIRST_FAILURE"),
             timeout=_seconds(environ, "MLXDIST_TIMEOUT", zero=True),
+            notice=_seconds(environ, "MLXDIST_NOTICE", zero=True),
+            checksum=_integer(environ, "MLXDIST_CHECKSUM", 0, 1),
             rendezvous_timeout=_seconds(environ, "MLXDIST_RENDEZVOUS_TIMEOUT", zero=False) or 60.0,
             bulk_slot_bytes=_integer(environ, "MLXDIST_BULK_SLOT_BYTES", 8192, 1 << 20, multiple=4096),
             bulk_slots=_integer(environ, "MLXDIST_BULK_SLOTS", 2, 64),

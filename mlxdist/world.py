@@ -124,8 +124,10 @@ class World:
     def _connect(self, environment: Environment) -> None:
         self._rendezvous = Rendezvous(environment)
         try:
+            host = ffi.new("char[]", self.host.encode())
             options = _options(environment)
-            self._timeout = options.timeout or _FOR_EVER
+            options.host = host
+            self._timeout = options.entry_timeout or _FOR_EVER
             wires = options.wires = _wires(environment)  # the name keeps it until the engine has copied it
             native = ffi.new("mlxdist_group **")
             check(lib.mlxdist_group_create(self.rank, self.size, options, native))
@@ -196,9 +198,11 @@ def _options(environment: Environment) -> Any:
     options = ffi.new("mlxdist_options *")
     lib.mlxdist_default_options(options)
     for name, _ in ffi.typeof("mlxdist_options").fields:
-        value = getattr(environment, name)
+        value = getattr(environment, name, None)
         if value is not None and name != "wires":
             setattr(options, name, ALGORITHMS.index(value) if name == "algo" else value)
+    if environment.timeout is not None:
+        options.entry_timeout = environment.timeout
     return options
 
 

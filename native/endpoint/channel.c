@@ -149,6 +149,13 @@ static void write_news(struct peer *peer, struct wire_header *header) {
   }
 }
 
+/* Of a message in two pieces, without the field that it goes to. */
+static void seal(const struct channel *channel, char *bytes, uint32_t length, const char *user, uint32_t user_length) {
+  if (!channel->engine->options.checksum) return;
+  struct wire_header *header = (struct wire_header *)bytes;
+  header->checksum = checksum(wire_checksum(bytes, length), user, user_length);
+}
+
 static int post(struct channel *channel, struct ibv_sge *list, int entries, bool signaled) {
   struct engine_counters *counters = &channel->engine->counters;
   channel->requests++;
@@ -169,7 +176,8 @@ static int post(struct channel *channel, struct ibv_sge *list, int entries, bool
  * acknowledgements free the slots, completions only the send queue. Errors complete in any case. */
 static int post_slot(struct channel *channel, uint32_t slot) {
   const struct kept_message *kept = &channel->kept[slot];
-  const char *bytes = channel->send_slots + (uint64_t)slot * channel->slot_bytes;
+  char *bytes = channel->send_slots + (uint64_t)slot * channel->slot_bytes;
+  seal(channel, bytes, kept->length, kept->user, kept->user_length);
   struct ibv_sge list[2] = {{.addr = (uintptr_t)bytes, .length = kept->length, .lkey = channel->lkey},
                             {.addr = (uintptr_t)kept->user, .length = kept->user_length, .lkey = kept->user_lkey}};
   return post(channel, list, kept->user ? 2 : 1, (channel->requests + 1) % (channel->slots / 2) == 0);
@@ -225,6 +233,7 @@ int channel_acknowledge(struct channel *channel, uint16_t group, uint32_t ready,
   struct wire_header *header = (struct wire_header *)(channel->control + buffer * sizeof *header);
   *header = (struct wire_header){.magic = WIRE_MAGIC, .kind = WIRE_ACK, .flags = flags, .group = group, .ready = ready};
   write_news(channel->peer, header);
+  seal(channel, (char *)header, sizeof *header, 0, 0);
   struct ibv_sge sge = {.addr = (uintptr_t)header, .length = sizeof *header, .lkey = channel->lkey};
   int status = post(channel, &sge, 1, true);
   channel->control_requests[buffer] = channel->requests;

@@ -47,10 +47,20 @@ int channel_spill(struct arrival **arrival) {
 
 bool channel_is_crowded(const struct channel *channel) { return channel->outstanding < channel->slots / 2; }
 
+/* Not whole, or not as it was sent: as good as lost. */
+static bool is_damaged(const struct channel *channel, const struct arrival *arrival, uint32_t bytes) {
+  const struct wire_header *header = arrival_header(arrival);
+  if (bytes < sizeof *header) return true;
+  uint64_t length = message_bytes(arrival);
+  if (channel->engine->options.checksum)
+    return length > bytes || header->checksum != wire_checksum(arrival->bytes, length);
+  return header->magic == WIRE_MAGIC && length > bytes && length <= channel->slot_bytes;
+}
+
 static int fail_garbled(const struct channel *channel, const struct arrival *arrival, uint32_t bytes) {
   const struct wire_header *header = arrival_header(arrival);
   int32_t from = channel->peer->rank, rank = channel->engine->rank;
-  if (bytes < sizeof *header || header->magic != WIRE_MAGIC)
+  if (header->magic != WIRE_MAGIC)
     return fail(MLXDIST_TRANSPORT, "rank %d received %u bytes from rank %d that are no message of mlxdist; "
                 "do all ranks run the same version?", rank, bytes, from);
   return fail(MLXDIST_TRANSPORT, "rank %d received message %u from rank %d with a wrong header: %u bytes, "
@@ -60,7 +70,7 @@ static int fail_garbled(const struct channel *channel, const struct arrival *arr
 /* Refuses what no correct peer sends. The bytes come from another process: nothing in them is used before. */
 static int check_message(const struct channel *channel, const struct arrival *arrival, uint32_t bytes) {
   const struct wire_header *header = arrival_header(arrival);
-  if (bytes < sizeof *header || header->magic != WIRE_MAGIC) return fail_garbled(channel, arrival, bytes);
+  if (header->magic != WIRE_MAGIC) return fail_garbled(channel, arrival, bytes);
   uint64_t before = (uint64_t)(arrival_payload(arrival) - arrival->bytes);
   if (before + header->length != bytes || bytes > channel->slot_bytes || header->kind < WIRE_DATA ||
       header->kind > WIRE_ABORT)
@@ -106,14 +116,19 @@ static void take_abort(struct channel *channel, const struct arrival *arrival) {
   channel->peer->failed_after = header->stream;
 }
 
+/* Once a gap: if that is lost, the sender's timer helps. */
+static void ask_again(struct channel *channel) {
+  if (channel->asked_after != channel->received) channel->wants_resend = true;
+}
+
 /* In order: true. Else the message is dropped, and its sender will learn what is missing. */
 static bool in_sequence(struct channel *channel, uint32_t sequence) {
   if (sequence == channel->received + 1) return true;
   if (wire_at_least(channel->received, sequence)) {
     channel->must_tell = true;
     count(&channel->engine->counters.duplicates, 1);
-  } else if (channel->asked_after != channel->received) { /* once a gap: if that is lost, the sender's timer helps */
-    channel->wants_resend = true;
+  } else {
+    ask_again(channel);
   }
   return false;
 }
@@ -125,6 +140,11 @@ int channel_on_received(struct channel *channel, uint32_t slot, uint32_t bytes, 
   channel->outstanding--;
   struct arrival *arrival = &channel->arrivals[slot];
   const struct wire_header *header = arrival_header(arrival);
+  if (is_damaged(channel, arrival, bytes)) {
+    count(&counters->damaged, 1);
+    ask_again(channel);
+    return channel_post_receive(channel, slot);
+  }
   int status = check_message(channel, arrival, bytes);
   if (!status) status = read_news(channel->peer, header);
   if (!status) cable_heard(channel, header);

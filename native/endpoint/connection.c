@@ -1,5 +1,7 @@
 #include "connection.h"
 
+#include "deadline.h"
+
 #include <string.h>
 
 enum connection_step {
@@ -91,9 +93,8 @@ int connection_make_all(struct operation *operation) {
     if (!moved) now = wait_turn(&wait);
     double waited = now > begun ? (double)(now - begun) * 1e-9 : 0;
     status = failure_check(&engine->failure);
-    if (!status && engine->options.timeout > 0 && waited > engine->options.timeout)
-      status = fail(MLXDIST_TIMEOUT, "rank %d waited %.1f s for rank %d to connect; is that rank still there?",
-                    engine->rank, waited, missing(operation)->rank);
+    const struct peer *late = missing(operation);
+    if (!status && late) status = deadline_connect(engine, late->rank, waited);
   }
   return status;
 }

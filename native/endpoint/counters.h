@@ -21,7 +21,7 @@ struct engine_counters {
   counter messages_sent, messages_received, control_messages_sent;
   counter post_send_calls, post_recv_calls, poll_cq_calls;
   counter receives_posted;
-  counter retransmissions, duplicates;
+  counter retransmissions, duplicates, damaged, reconnections;
   counter memory_registrations, registration_hits, registered_bytes, slab_bytes;
 };
 

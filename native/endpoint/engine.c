@@ -7,6 +7,7 @@
 #include "wc_status.h"
 
 #include <sched.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -179,7 +180,20 @@ static void send_abort(struct peer *peer, const struct operation *operation, con
   (void)channel_send(eager, &abort);
 }
 
+/* Every error says where it happened. */
+static void locate(const struct engine *engine, const struct operation *operation) {
+  char text[ERROR_TEXT_BYTES], where[ERROR_TEXT_BYTES / 2], name[192];
+  snprintf(where, sizeof where, "rank %d on %s", engine->rank, engine->host);
+  if (operation) {
+    layout_name(&operation->receives, operation->sequence, name, sizeof name);
+    snprintf(where, sizeof where, "rank %d on %s in %s", engine->rank, engine->host, name);
+  }
+  snprintf(text, sizeof text, "%.*s", (int)(sizeof text - strlen(where) - 4), mlxdist_last_error());
+  fail(MLXDIST_OK, "%s [%s]", text, where);
+}
+
 void engine_fail(struct engine *engine, const struct operation *operation, int status) {
+  locate(engine, operation);
   char message[sizeof(struct wire_abort) + ERROR_TEXT_BYTES];
   struct wire_abort abort = {.status = status};
   memcpy(message, &abort, sizeof abort);

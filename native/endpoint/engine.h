@@ -21,6 +21,7 @@ struct operation;
 
 struct engine {
   int32_t rank, size;
+  char host[256];
   mlxdist_options options;
   uint8_t *wires; /* size x size, NULL if every pair has a cable */
   mlxdist_tuning *tuning;

@@ -259,16 +259,35 @@ int operation_step(struct operation *operation, bool *moved) {
   return status;
 }
 
-int32_t operation_late_rank(const struct operation *operation) {
-  if (operation->current >= operation->round_count) return -1;
+static const struct lane *late_lane(const struct operation *operation) {
+  if (operation->current >= operation->round_count) return 0;
   const struct round *round = &operation->rounds[operation->current];
   for (int i = 0; i < round->ins; i++) {
     const struct stream *stream = &operation->in.list[round->first_in + i];
-    if (!is_received(stream)) return stream->lane->peer->rank;
+    if (!is_received(stream)) return stream->lane;
   }
   for (int i = 0; i < round->outs; i++) {
     const struct stream *stream = &operation->out.list[round->first_out + i];
-    if (!is_sent(stream)) return stream->lane->peer->rank;
+    if (!is_sent(stream)) return stream->lane;
   }
-  return -1;
+  return 0;
+}
+
+/* What it has sent, or that it is ready for what is sent to it, shows that it is there. */
+static bool has_entered(const struct operation *operation, const struct lane *lane) {
+  for (int i = 0; i < operation->in.count; i++) {
+    const struct stream *stream = &operation->in.list[i];
+    if (stream->lane == lane && (stream->started || stream->arrived)) return true;
+  }
+  for (int i = 0; i < operation->out.count; i++) {
+    const struct stream *stream = &operation->out.list[i];
+    if (stream->lane == lane && wire_at_least(lane->ready, stream->number)) return true;
+  }
+  return false;
+}
+
+struct lateness operation_late(const struct operation *operation) {
+  const struct lane *lane = late_lane(operation);
+  if (!lane) return (struct lateness){-1, true};
+  return (struct lateness){lane->peer->rank, has_entered(operation, lane)};
 }

@@ -5,8 +5,10 @@
 #include "progress.h"
 #include "wires.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 /* What a rank tells the others, followed by one peer_address for every rank. */
 struct group_address {
@@ -14,7 +16,7 @@ struct group_address {
   int32_t rank, size;
   uint16_t lids[WIRE_LINKS];
   union ibv_gid gids[WIRE_LINKS];
-  uint32_t bulk_slot_bytes, bulk_slots, eager_slots, connect_at_start, links;
+  uint32_t bulk_slot_bytes, bulk_slots, eager_slots, connect_at_start, links, checksum;
 };
 
 const char *mlxdist_version(void) { return MLXDIST_VERSION; }
@@ -22,7 +24,9 @@ const char *mlxdist_version(void) { return MLXDIST_VERSION; }
 void mlxdist_default_options(mlxdist_options *options) {
   /* Slots of 128 KiB stay in the second-level cache between the sender's copy and the receiver's reduction.
    * Six each way and 32 eager ones are 1.75 MiB a peer, 12.25 MiB for a rank of eight. */
-  *options = (mlxdist_options){.timeout = 1800,
+  *options = (mlxdist_options){.timeout = 30,
+                               .entry_timeout = 1800,
+                               .notice = 10,
                                .bulk_slot_bytes = 128 << 10,
                                .bulk_slots = 6,
                                .eager_slots = 32,
@@ -64,6 +68,7 @@ static mlxdist_group *allocate(struct engine *engine, uint16_t id, const int32_t
   if (!group) return 0;
   *group = (mlxdist_group){.engine = engine,
                            .id = id,
+                           .timeout = -1,
                            .size = size,
                            .lanes = calloc((size_t)size, sizeof *group->lanes),
                            .members = calloc((size_t)size, sizeof *group->members),
@@ -108,6 +113,9 @@ static struct engine *engine_new(int32_t rank, int32_t size, const mlxdist_optio
   engine->size = size;
   engine->options = *options;
   engine->options.wires = 0; /* the caller's: copied below */
+  engine->options.host = 0;
+  if (options->host) snprintf(engine->host, sizeof engine->host, "%s", options->host);
+  else if (gethostname(engine->host, sizeof engine->host - 1)) snprintf(engine->host, sizeof engine->host, "localhost");
   engine->next_group_id = 1;
   pthread_mutex_init(&engine->lock, 0);
   pthread_mutex_init(&engine->progress_lock, 0);
@@ -178,7 +186,8 @@ int mlxdist_group_address(mlxdist_group *group, void *bytes) {
                                   .bulk_slots = engine->options.bulk_slots,
                                   .eager_slots = engine->options.eager_slots,
                                   .connect_at_start = engine->options.connect_at_start,
-                                  .links = engine->links};
+                                  .links = engine->links,
+                                  .checksum = engine->options.checksum != 0};
   for (uint32_t link = 0; link < engine->links; link++) {
     address.gids[link] = engine->devices[link].gid;
     address.lids[link] = engine->devices[link].port.lid;
@@ -209,6 +218,9 @@ static int check_address(const struct engine *engine, int32_t rank, const struct
                 "%u cables, rank %d up to %u by %u; set MLXDIST_CONNECT_AT_START and MLXDIST_CABLES alike on all",
                 engine->rank, options->connect_at_start, engine->links, rank, address->connect_at_start,
                 address->links);
+  if (address->checksum != (engine->options.checksum != 0))
+    return fail(MLXDIST_MISMATCH, "rank %d and rank %d do not agree on checksums; set MLXDIST_CHECKSUM alike on all",
+                engine->rank, rank);
   return MLXDIST_OK;
 }
 

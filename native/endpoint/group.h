@@ -28,6 +28,8 @@ struct mlxdist_group {
   int32_t *ring;       /* the members in the order of the cables, NULL if these make no ring */
   bool fully_wired;    /* every two members are joined by a cable */
   struct group_counters counters;
+  uint64_t collectives_issued, messages_issued;
+  double timeout; /* of its operations, in seconds; negative: that of the options */
   struct operation *_Atomic spare; /* one that has ended, for the next to use */
   mlxdist_group *hidden;
 };

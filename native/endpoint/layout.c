@@ -82,8 +82,9 @@ static const char *operation_name(const struct wire_descriptor *descriptor) {
   }
 }
 
-void layout_name(const struct wire_descriptor *descriptor, char *text, size_t bytes) {
+void layout_name(const struct wire_descriptor *descriptor, uint64_t sequence, char *text, size_t bytes) {
   int n = snprintf(text, bytes, "%s", operation_name(descriptor));
+  if (sequence) n += snprintf(text + n, bytes - (size_t)n, " #%llu", (unsigned long long)sequence);
   if (descriptor->root >= 0) n += snprintf(text + n, bytes - (size_t)n, " with root %d", descriptor->root);
   if (descriptor->operation == WIRE_BARRIER || descriptor->operation == WIRE_FINALIZE ||
       descriptor->operation == WIRE_SPLIT)

@@ -19,7 +19,7 @@ uint64_t layout_bytes(const mlxdist_layout *layout);
 struct wire_descriptor layout_describe(enum wire_operation operation, const mlxdist_layout *layout, int32_t reduction,
                                        int32_t root, enum mlxdist_algorithm algorithm);
 
-/* "all_sum of float32 [3, 4]", "broadcast from rank 1 of int8 []", "barrier". */
-void layout_name(const struct wire_descriptor *descriptor, char *text, size_t bytes);
+/* "all_sum #7 of float32 [3, 4]", "broadcast with root 1 of int8 []", "barrier". `sequence` 0: without a number. */
+void layout_name(const struct wire_descriptor *descriptor, uint64_t sequence, char *text, size_t bytes);
 
 #endif

@@ -7,7 +7,7 @@
 #include <string.h>
 
 static void name(const struct wire_descriptor *descriptor, uint16_t group, char *text, size_t bytes) {
-  layout_name(descriptor, text, bytes);
+  layout_name(descriptor, 0, text, bytes);
   size_t used = strnlen(text, bytes);
   if (group & ~GROUP_HIDDEN) snprintf(text + used, bytes - used, " in group %u", group & ~GROUP_HIDDEN);
 }

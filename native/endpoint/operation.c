@@ -1,6 +1,7 @@
 #include "operation.h"
 
 #include "connection.h"
+#include "deadline.h"
 #include "matching.h"
 #include "progress.h"
 #include "region.h"
@@ -28,6 +29,7 @@ int operation_new(mlxdist_group *group, const struct wire_descriptor *descriptor
   if (!operation) return fail(MLXDIST_RESOURCES, "out of memory for an operation");
   operation->group = group;
   operation->sends = operation->receives = *descriptor;
+  operation->timeout = deadline_for(group);
   *result = operation;
   return MLXDIST_OK;
 }
@@ -151,6 +153,8 @@ static void issue(struct operation *operation) {
   engine->active_last = operation;
   engine->active_count++;
   engine->unattended += operation->handled;
+  mlxdist_group *group = operation->group;
+  operation->sequence = operation_is_collective(operation) ? ++group->collectives_issued : ++group->messages_issued;
   if (operation->ordered) take_order(operation);
   for (int i = 0; i < operation->out.count; i++) {
     operation->out.list[i].number = ++operation->out.list[i].lane->sent;

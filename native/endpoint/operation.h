@@ -79,6 +79,9 @@ struct operation {
   uint64_t started_ns;
   uint32_t moves, seen_moves; /* of the deadline: how often it got on */
   uint64_t stuck_since_ns, tell_at_ns, tell_after_ns;
+  double timeout;    /* in seconds; negative: that of the engine */
+  double noticed_at; /* seconds of standing still at which it is noted next */
+  uint64_t sequence; /* among the collectives of its group, or among the messages; from 1 */
 };
 
 /* Frees one that was never started. */
@@ -93,7 +96,12 @@ void operation_end(struct operation *operation, int status);
 /* Whether it is a collective: the others are between two ranks. */
 bool operation_is_collective(const struct operation *operation);
 
-/* The rank of the world that it waits for, -1 if for none in particular. */
-int32_t operation_late_rank(const struct operation *operation);
+/* The rank of the world that it waits for, -1 if for none in particular, and whether anything of this operation has
+ * come from it. */
+struct lateness {
+  int32_t rank;
+  bool entered;
+};
+struct lateness operation_late(const struct operation *operation);
 
 #endif

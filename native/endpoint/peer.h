@@ -36,6 +36,8 @@ struct peer {
   uint32_t echo_links; /* cables on which the peer wants an answer */
   const struct channel *suspect; /* its cable seems dead: it is, if the peer's answer on another says so; or NULL */
 
+  char news[160]; /* what the side channel has heard of it last */
+
   bool failed; /* it has sent an abort: */
   uint16_t failed_group;
   uint32_t failed_after; /* streams of that group after this one are of the operation that failed */

@@ -34,6 +34,8 @@ void mlxdist_group_stats(mlxdist_group *group, mlxdist_stats *stats) {
       .receives_posted = counted(&e->receives_posted),
       .retransmissions = counted(&e->retransmissions),
       .duplicates = counted(&e->duplicates),
+      .damaged = counted(&e->damaged),
+      .reconnections = counted(&e->reconnections),
       .memory_registrations = counted(&e->memory_registrations),
       .registration_hits = counted(&e->registration_hits),
       .registered_bytes = counted(&e->registered_bytes),

@@ -1,5 +1,6 @@
 /* What happens because time has passed: repetitions, late acknowledgements, deadlines. */
 #include "cable.h"
+#include "deadline.h"
 #include "engine.h"
 #include "matching.h"
 #include "operation.h"
@@ -65,13 +66,12 @@ static int tell_again(struct operation *operation) {
 }
 
 static int look_at_operation(struct operation *operation, uint64_t now) {
-  const struct engine *engine = operation->group->engine;
-  double timeout = engine->options.timeout;
   if (!operation->stuck_since_ns || operation->seen_moves != operation->moves) {
     operation->seen_moves = operation->moves;
     operation->stuck_since_ns = now;
     operation->tell_at_ns = now + REPEAT_NS;
     operation->tell_after_ns = REPEAT_NS;
+    operation->noticed_at = 0;
     return MLXDIST_OK;
   }
   if (now > operation->tell_at_ns) {
@@ -80,13 +80,7 @@ static int look_at_operation(struct operation *operation, uint64_t now) {
     int status = tell_again(operation);
     if (status) return status;
   }
-  double waited = (double)(now - operation->stuck_since_ns) * 1e-9;
-  if (timeout <= 0 || waited < timeout) return MLXDIST_OK;
-  char doing[192];
-  layout_name(&operation->receives, doing, sizeof doing);
-  return fail(MLXDIST_TIMEOUT, "rank %d waited %.1f s in %s for rank %d without any progress; is that rank still "
-              "working, or in another operation? MLXDIST_TIMEOUT=seconds allows more time (0: no limit)", engine->rank,
-              waited, doing, operation_late_rank(operation));
+  return deadline_look(operation, now);
 }
 
 void engine_look_at_timers(struct engine *engine, uint64_t now) {

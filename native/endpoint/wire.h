@@ -11,7 +11,10 @@
 #ifndef MLXDIST_ENDPOINT_WIRE_H
 #define MLXDIST_ENDPOINT_WIRE_H
 
+#include "checksum.h"
+
 #include <assert.h>
+#include <stddef.h>
 #include <stdint.h>
 
 #define WIRE_MAGIC 0x3144584du /* "MXD1" */
@@ -48,7 +51,7 @@ struct wire_header {
                                     in an abort, the last one of this group before the operation that has failed */
   uint64_t offset;               /* bytes of the stream before this message */
   uint32_t length;               /* payload bytes */
-  uint32_t checksum;             /* reserved for CRC32C; 0 means none */
+  uint32_t checksum;             /* CRC32C of the message without this field, where MLXDIST_CHECKSUM asks for it */
   uint32_t ack[WIRE_CHANNELS];   /* last sequence that the sender of this header received, in order */
   uint16_t room[WIRE_CHANNELS];  /* so many more it has receives for */
   uint32_t ready;                /* last stream of the group from the receiver of this header that its sender has
@@ -56,6 +59,12 @@ struct wire_header {
   uint32_t order;                /* of the collective among those of all groups between the two ranks */
 };
 static_assert(sizeof(struct wire_header) == 64, "one cache line, and payloads stay aligned for SIMD");
+
+/* `bytes`: a message, at least its header. */
+static inline uint32_t wire_checksum(const char *bytes, uint64_t length) {
+  const uint64_t field = offsetof(struct wire_header, checksum), behind = field + sizeof(uint32_t);
+  return checksum(checksum(0, bytes, field), bytes + behind, length - behind);
+}
 
 struct wire_descriptor {
   uint8_t operation; /* enum wire_operation */

@@ -216,11 +216,12 @@ static void waits_end(struct world *world, int rank, int size) {
   (void)size;
   mlxdist_options options;
   mlxdist_default_options(&options);
-  options.timeout = 0.3;
+  options.entry_timeout = 0.3;
   mlxdist_group *group = world_join(world, rank, &barriers, &options);
   if (rank == 0) {
     REQUIRE(mlxdist_barrier(group, 0) == MLXDIST_TIMEOUT);
-    REQUIRE(strstr(mlxdist_last_error(), "rank 0 waited 0.") && strstr(mlxdist_last_error(), "barrier for rank 1"));
+    REQUIRE(strstr(mlxdist_last_error(), "rank 0 waited 0."));
+    REQUIRE(strstr(mlxdist_last_error(), "barrier #1 for rank 1, which has not entered it"));
   }
   world_barrier(world, &barriers);
   if (rank == 1) REQUIRE(mlxdist_barrier(group, 0) == MLXDIST_TIMEOUT); /* rank 0's error, told by rank 0 */
@@ -244,6 +245,35 @@ static void leaving_early(struct world *world, int rank, int size) {
   mlxdist_group_destroy(group);
 }
 
+static void send_bytes(struct channel *channel, const struct wire_header *header, uint32_t bytes) {
+  memcpy(channel->send_slots, header, sizeof *header);
+  struct ibv_sge sge = {.addr = (uintptr_t)channel->send_slots, .length = bytes, .lkey = channel->lkey};
+  struct ibv_send_wr request = {.sg_list = &sge, .num_sge = 1, .opcode = IBV_WR_SEND}, *bad;
+  REQUIRE(ibv_post_send(channel->qp, &request, &bad) == 0);
+}
+
+/* A message that was cut off is as good as lost: it does not count, and nothing in it is used. */
+static void truncated_message(struct world *world, int rank, int size) {
+  static const struct wire_header whole[] = {
+      {.magic = WIRE_MAGIC, .kind = WIRE_DATA, .length = 100},
+      {.magic = WIRE_MAGIC, .kind = WIRE_DATA, .flags = WIRE_FIRST},
+      {.magic = WIRE_MAGIC, .kind = WIRE_DATA},
+  };
+  static const uint32_t bytes[] = {sizeof *whole + 99, sizeof *whole, sizeof *whole - 1};
+  int barriers = 0;
+  mlxdist_group *group = world_join(world, rank, &barriers, 0);
+  for (int i = 0; i < 3 && rank == 0; i++) {
+    struct wire_header header = whole[i];
+    header.sequence = WIRE_START + 1;
+    send_bytes(&group->engine->peers[1].channels[WIRE_EAGER], &header, bytes[i]);
+  }
+  all_reduce(group, rank, size, 10, 0, 0);
+  mlxdist_stats stats;
+  mlxdist_group_stats(group, &stats);
+  REQUIRE(stats.damaged == (rank == 1 ? 3 : 0));
+  world_leave(world, group, &barriers);
+}
+
 /* A message whose bytes make no sense is refused, whatever field is wrong, before anything in it is used. */
 static void garbled_message(struct world *world, int rank, int size) {
   static const struct wire_header wrong[] = {
@@ -252,7 +282,6 @@ static void garbled_message(struct world *world, int rank, int size) {
       {.magic = WIRE_MAGIC, .kind = WIRE_DATA, .length = 0xffffffff},
       {.magic = WIRE_MAGIC, .kind = WIRE_DATA, .ack = {WIRE_START + 1000}},
       {.magic = WIRE_MAGIC, .kind = WIRE_DATA, .ack = {WIRE_START, WIRE_START}, .room = {1000}},
-      {.magic = WIRE_MAGIC, .kind = WIRE_DATA, .flags = WIRE_FIRST},
   };
   int barriers = 0;
   (void)size;
@@ -262,10 +291,7 @@ static void garbled_message(struct world *world, int rank, int size) {
     if (rank == 0) {
       struct wire_header header = wrong[i];
       header.sequence = WIRE_START + 1;
-      memcpy(channel->send_slots, &header, sizeof header);
-      struct ibv_sge sge = {.addr = (uintptr_t)channel->send_slots, .length = sizeof header, .lkey = channel->lkey};
-      struct ibv_send_wr request = {.sg_list = &sge, .num_sge = 1, .opcode = IBV_WR_SEND}, *bad;
-      REQUIRE(ibv_post_send(channel->qp, &request, &bad) == 0);
+      send_bytes(channel, &header, sizeof header);
     } else {
       REQUIRE(mlxdist_barrier(group, 0) == MLXDIST_TRANSPORT);
       REQUIRE(strstr(mlxdist_last_error(), "from rank 0"));
@@ -287,6 +313,7 @@ int main(void) {
   failed |= world_run(2, waits_end);
   failed |= world_run(2, leaving_early);
   failed |= world_run(2, garbled_message);
+  failed |= world_run(2, truncated_message);
   if (!failed) printf("engine_test passed\n");
   return failed;
 }

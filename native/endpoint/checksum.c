@@ -1,0 +1,64 @@
+#include "checksum.h"
+
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <nmmintrin.h>
+
+/* All x86 processors since 2008 have it. */
+__attribute__((target("sse4.2"))) static uint32_t by_instruction(uint32_t crc, const char *at, uint64_t length) {
+  uint64_t wide = crc;
+  for (; length >= 8; at += 8, length -= 8) {
+    uint64_t word;
+    memcpy(&word, at, sizeof word);
+    wide = _mm_crc32_u64(wide, word);
+  }
+  crc = (uint32_t)wide;
+  for (; length > 0; at++, length--) crc = _mm_crc32_u8(crc, (uint8_t)*at);
+  return crc;
+}
+
+static int has_instruction(void) { return __builtin_cpu_supports("sse4.2"); }
+
+#elif defined(__ARM_FEATURE_CRC32)
+#include <arm_acle.h>
+
+static uint32_t by_instruction(uint32_t crc, const char *at, uint64_t length) {
+  for (; length >= 8; at += 8, length -= 8) {
+    uint64_t word;
+    memcpy(&word, at, sizeof word);
+    crc = __crc32cd(crc, word);
+  }
+  for (; length > 0; at++, length--) crc = __crc32cb(crc, (uint8_t)*at);
+  return crc;
+}
+
+static int has_instruction(void) { return 1; }
+
+#else
+static uint32_t by_instruction(uint32_t crc, const char *at, uint64_t length) {
+  (void)at;
+  (void)length;
+  return crc;
+}
+
+static int has_instruction(void) { return 0; }
+#endif
+
+/* Four bits at a time: for processors that nobody will want checksums on. */
+static uint32_t by_table(uint32_t crc, const char *at, uint64_t length) {
+  static const uint32_t table[16] = {0x00000000, 0x105ec76f, 0x20bd8ede, 0x30e349b1, 0x417b1dbc, 0x5125dad3,
+                                     0x61c69362, 0x7198540d, 0x82f63b78, 0x92a8fc17, 0xa24bb5a6, 0xb21572c9,
+                                     0xc38d26c4, 0xd3d3e1ab, 0xe330a81a, 0xf36e6f75};
+  for (; length > 0; at++, length--) {
+    crc ^= (uint8_t)*at;
+    crc = crc >> 4 ^ table[crc & 15];
+    crc = crc >> 4 ^ table[crc & 15];
+  }
+  return crc;
+}
+
+uint32_t checksum(uint32_t before, const void *bytes, uint64_t length) {
+  uint32_t crc = ~before;
+  return ~(has_instruction() ? by_instruction(crc, bytes, length) : by_table(crc, bytes, length));
+}
