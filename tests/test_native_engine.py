@@ -12,7 +12,7 @@ LONG = [pytest.param(variant, marks=pytest.mark.long) for variant in ("optimized
 
 
 @pytest.mark.parametrize("variant", ["memory", *LONG])
-@pytest.mark.parametrize("name", ["engine_test", "engine_faults_test", "engine_cables_test"])
+@pytest.mark.parametrize("name", ["engine_test", "engine_faults_test", "engine_cables_test", "engine_repair_test"])
 def test_engine(tmp_path, name, variant):
     flags = ["-std=gnu11", '-DMLXDIST_VERSION="0.0.0"', *INCLUDES, *VARIANTS[variant]]
     sources = [NATIVE / "tests" / f"{name}.c", *layer_sources(*LAYERS)]

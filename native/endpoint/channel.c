@@ -23,7 +23,7 @@ uint64_t channel_memory_bytes(const struct engine *engine, enum wire_channel kin
   return 2ull * slots_of(engine, kind) * slot_bytes_of(engine, kind) + (kind == WIRE_EAGER ? CONTROL_BYTES : 0);
 }
 
-static const char *channel_name(const struct channel *channel) {
+const char *channel_name(const struct channel *channel) {
   return kind_of(channel) == WIRE_EAGER ? "eager" : "bulk";
 }
 
@@ -75,9 +75,12 @@ int channel_create(struct channel *channel, struct engine *engine, struct peer *
   channel->asked_after = WIRE_START - 1;
   if (!channel->arrivals || !channel->kept)
     return fail(MLXDIST_RESOURCES, "out of memory for a queue pair to rank %d", peer->rank);
-  for (uint32_t slot = 0; slot < slots; slot++)
-    channel->arrivals[slot] =
-        (struct arrival){.channel = channel, .bytes = channel->receive_slots + (uint64_t)slot * slot_bytes};
+  /* The peer has as many slots (its address says so). */
+  channel->credit = WIRE_START + slots - channel->reserve;
+  for (uint32_t slot = 0; slot < slots; slot++) {
+    char *bytes = channel->receive_slots + (uint64_t)slot * slot_bytes;
+    channel->arrivals[slot] = (struct arrival){.channel = channel, .bytes = bytes, .posted = true};
+  }
   return create_queue_pair(channel);
 }
 
@@ -107,22 +110,34 @@ int channel_connect(struct channel *channel, const union ibv_gid *gid, uint16_t 
 }
 
 /* Receives that data may use. Those of control messages are posted again at once, so this never shrinks. */
-static uint32_t room(const struct channel *channel) {
+uint32_t channel_room(const struct channel *channel) {
   return channel->outstanding > channel->reserve ? channel->outstanding - channel->reserve : 0;
 }
 
 int channel_post_all(struct channel *channel) {
+  channel->connected = true;
   for (uint32_t slot = 0; slot < channel->slots; slot++) {
-    int status = channel_post_receive(channel, slot);
+    int status = channel->arrivals[slot].posted ? channel_post_receive(channel, slot) : MLXDIST_OK;
     if (status) return status;
   }
-  /* The peer has the same number of slots (its address says so) and starts from the same knowledge. */
-  channel->credit = channel->told_credit = WIRE_START + room(channel);
+  channel->told_credit = channel->received + channel_room(channel);
   return MLXDIST_OK;
 }
 
+int channel_reopen(struct channel *channel, uint32_t epoch) {
+  int error = channel->device->verbs->destroy_qp(channel->qp);
+  channel->qp = 0;
+  if (error) return channel_fail_verb(channel, "destroy_qp", error);
+  count(&channel->engine->counters.receives_posted, (uint64_t)-(int64_t)channel->outstanding);
+  channel->outstanding = 0;
+  channel->completed = channel->requests;
+  channel->connected = channel->answered = channel->open = false;
+  channel->epoch = epoch;
+  return create_queue_pair(channel);
+}
+
 static bool has_request(const struct channel *channel) {
-  return channel->requests - channel->completed < 2 * channel->slots;
+  return channel->open && channel->requests - channel->completed < 2 * channel->slots;
 }
 
 bool channel_can_send(const struct channel *channel, enum wire_kind kind) {
@@ -136,7 +151,7 @@ bool channel_can_send(const struct channel *channel, enum wire_kind kind) {
 static void write_news(struct peer *peer, struct wire_header *header) {
   for (uint32_t i = 0; i < peer->channel_count; i++) {
     struct channel *channel = &peer->channels[i];
-    uint32_t free_receives = room(channel);
+    uint32_t free_receives = channel_room(channel);
     header->ack[i] = channel->told_ack = channel->received;
     header->room[i] = (uint16_t)free_receives;
     channel->told_credit = channel->received + free_receives;
@@ -279,5 +294,5 @@ bool channel_owes_news(const struct channel *channel, bool lazily) {
   uint32_t slots = channel->slots - channel->reserve, share = lazily ? slots - slots / 4 : slots / 2;
   if (share == 0) share = 1;
   return channel->wants_resend || channel->must_tell || channel->received - channel->told_ack >= share ||
-         channel->received + room(channel) - channel->told_credit >= share;
+         channel->received + channel_room(channel) - channel->told_credit >= share;
 }

@@ -39,6 +39,7 @@ struct arrival {
   struct channel *channel;
   char *bytes; /* header, descriptor if it is the first of its stream, payload */
   bool on_heap;
+  bool posted; /* its slot is the device's */
   struct arrival *next; /* of the same stream, or among those that nobody has asked for yet */
 };
 
@@ -54,6 +55,11 @@ struct channel {
   struct peer *peer;
   struct device *device;
   struct ibv_qp *qp;
+  uint32_t epoch; /* so many queue pairs before this one have failed */
+  bool connected; /* it can send and receive, and receives are posted, */
+  bool answered;  /* and so it is on the peer's side: */
+  bool open;      /* messages may leave */
+  uint32_t repairs; /* queue pairs in a row that have failed before they carried anything */
   uint32_t lkey;
   uint32_t index; /* 2 * link + enum wire_channel */
   uint32_t slot_bytes, slots, reserve;
@@ -107,6 +113,15 @@ uint64_t channel_memory_bytes(const struct engine *engine, enum wire_channel kin
 int channel_connect(struct channel *channel, const union ibv_gid *gid, uint16_t lid, uint32_t qp_num,
                     uint32_t remote_psn, uint32_t local_psn);
 int channel_post_all(struct channel *channel);
+
+/* A new queue pair in the place of one that failed, not connected yet. */
+int channel_reopen(struct channel *channel, uint32_t epoch);
+
+/* Receives that data may use. */
+uint32_t channel_room(const struct channel *channel);
+
+/* "eager" or "bulk" */
+const char *channel_name(const struct channel *channel);
 int channel_post_receive(struct channel *channel, uint32_t slot);
 
 /* TRANSPORT, for a verb that has failed. */
@@ -136,6 +151,10 @@ bool channel_is_crowded(const struct channel *channel);
 /* Called by the engine for each completion. `arrival` is set to a data message to be delivered. */
 void channel_on_sent(struct channel *channel, uint32_t request);
 int channel_on_received(struct channel *channel, uint32_t slot, uint32_t bytes, struct arrival **arrival);
+
+/* The peer has said what it has received, and has receives for. The queue pairs are not ordered with each other, so
+ * this may be older than what is known. */
+void channel_hear(struct channel *channel, uint32_t received, uint32_t receives);
 
 /* Whether the peer waits for news: `lazily` leaves more of the window open in the hope of a ride. */
 bool channel_owes_news(const struct channel *channel, bool lazily);

@@ -8,6 +8,8 @@
 #include <string.h>
 
 int channel_post_receive(struct channel *channel, uint32_t slot) {
+  channel->arrivals[slot].posted = true;
+  if (!channel->connected) return MLXDIST_OK; /* channel_post_all will */
   struct ibv_sge sge = {.addr = (uintptr_t)(channel->receive_slots + (uint64_t)slot * channel->slot_bytes),
                         .length = channel->slot_bytes,
                         .lkey = channel->lkey};
@@ -84,13 +86,16 @@ static int check_message(const struct channel *channel, const struct arrival *ar
   return MLXDIST_OK;
 }
 
+void channel_hear(struct channel *channel, uint32_t received, uint32_t receives) {
+  uint32_t credit = received + receives;
+  if (wire_at_least(received, channel->acked)) channel->acked = received;
+  if (wire_at_least(credit, channel->credit)) channel->credit = credit;
+}
+
 static int read_news(struct peer *peer, const struct wire_header *header) {
   for (uint32_t i = 0; i < peer->channel_count; i++) {
     struct channel *channel = &peer->channels[i];
-    /* The queue pairs are not ordered with each other, so news may be older than what is known. */
-    uint32_t credit = header->ack[i] + header->room[i];
-    if (wire_at_least(header->ack[i], channel->acked)) channel->acked = header->ack[i];
-    if (wire_at_least(credit, channel->credit)) channel->credit = credit;
+    channel_hear(channel, header->ack[i], header->room[i]);
     if (header->flags & (WIRE_RESEND << i) && header->ack[i] == channel->acked) {
       int status = channel_resend(channel);
       if (status) return status;
@@ -139,6 +144,7 @@ int channel_on_received(struct channel *channel, uint32_t slot, uint32_t bytes, 
   count(&counters->receives_posted, (uint64_t)-1);
   channel->outstanding--;
   struct arrival *arrival = &channel->arrivals[slot];
+  arrival->posted = false;
   const struct wire_header *header = arrival_header(arrival);
   if (is_damaged(channel, arrival, bytes)) {
     count(&counters->damaged, 1);

@@ -1,6 +1,7 @@
 #include "connection.h"
 
 #include "deadline.h"
+#include "repair.h"
 
 #include <string.h>
 
@@ -115,15 +116,26 @@ static int take_address(struct engine *engine, struct peer *peer, const struct c
   return status ? status : send_step(engine, peer->rank, CONNECTION_READY);
 }
 
+/* What goes wrong in the side channel's thread is everybody's error. */
+static int report(struct engine *engine, int status) {
+  if (!status) return MLXDIST_OK;
+  engine_lock(engine);
+  engine_fail(engine, 0, status);
+  engine_unlock(engine);
+  return status;
+}
+
 int mlxdist_group_message(mlxdist_group *group, int32_t from, const void *bytes, uint64_t length) {
   struct engine *engine = group->engine;
   struct connection_message message;
-  if (from < 0 || from >= engine->size || from == engine->rank || length != sizeof message)
+  bool is_peer = from >= 0 && from < engine->size && from != engine->rank;
+  int status = MLXDIST_OK;
+  if (is_peer && repair_take(engine, &engine->peers[from], bytes, length, &status)) return report(engine, status);
+  if (!is_peer || length != sizeof message)
     return fail(MLXDIST_INVALID_ARGUMENT, "%llu bytes from rank %d are no message of a connection",
                 (unsigned long long)length, from);
   memcpy(&message, bytes, sizeof message);
   struct peer *peer = &engine->peers[from];
-  int status = MLXDIST_OK;
   if (message.magic == WIRE_MAGIC && message.step == CONNECTION_ADDRESS) {
     status = take_address(engine, peer, &message);
   } else if (message.magic == WIRE_MAGIC && message.step == CONNECTION_READY) {
@@ -134,9 +146,5 @@ int mlxdist_group_message(mlxdist_group *group, int32_t from, const void *bytes,
   } else {
     status = fail(MLXDIST_TRANSPORT, "rank %d sent rank %d a garbled message of a connection", from, engine->rank);
   }
-  if (!status) return MLXDIST_OK;
-  engine_lock(engine);
-  engine_fail(engine, 0, status);
-  engine_unlock(engine);
-  return status;
+  return report(engine, status);
 }

@@ -4,7 +4,7 @@
 #include "matching.h"
 #include "operation.h"
 #include "region.h"
-#include "wc_status.h"
+#include "repair.h"
 
 #include <sched.h>
 #include <stdio.h>
@@ -81,11 +81,10 @@ static int take_completion(struct engine *engine, const struct ibv_wc *wc) {
   bool send = wc->wr_id >> 63;
   int32_t rank = (int32_t)(wc->wr_id >> 32 & 0xffff);
   uint32_t index = (uint32_t)(wc->wr_id >> 48 & (WIRE_CHANNELS - 1)), number = (uint32_t)wc->wr_id;
-  if (wc->status != IBV_WC_SUCCESS)
-    return fail(MLXDIST_TRANSPORT, "%s between rank %d and rank %d completed with %s", send ? "a send" : "a receive",
-                engine->rank, rank, verbs_wc_status_name(wc->status));
   struct peer *peer = &engine->peers[rank];
   struct channel *channel = &peer->channels[index];
+  if ((wc->wr_id >> 50 & ENGINE_EPOCHS) != (channel->epoch & ENGINE_EPOCHS)) return MLXDIST_OK; /* of an earlier one */
+  if (wc->status != IBV_WC_SUCCESS) return repair_begin(channel, wc->status);
   if (send) {
     channel_on_sent(channel, number);
     return MLXDIST_OK;

@@ -91,9 +91,12 @@ static inline bool engine_has_wire(const struct engine *engine, int32_t a, int32
 mlxdist_group *engine_group(const struct engine *engine, uint16_t id);
 int engine_add_group(struct engine *engine, mlxdist_group *group);
 
+#define ENGINE_EPOCHS 0x1fffu /* wr_id has room for */
+
 /* wr_id says on which channel and slot or request a work request was: nothing of it travels. */
 static inline uint64_t engine_wr_id(const struct channel *channel, bool send, uint32_t number) {
-  return (uint64_t)send << 63 | (uint64_t)channel->index << 48 | (uint64_t)(uint32_t)channel->peer->rank << 32 | number;
+  return (uint64_t)send << 63 | (uint64_t)(channel->epoch & ENGINE_EPOCHS) << 50 | (uint64_t)channel->index << 48 |
+         (uint64_t)(uint32_t)channel->peer->rank << 32 | number;
 }
 
 #endif

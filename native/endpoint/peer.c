@@ -7,8 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Random first packet numbers, so that nothing of an earlier connection is taken for this one's. */
-static uint32_t random_psn(void) {
+uint32_t peer_random_psn(void) {
   static uint64_t state;
   state += clock_ns() * 0x9e3779b97f4a7c15ull + 1; /* splitmix64 (Steele et al. 2014) over the clock */
   uint64_t z = state;
@@ -32,7 +31,7 @@ static int create_slab(struct peer *peer, struct engine *engine, uint32_t link) 
   count(&engine->counters.slab_bytes, slab->bytes);
   int status = MLXDIST_OK;
   for (uint32_t index = 2 * link; index < 2 * link + 2 && !status; index++) {
-    peer->psn[index] = random_psn();
+    peer->psn[index] = peer_random_psn();
     char *memory = slab->memory + (index % 2 == WIRE_EAGER ? 0 : eager);
     status = channel_create(&peer->channels[index], engine, peer, device, index, memory, slab->mr->lkey);
   }
@@ -84,6 +83,7 @@ int peer_connect(struct peer *peer, const union ibv_gid *gids, const uint16_t *l
     int status = channel_connect(channel, &gids[i / 2], lids[i / 2], address->qp_num[i], address->psn[i], peer->psn[i]);
     if (!status) status = channel_post_all(channel);
     if (status) return status;
+    channel->answered = channel->open = true; /* nobody sends before the peer is usable */
   }
   peer->connected = true;
   return MLXDIST_OK;

@@ -21,6 +21,7 @@ struct peer {
   uint32_t channel_count; /* 0: not connected */
   struct slab slabs[WIRE_LINKS];
   uint32_t psn[WIRE_CHANNELS];
+  atomic_uint repairs_untold; /* channels with a new queue pair that the peer has to be told of, as a mask */
   bool connected; /* its queue pairs are ready to send, and receives are posted */
   bool answered;  /* the peer has said that its own are, perhaps before its address came: two threads send these */
   atomic_bool usable; /* both: this rank may send */
@@ -48,6 +49,9 @@ struct peer_address {
   uint32_t qp_num[WIRE_CHANNELS];
   uint32_t psn[WIRE_CHANNELS];
 };
+
+/* A first packet number that nothing of an earlier connection has. */
+uint32_t peer_random_psn(void);
 
 int peer_create(struct peer *peer, struct engine *engine);
 void peer_destroy(struct peer *peer);

@@ -1,5 +1,7 @@
 #include "progress.h"
 
+#include "repair.h"
+
 #include <errno.h>
 #include <sched.h>
 #include <signal.h>
@@ -51,6 +53,7 @@ static void *run(void *argument) {
   uint64_t nap = 0;
   do {
     nap = turn(engine, nap);
+    repair_tell(engine);
     if (nap == 0) sched_yield();
   } while (sleep_for(engine, nap));
   return 0;

@@ -23,7 +23,7 @@ static int repeat(struct channel *channel, uint64_t now) {
     channel->unacked_since_ns = now;
     channel->patience_ns = REPEAT_NS;
     channel->seen_acked = channel->acked;
-    channel->repeats = 0;
+    channel->repeats = channel->repairs = 0;
   } else if (now - channel->unacked_since_ns > channel->patience_ns) {
     channel->unacked_since_ns = now;
     if (channel->patience_ns < REPEAT_MOST_NS) channel->patience_ns *= 2;

@@ -1,20 +1,24 @@
 /*
  * A world of n ranks in n forked processes, for C tests of the engine: no Python, no rendezvous.
  *
- * The side channel is memory shared by the processes, with a barrier of its own.
+ * Addresses are exchanged through memory shared by the processes, with a barrier of its own; what the engine sends
+ * by the side channel later, if the test wants one, goes through sockets.
  */
 #ifndef MLXDIST_TESTS_WORLD_H
 #define MLXDIST_TESTS_WORLD_H
 
 #include "mlxdist.h"
 
+#include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -24,6 +28,7 @@
 struct world {
   _Atomic int arrived[64]; /* one count per barrier, none is used twice */
   int size;
+  int boxes[WORLD_MAX_RANKS][2]; /* sockets: what is written to the second is for the rank that reads the first */
   char addresses[WORLD_MAX_RANKS * WORLD_ADDRESS_BYTES];
 };
 
@@ -61,6 +66,53 @@ static inline void world_leave(struct world *world, mlxdist_group *group, int *b
   mlxdist_group_destroy(group);
 }
 
+/* A message of the side channel, with its sender. */
+struct world_message {
+  int32_t from;
+  char bytes[1024];
+};
+
+struct world_side {
+  struct world *world;
+  mlxdist_group *group;
+  pthread_t thread;
+  int rank;
+};
+
+static inline void world_side_send(void *context, int32_t to, const void *bytes, uint64_t length) {
+  struct world_side *side = context;
+  struct world_message message = {.from = side->rank};
+  REQUIRE(length <= sizeof message.bytes);
+  memcpy(message.bytes, bytes, length);
+  REQUIRE(send(side->world->boxes[to][1], &message, offsetof(struct world_message, bytes) + length, 0) > 0);
+}
+
+static inline void *world_side_run(void *context) {
+  struct world_side *side = context;
+  for (;;) {
+    struct world_message message;
+    ssize_t length = recv(side->world->boxes[side->rank][0], &message, sizeof message, 0);
+    REQUIRE(length > 0);
+    if (message.from < 0) return 0;
+    mlxdist_group_message(side->group, message.from, message.bytes,
+                          (uint64_t)length - offsetof(struct world_message, bytes));
+  }
+}
+
+/* Between world_join and the first operation, on all ranks. */
+static inline void world_side_open(struct world_side *side, struct world *world, mlxdist_group *group, int rank) {
+  *side = (struct world_side){.world = world, .group = group, .rank = rank};
+  mlxdist_group_side_channel(group, world_side_send, side);
+  REQUIRE(pthread_create(&side->thread, 0, world_side_run, side) == 0);
+}
+
+/* Before mlxdist_group_destroy. */
+static inline void world_side_close(struct world_side *side) {
+  struct world_message end = {.from = -1};
+  REQUIRE(send(side->world->boxes[side->rank][1], &end, sizeof end, 0) > 0);
+  pthread_join(side->thread, 0);
+}
+
 typedef void (*rank_function)(struct world *world, int rank, int size);
 
 /* Runs `function` as every rank; 0 if all processes ended well. */
@@ -68,6 +120,8 @@ static inline int world_run(int size, rank_function function) {
   struct world *world = mmap(0, sizeof *world, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (world == MAP_FAILED) return 1;
   world->size = size;
+  for (int rank = 0; rank < size; rank++)
+    if (socketpair(AF_UNIX, SOCK_DGRAM, 0, world->boxes[rank])) return 1;
   pid_t children[WORLD_MAX_RANKS];
   for (int rank = 0; rank < size; rank++) {
     children[rank] = fork();
@@ -85,6 +139,10 @@ static inline int world_run(int size, rank_function function) {
       fprintf(stderr, "rank %d of %d ended with status 0x%x\n", rank, size, status);
       failed = 1;
     }
+  }
+  for (int rank = 0; rank < size; rank++) {
+    close(world->boxes[rank][0]);
+    close(world->boxes[rank][1]);
   }
   munmap(world, sizeof *world);
   return failed;
