@@ -47,7 +47,7 @@ VARIABLES = (
     Variable("MLXDIST_SECRET", "key that every rank of the job must know, at least 32 hex digits", "none", of_job=True),
     Variable("MLXDIST_JOB", "name of the job", "empty", of_job=True),
     Variable("MLXDIST_FIRST_FAILURE", "file in which the first failed rank is noted", "none", of_job=True),
-    Variable("MLXDIST_TIMEOUT", "seconds without progress before an operation fails, 0 for never", "30; 1800 to begin"),
+    Variable("MLXDIST_TIMEOUT", "seconds without progress before an operation fails, 0 for never", "30"),
     Variable("MLXDIST_NOTICE", "seconds after which a rank says whom it waits for, 0 for never", "10"),
     Variable("MLXDIST_CHECKSUM", "1: every message carries a CRC32C; what arrives damaged is sent again", "0"),
     Variable("MLXDIST_RENDEZVOUS_TIMEOUT", "seconds to wait for ranks that are missing", "60"),
