@@ -271,5 +271,5 @@ def _job(environ: Mapping[str, str], name: str) -> str:
 
 def _file(environ: Mapping[str, str], name: str) -> str | None:
     if environ.get(name) == "":
-        raise EnvironmentVariableError(f"{name} is empty; name a file, write none, or unset it for the default")
+        raise EnvironmentVariableError(f"{name} is empty; give a name, write none, or unset it for the default")
     return environ.get(name)

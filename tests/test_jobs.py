@@ -134,6 +134,24 @@ def test_recordings_of_a_job_that_succeeds_go():
     assert list(runtime_folder().iterdir()) == []
 
 
+@pytest.mark.parametrize("value, expected", [("records", "{}/records"), ("/no/such", "/no/such"), ("none", None)])
+def test_recordings_go_where_the_user_wants(tmp_path, value, expected):
+    program = "print(os.environ['MLXDIST_JOB'], os.environ['MLXDIST_FLIGHT'], flush=True)\nimport time; time.sleep(60)"
+    with running(1, program, options=["--env", f"MLXDIST_FLIGHT={value}"], cwd=tmp_path) as job:
+        _, name, told_folder = job.first_lines[0].split()
+        expected = expected and expected.format(tmp_path)
+        assert told_folder == (expected or "none")
+        assert find_job(name).flight_folder == (expected and Path(expected))
+        end(job)
+
+
+def test_a_job_inside_a_job_has_recordings_of_its_own():
+    program = "import os; print(os.environ['MLXDIST_FLIGHT'])"
+    inner = [*LAUNCH, "-n", "1", "--no-prefix", "--", sys.executable, "-c", program]
+    job = python(1, program + f"\nimport subprocess; subprocess.run({inner!r})")
+    assert len(set(job.stdout.split(b"\n"))) == 3, job
+
+
 def test_only_the_last_recordings_are_kept():
     for number in range(leftovers.KEPT + 2):
         folder = runtime_folder() / f"job{number}"

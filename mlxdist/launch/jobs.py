@@ -2,7 +2,7 @@
 
     <runtime folder>/<job>/job.json    launcher, ranks, their temporary folder, command
     <runtime folder>/<job>/lock        locked as long as the launcher or its keeper runs
-    <runtime folder>/<job>/flight/     what the ranks record when something goes wrong (MLXDIST_FLIGHT)
+    <runtime folder>/<job>/flight/     what the ranks record when something goes wrong, unless MLXDIST_FLIGHT is set
 
 The runtime folder is $XDG_RUNTIME_DIR/mlxdist, where that is a folder of this user's, else mlxdist-<uid> beside other
 temporary files. The ranks' temporary folders lie elsewhere, in TMPDIR: XDG_RUNTIME_DIR is small, since it is memory,
@@ -35,6 +35,7 @@ class Record:
 
     launcher: int
     temporary: Path
+    flight: str
     command: list[str]
     ranks: dict[int, tuple[int, str]]
 
@@ -46,17 +47,16 @@ class Record:
 
 @dataclass(frozen=True)
 class Job:
-    """A job. ``pids`` has the process of every rank that runs; it is empty for a job that has ended."""
+    """A job. ``pids`` has the process of every rank that runs; it is empty for a job that has ended.
+
+    ``flight_folder``: where its ranks write their flight recordings; None where MLXDIST_FLIGHT says that they do not.
+    """
 
     name: str
     folder: Path
+    flight_folder: Path | None
     pids: dict[int, int]
     command: list[str]
-
-    @property
-    def flight_folder(self) -> Path:
-        """Where its ranks write their flight recordings."""
-        return self.folder / "flight"
 
 
 def list_jobs() -> list[Job]:
@@ -66,7 +66,8 @@ def list_jobs() -> list[Job]:
     for name in sorted(os.listdir(runtime)):
         record = None if name.startswith(".") else read_record(runtime / name)
         if record is not None and _is_locked(runtime / name):
-            jobs.append(Job(name, runtime / name, record.living(), record.command))
+            flight = None if record.flight == "none" else Path(record.flight)
+            jobs.append(Job(name, runtime / name, flight, record.living(), record.command))
     return jobs
 
 
@@ -84,7 +85,7 @@ def find_job(name: str) -> Job:
         return found[0]
     folder = runtime_folder() / name
     if not found and name and "/" not in name and not name.startswith(".") and (folder / "flight").is_dir():
-        return Job(name, folder, {}, [])
+        return Job(name, folder, folder / "flight", {}, [])
     which = "; ".join(f"{job.name} ({' '.join(job.command)[:60]})" for job in found or running) or "none"
     problem = f"job {name!r} could be any of" if found else f"there is no job {name!r} in {folder.parent}; running are"
     raise InvalidArgument(f"{problem}: {which}")
@@ -93,11 +94,18 @@ def find_job(name: str) -> Job:
 class JobFolder:
     """The folder of a job that is being started, locked until ``close``."""
 
-    def __init__(self, name: str, temporary: Path, command: Sequence[str]) -> None:
-        """Raises OSError or ResourceError: the folder cannot be made."""
+    def __init__(self, name: str, temporary: Path, command: Sequence[str], flight: str | None = None) -> None:
+        """``flight``: the MLXDIST_FLIGHT that the user has set.
+
+        Raises OSError or ResourceError: the folder cannot be made.
+        """
         runtime = runtime_folder()
         self.folder = runtime / name
-        self._record = Record(os.getpid(), temporary, list(command), {})
+        self._recordings = self.folder / "flight"
+        if flight != "none":
+            flight = os.path.abspath(flight or self._recordings)
+        self.flight = flight  # for the ranks
+        self._record = Record(os.getpid(), temporary, flight, list(command), {})
         # Under another name until it is complete: nobody sees it without its lock.
         new = runtime / f".new-{name}"
         new.mkdir(mode=0o700)
@@ -112,10 +120,6 @@ class JobFolder:
             shutil.rmtree(new, ignore_errors=True)
             raise
 
-    @property
-    def flight_folder(self) -> Path:
-        return self.folder / "flight"
-
     def pass_on(self) -> tuple[int, ...]:
         """The descriptor that holds the lock: a process that inherits it holds the job as long as it runs."""
         return (self._lock,)
@@ -126,14 +130,15 @@ class JobFolder:
         self._record.ranks.update({rank: (pid, started[pid]) for rank, pid in pids.items() if pid in started})
         self._write(self.folder)
 
-    def has_recordings(self) -> bool:
+    def recordings(self) -> Path | None:
+        """The folder with what the ranks have recorded, or None. Not one that the user has named."""
         try:
-            return bool(os.listdir(self.flight_folder))
+            return self._recordings if os.listdir(self._recordings) else None
         except OSError:
-            return False
+            return None
 
     def remove_recordings(self) -> None:
-        shutil.rmtree(self.flight_folder, ignore_errors=True)
+        shutil.rmtree(self._recordings, ignore_errors=True)
 
     def close(self) -> None:
         os.close(self._lock)
@@ -143,6 +148,7 @@ class JobFolder:
         fields = {
             "launcher": record.launcher,
             "temporary": str(record.temporary),
+            "flight": record.flight,
             "command": record.command,
             "ranks": {str(rank): list(process) for rank, process in record.ranks.items()},
         }
@@ -157,7 +163,8 @@ def read_record(folder: Path) -> Record | None:
     try:
         fields = json.loads((folder / "job.json").read_text())
         ranks = {int(rank): (int(pid), str(started)) for rank, (pid, started) in fields["ranks"].items()}
-        return Record(int(fields["launcher"]), Path(fields["temporary"]), [str(c) for c in fields["command"]], ranks)
+        command = [str(part) for part in fields["command"]]
+        return Record(int(fields["launcher"]), Path(fields["temporary"]), str(fields["flight"]), command, ranks)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

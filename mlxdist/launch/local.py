@@ -29,6 +29,8 @@ def base_environment(environ: Mapping[str, str]) -> dict[str, str]:
     variables = {
         name: value for name, value in environ.items() if name not in OF_JOB and not mpi_door.diverts(name)
     } | mpi_door.variables()
+    if "MLXDIST_JOB" in environ:
+        variables.pop("MLXDIST_FLIGHT", None)  # the launcher of the outer job has set it
     # Lines reach the launcher when they are printed, and not lost with a rank that is killed.
     variables.setdefault("PYTHONUNBUFFERED", "1")
     if sys.prefix != sys.base_prefix:
@@ -90,7 +92,7 @@ class LocalJob:
         self.first_failure = self.folder / "first_failure"
         self.record: JobFolder | None = None
         try:
-            self.record = JobFolder(self.job, self.folder, self._command)
+            self.record = JobFolder(self.job, self.folder, self._command, self._variables.get("MLXDIST_FLIGHT"))
             self.folder.mkdir(mode=0o700)
             self._cache = JitCache(self.folder)
             self._listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, self._size))
@@ -126,7 +128,7 @@ class LocalJob:
         variables["MLXDIST_JOB"] = self.job
         variables["MLXDIST_RESTART"] = str(self._restart)
         variables["MLXDIST_FIRST_FAILURE"] = str(self.first_failure)
-        variables["MLXDIST_FLIGHT"] = str(self.record.flight_folder)
+        variables["MLXDIST_FLIGHT"] = self.record.flight
         passed: tuple[int, ...] = ()
         if rank == 0:
             variables["MLXDIST_RENDEZVOUS_FD"] = str(self._listener.fileno())

@@ -135,8 +135,8 @@ class Supervisor:
         status, text = self._verdict()
         if status == 0:
             self._job.record.remove_recordings()
-        elif self._job.record.has_recordings():
-            text += f"; their flight recordings are in {self._job.record.flight_folder}"
+        elif recordings := self._job.record.recordings():
+            text += f"; their flight recordings are in {recordings}"
         self._job.end()
         # What the ranks left behind may still print until it is ended too.
         while self._job.keeper.poll() is None:
