@@ -98,12 +98,10 @@ def test_a_torn_file_does_not_count_when_old_ones_go(tmp_path):
     assert save(tmp_path, 3)[0] == latest_checkpoint(tmp_path) and first.exists()
 
 
-@pytest.mark.parametrize(
-    "content", [b"\xff" * 64, b"\x02" + b"\0" * 7 + b"[]", b"\x09" + b"\0" * 7 + b'{"a": {}}', b"\x02" + b"\0" * 7 + b"{}"]
-)
-def test_any_bytes_are_refused_with_an_error_of_ours(tmp_path, content):
+@pytest.mark.parametrize("header", [b"[]", b'{"a": {}}', b"{}", b"\xff", b"{"])
+def test_any_header_is_refused_with_an_error_of_ours(tmp_path, header):
     path = tmp_path / "step-00000001.safetensors"
-    path.write_bytes(content)
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(errors.InvalidArgument, match="step-00000001"):
         load_checkpoint(path)
 

@@ -125,10 +125,11 @@ class JobFolder:
         return (self._lock,)
 
     def note_ranks(self, pids: dict[int, int]) -> None:
-        """Which processes the ranks are."""
+        """Which processes the ranks are. Best effort: without that only `mlxdist dump` does not find them."""
         started = start_times(pids.values())
         self._record.ranks.update({rank: (pid, started[pid]) for rank, pid in pids.items() if pid in started})
-        self._write(self.folder)
+        with contextlib.suppress(OSError):
+            self._write(self.folder)
 
     def recordings(self) -> Path | None:
         """The folder with what the ranks have recorded, or None. Not one that the user has named."""

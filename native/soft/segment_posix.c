@@ -1,8 +1,8 @@
 /*
  * Segments on macOS, which has no memory without a name. The owner removes the name as soon as every queue
  * pair's peer has mapped the segment, and at the latest in close_device. Only a process that is killed before
- * its group has connected leaves one behind, and the next one removes it. A segment whose name is gone cannot be opened by further
- * processes: ranks that join later need a context of their own.
+ * its group has connected leaves one behind, and the next process removes it. A segment whose name is gone
+ * cannot be opened by further processes: ranks that join later need a context of their own.
  */
 #define _GNU_SOURCE 1
 #include "names_posix.h"
