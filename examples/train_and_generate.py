@@ -9,17 +9,22 @@
 3. Generation, tensor-parallel: mlx-lm's own `model.shard(group.mlx)` splits every layer over the ranks. The tokens must
    be those of the whole model in one process; if they are not, the program fails.
 
+Rank 0 writes a checkpoint now and then. With `mlxdist launch --max-restarts 3 ...` a job that has lost a rank starts
+again and goes on from the last one; with --resume, so does a job that you start again yourself.
+
 Runs with 1, 2 or 4 ranks of one machine, without network, and takes one to two minutes on two cores.
 """
 
 import json
 import os
 import platform
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -73,8 +78,19 @@ FILE = click.Path(path_type=Path, dir_okay=False, writable=True)
 @click.option("--tokens", default=100, show_default=True, type=click.IntRange(2, 1024), help="Tokens to generate.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="For weights and batches.")
 @click.option("--out", default="demo-model", show_default=True, type=FOLDER, help="Folder for the trained model.")
+@click.option("--checkpoint-every", default=200, show_default=True, type=click.IntRange(min=1), help="In steps.")
+@click.option("--resume", is_flag=True, help="Go on from the last checkpoint in the folder, as after a restart.")
 @click.option("--json", "report", default="demo.json", show_default=True, type=FILE, help="File for the results.")
-def main(steps: int, prompt: str, tokens: int, seed: int, out: Path, report: Path) -> None:
+def main(
+    steps: int,
+    prompt: str,
+    tokens: int,
+    seed: int,
+    out: Path,
+    checkpoint_every: int,
+    resume: bool,
+    report: Path,
+) -> None:
     """Train a small language model on all ranks, then generate text with the model sharded over them."""
     if not prompt:
         raise click.UsageError("The prompt is empty; give at least one word.")
@@ -87,9 +103,12 @@ def main(steps: int, prompt: str, tokens: int, seed: int, out: Path, report: Pat
     console = Console(quiet=group.rank() != 0, highlight=False, markup=False, soft_wrap=True)
     console.print(f"{group.size()} rank{'s' * (group.size() > 1)}, {group.provider}: {group.provider_reason}")
 
+    checkpoints = Checkpoints(out / "checkpoints", checkpoint_every)
+    if not resume and os.environ.get("MLXDIST_RESTART", "0") == "0":
+        checkpoints.clear()
     text = prose()
     tokenizer = make_tokenizer(text, out)
-    model, training = train(np.array(tokenizer.encode(text)), steps, seed, console)
+    model, training = train(np.array(tokenizer.encode(text)), steps, seed, checkpoints, console)
     save(model, tokenizer, out)
     generation = generate_sharded(out, prompt, tokens)
 
@@ -147,8 +166,40 @@ def train_tokenizer(text: str, out: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(out)
 
 
-def train(corpus: np.ndarray, steps: int, seed: int, console: Console) -> tuple[nn.Module, dict[str, Any]]:
-    """Trains a new model on `corpus` (token ids). Returns it, the same on all ranks, and how that went."""
+class Checkpoints:
+    """Where rank 0 writes what training needs to go on: weights, the optimizer's state and the losses so far."""
+
+    def __init__(self, folder: Path, every: int) -> None:
+        self._folder = folder
+        self._every = every
+
+    def clear(self) -> None:
+        """Those of an earlier training are not this one's."""
+        if mlxdist.get_rank() == 0:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        mlxdist.barrier()
+
+    def load(self, model: nn.Module, optimizer: optim.Optimizer) -> list[float]:
+        """The last checkpoint, if there is one. Returns the losses of the steps that were done."""
+        path = mlxdist.latest_checkpoint(self._folder)
+        if path is None:
+            return []
+        tree, _ = mlxdist.load_checkpoint(path)
+        model.update(tree["model"])
+        optimizer.state = tree["optimizer"]
+        return tree["losses"].tolist()
+
+    def save(self, model: nn.Module, optimizer: optim.Optimizer, losses: list[float], steps: int) -> None:
+        """If it is time for one."""
+        if mlxdist.get_rank() == 0 and (len(losses) % self._every == 0 or len(losses) == steps):
+            tree = {"model": model.parameters(), "optimizer": optimizer.state, "losses": mx.array(losses)}
+            mlxdist.save_checkpoint(self._folder, tree, len(losses))
+
+
+def train(
+    corpus: np.ndarray, steps: int, seed: int, checkpoints: Checkpoints, console: Console
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Trains a model on `corpus` (token ids). Returns it, the same on all ranks, and how that went."""
     group = mlxdist.init()
     mx.random.seed(seed)  # on all ranks the same, so that they begin with the same weights
     model = qwen3.Model(qwen3.ModelArgs.from_dict(MODEL))
@@ -163,25 +214,31 @@ def train(corpus: np.ndarray, steps: int, seed: int, console: Console) -> tuple[
     optimizer = optim.AdamW(learning_rate, bias_correction=True)
     loss_and_gradients = nn.value_and_grad(model, loss_of)
 
-    losses = []
+    losses = checkpoints.load(model, optimizer)
+    resumed_at = len(losses)
+    if resumed_at:
+        console.print(f"resumed after step {resumed_at}")
+    tokens_per_second = 0.0
     before = group.stats()
     start = time.perf_counter()
-    with progress_bar(console, steps) as advance:
-        for rows in batches(corpus, steps, seed):
+    with progress_bar(console, steps, resumed_at) as advance:
+        for rows in islice(batches(corpus, steps, seed), resumed_at, None):
             loss, gradients = loss_and_gradients(model, rows)
             loss = mlxdist.all_sum(loss) / group.size()
             gradients, _ = optim.clip_grad_norm(mlxdist.all_reduce_grads(gradients), max_norm=1.0)
             optimizer.update(model, gradients)
             mx.eval(loss, model.parameters(), optimizer.state)
             losses.append(loss.item())
-            tokens_per_second = len(losses) * BATCH * SEQUENCE / (time.perf_counter() - start)
+            tokens_per_second = (len(losses) - resumed_at) * BATCH * SEQUENCE / (time.perf_counter() - start)
             advance(losses[-1], tokens_per_second)
+            checkpoints.save(model, optimizer, losses, steps)
 
     seconds = time.perf_counter() - start
     costs = communication(before, group.stats())
     require_same_weights(model)
     return model, {
         "steps": steps,
+        "resumed_at": resumed_at,
         "loss_first": losses[0],
         "loss_last": losses[-1],
         "seconds": seconds,
@@ -211,7 +268,7 @@ def loss_of(model: nn.Module, rows: mx.array) -> mx.array:
 
 
 @contextmanager
-def progress_bar(console: Console, steps: int) -> Iterator[Callable[[float, float], None]]:
+def progress_bar(console: Console, steps: int, done: int) -> Iterator[Callable[[float, float], None]]:
     """A bar that moves on a terminal; elsewhere a line for every tenth of the way."""
     columns = (
         TextColumn("training"),
@@ -220,7 +277,7 @@ def progress_bar(console: Console, steps: int) -> Iterator[Callable[[float, floa
         TimeRemainingColumn(),
     )
     bar = Progress(*columns, console=console, disable=not console.is_terminal)
-    task = bar.add_task("", total=steps, state="")
+    task = bar.add_task("", total=steps, completed=done, state="")
 
     def advance(loss: float, speed: float) -> None:
         bar.update(task, advance=1, state=f"loss {loss:.2f}  {speed:.0f} tokens/s")

@@ -17,6 +17,7 @@ from .errors import EnvironmentVariableError
 __all__ = [
     "ALGORITHMS",
     "MAX_RANKS",
+    "MAX_RESTARTS",
     "OF_JOB",
     "VARIABLES",
     "Environment",
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 MAX_RANKS = 1024
+MAX_RESTARTS = 1000
 ALGORITHMS = ("auto", "direct", "mesh", "ring", "doubling", "tree")  # enum mlxdist_algorithm of mlxdist.h
 
 
@@ -46,6 +48,7 @@ VARIABLES = (
     Variable("MLXDIST_RENDEZVOUS_FD", "rank 0: descriptor of a socket that listens there already", "none", of_job=True),
     Variable("MLXDIST_SECRET", "key that every rank of the job must know, at least 32 hex digits", "none", of_job=True),
     Variable("MLXDIST_JOB", "name of the job", "empty", of_job=True),
+    Variable("MLXDIST_RESTART", "how often the job has been started again", "0", of_job=True),
     Variable("MLXDIST_FIRST_FAILURE", "file in which the first failed rank is noted", "none", of_job=True),
     Variable("MLXDIST_TIMEOUT", "seconds without progress before an operation fails, 0 for never", "30"),
     Variable("MLXDIST_NOTICE", "seconds after which a rank says whom it waits for, 0 for never", "10"),
@@ -59,6 +62,7 @@ VARIABLES = (
     Variable("MLXDIST_CONNECT_AT_START", "up to so many ranks all pairs connect at the start: 1 to 256", "8"),
     Variable("MLXDIST_ALGO", "how collectives move their data: auto, direct, mesh, ring, doubling or tree", "auto"),
     Variable("MLXDIST_TUNING", "rank 0: file with the tuning table, or none", "~/.config/mlxdist/tuning.json"),
+    Variable("MLXDIST_FLIGHT", "folder for the flight recorder's files, or none", "the current folder"),
 )
 OF_JOB = frozenset(variable.name for variable in VARIABLES if variable.of_job)
 
@@ -73,6 +77,7 @@ class Environment:
     rendezvous_fd: int | None = None
     secret: bytes = field(default=b"", repr=False)
     job: str = ""
+    restart: int = 0
     first_failure: str | None = None
     timeout: float | None = None
     notice: float | None = None
@@ -86,6 +91,7 @@ class Environment:
     connect_at_start: int | None = None
     algo: str | None = None
     tuning: str | None = None
+    flight: str | None = None
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> "Environment":
@@ -102,6 +108,7 @@ class Environment:
             rendezvous_fd=_integer(environ, "MLXDIST_RENDEZVOUS_FD", 0, 2**31 - 1),
             secret=_secret(environ, "MLXDIST_SECRET"),
             job=_job(environ, "MLXDIST_JOB"),
+            restart=_integer(environ, "MLXDIST_RESTART", 0, MAX_RESTARTS) or 0,
             first_failure=environ.get("MLXDIST_FIRST_FAILURE"),
             timeout=_seconds(environ, "MLXDIST_TIMEOUT", zero=True),
             notice=_seconds(environ, "MLXDIST_NOTICE", zero=True),
@@ -115,6 +122,7 @@ class Environment:
             connect_at_start=_integer(environ, "MLXDIST_CONNECT_AT_START", 1, 256),
             algo=_one_of(environ, "MLXDIST_ALGO", ALGORITHMS),
             tuning=_file(environ, "MLXDIST_TUNING"),
+            flight=_file(environ, "MLXDIST_FLIGHT"),
         )
         _refuse_contradictions(environ, environment)
         return environment
@@ -263,5 +271,5 @@ def _job(environ: Mapping[str, str], name: str) -> str:
 
 def _file(environ: Mapping[str, str], name: str) -> str | None:
     if environ.get(name) == "":
-        raise EnvironmentVariableError(f"{name} is empty; name a file, write none, or unset it for the default")
+        raise EnvironmentVariableError(f"{name} is empty; give a name, write none, or unset it for the default")
     return environ.get(name)

@@ -19,19 +19,23 @@ RANK = "import os; rank = int(os.environ['MLXDIST_RANK'])\n"
 
 @pytest.fixture(autouse=True)
 def nothing_left(tmp_path, monkeypatch):
-    """Whatever a test does: no process of its job is left, no temporary folder, and no shared memory."""
+    """Whatever a test does: no process of its job is left, no folder but for recordings, and no shared memory."""
     marker = uuid.uuid4().hex
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setenv("TEST_MARKER", marker)
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    runtime = tmp_path / "runtime"
+    runtime.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     monkeypatch.delenv("NO_COLOR", raising=False)
     shared_memory = shared_memory_names()
     yield
     left = wait_for(lambda: not marked_processes(marker), 10) or marked_processes(marker)
     assert left is True, f"left running: {left}"
     assert list(temporary.iterdir()) == []
+    assert [path for path in runtime.glob("mlxdist/*") if not list(path.glob("flight/*"))] == []
     assert shared_memory_names() <= shared_memory
 
 

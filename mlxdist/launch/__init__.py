@@ -4,7 +4,9 @@
     local.py        a job on this machine: what its ranks are given, and how they are started
     supervisor.py   signals, the first failure, the exit status
     output.py       what the ranks print
+    restarts.py     starts the job again after a failure
     keeper.py       a process that cleans up, also after a launcher that was killed
+    jobs.py         which jobs run here; leftovers.py removes what is left of those that were killed with their keeper
     jit_cache.py    folders for the kernels that MLX compiles
 
 It runs without MLX, NumPy and the engine, so that it starts fast. Of the compiled half it only looks at the MPI door.

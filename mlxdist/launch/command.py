@@ -2,17 +2,20 @@
 
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Mapping
 
 import click
 
 from .. import mpi_door
-from ..environment import MAX_RANKS, OF_JOB, Environment
+from ..environment import MAX_RANKS, MAX_RESTARTS, OF_JOB, Environment
 from ..errors import EnvironmentVariableError, ResourceError, name_ranks
-from .local import LocalJob, base_environment
+from .leftovers import remove_leftovers
+from .local import LocalJob, LocalRank, base_environment, new_name
 from .output import Output, terminal_variables
-from .supervisor import Supervisor, Wakeup
+from .restarts import run_with_restarts
+from .supervisor import Ending, Supervisor, Wakeup
 
 __all__ = ["launch"]
 
@@ -37,12 +40,26 @@ class CannotRun(click.ClickException):
     help="When a rank has failed: time for the others to leave by themselves, then again between SIGTERM and SIGKILL.",
 )
 @click.option(
+    "--max-restarts",
+    type=click.IntRange(0, MAX_RESTARTS),
+    default=0,
+    show_default=True,
+    metavar="K",
+    help="When a rank has failed, whatever the reason, start all of them again, at most K times.",
+)
+@click.option(
     "--env", "settings", multiple=True, metavar="NAME=VALUE", help="Set a variable for all ranks; repeatable."
 )
 @click.option("--verbose", is_flag=True, help="Report the start and the end of every rank.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND [ARGUMENTS]...")
 def launch(
-    ranks: int, prefix: bool, grace: float, settings: tuple[str, ...], verbose: bool, command: tuple[str, ...]
+    ranks: int,
+    prefix: bool,
+    grace: float,
+    max_restarts: int,
+    settings: tuple[str, ...],
+    verbose: bool,
+    command: tuple[str, ...],
 ) -> None:
     """Start a command as N ranks on this machine.
 
@@ -55,6 +72,10 @@ def launch(
 
     The exit status is that of the first rank that failed, 128 + the signal if it was killed by one. Ctrl-C and SIGTERM
     reach all ranks. When the command returns, nothing of the job is left running.
+
+    With --max-restarts, a job whose rank has failed is ended as always and then started again, with pauses of 1, 2, 4
+    and up to 30 seconds in between; it finds in MLXDIST_RESTART how often that was, and has to load its own checkpoint.
+    Not after Ctrl-C or SIGTERM. The exit status is that of the last start.
     """
     if not command:
         raise click.UsageError("No command given. Write it after --: mlxdist launch -n 2 -- python train.py")
@@ -72,13 +93,23 @@ def launch(
         raise click.UsageError(str(error)) from None
     _check_command(command[0], variables)
     try:
-        status = _run(ranks, prefix, grace, variables, verbose, list(command))
+        for text in remove_leftovers():
+            click.echo(f"mlxdist launch: {text}", err=True)
+        status = _run(ranks, prefix, grace, max_restarts, variables, verbose, list(command))
     except ResourceError as error:
         raise click.ClickException(str(error)) from None
     sys.exit(status)
 
 
-def _run(ranks: int, prefix: bool, grace: float, variables: dict[str, str], verbose: bool, command: list[str]) -> int:
+def _run(
+    ranks: int,
+    prefix: bool,
+    grace: float,
+    max_restarts: int,
+    variables: dict[str, str],
+    verbose: bool,
+    command: list[str],
+) -> int:
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -90,23 +121,41 @@ def _run(ranks: int, prefix: bool, grace: float, variables: dict[str, str], verb
         output = Output(ranks, wakeup.wake)
     else:
         output = None
+    name = new_name()
 
     def say(text: str) -> None:
         line = f"mlxdist launch: {text}"
         output.say(line) if output is not None else click.echo(line, err=True)
 
-    with wakeup.signals(), LocalJob(ranks, command, variables, grace) as job:
-        supervisor = Supervisor(job, wakeup, output, grace, say, verbose)
-        for rank in range(ranks):
-            try:
-                supervisor.add(_start(job, rank, output))
-            except OSError as error:
-                have = f" ({name_ranks(range(rank))} had started)" if rank else ""
-                raise CannotRun(f"Cannot start rank {rank}: {error}{have}.", 126) from None
-        return supervisor.run()
+    def run_once(restart: int) -> Ending:
+        with LocalJob(name, restart, ranks, command, variables, grace) as job:
+            supervisor = Supervisor(job, wakeup, output, grace, say, verbose)
+            _start_all(job, ranks, output, supervisor)
+            return supervisor.run()
+
+    with wakeup.signals():
+        status = run_with_restarts(run_once, max_restarts, wakeup, say)
+        # Waits for whoever reads the output, as any program does, unless another signal comes.
+        while output is not None and not output.is_written(0.1):
+            if any(number != signal.SIGCHLD for number in wakeup.read()):
+                break
+    return status
 
 
-def _start(job: LocalJob, rank: int, output: Output | None):
+def _start_all(job: LocalJob, ranks: int, output: Output | None, supervisor: Supervisor) -> None:
+    started = {}
+    for rank in range(ranks):
+        try:
+            process = _start(job, rank, output)
+        except OSError as error:
+            have = f" ({name_ranks(range(rank))} had started)" if rank else ""
+            raise CannotRun(f"Cannot start rank {rank}: {error}{have}.", 126) from None
+        started[rank] = process.process.pid
+        supervisor.add(process)
+    job.record.note_ranks(started)
+
+
+def _start(job: LocalJob, rank: int, output: Output | None) -> LocalRank:
     if output is None:
         return job.start(rank, None, None)
     stdout, stdout_end = os.pipe()

@@ -2,7 +2,8 @@
 
 It reads a pipe from the launcher: ``+123`` a rank's process group, ``-123`` its leader has ended, ``end`` the job is
 over. When the pipe ends, by ``end`` or because the launcher was killed, it ends every process that is left of the job
-(SIGTERM, then SIGKILL) and removes the job's temporary folder.
+(SIGTERM, then SIGKILL), removes the job's temporary folder, and the job's own folder (jobs.py) unless flight
+recordings are in it. It holds the lock of that folder: where both are killed, the next launcher does the same.
 
 Rejected: prctl(PR_SET_PDEATHSIG), which only Linux has, and which reaches the ranks but not their children; one such
 process per rank, which doubles the processes to start; a fork of the launcher, which a `pkill -9 -f "mlxdist launch"`
@@ -16,7 +17,7 @@ import signal
 import sys
 import time
 
-__all__ = ["clean_up", "main"]
+__all__ = ["Keeper", "clean_up", "main"]
 
 # A helper process that a rank leaves behind often ends by itself once the rank is gone.
 NATURAL_END = 0.5
@@ -50,13 +51,14 @@ class Group:
 
 
 class Keeper:
-    def __init__(self, job: str, folder: str, grace: float) -> None:
+    def __init__(self, job: str, temporary: str, folder: str, grace: float) -> None:
         self._job = job
+        self._temporary = temporary
         self._folder = folder
         self._grace = grace
         self._living: set[int] = set()
         self._ending: dict[int, Group] = {}
-        self._orderly = False
+        self.orderly = False  # the launcher has said that the job is over
 
     def serve(self, pipe: int) -> None:
         """Returns when the launcher has ended."""
@@ -70,12 +72,12 @@ class Keeper:
                     return
                 *lines, text = (text + data).split(b"\n")
                 for line in lines:
-                    self._take(line.decode())
+                    self.take(line.decode())
             self._step()
 
-    def _take(self, line: str) -> None:
+    def take(self, line: str) -> None:
         if line == "end":
-            self._orderly = True
+            self.orderly = True
         elif line.startswith("+"):
             self._living.add(int(line))
         else:
@@ -90,22 +92,20 @@ class Keeper:
             if number not in living or not group.press():
                 del self._ending[number]
 
-    def finish(self) -> None:
+    def finish(self) -> int:
+        """Ends what is left, removes the folders, and returns how many ranks still ran."""
+        running = len(self._living)
         self._ending.update((number, Group(number, self._grace, 0)) for number in self._living)
         while self._ending:
             self._step()
             if self._ending:
                 time.sleep(STEP)
-        clean_up(self._job, self._folder)
-        if not self._orderly:  # last: whoever read this may be gone too
-            print(
-                f"mlxdist launch: the launcher was killed, so its {len(self._living)} running ranks were ended",
-                file=sys.stderr,
-            )
+        clean_up(self._job, self._temporary, self._folder)
+        return running
 
 
-def clean_up(job: str, folder: str) -> None:
-    """Ends processes that have left their rank's process group (daemons, jobs of a shell), and removes the folder."""
+def clean_up(job: str, temporary: str, folder: str) -> None:
+    """Ends processes that have left their rank's process group (daemons, jobs of a shell), and removes the folders."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + AFTER_KILL
         told: set[int] = set()
@@ -121,10 +121,26 @@ def clean_up(job: str, folder: str) -> None:
             time.sleep(STEP)
         else:
             break
-    if os.path.isdir(folder):
+    if os.path.isdir(temporary):
         import shutil  # costs as much time as all the rest of this program's start
 
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+    _remove_job_folder(folder)
+
+
+def _remove_job_folder(folder: str) -> None:
+    """First what makes it a running job; then it goes, unless recordings of the ranks are in it."""
+    for remove, name in (
+        (os.unlink, "job.json"),
+        (os.unlink, "job.new"),
+        (os.unlink, "lock"),
+        (os.rmdir, "flight"),
+        (os.rmdir, ""),
+    ):
+        try:
+            remove(os.path.join(folder, name))
+        except OSError:
+            continue
 
 
 def _with_living_members(groups: dict[int, Group]) -> set[int]:
@@ -195,12 +211,14 @@ def _processes_by_ps(with_variables: bool) -> list[tuple[int, int, bytes]]:
     return processes
 
 
-def main(job: str, folder: str, grace: str) -> None:
+def main(job: str, temporary: str, folder: str, grace: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    keeper = Keeper(job, folder, float(grace))
+    keeper = Keeper(job, temporary, folder, float(grace))
     keeper.serve(0)
-    keeper.finish()
+    running = keeper.finish()
+    if not keeper.orderly:  # last: whoever read this may be gone too
+        print(f"mlxdist launch: the launcher was killed, so its {running} running ranks were ended", file=sys.stderr)
 
 
 if __name__ == "__main__":

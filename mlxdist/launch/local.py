@@ -15,8 +15,9 @@ from .. import mpi_door
 from ..environment import OF_JOB, format_address
 from ..errors import ResourceError
 from .jit_cache import JitCache
+from .jobs import JobFolder
 
-__all__ = ["LocalJob", "LocalRank", "base_environment"]
+__all__ = ["LocalJob", "LocalRank", "base_environment", "new_name"]
 
 
 def base_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -28,6 +29,8 @@ def base_environment(environ: Mapping[str, str]) -> dict[str, str]:
     variables = {
         name: value for name, value in environ.items() if name not in OF_JOB and not mpi_door.diverts(name)
     } | mpi_door.variables()
+    if "MLXDIST_JOB" in environ:
+        variables.pop("MLXDIST_FLIGHT", None)  # the launcher of the outer job has set it
     # Lines reach the launcher when they are printed, and not lost with a rank that is killed.
     variables.setdefault("PYTHONUNBUFFERED", "1")
     if sys.prefix != sys.base_prefix:
@@ -69,14 +72,16 @@ class LocalJob:
     in between. The secret travels in the environment; a command line could be read by every user.
     """
 
-    def __init__(self, size: int, command: list[str], variables: Mapping[str, str], grace: float) -> None:
+    def __init__(
+        self, name: str, restart: int, size: int, command: list[str], variables: Mapping[str, str], grace: float
+    ) -> None:
+        """``restart``: how often the job was started before. Each start has a name, secret and address of its own."""
+        self.job = f"{name}-{restart}" if restart else name
+        self._restart = restart
         self._size = size
         self._command = command
         self._variables = variables
         self._grace = grace
-        outer = os.environ.get("MLXDIST_JOB")
-        # A job inside a rank of another one carries both names: whoever ends the outer job finds it.
-        self.job = (f"{outer}." if outer else "") + _random_hex(8)
         self._secret = _random_hex(32)
         self.succeeded = False
 
@@ -85,7 +90,9 @@ class LocalJob:
         # A short name: the ranks make sockets inside, whose paths are limited to about 100 characters.
         self.folder = Path(self._variables.get("TMPDIR") or "/tmp", f"mlxdist-{_random_hex(4)}").absolute()
         self.first_failure = self.folder / "first_failure"
+        self.record: JobFolder | None = None
         try:
+            self.record = JobFolder(self.job, self.folder, self._command, self._variables.get("MLXDIST_FLIGHT"))
             self.folder.mkdir(mode=0o700)
             self._cache = JitCache(self.folder)
             self._listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, self._size))
@@ -93,6 +100,8 @@ class LocalJob:
             self._start_keeper()
         except OSError as error:
             shutil.rmtree(self.folder, ignore_errors=True)
+            if self.record is not None:
+                shutil.rmtree(self.record.folder, ignore_errors=True)
             raise ResourceError(f"the job cannot be prepared in {self.folder}: {error}") from None
         return self
 
@@ -101,7 +110,8 @@ class LocalJob:
         if self.keeper.wait() != 0:
             from .keeper import clean_up  # it was killed itself
 
-            clean_up(self.job, str(self.folder))
+            clean_up(self.job, str(self.folder), str(self.record.folder))
+        self.record.close()
         self._listener.close()
         self._cache.close(self.succeeded)
 
@@ -116,7 +126,9 @@ class LocalJob:
         variables["MLXDIST_RENDEZVOUS"] = self._address
         variables["MLXDIST_SECRET"] = self._secret
         variables["MLXDIST_JOB"] = self.job
+        variables["MLXDIST_RESTART"] = str(self._restart)
         variables["MLXDIST_FIRST_FAILURE"] = str(self.first_failure)
+        variables["MLXDIST_FLIGHT"] = self.record.flight
         passed: tuple[int, ...] = ()
         if rank == 0:
             variables["MLXDIST_RENDEZVOUS_FD"] = str(self._listener.fileno())
@@ -143,7 +155,7 @@ class LocalJob:
         self._tell_keeper(f"-{rank.process.pid}")
 
     def end(self) -> None:
-        """The keeper ends what is left of the job, removes the folder and exits."""
+        """The keeper ends what is left of the job, removes its folders and exits."""
         if not self._pipe.closed:
             self._tell_keeper("end")
             self._pipe.close()
@@ -151,14 +163,14 @@ class LocalJob:
     def _start_keeper(self) -> None:
         source, target = os.pipe()
         self._pipe = os.fdopen(target, "wb", buffering=0)
-        keeper = Path(__file__).with_name("keeper.py")
+        keeper, grace = Path(__file__).with_name("keeper.py"), str(self._grace)
         self.keeper = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(keeper), self.job, str(self.folder), str(self._grace)],
+            [sys.executable, "-I", "-S", str(keeper), self.job, str(self.folder), str(self.record.folder), grace],
             # Without the name of an outer job: when that is cleaned up, this one must still be.
             env={name: value for name, value in os.environ.items() if not name.startswith("MLXDIST_")},
             stdin=source,
             stdout=subprocess.DEVNULL,
-            pass_fds=self._cache.pass_on(),
+            pass_fds=self._cache.pass_on() + self.record.pass_on(),
             start_new_session=True,
         )
         os.close(source)
@@ -168,6 +180,12 @@ class LocalJob:
             self._pipe.write(f"{line}\n".encode())
         except BrokenPipeError:
             return  # killed; __exit__ cleans up in its place
+
+
+def new_name() -> str:
+    """A name for a job. One inside a rank of another job carries both names: whoever ends the outer job finds it."""
+    outer = os.environ.get("MLXDIST_JOB")
+    return (f"{outer}." if outer else "") + _random_hex(8)
 
 
 def _random_hex(size: int) -> str:

@@ -96,12 +96,17 @@ class Output:
         return [stream for stream in self.streams if stream.target in self._writer.broken and stream.close()]
 
     def finish(self) -> None:
-        """Takes what is left in the pipes and ends unfinished lines."""
+        """Takes what is left in the pipes and ends unfinished lines. The next ranks can be added then."""
         for stream in self.streams:
             for _ in range(MAX_PIPE // READ_BYTES):
                 if not stream.read():
                     break
             stream.close()
+        self.streams.clear()
+
+    def is_unread(self) -> bool:
+        """Whether whoever read the launcher's output has gone."""
+        return bool(self._writer.broken)
 
     def is_written(self, seconds: float) -> bool:
         """Waits until all is written, or ``seconds`` have passed."""

@@ -6,18 +6,20 @@ SIGINT, SIGHUP    to all ranks; then the same. A second one goes on to the next 
 SIGTERM           to all ranks; then SIGKILL.
 """
 
+import select
 import selectors
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from ..errors import name_ranks
 from .local import LocalJob, LocalRank
 from .output import Output
 
-__all__ = ["Supervisor", "Wakeup"]
+__all__ = ["Ending", "Supervisor", "Wakeup"]
 
 # Once SIGKILL is sent, only a process in an uninterruptible system call is still there after this.
 AFTER_KILL = 5.0
@@ -49,6 +51,16 @@ class Wakeup:
         except BlockingIOError:
             return []
 
+    def wait(self, seconds: float) -> signal.Signals | None:
+        """Waits, and returns the signal that has ended the pause before its time."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            select.select([self._source], [], [], left)
+            for number in self.read():
+                if number != signal.SIGCHLD:
+                    return signal.Signals(number)
+        return None
+
     @contextmanager
     def signals(self) -> Iterator[None]:
         """While it lasts, signals only wake the supervisor. Those that are ignored (nohup) stay ignored."""
@@ -64,6 +76,15 @@ class Wakeup:
             for number, handler in previous.items():
                 signal.signal(number, handler)
             signal.set_wakeup_fd(descriptor)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a job has ended. ``failed``: by itself, and nothing of it is left, so it could be started again."""
+
+    status: int  # for the launcher to exit with
+    text: str  # closing line, perhaps empty
+    failed: bool
 
 
 class Supervisor:
@@ -104,24 +125,28 @@ class Supervisor:
         if self._verbose:
             self._say(f"{rank} started")
 
-    def run(self) -> int:
-        """Returns when no rank is left, with the exit status of the job."""
+    def run(self) -> Ending:
+        """Returns when no rank is left."""
         while self._running and not self._has_given_up():
             self._wait(self._until_next())
             self._reap()
             self._press()
         self._job.succeeded = not self._running and all(status <= 128 for status in self._statuses.values())
         status, text = self._verdict()
+        if status == 0:
+            self._job.record.remove_recordings()
+        elif recordings := self._job.record.recordings():
+            text += f"; their flight recordings are in {recordings}"
         self._job.end()
         # What the ranks left behind may still print until it is ended too.
         while self._job.keeper.poll() is None:
             self._wait(None)
+        self._selector.close()
         if self._output is not None:
             self._output.finish()
-        if text:
-            self._say(f"{text}.")
-        self._write_out()
-        return status
+        unread = self._output is not None and self._output.is_unread()
+        failed = bool(self._failed) and self._interrupted_by is None and not self._running and not unread
+        return Ending(status, text, failed)
 
     def _wait(self, seconds: float | None) -> None:
         full = self._output is not None and self._output.is_full()
@@ -232,12 +257,6 @@ class Supervisor:
         for rank in self._running:
             fates.setdefault("does not even end after SIGKILL", []).append(rank)
         return [f"{name_ranks(ranks)} {fate if len(ranks) == 1 else _plural(fate)}" for fate, ranks in fates.items()]
-
-    def _write_out(self) -> None:
-        """Waits for whoever reads the output, as any program does, unless another signal comes."""
-        while self._output is not None and not self._output.is_written(0.1):
-            if any(number != signal.SIGCHLD for number in self._wakeup.read()):
-                return
 
 
 def _how(status: int) -> str:

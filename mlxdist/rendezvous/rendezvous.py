@@ -292,22 +292,31 @@ class Rendezvous:
                 self._formed = True
             elif kind == Kind.GATHERED and len(payload) >= GATHERED.size:
                 _, rank = GATHERED.unpack_from(payload)
+                self._check_rank(rank)
                 self._blobs[rank] = payload[GATHERED.size :]
             elif kind == Kind.TAKEN:
                 self._confirmed += 1
             elif kind == Kind.FAILURE:
                 fields = unpack_json(payload, rank=int, error=str, text=str)
+                self._check_rank(fields["rank"])
                 self._fail(fields["rank"], _FAILURES.get(fields["error"], Error)(fields["text"]))
             elif kind == Kind.LEFT:
                 fields = unpack_json(payload, rank=int, text=str)
+                self._check_rank(fields["rank"])
                 self._left[fields["rank"]] = fields["text"]
             elif kind == Kind.MESSAGE:
-                self._inbox.add(*unpack_message(payload))
+                sender, tag, data = unpack_message(payload)
+                self._check_rank(sender)
+                self._inbox.add(sender, tag, data)
                 self._check_inbox()
             else:
                 raise WireError(f"a frame of kind {kind}")
             self._changed.notify_all()
         self._tell()
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self._environment.world_size:
+            raise WireError(f"a frame about rank {rank} of {self._environment.world_size}")
 
     def _lose_rank_0(self, text: str) -> None:
         with self._changed:

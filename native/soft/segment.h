@@ -118,7 +118,7 @@ void segment_close(struct segment *segment);
 /* Gives back what segment_create or segment_open returned. */
 void segment_release(struct segment *segment);
 
-/* What differs between systems: segment_memfd.c (Linux) and segment_posix.c (macOS). */
+/* What differs between systems: segment_memfd.c (Linux) and segment_posix.c (macOS). Both have mode 0600. */
 
 /* Makes SEGMENT_BYTES of zeroed shared memory. Sets layout, gid, fd and named; cookie is set already. */
 int segment_map_new(struct segment *segment);

@@ -37,7 +37,9 @@ static int map(struct segment *segment, int fd) {
 int segment_map_new(struct segment *segment) {
   int fd = memfd_create(NAME, MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) return errno;
-  int error = ftruncate(fd, (off_t)SEGMENT_BYTES) || fcntl(fd, F_ADD_SEALS, SEALS) ? errno : map(segment, fd);
+  /* A memfd is born with mode 0777; what keeps others out already is that /proc/<pid>/fd is the owner's. */
+  int error = fchmod(fd, 0600) || ftruncate(fd, (off_t)SEGMENT_BYTES) || fcntl(fd, F_ADD_SEALS, SEALS) ? errno : 0;
+  if (!error) error = map(segment, fd);
   if (error) {
     close(fd);
     return error;

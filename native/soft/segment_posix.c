@@ -1,15 +1,15 @@
 /*
  * Segments on macOS, which has no memory without a name. The owner removes the name as soon as every queue
  * pair's peer has mapped the segment, and at the latest in close_device. Only a process that is killed before
- * its group has connected leaves one behind. A segment whose name is gone cannot be opened by further
- * processes: ranks that join later need a context of their own.
+ * its group has connected leaves one behind, and the next process removes it. A segment whose name is gone
+ * cannot be opened by further processes: ranks that join later need a context of their own.
  */
 #define _GNU_SOURCE 1
+#include "names_posix.h"
 #include "segment.h"
 
 #include <errno.h>
 #include <fcntl.h>
-#include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/random.h>
@@ -25,12 +25,6 @@ struct address {
   uint64_t cookie;
 };
 _Static_assert(sizeof(struct address) == sizeof(union ibv_gid), "an address is a GID");
-
-#define NAME_BYTES 32 /* macOS: 31 characters at most */
-
-static void name_of(const struct address *address, char name[NAME_BYTES]) {
-  snprintf(name, NAME_BYTES, "/mlxdist-%016llx", (unsigned long long)address->nonce);
-}
 
 static int keep_from_children(void *memory) {
 #ifdef __APPLE__
@@ -56,13 +50,18 @@ int segment_map_new(struct segment *segment) {
   struct address address = {.cookie = segment->cookie};
   if (getentropy(&address.nonce, sizeof address.nonce)) return errno;
   char name[NAME_BYTES];
-  name_of(&address, name);
+  names_write(address.nonce, name);
+  names_remove_dead();
+  names_note(address.nonce);
   int fd = shm_open(name, O_RDWR | O_CREAT | O_EXCL, 0600);
-  if (fd < 0) return errno;
-  int error = ftruncate(fd, (off_t)SEGMENT_BYTES) ? errno : map(segment, fd);
-  close(fd);
+  int error = fd < 0 ? errno : 0;
+  if (!error) {
+    error = ftruncate(fd, (off_t)SEGMENT_BYTES) ? errno : map(segment, fd);
+    close(fd);
+    if (error) shm_unlink(name);
+  }
   if (error) {
-    shm_unlink(name);
+    names_strike_out(address.nonce);
     return error;
   }
   memcpy(&segment->gid, &address, sizeof address);
@@ -74,7 +73,7 @@ int segment_map_peer(struct segment *segment) {
   struct address address;
   memcpy(&address, &segment->gid, sizeof address);
   char name[NAME_BYTES];
-  name_of(&address, name);
+  names_write(address.nonce, name);
   int fd = shm_open(name, O_RDWR, 0);
   if (fd < 0) return errno;
   struct stat status;
@@ -95,8 +94,9 @@ void segment_remove_name(struct segment *segment) {
   struct address address;
   memcpy(&address, &segment->gid, sizeof address);
   char name[NAME_BYTES];
-  name_of(&address, name);
+  names_write(address.nonce, name);
   shm_unlink(name);
+  names_strike_out(address.nonce);
   segment->named = false;
 }
 

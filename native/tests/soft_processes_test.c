@@ -10,6 +10,7 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <time.h>
 
 struct process {
@@ -322,6 +323,54 @@ static void test_name_is_removed(void) {
   side_close(&side);
 }
 
+static void open_and_pause(int fd) {
+  struct side side;
+  side_open(&side, SIDE_DEFAULTS);
+  tell(fd, side_address(&side));
+  pause();
+}
+
+/* Killed before anybody has mapped its segment: the next process removes the name, and no name of a living one. */
+static void test_names_of_the_dead(void) {
+  int before = count_names();
+  struct process living = start(open_and_pause), dead = start(open_and_pause);
+  hear(living.fd);
+  hear(dead.fd);
+  struct side side;
+  side_open(&side, SIDE_DEFAULTS);
+  int names = soft_context(side.context)->segment->named; /* not on Linux */
+  side_close(&side);
+  CHECK_EQUAL(count_names(), before + 2 * names);
+  kill_process(&dead);
+  CHECK_EQUAL(count_names(), before + 2 * names);
+  side_open(&side, SIDE_DEFAULTS);
+  CHECK_EQUAL(count_names(), before + 2 * names);
+  side_close(&side);
+  CHECK_EQUAL(count_names(), before + names);
+  kill_process(&living);
+  side_open(&side, SIDE_DEFAULTS);
+  side_close(&side);
+  CHECK_EQUAL(count_names(), before);
+}
+
+/* Only this user may open a segment, by whatever path the system has. */
+static void test_mode(void) {
+  struct side side;
+  side_open(&side, SIDE_DEFAULTS);
+  const struct segment *segment = soft_context(side.context)->segment;
+  char path[64];
+  uint64_t nonce;
+  memcpy(&nonce, &segment->gid, sizeof nonce);
+  if (segment->fd >= 0) snprintf(path, sizeof path, "/proc/self/fd/%d", segment->fd);
+  else snprintf(path, sizeof path, "/dev/shm/mlxdist-%016llx", (unsigned long long)nonce);
+  struct stat status;
+  if (!stat(path, &status)) { /* macOS shows no file */
+    CHECK_EQUAL(status.st_mode & 07777, 0600);
+    CHECK_EQUAL(status.st_uid, getuid());
+  }
+  side_close(&side);
+}
+
 int main(int argc, char **argv) {
   static const struct check tests[] = {
       {"TwoProcesses", test_two_processes},
@@ -331,6 +380,8 @@ int main(int argc, char **argv) {
       {"NothingLeft", test_nothing_left},
       {"MappedOnce", test_mapped_once},
       {"NameIsRemoved", test_name_is_removed},
+      {"NamesOfTheDead", test_names_of_the_dead},
+      {"Mode", test_mode},
   };
   return check_main(argc, argv, tests, sizeof tests / sizeof *tests);
 }

@@ -1,0 +1,224 @@
+"""Which jobs of this user run on this host: a folder for each, made by its launcher.
+
+    <runtime folder>/<job>/job.json    launcher, ranks, their temporary folder, command
+    <runtime folder>/<job>/lock        locked as long as the launcher or its keeper runs
+    <runtime folder>/<job>/flight/     what the ranks record when something goes wrong, unless MLXDIST_FLIGHT is set
+
+The runtime folder is $XDG_RUNTIME_DIR/mlxdist, where that is a folder of this user's, else mlxdist-<uid> beside other
+temporary files. The ranks' temporary folders lie elsewhere, in TMPDIR: XDG_RUNTIME_DIR is small, since it is memory,
+and often nothing in it may be executed.
+
+The lock says whether a job still has somebody who ends it. The kernel gives it back when both processes are gone,
+however they ended, and no process number can be mistaken for another. What is left of a job without one is removed by
+the next launcher (leftovers.py), but for the recordings.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import InvalidArgument, ResourceError
+from .processes import start_times
+
+__all__ = ["Job", "JobFolder", "Record", "find_job", "list_jobs", "read_record", "runtime_folder", "try_lock"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What job.json says. A rank has its process and, to tell that from a later one, when it started."""
+
+    launcher: int
+    temporary: Path
+    flight: str
+    command: list[str]
+    ranks: dict[int, tuple[int, str]]
+
+    def living(self) -> dict[int, int]:
+        """The processes of the ranks that still run."""
+        started = start_times(pid for pid, _ in self.ranks.values())
+        return {rank: pid for rank, (pid, when) in self.ranks.items() if started.get(pid) == when}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job. ``pids`` has the process of every rank that runs; it is empty for a job that has ended.
+
+    ``flight_folder``: where its ranks write their flight recordings; None where MLXDIST_FLIGHT says that they do not.
+    """
+
+    name: str
+    folder: Path
+    flight_folder: Path | None
+    pids: dict[int, int]
+    command: list[str]
+
+
+def list_jobs() -> list[Job]:
+    """The running jobs of this user on this host, by name."""
+    runtime = runtime_folder()
+    jobs = []
+    for name in sorted(os.listdir(runtime)):
+        record = None if name.startswith(".") else read_record(runtime / name)
+        if record is not None and _is_locked(runtime / name):
+            flight = None if record.flight == "none" else Path(record.flight)
+            jobs.append(Job(name, runtime / name, flight, record.living(), record.command))
+    return jobs
+
+
+def find_job(name: str) -> Job:
+    """The job of that name, or of a name that begins so if there is only one.
+
+    A running one comes first; else one that has ended, whose flight recordings are still there.
+
+    Raises:
+        InvalidArgument: there is none, or more than one.
+    """
+    running = list_jobs()
+    found = [job for job in running if job.name == name] or [job for job in running if job.name.startswith(name)]
+    if len(found) == 1:
+        return found[0]
+    folder = runtime_folder() / name
+    if not found and name and "/" not in name and not name.startswith(".") and (folder / "flight").is_dir():
+        return Job(name, folder, folder / "flight", {}, [])
+    which = "; ".join(f"{job.name} ({' '.join(job.command)[:60]})" for job in found or running) or "none"
+    problem = f"job {name!r} could be any of" if found else f"there is no job {name!r} in {folder.parent}; running are"
+    raise InvalidArgument(f"{problem}: {which}")
+
+
+class JobFolder:
+    """The folder of a job that is being started, locked until ``close``."""
+
+    def __init__(self, name: str, temporary: Path, command: Sequence[str], flight: str | None = None) -> None:
+        """``flight``: the MLXDIST_FLIGHT that the user has set.
+
+        Raises OSError or ResourceError: the folder cannot be made.
+        """
+        runtime = runtime_folder()
+        self.folder = runtime / name
+        self._recordings = self.folder / "flight"
+        if flight != "none":
+            flight = os.path.abspath(flight or self._recordings)
+        self.flight = flight  # for the ranks
+        self._record = Record(os.getpid(), temporary, flight, list(command), {})
+        # Under another name until it is complete: nobody sees it without its lock.
+        new = runtime / f".new-{name}"
+        new.mkdir(mode=0o700)
+        try:
+            self._lock = os.open(new / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            with contextlib.suppress(OSError):  # no locks here: the folder is never cleaned up by another launcher
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._write(new)
+            (new / "flight").mkdir(mode=0o700)
+            new.rename(self.folder)
+        except BaseException:
+            shutil.rmtree(new, ignore_errors=True)
+            raise
+
+    def pass_on(self) -> tuple[int, ...]:
+        """The descriptor that holds the lock: a process that inherits it holds the job as long as it runs."""
+        return (self._lock,)
+
+    def note_ranks(self, pids: dict[int, int]) -> None:
+        """Which processes the ranks are. Best effort: without that only `mlxdist dump` does not find them."""
+        started = start_times(pids.values())
+        self._record.ranks.update({rank: (pid, started[pid]) for rank, pid in pids.items() if pid in started})
+        with contextlib.suppress(OSError):
+            self._write(self.folder)
+
+    def recordings(self) -> Path | None:
+        """The folder with what the ranks have recorded, or None. Not one that the user has named."""
+        try:
+            return self._recordings if os.listdir(self._recordings) else None
+        except OSError:
+            return None
+
+    def remove_recordings(self) -> None:
+        shutil.rmtree(self._recordings, ignore_errors=True)
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+    def _write(self, folder: Path) -> None:
+        record = self._record
+        fields = {
+            "launcher": record.launcher,
+            "temporary": str(record.temporary),
+            "flight": record.flight,
+            "command": record.command,
+            "ranks": {str(rank): list(process) for rank, process in record.ranks.items()},
+        }
+        new = os.open(folder / "job.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(new, "w") as file:
+            json.dump(fields, file)
+        os.replace(folder / "job.new", folder / "job.json")
+
+
+def read_record(folder: Path) -> Record | None:
+    """What a job folder says, or None: the job has ended, or somebody has damaged it."""
+    try:
+        fields = json.loads((folder / "job.json").read_text())
+        ranks = {int(rank): (int(pid), str(started)) for rank, (pid, started) in fields["ranks"].items()}
+        command = [str(part) for part in fields["command"]]
+        return Record(int(fields["launcher"]), Path(fields["temporary"]), str(fields["flight"]), command, ranks)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def try_lock(folder: Path, how: int) -> int | None:
+    """The descriptor of the folder's lock, now held as ``how`` says; None if another process holds it, or none can."""
+    try:
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, how | fcntl.LOCK_NB)
+    except OSError:  # held, or a file system without locks
+        os.close(lock)
+        return None
+    return lock
+
+
+def _is_locked(folder: Path) -> bool:
+    lock = try_lock(folder, fcntl.LOCK_SH)
+    if lock is not None:
+        os.close(lock)
+    return lock is None
+
+
+def runtime_folder() -> Path:
+    """The folder with the job folders of this user; it is made if need be. Nobody else can read it.
+
+    Raises:
+        ResourceError: it cannot be made, or something else of that name is in its place.
+    """
+    parent = os.environ.get("XDG_RUNTIME_DIR") or ""
+    if os.path.isabs(parent) and _is_ours(parent):  # sudo and su leave that of another user in place
+        folder = Path(parent, "mlxdist")
+    else:
+        folder = Path(os.environ.get("TMPDIR") or "/tmp", f"mlxdist-{os.getuid()}").absolute()
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if _is_ours(folder):
+            if stat.S_IMODE(folder.stat().st_mode) != 0o700:
+                folder.chmod(0o700)
+            return folder
+    except OSError as error:
+        raise ResourceError(f"the job cannot be prepared in {folder}: {error}") from None
+    raise ResourceError(
+        f"the job cannot be prepared in {folder}: it is a link, or belongs to another user; remove it, or set "
+        "XDG_RUNTIME_DIR or TMPDIR to a folder of your own"
+    )
+
+
+def _is_ours(folder: str | Path) -> bool:
+    try:
+        status = os.lstat(folder)
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()

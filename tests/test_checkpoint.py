@@ -1,0 +1,199 @@
+"""mlxdist.save_checkpoint and its kin: what comes back, and that half a file is never taken for a checkpoint."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import pytest
+from mlx.utils import tree_flatten
+
+from mlxdist import errors, latest_checkpoint, load_checkpoint, save_checkpoint
+
+TREE = {"weights": mx.arange(1000)}
+
+
+def save(folder, *steps, **options):
+    return [save_checkpoint(folder, TREE, step, **options) for step in steps]
+
+
+def equal(a, b):
+    a, b = dict(tree_flatten(a)), dict(tree_flatten(b))
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and mx.array_equal(a[k], b[k]) for k in a)
+
+
+def test_any_tree_comes_back(tmp_path):
+    tree = {
+        "layers": [{"weight": mx.random.normal((3, 4))}, {"weight": mx.zeros((0, 2))}],
+        "16 bit": [mx.array([1.5, -2.25], mx.bfloat16), mx.array([1e-3], mx.float16)],
+        "step": mx.array(2**62, mx.uint64),
+        "deep": {"deeper": {"mask": mx.array([True, False]), "transposed": mx.arange(6).reshape(2, 3).T}},
+    }
+    path = save_checkpoint(tmp_path / "new" / "folder", tree, 7)
+    loaded, step = load_checkpoint(path)
+    assert step == 7 and equal(loaded, tree)
+    assert equal({"a": mx.arange(3)}, load_checkpoint(save_checkpoint(tmp_path, {"a": mx.arange(3)}, 0))[0])
+
+
+def test_training_goes_on_as_if_nothing_had_happened(tmp_path):
+    def start():
+        mx.random.seed(0)
+        return nn.Linear(8, 8), optim.AdamW(optim.cosine_decay(1e-2, 10), bias_correction=True)
+
+    def train(model, optimizer, steps):
+        for step in steps:
+            gradients = nn.value_and_grad(model, lambda m: m(mx.full((2, 8), step + 1.0)).square().sum())(model)[1]
+            optimizer.update(model, gradients)
+            mx.eval(model.parameters(), optimizer.state)
+
+    undisturbed, optimizer = start()
+    train(undisturbed, optimizer, range(8))
+
+    model, optimizer = start()
+    train(model, optimizer, range(5))
+    save_checkpoint(tmp_path, {"model": model.parameters(), "optimizer": optimizer.state}, 5)
+    model, optimizer = start()
+    tree, step = load_checkpoint(latest_checkpoint(tmp_path))
+    model.update(tree["model"])
+    optimizer.state = tree["optimizer"]
+    train(model, optimizer, range(step, 8))
+    assert equal(model.parameters(), undisturbed.parameters())
+
+
+def test_the_latest_ones_stay(tmp_path):
+    paths = save(tmp_path, 1, 9, 10, 100_000_000)
+    assert sorted(tmp_path.iterdir()) == sorted(paths[-2:])
+    assert latest_checkpoint(tmp_path) == paths[-1]
+    last = save(tmp_path, 100_000_001, keep=1)
+    assert list(tmp_path.iterdir()) == last
+    assert load_checkpoint(last[0])[1] == 100_000_001
+
+
+def test_the_same_step_twice(tmp_path):
+    save(tmp_path, 3)
+    path = save_checkpoint(tmp_path, {"weights": mx.zeros(2)}, 3)
+    assert list(tmp_path.iterdir()) == [path] and load_checkpoint(path)[0]["weights"].shape == (2,)
+
+
+@pytest.mark.parametrize("length", [0, 7, 8, 100, 4000, "all but one", "one more"])
+def test_a_torn_file_is_not_taken_for_a_checkpoint(tmp_path, length):
+    good, torn = save(tmp_path, 1, 2)
+    data = torn.read_bytes()
+    length = {"all but one": len(data) - 1, "one more": len(data) + 1}.get(length, length)
+    torn.write_bytes((data + b"\0")[:length])
+    assert latest_checkpoint(tmp_path) == good
+    with pytest.raises(errors.InvalidArgument, match=f"{torn.name} is not whole"):
+        load_checkpoint(torn)
+    save(tmp_path, 2)
+    assert latest_checkpoint(tmp_path) == torn, "written anew"
+
+
+def test_a_torn_file_does_not_count_when_old_ones_go(tmp_path):
+    first, torn = save(tmp_path, 1, 2)
+    torn.write_bytes(b"")
+    assert save(tmp_path, 3)[0] == latest_checkpoint(tmp_path) and first.exists()
+
+
+@pytest.mark.parametrize("header", [b"[]", b'{"a": {}}', b"{}", b"\xff", b"{"])
+def test_any_header_is_refused_with_an_error_of_ours(tmp_path, header):
+    path = tmp_path / "step-00000001.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(errors.InvalidArgument, match="step-00000001"):
+        load_checkpoint(path)
+
+
+KILLED = """
+import os, sys, threading, time, mlx.core as mx, mlxdist
+tree = {str(i) + "w": mx.zeros(1 << 20) for i in range(16)}
+mx.eval(tree)
+print("saving", flush=True)
+step = 1
+while True:
+    mlxdist.save_checkpoint(sys.argv[1], {"step": mx.array(step), **tree}, step)
+    step += 1
+"""
+
+
+def test_a_writer_that_is_killed_leaves_whole_checkpoints(tmp_path):
+    """64 MiB each, so that it is killed while it writes."""
+    writer = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE)
+    writer.stdout.readline()
+    while not (list(tmp_path.glob("step-*")) and list(tmp_path.glob("writing-*"))):
+        assert writer.poll() is None
+    writer.send_signal(signal.SIGKILL)
+    writer.communicate()
+    path = latest_checkpoint(tmp_path)
+    tree, step = load_checkpoint(path)
+    assert tree["step"].item() == step and len(tree) == 17
+    save_checkpoint(tmp_path, tree, step + 1)
+    assert not list(tmp_path.glob("writing-*")), "what it left is gone"
+
+
+def test_a_later_checkpoint_belongs_to_another_training(tmp_path):
+    save(tmp_path, 700)
+    with pytest.raises(errors.InvalidArgument, match="checkpoint of step 700, later than 100"):
+        save(tmp_path, 100)
+
+
+def test_other_files_are_left_alone(tmp_path):
+    for name in ("step-1.safetensors", "step-00000009.safetensors.bak", "model.safetensors"):
+        (tmp_path / name).write_text("mine")
+    assert latest_checkpoint(tmp_path) is None
+    save(tmp_path, 1, 2, 3)
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_no_folder_has_no_checkpoint(tmp_path):
+    assert latest_checkpoint(tmp_path / "none") is None
+    with pytest.raises(errors.InvalidArgument, match="does not exist"):
+        load_checkpoint(tmp_path / "none")
+
+
+def test_a_file_of_somebody_else(tmp_path):
+    mx.save_safetensors(str(tmp_path / "step-00000001.safetensors"), TREE)
+    with pytest.raises(errors.InvalidArgument, match="not written by save_checkpoint"):
+        load_checkpoint(latest_checkpoint(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "tree, words",
+    [
+        ({"step": 3}, "the leaf 'step' is a int, not an mx.array"),
+        ({"a": [mx.zeros(1), None]}, "the leaf 'a.1' is a NoneType"),
+        ({}, "no mx.array"),
+        ({"a.b": mx.zeros(1)}, "has a dot"),
+        ({"0": mx.zeros(1)}, "a number as in a list"),
+    ],
+)
+def test_trees_that_would_not_come_back_are_refused(tmp_path, tree, words):
+    with pytest.raises(errors.InvalidArgument, match=words):
+        save_checkpoint(tmp_path / "new", tree, 1)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("step, keep", [(-1, 2), (1, 0)])
+def test_bad_numbers(tmp_path, step, keep):
+    with pytest.raises(errors.InvalidArgument, match="must be at least"):
+        save_checkpoint(tmp_path, TREE, step, keep)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_an_error(tmp_path):
+    """And the checkpoints before it stay."""
+    (good,) = save(tmp_path, 1)
+    (tmp_path / "limit.py").write_text(
+        "import resource, sys, signal, mlx.core as mx, mlxdist\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))\n"
+        "try: mlxdist.save_checkpoint(sys.argv[1], {'w': mx.zeros(100_000)}, 2)\n"
+        "except mlxdist.ResourceError as error: print(error)\n"
+    )
+    command = [sys.executable, str(tmp_path / "limit.py"), str(tmp_path)]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "step-00000002.safetensors could not be written" in said.stdout, said.stderr
+    assert latest_checkpoint(tmp_path) == good and not list(tmp_path.glob("writing-*"))
+    shutil.rmtree(tmp_path)

@@ -1,0 +1,265 @@
+"""Where running jobs are found, what stays of a job, and what the next start removes."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import LAUNCH, launch, marked_processes, nothing_left, python, running, wait_for  # noqa: F401
+
+from mlxdist.errors import InvalidArgument, ResourceError
+from mlxdist.launch import leftovers
+from mlxdist.launch.jobs import JobFolder, find_job, list_jobs, runtime_folder
+from mlxdist.launch.processes import start_times
+
+WAITING = "import time; print(os.environ['MLXDIST_JOB'], os.getpid(), flush=True); time.sleep(60)"
+RECORD = "open(os.path.join(os.environ['MLXDIST_FLIGHT'], f'flight-{rank}.json'), 'w').write('x')\n"
+
+
+def told(job):
+    """Name of the job, and the process of each rank, as the ranks of WAITING print them."""
+    rows = [re.fullmatch(r"\[(\d)\] (\S+) (\d+)\n", line).groups() for line in job.first_lines]
+    return rows[0][1], {int(rank): int(pid) for rank, _, pid in rows}
+
+
+def end(job):
+    job.terminate()
+    job.communicate(timeout=10)
+
+
+def test_a_running_job_is_found():
+    with running(2, WAITING) as job:
+        name, pids = told(job)
+        assert wait_for(lambda: [found.pids for found in list_jobs()] == [pids])
+        found = find_job(name)
+        assert (found.name, found.pids, found) == (name, pids, find_job(name[:5]))
+        assert found.command[:2] == [sys.executable, "-c"]
+        assert found.flight_folder == found.folder / "flight" and found.flight_folder.is_dir()
+        end(job)
+    assert list_jobs() == []
+    with pytest.raises(InvalidArgument, match=f"there is no job '{name}' in .*; running are: none"):
+        find_job(name)
+
+
+def test_only_ranks_that_run_have_a_process():
+    with running(2, WAITING.replace("60", "60 if rank else 0")) as job:
+        name, pids = told(job)
+        assert wait_for(lambda: find_job(name).pids == {1: pids[1]})
+        end(job)
+
+
+def test_an_ambiguous_name_lists_the_jobs():
+    with running(1, WAITING) as first, running(1, WAITING) as second:
+        with pytest.raises(InvalidArgument) as caught:
+            find_job("")
+        assert told(first)[0] in str(caught.value) and told(second)[0] in str(caught.value)
+        end(first)
+        end(second)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", ".new-x"])
+def test_names_that_are_none(name):
+    (runtime_folder() / ".new-x" / "flight").mkdir(parents=True)
+    with pytest.raises(InvalidArgument, match="there is no job"):
+        find_job(name)
+    (runtime_folder() / ".new-x" / "flight").rmdir()
+    (runtime_folder() / ".new-x").rmdir()
+
+
+def test_folders_and_files_are_for_this_user_only():
+    with running(1, WAITING) as job:
+        folder = find_job(told(job)[0]).folder
+        temporary = Path(json.loads((folder / "job.json").read_text())["temporary"])
+        assert wait_for(lambda: "job.new" not in os.listdir(folder))
+        modes = {path: stat.S_IMODE(path.stat().st_mode) for path in [runtime_folder(), *folder.rglob("*"), temporary]}
+        assert all(mode == (0o700 if path.is_dir() else 0o600) for path, mode in modes.items()), modes
+        end(job)
+
+
+def test_an_open_runtime_folder_is_closed(monkeypatch, tmp_path):
+    (tmp_path / "runtime" / "mlxdist").mkdir(mode=0o755)
+    assert stat.S_IMODE(runtime_folder().stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("in_the_way", ["link", "file"])
+def test_what_is_no_folder_of_ours_is_refused(tmp_path, in_the_way):
+    """In /tmp anybody can make one of that name first."""
+    place = tmp_path / "runtime" / "mlxdist"
+    place.symlink_to(tmp_path) if in_the_way == "link" else place.touch()
+    with pytest.raises(ResourceError, match="cannot be prepared in .*mlxdist"):
+        runtime_folder()
+    job = launch(1, "true")
+    assert job.returncode == 1 and b"cannot be prepared" in job.stderr and b"Traceback" not in job.stderr
+    place.unlink()
+
+
+@pytest.mark.parametrize("value", [None, "", "relative", "/no/such/folder"])
+def test_without_a_runtime_folder_of_the_system(monkeypatch, tmp_path, value):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", value) if value is not None else monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert runtime_folder() == tmp_path / f"mlxdist-{os.getuid()}"
+
+
+def test_a_process_number_that_was_used_again_is_not_taken_for_the_rank():
+    (own,) = start_times([os.getpid()]).values()
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        later = start_times([child.pid])[child.pid]
+        assert later != own and start_times([child.pid]) == {child.pid: later}
+    finally:
+        child.kill()
+        # A zombie does not run.
+        assert wait_for(lambda: start_times([child.pid]) == {})
+        child.wait()
+
+
+def test_recordings_of_a_failed_job_stay_and_are_named():
+    job = python(2, RECORD + "raise SystemExit(3 if rank else 0)")
+    folder = Path(re.search(r"flight recordings are in (\S+)\.", job.stderr.decode())[1])
+    assert sorted(path.name for path in folder.iterdir()) == ["flight-0.json", "flight-1.json"]
+    assert os.listdir(folder.parent) == ["flight"]
+    ended = find_job(folder.parent.name)
+    assert (ended.flight_folder, ended.pids, list_jobs()) == (folder, {}, [])
+
+
+def test_recordings_of_a_job_that_succeeds_go():
+    job = python(2, RECORD)
+    assert (job.returncode, job.stderr) == (0, b"")
+    assert list(runtime_folder().iterdir()) == []
+
+
+@pytest.mark.parametrize("value, expected", [("records", "{}/records"), ("/no/such", "/no/such"), ("none", None)])
+def test_recordings_go_where_the_user_wants(tmp_path, value, expected):
+    program = "print(os.environ['MLXDIST_JOB'], os.environ['MLXDIST_FLIGHT'], flush=True)\nimport time; time.sleep(60)"
+    with running(1, program, options=["--env", f"MLXDIST_FLIGHT={value}"], cwd=tmp_path) as job:
+        _, name, told_folder = job.first_lines[0].split()
+        expected = expected and expected.format(tmp_path)
+        assert told_folder == (expected or "none")
+        assert find_job(name).flight_folder == (expected and Path(expected))
+        end(job)
+
+
+def test_a_job_inside_a_job_has_recordings_of_its_own():
+    program = "import os; print(os.environ['MLXDIST_FLIGHT'])"
+    inner = [*LAUNCH, "-n", "1", "--no-prefix", "--", sys.executable, "-c", program]
+    job = python(1, program + f"\nimport subprocess; subprocess.run({inner!r})")
+    assert len(set(job.stdout.split(b"\n"))) == 3, job
+
+
+def test_only_the_last_recordings_are_kept():
+    for number in range(leftovers.KEPT + 2):
+        folder = runtime_folder() / f"job{number}"
+        (folder / "flight").mkdir(parents=True)
+        (folder / "flight" / "flight-0.json").touch()
+        os.utime(folder, (number, number))
+    assert launch(1, "true").returncode == 0
+    assert {path.name for path in runtime_folder().iterdir()} == {f"job{n}" for n in range(2, leftovers.KEPT + 2)}
+
+
+def kill_launcher_and_keeper(job):
+    """At the same instant, so that neither can clean up after the other."""
+    keeper = int(subprocess.run(["pgrep", "-P", str(job.pid), "-f", "keeper.py"], capture_output=True).stdout)
+    os.kill(keeper, signal.SIGSTOP)
+    job.kill()
+    job.wait()
+    os.kill(keeper, signal.SIGKILL)
+    assert wait_for(lambda: keeper not in start_times([keeper]))
+
+
+def test_what_a_killed_launcher_and_keeper_leave_is_removed_by_the_next_start(tmp_path):
+    """The ranks, their children in sessions of their own or without environment, and both folders."""
+    seconds = f"60.{os.getpid()}"
+    program = (
+        RECORD + f"import subprocess; subprocess.Popen(['sleep', '{seconds}'], start_new_session=True)\n"
+        f"subprocess.Popen(['sleep', '{seconds}'], env={{}})\n" + WAITING
+    )
+    with running(2, program) as job:
+        name, pids = told(job)
+        assert wait_for(lambda: find_job(name).pids == pids)
+        kill_launcher_and_keeper(job)
+        assert list_jobs() == [] and set(start_times(pids.values())) == set(pids.values())
+        assert list((tmp_path / "tmp").iterdir()) != []
+        following = launch(1, "true")
+        assert following.returncode == 0
+        assert f"cleaned up after job {name}, whose launcher (pid {job.pid}) was killed. 2 processes" in (
+            following.stderr.decode()
+        )
+        assert start_times(pids.values()) == {}
+    assert subprocess.run(["pgrep", "-f", f"^sleep {seconds}$"], capture_output=True).stdout == b""
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert os.listdir(runtime_folder() / name) == ["flight"], "its recordings stay"
+    assert launch(1, "true").stderr == b"", "said once"
+
+
+def test_a_job_whose_launcher_runs_is_left_alone():
+    with running(1, WAITING) as job:
+        name, pids = told(job)
+        assert launch(1, "true").stderr == b""
+        assert wait_for(lambda: find_job(name).pids == pids)
+        end(job)
+
+
+def test_a_job_whose_keeper_still_runs_is_left_to_it():
+    with running(1, WAITING) as job:
+        name, pids = told(job)
+        keeper = int(subprocess.run(["pgrep", "-P", str(job.pid), "-f", "keeper.py"], capture_output=True).stdout)
+        os.kill(keeper, signal.SIGSTOP)
+        job.kill()
+        job.wait()
+        assert launch(1, "true").stderr == b""
+        assert set(start_times(pids.values())) == set(pids.values())
+        os.kill(keeper, signal.SIGCONT)
+        assert wait_for(lambda: start_times(pids.values()) == {})
+
+
+def test_a_process_that_is_not_the_job_s_is_never_ended(tmp_path):
+    """Its number stands in the record of a dead job, but it started at another time."""
+    stranger = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        folder = JobFolder("dead", tmp_path / "mlxdist-dead", ["true"])
+        folder.note_ranks({0: stranger.pid})
+        record = json.loads((folder.folder / "job.json").read_text())
+        record["ranks"]["0"][1] += "0"
+        (folder.folder / "job.json").write_text(json.dumps(record))
+        folder.close()
+        assert b"cleaned up after job dead" in launch(1, "true").stderr
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"launcher": 1}', "other folder"])
+def test_what_is_not_a_launcher_s_record_removes_nothing(tmp_path, damage):
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    folder = JobFolder("damaged", precious, ["true"])
+    if damage != "other folder":
+        (folder.folder / "job.json").write_text(damage)
+    folder.close()
+    assert launch(1, "true").stderr == b""
+    assert precious.is_dir() and (folder.folder / "job.json").exists()
+    shutil.rmtree(folder.folder)
+
+
+def test_a_launcher_inside_a_dead_job_does_not_end_itself():
+    inner = [*LAUNCH, "-n", "1", "--", "echo", "inner"]
+    program = (
+        "import subprocess, sys, time\nprint(os.environ['MLXDIST_JOB'], os.getpid(), flush=True)\n"
+        "while os.getppid() == PARENT: time.sleep(0.02)\n"
+        "time.sleep(0.3)\n"
+        f"open(OUT, 'wb').write(subprocess.run({inner!r}, stdout=subprocess.PIPE).stdout)\ntime.sleep(60)"
+    )
+    out = Path(os.environ["TMPDIR"]).parent / "out"
+    with running(1, f"PARENT = os.getppid(); OUT = {str(out)!r}\n" + program) as job:
+        name, pids = told(job)
+        kill_launcher_and_keeper(job)
+        assert wait_for(lambda: out.exists() and out.read_bytes() == b"[0] inner\n", 10)
+        assert set(start_times(pids.values())) == set(pids.values())
+        assert b"cleaned up" in launch(1, "true").stderr

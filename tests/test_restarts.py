@@ -1,0 +1,154 @@
+"""`mlxdist launch --max-restarts`: the whole job again after a failure."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import LAUNCH, closing_line, launch, nothing_left, python, running, wait_for  # noqa: F401
+
+from mlxdist.launch.jobs import list_jobs
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "train_and_generate.py"
+RESTART = "restart = int(os.environ['MLXDIST_RESTART'])\n"
+
+
+def restarts(job):
+    return [line for line in job.stderr.decode().splitlines() if line.startswith("mlxdist launch: ")]
+
+
+def test_the_whole_group_starts_again_until_it_succeeds():
+    program = RESTART + "print('start', restart, flush=True)\nif rank == 1 and restart < 2: os.kill(os.getpid(), 9)"
+    job = python(2, program, options=["--max-restarts", "3"])
+    assert job.returncode == 0, job.stderr
+    assert sorted(job.stdout.decode().splitlines()) == [f"[{rank}] start {n}" for rank in range(2) for n in range(3)]
+    first, second = restarts(job)
+    assert re.search(r"rank 1 failed first, killed by SIGKILL .* after \d+\.\d s; .*; restart 1 of 3 in 1 s\.$", first)
+    assert second.endswith("; restart 2 of 3 in 2 s.")
+
+
+def test_without_the_option_nothing_starts_again():
+    job = python(1, RESTART + "print(restart); raise SystemExit(3)")
+    assert (job.returncode, job.stdout) == (3, b"[0] 0\n")
+    assert "restart" not in closing_line(job)
+
+
+def test_each_start_is_a_job_of_its_own():
+    """Its name, secret, address, folders; and the exit status is that of the last one."""
+    names = ("MLXDIST_JOB", "MLXDIST_SECRET", "MLXDIST_RENDEZVOUS", "TMPDIR", "MLXDIST_FLIGHT")
+    program = (
+        f"print(*(os.environ[name] for name in {names}), sep='|')\n"
+        "open(os.environ['MLXDIST_FLIGHT'] + '/flight-0.json', 'w').write('x')\n"
+        "raise SystemExit(10 + restart)"
+    )
+    job = python(1, RESTART + program, options=["--max-restarts", "1"])
+    first, second = (line.removeprefix("[0] ").split("|") for line in job.stdout.decode().splitlines())
+    assert len(first) == len(names) and not set(first) & set(second)
+    assert job.returncode == 11
+    assert "with exit status 11" in restarts(job)[1] and "the last of 1 restarts" in restarts(job)[1]
+    for start, line in zip((first, second), restarts(job)):
+        assert f"flight recordings are in {start[-1]};" in line and os.path.exists(start[-1] + "/flight-0.json")
+
+
+def test_ranks_find_together_in_every_start():
+    program = RESTART + (
+        "from mlxdist.environment import Environment; from mlxdist.rendezvous import Rendezvous\n"
+        "environment = Environment.read(); assert environment.restart == restart\n"
+        "r = Rendezvous(environment); print(r.all_gather(str(rank).encode(), 'x'), flush=True)\n"
+        "if rank == 1 and restart == 0: os.kill(os.getpid(), 9)\n"
+        "r.close()"
+    )
+    job = python(2, program, options=["--max-restarts", "1"])
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count(b"[b'0', b'1']") == 4
+
+
+def test_processes_of_the_failed_start_do_not_meet_the_next():
+    """Also those that have left their rank's group."""
+    program = RESTART + (
+        "import subprocess\n"
+        "if restart == 0: subprocess.Popen(['sleep', SECONDS], start_new_session=True); raise SystemExit(1)\n"
+        "print(subprocess.run(['pgrep', '-f', f'^sleep {SECONDS}$'], capture_output=True).stdout)"
+    )
+    job = python(1, f"SECONDS = '60.{os.getpid()}'\n" + program, options=["--max-restarts", "1"])
+    assert (job.returncode, job.stdout) == (0, b"[0] b''\n"), job.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_no_restart_after_an_interrupt(number):
+    with running(2, "import time; print('start', flush=True); time.sleep(30)", options=["--max-restarts", "5"]) as job:
+        job.send_signal(number)
+        out, err = job.communicate(timeout=10)
+    assert job.returncode == 128 + number
+    assert "start" not in out and "restart" not in err
+
+
+def test_an_interrupt_ends_the_pause_before_a_restart():
+    program = RESTART + "print('start', flush=True); raise SystemExit(1)"
+    with running(1, program, options=["--max-restarts", "5"]) as job:
+        while "restart 2 of 5" not in job.stderr.readline():
+            assert job.poll() is None
+        job.send_signal(signal.SIGINT)
+        out, err = job.communicate(timeout=10)
+    assert job.returncode == 130
+    assert out.count("start") == 1 and "interrupted by SIGINT before restart 2 of 5" in err
+
+
+def test_a_command_that_cannot_start_is_not_tried_again(tmp_path):
+    program = tmp_path / "program"
+    program.write_bytes(b"\x7fELF nonsense")
+    program.chmod(0o755)
+    job = launch(2, str(program), options=["--max-restarts", "5"])
+    assert job.returncode == 126 and b"restart" not in job.stderr
+
+
+def test_no_restart_when_nobody_reads_the_output():
+    """`mlxdist launch ... | head`: the next start would fail for the same reason."""
+    line = " ".join([*LAUNCH, "-n 1 --max-restarts 5 -- yes | head -n 1; echo ${PIPESTATUS[0]}"])
+    job = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=20)
+    assert job.stdout.split("\n")[:2] == ["[0] y", str(128 + signal.SIGPIPE)]
+    assert "restart" not in job.stderr
+
+
+def test_bad_numbers():
+    job = launch(1, "true", options=["--max-restarts", "-1"])
+    assert job.returncode == 2 and b"--max-restarts" in job.stderr
+
+
+def run_example(folder, *launcher_options):
+    """A short training, with its files in ``folder``. The launcher, its output in a pipe."""
+    options = ["--steps", "40", "--checkpoint-every", "8", "--tokens", "2"]
+    files = ["--out", folder / "model", "--json", folder / "demo.json"]
+    command = [*LAUNCH, "-n", "2", *launcher_options, "--", sys.executable, EXAMPLE, *options, *files]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([str(part) for part in command], **streams)
+
+
+@pytest.mark.long
+def test_the_example_goes_on_from_its_checkpoint(tmp_path):
+    """A rank is killed in the middle; in the end the weights are bit for bit those of an undisturbed training."""
+    folders = [tmp_path / "undisturbed", tmp_path / "killed"]
+    undisturbed = run_example(folders[0])
+    said = undisturbed.communicate(timeout=120)[0]
+    assert undisturbed.returncode == 0, said
+
+    job = run_example(folders[1], "--max-restarts", "1")
+    checkpoints = folders[1] / "model" / "checkpoints"
+    assert wait_for(lambda: (checkpoints / "step-00000008.safetensors").exists(), 60)
+    (running_job,) = list_jobs()
+    os.kill(running_job.pids[1], signal.SIGKILL)
+    said = job.communicate(timeout=120)[0]
+    assert job.returncode == 0, said
+
+    assert re.search(r"rank 1 failed first, killed by SIGKILL .*; restart 1 of 1 in 1 s\.", said), said
+    report = json.loads((folders[1] / "demo.json").read_text())
+    assert 8 <= report["training"]["resumed_at"] < 40 and report["training"]["resumed_at"] % 8 == 0
+    assert f"[0] resumed after step {report['training']['resumed_at']}\n" in said
+    assert report["loss_first"] == json.loads((folders[0] / "demo.json").read_text())["loss_first"]
+    assert sorted(path.name for path in checkpoints.iterdir()) == [f"step-000000{n}.safetensors" for n in (32, 40)]
+    first, second = ((folder / "model" / "model.safetensors").read_bytes() for folder in folders)
+    assert first == second
