@@ -99,7 +99,7 @@ void soft_cq_add(struct soft_qp *qp, uint64_t wr_id, enum ibv_wc_status status) 
     return;
   }
   cq->sends[(cq->send_head + cq->send_count++) % size] =
-      (struct soft_send_completion){.qp = qp, .wr_id = wr_id, .position = qp->sq_posted, .status = status};
+      (struct soft_send_completion){.qp = qp, .wr_id = wr_id, .position = qp->sq_left, .status = status};
 }
 
 void soft_cq_discard(struct soft_qp *qp) {
@@ -158,7 +158,9 @@ static bool take_receive(struct soft_qp *qp, struct ibv_wc *wc) {
 /* -EOVERFLOW after an overrun, once the completions from before it have been taken. */
 int soft_poll_cq(struct ibv_cq *verbs, int num_entries, struct ibv_wc *wc) {
   struct soft_cq *cq = soft_cq(verbs);
-  soft_context(verbs->context)->counters.polls++;
+  struct soft_context *context = soft_context(verbs->context);
+  context->counters.polls++;
+  if (context->held) soft_send_held(context);
   if (num_entries < 0) return -EINVAL;
   if (may_overrun(cq) && !cq->overrun && count_outstanding(cq) > (uint64_t)verbs->cqe) fail_by_overrun(cq);
   int limit = cq->overrun && cq->survivors < num_entries ? cq->survivors : num_entries;

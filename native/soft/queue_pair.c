@@ -40,11 +40,19 @@ static void start_receiving(struct soft_qp *qp) {
   atomic_store(&qp->shared->posted, qp->rq_posted);
 }
 
-static struct soft_qp *allocate_qp(uint32_t ring_size) {
-  struct soft_qp *qp = calloc(1, sizeof *qp);
-  if (qp) qp->receives = calloc(ring_size, sizeof *qp->receives);
-  if (qp && qp->receives) return qp;
+static void free_qp(struct soft_qp *qp) {
+  if (!qp) return;
+  free(qp->receives);
+  free(qp->held);
   free(qp);
+}
+
+static struct soft_qp *allocate_qp(uint32_t sends, uint32_t receives) {
+  struct soft_qp *qp = calloc(1, sizeof *qp);
+  if (qp) qp->receives = calloc(receives, sizeof *qp->receives);
+  if (qp) qp->held = calloc(sends, sizeof *qp->held);
+  if (qp && qp->receives && qp->held) return qp;
+  free_qp(qp);
   return NULL;
 }
 
@@ -58,7 +66,8 @@ struct ibv_qp *soft_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr) 
   if (!error && place == SOFT_MAX_QP) error = ENOMEM;
   if (!error && context->tainted) error = EIO;
   uint32_t ring_size = error ? 0 : power_of_two(attr->cap.max_recv_wr);
-  struct soft_qp *qp = error ? NULL : allocate_qp(ring_size);
+  uint32_t held_size = error ? 0 : power_of_two(attr->cap.max_send_wr);
+  struct soft_qp *qp = error ? NULL : allocate_qp(held_size, ring_size);
   if (!qp) {
     errno = error ? error : ENOMEM;
     return NULL;
@@ -78,6 +87,7 @@ struct ibv_qp *soft_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr) 
   qp->cap = attr->cap;
   qp->sq_sig_all = attr->sq_sig_all;
   qp->rq_mask = ring_size - 1;
+  qp->sq_mask = held_size - 1;
   qp->shared = &context->segment->layout->queue_pairs[place];
   atomic_store(&qp->shared->claim, CLAIM_CLOSED);
   start_receiving(qp);
@@ -117,11 +127,11 @@ static void stop_receiving(struct soft_qp *qp) {
   }
 }
 
-/* Sends are complete as soon as they are posted, so only receives are left to flush. */
 void soft_qp_fail(struct soft_qp *qp) {
   if (qp->verbs.state == IBV_QPS_ERR) return;
   stop_receiving(qp);
   qp->verbs.state = IBV_QPS_ERR;
+  soft_flush_held(qp);
 }
 
 static void leave_peer(struct soft_qp *qp) {
@@ -139,9 +149,10 @@ static void forget_receives(struct soft_qp *qp) {
 static void reset(struct soft_qp *qp) {
   stop_receiving(qp);
   forget_receives(qp);
+  soft_forget_held(qp);
   leave_peer(qp);
   soft_cq_discard(qp);
-  qp->sq_posted = qp->sq_retired = 0;
+  qp->sq_posted = qp->sq_left = qp->sq_retired = 0;
   start_receiving(qp);
   atomic_store(&qp->shared->attached, 0);
   qp->attr = (struct ibv_qp_attr){0};
@@ -152,14 +163,14 @@ int soft_destroy_qp(struct ibv_qp *verbs) {
   struct soft_context *context = soft_context(verbs->context);
   stop_receiving(qp);
   forget_receives(qp);
+  soft_forget_held(qp);
   leave_peer(qp);
   if (context->segment->layout) atomic_store(&qp->shared->qp_num, 0);
   context->positions[verbs->handle] = qp->rq_posted;
   soft_cq_detach(qp);
   soft_pd(verbs->pd)->users--;
   context->qps[verbs->handle] = NULL;
-  free(qp->receives);
-  free(qp);
+  free_qp(qp);
   return 0;
 }
 

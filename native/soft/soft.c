@@ -95,10 +95,10 @@ static int query_device(struct ibv_context *context, struct ibv_device_attr *att
 }
 
 static int query_port(struct ibv_context *context, uint8_t port, struct ibv_port_attr *attr) {
-  (void)context;
   if (port != 1) return soft_error(EINVAL);
+  bool down = soft_context(context)->faults.link_down;
   *attr = (struct ibv_port_attr){
-      .state = IBV_PORT_ACTIVE,
+      .state = down ? IBV_PORT_DOWN : IBV_PORT_ACTIVE,
       .max_mtu = IBV_MTU_4096,
       .active_mtu = IBV_MTU_4096,
       .gid_tbl_len = 1,
@@ -107,7 +107,7 @@ static int query_port(struct ibv_context *context, uint8_t port, struct ibv_port
       .max_vl_num = 1,
       .active_width = 1,
       .active_speed = 1,
-      .phys_state = 5, /* LinkUp */
+      .phys_state = down ? 2 : 5, /* Polling, LinkUp */
       .link_layer = IBV_LINK_LAYER_ETHERNET, /* as with RoCE, a peer is addressed by its GID alone */
   };
   return 0;

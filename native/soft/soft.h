@@ -56,15 +56,17 @@ struct soft_context {
   uint32_t qps_created;
   unsigned pds;
   unsigned cqs;
+  uint32_t held; /* SENDs of all queue pairs that were posted and have not left */
   struct verbs_counters counters;
   struct soft_faults faults;
 };
 
-/* A completion of the send queue: sends complete while they are posted, and wait here to be polled. */
+/* A completion of the send queue: it waits here to be polled. */
 struct soft_send_completion {
   struct soft_qp *qp;
   uint64_t wr_id;
-  uint64_t position; /* of the work request: it and all before it have left the send queue */
+  uint64_t position; /* of the work request: it and all before it have left the send queue, */
+  uint64_t frames;   /* with so many frames since the queue pair was created or reset */
   enum ibv_wc_status status;
 };
 
@@ -82,6 +84,13 @@ struct soft_cq {
   uint64_t demand;        /* work requests that the queue pairs can have outstanding */
   bool overrun;
   int survivors; /* after an overrun: completions that may still be polled */
+};
+
+/* A SEND that cannot leave yet: it is late on purpose, or waits for a receive of the peer, or for one before it. */
+struct soft_send_wr {
+  struct ibv_send_wr verbs; /* its sg_list is the member below */
+  struct ibv_sge list[SOFT_MAX_SEND_SGE];
+  uint64_t leaves_ns; /* not before; 0: at once */
 };
 
 struct soft_receive_wr {
@@ -108,7 +117,10 @@ struct soft_qp {
 
   struct soft_remote remote;
   uint64_t sq_posted;
+  uint64_t sq_left;    /* of those posted: sent, failed or flushed */
   uint64_t sq_retired; /* their slots in the send queue are free again */
+  struct soft_send_wr *held; /* a ring of those that were posted and have not left */
+  uint32_t sq_mask;
 
   struct shared_queue_pair *shared; /* ours, in our segment */
   struct soft_receive_wr *receives; /* a ring like the shared ones */
@@ -177,5 +189,8 @@ void soft_remove_name(struct soft_context *context);
 /* work_queue.c */
 int soft_post_send(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad_wr);
 int soft_post_recv(struct ibv_qp *qp, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad_wr);
+void soft_send_held(struct soft_context *context); /* those that may leave by now */
+void soft_flush_held(struct soft_qp *qp);          /* in the state ERR: all */
+void soft_forget_held(struct soft_qp *qp);         /* without completions */
 
 #endif

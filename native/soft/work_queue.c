@@ -1,8 +1,11 @@
 /* Posting: where the data moves. */
+#define _POSIX_C_SOURCE 200809L
 #include "soft.h"
 
 #include <errno.h>
+#include <signal.h>
 #include <string.h>
+#include <time.h>
 
 static uint64_t total_length(const struct ibv_sge *list, int num_sge) {
   uint64_t length = 0;
@@ -61,17 +64,37 @@ static bool claim_receive(struct soft_qp *qp, uint64_t *position) {
   return false;
 }
 
-static void copy_message(char *to, const struct ibv_send_wr *wr) {
+static void copy_message(char *to, const struct ibv_send_wr *wr, uint32_t length) {
   for (int i = 0; i < wr->num_sge; i++) {
     const struct ibv_sge *sge = &wr->sg_list[i];
-    if (sge->length) memcpy(to, (const void *)(uintptr_t)sge->addr, sge->length);
-    to += sge->length;
+    uint32_t part = sge->length < length ? sge->length : length;
+    if (part) memcpy(to, (const void *)(uintptr_t)sge->addr, part);
+    to += part;
+    length -= part;
   }
+}
+
+/* Copies a message that is to be damaged, and returns what is left of its length. */
+static uint32_t copy_damaged(struct soft_context *context, char *to, const struct ibv_send_wr *wr, uint32_t length,
+                             unsigned faults) {
+  struct soft_faults *generator = &context->faults;
+  if (length > 0 && (faults & 1u << SOFT_FAULT_TRUNCATE)) {
+    length = (uint32_t)soft_faults_draw(generator, length);
+    context->counters.truncated_by_fault++;
+  }
+  copy_message(to, wr, length);
+  if (length > 0 && (faults & 1u << SOFT_FAULT_CORRUPT)) {
+    uint64_t bit = soft_faults_draw(generator, 8 * (uint64_t)length);
+    to[bit / 8] ^= (char)(1 << bit % 8);
+    context->counters.corrupted_by_fault++;
+  }
+  return length;
 }
 
 /* Puts the message into the claimed receive, or fails the peer's queue pair, and completes the receive. What
  * the peer wrote is read once and checked, so that it cannot lead us out of its segment. */
-static void deliver(struct soft_qp *qp, const struct ibv_send_wr *wr, uint64_t position) {
+static void deliver(struct soft_qp *qp, const struct ibv_send_wr *wr, uint64_t position, unsigned faults) {
+  struct soft_context *context = soft_context(qp->verbs.context);
   struct soft_remote *remote = &qp->remote;
   struct shared_queue_pair *shared = remote->shared;
   struct shared_receive receive = shared->receives[position & remote->mask];
@@ -82,8 +105,12 @@ static void deliver(struct soft_qp *qp, const struct ibv_send_wr *wr, uint64_t p
   if (receive.offset > SEGMENT_BYTES || receive.length > SEGMENT_BYTES - receive.offset) status = IBV_WC_LOC_PROT_ERR;
   if (status == IBV_WC_SUCCESS && length > receive.length) status = IBV_WC_LOC_LEN_ERR;
   if (status == IBV_WC_SUCCESS) {
-    copy_message((char *)remote->segment->layout + receive.offset, wr);
-    soft_context(qp->verbs.context)->counters.bytes_sent += length;
+    char *to = (char *)remote->segment->layout + receive.offset;
+    if (__builtin_expect(faults != 0, 0))
+      length = copy_damaged(context, to, wr, length, faults);
+    else
+      copy_message(to, wr, length);
+    context->counters.bytes_sent += length;
   } else {
     atomic_fetch_or(&shared->claim, CLAIM_CLOSED);
     remote->found = false;
@@ -99,37 +126,104 @@ static void deliver(struct soft_qp *qp, const struct ibv_send_wr *wr, uint64_t p
 }
 
 /* false: it was dropped, as there is no receive for it. */
-static bool transmit(struct soft_qp *qp, const struct ibv_send_wr *wr) {
+static bool transmit(struct soft_qp *qp, const struct ibv_send_wr *wr, unsigned faults) {
   uint64_t position;
   if (!claim_receive(qp, &position)) return false;
-  deliver(qp, wr, position);
+  deliver(qp, wr, position, faults);
+  return true;
+}
+
+static bool has_good_keys(const struct soft_qp *qp, const struct ibv_send_wr *wr) {
+  for (int i = 0; i < wr->num_sge; i++) {
+    const struct ibv_sge *sge = &wr->sg_list[i];
+    if (sge->length && !soft_find_mr(qp->verbs.pd, sge->lkey, sge->addr, sge->length, 0)) return false;
+  }
   return true;
 }
 
 /* SUCCESS means that the message has left: whether anybody got it is not known on an unreliable connection. */
 static enum ibv_wc_status send_message(struct soft_qp *qp, const struct ibv_send_wr *wr) {
-  for (int i = 0; i < wr->num_sge; i++) {
-    const struct ibv_sge *sge = &wr->sg_list[i];
-    if (sge->length && !soft_find_mr(qp->verbs.pd, sge->lkey, sge->addr, sge->length, 0)) return IBV_WC_LOC_PROT_ERR;
-  }
+  if (!has_good_keys(qp, wr)) return IBV_WC_LOC_PROT_ERR;
   struct soft_context *context = soft_context(qp->verbs.context);
-  enum soft_fault fault = SOFT_FAULT_NONE;
-  if (__builtin_expect(context->faults.any, 0)) fault = soft_faults_next(&context->faults);
-  if (fault == SOFT_FAULT_DROP)
-    context->counters.dropped_by_fault++;
-  else if (!transmit(qp, wr))
-    context->counters.dropped++;
-  else if (fault == SOFT_FAULT_DUPLICATE && transmit(qp, wr))
-    context->counters.duplicated_by_fault++;
+  struct verbs_counters *counters = &context->counters;
+  unsigned faults = 0;
+  if (__builtin_expect(context->faults.any, 0)) faults = soft_faults_next(&context->faults);
+  if (faults & 1u << SOFT_FAULT_DIE) raise(SIGKILL);
+  if (faults & 1u << SOFT_FAULT_ERROR) {
+    counters->failed_by_fault++;
+    return IBV_WC_GENERAL_ERR;
+  }
+  if (faults & 1u << SOFT_FAULT_DROP)
+    counters->dropped_by_fault++;
+  else if (!transmit(qp, wr, faults))
+    counters->dropped++;
+  else if ((faults & 1u << SOFT_FAULT_DUPLICATE) && transmit(qp, wr, faults))
+    counters->duplicated_by_fault++;
   return IBV_WC_SUCCESS;
 }
 
-static void execute_send(struct soft_qp *qp, const struct ibv_send_wr *wr) {
-  enum ibv_wc_status status = qp->verbs.state == IBV_QPS_ERR ? IBV_WC_WR_FLUSH_ERR : send_message(qp, wr);
-  qp->sq_posted++;
+static void complete_send(struct soft_qp *qp, const struct ibv_send_wr *wr, enum ibv_wc_status status) {
+  qp->sq_left++;
   if (status != IBV_WC_SUCCESS || qp->sq_sig_all || (wr->send_flags & IBV_SEND_SIGNALED))
     soft_cq_add(qp, wr->wr_id, status);
   if (status != IBV_WC_SUCCESS) soft_qp_fail(qp);
+}
+
+static void execute_send(struct soft_qp *qp, const struct ibv_send_wr *wr) {
+  complete_send(qp, wr, qp->verbs.state == IBV_QPS_ERR ? IBV_WC_WR_FLUSH_ERR : send_message(qp, wr));
+}
+
+static uint64_t clock_ns(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
+}
+
+/* When a SEND that is posted now may leave; 0: at once. */
+static uint64_t draw_departure(struct soft_context *context) {
+  uint64_t late = soft_faults_late_ns(&context->faults);
+  if (!late) return 0;
+  context->counters.delayed_by_fault++;
+  return clock_ns() + late;
+}
+
+static void hold(struct soft_qp *qp, const struct ibv_send_wr *wr, uint64_t leaves_ns) {
+  struct soft_send_wr *held = &qp->held[(qp->sq_posted - 1) & qp->sq_mask];
+  held->verbs = *wr;
+  held->verbs.sg_list = held->list;
+  for (int i = 0; i < wr->num_sge; i++) held->list[i] = wr->sg_list[i];
+  held->leaves_ns = leaves_ns;
+  soft_context(qp->verbs.context)->held++;
+}
+
+static struct soft_send_wr *first_held(struct soft_qp *qp) {
+  return qp->sq_left == qp->sq_posted ? NULL : &qp->held[qp->sq_left & qp->sq_mask];
+}
+
+static void send_held(struct soft_qp *qp) {
+  struct soft_send_wr *held;
+  while ((held = first_held(qp)) && (!held->leaves_ns || held->leaves_ns <= clock_ns())) {
+    soft_context(qp->verbs.context)->held--;
+    execute_send(qp, &held->verbs);
+  }
+}
+
+void soft_send_held(struct soft_context *context) {
+  for (int i = 0; i < SOFT_MAX_QP; i++)
+    if (context->qps[i]) send_held(context->qps[i]);
+}
+
+void soft_flush_held(struct soft_qp *qp) {
+  struct soft_send_wr *held;
+  while ((held = first_held(qp))) {
+    soft_context(qp->verbs.context)->held--;
+    complete_send(qp, &held->verbs, IBV_WC_WR_FLUSH_ERR);
+  }
+}
+
+void soft_forget_held(struct soft_qp *qp) {
+  soft_context(qp->verbs.context)->held -= (uint32_t)(qp->sq_posted - qp->sq_left);
+  qp->sq_left = qp->sq_posted;
 }
 
 /* EINVAL: not in RTS or ERR, or the request is invalid. ENOMEM: the queue is full; a request leaves it when a
@@ -138,6 +232,7 @@ int soft_post_send(struct ibv_qp *verbs, struct ibv_send_wr *wr, struct ibv_send
   struct soft_qp *qp = soft_qp(verbs);
   struct soft_context *context = soft_context(verbs->context);
   if (context->segment->named) soft_remove_name(context);
+  if (__builtin_expect(context->held != 0, 0)) send_held(qp);
   for (; wr; wr = wr->next) {
     int error = check_send(qp, wr);
     if (error) {
@@ -145,7 +240,14 @@ int soft_post_send(struct ibv_qp *verbs, struct ibv_send_wr *wr, struct ibv_send
       return soft_error(error);
     }
     context->counters.sends++;
-    execute_send(qp, wr);
+    uint64_t leaves_ns = 0;
+    if (__builtin_expect(context->faults.any, 0) && verbs->state == IBV_QPS_RTS) leaves_ns = draw_departure(context);
+    bool queued = first_held(qp);
+    qp->sq_posted++;
+    if (queued || leaves_ns)
+      hold(qp, wr, leaves_ns);
+    else
+      execute_send(qp, wr);
   }
   return 0;
 }

@@ -22,8 +22,13 @@ struct verbs_counters {
   uint64_t polls;               /* calls of poll_cq */
   uint64_t bytes_sent;          /* delivered into posted receives */
   uint64_t dropped;             /* sends that met no posted receive */
-  uint64_t dropped_by_fault;    /* sends lost, */
-  uint64_t duplicated_by_fault; /* and sends delivered twice, because inject asked for it */
+  /* Because inject asked for it: sends */
+  uint64_t dropped_by_fault;    /* lost, a link that was down included */
+  uint64_t duplicated_by_fault; /* delivered twice */
+  uint64_t truncated_by_fault;
+  uint64_t corrupted_by_fault;
+  uint64_t failed_by_fault;     /* completed with an error */
+  uint64_t delayed_by_fault;
 };
 
 struct verbs {
