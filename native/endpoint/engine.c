@@ -17,11 +17,14 @@
 #define YIELD_LIMIT_NS 1000000u
 
 int engine_open(struct engine *engine) {
-  engine->verbs = verbs_choose();
+  engine->verbs = verbs_choose(engine->options.soft_profile);
+  if (!engine->verbs)
+    return fail(MLXDIST_INVALID_ARGUMENT, "there is no soft profile %s; there are ideal, apple-tb5 and rxe "
+                "(MLXDIST_SOFT_PROFILE)", engine->options.soft_profile);
   engine->links = engine->options.cables;
   int status = MLXDIST_OK;
   for (uint32_t link = 0; link < engine->links && !status; link++) {
-    status = device_open(&engine->devices[link], engine->verbs, (int)link);
+    status = device_open(&engine->devices[link], engine->verbs, (int)link, engine->rank);
     /* Each channel has at most its receives, and two windows of sends, outstanding. */
     int entries = 3 * (int)(engine->options.eager_slots + engine->options.bulk_slots) * (engine->size - 1);
     if (!status) status = device_create_cq(&engine->devices[link], entries);

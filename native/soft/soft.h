@@ -10,10 +10,13 @@
 
 #include "../verbs/verbs.h"
 #include "faults.h"
+#include "profile.h"
+#include "quota.h"
 #include "segment.h"
 
 #include <stdbool.h>
 
+/* What there is room for; a profile may allow less. */
 #define SOFT_MAX_PD 64
 #define SOFT_MAX_CQ 128
 #define SOFT_MAX_CQE (1 << 20)
@@ -33,6 +36,7 @@ struct soft_block {
 struct soft_mr {
   struct ibv_mr verbs;
   int access;
+  uint32_t number;   /* in the order of registrations */
   uint32_t receives; /* posted into it, and not polled yet */
 };
 
@@ -41,8 +45,15 @@ struct soft_pd {
   unsigned users; /* memory regions and queue pairs */
 };
 
+struct soft_device {
+  struct ibv_device verbs;
+  const struct soft_profile *profile;
+};
+
 struct soft_context {
   struct ibv_context verbs;
+  const struct soft_profile *profile;
+  uint32_t host; /* that it pretends to be on */
   struct segment *segment;
   struct soft_block *blocks;
   /* A peer stopped in the middle of a copy and may yet finish it: memory and receive rings are not used again.
@@ -51,6 +62,7 @@ struct soft_context {
   struct soft_mr *mrs[SOFT_MAX_MR];
   uint32_t mr_place; /* all places below it are taken */
   uint32_t mrs_registered;
+  uint32_t mr_count; /* now */
   struct soft_qp *qps[SOFT_MAX_QP];
   uint64_t positions[SOFT_MAX_QP]; /* where the receives of each place's next queue pair begin */
   uint32_t qps_created;
@@ -114,11 +126,14 @@ struct soft_qp {
   struct ibv_qp_attr attr; /* as set by modify_qp */
   struct ibv_qp_cap cap;
   bool sq_sig_all;
+  struct quota_place *place; /* at a device that processes share */
+  uint32_t last_mr;          /* the number of the last region that was mapped for it */
 
   struct soft_remote remote;
   uint64_t sq_posted;
   uint64_t sq_left;    /* of those posted: sent, failed or flushed */
   uint64_t sq_retired; /* their slots in the send queue are free again */
+  uint64_t sq_posted_frames, sq_left_frames, sq_retired_frames; /* likewise, where frames are counted */
   struct soft_send_wr *held; /* a ring of those that were posted and have not left */
   uint32_t sq_mask;
 
@@ -127,6 +142,7 @@ struct soft_qp {
   uint32_t rq_mask;
   uint64_t rq_head;   /* next receive to complete */
   uint64_t rq_posted;
+  uint32_t rq_frames; /* outstanding, where frames are counted */
   uint64_t rq_end;    /* receives from here on are flushed; UINT64_MAX while the peer may send */
 };
 
