@@ -146,6 +146,7 @@ typedef struct mlxdist_stats {
   uint64_t point_to_point;     /* send and recv */
   uint64_t payload_bytes_sent; /* the user's bytes */
   uint64_t header_bytes_sent;  /* headers and descriptors */
+  uint64_t padding_bytes_sent; /* behind a message, where the device sends whole frames only */
   uint64_t payload_bytes_received;
   uint64_t messages_sent;      /* work requests: data and control */
   uint64_t messages_received;
