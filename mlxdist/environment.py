@@ -18,6 +18,7 @@ __all__ = [
     "ALGORITHMS",
     "MAX_RANKS",
     "OF_JOB",
+    "SOFT_PROFILES",
     "VARIABLES",
     "Environment",
     "Variable",
@@ -27,6 +28,7 @@ __all__ = [
 
 MAX_RANKS = 1024
 ALGORITHMS = ("auto", "direct", "mesh", "ring", "doubling", "tree")  # enum mlxdist_algorithm of mlxdist.h
+SOFT_PROFILES = ("ideal", "apple-tb5", "rxe")  # native/soft/profile.h
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ VARIABLES = (
     Variable("MLXDIST_WIRES", "pairs of ranks that a cable joins, such as 0-1,1-2,2-0", "every pair"),
     Variable("MLXDIST_CONNECT_AT_START", "up to so many ranks all pairs connect at the start: 1 to 256", "8"),
     Variable("MLXDIST_ALGO", "how collectives move their data: auto, direct, mesh, ring, doubling or tree", "auto"),
+    Variable("MLXDIST_SOFT_PROFILE", "device that the software provider plays: ideal, apple-tb5 or rxe", "ideal"),
+    Variable("MLXDIST_INJECT", "faults of the software provider, for tests: a list as in native/soft/faults.h", "none"),
     Variable("MLXDIST_TUNING", "rank 0: file with the tuning table, or none", "~/.config/mlxdist/tuning.json"),
 )
 OF_JOB = frozenset(variable.name for variable in VARIABLES if variable.of_job)
@@ -85,6 +89,8 @@ class Environment:
     wires: frozenset[tuple[int, int]] | None = None
     connect_at_start: int | None = None
     algo: str | None = None
+    soft_profile: str = "ideal"
+    inject: str | None = None
     tuning: str | None = None
 
     @classmethod
@@ -114,6 +120,8 @@ class Environment:
             wires=_pairs(environ, "MLXDIST_WIRES"),
             connect_at_start=_integer(environ, "MLXDIST_CONNECT_AT_START", 1, 256),
             algo=_one_of(environ, "MLXDIST_ALGO", ALGORITHMS),
+            soft_profile=_one_of(environ, "MLXDIST_SOFT_PROFILE", SOFT_PROFILES) or "ideal",
+            inject=_faults(environ, "MLXDIST_INJECT"),
             tuning=_file(environ, "MLXDIST_TUNING"),
         )
         _refuse_contradictions(environ, environment)
@@ -217,6 +225,15 @@ def _one_of(environ: Mapping[str, str], name: str, values: tuple[str, ...]) -> s
     text = environ.get(name)
     if text is not None and text not in values:
         raise EnvironmentVariableError(f"{name}={text!r} is none of {', '.join(values)}")
+    return text
+
+
+def _faults(environ: Mapping[str, str], name: str) -> str | None:
+    """The provider knows which faults there are; here only what cannot be a list of any is refused."""
+    text = environ.get(name)
+    fault = "[a-z_]+(=[a-z0-9/]+)?"
+    if text is not None and not re.fullmatch(f"([0-9]:)?{fault}(,{fault})*", text, re.ASCII):
+        raise EnvironmentVariableError(f"{name}={text!r} is not a list of faults, such as drop=1/100,corrupt_next=1")
     return text
 
 

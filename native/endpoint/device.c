@@ -28,6 +28,7 @@ int device_open(struct device *device, const struct verbs *verbs, int index, int
   if (error) return fail(MLXDIST_RESOURCES, "port 1 of provider %s is unusable: %s", verbs->name, strerror(error));
   device->gathers = attributes.max_sge >= 2;
   device->whole_frames = verbs->whole_frames;
+  device->max_frames = (uint32_t)attributes.max_qp_wr;
   device->pd = verbs->alloc_pd(device->context);
   return device->pd ? MLXDIST_OK : fail(MLXDIST_RESOURCES, "alloc_pd failed: %s", strerror(errno));
 }

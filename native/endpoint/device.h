@@ -14,7 +14,8 @@ struct device {
   struct ibv_port_attr port;
   union ibv_gid gid;
   bool gathers; /* a send may be put together from two places */
-  bool whole_frames; /* a send must have as many frames as the receive that it meets */
+  bool whole_frames; /* a send must have as many frames as the receive that it meets, */
+  uint32_t max_frames; /* of which a queue takes so many */
 };
 
 /* Opens the `index`-th device of the provider, for this rank, which plays a host of its own where it can. */
