@@ -19,6 +19,7 @@ __all__ = [
     "MAX_RANKS",
     "MAX_RESTARTS",
     "OF_JOB",
+    "SOFT_PROFILES",
     "VARIABLES",
     "Environment",
     "Variable",
@@ -29,6 +30,7 @@ __all__ = [
 MAX_RANKS = 1024
 MAX_RESTARTS = 1000
 ALGORITHMS = ("auto", "direct", "mesh", "ring", "doubling", "tree")  # enum mlxdist_algorithm of mlxdist.h
+SOFT_PROFILES = ("ideal", "apple-tb5", "rxe")  # native/soft/profile.h
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ VARIABLES = (
     Variable("MLXDIST_WIRES", "pairs of ranks that a cable joins, such as 0-1,1-2,2-0", "every pair"),
     Variable("MLXDIST_CONNECT_AT_START", "up to so many ranks all pairs connect at the start: 1 to 256", "8"),
     Variable("MLXDIST_ALGO", "how collectives move their data: auto, direct, mesh, ring, doubling or tree", "auto"),
+    Variable("MLXDIST_SOFT_PROFILE", "device that the software provider plays: ideal, apple-tb5 or rxe", "ideal"),
+    Variable("MLXDIST_INJECT", "faults of the software provider, for tests: a list as in native/soft/faults.h", "none"),
     Variable("MLXDIST_TUNING", "rank 0: file with the tuning table, or none", "~/.config/mlxdist/tuning.json"),
     Variable("MLXDIST_FLIGHT", "folder for the flight recorder's files, or none", "the current folder"),
 )
@@ -90,6 +94,8 @@ class Environment:
     wires: frozenset[tuple[int, int]] | None = None
     connect_at_start: int | None = None
     algo: str | None = None
+    soft_profile: str = "ideal"
+    inject: str | None = None
     tuning: str | None = None
     flight: str | None = None
 
@@ -121,6 +127,8 @@ class Environment:
             wires=_pairs(environ, "MLXDIST_WIRES"),
             connect_at_start=_integer(environ, "MLXDIST_CONNECT_AT_START", 1, 256),
             algo=_one_of(environ, "MLXDIST_ALGO", ALGORITHMS),
+            soft_profile=_one_of(environ, "MLXDIST_SOFT_PROFILE", SOFT_PROFILES) or "ideal",
+            inject=_faults(environ, "MLXDIST_INJECT"),
             tuning=_file(environ, "MLXDIST_TUNING"),
             flight=_file(environ, "MLXDIST_FLIGHT"),
         )
@@ -225,6 +233,15 @@ def _one_of(environ: Mapping[str, str], name: str, values: tuple[str, ...]) -> s
     text = environ.get(name)
     if text is not None and text not in values:
         raise EnvironmentVariableError(f"{name}={text!r} is none of {', '.join(values)}")
+    return text
+
+
+def _faults(environ: Mapping[str, str], name: str) -> str | None:
+    """The provider knows which faults there are; here only what cannot be a list of any is refused."""
+    text = environ.get(name)
+    fault = "[a-z_]+(=[a-z0-9/]+)?"
+    if text is not None and not re.fullmatch(f"([0-9]:)?{fault}(,{fault})*", text, re.ASCII):
+        raise EnvironmentVariableError(f"{name}={text!r} is not a list of faults, such as drop=1/100,corrupt_next=1")
     return text
 
 

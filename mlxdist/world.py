@@ -127,6 +127,7 @@ class World:
             host = ffi.new("char[]", self.host.encode())
             options = _options(environment)
             options.host = host
+            profile = options.soft_profile = ffi.new("char[]", environment.soft_profile.encode())
             self._timeout = options.entry_timeout or _FOR_EVER
             wires = options.wires = _wires(environment)  # the name keeps it until the engine has copied it
             native = ffi.new("mlxdist_group **")
@@ -136,6 +137,7 @@ class World:
             self._share_tuning(environment)
             addresses = self._exchange_addresses()
             check(lib.mlxdist_group_connect(self.native, addresses, len(addresses)))
+            self._inject(environment.inject)
             self._rendezvous.barrier("connect")  # nobody sends before every receive is posted
             self._rendezvous.watch(on_failure=self._peer_failed, on_message=self._message)
         except BaseException as error:
@@ -152,6 +154,11 @@ class World:
         rows = [row.native() for row in tuning.unpack(self._rendezvous.all_gather(table, "tuning")[0])]
         check(lib.mlxdist_group_tune(self.native, ffi.new("mlxdist_tuning[]", rows), len(rows)))
 
+    def _inject(self, faults: str | None) -> None:
+        """The ranks draw different faults, unless the list itself says where the generator begins."""
+        for text in () if faults is None else (f"seed={self.rank + 1}", faults):
+            check(lib.mlxdist_group_inject(self.native, text.encode()))
+
     def _exchange_addresses(self) -> bytes:
         address = ffi.new("char[]", lib.mlxdist_group_address_size(self.native))
         check(lib.mlxdist_group_address(self.native, address))
@@ -159,7 +166,7 @@ class World:
         blobs = self._rendezvous.all_gather(here + b"\0" + bytes(ffi.buffer(address)), "addresses")
         hosts, addresses = zip(*(blob.split(b"\0", 1) for blob in blobs))
         provider = ffi.string(lib.mlxdist_group_provider(self.native))
-        if provider == b"soft":
+        if provider.split(b"/")[0] == b"soft":
             reason = ffi.string(lib.mlxdist_group_provider_reason(self.native)).decode()
             for rank, host in enumerate(hosts):
                 if host != hosts[0]:
@@ -199,7 +206,7 @@ def _options(environment: Environment) -> Any:
     lib.mlxdist_default_options(options)
     for name, _ in ffi.typeof("mlxdist_options").fields:
         value = getattr(environment, name, None)
-        if value is not None and name != "wires":
+        if value is not None and name not in ("wires", "soft_profile"):
             setattr(options, name, ALGORITHMS.index(value) if name == "algo" else value)
     if environment.timeout is not None:
         options.entry_timeout = environment.timeout

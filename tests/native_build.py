@@ -25,9 +25,9 @@ def layer_sources(*folders: str, segment: str | None = None) -> list[Path]:
 
     ``segment``: "memfd" or "posix", to take that one of a pair of files instead of this system's.
     """
-    unwanted = "posix" if (segment or _own_segment()) == "memfd" else "memfd"
+    unwanted = ("_posix",) if (segment or _own_segment()) == "memfd" else ("_memfd", "_abstract")
     files = [file for folder in folders for file in sorted((NATIVE / folder).glob("*.c"))]
-    return [file for file in files if not file.stem.endswith(f"_{unwanted}")]
+    return [file for file in files if not file.stem.endswith(unwanted)]
 
 
 def build_program(

@@ -36,6 +36,9 @@ def test_the_defaults_shown_are_those_of_the_engine():
         if name == "wires":
             assert default == ffi.NULL
             continue
+        if name == "soft_profile":
+            assert shown["MLXDIST_SOFT_PROFILE"] == ffi.string(default).decode()
+            continue
         text = ALGORITHMS[default] if name == "algo" else f"{default:.0f}"
         assert shown[f"MLXDIST_{name.upper()}"] == text, name
 

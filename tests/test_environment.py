@@ -44,11 +44,14 @@ def test_settings_of_the_transport():
             "MLXDIST_EAGER_SLOTS": "256",
             "MLXDIST_CONNECT_AT_START": "1",
             "MLXDIST_ALGO": "ring",
+            "MLXDIST_SOFT_PROFILE": "apple-tb5",
+            "MLXDIST_INJECT": "1:drop=1/100,none,link=down",
             "MLXDIST_TIMEOUT": "0",
         }
     )
     assert (environment.bulk_slot_bytes, environment.bulk_slots, environment.eager_slots) == (8192, 2, 256)
     assert (environment.connect_at_start, environment.algo) == (1, "ring")
+    assert (environment.soft_profile, environment.inject) == ("apple-tb5", "1:drop=1/100,none,link=down")
     assert environment.timeout == 0
 
 
@@ -94,6 +97,9 @@ def test_the_secret_is_not_shown():
         ({"MLXDIST_EAGER_SLOTS": "3"}, ["MLXDIST_EAGER_SLOTS='3'", "from 4 to 256"]),
         ({"MLXDIST_CONNECT_AT_START": "0"}, ["MLXDIST_CONNECT_AT_START='0'", "from 1 to 256"]),
         ({"MLXDIST_ALGO": "Ring"}, ["MLXDIST_ALGO='Ring'", "auto, direct, mesh, ring, doubling, tree"]),
+        ({"MLXDIST_SOFT_PROFILE": "apple"}, ["MLXDIST_SOFT_PROFILE='apple'", "ideal, apple-tb5, rxe"]),
+        ({"MLXDIST_INJECT": "drop=1/100, none"}, ["MLXDIST_INJECT='drop=1/100, none'", "list of faults"]),
+        ({"MLXDIST_INJECT": ""}, ["MLXDIST_INJECT=''", "list of faults"]),
         ({"MLXDIST_CABLES": "3"}, ["MLXDIST_CABLES='3'", "from 1 to 2"]),
         ({"MLXDIST_WIRES": "0-1,1"}, ["MLXDIST_WIRES='0-1,1'", "pairs of ranks"]),
         ({"MLXDIST_WIRES": "0-4"}, ["MLXDIST_WIRES=0-4", "0 to 3"]),

@@ -13,7 +13,8 @@ VARIANTS = {
     "sanitized": (SANITIZE_MEMORY, OWN_SEGMENT),
     "posix_segments": (SANITIZE_MEMORY, "posix"),
 }
-PROGRAMS = ["objects", "regions", "messages", "gather", "errors", "faults", "peers", "processes", "scale", "stress"]
+PROGRAMS = ["objects", "regions", "messages", "gather", "errors", "faults", "damage", "delay", "apple", "rxe"]
+PROGRAMS += ["peers", "processes", "scale", "stress"]
 SHARED_MEMORY = Path("/dev/shm")
 
 

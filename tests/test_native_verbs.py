@@ -30,15 +30,16 @@ def test_reason(tmp_path, library):
     flags, reason = LIBRARIES[library]
     build_program(tmp_path / "libibverbs.so.1", [NATIVE / "tests/libibverbs.c"], ["-shared", "-fPIC", *flags])
     environment = {"LD_LIBRARY_PATH": str(tmp_path), "EXPECTED_REASON": reason}
-    run_program(build(tmp_path, ["-O2"]), "Choose", environment=environment)
+    run_program(build(tmp_path, ["-O2"]), "Reason", environment=environment)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="macOS finds librdma in its own cache only")
 def test_reason_if_the_library_is_not_one(tmp_path):
     (tmp_path / "libibverbs.so.1").write_text("not a library\n")
     environment = {"LD_LIBRARY_PATH": str(tmp_path), "EXPECTED_REASON": "no RDMA device found"}
-    run_program(build(tmp_path, ["-O2"]), "Choose", environment=environment)
+    run_program(build(tmp_path, ["-O2"]), "Reason", environment=environment)
 
 
-def test_wc_status_names(tmp_path):
-    run_program(build(tmp_path, SANITIZE_MEMORY), "WcStatusNames")
+@pytest.mark.parametrize("test", ["Choose", "WcStatusNames"])
+def test_profiles_and_status_names(tmp_path, test):
+    run_program(build(tmp_path, SANITIZE_MEMORY), test)

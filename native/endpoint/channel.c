@@ -6,8 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Buffers for acknowledgements stand behind the eager slots, a page of them so that slabs stay whole pages. */
-#define CONTROL_BYTES 4096u
+/* Buffers for acknowledgements stand behind the eager slots, and are as large: where frames count, they are sent whole. */
+#define CONTROL_BYTES (CHANNEL_CONTROL_BUFFERS * CHANNEL_EAGER_BYTES)
 
 static enum wire_channel kind_of(const struct channel *channel) { return channel->index % 2; }
 
@@ -174,6 +174,10 @@ static void seal(const struct channel *channel, char *bytes, uint32_t length, co
 static int post(struct channel *channel, struct ibv_sge *list, int entries, bool signaled) {
   struct engine_counters *counters = &channel->engine->counters;
   channel->requests++;
+  if (channel->device->whole_frames) { /* one entry: such a device does not gather */
+    count(&counters->padding_bytes_sent, channel->slot_bytes - list->length);
+    list->length = channel->slot_bytes;
+  }
   struct ibv_send_wr request = {.wr_id = engine_wr_id(channel, true, channel->requests),
                                 .sg_list = list,
                                 .num_sge = entries,
@@ -245,7 +249,7 @@ int channel_acknowledge(struct channel *channel, uint16_t group, uint32_t ready,
   while (buffer < CHANNEL_CONTROL_BUFFERS && !wire_at_least(channel->completed, channel->control_requests[buffer]))
     buffer++;
   if (buffer == CHANNEL_CONTROL_BUFFERS || !has_request(channel)) return MLXDIST_OK; /* a later turn will */
-  struct wire_header *header = (struct wire_header *)(channel->control + buffer * sizeof *header);
+  struct wire_header *header = (struct wire_header *)(channel->control + buffer * CHANNEL_EAGER_BYTES);
   *header = (struct wire_header){.magic = WIRE_MAGIC, .kind = WIRE_ACK, .flags = flags, .group = group, .ready = ready};
   write_news(channel->peer, header);
   seal(channel, (char *)header, sizeof *header, 0, 0);

@@ -74,7 +74,8 @@ static int check_message(const struct channel *channel, const struct arrival *ar
   const struct wire_header *header = arrival_header(arrival);
   if (header->magic != WIRE_MAGIC) return fail_garbled(channel, arrival, bytes);
   uint64_t before = (uint64_t)(arrival_payload(arrival) - arrival->bytes);
-  if (before + header->length != bytes || bytes > channel->slot_bytes || header->kind < WIRE_DATA ||
+  bool padded = channel->device->whole_frames && before + header->length < bytes;
+  if ((before + header->length != bytes && !padded) || bytes > channel->slot_bytes || header->kind < WIRE_DATA ||
       header->kind > WIRE_ABORT)
     return fail_garbled(channel, arrival, bytes);
   for (uint32_t i = 0; i < channel->peer->channel_count; i++) {

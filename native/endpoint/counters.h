@@ -17,7 +17,7 @@ struct group_counters {
 
 /* Of the process: queue pairs are shared by all groups. */
 struct engine_counters {
-  counter header_bytes_sent;
+  counter header_bytes_sent, padding_bytes_sent;
   counter messages_sent, messages_received, control_messages_sent;
   counter post_send_calls, post_recv_calls, poll_cq_calls;
   counter receives_posted;

@@ -6,7 +6,7 @@
 #include <errno.h>
 #include <string.h>
 
-int device_open(struct device *device, const struct verbs *verbs, int index) {
+int device_open(struct device *device, const struct verbs *verbs, int index, int32_t rank) {
   device->verbs = verbs;
   int devices = 0;
   struct ibv_device **list = verbs->get_device_list(&devices);
@@ -19,6 +19,7 @@ int device_open(struct device *device, const struct verbs *verbs, int index) {
   verbs->free_device_list(list);
   if (!device->context)
     return fail(MLXDIST_RESOURCES, "provider %s cannot open its device: %s", verbs->name, strerror(error));
+  if (verbs->pose_as_host) verbs->pose_as_host(device->context, (uint32_t)rank);
   struct ibv_device_attr attributes;
   error = verbs->query_device(device->context, &attributes);
   if (!error) error = verbs->query_port(device->context, 1, &device->port);
@@ -26,6 +27,8 @@ int device_open(struct device *device, const struct verbs *verbs, int index) {
   if (!error) error = verbs->query_gid(device->context, 1, 0, &device->gid);
   if (error) return fail(MLXDIST_RESOURCES, "port 1 of provider %s is unusable: %s", verbs->name, strerror(error));
   device->gathers = attributes.max_sge >= 2;
+  device->whole_frames = verbs->whole_frames;
+  device->max_frames = (uint32_t)attributes.max_qp_wr;
   device->pd = verbs->alloc_pd(device->context);
   return device->pd ? MLXDIST_OK : fail(MLXDIST_RESOURCES, "alloc_pd failed: %s", strerror(errno));
 }

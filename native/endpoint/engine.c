@@ -16,16 +16,30 @@
 /* Another thread gets the lock within this time, or sleeps too deeply to wait for it. */
 #define YIELD_LIMIT_NS 1000000u
 
+/* Two windows of messages can be in a send queue: see create_queue_pair in channel.c. */
+static int check_frames(const struct engine *engine) {
+  const mlxdist_options *options = &engine->options;
+  uint32_t frames = 2 * options->bulk_slots * (options->bulk_slot_bytes / CHANNEL_EAGER_BYTES);
+  if (!engine->devices[0].whole_frames || frames <= engine->devices[0].max_frames) return MLXDIST_OK;
+  return fail(MLXDIST_INVALID_ARGUMENT, "%u bulk slots of %u bytes need %u frames in a queue, and the device has %u; "
+              "lower MLXDIST_BULK_SLOTS or MLXDIST_BULK_SLOT_BYTES", options->bulk_slots, options->bulk_slot_bytes,
+              frames, engine->devices[0].max_frames);
+}
+
 int engine_open(struct engine *engine) {
-  engine->verbs = verbs_choose();
+  engine->verbs = verbs_choose(engine->options.soft_profile);
+  if (!engine->verbs)
+    return fail(MLXDIST_INVALID_ARGUMENT, "there is no soft profile %s; there are ideal, apple-tb5 and rxe "
+                "(MLXDIST_SOFT_PROFILE)", engine->options.soft_profile);
   engine->links = engine->options.cables;
   int status = MLXDIST_OK;
   for (uint32_t link = 0; link < engine->links && !status; link++) {
-    status = device_open(&engine->devices[link], engine->verbs, (int)link);
+    status = device_open(&engine->devices[link], engine->verbs, (int)link, engine->rank);
     /* Each channel has at most its receives, and two windows of sends, outstanding. */
     int entries = 3 * (int)(engine->options.eager_slots + engine->options.bulk_slots) * (engine->size - 1);
     if (!status) status = device_create_cq(&engine->devices[link], entries);
   }
+  if (!status) status = check_frames(engine);
   bool all = (uint32_t)engine->size <= engine->options.connect_at_start;
   for (int32_t rank = 0; rank < engine->size && all && !status; rank++)
     if (rank != engine->rank && engine_has_wire(engine, engine->rank, rank))

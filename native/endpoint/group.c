@@ -32,7 +32,8 @@ void mlxdist_default_options(mlxdist_options *options) {
                                .eager_slots = 32,
                                .cables = 1,
                                .connect_at_start = 8,
-                               .algo = MLXDIST_AUTO};
+                               .algo = MLXDIST_AUTO,
+                               .soft_profile = "ideal"};
 }
 
 static int check_options(int32_t rank, int32_t size, const mlxdist_options *options) {
@@ -253,7 +254,7 @@ const char *mlxdist_group_provider(mlxdist_group *group) {
 }
 
 const char *mlxdist_group_provider_reason(mlxdist_group *group) {
-  return group->engine->verbs ? group->engine->verbs->reason : "a group of one";
+  return group->engine->verbs ? verbs_reason() : "a group of one";
 }
 
 int32_t mlxdist_group_rank(mlxdist_group *group) { return group->rank; }

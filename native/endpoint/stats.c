@@ -23,6 +23,7 @@ void mlxdist_group_stats(mlxdist_group *group, mlxdist_stats *stats) {
       .point_to_point = counted(&g->point_to_point),
       .payload_bytes_sent = counted(&g->payload_bytes_sent),
       .header_bytes_sent = counted(&e->header_bytes_sent),
+      .padding_bytes_sent = counted(&e->padding_bytes_sent),
       .payload_bytes_received = counted(&g->payload_bytes_received),
       .messages_sent = counted(&e->messages_sent),
       .messages_received = counted(&e->messages_received),

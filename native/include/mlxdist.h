@@ -134,6 +134,7 @@ typedef struct mlxdist_options {
   int32_t algo;              /* mlxdist_algorithm to use wherever an operation has it */
   int32_t checksum;          /* 1: every message carries a CRC32C, and what arrives damaged is sent again */
   const char *host;          /* name of this machine, for error texts; NULL: the system's. Copied */
+  const char *soft_profile;  /* the device that the software provider plays: "ideal", "apple-tb5" or "rxe" */
 } mlxdist_options;
 
 /* Counters since the group was created. Operations, bytes and times are the group's own; queue pairs, and what they
@@ -145,6 +146,7 @@ typedef struct mlxdist_stats {
   uint64_t point_to_point;     /* send and recv */
   uint64_t payload_bytes_sent; /* the user's bytes */
   uint64_t header_bytes_sent;  /* headers and descriptors */
+  uint64_t padding_bytes_sent; /* behind a message, where the device sends whole frames only */
   uint64_t payload_bytes_received;
   uint64_t messages_sent;      /* work requests: data and control */
   uint64_t messages_received;

@@ -8,11 +8,11 @@ struct ibv_cq *soft_create_cq(struct ibv_context *verbs, int cqe, void *cq_conte
                               int comp_vector) {
   struct soft_context *context = soft_context(verbs);
   int error = 0;
-  if (cqe < 1 || cqe > SOFT_MAX_CQE || comp_vector != 0)
+  if (cqe < 1 || (uint32_t)cqe > context->profile->max_cqe || comp_vector != 0)
     error = EINVAL;
   else if (channel) /* completions are polled for: waking a process up would cost more than the transfer */
     error = EOPNOTSUPP;
-  else if (context->cqs == SOFT_MAX_CQ)
+  else if (context->cqs == context->profile->max_cq)
     error = ENOMEM;
   struct soft_cq *cq = error ? NULL : calloc(1, sizeof *cq);
   if (cq) cq->sends = calloc((size_t)cqe, sizeof *cq->sends);
@@ -98,8 +98,8 @@ void soft_cq_add(struct soft_qp *qp, uint64_t wr_id, enum ibv_wc_status status) 
     if (!cq->overrun) fail_by_overrun(cq);
     return;
   }
-  cq->sends[(cq->send_head + cq->send_count++) % size] =
-      (struct soft_send_completion){.qp = qp, .wr_id = wr_id, .position = qp->sq_posted, .status = status};
+  cq->sends[(cq->send_head + cq->send_count++) % size] = (struct soft_send_completion){
+      .qp = qp, .wr_id = wr_id, .position = qp->sq_left, .frames = qp->sq_left_frames, .status = status};
 }
 
 void soft_cq_discard(struct soft_qp *qp) {
@@ -118,6 +118,7 @@ static int take_sends(struct soft_cq *cq, int num_entries, struct ibv_wc *wc) {
   for (; count < num_entries && cq->send_count; count++) {
     const struct soft_send_completion *completion = &cq->sends[cq->send_head];
     completion->qp->sq_retired = completion->position;
+    completion->qp->sq_retired_frames = completion->frames;
     wc[count] = (struct ibv_wc){
         .wr_id = completion->wr_id,
         .status = completion->status,
@@ -151,6 +152,7 @@ static bool take_receive(struct soft_qp *qp, struct ibv_wc *wc) {
   }
   if (receive->mr) receive->mr->receives--;
   qp->rq_head++;
+  qp->rq_frames -= soft_frames(receive->length);
   if (wc->status != IBV_WC_SUCCESS) soft_qp_fail(qp);
   return true;
 }
@@ -158,7 +160,9 @@ static bool take_receive(struct soft_qp *qp, struct ibv_wc *wc) {
 /* -EOVERFLOW after an overrun, once the completions from before it have been taken. */
 int soft_poll_cq(struct ibv_cq *verbs, int num_entries, struct ibv_wc *wc) {
   struct soft_cq *cq = soft_cq(verbs);
-  soft_context(verbs->context)->counters.polls++;
+  struct soft_context *context = soft_context(verbs->context);
+  context->counters.polls++;
+  if (context->held) soft_send_held(context);
   if (num_entries < 0) return -EINVAL;
   if (may_overrun(cq) && !cq->overrun && count_outstanding(cq) > (uint64_t)verbs->cqe) fail_by_overrun(cq);
   int limit = cq->overrun && cq->survivors < num_entries ? cq->survivors : num_entries;

@@ -18,9 +18,9 @@ static bool read_number(const char **text, uint32_t *number) {
   return true;
 }
 
-static bool read_chance(const char **text, struct soft_chance *chance) {
-  if (!read_number(text, &chance->times) || *(*text)++ != '/') return false;
-  return read_number(text, &chance->of) && chance->of > 0 && chance->times <= chance->of;
+static bool read_chance(const char **text, struct soft_rule *rule) {
+  if (!read_number(text, &rule->times) || *(*text)++ != '/') return false;
+  return read_number(text, &rule->of) && rule->of > 0 && rule->times <= rule->of;
 }
 
 /* Whether `name` stands at *text, which then stands behind it. */
@@ -31,24 +31,46 @@ static bool read_name(const char **text, const char *name) {
   return true;
 }
 
+static bool read_rule(const char **text, struct soft_rule *rule) {
+  if (read_name(text, "=")) return read_chance(text, rule);
+  if (read_name(text, "_next=")) return read_number(text, &rule->next);
+  return read_name(text, "_after=") && read_number(text, &rule->after);
+}
+
+static bool read_link(const char **text, bool *down) {
+  *down = read_name(text, "down");
+  return *down || read_name(text, "up");
+}
+
+static bool read_seed(const char **text, uint64_t *generator) {
+  uint32_t seed;
+  if (!read_number(text, &seed)) return false;
+  *generator = seed;
+  return true;
+}
+
 static bool read_fault(const char **text, struct soft_faults *faults) {
-  if (read_name(text, "drop=")) return read_chance(text, &faults->drop);
-  if (read_name(text, "duplicate=")) return read_chance(text, &faults->duplicate);
-  if (read_name(text, "drop_next=")) return read_number(text, &faults->drop_next);
-  if (read_name(text, "drop_after=")) return read_number(text, &faults->drop_after);
-  if (read_name(text, "seed=")) {
-    uint32_t seed;
-    if (!read_number(text, &seed)) return false;
-    faults->generator = seed;
-    return true;
-  }
+  static const char *const kinds[SOFT_FAULTS] = {
+      [SOFT_FAULT_DROP] = "drop",       [SOFT_FAULT_DUPLICATE] = "duplicate", [SOFT_FAULT_TRUNCATE] = "truncate",
+      [SOFT_FAULT_CORRUPT] = "corrupt", [SOFT_FAULT_ERROR] = "error",         [SOFT_FAULT_DIE] = "die",
+  };
+  for (int kind = 0; kind < SOFT_FAULTS; kind++)
+    if (read_name(text, kinds[kind])) return read_rule(text, &faults->rules[kind]);
+  if (read_name(text, "delay=")) return read_number(text, &faults->delay_us);
+  if (read_name(text, "jitter=")) return read_number(text, &faults->jitter_us);
+  if (read_name(text, "link=")) return read_link(text, &faults->link_down);
+  if (read_name(text, "seed=")) return read_seed(text, &faults->generator);
   if (!read_name(text, "none")) return false;
   *faults = (struct soft_faults){.generator = faults->generator};
   return true;
 }
 
 static void note_any(struct soft_faults *faults) {
-  faults->any = faults->drop.times || faults->duplicate.times || faults->drop_next || faults->drop_after;
+  faults->any = faults->link_down || faults->delay_us || faults->jitter_us;
+  for (int kind = 0; kind < SOFT_FAULTS; kind++) {
+    const struct soft_rule *rule = &faults->rules[kind];
+    faults->any |= rule->times || rule->next || rule->after;
+  }
 }
 
 int soft_faults_set(struct soft_faults *faults, const char *list) {
@@ -71,19 +93,29 @@ static uint64_t draw(uint64_t *generator) {
   return z ^ (z >> 31);
 }
 
-static bool happens(struct soft_faults *faults, struct soft_chance chance) {
-  return chance.times && draw(&faults->generator) % chance.of < chance.times;
+uint64_t soft_faults_draw(struct soft_faults *faults, uint64_t limit) {
+  return draw(&faults->generator) % limit;
+}
+
+static bool happens(struct soft_faults *faults, struct soft_rule *rule) {
+  bool hit = rule->times && soft_faults_draw(faults, rule->of) < rule->times;
+  if (rule->next) {
+    rule->next--;
+    hit = true;
+  }
+  return (rule->after && --rule->after == 0) || hit;
 }
 
 /* Every fault sees every SEND, also one that another fault has lost already. */
-enum soft_fault soft_faults_next(struct soft_faults *faults) {
-  bool drop = happens(faults, faults->drop);
-  bool duplicate = happens(faults, faults->duplicate);
-  if (faults->drop_next) {
-    faults->drop_next--;
-    drop = true;
-  }
-  if (faults->drop_after && --faults->drop_after == 0) drop = true;
+unsigned soft_faults_next(struct soft_faults *faults) {
+  unsigned hits = faults->link_down ? 1u << SOFT_FAULT_DROP : 0;
+  for (int kind = 0; kind < SOFT_FAULTS; kind++)
+    if (happens(faults, &faults->rules[kind])) hits |= 1u << kind;
   note_any(faults);
-  return drop ? SOFT_FAULT_DROP : duplicate ? SOFT_FAULT_DUPLICATE : SOFT_FAULT_NONE;
+  return hits;
+}
+
+uint64_t soft_faults_late_ns(struct soft_faults *faults) {
+  uint64_t jitter = faults->jitter_us ? soft_faults_draw(faults, faults->jitter_us + UINT64_C(1)) : 0;
+  return (faults->delay_us + jitter) * 1000;
 }

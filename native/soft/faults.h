@@ -6,7 +6,14 @@
  *   drop=1/100       every SEND is lost with this chance
  *   drop_next=3      the next 3 SENDs are lost
  *   drop_after=10    the 10th SEND from now is lost, and it alone
- *   duplicate=1/100  every SEND is delivered twice with this chance, if the peer has a second receive posted
+ *   duplicate...     likewise: the SEND is delivered twice, if the peer has a second receive posted
+ *   truncate...      its end is missing: the receive completes with fewer bytes
+ *   corrupt...       one bit of what is delivered is wrong
+ *   error...         it does not leave and completes with GENERAL_ERR; the queue pair goes to ERR
+ *   die...           the process kills itself with SIGKILL instead of sending
+ *   delay=500        every SEND leaves so many microseconds late,
+ *   jitter=200       and up to so many more, drawn for each
+ *   link=down        every SEND is lost and the port is DOWN, as with a pulled cable, until link=up
  *   seed=7           the generator behind the chances begins anew: the same seed and SENDs give the same faults
  *   none             ends all faults, those to its left too; the generator stays where it is
  *
@@ -15,7 +22,10 @@
  *
  * Faults belong to the device context that sends, and count the SENDs of all its queue pairs. A lost SEND completes
  * successfully and takes no receive of the peer: nothing but the counters shows that it was meant to be lost. A SEND
- * that fails locally is not counted.
+ * that fails locally is not counted. Where several faults hit one SEND, die comes before error before drop.
+ *
+ * There is no thread: a late SEND stays in its queue, with those behind it, and leaves at the first post_send to the
+ * queue pair or poll_cq of the context after its time. It completes when it leaves; until then its memory is in use.
  */
 #ifndef MLXDIST_SOFT_FAULTS_H
 #define MLXDIST_SOFT_FAULTS_H
@@ -23,26 +33,43 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-struct soft_chance {
-  uint32_t times;
-  uint32_t of; /* never 0 where times is not */
+/* In this order they draw from the generator. */
+enum soft_fault {
+  SOFT_FAULT_DROP,
+  SOFT_FAULT_DUPLICATE,
+  SOFT_FAULT_TRUNCATE,
+  SOFT_FAULT_CORRUPT,
+  SOFT_FAULT_ERROR,
+  SOFT_FAULT_DIE,
+  SOFT_FAULTS,
+};
+
+/* Which SENDs one kind of fault hits. */
+struct soft_rule {
+  uint32_t times, of; /* the chance; `of` is never 0 where `times` is not */
+  uint32_t next;
+  uint32_t after;
 };
 
 struct soft_faults {
   bool any; /* all that the way of a message without faults looks at */
-  struct soft_chance drop;
-  struct soft_chance duplicate;
-  uint32_t drop_next;
-  uint32_t drop_after;
+  bool link_down;
+  struct soft_rule rules[SOFT_FAULTS];
+  uint32_t delay_us;
+  uint32_t jitter_us;
   uint64_t generator;
 };
-
-enum soft_fault { SOFT_FAULT_NONE, SOFT_FAULT_DROP, SOFT_FAULT_DUPLICATE };
 
 /* 0, or EINVAL and no change. */
 int soft_faults_set(struct soft_faults *faults, const char *list);
 
-/* What happens to the next SEND. */
-enum soft_fault soft_faults_next(struct soft_faults *faults);
+/* What happens to the next SEND: a bit for each soft_fault. */
+unsigned soft_faults_next(struct soft_faults *faults);
+
+/* How late the next SEND leaves. */
+uint64_t soft_faults_late_ns(struct soft_faults *faults);
+
+/* A number below `limit`, which is not 0. */
+uint64_t soft_faults_draw(struct soft_faults *faults, uint64_t limit);
 
 #endif

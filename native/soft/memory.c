@@ -3,11 +3,9 @@
 
 #include <errno.h>
 #include <stdlib.h>
-#include <unistd.h>
 
 static size_t whole_pages(size_t bytes) {
-  size_t page = (size_t)sysconf(_SC_PAGESIZE);
-  return (bytes + page - 1) / page * page;
+  return (bytes + SEGMENT_PAGE - 1) / SEGMENT_PAGE * SEGMENT_PAGE;
 }
 
 int soft_arena_create(struct soft_context *context) {
@@ -92,16 +90,17 @@ bool soft_in_arena(const struct soft_context *context, uint64_t addr, uint64_t l
 struct ibv_mr *soft_reg_mr(struct ibv_pd *pd, void *addr, size_t length, int access) {
   const int remote = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
   const int known = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_RELAXED_ORDERING | remote;
+  struct soft_context *context = soft_context(pd->context);
   bool bad_access = (access & ~known) || ((access & remote) && !(access & IBV_ACCESS_LOCAL_WRITE));
-  if (!addr || length == 0 || (uintptr_t)addr + length < (uintptr_t)addr || bad_access) {
+  bool bad_range = !addr || length == 0 || (uintptr_t)addr + length < (uintptr_t)addr;
+  if (bad_access || bad_range || (uintptr_t)addr % context->profile->mr_alignment) {
     errno = EINVAL;
     return NULL;
   }
-  struct soft_context *context = soft_context(pd->context);
   uint32_t place = context->mr_place;
   while (place < SOFT_MAX_MR && context->mrs[place]) place++;
   context->mr_place = place;
-  if (place == SOFT_MAX_MR) {
+  if (place == SOFT_MAX_MR || context->mr_count == context->profile->max_mr) {
     errno = ENOMEM;
     return NULL;
   }
@@ -111,7 +110,9 @@ struct ibv_mr *soft_reg_mr(struct ibv_pd *pd, void *addr, size_t length, int acc
   mr->verbs = (struct ibv_mr){
       .context = pd->context, .pd = pd, .addr = addr, .length = length, .handle = place, .lkey = key, .rkey = key};
   mr->access = access;
+  mr->number = context->mrs_registered;
   context->mrs[place] = mr;
+  context->mr_count++;
   soft_pd(pd)->users++;
   return &mr->verbs;
 }
@@ -123,6 +124,7 @@ int soft_dereg_mr(struct ibv_mr *verbs) {
   if (mr->receives) return soft_error(EBUSY);
   soft_pd(verbs->pd)->users--;
   context->mrs[verbs->handle] = NULL;
+  context->mr_count--;
   if (verbs->handle < context->mr_place) context->mr_place = verbs->handle;
   free(mr);
   return 0;

@@ -22,11 +22,12 @@ static uint32_t power_of_two(uint32_t at_least) {
 
 static int check_init_attr(const struct ibv_pd *pd, const struct ibv_qp_init_attr *attr) {
   const struct ibv_qp_cap *cap = &attr->cap;
+  const struct soft_profile *profile = soft_context(pd->context)->profile;
   if (attr->qp_type != IBV_QPT_UC) return EOPNOTSUPP;
   if (!attr->send_cq || !attr->recv_cq || attr->srq) return EINVAL;
   if (attr->send_cq->context != pd->context || attr->recv_cq->context != pd->context) return EINVAL;
-  if (cap->max_send_wr > SOFT_MAX_WR || cap->max_recv_wr > SOFT_MAX_WR) return EINVAL;
-  if (cap->max_send_sge > SOFT_MAX_SEND_SGE || cap->max_recv_sge > SOFT_MAX_RECV_SGE) return EINVAL;
+  if (cap->max_send_wr > profile->max_wr || cap->max_recv_wr > profile->max_wr) return EINVAL;
+  if (cap->max_send_sge > profile->max_send_sge || cap->max_recv_sge > SOFT_MAX_RECV_SGE) return EINVAL;
   return cap->max_inline_data ? EINVAL : 0;
 }
 
@@ -36,20 +37,41 @@ static void start_receiving(struct soft_qp *qp) {
   uint64_t *position = &soft_context(qp->verbs.context)->positions[qp->verbs.handle];
   *position = (qp->rq_posted > *position ? qp->rq_posted : *position) + 1;
   qp->rq_posted = qp->rq_head = *position;
+  qp->rq_frames = 0;
   qp->rq_end = UINT64_MAX;
   atomic_store(&qp->shared->posted, qp->rq_posted);
 }
 
-static struct soft_qp *allocate_qp(uint32_t ring_size) {
-  struct soft_qp *qp = calloc(1, sizeof *qp);
-  if (qp) qp->receives = calloc(ring_size, sizeof *qp->receives);
-  if (qp && qp->receives) return qp;
+static void free_qp(struct soft_qp *qp) {
+  if (!qp) return;
+  quota_return(qp->place);
+  free(qp->receives);
+  free(qp->held);
   free(qp);
+}
+
+static struct soft_qp *allocate_qp(uint32_t sends, uint32_t receives) {
+  struct soft_qp *qp = calloc(1, sizeof *qp);
+  if (qp) qp->receives = calloc(receives, sizeof *qp->receives);
+  if (qp) qp->held = calloc(sends, sizeof *qp->held);
+  if (qp && qp->receives && qp->held) return qp;
+  free_qp(qp);
+  return NULL;
+}
+
+/* Takes a place at the device, where processes share it. */
+static struct soft_qp *take_place(const struct soft_context *context, struct soft_qp *qp) {
+  if (!qp || !context->profile->shares_qp) return qp;
+  qp->place = quota_take(context->verbs.device->name, context->host, context->profile->max_qp);
+  if (qp->place) return qp;
+  int error = errno;
+  free_qp(qp);
+  errno = error;
   return NULL;
 }
 
 /* EOPNOTSUPP for any type but UC, EINVAL for capabilities above those of the device, ENOMEM for more queue
- * pairs than it has, EIO if the context is tainted. */
+ * pairs than it has, EBUSY if other processes have some of them, EIO if the context is tainted. */
 struct ibv_qp *soft_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr) {
   struct soft_context *context = soft_context(pd->context);
   int error = check_init_attr(pd, attr);
@@ -58,11 +80,10 @@ struct ibv_qp *soft_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr) 
   if (!error && place == SOFT_MAX_QP) error = ENOMEM;
   if (!error && context->tainted) error = EIO;
   uint32_t ring_size = error ? 0 : power_of_two(attr->cap.max_recv_wr);
-  struct soft_qp *qp = error ? NULL : allocate_qp(ring_size);
-  if (!qp) {
-    errno = error ? error : ENOMEM;
-    return NULL;
-  }
+  uint32_t held_size = error ? 0 : power_of_two(attr->cap.max_send_wr);
+  errno = error;
+  struct soft_qp *qp = error ? NULL : take_place(context, allocate_qp(held_size, ring_size));
+  if (!qp) return NULL;
 
   qp->verbs = (struct ibv_qp){
       .context = pd->context,
@@ -77,7 +98,9 @@ struct ibv_qp *soft_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr) 
   };
   qp->cap = attr->cap;
   qp->sq_sig_all = attr->sq_sig_all;
+  qp->last_mr = context->profile->late_regions ? UINT32_MAX : 0;
   qp->rq_mask = ring_size - 1;
+  qp->sq_mask = held_size - 1;
   qp->shared = &context->segment->layout->queue_pairs[place];
   atomic_store(&qp->shared->claim, CLAIM_CLOSED);
   start_receiving(qp);
@@ -117,11 +140,11 @@ static void stop_receiving(struct soft_qp *qp) {
   }
 }
 
-/* Sends are complete as soon as they are posted, so only receives are left to flush. */
 void soft_qp_fail(struct soft_qp *qp) {
   if (qp->verbs.state == IBV_QPS_ERR) return;
   stop_receiving(qp);
   qp->verbs.state = IBV_QPS_ERR;
+  soft_flush_held(qp);
 }
 
 static void leave_peer(struct soft_qp *qp) {
@@ -139,9 +162,11 @@ static void forget_receives(struct soft_qp *qp) {
 static void reset(struct soft_qp *qp) {
   stop_receiving(qp);
   forget_receives(qp);
+  soft_forget_held(qp);
   leave_peer(qp);
   soft_cq_discard(qp);
-  qp->sq_posted = qp->sq_retired = 0;
+  qp->sq_posted = qp->sq_left = qp->sq_retired = 0;
+  qp->sq_posted_frames = qp->sq_left_frames = qp->sq_retired_frames = 0;
   start_receiving(qp);
   atomic_store(&qp->shared->attached, 0);
   qp->attr = (struct ibv_qp_attr){0};
@@ -152,14 +177,14 @@ int soft_destroy_qp(struct ibv_qp *verbs) {
   struct soft_context *context = soft_context(verbs->context);
   stop_receiving(qp);
   forget_receives(qp);
+  soft_forget_held(qp);
   leave_peer(qp);
   if (context->segment->layout) atomic_store(&qp->shared->qp_num, 0);
   context->positions[verbs->handle] = qp->rq_posted;
   soft_cq_detach(qp);
   soft_pd(verbs->pd)->users--;
   context->qps[verbs->handle] = NULL;
-  free(qp->receives);
-  free(qp);
+  free_qp(qp);
   return 0;
 }
 
@@ -220,6 +245,10 @@ static int connect_peer(struct soft_qp *qp, const struct ibv_qp_attr *attr) {
   struct soft_remote *remote = &qp->remote;
   int error = segment_open(&attr->ah_attr.grh.dgid, &remote->segment);
   if (error) return error;
+  if (remote->segment->layout->header.profile != soft_context(qp->verbs.context)->segment->layout->header.profile) {
+    leave_peer(qp);
+    return EINVAL;
+  }
   remote->shared = &remote->segment->layout->queue_pairs[attr->dest_qp_num % SOFT_MAX_QP];
   if (atomic_load(&remote->shared->qp_num) == attr->dest_qp_num) atomic_store(&remote->shared->attached, 1);
 
@@ -249,7 +278,8 @@ static void notice_failure(struct soft_qp *qp) {
 }
 
 /* EINVAL for a transition, a mask or a value that is not allowed. To INIT also EIO, if the context is tainted;
- * to RTR also what segment_open returns: the queue pair then stays in INIT. */
+ * to RTR also what segment_open returns, and EINVAL if the peer plays another device: the queue pair then stays in
+ * INIT. */
 int soft_modify_qp(struct ibv_qp *verbs, struct ibv_qp_attr *attr, int attr_mask) {
   struct soft_qp *qp = soft_qp(verbs);
   struct soft_context *context = soft_context(verbs->context);
@@ -257,7 +287,7 @@ int soft_modify_qp(struct ibv_qp *verbs, struct ibv_qp_attr *attr, int attr_mask
   enum ibv_qp_state from = verbs->state;
   enum ibv_qp_state to = attr_mask & IBV_QP_STATE ? attr->qp_state : from;
   if ((attr_mask & IBV_QP_CUR_STATE) && attr->cur_qp_state != from) return soft_error(EINVAL);
-  int error = check_mask(from, to, attr_mask);
+  int error = to == IBV_QPS_ERR && !context->profile->goes_to_err ? EINVAL : check_mask(from, to, attr_mask);
   if (!error) error = check_values(attr, attr_mask);
   if (!error && from == IBV_QPS_RESET && to == IBV_QPS_INIT && context->tainted) error = EIO;
   if (!error && from == IBV_QPS_INIT && to == IBV_QPS_RTR) error = connect_peer(qp, attr);
@@ -269,6 +299,7 @@ int soft_modify_qp(struct ibv_qp *verbs, struct ibv_qp_attr *attr, int attr_mask
     soft_qp_fail(qp);
   else
     store_values(&qp->attr, attr, attr_mask);
+  if (to == IBV_QPS_RTR && !context->profile->late_regions) qp->last_mr = context->mrs_registered;
   verbs->state = to;
   if (context->segment->named) soft_remove_name(context);
   return 0;

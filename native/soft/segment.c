@@ -1,4 +1,5 @@
 /* Which segments this process has mapped. Contexts of several threads share this list. */
+#define _GNU_SOURCE 1
 #include "segment.h"
 
 #include <errno.h>
@@ -42,6 +43,23 @@ static void enter(struct segment *segment) {
   segment->references = 1;
   segment->next = segments;
   segments = segment;
+}
+
+void *segment_map_file(int fd) {
+  char *room = mmap(NULL, SEGMENT_BYTES + SEGMENT_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (room == MAP_FAILED) return NULL;
+  size_t before = -(uintptr_t)room % SEGMENT_PAGE;
+  int flags = MAP_SHARED | MAP_FIXED | MAP_NORESERVE;
+  void *memory = mmap(room + before, SEGMENT_BYTES, PROT_READ | PROT_WRITE, flags, fd, 0);
+  if (memory == MAP_FAILED) {
+    int error = errno;
+    munmap(room, SEGMENT_BYTES + SEGMENT_PAGE);
+    errno = error;
+    return NULL;
+  }
+  if (before) munmap(room, before);
+  munmap(room + before + SEGMENT_BYTES, SEGMENT_PAGE - before);
+  return memory;
 }
 
 int segment_create(struct segment **result) {

@@ -29,7 +29,10 @@
  * slabs; the rest is room for registered buffers. */
 #define SEGMENT_BYTES ((size_t)256 << 20)
 #define SEGMENT_MAGIC UINT64_C(0x747369642d786c6d) /* "mlx-dist" in memory */
-#define SEGMENT_VERSION 1 /* of the layout below; processes with different versions do not connect */
+#define SEGMENT_VERSION 2 /* of the layout below; processes with different versions do not connect */
+
+/* Apple's pages. Segments are mapped, and memory is given out, on such boundaries on every system. */
+#define SEGMENT_PAGE 16384u
 
 #define SOFT_MAX_QP 64
 #define SOFT_MAX_WR 4096 /* the 4095 that Apple's devices allow, as a power of two */
@@ -44,6 +47,7 @@ struct segment_header {
   uint64_t cookie; /* random: a process id or a descriptor that was reused is not taken for the owner */
   uint64_t bytes;
   uint32_t version;
+  uint32_t profile; /* enum soft_profiles: both sides play the same device */
   _Atomic uint32_t closed;
 };
 
@@ -90,8 +94,7 @@ struct segment_layout {
   struct shared_queue_pair queue_pairs[SOFT_MAX_QP];
 };
 
-/* The arena begins on a page boundary of every system: Apple's pages have 16 KiB. */
-#define ARENA_OFFSET ((sizeof(struct segment_layout) + 16383) / 16384 * 16384)
+#define ARENA_OFFSET ((sizeof(struct segment_layout) + SEGMENT_PAGE - 1) / SEGMENT_PAGE * SEGMENT_PAGE)
 
 /* A mapping of this process, of its own or of a peer's segment; every segment is mapped at most once. */
 struct segment {
@@ -125,6 +128,9 @@ int segment_map_new(struct segment *segment);
 
 /* Maps the segment at segment->gid. Sets layout and cookie; the caller checks the header. */
 int segment_map_peer(struct segment *segment);
+
+/* Maps SEGMENT_BYTES of the file; NULL with errno set. For the two above. */
+void *segment_map_file(int fd);
 
 /* Removes the name, if there is one; mappings stay. */
 void segment_remove_name(struct segment *segment);

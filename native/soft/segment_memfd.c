@@ -23,8 +23,8 @@ struct address {
 _Static_assert(sizeof(struct address) == sizeof(union ibv_gid), "an address is a GID");
 
 static int map(struct segment *segment, int fd) {
-  void *memory = mmap(NULL, SEGMENT_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
-  if (memory == MAP_FAILED) return errno;
+  void *memory = segment_map_file(fd);
+  if (!memory) return errno;
   if (madvise(memory, SEGMENT_BYTES, MADV_DONTFORK)) {
     int error = errno;
     munmap(memory, SEGMENT_BYTES);

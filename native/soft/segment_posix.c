@@ -35,8 +35,8 @@ static int keep_from_children(void *memory) {
 }
 
 static int map(struct segment *segment, int fd) {
-  void *memory = mmap(NULL, SEGMENT_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
-  if (memory == MAP_FAILED) return errno;
+  void *memory = segment_map_file(fd);
+  if (!memory) return errno;
   if (keep_from_children(memory)) {
     int error = errno;
     munmap(memory, SEGMENT_BYTES);

@@ -10,10 +10,13 @@
 
 #include "../verbs/verbs.h"
 #include "faults.h"
+#include "profile.h"
+#include "quota.h"
 #include "segment.h"
 
 #include <stdbool.h>
 
+/* What there is room for; a profile may allow less. */
 #define SOFT_MAX_PD 64
 #define SOFT_MAX_CQ 128
 #define SOFT_MAX_CQE (1 << 20)
@@ -33,6 +36,7 @@ struct soft_block {
 struct soft_mr {
   struct ibv_mr verbs;
   int access;
+  uint32_t number;   /* in the order of registrations */
   uint32_t receives; /* posted into it, and not polled yet */
 };
 
@@ -41,8 +45,15 @@ struct soft_pd {
   unsigned users; /* memory regions and queue pairs */
 };
 
+struct soft_device {
+  struct ibv_device verbs;
+  const struct soft_profile *profile;
+};
+
 struct soft_context {
   struct ibv_context verbs;
+  const struct soft_profile *profile;
+  uint32_t host; /* that it pretends to be on */
   struct segment *segment;
   struct soft_block *blocks;
   /* A peer stopped in the middle of a copy and may yet finish it: memory and receive rings are not used again.
@@ -51,20 +62,23 @@ struct soft_context {
   struct soft_mr *mrs[SOFT_MAX_MR];
   uint32_t mr_place; /* all places below it are taken */
   uint32_t mrs_registered;
+  uint32_t mr_count; /* now */
   struct soft_qp *qps[SOFT_MAX_QP];
   uint64_t positions[SOFT_MAX_QP]; /* where the receives of each place's next queue pair begin */
   uint32_t qps_created;
   unsigned pds;
   unsigned cqs;
+  uint32_t held; /* SENDs of all queue pairs that were posted and have not left */
   struct verbs_counters counters;
   struct soft_faults faults;
 };
 
-/* A completion of the send queue: sends complete while they are posted, and wait here to be polled. */
+/* A completion of the send queue: it waits here to be polled. */
 struct soft_send_completion {
   struct soft_qp *qp;
   uint64_t wr_id;
-  uint64_t position; /* of the work request: it and all before it have left the send queue */
+  uint64_t position; /* of the work request: it and all before it have left the send queue, */
+  uint64_t frames;   /* with so many frames since the queue pair was created or reset */
   enum ibv_wc_status status;
 };
 
@@ -82,6 +96,13 @@ struct soft_cq {
   uint64_t demand;        /* work requests that the queue pairs can have outstanding */
   bool overrun;
   int survivors; /* after an overrun: completions that may still be polled */
+};
+
+/* A SEND that cannot leave yet: it is late on purpose, or waits for a receive of the peer, or for one before it. */
+struct soft_send_wr {
+  struct ibv_send_wr verbs; /* its sg_list is the member below */
+  struct ibv_sge list[SOFT_MAX_SEND_SGE];
+  uint64_t leaves_ns; /* not before; 0: at once */
 };
 
 struct soft_receive_wr {
@@ -105,16 +126,23 @@ struct soft_qp {
   struct ibv_qp_attr attr; /* as set by modify_qp */
   struct ibv_qp_cap cap;
   bool sq_sig_all;
+  struct quota_place *place; /* at a device that processes share */
+  uint32_t last_mr;          /* the number of the last region that was mapped for it */
 
   struct soft_remote remote;
   uint64_t sq_posted;
+  uint64_t sq_left;    /* of those posted: sent, failed or flushed */
   uint64_t sq_retired; /* their slots in the send queue are free again */
+  uint64_t sq_posted_frames, sq_left_frames, sq_retired_frames; /* likewise, where frames are counted */
+  struct soft_send_wr *held; /* a ring of those that were posted and have not left */
+  uint32_t sq_mask;
 
   struct shared_queue_pair *shared; /* ours, in our segment */
   struct soft_receive_wr *receives; /* a ring like the shared ones */
   uint32_t rq_mask;
   uint64_t rq_head;   /* next receive to complete */
   uint64_t rq_posted;
+  uint32_t rq_frames; /* outstanding, where frames are counted */
   uint64_t rq_end;    /* receives from here on are flushed; UINT64_MAX while the peer may send */
 };
 
@@ -177,5 +205,8 @@ void soft_remove_name(struct soft_context *context);
 /* work_queue.c */
 int soft_post_send(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad_wr);
 int soft_post_recv(struct ibv_qp *qp, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad_wr);
+void soft_send_held(struct soft_context *context); /* those that may leave by now */
+void soft_flush_held(struct soft_qp *qp);          /* in the state ERR: all */
+void soft_forget_held(struct soft_qp *qp);         /* without completions */
 
 #endif

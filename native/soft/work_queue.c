@@ -1,8 +1,11 @@
 /* Posting: where the data moves. */
+#define _POSIX_C_SOURCE 200809L
 #include "soft.h"
 
 #include <errno.h>
+#include <signal.h>
 #include <string.h>
+#include <time.h>
 
 static uint64_t total_length(const struct ibv_sge *list, int num_sge) {
   uint64_t length = 0;
@@ -10,14 +13,21 @@ static uint64_t total_length(const struct ibv_sge *list, int num_sge) {
   return length;
 }
 
+static uint32_t message_frames(const struct ibv_send_wr *wr) {
+  return soft_frames((uint32_t)total_length(wr->sg_list, wr->num_sge));
+}
+
 static int check_send(const struct soft_qp *qp, const struct ibv_send_wr *wr) {
+  const struct soft_profile *profile = soft_context(qp->verbs.context)->profile;
   if (qp->verbs.state != IBV_QPS_RTS && qp->verbs.state != IBV_QPS_ERR) return EINVAL;
-  if (wr->opcode != IBV_WR_SEND && wr->opcode != IBV_WR_SEND_WITH_IMM) return EINVAL;
+  if (wr->opcode != IBV_WR_SEND && !(wr->opcode == IBV_WR_SEND_WITH_IMM && profile->immediate)) return EINVAL;
   if (wr->num_sge < 0 || (uint32_t)wr->num_sge > qp->cap.max_send_sge) return EINVAL;
   if (wr->send_flags & ~(unsigned)(IBV_SEND_FENCE | IBV_SEND_SIGNALED | IBV_SEND_SOLICITED | IBV_SEND_INLINE))
     return EINVAL;
   uint64_t length = total_length(wr->sg_list, wr->num_sge);
-  if (length > SOFT_MAX_MESSAGE || ((wr->send_flags & IBV_SEND_INLINE) && length > 0)) return EINVAL;
+  if (length > profile->max_message || ((wr->send_flags & IBV_SEND_INLINE) && length > 0)) return EINVAL;
+  uint64_t frames = qp->sq_posted_frames - qp->sq_retired_frames;
+  if (profile->max_frames && frames + soft_frames((uint32_t)length) > profile->max_frames) return ENOMEM;
   return qp->sq_posted - qp->sq_retired < qp->cap.max_send_wr ? 0 : ENOMEM;
 }
 
@@ -41,15 +51,20 @@ static bool find_peer(struct soft_qp *qp) {
   return true;
 }
 
+/* Whether the peer has posted a receive, as far as is known without taking it. */
+static bool see_receive(struct soft_qp *qp) {
+  struct soft_remote *remote = &qp->remote;
+  if (!remote->found && !(remote->found = find_peer(qp))) return false;
+  if (remote->next >= remote->posted)
+    remote->posted = atomic_load_explicit(&remote->shared->posted, memory_order_acquire);
+  return remote->next < remote->posted;
+}
+
 /* Takes the peer's next posted receive; false if there is none, or nobody who would want the message. */
 static bool claim_receive(struct soft_qp *qp, uint64_t *position) {
   struct soft_remote *remote = &qp->remote;
   for (int attempt = 0; attempt < 2; attempt++) {
-    if (!remote->found && !(remote->found = find_peer(qp))) return false;
-    if (remote->next >= remote->posted) {
-      remote->posted = atomic_load_explicit(&remote->shared->posted, memory_order_acquire);
-      if (remote->next >= remote->posted) return false;
-    }
+    if (!see_receive(qp)) return false;
     uint64_t next = remote->next;
     if (atomic_compare_exchange_strong_explicit(&remote->shared->claim, &next, next + 1, memory_order_acq_rel,
                                                 memory_order_relaxed)) {
@@ -61,17 +76,41 @@ static bool claim_receive(struct soft_qp *qp, uint64_t *position) {
   return false;
 }
 
-static void copy_message(char *to, const struct ibv_send_wr *wr) {
+static void copy_message(char *to, const struct ibv_send_wr *wr, uint32_t length) {
   for (int i = 0; i < wr->num_sge; i++) {
     const struct ibv_sge *sge = &wr->sg_list[i];
-    if (sge->length) memcpy(to, (const void *)(uintptr_t)sge->addr, sge->length);
-    to += sge->length;
+    uint32_t part = sge->length < length ? sge->length : length;
+    if (part) memcpy(to, (const void *)(uintptr_t)sge->addr, part);
+    to += part;
+    length -= part;
   }
+}
+
+/* Copies a message that is to be damaged, and returns what is left of its length. */
+static uint32_t copy_damaged(struct soft_context *context, char *to, const struct ibv_send_wr *wr, uint32_t length,
+                             unsigned faults) {
+  struct soft_faults *generator = &context->faults;
+  if (length > 0 && (faults & 1u << SOFT_FAULT_TRUNCATE)) {
+    length = (uint32_t)soft_faults_draw(generator, length);
+    context->counters.truncated_by_fault++;
+  }
+  copy_message(to, wr, length);
+  if (length > 0 && (faults & 1u << SOFT_FAULT_CORRUPT)) {
+    uint64_t bit = soft_faults_draw(generator, 8 * (uint64_t)length);
+    to[bit / 8] ^= (char)(1 << bit % 8);
+    context->counters.corrupted_by_fault++;
+  }
+  return length;
+}
+
+static bool fits(const struct soft_profile *profile, uint32_t message, uint32_t receive) {
+  return message <= receive && (!profile->max_frames || soft_frames(message) == soft_frames(receive));
 }
 
 /* Puts the message into the claimed receive, or fails the peer's queue pair, and completes the receive. What
  * the peer wrote is read once and checked, so that it cannot lead us out of its segment. */
-static void deliver(struct soft_qp *qp, const struct ibv_send_wr *wr, uint64_t position) {
+static void deliver(struct soft_qp *qp, const struct ibv_send_wr *wr, uint64_t position, unsigned faults) {
+  struct soft_context *context = soft_context(qp->verbs.context);
   struct soft_remote *remote = &qp->remote;
   struct shared_queue_pair *shared = remote->shared;
   struct shared_receive receive = shared->receives[position & remote->mask];
@@ -80,10 +119,14 @@ static void deliver(struct soft_qp *qp, const struct ibv_send_wr *wr, uint64_t p
 
   uint32_t status = receive.status;
   if (receive.offset > SEGMENT_BYTES || receive.length > SEGMENT_BYTES - receive.offset) status = IBV_WC_LOC_PROT_ERR;
-  if (status == IBV_WC_SUCCESS && length > receive.length) status = IBV_WC_LOC_LEN_ERR;
+  if (status == IBV_WC_SUCCESS && !fits(context->profile, length, receive.length)) status = IBV_WC_LOC_LEN_ERR;
   if (status == IBV_WC_SUCCESS) {
-    copy_message((char *)remote->segment->layout + receive.offset, wr);
-    soft_context(qp->verbs.context)->counters.bytes_sent += length;
+    char *to = (char *)remote->segment->layout + receive.offset;
+    if (__builtin_expect(faults != 0, 0))
+      length = copy_damaged(context, to, wr, length, faults);
+    else
+      copy_message(to, wr, length);
+    context->counters.bytes_sent += length;
   } else {
     atomic_fetch_or(&shared->claim, CLAIM_CLOSED);
     remote->found = false;
@@ -98,46 +141,145 @@ static void deliver(struct soft_qp *qp, const struct ibv_send_wr *wr, uint64_t p
   __builtin_prefetch(&shared->receives[(position + 1) & remote->mask]);
 }
 
+/* The peer may reset its queue pair meanwhile: then the receive is another one, and cannot be taken either. */
+static bool is_too_long(struct soft_qp *qp, const struct ibv_send_wr *wr) {
+  const struct soft_remote *remote = &qp->remote;
+  return see_receive(qp) &&
+         total_length(wr->sg_list, wr->num_sge) > remote->shared->receives[remote->next & remote->mask].length;
+}
+
 /* false: it was dropped, as there is no receive for it. */
-static bool transmit(struct soft_qp *qp, const struct ibv_send_wr *wr) {
+static bool transmit(struct soft_qp *qp, const struct ibv_send_wr *wr, unsigned faults) {
   uint64_t position;
+  if (soft_context(qp->verbs.context)->profile->drops_too_long && is_too_long(qp, wr)) return false;
   if (!claim_receive(qp, &position)) return false;
-  deliver(qp, wr, position);
+  deliver(qp, wr, position, faults);
+  return true;
+}
+
+/* The region that the bytes lie in, if the queue pair can use it. */
+static struct soft_mr *find_mr(const struct soft_qp *qp, const struct ibv_sge *sge, int access) {
+  struct soft_mr *mr = soft_find_mr(qp->verbs.pd, sge->lkey, sge->addr, sge->length, access);
+  return mr && mr->number <= qp->last_mr ? mr : NULL;
+}
+
+static bool has_good_keys(const struct soft_qp *qp, const struct ibv_send_wr *wr) {
+  for (int i = 0; i < wr->num_sge; i++)
+    if (wr->sg_list[i].length && !find_mr(qp, &wr->sg_list[i], 0)) return false;
   return true;
 }
 
 /* SUCCESS means that the message has left: whether anybody got it is not known on an unreliable connection. */
 static enum ibv_wc_status send_message(struct soft_qp *qp, const struct ibv_send_wr *wr) {
-  for (int i = 0; i < wr->num_sge; i++) {
-    const struct ibv_sge *sge = &wr->sg_list[i];
-    if (sge->length && !soft_find_mr(qp->verbs.pd, sge->lkey, sge->addr, sge->length, 0)) return IBV_WC_LOC_PROT_ERR;
-  }
   struct soft_context *context = soft_context(qp->verbs.context);
-  enum soft_fault fault = SOFT_FAULT_NONE;
-  if (__builtin_expect(context->faults.any, 0)) fault = soft_faults_next(&context->faults);
-  if (fault == SOFT_FAULT_DROP)
-    context->counters.dropped_by_fault++;
-  else if (!transmit(qp, wr))
-    context->counters.dropped++;
-  else if (fault == SOFT_FAULT_DUPLICATE && transmit(qp, wr))
-    context->counters.duplicated_by_fault++;
+  struct verbs_counters *counters = &context->counters;
+  unsigned faults = 0;
+  if (__builtin_expect(context->faults.any, 0)) faults = soft_faults_next(&context->faults);
+  if (faults & 1u << SOFT_FAULT_DIE) raise(SIGKILL);
+  if (faults & 1u << SOFT_FAULT_ERROR) {
+    counters->failed_by_fault++;
+    return IBV_WC_GENERAL_ERR;
+  }
+  if (faults & 1u << SOFT_FAULT_DROP)
+    counters->dropped_by_fault++;
+  else if (!transmit(qp, wr, faults))
+    counters->dropped++;
+  else if ((faults & 1u << SOFT_FAULT_DUPLICATE) && transmit(qp, wr, faults))
+    counters->duplicated_by_fault++;
   return IBV_WC_SUCCESS;
 }
 
-static void execute_send(struct soft_qp *qp, const struct ibv_send_wr *wr) {
-  enum ibv_wc_status status = qp->verbs.state == IBV_QPS_ERR ? IBV_WC_WR_FLUSH_ERR : send_message(qp, wr);
-  qp->sq_posted++;
+static void complete_send(struct soft_qp *qp, const struct ibv_send_wr *wr, enum ibv_wc_status status) {
+  qp->sq_left++;
+  if (soft_context(qp->verbs.context)->profile->max_frames) qp->sq_left_frames += message_frames(wr);
   if (status != IBV_WC_SUCCESS || qp->sq_sig_all || (wr->send_flags & IBV_SEND_SIGNALED))
     soft_cq_add(qp, wr->wr_id, status);
   if (status != IBV_WC_SUCCESS) soft_qp_fail(qp);
 }
 
-/* EINVAL: not in RTS or ERR, or the request is invalid. ENOMEM: the queue is full; a request leaves it when a
- * completion of it or of a later one is polled. */
+/* With credit: whether the peer has a receive for the next SEND. It may have reset its queue pair since the last one,
+ * so all is looked up anew. */
+static bool has_credit(struct soft_qp *qp) {
+  qp->remote.found = false;
+  return see_receive(qp);
+}
+
+/* false: it has to wait for a receive of the peer. */
+static bool execute_send(struct soft_qp *qp, const struct ibv_send_wr *wr) {
+  const struct soft_context *context = soft_context(qp->verbs.context);
+  enum ibv_wc_status status;
+  if (qp->verbs.state == IBV_QPS_ERR)
+    status = IBV_WC_WR_FLUSH_ERR;
+  else if (!has_good_keys(qp, wr))
+    status = IBV_WC_LOC_PROT_ERR;
+  else if (context->profile->credit && !context->faults.link_down && !has_credit(qp))
+    return false;
+  else
+    status = send_message(qp, wr);
+  complete_send(qp, wr, status);
+  return true;
+}
+
+static uint64_t clock_ns(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
+}
+
+/* When a SEND that is posted now may leave; 0: at once. */
+static uint64_t draw_departure(struct soft_context *context) {
+  uint64_t late = soft_faults_late_ns(&context->faults);
+  if (!late) return 0;
+  context->counters.delayed_by_fault++;
+  return clock_ns() + late;
+}
+
+static void hold(struct soft_qp *qp, const struct ibv_send_wr *wr, uint64_t leaves_ns) {
+  struct soft_send_wr *held = &qp->held[(qp->sq_posted - 1) & qp->sq_mask];
+  held->verbs = *wr;
+  held->verbs.sg_list = held->list;
+  for (int i = 0; i < wr->num_sge; i++) held->list[i] = wr->sg_list[i];
+  held->leaves_ns = leaves_ns;
+  soft_context(qp->verbs.context)->held++;
+}
+
+static struct soft_send_wr *first_held(struct soft_qp *qp) {
+  return qp->sq_left == qp->sq_posted ? NULL : &qp->held[qp->sq_left & qp->sq_mask];
+}
+
+static void send_held(struct soft_qp *qp) {
+  struct soft_send_wr *held;
+  while ((held = first_held(qp)) && (!held->leaves_ns || held->leaves_ns <= clock_ns())) {
+    if (!execute_send(qp, &held->verbs)) return;
+    soft_context(qp->verbs.context)->held--;
+  }
+}
+
+void soft_send_held(struct soft_context *context) {
+  for (int i = 0; i < SOFT_MAX_QP; i++)
+    if (context->qps[i]) send_held(context->qps[i]);
+}
+
+void soft_flush_held(struct soft_qp *qp) {
+  struct soft_send_wr *held;
+  while ((held = first_held(qp))) {
+    soft_context(qp->verbs.context)->held--;
+    complete_send(qp, &held->verbs, IBV_WC_WR_FLUSH_ERR);
+  }
+}
+
+void soft_forget_held(struct soft_qp *qp) {
+  soft_context(qp->verbs.context)->held -= (uint32_t)(qp->sq_posted - qp->sq_left);
+  qp->sq_left = qp->sq_posted;
+}
+
+/* EINVAL: not in RTS or ERR, or the request is invalid. ENOMEM: the queue is full, of requests or of frames; a request
+ * leaves it when a completion of it or of a later one is polled. */
 int soft_post_send(struct ibv_qp *verbs, struct ibv_send_wr *wr, struct ibv_send_wr **bad_wr) {
   struct soft_qp *qp = soft_qp(verbs);
   struct soft_context *context = soft_context(verbs->context);
   if (context->segment->named) soft_remove_name(context);
+  if (__builtin_expect(context->held != 0, 0)) send_held(qp);
   for (; wr; wr = wr->next) {
     int error = check_send(qp, wr);
     if (error) {
@@ -145,17 +287,26 @@ int soft_post_send(struct ibv_qp *verbs, struct ibv_send_wr *wr, struct ibv_send
       return soft_error(error);
     }
     context->counters.sends++;
-    execute_send(qp, wr);
+    uint64_t leaves_ns = 0;
+    if (__builtin_expect(context->faults.any, 0) && verbs->state == IBV_QPS_RTS) leaves_ns = draw_departure(context);
+    bool queued = first_held(qp);
+    qp->sq_posted++;
+    if (context->profile->max_frames) qp->sq_posted_frames += message_frames(wr);
+    if (queued || leaves_ns || !execute_send(qp, wr)) hold(qp, wr, leaves_ns);
   }
   return 0;
 }
 
 static int check_receive(const struct soft_qp *qp, const struct ibv_recv_wr *wr) {
-  if (qp->verbs.state == IBV_QPS_RESET) return EINVAL;
+  const struct soft_profile *profile = soft_context(qp->verbs.context)->profile;
+  bool early = qp->verbs.state == IBV_QPS_INIT || qp->verbs.state == IBV_QPS_RTR;
+  if (qp->verbs.state == IBV_QPS_RESET || (early && !profile->early_receives)) return EINVAL;
   if (wr->num_sge < 0 || (uint32_t)wr->num_sge > qp->cap.max_recv_sge) return EINVAL;
   if (wr->num_sge && wr->sg_list->length &&
       !soft_in_arena(soft_context(qp->verbs.context), wr->sg_list->addr, wr->sg_list->length))
     return EINVAL;
+  uint32_t frames = soft_frames(wr->num_sge ? wr->sg_list->length : 0);
+  if (profile->max_frames && qp->rq_frames + frames > profile->max_frames) return ENOMEM;
   return qp->rq_posted - qp->rq_head < qp->cap.max_recv_wr ? 0 : ENOMEM;
 }
 
@@ -163,7 +314,7 @@ static int check_receive(const struct soft_qp *qp, const struct ibv_recv_wr *wr)
 static void add_receive(struct soft_qp *qp, const struct ibv_recv_wr *wr) {
   struct ibv_sge sge = wr->num_sge && wr->sg_list->length ? *wr->sg_list : (struct ibv_sge){0};
   struct soft_mr *mr = NULL;
-  if (sge.length) mr = soft_find_mr(qp->verbs.pd, sge.lkey, sge.addr, sge.length, IBV_ACCESS_LOCAL_WRITE);
+  if (sge.length) mr = find_mr(qp, &sge, IBV_ACCESS_LOCAL_WRITE);
   uint64_t start = (uint64_t)(uintptr_t)soft_context(qp->verbs.context)->segment->layout;
   qp->shared->receives[qp->rq_posted & qp->rq_mask] = (struct shared_receive){
       .offset = sge.length ? sge.addr - start : 0,
@@ -174,10 +325,11 @@ static void add_receive(struct soft_qp *qp, const struct ibv_recv_wr *wr) {
       (struct soft_receive_wr){.wr_id = wr->wr_id, .length = sge.length, .mr = mr};
   if (mr) mr->receives++;
   qp->rq_posted++;
+  qp->rq_frames += soft_frames(sge.length);
 }
 
-/* EINVAL: in RESET, or the buffer is not from alloc_memory of this context: the peer could not write there.
- * ENOMEM: the queue is full; a receive leaves it when its completion is polled. */
+/* EINVAL: in RESET, or before RTS where the profile does not allow that, or the buffer is not from alloc_memory of this
+ * context: the peer could not write there. ENOMEM: the queue is full; a receive leaves it when its completion is polled. */
 int soft_post_recv(struct ibv_qp *verbs, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad_wr) {
   struct soft_qp *qp = soft_qp(verbs);
   struct soft_context *context = soft_context(verbs->context);

@@ -38,7 +38,7 @@ static void test_device(void) {
 static void test_alloc_memory(void) {
   const struct verbs *verbs = verbs_soft();
   struct ibv_context *context = side_open_device();
-  size_t page = (size_t)sysconf(_SC_PAGESIZE);
+  size_t page = SEGMENT_PAGE;
   size_t sizes[] = {1, page, page + 1, 4 * page, 1 << 20};
   char *memory[5];
   for (int i = 0; i < 5; i++) {

@@ -11,8 +11,7 @@
 
 #define POLL_SECONDS 60
 
-struct ibv_context *side_open_device(void) {
-  const struct verbs *verbs = verbs_soft();
+static struct ibv_context *open_device(const struct verbs *verbs) {
   int count = 0;
   struct ibv_device **list = verbs->get_device_list(&count);
   CHECK(list && count == 2);
@@ -22,13 +21,19 @@ struct ibv_context *side_open_device(void) {
   return context;
 }
 
+struct ibv_context *side_open_device(void) {
+  return open_device(verbs_soft());
+}
+
 struct ibv_qp *side_create_qp(struct side *side, struct side_options options) {
+  struct ibv_device_attr device;
+  CHECK_EQUAL(verbs_soft()->query_device(side->context, &device), 0);
   struct ibv_qp_init_attr attr = {
       .send_cq = side->cq,
       .recv_cq = side->cq,
       .cap = {.max_send_wr = options.max_send_wr,
               .max_recv_wr = options.max_recv_wr,
-              .max_send_sge = 4,
+              .max_send_sge = (uint32_t)device.max_sge,
               .max_recv_sge = 1},
       .qp_type = IBV_QPT_UC,
       .sq_sig_all = options.sq_sig_all,
@@ -37,8 +42,9 @@ struct ibv_qp *side_create_qp(struct side *side, struct side_options options) {
 }
 
 void side_open(struct side *side, struct side_options options) {
-  const struct verbs *verbs = verbs_soft();
-  *side = (struct side){.context = side_open_device()};
+  const struct verbs *verbs = options.profile ? verbs_soft_profile(options.profile) : verbs_soft();
+  *side = (struct side){.context = open_device(verbs)};
+  verbs->pose_as_host(side->context, options.host);
   side->pd = verbs->alloc_pd(side->context);
   CHECK(side->pd);
   side->cq = verbs->create_cq(side->context, options.cqe, NULL, NULL, 0);

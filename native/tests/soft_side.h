@@ -12,6 +12,8 @@ struct side_options {
   uint32_t max_send_wr;
   uint32_t max_recv_wr;
   int sq_sig_all;
+  const char *profile; /* NULL: ideal */
+  uint32_t host;
 };
 
 struct side {
@@ -32,7 +34,7 @@ struct side_address {
 
 #define SIDE_DEFAULTS ((struct side_options){.cqe = 64, .max_send_wr = 8, .max_recv_wr = 8})
 
-struct ibv_context *side_open_device(void);
+struct ibv_context *side_open_device(void); /* ideal */
 void side_open(struct side *side, struct side_options options);
 void side_close(struct side *side); /* checks that everything can be destroyed */
 void side_open_pair(struct side *a, struct side *b, struct side_options options); /* in one process, connected */

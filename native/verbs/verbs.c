@@ -17,7 +17,6 @@
 #define FLAGS (RTLD_NOW | RTLD_LOCAL)
 #endif
 
-static struct verbs chosen;
 static char reason[256];
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
@@ -41,8 +40,7 @@ static int count_devices(void) {
   return count;
 }
 
-static void choose(void) {
-  chosen = *verbs_soft();
+static void find_reason(void) {
   int count = count_devices();
   if (count < 0)
     snprintf(reason, sizeof reason, "RDMA devices could not be listed: %s", strerror(errno));
@@ -51,10 +49,13 @@ static void choose(void) {
   else
     snprintf(reason, sizeof reason, "all ranks are on one host; %d RDMA device%s left unused", count,
              count == 1 ? "" : "s");
-  chosen.reason = reason;
 }
 
-const struct verbs *verbs_choose(void) {
-  pthread_once(&once, choose);
-  return &chosen;
+const struct verbs *verbs_choose(const char *soft_profile) {
+  return verbs_soft_profile(soft_profile);
+}
+
+const char *verbs_reason(void) {
+  pthread_once(&once, find_reason);
+  return reason;
 }

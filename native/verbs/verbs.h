@@ -22,15 +22,21 @@ struct verbs_counters {
   uint64_t polls;               /* calls of poll_cq */
   uint64_t bytes_sent;          /* delivered into posted receives */
   uint64_t dropped;             /* sends that met no posted receive */
-  uint64_t dropped_by_fault;    /* sends lost, */
-  uint64_t duplicated_by_fault; /* and sends delivered twice, because inject asked for it */
+  /* Because inject asked for it: sends */
+  uint64_t dropped_by_fault;    /* lost, a link that was down included */
+  uint64_t duplicated_by_fault; /* delivered twice */
+  uint64_t truncated_by_fault;
+  uint64_t corrupted_by_fault;
+  uint64_t failed_by_fault;     /* completed with an error */
+  uint64_t delayed_by_fault;
 };
 
 struct verbs {
-  const char *name;   /* "soft", "ibverbs", "librdma" */
-  const char *reason; /* why it was chosen, for the user: "no RDMA device found" */
+  const char *name; /* "soft" or "soft/" and a profile, "ibverbs", "librdma" */
   /* Registering costs nothing and pins nothing: the endpoint may register any buffer for one operation. */
   bool registers_freely;
+  /* A SEND must have as many frames of 4096 bytes as the receive that it meets. */
+  bool whole_frames;
 
   struct ibv_device **(*get_device_list)(int *num_devices);
   void (*free_device_list)(struct ibv_device **list);
@@ -62,12 +68,22 @@ struct verbs {
   /* Makes the provider misbehave, for tests: a comma-separated list such as "drop=1/100,seed=7" (soft/faults.h has
    * them all). EINVAL, and no change, for a list with anything it does not know; EOPNOTSUPP from hardware. */
   int (*inject)(struct ibv_context *context, const char *faults);
+
+  /* Ranks of one host play hosts of their own: what processes of a host share, they share with this one's. Before any
+   * queue pair is created. NULL for hardware. */
+  void (*pose_as_host)(struct ibv_context *context, uint32_t host);
 };
 
-/* The provider for ranks of one host. */
+/* The provider for ranks of one host: as it is, and as it plays another device ("ideal", "apple-tb5", "rxe":
+ * soft/profile.h). NULL for any other name. */
 const struct verbs *verbs_soft(void);
+const struct verbs *verbs_soft_profile(const char *name);
 
-/* The provider to use for a group, with `reason` filled in. */
-const struct verbs *verbs_choose(void);
+/* The provider to use for a group. `soft_profile` counts if that is the software provider; NULL if there is no such
+ * profile. */
+const struct verbs *verbs_choose(const char *soft_profile);
+
+/* Why it was chosen, for the user: "no RDMA device found". */
+const char *verbs_reason(void);
 
 #endif

@@ -1,0 +1,65 @@
+/* The devices that the provider can play: see profile.h. */
+#include "profile.h"
+
+#include "soft.h"
+
+const struct soft_profile soft_profiles[SOFT_PROFILES] = {
+    [SOFT_IDEAL] =
+        {
+            .name = "ideal",
+            .max_qp = SOFT_MAX_QP,
+            .max_wr = SOFT_MAX_WR,
+            .max_send_sge = SOFT_MAX_SEND_SGE,
+            .max_pd = SOFT_MAX_PD,
+            .max_cq = SOFT_MAX_CQ,
+            .max_cqe = SOFT_MAX_CQE,
+            .max_mr = SOFT_MAX_MR,
+            .max_message = SOFT_MAX_MESSAGE,
+            .mr_alignment = 1,
+            .active_mtu = IBV_MTU_4096,
+            .immediate = true,
+            .early_receives = true,
+            .late_regions = true,
+            .goes_to_err = true,
+        },
+    /* Apple's technote TN3205 and what MLX's JACCL, llama.cpp and ds4 have found out. A region that is registered after
+     * INIT to RTR is never mapped; after a move to ERR every unmap of a region fails, so this refuses the move. */
+    [SOFT_APPLE_TB5] =
+        {
+            .name = "apple-tb5",
+            .max_qp = 10,
+            .max_wr = 4095,
+            .max_send_sge = 1,
+            .max_pd = 11,
+            .max_cq = 11,
+            .max_cqe = SOFT_MAX_CQE,
+            .max_mr = 100,
+            .max_message = 4095 * SOFT_FRAME_BYTES,
+            .max_frames = 4095,
+            .mr_alignment = SEGMENT_PAGE,
+            .active_mtu = IBV_MTU_4096,
+            .shares_qp = true,
+            .credit = true,
+        },
+    /* Linux, drivers/infiniband/sw/rxe: rxe_param.h allows more queue pairs, regions and entries than there is room for
+     * here; rxe_resp.c drops what is too long for a receive of UC. */
+    [SOFT_RXE] =
+        {
+            .name = "rxe",
+            .max_qp = SOFT_MAX_QP,
+            .max_wr = SOFT_MAX_WR,
+            .max_send_sge = SOFT_MAX_SEND_SGE,
+            .max_pd = SOFT_MAX_PD,
+            .max_cq = SOFT_MAX_CQ,
+            .max_cqe = 1 << 15,
+            .max_mr = SOFT_MAX_MR,
+            .max_message = 8 << 20,
+            .mr_alignment = 1,
+            .active_mtu = IBV_MTU_1024,
+            .drops_too_long = true,
+            .immediate = true,
+            .early_receives = true,
+            .late_regions = true,
+            .goes_to_err = true,
+        },
+};

@@ -1,0 +1,27 @@
+/*
+ * Queue pairs of a device that all processes of this user share, as they share a real one.
+ *
+ * A place is a lock that the system takes back when the process ends, however it ends. Nothing has to be cleaned up.
+ */
+#ifndef MLXDIST_SOFT_QUOTA_H
+#define MLXDIST_SOFT_QUOTA_H
+
+#include <stdint.h>
+
+struct quota_place;
+
+/* One of `limit` places at `device` of `host`. NULL with EBUSY in errno if all are taken, or with what went wrong. */
+struct quota_place *quota_take(const char *device, uint32_t host, uint32_t limit);
+
+/* `place` may be NULL. In a child that its process forked this gives back nothing: the place is the parent's. */
+void quota_return(struct quota_place *place);
+
+/* What differs between systems: quota_abstract.c (Linux) and quota_posix.c (macOS). */
+
+#define QUOTA_NAME_BYTES 64
+
+/* Locks `name` and returns a descriptor that holds the lock; -1 with EBUSY in errno if somebody else does. */
+int quota_lock(const char *name);
+void quota_unlock(const char *name, int fd);
+
+#endif

@@ -1,0 +1,73 @@
+"""Every collective on the devices that the software provider plays, and over a connection that loses messages."""
+
+import ast
+
+import pytest
+from test_collectives import OPERATIONS
+
+DEVICES = {
+    "apple-tb5": {"MLXDIST_SOFT_PROFILE": "apple-tb5"},
+    "rxe": {"MLXDIST_SOFT_PROFILE": "rxe"},
+    "lossy": {"MLXDIST_INJECT": "drop=1/100"},
+    "lossy-apple-tb5": {"MLXDIST_SOFT_PROFILE": "apple-tb5", "MLXDIST_INJECT": "drop=1/100"},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_matrix(run_ranks, device, operation, ranks):
+    outputs = run_ranks("collectives.py", ranks, operation, timeout=300, environment=DEVICES[device])
+    assert f"{OPERATIONS[operation]} cases of {operation} on {ranks} ranks are exact" in outputs[0]
+
+
+@pytest.mark.parametrize(
+    ("profile", "ranks", "faults"),
+    [
+        ("apple-tb5", 2, "none"),
+        ("rxe", 2, "none"),
+        ("apple-tb5", 2, "drop=1/100,duplicate=1/100,truncate=1/100,jitter=100"),
+        pytest.param("rxe", 4, "drop=1/100,duplicate=1/100,truncate=1/100,jitter=100", marks=pytest.mark.long),
+    ],
+)
+def test_every_collective(run_ranks, profile, ranks, faults):
+    environment = {"MLXDIST_SOFT_PROFILE": profile}
+    outputs = run_ranks("retransmission.py", ranks, faults, timeout=120, environment=environment)
+    assert all("252 cases are exact" in output for output in outputs)
+
+
+def counters(run_ranks, environment):
+    outputs = [output.splitlines() for output in run_ranks("profiles.py", 2, environment=environment)]
+    return [ast.literal_eval(lines[0]) for lines in outputs], {lines[1] for lines in outputs}
+
+
+@pytest.mark.parametrize(("profile", "provider"), [("ideal", "soft"), ("apple-tb5", "soft/apple-tb5"), ("rxe", "soft/rxe")])
+def test_padding(run_ranks, profile, provider):
+    """Where frames count, every SEND fills its slot; elsewhere nothing is padded. Nothing is dropped."""
+    ranks, providers = counters(run_ranks, {"MLXDIST_SOFT_PROFILE": profile})
+    assert providers == {provider}
+    for rank in ranks:
+        assert (rank["padding_bytes_sent"] > 0) == (profile == "apple-tb5")
+        assert rank["provider_sent"] == rank["sent"] or rank["retransmissions"] > 0
+        assert rank["provider_sent"] % 4096 == 0 or profile != "apple-tb5"
+        assert rank["provider_dropped"] == 0
+
+
+def test_injected_into_any_program(run_ranks):
+    """The program knows nothing of it, and both directions lose messages, not the same ones."""
+    ranks, _ = counters(run_ranks, {"MLXDIST_INJECT": "drop=1/20"})
+    assert all(rank["provider_dropped_by_fault"] > 3 for rank in ranks)
+    none, _ = counters(run_ranks, {"MLXDIST_INJECT": "drop=1/20,none"})
+    assert all(rank["provider_dropped_by_fault"] == 0 for rank in none)
+
+
+def test_faults_that_do_not_exist(run_ranks):
+    outputs = run_ranks("profiles.py", 2, environment={"MLXDIST_INJECT": "drip=1/20"}, status=None)
+    assert any('knows no faults "drip=1/20"' in output for output in outputs)
+
+
+def test_slots_that_do_not_fit_a_queue(run_ranks):
+    slots = {"MLXDIST_BULK_SLOTS": "16", "MLXDIST_BULK_SLOT_BYTES": str(1 << 20)}
+    outputs = run_ranks("profiles.py", 2, environment=slots | DEVICES["apple-tb5"], status=None)
+    assert any("need 8192 frames in a queue, and the device has 4095" in output for output in outputs)
