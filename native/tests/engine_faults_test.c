@@ -60,7 +60,12 @@ static const uint64_t counts[] = {0, 1, 900, 2000, 40000, 300001};
 
 static void under(struct world *world, int rank, int size, const char *faults) {
   int barriers = 0;
-  mlxdist_group *group = world_join(world, rank, &barriers, 0);
+  struct world_side side;
+  mlxdist_options options;
+  mlxdist_default_options(&options);
+  options.checksum = strstr(faults, "corrupt") != 0;
+  mlxdist_group *group = world_join(world, rank, &barriers, &options);
+  world_side_open(&side, world, group, rank);
   REQUIRE(mlxdist_group_inject(group, faults) == MLXDIST_OK);
   for (int round = 0; round < 3; round++)
     for (size_t c = 0; c < sizeof counts / sizeof *counts; c++) {
@@ -72,14 +77,45 @@ static void under(struct world *world, int rank, int size, const char *faults) {
   mlxdist_stats stats;
   mlxdist_group_stats(group, &stats);
   REQUIRE(stats.retransmissions > 0);
+  REQUIRE((stats.damaged > 0) == options.checksum);
+  REQUIRE((stats.reconnections > 0) == (strstr(faults, "error") != 0));
   REQUIRE(mlxdist_group_inject(group, "none") == MLXDIST_OK);
-  world_leave(world, group, &barriers);
+  REQUIRE(mlxdist_group_finalize(group) == MLXDIST_OK);
+  world_side_close(&side);
+  world_barrier(world, &barriers);
+  mlxdist_group_destroy(group);
 }
 
 static void losses(struct world *world, int rank, int size) { under(world, rank, size, "drop=1/30,seed=5"); }
 
 static void losses_and_repetitions(struct world *world, int rank, int size) {
   under(world, rank, size, "drop=1/50,duplicate=1/10,seed=7");
+}
+
+static void damages(struct world *world, int rank, int size) {
+  under(world, rank, size, "corrupt=1/30,truncate=1/30,seed=9");
+}
+
+static void errors(struct world *world, int rank, int size) { under(world, rank, size, "error=1/60,drop=1/60,seed=3"); }
+
+/* Both ranks' cables are pulled for a while, and put back, in the middle of it all. */
+static void link_flaps(struct world *world, int rank, int size) {
+  int barriers = 0;
+  mlxdist_group *group = world_join(world, rank, &barriers, 0);
+  for (int i = 0; i < 3; i++) {
+    mlxdist_handle *handle;
+    mlxdist_layout layout = vector(300001);
+    int32_t *data = filled(rank, 300001, i);
+    REQUIRE(mlxdist_group_inject(group, "link=down") == MLXDIST_OK);
+    REQUIRE(mlxdist_all_reduce(group, data, data, &layout, MLXDIST_SUM, &handle) == MLXDIST_OK);
+    REQUIRE(mlxdist_handle_wait(handle, 0.2) == MLXDIST_TIMEOUT);
+    REQUIRE(mlxdist_group_inject(group, "link=up") == MLXDIST_OK);
+    REQUIRE(mlxdist_handle_wait(handle, 0) == MLXDIST_OK);
+    mlxdist_handle_free(handle);
+    check_sum(data, 300001, size, i);
+    free(data);
+  }
+  world_leave(world, group, &barriers);
 }
 
 static double seconds(void) {
@@ -162,9 +198,13 @@ static void opposite_order(struct world *world, int rank, int size) {
 
 int main(void) {
   int failed = 0;
+  REQUIRE(mlxdist_debug_open("off", 0, 0) == MLXDIST_OK);
   failed |= world_run(2, losses);
   failed |= world_run(3, losses);
   failed |= world_run(4, losses_and_repetitions);
+  failed |= world_run(2, damages);
+  failed |= world_run(3, errors);
+  failed |= world_run(2, link_flaps);
   failed |= world_run(2, last_message);
   failed |= world_run(2, handles);
   failed |= world_run(4, handles);
