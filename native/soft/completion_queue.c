@@ -152,7 +152,7 @@ static bool take_receive(struct soft_qp *qp, struct ibv_wc *wc) {
   }
   if (receive->mr) receive->mr->receives--;
   qp->rq_head++;
-  qp->rq_frames -= soft_frames(receive->length);
+  if (soft_context(qp->verbs.context)->profile->max_frames) qp->rq_frames -= soft_frames(receive->length);
   if (wc->status != IBV_WC_SUCCESS) soft_qp_fail(qp);
   return true;
 }

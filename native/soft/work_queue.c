@@ -305,8 +305,8 @@ static int check_receive(const struct soft_qp *qp, const struct ibv_recv_wr *wr)
   if (wr->num_sge && wr->sg_list->length &&
       !soft_in_arena(soft_context(qp->verbs.context), wr->sg_list->addr, wr->sg_list->length))
     return EINVAL;
-  uint32_t frames = soft_frames(wr->num_sge ? wr->sg_list->length : 0);
-  if (profile->max_frames && qp->rq_frames + frames > profile->max_frames) return ENOMEM;
+  uint32_t length = wr->num_sge ? wr->sg_list->length : 0;
+  if (profile->max_frames && qp->rq_frames + soft_frames(length) > profile->max_frames) return ENOMEM;
   return qp->rq_posted - qp->rq_head < qp->cap.max_recv_wr ? 0 : ENOMEM;
 }
 
@@ -325,7 +325,7 @@ static void add_receive(struct soft_qp *qp, const struct ibv_recv_wr *wr) {
       (struct soft_receive_wr){.wr_id = wr->wr_id, .length = sge.length, .mr = mr};
   if (mr) mr->receives++;
   qp->rq_posted++;
-  qp->rq_frames += soft_frames(sge.length);
+  if (soft_context(qp->verbs.context)->profile->max_frames) qp->rq_frames += soft_frames(sge.length);
 }
 
 /* EINVAL: in RESET, or before RTS where the profile does not allow that, or the buffer is not from alloc_memory of this

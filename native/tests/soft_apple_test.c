@@ -75,23 +75,18 @@ static void open_six(struct side_options options) {
   }
 }
 
-/* Another process has six queue pairs until it is killed, and a child that lives as long as this process. */
+/* Another process has six queue pairs until it is killed, and a child. Both end with this process at the latest. */
 static pid_t hold_six(struct side_options options) {
   int ready[2], end[2];
+  char byte;
   CHECK(pipe(ready) == 0 && pipe(end) == 0);
   pid_t child = fork();
   if (child == 0) {
     open_six(options);
-    if (fork() == 0) {
-      close(end[1]);
-      char byte;
-      _exit((int)read(end[0], &byte, 1));
-    }
+    if (fork() == 0) CHECK_EQUAL(write(ready[1], "x", 1), 1);
     close(end[1]);
-    CHECK_EQUAL(write(ready[1], "x", 1), 1);
-    for (;;) pause();
+    _exit((int)read(end[0], &byte, 1));
   }
-  char byte;
   CHECK_EQUAL(read(ready[0], &byte, 1), 1);
   return child;
 }
