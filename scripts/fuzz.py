@@ -40,7 +40,7 @@ def command_of(target: str) -> list[str]:
 def missing(targets: list[str]) -> str | None:
     """What has to be installed first, in words."""
     if any(target in NATIVE for target in targets) and shutil.which("clang") is None:
-        return "there is no clang: apt-get install clang libclang-rt-14-dev"
+        return "there is no clang: apt-get install clang libclang-rt-dev"
     if any(target in PYTHON for target in targets) and importlib.util.find_spec("atheris") is None:
         return "there is no atheris: `make fuzz` installs it, as does pip install atheris"
     return None
