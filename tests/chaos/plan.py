@@ -10,8 +10,9 @@ one of them ends it. An event happens on a rank when it comes to a step:
     abort    Group.abort("reason")
     differ   this rank calls the operation with another shape
 
-"ends": the classes of the error that every rank which is left must get, and texts of which one must be in it; empty if
-all results must be right. "wears": the ranks are not as before, and no other round can use them.
+"ends": None if all results must be right; else the "classes" of the error that every rank which is left must get, the
+"texts" of which one must be in it, the text that must be in "all", and "maybe" where the event may come too late to
+matter. "wears": the ranks are not as before, and no other round can use them.
 """
 
 import random
@@ -154,10 +155,10 @@ def _differ(plan: dict, random: random.Random) -> None:
 
 def _silence(plan: dict, random: random.Random, cables: int) -> None:
     """One rank is stopped for longer than the others wait, or nothing that it sends arrives."""
-    rank = random.randrange(plan["ranks"])
-    if random.random() < 0.5:
+    rank, stops = random.randrange(plan["ranks"]), random.random() < 0.5
+    if stops:
         _add(plan, random, "stop", rank, delay=random.uniform(0, 0.01), seconds=IMPATIENT + 2)
     else:
         _add(plan, random, "inject", rank, faults="drop=1/1")
     # Whom a rank waits for may itself wait for that one.
-    plan["ends"] = {"classes": ["Timeout"], "texts": ["waited"]}
+    plan["ends"] = {"classes": ["Timeout"], "texts": ["waited"], "maybe": stops}
