@@ -14,13 +14,6 @@ VARIANTS = {
 }
 
 
-<<<<<<< HEAD
-LONG = [pytest.param(variant, marks=pytest.mark.long) for variant in ("optimized", "threads")]
-
-
-@pytest.mark.parametrize("variant", ["memory", *LONG])
-@pytest.mark.parametrize("name", ["engine_test", "engine_faults_test", "engine_cables_test", "engine_repair_test"])
-=======
 @pytest.mark.parametrize(
     "variant",
     [
@@ -29,8 +22,7 @@ LONG = [pytest.param(variant, marks=pytest.mark.long) for variant in ("optimized
         pytest.param("threads", marks=[pytest.mark.sanitize, pytest.mark.long]),
     ],
 )
-@pytest.mark.parametrize("name", ["engine_test", "engine_faults_test", "engine_cables_test"])
->>>>>>> f9f80f9 (Chaos: random collectives on ranks that are killed, stopped and lose messages; make sanitize, fuzz and chaos)
+@pytest.mark.parametrize("name", ["engine_test", "engine_faults_test", "engine_cables_test", "engine_repair_test"])
 def test_engine(tmp_path, name, variant):
     sources = [NATIVE / "tests" / f"{name}.c", *layer_sources(*LAYERS)]
     program = build_program(tmp_path / "engine", sources, [*FLAGS, *VARIANTS[variant]])

@@ -40,12 +40,7 @@ def test_reason_if_the_library_is_not_one(tmp_path):
     run_program(build(tmp_path, ["-O2"]), "Reason", environment=environment)
 
 
-<<<<<<< HEAD
+@pytest.mark.sanitize
 @pytest.mark.parametrize("test", ["Choose", "WcStatusNames"])
 def test_profiles_and_status_names(tmp_path, test):
     run_program(build(tmp_path, SANITIZE_MEMORY), test)
-=======
-@pytest.mark.sanitize
-def test_wc_status_names(tmp_path):
-    run_program(build(tmp_path, SANITIZE_MEMORY), "WcStatusNames")
->>>>>>> f9f80f9 (Chaos: random collectives on ranks that are killed, stopped and lose messages; make sanitize, fuzz and chaos)

@@ -4,9 +4,11 @@ A round is made from its seed alone, and is data: {"seed", "ranks", "environment
 Four rounds with neighbouring seeds have the same ranks and environment, so that one set of ranks can play them, unless
 one of them ends it. An event happens on a rank when it comes to a step:
 
-    inject   the provider loses or garbles what this rank sends ("faults", for mlxdist_group_inject)
+    inject   the provider loses or garbles what this rank sends ("faults", for mlxdist_group_inject); with "seconds"
+             nothing that it sends arrives, and after that time "then" is injected
     stop     SIGSTOP after "delay" seconds, and SIGCONT "seconds" later
     kill     SIGKILL after "delay" seconds
+    die      SIGKILL instead of the SEND that "faults" says, if it comes to that
     abort    Group.abort("reason")
     differ   this rank calls the operation with another shape
 
@@ -34,9 +36,16 @@ ALGORITHMS = ["auto", "auto", "direct", "mesh", "ring", "doubling", "tree"]
 PATIENT = 30
 IMPATIENT = 2
 
-# What an unreliable connection does, and results are right all the same.
-KNOBS = ["drop=1/{chance}", "duplicate=1/{chance}", "drop=1/{chance},duplicate=1/{chance}", "drop_next={few}",
-         "drop_after={some}"]  # fmt: skip
+PROFILES = ["ideal", "ideal", "ideal", "rxe", "apple-tb5"]
+
+# What an unreliable connection does, and results are right all the same (native/soft/faults.h). Damage is seen where
+# messages have checksums.
+KNOBS = [
+    "drop=1/{chance}", "duplicate=1/{chance}", "truncate=1/{chance}", "drop=1/{chance},duplicate=1/{chance}",
+    "drop=1/{chance},truncate=1/{chance},delay=200,jitter=300", "drop_next={few}", "drop_after={some}", "jitter=1000",
+    "error_after={some}", "error=1/{chance}", "truncate_next={few}",
+]  # fmt: skip
+WITH_CHECKSUM = ["corrupt=1/{chance}", "corrupt_next={few}", "corrupt=1/{chance},drop=1/{chance}"]
 
 
 def make(seed: int) -> dict[str, Any]:
@@ -47,7 +56,9 @@ def make(seed: int) -> dict[str, Any]:
         "MLXDIST_ALGO": shared.choice(ALGORITHMS),
         "MLXDIST_CABLES": str(cables),
         "MLXDIST_CONNECT_AT_START": shared.choice(["8", "8", "8", "1"]),
-        "MLXDIST_TIMEOUT": str(shared.choice([PATIENT] * 4 + [IMPATIENT])),
+        "MLXDIST_CHECKSUM": shared.choice("001"),
+        "MLXDIST_SOFT_PROFILE": shared.choice(PROFILES),
+        "MLXDIST_TIMEOUT": str(shared.choice([PATIENT] * 5 + [IMPATIENT])),
     }
     plan = {
         "seed": seed,
@@ -63,7 +74,7 @@ def make(seed: int) -> dict[str, Any]:
         return plan
     _disturb(plan, own, cables)
     if own.random() < 0.4:
-        own.choice([_kill, _kill, _kill, _abort, _differ])(plan, own)
+        own.choice([_kill, _kill, _die, _abort, _differ])(plan, own)
     return plan
 
 
@@ -108,8 +119,9 @@ def _add(plan: dict, random: random.Random, what: str, rank: int | None = None, 
     return rank
 
 
-def _knob(random: random.Random) -> str:
-    return random.choice(KNOBS).format(
+def _knob(random: random.Random, checksum: bool) -> str:
+    knobs = KNOBS + WITH_CHECKSUM if checksum else KNOBS
+    return random.choice(knobs).format(
         chance=random.choice([20, 50, 100, 200]), few=random.randint(1, 5), some=random.randint(1, 40)
     )
 
@@ -118,10 +130,16 @@ def _disturb(plan: dict, random: random.Random, cables: int) -> None:
     """What the ranks survive, and their results with them."""
     for rank in range(plan["ranks"]):
         if random.random() < 0.4:
-            _add(plan, random, "inject", rank, faults=_knob(random))
+            checksum = plan["environment"]["MLXDIST_CHECKSUM"] == "1"
+            _add(plan, random, "inject", rank, faults=_knob(random, checksum))
     if random.random() < 0.3:
         _add(plan, random, "stop", delay=random.uniform(0, 0.01), seconds=random.choice([0.01, 0.1, 0.5]))
-    if cables == 2 and random.random() < 0.4:
+    if random.random() < 0.2:
+        cable = random.choice(["", "0:", "1:"] if cables == 2 else [""])
+        for rank in random.choice([[0], range(plan["ranks"])]):
+            _add(plan, random, "inject", rank, faults=f"{cable}link=down", seconds=random.choice([0.02, 0.2, 0.6]),
+                 then=f"{cable}link=up")  # fmt: skip
+    elif cables == 2 and random.random() < 0.4:
         cable = random.randrange(2)
         for rank in random.choice([[0], range(plan["ranks"])]):
             _add(plan, random, "inject", rank, faults=f"{cable}:drop=1/1")
@@ -134,6 +152,11 @@ def _kill(plan: dict, random: random.Random) -> None:
     for rank in victims:
         _add(plan, random, "kill", rank, delay=random.uniform(0, 0.01))
     plan["ends"] = {"classes": ["PeerLost"], "texts": [f"rank {rank}" for rank in victims]}
+
+
+def _die(plan: dict, random: random.Random) -> None:
+    rank = _add(plan, random, "die", faults=f"die_after={random.choice([1, 1, 2, 5, 20, 50])}")
+    plan["ends"] = {"classes": ["PeerLost"], "texts": [f"rank {rank}"], "maybe": True}
 
 
 def _abort(plan: dict, random: random.Random) -> None:
