@@ -12,7 +12,7 @@ FILES := $(sort $(shell find mlxdist native -name '*.py' -o -name '*.[ch]' -o -n
 FILES := $(filter-out native/tests/%,$(FILES))
 NATIVE := native/CMakeLists.txt $(wildcard native/cmake/*) $(filter native/%,$(FILES))
 
-.PHONY: help setup demo test test-long check-macos clean FORCE
+.PHONY: help setup demo test test-long sanitize fuzz chaos check-macos clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -20,6 +20,9 @@ help:
 	@echo "make demo         two ranks train a small language model and generate text with it"
 	@echo "make test         run the tests"
 	@echo "make test-long    the tests that take minutes: builds from nothing and for macOS, random programs, large arrays"
+	@echo "make sanitize     the tests in C under the address, undefined-behaviour and thread sanitizers; test-long has them, too"
+	@echo "make fuzz         fuzz everything that reads bytes from outside, for SECONDS=60 each; needs clang"
+	@echo "make chaos        collectives while ranks are killed and stopped and messages are lost, for MINUTES=60"
 	@echo "make check-macos  compile all native code for macOS on arm64, on any machine"
 	@echo "make clean        remove $(VENV) and everything built"
 
@@ -31,8 +34,19 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest
 
-test-long: setup check-macos
+test-long: setup check-macos $(VENV)/.atheris
 	$(BIN)/python -m pytest -m long
+
+sanitize: setup
+	$(BIN)/python -m pytest -m sanitize
+
+SECONDS ?= 60
+fuzz: setup $(VENV)/.atheris
+	$(BIN)/python scripts/fuzz.py --seconds $(SECONDS)
+
+MINUTES ?= 60
+chaos: setup
+	$(BIN)/python scripts/chaos.py --minutes $(MINUTES)
 
 # A CMake that is told to build for macOS, without the last step: linking the bridge needs macOS's libmlx.
 check-macos: $(VENV)/.ziglang
@@ -57,6 +71,11 @@ $(VENV)/.requirements: pyproject.toml constraints.txt | $(VENV)/.python
 
 $(VENV)/.ziglang: $(VENV)/.requirements
 	$(PIP) install --quiet --constraint constraints.txt ziglang
+	@touch $@
+
+# The fuzzer for Python. 35 MB, so only whoever fuzzes gets it; where there is no wheel of it the tests go without.
+$(VENV)/.atheris: $(VENV)/.requirements
+	-$(PIP) install --quiet --only-binary atheris atheris
 	@touch $@
 
 $(VENV)/.files: FORCE | $(VENV)/.python

@@ -12,7 +12,16 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["NATIVE", "SANITIZE_MEMORY", "SANITIZE_THREADS", "build_program", "layer_sources", "run_program"]
+__all__ = [
+    "NATIVE",
+    "SANITIZE_MEMORY",
+    "SANITIZE_THREADS",
+    "build_program",
+    "compile_source",
+    "layer_sources",
+    "link",
+    "run_program",
+]
 
 NATIVE = Path(__file__).parent.parent / "native"
 SANITIZE_MEMORY = ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
@@ -43,9 +52,13 @@ def build_program(
         if flag.startswith("-fsanitize=") and (reason := _why_unusable(flag)):
             pytest.skip(f"{flag} does not work here: {reason}")
     command = (compiler,) if compiler else _compiler()
-    objects = [str(_compile(source, command, flags)) for source in sources]
+    objects = [compile_source(source, command, flags) for source in sources]
+    return link(output, command, flags, objects)
+
+
+def link(output: Path, compiler: tuple[str, ...], flags: Iterable[str], objects: Iterable[object]) -> Path:
     libraries = ["-lpthread", "-ldl"] if sys.platform == "linux" else []
-    _call([*command, *flags, *objects, "-o", str(output), *libraries])
+    _call([*compiler, *flags, *map(str, objects), "-o", str(output), *libraries])
     return output
 
 
@@ -73,8 +86,8 @@ def _own_segment() -> str:
 
 
 @functools.cache
-def _compile(source: Path, compiler: tuple[str, ...], flags: tuple[str, ...]) -> Path:
-    """The object file of ``source``."""
+def compile_source(source: Path, compiler: tuple[str, ...], flags: tuple[str, ...]) -> Path:
+    """The object file of ``source``, until the end of this process. Warnings are errors."""
     descriptor, name = tempfile.mkstemp(suffix=".o", prefix=f"{source.stem}-", dir=_object_folder().name)
     os.close(descriptor)
     _call([*compiler, "-std=c11", "-Wall", "-Wextra", "-Werror", *flags, "-c", str(source), "-o", name])

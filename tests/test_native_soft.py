@@ -29,11 +29,15 @@ def build(folder: Path, program: str, flags: list[str], segment: str) -> Path:
     return build_program(folder / program, sources + layer_sources("verbs", "soft", segment=segment), flags)
 
 
-LONG = [pytest.param(variant, marks=pytest.mark.long) for variant in VARIANTS if variant != "sanitized"]
-
-
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("variant", ["sanitized", *LONG])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param("optimized", marks=pytest.mark.long),
+        pytest.param("sanitized", marks=pytest.mark.sanitize),
+        pytest.param("posix_segments", marks=[pytest.mark.sanitize, pytest.mark.long]),
+    ],
+)
 def test_soft(tmp_path, variant, program):
     flags, segment = VARIANTS[variant]
     before = segment_names()
@@ -41,6 +45,7 @@ def test_soft(tmp_path, variant, program):
     assert segment_names() <= before, "a segment was left behind"
 
 
+@pytest.mark.sanitize
 def test_soft_without_data_races(tmp_path):
     """Two threads on two contexts of one process: both use one mapping, so the sanitizer sees every access."""
     program = build(tmp_path, "stress", SANITIZE_THREADS, OWN_SEGMENT)

@@ -40,6 +40,7 @@ def test_reason_if_the_library_is_not_one(tmp_path):
     run_program(build(tmp_path, ["-O2"]), "Reason", environment=environment)
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("test", ["Choose", "WcStatusNames"])
 def test_profiles_and_status_names(tmp_path, test):
     run_program(build(tmp_path, SANITIZE_MEMORY), test)

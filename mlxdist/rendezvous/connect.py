@@ -15,6 +15,9 @@ from .wire import MAGIC, NONCE_BYTES, PROOF_BYTES, Framing, Kind, WireError, pac
 
 __all__ = ["connect", "listen"]
 
+# What MLXDIST_RENDEZVOUS_TIMEOUT can be.
+MAX_SECONDS = 1e9
+
 # Descriptors named by MLXDIST_RENDEZVOUS_FD that this process has used up: once closed, the number means another file.
 _used_descriptors: set[int] = set()
 
@@ -167,6 +170,8 @@ def _greet(environment: Environment, sock: socket.socket, deadline: float) -> tu
         if kind != Kind.WELCOME or not hmac.compare_digest(given, proof(secret, "rank 0", nonce, hub_nonce, welcome)):
             raise WireError("no proof that it knows MLXDIST_SECRET")
         fields = unpack_json(welcome, host=str, pid=int, seconds=float)
+        if not 0 <= fields["seconds"] <= MAX_SECONDS:
+            raise WireError(f"a welcome that leaves {fields['seconds']:g} s")
     except WireError as error:
         raise RendezvousError(
             f"rendezvous: what answers rank {environment.rank} at {where} is not rank 0 of this job (it sent {error}); "

@@ -17,6 +17,7 @@ import enum
 import hashlib
 import hmac
 import json
+import math
 import socket
 import struct
 from collections.abc import Callable
@@ -97,7 +98,7 @@ def pack_json(**fields: Any) -> bytes:
 
 
 def unpack_json(payload: bytes, **types: type) -> dict[str, Any]:
-    """The fields of a payload, each of exactly the type named for it.
+    """The fields of a payload, each of exactly the type named for it; text can be encoded, and numbers are finite.
 
     Raises:
         WireError: it is not JSON, or a field is missing or of another type.
@@ -108,7 +109,16 @@ def unpack_json(payload: bytes, **types: type) -> dict[str, Any]:
         raise WireError("a frame with malformed JSON") from None
     if not isinstance(fields, dict) or any(type(fields.get(name)) is not kind for name, kind in types.items()):
         raise WireError(f"a frame without the fields {', '.join(types)}")
+    if not all(_is_plain(fields[name]) for name in types):
+        raise WireError("a frame with a field that is no text, or no number")
     return fields
+
+
+def _is_plain(value: Any) -> bool:
+    """JSON has escapes for half a character, and Python reads NaN and 1e999."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return not isinstance(value, str) or value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 class Framing:

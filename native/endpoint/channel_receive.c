@@ -110,12 +110,12 @@ static int read_news(struct peer *peer, const struct wire_header *header) {
 static void take_abort(struct channel *channel, const struct arrival *arrival) {
   const struct wire_header *header = arrival_header(arrival);
   struct wire_abort abort = {.status = MLXDIST_ABORTED};
-  char text[ERROR_TEXT_BYTES];
+  char text[ERROR_TEXT_BYTES] = "";
   int length = (int)header->length - (int)sizeof abort;
   if (length >= 0) memcpy(&abort, arrival_payload(arrival), sizeof abort);
   if (abort.status <= MLXDIST_OK || abort.status > MLXDIST_RESOURCES) abort.status = MLXDIST_ABORTED;
   if (length > 0) snprintf(text, sizeof text, "%.*s", length, arrival_payload(arrival) + sizeof abort);
-  else snprintf(text, sizeof text, "rank %d has failed", channel->peer->rank);
+  if (!text[0]) snprintf(text, sizeof text, "rank %d has failed", channel->peer->rank);
   failure_set(&channel->engine->failure, abort.status, text);
   channel->peer->failed = true;
   channel->peer->failed_group = header->group;

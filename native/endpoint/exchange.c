@@ -74,7 +74,7 @@ static int push(struct operation *operation, struct stream *stream, bool in_plac
       .ready = stream->lane->received,
       .order = stream->order,
       .offset = stream->moved,
-      .payload = stream->data + stream->moved,
+      .payload = stream->data ? stream->data + stream->moved : 0, /* a barrier sends nothing */
       .length = (uint32_t)at_most(left, piece),
       .counters = &operation->group->counters,
   };

@@ -8,9 +8,9 @@
 #include <string.h>
 
 uint32_t peer_random_psn(void) {
-  static uint64_t state;
-  state += clock_ns() * 0x9e3779b97f4a7c15ull + 1; /* splitmix64 (Steele et al. 2014) over the clock */
-  uint64_t z = state;
+  static _Atomic uint64_t state; /* of all engines of the process */
+  uint64_t step = clock_ns() * 0x9e3779b97f4a7c15ull + 1; /* splitmix64 (Steele et al. 2014) over the clock */
+  uint64_t z = atomic_fetch_add_explicit(&state, step, memory_order_relaxed) + step;
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
   z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
   return (uint32_t)(z >> 40);

@@ -1,7 +1,10 @@
 /*
- * A world of n ranks in n forked processes, for C tests of the engine: no Python, no rendezvous.
+ * A world of n ranks, for C tests of the engine: no Python, no rendezvous.
  *
- * Addresses are exchanged through memory shared by the processes, with a barrier of its own; what the engine sends
+ * The ranks are forked processes; with WORLD_THREADS they are threads of this one. Both ends of a connection then work on
+ * one mapping of the shared memory, so that the thread sanitizer sees every access to it.
+ *
+ * Addresses are exchanged through memory shared by the ranks, with a barrier of its own; what the engine sends
  * by the side channel later, if the test wants one, goes through sockets.
  */
 #ifndef MLXDIST_TESTS_WORLD_H
@@ -37,7 +40,7 @@ struct world {
     if (!(condition)) {                                                                                \
       fprintf(stderr, "%s:%d: %s is false; last error: %s\n", __FILE__, __LINE__, #condition,          \
               mlxdist_last_error());                                                                   \
-      _exit(1);                                                                                        \
+      abort();                                                                                         \
     }                                                                                                  \
   } while (0)
 
@@ -115,31 +118,65 @@ static inline void world_side_close(struct world_side *side) {
 
 typedef void (*rank_function)(struct world *world, int rank, int size);
 
-/* Runs `function` as every rank; 0 if all processes ended well. */
+#define WORLD_SECONDS 120 /* a test that hangs is killed, and fails */
+
+#ifdef WORLD_THREADS
+struct world_rank {
+  struct world *world;
+  rank_function function;
+  int rank;
+  pthread_t thread;
+};
+
+static inline void *world_thread(void *argument) {
+  struct world_rank *rank = argument;
+  rank->function(rank->world, rank->rank, rank->world->size);
+  return 0;
+}
+
+/* REQUIRE ends the process, and all ranks with it. */
+static inline int world_run_ranks(struct world *world, rank_function function) {
+  struct world_rank ranks[WORLD_MAX_RANKS];
+  alarm(WORLD_SECONDS);
+  for (int rank = 0; rank < world->size; rank++) {
+    ranks[rank] = (struct world_rank){.world = world, .function = function, .rank = rank};
+    REQUIRE(pthread_create(&ranks[rank].thread, 0, world_thread, &ranks[rank]) == 0);
+  }
+  for (int rank = 0; rank < world->size; rank++) REQUIRE(pthread_join(ranks[rank].thread, 0) == 0);
+  return 0;
+}
+#else
+static inline int world_run_ranks(struct world *world, rank_function function) {
+  pid_t children[WORLD_MAX_RANKS];
+  for (int rank = 0; rank < world->size; rank++) {
+    children[rank] = fork();
+    if (children[rank] == 0) {
+      alarm(WORLD_SECONDS);
+      function(world, rank, world->size);
+      exit(0); /* not _exit: leak checkers report at exit */
+    }
+  }
+  int failed = 0;
+  for (int rank = 0; rank < world->size; rank++) {
+    int status;
+    waitpid(children[rank], &status, 0);
+    if (status) {
+      fprintf(stderr, "rank %d of %d ended with status 0x%x\n", rank, world->size, status);
+      failed = 1;
+    }
+  }
+  return failed;
+}
+#endif
+
+/* Runs `function` as every rank; 0 if all ended well. */
 static inline int world_run(int size, rank_function function) {
   struct world *world = mmap(0, sizeof *world, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (world == MAP_FAILED) return 1;
   world->size = size;
   for (int rank = 0; rank < size; rank++)
     if (socketpair(AF_UNIX, SOCK_DGRAM, 0, world->boxes[rank])) return 1;
-  pid_t children[WORLD_MAX_RANKS];
-  for (int rank = 0; rank < size; rank++) {
-    children[rank] = fork();
-    if (children[rank] == 0) {
-      alarm(120); /* a test that hangs is killed, and fails */
-      function(world, rank, size);
-      exit(0); /* not _exit: leak checkers report at exit */
-    }
-  }
-  int failed = 0;
-  for (int rank = 0; rank < size; rank++) {
-    int status;
-    waitpid(children[rank], &status, 0);
-    if (status) {
-      fprintf(stderr, "rank %d of %d ended with status 0x%x\n", rank, size, status);
-      failed = 1;
-    }
-  }
+  int failed = world_run_ranks(world, function);
   for (int rank = 0; rank < size; rank++) {
     close(world->boxes[rank][0]);
     close(world->boxes[rank][1]);

@@ -1,0 +1,53 @@
+/*
+ * all_reduce on two ranks, for counting instructions: valgrind --tool=callgrind --toggle-collect=measured ... BYTES
+ *
+ * Both ranks are in one thread and take turns, so that nothing is counted for waiting. tests/test_instructions.py says
+ * what the instructions were spent on.
+ */
+#include "pair.h"
+
+#define REPEATS 50
+
+static void all_reduce(struct pair *pair, float *memory[2], float *results[2], int64_t count) {
+  mlxdist_layout layout = {.dtype = MLXDIST_FLOAT32, .ndim = 1, .shape = {count}};
+  mlxdist_handle *handles[2];
+  for (int rank = 0; rank < 2; rank++)
+    REQUIRE(mlxdist_all_reduce(pair->group[rank], memory[rank], results[rank], &layout, MLXDIST_SUM,
+                               &handles[rank]) == MLXDIST_OK);
+  while (!mlxdist_handle_done(handles[0]) || !mlxdist_handle_done(handles[1]))
+    for (int rank = 0; rank < 2; rank++) pair_turn(pair, rank);
+  for (int rank = 0; rank < 2; rank++) {
+    struct engine *engine = pair->group[rank]->engine;
+    engine_lock(engine);
+    engine_look_at_timers(engine, clock_ns());
+    engine_unlock(engine);
+    mlxdist_handle_free(handles[rank]);
+  }
+}
+
+__attribute__((noinline)) void measured(struct pair *pair, float *memory[2], float *results[2], int64_t count);
+
+void measured(struct pair *pair, float *memory[2], float *results[2], int64_t count) {
+  for (int i = 0; i < REPEATS; i++) all_reduce(pair, memory, results, count);
+}
+
+int main(int argc, char **argv) {
+  REQUIRE(argc == 2);
+  int64_t count = atoi(argv[1]) / (int64_t)sizeof(float);
+  float *memory[2], *results[2];
+  for (int rank = 0; rank < 2; rank++) {
+    memory[rank] = calloc((size_t)count, sizeof(float));
+    results[rank] = calloc((size_t)count, sizeof(float));
+    REQUIRE(memory[rank] && results[rank]);
+    for (int64_t i = 0; i < count; i++) memory[rank][i] = (float)(i % 1000 + rank);
+  }
+  struct pair pair;
+  pair_open(&pair, 0);
+  for (int i = 0; i < 10; i++) all_reduce(&pair, memory, results, count);
+  measured(&pair, memory, results, count);
+  for (int rank = 0; rank < 2; rank++)
+    for (int64_t i = 0; i < count; i++) REQUIRE(results[rank][i] == (float)(2 * (i % 1000) + 1));
+  pair_close(&pair);
+  printf("exact\n");
+  return 0;
+}

@@ -1,0 +1,244 @@
+"""Fuzz targets: what arrives on a socket of the rendezvous, from strangers, from ranks of the job, and from rank 0.
+
+Each target takes bytes and raises if something else happens than what the module under test documents.
+"""
+
+import contextlib
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+from mlxdist import errors
+from mlxdist.environment import Environment
+from mlxdist.rendezvous import connect
+from mlxdist.rendezvous.hub import Hub, Member
+from mlxdist.rendezvous.loop import Loop
+from mlxdist.rendezvous.messages import pack_message, unpack_message
+from mlxdist.rendezvous.rendezvous import Rendezvous
+from mlxdist.rendezvous.wire import (
+    MAGIC,
+    NONCE_BYTES,
+    Connection,
+    Framing,
+    Kind,
+    WireError,
+    proof,
+    unpack_json,
+)
+
+__all__ = ["TARGETS"]
+
+SECRET = b"\x5e" * 32
+SIZE = 3
+_LINGER_0 = struct.pack("ii", 1, 0)  # closing leaves no TIME_WAIT behind: there would soon be no port left
+
+
+def frames(data: bytes) -> None:
+    """However a stream is cut, it gives the same frames, and the same end."""
+    secured, step = data[:1] > b"\x7f", 1 + data[1] % 32 if len(data) > 1 else 1
+    outcomes = []
+    for cut in (step, max(1, len(data))):
+        framing, found = Framing(), []
+        if secured:
+            framing.secure(b"a", b"b")
+        try:
+            for start in range(2, len(data), cut):
+                framing.feed(data[start : start + cut])
+                while (frame := framing.next_frame()) is not None:
+                    found.append(frame)
+        except WireError as error:
+            found.append(str(error))
+        outcomes.append(found)
+    assert outcomes[0] == outcomes[1], outcomes
+    _frames_survive(data)
+
+
+def _frames_survive(data: bytes) -> None:
+    sender, receiver = Framing(), Framing()
+    sender.secure(b"a", b"b")
+    receiver.secure(b"b", b"a")
+    receiver.feed(sender.frame(Kind.ANNOUNCE, data) + sender.frame(Kind.GOODBYE, b""))
+    assert [receiver.next_frame(), receiver.next_frame()] == [(Kind.ANNOUNCE, data), (Kind.GOODBYE, b"")]
+
+
+class Meeting:
+    """Rank 0's hub, driven by hand: its loop is a real one whose thread is never started."""
+
+    def __init__(self) -> None:
+        def crash(error: BaseException) -> None:
+            raise error
+
+        self.loop = Loop(crash)
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.address = listener.getsockname()
+        environment = Environment(world_size=SIZE, rendezvous=self.address, secret=SECRET, job="test")
+        self.own, hub_side = socket.socketpair()
+        self.own.setblocking(False)
+        self.hub = Hub(self.loop, listener, environment, hub_side)
+        self._framing = Framing()
+        self._framing.secure(b"own", b"own")
+
+    def join(self, rank: int) -> socket.socket:
+        """A member that has proven itself. Returns its end."""
+        end, hub_side = socket.socketpair()
+        end.setblocking(False)
+        connection = Connection(self.loop, hub_side, Framing())
+        connection.framing.secure(b"from", b"to")
+        self.hub._join(Member(rank, "host", 1, connection))
+        return end
+
+    def turn(self) -> None:
+        """What the loop's thread does, until there is nothing to do."""
+        selector = self.loop._selector
+        for _ in range(100):
+            ready = selector.select(0)
+            if not ready:
+                break
+            for key, events in ready:
+                if key.fileobj in selector.get_map():
+                    key.data(events)
+        self.loop.timer()
+
+    def heard(self) -> list[tuple[int, bytes]]:
+        """The frames that rank 0 itself was sent."""
+        with contextlib.suppress(BlockingIOError):
+            while data := self.own.recv(1 << 20):
+                self._framing.feed(data)
+        found = []
+        while (frame := self._framing.next_frame()) is not None:
+            found.append(frame)
+        return found
+
+    def close(self) -> None:
+        for key in list(self.loop._selector.get_map().values()):
+            key.fileobj.close()
+        self.loop._waker.close()
+        self.own.close()
+
+
+@contextlib.contextmanager
+def meeting() -> Iterator[Meeting]:
+    one = Meeting()
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+def stranger(data: bytes) -> None:
+    """Bytes from anybody; with the first byte odd a greeting from somebody who has the secret."""
+    with meeting() as here, socket.create_connection(here.address) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_0)
+        here.turn()
+        framing = Framing()
+        framing.feed(sock.recv(4096))
+        hub_nonce = framing.next_frame()[1][len(MAGIC) :]
+        greeting = data[1:]
+        if data[:1] and data[0] & 1:
+            nonce = b"n" * NONCE_BYTES
+            hello = nonce + proof(SECRET, "rank", hub_nonce, nonce, greeting) + greeting
+            greeting = framing.frame(Kind.HELLO, hello)
+        with contextlib.suppress(OSError):  # the hub has closed it
+            sock.sendall(greeting)
+        here.turn()
+        for kind, payload in here.heard():
+            _understand(kind, payload)
+
+
+def member(data: bytes) -> None:
+    """Frames from ranks that have proven themselves: kind, sender, length, payload; and at last bytes without a tag."""
+    with meeting() as here:
+        ends = [here.join(rank) for rank in range(1, SIZE)]
+        framings = [Framing() for _ in ends]
+        for framing in framings:
+            framing.secure(b"to", b"from")
+        while len(data) > 4:
+            kind, who, length = struct.unpack_from(">BBH", data)
+            payload, data = data[4 : 4 + length], data[4 + length :]
+            # Half of them in an order that comes to something.
+            kind = [Kind.GATHER, Kind.MESSAGE, Kind.ANNOUNCE, Kind.GOODBYE][kind % 4] if who & 2 else kind
+            _send(ends[who & 1], framings[who & 1].frame(kind, payload))
+            here.turn()
+        _send(ends[0], data)
+        here.turn()
+        for kind, payload in here.heard():
+            _understand(kind, payload)
+        for end in ends:
+            end.close()
+
+
+def _send(sock: socket.socket, data: bytes) -> None:
+    with contextlib.suppress(OSError):  # cut off, or nobody reads
+        sock.sendall(data)
+
+
+def _understand(kind: int, payload: bytes) -> None:
+    """What rank 0's hub says must be what a rank understands."""
+    if kind in (Kind.FAILURE, Kind.LEFT):
+        unpack_json(payload, rank=int, text=str)["text"].encode()
+    elif kind == Kind.MESSAGE:
+        assert pack_message(*unpack_message(payload)) == payload
+    else:
+        assert kind in (Kind.FORMED, Kind.GATHERED), kind
+
+
+def greeting(data: bytes) -> None:
+    """What a rank reads from whoever listens at the address of rank 0; with the first byte odd, from one that has the
+    secret."""
+    ours, theirs = socket.socketpair()
+    environment = Environment(rank=1, world_size=SIZE, rendezvous=("h", 1), secret=SECRET)
+    with ours, theirs:
+        if data[:1] and data[0] & 1:
+            _welcome(theirs, data[1:])
+        else:
+            theirs.sendall(data[1:])
+        theirs.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(errors.RendezvousError, OSError), mock.patch.object(os, "urandom", _nonce):
+            _, fields = connect._greet(environment, ours, time.monotonic() + 5)
+            assert 0 <= fields["seconds"] <= 1e9, fields
+
+
+def _nonce(count: int) -> bytes:
+    """A rank's, known before it has said it: all bytes for it are written at once."""
+    return b"r" * count
+
+
+def _welcome(sock: socket.socket, text: bytes) -> None:
+    framing, hub_nonce = Framing(), b"h" * NONCE_BYTES
+    sock.sendall(framing.frame(Kind.CHALLENGE, MAGIC + hub_nonce))
+    sock.sendall(
+        framing.frame(Kind.WELCOME, proof(SECRET, "rank 0", _nonce(NONCE_BYTES), hub_nonce, text) + text)
+    )
+
+
+def rank_0(data: bytes) -> None:
+    """Frames from rank 0 to a rank: kind, length, payload."""
+    rank = _a_rank()
+    while len(data) > 3:
+        kind, length = struct.unpack_from(">BH", data)
+        payload, data = data[3 : 3 + length], data[3 + length :]
+        with contextlib.suppress(WireError):
+            rank._frame(kind, payload)
+    failure = rank.failure
+    if failure is not None:
+        str(failure).encode()
+
+
+def _a_rank() -> Rendezvous:
+    """One of a group of one, which has no connection: nothing of it is used but what it does with frames."""
+    rank = Rendezvous(Environment(secret=SECRET))
+    rank.watch(*(lambda *news: None,) * 3)
+    rank._on_failure = rank._on_leave = rank._on_message = lambda *news: [str(part).encode() for part in news]
+    return rank
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "frames": frames,
+    "stranger": stranger,
+    "member": member,
+    "greeting": greeting,
+    "rank_0": rank_0,
+}
