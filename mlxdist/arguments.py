@@ -7,8 +7,9 @@ import mlx.core as mx
 
 from . import errors
 from .group import Group, init
+from .timeout import checked_timeout
 
-__all__ = ["check_peer", "check_root", "group_of", "is_mlx", "part_shape", "row_counts"]
+__all__ = ["check_peer", "check_root", "group_of", "is_mlx", "mlx_group", "part_shape", "row_counts"]
 
 
 def group_of(group: Group | None) -> Group:
@@ -37,6 +38,13 @@ def is_mlx(name: str, x: Any, stream: Any, out: Any, dtype: Any, async_op: bool)
             "with mx.async_eval(result)"
         )
     return True
+
+
+def mlx_group(name: str, group: Group, timeout: float | None) -> mx.distributed.Group:
+    """For an operation of MLX's own, which has no argument for a timeout: it goes with the group."""
+    if timeout is None:
+        return group.mlx
+    return group.connection.mlx_group(checked_timeout(name, timeout))
 
 
 def check_root(name: str, root: int, group: Group) -> None:

@@ -14,6 +14,7 @@ from . import errors
 from .arguments import part_shape, row_counts
 from .group import Group
 from .native import dtype_number, ffi, layout, lib
+from .timeout import time_limit
 
 __all__ = [
     "REDUCTIONS",
@@ -47,51 +48,63 @@ _layouts: dict[Any, Any] = {}
 _MOST_LAYOUTS = 4096
 
 
-def all_reduce(name: str, x: Any, op: str, group: Group, out: Any, dtype: Any, async_op: bool) -> Result:
+def all_reduce(
+    name: str, x: Any, op: str, group: Group, out: Any, dtype: Any, async_op: bool, timeout: float | None
+) -> Result:
     x = _array(name, x)
     described = _layout(name, x.dtype, x.shape, dtype)
     source, target, result = _operands(name, x, x.shape, group, out, in_place=True)
-    return _run(name, group, async_op, result, lib.mlxdist_all_reduce, source, target, described, REDUCTIONS[op])
+    return _run(
+        name, group, timeout, async_op, result, lib.mlxdist_all_reduce, source, target, described, REDUCTIONS[op]
+    )
 
 
-def all_gather(x: Any, group: Group, out: Any, dtype: Any, async_op: bool) -> Result:
+def all_gather(x: Any, group: Group, out: Any, dtype: Any, async_op: bool, timeout: float | None) -> Result:
     x = _array("all_gather", x)
     described = _layout("all_gather", x.dtype, x.shape, dtype)
     source, target, result = _operands("all_gather", x, _gathered(x.shape, group), group, out, in_place=False)
-    return _run("all_gather", group, async_op, result, lib.mlxdist_all_gather, source, target, described)
+    return _run("all_gather", group, timeout, async_op, result, lib.mlxdist_all_gather, source, target, described)
 
 
-def reduce_scatter(name: str, x: Any, op: str, group: Group, out: Any, dtype: Any, async_op: bool) -> Result:
+def reduce_scatter(
+    name: str, x: Any, op: str, group: Group, out: Any, dtype: Any, async_op: bool, timeout: float | None
+) -> Result:
     x = _array(name, x)
     described = _layout(name, x.dtype, x.shape, dtype)
     source, target, result = _operands(name, x, part_shape(name, x.shape, group), group, out, in_place=True)
-    return _run(name, group, async_op, result, lib.mlxdist_reduce_scatter, source, target, described, REDUCTIONS[op])
+    return _run(
+        name, group, timeout, async_op, result, lib.mlxdist_reduce_scatter, source, target, described, REDUCTIONS[op]
+    )
 
 
-def broadcast(x: Any, root: int, group: Group, out: Any, dtype: Any, async_op: bool) -> Result:
+def broadcast(x: Any, root: int, group: Group, out: Any, dtype: Any, async_op: bool, timeout: float | None) -> Result:
     x = _array("broadcast", x)
     described = _layout("broadcast", x.dtype, x.shape, dtype)
     target, result = _output("broadcast", x.shape, x.dtype, out)
     if group.rank() == root and target is not x:
         np.copyto(target, x)
-    return _run("broadcast", group, async_op, result, lib.mlxdist_broadcast, _memory(target), described, root)
+    return _run("broadcast", group, timeout, async_op, result, lib.mlxdist_broadcast, _memory(target), described, root)
 
 
-def reduce(x: Any, op: str, root: int, group: Group, out: Any, dtype: Any, async_op: bool) -> Result:
+def reduce(
+    x: Any, op: str, root: int, group: Group, out: Any, dtype: Any, async_op: bool, timeout: float | None
+) -> Result:
     x = _array("reduce", x)
     described = _layout("reduce", x.dtype, x.shape, dtype)
     source, target, result = _on_root("reduce", x, x.shape, root, group, out, in_place=True)
-    return _run("reduce", group, async_op, result, lib.mlxdist_reduce, source, target, described, REDUCTIONS[op], root)
+    return _run(
+        "reduce", group, timeout, async_op, result, lib.mlxdist_reduce, source, target, described, REDUCTIONS[op], root
+    )
 
 
-def gather(x: Any, root: int, group: Group, out: Any, dtype: Any, async_op: bool) -> Result:
+def gather(x: Any, root: int, group: Group, out: Any, dtype: Any, async_op: bool, timeout: float | None) -> Result:
     x = _array("gather", x)
     described = _layout("gather", x.dtype, x.shape, dtype)
     source, target, result = _on_root("gather", x, _gathered(x.shape, group), root, group, out, in_place=False)
-    return _run("gather", group, async_op, result, lib.mlxdist_gather, source, target, described, root)
+    return _run("gather", group, timeout, async_op, result, lib.mlxdist_gather, source, target, described, root)
 
 
-def scatter(x: Any, root: int, group: Group, out: Any, dtype: Any, async_op: bool) -> Result:
+def scatter(x: Any, root: int, group: Group, out: Any, dtype: Any, async_op: bool, timeout: float | None) -> Result:
     x = _array("scatter", x)
     shape = part_shape("scatter", x.shape, group)
     described = _layout("scatter", x.dtype, shape, dtype)
@@ -100,19 +113,26 @@ def scatter(x: Any, root: int, group: Group, out: Any, dtype: Any, async_op: boo
     else:
         new, result = _output("scatter", shape, x.dtype, out)
         source, target = ffi.NULL, _memory(new)
-    return _run("scatter", group, async_op, result, lib.mlxdist_scatter, source, target, described, root)
+    return _run("scatter", group, timeout, async_op, result, lib.mlxdist_scatter, source, target, described, root)
 
 
-def all_to_all(x: Any, group: Group, out: Any, dtype: Any, async_op: bool) -> Result:
+def all_to_all(x: Any, group: Group, out: Any, dtype: Any, async_op: bool, timeout: float | None) -> Result:
     x = _array("all_to_all", x)
     part_shape("all_to_all", x.shape, group)  # only to check it
     described = _layout("all_to_all", x.dtype, x.shape, dtype)
     source, target, result = _operands("all_to_all", x, x.shape, group, out, in_place=False)
-    return _run("all_to_all", group, async_op, result, lib.mlxdist_all_to_all, source, target, described)
+    return _run("all_to_all", group, timeout, async_op, result, lib.mlxdist_all_to_all, source, target, described)
 
 
 def all_to_all_v(
-    x: Any, send: Sequence[int], receive: Sequence[int], group: Group, out: Any, dtype: Any, async_op: bool
+    x: Any,
+    send: Sequence[int],
+    receive: Sequence[int],
+    group: Group,
+    out: Any,
+    dtype: Any,
+    async_op: bool,
+    timeout: float | None,
 ) -> Result:
     x = _array("all_to_all_v", x)
     counts = row_counts(x.shape, send, receive, group)
@@ -120,35 +140,47 @@ def all_to_all_v(
     shape = (sum(counts[1]), *x.shape[1:])
     source, target, result = _operands("all_to_all_v", x, shape, group, out, in_place=False)
     sent, received = (ffi.new("uint64_t[]", rows) for rows in counts)
-    return _run("all_to_all_v", group, async_op, result, lib.mlxdist_all_to_all_v, source, sent, target, received, row)
+    return _run(
+        "all_to_all_v", group, timeout, async_op, result, lib.mlxdist_all_to_all_v, source, sent, target, received, row
+    )
 
 
-def barrier(group: Group, async_op: bool) -> Result:
-    return _run("barrier", group, async_op, None, lib.mlxdist_barrier)
+def barrier(group: Group, async_op: bool, timeout: float | None) -> Result:
+    return _run("barrier", group, timeout, async_op, None, lib.mlxdist_barrier)
 
 
-def send(x: Any, dst: int, group: Group, dtype: Any, async_op: bool) -> Result:
+def send(x: Any, dst: int, group: Group, dtype: Any, async_op: bool, timeout: float | None) -> Result:
     given, x = x, _array("send", x)
     described = _layout("send", x.dtype, x.shape, dtype)
     source = _memory(_source(x, None, in_place=False))
-    return _run("send", group, async_op, given, lib.mlxdist_send, source, described, dst)
+    return _run("send", group, timeout, async_op, given, lib.mlxdist_send, source, described, dst)
 
 
-def recv(shape: Sequence[int], dtype: Any, src: int, group: Group, out: Any, async_op: bool) -> Result:
-    return _recv("recv", _checked_shape("recv", shape), np.dtype(dtype), None, src, group, out, async_op)
+def recv(
+    shape: Sequence[int], dtype: Any, src: int, group: Group, out: Any, async_op: bool, timeout: float | None
+) -> Result:
+    return _recv("recv", _checked_shape("recv", shape), np.dtype(dtype), None, src, group, out, async_op, timeout)
 
 
-def recv_like(x: Any, src: int, group: Group, out: Any, dtype: Any, async_op: bool) -> Result:
+def recv_like(x: Any, src: int, group: Group, out: Any, dtype: Any, async_op: bool, timeout: float | None) -> Result:
     x = _array("recv_like", x)
-    return _recv("recv_like", x.shape, x.dtype, dtype, src, group, out, async_op)
+    return _recv("recv_like", x.shape, x.dtype, dtype, src, group, out, async_op, timeout)
 
 
 def _recv(
-    name: str, shape: tuple, elements: np.dtype, dtype: Any, src: int, group: Group, out: Any, async_op: bool
+    name: str,
+    shape: tuple,
+    elements: np.dtype,
+    dtype: Any,
+    src: int,
+    group: Group,
+    out: Any,
+    async_op: bool,
+    timeout: float | None,
 ) -> Result:
     described = _layout(name, elements, shape, dtype)
     target, result = _output(name, shape, elements, out)
-    return _run(name, group, async_op, result, lib.mlxdist_recv, _memory(target), described, src)
+    return _run(name, group, timeout, async_op, result, lib.mlxdist_recv, _memory(target), described, src)
 
 
 def sendrecv(
@@ -162,10 +194,23 @@ def sendrecv(
     received = _layout("sendrecv", elements, shape, bits)
     new, result = _output("sendrecv", shape, elements, out)
     source, target = _memory(_source(x, new, in_place=False)), _memory(new)
-    return _run("sendrecv", group, async_op, result, lib.mlxdist_sendrecv, source, sent, dst, target, received, src)
+    return _run(
+        "sendrecv", group, timeout, async_op, result, lib.mlxdist_sendrecv, source, sent, dst, target, received, src
+    )
 
 
-def _run(name: str, group: Group, async_op: bool, result: Any, function: Callable[..., int], *arguments: Any) -> Result:
+def _run(
+    name: str,
+    group: Group,
+    timeout: float | None,
+    async_op: bool,
+    result: Any,
+    function: Callable[..., int],
+    *arguments: Any,
+) -> Result:
+    if timeout is not None:
+        with time_limit(name, timeout):
+            return _run(name, group, None, async_op, result, function, *arguments)
     if async_op:
         return group.start(name, result, arguments, function, *arguments)
     group.call(function, *arguments)

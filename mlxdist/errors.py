@@ -1,9 +1,11 @@
 """The exceptions of mlxdist: one family, so that ``except mlxdist.Error`` catches whatever went wrong here.
 
 Every message says what happened, on which rank and host, and what to do next. Where Python has a class of its own
-for the case (``ValueError``, ``TimeoutError``, ``ImportError``), ours is also that one.
+for the case (``ValueError``, ``TimeoutError``, ``ImportError``), ours is also that one. docs/errors.md is for users.
 """
 
+import re
+import signal
 from collections.abc import Iterable
 
 __all__ = [
@@ -18,15 +20,55 @@ __all__ = [
     "Timeout",
     "TransportError",
     "VersionMismatch",
+    "by_name",
     "from_status",
+    "interruption",
+    "located",
     "name_ranks",
     "to_status",
     "to_tagged_text",
 ]
 
 
+# What stands behind a text: where it happened. Errors travel as text, through C, C++ and from rank to rank.
+_ORIGIN = re.compile(r" \[rank (\d{1,9}) on ([^\s\]]+)(?: in (.+?) #(\d{1,19})(?: of .*)?)?\]$", re.DOTALL)
+
+# The engine keeps 1023 bytes of a text.
+_MOST_BYTES = 1000
+
+
 class Error(RuntimeError):
-    """Base of the family. A RuntimeError, because that is what MLX turns every C++ exception into."""
+    """Base of the family. A RuntimeError, because that is what MLX turns every C++ exception into.
+
+    Where the first cause lies is also in attributes, each ``None`` where that is not known or does not apply.
+    """
+
+    @property
+    def rank(self) -> int | None:
+        """The rank on which the first cause was found, in the group of ``mlxdist.init()``."""
+        found = self._origin()
+        return found and int(found[1])
+
+    @property
+    def host(self) -> str | None:
+        """The name of that rank's machine."""
+        found = self._origin()
+        return found and found[2]
+
+    @property
+    def operation(self) -> str | None:
+        """What that rank was doing: "all_sum"."""
+        found = self._origin()
+        return found and found[3]
+
+    @property
+    def sequence(self) -> int | None:
+        """The number of that operation among the collectives, or the messages, of its group on that rank, from 1."""
+        found = self._origin()
+        return int(found[4]) if found and found[4] else None
+
+    def _origin(self) -> re.Match | None:
+        return _ORIGIN.search(str(self))
 
 
 class InvalidArgument(Error, ValueError):
@@ -38,7 +80,7 @@ class Mismatch(Error):
 
 
 class Timeout(Error, TimeoutError):
-    """An operation made no progress until its deadline (``MLXDIST_TIMEOUT``)."""
+    """An operation made no progress until its deadline (``timeout=``, :attr:`Group.timeout`, ``MLXDIST_TIMEOUT``)."""
 
 
 class Aborted(Error):
@@ -107,6 +149,32 @@ def to_tagged_text(error: Error) -> str:
     """The text of a C++ exception that comes back from MLX as ``error``: ``[mlxdist 3] rank 1 waited ...``."""
     status = next((status for status, kind in _WITHOUT_STATUS.items() if type(error) is kind), to_status(error))
     return f"[mlxdist {status}] {error}"
+
+
+def by_name(name: str) -> type[Error]:
+    """The class of the family with this name, for errors from another rank; Error itself for a name that is none."""
+    kind = globals().get(name) if name in __all__ else None
+    return kind if isinstance(kind, type) and issubclass(kind, Error) else Error
+
+
+def located(text: str, rank: int, host: str) -> str:
+    """``text`` with the rank where it happened behind it, as the attributes of Error find it; unless it has one."""
+    if _ORIGIN.search(text):
+        return text
+    where = f" [rank {rank} on {host}]"
+    kept = text.encode()[: _MOST_BYTES - len(where.encode())].decode(errors="ignore")
+    return f"{kept}{where}"
+
+
+def interruption(error: BaseException, rank: int, host: str) -> "Error":
+    """What the other ranks are told of one that ``error``, which is not ours, has ended."""
+    if isinstance(error, KeyboardInterrupt):
+        what = "was interrupted (SIGINT)"
+    elif isinstance(error, SystemExit):
+        what = "was terminated (SIGTERM)" if error.code == 128 + signal.SIGTERM else f"exits with status {error.code}"
+    else:
+        what = f"has failed: {type(error).__name__}: {error}"
+    return Aborted(located(f"rank {rank} on {host} {what}", rank, host))
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

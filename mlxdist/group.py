@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import signal
 import socket
 import sys
 import threading
@@ -17,6 +18,7 @@ from .environment import ALGORITHMS, Environment
 from .handle import Handle, Operation
 from .native import bridge, ffi, last_error, layout, lib
 from .registration import Registration
+from .timeout import checked_timeout, time_limit
 from .world import World
 
 __all__ = ["Group", "init"]
@@ -54,6 +56,7 @@ class Group:
         # mlxdist_group *; None in a group of one, and when operations are over
         self._native = ffi.cast("mlxdist_group *", connection.group) if self._size > 1 else None
         self._mlx: mx.distributed.Group = connection.mlx_group()
+        self._timeout: float | None = None
         # One entry for each thread that is in the engine. Appending and taking away are single steps of the
         # interpreter: a lock would cost as much as a small operation.
         self._running: list[None] = []
@@ -83,9 +86,31 @@ class Group:
         """Why that provider was chosen ("no RDMA device found")."""
         return self._text(lib.mlxdist_group_provider_reason, "a group of one")
 
-    def barrier(self) -> None:
+    @property
+    def timeout(self) -> float | None:
+        """Seconds that an operation of this group may go without progress before it fails, on all ranks; 0: no limit.
+
+        ``None``, unless ``MLXDIST_TIMEOUT`` says something else: 30 s where the rank that is waited for has come to the
+        operation too, 30 minutes where it has not but is alive. May be set, on all ranks alike. It holds for
+        operations that begin later, also those of MLX; a ``timeout`` given with an operation goes before it. A group
+        made by :meth:`split` begins with that of this one.
+        """
+        return self._timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float | None) -> None:
+        self._require_open()
+        self._timeout = checked_timeout("Group.timeout", seconds)
+        if self._native is not None:
+            lib.mlxdist_group_set_timeout(self._native, -1 if seconds is None else seconds)
+
+    def barrier(self, timeout: float | None = None) -> None:
         """Returns once every rank has called it. Arrays of MLX that are not evaluated yet do not take part."""
-        self.call(lib.mlxdist_barrier)
+        if timeout is None:
+            self.call(lib.mlxdist_barrier)
+            return
+        with time_limit("barrier", timeout):
+            self.call(lib.mlxdist_barrier)
 
     def split(self, color: int, key: int = -1) -> "Group | None":
         """Makes a group of the ranks that pass the same ``color``, as ``mx.distributed.Group.split`` does.
@@ -108,13 +133,18 @@ class Group:
         for name, number in (("color", color), ("key", key)):
             if not -(2**31) <= number < 2**31:
                 raise errors.InvalidArgument(f"split: {name} is {number}, which has more than 32 bits")
-        self._running.append(None)
         try:
+            self._running.append(None)
             self._require_open()
             connection = self._connection.split(color, key)
         finally:
             self._running.pop()
-        return None if connection is None else Group(self._world, connection)
+        if connection is None:
+            return None
+        group = Group(self._world, connection)
+        if self._timeout is not None:
+            group.timeout = self._timeout
+        return group
 
     def register(self, buffer: Any) -> Registration:
         """Registers memory with the device, so that large messages leave from it without being copied into a slot.
@@ -171,7 +201,11 @@ class Group:
         return {name: getattr(counters, name) for name, _ in ffi.typeof("mlxdist_stats").fields}
 
     def abort(self, reason: str) -> None:
-        """Ends every operation of all groups, on all ranks, with an error that names this rank and the reason."""
+        """Ends every operation of all groups, on all ranks, with an :class:`Aborted` that has ``reason`` in its text.
+
+        Any thread may call it. Operations that are under way end at once, in evaluations of MLX too, and later ones
+        raise the same error.
+        """
         self._require_open()
         self._world.abort(reason)
 
@@ -198,8 +232,8 @@ class Group:
 
     def call(self, function: Callable[..., int], *arguments: Any) -> None:
         """Calls an operation of the engine on this group and waits for it; nothing in a group of one."""
-        self._running.append(None)  # first: finalize() closes the group, then looks here
-        try:
+        try:  # around the first line too: Ctrl-C may come anywhere
+            self._running.append(None)  # first: finalize() closes the group, then looks here
             native = self._native
             if native is None:
                 self._require_open()
@@ -213,8 +247,8 @@ class Group:
         pending = self._world.pending
         pending.sweep()
         operation = Operation(name, (self, memory), pending)
-        self._running.append(None)
         try:
+            self._running.append(None)
             native = self._native
             if native is None:
                 self._require_open()
@@ -277,13 +311,17 @@ class Group:
         # Set by the interpreter when an exception has ended the main module: the others need not wait for more.
         uncaught = getattr(sys, "last_value", None)
         if uncaught is not None and not self._closed:
-            consequence = isinstance(uncaught, errors.PeerLost | errors.Aborted)
-            self._world.abort(f"{type(uncaught).__name__}: {uncaught}", consequence)
+            self._world.end_with(uncaught)
         try:
             self.finalize()
         except errors.Error as error:
             print(f"mlxdist: {type(error).__name__}: {error}", file=sys.stderr)
             _exit_status.append(1)
+        except KeyboardInterrupt:
+            print("mlxdist: interrupted at the end, while other ranks were waited for", file=sys.stderr)
+            _exit_status.append(128 + signal.SIGINT)
+        except SystemExit as error:
+            _exit_status.append(error.code)
 
 
 def _memory(buffer: Any) -> Any:
@@ -322,7 +360,7 @@ _world: Group | None = None
 _world_lock = threading.Lock()
 
 
-def init(strict: bool = False, backend: str = "any") -> Group:
+def init(strict: bool = False, backend: str = "any", *, timeout: float | None = None) -> Group:
     """The group of all ranks that the launcher started; without a launcher, a group of one.
 
     All ranks must call it; the call returns once they are connected. Later calls return the same group. It is taken
@@ -331,6 +369,8 @@ def init(strict: bool = False, backend: str = "any") -> Group:
     Args:
         strict: raise instead of making a group of one when there is no launcher.
         backend: "any" or "mlxdist", which are the same; for programs that pass what ``mx.distributed.init`` takes.
+        timeout: sets :attr:`Group.timeout`. How long to wait here for ranks that are missing is
+            ``MLXDIST_RENDEZVOUS_TIMEOUT``.
 
     Raises:
         InvalidArgument: another backend is asked for; there is no launcher and ``strict`` is set; the group of this
@@ -340,18 +380,21 @@ def init(strict: bool = False, backend: str = "any") -> Group:
     """
     global _world
     group = _world
-    if group is not None and not group._closed and backend == "any":
+    if group is not None and not group._closed and backend == "any" and timeout is None:
         return group  # what most operations ask for
     if backend not in ("any", "mlxdist"):
         raise errors.InvalidArgument(
             f"mlxdist.init: there is no backend {backend!r}; use 'any', or mx.distributed.init"
         )
+    checked_timeout("mlxdist.init", timeout)
     with _world_lock:
         if _world is None:
             _world = _create(strict)
         elif _world.size() == 1 and _world._closed:
             _world = _create(strict)  # a group of one holds nothing that could not be made again
         _world._require_open()
+        if timeout is not None:
+            _world.timeout = timeout
         return _world
 
 
@@ -364,6 +407,7 @@ def _create(strict: bool) -> Group:
         )
     world = World(environment, socket.gethostname())
     group = Group(world, world.connection)
+    group._timeout = environment.timeout
     atexit.register(group._finalize_at_exit)
     return group
 

@@ -90,20 +90,26 @@ class Operation:
 
     def wait(self, timeout: float | None) -> bool:
         """Whether it has ended, after at most ``timeout`` seconds (``None``: the engine's deadline)."""
-        with self._lock:
-            handle = self.native[0]
-            if handle == ffi.NULL:
-                return True
-            self._pending.require_own_process()
-            self._waiting += 1
-        if timeout is None or timeout > 0:
-            status = lib.mlxdist_handle_wait(handle, timeout or 0)
-            ended = status != lib.MLXDIST_TIMEOUT
-        else:
-            ended = False
-        if not ended and lib.mlxdist_handle_done(handle):
-            status, ended = lib.mlxdist_handle_wait(handle, 0), True  # the operation's own status, at once
-        text = last_error() if ended and status != lib.MLXDIST_OK else ""
+        handle, ended, status, text = ffi.NULL, False, lib.MLXDIST_OK, ""
+        try:  # around all of it: Ctrl-C may come anywhere
+            with self._lock:
+                if self.native[0] == ffi.NULL:
+                    return True
+                self._pending.require_own_process()
+                handle = self.native[0]
+                self._waiting += 1
+            if timeout is None or timeout > 0:
+                status = lib.mlxdist_handle_wait(handle, timeout or 0)
+                ended = status != lib.MLXDIST_TIMEOUT
+            if not ended and lib.mlxdist_handle_done(handle):
+                status, ended = lib.mlxdist_handle_wait(handle, 0), True  # the operation's own status, at once
+            text = last_error() if ended and status != lib.MLXDIST_OK else ""
+        finally:
+            if handle != ffi.NULL:
+                self._leave(handle, ended, status, text)
+        return ended
+
+    def _leave(self, handle: Any, ended: bool, status: int, text: str) -> None:
         with self._lock:
             self._waiting -= 1
             if ended and self.status is None:
@@ -113,7 +119,10 @@ class Operation:
                 lib.mlxdist_handle_free(handle)
                 self.native[0] = ffi.NULL
                 self._pending.running.discard(self)
-        return ended
+
+    @property
+    def is_awaited(self) -> bool:
+        return self._waiting > 0
 
     def error(self) -> errors.Error | None:
         """A new exception each time: several threads may raise it."""
@@ -142,6 +151,10 @@ class Pending:
                 self.dropped.popleft()
         finally:
             self._sweeping.release()
+
+    def is_awaited(self) -> bool:
+        """Whether a thread waits for one of them."""
+        return any(operation.is_awaited for operation in list(self.running))
 
     def wait(self, seconds: float) -> bool:
         """Whether all have ended, well or not, after at most ``seconds``."""

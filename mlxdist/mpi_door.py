@@ -121,19 +121,35 @@ def _exports(loaded: ctypes.CDLL, name: str) -> bool:
 class _Door:
     """What the library has under way, as finalize() sees it."""
 
-    def __init__(self, drain: Callable[[float], int], close: Callable[[], None], told_error: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        drain: Callable[[float], int],
+        close: Callable[[], None],
+        told_error: Callable[[], int],
+        is_busy: Callable[[], int],
+    ) -> None:
         self._drain = drain
         self._close = close
         self._told_error = told_error
+        self._is_busy = is_busy
 
     @property
     def told_error(self) -> bool:
         """Whether MLX has been given an error to raise."""
         return bool(self._told_error())
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether an operation of MLX runs."""
+        return bool(self._is_busy())
+
+    def keep_errors(self) -> None:
+        """From now on none is raised but where something is evaluated."""
+        self._drain(0)
+
     def drain(self, seconds: float) -> bool:
         """Waits for what is in MLX's stream, and then at most ``seconds`` for what runs in others."""
-        self._drain(0)  # errors are for finalize() from now on, which asks the group itself
+        self.keep_errors()  # they are for finalize() from now on, which asks the group itself
         with contextlib.suppress(RuntimeError):
             _synchronize()
         return bool(self._drain(seconds))
@@ -152,12 +168,13 @@ def join(door: int, *unused: int) -> tuple[str, int, int]:
         from .native import bridge, ffi
 
         group = init()
-        drain, close, told_error = ffi.cast("uintptr_t *", door)[0:3]
+        drain, close, told_error, is_busy = ffi.cast("uintptr_t *", door)[0:4]
         group.add_door(
             _Door(
                 ffi.cast("int (*)(double)", drain),
                 ffi.cast("void (*)(void)", close),
                 ffi.cast("int (*)(void)", told_error),
+                ffi.cast("int (*)(void)", is_busy),
             )
         )
         return "", group.connection.group, bridge.raise_soon()

@@ -17,6 +17,8 @@ Arguments of every operation:
         another buffer as many elements of its dtype.
     dtype: for other arrays only: ``mx.bfloat16`` (or "bfloat16") for bits in uint16.
     async_op: for other arrays only: return a :class:`mlxdist.Handle` at once, whose ``wait()`` gives the result.
+    timeout: seconds without progress after which the operation fails, on all ranks; 0 for no limit, ``None`` for that
+        of the group (:attr:`mlxdist.Group.timeout`). On an ``mx.array`` they count from when it is carried out.
 
 Supported dtypes: bool, uint8 to uint64, int8 to int64, float16, bfloat16, float32, float64, complex64.
 Where an array is cut into parts or parts are joined, that is along its first axis. In a group of one the result equals
@@ -36,9 +38,10 @@ import mlx.core as mx
 import numpy as np
 
 from . import eager, errors
-from .arguments import check_root, group_of, is_mlx, part_shape, row_counts
+from .arguments import check_root, group_of, is_mlx, mlx_group, part_shape, row_counts
 from .group import Group
 from .native import bridge
+from .timeout import native_timeout
 
 __all__ = [
     "all_gather",
@@ -74,12 +77,13 @@ def all_sum(
     out: Any = None,
     dtype: Any = None,
     async_op: bool = False,
+    timeout: float | None = None,
 ) -> Array:
     """The sum of all ranks' ``x``, elementwise: shape and dtype of ``x``, bitwise equal on all ranks.
 
     float16 and bfloat16 are added up in float32; sums of bool are logical or. The gradient is MLX's: the identity.
     """
-    return _all_reduce("all_sum", x, "sum", group, stream, out, dtype, async_op)
+    return _all_reduce("all_sum", x, "sum", group, stream, out, dtype, async_op, timeout)
 
 
 def all_max(
@@ -90,9 +94,10 @@ def all_max(
     out: Any = None,
     dtype: Any = None,
     async_op: bool = False,
+    timeout: float | None = None,
 ) -> Array:
     """The maximum of all ranks' ``x``, elementwise: shape and dtype of ``x``. A NaN of one rank is in the result."""
-    return _all_reduce("all_max", x, "max", group, stream, out, dtype, async_op)
+    return _all_reduce("all_max", x, "max", group, stream, out, dtype, async_op, timeout)
 
 
 def all_min(
@@ -103,9 +108,10 @@ def all_min(
     out: Any = None,
     dtype: Any = None,
     async_op: bool = False,
+    timeout: float | None = None,
 ) -> Array:
     """The minimum of all ranks' ``x``, elementwise: shape and dtype of ``x``. A NaN of one rank is in the result."""
-    return _all_reduce("all_min", x, "min", group, stream, out, dtype, async_op)
+    return _all_reduce("all_min", x, "min", group, stream, out, dtype, async_op, timeout)
 
 
 def all_reduce(
@@ -117,10 +123,11 @@ def all_reduce(
     out: Any = None,
     dtype: Any = None,
     async_op: bool = False,
+    timeout: float | None = None,
 ) -> Array:
     """all_sum, all_max or all_min by name ("sum", "max", "min"), or the product ("prod"), which has no gradient."""
     _check_op("all_reduce", op)
-    return _all_reduce("all_reduce", x, op, group, stream, out, dtype, async_op)
+    return _all_reduce("all_reduce", x, op, group, stream, out, dtype, async_op, timeout)
 
 
 def all_gather(
@@ -131,6 +138,7 @@ def all_gather(
     out: Any = None,
     dtype: Any = None,
     async_op: bool = False,
+    timeout: float | None = None,
 ) -> Array:
     """All ranks' ``x`` one after the other: shape ``(size * n, ...)`` for an ``x`` of shape ``(n, ...)``.
 
@@ -139,8 +147,8 @@ def all_gather(
     """
     group = group_of(group)
     if is_mlx("all_gather", x, stream, out, dtype, async_op):
-        return mx.distributed.all_gather(x, group=group.mlx, stream=stream)
-    return eager.all_gather(x, group, out, dtype, async_op)
+        return mx.distributed.all_gather(x, group=mlx_group("all_gather", group, timeout), stream=stream)
+    return eager.all_gather(x, group, out, dtype, async_op, timeout)
 
 
 def reduce_scatter(
@@ -152,13 +160,14 @@ def reduce_scatter(
     out: Any = None,
     dtype: Any = None,
     async_op: bool = False,
+    timeout: float | None = None,
 ) -> Array:
     """This rank's part of what all_reduce gives: shape ``(n / size, ...)`` for an ``x`` of shape ``(n, ...)``.
 
     ``op``: "sum", "max", "min" or "prod". Only the sum has a gradient: the cotangents of all ranks' parts, joined.
     """
     _check_op("reduce_scatter", op)
-    return _reduce_scatter("reduce_scatter", x, op, group, stream, out, dtype, async_op)
+    return _reduce_scatter("reduce_scatter", x, op, group, stream, out, dtype, async_op, timeout)
 
 
 def sum_scatter(
@@ -169,12 +178,13 @@ def sum_scatter(
     out: Any = None,
     dtype: Any = None,
     async_op: bool = False,
+    timeout: float | None = None,
 ) -> Array:
     """This rank's part of the sum of all ranks' ``x``: shape ``(n / size, ...)`` for an ``x`` of shape ``(n, ...)``.
 
     The gradient, which that of ``mx.distributed`` lacks, is the cotangents of all ranks' parts, joined.
     """
-    return _reduce_scatter("sum_scatter", x, "sum", group, stream, out, dtype, async_op)
+    return _reduce_scatter("sum_scatter", x, "sum", group, stream, out, dtype, async_op, timeout)
 
 
 def broadcast(
@@ -186,6 +196,7 @@ def broadcast(
     out: Any = None,
     dtype: Any = None,
     async_op: bool = False,
+    timeout: float | None = None,
 ) -> Array:
     """The root's ``x`` on every rank. All ranks pass an array of the same shape and dtype.
 
@@ -194,8 +205,8 @@ def broadcast(
     group = group_of(group)
     check_root("broadcast", root, group)
     if is_mlx("broadcast", x, stream, out, dtype, async_op):
-        return bridge.broadcast(x, group.connection, root, stream)
-    return eager.broadcast(x, root, group, out, dtype, async_op)
+        return bridge.broadcast(x, group.connection, root, stream, native_timeout("broadcast", timeout))
+    return eager.broadcast(x, root, group, out, dtype, async_op, timeout)
 
 
 def reduce(
@@ -208,6 +219,7 @@ def reduce(
     out: Any = None,
     dtype: Any = None,
     async_op: bool = False,
+    timeout: float | None = None,
 ) -> Array:
     """What all_reduce gives, on the root alone: shape and dtype of ``x``.
 
@@ -218,8 +230,8 @@ def reduce(
     _check_op("reduce", op)
     check_root("reduce", root, group)
     if is_mlx("reduce", x, stream, out, dtype, async_op):
-        return bridge.reduce(x, group.connection, eager.REDUCTIONS[op], root, stream)
-    return eager.reduce(x, op, root, group, out, dtype, async_op)
+        return bridge.reduce(x, group.connection, eager.REDUCTIONS[op], root, stream, native_timeout("reduce", timeout))
+    return eager.reduce(x, op, root, group, out, dtype, async_op, timeout)
 
 
 def gather(
@@ -231,6 +243,7 @@ def gather(
     out: Any = None,
     dtype: Any = None,
     async_op: bool = False,
+    timeout: float | None = None,
 ) -> Array:
     """What all_gather gives, on the root alone: shape ``(size * n, ...)`` for an ``x`` of shape ``(n, ...)``.
 
@@ -240,8 +253,8 @@ def gather(
     group = group_of(group)
     check_root("gather", root, group)
     if is_mlx("gather", x, stream, out, dtype, async_op):
-        return bridge.gather(x, group.connection, root, stream)
-    return eager.gather(x, root, group, out, dtype, async_op)
+        return bridge.gather(x, group.connection, root, stream, native_timeout("gather", timeout))
+    return eager.gather(x, root, group, out, dtype, async_op, timeout)
 
 
 def scatter(
@@ -253,6 +266,7 @@ def scatter(
     out: Any = None,
     dtype: Any = None,
     async_op: bool = False,
+    timeout: float | None = None,
 ) -> Array:
     """This rank's part of the root's ``x``: shape ``(n / size, ...)`` for an ``x`` of shape ``(n, ...)``.
 
@@ -263,8 +277,8 @@ def scatter(
     check_root("scatter", root, group)
     if is_mlx("scatter", x, stream, out, dtype, async_op):
         part_shape("scatter", x.shape, group)
-        return bridge.scatter(x, group.connection, root, stream)
-    return eager.scatter(x, root, group, out, dtype, async_op)
+        return bridge.scatter(x, group.connection, root, stream, native_timeout("scatter", timeout))
+    return eager.scatter(x, root, group, out, dtype, async_op, timeout)
 
 
 def all_to_all(
@@ -275,6 +289,7 @@ def all_to_all(
     out: Any = None,
     dtype: Any = None,
     async_op: bool = False,
+    timeout: float | None = None,
 ) -> Array:
     """Cuts ``x`` into ``size`` equal parts and sends part j to rank j; the result is what came, in rank order.
 
@@ -284,8 +299,8 @@ def all_to_all(
     group = group_of(group)
     if is_mlx("all_to_all", x, stream, out, dtype, async_op):
         part_shape("all_to_all", x.shape, group)
-        return bridge.all_to_all(x, group.connection, stream)
-    return eager.all_to_all(x, group, out, dtype, async_op)
+        return bridge.all_to_all(x, group.connection, stream, native_timeout("all_to_all", timeout))
+    return eager.all_to_all(x, group, out, dtype, async_op, timeout)
 
 
 def all_to_all_v(
@@ -298,6 +313,7 @@ def all_to_all_v(
     out: Any = None,
     dtype: Any = None,
     async_op: bool = False,
+    timeout: float | None = None,
 ) -> Array:
     """all_to_all with parts of different sizes.
 
@@ -308,13 +324,13 @@ def all_to_all_v(
     group = group_of(group)
     if is_mlx("all_to_all_v", x, stream, out, dtype, async_op):
         counts = row_counts(x.shape, send_counts, recv_counts, group)
-        return bridge.all_to_all_v(x, group.connection, *counts, stream)
-    return eager.all_to_all_v(x, send_counts, recv_counts, group, out, dtype, async_op)
+        return bridge.all_to_all_v(x, group.connection, *counts, stream, native_timeout("all_to_all_v", timeout))
+    return eager.all_to_all_v(x, send_counts, recv_counts, group, out, dtype, async_op, timeout)
 
 
-def barrier(*, group: Group | None = None, async_op: bool = False) -> Any:
+def barrier(*, group: Group | None = None, async_op: bool = False, timeout: float | None = None) -> Any:
     """Returns once every rank has called it. Arrays of MLX that are not evaluated yet do not take part."""
-    return eager.barrier(group_of(group), async_op)
+    return eager.barrier(group_of(group), async_op, timeout)
 
 
 def get_rank(group: Group | None = None) -> int:
@@ -333,24 +349,41 @@ def is_available(backend: str = "any") -> bool:
 
 
 def _all_reduce(
-    name: str, x: Any, op: str, group: Group | None, stream: Stream, out: Any, dtype: Any, async_op: bool
+    name: str,
+    x: Any,
+    op: str,
+    group: Group | None,
+    stream: Stream,
+    out: Any,
+    dtype: Any,
+    async_op: bool,
+    timeout: float | None,
 ) -> Any:
     group = group_of(group)
     if not is_mlx(name, x, stream, out, dtype, async_op):
-        return eager.all_reduce(name, x, op, group, out, dtype, async_op)
+        return eager.all_reduce(name, x, op, group, out, dtype, async_op, timeout)
     if op == "prod":
-        return bridge.all_reduce(x, group.connection, eager.REDUCTIONS[op], stream)
-    return _MLX_REDUCTIONS[op](x, group=group.mlx, stream=stream)
+        return bridge.all_reduce(x, group.connection, eager.REDUCTIONS[op], stream, native_timeout(name, timeout))
+    return _MLX_REDUCTIONS[op](x, group=mlx_group(name, group, timeout), stream=stream)
 
 
 def _reduce_scatter(
-    name: str, x: Any, op: str, group: Group | None, stream: Stream, out: Any, dtype: Any, async_op: bool
+    name: str,
+    x: Any,
+    op: str,
+    group: Group | None,
+    stream: Stream,
+    out: Any,
+    dtype: Any,
+    async_op: bool,
+    timeout: float | None,
 ) -> Any:
     group = group_of(group)
     if is_mlx(name, x, stream, out, dtype, async_op):
         part_shape(name, x.shape, group)
-        return bridge.reduce_scatter(x, group.connection, eager.REDUCTIONS[op], stream)
-    return eager.reduce_scatter(name, x, op, group, out, dtype, async_op)
+        limit = native_timeout(name, timeout)
+        return bridge.reduce_scatter(x, group.connection, eager.REDUCTIONS[op], stream, limit)
+    return eager.reduce_scatter(name, x, op, group, out, dtype, async_op, timeout)
 
 
 def _check_op(name: str, op: str) -> None:

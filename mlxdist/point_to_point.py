@@ -11,10 +11,11 @@ import mlx.core as mx
 import numpy as np
 
 from . import eager, errors
-from .arguments import check_peer, group_of, is_mlx
+from .arguments import check_peer, group_of, is_mlx, mlx_group
 from .group import Group
 from .native import bridge
 from .ops import Array, Stream
+from .timeout import native_timeout
 
 __all__ = ["recv", "recv_like", "send", "sendrecv"]
 
@@ -27,13 +28,14 @@ def send(
     stream: Stream = None,
     dtype: Any = None,
     async_op: bool = False,
+    timeout: float | None = None,
 ) -> Array:
     """Sends ``x`` to rank ``dst``, which must call :func:`recv`. Returns ``x``: evaluating that is what sends it."""
     group = group_of(group)
     check_peer("send", "dst", dst, group)
     if is_mlx("send", x, stream, None, dtype, async_op):
-        return mx.distributed.send(x, dst, group=group.mlx, stream=stream)
-    return eager.send(x, dst, group, dtype, async_op)
+        return mx.distributed.send(x, dst, group=mlx_group("send", group, timeout), stream=stream)
+    return eager.send(x, dst, group, dtype, async_op, timeout)
 
 
 def recv(
@@ -45,6 +47,7 @@ def recv(
     stream: Stream = None,
     out: Any = None,
     async_op: bool = False,
+    timeout: float | None = None,
 ) -> mx.array | np.ndarray:
     """Receives what rank ``src`` sends to this rank: an ``mx.array`` if ``dtype`` is MLX's, else a NumPy array."""
     group = group_of(group)
@@ -52,10 +55,10 @@ def recv(
     if not isinstance(dtype, mx.Dtype):
         if stream is not None:
             raise errors.InvalidArgument("recv: stream is for dtypes of MLX, and dtype is one of NumPy")
-        return eager.recv(shape, dtype, src, group, out, async_op)
+        return eager.recv(shape, dtype, src, group, out, async_op, timeout)
     if out is not None or async_op:
         raise errors.InvalidArgument("recv: out and async_op are for NumPy dtypes, and dtype is one of MLX")
-    return mx.distributed.recv(shape, dtype, src, group=group.mlx, stream=stream)
+    return mx.distributed.recv(shape, dtype, src, group=mlx_group("recv", group, timeout), stream=stream)
 
 
 def recv_like(
@@ -67,13 +70,14 @@ def recv_like(
     out: Any = None,
     dtype: Any = None,
     async_op: bool = False,
+    timeout: float | None = None,
 ) -> Array:
     """Receives an array of the kind, shape and dtype of ``x``, which stays as it is unless it is ``out``."""
     group = group_of(group)
     check_peer("recv_like", "src", src, group)
     if is_mlx("recv_like", x, stream, out, dtype, async_op):
-        return mx.distributed.recv_like(x, src, group=group.mlx, stream=stream)
-    return eager.recv_like(x, src, group, out, dtype, async_op)
+        return mx.distributed.recv_like(x, src, group=mlx_group("recv_like", group, timeout), stream=stream)
+    return eager.recv_like(x, src, group, out, dtype, async_op, timeout)
 
 
 def sendrecv(
@@ -87,6 +91,7 @@ def sendrecv(
     stream: Stream = None,
     out: Any = None,
     async_op: bool = False,
+    timeout: float | None = None,
 ) -> Array:
     """Sends ``x`` to rank ``dst`` and receives from rank ``src`` at the same time, so that all ranks may do it at once.
 
@@ -98,10 +103,11 @@ def sendrecv(
     check_peer("sendrecv", "dst", dst, group)
     check_peer("sendrecv", "src", src, group)
     if not is_mlx("sendrecv", x, stream, out, None, async_op):
-        return eager.sendrecv(x, dst, src, shape, dtype, group, out, async_op)
+        return eager.sendrecv(x, dst, src, shape, dtype, group, out, async_op, timeout)
     shape = x.shape if shape is None else tuple(shape)
     if any(length < 0 for length in shape):
         raise errors.InvalidArgument(f"sendrecv: shape {shape} has a negative dimension")
     if not isinstance(dtype, mx.Dtype | None):
         raise errors.InvalidArgument(f"sendrecv: dtype must be one of MLX, as x is an mx.array, not {dtype!r}")
-    return bridge.sendrecv(x, group.connection, dst, src, list(shape), x.dtype if dtype is None else dtype, stream)
+    dtype, limit = x.dtype if dtype is None else dtype, native_timeout("sendrecv", timeout)
+    return bridge.sendrecv(x, group.connection, dst, src, list(shape), dtype, stream, limit)

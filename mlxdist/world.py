@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from . import errors, tuning
 from .environment import ALGORITHMS, Environment
 from .handle import Pending
-from .native import bridge, check, ffi, last_error, lib
+from .native import bridge, check, ffi, lib
 from .registration import Registration
 from .rendezvous import Rendezvous
+from .signals import Signals
 
 if TYPE_CHECKING:
     from .group import Group
@@ -22,6 +23,9 @@ __all__ = ["World"]
 # finalize() waits this long for peers where the user has set no timeout at all: a rank that works on for three
 # years is taken for lost.
 _FOR_EVER = 1e8
+
+# Seconds for rank 0 to have passed on to all that this rank has failed.
+_TO_BE_TOLD = 2.0
 
 # Tag of the messages that make a connection on first use.
 _CONNECT = "connect"
@@ -37,16 +41,18 @@ class World:
         self.native: Any = None  # mlxdist_group *; None in a world of one
         self.connection: Any = None  # the bridge's view of it
         # Other ways into the engine: drain(seconds) waits for what has been started and is False if that does not end;
-        # close() waits for what is running and refuses all that comes later; told_error: the user knows of a failure.
+        # close() waits for what is running and refuses all that comes later; told_error: the user knows of a failure;
+        # is_busy: something runs; keep_errors(): raises none from now on but where something is evaluated.
         self.doors: list[Any] = []
         self.pending = Pending()
         self.registrations: weakref.WeakSet[Registration] = weakref.WeakSet()
         self.closed = False
         self.forked = False
         self._groups: weakref.WeakSet[Group] = weakref.WeakSet()
-        self._lock = threading.Lock()  # guards closed and _groups
+        self._lock = threading.Lock()  # guards closed, _groups and the end of native
         self._timeout = _FOR_EVER
         self._rendezvous: Rendezvous | None = None
+        self._signals: Signals | None = None
         self._context = ffi.new_handle(self)  # for the engine, which hands it back
         _worlds.add(self)
         if self.size > 1:
@@ -92,22 +98,64 @@ class World:
                 check(lib.mlxdist_group_finalize(self.native))
         finally:
             self._rendezvous.close()
+            self._signals.stop()
             if idle:  # else its memory is in use: rather leave it to the end of the process
-                lib.mlxdist_group_destroy(self.native)
-                self.native = None
+                self._destroy()
 
-    def abort(self, reason: str, consequence: bool = False) -> None:
-        """Ends every operation of every group, on all ranks. ``consequence``: only because another rank has failed."""
+    def abort(self, reason: str) -> None:
+        """Ends every operation of every group, on all ranks, and returns when these have been told."""
         text = f"rank {self.rank} on {self.host} aborted the group: {reason}"
-        if self.native is not None:
-            # First the others, who must not find this rank's operations broken before they know why.
-            self._rendezvous.announce(text, consequence)
-            self.pending.told_error = True
-            lib.mlxdist_group_abort(self.native, lib.MLXDIST_ABORTED, text.encode())
+        self.fail(errors.Aborted(errors.located(text, self.rank, self.host)))
+        if self._rendezvous is not None:
+            self._rendezvous.is_passed_on(_TO_BE_TOLD)
+
+    def fail(self, error: errors.Error, consequence: bool = False) -> None:
+        """Ends every operation of every group, on all ranks, with ``error``, which the program knows of.
+
+        ``consequence``: it is there only because another rank has failed.
+        """
+        if self._rendezvous is not None:
+            # First the others, who must not find this rank's operations broken before they know why; but if rank 0 is
+            # stopped, this rank is not to wait for it.
+            self._rendezvous.announce(error, consequence, seconds=0.05)
+        self.pending.told_error = True
+        self._abort_native(error)
+
+    def interrupt(self, error: errors.Error, raises: bool) -> None:
+        """A signal ends every operation. ``raises``: its handler is about to raise an exception in the main thread."""
+        if raises and self.connection is not None:
+            for door in (self.connection, *self.doors):
+                door.keep_errors()
+        self.fail(error)
+
+    def end_with(self, uncaught: BaseException) -> None:
+        """An exception has ended this rank's program."""
+        if isinstance(uncaught, KeyboardInterrupt):
+            self.fail(errors.interruption(uncaught, self.rank, self.host))
+            return
+        lost = isinstance(uncaught, errors.PeerLost | errors.Aborted)
+        elsewhere = isinstance(uncaught, errors.Error) and uncaught.rank not in (None, self.rank)
+        text = f"rank {self.rank} on {self.host} aborted the group: {type(uncaught).__name__}: {uncaught}"
+        self.fail(errors.Aborted(errors.located(text, self.rank, self.host)), consequence=lost or elsewhere)
+
+    def is_busy(self) -> bool:
+        """Whether the program may be waiting for the engine: in a call, an evaluation, for a handle, at the end."""
+        with self._lock:
+            closed, groups = self.closed, list(self._groups)
+        if self.connection is None:
+            return False
+        return (
+            closed
+            or self.pending.is_awaited()
+            or not all(group.is_idle(0) for group in groups)
+            or any(door.is_busy for door in (self.connection, *self.doors))
+        )
 
     def close_in_child(self) -> None:
         """In a forked child, where another thread of the parent may have held the lock."""
         self.forked = True
+        if self._signals is not None:
+            self._signals.close_in_child()
         for group in self._groups:
             group.shut()
 
@@ -116,37 +164,65 @@ class World:
         try:
             self._rendezvous.send(rank, _CONNECT, data)
         except errors.Error as error:
-            status, text = errors.to_status(error), f"rank {self.rank} could not connect to rank {rank}: {error}"
-            threading.Thread(target=lib.mlxdist_group_abort, args=(self.native, status, text.encode())).start()
+            text = f"rank {self.rank} on {self.host} could not connect to rank {rank}: {error}"
+            threading.Thread(target=self.fail, args=(type(error)(errors.located(text, self.rank, self.host)),)).start()
 
     # How the ranks come together.
 
     def _connect(self, environment: Environment) -> None:
-        self._rendezvous = Rendezvous(environment)
+        self._signals = Signals(self.rank, self.host, self.interrupt, self.is_busy)
         try:
-            host = ffi.new("char[]", self.host.encode())
-            options = _options(environment)
-            options.host = host
-            profile = options.soft_profile = ffi.new("char[]", environment.soft_profile.encode())
-            self._timeout = options.entry_timeout or _FOR_EVER
-            wires = options.wires = _wires(environment)  # the name keeps it until the engine has copied it
-            native = ffi.new("mlxdist_group **")
-            check(lib.mlxdist_group_create(self.rank, self.size, options, native))
-            self.native = native[0]
-            lib.mlxdist_group_side_channel(self.native, lib.send_through_side_channel, self._context)
-            self._share_tuning(environment)
-            addresses = self._exchange_addresses()
-            check(lib.mlxdist_group_connect(self.native, addresses, len(addresses)))
-            self._inject(environment.inject)
-            self._rendezvous.barrier("connect")  # nobody sends before every receive is posted
-            self._rendezvous.watch(on_failure=self._peer_failed, on_message=self._message)
+            self._rendezvous = Rendezvous(environment)
+            self._connect_native(environment)
+            self._rendezvous.watch(
+                on_failure=self._peer_failed,
+                on_leave=self._peer_left,
+                on_message=self._message,
+                on_news=self._peer_news,
+                position=self._position,
+            )
         except BaseException as error:
-            self._rendezvous.announce(f"rank {self.rank} on {self.host} could not connect: {error}")
-            self._rendezvous.close()
-            if self.native is not None:
-                lib.mlxdist_group_destroy(self.native)
-                self.native = None
+            if self._rendezvous is not None:
+                self._rendezvous.announce(self._why(error))
+                self._rendezvous.close()
+            self._signals.stop()
+            self._destroy()
             raise
+
+    def _connect_native(self, environment: Environment) -> None:
+        host = ffi.new("char[]", self.host.encode())
+        options = _options(environment)
+        options.host = host
+        profile = options.soft_profile = ffi.new("char[]", environment.soft_profile.encode())
+        self._timeout = options.entry_timeout or _FOR_EVER
+        wires = options.wires = _wires(environment)  # the name keeps it until the engine has copied it
+        native = ffi.new("mlxdist_group **")
+        check(lib.mlxdist_group_create(self.rank, self.size, options, native))
+        self.native = native[0]
+        lib.mlxdist_group_side_channel(self.native, lib.send_through_side_channel, self._context)
+        self._share_tuning(environment)
+        addresses = self._exchange_addresses()
+        check(lib.mlxdist_group_connect(self.native, addresses, len(addresses)))
+        self._inject(environment.inject)
+        self._rendezvous.barrier("connect")  # nobody sends before every receive is posted
+
+    def _why(self, error: BaseException) -> errors.Error:
+        """What the others are told of an error that keeps this rank from connecting."""
+        if not isinstance(error, errors.Error):
+            return errors.interruption(error, self.rank, self.host)
+        text = f"rank {self.rank} on {self.host} could not connect: {error}"
+        return type(error)(errors.located(text, self.rank, self.host))
+
+    def _abort_native(self, error: errors.Error) -> None:
+        with self._lock:
+            if self.native is not None:
+                lib.mlxdist_group_abort(self.native, errors.to_status(error), str(error).encode())
+
+    def _destroy(self) -> None:
+        with self._lock:
+            native, self.native = self.native, None
+        if native is not None:
+            lib.mlxdist_group_destroy(native)
 
     def _share_tuning(self, environment: Environment) -> None:
         """All ranks use the table of rank 0: two that chose different algorithms would not understand each other."""
@@ -181,14 +257,28 @@ class World:
 
     def _peer_failed(self, rank: int, text: str) -> None:
         # A rank whose operation fails tells the others through the engine; this way come its death and its abort().
-        status = errors.to_status(self._rendezvous.failure)
-        lib.mlxdist_group_abort(self.native, status, text.encode())
+        self._abort_native(self._rendezvous.failure)
+
+    def _peer_left(self, rank: int, text: str) -> None:
+        self._peer_news(rank, "gone: it has left the group (finalize)")
+
+    def _peer_news(self, rank: int, text: str) -> None:
+        lib.mlxdist_group_peer_news(self.native, rank, text.encode())
+
+    def _position(self) -> str:
+        """For the other ranks: where this one is."""
+        counters = ffi.new("mlxdist_stats *")
+        lib.mlxdist_group_stats(self.native, counters)
+        done = counters.collectives
+        return f"in collective #{done + 1}" if self.is_busy() else f"between operations since collective #{done}"
 
     def _message(self, rank: int, tag: str, data: bytes) -> None:
         if tag == _CONNECT:
-            status = lib.mlxdist_group_message(self.native, rank, data, len(data))
-            if status != lib.MLXDIST_OK:
-                lib.mlxdist_group_abort(self.native, status, last_error().encode())
+            try:
+                check(lib.mlxdist_group_message(self.native, rank, data, len(data)))
+            except errors.Error as error:
+                self._rendezvous.announce(error)
+                self._abort_native(error)
 
     def _is_idle(self, groups: list["Group"], seconds: float) -> bool:
         """Waits until no operation of MLX, no call and no handle is going on; False after ``seconds``."""

@@ -9,10 +9,11 @@ import time
 from dataclasses import dataclass
 
 from ..environment import Environment, format_address
-from ..errors import name_ranks
+from ..errors import by_name, located, name_ranks
 from ..version import __version__
 from .loop import Loop
 from .messages import MAX_WAITING, pack_message, unpack_message
+from .pulse import PULSE_SECONDS, Pulse, pack_news, unpack_position
 from .wire import (
     GATHER,
     GATHERED,
@@ -55,6 +56,12 @@ class Member:
     connection: Connection
     left: bool = False
     lost: bool = False
+    heard: float | None = None  # when its last heartbeat came; None for one that does not watch
+    position: str = ""
+
+    @property
+    def is_here(self) -> bool:
+        return not self.left and not self.lost
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
@@ -78,9 +85,10 @@ class Hub:
         self._step = 0
         self._gathered: dict[int, tuple[str, bytes]] = {}
         self._gather_deadline: float | None = None
+        self._next_news: float | None = None
 
         listener.setblocking(False)
-        loop.timer = self._timer
+        loop.add_timer(self._timer)
         loop.watch(listener, self._accept)
         self._admit_own(own_side)
 
@@ -209,7 +217,7 @@ class Hub:
 
     def _tell_all(self, kind: Kind, payload: bytes, beside: Member | None = None) -> None:
         for member in self._members.values():
-            if member is not beside and not member.left and not member.lost:
+            if member is not beside and member.is_here:
                 member.connection.send(kind, payload)
 
     def _fail(self, rank: int, error: str, text: str, beside: Member | None = None) -> None:
@@ -224,18 +232,20 @@ class Hub:
         if not member.left:
             when = " before the group was complete" if self._forming_deadline is not None else ""
             how = "has died or closed its connection" if not text.startswith("it sent") else f"was cut off: {text}"
-            self._fail(member.rank, "PeerLost", f"{member} {how}{when}")
+            self._fail(member.rank, "PeerLost", located(f"{member} {how}{when}", member.rank, member.host))
         self._check_deserted()
 
     def _check_deserted(self) -> None:
-        if all(member.left or member.lost for member in self._members.values()):
+        if not any(member.is_here for member in self._members.values()):
             self.deserted.set()
 
     def _frame(self, member: Member, kind: int, payload: bytes) -> None:
         if kind == Kind.GATHER:
             self._gather(member, payload)
         elif kind == Kind.ANNOUNCE:
-            self._fail(member.rank, "Aborted", payload[:MAX_TEXT].decode(errors="replace"), beside=member)
+            fields = unpack_json(payload, error=str, text=str)
+            error, text = by_name(fields["error"]).__name__, fields["text"][:MAX_TEXT]
+            self._fail(member.rank, error, text, beside=member)
             member.connection.send(Kind.TAKEN)
         elif kind == Kind.GOODBYE:
             member.left = True
@@ -244,6 +254,10 @@ class Hub:
             self._check_deserted()
         elif kind == Kind.MESSAGE:
             self._relay(member, payload)
+        elif kind == Kind.PULSE:
+            member.position, member.heard = unpack_position(payload), time.monotonic()
+            if self._next_news is None and not self._failed:
+                self._next_news = member.heard + PULSE_SECONDS
         else:
             raise WireError(f"a frame of kind {kind}")
 
@@ -252,7 +266,7 @@ class Hub:
         receiver = self._members.get(rank)
         if receiver is None or receiver is sender:
             raise WireError(f"a message for rank {rank}")
-        if self._failed or receiver.left or receiver.lost:
+        if self._failed or not receiver.is_here:
             return  # the sender has been told
         receiver.connection.send(Kind.MESSAGE, pack_message(sender.rank, tag, data))
         blobs = self._environment.world_size * MAX_FRAME  # of one step
@@ -294,6 +308,15 @@ class Hub:
         self._gathered = {}
         self._step += 1
 
+    def _tell_news(self, now: float) -> None:
+        """To those who watch; not to one that leaves earlier news unread, since it would wait there for ever more."""
+        watching = [member for member in self._members.values() if member.is_here and member.heard is not None]
+        news = pack_news([Pulse(member.rank, now - member.heard, member.position) for member in watching])
+        for member in watching:
+            if not member.connection.unsent:
+                member.connection.send(Kind.NEWS, news)
+        self._next_news = now + PULSE_SECONDS if watching and not self._failed else None
+
     # Deadlines.
 
     def _timer(self) -> float | None:
@@ -308,8 +331,11 @@ class Hub:
             self._fail_missing()
         if self._gather_deadline is not None and now >= self._gather_deadline:
             self._fail_late()
+        if self._next_news is not None and now >= self._next_news:
+            self._tell_news(now)
         deadlines = [stranger.deadline for stranger in self._strangers[:1]]
-        deadlines += [d for d in (self._forming_deadline, self._gather_deadline, self._accept_again or None) if d]
+        others = (self._forming_deadline, self._gather_deadline, self._accept_again or None, self._next_news)
+        deadlines += [deadline for deadline in others if deadline is not None]
         return max(0.0, min(deadlines) - now) if deadlines else None
 
     def _fail_missing(self) -> None:

@@ -28,11 +28,14 @@ class Loop:
         self._stopping = False
         # Daemon: a program that never calls close() must still be able to exit.
         self._thread = threading.Thread(target=self._run, name="mlxdist rendezvous", daemon=True)
-        # Seconds until it wants to be called again, or None.
-        self.timer: Callable[[], float | None] = lambda: None
+        self._timers: list[Callable[[], float | None]] = []
 
     def start(self) -> None:
         self._thread.start()
+
+    def add_timer(self, timer: Callable[[], float | None]) -> None:
+        """Calls ``timer`` again and again, at the latest after the seconds that it returns (None: when it likes)."""
+        self._timers.append(timer)
 
     def call(self, function: Callable[[], None]) -> None:
         """Runs ``function`` in the loop's thread, soon. From any thread."""
@@ -93,4 +96,7 @@ class Loop:
     def _step(self) -> float | None:
         while self._calls and not self._stopping:
             self._calls.popleft()()
-        return 0 if self._stopping else self.timer()
+        if self._stopping:
+            return 0
+        pauses = [timer() for timer in self._timers]
+        return min((pause for pause in pauses if pause is not None), default=None)

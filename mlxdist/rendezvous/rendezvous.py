@@ -4,19 +4,19 @@ import atexit
 import operator
 import os
 import socket
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
 
 from ..environment import Environment
-from ..errors import Aborted, Error, InvalidArgument, Mismatch, PeerLost, RendezvousError, Timeout
+from ..errors import Error, InvalidArgument, PeerLost, RendezvousError, Timeout, by_name, interruption, located
 from .connect import connect, listen
 from .hub import Hub
 from .loop import Loop
 from .messages import MAX_WAITING, Inbox, pack_message, unpack_message
-from .wire import GATHER, GATHERED, MAX_BLOB, MAX_TEXT, Connection, Framing, Kind, WireError, unpack_json
+from .pulse import Heartbeat, guarded
+from .wire import GATHER, GATHERED, MAX_BLOB, MAX_TEXT, Connection, Framing, Kind, WireError, pack_json, unpack_json
 
 __all__ = ["Rendezvous"]
 
@@ -28,7 +28,6 @@ CONFIRMATION = 2.0
 OnNews = Callable[[int, str], None]
 OnMessage = Callable[[int, str, bytes], None]
 
-_FAILURES = {error.__name__: error for error in (Aborted, Mismatch, PeerLost, RendezvousError, Timeout)}
 _instances: "weakref.WeakSet[Rendezvous]" = weakref.WeakSet()
 
 
@@ -50,7 +49,7 @@ class Rendezvous:
         self._left: dict[int, str] = {}
         self._step = 0
         self._blobs: dict[int, bytes] = {}
-        self._confirmed = 0
+        self._asked = self._confirmed = 0  # farewells and announcements
         self._closed = False
         self._forked = False
         self._unsent = 0  # bytes of messages that are not with the connection yet
@@ -61,6 +60,7 @@ class Rendezvous:
         self._told_failure = False
         self._told_left: set[int] = set()
         self._rank_0 = "rank 0"
+        self._host_0 = socket.gethostname()
         self._hub: Hub | None = None
         self._loop: Loop | None = None
         if environment.world_size > 1:
@@ -129,7 +129,14 @@ class Rendezvous:
             self._unsent += len(payload)
         self._loop.call(lambda: self._send_message(payload))
 
-    def watch(self, on_failure: OnNews, on_leave: OnNews | None = None, on_message: OnMessage | None = None) -> None:
+    def watch(
+        self,
+        on_failure: OnNews,
+        on_leave: OnNews | None = None,
+        on_message: OnMessage | None = None,
+        on_news: OnNews | None = None,
+        position: Callable[[], str] | None = None,
+    ) -> None:
         """From now on calls, in the rendezvous' own thread:
 
         ``on_failure(rank, text)``, at most once, when the first rank of the group dies, breaks its connection or
@@ -137,34 +144,51 @@ class Rendezvous:
         whatever still waits for that rank can stop waiting. ``on_message(rank, tag, data)`` for every ``send`` of
         ``rank`` to this one, until ``close``.
 
-        All are also called for what has happened before. Messages are kept for an ``on_message``, up to 16 MiB: more
-        of them fail the group.
+        For those who pass ``position``, until the group fails: once a second ``position()``, which says in at most 256
+        bytes what this rank is doing, and ``on_news(rank, text)`` with what was last heard of each of the others.
+
+        All but these two are also called for what has happened before. Messages are kept for an ``on_message``, up to
+        16 MiB: more of them fail the group.
         """
         self._check_usable()
         if self._loop is not None:
             self._loop.call(lambda: self._start_watching(on_failure, on_leave, on_message))
+            if position is not None:
+                self._loop.call(lambda: self._heartbeat.start(position, on_news))
 
     @property
     def failure(self) -> Error | None:
         """The first failure of the group, as far as this rank knows."""
         return self._failure[1] if self._failure is not None else None
 
-    def announce(self, text: str, consequence: bool = False) -> None:
-        """This rank has failed: all others get ``on_failure(this rank, text)``. Returns when rank 0 has passed it on.
+    def announce(self, error: Error, consequence: bool = False, seconds: float = CONFIRMATION) -> bool:
+        """This rank has failed: all others get ``on_failure(this rank, text)``, and that error as their ``failure``.
 
-        Does nothing once a failure is known to all, or after ``close``. ``consequence``: it failed only because another
-        rank did or had left, so the launcher must not take it for the first.
+        Returns whether rank 0 has passed it on, which it waits for: at most ``seconds``, and not at all in a callback
+        of ``watch``. True if there was nothing to pass on: once a failure is known to all, or after ``close``.
+        ``consequence``: it failed only because another rank did or had left, so the launcher must not take it for the
+        first.
         """
         if self._closed or self._loop is None:
-            return
-        self._check_usable()
+            return True
+        self._check_open()
         with self._changed:
             if self._failure is not None:
-                return
+                return True
             self._told_failure = True  # by whoever calls this
-            self._fail(self._environment.rank, Aborted(text), note=not consequence)
+            self._fail(self._environment.rank, error, note=not consequence)
             self._changed.notify_all()
-        self._confirm(Kind.ANNOUNCE, text.encode()[:MAX_TEXT])
+        self._ask(Kind.ANNOUNCE, pack_json(error=type(error).__name__, text=str(error)[:MAX_TEXT]))
+        return not self._loop.is_own_thread() and self.is_passed_on(seconds)
+
+    def is_passed_on(self, seconds: float) -> bool:
+        """Whether rank 0 has taken all that this one has announced, or is gone; waits at most ``seconds`` for it."""
+        if self._loop is None:
+            return True
+        with self._changed:
+            wanted = self._asked
+            self._changed.wait_for(lambda: self._confirmed >= wanted or not self._connection.is_open, seconds)
+            return self._confirmed >= wanted or not self._connection.is_open
 
     def close(self, linger: float = 10.0) -> None:
         """Says goodbye: that this rank's connection ends is no failure then.
@@ -181,7 +205,9 @@ class Rendezvous:
         if self._loop is None:
             return
         self._refuse_own_thread()
-        self._confirm(Kind.GOODBYE, b"")
+        self._heartbeat.stop()
+        self._ask(Kind.GOODBYE, b"")
+        self.is_passed_on(CONFIRMATION)
         if self._hub is not None:
             self._hub.deserted.wait(linger if self._failure is None else min(linger, 1.0))
         self._loop.stop()
@@ -201,10 +227,12 @@ class Rendezvous:
         else:
             sock, framing, welcome = connect(environment)
             self._loop = Loop(self._crash)
-            self._rank_0, seconds = f"rank 0 ({welcome['host']}, pid {welcome['pid']})", welcome["seconds"]
+            self._host_0, seconds = welcome["host"], welcome["seconds"]
+            self._rank_0 = f"rank 0 ({self._host_0}, pid {welcome['pid']})"
         self._connection = Connection(self._loop, sock, framing)
         self._connection.on_frame = self._frame
         self._connection.on_lost = self._lose_rank_0
+        self._heartbeat = Heartbeat(self._loop, self._connection, environment.rank, environment.world_size)
         self._loop.call(self._connection.resume)
         self._loop.start()
         _instances.add(self)
@@ -213,7 +241,9 @@ class Rendezvous:
         try:
             with self._changed:
                 self._wait(lambda: self._formed, seconds + MARGIN, "the start")
-        except BaseException:
+        except BaseException as error:
+            if not isinstance(error, Error):  # Ctrl-C, which the others cannot know of
+                self.announce(interruption(error, environment.rank, socket.gethostname()))
             self._closed = True
             self._stop()
             raise
@@ -250,13 +280,11 @@ class Rendezvous:
     def _send(self, kind: Kind, payload: bytes) -> None:
         self._loop.call(lambda: self._connection.send(kind, payload))
 
-    def _confirm(self, kind: Kind, payload: bytes) -> None:
-        """Sends, and waits until rank 0 has taken it, is gone, or CONFIRMATION has passed."""
+    def _ask(self, kind: Kind, payload: bytes) -> None:
+        """Sends what rank 0 confirms."""
         with self._changed:
-            wanted = self._confirmed + 1
+            self._asked += 1
         self._send(kind, payload)
-        with self._changed:
-            self._changed.wait_for(lambda: self._confirmed >= wanted or not self._connection.is_open, CONFIRMATION)
 
     def _wait(self, done: Callable[[], bool], seconds: float, what: str) -> None:
         deadline = time.monotonic() + seconds
@@ -287,6 +315,9 @@ class Rendezvous:
     # Called in the loop's thread, but for _fail, which announce() calls too.
 
     def _frame(self, kind: int, payload: bytes) -> None:
+        if kind == Kind.NEWS:
+            self._heartbeat.take(payload)
+            return
         with self._changed:
             if kind == Kind.FORMED:
                 self._formed = True
@@ -299,7 +330,7 @@ class Rendezvous:
             elif kind == Kind.FAILURE:
                 fields = unpack_json(payload, rank=int, error=str, text=str)
                 self._check_rank(fields["rank"])
-                self._fail(fields["rank"], _FAILURES.get(fields["error"], Error)(fields["text"]))
+                self._fail(fields["rank"], by_name(fields["error"])(fields["text"]))
             elif kind == Kind.LEFT:
                 fields = unpack_json(payload, rank=int, text=str)
                 self._check_rank(fields["rank"])
@@ -323,7 +354,7 @@ class Rendezvous:
             if 0 not in self._left and not self._closed:
                 how = "has died or closed its connection" if not text.startswith("it sent") else f"was cut off: {text}"
                 when = "" if self._formed else " before the group was complete"
-                self._fail(0, PeerLost(f"{self._rank_0} {how}{when}"))
+                self._fail(0, PeerLost(located(f"{self._rank_0} {how}{when}", 0, self._host_0)))
             self._changed.notify_all()
         self._tell()
 
@@ -337,6 +368,7 @@ class Rendezvous:
     def _fail(self, rank: int, error: Error, note: bool = True) -> None:
         if self._failure is None:
             self._failure = (rank, error)
+            self._heartbeat.stop()
             if note:
                 self._note_first_failure(rank)
 
@@ -362,7 +394,7 @@ class Rendezvous:
                 "nobody looks at them; pass an on_message to watch()"
             )
             self._fail(self._environment.rank, RendezvousError(text))
-            self._connection.send(Kind.ANNOUNCE, text.encode())
+            self._ask(Kind.ANNOUNCE, pack_json(error="RendezvousError", text=text))
 
     def _start_watching(self, on_failure: OnNews, on_leave: OnNews | None, on_message: OnMessage | None) -> None:
         self._on_failure, self._on_leave, self._on_message = on_failure, on_leave, on_message
@@ -371,29 +403,21 @@ class Rendezvous:
     def _tell(self) -> None:
         """Calls the callbacks for what they have not been told yet. Without the lock: they may take others."""
         while self._on_message is not None and not self._closed and (message := self._inbox.take()):
-            _guarded(self._on_message, *message)
+            guarded(self._on_message, *message)
         with self._changed:
             failure, left = self._failure, dict(self._left)
         if self._on_failure is not None and failure is not None and not self._told_failure:
             self._told_failure = True
-            _guarded(self._on_failure, failure[0], str(failure[1]))
+            guarded(self._on_failure, failure[0], str(failure[1]))
         for rank in left.keys() - self._told_left if self._on_leave is not None else ():
             self._told_left.add(rank)
-            _guarded(self._on_leave, rank, left[rank])
+            guarded(self._on_leave, rank, left[rank])
 
     def close_in_child(self) -> None:
         """In a forked child. The parent's lock may be held there by a thread that the child does not have."""
         self._forked = True
         if not self._closed:
             self._loop.close_in_child()
-
-
-def _guarded(callback: Callable, *news: object) -> None:
-    try:
-        callback(*news)
-    except Exception:
-        # The caller's mistake must be seen, but must not end the thread that watches the ranks.
-        sys.excepthook(*sys.exc_info())
 
 
 def _close_in_child() -> None:

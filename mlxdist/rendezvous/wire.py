@@ -68,12 +68,14 @@ class Kind(enum.IntEnum):
     FORMED = 5  # rank 0 -> all: every rank is here
     GATHER = 6  # rank -> rank 0: step, its name, blob
     GATHERED = 7  # rank 0 -> all: step, rank, blob; one frame per rank
-    ANNOUNCE = 8  # rank -> rank 0: text of its failure
+    ANNOUNCE = 8  # rank -> rank 0: its failure, JSON: class of mlxdist.errors, text
     FAILURE = 9  # rank 0 -> all: the first failure
     GOODBYE = 10  # rank -> rank 0: it leaves
     LEFT = 11  # rank 0 -> all: a rank has left
     TAKEN = 12  # rank 0 -> rank: GOODBYE or ANNOUNCE is taken and passed on
     MESSAGE = 13  # rank -> rank 0: for another rank; rank 0 -> rank: from another rank (messages.py)
+    PULSE = 14  # rank -> rank 0: where it is (pulse.py)
+    NEWS = 15  # rank 0 -> all: where everyone is
 
 
 class WireError(Exception):

@@ -24,9 +24,9 @@ class AllGather : public Primitive {
 
 std::shared_ptr<Primitive> new_all_gather(Place place) { return std::make_shared<AllGather>(std::move(place)); }
 
-mx::array all_gather(const mx::array& x, SharedConnection connection, mx::StreamOrDevice s) {
+mx::array all_gather(const mx::array& x, SharedConnection connection, mx::StreamOrDevice s, double timeout) {
   if (connection->size() == 1) return x;
-  return Primitive::apply(new_all_gather(place_of(std::move(connection), s)), x);
+  return Primitive::apply(new_all_gather(place_of(std::move(connection), s, timeout)), x);
 }
 
 } // namespace mlxdist

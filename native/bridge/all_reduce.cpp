@@ -15,7 +15,7 @@ class AllReduce : public Primitive {
   std::shared_ptr<Primitive> copy() override { return std::make_shared<AllReduce>(place(), op_); }
   void evaluate(const mx::array& in, mx::array& out) override {
     allocate_like(in, out);
-    enqueue_all_reduce(connection_, in, out, op_, stream());
+    enqueue_all_reduce(place(), in, out, op_);
   }
 
  private:
@@ -23,9 +23,9 @@ class AllReduce : public Primitive {
   const std::string name_;
 };
 
-mx::array all_reduce(const mx::array& x, SharedConnection connection, int op, mx::StreamOrDevice s) {
+mx::array all_reduce(const mx::array& x, SharedConnection connection, int op, mx::StreamOrDevice s, double timeout) {
   if (connection->size() == 1) return x;
-  auto place = place_of(std::move(connection), s);
+  auto place = place_of(std::move(connection), s, timeout);
   return Primitive::apply(std::make_shared<AllReduce>(std::move(place), static_cast<mlxdist_op>(op)), x);
 }
 

@@ -53,15 +53,15 @@ class AllToAllV : public Primitive {
   const Counts receive_counts_;
 };
 
-mx::array all_to_all(const mx::array& x, SharedConnection connection, mx::StreamOrDevice s) {
+mx::array all_to_all(const mx::array& x, SharedConnection connection, mx::StreamOrDevice s, double timeout) {
   if (connection->size() == 1) return x;
-  return Primitive::apply(std::make_shared<AllToAll>(place_of(std::move(connection), s)), x);
+  return Primitive::apply(std::make_shared<AllToAll>(place_of(std::move(connection), s, timeout)), x);
 }
 
 mx::array all_to_all_v(const mx::array& x, SharedConnection connection, Counts send_counts, Counts receive_counts,
-                       mx::StreamOrDevice s) {
+                       mx::StreamOrDevice s, double timeout) {
   if (connection->size() == 1) return x;
-  auto place = place_of(std::move(connection), s);
+  auto place = place_of(std::move(connection), s, timeout);
   return Primitive::apply(
       std::make_shared<AllToAllV>(std::move(place), std::move(send_counts), std::move(receive_counts)), x);
 }

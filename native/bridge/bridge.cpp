@@ -41,27 +41,30 @@ NB_MODULE(_bridge, m) {
       .def_prop_ro("size", &Connection::size)
       .def_prop_ro("group", [](const Connection& c) { return reinterpret_cast<uintptr_t>(c.group()); })
       .def("mlx_group",
-           [](std::shared_ptr<Connection> connection) {
-             return mx::distributed::Group(std::make_shared<Group>(std::move(connection)));
-           })
+           [](std::shared_ptr<Connection> connection, double timeout) {
+             return mx::distributed::Group(std::make_shared<Group>(std::move(connection), timeout));
+           },
+           "timeout"_a = -1.0)
       .def("split", &Connection::split, "color"_a, "key"_a)
       .def_prop_ro("told_error", &Connection::told_error)
+      .def_prop_ro("is_busy", &Connection::is_busy)
+      .def("keep_errors", &Connection::keep_errors)
       .def("drain", &Connection::drain, "seconds"_a)
       .def("close", &Connection::close);
 
   m.def("connect", &connect, "group"_a, "Makes the engine's group (its address; 0: a group of one) usable by MLX.");
-  m.def("all_reduce", &all_reduce, "x"_a, "connection"_a, "op"_a, "stream"_a = nb::none());
-  m.def("all_gather", &all_gather, "x"_a, "connection"_a, "stream"_a = nb::none());
-  m.def("reduce_scatter", &reduce_scatter, "x"_a, "connection"_a, "op"_a, "stream"_a = nb::none());
-  m.def("broadcast", &broadcast, "x"_a, "connection"_a, "root"_a, "stream"_a = nb::none());
-  m.def("reduce", &reduce, "x"_a, "connection"_a, "op"_a, "root"_a, "stream"_a = nb::none());
-  m.def("gather", &gather, "x"_a, "connection"_a, "root"_a, "stream"_a = nb::none());
-  m.def("scatter", &scatter, "x"_a, "connection"_a, "root"_a, "stream"_a = nb::none());
-  m.def("all_to_all", &all_to_all, "x"_a, "connection"_a, "stream"_a = nb::none());
+  m.def("all_reduce", &all_reduce, "x"_a, "connection"_a, "op"_a, "stream"_a = nb::none(), "timeout"_a = -1.0);
+  m.def("all_gather", &all_gather, "x"_a, "connection"_a, "stream"_a = nb::none(), "timeout"_a = -1.0);
+  m.def("reduce_scatter", &reduce_scatter, "x"_a, "connection"_a, "op"_a, "stream"_a = nb::none(), "timeout"_a = -1.0);
+  m.def("broadcast", &broadcast, "x"_a, "connection"_a, "root"_a, "stream"_a = nb::none(), "timeout"_a = -1.0);
+  m.def("reduce", &reduce, "x"_a, "connection"_a, "op"_a, "root"_a, "stream"_a = nb::none(), "timeout"_a = -1.0);
+  m.def("gather", &gather, "x"_a, "connection"_a, "root"_a, "stream"_a = nb::none(), "timeout"_a = -1.0);
+  m.def("scatter", &scatter, "x"_a, "connection"_a, "root"_a, "stream"_a = nb::none(), "timeout"_a = -1.0);
+  m.def("all_to_all", &all_to_all, "x"_a, "connection"_a, "stream"_a = nb::none(), "timeout"_a = -1.0);
   m.def("all_to_all_v", &all_to_all_v, "x"_a, "connection"_a, "send_counts"_a, "receive_counts"_a,
-        "stream"_a = nb::none());
+        "stream"_a = nb::none(), "timeout"_a = -1.0);
   m.def("sendrecv", &sendrecv, "x"_a, "connection"_a, "to"_a, "from"_a, "shape"_a, "dtype"_a,
-        "stream"_a = nb::none());
+        "stream"_a = nb::none(), "timeout"_a = -1.0);
 }
 
 } // namespace mlxdist

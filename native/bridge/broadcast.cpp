@@ -33,9 +33,9 @@ std::shared_ptr<Primitive> new_broadcast(Place place, int root) {
   return std::make_shared<Broadcast>(std::move(place), root);
 }
 
-mx::array broadcast(const mx::array& x, SharedConnection connection, int root, mx::StreamOrDevice s) {
+mx::array broadcast(const mx::array& x, SharedConnection connection, int root, mx::StreamOrDevice s, double timeout) {
   if (connection->size() == 1) return x;
-  return Primitive::apply(new_broadcast(place_of(std::move(connection), s), root), x);
+  return Primitive::apply(new_broadcast(place_of(std::move(connection), s, timeout), root), x);
 }
 
 } // namespace mlxdist

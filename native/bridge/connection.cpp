@@ -135,11 +135,12 @@ std::shared_ptr<Connection> Connection::split(const std::shared_ptr<Connection>&
   return result;
 }
 
-void Connection::enqueue(std::shared_ptr<Connection> connection, mx::Stream stream, Operation operation) {
+void Connection::enqueue(std::shared_ptr<Connection> connection, mx::Stream stream, double timeout,
+                         Operation operation) {
   connection->check();
   auto ticket = std::make_shared<Ticket>(std::move(connection)); /* std::function wants tasks that copy */
   mx::cpu::get_command_encoder(stream).dispatch(
-      [ticket = std::move(ticket), operation = std::move(operation)] { (**ticket).run(operation); });
+      [ticket = std::move(ticket), timeout, operation = std::move(operation)] { (**ticket).run(timeout, operation); });
 }
 
 void Connection::check() {
@@ -164,9 +165,12 @@ mlxdist_group* Connection::usable() const {
   return group_;
 }
 
-void Connection::run(const Operation& operation) {
+void Connection::run(double timeout, const Operation& operation) {
   std::shared_lock lock(closing_);
-  int status = operation(usable());
+  auto* group = usable();
+  if (timeout >= 0) mlxdist_set_timeout(timeout);
+  int status = operation(group);
+  if (timeout >= 0) mlxdist_set_timeout(-1);
   if (status == MLXDIST_OK) return;
   Error error(status, mlxdist_last_error());
   world_->told_error = true;
@@ -192,11 +196,21 @@ bool Connection::is_idle_until(std::chrono::steady_clock::time_point deadline) {
   return drained_.wait_until(lock, deadline, [this] { return pending_ == 0; });
 }
 
+void Connection::keep_errors() { world_->reports_errors = false; }
+
+bool Connection::is_busy() {
+  auto now = std::chrono::steady_clock::now();
+  for (const auto& group : groups_to_end()) {
+    if (!group->is_idle_until(now)) return true;
+  }
+  return !is_idle_until(now);
+}
+
 bool Connection::drain(double seconds) {
   InterpreterRuns others_run;
   auto wait = std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds));
   auto deadline = std::chrono::steady_clock::now() + wait;
-  if (is_world_) world_->reports_errors = false;
+  if (is_world_) keep_errors();
   bool idle = true;
   for (const auto& group : groups_to_end()) idle = group->is_idle_until(deadline) && idle;
   return is_idle_until(deadline) && idle;

@@ -45,16 +45,24 @@ class Connection {
    * negative key stands for the rank. Waits for all ranks. Throws what check() throws. */
   static std::shared_ptr<Connection> split(const std::shared_ptr<Connection>& connection, int color, int key);
 
-  /* Hands `operation` (which returns a mlxdist_status) to the thread of `stream`; the caller does not wait.
-   * Throws what check() throws. */
+  /* Hands `operation` (which returns a mlxdist_status) to the thread of `stream`; the caller does not wait. `timeout`
+   * is its deadline in seconds, negative for the group's. Throws what check() throws. */
   using Operation = std::function<int(mlxdist_group*)>;
-  static void enqueue(std::shared_ptr<Connection> connection, mlx::core::Stream stream, Operation operation);
+  static void enqueue(std::shared_ptr<Connection> connection, mlx::core::Stream stream, double timeout,
+                      Operation operation);
 
   /* Throws if the group is finalized or has failed, or if this process was forked from the one that made it. */
   void check();
 
-  /* Waits until nothing is enqueued or running, here and in the groups split off if this is the world; false if that
-   * took longer than `seconds`. Errors from now on are for the caller to ask for (mlxdist_group_error). */
+  /* Whether something is enqueued or running, here or in the groups split off if this is the world. */
+  bool is_busy();
+
+  /* Errors from now on are for the caller to ask for (mlxdist_group_error), or raised where something is evaluated; no
+   * more by themselves. Of the world. */
+  void keep_errors();
+
+  /* Waits until nothing is enqueued or running, here and in the groups split off if this is the world, which keeps its
+   * errors from now on; false if that took longer than `seconds`. */
   bool drain(double seconds);
 
   /* Whether an error of any group of this process has been thrown. */
@@ -70,7 +78,7 @@ class Connection {
 
   Connection(mlxdist_group* group, std::shared_ptr<World> world);
   mlxdist_group* usable() const;
-  void run(const Operation& operation);
+  void run(double timeout, const Operation& operation);
   bool is_idle_until(std::chrono::steady_clock::time_point deadline);
   std::vector<std::shared_ptr<Connection>> groups_to_end();
 

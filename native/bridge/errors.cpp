@@ -35,12 +35,18 @@ static std::optional<std::string> take_undelivered() {
 
 static bool is_ours(const std::string& what) { return what.compare(0, tag.size(), tag) == 0; }
 
-/* Sets the Python exception for the text of an Error. */
+/* Sets the Python exception for the text of an Error; or that of a handler of a signal that has come: Ctrl-C may be
+ * what has ended the operation, and then goes before its error. */
 static void set_python_error(const std::string& what) {
+  if (PyErr_CheckSignals() != 0) return;
   int status = std::atoi(what.c_str() + tag.size());
   std::string text = what.substr(what.find("] ") + 2);
-  nb::object instance = nb::borrow(make_error)(status, text.c_str());
-  PyErr_SetObject(instance.type().ptr(), instance.ptr());
+  try {
+    nb::object instance = nb::borrow(make_error)(status, text.c_str());
+    PyErr_SetObject(instance.type().ptr(), instance.ptr());
+  } catch (nb::python_error& error) {
+    error.restore();
+  }
 }
 
 static void translate(const std::exception_ptr& exception, void*) {

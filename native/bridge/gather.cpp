@@ -37,9 +37,9 @@ std::shared_ptr<Primitive> new_gather(Place place, int root) {
   return std::make_shared<Gather>(std::move(place), root);
 }
 
-mx::array gather(const mx::array& x, SharedConnection connection, int root, mx::StreamOrDevice s) {
+mx::array gather(const mx::array& x, SharedConnection connection, int root, mx::StreamOrDevice s, double timeout) {
   if (connection->size() == 1) return x;
-  return Primitive::apply(new_gather(place_of(std::move(connection), s), root), x);
+  return Primitive::apply(new_gather(place_of(std::move(connection), s, timeout), root), x);
 }
 
 } // namespace mlxdist

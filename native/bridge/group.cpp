@@ -15,47 +15,47 @@ mx::Stream Group::communication_stream(mx::StreamOrDevice s) {
 
 std::shared_ptr<mx::distributed::detail::GroupImpl> Group::split(int color, int key) {
   auto part = Connection::split(connection_, color, key);
-  if (part) return std::make_shared<Group>(std::move(part));
+  if (part) return std::make_shared<Group>(std::move(part), timeout_);
   throw Error(MLXDIST_INVALID_ARGUMENT,
               "split: rank " + std::to_string(rank()) + " passes color " + std::to_string(color) + " and so is in no "
               "group, for which mx.distributed has no word: use mlxdist.Group.split, which returns None");
 }
 
 void Group::all_sum(const mx::array& in, mx::array& out, mx::Stream stream) {
-  enqueue_all_reduce(connection_, in, out, MLXDIST_SUM, stream);
+  enqueue_all_reduce({stream, connection_, timeout_}, in, out, MLXDIST_SUM);
 }
 
 void Group::all_max(const mx::array& in, mx::array& out, mx::Stream stream) {
-  enqueue_all_reduce(connection_, in, out, MLXDIST_MAX, stream);
+  enqueue_all_reduce({stream, connection_, timeout_}, in, out, MLXDIST_MAX);
 }
 
 void Group::all_min(const mx::array& in, mx::array& out, mx::Stream stream) {
-  enqueue_all_reduce(connection_, in, out, MLXDIST_MIN, stream);
+  enqueue_all_reduce({stream, connection_, timeout_}, in, out, MLXDIST_MIN);
 }
 
 void Group::all_gather(const mx::array& in, mx::array& out, mx::Stream stream) {
-  Connection::enqueue(connection_, stream,
+  Connection::enqueue(connection_, stream, timeout_,
                       [in = data_of(in), out = data_of(out), layout = layout_of(in)](mlxdist_group* group) {
                         return mlxdist_all_gather(group, in, out, &layout, nullptr);
                       });
 }
 
 void Group::sum_scatter(const mx::array& in, mx::array& out, mx::Stream stream) {
-  Connection::enqueue(connection_, stream,
+  Connection::enqueue(connection_, stream, timeout_,
                       [in = data_of(in), out = data_of(out), layout = layout_of(in)](mlxdist_group* group) {
                         return mlxdist_reduce_scatter(group, in, out, &layout, MLXDIST_SUM, nullptr);
                       });
 }
 
 void Group::send(const mx::array& in, int dst, mx::Stream stream) {
-  Connection::enqueue(connection_, stream,
+  Connection::enqueue(connection_, stream, timeout_,
                       [in = data_of(in), layout = layout_of(in), dst](mlxdist_group* group) {
                         return mlxdist_send(group, in, &layout, dst, nullptr);
                       });
 }
 
 void Group::recv(mx::array& out, int src, mx::Stream stream) {
-  Connection::enqueue(connection_, stream,
+  Connection::enqueue(connection_, stream, timeout_,
                       [out = data_of(out), layout = layout_of(out), src](mlxdist_group* group) {
                         return mlxdist_recv(group, out, &layout, src, nullptr);
                       });

@@ -8,7 +8,9 @@ namespace mlxdist {
 
 class Group : public mlx::core::distributed::detail::GroupImpl {
  public:
-  explicit Group(std::shared_ptr<Connection> connection) : connection_(std::move(connection)) {}
+  /* `timeout`: the deadline of the operations in seconds, negative for the group's. */
+  explicit Group(std::shared_ptr<Connection> connection, double timeout)
+      : connection_(std::move(connection)), timeout_(timeout) {}
 
   mlx::core::Stream communication_stream(mlx::core::StreamOrDevice s) override;
   int rank() override { return connection_->rank(); }
@@ -24,7 +26,8 @@ class Group : public mlx::core::distributed::detail::GroupImpl {
   void recv(mlx::core::array& out, int src, mlx::core::Stream stream) override;
 
  private:
-  std::shared_ptr<Connection> connection_;
+  const std::shared_ptr<Connection> connection_;
+  const double timeout_;
 };
 
 } // namespace mlxdist

@@ -2,6 +2,7 @@
  * The operations that MLX's distributed module has no slot for, and those whose gradient is another one here.
  *
  * mlxdist/ops.py checks the arguments and says what the operations do. In a group of one the result is the input.
+ * `timeout` is the deadline in seconds, negative for the group's; gradients have it too.
  */
 #pragma once
 
@@ -16,23 +17,26 @@ using Counts = std::vector<uint64_t>;
 
 /* For the reductions that MLX does not have: the product. */
 mlx::core::array all_reduce(const mlx::core::array& x, SharedConnection connection, int op,
-                            mlx::core::StreamOrDevice s);
-mlx::core::array all_gather(const mlx::core::array& x, SharedConnection connection, mlx::core::StreamOrDevice s);
+                            mlx::core::StreamOrDevice s, double timeout);
+mlx::core::array all_gather(const mlx::core::array& x, SharedConnection connection, mlx::core::StreamOrDevice s,
+                            double timeout);
 mlx::core::array reduce_scatter(const mlx::core::array& x, SharedConnection connection, int op,
-                                mlx::core::StreamOrDevice s);
+                                mlx::core::StreamOrDevice s, double timeout);
 mlx::core::array broadcast(const mlx::core::array& x, SharedConnection connection, int root,
-                           mlx::core::StreamOrDevice s);
+                           mlx::core::StreamOrDevice s, double timeout);
 mlx::core::array reduce(const mlx::core::array& x, SharedConnection connection, int op, int root,
-                        mlx::core::StreamOrDevice s);
+                        mlx::core::StreamOrDevice s, double timeout);
 mlx::core::array gather(const mlx::core::array& x, SharedConnection connection, int root,
-                        mlx::core::StreamOrDevice s);
+                        mlx::core::StreamOrDevice s, double timeout);
 mlx::core::array scatter(const mlx::core::array& x, SharedConnection connection, int root,
-                         mlx::core::StreamOrDevice s);
-mlx::core::array all_to_all(const mlx::core::array& x, SharedConnection connection, mlx::core::StreamOrDevice s);
+                         mlx::core::StreamOrDevice s, double timeout);
+mlx::core::array all_to_all(const mlx::core::array& x, SharedConnection connection, mlx::core::StreamOrDevice s,
+                            double timeout);
 mlx::core::array all_to_all_v(const mlx::core::array& x, SharedConnection connection, Counts send_counts,
-                              Counts receive_counts, mlx::core::StreamOrDevice s);
+                              Counts receive_counts, mlx::core::StreamOrDevice s, double timeout);
 mlx::core::array sendrecv(const mlx::core::array& x, SharedConnection connection, int to, int from,
-                          const std::vector<int>& shape, mlx::core::Dtype dtype, mlx::core::StreamOrDevice s);
+                          const std::vector<int>& shape, mlx::core::Dtype dtype, mlx::core::StreamOrDevice s,
+                          double timeout);
 
 /* For those that are adjoint to each other. */
 std::shared_ptr<Primitive> new_all_gather(Place place);

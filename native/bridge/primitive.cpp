@@ -60,14 +60,13 @@ mx::Stream communication_stream(Connection& connection, mx::StreamOrDevice s) {
   return mx::to_stream(s, mx::Device::cpu);
 }
 
-Place place_of(std::shared_ptr<Connection> connection, mx::StreamOrDevice s) {
+Place place_of(std::shared_ptr<Connection> connection, mx::StreamOrDevice s, double timeout) {
   auto stream = communication_stream(*connection, s);
-  return {stream, std::move(connection)};
+  return {stream, std::move(connection), timeout};
 }
 
-void enqueue_all_reduce(std::shared_ptr<Connection> connection, const mx::array& in, mx::array& out, mlxdist_op op,
-                        mx::Stream stream) {
-  Connection::enqueue(std::move(connection), stream,
+void enqueue_all_reduce(const Place& place, const mx::array& in, mx::array& out, mlxdist_op op) {
+  Connection::enqueue(place.connection, place.stream, place.timeout,
                       [in = data_of(in), out = data_of(out), layout = layout_of(in), op](mlxdist_group* group) {
                         return mlxdist_all_reduce(group, in, out, &layout, op, nullptr);
                       });

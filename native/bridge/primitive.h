@@ -24,15 +24,17 @@ namespace mlxdist {
 
 using Arrays = std::vector<mlx::core::array>;
 
-/* Where an operation runs: on a CPU stream, with a group. */
+/* Where an operation runs: on a CPU stream, with a group; and its deadline in seconds, negative for the group's. */
 struct Place {
   mlx::core::Stream stream;
   std::shared_ptr<Connection> connection;
+  double timeout;
 };
 
 class Primitive : public mlx::core::Primitive {
  public:
-  explicit Primitive(Place place) : mlx::core::Primitive(place.stream), connection_(std::move(place.connection)) {}
+  explicit Primitive(Place place)
+      : mlx::core::Primitive(place.stream), connection_(std::move(place.connection)), timeout_(place.timeout) {}
 
   void eval_cpu(const Arrays& inputs, Arrays& outputs) final { evaluate(inputs[0], outputs[0]); }
   void eval_gpu(const Arrays& inputs, Arrays& outputs) final;
@@ -55,10 +57,13 @@ class Primitive : public mlx::core::Primitive {
   virtual mlx::core::Shape result_shape(const mlx::core::Shape& in) const { return in; }
   virtual mlx::core::Dtype result_dtype(mlx::core::Dtype in) const { return in; }
 
-  Place place() { return {stream(), connection_}; }
-  void enqueue(Connection::Operation operation) { Connection::enqueue(connection_, stream(), std::move(operation)); }
+  Place place() { return {stream(), connection_, timeout_}; }
+  void enqueue(Connection::Operation operation) {
+    Connection::enqueue(connection_, stream(), timeout_, std::move(operation));
+  }
 
   const std::shared_ptr<Connection> connection_;
+  const double timeout_;
 
  private:
   std::shared_ptr<Primitive> require_adjoint();
@@ -69,11 +74,10 @@ class Primitive : public mlx::core::Primitive {
 /* Where MLX would run a communication of its own. MLX and our operations ask for it when a graph is built, so what
  * check() finds is known before anything is evaluated. */
 mlx::core::Stream communication_stream(Connection& connection, mlx::core::StreamOrDevice s);
-Place place_of(std::shared_ptr<Connection> connection, mlx::core::StreamOrDevice s);
+Place place_of(std::shared_ptr<Connection> connection, mlx::core::StreamOrDevice s, double timeout);
 
 /* out[i] = op over all ranks of in[i], for MLX's operations and ours. `in` is row-contiguous and may be `out`. */
-void enqueue_all_reduce(std::shared_ptr<Connection> connection, const mlx::core::array& in, mlx::core::array& out,
-                        mlxdist_op op, mlx::core::Stream stream);
+void enqueue_all_reduce(const Place& place, const mlx::core::array& in, mlx::core::array& out, mlxdist_op op);
 
 /* Gives `out` memory: `allocate` its own, `allocate_like` that of `in` if it fits and nobody else reads it. */
 void allocate(mlx::core::array& out);

@@ -41,9 +41,10 @@ std::shared_ptr<Primitive> new_reduce(Place place, mlxdist_op op, int root) {
   return std::make_shared<Reduce>(std::move(place), op, root);
 }
 
-mx::array reduce(const mx::array& x, SharedConnection connection, int op, int root, mx::StreamOrDevice s) {
+mx::array reduce(const mx::array& x, SharedConnection connection, int op, int root, mx::StreamOrDevice s,
+                 double timeout) {
   if (connection->size() == 1) return x;
-  auto place = place_of(std::move(connection), s);
+  auto place = place_of(std::move(connection), s, timeout);
   return Primitive::apply(new_reduce(std::move(place), static_cast<mlxdist_op>(op), root), x);
 }
 

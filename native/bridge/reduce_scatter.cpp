@@ -30,9 +30,10 @@ std::shared_ptr<Primitive> new_reduce_scatter(Place place, mlxdist_op op) {
   return std::make_shared<ReduceScatter>(std::move(place), op);
 }
 
-mx::array reduce_scatter(const mx::array& x, SharedConnection connection, int op, mx::StreamOrDevice s) {
+mx::array reduce_scatter(const mx::array& x, SharedConnection connection, int op, mx::StreamOrDevice s,
+                         double timeout) {
   if (connection->size() == 1) return x;
-  auto place = place_of(std::move(connection), s);
+  auto place = place_of(std::move(connection), s, timeout);
   return Primitive::apply(new_reduce_scatter(std::move(place), static_cast<mlxdist_op>(op)), x);
 }
 

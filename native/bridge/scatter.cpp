@@ -30,9 +30,9 @@ std::shared_ptr<Primitive> new_scatter(Place place, int root) {
   return std::make_shared<Scatter>(std::move(place), root);
 }
 
-mx::array scatter(const mx::array& x, SharedConnection connection, int root, mx::StreamOrDevice s) {
+mx::array scatter(const mx::array& x, SharedConnection connection, int root, mx::StreamOrDevice s, double timeout) {
   if (connection->size() == 1) return x;
-  return Primitive::apply(new_scatter(place_of(std::move(connection), s), root), x);
+  return Primitive::apply(new_scatter(place_of(std::move(connection), s, timeout), root), x);
 }
 
 } // namespace mlxdist

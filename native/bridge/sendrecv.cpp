@@ -36,8 +36,8 @@ class SendRecv : public Primitive {
 };
 
 mx::array sendrecv(const mx::array& x, SharedConnection connection, int to, int from, const std::vector<int>& shape,
-                   mx::Dtype dtype, mx::StreamOrDevice s) {
-  auto place = place_of(std::move(connection), s);
+                   mx::Dtype dtype, mx::StreamOrDevice s, double timeout) {
+  auto place = place_of(std::move(connection), s, timeout);
   return Primitive::apply(std::make_shared<SendRecv>(std::move(place), to, from, x.dtype(), dtype), x,
                           mx::Shape(shape.begin(), shape.end()));
 }

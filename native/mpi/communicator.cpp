@@ -27,7 +27,7 @@ static RaiseSoon* raise_soon;
 static std::atomic<bool> raises_errors = true;
 static std::atomic<bool> has_told_error = false;
 
-const Door door{drain_world, close_world, told_error};
+const Door door{drain_world, close_world, told_error, is_busy};
 
 Error::Error(int status, const std::string& text)
     : std::runtime_error("[mlxdist " + std::to_string(status) + "] " + text), status(status), text(text) {}
@@ -69,6 +69,11 @@ void close_world() {
 }
 
 int told_error() { return has_told_error; }
+
+int is_busy() {
+  std::lock_guard lock(mutex);
+  return !is_idle();
+}
 
 MPI_Comm add_communicator(mlxdist_group* group) {
   auto* comm = new Communicator{group, mlxdist_group_rank(group), mlxdist_group_size(group), 0, false};

@@ -42,6 +42,7 @@ struct Door {
   int (*drain)(double seconds);
   void (*close)();
   int (*told_error)();
+  int (*is_busy)();
 };
 extern const Door door;
 
@@ -54,6 +55,9 @@ void close_world();
 
 /* 1 once an error has been thrown into MLX, which raises it where an array is evaluated. */
 int told_error();
+
+/* 1 while an operation runs. */
+int is_busy();
 
 /* Adds a communicator for `group`. */
 MPI_Comm add_communicator(mlxdist_group* group);
