@@ -184,7 +184,15 @@ def _recv(
 
 
 def sendrecv(
-    x: Any, dst: int, src: int, shape: Sequence[int] | None, dtype: Any, group: Group, out: Any, async_op: bool
+    x: Any,
+    dst: int,
+    src: int,
+    shape: Sequence[int] | None,
+    dtype: Any,
+    group: Group,
+    out: Any,
+    async_op: bool,
+    timeout: float | None,
 ) -> Result:
     x = _array("sendrecv", x)
     bits = dtype if dtype is not None and _dtype_name(dtype) == "bfloat16" else None  # both ways

@@ -31,7 +31,7 @@ __all__ = [
 
 
 # What stands behind a text: where it happened. Errors travel as text, through C, C++ and from rank to rank.
-_ORIGIN = re.compile(r" \[rank (\d{1,9}) on ([^\s\]]+)(?: in (.+?) #(\d{1,19})(?: of .*)?)?\]$", re.DOTALL)
+_ORIGIN = re.compile(r" \[rank (\d{1,9}) on ([^\s\]]+)(?: in (.+?)(?: #(\d{1,19})(?: .*)?)?)?\]$", re.DOTALL)
 
 # The engine keeps 1023 bytes of a text.
 _MOST_BYTES = 1000

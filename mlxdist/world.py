@@ -82,10 +82,11 @@ class World:
             self.connection.close()
             return
         told_error = any(of.told_error for of in (self.pending, self.connection, *self.doors))
-        idle = self._is_idle(groups, self._timeout)
-        if not idle:
+        failed = lib.mlxdist_group_error(self.native) != lib.MLXDIST_OK
+        idle = self._is_idle(groups, 10 if failed else self._timeout)  # aborted operations end at once
+        if not idle and not failed:
             lib.mlxdist_group_abort(self.native, lib.MLXDIST_ABORTED, b"finalize() found operations that do not end")
-            idle = self._is_idle(groups, 10)  # aborted operations end at once
+            idle = self._is_idle(groups, 10)
         try:
             if idle:
                 for registration in list(self.registrations):

@@ -80,6 +80,59 @@ def test_error_is_also_python_s_own(error, builtin):
     assert str(raised) == "rank 1: text"
 
 
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("x [rank 1 on mac2 in all_sum #413 of float32 [3, 4]]", (1, "mac2", "all_sum", 413)),
+        ("x [rank 0 on a-b.local in reduce (max) #1 with root 2 of int8 []]", (0, "a-b.local", "reduce (max)", 1)),
+        ("x [rank 12 on h in barrier #7]", (12, "h", "barrier", 7)),
+        ("x [rank 1 on h in finalize]", (1, "h", "finalize", None)),
+        ("x [rank 3 on h]", (3, "h", None, None)),
+        ("rank 2 on b aborted: Timeout: y [rank 1 on h in all_sum #4 of bool [1]]", (1, "h", "all_sum", 4)),
+        ("rank 1 waited", (None, None, None, None)),
+        ("x [rank 1 on h] and more", (None, None, None, None)),
+        ("x [rank -1 on h]", (None, None, None, None)),
+        ("", (None, None, None, None)),
+    ],
+)
+@pytest.mark.parametrize("kind", [errors.Timeout, errors.VersionMismatch, errors.Error])
+def test_where_the_cause_lies(text, expected, kind):
+    error = kind(text)
+    assert (error.rank, error.host, error.operation, error.sequence) == expected
+    assert str(error) == text
+
+
+def test_a_place_is_added_once_and_kept_when_a_text_is_cut():
+    once = errors.located("no memory", 2, "mac2")
+    assert once == "no memory [rank 2 on mac2]"
+    assert errors.located(f"rank 1 could not connect: {once}", 1, "mac1") == f"rank 1 could not connect: {once}"
+    long = errors.located("ä" * 5000, 2, "mac2")
+    assert len(long.encode()) <= 1000 and errors.Error(long).rank == 2
+
+
+@pytest.mark.parametrize(
+    "error, text",
+    [
+        (KeyboardInterrupt(), "rank 1 on mac1 was interrupted (SIGINT) [rank 1 on mac1]"),
+        (SystemExit(143), "rank 1 on mac1 was terminated (SIGTERM) [rank 1 on mac1]"),
+        (SystemExit(3), "rank 1 on mac1 exits with status 3 [rank 1 on mac1]"),
+        (OSError("no space"), "rank 1 on mac1 has failed: OSError: no space [rank 1 on mac1]"),
+    ],
+)
+def test_what_others_are_told_of_what_is_not_ours(error, text):
+    told = errors.interruption(error, 1, "mac1")
+    assert type(told) is errors.Aborted and str(told) == text
+
+
+@pytest.mark.parametrize("name", ["SystemExit", "from_status", "re", "", "__all__"])
+def test_a_name_that_is_no_class_of_the_family(name):
+    assert errors.by_name(name) is errors.Error
+
+
+def test_classes_by_name():
+    assert errors.by_name("PeerLost") is errors.PeerLost and errors.by_name("Error") is errors.Error
+
+
 def test_all_names_exist():
     assert all(hasattr(errors, name) for name in errors.__all__)
 

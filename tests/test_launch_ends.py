@@ -70,12 +70,13 @@ def test_the_cause_is_told_from_the_consequence():
         """
 import sys, threading, time
 from mlxdist.environment import Environment
+from mlxdist.errors import Aborted
 from mlxdist.rendezvous import Rendezvous
 rendezvous = Rendezvous(Environment.read())
 failed = threading.Event()
 rendezvous.watch(lambda *news: failed.set())
 if rank == 1:
-    rendezvous.announce("it is me")
+    rendezvous.announce(Aborted("it is me"))
     time.sleep(0.5)
     sys.exit(7)
 failed.wait(5)

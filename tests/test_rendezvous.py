@@ -60,7 +60,7 @@ def test_world_of_one_opens_nothing():
     assert rendezvous.all_gather(b"me", "blob") == [b"me"]
     rendezvous.barrier("b")
     watcher = Watcher(rendezvous)
-    rendezvous.announce("failed")
+    rendezvous.announce(errors.Aborted("failed"))
     rendezvous.close()
     assert threading.active_count() == before
     assert watcher.failures == []

@@ -288,7 +288,7 @@ def test_after_close():
 def test_after_a_failure():
     with group(3) as members:
         watcher = Watcher(members[2])
-        members[1].announce("no memory")
+        members[1].announce(errors.Aborted("no memory"))
         assert watcher.wait() == (1, "no memory")
         for sender in (1, 2):
             with pytest.raises(errors.Aborted, match="no memory"):

@@ -4,6 +4,7 @@ import collections
 import hmac
 import os
 import socket
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from ..errors import by_name, located, name_ranks
 from ..version import __version__
 from .loop import Loop
 from .messages import MAX_WAITING, pack_message, unpack_message
-from .pulse import PULSE_SECONDS, Pulse, pack_news, unpack_position
+from .pulse import PULSE_SECONDS, SILENT_SECONDS, Pulse, pack_news, unpack_position
 from .wire import (
     GATHER,
     GATHERED,
@@ -309,11 +310,11 @@ class Hub:
         self._step += 1
 
     def _tell_news(self, now: float) -> None:
-        """To those who watch; not to one that leaves earlier news unread, since it would wait there for ever more."""
+        """To those who watch; not to one that is silent, where they would pile up unread."""
         watching = [member for member in self._members.values() if member.is_here and member.heard is not None]
         news = pack_news([Pulse(member.rank, now - member.heard, member.position) for member in watching])
         for member in watching:
-            if not member.connection.unsent:
+            if now - member.heard < SILENT_SECONDS and not member.connection.unsent:
                 member.connection.send(Kind.NEWS, news)
         self._next_news = now + PULSE_SECONDS if watching and not self._failed else None
 
@@ -367,10 +368,18 @@ class Hub:
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """A host that lost power sends no farewell: probe an idle connection, and give it up after 30 s without answer."""
+    """A host that lost power sends no farewell: give a connection up after 30 s without any answer of its kernel.
+
+    A stopped process is no such case: its kernel answers.
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     idle = getattr(socket, "TCP_KEEPIDLE", None) or socket.TCP_KEEPALIVE  # Linux; macOS
     sock.setsockopt(socket.IPPROTO_TCP, idle, 15)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    # While something is under way, as a heartbeat always is, there are no probes, but repetitions: for 15 minutes.
+    if sys.platform == "linux":
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
+    elif sys.platform == "darwin":
+        sock.setsockopt(socket.IPPROTO_TCP, 0x80, 30)  # TCP_RXT_CONNDROPTIME of netinet/tcp.h

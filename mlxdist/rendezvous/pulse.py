@@ -125,10 +125,12 @@ class Heartbeat:
             return None
         now = time.monotonic()
         if now >= self._next:
-            self._next = now + PULSE_SECONDS
-            if not self._connection.unsent:  # else rank 0 is stopped, and earlier ones wait already
+            silent = now - self._news_came > SILENT_SECONDS
+            # Rank 0 tells nothing to a rank that it does not hear; but while it is stopped, this piles up there.
+            self._next = now + (SILENT_SECONDS / 2 if silent else PULSE_SECONDS)
+            if not self._connection.unsent:
                 self._connection.send(Kind.PULSE, pack_position(guarded(position) or ""))
-            if now - self._news_came > SILENT_SECONDS:
+            if silent:
                 self._tell()
         return self._next - now
 

@@ -40,7 +40,7 @@ static void describe_wait(const struct engine *engine, const struct lateness *la
   }
   const char *news = engine->peers[late->rank].news;
   snprintf(text, bytes, "for rank %d, which has %s%s%s%s", late->rank,
-           late->entered ? "entered it" : "not entered it", news[0] ? " (rank " : "", news, news[0] ? ")" : "");
+           late->entered ? "entered it" : "not entered it", news[0] ? " (it is " : "", news, news[0] ? ")" : "");
 }
 
 static void notice(struct operation *operation, double waited) {
