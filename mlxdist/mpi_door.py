@@ -7,6 +7,7 @@ The launcher uses ``variables``, ``diverts`` and ``check``, which need neither M
 calls ``join`` and ``wait_for_stream``.
 """
 
+import _thread
 import contextlib
 import ctypes
 import importlib.util
@@ -179,6 +180,8 @@ def join(door: int, *unused: int) -> tuple[str, int, int]:
         )
         return "", group.connection.group, bridge.raise_soon()
     except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            _thread.interrupt_main()  # once more, when C++ has let go: it can only pass on a text
         return _text(error), 0, 0
 
 

@@ -160,7 +160,8 @@ class Hub:
         if difference := self._difference(fields):
             # It has the secret, so one of the two was started wrongly: no use in waiting for it to change.
             self._refuse(stranger, difference, f"{who} was refused: {difference}")
-            self._fail(fields["rank"], "RendezvousError", f"rendezvous: {who} was refused: {difference}")
+            rank = fields["rank"] if 0 <= fields["rank"] < self._environment.world_size else 0
+            self._fail(rank, "RendezvousError", f"rendezvous: {who} was refused: {difference}")
         elif self._failed:
             self._refuse(stranger, "the group has already failed", f"{who} came after the failure")
         elif taken := self._members.get(fields["rank"]):

@@ -57,10 +57,10 @@ def join() -> None:
         sys.exit(1)
     if odd_one:
         send(1)
-    mlxdist.init()
+    mx.distributed.init() if how == "init_door" else mlxdist.init()
 
 
-if how == "init":
+if how.startswith("init"):
     report(join)
     sys.exit(1)
 
