@@ -7,7 +7,6 @@ The launcher uses ``variables``, ``diverts`` and ``check``, which need neither M
 calls ``join`` and ``wait_for_stream``.
 """
 
-import _thread
 import contextlib
 import ctypes
 import importlib.util
@@ -179,9 +178,9 @@ def join(door: int, *unused: int) -> tuple[str, int, int]:
             )
         )
         return "", group.connection.group, bridge.raise_soon()
+    except KeyboardInterrupt:
+        raise  # the library knows what to do with it
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            _thread.interrupt_main()  # once more, when C++ has let go: it can only pass on a text
         return _text(error), 0, 0
 
 
@@ -190,6 +189,8 @@ def wait_for_stream(*unused: int) -> tuple[str, int, int]:
     try:
         _synchronize()
         return "", 0, 0
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:
         return _text(error), 0, 0
 

@@ -23,6 +23,9 @@ struct Api {
   Object* (*PyObject_CallMethod)(Object* object, const char* name, const char* format, ...);
   int (*PyArg_ParseTuple)(Object* tuple, const char* format, ...);
   void (*PyErr_Fetch)(Object** type, Object** value, Object** traceback);
+  int (*PyErr_ExceptionMatches)(Object* type);
+  void (*PyErr_SetInterrupt)();
+  Object** PyExc_KeyboardInterrupt;
   Object* (*PyObject_Str)(Object* object);
   const char* (*PyUnicode_AsUTF8AndSize)(Object* text, intptr_t* size);
   void (*PyErr_Clear)();
@@ -53,6 +56,9 @@ static Api look_up_all() {
   LOOK_UP(PyObject_CallMethod);
   LOOK_UP(PyArg_ParseTuple);
   LOOK_UP(PyErr_Fetch);
+  LOOK_UP(PyErr_ExceptionMatches);
+  LOOK_UP(PyErr_SetInterrupt);
+  LOOK_UP(PyExc_KeyboardInterrupt);
   LOOK_UP(PyObject_Str);
   LOOK_UP(PyUnicode_AsUTF8AndSize);
   LOOK_UP(PyErr_Clear);
@@ -106,6 +112,16 @@ static std::string error_text() {
   return result;
 }
 
+/* Throws what kept a function from running. Ctrl-C comes once more when this thread is back in Python: the bridge's
+ * translator looks for signals before it raises what it was thrown. */
+[[noreturn]] static void throw_error(const char* function) {
+  bool interrupted = api().PyErr_ExceptionMatches(*api().PyExc_KeyboardInterrupt);
+  std::string text = error_text();
+  if (!interrupted) throw Error(MLXDIST_INVALID_ARGUMENT, "mlxdist.mpi_door." + std::string(function) + ": " + text);
+  api().PyErr_SetInterrupt();
+  throw Error(MLXDIST_ABORTED, "interrupted (SIGINT)");
+}
+
 bool is_running() { return api().Py_IsInitialized(); }
 
 Result call(const char* function, uintptr_t first_argument, uintptr_t second_argument) {
@@ -118,9 +134,7 @@ Result call(const char* function, uintptr_t first_argument, uintptr_t second_arg
   unsigned long long first = first_argument, second = second_argument;
   Reference result(api().PyObject_CallMethod(module, function, "KK", first, second));
   const char* text;
-  if (result == nullptr || !api().PyArg_ParseTuple(result, "sKK", &text, &first, &second)) {
-    throw Error(MLXDIST_INVALID_ARGUMENT, "mlxdist.mpi_door." + std::string(function) + ": " + error_text());
-  }
+  if (result == nullptr || !api().PyArg_ParseTuple(result, "sKK", &text, &first, &second)) throw_error(function);
   if (*text != '\0') throw std::runtime_error(text);
   return {static_cast<uintptr_t>(first), static_cast<uintptr_t>(second)};
 }
