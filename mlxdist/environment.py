@@ -16,6 +16,8 @@ from .errors import EnvironmentVariableError
 
 __all__ = [
     "ALGORITHMS",
+    "DEBUG_LEVELS",
+    "DEBUG_SUBSYSTEMS",
     "MAX_RANKS",
     "MAX_RESTARTS",
     "OF_JOB",
@@ -30,6 +32,10 @@ __all__ = [
 MAX_RANKS = 1024
 MAX_RESTARTS = 1000
 ALGORITHMS = ("auto", "direct", "mesh", "ring", "doubling", "tree")  # enum mlxdist_algorithm of mlxdist.h
+DEBUG_LEVELS = ("off", "warn", "info", "trace")  # enum debug_level of native/endpoint/debug.h
+DEBUG_SUBSYSTEMS = (
+    "cable", "connection", "deadline", "failure", "flight", "message", "operation", "rendezvous", "repair",
+)  # fmt: skip
 SOFT_PROFILES = ("ideal", "apple-tb5", "rxe")  # native/soft/profile.h
 
 
@@ -66,6 +72,8 @@ VARIABLES = (
     Variable("MLXDIST_SOFT_PROFILE", "device that the software provider plays: ideal, apple-tb5 or rxe", "ideal"),
     Variable("MLXDIST_INJECT", "faults of the software provider, for tests: a list as in native/soft/faults.h", "none"),
     Variable("MLXDIST_TUNING", "rank 0: file with the tuning table, or none", "~/.config/mlxdist/tuning.json"),
+    Variable("MLXDIST_DEBUG", "debug output: off, warn, info or trace, and of what: info:cable,rendezvous", "warn"),
+    Variable("MLXDIST_DEBUG_FILE", "file for it, whose name may have %h (host), %p (process), %r (rank)", "stderr"),
     Variable("MLXDIST_FLIGHT", "folder for the flight recorder's files, or none", "the current folder"),
 )
 OF_JOB = frozenset(variable.name for variable in VARIABLES if variable.of_job)
@@ -97,6 +105,8 @@ class Environment:
     soft_profile: str = "ideal"
     inject: str | None = None
     tuning: str | None = None
+    debug: str | None = None
+    debug_file: str | None = None
     flight: str | None = None
 
     @classmethod
@@ -130,6 +140,8 @@ class Environment:
             soft_profile=_one_of(environ, "MLXDIST_SOFT_PROFILE", SOFT_PROFILES) or "ideal",
             inject=_faults(environ, "MLXDIST_INJECT"),
             tuning=_file(environ, "MLXDIST_TUNING"),
+            debug=_debug(environ, "MLXDIST_DEBUG"),
+            debug_file=_pattern(environ, "MLXDIST_DEBUG_FILE"),
             flight=_file(environ, "MLXDIST_FLIGHT"),
         )
         _refuse_contradictions(environ, environment)
@@ -290,3 +302,32 @@ def _file(environ: Mapping[str, str], name: str) -> str | None:
     if environ.get(name) == "":
         raise EnvironmentVariableError(f"{name} is empty; give a name, write none, or unset it for the default")
     return environ.get(name)
+
+
+def _debug(environ: Mapping[str, str], name: str) -> str | None:
+    text = environ.get(name)
+    if text is None:
+        return None
+    level, colon, names = text.partition(":")
+    if level not in DEBUG_LEVELS:
+        raise EnvironmentVariableError(
+            f"{name}={text!r}: the level must be one of {', '.join(DEBUG_LEVELS)}, and subsystems follow a colon, as "
+            "in info:cable,rendezvous"
+        )
+    unknown = [subsystem for subsystem in names.split(",") if subsystem not in DEBUG_SUBSYSTEMS]
+    if colon and unknown:
+        raise EnvironmentVariableError(
+            f"{name}={text!r}: there is no subsystem {unknown[0]!r}; there are {', '.join(DEBUG_SUBSYSTEMS)}"
+        )
+    return text
+
+
+def _pattern(environ: Mapping[str, str], name: str) -> str | None:
+    text = environ.get(name)
+    if text == "":
+        raise EnvironmentVariableError(f"{name} is empty; name a file, or unset it for stderr")
+    if text is not None and (wrong := re.search(r"%(?![hpr%])", text.replace("%%", ""))):
+        raise EnvironmentVariableError(
+            f"{name}={text!r} has a % at {wrong.start()} that is none of %h (host), %p (process), %r (rank) and %%"
+        )
+    return text

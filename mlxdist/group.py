@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from . import errors
+from . import errors, flight
 from .environment import ALGORITHMS, Environment
 from .handle import Handle, Operation
 from .native import bridge, ffi, last_error, layout, lib
@@ -234,6 +234,7 @@ class Group:
         """Calls an operation of the engine on this group and waits for it; nothing in a group of one."""
         try:  # around the first line too: Ctrl-C may come anywhere
             self._running.append(None)  # first: finalize() closes the group, then looks here
+            bridge.mark_line()
             native = self._native
             if native is None:
                 self._require_open()
@@ -247,6 +248,7 @@ class Group:
         pending = self._world.pending
         pending.sweep()
         operation = Operation(name, (self, memory), pending)
+        bridge.mark_line()
         try:
             self._running.append(None)
             native = self._native
@@ -289,9 +291,11 @@ class Group:
         return f"<mlxdist.Group rank {self._rank} of {self._size}{', finalized' if self._closed else ''}>"
 
     def _error(self, status: int) -> errors.Error:
-        if status != lib.MLXDIST_INVALID_ARGUMENT:  # that has not failed the group
-            self._world.pending.told_error = True
-        return errors.from_status(status, last_error())
+        error = errors.from_status(status, last_error())
+        if status == lib.MLXDIST_INVALID_ARGUMENT:  # that has not failed the group
+            return error
+        self._world.pending.told_error = True
+        return flight.explain(error)
 
     def _require_open(self) -> None:
         if not self._closed:
@@ -417,5 +421,5 @@ def _after_fork() -> None:
     _world_lock = threading.Lock()  # another thread of the parent may have held it
 
 
-bridge.set_error_factory(errors.from_status)
+bridge.set_error_factory(lambda status, text: flight.explain(errors.from_status(status, text)))
 os.register_at_fork(after_in_child=_after_fork)

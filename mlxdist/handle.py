@@ -6,7 +6,7 @@ import time
 from collections import deque
 from typing import Any
 
-from . import errors
+from . import errors, flight
 from .native import ffi, last_error, lib
 
 __all__ = ["Handle", "Operation", "Pending"]
@@ -129,7 +129,7 @@ class Operation:
         if not self.status:
             return None
         self._pending.told_error = True
-        return errors.from_status(self.status, self._text)
+        return flight.explain(errors.from_status(self.status, self._text))
 
 
 class Pending:

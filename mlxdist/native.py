@@ -8,6 +8,7 @@ Raises at import:
 """
 
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,6 +50,9 @@ except errors.VersionMismatch:
     raise
 except ImportError as error:
     raise ImportError(f"mlxdist's compiled half does not load ({error}); build it: {HOW_TO_BUILD}") from error
+
+# Where in the program an operation comes from: the first frame that is in neither of these.
+bridge.set_own_folders(*(f"{os.path.dirname(os.path.abspath(file))}{os.sep}" for file in (__file__, mx.__file__)))
 
 _DTYPES = {ffi.string(lib.mlxdist_dtype_name(number)).decode(): number for number in range(lib.MLXDIST_COMPLEX64 + 1)}
 _LAYOUT_DIMENSIONS = dict(ffi.typeof("mlxdist_layout").fields)["shape"].type.length

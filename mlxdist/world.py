@@ -7,8 +7,9 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import errors, tuning
+from . import debug, errors, tuning
 from .environment import ALGORITHMS, Environment
+from .flight import Recorder
 from .handle import Pending
 from .native import bridge, check, ffi, lib
 from .registration import Registration
@@ -40,6 +41,7 @@ class World:
         self.host = host
         self.native: Any = None  # mlxdist_group *; None in a world of one
         self.connection: Any = None  # the bridge's view of it
+        self.recorder: Recorder | None = None
         # Other ways into the engine: drain(seconds) waits for what has been started and is False if that does not end;
         # close() waits for what is running and refuses all that comes later; told_error: the user knows of a failure;
         # is_busy: something runs; keep_errors(): raises none from now on but where something is evaluated.
@@ -98,6 +100,7 @@ class World:
                 check(lib.mlxdist_group_error(self.native))
                 check(lib.mlxdist_group_finalize(self.native))
         finally:
+            self.recorder.close()  # first: nobody sends SIGUSR1 to a rank that does not handle it any more
             self._rendezvous.close()
             self._signals.stop()
             if idle:  # else its memory is in use: rather leave it to the end of the process
@@ -171,6 +174,7 @@ class World:
     # How the ranks come together.
 
     def _connect(self, environment: Environment) -> None:
+        _open_debug(environment)
         self._signals = Signals(self.rank, self.host, self.interrupt, self.is_busy)
         try:
             self._rendezvous = Rendezvous(environment)
@@ -186,6 +190,8 @@ class World:
             if self._rendezvous is not None:
                 self._rendezvous.announce(self._why(error))
                 self._rendezvous.close()
+            if self.recorder is not None:
+                self.recorder.close()
             self._signals.stop()
             self._destroy()
             raise
@@ -206,6 +212,7 @@ class World:
         check(lib.mlxdist_group_connect(self.native, addresses, len(addresses)))
         self._inject(environment.inject)
         self._rendezvous.barrier("connect")  # nobody sends before every receive is posted
+        self.recorder = Recorder(environment, self.host, self.native)
 
     def _why(self, error: BaseException) -> errors.Error:
         """What the others are told of an error that keeps this rank from connecting."""
@@ -268,10 +275,7 @@ class World:
 
     def _position(self) -> str:
         """For the other ranks: where this one is."""
-        counters = ffi.new("mlxdist_stats *")
-        lib.mlxdist_group_stats(self.native, counters)
-        done = counters.collectives
-        return f"in collective #{done + 1}" if self.is_busy() else f"between operations since collective #{done}"
+        return self.recorder.position()
 
     def _message(self, rank: int, tag: str, data: bytes) -> None:
         if tag == _CONNECT:
@@ -289,6 +293,20 @@ class World:
             and all(group.is_idle(max(deadline - time.monotonic(), 0)) for group in groups)
             and self.pending.wait(max(deadline - time.monotonic(), 0))
         )
+
+
+def _open_debug(environment: Environment) -> None:
+    """Both writers, that of Python and that of the engine, write to the same place."""
+    try:
+        debug.open_output(environment)
+    except OSError as error:
+        raise errors.EnvironmentVariableError(
+            f"MLXDIST_DEBUG_FILE={environment.debug_file}: {debug.file_of(environment)} cannot be written: "
+            f"{error.strerror}"
+        ) from None
+    texts = (environment.debug, debug.file_of(environment))
+    spec, file = (ffi.new("char[]", os.fsencode(text)) if text else ffi.NULL for text in texts)
+    check(lib.mlxdist_debug_open(spec, file, environment.rank))
 
 
 def _options(environment: Environment) -> Any:

@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 
+from .. import debug
 from ..environment import Environment, format_address
 from ..errors import RendezvousError
 from ..version import __version__
@@ -99,6 +100,7 @@ def connect(environment: Environment) -> tuple[socket.socket, Framing, dict]:
             except BaseException:
                 sock.close()
                 raise
+        debug.trace("rendezvous", f"rank 0 at {format_address(*environment.rendezvous)}: {trouble}; trying again")
         if time.monotonic() + pause >= deadline:
             raise RendezvousError(
                 f"rendezvous: rank {environment.rank} of {environment.world_size} on {socket.gethostname()} could not "

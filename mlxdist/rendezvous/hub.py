@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import dataclass
 
+from .. import debug
 from ..environment import Environment, format_address
 from ..errors import by_name, located, name_ranks
 from ..version import __version__
@@ -131,6 +132,7 @@ class Hub:
 
     def _note(self, text: str) -> None:
         """Kept for the message about missing ranks: one of these may be the reason."""
+        debug.info("rendezvous", text)
         if text not in self._refusals:
             self._refusals.append(text)
 
@@ -210,6 +212,7 @@ class Hub:
 
     def _join(self, member: Member) -> None:
         self._members[member.rank] = member
+        debug.info("rendezvous", f"{member} has joined")
         member.connection.on_frame = lambda kind, payload: self._frame(member, kind, payload)
         member.connection.on_lost = lambda text: self._lose(member, text)
         if len(self._members) == self._environment.world_size:
@@ -251,6 +254,7 @@ class Hub:
             member.connection.send(Kind.TAKEN)
         elif kind == Kind.GOODBYE:
             member.left = True
+            debug.info("rendezvous", f"{member} has left")
             self._tell_all(Kind.LEFT, pack_json(rank=member.rank, text=f"{member} has left the group (finalize)"))
             member.connection.send(Kind.TAKEN)
             self._check_deserted()

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable
 
+from .. import debug
 from ..environment import Environment
 from ..errors import Error, InvalidArgument, PeerLost, RendezvousError, Timeout, by_name, interruption, located
 from .connect import connect, listen
@@ -368,6 +369,7 @@ class Rendezvous:
     def _fail(self, rank: int, error: Error, note: bool = True) -> None:
         if self._failure is None:
             self._failure = (rank, error)
+            debug.info("rendezvous", f"the group has failed, rank {rank} first: {type(error).__name__}: {error}")
             self._heartbeat.stop()
             if note:
                 self._note_first_failure(rank)

@@ -6,6 +6,7 @@
 
 #include "connection.h"
 #include "group.h"
+#include "line.h"
 #include "operations.h"
 
 namespace nb = nanobind;
@@ -35,6 +36,13 @@ NB_MODULE(_bridge, m) {
             +[](int status, const char* text) { raise_soon(Error(status, text)); });
       },
       "Address of void raise_soon(int status, const char *text), which any thread may call.");
+
+  m.def("set_own_folders", &set_own_folders, "mlxdist"_a, "mlx"_a,
+        "Tells which frames are not the program's: those of files in these folders, whose names end with a slash.");
+  m.def("mark_line", [] { mlxdist_set_place(current_line().at); },
+        "The operations that this thread starts next come from the line of the program that has called mlxdist.");
+  m.def("line_of", [](nb::handle frame) { return line_of(reinterpret_cast<PyFrameObject*>(frame.ptr())).at; },
+        "frame"_a, "The line of the program that a frame belongs to (\"train.py:88\"), or \"\".");
 
   nb::class_<Connection>(m, "Connection")
       .def_prop_ro("rank", &Connection::rank)

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "interpreter.h"
+#include "line.h"
 #include "mlx/backend/cpu/encoder.h"
 
 namespace mlxdist {
@@ -120,6 +121,7 @@ Connection::~Connection() {
 }
 
 std::shared_ptr<Connection> Connection::split(const std::shared_ptr<Connection>& connection, int color, int key) {
+  mlxdist_set_place(current_line().at);
   InterpreterRuns others_run;
   mlxdist_group* part = nullptr;
   if (connection->size_ > 1) {
@@ -135,12 +137,12 @@ std::shared_ptr<Connection> Connection::split(const std::shared_ptr<Connection>&
   return result;
 }
 
-void Connection::enqueue(std::shared_ptr<Connection> connection, mx::Stream stream, double timeout,
+void Connection::enqueue(std::shared_ptr<Connection> connection, mx::Stream stream, Call call,
                          Operation operation) {
   connection->check();
   auto ticket = std::make_shared<Ticket>(std::move(connection)); /* std::function wants tasks that copy */
   mx::cpu::get_command_encoder(stream).dispatch(
-      [ticket = std::move(ticket), timeout, operation = std::move(operation)] { (**ticket).run(timeout, operation); });
+      [ticket = std::move(ticket), call, operation = std::move(operation)] { (**ticket).run(call, operation); });
 }
 
 void Connection::check() {
@@ -165,12 +167,13 @@ mlxdist_group* Connection::usable() const {
   return group_;
 }
 
-void Connection::run(double timeout, const Operation& operation) {
+void Connection::run(Call call, const Operation& operation) {
   std::shared_lock lock(closing_);
   auto* group = usable();
-  if (timeout >= 0) mlxdist_set_timeout(timeout);
+  mlxdist_set_place(call.place);
+  if (call.timeout >= 0) mlxdist_set_timeout(call.timeout);
   int status = operation(group);
-  if (timeout >= 0) mlxdist_set_timeout(-1);
+  if (call.timeout >= 0) mlxdist_set_timeout(-1);
   if (status == MLXDIST_OK) return;
   Error error(status, mlxdist_last_error());
   world_->told_error = true;

@@ -29,6 +29,12 @@ mlxdist_layout row_layout_of(const mlx::core::array& x);
 /* Where the engine reads or writes `x`. Throws if that is not a multiple of the element's size. */
 char* data_of(const mlx::core::array& x);
 
+/* What an operation brings along. */
+struct Call {
+  double timeout;    /* its deadline in seconds, negative for the group's */
+  const char* place; /* where in the program it comes from, a text that stays for ever */
+};
+
 class Connection {
  public:
   /* The world: `group` stays the caller's and may be null in a group of one. */
@@ -48,8 +54,7 @@ class Connection {
   /* Hands `operation` (which returns a mlxdist_status) to the thread of `stream`; the caller does not wait. `timeout`
    * is its deadline in seconds, negative for the group's. Throws what check() throws. */
   using Operation = std::function<int(mlxdist_group*)>;
-  static void enqueue(std::shared_ptr<Connection> connection, mlx::core::Stream stream, double timeout,
-                      Operation operation);
+  static void enqueue(std::shared_ptr<Connection> connection, mlx::core::Stream stream, Call call, Operation operation);
 
   /* Throws if the group is finalized or has failed, or if this process was forked from the one that made it. */
   void check();
@@ -78,7 +83,7 @@ class Connection {
 
   Connection(mlxdist_group* group, std::shared_ptr<World> world);
   mlxdist_group* usable() const;
-  void run(double timeout, const Operation& operation);
+  void run(Call call, const Operation& operation);
   bool is_idle_until(std::chrono::steady_clock::time_point deadline);
   std::vector<std::shared_ptr<Connection>> groups_to_end();
 

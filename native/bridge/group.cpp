@@ -1,5 +1,6 @@
 #include "group.h"
 
+#include "line.h"
 #include "primitive.h"
 
 namespace mlxdist {
@@ -7,9 +8,12 @@ namespace mlxdist {
 namespace mx = mlx::core;
 
 /* MLX calls these while it walks a graph: they take the addresses and enqueue. The arrays stay alive until
- * their task has ended, which MLX sees to; inputs are row-contiguous, and `out` may be `in`. */
+ * their task has ended, which MLX sees to; inputs are row-contiguous, and `out` may be `in`. Where in the program they
+ * come from is not known: the interpreter's lock, without which MLX evaluates, may be held for milliseconds, or by a
+ * thread that waits for this one. What this thread noted last, when it built one, is near. */
 
 mx::Stream Group::communication_stream(mx::StreamOrDevice s) {
+  note_line();
   return mlxdist::communication_stream(*connection_, s);
 }
 
@@ -21,41 +25,43 @@ std::shared_ptr<mx::distributed::detail::GroupImpl> Group::split(int color, int 
               "group, for which mx.distributed has no word: use mlxdist.Group.split, which returns None");
 }
 
+Call Group::call() const { return {timeout_, noted_line().near}; }
+
 void Group::all_sum(const mx::array& in, mx::array& out, mx::Stream stream) {
-  enqueue_all_reduce({stream, connection_, timeout_}, in, out, MLXDIST_SUM);
+  enqueue_all_reduce({stream, connection_, call()}, in, out, MLXDIST_SUM);
 }
 
 void Group::all_max(const mx::array& in, mx::array& out, mx::Stream stream) {
-  enqueue_all_reduce({stream, connection_, timeout_}, in, out, MLXDIST_MAX);
+  enqueue_all_reduce({stream, connection_, call()}, in, out, MLXDIST_MAX);
 }
 
 void Group::all_min(const mx::array& in, mx::array& out, mx::Stream stream) {
-  enqueue_all_reduce({stream, connection_, timeout_}, in, out, MLXDIST_MIN);
+  enqueue_all_reduce({stream, connection_, call()}, in, out, MLXDIST_MIN);
 }
 
 void Group::all_gather(const mx::array& in, mx::array& out, mx::Stream stream) {
-  Connection::enqueue(connection_, stream, timeout_,
+  Connection::enqueue(connection_, stream, call(),
                       [in = data_of(in), out = data_of(out), layout = layout_of(in)](mlxdist_group* group) {
                         return mlxdist_all_gather(group, in, out, &layout, nullptr);
                       });
 }
 
 void Group::sum_scatter(const mx::array& in, mx::array& out, mx::Stream stream) {
-  Connection::enqueue(connection_, stream, timeout_,
+  Connection::enqueue(connection_, stream, call(),
                       [in = data_of(in), out = data_of(out), layout = layout_of(in)](mlxdist_group* group) {
                         return mlxdist_reduce_scatter(group, in, out, &layout, MLXDIST_SUM, nullptr);
                       });
 }
 
 void Group::send(const mx::array& in, int dst, mx::Stream stream) {
-  Connection::enqueue(connection_, stream, timeout_,
+  Connection::enqueue(connection_, stream, call(),
                       [in = data_of(in), layout = layout_of(in), dst](mlxdist_group* group) {
                         return mlxdist_send(group, in, &layout, dst, nullptr);
                       });
 }
 
 void Group::recv(mx::array& out, int src, mx::Stream stream) {
-  Connection::enqueue(connection_, stream, timeout_,
+  Connection::enqueue(connection_, stream, call(),
                       [out = data_of(out), layout = layout_of(out), src](mlxdist_group* group) {
                         return mlxdist_recv(group, out, &layout, src, nullptr);
                       });

@@ -26,6 +26,8 @@ class Group : public mlx::core::distributed::detail::GroupImpl {
   void recv(mlx::core::array& out, int src, mlx::core::Stream stream) override;
 
  private:
+  Call call() const; /* of MLX's own operations */
+
   const std::shared_ptr<Connection> connection_;
   const double timeout_;
 };

@@ -1,5 +1,6 @@
 #include "primitive.h"
 
+#include "line.h"
 #include "mlx/allocator.h"
 
 namespace mlxdist {
@@ -62,11 +63,11 @@ mx::Stream communication_stream(Connection& connection, mx::StreamOrDevice s) {
 
 Place place_of(std::shared_ptr<Connection> connection, mx::StreamOrDevice s, double timeout) {
   auto stream = communication_stream(*connection, s);
-  return {stream, std::move(connection), timeout};
+  return {stream, std::move(connection), {timeout, current_line().at}};
 }
 
 void enqueue_all_reduce(const Place& place, const mx::array& in, mx::array& out, mlxdist_op op) {
-  Connection::enqueue(place.connection, place.stream, place.timeout,
+  Connection::enqueue(place.connection, place.stream, place.call,
                       [in = data_of(in), out = data_of(out), layout = layout_of(in), op](mlxdist_group* group) {
                         return mlxdist_all_reduce(group, in, out, &layout, op, nullptr);
                       });

@@ -24,17 +24,18 @@ namespace mlxdist {
 
 using Arrays = std::vector<mlx::core::array>;
 
-/* Where an operation runs: on a CPU stream, with a group; and its deadline in seconds, negative for the group's. */
+/* Where an operation runs: on a CPU stream, with a group; and what it brings along, which its copies and adjoints have
+ * too. */
 struct Place {
   mlx::core::Stream stream;
   std::shared_ptr<Connection> connection;
-  double timeout;
+  Call call;
 };
 
 class Primitive : public mlx::core::Primitive {
  public:
   explicit Primitive(Place place)
-      : mlx::core::Primitive(place.stream), connection_(std::move(place.connection)), timeout_(place.timeout) {}
+      : mlx::core::Primitive(place.stream), connection_(std::move(place.connection)), call_(place.call) {}
 
   void eval_cpu(const Arrays& inputs, Arrays& outputs) final { evaluate(inputs[0], outputs[0]); }
   void eval_gpu(const Arrays& inputs, Arrays& outputs) final;
@@ -57,13 +58,13 @@ class Primitive : public mlx::core::Primitive {
   virtual mlx::core::Shape result_shape(const mlx::core::Shape& in) const { return in; }
   virtual mlx::core::Dtype result_dtype(mlx::core::Dtype in) const { return in; }
 
-  Place place() { return {stream(), connection_, timeout_}; }
+  Place place() { return {stream(), connection_, call_}; }
   void enqueue(Connection::Operation operation) {
-    Connection::enqueue(connection_, stream(), timeout_, std::move(operation));
+    Connection::enqueue(connection_, stream(), call_, std::move(operation));
   }
 
   const std::shared_ptr<Connection> connection_;
-  const double timeout_;
+  const Call call_;
 
  private:
   std::shared_ptr<Primitive> require_adjoint();

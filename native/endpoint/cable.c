@@ -1,5 +1,6 @@
 #include "cable.h"
 
+#include "debug.h"
 #include "engine.h"
 
 static uint32_t link_of(const struct channel *channel) { return channel->index / 2; }
@@ -15,6 +16,8 @@ int cable_suspect(struct channel *channel) {
   struct peer *peer = channel->peer;
   int32_t other = other_link(peer, link_of(channel));
   if (other < 0 || peer->dead_links >> link_of(channel) & 1) return MLXDIST_OK;
+  debug(DEBUG_INFO, "cable", "rank %d does not answer by cable %u; it is asked by cable %d", peer->rank,
+        link_of(channel), other);
   peer->suspect = channel;
   bool sent;
   return channel_acknowledge(&peer->channels[2 * other + WIRE_EAGER], peer->ready_group, peer->ready, WIRE_ECHO, &sent);
@@ -28,7 +31,11 @@ void cable_heard(struct channel *channel, const struct wire_header *header) {
   if (!(header->flags & WIRE_ANSWER) || !suspect || link_of(suspect) == link_of(channel)) return;
   /* The answer says, too, what has come by the suspect cable. */
   bool heard = suspect->acked == suspect->sent || suspect->acked != suspect->seen_acked;
-  if (!heard) peer->dead_links |= 1u << link_of(suspect);
+  if (!heard) {
+    debug(DEBUG_WARN, "cable", "cable %u to rank %d is dead; what it carried goes by the other one", link_of(suspect),
+          peer->rank);
+    peer->dead_links |= 1u << link_of(suspect);
+  }
   peer->suspect = 0;
 }
 

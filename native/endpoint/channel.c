@@ -1,5 +1,6 @@
 #include "channel.h"
 
+#include "debug.h"
 #include "engine.h"
 
 #include <errno.h>
@@ -233,6 +234,10 @@ int channel_send(struct channel *channel, const struct outgoing_message *message
                                                        .user_lkey = message->user_lkey};
   int status = post_slot(channel, slot);
   if (status) return status;
+  debug(DEBUG_TRACE, "message", "to rank %d: number %u of the %s queue pair %u: kind %d, stream %u of group %u, byte "
+        "%llu, %u bytes%s", channel->peer->rank, header->sequence - WIRE_START, channel_name(channel),
+        channel->index / 2, message->kind, message->stream - WIRE_START, message->group, (unsigned long long)message->offset,
+        message->length, copies ? "" : ", not copied");
   channel->sent++;
   channel->send_slot = slot + 1 == channel->slots ? 0 : slot + 1;
   struct engine_counters *counters = &channel->engine->counters;
@@ -264,6 +269,9 @@ int channel_acknowledge(struct channel *channel, uint16_t group, uint32_t ready,
 
 int channel_resend(struct channel *channel) {
   uint32_t unacked = channel->sent - channel->acked;
+  if (unacked)
+    debug(DEBUG_INFO, "message", "%u to rank %d are sent again, from number %u of the %s queue pair %u on", unacked,
+          channel->peer->rank, channel->acked + 1 - WIRE_START, channel_name(channel), channel->index / 2);
   uint32_t slot = (channel->send_slot + channel->slots - unacked) % channel->slots;
   for (; unacked > 0 && has_request(channel); unacked--, slot = (slot + 1) % channel->slots) {
     write_news(channel->peer, (struct wire_header *)(channel->send_slots + (uint64_t)slot * channel->slot_bytes));

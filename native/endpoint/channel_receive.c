@@ -1,5 +1,6 @@
 /* The receiving half of a channel: what arrives is checked, and its news read, before anybody sees it. */
 #include "cable.h"
+#include "debug.h"
 #include "engine.h"
 #include "matching.h"
 
@@ -148,6 +149,7 @@ int channel_on_received(struct channel *channel, uint32_t slot, uint32_t bytes, 
   arrival->posted = false;
   const struct wire_header *header = arrival_header(arrival);
   if (is_damaged(channel, arrival, bytes)) {
+    debug(DEBUG_INFO, "message", "damaged: %u bytes from rank %d", bytes, channel->peer->rank);
     count(&counters->damaged, 1);
     ask_again(channel);
     return channel_post_receive(channel, slot);
@@ -160,6 +162,9 @@ int channel_on_received(struct channel *channel, uint32_t slot, uint32_t bytes, 
     matching_read_ready(channel->peer, header);
     return channel_post_receive(channel, slot);
   }
+  debug(DEBUG_TRACE, "message", "from rank %d: number %u, %u is the next: kind %u, stream %u of group %u, byte %llu, %u"
+        " bytes", channel->peer->rank, header->sequence - WIRE_START, channel->received + 1 - WIRE_START, header->kind,
+        header->stream - WIRE_START, header->group, (unsigned long long)header->offset, header->length);
   if (!in_sequence(channel, header->sequence)) return channel_post_receive(channel, slot);
   channel->received++;
   if (header->kind == WIRE_DATA && header->flags & WIRE_CONFIRM) channel->must_tell = true;

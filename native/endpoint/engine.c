@@ -1,6 +1,7 @@
 #include "engine.h"
 
 #include "cable.h"
+#include "debug.h"
 #include "matching.h"
 #include "operation.h"
 #include "region.h"
@@ -40,6 +41,7 @@ int engine_open(struct engine *engine) {
     if (!status) status = device_create_cq(&engine->devices[link], entries);
   }
   if (!status) status = check_frames(engine);
+  debug(DEBUG_INFO, "connection", "provider %s (%s), %u cables", engine->verbs->name, verbs_reason(), engine->links);
   bool all = (uint32_t)engine->size <= engine->options.connect_at_start;
   for (int32_t rank = 0; rank < engine->size && all && !status; rank++)
     if (rank != engine->rank && engine_has_wire(engine, engine->rank, rank))

@@ -11,6 +11,7 @@
 #include "counters.h"
 #include "device.h"
 #include "failure.h"
+#include "flight.h"
 #include "mlxdist.h"
 #include "peer.h"
 #include "wait.h"
@@ -37,12 +38,14 @@ struct engine {
   uint64_t region_uses;
   struct operation *active, *active_last; /* in the order in which they were issued */
   int active_count;
+  uint64_t operations; /* so many have been issued */
   uint32_t moves; /* steps of any operation */
   int unattended; /* of them those that somebody has a handle of */
   pthread_mutex_t lock;
   atomic_int contenders; /* threads that wait for the lock */
   atomic_int waiters;    /* threads that take turns until their operation has ended */
   struct failure failure;
+  struct flight flight;
   bool finalized;
   bool ended; /* all operations have been told about the failure */
   struct engine_counters counters;

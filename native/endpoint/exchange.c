@@ -259,12 +259,17 @@ int operation_step(struct operation *operation, bool *moved) {
   return status;
 }
 
+/* It waits here for those of other members, with which it will be folded. */
+static bool has_next_piece(const struct stream *stream) {
+  return stream->arrived && arrival_header(stream->arrived)->offset == stream->moved;
+}
+
 static const struct lane *late_lane(const struct operation *operation) {
   if (operation->current >= operation->round_count) return 0;
   const struct round *round = &operation->rounds[operation->current];
   for (int i = 0; i < round->ins; i++) {
     const struct stream *stream = &operation->in.list[round->first_in + i];
-    if (!is_received(stream)) return stream->lane;
+    if (!is_received(stream) && !has_next_piece(stream)) return stream->lane;
   }
   for (int i = 0; i < round->outs; i++) {
     const struct stream *stream = &operation->out.list[round->first_out + i];

@@ -133,6 +133,7 @@ static struct engine *engine_new(int32_t rank, int32_t size, const mlxdist_optio
 static void engine_free(struct engine *engine) {
   progress_stop(engine);
   if (engine->peers) engine_close(engine);
+  flight_close(&engine->flight);
   free(engine->peers);
   free(engine->groups);
   free(engine->tuning);
@@ -156,6 +157,7 @@ int mlxdist_group_create(int32_t rank, int32_t size, const mlxdist_options *opti
   for (int32_t member = 0; member < size; member++) members[member] = member;
   if (!engine || !engine->peers) status = fail(MLXDIST_RESOURCES, "out of memory for %d ranks", size);
   if (!status && options->wires) status = wires_copy(engine, options->wires);
+  if (!status) status = flight_open(&engine->flight);
   if (!status && size > 1) status = engine_open(engine);
   if (!status) status = group_new(engine, 0, members, size, result);
   if (status && engine) engine_free(engine);
@@ -266,6 +268,9 @@ void mlxdist_group_abort(mlxdist_group *group, int32_t status, const char *reaso
 }
 
 int mlxdist_group_error(mlxdist_group *group) { return failure_check(&group->engine->failure); }
+
+int mlxdist_group_watch_failure(mlxdist_group *group) { return failure_watch(&group->engine->failure); }
+void mlxdist_group_stop_watching(mlxdist_group *group) { failure_unwatch(&group->engine->failure); }
 
 int mlxdist_group_tune(mlxdist_group *group, const mlxdist_tuning *table, uint64_t lines) {
   struct engine *engine = group->engine;

@@ -59,7 +59,7 @@ struct wire_descriptor layout_describe(enum wire_operation operation, const mlxd
   return descriptor;
 }
 
-static const char *operation_name(const struct wire_descriptor *descriptor) {
+const char *layout_operation(const struct wire_descriptor *descriptor) {
   static const char *const reductions[] = {"all_sum", "all_max", "all_min", "all_prod"};
   static const char *const scatters[] = {"sum_scatter", "max_scatter", "min_scatter", "prod_scatter"};
   static const char *const reduces[] = {"reduce (sum)", "reduce (max)", "reduce (min)", "reduce (prod)"};
@@ -82,13 +82,16 @@ static const char *operation_name(const struct wire_descriptor *descriptor) {
   }
 }
 
+bool layout_has_array(const struct wire_descriptor *descriptor) {
+  return descriptor->operation != WIRE_BARRIER && descriptor->operation != WIRE_FINALIZE &&
+         descriptor->operation != WIRE_SPLIT;
+}
+
 void layout_name(const struct wire_descriptor *descriptor, uint64_t sequence, char *text, size_t bytes) {
-  int n = snprintf(text, bytes, "%s", operation_name(descriptor));
+  int n = snprintf(text, bytes, "%s", layout_operation(descriptor));
   if (sequence) n += snprintf(text + n, bytes - (size_t)n, " #%llu", (unsigned long long)sequence);
   if (descriptor->root >= 0) n += snprintf(text + n, bytes - (size_t)n, " with root %d", descriptor->root);
-  if (descriptor->operation == WIRE_BARRIER || descriptor->operation == WIRE_FINALIZE ||
-      descriptor->operation == WIRE_SPLIT)
-    return;
+  if (!layout_has_array(descriptor)) return;
   n += snprintf(text + n, bytes - (size_t)n, " of %s [", mlxdist_dtype_name(descriptor->dtype));
   for (int i = 0; i < descriptor->ndim && i < LAYOUT_DIMENSIONS && (size_t)n < bytes; i++)
     n += snprintf(text + n, bytes - (size_t)n, "%s%lld", i ? ", " : "", (long long)descriptor->shape[i]);

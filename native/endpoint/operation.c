@@ -2,6 +2,7 @@
 
 #include "connection.h"
 #include "deadline.h"
+#include "debug.h"
 #include "matching.h"
 #include "progress.h"
 #include "region.h"
@@ -145,6 +146,13 @@ static int issue_in(struct stream *stream, int outs) {
   return status;
 }
 
+#define NAME_BYTES 192
+
+static const char *name(const struct operation *operation, char *text) {
+  layout_name(&operation->sends, operation->sequence, text, NAME_BYTES);
+  return text;
+}
+
 /* With the lock: it is in progress from now on. */
 static void issue(struct operation *operation) {
   struct engine *engine = operation->group->engine;
@@ -153,8 +161,11 @@ static void issue(struct operation *operation) {
   engine->active_last = operation;
   engine->active_count++;
   engine->unattended += operation->handled;
+  operation->number = ++engine->operations;
   mlxdist_group *group = operation->group;
   operation->sequence = operation_is_collective(operation) ? ++group->collectives_issued : ++group->messages_issued;
+  debug(DEBUG_TRACE, "operation", "starts %s in group %u%s%s", name(operation, (char[NAME_BYTES]){""}),
+        group->id & ~GROUP_HIDDEN, operation->place[0] ? ", " : "", operation->place);
   if (operation->ordered) take_order(operation);
   for (int i = 0; i < operation->out.count; i++) {
     operation->out.list[i].number = ++operation->out.list[i].lane->sent;
@@ -195,7 +206,11 @@ void operation_end(struct operation *operation, int status) {
     if (!status) status = released;
   }
   count(operation_is_collective(operation) ? &counters->collectives : &counters->point_to_point, 1);
-  count(&counters->operation_ns, clock_ns() - operation->started_ns);
+  uint64_t now = clock_ns();
+  count(&counters->operation_ns, now - operation->started_ns);
+  debug(DEBUG_TRACE, "operation", "ends %s in group %u after %.6f s%s", name(operation, (char[NAME_BYTES]){""}),
+        operation->group->id & ~GROUP_HIDDEN, (double)(now - operation->started_ns) * 1e-9, status ? ", failed" : "");
+  flight_keep(&engine->flight, operation, status, now);
   operation->status = status;
   bool handled = operation->handled; /* else it may be gone once `ended` is set */
   engine->unattended -= handled;
@@ -281,6 +296,7 @@ int operation_start(struct operation *operation, mlxdist_handle **handle) {
   operation->handled = handle != 0;
   operation->ordered = !handle && operation_is_collective(operation) && !(operation->group->id & GROUP_HIDDEN);
   operation->started_ns = clock_ns();
+  memcpy(operation->place, flight_place(), sizeof operation->place);
   atomic_store_explicit(&operation->owners, handle && !alone ? 2 : 1, memory_order_relaxed);
   if (handle) *handle = (mlxdist_handle *)operation;
   if (!status) status = alone ? run_alone(operation) : start(operation);

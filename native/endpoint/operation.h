@@ -76,7 +76,9 @@ struct operation {
   _Atomic int ended;
   atomic_int owners; /* the engine and the handle */
   struct operation *next; /* in progress */
+  uint64_t number; /* among all operations of this rank, from 1 */
   uint64_t started_ns;
+  char place[FLIGHT_PLACE_BYTES]; /* in the program */
   uint32_t moves, seen_moves; /* of the deadline: how often it got on */
   uint64_t stuck_since_ns, tell_at_ns, tell_after_ns;
   double timeout;    /* in seconds; negative: that of the engine */

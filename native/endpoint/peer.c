@@ -1,6 +1,7 @@
 #include "peer.h"
 
 #include "cable.h"
+#include "debug.h"
 #include "engine.h"
 
 #include <errno.h>
@@ -85,6 +86,7 @@ int peer_connect(struct peer *peer, const union ibv_gid *gids, const uint16_t *l
     if (status) return status;
     channel->answered = channel->open = true; /* nobody sends before the peer is usable */
   }
+  debug(DEBUG_INFO, "connection", "connected to rank %d by %u queue pairs", peer->rank, peer->channel_count);
   peer->connected = true;
   return MLXDIST_OK;
 }

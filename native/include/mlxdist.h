@@ -247,6 +247,43 @@ void mlxdist_group_destroy(mlxdist_group *group);
  * mlxdist_group_destroy, in any order, before the group that connects them. */
 int mlxdist_group_split(mlxdist_group *group, int32_t color, int32_t key, mlxdist_group **result);
 
+/* The operations that this thread starts from now on come from there: "train.py:88", of which 47 characters are kept.
+ * NULL or "": from nowhere in particular. */
+void mlxdist_set_place(const char *place);
+
+/* An operation, as the flight recorder keeps it. */
+typedef struct mlxdist_flight {
+  uint64_t number;     /* among all operations of this process, from 1 */
+  uint64_t sequence;   /* among the collectives of its group on this rank, or the others, from 1 */
+  uint64_t started_ns; /* of CLOCK_MONOTONIC */
+  uint64_t ended_ns;   /* 0: it is in progress */
+  uint64_t bytes;      /* of the array */
+  int32_t group;       /* 0: the world; mlxdist_flight_members says who is in it */
+  int32_t hidden;      /* 1: it was made by the library itself, beside the group (split), and is counted apart */
+  int32_t collective;  /* 0: send, recv and sendrecv */
+  int32_t status;      /* mlxdist_status it ended with */
+  int32_t waits_for;   /* a rank of the world that it waits for, or waited for when it failed; -1 where there is none */
+  int32_t to, from;    /* ranks of the world, of what is no collective; -1 where there is none */
+  int32_t root;        /* rank of the group, -1 where there is none */
+  int32_t algorithm;   /* mlxdist_algorithm */
+  mlxdist_layout layout; /* of the array; ndim is -1 where there is none */
+  char operation[24];  /* "all_sum" */
+  char place[48];      /* "train.py:88", where it was started; "" where that is not known */
+} mlxdist_flight;
+
+/* The flight recorder of this rank: the operations in progress, of all groups, and the last 1000 that have ended.
+ * Writes the newest `room` of them into `entries`, oldest first, and returns their number; 0 also where the engine is
+ * stuck. Safe from any thread. */
+uint64_t mlxdist_flight_read(mlxdist_group *group, mlxdist_flight *entries, uint64_t room);
+
+/* The number of members of the group with this id, and their ranks in the world; 0 if it has ended. */
+uint64_t mlxdist_flight_members(mlxdist_group *group, int32_t id, int32_t *members, uint64_t room);
+
+/* Waits until the group has failed: returns 1, and mlxdist_last_error() has the text of the first error. Returns 0
+ * after mlxdist_group_stop_watching, which must come before the group is destroyed. */
+int mlxdist_group_watch_failure(mlxdist_group *group);
+void mlxdist_group_stop_watching(mlxdist_group *group);
+
 /* Replaces the table by which algorithms are chosen. Must be equal on all ranks: another choice is a mismatch. */
 int mlxdist_group_tune(mlxdist_group *group, const mlxdist_tuning *table, uint64_t lines);
 

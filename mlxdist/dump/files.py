@@ -1,0 +1,275 @@
+"""The files of the flight recorder, read and checked. mlxdist/flight.py writes them."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..environment import MAX_RANKS
+from ..errors import InvalidArgument
+
+__all__ = [
+    "MAX_OPERATIONS",
+    "MAX_THREADS",
+    "SCHEMA",
+    "Dump",
+    "Operation",
+    "dump_name",
+    "marker_of",
+    "read_dump",
+    "read_folder",
+]
+
+SCHEMA = 1
+MAX_OPERATIONS = 4096  # of a rank: 1000 that have ended, and those in progress
+MAX_THREADS = 64
+_MAX_FILE_BYTES = 16 << 20
+_MAX_TEXT = 4096
+_MAX_NUMBER = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a rank. Times are nanoseconds of that rank's monotonic clock."""
+
+    number: int  # among all operations of the rank, from 1
+    group: int  # its id: 0 is the world
+    hidden: bool  # made by mlxdist itself, beside the group, and counted apart: split
+    collective: bool
+    sequence: int  # among the collectives of the group on this rank, or its other operations, from 1
+    name: str
+    dtype: str | None
+    shape: tuple[int, ...] | None
+    bytes: int
+    root: int | None
+    to: int | None  # a rank of the world, as are the next two
+    source: int | None
+    algorithm: str
+    started_ns: int
+    ended_ns: int | None  # None: in progress
+    status: int  # enum mlxdist_status; 0 while in progress
+    waits_for: int | None
+    place: str  # "train.py:88", "near train.py:88", or "" where it is not known
+
+    @property
+    def is_open(self) -> bool:
+        """In progress, or it was when the group failed."""
+        return self.ended_ns is None or self.status != 0
+
+    def __str__(self) -> str:
+        """``all_sum #413``, ``recv #5 from rank 1``."""
+        other = f" from rank {self.source}" if self.source is not None else ""
+        other = f" to rank {self.to}{other}" if self.to is not None else other
+        return f"{self.name} #{self.sequence}{other}"
+
+    @property
+    def array(self) -> str:
+        """``float32 [3, 4]``; nothing where there is none."""
+        return "" if self.shape is None else f"{self.dtype} {list(self.shape)}"
+
+    @property
+    def at(self) -> str:
+        """``at train.py:88``, after a blank; nothing where that is not known."""
+        return "" if not self.place else f" {self.place}" if self.place.startswith("near ") else f" at {self.place}"
+
+
+@dataclass(frozen=True)
+class Dump:
+    """What a rank's flight recorder has written."""
+
+    job: str
+    rank: int
+    size: int
+    host: str
+    pid: int
+    why: str
+    error: str | None  # the first error of the group, once it has failed
+    monotonic_ns: int  # when it was written, on both clocks
+    wall_ns: int
+    groups: dict[int, tuple[int, ...]]  # the members, ranks of the world, of every group that still exists
+    threads: dict[str, str]  # where each thread is in the program
+    operations: tuple[Operation, ...]  # in the order in which they were started
+
+
+def dump_name(rank: int) -> str:
+    return f"flight-{rank}.json"
+
+
+def marker_of(temporary: Path) -> Path:
+    """The file in a rank's temporary folder that has the number of its process, as long as this can be asked."""
+    return temporary / ".mlxdist-rank"
+
+
+def read_folder(folder: Path) -> tuple[dict[int, Dump], list[str]]:
+    """The records in a folder, by rank, and what is wrong with other files there that are named like one.
+
+    Of several jobs the one counts that was written last.
+
+    Raises:
+        InvalidArgument: there is no such folder, or no record in it.
+    """
+    dumps, problems = [], []
+    try:
+        paths = sorted(path for path in folder.iterdir() if re.fullmatch(r"flight-[0-9]{1,4}\.json", path.name))
+    except OSError as error:
+        raise InvalidArgument(
+            f"{folder}: {error.strerror}; name the folder with the files flight-<rank>.json"
+        ) from None
+    for path in paths:
+        try:
+            dumps.append(read_dump(path))
+        except InvalidArgument as error:
+            problems.append(str(error))
+    if not dumps:
+        raise InvalidArgument("; ".join(problems) or f"{folder}: there is no file flight-<rank>.json in it")
+    newest = max(dumps, key=lambda dump: dump.wall_ns)
+    found = {dump.rank: dump for dump in dumps if (dump.job, dump.size) == (newest.job, newest.size)}
+    for dump in dumps:
+        if found.get(dump.rank) is not dump:
+            problems.append(f"{folder / dump_name(dump.rank)} is of another job ({dump.job or 'without a name'})")
+    return found, problems
+
+
+def read_dump(path: Path) -> Dump:
+    """One file.
+
+    Raises:
+        InvalidArgument: it cannot be read, or is none of the flight recorder.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise InvalidArgument(f"{path}: {error.strerror}") from None
+    try:
+        if len(data) > _MAX_FILE_BYTES:
+            raise ValueError(f"it has more than {_MAX_FILE_BYTES} bytes")
+        dump = _dump(json.loads(data))
+        if path.name != dump_name(dump.rank):
+            raise ValueError(f"rank is {dump.rank}")
+        return dump
+    except RecursionError:
+        problem = "it is nested too deeply"
+    except ValueError as error:  # JSON's and UTF-8's are such
+        problem = str(error)
+    raise InvalidArgument(f"{path} is no file of this version's flight recorder: {problem}")
+
+
+# Checking. What comes out has only known types, numbers within bounds, and text that cannot steer a terminal.
+
+Check = Callable[[str, Any], Any]
+
+
+def _number(low: int, high: int) -> Check:
+    def check(name: str, value: Any) -> int:
+        if type(value) is not int or not low <= value <= high:
+            raise ValueError(f"{name} is {value!r:.50}, not a whole number from {low} to {high}")
+        return value
+
+    return check
+
+
+def _flag(name: str, value: Any) -> bool:
+    if type(value) is not bool:
+        raise ValueError(f"{name} is {value!r:.50}, not true or false")
+    return value
+
+
+def _text(most: int = 256) -> Check:
+    def check(name: str, value: Any) -> str:
+        if type(value) is not str:
+            raise ValueError(f"{name} is {value!r:.50}, not a text")
+        return "".join(c if c.isprintable() else "?" for c in value[:most])
+
+    return check
+
+
+def _or_null(check: Check) -> Check:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _list(check: Check, most: int) -> Check:
+    def check_list(name: str, value: Any) -> tuple:
+        if type(value) is not list or len(value) > most:
+            raise ValueError(f"{name} is no list of at most {most}")
+        return tuple(check(name, element) for element in value)
+
+    return check_list
+
+
+def _map(check: Check, most: int) -> Check:
+    def check_map(name: str, value: Any) -> dict[str, Any]:
+        if type(value) is not dict or len(value) > most:
+            raise ValueError(f"{name} is no object of at most {most}")
+        return {_text()(name, key): check(name, element) for key, element in value.items()}
+
+    return check_map
+
+
+def _fields(checks: Mapping[str, Check], value: Any) -> dict[str, Any]:
+    if type(value) is not dict:
+        raise ValueError("what should be an object is none")
+    if missing := checks.keys() - value.keys():
+        raise ValueError(f"{min(missing)} is missing")
+    return {name: check(name, value[name]) for name, check in checks.items()}
+
+
+_ANY = _number(0, _MAX_NUMBER)
+_RANK = _number(0, MAX_RANKS - 1)
+
+_OPERATION: dict[str, Check] = {
+    "number": _ANY,
+    "group": _number(0, 0x7FFF),
+    "hidden": _flag,
+    "collective": _flag,
+    "sequence": _ANY,
+    "operation": _text(32),
+    "dtype": _or_null(_text(32)),
+    "shape": _or_null(_list(_ANY, 6)),
+    "bytes": _ANY,
+    "root": _or_null(_RANK),
+    "to": _or_null(_RANK),
+    "from": _or_null(_RANK),
+    "algorithm": _text(32),
+    "started_ns": _ANY,
+    "ended_ns": _or_null(_ANY),
+    "status": _number(0, 1000),
+    "waits_for": _or_null(_RANK),
+    "place": _text(64),
+}
+
+_DUMP: dict[str, Check] = {
+    "schema": _number(SCHEMA, SCHEMA),
+    "job": _text(),
+    "rank": _RANK,
+    "size": _number(1, MAX_RANKS),
+    "host": _text(),
+    "pid": _ANY,
+    "why": _text(_MAX_TEXT),
+    "error": _or_null(_text(_MAX_TEXT)),
+    "monotonic_ns": _ANY,
+    "wall_ns": _ANY,
+    "groups": _map(_list(_RANK, MAX_RANKS), MAX_OPERATIONS),
+    "threads": _map(_text(), MAX_THREADS),
+    "operations": _list(lambda name, value: _operation(value), MAX_OPERATIONS),
+}
+
+
+def _operation(value: Any) -> Operation:
+    fields = _fields(_OPERATION, value)
+    return Operation(name=fields.pop("operation"), source=fields.pop("from"), **fields)
+
+
+def _dump(value: Any) -> Dump:
+    fields = _fields(_DUMP, value)
+    del fields["schema"]
+    groups = {_number(0, 0x7FFF)("groups", _id(text)): ranks for text, ranks in fields.pop("groups").items()}
+    if fields["rank"] >= fields["size"]:
+        raise ValueError(f"rank is {fields['rank']}, but size is {fields['size']}")
+    return Dump(groups=groups, **fields)
+
+
+def _id(text: str) -> int:
+    return int(text) if re.fullmatch(r"[0-9]{1,5}", text, re.ASCII) else -1

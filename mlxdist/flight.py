@@ -1,0 +1,224 @@
+"""The flight recorder: what this rank did last, written to a file when the group fails or somebody asks for it.
+
+The engine keeps the operations (native/endpoint/flight.h); `mlxdist dump` and mlxdist/dump read the files of all ranks
+and say who is behind whom. docs/debugging.md is for users.
+"""
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from . import debug, signals
+from .dump.files import MAX_OPERATIONS, MAX_THREADS, SCHEMA, dump_name, marker_of
+from .environment import ALGORITHMS, Environment
+from .errors import Error
+from .native import bridge, ffi, last_error, lib
+from .version import __version__
+
+__all__ = ["Recorder", "dump", "explain"]
+
+# Whoever raises the first error waits so long for its record to be written.
+_PATIENCE = 1.0
+
+# finalize() waits so long for a disk.
+_LONGEST_WRITE = 10.0
+
+# Of the operations, so many are looked at to say what this rank does.
+_RECENT = 64
+
+_recorder: "Recorder | None" = None  # of this process
+
+
+class Recorder:
+    """Of one world, from connecting to finalize(). Its methods may be called from any thread."""
+
+    def __init__(self, environment: Environment, host: str, native: Any) -> None:
+        global _recorder
+        self._environment = environment
+        self._host = host
+        self._native: Any = native  # None once it is closed
+        # Where the program is started, not where it has gone to since.
+        self._folder = None if environment.flight == "none" else Path(environment.flight or "").absolute()
+        self._reading = threading.Lock()  # guards _native
+        self._writing = threading.Lock()  # one file at a time; the disk may be slow
+        self._settled = threading.Event()  # the first failure is written, or could not be
+        self._outcome = ""
+        self._marker = self._mark()
+        self._watcher = threading.Thread(target=self._watch, name="mlxdist flight recorder", daemon=True)
+        self._watcher.start()
+        _recorder = self
+        signals.on(signal.SIGUSR1, lambda: self.dump("SIGUSR1"))
+
+    def dump(self, why: str) -> Path | None:
+        """Writes the record. Returns its file, or None: the recorder is switched off, or the file cannot be written."""
+        with self._writing:
+            record = None if self._folder is None else self._record(why)
+            if record is None:
+                return None
+            path = self._folder / dump_name(self._environment.rank)
+            try:
+                _write(path, record)
+            except OSError as error:
+                self._outcome = f"{path} could not be written: {error.strerror}"
+                debug.warn("flight", f"the flight recorder's file {self._outcome}; MLXDIST_FLIGHT names another folder")
+                return None
+            self._outcome = f"{path}; `mlxdist dump --files {self._folder}` says who waited for whom"
+            debug.info("flight", f"wrote {path}: {why}")
+            return path
+
+    def position(self) -> str:
+        """What this rank does, for the others: "in all_gather #412 at train.py:88 for 12.3 s"; "" if nobody knows."""
+        entries = ffi.new("mlxdist_flight[]", _RECENT)
+        with self._reading:
+            count = 0 if self._native is None else lib.mlxdist_flight_read(self._native, entries, _RECENT)
+        if count == 0:
+            return ""
+        recent = list(entries[0:count])
+        entry = next((e for e in recent if e.ended_ns == 0), None) or max(recent, key=lambda e: e.ended_ns)
+        name, place = (ffi.string(text).decode(errors="replace") for text in (entry.operation, entry.place))
+        at = f" {place}" if place.startswith("near ") else f" at {place}" if place else ""
+        seconds = (time.clock_gettime_ns(time.CLOCK_MONOTONIC) - (entry.ended_ns or entry.started_ns)) / 1e9
+        text = f"{name} #{entry.sequence}{at}"
+        if entry.ended_ns == 0:
+            return f"in {text} for {seconds:.1f} s"
+        return f"between operations for {seconds:.1f} s since {text}"
+
+    def outcome(self) -> str:
+        """Where the record of the failure is, in words; "" if there is none."""
+        self._settled.wait(_PATIENCE)
+        return self._outcome
+
+    def close(self) -> None:
+        """Before the engine's group is destroyed: writes what is to be written, and lets go of it."""
+        global _recorder
+        lib.mlxdist_group_stop_watching(self._native)
+        self._watcher.join(_LONGEST_WRITE)
+        if lib.mlxdist_group_error(self._native) and not self._settled.is_set():
+            self.dump(last_error())
+        self._settled.set()
+        with self._reading:
+            self._native = None
+        if self._marker is not None:
+            self._marker.unlink(missing_ok=True)
+        if _recorder is self:
+            _recorder = None
+
+    def _watch(self) -> None:
+        if lib.mlxdist_group_watch_failure(self._native):
+            self.dump(last_error())
+            self._settled.set()
+
+    def _mark(self) -> Path | None:
+        """Tells `mlxdist dump` which process to ask. A signal would end one that knows nothing of mlxdist."""
+        temporary = Path(os.environ.get("TMPDIR", ""))
+        if temporary.name != str(self._environment.rank) or not temporary.parent.name.startswith("mlxdist-"):
+            return None  # the launcher did not make it
+        try:
+            marker_of(temporary).write_text(str(os.getpid()))
+        except OSError as error:
+            debug.warn("flight", f"`mlxdist dump` will not find this rank, since nothing can be written here: {error}")
+            return None
+        return marker_of(temporary)
+
+    def _record(self, why: str) -> dict[str, Any] | None:
+        entries = ffi.new("mlxdist_flight[]", MAX_OPERATIONS)
+        with self._reading:
+            if self._native is None:
+                return None
+            count = lib.mlxdist_flight_read(self._native, entries, MAX_OPERATIONS)
+            operations = [_operation(entries[i]) for i in range(count)]
+            groups = {str(group): self._members(group) for group in {0} | {o["group"] for o in operations}}
+            error = last_error() if lib.mlxdist_group_error(self._native) else None
+        return {
+            "schema": SCHEMA,
+            "version": __version__,
+            "job": self._environment.job,
+            "rank": self._environment.rank,
+            "size": self._environment.world_size,
+            "host": self._host,
+            "pid": os.getpid(),
+            "why": why,
+            "error": error,
+            # The clock of the operations, and what the time was at the same moment.
+            "monotonic_ns": time.clock_gettime_ns(time.CLOCK_MONOTONIC),
+            "wall_ns": time.time_ns(),
+            "groups": groups,
+            "threads": _threads(),
+            "operations": operations,
+        }
+
+    def _members(self, group: int) -> list[int]:
+        members = ffi.new("int32_t[]", self._environment.world_size)
+        return list(members[0 : lib.mlxdist_flight_members(self._native, group, members, len(members))])
+
+
+def dump(world: Any, why: str) -> Path | None:
+    """Writes the record of a world (mlxdist.world) that may have none yet, or none any more: see Recorder.dump."""
+    recorder = world.recorder
+    return None if recorder is None else recorder.dump(why)
+
+
+def explain(error: Error) -> Error:
+    """``error``, with a note that says where the record of what led to it is."""
+    outcome = "" if _recorder is None else _recorder.outcome()
+    if outcome:
+        error.add_note(f"flight recorder: {outcome}")
+    return error
+
+
+def _operation(entry: Any) -> dict[str, Any]:
+    has_array = entry.layout.ndim >= 0
+    return {
+        "number": entry.number,
+        "group": entry.group,
+        "hidden": bool(entry.hidden),
+        "collective": bool(entry.collective),
+        "sequence": entry.sequence,
+        "operation": ffi.string(entry.operation).decode(),
+        "dtype": ffi.string(lib.mlxdist_dtype_name(entry.layout.dtype)).decode() if has_array else None,
+        "shape": list(entry.layout.shape[0 : entry.layout.ndim]) if has_array else None,
+        "bytes": entry.bytes,
+        "root": _or_none(entry.root),
+        "to": _or_none(entry.to),
+        "from": _or_none(getattr(entry, "from")),
+        "algorithm": ALGORITHMS[entry.algorithm],
+        "started_ns": entry.started_ns,
+        "ended_ns": entry.ended_ns or None,
+        "status": entry.status,
+        "waits_for": _or_none(entry.waits_for),
+        "place": ffi.string(entry.place).decode(errors="replace"),
+    }
+
+
+def _or_none(number: int) -> int | None:
+    return None if number < 0 else number
+
+
+def _threads() -> dict[str, str]:
+    """Where in the program each of its threads is, the main thread first."""
+    frames = sys._current_frames()
+    main = threading.main_thread()
+    threads = sorted(threading.enumerate(), key=lambda thread: thread is not main)[:MAX_THREADS]
+    places = {thread.name: bridge.line_of(frames[thread.ident]) for thread in threads if thread.ident in frames}
+    return {name: place for name, place in places.items() if place and not name.startswith("mlxdist ")}
+
+
+def _write(path: Path, record: dict[str, Any]) -> None:
+    """Whoever reads meanwhile finds the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",".join(f"\n    {json.dumps(operation)}" for operation in record.pop("operations"))
+    head = json.dumps(record, indent=2).removesuffix("\n}")
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with open(descriptor, "w") as file:
+            file.write(f'{head},\n  "operations": [{lines}\n  ]\n}}\n')
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

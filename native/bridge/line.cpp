@@ -1,0 +1,112 @@
+#include "line.h"
+
+#include <chrono>
+#include <cstdint>
+#include <iterator>
+#include <string>
+#include <string_view>
+#include <unordered_set>
+
+namespace mlxdist {
+
+/* All guarded by the interpreter's lock, and never destroyed: MLX's threads outlive the statics. */
+static std::string& own_folder = *new std::string;
+static std::string& mlx_folder = *new std::string;
+static auto& texts = *new std::unordered_set<std::string>;
+
+/* What is known of an instruction: finding out its line takes a walk through a table. */
+struct Seen {
+  PyCodeObject* code; /* is kept, or other code could come to lie there */
+  int instruction;
+  bool passed_over;
+  Line line;
+};
+static Seen seen[1024];
+
+/* A program that makes code as it runs must not fill the memory. */
+constexpr size_t most_texts = 65536;
+
+/* Operations that follow each other so soon are parts of one graph. */
+constexpr auto patience = std::chrono::microseconds(20);
+
+static thread_local Line noted;
+static thread_local std::chrono::steady_clock::time_point noted_at;
+
+constexpr std::string_view nearby = "near ";
+
+static bool begins_with(std::string_view text, std::string_view start) {
+  return !start.empty() && text.substr(0, start.size()) == start;
+}
+
+static std::string_view file_of(PyCodeObject* code) {
+  Py_ssize_t size = 0;
+  PyObject* name = PyObject_GetAttrString(reinterpret_cast<PyObject*>(code), "co_filename");
+  const char* text = name == nullptr ? nullptr : PyUnicode_AsUTF8AndSize(name, &size);
+  Py_XDECREF(name); /* the code has it, too */
+  if (text == nullptr) PyErr_Clear();
+  return text == nullptr ? std::string_view() : std::string_view(text, size);
+}
+
+/* "train.py"; "layers/__init__.py", since there are many of these. */
+static std::string_view short_name(std::string_view file) {
+  size_t slash = file.rfind('/');
+  if (slash == std::string_view::npos) return file;
+  if (begins_with(file.substr(slash + 1), "__") && slash > 0) slash = file.rfind('/', slash - 1);
+  return slash == std::string_view::npos ? file : file.substr(slash + 1);
+}
+
+static Line make_line(PyFrameObject* frame, std::string_view file) {
+  auto text = std::string(nearby).append(short_name(file)) + ":" + std::to_string(PyFrame_GetLineNumber(frame));
+  if (texts.size() >= most_texts && !texts.contains(text)) return {};
+  const char* kept = texts.insert(std::move(text)).first->c_str();
+  return {kept + nearby.size(), kept};
+}
+
+static const Seen& look_up(PyFrameObject* frame) {
+  PyCodeObject* code = PyFrame_GetCode(frame);
+  int instruction = PyFrame_GetLasti(frame);
+  Seen& entry = seen[(reinterpret_cast<uintptr_t>(code) / 16 + instruction) % std::size(seen)];
+  if (entry.code == code && entry.instruction == instruction) {
+    Py_DECREF(code);
+    return entry;
+  }
+  auto file = file_of(code);
+  bool passed_over =
+      begins_with(file, own_folder) || begins_with(file, mlx_folder) || begins_with(file, "<frozen ") || file.empty();
+  Py_XDECREF(entry.code);
+  entry = {code, instruction, passed_over, passed_over ? Line() : make_line(frame, file)};
+  return entry;
+}
+
+void set_own_folders(const char* mlxdist, const char* mlx) {
+  own_folder = mlxdist;
+  mlx_folder = mlx;
+}
+
+Line line_of(PyFrameObject* frame) {
+  Py_XINCREF(frame);
+  while (frame != nullptr) {
+    const Seen& entry = look_up(frame);
+    PyFrameObject* caller = entry.passed_over ? PyFrame_GetBack(frame) : nullptr;
+    Py_DECREF(frame);
+    if (!entry.passed_over) return entry.line;
+    frame = caller;
+  }
+  return {};
+}
+
+Line current_line() {
+  if (!PyGILState_Check()) return {};
+  return line_of(PyEval_GetFrame());
+}
+
+void note_line() {
+  auto now = std::chrono::steady_clock::now();
+  if (now - noted_at < patience) return;
+  noted_at = now;
+  noted = current_line();
+}
+
+Line noted_line() { return noted; }
+
+} // namespace mlxdist

@@ -1,0 +1,41 @@
+/*
+ * The flight recorder: what this rank has done last, to be read when a job hangs or has failed.
+ *
+ * An operation is written down once, when it ends; those in progress are read from where they are, so none of them is
+ * lost however many others come and go meanwhile. All under the engine's lock: a reader gets a consistent picture.
+ */
+#ifndef MLXDIST_ENDPOINT_FLIGHT_H
+#define MLXDIST_ENDPOINT_FLIGHT_H
+
+#include "wire.h"
+
+#include <stdint.h>
+
+#define FLIGHT_ENTRIES 1000
+#define FLIGHT_PLACE_BYTES 48
+
+struct operation;
+
+struct flight_record {
+  uint64_t number, sequence, started_ns, ended_ns;
+  struct wire_descriptor descriptor;
+  int32_t status, waits_for, to, from;
+  uint16_t group;
+  char place[FLIGHT_PLACE_BYTES];
+};
+
+struct flight {
+  struct flight_record *records;
+  uint32_t next, count; /* where the next one goes, and how many there are */
+};
+
+int flight_open(struct flight *flight);
+void flight_close(struct flight *flight);
+
+/* With the lock: `operation`, in progress until now, has ended. */
+void flight_keep(struct flight *flight, const struct operation *operation, int status, uint64_t now_ns);
+
+/* Where in the program the operations of this thread come from: FLIGHT_PLACE_BYTES, the text and zeros. */
+const char *flight_place(void);
+
+#endif
