@@ -391,6 +391,8 @@ def test_dump_asks_a_running_job(tmp_path, monkeypatch):
     with running(3, program) as launcher:
         ready = dict(re.match(r"\[(\d)\] ready (\S+) (\d+)", line).group(1, 3) for line in launcher.first_lines)
         assert wait_for(lambda: "all_sum #2" in dump("--json").stdout.replace("since all_sum", ""), 20)
+        # What rank 2 has from rank 0 waits for what comes from rank 1.
+        assert [rank["waits_for"] for rank in json.loads(dump("--json").stdout)["ranks"]] == [1, None, 1]
         shown = dump()
         assert shown.returncode == 0, shown.stdout + shown.stderr
         assert "the others wait in all_sum #2" in shown.stdout and "Rank 1 computes since all_sum #1" in shown.stdout

@@ -44,7 +44,7 @@ def analyse(dumps: Mapping[int, Dump]) -> Analysis:
     """``dumps``: those of one job, by rank; some may be missing."""
     size = next(iter(dumps.values())).size
     dumps = at_one_time(dumps)
-    groups = [_Standing(dumps, key, members) for key, members in sorted(_groups(dumps).items())]
+    groups = [_Standing(dumps, *key) for key in sorted(_groups(dumps))]
     groups = [group for group in groups if group.is_waiting]
     behind = {rank for group in groups for rank in group.behind}
     states = [_state(rank, dumps.get(rank), rank in behind) for rank in range(size)]
@@ -62,14 +62,13 @@ def analyse(dumps: Mapping[int, Dump]) -> Analysis:
     return Analysis(states, [_capital(sentence) for sentence in sentences])
 
 
-# A group by its id, its members and whether it is the hidden one: groups without a common rank may share an id.
-_Key = tuple[int, tuple[int, ...], bool]
+def _groups(dumps: Mapping[int, Dump]) -> set[tuple[int, tuple[int, ...], bool]]:
+    """Those in which something is under way: id, members, and whether it is the hidden one beside the group.
 
-
-def _groups(dumps: Mapping[int, Dump]) -> dict[_Key, tuple[int, ...]]:
-    """Those in which something is under way, and whose members are known."""
+    Groups without a common rank may share an id.
+    """
     return {
-        (operation.group, dump.groups[operation.group], operation.hidden): dump.groups[operation.group]
+        (operation.group, dump.groups[operation.group], operation.hidden)
         for dump in dumps.values()
         for operation in dump.operations
         if operation.is_open and operation.collective and dump.groups.get(operation.group)
@@ -79,9 +78,9 @@ def _groups(dumps: Mapping[int, Dump]) -> dict[_Key, tuple[int, ...]]:
 class _Standing:
     """How far the members of a group have got with its collectives."""
 
-    def __init__(self, dumps: Mapping[int, Dump], key: _Key, members: tuple[int, ...]) -> None:
+    def __init__(self, dumps: Mapping[int, Dump], id: int, members: tuple[int, ...], hidden: bool) -> None:
         self._dumps = dumps
-        self._id, self._members, self._hidden = key
+        self._id, self._members, self._hidden = id, members, hidden
         # The next collective that each has to complete, and whether it has begun with it.
         self._at: dict[int, tuple[int, bool]] = {}
         self._last: dict[int, Operation | None] = {}
