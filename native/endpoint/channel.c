@@ -236,8 +236,8 @@ int channel_send(struct channel *channel, const struct outgoing_message *message
   if (status) return status;
   debug(DEBUG_TRACE, "message", "to rank %d: number %u of the %s queue pair %u: kind %d, stream %u of group %u, byte "
         "%llu, %u bytes%s", channel->peer->rank, header->sequence - WIRE_START, channel_name(channel),
-        channel->index / 2, message->kind, message->stream - WIRE_START, message->group, (unsigned long long)message->offset,
-        message->length, copies ? "" : ", not copied");
+        channel->index / 2, message->kind, message->stream - WIRE_START, message->group,
+        (unsigned long long)message->offset, message->length, copies ? "" : ", not copied");
   channel->sent++;
   channel->send_slot = slot + 1 == channel->slots ? 0 : slot + 1;
   struct engine_counters *counters = &channel->engine->counters;
