@@ -95,6 +95,7 @@ class Job:
             Failed: a result was wrong, an error was not the right one, came too late, or did not come.
         """
         self._victims = {event["rank"] for event in plan["events"] if event["what"] == "kill"}
+        self._mortal = {event["rank"] for event in plan["events"] if event["what"] == "die"}
         self._killed: dict[int, float] = {}
         self._resumed = 0.0
         outcomes = self._command({"round": plan}, PLAYED, plan["events"])
@@ -154,7 +155,9 @@ class Job:
             rank, data = key.data, os.read(key.fileobj.fileno(), 1 << 16)
             if not data:
                 self._selector.unregister(key.fileobj)
-                if rank not in self._killed and not self._ending:
+                if rank in self._mortal:
+                    self._killed.setdefault(rank, time.monotonic())
+                elif rank not in self._killed and not self._ending:
                     raise Failed(f"rank {rank} has ended by itself")
             *lines, self._unread[rank] = (self._unread[rank] + data).split(b"\n")
             found += [(rank, json.loads(line)) for line in lines]
@@ -180,6 +183,7 @@ class Job:
 
     _ending = False
     _killed: dict[int, float] = {}
+    _mortal: set[int] = set()
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._ending = True
@@ -214,7 +218,7 @@ class Job:
                 process.send_signal(signal.SIGUSR2)
                 time.sleep(0.5)
                 raise Failed(f"rank {rank} does not end") from None
-            if rank not in self._killed and status not in (0, 1):
+            if rank not in self._killed and status not in (0, 1, *(-signal.SIGKILL,) * (rank in self._mortal)):
                 raise Failed(f"rank {rank} ended with status {status}")
 
     def _look_for_remains(self) -> None:

@@ -69,11 +69,13 @@ def make(seed: int) -> dict[str, Any]:
         "ends": None,
         "wears": False,
     }
-    if environment["MLXDIST_TIMEOUT"] == str(IMPATIENT):
-        _silence(plan, own, cables)
+    impatient = environment["MLXDIST_TIMEOUT"] == str(IMPATIENT)
+    if impatient and seed % ROUNDS_OF_A_SET == ROUNDS_OF_A_SET - 1:
+        _silence(plan, own)
         return plan
-    _disturb(plan, own, cables)
-    if own.random() < 0.4:
+    if not impatient:
+        _disturb(plan, own, cables)
+    if own.random() < 0.35:
         own.choice([_kill, _kill, _die, _abort, _differ])(plan, own)
     return plan
 
@@ -176,7 +178,7 @@ def _differ(plan: dict, random: random.Random) -> None:
     plan["ends"] = {"classes": ["Mismatch"], "texts": ["ranks disagree"]}
 
 
-def _silence(plan: dict, random: random.Random, cables: int) -> None:
+def _silence(plan: dict, random: random.Random) -> None:
     """One rank is stopped for longer than the others wait, or nothing that it sends arrives."""
     rank, stops = random.randrange(plan["ranks"]), random.random() < 0.5
     if stops:

@@ -14,6 +14,7 @@ import faulthandler
 import json
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from mlxdist.native import check, lib
 from programs import carry_out, world
 
 faulthandler.register(signal.SIGUSR2)  # what hangs is asked where
+timers: list[threading.Timer] = []
 
 
 def say(**news: object) -> None:
@@ -30,22 +32,25 @@ def say(**news: object) -> None:
     sys.stdout.flush()
 
 
-def inject(faults: str, seed: int) -> None:
+def inject(faults: str, seed: int = 0) -> None:
     check(lib.mlxdist_group_inject(world._native, faults.encode()))
-    if "=" in faults:
+    if seed:
         check(lib.mlxdist_group_inject(world._native, f"seed={seed}".encode()))
 
 
 def play(plan: dict) -> None:
-    inject("none", 0)
+    inject("none")
     mlxdist.barrier()
 
     def before(number: int, step: dict) -> None:
         for event in plan["events"]:
             if event["at"] != number or event["rank"] != world.rank():
                 continue
-            if event["what"] == "inject":
+            if event["what"] in ("inject", "die"):
                 inject(event["faults"], plan["seed"] % 2**32)
+                if "then" in event:
+                    timers.append(threading.Timer(event["seconds"], inject, [event["then"]]))
+                    timers[-1].start()
             elif event["what"] == "abort":
                 world.abort(event["reason"])
             elif event["what"] == "differ":
@@ -86,6 +91,9 @@ def main() -> None:
         if "error" in ended:
             ended["again"] = again()
         say(**ended)
+    for timer in timers:
+        timer.cancel()
+        timer.join()
     world.finalize()
 
 
