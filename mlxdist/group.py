@@ -1,10 +1,7 @@
 """The group of ranks: what it knows of itself, and what can be made of it."""
 
-import atexit
 import os
-import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from . import errors, flight
+from . import at_exit, errors, flight
 from .environment import ALGORITHMS, Environment
 from .handle import Handle, Operation
 from .native import bridge, ffi, last_error, layout, lib
@@ -225,7 +222,7 @@ class Group:
                 "finalize: a group made by split() ends by itself, when it is no longer used or with the world; "
                 "finalize the group of mlxdist.init()"
             )
-        atexit.unregister(self._finalize_at_exit)
+        at_exit.unregister()
         self._world.finalize()
 
     # For mlxdist's own modules.
@@ -311,22 +308,6 @@ class Group:
         self._require_open()
         return alone if self._native is None else ffi.string(function(self._native)).decode()
 
-    def _finalize_at_exit(self) -> None:
-        # Set by the interpreter when an exception has ended the main module: the others need not wait for more.
-        uncaught = getattr(sys, "last_value", None)
-        if uncaught is not None and not self._closed:
-            self._world.end_with(uncaught)
-        try:
-            self.finalize()
-        except errors.Error as error:
-            print(f"mlxdist: {type(error).__name__}: {error}", file=sys.stderr)
-            _exit_status.append(1)
-        except KeyboardInterrupt:
-            print("mlxdist: interrupted at the end, while other ranks were waited for", file=sys.stderr)
-            _exit_status.append(128 + signal.SIGINT)
-        except SystemExit as error:
-            _exit_status.append(error.code)
-
 
 def _memory(buffer: Any) -> Any:
     """The bytes of a buffer, for cffi: they stay where they are as long as the result lives."""
@@ -345,20 +326,6 @@ def _memory(buffer: Any) -> Any:
             f"register: this {kind} gives no contiguous memory ({error}); pass a contiguous array"
         ) from None
 
-
-# The interpreter would end with status 0 whatever an exit handler raises, and a job that has failed must not.
-_exit_status: list[int] = []
-
-
-def _exit_with_status() -> None:
-    if _exit_status:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(_exit_status[0])
-
-
-# Handlers run in reverse order: this one after those of the program, which imports mlxdist before it registers them.
-atexit.register(_exit_with_status)
 
 _world: Group | None = None
 _world_lock = threading.Lock()
@@ -412,7 +379,7 @@ def _create(strict: bool) -> Group:
     world = World(environment, socket.gethostname())
     group = Group(world, world.connection)
     group._timeout = environment.timeout
-    atexit.register(group._finalize_at_exit)
+    at_exit.register(world)
     return group
 
 
