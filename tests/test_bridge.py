@@ -17,7 +17,7 @@ SCENARIOS = [
 ]
 
 
-@RANKS
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_every_operation_on_every_dtype(run_ranks, ranks):
     assert all("exact" in output for output in run_ranks("mlx_operations.py", ranks))
 

@@ -7,11 +7,19 @@ OPERATIONS = dict.fromkeys(
 ) | dict.fromkeys(["reduce_scatter", "reduce", "gather", "scatter", "all_to_all", "all_to_all_v"], 112)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (1, 3, 4))])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_exact_for_every_dtype_and_size(run_ranks, operation, ranks):
     outputs = run_ranks("collectives.py", ranks, operation, timeout=300)
     assert f"{OPERATIONS[operation]} cases of {operation} on {ranks} ranks are exact" in outputs[0]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_exact_for_every_dtype_and_fewer_sizes(run_ranks, ranks):
+    """All operations in one job."""
+    outputs = run_ranks("collectives.py", ranks, "every", timeout=300)
+    for operation in OPERATIONS:
+        assert f"112 cases of {operation} on {ranks} ranks are exact" in outputs[0]
 
 
 @pytest.mark.parametrize("ranks", [5, 8])

@@ -46,6 +46,7 @@ def test_soft(tmp_path, variant, program):
 
 
 @pytest.mark.sanitize
+@pytest.mark.long
 def test_soft_without_data_races(tmp_path):
     """Two threads on two contexts of one process: both use one mapping, so the sanitizer sees every access."""
     program = build(tmp_path, "stress", SANITIZE_THREADS, OWN_SEGMENT)

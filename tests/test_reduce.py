@@ -40,7 +40,7 @@ def require(command: str, packages: str) -> None:
         pytest.skip(f"there is no {command}: apt-get install {packages}")
 
 
-@pytest.mark.parametrize("variant", ["optimized", pytest.param("sanitized", marks=pytest.mark.sanitize)])
+@pytest.mark.parametrize("variant", ["optimized", pytest.param("sanitized", marks=[pytest.mark.sanitize, pytest.mark.long])])
 def test_reduce(tmp_path, variant):
     assert run_all(build(tmp_path, VARIANTS[variant])) == own_instruction_sets()
 

@@ -12,14 +12,14 @@ def counters(run_ranks, ranks, faults):
     return {name: sum(one[name] for one in each) for name in each[0]}
 
 
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (3, 4))])
 def test_lost_messages_are_sent_again(run_ranks, ranks):
     total = counters(run_ranks, ranks, "drop=1/100")
     assert total["provider_dropped_by_fault"] > 10
     assert total["retransmissions"] > 10
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_messages_that_come_twice_are_dropped_once(run_ranks, ranks):
     total = counters(run_ranks, ranks, "duplicate=1/20")
     assert total["provider_dropped_by_fault"] == 0

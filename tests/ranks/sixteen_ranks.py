@@ -11,7 +11,8 @@ import mlxdist
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()
-SLAB_BYTES = 2 * (6 * (128 << 10) + 32 * 4096) + 4096  # of one connection: slots each way, and a page of acknowledgements
+# Of one connection: slots each way, and those for acknowledgements.
+SLAB_BYTES = 2 * (6 * (128 << 10) + 32 * 4096) + 4 * 4096
 
 
 def values(r: int, count: int) -> np.ndarray:
