@@ -100,7 +100,7 @@ class Meeting:
             for key, events in ready:
                 if key.fileobj in selector.get_map():
                     key.data(events)
-        self.loop.timer()
+        self.loop._step()
 
     def heard(self) -> list[tuple[int, bytes]]:
         """The frames that rank 0 itself was sent."""
