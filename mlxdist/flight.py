@@ -91,7 +91,10 @@ class Recorder:
 
     def outcome(self) -> str:
         """Where the record of the failure is, in words; "" if there is none."""
-        self._settled.wait(_PATIENCE)
+        with self._reading:
+            failed = self._native is not None and lib.mlxdist_group_error(self._native)
+        if failed:  # not where an argument was refused: nothing is written then
+            self._settled.wait(_PATIENCE)
         return self._outcome
 
     def close(self) -> None:
