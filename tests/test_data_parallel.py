@@ -3,7 +3,7 @@
 import pytest
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize(
     "check", ["odd_trees", "messages", "any_order_of_evaluation", "compiled", "like_the_whole_batch", "refused"]
 )

@@ -5,7 +5,7 @@ import pytest
 
 from mlxdist import nn
 
-RANKS = pytest.mark.parametrize("ranks", [2, 3])
+RANKS = pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
 
 
 @RANKS

@@ -18,7 +18,7 @@ SCENARIOS = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_handles(run_ranks, scenario, ranks):
     assert all("as expected" in output for output in run_ranks("handles.py", ranks, scenario))

@@ -26,7 +26,7 @@ def test_on_four_ranks(run_ranks, scenario):
 
 
 @pytest.mark.parametrize("scenario", ["colors", "split_of_a_split", "registered", "counted", "threads"])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_on_few_ranks(run_ranks, scenario, ranks):
     for output in run_ranks("split.py", ranks, scenario):
         assert "as expected" in output
@@ -41,7 +41,7 @@ def test_connections_made_on_first_use(run_ranks, scenario):
 
 
 @pytest.mark.parametrize("kind", ["blocking", "lazy"])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_opposite_order_on_two_groups_is_an_error_that_names_both_operations(run_ranks, kind, ranks):
     """It would be a deadlock; every rank is told which rank calls what, long before the timeout."""
     for rank, output in enumerate(run_ranks("split.py", ranks, f"opposite_{kind}", status=1)):
