@@ -11,13 +11,14 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from . import debug, signals
 from .dump.files import MAX_OPERATIONS, MAX_THREADS, SCHEMA, dump_name, marker_of
 from .environment import ALGORITHMS, Environment
-from .errors import Error
+from .errors import Error, from_status
 from .native import bridge, ffi, last_error, lib
 from .version import __version__
 
@@ -38,8 +39,12 @@ _recorder: "Recorder | None" = None  # of this process
 class Recorder:
     """Of one world, from connecting to finalize(). Its methods may be called from any thread."""
 
-    def __init__(self, environment: Environment, host: str, native: Any) -> None:
+    def __init__(
+        self, environment: Environment, host: str, native: Any, on_failure: Callable[[Error], object]
+    ) -> None:
+        """``on_failure(error)`` is called once, in a thread of the recorder, for the first failure of the engine."""
         global _recorder
+        self._on_failure = on_failure
         self._environment = environment
         self._host = host
         self._native: Any = native  # None once it is closed
@@ -114,7 +119,9 @@ class Recorder:
 
     def _watch(self) -> None:
         if lib.mlxdist_group_watch_failure(self._native):
-            self.dump(last_error())
+            status, text = lib.mlxdist_group_error(self._native), last_error()
+            self._on_failure(from_status(status, text))
+            self.dump(text)
             self._settled.set()
 
     def _mark(self) -> Path | None:

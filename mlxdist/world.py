@@ -212,7 +212,7 @@ class World:
         check(lib.mlxdist_group_connect(self.native, addresses, len(addresses)))
         self._inject(environment.inject)
         self._rendezvous.barrier("connect")  # nobody sends before every receive is posted
-        self.recorder = Recorder(environment, self.host, self.native)
+        self.recorder = Recorder(environment, self.host, self.native, self._engine_failed)
 
     def _why(self, error: BaseException) -> errors.Error:
         """What the others are told of an error that keeps this rank from connecting."""
@@ -260,6 +260,11 @@ class World:
                         "start all ranks on one host"
                     )
         return b"".join(addresses)
+
+    def _engine_failed(self, error: errors.Error) -> None:
+        # The engine tells the other ranks, too, but what it sends may be lost, and is not sent again after a failure.
+        if error.rank == self.rank:
+            self._rendezvous.announce(error, seconds=0)
 
     # Called by the rendezvous's own thread, which ends before finalize() destroys the native group.
 
