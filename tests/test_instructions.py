@@ -25,13 +25,13 @@ WORK = {
     "timers.c": None,
     "deadline.c": None,
     "channel.c": {
-        "channel_send", "write_news", "room", "has_request", "channel_can_send", "channel_acknowledge",
+        "channel_send", "write_news", "channel_room", "has_request", "channel_can_send", "channel_acknowledge",
         "channel_resend", "channel_forward", "seal", "channel_on_sent", "channel_owes_news",
     },
     "channel.h": None,
     "channel_receive.c": {
         "message_bytes", "is_damaged", "fail_garbled", "check_message", "read_news", "take_abort", "ask_again",
-        "in_sequence", "channel_on_received",
+        "in_sequence", "channel_hear", "channel_on_received",
     },
     "matching.c": {"matching_read_ready"},
     "peer.c": {"peer_acknowledge", "peer_tell_ready", "peer_is_settled"},

@@ -17,6 +17,7 @@ from mlxdist.rendezvous import connect
 from mlxdist.rendezvous.hub import Hub, Member
 from mlxdist.rendezvous.loop import Loop
 from mlxdist.rendezvous.messages import pack_message, unpack_message
+from mlxdist.rendezvous.pulse import Heartbeat
 from mlxdist.rendezvous.rendezvous import Rendezvous
 from mlxdist.rendezvous.wire import (
     MAGIC,
@@ -227,11 +228,20 @@ def rank_0(data: bytes) -> None:
         str(failure).encode()
 
 
+class _NoLoop:
+    """Nothing of a heartbeat but what it does with frames is used."""
+
+    def add_timer(self, timer: Callable[[], float | None]) -> None:
+        pass
+
+
 def _a_rank() -> Rendezvous:
     """One of a group of one, which has no connection: nothing of it is used but what it does with frames."""
     rank = Rendezvous(Environment(secret=SECRET))
     rank.watch(*(lambda *news: None,) * 3)
-    rank._on_failure = rank._on_leave = rank._on_message = lambda *news: [str(part).encode() for part in news]
+    hear = rank._on_failure = rank._on_leave = rank._on_message = lambda *news: [str(part).encode() for part in news]
+    rank._heartbeat = Heartbeat(_NoLoop(), None, 0, SIZE)
+    rank._heartbeat.start(str, hear)
     return rank
 
 
