@@ -12,7 +12,7 @@ FILES := $(sort $(shell find mlxdist native -name '*.py' -o -name '*.[ch]' -o -n
 FILES := $(filter-out native/tests/%,$(FILES))
 NATIVE := native/CMakeLists.txt $(wildcard native/cmake/*) $(filter native/%,$(FILES))
 
-.PHONY: help setup demo test test-long sanitize fuzz chaos check-macos clean FORCE
+.PHONY: help setup demo test test-long test-rxe sanitize fuzz chaos check-macos clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make demo         two ranks train a small language model and generate text with it"
 	@echo "make test         run the tests"
 	@echo "make test-long    the tests that take minutes: builds from nothing and for macOS, random programs, large arrays"
+	@echo "make test-rxe     real verbs over soft-RoCE, in a virtual machine; needs Debian packages, and says which"
 	@echo "make sanitize     the tests in C under the address, undefined-behaviour and thread sanitizers; test-long has them, too"
 	@echo "make fuzz         fuzz everything that reads bytes from outside, for SECONDS=60 each; needs clang"
 	@echo "make chaos        collectives while ranks are killed and stopped and messages are lost, for MINUTES=60"
@@ -36,6 +37,9 @@ test: setup
 
 test-long: setup check-macos $(VENV)/.atheris
 	$(BIN)/python -m pytest -m long
+
+test-rxe: setup
+	$(BIN)/python -m pytest -m rxe
 
 sanitize: setup
 	$(BIN)/python -m pytest -m sanitize

@@ -26,14 +26,24 @@ def run_engine(rounds: int) -> list[dict[str, Any]]:
     Raises:
         click.ClickException: there is no C compiler, or the program failed.
     """
-    library = Path(_native.__file__).parent
     with tempfile.TemporaryDirectory(prefix="mlxdist-engine-") as folder:
-        program = Path(folder, "engine")
-        command = [*shlex.split(os.environ.get("CC", "cc")), "-std=c11", "-D_GNU_SOURCE", "-O3", "-Wall", "-Wextra"]
-        command += ["-Werror", f"-I{NATIVE / 'include'}", f"-I{NATIVE / 'tests'}", str(HERE / "engine.c")]
-        command += ["-o", str(program), f"-L{library}", "-lmlxdist", f"-Wl,-rpath,{library}"]
-        _call(command)
+        program = compile_program("engine.c", Path(folder))
         return [json.loads(line) for line in _call([str(program), str(rounds)]).splitlines()]
+
+
+def compile_program(source: str, folder: Path) -> Path:
+    """Compiles a C file of this folder against the installed library, and returns the program, which lies in ``folder``.
+
+    Raises:
+        click.ClickException: there is no C compiler, or it failed.
+    """
+    library = Path(_native.__file__).parent
+    program = folder / Path(source).stem
+    command = [*shlex.split(os.environ.get("CC", "cc")), "-std=c11", "-D_GNU_SOURCE", "-O3", "-Wall", "-Wextra"]
+    command += ["-Werror", f"-I{NATIVE / 'include'}", f"-I{NATIVE / 'tests'}", str(HERE / source)]
+    command += ["-o", str(program), f"-L{library}", "-lmlxdist", f"-Wl,-rpath,{library}"]
+    _call(command)
+    return program
 
 
 def _call(command: list[str]) -> str:

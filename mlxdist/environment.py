@@ -21,6 +21,8 @@ __all__ = [
     "MAX_RANKS",
     "MAX_RESTARTS",
     "OF_JOB",
+    "PROVIDERS",
+    "QUEUE_PAIRS",
     "SOFT_PROFILES",
     "VARIABLES",
     "Environment",
@@ -36,7 +38,10 @@ DEBUG_LEVELS = ("off", "warn", "info", "trace")  # enum debug_level of native/en
 DEBUG_SUBSYSTEMS = (
     "cable", "connection", "deadline", "failure", "flight", "message", "operation", "rendezvous", "repair",
 )  # fmt: skip
-SOFT_PROFILES = ("ideal", "apple-tb5", "rxe")  # native/soft/profile.h
+PROVIDERS = ("auto", "soft", "ibverbs", "librdma")
+QUEUE_PAIRS = ("uc", "rc")
+SOFT_PROFILES = ("ideal", "apple-tb5", "apple-tb5-26.2", "rxe")  # native/soft/profile.h
+SOFT_WIRES = ("auto", "memory", "tcp")
 
 
 @dataclass(frozen=True)
@@ -62,14 +67,19 @@ VARIABLES = (
     Variable("MLXDIST_NOTICE", "seconds after which a rank says whom it waits for, 0 for never", "10"),
     Variable("MLXDIST_CHECKSUM", "1: every message carries a CRC32C; what arrives damaged is sent again", "0"),
     Variable("MLXDIST_RENDEZVOUS_TIMEOUT", "seconds to wait for ranks that are missing", "60"),
-    Variable("MLXDIST_BULK_SLOT_BYTES", "bytes of a slot for large messages: 8192 to 1048576, times 4096", "131072"),
+    Variable("MLXDIST_BULK_SLOT_BYTES", "bytes of a slot for large messages: 4096 to 1048576, times 4096", "131072"),
     Variable("MLXDIST_BULK_SLOTS", "slots for large messages, per peer and direction: 2 to 64", "6"),
     Variable("MLXDIST_EAGER_SLOTS", "slots for small messages, per peer and direction: 4 to 256", "32"),
+    Variable("MLXDIST_PROVIDER", "verbs that carry the messages: auto, soft, ibverbs (Linux), librdma (macOS)", "auto"),
+    Variable("MLXDIST_RDMA", "matrix of RDMA devices: rows as JSON, or a file of them or hostfile", "by address"),
+    Variable("MLXDIST_QP", "queue pairs: uc (unreliable connection) or rc (reliable, on Linux)", "uc"),
+    Variable("MLXDIST_KEEPALIVE", "seconds after which an idle queue pair shows that it lives, 0 for never", "60"),
     Variable("MLXDIST_CABLES", "devices that large messages to a peer are spread over: 1 or 2", "1"),
     Variable("MLXDIST_WIRES", "pairs of ranks that a cable joins, such as 0-1,1-2,2-0", "every pair"),
     Variable("MLXDIST_CONNECT_AT_START", "up to so many ranks all pairs connect at the start: 1 to 256", "8"),
     Variable("MLXDIST_ALGO", "how collectives move their data: auto, direct, mesh, ring, doubling or tree", "auto"),
-    Variable("MLXDIST_SOFT_PROFILE", "device that the software provider plays: ideal, apple-tb5 or rxe", "ideal"),
+    Variable("MLXDIST_SOFT_PROFILE", f"device that the software provider plays: {', '.join(SOFT_PROFILES)}", "ideal"),
+    Variable("MLXDIST_SOFT_WIRE", "how the software provider connects ranks: auto, memory or tcp", "auto"),
     Variable("MLXDIST_INJECT", "faults of the software provider, for tests: a list as in native/soft/faults.h", "none"),
     Variable("MLXDIST_TUNING", "rank 0: file with the tuning table, or none", "~/.config/mlxdist/tuning.json"),
     Variable("MLXDIST_DEBUG", "debug output: off, warn, info or trace, and of what: info:cable,rendezvous", "warn"),
@@ -102,7 +112,12 @@ class Environment:
     wires: frozenset[tuple[int, int]] | None = None
     connect_at_start: int | None = None
     algo: str | None = None
+    provider: str = "auto"
+    rdma: str | None = None
+    qp: str = "uc"
+    keepalive: float | None = None
     soft_profile: str = "ideal"
+    soft_wire: str = "auto"
     inject: str | None = None
     tuning: str | None = None
     debug: str | None = None
@@ -130,14 +145,19 @@ class Environment:
             notice=_seconds(environ, "MLXDIST_NOTICE", zero=True),
             checksum=_integer(environ, "MLXDIST_CHECKSUM", 0, 1),
             rendezvous_timeout=_seconds(environ, "MLXDIST_RENDEZVOUS_TIMEOUT", zero=False) or 60.0,
-            bulk_slot_bytes=_integer(environ, "MLXDIST_BULK_SLOT_BYTES", 8192, 1 << 20, multiple=4096),
+            bulk_slot_bytes=_integer(environ, "MLXDIST_BULK_SLOT_BYTES", 4096, 1 << 20, multiple=4096),
             bulk_slots=_integer(environ, "MLXDIST_BULK_SLOTS", 2, 64),
             eager_slots=_integer(environ, "MLXDIST_EAGER_SLOTS", 4, 256),
             cables=_integer(environ, "MLXDIST_CABLES", 1, 2),
             wires=_pairs(environ, "MLXDIST_WIRES"),
             connect_at_start=_integer(environ, "MLXDIST_CONNECT_AT_START", 1, 256),
             algo=_one_of(environ, "MLXDIST_ALGO", ALGORITHMS),
+            provider=_one_of(environ, "MLXDIST_PROVIDER", PROVIDERS) or "auto",
+            rdma=_file(environ, "MLXDIST_RDMA"),
+            qp=_one_of(environ, "MLXDIST_QP", QUEUE_PAIRS) or "uc",
+            keepalive=_seconds(environ, "MLXDIST_KEEPALIVE", zero=True),
             soft_profile=_one_of(environ, "MLXDIST_SOFT_PROFILE", SOFT_PROFILES) or "ideal",
+            soft_wire=_one_of(environ, "MLXDIST_SOFT_WIRE", SOFT_WIRES) or "auto",
             inject=_faults(environ, "MLXDIST_INJECT"),
             tuning=_file(environ, "MLXDIST_TUNING"),
             debug=_debug(environ, "MLXDIST_DEBUG"),

@@ -22,7 +22,7 @@ from .errors import Error, from_status
 from .native import bridge, ffi, last_error, lib
 from .version import __version__
 
-__all__ = ["Recorder", "dump", "explain"]
+__all__ = ["Recorder", "explain"]
 
 # Whoever raises the first error waits so long for its record to be written.
 _PATIENCE = 1.0
@@ -166,12 +166,6 @@ class Recorder:
     def _members(self, group: int) -> list[int]:
         members = ffi.new("int32_t[]", self._environment.world_size)
         return list(members[0 : lib.mlxdist_flight_members(self._native, group, members, len(members))])
-
-
-def dump(world: Any, why: str) -> Path | None:
-    """Writes the record of a world (mlxdist.world) that may have none yet, or none any more: see Recorder.dump."""
-    recorder = world.recorder
-    return None if recorder is None else recorder.dump(why)
 
 
 def explain(error: Error) -> Error:

@@ -80,8 +80,8 @@ class Group:
 
     @property
     def provider_reason(self) -> str:
-        """Why that provider was chosen ("no RDMA device found")."""
-        return self._text(lib.mlxdist_group_provider_reason, "a group of one")
+        """Why that provider was chosen ("all ranks are on one host")."""
+        return self._world.provider_reason
 
     @property
     def timeout(self) -> float | None:

@@ -69,6 +69,7 @@ class Signals:
         self._impatient = False
         self._kill_at: float | None = None
         self._terminating = False  # the main thread has raised SystemExit
+        self._told = threading.Event()  # of that, whoever waits for the world
         self._looked = False  # the main thread has run a step of Python since the SIGINT
         self._look = _PENDING_CALL(self._take_look)  # kept: the interpreter may call it late
         self._thread: threading.Thread | None = None
@@ -108,6 +109,12 @@ class Signals:
             self._source.close()
         self._target.close()
         self._thread = None
+
+    def terminates(self, seconds: float) -> bool:
+        """Whether SIGTERM ends the program. The world is then aborted when this returns, or ``seconds`` have passed."""
+        if self._terminating and self._thread is not None:
+            self._told.wait(seconds)
+        return self._terminating
 
     def close_in_child(self) -> None:
         """In a forked child, which has the descriptors but not the thread: its signals are its own."""
@@ -171,6 +178,7 @@ class Signals:
         elif signal.getsignal(number) == self._terminate:
             self._kill_at = None if self._terminating else time.monotonic() + TERM_SECONDS
             self._abort(SystemExit(128 + number), raises=True)
+            self._told.set()
         elif number in _callbacks and signal.getsignal(number) is _do_nothing:
             try:
                 _callbacks[number]()

@@ -1,10 +1,11 @@
 """What all groups of this process share: how the ranks come together, and how they end."""
 
+import hmac
 import os
+import sys
 import threading
 import time
 import weakref
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import debug, errors, tuning
@@ -15,6 +16,8 @@ from .native import bridge, check, ffi, lib
 from .registration import Registration
 from .rendezvous import Rendezvous
 from .signals import Signals
+from .verbs import agreement
+from .verbs.links import Choice
 
 if TYPE_CHECKING:
     from .group import Group
@@ -41,6 +44,7 @@ class World:
         self.host = host
         self.native: Any = None  # mlxdist_group *; None in a world of one
         self.connection: Any = None  # the bridge's view of it
+        self.provider_reason = "a group of one"
         self.recorder: Recorder | None = None
         # Other ways into the engine: drain(seconds) waits for what has been started and is False if that does not end;
         # close() waits for what is running and refuses all that comes later; told_error: the user knows of a failure;
@@ -83,7 +87,8 @@ class World:
         if self.native is None:
             self.connection.close()
             return
-        told_error = any(of.told_error for of in (self.pending, self.connection, *self.doors))
+        told_error = self._signals.terminates(_TO_BE_TOLD)  # by SystemExit
+        told_error |= any(of.told_error for of in (self.pending, self.connection, *self.doors))
         failed = lib.mlxdist_group_error(self.native) != lib.MLXDIST_OK
         idle = self._is_idle(groups, 10 if failed else self._timeout)  # aborted operations end at once
         if not idle and not failed:
@@ -108,8 +113,7 @@ class World:
 
     def abort(self, reason: str) -> None:
         """Ends every operation of every group, on all ranks, and returns when these have been told."""
-        text = f"rank {self.rank} on {self.host} aborted the group: {reason}"
-        self.fail(errors.Aborted(errors.located(text, self.rank, self.host)))
+        self.fail(self._own(errors.Aborted, f"aborted the group: {reason}"))
         if self._rendezvous is not None:
             self._rendezvous.is_passed_on(_TO_BE_TOLD)
 
@@ -139,8 +143,8 @@ class World:
             return
         lost = isinstance(uncaught, errors.PeerLost | errors.Aborted)
         elsewhere = isinstance(uncaught, errors.Error) and uncaught.rank not in (None, self.rank)
-        text = f"rank {self.rank} on {self.host} aborted the group: {type(uncaught).__name__}: {uncaught}"
-        self.fail(errors.Aborted(errors.located(text, self.rank, self.host)), consequence=lost or elsewhere)
+        error = self._own(errors.Aborted, f"aborted the group: {type(uncaught).__name__}: {uncaught}")
+        self.fail(error, consequence=lost or elsewhere)
 
     def is_busy(self) -> bool:
         """Whether the program may be waiting for the engine: in a call, an evaluation, for a handle, at the end."""
@@ -168,8 +172,8 @@ class World:
         try:
             self._rendezvous.send(rank, _CONNECT, data)
         except errors.Error as error:
-            text = f"rank {self.rank} on {self.host} could not connect to rank {rank}: {error}"
-            threading.Thread(target=self.fail, args=(type(error)(errors.located(text, self.rank, self.host)),)).start()
+            failure = self._own(type(error), f"could not connect to rank {rank}: {error}")
+            threading.Thread(target=self.fail, args=(failure,)).start()
 
     # How the ranks come together.
 
@@ -184,7 +188,7 @@ class World:
                 on_leave=self._peer_left,
                 on_message=self._message,
                 on_news=self._peer_news,
-                position=self._position,
+                position=self.recorder.position,
             )
         except BaseException as error:
             if self._rendezvous is not None:
@@ -202,7 +206,11 @@ class World:
         options.host = host
         profile = options.soft_profile = ffi.new("char[]", environment.soft_profile.encode())
         self._timeout = options.entry_timeout or _FOR_EVER
-        wires = options.wires = _wires(environment)  # the name keeps it until the engine has copied it
+        choice = agreement.agree(self._rendezvous, environment, self.host)
+        self._tell_provider(environment, choice)
+        links = _links(choice)  # what has a name here lives until the engine has copied it
+        options.links = links[0]
+        wires = options.wires = _wires(environment, choice)
         native = ffi.new("mlxdist_group **")
         check(lib.mlxdist_group_create(self.rank, self.size, options, native))
         self.native = native[0]
@@ -218,8 +226,11 @@ class World:
         """What the others are told of an error that keeps this rank from connecting."""
         if not isinstance(error, errors.Error):
             return errors.interruption(error, self.rank, self.host)
-        text = f"rank {self.rank} on {self.host} could not connect: {error}"
-        return type(error)(errors.located(text, self.rank, self.host))
+        return self._own(type(error), f"could not connect: {error}")
+
+    def _own(self, kind: type[errors.Error], what: str) -> errors.Error:
+        """An error of this rank, which says so."""
+        return kind(errors.located(f"rank {self.rank} on {self.host} {what}", self.rank, self.host))
 
     def _abort_native(self, error: errors.Error) -> None:
         with self._lock:
@@ -243,23 +254,16 @@ class World:
         for text in () if faults is None else (f"seed={self.rank + 1}", faults):
             check(lib.mlxdist_group_inject(self.native, text.encode()))
 
+    def _tell_provider(self, environment: Environment, choice: Choice | None) -> None:
+        """What was chosen, and why, is never a secret where there was something to choose."""
+        self.provider_reason = agreement.ONE_HOST if choice is None else choice.reason
+        if choice is not None and environment.provider == "auto" and self.rank == 0:
+            print(f"mlxdist: provider {choice.summary}: {choice.reason}", file=sys.stderr, flush=True)
+
     def _exchange_addresses(self) -> bytes:
         address = ffi.new("char[]", lib.mlxdist_group_address_size(self.native))
         check(lib.mlxdist_group_address(self.native, address))
-        here = _host_identity()
-        blobs = self._rendezvous.all_gather(here + b"\0" + bytes(ffi.buffer(address)), "addresses")
-        hosts, addresses = zip(*(blob.split(b"\0", 1) for blob in blobs))
-        provider = ffi.string(lib.mlxdist_group_provider(self.native))
-        if provider.split(b"/")[0] == b"soft":
-            reason = ffi.string(lib.mlxdist_group_provider_reason(self.native)).decode()
-            for rank, host in enumerate(hosts):
-                if host != hosts[0]:
-                    raise errors.InvalidArgument(
-                        f"ranks 0 and {rank} are on different hosts ({_host_name(hosts[0])} and {_host_name(host)}), "
-                        f"but the provider is soft ({reason}), which connects ranks of one host only; "
-                        "start all ranks on one host"
-                    )
-        return b"".join(addresses)
+        return b"".join(self._rendezvous.all_gather(bytes(ffi.buffer(address)), "addresses"))
 
     def _engine_failed(self, error: errors.Error) -> None:
         # The engine tells the other ranks, too, but what it sends may be lost, and is not sent again after a failure.
@@ -269,7 +273,7 @@ class World:
     # Called by the rendezvous's own thread, which ends before finalize() destroys the native group.
 
     def _peer_failed(self, rank: int, text: str) -> None:
-        # A rank whose operation fails tells the others through the engine; this way come its death and its abort().
+        # So come a rank's death and its abort(), and what has failed in its engine, should that news be lost there.
         self._abort_native(self._rendezvous.failure)
 
     def _peer_left(self, rank: int, text: str) -> None:
@@ -277,10 +281,6 @@ class World:
 
     def _peer_news(self, rank: int, text: str) -> None:
         lib.mlxdist_group_peer_news(self.native, rank, text.encode())
-
-    def _position(self) -> str:
-        """For the other ranks: where this one is."""
-        return self.recorder.position()
 
     def _message(self, rank: int, tag: str, data: bytes) -> None:
         if tag == _CONNECT:
@@ -324,26 +324,34 @@ def _options(environment: Environment) -> Any:
             setattr(options, name, ALGORITHMS.index(value) if name == "algo" else value)
     if environment.timeout is not None:
         options.entry_timeout = environment.timeout
+    options.reliable = environment.qp == "rc"
+    options.has_key = True
+    ffi.memmove(options.key, hmac.digest(environment.secret, b"soft provider", "sha256"), len(options.key))
     return options
 
 
-def _wires(environment: Environment) -> Any:
+def _links(choice: Choice | None) -> list[Any]:
+    """The engine's list of this rank's links, NULL for the engine's own choice; and the texts that it points to."""
+    if choice is None:
+        return [ffi.NULL]
+    each = lib.MLXDIST_LINKS
+    links = ffi.new("mlxdist_link[]", len(choice.links) * each)
+    kept = [links]
+    for rank, to_rank in enumerate(choice.links):
+        for number, link in enumerate(to_rank):
+            provider, device = (ffi.new("char[]", name.encode()) for name in (link.provider, link.device))
+            links[rank * each + number] = {"provider": provider, "device": device, "gid_index": link.gid_index}
+            kept += [provider, device]
+    return kept
+
+
+def _wires(environment: Environment, choice: Choice | None) -> Any:
     """The engine's matrix of the cables, row after row; NULL where every pair has one."""
-    if environment.wires is None:
+    pairs = environment.wires if choice is None or choice.wires is None else choice.wires
+    if pairs is None:
         return ffi.NULL
     ranks = range(environment.world_size)
-    return ffi.new("uint8_t[]", [(a, b) in environment.wires for a in ranks for b in ranks])
-
-
-def _host_identity() -> bytes:
-    """Equal for processes that share a kernel: containers and hosts may share a name."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    identity = boot.read_text().strip() if boot.exists() else ""
-    return f"{os.uname().nodename} {identity}".encode()
-
-
-def _host_name(identity: bytes) -> str:
-    return identity.split(b" ")[0].decode(errors="replace")
+    return ffi.new("uint8_t[]", [(a, b) in pairs for a in ranks for b in ranks])
 
 
 @ffi.def_extern()

@@ -17,6 +17,7 @@ __all__ = [
     "SANITIZE_MEMORY",
     "SANITIZE_THREADS",
     "build_program",
+    "c_compiler",
     "compile_source",
     "layer_sources",
     "link",
@@ -40,9 +41,13 @@ def layer_sources(*folders: str, segment: str | None = None) -> list[Path]:
 
 
 def build_program(
-    output: Path, sources: Iterable[Path], flags: Iterable[str] = (), compiler: str | None = None
+    output: Path,
+    sources: Iterable[Path],
+    flags: Iterable[str] = (),
+    compiler: str | None = None,
+    libraries: Iterable[object] = (),
 ) -> Path:
-    """Compiles ``sources``, warnings being errors, links them into ``output`` and returns that.
+    """Compiles ``sources``, warnings being errors, links them and ``libraries`` into ``output`` and returns that.
 
     ``compiler``: one for another processor, instead of this machine's. A file is compiled once per test session,
     compiler and set of flags. Skips the test where the compiler's sanitizers that ``flags`` ask for do not work.
@@ -51,9 +56,9 @@ def build_program(
     for flag in flags:
         if flag.startswith("-fsanitize=") and (reason := _why_unusable(flag)):
             pytest.skip(f"{flag} does not work here: {reason}")
-    command = (compiler,) if compiler else _compiler()
+    command = (compiler,) if compiler else c_compiler()
     objects = [compile_source(source, command, flags) for source in sources]
-    return link(output, command, flags, objects)
+    return link(output, command, flags, [*objects, *libraries])
 
 
 def link(output: Path, compiler: tuple[str, ...], flags: Iterable[str], objects: Iterable[object]) -> Path:
@@ -106,7 +111,7 @@ def _call(command: list[str]) -> None:
 
 
 @functools.cache
-def _compiler() -> tuple[str, ...]:
+def c_compiler() -> tuple[str, ...]:
     command = tuple(shlex.split(os.environ.get("CC", "cc")))
     if not shutil.which(command[0]):
         pytest.fail(f"there is no C compiler {command[0]!r}: install one (apt-get install gcc), or set CC")
@@ -120,7 +125,7 @@ def _why_unusable(flag: str) -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         source, program = Path(folder, "empty.c"), Path(folder, "empty")
         source.write_text("int main(void) { return 0; }\n")
-        for command in ([*_compiler(), flag, str(source), "-o", str(program)], [str(program)]):
+        for command in ([*c_compiler(), flag, str(source), "-o", str(program)], [str(program)]):
             result = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_SECONDS)
             if result.returncode:
                 return (result.stderr.strip() or f"exit status {result.returncode}").splitlines()[-1]

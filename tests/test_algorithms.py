@@ -19,7 +19,9 @@ def test_exact_in_its_own_order(run_ranks, algorithm, ranks):
     assert len(digests) == 1, "the ranks have different results"
 
 
-@pytest.mark.parametrize("algorithm", ["mesh", "ring", "doubling"])
+@pytest.mark.parametrize(
+    "algorithm", ["ring", *(pytest.param(other, marks=pytest.mark.long) for other in ("mesh", "doubling"))]
+)
 def test_same_in_every_run(run_ranks, algorithm):
     outputs = [run_ranks("algorithms.py", 3, environment={"MLXDIST_ALGO": algorithm})[0] for _ in range(2)]
     assert outputs[0] == outputs[1] and algorithm in outputs[0]

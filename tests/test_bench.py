@@ -41,7 +41,7 @@ def require_case(case: dict, ranks: int) -> None:
     assert case["algorithm"] in ("direct", "mesh", "ring", "doubling", "tree")
 
 
-@pytest.mark.parametrize("level", ["mlx", "engine"])
+@pytest.mark.parametrize("level", ["mlx", pytest.param("engine", marks=pytest.mark.long)])
 def test_collectives(level, tmp_path):
     output = tmp_path / "results.json"
     arguments = ["--level", level, "--sizes", "4KiB,128KiB", "--rounds", "3", "--dtype", "float32,bfloat16"]
@@ -84,6 +84,7 @@ def test_collectives_refuses(arguments, words):
     assert words in bench("collectives", *arguments, status=2).stderr
 
 
+@pytest.mark.long
 def test_fragmentation():
     results = json.loads(bench("fragmentation", "--bytes", "64KiB", "--pieces", "50", "--rounds", "3", "--json").stdout)
     cases = {(case["operation"], case["pieces"]): case for case in results["cases"]}
@@ -103,6 +104,7 @@ def test_fragmentation_refuses_pieces_of_nothing():
     assert "too few for 1000 pieces" in bench("fragmentation", "--bytes", "100", status=2).stderr
 
 
+@pytest.mark.long
 def test_tune_saves_a_table_that_jobs_can_read(tmp_path):
     table = tmp_path / "tuning.json"
     arguments = ["--min", "1KiB", "--max", "4KiB", "--rounds", "3", "--table", str(table), "--json"]

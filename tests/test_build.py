@@ -20,6 +20,7 @@ PAIRS = ROOT / "native" / "cmake" / "mlx_pairs.cmake"
 LAYERS = {
     "verbs": {"verbs"},
     "soft": {"verbs", "soft"},
+    "softverbs": {"verbs", "soft", "softverbs"},
     "reduce": {"include", "reduce"},
     "endpoint": {"include", "verbs", "endpoint"},
     "collectives": {"include", "verbs", "endpoint", "reduce", "collectives"},
@@ -159,7 +160,8 @@ def test_fresh_environment(fresh_environment):
     assert alone.startswith(str(fresh_environment)) and alone.endswith(" 5.0\n")
     two = run(fresh_environment / "bin" / "mlxdist", "launch", "-n", 2, "--", python, program)
     assert two.count(str(fresh_environment)) == 2 and two.count(" 10.0\n") == 2
-    assert "libmlxdist" in run("ls", Path(alone.split()[0]).parent)
+    libraries = run("ls", Path(alone.split()[0]).parent)
+    assert "libmlxdist" in libraries and "libsoftverbs" in libraries
 
 
 @pytest.mark.long

@@ -19,6 +19,7 @@ def run(rounds, seed, timeout):
     assert f"chaos: {rounds} rounds" in script.stdout
 
 
+@pytest.mark.long
 def test_chaos_for_a_moment():
     """Always the same rounds."""
     run(10, 0, timeout=120)

@@ -22,7 +22,7 @@ def test_exact_for_every_dtype_and_fewer_sizes(run_ranks, ranks):
         assert f"112 cases of {operation} on {ranks} ranks are exact" in outputs[0]
 
 
-@pytest.mark.parametrize("ranks", [5, 8])
+@pytest.mark.parametrize("ranks", [5, pytest.param(8, marks=pytest.mark.long)])
 def test_more_ranks_than_cores(run_ranks, ranks):
     outputs = run_ranks("many_ranks.py", ranks, timeout=120)
     assert all("exact" in output for output in outputs)

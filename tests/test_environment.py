@@ -44,7 +44,12 @@ def test_settings_of_the_transport():
             "MLXDIST_EAGER_SLOTS": "256",
             "MLXDIST_CONNECT_AT_START": "1",
             "MLXDIST_ALGO": "ring",
+            "MLXDIST_PROVIDER": "ibverbs",
+            "MLXDIST_RDMA": '[[null, "rxe0"], ["rxe1", null]]',
+            "MLXDIST_QP": "rc",
+            "MLXDIST_KEEPALIVE": "0.5",
             "MLXDIST_SOFT_PROFILE": "apple-tb5",
+            "MLXDIST_SOFT_WIRE": "tcp",
             "MLXDIST_INJECT": "1:drop=1/100,none,link=down",
             "MLXDIST_TIMEOUT": "0",
         }
@@ -52,6 +57,8 @@ def test_settings_of_the_transport():
     assert (environment.bulk_slot_bytes, environment.bulk_slots, environment.eager_slots) == (8192, 2, 256)
     assert (environment.connect_at_start, environment.algo) == (1, "ring")
     assert (environment.soft_profile, environment.inject) == ("apple-tb5", "1:drop=1/100,none,link=down")
+    assert (environment.provider, environment.qp, environment.keepalive) == ("ibverbs", "rc", 0.5)
+    assert (environment.rdma, environment.soft_wire) == ('[[null, "rxe0"], ["rxe1", null]]', "tcp")
     assert environment.timeout == 0
 
 
@@ -92,12 +99,12 @@ def test_the_secret_is_not_shown():
         ({"MLXDIST_TIMEOUT": "inf"}, ["MLXDIST_TIMEOUT='inf'", "seconds"]),
         ({"MLXDIST_RENDEZVOUS_TIMEOUT": "0"}, ["MLXDIST_RENDEZVOUS_TIMEOUT='0'", "above 0"]),
         ({"MLXDIST_BULK_SLOT_BYTES": "10000"}, ["MLXDIST_BULK_SLOT_BYTES='10000'", "multiple of 4096"]),
-        ({"MLXDIST_BULK_SLOT_BYTES": "4096"}, ["MLXDIST_BULK_SLOT_BYTES='4096'", "8192"]),
+        ({"MLXDIST_BULK_SLOT_BYTES": "2048"}, ["MLXDIST_BULK_SLOT_BYTES='2048'", "4096"]),
         ({"MLXDIST_BULK_SLOTS": "65"}, ["MLXDIST_BULK_SLOTS='65'", "from 2 to 64"]),
         ({"MLXDIST_EAGER_SLOTS": "3"}, ["MLXDIST_EAGER_SLOTS='3'", "from 4 to 256"]),
         ({"MLXDIST_CONNECT_AT_START": "0"}, ["MLXDIST_CONNECT_AT_START='0'", "from 1 to 256"]),
         ({"MLXDIST_ALGO": "Ring"}, ["MLXDIST_ALGO='Ring'", "auto, direct, mesh, ring, doubling, tree"]),
-        ({"MLXDIST_SOFT_PROFILE": "apple"}, ["MLXDIST_SOFT_PROFILE='apple'", "ideal, apple-tb5, rxe"]),
+        ({"MLXDIST_SOFT_PROFILE": "apple"}, ["MLXDIST_SOFT_PROFILE='apple'", "ideal, apple-tb5, apple-tb5-26.2, rxe"]),
         ({"MLXDIST_INJECT": "drop=1/100, none"}, ["MLXDIST_INJECT='drop=1/100, none'", "list of faults"]),
         ({"MLXDIST_INJECT": ""}, ["MLXDIST_INJECT=''", "list of faults"]),
         ({"MLXDIST_CABLES": "3"}, ["MLXDIST_CABLES='3'", "from 1 to 2"]),

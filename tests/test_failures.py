@@ -22,7 +22,7 @@ def reported(output: str) -> tuple[str, float, str]:
     return match[1], float(match[2]), match[3]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("kind", ["numpy", "mlx"])
 @pytest.mark.parametrize("scenario", MISMATCHES)
 def test_mismatch_names_both_sides_on_every_rank(run_ranks, scenario, kind, ranks):
@@ -34,7 +34,7 @@ def test_mismatch_names_both_sides_on_every_rank(run_ranks, scenario, kind, rank
         assert seconds < 5
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_root_that_differs(run_ranks, ranks):
     """Both roots send and neither receives: they notice at their next operation, all others at once."""
     for output in run_ranks("failures.py", ranks, "root", "numpy", status=1):

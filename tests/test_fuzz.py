@@ -33,6 +33,7 @@ def test_corpus_in_python(target):
 
 
 @pytest.mark.sanitize
+@pytest.mark.long
 @pytest.mark.parametrize("target", native.TARGETS)
 def test_corpus_in_c(tmp_path, target):
     files = corpus(f"native_{target}")

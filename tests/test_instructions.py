@@ -25,7 +25,8 @@ WORK = {
     "timers.c": None,
     "deadline.c": None,
     "channel.c": {
-        "channel_send", "write_news", "channel_room", "has_request", "channel_can_send", "channel_acknowledge",
+        "channel_send", "send_slot", "advance", "channel_oldest_slot", "channel_is_clear", "write_news",
+        "channel_room", "has_request", "channel_can_send", "channel_acknowledge",
         "channel_resend", "channel_forward", "seal", "channel_on_sent", "channel_owes_news",
     },
     "channel.h": None,

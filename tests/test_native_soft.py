@@ -1,6 +1,7 @@
 """The software verbs provider, tested in C: see native/tests/soft_*_test.c for what is checked."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ VARIANTS = {
     "sanitized": (SANITIZE_MEMORY, OWN_SEGMENT),
     "posix_segments": (SANITIZE_MEMORY, "posix"),
 }
-PROGRAMS = ["objects", "regions", "messages", "gather", "errors", "faults", "damage", "delay", "apple", "rxe"]
-PROGRAMS += ["peers", "processes", "scale", "stress"]
+PROGRAMS = ["objects", "regions", "messages", "gather", "errors", "faults", "damage", "delay", "idle"]
+PROGRAMS += ["apple", "apple_life", "rxe", "writes", "peers", "processes", "scale", "stress"]
+PROGRAMS += ["key", "strangers", "tcp", "tcp_faults", "tcp_processes", "tcp_writes"]
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -29,15 +31,15 @@ def build(folder: Path, program: str, flags: list[str], segment: str) -> Path:
     return build_program(folder / program, sources + layer_sources("verbs", "soft", segment=segment), flags)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize(
-    "variant",
-    [
-        pytest.param("optimized", marks=pytest.mark.long),
-        pytest.param("sanitized", marks=pytest.mark.sanitize),
-        pytest.param("posix_segments", marks=[pytest.mark.sanitize, pytest.mark.long]),
-    ],
-)
+def cases() -> Iterator[object]:
+    for program in PROGRAMS:
+        yield pytest.param("optimized", program, marks=pytest.mark.long)
+        slow = [pytest.mark.long] if program == "processes" else []
+        yield pytest.param("sanitized", program, marks=[pytest.mark.sanitize, *slow])
+        yield pytest.param("posix_segments", program, marks=[pytest.mark.sanitize, pytest.mark.long])
+
+
+@pytest.mark.parametrize(("variant", "program"), list(cases()))
 def test_soft(tmp_path, variant, program):
     flags, segment = VARIANTS[variant]
     before = segment_names()
@@ -51,3 +53,5 @@ def test_soft_without_data_races(tmp_path):
     """Two threads on two contexts of one process: both use one mapping, so the sanitizer sees every access."""
     program = build(tmp_path, "stress", SANITIZE_THREADS, OWN_SEGMENT)
     run_program(program, "TwoThreads", "ResetUnderFire", timeout=300, environment={"MESSAGES": "40000"})
+    program = build(tmp_path, "tcp_processes", SANITIZE_THREADS, OWN_SEGMENT)
+    run_program(program, "TwoThreads", timeout=300, environment={"MESSAGES": "20000"})

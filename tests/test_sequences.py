@@ -89,7 +89,7 @@ def check(run_ranks, folder, program):
 FIXTURES = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
-@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=FIXTURES)
+@settings(max_examples=2, deadline=None, derandomize=True, suppress_health_check=FIXTURES)
 @given(program=programs())
 def test_programs(run_ranks, tmp_path, program):
     """Always the same few."""

@@ -53,6 +53,13 @@ def test_sigterm_ends_a_wait_within_100_ms_and_exit_handlers_run(run_in_time, ho
         assert re.search(r"raised Aborted .*: rank 1 on \S+ was terminated \(SIGTERM\)", output)
 
 
+def test_sigterm_outside_of_operations(run_ranks):
+    """The status is that of the signal, and the others learn what it was; not that a rank has left."""
+    outputs = run_ranks("signals.py", 3, "sleep", "SIGTERM", status=143)
+    assert "raised SystemExit" in outputs[1] and "Aborted" not in outputs[1]
+    assert all("rank 1 on" in output and "was terminated (SIGTERM)" in output for output in (outputs[0], outputs[2]))
+
+
 def test_sigterm_ends_a_rank_that_is_stuck_in_c(run_in_time):
     outputs = run_in_time(0.1, {0: "raised Aborted", 2: "raised Aborted"}, "stuck", "SIGTERM", 143)
     assert "at exit" not in outputs[1]

@@ -38,6 +38,7 @@ def require_complete(folder: Path, backends: set[str]) -> dict:
     return results
 
 
+@pytest.mark.long
 def test_against_the_ring(tmp_path):
     printed = vs_peers(tmp_path, "--quick", "--against", "ring").stdout
     results = require_complete(tmp_path, {"ring"})

@@ -3,7 +3,9 @@
 import pytest
 
 
-@pytest.mark.parametrize(("ranks", "wires"), [(2, "0-1"), (3, "0-1,1-2,2-0"), (4, "0-2,2-1,1-3,3-0"), (5, "0-3,3-1,1-4,4-2,2-0")])
+@pytest.mark.parametrize(
+    ("ranks", "wires"), [(2, "0-1"), (3, "0-1,1-2,2-0"), (4, "0-2,2-1,1-3,3-0"), (5, "0-3,3-1,1-4,4-2,2-0")]
+)
 def test_ring_of_cables(run_ranks, ranks, wires):
     outputs = run_ranks("wires.py", ranks, "ring", environment={"MLXDIST_WIRES": wires})
     assert all("exact" in output for output in outputs)

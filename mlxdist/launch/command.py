@@ -9,8 +9,9 @@ from collections.abc import Mapping
 import click
 
 from .. import mpi_door
-from ..environment import MAX_RANKS, MAX_RESTARTS, OF_JOB, Environment
-from ..errors import EnvironmentVariableError, ResourceError, name_ranks
+from ..environment import MAX_RANKS, MAX_RESTARTS, OF_JOB, PROVIDERS, QUEUE_PAIRS, Environment
+from ..errors import EnvironmentVariableError, InvalidArgument, ResourceError, name_ranks
+from ..verbs import device_map
 from .leftovers import remove_leftovers
 from .local import LocalJob, LocalRank, base_environment, new_name
 from .output import Output, terminal_variables
@@ -48,6 +49,13 @@ class CannotRun(click.ClickException):
     help="When a rank has failed, whatever the reason, start all of them again, at most K times.",
 )
 @click.option(
+    "--provider",
+    type=click.Choice(PROVIDERS),
+    help="Verbs that carry the messages. auto, the default: shared memory on one host, RDMA between hosts where it is "
+    "there, else TCP; says what it chose and why.",
+)
+@click.option("--qp", type=click.Choice(QUEUE_PAIRS), help="Queue pairs: unreliable (default) or reliable (Linux).")
+@click.option(
     "--env", "settings", multiple=True, metavar="NAME=VALUE", help="Set a variable for all ranks; repeatable."
 )
 @click.option("--verbose", is_flag=True, help="Report the start and the end of every rank.")
@@ -57,6 +65,8 @@ def launch(
     prefix: bool,
     grace: float,
     max_restarts: int,
+    provider: str | None,
+    qp: str | None,
     settings: tuple[str, ...],
     verbose: bool,
     command: tuple[str, ...],
@@ -85,11 +95,15 @@ def launch(
     except ResourceError as error:
         raise click.ClickException(str(error)) from None
     variables |= _parse_settings(settings)
+    given = {"MLXDIST_PROVIDER": provider, "MLXDIST_QP": qp}
+    variables |= {name: value for name, value in given.items() if value is not None}
     if not os.path.isdir(variables.get("TMPDIR") or "/tmp"):
         raise click.UsageError(f"TMPDIR={variables['TMPDIR']} is not a folder; the ranks' temporary folders go there.")
     try:
-        Environment.read(variables)
-    except EnvironmentVariableError as error:
+        environment = Environment.read(variables)
+        if environment.rdma is not None:
+            device_map.load(environment.rdma)
+    except (EnvironmentVariableError, InvalidArgument) as error:
         raise click.UsageError(str(error)) from None
     _check_command(command[0], variables)
     try:

@@ -8,10 +8,8 @@ int mlxdist_all_gather(mlxdist_group *group, const void *in, void *out, const ml
   int status = layout_check("all_gather", layout);
   if (status) return status;
   enum mlxdist_algorithm algorithm = choose(group, MLXDIST_ALL_GATHER, layout);
-  if (algorithm == MLXDIST_RING) status = ring_check(group, "all_gather");
-  if (status) return status;
   struct wire_descriptor descriptor = layout_describe(WIRE_ALL_GATHER, layout, 0, -1, algorithm);
-  status = operation_new(group, &descriptor, &operation);
+  status = collective_new(group, "all_gather", &descriptor, &operation);
   if (status) return status;
   /* Equal parts: `size` elements of `bytes` bytes would overflow an element size, so count bytes. */
   struct parts parts = {

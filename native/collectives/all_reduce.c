@@ -10,10 +10,8 @@ int mlxdist_all_reduce(mlxdist_group *group, const void *in, void *out, const ml
   int status = reduction_prepare(&reduction, "all_reduce", group, layout, op);
   if (status) return status;
   enum mlxdist_algorithm algorithm = choose(group, MLXDIST_ALL_REDUCE, layout);
-  if (algorithm == MLXDIST_RING) status = ring_check(group, "all_reduce");
-  if (status) return status;
   struct wire_descriptor descriptor = layout_describe(WIRE_ALL_REDUCE, layout, op, -1, algorithm);
-  status = operation_new(group, &descriptor, &operation);
+  status = collective_new(group, "all_reduce", &descriptor, &operation);
   if (status) return status;
   char *own = (char *)out + part_offset(&reduction.parts, group->rank);
   if (group->size == 1) {

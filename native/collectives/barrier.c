@@ -8,9 +8,8 @@
 int barrier_run(mlxdist_group *group, enum wire_operation as, mlxdist_handle **handle) {
   struct operation *operation;
   enum mlxdist_algorithm algorithm = choose(group, MLXDIST_BARRIER, 0);
-  int status = algorithm == MLXDIST_RING ? ring_check(group, "barrier") : MLXDIST_OK;
   struct wire_descriptor descriptor = layout_describe(as, 0, 0, -1, algorithm);
-  if (!status) status = operation_new(group, &descriptor, &operation);
+  int status = collective_new(group, "barrier", &descriptor, &operation);
   if (status) return status;
   if (algorithm == MLXDIST_RING) {
     ring_meet(operation);

@@ -29,10 +29,8 @@ int mlxdist_broadcast(mlxdist_group *group, void *data, const mlxdist_layout *la
   if (!status) status = check_root(group, "broadcast", root);
   if (status) return status;
   enum mlxdist_algorithm algorithm = choose(group, MLXDIST_BROADCAST, layout);
-  if (algorithm == MLXDIST_RING) status = ring_check(group, "broadcast");
-  if (status) return status;
   struct wire_descriptor descriptor = layout_describe(WIRE_BROADCAST, layout, 0, root, algorithm);
-  status = operation_new(group, &descriptor, &operation);
+  status = collective_new(group, "broadcast", &descriptor, &operation);
   if (status) return status;
   uint64_t bytes = layout_bytes(layout);
   struct parts parts = {

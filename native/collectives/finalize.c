@@ -7,21 +7,13 @@
 /* Waits until every peer has confirmed everything and was told that all of its own has come. */
 static void linger(struct engine *engine) {
   struct waiting wait = {0};
-  uint64_t begun = clock_ns(), now = begun;
+  uint64_t begun = clock_ns();
   engine_lock(engine);
   for (int32_t rank = 0; rank < engine->size; rank++)
     for (uint32_t i = 0; engine->peers[rank].usable && i < engine->peers[rank].channel_count; i++)
       engine->peers[rank].channels[i].must_tell = true;
-  while (now - begun < LINGER_NS && !engine_is_settled(engine)) {
-    bool moved = false;
-    engine_turn(engine, &moved);
-    if (failure_check(&engine->failure)) break;
-    engine_unlock(engine);
-    uint64_t time = wait_turn(&wait);
-    if (time) now = time;
-    engine_lock(engine);
-    engine_look_at_timers(engine, now);
-  }
+  while (clock_ns() - begun < LINGER_NS && !engine_is_settled(engine) && !failure_check(&engine->failure))
+    engine_wait(engine, &wait);
   engine_unlock(engine);
 }
 

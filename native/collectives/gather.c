@@ -29,10 +29,8 @@ int mlxdist_gather(mlxdist_group *group, const void *in, void *out, const mlxdis
   if (!status) status = check_root(group, "gather", root);
   if (status) return status;
   enum mlxdist_algorithm algorithm = choose(group, MLXDIST_GATHER, layout);
-  if (algorithm == MLXDIST_RING) status = ring_check(group, "gather");
-  if (status) return status;
   struct wire_descriptor descriptor = layout_describe(WIRE_GATHER, layout, 0, root, algorithm);
-  status = operation_new(group, &descriptor, &operation);
+  status = collective_new(group, "gather", &descriptor, &operation);
   if (status) return status;
   if (algorithm == MLXDIST_RING) {
     around(operation, in, out, layout_bytes(layout), root);

@@ -1,6 +1,7 @@
 #include "parts.h"
 
 #include "reduce.h"
+#include "ring.h"
 
 /* 128-bit products: count * rank may pass 64 bits for arrays that no machine holds, but must not wrap. */
 static uint64_t part_begin(const struct parts *parts, int32_t rank) {
@@ -40,4 +41,10 @@ int check_divisible(const mlxdist_group *group, const char *name, const mlxdist_
   if (group->size == 1 || (layout->ndim >= 1 && layout->shape[0] % group->size == 0)) return MLXDIST_OK;
   return fail(MLXDIST_INVALID_ARGUMENT, "%s over %d ranks needs a first dimension that is a multiple of %d, not %lld",
               name, group->size, group->size, layout->ndim ? (long long)layout->shape[0] : 0ll);
+}
+
+int collective_new(mlxdist_group *group, const char *name, const struct wire_descriptor *descriptor,
+                   struct operation **operation) {
+  int status = descriptor->algorithm == MLXDIST_RING ? ring_check(group, name) : MLXDIST_OK;
+  return status ? status : operation_new(group, descriptor, operation);
 }

@@ -1,4 +1,4 @@
-/* What the collectives in this folder share: the parts of an array that belong to ranks, and the kernels. */
+/* What the collectives in this folder share: how they begin, the parts of an array that belong to ranks, kernels. */
 #ifndef MLXDIST_COLLECTIVES_PARTS_H
 #define MLXDIST_COLLECTIVES_PARTS_H
 
@@ -24,6 +24,10 @@ struct reduction {
 /* INVALID_ARGUMENT for a wrong layout, and for a reduction that does not exist. */
 int reduction_prepare(struct reduction *reduction, const char *name, const mlxdist_group *group,
                       const mlxdist_layout *layout, int32_t op);
+
+/* A new operation, if the cables allow its algorithm. */
+int collective_new(mlxdist_group *group, const char *name, const struct wire_descriptor *descriptor,
+                   struct operation **operation);
 
 int check_root(const mlxdist_group *group, const char *name, int32_t root);
 

@@ -58,10 +58,8 @@ int mlxdist_reduce(mlxdist_group *group, const void *in, void *out, const mlxdis
   if (!status) status = check_root(group, "reduce", root);
   if (status) return status;
   enum mlxdist_algorithm algorithm = choose(group, MLXDIST_REDUCE, layout);
-  if (algorithm == MLXDIST_RING) status = ring_check(group, "reduce");
-  if (status) return status;
   struct wire_descriptor descriptor = layout_describe(WIRE_REDUCE, layout, op, root, algorithm);
-  status = operation_new(group, &descriptor, &operation);
+  status = collective_new(group, "reduce", &descriptor, &operation);
   if (status) return status;
   if (group->size == 1) {
     operation_round(operation);

@@ -10,10 +10,8 @@ int mlxdist_reduce_scatter(mlxdist_group *group, const void *in, void *out, cons
   if (!status) status = check_divisible(group, "reduce_scatter", layout);
   if (status) return status;
   enum mlxdist_algorithm algorithm = choose(group, MLXDIST_REDUCE_SCATTER, layout);
-  if (algorithm == MLXDIST_RING) status = ring_check(group, "reduce_scatter");
-  if (status) return status;
   struct wire_descriptor descriptor = layout_describe(WIRE_REDUCE_SCATTER, layout, op, -1, algorithm);
-  status = operation_new(group, &descriptor, &operation);
+  status = collective_new(group, "reduce_scatter", &descriptor, &operation);
   if (status) return status;
   if (group->size == 1) {
     operation_round(operation);

@@ -32,10 +32,8 @@ int mlxdist_scatter(mlxdist_group *group, const void *in, void *out, const mlxdi
   if (!status) status = check_root(group, "scatter", root);
   if (status) return status;
   enum mlxdist_algorithm algorithm = choose(group, MLXDIST_SCATTER, layout);
-  if (algorithm == MLXDIST_RING) status = ring_check(group, "scatter");
-  if (status) return status;
   struct wire_descriptor descriptor = layout_describe(WIRE_SCATTER, layout, 0, root, algorithm);
-  status = operation_new(group, &descriptor, &operation);
+  status = collective_new(group, "scatter", &descriptor, &operation);
   if (status) return status;
   if (algorithm == MLXDIST_RING) {
     around(operation, (char *)in, out, layout_bytes(layout), root);

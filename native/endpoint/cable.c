@@ -23,6 +23,20 @@ int cable_suspect(struct channel *channel) {
   return channel_acknowledge(&peer->channels[2 * other + WIRE_EAGER], peer->ready_group, peer->ready, WIRE_ECHO, &sent);
 }
 
+int cable_cut(struct channel *channel) {
+  struct peer *peer = channel->peer;
+  uint32_t link = link_of(channel);
+  peer->channels[2 * link + WIRE_EAGER].open = peer->channels[2 * link + WIRE_BULK].open = false; /* aborts, too */
+  if (other_link(peer, link) < 0)
+    return fail(MLXDIST_TRANSPORT, "the port of device %s, by which rank %d reaches rank %d, is down; is the cable "
+                "plugged in at both ends? `mlxdist devices` shows the ports", channel->device->name,
+                channel->engine->rank, peer->rank);
+  debug(DEBUG_WARN, "cable", "cable %u to rank %d is dead: the port of device %s is down; what it carried goes by "
+        "the other one", link, peer->rank, channel->device->name);
+  peer->dead_links |= 1u << link;
+  return MLXDIST_OK;
+}
+
 void cable_heard(struct channel *channel, const struct wire_header *header) {
   struct peer *peer = channel->peer;
   if (header->kind != WIRE_ACK) return;
@@ -54,8 +68,7 @@ int cable_answer(struct peer *peer) {
 static int move_messages(struct channel *dead, struct channel *alive) {
   int status = MLXDIST_OK;
   while (dead->acked != dead->sent && !status && channel_can_send(alive, WIRE_ABORT)) {
-    uint32_t unacked = dead->sent - dead->acked;
-    status = channel_forward(dead, (dead->send_slot + dead->slots - unacked) % dead->slots, alive);
+    status = channel_forward(dead, channel_oldest_slot(dead), alive);
     dead->acked++;
   }
   return status;

@@ -16,6 +16,9 @@
 /* Nothing is acknowledged on this channel: asks the peer for an answer on another cable, if there is one. */
 int cable_suspect(struct channel *channel);
 
+/* The port of the channel's cable is down: nothing is posted there any more. TRANSPORT if there is no other cable. */
+int cable_cut(struct channel *channel);
+
 /* A message has come on this channel. */
 void cable_heard(struct channel *channel, const struct wire_header *header);
 

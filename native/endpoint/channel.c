@@ -2,15 +2,21 @@
 
 #include "debug.h"
 #include "engine.h"
+#include "explain.h"
+#include "keepalive.h"
+#include "queue_pair.h"
 
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* Buffers for acknowledgements stand behind the eager slots, and are as large: where frames count, they are sent whole. */
-#define CONTROL_BYTES (CHANNEL_CONTROL_BUFFERS * CHANNEL_EAGER_BYTES)
-
 static enum wire_channel kind_of(const struct channel *channel) { return channel->index % 2; }
+
+/* Buffers for acknowledgements; on the bulk channel for signs of life (keepalive.h). They stand before the slots: where
+ * frames count, what is behind them makes them as long as a slot. */
+static uint32_t control_buffers(enum wire_channel kind) { return kind == WIRE_EAGER ? CHANNEL_CONTROL_BUFFERS : 1; }
+
+static uint64_t control_bytes(enum wire_channel kind) { return (uint64_t)control_buffers(kind) * CHANNEL_EAGER_BYTES; }
 
 static uint32_t slots_of(const struct engine *engine, enum wire_channel kind) {
   return kind == WIRE_EAGER ? engine->options.eager_slots : engine->options.bulk_slots;
@@ -21,7 +27,7 @@ static uint32_t slot_bytes_of(const struct engine *engine, enum wire_channel kin
 }
 
 uint64_t channel_memory_bytes(const struct engine *engine, enum wire_channel kind) {
-  return 2ull * slots_of(engine, kind) * slot_bytes_of(engine, kind) + (kind == WIRE_EAGER ? CONTROL_BYTES : 0);
+  return 2ull * slots_of(engine, kind) * slot_bytes_of(engine, kind) + control_bytes(kind);
 }
 
 const char *channel_name(const struct channel *channel) {
@@ -29,46 +35,28 @@ const char *channel_name(const struct channel *channel) {
 }
 
 int channel_fail_verb(const struct channel *channel, const char *verb, int error) {
+  char text[VERBS_EXPLANATION_BYTES];
+  verbs_explain(verb, error, text, sizeof text);
   return fail(MLXDIST_TRANSPORT, "%s on the %s queue pair of rank %d to rank %d failed: %s", verb,
-              channel_name(channel), channel->engine->rank, channel->peer->rank, strerror(error));
+              channel_name(channel), channel->engine->rank, channel->peer->rank, text);
 }
 
-static int create_queue_pair(struct channel *channel) {
-  const struct verbs *verbs = channel->device->verbs;
-  struct ibv_qp_init_attr init = {
-      .send_cq = channel->device->cq,
-      .recv_cq = channel->device->cq,
-      /* Twice the slots: acknowledged messages may still wait in the send queue for the next signaled one. */
-      .cap = {.max_send_wr = 2 * channel->slots,
-              .max_recv_wr = channel->slots,
-              .max_send_sge = channel->device->gathers ? 2 : 1,
-              .max_recv_sge = 1},
-      .qp_type = IBV_QPT_UC,
-  };
-  channel->qp = verbs->create_qp(channel->device->pd, &init);
-  if (!channel->qp) return channel_fail_verb(channel, "create_qp", errno);
-  struct ibv_qp_attr attr = {.qp_state = IBV_QPS_INIT, .port_num = 1, .qp_access_flags = IBV_ACCESS_LOCAL_WRITE};
-  int error =
-      verbs->modify_qp(channel->qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
-  return error ? channel_fail_verb(channel, "modify_qp to INIT", error) : MLXDIST_OK;
-}
-
-int channel_create(struct channel *channel, struct engine *engine, struct peer *peer, struct device *device,
-                   uint32_t index, char *memory, uint32_t lkey) {
+int channel_create(struct channel *channel, struct engine *engine, struct peer *peer, const struct link *link,
+                   uint32_t index, char *memory) {
   enum wire_channel kind = index % 2;
   uint32_t slots = slots_of(engine, kind), slot_bytes = slot_bytes_of(engine, kind);
   uint64_t half = (uint64_t)slots * slot_bytes;
   *channel = (struct channel){.engine = engine,
                               .peer = peer,
-                              .device = device,
-                              .lkey = lkey,
+                              .link = link,
+                              .device = link->device,
                               .index = index,
                               .slot_bytes = slot_bytes,
                               .slots = slots,
                               .reserve = kind == WIRE_EAGER ? CHANNEL_CONTROL_SLOTS : 0,
-                              .send_slots = memory,
-                              .receive_slots = memory + half,
-                              .control = memory + 2 * half,
+                              .control = memory,
+                              .send_slots = memory + control_bytes(kind),
+                              .receive_slots = memory + control_bytes(kind) + half,
                               .kept = calloc(slots, sizeof(struct kept_message)),
                               .arrivals = calloc(slots, sizeof(struct arrival))};
   channel->sent = channel->acked = channel->received = channel->told_ack = WIRE_START;
@@ -82,32 +70,14 @@ int channel_create(struct channel *channel, struct engine *engine, struct peer *
     char *bytes = channel->receive_slots + (uint64_t)slot * slot_bytes;
     channel->arrivals[slot] = (struct arrival){.channel = channel, .bytes = bytes, .posted = true};
   }
-  return create_queue_pair(channel);
+  return queue_pair_create(channel);
 }
 
 void channel_destroy(struct channel *channel) {
-  if (channel->qp) channel->device->verbs->destroy_qp(channel->qp);
+  if (channel->qp) device_destroy_qp(channel->device, channel->qp);
   free(channel->arrivals);
   free(channel->kept);
   *channel = (struct channel){0};
-}
-
-int channel_connect(struct channel *channel, const union ibv_gid *gid, uint16_t lid, uint32_t qp_num,
-                    uint32_t remote_psn, uint32_t local_psn) {
-  const struct verbs *verbs = channel->device->verbs;
-  struct ibv_qp_attr attr = {
-      .qp_state = IBV_QPS_RTR,
-      .path_mtu = channel->device->port.active_mtu,
-      .dest_qp_num = qp_num,
-      .rq_psn = remote_psn,
-      .ah_attr = {.grh = {.dgid = *gid, .hop_limit = 1}, .dlid = lid, .is_global = 1, .port_num = 1},
-  };
-  int error = verbs->modify_qp(channel->qp, &attr,
-                               IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN);
-  if (error) return channel_fail_verb(channel, "modify_qp to RTR", error);
-  attr = (struct ibv_qp_attr){.qp_state = IBV_QPS_RTS, .sq_psn = local_psn};
-  error = verbs->modify_qp(channel->qp, &attr, IBV_QP_STATE | IBV_QP_SQ_PSN);
-  return error ? channel_fail_verb(channel, "modify_qp to RTS", error) : MLXDIST_OK;
 }
 
 /* Receives that data may use. Those of control messages are posted again at once, so this never shrinks. */
@@ -126,7 +96,7 @@ int channel_post_all(struct channel *channel) {
 }
 
 int channel_reopen(struct channel *channel, uint32_t epoch) {
-  int error = channel->device->verbs->destroy_qp(channel->qp);
+  int error = device_destroy_qp(channel->device, channel->qp);
   channel->qp = 0;
   if (error) return channel_fail_verb(channel, "destroy_qp", error);
   count(&channel->engine->counters.receives_posted, (uint64_t)-(int64_t)channel->outstanding);
@@ -134,7 +104,7 @@ int channel_reopen(struct channel *channel, uint32_t epoch) {
   channel->completed = channel->requests;
   channel->connected = channel->answered = channel->open = false;
   channel->epoch = epoch;
-  return create_queue_pair(channel);
+  return queue_pair_create(channel);
 }
 
 static bool has_request(const struct channel *channel) {
@@ -145,7 +115,15 @@ bool channel_can_send(const struct channel *channel, enum wire_kind kind) {
   uint32_t extra = kind == WIRE_ABORT ? channel->reserve : 0; /* may use what is kept free for it */
   uint32_t next = channel->sent + 1, slots = channel->slots - channel->reserve;
   return wire_at_least(channel->acked + slots + extra, next) && wire_at_least(channel->credit + extra, next) &&
-         has_request(channel);
+         has_request(channel) && channel_is_clear(channel);
+}
+
+bool channel_is_clear(const struct channel *channel) {
+  return wire_at_least(channel->completed, channel->repeated);
+}
+
+static char *send_slot(const struct channel *channel, uint32_t slot) {
+  return channel->send_slots + (uint64_t)slot * channel->slot_bytes;
 }
 
 /* What rides on every message: how far all channels from this peer have got. */
@@ -174,6 +152,11 @@ static void seal(const struct channel *channel, char *bytes, uint32_t length, co
 
 static int post(struct channel *channel, struct ibv_sge *list, int entries, bool signaled) {
   struct engine_counters *counters = &channel->engine->counters;
+  if (channel->rested) {
+    bool posts;
+    int status = keepalive_wake(channel, &posts);
+    if (status || !posts) return status; /* what is not acknowledged goes by another cable */
+  }
   channel->requests++;
   if (channel->device->whole_frames) { /* one entry: such a device does not gather */
     count(&counters->padding_bytes_sent, channel->slot_bytes - list->length);
@@ -192,20 +175,30 @@ static int post(struct channel *channel, struct ibv_sge *list, int entries, bool
   return MLXDIST_OK;
 }
 
-/* Sends what stands in a slot, for the first time or again. A signaled message twice a window is enough:
- * acknowledgements free the slots, completions only the send queue. Errors complete in any case. */
-static int post_slot(struct channel *channel, uint32_t slot) {
+/* Sends what stands in a slot. Where it is a repetition its completion has to be known; else one signaled message twice
+ * a window is enough: acknowledgements free the slots, completions only the send queue. Errors complete in any case. */
+static int post_slot(struct channel *channel, uint32_t slot, bool again) {
   const struct kept_message *kept = &channel->kept[slot];
-  char *bytes = channel->send_slots + (uint64_t)slot * channel->slot_bytes;
+  char *bytes = send_slot(channel, slot);
   seal(channel, bytes, kept->length, kept->user, kept->user_length);
   struct ibv_sge list[2] = {{.addr = (uintptr_t)bytes, .length = kept->length, .lkey = channel->lkey},
                             {.addr = (uintptr_t)kept->user, .length = kept->user_length, .lkey = kept->user_lkey}};
-  return post(channel, list, kept->user ? 2 : 1, (channel->requests + 1) % (channel->slots / 2) == 0);
+  bool signaled = again || (channel->requests + 1) % (channel->slots / 2) == 0;
+  return post(channel, list, kept->user ? 2 : 1, signaled);
+}
+
+static void advance(struct channel *channel) {
+  channel->sent++;
+  channel->send_slot = channel->send_slot + 1 == channel->slots ? 0 : channel->send_slot + 1;
+}
+
+uint32_t channel_oldest_slot(const struct channel *channel) {
+  return (channel->send_slot + channel->slots - (channel->sent - channel->acked)) % channel->slots;
 }
 
 int channel_send(struct channel *channel, const struct outgoing_message *message) {
   uint32_t slot = channel->send_slot;
-  char *bytes = channel->send_slots + (uint64_t)slot * channel->slot_bytes;
+  char *bytes = send_slot(channel, slot);
   struct wire_header *header = (struct wire_header *)bytes;
   *header = (struct wire_header){
       .magic = WIRE_MAGIC,
@@ -232,14 +225,13 @@ int channel_send(struct channel *channel, const struct outgoing_message *message
                                                        .user = message->payload,
                                                        .user_length = message->length,
                                                        .user_lkey = message->user_lkey};
-  int status = post_slot(channel, slot);
+  int status = post_slot(channel, slot, false);
   if (status) return status;
   debug(DEBUG_TRACE, "message", "to rank %d: number %u of the %s queue pair %u: kind %d, stream %u of group %u, byte "
         "%llu, %u bytes%s", channel->peer->rank, header->sequence - WIRE_START, channel_name(channel),
         channel->index / 2, message->kind, message->stream - WIRE_START, message->group,
         (unsigned long long)message->offset, message->length, copies ? "" : ", not copied");
-  channel->sent++;
-  channel->send_slot = slot + 1 == channel->slots ? 0 : slot + 1;
+  advance(channel);
   struct engine_counters *counters = &channel->engine->counters;
   if (message->kind != WIRE_DATA) count(&counters->control_messages_sent, 1);
   count(&counters->header_bytes_sent, before + (message->counters ? 0 : message->length));
@@ -250,10 +242,9 @@ int channel_send(struct channel *channel, const struct outgoing_message *message
 
 int channel_acknowledge(struct channel *channel, uint16_t group, uint32_t ready, uint8_t flags, bool *sent) {
   *sent = false;
-  uint32_t buffer = 0;
-  while (buffer < CHANNEL_CONTROL_BUFFERS && !wire_at_least(channel->completed, channel->control_requests[buffer]))
-    buffer++;
-  if (buffer == CHANNEL_CONTROL_BUFFERS || !has_request(channel)) return MLXDIST_OK; /* a later turn will */
+  uint32_t buffer = 0, buffers = control_buffers(kind_of(channel));
+  while (buffer < buffers && !wire_at_least(channel->completed, channel->control_requests[buffer])) buffer++;
+  if (buffer == buffers || !has_request(channel)) return MLXDIST_OK; /* a later turn will */
   struct wire_header *header = (struct wire_header *)(channel->control + buffer * CHANNEL_EAGER_BYTES);
   *header = (struct wire_header){.magic = WIRE_MAGIC, .kind = WIRE_ACK, .flags = flags, .group = group, .ready = ready};
   write_news(channel->peer, header);
@@ -269,14 +260,16 @@ int channel_acknowledge(struct channel *channel, uint16_t group, uint32_t ready,
 
 int channel_resend(struct channel *channel) {
   uint32_t unacked = channel->sent - channel->acked;
+  if (!channel_is_clear(channel)) return MLXDIST_OK;
   if (unacked)
     debug(DEBUG_INFO, "message", "%u to rank %d are sent again, from number %u of the %s queue pair %u on", unacked,
           channel->peer->rank, channel->acked + 1 - WIRE_START, channel_name(channel), channel->index / 2);
-  uint32_t slot = (channel->send_slot + channel->slots - unacked) % channel->slots;
+  uint32_t slot = channel_oldest_slot(channel);
   for (; unacked > 0 && has_request(channel); unacked--, slot = (slot + 1) % channel->slots) {
-    write_news(channel->peer, (struct wire_header *)(channel->send_slots + (uint64_t)slot * channel->slot_bytes));
-    int status = post_slot(channel, slot);
+    write_news(channel->peer, (struct wire_header *)send_slot(channel, slot));
+    int status = post_slot(channel, slot, true);
     if (status) return status;
+    channel->repeated = channel->requests;
     count(&channel->engine->counters.retransmissions, 1);
   }
   return MLXDIST_OK;
@@ -284,18 +277,17 @@ int channel_resend(struct channel *channel) {
 
 int channel_forward(const struct channel *channel, uint32_t slot, struct channel *by) {
   const struct kept_message *from = &channel->kept[slot];
-  char *bytes = by->send_slots + (uint64_t)by->send_slot * by->slot_bytes;
+  char *bytes = send_slot(by, by->send_slot);
   struct wire_header *header = (struct wire_header *)bytes;
-  memcpy(bytes, channel->send_slots + (uint64_t)slot * channel->slot_bytes, from->length);
+  memcpy(bytes, send_slot(channel, slot), from->length);
   if (from->user) memcpy(bytes + from->length, from->user, from->user_length);
   header->sequence = by->sent + 1;
   header->flags |= WIRE_AGAIN;
   write_news(by->peer, header);
   by->kept[by->send_slot] = (struct kept_message){.length = from->length + from->user_length};
-  int status = post_slot(by, by->send_slot);
+  int status = post_slot(by, by->send_slot, false);
   if (status) return status;
-  by->sent++;
-  by->send_slot = by->send_slot + 1 == by->slots ? 0 : by->send_slot + 1;
+  advance(by);
   count(&by->engine->counters.retransmissions, 1);
   return MLXDIST_OK;
 }

@@ -16,6 +16,7 @@
 
 struct engine;
 struct group_counters;
+struct link;
 struct peer;
 
 #define CHANNEL_EAGER_BYTES 4096u
@@ -28,7 +29,7 @@ struct peer;
  * asked for yet fills all others. */
 #define CHANNEL_CONTROL_SLOTS 2u
 
-/* Buffers for acknowledgements, which are not kept. */
+/* Buffers for acknowledgements on the eager channel, which are not kept. */
 #define CHANNEL_CONTROL_BUFFERS 4u
 
 /* So many bytes of messages that nobody takes are kept on the heap, then they stay in their slots. */
@@ -53,7 +54,8 @@ struct kept_message {
 struct channel {
   struct engine *engine;
   struct peer *peer;
-  struct device *device;
+  const struct link *link;
+  struct device *device; /* of the link */
   struct ibv_qp *qp;
   uint32_t epoch; /* so many queue pairs before this one have failed */
   bool connected; /* it can send and receive, and receives are posted, */
@@ -73,6 +75,7 @@ struct channel {
   uint32_t credit;    /* highest one that the peer has a receive for */
   uint32_t requests;  /* work requests posted, acknowledgements and repetitions too */
   uint32_t completed; /* of those known to have left the send queue */
+  uint32_t repeated;  /* the last of them that was a repetition */
   uint32_t control_requests[CHANNEL_CONTROL_BUFFERS]; /* the last to use each buffer */
 
   uint32_t received;              /* sequence of the last message that arrived in order */
@@ -87,6 +90,9 @@ struct channel {
   uint32_t seen_acked, seen_received;
   uint64_t unacked_since_ns, untold_since_ns, patience_ns;
   uint32_t repeats; /* in a row, with no acknowledgement */
+  uint32_t seen_requests;
+  uint64_t quiet_since_ns;
+  bool rested; /* so long that the port is looked at before the next message */
 };
 
 /* What to send. The payload is copied into the slot, or, with `user_lkey`, read where it is until acknowledged. */
@@ -103,15 +109,13 @@ struct outgoing_message {
   struct group_counters *counters; /* of the group, NULL for control messages */
 };
 
-/* Creates the queue pair over slots at `memory`, channel_memory_bytes in all. */
-int channel_create(struct channel *channel, struct engine *engine, struct peer *peer, struct device *device,
-                   uint32_t index, char *memory, uint32_t lkey);
+/* Creates the queue pair over slots at `memory`, channel_memory_bytes in all, which lie in the link's slab. */
+int channel_create(struct channel *channel, struct engine *engine, struct peer *peer, const struct link *link,
+                   uint32_t index, char *memory);
 void channel_destroy(struct channel *channel);
 uint64_t channel_memory_bytes(const struct engine *engine, enum wire_channel kind);
 
-/* RESET to INIT happens in channel_create. These bring it to RTR and RTS, and post every receive slot. */
-int channel_connect(struct channel *channel, const union ibv_gid *gid, uint16_t lid, uint32_t qp_num,
-                    uint32_t remote_psn, uint32_t local_psn);
+/* When it is in RTS (queue_pair.h): posts every receive slot. */
 int channel_post_all(struct channel *channel);
 
 /* A new queue pair in the place of one that failed, not connected yet. */
@@ -130,10 +134,18 @@ int channel_fail_verb(const struct channel *channel, const char *verb, int error
 bool channel_can_send(const struct channel *channel, enum wire_kind kind);
 int channel_send(struct channel *channel, const struct outgoing_message *message);
 
-/* Sends an acknowledgement with all that the peer should know, if it can. On eager channels only. */
+/* Sends an acknowledgement with all that the peer should know, if it can. On eager channels; on the others as a sign of
+ * life (keepalive.h). */
 int channel_acknowledge(struct channel *channel, uint16_t group, uint32_t ready, uint8_t flags, bool *sent);
 
-/* Sends everything again that has not been acknowledged. */
+/* Whether all repetitions have left the send queue. An acknowledgement says only that a message has left once: while its
+ * repetition waits there, the slot and the user's memory that it is read from must stay as they are. */
+bool channel_is_clear(const struct channel *channel);
+
+/* The slot of the first message that is not acknowledged; where all are, of the next one. */
+uint32_t channel_oldest_slot(const struct channel *channel);
+
+/* Sends everything again that has not been acknowledged, unless the last repetition has yet to leave. */
 int channel_resend(struct channel *channel);
 
 /* Sends the message in a slot of `channel` by another one, which must have room, and marks it as repeated. */

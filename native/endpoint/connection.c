@@ -13,8 +13,6 @@ enum connection_step {
 struct connection_message {
   uint32_t magic;
   uint32_t step;
-  union ibv_gid gids[WIRE_LINKS];
-  uint16_t lids[WIRE_LINKS];
   struct peer_address address;
 };
 
@@ -24,10 +22,6 @@ static int send_step(struct engine *engine, int32_t to, enum connection_step ste
     return fail(MLXDIST_INVALID_ARGUMENT, "ranks %d and %d are not connected, and there is no side channel to connect "
                 "them by", engine->rank, to);
   struct connection_message message = {.magic = WIRE_MAGIC, .step = step};
-  for (uint32_t link = 0; link < engine->links; link++) {
-    message.gids[link] = engine->devices[link].gid;
-    message.lids[link] = engine->devices[link].port.lid;
-  }
   peer_address(&engine->peers[to], &message.address);
   engine->side_channel(engine->side_channel_context, to, &message, sizeof message);
   return MLXDIST_OK;
@@ -84,18 +78,14 @@ int connection_make_all(struct operation *operation) {
   if (!status) status = begin_all(engine, &operation->out);
   if (!status) status = begin_all(engine, &operation->in);
   struct waiting wait = {0};
-  uint64_t begun = clock_ns(), now = begun;
+  uint64_t begun = clock_ns();
   while (!status && missing(operation)) {
     engine_lock(engine);
-    bool moved = false;
-    engine_turn(engine, &moved);
-    engine_look_at_timers(engine, now);
+    engine_wait(engine, &wait);
     engine_unlock(engine);
-    if (!moved) now = wait_turn(&wait);
-    double waited = now > begun ? (double)(now - begun) * 1e-9 : 0;
     status = failure_check(&engine->failure);
     const struct peer *late = missing(operation);
-    if (!status && late) status = deadline_connect(engine, late->rank, waited);
+    if (!status && late) status = deadline_connect(engine, late->rank, (double)(clock_ns() - begun) * 1e-9);
   }
   return status;
 }
@@ -109,7 +99,7 @@ static int take_address(struct engine *engine, struct peer *peer, const struct c
   bool created = false;
   engine_lock(engine);
   int status = create(engine, peer, &created);
-  if (!status && !peer->connected) status = peer_connect(peer, message->gids, message->lids, &message->address);
+  if (!status && !peer->connected) status = peer_connect(peer, &message->address);
   peer->usable = peer->connected && peer->answered;
   engine_unlock(engine);
   if (!status && created) status = send_step(engine, peer->rank, CONNECTION_ADDRESS);

@@ -32,34 +32,34 @@ void mlxdist_group_peer_news(mlxdist_group *group, int32_t rank, const char *tex
   engine_unlock(engine);
 }
 
-/* "for rank 0, which has not entered it (it is in all_gather #412 for 12.3 s)" */
-static void describe_wait(const struct engine *engine, const struct lateness *late, char *text, size_t bytes) {
+#define WAIT_BYTES 576
+
+/* "all_sum #7 of float32 [4] for rank 0, which has not entered it (it is in all_gather #412 for 12.3 s)" */
+static void describe_wait(const struct operation *operation, const struct lateness *late, char text[WAIT_BYTES]) {
+  char name[192];
+  layout_name(&operation->receives, operation->sequence, name, sizeof name);
   if (late->rank < 0) {
-    snprintf(text, bytes, "for its own messages to leave");
+    snprintf(text, WAIT_BYTES, "%s for its own messages to leave", name);
     return;
   }
-  const char *news = engine->peers[late->rank].news;
-  snprintf(text, bytes, "for rank %d, which has %s%s%s%s", late->rank,
+  const char *news = operation->group->engine->peers[late->rank].news;
+  snprintf(text, WAIT_BYTES, "%s for rank %d, which has %s%s%s%s", name, late->rank,
            late->entered ? "entered it" : "not entered it", news[0] ? " (it is " : "", news, news[0] ? ")" : "");
 }
 
 static void notice(struct operation *operation, double waited) {
   const struct engine *engine = operation->group->engine;
   struct lateness late = operation_late(operation);
-  char name[192], wait[384];
-  layout_name(&operation->receives, operation->sequence, name, sizeof name);
-  describe_wait(engine, &late, wait, sizeof wait);
-  debug(DEBUG_WARN, "deadline", "rank %d on %s has waited %.0f s in %s %s", engine->rank, engine->host, waited, name,
-        wait);
+  char wait[WAIT_BYTES];
+  describe_wait(operation, &late, wait);
+  debug(DEBUG_WARN, "deadline", "rank %d on %s has waited %.0f s in %s", engine->rank, engine->host, waited, wait);
 }
 
 static int fail_late(const struct operation *operation, const struct lateness *late, double waited) {
-  const struct engine *engine = operation->group->engine;
-  char name[192], wait[384];
-  layout_name(&operation->receives, operation->sequence, name, sizeof name);
-  describe_wait(engine, late, wait, sizeof wait);
-  return fail(MLXDIST_TIMEOUT, "rank %d waited %.1f s in %s %s, without any progress; is that rank %s? "
-              "MLXDIST_TIMEOUT=seconds allows more time (0: no limit)", engine->rank, waited, name, wait,
+  char wait[WAIT_BYTES];
+  describe_wait(operation, late, wait);
+  return fail(MLXDIST_TIMEOUT, "rank %d waited %.1f s in %s, without any progress; is that rank %s? "
+              "MLXDIST_TIMEOUT=seconds allows more time (0: no limit)", operation->group->engine->rank, waited, wait,
               late->entered ? "stopped, or its cable pulled" : "still working, or in another operation");
 }
 

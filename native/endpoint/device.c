@@ -1,47 +1,135 @@
 #include "device.h"
 
+#include "debug.h"
 #include "error.h"
+#include "explain.h"
 #include "mlxdist.h"
 
 #include <errno.h>
+#include <stdio.h>
 #include <string.h>
 
-int device_open(struct device *device, const struct verbs *verbs, int index, int32_t rank) {
-  device->verbs = verbs;
+int device_fail_verb(const struct device *device, const char *verb, int error) {
+  char text[VERBS_EXPLANATION_BYTES];
+  verbs_explain(verb, error, text, sizeof text);
+  return fail(MLXDIST_RESOURCES, "device %s of provider %s: %s failed: %s", device->name, device->verbs->name, verb,
+              text);
+}
+
+/* The context of the device of that name, or NULL with errno. */
+static struct ibv_context *open_by_name(const struct verbs *verbs, const char *name) {
   int devices = 0;
+  struct ibv_context *context = 0;
+  int error = ENODEV;
   struct ibv_device **list = verbs->get_device_list(&devices);
-  if (!list || devices <= index) {
-    if (list) verbs->free_device_list(list);
-    return fail(MLXDIST_RESOURCES, "provider %s lists %d devices, and %d are needed", verbs->name, devices, index + 1);
+  if (!list) return 0;
+  for (int i = 0; i < devices; i++) {
+    if (strcmp(verbs->get_device_name(list[i]), name) != 0) continue;
+    context = verbs->open_device(list[i]);
+    error = errno;
+    break;
   }
-  device->context = verbs->open_device(list[index]);
-  int error = errno;
   verbs->free_device_list(list);
-  if (!device->context)
-    return fail(MLXDIST_RESOURCES, "provider %s cannot open its device: %s", verbs->name, strerror(error));
-  if (verbs->pose_as_host) verbs->pose_as_host(device->context, (uint32_t)rank);
+  errno = error;
+  return context;
+}
+
+int device_open(struct device *device, const struct verbs *verbs, const char *name, const uint8_t *key, uint32_t host) {
+  device->verbs = verbs;
+  snprintf(device->name, sizeof device->name, "%s", name);
+  device->context = open_by_name(verbs, name);
+  if (!device->context && errno == ENODEV)
+    return fail(MLXDIST_RESOURCES, "provider %s has no device %s; `mlxdist devices` lists those that there are",
+                verbs->name, name);
+  if (!device->context) return device_fail_verb(device, "open_device", errno);
+  if (verbs->pose_as_host) verbs->pose_as_host(device->context, host);
+  int error = key && verbs->set_key ? verbs->set_key(device->context, key) : 0;
+  if (error)
+    return fail(MLXDIST_RESOURCES, "device %s of provider %s cannot listen for other hosts: %s", name, verbs->name,
+                strerror(error));
   struct ibv_device_attr attributes;
   error = verbs->query_device(device->context, &attributes);
-  if (!error) error = verbs->query_port(device->context, 1, &device->port);
-  if (!error && device->port.state != IBV_PORT_ACTIVE) error = ENETDOWN;
-  if (!error) error = verbs->query_gid(device->context, 1, 0, &device->gid);
-  if (error) return fail(MLXDIST_RESOURCES, "port 1 of provider %s is unusable: %s", verbs->name, strerror(error));
+  if (error) return device_fail_verb(device, "query_device", error);
+  error = verbs->query_port(device->context, 1, &device->port);
+  if (error) return device_fail_verb(device, "query_port", error);
+  if (device->port.state != IBV_PORT_ACTIVE)
+    return fail(MLXDIST_RESOURCES, "port 1 of device %s of provider %s is down; check the cable, and that the "
+                "interface is up at both ends", name, verbs->name);
   device->gathers = attributes.max_sge >= 2;
   device->whole_frames = verbs->whole_frames;
   device->max_frames = (uint32_t)attributes.max_qp_wr;
   device->pd = verbs->alloc_pd(device->context);
-  return device->pd ? MLXDIST_OK : fail(MLXDIST_RESOURCES, "alloc_pd failed: %s", strerror(errno));
+  return device->pd ? MLXDIST_OK : device_fail_verb(device, "alloc_pd", errno);
+}
+
+int device_gid(const struct device *device, int32_t index, union ibv_gid *gid) {
+  static const union ibv_gid none;
+  if (device->verbs->query_gid(device->context, 1, index, gid) == 0 && memcmp(gid, &none, sizeof none) != 0)
+    return MLXDIST_OK;
+  return fail(MLXDIST_RESOURCES, "device %s of provider %s has no address with index %d; `mlxdist devices` lists them",
+              device->name, device->verbs->name, index);
 }
 
 int device_create_cq(struct device *device, int entries) {
   device->cq = device->verbs->create_cq(device->context, entries, 0, 0, 0);
-  if (device->cq) return MLXDIST_OK;
-  return fail(MLXDIST_RESOURCES, "create_cq of %d entries failed: %s", entries, strerror(errno));
+  return device->cq ? MLXDIST_OK : device_fail_verb(device, "create_cq", errno);
+}
+
+bool device_is_up(const struct device *device) {
+  struct ibv_port_attr port;
+  return device->verbs->query_port(device->context, 1, &port) == 0 && port.state == IBV_PORT_ACTIVE;
+}
+
+/* Apple's technote registers for local writes alone, and llama.cpp found that refused: whichever works. */
+static struct ibv_mr *find_access(struct device *device, void *memory, uint64_t bytes) {
+  static const int flags[] = {IBV_ACCESS_LOCAL_WRITE,
+                              IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE};
+  struct ibv_mr *mr = 0;
+  errno = EINVAL;
+  for (size_t i = 0; i < sizeof flags / sizeof *flags && !mr && errno == EINVAL; i++) {
+    device->access = flags[i];
+    mr = device->verbs->reg_mr(device->pd, memory, bytes, device->access);
+  }
+  if (!mr) device->access = 0;
+  else debug(DEBUG_INFO, "connection", "device %s registers memory with access 0x%x", device->name, device->access);
+  return mr;
+}
+
+struct ibv_mr *device_register(struct device *device, void *memory, uint64_t bytes) {
+  struct ibv_mr *mr = device->access ? device->verbs->reg_mr(device->pd, memory, bytes, device->access)
+                                     : find_access(device, memory, bytes);
+  if (mr) device->regions++;
+  return mr;
+}
+
+struct ibv_qp *device_create_qp(struct device *device, struct ibv_qp_init_attr *init) {
+  struct ibv_qp *qp = device->verbs->create_qp(device->pd, init);
+  if (qp) device->queue_pairs++;
+  return qp;
+}
+
+/* What is not given back costs the machine one of few objects, on Apple's until the next start. */
+static int note_refusal(struct device *device, const char *verb, int error) {
+  if (!error) return 0;
+  device->refused++;
+  debug(DEBUG_WARN, "connection", "device %s: %s was refused: %s", device->name, verb, strerror(error));
+  return error;
+}
+
+void device_deregister(struct device *device, struct ibv_mr *mr) {
+  note_refusal(device, "dereg_mr", device->verbs->dereg_mr(mr));
+}
+
+int device_destroy_qp(struct device *device, struct ibv_qp *qp) {
+  return note_refusal(device, "destroy_qp", device->verbs->destroy_qp(qp));
 }
 
 void device_close(struct device *device) {
-  if (device->cq) device->verbs->destroy_cq(device->cq);
-  if (device->pd) device->verbs->dealloc_pd(device->pd);
-  if (device->context) device->verbs->close_device(device->context);
+  const struct verbs *verbs = device->verbs;
+  if (device->cq) note_refusal(device, "destroy_cq", verbs->destroy_cq(device->cq));
+  if (device->pd) note_refusal(device, "dealloc_pd", verbs->dealloc_pd(device->pd));
+  if (device->context) note_refusal(device, "close_device", verbs->close_device(device->context));
+  debug(DEBUG_INFO, "connection", "device %s is closed: first its queue pairs (%u), then regions (%u), completion "
+        "queue and domain; refused: %u", device->name, device->queue_pairs, device->regions, device->refused);
   *device = (struct device){0};
 }

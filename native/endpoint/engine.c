@@ -1,7 +1,7 @@
 #include "engine.h"
 
 #include "cable.h"
-#include "debug.h"
+#include "links.h"
 #include "matching.h"
 #include "operation.h"
 #include "region.h"
@@ -17,42 +17,19 @@
 /* Another thread gets the lock within this time, or sleeps too deeply to wait for it. */
 #define YIELD_LIMIT_NS 1000000u
 
-/* Two windows of messages can be in a send queue: see create_queue_pair in channel.c. */
-static int check_frames(const struct engine *engine) {
-  const mlxdist_options *options = &engine->options;
-  uint32_t frames = 2 * options->bulk_slots * (options->bulk_slot_bytes / CHANNEL_EAGER_BYTES);
-  if (!engine->devices[0].whole_frames || frames <= engine->devices[0].max_frames) return MLXDIST_OK;
-  return fail(MLXDIST_INVALID_ARGUMENT, "%u bulk slots of %u bytes need %u frames in a queue, and the device has %u; "
-              "lower MLXDIST_BULK_SLOTS or MLXDIST_BULK_SLOT_BYTES", options->bulk_slots, options->bulk_slot_bytes,
-              frames, engine->devices[0].max_frames);
-}
-
-int engine_open(struct engine *engine) {
-  engine->verbs = verbs_choose(engine->options.soft_profile);
-  if (!engine->verbs)
-    return fail(MLXDIST_INVALID_ARGUMENT, "there is no soft profile %s; there are ideal, apple-tb5 and rxe "
-                "(MLXDIST_SOFT_PROFILE)", engine->options.soft_profile);
-  engine->links = engine->options.cables;
-  int status = MLXDIST_OK;
-  for (uint32_t link = 0; link < engine->links && !status; link++) {
-    status = device_open(&engine->devices[link], engine->verbs, (int)link, engine->rank);
-    /* Each channel has at most its receives, and two windows of sends, outstanding. */
-    int entries = 3 * (int)(engine->options.eager_slots + engine->options.bulk_slots) * (engine->size - 1);
-    if (!status) status = device_create_cq(&engine->devices[link], entries);
-  }
-  if (!status) status = check_frames(engine);
-  debug(DEBUG_INFO, "connection", "provider %s (%s), %u cables", engine->verbs->name, verbs_reason(), engine->links);
+int engine_open(struct engine *engine, const mlxdist_link *links) {
+  int status = links_open(engine, links);
   bool all = (uint32_t)engine->size <= engine->options.connect_at_start;
   for (int32_t rank = 0; rank < engine->size && all && !status; rank++)
-    if (rank != engine->rank && engine_has_wire(engine, engine->rank, rank))
-      status = peer_create(&engine->peers[rank], engine);
+    if (engine->peers[rank].link_count) status = peer_create(&engine->peers[rank], engine);
   return status;
 }
 
 void engine_close(struct engine *engine) {
+  for (int32_t rank = 0; rank < engine->size; rank++) peer_destroy_channels(&engine->peers[rank]);
   region_free_all(engine);
-  for (int32_t rank = 0; rank < engine->size; rank++) peer_destroy(&engine->peers[rank]);
-  for (uint32_t link = 0; link < WIRE_LINKS; link++) device_close(&engine->devices[link]);
+  for (int32_t rank = 0; rank < engine->size; rank++) peer_free_memory(&engine->peers[rank]);
+  links_close(engine);
 }
 
 void engine_lock(struct engine *engine) {
@@ -153,7 +130,7 @@ static void end_all(struct engine *engine) {
 void engine_turn(struct engine *engine, bool *moved) {
   struct operation *failed = 0;
   int status = MLXDIST_OK;
-  for (uint32_t link = 0; link < engine->links && !status; link++) status = poll(engine, &engine->devices[link], moved);
+  for (uint32_t i = 0; i < engine->device_count && !status; i++) status = poll(engine, &engine->devices[i], moved);
   if (!status) status = step_all(engine, moved, &failed);
   if (!status) failed = 0;
   if (!status) status = acknowledge(engine, *moved);
@@ -166,6 +143,16 @@ void engine_turn(struct engine *engine, bool *moved) {
   step_all(engine, moved, &failed);
   end_all(engine);
   *moved = true;
+}
+
+void engine_wait(struct engine *engine, struct waiting *wait) {
+  bool moved = false;
+  engine_turn(engine, &moved);
+  if (moved) return;
+  engine_unlock(engine);
+  uint64_t now = wait_turn(wait);
+  engine_lock(engine);
+  engine_look_at_timers(engine, now);
 }
 
 bool engine_is_settled(const struct engine *engine) {

@@ -27,9 +27,9 @@ struct engine {
   uint8_t *wires; /* size x size, NULL if every pair has a cable */
   mlxdist_tuning *tuning;
   uint64_t tuning_lines;
-  const struct verbs *verbs;
-  struct device devices[WIRE_LINKS];
-  uint32_t links; /* devices in use */
+  struct device *devices; /* all that any peer is reached by */
+  uint32_t device_count;
+  char provider[64]; /* name of their provider, or of all */
   struct peer *peers; /* one per rank; the own one stays empty */
   mlxdist_group **groups; /* by id; those that do not exist any more are NULL */
   uint32_t groups_room;
@@ -46,7 +46,7 @@ struct engine {
   atomic_int waiters;    /* threads that take turns until their operation has ended */
   struct failure failure;
   struct flight flight;
-  bool finalized;
+  atomic_bool finalized;
   bool ended; /* all operations have been told about the failure */
   struct engine_counters counters;
   uint64_t timers_ns; /* when the timers were looked at last */
@@ -62,7 +62,7 @@ struct engine {
 };
 
 /* Opens the devices, and creates the peers if all pairs are to be connected at the start. */
-int engine_open(struct engine *engine);
+int engine_open(struct engine *engine, const mlxdist_link *links);
 void engine_close(struct engine *engine);
 
 void engine_lock(struct engine *engine);
@@ -73,6 +73,9 @@ void engine_yield(struct engine *engine);
 /* With the lock: every operation as far as it goes, then what has completed. `moved` is set if anything has. An
  * error fails the engine and ends all operations. */
 void engine_turn(struct engine *engine, bool *moved);
+
+/* With the lock: a turn, and where nothing has moved a little waiting without the lock, and a look at the timers. */
+void engine_wait(struct engine *engine, struct waiting *wait);
 
 /* With the lock: repeats what was not acknowledged for long, acknowledges what found no ride, and fails operations
  * whose deadline has passed. Does so only now and then. */

@@ -38,11 +38,14 @@ static struct channel *channel_of(const struct stream *stream) {
   return best;
 }
 
-/* What left from the user's memory may have to leave again: it has to stay as it is until it is confirmed. */
+/* What left from the user's memory may have to leave again: it has to stay as it is until it is confirmed, and has left
+ * as often as it was sent. */
 static bool is_confirmed(const struct stream *stream) {
-  const struct peer *peer = stream->lane->peer;
-  for (uint32_t i = 0; stream->from_region >> i; i++)
-    if (stream->from_region >> i & 1 && !wire_at_least(peer->channels[i].acked, stream->unconfirmed[i])) return false;
+  for (uint32_t i = 0; stream->from_region >> i; i++) {
+    const struct channel *channel = &stream->lane->peer->channels[i];
+    bool here = stream->from_region >> i & 1;
+    if (here && !(wire_at_least(channel->acked, stream->unconfirmed[i]) && channel_is_clear(channel))) return false;
+  }
   return true;
 }
 

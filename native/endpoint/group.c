@@ -5,6 +5,7 @@
 #include "progress.h"
 #include "wires.h"
 
+#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -14,9 +15,7 @@
 struct group_address {
   uint32_t magic;
   int32_t rank, size;
-  uint16_t lids[WIRE_LINKS];
-  union ibv_gid gids[WIRE_LINKS];
-  uint32_t bulk_slot_bytes, bulk_slots, eager_slots, connect_at_start, links, checksum;
+  uint32_t bulk_slot_bytes, bulk_slots, eager_slots, connect_at_start, checksum, reliable;
 };
 
 const char *mlxdist_version(void) { return MLXDIST_VERSION; }
@@ -32,6 +31,7 @@ void mlxdist_default_options(mlxdist_options *options) {
                                .eager_slots = 32,
                                .cables = 1,
                                .connect_at_start = 8,
+                               .keepalive = 60,
                                .algo = MLXDIST_AUTO,
                                .soft_profile = "ideal"};
 }
@@ -40,8 +40,8 @@ static int check_options(int32_t rank, int32_t size, const mlxdist_options *opti
   if (size < 1 || size > GROUP_MAX_RANKS || rank < 0 || rank >= size)
     return fail(MLXDIST_INVALID_ARGUMENT, "rank %d of %d: the world has 1 to %d ranks, numbered from 0", rank, size,
                 GROUP_MAX_RANKS);
-  if (options->bulk_slot_bytes < 8192 || options->bulk_slot_bytes > 1 << 20 || options->bulk_slot_bytes % 4096)
-    return fail(MLXDIST_INVALID_ARGUMENT, "bulk slots of %u bytes: must be a multiple of 4096 from 8192 to 1 MiB",
+  if (options->bulk_slot_bytes < 4096 || options->bulk_slot_bytes > 1 << 20 || options->bulk_slot_bytes % 4096)
+    return fail(MLXDIST_INVALID_ARGUMENT, "bulk slots of %u bytes: must be a multiple of 4096, at most 1 MiB",
                 options->bulk_slot_bytes);
   if (options->bulk_slots < 2 || options->bulk_slots > 64 || options->eager_slots < 4 || options->eager_slots > 256)
     return fail(MLXDIST_INVALID_ARGUMENT, "%u bulk and %u eager slots: must be 2 to 64 and 4 to 256",
@@ -115,6 +115,7 @@ static struct engine *engine_new(int32_t rank, int32_t size, const mlxdist_optio
   engine->options = *options;
   engine->options.wires = 0; /* the caller's: copied below */
   engine->options.host = 0;
+  engine->options.links = 0; /* only for engine_open */
   if (options->host) snprintf(engine->host, sizeof engine->host, "%s", options->host);
   else if (gethostname(engine->host, sizeof engine->host - 1)) snprintf(engine->host, sizeof engine->host, "localhost");
   engine->next_group_id = 1;
@@ -158,7 +159,7 @@ int mlxdist_group_create(int32_t rank, int32_t size, const mlxdist_options *opti
   if (!engine || !engine->peers) status = fail(MLXDIST_RESOURCES, "out of memory for %d ranks", size);
   if (!status && options->wires) status = wires_copy(engine, options->wires);
   if (!status) status = flight_open(&engine->flight);
-  if (!status && size > 1) status = engine_open(engine);
+  if (!status && size > 1) status = engine_open(engine, options->links);
   if (!status) status = group_new(engine, 0, members, size, result);
   if (status && engine) engine_free(engine);
   return status;
@@ -189,12 +190,8 @@ int mlxdist_group_address(mlxdist_group *group, void *bytes) {
                                   .bulk_slots = engine->options.bulk_slots,
                                   .eager_slots = engine->options.eager_slots,
                                   .connect_at_start = engine->options.connect_at_start,
-                                  .links = engine->links,
-                                  .checksum = engine->options.checksum != 0};
-  for (uint32_t link = 0; link < engine->links; link++) {
-    address.gids[link] = engine->devices[link].gid;
-    address.lids[link] = engine->devices[link].port.lid;
-  }
+                                  .checksum = engine->options.checksum != 0,
+                                  .reliable = engine->options.reliable != 0};
   memcpy(bytes, &address, sizeof address);
   char *at = (char *)bytes + sizeof address;
   for (int32_t rank = 0; rank < engine->size; rank++, at += sizeof(struct peer_address)) {
@@ -214,13 +211,16 @@ static int check_address(const struct engine *engine, int32_t rank, const struct
       address->eager_slots != options->eager_slots)
     return fail(MLXDIST_MISMATCH, "ranks differ in their slots: rank %d has %u bulk slots of %u bytes and %u eager "
                 "ones, rank %d has %u of %u and %u; set MLXDIST_BULK_SLOTS, MLXDIST_BULK_SLOT_BYTES and "
-                "MLXDIST_EAGER_SLOTS alike on all", engine->rank, options->bulk_slots, options->bulk_slot_bytes,
-                options->eager_slots, rank, address->bulk_slots, address->bulk_slot_bytes, address->eager_slots);
-  if (address->connect_at_start != options->connect_at_start || address->links != engine->links)
-    return fail(MLXDIST_MISMATCH, "ranks differ in how they connect: rank %d connects up to %u ranks at the start by "
-                "%u cables, rank %d up to %u by %u; set MLXDIST_CONNECT_AT_START and MLXDIST_CABLES alike on all",
-                engine->rank, options->connect_at_start, engine->links, rank, address->connect_at_start,
-                address->links);
+                "MLXDIST_EAGER_SLOTS alike on all (slots of 4096 bytes where one of them has macOS 26.2, which takes "
+                "no more)", engine->rank, options->bulk_slots, options->bulk_slot_bytes, options->eager_slots, rank,
+                address->bulk_slots, address->bulk_slot_bytes, address->eager_slots);
+  if (address->connect_at_start != options->connect_at_start)
+    return fail(MLXDIST_MISMATCH, "ranks differ in how they connect: rank %d connects up to %u ranks at the start, "
+                "rank %d up to %u; set MLXDIST_CONNECT_AT_START alike on all", engine->rank, options->connect_at_start, rank,
+                address->connect_at_start);
+  if (address->reliable != (options->reliable != 0))
+    return fail(MLXDIST_MISMATCH, "rank %d and rank %d do not agree on the kind of queue pairs; set MLXDIST_QP alike "
+                "on all", engine->rank, rank);
   if (address->checksum != (engine->options.checksum != 0))
     return fail(MLXDIST_MISMATCH, "rank %d and rank %d do not agree on checksums; set MLXDIST_CHECKSUM alike on all",
                 engine->rank, rank);
@@ -245,18 +245,14 @@ int mlxdist_group_connect(mlxdist_group *group, const void *addresses, uint64_t 
     struct peer *peer = &engine->peers[rank];
     status = check_address(engine, rank, &address);
     if (status || !peer->channel_count) continue;
-    status = peer_connect(peer, address.gids, address.lids, &reached);
+    status = peer_connect(peer, &reached);
     peer->usable = !status; /* nobody sends before the barrier that follows */
   }
   return status || engine->size == 1 ? status : progress_start(engine);
 }
 
 const char *mlxdist_group_provider(mlxdist_group *group) {
-  return group->engine->verbs ? group->engine->verbs->name : "none";
-}
-
-const char *mlxdist_group_provider_reason(mlxdist_group *group) {
-  return group->engine->verbs ? verbs_reason() : "a group of one";
+  return group->engine->size > 1 ? group->engine->provider : "none";
 }
 
 int32_t mlxdist_group_rank(mlxdist_group *group) { return group->rank; }
@@ -285,17 +281,21 @@ int mlxdist_group_tune(mlxdist_group *group, const mlxdist_tuning *table, uint64
   return MLXDIST_OK;
 }
 
+/* A cable by its number in front: "1:drop=1/1". */
+static int inject(const struct device *device, const char *faults) {
+  bool one = faults[0] >= '0' && faults[0] <= '9' && faults[1] == ':';
+  if (one && (uint32_t)(faults[0] - '0') != device->cable) return 0;
+  if (!device->verbs->inject) return EOPNOTSUPP;
+  return device->verbs->inject(device->context, one ? faults + 2 : faults);
+}
+
 int mlxdist_group_inject(mlxdist_group *group, const char *faults) {
   struct engine *engine = group->engine;
   int error = 0;
   engine_lock(engine);
-  for (uint32_t link = 0; link < engine->links && !error; link++) {
-    bool one = faults[0] >= '0' && faults[0] <= '9' && faults[1] == ':';
-    if (!one || (uint32_t)(faults[0] - '0') == link)
-      error = engine->verbs->inject(engine->devices[link].context, one ? faults + 2 : faults);
-  }
+  for (uint32_t i = 0; i < engine->device_count && !error; i++) error = inject(&engine->devices[i], faults);
   engine_unlock(engine);
   if (!error) return MLXDIST_OK;
-  return fail(MLXDIST_INVALID_ARGUMENT, "provider %s knows no faults \"%s\": %s", engine->verbs->name, faults,
+  return fail(MLXDIST_INVALID_ARGUMENT, "provider %s knows no faults \"%s\": %s", engine->provider, faults,
               strerror(error));
 }

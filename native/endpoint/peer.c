@@ -3,6 +3,7 @@
 #include "cable.h"
 #include "debug.h"
 #include "engine.h"
+#include "queue_pair.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -17,32 +18,39 @@ uint32_t peer_random_psn(void) {
   return (uint32_t)(z >> 40);
 }
 
-static int create_slab(struct peer *peer, struct engine *engine, uint32_t link) {
-  struct slab *slab = &peer->slabs[link];
-  struct device *device = &engine->devices[link];
-  uint64_t eager = channel_memory_bytes(engine, WIRE_EAGER);
-  slab->bytes = eager + channel_memory_bytes(engine, WIRE_BULK);
-  slab->memory = device->verbs->alloc_memory(device->context, slab->bytes);
-  if (!slab->memory)
-    return fail(MLXDIST_RESOURCES, "no memory for the slabs to rank %d: %llu bytes", peer->rank,
-                (unsigned long long)slab->bytes);
-  slab->mr = device->verbs->reg_mr(device->pd, slab->memory, slab->bytes, IBV_ACCESS_LOCAL_WRITE);
-  if (!slab->mr) return fail(MLXDIST_RESOURCES, "reg_mr for rank %d failed: %s", peer->rank, strerror(errno));
+static int register_slab(struct engine *engine, struct link *link) {
+  link->slab.mr = device_register(link->device, link->slab.memory, link->slab.bytes);
+  if (!link->slab.mr) return device_fail_verb(link->device, "reg_mr", errno);
   count(&engine->counters.memory_registrations, 1);
-  count(&engine->counters.slab_bytes, slab->bytes);
+  count(&engine->counters.slab_bytes, link->slab.bytes);
+  return MLXDIST_OK;
+}
+
+static int create_channels(struct peer *peer, struct engine *engine, uint32_t index) {
+  struct link *link = &peer->links[index];
+  struct device *device = link->device;
+  uint64_t eager = channel_memory_bytes(engine, WIRE_EAGER);
+  link->mtu = device->port.active_mtu;
+  link->slab.bytes = eager + channel_memory_bytes(engine, WIRE_BULK);
+  link->slab.memory = device->verbs->alloc_memory(device->context, link->slab.bytes);
+  if (!link->slab.memory)
+    return fail(MLXDIST_RESOURCES, "no memory for the slabs to rank %d: %llu bytes", peer->rank,
+                (unsigned long long)link->slab.bytes);
   int status = MLXDIST_OK;
-  for (uint32_t index = 2 * link; index < 2 * link + 2 && !status; index++) {
-    peer->psn[index] = peer_random_psn();
-    char *memory = slab->memory + (index % 2 == WIRE_EAGER ? 0 : eager);
-    status = channel_create(&peer->channels[index], engine, peer, device, index, memory, slab->mr->lkey);
+  for (uint32_t i = 2 * index; i < 2 * index + 2 && !status; i++) {
+    peer->psn[i] = peer_random_psn();
+    char *memory = link->slab.memory + (i % 2 == WIRE_EAGER ? 0 : eager);
+    status = channel_create(&peer->channels[i], engine, peer, link, i, memory);
   }
+  if (!status) status = register_slab(engine, link);
+  for (uint32_t i = 2 * index; i < 2 * index + 2 && !status; i++) peer->channels[i].lkey = link->slab.mr->lkey;
   return status;
 }
 
 int peer_create(struct peer *peer, struct engine *engine) {
   int status = MLXDIST_OK;
-  for (uint32_t link = 0; link < engine->links && !status; link++) status = create_slab(peer, engine, link);
-  if (!status) peer->channel_count = 2 * engine->links;
+  for (uint32_t link = 0; link < peer->link_count && !status; link++) status = create_channels(peer, engine, link);
+  if (!status) peer->channel_count = 2 * peer->link_count;
   return status;
 }
 
@@ -54,34 +62,44 @@ static void release_early(struct peer *peer) {
   }
 }
 
-/* Queue pairs first, then registrations: Apple's provider fails to unmap a region that a queue pair uses. */
-void peer_destroy(struct peer *peer) {
+void peer_destroy_channels(struct peer *peer) {
   release_early(peer);
-  for (uint32_t i = 0; i < WIRE_CHANNELS; i++) {
-    struct channel *channel = &peer->channels[i];
-    struct device *device = channel->device;
-    if (!device) continue;
-    channel_destroy(channel);
-    if (i % 2 == 0) continue;
-    struct slab *slab = &peer->slabs[i / 2];
-    if (slab->mr) device->verbs->dereg_mr(slab->mr);
-    if (slab->memory) device->verbs->free_memory(device->context, slab->memory, slab->bytes);
+  for (uint32_t i = 0; i < WIRE_CHANNELS; i++) channel_destroy(&peer->channels[i]);
+}
+
+void peer_free_memory(struct peer *peer) {
+  for (uint32_t i = 0; i < peer->link_count; i++) {
+    struct link *link = &peer->links[i];
+    if (link->slab.mr) device_deregister(link->device, link->slab.mr);
+    if (link->slab.memory)
+      link->device->verbs->free_memory(link->device->context, link->slab.memory, link->slab.bytes);
   }
 }
 
 void peer_address(const struct peer *peer, struct peer_address *address) {
-  *address = (struct peer_address){0};
+  *address = (struct peer_address){.links = peer->link_count};
+  for (uint32_t i = 0; i < peer->link_count; i++) {
+    address->gids[i] = peer->links[i].gid;
+    address->lids[i] = peer->links[i].device->port.lid;
+    address->mtus[i] = (uint8_t)peer->links[i].device->port.active_mtu;
+  }
   for (uint32_t i = 0; i < peer->channel_count; i++) {
     address->qp_num[i] = peer->channels[i].qp->qp_num;
     address->psn[i] = peer->psn[i];
   }
 }
 
-int peer_connect(struct peer *peer, const union ibv_gid *gids, const uint16_t *lids,
-                 const struct peer_address *address) {
+int peer_connect(struct peer *peer, const struct peer_address *address) {
+  if (address->links != peer->link_count)
+    return fail(MLXDIST_MISMATCH, "ranks %d and %d do not agree on the cables between them: one has %u, the other %u; "
+                "set MLXDIST_CABLES and MLXDIST_RDMA alike on all", peer->channels[0].engine->rank, peer->rank,
+                peer->link_count, address->links);
+  for (uint32_t i = 0; i < peer->link_count; i++)
+    if (address->mtus[i] && address->mtus[i] < peer->links[i].mtu) peer->links[i].mtu = address->mtus[i];
   for (uint32_t i = 0; i < peer->channel_count; i++) {
     struct channel *channel = &peer->channels[i];
-    int status = channel_connect(channel, &gids[i / 2], lids[i / 2], address->qp_num[i], address->psn[i], peer->psn[i]);
+    int status = queue_pair_connect(channel, &address->gids[i / 2], address->lids[i / 2], address->qp_num[i],
+                                    address->psn[i], peer->psn[i]);
     if (!status) status = channel_post_all(channel);
     if (status) return status;
     channel->answered = channel->open = true; /* nobody sends before the peer is usable */

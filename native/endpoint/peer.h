@@ -8,18 +8,25 @@
 
 struct stream;
 
-/* All slots of one cable: one registration, since devices allow few. */
-struct slab {
-  char *memory;
-  uint64_t bytes;
-  struct ibv_mr *mr;
+/* A cable to the peer: this rank's end of it. */
+struct link {
+  struct device *device;
+  enum ibv_mtu mtu; /* of both ends */
+  int32_t gid_index;
+  union ibv_gid gid; /* the address of that index in the device's table: by it the peer reaches this rank */
+  struct {
+    char *memory;
+    uint64_t bytes;
+    struct ibv_mr *mr;
+  } slab; /* all slots: one registration, since devices allow few */
 };
 
 struct peer {
   int32_t rank; /* in the world */
   struct channel channels[WIRE_CHANNELS];
   uint32_t channel_count; /* 0: not connected */
-  struct slab slabs[WIRE_LINKS];
+  struct link links[WIRE_LINKS];
+  uint32_t link_count; /* 0: it cannot be reached */
   uint32_t psn[WIRE_CHANNELS];
   atomic_uint repairs_untold; /* channels with a new queue pair that the peer has to be told of, as a mask */
   bool connected; /* its queue pairs are ready to send, and receives are posted */
@@ -46,6 +53,10 @@ struct peer {
 
 /* How a peer reaches this rank's queue pairs. */
 struct peer_address {
+  uint32_t links;
+  uint16_t lids[WIRE_LINKS];
+  uint8_t mtus[WIRE_LINKS]; /* enum ibv_mtu */
+  union ibv_gid gids[WIRE_LINKS];
   uint32_t qp_num[WIRE_CHANNELS];
   uint32_t psn[WIRE_CHANNELS];
 };
@@ -54,12 +65,13 @@ struct peer_address {
 uint32_t peer_random_psn(void);
 
 int peer_create(struct peer *peer, struct engine *engine);
-void peer_destroy(struct peer *peer);
+/* First the queue pairs of all peers, then the memory of all: Apple's provider fails to unmap a region that a queue
+ * pair uses. */
+void peer_destroy_channels(struct peer *peer);
+void peer_free_memory(struct peer *peer);
 void peer_address(const struct peer *peer, struct peer_address *address);
 
-/* `gids` and `lids`: of the peer's device for each cable. */
-int peer_connect(struct peer *peer, const union ibv_gid *gids, const uint16_t *lids,
-                 const struct peer_address *address);
+int peer_connect(struct peer *peer, const struct peer_address *address);
 
 /* The channel for small messages, on the first cable that works. */
 static inline struct channel *peer_eager(struct peer *peer) {

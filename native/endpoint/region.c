@@ -14,29 +14,32 @@ static mlxdist_region *create(struct engine *engine, void *data, uint64_t bytes)
   if (!region) return 0;
   *region = (mlxdist_region){.engine = engine, .data = data, .bytes = bytes};
   region->windows = bytes ? (uint32_t)(window_of((char *)data + bytes - 1) - window_of(data) + 1) : 0;
-  for (uint32_t link = 0; link < engine->links && region->windows; link++)
-    region->registrations[link] = calloc(region->windows, sizeof(struct ibv_mr *));
-  for (uint32_t link = 0; link < engine->links && region->windows; link++)
-    if (!region->registrations[link]) region->windows = 0; /* it is copied then */
+  if (region->windows) region->registrations = calloc(engine->device_count * region->windows, sizeof(struct ibv_mr *));
+  if (!region->registrations) region->windows = 0; /* it is copied then */
   return region;
 }
 
-static void deregister(mlxdist_region *region, uint32_t link, uint32_t window) {
-  struct ibv_mr *registration = region->registrations[link][window];
-  if (!registration) return;
-  region->registrations[link][window] = 0;
-  if (!region->for_once) count(&region->engine->counters.registered_bytes, (uint64_t)-(int64_t)registration->length);
-  region->engine->devices[link].verbs->dereg_mr(registration);
+static struct ibv_mr **registration_of(const mlxdist_region *region, const struct device *device, uint64_t window) {
+  return &region->registrations[(uint64_t)(device - region->engine->devices) * region->windows + window];
+}
+
+static void deregister(mlxdist_region *region, struct device *device, uint32_t window) {
+  struct ibv_mr **registration = registration_of(region, device, window);
+  if (!*registration) return;
+  if (!region->for_once) count(&region->engine->counters.registered_bytes, (uint64_t)-(int64_t)(*registration)->length);
+  device_deregister(device, *registration);
+  *registration = 0;
 }
 
 static void deregister_all(mlxdist_region *region) {
-  for (uint32_t link = 0; link < region->engine->links; link++)
-    for (uint32_t window = 0; window < region->windows; window++) deregister(region, link, window);
+  for (uint32_t i = 0; i < region->engine->device_count; i++)
+    for (uint32_t window = 0; window < region->windows; window++)
+      deregister(region, &region->engine->devices[i], window);
 }
 
 static void destroy(mlxdist_region *region) {
   deregister_all(region);
-  for (uint32_t link = 0; link < WIRE_LINKS; link++) free(region->registrations[link]);
+  free(region->registrations);
   free(region);
 }
 
@@ -60,10 +63,11 @@ static mlxdist_region *find(const struct engine *engine, const char *data, uint6
 }
 
 void region_enter(struct stream *stream) {
-  struct engine *engine = stream->lane->peer->channels[WIRE_EAGER].engine;
-  if (!engine->devices[0].gathers || stream->bytes < WORTHWHILE_BYTES) return;
+  const struct channel *channel = &stream->lane->peer->channels[WIRE_EAGER]; /* all its cables are alike */
+  struct engine *engine = channel->engine;
+  if (!channel->device->gathers || stream->bytes < WORTHWHILE_BYTES) return;
   stream->region = find(engine, stream->data, stream->bytes);
-  if (!stream->region && engine->verbs->registers_freely) {
+  if (!stream->region && channel->device->verbs->registers_freely) {
     stream->region = create(engine, stream->data, stream->bytes);
     if (stream->region) stream->region->for_once = true;
   }
@@ -77,31 +81,29 @@ void region_leave(struct stream *stream) {
 }
 
 /* Registers the part of a region that lies in one window. */
-static struct ibv_mr *register_window(mlxdist_region *region, uint32_t link, uint32_t window) {
+static struct ibv_mr *register_window(mlxdist_region *region, struct device *device, uint64_t window) {
   struct engine *engine = region->engine;
-  struct device *device = &engine->devices[link];
   uint64_t first = (window_of(region->data) + window) << WINDOW_BITS, end = first + (1ull << WINDOW_BITS);
   uint64_t begin = (uint64_t)(uintptr_t)region->data, stop = begin + region->bytes;
   if (begin < first) begin = first;
   if (stop > end) stop = end;
   struct ibv_mr *registration;
   do {
-    registration = device->verbs->reg_mr(device->pd, (void *)(uintptr_t)begin, stop - begin, IBV_ACCESS_LOCAL_WRITE);
+    registration = device_register(device, (void *)(uintptr_t)begin, stop - begin);
   } while (!registration && evict(engine));
   if (!registration) return 0;
   count(&engine->counters.memory_registrations, 1);
   if (!region->for_once) count(&engine->counters.registered_bytes, stop - begin);
-  return region->registrations[link][window] = registration;
+  return *registration_of(region, device, window) = registration;
 }
 
 uint32_t region_lkey(mlxdist_region *region, struct device *device, const void *data, uint32_t bytes) {
   struct engine *engine = region->engine;
   uint64_t window = window_of(data) - window_of(region->data);
   if (!region->windows || window_of((const char *)data + bytes - 1) != window_of(data)) return 0;
-  uint32_t link = (uint32_t)(device - engine->devices);
-  struct ibv_mr *registration = region->registrations[link][window];
+  struct ibv_mr *registration = *registration_of(region, device, window);
   if (registration && !region->for_once) count(&engine->counters.registration_hits, 1);
-  if (!registration) registration = register_window(region, link, (uint32_t)window);
+  if (!registration) registration = register_window(region, device, window);
   region->used = ++engine->region_uses;
   return registration ? registration->lkey : 0;
 }
@@ -131,15 +133,7 @@ void mlxdist_unregister(mlxdist_region *region) {
   struct engine *engine = region->engine;
   struct waiting wait = {0};
   engine_lock(engine);
-  while (region->users) {
-    bool moved = false;
-    engine_turn(engine, &moved);
-    if (moved) continue;
-    engine_unlock(engine);
-    uint64_t now = wait_turn(&wait);
-    engine_lock(engine);
-    engine_look_at_timers(engine, now);
-  }
+  while (region->users) engine_wait(engine, &wait);
   mlxdist_region **place = &engine->regions;
   while (*place != region) place = &(*place)->next;
   *place = region->next;

@@ -20,7 +20,7 @@ struct mlxdist_region {
   struct engine *engine;
   char *data;
   uint64_t bytes;
-  struct ibv_mr **registrations[WIRE_LINKS]; /* one for each 4 GiB that it touches; NULL until used */
+  struct ibv_mr **registrations; /* for each device, one for each 4 GiB that it touches; NULL until used */
   uint32_t windows;
   int users;     /* streams */
   bool for_once; /* gone with its stream */

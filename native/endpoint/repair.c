@@ -3,8 +3,10 @@
 #include "debug.h"
 #include "engine.h"
 #include "progress.h"
+#include "queue_pair.h"
 #include "wc_status.h"
 
+#include <stdio.h>
 #include <string.h>
 
 #define REPAIR_MAGIC 0x5244584du /* "MXDR" */
@@ -32,7 +34,7 @@ static struct repair_message message_of(const struct channel *channel, enum repa
                                  .received = channel->received,
                                  .room = (uint16_t)channel_room(channel),
                                  .lid = channel->device->port.lid,
-                                 .gid = channel->device->gid};
+                                 .gid = channel->link->gid};
 }
 
 static void send_message(struct engine *engine, int32_t to, const struct repair_message *message) {
@@ -48,20 +50,33 @@ static int reopen(struct channel *channel, uint32_t epoch) {
   return status;
 }
 
-int repair_begin(struct channel *channel, enum ibv_wc_status wc_status) {
+static bool is_possible(const struct channel *channel) {
+  return channel->engine->side_channel && channel->peer->usable;
+}
+
+static int begin(struct channel *channel, const char *why) {
   struct engine *engine = channel->engine;
-  int32_t rank = channel->peer->rank;
-  const char *reason = verbs_wc_status_name(wc_status);
-  bool possible = engine->side_channel && channel->peer->usable;
-  if (!possible || channel->repairs++ == REPAIR_MOST)
-    return fail(MLXDIST_TRANSPORT, "the queue pair between rank %d and rank %d failed%s: a work request completed with "
-                "%s", engine->rank, rank, possible ? " again and again" : "", reason);
-  debug(DEBUG_WARN, "repair", "rank %d makes the %s queue pair to rank %d anew (%u): a work request completed with %s",
-        engine->rank, channel_name(channel), rank, channel->epoch + 1, reason);
+  debug(DEBUG_WARN, "repair", "rank %d makes the %s queue pair to rank %d anew (%u): %s", engine->rank,
+        channel_name(channel), channel->peer->rank, channel->epoch + 1, why);
   count(&engine->counters.reconnections, 1);
   int status = reopen(channel, channel->epoch + 1);
   progress_call(engine);
   return status;
+}
+
+int repair_begin(struct channel *channel, enum ibv_wc_status wc_status) {
+  char why[192];
+  snprintf(why, sizeof why, "a work request completed with %s", verbs_wc_status_name(wc_status));
+  if (is_possible(channel) && channel->repairs++ < REPAIR_MOST) return begin(channel, why);
+  return fail(MLXDIST_TRANSPORT, "the queue pair between rank %d and rank %d failed%s: %s", channel->engine->rank,
+              channel->peer->rank, is_possible(channel) ? " again and again" : "", why);
+}
+
+int repair_silent(struct channel *channel) {
+  struct channel *both = &channel->peer->channels[channel->index & ~1u];
+  if (!is_possible(channel) || channel->repairs++ || !both[0].open || !both[1].open) return MLXDIST_OK;
+  int status = begin(&both[0], "nothing is confirmed on this cable");
+  return status ? status : begin(&both[1], "nothing is confirmed on this cable");
 }
 
 static void tell_peer(struct engine *engine, struct peer *peer) {
@@ -99,8 +114,8 @@ static int take_repair(struct channel *channel, const struct repair_message *mes
   if (ahead < 0) return status; /* of a queue pair that has failed again: what this rank sent has crossed it */
   if (ahead > 0) status = reopen(channel, message->epoch);
   if (status || channel->connected) return status;
-  status = channel_connect(channel, &message->gid, message->lid, message->qp_num, message->psn,
-                           channel->peer->psn[channel->index]);
+  status = queue_pair_connect(channel, &message->gid, message->lid, message->qp_num, message->psn,
+                              channel->peer->psn[channel->index]);
   if (!status) status = channel_post_all(channel);
   *answers = !status;
   return status ? status : resume(channel);

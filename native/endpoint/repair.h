@@ -23,8 +23,15 @@
 /* So many queue pairs of a channel may fail, one after the other, before one of them has carried anything. */
 #define REPAIR_MOST 8u
 
+/* So many times a message was repeated when its queue pair seems to carry nothing any more: after 2.2 s. */
+#define REPAIR_REPEATS 6u
+
 /* With the lock: a work request on this channel has completed with an error. */
 int repair_begin(struct channel *channel, enum ibv_wc_status status);
+
+/* With the lock: nothing is confirmed, though nothing says that the queue pair is broken; one that was idle for too
+ * long is like this. Those of both channels of the cable are made anew, once until something is confirmed. */
+int repair_silent(struct channel *channel);
 
 /* Without the lock, which the side channel must not wait for: tells the peers of queue pairs that were made anew. */
 void repair_tell(struct engine *engine);

@@ -7,9 +7,10 @@ void mlxdist_group_stats(mlxdist_group *group, mlxdist_stats *stats) {
   struct engine_counters *e = &engine->counters;
   struct verbs_counters provider = {0};
   engine_lock(engine);
-  for (uint32_t link = 0; link < engine->links; link++) {
+  for (uint32_t i = 0; i < engine->device_count; i++) {
     struct verbs_counters one = {0};
-    engine->verbs->read_counters(engine->devices[link].context, &one);
+    const struct device *device = &engine->devices[i];
+    if (device->verbs->read_counters) device->verbs->read_counters(device->context, &one);
     provider.sends += one.sends;
     provider.receives += one.receives;
     provider.polls += one.polls;

@@ -2,8 +2,10 @@
 #include "cable.h"
 #include "deadline.h"
 #include "engine.h"
+#include "keepalive.h"
 #include "matching.h"
 #include "operation.h"
+#include "repair.h"
 
 /* How often the timers are looked at, at most. */
 #define LOOK_NS 2000000u
@@ -28,7 +30,9 @@ static int repeat(struct channel *channel, uint64_t now) {
     channel->unacked_since_ns = now;
     if (channel->patience_ns < REPEAT_MOST_NS) channel->patience_ns *= 2;
     int status = channel_resend(channel);
-    return status || ++channel->repeats < CABLE_REPEATS ? status : cable_suspect(channel);
+    if (status || ++channel->repeats < CABLE_REPEATS) return status;
+    status = cable_suspect(channel);
+    return status || channel->repeats != REPAIR_REPEATS ? status : repair_silent(channel);
   }
   return MLXDIST_OK;
 }
@@ -49,6 +53,7 @@ static int look_at_peer(struct peer *peer, uint64_t now) {
   for (uint32_t i = 0; i < peer->channel_count && !status; i++) {
     tell(&peer->channels[i], now);
     status = repeat(&peer->channels[i], now);
+    if (!status) status = keepalive_look(&peer->channels[i], now);
   }
   return status ? status : peer_acknowledge(peer, true);
 }

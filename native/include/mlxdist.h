@@ -119,6 +119,15 @@ typedef struct mlxdist_tuning {
   int32_t algorithm;
 } mlxdist_tuning;
 
+#define MLXDIST_LINKS 2 /* cables between two ranks, at most */
+
+/* By what messages to one rank leave. */
+typedef struct mlxdist_link {
+  const char *provider; /* "soft", "ibverbs" or "librdma"; NULL: there is no such link */
+  const char *device;   /* its name. Two links are of two devices */
+  int32_t gid_index;    /* of the address in the device's table by which the rank reaches this one */
+} mlxdist_link;
+
 typedef struct mlxdist_options {
   double timeout;            /* seconds without progress before a wait fails, once the rank that it waits for is in
                                 the operation too; 0: no limit */
@@ -128,13 +137,20 @@ typedef struct mlxdist_options {
   uint32_t bulk_slots;       /* bulk slots per peer and direction */
   uint32_t eager_slots;      /* eager slots (4096 bytes) per peer and direction */
   uint32_t cables;           /* devices that large messages to a peer are spread over: 1 or 2 */
+  const mlxdist_link *links; /* size x MLXDIST_LINKS: those to rank 0, to rank 1 ...; NULL: `cables` devices of the
+                                software provider to every rank. Copied */
+  int32_t reliable;          /* 1: queue pairs of the reliable connection (RC) instead of UC; not by every provider */
+  double keepalive;          /* seconds after which a queue pair that carries nothing sends a sign of life; 0: never */
+  int32_t has_key;           /* 1: there is a key, */
+  uint8_t key[16];           /* which the ranks of the job know: the software provider takes only them from outside */
   const uint8_t *wires;      /* size x size: whether two ranks are joined by a cable; NULL: all are. Where not all are,
                                 operations run around the ring of the cables, or are refused */
   uint32_t connect_at_start; /* up to so many ranks all pairs connect at the start; in larger worlds on first use */
   int32_t algo;              /* mlxdist_algorithm to use wherever an operation has it */
   int32_t checksum;          /* 1: every message carries a CRC32C, and what arrives damaged is sent again */
   const char *host;          /* name of this machine, for error texts; NULL: the system's. Copied */
-  const char *soft_profile;  /* the device that the software provider plays: "ideal", "apple-tb5" or "rxe" */
+  const char *soft_profile;  /* the device that the software provider plays: "ideal", "apple-tb5", "apple-tb5-26.2" or
+                                "rxe" */
 } mlxdist_options;
 
 /* Counters since the group was created. Operations, bytes and times are the group's own; queue pairs, and what they
@@ -188,9 +204,63 @@ const char *mlxdist_last_error(void);
 uint32_t mlxdist_dtype_size(int32_t dtype);
 const char *mlxdist_dtype_name(int32_t dtype);
 
-/* Name of the provider in use ("soft") and why it was chosen ("no RDMA device found"). */
+/* What an address of a device is good for. */
+typedef enum mlxdist_gid_type {
+  MLXDIST_GID_IB = 0,      /* InfiniBand */
+  MLXDIST_GID_ROCE_V1 = 1, /* RDMA over Ethernet frames: does not leave the segment */
+  MLXDIST_GID_ROCE_V2 = 2, /* over UDP */
+  MLXDIST_GID_UNKNOWN = 3, /* the provider does not say: Thunderbolt */
+  MLXDIST_GID_MEMORY = 4,  /* the software provider's: processes of this host */
+  MLXDIST_GID_TCP = 5,     /* the software provider's: other hosts */
+} mlxdist_gid_type;
+
+/* An address of a device, a line of its port's table. */
+typedef struct mlxdist_gid {
+  uint8_t bytes[16];
+  int32_t index;       /* of the line */
+  int32_t type;        /* mlxdist_gid_type */
+  int32_t prefix;      /* ::ffff:a.b.c.d: bits of the IPv4 subnet; -1 where that is not known */
+  char interface[16];  /* "en2"; "" where there is none */
+} mlxdist_gid;
+
+#define MLXDIST_GIDS 64 /* addresses of a device that are listed, at most */
+
+typedef struct mlxdist_device {
+  char name[64];
+  char error[160];     /* the call that failed, and how; "" where everything below is known */
+  char firmware[64];
+  uint8_t guid[8];     /* of the device */
+  int32_t transport;   /* enum ibv_transport_type */
+  int32_t ports;       /* what follows is of the first one, which is the one that is used */
+  int32_t state;       /* enum ibv_port_state: 4 is active */
+  int32_t link_layer;  /* 1: InfiniBand, 2: Ethernet */
+  int32_t width;       /* ibv_port_attr.active_width, active_speed */
+  int32_t speed;
+  int32_t active_mtu;  /* bytes; 0 where the device does not say */
+  int32_t max_mtu;
+  uint32_t max_message;
+  uint64_t max_mr_size;
+  int32_t max_qp;
+  int32_t max_qp_wr;
+  int32_t max_sge;
+  int32_t max_cq;
+  int32_t max_cqe;
+  int32_t max_mr;
+  int32_t max_pd;
+  int32_t gid_count;   /* of those below */
+  mlxdist_gid gids[MLXDIST_GIDS]; /* those that are not zero */
+} mlxdist_device;
+
+/* The devices of a provider ("soft", "ibverbs", "librdma"): writes the first `room` of them and returns their number,
+ * or -1 with the text in mlxdist_last_error(). Each is opened and closed. `soft_profile` counts for "soft". */
+int64_t mlxdist_devices(const char *provider, const char *soft_profile, mlxdist_device *devices, uint64_t room);
+
+/* The call of the library that mlxdist_devices is in, in any thread: "ibv_open_device(rdma_en2)"; "" in none. Drivers
+ * have calls that never return. */
+void mlxdist_devices_call(char *text, uint64_t room);
+
+/* Name of the provider in use ("soft"), or of all of them ("ibverbs+soft"). */
 const char *mlxdist_group_provider(mlxdist_group *group);
-const char *mlxdist_group_provider_reason(mlxdist_group *group);
 
 void mlxdist_default_options(mlxdist_options *options);
 

@@ -1,6 +1,8 @@
 /* Completion queues. */
 #include "soft.h"
 
+#include "tcp.h"
+
 #include <errno.h>
 #include <stdlib.h>
 
@@ -28,10 +30,12 @@ struct ibv_cq *soft_create_cq(struct ibv_context *verbs, int cqe, void *cq_conte
   return &cq->verbs;
 }
 
+/* EBUSY while queue pairs use it; with the strict order, while there are regions too. */
 int soft_destroy_cq(struct ibv_cq *verbs) {
   struct soft_cq *cq = soft_cq(verbs);
-  if (cq->users) return soft_error(EBUSY);
-  soft_context(verbs->context)->cqs--;
+  struct soft_context *context = soft_context(verbs->context);
+  if (cq->users || (context->profile->strict_order && context->mr_count)) return soft_error(EBUSY);
+  context->cqs--;
   free(cq->sends);
   free(cq);
   return 0;
@@ -77,12 +81,15 @@ static uint64_t count_outstanding(const struct soft_cq *cq) {
 
 /* A device has nowhere to put the completion: the queue is lost, and all that rely on it with it. */
 static void fail_by_overrun(struct soft_cq *cq) {
-  const struct soft_context *context = soft_context(cq->verbs.context);
+  struct soft_context *context = soft_context(cq->verbs.context);
   cq->overrun = true;
   cq->survivors = cq->verbs.cqe;
+  if (context->async) soft_async_raise(context, (struct ibv_async_event){{.cq = &cq->verbs}, IBV_EVENT_CQ_ERR});
   for (int i = 0; i < SOFT_MAX_QP; i++) {
     struct soft_qp *qp = context->qps[i];
-    if (qp && (qp->verbs.send_cq == &cq->verbs || qp->verbs.recv_cq == &cq->verbs)) soft_qp_fail(qp);
+    if (!qp || (qp->verbs.send_cq != &cq->verbs && qp->verbs.recv_cq != &cq->verbs)) continue;
+    soft_qp_fail(qp);
+    if (context->async) soft_async_raise(context, (struct ibv_async_event){{.qp = &qp->verbs}, IBV_EVENT_QP_FATAL});
   }
 }
 
@@ -91,7 +98,7 @@ static bool may_overrun(const struct soft_cq *cq) {
   return cq->demand > (uint64_t)cq->verbs.cqe;
 }
 
-void soft_cq_add(struct soft_qp *qp, uint64_t wr_id, enum ibv_wc_status status) {
+void soft_cq_add(struct soft_qp *qp, const struct ibv_send_wr *wr, enum ibv_wc_status status) {
   struct soft_cq *cq = soft_cq(qp->verbs.send_cq);
   uint32_t size = (uint32_t)cq->verbs.cqe;
   if (may_overrun(cq) && (cq->overrun || count_outstanding(cq) >= size)) {
@@ -99,7 +106,13 @@ void soft_cq_add(struct soft_qp *qp, uint64_t wr_id, enum ibv_wc_status status) 
     return;
   }
   cq->sends[(cq->send_head + cq->send_count++) % size] = (struct soft_send_completion){
-      .qp = qp, .wr_id = wr_id, .position = qp->sq_left, .frames = qp->sq_left_frames, .status = status};
+      .qp = qp,
+      .wr_id = wr->wr_id,
+      .position = qp->sq_left,
+      .frames = qp->sq_left_frames,
+      .status = status,
+      .opcode = __builtin_expect(soft_is_write(wr->opcode), 0) ? IBV_WC_RDMA_WRITE : IBV_WC_SEND,
+  };
 }
 
 void soft_cq_discard(struct soft_qp *qp) {
@@ -122,7 +135,7 @@ static int take_sends(struct soft_cq *cq, int num_entries, struct ibv_wc *wc) {
     wc[count] = (struct ibv_wc){
         .wr_id = completion->wr_id,
         .status = completion->status,
-        .opcode = IBV_WC_SEND,
+        .opcode = completion->opcode,
         .qp_num = completion->qp->verbs.qp_num,
     };
     cq->send_count--;
@@ -148,12 +161,17 @@ static bool take_receive(struct soft_qp *qp, struct ibv_wc *wc) {
     wc->byte_len = completion->byte_len;
     wc->imm_data = completion->imm_data;
     wc->wc_flags = completion->wc_flags;
-    if (wc->status == IBV_WC_SUCCESS && wc->byte_len > receive->length) wc->status = IBV_WC_LOC_LEN_ERR;
+    if (__builtin_expect(wc->wc_flags & COMPLETED_BY_WRITE, 0)) {
+      wc->wc_flags &= ~COMPLETED_BY_WRITE;
+      wc->opcode = IBV_WC_RECV_RDMA_WITH_IMM;
+    } else if (wc->status == IBV_WC_SUCCESS && wc->byte_len > receive->length) wc->status = IBV_WC_LOC_LEN_ERR;
   }
+  if (__builtin_expect(qp->bounces != NULL, 0)) soft_bounce_take(qp, wc);
   if (receive->mr) receive->mr->receives--;
   qp->rq_head++;
-  if (soft_context(qp->verbs.context)->profile->max_frames) qp->rq_frames -= soft_frames(receive->length);
+  if (soft_context(qp->verbs.context)->profile->frames) qp->rq_frames -= soft_frames(receive->length);
   if (wc->status != IBV_WC_SUCCESS) soft_qp_fail(qp);
+  if (__builtin_expect(soft_context(qp->verbs.context)->faults.idle_ms, 0)) soft_idle_carried(qp);
   return true;
 }
 
@@ -162,6 +180,7 @@ int soft_poll_cq(struct ibv_cq *verbs, int num_entries, struct ibv_wc *wc) {
   struct soft_cq *cq = soft_cq(verbs);
   struct soft_context *context = soft_context(verbs->context);
   context->counters.polls++;
+  if (__builtin_expect(context->tcp_users != 0, 0)) soft_tcp_progress(context);
   if (context->held) soft_send_held(context);
   if (num_entries < 0) return -EINVAL;
   if (may_overrun(cq) && !cq->overrun && count_outstanding(cq) > (uint64_t)verbs->cqe) fail_by_overrun(cq);

@@ -58,6 +58,7 @@ static bool read_fault(const char **text, struct soft_faults *faults) {
     if (read_name(text, kinds[kind])) return read_rule(text, &faults->rules[kind]);
   if (read_name(text, "delay=")) return read_number(text, &faults->delay_us);
   if (read_name(text, "jitter=")) return read_number(text, &faults->jitter_us);
+  if (read_name(text, "idle=")) return read_number(text, &faults->idle_ms);
   if (read_name(text, "link=")) return read_link(text, &faults->link_down);
   if (read_name(text, "seed=")) return read_seed(text, &faults->generator);
   if (!read_name(text, "none")) return false;
@@ -66,7 +67,7 @@ static bool read_fault(const char **text, struct soft_faults *faults) {
 }
 
 static void note_any(struct soft_faults *faults) {
-  faults->any = faults->link_down || faults->delay_us || faults->jitter_us;
+  faults->any = faults->link_down || faults->delay_us || faults->jitter_us || faults->idle_ms;
   for (int kind = 0; kind < SOFT_FAULTS; kind++) {
     const struct soft_rule *rule = &faults->rules[kind];
     faults->any |= rule->times || rule->next || rule->after;

@@ -14,6 +14,9 @@
  *   delay=500        every SEND leaves so many microseconds late,
  *   jitter=200       and up to so many more, drawn for each
  *   link=down        every SEND is lost and the port is DOWN, as with a pulled cable, until link=up
+ *   idle=200         a queue pair that has carried nothing, either way, for more than so many milliseconds loses every
+ *                    SEND from then on, while the port stays ACTIVE, as Thunderbolt's do after about 23 minutes; a new
+ *                    queue pair works
  *   seed=7           the generator behind the chances begins anew: the same seed and SENDs give the same faults
  *   none             ends all faults, those to its left too; the generator stays where it is
  *
@@ -23,6 +26,8 @@
  * Faults belong to the device context that sends, and count the SENDs of all its queue pairs. A lost SEND completes
  * successfully and takes no receive of the peer: nothing but the counters shows that it was meant to be lost. A SEND
  * that fails locally is not counted. Where several faults hit one SEND, die comes before error before drop.
+ *
+ * An RDMA_WRITE is a SEND here, but always arrives as it was: truncate and corrupt leave it alone.
  *
  * There is no thread: a late SEND stays in its queue, with those behind it, and leaves at the first post_send to the
  * queue pair or poll_cq of the context after its time. It completes when it leaves; until then its memory is in use.
@@ -57,6 +62,7 @@ struct soft_faults {
   struct soft_rule rules[SOFT_FAULTS];
   uint32_t delay_us;
   uint32_t jitter_us;
+  uint32_t idle_ms;
   uint64_t generator;
 };
 

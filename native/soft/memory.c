@@ -85,15 +85,22 @@ bool soft_in_arena(const struct soft_context *context, uint64_t addr, uint64_t l
   return addr >= start && length <= bytes && addr - start <= bytes - length;
 }
 
+static bool crosses_4_gib(const void *addr, size_t length) {
+  return (uint64_t)(uintptr_t)addr >> 32 != ((uint64_t)(uintptr_t)addr + length - 1) >> 32;
+}
+
 /* An lkey is the region's place in the table and the number of its registration, so a stale key does not match a
  * later region. The memory is not touched: whether it is there matters when it is used. */
 struct ibv_mr *soft_reg_mr(struct ibv_pd *pd, void *addr, size_t length, int access) {
   const int remote = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
+  const int wide = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE;
   const int known = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_RELAXED_ORDERING | remote;
   struct soft_context *context = soft_context(pd->context);
   bool bad_access = (access & ~known) || ((access & remote) && !(access & IBV_ACCESS_LOCAL_WRITE));
+  bad_access |= context->profile->wide_access && (access & wide) != wide;
   bool bad_range = !addr || length == 0 || (uintptr_t)addr + length < (uintptr_t)addr;
-  if (bad_access || bad_range || (uintptr_t)addr % context->profile->mr_alignment) {
+  bool too_far = context->profile->short_regions && crosses_4_gib(addr, length);
+  if (bad_access || bad_range || too_far || (uintptr_t)addr % context->profile->mr_alignment) {
     errno = EINVAL;
     return NULL;
   }
@@ -114,14 +121,26 @@ struct ibv_mr *soft_reg_mr(struct ibv_pd *pd, void *addr, size_t length, int acc
   context->mrs[place] = mr;
   context->mr_count++;
   soft_pd(pd)->users++;
+  if (access & IBV_ACCESS_REMOTE_WRITE) soft_publish_region(mr);
   return &mr->verbs;
 }
 
-/* EBUSY while receives into the region are outstanding: the peer could not be kept from writing there. */
+/* Where regions are mapped at RTR: until the queue pair is destroyed. */
+static bool is_mapped(const struct soft_mr *mr) {
+  const struct soft_context *context = soft_context(mr->verbs.context);
+  for (int i = 0; i < SOFT_MAX_QP && !context->profile->late_regions; i++) {
+    const struct soft_qp *qp = context->qps[i];
+    if (qp && qp->verbs.pd == mr->verbs.pd && mr->number <= qp->last_mr) return true;
+  }
+  return false;
+}
+
+/* EBUSY while receives into the region are outstanding, or if a peer was stopped in the middle of an RDMA_WRITE to it,
+ * as it could not be kept from writing there. Where queue pairs map regions, while one is there that has. */
 int soft_dereg_mr(struct ibv_mr *verbs) {
   struct soft_mr *mr = soft_mr(verbs);
   struct soft_context *context = soft_context(verbs->context);
-  if (mr->receives) return soft_error(EBUSY);
+  if (mr->receives || is_mapped(mr) || soft_withdraw_region(mr)) return soft_error(EBUSY);
   soft_pd(verbs->pd)->users--;
   context->mrs[verbs->handle] = NULL;
   context->mr_count--;

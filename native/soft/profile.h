@@ -2,9 +2,10 @@
  * What kind of device the provider plays: its limits and rules, enforced exactly, so that a program that breaks one
  * breaks it here first.
  *
- *   ideal      no more limits than this provider needs itself
- *   apple-tb5  RDMA over Thunderbolt 5 on macOS
- *   rxe        soft-RoCE of Linux on an Ethernet of 1500 bytes, as far as this provider reaches
+ *   ideal           no more limits than this provider needs itself
+ *   apple-tb5       RDMA over Thunderbolt 5 on macOS 26.3 and later
+ *   apple-tb5-26.2  on macOS 26.2, where a message is one frame
+ *   rxe             soft-RoCE of Linux on an Ethernet of 1500 bytes, as far as this provider reaches
  */
 #ifndef MLXDIST_SOFT_PROFILE_H
 #define MLXDIST_SOFT_PROFILE_H
@@ -19,6 +20,7 @@
 
 struct soft_profile {
   const char *name;
+  int devices; /* that it lists */
   uint32_t max_qp; /* on more, create_qp fails with ENOMEM; or, if shared, with EBUSY */
   uint32_t max_wr;
   uint32_t max_send_sge;
@@ -27,26 +29,43 @@ struct soft_profile {
   uint32_t max_cqe;
   uint32_t max_mr;
   uint32_t max_message;
-  uint32_t max_frames;   /* of the work requests in one queue; 0: frames do not matter. A SEND must have as many as the
-                            receive that it meets, which otherwise fails with a length error */
+  uint32_t least_wr;     /* queues are made deeper than asked for: at least so deep, and 2^n - 1 */
   uint32_t mr_alignment; /* of a memory region's address */
-  enum ibv_mtu active_mtu;
+  enum ibv_mtu active_mtu; /* that the port says, */
+  enum ibv_mtu path_mtu;   /* and the most that a queue pair takes */
+  bool frames;           /* queues are counted in frames. A SEND must have as many as the receive that it meets, which
+                            otherwise fails with a length error */
   bool shares_qp;        /* max_qp is for all processes that use the device */
   bool credit;           /* a SEND that meets no receive waits for one, and is not dropped */
   bool drops_too_long;   /* a SEND that is longer than the receive is dropped without taking it */
   bool immediate;        /* SEND_WITH_IMM */
+  bool writes;           /* RDMA_WRITE, with immediate data too */
   bool early_receives;   /* receives may be posted before RTS */
-  bool late_regions;     /* memory regions work with queue pairs that were in RTR before */
+  bool late_regions;     /* memory regions work with queue pairs that were in RTR before, and may go while these are
+                            there; else a queue pair maps the regions of its domain at RTR, until it is destroyed */
+  bool one_cable;        /* a device reaches the first peer that it was connected to and no other, and a process
+                            opens it once */
+  bool strict_order;     /* regions are deregistered before completion queues are destroyed, these before domains */
+  bool wide_access;      /* a region needs the flags for remote access as well */
+  bool short_regions;    /* a region lies within 4 GiB of the address space, between multiples of that */
   bool goes_to_err;      /* modify_qp to ERR */
 };
 
-enum soft_profiles { SOFT_IDEAL, SOFT_APPLE_TB5, SOFT_RXE, SOFT_PROFILES };
+enum soft_profiles { SOFT_IDEAL, SOFT_APPLE_TB5, SOFT_APPLE_TB5_26_2, SOFT_RXE, SOFT_PROFILES };
+
+/* The most that a profile lists: for 8 ranks one a peer and cable. */
+#define SOFT_DEVICES 14
 
 extern const struct soft_profile soft_profiles[SOFT_PROFILES];
 
 /* How many frames a message takes. */
 static inline uint32_t soft_frames(uint32_t bytes) {
   return bytes ? (uint32_t)(((uint64_t)bytes + SOFT_FRAME_BYTES - 1) / SOFT_FRAME_BYTES) : 1;
+}
+
+/* Whether a message may go into a receive. */
+static inline bool soft_fits(const struct soft_profile *profile, uint32_t message, uint32_t receive) {
+  return message <= receive && (!profile->frames || soft_frames(message) == soft_frames(receive));
 }
 
 #endif

@@ -2,6 +2,8 @@
 #define _POSIX_C_SOURCE 200809L
 #include "soft.h"
 
+#include "tcp.h"
+
 #include <errno.h>
 #include <sched.h>
 #include <stdlib.h>
@@ -18,6 +20,13 @@ static uint32_t power_of_two(uint32_t at_least) {
   uint32_t size = 1;
   while (size < at_least) size *= 2;
   return size;
+}
+
+/* How deep a queue becomes. */
+static uint32_t queue_depth(const struct soft_profile *profile, uint32_t asked) {
+  if (!profile->least_wr) return asked;
+  uint32_t most = asked > profile->least_wr ? asked : profile->least_wr;
+  return power_of_two(most + 1) - 1;
 }
 
 static int check_init_attr(const struct ibv_pd *pd, const struct ibv_qp_init_attr *attr) {
@@ -45,6 +54,7 @@ static void start_receiving(struct soft_qp *qp) {
 static void free_qp(struct soft_qp *qp) {
   if (!qp) return;
   quota_return(qp->place);
+  free(qp->bounces);
   free(qp->receives);
   free(qp->held);
   free(qp);
@@ -79,6 +89,10 @@ struct ibv_qp *soft_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr) 
   while (place < SOFT_MAX_QP && context->qps[place]) place++;
   if (!error && place == SOFT_MAX_QP) error = ENOMEM;
   if (!error && context->tainted) error = EIO;
+  if (!error) {
+    attr->cap.max_send_wr = queue_depth(context->profile, attr->cap.max_send_wr);
+    attr->cap.max_recv_wr = queue_depth(context->profile, attr->cap.max_recv_wr);
+  }
   uint32_t ring_size = error ? 0 : power_of_two(attr->cap.max_recv_wr);
   uint32_t held_size = error ? 0 : power_of_two(attr->cap.max_send_wr);
   errno = error;
@@ -106,6 +120,8 @@ struct ibv_qp *soft_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr) 
   start_receiving(qp);
   atomic_store(&qp->shared->ring_size, ring_size);
   atomic_store(&qp->shared->attached, 0);
+  atomic_store(&qp->shared->pd, soft_pd(pd)->number);
+  atomic_store(&qp->shared->access, 0);
   atomic_store(&qp->shared->qp_num, qp->verbs.qp_num);
 
   soft_cq_attach(qp);
@@ -114,11 +130,10 @@ struct ibv_qp *soft_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr) 
   return &qp->verbs;
 }
 
-static bool wait_for_completion(const struct soft_qp *qp, uint64_t position) {
-  const struct shared_completion *completion = &qp->shared->completions[position & qp->rq_mask];
+bool soft_wait_for_copy(bool (*done)(const void *copy), const void *copy) {
   struct timespec start, now;
   clock_gettime(CLOCK_MONOTONIC, &start);
-  while (atomic_load_explicit(&completion->sequence, memory_order_acquire) != position + 1) {
+  while (!done(copy)) {
     clock_gettime(CLOCK_MONOTONIC, &now);
     int64_t nanoseconds = (now.tv_sec - start.tv_sec) * INT64_C(1000000000) + (now.tv_nsec - start.tv_nsec);
     if (nanoseconds > COPY_SECONDS * INT64_C(1000000000)) return false;
@@ -127,10 +142,26 @@ static bool wait_for_completion(const struct soft_qp *qp, uint64_t position) {
   return true;
 }
 
-/* After this no peer writes into the posted receives; those without a message are flushed. */
+struct awaited {
+  const struct shared_completion *completion;
+  uint64_t position;
+};
+
+static bool is_completed(const void *copy) {
+  const struct awaited *awaited = copy;
+  return atomic_load_explicit(&awaited->completion->sequence, memory_order_acquire) == awaited->position + 1;
+}
+
+static bool wait_for_completion(const struct soft_qp *qp, uint64_t position) {
+  struct awaited awaited = {&qp->shared->completions[position & qp->rq_mask], position};
+  return soft_wait_for_copy(is_completed, &awaited);
+}
+
+/* After this no peer writes into the posted receives, or with RDMA_WRITE; those without a message are flushed. */
 static void stop_receiving(struct soft_qp *qp) {
   struct soft_context *context = soft_context(qp->verbs.context);
   if (qp->rq_end != UINT64_MAX || !context->segment->layout) return;
+  if (qp->tcp) soft_tcp_stop(qp);
   uint64_t claimed = atomic_exchange(&qp->shared->claim, CLAIM_CLOSED) & ~CLAIM_CLOSED;
   if (claimed > qp->rq_posted) claimed = qp->rq_posted; /* no peer of ours wrote that */
   qp->rq_end = claimed > qp->rq_head ? claimed : qp->rq_head;
@@ -138,6 +169,7 @@ static void stop_receiving(struct soft_qp *qp) {
     qp->rq_end--;
     context->tainted = true;
   }
+  if (!soft_wait_for_writers(qp->shared)) context->tainted = true;
 }
 
 void soft_qp_fail(struct soft_qp *qp) {
@@ -150,6 +182,7 @@ void soft_qp_fail(struct soft_qp *qp) {
 static void leave_peer(struct soft_qp *qp) {
   if (qp->remote.segment) segment_release(qp->remote.segment);
   qp->remote = (struct soft_remote){0};
+  soft_tcp_forget(qp);
 }
 
 static void forget_receives(struct soft_qp *qp) {
@@ -170,6 +203,8 @@ static void reset(struct soft_qp *qp) {
   start_receiving(qp);
   atomic_store(&qp->shared->attached, 0);
   qp->attr = (struct ibv_qp_attr){0};
+  qp->carried_ns = 0;
+  qp->silent = false;
 }
 
 int soft_destroy_qp(struct ibv_qp *verbs) {
@@ -182,6 +217,7 @@ int soft_destroy_qp(struct ibv_qp *verbs) {
   if (context->segment->layout) atomic_store(&qp->shared->qp_num, 0);
   context->positions[verbs->handle] = qp->rq_posted;
   soft_cq_detach(qp);
+  soft_bounce_free(qp);
   soft_pd(verbs->pd)->users--;
   context->qps[verbs->handle] = NULL;
   free_qp(qp);
@@ -214,17 +250,18 @@ static int check_mask(enum ibv_qp_state from, enum ibv_qp_state to, int mask) {
   return EINVAL;
 }
 
-static int check_values(const struct ibv_qp_attr *attr, int mask) {
+static int check_values(const struct soft_context *context, const struct ibv_qp_attr *attr, int mask) {
   const int access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ |
                      IBV_ACCESS_REMOTE_ATOMIC;
   if ((mask & IBV_QP_PKEY_INDEX) && attr->pkey_index != 0) return EINVAL;
   if ((mask & IBV_QP_PORT) && attr->port_num != 1) return EINVAL;
   if ((mask & IBV_QP_ACCESS_FLAGS) && (attr->qp_access_flags & ~(unsigned)access)) return EINVAL;
-  if ((mask & IBV_QP_PATH_MTU) && (attr->path_mtu < IBV_MTU_256 || attr->path_mtu > IBV_MTU_4096)) return EINVAL;
+  const enum ibv_mtu most = context->profile->path_mtu;
+  if ((mask & IBV_QP_PATH_MTU) && (attr->path_mtu < IBV_MTU_256 || attr->path_mtu > most)) return EINVAL;
   if ((mask & IBV_QP_DEST_QPN) && attr->dest_qp_num > QPN_MASK) return EINVAL;
   if (mask & IBV_QP_AV) {
     const struct ibv_ah_attr *ah = &attr->ah_attr;
-    if (!ah->is_global || ah->grh.sgid_index != 0 || ah->port_num != 1) return EINVAL;
+    if (!ah->is_global || ah->grh.sgid_index > context->addresses.count || ah->port_num != 1) return EINVAL;
   }
   return 0;
 }
@@ -240,8 +277,24 @@ static void store_values(struct ibv_qp_attr *to, const struct ibv_qp_attr *from,
   if (mask & IBV_QP_SQ_PSN) to->sq_psn = from->sq_psn & PSN_MASK;
 }
 
+/* Lets the peer send. */
+static void start_claims(struct soft_qp *qp, const struct ibv_qp_attr *attr, uint64_t peer_cookie) {
+  struct shared_queue_pair *shared = qp->shared;
+  atomic_store_explicit(&shared->peer_cookie, peer_cookie, memory_order_relaxed);
+  atomic_store_explicit(&shared->peer_qp_num, attr->dest_qp_num, memory_order_relaxed);
+  atomic_store_explicit(&shared->rq_psn, attr->rq_psn & PSN_MASK, memory_order_relaxed);
+  atomic_store_explicit(&shared->claim, qp->rq_head, memory_order_release);
+}
+
+/* To the listener of a peer on another host. No peer on this one has the cookie 0, so none may send. */
+static int connect_by_tcp(struct soft_qp *qp, const struct ibv_qp_attr *attr) {
+  int error = soft_tcp_address(qp, &attr->ah_attr);
+  if (!error) start_claims(qp, attr, 0);
+  return error;
+}
+
 /* Maps the peer's segment, then lets the peer send. */
-static int connect_peer(struct soft_qp *qp, const struct ibv_qp_attr *attr) {
+static int connect_by_memory(struct soft_qp *qp, const struct ibv_qp_attr *attr) {
   struct soft_remote *remote = &qp->remote;
   int error = segment_open(&attr->ah_attr.grh.dgid, &remote->segment);
   if (error) return error;
@@ -251,13 +304,13 @@ static int connect_peer(struct soft_qp *qp, const struct ibv_qp_attr *attr) {
   }
   remote->shared = &remote->segment->layout->queue_pairs[attr->dest_qp_num % SOFT_MAX_QP];
   if (atomic_load(&remote->shared->qp_num) == attr->dest_qp_num) atomic_store(&remote->shared->attached, 1);
-
-  struct shared_queue_pair *shared = qp->shared;
-  atomic_store_explicit(&shared->peer_cookie, remote->segment->cookie, memory_order_relaxed);
-  atomic_store_explicit(&shared->peer_qp_num, attr->dest_qp_num, memory_order_relaxed);
-  atomic_store_explicit(&shared->rq_psn, attr->rq_psn & PSN_MASK, memory_order_relaxed);
-  atomic_store_explicit(&shared->claim, qp->rq_head, memory_order_release);
+  start_claims(qp, attr, remote->segment->cookie);
   return 0;
+}
+
+/* By the wire that the sender's own address is for. */
+static int connect_peer(struct soft_qp *qp, const struct ibv_qp_attr *attr) {
+  return attr->ah_attr.grh.sgid_index ? connect_by_tcp(qp, attr) : connect_by_memory(qp, attr);
 }
 
 void soft_remove_name(struct soft_context *context) {
@@ -265,7 +318,7 @@ void soft_remove_name(struct soft_context *context) {
     const struct soft_qp *qp = context->qps[i];
     if (!qp) continue;
     if (qp->verbs.state != IBV_QPS_RTR && qp->verbs.state != IBV_QPS_RTS) return;
-    if (!atomic_load_explicit(&qp->shared->attached, memory_order_relaxed)) return;
+    if (!qp->tcp && !atomic_load_explicit(&qp->shared->attached, memory_order_relaxed)) return;
   }
   segment_remove_name(context->segment);
 }
@@ -278,8 +331,8 @@ static void notice_failure(struct soft_qp *qp) {
 }
 
 /* EINVAL for a transition, a mask or a value that is not allowed. To INIT also EIO, if the context is tainted;
- * to RTR also what segment_open returns, and EINVAL if the peer plays another device: the queue pair then stays in
- * INIT. */
+ * to RTR also what segment_open returns, EINVAL if the peer plays another device, or is on another host and there is no
+ * key, and ETIMEDOUT if the device is a cable to another peer: the queue pair then stays in INIT. */
 int soft_modify_qp(struct ibv_qp *verbs, struct ibv_qp_attr *attr, int attr_mask) {
   struct soft_qp *qp = soft_qp(verbs);
   struct soft_context *context = soft_context(verbs->context);
@@ -288,9 +341,13 @@ int soft_modify_qp(struct ibv_qp *verbs, struct ibv_qp_attr *attr, int attr_mask
   enum ibv_qp_state to = attr_mask & IBV_QP_STATE ? attr->qp_state : from;
   if ((attr_mask & IBV_QP_CUR_STATE) && attr->cur_qp_state != from) return soft_error(EINVAL);
   int error = to == IBV_QPS_ERR && !context->profile->goes_to_err ? EINVAL : check_mask(from, to, attr_mask);
-  if (!error) error = check_values(attr, attr_mask);
+  if (!error) error = check_values(context, attr, attr_mask);
   if (!error && from == IBV_QPS_RESET && to == IBV_QPS_INIT && context->tainted) error = EIO;
-  if (!error && from == IBV_QPS_INIT && to == IBV_QPS_RTR) error = connect_peer(qp, attr);
+  if (!error && from == IBV_QPS_INIT && to == IBV_QPS_RTR) {
+    error = soft_cable_reaches(context, &attr->ah_attr);
+    if (!error) error = connect_peer(qp, attr);
+    if (!error) soft_cable_join(context, &attr->ah_attr);
+  }
   if (error) return soft_error(error);
 
   if (to == IBV_QPS_RESET)
@@ -299,6 +356,8 @@ int soft_modify_qp(struct ibv_qp *verbs, struct ibv_qp_attr *attr, int attr_mask
     soft_qp_fail(qp);
   else
     store_values(&qp->attr, attr, attr_mask);
+  if (attr_mask & IBV_QP_ACCESS_FLAGS) atomic_store(&qp->shared->access, attr->qp_access_flags);
+  if (from == IBV_QPS_RTR && to == IBV_QPS_RTS && qp->tcp) soft_tcp_start(qp);
   if (to == IBV_QPS_RTR && !context->profile->late_regions) qp->last_mr = context->mrs_registered;
   verbs->state = to;
   if (context->segment->named) soft_remove_name(context);

@@ -29,7 +29,8 @@ static void after_fork_in_child(void) {
     segment->layout = NULL;
     segment->named = false;
     if (segment->fd >= 0) close(segment->fd);
-    segment->fd = -1;
+    if (segment->memory_fd >= 0) close(segment->memory_fd);
+    segment->fd = segment->memory_fd = -1;
   }
   segments = NULL;
   pthread_mutex_unlock(&lock);
@@ -45,20 +46,22 @@ static void enter(struct segment *segment) {
   segments = segment;
 }
 
+/* On a multiple of its size, a power of two: then it never crosses a boundary of 4 GiB, which no region of Apple's
+ * devices may. */
 void *segment_map_file(int fd) {
-  char *room = mmap(NULL, SEGMENT_BYTES + SEGMENT_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  char *room = mmap(NULL, 2 * SEGMENT_BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (room == MAP_FAILED) return NULL;
-  size_t before = -(uintptr_t)room % SEGMENT_PAGE;
+  size_t before = -(uintptr_t)room % SEGMENT_BYTES;
   int flags = MAP_SHARED | MAP_FIXED | MAP_NORESERVE;
   void *memory = mmap(room + before, SEGMENT_BYTES, PROT_READ | PROT_WRITE, flags, fd, 0);
   if (memory == MAP_FAILED) {
     int error = errno;
-    munmap(room, SEGMENT_BYTES + SEGMENT_PAGE);
+    munmap(room, 2 * SEGMENT_BYTES);
     errno = error;
     return NULL;
   }
   if (before) munmap(room, before);
-  munmap(room + before + SEGMENT_BYTES, SEGMENT_PAGE - before);
+  munmap(room + before + SEGMENT_BYTES, SEGMENT_BYTES - before);
   return memory;
 }
 
@@ -66,7 +69,12 @@ int segment_create(struct segment **result) {
   struct segment *segment = calloc(1, sizeof *segment);
   if (!segment) return ENOMEM;
   segment->owned = true;
-  segment->fd = -1;
+  segment->fd = segment->memory_fd = -1;
+  segment->regions = calloc(SEGMENT_REGIONS, sizeof *segment->regions);
+  if (!segment->regions) {
+    free(segment);
+    return ENOMEM;
+  }
 
   pthread_once(&once, watch_forks);
   pthread_mutex_lock(&lock);
@@ -74,6 +82,7 @@ int segment_create(struct segment **result) {
   if (!error) enter(segment);
   pthread_mutex_unlock(&lock);
   if (error) {
+    free(segment->regions);
     free(segment);
     return error;
   }
@@ -81,6 +90,7 @@ int segment_create(struct segment **result) {
   struct segment_header *header = &segment->layout->header;
   header->cookie = segment->cookie;
   header->bytes = SEGMENT_BYTES;
+  header->base = (uint64_t)(uintptr_t)segment->layout;
   header->version = SEGMENT_VERSION;
   header->magic = SEGMENT_MAGIC;
   *result = segment;
@@ -98,7 +108,7 @@ static int map_peer(const union ibv_gid *gid, struct segment **result) {
   struct segment *segment = calloc(1, sizeof *segment);
   if (!segment) return ENOMEM;
   segment->gid = *gid;
-  segment->fd = -1;
+  segment->fd = segment->memory_fd = -1;
   int error = segment_map_peer(segment);
   if (!error) {
     error = check_header(segment);
@@ -108,6 +118,7 @@ static int map_peer(const union ibv_gid *gid, struct segment **result) {
     free(segment);
     return error;
   }
+  segment->regions = segment->layout->regions;
   enter(segment);
   *result = segment;
   return 0;
@@ -131,6 +142,14 @@ int segment_open(const union ibv_gid *gid, struct segment **result) {
   return error;
 }
 
+int segment_memory(struct segment *segment) {
+  pthread_mutex_lock(&lock);
+  if (segment->memory_fd < 0) segment->memory_fd = segment_open_memory(segment);
+  int fd = segment->memory_fd;
+  pthread_mutex_unlock(&lock);
+  return fd;
+}
+
 void segment_close(struct segment *segment) {
   if (!segment->layout) return;
   atomic_store(&segment->layout->header.closed, 1);
@@ -149,6 +168,8 @@ void segment_release(struct segment *segment) {
     while (*link && *link != segment) link = &(*link)->next;
     if (*link) *link = segment->next;
     if (segment->layout) munmap(segment->layout, SEGMENT_BYTES);
+    if (segment->memory_fd >= 0) close(segment->memory_fd);
+    if (segment->owned) free(segment->regions);
   }
   pthread_mutex_unlock(&lock);
   if (last) free(segment);

@@ -29,7 +29,7 @@
  * slabs; the rest is room for registered buffers. */
 #define SEGMENT_BYTES ((size_t)256 << 20)
 #define SEGMENT_MAGIC UINT64_C(0x747369642d786c6d) /* "mlx-dist" in memory */
-#define SEGMENT_VERSION 2 /* of the layout below; processes with different versions do not connect */
+#define SEGMENT_VERSION 3 /* of the layout below; processes with different versions do not connect */
 
 /* Apple's pages. Segments are mapped, and memory is given out, on such boundaries on every system. */
 #define SEGMENT_PAGE 16384u
@@ -48,8 +48,22 @@ struct segment_header {
   uint64_t bytes;
   uint32_t version;
   uint32_t profile; /* enum soft_profiles: both sides play the same device */
+  uint64_t base;    /* where the owner has mapped it */
   _Atomic uint32_t closed;
 };
+
+/* A memory region that peers may write to with RDMA_WRITE, at the place that its key names. The owner empties the place
+ * and waits for the writers of its queue pairs before it uses it again, so an entry whose key fits is valid. */
+struct shared_region {
+  _Atomic uint32_t key; /* 0: none */
+  uint32_t pd;          /* the number of its protection domain */
+  uint64_t addr;        /* in the owner's memory */
+  uint64_t length;
+  uint64_t offset;      /* in the segment, or REGION_OUTSIDE */
+};
+
+#define SEGMENT_REGIONS 4096
+#define REGION_OUTSIDE UINT64_MAX
 
 /* A posted receive. A message completes it with `status`, which is not SUCCESS if its key was bad. A line of its
  * own: posting one receive would otherwise take its neighbour, which is next, out of the sender's cache. */
@@ -64,8 +78,20 @@ struct shared_completion {
   uint32_t status;                       /* enum ibv_wc_status */
   uint32_t byte_len;
   uint32_t imm_data;
-  uint32_t wc_flags;
+  uint32_t wc_flags; /* enum ibv_wc_flags, and */
 };
+
+#define COMPLETED_BY_WRITE (UINT32_C(1) << 31) /* an RDMA_WRITE_WITH_IMM, which leaves the buffer alone */
+
+/* Completes the receive at `position`, for whoever plays its network adapter. `imm_data` counts if the flags say so. */
+static inline void shared_complete(struct shared_completion *completion, uint64_t position, uint32_t status,
+                                   uint32_t byte_len, uint32_t wc_flags, uint32_t imm_data) {
+  completion->status = status;
+  completion->byte_len = byte_len;
+  completion->imm_data = wc_flags & IBV_WC_WITH_IMM ? imm_data : 0;
+  completion->wc_flags = wc_flags;
+  atomic_store_explicit(&completion->sequence, position + 1, memory_order_release);
+}
 
 struct shared_queue_pair {
   /* Written by the owner while the claim is closed. */
@@ -75,9 +101,14 @@ struct shared_queue_pair {
   _Atomic uint32_t peer_qp_num;                /* its queue pair */
   _Atomic uint32_t rq_psn;                     /* and its first packet number */
   _Atomic uint32_t attached;                   /* set by the peer: it has mapped this segment */
+  _Atomic uint32_t pd;                         /* the number of its protection domain */
+  _Atomic uint32_t access;                     /* enum ibv_access_flags that the peer has */
 
   alignas(CACHE_LINE) _Atomic uint64_t claim;  /* next receive to take, or CLAIM_CLOSED */
   alignas(CACHE_LINE) _Atomic uint64_t posted; /* receives below this position are posted */
+  /* The peer, around an RDMA_WRITE: low half, those in progress; high half, those that have ended. Counted before the
+   * claim is looked at, so an owner that has closed the claim, and waited for them, is alone. */
+  alignas(CACHE_LINE) _Atomic uint64_t writers;
 
   /* This struct's size is no multiple of 4096 on purpose: heads of rings that are polled in turn would
    * otherwise share one set of the first-level cache. */
@@ -91,6 +122,7 @@ _Static_assert(ATOMIC_LLONG_LOCK_FREE == 2, "atomics in shared memory must be lo
 
 struct segment_layout {
   struct segment_header header;
+  struct shared_region regions[SEGMENT_REGIONS];
   struct shared_queue_pair queue_pairs[SOFT_MAX_QP];
 };
 
@@ -104,6 +136,10 @@ struct segment {
   bool owned;
   bool named; /* there is a name to remove */
   int fd;     /* what peers open, or -1 */
+  int memory_fd; /* of a peer's: see segment_memory; or -1 */
+  /* Where a writer looks regions up: the peer's in its segment. Those of this process are kept in its own memory as
+   * well, as their addresses are used here, and peers could change the others. */
+  struct shared_region *regions;
   unsigned references;
   struct segment *next;
 };
@@ -121,6 +157,10 @@ void segment_close(struct segment *segment);
 /* Gives back what segment_create or segment_open returned. */
 void segment_release(struct segment *segment);
 
+/* A descriptor at which the memory of the owner, another process, can be written; it does not outlive that process, as
+ * the number of a process may. -1 with errno set where that is not permitted, or there is no such thing. */
+int segment_memory(struct segment *segment);
+
 /* What differs between systems: segment_memfd.c (Linux) and segment_posix.c (macOS). Both have mode 0600. */
 
 /* Makes SEGMENT_BYTES of zeroed shared memory. Sets layout, gid, fd and named; cookie is set already. */
@@ -129,7 +169,10 @@ int segment_map_new(struct segment *segment);
 /* Maps the segment at segment->gid. Sets layout and cookie; the caller checks the header. */
 int segment_map_peer(struct segment *segment);
 
-/* Maps SEGMENT_BYTES of the file; NULL with errno set. For the two above. */
+/* Opens what segment_memory returns. */
+int segment_open_memory(const struct segment *segment);
+
+/* Maps SEGMENT_BYTES of the file, at a multiple of that; NULL with errno set. For the two above. */
 void *segment_map_file(int fd);
 
 /* Removes the name, if there is one; mappings stay. */

@@ -83,6 +83,25 @@ int segment_map_peer(struct segment *segment) {
   return error;
 }
 
+/* What says that it is the owner's memory: the segment's cookie is where the owner has mapped it. */
+static bool is_of_owner(const struct segment *segment, int fd) {
+  uint64_t cookie;
+  off_t place = (off_t)(segment->layout->header.base + offsetof(struct segment_header, cookie));
+  return pread(fd, &cookie, sizeof cookie, place) == sizeof cookie && cookie == segment->cookie;
+}
+
+int segment_open_memory(const struct segment *segment) {
+  struct address address;
+  memcpy(&address, &segment->gid, sizeof address);
+  char path[64];
+  snprintf(path, sizeof path, "/proc/%d/mem", address.pid);
+  int fd = open(path, O_RDWR | O_CLOEXEC);
+  if (fd < 0 || is_of_owner(segment, fd)) return fd;
+  close(fd);
+  errno = ESRCH;
+  return -1;
+}
+
 void segment_remove_name(struct segment *segment) {
   (void)segment; /* there is none */
 }

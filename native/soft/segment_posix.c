@@ -89,6 +89,12 @@ int segment_map_peer(struct segment *segment) {
   return error;
 }
 
+int segment_open_memory(const struct segment *segment) {
+  (void)segment; /* macOS gives other processes' memory to debuggers alone */
+  errno = EOPNOTSUPP;
+  return -1;
+}
+
 void segment_remove_name(struct segment *segment) {
   if (!segment->named) return;
   struct address address;

@@ -1,16 +1,27 @@
 /*
- * The software provider: the verbs without hardware, between processes of one host. A SEND is one copy by
- * the sender, straight into the buffer that the peer has posted; see segment.h.
+ * The software provider: the verbs without hardware. Between processes of one host a SEND is one copy by the sender,
+ * straight into the buffer that the peer has posted; see segment.h. Between hosts it goes by TCP; see tcp.h.
  */
+#define _POSIX_C_SOURCE 200809L
 #include "soft.h"
 
+#include "tcp.h"
+
+#include <arpa/inet.h>
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 int soft_error(int error) {
   if (error) errno = error;
   return error;
+}
+
+uint64_t soft_clock_ns(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
 }
 
 #define DEVICE(label, of)                              \
@@ -25,18 +36,24 @@ int soft_error(int error) {
     .profile = &soft_profiles[of],                     \
   }
 
-/* Two, so that a pair of ranks can be joined by two cables. */
-#define DEVICES 2
-static struct soft_device devices[SOFT_PROFILES][DEVICES] = {
-    {DEVICE("soft0", SOFT_IDEAL), DEVICE("soft1", SOFT_IDEAL)},
-    {DEVICE("soft0", SOFT_APPLE_TB5), DEVICE("soft1", SOFT_APPLE_TB5)},
-    {DEVICE("soft0", SOFT_RXE), DEVICE("soft1", SOFT_RXE)},
+/* Two, so that a pair of ranks can be joined by two cables; where a device is one cable, enough for all pairs. */
+#define TWO(of) DEVICE("soft0", of), DEVICE("soft1", of)
+#define FOURTEEN(of)                                                                                        \
+  TWO(of), DEVICE("soft2", of), DEVICE("soft3", of), DEVICE("soft4", of), DEVICE("soft5", of),              \
+      DEVICE("soft6", of), DEVICE("soft7", of), DEVICE("soft8", of), DEVICE("soft9", of),                   \
+      DEVICE("soft10", of), DEVICE("soft11", of), DEVICE("soft12", of), DEVICE("soft13", of)
+static struct soft_device devices[SOFT_PROFILES][SOFT_DEVICES] = {
+    [SOFT_IDEAL] = {TWO(SOFT_IDEAL)},
+    [SOFT_APPLE_TB5] = {FOURTEEN(SOFT_APPLE_TB5)},
+    [SOFT_APPLE_TB5_26_2] = {FOURTEEN(SOFT_APPLE_TB5_26_2)},
+    [SOFT_RXE] = {TWO(SOFT_RXE)},
 };
 
 static struct ibv_device **list_devices(enum soft_profiles profile, int *num_devices) {
-  struct ibv_device **list = calloc(DEVICES + 1, sizeof *list);
-  for (int i = 0; list && i < DEVICES; i++) list[i] = &devices[profile][i].verbs;
-  if (num_devices) *num_devices = list ? DEVICES : 0;
+  int count = soft_profiles[profile].devices;
+  struct ibv_device **list = calloc((size_t)count + 1, sizeof *list);
+  for (int i = 0; list && i < count; i++) list[i] = &devices[profile][i].verbs;
+  if (num_devices) *num_devices = list ? count : 0;
   return list;
 }
 
@@ -46,6 +63,10 @@ static struct ibv_device **list_ideal(int *num_devices) {
 
 static struct ibv_device **list_apple_tb5(int *num_devices) {
   return list_devices(SOFT_APPLE_TB5, num_devices);
+}
+
+static struct ibv_device **list_apple_tb5_26_2(int *num_devices) {
+  return list_devices(SOFT_APPLE_TB5_26_2, num_devices);
 }
 
 static struct ibv_device **list_rxe(int *num_devices) {
@@ -62,7 +83,7 @@ static const char *get_device_name(struct ibv_device *of) {
 
 static const struct soft_profile *profile_of(const struct ibv_device *device) {
   for (int profile = 0; profile < SOFT_PROFILES; profile++)
-    for (int i = 0; i < DEVICES; i++)
+    for (int i = 0; i < soft_profiles[profile].devices; i++)
       if (device == &devices[profile][i].verbs) return devices[profile][i].profile;
   return NULL;
 }
@@ -82,6 +103,7 @@ static struct ibv_context *open_device(struct ibv_device *of) {
     return NULL;
   }
   context->segment->layout->header.profile = (uint32_t)(context->profile - soft_profiles);
+  soft_addresses_read(&context->addresses);
   context->verbs.device = of;
   context->verbs.ops.poll_cq = soft_poll_cq;
   context->verbs.ops.post_send = soft_post_send;
@@ -96,9 +118,12 @@ static struct ibv_context *open_device(struct ibv_device *of) {
 static int close_device(struct ibv_context *verbs) {
   struct soft_context *context = soft_context(verbs);
   if (context->pds || context->cqs) return soft_error(EBUSY);
+  soft_cable_close(context);
+  soft_tcp_close(context);
   segment_close(context->segment);
   segment_release(context->segment);
   soft_arena_destroy(context);
+  soft_async_stop(context);
   free(context);
   return 0;
 }
@@ -125,49 +150,71 @@ static int query_device(struct ibv_context *context, struct ibv_device_attr *att
 
 static int query_port(struct ibv_context *context, uint8_t port, struct ibv_port_attr *attr) {
   if (port != 1) return soft_error(EINVAL);
-  const struct soft_profile *profile = soft_context(context)->profile;
-  bool down = soft_context(context)->faults.link_down;
+  const struct soft_context *soft = soft_context(context);
+  const struct soft_profile *profile = soft->profile;
+  bool down = soft->faults.link_down;
   *attr = (struct ibv_port_attr){
       .state = down ? IBV_PORT_DOWN : IBV_PORT_ACTIVE,
       .max_mtu = IBV_MTU_4096,
       .active_mtu = profile->active_mtu,
-      .gid_tbl_len = 1,
+      .gid_tbl_len = 1 + soft->addresses.count,
       .max_msg_sz = profile->max_message,
       .pkey_tbl_len = 1,
+      .lid = soft->tcp ? ntohs(soft->tcp->port) : 0, /* where peers of other hosts connect to */
       .max_vl_num = 1,
       .active_width = 1,
       .active_speed = 1,
       .phys_state = down ? 2 : 5, /* Polling, LinkUp */
-      .link_layer = IBV_LINK_LAYER_ETHERNET, /* as with RoCE, a peer is addressed by its GID alone */
+      .link_layer = IBV_LINK_LAYER_ETHERNET, /* as with RoCE, a peer is addressed by its GID */
   };
   return 0;
 }
 
+static bool is_gid(const struct ibv_context *context, uint8_t port, int index) {
+  return port == 1 && index >= 0 && index <= ((const struct soft_context *)context)->addresses.count;
+}
+
 static int query_gid(struct ibv_context *context, uint8_t port, int index, union ibv_gid *gid) {
-  if (port != 1 || index != 0) {
+  if (!is_gid(context, port, index)) {
     errno = EINVAL;
     return -1; /* as the library does */
   }
-  *gid = soft_context(context)->segment->gid;
+  if (index == 0)
+    *gid = soft_context(context)->segment->gid;
+  else
+    soft_address_to_gid(soft_context(context)->addresses.list[index - 1], gid);
   return 0;
 }
 
+static int query_gid_type(struct ibv_context *context, uint8_t port, int index, enum verbs_gid_type *type) {
+  if (!is_gid(context, port, index)) return soft_error(EINVAL);
+  *type = index == 0 ? VERBS_GID_MEMORY : VERBS_GID_TCP;
+  return 0;
+}
+
+/* ENOMEM: the device has no more. EBUSY: this process has opened it twice, where that is not allowed; earlier it is not
+ * known which host the context poses as. */
 static struct ibv_pd *alloc_pd(struct ibv_context *verbs) {
   struct soft_context *context = soft_context(verbs);
-  if (context->pds == context->profile->max_pd) {
-    errno = ENOMEM;
+  int error = context->pds == context->profile->max_pd ? ENOMEM : 0;
+  if (!error && !soft_cable_use(context)) error = EBUSY;
+  if (error) {
+    errno = error;
     return NULL;
   }
   struct soft_pd *pd = calloc(1, sizeof *pd);
   if (!pd) return NULL;
   pd->verbs.context = verbs;
+  pd->number = ++context->pds_allocated;
   context->pds++;
   return &pd->verbs;
 }
 
+/* EBUSY while there are regions or queue pairs of it; with the strict order, completion queues too. */
 static int dealloc_pd(struct ibv_pd *pd) {
-  if (soft_pd(pd)->users) return soft_error(EBUSY);
-  soft_context(pd->context)->pds--;
+  struct soft_context *context = soft_context(pd->context);
+  if (soft_pd(pd)->users || (context->profile->strict_order && context->cqs)) return soft_error(EBUSY);
+  context->pds--;
   free(pd);
   return 0;
 }
@@ -177,7 +224,15 @@ static void read_counters(struct ibv_context *context, struct verbs_counters *co
 }
 
 static int inject(struct ibv_context *context, const char *faults) {
-  return soft_error(soft_faults_set(&soft_context(context)->faults, faults));
+  struct soft_faults *set = &soft_context(context)->faults;
+  bool was_down = set->link_down;
+  uint32_t idle_ms = set->idle_ms;
+  int error = soft_faults_set(set, faults);
+  if (set->idle_ms != idle_ms) soft_idle_begin(soft_context(context));
+  if (set->link_down != was_down && soft_context(context)->async)
+    soft_async_raise(soft_context(context),
+                     (struct ibv_async_event){{.port_num = 1}, was_down ? IBV_EVENT_PORT_ACTIVE : IBV_EVENT_PORT_ERR});
+  return soft_error(error);
 }
 
 static void pose_as_host(struct ibv_context *context, uint32_t host) {
@@ -197,6 +252,7 @@ static void pose_as_host(struct ibv_context *context, uint32_t host) {
     .query_device = query_device,          \
     .query_port = query_port,              \
     .query_gid = query_gid,                \
+    .query_gid_type = query_gid_type,      \
     .alloc_pd = alloc_pd,                  \
     .dealloc_pd = dealloc_pd,              \
     .reg_mr = soft_reg_mr,                 \
@@ -212,11 +268,13 @@ static void pose_as_host(struct ibv_context *context, uint32_t host) {
     .read_counters = read_counters,        \
     .inject = inject,                      \
     .pose_as_host = pose_as_host,          \
+    .set_key = soft_tcp_set_key,           \
   }
 
 static const struct verbs tables[SOFT_PROFILES] = {
     [SOFT_IDEAL] = TABLE("soft", true, false, list_ideal),
     [SOFT_APPLE_TB5] = TABLE("soft/apple-tb5", false, true, list_apple_tb5),
+    [SOFT_APPLE_TB5_26_2] = TABLE("soft/apple-tb5-26.2", false, true, list_apple_tb5_26_2),
     [SOFT_RXE] = TABLE("soft/rxe", false, false, list_rxe),
 };
 

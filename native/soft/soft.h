@@ -9,6 +9,7 @@
 #define MLXDIST_SOFT_SOFT_H
 
 #include "../verbs/verbs.h"
+#include "addresses.h"
 #include "faults.h"
 #include "profile.h"
 #include "quota.h"
@@ -42,12 +43,20 @@ struct soft_mr {
 
 struct soft_pd {
   struct ibv_pd verbs;
+  uint32_t number; /* in the order of allocation */
   unsigned users; /* memory regions and queue pairs */
 };
 
 struct soft_device {
   struct ibv_device verbs;
   const struct soft_profile *profile;
+};
+
+/* How a peer is addressed. */
+struct soft_peer_place {
+  bool known;
+  union ibv_gid gid;
+  uint16_t lid;
 };
 
 struct soft_context {
@@ -67,10 +76,18 @@ struct soft_context {
   uint64_t positions[SOFT_MAX_QP]; /* where the receives of each place's next queue pair begin */
   uint32_t qps_created;
   unsigned pds;
+  uint32_t pds_allocated;
   unsigned cqs;
   uint32_t held; /* SENDs of all queue pairs that were posted and have not left */
+  struct soft_addresses addresses; /* in the table of GIDs, behind that of the segment */
+  struct soft_tcp *tcp;            /* NULL: no key, no connections to other hosts */
+  uint32_t tcp_users;              /* queue pairs that are connected by TCP */
   struct verbs_counters counters;
   struct soft_faults faults;
+  struct soft_peer_place cable; /* where the device is one cable, and has been connected: its other end */
+  struct soft_context *next_used;
+  bool bounces; /* receives may be posted into any memory: see bounce.c */
+  struct soft_async *async; /* NULL: nobody asked for events */
 };
 
 /* A completion of the send queue: it waits here to be polled. */
@@ -80,6 +97,7 @@ struct soft_send_completion {
   uint64_t position; /* of the work request: it and all before it have left the send queue, */
   uint64_t frames;   /* with so many frames since the queue pair was created or reset */
   enum ibv_wc_status status;
+  enum ibv_wc_opcode opcode;
 };
 
 /* A completion queue: send completions are kept in a ring, receive completions stay where the peer wrote
@@ -111,6 +129,13 @@ struct soft_receive_wr {
   struct soft_mr *mr; /* NULL if it has no bytes, or a bad key */
 };
 
+/* A receive into memory that the peer cannot reach: the peer fills `memory`, and poll_cq copies it. */
+struct soft_bounce {
+  char *memory; /* kept for the next receive in this place */
+  size_t bytes;
+  void *to; /* NULL: the receive is in the arena itself */
+};
+
 /* The peer's half of a connection, as this sender knows it. */
 struct soft_remote {
   struct segment *segment;
@@ -128,8 +153,11 @@ struct soft_qp {
   bool sq_sig_all;
   struct quota_place *place; /* at a device that processes share */
   uint32_t last_mr;          /* the number of the last region that was mapped for it */
+  uint64_t carried_ns;       /* with the fault `idle`: when it carried something last, */
+  bool silent;               /* and whether that was too long ago */
 
   struct soft_remote remote;
+  struct tcp_sender *tcp; /* instead, if the peer is connected by TCP */
   uint64_t sq_posted;
   uint64_t sq_left;    /* of those posted: sent, failed or flushed */
   uint64_t sq_retired; /* their slots in the send queue are free again */
@@ -139,6 +167,7 @@ struct soft_qp {
 
   struct shared_queue_pair *shared; /* ours, in our segment */
   struct soft_receive_wr *receives; /* a ring like the shared ones */
+  struct soft_bounce *bounces;      /* likewise; NULL until one is needed */
   uint32_t rq_mask;
   uint64_t rq_head;   /* next receive to complete */
   uint64_t rq_posted;
@@ -168,6 +197,7 @@ static inline struct soft_qp *soft_qp(struct ibv_qp *qp) {
 
 /* Returns an error as the verbs functions do: as their result and in errno. */
 int soft_error(int error);
+uint64_t soft_clock_ns(void);
 
 /* memory.c */
 int soft_arena_create(struct soft_context *context);
@@ -188,7 +218,7 @@ int soft_destroy_cq(struct ibv_cq *cq);
 int soft_poll_cq(struct ibv_cq *cq, int num_entries, struct ibv_wc *wc);
 void soft_cq_attach(struct soft_qp *qp);
 void soft_cq_detach(struct soft_qp *qp);
-void soft_cq_add(struct soft_qp *qp, uint64_t wr_id, enum ibv_wc_status status);
+void soft_cq_add(struct soft_qp *qp, const struct ibv_send_wr *wr, enum ibv_wc_status status);
 /* Forgets the completions of a queue pair that is reset or destroyed. */
 void soft_cq_discard(struct soft_qp *qp);
 
@@ -201,8 +231,61 @@ void soft_qp_fail(struct soft_qp *qp); /* to the state ERR */
 /* Removes the segment's name, where it has one, once the peers of all queue pairs have mapped it. New peers cannot find
  * the segment then: queue pairs that are to be connected later must have been created before. */
 void soft_remove_name(struct soft_context *context);
+/* Waits for a peer in the middle of a copy; false if it was not `done` in time. */
+bool soft_wait_for_copy(bool (*done)(const void *copy), const void *copy);
+
+/* write.c */
+static inline bool soft_is_write(enum ibv_wr_opcode opcode) {
+  return opcode == IBV_WR_RDMA_WRITE || opcode == IBV_WR_RDMA_WRITE_WITH_IMM;
+}
+
+/* false: it was dropped, as a key, a range or the access is wrong, or there is no receive for its immediate data. */
+bool soft_write(struct soft_qp *qp, const struct ibv_send_wr *wr, enum ibv_wc_status *status);
+void soft_publish_region(const struct soft_mr *mr);
+/* After this no peer writes to the region: EBUSY if one was stopped in the middle of it. */
+int soft_withdraw_region(const struct soft_mr *mr);
+/* After this no peer writes through the queue pair, whose claim is closed; false if one was stopped in the middle. */
+bool soft_wait_for_writers(const struct shared_queue_pair *shared);
+
+/* bounce.c */
+/* Memory for the next receive of the queue pair. EINVAL: the context has none; ENOMEM: the arena is full. */
+int soft_bounce_reserve(struct soft_qp *qp, uint32_t length);
+/* The address to publish for a receive into `sge`: in the arena. */
+uint64_t soft_bounce_post(struct soft_qp *qp, const struct ibv_sge *sge);
+void soft_bounce_take(struct soft_qp *qp, const struct ibv_wc *wc);
+void soft_bounce_free(struct soft_qp *qp);
+
+/* async.c */
+/* From now on the context's async_fd is readable when there is an event. 0 or an errno value. */
+int soft_async_start(struct soft_context *context);
+void soft_async_stop(struct soft_context *context);
+void soft_async_raise(struct soft_context *context, struct ibv_async_event event);
+int soft_async_get(struct soft_context *context, struct ibv_async_event *event); /* -1 with errno, as the library */
+void soft_async_acknowledge(struct soft_context *context, const struct ibv_async_event *event);
+/* Before the queue or queue pair is destroyed: forgets its events, and waits for those that were taken to be
+ * acknowledged. */
+void soft_async_settle(struct soft_context *context, const void *element);
+
+/* cable.c: devices that are the end of one cable */
+/* False if this process uses the device in another context too, as the same host, and may not. */
+bool soft_cable_use(struct soft_context *context);
+void soft_cable_close(struct soft_context *context);
+/* Before and after a queue pair is connected: ETIMEDOUT if the peer is not at the other end. */
+int soft_cable_reaches(const struct soft_context *context, const struct ibv_ah_attr *peer);
+void soft_cable_join(struct soft_context *context, const struct ibv_ah_attr *peer);
+
+/* idle.c: the fault of that name */
+void soft_idle_begin(struct soft_context *context);
+void soft_idle_carried(struct soft_qp *qp);
+bool soft_idle_is_silent(struct soft_qp *qp);
 
 /* work_queue.c */
+/* Whether the peer's queue pair is ready for us; if so, what is known of it is valid. */
+bool soft_find_peer(struct soft_qp *qp);
+/* Takes the peer's next posted receive; false if there is none, or nobody who would want the message. */
+bool soft_claim_receive(struct soft_qp *qp, uint64_t *position);
+/* `length` bytes of the message, to `to`. */
+void soft_copy_message(char *to, const struct ibv_send_wr *wr, uint32_t length);
 int soft_post_send(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad_wr);
 int soft_post_recv(struct ibv_qp *qp, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad_wr);
 void soft_send_held(struct soft_context *context); /* those that may leave by now */

@@ -2,10 +2,11 @@
 #define _POSIX_C_SOURCE 200809L
 #include "soft.h"
 
+#include "tcp.h"
+
 #include <errno.h>
 #include <signal.h>
 #include <string.h>
-#include <time.h>
 
 static uint64_t total_length(const struct ibv_sge *list, int num_sge) {
   uint64_t length = 0;
@@ -17,23 +18,28 @@ static uint32_t message_frames(const struct ibv_send_wr *wr) {
   return soft_frames((uint32_t)total_length(wr->sg_list, wr->num_sge));
 }
 
+static bool is_allowed(const struct soft_profile *profile, enum ibv_wr_opcode opcode) {
+  if (__builtin_expect(opcode == IBV_WR_SEND, 1)) return true;
+  return opcode == IBV_WR_SEND_WITH_IMM ? profile->immediate : profile->writes && soft_is_write(opcode);
+}
+
 static int check_send(const struct soft_qp *qp, const struct ibv_send_wr *wr) {
   const struct soft_profile *profile = soft_context(qp->verbs.context)->profile;
   if (qp->verbs.state != IBV_QPS_RTS && qp->verbs.state != IBV_QPS_ERR) return EINVAL;
-  if (wr->opcode != IBV_WR_SEND && !(wr->opcode == IBV_WR_SEND_WITH_IMM && profile->immediate)) return EINVAL;
+  if (!is_allowed(profile, wr->opcode)) return EINVAL;
   if (wr->num_sge < 0 || (uint32_t)wr->num_sge > qp->cap.max_send_sge) return EINVAL;
   if (wr->send_flags & ~(unsigned)(IBV_SEND_FENCE | IBV_SEND_SIGNALED | IBV_SEND_SOLICITED | IBV_SEND_INLINE))
     return EINVAL;
   uint64_t length = total_length(wr->sg_list, wr->num_sge);
   if (length > profile->max_message || ((wr->send_flags & IBV_SEND_INLINE) && length > 0)) return EINVAL;
   uint64_t frames = qp->sq_posted_frames - qp->sq_retired_frames;
-  if (profile->max_frames && frames + soft_frames((uint32_t)length) > profile->max_frames) return ENOMEM;
+  if (profile->frames && frames + soft_frames((uint32_t)length) > qp->cap.max_send_wr) return ENOMEM;
   return qp->sq_posted - qp->sq_retired < qp->cap.max_send_wr ? 0 : ENOMEM;
 }
 
-/* Whether the peer's queue pair is ready for us. The claim is read first: claim_receive succeeds only if it
+/* Whether the peer's queue pair is ready for us. The claim is read first: soft_claim_receive succeeds only if it
  * still has this value, and then the other members were read while they were valid. */
-static bool find_peer(struct soft_qp *qp) {
+bool soft_find_peer(struct soft_qp *qp) {
   struct soft_remote *remote = &qp->remote;
   struct shared_queue_pair *shared = remote->shared;
   uint64_t claim = atomic_load_explicit(&shared->claim, memory_order_acquire);
@@ -54,14 +60,14 @@ static bool find_peer(struct soft_qp *qp) {
 /* Whether the peer has posted a receive, as far as is known without taking it. */
 static bool see_receive(struct soft_qp *qp) {
   struct soft_remote *remote = &qp->remote;
-  if (!remote->found && !(remote->found = find_peer(qp))) return false;
+  if (!remote->found && !(remote->found = soft_find_peer(qp))) return false;
   if (remote->next >= remote->posted)
     remote->posted = atomic_load_explicit(&remote->shared->posted, memory_order_acquire);
   return remote->next < remote->posted;
 }
 
 /* Takes the peer's next posted receive; false if there is none, or nobody who would want the message. */
-static bool claim_receive(struct soft_qp *qp, uint64_t *position) {
+bool soft_claim_receive(struct soft_qp *qp, uint64_t *position) {
   struct soft_remote *remote = &qp->remote;
   for (int attempt = 0; attempt < 2; attempt++) {
     if (!see_receive(qp)) return false;
@@ -76,7 +82,7 @@ static bool claim_receive(struct soft_qp *qp, uint64_t *position) {
   return false;
 }
 
-static void copy_message(char *to, const struct ibv_send_wr *wr, uint32_t length) {
+void soft_copy_message(char *to, const struct ibv_send_wr *wr, uint32_t length) {
   for (int i = 0; i < wr->num_sge; i++) {
     const struct ibv_sge *sge = &wr->sg_list[i];
     uint32_t part = sge->length < length ? sge->length : length;
@@ -94,17 +100,13 @@ static uint32_t copy_damaged(struct soft_context *context, char *to, const struc
     length = (uint32_t)soft_faults_draw(generator, length);
     context->counters.truncated_by_fault++;
   }
-  copy_message(to, wr, length);
+  soft_copy_message(to, wr, length);
   if (length > 0 && (faults & 1u << SOFT_FAULT_CORRUPT)) {
     uint64_t bit = soft_faults_draw(generator, 8 * (uint64_t)length);
     to[bit / 8] ^= (char)(1 << bit % 8);
     context->counters.corrupted_by_fault++;
   }
   return length;
-}
-
-static bool fits(const struct soft_profile *profile, uint32_t message, uint32_t receive) {
-  return message <= receive && (!profile->max_frames || soft_frames(message) == soft_frames(receive));
 }
 
 /* Puts the message into the claimed receive, or fails the peer's queue pair, and completes the receive. What
@@ -119,24 +121,20 @@ static void deliver(struct soft_qp *qp, const struct ibv_send_wr *wr, uint64_t p
 
   uint32_t status = receive.status;
   if (receive.offset > SEGMENT_BYTES || receive.length > SEGMENT_BYTES - receive.offset) status = IBV_WC_LOC_PROT_ERR;
-  if (status == IBV_WC_SUCCESS && !fits(context->profile, length, receive.length)) status = IBV_WC_LOC_LEN_ERR;
+  if (status == IBV_WC_SUCCESS && !soft_fits(context->profile, length, receive.length)) status = IBV_WC_LOC_LEN_ERR;
   if (status == IBV_WC_SUCCESS) {
     char *to = (char *)remote->segment->layout + receive.offset;
     if (__builtin_expect(faults != 0, 0))
       length = copy_damaged(context, to, wr, length, faults);
     else
-      copy_message(to, wr, length);
+      soft_copy_message(to, wr, length);
     context->counters.bytes_sent += length;
   } else {
     atomic_fetch_or(&shared->claim, CLAIM_CLOSED);
     remote->found = false;
   }
-  bool with_imm = wr->opcode == IBV_WR_SEND_WITH_IMM;
-  completion->status = status;
-  completion->byte_len = length;
-  completion->imm_data = with_imm ? wr->imm_data : 0;
-  completion->wc_flags = with_imm ? IBV_WC_WITH_IMM : 0;
-  atomic_store_explicit(&completion->sequence, position + 1, memory_order_release);
+  uint32_t flags = wr->opcode == IBV_WR_SEND_WITH_IMM ? IBV_WC_WITH_IMM : 0;
+  shared_complete(completion, position, status, length, flags, wr->imm_data);
   /* Posted long ago and still in the peer's cache: fetching it now takes that off the next message's way. */
   __builtin_prefetch(&shared->receives[(position + 1) & remote->mask]);
 }
@@ -148,11 +146,13 @@ static bool is_too_long(struct soft_qp *qp, const struct ibv_send_wr *wr) {
          total_length(wr->sg_list, wr->num_sge) > remote->shared->receives[remote->next & remote->mask].length;
 }
 
-/* false: it was dropped, as there is no receive for it. */
-static bool transmit(struct soft_qp *qp, const struct ibv_send_wr *wr, unsigned faults) {
+/* false: it was dropped, as there is no receive or no connection for it. */
+static bool transmit(struct soft_qp *qp, const struct ibv_send_wr *wr, unsigned faults, enum ibv_wc_status *status) {
   uint64_t position;
+  if (qp->tcp) return soft_tcp_begin(qp, wr, faults);
+  if (__builtin_expect(soft_is_write(wr->opcode), 0)) return soft_write(qp, wr, status);
   if (soft_context(qp->verbs.context)->profile->drops_too_long && is_too_long(qp, wr)) return false;
-  if (!claim_receive(qp, &position)) return false;
+  if (!soft_claim_receive(qp, &position)) return false;
   deliver(qp, wr, position, faults);
   return true;
 }
@@ -173,8 +173,13 @@ static bool has_good_keys(const struct soft_qp *qp, const struct ibv_send_wr *wr
 static enum ibv_wc_status send_message(struct soft_qp *qp, const struct ibv_send_wr *wr) {
   struct soft_context *context = soft_context(qp->verbs.context);
   struct verbs_counters *counters = &context->counters;
+  enum ibv_wc_status status = IBV_WC_SUCCESS;
   unsigned faults = 0;
-  if (__builtin_expect(context->faults.any, 0)) faults = soft_faults_next(&context->faults);
+  if (__builtin_expect(context->faults.any, 0)) {
+    faults = soft_faults_next(&context->faults);
+    if (soft_idle_is_silent(qp)) faults |= 1u << SOFT_FAULT_DROP;
+    soft_idle_carried(qp);
+  }
   if (faults & 1u << SOFT_FAULT_DIE) raise(SIGKILL);
   if (faults & 1u << SOFT_FAULT_ERROR) {
     counters->failed_by_fault++;
@@ -182,18 +187,18 @@ static enum ibv_wc_status send_message(struct soft_qp *qp, const struct ibv_send
   }
   if (faults & 1u << SOFT_FAULT_DROP)
     counters->dropped_by_fault++;
-  else if (!transmit(qp, wr, faults))
+  else if (!transmit(qp, wr, faults, &status))
     counters->dropped++;
-  else if ((faults & 1u << SOFT_FAULT_DUPLICATE) && transmit(qp, wr, faults))
+  else if ((faults & 1u << SOFT_FAULT_DUPLICATE) && transmit(qp, wr, faults, &status))
     counters->duplicated_by_fault++;
-  return IBV_WC_SUCCESS;
+  return status;
 }
 
 static void complete_send(struct soft_qp *qp, const struct ibv_send_wr *wr, enum ibv_wc_status status) {
   qp->sq_left++;
-  if (soft_context(qp->verbs.context)->profile->max_frames) qp->sq_left_frames += message_frames(wr);
+  if (soft_context(qp->verbs.context)->profile->frames) qp->sq_left_frames += message_frames(wr);
   if (status != IBV_WC_SUCCESS || qp->sq_sig_all || (wr->send_flags & IBV_SEND_SIGNALED))
-    soft_cq_add(qp, wr->wr_id, status);
+    soft_cq_add(qp, wr, status);
   if (status != IBV_WC_SUCCESS) soft_qp_fail(qp);
 }
 
@@ -204,26 +209,31 @@ static bool has_credit(struct soft_qp *qp) {
   return see_receive(qp);
 }
 
-/* false: it has to wait for a receive of the peer. */
+static bool loses_all(struct soft_qp *qp) {
+  const struct soft_faults *faults = &soft_context(qp->verbs.context)->faults;
+  return faults->any && (faults->link_down || soft_idle_is_silent(qp));
+}
+
+/* For a receive of the peer, or for the system. */
+static bool must_wait(struct soft_qp *qp) {
+  if (qp->tcp) return soft_tcp_must_wait(qp) && !loses_all(qp);
+  return soft_context(qp->verbs.context)->profile->credit && !loses_all(qp) && !has_credit(qp);
+}
+
+/* false: it has to wait. */
 static bool execute_send(struct soft_qp *qp, const struct ibv_send_wr *wr) {
-  const struct soft_context *context = soft_context(qp->verbs.context);
   enum ibv_wc_status status;
   if (qp->verbs.state == IBV_QPS_ERR)
     status = IBV_WC_WR_FLUSH_ERR;
   else if (!has_good_keys(qp, wr))
     status = IBV_WC_LOC_PROT_ERR;
-  else if (context->profile->credit && !context->faults.link_down && !has_credit(qp))
+  else if (must_wait(qp))
     return false;
   else
-    status = send_message(qp, wr);
+    status = qp->tcp && soft_tcp_has_begun(qp) ? IBV_WC_SUCCESS : send_message(qp, wr);
+  if (status == IBV_WC_SUCCESS && qp->tcp && !soft_tcp_write(qp, wr)) return false;
   complete_send(qp, wr, status);
   return true;
-}
-
-static uint64_t clock_ns(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
 }
 
 /* When a SEND that is posted now may leave; 0: at once. */
@@ -231,7 +241,7 @@ static uint64_t draw_departure(struct soft_context *context) {
   uint64_t late = soft_faults_late_ns(&context->faults);
   if (!late) return 0;
   context->counters.delayed_by_fault++;
-  return clock_ns() + late;
+  return soft_clock_ns() + late;
 }
 
 static void hold(struct soft_qp *qp, const struct ibv_send_wr *wr, uint64_t leaves_ns) {
@@ -249,7 +259,7 @@ static struct soft_send_wr *first_held(struct soft_qp *qp) {
 
 static void send_held(struct soft_qp *qp) {
   struct soft_send_wr *held;
-  while ((held = first_held(qp)) && (!held->leaves_ns || held->leaves_ns <= clock_ns())) {
+  while ((held = first_held(qp)) && (!held->leaves_ns || held->leaves_ns <= soft_clock_ns())) {
     if (!execute_send(qp, &held->verbs)) return;
     soft_context(qp->verbs.context)->held--;
   }
@@ -291,23 +301,22 @@ int soft_post_send(struct ibv_qp *verbs, struct ibv_send_wr *wr, struct ibv_send
     if (__builtin_expect(context->faults.any, 0) && verbs->state == IBV_QPS_RTS) leaves_ns = draw_departure(context);
     bool queued = first_held(qp);
     qp->sq_posted++;
-    if (context->profile->max_frames) qp->sq_posted_frames += message_frames(wr);
+    if (context->profile->frames) qp->sq_posted_frames += message_frames(wr);
     if (queued || leaves_ns || !execute_send(qp, wr)) hold(qp, wr, leaves_ns);
   }
   return 0;
 }
 
-static int check_receive(const struct soft_qp *qp, const struct ibv_recv_wr *wr) {
+static int check_receive(struct soft_qp *qp, const struct ibv_recv_wr *wr) {
   const struct soft_profile *profile = soft_context(qp->verbs.context)->profile;
   bool early = qp->verbs.state == IBV_QPS_INIT || qp->verbs.state == IBV_QPS_RTR;
   if (qp->verbs.state == IBV_QPS_RESET || (early && !profile->early_receives)) return EINVAL;
   if (wr->num_sge < 0 || (uint32_t)wr->num_sge > qp->cap.max_recv_sge) return EINVAL;
-  if (wr->num_sge && wr->sg_list->length &&
-      !soft_in_arena(soft_context(qp->verbs.context), wr->sg_list->addr, wr->sg_list->length))
-    return EINVAL;
   uint32_t length = wr->num_sge ? wr->sg_list->length : 0;
-  if (profile->max_frames && qp->rq_frames + soft_frames(length) > profile->max_frames) return ENOMEM;
-  return qp->rq_posted - qp->rq_head < qp->cap.max_recv_wr ? 0 : ENOMEM;
+  if (profile->frames && qp->rq_frames + soft_frames(length) > qp->cap.max_recv_wr) return ENOMEM;
+  if (qp->rq_posted - qp->rq_head >= qp->cap.max_recv_wr) return ENOMEM;
+  if (!length || soft_in_arena(soft_context(qp->verbs.context), wr->sg_list->addr, length)) return 0;
+  return soft_bounce_reserve(qp, length);
 }
 
 /* A bad key is accepted here and found when a message arrives, as a device finds it. */
@@ -316,6 +325,7 @@ static void add_receive(struct soft_qp *qp, const struct ibv_recv_wr *wr) {
   struct soft_mr *mr = NULL;
   if (sge.length) mr = find_mr(qp, &sge, IBV_ACCESS_LOCAL_WRITE);
   uint64_t start = (uint64_t)(uintptr_t)soft_context(qp->verbs.context)->segment->layout;
+  if (__builtin_expect(qp->bounces != NULL, 0)) sge.addr = soft_bounce_post(qp, &sge);
   qp->shared->receives[qp->rq_posted & qp->rq_mask] = (struct shared_receive){
       .offset = sge.length ? sge.addr - start : 0,
       .length = sge.length,
@@ -325,11 +335,12 @@ static void add_receive(struct soft_qp *qp, const struct ibv_recv_wr *wr) {
       (struct soft_receive_wr){.wr_id = wr->wr_id, .length = sge.length, .mr = mr};
   if (mr) mr->receives++;
   qp->rq_posted++;
-  if (soft_context(qp->verbs.context)->profile->max_frames) qp->rq_frames += soft_frames(sge.length);
+  if (soft_context(qp->verbs.context)->profile->frames) qp->rq_frames += soft_frames(sge.length);
 }
 
 /* EINVAL: in RESET, or before RTS where the profile does not allow that, or the buffer is not from alloc_memory of this
- * context: the peer could not write there. ENOMEM: the queue is full; a receive leaves it when its completion is polled. */
+ * context: the peer could not write there, and the context has no bounces. ENOMEM: the queue is full, or the arena of
+ * bounces; a receive leaves the queue when its completion is polled. */
 int soft_post_recv(struct ibv_qp *verbs, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad_wr) {
   struct soft_qp *qp = soft_qp(verbs);
   struct soft_context *context = soft_context(verbs->context);

@@ -176,6 +176,30 @@ static void handles(struct world *world, int rank, int size) {
   world_leave(world, group, &barriers);
 }
 
+/* A message leaves so late that it is repeated, and is acknowledged while its repetition still waits to leave: what
+ * the repetition is read from, must not hold another message by then, shorter or longer. */
+static void late_repetitions(struct world *world, int rank, int size) {
+  int barriers = 0;
+  mlxdist_options options;
+  mlxdist_default_options(&options);
+  options.bulk_slots = 2;
+  mlxdist_group *group = world_join(world, rank, &barriers, &options);
+  if (rank == 0) REQUIRE(mlxdist_group_inject(group, "delay=60000") == MLXDIST_OK);
+  for (int i = 0; i < 10; i++) {
+    uint64_t count = i % 2 ? 5000 : 60000;
+    mlxdist_layout layout = vector((int64_t)count);
+    int32_t *data = filled(rank, count, i);
+    REQUIRE(mlxdist_all_reduce(group, data, data, &layout, MLXDIST_SUM, 0) == MLXDIST_OK);
+    check_sum(data, count, size, i);
+    free(data);
+  }
+  mlxdist_stats stats;
+  mlxdist_group_stats(group, &stats);
+  REQUIRE(rank != 0 || stats.retransmissions > 0);
+  REQUIRE(mlxdist_group_inject(group, "none") == MLXDIST_OK);
+  world_leave(world, group, &barriers);
+}
+
 /* Two groups, called one after the other, in another order on the last rank: nobody waits for ever. */
 static void opposite_order(struct world *world, int rank, int size) {
   int barriers = 0;
@@ -206,6 +230,7 @@ int main(void) {
   failed |= world_run(3, errors);
   failed |= world_run(2, link_flaps);
   failed |= world_run(2, last_message);
+  failed |= world_run(2, late_repetitions);
   failed |= world_run(2, handles);
   failed |= world_run(4, handles);
   failed |= world_run(2, opposite_order);

@@ -1,29 +1,7 @@
 /* Queue pairs that fail are made anew, on one side or on both, and operations go on as if nothing had happened. */
 #include "engine.h"
 #include "group.h"
-#include "world.h"
-
-static mlxdist_layout vector(int64_t count) {
-  return (mlxdist_layout){.dtype = MLXDIST_INT32, .ndim = 1, .shape = {count}};
-}
-
-static int32_t value(int rank, uint64_t i) { return (int32_t)(i * 7 + (uint64_t)rank * 1000003); }
-
-static int all_sum(mlxdist_group *group, int rank, int size, uint64_t count) {
-  mlxdist_layout layout = vector((int64_t)count);
-  int32_t *in = calloc(count, sizeof *in), *out = calloc(count, sizeof *out);
-  REQUIRE(in && out);
-  for (uint64_t i = 0; i < count; i++) in[i] = value(rank, i);
-  int status = mlxdist_all_reduce(group, in, out, &layout, MLXDIST_SUM, 0);
-  for (uint64_t i = 0; i < count && !status; i++) {
-    int64_t sum = 0;
-    for (int other = 0; other < size; other++) sum += value(other, i);
-    REQUIRE(out[i] == (int32_t)sum);
-  }
-  free(in);
-  free(out);
-  return status;
-}
+#include "sums.h"
 
 /* What a driver does when a work request fails: what is posted is flushed, with errors. Not again before the new one
  * has carried something: one that always fails is an error. */
@@ -32,7 +10,7 @@ static void break_queue_pair(mlxdist_group *group, int peer, int channel) {
   engine_lock(engine);
   struct channel *broken = &engine->peers[peer].channels[channel];
   struct ibv_qp_attr attr = {.qp_state = IBV_QPS_ERR};
-  if (broken->open && broken->repairs == 0) REQUIRE(engine->verbs->modify_qp(broken->qp, &attr, IBV_QP_STATE) == 0);
+  if (broken->open && broken->repairs == 0) REQUIRE(broken->device->verbs->modify_qp(broken->qp, &attr, IBV_QP_STATE) == 0);
   engine_unlock(engine);
 }
 

@@ -2,23 +2,12 @@
 #define _POSIX_C_SOURCE 200809L
 #include "../soft/soft.h"
 #include "check.h"
-#include "soft_side.h"
+#include "soft_apple.h"
 
 #include <errno.h>
 #include <signal.h>
 
-#define FRAME SOFT_FRAME_BYTES
 #define BIG_FRAMES (SIDE_BYTES / FRAME) /* of a message as large as the side's memory */
-
-/* A host for this test alone: its queue pairs are shared with nobody else. */
-static struct side_options options_of(uint32_t host) {
-  return (struct side_options){
-      .cqe = 256, .max_send_wr = 32, .max_recv_wr = 32, .profile = "apple-tb5", .host = (uint32_t)getpid() * 8 + host};
-}
-
-static void open_connected(struct side *a, struct side *b) {
-  side_open_pair(a, b, options_of(0));
-}
 
 static void test_device(void) {
   struct side side;
@@ -45,44 +34,54 @@ static void destroy_queue_pairs(struct ibv_qp **qps, int count) {
   for (int i = 0; i < count; i++) CHECK_EQUAL(verbs_soft()->destroy_qp(qps[i]), 0);
 }
 
-/* Ten on a device, whatever context they are of; the next device and the next host have ten of their own. */
+/* Ten on a device; the next device and the next host have ten of their own. */
 static void test_eleventh_queue_pair(void) {
-  struct side a, b, other_host;
+  struct side side, other_host, other_cable;
   struct ibv_qp *qps[20], *more[20];
-  side_open(&a, options_of(0));
-  side_open(&b, options_of(0));
+  struct side_options options = options_of(0);
+  side_open(&side, options);
   side_open(&other_host, options_of(1));
-  CHECK_EQUAL(count_queue_pairs(&a, qps, options_of(0)), 8); /* each side has one */
-  CHECK(!side_create_qp(&b, options_of(0)) && errno == EBUSY);
-  CHECK_EQUAL(count_queue_pairs(&other_host, more, options_of(1)), 9);
+  options.device = 1;
+  side_open(&other_cable, options);
+  CHECK_EQUAL(count_queue_pairs(&side, qps, options), 9); /* each side has one */
+  CHECK_EQUAL(count_queue_pairs(&other_host, more, options), 9);
+  destroy_queue_pairs(more, 9);
+  CHECK_EQUAL(count_queue_pairs(&other_cable, more, options), 9);
   destroy_queue_pairs(more, 9);
   CHECK_EQUAL(verbs_soft()->destroy_qp(qps[3]), 0);
-  qps[3] = side_create_qp(&b, options_of(0));
+  qps[3] = side_create_qp(&side, options);
   CHECK(qps[3], "a place that was given back: %s", strerror(errno));
-  CHECK(!side_create_qp(&a, options_of(0)) && errno == EBUSY);
-  destroy_queue_pairs(qps, 8);
+  CHECK(!side_create_qp(&side, options) && errno == EBUSY);
+  destroy_queue_pairs(qps, 9);
+  side_close(&other_cable);
   side_close(&other_host);
-  side_close(&b);
-  side_close(&a);
+  side_close(&side);
 }
 
-/* Three connected pairs, so that macOS's segments have no names any more when the process is killed. */
-static void open_six(struct side_options options) {
-  static struct side sides[6];
-  for (int i = 0; i < 6; i += 2) {
-    side_open_pair(&sides[i], &sides[i + 1], options);
-    for (int j = i; j < i + 2; j++) CHECK_EQUAL(side_receive(&sides[j], 1, 0, FRAME), 0);
+/* Six that are connected, so that macOS's segments have no names any more when the process is killed. */
+static void open_six(struct side_options options, struct side_options other) {
+  static struct side a, b;
+  side_open(&a, options);
+  side_open(&b, other);
+  side_connect(&a, &b);
+  for (int i = 1; i < 6; i++) {
+    struct side more_a = a, more_b = b;
+    CHECK((more_a.qp = side_create_qp(&a, options)));
+    CHECK((more_b.qp = side_create_qp(&b, other)));
+    side_connect(&more_a, &more_b);
   }
+  CHECK_EQUAL(side_receive(&a, 1, 0, FRAME), 0);
+  CHECK_EQUAL(side_receive(&b, 1, 0, FRAME), 0);
 }
 
 /* Another process has six queue pairs until it is killed, and a child. Both end with this process at the latest. */
-static pid_t hold_six(struct side_options options) {
+static pid_t hold_six(struct side_options options, struct side_options other) {
   int ready[2], end[2];
   char byte;
   CHECK(pipe(ready) == 0 && pipe(end) == 0);
   pid_t child = fork();
   if (child == 0) {
-    open_six(options);
+    open_six(options, other);
     if (fork() == 0) CHECK_EQUAL(write(ready[1], "x", 1), 1);
     close(end[1]);
     _exit((int)read(end[0], &byte, 1));
@@ -95,7 +94,7 @@ static void test_queue_pairs_of_processes(void) {
   struct side side;
   struct ibv_qp *qps[20];
   struct side_options options = options_of(0);
-  pid_t child = hold_six(options);
+  pid_t child = hold_six(options, options_of(1));
   side_open(&side, options);
   CHECK_EQUAL(count_queue_pairs(&side, qps, options), 3);
   CHECK_EQUAL(kill(child, SIGKILL), 0);
@@ -132,8 +131,13 @@ static void test_domains_and_completion_queues(void) {
   for (int i = 0; i < 10; i++) CHECK((cqs[i] = verbs->create_cq(side.context, 1, NULL, NULL, 0)));
   CHECK(!verbs->alloc_pd(side.context) && errno == ENOMEM);
   CHECK(!verbs->create_cq(side.context, 1, NULL, NULL, 0) && errno == ENOMEM);
-  for (int i = 0; i < 10; i++) CHECK(verbs->dealloc_pd(pds[i]) == 0 && verbs->destroy_cq(cqs[i]) == 0);
-  side_close(&side);
+  CHECK_EQUAL(verbs->destroy_qp(side.qp), 0);
+  CHECK_EQUAL(verbs->dereg_mr(side.mr), 0);
+  for (int i = 0; i < 10; i++) CHECK_EQUAL(verbs->destroy_cq(cqs[i]), 0);
+  CHECK_EQUAL(verbs->destroy_cq(side.cq), 0);
+  for (int i = 0; i < 10; i++) CHECK_EQUAL(verbs->dealloc_pd(pds[i]), 0);
+  CHECK_EQUAL(verbs->dealloc_pd(side.pd), 0);
+  CHECK_EQUAL(verbs->close_device(side.context), 0);
 }
 
 static void test_queue_pair_refusals(void) {
@@ -162,7 +166,7 @@ static void test_queue_pair_refusals(void) {
 static void test_states(void) {
   struct side a, b;
   side_open(&a, options_of(0));
-  side_open(&b, options_of(0));
+  side_open(&b, options_of(1));
   CHECK_EQUAL(side_modify(a.qp, IBV_QPS_INIT, side_address(&b)), 0);
   CHECK_EQUAL(side_receive(&a, 1, 0, FRAME), EINVAL);
   CHECK_EQUAL(side_modify(a.qp, IBV_QPS_RTR, side_address(&b)), 0);
@@ -193,31 +197,6 @@ static void test_send_refusals(void) {
   side_close_pair(&a, &b);
 }
 
-/* Regions are mapped when the queue pair comes to RTR: later ones do not work with it, neither way. */
-static void test_late_region(void) {
-  struct side a, b;
-  for (int receives = 0; receives < 2; receives++) {
-    open_connected(&a, &b);
-    struct side *late = receives ? &b : &a;
-    struct ibv_mr *mr = late->mr;
-    late->mr = verbs_soft()->reg_mr(late->pd, late->memory, FRAME, IBV_ACCESS_LOCAL_WRITE);
-    CHECK_EQUAL(side_receive(&b, 1, 0, FRAME), 0);
-    CHECK_EQUAL(side_send(&a, 2, 0, FRAME, 0), 0);
-    side_poll_one(late, receives ? 1 : 2, IBV_WC_LOC_PROT_ERR);
-    CHECK_EQUAL(side_state(late->qp), IBV_QPS_ERR);
-    /* After RESET it comes to RTR again. */
-    CHECK_EQUAL(side_modify(a.qp, IBV_QPS_RESET, side_address(&b)), 0);
-    CHECK_EQUAL(side_modify(b.qp, IBV_QPS_RESET, side_address(&a)), 0);
-    side_connect(&a, &b);
-    CHECK_EQUAL(side_receive(&b, 3, 0, FRAME), 0);
-    CHECK_EQUAL(side_send(&a, 4, 0, FRAME, 0), 0);
-    side_poll_one(&b, 3, IBV_WC_SUCCESS);
-    CHECK_EQUAL(verbs_soft()->dereg_mr(late->mr), 0);
-    late->mr = mr;
-    side_close_pair(&a, &b);
-  }
-}
-
 static void check_frames(size_t sent, size_t received, enum ibv_wc_status status) {
   struct side a, b;
   open_connected(&a, &b);
@@ -244,12 +223,21 @@ static void test_unequal_frames(void) {
   check_frames(3 * FRAME, 2 * FRAME, IBV_WC_LOC_LEN_ERR);
 }
 
-/* 4095 frames wait in each queue; the next one is refused until a completion has been polled. */
-static void test_queued_frames(void) {
+/* So many frames wait in each queue; the next one is refused until a completion has been polled. */
+static void check_depth(uint32_t asked, size_t frames) {
   struct side a, b;
   struct ibv_wc wc[32];
-  open_connected(&a, &b);
-  size_t count = 4095 / BIG_FRAMES, rest = (4095 - count * BIG_FRAMES) * FRAME;
+  struct side_options options = options_of(0);
+  struct ibv_qp_attr attr;
+  struct ibv_qp_init_attr init;
+  options.max_send_wr = options.max_recv_wr = asked;
+  side_open(&a, options);
+  options.host++;
+  side_open(&b, options);
+  side_connect(&a, &b);
+  CHECK_EQUAL(verbs_soft()->query_qp(a.qp, &attr, IBV_QP_CAP, &init), 0);
+  CHECK(attr.cap.max_send_wr == frames && attr.cap.max_recv_wr == frames && init.cap.max_send_wr == frames);
+  size_t count = frames / BIG_FRAMES, rest = (frames - count * BIG_FRAMES) * FRAME;
   for (int round = 0; round < 2; round++) {
     for (uint64_t i = 0; i < count; i++) CHECK_EQUAL(side_send(&a, i, 0, SIDE_BYTES, IBV_SEND_SIGNALED), 0);
     CHECK_EQUAL(side_send(&a, count, 0, rest, IBV_SEND_SIGNALED), 0);
@@ -264,6 +252,14 @@ static void test_queued_frames(void) {
     for (uint64_t i = 0; i <= count; i++) CHECK(wc[i].wr_id == i && wc[i].status == IBV_WC_SUCCESS);
   }
   side_close_pair(&a, &b);
+}
+
+/* Queues are deeper than asked for, and hold fewer messages than they are deep. */
+static void test_queued_frames(void) {
+  check_depth(32, 1023);
+  check_depth(256, 1023);
+  check_depth(1024, 2047);
+  check_depth(4095, 4095);
 }
 
 static void check_number(const struct side *side, size_t place, uint64_t expected) {
@@ -351,7 +347,6 @@ int main(int argc, char **argv) {
       {"QueuePairRefusals", test_queue_pair_refusals},
       {"States", test_states},
       {"SendRefusals", test_send_refusals},
-      {"LateRegion", test_late_region},
       {"UnequalFrames", test_unequal_frames},
       {"QueuedFrames", test_queued_frames},
       {"Credit", test_credit},

@@ -95,7 +95,7 @@ static void open_rank(struct rank *rank, struct world *world) {
     for (int channel = 0; channel < CHANNELS && peer != rank->number; channel++) {
       struct ibv_qp *qp = rank->qps[peer][channel] = side_create_qp(side, options);
       CHECK(qp, "create_qp: %s", strerror(errno));
-      world->addresses[rank->number][peer][channel] = (struct side_address){side->gid, qp->qp_num};
+      world->addresses[rank->number][peer][channel] = (struct side_address){.gid = side->gid, .qp_num = qp->qp_num};
     }
 }
 

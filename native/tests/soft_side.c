@@ -5,24 +5,25 @@
 #include "../verbs/wc_status.h"
 #include "check.h"
 
+#include <arpa/inet.h>
 #include <errno.h>
 #include <sched.h>
 #include <time.h>
 
 #define POLL_SECONDS 60
 
-static struct ibv_context *open_device(const struct verbs *verbs) {
+static struct ibv_context *open_device(const struct verbs *verbs, int device) {
   int count = 0;
   struct ibv_device **list = verbs->get_device_list(&count);
-  CHECK(list && count == 2);
-  struct ibv_context *context = verbs->open_device(list[0]);
+  CHECK(list && count > device);
+  struct ibv_context *context = verbs->open_device(list[device]);
   CHECK(context, "open_device: %s", strerror(errno));
   verbs->free_device_list(list);
   return context;
 }
 
 struct ibv_context *side_open_device(void) {
-  return open_device(verbs_soft());
+  return open_device(verbs_soft(), 0);
 }
 
 struct ibv_qp *side_create_qp(struct side *side, struct side_options options) {
@@ -41,10 +42,29 @@ struct ibv_qp *side_create_qp(struct side *side, struct side_options options) {
   return verbs_soft()->create_qp(side->pd, &attr);
 }
 
-void side_open(struct side *side, struct side_options options) {
+struct ibv_context *side_open_context(struct side_options options) {
   const struct verbs *verbs = options.profile ? verbs_soft_profile(options.profile) : verbs_soft();
-  *side = (struct side){.context = open_device(verbs)};
-  verbs->pose_as_host(side->context, options.host);
+  struct ibv_context *context = open_device(verbs, options.device);
+  verbs->pose_as_host(context, options.host);
+  if (options.key) CHECK_EQUAL(verbs->set_key(context, options.key), 0);
+  return context;
+}
+
+static uint8_t find_gid(struct ibv_context *context, const char *address) {
+  struct ibv_port_attr port;
+  union ibv_gid wanted = {.raw = {[10] = 0xff, [11] = 0xff}}, gid;
+  CHECK_EQUAL(inet_pton(AF_INET, address, wanted.raw + 12), 1);
+  CHECK_EQUAL(verbs_soft()->query_port(context, 1, &port), 0);
+  for (uint8_t i = 1; i < port.gid_tbl_len; i++) {
+    CHECK_EQUAL(verbs_soft()->query_gid(context, 1, i, &gid), 0);
+    if (memcmp(&gid, &wanted, sizeof gid) == 0) return i;
+  }
+  CHECK(0, "no interface has the address %s", address);
+}
+
+void side_open(struct side *side, struct side_options options) {
+  const struct verbs *verbs = verbs_soft();
+  *side = (struct side){.context = side_open_context(options)};
   side->pd = verbs->alloc_pd(side->context);
   CHECK(side->pd);
   side->cq = verbs->create_cq(side->context, options.cqe, NULL, NULL, 0);
@@ -53,9 +73,13 @@ void side_open(struct side *side, struct side_options options) {
   CHECK(side->qp, "create_qp: %s", strerror(errno));
   side->memory = verbs->alloc_memory(side->context, SIDE_BYTES);
   CHECK(side->memory, "alloc_memory: %s", strerror(errno));
-  side->mr = verbs->reg_mr(side->pd, side->memory, SIDE_BYTES, IBV_ACCESS_LOCAL_WRITE);
+  side->mr = verbs->reg_mr(side->pd, side->memory, SIDE_BYTES, options.access ? options.access : IBV_ACCESS_LOCAL_WRITE);
   CHECK(side->mr, "reg_mr: %s", strerror(errno));
-  CHECK_EQUAL(verbs->query_gid(side->context, 1, 0, &side->gid), 0);
+  side->gid_index = options.key ? find_gid(side->context, options.address ? options.address : "127.0.0.1") : 0;
+  CHECK_EQUAL(verbs->query_gid(side->context, 1, side->gid_index, &side->gid), 0);
+  struct ibv_port_attr port;
+  CHECK_EQUAL(verbs->query_port(side->context, 1, &port), 0);
+  side->lid = port.lid;
 }
 
 void side_close(struct side *side) {
@@ -80,7 +104,8 @@ void side_close_pair(struct side *a, struct side *b) {
 }
 
 struct side_address side_address(const struct side *side) {
-  return (struct side_address){.gid = side->gid, .qp_num = side->qp->qp_num};
+  return (struct side_address){
+      .gid = side->gid, .qp_num = side->qp->qp_num, .lid = side->lid, .gid_index = side->gid_index};
 }
 
 struct ibv_qp_attr side_attr(enum ibv_qp_state state, struct side_address peer) {
@@ -92,7 +117,10 @@ struct ibv_qp_attr side_attr(enum ibv_qp_state state, struct side_address peer) 
       .dest_qp_num = peer.qp_num,
       .rq_psn = SIDE_PSN,
       .sq_psn = SIDE_PSN,
-      .ah_attr = {.is_global = 1, .port_num = 1, .grh = {.dgid = peer.gid, .hop_limit = 1}},
+      .ah_attr = {.is_global = 1,
+                  .port_num = 1,
+                  .dlid = peer.lid,
+                  .grh = {.dgid = peer.gid, .hop_limit = 1, .sgid_index = peer.gid_index}},
   };
 }
 

@@ -14,6 +14,10 @@ struct side_options {
   int sq_sig_all;
   const char *profile; /* NULL: ideal */
   uint32_t host;
+  int device;
+  int access; /* of the memory; 0: LOCAL_WRITE */
+  const uint8_t *key;  /* NULL: by shared memory; else by TCP over the loopback interface, */
+  const char *address; /* or over the one that has this address */
 };
 
 struct side {
@@ -24,17 +28,22 @@ struct side {
   char *memory; /* SIDE_BYTES from alloc_memory, zeroed */
   struct ibv_mr *mr;
   union ibv_gid gid;
+  uint16_t lid;
+  uint8_t gid_index;
 };
 
 /* What a side tells the other over a side channel. */
 struct side_address {
   union ibv_gid gid;
   uint32_t qp_num;
+  uint16_t lid;
+  uint8_t gid_index; /* the one to use for one's own side, too */
 };
 
 #define SIDE_DEFAULTS ((struct side_options){.cqe = 64, .max_send_wr = 8, .max_recv_wr = 8})
 
 struct ibv_context *side_open_device(void); /* ideal */
+struct ibv_context *side_open_context(struct side_options options);
 void side_open(struct side *side, struct side_options options);
 void side_close(struct side *side); /* checks that everything can be destroyed */
 void side_open_pair(struct side *a, struct side *b, struct side_options options); /* in one process, connected */

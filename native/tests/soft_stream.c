@@ -5,8 +5,12 @@
 #include "../verbs/wc_status.h"
 #include "check.h"
 
+#include <pthread.h>
 #include <sched.h>
+#include <stdlib.h>
+#include <sys/socket.h>
 #include <time.h>
+#include <unistd.h>
 
 #define WINDOW 16       /* messages in flight; with the credits they never meet an empty receive queue */
 #define CREDIT_EVERY 8
@@ -118,4 +122,50 @@ void stream_run(struct side *side, uint32_t messages) {
   CHECK_EQUAL(after.bytes_sent - before.bytes_sent, stream.bytes);
   CHECK_EQUAL(after.sends - before.sends, messages + messages / CREDIT_EVERY);
   CHECK_EQUAL(after.receives - before.receives, messages + messages / CREDIT_EVERY);
+}
+
+uint32_t stream_messages(uint32_t otherwise) {
+  const char *text = getenv("MESSAGES");
+  return text ? (uint32_t)atoi(text) / 16 * 8 : otherwise;
+}
+
+struct side_address stream_exchange(int fd, const struct side *side) {
+  struct side_address own = side_address(side), peer;
+  CHECK_EQUAL(write(fd, &own, sizeof own), sizeof own);
+  CHECK_EQUAL(read(fd, &peer, sizeof peer), sizeof peer);
+  return peer;
+}
+
+void stream_in_two_processes(void (*run_side)(int fd)) {
+  int fds[2];
+  CHECK_EQUAL(socketpair(AF_UNIX, SOCK_STREAM, 0, fds), 0);
+  pid_t child = fork();
+  if (child == 0) {
+    close(fds[0]);
+    run_side(fds[1]);
+    exit(0);
+  }
+  close(fds[1]);
+  run_side(fds[0]);
+  CHECK_EQUAL(check_wait(child), 0);
+}
+
+struct end {
+  void (*run_side)(int fd);
+  int fd;
+};
+
+static void *run_end(void *end) {
+  ((struct end *)end)->run_side(((struct end *)end)->fd);
+  return NULL;
+}
+
+void stream_in_two_threads(void (*run_side)(int fd)) {
+  int fds[2];
+  CHECK_EQUAL(socketpair(AF_UNIX, SOCK_STREAM, 0, fds), 0);
+  pthread_t thread;
+  struct end other = {run_side, fds[1]};
+  CHECK_EQUAL(pthread_create(&thread, NULL, run_end, &other), 0);
+  run_side(fds[0]);
+  CHECK_EQUAL(pthread_join(thread, NULL), 0);
 }

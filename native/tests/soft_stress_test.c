@@ -9,54 +9,22 @@
 #include <sys/socket.h>
 #include <time.h>
 
-static uint32_t messages(void) {
-  const char *text = getenv("MESSAGES");
-  return text ? (uint32_t)atoi(text) / 16 * 8 : 100000; /* per direction */
-}
-
-static struct side_address exchange(int fd, const struct side *side) {
-  struct side_address own = side_address(side), peer;
-  CHECK_EQUAL(write(fd, &own, sizeof own), sizeof own);
-  CHECK_EQUAL(read(fd, &peer, sizeof peer), sizeof peer);
-  return peer;
-}
-
 static void run_side(int fd) {
   struct side side;
   side_open(&side, STREAM_OPTIONS);
-  side_to_rts(side.qp, exchange(fd, &side));
+  side_to_rts(side.qp, stream_exchange(fd, &side));
   stream_prepare(&side);
-  exchange(fd, &side); /* a barrier: the peer's receives are posted */
-  stream_run(&side, messages());
+  stream_exchange(fd, &side); /* a barrier: the peer's receives are posted */
+  stream_run(&side, stream_messages(100000));
   side_close(&side);
 }
 
 static void test_two_processes(void) {
-  int fds[2];
-  CHECK_EQUAL(socketpair(AF_UNIX, SOCK_STREAM, 0, fds), 0);
-  pid_t child = fork();
-  if (child == 0) {
-    close(fds[0]);
-    run_side(fds[1]);
-    exit(0);
-  }
-  close(fds[1]);
-  run_side(fds[0]);
-  CHECK_EQUAL(check_wait(child), 0);
-}
-
-static void *run_thread(void *fd) {
-  run_side(*(int *)fd);
-  return NULL;
+  stream_in_two_processes(run_side);
 }
 
 static void test_two_threads(void) {
-  int fds[2];
-  CHECK_EQUAL(socketpair(AF_UNIX, SOCK_STREAM, 0, fds), 0);
-  pthread_t thread;
-  CHECK_EQUAL(pthread_create(&thread, NULL, run_thread, &fds[1]), 0);
-  run_side(fds[0]);
-  CHECK_EQUAL(pthread_join(thread, NULL), 0);
+  stream_in_two_threads(run_side);
 }
 
 /* One side is reset and connected again and again while the other sends: nothing is torn, nothing is stale. */

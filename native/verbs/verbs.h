@@ -1,7 +1,7 @@
 /*
  * The one table through which everything above this folder sees RDMA.
  *
- * A provider fills it: `soft` (compiled in), later libibverbs and Apple's librdma (opened with dlopen).
+ * A provider fills it: `soft` (compiled in), libibverbs and Apple's librdma (opened with dlopen).
  * The functions have the names, arguments and results of <infiniband/verbs.h> without the prefix ibv_.
  * post_send, post_recv and poll_cq are not in the table: as in the real library they are reached through
  * context->ops (ibv_post_send and its two siblings below), because that is where real providers put them.
@@ -14,6 +14,19 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+
+/* What an address in a port's table is good for. */
+enum verbs_gid_type {
+  VERBS_GID_IB,      /* InfiniBand */
+  VERBS_GID_ROCE_V1, /* RDMA over Ethernet frames: does not leave the segment */
+  VERBS_GID_ROCE_V2, /* over UDP */
+  VERBS_GID_UNKNOWN, /* the provider does not say: Thunderbolt */
+  VERBS_GID_MEMORY,  /* soft: processes of this host, through shared memory */
+  VERBS_GID_TCP,     /* soft: other hosts */
+};
+
+/* Ranks of a job know it; others cannot connect to a queue pair over a network. */
+#define VERBS_KEY_BYTES 16
 
 /* What a provider counted itself, for a device context. */
 struct verbs_counters {
@@ -35,6 +48,8 @@ struct verbs {
   const char *name; /* "soft" or "soft/" and a profile, "ibverbs", "librdma" */
   /* Registering costs nothing and pins nothing: the endpoint may register any buffer for one operation. */
   bool registers_freely;
+  /* It has queue pairs of the reliable connection (RC), too. */
+  bool reliable;
   /* A SEND must have as many frames of 4096 bytes as the receive that it meets. */
   bool whole_frames;
 
@@ -46,6 +61,7 @@ struct verbs {
   int (*query_device)(struct ibv_context *context, struct ibv_device_attr *attr);
   int (*query_port)(struct ibv_context *context, uint8_t port, struct ibv_port_attr *attr);
   int (*query_gid)(struct ibv_context *context, uint8_t port, int index, union ibv_gid *gid);
+  int (*query_gid_type)(struct ibv_context *context, uint8_t port, int index, enum verbs_gid_type *type);
   struct ibv_pd *(*alloc_pd)(struct ibv_context *context);
   int (*dealloc_pd)(struct ibv_pd *pd);
   struct ibv_mr *(*reg_mr)(struct ibv_pd *pd, void *addr, size_t length, int access);
@@ -63,27 +79,29 @@ struct verbs {
   void *(*alloc_memory)(struct ibv_context *context, size_t bytes);
   void (*free_memory)(struct ibv_context *context, void *memory, size_t bytes);
 
+  /* Those below only the software provider has. */
+
   void (*read_counters)(struct ibv_context *context, struct verbs_counters *counters);
 
   /* Makes the provider misbehave, for tests: a comma-separated list such as "drop=1/100,seed=7" (soft/faults.h has
-   * them all). EINVAL, and no change, for a list with anything it does not know; EOPNOTSUPP from hardware. */
+   * them all). EINVAL, and no change, for a list with anything it does not know. */
   int (*inject)(struct ibv_context *context, const char *faults);
 
   /* Ranks of one host play hosts of their own: what processes of a host share, they share with this one's. Before any
-   * queue pair is created. NULL for hardware. */
+   * queue pair is created. */
   void (*pose_as_host)(struct ibv_context *context, uint32_t host);
+
+  /* Only peers that know the key connect from other hosts. Before any queue pair is created; without it nobody does. */
+  int (*set_key)(struct ibv_context *context, const uint8_t key[VERBS_KEY_BYTES]);
 };
 
-/* The provider for ranks of one host: as it is, and as it plays another device ("ideal", "apple-tb5", "rxe":
- * soft/profile.h). NULL for any other name. */
+/* The software provider: as it is, and as it plays another device ("apple-tb5" ...: soft/profile.h). NULL
+ * for any other name. */
 const struct verbs *verbs_soft(void);
 const struct verbs *verbs_soft_profile(const char *name);
 
-/* The provider to use for a group. `soft_profile` counts if that is the software provider; NULL if there is no such
- * profile. */
-const struct verbs *verbs_choose(const char *soft_profile);
-
-/* Why it was chosen, for the user: "no RDMA device found". */
-const char *verbs_reason(void);
+/* "soft", "ibverbs" or "librdma"; NULL where there is no such provider here, and a sentence in `why`. `soft_profile`
+ * counts for "soft". */
+const struct verbs *verbs_provider(const char *name, const char *soft_profile, char *why, size_t bytes);
 
 #endif

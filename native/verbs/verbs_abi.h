@@ -4,7 +4,8 @@
  * Providers are opened with dlopen, so neither a header nor a library of rdma-core is needed to build or to
  * run. Names, values and layouts are those of <infiniband/verbs.h>: a provider reads and writes these structs
  * itself, and one wrong size corrupts its queues without an error. Members that only a provider touches
- * keep their place. Never include this file together with the real header.
+ * keep their place, under names that begin with unused_. Never include this file together with the real header.
+ * tests/test_verbs_abi.py compares every declaration here with the real header's.
  */
 #ifndef MLXDIST_VERBS_VERBS_ABI_H
 #define MLXDIST_VERBS_VERBS_ABI_H
@@ -14,7 +15,6 @@
 #include <stdint.h>
 
 struct ibv_ah;
-struct ibv_comp_channel;
 struct ibv_context;
 struct ibv_cq;
 struct ibv_mw;
@@ -32,6 +32,16 @@ union ibv_gid {
     uint64_t subnet_prefix; /* network byte order */
     uint64_t interface_id;
   } global;
+};
+
+enum ibv_gid_type { IBV_GID_TYPE_IB, IBV_GID_TYPE_ROCE_V1, IBV_GID_TYPE_ROCE_V2 };
+
+struct ibv_gid_entry {
+  union ibv_gid gid;
+  uint32_t gid_index;
+  uint32_t port_num;
+  uint32_t gid_type; /* enum ibv_gid_type */
+  uint32_t ndev_ifindex;
 };
 
 enum ibv_node_type {
@@ -151,7 +161,8 @@ struct ibv_port_attr {
 struct ibv_context_ops {
   void *(*unused_0[11])(void);
   int (*poll_cq)(struct ibv_cq *cq, int num_entries, struct ibv_wc *wc);
-  void *(*unused_12[13])(void);
+  int (*req_notify_cq)(struct ibv_cq *cq, int solicited_only);
+  void *(*unused_13[12])(void);
   int (*post_send)(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad_wr);
   int (*post_recv)(struct ibv_qp *qp, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad_wr);
   void *(*unused_27[5])(void);
@@ -165,6 +176,60 @@ struct ibv_context {
   int num_comp_vectors;
   pthread_mutex_t mutex;
   void *abi_compat;
+};
+
+/* What newer libraries keep in front of a context, where this is what its abi_compat holds. It has grown at its front,
+ * and sz counts its bytes: older ones lack the first members. */
+#define __VERBS_ABI_IS_EXTENDED ((void *)UINTPTR_MAX)
+
+struct verbs_context {
+  int (*query_port)(struct ibv_context *context, uint8_t port_num, struct ibv_port_attr *port_attr,
+                    size_t port_attr_len);
+  void *unused_1[37];
+  uint64_t unused_38;
+  size_t sz;
+  struct ibv_context context;
+};
+
+/* What happens outside any work request */
+
+enum ibv_event_type {
+  IBV_EVENT_CQ_ERR,
+  IBV_EVENT_QP_FATAL,
+  IBV_EVENT_QP_REQ_ERR,
+  IBV_EVENT_QP_ACCESS_ERR,
+  IBV_EVENT_COMM_EST,
+  IBV_EVENT_SQ_DRAINED,
+  IBV_EVENT_PATH_MIG,
+  IBV_EVENT_PATH_MIG_ERR,
+  IBV_EVENT_DEVICE_FATAL,
+  IBV_EVENT_PORT_ACTIVE,
+  IBV_EVENT_PORT_ERR,
+  IBV_EVENT_LID_CHANGE,
+  IBV_EVENT_PKEY_CHANGE,
+  IBV_EVENT_SM_CHANGE,
+  IBV_EVENT_SRQ_ERR,
+  IBV_EVENT_SRQ_LIMIT_REACHED,
+  IBV_EVENT_QP_LAST_WQE_REACHED,
+  IBV_EVENT_CLIENT_REREGISTER,
+  IBV_EVENT_GID_CHANGE,
+  IBV_EVENT_WQ_FATAL,
+};
+
+struct ibv_async_event {
+  union {
+    struct ibv_cq *cq;
+    struct ibv_qp *qp;
+    struct ibv_srq *srq;
+    int port_num;
+  } element;
+  enum ibv_event_type event_type;
+};
+
+struct ibv_comp_channel {
+  struct ibv_context *context;
+  int fd;
+  int refcnt;
 };
 
 /* Memory */
@@ -490,7 +555,7 @@ _Static_assert(sizeof(struct ibv_wc) == 48, "size of ibv_wc");
 _Static_assert(sizeof(struct ibv_qp_attr) == 144, "size of ibv_qp_attr");
 _Static_assert(sizeof(struct ibv_mr) == 48, "size of ibv_mr");
 
-/* Inline in the real header too: no library exports these three. */
+/* Inline in the real header too: no library exports these. */
 
 static inline int ibv_post_send(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad_wr) {
   return qp->context->ops.post_send(qp, wr, bad_wr);
@@ -498,6 +563,10 @@ static inline int ibv_post_send(struct ibv_qp *qp, struct ibv_send_wr *wr, struc
 
 static inline int ibv_post_recv(struct ibv_qp *qp, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad_wr) {
   return qp->context->ops.post_recv(qp, wr, bad_wr);
+}
+
+static inline int ibv_req_notify_cq(struct ibv_cq *cq, int solicited_only) {
+  return cq->context->ops.req_notify_cq(cq, solicited_only);
 }
 
 /* The number of completions written to `wc`, negative on an error of the queue. */

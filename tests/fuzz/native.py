@@ -6,7 +6,7 @@ from native_build import NATIVE, build_program, compile_source, layer_sources, l
 
 __all__ = ["FLAGS", "TARGETS", "build_for_libfuzzer", "build_for_files"]
 
-TARGETS = ["connection", "messages", "settings"]
+TARGETS = ["connection", "messages", "settings", "tcp"]
 LAYERS = ("verbs", "soft", "endpoint", "collectives")
 FLAGS = ("-std=gnu11", '-DMLXDIST_VERSION="0.0.0"') + tuple(
     f"-I{NATIVE / folder}" for folder in ("include", "verbs", "endpoint", "reduce", "collectives")
@@ -14,20 +14,20 @@ FLAGS = ("-std=gnu11", '-DMLXDIST_VERSION="0.0.0"') + tuple(
 SANITIZED = (*FLAGS, "-g", "-O1", "-fno-sanitize-recover=all")
 
 
-def _source(target: str) -> Path:
-    return NATIVE / "tests" / f"fuzz_{target}.c"
+def _sources(target: str) -> list[Path]:
+    return [NATIVE / "tests" / name for name in (f"fuzz_{target}.c", "soft_side.c")]
 
 
 def build_for_libfuzzer(folder: Path, target: str) -> Path:
     """Needs clang. The reductions, which read nothing from outside, are left to the compiler that is used elsewhere:
     clang 14 does not know all of what they use."""
     flags = (*SANITIZED, "-fsanitize=fuzzer-no-link,address,undefined")
-    objects = [compile_source(source, ("clang",), flags) for source in [_source(target), *layer_sources(*LAYERS)]]
+    objects = [compile_source(source, ("clang",), flags) for source in [*_sources(target), *layer_sources(*LAYERS)]]
     objects += [compile_source(source, ("cc",), (*FLAGS, "-O2")) for source in layer_sources("reduce")]
     return link(folder / target, ("clang",), ["-fsanitize=fuzzer,address,undefined"], objects)
 
 
 def build_for_files(folder: Path, target: str, flags: list[str]) -> Path:
     """A program that runs the target once on each file."""
-    sources = [_source(target), NATIVE / "tests" / "fuzz_main.c", *layer_sources(*LAYERS, "reduce")]
+    sources = [*_sources(target), NATIVE / "tests" / "fuzz_main.c", *layer_sources(*LAYERS, "reduce")]
     return build_program(folder / target, sources, [*FLAGS, *flags])

@@ -1,7 +1,7 @@
 """One rank of tests/test_collectives.py: every collective on every dtype and size, against tests/reference.py.
 
-Argument: the operation, or "every" for all of them at fewer sizes. Large arrays repeat a pattern whose period is prime, so that the reference has to be
-computed for one period only and a piece that lands in the wrong place still shows.
+Argument: the operation, or "every" for all of them at fewer sizes. Large arrays repeat a pattern whose period is prime,
+so that the reference has to be computed for one period only and a piece that lands in the wrong place still shows.
 """
 
 import sys

@@ -16,5 +16,6 @@ registration.release()
 counters = group.stats()
 sent = counters["payload_bytes_sent"] + counters["header_bytes_sent"] + counters["padding_bytes_sent"]
 names = ("padding_bytes_sent", "provider_dropped", "provider_dropped_by_fault", "retransmissions", "slab_bytes")
+names += ("control_messages_sent",)
 print({name: counters[name] for name in names} | {"sent": sent, "provider_sent": counters["provider_bytes_sent"]})
 print(group.provider)

@@ -12,7 +12,7 @@ import mlxdist
 group = mlxdist.init()
 rank, size = group.rank(), group.size()
 # Of one connection: slots each way, and those for acknowledgements.
-SLAB_BYTES = 2 * (6 * (128 << 10) + 32 * 4096) + 4 * 4096
+SLAB_BYTES = 2 * (6 * (128 << 10) + 32 * 4096) + (4 + 1) * 4096  # slots, and buffers for acknowledgements
 
 
 def values(r: int, count: int) -> np.ndarray:

@@ -1,0 +1,172 @@
+"""The engine's send and recv beside perftest's ib_send_lat and ib_send_bw over UC, in one machine with soft-RoCE.
+
+    python benchmarks/verbs.py
+
+Both run in the same virtual machine (docs/soft-roce.md), one after the other, in each round in another order, because
+what one emulated processor does to another differs by a factor from one moment to the next: what counts is the ratio
+of the medians. ib_send_bw waits for ever for a message that UC has lost; such a run is counted, and has no result.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import click
+from engine import compile_program
+from rich.table import Table
+
+import mlxdist
+from mlxdist.bench.job import print_load, results_console
+from mlxdist.bench.sizes import format_size
+from mlxdist.bench.timing import ForeignLoad
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts" / "rxe"))
+from machine import Machine, MachineError, Unavailable, accelerator  # noqa: E402
+
+KIB, MIB = 1 << 10, 1 << 20
+LATENCY_SIZES = [8, 64, 512, 4 * KIB]
+BANDWIDTH_SIZES = [64 * KIB, 256 * KIB, MIB, 4 * MIB]
+LATENCY_TARGET = 1.3  # of perftest's or less
+BANDWIDTH_TARGET = 0.9  # of perftest's or more
+PING_PONGS = 300
+RUN_BYTES, RUN_MESSAGES = 24 * MIB, 12  # one way in a run for bandwidth: so many bytes, but not fewer messages
+SECONDS = 60
+
+# The server first; the client when that listens (port 18515, in hexadecimal). What the server prints counts: for
+# bandwidth it is the receiver.
+PERFTEST = """
+options="--connection=UC --gid-index=1 --CPU-freq --size={bytes} --iters={count}"
+timeout {seconds} {program} $options --ib-dev=rxe0 > /tmp/perftest &
+until grep -q ':4853 .* 0A' /proc/net/tcp; do sleep 0.05; done
+timeout {seconds} {program} $options --ib-dev=rxe1 10.0.0.1 > /dev/null
+wait && cat /tmp/perftest
+"""
+
+
+@dataclass
+class Case:
+    """One size, measured by both."""
+
+    what: str  # "latency" in microseconds, or "bandwidth" in MiB/s
+    bytes: int
+    ours: list[float] = field(default_factory=list)
+    perftest: list[float] = field(default_factory=list)
+    hung: int = 0  # runs of perftest that have lost a message
+    retransmissions: int = 0
+
+    def ratio(self) -> float | None:
+        return statistics.median(self.ours) / statistics.median(self.perftest) if self.perftest else None
+
+    def target(self) -> str:
+        return f"{LATENCY_TARGET} or less" if self.what == "latency" else f"{BANDWIDTH_TARGET} or more"
+
+    def met(self) -> bool | None:
+        """None: perftest has lost a message in every run, so that there is nothing to compare with."""
+        ratio = self.ratio()
+        if ratio is None:
+            return None
+        return ratio <= LATENCY_TARGET if self.what == "latency" else ratio >= BANDWIDTH_TARGET
+
+
+def _count(case: Case) -> int:
+    return PING_PONGS if case.what == "latency" else max(RUN_MESSAGES, RUN_BYTES // case.bytes)
+
+
+def _run_ours(machine: Machine, case: Case) -> None:
+    arguments = f"{case.what} {case.bytes} {_count(case)} ibverbs rxe0 1 rxe1 1"
+    run = machine.run(f"/exchange/verbs {arguments}", SECONDS)
+    if run.status:
+        raise click.ClickException(f"verbs {arguments} ended with status {run.status}:\n{run.output}")
+    result = json.loads(run.output)
+    case.ours.append(result["result"])
+    case.retransmissions += result["retransmissions"]
+
+
+def _run_perftest(machine: Machine, case: Case) -> None:
+    program = "ib_send_lat" if case.what == "latency" else "ib_send_bw"
+    command = PERFTEST.format(program=program, bytes=case.bytes, count=_count(case), seconds=SECONDS // 3)
+    run = machine.run(command, SECONDS)
+    if run.status == 124:
+        case.hung += 1
+        return
+    # The last line of numbers has the size, the messages, and then: shortest, longest, typical; or: peak, average.
+    lines = [line.split() for line in run.output.splitlines() if line.split()[:1] == [str(case.bytes)]]
+    if run.status or not lines:
+        raise click.ClickException(f"{program} ended with status {run.status}:\n{run.output}")
+    case.perftest.append(float(lines[-1][4 if case.what == "latency" else 3]))
+
+
+def measure(machine: Machine, rounds: int, latency_sizes: list[int], bandwidth_sizes: list[int]) -> list[Case]:
+    """Runs both programs ``rounds`` times for each size.
+
+    Raises:
+        click.ClickException: a program could not be compiled, or has failed.
+    """
+    compile_program("verbs.c", machine.exchange)
+    cases = [Case("latency", size) for size in latency_sizes] + [Case("bandwidth", size) for size in bandwidth_sizes]
+    turns = [(case, run) for case in cases for run in (_run_ours, _run_perftest)]
+    shuffle = random.Random(0).shuffle
+    for _ in range(rounds):
+        shuffle(turns)
+        for case, run in turns:
+            run(machine, case)
+    return cases
+
+
+def spread(samples: list[float]) -> str:
+    if not samples:
+        return "none ended"
+    return f"{statistics.median(samples):.4g} ({min(samples):.4g} to {max(samples):.4g})"
+
+
+def table(cases: list[Case]) -> Table:
+    result = Table(title=f"ours and perftest over UC, soft-RoCE in a virtual machine run by {accelerator()}")
+    for column in ("", "bytes", "ours", "perftest", "hung", "sent again", "ratio", "target", "met"):
+        result.add_column(column, justify="left" if not column else "right")
+    for case in cases:
+        unit = "us one way" if case.what == "latency" else "MiB/s at the receiver"
+        ratio, met = case.ratio(), case.met()
+        result.add_row(
+            unit,
+            format_size(case.bytes),
+            spread(case.ours),
+            spread(case.perftest),
+            str(case.hung),
+            str(case.retransmissions),
+            "" if ratio is None else f"{ratio:.2f}",
+            case.target(),
+            "" if met is None else "yes" if met else "no",
+        )
+    return result
+
+
+@click.command()
+@click.option("--rounds", type=click.IntRange(1, 1000), default=9, show_default=True, help="Runs of each, per size.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="All samples, as JSON.")
+def main(rounds: int, json_file: Path | None) -> None:
+    """Measure send and recv beside perftest, over soft-RoCE in a virtual machine."""
+    foreign = ForeignLoad(mlxdist.init())
+    try:
+        with Machine() as machine:
+            cases = measure(machine, rounds, LATENCY_SIZES, BANDWIDTH_SIZES)
+    except (MachineError, Unavailable) as error:
+        raise click.ClickException(str(error)) from None
+    results = {
+        "accelerator": accelerator(),
+        "rounds": rounds,
+        "foreign_cpu_share": foreign.share(),
+        "cases": [asdict(case) | {"ratio": case.ratio(), "met": case.met()} for case in cases],
+    }
+    results_console().print(table(cases))
+    print_load(results, results_console())
+    if json_file:
+        json_file.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""How the ranks of a job agree on the devices that join them: each tells all where it is, and all choose alike."""
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Protocol
+
+from ..environment import Environment
+from ..errors import Mismatch, name_ranks
+from . import device_map
+from .links import Choice, choose
+from .place import Place
+
+__all__ = ["ONE_HOST", "agree"]
+
+ONE_HOST = "all ranks are on one host"
+
+
+class Rendezvous(Protocol):
+    """What this needs of it."""
+
+    def all_gather(self, blob: bytes, what: str) -> list[bytes]: ...
+
+
+def agree(rendezvous: Rendezvous, environment: Environment, host: str) -> Choice | None:
+    """The links of this rank; None where all ranks are on one host, and the software provider joins them as it does.
+
+    Raises:
+        Mismatch: the ranks have different settings.
+        InvalidArgument: the device map is wrong, or no device joins two ranks.
+        ResourceError: the provider that the user wants is not there.
+    """
+    matrix = None if environment.rdma is None else device_map.load(environment.rdma)
+    identity = _identity()
+    hosts = _gather_hosts(rendezvous, environment, identity, matrix)
+    simple = environment.provider in ("auto", "soft") and environment.soft_wire != "tcp"
+    if len(set(hosts)) == 1 and simple and (matrix is None or environment.provider == "soft"):
+        return None
+    address = _address(environment)
+    here = Place.here(identity, host, address, environment.provider, environment.soft_profile)
+    places = [Place.unpack(blob) for blob in rendezvous.all_gather(here.pack(), "devices")]
+    return choose(
+        places,
+        environment.rank,
+        provider=environment.provider,
+        device_map=matrix,
+        cables=environment.cables or 1,
+        soft_wire=environment.soft_wire,
+    )
+
+
+def _gather_hosts(
+    rendezvous: Rendezvous, environment: Environment, identity: bytes, matrix: device_map.DeviceMap | None
+) -> list[bytes]:
+    """The identity of every rank's host. A rank with other settings would choose other devices."""
+    settings = {
+        "MLXDIST_PROVIDER": environment.provider,
+        "MLXDIST_SOFT_WIRE": environment.soft_wire,
+        "MLXDIST_CABLES": environment.cables or 1,
+        "MLXDIST_RDMA": matrix and json.dumps(matrix.rows),
+    }
+    blobs = rendezvous.all_gather(identity + b"\0" + json.dumps(settings).encode(), "hosts")
+    hosts, texts = zip(*(blob.split(b"\0", 1) for blob in blobs))
+    others = [rank for rank, text in enumerate(texts) if text != texts[0]]
+    if others:
+        theirs = json.loads(texts[others[0]])
+        first = json.loads(texts[0])
+        name = next(name for name in settings if first.get(name) != theirs.get(name))
+        raise Mismatch(
+            f"ranks have different settings: {name} is {first.get(name)} on rank 0 and {theirs.get(name)} on "
+            f"{name_ranks(others)}; set it alike on all"
+        )
+    return list(hosts)
+
+
+def _identity() -> bytes:
+    """Equal for processes that share a kernel: containers and hosts may share a name."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    namespace = Path("/proc/self/ns/net")  # another network namespace has other interfaces
+    identity = boot.read_text().strip() if boot.exists() else ""
+    network = os.readlink(namespace) if namespace.exists() else ""
+    return f"{os.uname().nodename} {identity} {network}".encode()
+
+
+def _address(environment: Environment) -> str:
+    """The address of this machine by which it reaches rank 0. Nothing is sent: a datagram socket is only routed."""
+    host, port = environment.rendezvous
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as sock:
+            sock.connect(where)
+            return sock.getsockname()[0]
+    except OSError:
+        return ""

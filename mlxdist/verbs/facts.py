@@ -1,0 +1,148 @@
+"""What this machine says about itself, as far as RDMA depends on it. Each reader asks one thing, and waits for no one.
+
+The readers of a macOS command are in two halves, so that its output can be read anywhere.
+"""
+
+import json
+import os
+import platform
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "Facts",
+    "ThunderboltPort",
+    "bridge_members",
+    "hardware_ports",
+    "macos_version",
+    "read_facts",
+    "rdma_ctl_state",
+    "thunderbolt_ports",
+]
+
+_SECONDS = 10.0  # of a command of the system; system_profiler needs some
+_CAP_IPC_LOCK = 14
+_CLASS = Path("/sys/class/infiniband")
+_NODES = Path("/dev/infiniband")
+
+
+@dataclass(frozen=True)
+class ThunderboltPort:
+    """A receptacle of this machine. Where nothing is plugged in, ``speed`` is what it can do itself."""
+
+    receptacle: str
+    speed: int | None  # Gbit/s
+    connected: bool
+    interface: str = ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """``None``: not known here, because the system has no such thing, or did not say."""
+
+    system: str = "Linux"  # or "Darwin"
+    machine: str = ""
+    macos: tuple[int, ...] | None = None
+    rdma_ctl: str | None = None  # "enabled", "disabled"
+    thunderbolt: tuple[ThunderboltPort, ...] = ()
+    bridged: frozenset[str] = field(default_factory=frozenset)  # interfaces that are members of bridge0
+    kernel_rdma: bool | None = None
+    refused: tuple[str, ...] = ()  # files of devices that this user may not open
+    memlock: int | None = None  # bytes that this process may lock, where there is a limit
+
+
+def read_facts() -> Facts:
+    """Those of this machine."""
+    if sys.platform == "darwin":
+        names = hardware_ports(_run("networksetup", "-listallhardwareports"))
+        return Facts(
+            system="Darwin",
+            machine=platform.machine(),
+            macos=macos_version(platform.mac_ver()[0]),
+            rdma_ctl=rdma_ctl_state(_run("rdma_ctl", "status")),
+            thunderbolt=thunderbolt_ports(_run("system_profiler", "SPThunderboltDataType", "-json"), names),
+            bridged=bridge_members(_run("ifconfig", "bridge0")),
+        )
+    return Facts(
+        system=platform.system(),
+        machine=platform.machine(),
+        kernel_rdma=_CLASS.is_dir(),
+        refused=_refused(),
+        memlock=_memlock(),
+    )
+
+
+def macos_version(text: str) -> tuple[int, ...] | None:
+    """``platform.mac_ver()[0]``."""
+    return tuple(map(int, text.split("."))) if re.fullmatch(r"\d+(\.\d+){0,3}", text) else None
+
+
+def rdma_ctl_state(text: str) -> str | None:
+    """``rdma_ctl status``."""
+    found = re.search(r"\b(enabled|disabled)\b", text, re.IGNORECASE)
+    return found[1].lower() if found else None
+
+
+def bridge_members(text: str) -> frozenset[str]:
+    """``ifconfig bridge0``."""
+    return frozenset(re.findall(r"^\s*member: (\S+)", text, re.MULTILINE))
+
+
+def hardware_ports(text: str) -> dict[str, str]:
+    """``networksetup -listallhardwareports``: the interface of each port, {"Thunderbolt 1": "en2"}."""
+    return dict(re.findall(r"^Hardware Port: (.+)\nDevice: (\S+)$", text, re.MULTILINE))
+
+
+def thunderbolt_ports(text: str, interfaces: Mapping[str, str]) -> tuple[ThunderboltPort, ...]:
+    """``system_profiler SPThunderboltDataType -json``; what has another shape than expected is passed over."""
+    try:
+        buses = json.loads(text)["SPThunderboltDataType"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ()
+    found = []
+    for bus in buses if isinstance(buses, list) else ():
+        # A hub has receptacles, too, but as an item of its bus.
+        tags = bus.items() if isinstance(bus, dict) else ()
+        found += [_port(tag, interfaces) for name, tag in tags if re.fullmatch(r"receptacle_\d+_tag", name)]
+    return tuple(port for port in found if port)
+
+
+def _port(tag: Any, interfaces: Mapping[str, str]) -> ThunderboltPort | None:
+    if not isinstance(tag, dict) or not isinstance(tag.get("receptacle_id_key"), str):
+        return None
+    receptacle = tag["receptacle_id_key"]
+    speed = re.search(r"(\d{1,4})\s*Gb/s", str(tag.get("current_speed_key")))
+    connected = tag.get("receptacle_status_key") == "receptacle_connected"
+    interface = interfaces.get(f"Thunderbolt {receptacle}", "")
+    return ThunderboltPort(receptacle, int(speed[1]) if speed else None, connected, interface)
+
+
+def _run(*command: str) -> str:
+    """What a command prints; nothing where there is none, or where it fails or hangs: then it has told us nothing."""
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.decode(errors="replace")
+
+
+def _refused() -> tuple[str, ...]:
+    nodes = sorted(_NODES.glob("uverbs*")) if _NODES.is_dir() else ()
+    return tuple(str(node) for node in nodes if not os.access(node, os.R_OK | os.W_OK))
+
+
+def _memlock() -> int | None:
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return None if limit == resource.RLIM_INFINITY or _may_lock(Path("/proc/self/status")) else limit
+
+
+def _may_lock(status: Path) -> bool:
+    """Whether the limit does not hold for this process."""
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)$", status.read_text() if status.exists() else "", re.MULTILINE)
+    return bool(found and int(found[1], 16) >> _CAP_IPC_LOCK & 1)

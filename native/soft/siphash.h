@@ -1,0 +1,13 @@
+/* SipHash-2-4 with 128 bits: a keyed hash that nobody can compute, or learn anything from, without the key
+ * (Aumasson and Bernstein, 2012). Short inputs, no tables: what a handshake needs, without a library. */
+#ifndef MLXDIST_SOFT_SIPHASH_H
+#define MLXDIST_SOFT_SIPHASH_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define SIPHASH_BYTES 16 /* of the key, and of the hash */
+
+void siphash(const uint8_t key[SIPHASH_BYTES], const void *bytes, size_t length, uint8_t hash[SIPHASH_BYTES]);
+
+#endif

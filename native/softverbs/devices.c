@@ -1,0 +1,208 @@
+/* Devices, ports and addresses. */
+#include "softverbs.h"
+
+#include "../soft/soft.h"
+
+#include <arpa/inet.h>
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define OUI UINT64_C(0x02736f) /* locally administered */
+#define DEFAULT_PKEY 0xffff
+#define GIDS 1 /* its address in this host's memory: for other hosts a context would need a key */
+
+/* The provider as SOFTVERBS_PROFILE wants it; NULL, and a line on stderr, if it wants something unknown: a program only
+ * sees a list of no devices. */
+static const struct verbs *soft(void) {
+  const char *profile = getenv("SOFTVERBS_PROFILE");
+  if (!profile || !*profile) profile = "ideal";
+  const struct verbs *verbs = verbs_soft_profile(profile);
+  if (verbs) return verbs;
+  fprintf(stderr, "libsoftverbs: SOFTVERBS_PROFILE=%s is none of its profiles, which are", profile);
+  for (int i = 0; i < SOFT_PROFILES; i++) fprintf(stderr, " %s", soft_profiles[i].name);
+  fprintf(stderr, "\n");
+  return NULL;
+}
+
+struct ibv_device **ibv_get_device_list(int *num_devices) {
+  const struct verbs *verbs = soft();
+  if (num_devices) *num_devices = 0;
+  if (verbs) return verbs->get_device_list(num_devices);
+  errno = EINVAL;
+  return NULL;
+}
+
+void ibv_free_device_list(struct ibv_device **list) {
+  free(list);
+}
+
+const char *ibv_get_device_name(struct ibv_device *device) {
+  return device->name;
+}
+
+int ibv_get_device_index(struct ibv_device *device) {
+  return atoi(device->name + strcspn(device->name, "0123456789"));
+}
+
+/* The same on every host, as nothing here is a serial number. */
+uint64_t ibv_get_device_guid(struct ibv_device *device) {
+  uint64_t guid = OUI << 40 | UINT64_C(0xfffe) << 24 | (uint64_t)ibv_get_device_index(device);
+  return (uint64_t)htonl((uint32_t)(guid >> 32)) | (uint64_t)htonl((uint32_t)guid) << 32;
+}
+
+static const struct verbs *verbs_of(struct ibv_context *context) {
+  return verbs_soft_profile(soft_context(context)->profile->name);
+}
+
+/* The data path goes through the lock, too. */
+
+static int poll_cq(struct ibv_cq *cq, int num_entries, struct ibv_wc *wc) {
+  pthread_mutex_lock(&cq->context->mutex);
+  int count = soft_poll_cq(cq, num_entries, wc);
+  pthread_mutex_unlock(&cq->context->mutex);
+  return count;
+}
+
+static int post_send(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad_wr) {
+  pthread_mutex_lock(&qp->context->mutex);
+  int error = soft_post_send(qp, wr, bad_wr);
+  pthread_mutex_unlock(&qp->context->mutex);
+  return error;
+}
+
+static int post_recv(struct ibv_qp *qp, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad_wr) {
+  pthread_mutex_lock(&qp->context->mutex);
+  int error = soft_post_recv(qp, wr, bad_wr);
+  pthread_mutex_unlock(&qp->context->mutex);
+  return error;
+}
+
+/* There is no channel that the notification could go to. */
+static int req_notify_cq(struct ibv_cq *cq, int solicited_only) {
+  (void)cq, (void)solicited_only;
+  return soft_error(EOPNOTSUPP);
+}
+
+static int set_host(struct ibv_context *context, const char *number) {
+  char *end;
+  unsigned long host = strtoul(number, &end, 10);
+  if (*number < '0' || *number > '9' || *end || host > UINT32_MAX) {
+    fprintf(stderr, "libsoftverbs: SOFTVERBS_HOST=%s is no number below 2^32\n", number);
+    return EINVAL;
+  }
+  verbs_of(context)->pose_as_host(context, (uint32_t)host);
+  return 0;
+}
+
+static int prepare(struct ibv_context *context) {
+  const char *host = getenv("SOFTVERBS_HOST");
+  if (host && set_host(context, host)) return EINVAL;
+  const char *faults = getenv("SOFTVERBS_FAULTS");
+  if (faults && verbs_of(context)->inject(context, faults)) {
+    fprintf(stderr, "libsoftverbs: SOFTVERBS_FAULTS=%s is not a list of faults: see docs/softverbs.md\n", faults);
+    return EINVAL;
+  }
+  context->ops.poll_cq = poll_cq;
+  context->ops.post_send = post_send;
+  context->ops.post_recv = post_recv;
+  context->ops.req_notify_cq = req_notify_cq;
+  soft_context(context)->bounces = true;
+  pthread_mutex_init(&context->mutex, NULL);
+  return soft_async_start(soft_context(context));
+}
+
+struct ibv_context *ibv_open_device(struct ibv_device *device) {
+  const struct verbs *verbs = soft();
+  if (!verbs) {
+    errno = EINVAL;
+    return NULL;
+  }
+  struct ibv_context *context = verbs->open_device(device);
+  int error = context ? prepare(context) : 0;
+  if (!error) return context;
+  verbs->close_device(context);
+  errno = error;
+  return NULL;
+}
+
+int ibv_close_device(struct ibv_context *context) {
+  return verbs_of(context)->close_device(context);
+}
+
+int ibv_query_device(struct ibv_context *context, struct ibv_device_attr *attr) {
+  int error = verbs_of(context)->query_device(context, attr);
+  attr->node_guid = attr->sys_image_guid = ibv_get_device_guid(context->device);
+  return error;
+}
+
+/* The header's inline function hands over a struct that ends before port_cap_flags2, and has cleared it. */
+int ibv_query_port(struct ibv_context *context, uint8_t port, struct ibv_port_attr *attr) {
+  struct ibv_port_attr whole;
+  pthread_mutex_lock(&context->mutex);
+  int error = verbs_of(context)->query_port(context, port, &whole);
+  pthread_mutex_unlock(&context->mutex);
+  whole.gid_tbl_len = GIDS;
+  if (!error) memcpy(attr, &whole, offsetof(struct ibv_port_attr, port_cap_flags2));
+  return error;
+}
+
+int ibv_query_gid(struct ibv_context *context, uint8_t port, int index, union ibv_gid *gid) {
+  if (index < GIDS) return verbs_of(context)->query_gid(context, port, index, gid);
+  errno = EINVAL;
+  return -1;
+}
+
+/* It reaches as far as RoCE v1, which no router passes on. */
+int _ibv_query_gid_ex(struct ibv_context *context, uint32_t port, uint32_t index, struct ibv_gid_entry *entry,
+                      uint32_t flags, size_t entry_size) {
+  if (flags || entry_size < sizeof *entry || port > UINT8_MAX || index > INT32_MAX) return EINVAL;
+  *entry = (struct ibv_gid_entry){.gid_index = index, .port_num = port, .gid_type = IBV_GID_TYPE_ROCE_V1};
+  return ibv_query_gid(context, (uint8_t)port, (int)index, &entry->gid) ? ENODATA : 0;
+}
+
+int ibv_query_gid_type(struct ibv_context *context, uint8_t port, unsigned int index, unsigned int *type) {
+  struct ibv_gid_entry entry;
+  int error = _ibv_query_gid_ex(context, port, index, &entry, 0, sizeof entry);
+  if (!error) *type = 0;
+  if (error) errno = error;
+  return error ? -1 : 0;
+}
+
+ssize_t _ibv_query_gid_table(struct ibv_context *context, struct ibv_gid_entry *entries, size_t max_entries,
+                             uint32_t flags, size_t entry_size) {
+  if (max_entries < GIDS) return -EINVAL; /* they would not all fit */
+  int error = _ibv_query_gid_ex(context, 1, 0, entries, flags, entry_size);
+  return error ? -error : GIDS;
+}
+
+int ibv_query_pkey(struct ibv_context *context, uint8_t port, int index, uint16_t *pkey) {
+  (void)context;
+  if (port != 1 || index != 0) return soft_error(EINVAL);
+  *pkey = DEFAULT_PKEY;
+  return 0;
+}
+
+int ibv_get_pkey_index(struct ibv_context *context, uint8_t port, uint16_t pkey) {
+  (void)context;
+  if (port == 1 && pkey == DEFAULT_PKEY) return 0;
+  errno = EINVAL;
+  return -1;
+}
+
+/* A child has none of its parent's queue pairs, and nothing is pinned that copy on write could take from the parent. */
+int ibv_fork_init(void) {
+  return 0;
+}
+
+int ibv_is_fork_initialized(void) {
+  return 2; /* IBV_FORK_UNNEEDED */
+}
+
+int softverbs_inject(struct ibv_context *context, const char *faults) {
+  pthread_mutex_lock(&context->mutex);
+  int error = verbs_of(context)->inject(context, faults);
+  pthread_mutex_unlock(&context->mutex);
+  return error;
+}

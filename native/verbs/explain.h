@@ -1,0 +1,14 @@
+/* What the error number of a verb means, in words and for RDMA. */
+#ifndef MLXDIST_VERBS_EXPLAIN_H
+#define MLXDIST_VERBS_EXPLAIN_H
+
+#include <stddef.h>
+
+#define VERBS_EXPLANATION_BYTES 384 /* the longest has room */
+
+/* "Cannot allocate memory: WHAT IT MEANS FOR THIS VERB; WHAT TO DO"; only the former where there is nothing to add.
+ * `verb`: "alloc_pd", "reg_mr" ...; modify_qp with the state it goes to, "modify_qp to RTR". `error`: what the verb
+ * returned, or left in errno; 0 if it failed without a reason. */
+void verbs_explain(const char *verb, int error, char *text, size_t bytes);
+
+#endif

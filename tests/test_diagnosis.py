@@ -1,0 +1,286 @@
+"""What is wrong with a machine or a device, and what to do: one verdict for each cause."""
+
+import ipaddress
+import json
+import sys
+
+import pytest
+
+from mlxdist.verbs import facts as readers
+from mlxdist.verbs.device import Device, Gid
+from mlxdist.verbs.diagnosis import Verdict, diagnose_device, diagnose_host
+from mlxdist.verbs.facts import Facts, ThunderboltPort
+
+# Written by hand after descriptions of what these commands print; no Mac was asked.
+SYNTHETIC_PORTS = """
+Hardware Port: Ethernet
+Device: en0
+Ethernet Address: 00:00:00:00:00:01
+
+Hardware Port: Thunderbolt 1
+Device: en2
+Ethernet Address: 00:00:00:00:00:02
+
+Hardware Port: Thunderbolt 2
+Device: en3
+Ethernet Address: 00:00:00:00:00:03
+
+VLAN Configurations
+===================
+"""
+
+SYNTHETIC_BRIDGE = """bridge0: flags=8863<UP,BROADCAST,SMART,RUNNING,SIMPLEX,MULTICAST> mtu 1500
+	options=63<RXCSUM,TXCSUM,TSO4,TSO6>
+	Configuration:
+		id 0:0:0:0:0:0 priority 0 hellotime 0 fwddelay 0
+	member: en2 flags=3<LEARNING,DISCOVER>
+	        ifmaxaddr 0 port 10 priority 0 path cost 0
+	member: en3 flags=3<LEARNING,DISCOVER>
+	        ifmaxaddr 0 port 11 priority 0 path cost 0
+	media: <unknown type>
+"""
+
+
+def synthetic_thunderbolt(*ports: tuple[str, str, bool]) -> str:
+    """Receptacle, speed, whether something is plugged in."""
+    buses = [
+        {
+            "_name": f"thunderboltusb4_bus_{number}",
+            "_items": [
+                {"_name": "Mac", "receptacle_2_tag": {"receptacle_id_key": "9", "current_speed_key": "Up to 40 Gb/s"}}
+            ],
+            "domain_uuid_key": "00000000-0000-0000-0000-000000000000",
+            "receptacle_1_tag": {
+                "current_speed_key": speed,
+                "link_status_key": "0x2" if connected else "0x100",
+                "receptacle_id_key": receptacle,
+                "receptacle_status_key": "receptacle_connected" if connected else "receptacle_no_devices_connected",
+            },
+        }
+        for number, (receptacle, speed, connected) in enumerate(ports)
+    ]
+    return json.dumps({"SPThunderboltDataType": buses})
+
+
+def mac(**changes) -> Facts:
+    ports = ThunderboltPort("1", 80, True, "en2"), ThunderboltPort("2", 120, False, "en3")
+    usual = {"machine": "arm64", "macos": (26, 3), "rdma_ctl": "enabled", "thunderbolt": ports}
+    return Facts(system="Darwin", **usual | changes)
+
+
+def ipv4(text: str) -> Gid:
+    return Gid(1, "unknown", ipaddress.IPv6Address(f"::ffff:{text}").packed, 24)
+
+
+def thunderbolt(name: str = "rdma_en2", state: str = "ACTIVE", gids: tuple[Gid, ...] = (ipv4("10.0.0.1"),)) -> Device:
+    gids = tuple(Gid(gid.index, gid.type, gid.address, gid.prefix, name.removeprefix("rdma_")) for gid in gids)
+    return Device("librdma", name, "", state, gids, link_layer="unspecified", transport="Thunderbolt")
+
+
+LINK_LOCAL = (Gid(0, "unknown", ipaddress.IPv6Address("fe80::1").packed),)
+READY = thunderbolt()
+
+
+def verdicts(found) -> list[Verdict]:
+    return [finding.verdict for finding in found]
+
+
+# The machine
+
+
+@pytest.mark.parametrize(
+    "facts, verdict, remedy",
+    [
+        (mac(machine="x86_64"), Verdict.NOT_APPLE_SILICON, "Python for arm64"),
+        (mac(machine="x86_64", macos=(15, 0), rdma_ctl=None), Verdict.NOT_APPLE_SILICON, "Thunderbolt 5"),
+        (mac(macos=(26, 1)), Verdict.MACOS_TOO_OLD, "update to macOS 26.2"),
+        (mac(macos=(15, 7, 1)), Verdict.MACOS_TOO_OLD, "update to macOS 26.2"),
+        (mac(rdma_ctl="disabled"), Verdict.RDMA_CTL_OFF, "rdma_ctl enable"),
+        (
+            mac(thunderbolt=(ThunderboltPort("1", 40, False, "en2"),)),
+            Verdict.THUNDERBOLT_4,
+            "use a Mac with Thunderbolt 5",
+        ),
+        (Facts(kernel_rdma=False), Verdict.NO_KERNEL_RDMA, "modprobe rdma_rxe"),
+        (Facts(kernel_rdma=True), Verdict.NO_DEVICE, "rdma link"),
+        (mac(), Verdict.NO_DEVICE, "restart the Mac"),
+        (
+            Facts(kernel_rdma=True, refused=("/dev/infiniband/uverbs0",)),
+            Verdict.NOT_PERMITTED,
+            "--device=/dev/infiniband",
+        ),
+    ],
+)
+def test_what_a_machine_lacks(facts, verdict, remedy):
+    (found,) = diagnose_host(facts, [])
+    assert found.verdict is verdict and remedy in found.remedy and found.subject == ""
+
+
+@pytest.mark.parametrize("macos", [(26, 2), (26, 2, 0), (26, 10), (27,), None])
+def test_a_macos_that_is_new_enough(macos):
+    assert diagnose_host(mac(macos=macos), [READY]) == []
+
+
+def test_all_causes_are_told():
+    old = mac(macos=(15, 1), rdma_ctl="disabled", thunderbolt=(ThunderboltPort("1", 40, False),))
+    assert verdicts(diagnose_host(old, [], "librdma.dylib is not there")) == [
+        Verdict.MACOS_TOO_OLD,
+        Verdict.THUNDERBOLT_4,
+        Verdict.RDMA_CTL_OFF,
+    ]
+
+
+def test_a_mac_that_is_switched_on_but_has_no_thunderbolt_5():
+    """macOS lists devices for its ports all the same, and rdma_ctl says enabled."""
+    ports = ThunderboltPort("1", 40, True, "en2"), ThunderboltPort("2", 40, False, "en3")
+    assert verdicts(diagnose_host(mac(thunderbolt=ports), [READY])) == [Verdict.THUNDERBOLT_4]
+
+
+def test_a_library_that_fails():
+    (found,) = diagnose_host(Facts(kernel_rdma=True), [], "libibverbs.so.1 is not installed")
+    assert (found.verdict, found.what) == (Verdict.NO_LIBRARY, "libibverbs.so.1 is not installed")
+    both = diagnose_host(Facts(kernel_rdma=False), [], "libibverbs.so.1 is not installed")
+    assert verdicts(both) == [Verdict.NO_KERNEL_RDMA, Verdict.NO_LIBRARY]
+    assert verdicts(diagnose_host(mac(), [], "librdma.dylib is not there")) == [Verdict.NO_LIBRARY]
+
+
+def test_the_same_cause_is_not_told_twice():
+    error = "ibv_get_device_list of provider ibverbs failed: Function not implemented (errno 38)"
+    assert verdicts(diagnose_host(Facts(kernel_rdma=False), [], error)) == [Verdict.NO_KERNEL_RDMA]
+
+
+@pytest.mark.parametrize("memlock, low", [(64 << 10, True), (64 << 20, False), (None, False), (0, True)])
+def test_memory_that_may_be_locked(memlock, low):
+    found = diagnose_host(Facts(kernel_rdma=True, memlock=memlock), [READY])
+    assert verdicts(found) == [Verdict.MEMLOCK] * low
+    assert diagnose_host(Facts(kernel_rdma=True, memlock=memlock), [])[0].verdict is Verdict.NO_DEVICE
+
+
+# Devices
+
+
+@pytest.mark.parametrize(
+    "device, facts, verdict, text",
+    [
+        (READY, mac(), Verdict.OK, "rdma_en2 is ready"),
+        (
+            thunderbolt(state="DOWN"),
+            mac(),
+            Verdict.PORT_DOWN,
+            "rdma_en2 is DOWN; plug in the cable; RDMA must be enabled",
+        ),
+        (thunderbolt(gids=LINK_LOCAL), mac(), Verdict.NO_IPV4, "sudo ifconfig en2 inet"),
+        (thunderbolt(gids=()), mac(), Verdict.NO_IPV4, "sudo ifconfig en2 inet"),
+        (
+            thunderbolt(gids=LINK_LOCAL),
+            mac(bridged=frozenset({"en2"})),
+            Verdict.BRIDGED,
+            "ifconfig bridge0 deletem en2",
+        ),
+        (READY, mac(bridged=frozenset({"en2"})), Verdict.OK, "ready"),
+        (
+            READY,
+            mac(thunderbolt=(ThunderboltPort("1", 40, True, "en2"), ThunderboltPort("2", 120, False, "en3"))),
+            Verdict.SLOW_CABLE,
+            "the cable in Thunderbolt 1 (rdma_en2) runs at 40 Gb/s",
+        ),
+        (Device("ibverbs", "x", "", "INIT", link_layer="InfiniBand"), None, Verdict.PORT_DOWN, "opensm"),
+        (Device("ibverbs", "x", "", "DOWN", link_layer="InfiniBand"), None, Verdict.PORT_DOWN, "plug in the cable"),
+        (Device("ibverbs", "x", "", "ACTIVE", LINK_LOCAL, link_layer="InfiniBand"), None, Verdict.OK, "ready"),
+        (Device("ibverbs", "x", "", "ACTIVE", link_layer="Ethernet"), None, Verdict.NO_IPV4, "sudo ip address add"),
+        (Device("ibverbs", "x", "ibv_open_device: No (errno 13)"), None, Verdict.NOT_PERMITTED, "may not open x"),
+        (Device("ibverbs", "x", "ibv_query_port: I/O (errno 5)"), None, Verdict.NOT_OPENED, "ibv_query_port: I/O"),
+    ],
+)
+def test_what_is_wrong_with_a_device(device, facts, verdict, text):
+    (found,) = diagnose_device(device, facts)
+    assert found.verdict is verdict and text in str(found) and found.subject == device.name
+
+
+def test_a_slow_cable_elsewhere_is_not_this_devices():
+    ports = ThunderboltPort("1", 80, True, "en2"), ThunderboltPort("2", 40, True, "en3")
+    assert verdicts(diagnose_device(thunderbolt("rdma_en2"), mac(thunderbolt=ports))) == [Verdict.OK]
+    assert verdicts(diagnose_device(thunderbolt("rdma_en3"), mac(thunderbolt=ports))) == [Verdict.SLOW_CABLE]
+
+
+# What the commands of macOS print
+
+
+def test_thunderbolt_ports():
+    text = synthetic_thunderbolt(("1", "Up to 80 Gb/s", True), ("2", "Up to 120 Gb/s", False))
+    assert readers.thunderbolt_ports(text, readers.hardware_ports(SYNTHETIC_PORTS)) == (
+        ThunderboltPort("1", 80, True, "en2"),
+        ThunderboltPort("2", 120, False, "en3"),
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "null",
+        "[]",
+        '{"SPThunderboltDataType": null}',
+        '{"SPThunderboltDataType": [null, 7, {"receptacle_1_tag": 3}, {"receptacle_1_tag": {"receptacle_id_key": 1}}]}',
+        pytest.param("[" * 100000, id="deep"),
+    ],
+)
+def test_thunderbolt_ports_of_another_shape(text):
+    assert readers.thunderbolt_ports(text, {}) == ()
+
+
+def test_a_port_whose_speed_is_not_said():
+    text = synthetic_thunderbolt(("1", "", True))
+    assert readers.thunderbolt_ports(text, {}) == (ThunderboltPort("1", None, True),)
+    assert diagnose_host(mac(thunderbolt=readers.thunderbolt_ports(text, {})), [READY]) == []
+
+
+def test_hardware_ports():
+    assert readers.hardware_ports(SYNTHETIC_PORTS) == {
+        "Ethernet": "en0",
+        "Thunderbolt 1": "en2",
+        "Thunderbolt 2": "en3",
+    }
+
+
+@pytest.mark.parametrize(
+    "text, members", [(SYNTHETIC_BRIDGE, {"en2", "en3"}), ("", set()), ("bridge0: flags=8863", set())]
+)
+def test_bridge_members(text, members):
+    assert readers.bridge_members(text) == members
+
+
+@pytest.mark.parametrize(
+    "text, state", [("enabled\n", "enabled"), ("RDMA is Disabled.", "disabled"), ("", None), ("usage: rdma_ctl", None)]
+)
+def test_rdma_ctl(text, state):
+    assert readers.rdma_ctl_state(text) == state
+
+
+@pytest.mark.parametrize("text, version", [("26.2", (26, 2)), ("26.3.1", (26, 3, 1)), ("", None), ("26.x", None)])
+def test_macos_version(text, version):
+    assert readers.macos_version(text) == version
+
+
+def test_a_command_that_hangs_or_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "_SECONDS", 0.2)
+    assert readers._run("sleep", "60") == ""
+    assert readers._run(str(tmp_path / "rdma_ctl"), "status") == ""
+
+
+# Linux
+
+
+@pytest.mark.parametrize(
+    "capabilities, may", [("0000000000004000", True), ("0000000000000000", False), ("000001ffffffffff", True)]
+)
+def test_who_may_lock_memory(tmp_path, capabilities, may):
+    (tmp_path / "status").write_text(f"Name:\tpython\nCapInh:\t0000000000004000\nCapEff:\t{capabilities}\n")
+    assert readers._may_lock(tmp_path / "status") is may
+    assert not readers._may_lock(tmp_path / "missing")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /sys and /proc")
+def test_this_machine():
+    found = readers.read_facts()
+    assert found.system == "Linux" and found.kernel_rdma is readers._CLASS.is_dir() and found.macos is None

@@ -1,0 +1,158 @@
+"""libsoftverbs: programs written against <infiniband/verbs.h> run on the software provider, unchanged."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from native_build import NATIVE, SANITIZE_MEMORY, build_program, layer_sources, run_program
+
+PROGRAMS = ["objects", "messages", "writes", "processes"]
+SUFFIX = "dylib" if sys.platform == "darwin" else "so"
+LIBRARY = Path(importlib.util.find_spec("mlxdist._native").origin).parent / f"libsoftverbs.{SUFFIX}"
+LINKED = [LIBRARY, f"-Wl,-rpath,{LIBRARY.parent}"]
+MAP = NATIVE / "softverbs" / "softverbs.map"
+
+
+def sources(program: str) -> list[Path]:
+    return [NATIVE / "tests" / f"softverbs_{program}_test.c", NATIVE / "tests" / "softverbs_end.c"]
+
+
+@pytest.fixture(scope="session")
+def own_header(tmp_path_factory) -> list[str]:
+    """Compiler flags that make mlxdist's own declarations <infiniband/verbs.h>: no package is needed."""
+    folder = tmp_path_factory.mktemp("include")
+    (folder / "infiniband").mkdir()
+    (folder / "infiniband" / "verbs.h").write_text(f'#include "{NATIVE}/softverbs/softverbs.h"\n')
+    return [f"-I{folder}"]
+
+
+@pytest.fixture(scope="session")
+def system_header() -> list[str]:
+    """As on any machine with libibverbs-dev."""
+    test = subprocess.run(
+        ["cc", "-E", "-"], input="#include <infiniband/verbs.h>\n", capture_output=True, text=True, timeout=60
+    )
+    if test.returncode:
+        pytest.skip("there is no <infiniband/verbs.h>: apt-get install libibverbs-dev")
+    return []
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_program(tmp_path, own_header, program):
+    """Linked with the installed library."""
+    run_program(build_program(tmp_path / program, sources(program), own_header, libraries=LINKED))
+
+
+@pytest.mark.sanitize
+@pytest.mark.long
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_sanitized(tmp_path, own_header, program):
+    parts = [*sources(program), *layer_sources("verbs", "soft", "softverbs")]
+    run_program(build_program(tmp_path / program, parts, [*SANITIZE_MEMORY, *own_header]), timeout=300)
+
+
+@pytest.fixture(scope="session")
+def library_folder(tmp_path_factory) -> Path:
+    """A folder in which libsoftverbs is what programs ask for."""
+    folder = tmp_path_factory.mktemp("lib")
+    (folder / "libibverbs.so.1").symlink_to(LIBRARY)
+    return folder
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="libibverbs is Linux's")
+
+
+@linux
+@pytest.mark.long
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("way", ["preloaded", "in_its_place"])
+def test_program_of_a_stranger(tmp_path, system_header, library_folder, way, program):
+    """Compiled with the system's header and linked with -libverbs, as its author would."""
+    built = build_program(tmp_path / program, sources(program), system_header, libraries=["-libverbs"])
+    environment = {"LD_PRELOAD": str(LIBRARY)} if way == "preloaded" else {"LD_LIBRARY_PATH": str(library_folder)}
+    run_program(built, environment=environment)
+
+
+def exported(library: Path | str) -> dict[str, str]:
+    """Name: its version, where there are versions; of several the default one."""
+    output = subprocess.run(
+        ["nm", "-gU", library] if sys.platform == "darwin" else ["nm", "-D", "--defined-only", library],
+        capture_output=True, text=True, check=True, timeout=60,
+    ).stdout  # fmt: skip
+    symbols = [line.split()[-1] for line in output.splitlines() if " A " not in line]
+    if sys.platform == "darwin":
+        return {symbol.removeprefix("_"): "" for symbol in symbols}
+    return dict(symbol.split("@@") for symbol in symbols if "@@" in symbol)
+
+
+@linux
+def test_the_page_says_where_it_is():
+    page = (NATIVE.parent / "docs" / "softverbs.md").read_text()
+    command = re.search(r"^    (lib=.*)$", page, re.M)[1].replace("python", sys.executable)
+    shown = subprocess.run([f"{command}; echo $lib"], shell=True, capture_output=True, text=True, timeout=60).stdout
+    assert Path(shown.strip()) == LIBRARY and LIBRARY.exists()
+
+
+@linux
+def test_exports_what_its_map_says():
+    """All that the map names is there, under that version, and nothing else is visible."""
+    wanted = {}
+    nodes = re.findall(r"^(\w+(?:\.\d+)?) \{\n  global:\n(.*?)(?:  local|\})", MAP.read_text(), re.M | re.S)
+    for version, names in nodes:
+        wanted |= dict.fromkeys(re.findall(r"(\w+);", names), version)
+    assert len(wanted) > 60
+    assert exported(LIBRARY) == wanted
+
+
+def test_exports_what_its_header_declares():
+    folder = NATIVE / "softverbs"
+    declared = re.findall(r"\b(_?ibv_\w+|softverbs_\w+|\w+_to_ibv_rate)\(", (folder / "softverbs.h").read_text())
+    refused = re.findall(r"^N\w+\((ibv_\w+)", (folder / "refused.c").read_text(), re.M)
+    assert set(exported(LIBRARY)) == {*declared, *refused}
+
+
+@linux
+@pytest.mark.long
+def test_versions_are_those_of_libibverbs():
+    """A program that was linked with the one finds its names in the other."""
+    libraries = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True, timeout=60).stdout
+    found = re.search(r"libibverbs\.so\.1 .*=> (\S+)", libraries)
+    if not found:
+        pytest.skip("there is no libibverbs.so.1: apt-get install libibverbs1")
+    theirs = exported(found[1])
+    ours = exported(LIBRARY)
+    del ours["softverbs_inject"]
+    assert ours.items() <= theirs.items(), sorted(ours.items() - theirs.items())
+
+
+@linux
+@pytest.mark.parametrize("cables", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_engine_on_the_library(run_ranks, library_folder, cables):
+    """mlxdist opens it as it opens libibverbs, and everything above runs on memory that it registers."""
+    device = ["soft0", "soft1"][:cables]
+    outputs = run_ranks(
+        "collectives.py", 2, "every", timeout=300,
+        environment={
+            "LD_LIBRARY_PATH": str(library_folder),
+            "MLXDIST_PROVIDER": "ibverbs",
+            "MLXDIST_CABLES": str(cables),
+            "MLXDIST_RDMA": json.dumps([[None, device], [device, None]]),
+        },
+    )  # fmt: skip
+    assert "112 cases of all_sum on 2 ranks are exact" in outputs[0]
+
+
+@pytest.mark.parametrize("name", ["SOFTVERBS_PROFILE", "SOFTVERBS_FAULTS", "SOFTVERBS_HOST"])
+def test_unknown_settings_are_named(tmp_path, own_header, name):
+    """A program sees no more than an error of the call; the user is told the rest."""
+    program = build_program(tmp_path / "objects", sources("objects"), own_header, libraries=LINKED)
+    result = subprocess.run(
+        [program, "Addresses"], env=os.environ | {name: "nonsense"}, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode != 0
+    assert f"libsoftverbs: {name}=nonsense" in result.stderr

@@ -1,0 +1,70 @@
+"""RDMA over Thunderbolt, played: what a device gave is given back in order, however a rank ends.
+
+What breaks one of the device's rules is refused, so that a job works is a test of all of them (docs/thunderbolt.md).
+"""
+
+import re
+
+import pytest
+
+CLOSED = re.compile(
+    r"device (soft\d+) is closed: first its queue pairs \((\d+)\), then regions \((\d+)\), "
+    r"completion queue and domain; refused: (\d+)"
+)
+DEBUG = {"MLXDIST_DEBUG": "info:connection"}
+
+
+def closed_devices(output: str) -> dict[str, tuple[str, ...]]:
+    return {device: rest for device, *rest in CLOSED.findall(output)}
+
+
+def run(
+    run_ranks, ranks: int, how: str, status: int | None, profile: str = "apple-tb5", **environment: str
+) -> list[str]:
+    variables = DEBUG | {"MLXDIST_SOFT_PROFILE": profile} | environment
+    outputs = run_ranks("thunderbolt.py", ranks, how, status=status, environment=variables)
+    assert all("summed" in output for output in outputs)
+    return outputs
+
+
+def check_closed(output: str, devices: int) -> None:
+    """Each device had the two queue pairs of one peer, and one region for their slots."""
+    closed = closed_devices(output)
+    assert closed == {f"soft{i}": ["2", "1", "0"] for i in range(devices)}, output
+
+
+@pytest.mark.parametrize(
+    ("ranks", "profile", "cables"),
+    [
+        (2, "apple-tb5", 1),
+        (3, "apple-tb5-26.2", 1),
+        pytest.param(4, "apple-tb5", 1, marks=pytest.mark.long),
+        pytest.param(3, "apple-tb5", 2, marks=pytest.mark.long),
+    ],
+)
+def test_a_device_for_each_peer_and_cable(run_ranks, ranks, profile, cables):
+    for output in run(run_ranks, ranks, "returns", 0, profile, MLXDIST_CABLES=str(cables)):
+        check_closed(output, cables * (ranks - 1))
+
+
+@pytest.mark.parametrize(("how", "status"), [("SIGTERM", 143), ("SIGINT", None), ("exception", None)])
+def test_polite_endings_give_everything_back(run_ranks, how, status):
+    for output in run(run_ranks, 3, how, status):
+        check_closed(output, 2)
+
+
+@pytest.mark.parametrize("how", ["_exit", "SIGKILL"])
+def test_sudden_endings_leave_nothing_to_the_others(run_ranks, how):
+    """The rank itself can give back nothing; the system does, and the others do as ever."""
+    outputs = run(run_ranks, 3, how, None)
+    assert not closed_devices(outputs[1])
+    for rank in (0, 2):
+        check_closed(outputs[rank], 2)
+    run(run_ranks, 3, "returns", 0)  # ten queue pairs a device: what was left there would be missing here
+
+
+def test_signs_of_life(run_ranks):
+    """Queue pairs that fall silent in a fifth of a second, and a pause of a whole one."""
+    environment = {"MLXDIST_SOFT_PROFILE": "apple-tb5", "MLXDIST_KEEPALIVE": "0.02", "MLXDIST_INJECT": "idle=500"}
+    outputs = run_ranks("pause.py", 2, 1.5, environment=environment)
+    assert all(output.startswith("0 made anew, 0 lost") for output in outputs)
