@@ -33,10 +33,10 @@ demo: setup
 	$(BIN)/mlxdist launch -n 2 -- $(BIN)/python examples/train_and_generate.py
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --durations=10
 
 test-long: setup check-macos $(VENV)/.atheris
-	$(BIN)/python -m pytest -m long
+	$(BIN)/python -m pytest -m long --durations=40
 
 test-rxe: setup
 	$(BIN)/python -m pytest -m rxe

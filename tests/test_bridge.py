@@ -2,7 +2,7 @@
 
 import pytest
 
-RANKS = pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+RANKS = pytest.mark.parametrize("ranks", [pytest.param(ranks, marks=pytest.mark.long) for ranks in (1, 2, 4)] + [3])
 # Whatever evaluates an array; the last three ask for its buffer, where NumPy swallows errors.
 READERS = ["eval", "tolist", "np.array", "np.asarray", "np.sqrt"]
 SCENARIOS = [

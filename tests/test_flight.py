@@ -340,7 +340,7 @@ def test_an_operation_in_progress_is_not_lost_behind_others(run_ranks, tmp_path)
     assert len(others) == 1000 and [o["sequence"] for o in others] == list(range(501, 1501))
 
 
-@pytest.mark.parametrize("kind", ["numpy", "mlx"])
+@pytest.mark.parametrize("kind", [pytest.param("numpy", marks=pytest.mark.long), "mlx"])
 def test_a_failure_is_recorded_by_every_rank_and_its_error_says_where(run_ranks, tmp_path, kind):
     variables = {"MLXDIST_FLIGHT": str(tmp_path / "new"), "MLXDIST_TIMEOUT": "0.5"}
     outputs = run_ranks("flight.py", 3, "fails", kind, status=1, environment=variables)
@@ -363,6 +363,7 @@ def test_no_file_where_none_is_wanted(run_ranks, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_without_a_launcher_files_go_to_the_current_folder(tmp_path):
     environ = {name: value for name, value in os.environ.items() if name != "MLXDIST_FLIGHT"}
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -221,6 +221,7 @@ def test_a_job_inside_a_killed_job_ends_too():
         job.kill()
 
 
+@pytest.mark.long
 def test_a_job_inside_a_job_that_does_not_want_to_end():
     """Its launcher and its keeper would both give it a minute."""
     seconds = f"60.{os.getpid()}"

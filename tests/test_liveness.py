@@ -44,9 +44,8 @@ def test_abort_ends_all_waits_within_100_ms(run_ranks):
     assert min(seconds) < 0.1
 
 
-@pytest.mark.parametrize(
-    "which, seconds", [(1, 2), pytest.param(0, 2, marks=pytest.mark.long), pytest.param(2, 8, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("which, seconds", [(1, 2), (0, 2), (2, 8)])
 def test_a_stopped_rank_that_resumes_loses_nothing_and_who_waits_sleeps(run_ranks, which, seconds):
     shares = []
     for _ in range(3):
@@ -60,6 +59,7 @@ def test_a_stopped_rank_that_resumes_loses_nothing_and_who_waits_sleeps(run_rank
     assert min(shares) < 0.05
 
 
+@pytest.mark.long
 def test_who_waits_long_says_for_whom_and_where_that_rank_is(run_ranks):
     outputs = run_ranks("liveness.py", 2, "late", 4, environment={"MLXDIST_NOTICE": "2.5"})
     notice = re.search(r"rank 1 on \S+ has waited \d+ s in all_sum #2 of float32 \[1000\] for rank 0, (.*)", outputs[1])

@@ -17,6 +17,7 @@ def test_sixteen_ranks(run_ranks):
     assert all(peers(output) == 15 for output in outputs)  # all_to_all needs them all
 
 
+@pytest.mark.long
 def test_sixteen_ranks_in_a_ring_know_their_neighbours_alone(run_ranks):
     outputs = run_ranks("sixteen_ranks.py", 16, "ring_only", timeout=120, environment={"MLXDIST_ALGO": "ring"})
     assert [peers(output) for output in outputs] == [2] * 16

@@ -90,6 +90,7 @@ def test_a_rank_that_raises_ends_the_job(run_ranks):
         assert re.search(r"mlxdist\.errors\.(PeerLost|Aborted): .*rank 2", output)
 
 
+@pytest.mark.long
 def test_a_rank_that_cannot_join_is_an_error_on_every_rank(run_ranks):
     outputs = run_ranks(
         "mpi_door.py", 3, "cannot_join", status=1, environment={"MLXDIST_RENDEZVOUS_TIMEOUT": "2"}

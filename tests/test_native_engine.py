@@ -9,6 +9,7 @@ LAYERS = ("verbs", "soft", "endpoint", "reduce", "collectives")
 INCLUDES = [f"-I{NATIVE / folder}" for folder in ("include", "verbs", "endpoint", "reduce", "collectives")]
 FLAGS = ["-std=gnu11", '-DMLXDIST_VERSION="0.0.0"', *INCLUDES]
 NAMES = [f"engine{of}_test" for of in ("", "_faults", "_cables", "_repair", "_keepalive", "_apple")]
+SLOW = ["engine_keepalive_test", "engine_faults_test"]
 # For the thread sanitizer the ranks are threads of one process, so that it sees both sides of their shared memory.
 VARIANTS = {
     "optimized": ["-O2"],
@@ -19,9 +20,8 @@ VARIANTS = {
 
 def cases() -> Iterator[object]:
     for name in NAMES:
-        yield pytest.param(name, "optimized", marks=pytest.mark.long)
-        slow = [pytest.mark.long] if name == "engine_keepalive_test" else []
-        yield pytest.param(name, "memory", marks=[pytest.mark.sanitize, *slow])
+        yield pytest.param(name, "optimized", marks=[pytest.mark.long] if name in SLOW else [])
+        yield pytest.param(name, "memory", marks=[pytest.mark.sanitize, pytest.mark.long])
         yield pytest.param(name, "threads", marks=[pytest.mark.sanitize, pytest.mark.long])
 
 

@@ -17,6 +17,7 @@ VARIANTS = {
 PROGRAMS = ["objects", "regions", "messages", "gather", "errors", "faults", "damage", "delay", "idle"]
 PROGRAMS += ["apple", "apple_life", "rxe", "writes", "peers", "processes", "scale", "stress"]
 PROGRAMS += ["key", "strangers", "tcp", "tcp_faults", "tcp_processes", "tcp_writes"]
+SLOW = ["processes", "stress", "tcp_processes"]
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -33,9 +34,8 @@ def build(folder: Path, program: str, flags: list[str], segment: str) -> Path:
 
 def cases() -> Iterator[object]:
     for program in PROGRAMS:
-        yield pytest.param("optimized", program, marks=pytest.mark.long)
-        slow = [pytest.mark.long] if program == "processes" else []
-        yield pytest.param("sanitized", program, marks=[pytest.mark.sanitize, *slow])
+        yield pytest.param("optimized", program, marks=[pytest.mark.long] if program in SLOW else [])
+        yield pytest.param("sanitized", program, marks=[pytest.mark.sanitize, pytest.mark.long])
         yield pytest.param("posix_segments", program, marks=[pytest.mark.sanitize, pytest.mark.long])
 
 

@@ -24,7 +24,8 @@ def best(measure, limit: float, attempts: int = 3) -> float:
     return lowest
 
 
-@pytest.mark.parametrize("operation", ["send", pytest.param("all_sum", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("operation", ["send", "all_sum"])
 def test_a_lost_last_message_arrives_while_its_sender_computes(run_ranks, operation):
     """Rank 0 computes for 5 s; rank 1 has the data within 100 ms."""
 
@@ -34,13 +35,14 @@ def test_a_lost_last_message_arrives_while_its_sender_computes(run_ranks, operat
     assert best(measure, 0.1) < 0.1
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_operations_end_while_the_main_thread_computes(run_ranks, ranks):
     outputs = run_ranks("progress.py", ranks, "handles")
     assert all("done meanwhile" in output for output in outputs)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("small", marks=pytest.mark.long), "large"])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["small", "large"])
 def test_who_waits_for_a_late_peer_leaves_the_core_to_others(run_ranks, kind):
     def measure() -> float:
         return max(max(numbers(output, "of a core")) for output in run_ranks("progress.py", 3, "late_peer", kind)[1:])
@@ -48,6 +50,7 @@ def test_who_waits_for_a_late_peer_leaves_the_core_to_others(run_ranks, kind):
     assert best(measure, 0.05) < 0.05
 
 
+@pytest.mark.long
 def test_a_group_without_anything_to_do_sleeps(run_ranks):
     def measure() -> float:
         return max(max(numbers(output, "of a core")) for output in run_ranks("progress.py", 2, "idle"))

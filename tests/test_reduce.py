@@ -40,7 +40,8 @@ def require(command: str, packages: str) -> None:
         pytest.skip(f"there is no {command}: apt-get install {packages}")
 
 
-@pytest.mark.parametrize("variant", ["optimized", pytest.param("sanitized", marks=[pytest.mark.sanitize, pytest.mark.long])])
+@pytest.mark.long
+@pytest.mark.parametrize("variant", ["optimized", pytest.param("sanitized", marks=pytest.mark.sanitize)])
 def test_reduce(tmp_path, variant):
     assert run_all(build(tmp_path, VARIANTS[variant])) == own_instruction_sets()
 

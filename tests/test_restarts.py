@@ -21,6 +21,7 @@ def restarts(job):
     return [line for line in job.stderr.decode().splitlines() if line.startswith("mlxdist launch: ")]
 
 
+@pytest.mark.long
 def test_the_whole_group_starts_again_until_it_succeeds():
     program = RESTART + "print('start', restart, flush=True)\nif rank == 1 and restart < 2: os.kill(os.getpid(), 9)"
     job = python(2, program, options=["--max-restarts", "3"])

@@ -26,6 +26,7 @@ def test_messages_that_come_twice_are_dropped_once(run_ranks, ranks):
     assert total["duplicates"] > 10
 
 
+@pytest.mark.long
 def test_both_and_often(run_ranks):
     total = counters(run_ranks, 3, "drop=1/20,duplicate=1/10")
     assert total["provider_dropped_by_fault"] > 50 and total["retransmissions"] > 50 and total["duplicates"] > 50

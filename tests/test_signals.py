@@ -60,6 +60,7 @@ def test_sigterm_outside_of_operations(run_ranks):
     assert all("rank 1 on" in output and "was terminated (SIGTERM)" in output for output in (outputs[0], outputs[2]))
 
 
+@pytest.mark.long
 def test_sigterm_ends_a_rank_that_is_stuck_in_c(run_in_time):
     outputs = run_in_time(0.1, {0: "raised Aborted", 2: "raised Aborted"}, "stuck", "SIGTERM", 143)
     assert "at exit" not in outputs[1]

@@ -19,7 +19,7 @@ def test_every_operation_has_one(name):
 @pytest.mark.parametrize(
     "scenario, operation",
     [
-        (["all_operations", "numpy"], "all_sum #14"),
+        pytest.param(["all_operations", "numpy"], "all_sum #14", marks=pytest.mark.long),
         (["all_operations", "mlx"], "all_sum #14"),
         (["handles"], "all_sum #2"),
         (["barriers"], "barrier #4"),

@@ -10,7 +10,9 @@
 #include "tcp_pair.h"
 
 #include <arpa/inet.h>
+#include <errno.h>
 #include <fcntl.h>
+#include <stdio.h>
 #include <sys/socket.h>
 
 enum { STRANGER, MEMBER, FALSE_LISTENER, KINDS };
@@ -26,9 +28,13 @@ static struct ibv_mr *writable; /* a region that the peer may write to */
 
 static char region[SLOT_BYTES];
 
-static void require(bool condition) {
-  if (!condition) abort();
-}
+#define require(condition)                                                                           \
+  do {                                                                                               \
+    if (!(condition)) {                                                                              \
+      fprintf(stderr, "%s:%d: not so: %s (errno %d)\n", __FILE__, __LINE__, #condition, errno);      \
+      abort();                                                                                       \
+    }                                                                                                \
+  } while (0)
 
 static void open_side(void) {
   struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
@@ -62,7 +68,11 @@ static int connect_to_side(void) {
   int fd = socket(AF_INET, SOCK_STREAM, 0);
   struct sockaddr_in to = {
       .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK), .sin_port = htons(side.lid)};
-  require(!connect(fd, (struct sockaddr *)&to, sizeof to));
+  int status;
+  /* libFuzzer's clock interrupts, and a busy machine lets even a connection to itself wait for that long. */
+  do status = connect(fd, (struct sockaddr *)&to, sizeof to);
+  while (status && errno == EINTR);
+  require(!status || errno == EISCONN);
   return prepare(fd);
 }
 
