@@ -17,6 +17,7 @@ COMMANDS = {
     "devices": "mlxdist.verbs.command:devices",
     "dump": "mlxdist.dump.command:dump",
     "env": "mlxdist.cli:show_environment",
+    "hostfile": "mlxdist.hostfile.command:hostfile",
     "launch": "mlxdist.launch.command:launch",
 }
 

@@ -16,7 +16,7 @@ from typing import Any
 from ..environment import MAX_RANKS
 from ..errors import InvalidArgument
 
-__all__ = ["DeviceMap", "load", "parse"]
+__all__ = ["DeviceMap", "MalformedMap", "load", "parse", "rows_of"]
 
 _MAX_BYTES = 16 << 20
 _MAX_CABLES = 16
@@ -76,27 +76,40 @@ def parse(text: str, source: str = "MLXDIST_RDMA") -> DeviceMap:
         InvalidArgument: it is malformed or not symmetric; the message names ``source``, the host and the column.
     """
     try:
-        rows, hosts = _rows(_json(text))
-        return _checked(
-            [[_devices(entry, i, j, hosts) for j, entry in enumerate(row)] for i, row in rows], hosts, source
-        )
-    except _Malformed as error:
+        return DeviceMap(rows_of(_json(text)), source)
+    except MalformedMap as error:
         raise InvalidArgument(f"device map {source}: {error}") from None
 
 
-class _Malformed(ValueError):
-    """What is wrong with a map, without saying which."""
+def rows_of(found: Any) -> tuple[tuple[tuple[str, ...], ...], ...]:
+    """`DeviceMap.rows` of what has been read from JSON: a matrix, or hosts that have a row each.
+
+    Raises:
+        MalformedMap: it is none, or not symmetric.
+    """
+    rows, hosts = _rows(found)
+    devices = [[_devices(entry, i, j, hosts) for j, entry in enumerate(row)] for i, row in rows]
+    _require_symmetry(devices, hosts)
+    return tuple(map(tuple, devices))
+
+
+class MalformedMap(ValueError):
+    """What is wrong with a map, without saying which. ``row``: the number of the host it is about, if of one."""
+
+    def __init__(self, text: str, row: int | None = None) -> None:
+        super().__init__(text)
+        self.row = row
 
 
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise _Malformed(f"line {error.lineno}, column {error.colno}: {error.msg}; write it as JSON") from None
+        raise MalformedMap(f"line {error.lineno}, column {error.colno}: {error.msg}; write it as JSON") from None
     except RecursionError:
-        raise _Malformed("it is nested too deeply") from None
+        raise MalformedMap("it is nested too deeply") from None
     except ValueError as error:  # a number of thousands of digits
-        raise _Malformed(str(error)) from None
+        raise MalformedMap(str(error)) from None
 
 
 def _rows(found: Any) -> tuple[list[tuple[int, list]], list[str]]:
@@ -104,20 +117,21 @@ def _rows(found: Any) -> tuple[list[tuple[int, list]], list[str]]:
     if isinstance(found, dict):
         found = found.get("hosts")
     if not isinstance(found, list) or not found:
-        raise _Malformed('it must be a list of rows, a list of hosts with "rdma" each, or {"hosts": [...]}')
+        raise MalformedMap('it must be a list of rows, a list of hosts with "rdma" each, or {"hosts": [...]}')
     if len(found) > MAX_RANKS:
-        raise _Malformed(f"it has {len(found)} rows, and at most {MAX_RANKS} are allowed")
+        raise MalformedMap(f"it has {len(found)} rows, and at most {MAX_RANKS} are allowed")
     hosts = [_host(number, entry) for number, entry in enumerate(found)]
     rows = []
     for number, entry in enumerate(found):
         row = entry.get("rdma") if isinstance(entry, dict) else entry
         if not isinstance(row, list):
             missing = '; write "rdma": [...] for each host' if isinstance(entry, dict) else ""
-            raise _Malformed(f"{hosts[number]} has no row: a list with an entry for each host{missing}")
+            raise MalformedMap(f"{hosts[number]} has no row: a list with an entry for each host{missing}", number)
         if len(row) != len(found):
-            raise _Malformed(
+            raise MalformedMap(
                 f"the row of {hosts[number]} has {len(row)} entries, but there are {len(found)} hosts; write null for "
-                "the host itself, and for hosts that no cable leads to"
+                "the host itself, and for hosts that no cable leads to",
+                number,
             )
         rows.append((number, row))
     return rows, hosts
@@ -132,17 +146,20 @@ def _devices(entry: Any, row: int, column: int, hosts: list[str]) -> tuple[str, 
     where = f"{hosts[row]}, column {column}"
     names = [] if entry is None else entry if isinstance(entry, list) else [entry]
     if not all(map(_is_name, names)) or (isinstance(entry, list) and not entry):
-        raise _Malformed(
+        raise MalformedMap(
             f"{where}: {json.dumps(entry):.80} is neither the name of a device, nor a list of names for several cables"
-            "; write null where there is no cable"
+            "; write null where there is no cable",
+            row,
         )
     if len(names) > _MAX_CABLES:
-        raise _Malformed(f"{where}: {len(names)} cables; at most {_MAX_CABLES} can be named, of which 2 are used")
+        raise MalformedMap(
+            f"{where}: {len(names)} cables; at most {_MAX_CABLES} can be named, of which 2 are used", row
+        )
     for name in names:
         if names.count(name) > 1:
-            raise _Malformed(f"{where}: {name} is there twice; each cable has a device of its own")
+            raise MalformedMap(f"{where}: {name} is there twice; each cable has a device of its own", row)
     if names and row == column:
-        raise _Malformed(f"{where}: {', '.join(names)} would lead from the host to itself; write null")
+        raise MalformedMap(f"{where}: {', '.join(names)} would lead from the host to itself; write null", row)
     return tuple(names)
 
 
@@ -150,18 +167,19 @@ def _is_name(name: Any) -> bool:
     return isinstance(name, str) and name.isprintable() and " " not in name and 0 < len(name.encode()) <= _NAME_BYTES
 
 
-def _checked(rows: list[list[tuple[str, ...]]], hosts: list[str], source: str) -> DeviceMap:
+def _require_symmetry(rows: list[list[tuple[str, ...]]], hosts: list[str]) -> None:
     for i, row in enumerate(rows):
         for j, there in enumerate(row):
             back = rows[j][i]
             if there and not back:
-                raise _Malformed(
+                raise MalformedMap(
                     f"{hosts[i]} has a cable to {hosts[j]} ({', '.join(there)}), but {hosts[j]} has null in column {i}"
-                    f"; write there which device of {hosts[j]} the cable ends in, or null in both rows"
+                    f"; write there which device of {hosts[j]} the cable ends in, or null in both rows",
+                    i,
                 )
             if len(there) > len(back):
-                raise _Malformed(
+                raise MalformedMap(
                     f"{hosts[i]} has {len(there)} cables to {hosts[j]} ({', '.join(there)}), but {hosts[j]} has "
-                    f"{len(back)} to {hosts[i]} ({', '.join(back)}); write both ends of every cable"
+                    f"{len(back)} to {hosts[i]} ({', '.join(back)}); write both ends of every cable",
+                    i,
                 )
-    return DeviceMap(tuple(tuple(row) for row in rows), source)

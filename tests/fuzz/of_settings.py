@@ -1,12 +1,13 @@
-"""Fuzz targets: environment variables, and tuning tables as files and as rank 0 sends them."""
+"""Fuzz targets: environment variables, hostfiles, and tuning tables as files and as rank 0 sends them."""
 
 import contextlib
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from mlxdist import tuning
-from mlxdist.environment import VARIABLES, Environment, format_address, parse_address
+from mlxdist import hostfile, tuning
+from mlxdist.environment import MAX_RANKS, VARIABLES, Environment, format_address, parse_address
 from mlxdist.errors import EnvironmentVariableError, InvalidArgument
 
 __all__ = ["TARGETS"]
@@ -41,7 +42,21 @@ def tuning_table(data: bytes) -> None:
         assert tuning.read(path) == rows
 
 
+def hosts(data: bytes) -> None:
+    """A hostfile of any format, and SLURM's lists. What is accepted is the same again once it has been written."""
+    text = data.decode(errors="replace")
+    with contextlib.suppress(InvalidArgument):
+        assert 1 <= len(hostfile.expand(text)) <= MAX_RANKS
+    with contextlib.suppress(InvalidArgument):
+        found = hostfile.parse(text)
+        assert 1 <= found.ranks <= MAX_RANKS
+        again = hostfile.parse(hostfile.write(found, "json"))
+        assert [replace(host, line=0) for host in again.hosts] == [replace(host, line=0) for host in found.hosts]
+        assert (again.backend, again.envs) == (found.backend, found.envs)
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "environment": environment,
     "tuning": tuning_table,
+    "hostfile": hosts,
 }

@@ -1,0 +1,132 @@
+"""What a hostfile says, whatever its format."""
+
+import ipaddress
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+from ..environment import MAX_RANKS
+
+__all__ = ["BACKENDS", "FORMATS", "Host", "Hostfile", "Problems", "check_address", "check_name", "check_variable"]
+
+# json: MLX's hostfile. slots: "host slots=N", as Open MPI, Horovod and DeepSpeed have it. colon: "host:N", as MPICH has
+# it. ring: the addresses that MLX's ring reads from MLX_HOSTFILE.
+FORMATS = ("json", "slots", "colon", "ring")
+BACKENDS = ("any", "auto", "mlxdist", "ring", "jaccl", "jaccl-ring", "mpi", "nccl")
+
+# No leading dash: ssh would take the name for an option. user@name, and IPv6 with a zone.
+_NAME = re.compile(r"(?:[A-Za-z0-9._][A-Za-z0-9._-]*@)?[A-Za-z0-9:_][A-Za-z0-9._:%-]*")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=[^\0]*", re.DOTALL)
+_NAME_BYTES = 255
+
+
+@dataclass(frozen=True)
+class Host:
+    """One entry of a hostfile.
+
+    Attributes:
+        name: what ssh connects to: a name or address, user@ before it if wanted.
+        slots: how many ranks run there.
+        ips: addresses that other hosts reach it at, the best first; may be empty.
+        rdma: for each host of the file the devices whose cables lead there; empty where no device is named.
+        line: where it stands, from 1; 0 if it comes from no file.
+    """
+
+    name: str
+    slots: int = 1
+    ips: tuple[str, ...] = ()
+    rdma: tuple[tuple[str, ...], ...] = ()
+    line: int = 0
+
+
+@dataclass(frozen=True)
+class Hostfile:
+    """Hosts in the order of their ranks.
+
+    Attributes:
+        backend: what the ranks communicate through; empty where the file does not say.
+        envs: NAME=VALUE, to be set for all ranks.
+        warnings: what is probably a mistake and changes nothing, each with its line.
+    """
+
+    hosts: tuple[Host, ...]
+    backend: str = ""
+    envs: tuple[str, ...] = ()
+    source: str = "hostfile"
+    format: str = "json"
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        return sum(host.slots for host in self.hosts)
+
+
+class Problems:
+    """What is wrong with a file: everything, not the first thing only, each with its line."""
+
+    LIMIT = 20
+
+    def __init__(self) -> None:
+        self.errors: list[tuple[int, str]] = []
+        self.warnings: list[tuple[int, str]] = []
+
+    def error(self, line: int, text: str) -> None:
+        self.errors.append((line, text))
+
+    def warn(self, line: int, text: str) -> None:
+        self.warnings.append((line, text))
+
+    def check_hosts(self, hosts: list[Host], repeated: bool) -> None:
+        """What holds for all formats. ``repeated``: a host may stand there once for each of its ranks."""
+        if not hosts and not self.errors:
+            self.error(1, "there is no host in it")
+        if sum(host.slots for host in hosts) > MAX_RANKS:
+            self.error(hosts[-1].line, f"{sum(host.slots for host in hosts)} ranks; at most {MAX_RANKS} are possible")
+        if repeated:
+            return
+        seen: dict[str, int] = {}
+        for host in hosts:
+            if host.name in seen:
+                total = Counter({h.name: 0 for h in hosts})
+                for other in hosts:
+                    total[other.name] += other.slots
+                self.error(
+                    host.line,
+                    f"{host.name} is there twice, first in line {seen[host.name]}; write it once, with "
+                    f"{total[host.name]} slots",
+                )
+            seen.setdefault(host.name, host.line)
+
+    def lines(self, found: list[tuple[int, str]]) -> list[str]:
+        lines = [f"line {line}: {text}" for line, text in sorted(found)]
+        more = len(lines) - self.LIMIT
+        return lines if more <= 0 else [*lines[: self.LIMIT], f"... and {more} more"]
+
+
+def check_name(name: object) -> str | None:
+    """What is wrong with the name of a host, in words."""
+    if not isinstance(name, str):
+        return f"a host's name must be text, not {name!r:.80}"
+    if not name:
+        return "a host's name is empty"
+    if len(name) > _NAME_BYTES or not _NAME.fullmatch(name):
+        return f"{name!r:.80} is no name or address of a host: letters, digits and . _ - : are allowed, user@ before it"
+    return None
+
+
+def check_address(address: object) -> str | None:
+    """What is wrong with an IP address, in words."""
+    try:
+        if not isinstance(address, str):
+            raise ValueError
+        ipaddress.ip_address(address)
+    except ValueError:
+        return f"{address!r:.80} is no IP address; write one such as 192.168.1.10"
+    return None
+
+
+def check_variable(setting: object) -> str | None:
+    """What is wrong with NAME=VALUE, in words."""
+    if not isinstance(setting, str) or not _VARIABLE.fullmatch(setting):
+        return f"{setting!r:.80} sets no environment variable; write NAME=VALUE"
+    return None

@@ -1,0 +1,89 @@
+"""Hostfiles, written: from any format into any other that can say it."""
+
+import json
+from typing import Any
+
+from ..errors import InvalidArgument
+from .hosts import FORMATS, Host, Hostfile
+
+__all__ = ["write"]
+
+_FIRST_PORT = 32323  # MLX's launcher begins there, too
+
+
+def write(hostfile: Hostfile, format: str) -> str:
+    """The text of ``hostfile`` in ``format``: json, slots, colon or ring. What it cannot say is an error, not left out.
+
+    Raises:
+        InvalidArgument: no such format, or it has no place for something that the hostfile says.
+    """
+    if format not in FORMATS:
+        raise InvalidArgument(f"a hostfile has one of the formats {', '.join(FORMATS)}, not {format!r:.80}")
+    if format == "json":
+        return _json(hostfile)
+    if format == "ring":
+        return _ring(hostfile)
+    _refuse_what_lines_cannot_say(hostfile, format)
+    return "".join(_line(host, format) for host in _merged(hostfile))
+
+
+def _json(hostfile: Hostfile) -> str:
+    """MLX's format. Our "slots" is there only where it is not 1, for MLX does not know it."""
+    hosts = ",\n".join(f"    {json.dumps(_entry(host))}" for host in hostfile.hosts)
+    text = f'{{\n  "backend": {json.dumps(hostfile.backend)},\n' if hostfile.backend else "{\n"
+    return text + f'  "envs": {json.dumps(list(hostfile.envs))},\n  "hosts": [\n{hosts}\n  ]\n}}\n'
+
+
+def _entry(host: Host) -> dict[str, Any]:
+    entry: dict[str, Any] = {"ssh": host.name, "ips": list(host.ips)}
+    if host.rdma:
+        entry["rdma"] = [None if not row else row[0] if len(row) == 1 else list(row) for row in host.rdma]
+    if host.slots != 1:
+        entry["slots"] = host.slots
+    return entry
+
+
+def _ring(hostfile: Hostfile) -> str:
+    """What MLX's ring reads from MLX_HOSTFILE: addresses and ports of each rank."""
+    rows = []
+    for host in hostfile.hosts:
+        if not host.ips:
+            raise InvalidArgument(f'{hostfile.source}: {host.name} has no IP address, and a ring needs one; add "ips"')
+        for _ in range(host.slots):
+            port = _FIRST_PORT + len(rows)
+            rows.append([f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for ip in host.ips])
+    return json.dumps(rows) + "\n"
+
+
+def _refuse_what_lines_cannot_say(hostfile: Hostfile, format: str) -> None:
+    said = {
+        "a backend": hostfile.backend,
+        "environment variables": hostfile.envs,
+        "devices of cables": any(host.rdma for host in hostfile.hosts),
+        "IP addresses besides names": any(set(host.ips) - {host.name} for host in hostfile.hosts),
+    }
+    lost = [what for what, there in said.items() if there]
+    if lost:
+        raise InvalidArgument(f"{hostfile.source}: the format {format} has no place for {', '.join(lost)}; use json")
+
+
+def _merged(hostfile: Hostfile) -> list[Host]:
+    """Each host once, for JSON may repeat one for each of its ranks. Ranks must then stand together."""
+    merged: list[Host] = []
+    for host in hostfile.hosts:
+        if merged and merged[-1].name == host.name:
+            merged[-1] = Host(host.name, merged[-1].slots + host.slots, host.ips)
+        elif any(other.name == host.name for other in merged):
+            raise InvalidArgument(
+                f"{hostfile.source}: the ranks of {host.name} do not follow each other, and lines cannot say that; "
+                "use json"
+            )
+        else:
+            merged.append(host)
+    return merged
+
+
+def _line(host: Host, format: str) -> str:
+    if format == "slots":
+        return f"{host.name} slots={host.slots}\n"
+    return f"[{host.name}]:{host.slots}\n" if ":" in host.name else f"{host.name}:{host.slots}\n"
