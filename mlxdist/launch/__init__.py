@@ -2,6 +2,10 @@
 
     command.py      the command line
     local.py        a job on this machine: what its ranks are given, and how they are started
+    run.py          from the start of a job to its end, and again after a failure
+    hosts.py        a job on several hosts; remote.py one of them, at the other end of an ssh connection, where
+                    agent.py starts the ranks; frames.py is what they say to each other
+    standard_input.py   what rank 0 reads, where that is on another host
     supervisor.py   signals, the first failure, the exit status
     output.py       what the ranks print
     restarts.py     starts the job again after a failure

@@ -1,36 +1,43 @@
 """The command line of `mlxdist launch`."""
 
+import json
 import os
-import shutil
-import signal
+import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
 
 import click
 
+from .. import hostfile as hostfiles
 from .. import mpi_door
 from ..environment import MAX_RANKS, MAX_RESTARTS, OF_JOB, PROVIDERS, QUEUE_PAIRS, Environment
-from ..errors import EnvironmentVariableError, InvalidArgument, ResourceError, name_ranks
+from ..errors import EnvironmentVariableError, InvalidArgument, ResourceError
+from ..hostfile import Host, Hostfile
 from ..verbs import device_map
+from .executable import check_command
 from .leftovers import remove_leftovers
-from .local import LocalJob, LocalRank, base_environment, new_name
-from .output import Output, terminal_variables
-from .restarts import run_with_restarts
-from .supervisor import Ending, Supervisor, Wakeup
+from .local import base_environment
+from .remote import agent_command
+from .run import Plan, run
 
 __all__ = ["launch"]
 
 
-class CannotRun(click.ClickException):
-    """The command does not exist (127) or is not executable (126), as shells have it."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-
-
 @click.command(context_settings={"allow_interspersed_args": False})
-@click.option("-n", "ranks", type=click.IntRange(1, MAX_RANKS), required=True, help="Number of ranks.")
+@click.option("-n", "ranks", type=click.IntRange(1, MAX_RANKS), help="Number of ranks; with hosts: on each of them.")
+@click.option("--hostfile", "file", metavar="FILE", help="Run on the hosts of FILE; see `mlxdist hostfile`.")
+@click.option("--hosts", metavar="A,B", help="Run on these hosts.")
+@click.option("--include", metavar="A,B", help="Of the hosts, only these.")
+@click.option("--exclude", metavar="A,B", help="Of the hosts, not these.")
+@click.option("--cwd", metavar="FOLDER", help="Where the ranks run, on every host.  [default: the current folder]")
+@click.option("--python", metavar="PATH", default="", help="Python that has mlxdist, on other hosts.  [default: this]")
+@click.option(
+    "--ssh", metavar="COMMAND", default="ssh", show_default=True, help='How to reach hosts: "ssh -F my_config".'
+)
+@click.option("--env-file", metavar="FILE", help="Lines NAME=VALUE, set for all ranks; --env comes after it.")
+@click.option("--dry-run", is_flag=True, help="Show what would be started, and start nothing.")
 @click.option("--prefix/--no-prefix", default=True, help="Print the rank in front of each line, or pass output raw.")
 @click.option(
     "--grace",
@@ -61,7 +68,16 @@ class CannotRun(click.ClickException):
 @click.option("--verbose", is_flag=True, help="Report the start and the end of every rank.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND [ARGUMENTS]...")
 def launch(
-    ranks: int,
+    ranks: int | None,
+    file: str | None,
+    hosts: str | None,
+    include: str | None,
+    exclude: str | None,
+    cwd: str | None,
+    python: str,
+    ssh: str,
+    env_file: str | None,
+    dry_run: bool,
     prefix: bool,
     grace: float,
     max_restarts: int,
@@ -71,10 +87,12 @@ def launch(
     verbose: bool,
     command: tuple[str, ...],
 ) -> None:
-    """Start a command as N ranks on this machine.
+    """Start a command as N ranks on this machine, or on several hosts.
 
     \b
         mlxdist launch -n 2 -- python train.py --epochs 3
+        mlxdist launch --hostfile rmlx-hosts.json -- python train.py
+        mlxdist launch --hosts node0,node1 -n 2 -- python train.py
 
     Every rank finds its number in MLXDIST_RANK and the number of ranks in MLXDIST_WORLD_SIZE. A program that knows
     nothing of mlxdist and calls mx.distributed.init() gets the same group. Rank 0 reads the standard input. Each rank
@@ -83,6 +101,10 @@ def launch(
     The exit status is that of the first rank that failed, 128 + the signal if it was killed by one. Ctrl-C and SIGTERM
     reach all ranks. When the command returns, nothing of the job is left running.
 
+    Hosts are reached by ssh, without a password; mlxdist, the command and its folder have to be there under the same
+    names (--python, --cwd). What the ranks are given travels through the connection, not on a command line: the
+    variables of --env, --env-file, the hostfile and this shell's MLXDIST_*.
+
     With --max-restarts, a job whose rank has failed is ended as always and then started again, with pauses of 1, 2, 4
     and up to 30 seconds in between; it finds in MLXDIST_RESTART how often that was, and has to load its own checkpoint.
     Not after Ctrl-C or SIGTERM. The exit status is that of the last start.
@@ -90,125 +112,164 @@ def launch(
     if not command:
         raise click.UsageError("No command given. Write it after --: mlxdist launch -n 2 -- python train.py")
     try:
-        variables = base_environment(os.environ)
-        mpi_door.check(variables[mpi_door.VARIABLE])
-    except ResourceError as error:
-        raise click.ClickException(str(error)) from None
-    variables |= _parse_settings(settings)
-    given = {"MLXDIST_PROVIDER": provider, "MLXDIST_QP": qp}
-    variables |= {name: value for name, value in given.items() if value is not None}
-    if not os.path.isdir(variables.get("TMPDIR") or "/tmp"):
-        raise click.UsageError(f"TMPDIR={variables['TMPDIR']} is not a folder; the ranks' temporary folders go there.")
-    try:
-        environment = Environment.read(variables)
-        if environment.rdma is not None:
-            device_map.load(environment.rdma)
-    except (EnvironmentVariableError, InvalidArgument) as error:
-        raise click.UsageError(str(error)) from None
-    _check_command(command[0], variables)
-    try:
+        on = _hosts(file, hosts, ranks, include, exclude)
+        given = _parse_settings(_lines(env_file), "--env-file") | _parse_settings(settings, "--env")
+        given |= {k: v for k, v in {"MLXDIST_PROVIDER": provider, "MLXDIST_QP": qp}.items() if v is not None}
+        if on is None:
+            variables = _for_this_machine(given, command[0])
+        else:
+            variables = _for_hosts(on, given)
+        _check_variables(variables)
+        plan = Plan(
+            ranks=on.ranks if on else ranks,
+            command=list(command),
+            variables=variables,
+            hostfile=on,
+            folder=os.path.abspath(cwd or "."),
+            python=python,
+            ssh=_words(ssh),
+            prefix=prefix,
+            grace=grace,
+            max_restarts=max_restarts,
+            verbose=verbose,
+        )
+        if dry_run:
+            _show(plan)
+            return
+        if cwd and on is None:
+            os.chdir(cwd)
         for text in remove_leftovers():
             click.echo(f"mlxdist launch: {text}", err=True)
-        status = _run(ranks, prefix, grace, max_restarts, variables, verbose, list(command))
-    except ResourceError as error:
+        status = run(plan)
+    except InvalidArgument as error:
+        raise click.UsageError(str(error)) from None
+    except (ResourceError, OSError) as error:
         raise click.ClickException(str(error)) from None
     sys.exit(status)
 
 
-def _run(
-    ranks: int,
-    prefix: bool,
-    grace: float,
-    max_restarts: int,
-    variables: dict[str, str],
-    verbose: bool,
-    command: list[str],
-) -> int:
-    for descriptor in (0, 1, 2):
-        try:
-            os.fstat(descriptor)
-        except OSError:  # closed (>&-): something else would be opened under its number
-            os.open(os.devnull, os.O_RDWR)
-    wakeup = Wakeup()
-    if prefix:
-        variables = terminal_variables(variables, ranks) | variables
-        output = Output(ranks, wakeup.wake)
-    else:
-        output = None
-    name = new_name()
-
-    def say(text: str) -> None:
-        line = f"mlxdist launch: {text}"
-        output.say(line) if output is not None else click.echo(line, err=True)
-
-    def run_once(restart: int) -> Ending:
-        with LocalJob(name, restart, ranks, command, variables, grace) as job:
-            supervisor = Supervisor(job, wakeup, output, grace, say, verbose)
-            _start_all(job, ranks, output, supervisor)
-            return supervisor.run()
-
-    with wakeup.signals():
-        status = run_with_restarts(run_once, max_restarts, wakeup, say)
-        # Waits for whoever reads the output, as any program does, unless another signal comes.
-        while output is not None and not output.is_written(0.1):
-            if any(number != signal.SIGCHLD for number in wakeup.read()):
-                break
-    return status
+def _hosts(
+    file: str | None, hosts: str | None, ranks: int | None, include: str | None, exclude: str | None
+) -> Hostfile | None:
+    """The hosts to run on; None for this machine alone."""
+    if file and hosts:
+        raise click.UsageError("Give --hostfile or --hosts, not both.")
+    if not file and not hosts:
+        if include or exclude:
+            raise click.UsageError("--include and --exclude choose among hosts; give --hostfile or --hosts.")
+        if ranks is None:
+            raise click.UsageError("Missing option '-n', or '--hostfile', or '--hosts'.")
+        return None
+    found = hostfiles.read(file) if file else hostfiles.parse(hosts.replace(",", "\n"), "--hosts")
+    for warning in found.warnings:
+        click.echo(f"mlxdist launch: hostfile {found.source}, {warning}", err=True)
+    if ranks is not None:
+        found = replace(found, hosts=tuple(replace(host, slots=ranks * host.slots) for host in found.hosts))
+    return _chosen(_merged(found), include, exclude)
 
 
-def _start_all(job: LocalJob, ranks: int, output: Output | None, supervisor: Supervisor) -> None:
-    started = {}
-    for rank in range(ranks):
-        try:
-            process = _start(job, rank, output)
-        except OSError as error:
-            have = f" ({name_ranks(range(rank))} had started)" if rank else ""
-            raise CannotRun(f"Cannot start rank {rank}: {error}{have}.", 126) from None
-        started[rank] = process.process.pid
-        supervisor.add(process)
-    job.record.note_ranks(started)
+def _merged(found: Hostfile) -> Hostfile:
+    """Each host once: one connection leads there, whatever the number of its ranks."""
+    if len({host.name for host in found.hosts}) == len(found.hosts):
+        return found
+    merged: list[Host] = []
+    for host in found.hosts:
+        if merged and merged[-1].name == host.name:
+            merged[-1] = replace(merged[-1], slots=merged[-1].slots + host.slots)
+        elif any(other.name == host.name for other in merged):
+            raise InvalidArgument(f"{found.source}, line {host.line}: the ranks of {host.name} must stand together")
+        elif host.rdma:
+            raise InvalidArgument(
+                f'{found.source}, line {host.line}: a host with "rdma" stands there once; give its ranks as "slots"'
+            )
+        else:
+            merged.append(host)
+    return replace(found, hosts=tuple(merged))
 
 
-def _start(job: LocalJob, rank: int, output: Output | None) -> LocalRank:
-    if output is None:
-        return job.start(rank, None, None)
-    stdout, stdout_end = os.pipe()
-    stderr, stderr_end = os.pipe()
+def _chosen(found: Hostfile, include: str | None, exclude: str | None) -> Hostfile:
+    """Of a device map the rows and columns of the hosts that are left."""
+    names = [host.name for host in found.hosts]
+    for option, listed in (("--include", include), ("--exclude", exclude)):
+        unknown = [name for name in (listed or "").split(",") if name and name not in names]
+        if unknown:
+            raise click.UsageError(f"{option}: {unknown[0]} is none of the hosts {', '.join(names)}.")
+    wanted = include.split(",") if include else names
+    unwanted = (exclude or "").split(",")
+    left = [i for i, name in enumerate(names) if name in wanted and name not in unwanted]
+    if not left:
+        raise click.UsageError("No host is left to run on.")
+    hosts = [found.hosts[i] for i in left]
+    if found.hosts[0].rdma:
+        hosts = [replace(host, rdma=tuple(host.rdma[j] for j in left)) for host in hosts]
+    return replace(found, hosts=tuple(hosts))
+
+
+def _for_this_machine(given: Mapping[str, str], executable: str) -> dict[str, str]:
+    """All that the ranks have in their environment, but for what is each rank's own."""
+    variables = base_environment(os.environ)
+    mpi_door.check(variables[mpi_door.VARIABLE])
+    variables |= given
+    if not os.path.isdir(variables.get("TMPDIR") or "/tmp"):
+        raise click.UsageError(f"TMPDIR={variables['TMPDIR']} is not a folder; the ranks' temporary folders go there.")
+    check_command(executable, variables)
+    return variables
+
+
+def _for_hosts(on: Hostfile, given: Mapping[str, str]) -> dict[str, str]:
+    """What is set for the ranks besides what their hosts set."""
+    variables = _parse_settings(on.envs, "envs of the hostfile")
+    variables |= {name: v for name, v in os.environ.items() if name.startswith("MLXDIST_") and name not in OF_JOB}
+    rows = [[list(devices) or None for devices in host.rdma] for host in on.hosts]
+    if any(rows) and "MLXDIST_RDMA" not in variables:
+        variables["MLXDIST_RDMA"] = json.dumps(rows)
+    return variables | dict(given)
+
+
+def _check_variables(variables: Mapping[str, str]) -> None:
     try:
-        started = job.start(rank, stdout_end, stderr_end)
-    finally:
-        os.close(stdout_end)
-        os.close(stderr_end)
-    output.add(rank, stdout, stderr)
-    return started
+        environment = Environment.read(variables)
+    except EnvironmentVariableError as error:
+        raise click.UsageError(str(error)) from None
+    if environment.rdma is not None:
+        device_map.load(environment.rdma)
 
 
-def _parse_settings(settings: tuple[str, ...]) -> dict[str, str]:
+def _show(plan: Plan) -> None:
+    """What --dry-run prints."""
+    for label in plan.labels():
+        click.echo(f"[{label}] {shlex.join(plan.command)}")
+    if plan.hostfile is not None:
+        for host in plan.hostfile.hosts:
+            click.echo(f"{host.name}: {shlex.join(agent_command(host.name, plan.ssh, plan.python))}")
+        for name, value in plan.variables.items():
+            click.echo(f"{name}={value}")
+
+
+def _words(command: str) -> list[str]:
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise click.UsageError(f"--ssh {command!r}: {error}") from None
+    if not words:
+        raise click.UsageError("--ssh: no command")
+    return words
+
+
+def _lines(file: str | None) -> list[str]:
+    if file is None:
+        return []
+    lines = Path(file).read_text().splitlines()
+    return [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+
+
+def _parse_settings(settings: Iterable[str], where: str) -> dict[str, str]:
     variables = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not name or not equals:
-            raise click.UsageError(f"Invalid value for '--env': {setting!r} is not NAME=VALUE.")
+            raise click.UsageError(f"Invalid value for '{where}': {setting!r} is not NAME=VALUE.")
         if name in OF_JOB:
-            raise click.UsageError(f"Invalid value for '--env': {name} is set by the launcher, for each rank.")
+            raise click.UsageError(f"Invalid value for '{where}': {name} is set by the launcher, for each rank.")
         variables[name] = value
     return variables
-
-
-def _check_command(name: str, variables: Mapping[str, str]) -> None:
-    if "/" in name:
-        exists = os.path.exists(name)
-        found = os.access(name, os.X_OK) and not os.path.isdir(name)
-    else:
-        path = variables.get("PATH", os.defpath)
-        found = shutil.which(name, path=path) is not None
-        exists = found or any(os.path.exists(os.path.join(folder, name)) for folder in path.split(os.pathsep) if folder)
-    if found:
-        return
-    if os.path.isfile(name) and name.endswith(".py"):
-        raise CannotRun(f"{name} is a Python file, not a command; write: python {name}", 126)
-    if exists:
-        what = "a folder" if os.path.isdir(name) else "not executable"
-        raise CannotRun(f"{name} is {what}; give the program that runs it, or chmod +x it", 126)
-    where = "" if "/" in name else " in PATH"
-    raise CannotRun(f"The command {name!r} does not exist{where}; nothing was started", 127)

@@ -17,7 +17,7 @@ from ..errors import ResourceError
 from .jit_cache import JitCache
 from .jobs import JobFolder
 
-__all__ = ["LocalJob", "LocalRank", "base_environment", "new_name"]
+__all__ = ["LocalJob", "LocalRank", "base_environment", "job_name", "new_name", "new_secret"]
 
 
 def base_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -73,16 +73,33 @@ class LocalJob:
     """
 
     def __init__(
-        self, name: str, restart: int, size: int, command: list[str], variables: Mapping[str, str], grace: float
+        self,
+        name: str,
+        restart: int,
+        size: int,
+        command: list[str],
+        variables: Mapping[str, str],
+        grace: float,
+        *,
+        first: int = 0,
+        secret: str | None = None,
+        interface: str = "127.0.0.1",
     ) -> None:
-        """``restart``: how often the job was started before. Each start has a name, secret and address of its own."""
-        self.job = f"{name}-{restart}" if restart else name
+        """``restart``: how often the job was started before. Each start has a name, secret and address of its own.
+
+        Where ranks run on other hosts, too: ``first`` is the lowest one here, ``secret`` that of all hosts, and
+        ``interface`` the address that rank 0 listens at; whoever starts the ranks sets ``address`` before.
+        """
+        self.job = job_name(name, restart)
         self._restart = restart
         self._size = size
         self._command = command
         self._variables = variables
         self._grace = grace
-        self._secret = _random_hex(32)
+        self._first = first
+        self._secret = secret or new_secret()
+        self._interface = interface
+        self._started: dict[int, int] = {}
         self.succeeded = False
 
     def __enter__(self) -> "LocalJob":
@@ -95,8 +112,8 @@ class LocalJob:
             self.record = JobFolder(self.job, self.folder, self._command, self._variables.get("MLXDIST_FLIGHT"))
             self.folder.mkdir(mode=0o700)
             self._cache = JitCache(self.folder)
-            self._listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, self._size))
-            self._address = format_address(*self._listener.getsockname())
+            self._listener = _listen(self._interface, self._size) if self._first == 0 else None
+            self.address = format_address(*self._listener.getsockname()[:2]) if self._listener else None
             self._start_keeper()
         except OSError as error:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -112,18 +129,19 @@ class LocalJob:
 
             clean_up(self.job, str(self.folder), str(self.record.folder))
         self.record.close()
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
         self._cache.close(self.succeeded)
 
-    def start(self, rank: int, stdout: int | None, stderr: int | None) -> LocalRank:
+    def start(self, rank: int, stdout: int | None, stderr: int | None, stdin: int | None = None) -> LocalRank:
         """Starts one rank. Its streams are the given descriptors, or the launcher's own.
 
-        Rank 0 reads the launcher's standard input, the others have none.
+        Rank 0 reads ``stdin``, else the launcher's standard input; the others have none.
         """
         variables = dict(self._variables)
         variables["MLXDIST_RANK"] = str(rank)
         variables["MLXDIST_WORLD_SIZE"] = str(self._size)
-        variables["MLXDIST_RENDEZVOUS"] = self._address
+        variables["MLXDIST_RENDEZVOUS"] = self.address
         variables["MLXDIST_SECRET"] = self._secret
         variables["MLXDIST_JOB"] = self.job
         variables["MLXDIST_RESTART"] = str(self._restart)
@@ -135,17 +153,18 @@ class LocalJob:
             passed = (self._listener.fileno(),)
         temporary = self.folder / str(rank)
         temporary.mkdir()
-        self._cache.link(temporary, rank)
+        self._cache.link(temporary, rank - self._first)
         variables["TMPDIR"] = str(temporary)
         process = subprocess.Popen(
             self._command,
             env=variables,
-            stdin=None if rank == 0 else subprocess.DEVNULL,
+            stdin=stdin if rank == 0 else subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
             pass_fds=passed,
             start_new_session=True,
         )
+        self._started[rank] = process.pid
         self._tell_keeper(f"+{process.pid}")
         if rank == 0:
             self._listener.close()  # rank 0 has it now; its end has to close the port
@@ -153,6 +172,28 @@ class LocalJob:
 
     def ended(self, rank: LocalRank) -> None:
         self._tell_keeper(f"-{rank.process.pid}")
+
+    def all_started(self) -> None:
+        self.record.note_ranks(self._started)
+
+    def remove_recordings(self) -> None:
+        self.record.remove_recordings()
+
+    def first_failed(self) -> int | None:
+        """The rank that the ranks here have noted as the first that failed, if they use mlxdist and had the time."""
+        try:
+            return int(self.first_failure.read_text())
+        except (OSError, ValueError):
+            return None
+
+    def recordings(self) -> str | None:
+        """Where what the ranks have recorded is, if they have."""
+        folder = self.record.recordings()
+        return None if folder is None else str(folder)
+
+    def has_ended(self) -> bool:
+        """After `end`: whether nothing is left."""
+        return self.keeper.poll() is not None
 
     def end(self) -> None:
         """The keeper ends what is left of the job, removes its folders and exits."""
@@ -186,6 +227,19 @@ def new_name() -> str:
     """A name for a job. One inside a rank of another job carries both names: whoever ends the outer job finds it."""
     outer = os.environ.get("MLXDIST_JOB")
     return (f"{outer}." if outer else "") + _random_hex(8)
+
+
+def job_name(name: str, restart: int) -> str:
+    return f"{name}-{restart}" if restart else name
+
+
+def new_secret() -> str:
+    return _random_hex(32)
+
+
+def _listen(interface: str, size: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in interface else socket.AF_INET
+    return socket.create_server((interface, 0), family=family, backlog=max(128, size))
 
 
 def _random_hex(size: int) -> str:

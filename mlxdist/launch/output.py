@@ -13,7 +13,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 __all__ = ["Output", "terminal_variables"]
 
@@ -37,7 +37,7 @@ _COLORS = (36, 33, 32, 35, 34, 31)
 _CLEAR = b"\r\x1b[2K\x1b[0m"
 
 
-def terminal_variables(environ: Mapping[str, str], ranks: int) -> dict[str, str]:
+def terminal_variables(environ: Mapping[str, str], labels: Sequence[str]) -> dict[str, str]:
     """What programs need to know about the terminal behind the pipe: that it has colours, and its size.
 
     Empty unless both of the launcher's streams are terminals.
@@ -45,7 +45,7 @@ def terminal_variables(environ: Mapping[str, str], ranks: int) -> dict[str, str]
     if not (os.isatty(1) and os.isatty(2)):
         return {}
     size = shutil.get_terminal_size()
-    variables = {"COLUMNS": str(max(20, size.columns - len(_prefix(0, ranks)))), "LINES": str(size.lines)}
+    variables = {"COLUMNS": str(max(20, size.columns - len(_prefix(labels[0])))), "LINES": str(size.lines)}
     if _colors_wanted(environ):
         variables["FORCE_COLOR"] = "1"
     return {name: value for name, value in variables.items() if name not in environ}
@@ -55,15 +55,16 @@ def _colors_wanted(environ: Mapping[str, str]) -> bool:
     return not environ.get("NO_COLOR") and environ.get("TERM", "dumb") != "dumb"
 
 
-def _prefix(rank: int, ranks: int) -> bytes:
-    return f"[{rank:>{len(str(ranks - 1))}}] ".encode()
+def _prefix(label: str) -> bytes:
+    return f"[{label}] ".encode()
 
 
 class Output:
     """The streams of all ranks and the two of the launcher. ``wake`` is called when it can take more, or less."""
 
-    def __init__(self, ranks: int, wake: Callable[[], None]) -> None:
-        self._ranks = ranks
+    def __init__(self, labels: Sequence[str], wake: Callable[[], None]) -> None:
+        """``labels``: what stands in front of each rank's lines, of equal width."""
+        self._labels = labels
         self._writer = Writer(wake)
         self._stdout = Screen(1, self._writer)
         self._stderr = self._stdout if os.path.sameopenfile(1, 2) else Screen(2, self._writer)
@@ -73,7 +74,7 @@ class Output:
     def add(self, rank: int, stdout: int, stderr: int) -> None:
         """Two descriptors to read from; they belong to this object from now on."""
         for source, number, screen in ((stdout, 1, self._stdout), (stderr, 2, self._stderr)):
-            prefix = _prefix(rank, self._ranks)
+            prefix = _prefix(self._labels[rank])
             if os.isatty(number) and _colors_wanted(os.environ):
                 prefix = b"\x1b[%dm%s\x1b[0m" % (_COLORS[rank % len(_COLORS)], prefix)
             os.set_blocking(source, False)

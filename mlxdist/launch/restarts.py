@@ -10,7 +10,8 @@ Any failure counts, as with torchrun: which exit status means a mistake in the c
 import itertools
 from collections.abc import Callable
 
-from .supervisor import Ending, Wakeup
+from .supervisor import Ending
+from .wakeup import Wakeup
 
 __all__ = ["run_with_restarts"]
 

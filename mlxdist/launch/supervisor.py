@@ -6,76 +6,21 @@ SIGINT, SIGHUP    to all ranks; then the same. A second one goes on to the next 
 SIGTERM           to all ranks; then SIGKILL.
 """
 
-import select
 import selectors
 import signal
-import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import name_ranks
 from .local import LocalJob, LocalRank
 from .output import Output
+from .wakeup import Wakeup
 
-__all__ = ["Ending", "Supervisor", "Wakeup"]
+__all__ = ["Ending", "Supervisor"]
 
 # Once SIGKILL is sent, only a process in an uninterruptible system call is still there after this.
 AFTER_KILL = 5.0
-
-
-class Wakeup:
-    """A descriptor that becomes readable when a signal or another thread wants the supervisor's attention."""
-
-    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
-
-    def __init__(self) -> None:
-        self._source, self._target = socket.socketpair()
-        self._source.setblocking(False)
-        self._target.setblocking(False)
-
-    def fileno(self) -> int:
-        return self._source.fileno()
-
-    def wake(self) -> None:
-        try:
-            self._target.send(b"\0")
-        except BlockingIOError:
-            return  # it is full, so it is readable
-
-    def read(self) -> list[int]:
-        """The signals that have arrived."""
-        try:
-            return [number for number in self._source.recv(4096) if number]
-        except BlockingIOError:
-            return []
-
-    def wait(self, seconds: float) -> signal.Signals | None:
-        """Waits, and returns the signal that has ended the pause before its time."""
-        deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0:
-            select.select([self._source], [], [], left)
-            for number in self.read():
-                if number != signal.SIGCHLD:
-                    return signal.Signals(number)
-        return None
-
-    @contextmanager
-    def signals(self) -> Iterator[None]:
-        """While it lasts, signals only wake the supervisor. Those that are ignored (nohup) stay ignored."""
-        previous = {}
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.SIGNALS)  # whoever started us may have blocked them
-        descriptor = signal.set_wakeup_fd(self._target.fileno(), warn_on_full_buffer=False)
-        for number in self.SIGNALS:
-            if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
-                previous[number] = signal.signal(number, lambda number, frame: None)
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(descriptor)
 
 
 @dataclass(frozen=True)
@@ -134,13 +79,13 @@ class Supervisor:
         self._job.succeeded = not self._running and all(status <= 128 for status in self._statuses.values())
         status, text = self._verdict()
         if status == 0:
-            self._job.record.remove_recordings()
-        elif recordings := self._job.record.recordings():
-            text += f"; their flight recordings are in {recordings}"
+            self._job.remove_recordings()
         self._job.end()
         # What the ranks left behind may still print until it is ended too.
-        while self._job.keeper.poll() is None:
-            self._wait(None)
+        while not self._job.has_ended():
+            self._wait(1.0)
+        if status != 0 and (recordings := self._job.recordings()):
+            text += f"; their flight recordings are in {recordings}"
         self._selector.close()
         if self._output is not None:
             self._output.finish()
@@ -234,10 +179,7 @@ class Supervisor:
 
     def _first_failure(self) -> tuple[int, float]:
         """Cause and consequence end within milliseconds, in any order: the ranks note who was first."""
-        try:
-            noted = int(self._job.first_failure.read_text())
-        except (OSError, ValueError):  # they use no mlxdist, or none had the time
-            return self._failed[0]
+        noted = self._job.first_failed()
         return next((failure for failure in self._failed if failure[0] == noted), self._failed[0])
 
     def _fates(self, besides: int | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""Fuzz targets: environment variables, hostfiles, and tuning tables as files and as rank 0 sends them."""
+"""Fuzz targets: environment variables, hostfiles, what an agent sends, and tuning tables as files and as rank 0 sends them."""
 
 import contextlib
 import tempfile
@@ -9,6 +9,7 @@ from pathlib import Path
 from mlxdist import hostfile, tuning
 from mlxdist.environment import MAX_RANKS, VARIABLES, Environment, format_address, parse_address
 from mlxdist.errors import EnvironmentVariableError, InvalidArgument
+from mlxdist.launch.frames import FrameError, Frames, Kind, unpack_json
 
 __all__ = ["TARGETS"]
 
@@ -55,8 +56,20 @@ def hosts(data: bytes) -> None:
         assert (again.backend, again.envs) == (found.backend, found.envs)
 
 
+def agent_frames(data: bytes) -> None:
+    """What comes from the agent on another host, in two pieces. The first byte says where it is cut."""
+    frames, cut = Frames(), 1 + data[0] if data else 0
+    with contextlib.suppress(FrameError):
+        for piece in (data[1:cut], data[cut:]):
+            for kind, rank, payload in frames.feed(piece):
+                assert kind in Kind and 0 <= rank < 1 << 16 and len(payload) < len(data)
+                with contextlib.suppress(FrameError):
+                    assert isinstance(unpack_json(payload), dict)
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "environment": environment,
     "tuning": tuning_table,
     "hostfile": hosts,
+    "agent": agent_frames,
 }

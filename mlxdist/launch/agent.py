@@ -1,0 +1,279 @@
+"""The part of `mlxdist launch` on another host: `python -m mlxdist.launch.agent`, started by ssh.
+
+It starts the ranks of its host, hands on what they print and how they end, and passes signals to them. Its standard
+streams are the connection to the launcher; see frames.py. When that breaks, whatever the reason, the ranks are ended
+as on the launcher's own machine: this process leaves, and the keeper of the job does the rest.
+"""
+
+import os
+import platform
+import selectors
+import signal
+import socket
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from .. import mpi_door
+from ..errors import ResourceError
+from ..version import __version__
+from .executable import CannotRun, check_command
+from .frames import GREETING, Frames, Kind, pack, pack_json, unpack_json
+from .leftovers import remove_leftovers
+from .local import LocalJob, LocalRank, base_environment
+from .wakeup import Wakeup
+
+__all__ = ["Agent", "main"]
+
+_READ_BYTES = 65536
+# What the ranks print is left in their pipes while so much waits for the launcher.
+_MAX_BACKLOG = 4 << 20
+
+
+class Agent:
+    """Serves one launcher. ``source`` and ``target`` are the descriptors of the connection."""
+
+    def __init__(self, source: int, target: int) -> None:
+        self._source, self._target = source, target
+        self._frames = Frames()
+        self._pending: deque[memoryview] = deque()
+        self._backlog = 0
+        self._wakeup = Wakeup()
+        self._selector = selectors.DefaultSelector()
+        self._job: LocalJob | None = None
+        self._ranks: dict[int, LocalRank] = {}
+        self._statuses: dict[int, int] = {}
+        self._numbers: range = range(0)
+        self._streams: dict[int, tuple[Kind, int]] = {}
+        self._input: int | None = None  # the end of rank 0's standard input that is written to
+        self._unread = memoryview(b"")
+        self._ending = self._told = False
+
+    def serve(self) -> None:
+        """Returns when the job has ended, or the connection."""
+        os.set_blocking(self._source, False)
+        os.set_blocking(self._target, False)
+        self._selector.register(self._source, selectors.EVENT_READ, self._read)
+        self._selector.register(self._wakeup, selectors.EVENT_READ, self._take_signals)
+        self._put(GREETING)
+        self._put(pack_json(Kind.HELLO, _who()))
+        with self._wakeup.signals():
+            try:
+                while not (self._told and not self._pending):
+                    self._look()
+            except (BrokenPipeError, ConnectionError, EOFError):
+                return
+            finally:
+                if self._job is not None:
+                    self._job.__exit__(None, None, None)
+
+    def _look(self) -> None:
+        if self._ending and self._job.has_ended() and not self._told:
+            self._tell_end()
+        writes = selectors.EVENT_WRITE if self._pending else 0
+        waiting = bool(self._selector.get_map().get(self._target))
+        if writes and not waiting:
+            self._selector.register(self._target, writes, self._write)
+        elif waiting and not writes:
+            self._selector.unregister(self._target)
+        for key, _ in self._selector.select(0.05 if self._backlog > _MAX_BACKLOG else 1.0):
+            if key.fd in self._streams:
+                if self._backlog <= _MAX_BACKLOG:
+                    self._relay(key.fd)
+            else:
+                key.data()
+        self._reap()
+
+    def _read(self) -> None:
+        data = os.read(self._source, _READ_BYTES)
+        if not data:
+            raise EOFError
+        for kind, rank, payload in self._frames.feed(data):
+            self._take(kind, rank, payload)
+
+    def _take_signals(self) -> None:
+        if any(number != signal.SIGCHLD for number in self._wakeup.read()):
+            raise EOFError
+
+    def _take(self, kind: Kind, rank: int, payload: bytes) -> None:
+        if kind == Kind.PREPARE:
+            self._prepare(unpack_json(payload))
+        elif kind == Kind.START:
+            self._start(unpack_json(payload)["address"])
+        elif kind == Kind.SIGNAL and rank in self._ranks:
+            self._ranks[rank].signal(signal.Signals(payload[0]))
+        elif kind == Kind.INPUT:
+            self._feed(payload)
+        elif kind == Kind.END and self._job is not None:
+            self._ending = True
+            self._close_input()
+            self._job.succeeded = all(status <= 128 for status in self._statuses.values())
+            if not any(self._statuses.values()):
+                self._job.remove_recordings()
+            self._job.end()
+
+    def _prepare(self, fields: Mapping[str, Any]) -> None:
+        try:
+            _enter(fields["folder"])
+            variables = base_environment(os.environ) | fields["variables"]
+            mpi_door.check(variables[mpi_door.VARIABLE])
+            check_command(fields["command"][0], variables)
+            remove_leftovers()
+            first, count = fields["ranks"]
+            self._numbers = range(first, first + count)
+            job = LocalJob(
+                fields["job"],
+                fields["restart"],
+                fields["size"],
+                fields["command"],
+                variables,
+                fields["grace"],
+                first=first,
+                secret=fields["secret"],
+                interface=fields["interface"],
+            )
+            job.__enter__()
+        except (ResourceError, CannotRun) as error:
+            self._put(pack_json(Kind.FAILED, {"text": str(error), "status": getattr(error, "exit_code", 1)}))
+            return
+        self._job = job
+        self._put(pack_json(Kind.READY, {"address": job.address}))
+
+    def _start(self, address: str) -> None:
+        self._job.address = address
+        for rank in self._numbers:
+            stdout, stdout_end = os.pipe()
+            stderr, stderr_end = os.pipe()
+            source, self._input = os.pipe() if rank == 0 else (None, self._input)
+            if source is not None:
+                os.set_blocking(self._input, False)
+            try:
+                self._ranks[rank] = self._job.start(rank, stdout_end, stderr_end, source)
+            except OSError as error:
+                self._put(pack_json(Kind.FAILED, {"text": f"cannot start rank {rank}: {error}", "status": 126}))
+                return
+            finally:
+                for end in (stdout_end, stderr_end, source):
+                    if end is not None:
+                        os.close(end)
+            for stream, kind in ((stdout, Kind.OUT), (stderr, Kind.ERR)):
+                os.set_blocking(stream, False)
+                self._streams[stream] = (kind, rank)
+                self._selector.register(stream, selectors.EVENT_READ)
+        self._job.all_started()
+
+    def _relay(self, stream: int) -> bool:
+        """Reads once. False: nothing there now, or the end."""
+        kind, rank = self._streams[stream]
+        try:
+            data = os.read(stream, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        self._put(pack(kind, rank, data))
+        if not data:
+            self._close(stream)
+        return bool(data)
+
+    def _close(self, stream: int) -> None:
+        self._selector.unregister(stream)
+        del self._streams[stream]
+        os.close(stream)
+
+    def _reap(self) -> None:
+        for rank, process in list(self._ranks.items()):
+            status = process.poll()
+            if status is None:
+                continue
+            for stream in [stream for stream, (_, of) in self._streams.items() if of == rank]:
+                while self._relay(stream):  # what it has printed comes before its end
+                    continue
+            del self._ranks[rank]
+            self._job.ended(process)
+            self._statuses[rank] = status
+            fields = {"status": status, "first": self._job.first_failed()}
+            self._put(pack_json(Kind.EXIT, fields, rank))
+
+    def _feed(self, data: bytes) -> None:
+        """Rank 0's standard input. The launcher sends no more before it has heard that this much has been taken."""
+        if self._input is None:  # the rank has ended, or closed it
+            self._put(pack(Kind.TAKEN))
+        elif not data:
+            self._close_input()
+        else:
+            self._unread = memoryview(data)
+            self._selector.register(self._input, selectors.EVENT_WRITE, self._write_input)
+
+    def _write_input(self) -> None:
+        try:
+            self._unread = self._unread[os.write(self._input, self._unread) :]
+        except BrokenPipeError:
+            self._close_input()
+            return
+        if not self._unread:
+            self._selector.unregister(self._input)
+            self._put(pack(Kind.TAKEN))
+
+    def _close_input(self) -> None:
+        if self._input is not None:
+            if self._unread:
+                self._selector.unregister(self._input)
+                self._put(pack(Kind.TAKEN))
+            os.close(self._input)
+            self._input, self._unread = None, memoryview(b"")
+
+    def _tell_end(self) -> None:
+        for stream in list(self._streams):
+            while self._relay(stream):
+                continue
+            if stream in self._streams:
+                self._close(stream)
+        self._told = True
+        self._put(pack_json(Kind.ENDED, {"recordings": self._job.recordings()}))
+
+    def _put(self, data: bytes) -> None:
+        self._pending.append(memoryview(data))
+        self._backlog += len(data)
+
+    def _write(self) -> None:
+        while self._pending:
+            try:
+                written = os.write(self._target, self._pending[0][:_READ_BYTES])
+            except BlockingIOError:
+                return
+            self._backlog -= written
+            self._pending[0] = self._pending[0][written:]
+            if not self._pending[0]:
+                self._pending.popleft()
+
+
+def _who() -> dict[str, Any]:
+    """This host, as far as the launcher compares it with others."""
+    return {
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "mlxdist": __version__,
+        # Addresses by which this connection came: the launcher's and ours.
+        "ssh": os.environ.get("SSH_CONNECTION", "").split(),
+    }
+
+
+def _enter(folder: str) -> None:
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        raise ResourceError(f"the folder {folder} cannot be entered: {error.strerror}; see --cwd") from None
+
+
+def main() -> None:
+    # Whatever else prints in this process must not come in between.
+    target = os.dup(1)
+    os.dup2(2, 1)
+    source = os.dup(0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    Agent(source, target).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Whether a command can be run, before anything is started, and with the exit status that shells give it."""
+
+import os
+import shutil
+from collections.abc import Mapping
+
+import click
+
+__all__ = ["CannotRun", "check_command"]
+
+
+class CannotRun(click.ClickException):
+    """The command does not exist (127) or is not executable (126), as shells have it."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def check_command(name: str, variables: Mapping[str, str]) -> None:
+    if "/" in name:
+        exists = os.path.exists(name)
+        found = os.access(name, os.X_OK) and not os.path.isdir(name)
+    else:
+        path = variables.get("PATH", os.defpath)
+        found = shutil.which(name, path=path) is not None
+        exists = found or any(os.path.exists(os.path.join(folder, name)) for folder in path.split(os.pathsep) if folder)
+    if found:
+        return
+    if os.path.isfile(name) and name.endswith(".py"):
+        raise CannotRun(f"{name} is a Python file, not a command; write: python {name}", 126)
+    if exists:
+        what = "a folder" if os.path.isdir(name) else "not executable"
+        raise CannotRun(f"{name} is {what}; give the program that runs it, or chmod +x it", 126)
+    where = "" if "/" in name else " in PATH"
+    raise CannotRun(f"The command {name!r} does not exist{where}; nothing was started", 127)

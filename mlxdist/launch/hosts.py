@@ -1,0 +1,179 @@
+"""A job on several hosts: an agent on each starts the ranks there. To the supervisor it is as one on this machine."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from ..environment import format_address, parse_address
+from ..errors import ResourceError
+from ..hostfile import Hostfile
+from ..version import __version__
+from .executable import CannotRun
+from .local import job_name, new_secret
+from .remote import LOST, RemoteHost, RemoteRank
+
+__all__ = ["HostsJob"]
+
+# Longer than ssh takes to give up.
+_CONNECT_SECONDS = 30.0
+_PREPARE_SECONDS = 60.0  # a host may have to clean up first
+# After the time that ranks have to leave: for the agents to say that nothing is left.
+_END_SECONDS = 15.0
+
+
+class HostsJob:
+    """A context manager: on leaving it, nothing of the job is left on any host that can be reached."""
+
+    def __init__(
+        self,
+        name: str,
+        restart: int,
+        hostfile: Hostfile,
+        command: list[str],
+        variables: Mapping[str, str],
+        grace: float,
+        *,
+        folder: str,
+        python: str,
+        ssh: Sequence[str],
+        wake: Callable[[], None],
+        say: Callable[[str], None],
+    ) -> None:
+        """``variables``: set for all ranks, besides what their host sets. ``folder``: where they run, on every host."""
+        self.job = job_name(name, restart)
+        self.succeeded = False
+        self._hostfile = hostfile
+        self._grace = grace
+        self._changed = threading.Condition()
+        self._wake = wake
+        self._hosts = [RemoteHost(host, ssh, python, self._changed) for host in hostfile.hosts]
+        self._host_of = [host for host, entry in zip(self._hosts, hostfile.hosts) for _ in range(entry.slots)]
+        self._ends_at: float | None = None
+        self._ended = False
+        self._say = say
+        self._fields = {
+            "job": name,
+            "restart": restart,
+            "size": hostfile.ranks,
+            "command": command,
+            "variables": dict(variables),
+            "grace": grace,
+            "folder": folder,
+            "secret": new_secret(),
+        }
+
+    def __enter__(self) -> "HostsJob":
+        connected = []
+        try:
+            for host in self._hosts:
+                host.connect(self._wake)
+                connected.append(host)
+            self._connect()
+            self._prepare()
+        except BaseException:
+            for host in connected:
+                host.close(seconds=self._grace + _END_SECONDS)
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.end()
+        for host in self._hosts:
+            host.close(max(0.0, self._ends_at - time.monotonic()))
+
+    def start(self, rank: int, stdout: int, stderr: int) -> RemoteRank:
+        """The ranks run once all have been added; see `all_started`."""
+        return self._host_of[rank].add_rank(rank, os.dup(stdout), os.dup(stderr))
+
+    def all_started(self) -> None:
+        address = self._address()
+        for host in self._hosts:
+            host.say = self._say
+            host.start(address)
+
+    def input(self, data: bytes) -> None:
+        """What rank 0 reads from its standard input; empty: the end."""
+        self._hosts[0].input(data)
+
+    def ended(self, rank: RemoteRank) -> None:
+        if rank.status == LOST and rank.host.state.closed:
+            self._say(rank.host.why_lost())
+        elif rank.host.state.failed is not None:
+            self._say(f"{rank.host.name}: {rank.host.state.failed}")
+
+    def first_failed(self) -> int | None:
+        """What ranks of any host have noted; of those, the first one's host was reached first."""
+        noted = [host.state.first_failed for host in self._hosts if host.state.first_failed is not None]
+        return noted[0] if noted else None
+
+    def recordings(self) -> str | None:
+        found = {host.name: host.state.ended.get("recordings") for host in self._hosts if host.state.ended}
+        return ", ".join(f"{path} on {name}" for name, path in found.items() if path) or None
+
+    def remove_recordings(self) -> None:
+        """Agents do that by themselves where all of their ranks have succeeded."""
+
+    def end(self) -> None:
+        if self._ends_at is None:
+            self._ends_at = time.monotonic() + 2 * self._grace + _END_SECONDS
+            for host in self._hosts:
+                host.end()
+
+    def has_ended(self) -> bool:
+        return all(host.state.closed for host in self._hosts) or time.monotonic() > self._ends_at
+
+    def _connect(self) -> None:
+        self._wait(lambda host: host.state.hello is not None, _CONNECT_SECONDS, "does not answer")
+        for host in self._hosts:
+            theirs = host.state.hello.get("mlxdist")
+            if theirs != __version__:
+                raise ResourceError(
+                    f"{host.name} has mlxdist {theirs!r:.40}, and this machine {__version__}; install the same version"
+                )
+
+    def _prepare(self) -> None:
+        first = 0
+        for host, entry in zip(self._hosts, self._hostfile.hosts):
+            host.prepare(self._fields | {"ranks": [first, entry.slots], "interface": self._interface()})
+            first += entry.slots
+        self._wait(lambda host: host.state.ready is not None, _PREPARE_SECONDS, "cannot prepare the job in time")
+
+    def _wait(self, condition: Callable[[RemoteHost], bool], seconds: float, late: str) -> None:
+        """Until it holds for all hosts. What is wrong with any is said of all of them at once."""
+
+        def waiting() -> list[RemoteHost]:
+            return [host for host in self._hosts if not (condition(host) or host.state.failed or host.state.closed)]
+
+        with self._changed:
+            self._changed.wait_for(lambda: not waiting(), seconds)
+            problems = [f"{host.name} {late} within {seconds:g} s" for host in waiting()]
+        for host in self._hosts:
+            if host.state.failed is not None:
+                problems.append(f"{host.name}: {host.state.failed}")
+            elif host.state.closed:
+                problems.append(host.why_lost())
+        if problems:
+            failed = [host.state.exit_code for host in self._hosts if host.state.failed is not None]
+            text = "; ".join(problems)
+            raise CannotRun(text, failed[0]) if failed else ResourceError(text)
+
+    def _interface(self) -> str:
+        """Where rank 0 listens: at the address that the hostfile gives, else at all of them."""
+        if all(host.is_local for host in self._hosts):
+            return "127.0.0.1"
+        first = self._hostfile.hosts[0]
+        return first.ips[0] if first.ips else ""
+
+    def _address(self) -> str:
+        """Where the others find rank 0."""
+        listens, port = parse_address(self._hosts[0].state.ready["address"])
+        if listens not in ("0.0.0.0", "::"):
+            return format_address(listens, port)
+        connections = [host.state.hello.get("ssh") or [] for host in self._hosts]
+        if len(connections[0]) == 4:
+            return format_address(connections[0][2], port)  # by which ssh has reached it
+        for connection in connections:
+            if len(connection) == 4:
+                return format_address(connection[0], port)  # it is beside the launcher: who has reached another host
+        return format_address("127.0.0.1", port)

@@ -1,0 +1,247 @@
+"""A host of a job, as the launcher sees it: an agent at the other end of an ssh connection, and the ranks there."""
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..hostfile import Host
+from .frames import GREETING, FrameError, Frames, Kind, pack, pack_json, unpack_json
+
+__all__ = ["RemoteHost", "RemoteRank", "agent_command", "is_this_machine"]
+
+# Nobody is asked for a password, and a host that does not answer is noticed: within 10 s before there is a connection,
+# 15 s afterwards.
+_SSH_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
+# What the start files of a shell may print before the agent greets.
+_MAX_NOISE = 1 << 16
+_READ_BYTES = 1 << 16
+_LAST_LINES = 20
+# The exit status of ssh when the connection fails; of a rank whose host is lost.
+LOST = 255
+
+
+@dataclass
+class RemoteRank:
+    """A rank on a host of the job. Its exit status comes with the connection."""
+
+    rank: int
+    host: "RemoteHost"
+    status: int | None = None
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host.name}"
+
+    def poll(self) -> int | None:
+        return self.status
+
+    def signal(self, number: signal.Signals) -> None:
+        self.host.send(pack(Kind.SIGNAL, self.rank, bytes([number])))
+
+
+@dataclass
+class _State:
+    """What the agent has said. Changed by the thread that reads, under the condition of the job."""
+
+    hello: dict[str, Any] | None = None
+    ready: dict[str, Any] | None = None
+    ended: dict[str, Any] | None = None
+    failed: str | None = None
+    exit_code: int = 1
+    first_failed: int | None = None
+    closed: bool = False
+    streams: dict[tuple[Kind, int], int] = field(default_factory=dict)
+    ranks: dict[int, RemoteRank] = field(default_factory=dict)
+
+
+class RemoteHost:
+    """Starts an agent by ssh, or beside the launcher where the host is this machine."""
+
+    def __init__(self, host: Host, ssh: Sequence[str], python: str, changed: threading.Condition) -> None:
+        self.name = host.name
+        self.is_local = is_this_machine(host.name)
+        self.state = _State()
+        self._command = agent_command(host.name, ssh, python)
+        self._changed = changed
+        self._frames = Frames()
+        self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self._wake: Callable[[], None] = lambda: None
+        self.taken = threading.Event()
+        self.say: Callable[[str], None] = lambda text: None
+
+    def connect(self, wake: Callable[[], None]) -> None:
+        """``wake`` is called when a rank has ended, or the connection."""
+        self._wake = wake
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            self._command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True
+        )
+        self._errors, self._reader = (
+            threading.Thread(target=read, name=f"mlxdist {self.name}", daemon=True)
+            for read in (self._read_errors, self._read_frames)
+        )
+        self._errors.start()
+        self._reader.start()  # waits for the other one in the end
+
+    def send(self, data: bytes) -> None:
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[self.process.stdin.write(view) :]
+        except (BrokenPipeError, ValueError):  # the end of the connection is noticed by who reads
+            return
+
+    def prepare(self, fields: dict[str, Any]) -> None:
+        self.send(pack_json(Kind.PREPARE, fields))
+
+    def start(self, address: str) -> None:
+        self.send(pack_json(Kind.START, {"address": address}))
+
+    def input(self, data: bytes) -> None:
+        """For the standard input of rank 0. Returns when it has been taken, or never will be."""
+        self.taken.clear()
+        self.send(pack(Kind.INPUT, 0, data))
+        if data:
+            self.taken.wait()
+
+    def add_rank(self, rank: int, stdout: int, stderr: int) -> RemoteRank:
+        """What the rank prints will be written to the descriptors, which belong to this object from now on."""
+        added = RemoteRank(rank, self)
+        self.state.ranks[rank] = added
+        self.state.streams |= {(Kind.OUT, rank): stdout, (Kind.ERR, rank): stderr}
+        return added
+
+    def end(self) -> None:
+        self.send(pack(Kind.END))
+
+    def close(self, seconds: float) -> None:
+        """Waits until the agent has left, and ends the connection if it does not."""
+        try:
+            self.process.stdin.close()
+        except BrokenPipeError:
+            pass  # it has left already
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._reader.join()
+        self.process.stdout.close()
+        self.process.stderr.close()
+
+    def why_lost(self) -> str:
+        """In words, once the connection has ended."""
+        words = next((line for line in reversed(self._last_lines) if line), "")
+        if self.state.hello is None and not self.is_local:
+            advice = f"; try: ssh -o BatchMode=yes {shlex.quote(self.name)} true"
+            if "No module named" in words:
+                advice = "; install mlxdist for that Python, or name another with --python"
+            elif "not found" in words or "No such file" in words:
+                advice = "; that Python is not there: name another with --python"
+            return f"{self.name} does not answer: {words or 'ssh ended without a word'}{advice}"
+        return f"the connection to {self.name} was lost{f': {words}' if words else ''}"
+
+    def _read_frames(self) -> None:
+        try:
+            if (data := self._skip_noise()) is not None:
+                while True:
+                    for kind, rank, payload in self._frames.feed(data):
+                        self._take(kind, rank, payload)
+                    if not (data := self.process.stdout.read(_READ_BYTES)):
+                        break
+        except (FrameError, KeyError, TypeError, ValueError) as error:
+            self._last_lines.append(f"what it sends is not understood: {error}")
+            self.process.kill()
+        finally:
+            self._close_all()
+
+    def _skip_noise(self) -> bytes | None:
+        """What follows the agent's greeting; None if it does not greet."""
+        noise = b"\n"
+        while GREETING not in noise:
+            data = self.process.stdout.read(_READ_BYTES)
+            if not data or len(noise) > _MAX_NOISE:
+                self._last_lines.extend(noise.decode(errors="replace").split("\n"))
+                return None
+            noise += data
+        return noise.partition(GREETING)[2]
+
+    def _read_errors(self) -> None:
+        """What ssh and the agent itself say."""
+        for line in self.process.stderr:
+            text = line.decode(errors="replace").rstrip()
+            self._last_lines.append(text)
+            if self.state.hello is not None:
+                self.say(f"{self.name}: {text}")
+
+    def _take(self, kind: Kind, rank: int, payload: bytes) -> None:
+        state = self.state
+        if kind in (Kind.OUT, Kind.ERR):
+            self._print(kind, rank, payload)
+            return
+        if kind == Kind.TAKEN:
+            self.taken.set()
+            return
+        fields = unpack_json(payload)
+        with self._changed:
+            if kind == Kind.HELLO:
+                state.hello = fields
+            elif kind == Kind.READY:
+                state.ready = fields
+            elif kind == Kind.FAILED:
+                state.failed, state.exit_code = str(fields["text"]), int(fields["status"])
+            elif kind == Kind.EXIT:
+                state.first_failed = fields["first"] if state.first_failed is None else state.first_failed
+                state.ranks[rank].status = int(fields["status"])
+            elif kind == Kind.ENDED:
+                state.ended = fields
+            self._changed.notify_all()
+        self._wake()
+
+    def _print(self, kind: Kind, rank: int, data: bytes) -> None:
+        stream = self.state.streams.get((kind, rank))
+        if stream is None:
+            return
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[os.write(stream, view) :]
+        except BrokenPipeError:  # nobody reads the launcher's output any more
+            data = b""
+        if not data:
+            os.close(self.state.streams.pop((kind, rank)))
+
+    def _close_all(self) -> None:
+        for stream in self.state.streams.values():
+            os.close(stream)
+        self.state.streams.clear()
+        self.process.wait()
+        self._errors.join()  # what ssh has said of it
+        with self._changed:
+            self.state.closed = True
+            for rank in self.state.ranks.values():
+                if rank.status is None:
+                    rank.status = LOST
+            self._changed.notify_all()
+        self.taken.set()
+        self._wake()
+
+
+def is_this_machine(name: str) -> bool:
+    return name.rpartition("@")[2] in ("localhost", "127.0.0.1", "::1", socket.gethostname())
+
+
+def agent_command(name: str, ssh: Sequence[str], python: str) -> list[str]:
+    """``python``: empty for the one that runs this."""
+    if is_this_machine(name):
+        return [python or sys.executable, "-m", "mlxdist.launch.agent"]
+    options = [word for option in _SSH_OPTIONS for word in ("-o", option)]
+    # The only words that a shell sees: what the ranks are given comes through the connection.
+    return [*ssh, *options, "-T", name, f"exec {shlex.quote(python or sys.executable)} -m mlxdist.launch.agent"]

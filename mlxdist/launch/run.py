@@ -1,0 +1,121 @@
+"""Runs a job from its start to its end, and again after a failure, on this machine or on several hosts."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import click
+
+from ..errors import name_ranks
+from ..hostfile import Hostfile
+from .executable import CannotRun
+from .hosts import HostsJob
+from .local import LocalJob, LocalRank, new_name
+from .output import Output, terminal_variables
+from .remote import RemoteRank
+from .restarts import run_with_restarts
+from .standard_input import StandardInput
+from .supervisor import Ending, Supervisor
+from .wakeup import Wakeup
+
+__all__ = ["Plan", "run"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be run. Without a hostfile: on this machine, where ``folder``, ``python`` and ``ssh`` play no part."""
+
+    ranks: int
+    command: list[str]
+    variables: dict[str, str]
+    hostfile: Hostfile | None = None
+    folder: str = ""
+    python: str = ""
+    ssh: Sequence[str] = ("ssh",)
+    prefix: bool = True
+    grace: float = 5.0
+    max_restarts: int = 0
+    verbose: bool = False
+
+    def labels(self) -> list[str]:
+        """What stands in front of the lines of each rank."""
+        numbers = [f"{rank:>{len(str(self.ranks - 1))}}" for rank in range(self.ranks)]
+        if self.hostfile is None:
+            return numbers
+        names = [host.name.rpartition("@")[2] for host in self.hostfile.hosts for _ in range(host.slots)]
+        width = max(map(len, names))
+        return [f"{number} {name:<{width}}" for number, name in zip(numbers, names)]
+
+
+def run(plan: Plan) -> int:
+    """Returns the exit status.
+
+    Raises:
+        ResourceError, CannotRun: nothing was started, and why.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # closed (>&-): something else would be opened under its number
+            os.open(os.devnull, os.O_RDWR)
+    wakeup = Wakeup()
+    variables = plan.variables
+    output = None
+    if plan.prefix:
+        variables = terminal_variables(variables, plan.labels()) | variables
+        output = Output(plan.labels(), wakeup.wake)
+    name, standard_input = new_name(), StandardInput()
+
+    def say(text: str) -> None:
+        line = f"mlxdist launch: {text}"
+        output.say(line) if output is not None else click.echo(line, err=True)
+
+    @contextlib.contextmanager
+    def prepared(restart: int) -> Iterator[LocalJob | HostsJob]:
+        common = (plan.command, variables, plan.grace)
+        if plan.hostfile is None:
+            with LocalJob(name, restart, plan.ranks, *common) as job:
+                yield job
+            return
+        where = {"folder": plan.folder, "python": plan.python, "ssh": plan.ssh}
+        with HostsJob(name, restart, plan.hostfile, *common, **where, wake=wakeup.wake, say=say) as job:
+            yield job
+            standard_input.feed(None)
+
+    def run_once(restart: int) -> Ending:
+        with prepared(restart) as job:
+            supervisor = Supervisor(job, wakeup, output, plan.grace, say, plan.verbose)
+            for rank in range(plan.ranks):
+                supervisor.add(_start(job, rank, output))
+            job.all_started()
+            if isinstance(job, HostsJob):
+                standard_input.feed(job)
+            return supervisor.run()
+
+    with wakeup.signals():
+        status = run_with_restarts(run_once, plan.max_restarts, wakeup, say)
+        # Waits for whoever reads the output, as any program does, unless another signal comes.
+        while output is not None and not output.is_written(0.1):
+            if any(number != signal.SIGCHLD for number in wakeup.read()):
+                break
+    return status
+
+
+def _start(job: LocalJob | HostsJob, rank: int, output: Output | None) -> LocalRank | RemoteRank:
+    try:
+        if output is None:
+            return job.start(rank, 1, 2)
+        stdout, stdout_end = os.pipe()
+        stderr, stderr_end = os.pipe()
+        try:
+            started = job.start(rank, stdout_end, stderr_end)
+        finally:
+            os.close(stdout_end)
+            os.close(stderr_end)
+    except OSError as error:
+        have = f" ({name_ranks(range(rank))} had started)" if rank else ""
+        raise CannotRun(f"Cannot start rank {rank}: {error}{have}.", 126) from None
+    output.add(rank, stdout, stderr)
+    return started

@@ -1,0 +1,63 @@
+"""Signals, as something to wait for beside descriptors."""
+
+import select
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["Wakeup"]
+
+
+class Wakeup:
+    """A descriptor that becomes readable when a signal or another thread wants attention."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
+
+    def __init__(self) -> None:
+        self._source, self._target = socket.socketpair()
+        self._source.setblocking(False)
+        self._target.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._source.fileno()
+
+    def wake(self) -> None:
+        try:
+            self._target.send(b"\0")
+        except BlockingIOError:
+            return  # it is full, so it is readable
+
+    def read(self) -> list[int]:
+        """The signals that have arrived."""
+        try:
+            return [number for number in self._source.recv(4096) if number]
+        except BlockingIOError:
+            return []
+
+    def wait(self, seconds: float) -> signal.Signals | None:
+        """Waits, and returns the signal that has ended the pause before its time."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            select.select([self._source], [], [], left)
+            for number in self.read():
+                if number != signal.SIGCHLD:
+                    return signal.Signals(number)
+        return None
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """While it lasts, signals only wake whoever waits. Those that are ignored (nohup) stay ignored."""
+        previous = {}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.SIGNALS)  # whoever started us may have blocked them
+        descriptor = signal.set_wakeup_fd(self._target.fileno(), warn_on_full_buffer=False)
+        for number in self.SIGNALS:
+            if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
+                previous[number] = signal.signal(number, lambda number, frame: None)
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(descriptor)

@@ -1,0 +1,106 @@
+"""Two hosts that ssh reaches: the namespaces of hosts.py, each with processes and an OpenSSH server of its own."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import hosts
+import pytest
+
+__all__ = ["SshHosts", "ssh_hosts"]
+
+_SSHD = "/usr/sbin/sshd"
+_PORT = 2222
+_SERVER = """
+Port {port}
+ListenAddress {address}
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/key.pub
+PidFile {folder}/{name}.pid
+StrictModes no
+PermitRootLogin yes
+PasswordAuthentication no
+UsePAM no
+SetEnv XDG_RUNTIME_DIR={folder}/{name} TMPDIR={folder}/{name} MLXDIST_FLIGHT=none
+"""
+_CLIENT = """
+Host {name}
+  HostName {address}
+  Port {port}
+  User root
+  IdentityFile {folder}/key
+  IdentitiesOnly yes
+  UserKnownHostsFile /dev/null
+  StrictHostKeyChecking no
+  LogLevel ERROR
+"""
+
+
+@dataclass(frozen=True)
+class SshHosts:
+    """``hosts``: the namespaces; ``names``: what ssh calls them; ``ssh``: the command that knows how."""
+
+    folder: Path
+    hosts: tuple[hosts.Host, hosts.Host]
+    servers: tuple[subprocess.Popen, subprocess.Popen]
+    names: tuple[str, str] = ("node0", "node1")
+
+    @property
+    def ssh(self) -> str:
+        return f"ssh -F {self.folder}/config"
+
+    def command(self, *words: object) -> list[str]:
+        """To be run where the launcher is: on the first host, outside of what its server runs."""
+        return self.hosts[0].command(*words)
+
+    def processes(self, marker: str) -> list[str]:
+        """The command lines of processes, on either host, that have ``marker`` in their environment."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if marker.encode() in (entry / "environ").read_bytes():
+                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        return found
+
+
+@contextlib.contextmanager
+def ssh_hosts(folder: Path, late: bool = False) -> Iterator[SshHosts]:
+    if not shutil.which("ssh") or not os.path.exists(_SSHD):
+        pytest.skip("there is no OpenSSH server: apt-get install openssh-server")
+    with hosts.two_hosts(late) as both, contextlib.ExitStack() as undo:
+        for key in ("key", "host_key"):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
+        Path("/run/sshd").mkdir(exist_ok=True)
+        servers, client = [], ""
+        for name, host in zip(SshHosts.names, both):
+            values = {"name": name, "address": host.address, "folder": folder, "port": _PORT}
+            (folder / name).mkdir(mode=0o700)
+            (folder / f"{name}.server").write_text(_SERVER.format(**values))
+            client += _CLIENT.format(**values)
+            # A host has processes of its own: those of the other are not to be seen, or ended, from there.
+            apart = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+            server = subprocess.Popen(host.command(*apart, _SSHD, "-D", "-e", "-f", folder / f"{name}.server"))
+            undo.callback(_stop, server)
+            servers.append(server)
+        (folder / "config").write_text(client)
+        for host in both:
+            _await_server(host)
+        yield SshHosts(folder, both, tuple(servers))
+
+
+def _await_server(host: hosts.Host) -> None:
+    deadline = time.monotonic() + 20
+    probe = f"import socket; socket.create_connection(({host.address!r}, {_PORT}), 5).close()"
+    while subprocess.run(host.command("python3", "-c", probe), capture_output=True).returncode:
+        assert time.monotonic() < deadline, f"no ssh server answers on {host.address}"
+        time.sleep(0.1)
+
+
+def _stop(server: subprocess.Popen) -> None:
+    server.kill()
+    server.wait()

@@ -1,0 +1,305 @@
+"""`mlxdist launch --hostfile`: an agent on each host, which ssh has started, and nothing left anywhere."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from launching import LAUNCH, RANK, nothing_left, wait_for  # noqa: F401  (nothing_left is a fixture of every test)
+from ssh_hosts import SshHosts, ssh_hosts
+
+from mlxdist.launch.frames import GREETING, MAX_PAYLOAD, FrameError, Frames, Kind, pack, pack_json, unpack_json
+
+HERE = [*LAUNCH, "--hosts", "localhost"]
+AWKWARD = ["two words", "it's", '"', "$HOME", "`id`", "a\nb", "ü", "", "--", "*"]
+
+
+def launch(command, *arguments, timeout=60, **keywords):
+    keywords = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True} | keywords
+    return subprocess.run([*command, *arguments], timeout=timeout, **keywords)
+
+
+def python(command, program, *arguments, **keywords):
+    return launch(command, "--", sys.executable, "-c", RANK + program, *arguments, **keywords)
+
+
+def lines(job):
+    return sorted(job.stdout.splitlines())
+
+
+def test_an_agent_on_this_machine():
+    job = python([*HERE, "-n", "2"], "import sys; print(rank, sys.argv[1:], os.getcwd())", *AWKWARD)
+    assert job.returncode == 0, job.stderr
+    assert lines(job) == [f"[{rank} localhost] {rank} {AWKWARD} {os.getcwd()}" for rank in range(2)]
+
+
+def test_collectives(tmp_path):
+    program = "import mlxdist, numpy; print(mlxdist.all_sum(numpy.full(2, 1 + rank)))"
+    assert lines(python([*HERE, "-n", "2"], program)) == [f"[{rank} localhost] [3 3]" for rank in range(2)]
+    (tmp_path / "hosts").write_text("localhost slots=3\n")
+    job = python([*LAUNCH, "--hostfile", str(tmp_path / "hosts")], "print(os.environ['MLXDIST_WORLD_SIZE'])")
+    assert lines(job) == [f"[{rank} localhost] 3" for rank in range(3)]
+
+
+def test_variables(tmp_path):
+    """Of the hostfile, of this shell's MLXDIST_*, of --env-file, of --env: each before what comes earlier."""
+    (tmp_path / "hosts.json").write_text(json.dumps({"hosts": [{"ssh": "localhost"}], "envs": ["A=1", "B=1", "C=1"]}))
+    (tmp_path / "env").write_text("# comment\n\nB=2\nC=2\nD=it's $HOME\n")
+    options = ["--hostfile", tmp_path / "hosts.json", "--env-file", tmp_path / "env", "--env", "C=3"]
+    names = ["A", "B", "C", "D", "MLXDIST_TIMEOUT"]
+    job = python(
+        [*LAUNCH, *map(str, options)],
+        f"print([os.environ.get(name) for name in {names}])",
+        env=os.environ | {"MLXDIST_TIMEOUT": "7"},
+    )
+    assert lines(job) == ["[0 localhost] ['1', '2', '3', \"it's $HOME\", '7']"], job.stderr
+
+
+def test_folder(tmp_path):
+    job = python([*HERE, "--cwd", str(tmp_path)], "print(os.getcwd())")
+    assert lines(job) == [f"[0 localhost] {tmp_path}"]
+    job = python([*HERE, "--cwd", "/no/such"], "")
+    assert job.returncode == 1 and "localhost: the folder /no/such cannot be entered: No such file" in job.stderr
+
+
+def test_input_reaches_rank_0_alone():
+    text = "".join(f"line {i}\n" for i in range(50_000))  # more than pipes hold
+    program = "import sys; print(len(sys.stdin.read()))"
+    job = python([*HERE, "-n", "2"], program, stdin=None, input=text)
+    assert lines(job) == [f"[0 localhost] {len(text)}", "[1 localhost] 0"]
+    # A rank that does not read it, or not all, is none the worse for it.
+    job = python([*HERE, "-n", "2"], "import sys; rank or sys.stdin.readline(); print('done')", stdin=None, input=text)
+    assert job.returncode == 0 and lines(job) == ["[0 localhost] done", "[1 localhost] done"]
+
+
+def test_streams_stay_apart_and_whole():
+    program = "import sys; print('x' * 300_000); print('error', file=sys.stderr)"
+    job = python([*HERE, "-n", "2"], program)
+    assert lines(job) == [f"[{rank} localhost] {'x' * 300_000}" for rank in range(2)]
+    assert sorted(job.stderr.splitlines()) == [f"[{rank} localhost] error" for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    "ending, status, words",
+    [
+        ("sys.exit(3)", 3, "rank 1 failed first, with exit status 3"),
+        ("os.kill(os.getpid(), 9)", 137, "rank 1 failed first, killed by SIGKILL"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_others(ending, status, words):
+    program = f"import sys, time\nif rank == 1:\n    {ending}\ntime.sleep(60)"
+    job = python([*HERE, "-n", "3", "--grace", "0.5"], program)
+    assert job.returncode == status and words in job.stderr and "ranks 0 and 2 ended after SIGTERM" in job.stderr
+
+
+def test_the_rank_that_failed_first_is_named():
+    """By the ranks themselves, where both end within milliseconds."""
+    program = "import mlxdist; g = mlxdist.init(); mlxdist.barrier()\nif rank == 1: os._exit(5)\nmlxdist.barrier()"
+    job = python([*HERE, "-n", "2"], program)
+    assert job.returncode == 5 and "rank 1 failed first, with exit status 5" in job.stderr
+
+
+def test_restarts():
+    program = "print(os.environ['MLXDIST_RESTART'])\nraise SystemExit(os.environ['MLXDIST_RESTART'] == '0')"
+    job = python([*HERE, "-n", "2", "--max-restarts", "2"], program)
+    assert job.returncode == 0 and lines(job) == sorted(f"[{r} localhost] {n}" for r in range(2) for n in range(2))
+
+
+@pytest.mark.parametrize(
+    "options, status, words",
+    [
+        (["--hosts", "localhost", "--python", "/no/python"], 1, "/no/python"),
+        (["--hosts", "localhost", "--", "no-such-command"], 127, "localhost: The command 'no-such-command' does not"),
+        (["--hosts", "localhost", "--hostfile", "x"], 2, "Give --hostfile or --hosts, not both."),
+        (["--hosts", "a,-oProxy"], 2, "is no name or address of a host"),
+        (["--hosts", "a,b", "--include", "c"], 2, "--include: c is none of the hosts a, b."),
+        (["--hosts", "a,b", "--exclude", "a,b"], 2, "No host is left to run on."),
+        (["--include", "a", "-n", "1"], 2, "give --hostfile or --hosts"),
+        ([], 2, "Missing option '-n', or '--hostfile', or '--hosts'."),
+        (["--hostfile", "/no/file"], 2, "hostfile '/no/file': No such file"),
+        (["--hosts", "localhost", "--ssh", '"'], 2, "--ssh '\"': No closing quotation"),
+        (["--hosts", "localhost", "--env", "MLXDIST_RANK=1"], 2, "MLXDIST_RANK is set by the launcher"),
+    ],
+)
+def test_refused_before_anything_is_started(options, status, words):
+    job = launch(LAUNCH, *options, *([] if "--" in options else ["--", "true"]))
+    assert job.returncode == status and words in job.stderr, job.stderr
+
+
+def test_dry_run_shows_what_would_be_started(tmp_path):
+    rows = [{"ssh": "a", "rdma": [None, "en1", "en2"]}, {"ssh": "b", "rdma": ["en1", None, "en3"]}]
+    rows += [{"ssh": "c", "rdma": ["en2", "en3", None]}]
+    (tmp_path / "hosts.json").write_text(json.dumps(rows))
+    options = ["--hostfile", str(tmp_path / "hosts.json"), "--exclude", "b", "-n", "2", "--dry-run"]
+    job = launch(LAUNCH, *options, "--", "python", "a b.py")
+    shown = job.stdout.splitlines()
+    assert shown[:4] == [f"[{rank} {host}] python 'a b.py'" for rank, host in enumerate("aacc")]
+    assert shown[4].startswith("a: ssh -o BatchMode=yes ") and shown[4].endswith("-m mlxdist.launch.agent'")
+    assert shown[6] == 'MLXDIST_RDMA=[[null, ["en2"]], [["en2"], null]]'
+
+
+def test_frames():
+    """Whatever pieces they come in; and nothing that is no frame is waited for, or kept."""
+    sent = [(Kind.OUT, 3, b"x" * 1000), (Kind.ERR, 1023, b""), (Kind.OUT, 0, b"\0\n")]
+    data = b"".join(pack(*frame) for frame in sent)
+    for step in (1, 7, len(data)):
+        frames = Frames()
+        found = [frame for at in range(0, len(data), step) for frame in frames.feed(data[at : at + step])]
+        assert found == sent
+    assert unpack_json(next(Frames().feed(pack_json(Kind.HELLO, {"a": 1})))[2]) == {"a": 1}
+    for wrong in (b"\0" * 7, b"\xff\0\0\0\0\0\0", bytes([Kind.OUT, 0, 0]) + (MAX_PAYLOAD + 1).to_bytes(4, "big")):
+        with pytest.raises(FrameError):
+            list(Frames().feed(wrong))
+    for wrong in (b"", b"[]", b"{", b"\xff", b"[" * 100_000):
+        with pytest.raises(FrameError):
+            unpack_json(wrong)
+
+
+def test_an_agent_that_is_none(tmp_path):
+    """What talks in place of the agent is not understood, and that is said; what a shell prints before it is skipped."""
+    noisy = tmp_path / "noisy"
+    noisy.write_text(f'#!/bin/sh\necho welcome; echo\nexec {sys.executable} "$@"\n')
+    noisy.chmod(0o755)
+    assert python([*HERE, "--python", str(noisy)], "print(rank)").returncode == 0
+    for name, prints in (("stranger", "hello"), ("liar", GREETING.decode() + " hello, I am no frame")):
+        program = tmp_path / name
+        program.write_text(f"#!/bin/sh\nprintf '%s' '{prints}'\n")
+        program.chmod(0o755)
+        job = python([*HERE, "--python", str(program)], "")
+        assert job.returncode == 1 and "localhost" in job.stderr and "hello" in job.stderr, job.stderr
+
+
+# Over ssh, between two network namespaces.
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory):
+    with ssh_hosts(tmp_path_factory.mktemp("ssh")) as both:
+        yield both
+
+
+def over_ssh(nodes: SshHosts, *options: str) -> list[str]:
+    return nodes.command(*LAUNCH, "--hosts", ",".join(nodes.names), "--ssh", nodes.ssh, *options)
+
+
+@pytest.mark.long
+def test_two_hosts(nodes):
+    """Ranks on both, which find each other by the address that ssh has used; nothing secret on a command line."""
+    program = "import mlxdist, numpy, sys, time\nprint(rank, mlxdist.all_sum(numpy.ones(2)), sys.argv[1:])"
+    job = python(over_ssh(nodes, "-n", "2", "--env", "A=it's $HOME"), program + "; print(os.environ['A'])", *AWKWARD)
+    assert job.returncode == 0, job.stderr
+    expected = [f"[{rank} node{rank // 2}] {rank} [4. 4.] {AWKWARD}" for rank in range(4)]
+    expected += [f"[{rank} node{rank // 2}] it's $HOME" for rank in range(4)]
+    assert lines(job) == sorted(expected)
+
+
+@pytest.mark.long
+def test_the_first_rank_is_where_the_hostfile_says(nodes):
+    """Addresses of the hostfile; the launcher's own host last; input for rank 0 over there."""
+    file = nodes.folder / "hosts.json"
+    entries = [{"ssh": name, "ips": [host.address]} for name, host in zip(nodes.names, nodes.hosts)]
+    file.write_text(json.dumps(entries[::-1]))
+    program = "import mlxdist, sys\nmlxdist.init(); mlxdist.barrier()\n"
+    program += "print(sys.stdin.read(), os.environ['MLXDIST_RENDEZVOUS'])"
+    command = nodes.command(*LAUNCH, "--hostfile", file, "--ssh", nodes.ssh)
+    job = python(command, program, stdin=None, input="hello")
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count(f" {nodes.hosts[1].address}:") == 2 and "[0 node1] hello" in job.stdout
+
+
+def of_all_processes(file: str) -> list[bytes]:
+    found = []
+    for path in Path("/proc").glob(f"[0-9]*/{file}"):
+        with contextlib.suppress(OSError):  # it has ended, or nobody may look into it
+            found.append(path.read_bytes())
+    return found
+
+
+@pytest.mark.long
+def test_a_secret_is_on_no_command_line(nodes):
+    marker = uuid.uuid4().hex
+    program = "import time; print('runs', flush=True); time.sleep(60)"
+    with subprocess.Popen(
+        [*over_ssh(nodes, "--env", f"MARKER={marker}"), "--", sys.executable, "-c", program],
+        stdout=subprocess.PIPE, text=True,
+    ) as launcher:  # fmt: skip
+        assert [launcher.stdout.readline() for _ in range(2)] and len(nodes.processes(marker)) >= 2
+        commands, variables = of_all_processes("cmdline"), b"\0".join(of_all_processes("environ")).split(b"\0")
+        secrets = {variable.partition(b"=")[2] for variable in variables if variable.startswith(b"MLXDIST_SECRET=")}
+        assert secrets and not any(secret in command for secret in secrets for command in commands)
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(20) == 143
+    assert wait_for(lambda: not nodes.processes(marker), 10), nodes.processes(marker)
+
+
+def _kill_launcher(nodes, launcher):
+    launcher.kill()
+
+
+def _kill_connection(nodes, launcher):
+    for path in Path("/proc").glob("[0-9]*"):
+        words = (path / "cmdline").read_bytes().split(b"\0") if (path / "cmdline").exists() else []
+        if words[:1] == [b"ssh"] and b"node1" in words:
+            os.kill(int(path.name), signal.SIGKILL)
+
+
+def _pull_cable(nodes, launcher):
+    nodes.hosts[1].pull_cable()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "accident, status, words",
+    [
+        (_kill_launcher, -9, ""),
+        (_kill_connection, 255, "the connection to node1 was lost"),
+        (_pull_cable, 255, "the connection to node1 was lost"),
+    ],
+)
+def test_nothing_is_left_on_any_host(nodes, accident, status, words):
+    marker = uuid.uuid4().hex
+    program = "import subprocess, time; subprocess.Popen(['sleep', '61']); print('runs', flush=True); time.sleep(60)"
+    options = ["--env", f"MARKER={marker}", "--grace", "1"]
+    with subprocess.Popen(
+        [*over_ssh(nodes, *options), "--", sys.executable, "-c", program],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as launcher:  # fmt: skip
+        assert {launcher.stdout.readline() for _ in range(2)} == {"[0 node0] runs\n", "[1 node1] runs\n"}
+        accident(nodes, launcher)
+        try:
+            _, error = launcher.communicate(timeout=60)
+        finally:
+            nodes.hosts[1].plug_cable()
+        assert launcher.returncode == status and words in error, error
+    # A host that nobody reaches learns it from the silence of the connection, as ssh is set up there.
+    if accident is not _pull_cable:
+        assert wait_for(lambda: not nodes.processes(marker), 15), nodes.processes(marker)
+
+
+@pytest.mark.long
+def test_a_rank_that_fails_over_there(nodes):
+    started = time.monotonic()
+    program = "import mlxdist\nmlxdist.init(); mlxdist.barrier()\nif rank == 1: os._exit(7)\nmlxdist.barrier()"
+    job = python(over_ssh(nodes), program)
+    assert job.returncode == 7 and "rank 1 failed first, with exit status 7" in job.stderr
+    assert "[0 node0]" in job.stderr and "PeerLost" in job.stderr and time.monotonic() - started < 20
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--python", "/no/python"], "node0 does not answer: "),
+        (["--python", "/usr/bin/python3"], "install mlxdist for that Python, or name another with --python"),
+        (["--hosts", "node0,nowhere"], "nowhere does not answer: ssh: Could not resolve hostname nowhere"),
+    ],
+)
+def test_hosts_that_cannot_run_it(nodes, options, words):
+    job = launch(over_ssh(nodes, *options), "--", "true")
+    assert job.returncode == 1 and words in job.stderr, job.stderr
