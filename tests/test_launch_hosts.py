@@ -79,9 +79,9 @@ def test_input_reaches_rank_0_alone():
 
 
 def test_streams_stay_apart_and_whole():
-    program = "import sys; print('x' * 300_000); print('error', file=sys.stderr)"
+    program = "import sys; print('x' * 60_000); print('error', file=sys.stderr)"
     job = python([*HERE, "-n", "2"], program)
-    assert lines(job) == [f"[{rank} localhost] {'x' * 300_000}" for rank in range(2)]
+    assert lines(job) == [f"[{rank} localhost] {'x' * 60_000}" for rank in range(2)]
     assert sorted(job.stderr.splitlines()) == [f"[{rank} localhost] error" for rank in range(2)]
 
 
