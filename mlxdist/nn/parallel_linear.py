@@ -1,0 +1,196 @@
+"""What the linear layers that are cut over the ranks share, plain and quantized, by columns and by rows."""
+
+from collections.abc import Sequence
+from math import gcd, lcm
+from typing import Self
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
+
+from ..errors import InvalidArgument
+from ..group import Group
+from .shards import Segments, join, take
+
+__all__ = ["ParallelLinear", "check_linear", "dims", "quantization", "quantization_unit"]
+
+
+class ParallelLinear(nn.Module):
+    """A linear layer of which every rank holds a part: of its outputs (column) or of its inputs (row).
+
+    Parameters have the names of ``nn.Linear`` and ``nn.QuantizedLinear`` and hold this rank's part: ``weight``,
+    ``bias``; quantized also ``scales`` and, in the mode "affine", ``biases``. A call is ``leave(product(enter(x)))``,
+    so that a layer on top of this one (LoRA) can stand between the two collectives and needs none of its own.
+
+    Attributes:
+        input_dims, output_dims: of the whole layer.
+        sizes: how much of the cut dimension each rank holds.
+        segments: see :mod:`mlxdist.nn.shards`.
+        group: the ranks.
+        group_size, bits, mode: of the quantized forms, as in ``nn.QuantizedLinear``.
+        cut_axis: of the weight, of shape (outputs, inputs): 0 for column-parallel, 1 for row-parallel layers.
+    """
+
+    cut_axis: int
+
+    def __init__(self, whole: nn.Module, sizes: Sequence[int], segments: Segments, group: Group) -> None:
+        super().__init__()
+        self.output_dims, self.input_dims = dims(whole)
+        # Names with an underscore are no parameters for nn.Module.
+        self._sizes = tuple(sizes)
+        self._segments = segments if isinstance(segments, int) else tuple(segments)
+        self._group = group
+        for name, value in quantization(whole).items():
+            setattr(self, name, value)
+        for name, value in self._part_of(whole).items():
+            setattr(self, name, value)
+        if quantization(whole):
+            self.freeze()
+
+    @property
+    def sizes(self) -> list[int]:
+        return list(self._sizes)
+
+    @property
+    def segments(self) -> Segments:
+        return self._segments
+
+    @property
+    def group(self) -> Group:
+        return self._group
+
+    def enter(self, x: mx.array) -> mx.array:
+        """What this rank's product takes, from what the layer is called with."""
+        raise NotImplementedError
+
+    def leave(self, y: mx.array) -> mx.array:
+        """What the layer returns, from this rank's product."""
+        raise NotImplementedError
+
+    def product(self, x: mx.array) -> mx.array:
+        """This rank's part of the product, with the bias if that is cut, too."""
+        bias = self["bias"] if "bias" in self and "bias" in self._cuts() else None
+        weight, config = self["weight"], quantization(self)
+        if config:
+            y = mx.quantized_matmul(x, weight, self["scales"], self.get("biases"), transpose=True, **config)
+            return y if bias is None else y + bias
+        return x @ weight.T if bias is None else mx.addmm(bias, x, weight.T)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.leave(self.product(self.enter(x)))
+
+    def to_linear(self) -> nn.Linear | nn.QuantizedLinear:
+        """The whole layer again, on every rank: bitwise the one that :meth:`from_linear` was given.
+
+        A collective that is carried out at once: all ranks call it, in the same order.
+        """
+        kind = nn.QuantizedLinear if quantization(self) else nn.Linear
+        whole = kind(self.input_dims, self.output_dims, "bias" in self, **quantization(self))
+        cuts = self._cuts()
+        for name in whole.parameters():
+            value = self[name]
+            setattr(whole, name, join(value, *cuts[name], self._group, self._segments) if name in cuts else value)
+        mx.eval(whole.parameters())
+        return _in_the_state_of(self, whole)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear | nn.QuantizedLinear, **keywords: object) -> Self:
+        """This rank's part of a layer that all ranks hold. Of a quantized one the quantized form, of this class or not.
+
+        ``keywords`` are those of the constructor. Frozen parameters stay frozen. No collective.
+
+        Raises:
+            InvalidArgument: as the constructor; ``linear`` is another kind of layer.
+        """
+        check_linear(f"{cls.__name__}.from_linear", linear)
+        output_dims, input_dims = dims(linear)
+        kind = cls._kind(quantized=bool(quantization(linear)))
+        layer = kind(input_dims, output_dims, "bias" in linear, **quantization(linear), **keywords)
+        layer.update(layer._part_of(linear))
+        return _in_the_state_of(linear, layer)
+
+    def with_weight(self, weight: mx.array, quantized: dict | None = None) -> "ParallelLinear":
+        """The same layer with another weight: shape of this rank's part, before it is quantized.
+
+        ``quantized``: ``group_size``, ``bits`` and ``mode`` for the quantized form. No collective.
+
+        Raises:
+            InvalidArgument: the ranks' parts are not whole quantization groups.
+        """
+        kind = self._kind(quantized is not None)
+        arguments = (self.input_dims, self.output_dims, "bias" in self)
+        layer = kind(*arguments, **(quantized or {}), **self._options(), weights=self._sizes, group=self._group)
+        if layer._sizes != self._sizes:
+            raise InvalidArgument(
+                f"{kind.__name__}: the parts {self.sizes} are not whole quantization groups of {layer.group_size}; cut "
+                f"the layer with multiple={layer.group_size}, or quantize it before it is cut"
+            )
+        values = [weight] if quantized is None else mx.quantize(weight, **quantization(layer))
+        layer.update(dict(zip(("weight", "scales", "biases"), values)))
+        if "bias" in self:
+            layer.bias = self["bias"]
+        return layer.train(self.training)
+
+    @classmethod
+    def _kind(cls, quantized: bool) -> type["ParallelLinear"]:
+        """The plain or the quantized class that is cut in the same way."""
+        raise NotImplementedError
+
+    def _options(self) -> dict[str, object]:
+        """Arguments of the constructor besides dimensions, quantization, sizes and group."""
+        raise NotImplementedError
+
+    def _cuts(self) -> dict[str, tuple[int, list[int]]]:
+        """The parameters that are cut: the axis, and the sizes along it in elements of that parameter."""
+        raise NotImplementedError
+
+    def _part_of(self, whole: nn.Module) -> dict[str, mx.array]:
+        """This rank's parameters."""
+        cuts, rank = self._cuts(), self._group.rank()
+        return {
+            name: take(value, *cuts[name], rank, self._segments) if name in cuts else value
+            for name, value in whole.parameters().items()
+        }
+
+    def _extra_repr(self) -> str:
+        text = f"input_dims={self.input_dims}, output_dims={self.output_dims}, bias={'bias' in self}"
+        for name, value in quantization(self).items():
+            text += f", {name}={value}"
+        rank = self._group.rank()
+        return f"{text}, rank={rank} of {self._group.size()}, size={self._sizes[rank]}"
+
+
+def check_linear(name: str, linear: nn.Module) -> None:
+    """Refuses what is not, and does not compute as, ``nn.Linear`` or ``nn.QuantizedLinear``."""
+    for kind in (nn.Linear, nn.QuantizedLinear):
+        if isinstance(linear, kind) and type(linear).__call__ is kind.__call__:
+            return
+    raise InvalidArgument(
+        f"{name}: the layer must be an nn.Linear or nn.QuantizedLinear, not {type(linear).__name__}; of a layer with "
+        "an adapter (LoRA) convert the linear layer in it, then put the adapter on top"
+    )
+
+
+def dims(linear: nn.Module) -> tuple[int, int]:
+    """output_dims and input_dims of an ``nn.Linear`` or ``nn.QuantizedLinear``."""
+    output_dims, columns = linear.weight.shape
+    return output_dims, columns * 32 // linear.bits if quantization(linear) else columns
+
+
+def quantization(layer: nn.Module) -> dict[str, int | str]:
+    """``group_size``, ``bits`` and ``mode`` of a quantized layer; nothing for one that is not."""
+    names = ("group_size", "bits", "mode")
+    return {name: getattr(layer, name) for name in names} if hasattr(layer, "group_size") else {}
+
+
+def quantization_unit(group_size: int, bits: int) -> int:
+    """The fewest inputs that are whole groups and, packed into uint32, whole words: 32 values of 3, 5 or 6 bits."""
+    return lcm(group_size, 32 // gcd(32, bits))
+
+
+def _in_the_state_of(source: nn.Module, layer: nn.Module) -> nn.Module:
+    """``layer`` with the same parameters frozen as in ``source``, and training or not as that is."""
+    trainable = dict(tree_flatten(source.trainable_parameters()))
+    layer.unfreeze(recurse=False)
+    layer.freeze(recurse=False, keys=[name for name in source.parameters() if name not in trainable])
+    return layer.train(source.training)
