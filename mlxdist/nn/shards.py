@@ -138,22 +138,9 @@ def join(
     places = [slices(sizes, rank, segments) for rank in range(len(sizes))]
     if group.size() == 1:
         return x
-    longest = max(sizes)
-    if sizes[group.rank()] < longest:
-        padding = [(0, 0)] * x.ndim
-        padding[axis] = (0, longest - sizes[group.rank()])
-        x = mx.pad(x, padding)
-    gathered = gather_from_tensor_parallel_region(x, axis, group)
-    if len(places[0]) == 1 and min(sizes) == longest:
-        return gathered
-    starts = [longest * rank for rank in range(len(sizes))]
-    found = []
-    for segment in range(len(places[0])):
-        for rank, place in enumerate(places):
-            length = place[segment].stop - place[segment].start
-            found.append(slice(starts[rank], starts[rank] + length))
-            starts[rank] += length
-    return _cut(gathered, axis, found)
+    together = mx.custom_function(lambda x: _join(x, axis, sizes, places, group))
+    together.vjp(lambda primal, cotangent, output: _cut(cotangent, axis, places[group.rank()]))
+    return together(x)
 
 
 def scatter(x: mx.array, axis: int, sizes: Sequence[int], group: Group | None = None) -> mx.array:
@@ -172,6 +159,26 @@ def scatter(x: mx.array, axis: int, sizes: Sequence[int], group: Group | None = 
     cut = mx.custom_function(lambda x: _cut(x, axis, [part(sizes, group.rank())]))
     cut.vjp(lambda primal, cotangent, output: join(cotangent, axis, sizes, group))
     return cut(x)
+
+
+def _join(x: mx.array, axis: int, sizes: Sequence[int], places: list[list[slice]], group: Group) -> mx.array:
+    """``places``: the slices of every rank in the whole, one for each segment."""
+    longest, mine = max(sizes), sizes[group.rank()]
+    if mine < longest:
+        padding = [(0, 0)] * x.ndim
+        padding[axis] = (0, longest - mine)
+        x = mx.pad(x, padding)
+    gathered = gather_from_tensor_parallel_region(x, axis, group)
+    if len(places[0]) == 1 and min(sizes) == longest:
+        return gathered
+    starts = [longest * rank for rank in range(len(sizes))]
+    found = []
+    for of_segment in zip(*places):
+        for rank, place in enumerate(of_segment):
+            length = place.stop - place.start
+            found.append(slice(starts[rank], starts[rank] + length))
+            starts[rank] += length
+    return _cut(gathered, axis, found)
 
 
 def _cut(x: mx.array, axis: int, places: Sequence[slice]) -> mx.array:
