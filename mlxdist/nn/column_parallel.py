@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx import nn
 
 from ..arguments import group_of
+from ..errors import InvalidArgument
 from ..group import Group
 from .mappings import copy_to_tensor_parallel_region, gather_from_sequence_parallel_region
 from .parallel_linear import ParallelLinear, check_linear, dims
@@ -41,7 +42,9 @@ class _ColumnParallel(ParallelLinear):
         self.sequence_parallel = sequence_parallel
 
     def enter(self, x: mx.array) -> mx.array:
-        """``x``, of the whole sequence."""
+        """``x``, of the whole sequence; refuses an ``x`` that has not all features."""
+        if x.shape[-1:] != (self.input_dims,):
+            raise InvalidArgument(f"{type(self).__name__}: x must be (..., {self.input_dims}), not {x.shape}")
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(x, -2, self._group)
         return copy_to_tensor_parallel_region(x, self._group)
@@ -89,8 +92,8 @@ class ColumnParallelLinear(_ColumnParallel):
     The initial values are this rank's part of those of ``nn.Linear``: seed all ranks alike (``mx.random.seed``).
 
     Raises:
-        InvalidArgument: ``output_dims`` cannot be cut as asked, see :func:`mlxdist.nn.shards.split_sizes`. The same on
-            every rank, before any collective.
+        InvalidArgument: ``output_dims`` cannot be cut as asked, see :func:`mlxdist.nn.shards.split_sizes`; in a call:
+            the input has not ``input_dims`` features. The same on every rank, before any collective.
         Mismatch: with ``sequence_parallel``, where the result is evaluated: the ranks' parts of the sequence differ in
             length.
     """

@@ -52,7 +52,7 @@ class _RowParallel(ParallelLinear):
     def enter(self, x: mx.array) -> mx.array:
         """This rank's features of ``x``; refuses an ``x`` that is not what ``input_is_parallel`` says."""
         expected = self._sizes[self._group.rank()] if self.input_is_parallel else self.input_dims
-        if x.shape[-1] != expected:
+        if x.shape[-1:] != (expected,):
             form = "its part of the features" if self.input_is_parallel else "all features"
             raise InvalidArgument(
                 f"{type(self).__name__}: with input_is_parallel={self.input_is_parallel} rank {self._group.rank()} "

@@ -4,7 +4,7 @@ import sys
 
 import mlx.core as mx
 from mlx import nn
-from tensor_parallel import (
+from whole_and_parts import (
     UNEVEN,
     close,
     compare,
@@ -17,13 +17,13 @@ from tensor_parallel import (
     refuses,
     rms_norm,
     size,
-    take,
 )
 
 from mlxdist.nn.column_parallel import ColumnParallelLinear
 from mlxdist.nn.lora import LoRALinear
 from mlxdist.nn.parallel_linear import ParallelLinear
 from mlxdist.nn.row_parallel import RowParallelLinear
+from mlxdist.nn.shards import take
 
 SCALE = 3.0
 QUANTIZED = {"group_size": 32, "bits": 3, "mode": "affine"}

@@ -4,11 +4,29 @@ Every rank makes the whole layers and inputs from the same seed, and compares it
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import mlx.core as mx
 from mlx import nn
-from mlx.utils import tree_flatten
+from whole_and_parts import (
+    EVERYTHING,
+    TOLERANCES,
+    UNEVEN,
+    close,
+    compare,
+    cut_like,
+    features,
+    gathered,
+    group,
+    linear,
+    loss_of,
+    part,
+    rank,
+    refuses,
+    rms_norm,
+    same,
+    size,
+)
 
 import mlxdist
 from mlxdist.nn import reduce_from_tensor_parallel_region
@@ -16,11 +34,6 @@ from mlxdist.nn.column_parallel import ColumnParallelLinear, QuantizedColumnPara
 from mlxdist.nn.row_parallel import QuantizedRowParallelLinear, RowParallelLinear
 from mlxdist.nn.shards import join, scatter, slices, take
 
-group = mlxdist.init()
-rank, size = group.rank(), group.size()
-UNEVEN = [2, *[1] * (size - 1)]
-EVERYTHING = "everything" in sys.argv  # also compiled: MLX's CPU backend runs a C++ compiler for each new kernel
-TOLERANCES = {mx.float32: 1e-5, mx.float16: 5e-3, mx.bfloat16: 4e-2}
 QUANTIZATIONS = [
     *(
         {"group_size": g, "bits": b, "mode": "affine"}
@@ -33,100 +46,6 @@ QUANTIZATIONS = [
 ]
 
 
-def close(a: mx.array, b: mx.array, what: str) -> None:
-    """Within the dtype's tolerance of the largest value: the ranks add up in another order."""
-    assert a.shape == b.shape and a.dtype == b.dtype, f"{what} on rank {rank}: {a.shape} {a.dtype}, not {b.shape}"
-    error, scale = mx.abs(a - b).max().item(), max(1.0, mx.abs(b).max().item())
-    assert error <= TOLERANCES[b.dtype] * scale, f"{what} on rank {rank}: off by {error}, the largest value is {scale}"
-
-
-def same(a: nn.Module, b: nn.Module, what: str) -> None:
-    """The same kind of layer, bitwise the same parameters, the same of them frozen."""
-    assert type(a) is type(b), f"{what}: {type(a)}, not {type(b)}"
-    mine, theirs = dict(tree_flatten(a.parameters())), dict(tree_flatten(b.parameters()))
-    assert mine.keys() == theirs.keys(), f"{what}: {mine.keys()}, not {theirs.keys()}"
-    for name, value in theirs.items():
-        assert mine[name].dtype == value.dtype, f"{what}: {name} is {mine[name].dtype}, not {value.dtype}"
-        assert mx.array_equal(mine[name], value), f"{what}: {name} differs on rank {rank}"
-    assert a.trainable_parameters().keys() == b.trainable_parameters().keys(), f"{what}: not the same is frozen"
-
-
-def linear(inputs: int, outputs: int, bias: bool = True, dtype: mx.Dtype = mx.float32, **quantized: object) -> nn.Module:
-    layer = nn.Linear(inputs, outputs, bias)
-    layer.set_dtype(dtype)
-    if not quantized:
-        return layer
-    layer = layer.to_quantized(**quantized)
-    layer.freeze()
-    return layer
-
-
-def part(x: mx.array, axis: int, layer: nn.Module, segments: object = 1) -> mx.array:
-    return take(x, axis, layer.sizes, rank, segments)
-
-
-def cut_like(layer: nn.Module, gradients: dict) -> dict[str, mx.array]:
-    """This rank's part of the gradients of a whole linear layer's parameters."""
-    axes = {0: {"weight": 0, "bias": 0}, 1: {"weight": 1}}[layer.cut_axis]
-    return {
-        name: part(value, axes[name], layer, layer.segments) if name in axes else value
-        for name, value in gradients.items()
-    }
-
-
-def loss_of(y: mx.array) -> mx.array:
-    """Not linear, so that the cotangent depends on the result, and on the place, so that a permutation is seen."""
-    return (mx.sin(y.reshape(-1).astype(mx.float32)) * mx.arange(1.0, y.size + 1)).sum() / y.size
-
-
-def compare(
-    what: str,
-    whole: nn.Module,
-    parallel: nn.Module,
-    x: mx.array,
-    *,
-    cut_x: Callable[[mx.array], mx.array] = lambda x: x,
-    join_y: Callable[[mx.array], mx.array] = lambda y: y,
-    cut_parameters: Callable[[dict], dict] | None = None,
-    compiled: bool = False,
-    seed: int = 0,
-) -> None:
-    """Output, gradients of the input and of the parameters, plain and, if asked, compiled.
-
-    `cut_x` makes this rank's input, and so its gradient, `join_y` the whole output of this rank's, with a gradient.
-    """
-
-    def run(layer: nn.Module, x: mx.array, of: Callable, form: bool) -> tuple:
-        def loss(parameters: dict, x: mx.array) -> mx.array:
-            layer.update(parameters)
-            y = of(layer(x))
-            return loss_of(y), y
-
-        parameters = layer.trainable_parameters()
-        function = mx.value_and_grad(loss, (0, 1))
-        if form:
-            function = mx.compile(function, inputs=[mx.random.state], outputs=[mx.random.state])
-        results = []
-        for _ in range(1 + form):
-            mx.random.seed(seed)
-            results.append(function(parameters, x))
-            mx.eval(results[-1])
-            layer.update(parameters)
-        return results[-1]
-
-    (_, expected), (gradients, gradient) = run(whole, x, lambda y: y, False)
-    gradients = (cut_parameters or (lambda all: cut_like(parallel, all)))(gradients)
-    for form in (False, True) if compiled or EVERYTHING else (False,):
-        (_, y), (mine, of_x) = run(parallel, cut_x(x), join_y, form)
-        form = f"{what}{' compiled' if form else ''}"
-        close(y, expected, form)
-        close(of_x, cut_x(gradient), f"{form}: gradient of x")
-        mine, theirs = dict(tree_flatten(mine)), dict(tree_flatten(gradients))
-        assert mine.keys() == theirs.keys(), f"{form}: gradients of {mine.keys()}, not {theirs.keys()}"
-        for name, value in mine.items():
-            close(value, theirs[name], f"{form}: gradient of {name}")
-
-
 def column_cases() -> Iterator[tuple[int, dict]]:
     """Outputs and options."""
     yield 3 * size, {}
@@ -136,11 +55,6 @@ def column_cases() -> Iterator[tuple[int, dict]]:
     yield 4 * 3 * size, {"segments": (2, 1, 1)}
     yield 4 * 3 * (size + 1), {"segments": (2, 1, 1), "weights": UNEVEN, "multiple": 3, "gather_output": True}
     yield 2 * (size + 2), {"segments": 2, "weights": UNEVEN, "gather_output": True}
-
-
-def gathered(layer: nn.Module) -> Callable[[mx.array], mx.array]:
-    """For an output that is cut: of all ranks, as the losses of all ranks' parts together would."""
-    return lambda y: y if layer.gather_output else join(y, -1, layer.sizes, group, layer.segments)
 
 
 def columns() -> None:
@@ -180,8 +94,15 @@ def rows() -> None:
             same(fresh.to_linear(), whole, f"{what}, not from a layer")
 
 
-def features(layer: nn.Module) -> Callable[[mx.array], mx.array]:
-    return lambda x: part(x, -1, layer) if layer.input_is_parallel else x
+def empty() -> None:
+    """No tokens."""
+    column, row = ColumnParallelLinear(4, 3 * size, gather_output=True), RowParallelLinear(3 * size, 5)
+    for layer, features, outputs in ((column, 4, 3 * size), (row, 3, 5)):
+        for shape in ((0,), (2, 0), (0, 3)):
+            step = nn.value_and_grad(layer, lambda layer, x: layer(x).sum())
+            y, (loss, gradients) = layer(mx.ones((*shape, features))), step(layer, mx.ones((*shape, features)))
+            mx.eval(y, loss, gradients)
+            assert y.shape == (*shape, outputs) and not mx.any(gradients["weight"])
 
 
 class MLP(nn.Module):
@@ -266,10 +187,6 @@ def sequence() -> None:
                 what, whole, parallel, x, cut_x=lambda x, a=axis, s=along: take(x, a, s, rank), cut_parameters=cut
             )
     rows_alone()
-
-
-def rms_norm(x: mx.array) -> mx.array:
-    return mx.fast.rms_norm(x, None, 1e-5)
 
 
 def rows_alone() -> None:
@@ -357,6 +274,8 @@ def refused() -> None:
         "weights must be positive": lambda: RowParallelLinear(4 * size, 4, weights=[-1] * size),
         "cannot be cut into whole multiples of 3": lambda: ColumnParallelLinear(4, 3 * odd + 1, multiple=3),
         "takes its part of the features": lambda: row(mx.ones((size, 4 * size + 1))),
+        "not ()": lambda: row(mx.array(1.0)),
+        f"x must be (..., 4), not (2, {odd})": lambda: ColumnParallelLinear(4, 4 * size)(mx.ones((2, odd))),
         "QuantizedRowParallelLinear: input_dims in quantization groups of 64": lambda: RowParallelLinear.from_linear(
             linear(64 * size, 8, group_size=64, bits=4), multiple=64 * size * 3
         ),
@@ -381,16 +300,6 @@ def refused() -> None:
         }
     refuses(attempts)
     assert group.stats()["collectives"] == before, "something was sent"
-
-
-def refuses(attempts: dict[str, Callable]) -> None:
-    for words, attempt in attempts.items():
-        try:
-            attempt()
-        except mlxdist.InvalidArgument as error:
-            assert words in str(error), f"{words!r} is not in {error}"
-        else:
-            raise AssertionError(f"no error: {words}")
 
 
 def sequences_of_different_lengths() -> None:
