@@ -1,6 +1,11 @@
 """Column- and row-parallel layers against the layers they are made from: outputs, gradients, and the way back."""
 
+import re
+from pathlib import Path
+
 import pytest
+
+PAGE = Path(__file__).parent.parent / "docs" / "tensor-parallel.md"
 
 SCENARIOS = [
     "columns", "rows", "empty", "mlp", "sequence", "states", "quantized", "joining", "refused",
@@ -20,3 +25,10 @@ def test_every_form_also_compiled(run_ranks, ranks):
     """All group sizes, and mx.compile of every case."""
     outputs = run_ranks("tensor_parallel.py", ranks, "everything", *SCENARIOS, timeout=240)
     assert all("close" in output for output in outputs)
+
+
+def test_the_example_of_the_documentation(run_ranks, tmp_path):
+    """It runs, and prints what is shown below it."""
+    page, program = PAGE.read_text(), tmp_path / "program.py"
+    program.write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
+    assert all(f"    {output}" in page for output in run_ranks(program, 2))

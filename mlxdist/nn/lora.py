@@ -74,7 +74,7 @@ class LoRALinear(nn.Module):
         return linear.leave(linear.product(x) + (self.scale * z).astype(x.dtype))
 
     def fuse(self, dequantize: bool = False) -> ParallelLinear:
-        """The parallel layer with the adapter in its weight, quantized as before unless ``dequantize``. No collective."""
+        """The layer with the adapter in its weight, quantized as it was unless ``dequantize``. No collective."""
         linear = self.linear
         weight, config = linear["weight"], quantization(linear)
         if config:

@@ -21,7 +21,7 @@ def close(a: mx.array, b: mx.array, what: str) -> None:
     """Within the dtype's tolerance of the largest value: the ranks add up in another order."""
     assert a.shape == b.shape and a.dtype == b.dtype, f"{what} on rank {rank}: {a.shape} {a.dtype}, not {b.shape}"
     error, scale = mx.abs(a - b).max().item(), max(1.0, mx.abs(b).max().item())
-    assert error <= TOLERANCES[b.dtype] * scale, f"{what} on rank {rank}: off by {error}, the largest is {scale}"
+    assert error <= TOLERANCES[b.dtype] * scale, f"{what} on rank {rank}: off by {error}, largest {scale}"
 
 
 def same(a: nn.Module, b: nn.Module, what: str) -> None:
