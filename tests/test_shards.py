@@ -108,6 +108,12 @@ def test_what_the_ranks_take_is_the_whole(weights, spare, segments, axis, data):
     assert np.array_equal(whole, x)
 
 
+def test_numbers_of_numpy():
+    sizes = split_sizes("x", np.int32(2**31 - 2), np.int64(2), np.array([2, 1], np.int8), np.int16(2))
+    assert sizes == [1431655764, 715827882] and all(type(size) is int for size in sizes)
+    assert split_sizes("x", 12, 2, [np.float32(0.5), np.float16(1)]) == [4, 8]
+
+
 def test_take_and_part():
     x = mx.arange(12)
     assert part([8, 4], 1) == slice(8, 12)

@@ -69,10 +69,11 @@ class ParallelLinear(nn.Module):
 
     def product(self, x: mx.array) -> mx.array:
         """This rank's part of the product, with the bias if that is cut, too."""
-        bias = self["bias"] if "bias" in self and "bias" in self._cuts() else None
-        weight, config = self["weight"], quantization(self)
-        if config:
-            y = mx.quantized_matmul(x, weight, self["scales"], self.get("biases"), transpose=True, **config)
+        bias = self.get("bias") if self.cut_axis == 0 else None
+        weight = self["weight"]
+        if "scales" in self:
+            scales, biases, config = self["scales"], self.get("biases"), quantization(self)
+            y = mx.quantized_matmul(x, weight, scales, biases, transpose=True, **config)
             return y if bias is None else y + bias
         return x @ weight.T if bias is None else mx.addmm(bias, x, weight.T)
 

@@ -48,6 +48,7 @@ def split_sizes(
     for argument, number in (("total", total), ("ranks", ranks), ("multiple", multiple)):
         if not _is_count(number):
             raise InvalidArgument(f"{name}: {argument} must be a positive integer, not {number!r}")
+    total, ranks, multiple = int(total), int(ranks), int(multiple)
     weights = _checked_weights(name, weights, ranks)
     lengths = segment_lengths(name, total, segments)
     for length in lengths:
@@ -211,7 +212,8 @@ def _checked_weights(name: str, weights: Sequence[float] | None, ranks: int) -> 
         raise InvalidArgument(f"{name}: weights must be {ranks} numbers, one per rank, not {weights}")
     if not all(isinstance(weight, Real) and isfinite(weight) and weight > 0 for weight in weights):
         raise InvalidArgument(f"{name}: weights must be positive numbers, not {weights}")
-    return [Fraction(weight) for weight in weights]
+    # NumPy's numbers are taken, too, but would overflow in fractions.
+    return [Fraction(int(weight) if isinstance(weight, Integral) else float(weight)) for weight in weights]
 
 
 def _shares(units: int, weights: list[Fraction]) -> list[int]:
