@@ -5,12 +5,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
+from mlx import nn
+from mlx.utils import tree_flatten
 
 from ..errors import InvalidArgument
 from ..group import Group
 from ..ops import all_gather, broadcast
 
-__all__ = ["agreed"]
+__all__ = ["agreed", "described"]
 
 _FINE, _REFUSED = 0, 1
 _TEXT_BYTES = 800  # of a refusal, with the rank in front of it less than the engine keeps of an error
@@ -49,6 +51,14 @@ def agreed(name: str, group: Group, *values: object) -> Iterator[None]:
             )
     if refusal is not None:
         raise refusal
+
+
+def described(module: object) -> object:
+    """What must be the same on all ranks of a module, for :func:`agreed`: class, names, shapes, dtypes; not values."""
+    if not isinstance(module, nn.Module):
+        return type(module).__name__
+    arrays = sorted((name, value.shape, str(value.dtype)) for name, value in tree_flatten(module.parameters()))
+    return type(module).__name__, arrays
 
 
 def _text_of(rank: int, refusal: Exception | None, group: Group) -> str:

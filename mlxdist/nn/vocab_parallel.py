@@ -10,16 +10,17 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 from mlx import nn
-from mlx.utils import tree_flatten
 
 from ..arguments import group_of
 from ..errors import InvalidArgument
 from ..group import Group
-from .agreement import agreed
+from .agreement import agreed, described
+from .column_parallel import ColumnParallelLinear, QuantizedColumnParallelLinear
 from .mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
+from .parallel_linear import ParallelLinear, dims, quantization
 from .shards import join, part, split_sizes, take
 
-__all__ = ["QuantizedVocabParallelEmbedding", "VocabParallelEmbedding"]
+__all__ = ["ParallelLMHead", "QuantizedParallelLMHead", "QuantizedVocabParallelEmbedding", "VocabParallelEmbedding"]
 
 
 class _VocabParallel(nn.Module):
@@ -27,13 +28,13 @@ class _VocabParallel(nn.Module):
 
     def __init__(self, whole: nn.Module, gather_output: bool, weights: Sequence[float] | None, group: Group) -> None:
         super().__init__()
-        ranks, name = group.size(), type(self).__name__
-        self.num_embeddings, self.dims = _shape(whole)
+        name = f"{type(self).__name__}: num_embeddings"
+        self.num_embeddings, self.dims = dims(whole)
         self.gather_output = gather_output
         # Names with an underscore are no parameters for nn.Module.
-        self._sizes = tuple(split_sizes(name, self.num_embeddings, ranks, [1] * ranks if weights is None else weights))
+        self._sizes = tuple(split_sizes(name, self.num_embeddings, group.size(), _weights(weights, group)))
         self._group = group
-        for key, value in _quantization(whole).items():
+        for key, value in quantization(whole).items():
             setattr(self, key, value)
         for key, value in whole.parameters().items():
             setattr(self, key, take(value, 0, self._sizes, group.rank()))
@@ -78,7 +79,7 @@ class _VocabParallel(nn.Module):
 
         A collective that is carried out at once: all ranks call it, in the same order.
         """
-        settings = _quantization(self)
+        settings = quantization(self)
         if settings:  # its dimensions come from the parameters; those here only have to be allowed
             whole = nn.QuantizedEmbedding(1, self.dims, **settings)
             whole.num_embeddings = self.num_embeddings
@@ -98,7 +99,7 @@ class _VocabParallel(nn.Module):
         raise NotImplementedError
 
     def _extra_repr(self) -> str:
-        settings = "".join(f", {key}={value}" for key, value in _quantization(self).items())
+        settings = "".join(f", {key}={value}" for key, value in quantization(self).items())
         rank, ranks = self._group.rank(), self._group.size()
         return f"{self.num_embeddings}, {self.dims}{settings}, rank={rank} of {ranks}, size={self._sizes[rank]}"
 
@@ -160,8 +161,9 @@ class VocabParallelEmbedding(_VocabParallel):
         group = group_of(group)
         kind = QuantizedVocabParallelEmbedding if isinstance(embedding, nn.QuantizedEmbedding) else cls
         layer = kind.__new__(kind)
-        with agreed(f"{cls.__name__}.from_embedding", group, gather_output, weights, _described(embedding)):
-            if not isinstance(embedding, nn.Embedding | nn.QuantizedEmbedding):
+        with agreed(f"{cls.__name__}.from_embedding", group, gather_output, weights, described(embedding)):
+            kinds = (nn.Embedding, nn.QuantizedEmbedding)
+            if not any(isinstance(embedding, k) and type(embedding).__call__ is k.__call__ for k in kinds):
                 raise InvalidArgument(
                     f"{cls.__name__}.from_embedding: the layer must be an nn.Embedding or nn.QuantizedEmbedding, not "
                     f"{type(embedding).__name__}"
@@ -180,7 +182,7 @@ class VocabParallelEmbedding(_VocabParallel):
         nn.Module.__init__(layer)
         for key in ("num_embeddings", "dims", "gather_output", "_sizes", "_group"):
             setattr(layer, key, getattr(self, key))
-        for key, value in (_quantization(local) | local.parameters()).items():
+        for key, value in (quantization(local) | local.parameters()).items():
             setattr(layer, key, value)
         layer.freeze()
         return layer
@@ -201,40 +203,117 @@ class QuantizedVocabParallelEmbedding(_VocabParallel):
     """
 
     def _rows(self, tokens: mx.array) -> mx.array:
-        biases = self.get("biases")
-        return mx.dequantize(
-            self.weight[tokens],
-            scales=self.scales[tokens],
-            biases=None if biases is None else biases[tokens],
-            **_quantization(self),
-        )
+        if tokens.size == 0:  # MLX dequantizes no array without elements, and no vector
+            return self._rows(mx.zeros((1,), tokens.dtype))[:0].reshape(*tokens.shape, self.dims)
+        shape, tokens = tokens.shape, tokens.reshape(-1)
+        rows = [None if p is None else p[tokens] for p in (self.weight, self.scales, self.get("biases"))]
+        return mx.dequantize(*rows, **quantization(self)).reshape(*shape, self.dims)
 
     def _logits(self, x: mx.array) -> mx.array:
         return mx.quantized_matmul(
-            x, self.weight, scales=self.scales, biases=self.get("biases"), transpose=True, **_quantization(self)
+            x, self.weight, scales=self.scales, biases=self.get("biases"), transpose=True, **quantization(self)
         )
 
 
-def _shape(embedding: nn.Module) -> tuple[int, int]:
-    """num_embeddings and dims of the two kinds."""
-    rows, columns = embedding.weight.shape
-    return rows, columns * 32 // embedding.bits if _quantization(embedding) else columns
+class _LMHead:
+    """What the plain and the quantized head share: how the vocabulary is cut, and no segments."""
+
+    @classmethod
+    def _kind(cls, quantized: bool) -> type[ParallelLinear]:
+        return QuantizedParallelLMHead if quantized else ParallelLMHead
+
+    def _options(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in ("gather_output", "sequence_parallel")}
 
 
-def _quantization(layer: nn.Module) -> dict[str, int | str]:
-    if not hasattr(layer, "bits"):
-        return {}
-    return {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
+class ParallelLMHead(_LMHead, ColumnParallelLinear):
+    """The output layer of a language model, of which each rank computes the logits of a part of the vocabulary.
+
+    A :class:`mlxdist.nn.ColumnParallelLinear` whose outputs need not be a multiple of the ranks. Called with shape
+    (..., input_dims), the same on all ranks, it returns this rank's logits, shape (..., sizes[rank]): with its
+    ``sizes``, what the functions of :mod:`mlxdist.nn.sampling` take. With ``gather_output`` it returns all of them, by
+    one all_gather of padded parts: for code that knows nothing of parts, such as mlx-lm's ``generate``.
+
+    ``from_linear`` makes it of an ``nn.Linear``, and a :class:`QuantizedParallelLMHead` of an ``nn.QuantizedLinear``;
+    ``to_linear`` is the way back.
+
+    Args:
+        input_dims: features of the input.
+        output_dims: the size of the vocabulary, at least one token for each rank.
+        bias: as in ``nn.Linear``; it is cut like the vocabulary.
+        gather_output: return all logits on all ranks.
+        sequence_parallel: the input is this rank's part of the sequence, axis -2; the output is of the whole.
+        weights: one positive number a rank, to cut the vocabulary in proportion to; ``None`` for equal parts.
+        group: the ranks; ``None`` is the group of ``mlxdist.init()``.
+
+    Raises:
+        InvalidArgument: the vocabulary cannot be cut so: the same on all ranks, before any collective.
+    """
+
+    def __init__(
+        self,
+        input_dims: int,
+        output_dims: int,
+        bias: bool = True,
+        *,
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
+        weights: Sequence[float] | None = None,
+        group: Group | None = None,
+    ) -> None:
+        group = group_of(group)
+        super().__init__(
+            input_dims,
+            output_dims,
+            bias,
+            gather_output=gather_output,
+            sequence_parallel=sequence_parallel,
+            weights=_weights(weights, group),
+            group=group,
+        )
+
+
+class QuantizedParallelLMHead(_LMHead, QuantizedColumnParallelLinear):
+    """:class:`ParallelLMHead` with a quantized weight; its parameters are frozen. Each token has its own groups.
+
+    Args:
+        group_size, bits, mode: as in ``nn.QuantizedLinear``; the others as for :class:`ParallelLMHead`.
+    """
+
+    def __init__(
+        self,
+        input_dims: int,
+        output_dims: int,
+        bias: bool = True,
+        group_size: int | None = None,
+        bits: int | None = None,
+        mode: str = "affine",
+        *,
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
+        weights: Sequence[float] | None = None,
+        group: Group | None = None,
+    ) -> None:
+        group = group_of(group)
+        super().__init__(
+            input_dims,
+            output_dims,
+            bias,
+            group_size,
+            bits,
+            mode,
+            gather_output=gather_output,
+            sequence_parallel=sequence_parallel,
+            weights=_weights(weights, group),
+            group=group,
+        )
+
+
+def _weights(weights: Sequence[float] | None, group: Group) -> Sequence[float]:
+    """As even as can be is in proportion to equal weights: parts that differ by one token."""
+    return [1] * group.size() if weights is None else weights
 
 
 def _freeze_like(layer: nn.Module, example: nn.Module) -> None:
     """Freezes what is frozen in the example."""
     layer.freeze(recurse=False, keys=[key for key in example.parameters() if key not in example.trainable_parameters()])
-
-
-def _described(embedding: object) -> object:
-    """What must be the same on all ranks of an embedding, in a form that can be compared."""
-    if not isinstance(embedding, nn.Module):
-        return type(embedding).__name__
-    arrays = [(key, value.shape, str(value.dtype)) for key, value in tree_flatten(embedding.parameters())]
-    return type(embedding).__name__, arrays, _quantization(embedding)

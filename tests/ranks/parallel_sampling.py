@@ -78,8 +78,9 @@ def noise_of(rows: int, vocabulary: int, key: mx.array) -> np.ndarray:
     return np.array(mx.concatenate(noise).reshape(rows, -1)[:, :vocabulary])
 
 
-def dense_choice(x: np.ndarray, noise: np.ndarray, temp, top_p, min_p, min_tokens_to_keep, top_k) -> int:  # noqa: ANN001
+def dense_choice(x: np.ndarray, noise: np.ndarray, chain: tuple) -> int:
     """mlx-lm's sampler for one row, with sorting in float64."""
+    temp, top_p, min_p, min_tokens_to_keep, top_k = chain
     if temp == 0:
         return int(np.argmax(x))
     if 0 < top_p < 1:
@@ -132,7 +133,7 @@ def samplers(step: int = 5) -> None:
         logits[2, : vocabulary // 2] = mx.where(logits[2, : vocabulary // 2] == 0, -0.0, -0.25)
         sampler = VocabParallelSampler(*chain, sizes=sizes)
         x, noise = np.array(logits.astype(mx.float32)), noise_of(rows, vocabulary, key)
-        expected = [dense_choice(x[row], noise[row], *chain) for row in range(rows)]
+        expected = [dense_choice(x[row], noise[row], chain) for row in range(rows)]
         local = mine(logits, sizes)
         equal(sampler(local, key), expected, f"{chain} of {dtype}, {vocabulary} tokens")
         shaped = local.reshape(3, 4, -1)
@@ -275,9 +276,8 @@ def bad_input() -> None:
         ("top_k must be from 0", {"top_k": 2.5}),
         ("min_tokens_to_keep must be from 1", {"min_tokens_to_keep": 0}),
     ]:
-        right = {"temp": 1.0, "sizes": sizes}
-        refused(words, lambda right=right, wrong=wrong: VocabParallelSampler(**(right | wrong)))
-        refused(words, lambda right=right, wrong=wrong: VocabParallelSampler(**(right | (wrong if rank == odd else {}))))
+        for given in (wrong, wrong if rank == odd else {}):
+            refused(words, lambda given=given: VocabParallelSampler(**({"temp": 1.0, "sizes": sizes} | given)))
     if size > 1:
         refused("are not those of rank 0", lambda: VocabParallelSampler(1.0 + (rank == odd), sizes=sizes))
     before = group.stats()["collectives"]
