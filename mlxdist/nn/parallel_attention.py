@@ -192,7 +192,7 @@ class ParallelAttention(nn.Module):
             InvalidArgument: on all ranks, if its heads are others on one of them.
         """
         total, total_kv = sum(self.heads), self._n_kv_heads
-        with agreed("ParallelAttention.to_attention", self._group, described(self)):
+        with agreed("ParallelAttention.to_attention", self._group, self._heads, self._kv_heads):
             found = getattr(attention, "n_heads", None), getattr(attention, "n_kv_heads", None)
             if found != (total, total_kv):
                 raise InvalidArgument(
@@ -281,13 +281,10 @@ class ParallelAttention(nn.Module):
         if not all(isinstance(layer, ParallelLinear) for layer in layers):
             return [layer(x) for layer in layers]  # with adapters
         x = self.q_proj.enter(x)  # once: one all_sum of its gradient instead of three
-        if not self._shares_kv_heads or quantization(self.k_proj) or quantization(self.v_proj):
+        if not self._shares_kv_heads:
             return [layer.product(x) for layer in layers]
-        return [self.q_proj.product(x), self._shared_product(self.k_proj, x), self._shared_product(self.v_proj, x)]
-
-    def _shared_product(self, layer: ColumnParallelLinear, x: mx.array) -> mx.array:
-        y = x @ self._with_gradients_of_all_holders(layer.weight).T
-        return y + self._with_gradients_of_all_holders(layer.bias) if "bias" in layer else y
+        share = self._with_gradients_of_all_holders
+        return [self.q_proj.product(x), *(_call(layer, layer.product, share, x) for layer in layers[1:])]
 
     def _with_gradients_of_all_holders(self, parameter: mx.array) -> mx.array:
         """A parameter of this rank's KV heads itself. Backward: the sum over all ranks that hold the same head."""
@@ -307,18 +304,23 @@ class ParallelAttention(nn.Module):
         if name not in self:
             return x
         norm = self[name]
-        parameters = norm.parameters()
-        try:
-            norm.update(tree_map(lambda p: copy_to_tensor_parallel_region(p, self._group), parameters))
-            return norm(x)
-        finally:
-            norm.update(parameters)
+        return _call(norm, norm, lambda p: copy_to_tensor_parallel_region(p, self._group), x)
 
     def _mask(self, mask: mx.array | str | None) -> mx.array | str | None:
         """For this rank's heads."""
         if isinstance(mask, mx.array) and mask.ndim >= 3 and mask.shape[-3] > 1:
             return mask[..., part(self._heads, self._group.rank()), :, :]
         return mask
+
+
+def _call(module: nn.Module, function: Callable, wrap: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
+    """``function(x)`` with the module's trainable parameters seen through ``wrap``, which gives them their gradient."""
+    parameters = module.trainable_parameters()
+    try:
+        module.update(tree_map(wrap, parameters))
+        return function(x)
+    finally:
+        module.update(parameters)
 
 
 def _check(name: str, attention: nn.Module) -> None:

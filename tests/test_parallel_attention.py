@@ -1,0 +1,54 @@
+"""Attention of which each rank computes some of the heads: values, gradients and caches of the whole layer."""
+
+import pytest
+
+from mlxdist.errors import InvalidArgument
+from mlxdist.nn.parallel_attention import split_heads
+
+RANKS = pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.long), 2, 3, pytest.param(4, marks=pytest.mark.long)]
+)
+
+
+@RANKS
+def test_as_the_whole_layer(run_ranks, ranks):
+    """Within 1e-4 of the plain formula; the way back bitwise."""
+    checks = ["dense", "sequence_parallel", "decoding", "quantized", "adapters", "constructor", "bad_input"]
+    assert all("right" in output for output in run_ranks("parallel_attention.py", ranks, *checks))
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_modules_of_mlx_lm(run_ranks, ranks):
+    """Attention, caches and MLP of Llama and Qwen3 themselves."""
+    pytest.importorskip("mlx_lm")
+    assert all("right" in output for output in run_ranks("parallel_attention.py", ranks, "mlx_lm"))
+
+
+@pytest.mark.parametrize(
+    ("heads", "ranks", "weights", "sizes", "kv_heads"),
+    [
+        ((8, 8), 2, None, [4, 4], [(0, 4), (4, 8)]),
+        ((8, 4), 2, [3, 1], [6, 2], [(0, 3), (3, 4)]),
+        ((8, 2), 4, None, [2, 2, 2, 2], [(0, 1), (0, 1), (1, 2), (1, 2)]),
+        ((8, 1), 2, [3, 1], [6, 2], [(0, 1), (0, 1)]),
+        ((6, 2), 3, None, [2, 2, 2], [(0, 1), (0, 2), (1, 2)]),
+        ((8, 2), 4, [3, 1, 1, 3], [3, 1, 1, 3], [(0, 1), (0, 1), (1, 2), (1, 2)]),
+    ],
+)
+def test_heads_of_the_ranks(heads, ranks, weights, sizes, kv_heads):
+    assert split_heads("test", *heads, ranks, weights) == (sizes, [range(*bounds) for bounds in kv_heads])
+
+
+@pytest.mark.parametrize(
+    ("heads", "ranks", "weights", "words"),
+    [
+        ((8, 3), 2, None, "8 query heads are not a multiple of 3 KV heads"),
+        ((8, 4), 3, None, "KV heads: 4 cannot be cut into 3 equal parts"),
+        ((2, 1), 4, None, "query heads of a KV head: 2"),
+        ((12, 2), 3, [2, 3, 1], "rank 1 would hold query heads 4 to 9"),
+        ((0, 1), 2, None, "n_heads must be at least 1"),
+    ],
+)
+def test_heads_that_cannot_be_cut(heads, ranks, weights, words):
+    with pytest.raises(InvalidArgument, match=words):
+        split_heads("test", *heads, ranks, weights)
