@@ -171,6 +171,10 @@ def distribution() -> None:
     sampler = VocabParallelSampler(1.0, top_k=5, sizes=sizes)
     kept = set(np.argsort(-np.array(logits))[:5].tolist())
     assert set(np.array(sampler(rows)).tolist()) == kept
+    zeros = mx.where(mx.arange(vocabulary) % 2 == 0, 0.0, -0.0)  # all as probable as the first
+    sampler = VocabParallelSampler(1.0, top_p=0.01, sizes=sizes)
+    tokens = sampler(mx.broadcast_to(mine(zeros, sizes), (draws, sizes[rank])))
+    assert len(set(np.array(tokens).tolist())) == vocabulary
 
 
 def dense_log_probs(logits: mx.array, tokens: mx.array) -> mx.array:
