@@ -14,7 +14,8 @@ RANKS = pytest.mark.parametrize(
 @RANKS
 def test_as_with_all_logits(run_ranks, ranks):
     """Tokens: those of a dense formula with the same noise, ties included. Losses and gradients: within 1e-5."""
-    checks = ["argmax", "all_samplers" if ranks == 1 else "samplers", "distribution", "log_probs", "cross_entropy", "traffic", "bad_input"]
+    samplers = "all_samplers" if ranks == 1 else "samplers"
+    checks = ["argmax", samplers, "distribution", "log_probs", "cross_entropy", "traffic", "bad_input"]
     assert all("right" in output for output in run_ranks("parallel_sampling.py", ranks, *checks))
 
 

@@ -8,6 +8,7 @@ Multi-Head Checkpoints", arXiv:2305.13245.
 from collections.abc import Callable, Sequence
 from itertools import chain
 from math import gcd
+from numbers import Integral
 from typing import Any
 
 import mlx.core as mx
@@ -51,7 +52,7 @@ def split_heads(
             heads. The message begins with ``name``.
     """
     for argument, number in (("n_heads", n_heads), ("n_kv_heads", n_kv_heads)):
-        if not isinstance(number, int) or number < 1:
+        if not isinstance(number, Integral) or number < 1:
             raise InvalidArgument(f"{name}: {argument} must be at least 1, not {number!r}")
     if n_heads % n_kv_heads != 0:
         raise InvalidArgument(f"{name}: {n_heads} query heads are not a multiple of {n_kv_heads} KV heads")

@@ -5,6 +5,7 @@ arXiv:1909.08053; gated: Shazeer 2020, "GLU Variants Improve Transformer", arXiv
 """
 
 from collections.abc import Callable, Sequence
+from numbers import Integral
 
 import mlx.core as mx
 from mlx import nn
@@ -64,7 +65,7 @@ class ParallelMLP(nn.Module):
         group = group_of(group)
         with agreed("ParallelMLP", group, dims, hidden_dims, bias, sequence_parallel, weights):
             for name, number in (("dims", dims), ("hidden_dims", hidden_dims)):
-                if not isinstance(number, int) or number < 1:
+                if not isinstance(number, Integral) or number < 1:
                     raise InvalidArgument(f"ParallelMLP: {name} must be at least 1, not {number!r}")
             whole = nn.Module()
             whole.gate_proj = nn.Linear(dims, hidden_dims, bias)

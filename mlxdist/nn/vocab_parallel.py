@@ -7,6 +7,7 @@ one token, unless ``weights`` say otherwise. What to do with logits that are cut
 
 import math
 from collections.abc import Sequence
+from numbers import Integral
 
 import mlx.core as mx
 from mlx import nn
@@ -138,7 +139,7 @@ class VocabParallelEmbedding(_VocabParallel):
         group = group_of(group)
         with agreed("VocabParallelEmbedding", group, num_embeddings, dims, gather_output, weights):
             for name, number in (("num_embeddings", num_embeddings), ("dims", dims)):
-                if not isinstance(number, int) or number < 1:
+                if not isinstance(number, Integral) or number < 1:
                     raise InvalidArgument(f"VocabParallelEmbedding: {name} must be at least 1, not {number!r}")
             super().__init__(nn.Embedding(num_embeddings, dims), gather_output, weights, group)
 
