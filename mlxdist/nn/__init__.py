@@ -10,18 +10,42 @@ from .mappings import (
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_parallel_region,
 )
+from .parallel_attention import ParallelAttention
+from .parallel_mlp import ParallelMLP
 from .row_parallel import QuantizedRowParallelLinear, RowParallelLinear
+from .sampling import (
+    VocabParallelSampler,
+    vocab_parallel_argmax,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_log_probs,
+)
+from .vocab_parallel import (
+    ParallelLMHead,
+    QuantizedParallelLMHead,
+    QuantizedVocabParallelEmbedding,
+    VocabParallelEmbedding,
+)
 
 __all__ = [
     "ColumnParallelLinear",
     "LoRALinear",
+    "ParallelAttention",
+    "ParallelLMHead",
+    "ParallelMLP",
     "QuantizedColumnParallelLinear",
+    "QuantizedParallelLMHead",
     "QuantizedRowParallelLinear",
+    "QuantizedVocabParallelEmbedding",
     "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "VocabParallelSampler",
     "copy_to_tensor_parallel_region",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_parallel_region",
     "reduce_from_tensor_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
     "scatter_to_tensor_parallel_region",
+    "vocab_parallel_argmax",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_log_probs",
 ]
