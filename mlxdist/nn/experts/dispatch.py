@@ -1,0 +1,251 @@
+"""Tokens to the owners of their experts, results back: exactly the routed rows, nothing padded, nothing dropped.
+
+    received, experts, handle = dispatch(x, indices, placement, group)
+    y = ...                                      # the local expert experts[i] on received[i]
+    out = combine(y, handle, scores)             # (tokens, d), or (tokens, k, d) without scores
+
+A token travels once to each rank that holds some of its experts, however many of them; there its row is copied for
+each of them. With ``scores``, its results are weighted and added up where they are computed, so one row for each token
+and rank comes back. Without, each pair of a token and an expert has a row of its own.
+
+Three messages go out: what each rank sends (all_gather, a few numbers), the experts of each row (all_to_all_v) and the
+rows (all_to_all_v); with scores a fourth, their weights. The first two belong to the routing: a :class:`Handle` keeps
+it, and ``dispatch(x, handle=handle)`` sends other rows the same way. Their sizes depend on the routing, so they need
+its numbers on the host: dispatch does not work inside ``mx.compile``. The rows themselves stay lazy.
+
+Dispatch and combine are each other's gradient (Lepikhin et al. 2020, "GShard", arXiv:2006.16668, has the scheme; DeepEP
+the handle): each is a gather of rows, an all_to_all_v and a sum of rows, and so is its backward pass.
+"""
+
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from ...arguments import group_of
+from ...errors import InvalidArgument
+from ...group import Group
+from ...ops import all_to_all_v
+from .agreement import agree, on_host
+from .pairs import Pairs, places_of, sum_rows, take_or_zero, take_rows
+from .placement import Placement
+
+__all__ = ["Handle", "Outgoing", "combine", "dispatch", "exchange_routing", "outgoing", "route", "send_rows"]
+
+
+class Outgoing(NamedTuple):
+    """What this rank will send, from its own tokens alone."""
+
+    rows: list[np.ndarray]  # of each rank: the tokens that it gets
+    experts: list[np.ndarray]  # of each rank: (its rows, k), its local experts, -1 where another rank has it
+    slots: list[np.ndarray]  # of each rank: the flat places in (tokens, k) that it computes
+    shape: tuple[int, int]  # (tokens, k)
+
+    def facts(self) -> list[int]:
+        """What the other ranks must know: rows and pairs for each of them."""
+        return [len(rows) for rows in self.rows] + [len(slots) for slots in self.slots]
+
+
+class Handle:
+    """Where the rows of one routing come from and go to: made by :func:`dispatch`, used by :func:`combine`.
+
+    It may be used again: ``dispatch(x, handle=handle)`` for other rows of the same tokens, ``combine`` any number of
+    times, in the same order on all ranks. It holds no rows itself.
+    """
+
+    def __init__(self, group: Group, sent: Outgoing, rows: list[int], pairs: list[int], received: np.ndarray) -> None:
+        self.group = group
+        self.tokens, self.top_k = sent.shape
+        self.rows_to = [len(part) for part in sent.rows]
+        """Rows of tokens that go to each rank."""
+        self.rows_from = rows
+        """Rows of tokens that come from each rank."""
+        self.pairs_to = [len(part) for part in sent.slots]
+        """Pairs of a token and an expert that each rank computes for this one."""
+        self.pairs_from = pairs
+        """Pairs that this rank computes for each rank."""
+        self.sent_rows = np.concatenate(sent.rows)
+        """The token of each row that goes out, in the order in which they go."""
+        self.sent_slots = np.concatenate(sent.slots)
+        """The flat place in (tokens, k) of each pair, in the order in which their results come back."""
+        self.pairs = Pairs(received)
+        """The pairs that this rank computes, sorted by expert."""
+
+    @property
+    def experts(self) -> mx.array:
+        """The local expert of each row that :func:`dispatch` returns, ascending: int32 of shape (pairs,)."""
+        return self.pairs.experts
+
+    def __repr__(self) -> str:
+        return (
+            f"<Handle of {self.tokens} tokens x {self.top_k} experts on rank {self.group.rank()}: rows to "
+            f"{self.rows_to}, from {self.rows_from}; {len(self.pairs)} pairs here>"
+        )
+
+
+def dispatch(
+    x: mx.array,
+    indices: mx.array | None = None,
+    placement: Placement | None = None,
+    group: Group | None = None,
+    *,
+    handle: Handle | None = None,
+    exchange_dtype: mx.Dtype | str | None = None,
+) -> tuple[mx.array, mx.array, Handle]:
+    """Sends each token to the ranks that hold its experts. Collective; waits for the routing, not for the rows.
+
+    Args:
+        x: this rank's tokens, (tokens, d) of a float dtype. Ranks may have different numbers of them, also none.
+        indices: the experts of each token, integers of shape (tokens, k); -1 for none. Evaluated here.
+        placement: who holds which expert; equal on all ranks.
+        group: its ranks.
+        handle: of an earlier call, instead of the three before: sends ``x`` the same way, with one message.
+        exchange_dtype: what the rows travel as: ``None`` for their own dtype, ``mx.float16``, ``mx.bfloat16``,
+            ``mx.float32``, or "fp8" (:mod:`mlxdist.nn.experts.fp8`).
+
+    Returns:
+        The rows of this rank's pairs, (pairs, d) of the dtype of x, sorted by expert; the local expert of each of them,
+        int32 (pairs,); the handle for :func:`combine`.
+
+    Raises:
+        InvalidArgument: ``indices`` are no experts, arguments do not fit, or the ranks disagree about d, k or the
+            placement; the same on every rank, before any row is sent. Inside ``mx.compile``.
+    """
+    if handle is None:
+        handle = route(indices, placement, group, x=x)
+    elif x.ndim != 2 or x.shape[0] != handle.tokens:
+        raise InvalidArgument(f"dispatch: x has shape {x.shape}, but the handle is of {handle.tokens} tokens")
+    rows = take_rows(x, handle.sent_rows)
+    received = send_rows(rows, handle.rows_to, handle.rows_from, handle.group, exchange_dtype)
+    return handle.pairs.expand(received), handle.experts, handle
+
+
+def combine(
+    y: mx.array,
+    handle: Handle,
+    scores: mx.array | None = None,
+    *,
+    exchange_dtype: mx.Dtype | str | None = None,
+) -> mx.array:
+    """Brings the results back to the tokens. Collective and lazy.
+
+    Args:
+        y: the results of this rank's pairs, (pairs, d), in the order of what :func:`dispatch` returned.
+        handle: from there.
+        scores: (tokens, k) weights of the router. They travel to the experts in float32.
+        exchange_dtype: what the rows travel as, as for :func:`dispatch`.
+
+    Returns:
+        In the dtype of y, with zeros where an index was -1. With ``scores``: the weighted sums, (tokens, d), added up
+        in float32 on the owner, rounded for the wire and added up in float32 again. Without: (tokens, k, d).
+
+    Raises:
+        InvalidArgument: shapes that do not fit; on the rank where they do not.
+    """
+    if y.ndim != 2 or y.shape[0] != len(handle.pairs):
+        raise InvalidArgument(f"combine: y has shape {y.shape}, but this rank has {len(handle.pairs)} rows to return")
+    shape = (handle.tokens, handle.top_k)
+    if scores is None:
+        places = np.empty(len(handle.pairs), np.int64)
+        places[handle.pairs.order] = np.arange(len(places))
+        y = take_rows(y, places)
+        y = send_rows(y, handle.pairs_from, handle.pairs_to, handle.group, exchange_dtype)
+        return take_or_zero(y, places_of(handle.sent_slots, shape[0] * shape[1])).reshape(*shape, y.shape[1])
+    if scores.shape != shape:
+        raise InvalidArgument(f"combine: scores have shape {scores.shape}, but the handle is of {shape}")
+    weights = take_rows(scores.reshape(-1).astype(mx.float32), handle.sent_slots)
+    y, weights = _bring_weights(y, weights, handle)
+    sums = handle.pairs.weigh(y, take_rows(weights, handle.pairs.order)).astype(y.dtype)
+    sums = send_rows(sums, handle.rows_from, handle.rows_to, handle.group, exchange_dtype)
+    # Those of rank 0 first, then rank 1 ...
+    by_token = np.argsort(handle.sent_rows, kind="stable")
+    return sum_rows(sums.astype(mx.float32), by_token, handle.sent_rows[by_token], handle.tokens).astype(y.dtype)
+
+
+def route(
+    indices: mx.array,
+    placement: Placement,
+    group: Group | None = None,
+    *,
+    x: mx.array | None = None,
+    name: str = "dispatch",
+) -> Handle:
+    """The routing of :func:`dispatch` alone. Collective, and awaited. ``x``, if given, is checked with it."""
+    group = group_of(group)
+    chosen = on_host(indices)
+    if chosen is None:
+        raise InvalidArgument(f"{name}: the sizes of its messages depend on the indices, so it cannot be compiled")
+    problem = _problem(name, chosen, placement, group, x)
+    if problem:
+        chosen = np.zeros((0, 1), np.int32)
+    sent = outgoing(chosen, placement)
+    equal = {
+        "number of experts per token": chosen.shape[1],
+        "hidden size": x.shape[-1] if x is not None and x.ndim else 0,
+        "placement of experts": hash(placement) >> 1,
+    }
+    return exchange_routing(sent, agree(name, group, problem, equal, sent.facts()), group)
+
+
+def outgoing(chosen: np.ndarray, placement: Placement) -> Outgoing:
+    """What a rank with the tokens of ``chosen``, (tokens, k) experts or -1, sends. No collective."""
+    owners = np.where(chosen >= 0, placement.owners[chosen], -1)
+    rows, experts, slots = [], [], []
+    for rank in range(placement.ranks):
+        there = owners == rank
+        tokens = np.flatnonzero(there.any(axis=1))
+        local = np.where(there[tokens], chosen[tokens] - placement.local(rank).start, -1)
+        rows.append(tokens)
+        experts.append(local.astype(np.int32))
+        slots.append(np.flatnonzero(there))
+    return Outgoing(rows, experts, slots, chosen.shape)
+
+
+def exchange_routing(sent: Outgoing, facts: np.ndarray, group: Group) -> Handle:
+    """The handle, from what all ranks will send: ``facts`` are all ranks' :meth:`Outgoing.facts`."""
+    ranks, rank = group.size(), group.rank()
+    rows, pairs = facts[:, rank].tolist(), facts[:, ranks + rank].tolist()
+    experts = mx.array(np.concatenate(sent.experts))
+    received = all_to_all_v(experts, [len(part) for part in sent.rows], rows, group=group)
+    return Handle(group, sent, rows, pairs, np.array(received))
+
+
+def send_rows(
+    rows: mx.array, send: list[int], receive: list[int], group: Group, dtype: mx.Dtype | str | None = None
+) -> mx.array:
+    """all_to_all_v of rows that travel as ``dtype`` and arrive as they were, and so do their cotangents."""
+    own = rows.dtype
+    wire = rows if dtype is None else rows.astype(dtype)
+    return all_to_all_v(wire, send, receive, group=group).astype(own)
+
+
+def _bring_weights(y: mx.array, weights: mx.array, handle: Handle) -> tuple[mx.array, mx.array]:
+    """``y`` itself, and the weights of this rank's pairs: an all_to_all_v behind that of y, backward before it.
+
+    MLX may evaluate what does not depend on each other in any order, which with different numbers of rows could be
+    another one on each rank.
+    """
+    send, receive, group = handle.pairs_to, handle.pairs_from, handle.group
+
+    def backward(primals: list, cotangents: list, outputs: list) -> tuple[mx.array, mx.array]:
+        returned = all_to_all_v(cotangents[1], receive, send, group=group)
+        return mx.depends(cotangents[0], returned), returned
+
+    bring = mx.custom_function(lambda y, w: (y, all_to_all_v(mx.depends(w, y), send, receive, group=group)))
+    bring.vjp(backward)
+    return bring(y, weights)
+
+
+def _problem(name: str, chosen: np.ndarray, placement: Placement, group: Group, x: mx.array | None) -> str | None:
+    if placement.ranks != group.size():
+        return f"{name}: the placement is for {placement.ranks} ranks, but the group has {group.size()}"
+    if chosen.dtype.kind not in "iu" or chosen.ndim != 2:
+        return f"{name}: indices must be integers of shape (tokens, k), not {chosen.dtype} of shape {chosen.shape}"
+    if x is not None and (x.ndim != 2 or x.shape[0] != chosen.shape[0]):
+        return f"{name}: x has shape {x.shape}, but indices {chosen.shape}; both need one row per token"
+    if chosen.size and not (-1 <= chosen.min() and chosen.max() < placement.num_experts):
+        return (
+            f"{name}: indices are from {chosen.min()} to {chosen.max()}, but the experts are 0 to "
+            f"{placement.num_experts - 1}"
+        )
+    return None
