@@ -2,5 +2,6 @@
 
 from .dispatch import Handle, combine, dispatch
 from .placement import Placement
+from .switch import ExpertParallelSwitchGLU
 
-__all__ = ["Handle", "Placement", "combine", "dispatch"]
+__all__ = ["ExpertParallelSwitchGLU", "Handle", "Placement", "combine", "dispatch"]

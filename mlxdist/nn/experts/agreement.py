@@ -1,6 +1,7 @@
 """What the ranks must agree on before a payload moves: one small message, and the same error on all of them."""
 
 import socket
+import zlib
 from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
@@ -16,7 +17,7 @@ _TEXT_BYTES = 512
 
 
 def agree(
-    name: str, group: Group, problem: str | None, equal: Mapping[str, int], facts: Sequence[int] = ()
+    name: str, group: Group, problem: str | None, equal: Mapping[str, object], facts: Sequence[int] = ()
 ) -> np.ndarray:
     """All ranks' ``facts``, once it is certain that none has a problem. Collective: one all_gather, awaited.
 
@@ -25,8 +26,8 @@ def agree(
     Args:
         name: what the messages begin with.
         problem: what is wrong with this rank's arguments; ``None`` for nothing.
-        equal: numbers that must be the same on all ranks, by what they are called in messages. Their names, and the
-            number of facts, are the same on all ranks.
+        equal: what must be the same on all ranks, as text, by what it is called in messages. How many there are, and
+            how many facts, is the same on all ranks.
         facts: what the other ranks should know of this one.
 
     Returns:
@@ -35,16 +36,18 @@ def agree(
     Raises:
         InvalidArgument: a rank has a problem, or the ranks disagree; the same text on all ranks.
     """
-    row = [problem is not None, *equal.values(), *facts]
+    texts = [str(value) for value in equal.values()]
+    row = [problem is not None, *(zlib.crc32(text.encode()) for text in texts), *facts]
     table = _gathered(np.array(row, np.int64), group)
     if table[:, 0].any():
-        raise InvalidArgument(_first_problem(problem, group, int(np.argmax(table[:, 0]))))
-    for column, what in enumerate(equal, 1):
-        values = table[:, column]
+        text = located(problem, group.rank(), socket.gethostname()) if problem else ""
+        raise InvalidArgument(_texts(text, group)[int(np.argmax(table[:, 0]))])
+    for what, text, values in zip(equal, texts, table[:, 1:].T):
         if (values != values[0]).any():
-            other = int(np.argmax(values != values[0]))
+            rank = int(np.argmax(values != values[0]))
+            said = _texts(text, group)
             raise InvalidArgument(
-                f"{name}: the ranks disagree about the {what}: {values[0]} on rank 0, {values[other]} on rank {other}"
+                f"{name}: the ranks disagree about the {what}: {said[0]} on rank 0, {said[rank]} on rank {rank}"
             )
     return table[:, 1 + len(equal) :]
 
@@ -63,15 +66,12 @@ def on_host(array: mx.array) -> np.ndarray | None:
 
 
 def _gathered(row: np.ndarray, group: Group) -> np.ndarray:
-    if group.size() == 1:
-        return row[None]
     return np.array(all_gather(mx.array(row[None]), group=group))
 
 
-def _first_problem(problem: str | None, group: Group, rank: int) -> str:
-    """The text of ``rank``, which has a problem, with its place behind it."""
-    text = located(problem, group.rank(), socket.gethostname()) if problem else ""
+def _texts(text: str, group: Group) -> list[str]:
+    """What each rank has to say."""
     padded = np.zeros(_TEXT_BYTES, np.uint8)
     encoded = np.frombuffer(text.encode()[-_TEXT_BYTES:], np.uint8)
     padded[: len(encoded)] = encoded
-    return bytes(_gathered(padded, group)[rank]).rstrip(b"\0").decode(errors="replace")
+    return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in _gathered(padded, group)]

@@ -27,10 +27,11 @@ from ...errors import InvalidArgument
 from ...group import Group
 from ...ops import all_to_all_v
 from .agreement import agree, on_host
+from .fp8 import through_e4m3
 from .pairs import Pairs, places_of, sum_rows, take_or_zero, take_rows
 from .placement import Placement
 
-__all__ = ["Handle", "Outgoing", "combine", "dispatch", "exchange_routing", "outgoing", "route", "send_rows"]
+__all__ = ["Handle", "Outgoing", "combine", "dispatch", "exchange_routing", "outgoing", "route", "route_alike", "send_rows"]
 
 
 class Outgoing(NamedTuple):
@@ -182,7 +183,7 @@ def route(
     equal = {
         "number of experts per token": chosen.shape[1],
         "hidden size": x.shape[-1] if x is not None and x.ndim else 0,
-        "placement of experts": hash(placement) >> 1,
+        "placement of the experts": placement,
     }
     return exchange_routing(sent, agree(name, group, problem, equal, sent.facts()), group)
 
@@ -213,10 +214,14 @@ def exchange_routing(sent: Outgoing, facts: np.ndarray, group: Group) -> Handle:
 def send_rows(
     rows: mx.array, send: list[int], receive: list[int], group: Group, dtype: mx.Dtype | str | None = None
 ) -> mx.array:
-    """all_to_all_v of rows that travel as ``dtype`` and arrive as they were, and so do their cotangents."""
-    own = rows.dtype
-    wire = rows if dtype is None else rows.astype(dtype)
-    return all_to_all_v(wire, send, receive, group=group).astype(own)
+    """all_to_all_v of rows that travel as ``dtype`` and arrive as they were. So do cotangents, but not in 8 bits."""
+
+    def there(rows: mx.array) -> mx.array:
+        return all_to_all_v(rows, send, receive, group=group)
+
+    if dtype == "fp8":
+        return through_e4m3(rows, there, lambda cotangent: all_to_all_v(cotangent, receive, send, group=group))
+    return there(rows if dtype is None else rows.astype(dtype)).astype(rows.dtype)
 
 
 def _bring_weights(y: mx.array, weights: mx.array, handle: Handle) -> tuple[mx.array, mx.array]:
@@ -249,3 +254,14 @@ def _problem(name: str, chosen: np.ndarray, placement: Placement, group: Group, 
             f"{placement.num_experts - 1}"
         )
     return None
+
+
+def route_alike(chosen: np.ndarray, placement: Placement, group: Group) -> Handle:
+    """The handle of a rank that holds the indices of all ranks: (ranks * tokens, k), a part of them for each rank.
+
+    No collective: each rank knows what the others will send it.
+    """
+    sent = [outgoing(part, placement) for part in np.split(chosen, group.size())]
+    here = group.rank()
+    rows, pairs = [len(one.rows[here]) for one in sent], [len(one.slots[here]) for one in sent]
+    return Handle(group, sent[here], rows, pairs, np.concatenate([one.experts[here] for one in sent]))

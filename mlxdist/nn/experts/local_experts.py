@@ -1,0 +1,162 @@
+"""The experts of one rank: cut out of mlx-lm's switch layers, computed, and put together again.
+
+mlx-lm keeps all experts of a layer in stacks: a projection's arrays have the experts as their first axis (those of its
+LoRA adapters: as many rows of it for each expert). An array is cut along it by expert, and with a tensor-parallel
+group also inside each expert: the first projections by outputs, the last one by inputs.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+from mlx import nn
+
+from ...errors import InvalidArgument
+from ...group import Group
+from ..mappings import copy_to_tensor_parallel_region
+from ..shards import join, split_sizes, take
+from .placement import Placement
+
+__all__ = ["Cut", "base", "compute", "cut_projection", "join_projection", "projections"]
+
+_KINDS = (("gate_proj", "up_proj", "down_proj"), ("fc1", "fc2"))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the experts of a layer are cut, and which part is this rank's."""
+
+    placement: Placement
+    group: Group
+    tp_group: Group | None
+    hidden_sizes: list[int]  # of each rank of tp_group
+
+    @classmethod
+    def of(cls, switch: nn.Module, placement: Placement, group: Group, tp_group: Group | None) -> "Cut":
+        last = switch[projections(switch)[-1]]
+        ranks = tp_group.size() if tp_group else 1
+        if ranks == 1:
+            return cls(placement, group, None, [last.input_dims])
+        if "linear" in last:
+            raise InvalidArgument("from_switch: experts with LoRA adapters cannot be cut inside; fuse the adapters")
+        multiple = last.group_size if "scales" in last else 1
+        sizes = split_sizes("hidden size of the experts", last.input_dims, ranks, multiple=multiple)
+        return cls(placement, group, tp_group, sizes)
+
+
+def projections(switch: nn.Module) -> tuple[str, ...]:
+    """The names of a switch layer's projections, in the order of computing.
+
+    Raises:
+        InvalidArgument: it is neither a SwitchGLU nor a SwitchMLP.
+    """
+    for names in _KINDS:
+        if isinstance(switch, nn.Module) and all(isinstance(switch.get(name), nn.Module) for name in names):
+            return names
+    raise InvalidArgument(
+        "from_switch: expected mlx-lm's SwitchGLU (gate_proj, up_proj, down_proj) or SwitchMLP (fc1, fc2), not "
+        f"{type(switch).__name__}"
+    )
+
+
+def cut_projection(projection: nn.Module, name: str, last: bool, cut: Cut) -> nn.Module:
+    """A projection like this one with the part of this rank alone, in memory of its own once it is evaluated."""
+    experts = cut.placement.num_experts
+
+    def part(key: str, array: mx.array) -> mx.array:
+        if array.ndim == 0 or array.shape[0] % experts:
+            raise InvalidArgument(
+                f"from_switch: {name}.{key} has shape {array.shape}, which cannot be cut into {experts} experts"
+            )
+        each = array.shape[0] // experts
+        mine = take(array, 0, [each * count for count in cut.placement.counts], cut.group.rank())
+        axis = _hidden_axis(key, array, last)
+        if cut.tp_group is None or axis is None:
+            return mine
+        return take(mine, axis, _scaled(cut.hidden_sizes, array.shape[axis]), cut.tp_group.rank())
+
+    return _mapped(projection, part)
+
+
+def join_projection(projection: nn.Module, last: bool, cut: Cut) -> nn.Module:
+    """The whole projection from all ranks' parts. Collective and lazy."""
+
+    def whole(key: str, array: mx.array) -> mx.array:
+        axis = _hidden_axis(key, array, last)
+        if cut.tp_group is not None and axis is not None:
+            total = array.shape[axis] * sum(cut.hidden_sizes) // cut.hidden_sizes[cut.tp_group.rank()]
+            array = join(array, axis, _scaled(cut.hidden_sizes, total), cut.tp_group)
+        each = array.shape[0] // cut.placement.counts[cut.group.rank()]
+        return join(array, 0, [each * count for count in cut.placement.counts], cut.group)
+
+    return _mapped(projection, whole)
+
+
+def compute(layer: nn.Module, rows: mx.array, experts: mx.array, tp_group: Group | None) -> mx.array:
+    """Expert ``experts[i]`` of ``layer`` on ``rows[i]``: (pairs, d), in the dtype that mlx-lm's layer would give.
+
+    ``experts`` must ascend. With a tensor-parallel group: this rank's summand.
+    """
+    names = projections(layer)
+    dtype = _result_dtype(layer, names, rows.dtype)
+    if mx.default_device().type == mx.DeviceType.cpu and not all("scales" in base(layer[name]) for name in names):
+        rows = rows.astype(mx.float32)  # the only dtype of gather_mm there
+    hidden = rows[:, None, :]
+    *first, last = (layer[name] for name in names)
+    if len(first) == 2:
+        gate, up = first
+        # Called in this order, mlx-lm's, for results that are bitwise those of its layer.
+        up, gate = up(hidden, experts, sorted_indices=True), gate(hidden, experts, sorted_indices=True)
+        hidden = layer.activation(up, gate)
+    else:
+        hidden = layer.activation(first[0](hidden, experts, sorted_indices=True))
+    if tp_group is not None and "bias" in last:
+        last = _bias_once(last, tp_group)
+    return last(hidden, experts, sorted_indices=True).squeeze(1).astype(dtype)
+
+
+def _bias_once(projection: nn.Module, tp_group: Group) -> nn.Module:
+    """The projection with its bias on the first rank alone, for a sum; backward all ranks get the bias's gradient."""
+    clone = copy.copy(projection)
+    bias = copy_to_tensor_parallel_region(projection["bias"], tp_group)
+    clone["bias"] = bias if tp_group.rank() == 0 else bias * 0
+    return clone
+
+
+def _result_dtype(layer: nn.Module, names: tuple[str, ...], dtype: mx.Dtype) -> mx.Dtype:
+    """What mlx-lm's layer gives for inputs of ``dtype``: as wide as its widest array of floats."""
+    for name in names:
+        for _, array in base(layer[name]).items():
+            if isinstance(array, mx.array) and mx.issubdtype(array.dtype, mx.floating) and array.ndim > 1:
+                dtype = mx.result_type(mx.zeros((), dtype), mx.zeros((), array.dtype))
+    return dtype
+
+
+def base(projection: nn.Module) -> nn.Module:
+    """The projection itself below LoRA adapters."""
+    return projection["linear"] if "linear" in projection else projection
+
+
+def _hidden_axis(key: str, array: mx.array, last: bool) -> int | None:
+    """The axis along which an array depends on the experts' hidden size; ``None`` if it does not."""
+    if array.ndim == 1 or (last and key == "bias"):
+        return None
+    return 2 if last else 1
+
+
+def _scaled(sizes: list[int], length: int) -> list[int]:
+    """Sizes of a dimension as those of one that holds the same in fewer elements: packed, or one for a group."""
+    return [size * length // sum(sizes) for size in sizes]
+
+
+def _mapped(module: nn.Module, function: Callable[[str, mx.array], mx.array]) -> nn.Module:
+    """A copy of ``module``, and of the modules in it, with ``function(name, array)`` for its arrays."""
+    clone = copy.copy(module)
+    clone._no_grad = set(module._no_grad)
+    for key, value in module.items():
+        if isinstance(value, nn.Module):
+            clone[key] = _mapped(value, function)
+        elif isinstance(value, mx.array):
+            clone[key] = function(key, value)
+    return clone

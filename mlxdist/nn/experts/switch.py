@@ -1,0 +1,327 @@
+"""mlx-lm's mixture of experts with each expert on one rank."""
+
+import copy
+import zlib
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any, Literal
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+from mlx.utils import tree_flatten
+
+from ...arguments import group_of
+from ...errors import InvalidArgument
+from ...group import Group
+from ...ops import all_sum
+from ..mappings import reduce_from_tensor_parallel_region
+from .agreement import agree, on_host
+from .capacity import limit
+from .dispatch import Handle, exchange_routing, outgoing
+from .dispatched import dispatched, dispatched_alike
+from .gathered import gathered
+from .local_experts import Cut, base, compute, cut_projection, join_projection, projections
+from .placement import Placement
+from .policy import MODES, Link, Policy
+from .replicated import Experts, copy_of, in_order, replicated
+
+__all__ = ["ExpertParallelSwitchGLU"]
+
+_NAME = "ExpertParallelSwitchGLU"
+_EXCHANGE_DTYPES = (None, mx.float32, mx.float16, mx.bfloat16, "fp8")
+
+
+class ExpertParallelSwitchGLU(nn.Module):
+    """mlx-lm's SwitchGLU or SwitchMLP whose experts lie on the ranks of a group. Made by :meth:`from_switch`.
+
+    ``layer(x, indices)`` is what mlx-lm's blocks call: x (..., d), indices (..., k) -> (..., k, d). ``layer(x, indices,
+    scores)`` returns the sum weighted by scores (..., k), of shape (..., d), and moves k times less.
+
+    Parameters have the names they had (``gate_proj.weight`` ...), and hold this rank's experts alone.
+
+    Attributes:
+        mode: "replicated", "gather", "dispatch" or "auto"; may be set, on all ranks alike.
+        last_mode: the one that the last call took.
+        dropped: pairs of a token and an expert that the last call dropped on all ranks together. 0 without
+            ``capacity_factor``; ``None`` if the host does not know (``mx.compile``, ``host_sync=False``).
+        dropped_total: the sum over all calls whose number is known.
+        policy: what "auto" asks (:class:`mlxdist.nn.experts.policy.Policy`).
+        host_sync: whether a call may wait for its indices on the host.
+    """
+
+    def __init__(self, switch: nn.Module, cut: Cut, options: dict[str, Any]) -> None:
+        super().__init__()
+        names = projections(switch)
+        # Not part of the module's tree: no parameters.
+        object.__setattr__(self, "_cut", cut)
+        object.__setattr__(self, "_like", _without(switch, names))
+        object.__setattr__(self, "_configuration", _describe(switch, cut, options))
+        for name in names:
+            self[name] = cut_projection(switch[name], name, name == names[-1], cut)
+        self.activation = switch.activation
+        self.mode: str = options["mode"]
+        self.tokens: str = options["tokens"]
+        self.capacity_factor: float | None = options["capacity_factor"]
+        self.exchange_dtype: mx.Dtype | str | None = options["exchange_dtype"]
+        self.host_sync: bool = options["host_sync"]
+        self.policy: Policy = options["policy"]
+        self.last_mode: str | None = None
+        self.dropped: int | None = 0
+        self.dropped_total = 0
+        self._agreed = False
+
+    @classmethod
+    def from_switch(
+        cls,
+        switch: nn.Module,
+        group: Group | None = None,
+        *,
+        mode: Literal["auto", "replicated", "gather", "dispatch"] = "auto",
+        tokens: Literal["replicated", "sharded"] = "replicated",
+        capacity_factor: float | None = None,
+        exchange_dtype: mx.Dtype | str | None = None,
+        weights: Sequence[float] | None = None,
+        tp_group: Group | None = None,
+        host_sync: bool = True,
+        policy: Policy | None = None,
+    ) -> "ExpertParallelSwitchGLU":
+        """The layer with this rank's experts, from one that has all. No collective: the first call compares the ranks.
+
+        Args:
+            switch: mlx-lm's SwitchGLU or SwitchMLP, quantized or not, with any activation; not changed. Its arrays may
+                still be lazy. Those of LoRA adapters are cut with it.
+            group: the ranks that share the experts; at most as many as there are experts.
+            mode: how tokens travel; every way gives the same result.
+                "replicated": every rank computes its experts for all tokens; all_sum.
+                "gather": sum_scatter instead of all_sum; before it all_gather where tokens are sharded.
+                "dispatch": all_to_all_v of exactly the routed tokens. Not inside ``mx.compile``.
+                "auto": what ``policy`` takes for the cheapest, call by call.
+            tokens: "replicated": all ranks pass the same tokens, as in tensor-parallel surroundings and mlx-lm; they
+                all get all results. "sharded": each its own ones, also none.
+            capacity_factor: drop what exceeds this many times the mean load of an expert, rounded up: of the call's
+                tokens where they are replicated, of each rank's where they are sharded. First choices go before second
+                ones, earlier tokens before later ones. What is dropped adds nothing to the result, and is counted in
+                ``dropped``. ``None``: nothing is ever dropped.
+            exchange_dtype: what tokens and results travel as (their gradients too): ``None`` for their own dtype,
+                ``mx.float32``, ``mx.float16``, ``mx.bfloat16``, or "fp8", which holds for copies of rows; sums and
+                gradients then travel in their own dtype.
+            weights: one positive number per rank: experts in proportion to it.
+            tp_group: ranks that share the inside of each expert: a grid with ``group`` (``Group.split``).
+            host_sync: whether a call may wait for its indices. If not, it works as inside ``mx.compile``: modes
+                "replicated" and "gather" only, each rank computes as many pairs as there are, indices out of range
+                make NaN instead of an error, and ranks with sharded tokens must have equally many.
+            policy: for "auto"; ``None`` for one that has measured nothing.
+
+        Raises:
+            InvalidArgument: ``switch`` is something else; fewer experts than ranks; another argument does not fit.
+        """
+        group = group_of(group)
+        names = projections(switch)
+        _check_options(mode, tokens, capacity_factor, exchange_dtype)
+        placement = Placement(switch[names[0]].num_experts, group.size(), weights)
+        options = {
+            "mode": mode,
+            "tokens": tokens,
+            "capacity_factor": capacity_factor,
+            "exchange_dtype": exchange_dtype,
+            "host_sync": host_sync,
+            "policy": policy or Policy(Link.assumed(group.provider, group.size())),
+        }
+        return cls(switch, Cut.of(switch, placement, group, tp_group), options)
+
+    def to_switch(self) -> nn.Module:
+        """The layer of mlx-lm with all experts, on every rank. Collective and lazy."""
+        names = projections(self)
+        switch = copy.copy(self._like)
+        for name in names:
+            switch[name] = join_projection(self[name], name == names[-1], self._cut)
+        return switch
+
+    @property
+    def placement(self) -> Placement:
+        """Which rank holds which expert."""
+        return self._cut.placement
+
+    @property
+    def num_experts(self) -> int:
+        """On all ranks together."""
+        return self.placement.num_experts
+
+    def __call__(self, x: mx.array, indices: mx.array, scores: mx.array | None = None) -> mx.array:
+        """The experts ``indices`` of the tokens ``x``. Collective.
+
+        Args:
+            x: (..., d) of a float dtype.
+            indices: (..., k) integers, the experts of each token; no gradient.
+            scores: (..., k) weights of the router, or ``None``.
+
+        Returns:
+            (..., k, d), or with ``scores`` (..., d): their sum, added up in float32. The dtype is that of mlx-lm's layer.
+
+        Raises:
+            InvalidArgument: an index is no expert, shapes do not fit, or the ranks disagree; the same on every rank,
+                before a payload is sent. Inside ``mx.compile`` only what shapes show.
+        """
+        chosen = on_host(indices) if self.host_sync and isinstance(indices, mx.array) else None
+        problem = self._problem(x, indices, scores, chosen)
+        if chosen is None and isinstance(indices, mx.array):
+            if problem:
+                raise InvalidArgument(problem)
+            routing, most = self._without_host(x, indices, scores)
+        else:
+            routing, most = self._with_host(x, indices, scores, chosen, problem)
+        k = indices.shape[-1]
+        y = self._run(x.reshape(-1, x.shape[-1]), routing, None if scores is None else scores.reshape(-1, k), most)
+        return y.reshape(*indices.shape[: -1 if scores is not None else None], y.shape[-1])
+
+    def _with_host(
+        self, x: Any, indices: Any, scores: Any, chosen: np.ndarray | None, problem: str | None
+    ) -> tuple[np.ndarray | Handle, int]:
+        """Compares the ranks, drops what exceeds the capacity, chooses the mode.
+
+        Returns:
+            The experts of each token, -1 for none, or the handle of mode "dispatch" for sharded tokens; and the largest
+            number of tokens of a rank.
+        """
+        sharded = self.tokens == "sharded"
+        kept = np.zeros((0, 1), np.int64)
+        if not problem:
+            kept = chosen.reshape(-1, chosen.shape[-1])
+            if self.capacity_factor is not None:
+                kept = on_host(limit(mx.array(kept), self.num_experts, self.capacity_factor))
+            kept = kept.astype(np.int64)
+        sent = outgoing(kept, self.placement)
+        facts = [len(kept), int((kept < 0).sum()), *sent.facts()]
+        facts = agree(_NAME, self._cut.group, problem, self._equal(x, kept, scores), facts)
+        self._agreed = True
+        every = slice(None) if sharded else slice(1)
+        self.dropped = int(facts[every, 1].sum())
+        self.dropped_total += self.dropped
+        self.last_mode = self._choose(int(facts[every, 0].sum()), kept.shape[1], x)
+        if sharded and self.last_mode == "dispatch":
+            return exchange_routing(sent, facts[:, 2:], self._cut.group), 0
+        return kept, int(facts[:, 0].max())
+
+    def _without_host(self, x: mx.array, indices: mx.array, scores: mx.array | None) -> tuple[mx.array, int]:
+        """The same where the indices have no values. The first call still compares what does not depend on them."""
+        if self.mode == "dispatch":
+            raise InvalidArgument(
+                f"{_NAME}: mode 'dispatch' needs the indices on the host: the sizes of its messages depend on them. "
+                "Inside mx.compile, and with host_sync=False, use mode 'auto', 'replicated' or 'gather'"
+            )
+        flat = indices.reshape(-1, indices.shape[-1]).astype(mx.int64)
+        if not self._agreed:
+            agree(_NAME, self._cut.group, None, self._equal(x, np.zeros((0, flat.shape[1])), scores))
+            self._agreed = True
+        # What is no expert must not look like "none".
+        flat = mx.where((flat < 0) | (flat >= self.num_experts), self.num_experts, flat)
+        self.dropped = 0
+        if self.capacity_factor is not None:
+            flat = limit(flat, self.num_experts, self.capacity_factor)
+            self.dropped = None
+        self.last_mode = self.mode
+        if self.mode == "auto":
+            self.last_mode = "replicated" if self.tokens == "replicated" else "gather"
+        return flat, flat.shape[0]
+
+    def _run(
+        self, x: mx.array, routing: np.ndarray | mx.array | Handle, scores: mx.array | None, most: int
+    ) -> mx.array:
+        """The layer on flat tokens (tokens, d) in the mode that was chosen."""
+        cut = self._cut
+        if cut.tp_group is not None:
+            x, scores = in_order((x, scores), copy_of, lambda cotangent: all_sum(cotangent, group=cut.tp_group))
+        experts = Experts(
+            cut.placement,
+            cut.group,
+            lambda rows, local: compute(self, rows, local, cut.tp_group),
+            self.exchange_dtype,
+        )
+        scatter = self.last_mode == "gather"
+        if self.last_mode == "dispatch" and isinstance(routing, Handle):
+            y = dispatched(x, routing, scores, experts)
+        elif self.last_mode == "dispatch":
+            y = dispatched_alike(x, routing, scores, experts)
+        elif self.tokens == "sharded":
+            y = gathered(x, routing, scores, experts, most, scatter)
+        else:
+            y = replicated(x, routing, scores, experts, scatter)
+        return y if cut.tp_group is None else reduce_from_tensor_parallel_region(y, cut.tp_group)
+
+    def _choose(self, tokens: int, k: int, x: mx.array) -> str:
+        if self.mode != "auto":
+            return self.mode
+        dtype = self.exchange_dtype
+        itemsize = x.itemsize if dtype is None else 1 if dtype == "fp8" else dtype.size
+        return self.policy.choose(tokens, k, x.shape[-1], itemsize, sharded=self.tokens == "sharded")
+
+    def _equal(self, x: Any, kept: np.ndarray, scores: mx.array | None) -> dict[str, object]:
+        """What must be the same on all ranks, as far as this one can tell: a rank with a problem reports only that."""
+        alike = self.tokens == "replicated"
+        return {
+            "layer": f"{self._configuration}, mode {self.mode}",
+            "hidden size and dtype of x": f"{x.shape[-1:]} {_name(x.dtype)}" if isinstance(x, mx.array) else "",
+            "experts per token": kept.shape[1],
+            "scores (given or not)": scores is not None,
+            "number of tokens, which are replicated": len(kept) if alike else "",
+            "experts of the tokens, which are replicated (a hash)": zlib.crc32(kept.tobytes()) if alike else "",
+        }
+
+    def _problem(self, x: Any, indices: Any, scores: Any, chosen: np.ndarray | None) -> str | None:
+        if not isinstance(x, mx.array) or not isinstance(indices, mx.array):
+            return f"{_NAME}: x and indices must be mx.array, not {type(x).__name__} and {type(indices).__name__}"
+        width = base(self[projections(self)[0]]).input_dims
+        if x.ndim == 0 or x.shape[-1] != width or not mx.issubdtype(x.dtype, mx.floating):
+            return f"{_NAME}: x must be floats of shape (..., {width}), not {_name(x.dtype)} of shape {x.shape}"
+        if indices.ndim != x.ndim or indices.shape[:-1] != x.shape[:-1] or not mx.issubdtype(indices.dtype, mx.integer):
+            return (
+                f"{_NAME}: indices must be integers of shape {(*x.shape[:-1], 'k')} for x of shape {x.shape}, not "
+                f"{_name(indices.dtype)} of shape {indices.shape}"
+            )
+        if indices.shape[-1] == 0:
+            return f"{_NAME}: indices have shape {indices.shape}: no experts per token"
+        if scores is not None and (not isinstance(scores, mx.array) or scores.shape != indices.shape):
+            return f"{_NAME}: scores must have the shape of indices, {indices.shape}, not {np.shape(scores)}"
+        if chosen is not None and chosen.size and not 0 <= chosen.min() <= chosen.max() < self.num_experts:
+            return (
+                f"{_NAME}: indices are from {chosen.min()} to {chosen.max()}, but the experts are 0 to "
+                f"{self.num_experts - 1}"
+            )
+        return None
+
+
+def _check_options(mode: str, tokens: str, capacity_factor: float | None, exchange_dtype: Any) -> None:
+    if mode not in ("auto", *MODES):
+        raise InvalidArgument(f"from_switch: mode is {mode!r}, not one of auto, {', '.join(MODES)}")
+    if tokens not in ("replicated", "sharded"):
+        raise InvalidArgument(f"from_switch: tokens is {tokens!r}, not 'replicated' or 'sharded'")
+    is_number = isinstance(capacity_factor, Real) and 0 < capacity_factor < float("inf")
+    if capacity_factor is not None and not is_number:
+        raise InvalidArgument(f"from_switch: capacity_factor must be a positive number, not {capacity_factor!r}")
+    if exchange_dtype not in _EXCHANGE_DTYPES:
+        raise InvalidArgument(
+            f"from_switch: exchange_dtype is {exchange_dtype!r}, not None, mx.float32, mx.float16, mx.bfloat16 or 'fp8'"
+        )
+
+
+def _describe(switch: nn.Module, cut: Cut, options: dict[str, Any]) -> str:
+    """What must be the same on all ranks, in words short enough for a message."""
+    arrays = [f"{name} {array.shape} {_name(array.dtype)}" for name, array in tree_flatten(switch.parameters())]
+    said = {key: _name(options[key]) for key in ("tokens", "capacity_factor", "exchange_dtype", "host_sync")}
+    options_text = ", ".join(f"{key}={value}" for key, value in said.items())
+    shapes = zlib.crc32(f"{arrays} {options['policy'].link}".encode())
+    inside = cut.tp_group.size() if cut.tp_group else 1
+    return f"{cut.placement}, {inside} ranks each, {options_text}, arrays and policy {shapes:08x}"
+
+
+def _without(switch: nn.Module, names: tuple[str, ...]) -> nn.Module:
+    """A copy of the layer without its projections, to be filled again."""
+    clone = copy.copy(switch)
+    for name in names:
+        del clone[name]
+    return clone
+
+
+def _name(value: Any) -> str:
+    return str(value).removeprefix("mlx.core.")
