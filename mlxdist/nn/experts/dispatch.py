@@ -177,15 +177,14 @@ def route(
     if chosen is None:
         raise InvalidArgument(f"{name}: the sizes of its messages depend on the indices, so it cannot be compiled")
     problem = _problem(name, chosen, placement, group, x)
-    if problem:
-        chosen = np.zeros((0, 1), np.int32)
-    sent = outgoing(chosen, placement)
+    sent = None if problem else outgoing(chosen.astype(np.int64), placement)
     equal = {
-        "number of experts per token": chosen.shape[1],
-        "hidden size": x.shape[-1] if x is not None and x.ndim else 0,
+        "number of experts per token": chosen.shape[-1:],
+        "hidden size": x.shape[-1:] if x is not None else "",
         "placement of the experts": placement,
     }
-    return exchange_routing(sent, agree(name, group, problem, equal, sent.facts()), group)
+    facts = sent.facts() if sent else [0] * (2 * group.size())
+    return exchange_routing(sent, agree(name, group, problem, equal, facts), group)
 
 
 def outgoing(chosen: np.ndarray, placement: Placement) -> Outgoing:

@@ -29,7 +29,7 @@ from .replicated import Experts, copy_of, in_order, replicated
 __all__ = ["ExpertParallelSwitchGLU"]
 
 _NAME = "ExpertParallelSwitchGLU"
-_EXCHANGE_DTYPES = (None, mx.float32, mx.float16, mx.bfloat16, "fp8")
+_EXCHANGE_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 
 
 class ExpertParallelSwitchGLU(nn.Module):
@@ -299,7 +299,9 @@ def _check_options(mode: str, tokens: str, capacity_factor: float | None, exchan
     is_number = isinstance(capacity_factor, Real) and 0 < capacity_factor < float("inf")
     if capacity_factor is not None and not is_number:
         raise InvalidArgument(f"from_switch: capacity_factor must be a positive number, not {capacity_factor!r}")
-    if exchange_dtype not in _EXCHANGE_DTYPES:
+    is_dtype = isinstance(exchange_dtype, mx.Dtype) and exchange_dtype in _EXCHANGE_DTYPES
+    is_word = exchange_dtype is None or (isinstance(exchange_dtype, str) and exchange_dtype == "fp8")
+    if not is_dtype and not is_word:
         raise InvalidArgument(
             f"from_switch: exchange_dtype is {exchange_dtype!r}, not None, mx.float32, mx.float16, mx.bfloat16 or 'fp8'"
         )

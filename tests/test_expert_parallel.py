@@ -1,0 +1,62 @@
+"""ExpertParallelSwitchGLU, dispatch and combine: as the dense layer on one process, in every mode."""
+
+import pytest
+
+from mlxdist import InvalidArgument
+from mlxdist.nn.experts import Placement
+
+RANKS = pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2, 3, pytest.param(4, marks=pytest.mark.long)])
+
+
+@RANKS
+def test_every_mode_is_the_dense_layer(run_ranks, ranks):
+    """A thinned matrix of routings, token counts, experts, top-k and dtypes; handles; what is dropped on purpose."""
+    outputs = run_ranks("expert_parallel.py", ranks, "thin", "handles", "capacities", "wide")
+    assert all("right" in output for output in outputs)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_the_whole_matrix(run_ranks, ranks):
+    assert all("right" in output for output in run_ranks("expert_parallel.py", ranks, "whole", timeout=240))
+
+
+@RANKS
+def test_layers_of_mlx_lm(run_ranks, ranks):
+    """Gradients, quantized forms, memory, mx.compile, and the blocks of five models."""
+    outputs = run_ranks("expert_parallel.py", ranks, "gradients", "quantized", "memory", "compiled", "blocks")
+    assert all("right" in output for output in outputs)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_grid_with_tensor_parallelism(run_ranks, ranks):
+    assert all("right" in output for output in run_ranks("expert_parallel.py", ranks, "grid"))
+
+
+@RANKS
+def test_bad_input_of_one_rank_is_an_error_of_all(run_ranks, ranks):
+    assert all("right" in output for output in run_ranks("expert_parallel.py", ranks, "bad_input"))
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "ranks", "weights", "counts"),
+    [
+        (8, 2, None, [4, 4]),
+        (8, 3, None, [3, 3, 2]),
+        (3, 3, None, [1, 1, 1]),
+        (12, 2, [2, 1], [8, 4]),
+        (5, 3, [100, 1, 1], [3, 1, 1]),
+    ],
+)
+def test_placement(num_experts, ranks, weights, counts):
+    placement = Placement(num_experts, ranks, weights)
+    assert placement.counts == counts
+    assert [expert for rank in range(ranks) for expert in placement.local(rank)] == list(range(num_experts))
+    assert all(expert in placement.local(placement.owner(expert)) for expert in range(num_experts))
+    assert placement == Placement(num_experts, ranks, weights)
+
+
+@pytest.mark.parametrize(("num_experts", "ranks", "weights"), [(2, 3, None), (4, 2, [1]), (4, 2, [1, 0]), (0, 1, None)])
+def test_placement_that_cannot_be(num_experts, ranks, weights):
+    with pytest.raises(InvalidArgument, match="number of experts"):
+        Placement(num_experts, ranks, weights)
