@@ -5,13 +5,16 @@ import pytest
 from mlxdist import InvalidArgument
 from mlxdist.nn.experts import Placement
 
-RANKS = pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2, 3, pytest.param(4, marks=pytest.mark.long)])
+def ranks(*default: int):
+    """On these numbers of ranks by default, on the others up to 4 in test-long."""
+    marked = [pytest.param(n, marks=[] if n in default else pytest.mark.long) for n in (1, 2, 3, 4)]
+    return pytest.mark.parametrize("ranks", marked)
 
 
-@RANKS
+@ranks(2, 3)
 def test_every_mode_is_the_dense_layer(run_ranks, ranks):
-    """A thinned matrix of routings, token counts, experts, top-k and dtypes; handles; what is dropped on purpose."""
-    outputs = run_ranks("expert_parallel.py", ranks, "thin", "handles", "capacities", "wide")
+    """A thinned matrix of routings, token counts, experts, top-k and dtypes; gradients; handles; what is dropped."""
+    outputs = run_ranks("expert_parallel.py", ranks, "thin", "gradients", "handles", "capacities", "wide")
     assert all("right" in output for output in outputs)
 
 
@@ -21,19 +24,19 @@ def test_the_whole_matrix(run_ranks, ranks):
     assert all("right" in output for output in run_ranks("expert_parallel.py", ranks, "whole", timeout=240))
 
 
-@RANKS
+@ranks(2)
 def test_layers_of_mlx_lm(run_ranks, ranks):
-    """Gradients, quantized forms, memory, mx.compile, and the blocks of five models."""
-    outputs = run_ranks("expert_parallel.py", ranks, "gradients", "quantized", "memory", "compiled", "blocks")
+    """Quantized forms, LoRA, memory, mx.compile, and the blocks of five models."""
+    outputs = run_ranks("expert_parallel.py", ranks, "quantized", "adapters", "memory", "compiled", "blocks")
     assert all("right" in output for output in outputs)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+@ranks(2)
 def test_grid_with_tensor_parallelism(run_ranks, ranks):
     assert all("right" in output for output in run_ranks("expert_parallel.py", ranks, "grid"))
 
 
-@RANKS
+@ranks(3)
 def test_bad_input_of_one_rank_is_an_error_of_all(run_ranks, ranks):
     assert all("right" in output for output in run_ranks("expert_parallel.py", ranks, "bad_input"))
 

@@ -1,4 +1,4 @@
-"""Dropping tokens on purpose: no expert takes more than its capacity (Lepikhin et al. 2020, GShard, arXiv:2006.16668)."""
+"""Dropping on purpose: no expert takes more than its capacity (Lepikhin et al. 2020, "GShard", arXiv:2006.16668)."""
 
 import math
 
@@ -8,7 +8,7 @@ __all__ = ["capacity", "limit"]
 
 
 def capacity(tokens: int, top_k: int, num_experts: int, factor: float) -> int:
-    """How many of the ``tokens`` an expert takes: ``factor`` times what each would get if all got the same, rounded up."""
+    """How many of the ``tokens`` an expert takes: ``factor`` times the mean load, rounded up."""
     return math.ceil(tokens * top_k / num_experts * factor)
 
 

@@ -31,7 +31,17 @@ from .fp8 import through_e4m3
 from .pairs import Pairs, places_of, sum_rows, take_or_zero, take_rows
 from .placement import Placement
 
-__all__ = ["Handle", "Outgoing", "combine", "dispatch", "exchange_routing", "outgoing", "route", "route_alike", "send_rows"]
+__all__ = [
+    "Handle",
+    "Outgoing",
+    "combine",
+    "dispatch",
+    "exchange_routing",
+    "outgoing",
+    "route",
+    "route_alike",
+    "send_rows",
+]
 
 
 class Outgoing(NamedTuple):

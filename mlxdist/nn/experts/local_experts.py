@@ -37,8 +37,8 @@ class Cut:
         last = switch[projections(switch)[-1]]
         ranks = tp_group.size() if tp_group else 1
         if ranks == 1:
-            return cls(placement, group, None, [last.input_dims])
-        if "linear" in last:
+            return cls(placement, group, None, [base(last).input_dims])
+        if any("linear" in switch[name] for name in projections(switch)):
             raise InvalidArgument("from_switch: experts with LoRA adapters cannot be cut inside; fuse the adapters")
         multiple = last.group_size if "scales" in last else 1
         sizes = split_sizes("hidden size of the experts", last.input_dims, ranks, multiple=multiple)
@@ -80,7 +80,7 @@ def cut_projection(projection: nn.Module, name: str, last: bool, cut: Cut) -> nn
 
 
 def join_projection(projection: nn.Module, last: bool, cut: Cut) -> nn.Module:
-    """The whole projection from all ranks' parts. Collective and lazy."""
+    """The whole projection from all ranks' parts. Collective, and awaited: see `in_order` for why not lazy."""
 
     def whole(key: str, array: mx.array) -> mx.array:
         axis = _hidden_axis(key, array, last)
@@ -88,7 +88,9 @@ def join_projection(projection: nn.Module, last: bool, cut: Cut) -> nn.Module:
             total = array.shape[axis] * sum(cut.hidden_sizes) // cut.hidden_sizes[cut.tp_group.rank()]
             array = join(array, axis, _scaled(cut.hidden_sizes, total), cut.tp_group)
         each = array.shape[0] // cut.placement.counts[cut.group.rank()]
-        return join(array, 0, [each * count for count in cut.placement.counts], cut.group)
+        array = join(array, 0, [each * count for count in cut.placement.counts], cut.group)
+        mx.eval(array)
+        return array
 
     return _mapped(projection, whole)
 

@@ -37,7 +37,8 @@ class Pairs:
 
     def spread(self, y: mx.array) -> mx.array:
         """Results of the pairs (pairs, d) in their slots: (rows, k, d), with zeros in the slots of other ranks."""
-        return take_or_zero(y, places_of(self.slots, self.rows * self.top_k)).reshape(self.rows, self.top_k, y.shape[-1])
+        spread = take_or_zero(y, places_of(self.slots, self.rows * self.top_k))
+        return spread.reshape(self.rows, self.top_k, y.shape[-1])
 
     def weigh(self, y: mx.array, weights: mx.array) -> mx.array:
         """The sum over the pairs of each row of ``weights`` (pairs,) times ``y`` (pairs, d): float32 (rows, d)."""

@@ -119,7 +119,7 @@ class ExpertParallelSwitchGLU(nn.Module):
         group = group_of(group)
         names = projections(switch)
         _check_options(mode, tokens, capacity_factor, exchange_dtype)
-        placement = Placement(switch[names[0]].num_experts, group.size(), weights)
+        placement = Placement(base(switch[names[0]]).num_experts, group.size(), weights)
         options = {
             "mode": mode,
             "tokens": tokens,
@@ -131,7 +131,7 @@ class ExpertParallelSwitchGLU(nn.Module):
         return cls(switch, Cut.of(switch, placement, group, tp_group), options)
 
     def to_switch(self) -> nn.Module:
-        """The layer of mlx-lm with all experts, on every rank. Collective and lazy."""
+        """The layer of mlx-lm with all experts, on every rank. Collective, and awaited."""
         names = projections(self)
         switch = copy.copy(self._like)
         for name in names:
@@ -157,7 +157,7 @@ class ExpertParallelSwitchGLU(nn.Module):
             scores: (..., k) weights of the router, or ``None``.
 
         Returns:
-            (..., k, d), or with ``scores`` (..., d): their sum, added up in float32. The dtype is that of mlx-lm's layer.
+            (..., k, d), or with ``scores`` (..., d), their sum, added up in float32; in the dtype of mlx-lm's layer.
 
         Raises:
             InvalidArgument: an index is no expert, shapes do not fit, or the ranks disagree; the same on every rank,
@@ -191,8 +191,9 @@ class ExpertParallelSwitchGLU(nn.Module):
             if self.capacity_factor is not None:
                 kept = on_host(limit(mx.array(kept), self.num_experts, self.capacity_factor))
             kept = kept.astype(np.int64)
-        sent = outgoing(kept, self.placement)
-        facts = [len(kept), int((kept < 0).sum()), *sent.facts()]
+        may_dispatch = sharded and self.mode in ("auto", "dispatch")
+        sent = outgoing(kept, self.placement) if may_dispatch else None
+        facts = [len(kept), int((kept < 0).sum()), *(sent.facts() if sent else [0] * (2 * self.placement.ranks))]
         facts = agree(_NAME, self._cut.group, problem, self._equal(x, kept, scores), facts)
         self._agreed = True
         every = slice(None) if sharded else slice(1)
