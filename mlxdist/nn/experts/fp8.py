@@ -1,0 +1,127 @@
+"""Tokens in 8 bits on the wire: E4M3 with one float32 scale per token.
+
+E4M3 (Micikevicius et al. 2022, "FP8 Formats for Deep Learning", arXiv:2209.05433) has a sign, 4 bits of exponent and 3
+of mantissa: normal numbers from 2^-6 to 448, subnormal ones in steps of 2^-9, NaN (0x7f, 0xff) and no infinity. A token
+of D elements is D codes and the 4 bytes of its scale, in one array of uint8:
+
+    [D codes][4 bytes of scale]        scale = max|x| / 448, so the largest element becomes 448
+
+Error. Let s be the token's scale and y what comes back. Codes are rounded to nearest, ties to even; the steps between
+normal numbers around v are at most v / 8, those between subnormal ones 2^-9, and rounding is off by half a step:
+
+    |y - x| <= max(2^-4 |x|, 2^-10 s)        2^-10 s = 2.2e-6 max|x|
+
+both times 1 + 2^-20 for the float32 arithmetic of the scale, and then rounded to the dtype asked for. Elements below
+s 2^-10 = max|x| / 458752 come back as 0.
+
+What is special: a token of zeros comes back as zeros, with their signs. NaN and infinities come back as NaN, since E4M3
+has no infinity, and do not disturb the other elements of their token: the scale is that of the finite ones. It is
+at least 2^-126, the smallest normal float32, so where all elements are below 5e-36 the bound is 2^-136.
+
+All functions are lazy and work inside ``mx.compile``. Rounding has no useful derivative; gradients pass straight
+through (Bengio et al. 2013, arXiv:1308.3432): that of `through_e4m3` is as if nothing had been rounded.
+"""
+
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from ...errors import InvalidArgument
+
+__all__ = ["LARGEST", "SCALE_BYTES", "dequantize_e4m3", "pack_e4m3", "quantize_e4m3", "through_e4m3", "unpack_e4m3"]
+
+LARGEST = 448.0  # of E4M3
+SCALE_BYTES = 4
+_SMALLEST_SCALE = 2.0**-126
+_NAN = 0x7F
+_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+
+
+def quantize_e4m3(x: mx.array) -> tuple[mx.array, mx.array]:
+    """Rounds tokens to E4M3.
+
+    Args:
+        x: shape (..., D), float32, float16 or bfloat16.
+
+    Returns:
+        The codes, uint8 of shape (..., D), and the scales, float32 of shape (..., 1): x is about scale * code.
+
+    Raises:
+        InvalidArgument: x has another dtype, or no axis.
+    """
+    _require_tokens("quantize_e4m3", x)
+    x = x.astype(mx.float32)
+    finite = mx.isfinite(x)
+    if x.shape[-1] == 0:
+        largest = mx.zeros((*x.shape[:-1], 1))
+    else:
+        largest = mx.where(finite, mx.abs(x), 0).max(axis=-1, keepdims=True)
+    scale = mx.maximum(largest / LARGEST, _SMALLEST_SCALE)
+    # MLX's to_fp8 makes the largest number of a NaN and of an infinity.
+    return mx.where(finite, mx.to_fp8(x / scale), mx.array(_NAN, mx.uint8)), scale
+
+
+def dequantize_e4m3(codes: mx.array, scale: mx.array, dtype: mx.Dtype = mx.float32) -> mx.array:
+    """The tokens in ``dtype``, from what `quantize_e4m3` returned."""
+    # MLX's from_fp8 reads 0x7f and 0xff as NaN. In float32, and rounded once: 448 * scale is no more than max|x|
+    # rounded up by half a step of float32, so nothing overflows that did not before.
+    return (mx.from_fp8(codes, mx.float32) * scale).astype(dtype)
+
+
+def pack_e4m3(x: mx.array) -> mx.array:
+    """Tokens as they travel: (..., D) of a float dtype as uint8 of shape (..., D + 4). Raises as `quantize_e4m3`."""
+    codes, scale = quantize_e4m3(x)
+    return mx.concatenate([codes, scale.view(mx.uint8)], axis=-1)
+
+
+def unpack_e4m3(wire: mx.array, dtype: mx.Dtype = mx.float32) -> mx.array:
+    """The tokens (..., D) in ``dtype``, from uint8 of shape (..., D + 4) as `pack_e4m3` makes them.
+
+    Raises:
+        InvalidArgument: ``wire`` cannot be what `pack_e4m3` made.
+    """
+    if wire.dtype != mx.uint8 or wire.ndim == 0 or wire.shape[-1] < SCALE_BYTES:
+        raise InvalidArgument(
+            f"unpack_e4m3: tokens on the wire are uint8 of shape (..., D + {SCALE_BYTES}), not {_name(wire.dtype)} of "
+            f"shape {wire.shape}"
+        )
+    codes, scale = wire[..., :-SCALE_BYTES], wire[..., -SCALE_BYTES:]
+    return dequantize_e4m3(codes, mx.contiguous(scale).view(mx.float32), dtype)
+
+
+def through_e4m3(
+    x: mx.array,
+    exchange: Callable[[mx.array], mx.array] = lambda wire: wire,
+    backward: Callable[[mx.array], mx.array] = lambda cotangent: cotangent,
+) -> mx.array:
+    """Tokens that go through an exchange as E4M3, in the dtype that they had, with a straight-through gradient.
+
+    Args:
+        x: shape (tokens, D), float32, float16 or bfloat16.
+        exchange: moves rows of uint8, (tokens, D + 4), to (others, D + 4), such as ``all_to_all_v``.
+        backward: moves the rows of the cotangent back, (others, D) to (tokens, D), in the dtype of x: the adjoint of
+            ``exchange``. It is not rounded to 8 bits.
+
+    Returns:
+        Shape (others, D), dtype of x.
+
+    Raises:
+        InvalidArgument: as `quantize_e4m3`; what ``exchange`` raises.
+    """
+    _require_tokens("through_e4m3", x)
+    dtype = x.dtype
+    rounded = mx.custom_function(lambda x: unpack_e4m3(exchange(pack_e4m3(x)), dtype))
+    rounded.vjp(lambda primal, cotangent, output: backward(cotangent))
+    return rounded(x)
+
+
+def _require_tokens(name: str, x: mx.array) -> None:
+    if x.dtype not in _DTYPES or x.ndim == 0:
+        raise InvalidArgument(
+            f"{name}: tokens are float32, float16 or bfloat16 of shape (..., D), not {_name(x.dtype)} of shape "
+            f"{x.shape}; cast them first"
+        )
+
+
+def _name(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")

@@ -1,0 +1,155 @@
+"""E4M3 on the wire: all codes, rounding, special values, and the bound of the error that the module states."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import mlxdist
+from mlxdist.nn.experts.fp8 import dequantize_e4m3, pack_e4m3, quantize_e4m3, through_e4m3, unpack_e4m3
+
+DTYPES = {mx.float32: 0.0, mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8}  # and half a step of their mantissa
+
+
+def value_of(code: int) -> float:
+    """What the paper says of a code: sign, 4 bits of exponent with bias 7, 3 bits of mantissa."""
+    sign, exponent, mantissa = code >> 7, code >> 3 & 15, code & 7
+    if (exponent, mantissa) == (15, 7):
+        return float("nan")
+    value = mantissa * 2.0**-9 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    return -value if sign else value
+
+
+VALUES = np.array([value_of(code) for code in range(256)], np.float64)
+POSITIVE = VALUES[:127]  # in order, 0 to 448
+
+
+def nearest(x: np.ndarray) -> np.ndarray:
+    """The codes of numbers of at most 448: nearest, ties to the even code. By search, in float64."""
+    magnitude = np.abs(x.astype(np.float64))
+    above = np.searchsorted(POSITIVE, magnitude).clip(1, 126)
+    low, high = POSITIVE[above - 1], POSITIVE[above]
+    up = (magnitude - low > high - magnitude) | ((magnitude - low == high - magnitude) & (above % 2 == 0))
+    return np.where(up, above, above - 1).astype(np.uint8) | (np.signbit(x).astype(np.uint8) << 7)
+
+
+def scale_one(values: np.ndarray) -> np.ndarray:
+    """Codes of numbers whose token has scale 1, because 448 comes first."""
+    token = mx.array(np.concatenate([[448.0], values]).astype(np.float32))
+    codes, scale = quantize_e4m3(token)
+    assert scale.item() == 1
+    return np.array(codes)[1:]
+
+
+def test_every_code_means_what_the_paper_says_and_comes_back():
+    decoded = np.array(dequantize_e4m3(mx.arange(256).astype(mx.uint8), mx.ones((1,))))
+    np.testing.assert_array_equal(decoded, VALUES.astype(np.float32))
+    numbers = [code for code in range(256) if code & 0x7F != 0x7F]
+    np.testing.assert_array_equal(scale_one(VALUES[numbers]), numbers)
+
+
+def test_rounds_to_nearest_and_ties_to_even():
+    """The middle between every two neighbours, the float32 numbers on both sides of it, and many others."""
+    middles = ((POSITIVE[1:] + POSITIVE[:-1]) / 2).astype(np.float32)
+    beside = [np.nextafter(middles, np.float32(side)) for side in (0, 448)]
+    spread = np.exp2(np.random.default_rng(0).uniform(-14, 8.8, 20000)).astype(np.float32)
+    values = np.concatenate([middles, *beside, spread])
+    values = np.concatenate([values, -values])
+    np.testing.assert_array_equal(scale_one(values), nearest(values))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_special_values(dtype):
+    inf, nan = float("inf"), float("nan")
+    x = mx.array([[0.0, -0.0, 0.0], [inf, 1.0, -3.0], [nan, -inf, -2.0], [nan, inf, nan]]).astype(dtype)
+    expected = np.array([[0, -0.0, 0], [nan, 1, -3], [nan, nan, -2], [nan, nan, nan]], np.float32)
+    back = np.array(unpack_e4m3(pack_e4m3(x), dtype).astype(mx.float32))
+    np.testing.assert_allclose(back, expected, rtol=2.0**-4)
+    np.testing.assert_array_equal(np.signbit(back[0]), [False, True, False])
+
+
+def test_the_largest_element_comes_back_and_nothing_overflows():
+    info = np.finfo(np.float32)
+    rng = np.random.default_rng(1)
+    largest = np.concatenate([[info.max, np.nextafter(info.max, 0), info.tiny * 1024], rng.uniform(0, info.max, 500)])
+    x = mx.array(largest.astype(np.float32))[:, None]
+    np.testing.assert_allclose(np.array(unpack_e4m3(pack_e4m3(x))), np.array(x), rtol=2.0**-22)
+    half = mx.array([[65504.0], [65472.0]], dtype=mx.float16)
+    assert mx.array_equal(unpack_e4m3(pack_e4m3(half), mx.float16), half)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    hnp.arrays(
+        np.float32,
+        hnp.array_shapes(min_dims=1, max_dims=3, max_side=9),
+        elements=st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=True),
+    ),
+    st.sampled_from(list(DTYPES)),
+)
+@example(np.array([2.0**-149, 2.0**-126], np.float32), mx.float32)
+@example(np.array([448 * 2.0**-120, 2.0**-130], np.float32), mx.float32)
+def test_the_error_is_within_the_bound(values, dtype):
+    limit = {mx.float32: np.finfo(np.float32).max, mx.float16: 65504, mx.bfloat16: 3.38e38}[dtype]
+    x = mx.array(values.clip(-limit, limit)).astype(dtype)
+    exact = np.array(x.astype(mx.float32)).astype(np.float64)
+    scale = np.maximum(np.abs(exact).max(axis=-1, keepdims=True) / 448, 2.0**-126)
+    back = np.array(unpack_e4m3(pack_e4m3(x), dtype).astype(mx.float32)).astype(np.float64)
+    bound = np.maximum(2.0**-4 * np.abs(exact), 2.0**-10 * scale) * (1 + 2.0**-20)
+    # What comes back in 16 bits is rounded once more; 2^-24 is the smallest number of float16.
+    rounding = DTYPES[dtype] * np.abs(back) + (2.0**-25 if dtype == mx.float16 else 2.0**-133 if DTYPES[dtype] else 0)
+    assert (np.abs(back - exact) <= bound + rounding).all()
+
+
+def test_one_array_per_token_of_codes_and_scale():
+    x = mx.random.normal((3, 5, 7))
+    wire = pack_e4m3(x)
+    codes, scale = quantize_e4m3(x)
+    assert (wire.dtype, wire.shape) == (mx.uint8, (3, 5, 11))
+    np.testing.assert_array_equal(np.array(wire)[..., :7], np.array(codes))
+    np.testing.assert_array_equal(np.ascontiguousarray(np.array(wire)[..., 7:]).view(np.float32), np.array(scale))
+    for shape in ((0, 5), (4, 0), (2, 0, 3)):
+        assert unpack_e4m3(pack_e4m3(mx.zeros(shape))).shape == shape
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+def test_compiled_is_bitwise_the_same(dtype):
+    x = (mx.random.normal((6, 33)) * mx.exp(mx.random.normal((6, 1)) * 5)).astype(dtype)
+    assert mx.array_equal(mx.compile(pack_e4m3)(x), pack_e4m3(x))
+    compiled = mx.compile(lambda wire: unpack_e4m3(wire, dtype))
+    assert mx.array_equal(compiled(pack_e4m3(x)), unpack_e4m3(pack_e4m3(x), dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_pass_straight_through(dtype):
+    """Rows that change places on the way: the cotangent goes back the other way, and is not rounded to 8 bits."""
+    mx.random.seed(2)
+    x, weight = mx.random.normal((5, 8)).astype(dtype), mx.random.normal((5, 8)).astype(dtype)
+    turned = mx.array([3, 0, 4, 1, 2])
+
+    def loss(x: mx.array) -> mx.array:
+        y = through_e4m3(x, lambda wire: wire[turned], lambda cotangent: cotangent[mx.argsort(turned)])
+        assert y.dtype == dtype
+        return (y * weight).sum()
+
+    assert mx.array_equal(mx.grad(loss)(x), weight[mx.argsort(turned)])
+    assert mx.array_equal(mx.compile(mx.grad(loss))(x), weight[mx.argsort(turned)])
+    assert mx.array_equal(through_e4m3(x), unpack_e4m3(pack_e4m3(x), dtype))
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda: pack_e4m3(mx.ones((2, 3), mx.int32)), "not int32 of shape (2, 3); cast them first"),
+        (lambda: quantize_e4m3(mx.array(1.0)), "not float32 of shape ()"),
+        (lambda: through_e4m3(mx.ones((2,), mx.complex64)), "through_e4m3: tokens are float32"),
+        (lambda: unpack_e4m3(mx.ones((2, 3), mx.uint8)), "not uint8 of shape (2, 3)"),
+        (lambda: unpack_e4m3(mx.ones((2, 8))), "not float32 of shape (2, 8)"),
+    ],
+)
+def test_refused(call, words):
+    with pytest.raises(mlxdist.InvalidArgument) as raised:
+        call()
+    assert words in str(raised.value)
