@@ -1,0 +1,186 @@
+"""Experts that are chosen about equally often, without an auxiliary loss; and who got how many tokens.
+
+Loss-free balancing (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts",
+arXiv:2408.15664; used in DeepSeek-V3, arXiv:2412.19437): each expert has a bias that is added to its score where the
+top k are chosen, and only there. The weight of an expert in the output is its score alone. After each training step
+
+    bias += rate * sign(mean count - count)
+
+with the counts of all ranks added up, so that all ranks hold bitwise the same bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import mlx.core as mx
+import numpy as np
+
+from ...arguments import group_of
+from ...errors import InvalidArgument
+from ...group import Group
+from ...ops import all_sum
+
+__all__ = ["BalanceBias", "ExpertLoad", "count_experts"]
+
+
+class ExpertLoad:
+    """How many tokens each expert got, in one step or many.
+
+    Args:
+        counts: one number per expert.
+        owners: the rank of each expert, for :attr:`per_rank`; ``None`` if it does not matter.
+
+    Raises:
+        InvalidArgument: not one owner per expert.
+    """
+
+    def __init__(self, counts: Iterable[int], owners: Iterable[int] | None = None) -> None:
+        self.counts = np.array(list(counts), np.int64)
+        self.owners = None if owners is None else np.array(list(owners), np.int64)
+        if self.owners is not None and self.owners.shape != self.counts.shape:
+            raise InvalidArgument(
+                f"ExpertLoad: {len(self.counts)} experts, but owners of {len(self.owners)}; name one rank per expert"
+            )
+
+    @property
+    def total(self) -> int:
+        """Tokens times the experts that each of them chose."""
+        return int(self.counts.sum())
+
+    @property
+    def mean(self) -> float:
+        """Of the counts; 0 without experts."""
+        return self.total / max(1, len(self.counts))
+
+    @property
+    def imbalance(self) -> float:
+        """The largest count over the mean: 1 if all are equal, also if no token came; at most the number of experts."""
+        return float(self.counts.max() / self.mean) if self.total else 1.0
+
+    @property
+    def idle(self) -> int:
+        """Experts that no token came to."""
+        return int((self.counts == 0).sum())
+
+    @property
+    def per_rank(self) -> np.ndarray | None:
+        """How many tokens the experts of each rank got together; ``None`` without owners."""
+        return None if self.owners is None else np.bincount(self.owners, self.counts).astype(np.int64)
+
+    def __add__(self, other: ExpertLoad) -> ExpertLoad:
+        """The load of both steps together."""
+        if self.counts.shape != other.counts.shape:
+            raise InvalidArgument(
+                f"ExpertLoad: the loads of {len(self.counts)} and of {len(other.counts)} experts have no sum"
+            )
+        return ExpertLoad(self.counts + other.counts, self.owners)
+
+    def __str__(self) -> str:
+        """A table: the experts, the most loaded first."""
+        lines = [
+            f"{self.total} tokens for {len(self.counts)} experts: {self.mean:.1f} on average, largest over mean "
+            f"{self.imbalance:.2f}, {self.idle} idle"
+        ]
+        if self.owners is not None:
+            lines.append("per rank: " + ", ".join(f"{rank}: {count}" for rank, count in enumerate(self.per_rank)))
+        lines.append("expert  " + ("" if self.owners is None else "rank  ") + "    tokens  times mean")
+        for expert in np.argsort(-self.counts, kind="stable"):
+            rank = "" if self.owners is None else f"{self.owners[expert]:>4}  "
+            count = self.counts[expert]
+            lines.append(f"{expert:>6}  {rank}{count:>10}  {count / self.mean if self.total else 0:>10.2f}")
+        return "\n".join(lines)
+
+
+class BalanceBias:
+    """The bias of each expert, and what it does to a router.
+
+        scores = mx.sigmoid(x @ router)                     # or softmax
+        indices, weights = balance.choose(scores, top_k=8)  # in the forward pass
+        load = balance.update(indices)                      # once per training step, on all ranks
+
+    :attr:`bias`, float32 of shape (experts,), belongs in checkpoints, and into mlx-lm's ``e_score_correction_bias``.
+
+    Args:
+        experts: how many there are, on all ranks together.
+        rate: the step of the bias. The paper uses 0.001 with scores of a sigmoid.
+        owners: the rank of each expert, for :attr:`ExpertLoad.per_rank`.
+        group: the ranks whose tokens are counted; ``None`` is the group of ``mlxdist.init()``.
+
+    Raises:
+        InvalidArgument: ``experts`` or ``rate`` is not positive.
+    """
+
+    def __init__(
+        self, experts: int, rate: float = 1e-3, *, owners: Iterable[int] | None = None, group: Group | None = None
+    ) -> None:
+        if experts < 1 or not 0 < rate < float("inf"):
+            raise InvalidArgument(f"BalanceBias: experts ({experts}) and rate ({rate}) must be positive")
+        self.bias = mx.zeros((experts,))
+        self.rate = rate
+        self.load = ExpertLoad([0] * experts, owners)  # of all updates together
+        self._group = group_of(group)
+
+    def choose(self, scores: mx.array, top_k: int) -> tuple[mx.array, mx.array]:
+        """The ``top_k`` experts of each token by score and bias, and their scores without bias.
+
+        Args:
+            scores: shape (..., experts).
+
+        Returns:
+            indices, uint32 of shape (..., top_k), in no order; their scores, dtype of ``scores``, whose gradient is
+            that of the scores. Normalize them as the model does.
+
+        Raises:
+            InvalidArgument: ``scores`` is not for these experts, or there are fewer than ``top_k``.
+        """
+        experts = self.bias.size
+        if scores.ndim == 0 or scores.shape[-1] != experts:
+            raise InvalidArgument(f"BalanceBias.choose: scores have shape {scores.shape}, expected (..., {experts})")
+        if not 1 <= top_k <= experts:
+            raise InvalidArgument(f"BalanceBias.choose: top_k is {top_k}, but there are {experts} experts")
+        biased = mx.stop_gradient(scores) + self.bias
+        indices = mx.argpartition(biased, kth=-top_k, axis=-1)[..., -top_k:].astype(mx.uint32)
+        return indices, mx.take_along_axis(scores, indices, axis=-1)
+
+    def update(self, indices: mx.array) -> ExpertLoad:
+        """Moves the bias by what all ranks' tokens chose. All ranks call it, each with its own tokens.
+
+        One ``all_sum`` of a number per expert, which is waited for: do it beside the optimizer's step.
+
+        Args:
+            indices: integers of any shape, also empty: what `choose` returned in this step.
+
+        Returns:
+            The load of this step, on all ranks.
+
+        Raises:
+            InvalidArgument: indices that are no expert, on any rank: raised on all of them, and nothing is changed.
+                Indices that are not integers are refused on the rank that has them.
+            Mismatch: the ranks have different numbers of experts.
+        """
+        counts = count_experts(indices, self.bias.size)
+        strangers = indices.size - counts.sum()
+        *counted, strangers = all_sum(mx.concatenate([counts, strangers[None]]), group=self._group).tolist()
+        if strangers:
+            raise InvalidArgument(
+                f"BalanceBias.update: {strangers} indices of all ranks together are not from 0 to {self.bias.size - 1}"
+            )
+        load = ExpertLoad(counted, self.load.owners)
+        # In whole numbers up to the sign, so that a count that is the mean has no step.
+        direction = np.sign(load.total - load.counts * len(counted)).astype(np.float32)
+        self.bias = self.bias + mx.array(np.float32(self.rate) * direction)
+        self.load = self.load + load
+        return load
+
+
+def count_experts(indices: mx.array, experts: int) -> mx.array:
+    """How often each expert is among the indices: int64 of shape (experts,). Lazy; other indices are not counted.
+
+    Raises:
+        InvalidArgument: ``indices`` are not integers.
+    """
+    if not mx.issubdtype(indices.dtype, mx.integer):
+        name = str(indices.dtype).removeprefix("mlx.core.")
+        raise InvalidArgument(f"count_experts: indices are integers, not {name}")
+    return (indices.reshape(-1, 1) == mx.arange(experts)).sum(axis=0).astype(mx.int64)
