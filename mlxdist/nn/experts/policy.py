@@ -6,17 +6,18 @@ The model. n ranks hold the experts; T tokens of all ranks together, each of d e
 A collective of which a rank sends b bytes takes L + b / W seconds: its latency and its bandwidth, measured for each
 kind of collective by `calibrate`. With B = T d s, a rank sends
 
-    tokens    mode         collectives                                                bytes
-    sharded   replicated   all_gather + all_sum                                       3 (n-1)/n B
-              gather       all_gather + sum_scatter                                   2 (n-1)/n B
-              dispatch     plan + all_to_all_v there + all_to_all_v back              2 q/n B
-    replicated replicated  all_sum                                                    2 (n-1)/n B
-              gather       sum_scatter + all_gather                                   2 (n-1)/n B
-              dispatch     plan + all_to_all_v there + all_to_all_v back + all_gather 2 q/n B + (n-1)/n B
+    tokens      mode        collectives                                          bytes
+    sharded     replicated  all_gather, all_sum                                  3 (n-1)/n B
+                gather      all_gather, sum_scatter                              2 (n-1)/n B
+                dispatch    plan, 3 all_to_all_v: rows, weights, rows back       2 q B/n + w
+    replicated  replicated  all_sum                                              2 (n-1)/n B
+                gather      sum_scatter, all_gather                              2 (n-1)/n B
+                dispatch    plan, 3 all_to_all_v as above, all_gather            2 q B/n + w + (n-1)/n B
 
-where q is the number of rows that a token sends to other ranks: one for each of its experts that lives elsewhere, so
-q = k (n-1)/n if all experts are chosen equally often. "Plan" is what dispatch does before it can send: it reads the
-routing on the host and the ranks tell each other their counts, P seconds.
+A token is sent once to each other rank that has experts of it, so q is the number of those: (n-1) (1 - (1-1/n)^k) if
+all experts are chosen equally often and independently. w = 4 k (n-1)/n T/n are the float32 weights. "Plan" is what
+dispatch does before it can send: the ranks tell each other their counts and the experts of their rows, and the host
+waits for both; P seconds. All modes compute the same rows, so computing is in none of them.
 
 All ranks must choose the same. So a choice depends on numbers that are equal on all ranks (T, not a rank's own tokens;
 what was measured, as the slowest rank saw it) and on how often `Policy.choose` was called, never on a clock.
@@ -36,12 +37,15 @@ from ...arguments import group_of
 from ...errors import InvalidArgument
 from ...group import Group
 from ...ops import all_gather, all_max, all_sum, all_to_all_v, sum_scatter
+from .dispatch import route
+from .placement import Placement
 
 __all__ = ["MODES", "Cost", "Link", "Policy", "Workload", "calibrate", "choose"]
 
 MODES = ("replicated", "gather", "dispatch")
 COLLECTIVES = ("all_sum", "all_gather", "sum_scatter", "all_to_all_v")
 SMALL, LARGE = 1 << 10, 1 << 20  # bytes of the arrays that calibrate() sends
+PLANNED_TOKENS = 64
 ROUNDS = 7
 TABLE = tuple(1 << i for i in range(13))  # token counts of the printed table
 
@@ -82,9 +86,10 @@ class Link:
     @classmethod
     def assumed(cls, provider: str, ranks: int) -> Link:
         """What the provider can be expected to do. The choice is better with `calibrate`."""
-        cost = _ASSUMED.get(provider, _ASSUMED["soft"])
-        # Counts are exchanged by a collective, and the host waits for routing and counts: about one latency each.
-        return cls(provider, ranks, dict.fromkeys(COLLECTIVES, cost), plan=3 * cost.latency)
+        known = [_ASSUMED[name] for name in provider.split("+") if name in _ASSUMED]  # "soft+librdma"
+        cost = max(known, key=lambda cost: cost.seconds(SMALL), default=_ASSUMED["soft"])
+        # Two collectives, and the host waits for both: about one latency each.
+        return cls(provider, ranks, dict.fromkeys(COLLECTIVES, cost), plan=4 * cost.latency)
 
 
 @dataclass(frozen=True)
@@ -116,9 +121,11 @@ class Workload:
         if mode == "gather":
             return [("all_gather", whole), ("sum_scatter", whole)]
         if mode == "dispatch":
-            there = self.top_k * whole / ranks
-            back = [] if self.sharded else [("all_gather", whole)]
-            return [("all_to_all_v", there), ("all_to_all_v", there), *back]
+            own = tokens / ranks
+            rows = own * (ranks - 1) * (1 - (1 - 1 / ranks) ** self.top_k) * self.hidden * self.itemsize
+            weights = own * self.top_k * share * 4
+            joined = [] if self.sharded else [("all_gather", whole)]
+            return [*(("all_to_all_v", nbytes) for nbytes in (rows, weights, rows)), *joined]
         raise InvalidArgument(f"mode is {mode!r}, not one of {', '.join(MODES)}")
 
     def seconds(self, mode: str, tokens: int, link: Link) -> float:
@@ -298,14 +305,10 @@ def _times(group: Group, rounds: int, nbytes: int) -> dict[str, tuple[float, flo
 
 
 def _plan_seconds(group: Group, rounds: int) -> float:
-    """What dispatch does first: routing is sorted and counted, the counts are exchanged, and the host reads them."""
-    experts = mx.arange(128) % group.size()
-
-    def plan() -> None:
-        counts = (experts[:, None] == mx.arange(group.size())).sum(axis=0)
-        mx.eval(mx.argsort(experts), all_gather(counts, group=group))
-
-    return _median(group, rounds, plan)
+    """What dispatch does first: see dispatch.route()."""
+    placement = Placement(group.size(), group.size())
+    indices = mx.arange(PLANNED_TOKENS)[:, None] % group.size()
+    return _median(group, rounds, lambda: route(indices, placement, group))
 
 
 def _median(group: Group, rounds: int, call: Callable[[], None]) -> float:

@@ -1,0 +1,240 @@
+"""Dispatch and combine of fixed shape, for decoding: nothing is read on the host, so they work inside ``mx.compile``.
+
+Every rank has ``max_tokens`` slots for each rank, whether tokens are in them or not. A slot is a row of bytes:
+
+    [token: D elements, or D codes and a scale as E4M3][ids: j int32][weights: j float32]
+
+with j = min(k, experts of a rank). The ids are those of the token's experts on that rank, counted from its first; -1
+where there is none. So what is valid is said in the payload, and an exchange is one ``all_to_all`` of ``ranks *
+max_tokens`` rows there and one back, of the weighted sum over the rank's experts. Each token is computed exactly, and
+none is dropped, whatever the routing.
+
+What that costs: each rank computes ``ranks * max_tokens * j`` rows, of which about one in ``ranks`` is valid, and sends
+all slots. For few tokens the latency of an exchange is all that counts; for many, use dispatch.py. (DeepSeek's DeepEP
+has such a low-latency mode besides its normal one.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from ...arguments import group_of
+from ...errors import InvalidArgument
+from ...group import Group
+from ...ops import all_to_all
+from .agreement import agree
+from .fp8 import SCALE_BYTES, pack_e4m3, unpack_e4m3
+from .placement import Placement
+
+__all__ = ["LowLatencyExchange", "Slots"]
+
+_NONE = -1  # the id of no expert
+
+
+class Slots(NamedTuple):
+    """What a rank has received: R = ranks * max_tokens rows.
+
+    Attributes:
+        x: (R, D), in the dtype of the tokens. Rows without a token are zeros.
+        ids: (R, j), int32: experts of this rank from 0, and -1.
+        weights: (R, j), float32; 0 where the id is -1.
+        tokens: how many rows `LowLatencyExchange.combine` returns.
+    """
+
+    x: mx.array
+    ids: mx.array
+    weights: mx.array
+    tokens: int
+
+
+class LowLatencyExchange:
+    """The exchange of a layer that decodes.
+
+        exchange = LowLatencyExchange(placement, max_tokens=8, top_k=2)
+        y = exchange(x, indices, scores, experts)        # also inside mx.compile
+
+    Args:
+        placement: which rank has which experts.
+        max_tokens: of a rank, in one call; the same on all ranks, as ``top_k``.
+        top_k: experts of a token.
+        fp8: send tokens as E4M3 (fp8.py). Results come back in the dtype of the tokens.
+        group: the ranks; ``None`` is the group of ``mlxdist.init()``.
+
+    Raises:
+        InvalidArgument: the placement is for another number of ranks; a number is not positive; more experts for a
+            token than there are.
+    """
+
+    def __init__(
+        self, placement: Placement, max_tokens: int, top_k: int, *, fp8: bool = False, group: Group | None = None
+    ) -> None:
+        self.placement = placement
+        self.max_tokens = max_tokens
+        self.top_k = top_k
+        self.fp8 = fp8
+        self._group = group_of(group)
+        if placement.ranks != self._group.size():
+            raise InvalidArgument(
+                f"LowLatencyExchange: the placement is for {placement.ranks} ranks, the group has {self._group.size()}"
+            )
+        if max_tokens < 1 or not 1 <= top_k <= placement.num_experts:
+            raise InvalidArgument(
+                f"LowLatencyExchange: max_tokens is {max_tokens} and top_k {top_k}; there must be at least one token, "
+                f"and 1 to {placement.num_experts} experts for each"
+            )
+        experts = [placement.local(rank) for rank in range(placement.ranks)]
+        self.ids_per_slot = min(top_k, max(len(local) for local in experts))
+        self._first = mx.array([local.start for local in experts]).reshape(-1, 1, 1)
+        self._behind = mx.array([local.stop for local in experts]).reshape(-1, 1, 1)
+
+    def admit(self, tokens: int) -> int:
+        """Refuses a number of tokens that is over the limit on any rank, on all ranks, before anything is exchanged.
+
+        A collective of a few bytes, waited for: all ranks call it before a step in which their numbers can change, and
+        outside of ``mx.compile``. `dispatch` refuses by itself, but only on the rank that has too many.
+
+        Returns:
+            The most tokens that a rank has.
+
+        Raises:
+            InvalidArgument: on all ranks, with the same text; also if the ranks have made different exchanges.
+        """
+        problem = _too_many(tokens, self.max_tokens) if tokens > self.max_tokens else None
+        equal = {
+            "max_tokens": self.max_tokens,
+            "top_k": self.top_k,
+            "FP8": self.fp8,
+            "placement of experts": hash(self.placement) >> 1,
+        }
+        return int(agree("LowLatencyExchange", self._group, problem, equal, [tokens]).max())
+
+    def __call__(
+        self,
+        x: mx.array,
+        indices: mx.array,
+        scores: mx.array,
+        experts: Callable[[mx.array, mx.array], mx.array],
+        count: Any = None,
+    ) -> mx.array:
+        """The sum over each token's experts, weighted by their scores.
+
+        Args:
+            x, indices, scores, count: as in `dispatch`.
+            experts: this rank's: called with tokens (R, D) and expert numbers from 0 (R, j), returns (R, j, D), as
+                mlx-lm's SwitchGLU.
+
+        Returns:
+            Shape and dtype of x.
+        """
+        slots = self.dispatch(x, indices, scores, count)
+        return self.combine(experts(slots.x, mx.maximum(slots.ids, 0)), slots)
+
+    def dispatch(self, x: mx.array, indices: mx.array, scores: mx.array, count: Any = None) -> Slots:
+        """Sends this rank's tokens to the ranks of their experts. Lazy: one ``all_to_all``. No gradient passes it.
+
+        Args:
+            x: (tokens, D), float32, float16 or bfloat16: at most ``max_tokens``, which may differ between ranks. D and
+                dtype are the same on all ranks.
+            indices: (tokens, top_k), integers: experts of the placement, or -1 for none.
+            scores: (tokens, top_k): their weights.
+            count: how many of the tokens are real, if not all: an integer or a scalar ``mx.array``. The others cost
+                nothing but are sent, and their results are zeros. So a compiled function is traced once for all counts.
+
+        Raises:
+            InvalidArgument: too many tokens, or shapes that do not fit: on this rank, before it sends anything.
+        """
+        tokens = self._require_fitting(x, indices, scores)
+        valid = mx.arange(self.max_tokens) < (tokens if count is None else mx.minimum(count, tokens))
+        padding = [(0, self.max_tokens - tokens), (0, 0)]
+        # Padding and all that is behind `count` may hold anything: NaN times 0 would be NaN.
+        x = mx.where(valid[:, None], mx.pad(x, padding), mx.array(0, x.dtype))
+        ids, weights = self._route(mx.pad(indices.astype(mx.int32), padding), mx.pad(scores, padding), valid)
+        token = pack_e4m3(x) if self.fp8 else x.view(mx.uint8)
+        token = mx.broadcast_to(token, (self.placement.ranks, *token.shape))
+        wire = mx.concatenate([token, ids.view(mx.uint8), weights.view(mx.uint8)], axis=-1)
+        return self._unpack(self._exchange(wire.flatten(0, 1)), x.shape[-1], x.dtype, tokens)
+
+    def combine(self, y: mx.array, slots: Slots) -> mx.array:
+        """Sends results back, weighted and summed over the experts. Lazy: one ``all_to_all``.
+
+        Args:
+            y: (R, j, D): of each row and each of its experts. Anything where the id is -1.
+            slots: what `dispatch` returned.
+
+        Returns:
+            (tokens, D), dtype of the tokens that were dispatched: in the order in which they were. Sums are those of
+            float32, rounded once on each rank that has experts of the token, and once here.
+
+        Raises:
+            InvalidArgument: y has another shape.
+        """
+        expected = (*slots.ids.shape, slots.x.shape[-1])
+        if y.shape != expected:
+            raise InvalidArgument(f"LowLatencyExchange.combine: y has shape {y.shape}, expected {expected}")
+        valid = (slots.ids != _NONE)[..., None]
+        part = mx.where(valid, y.astype(mx.float32) * slots.weights[..., None], 0).sum(axis=1).astype(slots.x.dtype)
+        parts = self._exchange(part).reshape(self.placement.ranks, self.max_tokens, -1)
+        return parts[:, : slots.tokens].astype(mx.float32).sum(axis=0).astype(slots.x.dtype)
+
+    def _route(self, indices: mx.array, scores: mx.array, valid: mx.array) -> tuple[mx.array, mx.array]:
+        """Ids and weights in the slots of each rank: both of shape (ranks, max_tokens, j)."""
+        here = (indices >= self._first) & (indices < self._behind) & valid[None, :, None]
+        ids = mx.where(here, indices - self._first, _NONE)
+        weights = mx.where(here, scores.astype(mx.float32), 0)
+        if self.ids_per_slot < self.top_k:  # those of this rank first, then they are enough
+            order = mx.argsort(-ids, axis=-1)[..., : self.ids_per_slot]
+            ids, weights = mx.take_along_axis(ids, order, axis=-1), mx.take_along_axis(weights, order, axis=-1)
+        return ids.astype(mx.int32), weights
+
+    def _exchange(self, rows: mx.array) -> mx.array:
+        return all_to_all(rows, group=self._group)
+
+    def _unpack(self, wire: mx.array, hidden: int, dtype: mx.Dtype, tokens: int) -> Slots:
+        width = hidden + SCALE_BYTES if self.fp8 else hidden * dtype.size
+        ids_end = width + 4 * self.ids_per_slot
+        token, ids, weights = (mx.contiguous(part) for part in mx.split(wire, [width, ids_end], axis=-1))
+        x = unpack_e4m3(token, dtype) if self.fp8 else token.view(dtype)
+        weights = weights.view(mx.float32)
+        return Slots(_without_gradient(x), ids.view(mx.int32), _without_gradient(weights), tokens)
+
+    def _require_fitting(self, x: mx.array, indices: mx.array, scores: mx.array) -> int:
+        """The number of tokens."""
+        if x.ndim != 2 or x.dtype not in (mx.float32, mx.float16, mx.bfloat16):
+            name = str(x.dtype).removeprefix("mlx.core.")
+            raise InvalidArgument(
+                "LowLatencyExchange.dispatch: tokens are float32, float16 or bfloat16 of shape (tokens, D), not "
+                f"{name} of shape {x.shape}"
+            )
+        tokens = x.shape[0]
+        if tokens > self.max_tokens:
+            raise InvalidArgument(_too_many(tokens, self.max_tokens))
+        expected = (tokens, self.top_k)
+        if indices.shape != expected or scores.shape != expected or not mx.issubdtype(indices.dtype, mx.integer):
+            raise InvalidArgument(
+                f"LowLatencyExchange.dispatch: indices (shape {indices.shape}) must be integers and, as scores (shape "
+                f"{scores.shape}), of shape (tokens, top_k) = {expected}"
+            )
+        return tokens
+
+
+def _without_gradient(received: mx.array) -> mx.array:
+    """Refuses where a gradient would pass: behind it are bytes."""
+    identity = mx.custom_function(lambda x: x)
+    identity.vjp(_refuse)
+    return identity(received)
+
+
+def _refuse(*_: Any) -> Any:
+    raise InvalidArgument(
+        "LowLatencyExchange is for decoding and has no gradient; train with the modes of ExpertParallelSwitchGLU"
+    )
+
+
+def _too_many(tokens: int, most: int) -> str:
+    return (
+        f"LowLatencyExchange: {tokens} tokens are more than max_tokens = {most}; make the exchange with a larger one, "
+        "or decode them in several steps"
+    )
