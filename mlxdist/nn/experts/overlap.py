@@ -1,0 +1,273 @@
+"""Dispatch and combine that go on while this rank computes something else, and how much of them was hidden by that.
+
+    exchange = OverlappedExchange(placement, group)
+    sent = exchange.dispatch_async(x, indices, scores)
+    mx.eval(shared := shared_expert(x))                       # or the attention of the next micro-batch
+    rows, experts = sent.wait()
+    back = exchange.combine_async(local_experts(rows, experts), sent)
+    ...
+    y = back.wait() + shared
+    print(exchange.overlap)
+
+(DeepSeek-V3, arXiv:2412.19437, hides the exchange so behind the shared expert and a second micro-batch.)
+
+The rows are evaluated, and then travel as operations with a handle (mlxdist.ops, ``async_op``), which the engine's own
+thread carries on: whatever MLX computes on, CPU or GPU, is not involved. A second stream of MLX would do without the
+copy of what arrives. But operations on two streams may begin in another order on each rank, while handles are started
+here in the order of the program, in a group of their own, and so may go on beside any other collective: those of
+tensor parallelism, say, in the next micro-batch.
+
+What is hidden: the time in which transfers were in flight, as the engine measured it, less that in which this rank did
+nothing but wait for them. A transfer that ends unnoticed during another one's wait counts as waited for to the end of
+it, so the number is rather too small.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from ...arguments import group_of
+from ...errors import InvalidArgument
+from ...group import Group
+from ...handle import Handle
+from ...ops import all_to_all_v
+from .dispatch import Handle as Routing
+from .dispatch import route
+from .fp8 import pack_e4m3, unpack_e4m3
+from .pairs import sum_rows, take_rows
+from .placement import Placement
+
+__all__ = ["CombineInFlight", "DispatchInFlight", "Overlap", "OverlappedExchange"]
+
+
+class Overlap(NamedTuple):
+    """Seconds, of all transfers that have been waited for.
+
+    Attributes:
+        in_flight: in which transfers were under way, added up.
+        waited: of them, in which this rank waited.
+    """
+
+    in_flight: float
+    waited: float
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of communication that went on while this rank did something else."""
+        return max(0.0, self.in_flight - self.waited)
+
+    @property
+    def share(self) -> float:
+        """``hidden`` of ``in_flight``, 0 to 1."""
+        return self.hidden / self.in_flight if self.in_flight else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.in_flight * 1e3:.3f} ms of communication: {self.hidden * 1e3:.3f} ms hidden ({self.share:.0%}), "
+            f"{self.waited * 1e3:.3f} ms waited for"
+        )
+
+
+class OverlappedExchange:
+    """Exchanges of one layer, or of several that have the same placement. Collective: all ranks make it.
+
+    Args:
+        placement: who holds which expert; equal on all ranks.
+        group: its ranks; ``None`` is the group of ``mlxdist.init()``. Transfers are in a group of their own, split off.
+
+    Raises:
+        InvalidArgument: the placement is for another number of ranks.
+        What `Group.split` raises.
+    """
+
+    def __init__(self, placement: Placement, group: Group | None = None) -> None:
+        self.placement = placement
+        self._group = group_of(group)
+        if placement.ranks != self._group.size():
+            raise InvalidArgument(
+                f"OverlappedExchange: the placement is for {placement.ranks} ranks, but the group has "
+                f"{self._group.size()}"
+            )
+        self._transfers = _Transfers(self._group.split(0))
+
+    @property
+    def overlap(self) -> Overlap:
+        """So far, since this exchange was made or `reset_overlap` was called."""
+        return self._transfers.overlap()
+
+    def reset_overlap(self) -> None:
+        """Begins to count anew. Raises `InvalidArgument` while something is in flight."""
+        self._transfers.reset()
+
+    def dispatch_async(
+        self, x: mx.array, indices: mx.array, scores: mx.array, *, exchange_dtype: mx.Dtype | str | None = None
+    ) -> DispatchInFlight:
+        """Starts what :func:`mlxdist.nn.experts.dispatch.dispatch` does. Collective.
+
+        Evaluates ``x`` and waits for the routing; the rows and their weights are under way when it returns. It has no
+        gradient, and does not work inside ``mx.compile``.
+
+        Args:
+            x: this rank's tokens, (tokens, d).
+            indices: their experts, (tokens, k); -1 for none.
+            scores: the weights of those, (tokens, k).
+            exchange_dtype: as for `dispatch`.
+
+        Raises:
+            InvalidArgument: as `dispatch`, on all ranks; ``scores`` of another shape, on the rank that has them.
+        """
+        if scores.shape != indices.shape:
+            raise InvalidArgument(f"dispatch_async: scores have shape {scores.shape}, indices {indices.shape}")
+        routing = route(indices, self.placement, self._group, x=x, name="dispatch_async")
+        weights = take_rows(scores.reshape(-1, 1).astype(mx.float32), routing.sent_slots)
+        rows = self._transfers.start(
+            take_rows(x, routing.sent_rows), routing.rows_to, routing.rows_from, exchange_dtype
+        )
+        return DispatchInFlight(
+            routing, rows, self._transfers.start(weights, routing.pairs_to, routing.pairs_from, None)
+        )
+
+    def combine_async(
+        self, y: mx.array, sent: DispatchInFlight, *, exchange_dtype: mx.Dtype | str | None = None
+    ) -> CombineInFlight:
+        """Starts what :func:`mlxdist.nn.experts.dispatch.combine` does with scores. Collective; evaluates ``y``.
+
+        Args:
+            y: results for the rows that ``sent.wait()`` returned, in their order.
+            sent: from `dispatch_async`.
+
+        Raises:
+            InvalidArgument: y has another number of rows.
+        """
+        routing = sent.routing
+        if y.ndim != 2 or y.shape[0] != len(routing.pairs):
+            raise InvalidArgument(
+                f"combine_async: y has shape {y.shape}, but this rank has {len(routing.pairs)} rows to return"
+            )
+        weights = sent.weights.wait().reshape(-1)
+        sums = routing.pairs.weigh(y, take_rows(weights, routing.pairs.order)).astype(y.dtype)
+        transfer = self._transfers.start(sums, routing.rows_from, routing.rows_to, exchange_dtype)
+        return CombineInFlight(routing, transfer)
+
+
+class DispatchInFlight:
+    """Tokens that are under way to their experts; made by `OverlappedExchange.dispatch_async`."""
+
+    def __init__(self, routing: Routing, rows: _Transfer, weights: _Transfer) -> None:
+        self.routing = routing
+        self.weights = weights
+        self._rows = rows
+
+    def done(self) -> bool:
+        """Whether all has arrived and left. Does not wait."""
+        return self._rows.done() and self.weights.done()
+
+    def wait(self) -> tuple[mx.array, mx.array]:
+        """The rows of this rank's pairs, (pairs, d), sorted by expert, and the local expert of each, int32 (pairs,).
+
+        May be called again. Raises what the operation failed with.
+        """
+        return self.routing.pairs.expand(self._rows.wait()), self.routing.experts
+
+
+class CombineInFlight:
+    """Results that are under way to their tokens; made by `OverlappedExchange.combine_async`."""
+
+    def __init__(self, routing: Routing, sums: _Transfer) -> None:
+        self._routing = routing
+        self._sums = sums
+
+    def done(self) -> bool:
+        """Whether all has arrived and left. Does not wait."""
+        return self._sums.done()
+
+    def wait(self) -> mx.array:
+        """The weighted sums, (tokens, d), dtype of the results. May be called again. Raises as `DispatchInFlight`."""
+        sums, routing = self._sums.wait(), self._routing
+        by_token = np.argsort(routing.sent_rows, kind="stable")  # of each token in the order of ranks, as in combine()
+        tokens = routing.sent_rows[by_token]
+        return sum_rows(sums.astype(mx.float32), by_token, tokens, routing.tokens).astype(sums.dtype)
+
+
+class _Transfer:
+    """Rows in flight."""
+
+    def __init__(self, rows: mx.array, fp8: bool, handle: Handle, dtype: mx.Dtype, transfers: _Transfers) -> None:
+        self._rows = rows
+        self._fp8 = fp8
+        self._handle = handle
+        self._dtype = dtype  # on the wire
+        self._transfers = transfers
+        self._received: mx.array | None = None
+
+    def done(self) -> bool:
+        return self._handle.done()
+
+    def wait(self) -> mx.array:
+        if self._received is None:
+            wire = mx.array(self._transfers.wait_for(self))
+            dtype = self._rows.dtype
+            received = unpack_e4m3(wire, dtype) if self._fp8 else wire.view(self._dtype).astype(dtype)
+            self._received = _without_gradient(received, self._rows)
+            self._rows = None
+        return self._received
+
+    def arrive(self) -> np.ndarray:
+        return self._handle.wait()
+
+
+class _Transfers:
+    """Those of one exchange, in a group that nobody else uses, and how long they took."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._in_flight: list[_Transfer] = []
+        self.reset()
+
+    def start(
+        self, rows: mx.array, send: list[int], receive: list[int], exchange_dtype: mx.Dtype | str | None
+    ) -> _Transfer:
+        fp8 = exchange_dtype == "fp8"
+        dtype = rows.dtype if exchange_dtype is None or fp8 else exchange_dtype
+        # Bytes, since NumPy has no bfloat16.
+        wire = pack_e4m3(rows) if fp8 else rows.astype(dtype).view(mx.uint8)
+        mx.eval(wire)
+        handle = all_to_all_v(np.asarray(wire), send, receive, group=self._group, async_op=True)
+        transfer = _Transfer(rows, fp8, handle, dtype, self)
+        self._in_flight.append(transfer)
+        return transfer
+
+    def wait_for(self, transfer: _Transfer) -> np.ndarray:
+        under_way = sum(not other.done() for other in self._in_flight)
+        begin = time.perf_counter()
+        try:
+            return transfer.arrive()
+        finally:
+            self._waited += under_way * (time.perf_counter() - begin)
+            self._in_flight.remove(transfer)
+
+    def overlap(self) -> Overlap:
+        return Overlap((self._group.stats()["operation_ns"] - self._before) / 1e9, self._waited)
+
+    def reset(self) -> None:
+        if self._in_flight:
+            raise InvalidArgument(f"reset_overlap: {len(self._in_flight)} transfers are in flight; wait for them first")
+        self._before = self._group.stats()["operation_ns"]
+        self._waited = 0.0
+
+
+def _without_gradient(received: mx.array, sent: mx.array) -> mx.array:
+    """``received``, which depends on ``sent`` in a way that MLX does not see: a gradient would silently be missing."""
+    connected = mx.custom_function(lambda received, sent: received)
+    connected.vjp(_refuse)
+    return connected(received, sent)
+
+
+def _refuse(*_: object) -> None:
+    raise InvalidArgument(
+        "OverlappedExchange has no gradient; train with dispatch and combine of mlxdist.nn.experts, which have one"
+    )
