@@ -1,5 +1,7 @@
 """One rank of tests/test_expert_overlap.py. Prints "equal" at the end."""
 
+import time
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -80,20 +82,21 @@ def micro_batches() -> None:
 
 
 def counted() -> None:
-    """Hidden where this rank computes until all has arrived, not where it waits at once."""
+    """Hidden where this rank computes until all has arrived, not where it waits at once. The last rank comes late."""
     exchange = OverlappedExchange(placement)
-    x, indices, scores = tokens_of(512, 2, mx.float32, seed=70, hidden=256)
-    weight = mx.random.normal((128, 128)) / 128**0.5
-    mx.eval(x, indices, scores, weight)
+    x, indices, scores = tokens_of(64, 2, mx.float32, seed=70)
+    weight = mx.random.normal((64, 64)) / 8
     shares = {}
     for computes in (True, False):
         exchange.reset_overlap()
-        for _ in range(5):
+        for _ in range(2):
             sent = exchange.dispatch_async(x, indices, scores)
-            while computes and not sent.done():
-                mx.eval(mx.tanh(weight @ weight))
             rows, ids = sent.wait()
-            back = exchange.combine_async(experts(rows, ids), sent)
+            y = experts(rows, ids)
+            mx.eval(y)
+            if rank == size - 1:
+                time.sleep(0.1)
+            back = exchange.combine_async(y, sent)
             while computes and not back.done():
                 mx.eval(mx.tanh(weight @ weight))
             mx.eval(back.wait())
@@ -103,8 +106,8 @@ def counted() -> None:
         shares[computes] = overlap.share
     if size == 1:
         assert shares == {True: 0, False: 0}  # there is no communication
-    else:
-        assert shares[True] > 0.7 and shares[False] < 0.4, shares
+    elif rank < size - 1:
+        assert shares[True] > 0.7 and shares[False] < 0.3, shares
 
 
 def refused() -> None:

@@ -106,8 +106,8 @@ class LowLatencyExchange:
         equal = {
             "max_tokens": self.max_tokens,
             "top_k": self.top_k,
-            "FP8": self.fp8,
-            "placement of experts": hash(self.placement) >> 1,
+            "option fp8": self.fp8,
+            "placement of the experts": self.placement,
         }
         return int(agree("LowLatencyExchange", self._group, problem, equal, [tokens]).max())
 

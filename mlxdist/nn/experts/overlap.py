@@ -123,12 +123,12 @@ class OverlappedExchange:
         if scores.shape != indices.shape:
             raise InvalidArgument(f"dispatch_async: scores have shape {scores.shape}, indices {indices.shape}")
         routing = route(indices, self.placement, self._group, x=x, name="dispatch_async")
+        rows = take_rows(x, routing.sent_rows)
         weights = take_rows(scores.reshape(-1, 1).astype(mx.float32), routing.sent_slots)
-        rows = self._transfers.start(
-            take_rows(x, routing.sent_rows), routing.rows_to, routing.rows_from, exchange_dtype
-        )
+        mx.eval(rows, weights)  # together, and before the first of them leaves
+        started = self._transfers.start(rows, routing.rows_to, routing.rows_from, exchange_dtype)
         return DispatchInFlight(
-            routing, rows, self._transfers.start(weights, routing.pairs_to, routing.pairs_from, None)
+            routing, started, self._transfers.start(weights, routing.pairs_to, routing.pairs_from, None)
         )
 
     def combine_async(

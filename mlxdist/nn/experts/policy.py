@@ -12,12 +12,13 @@ kind of collective by `calibrate`. With B = T d s, a rank sends
                 dispatch    plan, 3 all_to_all_v: rows, weights, rows back       2 q B/n + w
     replicated  replicated  all_sum                                              2 (n-1)/n B
                 gather      sum_scatter, all_gather                              2 (n-1)/n B
-                dispatch    plan, 3 all_to_all_v as above, all_gather            2 q B/n + w + (n-1)/n B
+                dispatch    3 all_to_all_v as above, all_gather                  2 q B/n + w + (n-1)/n B
 
 A token is sent once to each other rank that has experts of it, so q is the number of those: (n-1) (1 - (1-1/n)^k) if
 all experts are chosen equally often and independently. w = 4 k (n-1)/n T/n are the float32 weights. "Plan" is what
 dispatch does before it can send: the ranks tell each other their counts and the experts of their rows, and the host
-waits for both; P seconds. All modes compute the same rows, so computing is in none of them.
+waits for both; P seconds. Ranks that hold the same tokens know that by themselves. All modes compute the same rows, so
+computing is in none of them.
 
 All ranks must choose the same. So a choice depends on numbers that are equal on all ranks (T, not a rank's own tokens;
 what was measured, as the slowest rank saw it) and on how often `Policy.choose` was called, never on a clock.
@@ -73,7 +74,7 @@ class Link:
         provider: as `Group.provider` names it.
         ranks: how many.
         costs: by collective: "all_sum", "all_gather", "sum_scatter", "all_to_all_v".
-        plan: seconds that dispatch takes before it sends.
+        plan: seconds that dispatch takes before it sends tokens of the ranks' own.
         measured: False where these are assumptions.
     """
 
@@ -133,7 +134,7 @@ class Workload:
         if link.ranks == 1:
             return 0.0
         sent = sum(link.costs[name].seconds(nbytes) for name, nbytes in self.parts(mode, tokens, link.ranks))
-        return sent + (link.plan if mode == "dispatch" else 0)
+        return sent + (link.plan if mode == "dispatch" and self.sharded else 0)
 
     def cheapest(self, tokens: int, link: Link) -> str:
         """The mode that takes least; of equal ones the first of `MODES`."""
