@@ -11,7 +11,7 @@ import click
 
 __all__ = ["bench"]
 
-BENCHMARKS = ("collectives", "fragmentation", "tune")
+BENCHMARKS = ("collectives", "ep", "fragmentation", "tune")
 
 
 class Benchmarks(click.Group):
