@@ -1,4 +1,4 @@
-"""`mlxdist bench ep`: one layer of experts, expert-parallel in each mode, beside one process and mlx-lm's own sharding."""
+"""`mlxdist bench ep`: a layer of experts, expert-parallel in each mode, beside one process and mlx-lm's sharding."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rich.table import Table
 from .collectives import Names
 from .job import free_ports, print_load, results_console, run, write_results
 
-ONE_PROCESS, RING, AUTO = "one process", "mlx-lm on ring", "auto"
-LABELS = {RING: "mlx-lm, sharded, on MLX's ring", AUTO: "chosen by the policy"}
+ONE_PROCESS, RING, AUTO, COMPILED = "one process", "mlx-lm on ring", "auto", "compiled"
+LABELS = {RING: "mlx-lm, sharded, on MLX's ring", AUTO: "chosen by the policy", COMPILED: "replicated, in mx.compile"}
 FASTER_THAN_ONE_PROCESS = 1.4  # to reach with 128 tokens
 TARGET_TOKENS = 128
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
@@ -68,7 +68,7 @@ class Counts(click.ParamType):
 @click.command()
 @click.option("-n", "ranks", type=click.IntRange(2, 8), default=2, show_default=True, help="Number of ranks.")
 @click.option("--shape", "shapes", type=Names(tuple(SHAPES)), default="all", help="Layers [default: all].")
-@click.option("--scale", type=click.IntRange(1, 256), help="Divide widths by this [default: 16 mixtral, 8 qwen3.5-moe].")
+@click.option("--scale", type=click.IntRange(1, 256), help="Divide widths by this [default: 16, qwen3.5-moe 8].")
 @click.option("--tokens", type=Counts(), default="1,2,4,8,16,32,64,128,256,512", show_default=True, help="In a call.")
 @click.option("--sharded", is_flag=True, help="Each rank has its part of the tokens, instead of all ranks all of them.")
 @click.option("--rounds", type=click.IntRange(3, 1000), default=9, show_default=True, help="Blocks measured per case.")
@@ -91,8 +91,9 @@ def ep(
     """Time a layer of experts on the ranks of this machine, in float32 on the CPU, and check its results.
 
     Router, experts and exchange, in blocks that take turns: each mode of ExpertParallelSwitchGLU; the one that a
-    calibrated policy chooses ("auto"); mlx-lm's own sharding, which cuts each expert, on MLX's ring; and the whole layer
-    in one process while the others sleep. One thread of BLAS in each.
+    calibrated policy chooses ("auto"); all of it in mx.compile, where nothing waits for the host ("compiled", not with
+    --sharded); mlx-lm's own sharding, which cuts each expert, on MLX's ring; and the whole layer in one process while
+    the others sleep. One thread of BLAS in each.
 
     The exit status is 1 if a result was wrong, or a time is shorter than the memory allows.
     """
@@ -124,6 +125,11 @@ def ep(
     sys.exit(1 if any(case["refused"] or any(case["wrong"].values()) for case in results["cases"]) else 0)
 
 
+def described(case: dict[str, Any]) -> str:
+    """The layer of a case: "mixtral: 256x896, top 2 of 8"."""
+    return f"{case['shape']}: {case['hidden']}x{case['intermediate']}, top {case['top_k']} of {case['experts']}"
+
+
 def targets(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What is to be reached, and whether it is; of cases that are not refused."""
     found = []
@@ -153,11 +159,10 @@ def _print(results: dict[str, Any]) -> None:
     names = list(results["cases"][0]["wrong"])
     for name in names:
         table.add_column(name, justify="right")
-    for column in ("auto chose", "ring/auto", "one/auto", "#wrong"):
+    for column in ("auto is", "ring/auto", "one/auto", "#wrong"):
         table.add_column(column, justify="right")
     for case in results["cases"]:
-        sizes = f"{case['hidden']}x{case['intermediate']}, top {case['top_k']} of {case['experts']}"
-        row = [f"{case['shape']} {sizes}", str(case["tokens"])]
+        row = [case["shape"], str(case["tokens"])]
         times = case["microseconds"]
         if times is None:
             row += ["refused"] * len(names) + [case["chosen"], "", ""]
@@ -166,6 +171,8 @@ def _print(results: dict[str, Any]) -> None:
             row += [f"{times[name]['median'] / times[AUTO]['median']:.2f}" for name in (RING, ONE_PROCESS)]
         table.add_row(*row, str(sum(case["wrong"].values())))
     console.print(table)
+    for shape in dict.fromkeys(described(case) for case in results["cases"]):
+        console.print(shape)
     for case in results["cases"]:
         for refused in case["refused"]:
             console.print(f"Refused: {refused}.")

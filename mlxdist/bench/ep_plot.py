@@ -11,7 +11,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from .ep import AUTO, LABELS, ONE_PROCESS
+from .ep import AUTO, LABELS, ONE_PROCESS, described
 
 __all__ = ["draw"]
 
@@ -45,6 +45,4 @@ def _draw_shape(axes: Any, shape: str, cases: list[dict[str, Any]]) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.grid(True, which="both", alpha=0.2)
     axes.legend()
-    if cases:
-        one = cases[0]
-        axes.set_title(f"{shape}: {one['hidden']}x{one['intermediate']}, top {one['top_k']} of {one['experts']}")
+    axes.set_title(described(cases[0]) if cases else f"{shape}: all refused")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -15,7 +16,7 @@ import mlxdist
 from mlxdist.nn.experts.policy import MODES, Policy, calibrate
 from mlxdist.nn.experts.switch import ExpertParallelSwitchGLU
 
-from .ep import AUTO, ONE_PROCESS, RING, SHAPES, Shape
+from .ep import AUTO, COMPILED, ONE_PROCESS, RING, SHAPES, Shape
 from .job import serve
 from .ring import mlx_ring
 from .timing import Work, copy_work, interleave, quantiles, slowest
@@ -54,6 +55,10 @@ class Layer:
             mode: ExpertParallelSwitchGLU.from_switch(self.whole.switch_mlp, world, mode=mode, **how)
             for mode in (*MODES, AUTO)
         }
+        if not sharded:
+            self.parallel[COMPILED] = ExpertParallelSwitchGLU.from_switch(
+                self.whole.switch_mlp, world, mode="replicated", host_sync=False
+            )
         mx.eval(self.on_ring.parameters(), [layer.parameters() for layer in self.parallel.values()])
 
     def _block(self) -> Qwen3MoeSparseMoeBlock:
@@ -75,7 +80,8 @@ class Layer:
             RING: (lambda: self.on_ring(x), expected),
         }
         for mode, experts in self.parallel.items():
-            ways[mode] = (lambda experts=experts: self._routed(part, experts), expected[mine])
+            routed = partial(self._routed, experts=experts)
+            ways[mode] = (partial(mx.compile(routed) if mode == COMPILED else routed, part), expected[mine])
         wrong = {name: self._wrong(call(), wanted) for name, (call, wanted) in ways.items()}
         works = {name: Work(lambda call=call: mx.eval(call())) for name, (call, _) in ways.items()}
         if rank > 0:
