@@ -14,84 +14,26 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
-import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from ..errors import InvalidArgument
+from .own_shard import NotUsable, observe
+from .parameters import Shard, dtype_name, parameters
+from .patterns import find_blocks
+from .shards import split_sizes
 
-__all__ = ["KINDS", "Plan", "Shard"]
+__all__ = ["OWN_SHARD", "PATTERNS", "WHOLE", "Plan", "Shard", "plan_shards"]
 
-KINDS = ("column", "row", "vocab", "experts", "whole")
+OWN_SHARD, PATTERNS, WHOLE = "model.shard()", "patterns", "whole"
 
-Range = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Shard:
-    """What the ranks hold of one parameter.
-
-    Attributes:
-        path: where it is in the model: "model.layers.0.self_attn.q_proj.weight".
-        kind: "column": a rank has some outputs of a layer (also: some heads); "row": some of its inputs; "vocab": some
-            words; "experts": some experts; "whole": every rank has all of it.
-        shape: of the parameter that is not cut.
-        dtype: its name: "float32".
-        axis: along which it is cut; 0 if it is not.
-        ranges: for each rank, which pieces along the axis it has, in this order: ``((start, stop), ...)``. Fused layers
-            have several pieces; a piece may be on more than one rank (KV heads where there are fewer than ranks).
-        scale: what every rank multiplies it by, for what is added up over the ranks and must count once (a bias of
-            experts that are cut inside): 1 / ranks. Otherwise 1.
-        reason: why it stays whole; "" where it is cut.
-    """
-
-    path: str
-    kind: str
-    shape: tuple[int, ...]
-    dtype: str
-    axis: int = 0
-    ranges: tuple[tuple[Range, ...], ...] = ()
-    scale: float = 1.0
-    reason: str = ""
-
-    @property
-    def sizes(self) -> list[int]:
-        """How much of the axis each rank holds; [] if the parameter is whole."""
-        return [sum(stop - start for start, stop in pieces) for pieces in self.ranges]
-
-    @property
-    def segments(self) -> tuple[int, ...]:
-        """The lengths of the pieces along the axis that are cut each by itself: one, if it is not a fused layer."""
-        if not self.ranges:
-            return (self.shape[self.axis],) if self.shape else ()
-        pieces = zip(*self.ranges, strict=True)
-        return tuple(sum(stop - start for start, stop in set(ranges)) for ranges in pieces)
-
-    def slices(self, rank: int) -> list[slice]:
-        """What a rank has along the axis: these slices, joined in this order."""
-        if not self.ranges:
-            return [slice(0, self.shape[self.axis])] if self.shape else []
-        return [slice(start, stop) for start, stop in self.ranges[rank]]
-
-    def shape_on(self, rank: int) -> tuple[int, ...]:
-        """The shape of what a rank holds."""
-        if not self.ranges:
-            return self.shape
-        return (*self.shape[: self.axis], self.sizes[rank], *self.shape[self.axis + 1 :])
-
-    def bytes(self, rank: int) -> int:
-        """How many bytes a rank holds."""
-        return prod(self.shape_on(rank)) * getattr(mx, self.dtype).size
-
-    def take(self, x: mx.array, rank: int) -> mx.array:
-        """A rank's part of the whole parameter; lazy."""
-        if self.ranges:
-            before = (slice(None),) * self.axis
-            parts = [x[(*before, part)] for part in self.slices(rank)]
-            x = mx.contiguous(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=self.axis))
-        return x if self.scale == 1 else (x * self.scale).astype(x.dtype)
+# What is in the name of a parameter that belongs to no block, and why it stays whole.
+REASONS = (
+    (("norm", "ln_"), "a norm over the hidden state, small"),
+    (("embed", "wte", "wpe", "lm_head", "output_layer"), "the vocabulary is not cut"),
+    (("router", "gate"), "every rank routes all tokens"),
+    (("mamba", "mixer", "ssm", "conv", "a_log", "linear_attn"), "a state-space or convolution layer, computed on each rank"),
+)
 
 
 @dataclass(frozen=True)
@@ -152,6 +94,59 @@ class Plan:
         return plan
 
 
+def plan_shards(
+    model: nn.Module, tp: int = 1, ep: int = 1, *, weights: Sequence[float] | None = None
+) -> Plan:
+    """Plans how ``model`` is cut over ``tp * ep`` ranks. Needs no group; nothing is sent, no parameter is evaluated.
+
+    Args:
+        model: whole, of mlx-lm or built likewise; its parameters may be lazy.
+        tp: over how many ranks attention and MLPs are cut.
+        ep: with more than 1, each of the ``tp * ep`` ranks holds whole experts; with 1 experts are cut inside.
+        weights: how the ``tp`` ranks share the work, one positive number for each; None: equally.
+
+    The model's own ``shard()`` decides where there is one that is right for this number of ranks, experts are cut
+    inside and all ranks get the same; otherwise :mod:`mlxdist.nn.patterns`.
+
+    Raises InvalidArgument: ``tp``, ``ep`` or ``weights`` are no such numbers; heads, KV heads, quantization groups or
+    experts of the model cannot be cut as asked.
+    """
+    for name, number in (("tp", tp), ("ep", ep)):
+        if type(number) is not int or number < 1:
+            raise InvalidArgument(f"plan_shards: {name} must be a positive integer, not {number!r}")
+    if weights is not None:
+        split_sizes("plan_shards: weights", tp, tp, weights)
+        weights = tuple(float(weight) for weight in weights)
+    model_type = str(getattr(model, "model_type", type(model).__name__))
+    notes: tuple[str, ...] = ()
+    if tp > 1 and ep == 1 and weights is None and hasattr(model, "shard"):
+        try:
+            return Plan(tp, ep, None, observe(model, tp), model_type, OWN_SHARD)
+        except NotUsable as why:
+            notes = (str(why),)
+    blocks, reasons = find_blocks(model, tp, ep, weights) if tp * ep > 1 else ([], {})
+    cut = {path: shard for block in blocks for path, shard in block.shards.items()}
+    shards = {
+        path: cut.get(path) or Shard(path, "whole", array.shape, dtype_name(array), reason=_reason(path, reasons, tp * ep))
+        for path, array in parameters(model).items()
+    }
+    return Plan(tp, ep, weights, shards, model_type, PATTERNS if cut else WHOLE, notes)
+
+
+def _reason(path: str, reasons: Mapping[str, str], ranks: int) -> str:
+    """Why a parameter stays whole that no block has."""
+    if ranks == 1:
+        return "there is one rank"
+    for block, reason in reasons.items():
+        if not block or path.startswith(f"{block}."):
+            return reason
+    names = path.split(".")
+    for words, reason in REASONS:
+        if any(word in name.lower() for name in names[-3:] for word in words):
+            return reason
+    return "belongs to no attention, MLP or experts that are known"
+
+
 def check_parameters(expected: Mapping[str, tuple[Sequence[int], str]], model: nn.Module) -> None:
     """Raises InvalidArgument, naming some, where the model's parameters are not the expected ones."""
     found = parameters(model)
@@ -166,16 +161,6 @@ def check_parameters(expected: Mapping[str, tuple[Sequence[int], str]], model: n
             )
     if more := [path for path in found if path not in expected]:
         raise InvalidArgument(f"the plan is for another model: it does not have {more[0]} ({len(more)} in all)")
-
-
-def parameters(model: nn.Module) -> dict[str, mx.array]:
-    """All parameters by path; nothing is evaluated."""
-    return dict(tree_flatten(model.parameters()))
-
-
-def dtype_name(array: mx.array) -> str:
-    """The name of an array's dtype: "float32"."""
-    return str(array.dtype).removeprefix("mlx.core.")
 
 
 def _tuples(fields: dict) -> dict:
