@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models
+from mlx.utils import tree_map
 
 # More than one layer, so that layers that alternate have one of each kind; sizes differ where they can.
 LAYERS = 4
@@ -96,6 +97,7 @@ _KDA = {
         "kda_layers": [1, 3], "full_attn_layers": [2, 4], "num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4,
     },
 }  # fmt: skip
+_QWEN_3_5 = {"text_config": {**SIZES, **_LINEAR, "num_experts": 0, "full_attention_interval": 2}}
 _BLOCK = {
     "attention": {"no_op": False, "replace_with_linear": False, "n_heads_in_group": 2},
     "ffn": {"no_op": False, "replace_with_linear": False, "ffn_mult": 2.0},
@@ -164,19 +166,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "nemotron-nas": {"block_configs": [_BLOCK] * LAYERS},
     "nemotron_h": {"hybrid_override_pattern": ["M", "*", "-", "E"], "routed_scaling_factor": 1.0, "norm_topk_prob": True},
     "openelm": {"num_transformer_layers": 2, "model_dim": 64, "num_query_heads": [4, 8], "num_kv_heads": [2, 2], "ffn_multipliers": [1.0, 2.0], "ffn_dim_divisor": 16},
-    "phi3small": {"ff_intermediate_size": 96, "dense_attention_every_n_layers": 2},
+    "phi3small": {"vocab_size": 100352, "ff_intermediate_size": 96, "dense_attention_every_n_layers": 2},
     "phixtral": {"num_vocab": 96, "model_dim": 64, "rotary_dim": 8},
     "pixtral": {"text_config": "llama"},
     "plamo": {"n_shared_head": 2},
     "qwen": {"kv_channels": 16},
     "qwen2_vl": {"text_config": "qwen2"},
     "qwen3": {"rope_theta": 1e4},
-    "qwen3_5": {"text_config": {**SIZES, **_LINEAR, "num_experts": 0, "full_attention_interval": 2}},
+    "qwen3_5": _QWEN_3_5,
     "qwen3_5_moe": {"text_config": {**SIZES, **_LINEAR, "full_attention_interval": 2}},
     "qwen3_moe": {"mlp_only_layers": [0]},
     "qwen3_next": {**_LINEAR, "mlp_only_layers": [0], "full_attention_interval": 2},
     "qwen3_vl": {"text_config": "qwen3"},
     "qwen3_vl_moe": {"text_config": "qwen3_moe"},
+    "prism_hadamard_qwen35": {"text_config": _QWEN_3_5["text_config"] | {"hidden_size": 512, "intermediate_size": 512}, "tensor_namespace": "mlx-vlm-qwen3_5", "quantization": {"bits": 2, "group_size": 128, "mode": "affine"}, "modules": [{"path": f"model.layers.{i}.mlp.{name}_proj", "block": 512, "embedding": False, "dtype": "float16"} for i in range(LAYERS) for name in ("gate", "up", "down")]},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 8, "logits_soft_cap": 30.0},
     "spark2_5": {"rope_parameters": {kind: {"rope_theta": 1e4} for kind in _MIXED}},
     "step3p5": {"num_attention_groups": 2, "moe_top_k": 2, "share_expert_dim": 48},
@@ -220,4 +223,9 @@ def build(name: str, seed: int = 0) -> nn.Module:
     """The tiny model of a model file, with random float32 parameters; lazy."""
     module = importlib.import_module(f"mlx_lm.models.{name}")
     mx.random.seed(seed)
-    return module.Model(module.ModelArgs.from_dict(config_of(name)))
+    model = module.Model(module.ModelArgs.from_dict(config_of(name)))
+    # Biases, sinks and norms begin as zeros and ones, with which it would not show where they are cut wrongly.
+    noise = lambda array: array + 0.1 * mx.random.normal(array.shape, array.dtype)  # noqa: E731
+    floats = (mx.float32, mx.float16)
+    model.update(tree_map(lambda array: noise(array) if array.dtype in floats else array, model.parameters()))
+    return model

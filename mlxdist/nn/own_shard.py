@@ -14,11 +14,24 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.nn.layers.distributed import (
+    AllToShardedLinear,
+    QuantizedAllToShardedLinear,
+    QuantizedShardedToAllLinear,
+    ShardedToAllLinear,
+)
 
-from ..errors import InvalidArgument
 from .parameters import Shard, dtype_name, parameters
 
 __all__ = ["NotUsable", "observe"]
+
+REPLACEABLE = (nn.Linear, nn.QuantizedLinear)
+SHARDED_LINEARS = (
+    AllToShardedLinear,
+    QuantizedAllToShardedLinear,
+    QuantizedShardedToAllLinear,
+    ShardedToAllLinear,
+)
 
 
 class NotUsable(Exception):
@@ -61,10 +74,14 @@ def _run(model: nn.Module, replace: Callable[[str, nn.Module, mx.array], mx.arra
     """Runs shard() on a copy of the model with other parameters."""
     copied = _copy(model, "", replace, {})
     before, attributes = parameters(copied), _integers(copied)
+    kinds = {path: type(module) for path, module in copied.named_modules()}
     try:
         copied.shard(_Rank(rank, ranks))
     except Exception as error:  # whatever it is that a foreign method raises
         raise NotUsable(f"model.shard() fails for {ranks} ranks: {type(error).__name__}: {error}") from error
+    for path, module in copied.named_modules():
+        if type(module) is not kinds[path] and kinds[path] not in REPLACEABLE and type(module) in SHARDED_LINEARS:
+            raise NotUsable(f"model.shard() makes a plain linear layer of {path}, a {kinds[path].__name__}")
     after = _integers(copied)
     for name, number in attributes.items():
         if name in after and after[name] != number and number % ranks:

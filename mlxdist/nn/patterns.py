@@ -48,6 +48,12 @@ PER_HEAD = {
     "conv_k": (2, "kv"),
     "conv_v": (2, "kv"),
 }
+# Attention that is written so that it cannot be cut, by the module of its class.
+NOT_TO_CUT = {
+    "baichuan_m1": "takes the width of all its heads from its input",
+    "exaone": "takes the width of all its heads from its input",
+    "plamo": "gives queries their KV heads in turn, with a fixed number of turns",
+}
 # The latent projections of multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434) stay whole.
 LATENT = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")
 LATENT_HEADS = ("embed_q", "unembed_out")
@@ -167,8 +173,12 @@ class _Finder:
 
     def attention(self, block: Block, module: nn.Module) -> None:
         known = _Known(block, module)
+        if reason := NOT_TO_CUT.get(_source(module)):
+            raise _Whole(f"{type(module).__name__} {reason}")
+        if getattr(module, "block_sparse", False):
+            raise _Whole("its sparse mask depends on the numbers of the heads")
         output = known.one_of(OUTPUTS, "output projection")
-        queries = _first(module, QUERIES) if _first(module, QUERIES) != "q_b_proj" else "q_b_proj"
+        queries = _first(module, QUERIES)
         heads = _attribute(module, QUERY_HEADS)
         if heads is None:
             raise _Whole("attention whose number of heads is not known")
@@ -202,8 +212,8 @@ class _Finder:
                     known.norm(name, ranges, count, replicated=split.replicated and names is KEY_NORMS)
         for path, (axis, whose) in PER_HEAD.items():
             known.per_head(path, axis, *((query_ranges, heads) if whose == "query" else (kv_ranges, kv_heads)))
-        self.head_attributes(block, module, split, heads, kv_heads, latent, fused)
-        known.finish(input_dims=_input_dims(module[output], transposed=True))
+        self.head_attributes(block, module, split, heads, kv_heads, latent, _input_dims(module[output]))
+        known.finish(input_dims=_output_dims(module[output]))
 
     def kv_heads_by_shape(self, module: nn.Module, queries: str | None, heads: int) -> int:
         keys = _first(module, KEYS)
@@ -223,7 +233,7 @@ class _Finder:
             known.column("kv_b_proj", ranges, heads)
 
     def fused(self, known: "_Known", module: nn.Module, name: str, heads: int, kv_heads: int, split: "_Heads") -> None:
-        source = type(module).__module__.rpartition(".")[2]
+        source = _source(module)
         by_kv_head = name in FUSED_BY_KV_HEAD or name == "query_key_value" and source in QUERY_KEY_VALUE_BY_KV_HEAD
         if name == "query_key_value" and not by_kv_head and source not in QUERY_KEY_VALUE_IN_TURN:
             raise _Whole(f"the order of queries, keys and values in {name} is not known for {source}")
@@ -268,8 +278,9 @@ class _Finder:
         return _Heads(_consecutive([heads // self.tp] * self.tp), kv, True)
 
     def head_attributes(
-        self, block: Block, module: nn.Module, split: "_Heads", heads: int, kv_heads: int, latent: bool, fused: str | None
+        self, block: Block, module: nn.Module, split: "_Heads", heads: int, kv_heads: int, latent: bool, width: int
     ) -> None:
+        """The numbers that the module's forward pass reads; `width` is that of all heads, before the output."""
         query_counts, kv_counts = _lengths(split.query), _lengths(split.kv)
         for name in QUERY_HEADS:
             if name in vars(module):
@@ -285,7 +296,7 @@ class _Finder:
         for names, counts, count in ((QUERY_SIZES, query_counts, heads), (KV_SIZES, kv_counts, kv_heads)):
             for name in names:
                 size = vars(module).get(name)
-                if fused and type(size) is int and size % count == 0:
+                if type(size) is int and size % count == 0 and (names is KV_SIZES or size == width):
                     block.attributes[block.path, name] = tuple(size // count * local for local in counts)
 
     # MLPs and experts.
@@ -560,6 +571,11 @@ def _arrays(layer: nn.Module) -> Iterator[tuple[str, mx.array]]:
     return ((name, value) for name, value in layer.items() if isinstance(value, mx.array) and not name.startswith("_"))
 
 
+def _source(module: nn.Module) -> str:
+    """The name of the file of a module's class."""
+    return type(module).__module__.rpartition(".")[2]
+
+
 def _first(module: nn.Module, names: Sequence[str]) -> str | None:
     return next((name for name in names if isinstance(module.get(name), nn.Module)), None)
 
@@ -572,9 +588,7 @@ def _output_dims(layer: nn.Module) -> int:
     return layer.weight.shape[-2]
 
 
-def _input_dims(layer: nn.Module, transposed: bool = False) -> int:
-    if transposed:
-        return _output_dims(layer)
+def _input_dims(layer: nn.Module) -> int:
     bits = getattr(layer, "bits", None)
     return layer.weight.shape[-1] * 32 // bits if bits else layer.weight.shape[-1]
 

@@ -1,0 +1,166 @@
+"""Cuts a whole model, in place, as a plan says: afterwards this rank holds its part and all ranks compute together."""
+
+import json
+from functools import cache
+from typing import Any
+from zlib import crc32
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.nn.layers.distributed import (
+    AllToShardedLinear,
+    QuantizedAllToShardedLinear,
+    QuantizedShardedToAllLinear,
+    ShardedToAllLinear,
+)
+
+from ..arguments import group_of
+from ..errors import InvalidArgument
+from ..group import Group
+from .experts.agreement import agree
+from .mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
+from .parameters import Shard
+from .patterns import Block, find_blocks
+from .plan import OWN_SHARD, Plan
+
+__all__ = ["ShardedRMSNorm", "shard_model"]
+
+
+def shard_model(model: nn.Module, plan: Plan, group: Group | None = None) -> nn.Module:
+    """Cuts ``model`` in place as ``plan`` says and returns it. Collective: all ranks of ``group`` call it.
+
+    Nothing is evaluated: parameters that are lazy stay lazy, so that a rank need never hold the whole model. What the
+    ranks compute with the result is what one process computes with the whole model, for the same input on every rank.
+    The KV cache, made after this, is of this rank's heads.
+
+    Args:
+        model: whole, the one that the plan was made for.
+        plan: of :func:`mlxdist.nn.plan_shards`, the same on all ranks.
+        group: of ``plan.ranks`` ranks; ``None`` is the group of ``mlxdist.init()``. With ``plan.ep`` > 1 the ranks are
+            a grid, rank = ep_index * tp + tp_index.
+
+    Raises InvalidArgument, with the same text on all ranks and before anything is changed: the plan is for another
+    model or number of ranks, the ranks have different plans, the model is cut already.
+    """
+    group = group_of(group)
+    agree("shard_model", group, _problem(model, plan, group), {"plan": _checksum(plan)})
+    if plan.ranks == 1:
+        return model
+    tp_group = group if plan.ep == 1 else group.split(color=group.rank() // plan.tp)
+    if plan.how == OWN_SHARD:
+        model.shard(tp_group.mlx)
+        return model
+    blocks, _ = find_blocks(model, plan.tp, plan.ep, plan.weights)
+    modules = dict(model.named_modules())
+    for block in blocks:
+        _cut(block, modules, plan, group, tp_group)
+    return model
+
+
+def _problem(model: Any, plan: Any, group: Group) -> str | None:
+    """What is wrong with this rank's arguments."""
+    try:
+        if not isinstance(model, nn.Module):
+            raise InvalidArgument(f"model must be an mlx.nn.Module, not {type(model).__name__}")
+        if not isinstance(plan, Plan):
+            raise InvalidArgument(f"plan must be a Plan of plan_shards, not {type(plan).__name__}")
+        if plan.ranks != group.size():
+            raise InvalidArgument(
+                f"the plan is for tp={plan.tp} x ep={plan.ep} = {plan.ranks} ranks, the group has {group.size()}"
+            )
+        plan.check(model)
+        if plan.how == OWN_SHARD:
+            if not hasattr(model, "shard"):
+                raise InvalidArgument(f"the plan uses model.shard(), which {type(model).__name__} does not have")
+        else:
+            _check_blocks(model, plan)
+    except InvalidArgument as error:
+        return f"shard_model: {error}"
+    return None
+
+
+def _check_blocks(model: nn.Module, plan: Plan) -> None:
+    """The plan must say what the patterns of this version find, which are what is carried out."""
+    blocks, _ = find_blocks(model, plan.tp, plan.ep, plan.weights) if plan.ranks > 1 else ([], {})
+    found = {path: shard for block in blocks for path, shard in block.shards.items()}
+    for path, shard in plan.shards.items():
+        if (shard.ranges, shard.scale) != (found[path].ranges if path in found else (), _scale(found.get(path))):
+            raise InvalidArgument(
+                f"the plan does not cut {path} as this version of mlxdist does: make it anew with plan_shards"
+            )
+
+
+def _scale(shard: Shard | None) -> float:
+    return shard.scale if shard else 1.0
+
+
+def _checksum(plan: Any) -> int:
+    return crc32(plan.to_json().encode()) if isinstance(plan, Plan) else 0
+
+
+def _cut(block: Block, modules: dict[str, nn.Module], plan: Plan, group: Group, tp_group: Group) -> None:
+    """Carries out what the patterns found in one block."""
+    roles = block.roles
+    for path, role in roles.items():
+        if role == "experts":
+            raise InvalidArgument(f"{path}: whole experts on their ranks are not there yet: use ep=1")
+    for path, shard in block.shards.items():
+        where, _, name = path.rpartition(".")
+        module = modules[where]
+        module[name] = shard.take(module[name], tp_group.rank())
+    for (path, name), values in block.attributes.items():
+        setattr(modules[path], name, values[tp_group.rank()])
+    for path, role in roles.items():
+        _ROLES[role](modules[path], tp_group)
+
+
+def _column(layer: nn.Module, group: Group) -> None:
+    layer.__class__ = QuantizedAllToShardedLinear if isinstance(layer, nn.QuantizedLinear) else AllToShardedLinear
+    layer.group = group.mlx
+
+
+def _row(layer: nn.Module, group: Group) -> None:
+    layer.__class__ = QuantizedShardedToAllLinear if isinstance(layer, nn.QuantizedLinear) else ShardedToAllLinear
+    layer.group = group.mlx
+
+
+def _norm(layer: nn.RMSNorm, group: Group) -> None:
+    layer.__class__ = ShardedRMSNorm
+    layer._group = group
+
+
+def _sum(layer: nn.Module, group: Group) -> None:
+    layer.__class__ = _summed(type(layer))
+    layer._group = group
+
+
+def _add_up_itself(block: nn.Module, group: Group) -> None:
+    block.sharding_group = group.mlx
+
+
+_ROLES = {"column": _column, "row": _row, "norm": _norm, "sum": _sum, "group": _add_up_itself}
+
+
+@cache
+def _summed(kind: type[nn.Module]) -> type[nn.Module]:
+    """The layer whose results are added up over the ranks: its inputs are cut, its bias is this rank's share."""
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> mx.array:
+        return reduce_from_tensor_parallel_region(kind.__call__(self, *arguments, **keywords), group=self._group)
+
+    return type(f"Summed{kind.__name__}", (kind,), {"__call__": __call__, "__module__": __name__})
+
+
+class ShardedRMSNorm(nn.RMSNorm):
+    """An RMSNorm over a last axis of which each rank has a part: the squares are added up over the ranks.
+
+    x: (..., this rank's part); the result has its shape and dtype. Sizes may differ between ranks.
+    """
+
+    def __call__(self, x: mx.array) -> mx.array:
+        wide = x.astype(mx.float32)
+        sums = mx.concatenate([wide.square().sum(axis=-1, keepdims=True), mx.full((*x.shape[:-1], 1), x.shape[-1])], -1)
+        # The sum is used by all ranks, and so is its gradient.
+        sums = copy_to_tensor_parallel_region(reduce_from_tensor_parallel_region(sums, group=self._group), group=self._group)
+        mean = sums[..., :1] / sums[..., 1:]
+        return (wide * mx.rsqrt(mean + self.eps)).astype(x.dtype) * self["weight"]
