@@ -1,7 +1,7 @@
 """A tiny model of every model file of the installed mlx-lm, made from the fields of its ModelArgs.
 
 Fields with a name of SIZES get that value, whatever their default; the rest keep their default. What a file needs
-beyond that is in CONFIGS. A file without a Model is no model file; one that cannot be imported here is in NOT_IMPORTED.
+beyond that is in CONFIGS. A file without a Model is no model file.
 """
 
 import dataclasses
@@ -184,7 +184,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "spark2_5": {"rope_parameters": {kind: {"rope_theta": 1e4} for kind in _MIXED}},
     "step3p5": {"num_attention_groups": 2, "moe_top_k": 2, "share_expert_dim": 48},
 }
-NOT_IMPORTED = {"olmo"}
+# Files that cannot be imported here, and models that cannot run here.
+NOT_IMPORTED = {"olmo": "it needs the package ai2-olmo"}
+NOT_COMPARED = {
+    "bitnet": "its layers are Metal kernels",
+    "muse_spark": "its attention is a Metal kernel",
+}
 
 
 def model_files() -> list[str]:
@@ -219,11 +224,11 @@ def config_of(name: str) -> dict[str, Any]:
     return config
 
 
-def build(name: str, seed: int = 0) -> nn.Module:
-    """The tiny model of a model file, with random float32 parameters; lazy."""
+def build(name: str, seed: int = 0, **fields: Any) -> nn.Module:
+    """The tiny model of a model file, with random float32 parameters; lazy. `fields` are for its configuration."""
     module = importlib.import_module(f"mlx_lm.models.{name}")
     mx.random.seed(seed)
-    model = module.Model(module.ModelArgs.from_dict(config_of(name)))
+    model = module.Model(module.ModelArgs.from_dict(config_of(name) | fields))
     # Biases, sinks and norms begin as zeros and ones, with which it would not show where they are cut wrongly.
     noise = lambda array: array + 0.1 * mx.random.normal(array.shape, array.dtype)  # noqa: E731
     floats = (mx.float32, mx.float16)

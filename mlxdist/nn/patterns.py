@@ -7,17 +7,18 @@ same one. A cut block ends with one sum over the ranks (Shoeybi et al. 2019, "Me
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import gcd, lcm
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import InvalidArgument
+from .experts.placement import Placement
 from .parameters import Range, Shard, dtype_name
 from .shards import split_sizes
 
-__all__ = ["Block", "find_blocks"]
+__all__ = ["Block", "expert_weights", "find_blocks"]
 
 QUERIES = ("q_proj", "c_q", "attn_query", "q_b_proj")
 KEYS = ("k_proj", "c_k", "attn_key")
@@ -104,6 +105,13 @@ class Block:
     attributes: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
     shares: bool = False
 
+    def repeat(self, ep: int) -> None:
+        """From the ranks of a row of the grid to all: each row is the same, but for whole experts."""
+        for path, shard in self.shards.items():
+            if shard.kind != "experts":
+                self.shards[path] = replace(shard, ranges=shard.ranges * ep)
+        self.attributes = {name: values * ep for name, values in self.attributes.items()}
+
 
 class _Whole(Exception):
     """The block is not understood; the text says why it stays whole."""
@@ -123,6 +131,8 @@ def find_blocks(
         for block in [block for block in finder.blocks if block.shares]:
             finder.blocks.remove(block)
             finder.reasons[block.path] = "takes keys and values from another layer, and not all of these are cut"
+    for block in finder.blocks:
+        block.repeat(ep)
     return finder.blocks, finder.reasons
 
 
@@ -349,6 +359,7 @@ class _Finder:
                 raise _Whole(f"experts whose {name} is {type(module.get(name)).__name__}")
         if self.ep > 1:
             self.whole_experts(block, module, (*inputs, output))
+            known.done.update((*inputs, output))
         else:
             self.hidden(known, module, inputs, output)
             for name in inputs:
@@ -359,8 +370,11 @@ class _Finder:
     def whole_experts(self, block: Block, module: nn.Module, names: Sequence[str]) -> None:
         ranks = self.tp * self.ep
         experts = module[names[0]].weight.shape[0]
-        weights = [weight for _ in range(self.ep) for weight in self.weights] if self.weights else None
-        ranges = _consecutive(split_sizes(f"experts of {block.path}", experts, ranks, weights))
+        try:
+            placement = Placement(experts, ranks, expert_weights(self.weights, self.ep))
+        except InvalidArgument as error:
+            raise InvalidArgument(f"experts of {block.path}: {error}") from error
+        ranges = tuple(((held.start, held.stop),) for held in map(placement.local, range(ranks)))
         for name in names:
             for parameter, array in _arrays(module[name]):
                 path = _join(block.path, name, parameter)
@@ -381,6 +395,11 @@ class _Finder:
             block.shards |= part.shards
             block.attributes |= part.attributes
         block.roles[block.path] = "group"
+
+
+def expert_weights(weights: Sequence[float] | None, ep: int) -> list[float] | None:
+    """Those of all ranks of the grid, from those of one row."""
+    return None if weights is None else [weight for _ in range(ep) for weight in weights]
 
 
 Ranges = tuple[tuple[Range, ...], ...]

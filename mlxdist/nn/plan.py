@@ -11,28 +11,34 @@ whole grid holds whole experts.
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
+import mlx.core as mx
 import mlx.nn as nn
+from rich.table import Table
 
 from ..errors import InvalidArgument
 from .own_shard import NotUsable, observe
 from .parameters import Shard, dtype_name, parameters
 from .patterns import find_blocks
+from .plan_table import table, text
 from .shards import split_sizes
 
 __all__ = ["OWN_SHARD", "PATTERNS", "WHOLE", "Plan", "Shard", "plan_shards"]
 
 OWN_SHARD, PATTERNS, WHOLE = "model.shard()", "patterns", "whole"
 
-# What is in the name of a parameter that belongs to no block, and why it stays whole.
+# Why a parameter stays whole that belongs to no block, by what is found in its path.
 REASONS = (
-    (("norm", "ln_"), "a norm over the hidden state, small"),
-    (("embed", "wte", "wpe", "lm_head", "output_layer"), "the vocabulary is not cut"),
-    (("router", "gate"), "every rank routes all tokens"),
-    (("mamba", "mixer", "ssm", "conv", "a_log", "linear_attn"), "a state-space or convolution layer, computed on each rank"),
+    (r"norm|\bln(_|\b)", "a norm, small"),
+    (r"\b(q_a|kv_a|wkv_a)\w*\.\w+$", "a latent projection, which all heads share"),
+    (r"\b(\w*embed(_in|_out|_tokens|dings?)?\w*|wte|wpe|lm_head|output)\.\w+$|lm_head\w*$", "the vocabulary is not cut"),
+    (r"\b(router|gate|\w*expert_gate)\.(\w+\.)?\w+$|expert\w*_bias$|correction_bias$", "every rank routes all tokens"),
+    (r"mamba|mixer|ssm|conv|A_log|linear_attn|lru", "a recurrent layer or a convolution, computed on each rank"),
 )
 
 
@@ -71,6 +77,17 @@ class Plan:
     def bytes(self, rank: int) -> int:
         """How many bytes of parameters a rank holds."""
         return sum(shard.bytes(rank) for shard in self.shards.values())
+
+    @cached_property
+    def whole_bytes(self) -> int:
+        """How many bytes of parameters the model has that is not cut."""
+        return sum(prod(shard.shape) * getattr(mx, shard.dtype).size for shard in self.shards.values())
+
+    def __str__(self) -> str:
+        return text(self)
+
+    def __rich__(self) -> Table:
+        return table(self)
 
     def check(self, model: nn.Module) -> None:
         """Raises InvalidArgument if ``model``, which is not cut yet, is not the model of this plan."""
@@ -121,7 +138,8 @@ def plan_shards(
     notes: tuple[str, ...] = ()
     if tp > 1 and ep == 1 and weights is None and hasattr(model, "shard"):
         try:
-            return Plan(tp, ep, None, observe(model, tp), model_type, OWN_SHARD)
+            shards = observe(model, tp)
+            return Plan(tp, ep, None, {path: _explained(shard) for path, shard in shards.items()}, model_type, OWN_SHARD)
         except NotUsable as why:
             notes = (str(why),)
     blocks, reasons = find_blocks(model, tp, ep, weights) if tp * ep > 1 else ([], {})
@@ -133,6 +151,13 @@ def plan_shards(
     return Plan(tp, ep, weights, shards, model_type, PATTERNS if cut else WHOLE, notes)
 
 
+def _explained(shard: Shard) -> Shard:
+    """With what can be said of a parameter that the model's own shard() leaves whole."""
+    if shard.ranges:
+        return shard
+    return dataclasses.replace(shard, reason=_by_name(shard.path) or "model.shard() leaves it whole")
+
+
 def _reason(path: str, reasons: Mapping[str, str], ranks: int) -> str:
     """Why a parameter stays whole that no block has."""
     if ranks == 1:
@@ -140,11 +165,11 @@ def _reason(path: str, reasons: Mapping[str, str], ranks: int) -> str:
     for block, reason in reasons.items():
         if not block or path.startswith(f"{block}."):
             return reason
-    names = path.split(".")
-    for words, reason in REASONS:
-        if any(word in name.lower() for name in names[-3:] for word in words):
-            return reason
-    return "belongs to no attention, MLP or experts that are known"
+    return _by_name(path) or "belongs to no attention, MLP or experts that are known"
+
+
+def _by_name(path: str) -> str | None:
+    return next((reason for pattern, reason in REASONS if re.search(pattern, path)), None)
 
 
 def check_parameters(expected: Mapping[str, tuple[Sequence[int], str]], model: nn.Module) -> None:

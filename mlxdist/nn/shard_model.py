@@ -13,14 +13,16 @@ from mlx.nn.layers.distributed import (
     QuantizedShardedToAllLinear,
     ShardedToAllLinear,
 )
+from mlx.utils import tree_unflatten
 
 from ..arguments import group_of
 from ..errors import InvalidArgument
 from ..group import Group
 from .experts.agreement import agree
+from .experts.switch import ExpertParallelSwitchGLU
 from .mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
 from .parameters import Shard
-from .patterns import Block, find_blocks
+from .patterns import Block, expert_weights, find_blocks
 from .plan import OWN_SHARD, Plan
 
 __all__ = ["ShardedRMSNorm", "shard_model"]
@@ -101,17 +103,28 @@ def _checksum(plan: Any) -> int:
 def _cut(block: Block, modules: dict[str, nn.Module], plan: Plan, group: Group, tp_group: Group) -> None:
     """Carries out what the patterns found in one block."""
     roles = block.roles
-    for path, role in roles.items():
-        if role == "experts":
-            raise InvalidArgument(f"{path}: whole experts on their ranks are not there yet: use ep=1")
+    if roles.get(block.path) == "experts":
+        layer = ExpertParallelSwitchGLU.from_switch(
+            modules[block.path], group, weights=expert_weights(plan.weights, plan.ep)
+        )
+        _replace(modules, block.path, layer)
+        return
     for path, shard in block.shards.items():
         where, _, name = path.rpartition(".")
         module = modules[where]
-        module[name] = shard.take(module[name], tp_group.rank())
+        module[name] = shard.take(module[name], group.rank())
     for (path, name), values in block.attributes.items():
-        setattr(modules[path], name, values[tp_group.rank()])
+        setattr(modules[path], name, values[group.rank()])
     for path, role in roles.items():
         _ROLES[role](modules[path], tp_group)
+
+
+def _replace(modules: dict[str, nn.Module], path: str, layer: nn.Module) -> None:
+    where, _, name = path.rpartition(".")
+    while where not in modules:  # it is in a list or a dict of a module
+        where, _, more = where.rpartition(".")
+        name = f"{more}.{name}"
+    modules[where].update_modules(tree_unflatten([(name, layer)]))
 
 
 def _column(layer: nn.Module, group: Group) -> None:

@@ -1,0 +1,117 @@
+"""A plan as a table: one line for what is the same in all layers, with the bytes on each rank."""
+
+import io
+import re
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from math import prod
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from .parameters import Shard
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+__all__ = ["fold", "table", "text"]
+
+# With more ranks than this, columns for the smallest and the largest stand for all.
+_MOST_COLUMNS = 4
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def table(plan: "Plan") -> Table:
+    """The plan as a table of rich."""
+    result = Table(title=_title(plan), title_justify="left", box=None, pad_edge=False, header_style="bold", expand=False)
+    result.add_column("parameter", no_wrap=True)
+    result.add_column("shape", no_wrap=True)
+    result.add_column("cut", no_wrap=True)
+    few = plan.ranks <= _MOST_COLUMNS
+    for name in [f"rank {rank}" for rank in range(plan.ranks)] if few else ["least", "most"]:
+        result.add_column(name, justify="right", no_wrap=True)
+    result.add_column("why it is whole", overflow="fold")
+    for name, shards in fold(list(plan.shards.values())):
+        shard = shards[0]
+        result.add_row(
+            name,
+            " x ".join(map(str, shard.shape)) or "scalar",
+            describe(shard),
+            *_columns([sum(one.bytes(rank) for one in shards) for rank in range(plan.ranks)], few),
+            shard.reason,
+        )
+    result.add_section()
+    totals = [plan.bytes(rank) for rank in range(plan.ranks)]
+    whole = plan.whole_bytes
+    share = f"{max(totals) / whole:.0%} of {size(whole)} at most" if whole else ""
+    result.add_row("in all", "", "", *_columns(totals, few), share, style="bold")
+    return result
+
+
+def text(plan: "Plan", width: int = 160) -> str:
+    """The table without colors, and as wide as `width` at most."""
+    stream = io.StringIO()
+    console = Console(file=stream, width=width, color_system=None, highlight=False)
+    console.print(table(plan))
+    for note in plan.notes:
+        console.print(f"Note: {note}", markup=False)
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+
+
+def _title(plan: "Plan") -> str:
+    weights = f", weights {list(plan.weights)}" if plan.weights else ""
+    return f"{plan.model_type}: tp={plan.tp} x ep={plan.ep}{weights}, cut by {plan.how}"
+
+
+def describe(shard: Shard) -> str:
+    """How it is cut, in some words."""
+    if not shard.ranges:
+        return "whole" if shard.scale == 1 else f"whole, times {shard.scale:.3g}"
+    segments = f", {len(shard.segments)} pieces" if len(shard.segments) > 1 else ""
+    copies = sum(shard.sizes) / shard.shape[shard.axis]
+    held = f", on {copies:.3g} ranks" if copies > 1 else ""
+    uneven = f" {':'.join(map(str, shard.sizes))}" if len(set(shard.sizes)) > 1 else ""
+    return f"{shard.kind}, axis {shard.axis}{uneven}{segments}{held}"
+
+
+def fold(shards: Sequence[Shard]) -> Iterator[tuple[str, list[Shard]]]:
+    """Groups what differs only in numbers in its path: ("model.layers.{0-31}.mlp.up_proj.weight", its shards)."""
+    groups: dict[tuple, list[Shard]] = {}
+    for shard in shards:
+        same = (_NUMBER.sub("#", shard.path), shard.kind, shard.shape, shard.axis, shard.ranges, shard.scale, shard.reason)
+        groups.setdefault(same, []).append(shard)
+    for (path, *_), group in groups.items():
+        numbers = [tuple(map(int, _NUMBER.findall(shard.path))) for shard in group]
+        columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
+        if prod(map(len, columns)) == len(group):
+            yield _named(path, columns), group
+        else:
+            for first, part in groupby(zip(numbers, group, strict=True), key=lambda pair: pair[0][:-1]):
+                pairs = list(part)
+                yield _named(path, [[n] for n in first] + [sorted(n[-1] for n, _ in pairs)]), [one for _, one in pairs]
+
+
+def _named(path: str, columns: Sequence[Sequence[int]]) -> str:
+    names = iter(columns)
+    return re.sub("#", lambda _: _listed(next(names)), path)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] as {0-2,5}; a single number as it is."""
+    if len(numbers) == 1:
+        return str(numbers[0])
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
+    return "{" + ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) + "}"
+
+
+def _columns(sizes: Sequence[int], few: bool) -> list[str]:
+    return [size(number) for number in (sizes if few else (min(sizes), max(sizes)))]
+
+
+def size(number: int) -> str:
+    """1536 as "1.50 KiB"."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if number >= unit:
+            return f"{number / unit:.2f} {name}"
+    return f"{number} B"

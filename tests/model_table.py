@@ -1,0 +1,76 @@
+"""Writes docs/models.md: what plan_shards cuts of every model file of the installed mlx-lm.
+
+Run `python tests/model_table.py` when mlx-lm or the patterns have changed; tests/test_shard_model.py compares.
+"""
+
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+import tiny_models
+
+from mlxdist.nn.parameters import Shard
+from mlxdist.nn.plan import Plan, plan_shards
+
+FILE = Path(__file__).parents[1] / "docs" / "models.md"
+# Reasons that are the same for all models.
+COMMON = ("vocabulary", "a norm, small", "routes all tokens", "added once", "its share")
+HEAD = """# Models
+
+<!-- Written by tests/model_table.py. -->
+
+What [`plan_shards`](../README.md) cuts of each model file of mlx-lm {version}, here with `tp=2` and a tiny
+configuration: {cut} of {files} files. "shard()" is the model's own method, "patterns" are mlxdist's. The share of the
+parameters' bytes that each rank holds counts layers, without the vocabulary (embedding and output), which stays whole.
+Norms and routers stay whole too; what else does is in the last column. A part that stays whole is
+computed by each rank, so that the model is right all the same: `tests/test_shard_model.py` compares the logits of every
+model with those of the model that is not cut, in prefill and in decoding with a cache, except where the last column says
+"not compared".
+
+| model file | how | what is cut | share | what stays whole, and why |
+|---|---|---|---|---|
+"""
+
+
+def write() -> str:
+    """The text of docs/models.md."""
+    rows, cut = [], 0
+    for name in (files := tiny_models.model_files()):
+        if name in tiny_models.NOT_IMPORTED:
+            rows.append((name, "", "", "", f"not compared: {tiny_models.NOT_IMPORTED[name]}"))
+            continue
+        plan = plan_shards(tiny_models.build(name), tp=2)
+        cut += bool(plan.cut)
+        how = {"model.shard()": "shard()"}.get(plan.how, plan.how) if plan.cut else "not cut"
+        rows.append((name, how, ", ".join(_blocks(plan.cut)), f"{_share(plan):.0%}", _whole(name, plan)))
+    table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return HEAD.format(version=version("mlx-lm"), cut=cut, files=len(files)) + table
+
+
+def _blocks(shards: list[Shard]) -> list[str]:
+    """The names of the modules in which the layers are: "self_attn", "mlp"."""
+    layers = ("weight", "scales", "biases", "bias")
+    paths = [[part for part in shard.path.split(".") if not part.isdigit()] for shard in shards]
+    return list(dict.fromkeys(([""] + (path[:-2] if path[-1] in layers else path[:-1]))[-1] or path[0] for path in paths))
+
+
+def _share(plan: Plan) -> float:
+    layers = [shard for shard in plan.shards.values() if "vocabulary" not in shard.reason]
+    whole = sum(Shard(one.path, "whole", one.shape, one.dtype).bytes(0) for one in layers)
+    return max(sum(one.bytes(rank) for one in layers) for rank in range(plan.ranks)) / whole
+
+
+def _whole(name: str, plan: Plan) -> str:
+    reasons: dict[str, list[Shard]] = {}
+    for shard in plan.shards.values():
+        if not shard.ranges and not any(words in shard.reason for words in COMMON):
+            reasons.setdefault(shard.reason, []).append(shard)
+    texts = [f"{', '.join(_blocks(shards))}: {reason}" for reason, shards in reasons.items()]
+    if name in tiny_models.NOT_COMPARED:
+        texts.append(f"not compared: {tiny_models.NOT_COMPARED[name]}")
+    return "; ".join(texts)
+
+
+if __name__ == "__main__":
+    FILE.write_text(write())

@@ -1,0 +1,44 @@
+"""Every model file of the installed mlx-lm, cut over ranks: the logits are those of the whole model."""
+
+import model_table
+import pytest
+import tiny_models
+
+TYPICAL = ["qwen3", "gpt_oss", "mixtral", "internlm2", "olmo2", "cohere"]
+
+
+def test_typical_models(run_ranks):
+    """By their own shard() and by patterns: experts, sinks, fused projections, norms over all heads."""
+    assert all("close" in output for output in run_ranks("shard_model.py", 2, "models", *TYPICAL))
+
+
+@pytest.mark.long
+def test_every_model_file(run_ranks):
+    """Found in mlx-lm's folder: a new file without a configuration fails here by its name."""
+    names = [name for name in tiny_models.model_files() if name not in tiny_models.NOT_IMPORTED]
+    names = [name for name in names if name not in tiny_models.NOT_COMPARED]
+    assert len(names) > 115
+    assert all("close" in output for output in run_ranks("shard_model.py", 2, "models", *names, timeout=280))
+
+
+@pytest.mark.parametrize(
+    "ranks", [2, 3, pytest.param(1, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)]
+)
+def test_weights_kv_heads_quantization_and_whole_experts(run_ranks, ranks):
+    assert all("close" in output for output in run_ranks("shard_model.py", ranks, "cases"))
+
+
+@pytest.mark.long
+def test_grid(run_ranks):
+    assert all("close" in output for output in run_ranks("shard_model.py", 4, "grid"))
+
+
+def test_bad_input_is_the_same_error_on_all_ranks(run_ranks):
+    assert all("close" in output for output in run_ranks("shard_model.py", 2, "refused"))
+
+
+def test_the_page_of_models_is_current():
+    """And at least 90 files are cut. Written by `python tests/model_table.py`."""
+    page = model_table.FILE.read_text()
+    assert page == model_table.write()
+    assert sum(line.count("| shard() |") + line.count("| patterns |") for line in page.splitlines()) >= 90
