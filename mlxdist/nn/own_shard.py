@@ -116,7 +116,7 @@ def _integers(model: nn.Module) -> dict[str, int]:
     """The integer attributes of all modules: numbers of heads are among them."""
     return {
         f"{path}.{name}": number
-        for path, module in model.named_modules()
+        for path, module in reversed(model.named_modules())
         for name, number in vars(module).items()
         if type(number) is int
     }

@@ -91,6 +91,8 @@ def cases() -> None:
         ("llama", {"fields": heads | {"num_key_value_heads": 1}}),
         ("gemma2", {"fields": heads | {"num_key_value_heads": 1}}),
         ("mistral3", {"quantized": True, "fields": {"text_config": QUANTIZED_LLAMA}}),
+        ("llama", {"quantized": True, "fields": QUANTIZED_LLAMA}),
+        ("llama", {"quantized": True, "fields": QUANTIZED_LLAMA | {"intermediate_size": 384}}),
         ("qwen3_moe", {"tp": 1, "ep": size}),
         ("mixtral", {"tp": 1, "ep": size}),
         ("granitemoe", {"fields": heads | {"hidden_size": 192}}),

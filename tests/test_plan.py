@@ -1,0 +1,138 @@
+"""Plans: what the ranks hold of every parameter, without a group and without evaluating one."""
+
+import re
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+import tiny_models
+from mlx.utils import tree_flatten
+
+from mlxdist import InvalidArgument
+from mlxdist.nn.plan import OWN_SHARD, PATTERNS, WHOLE, Plan, plan_shards
+
+LARGE = {
+    "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
+    "intermediate_size": 14336, "num_hidden_layers": 32,
+}  # fmt: skip
+HEADS = {"num_attention_heads": 9, "num_key_value_heads": 9}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "mixtral", "phi3", "gpt_neox", "jamba", "kimi_k3", "mamba"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_parts_of_every_parameter_are_the_whole(name, ranks):
+    """Each element is on as many ranks as the plan says, and on one at least; the parts have the planned shapes."""
+    model = tiny_models.build(name)
+    arrays = dict(tree_flatten(model.parameters()))
+    plan = plan_shards(model, tp=ranks)
+    assert list(plan.shards) == list(arrays)
+    for path, shard in plan.shards.items():
+        array = arrays[path]
+        assert (shard.shape, str(array.dtype)) == (array.shape, f"mlx.core.{shard.dtype}")
+        assert bool(shard.ranges) == (shard.reason == "") == (shard.kind != "whole")
+        if not shard.ranges:
+            assert shard.bytes(0) == array.nbytes
+            continue
+        held = [index for rank in range(ranks) for piece in shard.slices(rank) for index in range(piece.start, piece.stop)]
+        assert set(held) == set(range(array.shape[shard.axis])) and len(held) == sum(shard.sizes)
+        for rank in range(ranks):
+            assert shard.take(array, rank).shape == shard.shape_on(rank)
+            assert shard.take(array, rank).nbytes == shard.bytes(rank)
+
+
+def test_fused_layers_have_several_pieces():
+    plan = plan_shards(tiny_models.build("phi3"), tp=2)
+    fused = plan.shards["model.layers.0.self_attn.qkv_proj.weight"]
+    assert (fused.segments, fused.sizes) == ((64, 32, 32), [64, 64])
+    assert fused.ranges[1] == ((32, 64), (80, 96), (112, 128))
+    assert plan.shards["model.layers.0.mlp.gate_up_proj.weight"].ranges[0] == ((0, 48), (96, 144))
+
+
+def test_nothing_is_evaluated():
+    """A model of more than 16 GiB is planned in some megabytes."""
+    for name in ("llama", "smollm3", "mixtral"):
+        model = tiny_models.build(name, **LARGE)
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        plan = plan_shards(model, tp=4)
+        assert mx.get_peak_memory() - before < 64 << 20
+        assert plan.bytes(0) < 0.5 * plan.whole_bytes and plan.whole_bytes > 16 << 30
+
+
+def test_the_table_folds_layers_and_shows_totals():
+    plan = plan_shards(tiny_models.build("qwen3"), tp=2)
+    lines = str(plan).splitlines()
+    assert lines[0] == "qwen3: tp=2 x ep=1, cut by model.shard()"
+    (queries,) = [line for line in lines if "q_proj" in line]
+    assert re.fullmatch(
+        r"model\.layers\.\{0-3\}\.self_attn\.q_proj\.weight +64 x 64 +column, axis 0 +32\.00 KiB +32\.00 KiB", queries
+    )
+    assert re.match(r"in all +\S+ KiB +\S+ KiB +55% of \S+ KiB at most", lines[-1])
+    assert len({line.find("whole ") for line in lines if " whole " in line}) == 1, "columns are aligned"
+    assert "\x1b" not in str(plan) and not any(line != line.rstrip() for line in lines)
+    assert any("a norm, small" in line for line in lines)
+
+
+def test_many_ranks_are_two_columns():
+    lines = str(plan_shards(tiny_models.build("gptj", n_head=8), tp=8)).splitlines()
+    assert re.search(r"least +most", lines[1])
+
+
+def test_json_both_ways():
+    for arguments in ({"tp": 2}, {"tp": 2, "weights": [2, 1]}, {"tp": 2, "ep": 2}):
+        plan = plan_shards(tiny_models.build("mixtral"), **arguments)
+        again = Plan.from_json(plan.to_json())
+        assert again == plan and str(again) == str(plan)
+    for text in ("", "{}", "[]", '{"shards": [{"path": 1}]}', '{"shards": []}', "null"):
+        with pytest.raises(InvalidArgument, match="not the JSON of a plan"):
+            Plan.from_json(text)
+
+
+def test_shard_of_a_model_is_used_where_it_is_right():
+    assert plan_shards(tiny_models.build("llama"), tp=2).how == OWN_SHARD
+    assert plan_shards(tiny_models.build("llama"), tp=2, weights=[1, 1]).how == PATTERNS
+    assert plan_shards(tiny_models.build("mamba"), tp=2).how == WHOLE
+    assert plan_shards(tiny_models.build("llama"), tp=1).how == WHOLE
+    plan = plan_shards(tiny_models.build("llama"), tp=4)
+    assert plan.how == PATTERNS and "n_kv_heads = 2 over 4 ranks" in plan.notes[0]
+    assert plan.shards["model.layers.0.self_attn.k_proj.weight"].ranges[1:3] == (((0, 16),), ((16, 32),))
+    rotated = plan_shards(tiny_models.build("prism_hadamard_qwen35"), tp=2)
+    assert "model.shard() fails" in rotated.notes[0]
+    assert not any("mlp" in shard.path for shard in rotated.cut)
+
+
+def test_what_is_not_understood_stays_whole():
+    model = tiny_models.build("smollm3")
+    model.model.layers[1].self_attn.invented = mx.ones((64,))
+    model.model.layers[2].mlp.invented = nn.Linear(3, 3)
+    plan = plan_shards(model, tp=2)
+    for layer, block, reason in ((1, "self_attn", "what invented does in"), (2, "mlp", "what invented does in")):
+        shards = [shard for path, shard in plan.shards.items() if path.startswith(f"model.layers.{layer}.{block}.")]
+        assert shards and all(shard.kind == "whole" and reason in shard.reason for shard in shards)
+    assert plan.shards["model.layers.0.self_attn.q_proj.weight"].kind == "column"
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "fields", "arguments"),
+    [
+        ("tp must be a positive integer, not 0", "llama", {}, {"tp": 0}),
+        ("tp must be a positive integer, not True", "llama", {}, {"tp": True}),
+        ("ep must be a positive integer, not 1.5", "llama", {}, {"ep": 1.5}),
+        ("weights", "llama", {}, {"tp": 2, "weights": [1]}),
+        ("weights", "llama", {}, {"tp": 2, "weights": [1, -1]}),
+        ("KV heads of model.layers.0.self_attn: 9 cannot be cut", "smollm3", HEADS, {}),
+        ("heads of model.layers.0.self_attn: 9 cannot be cut", "smollm3", HEADS | {"num_key_value_heads": 1}, {}),
+        ("3 KV heads cannot be held by 4 ranks", "smollm3", {"num_attention_heads": 12, "num_key_value_heads": 3}, {"tp": 4}),
+        ("experts of model.layers.0.block_sparse_moe.switch_mlp", "mixtral", {}, {"tp": 1, "ep": 8}),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_cut_as_asked_is_refused(words, name, fields, arguments):
+    with pytest.raises(InvalidArgument, match=words):
+        plan_shards(tiny_models.build(name, **fields), **({"tp": 2} | arguments))
+
+
+def test_a_quantization_group_is_not_cut():
+    model = tiny_models.build("smollm3")
+    nn.quantize(model, group_size=64, bits=4, class_predicate=lambda path, _: path.endswith("o_proj"))
+    with pytest.raises(InvalidArgument, match="o_proj: a rank's inputs would begin or end at 32, inside a quantization"):
+        plan_shards(model, tp=2)
