@@ -84,6 +84,14 @@ GATE_UP_IN_TURN = ("up_proj",)
 LINEARS = (nn.Linear, nn.QuantizedLinear)
 SWITCH_LINEARS = ("SwitchLinear", "QuantizedSwitchLinear")
 SWITCHES = {"SwitchGLU": (("gate_proj", "up_proj"), "down_proj"), "SwitchMLP": (("fc1",), "fc2")}
+# Mixtures of experts of mlx-lm whose result is a sum over the results of what is in them, with these routers: one sum
+# over the ranks at the end is enough, where otherwise the result of each token's every expert is summed.
+SUMS_OF_EXPERTS = (
+    "Klear", "afmoe", "bailing_hybrid", "bailing_moe", "bailing_moe_linear", "bailing_moe_v3", "deepseek", "dots1",
+    "ernie4_5_moe", "granitemoe", "granitemoehybrid", "hunyuan", "jamba", "kimi_linear", "laguna", "lfm2_moe", "llama4",
+    "mellum", "mimo_v2_flash", "mixtral", "nemotron_h", "olmoe", "phimoe", "phixtral", "qwen2_moe",
+)  # fmt: skip
+ROUTERS = ("gate", "router", "shared_expert_gate", "coefficient", "gate_act")
 
 
 @dataclass
@@ -93,8 +101,9 @@ class Block:
     Attributes:
         path: of its module.
         shards: what is cut in it, by path in the model.
-        roles: what the layers in it become, by path: "column", "row", "norm" (over all ranks' heads), "sum" (experts
-            whose results are added up at once), "group" (a block that adds up itself), "experts" (whole experts).
+        roles: what the layers in it become, by path: "column", "row", "norm" (over all ranks' heads), "sum" (its results
+            are added up over the ranks), "group" (it adds them up itself, over its ``sharding_group``), "experts" (whole
+            experts).
         attributes: numbers that a rank has its part of: (path of the module, name) -> value on each rank.
         shares: takes keys and values from another block.
     """
@@ -159,7 +168,7 @@ class _Finder:
             else:
                 if block.shards:
                     self.blocks.append(block)
-            if cut != self.experts_with_a_group:
+            if cut != self.mixture:
                 return
         for name, child in _children(module):
             below = f"{path}.{name}" if path else name
@@ -171,8 +180,9 @@ class _Finder:
         names = {name for name, child in module.items() if isinstance(child, nn.Module)}
         if type(module).__name__ in SWITCHES:
             return self.switch
-        if "sharding_group" in vars(module) and any(type(module[name]).__name__ in SWITCHES for name in names):
-            return self.experts_with_a_group if self.ep == 1 else None
+        if any(type(module[name]).__name__ in SWITCHES for name in names):
+            known = "sharding_group" in vars(module) or _source(module) in SUMS_OF_EXPERTS
+            return self.mixture if known and self.ep == 1 else None
         if names & {*QUERIES, *FUSED, *FUSED_BY_KV_HEAD} and names & set(OUTPUTS):
             return self.attention
         if any({*inputs, output} <= names for inputs, output in MLPS):
@@ -381,8 +391,8 @@ class _Finder:
                 block.shards[path] = Shard(path, "experts", array.shape, dtype_name(array), 0, ranges)
         block.roles[block.path] = "experts"
 
-    def experts_with_a_group(self, block: Block, module: nn.Module) -> None:
-        """A block of mlx-lm that adds up what its experts give if it has a ``sharding_group``."""
+    def mixture(self, block: Block, module: nn.Module) -> None:
+        """Experts, routed and shared, whose results are added up once, by mlx-lm's block itself if it knows a group."""
         for name, child in _children(module):
             part = Block(_join(block.path, name))
             if type(child).__name__ in SWITCHES:
@@ -390,11 +400,11 @@ class _Finder:
                 part.roles.clear()
             elif self.recognized(child) == self.mlp:
                 self.mlp(part, child, partial=True)
-            else:
-                continue
+            elif name not in ROUTERS and child.parameters():
+                raise _Whole(f"what {name} does in {type(module).__name__} is not known")
             block.shards |= part.shards
             block.attributes |= part.attributes
-        block.roles[block.path] = "group"
+        block.roles[block.path] = "group" if "sharding_group" in vars(module) else "sum"
 
 
 def expert_weights(weights: Sequence[float] | None, ep: int) -> list[float] | None:

@@ -156,10 +156,11 @@ _ROLES = {"column": _column, "row": _row, "norm": _norm, "sum": _sum, "group": _
 
 @cache
 def _summed(kind: type[nn.Module]) -> type[nn.Module]:
-    """The layer whose results are added up over the ranks: its inputs are cut, its bias is this rank's share."""
+    """The layer, whose result here is a rank's share, with the sum of all of them for its result."""
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> mx.array:
-        return reduce_from_tensor_parallel_region(kind.__call__(self, *arguments, **keywords), group=self._group)
+    def __call__(self, x: mx.array, *arguments: Any, **keywords: Any) -> mx.array:
+        x = copy_to_tensor_parallel_region(x, group=self._group)
+        return reduce_from_tensor_parallel_region(kind.__call__(self, x, *arguments, **keywords), group=self._group)
 
     return type(f"Summed{kind.__name__}", (kind,), {"__call__": __call__, "__module__": __name__})
 
