@@ -25,8 +25,8 @@ configuration: {cut} of {files} files. "shard()" is the model's own method, "pat
 parameters' bytes that each rank holds counts layers, without the vocabulary (embedding and output), which stays whole.
 Norms and routers stay whole too; what else does is in the last column. A part that stays whole is
 computed by each rank, so that the model is right all the same: `tests/test_shard_model.py` compares the logits of every
-model with those of the model that is not cut, in prefill and in decoding with a cache, except where the last column says
-"not compared".
+model with those of the model that is not cut, in prefill and in decoding with a cache, except where the last column
+says "not compared".
 
 | model file | how | what is cut | share | what stays whole, and why |
 |---|---|---|---|---|
@@ -52,7 +52,9 @@ def _blocks(shards: list[Shard]) -> list[str]:
     """The names of the modules in which the layers are: "self_attn", "mlp"."""
     layers = ("weight", "scales", "biases", "bias")
     paths = [[part for part in shard.path.split(".") if not part.isdigit()] for shard in shards]
-    return list(dict.fromkeys(([""] + (path[:-2] if path[-1] in layers else path[:-1]))[-1] or path[0] for path in paths))
+    return list(
+        dict.fromkeys(([""] + (path[:-2] if path[-1] in layers else path[:-1]))[-1] or path[0] for path in paths)
+    )
 
 
 def _share(plan: Plan) -> float:

@@ -16,6 +16,7 @@ LARGE = {
     "intermediate_size": 14336, "num_hidden_layers": 32,
 }  # fmt: skip
 HEADS = {"num_attention_heads": 9, "num_key_value_heads": 9}
+THREE = {"num_attention_heads": 12, "num_key_value_heads": 3}
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "mixtral", "phi3", "gpt_neox", "jamba", "kimi_k3", "mamba"])
@@ -33,7 +34,9 @@ def test_the_parts_of_every_parameter_are_the_whole(name, ranks):
         if not shard.ranges:
             assert shard.bytes(0) == array.nbytes
             continue
-        held = [index for rank in range(ranks) for piece in shard.slices(rank) for index in range(piece.start, piece.stop)]
+        held = [
+            index for rank in range(ranks) for piece in shard.slices(rank) for index in range(piece.start, piece.stop)
+        ]
         assert set(held) == set(range(array.shape[shard.axis])) and len(held) == sum(shard.sizes)
         for rank in range(ranks):
             assert shard.take(array, rank).shape == shard.shape_on(rank)
@@ -122,7 +125,7 @@ def test_what_is_not_understood_stays_whole():
         ("weights", "llama", {}, {"tp": 2, "weights": [1, -1]}),
         ("KV heads of model.layers.0.self_attn: 9 cannot be cut", "smollm3", HEADS, {}),
         ("heads of model.layers.0.self_attn: 9 cannot be cut", "smollm3", HEADS | {"num_key_value_heads": 1}, {}),
-        ("3 KV heads cannot be held by 4 ranks", "smollm3", {"num_attention_heads": 12, "num_key_value_heads": 3}, {"tp": 4}),
+        ("3 KV heads cannot be held by 4 ranks", "smollm3", THREE, {"tp": 4}),
         ("experts of model.layers.0.block_sparse_moe.switch_mlp", "mixtral", {}, {"tp": 1, "ep": 8}),
     ],
 )  # fmt: skip
@@ -134,5 +137,7 @@ def test_what_cannot_be_cut_as_asked_is_refused(words, name, fields, arguments):
 def test_a_quantization_group_is_not_cut():
     model = tiny_models.build("smollm3")
     nn.quantize(model, group_size=64, bits=4, class_predicate=lambda path, _: path.endswith("o_proj"))
-    with pytest.raises(InvalidArgument, match="o_proj: a rank's inputs would begin or end at 32, inside a quantization"):
+    with pytest.raises(
+        InvalidArgument, match="o_proj: a rank's inputs would begin or end at 32, inside a quantization"
+    ):
         plan_shards(model, tp=2)

@@ -125,7 +125,7 @@ def _integers(model: nn.Module) -> dict[str, int]:
 def _narrowed(path: str, module: nn.Module, array: mx.array, axis: int | None = None) -> tuple[int, ...]:
     """The shape of what stands for a parameter: one element, or one quantization group, along the axes not cut.
 
-    Where the axis is not known yet, experts are left out but for one: shard() cuts all of them inside, and some evaluate
+    Where the axis is not known yet, experts are left out but for one: shard() cuts all of them inside, and may evaluate
     them.
     """
     if axis is None:
@@ -182,7 +182,9 @@ def _shard(path: str, array: mx.array, axis: int | None, runs: list[_Run]) -> Sh
         ranges.append(_ranges([int(mark) for mark in marks.reshape(-1).tolist()]))
     held = {index for pieces in ranges for start, stop in pieces for index in range(start, stop)}
     if len(held) != shape[axis]:
-        raise NotUsable(f"model.shard() leaves out {shape[axis] - len(held)} of {shape[axis]} along axis {axis} of {path}")
+        raise NotUsable(
+            f"model.shard() leaves out {shape[axis] - len(held)} of {shape[axis]} along axis {axis} of {path}"
+        )
     # Linear layers hold (outputs, inputs), experts one more axis before these, single numbers belong to outputs.
     kind = "row" if axis == array.ndim - 1 and array.ndim > 1 and not path.endswith(".bias") else "column"
     return Shard(path, kind, shape, dtype, axis, tuple(ranges))

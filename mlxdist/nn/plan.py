@@ -22,9 +22,9 @@ import mlx.nn as nn
 from rich.table import Table
 
 from ..errors import InvalidArgument
+from .blocks import find_blocks
 from .own_shard import NotUsable, observe
 from .parameters import Shard, dtype_name, parameters
-from .patterns import find_blocks
 from .plan_table import table, text
 from .shards import split_sizes
 
@@ -36,7 +36,10 @@ OWN_SHARD, PATTERNS, WHOLE = "model.shard()", "patterns", "whole"
 REASONS = (
     (r"norm|\bln(_|\b)", "a norm, small"),
     (r"\b(q_a|kv_a|wkv_a)\w*\.\w+$", "a latent projection, which all heads share"),
-    (r"\b(\w*embed(_in|_out|_tokens|dings?)?\w*|wte|wpe|lm_head|output)\.\w+$|lm_head\w*$", "the vocabulary is not cut"),
+    (
+        r"\b(\w*embed(_in|_out|_tokens|dings?)?\w*|wte|wpe|lm_head|output)\.\w+$|lm_head\w*$",
+        "the vocabulary is not cut",
+    ),
     (r"\b(router|gate|\w*expert_gate)\.(\w+\.)?\w+$|expert\w*_bias$|correction_bias$", "every rank routes all tokens"),
     (r"mamba|mixer|ssm|conv|A_log|linear_attn|lru", "a recurrent layer or a convolution, computed on each rank"),
 )
@@ -111,9 +114,7 @@ class Plan:
         return plan
 
 
-def plan_shards(
-    model: nn.Module, tp: int = 1, ep: int = 1, *, weights: Sequence[float] | None = None
-) -> Plan:
+def plan_shards(model: nn.Module, tp: int = 1, ep: int = 1, *, weights: Sequence[float] | None = None) -> Plan:
     """Plans how ``model`` is cut over ``tp * ep`` ranks. Needs no group; nothing is sent, no parameter is evaluated.
 
     Args:
@@ -139,13 +140,16 @@ def plan_shards(
     if tp > 1 and ep == 1 and weights is None and hasattr(model, "shard"):
         try:
             shards = observe(model, tp)
-            return Plan(tp, ep, None, {path: _explained(shard) for path, shard in shards.items()}, model_type, OWN_SHARD)
+            return Plan(
+                tp, ep, None, {path: _explained(shard) for path, shard in shards.items()}, model_type, OWN_SHARD
+            )
         except NotUsable as why:
             notes = (str(why),)
     blocks, reasons = find_blocks(model, tp, ep, weights) if tp * ep > 1 else ([], {})
     cut = {path: shard for block in blocks for path, shard in block.shards.items()}
     shards = {
-        path: cut.get(path) or Shard(path, "whole", array.shape, dtype_name(array), reason=_reason(path, reasons, tp * ep))
+        path: cut.get(path)
+        or Shard(path, "whole", array.shape, dtype_name(array), reason=_reason(path, reasons, tp * ep))
         for path, array in parameters(model).items()
     }
     return Plan(tp, ep, weights, shards, model_type, PATTERNS if cut else WHOLE, notes)

@@ -24,7 +24,9 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 def table(plan: "Plan") -> Table:
     """The plan as a table of rich."""
-    result = Table(title=_title(plan), title_justify="left", box=None, pad_edge=False, header_style="bold", expand=False)
+    result = Table(
+        title=_title(plan), title_justify="left", box=None, pad_edge=False, header_style="bold", expand=False
+    )
     result.add_column("parameter", no_wrap=True)
     result.add_column("shape", no_wrap=True)
     result.add_column("cut", no_wrap=True)
@@ -79,7 +81,15 @@ def fold(shards: Sequence[Shard]) -> Iterator[tuple[str, list[Shard]]]:
     """Groups what differs only in numbers in its path: ("model.layers.{0-31}.mlp.up_proj.weight", its shards)."""
     groups: dict[tuple, list[Shard]] = {}
     for shard in shards:
-        same = (_NUMBER.sub("#", shard.path), shard.kind, shard.shape, shard.axis, shard.ranges, shard.scale, shard.reason)
+        same = (
+            _NUMBER.sub("#", shard.path),
+            shard.kind,
+            shard.shape,
+            shard.axis,
+            shard.ranges,
+            shard.scale,
+            shard.reason,
+        )
         groups.setdefault(same, []).append(shard)
     for (path, *_), group in groups.items():
         numbers = [tuple(map(int, _NUMBER.findall(shard.path))) for shard in group]

@@ -1,6 +1,5 @@
 """Cuts a whole model, in place, as a plan says: afterwards this rank holds its part and all ranks compute together."""
 
-import json
 from functools import cache
 from typing import Any
 from zlib import crc32
@@ -18,11 +17,12 @@ from mlx.utils import tree_unflatten
 from ..arguments import group_of
 from ..errors import InvalidArgument
 from ..group import Group
+from .block_parts import Block
+from .blocks import expert_weights, find_blocks
 from .experts.agreement import agree
 from .experts.switch import ExpertParallelSwitchGLU
 from .mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
 from .parameters import Shard
-from .patterns import Block, expert_weights, find_blocks
 from .plan import OWN_SHARD, Plan
 
 __all__ = ["ShardedRMSNorm", "shard_model"]
@@ -175,6 +175,8 @@ class ShardedRMSNorm(nn.RMSNorm):
         wide = x.astype(mx.float32)
         sums = mx.concatenate([wide.square().sum(axis=-1, keepdims=True), mx.full((*x.shape[:-1], 1), x.shape[-1])], -1)
         # The sum is used by all ranks, and so is its gradient.
-        sums = copy_to_tensor_parallel_region(reduce_from_tensor_parallel_region(sums, group=self._group), group=self._group)
+        sums = copy_to_tensor_parallel_region(
+            reduce_from_tensor_parallel_region(sums, group=self._group), group=self._group
+        )
         mean = sums[..., :1] / sums[..., 1:]
         return (wide * mx.rsqrt(mean + self.eps)).astype(x.dtype) * self["weight"]
