@@ -42,9 +42,9 @@ class Block:
     Attributes:
         path: of its module.
         shards: what is cut in it, by path in the model.
-        roles: what the layers in it become, by path: "column", "row", "norm" (over all ranks' heads), "sum" (its results
-            are added up over the ranks), "group" (it adds them up itself, over its ``sharding_group``), "experts" (whole
-            experts).
+        roles: what the layers in it become, by path: "column", "row", "norm" (over all ranks' heads), "sum" (its
+            results are added up over the ranks), "group" (it adds them up itself, over its ``sharding_group``),
+            "experts" (whole experts).
         attributes: numbers that a rank has its part of: (path of the module, name) -> value on each rank.
         shares: takes keys and values from another block.
     """
@@ -117,8 +117,8 @@ class Known:
         unit = group_size_of(layer)
         if bad := [edge for pieces in ranges for piece in pieces for edge in piece if edge % unit]:
             raise InvalidArgument(
-                f"{join_path(self.block.path, name)}: a rank's inputs would begin or end at {bad[0]}, inside a quantization "
-                f"group of {unit}: choose another number of ranks, or quantize with a smaller group_size"
+                f"{join_path(self.block.path, name)}: a rank's inputs would begin or end at {bad[0]}, inside a "
+                f"quantization group of {unit}: choose another number of ranks, or quantize with a smaller group_size"
             )
         for parameter, array in own_arrays(layer):
             if parameter == "bias":

@@ -1,9 +1,10 @@
 """Which parts of a model can be cut, found by the names and shapes of what is in it.
 
 A model is searched for blocks: attention, MLPs, experts. Each is cut only if everything in it is understood, by the
-tables of patterns.py; otherwise all of it stays whole, which is right on every number of ranks, and says why. Heads are cut
-whole, keys and values with the queries that use them: where there are fewer KV heads than ranks, several ranks hold the
-same one. A cut block ends with one sum over the ranks (Shoeybi et al. 2019, "Megatron-LM", https://arxiv.org/abs/1909.08053).
+tables of patterns.py; otherwise all of it stays whole, which is right on every number of ranks, and says why. Heads
+are cut whole, keys and values with the queries that use them: where there are fewer KV heads than ranks, several ranks
+hold the same one. A cut block ends with one sum over the ranks (Shoeybi et al. 2019, "Megatron-LM: Training
+Multi-Billion Parameter Language Models Using Model Parallelism", https://arxiv.org/abs/1909.08053).
 """
 
 from collections.abc import Sequence
