@@ -1,0 +1,269 @@
+"""Reads slices of tensors in safetensors files: the header, and of the data only the bytes that are asked for.
+
+The format (https://huggingface.co/docs/safetensors): 8 bytes, little-endian, with the length of the header; the header,
+a JSON object that gives dtype, shape and data_offsets of each tensor; then all data without gaps, rows first. A header
+is checked whole before anything is read by it. The package ``safetensors`` is no help here: its ``get_slice`` cannot
+give bfloat16 to NumPy or MLX.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import InvalidArgument
+
+__all__ = ["Checkpoint", "StoredTensor", "WeightFile", "local_shape", "runs"]
+
+# Bytes of an element. F8_E5M2 and formats of less than a byte are missing: MLX cannot load them either.
+ITEM_SIZES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E8M0"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+}
+MAX_HEADER_BYTES = 100_000_000  # as in the reference implementation
+MAX_INDEX_BYTES = 100_000_000
+MAX_READ = 2**30  # macOS refuses 2 GiB and more
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies: ``file``, and the place of its first byte in it."""
+
+    name: str
+    file: "WeightFile"
+    dtype: str  # as in the header: "BF16"
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def itemsize(self) -> int:
+        return ITEM_SIZES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+    def read(self, axis: int, slices: Sequence[slice], start: int, memory: memoryview) -> None:
+        """Fills ``memory`` with the local part's bytes from ``start`` on; see :func:`runs`. Reads nothing else."""
+        self.file.read_runs(runs(self, axis, slices, start, start + len(memory)), memory)
+
+
+@dataclass
+class WeightFile:
+    """A safetensors file whose header has been read and found to be right.
+
+    Raises InvalidArgument, naming the file and, where there is one, the tensor.
+    """
+
+    path: Path
+    header: bytes = field(init=False, repr=False)  # with its length before it: the file up to the data
+    size: int = field(init=False)
+    tensors: dict[str, StoredTensor] = field(init=False, repr=False)
+    bytes_read: int = field(init=False, default=0)  # of the data
+
+    def __post_init__(self) -> None:
+        try:
+            with self.path.open("rb") as file:
+                self.size = os.fstat(file.fileno()).st_size
+                length_field = file.read(8)
+                length = int.from_bytes(length_field, "little")
+                if len(length_field) < 8 or not 2 <= length <= min(self.size - 8, MAX_HEADER_BYTES):
+                    raise self.damaged(
+                        f"it has {self.size} bytes, and its header would have {length}; it may be cut off, or no "
+                        "safetensors file"
+                    )
+                text = file.read(length)
+        except OSError as error:
+            raise InvalidArgument(f"cannot read {self.path}: {error.strerror}") from None
+        if len(text) < length:
+            raise self.damaged("it has become shorter while it was read")
+        self.header = length_field + text
+        self.tensors = self._parse(text)
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes for all that the header says, and the size of the file."""
+        return hashlib.blake2b(self.header + self.size.to_bytes(8, "little"), digest_size=16).digest()
+
+    def damaged(self, what: str) -> InvalidArgument:
+        return InvalidArgument(f"{self.path} is damaged: {what}; copy or download it again")
+
+    def read_runs(self, runs: Iterable[tuple[int, int]], memory: memoryview) -> None:
+        """Fills ``memory`` with ``runs``, which are pairs of a place in the file and a number of bytes."""
+        filled = 0
+        with self._open() as file:
+            for offset, length in runs:
+                self._fill(file.fileno(), offset, memory[filled : filled + length])
+                filled += length
+
+    def _open(self) -> Any:
+        try:
+            return self.path.open("rb", buffering=0)
+        except OSError as error:
+            raise InvalidArgument(f"cannot read {self.path}: {error.strerror}") from None
+
+    def _fill(self, descriptor: int, offset: int, memory: memoryview) -> None:
+        while memory:
+            try:
+                count = os.preadv(descriptor, [memory[:MAX_READ]], offset)
+            except OSError as error:
+                raise InvalidArgument(f"cannot read {self.path} at byte {offset}: {error.strerror}") from None
+            if count == 0:
+                raise self.damaged(f"it ends at byte {offset}, and had {self.size} when it was opened")
+            self.bytes_read += count
+            offset += count
+            memory = memory[count:]
+
+    def _parse(self, text: bytes) -> dict[str, StoredTensor]:
+        try:
+            header = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+        except (ValueError, RecursionError) as error:
+            raise self.damaged(f"its header is not the JSON it should be ({error})") from None
+        if not isinstance(header, dict):
+            raise self.damaged("its header is not a JSON object")
+        header.pop("__metadata__", None)
+        tensors = {name: self._tensor(name, entry) for name, entry in header.items()}
+        self._require_no_overlap(tensors)
+        return tensors
+
+    def _tensor(self, name: str, entry: Any) -> StoredTensor:
+        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+            raise self.damaged(f"tensor {name!r:.200} does not have exactly dtype, shape and data_offsets")
+        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
+            raise InvalidArgument(
+                f"{self.path}: tensor {name!r:.200} has dtype {dtype!r:.50}, which MLX cannot load; it must be one of "
+                f"{', '.join(ITEM_SIZES)}"
+            )
+        if not _is_sizes(shape):
+            raise self.damaged(f"tensor {name!r:.200} has shape {shape!r:.100}")
+        if not _is_sizes(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1]:
+            raise self.damaged(f"tensor {name!r:.200} has data_offsets {offsets!r:.100}")
+        tensor = StoredTensor(name, self, dtype, tuple(shape), len(self.header) + offsets[0])
+        if tensor.nbytes != offsets[1] - offsets[0]:
+            raise self.damaged(
+                f"tensor {name!r:.200} of dtype {dtype} and shape {shape!r:.100} takes {tensor.nbytes} bytes, but has "
+                f"data_offsets {offsets}"
+            )
+        if len(self.header) + offsets[1] > self.size:
+            raise self.damaged(
+                f"tensor {name!r:.200} ends at byte {len(self.header) + offsets[1]}, but the file has {self.size} bytes"
+            )
+        return tensor
+
+    def _require_no_overlap(self, tensors: dict[str, StoredTensor]) -> None:
+        """The format has neither overlaps nor gaps."""
+        end, before = len(self.header), "the header"
+        for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.offset, tensor.nbytes)):
+            if tensor.offset != end:
+                relation = "overlaps with" if tensor.offset < end else "does not follow on"
+                raise self.damaged(f"tensor {tensor.name!r:.200} at byte {tensor.offset} {relation} {before}")
+            end, before = tensor.offset + tensor.nbytes, f"tensor {tensor.name!r:.200}"
+        if end != self.size:
+            raise self.damaged(f"{self.size - end} bytes at its end belong to no tensor")
+
+
+class Checkpoint:
+    """The weights in a folder as mlx-lm saves them: all files ``model*.safetensors``, and an index if there is one.
+
+    Raises InvalidArgument: the folder has no such file, one is damaged, one that the index names is missing, or a
+    tensor is in two files or not in that of the index.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        paths = sorted(folder.glob("model*.safetensors"))
+        index = self._read_index()
+        missing = sorted(set(index.values()) - {path.name for path in paths})
+        if missing:
+            raise InvalidArgument(
+                f"{folder / missing[0]} is missing, which {INDEX} names"
+                + (f", and {len(missing) - 1} more files" if len(missing) > 1 else "")
+            )
+        if not paths:
+            raise InvalidArgument(f"there is no model*.safetensors in {folder}; give the folder of a model for mlx-lm")
+        self.files = [WeightFile(path) for path in paths]
+        self.tensors: dict[str, StoredTensor] = {}
+        for file in self.files:
+            for name, tensor in file.tensors.items():
+                if name in self.tensors:
+                    raise InvalidArgument(f"tensor {name!r} is in {self.tensors[name].file.path} and in {file.path}")
+                self.tensors[name] = tensor
+        for name, file_name in index.items():
+            if name not in self.tensors or self.tensors[name].file.path.name != file_name:
+                raise InvalidArgument(f"tensor {name!r} is not in {folder / file_name}, where {INDEX} has it")
+
+    @property
+    def bytes_read(self) -> int:
+        """How many bytes of the tensors have been read so far."""
+        return sum(file.bytes_read for file in self.files)
+
+    def _read_index(self) -> dict[str, str]:
+        path = self.folder / INDEX
+        if not path.exists():
+            return {}
+        try:
+            if path.stat().st_size > MAX_INDEX_BYTES:
+                raise ValueError(f"it has {path.stat().st_size} bytes")
+            weight_map = json.loads(path.read_text()).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+                raise ValueError("it has no weight_map of names to files")
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
+            raise InvalidArgument(f"{path} is damaged: {error}; copy or download it again") from None
+        return weight_map
+
+
+def local_shape(shape: Sequence[int], axis: int, slices: Sequence[slice]) -> tuple[int, ...]:
+    """The shape of ``slices`` of an array along ``axis``, one behind the other."""
+    if not slices:
+        return tuple(shape)
+    return (*shape[:axis], sum(part.stop - part.start for part in slices), *shape[axis + 1 :])
+
+
+def runs(tensor: StoredTensor, axis: int, slices: Sequence[slice], start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Where in the file the bytes ``start`` to ``stop`` of the local part lie: pairs of a place and a number of bytes.
+
+    The local part is ``slices`` along ``axis``, one behind the other (all of the tensor if there are none), with its
+    rows first, as NumPy has it. Slices have a start and a stop inside the dimension, and no step.
+    """
+    if not slices:
+        yield tensor.offset + start, stop - start
+        return
+    inner = math.prod(tensor.shape[axis + 1 :]) * tensor.itemsize
+    stride = tensor.shape[axis] * inner
+    pieces = [(part.start * inner, (part.stop - part.start) * inner) for part in slices]
+    row_bytes = sum(length for _, length in pieces)
+    while start < stop:
+        row, position = divmod(start, row_bytes)
+        for piece_offset, length in pieces:
+            if position >= length:
+                position -= length
+                continue
+            count = min(length - position, stop - start)
+            yield tensor.offset + row * stride + piece_offset + position, count
+            start += count
+            position = 0
+            if start == stop:
+                return
+
+
+def _is_sizes(numbers: Any) -> bool:
+    return isinstance(numbers, list) and all(type(number) is int and 0 <= number < 2**63 for number in numbers)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name is there twice")
+    return found
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")
