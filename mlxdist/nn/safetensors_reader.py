@@ -19,12 +19,12 @@ from ..errors import InvalidArgument
 
 __all__ = ["Checkpoint", "StoredTensor", "WeightFile", "local_shape", "runs"]
 
-# Bytes of an element. F8_E5M2 and formats of less than a byte are missing: MLX cannot load them either.
+# Bytes of an element. F64, F8_E5M2 and formats of less than a byte are missing: MLX cannot load them either.
 ITEM_SIZES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E8M0"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
     **dict.fromkeys(("U32", "I32", "F32"), 4),
-    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+    **dict.fromkeys(("U64", "I64", "C64"), 8),
 }
 MAX_HEADER_BYTES = 100_000_000  # as in the reference implementation
 MAX_INDEX_BYTES = 100_000_000
