@@ -18,10 +18,11 @@ from ..arguments import group_of
 from ..errors import InvalidArgument
 from ..group import Group
 from .agreement import agreed
-from .plan import Plan, Shard
+from .parameters import Shard
+from .plan import Plan, plan_shards
 from .safetensors_reader import Checkpoint
 from .same_weights import checksum, require_same_files, require_same_tensors
-from .shard_model import plan_shards, shard_model
+from .shard_model import shard_model
 from .streaming import TOKENIZER_FILES, checkpoint_of_rank_0, stream_part
 from .verify import require_agreement
 from .weight_sources import UNSIGNED, ComputedTensor, Source, bytes_of, open_model

@@ -54,6 +54,9 @@ class StoredTensor:
         """Fills ``memory`` with the local part's bytes from ``start`` on; see :func:`runs`. Reads nothing else."""
         self.file.read_runs(runs(self, axis, slices, start, start + len(memory)), memory)
 
+    def release(self) -> None:
+        """Nothing is kept between two reads."""
+
 
 @dataclass
 class WeightFile:

@@ -22,7 +22,7 @@ from ..ops import all_gather, broadcast
 from ..point_to_point import recv, send
 from .agreement import agreed
 from .blobs import broadcast_blob
-from .plan import Shard
+from .parameters import Shard
 from .safetensors_reader import Checkpoint, local_shape
 from .weight_sources import Source
 

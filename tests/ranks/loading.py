@@ -3,12 +3,12 @@
 Rank 0 saves tiny models as mlx-lm does; every rank makes the same ones, so that it can compare what it has loaded.
 """
 
+import dataclasses
 import json
 import math
 import os
 import shutil
 import sys
-import warnings
 from pathlib import Path
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
@@ -17,13 +17,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.utils import _get_classes, make_shards
+from mlx_lm.utils import _get_classes
 
 import mlxdist
-from mlxdist.nn import loading, streaming
+from mlxdist.nn import streaming
 from mlxdist.nn.loading import load_sharded, load_with_report
-from mlxdist.nn.plan import Plan
-from mlxdist.nn.shard_model import plan_shards
+from mlxdist.nn.plan import Plan, plan_shards
 from mlxdist.nn.verify import verify
 
 group = mlxdist.init()
@@ -125,16 +124,200 @@ def models() -> None:
     ]:
         whole, config = make(config, dtype, bits)
         folder = save(name, whole, config, files)
-        for stream in (False, True):
-            here = folder if not stream or rank == 0 else None
-            model, tokenizer, report = load_with_report(here, stream=stream)
+        for streamed in (False, True):
+            here = folder if rank == 0 or not streamed else None
+            model, tokenizer, report = load_with_report(here, stream=streamed)
             assert tokenizer is None and report.computed == []
             require_parts(model, whole, report.plan)
             verification = verify(model, whole)
-            assert verification.agrees, f"{name}: {verification}"
-            if rank == 0: print(name, stream, verification.differences, report.bytes_read/report.bytes_total, report.seconds)
+            assert verification.agrees and verification.positions == 16, f"{name}: {verification}"
+    print("right")
+
+
+def sizes() -> None:
+    """Bytes read and memory are about 1 / ranks of a model that is nearly all cut."""
+    config = QWEN3 | {"hidden_size": 256, "intermediate_size": 96 * HEADS, "num_hidden_layers": 4, "vocab_size": 32}
+    whole, config = make(config)
+    total = sum(array.nbytes for _, array in tree_flatten(whole.parameters()))
+    folder = save("sizes", whole, config, 3)
+    del whole
+    for streamed in (False, True):
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        model, _, report = load_with_report(folder, stream=streamed)
+        peak = mx.get_peak_memory() - before
+        largest = max(shard.bytes(rank) for shard in report.plan.shards.values())
+        held = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+        assert report.bytes_total == total and report.bytes_held == held == report.plan.bytes(rank)
+        assert held < 1.05 * total / size, f"{held} of {total}"
+        assert peak < held + 2 * largest, f"{peak} at most, {held} in the end"
+        sent = total if rank == 0 else 0  # each part is read once, however many ranks hold it
+        samples = 1024 * len(report.plan.shards)
+        assert sent <= report.bytes_read <= sent if streamed else held <= report.bytes_read <= held + samples
+        del model
+    print("right")
+
+
+def refused() -> None:
+    """Whatever is wrong on one rank is the same error on all, and the group works on."""
+    last = size - 1
+    whole, config = make(QWEN3)
+    weights = dict(tree_flatten(whole.parameters()))
+    good = save("good", whole, config, 2)
+
+    def case(words: list[str], change=lambda folder: None, on: int = last, **keywords) -> None:
+        """Rank ``on`` has a changed copy of the folder, the others the good one."""
+        folder = good
+        if rank == on:
+            folder = base / "bad"
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(good, folder)
+            change(folder)
+        expect(mlxdist.InvalidArgument, words, load_sharded, folder, **keywords)
+
+    def changed(function):
+        def change(folder: Path) -> None:
+            mine = dict(weights)
+            function(mine)
+            save_weights(folder, mine, 2)
+
+        return change
+
+    def replaced(name: str, array: mx.array):
+        return changed(lambda mine: mine.update({name: array}))
+
+    second = "model-00002-of-00002.safetensors"
+    case(["config.json", "snapshot_download"], lambda folder: (folder / "config.json").unlink())
+    case([second, "is missing"], lambda folder: (folder / second).unlink())
+    case([second, "is damaged"], lambda folder: os.truncate(folder / second, 5000))
+    case(["mlx-lm cannot build", "9"], lambda folder: edit(folder, hidden_size=9), on=0) if size == 1 else None
+    if size > 1:
+        case(["config.json of rank", "not that of rank 0"], lambda folder: edit(folder, rope_theta=9.0))
+        case(["model-0000", "of rank", "not that of rank 0"], changed(lambda mine: mine.pop("lm_head.weight")))
+        norm = "model.norm.weight"
+        case(["different weights", f"{norm} ({norm} in", f"rank {last}"], replaced(norm, weights[norm] * 2))
+        cut = "model.layers.1.mlp.down_proj.weight"
+        case(["different weights", f"{cut} ({cut} in", f"rank {last}"], replaced(cut, weights[cut] + 1e-3))
+        case(["the arguments of rank"], lambda folder: None, ep=1 + (rank == last))
+    # The same on all ranks, where only mlx-lm can tell.
+    for words, folder in [
+        (["missing", "lm_head.weight"], with_weights("missing", config, weights, remove="lm_head.weight")),
+        (["lm_head.weight", "shape"], with_weights("shape", config, weights, **{"lm_head.weight": mx.ones((96, 63))})),
+        (["not in model", "more.weight"], with_weights("more", config, weights, **{"more.weight": mx.ones((2,))})),
+        (["nothing of the kind"], with_weights("type", config | {"model_type": "nothing of the kind"}, weights)),
+    ]:
+        expect(mlxdist.InvalidArgument, words, load_sharded, folder)
+        expect(mlxdist.InvalidArgument, words, load_sharded, folder if rank == 0 else None, stream=True)
+    expect(mlxdist.InvalidArgument, ["must be the folder"], load_sharded, None)
+    expect(mlxdist.InvalidArgument, ["tp=5 times ep=1"], load_sharded, good, tp=5)
+    expect(mlxdist.InvalidArgument, ["tp and ep must be positive"], load_sharded, good, ep=0)
+    plan = plan_shards(whole, size)
+    more = plan_shards(whole, size + 1) if size == 1 else dataclasses.replace(plan, tp=size + 1)
+    expect(mlxdist.InvalidArgument, ["plan is for", "ranks"], load_sharded, good, plan=more)
+    other, _ = make(QWEN3 | {"vocab_size": 32})
+    expect(mlxdist.InvalidArgument, ["another model"], load_sharded, good, plan=plan_shards(other, size))
+    print("right")
+
+
+def edit(folder: Path, **values: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | values))
+
+
+def with_weights(name: str, config: dict, weights: dict, remove: str = "", **more: mx.array) -> Path:
+    folder = base / name
+    if rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        save_weights(folder, {key: array for key, array in (weights | more).items() if key != remove}, 1)
+        (folder / "config.json").write_text(json.dumps(config))
+    group.barrier()
+    return folder
+
+
+def failing_stream() -> None:
+    """Rank 0 cannot read in the middle, or a byte changes on its way: the same error on every rank."""
+    whole, config = make(QWEN3)
+    folder = save("stream", whole, config, 2)
+    preadv, calls = os.preadv, 0
+
+    def broken(*arguments) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == 200:
+            raise OSError(5, "Input/output error")
+        return preadv(*arguments)
+
+    os.preadv = broken
+    expect(mlxdist.InvalidArgument, ["cannot read", "Input/output error"], load_sharded, folder, stream=True)
+    os.preadv = preadv
+    if size > 1:
+        receive = streaming._receive
+        streaming._receive = lambda memory, *rest: receive(memory, *rest) ^ (rank == size - 1)
+        words = ["arrived damaged", f"rank {size - 1}" if size == 2 else "rank", "CRC-32"]
+        expect(mlxdist.TransportError, words, load_sharded, folder, stream=True)
+        streaming._receive = receive
+    model, _ = load_sharded(folder if rank == 0 else None, stream=True)
+    assert verify(model, whole).agrees
+    print("right")
+
+
+def computed() -> None:
+    """Experts as Hugging Face has them, which mlx-lm stacks: read whole, and the result is the same."""
+    whole, config = make(MIXTRAL)
+    weights = dict(tree_flatten(whole.parameters()))
+    for name in [name for name in weights if ".switch_mlp." in name]:
+        experts = weights.pop(name)
+        for old, new in (("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3")):
+            if old in name:
+                for i, expert in enumerate(experts):
+                    weights[name.replace(f"switch_mlp.{old}", f"experts.{i}.{new}")] = expert
+    folder = with_weights("computed", config, weights)
+    for streamed in (False, True):
+        model, _, report = load_with_report(folder, stream=streamed)
+        assert len(report.computed) == 3, report.computed
+        require_parts(model, whole, report.plan)
+        assert verify(model, whole).agrees
+    print("right")
+
+
+def plans() -> None:
+    """Parts of different sizes, and a plan that was kept as JSON."""
+    whole, config = make(QWEN3 | {"num_attention_heads": 2 * size + 2, "num_key_value_heads": size + 1,
+                                  "intermediate_size": 32 * (size + 1)})  # fmt: skip
+    folder = save("plans", whole, config)
+    plan = plan_shards(whole, size, weights=[2] + [1] * (size - 1)) if size > 1 else plan_shards(whole)
+    model, _ = load_sharded(folder, plan=Plan.from_json(plan.to_json()), verify=True)
+    require_parts(model, whole, plan)
+    whole, config = make(MIXTRAL)
+    folder = save("experts", whole, config)
+    model, _, report = load_with_report(folder, ep=size, verify=True)
+    assert (report.plan.tp, report.plan.ep) == (1, size)
+    print("right")
+
+
+def verification() -> None:
+    """Another weight on one rank is noticed on all, and said."""
+    whole, config = make(QWEN3)
+    folder = save("verification", whole, config)
+    model, _ = load_sharded(folder, verify=True)
+    right = verify(model, folder, mx.arange(20))
+    assert right.agrees and right.positions == 20 and "logits of the sharded and the whole model agree" in str(right)
+    assert not verify(model, folder, tolerance=1e-12).agrees or size == 1
+    if rank == size - 1:
+        layer = model.layers[1].mlp.down_proj
+        layer.weight = layer.weight * 1.01
+    wrong = verify(model, whole if rank == 0 else None)
+    assert not wrong.agrees and "DO NOT AGREE on rank" in str(wrong), wrong
+    if rank == size - 1:
+        layer.weight = layer.weight * math.nan
+    assert not verify(model, whole).agrees
+    expect(mlxdist.InvalidArgument, ["reference must be"], verify, model, None)
+    expect(mlxdist.InvalidArgument, ["tokens must be at least 5"], verify, model, whole, mx.array([1, 2]))
+    expect(mlxdist.InvalidArgument, ["from 0 to 95"], verify, model, whole, mx.array([96] * 8))
     print("right")
 
 
 if __name__ == "__main__":
-    {"models": models}[sys.argv[1]]()
+    globals()[sys.argv[1]]()

@@ -1,0 +1,1 @@
+"""`mlxdist shard`: how a model would be cut, and whether it then computes the same."""

@@ -1,0 +1,95 @@
+"""The command line of `mlxdist shard`. It must be cheap to import: `mlxdist --help` does."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+__all__ = ["shard"]
+
+RANKS = click.IntRange(min=1)
+
+
+class Weights(click.ParamType):
+    """``2,1``: a positive number for each rank."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> list[float]:
+        try:
+            weights = [float(part) for part in value.split(",")]
+        except ValueError:
+            weights = []
+        if not weights or not all(weight > 0 and math.isfinite(weight) for weight in weights):
+            self.fail(f"{value!r} is not positive numbers with commas between them, such as 2,1", parameter, context)
+        return weights
+
+
+@click.command()
+@click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--tp", default=1, show_default=True, type=RANKS, help="Ranks that share every layer.")
+@click.option("--ep", default=1, show_default=True, type=RANKS, help="Ranks (times --tp) that share the experts.")
+@click.option("--weights", type=Weights(), help="Shares of the --tp ranks, for machines of unequal size: 2,1")
+@click.option("--verify", is_flag=True, help="Load it so on ranks of this machine and compare the logits.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan, and what --verify found, as JSON.")
+def shard(path: Path, tp: int, ep: int, weights: list[float] | None, verify: bool, as_json: bool) -> None:
+    """Show how a model for mlx-lm is cut over several ranks: each parameter, the bytes on each rank, what stays whole.
+
+    \\b
+        mlxdist shard MODEL --tp 2             the plan; reads no weights and starts nothing
+        mlxdist shard MODEL --tp 2 --verify    and compares the logits of 2 ranks with those of the whole model
+
+    PATH is a folder with config.json and model*.safetensors. --verify needs memory for the whole model twice. The exit
+    status is 1 if the logits differ by more than the tolerance of their dtype, or if the model cannot be cut so.
+    """
+    from ..errors import InvalidArgument
+
+    try:
+        plan = _plan(path, tp, ep, weights)
+    except InvalidArgument as error:
+        raise click.ClickException(str(error)) from None
+    if not as_json:
+        click.echo(str(plan))
+    verification = _verify(path, plan) if verify else None
+    if as_json:
+        click.echo(json.dumps({"plan": json.loads(plan.to_json()), "verification": verification}, indent=2))
+    elif verification is not None:
+        click.echo(verification["text"])
+    if verification is not None and not verification["agrees"]:
+        raise SystemExit(1)
+
+
+def _plan(path: Path, tp: int, ep: int, weights: list[float] | None) -> Any:
+    from ..nn.plan import plan_shards
+    from ..nn.safetensors_reader import Checkpoint
+    from ..nn.weight_sources import open_model
+
+    model, _, _ = open_model(Checkpoint(path))
+    return plan_shards(model, tp, ep, weights=weights)
+
+
+def _verify(path: Path, plan: Any) -> dict[str, Any]:
+    """What rank 0 has found; see :mod:`mlxdist.sharding.verify_rank`."""
+    with tempfile.TemporaryDirectory(prefix="mlxdist-shard-") as folder:
+        given, result = Path(folder, "plan.json"), Path(folder, "verification.json")
+        given.write_text(plan.to_json())
+        command = [sys.executable, "-m", "mlxdist", "launch", "-n", str(plan.ranks), "--"]
+        command += [sys.executable, "-m", "mlxdist.sharding.verify_rank", str(path), str(given), str(result)]
+        # The ranks' own output is for reading, the results alone are for a pipe.
+        with subprocess.Popen(command, env=os.environ, stdin=subprocess.DEVNULL, stdout=sys.stderr) as process:
+            try:
+                process.wait()
+            except BaseException:
+                process.terminate()
+                raise
+        if process.returncode:
+            raise click.ClickException(f"a rank failed with status {process.returncode}; its output is above")
+        return json.loads(result.read_text())

@@ -1,0 +1,41 @@
+"""load_sharded: every rank holds its part of the model, has read little else, and all compute the whole model's logits."""
+
+import pytest
+
+BOTH = [2, pytest.param(3, marks=pytest.mark.long)]
+FEW = [pytest.param(1, marks=pytest.mark.long), 2, 3, pytest.param(4, marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize("ranks", FEW)
+def test_models_of_every_kind_in_files_and_streamed(run_ranks, tmp_path, ranks):
+    """float32, 16-bit, quantized, with experts; in one file and in several; bitwise the parts, and the logits."""
+    assert all("right" in output for output in run_ranks("loading.py", ranks, "models", tmp_path))
+
+
+@pytest.mark.parametrize("ranks", FEW)
+def test_each_rank_reads_and_holds_its_share(run_ranks, tmp_path, ranks):
+    """Bytes read from files, and the most memory of MLX at any time."""
+    assert all("right" in output for output in run_ranks("loading.py", ranks, "sizes", tmp_path))
+
+
+@pytest.mark.parametrize("ranks", FEW)
+def test_bad_input_on_one_rank_is_the_same_error_on_all(run_ranks, tmp_path, ranks):
+    assert all("right" in output for output in run_ranks("loading.py", ranks, "refused", tmp_path))
+
+
+@pytest.mark.parametrize("ranks", BOTH)
+def test_a_stream_that_breaks_is_the_same_error_on_all(run_ranks, tmp_path, ranks):
+    assert all("right" in output for output in run_ranks("loading.py", ranks, "failing_stream", tmp_path))
+
+
+@pytest.mark.parametrize("ranks", BOTH)
+def test_parameters_that_mlx_lm_computes_are_read_whole_with_a_warning(run_ranks, tmp_path, ranks):
+    outputs = run_ranks("loading.py", ranks, "computed", tmp_path)
+    assert all("right" in output for output in outputs)
+    assert "3 parameters" in outputs[0] and "mlx_lm.convert" in outputs[0]
+    assert "mlx_lm.convert" not in outputs[1]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_plans_with_weights_and_with_experts_apart(run_ranks, tmp_path, ranks):
+    assert all("right" in output for output in run_ranks("loading.py", ranks, "plans", tmp_path))

@@ -1,0 +1,95 @@
+"""verify finds a rank that computes something else; `mlxdist shard` prints a plan, and checks it on ranks."""
+
+import json
+import subprocess
+import sys
+
+import mlx.core as mx
+import pytest
+from click.testing import CliRunner
+from mlx_lm.models import qwen3
+from mlx_lm.utils import save_config, save_model
+
+from mlxdist.nn.plan import Plan
+from mlxdist.sharding.command import shard
+
+CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    model = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG))
+    save_model(tmp_path, model)
+    save_config(dict(CONFIG), tmp_path / "config.json")
+    return tmp_path
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)])
+def test_another_weight_on_one_rank_is_found_on_all(run_ranks, tmp_path, ranks):
+    assert all("right" in output for output in run_ranks("loading.py", ranks, "verification", tmp_path))
+
+
+def test_the_command_prints_a_plan_and_starts_nothing(folder):
+    result = CliRunner().invoke(shard, [str(folder), "--tp", "2"])
+    assert result.exit_code == 0, result.output
+    assert "q_proj" in result.output
+    result = CliRunner().invoke(shard, [str(folder), "--tp", "2", "--json"])
+    document = json.loads(result.output)
+    plan = Plan.from_json(json.dumps(document["plan"]))
+    assert (plan.tp, plan.ranks, document["verification"]) == (2, 2, None)
+
+
+@pytest.mark.parametrize(
+    "options, status, words",
+    [
+        (["--tp", "3"], 1, "3"),
+        (["--tp", "0"], 2, "--tp"),
+        (["--tp", "2", "--weights", "2,x"], 2, "'2,x' is not positive numbers"),
+        (["--tp", "2", "--weights", "1,2,3"], 1, "2 numbers, one per rank"),
+    ],
+)
+def test_what_cannot_be_cut_is_said(folder, options, status, words):
+    result = CliRunner().invoke(shard, [str(folder), *options])
+    assert result.exit_code == status and words in result.output, result.output
+
+
+def test_damaged_files_are_said(folder):
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    result = CliRunner().invoke(shard, [str(folder)])
+    assert result.exit_code == 1 and "model.safetensors is damaged" in result.output
+
+
+def run_shard(folder, *options):
+    command = [sys.executable, "-m", "mlxdist", "shard", str(folder), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_verify_runs_the_model_on_ranks(folder):
+    result = run_shard(folder, "--tp", "2", "--verify", "--json")
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)["verification"]
+    assert found["agrees"] and len(found["differences"]) == 2 and max(found["differences"]) < 1e-4
+    assert found["dtype"] == "float32" and found["positions"] == 16
+    assert 0 < found["loading"]["bytes_read"] < 0.9 * found["loading"]["bytes_total"]
+
+
+def test_verify_fails_where_logits_are_no_numbers(folder):
+    weights = mx.load(str(folder / "model.safetensors"))
+    weights["model.norm.weight"] = weights["model.norm.weight"] * mx.inf
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    result = run_shard(folder, "--tp", "2", "--verify")
+    assert result.returncode == 1 and "DO NOT AGREE on ranks 0 and 1" in result.stdout, result.stderr
