@@ -36,6 +36,11 @@ def test_parameters_that_mlx_lm_computes_are_read_whole_with_a_warning(run_ranks
     assert "mlx_lm.convert" not in outputs[1]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_plans_with_weights_and_with_experts_apart(run_ranks, tmp_path, ranks):
+@pytest.mark.parametrize("ranks", BOTH)
+def test_plans_with_weights(run_ranks, tmp_path, ranks):
     assert all("right" in output for output in run_ranks("loading.py", ranks, "plans", tmp_path))
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_experts_on_their_ranks(run_ranks, tmp_path, ranks):
+    assert all("right" in output for output in run_ranks("loading.py", ranks, "experts", tmp_path))

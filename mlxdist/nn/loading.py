@@ -206,11 +206,12 @@ class _Part:
 
     def __init__(self, shard: Shard, rank: int) -> None:
         self._shard, self._dtype = shard, getattr(mx, shard.dtype)
-        self._array = mx.zeros(shard.shape_on(rank), UNSIGNED[self._dtype.size])
+        # By the CPU, which will write to it.
+        self._array = mx.zeros(shard.shape_on(rank), UNSIGNED[self._dtype.size], stream=mx.cpu)
         self.memory = bytes_of(self._array)
 
     def put_into(self, model: nn.Module) -> None:
-        array = self._array.view(self._dtype)
+        array = self._array.view(self._dtype, stream=mx.cpu)
         if self._shard.scale != 1:
             array = (array * self._shard.scale).astype(self._dtype)
         mx.eval(array)

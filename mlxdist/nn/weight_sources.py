@@ -59,7 +59,7 @@ Source = StoredTensor | ComputedTensor
 def bytes_of(array: mx.array) -> np.ndarray:
     """The memory of an array, which is evaluated and contiguous. MLX documents that one may write to it so."""
     if array.dtype not in UNSIGNED.values():
-        array = array.view(UNSIGNED[array.dtype.size])
+        array = array.view(UNSIGNED[array.dtype.size], stream=mx.cpu)
     mx.eval(array)
     return np.array(array, copy=False).reshape(-1).view(np.uint8)
 
