@@ -41,6 +41,7 @@ def test_plans_with_weights(run_ranks, tmp_path, ranks):
     assert all("right" in output for output in run_ranks("loading.py", ranks, "plans", tmp_path))
 
 
+@pytest.mark.xfail(reason="shard_model does not place whole experts yet", strict=True)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_experts_on_their_ranks(run_ranks, tmp_path, ranks):
     assert all("right" in output for output in run_ranks("loading.py", ranks, "experts", tmp_path))
