@@ -3,6 +3,7 @@
 import pytest
 
 BOTH = [2, pytest.param(3, marks=pytest.mark.long)]
+MOSTLY_TWO = [2, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (1, 3, 4))]
 FEW = [pytest.param(1, marks=pytest.mark.long), 2, 3, pytest.param(4, marks=pytest.mark.long)]
 
 
@@ -12,13 +13,13 @@ def test_models_of_every_kind_in_files_and_streamed(run_ranks, tmp_path, ranks):
     assert all("right" in output for output in run_ranks("loading.py", ranks, "models", tmp_path))
 
 
-@pytest.mark.parametrize("ranks", FEW)
+@pytest.mark.parametrize("ranks", MOSTLY_TWO)
 def test_each_rank_reads_and_holds_its_share(run_ranks, tmp_path, ranks):
     """Bytes read from files, and the most memory of MLX at any time."""
     assert all("right" in output for output in run_ranks("loading.py", ranks, "sizes", tmp_path))
 
 
-@pytest.mark.parametrize("ranks", FEW)
+@pytest.mark.parametrize("ranks", MOSTLY_TWO)
 def test_bad_input_on_one_rank_is_the_same_error_on_all(run_ranks, tmp_path, ranks):
     assert all("right" in output for output in run_ranks("loading.py", ranks, "refused", tmp_path))
 

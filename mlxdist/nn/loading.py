@@ -179,12 +179,14 @@ def _read_parts(model: nn.Module, plan: Plan, sources: Mapping[str, Source], gro
     """Puts this rank's parts into the model, one parameter after the other, and compares them with the other ranks."""
     checksums = {}
     rank = group.rank()
-    with agreed("load_sharded", group), _progress("loading", plan.bytes(rank), rank) as advance:
+    with _progress("loading", plan.bytes(rank), rank) as advance:
         for name, shard in plan.shards.items():
             source, part = sources[name], _Part(shard, rank)
-            source.read(shard.axis, shard.slices(rank), 0, memoryview(part.memory))
-            if group.size() > 1:
-                checksums[name] = checksum(source, None if shard.ranges else memoryview(part.memory))
+            # One after the other, so that all stop at the first that a rank cannot read.
+            with agreed("load_sharded", group):
+                source.read(shard.axis, shard.slices(rank), 0, memoryview(part.memory))
+                if group.size() > 1:
+                    checksums[name] = checksum(source, None if shard.ranges else memoryview(part.memory))
             part.put_into(model)
             source.release()
             advance(len(part.memory))
