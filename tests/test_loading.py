@@ -1,4 +1,4 @@
-"""load_sharded: every rank holds its part of the model, has read little else, and all compute the whole model's logits."""
+"""load_sharded: every rank holds its part of the model, has read little else; all compute the whole model's logits."""
 
 import pytest
 
@@ -42,7 +42,13 @@ def test_plans_with_weights(run_ranks, tmp_path, ranks):
     assert all("right" in output for output in run_ranks("loading.py", ranks, "plans", tmp_path))
 
 
-@pytest.mark.xfail(reason="shard_model does not place whole experts yet", strict=True)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_experts_on_their_ranks(run_ranks, tmp_path, ranks):
     assert all("right" in output for output in run_ranks("loading.py", ranks, "experts", tmp_path))
+
+
+@pytest.mark.long
+def test_every_model_file_of_mlx_lm(run_ranks, tmp_path):
+    """What a rank loads from files is bitwise what shard_model cuts out of the whole model."""
+    outputs = run_ranks("loading.py", 2, "model_files", tmp_path, timeout=240)
+    assert all("right" in output for output in outputs)

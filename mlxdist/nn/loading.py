@@ -171,7 +171,7 @@ def _warn_of_computed(computed: list[str], sources: Mapping[str, Source], group:
         debug.warn(
             "load",
             f"{len(computed)} parameters ({total / 1e9:.2f} GB), {computed[0]} the first, are computed from the files "
-            "by mlx-lm, so every rank reads their tensors whole; convert the model once with mlx_lm.convert to avoid it",
+            "by mlx-lm, so every rank reads their tensors whole; mlx_lm.convert writes a model that is read in parts",
         )
 
 

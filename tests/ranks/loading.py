@@ -343,5 +343,27 @@ def verification() -> None:
     print("right")
 
 
+def model_files() -> None:
+    """Tiny models of every file of mlx-lm, saved and loaded."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    import tiny_models
+
+    wrong = []
+    for name in sorted(set(tiny_models.model_files()) - set(tiny_models.NOT_IMPORTED)):
+        whole = tiny_models.build(name)
+        config = tiny_models.config_of(name)
+        folder = save("file", whole, config | {"model_type": name})
+        try:
+            model, _, report = load_with_report(folder)
+            require_parts(model, whole, report.plan)
+        except (AssertionError, mlxdist.InvalidArgument) as error:
+            wrong.append(f"{name}: {error}")
+        else:
+            if report.computed:
+                print(f"{name}: {report.computed[:3]} are computed")
+    assert not wrong, "\n".join(wrong)
+    print("right")
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]]()
