@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.utils import _get_classes
+from mlx_lm.utils import _get_classes, load_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -348,19 +348,20 @@ def model_files() -> None:
     sys.path.insert(0, str(Path(__file__).parents[1]))
     import tiny_models
 
-    wrong = []
+    wrong, unusable = [], []
     for name in sorted(set(tiny_models.model_files()) - set(tiny_models.NOT_IMPORTED)):
-        whole = tiny_models.build(name)
-        config = tiny_models.config_of(name)
-        folder = save("file", whole, config | {"model_type": name})
+        folder = save("file", tiny_models.build(name), tiny_models.config_of(name) | {"model_type": name})
+        try:
+            expected, _ = load_model(folder)
+        except ValueError:
+            unusable.append(name)
+            continue
         try:
             model, _, report = load_with_report(folder)
-            require_parts(model, whole, report.plan)
+            require_parts(model, expected, report.plan)
         except (AssertionError, mlxdist.InvalidArgument) as error:
             wrong.append(f"{name}: {error}")
-        else:
-            if report.computed:
-                print(f"{name}: {report.computed[:3]} are computed")
+    assert unusable == ["prism_hadamard_qwen35"], unusable  # its signs must be 1 and -1
     assert not wrong, "\n".join(wrong)
     print("right")
 
