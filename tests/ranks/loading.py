@@ -1,4 +1,4 @@
-"""One rank of tests/test_loading.py. Arguments: the scenario, and a folder for files. Prints "right" at the end.
+"""One rank of tests/test_loading.py. Arguments: scenarios, and a folder for files. Prints "right" after each.
 
 Rank 0 saves tiny models as mlx-lm does; every rank makes the same ones, so that it can compare what it has loaded.
 """
@@ -367,4 +367,5 @@ def model_files() -> None:
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]]()
+    for scenario in sys.argv[1].split(","):
+        globals()[scenario]()
