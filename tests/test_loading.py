@@ -14,7 +14,7 @@ def test_models_of_every_kind_in_files_and_streamed(run_ranks, tmp_path, ranks):
 
 @pytest.mark.parametrize("ranks", MOSTLY_TWO)
 def test_each_rank_reads_and_holds_its_share(run_ranks, tmp_path, ranks):
-    """Bytes read from files, and the most memory of MLX at any time; parts of different sizes; experts on their ranks."""
+    """Bytes read from files, the most memory of MLX at any time; parts of different sizes; experts on their ranks."""
     outputs = run_ranks("loading.py", ranks, "sizes,plans,experts", tmp_path)
     assert all(output.count("right") == 3 for output in outputs)
 

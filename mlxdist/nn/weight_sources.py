@@ -11,9 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Before transformers is imported: it warns when there is no PyTorch, which mlx-lm does not need.
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -71,6 +68,8 @@ def open_model(checkpoint: Checkpoint) -> tuple[nn.Module, dict[str, Source], di
         InvalidArgument: there is no mlx-lm, it does not know the model, or weights are missing, too many or of another
             shape than config.json says.
     """
+    # Before transformers is imported: it warns when there is no PyTorch, which mlx-lm does not need.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         from mlx_lm import utils
     except ImportError as error:
