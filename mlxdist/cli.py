@@ -19,6 +19,7 @@ COMMANDS = {
     "env": "mlxdist.cli:show_environment",
     "hostfile": "mlxdist.hostfile.command:hostfile",
     "launch": "mlxdist.launch.command:launch",
+    "shard": "mlxdist.sharding.command:shard",
 }
 
 
