@@ -1,0 +1,73 @@
+"""How often a graph is handed to MLX to be carried out, and how often a segment of a layer is traced.
+
+On a GPU every `mx.eval` and `mx.async_eval` ends in the commit of a command buffer, and a collective, which runs on the
+CPU, starts once that has run: what a layer costs besides its arithmetic is the number of these.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+__all__ = ["Submissions", "submissions", "traced"]
+
+
+@dataclass
+class Submissions:
+    """``submitted``: calls of `mx.eval` and `mx.async_eval`, by anybody. ``traces``: segments compiled anew."""
+
+    submitted: int = 0
+    traces: int = 0
+
+
+_counters: list[Submissions] = []
+_lock = threading.Lock()
+_evaluate = {name: getattr(mx, name) for name in ("eval", "async_eval")}
+
+
+@contextmanager
+def submissions() -> Iterator[Submissions]:
+    """Counts while it is open::
+
+        with submissions() as count:
+            y = block(x, cache=cache)
+        assert count.submitted == 2
+
+    All threads are counted, and whoever calls through ``mlx.core``: mlx-lm does. What is evaluated without a call (a
+    conversion to NumPy, ``item()``) is not. For tests and measurements: meanwhile the two functions of ``mlx.core`` are
+    replaced by ones that count.
+    """
+    count = Submissions()
+    with _lock:
+        if not _counters:
+            for name, function in _evaluate.items():
+                setattr(mx, name, _counting(function))
+        _counters.append(count)
+    try:
+        yield count
+    finally:
+        with _lock:
+            _counters[:] = [counter for counter in _counters if counter is not count]
+            if not _counters:
+                for name, function in _evaluate.items():
+                    setattr(mx, name, function)
+
+
+def traced() -> None:
+    """Called by the body of a compiled segment, which runs only while it is traced."""
+    for count in _counters:
+        count.traces += 1
+
+
+def _counting(function: Callable[..., Any]) -> Callable[..., Any]:
+    def evaluate(*arrays: Any) -> Any:
+        for count in _counters:
+            count.submitted += 1
+        return function(*arrays)
+
+    return evaluate
