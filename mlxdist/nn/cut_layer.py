@@ -83,7 +83,7 @@ def _require_parts(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
     missing = []
     for prefix, names in wanted.items():
         module = getattr(layer, prefix[:-1], None) if prefix else layer
-        missing += [prefix + attribute for attribute in names if module is None or not hasattr(module, attribute)]
+        missing += [prefix + attribute for attribute in names if module is not None and not hasattr(module, attribute)]
     if missing:
         raise InvalidArgument(
             f"SplitBlock: {name} has no {', '.join(missing)}: it is not shaped like a decoder layer of Llama or Qwen3"

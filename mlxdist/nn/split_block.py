@@ -152,7 +152,7 @@ class SplitBlock(nn.Module):
 
     def positions(self, x: mx.array, mask: mx.array | str | None = None, cache: Any = None) -> Positions:
         """For `step`: the same for all blocks whose caches are equally far."""
-        return positions(self._rope, x.shape[1], 0 if cache is None else cache.offset, mask)
+        return positions(self._rope, x.shape[1], None if cache is None else cache.offset, mask)
 
     def step(
         self, h: mx.array, r: mx.array | None, where: Positions, cache: Any = None
@@ -224,11 +224,12 @@ class SplitBlock(nn.Module):
         return mx.concatenate([cache.keys, more], 2), mx.concatenate([cache.values, more], 2)
 
 
-def positions(rope: RotaryTable, length: int, offset: int, mask: mx.array | str | None = None) -> Positions:
-    """For ``length`` tokens behind ``offset`` in the cache."""
+def positions(rope: RotaryTable, length: int, offset: int | None, mask: mx.array | str | None = None) -> Positions:
+    """For ``length`` tokens behind ``offset`` others in the cache; ``None`` if there is no cache."""
+    cached, offset = offset is not None, offset or 0
     cos, sin = rope.rows(offset, length)
     window = offset + length
-    if length == 1 and not isinstance(mask, mx.array):
+    if cached and length == 1 and not isinstance(mask, mx.array):
         # A window that stays the same for many tokens, and a mask for what is not there yet.
         window = -(-window // WINDOW) * WINDOW
         mask = _seen(window)[window - 1 - offset :][:window]

@@ -68,7 +68,7 @@ class SplitModel(nn.Module):
         """
         group = group_of(group)
         refused = split = wanted = None
-        tokens = mx.array([[1, 2, 3]]) % getattr(model.args, "vocab_size", 4)
+        tokens = mx.array([[0, 1, 2]])
         try:
             _require_shape(model)
             if check:
@@ -120,7 +120,7 @@ class SplitModel(nn.Module):
         caches = cache or [None] * len(self.layers)
         places: dict[tuple, Any] = {}
         for block, own in zip(self.layers, caches):
-            offset = 0 if own is None else own.offset
+            offset = None if own is None else own.offset
             key = id(block.rope), offset
             if key not in places:
                 places[key] = positions(block.rope, h.shape[1], offset, "causal")
