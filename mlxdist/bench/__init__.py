@@ -11,7 +11,7 @@ import click
 
 __all__ = ["bench"]
 
-BENCHMARKS = ("collectives", "ep", "fragmentation", "tune")
+BENCHMARKS = ("collectives", "ep", "fragmentation", "tp", "tune")
 
 
 class Benchmarks(click.Group):

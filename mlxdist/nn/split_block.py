@@ -59,7 +59,9 @@ class SplitBlock(nn.Module):
     the layer normalises its queries and keys, ``qk_norm``. For inference: a block has no way back to a layer.
     """
 
-    def __init__(self, shape: Shape, parameters: dict[str, Any], rope: RotaryTable, group: Group, submit: bool) -> None:
+    def __init__(
+        self, shape: Shape, parameters: dict[str, Any], rope: RotaryTable, group: Group | None, submit: bool
+    ) -> None:
         super().__init__()
         self._shape, self._group = shape, group
         self._rope = rope
@@ -166,7 +168,7 @@ class SplitBlock(nn.Module):
         if cache is None:
             h, r, _, _ = self.segments(h, r, None, None, where)
             return h, r
-        keys, values = self._reserve(cache, h)
+        keys, values = self.reserve(cache, h)
         cache.keys = cache.values = None  # nobody else holds them, so that MLX writes into them in place
         h, r, cache.keys, cache.values = self.segments(h, r, keys, values, where)
         cache.offset += h.shape[1]
@@ -198,13 +200,17 @@ class SplitBlock(nn.Module):
         )
         return h, self._sum(r), keys, values
 
+    def without_sums(self) -> SplitBlock:
+        """The same with every all_sum left out, to measure what they cost: its result is not the layer's."""
+        return SplitBlock(self._shape, dict(self), self._rope, None, self.submit)
+
     def _sum(self, partial: mx.array) -> mx.array:
-        total = all_sum(partial, group=self._group)
+        total = partial if self._group is None else all_sum(partial, group=self._group)
         if self.submit:
             mx.async_eval(total)
         return total
 
-    def _reserve(self, cache: Any, h: mx.array) -> tuple[mx.array, mx.array]:
+    def reserve(self, cache: Any, h: mx.array) -> tuple[mx.array, mx.array]:
         """The buffers of the cache, with room for the tokens of ``h``: it grows by its ``step``."""
         if not any(base.__name__ == "KVCache" for base in type(cache).__mro__):
             raise InvalidArgument(f"SplitBlock: works with mlx-lm's KVCache, not with {type(cache).__name__}")
