@@ -137,7 +137,7 @@ def measure_layers(
         variables={name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")},
     )
     results |= {"benchmark": "tp", "device": device, "dtype": dtype, "rounds": rounds}
-    results["cases"] = [withhold(case) for case in results["cases"]]
+    results["cases"] = [withhold(case) | {"device": device} for case in results["cases"]]
     return results
 
 
