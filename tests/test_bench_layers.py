@@ -1,4 +1,4 @@
-"""`mlxdist bench tp` and benchmarks/layers_vs_mlx.py: that they run, check results and judge. No test looks at times."""
+"""`mlxdist bench tp` and benchmarks/layers_vs_mlx.py: that they run, check and judge. No test looks at times."""
 
 import importlib.util
 import json

@@ -9,7 +9,7 @@ RANKS = pytest.mark.parametrize(
 
 @RANKS
 def test_as_the_dense_layer(run_ranks, ranks):
-    """Llama and Qwen3, GQA, fewer KV heads than ranks, biases, batches, uneven parts; prefill, tokens, trimmed cache."""
+    """Llama and Qwen3, GQA, fewer KV heads than ranks, biases, uneven parts; prefill, tokens, trimmed cache."""
     outputs = run_ranks("split_block.py", ranks, "layers", "counts", "in_place", "bad_input", timeout=120)
     assert all("close" in output for output in outputs)
 

@@ -93,6 +93,10 @@ def _case(
         if not name.endswith("compute")
     }
     whole = layer_bytes(model.model.layers[0])
+    refused = {
+        name: impossible(name, times["median"], whole if name.startswith("tp1") else weights, weights, memcpy["min"])
+        for name, times in spread.items()
+    }
     return case | {
         "weights": weights,
         "memcpy": memcpy,
@@ -100,10 +104,7 @@ def _case(
         "wrong": wrong,
         "submitted": {name: variant.submitted for name, variant in timed.items()},
         "engine": {name: _engine(timed[name], rounds, world) for name in ("split", "lazy", "graph", "mlx")},
-        "refused": {
-            name: impossible(name, times["median"], whole if name.startswith("tp1") else weights, weights, memcpy["min"])
-            for name, times in spread.items()
-        },
+        "refused": refused,
     }
 
 

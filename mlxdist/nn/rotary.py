@@ -84,7 +84,7 @@ def rotate(x: mx.array, cos: mx.array, sin: mx.array, dims: int, traditional: bo
     head_dim = x.shape[-1]
     part = x[..., :dims].astype(mx.float32)
     # The halves (or neighbours) exchanged: a view with a negative stride, which the fused kernel reads as it is.
-    pairs = part.reshape(*part.shape[:-1], dims // 2, 2) if traditional else part.reshape(*part.shape[:-1], 2, dims // 2)
+    pairs = part.reshape(*part.shape[:-1], *((dims // 2, 2) if traditional else (2, dims // 2)))
     exchanged = (pairs[..., ::-1] if traditional else pairs[..., ::-1, :]).reshape(part.shape)
     turned = (part * cos + exchanged * sin).astype(x.dtype)
     return turned if dims == head_dim else mx.concatenate([turned, x[..., dims:]], -1)

@@ -164,7 +164,6 @@ def _require_shape(model: nn.Module) -> None:
 
 def _as_linear(embedding: nn.Module) -> nn.Module:
     """A linear with the weight of a tied embedding, dense or quantized."""
-    rows, columns = embedding.weight.shape
     if type(embedding) is nn.Embedding:
         linear = nn.Linear(1, 1, bias=False)
     elif type(embedding) is nn.QuantizedEmbedding:
@@ -172,7 +171,8 @@ def _as_linear(embedding: nn.Module) -> nn.Module:
         nn.Module.__init__(linear)
         linear.group_size, linear.bits, linear.mode = embedding.group_size, embedding.bits, embedding.mode
     else:
-        raise InvalidArgument(f"SplitModel: {type(embedding).__name__} is neither nn.Embedding nor nn.QuantizedEmbedding")
+        name = type(embedding).__name__
+        raise InvalidArgument(f"SplitModel: {name} is neither nn.Embedding nor nn.QuantizedEmbedding")
     for name in ("weight", "scales", "biases"):
         if embedding.get(name) is not None:
             linear[name] = embedding[name]
