@@ -9,9 +9,14 @@ RANKS = pytest.mark.parametrize(
 
 @RANKS
 def test_as_the_dense_layer(run_ranks, ranks):
-    """Llama and Qwen3, GQA, fewer KV heads than ranks, biases, uneven parts; prefill, tokens, trimmed cache."""
+    """Llama and Qwen3, GQA, fewer KV heads than ranks, uneven parts; prefill, tokens, a trimmed cache."""
     outputs = run_ranks("split_block.py", ranks, "layers", "counts", "in_place", "bad_input", timeout=120)
     assert all("close" in output for output in outputs)
+
+
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 3, 4))])
+def test_biases_odd_sizes_and_other_rotary_embeddings(run_ranks, ranks):
+    assert all("close" in output for output in run_ranks("split_block.py", ranks, "more_layers", timeout=120))
 
 
 @RANKS

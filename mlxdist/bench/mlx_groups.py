@@ -11,15 +11,13 @@ import mlx.core as mx
 
 import mlxdist
 
-__all__ = ["BACKENDS", "mlx_groups"]
-
-BACKENDS = ("ring", "mpi")
+__all__ = ["mlx_groups"]
 
 
 def mlx_groups(
     names: Sequence[str], hosts: Sequence[str], world: mlxdist.Group
 ) -> dict[str, mx.distributed.Group]:
-    """A genuine mx.distributed.Group of each backend.
+    """A genuine mx.distributed.Group of each backend: "ring", "mpi".
 
     Args:
         hosts: where each rank of the ring listens: "127.0.0.1:5000".

@@ -13,7 +13,7 @@ from rich.table import Table
 from .collectives import Names
 from .job import free_ports, has_mpirun, print_load, results_console, run, write_results
 
-__all__ = ["communication", "failed", "measure_layers", "print_layers", "tp", "withhold"]
+__all__ = ["Numbers", "communication", "failed", "layer_cases", "measure_layers", "print_layers", "tp", "withhold"]
 
 RANKS = 2
 FAMILIES, PHASES, BACKENDS = ("mixtral", "qwen"), ("decode", "prefill"), ("ring", "mpi")

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import InvalidArgument
-from .merged import Cut, Matrix, Spec, granularity, merge
+from .merged import Cut, Spec, granularity, merge
 from .shards import split_sizes
 
 __all__ = ["Shape", "cut_layer"]

@@ -35,10 +35,10 @@ from .merged import project
 from .rotary import RotaryTable, rotate
 from .submissions import traced
 
-__all__ = ["WINDOW", "Positions", "SplitBlock", "positions", "relative_error", "require_agreement"]
+__all__ = ["TOLERANCE", "WINDOW", "Positions", "SplitBlock", "positions", "relative_error", "require_agreement"]
 
 WINDOW = 32  # attention of one token reads the cache up to the next multiple of this
-# Relative difference above which a block does not compute what its layer does.
+# Relative difference above which a block does not compute what its layer does, or a model its original.
 TOLERANCE = {mx.float32: 1e-3, mx.float16: 5e-2, mx.bfloat16: 1e-1}
 
 

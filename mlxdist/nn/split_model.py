@@ -12,14 +12,10 @@ from ..arguments import group_of
 from ..errors import InvalidArgument
 from ..group import Group
 from .merged import Cut, merge, project
-from .rotary import RotaryTable
 from .shards import join, split_sizes
-from .split_block import SplitBlock, positions, relative_error, require_agreement
+from .split_block import TOLERANCE, SplitBlock, positions, relative_error, require_agreement
 
 __all__ = ["SplitModel"]
-
-# Relative difference of the logits above which the model is not what it was made of.
-TOLERANCE = {mx.float32: 1e-3, mx.float16: 5e-2, mx.bfloat16: 1e-1}
 
 
 class SplitModel(nn.Module):

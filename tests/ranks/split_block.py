@@ -98,20 +98,24 @@ def layers() -> None:
     n = math.lcm(size, 2)
     compare("llama", randomized(llama_layer(2 * n, n, 12 * n)), batch=2, steps=WINDOW + 4)
     compare("submitted at once", randomized(llama_layer(2 * n, n, 12 * n)), submit=True)
+    compare("one KV head", randomized(llama_layer(2 * n, 1, 6 * n)))
+    compare("qwen3", randomized(qwen3_layer(2 * n, n, 6 * n)), batch=3)
+    if size > 1:
+        weights = [2] + [1] * (size - 1)
+        compare("weights", randomized(llama_layer(2 * (size + 1), size + 1, 7 * (size + 1))), weights=weights)
+
+
+def more_layers() -> None:
+    n = math.lcm(size, 2)
     compare("not transposed", randomized(llama_layer(2 * n, n, 12 * n)), transposed=False)
     compare("biases", randomized(llama_layer(n, n, 6 * n, attention_bias=True, mlp_bias=True)))
-    compare("one KV head", randomized(llama_layer(2 * n, 1, 6 * n)))
     compare("odd sizes", randomized(llama_layer(3 * size, size, 5 * size, hidden_size=31, head_dim=6)))
-    compare("qwen3", randomized(qwen3_layer(2 * n, n, 6 * n)), batch=3)
     compare("traditional rope", randomized(llama_layer(n, n, 6 * n, rope_traditional=True)))
     scaling = {
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     }  # fmt: skip
     compare("llama3 rope", randomized(llama_layer(n, n, 6 * n, rope_scaling=scaling)), tokens=40)
-    if size > 1:
-        weights = [2] + [1] * (size - 1)
-        compare("weights", randomized(llama_layer(2 * (size + 1), size + 1, 7 * (size + 1))), weights=weights)
 
 
 def dtypes() -> None:
