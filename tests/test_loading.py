@@ -1,25 +1,23 @@
 """load_sharded: every rank holds its part of the model, has read little else; all compute the whole model's logits."""
 
 import pytest
-
-FEW = [pytest.param(1, marks=pytest.mark.long), 2, 3, pytest.param(4, marks=pytest.mark.long)]
-MOSTLY_TWO = [2, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (1, 3, 4))]
+from rank_counts import one_to_four
 
 
-@pytest.mark.parametrize("ranks", FEW)
+@one_to_four(2)
 def test_models_of_every_kind_in_files_and_streamed(run_ranks, tmp_path, ranks):
     """float32, 16-bit, quantized, with experts; in one file and in several; bitwise the parts, and the logits."""
     assert all("right" in output for output in run_ranks("loading.py", ranks, "models", tmp_path))
 
 
-@pytest.mark.parametrize("ranks", MOSTLY_TWO)
+@one_to_four(2)
 def test_each_rank_reads_and_holds_its_share(run_ranks, tmp_path, ranks):
     """Bytes read from files, the most memory of MLX at any time; parts of different sizes; experts on their ranks."""
     outputs = run_ranks("loading.py", ranks, "sizes,plans,experts", tmp_path)
     assert all(output.count("right") == 3 for output in outputs)
 
 
-@pytest.mark.parametrize("ranks", MOSTLY_TWO)
+@one_to_four(2)
 def test_bad_input_on_one_rank_is_the_same_error_on_all(run_ranks, tmp_path, ranks):
     """Also of a stream that breaks."""
     outputs = run_ranks("loading.py", ranks, "refused,failing_stream", tmp_path)

@@ -1,16 +1,12 @@
 """Attention of which each rank computes some of the heads: values, gradients and caches of the whole layer."""
 
 import pytest
+from rank_counts import one_to_four
 
 from mlxdist.errors import InvalidArgument
 from mlxdist.nn.parallel_attention import split_heads
 
-RANKS = pytest.mark.parametrize(
-    "ranks", [pytest.param(1, marks=pytest.mark.long), 2, 3, pytest.param(4, marks=pytest.mark.long)]
-)
-
-
-@RANKS
+@one_to_four(3)
 def test_as_the_whole_layer(run_ranks, ranks):
     """Within 1e-4 of the plain formula; the way back bitwise."""
     checks = ["dense", "sequence_parallel", "decoding", "quantized", "adapters", "constructor", "bad_input"]

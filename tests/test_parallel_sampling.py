@@ -3,15 +3,11 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from rank_counts import one_to_four
 
 from mlxdist.nn.sampling import VocabParallelSampler
 
-RANKS = pytest.mark.parametrize(
-    "ranks", [pytest.param(1, marks=pytest.mark.long), 2, 3, pytest.param(4, marks=pytest.mark.long)]
-)
-
-
-@RANKS
+@one_to_four(3)
 def test_as_with_all_logits(run_ranks, ranks):
     """Tokens: those of a dense formula with the same noise, ties included. Losses and gradients: within 1e-5."""
     samplers = "all_samplers" if ranks == 1 else "samplers"

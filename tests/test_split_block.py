@@ -1,30 +1,27 @@
 """SplitBlock and SplitModel: as the dense layer and model of mlx-lm, and two submissions per layer."""
 
 import pytest
-
-RANKS = pytest.mark.parametrize(
-    "ranks", [pytest.param(1, marks=pytest.mark.long), 2, 3, pytest.param(4, marks=pytest.mark.long)]
-)
+from rank_counts import one_to_four
 
 
-@RANKS
+@one_to_four(2)
 def test_as_the_dense_layer(run_ranks, ranks):
     """Llama and Qwen3, GQA, fewer KV heads than ranks, uneven parts; prefill, tokens, a trimmed cache."""
     outputs = run_ranks("split_block.py", ranks, "layers", "counts", "in_place", "bad_input", timeout=120)
     assert all("close" in output for output in outputs)
 
 
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 3, 4))])
+@one_to_four(2)
 def test_biases_odd_sizes_and_other_rotary_embeddings(run_ranks, ranks):
     assert all("close" in output for output in run_ranks("split_block.py", ranks, "more_layers", timeout=120))
 
 
-@RANKS
+@one_to_four(2)
 def test_models_generate_the_same_tokens(run_ranks, ranks):
     assert all("close" in output for output in run_ranks("split_block.py", ranks, "models", timeout=120))
 
 
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 3, 4))])
+@one_to_four(2)
 def test_quantized(run_ranks, ranks):
     """Widths, group sizes and modes, also different ones in one layer."""
     assert all("close" in output for output in run_ranks("split_block.py", ranks, "quantized_layers", timeout=120))

@@ -1,13 +1,9 @@
 """Embedding and output layer cut over the vocabulary: values, gradients and quantized forms of the whole layers."""
 
-import pytest
-
-RANKS = pytest.mark.parametrize(
-    "ranks", [pytest.param(1, marks=pytest.mark.long), 2, 3, pytest.param(4, marks=pytest.mark.long)]
-)
+from rank_counts import one_to_four
 
 
-@RANKS
+@one_to_four(3)
 def test_as_the_whole_layers(run_ranks, ranks):
     """Embeddings and the way back bitwise, products and gradients within 1e-5."""
     checks = ["embedding", "tied", "quantized", "head", "bad_input"]

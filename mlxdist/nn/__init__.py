@@ -23,6 +23,9 @@ from .sampling import (
     vocab_parallel_log_probs,
 )
 from .shard_model import shard_model
+from .split_block import SplitBlock
+from .split_model import SplitModel
+from .submissions import Submissions, submissions
 from .verify import Verification, verify
 from .vocab_parallel import (
     ParallelLMHead,
@@ -45,6 +48,9 @@ __all__ = [
     "QuantizedVocabParallelEmbedding",
     "RowParallelLinear",
     "Shard",
+    "SplitBlock",
+    "SplitModel",
+    "Submissions",
     "Verification",
     "VocabParallelEmbedding",
     "VocabParallelSampler",
@@ -57,6 +63,7 @@ __all__ = [
     "reduce_scatter_to_sequence_parallel_region",
     "scatter_to_tensor_parallel_region",
     "shard_model",
+    "submissions",
     "verify",
     "vocab_parallel_argmax",
     "vocab_parallel_cross_entropy",
