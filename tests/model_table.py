@@ -10,8 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 import tiny_models
 
-from mlxdist.nn.parameters import Shard
-from mlxdist.nn.plan import Plan, plan_shards
+from mlxdist.nn.plan import Plan, Shard, plan_shards
 
 FILE = Path(__file__).parents[1] / "docs" / "models.md"
 # Reasons that are the same for all models.

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlxdist.errors import InvalidArgument
-from mlxdist.nn.safetensors_reader import INDEX, ITEM_SIZES, Checkpoint, WeightFile, local_shape
+from mlxdist.nn.loading.safetensors_reader import INDEX, ITEM_SIZES, Checkpoint, WeightFile, local_shape
 
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 

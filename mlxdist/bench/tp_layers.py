@@ -13,7 +13,7 @@ from mlx_lm.models.activations import swiglu
 from mlx_lm.models.cache import KVCache
 
 import mlxdist
-from mlxdist.nn.split_block import Positions, SplitBlock
+from mlxdist.nn.split.split_block import Positions, SplitBlock
 
 __all__ = ["FAMILIES", "Inputs", "Layer", "layer_bytes", "make_model", "variants"]
 

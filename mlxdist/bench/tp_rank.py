@@ -10,8 +10,8 @@ import mlx.core as mx
 import numpy as np
 
 import mlxdist
-from mlxdist.nn.split_model import SplitModel
-from mlxdist.nn.submissions import submissions
+from mlxdist.nn.split.split_model import SplitModel
+from mlxdist.nn.split.submissions import submissions
 
 from .job import serve
 from .mlx_groups import mlx_groups

@@ -14,7 +14,7 @@ from .mappings import (
 )
 from .parallel_attention import ParallelAttention
 from .parallel_mlp import ParallelMLP
-from .plan import Plan, Shard, plan_shards
+from .plan import Plan, Shard, plan_shards, shard_model
 from .row_parallel import QuantizedRowParallelLinear, RowParallelLinear
 from .sampling import (
     VocabParallelSampler,
@@ -22,10 +22,7 @@ from .sampling import (
     vocab_parallel_cross_entropy,
     vocab_parallel_log_probs,
 )
-from .shard_model import shard_model
-from .split_block import SplitBlock
-from .split_model import SplitModel
-from .submissions import Submissions, submissions
+from .split import SplitBlock, SplitModel, Submissions, submissions
 from .verify import Verification, verify
 from .vocab_parallel import (
     ParallelLMHead,

@@ -13,7 +13,7 @@ from ..errors import InvalidArgument, Mismatch, name_ranks
 from ..group import Group
 from ..ops import all_gather, broadcast
 from .agreement import agreed
-from .blobs import broadcast_blob
+from .loading.blobs import broadcast_blob
 
 __all__ = ["TOLERANCES", "Verification", "require_agreement", "verify"]
 

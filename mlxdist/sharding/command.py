@@ -69,8 +69,8 @@ def shard(path: Path, tp: int, ep: int, weights: list[float] | None, verify: boo
 
 def _plan(path: Path, tp: int, ep: int, weights: list[float] | None) -> Any:
     from ..nn.plan import plan_shards
-    from ..nn.safetensors_reader import Checkpoint
-    from ..nn.weight_sources import open_model
+    from ..nn.loading.safetensors_reader import Checkpoint
+    from ..nn.loading.weight_sources import open_model
 
     model, _, _ = open_model(Checkpoint(path))
     return plan_shards(model, tp, ep, weights=weights)

@@ -24,8 +24,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 import mlxdist
-from mlxdist.nn import streaming
-from mlxdist.nn.loading import load_sharded, load_with_report
+from mlxdist.nn.loading import load_sharded, load_with_report, streaming
 from mlxdist.nn.plan import Plan, plan_shards
 from mlxdist.nn.verify import verify
 

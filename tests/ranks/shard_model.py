@@ -10,8 +10,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 import mlxdist
-from mlxdist.nn.plan import Plan, plan_shards
-from mlxdist.nn.shard_model import shard_model
+from mlxdist.nn.plan import Plan, plan_shards, shard_model
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import tiny_models

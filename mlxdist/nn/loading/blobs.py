@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from ..group import Group
-from ..ops import all_gather, broadcast
+from ...group import Group
+from ...ops import all_gather, broadcast
 
 __all__ = ["broadcast_blob", "gather_blobs"]
 

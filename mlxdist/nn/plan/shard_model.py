@@ -14,14 +14,14 @@ from mlx.nn.layers.distributed import (
 )
 from mlx.utils import tree_unflatten
 
-from ..arguments import group_of
-from ..errors import InvalidArgument
-from ..group import Group
+from ...arguments import group_of
+from ...errors import InvalidArgument
+from ...group import Group
+from ..experts.agreement import agree
+from ..experts.switch import ExpertParallelSwitchGLU
+from ..mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
 from .block_parts import Block
 from .blocks import expert_weights, find_blocks
-from .experts.agreement import agree
-from .experts.switch import ExpertParallelSwitchGLU
-from .mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
 from .parameters import Shard
 from .plan import OWN_SHARD, Plan
 

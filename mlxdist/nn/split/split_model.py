@@ -8,11 +8,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..arguments import group_of
-from ..errors import InvalidArgument
-from ..group import Group
+from ...arguments import group_of
+from ...errors import InvalidArgument
+from ...group import Group
+from ..shards import join, split_sizes
 from .merged import Cut, merge, project
-from .shards import join, split_sizes
 from .split_block import TOLERANCE, SplitBlock, positions, relative_error, require_agreement
 
 __all__ = ["SplitModel"]

@@ -11,7 +11,7 @@ collective has to wait for it, two submissions per layer. With ``submit=False`` 
 model is one lazy graph: best on the CPU backend, where a submission is pure cost.
 
 The weights are cut (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053), merged and laid out when the block is made;
-see :mod:`mlxdist.nn.merged`. Layers of equal sizes share their compiled segments. The KV cache is a buffer of fixed
+see :mod:`mlxdist.nn.split.merged`. Layers of equal sizes share their compiled segments. The KV cache is a buffer of fixed
 size that goes through the compiled function and is written in place, with the position as an array: nothing is traced
 again from token to token, only when the part of the buffer that attention reads grows by another `WINDOW`.
 """
@@ -26,10 +26,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..arguments import group_of
-from ..errors import InvalidArgument
-from ..group import Group
-from ..ops import all_max, all_sum
+from ...arguments import group_of
+from ...errors import InvalidArgument
+from ...group import Group
+from ...ops import all_max, all_sum
 from .cut_layer import Shape, cut_layer
 from .merged import project
 from .rotary import RotaryTable, rotate
@@ -90,7 +90,7 @@ class SplitBlock(nn.Module):
         Args:
             group: the ranks to cut it over; they all call this, with the same layer.
             weights: one positive number a rank, for parts in that proportion (see `split_sizes`).
-            transposed: keep matrices as (in, out); by default on the CPU backend only, see :mod:`mlxdist.nn.merged`.
+            transposed: keep matrices as (in, out); by default on the CPU backend only, see :mod:`mlxdist.nn.split.merged`.
             submit: hand each segment to MLX at once; by default on a GPU only.
             ropes: tables of other layers; one that stands for this layer's rotary embedding, too, is shared.
             check: compare with the layer on three random tokens. A collective: an error on one rank is one on all.

@@ -7,7 +7,7 @@ from math import gcd, lcm
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..errors import InvalidArgument
+from ...errors import InvalidArgument
 from .parameters import Range, Shard, dtype_name
 from .patterns import KEYS, LINEARS, QUERIES, QUERY_NORMS, SWITCH_LINEARS
 

@@ -21,12 +21,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from rich.table import Table
 
-from ..errors import InvalidArgument
+from ...errors import InvalidArgument
+from ..shards import split_sizes
 from .blocks import find_blocks
 from .own_shard import NotUsable, observe
 from .parameters import Shard, dtype_name, parameters
-from .plan_table import table, text
-from .shards import split_sizes
+from .table import table, text
 
 __all__ = ["OWN_SHARD", "PATTERNS", "WHOLE", "Plan", "Shard", "plan_shards"]
 
@@ -55,7 +55,7 @@ class Plan:
         shards: each parameter of the model by its path, in the model's order.
         model_type: of the model's configuration.
         how: "model.shard()": the model's own method cuts it; "patterns": by names and shapes, see
-            :mod:`mlxdist.nn.patterns`; "whole": nothing is cut.
+            :mod:`mlxdist.nn.plan.patterns`; "whole": nothing is cut.
         notes: what else is to say: why the model's own method is not used.
     """
 
@@ -124,7 +124,7 @@ def plan_shards(model: nn.Module, tp: int = 1, ep: int = 1, *, weights: Sequence
         weights: how the ``tp`` ranks share the work, one positive number for each; None: equally.
 
     The model's own ``shard()`` decides where there is one that is right for this number of ranks, experts are cut
-    inside and all ranks get the same; otherwise :mod:`mlxdist.nn.patterns`.
+    inside and all ranks get the same; otherwise :mod:`mlxdist.nn.plan.patterns`.
 
     Raises InvalidArgument: ``tp``, ``ep`` or ``weights`` are no such numbers; heads, KV heads, quantization groups or
     experts of the model cannot be cut as asked.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import mlx.nn as nn
 
-from ..errors import InvalidArgument
+from ...errors import InvalidArgument
 from .block_parts import (
     Block,
     Heads,
@@ -31,7 +31,7 @@ from .block_parts import (
     scaled,
     source_of,
 )
-from .experts.placement import Placement
+from ..experts.placement import Placement
 from .parameters import Shard, dtype_name
 from .patterns import (
     FUSED,
@@ -62,7 +62,7 @@ from .patterns import (
     SWITCHES,
     VALUES,
 )
-from .shards import split_sizes
+from ..shards import split_sizes
 
 __all__ = ["expert_weights", "find_blocks"]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from ..errors import InvalidArgument
+from ...errors import InvalidArgument
 
 __all__ = ["RotaryTable", "rotate"]
 

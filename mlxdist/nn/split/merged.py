@@ -15,8 +15,8 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..errors import InvalidArgument
-from .shards import take
+from ...errors import InvalidArgument
+from ..shards import take
 
 __all__ = ["Cut", "Matrix", "Spec", "granularity", "merge", "project"]
 

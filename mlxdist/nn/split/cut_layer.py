@@ -8,9 +8,9 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..errors import InvalidArgument
+from ...errors import InvalidArgument
+from ..shards import split_sizes
 from .merged import Cut, Spec, granularity, merge
-from .shards import split_sizes
 
 __all__ = ["Shape", "cut_layer"]
 

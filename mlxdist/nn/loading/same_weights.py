@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ..errors import InvalidArgument, name_ranks
-from ..group import Group
-from ..ops import all_gather
+from ...errors import InvalidArgument, name_ranks
+from ...group import Group
+from ...ops import all_gather
 from .blobs import gather_blobs
 from .safetensors_reader import Checkpoint, StoredTensor
 from .weight_sources import Source

@@ -16,7 +16,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
-from ..errors import InvalidArgument
+from ...errors import InvalidArgument
 from .safetensors_reader import Checkpoint, StoredTensor, runs
 
 __all__ = ["UNSIGNED", "ComputedTensor", "Source", "bytes_of", "open_model"]

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InvalidArgument, TransportError, name_ranks
-from ..group import Group
-from ..ops import all_gather, broadcast
-from ..point_to_point import recv, send
-from .agreement import agreed
+from ...errors import InvalidArgument, TransportError, name_ranks
+from ...group import Group
+from ...ops import all_gather, broadcast
+from ...point_to_point import recv, send
+from ..agreement import agreed
+from ..plan import Shard
 from .blobs import broadcast_blob
-from .parameters import Shard
 from .safetensors_reader import Checkpoint, local_shape
 from .weight_sources import Source
 

@@ -13,18 +13,16 @@ from mlx.utils import tree_flatten, tree_unflatten
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from .. import debug
-from ..arguments import group_of
-from ..errors import InvalidArgument
-from ..group import Group
-from .agreement import agreed
-from .parameters import Shard
-from .plan import Plan, plan_shards
+from ... import debug
+from ...arguments import group_of
+from ...errors import InvalidArgument
+from ...group import Group
+from ..agreement import agreed
+from ..plan import Plan, Shard, plan_shards, shard_model
+from ..verify import require_agreement
 from .safetensors_reader import Checkpoint
 from .same_weights import checksum, require_same_files, require_same_tensors
-from .shard_model import shard_model
 from .streaming import TOKENIZER_FILES, checkpoint_of_rank_0, stream_part
-from .verify import require_agreement
 from .weight_sources import UNSIGNED, ComputedTensor, Source, bytes_of, open_model
 
 __all__ = ["LoadReport", "load_sharded", "load_with_report"]
