@@ -36,7 +36,7 @@ MAX_RESTARTS = 1000
 ALGORITHMS = ("auto", "direct", "mesh", "ring", "doubling", "tree")  # enum mlxdist_algorithm of mlxdist.h
 DEBUG_LEVELS = ("off", "warn", "info", "trace")  # enum debug_level of native/endpoint/debug.h
 DEBUG_SUBSYSTEMS = (
-    "cable", "connection", "deadline", "failure", "flight", "message", "operation", "rendezvous", "repair",
+    "cable", "connection", "deadline", "failure", "flight", "load", "message", "operation", "rendezvous", "repair",
 )  # fmt: skip
 PROVIDERS = ("auto", "soft", "ibverbs", "librdma")
 QUEUE_PAIRS = ("uc", "rc")
