@@ -17,12 +17,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "fuzz")]
 
 import native  # noqa: E402
+import of_models  # noqa: E402
 import of_rendezvous  # noqa: E402
 import of_settings  # noqa: E402
 
 BUILD = ROOT / "build" / "fuzz"
 CORPUS = ROOT / "tests" / "fuzz" / "corpus"
-PYTHON = [*of_rendezvous.TARGETS, *of_settings.TARGETS]
+PYTHON = [*of_rendezvous.TARGETS, *of_settings.TARGETS, *of_models.TARGETS]
 NATIVE = [f"native_{target}" for target in native.TARGETS]
 # An input that takes longer is a finding, too.
 INPUT_SECONDS = 20

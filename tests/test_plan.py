@@ -1,5 +1,6 @@
 """Plans: what the ranks hold of every parameter, without a group and without evaluating one."""
 
+import json
 import re
 
 import mlx.core as mx
@@ -89,6 +90,36 @@ def test_json_both_ways():
     for text in ("", "{}", "[]", '{"shards": [{"path": 1}]}', '{"shards": []}', "null"):
         with pytest.raises(InvalidArgument, match="not the JSON of a plan"):
             Plan.from_json(text)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"tp": 2000}, "tp must be from 1 to 1024"),
+        ({"ep": True}, "ep must be"),
+        ({"weights": [1, -1]}, "weights must be tp positive numbers"),
+        ({"more": 1}, "it must have the fields"),
+        ({"notes": "none"}, "notes must be a list"),
+        ({"shards": {}}, "shards must be a list"),
+        ({"dtype": "float33"}, "MLX has no such dtype"),
+        ({"kind": "diagonal"}, "kind must be one of"),
+        ({"shape": [-1, 2]}, "no such shape"),
+        ({"axis": 2}, "no such axis"),
+        ({"ranges": [[[0, 1]]]}, "ranges must be there for each rank"),
+        ({"ranges": [[[0, 1]], [[1, 10**9]]]}, "is no range within"),
+        ({"ranges": [[[1, 0]], [[1, 2]]]}, "is no range within"),
+        ({"ranges": []}, "what is whole has no ranges"),
+        ({"scale": 0}, "scale must be above 0"),
+        ({"path": "a\0"}, "a path must be a text"),
+    ],
+)
+def test_a_plan_that_was_edited_is_checked(change, words):
+    document = json.loads(plan_shards(tiny_models.build("llama"), tp=2).to_json())
+    cut = next(shard for shard in document["shards"] if shard["ranges"])
+    (name,) = change
+    (cut if name in cut else document).update(change)
+    with pytest.raises(InvalidArgument, match=words):
+        Plan.from_json(json.dumps(document))
 
 
 def test_shard_of_a_model_is_used_where_it_is_right():

@@ -1,4 +1,4 @@
-"""Fuzz targets: environment variables, hostfiles, what an agent sends, and tuning tables as files and as rank 0 sends them."""
+"""Fuzz targets: environment variables, hostfiles, what an agent sends, tuning tables as files and from rank 0."""
 
 import contextlib
 import tempfile

@@ -5,6 +5,7 @@ import sys
 import types
 
 import atheris
+import of_models
 import of_rendezvous
 import of_settings
 
@@ -17,7 +18,7 @@ def instrument() -> None:
 
 
 def main() -> None:
-    target = (of_rendezvous.TARGETS | of_settings.TARGETS)[sys.argv[1]]
+    target = (of_models.TARGETS | of_rendezvous.TARGETS | of_settings.TARGETS)[sys.argv[1]]
     instrument()
     atheris.Setup([sys.argv[0], *sys.argv[2:]], target)
     atheris.Fuzz()

@@ -10,7 +10,6 @@ whole grid holds whole experts.
 """
 
 import dataclasses
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from rich.table import Table
 from ...errors import InvalidArgument
 from ..shards import split_sizes
 from .blocks import find_blocks
+from .as_json import fields_of, to_json
 from .own_shard import NotUsable, observe
 from .parameters import Shard, dtype_name, parameters
 from .table import table, text
@@ -98,20 +98,15 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON, which :meth:`from_json` reads."""
-        document = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        document["shards"] = [dataclasses.asdict(shard) for shard in self.shards.values()]
-        return json.dumps(document)
+        return to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
         """Reads what :meth:`to_json` wrote. Raises InvalidArgument where that is no plan."""
         try:
-            document = json.loads(text)
-            shards = [Shard(**_tuples(shard)) for shard in document.pop("shards")]
-            plan = cls(shards={shard.path: shard for shard in shards}, **_tuples(document))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise InvalidArgument(f"Plan.from_json: this is not the JSON of a plan: {error}") from error
-        return plan
+            return cls(**fields_of(text, {field.name for field in dataclasses.fields(cls)}))
+        except ValueError as error:
+            raise InvalidArgument(f"Plan.from_json: this is not the JSON of a plan: {error}") from None
 
 
 def plan_shards(model: nn.Module, tp: int = 1, ep: int = 1, *, weights: Sequence[float] | None = None) -> Plan:
@@ -190,9 +185,3 @@ def check_parameters(expected: Mapping[str, tuple[Sequence[int], str]], model: n
             )
     if more := [path for path in found if path not in expected]:
         raise InvalidArgument(f"the plan is for another model: it does not have {more[0]} ({len(more)} in all)")
-
-
-def _tuples(fields: dict) -> dict:
-    """JSON has lists where the dataclasses have tuples."""
-    freeze = lambda value: tuple(map(freeze, value)) if isinstance(value, list) else value  # noqa: E731
-    return {name: freeze(value) for name, value in fields.items()}

@@ -20,6 +20,7 @@ __all__ = ["fold", "table", "text"]
 # With more ranks than this, columns for the smallest and the largest stand for all.
 _MOST_COLUMNS = 4
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_HOLE = "\0"  # in place of a number; no path has it
 
 
 def table(plan: "Plan") -> Table:
@@ -71,7 +72,7 @@ def describe(shard: Shard) -> str:
     if not shard.ranges:
         return "whole" if shard.scale == 1 else f"whole, times {shard.scale:.3g}"
     segments = f", {len(shard.segments)} pieces" if len(shard.segments) > 1 else ""
-    copies = sum(shard.sizes) / shard.shape[shard.axis]
+    copies = sum(shard.sizes) / max(1, shard.shape[shard.axis])
     held = f", on {copies:.3g} ranks" if copies > 1 else ""
     uneven = f" {':'.join(map(str, shard.sizes))}" if len(set(shard.sizes)) > 1 else ""
     return f"{shard.kind}, axis {shard.axis}{uneven}{segments}{held}"
@@ -82,7 +83,7 @@ def fold(shards: Sequence[Shard]) -> Iterator[tuple[str, list[Shard]]]:
     groups: dict[tuple, list[Shard]] = {}
     for shard in shards:
         same = (
-            _NUMBER.sub("#", shard.path),
+            _NUMBER.sub(_HOLE, shard.path),
             shard.kind,
             shard.shape,
             shard.axis,
@@ -104,7 +105,7 @@ def fold(shards: Sequence[Shard]) -> Iterator[tuple[str, list[Shard]]]:
 
 def _named(path: str, columns: Sequence[Sequence[int]]) -> str:
     names = iter(columns)
-    return re.sub("#", lambda _: _listed(next(names)), path)
+    return re.sub(_HOLE, lambda _: _listed(next(names)), path)
 
 
 def _listed(numbers: Sequence[int]) -> str:
