@@ -19,7 +19,9 @@ COMMANDS = {
     "env": "mlxdist.cli:show_environment",
     "hostfile": "mlxdist.hostfile.command:hostfile",
     "launch": "mlxdist.launch.command:launch",
+    "ps": "mlxdist.launch.ps:ps",
     "shard": "mlxdist.sharding.command:shard",
+    "stop": "mlxdist.launch.stop:stop",
 }
 
 

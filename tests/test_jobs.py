@@ -47,6 +47,43 @@ def test_a_running_job_is_found():
         find_job(name)
 
 
+def run(*arguments):
+    return subprocess.run([sys.executable, "-m", "mlxdist", *arguments], capture_output=True, text=True, timeout=60)
+
+
+def test_ps_lists_and_stop_ends():
+    assert "No jobs run here." in run("ps").stderr and json.loads(run("ps", "--json").stdout) == []
+    with running(2, WAITING) as job, running(1, WAITING) as other:
+        name, pids = told(job)
+        assert wait_for(lambda: len(list_jobs()) == 2 and find_job(name).pids == pids)
+        lines = run("ps").stdout.splitlines()
+        assert lines[0].split()[:3] == ["job", "runs", "for"] and len(lines) == 3
+        assert any(re.match(rf"{name}  +0:00:\d\d  ranks 0 and 1  ", line) for line in lines)
+        found = {entry["job"]: entry for entry in json.loads(run("ps", "--json").stdout)}[name]
+        assert found["launcher"] == job.pid and found["pids"] == {str(rank): pid for rank, pid in pids.items()}
+        stopped = run("stop", name[:6])
+        assert stopped.returncode == 0 and stopped.stdout == f"{name} has ended\n"
+        assert job.wait(10) == 143 and other.poll() is None
+        assert run("stop", "--all").returncode == 0 and other.wait(10) == 143
+    assert list_jobs() == []
+
+
+def test_stop_refuses_what_is_no_job():
+    for arguments, words in [(("nothing",), "there is no job 'nothing'"), ((), "Name the jobs"), (("a", "--all"), "Name")]:
+        refused = run("stop", *arguments)
+        assert refused.returncode != 0 and words in refused.stderr
+
+
+def test_a_job_that_does_not_end_in_time_is_told():
+    program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.environ['MLXDIST_JOB'], "
+    program += "os.getpid(), flush=True); time.sleep(60)"
+    with running(1, program, options=["--grace", "3"]) as job:
+        name, _ = told(job)
+        late = run("stop", name, "--wait", "0.2")
+        assert late.returncode == 1 and late.stdout == f"{name} still runs after 0.2 s\n"
+        assert job.wait(20) == 143
+
+
 def test_only_ranks_that_run_have_a_process():
     with running(2, WAITING.replace("60", "60 if rank else 0")) as job:
         name, pids = told(job)

@@ -50,6 +50,7 @@ class Job:
     """A job. ``pids`` has the process of every rank that runs; it is empty for a job that has ended.
 
     ``flight_folder``: where its ranks write their flight recordings; None where MLXDIST_FLIGHT says that they do not.
+    ``launcher``: the process that supervises it, 0 for a job that has ended; ``started``: when, in seconds since 1970.
     """
 
     name: str
@@ -57,6 +58,8 @@ class Job:
     flight_folder: Path | None
     pids: dict[int, int]
     command: list[str]
+    launcher: int = 0
+    started: float = 0.0
 
 
 def list_jobs() -> list[Job]:
@@ -67,7 +70,10 @@ def list_jobs() -> list[Job]:
         record = None if name.startswith(".") else read_record(runtime / name)
         if record is not None and _is_locked(runtime / name):
             flight = None if record.flight == "none" else Path(record.flight)
-            jobs.append(Job(name, runtime / name, flight, record.living(), record.command))
+            with contextlib.suppress(FileNotFoundError):  # it has just ended
+                started = (runtime / name / "lock").stat().st_mtime
+                found = Job(name, runtime / name, flight, record.living(), record.command, record.launcher, started)
+                jobs.append(found)
     return jobs
 
 
