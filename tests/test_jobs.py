@@ -69,7 +69,8 @@ def test_ps_lists_and_stop_ends():
 
 
 def test_stop_refuses_what_is_no_job():
-    for arguments, words in [(("nothing",), "there is no job 'nothing'"), ((), "Name the jobs"), (("a", "--all"), "Name")]:
+    refusals = {("nothing",): "there is no job 'nothing'", (): "Name the jobs", ("a", "--all"): "Name the jobs"}
+    for arguments, words in refusals.items():
         refused = run("stop", *arguments)
         assert refused.returncode != 0 and words in refused.stderr
 

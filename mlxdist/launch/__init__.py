@@ -10,7 +10,8 @@
     output.py       what the ranks print
     restarts.py     starts the job again after a failure
     keeper.py       a process that cleans up, also after a launcher that was killed
-    jobs.py         which jobs run here; ps.py, stop.py: commands; leftovers.py removes what is left of those that were killed with their keeper
+    jobs.py         which jobs run here; ps.py and stop.py are commands; leftovers.py removes what is left of those that
+                    were killed with their keeper
     jit_cache.py    folders for the kernels that MLX compiles
 
 It runs without MLX, NumPy and the engine, so that it starts fast. Of the compiled half it only looks at the MPI door.

@@ -21,8 +21,8 @@ __all__ = ["ps"]
 def ps(as_json: bool) -> None:
     """List the jobs of this user that run on this machine.
 
-    Of a job on several hosts, each host lists its own ranks. `mlxdist dump JOB` says what a job does, `mlxdist stop JOB`
-    ends it.
+    Of a job on several hosts, each host lists its own ranks. `mlxdist dump JOB` says what a job does, `mlxdist stop
+    JOB` ends it.
     """
     try:
         jobs = list_jobs()
@@ -38,13 +38,15 @@ def ps(as_json: bool) -> None:
 
 def _table(jobs: list[Job]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("job", no_wrap=True)
-    table.add_column("runs for", justify="right", no_wrap=True)
-    table.add_column("ranks that run")
+    # The command alone is cut off where there is no room.
+    table.add_column("job", no_wrap=True, min_width=max(len(job.name) for job in jobs))
+    table.add_column("runs for", justify="right", no_wrap=True, min_width=8)
+    table.add_column("ranks that run", min_width=14)
     table.add_column("command", overflow="ellipsis", no_wrap=True)
     for job in jobs:
         ranks = name_ranks(sorted(job.pids)) if job.pids else "none"
-        table.add_row(job.name, _duration(time.time() - job.started), ranks, Text(" ".join(shlex.join(job.command).split())))
+        command = " ".join(shlex.join(job.command).split())
+        table.add_row(job.name, _duration(time.time() - job.started), ranks, Text(command))
     return table
 
 
