@@ -37,12 +37,11 @@ def ps(as_json: bool) -> None:
 
 
 def _table(jobs: list[Job]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    # The command alone is cut off where there is no room.
-    table.add_column("job", no_wrap=True, min_width=max(len(job.name) for job in jobs))
-    table.add_column("runs for", justify="right", no_wrap=True, min_width=8)
-    table.add_column("ranks that run", min_width=14)
-    table.add_column("command", overflow="ellipsis", no_wrap=True)
+    table = Table(box=None, pad_edge=False, header_style="bold", expand=True)
+    table.add_column("job", no_wrap=True)
+    table.add_column("runs for", justify="right", no_wrap=True)
+    table.add_column("ranks that run", no_wrap=True)
+    table.add_column("command", overflow="ellipsis", no_wrap=True, ratio=1)  # what is left of the line
     for job in jobs:
         ranks = name_ranks(sorted(job.pids)) if job.pids else "none"
         command = " ".join(shlex.join(job.command).split())
