@@ -258,7 +258,7 @@ def failing_stream() -> None:
     def broken(*arguments) -> int:
         nonlocal calls
         calls += 1
-        if calls == 200:
+        if calls == 10:
             raise OSError(5, "Input/output error")
         return preadv(*arguments)
 
