@@ -6,6 +6,7 @@ Every rank makes the tokens and all experts of all ranks from the same seed, and
 import functools
 import itertools
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -241,6 +242,14 @@ def memory() -> None:
         for (name, array), (path, original) in zip(tree_flatten(layer.parameters()), whole):
             assert name == path and array.nbytes * num_experts == original.nbytes * count
             assert mx.array_equal(array, original[first : first + count])
+        # The longest strides are those of the experts; the others are swapped, which nobody else sees.
+        weight = layer.gate_proj.weight
+        assert memoryview(weight).strides[1] == 4 and weight.shape == (count, 64, 64)
+        with tempfile.TemporaryDirectory() as folder:
+            layer.save_weights(f"{folder}/layer.safetensors")
+            saved = mx.load(f"{folder}/layer.safetensors")
+            assert all(mx.array_equal(saved[name], array) for name, array in tree_flatten(layer.parameters()))
+            mx.eval(saved)
         back = layer.to_switch()
         assert type(back) is type(switch)
         assert all(mx.array_equal(a, b) for (_, a), (_, b) in zip(tree_flatten(back.parameters()), whole))

@@ -283,7 +283,7 @@ def bad_input() -> None:
         refused(words, lambda arguments=arguments: ParallelAttention(*arguments))
     refused("weights must be", lambda: ParallelAttention(12, 2 * size, 2 * size, 8, weights=[0] * size))
     if size > 1:
-        refused("are not those of rank 0", lambda: ParallelAttention(12, 2 * size * (1 + (rank == odd)), 1, 8))
+        refused("disagree about the arguments", lambda: ParallelAttention(12, 2 * size * (1 + (rank == odd)), 1, 8))
         refused("cannot be cut into", lambda: ParallelAttention(12, 4 * size + 2, 2 * size + 1, 8))
     if size == 2:
         narrow = Case(2, 2, head_dim=16).dense(64)

@@ -172,7 +172,7 @@ def bad_input() -> None:
     refused("activation must be a function", lambda: ParallelMLP(6, 4 * size, activation=3 if rank == odd else nn.silu))
     refused("weights must be", lambda: ParallelMLP(6, 4 * size, weights=[1] * (size + 1)))
     if size > 1:
-        refused("are not those of rank 0", lambda: ParallelMLP(6, 4 * size * (1 + (rank == odd))))
+        refused("disagree about the arguments", lambda: ParallelMLP(6, 4 * size * (1 + (rank == odd))))
         refused("cannot be cut into", lambda: ParallelMLP(6, 4 * size + 1))
         whole = Dense(64, 32 * (size + 1))
         nn.quantize(whole, 32, 4)

@@ -283,7 +283,7 @@ def bad_input() -> None:
         for given in (wrong, wrong if rank == odd else {}):
             refused(words, lambda given=given: VocabParallelSampler(**({"temp": 1.0, "sizes": sizes} | given)))
     if size > 1:
-        refused("are not those of rank 0", lambda: VocabParallelSampler(1.0 + (rank == odd), sizes=sizes))
+        refused("disagree about the arguments", lambda: VocabParallelSampler(1.0 + (rank == odd), sizes=sizes))
     before = group.stats()["collectives"]
     logits, tokens = mx.zeros((2, 5)), mx.zeros((2,), mx.int32)
     sampler = VocabParallelSampler(sizes=sizes)

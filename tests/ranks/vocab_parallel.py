@@ -192,7 +192,7 @@ def bad_input() -> None:
     refused("must be an nn.Embedding", lambda: VocabParallelEmbedding.from_embedding(wrong))
     if size > 1:
         other = nn.Embedding(4 * size, 4) if rank == odd else dense
-        refused("are not those of rank 0", lambda: VocabParallelEmbedding.from_embedding(other))
+        refused("disagree about the arguments", lambda: VocabParallelEmbedding.from_embedding(other))
         refused("is too little for", lambda: ParallelLMHead(8, size - 1))
     layer = VocabParallelEmbedding.from_embedding(dense)
     before = group.stats()["collectives"]

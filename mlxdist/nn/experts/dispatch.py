@@ -26,7 +26,7 @@ from ...arguments import group_of
 from ...errors import InvalidArgument
 from ...group import Group
 from ...ops import all_to_all_v
-from .agreement import agree, on_host
+from ..agreement import agree, on_host
 from .fp8 import through_e4m3
 from .pairs import Pairs, places_of, sum_rows, take_or_zero, take_rows
 from .placement import Placement

@@ -8,12 +8,12 @@ import mlx.core as mx
 import numpy as np
 
 from ...ops import all_gather, sum_scatter
+from ..agreement import on_host
 from ..mappings import (
     reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_parallel_region,
 )
-from .agreement import on_host
 from .fp8 import pack_e4m3, unpack_e4m3
 from .replicated import Experts, in_order, own_experts, through, with_rows
 

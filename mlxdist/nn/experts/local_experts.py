@@ -72,11 +72,21 @@ def cut_projection(projection: nn.Module, name: str, last: bool, cut: Cut) -> nn
         each = array.shape[0] // experts
         mine = take(array, 0, [each * count for count in cut.placement.counts], cut.group.rank())
         axis = _hidden_axis(key, array, last)
-        if cut.tp_group is None or axis is None:
-            return mine
-        return take(mine, axis, _scaled(cut.hidden_sizes, array.shape[axis]), cut.tp_group.rank())
+        if cut.tp_group is not None and axis is not None:
+            mine = take(mine, axis, _scaled(cut.hidden_sizes, array.shape[axis]), cut.tp_group.rank())
+        return _transposed_in_memory(mine) if key == "weight" and transpose else mine
 
+    transpose = mx.default_device().type == mx.DeviceType.cpu and "scales" not in base(projection)
     return _mapped(projection, part)
+
+
+def _transposed_in_memory(weight: mx.array) -> mx.array:
+    """The same array, whose last two axes lie in memory the other way round.
+
+    Layers multiply by the transposed weight. With the BLAS of MLX's CPU backend on Linux, gather_mm takes 0.6 of the
+    time where that lies row by row.
+    """
+    return mx.contiguous(weight.swapaxes(-1, -2)).swapaxes(-1, -2)
 
 
 def join_projection(projection: nn.Module, last: bool, cut: Cut) -> nn.Module:
@@ -130,7 +140,9 @@ def _result_dtype(layer: nn.Module, names: tuple[str, ...], dtype: mx.Dtype) -> 
     """What mlx-lm's layer gives for inputs of ``dtype``: as wide as its widest array of floats."""
     for name in names:
         for _, array in base(layer[name]).items():
-            if isinstance(array, mx.array) and mx.issubdtype(array.dtype, mx.floating) and array.ndim > 1:
+            if not isinstance(array, mx.array) or array.dtype == dtype:
+                continue
+            if mx.issubdtype(array.dtype, mx.floating) and array.ndim > 1:
                 dtype = mx.result_type(mx.zeros((), dtype), mx.zeros((), array.dtype))
     return dtype
 

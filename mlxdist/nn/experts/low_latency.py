@@ -25,7 +25,7 @@ from ...arguments import group_of
 from ...errors import InvalidArgument
 from ...group import Group
 from ...ops import all_to_all
-from .agreement import agree
+from ..agreement import agree
 from .fp8 import SCALE_BYTES, pack_e4m3, unpack_e4m3
 from .placement import Placement
 

@@ -42,9 +42,7 @@ class Pairs:
 
     def weigh(self, y: mx.array, weights: mx.array) -> mx.array:
         """The sum over the pairs of each row of ``weights`` (pairs,) times ``y`` (pairs, d): float32 (rows, d)."""
-        weighted = y.astype(mx.float32) * weights.astype(mx.float32)[:, None]
-        by_slot = np.argsort(self.slots)
-        return sum_rows(weighted, by_slot, self.slots[by_slot] // self.top_k, self.rows)
+        return self.spread(y.astype(mx.float32) * weights.astype(mx.float32)[:, None]).sum(axis=1)
 
 
 def take_rows(x: mx.array, rows: np.ndarray) -> mx.array:

@@ -30,6 +30,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import mlx.core as mx
 import numpy as np
@@ -201,7 +202,7 @@ class Policy:
         workload = Workload(top_k, hidden, itemsize, sharded)
         if self.forced is not None:
             return self.forced
-        best = workload.cheapest(tokens, self.link)
+        best = _cheapest(workload, tokens, self.link)
         state = self._states.setdefault(workload, _State(best, self.cooldown))
         if best != state.mode:
             now, then = (workload.seconds(mode, tokens, self.link) for mode in (state.mode, best))
@@ -253,6 +254,11 @@ class Policy:
     def __str__(self) -> str:
         """The tables of the workloads that were seen."""
         return "\n\n".join(self.table(workload) for workload in self._states) or "no call yet"
+
+
+@lru_cache(maxsize=1024)  # decoding asks the same at every layer of every step
+def _cheapest(workload: Workload, tokens: int, link: Link) -> str:
+    return workload.cheapest(tokens, link)
 
 
 @dataclass

@@ -7,6 +7,7 @@ those of other ranks' experts are masked: as much computing as without expert pa
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -22,7 +23,7 @@ from ..mappings import (
 from .pairs import Pairs, take_rows
 from .placement import Placement
 
-__all__ = ["Experts", "copy_of", "in_order", "own_experts", "replicated", "through", "with_rows"]
+__all__ = ["Experts", "copies", "in_order", "own_experts", "replicated", "through", "with_rows"]
 
 
 class Experts(NamedTuple):
@@ -50,18 +51,17 @@ def replicated(
         (tokens, d), or (tokens, k, d) without scores; the same on all ranks.
     """
     group = experts.group
-    x, scores = in_order((x, scores), copy_of, lambda cotangent: all_sum(cotangent, group=group))
-    partial = own_experts(x, scores, indices, experts)
+    x, scores = copies(x, scores, group)
+    part = own_experts(x, scores, indices, experts)
     if not scatter:
-        return through(experts.exchange_dtype, lambda y: reduce_from_tensor_parallel_region(y, group), partial)
-    tokens = partial.shape[0]
-    partial = with_rows(partial, -(-tokens // group.size()) * group.size())
+        return through(experts.exchange_dtype, lambda y: reduce_from_tensor_parallel_region(y, group), part)
+    tokens = part.shape[0]
+    part = with_rows(part, -(-tokens // group.size()) * group.size())
 
     def add_up(y: mx.array) -> mx.array:
-        part = reduce_scatter_to_sequence_parallel_region(y, 0, group)
-        return gather_from_tensor_parallel_region(part, 0, group)
+        return gather_from_tensor_parallel_region(reduce_scatter_to_sequence_parallel_region(y, 0, group), 0, group)
 
-    return through(experts.exchange_dtype, add_up, partial)[:tokens]
+    return through(experts.exchange_dtype, add_up, part)[:tokens]
 
 
 def own_experts(
@@ -106,20 +106,26 @@ def in_order(
     an order that depends on the graph, and graphs of ranks with different numbers of tokens differ.
     """
 
-    def chained(functions: Sequence[Callable], arrays: Sequence[mx.array]) -> list[mx.array]:
-        done: list[mx.array] = []
-        for function, array in zip(functions, arrays):
-            done.append(function(mx.depends(array, done[-1]) if done else array))
-        return done
-
-    apply = mx.custom_function(lambda arrays: chained((first or forward, forward), arrays))
-    apply.vjp(lambda primals, cotangents, outputs: chained((backward, backward), cotangents))
+    apply = mx.custom_function(lambda arrays: _chained((first or forward, forward), arrays))
+    apply.vjp(lambda primals, cotangents, outputs: _chained((backward, backward), cotangents))
     results = apply([array for array in arrays if array is not None])
     return (results[0], results[1] if len(results) == 2 else None)
 
 
-def copy_of(x: mx.array) -> mx.array:
-    return x
+def _chained(functions: Sequence[Callable], arrays: Sequence[mx.array]) -> list[mx.array]:
+    done: list[mx.array] = []
+    for function, array in zip(functions, arrays):
+        done.append(function(mx.depends(array, done[-1]) if done else array))
+    return done
+
+
+def copies(x: mx.array, scores: mx.array | None, group: Group) -> tuple[mx.array, mx.array | None]:
+    """Both arrays themselves. Backward: the sums of all ranks' cotangents, in this order."""
+    add_up = partial(all_sum, group=group)
+    copy = mx.custom_function(lambda arrays: arrays)
+    copy.vjp(lambda primals, cotangents, outputs: _chained((add_up, add_up), cotangents))
+    results = copy([array for array in (x, scores) if array is not None])
+    return (results[0], results[1] if len(results) == 2 else None)
 
 
 def through(dtype: mx.Dtype | str | None, collective: Callable[[mx.array], mx.array], y: mx.array) -> mx.array:

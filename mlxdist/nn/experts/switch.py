@@ -14,9 +14,8 @@ from mlx.utils import tree_flatten
 from ...arguments import group_of
 from ...errors import InvalidArgument
 from ...group import Group
-from ...ops import all_sum
+from ..agreement import agree, on_host
 from ..mappings import reduce_from_tensor_parallel_region
-from .agreement import agree, on_host
 from .capacity import limit
 from .dispatch import Handle, exchange_routing, outgoing
 from .dispatched import dispatched, dispatched_alike
@@ -24,7 +23,7 @@ from .gathered import gathered
 from .local_experts import Cut, base, compute, cut_projection, join_projection, projections
 from .placement import Placement
 from .policy import MODES, Link, Policy
-from .replicated import Experts, copy_of, in_order, replicated
+from .replicated import Experts, copies, replicated
 
 __all__ = ["ExpertParallelSwitchGLU"]
 
@@ -232,7 +231,7 @@ class ExpertParallelSwitchGLU(nn.Module):
         """The layer on flat tokens (tokens, d) in the mode that was chosen."""
         cut = self._cut
         if cut.tp_group is not None:
-            x, scores = in_order((x, scores), copy_of, lambda cotangent: all_sum(cotangent, group=cut.tp_group))
+            x, scores = copies(x, scores, cut.tp_group)
         experts = Experts(
             cut.placement,
             cut.group,

@@ -17,7 +17,7 @@ from mlx.utils import tree_unflatten
 from ...arguments import group_of
 from ...errors import InvalidArgument
 from ...group import Group
-from ..experts.agreement import agree
+from ..agreement import agree
 from ..experts.switch import ExpertParallelSwitchGLU
 from ..mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
 from .block_parts import Block
