@@ -16,6 +16,8 @@ __all__ = ["SshHosts", "ssh_hosts"]
 
 _SSHD = "/usr/sbin/sshd"
 _PORT = 2222
+# A host has processes of its own: those of the other are not to be seen, or ended, from there.
+_APART = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
 _SERVER = """
 Port {port}
 ListenAddress {address}
@@ -72,6 +74,9 @@ class SshHosts:
 def ssh_hosts(folder: Path, late: bool = False) -> Iterator[SshHosts]:
     if not shutil.which("ssh") or not os.path.exists(_SSHD):
         pytest.skip("there is no OpenSSH server: apt-get install openssh-server")
+    apart = subprocess.run([*_APART, "true"], capture_output=True, text=True)
+    if apart.returncode:
+        pytest.skip(f"this machine allows no namespaces of processes: {apart.stderr.strip()}")
     with hosts.two_hosts(late) as both, contextlib.ExitStack() as undo:
         for key in ("key", "host_key"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
@@ -82,9 +87,7 @@ def ssh_hosts(folder: Path, late: bool = False) -> Iterator[SshHosts]:
             (folder / name).mkdir(mode=0o700)
             (folder / f"{name}.server").write_text(_SERVER.format(**values))
             client += _CLIENT.format(**values)
-            # A host has processes of its own: those of the other are not to be seen, or ended, from there.
-            apart = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-            server = subprocess.Popen(host.command(*apart, _SSHD, "-D", "-e", "-f", folder / f"{name}.server"))
+            server = subprocess.Popen(host.command(*_APART, _SSHD, "-D", "-e", "-f", folder / f"{name}.server"))
             undo.callback(_stop, server)
             servers.append(server)
         (folder / "config").write_text(client)
