@@ -10,7 +10,8 @@ import mlx_lm
 import pytest
 from mlx.utils import tree_flatten
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "train_and_generate.py"
+EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLE = EXAMPLES / "train_and_generate.py"
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def run_example(run_ranks, tmp_path) -> Callable[..., tuple[list[str], dict[str,
     return run
 
 
-def test_trains_saves_and_generates_sharded(run_example, tmp_path):
+def test_trains_saves_and_generates_sharded(run_example, run_ranks, tmp_path):
     steps, tokens, prompt = 10, 20, 'The "while" statement'
     outputs, report = run_example(2, "--steps", steps, "--tokens", tokens, "--prompt", prompt)
     model, tokenizer = mlx_lm.load(str(tmp_path / "model"))
@@ -56,6 +57,10 @@ def test_trains_saves_and_generates_sharded(run_example, tmp_path):
     assert report["bytes"] >= training["bytes"] + generation["bytes"]
 
     assert generation["text"] in outputs[0] and "2 ranks, soft: all ranks are on one host" in outputs[0]
+    for options in ([], ["--stream"]):
+        arguments = [tmp_path / "model", "--prompt", prompt, "--max-tokens", tokens, *options]
+        again = run_ranks(EXAMPLES / "generate.py", 2, *arguments)
+        assert f"{tokenizer.decode(generated).strip()}\n" in again[0] and again[1] == ""
     assert re.search(rf"training .* {steps}/{steps}  loss \d\.\d\d  \d+ tokens/s 0:00:00", outputs[0])
     assert outputs[1] == ""
 
