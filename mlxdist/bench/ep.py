@@ -14,8 +14,13 @@ from rich.table import Table
 from .collectives import Names
 from .job import free_ports, print_load, results_console, run, write_results
 
-ONE_PROCESS, RING, AUTO, COMPILED = "one process", "mlx-lm on ring", "auto", "compiled"
-LABELS = {RING: "mlx-lm, sharded, on MLX's ring", AUTO: "chosen by the policy", COMPILED: "replicated, in mx.compile"}
+ONE_PROCESS, RING, AUTO, COMPILED, INSIDE = "one process", "mlx-lm on ring", "auto", "compiled", "cut inside"
+LABELS = {
+    RING: "mlx-lm, sharded, on MLX's ring",
+    AUTO: "chosen by the policy",
+    COMPILED: "replicated, in mx.compile",
+    INSIDE: "every expert cut inside",
+}
 FASTER_THAN_ONE_PROCESS = 1.4  # to reach with 128 tokens
 TARGET_TOKENS = 128
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
@@ -91,9 +96,10 @@ def ep(
     """Time a layer of experts on the ranks of this machine, in float32 on the CPU, and check its results.
 
     Router, experts and exchange, in blocks that take turns: each mode of ExpertParallelSwitchGLU; the one that a
-    calibrated policy chooses ("auto"); all of it in mx.compile, where nothing waits for the host ("compiled", not with
-    --sharded); mlx-lm's own sharding, which cuts each expert, on MLX's ring; and the whole layer in one process while
-    the others sleep. One thread of BLAS in each.
+    calibrated policy chooses ("auto"); all of it in mx.compile, where nothing waits for the host ("compiled"); the
+    same layer with every expert cut inside by its tp_group ("cut inside"; both not with --sharded); mlx-lm's own
+    sharding, which cuts likewise, on MLX's ring; and the whole layer in one process while the others sleep. One thread
+    of BLAS in each.
 
     The exit status is 1 if a result was wrong, or a time is shorter than the memory allows.
     """

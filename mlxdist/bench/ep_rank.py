@@ -16,7 +16,7 @@ import mlxdist
 from mlxdist.nn.experts.policy import MODES, Policy, calibrate
 from mlxdist.nn.experts.switch import ExpertParallelSwitchGLU
 
-from .ep import AUTO, COMPILED, ONE_PROCESS, RING, SHAPES, Shape
+from .ep import AUTO, COMPILED, INSIDE, ONE_PROCESS, RING, SHAPES, Shape
 from .job import serve
 from .ring import mlx_ring
 from .timing import Work, copy_work, interleave, quantiles, slowest
@@ -58,6 +58,9 @@ class Layer:
         if not sharded:
             self.parallel[COMPILED] = ExpertParallelSwitchGLU.from_switch(
                 self.whole.switch_mlp, world, mode="replicated", host_sync=False
+            )
+            self.parallel[INSIDE] = ExpertParallelSwitchGLU.from_switch(
+                self.whole.switch_mlp, world.split(world.rank()), tp_group=world, host_sync=False
             )
         mx.eval(self.on_ring.parameters(), [layer.parameters() for layer in self.parallel.values()])
 
@@ -134,7 +137,8 @@ class Layer:
         each = 3 * shape.hidden_size * shape.moe_intermediate_size * 4
         owners = self.parallel[AUTO].placement.owners[chosen]
         parallel = dict.fromkeys(self.parallel, int(np.bincount(owners, minlength=ranks).max()) * each)
-        return {ONE_PROCESS: len(chosen) * each, RING: len(chosen) * each // ranks} | parallel
+        inside = [RING, INSIDE] if INSIDE in self.parallel else [RING]
+        return {ONE_PROCESS: len(chosen) * each} | parallel | dict.fromkeys(inside, len(chosen) * each // ranks)
 
     def _refused(self, spread: dict[str, Any], read: dict[str, int], per_byte: float) -> list[str]:
         """The ways whose median cannot be true."""

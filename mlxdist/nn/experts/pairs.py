@@ -33,6 +33,8 @@ class Pairs:
 
     def expand(self, x: mx.array) -> mx.array:
         """Rows (rows, d) as the inputs of their pairs: (pairs, d)."""
+        if self.rows == 1:
+            return mx.broadcast_to(x, (len(self), x.shape[1]))
         return take_rows(x, self.slots // self.top_k)
 
     def spread(self, y: mx.array) -> mx.array:
@@ -42,7 +44,8 @@ class Pairs:
 
     def weigh(self, y: mx.array, weights: mx.array) -> mx.array:
         """The sum over the pairs of each row of ``weights`` (pairs,) times ``y`` (pairs, d): float32 (rows, d)."""
-        return self.spread(y.astype(mx.float32) * weights.astype(mx.float32)[:, None]).sum(axis=1)
+        weighted = y.astype(mx.float32) * weights.astype(mx.float32)[:, None]
+        return weighted.sum(axis=0, keepdims=True) if self.rows == 1 else self.spread(weighted).sum(axis=1)
 
 
 def take_rows(x: mx.array, rows: np.ndarray) -> mx.array:

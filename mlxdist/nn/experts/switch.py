@@ -194,11 +194,16 @@ class ExpertParallelSwitchGLU(nn.Module):
         sent = outgoing(kept, self.placement) if may_dispatch else None
         facts = [len(kept), int((kept < 0).sum()), *(sent.facts() if sent else [0] * (2 * self.placement.ranks))]
         facts = agree(_NAME, self._cut.group, problem, self._equal(x, kept, scores), facts)
-        self._agreed = True
         every = slice(None) if sharded else slice(1)
-        self.dropped = int(facts[every, 1].sum())
-        self.dropped_total += self.dropped
-        self.last_mode = self._choose(int(facts[every, 0].sum()), kept.shape[1], x)
+        dropped = int(facts[every, 1].sum())
+        # An attribute of a module takes long to set.
+        if not self._agreed or dropped != self.dropped:
+            self._agreed, self.dropped = True, dropped
+        if dropped:
+            self.dropped_total += dropped
+        mode = self._choose(int(facts[every, 0].sum()), kept.shape[1], x)
+        if mode != self.last_mode:
+            self.last_mode = mode
         if sharded and self.last_mode == "dispatch":
             return exchange_routing(sent, facts[:, 2:], self._cut.group), 0
         return kept, int(facts[:, 0].max())
