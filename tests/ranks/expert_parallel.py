@@ -284,6 +284,12 @@ def compiled() -> None:
         assert mx.isnan(bad[4]).all() and not mx.isnan(bad[:4]).any()
         wrong = layer(x, mx.where(mx.arange(6)[:, None] == 4, -1, indices))
         assert mx.isnan(wrong[4]).all() and not mx.isnan(wrong[:4]).any()
+    # So many pairs that they are sorted, and one token.
+    for tokens, placed in itertools.product((40, 1), ("replicated", "sharded")):
+        layer = ExpertParallelSwitchGLU.from_switch(switch, group, tokens=placed, host_sync=False)
+        x, indices, scores = normal(tokens, HIDDEN), mx.random.randint(0, 8, (tokens, 2)), normal(tokens, 2)
+        near(layer(x, indices, scores), (switch(x, indices) * scores[..., None]).sum(-2), ("unsynced", tokens, placed))
+        near(layer(x, indices), switch(x, indices), ("unsynced", tokens, placed))
     layer = ExpertParallelSwitchGLU.from_switch(switch, group, mode="dispatch")
     refused("needs the indices on the host", lambda: mx.compile(layer)(x, indices))
 
@@ -387,6 +393,10 @@ def grid() -> None:
                 want = switch(x, indices)
                 near(layer(x, indices), want, what)
                 near(layer(x, indices, scores), (want * scores[..., None]).sum(-2), what)
+                if ep_group.size() == 1 and mode == "replicated":
+                    layer.host_sync = False
+                    near(layer(x, indices, scores), (want * scores[..., None]).sum(-2), (*what, "unsynced"))
+                    layer.host_sync = True
                 if bits is None:
                     grid_gradients(layer, switch, x, indices, scores, what)
             if tp > 1:

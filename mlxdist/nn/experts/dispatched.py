@@ -14,7 +14,7 @@ __all__ = ["dispatched", "dispatched_alike"]
 def dispatched(x: mx.array, handle: Handle, scores: mx.array | None, experts: Experts) -> mx.array:
     """The layer on the tokens (tokens, d) of this rank: (tokens, d), or (tokens, k, d) without scores."""
     received, local, _ = dispatch(x, handle=handle, exchange_dtype=experts.exchange_dtype)
-    y = experts.compute(received, local)
+    y = experts.compute(received, local, True)
     return combine(y, handle, scores, exchange_dtype=experts.exchange_dtype)
 
 

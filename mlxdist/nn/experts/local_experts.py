@@ -105,10 +105,12 @@ def join_projection(projection: nn.Module, last: bool, cut: Cut) -> nn.Module:
     return _mapped(projection, whole)
 
 
-def compute(layer: nn.Module, rows: mx.array, experts: mx.array, tp_group: Group | None) -> mx.array:
+def compute(
+    layer: nn.Module, rows: mx.array, experts: mx.array, ascending: bool, tp_group: Group | None
+) -> mx.array:
     """Expert ``experts[i]`` of ``layer`` on ``rows[i]``: (pairs, d), in the dtype that mlx-lm's layer would give.
 
-    ``experts`` must ascend. With a tensor-parallel group: this rank's summand.
+    ``ascending`` says that ``experts`` do. With a tensor-parallel group: this rank's summand.
     """
     names = projections(layer)
     dtype = _result_dtype(layer, names, rows.dtype)
@@ -119,13 +121,13 @@ def compute(layer: nn.Module, rows: mx.array, experts: mx.array, tp_group: Group
     if len(first) == 2:
         gate, up = first
         # Called in this order, mlx-lm's, for results that are bitwise those of its layer.
-        up, gate = up(hidden, experts, sorted_indices=True), gate(hidden, experts, sorted_indices=True)
+        up, gate = up(hidden, experts, sorted_indices=ascending), gate(hidden, experts, sorted_indices=ascending)
         hidden = layer.activation(up, gate)
     else:
-        hidden = layer.activation(first[0](hidden, experts, sorted_indices=True))
+        hidden = layer.activation(first[0](hidden, experts, sorted_indices=ascending))
     if tp_group is not None and "bias" in last:
         last = _bias_once(last, tp_group)
-    return last(hidden, experts, sorted_indices=True).squeeze(1).astype(dtype)
+    return last(hidden, experts, sorted_indices=ascending).squeeze(1).astype(dtype)
 
 
 def _bias_once(projection: nn.Module, tp_group: Group) -> nn.Module:

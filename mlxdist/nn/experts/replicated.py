@@ -25,13 +25,15 @@ from .placement import Placement
 
 __all__ = ["Experts", "copies", "in_order", "own_experts", "replicated", "through", "with_rows"]
 
+_SORTED_FROM = 64  # pairs: fewer are computed sooner than sorted; mlx-lm's layer has the same limit
+
 
 class Experts(NamedTuple):
     """The experts of this rank, and what they travel as."""
 
     placement: Placement
     group: Group
-    compute: Callable[[mx.array, mx.array], mx.array]  # rows (pairs, d) and their local experts, ascending
+    compute: Callable[[mx.array, mx.array, bool], mx.array]  # rows (pairs, d), their local experts, if these ascend
     exchange_dtype: mx.Dtype | str | None = None
 
 
@@ -72,7 +74,7 @@ def own_experts(
     if isinstance(indices, mx.array):
         return _masked(x, scores, indices, mine, experts)
     pairs = Pairs(np.where((indices >= mine.start) & (indices < mine.stop), indices - mine.start, -1))
-    y = experts.compute(pairs.expand(x), pairs.experts)
+    y = experts.compute(pairs.expand(x), pairs.experts, True)
     if scores is None:
         return pairs.spread(y)
     return pairs.weigh(y, take_rows(scores.reshape(-1), pairs.slots)).astype(y.dtype)
@@ -82,9 +84,13 @@ def _masked(x: mx.array, scores: mx.array | None, indices: mx.array, mine: range
     tokens, k = indices.shape
     own = (indices >= mine.start) & (indices < mine.stop)
     local = mx.where(own, indices - mine.start, 0).reshape(-1)
-    order = mx.argsort(local)
-    y = experts.compute(x[order // k], local[order])
-    y = y[mx.argsort(order)].reshape(tokens, k, y.shape[-1])
+    if indices.size < _SORTED_FROM:
+        rows = mx.broadcast_to(x[:, None], (tokens, k, x.shape[1])).reshape(-1, x.shape[1])
+        y = experts.compute(rows, local, False).reshape(tokens, k, -1)
+    else:
+        order = mx.argsort(local)
+        y = experts.compute(x[order // k], local[order], True)
+        y = y[mx.argsort(order)].reshape(tokens, k, -1)
     y = mx.where(own[..., None], y, mx.zeros((), y.dtype))
     # Nobody can raise an error here. A wrong index must not look like a result.
     valid = (indices >= -1) & (indices < experts.placement.num_experts)

@@ -240,7 +240,7 @@ class ExpertParallelSwitchGLU(nn.Module):
         experts = Experts(
             cut.placement,
             cut.group,
-            lambda rows, local: compute(self, rows, local, cut.tp_group),
+            lambda rows, local, ascending: compute(self, rows, local, ascending, cut.tp_group),
             self.exchange_dtype,
         )
         scatter = self.last_mode == "gather"
