@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mlxdist.bench.ep import AUTO, COMPILED, ONE_PROCESS, RING, described, targets
+from mlxdist.bench.ep import AUTO, COMPILED, INSIDE, ONE_PROCESS, RING, described, targets
 from mlxdist.nn.experts.policy import MODES
 from test_bench import bench, require_times
 
@@ -22,7 +22,7 @@ def test_ep(ranks, shape, scale, sharded, tmp_path):
     arguments += ["--sharded"] if sharded else []
     printed = bench("ep", *arguments, "--output", str(output), "--plot", str(plot)).stdout
     results = json.loads(output.read_text())
-    ways = {ONE_PROCESS, RING, AUTO, *MODES} | (set() if sharded else {COMPILED})
+    ways = {ONE_PROCESS, RING, AUTO, *MODES} | (set() if sharded else {COMPILED, INSIDE})
     assert [(case["shape"], case["tokens"]) for case in results["cases"]] == [(shape, 1), (shape, 5)]
     for case in results["cases"]:
         assert set(case["microseconds"]) == set(case["wrong"]) == ways
