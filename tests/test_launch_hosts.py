@@ -98,6 +98,14 @@ def test_a_rank_that_fails_ends_the_others(ending, status, words):
     assert job.returncode == status and words in job.stderr and "ranks 0 and 2 ended after SIGTERM" in job.stderr
 
 
+def test_a_rank_that_cannot_be_started(tmp_path):
+    program = tmp_path / "program"
+    program.write_text("no program at all\n")
+    program.chmod(0o755)
+    job = launch([*HERE, "-n", "2"], "--", str(program))
+    assert job.returncode == 126 and "localhost: cannot start rank 0: [Errno 8] Exec format error" in job.stderr
+
+
 def test_the_rank_that_failed_first_is_named():
     """By the ranks themselves, where both end within milliseconds."""
     program = "import mlxdist; g = mlxdist.init(); mlxdist.barrier()\nif rank == 1: os._exit(5)\nmlxdist.barrier()"
@@ -144,6 +152,18 @@ def test_dry_run_shows_what_would_be_started(tmp_path):
     assert shown[6] == 'MLXDIST_RDMA=[[null, ["en2"]], [["en2"], null]]'
 
 
+def test_ctrl_c_while_a_host_does_not_answer(tmp_path):
+    silent = tmp_path / "silent"
+    silent.write_text("#!/bin/sh\nexec sleep 60\n")
+    silent.chmod(0o755)
+    command = [*HERE, "--python", str(silent), "--", "true"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as launcher:
+        assert wait_for(lambda: any(b"sleep\0" + b"60" in command for command in of_all_processes("cmdline")))
+        launcher.send_signal(signal.SIGINT)
+        _, error = launcher.communicate(timeout=45)
+        assert launcher.returncode == 130 and "interrupted by SIGINT before all hosts were ready" in error
+
+
 def test_frames():
     """Whatever pieces they come in; and nothing that is no frame is waited for, or kept."""
     sent = [(Kind.OUT, 3, b"x" * 1000), (Kind.ERR, 1023, b""), (Kind.OUT, 0, b"\0\n")]
@@ -162,7 +182,7 @@ def test_frames():
 
 
 def test_an_agent_that_is_none(tmp_path):
-    """What talks in place of the agent is not understood, and that is said; what a shell prints before it is skipped."""
+    """What talks in its place is not understood, and that is said; what a shell prints before it greets is skipped."""
     noisy = tmp_path / "noisy"
     noisy.write_text(f'#!/bin/sh\necho welcome; echo\nexec {sys.executable} "$@"\n')
     noisy.chmod(0o755)

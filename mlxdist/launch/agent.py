@@ -10,6 +10,7 @@ import platform
 import selectors
 import signal
 import socket
+import time
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -28,6 +29,8 @@ __all__ = ["Agent", "main"]
 _READ_BYTES = 65536
 # What the ranks print is left in their pipes while so much waits for the launcher.
 _MAX_BACKLOG = 4 << 20
+_PAUSE = 0.01
+_SECONDS = 1.0  # between two looks at the ranks, should a signal be missed
 
 
 class Agent:
@@ -76,12 +79,14 @@ class Agent:
             self._selector.register(self._target, writes, self._write)
         elif waiting and not writes:
             self._selector.unregister(self._target)
-        for key, _ in self._selector.select(0.05 if self._backlog > _MAX_BACKLOG else 1.0):
-            if key.fd in self._streams:
-                if self._backlog <= _MAX_BACKLOG:
-                    self._relay(key.fd)
-            else:
+        full = self._backlog > _MAX_BACKLOG
+        for key, _ in self._selector.select(_SECONDS):
+            if key.fd not in self._streams:
                 key.data()
+            elif not full:
+                self._relay(key.fd)
+        if full:
+            time.sleep(_PAUSE)  # what the ranks print stays readable
         self._reap()
 
     def _read(self) -> None:
@@ -151,7 +156,9 @@ class Agent:
                 self._ranks[rank] = self._job.start(rank, stdout_end, stderr_end, source)
             except OSError as error:
                 self._put(pack_json(Kind.FAILED, {"text": f"cannot start rank {rank}: {error}", "status": 126}))
-                return
+                for missing in range(rank, self._numbers.stop):
+                    self._note_exit(missing, 126)
+                break
             finally:
                 for end in (stdout_end, stderr_end, source):
                     if end is not None:
@@ -189,9 +196,11 @@ class Agent:
                     continue
             del self._ranks[rank]
             self._job.ended(process)
-            self._statuses[rank] = status
-            fields = {"status": status, "first": self._job.first_failed()}
-            self._put(pack_json(Kind.EXIT, fields, rank))
+            self._note_exit(rank, status)
+
+    def _note_exit(self, rank: int, status: int) -> None:
+        self._statuses[rank] = status
+        self._put(pack_json(Kind.EXIT, {"status": status, "first": self._job.first_failed()}, rank))
 
     def _feed(self, data: bytes) -> None:
         """Rank 0's standard input. The launcher sends no more before it has heard that this much has been taken."""

@@ -12,9 +12,11 @@ from ..version import __version__
 from .executable import CannotRun
 from .local import job_name, new_secret
 from .remote import LOST, RemoteHost, RemoteRank
+from .wakeup import Wakeup
 
 __all__ = ["HostsJob"]
 
+_STEP = 0.1  # between two looks at whether the user has given up
 # Longer than ssh takes to give up.
 _CONNECT_SECONDS = 30.0
 _PREPARE_SECONDS = 60.0  # a host may have to clean up first
@@ -37,7 +39,7 @@ class HostsJob:
         folder: str,
         python: str,
         ssh: Sequence[str],
-        wake: Callable[[], None],
+        wakeup: Wakeup,
         say: Callable[[str], None],
     ) -> None:
         """``variables``: set for all ranks, besides what their host sets. ``folder``: where they run, on every host."""
@@ -46,12 +48,13 @@ class HostsJob:
         self._hostfile = hostfile
         self._grace = grace
         self._changed = threading.Condition()
-        self._wake = wake
+        self._wakeup = wakeup
         self._hosts = [RemoteHost(host, ssh, python, self._changed) for host in hostfile.hosts]
         self._host_of = [host for host, entry in zip(self._hosts, hostfile.hosts) for _ in range(entry.slots)]
         self._ends_at: float | None = None
         self._ended = False
         self._say = say
+        self._told: list[RemoteHost] = []  # of which has been said what went wrong
         self._fields = {
             "job": name,
             "restart": restart,
@@ -67,13 +70,13 @@ class HostsJob:
         connected = []
         try:
             for host in self._hosts:
-                host.connect(self._wake)
+                host.connect(self._wakeup.wake)
                 connected.append(host)
             self._connect()
             self._prepare()
         except BaseException:
             for host in connected:
-                host.close(seconds=self._grace + _END_SECONDS)
+                host.close(0.0 if host.state.hello is None else self._grace + _END_SECONDS)
             raise
         return self
 
@@ -97,10 +100,10 @@ class HostsJob:
         self._hosts[0].input(data)
 
     def ended(self, rank: RemoteRank) -> None:
-        if rank.status == LOST and rank.host.state.closed:
-            self._say(rank.host.why_lost())
-        elif rank.host.state.failed is not None:
-            self._say(f"{rank.host.name}: {rank.host.state.failed}")
+        lost = rank.status == LOST and rank.host.state.closed
+        if rank.host not in self._told and (lost or rank.host.state.failed is not None):
+            self._told.append(rank.host)
+            self._say(rank.host.why_lost() if lost else f"{rank.host.name}: {rank.host.state.failed}")
 
     def first_failed(self) -> int | None:
         """What ranks of any host have noted; of those, the first one's host was reached first."""
@@ -145,8 +148,10 @@ class HostsJob:
         def waiting() -> list[RemoteHost]:
             return [host for host in self._hosts if not (condition(host) or host.state.failed or host.state.closed)]
 
+        deadline = time.monotonic() + seconds
         with self._changed:
-            self._changed.wait_for(lambda: not waiting(), seconds)
+            while not self._changed.wait_for(lambda: not waiting(), _STEP) and time.monotonic() < deadline:
+                self._wakeup.require_none()
             problems = [f"{host.name} {late} within {seconds:g} s" for host in waiting()]
         for host in self._hosts:
             if host.state.failed is not None:

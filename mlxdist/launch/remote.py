@@ -1,5 +1,6 @@
 """A host of a job, as the launcher sees it: an agent at the other end of an ssh connection, and the ranks there."""
 
+import contextlib
 import os
 import shlex
 import signal
@@ -123,10 +124,8 @@ class RemoteHost:
 
     def close(self, seconds: float) -> None:
         """Waits until the agent has left, and ends the connection if it does not."""
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it has left already
             self.process.stdin.close()
-        except BrokenPipeError:
-            pass  # it has left already
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:

@@ -18,7 +18,7 @@ from .remote import RemoteRank
 from .restarts import run_with_restarts
 from .standard_input import StandardInput
 from .supervisor import Ending, Supervisor
-from .wakeup import Wakeup
+from .wakeup import Interrupted, Wakeup
 
 __all__ = ["Plan", "run"]
 
@@ -80,7 +80,7 @@ def run(plan: Plan) -> int:
                 yield job
             return
         where = {"folder": plan.folder, "python": plan.python, "ssh": plan.ssh}
-        with HostsJob(name, restart, plan.hostfile, *common, **where, wake=wakeup.wake, say=say) as job:
+        with HostsJob(name, restart, plan.hostfile, *common, **where, wakeup=wakeup, say=say) as job:
             yield job
             standard_input.feed(None)
 
@@ -95,7 +95,11 @@ def run(plan: Plan) -> int:
             return supervisor.run()
 
     with wakeup.signals():
-        status = run_with_restarts(run_once, plan.max_restarts, wakeup, say)
+        try:
+            status = run_with_restarts(run_once, plan.max_restarts, wakeup, say)
+        except Interrupted as interrupt:
+            say(f"interrupted by {interrupt} before all hosts were ready.")
+            status = 128 + interrupt.number
         # Waits for whoever reads the output, as any program does, unless another signal comes.
         while output is not None and not output.is_written(0.1):
             if any(number != signal.SIGCHLD for number in wakeup.read()):

@@ -7,7 +7,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["Wakeup"]
+__all__ = ["Interrupted", "Wakeup"]
+
+
+class Interrupted(Exception):
+    """A signal has come while the job was being prepared."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number.name)
+        self.number = number
 
 
 class Wakeup:
@@ -35,6 +43,12 @@ class Wakeup:
             return [number for number in self._source.recv(4096) if number]
         except BlockingIOError:
             return []
+
+    def require_none(self) -> None:
+        """Raises Interrupted if a signal has come that wants the job to end."""
+        for number in self.read():
+            if number != signal.SIGCHLD:
+                raise Interrupted(signal.Signals(number))
 
     def wait(self, seconds: float) -> signal.Signals | None:
         """Waits, and returns the signal that has ended the pause before its time."""
