@@ -240,3 +240,15 @@ def test_a_job_whose_keeper_was_killed_is_cleaned_up_as_well():
         children = subprocess.run(["pgrep", "-P", str(job.pid), "-f", "keeper.py"], capture_output=True, text=True)
         os.kill(int(children.stdout), signal.SIGKILL)
         assert job.wait(10) == 0
+
+
+def test_a_job_that_takes_too_long_is_ended():
+    job = python(2, "import time; time.sleep(60)", options=["--timeout", "0.5", "--max-restarts", "3"])
+    assert job.returncode == 124
+    assert closing_line(job) == (
+        "mlxdist launch: it has not ended after 0.5 s (--timeout); ranks 0 and 1 ended after SIGTERM."
+    )
+    assert python(1, "", options=["--timeout", "60"]).returncode == 0
+    options = ["--timeout", "1", "--grace", "3"]
+    failed = python(2, "import time; rank and time.sleep(60); raise SystemExit(3)", options=options)
+    assert failed.returncode == 3  # the failure came first

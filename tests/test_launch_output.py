@@ -174,3 +174,18 @@ def test_64_ranks_print():
 def test_closed_streams(options):
     line = f"{sys.executable} -m mlxdist launch -n 2 {options} -- sh -c 'echo $MLXDIST_RANK; exit 3' <&- >&- 2>&-"
     assert subprocess.run(["sh", "-c", line], timeout=30).returncode == 3
+
+
+def test_a_copy_of_what_each_rank_prints(tmp_path):
+    """As it is printed, without prefix; of a job that starts again, one after the other."""
+    folder = tmp_path / "logs" / "of this job"
+    program = "import sys; print('out', rank, os.environ['MLXDIST_RESTART']); print('\\x1b[1merr', file=sys.stderr)\n"
+    program += "raise SystemExit(os.environ['MLXDIST_RESTART'] == '0')"
+    job = python(2, program, options=["--log-dir", str(folder), "--max-restarts", "1"])
+    assert job.returncode == 0 and job.stdout.count(b"out") == 4
+    written = {path.name: path.read_text() for path in folder.iterdir()}
+    assert written == {f"rank-{r}.out": f"out {r} 0\nout {r} 1\n" for r in range(2)} | {
+        f"rank-{r}.err": "\x1b[1merr\n" * 2 for r in range(2)
+    }
+    refused = python(1, "", options=["--log-dir", str(folder), "--no-prefix"])
+    assert refused.returncode == 2 and b"--log-dir copies what passes the launcher" in refused.stderr

@@ -37,6 +37,14 @@ __all__ = ["launch"]
     "--ssh", metavar="COMMAND", default="ssh", show_default=True, help='How to reach hosts: "ssh -F my_config".'
 )
 @click.option("--env-file", metavar="FILE", help="Lines NAME=VALUE, set for all ranks; --env comes after it.")
+@click.option("--log-dir", "logs", metavar="FOLDER", help="Write what rank N prints also to rank-N.out and .err there.")
+@click.option(
+    "--timeout",
+    "limit",
+    type=click.FloatRange(0, 1e9, min_open=True),
+    metavar="SECONDS",
+    help="End a job that runs for longer, with exit status 124.",
+)
 @click.option("--dry-run", is_flag=True, help="Show what would be started, and start nothing.")
 @click.option("--prefix/--no-prefix", default=True, help="Print the rank in front of each line, or pass output raw.")
 @click.option(
@@ -77,6 +85,8 @@ def launch(
     python: str,
     ssh: str,
     env_file: str | None,
+    logs: str | None,
+    limit: float | None,
     dry_run: bool,
     prefix: bool,
     grace: float,
@@ -132,6 +142,8 @@ def launch(
             grace=grace,
             max_restarts=max_restarts,
             verbose=verbose,
+            logs=_folder(logs, prefix),
+            limit=limit,
         )
         if dry_run:
             _show(plan)
@@ -244,6 +256,16 @@ def _show(plan: Plan) -> None:
             click.echo(f"{host.name}: {shlex.join(agent_command(host.name, plan.ssh, plan.python))}")
         for name, value in plan.variables.items():
             click.echo(f"{name}={value}")
+
+
+def _folder(logs: str | None, prefix: bool) -> Path | None:
+    if logs is None:
+        return None
+    if not prefix:
+        raise click.UsageError("--log-dir copies what passes the launcher; with --no-prefix nothing does.")
+    folder = Path(logs).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def _words(command: str) -> list[str]:

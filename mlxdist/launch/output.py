@@ -14,6 +14,8 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
 
 __all__ = ["Output", "terminal_variables"]
 
@@ -62,9 +64,10 @@ def _prefix(label: str) -> bytes:
 class Output:
     """The streams of all ranks and the two of the launcher. ``wake`` is called when it can take more, or less."""
 
-    def __init__(self, labels: Sequence[str], wake: Callable[[], None]) -> None:
-        """``labels``: what stands in front of each rank's lines, of equal width."""
+    def __init__(self, labels: Sequence[str], wake: Callable[[], None], logs: Path | None = None) -> None:
+        """``labels``: what stands in front of each rank's lines, of equal width. ``logs``: a folder, for a copy."""
         self._labels = labels
+        self._logs = logs
         self._writer = Writer(wake)
         self._stdout = Screen(1, self._writer)
         self._stderr = self._stdout if os.path.sameopenfile(1, 2) else Screen(2, self._writer)
@@ -78,7 +81,11 @@ class Output:
             if os.isatty(number) and _colors_wanted(os.environ):
                 prefix = b"\x1b[%dm%s\x1b[0m" % (_COLORS[rank % len(_COLORS)], prefix)
             os.set_blocking(source, False)
-            self.streams.append(Stream(source, number, prefix, screen))
+            log = None
+            if self._logs is not None:
+                # Unbuffered, and longer after each start of the job.
+                log = open(self._logs / f"rank-{rank}.{'out' if number == 1 else 'err'}", "ab", buffering=0)
+            self.streams.append(Stream(source, number, prefix, screen, log))
 
     def draw(self) -> float | None:
         """Shows unfinished lines whose time has come. Seconds until the next, or None."""
@@ -117,11 +124,14 @@ class Output:
 class Stream:
     """One of a rank's two streams."""
 
-    def __init__(self, source: int, target: int, prefix: bytes, screen: "Screen") -> None:
+    def __init__(
+        self, source: int, target: int, prefix: bytes, screen: "Screen", log: BinaryIO | None = None
+    ) -> None:
         self.source = source
         self.target = target
         self._prefix = prefix
         self._screen = screen
+        self._log = log
         self._held = b""
         self._at_left = True  # the next byte is the first of its line, or of an update of it
         self._open = True
@@ -138,6 +148,8 @@ class Stream:
         if not data:
             self.close()
             return False
+        if self._log is not None:
+            self._log.write(data)
         self._held += data
         self._screen.show(self, final=False)
         return True
@@ -152,6 +164,8 @@ class Stream:
             return False
         self._open = False
         os.close(self.source)
+        if self._log is not None:
+            self._log.close()
         self._screen.show(self, final=True)
         return True
 

@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import click
 
@@ -38,6 +39,8 @@ class Plan:
     grace: float = 5.0
     max_restarts: int = 0
     verbose: bool = False
+    logs: Path | None = None  # an existing folder
+    limit: float | None = None  # seconds that one start of the job may take
 
     def labels(self) -> list[str]:
         """What stands in front of the lines of each rank."""
@@ -65,7 +68,7 @@ def run(plan: Plan) -> int:
     output = None
     if plan.prefix:
         variables = terminal_variables(variables, plan.labels()) | variables
-        output = Output(plan.labels(), wakeup.wake)
+        output = Output(plan.labels(), wakeup.wake, plan.logs)
     name, standard_input = new_name(), StandardInput()
 
     def say(text: str) -> None:
@@ -86,7 +89,7 @@ def run(plan: Plan) -> int:
 
     def run_once(restart: int) -> Ending:
         with prepared(restart) as job:
-            supervisor = Supervisor(job, wakeup, output, plan.grace, say, plan.verbose)
+            supervisor = Supervisor(job, wakeup, output, plan.grace, say, plan.verbose, plan.limit)
             for rank in range(plan.ranks):
                 supervisor.add(_start(job, rank, output))
             job.all_started()

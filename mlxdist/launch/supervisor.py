@@ -21,6 +21,7 @@ __all__ = ["Ending", "Supervisor"]
 
 # Once SIGKILL is sent, only a process in an uninterruptible system call is still there after this.
 AFTER_KILL = 5.0
+TOO_LATE = 124  # as of timeout(1)
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Supervisor:
         grace: float,
         say: Callable[[str], None],
         verbose: bool,
+        limit: float | None = None,
     ) -> None:
         self._job = job
         self._wakeup = wakeup
@@ -51,6 +53,8 @@ class Supervisor:
         self._say = say
         self._verbose = verbose
         self._started = time.monotonic()
+        self._limit = limit
+        self._is_late = False
         self._running: dict[int, LocalRank] = {}
         self._statuses: dict[int, int] = {}
         self._failed: list[tuple[int, float]] = []  # rank and time, in the order in which they ended
@@ -75,6 +79,7 @@ class Supervisor:
         while self._running and not self._has_given_up():
             self._wait(self._until_next())
             self._reap()
+            self._end_if_late()
             self._press()
         self._job.succeeded = not self._running and all(status <= 128 for status in self._statuses.values())
         status, text = self._verdict()
@@ -159,7 +164,18 @@ class Supervisor:
             rank.signal(number)
 
     def _until_next(self) -> float | None:
-        return None if self._next is None else max(0.0, self._next - time.monotonic())
+        times = [self._next]
+        if self._limit is not None and not self._is_late:
+            times.append(self._started + self._limit)
+        first = min((at for at in times if at is not None), default=None)
+        return None if first is None else max(0.0, first - time.monotonic())
+
+    def _end_if_late(self) -> None:
+        if self._limit is None or self._is_late or time.monotonic() < self._started + self._limit:
+            return
+        self._is_late = True
+        if self._interrupted_by is None and not self._failed:  # else it is being ended already
+            self._interrupt(signal.SIGTERM)
 
     def _has_given_up(self) -> bool:
         return self._sent == signal.SIGKILL and not self._rungs and time.monotonic() >= self._next
@@ -167,6 +183,9 @@ class Supervisor:
     def _verdict(self) -> tuple[int, str]:
         """Exit status and closing line."""
         seconds = time.monotonic() - self._started
+        if self._is_late and not self._failed:
+            first = f"it has not ended after {self._limit:g} s (--timeout)"
+            return TOO_LATE, "; ".join([first, *self._fates(None)])
         if self._interrupted_by is not None and not self._failed:
             first = f"interrupted by {self._interrupted_by.name} after {seconds:.1f} s"
             return 128 + self._interrupted_by, "; ".join([first, *self._fates(None)])
