@@ -2,14 +2,13 @@
 
 import mlx.core as mx
 import pytest
+from rank_counts import one_to_four
 
 import mlxdist
 from mlxdist.nn.experts.balance import BalanceBias, ExpertLoad, count_experts
 
 
-@pytest.mark.parametrize(
-    "ranks", [3, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (1, 2, 4))]
-)
+@one_to_four(2)
 def test_a_skewed_router_becomes_balanced_on_all_ranks_alike(run_ranks, ranks):
     """Also: a rank without tokens, and indices on one rank that are no expert."""
     assert all("balanced" in output for output in run_ranks("expert_balance.py", ranks))

@@ -1,13 +1,12 @@
 """Dispatch and combine in flight: equal to the synchronous ones; what was hidden is counted."""
 
 import pytest
+from rank_counts import one_to_four
 
 from mlxdist.nn.experts.overlap import Overlap
 
 
-@pytest.mark.parametrize(
-    "ranks", [pytest.param(1, marks=pytest.mark.long), 2, 3, pytest.param(4, marks=pytest.mark.long)]
-)
+@one_to_four(2)
 def test_overlapped_exchange(run_ranks, ranks):
     """Every dtype and E4M3, ranks without tokens, two micro-batches in flight, refusals."""
     assert all("equal" in output for output in run_ranks("expert_overlap.py", ranks))

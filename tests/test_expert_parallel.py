@@ -1,17 +1,13 @@
 """ExpertParallelSwitchGLU, dispatch and combine: as the dense layer on one process, in every mode."""
 
 import pytest
+from rank_counts import one_to_four
 
 from mlxdist import InvalidArgument
 from mlxdist.nn.experts import Placement
 
-def ranks(*default: int):
-    """On these numbers of ranks by default, on the others up to 4 in test-long."""
-    marked = [pytest.param(n, marks=[] if n in default else pytest.mark.long) for n in (1, 2, 3, 4)]
-    return pytest.mark.parametrize("ranks", marked)
 
-
-@ranks(2, 3)
+@one_to_four(3)
 def test_every_mode_is_the_dense_layer(run_ranks, ranks):
     """A thinned matrix of routings, token counts, experts, top-k and dtypes; gradients; handles; what is dropped."""
     outputs = run_ranks("expert_parallel.py", ranks, "thin", "gradients", "handles", "capacities", "wide")
@@ -24,19 +20,19 @@ def test_the_whole_matrix(run_ranks, ranks):
     assert all("right" in output for output in run_ranks("expert_parallel.py", ranks, "whole", timeout=240))
 
 
-@ranks(2)
+@one_to_four(2)
 def test_layers_of_mlx_lm(run_ranks, ranks):
     """Quantized forms, LoRA, memory, mx.compile, and the blocks of five models."""
     outputs = run_ranks("expert_parallel.py", ranks, "quantized", "adapters", "memory", "compiled", "blocks")
     assert all("right" in output for output in outputs)
 
 
-@ranks(2)
+@one_to_four(2)
 def test_grid_with_tensor_parallelism(run_ranks, ranks):
     assert all("right" in output for output in run_ranks("expert_parallel.py", ranks, "grid"))
 
 
-@ranks(3)
+@one_to_four(3)
 def test_bad_input_of_one_rank_is_an_error_of_all(run_ranks, ranks):
     assert all("right" in output for output in run_ranks("expert_parallel.py", ranks, "bad_input"))
 

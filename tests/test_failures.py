@@ -73,6 +73,7 @@ def test_abort_reaches_every_rank(run_ranks):
         assert name == "Aborted" and "rank 2" in text and "there is no point in going on" in text and seconds < 5
 
 
+@pytest.mark.long
 def test_a_wait_ends_at_its_deadline(run_ranks):
     outputs = run_ranks("failures.py", 2, "late", "numpy", status=1, environment={"MLXDIST_TIMEOUT": "1"})
     for output in outputs:

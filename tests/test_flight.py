@@ -355,6 +355,7 @@ def test_a_failure_is_recorded_by_every_rank_and_its_error_says_where(run_ranks,
     assert "Rank 1 has not been in an operation yet" in analysis.sentences[1]
 
 
+@pytest.mark.long
 def test_no_file_where_none_is_wanted(run_ranks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     variables = {"MLXDIST_FLIGHT": "none", "MLXDIST_TIMEOUT": "0.5"}

@@ -20,7 +20,7 @@ def test_every_operation_has_one(name):
     "scenario, operation",
     [
         pytest.param(["all_operations", "numpy"], "all_sum #14", marks=pytest.mark.long),
-        (["all_operations", "mlx"], "all_sum #14"),
+        pytest.param(["all_operations", "mlx"], "all_sum #14", marks=pytest.mark.long),
         (["handles"], "all_sum #2"),
         (["barriers"], "barrier #4"),
         (["groups"], "all_sum #1"),
