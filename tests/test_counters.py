@@ -3,7 +3,7 @@
 import pytest
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("algorithm", ["direct", "mesh", "ring", "doubling", "tree"])
 def test_payload(run_ranks, algorithm, ranks):
     """2(n-1)/n of the array per rank for all_reduce, (n-1)/n for all_gather, reduce_scatter and all_to_all."""
@@ -11,7 +11,7 @@ def test_payload(run_ranks, algorithm, ranks):
     assert all("as stated" in output for output in outputs)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 5])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(5, marks=pytest.mark.long)])
 @pytest.mark.parametrize("algorithm", ["direct", "doubling"])
 def test_messages_and_headers(run_ranks, algorithm, ranks):
     outputs = run_ranks("counters.py", ranks, "messages", environment={"MLXDIST_ALGO": algorithm})

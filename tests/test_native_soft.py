@@ -17,7 +17,7 @@ VARIANTS = {
 PROGRAMS = ["objects", "regions", "messages", "gather", "errors", "faults", "damage", "delay", "idle"]
 PROGRAMS += ["apple", "apple_life", "rxe", "writes", "peers", "processes", "scale", "stress"]
 PROGRAMS += ["key", "strangers", "tcp", "tcp_faults", "tcp_processes", "tcp_writes"]
-SLOW = ["processes", "stress", "tcp_processes"]
+SLOW = ["processes", "stress", "tcp_processes", "objects", "faults", "damage", "delay", "idle", "apple_life", "scale"]
 SHARED_MEMORY = Path("/dev/shm")
 
 

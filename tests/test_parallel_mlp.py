@@ -3,7 +3,7 @@
 from rank_counts import one_to_four
 
 
-@one_to_four(3)
+@one_to_four(2)
 def test_as_the_whole_layer(run_ranks, ranks):
     """Within 1e-4 of the plain formula; the way back bitwise."""
     checks = ["dense", "collectives", "quantized", "bad_input"]

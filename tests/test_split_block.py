@@ -11,7 +11,7 @@ def test_as_the_dense_layer(run_ranks, ranks):
     assert all("close" in output for output in outputs)
 
 
-@one_to_four(2)
+@one_to_four()
 def test_biases_odd_sizes_and_other_rotary_embeddings(run_ranks, ranks):
     assert all("close" in output for output in run_ranks("split_block.py", ranks, "more_layers", timeout=120))
 
@@ -21,7 +21,7 @@ def test_models_generate_the_same_tokens(run_ranks, ranks):
     assert all("close" in output for output in run_ranks("split_block.py", ranks, "models", timeout=120))
 
 
-@one_to_four(2)
+@one_to_four()
 def test_quantized(run_ranks, ranks):
     """Widths, group sizes and modes, also different ones in one layer."""
     assert all("close" in output for output in run_ranks("split_block.py", ranks, "quantized_layers", timeout=120))
