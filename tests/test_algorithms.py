@@ -8,7 +8,7 @@ import pytest
 MANY = [pytest.param(ranks, marks=pytest.mark.long) for ranks in (4, 5, 8)]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, *MANY])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3, *MANY])
 @pytest.mark.parametrize("algorithm", ["direct", "mesh", "ring", "doubling", "tree"])
 def test_exact_in_its_own_order(run_ranks, algorithm, ranks):
     digests = set()

@@ -14,7 +14,7 @@ def test_exact_for_every_dtype_and_size(run_ranks, operation, ranks):
     assert f"{OPERATIONS[operation]} cases of {operation} on {ranks} ranks are exact" in outputs[0]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_exact_for_every_dtype_and_fewer_sizes(run_ranks, ranks):
     """All operations in one job."""
     outputs = run_ranks("collectives.py", ranks, "every", timeout=300)

@@ -3,7 +3,7 @@
 import pytest
 
 
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (2, 4))])
 @pytest.mark.parametrize("algorithm", ["direct", "mesh", "ring", "doubling", "tree"])
 def test_payload(run_ranks, algorithm, ranks):
     """2(n-1)/n of the array per rank for all_reduce, (n-1)/n for all_gather, reduce_scatter and all_to_all."""

@@ -7,7 +7,7 @@ from mlxdist import InvalidArgument
 from mlxdist.nn.experts import Placement
 
 
-@one_to_four(3)
+@one_to_four(2)
 def test_every_mode_is_the_dense_layer(run_ranks, ranks):
     """A thinned matrix of routings, token counts, experts, top-k and dtypes; gradients; handles; what is dropped."""
     outputs = run_ranks("expert_parallel.py", ranks, "thin", "gradients", "handles", "capacities", "wide")

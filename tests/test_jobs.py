@@ -75,6 +75,7 @@ def test_stop_refuses_what_is_no_job():
         assert refused.returncode != 0 and words in refused.stderr
 
 
+@pytest.mark.long
 def test_a_job_that_does_not_end_in_time_is_told():
     program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.environ['MLXDIST_JOB'], "
     program += "os.getpid(), flush=True); time.sleep(60)"

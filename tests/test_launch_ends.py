@@ -242,6 +242,7 @@ def test_a_job_whose_keeper_was_killed_is_cleaned_up_as_well():
         assert job.wait(10) == 0
 
 
+@pytest.mark.long
 def test_a_job_that_takes_too_long_is_ended():
     job = python(2, "import time; time.sleep(60)", options=["--timeout", "0.5", "--max-restarts", "3"])
     assert job.returncode == 124

@@ -11,6 +11,7 @@ def peers(output: str) -> int:
     return int(match[1])
 
 
+@pytest.mark.long
 def test_sixteen_ranks(run_ranks):
     outputs = run_ranks("sixteen_ranks.py", 16, "matrix", timeout=120)
     assert all("exact" in output for output in outputs)
