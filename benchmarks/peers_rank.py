@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import mlx.core as mx
 
 import mlxdist
 from mlxdist.bench.job import serve
+from mlxdist.bench.mlx_groups import mlx_groups
 from mlxdist.bench.operations import CASES, Inputs, storage, total_wrong
 from mlxdist.bench.through import Eager, Lazy
 from mlxdist.bench.timing import Work, copy_work, interleave, quantiles, slowest
@@ -68,28 +68,13 @@ class Gloo:
 def measure(world: mlxdist.Group, parameters: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Parameters: cases (operation, dtype, bytes, chain), backends, rounds, hosts (of the ring: host:port each), gloo
     (its Python, or None), gloo_port, mpi4py (the folder with its packages, or None)."""
-    groups = _groups(parameters["backends"], parameters["hosts"], world)
+    groups = mlx_groups(parameters["backends"], parameters["hosts"], world)
     gloo = Gloo(parameters["gloo"], parameters["gloo_port"], world) if parameters["gloo"] else None
     mpi4py = _mpi4py(parameters["mpi4py"], world) if parameters["mpi4py"] else None
     for case in parameters["cases"]:
         yield _case(world, case, groups, gloo, mpi4py, parameters["rounds"])
     if gloo:
         gloo.close()
-
-
-def _groups(names: list[str], hosts: list[str], world: mlxdist.Group) -> dict[str, mx.distributed.Group]:
-    """A genuine mx.distributed.Group of each of MLX's own backends, all over the same ranks."""
-    found = {}
-    for name in names:
-        with tempfile.NamedTemporaryFile("w", suffix=".json") as hostfile:
-            if name == "ring":
-                json.dump([[host] for host in hosts], hostfile)
-                hostfile.flush()
-                os.environ |= {"MLX_HOSTFILE": hostfile.name, "MLX_RANK": str(world.rank())}
-            found[name] = mx.distributed.init(strict=True, backend=name)
-        if (found[name].rank(), found[name].size()) != (world.rank(), world.size()):
-            raise RuntimeError(f"{name} numbers the ranks differently: {found[name].rank()} of {found[name].size()}")
-    return found
 
 
 def _mpi4py(folder: str, world: mlxdist.Group) -> Any:

@@ -1,8 +1,8 @@
 """group.mlx in stock MLX: operations, lazy graphs, gradients, layers, and errors on their way through MLX's threads."""
 
 import pytest
+from rank_counts import one_to_four
 
-RANKS = pytest.mark.parametrize("ranks", [pytest.param(ranks, marks=pytest.mark.long) for ranks in (1, 2, 4)] + [3])
 # Whatever evaluates an array; the last three ask for its buffer, where NumPy swallows errors.
 READERS = ["eval", "tolist", "np.array", "np.asarray", "np.sqrt"]
 SCENARIOS = [
@@ -17,18 +17,18 @@ SCENARIOS = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
+@one_to_four(1, 2, 3)
 def test_every_operation_on_every_dtype(run_ranks, ranks):
     assert all("exact" in output for output in run_ranks("mlx_operations.py", ranks))
 
 
-@RANKS
+@one_to_four(3)
 def test_lazy_graphs(run_ranks, ranks):
     """A chain of 50, independent operations, mx.compile, vmap, async_eval, threads and streams."""
     assert all("exact" in output for output in run_ranks("mlx_graphs.py", ranks))
 
 
-@RANKS
+@one_to_four(3)
 def test_gradients_and_layers(run_ranks, ranks):
     """Gradients, shard_linear both ways (also quantized and compiled), average_gradients: as in one process."""
     assert all("close" in output for output in run_ranks("mlx_layers.py", ranks))

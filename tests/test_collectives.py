@@ -1,13 +1,14 @@
 """Every collective on NumPy arrays: dtype x size x ranks, with data that differs in every rank, against NumPy."""
 
 import pytest
+from rank_counts import one_to_four
 
 OPERATIONS = dict.fromkeys(
     ["all_sum", "all_max", "all_min", "all_prod", "all_gather", "sum_scatter", "broadcast", "send_recv"], 154
 ) | dict.fromkeys(["reduce_scatter", "reduce", "gather", "scatter", "all_to_all", "all_to_all_v"], 112)
 
 
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (1, 3, 4))])
+@one_to_four(2)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_exact_for_every_dtype_and_size(run_ranks, operation, ranks):
     outputs = run_ranks("collectives.py", ranks, operation, timeout=300)

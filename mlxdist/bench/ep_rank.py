@@ -18,7 +18,7 @@ from mlxdist.nn.experts.switch import ExpertParallelSwitchGLU
 
 from .ep import AUTO, COMPILED, INSIDE, ONE_PROCESS, RING, SHAPES, Shape
 from .job import serve
-from .ring import mlx_ring
+from .mlx_groups import mlx_groups
 from .timing import Work, copy_work, interleave, quantiles, slowest
 
 # A result may differ from the reference by rounding alone: float32, sums of a few hundred terms in another order.
@@ -29,7 +29,7 @@ FASTEST_READ = 4
 
 def measure(world: mlxdist.Group, parameters: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Parameters: shapes (names), scale (or None), tokens (list), sharded, rounds, hosts (of the ring)."""
-    ring = mlx_ring(parameters["hosts"], world)
+    ring = mlx_groups(["ring"], parameters["hosts"], world)["ring"]
     policy = Policy(calibrate(world))
     for name in parameters["shapes"]:
         layer = Layer(SHAPES[name].scaled(parameters["scale"]), world, ring, policy, parameters["sharded"])

@@ -4,9 +4,12 @@ Every rank makes the whole layer from the same seed, and its reference: the plai
 """
 
 import sys
+from functools import partial
 from typing import NamedTuple
 
+import comparing
 import mlx.core as mx
+from comparing import equal, refused
 from mlx import nn
 from mlx.utils import tree_flatten
 
@@ -16,6 +19,7 @@ from mlxdist.nn.parallel_attention import ParallelAttention, split_heads
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()
+close = partial(comparing.close, rtol=1e-4)
 QUANTIZED = [(32, bits, "affine") for bits in (2, 3, 4, 5, 6, 8)]
 QUANTIZED += [(32, 4, "mxfp4"), (16, 4, "nvfp4"), (32, 8, "mxfp8")]
 
@@ -97,25 +101,6 @@ if size == 3:
     CASES.append(Case(6, 2, norm=True, bias=True))  # the rank in the middle has query heads of both KV heads
 if size == 4:
     CASES.append(Case(12, 2, [1, 2, 2, 1], norm=True, bias=True))
-
-
-def equal(a: mx.array, b: mx.array, what: str) -> None:
-    assert a.shape == b.shape and a.dtype == b.dtype, f"{what}: {a.shape} {a.dtype}, expected {b.shape} {b.dtype}"
-    assert mx.array_equal(a, b), f"{what}: {a}, expected {b}"
-
-
-def close(a: mx.array, b: mx.array, what: str) -> None:
-    assert a.shape == b.shape, f"{what}: shape {a.shape}, expected {b.shape}"
-    assert mx.allclose(a, b, rtol=1e-4, atol=1e-5), f"{what}: {a}, expected {b}"
-
-
-def refused(words: str, call: object) -> None:
-    try:
-        call()
-    except mlxdist.InvalidArgument as error:
-        assert words in str(error), error
-    else:
-        raise AssertionError(f"no error: {words}")
 
 
 def mine(path: str, value: mx.array, layer: ParallelAttention) -> mx.array:

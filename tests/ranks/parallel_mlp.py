@@ -1,9 +1,12 @@
 """One rank of tests/test_parallel_mlp.py. Arguments: the names of the functions below to call; prints "right"."""
 
 import sys
+from functools import partial
 from itertools import product
 
+import comparing
 import mlx.core as mx
+from comparing import equal, refused
 from mlx import nn
 from mlx.utils import tree_flatten
 
@@ -13,6 +16,7 @@ from mlxdist.nn.shards import part
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()
+close = partial(comparing.close, rtol=1e-4)
 UNEVEN = [r + 1 for r in range(size)]
 QUANTIZED = [(32, bits, "affine") for bits in (2, 3, 4, 5, 6, 8)]
 QUANTIZED += [(32, 4, "mxfp4"), (16, 4, "nvfp4"), (32, 8, "mxfp8")]
@@ -30,25 +34,6 @@ class Dense(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
-
-
-def equal(a: mx.array, b: mx.array, what: str) -> None:
-    assert a.shape == b.shape and a.dtype == b.dtype, f"{what}: {a.shape} {a.dtype}, expected {b.shape} {b.dtype}"
-    assert mx.array_equal(a, b), f"{what}: {a}, expected {b}"
-
-
-def close(a: mx.array, b: mx.array, what: str) -> None:
-    assert a.shape == b.shape, f"{what}: shape {a.shape}, expected {b.shape}"
-    assert mx.allclose(a, b, rtol=1e-4, atol=1e-5), f"{what}: {a}, expected {b}"
-
-
-def refused(words: str, call: object) -> None:
-    try:
-        call()
-    except mlxdist.InvalidArgument as error:
-        assert words in str(error), error
-    else:
-        raise AssertionError(f"no error: {words}")
 
 
 def gradients(layer: nn.Module, loss: object, *arguments: mx.array) -> tuple[mx.array, dict, mx.array]:

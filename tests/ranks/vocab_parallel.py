@@ -5,6 +5,7 @@ from itertools import product
 
 import mlx.core as mx
 import numpy as np
+from comparing import close, equal, refused
 from mlx import nn
 
 import mlxdist
@@ -22,25 +23,6 @@ rank, size = group.rank(), group.size()
 CUTS = [None, [r + 1 for r in range(size)]]  # weights: as even as can be, and uneven
 QUANTIZED = [(32, bits, "affine") for bits in (2, 3, 4, 5, 6, 8)]
 QUANTIZED += [(32, 4, "mxfp4"), (16, 4, "nvfp4"), (32, 8, "mxfp8")]
-
-
-def equal(a: mx.array, b: mx.array, what: str) -> None:
-    assert a.shape == b.shape and a.dtype == b.dtype, f"{what}: {a.shape} {a.dtype}, expected {b.shape} {b.dtype}"
-    assert mx.array_equal(a, b), f"{what}: {a}, expected {b}"
-
-
-def close(a: mx.array, b: mx.array, what: str) -> None:
-    assert a.shape == b.shape, f"{what}: shape {a.shape}, expected {b.shape}"
-    assert mx.allclose(a, b, rtol=1e-5, atol=1e-5), f"{what}: {a}, expected {b}"
-
-
-def refused(words: str, call: object) -> None:
-    try:
-        call()
-    except mlxdist.InvalidArgument as error:
-        assert words in str(error), error
-    else:
-        raise AssertionError(f"no error: {words}")
 
 
 def tokens_of(vocabulary: int) -> list[mx.array]:

@@ -87,6 +87,11 @@ class Handle:
         """The local expert of each row that :func:`dispatch` returns, ascending: int32 of shape (pairs,)."""
         return self.pairs.experts
 
+    def add_up(self, sums: mx.array) -> mx.array:
+        """The weighted sums that came back, a row for each of ``sent_rows``, added up in float32: (tokens, d)."""
+        by_token = np.argsort(self.sent_rows, kind="stable")  # those of rank 0 first, then rank 1 ...
+        return sum_rows(sums.astype(mx.float32), by_token, self.sent_rows[by_token], self.tokens).astype(sums.dtype)
+
     def __repr__(self) -> str:
         return (
             f"<Handle of {self.tokens} tokens x {self.top_k} experts on rank {self.group.rank()}: rows to "
@@ -168,9 +173,7 @@ def combine(
     y, weights = _bring_weights(y, weights, handle)
     sums = handle.pairs.weigh(y, take_rows(weights, handle.pairs.order)).astype(y.dtype)
     sums = send_rows(sums, handle.rows_from, handle.rows_to, handle.group, exchange_dtype)
-    # Those of rank 0 first, then rank 1 ...
-    by_token = np.argsort(handle.sent_rows, kind="stable")
-    return sum_rows(sums.astype(mx.float32), by_token, handle.sent_rows[by_token], handle.tokens).astype(y.dtype)
+    return handle.add_up(sums)
 
 
 def route(

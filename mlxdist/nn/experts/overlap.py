@@ -38,7 +38,7 @@ from ...ops import all_to_all_v
 from .dispatch import Handle as Routing
 from .dispatch import route
 from .fp8 import pack_e4m3, unpack_e4m3
-from .pairs import sum_rows, take_rows
+from .pairs import take_rows
 from .placement import Placement
 
 __all__ = ["CombineInFlight", "DispatchInFlight", "Overlap", "OverlappedExchange"]
@@ -187,10 +187,7 @@ class CombineInFlight:
 
     def wait(self) -> mx.array:
         """The weighted sums, (tokens, d), dtype of the results. May be called again. Raises as `DispatchInFlight`."""
-        sums, routing = self._sums.wait(), self._routing
-        by_token = np.argsort(routing.sent_rows, kind="stable")  # of each token in the order of ranks, as in combine()
-        tokens = routing.sent_rows[by_token]
-        return sum_rows(sums.astype(mx.float32), by_token, tokens, routing.tokens).astype(sums.dtype)
+        return self._routing.add_up(self._sums.wait())
 
 
 class _Transfer:
