@@ -17,6 +17,7 @@ from typing import Any
 
 from .. import mpi_door
 from ..errors import ResourceError
+from ..remote.streams import claim_streams
 from ..version import __version__
 from .executable import CannotRun, check_command
 from .frames import GREETING, Frames, Kind, pack, pack_json, unpack_json
@@ -274,14 +275,7 @@ def _enter(folder: str) -> None:
 
 
 def main() -> None:
-    # Whatever else prints in this process must not come in between.
-    target = os.dup(1)
-    os.dup2(2, 1)
-    source = os.dup(0)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    Agent(source, target).serve()
+    Agent(*claim_streams()).serve()
 
 
 if __name__ == "__main__":

@@ -15,11 +15,12 @@ from .. import mpi_door
 from ..environment import MAX_RANKS, MAX_RESTARTS, OF_JOB, PROVIDERS, QUEUE_PAIRS, Environment
 from ..errors import EnvironmentVariableError, InvalidArgument, ResourceError
 from ..hostfile import Host, Hostfile
+from ..remote.ssh import Reach
 from ..verbs import device_map
 from .executable import check_command
 from .leftovers import remove_leftovers
 from .local import base_environment
-from .remote import agent_command
+from .remote import AGENT
 from .run import Plan, run
 
 __all__ = ["launch"]
@@ -136,8 +137,7 @@ def launch(
             variables=variables,
             hostfile=on,
             folder=os.path.abspath(cwd or "."),
-            python=python,
-            ssh=_words(ssh),
+            reach=Reach(_words(ssh), python),
             prefix=prefix,
             grace=grace,
             max_restarts=max_restarts,
@@ -253,7 +253,7 @@ def _show(plan: Plan) -> None:
         click.echo(f"[{label}] {shlex.join(plan.command)}")
     if plan.hostfile is not None:
         for host in plan.hostfile.hosts:
-            click.echo(f"{host.name}: {shlex.join(agent_command(host.name, plan.ssh, plan.python))}")
+            click.echo(f"{host.name}: {shlex.join(plan.reach.module(host.name, AGENT))}")
         for name, value in plan.variables.items():
             click.echo(f"{name}={value}")
 

@@ -3,15 +3,16 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from ..environment import format_address, parse_address
 from ..errors import ResourceError
 from ..hostfile import Hostfile
+from ..remote.ssh import LOST, Reach
 from ..version import __version__
 from .executable import CannotRun
 from .local import job_name, new_secret
-from .remote import LOST, RemoteHost, RemoteRank
+from .remote import RemoteHost, RemoteRank
 from .wakeup import Wakeup
 
 __all__ = ["HostsJob"]
@@ -37,8 +38,7 @@ class HostsJob:
         grace: float,
         *,
         folder: str,
-        python: str,
-        ssh: Sequence[str],
+        reach: Reach,
         wakeup: Wakeup,
         say: Callable[[str], None],
     ) -> None:
@@ -49,7 +49,7 @@ class HostsJob:
         self._grace = grace
         self._changed = threading.Condition()
         self._wakeup = wakeup
-        self._hosts = [RemoteHost(host, ssh, python, self._changed) for host in hostfile.hosts]
+        self._hosts = [RemoteHost(host, reach, self._changed) for host in hostfile.hosts]
         self._host_of = [host for host, entry in zip(self._hosts, hostfile.hosts) for _ in range(entry.slots)]
         self._ends_at: float | None = None
         self._ended = False

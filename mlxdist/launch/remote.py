@@ -2,31 +2,26 @@
 
 import contextlib
 import os
-import shlex
 import signal
-import socket
 import subprocess
-import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..hostfile import Host
+from ..remote.ssh import LOST, Reach, agent_advice, is_this_machine
 from .frames import GREETING, FrameError, Frames, Kind, pack, pack_json, unpack_json
 
-__all__ = ["RemoteHost", "RemoteRank", "agent_command", "is_this_machine"]
+__all__ = ["AGENT", "RemoteHost", "RemoteRank"]
 
-# Nobody is asked for a password, and a host that does not answer is noticed: within 10 s before there is a connection,
-# 15 s afterwards.
-_SSH_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
+AGENT = "mlxdist.launch.agent"
+
 # What the start files of a shell may print before the agent greets.
 _MAX_NOISE = 1 << 16
 _READ_BYTES = 1 << 16
 _LAST_LINES = 20
-# The exit status of ssh when the connection fails; of a rank whose host is lost.
-LOST = 255
 
 
 @dataclass
@@ -65,11 +60,11 @@ class _State:
 class RemoteHost:
     """Starts an agent by ssh, or beside the launcher where the host is this machine."""
 
-    def __init__(self, host: Host, ssh: Sequence[str], python: str, changed: threading.Condition) -> None:
+    def __init__(self, host: Host, reach: Reach, changed: threading.Condition) -> None:
         self.name = host.name
         self.is_local = is_this_machine(host.name)
         self.state = _State()
-        self._command = agent_command(host.name, ssh, python)
+        self._command = reach.module(host.name, AGENT)
         self._changed = changed
         self._frames = Frames()
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
@@ -138,13 +133,8 @@ class RemoteHost:
     def why_lost(self) -> str:
         """In words, once the connection has ended."""
         words = next((line for line in reversed(self._last_lines) if line), "")
-        if self.state.hello is None and not self.is_local:
-            advice = f"; try: ssh -o BatchMode=yes {shlex.quote(self.name)} true"
-            if "No module named" in words:
-                advice = "; install mlxdist for that Python, or name another with --python"
-            elif "not found" in words or "No such file" in words:
-                advice = "; that Python is not there: name another with --python"
-            return f"{self.name} does not answer: {words or 'ssh ended without a word'}{advice}"
+        if self.state.hello is None:
+            return f"{self.name} does not answer: {words or 'ssh ended without a word'}{agent_advice(self.name, words)}"
         return f"the connection to {self.name} was lost{f': {words}' if words else ''}"
 
     def _read_frames(self) -> None:
@@ -231,16 +221,3 @@ class RemoteHost:
             self._changed.notify_all()
         self.taken.set()
         self._wake()
-
-
-def is_this_machine(name: str) -> bool:
-    return name.rpartition("@")[2] in ("localhost", "127.0.0.1", "::1", socket.gethostname())
-
-
-def agent_command(name: str, ssh: Sequence[str], python: str) -> list[str]:
-    """``python``: empty for the one that runs this."""
-    if is_this_machine(name):
-        return [python or sys.executable, "-m", "mlxdist.launch.agent"]
-    options = [word for option in _SSH_OPTIONS for word in ("-o", option)]
-    # The only words that a shell sees: what the ranks are given comes through the connection.
-    return [*ssh, *options, "-T", name, f"exec {shlex.quote(python or sys.executable)} -m mlxdist.launch.agent"]

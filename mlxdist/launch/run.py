@@ -3,7 +3,7 @@
 import contextlib
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import click
 
 from ..errors import name_ranks
 from ..hostfile import Hostfile
+from ..remote.ssh import Reach
 from .executable import CannotRun
 from .hosts import HostsJob
 from .local import LocalJob, LocalRank, new_name
@@ -26,15 +27,14 @@ __all__ = ["Plan", "run"]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be run. Without a hostfile: on this machine, where ``folder``, ``python`` and ``ssh`` play no part."""
+    """What is to be run. Without a hostfile: on this machine, where ``folder`` and ``reach`` play no part."""
 
     ranks: int
     command: list[str]
     variables: dict[str, str]
     hostfile: Hostfile | None = None
     folder: str = ""
-    python: str = ""
-    ssh: Sequence[str] = ("ssh",)
+    reach: Reach = Reach()
     prefix: bool = True
     grace: float = 5.0
     max_restarts: int = 0
@@ -82,7 +82,7 @@ def run(plan: Plan) -> int:
             with LocalJob(name, restart, plan.ranks, *common) as job:
                 yield job
             return
-        where = {"folder": plan.folder, "python": plan.python, "ssh": plan.ssh}
+        where = {"folder": plan.folder, "reach": plan.reach}
         with HostsJob(name, restart, plan.hostfile, *common, **where, wakeup=wakeup, say=say) as job:
             yield job
             standard_input.feed(None)

@@ -1,0 +1,95 @@
+"""How a host is reached: by ssh, without a password; or directly, where it is this machine."""
+
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+__all__ = ["LOST", "Answer", "Reach", "agent_advice", "is_this_machine", "run", "run_everywhere"]
+
+# Nobody is asked for a password, and a host that does not answer is noticed: within 10 s before there is a connection,
+# 15 s afterwards.
+_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
+# The exit status of ssh when the connection fails.
+LOST = 255
+_TOO_LATE = 124  # as of timeout(1)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What the user says about the way to other hosts.
+
+    Attributes:
+        ssh: the words of the command that leads there.
+        python: a Python there that has mlxdist; empty for the path of the one that runs this.
+    """
+
+    ssh: Sequence[str] = ("ssh",)
+    python: str = ""
+
+    def command(self, name: str, words: Sequence[str]) -> list[str]:
+        """Runs ``words`` on the host; on another one its shell sees them, quoted, and nothing else."""
+        if is_this_machine(name):
+            return list(words)
+        options = [word for option in _OPTIONS for word in ("-o", option)]
+        return [*self.ssh, *options, "-T", name, f"exec {shlex.join(words)}"]
+
+    def module(self, name: str, module: str) -> list[str]:
+        """Runs a module of mlxdist on the host. What it is given should come through the connection."""
+        return self.command(name, [self.python or sys.executable, "-m", module])
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command on a host has printed, and its exit status: 255 if there was no connection, 124 if it was late."""
+
+    name: str
+    status: int
+    output: str
+    errors: str
+
+    @property
+    def last_words(self) -> str:
+        return next((line for line in reversed(self.errors.splitlines()) if line.strip()), "")
+
+
+def is_this_machine(name: str) -> bool:
+    return name.rpartition("@")[2] in ("localhost", "127.0.0.1", "::1", socket.gethostname())
+
+
+def run(name: str, words: Sequence[str], reach: Reach = Reach(), *, input: str = "", seconds: float = 30.0) -> Answer:
+    """Runs a command on a host and waits for it. Never raises: what went wrong is in the answer."""
+    try:
+        done = subprocess.run(
+            reach.command(name, words),
+            input=input.encode(),
+            capture_output=True,
+            timeout=seconds,
+            start_new_session=True,  # Ctrl-C is the caller's
+        )
+    except subprocess.TimeoutExpired as late:
+        out, err = ((data or b"").decode(errors="replace") for data in (late.stdout, late.stderr))
+        return Answer(name, _TOO_LATE, out, f"{err}\nno answer within {seconds:g} s")
+    except OSError as error:
+        return Answer(name, 127, "", f"{words[0] if is_this_machine(name) else reach.ssh[0]}: {error.strerror}")
+    return Answer(name, done.returncode, *(data.decode(errors="replace") for data in (done.stdout, done.stderr)))
+
+
+def run_everywhere(
+    names: Sequence[str], words: Sequence[str], reach: Reach = Reach(), *, input: str = "", seconds: float = 30.0
+) -> list[Answer]:
+    """The same on several hosts at once, in their order."""
+    with ThreadPoolExecutor(max(1, len(names))) as threads:
+        return list(threads.map(lambda name: run(name, words, reach, input=input, seconds=seconds), names))
+
+
+def agent_advice(name: str, words: str) -> str:
+    """What to do when a module of mlxdist does not start on a host. ``words``: what was said last."""
+    if "No module named" in words:
+        return "; install mlxdist for that Python, or name another with --python"
+    if "not found" in words or "No such file" in words:
+        return "; that Python is not there: name another with --python"
+    return "" if is_this_machine(name) else f"; try: ssh -o BatchMode=yes {shlex.quote(name)} true"

@@ -1,0 +1,101 @@
+"""Other hosts are asked over one connection each: what comes back, what goes wrong, and that nothing is left there."""
+
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launching import marked_processes, nothing_left, wait_for  # noqa: F401  (nothing_left is a fixture of every test)
+
+from mlxdist.remote.answers import GREETING
+from mlxdist.remote.calls import CallError, Connections
+from mlxdist.remote.ssh import LOST, Reach, run, run_everywhere
+from mlxdist.version import __version__
+
+AWKWARD = ["two words", "it's", '"', "$HOME", "`id`", "a\nb", "ü", "", "--", "*"]
+
+
+def fake_ssh(folder: Path, program: str) -> Reach:
+    """An ssh whose other side is ``program``: Python that finds what a shell would run in ``command``."""
+    path = folder / "ssh"
+    path.write_text(f"#!{sys.executable}\nimport sys, subprocess\ncommand = sys.argv[-1]\n{program}\n")
+    path.chmod(0o700)
+    return Reach((str(path),))
+
+
+def through_a_shell(folder: Path, noise: str = "") -> Reach:
+    return fake_ssh(folder, f"print({noise!r}, flush=True)\nsys.exit(subprocess.run(['sh', '-c', command]).returncode)")
+
+
+def test_this_machine_is_asked_without_ssh():
+    with Connections(["localhost", "127.0.0.1"], Reach(("/no/such/ssh",))) as connections:
+        answers = connections.call("who")
+    assert [answer["mlxdist"] for answer in answers] == [__version__] * 2
+    assert answers[0]["host"] == socket.gethostname()
+
+
+def test_shells_may_print_before_the_answer(tmp_path):
+    with Connections(["a", "b"], through_a_shell(tmp_path, "Welcome!\n{}")) as connections:
+        for _ in range(3):  # one connection, many calls
+            assert [answer["python"] for answer in connections.call("who")] == ["%d.%d.%d" % sys.version_info[:3]] * 2
+
+
+def test_words_survive_the_shell_of_the_other_host(tmp_path):
+    words = [sys.executable, "-c", "import sys, json; print(json.dumps(sys.argv[1:]))", *AWKWARD]
+    answer = run("a", words, through_a_shell(tmp_path))
+    assert json.loads(answer.output) == AWKWARD and answer.status == 0
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("sys.exit('Permission denied (publickey).')", "a does not answer: Permission denied (publickey).; try: ssh"),
+        ("sys.exit('bash: /x/python: No such file or directory')", "name another with --python"),
+        ("sys.exit('/x/python: No module named mlxdist')", "install mlxdist for that Python"),
+        ("print('x' * 100_000)", "more than 65536 bytes without an end"),
+        (f"print({GREETING.decode()!r}, end=''); print('{{]')", "what a sends is not understood"),
+        (f"print({GREETING.decode()!r}, end=''); print('[1]')", "what a sends is not understood: no answer"),
+        (f"print({GREETING.decode()!r}, end=''); sys.exit('cable pulled')", "the connection to a was lost: cable pulled"),
+    ],
+)
+def test_what_goes_wrong_is_said_of_each_host(tmp_path, program, words):
+    with Connections(["a", "localhost"], fake_ssh(tmp_path, program)) as connections:
+        failed, fine = connections.call("who")
+    assert isinstance(failed, CallError) and not failed.connected and words in str(failed), failed
+    assert fine["mlxdist"] == __version__
+
+
+def test_only_what_is_listed_can_be_called():
+    with Connections(["localhost"]) as connections:
+        (error,) = connections.call("os:system", {"command": "true"})
+        assert isinstance(error, CallError) and error.connected and "there is no call 'os:system'" in str(error)
+        (error,) = connections.call("who", {"unknown": 1})
+        assert "unexpected keyword argument" in str(error)
+        assert connections.call("who")[0]["mlxdist"] == __version__  # the connection is none the worse
+
+
+def test_a_host_that_does_not_answer_in_time_and_nothing_left_of_it(tmp_path):
+    marker = os.environ["TEST_MARKER"]
+    program = f"import time; print({GREETING.decode()!r}, end='', flush=True); time.sleep(60)"
+    with Connections(["a"], fake_ssh(tmp_path, program)) as connections:
+        begin = time.monotonic()
+        (error,) = connections.call("who", seconds=0.3)
+        assert "a does not answer who within 0.3 s" in str(error) and time.monotonic() - begin < 10
+    assert wait_for(lambda: not marked_processes(marker)), marked_processes(marker)
+
+
+def test_no_ssh():
+    answers = run_everywhere(["a", "localhost"], ["true"], Reach(("/no/such/ssh",)))
+    assert [(answer.name, answer.status) for answer in answers] == [("a", 127), ("localhost", 0)]
+    assert "/no/such/ssh: No such file" in answers[0].errors
+    with Connections(["a"], Reach(("/no/such/ssh",))) as connections:
+        assert "/no/such/ssh: No such file" in str(connections.call("who")[0])
+
+
+def test_a_command_that_takes_too_long():
+    answer = run("localhost", ["sleep", "30"], seconds=0.2)
+    assert answer.status == 124 and answer.last_words == "no answer within 0.2 s"
+    assert LOST == 255
