@@ -1,8 +1,29 @@
-"""Hostfiles: which hosts a job runs on, in the formats that are around. `mlxdist hostfile` is the command."""
+"""Hostfiles: which hosts a job runs on, in the formats that are around. `mlxdist hostfile` is the command.
 
-from .hosts import FORMATS, Host, Hostfile
-from .reading import parse, read
-from .slurm import expand, from_slurm, tasks_per_node
-from .writing import write
+Names load on first use: options.py, which the launcher always needs, is beside what reads files.
+"""
 
-__all__ = ["FORMATS", "Host", "Hostfile", "expand", "from_slurm", "parse", "read", "tasks_per_node", "write"]
+import importlib
+from typing import Any
+
+_MODULE_OF = {
+    "FORMATS": "hosts",
+    "Host": "hosts",
+    "Hostfile": "hosts",
+    "expand": "slurm",
+    "from_slurm": "slurm",
+    "parse": "reading",
+    "read": "reading",
+    "tasks_per_node": "slurm",
+    "write": "writing",
+}
+
+__all__ = list(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'mlxdist.hostfile' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
+    globals()[name] = value
+    return value

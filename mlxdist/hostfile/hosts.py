@@ -3,7 +3,8 @@
 import ipaddress
 import re
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from ..environment import MAX_RANKS
 
@@ -59,6 +60,13 @@ class Hostfile:
     @property
     def ranks(self) -> int:
         return sum(host.slots for host in self.hosts)
+
+    def only(self, names: Sequence[str]) -> "Hostfile":
+        """These of its hosts; of a device map their rows and columns."""
+        left = [i for i, host in enumerate(self.hosts) if host.name in names]
+        hosts = [self.hosts[i] for i in left]
+        hosts = [replace(host, rdma=tuple(host.rdma[j] for j in left)) if host.rdma else host for host in hosts]
+        return replace(self, hosts=tuple(hosts))
 
 
 class Problems:

@@ -5,17 +5,15 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import click
 
-from .. import hostfile as hostfiles
 from .. import mpi_door
 from ..environment import MAX_RANKS, MAX_RESTARTS, OF_JOB, PROVIDERS, QUEUE_PAIRS, Environment
 from ..errors import EnvironmentVariableError, InvalidArgument, ResourceError
-from ..hostfile import Host, Hostfile
-from ..remote.ssh import Reach
+from ..hostfile import Hostfile
+from ..hostfile.options import Chosen, host_options
 from ..verbs import device_map
 from .executable import check_command
 from .leftovers import remove_leftovers
@@ -28,15 +26,8 @@ __all__ = ["launch"]
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.option("-n", "ranks", type=click.IntRange(1, MAX_RANKS), help="Number of ranks; with hosts: on each of them.")
-@click.option("--hostfile", "file", metavar="FILE", help="Run on the hosts of FILE; see `mlxdist hostfile`.")
-@click.option("--hosts", metavar="A,B", help="Run on these hosts.")
-@click.option("--include", metavar="A,B", help="Of the hosts, only these.")
-@click.option("--exclude", metavar="A,B", help="Of the hosts, not these.")
+@host_options
 @click.option("--cwd", metavar="FOLDER", help="Where the ranks run, on every host.  [default: the current folder]")
-@click.option("--python", metavar="PATH", default="", help="Python that has mlxdist, on other hosts.  [default: this]")
-@click.option(
-    "--ssh", metavar="COMMAND", default="ssh", show_default=True, help='How to reach hosts: "ssh -F my_config".'
-)
 @click.option("--env-file", metavar="FILE", help="Lines NAME=VALUE, set for all ranks; --env comes after it.")
 @click.option("--log-dir", "logs", metavar="FOLDER", help="Write what rank N prints also to rank-N.out and .err there.")
 @click.option(
@@ -77,14 +68,9 @@ __all__ = ["launch"]
 @click.option("--verbose", is_flag=True, help="Report the start and the end of every rank.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND [ARGUMENTS]...")
 def launch(
+    chosen: Chosen,
     ranks: int | None,
-    file: str | None,
-    hosts: str | None,
-    include: str | None,
-    exclude: str | None,
     cwd: str | None,
-    python: str,
-    ssh: str,
     env_file: str | None,
     logs: str | None,
     limit: float | None,
@@ -123,7 +109,9 @@ def launch(
     if not command:
         raise click.UsageError("No command given. Write it after --: mlxdist launch -n 2 -- python train.py")
     try:
-        on = _hosts(file, hosts, ranks, include, exclude)
+        on = chosen.with_ranks(ranks).hostfile
+        if on is None and ranks is None:
+            raise click.UsageError("Missing option '-n', or '--hostfile', or '--hosts'.")
         given = _parse_settings(_lines(env_file), "--env-file") | _parse_settings(settings, "--env")
         given |= {k: v for k, v in {"MLXDIST_PROVIDER": provider, "MLXDIST_QP": qp}.items() if v is not None}
         if on is None:
@@ -137,7 +125,7 @@ def launch(
             variables=variables,
             hostfile=on,
             folder=os.path.abspath(cwd or "."),
-            reach=Reach(_words(ssh), python),
+            reach=chosen.reach,
             prefix=prefix,
             grace=grace,
             max_restarts=max_restarts,
@@ -158,63 +146,6 @@ def launch(
     except (ResourceError, OSError) as error:
         raise click.ClickException(str(error)) from None
     sys.exit(status)
-
-
-def _hosts(
-    file: str | None, hosts: str | None, ranks: int | None, include: str | None, exclude: str | None
-) -> Hostfile | None:
-    """The hosts to run on; None for this machine alone."""
-    if file and hosts:
-        raise click.UsageError("Give --hostfile or --hosts, not both.")
-    if not file and not hosts:
-        if include or exclude:
-            raise click.UsageError("--include and --exclude choose among hosts; give --hostfile or --hosts.")
-        if ranks is None:
-            raise click.UsageError("Missing option '-n', or '--hostfile', or '--hosts'.")
-        return None
-    found = hostfiles.read(file) if file else hostfiles.parse(hosts.replace(",", "\n"), "--hosts")
-    for warning in found.warnings:
-        click.echo(f"mlxdist launch: hostfile {found.source}, {warning}", err=True)
-    if ranks is not None:
-        found = replace(found, hosts=tuple(replace(host, slots=ranks * host.slots) for host in found.hosts))
-    return _chosen(_merged(found), include, exclude)
-
-
-def _merged(found: Hostfile) -> Hostfile:
-    """Each host once: one connection leads there, whatever the number of its ranks."""
-    if len({host.name for host in found.hosts}) == len(found.hosts):
-        return found
-    merged: list[Host] = []
-    for host in found.hosts:
-        if merged and merged[-1].name == host.name:
-            merged[-1] = replace(merged[-1], slots=merged[-1].slots + host.slots)
-        elif any(other.name == host.name for other in merged):
-            raise InvalidArgument(f"{found.source}, line {host.line}: the ranks of {host.name} must stand together")
-        elif host.rdma:
-            raise InvalidArgument(
-                f'{found.source}, line {host.line}: a host with "rdma" stands there once; give its ranks as "slots"'
-            )
-        else:
-            merged.append(host)
-    return replace(found, hosts=tuple(merged))
-
-
-def _chosen(found: Hostfile, include: str | None, exclude: str | None) -> Hostfile:
-    """Of a device map the rows and columns of the hosts that are left."""
-    names = [host.name for host in found.hosts]
-    for option, listed in (("--include", include), ("--exclude", exclude)):
-        unknown = [name for name in (listed or "").split(",") if name and name not in names]
-        if unknown:
-            raise click.UsageError(f"{option}: {unknown[0]} is none of the hosts {', '.join(names)}.")
-    wanted = include.split(",") if include else names
-    unwanted = (exclude or "").split(",")
-    left = [i for i, name in enumerate(names) if name in wanted and name not in unwanted]
-    if not left:
-        raise click.UsageError("No host is left to run on.")
-    hosts = [found.hosts[i] for i in left]
-    if found.hosts[0].rdma:
-        hosts = [replace(host, rdma=tuple(host.rdma[j] for j in left)) for host in hosts]
-    return replace(found, hosts=tuple(hosts))
 
 
 def _for_this_machine(given: Mapping[str, str], executable: str) -> dict[str, str]:
@@ -266,16 +197,6 @@ def _folder(logs: str | None, prefix: bool) -> Path | None:
     folder = Path(logs).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def _words(command: str) -> list[str]:
-    try:
-        words = shlex.split(command)
-    except ValueError as error:
-        raise click.UsageError(f"--ssh {command!r}: {error}") from None
-    if not words:
-        raise click.UsageError("--ssh: no command")
-    return words
 
 
 def _lines(file: str | None) -> list[str]:
