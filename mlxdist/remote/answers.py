@@ -17,7 +17,7 @@ from typing import Any
 from ..version import __version__
 from .streams import claim_streams
 
-__all__ = ["CALLS", "GREETING", "MAX_LINE", "main", "who"]
+__all__ = ["CALLS", "GREETING", "MAX_LINE", "answer", "main", "who"]
 
 GREETING = b"\nmlxdist answers 1\n"
 MAX_LINE = 64 << 20
@@ -39,18 +39,19 @@ def main() -> None:
     _write(target, GREETING)
     while (line := lines.get()) is not None:
         busy.set()
-        answer = json.dumps(_answer(line)).encode() + b"\n"
+        data = json.dumps(answer(line)).encode() + b"\n"
         busy.clear()
-        _write(target, answer)
+        _write(target, data)
 
 
-def _answer(line: bytes) -> dict[str, Any]:
+def answer(line: bytes) -> dict[str, Any]:
+    """{"result": ...} or {"error": text}, whatever the line is."""
     try:
         message = json.loads(line)
         function = _find(message["call"])
         return {"result": function(**message["arguments"])}
     except Exception as error:  # whatever it is, who asked has to hear of it
-        return {"error": str(error) or type(error).__name__, "kind": type(error).__name__}
+        return {"error": str(error) or type(error).__name__}
 
 
 def _find(name: str) -> Callable[..., Any]:
