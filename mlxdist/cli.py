@@ -14,6 +14,7 @@ __all__ = ["main"]
 
 COMMANDS = {
     "bench": "mlxdist.bench:bench",
+    "calibrate": "mlxdist.calibrate.command:calibrate",
     "devices": "mlxdist.verbs.command:devices",
     "dump": "mlxdist.dump.command:dump",
     "env": "mlxdist.cli:show_environment",

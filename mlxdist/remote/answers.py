@@ -23,7 +23,11 @@ GREETING = b"\nmlxdist answers 1\n"
 MAX_LINE = 64 << 20
 
 # Imported when they are asked for. Each takes keyword arguments and returns what JSON can say.
-CALLS = {"who": "mlxdist.remote.answers:who"}
+CALLS = {
+    "calibrate.machine": "mlxdist.calibrate.measure:machine",
+    "calibrate.measure": "mlxdist.calibrate.measure:measure",
+    "who": "mlxdist.remote.answers:who",
+}
 
 
 def who() -> dict[str, Any]:
