@@ -154,8 +154,8 @@ def _check_machines(names: list[str], machines: list[dict[str, Any]]) -> None:
         if machine["mlxdist"] != __version__:
             raise ResourceError(f"{name} has mlxdist {machine['mlxdist']!r:.40}, and this machine {__version__}")
     for number, (name, machine) in enumerate(zip(names, machines)):
-        same = [other for other, one in zip(names[:number], machines) if one["boot"] == machine["boot"]]
-        if machine["boot"] and same:
+        same = [other for other, one in zip(names[:number], machines) if one["identity"] == machine["identity"]]
+        if same:
             text = f"{same[0]} and {name} are the same machine, and were measured at the same time: each looks slower"
             click.secho(f"mlxdist calibrate: {text}", fg="yellow", err=True)
 

@@ -10,15 +10,14 @@ import os
 import platform
 import socket
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from ..verbs.agreement import host_identity
 from ..version import __version__
 from .parts import PRODUCTS
 
@@ -50,7 +49,7 @@ def machine() -> dict[str, Any]:
         "kind": _kind(),
         "system": platform.platform(),
         "cores": os.cpu_count(),
-        "boot": _boot(),
+        "identity": host_identity(),
         "mlx": mx.__version__,
         "mlxdist": __version__,
     }
@@ -66,15 +65,6 @@ def measure(part: str, seconds: float) -> dict[str, Any] | None:
         return _products(part, seconds) if part == "float32" or _kind() == "gpu" else None
     work, moved, wrong = {"copy": _copy, "sum": _sum, "row": _row}[part]()
     return _rates(moved / 1e9, _times(work, seconds)) | {"bytes": moved, "wrong": wrong()}
-
-
-def _boot() -> str | None:
-    """The same for names of one machine, and for no others; None where the system does not tell."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        found = subprocess.run(["sysctl", "-n", "kern.bootsessionuuid"], capture_output=True, text=True, timeout=10)
-        return found.stdout.strip() or None
 
 
 def _kind() -> str:
