@@ -234,7 +234,7 @@ def _refuse_contradictions(environ: Mapping[str, str], environment: Environment)
     ):
         if has_rank and weights is not None and len(weights) != size:
             raise EnvironmentVariableError(
-                f"{name}={environ[name]} has {len(weights)} numbers, but MLXDIST_WORLD_SIZE={size}; it needs one per rank"
+                f"{name}={environ[name]} has {len(weights)} numbers, but there are {size} ranks (MLXDIST_WORLD_SIZE)"
             )
     if size > 1 and environment.rendezvous is None:
         raise EnvironmentVariableError(

@@ -28,7 +28,7 @@ _LATEST = 10  # so many times what a part should take, and _START_SECONDS, is to
 
 @click.command()
 @host_options
-@click.option("--output", metavar="FILE", help="Write the hostfile with what was measured; may be the one of --hostfile.")
+@click.option("--output", metavar="FILE", help="Write the hostfile with the figures; may be the one of --hostfile.")
 @click.option("--force", is_flag=True, help="Write it even where FILE is another hostfile.")
 @click.option(
     "--seconds",
@@ -41,7 +41,7 @@ _LATEST = 10  # so many times what a part should take, and _START_SECONDS, is to
 def calibrate(chosen: Chosen, output: str | None, force: bool, seconds: float, as_json: bool) -> None:
     """Measure how fast hosts compute, read memory and talk to each other.
 
-    \\b
+    \b
         mlxdist calibrate                                            this machine
         mlxdist calibrate --hostfile rmlx-hosts.json --output rmlx-hosts.json
 
@@ -141,9 +141,9 @@ def _all_of(answers: list[Any]) -> list[Any]:
     """All answers, or everything that is wrong with any."""
     from ..remote.calls import CallError
 
-    errors = [f"{error.name}: {error}" if error.connected else str(error) for error in answers if type(error) is CallError]
+    errors = [answer for answer in answers if isinstance(answer, CallError)]
     if errors:
-        raise ResourceError("\n".join(errors))
+        raise ResourceError("\n".join(f"{one.name}: {one}" if one.connected else str(one) for one in errors))
     return answers
 
 
@@ -194,6 +194,8 @@ def _show(hosts: list[Figures], found: Hostfile | None) -> None:
     console.print(_table(hosts, found))
     if any(host.slow for host in hosts):
         console.print("! more than 15% below others of its kind: look at what else runs there, power and cables")
+    if any(_varies(host.product) or _varies(host.parts["row"]) for host in hosts):
+        console.print("~ varies by more than 25%: other work disturbs it; measure again, or for longer with --seconds")
 
 
 def _table(hosts: list[Figures], found: Hostfile | None) -> Table:
@@ -223,7 +225,12 @@ def _table(hosts: list[Figures], found: Hostfile | None) -> Table:
 
 
 def _cell(found: dict[str, Any], slow: bool = False) -> str:
-    return f"{'! ' * slow}{found['median']:.3g} ({found['min']:.3g}-{found['max']:.3g})"
+    marks = "! " * slow + "~ " * _varies(found)
+    return f"{marks}{found['median']:.3g} ({found['min']:.3g}-{found['max']:.3g})"
+
+
+def _varies(found: dict[str, Any]) -> bool:
+    return found["max"] - found["min"] > 0.25 * found["median"]
 
 
 def _plain(hosts: list[Figures], found: Hostfile | None, provider: str | None) -> dict[str, Any]:

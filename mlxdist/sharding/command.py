@@ -63,7 +63,7 @@ def shard(
 ) -> None:
     """Show how a model for mlx-lm is cut over several ranks: each parameter, the bytes on each rank, what stays whole.
 
-    \\b
+    \b
         mlxdist shard MODEL --tp 2             the plan; reads no weights and starts nothing
         mlxdist shard MODEL --tp 2 --verify    and compares the logits of 2 ranks with those of the whole model
         mlxdist shard MODEL --hostfile FILE    the plan for measured hosts of unequal speed
@@ -77,7 +77,7 @@ def shard(
         if hostfile is not None:
             tp, weights = _measured(hostfile, tp, ep, weights)
         elif isinstance(weights, str):
-            raise InvalidArgument(f"--weights {weights} is what the hosts of --hostfile were measured by; give that, too")
+            raise InvalidArgument(f"--weights {weights} is a figure of measured hosts; give their --hostfile, too")
         plan = _plan(path, tp or 1, ep, weights)
     except InvalidArgument as error:
         raise click.ClickException(str(error)) from None

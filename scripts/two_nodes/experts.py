@@ -25,7 +25,7 @@ def experts() -> list[np.ndarray]:
 
 
 def compute(rows: mx.array, local: mx.array, weights: list[mx.array]) -> mx.array:
-    """This rank's experts on the rows that have come, sorted by expert; in float32, all that gather_mm has on the CPU."""
+    """This rank's experts on the rows, sorted by expert. In float32: gather_mm has no other on the CPU."""
     if rows.shape[0] == 0:
         return rows
     gate, up, down = weights

@@ -6,7 +6,7 @@ import numpy as np
 import mlxdist
 
 # Bytes that rank 0 sends and that rank 1 sends.
-SIZES = [(1024, 2048), (2048, 1024), (1, 4097), (0, 1), (4095, 16385), (7168, 700_001), (1 << 20, 3), (3, (8 << 20) + 1)]
+SIZES = [(1024, 2048), (2048, 1024), (1, 4097), (0, 1), (4095, 16385), (7168, 700_001), (1 << 20, 3), (3, 8_388_609)]
 
 
 def message(rank: int, size: int) -> np.ndarray:
