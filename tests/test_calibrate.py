@@ -403,3 +403,20 @@ def test_two_hosts(tmp_path):
         job = mlxdist_command("launch", *options, "--", sys.executable, "-c", program, before=nodes.command())
     assert job.returncode == 0, job.stderr
     assert sorted(job.stdout.splitlines()) == [f"[{rank} node{rank}] [20, 10]" for rank in range(2)]
+
+
+@pytest.mark.long
+def test_a_model_is_loaded_in_measured_shares(run_ranks, tmp_path):
+    """And computes the same logits as the whole one."""
+    model = tiny_models.build("qwen3")
+    save_model(tmp_path / "model", model)
+    save_config(asdict(model.args), tmp_path / "model" / "config.json")
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, sys\nos.environ['MLXDIST_WEIGHTS_MEMORY'] = '3,1'\nfrom mlxdist import nn\n"
+        "model, _ = nn.load_sharded(sys.argv[1], weights='memory', verify=True)\n"
+        "print('held', model.layers[0].mlp.gate_proj.weight.shape[0])\n"
+    )
+    outputs = run_ranks(script, 2, tmp_path / "model")
+    whole = model.layers[0].mlp.gate_proj.weight.shape[0]
+    assert [f"held {whole * share // 4}\n" in output for share, output in zip((3, 1), outputs)] == [True, True]

@@ -30,7 +30,7 @@ def measure_links(chosen: Chosen, seconds: float) -> dict[str, Any]:
     hosts = tuple(replace(host, slots=1, measured=None) for host in chosen.hosts())
     with tempfile.TemporaryDirectory(prefix="mlxdist-calibrate-") as folder:
         file = Path(folder, "hosts.json")
-        save(replace(chosen.hostfile, hosts=hosts), file)
+        save(replace(chosen.hostfile, hosts=hosts, backend="mlxdist"), file)
         command = [sys.executable, "-m", "mlxdist", "launch", "--hostfile", str(file), "--ssh", shlex.join(chosen.ssh)]
         command += ["--python", chosen.python] * bool(chosen.python)
         command += ["--cwd", "/", "--no-prefix", "--timeout", f"{seconds + _MARGIN + len(hosts) ** 2:g}", "--"]
