@@ -358,6 +358,11 @@ def test_a_host_that_does_not_answer(tmp_path):
     assert result.exit_code == 1 and "a does not answer: Permission denied" in result.output
 
 
+def test_names_of_one_machine_are_refused():
+    result = run("calibrate", "--hosts", "localhost,127.0.0.1")
+    assert result.exit_code == 1 and "localhost and 127.0.0.1 are one machine; give it once" in result.output
+
+
 @pytest.mark.parametrize(
     "there, words",
     [

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["calibrate"]
 
 _START_SECONDS = 120.0  # a host may have to load MLX from a slow disk
+UNSTEADY = 0.15  # spread of a figure that is worth no plan
 _LATEST = 10  # so many times what a part should take, and _START_SECONDS, is too late
 
 
@@ -156,8 +157,7 @@ def _check_machines(names: list[str], machines: list[dict[str, Any]]) -> None:
     for number, (name, machine) in enumerate(zip(names, machines)):
         same = [other for other, one in zip(names[:number], machines) if one["identity"] == machine["identity"]]
         if same:
-            text = f"{same[0]} and {name} are the same machine, and were measured at the same time: each looks slower"
-            click.secho(f"mlxdist calibrate: {text}", fg="yellow", err=True)
+            raise ResourceError(f"{same[0]} and {name} are one machine; give it once, with slots for its ranks")
 
 
 def _with_figures(whole: Hostfile, hosts: list[Figures]) -> Hostfile:
@@ -194,8 +194,9 @@ def _show(hosts: list[Figures], found: Hostfile | None) -> None:
     console.print(_table(hosts, found))
     if any(host.slow for host in hosts):
         console.print("! more than 15% below others of its kind: look at what else runs there, power and cables")
-    if any(_varies(host.product) or _varies(host.parts["row"]) for host in hosts):
-        console.print("~ varies by more than 25%: other work disturbs it; measure again, or for longer with --seconds")
+    if any(_spread(found) > UNSTEADY for host in hosts for found in (host.product, host.parts["row"])):
+        advice = "other work disturbs it; measure again, or for longer with --seconds"
+        console.print(f"\N{PLUS-MINUS SIGN} above {UNSTEADY:.0%}: {advice}")
 
 
 def _table(hosts: list[Figures], found: Hostfile | None) -> Table:
@@ -203,11 +204,10 @@ def _table(hosts: list[Figures], found: Hostfile | None) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("host", overflow="fold")
-    table.add_column("device", overflow="fold")
-    numbers = ("TFLOPS", "in", "one row GB/s", "copy GB/s", "sum GB/s", "link GB/s", "weight: memory", "compute")
-    for title in numbers:
-        table.add_column(title, justify="left" if title == "in" else "right")
+    table.add_column("host", overflow="fold", no_wrap=True)
+    table.add_column("device", overflow="fold", min_width=8)
+    for title in ("TFLOPS", "in", "one row\nGB/s", "array\nGB/s", "link\nGB/s", "weights:\nmem/comp"):
+        table.add_column(title, justify="left" if title == "in" else "right", no_wrap=True)
     memory, compute = (_weights(hosts, found, by) for by in ("memory", "compute"))
     for host in hosts:
         link = min(host.links, key=lambda link: link.gbps, default=None)
@@ -215,22 +215,21 @@ def _table(hosts: list[Figures], found: Hostfile | None) -> Table:
             _cell(host.product, "tflops" in host.slow),
             host.product["dtype"],
             _cell(host.parts["row"], "memory_gbps" in host.slow),
-            _cell(host.parts["copy"]),
-            _cell(host.parts["sum"]),
+            f"{max(host.parts[part]['median'] for part in ('copy', 'sum')):.3g}",
             _cell({"median": link.gbps, "min": link.least, "max": link.most}, "link_gbps" in host.slow) if link else "",
-            *(f"{weights[host.name]:.2f}" if weights else "" for weights in (memory, compute)),
+            f"{memory[host.name]:.2f}/{compute[host.name]:.2f}" if found else "",
         ]
         table.add_row(escape(host.name), escape(host.machine["device"]), *cells)
     return table
 
 
 def _cell(found: dict[str, Any], slow: bool = False) -> str:
-    marks = "! " * slow + "~ " * _varies(found)
-    return f"{marks}{found['median']:.3g} ({found['min']:.3g}-{found['max']:.3g})"
+    return f"{'! ' * slow}{found['median']:.3g} \N{PLUS-MINUS SIGN}{_spread(found):.0%}"
 
 
-def _varies(found: dict[str, Any]) -> bool:
-    return found["max"] - found["min"] > 0.25 * found["median"]
+def _spread(found: dict[str, Any]) -> float:
+    """Half of what lies between the least and the most, as a share of the median."""
+    return (found["max"] - found["min"]) / 2 / found["median"]
 
 
 def _plain(hosts: list[Figures], found: Hostfile | None, provider: str | None) -> dict[str, Any]:
