@@ -18,6 +18,7 @@
 #   --only STEP        this step alone
 #   --timeout SECONDS  for each step (120)
 set -euo pipefail
+# shellcheck source=scripts/two_nodes.sh
 . "$(dirname "${BASH_SOURCE[0]}")/two_nodes.sh"
 
 STEPS=(sendrecv registration collectives experts linears)

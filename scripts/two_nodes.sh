@@ -1,4 +1,4 @@
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2034
 # What the scripts for two nodes have in common. It is sourced, and runs with the bash 3.2 of macOS:
 #
 #     #!/usr/bin/env bash

@@ -60,7 +60,7 @@ def calibrate(chosen: Chosen, output: str | None, force: bool, seconds: float, a
         found = _with_figures(whole, hosts) if not any(host.problems for host in hosts) else None
         if as_json:
             click.echo(json.dumps(_plain(hosts, found, provider), indent=2))
-        else:
+        elif found is not None:
             _show(hosts, found)
         if found is None:
             lines = [f"{host.name}: {problem}" for host in hosts for problem in host.problems]
@@ -176,18 +176,16 @@ def _save(found: Hostfile, output: str) -> None:
     click.echo(f"wrote {output}{rest}", err=True)
 
 
-def _weights(hosts: list[Figures], found: Hostfile | None, by: str) -> dict[str, float]:
+def _weights(hosts: list[Figures], found: Hostfile, by: str) -> dict[str, float]:
     """Of the ranks of each host that was measured now."""
     from ..hostfile import speeds
 
-    if found is None:
-        return {}
     measured = found.only([host.name for host in hosts])
     names = [host.name for host in measured.hosts for _ in range(host.slots)]
     return dict(zip(names, speeds(measured, by)))
 
 
-def _show(hosts: list[Figures], found: Hostfile | None) -> None:
+def _show(hosts: list[Figures], found: Hostfile) -> None:
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else 200)
@@ -199,7 +197,7 @@ def _show(hosts: list[Figures], found: Hostfile | None) -> None:
         console.print(f"\N{PLUS-MINUS SIGN} above {UNSTEADY:.0%}: {advice}")
 
 
-def _table(hosts: list[Figures], found: Hostfile | None) -> Table:
+def _table(hosts: list[Figures], found: Hostfile) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
@@ -217,7 +215,7 @@ def _table(hosts: list[Figures], found: Hostfile | None) -> Table:
             _cell(host.parts["row"], "memory_gbps" in host.slow),
             f"{max(host.parts[part]['median'] for part in ('copy', 'sum')):.3g}",
             _cell({"median": link.gbps, "min": link.least, "max": link.most}, "link_gbps" in host.slow) if link else "",
-            f"{memory[host.name]:.2f}/{compute[host.name]:.2f}" if found else "",
+            f"{memory[host.name]:.2f}/{compute[host.name]:.2f}",
         ]
         table.add_row(escape(host.name), escape(host.machine["device"]), *cells)
     return table
@@ -235,6 +233,8 @@ def _spread(found: dict[str, Any]) -> float:
 def _plain(hosts: list[Figures], found: Hostfile | None, provider: str | None) -> dict[str, Any]:
     from dataclasses import asdict
 
+    from ..hostfile import FIGURES
+
     return {
         "hosts": [
             {
@@ -249,5 +249,5 @@ def _plain(hosts: list[Figures], found: Hostfile | None, provider: str | None) -
         ],
         "links": [asdict(link) for host in hosts for link in host.links if link.target == host.name],
         "provider": provider,
-        "weights": {by: _weights(hosts, found, by) or None for by in ("memory", "compute")},
+        "weights": None if found is None else {by: _weights(hosts, found, by) for by in FIGURES},
     }
