@@ -15,6 +15,7 @@ __all__ = ["main"]
 COMMANDS = {
     "bench": "mlxdist.bench:bench",
     "calibrate": "mlxdist.calibrate.command:calibrate",
+    "config": "mlxdist.config.command:config",
     "devices": "mlxdist.verbs.command:devices",
     "dump": "mlxdist.dump.command:dump",
     "env": "mlxdist.cli:show_environment",
