@@ -271,7 +271,7 @@ class _Run:
         errors = run_steps(steps_now, self._chosen.reach, self._say, before=remember, failed=forget)
         for error in errors:
             self._warn(error)
-        if undo.steps:
+        if steps_now and undo.steps:
             self._say(f"`mlxdist config --undo` takes this back ({undo.path})")
         failed = bool(errors) or len(steps_now) < len(steps)
         self._status |= failed
