@@ -4,11 +4,26 @@ Each Mac is a folder with a state.json. A fake ssh runs the shell's command with
 """
 
 import json
+import os
 import re
 import sys
+from ipaddress import IPv4Address, IPv4Interface
 from pathlib import Path
 
 FIXTURES = Path(__file__).parent / "fixtures" / "macos"
+# Shells start faster than Pythons, so what only shows something comes from a file.
+READING = """#!/bin/sh
+case "$0 $1" in
+*/networksetup\\ -[lg]* | */ifconfig\\ -a | */route\\ * ) exec cat "$FAKE_MAC/$(basename "$0") $*" ;;
+*/networksetup\\ * | */ifconfig\\ * | */ping\\ *) exec PYTHON -IS "PROGRAM" "$(basename "$0")" "$@" ;;
+*/uname\\ *) echo Darwin ;;
+*/id\\ *) echo ${FAKE_ROOT:-501} ;;
+*/sudo\\ *) test -e "$FAKE_MAC/locked" && { echo "sudo: a password is required" >&2; exit 1; }
+  shift; FAKE_ROOT=0 exec "$@" ;;
+*/sleep\\ *) ;;
+*) exec cat "$FAKE_MAC/$(basename "$0")" ;;
+esac
+"""
 COMMANDS = ["uname", "id", "sudo", "system_profiler", "networksetup", "ifconfig", "route", "rdma_ctl", "ibv_devices"]
 COMMANDS += ["ping", "sleep"]
 
@@ -24,14 +39,12 @@ class Macs:
         self.folder = folder
         programs = folder / "bin"
         programs.mkdir()
-        interpreter = f"#!{sys.executable} -IS\n"
-        program = interpreter + Path(__file__).read_text()
         for command in COMMANDS:
-            (programs / command).write_text(program)
+            (programs / command).write_text(READING.replace("PYTHON", sys.executable).replace("PROGRAM", __file__))
             (programs / command).chmod(0o700)
         self.ssh = str(folder / "ssh")
         (folder / "ssh").write_text(
-            f"{interpreter}import os, subprocess, sys\nname, command = sys.argv[-2:]\nhome = {str(folder)!r} + '/' + name\n"
+            f"#!{sys.executable} -IS\nimport os, subprocess, sys\nname, command = sys.argv[-2:]\nhome = {str(folder)!r} + '/' + name\n"
             f"if not os.path.isdir(home): sys.exit('ssh: Could not resolve hostname ' + name)\n"
             f"os.environ['PATH'] = {str(programs)!r} + ':/usr/bin:/bin'\nos.environ['FAKE_MAC'] = home\n"
             "print('Welcome to this Mac')\nsys.stdout.flush()\n"
@@ -60,27 +73,56 @@ class Macs:
         return json.loads((self.folder / name / "state.json").read_text())
 
     def write(self, name, state):
-        (self.folder / name / "state.json").write_text(json.dumps(state))
+        _write(self.folder / name, state)
 
 
-def _networksetup(state, words):
-    option, *words = words
-    services = {service[0]: service for service in state["services"]}
-    if option == "-listallhardwareports":
-        print(state["ports"])
-    elif option in ("-listallnetworkservices", "-listnetworkserviceorder"):
-        print("An asterisk (*) denotes that a network service is disabled.")
-        for number, (name, port, interface, enabled, *_) in enumerate(state["services"], 1):
-            if option == "-listallnetworkservices":
-                print(name if enabled else f"*{name}")
-            else:
-                print(f"({number if enabled else '*'}) {name}\n(Hardware Port: {port}, Device: {interface})\n")
-    elif option == "-getinfo":
-        method, address = services[words[0]][4:]
+def _write(folder, state):
+    """The state, and what commands print of it."""
+    (folder / "state.json").write_text(json.dumps(state))
+    for name, text in _outputs(state).items():
+        (folder / name).write_text(text)
+    (folder / "locked").unlink(missing_ok=True)
+    if not state["sudo"]:
+        (folder / "locked").touch()
+
+
+def _outputs(state):
+    devices = "".join(f"    {device}        \t0200000000000001\n" for device in state["devices"])
+    head = "An asterisk (*) denotes that a network service is disabled.\n"
+    found = {
+        "system_profiler": state["thunderbolt"],
+        "networksetup -listallhardwareports": state["ports"],
+        "networksetup -listallnetworkservices": head,
+        "networksetup -listnetworkserviceorder": head,
+        "rdma_ctl": state["rdma_ctl"],
+        "ibv_devices": f"    device          \t   node GUID\n    ------          \t----------------\n{devices}",
+        "route -n get default": "  interface: en0\n",
+        "ifconfig -a": "",
+    }
+    for number, (name, port, interface, enabled, method, address) in enumerate(state["services"], 1):
+        found["networksetup -listallnetworkservices"] += name + "\n" if enabled else f"*{name}\n"
+        found["networksetup -listnetworkserviceorder"] += (
+            f"({number if enabled else '*'}) {name}\n(Hardware Port: {port}, Device: {interface})\n\n"
+        )
         ip, mask = address.split("/") if address else ("none", "none")
-        print("DHCP Configuration" if method == "dhcp" else "Manual Configuration")
-        print(f"IP address: {ip}\nSubnet mask: {mask}\nRouter: (null)")
-    elif option == "-createnetworkservice":
+        title = "DHCP" if method == "dhcp" else "Manual"
+        info = f"{title} Configuration\nIP address: {ip}\nSubnet mask: {mask}\nRouter: (null)\n"
+        found[f"networksetup -getinfo {name}"] = info
+    for name, address in state["addresses"].items():
+        found["ifconfig -a"] += f"{name}: flags=8863<UP,BROADCAST,SMART,RUNNING,SIMPLEX,MULTICAST> mtu 1500\n"
+        if address:
+            ip, mask = address.split("/")
+            found["ifconfig -a"] += f"\tinet {ip} netmask {int(IPv4Address(mask)):#010x} broadcast {ip}\n"
+            for peer in IPv4Interface(address).network.hosts() if mask == "255.255.255.252" else ():
+                found[f"route -n get {peer}"] = f"   route to: {peer}\n  interface: {name}\n"
+    found["ifconfig -a"] += "bridge0: flags=8863<UP> mtu 1500\n"
+    found["ifconfig -a"] += "".join(f"\tmember: {member} flags=3<LEARNING,DISCOVER>\n" for member in state["bridge"])
+    return found
+
+
+def _networksetup(state, option, *words):
+    services = {service[0]: service for service in state["services"]}
+    if option == "-createnetworkservice":
         interface = dict(re.findall(r"Hardware Port: (.+)\nDevice: (\S+)", state["ports"]))[words[1]]
         state["services"].append([words[0], words[1], interface, True, "dhcp", ""])
     elif words[0] not in services:
@@ -90,83 +132,35 @@ def _networksetup(state, words):
         state["addresses"][services[words[0]][2]] = ""
     elif option == "-setnetworkserviceenabled":
         services[words[0]][3] = words[1] == "on"
-    elif option in ("-setmanual", "-setdhcp", "-setv4off"):
-        address = "/".join(words[1:3]) if option == "-setmanual" else ""
-        services[words[0]][4:] = ["dhcp" if option == "-setdhcp" else "manual", address]
-        state["addresses"][services[words[0]][2]] = address
     else:
-        sys.exit(f"networksetup: {option}?")
+        address = "/".join(words[1:3])
+        services[words[0]][4:] = [{"-setdhcp": "dhcp", "-setmanual": "manual"}[option], address]
+        state["addresses"][services[words[0]][2]] = address
 
 
-def _ifconfig(state, words):
-    import ipaddress
-
-    if words[:1] == ["bridge0"]:
-        if words[1] == "deletem":
-            state["bridge"].remove(words[2])
-        else:
-            state["bridge"].append(words[2])
-        return
-    for name, address in state["addresses"].items():
-        print(f"{name}: flags=8863<UP,BROADCAST,SMART,RUNNING,SIMPLEX,MULTICAST> mtu 1500")
-        if address:
-            ip, mask = address.split("/")
-            print(f"\tinet {ip} netmask {int(ipaddress.IPv4Address(mask)):#010x} broadcast {ip}")
-    print("bridge0: flags=8863<UP> mtu 1500")
-    for member in state["bridge"]:
-        print(f"\tmember: {member} flags=3<LEARNING,DISCOVER>")
+def _ifconfig(state, bridge, action, member):
+    assert bridge == "bridge0"
+    {"deletem": state["bridge"].remove, "addm": state["bridge"].append}[action](member)
 
 
-def _find(home, address):
-    """The interface of another Mac that has an address."""
-    for other in Path(home).parent.glob("*/state.json"):
-        for name, value in json.loads(other.read_text())["addresses"].items():
-            if value.split("/")[0] == address and other.parent != Path(home):
-                return other.parent.name, name
-    return None
+def _reaches(home, interface, target):
+    """Whether the interface, if one is given, is in the subnet of an address that another Mac has."""
+    own = [value for name, value in json.loads((home / "state.json").read_text())["addresses"].items()
+           if value and interface in ("", name)]  # fmt: skip
+    others = [json.loads(path.read_text()) for path in home.parent.glob("*/state.json") if path.parent != home]
+    there = any(value.split("/")[0] == target for state in others for value in state["addresses"].values())
+    return there and any(IPv4Address(target) in IPv4Interface(value).network for value in own)
 
 
-def main(command, words):
-    import ipaddress
-    import os
-
-    home = os.environ["FAKE_MAC"]
-    path = Path(home) / "state.json"
-    state = json.loads(path.read_text())
-    if command == "uname":
-        print("Darwin")
-    elif command == "id":
-        print(501 if "FAKE_ROOT" not in os.environ else 0)
-    elif command == "sudo":
-        if not state["sudo"]:
-            sys.exit("sudo: a password is required")
-        os.environ["FAKE_ROOT"] = "1"
-        os.execvp(words[1], words[1:])
-    elif command == "system_profiler":
-        print(state["thunderbolt"])
-    elif command == "networksetup":
-        _networksetup(state, words)
-    elif command == "ifconfig":
-        _ifconfig(state, words)
-    elif command == "rdma_ctl":
-        print(state["rdma_ctl"])
-    elif command == "ibv_devices":
-        print("    device          \t   node GUID\n    ------          \t----------------")
-        print("".join(f"    {device}        \t0200000000000001\n" for device in state["devices"]))
-    elif command in ("route", "ping"):
-        target = words[-1]
-        own = {
-            name: ipaddress.IPv4Interface(value) for name, value in state["addresses"].items() if value and target != "default"
-        }
-        by = [name for name, address in own.items() if ipaddress.IPv4Address(target) in address.network]
-        if command == "route":
-            print(f"   route to: {target}\n  interface: {(by or ['en0'])[0]}")
-        elif not by or not _find(home, target) or ("-b" in words and words[words.index("-b") + 1] not in by):
-            sys.exit(2)
-    if state != json.loads(path.read_text()):
-        assert "FAKE_ROOT" in os.environ, f"{command} needs root"
-        path.write_text(json.dumps(state))
+def main(command, *words):
+    home = Path(os.environ["FAKE_MAC"])
+    if command == "ping":
+        sys.exit(0 if _reaches(home, words[words.index("-b") + 1] if "-b" in words else "", words[-1]) else 2)
+    assert "FAKE_ROOT" in os.environ, f"{command} needs root"
+    state = json.loads((home / "state.json").read_text())
+    {"networksetup": _networksetup, "ifconfig": _ifconfig}[command](state, *words)
+    _write(home, state)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[0]).name, sys.argv[1:])
+    main(*sys.argv[1:])

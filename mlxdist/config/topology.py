@@ -137,7 +137,8 @@ def _thunderbolt_cables(surveys: Sequence[Survey]) -> tuple[list[Cable], list[st
             elif free[0][0] == host:
                 notes.append(f"{where} and Thunderbolt {free[0][1].number} are joined to each other: pull that cable")
             else:
-                cables.append(_cable(surveys, (host, receptacle), free[0], peer.hubs))
+                seen_from_there = (p.hubs for p in free[0][1].peers if p.uuid == receptacle.uuid)
+                cables.append(_cable(surveys, (host, receptacle), free[0], peer.hubs or next(seen_from_there, ())))
             if free:
                 used |= {(host, receptacle.number), (free[0][0], free[0][1].number)}
     return cables, notes

@@ -81,9 +81,9 @@ def run_steps(
         say(f"{step.host}: {step}")
         before(step)
         answer = run(step.host, [*_AS_ROOT, *step.words], reach, seconds=_SECONDS)
-        # networksetup says that something went wrong, but not always by its exit status.
-        words = answer.last_words or next(iter(answer.output.strip().splitlines()), "")
-        if answer.status == 0 and not ("networksetup" in step.words[0] and "Error" in answer.output):
+        # networksetup says that something went wrong, but not always by its exit status, and on standard output.
+        words = answer.last_words or " ".join(answer.output.strip().splitlines()[-2:])
+        if answer.status == 0 and "** Error" not in answer.output:
             after(step)
             continue
         failed(step)

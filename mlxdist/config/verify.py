@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import permutations
 
@@ -11,7 +12,7 @@ from .addresses import Link
 from .ethernet import Choice
 from .survey import Survey
 
-__all__ = ["Check", "checks_of_addresses", "checks_of_links", "verify"]
+__all__ = ["Check", "checks_of_addresses", "checks_of_links", "problem", "verify"]
 
 _TRIES = 5  # an address that was just given takes a moment
 _SECONDS = 30.0
@@ -74,8 +75,6 @@ def checks_of_addresses(surveys: Sequence[Survey], choices: Sequence[Choice | No
 
 def verify(checks: Sequence[Check], reach: Reach) -> list[str]:
     """What is wrong, and what to do; nothing where all is well."""
-    from concurrent.futures import ThreadPoolExecutor
-
     hosts = list(dict.fromkeys(check.host for check in checks))
 
     def ask(host: str) -> list[str]:
@@ -84,16 +83,17 @@ def verify(checks: Sequence[Check], reach: Reach) -> list[str]:
         script = f"main() {{\nPATH=$PATH:/usr/sbin:/sbin\n{_SCRIPT}" + " &\n".join(lines) + " &\nwait\n}\nmain\n"
         answer = run(host, ["sh", "-s"], reach, input=script, seconds=_SECONDS)
         said = {int(number): (word, route) for number, word, route in _ANSWER.findall(answer.output)}
-        return [problem for i, check in enumerate(mine) if (problem := _problem(check, *said.get(i, ("no", ""))))]
+        return [text for i, check in enumerate(mine) if (text := problem(check, *said.get(i, ("no", ""))))]
 
     with ThreadPoolExecutor(max(1, len(hosts))) as threads:
-        return [problem for problems in threads.map(ask, hosts) for problem in problems]
+        return [text for texts in threads.map(ask, hosts) for text in texts]
 
 
 _ANSWER = re.compile(r"^@mlxdist:(\d+) (yes|no) ?(\S*)$", re.MULTILINE)
 
 
-def _problem(check: Check, reached: str, route: str) -> str:
+def problem(check: Check, reached: str, route: str) -> str:
+    """What is wrong, empty if nothing is. ``reached``: "yes" or "no"; ``route``: the interface that leads there."""
     by = f" by {check.interface}" if check.interface else ""
     if reached != "yes":
         text = f"{check.host} does not reach {check.address} of {check.peer}{by}"
