@@ -7,7 +7,7 @@ Finds the cables between the two, shows every command before it runs it (with `s
 enabled and its devices are there, and whether each host reaches the other by each cable: at once, and once more after
 a while, for macOS may give a port another address some time after it was set. `mlxdist config --undo` takes it back.
 
-Variables instead of options: MLXDIST_NODE0, MLXDIST_NODE1, MLXDIST_NODE0_IP, MLXDIST_NODE1_IP, MLXDIST_REMOTE_DIR.
+Variables instead of options: RMLX_NODE0, RMLX_NODE1, RMLX_NODE0_IP, RMLX_NODE1_IP, RMLX_REMOTE_DIR.
 Exit status: 0 if all is well, 1 if not, 2 for a bad command line.
 """
 
@@ -39,13 +39,13 @@ from mlxdist.remote.ssh import Reach, run_everywhere  # noqa: E402
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     variable = os.environ.get
-    parser.add_argument("--node0", default=variable("MLXDIST_NODE0"), help="one host, as ssh knows it")
-    parser.add_argument("--node1", default=variable("MLXDIST_NODE1"), help="the other one")
-    parser.add_argument("--node0-ip", default=variable("MLXDIST_NODE0_IP"), help="its address on the first cable")
-    parser.add_argument("--node1-ip", default=variable("MLXDIST_NODE1_IP"), help="the other one's")
+    parser.add_argument("--node0", default=variable("RMLX_NODE0"), help="one host, as ssh knows it")
+    parser.add_argument("--node1", default=variable("RMLX_NODE1"), help="the other one")
+    parser.add_argument("--node0-ip", default=variable("RMLX_NODE0_IP"), help="its address on the first cable")
+    parser.add_argument("--node1-ip", default=variable("RMLX_NODE1_IP"), help="the other one's")
     parser.add_argument(
         "--remote-dir",
-        default=variable("MLXDIST_REMOTE_DIR"),
+        default=variable("RMLX_REMOTE_DIR"),
         help="folder of mlxdist on both hosts, looked at if given: its .venv must have mlxdist",
     )
     parser.add_argument("--cable", action="append", default=[], help="NODE0:INTERFACE=NODE1:INTERFACE, on Linux")
@@ -57,7 +57,7 @@ def parse_arguments() -> argparse.Namespace:
     chosen = parser.parse_args()
     for option in ("node0", "node1"):
         if not getattr(chosen, option):
-            parser.error(f"give --{option}, or set MLXDIST_{option.upper()}")
+            parser.error(f"give --{option}, or set RMLX_{option.upper()}")
         if problem := check_name(getattr(chosen, option)):
             parser.error(f"--{option}: {problem}")
     if bool(chosen.node0_ip) != bool(chosen.node1_ip):
@@ -124,7 +124,8 @@ def main() -> int:
     if wrong:
         return report(list(wrong.values()))
     for survey in surveys:
-        print(f"{survey.name}: rdma_ctl {survey.rdma_ctl or 'is not there'}, devices {', '.join((survey.rdma or {}).values()) or 'none'}")
+        devices = ", ".join((survey.rdma or {}).values()) or "none"
+        print(f"{survey.name}: rdma_ctl {survey.rdma_ctl or 'is not there'}, devices {devices}")
     topology = build_topology(surveys, chosen.cable)
     if not topology.cables:
         return report([*topology.notes, f"no cable between {chosen.node0} and {chosen.node1} is seen; on Linux: --cable"])

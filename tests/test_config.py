@@ -856,7 +856,7 @@ def setup_rdma(*words, **variables):
 
 
 def test_setup_of_two_nodes(two_macs, tmp_path):
-    nodes = {"MLXDIST_NODE0": "book", "MLXDIST_NODE1": "air"}
+    nodes = {"RMLX_NODE0": "book", "RMLX_NODE1": "air"}
     words = ["--ssh", two_macs.ssh, "--wait", "0.1", "--node0-ip", "10.9.0.1", "--node1-ip", "10.9.0.2/30"]
     shown = setup_rdma(*words, "--dry-run", **nodes)
     assert shown.returncode == 0 and "would run on air: sudo networksetup -setmanual Own 10.9.0.2" in shown.stdout, shown
@@ -872,8 +872,8 @@ def test_setup_of_two_nodes(two_macs, tmp_path):
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        ((), 2, "give --node0, or set MLXDIST_NODE0"),
-        (("--node0", "a", "--node1", "-b"), 2, "--node1: '-b' is no name"),
+        ((), 2, "give --node0, or set RMLX_NODE0"),
+        (("--node0", "a", "--node1=-b"), 2, "--node1: '-b' is no name"),
         (("--node0", "a", "--node1", "b", "--node0-ip", "10.0.0.1"), 2, "both --node0-ip and --node1-ip"),
         (("--node0", "a", "--node1", "b", "--ssh", "/no/such/ssh"), 1, "a does not answer: /no/such/ssh"),
     ],
