@@ -85,13 +85,7 @@ def set_up(surveys: list[Survey], links: list[Link], chosen: argparse.Namespace,
             print(f"would run on {step.host}: {step}")
         return []
     undo = UndoFile.beside(chosen.output)
-    return run_steps(
-        steps,
-        reach,
-        print,
-        before=lambda step: step.undone and undo.add(step.undone),
-        failed=lambda step: step.undone and undo.remove(step.undone),
-    )
+    return run_steps(steps, reach, print, before=undo.add_undo, failed=undo.remove_undo)
 
 
 def look_at_folder(chosen: argparse.Namespace, reach: Reach) -> list[str]:

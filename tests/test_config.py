@@ -34,6 +34,7 @@ from mlxdist.config.undo import UndoFile
 from mlxdist.config.verify import Check, problem
 from mlxdist.errors import InvalidArgument
 from mlxdist.hostfile import parse
+from mlxdist.hostfile.hosts import Host
 from mlxdist.hostfile.writing import write
 
 THUNDERBOLT = sorted(path.name for path in FIXTURES.glob("*.json"))
@@ -597,7 +598,7 @@ def hostfile_of(surveys, **options):
 
 
 def test_hostfile_of_a_mesh_with_two_cables():
-    found = hostfile_of(macs(3, mesh(3) + [(0, 1)]), envs=("A=1",), slots=(1, 2, 1))
+    found = hostfile_of(macs(3, mesh(3) + [(0, 1)]), envs=("A=1",), hosts=[Host("b", slots=2)])
     assert [h.name for h in found.hosts] == ["a", "b", "c"] and found.backend == "mlxdist" and found.envs == ("A=1",)
     assert [h.rdma for h in found.hosts] == [
         ((), ("rdma_en2", "rdma_en4"), ("rdma_en3",)),
@@ -652,17 +653,16 @@ def test_backends_that_the_cables_do_not_do(pairs, speed, backend, words):
 @pytest.fixture
 def two_macs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = Macs(tmp_path / "macs") if (tmp_path / "macs").mkdir() is None else None
-    bridge = ["en1", "en6", "en2"]
-    found.add("book", "m5_max_with_hub.json", "ports_m5_max.txt", bridge=bridge)
-    own = ["Own", "Thunderbolt 2", "en6", True, "dhcp", ""]
-    found.add("air", "m5_max_with_disk.json", "ports_m5_max.txt", services=[["Wi-Fi", "Wi-Fi", "en0", True, "dhcp", ""], own])
+    (tmp_path / "macs").mkdir()
+    found = Macs(tmp_path / "macs")
+    services = [["Wi-Fi", "Wi-Fi", "en0", True, "dhcp", ""], ["Own", "Thunderbolt 2", "en6", True, "dhcp", ""]]
+    found.add("book", "m5_max_with_hub.json", "ports_m5_max.txt", bridge=["en1", "en6", "en2"])
+    found.add("air", "m5_max_with_disk.json", "ports_m5_max.txt", services=services)
     return found
 
 
-def config(macs_, *words):
-    arguments = ["config", "--ssh", macs_.ssh, *words] if macs_ else ["config", *words]
-    return CliRunner().invoke(commands, arguments)
+def config(reached, *words):
+    return CliRunner().invoke(commands, ["config", *(["--ssh", reached.ssh] if reached else []), *words])
 
 
 BOTH = ("--hosts", "book,air")
@@ -698,7 +698,7 @@ def test_dry_run(two_macs, tmp_path):
     before = two_macs.read("book")
     shown = config(two_macs, *BOTH, "--dry-run", "--dot", "x.dot", "--svg", "x.svg")
     assert shown.exit_code == 0 and "To be run:\n  book: sudo networksetup -create" in shown.stdout
-    assert "1 cable, mesh" in shown.stdout and "en6 stay in bridge0" in shown.stderr
+    assert "1 cable, mesh" in shown.stdout and "en6 left in bridge0" in shown.stderr
     assert two_macs.read("book") == before and {path.name for path in tmp_path.iterdir()} == {"macs"}
 
 

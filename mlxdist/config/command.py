@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
+from dataclasses import dataclass, replace
 from ipaddress import IPv4Network
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,15 +17,18 @@ from ..errors import InvalidArgument
 from ..hostfile.options import Chosen, host_options
 
 if TYPE_CHECKING:  # what it imports is loaded when the command is run
+    from ..hostfile.hosts import Hostfile
     from .addresses import Link
     from .ethernet import Choice
     from .steps import Step
     from .survey import Survey
     from .topology import Topology
+    from .verify import Check
 
 __all__ = ["config"]
 
 _RANGE = "10.111.0.0/16"  # RANGE of addresses.py
+_OUTPUT = "rmlx-hosts.json"
 
 
 @click.command()
@@ -38,7 +43,7 @@ _RANGE = "10.111.0.0/16"  # RANGE of addresses.py
 @click.option(
     "--output",
     metavar="PATH",
-    default="rmlx-hosts.json",
+    default=_OUTPUT,
     show_default=True,
     help="The hostfile to write; - for standard output.",
 )
@@ -62,7 +67,7 @@ _RANGE = "10.111.0.0/16"  # RANGE of addresses.py
 @click.option("--dot", metavar="FILE", is_flag=False, flag_value="-", help="Write the picture as DOT; no FILE: print it.")
 @click.option("--svg", metavar="FILE", help="Write the picture as SVG.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
-def config(chosen: Chosen, output: str, undo: bool, named: tuple[str, ...], within: str, **options: Any) -> None:
+def config(chosen: Chosen, undo: bool, **options: Any) -> None:
     """Find the cables between hosts, give their ends addresses, and write the hostfile.
 
     \b
@@ -78,54 +83,65 @@ def config(chosen: Chosen, output: str, undo: bool, named: tuple[str, ...], with
     """
     try:
         if undo:
-            sys.exit(_undo(chosen, output, options["dry_run"]))
+            sys.exit(_undo(chosen, options["output"], options["dry_run"]))
         if chosen.hostfile is None:
             raise click.UsageError("Give --hosts A,B or --hostfile FILE.")
-        sys.exit(_Run(chosen, output, named, _network(within), **options).run())
+        sys.exit(_Run(chosen, _Options(**options)).run())
     except InvalidArgument as error:
         raise click.ClickException(str(error)) from None
+
+
+@dataclass
+class _Options:
+    """Those of the command line, but for the hosts."""
+
+    over: str
+    output: str
+    named: tuple[str, ...]
+    within: str
+    auto_setup: bool
+    dry_run: bool
+    verifying: bool
+    backend: str
+    envs: tuple[str, ...]
+    without_bridge: bool
+    ignore_unreachable: bool
+    dot: str | None
+    svg: str | None
+    as_json: bool
+
+    def __post_init__(self) -> None:
+        from ..hostfile.hosts import check_variable
+
+        for problem in filter(None, map(check_variable, self.envs)):
+            raise click.UsageError(f"--env: {problem}")
+        if self.over == "ethernet" and self.backend not in ("mlxdist", "ring"):
+            raise click.UsageError(f"--backend {self.backend} needs cables: --over thunderbolt.")
+        if self.over == "ethernet" and (self.named or self.dot or self.svg or self.without_bridge):
+            raise click.UsageError("--cable, --dot, --svg and --without-bridge are for cables: --over thunderbolt.")
+        if self.auto_setup and self.dry_run:
+            raise click.UsageError("--auto-setup runs commands, and --dry-run runs none.")
+        try:
+            self.network = IPv4Network(self.within)
+        except ValueError as error:
+            raise click.UsageError(f"--range {self.within}: {error}; write it as {_RANGE}") from None
+
+    @property
+    def text_to_stderr(self) -> bool:
+        """Standard output is for the hostfile, JSON or DOT alone."""
+        return self.as_json or self.output == "-" or self.dot == "-"
 
 
 class _Run:
     """One look at the hosts, and what follows from it. ``status``: the exit status so far."""
 
-    def __init__(
-        self,
-        chosen: Chosen,
-        output: str,
-        named: tuple[str, ...],
-        within: IPv4Network,
-        *,
-        over: str,
-        auto_setup: bool,
-        dry_run: bool,
-        verifying: bool,
-        backend: str,
-        envs: tuple[str, ...],
-        without_bridge: bool,
-        ignore_unreachable: bool,
-        dot: str | None,
-        svg: str | None,
-        as_json: bool,
-    ) -> None:
-        from ..hostfile.hosts import check_variable
-
-        for setting in envs:
-            if problem := check_variable(setting):
-                raise click.UsageError(f"--env: {problem}")
-        if over == "ethernet" and backend not in ("mlxdist", "ring"):
-            raise click.UsageError(f"--backend {backend} needs cables: --over thunderbolt.")
-        if auto_setup and dry_run:
-            raise click.UsageError("--auto-setup runs commands, and --dry-run runs none.")
-        self._chosen, self._output, self._named, self._within = chosen, output, named, within
-        self._over, self._auto_setup, self._dry_run, self._verifying = over, auto_setup, dry_run, verifying
-        self._backend, self._envs, self._without_bridge = backend, envs, without_bridge
-        self._ignore_unreachable, self._dot, self._svg, self._as_json = ignore_unreachable, dot, svg, as_json
+    def __init__(self, chosen: Chosen, options: _Options) -> None:
+        self._chosen, self._options = chosen, options
         self._status = 0
 
     def run(self) -> int:
         surveys = self._survey()
-        if self._over == "thunderbolt":
+        if self._options.over == "thunderbolt":
             self._cables(surveys)
         else:
             self._ethernet(surveys)
@@ -139,8 +155,8 @@ class _Run:
             click.echo(f"asking {len(names)} host{'s' * (len(names) != 1)} ...", err=True)
         surveys, wrong = survey_hosts(names, self._chosen.reach)
         for text in wrong.values():
-            self._warn(text)
-        if wrong and not self._ignore_unreachable or not surveys:
+            _warn(text)
+        if wrong and not self._options.ignore_unreachable or not surveys:
             raise InvalidArgument(
                 f"{len(wrong)} of {len(names)} hosts did not answer; --ignore-unreachable goes on without them"
             )
@@ -149,142 +165,110 @@ class _Run:
     def _cables(self, surveys: list[Survey]) -> None:
         from .addresses import assign_addresses
         from .ethernet import choose_addresses
+        from .report import bridge_notes, show
         from .result import make_hostfile, rdma_notes
         from .steps import plan_steps
         from .topology import Shape, build_topology
         from .verify import checks_of_links
 
+        options = self._options
         linux = [survey.name for survey in surveys if not survey.is_mac]
-        if linux and not self._named:
+        if linux and not options.named:
             raise InvalidArgument(
                 f"{', '.join(linux)}: Linux does not tell which cable leads where; name each, such as --cable "
                 f"{surveys[0].name}:eth1={surveys[-1].name}:eth1, or use --over ethernet"
             )
-        topology = build_topology(surveys, self._named)
-        links = assign_addresses(surveys, topology, self._within)
-        steps = plan_steps(surveys, links, self._without_bridge)
+        topology = build_topology(surveys, options.named)
+        links = assign_addresses(surveys, topology, options.network)
+        steps = plan_steps(surveys, links, options.without_bridge)
         own = [frozenset(c.end(i).interface for c in topology.cables if i in c.pair) for i in range(len(surveys))]
         choices = choose_addresses(surveys, own)
-        hostfile = make_hostfile(
-            surveys, topology, links, choices, backend=self._backend, envs=self._envs, slots=self._slots(surveys)
-        )
-        if not self._as_json:
-            self._show(topology, links, surveys)
+        if not options.as_json and options.dot != "-":
+            show(topology, links, options.text_to_stderr)
         self._draw(topology)
-        for note in (*topology.notes, *rdma_notes(surveys, topology), *_bridges(surveys, links, self._without_bridge)):
-            self._warn(note)
+        for note in (*topology.notes, *rdma_notes(surveys, topology)):
+            _warn(note)
+        for note in bridge_notes(surveys, links, options.without_bridge):
+            _warn(note)
         if topology.shape is Shape.APART:
-            self._warn("not all hosts are joined by cables; those that are not use the network")
+            _warn("not all hosts are joined by cables; those that are not use the network")
             self._status = 1
-        failed = self._set_up(surveys, steps)
-        if self._verifying and not failed:
+        hosts, backend, envs = self._chosen.hosts(), options.backend, options.envs
+        hostfile = make_hostfile(surveys, topology, links, choices, backend=backend, envs=envs, hosts=hosts)
+        if self._set_up(surveys, steps) and options.verifying:
             self._verify(checks_of_links(surveys, links))
         self._finish(surveys, choices, hostfile, topology, links, steps)
 
     def _ethernet(self, surveys: list[Survey]) -> None:
-        from ..hostfile.hosts import Host, Hostfile
+        from ..hostfile.hosts import Hostfile
         from .ethernet import choose_addresses
         from .verify import checks_of_addresses
 
-        if self._named or self._dot or self._svg or self._without_bridge:
-            raise InvalidArgument("--cable, --dot, --svg and --without-bridge are for cables: --over thunderbolt")
         choices = choose_addresses(surveys)
+        entries = {host.name: host for host in self._chosen.hosts()}
+        hosts = []
         for survey, choice in zip(surveys, choices):
-            if not self._as_json:
-                click.echo(f"{survey.name}: {choice or 'no address'}", err=self._output == "-")
+            if not self._options.as_json:
+                self._say(f"{survey.name}: {choice or 'no address'}")
             if choice is None:
-                self._warn(f"{survey.name} has no IPv4 address; connect it to the network")
+                _warn(f"{survey.name} has no IPv4 address; connect it to the network")
                 self._status = 1
             elif choice.wireless:
-                self._warn(f"{survey.name} is reached by Wi-Fi, which is slow; connect it by cable to where the others are")
+                _warn(f"{survey.name} is reached by Wi-Fi, which is slow; connect it by cable to where the others are")
+            ips = (str(choice.address.ip),) if choice else ()
+            hosts.append(replace(entries[survey.name], ips=ips, rdma=()))
         if len({choice.address.network for choice in choices if choice}) > 1:
-            self._warn("the hosts are in different networks; between them there must be a router (--verify looks)")
-        slots = self._slots(surveys)
-        hosts = tuple(
-            Host(survey.name, slots[i], (str(choice.address.ip),) if choice else ())
-            for i, (survey, choice) in enumerate(zip(surveys, choices))
-        )
-        if self._verifying:
+            _warn("the hosts are in different networks; between them there must be a router (--verify looks)")
+        if self._options.verifying:
             self._verify(checks_of_addresses(surveys, choices))
-        self._finish(surveys, choices, Hostfile(hosts, self._backend, self._envs), None, [], [])
-
-    def _slots(self, surveys: list[Survey]) -> list[int]:
-        slots = {host.name: host.slots for host in self._chosen.hosts()}
-        return [slots[survey.name] for survey in surveys]
-
-    def _show(self, topology: Topology, links: list[Link], surveys: list[Survey]) -> None:
-        from rich.console import Console
-
-        from .drawing import as_text
-
-        if self._dot == "-":
-            return
-        to_stderr = self._output == "-"
-        stream = sys.stderr if to_stderr else sys.stdout
-        console = Console(file=stream, width=None if stream.isatty() else 200, highlight=False, markup=False)
-        console.print(as_text(topology), soft_wrap=True)
-        ring = f": {', '.join(topology.names[host] for host in topology.ring)}" if topology.shape == "ring" else ""
-        cables = len(topology.cables)
-        count = f"{cables} cable{'s' * (cables != 1)}"
-        console.print(f"{count}, {topology.shape}{ring}", soft_wrap=True)
-        for line in topology.advice():
-            console.print(line, soft_wrap=True)
-        for link in links:
-            a, b = (f"{topology.names[host]} {link.address(host)}" for host in link.cable.pair)
-            console.print(f"{a} - {b}{' (there already)' if link.kept else ''}", soft_wrap=True)
+        hostfile = Hostfile(tuple(hosts), self._options.backend, self._options.envs)
+        self._finish(surveys, choices, hostfile, None, [], [])
 
     def _draw(self, topology: Topology) -> None:
         from .drawing import as_dot, as_svg
 
-        if self._dot == "-":
+        dot, svg = self._options.dot, self._options.svg
+        if dot == "-":
             click.echo(as_dot(topology), nl=False)
-        for path, draw in ((self._dot if self._dot != "-" else None, as_dot), (self._svg, as_svg)):
-            if path and not self._dry_run:
-                _write(path, draw(topology))
+        elif dot and not self._options.dry_run:
+            _write(dot, as_dot(topology))
+        if svg and not self._options.dry_run:
+            _write(svg, as_svg(topology))
 
     def _set_up(self, surveys: list[Survey], steps: list[Step]) -> bool:
-        """Whether something failed."""
+        """Whether nothing went wrong."""
         from .undo import UndoFile, run_steps
 
-        if not self._auto_setup:
-            if steps and not self._as_json:
-                self._say("To be run" + ("" if self._dry_run else " (--auto-setup does it)") + ":")
-            for step in steps if not self._as_json else ():
-                self._say(f"  {step.host}: {step}")
-            return False
+        options = self._options
+        if not options.auto_setup:
+            if steps and not options.as_json:
+                self._say("To be run:" if options.dry_run else "To be run (--auto-setup does it):")
+                for step in steps:
+                    self._say(f"  {step.host}: {step}")
+            return True
         locked = [survey.name for survey in surveys if not survey.root and not survey.sudo]
         for name in locked:
-            mine = [str(step) for step in steps if step.host == name]
-            if mine:
-                self._warn(f"{name} asks for a password before sudo; type: {_by_hand(self._chosen.ssh, name, mine)}")
-        steps_now = [step for step in steps if step.host not in locked]
-        undo = UndoFile.beside(self._output if self._output != "-" else "rmlx-hosts.json")
-
-        def remember(step: Step) -> None:
-            if step.undone:
-                undo.add(step.undone)
-
-        def forget(step: Step) -> None:
-            if step.undone:
-                undo.remove(step.undone)
-
-        errors = run_steps(steps_now, self._chosen.reach, self._say, before=remember, failed=forget)
+            if mine := [str(step) for step in steps if step.host == name]:
+                _warn(f"{name} asks for a password before sudo; type: {_by_hand(self._chosen.ssh, name, mine)}")
+        runnable = [step for step in steps if step.host not in locked]
+        undo = UndoFile.beside(_OUTPUT if options.output == "-" else options.output)
+        errors = run_steps(runnable, self._chosen.reach, self._say, before=undo.add_undo, failed=undo.remove_undo)
         for error in errors:
-            self._warn(error)
-        if steps_now and undo.steps:
+            _warn(error)
+        if runnable and undo.steps:
             self._say(f"`mlxdist config --undo` takes this back ({undo.path})")
-        failed = bool(errors) or len(steps_now) < len(steps)
-        self._status |= failed
-        return failed
+        went_well = not errors and len(runnable) == len(steps)
+        self._status |= not went_well
+        return went_well
 
-    def _verify(self, checks: list) -> None:
+    def _verify(self, checks: list[Check]) -> None:
         from .verify import verify
 
-        if self._dry_run:
+        if self._options.dry_run:
             return
         problems = verify(checks, self._chosen.reach)
         for problem in problems:
-            self._warn(problem)
+            _warn(problem)
         self._say(f"{len(checks) - len(problems)} of {len(checks)} ways work")
         self._status |= bool(problems)
 
@@ -292,28 +276,28 @@ class _Run:
         self,
         surveys: list[Survey],
         choices: list[Choice | None],
-        hostfile: Any,
+        hostfile: Hostfile,
         topology: Topology | None,
         links: list[Link],
         steps: list[Step],
     ) -> None:
         from ..hostfile.writing import write
+        from .report import as_json
 
+        options = self._options
         text = write(hostfile, "json")
-        if self._as_json:
-            click.echo(json.dumps(_plain(surveys, choices, topology, links, steps, json.loads(text)), indent=2))
-        elif self._output == "-" and self._dot != "-":
+        if options.as_json:
+            found = as_json(surveys, choices, topology, links, steps) | {"hostfile": json.loads(text)}
+            click.echo(json.dumps(found, indent=2))
+        elif options.output == "-" and options.dot != "-":
             click.echo(text, nl=False)
-        if self._dry_run or self._output == "-" or self._dot == "-":
+        if options.dry_run or options.output == "-" or options.dot == "-":
             return
-        _write(self._output, text)
-        self._say(f"wrote {self._output}; next: mlxdist doctor --hostfile {self._output}")
+        _write(options.output, text)
+        self._say(f"wrote {options.output}; next: mlxdist doctor --hostfile {options.output}")
 
     def _say(self, text: str) -> None:
-        click.echo(text, err=self._as_json or self._output == "-" or self._dot == "-")
-
-    def _warn(self, text: str) -> None:
-        click.secho(text, fg="yellow", err=True)
+        click.echo(text, err=self._options.text_to_stderr)
 
 
 def _undo(chosen: Chosen, output: str, dry_run: bool) -> int:
@@ -330,88 +314,25 @@ def _undo(chosen: Chosen, output: str, dry_run: bool) -> int:
         return 0
     errors = run_steps(steps, chosen.reach, click.echo, after=undo.remove)
     for error in errors:
-        click.secho(error, fg="yellow", err=True)
+        _warn(error)
     if errors:
-        click.secho(f"what is left stands in {undo.path}; run this again", fg="yellow", err=True)
+        _warn(f"what is left stands in {undo.path}; run this again")
     return int(bool(errors))
 
 
-def _bridges(surveys: list[Survey], links: list[Link], without: bool) -> list[str]:
-    notes = []
-    for host, survey in enumerate(surveys):
-        ends = [link.cable.end(host).interface for link in links if host in link.cable.pair]
-        bridged = [end for end in ends if survey.bridge_of(end)]
-        if bridged and not without:
-            notes.append(
-                f"{survey.name}: {', '.join(bridged)} stay in {survey.bridge_of(bridged[0])} (Thunderbolt Bridge), which "
-                "works with addresses of their own; if RDMA then fails with errno 22, run this with --without-bridge"
-            )
-        elif bridged:
-            notes.append(
-                f"{survey.name}: macOS puts {', '.join(bridged)} back into {survey.bridge_of(bridged[0])} at the next "
-                "start, unless the bridge is removed in System Settings > Network > Manage Virtual Interfaces"
-            )
-    return notes
+def _warn(text: str) -> None:
+    click.secho(text, fg="yellow", err=True)
 
 
 def _by_hand(ssh: tuple[str, ...], name: str, commands: list[str]) -> str:
-    import shlex
-
     from ..remote.ssh import is_this_machine
 
     line = " && ".join(commands)
     return line if is_this_machine(name) else shlex.join([*ssh, "-t", name, line])
 
 
-def _plain(
-    surveys: list[Survey],
-    choices: list[Choice | None],
-    topology: Topology | None,
-    links: list[Link],
-    steps: list[Step],
-    hostfile: dict,
-) -> dict:
-    plain: dict[str, Any] = {
-        "hosts": [
-            {"name": s.name, "system": s.system, "address": choice and str(choice.address), "rdma_ctl": s.rdma_ctl}
-            | {"interface": choice and choice.interface, "wireless": bool(choice and choice.wireless)}
-            for s, choice in zip(surveys, choices)
-        ]
-    }
-    if topology is not None:
-        plain["shape"] = topology.shape.value
-        plain["missing"] = [[topology.names[a], topology.names[b]] for a, b in topology.missing]
-        plain["notes"] = list(topology.notes)
-        addresses = {link.cable: link for link in links}
-        plain["cables"] = [
-            {
-                "ends": [
-                    {
-                        "host": topology.names[end.host],
-                        "port": end.port,
-                        "interface": end.interface,
-                        "address": str(addresses[cable].address(end.host)) if cable in addresses else None,
-                    }
-                    for end in (cable.a, cable.b)
-                ],
-                "gbps": cable.speed,
-                "rdma": cable.rdma,
-            }
-            for cable in topology.cables
-        ]
-        plain["steps"] = [{"host": step.host, "command": step.words} for step in steps]
-    return plain | {"hostfile": hostfile}
-
-
-def _network(text: str) -> IPv4Network:
-    try:
-        return IPv4Network(text)
-    except ValueError as error:
-        raise click.UsageError(f"--range {text}: {error}; write it as {_RANGE}") from None
-
-
 def _write(path: str, text: str) -> None:
-    """A hostfile that is replaced is kept beside the new one."""
+    """A file that is replaced is kept beside the new one."""
     from .undo import write_whole
 
     target = Path(path)

@@ -10,7 +10,10 @@ from .survey import Survey
 __all__ = ["Choice", "choose_addresses"]
 
 # Interfaces that lead to no other host, or around it: tunnels, virtual machines, containers, AirDrop.
-_VIRTUAL = re.compile(r"(lo|utun|tun|tap|ipsec|ppp|gif|stf|awdl|llw|anpi|ap|docker|virbr|vmnet|bridge|br-|veth)[\w.-]*")
+_VIRTUAL = re.compile(
+    r"(lo|utun|tun|tap|ipsec|ppp|gif|stf|wg|tailscale|awdl|llw|anpi|ap|docker|cni|flannel|cali|virbr|vmnet|bridge|br-|veth)"
+    r"[\w.-]*"
+)
 _UNUSABLE = (IPv4Network("169.254.0.0/16"), IPv4Network("127.0.0.0/8"))
 
 

@@ -1,6 +1,7 @@
 """The hostfile: hosts in the order of their ranks, the addresses they are reached at, and the devices of their cables."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ..errors import InvalidArgument
 from ..hostfile.hosts import Host, Hostfile
@@ -22,9 +23,12 @@ def make_hostfile(
     *,
     backend: str = "mlxdist",
     envs: Sequence[str] = (),
-    slots: Sequence[int] = (),
+    hosts: Sequence[Host] = (),
 ) -> Hostfile:
     """In a ring, hosts stand beside those that they have a cable to.
+
+    Args:
+        hosts: entries that the user has for them already: what else stands there, as the number of ranks, is kept.
 
     Raises:
         InvalidArgument: ``backend`` cannot work over these cables, or a host has no address.
@@ -40,17 +44,19 @@ def make_hostfile(
     if backend != "mlxdist":
         cells = _for_mlx(backend, topology, order, cells)
     has_rdma = any(cells.values())
-    hosts = []
+    known = {entry.name: entry for entry in hosts}
+    entries = []
     for place, host in enumerate(order):
         ips = _ips(backend, surveys, links, choices, host, order[place - 1], has_rdma)
         rdma = tuple(tuple(cells.get((host, other), ())) for other in order) if has_rdma else ()
-        hosts.append(Host(surveys[host].name, slots[host] if slots else 1, ips, rdma))
+        entry = known.get(surveys[host].name, Host(surveys[host].name))
+        entries.append(replace(entry, ips=ips, rdma=rdma))
     envs = list(envs)
     whole = len(order) > 2 and all(cells.get((a, b)) for a, b in zip(order, order[1:] + order[:1]))
-    if backend == "mlxdist" and topology.shape is Shape.RING and whole and not any(s != 1 for s in slots):
+    if backend == "mlxdist" and topology.shape is Shape.RING and whole and all(e.slots == 1 for e in entries):
         wires = ",".join(f"{rank}-{(rank + 1) % len(order)}" for rank in range(len(order)))
         envs.append(f"MLXDIST_WIRES={wires}")
-    return Hostfile(tuple(hosts), backend, tuple(envs))
+    return Hostfile(tuple(entries), backend, tuple(envs))
 
 
 def rdma_notes(surveys: Sequence[Survey], topology: Topology) -> list[str]:

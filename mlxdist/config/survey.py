@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ..errors import InvalidArgument
 from ..remote.ssh import Answer, Reach, agent_advice, run_everywhere
+from ..verbs.facts import rdma_ctl_state
 from .ports import (
     Interface,
     Service,
@@ -142,13 +143,12 @@ def _parts(text: str) -> dict[str, str]:
 def _mac(name: str, parts: Mapping[str, str], common: Mapping[str, bool]) -> Survey:
     ports = hardware_ports(parts.get("ports", ""))
     details = {key.removeprefix("service "): text for key, text in parts.items() if key.startswith("service ")}
-    state = re.search(r"\b(enabled|disabled)\b", parts.get("rdma_ctl", ""), re.IGNORECASE)
     devices = re.findall(r"^\s*(rdma_(\S+))\s", parts.get("devices", ""), re.MULTILINE)
     return Survey(
         name,
         "Darwin",
         **common,
-        rdma_ctl=state[1].lower() if state else None,
+        rdma_ctl=rdma_ctl_state(parts.get("rdma_ctl", "")),
         rdma={interface: device for device, interface in devices},
         receptacles=read_receptacles(parts.get("thunderbolt", "")),
         ports=ports,

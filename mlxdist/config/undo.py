@@ -42,6 +42,16 @@ class UndoFile:
         self.steps.reverse()
         self._write()
 
+    def add_undo(self, step: Step) -> None:
+        """Remembers what takes ``step`` back: before it is run, for it may be interrupted."""
+        if step.undone:
+            self.add(step.undone)
+
+    def remove_undo(self, step: Step) -> None:
+        """``step`` has failed."""
+        if step.undone:
+            self.remove(step.undone)
+
     def _read(self) -> list[Step]:
         try:
             with open(self.path, encoding="utf-8") as file:
