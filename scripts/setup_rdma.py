@@ -1,11 +1,11 @@
 """Sets up RDMA between two Macs (or two Linux hosts with a cable), and checks that it holds.
 
     python scripts/setup_rdma.py --node0 studio-a --node1 studio-b
-    python scripts/setup_rdma.py --node0 a --node1 b --node0-ip 10.111.0.1/30 --node1-ip 10.111.0.2/30 --dry-run
+    python scripts/setup_rdma.py --node0 a --node1 b --node0-ip 10.111.0.1 --node1-ip 10.111.0.2 --dry-run
 
-Finds the cables between the two, shows every command before it runs it (with `sudo -n`, over ssh), looks whether RDMA is
-enabled and its devices are there, and whether each host reaches the other by each cable: at once, and once more after
-a while, for macOS may give a port another address some time after it was set. `mlxdist config --undo` takes it back.
+Finds the cables between the two, shows every command before it runs it (with `sudo -n`, over ssh), looks whether RDMA
+is enabled and its devices are there, and whether each host reaches the other by each cable: at once, and again after a
+while, for other software may give a port another address. `mlxdist config --undo` takes it back.
 
 Variables instead of options: RMLX_NODE0, RMLX_NODE1, RMLX_NODE0_IP, RMLX_NODE1_IP, RMLX_REMOTE_DIR.
 Exit status: 0 if all is well, 1 if not, 2 for a bad command line.
@@ -122,7 +122,9 @@ def main() -> int:
         print(f"{survey.name}: rdma_ctl {survey.rdma_ctl or 'is not there'}, devices {devices}")
     topology = build_topology(surveys, chosen.cable)
     if not topology.cables:
-        return report([*topology.notes, f"no cable between {chosen.node0} and {chosen.node1} is seen; on Linux: --cable"])
+        return report(
+            [*topology.notes, f"no cable between {chosen.node0} and {chosen.node1} is seen; on Linux: --cable"]
+        )
     links = assign_addresses(surveys, topology)
     if chosen.node0_ip and links:
         links = chosen_addresses(links, chosen.node0_ip, chosen.node1_ip)

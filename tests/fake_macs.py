@@ -24,6 +24,12 @@ case "$0 $1" in
 *) exec cat "$FAKE_MAC/$(basename "$0")" ;;
 esac
 """
+SSH = """#!/bin/sh
+for word; do name=$command command=$word; done
+test -d "FOLDER/$name" || { echo "ssh: Could not resolve hostname $name" >&2; exit 255; }
+echo Welcome to this Mac
+PATH=FOLDER/bin:/usr/bin:/bin FAKE_MAC=FOLDER/$name exec sh -c "$command"
+"""
 COMMANDS = ["uname", "id", "sudo", "system_profiler", "networksetup", "ifconfig", "route", "rdma_ctl", "ibv_devices"]
 COMMANDS += ["ping", "sleep"]
 
@@ -43,13 +49,7 @@ class Macs:
             (programs / command).write_text(READING.replace("PYTHON", sys.executable).replace("PROGRAM", __file__))
             (programs / command).chmod(0o700)
         self.ssh = str(folder / "ssh")
-        (folder / "ssh").write_text(
-            f"#!{sys.executable} -IS\nimport os, subprocess, sys\nname, command = sys.argv[-2:]\nhome = {str(folder)!r} + '/' + name\n"
-            f"if not os.path.isdir(home): sys.exit('ssh: Could not resolve hostname ' + name)\n"
-            f"os.environ['PATH'] = {str(programs)!r} + ':/usr/bin:/bin'\nos.environ['FAKE_MAC'] = home\n"
-            "print('Welcome to this Mac')\nsys.stdout.flush()\n"
-            "sys.exit(subprocess.run(['sh', '-c', command]).returncode)\n"
-        )
+        (folder / "ssh").write_text(SSH.replace("FOLDER", str(folder)))
         (folder / "ssh").chmod(0o700)
 
     def add(self, name, thunderbolt, ports="ports_studio.txt", **state):

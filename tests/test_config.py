@@ -1,5 +1,6 @@
 """`mlxdist config`: cables, topologies, addresses, what is run and taken back, and the hostfile."""
 
+import contextlib
 import ipaddress
 import itertools
 import json
@@ -83,7 +84,9 @@ def mesh(count):
 
 def surveys_of(*files):
     interfaces = {f"Thunderbolt {port}": f"en{port + 1}" for port in range(1, 7)}
-    return [mac("abcd"[i], receptacles=read_receptacles(fixture(file)), ports=interfaces) for i, file in enumerate(files)]
+    return [
+        mac("abcd"[i], receptacles=read_receptacles(fixture(file)), ports=interfaces) for i, file in enumerate(files)
+    ]
 
 
 # What macOS prints
@@ -128,7 +131,21 @@ JSON = st.recursive(
 )
 
 
-VALUES = [None, True, 0, -1.5, "", "x", "1", "80 Gb/s", "receptacle_connected", [], {}, [{}], {"_items": [{"_items": 1}]}]
+VALUES = [
+    None,
+    True,
+    0,
+    -1.5,
+    "",
+    "x",
+    "1",
+    "80 Gb/s",
+    "receptacle_connected",
+    [],
+    {},
+    [{}],
+    {"_items": [{"_items": 1}]},
+]
 
 
 def damaged(file, seed):
@@ -148,11 +165,9 @@ def damaged(file, seed):
 @settings(deadline=None, max_examples=100)
 @given(st.builds(damaged, st.sampled_from(THUNDERBOLT), st.integers(0)) | JSON.map(json.dumps) | st.text(max_size=99))
 def test_any_output_of_system_profiler_is_read_or_refused(text):
-    try:
-        found = read_receptacles(text)
-    except InvalidArgument:
-        return
-    build_topology([mac("a", receptacles=found), mac("b", receptacles=read_receptacles(fixture("m4_pro_mini.json")))])
+    with contextlib.suppress(InvalidArgument):
+        other = read_receptacles(fixture("m4_pro_mini.json"))
+        build_topology([mac("a", receptacles=read_receptacles(text)), mac("b", receptacles=other)])
 
 
 @settings(deadline=None, max_examples=100)
@@ -166,7 +181,9 @@ def test_any_output_of_network_commands_is_read(text, file):
         readers.services(words, {"Wi-Fi": words})
 
 
-@given(st.lists(st.sampled_from(["system", "sudo", "thunderbolt", "interfaces", "end", "service x"]) | st.text(max_size=9)))
+@given(
+    st.lists(st.sampled_from(["system", "sudo", "thunderbolt", "interfaces", "end", "service x"]) | st.text(max_size=9))
+)
 def test_any_answer_of_a_host_is_read_or_refused(parts):
     text = "".join(f"\n@mlxdist:{part}\nDarwin\n" for part in parts)
     with pytest.raises(InvalidArgument):  # for want of JSON, at the latest
@@ -207,8 +224,16 @@ def test_services_of_macos():
         (("synthetic_double_a.json", "synthetic_double_b.json"), [("1", "2", True), ("3", "1", True)], ""),
         (("synthetic_displays.json", "synthetic_displays_peer.json"), [("1", "1", True)], ""),
         (("synthetic_behind_hub.json", "synthetic_before_hub.json"), [("1", "2", True)], "goes through Fusiondock"),
-        (("tb4_two_peers.json", "synthetic_tb4_peer.json"), [("3", "1", False)], "40 Gb/s: Thunderbolt 4, which has no"),
-        (("tb4_two_peers.json", "synthetic_tb4_peer.json"), [("3", "1", False)], "Thunderbolt 2 leads to iMac, which is"),
+        (
+            ("tb4_two_peers.json", "synthetic_tb4_peer.json"),
+            [("3", "1", False)],
+            "40 Gb/s: Thunderbolt 4, which has no",
+        ),
+        (
+            ("tb4_two_peers.json", "synthetic_tb4_peer.json"),
+            [("3", "1", False)],
+            "Thunderbolt 2 leads to iMac, which is",
+        ),
         (("m4_pro_mini.json", "no_domains.json"), [], "a Thunderbolt 3 leads to Mac Studio, which is none of these"),
     ],
 )
@@ -217,13 +242,22 @@ def test_cables(files, cables, note):
         found = build_topology(surveys_of(*files[::order]))
         ends = [(c.a.receptacle, c.b.receptacle)[::order] + (c.rdma,) for c in found.cables]
         assert sorted(ends) == sorted(cables)
-        assert any((note if order == 1 else note.replace("a Thunderbolt", "b Thunderbolt")) in n for n in found.notes + ("",))
+        assert any(
+            (note if order == 1 else note.replace("a Thunderbolt", "b Thunderbolt")) in n for n in found.notes + ("",)
+        )
         assert note or not found.notes
+
+
+def test_a_mac_by_two_names():
+    with pytest.raises(InvalidArgument, match="a and b are the same Mac"):
+        build_topology(surveys_of("m4_pro_mini.json", "m4_pro_mini.json"))
 
 
 def test_a_cable_from_a_host_to_itself():
     found = build_topology([mac("a", (1, "a", 2), (2, "a", 1)), mac("b")])
-    assert not found.cables and found.notes == ("a Thunderbolt 1 and Thunderbolt 2 are joined to each other: pull that cable",)
+    assert not found.cables and found.notes == (
+        "a Thunderbolt 1 and Thunderbolt 2 are joined to each other: pull that cable",
+    )
 
 
 @pytest.mark.parametrize(
@@ -347,9 +381,7 @@ def with_links(surveys, links):
     found = []
     for host, survey in enumerate(surveys):
         given = {link.cable.end(host).interface: link.address(host) for link in links if host in link.cable.pair}
-        interfaces = [
-            replace(i, addresses=(given[i.name],)) if i.name in given else i for i in survey.interfaces
-        ]
+        interfaces = [replace(i, addresses=(given[i.name],)) if i.name in given else i for i in survey.interfaces]
         found.append(replace(survey, interfaces=tuple(interfaces)))
     return found
 
@@ -423,7 +455,10 @@ A, B = IPv4Interface("10.111.0.1/30"), IPv4Interface("10.111.0.2/30")
 def steps_of(survey, **options):
     """On the first of two Macs with one cable."""
     other = macs(2, [(0, 1)])[1]
-    pair = [replace(survey, name="a"), replace(other, services=(Service("T", "Thunderbolt 1", "en2", True, "manual", B),))]
+    pair = [
+        replace(survey, name="a"),
+        replace(other, services=(Service("T", "Thunderbolt 1", "en2", True, "manual", B),)),
+    ]
     found = plan_steps(pair, assign_addresses(pair, build_topology(pair)), **options)
     assert all(step.host == "a" for step in found)
     return [str(step).removeprefix("sudo networksetup ") for step in found], [step.undone for step in found[::-1]]
@@ -518,7 +553,14 @@ def test_steps_that_cannot_be(values):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", '{"mlxdist undo": 2, "steps": []}', '{"mlxdist undo": 1, "steps": [["a", "rm", "x"]]}', "[" * 100_000]
+    [
+        "",
+        "{",
+        "[]",
+        '{"mlxdist undo": 2, "steps": []}',
+        '{"mlxdist undo": 1, "steps": [["a", "rm", "x"]]}',
+        "[" * 100_000,
+    ]
     + ['{"mlxdist undo": 1, "steps": [["a"]]}', '{"mlxdist undo": 1, "steps": [["a", ["set dhcp"], "x"]]}'],
 )
 def test_undo_files_that_are_none(tmp_path, text):
@@ -573,8 +615,12 @@ def host(name, *interfaces, default="", wireless=()):
         # None with all: the default route of each. Tunnels, containers and self-assigned addresses never.
         (
             [
-                host("a", ("docker0", "172.17.0.1/16"), ("eth0", "10.0.0.5/24"), ("eth1", "10.7.0.5/24"), default="eth1"),
-                host("b", ("docker0", "172.17.0.1/16"), ("utun3", "10.7.0.6/24"), ("eth0", "10.1.0.6/24"), default="eth0"),
+                host(
+                    "a", ("docker0", "172.17.0.1/16"), ("eth0", "10.0.0.5/24"), ("eth1", "10.7.0.5/24"), default="eth1"
+                ),
+                host(
+                    "b", ("docker0", "172.17.0.1/16"), ("utun3", "10.7.0.6/24"), ("eth0", "10.1.0.6/24"), default="eth0"
+                ),
                 host("c", ("lo", "127.0.0.1/8"), ("eth0", "169.254.1.1/16")),
             ],
             ["10.7.0.5", "10.1.0.6", None],
@@ -619,6 +665,22 @@ def test_hostfile_of_a_ring():
     assert [bool(row) for row in jaccl.hosts[0].rdma] == [False, True, False, True] and not jaccl.envs
     ring = hostfile_of(macs(4, [(0, 1), (1, 2), (2, 3), (0, 3)]), backend="ring")
     assert ring.hosts[1].ips == ("10.111.0.2",) and not ring.hosts[0].rdma
+
+
+def test_mlx_reads_the_hostfile(tmp_path):
+    from mlx._distributed_utils.common import Hostfile
+
+    surveys = macs(3, mesh(3) + [(0, 1)])
+    topology = build_topology(surveys)
+    links = assign_addresses(surveys, topology)
+    found = make_hostfile(surveys, topology, links, choose_addresses(surveys), backend="jaccl", envs=("A=1",))
+    (tmp_path / "hosts.json").write_text(write(found, "json"))
+    read = Hostfile.from_file(tmp_path / "hosts.json")
+    assert [(host.ssh_hostname, host.ips, host.rdma[0]) for host in read.hosts][1:] == [
+        ("b", ["192.168.1.98"], "rdma_en2"),
+        ("c", ["192.168.1.99"], "rdma_en2"),
+    ]
+    assert read.backend == "jaccl" and read.envs == ["A=1"]
 
 
 def test_hostfile_without_rdma():
@@ -715,7 +777,10 @@ def test_json_and_pictures(two_macs, tmp_path):
 
 def test_hosts_that_do_not_answer(two_macs, tmp_path):
     done = config(two_macs, "--hosts", "book,nowhere,air")
-    assert done.exit_code == 1 and "nowhere does not answer: ssh: Could not resolve hostname nowhere; try: ssh" in done.stderr
+    assert (
+        done.exit_code == 1
+        and "nowhere does not answer: ssh: Could not resolve hostname nowhere; try: ssh" in done.stderr
+    )
     assert not (tmp_path / "rmlx-hosts.json").exists()
     done = config(two_macs, "--hosts", "book,nowhere,air", "--ignore-unreachable", "--output", "-")
     assert done.exit_code == 0 and [h.name for h in parse(done.stdout, "x").hosts] == ["book", "air"]
@@ -732,11 +797,15 @@ def test_sudo_that_asks_for_a_password(two_macs, tmp_path):
 
 
 def test_a_step_that_fails(two_macs, tmp_path):
-    two_macs.write("air", two_macs.read("air") | {"ports": two_macs.read("air")["ports"].replace("Port: Thunderbolt 2", "Port: X")})
+    two_macs.write(
+        "air", two_macs.read("air") | {"ports": two_macs.read("air")["ports"].replace("Port: Thunderbolt 2", "Port: X")}
+    )
     two_macs.write("book", two_macs.read("book") | {"ports": "Hardware Port: Thunderbolt 2\nDevice: en6\n"})
     assert "air has no network interface for Thunderbolt 2" in config(two_macs, *BOTH, "--dry-run").stderr
     undo = tmp_path / "rmlx-hosts.undo.json"
-    undo.write_text('{"mlxdist undo": 1, "steps": [["book", "join bridge", "bridge0", "en9"], ["air", "set dhcp", "Gone"]]}')
+    undo.write_text(
+        '{"mlxdist undo": 1, "steps": [["book", "join bridge", "bridge0", "en9"], ["air", "set dhcp", "Gone"]]}'
+    )
     done = config(two_macs, "--undo")
     assert done.exit_code == 1 and "`sudo networksetup -setdhcp Gone` failed: Gone is not a recognized" in done.stderr
     assert [step.values for step in UndoFile(undo).steps] == [("Gone",)]  # to be tried again
@@ -746,7 +815,9 @@ def test_verify_says_what_does_not_work(two_macs):
     done = config(two_macs, *BOTH, "--verify")
     assert done.exit_code == 1 and "0 of 2 ways work" in done.stdout
     assert "air does not reach 10.111.0.1 of book by en6: look at the cable" in done.stderr
-    assert "book does not reach 10.111.0.2 of air by en6: en6 is a member of bridge0; run this again with" in done.stderr
+    assert (
+        "book does not reach 10.111.0.2 of air by en6: en6 is a member of bridge0; run this again with" in done.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -796,7 +867,10 @@ def linux(tmp_path):
     (tmp_path / "ssh").mkdir()
     with ssh_hosts(tmp_path / "ssh") as found:
         a, b = (host.namespace for host in found.hosts[:2])
-        subprocess.run(["ip", "link", "add", "cable0", "netns", a, "type", "veth", "peer", "name", "cable0", "netns", b], check=True)
+        subprocess.run(
+            ["ip", "link", "add", "cable0", "netns", a, "type", "veth", "peer", "name", "cable0", "netns", b],
+            check=True,
+        )
         yield found
 
 
@@ -859,7 +933,9 @@ def test_setup_of_two_nodes(two_macs, tmp_path):
     nodes = {"RMLX_NODE0": "book", "RMLX_NODE1": "air"}
     words = ["--ssh", two_macs.ssh, "--wait", "0.1", "--node0-ip", "10.9.0.1", "--node1-ip", "10.9.0.2/30"]
     shown = setup_rdma(*words, "--dry-run", **nodes)
-    assert shown.returncode == 0 and "would run on air: sudo networksetup -setmanual Own 10.9.0.2" in shown.stdout, shown
+    assert shown.returncode == 0 and "would run on air: sudo networksetup -setmanual Own 10.9.0.2" in shown.stdout, (
+        shown
+    )
     assert "book: rdma_ctl enabled, devices rdma_en3" in shown.stdout and not (tmp_path / "rmlx-hosts.json").exists()
     done = setup_rdma(*words, **nodes)
     assert done.returncode == 0, done.stderr
@@ -885,6 +961,8 @@ def test_setup_that_is_refused(words, status, said):
 
 def test_setup_without_rdma(two_macs):
     two_macs.write("book", two_macs.read("book") | {"devices": [], "rdma_ctl": "disabled"})
-    done = setup_rdma("--node0", "book", "--node1", "air", "--ssh", two_macs.ssh, "--dry-run")
+    words = ["--node0", "book", "--node1", "air", "--ssh", two_macs.ssh, "--remote-dir", "/no/such/folder"]
+    done = setup_rdma(*words, "--dry-run")
     assert done.returncode == 1 and "RDMA is switched off on book (Thunderbolt 2)" in done.stderr
     assert "run `rdma_ctl enable` in Terminal there" in done.stderr
+    assert "air: sh: " in done.stderr and "clone mlxdist there, and `make setup` in /no/such/folder" in done.stderr

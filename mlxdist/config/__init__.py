@@ -4,10 +4,10 @@
     thunderbolt.py  Thunderbolt receptacles and what is plugged in there; ports.py network interfaces and services
     topology.py     hosts and cables as a graph: mesh, ring, line, what is missing; drawing.py shows it
     addresses.py    an address for each end of a cable; ethernet.py the one by which all hosts reach a host
-    steps.py        commands that set hosts up, and what takes them back; undo.py the file that remembers that
+    steps.py        commands that set hosts up, and what takes them back; undo.py runs them and remembers that
     verify.py       whether each end reaches the other
     result.py       the hostfile
-    command.py      the command line
+    command.py      the command line; report.py what it shows
 """
 
 __all__: list[str] = []

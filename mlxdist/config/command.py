@@ -50,7 +50,9 @@ _OUTPUT = "rmlx-hosts.json"
 @click.option("--output-hostfile", "output", metavar="PATH", hidden=True)  # MLX's name for it
 @click.option("--auto-setup/--no-auto-setup", help="Run the commands that are shown. They need `sudo -n` there.")
 @click.option("--dry-run", is_flag=True, help="Look and show; run and write nothing.")
-@click.option("--verify", "verifying", is_flag=True, help="Afterwards look whether each end of a cable reaches the other.")
+@click.option(
+    "--verify", "verifying", is_flag=True, help="Afterwards look whether each end of a cable reaches the other."
+)
 @click.option("--undo", is_flag=True, help="Take back what --auto-setup did, as rmlx-hosts.undo.json has it.")
 @click.option(
     "--backend",
@@ -60,11 +62,15 @@ _OUTPUT = "rmlx-hosts.json"
     help="What the hostfile is for; those of MLX need a ring or a mesh.",
 )
 @click.option("--env", "envs", metavar="NAME=VALUE", multiple=True, help="A variable for all ranks. May be repeated.")
-@click.option("--cable", "named", metavar="A:IF=B:IF", multiple=True, help="A cable that no host tells of, as on Linux.")
+@click.option(
+    "--cable", "named", metavar="A:IF=B:IF", multiple=True, help="A cable that no host tells of, as on Linux."
+)
 @click.option("--range", "within", default=_RANGE, show_default=True, help="Addresses of cables are taken from here.")
 @click.option("--without-bridge", is_flag=True, help="Take ports with a cable out of the Thunderbolt Bridge.")
 @click.option("--ignore-unreachable", is_flag=True, help="Go on without hosts that do not answer.")
-@click.option("--dot", metavar="FILE", is_flag=False, flag_value="-", help="Write the picture as DOT; no FILE: print it.")
+@click.option(
+    "--dot", metavar="FILE", is_flag=False, flag_value="-", help="Write the picture as DOT; no FILE: print it."
+)
 @click.option("--svg", metavar="FILE", help="Write the picture as SVG.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
 def config(chosen: Chosen, undo: bool, **options: Any) -> None:
@@ -128,8 +134,8 @@ class _Options:
 
     @property
     def text_to_stderr(self) -> bool:
-        """Standard output is for the hostfile, JSON or DOT alone."""
-        return self.as_json or self.output == "-" or self.dot == "-"
+        """Standard output is for the hostfile or JSON alone."""
+        return self.as_json or self.output == "-"
 
 
 class _Run:
@@ -185,7 +191,8 @@ class _Run:
         choices = choose_addresses(surveys, own)
         if not options.as_json and options.dot != "-":
             show(topology, links, options.text_to_stderr)
-        self._draw(topology)
+        if self._draw(topology):
+            return
         for note in (*topology.notes, *rdma_notes(surveys, topology)):
             _warn(note)
         for note in bridge_notes(surveys, links, options.without_bridge):
@@ -224,16 +231,19 @@ class _Run:
         hostfile = Hostfile(tuple(hosts), self._options.backend, self._options.envs)
         self._finish(surveys, choices, hostfile, None, [], [])
 
-    def _draw(self, topology: Topology) -> None:
+    def _draw(self, topology: Topology) -> bool:
+        """Whether the picture is all that was wanted."""
         from .drawing import as_dot, as_svg
 
         dot, svg = self._options.dot, self._options.svg
         if dot == "-":
             click.echo(as_dot(topology), nl=False)
-        elif dot and not self._options.dry_run:
+            return True
+        if dot and not self._options.dry_run:
             _write(dot, as_dot(topology))
         if svg and not self._options.dry_run:
             _write(svg, as_svg(topology))
+        return False
 
     def _set_up(self, surveys: list[Survey], steps: list[Step]) -> bool:
         """Whether nothing went wrong."""
@@ -289,9 +299,9 @@ class _Run:
         if options.as_json:
             found = as_json(surveys, choices, topology, links, steps) | {"hostfile": json.loads(text)}
             click.echo(json.dumps(found, indent=2))
-        elif options.output == "-" and options.dot != "-":
+        elif options.output == "-":
             click.echo(text, nl=False)
-        if options.dry_run or options.output == "-" or options.dot == "-":
+        if options.dry_run or options.output == "-":
             return
         _write(options.output, text)
         self._say(f"wrote {options.output}; next: mlxdist doctor --hostfile {options.output}")

@@ -41,7 +41,9 @@ def choose_addresses(surveys: Sequence[Survey], without: Sequence[frozenset[str]
     possible = [_possible(survey, without[i] if without else frozenset()) for i, survey in enumerate(surveys)]
     networks = {choice.address.network for choices in possible for choice in choices}
     common = [
-        network for network in networks if all(any(c.address.network == network for c in choices) for choices in possible)
+        network
+        for network in networks
+        if all(any(c.address.network == network for c in choices) for choices in possible)
     ]
     if common:
         chosen = max(common, key=lambda network: (_worth(network, possible), -int(network.network_address)))

@@ -1,4 +1,4 @@
-"""The hostfile: hosts in the order of their ranks, the addresses they are reached at, and the devices of their cables."""
+"""The hostfile: hosts in the order of their ranks, their addresses, and the devices of their cables."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -93,9 +93,7 @@ def _on_mac(survey: Survey, link: Link, host: int, without_bridge: bool) -> list
     steps = []
     bridge = survey.bridge_of(end.interface)
     if bridge and without_bridge:
-        steps.append(
-            Step(survey.name, "leave bridge", (bridge, end.interface), ("join bridge", bridge, end.interface))
-        )
+        steps.append(Step(survey.name, "leave bridge", (bridge, end.interface), ("join bridge", bridge, end.interface)))
     found = [service for service in survey.services if service.interface == end.interface]
     service = min(found, key=lambda service: (not service.enabled, service.address != address), default=None)
     if service is None:

@@ -105,7 +105,7 @@ def build_topology(surveys: Sequence[Survey], named: Sequence[str] = ()) -> Topo
     """Of the cables that Macs see, and of those that the user names: "a:eth1=b:eth1".
 
     Raises:
-        InvalidArgument: a cable is named that cannot be.
+        InvalidArgument: a cable is named that cannot be, or a Mac is there twice.
     """
     cables, notes = _thunderbolt_cables(surveys)
     cables = tuple(sorted([*cables, *_named_cables(surveys, named)], key=_order))
@@ -121,6 +121,11 @@ def build_topology(surveys: Sequence[Survey], named: Sequence[str] = ()) -> Topo
 def _thunderbolt_cables(surveys: Sequence[Survey]) -> tuple[list[Cable], list[str]]:
     """Each is seen from both ends, or, behind some hubs, from one of them."""
     ends = [(host, receptacle) for host, survey in enumerate(surveys) for receptacle in survey.receptacles]
+    owners: dict[str, int] = {}
+    for host, receptacle in ends:
+        if receptacle.uuid and owners.setdefault(receptacle.uuid, host) != host:
+            names = f"{surveys[owners[receptacle.uuid]].name} and {surveys[host].name}"
+            raise InvalidArgument(f"{names} are the same Mac; name each host once")
     cables: list[Cable] = []
     notes: list[str] = []
     used: set[tuple[int, str]] = set()

@@ -1,4 +1,4 @@
-"""Steps are run, and a file beside the hostfile remembers what takes them back: names of steps and values, no commands."""
+"""Steps are run, and a file beside the hostfile remembers what takes them back: names and values, no commands."""
 
 import json
 import os
@@ -103,7 +103,9 @@ def run_steps(
 
 def write_whole(path: Path, text: str) -> None:
     """A reader sees the old file or the new one."""
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
+    ) as file:
         file.write(text)
     os.chmod(file.name, 0o644)
     os.replace(file.name, path)
