@@ -765,7 +765,7 @@ def test_dry_run(two_macs, tmp_path):
 
 
 def test_json_and_pictures(two_macs, tmp_path):
-    done = config(two_macs, *BOTH, "--json", "--dot", "x.dot", "--svg", "x.svg", "--output", "h.json")
+    done = config(two_macs, *BOTH, "--json", "--dot", "x.dot", "--svg", "x.svg", "--output-hostfile", "h.json")
     found = json.loads(done.stdout)
     assert found["shape"] == "mesh" and found["cables"][0]["ends"][0]["interface"] == "en6"
     assert found["steps"][0]["command"][0] == "networksetup" and found["hosts"][0]["wireless"]

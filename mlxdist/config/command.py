@@ -42,12 +42,13 @@ _OUTPUT = "rmlx-hosts.json"
 )
 @click.option(
     "--output",
+    "--output-hostfile",  # MLX's name for it
+    "output",
     metavar="PATH",
     default=_OUTPUT,
     show_default=True,
     help="The hostfile to write; - for standard output.",
 )
-@click.option("--output-hostfile", "output", metavar="PATH", hidden=True)  # MLX's name for it
 @click.option("--auto-setup/--no-auto-setup", help="Run the commands that are shown. They need `sudo -n` there.")
 @click.option("--dry-run", is_flag=True, help="Look and show; run and write nothing.")
 @click.option(
@@ -303,7 +304,7 @@ class _Run:
             click.echo(text, nl=False)
         if options.dry_run or options.output == "-":
             return
-        _write(options.output, text)
+        _write(options.output, text, keep_former=True)
         self._say(f"wrote {options.output}; next: mlxdist doctor --hostfile {options.output}")
 
     def _say(self, text: str) -> None:
@@ -341,13 +342,13 @@ def _by_hand(ssh: tuple[str, ...], name: str, commands: list[str]) -> str:
     return line if is_this_machine(name) else shlex.join([*ssh, "-t", name, line])
 
 
-def _write(path: str, text: str) -> None:
-    """A file that is replaced is kept beside the new one."""
+def _write(path: str, text: str, keep_former: bool = False) -> None:
+    """``keep_former``: a file that is replaced by another one is kept beside it."""
     from .undo import write_whole
 
     target = Path(path)
     try:
-        if target.exists() and target.read_text(encoding="utf-8", errors="replace") != text:
+        if keep_former and target.exists() and target.read_text(encoding="utf-8", errors="replace") != text:
             os.replace(target, f"{target}.old")
             click.echo(f"the former {path} is now {path}.old", err=True)
         write_whole(target, text)

@@ -137,7 +137,7 @@ def as_svg(topology: Topology) -> str:
     """Hosts on a circle. Several cables of two hosts are curves beside each other."""
     count = len(topology.names)
     boxes = [max(110, 8 * len(name) + 24) for name in topology.names]
-    radius = max(140, max(boxes) * count / 4) if count > 1 else 0
+    radius = max(180, max(boxes) * count / 4) if count > 1 else 0
     middle = radius + max(boxes) / 2 + 40, radius + 60
     places = [
         (middle[0] - radius * math.cos(2 * math.pi * i / count), middle[1] - radius * math.sin(2 * math.pi * i / count))
