@@ -196,12 +196,12 @@ def test_interfaces_of_macos():
     assert found["en1"].addresses == (IPv4Interface("192.168.3.227/24"),) and found["en1"].up and not found["gif0"].up
     assert found["bridge0"].members == ("en2", "en3", "en4")
     assert found["utun4"].addresses == (IPv4Interface("100.100.1.2/32"),)
-    assert readers.default_interface(fixture("route_default.txt")) == "en1"
+    assert readers.default_interface(fixture("synthetic_route_default.txt")) == "en1"
 
 
 def test_services_of_macos():
-    details = {"Thunderbolt 1": "info_manual.txt", "Ethernet": "info_dhcp.txt", "Old Link": "info_off.txt"}
-    found = readers.services(fixture("services.txt"), {name: fixture(file) for name, file in details.items()})
+    details = {"Thunderbolt 1": "info_manual.txt", "Ethernet": "synthetic_info_dhcp.txt", "Old Link": "synthetic_info_off.txt"}
+    found = readers.services(fixture("synthetic_services.txt"), {name: fixture(file) for name, file in details.items()})
     assert found == (
         Service("Ethernet", "Ethernet", "en0", True, "dhcp"),
         Service("Wi-Fi", "Wi-Fi", "en1"),
