@@ -26,6 +26,16 @@ MAX_LINE = 64 << 20
 CALLS = {
     "calibrate.machine": "mlxdist.calibrate.measure:machine",
     "calibrate.measure": "mlxdist.calibrate.measure:measure",
+    "doctor.allocate": "mlxdist.doctor.facts:allocate",
+    "doctor.clock": "mlxdist.doctor.facts:clock",
+    "doctor.connect": "mlxdist.doctor.network:connect",
+    "doctor.crossing": "mlxdist.doctor.gpu:crossing",
+    "doctor.digest": "mlxdist.doctor.files:digest",
+    "doctor.facts": "mlxdist.doctor.facts:read",
+    "doctor.listen": "mlxdist.doctor.network:listen",
+    "doctor.model": "mlxdist.doctor.files:list_model",
+    "doctor.program": "mlxdist.doctor.files:program",
+    "doctor.rdma": "mlxdist.doctor.rdma:devices",
     "who": "mlxdist.remote.answers:who",
 }
 

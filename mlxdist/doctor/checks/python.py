@@ -1,0 +1,76 @@
+"""mlxdist can be imported on each host, and what it depends on is the same everywhere."""
+
+from __future__ import annotations
+
+from ..cluster import Cluster
+from ..findings import Finding, difference, fail, odd_ones, ok, warn
+from .reachable import is_about_python
+
+__all__ = ["check_python", "check_versions"]
+
+# Without the same of these a job does not start, or its ranks compute different things.
+_STRICT = ("mlxdist", "MLX")
+_SLOW_IMPORT = 20.0
+_INSTALL = {"MLX": "mlx", "mlx_lm": "mlx-lm", "NumPy": "numpy", "mlxdist": "mlxdist"}
+
+
+def check_python(cluster: Cluster) -> list[Finding]:
+    found: list[Finding] = []
+    for name, trouble in cluster.troubles.get("who", {}).items():
+        if is_about_python(trouble.text):
+            text = trouble.text.removeprefix(f"{name} does not answer: ").partition("; ")[0]
+            found.append(fail(name, text, "install mlxdist there (make setup), or name the Python that has it: --python"))
+    for name, trouble in cluster.troubles.get("facts", {}).items():
+        if trouble.connected:
+            found.append(fail(name, trouble.text, "install the same mlxdist there: make setup"))
+    for name, facts in cluster.each("facts"):
+        imported = facts["import"]
+        if imported["error"]:
+            found.append(fail(name, f"mlxdist and MLX: {imported['error']}", "build it there again: make setup"))
+        elif imported["seconds"] > _SLOW_IMPORT:
+            what = f"importing mlxdist and MLX takes {imported['seconds']:.0f} s"
+            found.append(warn(name, what, "install Python and mlxdist on a disk of that host: make setup"))
+        else:
+            found.append(ok(name, "mlxdist and MLX are imported"))
+    return found
+
+
+def check_versions(cluster: Cluster) -> list[Finding]:
+    """Of hosts that have the same mlxdist all is compared; of another one nothing else is asked."""
+    versions = {name: {"mlxdist": who["mlxdist"], "Python": who["python"]} for name, who in cluster.each("who")}
+    for name, facts in cluster.each("facts"):
+        versions[name] |= facts["versions"]
+    if not versions:
+        return []
+    found, odd = [], set()
+    for what in dict.fromkeys(what for told in versions.values() for what in told):
+        whole = {name: told for name, told in versions.items() if what in ("mlxdist", "Python") or len(told) > 2}
+        values = {name: told.get(what, "not installed") for name, told in whole.items()}
+        if len(set(values.values())) > 1:
+            others = odd_ones(values)
+            odd |= set(others)
+            differs = difference(what, values)
+            make = fail if what in _STRICT else warn
+            text = f"{what} is {_join(values[name] for name in others)}, elsewhere {differs.values[0][0]}"
+            found.append(make(others, text, _remedy(what, differs.values[0][0]), [differs]))
+    same = next(iter(versions.values()))
+    good = [name for name in versions if name not in odd]
+    text = ", ".join(f"{what} {same[what]}" for what in ("Python", "MLX", "mlx_lm", "mlxdist", "system") if what in same)
+    return [*found, *([ok(good, text)] if good and not found else [])]
+
+
+def _remedy(what: str, usual: str) -> str:
+    if what in _INSTALL and usual != "not installed":
+        where = "install" if what != "mlxdist" else "check out that version of mlxdist and `make setup`; or: pip install"
+        return f"there: {where} {_INSTALL[what]}=={usual}" if what == "mlxdist" else f"there: pip install {_INSTALL[what]}=={usual}"
+    if what in _INSTALL:
+        return f"there: pip uninstall {_INSTALL[what]}; or install it everywhere"
+    if what == "Python":
+        return f"install Python {usual} there and `make setup` with it (PYTHON=...), or name one with --python"
+    if what == "system":
+        return f"update them to the same: {usual} (`softwareupdate --list`, `apt list --upgradable`)"
+    return "leave those hosts out: --exclude"
+
+
+def _join(values: object) -> str:
+    return " and ".join(dict.fromkeys(values))
