@@ -141,8 +141,8 @@ def _progress(names: Sequence[str]) -> Iterator[Say]:
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
-    columns = SpinnerColumn(finished_text=" "), TextColumn("{task.fields[host]}"), TextColumn("{task.description}")
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal) as bars:
+    columns = SpinnerColumn(), TextColumn("{task.fields[host]}"), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         tasks = {name: bars.add_task("waiting", total=None, host=name) for name in names}
         yield lambda name, doing: bars.update(tasks[name], description=doing or "done")
 

@@ -155,7 +155,7 @@ class _Patient:
         call: str = "",
         keep: bool = True,
     ) -> Any:
-        """The answer, which the cluster keeps. None where the host says that it has none; _Lost where it says nothing."""
+        """The answer, which the cluster keeps. None if the host says that it has none; _Lost if it says nothing."""
         self._say(self.name, doing)
         (answer,) = self.connection.call(call or f"doctor.{step}", arguments or {}, seconds)
         if not isinstance(answer, CallError):

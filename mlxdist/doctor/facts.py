@@ -228,7 +228,7 @@ def _power() -> dict[str, Any]:
 
 
 def _jobs() -> dict[str, Any]:
-    """Those of this user: running, left behind by a killed launcher; processes of jobs that are over; kernel objects."""
+    """Those of this user: running, left by a killed launcher; processes of jobs that are over; kernel objects."""
     found: dict[str, Any] = {"running": [], "left": [], "orphans": [], "domains": None, "shared_memory": []}
     with contextlib.suppress(ResourceError):
         running = list_jobs()

@@ -1,4 +1,4 @@
-"""A job on the hosts that have passed: the launcher, the hostfile and the transport that the user's own job will have."""
+"""A job on the hosts that have passed: with the launcher, hostfile and transport that the user's own job will have."""
 
 from __future__ import annotations
 

@@ -104,7 +104,8 @@ def _nc_reaches(address: str, port: int, seconds: float) -> bool | None:
     """The same by a program of Apple's, for which macOS does not ask about the local network."""
     command = [_NC, "-z", "-G", f"{seconds:.0f}", address, str(port)]
     try:
-        return not subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds + 2).returncode
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds + 2, check=False)
+        return not done.returncode
     except (OSError, subprocess.TimeoutExpired):
         return None
 

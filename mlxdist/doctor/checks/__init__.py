@@ -81,8 +81,9 @@ def run_checks(cluster: Cluster, after_job: bool) -> list[Result]:
 def _unanswered(cluster: Cluster, step: str) -> list[Finding]:
     """Hosts that have said that they cannot answer. One that was lost is a finding of the check reachable."""
     troubles = cluster.troubles.get(step, {}).items()
+    remedy = f"on that host: mlxdist doctor --json, and look at {step}"
     return [
-        warn(name, f"this could not be found out: {trouble.text}", f"on that host: mlxdist doctor --json, and look at {step}")
+        warn(name, f"this could not be found out: {trouble.text}", remedy)
         for name, trouble in troubles
         if trouble.connected
     ]

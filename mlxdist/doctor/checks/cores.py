@@ -15,7 +15,8 @@ def check_cores(cluster: Cluster) -> list[Finding]:
         cores, load = facts["cores"], facts["load"]
         ranks = f"{host.slots} rank{'s' * (host.slots > 1)}, {cores} core{'s' * (cores > 1)}"
         if host.slots > cores:
-            found.append(note(name, f"{ranks}: they take turns, which costs time", f"ask for {cores} ranks there: slots"))
+            remedy = f"ask for {cores} there: slots of the hostfile, or -n"
+            found.append(note(name, f"{ranks}: they take turns, which costs time", remedy))
         elif load > cores:
             what = f"{load:.1f} processes want its {cores} cores already"
             found.append(warn(name, what, "end them, or wait; they are shown by: ps -axo pcpu,pid,comm | sort -n"))

@@ -18,14 +18,15 @@ def check_gpu_crossing(cluster: Cluster) -> list[Finding]:
         if told["skipped"]:
             found.append(skip(name, told["skipped"]))
         elif told["error"]:
-            remedy = f"set {FAST_SYNCH}=0 for all ranks (--env {FAST_SYNCH}=0), and restart the Mac: sudo shutdown -r now"
+            remedy = f"for all ranks --env {FAST_SYNCH}=0, and restart the Mac: sudo shutdown -r now"
             found.append(warn(name, told["error"], remedy))
         else:
             without, fast = told["microseconds"]["0"], told["microseconds"]["1"]
             what = f"{without:.0f} us a crossing, {fast:.0f} us with {FAST_SYNCH}=1"
             is_on = variables.get(name, {}).get(FAST_SYNCH) == "1"
             if not is_on and without > _SLOW and fast < without / 2:
-                found.append(note(name, what, f"try --env {FAST_SYNCH}=1; it has locked up GPUs, so watch the first runs"))
+                remedy = f"try --env {FAST_SYNCH}=1; it has locked up GPUs, so watch the first runs"
+                found.append(note(name, what, remedy))
             else:
                 found.append(ok(name, what))
     return found

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from ..cluster import Cluster, Job
+from ..cluster import Cluster
 from ..findings import Finding, fail, ok, skip, warn
 from .rdma import wants_rdma
 
@@ -40,16 +40,21 @@ def check_provider(cluster: Cluster) -> list[Finding]:
 
 
 def check_latency(cluster: Cluster) -> list[Finding]:
-    return _links(cluster, lambda job: job.latency, lambda value, median: value > LATENCY_FACTOR * median, _microseconds)
+    values = cluster.job.latency if cluster.job else {}
+    return _links(cluster, values, lambda value, median: value > LATENCY_FACTOR * median, _microseconds)
 
 
 def check_bandwidth(cluster: Cluster) -> list[Finding]:
-    return _links(cluster, lambda job: job.bandwidth, lambda value, median: value < SHARE * median, _gigabytes)
+    values = cluster.job.bandwidth if cluster.job else {}
+    return _links(cluster, values, lambda value, median: value < SHARE * median, _gigabytes)
 
 
-def _links(cluster: Cluster, of: object, is_odd: object, say: object) -> list[Finding]:
-    job: Job | None = cluster.job
-    values: Mapping[tuple[str, str], float] = of(job) if job else {}
+def _links(
+    cluster: Cluster,
+    values: Mapping[tuple[str, str], float],
+    is_odd: Callable[[float, float], bool],
+    say: Callable[[float], str],
+) -> list[Finding]:
     if not values:
         return [skip((), _why_not(cluster))]
     median = statistics.median(values.values())
@@ -58,7 +63,7 @@ def _links(cluster: Cluster, of: object, is_odd: object, say: object) -> list[Fi
         if is_odd(value, median):
             remedy = f"look at the cable and ports between them, and try another cable; mlxdist devices on {pair[0]}"
             found.append(warn(pair, f"{say(value)}, {value / median:.0%} of the median {say(median)}", remedy))
-    return found or [ok(job.hosts, f"{say(min(values.values()))} to {say(max(values.values()))}")]
+    return found or [ok(cluster.job.hosts, f"{say(min(values.values()))} to {say(max(values.values()))}")]
 
 
 def _why_not(cluster: Cluster) -> str:

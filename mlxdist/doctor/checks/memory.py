@@ -25,7 +25,7 @@ def check_memory(cluster: Cluster) -> list[Finding]:
         totals[name] = total
         what = f"{gib(available)} of {gib(total)} free"
         if available < _LITTLE * total:
-            found.append(warn(name, what, "end what uses it; the largest are shown by: ps -axo rss,pid,comm | sort -n"))
+            found.append(warn(name, what, "end what uses it; the largest come last: ps -axo rss,pid,comm | sort -n"))
         else:
             found.append(ok(name, what))
     if totals and max(totals.values()) > 1.1 * min(totals.values()):
@@ -41,7 +41,8 @@ def check_allocation(cluster: Cluster) -> list[Finding]:
         size = gib(told["bytes"])
         if told["error"]:
             what = f"{size} of memory could not be had: {told['error']}"
-            found.append(fail(name, what, "raise the limit (ulimit -v unlimited; --memory of a container), or free some"))
+            remedy = "raise the limit (ulimit -v unlimited; --memory of a container), or free some"
+            found.append(fail(name, what, remedy))
         else:
             found.append(ok(name, f"{size} taken and written to"))
     for name, facts in cluster.each("facts"):

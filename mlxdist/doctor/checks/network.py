@@ -16,11 +16,14 @@ _FIREWALL = (
 _MEANING = {
     "ECONNREFUSED": ("reached, but refused: a firewall rejects it, or the address is another machine's", _FIREWALL),
     "ETIMEDOUT": ("no answer: a firewall drops it, or nobody has the address", _FIREWALL),
-    "EHOSTUNREACH": ("no route to the host, or a firewall says so", "on {source}: ping {address}; ip route get {address}"),
-    "ENETUNREACH": ("no route to its network", "on {source}: ip route get {address}; correct \"ips\" of the hostfile"),
+    "EHOSTUNREACH": ("no route to the host, or a firewall says so", "on {source}: ping {address}"),
+    "ENETUNREACH": ("no route to its network", "on {source}: netstat -rn; correct \"ips\" of the hostfile"),
     "WRONG": ("another machine answers there", "correct \"ips\" of {target} in the hostfile; two have {address}"),
-}  # fmt: skip
-_PRIVACY = "System Settings > Privacy & Security > Local Network: switch on Terminal and Python (and sshd-keygen-wrapper)"
+}
+_PRIVACY = (
+    "on {source}: System Settings > Privacy & Security > Local Network: switch on Terminal, Python and "
+    "sshd-keygen-wrapper, then start the job again"
+)
 _SLOW_SHARE = 0.5
 
 
@@ -61,8 +64,8 @@ def check_interfaces(cluster: Cluster) -> list[Finding]:
         elif tried.kind == "tunnel":
             found.append(warn(pair, what, f"end the VPN, or give {tried.target} another address in \"ips\""))
         elif tried.speed and tried.speed < _SLOW_SHARE * fastest:
-            remedy = f"use the faster network: its address of {tried.target} in \"ips\" of the hostfile; or look at cable"
-            found.append(warn(pair, f"{what}, others by {_mbit(fastest)}", remedy + " and switch"))
+            remedy = f"give {tried.target} its address in the faster network: \"ips\" of the hostfile; or mend the cable"
+            found.append(warn(pair, f"{what}, others by {_mbit(fastest)}", remedy))
         elif tried.kind == "bridge":
             remedy = "for RDMA give each port an address of its own: mlxdist config --auto-setup"
             found.append(note(pair, what, remedy))
@@ -84,7 +87,7 @@ def check_privacy(cluster: Cluster) -> list[Finding]:
         refused = [tried for tried in cluster.tries if tried.source == name and tried.error and tried.nc]
         if refused:
             what = f"{refused[0].address} is reached by /usr/bin/nc, and not by Python ({refused[0].text})"
-            found.append(fail(name, what, _PRIVACY))
+            found.append(fail(name, what, _PRIVACY.format(source=name)))
         elif any(tried.source == name for tried in cluster.tries):
             found.append(ok(name, "Python may use the local network"))
     return found

@@ -20,9 +20,10 @@ def check_script(cluster: Cluster) -> list[Finding]:
     for name, told in cluster.each("program"):
         if told["folder_error"]:
             what = f"the folder {question.folder} cannot be entered: {told['folder_error']}"
-            found.append(fail(name, what, f"there: mkdir -p {shlex.quote(question.folder)}; or --cwd of mlxdist launch"))
+            found.append(fail(name, what, f"there: mkdir -p {shlex.quote(question.folder)}; or another one: --cwd"))
         elif told["command_error"]:
-            found.append(fail(name, told["command_error"], "install it there under the same name, or write its whole path"))
+            remedy = "install it there under the same name, or write its whole path"
+            found.append(fail(name, told["command_error"], remedy))
         elif told["script_error"]:
             found.append(fail(name, f"{question.script}: {told['script_error']}", _copy(cluster, name)))
         else:

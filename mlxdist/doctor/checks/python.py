@@ -11,7 +11,8 @@ __all__ = ["check_python", "check_versions"]
 # Without the same of these a job does not start, or its ranks compute different things.
 _STRICT = ("mlxdist", "MLX")
 _SLOW_IMPORT = 20.0
-_INSTALL = {"MLX": "mlx", "mlx_lm": "mlx-lm", "NumPy": "numpy", "mlxdist": "mlxdist"}
+_SHOWN = ("Python", "MLX", "mlx_lm", "mlxdist", "system")
+_INSTALL = {"MLX": "mlx", "mlx_lm": "mlx-lm", "NumPy": "numpy"}
 
 
 def check_python(cluster: Cluster) -> list[Finding]:
@@ -19,7 +20,8 @@ def check_python(cluster: Cluster) -> list[Finding]:
     for name, trouble in cluster.troubles.get("who", {}).items():
         if is_about_python(trouble.text):
             text = trouble.text.removeprefix(f"{name} does not answer: ").partition("; ")[0]
-            found.append(fail(name, text, "install mlxdist there (make setup), or name the Python that has it: --python"))
+            remedy = "install mlxdist there (make setup), or name the Python that has it: --python"
+            found.append(fail(name, text, remedy))
     for name, trouble in cluster.troubles.get("facts", {}).items():
         if trouble.connected:
             found.append(fail(name, trouble.text, "install the same mlxdist there: make setup"))
@@ -55,21 +57,19 @@ def check_versions(cluster: Cluster) -> list[Finding]:
             found.append(make(others, text, _remedy(what, differs.values[0][0]), [differs]))
     same = next(iter(versions.values()))
     good = [name for name in versions if name not in odd]
-    text = ", ".join(f"{what} {same[what]}" for what in ("Python", "MLX", "mlx_lm", "mlxdist", "system") if what in same)
+    text = ", ".join(f"{what} {same[what]}" for what in _SHOWN if what in same)
     return [*found, *([ok(good, text)] if good and not found else [])]
 
 
 def _remedy(what: str, usual: str) -> str:
-    if what in _INSTALL and usual != "not installed":
-        where = "install" if what != "mlxdist" else "check out that version of mlxdist and `make setup`; or: pip install"
-        return f"there: {where} {_INSTALL[what]}=={usual}" if what == "mlxdist" else f"there: pip install {_INSTALL[what]}=={usual}"
     if what in _INSTALL:
-        return f"there: pip uninstall {_INSTALL[what]}; or install it everywhere"
+        missing = f"there: pip uninstall {_INSTALL[what]}; or install it everywhere"
+        return missing if usual == "not installed" else f"there: pip install {_INSTALL[what]}=={usual}"
+    if what == "mlxdist":
+        return f"install mlxdist {usual} there: git checkout of that version, make setup"
     if what == "Python":
-        return f"install Python {usual} there and `make setup` with it (PYTHON=...), or name one with --python"
-    if what == "system":
-        return f"update them to the same: {usual} (`softwareupdate --list`, `apt list --upgradable`)"
-    return "leave those hosts out: --exclude"
+        return f"there: make setup PYTHON=... with Python {usual}; or name one that is there: --python"
+    return f"bring them to the same ({usual}): softwareupdate --list, apt list --upgradable; or --exclude them"
 
 
 def _join(values: object) -> str:

@@ -36,7 +36,7 @@ def check_fast_synch(cluster: Cluster) -> list[Finding]:
         differs = difference(FAST_SYNCH, values)
         what = f"{FAST_SYNCH} differs: some ranks wait for the GPU in another way than others"
         return [fail(odd_ones(values), what, _remedy(FAST_SYNCH, values), [differs])]
-    return [ok(list(values), f"{FAST_SYNCH}={value}" if value != _UNSET else "not set") for value in set(values.values())]
+    return [ok(list(values), f"{FAST_SYNCH} {value}") for value in set(values.values())]
 
 
 def of_ranks(cluster: Cluster) -> dict[str, dict[str, str]]:
