@@ -17,9 +17,9 @@ def failed_hosts(names: Sequence[str], results: Sequence[Result]) -> list[str]:
     Of the hosts of such pairs, the one that is in most of them goes first; of equal ones the one that comes later in
     the hostfile, since rank 0 is on the first.
     """
-    failures = [f.hosts for result in results for f in result.findings if f.verdict is Verdict.FAIL]
-    pairs = {frozenset(hosts) for result, hosts in _pairs(results)}
-    alone = {name for hosts in failures for name in hosts if frozenset(hosts) not in pairs}
+    failures = [f for result in results for f in result.findings if f.verdict is Verdict.FAIL]
+    alone = {name for failure in failures if not failure.is_way for name in failure.hosts}
+    pairs = {frozenset(failure.hosts) for failure in failures if failure.is_way}
     left = [pair for pair in pairs if not pair & alone]
     while left:
         counts = Counter(name for pair in left for name in pair)
@@ -27,12 +27,6 @@ def failed_hosts(names: Sequence[str], results: Sequence[Result]) -> list[str]:
         alone.add(worst)
         left = [pair for pair in left if worst not in pair]
     return [name for name in names if name in alone]
-
-
-def _pairs(results: Sequence[Result]) -> list[tuple[Result, tuple[str, ...]]]:
-    """Findings about the way from one host to another."""
-    found = [(r, f.hosts) for r in results for f in r.findings if f.verdict is Verdict.FAIL and len(f.hosts) == 2]
-    return [(result, hosts) for result, hosts in found if result.check in ("ports", "interfaces", "gids")]
 
 
 def hostfile_without(found: Hostfile, failed: Sequence[str]) -> str:

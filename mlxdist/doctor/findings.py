@@ -5,9 +5,22 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-__all__ = ["Difference", "Finding", "Result", "Verdict", "difference", "fail", "note", "odd_ones", "ok", "skip", "warn"]
+__all__ = [
+    "Difference",
+    "Finding",
+    "Result",
+    "Verdict",
+    "difference",
+    "fail",
+    "note",
+    "odd_ones",
+    "ok",
+    "skip",
+    "warn",
+    "way",
+]
 
 
 class Verdict(enum.StrEnum):
@@ -28,13 +41,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class Finding:
-    """``hosts``: those it is about. Two stand for the way from the first to the second, none for all together."""
+    """``hosts``: those it is about, none for all together. ``is_way``: it is about the way between two."""
 
     verdict: Verdict
     hosts: tuple[str, ...]
     what: str
     remedy: str = ""
     differences: tuple[Difference, ...] = ()
+    is_way: bool = False
 
     def __post_init__(self) -> None:
         if self.verdict in (Verdict.WARN, Verdict.FAIL) and not self.remedy:
@@ -73,6 +87,11 @@ def fail(hosts: str | Sequence[str], what: str, remedy: str, differences: Sequen
 
 def skip(hosts: str | Sequence[str], why: str) -> Finding:
     return Finding(Verdict.SKIP, _names(hosts), why)
+
+
+def way(finding: Finding) -> Finding:
+    """The same about the way from its first host to its second: either may be the cause."""
+    return replace(finding, is_way=True)
 
 
 def difference(what: str, values: Mapping[str, str]) -> Difference:

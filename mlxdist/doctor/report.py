@@ -85,6 +85,7 @@ def _plain(finding: Finding) -> dict[str, Any]:
         "hosts": list(finding.hosts),
         "what": finding.what,
         "remedy": finding.remedy,
+        "is_way": finding.is_way,
         "differences": [
             {"what": d.what, "values": [{"value": value, "hosts": list(hosts)} for value, hosts in d.values]}
             for d in finding.differences
@@ -122,17 +123,12 @@ def _lines(cluster: Cluster, result: Result) -> list[tuple[Verdict, str, str]]:
             lines.append((verdict, _name(cluster, hosts), ", ".join(texts + more)))
             continue
         for text, findings in alike.items():
-            if all(_is_pair(result, finding) for finding in findings):
+            if all(finding.is_way for finding in findings):
                 shown = ", ".join(" > ".join(finding.hosts) for finding in findings)
             else:
                 shown = _name(cluster, [name for finding in findings for name in finding.hosts])
             lines.append((verdict, shown, text))
     return lines
-
-
-def _is_pair(result: Result, finding: Finding) -> bool:
-    pairs = ("ports", "interfaces", "latency", "bandwidth")
-    return len(finding.hosts) == 2 and result.check in pairs and finding.verdict is not Verdict.OK
 
 
 def _name(cluster: Cluster, hosts: Sequence[str]) -> str:

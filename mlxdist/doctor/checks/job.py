@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping
 
 from ..cluster import Cluster
-from ..findings import Finding, fail, ok, skip, warn
+from ..findings import Finding, fail, ok, skip, warn, way
 from .rdma import wants_rdma
 
 __all__ = ["LATENCY_FACTOR", "SHARE", "check_bandwidth", "check_latency", "check_provider", "check_values"]
@@ -62,7 +62,8 @@ def _links(
     for pair, value in values.items():
         if is_odd(value, median):
             remedy = f"look at the cable and ports between them, and try another cable; mlxdist devices on {pair[0]}"
-            found.append(warn(pair, f"{say(value)}, {value / median:.0%} of the median {say(median)}", remedy))
+            what = f"{say(value)}, {value / median:.0%} of the median {say(median)}"
+            found.append(way(warn(pair, what, remedy)))
     return found or [ok(cluster.job.hosts, f"{say(min(values.values()))} to {say(max(values.values()))}")]
 
 

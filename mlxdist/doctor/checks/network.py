@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 
 from ..cluster import Cluster, Try
-from ..findings import Finding, fail, note, ok, skip, warn
+from ..findings import Finding, fail, note, ok, skip, warn, way
 
 __all__ = ["check_interfaces", "check_ports", "check_privacy"]
 
@@ -41,7 +41,7 @@ def check_ports(cluster: Cluster) -> list[Finding]:
         what = f"{tried.address}: {f'{meaning} ({tried.text})' if meaning else tried.text}"
         remedy = remedy.format(source=tried.source, target=tried.target, address=tried.address)
         # A job uses the first address.
-        found.append((fail if tried.first else warn)((tried.source, tried.target), what, remedy))
+        found.append(way((fail if tried.first else warn)((tried.source, tried.target), what, remedy)))
     if fine and not found:
         pairs = {frozenset((tried.source, tried.target)) for tried in fine}
         found.append(ok(_hosts(cluster, fine), f"{len(pairs)} pair{'s' * (len(pairs) > 1)} connected, both ways"))
@@ -60,15 +60,16 @@ def check_interfaces(cluster: Cluster) -> list[Finding]:
         pair = tried.source, tried.target
         if tried.kind == "wifi":
             remedy = f"give {tried.target} the address of its cable in \"ips\" of the hostfile"
-            found.append(warn(pair, what, remedy))
+            found.append(way(warn(pair, what, remedy)))
         elif tried.kind == "tunnel":
-            found.append(warn(pair, what, f"end the VPN, or give {tried.target} another address in \"ips\""))
+            remedy = f"end the VPN, or give {tried.target} another address in \"ips\""
+            found.append(way(warn(pair, what, remedy)))
         elif tried.speed and tried.speed < _SLOW_SHARE * fastest:
-            remedy = f"give {tried.target} its address in the faster network: \"ips\" of the hostfile; or mend the cable"
-            found.append(warn(pair, f"{what}, others by {_mbit(fastest)}", remedy))
+            remedy = f"give {tried.target} its address in the faster network (\"ips\"), or change the cable"
+            found.append(way(warn(pair, f"{what}, others by {_mbit(fastest)}", remedy)))
         elif tried.kind == "bridge":
             remedy = "for RDMA give each port an address of its own: mlxdist config --auto-setup"
-            found.append(note(pair, what, remedy))
+            found.append(way(note(pair, what, remedy)))
     if not found:
         ways = collections.Counter(_describe(tried) for tried in used)
         found.append(ok(_hosts(cluster, used), "; ".join(ways)))

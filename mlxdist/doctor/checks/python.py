@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...version import __version__
 from ..cluster import Cluster
 from ..findings import Finding, difference, fail, odd_ones, ok, warn
 from .reachable import is_about_python
@@ -50,11 +51,13 @@ def check_versions(cluster: Cluster) -> list[Finding]:
         values = {name: told.get(what, "not installed") for name, told in whole.items()}
         if len(set(values.values())) > 1:
             others = odd_ones(values)
+            usual = next(value for name, value in values.items() if name not in others)
+            if what == "mlxdist":  # what counts is that of the launcher
+                others, usual = [name for name, value in values.items() if value != __version__], __version__
             odd |= set(others)
-            differs = difference(what, values)
             make = fail if what in _STRICT else warn
-            text = f"{what} is {_join(values[name] for name in others)}, elsewhere {differs.values[0][0]}"
-            found.append(make(others, text, _remedy(what, differs.values[0][0]), [differs]))
+            text = f"{what} is {' and '.join(dict.fromkeys(values[name] for name in others))}, elsewhere {usual}"
+            found.append(make(others, text, _remedy(what, usual), [difference(what, values)]))
     same = next(iter(versions.values()))
     good = [name for name in versions if name not in odd]
     text = ", ".join(f"{what} {same[what]}" for what in _SHOWN if what in same)
@@ -70,7 +73,3 @@ def _remedy(what: str, usual: str) -> str:
     if what == "Python":
         return f"there: make setup PYTHON=... with Python {usual}; or name one that is there: --python"
     return f"bring them to the same ({usual}): softwareupdate --list, apt list --upgradable; or --exclude them"
-
-
-def _join(values: object) -> str:
-    return " and ".join(dict.fromkeys(values))

@@ -7,7 +7,7 @@ import ipaddress
 from ...hostfile import Host
 from ...verbs.diagnosis import Verdict as Cause
 from ..cluster import Cluster
-from ..findings import Finding, fail, note, ok, skip, warn
+from ..findings import Finding, fail, note, ok, skip, warn, way
 
 __all__ = ["check_gids", "check_rdma", "wants_rdma"]
 
@@ -81,7 +81,7 @@ def _apart(cluster: Cluster, networks: dict[tuple[str, str], list[str]]) -> list
                 if all(ends) and not any(_share(a, b) for a in ends[0] for b in ends[1]):
                     what = f"{here} ({', '.join(ends[0])}) and {there} ({', '.join(ends[1])}) are in different networks"
                     remedy = "give both ends of the cable addresses of one network: mlxdist config --auto-setup"
-                    found.append(warn((host.name, cluster.hosts[j].name), what, remedy))
+                    found.append(way(warn((host.name, cluster.hosts[j].name), what, remedy)))
     return found
 
 
