@@ -35,6 +35,7 @@ def facts(**changes) -> dict:
         "import": {"error": "", "seconds": 1.0},
         "variables": {},
         "variables_error": "",
+        "identity": "",
         "ssh": [],
         "system": "Linux",
         "cores": 8,
@@ -87,6 +88,14 @@ def test_reachable(text, words):
     found.troubles = {"who": {"c": Trouble(text, False)}}
     assert only(check_reachable(found)).hosts == ("c",) and words in only(check_reachable(found)).remedy
     assert len(of(check_reachable(found), Verdict.OK)) == 2
+
+
+def test_one_machine_by_two_names():
+    found = cluster()
+    for name in ("a", "c"):
+        found.told["facts"][name]["identity"] = "the same"
+    finding = only(check_reachable(found))
+    assert finding.hosts == ("c",) and finding.remedy.endswith("a slots=2")
 
 
 def test_python():
@@ -323,11 +332,11 @@ def both(*tries: Try, system="Linux") -> Cluster:
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        ("ECONNREFUSED", "reached, but refused"),
-        ("ETIMEDOUT", "no answer"),
-        ("EHOSTUNREACH", "no route to the host"),
-        ("ENETUNREACH", "no route to its network"),
-        ("WRONG", "another machine answers"),
+        ("ECONNREFUSED", "it is reached, but"),
+        ("ETIMEDOUT", "a firewall drops it"),
+        ("EHOSTUNREACH", "it is not in that network"),
+        ("ENETUNREACH", "nothing leads to its network"),
+        ("WRONG", "another machine has this address"),
         ("EPIPE", "errno 32"),
     ],
 )

@@ -116,7 +116,6 @@ def diagnose(chosen: Chosen, question: Question) -> tuple[Cluster, list[Result]]
     from .cluster import Job
     from .examine import examine
     from .exclude import failed_hosts
-    from .findings import Verdict
     from .job import run_job
 
     hosts = chosen.hosts()
@@ -125,7 +124,7 @@ def diagnose(chosen: Chosen, question: Question) -> tuple[Cluster, list[Result]]
         results = run_checks(cluster, after_job=False)
         failed = failed_hosts(cluster.names, results)
         passed = [name for name in cluster.names if name not in failed]
-        if any(r.verdict is Verdict.FAIL and not f.hosts for r in results for f in r.findings) or not passed:
+        if not passed:
             cluster.job = Job(skipped="no host has passed the checks before")
         else:
             for name in passed:

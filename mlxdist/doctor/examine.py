@@ -68,7 +68,7 @@ class _Patient:
         question = self._question
         with self._until_lost():
             who = self._ask("who", "connecting", call="who")
-            if who is None or who["mlxdist"] != __version__:
+            if not isinstance(who, dict) or who.get("mlxdist") != __version__:
                 return  # what another version says may mean something else
             self._clock()
             self._ask("facts", "versions, memory, disks", {"folder": question.folder}, seconds=120)

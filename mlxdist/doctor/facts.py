@@ -44,6 +44,7 @@ def read(folder: str = "") -> dict[str, Any]:
         "import": _try_import(),
         "variables": _variables(),
         "variables_error": _variables_error(),
+        "identity": _identity(),
         "ssh": os.environ.get("SSH_CONNECTION", "").split(),
         "system": platform.system(),
         "cores": _cores(),
@@ -132,6 +133,15 @@ def _system() -> str:
     except OSError:
         name = platform.system()
     return f"{name}, {platform.release()}"
+
+
+def _identity() -> str:
+    """Equal for names of one machine: its network, since it was started."""
+    if sys.platform == "darwin":
+        return output_of("sysctl", "-n", "kern.bootsessionuuid").strip()
+    with contextlib.suppress(OSError):
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
+    return ""
 
 
 def _try_import() -> dict[str, Any]:

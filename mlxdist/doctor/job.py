@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from ..hostfile import Host, write
@@ -29,12 +30,14 @@ def run_job(chosen: Chosen, names: list[str], question: Question) -> Job:
     if chosen.hostfile is None:
         hosts, on = [Host("localhost", _ALONE)], ["-n", str(_ALONE)]
         return _run(hosts, on, question)
-    left = chosen.hostfile.only(names)
+    left = replace(chosen.hostfile.only(names), backend="mlxdist")  # whatever the user's own job will take
     with tempfile.TemporaryDirectory(prefix="mlxdist-doctor-") as folder:
         path = Path(folder, "hosts.json")
         path.write_text(write(left, "json"))
-        on = ["--hostfile", str(path), "--ssh", shlex.join(chosen.ssh)]
-        return _run(list(left.hosts), [*on, *(["--python", chosen.python] if chosen.python else [])], question)
+        on = ["--hostfile", str(path)]
+        on += ["--ssh", shlex.join(chosen.ssh)] if chosen.ssh != ("ssh",) else []
+        on += ["--python", chosen.python] if chosen.python else []
+        return _run(list(left.hosts), on, question)
 
 
 def _run(hosts: list[Host], on: list[str], question: Question) -> Job:
@@ -50,21 +53,11 @@ def _run(hosts: list[Host], on: list[str], question: Question) -> Job:
     command += [word for name, value in given.items() for word in ("--env", f"{name}={value}")]
     command += ["--", python, "-m", "mlxdist.doctor.probe_rank", json.dumps(parameters)]
     shown = shlex.join(["mlxdist", "launch", *_shown(on), "--", "python", "-c", "import mlxdist; mlxdist.barrier()"])
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=seconds + _MARGIN,
-            env={name: value for name, value in os.environ.items() if name not in given},
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return Job(names, ranks, f"it had not ended after {seconds + _MARGIN:g} s", command=shown)
-    output = done.stdout.decode(errors="replace")
+    environment = {name: value for name, value in os.environ.items() if name not in given}
+    status, output, errors = _output_of(command, environment, seconds + _MARGIN)
     results = [line.partition(MARK)[2] for line in output.splitlines() if MARK in line]
-    if done.returncode or not results:
-        return Job(names, ranks, _last_words(done.stderr.decode(errors="replace")), command=shown)
+    if status or not results:
+        return Job(names, ranks, _last_words(errors), command=shown)
     found = json.loads(results[0])
     pairs = {(names[int(a)], names[int(b)]): (latency, rate) for a, b, latency, rate in found["links"]}
     return Job(
@@ -78,6 +71,22 @@ def _run(hosts: list[Host], on: list[str], question: Question) -> Job:
         latency={pair: latency for pair, (latency, _) in pairs.items()},
         bandwidth={pair: rate for pair, (_, rate) in pairs.items()},
     )
+
+
+def _output_of(command: list[str], environment: dict[str, str], seconds: float) -> tuple[int, str, str]:
+    """Of the launcher, which is never killed: it ends its ranks itself, whatever happens here."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe) as process:
+        try:
+            output, errors = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            output, errors = process.communicate()
+            errors += f"\nit had not ended after {seconds:g} s".encode()
+        except BaseException:
+            process.terminate()
+            raise
+    return process.returncode, output.decode(errors="replace"), errors.decode(errors="replace")
 
 
 def _shown(on: list[str]) -> list[str]:

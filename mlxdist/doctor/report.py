@@ -28,7 +28,7 @@ _PROBLEMS = (Verdict.FAIL, Verdict.WARN)
 def print_report(cluster: Cluster, results: Sequence[Result]) -> None:
     """All checks; below, what to do, what differs between hosts, and the matrix of pairs."""
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
-    console.print(_checks(cluster, results))
+    console.print(_checks(cluster, results, console.width))
     _print_details(console, cluster, results)
     if cluster.job is not None:
         for title, values, is_latency in (
@@ -47,7 +47,7 @@ def print_problems(cluster: Cluster, results: Sequence[Result], stream: TextIO) 
     console = Console(file=stream, width=None if stream.isatty() else 200, highlight=False)
     wrong = [result for result in results if result.verdict in _PROBLEMS]
     if wrong:
-        console.print(_checks(cluster, wrong))
+        console.print(_checks(cluster, wrong, console.width))
         _print_details(console, cluster, wrong)
         console.print()
     console.print(_summary(cluster, results))
@@ -93,12 +93,12 @@ def _plain(finding: Finding) -> dict[str, Any]:
     }
 
 
-def _checks(cluster: Cluster, results: Sequence[Result]) -> Table:
+def _checks(cluster: Cluster, results: Sequence[Result], width: int) -> Table:
     """A line for each check and verdict: what is alike on several hosts is said once."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("check", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
-    table.add_column("hosts", overflow="fold", max_width=28)
+    table.add_column("hosts", overflow="fold", max_width=max(12, width // 4))
     table.add_column("what was found", overflow="fold", ratio=1)
     for result in results:
         name = result.check
@@ -123,37 +123,44 @@ def _lines(cluster: Cluster, result: Result) -> list[tuple[Verdict, str, str]]:
             lines.append((verdict, _name(cluster, hosts), ", ".join(texts + more)))
             continue
         for text, findings in alike.items():
-            if all(finding.is_way for finding in findings):
-                shown = ", ".join(" > ".join(finding.hosts) for finding in findings)
-            else:
-                shown = _name(cluster, [name for finding in findings for name in finding.hosts])
-            lines.append((verdict, shown, text))
+            lines.append((verdict, _where(cluster, findings), text))
     return lines
+
+
+def _where(cluster: Cluster, findings: Sequence[Finding]) -> str:
+    if all(finding.is_way for finding in findings):
+        return ", ".join(" > ".join(finding.hosts) for finding in findings)
+    return _name(cluster, [name for finding in findings for name in finding.hosts])
 
 
 def _name(cluster: Cluster, hosts: Sequence[str]) -> str:
     if not hosts:
         return ""
     names = [name for name in cluster.names if name in hosts]
-    if len(names) == len(cluster.names) > 1:
+    missing = [name for name in cluster.names if name not in hosts]
+    if not missing and len(names) > 1:
         return f"all {len(names)}"
+    if len(missing) == 1 and len(names) > 2:
+        return f"all but {missing[0]}"
     more = len(names) - _SHOWN_HOSTS
     return ", ".join(names[:_SHOWN_HOSTS]) + (f" and {more} more" if more > 0 else "")
 
 
 def _print_details(console: Console, cluster: Cluster, results: Sequence[Result]) -> None:
-    remedies = [(r.check, f) for r in results for f in r.findings if f.remedy]
-    if remedies:
+    alike: dict[tuple[str, str, Verdict], list[Finding]] = {}
+    for result in results:
+        for finding in result.findings:
+            if finding.remedy:
+                alike.setdefault((result.check, finding.remedy, finding.verdict), []).append(finding)
+    if alike:
         console.print("\n[bold]What to do[/bold]")
-    alike: dict[tuple[str, str, Verdict], list[str]] = {}
-    for check, finding in remedies:
-        alike.setdefault((check, finding.remedy, finding.verdict), []).extend(finding.hosts)
-    for (check, remedy, verdict), hosts in alike.items():
-        where = f" ({_name(cluster, hosts)})" if hosts else ""
-        console.print(Text.assemble((check, _STYLES[verdict]), f"{where}: {remedy}"), soft_wrap=not console.is_terminal)
+    for (check, remedy, verdict), findings in alike.items():
+        where = _where(cluster, findings)
+        line = Text.assemble((check, _STYLES[verdict]), f" ({where})" if where else "", f": {remedy}")
+        console.print(line, soft_wrap=not console.is_terminal)
     differences = dict.fromkeys(d for r in results for f in r.findings for d in f.differences)
     if differences:
-        table = Table(box=None, pad_edge=False, header_style="bold", title="", title_justify="left")
+        table = Table(box=None, pad_edge=False, header_style="bold")
         table.add_column("differs", overflow="fold")
         table.add_column("hosts", overflow="fold")
         table.add_column("value", overflow="fold", ratio=1)
@@ -162,6 +169,7 @@ def _print_details(console: Console, cluster: Cluster, results: Sequence[Result]
             for value, hosts in found.values:
                 table.add_row(Text(what), _name(cluster, hosts), Text(value))
                 what = ""
+        console.print()
         console.print(table)
 
 

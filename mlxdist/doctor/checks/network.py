@@ -14,11 +14,11 @@ _FIREWALL = (
     "Settings > Network > Firewall > Options"
 )
 _MEANING = {
-    "ECONNREFUSED": ("reached, but refused: a firewall rejects it, or the address is another machine's", _FIREWALL),
-    "ETIMEDOUT": ("no answer: a firewall drops it, or nobody has the address", _FIREWALL),
-    "EHOSTUNREACH": ("no route to the host, or a firewall says so", "on {source}: ping {address}"),
-    "ENETUNREACH": ("no route to its network", "on {source}: netstat -rn; correct \"ips\" of the hostfile"),
-    "WRONG": ("another machine answers there", "correct \"ips\" of {target} in the hostfile; two have {address}"),
+    "ECONNREFUSED": ("it is reached, but a firewall rejects it, or the address is another machine's", _FIREWALL),
+    "ETIMEDOUT": ("a firewall drops it, or nobody has the address", _FIREWALL),
+    "EHOSTUNREACH": ("it is not in that network, or a firewall says so", "on {source}: ping {address}"),
+    "ENETUNREACH": ("nothing leads to its network", "on {source}: netstat -rn; correct \"ips\" of the hostfile"),
+    "WRONG": ("another machine has this address, too", "correct \"ips\" of {target} in the hostfile; two have {address}"),
 }
 _PRIVACY = (
     "on {source}: System Settings > Privacy & Security > Local Network: switch on Terminal, Python and "
@@ -38,7 +38,7 @@ def check_ports(cluster: Cluster) -> list[Finding]:
         meaning, remedy = _MEANING.get(tried.error, ("", _FIREWALL))
         if tried.nc:
             meaning, remedy = "/usr/bin/nc reaches it: see the check privacy", _PRIVACY
-        what = f"{tried.address}: {f'{meaning} ({tried.text})' if meaning else tried.text}"
+        what = ": ".join(filter(None, (tried.address, tried.text, meaning)))
         remedy = remedy.format(source=tried.source, target=tried.target, address=tried.address)
         # A job uses the first address.
         found.append(way((fail if tried.first else warn)((tried.source, tried.target), what, remedy)))

@@ -40,7 +40,10 @@ def check_python(cluster: Cluster) -> list[Finding]:
 
 def check_versions(cluster: Cluster) -> list[Finding]:
     """Of hosts that have the same mlxdist all is compared; of another one nothing else is asked."""
-    versions = {name: {"mlxdist": who["mlxdist"], "Python": who["python"]} for name, who in cluster.each("who")}
+    versions = {}
+    for name, who in cluster.each("who"):  # of any version
+        told = who if isinstance(who, dict) else {}
+        versions[name] = {"mlxdist": str(told.get("mlxdist", "unknown")), "Python": str(told.get("python", "unknown"))}
     for name, facts in cluster.each("facts"):
         versions[name] |= facts["versions"]
     if not versions:

@@ -1,4 +1,4 @@
-"""Each host is reached by ssh without a password, and answers every question in time."""
+"""Each host is reached by ssh without a password, answers every question in time, and is there once."""
 
 from __future__ import annotations
 
@@ -38,6 +38,17 @@ def check_reachable(cluster: Cluster) -> list[Finding]:
         advice = next((advice for words, advice in _REMEDIES if words in text), "try: ssh -o BatchMode=yes {name} true")
         host = name.rpartition("@")[2]
         found.append(fail(name, text, advice.format(name=shlex.quote(name), host=shlex.quote(host))))
+    return found + _twice(cluster)
+
+
+def _twice(cluster: Cluster) -> list[Finding]:
+    """Two names of one machine: what one keeps for a job is in the way of the other."""
+    found, first = [], {}
+    for name, facts in cluster.each("facts"):
+        other = first.setdefault(facts["identity"] or name, name)
+        if other != name:
+            remedy = f"write it once, for two ranks as: {other} slots=2"
+            found.append(fail(name, f"this is the same machine as {other}", remedy))
     return found
 
 

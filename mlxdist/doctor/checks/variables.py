@@ -46,7 +46,7 @@ def of_ranks(cluster: Cluster) -> dict[str, dict[str, str]]:
 
 def _remedy(variable: str, values: dict[str, str]) -> str:
     usual = max(list(values.values()), key=list(values.values()).count)
-    where = "look for it in /etc/zshenv, ~/.zshenv, /etc/environment and ~/.ssh/environment"
+    where = "remove it from /etc/zshenv, ~/.zshenv, /etc/environment and ~/.ssh/environment"
     if usual == _UNSET:
         usual = next(value for value in values.values() if value != _UNSET)
     return f"set it for all ranks, --env {variable}={usual:.60}; or {where}"
