@@ -1,12 +1,18 @@
 """What `mlxdist doctor` reads from a host: files, interfaces, connections, and what commands of macOS print."""
 
+import os
+import signal
 import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from mlxdist.doctor import facts, files, network
 from mlxdist.doctor.probe_rank import rounds
+from mlxdist.launch.jobs import JobFolder
 
 # Written by hand after descriptions of what these commands print; no Mac was asked.
 SYNTHETIC_PMSET = """System-wide power settings:
@@ -173,6 +179,36 @@ def test_variables_that_are_nobodys_business(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     told = facts._variables()
     assert told["OMP_NUM_THREADS"] == "3" and "private" not in told.values()
+
+
+def test_jobs_that_run_and_jobs_that_have_left_something(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert facts._jobs()["running"] == facts._jobs()["left"] == []
+    running = JobFolder("f00", tmp_path / "mlxdist-f00", ["python", "train.py"])
+    killed = JobFolder("f11", tmp_path / "mlxdist-f11", ["python", "train.py"])
+    killed.close()  # its launcher and its keeper are gone
+    told = facts._jobs()
+    running.close()
+    assert told["running"] == [{"job": "f00", "ranks": 0, "command": ["python", "train.py"]}]
+    assert told["left"] == ["f11"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_processes_of_jobs_that_are_over():
+    start = 'sleep 60 >/dev/null & echo $!; exec sleep "$1"'  # the shell stays, or it ends and leaves one behind
+    environment = os.environ | {"MLXDIST_JOB": "f00.1"}
+    for stays, orphaned in (("60", False), ("0", True)):
+        with subprocess.Popen(["sh", "-c", start, "sh", stays], env=environment, stdout=subprocess.PIPE) as shell:
+            pid = int(shell.stdout.readline())
+            try:
+                if orphaned:
+                    shell.wait(10)
+                    if "PPid:\t1\n" not in Path(f"/proc/{pid}/status").read_text():
+                        pytest.skip("something else than process 1 adopts orphans here")
+                assert (pid in facts._orphans(set())) is orphaned and pid not in facts._orphans({"f00"})
+            finally:
+                os.kill(pid, signal.SIGKILL)
+                shell.kill()
 
 
 @pytest.mark.parametrize("count", [2, 3, 8, 9, 12])

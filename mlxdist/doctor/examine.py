@@ -124,17 +124,18 @@ class _Patient:
         looks = []
         for _ in range(_CLOCK_LOOKS):
             begin = time.time(), time.monotonic()
-            theirs = self._ask("clock", "clock")
+            theirs = self._ask("clock", "clock", keep=False)
             took = time.monotonic() - begin[1]
             if theirs is None:
                 return
             looks.append((took / 2, theirs - (begin[0] + took / 2)))
         unsure, ahead = min(looks)
-        self._cluster.told["clock"][self.name] = (ahead, unsure)
+        self._keep("clock", (ahead, unsure))
 
     def _model(self) -> None:
         question = self._question
-        listed = self._ask("model", "model", {"model": question.model, "folder": question.folder}, seconds=120)
+        asked = {"model": question.model, "folder": question.folder}
+        listed = self._ask("model", "model", asked, seconds=120, keep=False)
         if listed is None:
             return
         listed["digests"] = {}
@@ -143,7 +144,8 @@ class _Patient:
             asked = {"path": f"{listed['path']}/{file}", "how": "full" if question.full else "sampled"}
             doing = f"model, file {number} of {len(listed['files'])}"
             answer = self._ask("digest", doing, asked | {"seconds": seconds}, seconds=seconds + 30, keep=False)
-            listed["digests"][file] = answer["sha256"] if answer else "error: it cannot be read"
+            listed["digests"][file] = answer["sha256"] if answer else f"error: {self._trouble('digest').text}"
+        self._keep("model", listed)  # not one of which half is known, should the host be lost
 
     def _ask(
         self,
@@ -160,13 +162,18 @@ class _Patient:
         (answer,) = self.connection.call(call or f"doctor.{step}", arguments or {}, seconds)
         if not isinstance(answer, CallError):
             if keep:
-                self._cluster.told.setdefault(step, {})[self.name] = answer
+                self._keep(step, answer)
             return answer
-        if keep or not answer.connected:
-            self._cluster.troubles.setdefault(step, {})[self.name] = Trouble(str(answer), answer.connected)
+        self._cluster.troubles.setdefault(step, {})[self.name] = Trouble(str(answer), answer.connected)
         if not answer.connected:
             raise _Lost
         return None
+
+    def _keep(self, step: str, answer: Any) -> None:
+        self._cluster.told.setdefault(step, {})[self.name] = answer
+
+    def _trouble(self, step: str) -> Trouble:
+        return self._cluster.troubles[step][self.name]
 
     @contextlib.contextmanager
     def _until_lost(self) -> Iterator[None]:

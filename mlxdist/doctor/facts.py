@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib.metadata
-import mmap
 import os
 import platform
 import re
@@ -79,11 +78,11 @@ def allocate(most: int, seconds: float = 20.0) -> dict[str, Any]:
     return {"bytes": size, "error": words[0] if done.returncode else "", "seconds": time.monotonic() - begin}
 
 
-_ALLOCATE = f"""
+_ALLOCATE = """
 import mmap, sys
 size = int(sys.argv[1])
 memory = mmap.mmap(-1, size)
-for at in range(0, size, {mmap.PAGESIZE}):
+for at in range(0, size, mmap.PAGESIZE):
     memory[at] = 1
 """
 

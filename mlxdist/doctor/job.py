@@ -46,6 +46,7 @@ def _run(hosts: list[Host], on: list[str], question: Question) -> Job:
     links = not question.quick and len(hosts) > 1
     seconds = _SECONDS + (_SECONDS_A_PAIR * len(hosts) ** 2 if links else 0)
     settings = {"MLXDIST_TIMEOUT": "20", "MLXDIST_RENDEZVOUS_TIMEOUT": "40", "MLXDIST_FLIGHT": "none"}
+    # What the hostfile and this shell set reaches the ranks anyway; of --env what matters here, and nothing private.
     given = {name: value for name, value in question.variables.items() if name.startswith(("MLX", "OMP"))} | settings
     parameters = {"hosts": [number for number, host in enumerate(hosts) for _ in range(host.slots)], "links": links}
     python = on[on.index("--python") + 1] if "--python" in on else sys.executable

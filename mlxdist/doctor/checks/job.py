@@ -68,8 +68,6 @@ def _links(
 
 
 def _why_not(cluster: Cluster) -> str:
-    if cluster.question.quick:
-        return "--quick"
     return "there is one host" if len(cluster.hosts) < 2 else "no job was run between hosts"
 
 

@@ -10,11 +10,11 @@ from ..findings import Finding, fail, note, ok, skip, warn, way
 __all__ = ["check_interfaces", "check_ports", "check_privacy"]
 
 _FIREWALL = (
-    "allow it in the firewall of {target}: `sudo ufw allow from ADDRESS`, `sudo nft list ruleset`; on a Mac System "
+    "allow it in the firewall of {target}: `sudo ufw allow from ADDRESS_OF_{source}`, `sudo nft list ruleset`; on a Mac System "
     "Settings > Network > Firewall > Options"
 )
 _MEANING = {
-    "ECONNREFUSED": ("it is reached, but a firewall rejects it, or the address is another machine's", _FIREWALL),
+    "ECONNREFUSED": ("it is reached, but a firewall refuses, or it is another machine's address", _FIREWALL),
     "ETIMEDOUT": ("a firewall drops it, or nobody has the address", _FIREWALL),
     "EHOSTUNREACH": ("it is not in that network, or a firewall says so", "on {source}: ping {address}"),
     "ENETUNREACH": ("nothing leads to its network", "on {source}: netstat -rn; correct \"ips\" of the hostfile"),
@@ -45,7 +45,7 @@ def check_ports(cluster: Cluster) -> list[Finding]:
     if fine and not found:
         pairs = {frozenset((tried.source, tried.target)) for tried in fine}
         found.append(ok(_hosts(cluster, fine), f"{len(pairs)} pair{'s' * (len(pairs) > 1)} connected, both ways"))
-    return found
+    return found or [skip((), "fewer than two hosts could be asked")]
 
 
 def check_interfaces(cluster: Cluster) -> list[Finding]:

@@ -44,14 +44,16 @@ def check_versions(cluster: Cluster) -> list[Finding]:
     for name, who in cluster.each("who"):  # of any version
         told = who if isinstance(who, dict) else {}
         versions[name] = {"mlxdist": str(told.get("mlxdist", "unknown")), "Python": str(told.get("python", "unknown"))}
+    known = set()
     for name, facts in cluster.each("facts"):
         versions[name] |= facts["versions"]
+        known.add(name)
     if not versions:
         return []
     found, odd = [], set()
     for what in dict.fromkeys(what for told in versions.values() for what in told):
-        whole = {name: told for name, told in versions.items() if what in ("mlxdist", "Python") or len(told) > 2}
-        values = {name: told.get(what, "not installed") for name, told in whole.items()}
+        asked = versions if what in ("mlxdist", "Python") else known
+        values = {name: told.get(what, "not installed") for name, told in versions.items() if name in asked}
         if len(set(values.values())) > 1:
             others = odd_ones(values)
             usual = next(value for name, value in values.items() if name not in others)

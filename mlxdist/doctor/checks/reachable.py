@@ -54,4 +54,4 @@ def _twice(cluster: Cluster) -> list[Finding]:
 
 def is_about_python(text: str) -> bool:
     """Whether the host was reached, and only what should have been started there is missing."""
-    return bool(re.search(r"No module named|not found|--python", text))
+    return bool(re.search(r"No module named|--python", text))
