@@ -10,15 +10,15 @@ from ..findings import Finding, fail, note, ok, skip, warn, way
 __all__ = ["check_interfaces", "check_ports", "check_privacy"]
 
 _FIREWALL = (
-    "allow it in the firewall of {target}: `sudo ufw allow from ADDRESS_OF_{source}`, `sudo nft list ruleset`; on a Mac System "
-    "Settings > Network > Firewall > Options"
+    "allow {source} in the firewall of {target}: `sudo ufw allow from ADDRESS` (or `sudo nft list ruleset`); "
+    "on a Mac System Settings > Network > Firewall > Options"
 )
 _MEANING = {
     "ECONNREFUSED": ("it is reached, but a firewall refuses, or it is another machine's address", _FIREWALL),
     "ETIMEDOUT": ("a firewall drops it, or nobody has the address", _FIREWALL),
     "EHOSTUNREACH": ("it is not in that network, or a firewall says so", "on {source}: ping {address}"),
     "ENETUNREACH": ("nothing leads to its network", "on {source}: netstat -rn; correct \"ips\" of the hostfile"),
-    "WRONG": ("another machine has this address, too", "correct \"ips\" of {target} in the hostfile; two have {address}"),
+    "WRONG": ("another machine has this address, too", "on {source}: arp -an; correct its \"ips\" in the hostfile"),
 }
 _PRIVACY = (
     "on {source}: System Settings > Privacy & Security > Local Network: switch on Terminal, Python and "
