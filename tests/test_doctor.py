@@ -2,7 +2,9 @@
 
 import json
 import os
+import pty
 import re
+import select
 import subprocess
 import sys
 import time
@@ -163,6 +165,28 @@ def test_two_hosts_connect_to_each_other(tmp_path):
         ("localhost", "a"): "",
     }
     assert "ports" not in failures(found)
+
+
+@pytest.mark.long
+def test_a_terminal_shows_which_host_is_at_what():
+    """And the table goes to the standard output all the same."""
+    master, terminal = pty.openpty()
+    subprocess.run(["stty", "cols", "100"], stdin=terminal, check=True)
+    with subprocess.Popen(
+        [*DOCTOR, "--quick"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=terminal, text=True
+    ) as process:
+        os.close(terminal)
+        shown = b""
+        while select.select([master], [], [], 60)[0]:
+            try:
+                shown += os.read(master, 65536)
+            except OSError:  # the other end is closed
+                break
+        os.close(master)
+        table = process.communicate(timeout=60)[0]
+    for step in (b"versions, memory, disks", b"taking memory", b"values and links"):
+        assert step in shown and step.decode() not in table
+    assert "mlxdist doctor: " in table and process.returncode == 0
 
 
 @pytest.mark.long

@@ -95,7 +95,7 @@ def test_one_machine_by_two_names():
     for name in ("a", "c"):
         found.told["facts"][name]["identity"] = "the same"
     finding = only(check_reachable(found))
-    assert finding.hosts == ("c",) and finding.remedy.endswith("a slots=2")
+    assert finding.hosts == ("c",) and "a slots=2" in finding.remedy
 
 
 def test_python():

@@ -23,6 +23,7 @@ from .. import mpi_door
 from ..environment import OF_JOB, Environment
 from ..errors import EnvironmentVariableError, ResourceError
 from ..launch.jobs import list_jobs, read_record, runtime_folder, try_lock
+from ..verbs.agreement import host_identity
 from ..version import __version__
 
 __all__ = ["allocate", "clock", "kernel_objects", "output_of", "power_settings", "read", "vm_statistics"]
@@ -43,7 +44,7 @@ def read(folder: str = "") -> dict[str, Any]:
         "import": _try_import(),
         "variables": _variables(),
         "variables_error": _variables_error(),
-        "identity": _identity(),
+        "identity": host_identity(),
         "ssh": os.environ.get("SSH_CONNECTION", "").split(),
         "system": platform.system(),
         "cores": _cores(),
@@ -132,15 +133,6 @@ def _system() -> str:
     except OSError:
         name = platform.system()
     return f"{name}, {platform.release()}"
-
-
-def _identity() -> str:
-    """Equal for names of one machine: its network, since it was started."""
-    if sys.platform == "darwin":
-        return output_of("sysctl", "-n", "kern.bootsessionuuid").strip()
-    with contextlib.suppress(OSError):
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
-    return ""
 
 
 def _try_import() -> dict[str, Any]:

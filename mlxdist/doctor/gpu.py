@@ -50,7 +50,7 @@ def main() -> None:
     import mlx.core as mx
 
     if not mx.metal.is_available():
-        print(json.dumps({"skipped": "MLX has no GPU here: its arrays are the CPU's"}))
+        print(json.dumps({"skipped": "there is no Metal here, so nothing crosses from a GPU of Apple's"}))
         return
 
     def chain(between: Any) -> float:

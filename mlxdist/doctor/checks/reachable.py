@@ -42,13 +42,13 @@ def check_reachable(cluster: Cluster) -> list[Finding]:
 
 
 def _twice(cluster: Cluster) -> list[Finding]:
-    """Two names of one machine: what one keeps for a job is in the way of the other."""
+    """Two names of one machine: what one keeps for a job is in the way of the other. Ranks tell hosts apart so, too."""
     found, first = [], {}
     for name, facts in cluster.each("facts"):
         other = first.setdefault(facts["identity"] or name, name)
         if other != name:
-            remedy = f"write it once, for two ranks as: {other} slots=2"
-            found.append(fail(name, f"this is the same machine as {other}", remedy))
+            remedy = f"write it once, with its ranks: {other} slots=2; two Macs: sudo scutil --set HostName NEW_NAME"
+            found.append(fail(name, f"this is the same machine as {other}, or a Mac of the same name", remedy))
     return found
 
 
