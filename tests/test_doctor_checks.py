@@ -409,6 +409,13 @@ def test_links():
     assert late.hosts == ("b", "c") and "90.0 us, 900%" in late.what
 
 
+def test_nothing_is_well_where_nobody_could_be_asked():
+    trouble = Trouble("a does not answer within 30 s", False)
+    found = run_checks(Cluster((Host("a"),), troubles={"who": {"a": trouble}}), after_job=False)
+    verdicts = {result.check: result.verdict for result in found}
+    assert verdicts.pop("reachable") is Verdict.FAIL and set(verdicts.values()) == {Verdict.SKIP}, verdicts
+
+
 def test_what_a_host_cannot_answer_is_a_finding():
     found = cluster()
     found.troubles = {"rdma": {"b": Trouble("MemoryError", True)}}

@@ -55,7 +55,7 @@ def doctor(
     Verdicts: ok; note, good to know; warn, a job runs, but worse than it could; fail, it would not run, or not rightly;
     skip, this could not be looked at. docs/doctor.md describes every check.
 
-    Exit status 0 if nothing has failed, else 1. With --exclude-failed: 0 if a hostfile was written.
+    Exit status 0 if nothing has failed, else 1; with --exclude-failed, if nothing has on the hosts that are left.
     """
     if exclude_failed and (not output or chosen.hostfile is None):
         raise click.UsageError("--exclude-failed writes a hostfile: give --hostfile or --hosts, and --output.")
@@ -76,8 +76,9 @@ def doctor(
         report.print_report(cluster, results)
     if exclude_failed:
         _write(chosen, failed, output)
-        return
-    sys.exit(int(any(result.verdict is Verdict.FAIL for result in results)))
+    failures = [f for result in results for f in result.findings if f.verdict is Verdict.FAIL]
+    # Without the hosts that have failed the rest is well, unless something is about no host.
+    sys.exit(int(any(not (exclude_failed and failure.hosts) for failure in failures)))
 
 
 def question_of(

@@ -90,8 +90,12 @@ for at in range(0, size, mmap.PAGESIZE):
 
 def output_of(*command: str, seconds: float = _SECONDS) -> str:
     """What a command prints; nothing where there is none, or where it fails or hangs: then it has told us nothing."""
+    # ssh gives a shell that is not for logging in a PATH without those of the administrator.
+    environment = os.environ | {"PATH": f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin", "LC_ALL": "C"}
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds, check=False)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds, env=environment, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.decode(errors="replace")

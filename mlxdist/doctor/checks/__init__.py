@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..cluster import Cluster
-from ..findings import Finding, Result, warn
+from ..findings import Finding, Result, skip, warn
 from .clocks import check_clocks
 from .cores import check_cores
 from .gpu import check_gpu_crossing
@@ -75,7 +75,8 @@ CHECKS = (
 def run_checks(cluster: Cluster, after_job: bool) -> list[Result]:
     """All that look at what is known before the job, or after it."""
     checks = [c for c in CHECKS if c.after_job is after_job and not (c.thorough and cluster.question.quick)]
-    return [Result(check.name, (*check.find(cluster), *_unanswered(cluster, check.step))) for check in checks]
+    found = {check.name: (*check.find(cluster), *_unanswered(cluster, check.step)) for check in checks}
+    return [Result(name, findings or (skip((), "no host could be asked"),)) for name, findings in found.items()]
 
 
 def _unanswered(cluster: Cluster, step: str) -> list[Finding]:
