@@ -30,6 +30,7 @@ __all__ = [
     "Variable",
     "format_address",
     "parse_address",
+    "same_job",
 ]
 
 MAX_RANKS = 1024
@@ -190,6 +191,16 @@ def parse_address(text: str) -> tuple[str, int]:
 
 def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def same_job(name: str, other: str) -> bool:
+    """Whether two values of MLXDIST_JOB name one job. Where each node has a launcher (--nodes), names differ a bit."""
+    return _common_name(name) == _common_name(other)
+
+
+def _common_name(job: str) -> str:
+    match = re.search(r"([0-9a-f]{8})\.node[0-9]+\.[0-9a-f]+$", job)
+    return match[1] if match else job
 
 
 def _refuse_unknown(environ: Mapping[str, str]) -> None:

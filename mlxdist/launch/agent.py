@@ -21,6 +21,7 @@ from .. import mpi_door
 from ..errors import ResourceError
 from ..remote.streams import claim_streams
 from ..version import __version__
+from .backends import Exports, free_ports
 from .executable import CannotRun, check_command
 from .frames import GREETING, Frames, Kind, pack, pack_json, unpack_json
 from .leftovers import remove_leftovers
@@ -112,7 +113,7 @@ class Agent:
         if kind == Kind.PREPARE:
             self._prepare(unpack_json(payload))
         elif kind == Kind.START:
-            self._start(unpack_json(payload)["address"])
+            self._start(unpack_json(payload))
         elif kind == Kind.SIGNAL and rank in self._ranks:
             self._ranks[rank].signal(signal.Signals(payload[0]))
         elif kind == Kind.INPUT:
@@ -129,8 +130,10 @@ class Agent:
     def _prepare(self, fields: Mapping[str, Any]) -> None:
         try:
             _enter(fields["folder"])
-            variables = base_environment(os.environ) | fields["variables"]
-            mpi_door.check(variables[mpi_door.VARIABLE])
+            variables = base_environment(os.environ, fields["door"])
+            if fields["door"]:
+                mpi_door.check(variables[mpi_door.VARIABLE])
+            variables |= fields["variables"]
             check_command(fields["command"][0], variables)
             remove_leftovers()
             first, count = fields["ranks"]
@@ -146,16 +149,19 @@ class Agent:
                 first=first,
                 secret=fields["secret"],
                 interface=fields["interface"],
+                port=fields["port"],
             )
+            ports = free_ports(fields["ports"])
             job.__enter__()
-        except (ResourceError, CannotRun) as error:
+        except (ResourceError, CannotRun, OSError) as error:
             self._put(pack_json(Kind.FAILED, {"text": str(error), "status": getattr(error, "exit_code", 1)}))
             return
         self._job = job
-        self._put(pack_json(Kind.READY, {"address": job.address}))
+        self._put(pack_json(Kind.READY, {"address": job.address, "ports": ports}))
 
-    def _start(self, address: str) -> None:
-        self._job.address = address
+    def _start(self, fields: Mapping[str, Any]) -> None:
+        self._job.address = fields["address"]
+        self._job.exports = Exports(**fields["exports"])
         for rank in self._numbers:
             stdout, stdout_end = os.pipe()
             stderr, stderr_end = os.pipe()

@@ -4,12 +4,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 
 from ..environment import format_address, parse_address
 from ..errors import ResourceError
 from ..hostfile import Hostfile
 from ..remote.ssh import LOST, Reach
 from ..version import __version__
+from .backends import Backend
 from .executable import CannotRun
 from .local import job_name, new_secret
 from .remote import HostInput, RemoteHost, RemoteRank
@@ -39,6 +41,7 @@ class HostsJob:
         *,
         folder: str,
         reach: Reach,
+        backend: Backend,
         stdin: str,
         wakeup: Wakeup,
         say: Callable[[str], None],
@@ -50,6 +53,7 @@ class HostsJob:
         self.job = job_name(name, restart)
         self.succeeded = False
         self._hostfile = hostfile
+        self._backend = backend
         self._grace = grace
         self._changed = threading.Condition()
         self._wakeup = wakeup
@@ -69,6 +73,8 @@ class HostsJob:
             "folder": folder,
             "stdin": stdin,
             "secret": new_secret(),
+            "door": backend.name == "mlxdist",
+            "port": backend.rendezvous_port,
         }
 
     def __enter__(self) -> "HostsJob":
@@ -95,10 +101,11 @@ class HostsJob:
         return self._host_of[rank].add_rank(rank, os.dup(stdout), os.dup(stderr))
 
     def all_started(self) -> None:
-        address = self._address()
+        exports = self._backend.exports([host.state.ready["ports"] for host in self._hosts])
+        fields = {"address": self._address(), "exports": asdict(exports)}
         for host in self._hosts:
             host.say = self._say
-            host.start(address)
+            host.start(fields)
 
     def readers(self, wake: Callable[[], None]) -> list[HostInput]:
         """Of the standard input. ``wake`` is called when one may take more."""
@@ -142,8 +149,9 @@ class HostsJob:
 
     def _prepare(self) -> None:
         first = 0
-        for host, entry in zip(self._hosts, self._hostfile.hosts):
-            host.prepare(self._fields | {"ranks": [first, entry.slots], "interface": self._interface()})
+        for host, entry, ports in zip(self._hosts, self._hostfile.hosts, self._backend.ports()):
+            of_host = {"ranks": [first, entry.slots], "interface": self._interface(), "ports": ports}
+            host.prepare(self._fields | of_host)
             first += entry.slots
         self._wait(lambda host: host.state.ready is not None, _PREPARE_SECONDS, "cannot prepare the job in time")
 

@@ -129,8 +129,8 @@ class RemoteHost:
     def prepare(self, fields: dict[str, Any]) -> None:
         self.send(pack_json(Kind.PREPARE, fields))
 
-    def start(self, address: str) -> None:
-        self.send(pack_json(Kind.START, {"address": address}))
+    def start(self, fields: dict[str, Any]) -> None:
+        self.send(pack_json(Kind.START, fields))
 
     def add_rank(self, rank: int, stdout: int, stderr: int) -> RemoteRank:
         """What the rank prints will be written to the descriptors, which belong to this object from now on."""
