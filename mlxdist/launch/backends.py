@@ -5,7 +5,6 @@ MLX's launcher exports the same (mlx/_distributed_utils/launch.py). mlxdist itse
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import socket
 from collections.abc import Iterator, Sequence
@@ -155,16 +154,14 @@ def free_ports(count: int) -> list[int]:
 
 
 def _addresses(host: Host) -> tuple[str, ...]:
+    from ..hostfile.hosts import check_address
+
     if host.ips:
         return host.ips
     name = host.name.rpartition("@")[2]
     if name == "localhost":
         return ("127.0.0.1",)
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return ()
-    return (name,)
+    return () if check_address(name) else (name,)
 
 
 def _require_address(backend: Backend, host: Host, who: str) -> None:
@@ -177,7 +174,7 @@ def _require_address(backend: Backend, host: Host, who: str) -> None:
             f'name; write it in a hostfile: {{"ssh": "{host.name}", "ips": ["192.168.0.1"]}}'
         )
     others = [other.name for other in backend.hosts if not is_this_machine(other.name)]
-    loopback = [address for address in found if ipaddress.ip_address(address).is_loopback]
+    loopback = [address for address in found if address.startswith("127.") or address == "::1"]
     if others and loopback:
         raise InvalidArgument(
             f"--backend {backend.name}: {others[0]} cannot reach {host.name} at {loopback[0]}; give it an address on "

@@ -7,7 +7,6 @@ nodes learn it from the rendezvous, fail too, and end their launchers' part.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import socket
 import stat
@@ -68,6 +67,8 @@ class Nodes:
 
     def job(self, name: str) -> str:
         """The job's name here: what all nodes have in common, then what no other launcher has. See `same_job`."""
+        import hashlib
+
         common = hashlib.sha256(b"name of the job" + self.secret.encode()).hexdigest()[:8]
         outer, dot, own = name.rpartition(".")
         return f"{outer}{dot}{common}.node{self.number}.{own}"

@@ -131,7 +131,7 @@ def run(plan: Plan) -> int:
                 readers = job.readers(standard_input.wake)
             standard_input.feed(readers)
             try:
-                return _told_of_mpirun(supervisor.run()) if plan.by_mpirun else supervisor.run()
+                return _told(plan, supervisor.run())
             finally:
                 standard_input.clear()
 
@@ -168,8 +168,14 @@ def _give_address(plan: Plan, job: LocalJob) -> None:
         job.exports = plan.backend.exports([free_ports(count) for count in plan.backend.ports()])
 
 
-def _told_of_mpirun(ending: Ending) -> Ending:
-    return replace(ending, text=ending.text.replace("rank 0 failed first", "mpirun failed").replace("rank 0", "mpirun"))
+def _told(plan: Plan, ending: Ending) -> Ending:
+    """With a closing line that says who it is about, where that is not all ranks."""
+    text = ending.text
+    if plan.by_mpirun:
+        text = text.replace("rank 0 failed first", "mpirun failed").replace("rank 0", "mpirun")
+    elif plan.nodes is not None and text:
+        text = f"node {plan.nodes.number}: {text}"
+    return replace(ending, text=text)
 
 
 def _start(
