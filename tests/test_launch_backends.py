@@ -14,7 +14,7 @@ from launching import LAUNCH, launch, nothing_left  # noqa: F401  (nothing_left 
 
 from mlxdist.errors import InvalidArgument
 from mlxdist.hostfile import parse
-from mlxdist.launch.backends import Exports, choose, free_ports
+from mlxdist.launch.backends import DEFAULT_PORT, Exports, choose, free_ports
 from mlxdist.launch.command import launch as launch_command
 from mlxdist.launch.mpirun import mpirun_command
 
@@ -234,6 +234,19 @@ def test_no_value_is_on_the_command_line_of_mpirun():
     assert " ".join(words).endswith(text) and words[0] == "mpirun"
 
 
+def test_where_rank_0_of_mpirun_listens():
+    """For programs that use mlxdist."""
+    for hosts, address in {
+        "10.0.0.1\nb": f"10.0.0.1:{DEFAULT_PORT}",
+        "user@a\nb": f"a:{DEFAULT_PORT}",
+        "fe80::1\nb": f"[fe80::1]:{DEFAULT_PORT}",
+    }.items():
+        assert choose("mpi", parse(hosts), None).mpi_address() == address
+    assert choose("mpi", parse("a\nb"), None, starting_port=4711).mpi_address() == "a:4711"
+    assert choose("mpi", parse("localhost\nb"), None, starting_port=4711).mpi_address() == f"{socket.gethostname()}:4711"
+    assert re.fullmatch(r"127\.0\.0\.1:\d+", choose("mpi", None, 2).mpi_address())
+
+
 def test_without_mpirun(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     job = CliRunner().invoke(launch_command, ["--backend", "mpi", "-n", "2", "--", "true"])
@@ -259,9 +272,10 @@ def test_mpi_runs(open_mpi, hosts):
 
 
 @pytest.mark.long
-def test_mlxdist_under_mpi(open_mpi):
+@pytest.mark.parametrize("hosts", [[], ["--hosts", "localhost"]])
+def test_mlxdist_under_mpi(open_mpi, hosts):
     program = "import mlxdist as d, numpy as np; assert d.init().size() == 2 and d.all_sum(np.ones(1)).item() == 2"
-    job = launch(2, sys.executable, "-c", program, options=["--backend", "mpi"], timeout=120)
+    job = launch(2, sys.executable, "-c", program, options=["--backend", "mpi", *hosts], timeout=120)
     assert job.returncode == 0, job.stderr
 
 

@@ -323,3 +323,14 @@ def test_a_rank_that_fails_over_there(nodes):
 def test_hosts_that_cannot_run_it(nodes, options, words):
     job = launch(over_ssh(nodes, *options), "--", "true")
     assert job.returncode == 1 and words in job.stderr, job.stderr
+
+
+@pytest.mark.long
+def test_mlx_s_ring_between_hosts(nodes, tmp_path):
+    """At ports that each host has found free, and addresses that the hostfile gives."""
+    entries = [{"ssh": name, "ips": [host.address], "slots": 2} for name, host in zip(nodes.names, nodes.hosts)]
+    (tmp_path / "hosts.json").write_text(json.dumps({"backend": "ring", "hosts": entries}))
+    command = nodes.command(*LAUNCH, "--hostfile", tmp_path / "hosts.json", "--ssh", nodes.ssh)
+    program = "import mlx.core as mx; print(mx.distributed.init(strict=True).size(), mx.distributed.all_sum(1).item())"
+    job = python(command, program)
+    assert lines(job) == [f"[{rank} node{rank // 2}] 4 4" for rank in range(4)], job.stderr

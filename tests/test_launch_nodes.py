@@ -13,9 +13,9 @@ from launching import LAUNCH, nothing_left  # noqa: F401  (nothing_left is a fix
 
 from mlxdist.environment import same_job
 from mlxdist.errors import InvalidArgument
-from mlxdist.launch.backends import free_ports
+from mlxdist.launch.backends import DEFAULT_PORT, free_ports
 from mlxdist.launch.command import launch as launch_command
-from mlxdist.launch.nodes import DEFAULT_PORT, Nodes, allocation, from_options, from_slurm_step
+from mlxdist.launch.nodes import Nodes, allocation, from_options, from_slurm_step
 
 SECRET = {"MLXDIST_SECRET": "ab" * 32}
 IN_SLURM = ("SLURM_", "OMPI_", "PMI", "MLXDIST_")

@@ -11,14 +11,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ..environment import format_address
 from ..errors import InvalidArgument
 
 if TYPE_CHECKING:
     from ..hostfile import Host, Hostfile
 
-__all__ = ["BACKENDS", "Backend", "Exports", "choose", "free_ports"]
+__all__ = ["BACKENDS", "DEFAULT_PORT", "Backend", "Exports", "choose", "free_ports"]
 
 BACKENDS = ("auto", "mlxdist", "ring", "jaccl", "jaccl-ring", "mpi", "nccl")
+# Where rank 0 listens when nobody can look for a free port first. Below those that systems give to whoever asks for any
+# (from 32768 on Linux, 49152 on macOS).
+DEFAULT_PORT = 27183
+_LOOPBACK = ("127.0.0.1", "::1")
 _MOST_NAMED = 3
 
 
@@ -59,6 +64,17 @@ class Backend:
     def rendezvous_port(self) -> int:
         """Where rank 0 of mlxdist listens; 0: at any that is free."""
         return (self.starting_port or 0) if self.name == "mlxdist" else 0
+
+    def mpi_address(self) -> str:
+        """Where rank 0 listens if mpirun starts the ranks and they use mlxdist: on the first host."""
+        from ..remote.ssh import is_this_machine
+
+        first = self.hosts[0]
+        is_here = is_this_machine(first.name)
+        address = next(iter(_addresses(first)), first.name.rpartition("@")[2])
+        if address in _LOOPBACK and not all(is_this_machine(host.name) for host in self.hosts):
+            address = socket.gethostname()
+        return format_address(address, self.starting_port or (free_ports(1)[0] if is_here else DEFAULT_PORT))
 
     def ports(self) -> list[int]:
         """How many free ports each host has to find."""
@@ -174,7 +190,7 @@ def _require_address(backend: Backend, host: Host, who: str) -> None:
             f'name; write it in a hostfile: {{"ssh": "{host.name}", "ips": ["192.168.0.1"]}}'
         )
     others = [other.name for other in backend.hosts if not is_this_machine(other.name)]
-    loopback = [address for address in found if address.startswith("127.") or address == "::1"]
+    loopback = [address for address in found if address in _LOOPBACK]
     if others and loopback:
         raise InvalidArgument(
             f"--backend {backend.name}: {others[0]} cannot reach {host.name} at {loopback[0]}; give it an address on "

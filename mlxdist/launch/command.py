@@ -189,7 +189,8 @@ def _for_mpirun(
 
     exported = _for_hosts(on, given) if on is not None else dict(given)
     exported = mpirun_variables(os.environ) | exported
-    words = mpirun_command(backend.hosts, exported, options.cwd, options.mpi_words(), command)
+    names = [*exported, "MLXDIST_RENDEZVOUS", "MLXDIST_SECRET", "MLXDIST_JOB"]
+    words = mpirun_command(backend.hosts, names, options.cwd, options.mpi_words(), command)
     return _for_this_machine(exported, words[0], door=False), words
 
 

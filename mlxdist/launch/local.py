@@ -179,14 +179,14 @@ class LocalJob:
         return LocalRank(rank, process)
 
     def _of_job(self) -> dict[str, str]:
-        variables = {
+        return {
+            "MLXDIST_RENDEZVOUS": self.address,
             "MLXDIST_SECRET": self._secret,
             "MLXDIST_JOB": self.job,
             "MLXDIST_RESTART": str(self._restart),
             "MLXDIST_FIRST_FAILURE": str(self.first_failure),
             "MLXDIST_FLIGHT": self.record.flight,
         }
-        return variables if self.address is None else variables | {"MLXDIST_RENDEZVOUS": self.address}
 
     def _numbers(self, rank: int) -> dict[str, str]:
         """Ours, and those that programs and MLX's backends look for."""

@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING
 
 from ..environment import MAX_RANKS, Environment, format_address, parse_address
 from ..errors import EnvironmentVariableError, InvalidArgument
+from .backends import DEFAULT_PORT
 
 if TYPE_CHECKING:
     from ..hostfile import Hostfile
 
-__all__ = ["DEFAULT_PORT", "Nodes", "allocation", "from_options", "from_slurm_step"]
+__all__ = ["Nodes", "allocation", "from_options", "from_slurm_step"]
 
-# Below the ports that systems give to whoever asks for any (from 32768 on Linux, 49152 on macOS).
-DEFAULT_PORT = 27183
 _FIRST_SLURM_PORT, _SLURM_PORTS = 20000, 10000
 _MAX_SECRET_FILE = 4096
 _HOW = (

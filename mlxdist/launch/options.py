@@ -12,8 +12,7 @@ from typing import Any
 import click
 
 from ..environment import MAX_RANKS, MAX_RESTARTS, OF_JOB, PROVIDERS, QUEUE_PAIRS
-from .backends import BACKENDS
-from .nodes import DEFAULT_PORT
+from .backends import BACKENDS, DEFAULT_PORT
 from .standard_input import CHOICES
 
 __all__ = ["LaunchCommand", "Options", "launch_options", "parse_settings", "with_python"]
@@ -72,7 +71,7 @@ _OPTIONS: dict[str, list[Callable]] = {
             "-p",
             type=_PORT,
             metavar="PORT",
-            help="mlxdist, jaccl: port of rank 0; ring: of rank 0, counting up.  [default: free ones]",
+            help="mlxdist, jaccl, mpi: port of rank 0; ring: of rank 0, counting up.  [default: free ones]",
         ),
         click.option(
             "--connections-per-ip",

@@ -162,9 +162,9 @@ def _give_address(plan: Plan, job: LocalJob) -> None:
     """Where the ranks find rank 0, and each other if a backend of MLX's own joins them."""
     if plan.nodes is not None:
         job.address = plan.nodes.address
-    elif plan.by_mpirun and plan.hostfile is not None:
-        job.address = None  # rank 0 may be anywhere
-    elif not plan.by_mpirun:
+    elif plan.by_mpirun:
+        job.address = plan.backend.mpi_address()
+    else:
         job.exports = plan.backend.exports([free_ports(count) for count in plan.backend.ports()])
 
 
