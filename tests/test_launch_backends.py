@@ -1,4 +1,4 @@
-"""`mlxdist launch --backend`: what MLX's own backends find in the environment of their ranks, and that they run on it."""
+"""`mlxdist launch --backend`: what MLX's own backends find in the environment of their ranks, and that they run."""
 
 import json
 import os
@@ -100,7 +100,8 @@ def test_jaccl_and_nccl_on_one_host(tmp_path):
 
 def test_exports_for_a_ring_of_hosts():
     """Ports are those that each host has found, or count up as with MLX's launcher."""
-    hosts = parse(json.dumps([{"ssh": "a", "ips": ["10.0.0.1", "10.0.1.1"]}, {"ssh": "b", "ips": ["10.0.0.2", "10.0.1.2"]}]))
+    addresses = {"a": ["10.0.0.1", "10.0.1.1"], "b": ["10.0.0.2", "10.0.1.2"]}
+    hosts = parse(json.dumps([{"ssh": name, "ips": ips} for name, ips in addresses.items()]))
     backend = choose("ring", hosts, None)
     assert backend.ports() == [2, 2]
     ring = [["10.0.0.1:7", "10.0.1.1:8"], ["10.0.0.2:7", "10.0.1.2:9"]]
@@ -176,15 +177,17 @@ def matrix(*rows):
     [
         ("ring", "a\nb", "ring: every rank needs an IP address that the others reach it at, and a is a name"),
         ("ring", "localhost\n10.0.0.2", "ring: 10.0.0.2 cannot reach localhost at 127.0.0.1"),
-        ("ring", "10.0.0.1\nfe80::1", "IPv4 only, and fe80::1 has fe80::1"),
+        ("ring", "10.0.0.1\nfe80::1", "ring: MLX speaks IPv4 only here, and fe80::1 has fe80::1"),
         (
             "ring",
             json.dumps([{"ssh": "a", "ips": ["10.0.0.1"]}, {"ssh": "b", "ips": ["10.0.0.2", "10.0.1.2"]}]),
             "as many addresses .* a has 1 and b has 2",
         ),
         ("nccl", "a\n10.0.0.2", "nccl: rank 0 needs an IP address"),
+        ("nccl", "fe80::1\nb", "IPv4 only here, and fe80::1 has fe80::1"),
+        ("mpi", "me@a\nb", "mpirun knows no users in names such as me@a"),
         ("jaccl", "10.0.0.1\n10.0.0.2", "needs a hostfile that says which device leads to which host"),
-        ("jaccl", matrix([None, "x"], ["x", None]).replace("10.0.0.1", "127.0.0.1"), "h0 cannot reach h0 at"),
+        ("jaccl", matrix([None, "x"], ["x", None]).replace("10.0.0.1", "127.0.0.1"), "h1 cannot reach h0 at 127.0.0.1"),
         (
             "jaccl",
             matrix([None, "x", None], ["x", None, "y"], [None, "y", None]),
@@ -238,12 +241,13 @@ def test_where_rank_0_of_mpirun_listens():
     """For programs that use mlxdist."""
     for hosts, address in {
         "10.0.0.1\nb": f"10.0.0.1:{DEFAULT_PORT}",
-        "user@a\nb": f"a:{DEFAULT_PORT}",
+        "a\nb": f"a:{DEFAULT_PORT}",
         "fe80::1\nb": f"[fe80::1]:{DEFAULT_PORT}",
     }.items():
         assert choose("mpi", parse(hosts), None).mpi_address() == address
     assert choose("mpi", parse("a\nb"), None, starting_port=4711).mpi_address() == "a:4711"
-    assert choose("mpi", parse("localhost\nb"), None, starting_port=4711).mpi_address() == f"{socket.gethostname()}:4711"
+    address = choose("mpi", parse("localhost\nb"), None, starting_port=4711).mpi_address()
+    assert address == f"{socket.gethostname()}:4711"
     assert re.fullmatch(r"127\.0\.0\.1:\d+", choose("mpi", None, 2).mpi_address())
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -334,3 +335,16 @@ def test_mlx_s_ring_between_hosts(nodes, tmp_path):
     program = "import mlx.core as mx; print(mx.distributed.init(strict=True).size(), mx.distributed.all_sum(1).item())"
     job = python(command, program)
     assert lines(job) == [f"[{rank} node{rank // 2}] 4 4" for rank in range(4)], job.stderr
+
+
+@pytest.mark.long
+def test_mpirun_reaches_hosts_by_the_same_ssh(nodes):
+    if not shutil.which("mpirun"):
+        pytest.skip("no mpirun here")
+    environ = os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    network = nodes.hosts[0].address.rpartition(".")[0] + ".0/24"
+    options = ["--backend", "mpi", "--mpi-arg", f"--mca oob_tcp_if_include {network} --mca btl_tcp_if_include {network}"]
+    program = "import mlx.core as mx; assert mx.distributed.init(strict=True, backend='mpi').size() == 2"
+    program += "; assert mx.distributed.all_sum(1).item() == 2"
+    job = launch(over_ssh(nodes, *options), "--", sys.executable, "-c", program, env=environ)
+    assert job.returncode == 0, job.stdout + job.stderr

@@ -130,6 +130,7 @@ def test_addresses(master, address):
     "arguments, words",
     [
         ((None, 1, None, None, SECRET), "--node-rank goes with --nodes N"),
+        ((None, None, "h", None, SECRET), "--master-addr goes with --nodes N"),
         ((2, None, "h", None, SECRET), "--nodes needs --node-rank R"),
         ((2, 0, None, None, SECRET), "--master-addr HOST"),
         ((2, 2, "h", None, SECRET), "--node-rank 2 does not fit --nodes 2: nodes are 0 to 1"),

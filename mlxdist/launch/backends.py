@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ BACKENDS = ("auto", "mlxdist", "ring", "jaccl", "jaccl-ring", "mpi", "nccl")
 # (from 32768 on Linux, 49152 on macOS).
 DEFAULT_PORT = 27183
 _LOOPBACK = ("127.0.0.1", "::1")
+_MAX_PORT = 65535
 _MOST_NAMED = 3
 
 
@@ -108,22 +109,16 @@ class Backend:
 
     def _ring(self, ports: Sequence[Sequence[int]]) -> str:
         """For each rank the addresses that it listens at."""
-        ranks = [(host, rank) for host in range(len(self.hosts)) for rank in range(self.hosts[host].slots)]
-        given = [iter(found) for found in ports]
-        if self.starting_port is not None:
-            given = [self._counting()] * len(self.hosts)
+        if self.starting_port is None:
+            given = [iter(found) for found in ports]
+        else:  # of all hosts together
+            given = [iter(range(self.starting_port, _MAX_PORT + 1))] * len(self.hosts)
         listed = [
-            [
-                f"{address}:{next(given[host])}"
-                for address in _addresses(self.hosts[host])
-                for _ in range(self.connections)
-            ]
-            for host, _ in ranks
+            [f"{address}:{next(found)}" for address in _addresses(host) for _ in range(self.connections)]
+            for host, found in zip(self.hosts, given)
+            for _ in range(host.slots)
         ]
         return json.dumps(listed)
-
-    def _counting(self) -> Iterator[int]:
-        return iter(range(self.starting_port, 65536))
 
     def _devices(self) -> list[list[str | list[str] | None]]:
         cells = [[list(devices) or None for devices in host.rdma] for host in self.hosts]
@@ -153,6 +148,8 @@ def choose(name: str, hostfile: Hostfile | None, ranks: int | None, **settings: 
         _check_jaccl(backend)
     elif name == "nccl":
         _require_address(backend, hosts[0], "rank 0")
+    elif name == "mpi" and (users := [host.name for host in hosts if "@" in host.name]):
+        raise InvalidArgument(f"--backend mpi: mpirun knows no users in names such as {users[0]}; see ssh_config")
     return backend
 
 
@@ -189,30 +186,30 @@ def _require_address(backend: Backend, host: Host, who: str) -> None:
             f"--backend {backend.name}: {who} needs an IP address that the others reach it at, and {host.name} is a "
             f'name; write it in a hostfile: {{"ssh": "{host.name}", "ips": ["192.168.0.1"]}}'
         )
-    others = [other.name for other in backend.hosts if not is_this_machine(other.name)]
+    others = [other.name for other in backend.hosts if other != host and not is_this_machine(other.name)]
     loopback = [address for address in found if address in _LOOPBACK]
     if others and loopback:
         raise InvalidArgument(
             f"--backend {backend.name}: {others[0]} cannot reach {host.name} at {loopback[0]}; give it an address on "
-            f"their network: \"ips\" in a hostfile"
+            'their network: "ips" in a hostfile'
         )
+    used = found if backend.name == "ring" else found[:1]
+    if sixes := [address for address in used if ":" in address]:
+        raise InvalidArgument(f"--backend {backend.name}: MLX speaks IPv4 only here, and {host.name} has {sixes[0]}")
 
 
 def _check_ring(backend: Backend) -> None:
     counts = {}
     for host in backend.hosts:
         _require_address(backend, host, "every rank")
-        found = _addresses(host)
-        if sixes := [address for address in found if ":" in address]:
-            raise InvalidArgument(f"--backend ring: MLX's ring speaks IPv4 only, and {host.name} has {sixes[0]}")
-        counts.setdefault(len(found), host.name)
+        counts.setdefault(len(_addresses(host)), host.name)
     if len(counts) > 1:
         listed = " and ".join(f"{name} has {number}" for number, name in counts.items())
-        raise InvalidArgument(f"--backend ring: every host needs as many addresses (\"ips\") as the others; {listed}")
+        raise InvalidArgument(f'--backend ring: every host needs as many addresses ("ips") as the others; {listed}')
     if backend.starting_port is not None:
         last = backend.starting_port - 1
         last += sum(host.slots * len(_addresses(host)) * backend.connections for host in backend.hosts)
-        if last > 65535:
+        if last > _MAX_PORT:
             raise InvalidArgument(f"--starting-port {backend.starting_port}: the last port would be {last}")
 
 

@@ -58,8 +58,8 @@ def launch(chosen: Chosen, command: tuple[str, ...], **given: Any) -> None:
     `python ...`, -m or -c is run by that Python.
 
     Where something else starts a launcher on each node (--nodes, or srun on several nodes), ssh is not used, and
-    MLXDIST_SECRET must be the same everywhere. In a SLURM allocation (salloc, sbatch), without -n and hosts, the job runs
-    on its hosts.
+    MLXDIST_SECRET must be the same everywhere. In a SLURM allocation (salloc, sbatch), without -n and hosts, the job
+    runs on its hosts.
 
     With --max-restarts, a job whose rank has failed is ended as always and then started again, with pauses of 1, 2, 4
     and up to 30 seconds in between; it finds in MLXDIST_RESTART how often that was, and has to load its own checkpoint.
@@ -97,13 +97,12 @@ def launch(chosen: Chosen, command: tuple[str, ...], **given: Any) -> None:
 
 def _places(chosen: Chosen, options: Options) -> tuple[Chosen, nodes.Nodes | None]:
     """The hosts to run on, with what SLURM says where the user does not, or this node among others."""
-    four = (options.nodes, options.node_rank, options.master_addr)
+    asked = (options.nodes, options.node_rank, options.master_addr, options.secret_file)
     if chosen.hostfile is not None:
-        if any(value is not None for value in (*four, options.secret_file)):
+        if any(value is not None for value in asked):
             raise click.UsageError("--nodes is for launchers that something else starts on each node; or give hosts.")
         return chosen, None
-    found = nodes.from_options(*four, options.secret_file, os.environ) if any(v is not None for v in four) else None
-    found = found or nodes.from_slurm_step(os.environ, options.secret_file)
+    found = nodes.from_options(*asked, os.environ) or nodes.from_slurm_step(os.environ, options.secret_file)
     if found is None and options.secret_file is not None:
         raise click.UsageError("--secret-file goes with --nodes.")
     if options.ranks is None:
@@ -116,7 +115,8 @@ def _places(chosen: Chosen, options: Options) -> tuple[Chosen, nodes.Nodes | Non
         found.ranks(options.ranks)
         if options.max_restarts:
             raise click.UsageError(
-                "--max-restarts is not for --nodes: the launchers do not know of each other. Let what starts them do it."
+                "--max-restarts is not for --nodes: the launchers do not know of each other. Let what starts them do "
+                "it."
             )
         if options.starting_port is not None:
             raise click.UsageError("--starting-port is not for --nodes: the port is in --master-addr HOST:PORT.")
@@ -131,7 +131,7 @@ def _plan(chosen: Chosen, of_nodes: nodes.Nodes | None, options: Options, comman
         raise click.UsageError(f"--backend {backend.name} has to know the addresses of all hosts; give --hostfile.")
     ranks = on.ranks if on is not None else options.ranks
     if backend.name == "mpi":
-        variables, command = _for_mpirun(on, backend, given, options, command)
+        variables, command = _for_mpirun(chosen, backend, given, options, command)
         ranks = 1
     elif on is None:
         variables = _for_this_machine(given, command[0], backend.name == "mlxdist")
@@ -182,16 +182,17 @@ def _for_hosts(on: Hostfile, given: Mapping[str, str]) -> dict[str, str]:
 
 
 def _for_mpirun(
-    on: Hostfile | None, backend: Backend, given: Mapping[str, str], options: Options, command: list[str]
+    chosen: Chosen, backend: Backend, given: Mapping[str, str], options: Options, command: list[str]
 ) -> tuple[dict[str, str], list[str]]:
     """The environment of mpirun and its command line, which has names of variables, and no values."""
-    from .mpirun import mpirun_command, mpirun_variables
+    from .mpirun import mpirun_command, mpirun_variables, reach_variables
 
-    exported = _for_hosts(on, given) if on is not None else dict(given)
+    exported = _for_hosts(chosen.hostfile, given) if chosen.hostfile is not None else dict(given)
     exported = mpirun_variables(os.environ) | exported
     names = [*exported, "MLXDIST_RENDEZVOUS", "MLXDIST_SECRET", "MLXDIST_JOB"]
-    words = mpirun_command(backend.hosts, names, options.cwd, options.mpi_words(), command)
-    return _for_this_machine(exported, words[0], door=False), words
+    folder = os.path.abspath(options.cwd) if options.cwd else None
+    words = mpirun_command(backend.hosts, names, folder, options.mpi_words(), command)
+    return _for_this_machine(exported | reach_variables(chosen.ssh), words[0], door=False), words
 
 
 def _check_variables(variables: Mapping[str, str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,9 +17,16 @@ from ..errors import ResourceError
 if TYPE_CHECKING:
     from ..hostfile import Host
 
-__all__ = ["mpirun_command", "mpirun_variables"]
+__all__ = ["mpirun_command", "mpirun_variables", "reach_variables"]
 
 _SECONDS = 20
+
+
+def reach_variables(ssh: Sequence[str]) -> dict[str, str]:
+    """What makes mpirun reach other hosts by this command: before version 5, and since."""
+    if list(ssh) == ["ssh"]:
+        return {}
+    return {"OMPI_MCA_plm_rsh_agent": shlex.join(ssh), "PRTE_MCA_plm_ssh_agent": shlex.join(ssh)}
 
 
 def mpirun_variables(environ: Mapping[str, str]) -> dict[str, str]:

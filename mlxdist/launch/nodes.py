@@ -1,8 +1,8 @@
 """A job whose launcher is started on every node by somebody else: `--nodes`, or srun. They do not use ssh.
 
 Each launcher starts the ranks of its node. They meet at the address of node 0, and prove to each other that they know
-the secret, which must be the same everywhere. The launchers do not know of each other: when a rank fails, those of other
-nodes learn it from the rendezvous, fail too, and end their launchers' part.
+the secret, which must be the same everywhere. The launchers do not know of each other: when a rank fails, those of
+other nodes learn it from the rendezvous, and fail too.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ __all__ = ["Nodes", "allocation", "from_options", "from_slurm_step"]
 _FIRST_SLURM_PORT, _SLURM_PORTS = 20000, 10000
 _MAX_SECRET_FILE = 4096
 _HOW = (
-    "type `export MLXDIST_SECRET=$(openssl rand -hex 32)` on one node and export the same value on the others, or give a "
-    "file that has it with --secret-file"
+    "type `export MLXDIST_SECRET=$(openssl rand -hex 32)` on one node and export the same value on the others, or give "
+    "a file that has it with --secret-file"
 )
 
 
@@ -82,14 +82,14 @@ def from_options(
         InvalidArgument: one of them is missing or wrong, or there is no secret.
     """
     if count is None:
-        given = {"--node-rank": number, "--master-addr": master, "--secret-file": secret_file}
+        given = {"--node-rank": number, "--master-addr": master}
         if alone := [option for option, value in given.items() if value is not None]:
             raise InvalidArgument(f"{alone[0]} goes with --nodes N, the number of nodes")
         return None
     if number is None or master is None:
         raise InvalidArgument(
-            "--nodes needs --node-rank R, which of the nodes this is (from 0), and --master-addr HOST[:PORT], where node "
-            "0 listens"
+            "--nodes needs --node-rank R, which of the nodes this is (from 0), and --master-addr HOST[:PORT], where "
+            "node 0 listens"
         )
     if not 0 <= number < count:
         raise InvalidArgument(f"--node-rank {number} does not fit --nodes {count}: nodes are 0 to {count - 1}")

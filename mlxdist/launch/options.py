@@ -24,7 +24,6 @@ _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 
 _WHERE, _HOSTS, _LAST = "Where", "Several hosts, by ssh", "Instead, or before"
 
-
 # By sections of --help. Those of several hosts are in ..hostfile.options: other commands have them too.
 _OPTIONS: dict[str, list[Callable]] = {
     _WHERE: [
@@ -64,7 +63,9 @@ _OPTIONS: dict[str, list[Callable]] = {
             "hosts where it is there, else TCP; says what it chose and why.",
         ),
         click.option(
-            "--qp", type=click.Choice(QUEUE_PAIRS), help="mlxdist: queue pairs, unreliable (default) or reliable (Linux)."
+            "--qp",
+            type=click.Choice(QUEUE_PAIRS),
+            help="mlxdist: queue pairs, unreliable (default) or reliable (Linux).",
         ),
         click.option(
             "--starting-port",
@@ -132,7 +133,7 @@ _OPTIONS: dict[str, list[Callable]] = {
         ),
     ],
     _LAST: [
-        click.option("--check", is_flag=True, help="First what `mlxdist doctor` checks; start nothing if it finds fault."),
+        click.option("--check", is_flag=True, help="First what `mlxdist doctor` checks; start nothing if it fails."),
         click.option("--dry-run", is_flag=True, help="Show what would be started, and start nothing."),
         click.option("--print-python", is_flag=True, help="Show the Python of the ranks' hosts, and start nothing."),
     ],
