@@ -1,7 +1,7 @@
 """Which rank a process is by the word of whoever started it: Open MPI, a PMI (MPICH, Intel MPI), PMIx, or SLURM."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .errors import EnvironmentVariableError
 
@@ -17,8 +17,7 @@ _STARTERS = (
 _SLURM_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """``size``: None where nobody says it. ``source``: the variables that say so."""
 
     rank: int

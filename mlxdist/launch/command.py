@@ -16,7 +16,6 @@ from .. import mpi_door
 from ..environment import OF_JOB, Environment
 from ..errors import EnvironmentVariableError, InvalidArgument, ResourceError
 from ..hostfile.options import Chosen, host_options
-from . import nodes
 from .backends import Backend, choose
 from .executable import check_command
 from .leftovers import remove_leftovers
@@ -26,6 +25,7 @@ from .run import Plan, run
 
 if TYPE_CHECKING:
     from ..hostfile import Hostfile
+    from .nodes import Nodes
 
 __all__ = ["launch"]
 
@@ -95,35 +95,42 @@ def launch(chosen: Chosen, command: tuple[str, ...], **given: Any) -> None:
     sys.exit(status)
 
 
-def _places(chosen: Chosen, options: Options) -> tuple[Chosen, nodes.Nodes | None]:
+def _places(chosen: Chosen, options: Options) -> tuple[Chosen, Nodes | None]:
     """The hosts to run on, with what SLURM says where the user does not, or this node among others."""
     asked = (options.nodes, options.node_rank, options.master_addr, options.secret_file)
-    if chosen.hostfile is not None:
-        if any(value is not None for value in asked):
-            raise click.UsageError("--nodes is for launchers that something else starts on each node; or give hosts.")
+    is_asked = any(value is not None for value in asked)
+    if chosen.hostfile is not None and is_asked:
+        raise click.UsageError("--nodes is for launchers that something else starts on each node; or give hosts.")
+    alone = options.ranks is not None and not is_asked and "SLURM_STEP_ID" not in os.environ
+    if chosen.hostfile is not None or alone:
         return chosen, None
+    from . import nodes
+
     found = nodes.from_options(*asked, os.environ) or nodes.from_slurm_step(os.environ, options.secret_file)
     if found is None and options.secret_file is not None:
         raise click.UsageError("--secret-file goes with --nodes.")
-    if options.ranks is None:
+    if found is not None and options.ranks is not None:
+        _check_nodes(found, options)
+    elif options.ranks is None:
         hosts = nodes.allocation(os.environ) if found is None else None
         if hosts is None:
             raise click.UsageError("Missing option '-n', or '--hostfile', or '--hosts'.")
         listed = ",".join(f"{host.name}:{host.slots}" for host in hosts.hosts)
-        return replace(chosen, hostfile=hosts, arguments=[*chosen.arguments, "--hosts", listed]), None
-    if found is not None:
-        found.ranks(options.ranks)
-        if options.max_restarts:
-            raise click.UsageError(
-                "--max-restarts is not for --nodes: the launchers do not know of each other. Let what starts them do "
-                "it."
-            )
-        if options.starting_port is not None:
-            raise click.UsageError("--starting-port is not for --nodes: the port is in --master-addr HOST:PORT.")
+        chosen = replace(chosen, hostfile=hosts, arguments=[*chosen.arguments, "--hosts", listed])
     return chosen, found
 
 
-def _plan(chosen: Chosen, of_nodes: nodes.Nodes | None, options: Options, command: list[str]) -> Plan:
+def _check_nodes(found: Nodes, options: Options) -> None:
+    found.ranks(options.ranks)
+    if options.max_restarts:
+        raise click.UsageError(
+            "--max-restarts is not for --nodes: the launchers do not know of each other. Let what starts them do it."
+        )
+    if options.starting_port is not None:
+        raise click.UsageError("--starting-port is not for --nodes: the port is in --master-addr HOST:PORT.")
+
+
+def _plan(chosen: Chosen, of_nodes: Nodes | None, options: Options, command: list[str]) -> Plan:
     on, given = chosen.hostfile, options.variables()
     settings = {"starting_port": options.starting_port, "nccl_port": options.nccl_port, "verbose": options.verbose}
     backend = choose(options.backend, on, options.ranks, connections=options.connections, **settings)

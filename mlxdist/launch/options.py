@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -140,8 +139,7 @@ _OPTIONS: dict[str, list[Callable]] = {
 }
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):  # a dataclass of so many fields takes a millisecond to be made
     """What the user has given, but for the hosts and the command."""
 
     ranks: int | None
