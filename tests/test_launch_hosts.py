@@ -343,7 +343,8 @@ def test_mpirun_reaches_hosts_by_the_same_ssh(nodes):
         pytest.skip("no mpirun here")
     environ = os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     network = nodes.hosts[0].address.rpartition(".")[0] + ".0/24"
-    options = ["--backend", "mpi", "--mpi-arg", f"--mca oob_tcp_if_include {network} --mca btl_tcp_if_include {network}"]
+    words = f"--mca oob_tcp_if_include {network} --mca btl_tcp_if_include {network}"
+    options = ["--backend", "mpi", "--mpi-arg", words]
     program = "import mlx.core as mx; assert mx.distributed.init(strict=True, backend='mpi').size() == 2"
     program += "; assert mx.distributed.all_sum(1).item() == 2"
     job = launch(over_ssh(nodes, *options), "--", sys.executable, "-c", program, env=environ)
