@@ -22,6 +22,7 @@ from .leftovers import remove_leftovers
 from .local import base_environment
 from .remote import AGENT
 from .run import Plan, run
+from .standard_input import CHOICES
 
 __all__ = ["launch"]
 
@@ -74,6 +75,13 @@ __all__ = ["launch"]
 @click.option(
     "--env", "settings", multiple=True, metavar="NAME=VALUE", help="Set a variable for all ranks; repeatable."
 )
+@click.option(
+    "--stdin",
+    type=click.Choice(CHOICES),
+    default="all",
+    show_default=True,
+    help="Ranks that get what the launcher reads from its standard input: all, or rank 0 alone.",
+)
 @click.option("--verbose", is_flag=True, help="Report the start and the end of every rank.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND [ARGUMENTS]...")
 def launch(
@@ -95,6 +103,7 @@ def launch(
     provider: str | None,
     qp: str | None,
     settings: tuple[str, ...],
+    stdin: str,
     verbose: bool,
     command: tuple[str, ...],
 ) -> None:
@@ -106,8 +115,8 @@ def launch(
         mlxdist launch --hosts node0,node1 -n 2 -- python train.py
 
     Every rank finds its number in MLXDIST_RANK and the number of ranks in MLXDIST_WORLD_SIZE. A program that knows
-    nothing of mlxdist and calls mx.distributed.init() gets the same group. Rank 0 reads the standard input. Each rank
-    has a temporary folder (TMPDIR) of its own, which is removed when the job has ended.
+    nothing of mlxdist and calls mx.distributed.init() gets the same group. Every rank reads what comes from the standard
+    input (--stdin). Each rank has a temporary folder (TMPDIR) of its own, which is removed when the job has ended.
 
     The exit status is that of the first rank that failed, 128 + the signal if it was killed by one. Ctrl-C and SIGTERM
     reach all ranks. When the command returns, nothing of the job is left running.
@@ -144,6 +153,7 @@ def launch(
             verbose=verbose,
             logs=_folder(logs, prefix),
             limit=limit,
+            stdin=stdin,
         )
         if dry_run:
             _show(plan)

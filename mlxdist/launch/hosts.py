@@ -12,7 +12,7 @@ from ..remote.ssh import LOST, Reach
 from ..version import __version__
 from .executable import CannotRun
 from .local import job_name, new_secret
-from .remote import RemoteHost, RemoteRank
+from .remote import HostInput, RemoteHost, RemoteRank
 from .wakeup import Wakeup
 
 __all__ = ["HostsJob"]
@@ -39,10 +39,14 @@ class HostsJob:
         *,
         folder: str,
         reach: Reach,
+        stdin: str,
         wakeup: Wakeup,
         say: Callable[[str], None],
     ) -> None:
-        """``variables``: set for all ranks, besides what their host sets. ``folder``: where they run, on every host."""
+        """``variables``: set for all ranks, besides what their host sets. ``folder``: where they run, on every host.
+
+        ``stdin``: which ranks have the launcher's standard input.
+        """
         self.job = job_name(name, restart)
         self.succeeded = False
         self._hostfile = hostfile
@@ -63,6 +67,7 @@ class HostsJob:
             "variables": dict(variables),
             "grace": grace,
             "folder": folder,
+            "stdin": stdin,
             "secret": new_secret(),
         }
 
@@ -85,8 +90,8 @@ class HostsJob:
         for host in self._hosts:
             host.close(max(0.0, self._ends_at - time.monotonic()))
 
-    def start(self, rank: int, stdout: int, stderr: int) -> RemoteRank:
-        """The ranks run once all have been added; see `all_started`."""
+    def start(self, rank: int, stdout: int, stderr: int, stdin: None) -> RemoteRank:
+        """The ranks run once all have been added; see `all_started`. What they read is a matter of `readers`."""
         return self._host_of[rank].add_rank(rank, os.dup(stdout), os.dup(stderr))
 
     def all_started(self) -> None:
@@ -95,9 +100,9 @@ class HostsJob:
             host.say = self._say
             host.start(address)
 
-    def input(self, data: bytes) -> None:
-        """What rank 0 reads from its standard input; empty: the end."""
-        self._hosts[0].input(data)
+    def readers(self, wake: Callable[[], None]) -> list[HostInput]:
+        """Of the standard input. ``wake`` is called when one may take more."""
+        return [HostInput(host, wake) for host in (self._hosts if self._fields["stdin"] == "all" else self._hosts[:1])]
 
     def ended(self, rank: RemoteRank) -> None:
         lost = rank.status == LOST and rank.host.state.closed

@@ -133,11 +133,8 @@ class LocalJob:
             self._listener.close()
         self._cache.close(self.succeeded)
 
-    def start(self, rank: int, stdout: int | None, stderr: int | None, stdin: int | None = None) -> LocalRank:
-        """Starts one rank. Its streams are the given descriptors, or the launcher's own.
-
-        Rank 0 reads ``stdin``, else the launcher's standard input; the others have none.
-        """
+    def start(self, rank: int, stdout: int | None, stderr: int | None, stdin: int | None) -> LocalRank:
+        """Starts one rank. Its streams are the given descriptors, or the launcher's own where they are None."""
         variables = dict(self._variables)
         variables["MLXDIST_RANK"] = str(rank)
         variables["MLXDIST_WORLD_SIZE"] = str(self._size)
@@ -158,7 +155,7 @@ class LocalJob:
         process = subprocess.Popen(
             self._command,
             env=variables,
-            stdin=stdin if rank == 0 else subprocess.DEVNULL,
+            stdin=stdin,
             stdout=stdout,
             stderr=stderr,
             pass_fds=passed,

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from .local import LocalJob, LocalRank, new_name
 from .output import Output, terminal_variables
 from .remote import RemoteRank
 from .restarts import run_with_restarts
-from .standard_input import StandardInput
+from .standard_input import Pipe, Reader, StandardInput
 from .supervisor import Ending, Supervisor
 from .wakeup import Interrupted, Wakeup
 
@@ -41,6 +42,7 @@ class Plan:
     verbose: bool = False
     logs: Path | None = None  # an existing folder
     limit: float | None = None  # seconds that one start of the job may take
+    stdin: str = "all"  # ranks that have the launcher's standard input; see standard_input.CHOICES
 
     def labels(self) -> list[str]:
         """What stands in front of the lines of each rank."""
@@ -69,11 +71,13 @@ def run(plan: Plan) -> int:
     if plan.prefix:
         variables = terminal_variables(variables, plan.labels()) | variables
         output = Output(plan.labels(), wakeup.wake, plan.logs)
-    name, standard_input = new_name(), StandardInput()
+    name = new_name()
 
     def say(text: str) -> None:
         line = f"mlxdist launch: {text}"
         output.say(line) if output is not None else click.echo(line, err=True)
+
+    standard_input = StandardInput(say, output.line_was_typed if output is not None else lambda: None)
 
     @contextlib.contextmanager
     def prepared(restart: int) -> Iterator[LocalJob | HostsJob]:
@@ -82,20 +86,24 @@ def run(plan: Plan) -> int:
             with LocalJob(name, restart, plan.ranks, *common) as job:
                 yield job
             return
-        where = {"folder": plan.folder, "reach": plan.reach}
+        where = {"folder": plan.folder, "reach": plan.reach, "stdin": plan.stdin}
         with HostsJob(name, restart, plan.hostfile, *common, **where, wakeup=wakeup, say=say) as job:
             yield job
-            standard_input.feed(None)
 
     def run_once(restart: int) -> Ending:
         with prepared(restart) as job:
             supervisor = Supervisor(job, wakeup, output, plan.grace, say, plan.verbose, plan.limit)
+            readers: list[Reader] = []
             for rank in range(plan.ranks):
-                supervisor.add(_start(job, rank, output))
+                supervisor.add(_start(job, rank, output, plan, readers))
             job.all_started()
             if isinstance(job, HostsJob):
-                standard_input.feed(job)
-            return supervisor.run()
+                readers = job.readers(standard_input.wake)
+            standard_input.feed(readers)
+            try:
+                return supervisor.run()
+            finally:
+                standard_input.clear()
 
     with wakeup.signals():
         try:
@@ -110,19 +118,32 @@ def run(plan: Plan) -> int:
     return status
 
 
-def _start(job: LocalJob | HostsJob, rank: int, output: Output | None) -> LocalRank | RemoteRank:
+def _start(
+    job: LocalJob | HostsJob, rank: int, output: Output | None, plan: Plan, readers: list[Reader]
+) -> LocalRank | RemoteRank:
+    """``readers`` gets the rank's standard input, if that is a pipe of this process."""
+    stdout, stderr, stdin = 1, 2, None
+    ends: list[int] = []
     try:
-        if output is None:
-            return job.start(rank, 1, 2)
-        stdout, stdout_end = os.pipe()
-        stderr, stderr_end = os.pipe()
         try:
-            started = job.start(rank, stdout_end, stderr_end)
+            if output is not None:
+                (out, stdout), (err, stderr) = os.pipe(), os.pipe()
+                ends = [stdout, stderr]
+            if isinstance(job, LocalJob):
+                if plan.stdin == "all" and plan.ranks > 1:
+                    stdin, target = os.pipe()
+                    ends.append(stdin)
+                    readers.append(Pipe(f"rank {rank}", target))
+                elif rank:
+                    stdin = subprocess.DEVNULL
+                # else it has the launcher's own: a terminal stays a terminal
+            started = job.start(rank, stdout, stderr, stdin)
         finally:
-            os.close(stdout_end)
-            os.close(stderr_end)
+            for end in ends:
+                os.close(end)
     except OSError as error:
         have = f" ({name_ranks(range(rank))} had started)" if rank else ""
         raise CannotRun(f"Cannot start rank {rank}: {error}{have}.", 126) from None
-    output.add(rank, stdout, stderr)
+    if output is not None:
+        output.add(rank, out, err)
     return started
