@@ -48,6 +48,15 @@ def test_collectives(tmp_path):
     assert lines(job) == [f"[{rank} localhost] 3" for rank in range(3)]
 
 
+def test_a_host_that_is_repeated():
+    """As mlx.launch has it: that many ranks."""
+    shown = launch([*LAUNCH, "--hosts", "localhost,localhost,a:2,b", "--dry-run"], "--", "true")
+    hosts = ["localhost"] * 2 + ["a"] * 2 + ["b"]
+    assert shown.stdout.splitlines()[:5] == [f"[{rank} {host:<9}] true" for rank, host in enumerate(hosts)], shown.stderr
+    refused = launch([*LAUNCH, "--hosts", "a,b,a", "--dry-run"], "--", "true")
+    assert refused.returncode == 2 and "a is there twice, first in line 1" in refused.stderr
+
+
 def test_variables(tmp_path):
     """Of the hostfile, of this shell's MLXDIST_*, of --env-file, of --env: each before what comes earlier."""
     (tmp_path / "hosts.json").write_text(json.dumps({"hosts": [{"ssh": "localhost"}], "envs": ["A=1", "B=1", "C=1"]}))
