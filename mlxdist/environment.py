@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .errors import EnvironmentVariableError
+from .schedulers import find_place
 
 __all__ = [
     "ALGORITHMS",
@@ -29,6 +30,7 @@ __all__ = [
     "Variable",
     "format_address",
     "parse_address",
+    "same_job",
 ]
 
 MAX_RANKS = 1024
@@ -136,6 +138,7 @@ class Environment:
             EnvironmentVariableError: a variable is unknown or malformed, or two contradict each other.
         """
         _refuse_unknown(environ)
+        environ = _numbered(environ)
         environment = cls(
             rank=_integer(environ, "MLXDIST_RANK", 0, MAX_RANKS - 1) or 0,
             world_size=_integer(environ, "MLXDIST_WORLD_SIZE", 1, MAX_RANKS) or 1,
@@ -190,6 +193,16 @@ def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def same_job(name: str, other: str) -> bool:
+    """Whether two values of MLXDIST_JOB name one job. Where each node has a launcher (--nodes), names differ a bit."""
+    return _common_name(name) == _common_name(other)
+
+
+def _common_name(job: str) -> str:
+    match = re.search(r"([0-9a-f]{8})\.node[0-9]+\.[0-9a-f]+$", job)
+    return match[1] if match else job
+
+
 def _refuse_unknown(environ: Mapping[str, str]) -> None:
     known = [variable.name for variable in VARIABLES]
     for name in sorted(environ):
@@ -198,6 +211,26 @@ def _refuse_unknown(environ: Mapping[str, str]) -> None:
         close = difflib.get_close_matches(name, known, n=1)
         advice = f"did you mean {close[0]}?" if close else "unset it; `mlxdist env` lists those that exist"
         raise EnvironmentVariableError(f"{name} is set, but there is no such variable; {advice}")
+
+
+def _numbered(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """With the rank and size that mpirun or srun has given, where a job is named but no rank of it."""
+    if "MLXDIST_RANK" in environ or "MLXDIST_RENDEZVOUS" not in environ:
+        return environ
+    place = find_place(environ)
+    if place is None:
+        return environ
+    given = _integer(environ, "MLXDIST_WORLD_SIZE", 1, MAX_RANKS)
+    size = given if place.size is None else place.size
+    if size is None:
+        raise EnvironmentVariableError(
+            f"{place.source} numbers this process, but nothing says how many there are; set MLXDIST_WORLD_SIZE"
+        )
+    if given not in (None, size):
+        raise EnvironmentVariableError(
+            f"MLXDIST_WORLD_SIZE={given} contradicts the {size} processes of {place.source}; unset it"
+        )
+    return {**environ, "MLXDIST_RANK": str(place.rank), "MLXDIST_WORLD_SIZE": str(size)}
 
 
 def _refuse_contradictions(environ: Mapping[str, str], environment: Environment) -> None:
@@ -215,8 +248,8 @@ def _refuse_contradictions(environ: Mapping[str, str], environment: Environment)
         for name in ("MLXDIST_RENDEZVOUS", "MLXDIST_RENDEZVOUS_FD"):
             if name in environ:
                 raise EnvironmentVariableError(
-                    f"{name}={environ[name]} is set, but MLXDIST_RANK and MLXDIST_WORLD_SIZE are not; "
-                    "set them too, or unset it for a group of one"
+                    f"{name}={environ[name]} is set, but MLXDIST_RANK and MLXDIST_WORLD_SIZE are not, and no mpirun or "
+                    "srun says which rank this is; set them too, or unset it for a group of one"
                 )
     if rank >= size:
         raise EnvironmentVariableError(

@@ -57,8 +57,14 @@ OBJECTS = (
     "ompi_mpi_uint8_t",
 )
 
-# MLX's backend "any" is NCCL, ring, MPI or JACCL, the first one whose variables are set. JACCL reads its own names too.
-_DIVERTING = frozenset({"MLX_RANK", "MLX_SIZE", "MLX_WORLD_SIZE", "MLX_HOSTFILE", "MLX_IBV_DEVICES"})
+# MLX's backend "any" is NCCL, ring, MPI or JACCL, the first one all of whose variables are set: besides MLX_RANK, for
+# NCCL MLX_WORLD_SIZE, NCCL_HOST_IP and NCCL_PORT, for the ring MLX_HOSTFILE, for JACCL MLX_IBV_DEVICES and its
+# coordinator. JACCL reads names without MLX_, too. The launcher gives every rank a MLX_RANK and MLX_WORLD_SIZE of its
+# own, which choose nothing by themselves; what a user's shell has would be another job's, and goes like the others.
+_DIVERTING = frozenset(
+    {"MLX_RANK", "MLX_GLOBAL_RANK", "MLX_LOCAL_RANK", "MLX_SIZE", "MLX_WORLD_SIZE"}
+    | {"MLX_HOSTFILE", "MLX_IBV_DEVICES", "NCCL_HOST_IP", "NCCL_PORT"}
+)
 _DIVERTING_PREFIXES = ("MLX_JACCL_", "JACCL_")
 
 

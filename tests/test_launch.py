@@ -12,6 +12,7 @@ from launching import LAUNCH, launch, nothing_left, python, running  # noqa: F40
 
 from mlxdist.launch import jit_cache
 from mlxdist.launch.command import launch as launch_command
+from mlxdist.launch.options import with_python
 
 
 def test_ranks_know_themselves():
@@ -64,11 +65,77 @@ def test_command_without_the_two_dashes():
 
 
 def test_mlx_s_own_variables_are_removed(monkeypatch):
-    for name in ("MLX_RANK", "MLX_HOSTFILE", "MLX_IBV_DEVICES", "MLX_JACCL_COORDINATOR", "MLX_WORLD_SIZE", "MLX_OTHER"):
+    for name in ("MLX_SIZE", "MLX_HOSTFILE", "MLX_IBV_DEVICES", "MLX_JACCL_COORDINATOR", "MLX_RANK", "MLX_OTHER"):
         monkeypatch.setenv(name, "x")
-    monkeypatch.setenv("JACCL_COORDINATOR", "x")
-    job = python(1, "print(sorted(name for name in os.environ if name.startswith(('MLX_', 'JACCL_'))))")
-    assert job.stdout == b"[0] ['MLX_MPI_LIBNAME', 'MLX_OTHER']\n"
+    for name in ("JACCL_COORDINATOR", "NCCL_HOST_IP", "NCCL_PORT"):
+        monkeypatch.setenv(name, "x")
+    job = python(1, "print(sorted(name for name in os.environ if name.startswith(('MLX_', 'JACCL_', 'NCCL_'))))")
+    numbers = ["MLX_GLOBAL_RANK", "MLX_LOCAL_RANK", "MLX_MPI_LIBNAME", "MLX_OTHER", "MLX_RANK", "MLX_WORLD_SIZE"]
+    assert job.stdout.decode() == f"[0] {numbers}\n"
+
+
+def test_ranks_have_the_numbers_that_mlx_programs_look_for(monkeypatch):
+    monkeypatch.setenv("MLX_RANK", "7")
+    names = ["MLX_RANK", "MLX_GLOBAL_RANK", "MLX_LOCAL_RANK", "MLX_WORLD_SIZE"]
+    job = python(2, f"print([os.environ[name] for name in {names}])")
+    lines = sorted(job.stdout.decode().splitlines())
+    assert lines == [f"[{rank}] {[str(rank)] * 3 + ['2']}" for rank in range(2)]
+
+
+@pytest.mark.parametrize("option", ["--gpus", "--repeat-hosts"])
+def test_other_names_of_n(option):
+    job = subprocess.run([*LAUNCH, option, "2", "--", "echo", "x"], capture_output=True, timeout=30)
+    assert sorted(job.stdout.splitlines()) == [b"[0] x", b"[1] x"]
+
+
+def test_print_python():
+    shown = CliRunner().invoke(launch_command, ["--print-python"])
+    assert (shown.exit_code, shown.stdout) == (0, f"{sys.executable}\n")
+    shown = CliRunner().invoke(launch_command, ["--python", "/else/where/python", "--print-python"])
+    assert shown.stdout == "/else/where/python\n"
+
+
+def test_python_runs_the_command(tmp_path):
+    (tmp_path / "script.py").write_text("import sys; print(sys.executable, sys.argv[1:])")
+    link = tmp_path / "mypython"
+    link.symlink_to(os.path.realpath(sys.executable))
+    job = launch(1, "script.py", "-x", options=["--python", str(link)], cwd=tmp_path)
+    assert job.stdout.decode() == f"[0] {link} ['-x']\n", job.stderr
+
+
+@pytest.mark.parametrize(
+    "command, run",
+    [
+        (["train.py", "-n", "2"], ["X", "train.py", "-n", "2"]),
+        (["-m", "mlx_lm.chat"], ["X", "-m", "mlx_lm.chat"]),
+        (["-c", "pass"], ["X", "-c", "pass"]),
+        (["python", "train.py"], ["X", "train.py"]),
+        (["python3", "train.py"], ["X", "train.py"]),
+        (["python3.12", "train.py"], ["X", "train.py"]),
+        (["/usr/bin/python3", "train.py"], ["/usr/bin/python3", "train.py"]),
+        (["pythonic", "train.py"], ["pythonic", "train.py"]),
+        (["bash", "train.sh"], ["bash", "train.sh"]),
+    ],
+)
+def test_which_commands_python_runs(command, run):
+    assert with_python(command, "X") == run
+    assert with_python(command, "") == command
+
+
+FOR_HOSTS = ("hosts", "remote", "frames", "nodes", "mpirun")
+
+
+def test_a_job_on_this_machine_loads_nothing_of_other_hosts():
+    """It would cost time at every start."""
+    program = (
+        "import sys\nfrom mlxdist.launch.command import launch\n"
+        "try:\n    launch(['-n', '1', '--', 'true'])\nexcept SystemExit as end:\n    assert not end.code, end\n"
+        "print(sorted(name for name in sys.modules if name.startswith('mlxdist.')))"
+    )
+    names = eval(subprocess.check_output([sys.executable, "-c", program], timeout=30).decode())
+    assert "mlxdist.launch.local" in names
+    unwanted = ("mlxdist.remote", "mlxdist.verbs", "mlxdist.hostfile.", *(f"mlxdist.launch.{x}" for x in FOR_HOSTS))
+    assert [name for name in names if name.startswith(unwanted) and name != "mlxdist.hostfile.options"] == []
 
 
 def test_a_job_inside_a_job(monkeypatch):
@@ -87,9 +154,10 @@ def test_a_job_inside_a_job(monkeypatch):
     assert sorted(job.stdout.splitlines()) == [b"[%d] [%d] %d 2 77" % (o, i, i) for o in range(3) for i in range(2)]
 
 
-def test_rank_0_reads_the_standard_input():
-    job = python(2, "import sys; print(repr(sys.stdin.read()))", input=b"hello\nworld", stdin=None)
-    assert sorted(job.stdout.splitlines()) == [b"[0] 'hello\\nworld'", b"[1] ''"]
+@pytest.mark.parametrize("choice, second", [([], b"'hello\\nworld'"), (["--stdin", "0"], b"''")])
+def test_standard_input(choice, second):
+    job = python(2, "import sys; print(repr(sys.stdin.read()))", input=b"hello\nworld", stdin=None, options=choice)
+    assert sorted(job.stdout.splitlines()) == [b"[0] 'hello\\nworld'", b"[1] " + second]
 
 
 def test_temporary_folders_are_separate_and_writable():
@@ -157,6 +225,7 @@ def test_without_a_place_for_kernels(monkeypatch):
         (["-n", "2", "--env", "=x", "--", "true"], 2, "'=x' is not NAME=VALUE"),
         (["-n", "2", "--env", "MLXDIST_TIMOUT=3", "--", "true"], 2, "did you mean MLXDIST_TIMEOUT?"),
         (["-n", "2", "--env", "MLXDIST_RANK=3", "--", "true"], 2, "MLXDIST_RANK is set by the launcher"),
+        (["-n", "2", "--env", "MLX_RANK=3", "--", "true"], 2, "MLX_RANK is set by the launcher"),
         (["-n", "2", "--env", "TMPDIR=/no/such/folder", "--", "true"], 2, "/no/such/folder"),
         (["-n", "2", "--", "no-such-command"], 127, "'no-such-command' does not exist"),
         (["-n", "2", "--", "./no-such-command"], 127, "'./no-such-command' does not exist"),

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -45,6 +46,15 @@ def test_collectives(tmp_path):
     (tmp_path / "hosts").write_text("localhost slots=3\n")
     job = python([*LAUNCH, "--hostfile", str(tmp_path / "hosts")], "print(os.environ['MLXDIST_WORLD_SIZE'])")
     assert lines(job) == [f"[{rank} localhost] 3" for rank in range(3)]
+
+
+def test_a_host_that_is_repeated():
+    """As mlx.launch has it: that many ranks."""
+    shown = launch([*LAUNCH, "--hosts", "localhost,localhost,a:2,b", "--dry-run"], "--", "true")
+    hosts = ["localhost"] * 2 + ["a"] * 2 + ["b"]
+    assert shown.stdout.splitlines()[:5] == [f"[{rank} {host:<9}] true" for rank, host in enumerate(hosts)], shown.stderr
+    refused = launch([*LAUNCH, "--hosts", "a,b,a", "--dry-run"], "--", "true")
+    assert refused.returncode == 2 and "a is there twice, first in line 1" in refused.stderr
 
 
 def test_variables(tmp_path):
@@ -323,3 +333,28 @@ def test_a_rank_that_fails_over_there(nodes):
 def test_hosts_that_cannot_run_it(nodes, options, words):
     job = launch(over_ssh(nodes, *options), "--", "true")
     assert job.returncode == 1 and words in job.stderr, job.stderr
+
+
+@pytest.mark.long
+def test_mlx_s_ring_between_hosts(nodes, tmp_path):
+    """At ports that each host has found free, and addresses that the hostfile gives."""
+    entries = [{"ssh": name, "ips": [host.address], "slots": 2} for name, host in zip(nodes.names, nodes.hosts)]
+    (tmp_path / "hosts.json").write_text(json.dumps({"backend": "ring", "hosts": entries}))
+    command = nodes.command(*LAUNCH, "--hostfile", tmp_path / "hosts.json", "--ssh", nodes.ssh)
+    program = "import mlx.core as mx; print(mx.distributed.init(strict=True).size(), mx.distributed.all_sum(1).item())"
+    job = python(command, program)
+    assert lines(job) == [f"[{rank} node{rank // 2}] 4 4" for rank in range(4)], job.stderr
+
+
+@pytest.mark.long
+def test_mpirun_reaches_hosts_by_the_same_ssh(nodes):
+    if not shutil.which("mpirun"):
+        pytest.skip("no mpirun here")
+    environ = os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    network = nodes.hosts[0].address.rpartition(".")[0] + ".0/24"
+    words = f"--mca oob_tcp_if_include {network} --mca btl_tcp_if_include {network}"
+    options = ["--backend", "mpi", "--mpi-arg", words]
+    program = "import mlx.core as mx; assert mx.distributed.init(strict=True, backend='mpi').size() == 2"
+    program += "; assert mx.distributed.all_sum(1).item() == 2"
+    job = launch(over_ssh(nodes, *options), "--", sys.executable, "-c", program, env=environ)
+    assert job.returncode == 0, job.stdout + job.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -105,10 +106,16 @@ def _hosts(file: str | None, hosts: str | None, include: str | None, exclude: st
         return None
     from .reading import parse, read
 
-    found = read(file) if file else parse(hosts.replace(",", "\n"), "--hosts")
+    found = read(file) if file else parse(_lines(hosts), "--hosts")
     for warning in found.warnings:
         click.secho(f"hostfile {found.source}, {warning}", fg="yellow", err=True)
     return _chosen(_merged(found), include, exclude)
+
+
+def _lines(hosts: str) -> str:
+    """What --hosts says, as lines of a hostfile. A name that is repeated stands for as many ranks, as in mlx.launch."""
+    counted = [(name, len(list(same))) for name, same in itertools.groupby(hosts.split(","))]
+    return "\n".join(name if count == 1 else f"{name} slots={count}" for name, count in counted)
 
 
 def _merged(found: Hostfile) -> Hostfile:

@@ -10,6 +10,8 @@ import platform
 import selectors
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -19,10 +21,12 @@ from .. import mpi_door
 from ..errors import ResourceError
 from ..remote.streams import claim_streams
 from ..version import __version__
+from .backends import Exports, free_ports
 from .executable import CannotRun, check_command
 from .frames import GREETING, Frames, Kind, pack, pack_json, unpack_json
 from .leftovers import remove_leftovers
 from .local import LocalJob, LocalRank, base_environment
+from .standard_input import Feed, Pipe
 from .wakeup import Wakeup
 
 __all__ = ["Agent", "main"]
@@ -49,8 +53,9 @@ class Agent:
         self._statuses: dict[int, int] = {}
         self._numbers: range = range(0)
         self._streams: dict[int, tuple[Kind, int]] = {}
-        self._input: int | None = None  # the end of rank 0's standard input that is written to
-        self._unread = memoryview(b"")
+        self._input = Feed(self._selector, _warn)
+        self._owes_taken = False
+        self._readers: frozenset[int] = frozenset()  # ranks that get the launcher's standard input
         self._ending = self._told = False
 
     def serve(self) -> None:
@@ -88,6 +93,9 @@ class Agent:
                 self._relay(key.fd)
         if full:
             time.sleep(_PAUSE)  # what the ranks print stays readable
+        if self._owes_taken and (self._input.wants_more or not self._input.has_readers):
+            self._owes_taken = False
+            self._put(pack(Kind.TAKEN, payload=b"" if self._input.has_readers else b"none"))
         self._reap()
 
     def _read(self) -> None:
@@ -105,14 +113,15 @@ class Agent:
         if kind == Kind.PREPARE:
             self._prepare(unpack_json(payload))
         elif kind == Kind.START:
-            self._start(unpack_json(payload)["address"])
+            self._start(unpack_json(payload))
         elif kind == Kind.SIGNAL and rank in self._ranks:
             self._ranks[rank].signal(signal.Signals(payload[0]))
         elif kind == Kind.INPUT:
-            self._feed(payload)
+            self._owes_taken = bool(payload)
+            self._input.put(payload)
         elif kind == Kind.END and self._job is not None:
             self._ending = True
-            self._close_input()
+            self._input.close()
             self._job.succeeded = all(status <= 128 for status in self._statuses.values())
             if not any(self._statuses.values()):
                 self._job.remove_recordings()
@@ -121,12 +130,15 @@ class Agent:
     def _prepare(self, fields: Mapping[str, Any]) -> None:
         try:
             _enter(fields["folder"])
-            variables = base_environment(os.environ) | fields["variables"]
-            mpi_door.check(variables[mpi_door.VARIABLE])
+            variables = base_environment(os.environ, fields["door"])
+            if fields["door"]:
+                mpi_door.check(variables[mpi_door.VARIABLE])
+            variables |= fields["variables"]
             check_command(fields["command"][0], variables)
             remove_leftovers()
             first, count = fields["ranks"]
             self._numbers = range(first, first + count)
+            self._readers = frozenset(self._numbers if fields["stdin"] == "all" else {0} & {*self._numbers})
             job = LocalJob(
                 fields["job"],
                 fields["restart"],
@@ -137,33 +149,36 @@ class Agent:
                 first=first,
                 secret=fields["secret"],
                 interface=fields["interface"],
+                port=fields["port"],
             )
+            ports = free_ports(fields["ports"])
             job.__enter__()
-        except (ResourceError, CannotRun) as error:
+        except (ResourceError, CannotRun, OSError) as error:
             self._put(pack_json(Kind.FAILED, {"text": str(error), "status": getattr(error, "exit_code", 1)}))
             return
         self._job = job
-        self._put(pack_json(Kind.READY, {"address": job.address}))
+        self._put(pack_json(Kind.READY, {"address": job.address, "ports": ports}))
 
-    def _start(self, address: str) -> None:
-        self._job.address = address
+    def _start(self, fields: Mapping[str, Any]) -> None:
+        self._job.address = fields["address"]
+        self._job.exports = Exports(**fields["exports"])
         for rank in self._numbers:
             stdout, stdout_end = os.pipe()
             stderr, stderr_end = os.pipe()
-            source, self._input = os.pipe() if rank == 0 else (None, self._input)
-            if source is not None:
-                os.set_blocking(self._input, False)
+            stdin = subprocess.DEVNULL
+            if rank in self._readers:
+                stdin, target = os.pipe()
+                self._input.add(Pipe(f"rank {rank}", target))
             try:
-                self._ranks[rank] = self._job.start(rank, stdout_end, stderr_end, source)
+                self._ranks[rank] = self._job.start(rank, stdout_end, stderr_end, stdin)
             except OSError as error:
                 self._put(pack_json(Kind.FAILED, {"text": f"cannot start rank {rank}: {error}", "status": 126}))
                 for missing in range(rank, self._numbers.stop):
                     self._note_exit(missing, 126)
                 break
             finally:
-                for end in (stdout_end, stderr_end, source):
-                    if end is not None:
-                        os.close(end)
+                for end in (stdout_end, stderr_end, *([stdin] if rank in self._readers else [])):
+                    os.close(end)
             for stream, kind in ((stdout, Kind.OUT), (stderr, Kind.ERR)):
                 os.set_blocking(stream, False)
                 self._streams[stream] = (kind, rank)
@@ -203,34 +218,6 @@ class Agent:
         self._statuses[rank] = status
         self._put(pack_json(Kind.EXIT, {"status": status, "first": self._job.first_failed()}, rank))
 
-    def _feed(self, data: bytes) -> None:
-        """Rank 0's standard input. The launcher sends no more before it has heard that this much has been taken."""
-        if self._input is None:  # the rank has ended, or closed it
-            self._put(pack(Kind.TAKEN))
-        elif not data:
-            self._close_input()
-        else:
-            self._unread = memoryview(data)
-            self._selector.register(self._input, selectors.EVENT_WRITE, self._write_input)
-
-    def _write_input(self) -> None:
-        try:
-            self._unread = self._unread[os.write(self._input, self._unread) :]
-        except BrokenPipeError:
-            self._close_input()
-            return
-        if not self._unread:
-            self._selector.unregister(self._input)
-            self._put(pack(Kind.TAKEN))
-
-    def _close_input(self) -> None:
-        if self._input is not None:
-            if self._unread:
-                self._selector.unregister(self._input)
-                self._put(pack(Kind.TAKEN))
-            os.close(self._input)
-            self._input, self._unread = None, memoryview(b"")
-
     def _tell_end(self) -> None:
         for stream in list(self._streams):
             while self._relay(stream):
@@ -254,6 +241,10 @@ class Agent:
             self._pending[0] = self._pending[0][written:]
             if not self._pending[0]:
                 self._pending.popleft()
+
+
+def _warn(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # the launcher says it, with this host's name
 
 
 def _who() -> dict[str, Any]:

@@ -1,98 +1,52 @@
 """The command line of `mlxdist launch`."""
 
+from __future__ import annotations
+
 import json
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from .. import mpi_door
-from ..environment import MAX_RANKS, MAX_RESTARTS, OF_JOB, PROVIDERS, QUEUE_PAIRS, Environment
+from ..environment import OF_JOB, Environment
 from ..errors import EnvironmentVariableError, InvalidArgument, ResourceError
-from ..hostfile import Hostfile
 from ..hostfile.options import Chosen, host_options
-from ..verbs import device_map
+from .backends import Backend, choose
 from .executable import check_command
 from .leftovers import remove_leftovers
 from .local import base_environment
-from .remote import AGENT
+from .options import LaunchCommand, Options, launch_options, parse_settings, with_python
 from .run import Plan, run
+
+if TYPE_CHECKING:
+    from ..hostfile import Hostfile
+    from .nodes import Nodes
 
 __all__ = ["launch"]
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
-@click.option("-n", "ranks", type=click.IntRange(1, MAX_RANKS), help="Number of ranks; with hosts: on each of them.")
+@click.command(cls=LaunchCommand, context_settings={"allow_interspersed_args": False})
+@launch_options
 @host_options
-@click.option("--cwd", metavar="FOLDER", help="Where the ranks run, on every host.  [default: the current folder]")
-@click.option("--env-file", metavar="FILE", help="Lines NAME=VALUE, set for all ranks; --env comes after it.")
-@click.option("--log-dir", "logs", metavar="FOLDER", help="Write what rank N prints also to rank-N.out and .err there.")
-@click.option(
-    "--timeout",
-    "limit",
-    type=click.FloatRange(0, 1e9, min_open=True),
-    metavar="SECONDS",
-    help="End a job that runs for longer, with exit status 124.",
-)
-@click.option("--dry-run", is_flag=True, help="Show what would be started, and start nothing.")
-@click.option("--prefix/--no-prefix", default=True, help="Print the rank in front of each line, or pass output raw.")
-@click.option(
-    "--grace",
-    type=click.FloatRange(0, 3600),
-    default=5.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="When a rank has failed: time for the others to leave by themselves, then again between SIGTERM and SIGKILL.",
-)
-@click.option(
-    "--max-restarts",
-    type=click.IntRange(0, MAX_RESTARTS),
-    default=0,
-    show_default=True,
-    metavar="K",
-    help="When a rank has failed, whatever the reason, start all of them again, at most K times.",
-)
-@click.option(
-    "--provider",
-    type=click.Choice(PROVIDERS),
-    help="Verbs that carry the messages. auto, the default: shared memory on one host, RDMA between hosts where it is "
-    "there, else TCP; says what it chose and why.",
-)
-@click.option("--qp", type=click.Choice(QUEUE_PAIRS), help="Queue pairs: unreliable (default) or reliable (Linux).")
-@click.option(
-    "--env", "settings", multiple=True, metavar="NAME=VALUE", help="Set a variable for all ranks; repeatable."
-)
-@click.option("--verbose", is_flag=True, help="Report the start and the end of every rank.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND [ARGUMENTS]...")
-def launch(
-    chosen: Chosen,
-    ranks: int | None,
-    cwd: str | None,
-    env_file: str | None,
-    logs: str | None,
-    limit: float | None,
-    dry_run: bool,
-    prefix: bool,
-    grace: float,
-    max_restarts: int,
-    provider: str | None,
-    qp: str | None,
-    settings: tuple[str, ...],
-    verbose: bool,
-    command: tuple[str, ...],
-) -> None:
+def launch(chosen: Chosen, command: tuple[str, ...], **given: Any) -> None:
     """Start a command as N ranks on this machine, or on several hosts.
 
     \b
         mlxdist launch -n 2 -- python train.py --epochs 3
         mlxdist launch --hostfile rmlx-hosts.json -- python train.py
         mlxdist launch --hosts node0,node1 -n 2 -- python train.py
+        mlxdist launch --backend ring -n 2 -- python train.py
+        srun --ntasks-per-node=1 mlxdist launch -n 4 -- python train.py
 
-    Every rank finds its number in MLXDIST_RANK and the number of ranks in MLXDIST_WORLD_SIZE. A program that knows
-    nothing of mlxdist and calls mx.distributed.init() gets the same group. Rank 0 reads the standard input. Each rank
+    Every rank finds its number in MLXDIST_RANK and MLX_RANK, the number of ranks in MLXDIST_WORLD_SIZE and
+    MLX_WORLD_SIZE, and its number on its host in MLX_LOCAL_RANK. A program that knows nothing of mlxdist and calls
+    mx.distributed.init() gets the same group. Every rank reads what comes from the standard input (--stdin). Each rank
     has a temporary folder (TMPDIR) of its own, which is removed when the job has ended.
 
     The exit status is that of the first rank that failed, 128 + the signal if it was killed by one. Ctrl-C and SIGTERM
@@ -100,44 +54,37 @@ def launch(
 
     Hosts are reached by ssh, without a password; mlxdist, the command and its folder have to be there under the same
     names (--python, --cwd). What the ranks are given travels through the connection, not on a command line: the
-    variables of --env, --env-file, the hostfile and this shell's MLXDIST_*.
+    variables of --env, --env-file, the hostfile and this shell's MLXDIST_*. With --python, a command that is a script,
+    `python ...`, -m or -c is run by that Python.
+
+    Where something else starts a launcher on each node (--nodes, or srun on several nodes), ssh is not used, and
+    MLXDIST_SECRET must be the same everywhere. In a SLURM allocation (salloc, sbatch), without -n and hosts, the job
+    runs on its hosts.
 
     With --max-restarts, a job whose rank has failed is ended as always and then started again, with pauses of 1, 2, 4
     and up to 30 seconds in between; it finds in MLXDIST_RESTART how often that was, and has to load its own checkpoint.
     Not after Ctrl-C or SIGTERM. The exit status is that of the last start.
     """
+    options = Options(**given)
+    if options.print_python:
+        click.echo(chosen.python or sys.executable)
+        return
     if not command:
         raise click.UsageError("No command given. Write it after --: mlxdist launch -n 2 -- python train.py")
     try:
-        on = chosen.with_ranks(ranks).hostfile
-        if on is None and ranks is None:
-            raise click.UsageError("Missing option '-n', or '--hostfile', or '--hosts'.")
-        given = _parse_settings(_lines(env_file), "--env-file") | _parse_settings(settings, "--env")
-        given |= {k: v for k, v in {"MLXDIST_PROVIDER": provider, "MLXDIST_QP": qp}.items() if v is not None}
-        if on is None:
-            variables = _for_this_machine(given, command[0])
-        else:
-            variables = _for_hosts(on, given)
-        _check_variables(variables)
-        plan = Plan(
-            ranks=on.ranks if on else ranks,
-            command=list(command),
-            variables=variables,
-            hostfile=on,
-            folder=os.path.abspath(cwd or "."),
-            reach=chosen.reach,
-            prefix=prefix,
-            grace=grace,
-            max_restarts=max_restarts,
-            verbose=verbose,
-            logs=_folder(logs, prefix),
-            limit=limit,
-        )
-        if dry_run:
+        chosen, of_nodes = _places(chosen.with_ranks(options.ranks), options)
+        words = with_python(list(command), chosen.python)
+        if options.check:
+            from ..doctor import before_launch
+
+            if status := before_launch(chosen, words):
+                sys.exit(status)
+        plan = _plan(chosen, of_nodes, options, words)
+        if options.dry_run:
             _show(plan)
             return
-        if cwd and on is None:
-            os.chdir(cwd)
+        if options.cwd and chosen.hostfile is None:
+            os.chdir(options.cwd)
         for text in remove_leftovers():
             click.echo(f"mlxdist launch: {text}", err=True)
         status = run(plan)
@@ -148,10 +95,80 @@ def launch(
     sys.exit(status)
 
 
-def _for_this_machine(given: Mapping[str, str], executable: str) -> dict[str, str]:
+def _places(chosen: Chosen, options: Options) -> tuple[Chosen, Nodes | None]:
+    """The hosts to run on, with what SLURM says where the user does not, or this node among others."""
+    asked = (options.nodes, options.node_rank, options.master_addr, options.secret_file)
+    is_asked = any(value is not None for value in asked)
+    if chosen.hostfile is not None and is_asked:
+        raise click.UsageError("--nodes is for launchers that something else starts on each node; or give hosts.")
+    alone = options.ranks is not None and not is_asked and "SLURM_STEP_ID" not in os.environ
+    if chosen.hostfile is not None or alone:
+        return chosen, None
+    from . import nodes
+
+    found = nodes.from_options(*asked, os.environ) or nodes.from_slurm_step(os.environ, options.secret_file)
+    if found is None and options.secret_file is not None:
+        raise click.UsageError("--secret-file goes with --nodes.")
+    if found is not None and options.ranks is not None:
+        _check_nodes(found, options)
+    elif options.ranks is None:
+        hosts = nodes.allocation(os.environ) if found is None else None
+        if hosts is None:
+            raise click.UsageError("Missing option '-n', or '--hostfile', or '--hosts'.")
+        listed = ",".join(f"{host.name}:{host.slots}" for host in hosts.hosts)
+        chosen = replace(chosen, hostfile=hosts, arguments=[*chosen.arguments, "--hosts", listed])
+    return chosen, found
+
+
+def _check_nodes(found: Nodes, options: Options) -> None:
+    found.ranks(options.ranks)
+    if options.max_restarts:
+        raise click.UsageError(
+            "--max-restarts is not for --nodes: the launchers do not know of each other. Let what starts them do it."
+        )
+    if options.starting_port is not None:
+        raise click.UsageError("--starting-port is not for --nodes: the port is in --master-addr HOST:PORT.")
+
+
+def _plan(chosen: Chosen, of_nodes: Nodes | None, options: Options, command: list[str]) -> Plan:
+    on, given = chosen.hostfile, options.variables()
+    settings = {"starting_port": options.starting_port, "nccl_port": options.nccl_port, "verbose": options.verbose}
+    backend = choose(options.backend, on, options.ranks, connections=options.connections, **settings)
+    if of_nodes is not None and backend.name != "mlxdist":
+        raise click.UsageError(f"--backend {backend.name} has to know the addresses of all hosts; give --hostfile.")
+    ranks = on.ranks if on is not None else options.ranks
+    if backend.name == "mpi":
+        variables, command = _for_mpirun(chosen, backend, given, options, command)
+        ranks = 1
+    elif on is None:
+        variables = _for_this_machine(given, command[0], backend.name == "mlxdist")
+    else:
+        variables = _for_hosts(on, given)
+    _check_variables(variables)
+    return Plan(
+        ranks=ranks,
+        command=command,
+        variables=variables,
+        hostfile=on,
+        folder=os.path.abspath(options.cwd or "."),
+        reach=chosen.reach if on is not None else None,
+        backend=backend,
+        nodes=of_nodes,
+        prefix=options.prefix,
+        grace=options.grace,
+        max_restarts=options.max_restarts,
+        verbose=options.verbose,
+        logs=options.log_folder(),
+        limit=options.limit,
+        stdin=options.stdin,
+    )
+
+
+def _for_this_machine(given: Mapping[str, str], executable: str, door: bool) -> dict[str, str]:
     """All that the ranks have in their environment, but for what is each rank's own."""
-    variables = base_environment(os.environ)
-    mpi_door.check(variables[mpi_door.VARIABLE])
+    variables = base_environment(os.environ, door)
+    if door:
+        mpi_door.check(variables[mpi_door.VARIABLE])
     variables |= given
     if not os.path.isdir(variables.get("TMPDIR") or "/tmp"):
         raise click.UsageError(f"TMPDIR={variables['TMPDIR']} is not a folder; the ranks' temporary folders go there.")
@@ -163,12 +180,26 @@ def _for_hosts(on: Hostfile, given: Mapping[str, str]) -> dict[str, str]:
     """What is set for the ranks besides what their hosts set."""
     from ..hostfile.weights import weight_variables
 
-    variables = _parse_settings(on.envs, "envs of the hostfile")
+    variables = parse_settings(on.envs, "envs of the hostfile")
     variables |= {name: v for name, v in os.environ.items() if name.startswith("MLXDIST_") and name not in OF_JOB}
     rows = [[list(devices) or None for devices in host.rdma] for host in on.hosts]
     if any(rows) and "MLXDIST_RDMA" not in variables:
         variables["MLXDIST_RDMA"] = json.dumps(rows)
     return variables | weight_variables(on) | dict(given)
+
+
+def _for_mpirun(
+    chosen: Chosen, backend: Backend, given: Mapping[str, str], options: Options, command: list[str]
+) -> tuple[dict[str, str], list[str]]:
+    """The environment of mpirun and its command line, which has names of variables, and no values."""
+    from .mpirun import mpirun_command, mpirun_variables, reach_variables
+
+    exported = _for_hosts(chosen.hostfile, given) if chosen.hostfile is not None else dict(given)
+    exported = mpirun_variables(os.environ) | exported
+    names = [*exported, "MLXDIST_RENDEZVOUS", "MLXDIST_SECRET", "MLXDIST_JOB"]
+    folder = os.path.abspath(options.cwd) if options.cwd else None
+    words = mpirun_command(backend.hosts, names, folder, options.mpi_words(), command)
+    return _for_this_machine(exported | reach_variables(chosen.ssh), words[0], door=False), words
 
 
 def _check_variables(variables: Mapping[str, str]) -> None:
@@ -177,44 +208,20 @@ def _check_variables(variables: Mapping[str, str]) -> None:
     except EnvironmentVariableError as error:
         raise click.UsageError(str(error)) from None
     if environment.rdma is not None:
+        from ..verbs import device_map
+
         device_map.load(environment.rdma)
 
 
 def _show(plan: Plan) -> None:
     """What --dry-run prints."""
-    for label in plan.labels():
-        click.echo(f"[{label}] {shlex.join(plan.command)}")
-    if plan.hostfile is not None:
+    labels = plan.labels()
+    for rank in plan.numbers:
+        click.echo(f"[{labels[rank]}] {shlex.join(plan.command)}")
+    if plan.hostfile is not None and not plan.by_mpirun:
+        from .remote import AGENT
+
         for host in plan.hostfile.hosts:
             click.echo(f"{host.name}: {shlex.join(plan.reach.module(host.name, AGENT))}")
         for name, value in plan.variables.items():
             click.echo(f"{name}={value}")
-
-
-def _folder(logs: str | None, prefix: bool) -> Path | None:
-    if logs is None:
-        return None
-    if not prefix:
-        raise click.UsageError("--log-dir copies what passes the launcher; with --no-prefix nothing does.")
-    folder = Path(logs).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def _lines(file: str | None) -> list[str]:
-    if file is None:
-        return []
-    lines = Path(file).read_text().splitlines()
-    return [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
-
-
-def _parse_settings(settings: Iterable[str], where: str) -> dict[str, str]:
-    variables = {}
-    for setting in settings:
-        name, equals, value = setting.partition("=")
-        if not name or not equals:
-            raise click.UsageError(f"Invalid value for '{where}': {setting!r} is not NAME=VALUE.")
-        if name in OF_JOB:
-            raise click.UsageError(f"Invalid value for '{where}': {name} is set by the launcher, for each rank.")
-        variables[name] = value
-    return variables

@@ -23,7 +23,7 @@ class Kind(IntEnum):
     PREPARE = 1  # JSON: what the ranks of this host are given
     START = 2  # JSON: the address of rank 0
     SIGNAL = 3  # a number in one byte, to one rank
-    INPUT = 4  # what rank 0 reads; empty: the end
+    INPUT = 4  # what the ranks read; empty: the end
     END = 5  # whatever is left of the job on this host is to be ended
     # agent to launcher
     HELLO = 16  # JSON: who answers
@@ -32,7 +32,7 @@ class Kind(IntEnum):
     ERR = 19
     EXIT = 20  # JSON: the exit status of a rank, as a shell has it, and which rank failed first, if that is known here
     ENDED = 21  # JSON: nothing is left; where recordings are
-    TAKEN = 22  # rank 0 has read its input as far as it was sent
+    TAKEN = 22  # a rank has read its input as far as it was sent; not empty: none will read any more
     FAILED = 23  # JSON: the job cannot run here
 
 

@@ -4,15 +4,17 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 
 from ..environment import format_address, parse_address
 from ..errors import ResourceError
 from ..hostfile import Hostfile
 from ..remote.ssh import LOST, Reach
 from ..version import __version__
+from .backends import Backend
 from .executable import CannotRun
 from .local import job_name, new_secret
-from .remote import RemoteHost, RemoteRank
+from .remote import HostInput, RemoteHost, RemoteRank
 from .wakeup import Wakeup
 
 __all__ = ["HostsJob"]
@@ -39,13 +41,19 @@ class HostsJob:
         *,
         folder: str,
         reach: Reach,
+        backend: Backend,
+        stdin: str,
         wakeup: Wakeup,
         say: Callable[[str], None],
     ) -> None:
-        """``variables``: set for all ranks, besides what their host sets. ``folder``: where they run, on every host."""
+        """``variables``: set for all ranks, besides what their host sets. ``folder``: where they run, on every host.
+
+        ``stdin``: which ranks have the launcher's standard input.
+        """
         self.job = job_name(name, restart)
         self.succeeded = False
         self._hostfile = hostfile
+        self._backend = backend
         self._grace = grace
         self._changed = threading.Condition()
         self._wakeup = wakeup
@@ -63,7 +71,10 @@ class HostsJob:
             "variables": dict(variables),
             "grace": grace,
             "folder": folder,
+            "stdin": stdin,
             "secret": new_secret(),
+            "door": backend.name == "mlxdist",
+            "port": backend.rendezvous_port,
         }
 
     def __enter__(self) -> "HostsJob":
@@ -85,19 +96,20 @@ class HostsJob:
         for host in self._hosts:
             host.close(max(0.0, self._ends_at - time.monotonic()))
 
-    def start(self, rank: int, stdout: int, stderr: int) -> RemoteRank:
-        """The ranks run once all have been added; see `all_started`."""
+    def start(self, rank: int, stdout: int, stderr: int, stdin: None) -> RemoteRank:
+        """The ranks run once all have been added; see `all_started`. What they read is a matter of `readers`."""
         return self._host_of[rank].add_rank(rank, os.dup(stdout), os.dup(stderr))
 
     def all_started(self) -> None:
-        address = self._address()
+        exports = self._backend.exports([host.state.ready["ports"] for host in self._hosts])
+        fields = {"address": self._address(), "exports": asdict(exports)}
         for host in self._hosts:
             host.say = self._say
-            host.start(address)
+            host.start(fields)
 
-    def input(self, data: bytes) -> None:
-        """What rank 0 reads from its standard input; empty: the end."""
-        self._hosts[0].input(data)
+    def readers(self, wake: Callable[[], None]) -> list[HostInput]:
+        """Of the standard input. ``wake`` is called when one may take more."""
+        return [HostInput(host, wake) for host in (self._hosts if self._fields["stdin"] == "all" else self._hosts[:1])]
 
     def ended(self, rank: RemoteRank) -> None:
         lost = rank.status == LOST and rank.host.state.closed
@@ -137,8 +149,9 @@ class HostsJob:
 
     def _prepare(self) -> None:
         first = 0
-        for host, entry in zip(self._hosts, self._hostfile.hosts):
-            host.prepare(self._fields | {"ranks": [first, entry.slots], "interface": self._interface()})
+        for host, entry, ports in zip(self._hosts, self._hostfile.hosts, self._backend.ports()):
+            of_host = {"ranks": [first, entry.slots], "interface": self._interface(), "ports": ports}
+            host.prepare(self._fields | of_host)
             first += entry.slots
         self._wait(lambda host: host.state.ready is not None, _PREPARE_SECONDS, "cannot prepare the job in time")
 

@@ -14,21 +14,28 @@ from pathlib import Path
 from .. import mpi_door
 from ..environment import OF_JOB, format_address
 from ..errors import ResourceError
+from .backends import Exports
 from .jit_cache import JitCache
 from .jobs import JobFolder
 
 __all__ = ["LocalJob", "LocalRank", "base_environment", "job_name", "new_name", "new_secret"]
 
 
-def base_environment(environ: Mapping[str, str]) -> dict[str, str]:
+def base_environment(environ: Mapping[str, str], door: bool = True) -> dict[str, str]:
     """What all ranks inherit from the launcher: not what belongs to another job; and the MPI door, for plain MLX.
+
+    ``door``: False where they use a backend of MLX's own.
 
     Raises:
         ResourceError: mlxdist has not been built.
     """
     variables = {
         name: value for name, value in environ.items() if name not in OF_JOB and not mpi_door.diverts(name)
-    } | mpi_door.variables()
+    }
+    if door:
+        variables |= mpi_door.variables()
+    elif "MLXDIST_JOB" in environ:
+        variables.pop(mpi_door.VARIABLE, None)  # that of the outer job
     if "MLXDIST_JOB" in environ:
         variables.pop("MLXDIST_FLIGHT", None)  # the launcher of the outer job has set it
     # Lines reach the launcher when they are printed, and not lost with a rank that is killed.
@@ -84,11 +91,16 @@ class LocalJob:
         first: int = 0,
         secret: str | None = None,
         interface: str = "127.0.0.1",
+        port: int = 0,
+        numbered: bool = True,
     ) -> None:
         """``restart``: how often the job was started before. Each start has a name, secret and address of its own.
 
         Where ranks run on other hosts, too: ``first`` is the lowest one here, ``secret`` that of all hosts, and
-        ``interface`` the address that rank 0 listens at; whoever starts the ranks sets ``address`` before.
+        ``interface`` and ``port`` where rank 0 listens, with 0 for any port; whoever starts the ranks sets ``address``
+        before. So for ``exports``: what they are given for a backend of MLX's own.
+
+        ``numbered``: False where the only process that is started here starts the ranks, and numbers them (mpirun).
         """
         self.job = job_name(name, restart)
         self._restart = restart
@@ -98,7 +110,9 @@ class LocalJob:
         self._grace = grace
         self._first = first
         self._secret = secret or new_secret()
-        self._interface = interface
+        self._listens_at = (interface, port)
+        self._numbered = numbered
+        self.exports = Exports()
         self._started: dict[int, int] = {}
         self.succeeded = False
 
@@ -112,13 +126,15 @@ class LocalJob:
             self.record = JobFolder(self.job, self.folder, self._command, self._variables.get("MLXDIST_FLIGHT"))
             self.folder.mkdir(mode=0o700)
             self._cache = JitCache(self.folder)
-            self._listener = _listen(self._interface, self._size) if self._first == 0 else None
+            self._listener = _listen(*self._listens_at, self._size) if self._first == 0 else None
             self.address = format_address(*self._listener.getsockname()[:2]) if self._listener else None
             self._start_keeper()
-        except OSError as error:
+        except (OSError, ResourceError) as error:
             shutil.rmtree(self.folder, ignore_errors=True)
             if self.record is not None:
                 shutil.rmtree(self.record.folder, ignore_errors=True)
+            if isinstance(error, ResourceError):
+                raise
             raise ResourceError(f"the job cannot be prepared in {self.folder}: {error}") from None
         return self
 
@@ -133,32 +149,24 @@ class LocalJob:
             self._listener.close()
         self._cache.close(self.succeeded)
 
-    def start(self, rank: int, stdout: int | None, stderr: int | None, stdin: int | None = None) -> LocalRank:
-        """Starts one rank. Its streams are the given descriptors, or the launcher's own.
-
-        Rank 0 reads ``stdin``, else the launcher's standard input; the others have none.
-        """
-        variables = dict(self._variables)
-        variables["MLXDIST_RANK"] = str(rank)
-        variables["MLXDIST_WORLD_SIZE"] = str(self._size)
-        variables["MLXDIST_RENDEZVOUS"] = self.address
-        variables["MLXDIST_SECRET"] = self._secret
-        variables["MLXDIST_JOB"] = self.job
-        variables["MLXDIST_RESTART"] = str(self._restart)
-        variables["MLXDIST_FIRST_FAILURE"] = str(self.first_failure)
-        variables["MLXDIST_FLIGHT"] = self.record.flight
-        passed: tuple[int, ...] = ()
-        if rank == 0:
-            variables["MLXDIST_RENDEZVOUS_FD"] = str(self._listener.fileno())
-            passed = (self._listener.fileno(),)
+    def start(self, rank: int, stdout: int | None, stderr: int | None, stdin: int | None) -> LocalRank:
+        """Starts one rank. Its streams are the given descriptors, or the launcher's own where they are None."""
         temporary = self.folder / str(rank)
         temporary.mkdir()
         self._cache.link(temporary, rank - self._first)
-        variables["TMPDIR"] = str(temporary)
+        variables = self._variables | self._of_job() | self._of_backend(rank, temporary) | {"TMPDIR": str(temporary)}
+        passed: tuple[int, ...] = ()
+        if self._numbered:
+            variables |= self._numbers(rank)
+        if rank == 0 and self._numbered:
+            variables["MLXDIST_RENDEZVOUS_FD"] = str(self._listener.fileno())
+            passed = (self._listener.fileno(),)
+        elif rank == 0:
+            self._listener.close()  # the rank that is 0 will listen there
         process = subprocess.Popen(
             self._command,
             env=variables,
-            stdin=stdin if rank == 0 else subprocess.DEVNULL,
+            stdin=stdin,
             stdout=stdout,
             stderr=stderr,
             pass_fds=passed,
@@ -170,11 +178,40 @@ class LocalJob:
             self._listener.close()  # rank 0 has it now; its end has to close the port
         return LocalRank(rank, process)
 
+    def _of_job(self) -> dict[str, str]:
+        return {
+            "MLXDIST_RENDEZVOUS": self.address,
+            "MLXDIST_SECRET": self._secret,
+            "MLXDIST_JOB": self.job,
+            "MLXDIST_RESTART": str(self._restart),
+            "MLXDIST_FIRST_FAILURE": str(self.first_failure),
+            "MLXDIST_FLIGHT": self.record.flight,
+        }
+
+    def _numbers(self, rank: int) -> dict[str, str]:
+        """Ours, and those that programs and MLX's backends look for."""
+        return {
+            "MLXDIST_RANK": str(rank),
+            "MLXDIST_WORLD_SIZE": str(self._size),
+            "MLX_RANK": str(rank),
+            "MLX_GLOBAL_RANK": str(rank),
+            "MLX_LOCAL_RANK": str(rank - self._first),
+            "MLX_WORLD_SIZE": str(self._size),
+        }
+
+    def _of_backend(self, rank: int, temporary: Path) -> dict[str, str]:
+        variables = self.exports.variables | {name: str(rank - self._first) for name in self.exports.by_local_rank}
+        for name, text in self.exports.files.items():
+            (temporary / name).write_text(text)
+            variables[name] = str(temporary / name)
+        return variables
+
     def ended(self, rank: LocalRank) -> None:
         self._tell_keeper(f"-{rank.process.pid}")
 
     def all_started(self) -> None:
-        self.record.note_ranks(self._started)
+        if self._numbered:
+            self.record.note_ranks(self._started)
 
     def remove_recordings(self) -> None:
         self.record.remove_recordings()
@@ -237,9 +274,13 @@ def new_secret() -> str:
     return _random_hex(32)
 
 
-def _listen(interface: str, size: int) -> socket.socket:
+def _listen(interface: str, port: int, size: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in interface else socket.AF_INET
-    return socket.create_server((interface, 0), family=family, backlog=max(128, size))
+    try:
+        return socket.create_server((interface, port), family=family, backlog=max(128, size))
+    except OSError as error:
+        where = format_address(interface or "0.0.0.0", port)
+        raise ResourceError(f"rank 0 cannot listen at {where}: {error.strerror}") from None
 
 
 def _random_hex(size: int) -> str:

@@ -26,6 +26,9 @@ MAX_PIPE = 1 << 20
 MAX_HELD = 65536
 # Unbuffered Python writes a line and its end separately: what is about to be finished is not drawn unfinished.
 DELAY = 0.03
+# What is kept of a rank, for when it fails.
+LAST_LINES = 20
+MAX_LAST = 1000  # bytes of a line
 # Reading from the ranks stops while this much waits for whoever reads the launcher's output.
 MAX_BACKLOG = 4 << 20
 
@@ -66,6 +69,9 @@ class Output:
 
     def __init__(self, labels: Sequence[str], wake: Callable[[], None], logs: Path | None = None) -> None:
         """``labels``: what stands in front of each rank's lines, of equal width. ``logs``: a folder, for a copy."""
+        # What the launcher says may come from another thread.
+        self._lock = threading.RLock()
+        self._wake = wake
         self._labels = labels
         self._logs = logs
         self._writer = Writer(wake)
@@ -73,9 +79,11 @@ class Output:
         self._stderr = self._stdout if os.path.sameopenfile(1, 2) else Screen(2, self._writer)
         self._screens = {self._stdout, self._stderr}
         self.streams: list[Stream] = []
+        self._tails: dict[int, Tail] = {}
 
     def add(self, rank: int, stdout: int, stderr: int) -> None:
         """Two descriptors to read from; they belong to this object from now on."""
+        tail = self._tails[rank] = Tail()
         for source, number, screen in ((stdout, 1, self._stdout), (stderr, 2, self._stderr)):
             prefix = _prefix(self._labels[rank])
             if os.isatty(number) and _colors_wanted(os.environ):
@@ -85,11 +93,12 @@ class Output:
             if self._logs is not None:
                 # Unbuffered, and longer after each start of the job.
                 log = open(self._logs / f"rank-{rank}.{'out' if number == 1 else 'err'}", "ab", buffering=0)
-            self.streams.append(Stream(source, number, prefix, screen, log))
+            self.streams.append(Stream(source, number, prefix, screen, tail, self._lock, log))
 
     def draw(self) -> float | None:
         """Shows unfinished lines whose time has come. Seconds until the next, or None."""
-        pauses = [pause for screen in self._screens if (pause := screen.draw_waiting()) is not None]
+        with self._lock:
+            pauses = [pause for screen in self._screens if (pause := screen.draw_waiting()) is not None]
         return min(pauses, default=None)
 
     def is_full(self) -> bool:
@@ -97,7 +106,23 @@ class Output:
 
     def say(self, text: str) -> None:
         """A line of the launcher's own."""
-        self._stderr.write_lines(2, text.encode(errors="replace") + b"\n")
+        with self._lock:
+            self._stderr.write_lines(2, text.encode(errors="replace") + b"\n")
+
+    def line_was_typed(self) -> None:
+        """The terminal has shown a line that was typed, and its end: the cursor stands at the left."""
+        with self._lock:
+            for screen in self._screens:
+                screen.line_was_typed()
+        self._wake()  # another rank's unfinished line can be drawn now
+
+    def say_last_lines(self, rank: int, name: str) -> None:
+        """What the rank has printed last, unless that is the last that was printed at all."""
+        tail = self._tails[rank]
+        lines = tail.lines()
+        if lines and any(screen.printed_last is not tail for screen in tail.screens):
+            heading = f"Last line{'s' * (len(lines) > 1)} of {name}:"
+            self.say("\n".join([heading, *(f"    {line}".rstrip() for line in lines)]))
 
     def close_unread(self) -> list["Stream"]:
         """Streams that nobody reads any more are closed, so that the ranks notice as they would in a shell's pipe."""
@@ -125,10 +150,19 @@ class Stream:
     """One of a rank's two streams."""
 
     def __init__(
-        self, source: int, target: int, prefix: bytes, screen: "Screen", log: BinaryIO | None = None
+        self,
+        source: int,
+        target: int,
+        prefix: bytes,
+        screen: "Screen",
+        tail: "Tail",
+        lock: threading.RLock,
+        log: BinaryIO | None = None,
     ) -> None:
         self.source = source
         self.target = target
+        self.tail = tail
+        self._lock = lock
         self._prefix = prefix
         self._screen = screen
         self._log = log
@@ -150,8 +184,10 @@ class Stream:
             return False
         if self._log is not None:
             self._log.write(data)
-        self._held += data
-        self._screen.show(self, final=False)
+        with self._lock:
+            self._held += data
+            self.tail.take(self.target, self._screen, data)
+            self._screen.show(self, final=False)
         return True
 
     @property
@@ -166,7 +202,8 @@ class Stream:
         os.close(self.source)
         if self._log is not None:
             self._log.close()
-        self._screen.show(self, final=True)
+        with self._lock:
+            self._screen.show(self, final=True)
         return True
 
     def take_lines(self) -> bytes:
@@ -220,6 +257,35 @@ class Stream:
         return b"".join(decorated)
 
 
+class Tail:
+    """The last that a rank has printed on its two streams: few lines, and no long ones."""
+
+    def __init__(self) -> None:
+        self.screens: set[Screen] = set()  # where it stands
+        self._lines: collections.deque[bytes] = collections.deque(maxlen=LAST_LINES)
+        self._unfinished: dict[int, bytes] = {}
+
+    def take(self, target: int, screen: "Screen", data: bytes) -> None:
+        self.screens.add(screen)
+        pieces = (self._unfinished.get(target, b"") + data).rsplit(b"\n", LAST_LINES)
+        if len(pieces) > LAST_LINES:
+            pieces[0] = pieces[0][pieces[0].rfind(b"\n") + 1 :]
+        self._lines.extend(_shortened(piece) for piece in pieces[:-1])
+        self._unfinished[target] = _shortened(pieces[-1])
+
+    def lines(self) -> list[str]:
+        """Without what is for a terminal only."""
+        found = [*self._lines, *(piece for _, piece in sorted(self._unfinished.items()) if piece)][-LAST_LINES:]
+        lines = [_ESCAPES.sub(b"", line).rstrip(b"\r").rpartition(b"\r")[2] for line in found]
+        return [line.decode(errors="replace") for line in lines]
+
+
+def _shortened(line: bytes) -> bytes:
+    """Its start, from the last update of a progress bar on. A carriage return may be half of a line's end."""
+    line = line[line.rfind(b"\r", 0, -1) + 1 :]
+    return line if len(line) <= MAX_LAST else line[:MAX_LAST] + b"..."
+
+
 class Screen:
     """One of the launcher's two streams, or both if they are the same. Lines of several ranks meet here."""
 
@@ -230,8 +296,11 @@ class Screen:
         self._owner: Stream | None = None  # whose unfinished line the cursor stands in
         self._drawn = b""  # that line since its start or last update
         self._waiting: list[Stream] = []  # with unfinished lines, while another's is drawn
+        self.printed_last: Tail | None = None
 
     def show(self, stream: Stream, final: bool) -> None:
+        if not final or stream.held:
+            self.printed_last = stream.tail
         lines = stream.take_lines()
         if final and stream.held:
             # The last line has no end of its own. In a file the next rank would continue it.
@@ -261,6 +330,12 @@ class Screen:
         else:
             self._break_line()
             self._write(target, lines)
+
+    def line_was_typed(self) -> None:
+        if self._owner is not None and self._shows_unfinished:
+            self._owner.start_anew()
+            self._owner = None
+            self._drawn = b""
 
     def _break_line(self) -> None:
         self._write(self._owner.target, b"\n")

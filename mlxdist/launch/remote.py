@@ -14,7 +14,7 @@ from ..hostfile import Host
 from ..remote.ssh import LOST, Reach, agent_advice, is_this_machine
 from .frames import GREETING, FrameError, Frames, Kind, pack, pack_json, unpack_json
 
-__all__ = ["AGENT", "RemoteHost", "RemoteRank"]
+__all__ = ["AGENT", "HostInput", "RemoteHost", "RemoteRank"]
 
 AGENT = "mlxdist.launch.agent"
 
@@ -40,6 +40,36 @@ class RemoteRank:
 
     def signal(self, number: signal.Signals) -> None:
         self.host.send(pack(Kind.SIGNAL, self.rank, bytes([number])))
+
+
+class HostInput:
+    """The standard input of the ranks on a host; see `standard_input`. One frame is under way at a time."""
+
+    def __init__(self, host: "RemoteHost", wake: Callable[[], None]) -> None:
+        self.name = host.name
+        self._host = host
+        self._wake = wake
+        self._is_under_way = False
+        self._is_over = host.state.closed
+        host.input = self
+
+    def offer(self, data: memoryview) -> int:
+        if self._is_over:
+            raise BrokenPipeError
+        if self._is_under_way:
+            return 0
+        self._is_under_way = True
+        self._host.send(pack(Kind.INPUT, payload=bytes(data)))
+        return len(data)
+
+    def close(self) -> None:
+        self._host.send(pack(Kind.INPUT))
+
+    def taken(self, wants_more: bool) -> None:
+        """The host has said so, or will say nothing any more. In the thread that reads from it."""
+        self._is_over = self._is_over or not wants_more
+        self._is_under_way = False
+        self._wake()
 
 
 @dataclass
@@ -69,7 +99,8 @@ class RemoteHost:
         self._frames = Frames()
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._wake: Callable[[], None] = lambda: None
-        self.taken = threading.Event()
+        self.input: HostInput | None = None
+        self._sending = threading.Lock()
         self.say: Callable[[str], None] = lambda text: None
 
     def connect(self, wake: Callable[[], None]) -> None:
@@ -89,23 +120,17 @@ class RemoteHost:
     def send(self, data: bytes) -> None:
         try:
             view = memoryview(data)
-            while view:
-                view = view[self.process.stdin.write(view) :]
+            with self._sending:
+                while view:
+                    view = view[self.process.stdin.write(view) :]
         except (BrokenPipeError, ValueError):  # the end of the connection is noticed by who reads
             return
 
     def prepare(self, fields: dict[str, Any]) -> None:
         self.send(pack_json(Kind.PREPARE, fields))
 
-    def start(self, address: str) -> None:
-        self.send(pack_json(Kind.START, {"address": address}))
-
-    def input(self, data: bytes) -> None:
-        """For the standard input of rank 0. Returns when it has been taken, or never will be."""
-        self.taken.clear()
-        self.send(pack(Kind.INPUT, 0, data))
-        if data:
-            self.taken.wait()
+    def start(self, fields: dict[str, Any]) -> None:
+        self.send(pack_json(Kind.START, fields))
 
     def add_rank(self, rank: int, stdout: int, stderr: int) -> RemoteRank:
         """What the rank prints will be written to the descriptors, which belong to this object from now on."""
@@ -176,7 +201,8 @@ class RemoteHost:
             self._print(kind, rank, payload)
             return
         if kind == Kind.TAKEN:
-            self.taken.set()
+            if self.input is not None:
+                self.input.taken(wants_more=not payload)
             return
         fields = unpack_json(payload)
         with self._changed:
@@ -219,5 +245,6 @@ class RemoteHost:
                 if rank.status is None:
                     rank.status = LOST
             self._changed.notify_all()
-        self.taken.set()
+        if self.input is not None:
+            self.input.taken(wants_more=False)
         self._wake()

@@ -1,50 +1,80 @@
 """Runs a job from its start to its end, and again after a failure, on this machine or on several hosts."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from ..errors import name_ranks
-from ..hostfile import Hostfile
-from ..remote.ssh import Reach
+from .backends import Backend, free_ports
 from .executable import CannotRun
-from .hosts import HostsJob
 from .local import LocalJob, LocalRank, new_name
 from .output import Output, terminal_variables
-from .remote import RemoteRank
 from .restarts import run_with_restarts
-from .standard_input import StandardInput
+from .standard_input import Pipe, Reader, StandardInput
 from .supervisor import Ending, Supervisor
 from .wakeup import Interrupted, Wakeup
+
+if TYPE_CHECKING:  # a job on this machine alone does not load what reaches others
+    from ..hostfile import Hostfile
+    from ..remote.ssh import Reach
+    from .hosts import HostsJob
+    from .nodes import Nodes
+    from .remote import RemoteRank
 
 __all__ = ["Plan", "run"]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be run. Without a hostfile: on this machine, where ``folder`` and ``reach`` play no part."""
+    """What is to be run. Without a hostfile: on this machine, where ``folder`` and ``reach`` play no part.
+
+    ``ranks`` is the number of those that this launcher starts: all of the job's, but for those of other ``nodes``. With
+    mpirun it is 1: that starts the ranks.
+    """
 
     ranks: int
     command: list[str]
     variables: dict[str, str]
     hostfile: Hostfile | None = None
     folder: str = ""
-    reach: Reach = Reach()
+    reach: Reach | None = None
+    backend: Backend = Backend()
+    nodes: Nodes | None = None
     prefix: bool = True
     grace: float = 5.0
     max_restarts: int = 0
     verbose: bool = False
     logs: Path | None = None  # an existing folder
     limit: float | None = None  # seconds that one start of the job may take
+    stdin: str = "all"  # ranks that have the launcher's standard input; see standard_input.CHOICES
+
+    @property
+    def numbers(self) -> range:
+        """The ranks that this launcher starts."""
+        return range(self.ranks) if self.nodes is None else self.nodes.ranks(self.ranks)
+
+    @property
+    def size(self) -> int:
+        return self.ranks * (1 if self.nodes is None else self.nodes.count)
+
+    @property
+    def by_mpirun(self) -> bool:
+        return self.backend.name == "mpi"
 
     def labels(self) -> list[str]:
-        """What stands in front of the lines of each rank."""
-        numbers = [f"{rank:>{len(str(self.ranks - 1))}}" for rank in range(self.ranks)]
+        """What stands in front of the lines of each rank of the job."""
+        if self.by_mpirun:
+            return ["mpi"]
+        numbers = [f"{rank:>{len(str(self.size - 1))}}" for rank in range(self.size)]
         if self.hostfile is None:
             return numbers
         names = [host.name.rpartition("@")[2] for host in self.hostfile.hosts for _ in range(host.slots)]
@@ -64,38 +94,46 @@ def run(plan: Plan) -> int:
         except OSError:  # closed (>&-): something else would be opened under its number
             os.open(os.devnull, os.O_RDWR)
     wakeup = Wakeup()
-    variables = plan.variables
     output = None
     if plan.prefix:
-        variables = terminal_variables(variables, plan.labels()) | variables
+        plan = replace(plan, variables=terminal_variables(plan.variables, plan.labels()) | plan.variables)
         output = Output(plan.labels(), wakeup.wake, plan.logs)
-    name, standard_input = new_name(), StandardInput()
+    name = new_name()
 
     def say(text: str) -> None:
         line = f"mlxdist launch: {text}"
         output.say(line) if output is not None else click.echo(line, err=True)
 
+    standard_input = StandardInput(say, output.line_was_typed if output is not None else lambda: None)
+
     @contextlib.contextmanager
     def prepared(restart: int) -> Iterator[LocalJob | HostsJob]:
-        common = (plan.command, variables, plan.grace)
-        if plan.hostfile is None:
-            with LocalJob(name, restart, plan.ranks, *common) as job:
+        if plan.hostfile is None or plan.by_mpirun:
+            with _local_job(plan, name, restart) as job:
+                _give_address(plan, job)
                 yield job
             return
-        where = {"folder": plan.folder, "reach": plan.reach}
-        with HostsJob(name, restart, plan.hostfile, *common, **where, wakeup=wakeup, say=say) as job:
+        from .hosts import HostsJob
+
+        common = (plan.hostfile, plan.command, plan.variables, plan.grace)
+        where = {"folder": plan.folder, "reach": plan.reach, "backend": plan.backend, "stdin": plan.stdin}
+        with HostsJob(name, restart, *common, **where, wakeup=wakeup, say=say) as job:
             yield job
-            standard_input.feed(None)
 
     def run_once(restart: int) -> Ending:
         with prepared(restart) as job:
             supervisor = Supervisor(job, wakeup, output, plan.grace, say, plan.verbose, plan.limit)
-            for rank in range(plan.ranks):
-                supervisor.add(_start(job, rank, output))
+            readers: list[Reader] = []
+            for rank in plan.numbers:
+                supervisor.add(_start(job, rank, output, plan, readers))
             job.all_started()
-            if isinstance(job, HostsJob):
-                standard_input.feed(job)
-            return supervisor.run()
+            if not isinstance(job, LocalJob):
+                readers = job.readers(standard_input.wake)
+            standard_input.feed(readers)
+            try:
+                return _told(plan, supervisor.run())
+            finally:
+                standard_input.clear()
 
     with wakeup.signals():
         try:
@@ -110,19 +148,63 @@ def run(plan: Plan) -> int:
     return status
 
 
-def _start(job: LocalJob | HostsJob, rank: int, output: Output | None) -> LocalRank | RemoteRank:
+def _local_job(plan: Plan, name: str, restart: int) -> LocalJob:
+    common = (plan.command, plan.variables, plan.grace)
+    nodes = plan.nodes
+    if nodes is None:
+        port = plan.backend.rendezvous_port
+        return LocalJob(name, restart, plan.ranks, *common, port=port, numbered=not plan.by_mpirun)
+    where = {"first": plan.numbers.start, "interface": nodes.interface, "port": nodes.port}
+    return LocalJob(nodes.job(name), restart, plan.size, *common, **where, secret=nodes.secret)
+
+
+def _give_address(plan: Plan, job: LocalJob) -> None:
+    """Where the ranks find rank 0, and each other if a backend of MLX's own joins them."""
+    if plan.nodes is not None:
+        job.address = plan.nodes.address
+    elif plan.by_mpirun:
+        job.address = plan.backend.mpi_address()
+    else:
+        job.exports = plan.backend.exports([free_ports(count) for count in plan.backend.ports()])
+
+
+def _told(plan: Plan, ending: Ending) -> Ending:
+    """With a closing line that says who it is about, where that is not all ranks."""
+    text = ending.text
+    if plan.by_mpirun:
+        text = text.replace("rank 0 failed first", "mpirun failed").replace("rank 0", "mpirun")
+    elif plan.nodes is not None and text:
+        text = f"node {plan.nodes.number}: {text}"
+    return replace(ending, text=text)
+
+
+def _start(
+    job: LocalJob | HostsJob, rank: int, output: Output | None, plan: Plan, readers: list[Reader]
+) -> LocalRank | RemoteRank:
+    """``readers`` gets the rank's standard input, if that is a pipe of this process."""
+    stdout, stderr, stdin = 1, 2, None
+    ends: list[int] = []
     try:
-        if output is None:
-            return job.start(rank, 1, 2)
-        stdout, stdout_end = os.pipe()
-        stderr, stderr_end = os.pipe()
         try:
-            started = job.start(rank, stdout_end, stderr_end)
+            if output is not None:
+                (out, stdout), (err, stderr) = os.pipe(), os.pipe()
+                ends = [stdout, stderr]
+            if isinstance(job, LocalJob):
+                if plan.stdin == "all" and plan.ranks > 1:
+                    stdin, target = os.pipe()
+                    ends.append(stdin)
+                    readers.append(Pipe(f"rank {rank}", target))
+                elif rank and plan.stdin == "0":
+                    stdin = subprocess.DEVNULL
+                # else it has the launcher's own: a terminal stays a terminal
+            started = job.start(rank, stdout, stderr, stdin)
         finally:
-            os.close(stdout_end)
-            os.close(stderr_end)
+            for end in ends:
+                os.close(end)
     except OSError as error:
-        have = f" ({name_ranks(range(rank))} had started)" if rank else ""
+        before = range(plan.numbers.start, rank)
+        have = f" ({name_ranks(before)} had started)" if before else ""
         raise CannotRun(f"Cannot start rank {rank}: {error}{have}.", 126) from None
-    output.add(rank, stdout, stderr)
+    if output is not None:
+        output.add(rank, out, err)
     return started

@@ -1,45 +1,231 @@
-"""The launcher's standard input, handed on to rank 0 where that is at the other end of a connection."""
+"""The launcher's standard input, handed on to the ranks.
 
+What is read goes to every reader: a pipe of a rank on this machine, or a host, whose agent has pipes of its ranks. Each
+takes it at its own pace, and what it has not taken yet waits for it. More is read once the reader that is least behind
+has taken all; so one that does not read holds up nobody.
+"""
+
+import collections
 import os
+import select
+import selectors
+import signal
+import socket
 import threading
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
-__all__ = ["StandardInput"]
+__all__ = ["CHOICES", "Feed", "Pipe", "Reader", "StandardInput"]
 
-_READ_BYTES = 1 << 16
+CHOICES = ("all", "0")  # which ranks have it
+
+READ_BYTES = 1 << 15  # so that a frame with it fits into a pipe
+# A reader this far behind gets no more: it probably never reads, and memory is finite.
+MAX_BEHIND = 64 << 20
+# Between two looks at whether the user has brought the launcher to the foreground again.
+_PAUSE = 0.2
 
 
-def _is_another_s_terminal() -> bool:
-    """Whether reading would stop this process: it runs in the background of a shell."""
-    return os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp()
+class Reader(Protocol):
+    """Whom the input is for. ``name``: in words, for the user."""
+
+    name: str
+
+    def offer(self, data: memoryview) -> int:
+        """How much of it has been taken now, without waiting. Raises BrokenPipeError: it will never read any more."""
+        ...
+
+    def close(self) -> None:
+        """There is no more."""
+        ...
 
 
-class _Reader(Protocol):
-    def input(self, data: bytes) -> None: ...
+class Pipe:
+    """The standard input of a rank on this machine; ``target``, the end to write to, belongs to this object."""
+
+    def __init__(self, name: str, target: int) -> None:
+        self.name = name
+        self._target = target
+        os.set_blocking(target, False)
+
+    def fileno(self) -> int:
+        return self._target
+
+    def offer(self, data: memoryview) -> int:
+        try:
+            return os.write(self._target, data)
+        except BlockingIOError:
+            return 0
+
+    def close(self) -> None:
+        os.close(self._target)
+
+
+class Feed:
+    """What waits for whom. Not for several threads at once.
+
+    ``selector``: pipes that are full are registered there, with what to call when they can take more as their data.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector, say: Callable[[str], None]) -> None:
+        self._selector = selector
+        self._say = say
+        self._waiting: dict[Reader, collections.deque[memoryview]] = {}
+        self._ended = False
+
+    @property
+    def has_readers(self) -> bool:
+        return bool(self._waiting)
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether a reader has taken all there is."""
+        return not self._ended and any(not left for left in self._waiting.values())
+
+    def add(self, reader: Reader) -> None:
+        self._waiting[reader] = collections.deque()
+        self.push(reader)
+
+    def put(self, data: bytes) -> None:
+        """For all readers; empty: there will be no more."""
+        self._ended = not data
+        for reader, left in list(self._waiting.items()):
+            if data:
+                left.append(memoryview(data))
+            self.push(reader)
+            if sum(map(len, left)) > MAX_BEHIND:
+                self._say(f"{reader.name} has left {MAX_BEHIND >> 20} MiB of the standard input unread; it gets no more")
+                self._remove(reader)
+
+    def push(self, reader: Reader) -> None:
+        """Gives the reader as much as it takes."""
+        if (left := self._waiting.get(reader)) is None:
+            return
+        try:
+            while left:
+                taken = reader.offer(left[0])
+                if taken < len(left[0]):
+                    left[0] = left[0][taken:]
+                    break
+                left.popleft()
+        except BrokenPipeError:  # it has ended, or closed its input
+            left.clear()
+            self._remove(reader)
+            return
+        if self._ended and not left:
+            self._remove(reader)
+        elif isinstance(reader, Pipe):
+            self._watch(reader, bool(left))
+
+    def push_all(self) -> None:
+        for reader in list(self._waiting):
+            self.push(reader)
+
+    def close(self) -> None:
+        """Drops what waits, and all readers."""
+        for reader in list(self._waiting):
+            self._remove(reader)
+
+    def _remove(self, reader: Reader) -> None:
+        del self._waiting[reader]
+        if isinstance(reader, Pipe):
+            self._watch(reader, False)
+        reader.close()
+
+    def _watch(self, pipe: Pipe, wanted: bool) -> None:
+        watched = pipe.fileno() in self._selector.get_map()
+        if wanted and not watched:
+            self._selector.register(pipe, selectors.EVENT_WRITE, lambda: self.push(pipe))
+        elif watched and not wanted:
+            self._selector.unregister(pipe)
 
 
 class StandardInput:
-    """Reads in a thread of its own, for as long as the launcher runs: a job that is started again goes on reading."""
+    """Reads as long as the launcher runs: a job that is started again goes on where the reading has got to.
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._job: _Reader | None = None
-        self._thread = threading.Thread(target=self._run, name="mlxdist input", daemon=True)
+    One thread reads, since files and terminals let nobody wait for them in the same way on all systems; another writes.
+    ``typed`` is called when a line was typed at a terminal, before the ranks have it.
+    """
 
-    def feed(self, job: _Reader | None) -> None:
-        """From now on what is read is for ``job``."""
+    def __init__(self, say: Callable[[str], None], typed: Callable[[], None] = lambda: None) -> None:
+        self._typed = typed
+        self._selector = selectors.DefaultSelector()
+        self._feed = Feed(self._selector, say)
+        self._changed = threading.Condition(threading.RLock())
+        self._wakes, self._woken = socket.socketpair()
+        for end in (self._wakes, self._woken):
+            end.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ, self._take_wake)
+        self._threads = [
+            threading.Thread(target=run, name="mlxdist input", daemon=True) for run in (self._read, self._write)
+        ]
+
+    def feed(self, readers: Iterable[Reader]) -> None:
+        """From now on what is read is for these."""
         with self._changed:
-            self._job = job
+            for reader in readers:
+                self._feed.add(reader)
             self._changed.notify_all()
-        if self._thread.ident is None and job is not None:
-            self._thread.start()
+        self.wake()
+        for thread in self._threads:
+            if thread.ident is None:
+                thread.start()
 
-    def _run(self) -> None:
+    def clear(self) -> None:
+        """The readers are gone. What they have not taken is lost, what is read from now on waits for the next."""
+        with self._changed:
+            self._feed.close()
+
+    def wake(self) -> None:
+        """A reader may take more. From any thread."""
+        try:
+            self._wakes.send(b"\0")
+        except BlockingIOError:
+            return  # it is full, so the thread will wake
+
+    def _take_wake(self) -> None:
+        self._woken.recv(4096)
+        self._feed.push_all()
+
+    def _write(self) -> None:
         while True:
-            data = b"" if _is_another_s_terminal() else os.read(0, _READ_BYTES)
+            ready = self._selector.select()
             with self._changed:
-                self._changed.wait_for(lambda: self._job is not None)
-                job = self._job
-            job.input(data)
-            if not data:
-                return
+                for key, _ in ready:
+                    key.data()
+                self._changed.notify_all()
+
+    def _read(self) -> None:
+        # Else reading in the background of a shell stops the launcher. Blocked, it makes reading an error.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTTIN])
+        data = b"more"
+        while data:
+            with self._changed:
+                self._changed.wait_for(lambda: self._feed.wants_more)
+            data = _read_once()
+            with self._changed:
+                self._changed.wait_for(lambda: self._feed.has_readers)
+                if data.endswith(b"\n") and os.isatty(0):
+                    self._typed()
+                self._feed.put(data)
+            self.wake()
+
+
+def _read_once() -> bytes:
+    """Waits for something to read; empty: the end."""
+    while True:
+        try:
+            return os.read(0, READ_BYTES)
+        except BlockingIOError:  # whoever shares it has made it so
+            select.select([0], [], [])
+        except OSError:
+            if not _is_in_the_background():
+                return b""
+            threading.Event().wait(_PAUSE)
+
+
+def _is_in_the_background() -> bool:
+    try:
+        return os.tcgetpgrp(0) != os.getpgrp()
+    except OSError:  # no terminal, or none any more
+        return False

@@ -56,6 +56,7 @@ class Supervisor:
         self._limit = limit
         self._is_late = False
         self._running: dict[int, LocalRank] = {}
+        self._names: dict[int, str] = {}
         self._statuses: dict[int, int] = {}
         self._failed: list[tuple[int, float]] = []  # rank and time, in the order in which they ended
         self._left_after: dict[int, str] = {}  # what had been sent when a rank ended
@@ -68,6 +69,7 @@ class Supervisor:
 
     def add(self, rank: LocalRank) -> None:
         self._running[rank.rank] = rank
+        self._names[rank.rank] = str(rank)
         if self._output is not None:
             for stream in self._output.streams[-2:]:
                 self._selector.register(stream.source, selectors.EVENT_READ, stream)
@@ -94,6 +96,9 @@ class Supervisor:
         self._selector.close()
         if self._output is not None:
             self._output.finish()
+            if self._failed and self._interrupted_by is None:
+                failed, _ = self._first_failure()
+                self._output.say_last_lines(failed, self._names[failed])
         unread = self._output is not None and self._output.is_unread()
         failed = bool(self._failed) and self._interrupted_by is None and not self._running and not unread
         return Ending(status, text, failed)

@@ -2,6 +2,7 @@
 
 import collections
 import hmac
+import operator
 import os
 import socket
 import sys
@@ -10,7 +11,7 @@ import time
 from dataclasses import dataclass
 
 from .. import debug
-from ..environment import Environment, format_address
+from ..environment import Environment, format_address, same_job
 from ..errors import by_name, located, name_ranks
 from ..version import __version__
 from .loop import Loop
@@ -179,12 +180,12 @@ class Hub:
     def _difference(self, fields: dict) -> str | None:
         """Why this rank cannot be of this job, or None."""
         mine = self._environment
-        for name, theirs, ours in (
-            ("MLXDIST_JOB", fields["job"], mine.job),
-            ("MLXDIST_WORLD_SIZE", fields["world_size"], mine.world_size),
-            ("the version of mlxdist", fields["version"], __version__),
+        for name, theirs, ours, agree in (
+            ("MLXDIST_JOB", fields["job"], mine.job, same_job),
+            ("MLXDIST_WORLD_SIZE", fields["world_size"], mine.world_size, operator.eq),
+            ("the version of mlxdist", fields["version"], __version__, operator.eq),
         ):
-            if theirs != ours:
+            if not agree(theirs, ours):
                 return f"{name} is {theirs} on rank {fields['rank']} and {ours} on rank 0; they must be equal"
         if not 1 <= fields["rank"] < mine.world_size:
             return f"MLXDIST_RANK is {fields['rank']}; the ranks beside 0 are 1 to {mine.world_size - 1}"

@@ -33,9 +33,11 @@ int MPI_Get_library_version(char* version, int* length) {
 int MPI_Init(int*, char***) {
   if (world_is_open()) return MPI_SUCCESS;
   /* In a process that no launcher made one of several ranks there is nothing to join, and MLX tries its other
-   * backends. All else that goes wrong throws: a code would make MLX go on as a group of one. */
+   * backends. All else that goes wrong throws: a code would make MLX go on as a group of one. Under mpirun and srun
+   * the size is theirs to say, and the rendezvous alone tells that there is a job. */
   const char* size = getenv("MLXDIST_WORLD_SIZE");
-  if (size == nullptr || strcmp(size, "1") == 0) return MPI_ERR_OTHER;
+  bool alone = size == nullptr ? getenv("MLXDIST_RENDEZVOUS") == nullptr : strcmp(size, "1") == 0;
+  if (alone) return MPI_ERR_OTHER;
   auto joined = python::call("join", reinterpret_cast<uintptr_t>(&door));
   open_world(reinterpret_cast<mlxdist_group*>(joined.first), reinterpret_cast<RaiseSoon*>(joined.second));
   return MPI_SUCCESS;

@@ -1,0 +1,243 @@
+"""The options of `mlxdist launch`: what they are called, and what is read from them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+
+from ..environment import MAX_RANKS, MAX_RESTARTS, OF_JOB, PROVIDERS, QUEUE_PAIRS
+from .backends import BACKENDS, DEFAULT_PORT
+from .standard_input import CHOICES
+
+__all__ = ["LaunchCommand", "Options", "launch_options", "parse_settings", "with_python"]
+
+_PORT = click.IntRange(1, 65535)
+_SECONDS = click.FloatRange(0, 3600)
+_OF_LAUNCHER = OF_JOB | {"MLX_RANK", "MLX_GLOBAL_RANK", "MLX_LOCAL_RANK", "MLX_WORLD_SIZE"}
+_PYTHON = re.compile(r"python(3(\.\d+)?)?")
+
+_WHERE, _HOSTS, _LAST = "Where", "Several hosts, by ssh", "Instead, or before"
+
+# By sections of --help. Those of several hosts are in ..hostfile.options: other commands have them too.
+_OPTIONS: dict[str, list[Callable]] = {
+    _WHERE: [
+        click.option(
+            "-n",
+            "--repeat-hosts",
+            "--gpus",
+            "ranks",
+            type=click.IntRange(1, MAX_RANKS),
+            metavar="N",
+            help="Number of ranks; with hosts: on each of them.",
+        ),
+        click.option(
+            "--cwd", metavar="FOLDER", help="Where the ranks run, on every host.  [default: the current folder]"
+        ),
+    ],
+    "One launcher on each node, without ssh": [
+        click.option("--nodes", type=click.IntRange(1, MAX_RANKS), metavar="N", help="Number of nodes, each with -n."),
+        click.option("--node-rank", type=int, metavar="R", help="Which of them this is, from 0."),
+        click.option(
+            "--master-addr", metavar="HOST[:PORT]", help=f"Where node 0 listens.  [default port: {DEFAULT_PORT}]"
+        ),
+        click.option("--secret-file", metavar="FILE", help="Has the secret that MLXDIST_SECRET would have, mode 0600."),
+    ],
+    "What joins the ranks": [
+        click.option(
+            "--backend",
+            type=click.Choice(BACKENDS),
+            default="auto",
+            show_default=True,
+            help="auto: what the hostfile says, else mlxdist. The others are MLX's own.",
+        ),
+        click.option(
+            "--provider",
+            type=click.Choice(PROVIDERS),
+            help="mlxdist: verbs that carry the messages. auto, the default: shared memory on one host, RDMA between "
+            "hosts where it is there, else TCP; says what it chose and why.",
+        ),
+        click.option(
+            "--qp",
+            type=click.Choice(QUEUE_PAIRS),
+            help="mlxdist: queue pairs, unreliable (default) or reliable (Linux).",
+        ),
+        click.option(
+            "--starting-port",
+            "-p",
+            type=_PORT,
+            metavar="PORT",
+            help="mlxdist, jaccl, mpi: port of rank 0; ring: of rank 0, counting up.  [default: free ones]",
+        ),
+        click.option(
+            "--connections-per-ip",
+            "connections",
+            type=click.IntRange(1, 64),
+            metavar="K",
+            default=1,
+            show_default=True,
+            help="ring: connections for each address.",
+        ),
+        click.option("--nccl-port", type=_PORT, metavar="PORT", help="nccl: port of rank 0.  [default: a free one]"),
+        click.option("--mpi-arg", "mpi_args", multiple=True, metavar="WORDS", help="mpi: for mpirun; repeatable."),
+    ],
+    "What the ranks are given": [
+        click.option(
+            "--env", "settings", multiple=True, metavar="NAME=VALUE", help="Set a variable for all ranks; repeatable."
+        ),
+        click.option("--env-file", metavar="FILE", help="Lines NAME=VALUE, set for all ranks; --env comes after it."),
+        click.option(
+            "--stdin",
+            type=click.Choice(CHOICES),
+            default="all",
+            show_default=True,
+            help="Ranks that get what the launcher reads from its standard input: all, or rank 0 alone.",
+        ),
+    ],
+    "What they print": [
+        click.option("--prefix/--no-prefix", default=True, help="The rank in front of each line, or output as it is."),
+        click.option(
+            "--log-dir", "logs", metavar="FOLDER", help="Write what rank N prints also to rank-N.out and .err there."
+        ),
+        click.option("--verbose", is_flag=True, help="Report the start and the end of every rank."),
+    ],
+    "How it ends": [
+        click.option(
+            "--timeout",
+            "limit",
+            type=click.FloatRange(0, 1e9, min_open=True),
+            metavar="SECONDS",
+            help="End a job that runs for longer, with exit status 124.",
+        ),
+        click.option(
+            "--grace",
+            type=_SECONDS,
+            default=5.0,
+            show_default=True,
+            metavar="SECONDS",
+            help="When a rank has failed: time for the others to leave by themselves, then again between SIGTERM and "
+            "SIGKILL.",
+        ),
+        click.option(
+            "--max-restarts",
+            type=click.IntRange(0, MAX_RESTARTS),
+            default=0,
+            show_default=True,
+            metavar="K",
+            help="When a rank has failed, whatever the reason, start all of them again, at most K times.",
+        ),
+    ],
+    _LAST: [
+        click.option("--check", is_flag=True, help="First what `mlxdist doctor` checks; start nothing if it fails."),
+        click.option("--dry-run", is_flag=True, help="Show what would be started, and start nothing."),
+        click.option("--print-python", is_flag=True, help="Show the Python of the ranks' hosts, and start nothing."),
+    ],
+}
+
+
+class Options(NamedTuple):  # a dataclass of so many fields takes a millisecond to be made
+    """What the user has given, but for the hosts and the command."""
+
+    ranks: int | None
+    cwd: str | None
+    nodes: int | None
+    node_rank: int | None
+    master_addr: str | None
+    secret_file: str | None
+    backend: str
+    provider: str | None
+    qp: str | None
+    starting_port: int | None
+    connections: int
+    nccl_port: int | None
+    mpi_args: tuple[str, ...]
+    settings: tuple[str, ...]
+    env_file: str | None
+    stdin: str
+    prefix: bool
+    logs: str | None
+    verbose: bool
+    limit: float | None
+    grace: float
+    max_restarts: int
+    check: bool
+    dry_run: bool
+    print_python: bool
+
+    def variables(self) -> dict[str, str]:
+        """Those that are set for all ranks."""
+        given = parse_settings(_lines(self.env_file), "--env-file") | parse_settings(self.settings, "--env")
+        named = {"MLXDIST_PROVIDER": self.provider, "MLXDIST_QP": self.qp}
+        return given | {name: value for name, value in named.items() if value is not None}
+
+    def mpi_words(self) -> list[str]:
+        try:
+            return [word for argument in self.mpi_args for word in shlex.split(argument)]
+        except ValueError as error:
+            raise click.UsageError(f"--mpi-arg: {error}") from None
+
+    def log_folder(self) -> Path | None:
+        if self.logs is None:
+            return None
+        if not self.prefix:
+            raise click.UsageError("--log-dir copies what passes the launcher; with --no-prefix nothing does.")
+        folder = Path(self.logs).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+
+def launch_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options to a click command. Make an `Options` of what it gets for them."""
+    for section, options in reversed(_OPTIONS.items()):
+        for option in reversed(options):
+            command = option(command)
+            command.__click_params__[-1].section = section
+    return command
+
+
+class LaunchCommand(click.Command):
+    """Its --help has sections. Options that stand in none of them are about hosts."""
+
+    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {_WHERE: [], _HOSTS: []}
+        for parameter in self.get_params(context):
+            section = _LAST if "--help" in parameter.opts else getattr(parameter, "section", _HOSTS)
+            record = parameter.get_help_record(context)
+            if record is not None and isinstance(parameter, click.Option):
+                sections.setdefault(section, []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+def with_python(command: list[str], python: str) -> list[str]:
+    """The command, run by this Python where it is a Python program, as mlx.launch has it: a script, -m, -c, python."""
+    first = command[0]
+    if not python:
+        return command
+    if first in ("-m", "-c") or first.endswith(".py"):
+        return [python, *command]
+    return [python, *command[1:]] if _PYTHON.fullmatch(first) else command
+
+
+def parse_settings(settings: Iterable[str], where: str) -> dict[str, str]:
+    variables = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not name or not equals:
+            raise click.UsageError(f"Invalid value for '{where}': {setting!r} is not NAME=VALUE.")
+        if name in _OF_LAUNCHER:
+            raise click.UsageError(f"Invalid value for '{where}': {name} is set by the launcher, for each rank.")
+        variables[name] = value
+    return variables
+
+
+def _lines(file: str | None) -> list[str]:
+    if file is None:
+        return []
+    lines = Path(file).read_text().splitlines()
+    return [line for line in lines if line.strip() and not line.lstrip().startswith("#")]

@@ -1,0 +1,104 @@
+"""Ranks that mpirun or srun has numbered: by table, and with the real mpirun where there is one."""
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from mlxdist import mpi_door
+from mlxdist.environment import Environment
+from mlxdist.errors import EnvironmentVariableError
+from mlxdist.schedulers import Place, find_place
+
+JOB = {"MLXDIST_RENDEZVOUS": "127.0.0.1:4711", "MLXDIST_SECRET": "ab" * 32}
+OMPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
+STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "4"}
+
+
+@pytest.mark.parametrize(
+    "variables, place",
+    [
+        ({}, None),
+        (OMPI, (1, 4)),
+        (OMPI | {"PMIX_RANK": "1"}, (1, 4)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, (0, 2)),
+        (STEP, (2, 4)),
+        ({"SLURM_STEPID": "0", "SLURM_PROCID": "2", "SLURM_NTASKS": "8"}, (2, 8)),
+        (STEP | {"PMI_RANK": "2", "PMI_SIZE": "4"}, (2, 4)),
+        (STEP | {"PMIX_RANK": "2"}, (2, 4)),
+        ({"PMIX_RANK": "2"}, (2, None)),
+        # A batch script is task 0, and so is mpirun's daemon on every node.
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),
+        (OMPI | {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, (1, 4)),
+    ],
+)
+def test_places(variables, place):
+    found = find_place(variables)
+    assert (found and (found.rank, found.size)) == place
+
+
+def test_a_place_says_where_it_is_from():
+    assert find_place(OMPI) == Place(1, 4, "OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE")
+
+
+@pytest.mark.parametrize(
+    "variables, words",
+    [
+        (OMPI | {"PMI_RANK": "2", "PMI_SIZE": "4"}, "OMPI_COMM_WORLD_RANK=1, PMI_RANK=2 contradict each other"),
+        (OMPI | {"PMI_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=4, PMI_SIZE=2 contradict each other"),
+        ({"PMI_RANK": "2", "PMI_SIZE": "2"}, "rank 2 does not fit 2 processes"),
+        ({"PMI_RANK": "-1", "PMI_SIZE": "2"}, "PMI_RANK='-1' is not the number of a process"),
+        ({"PMI_RANK": "1_0", "PMI_SIZE": "20"}, "PMI_RANK='1_0'"),
+        ({"PMI_RANK": "9" * 99, "PMI_SIZE": "20"}, "PMI_RANK='999"),
+        ({"PMIX_RANK": "1"}, "nothing says how many there are; set MLXDIST_WORLD_SIZE"),
+        (OMPI | {"MLXDIST_WORLD_SIZE": "2"}, "MLXDIST_WORLD_SIZE=2 contradicts the 4 processes of OMPI_COMM"),
+    ],
+)
+def test_refused(variables, words):
+    with pytest.raises(EnvironmentVariableError, match=words):
+        Environment.read(JOB | variables)
+
+
+def test_what_is_read():
+    read = Environment.read(JOB | OMPI)
+    assert (read.rank, read.world_size, read.rendezvous) == (1, 4, ("127.0.0.1", 4711))
+    read = Environment.read(JOB | {"PMIX_RANK": "1", "MLXDIST_WORLD_SIZE": "2"})
+    assert (read.rank, read.world_size) == (1, 2)
+
+
+def test_our_own_numbers_come_first():
+    read = Environment.read(JOB | OMPI | {"MLXDIST_RANK": "0", "MLXDIST_WORLD_SIZE": "2"})
+    assert (read.rank, read.world_size) == (0, 2)
+
+
+def test_without_a_job_they_mean_nothing():
+    assert Environment.read(OMPI) == Environment()
+
+
+PROGRAMS = {
+    "mlxdist": "import mlxdist as d, numpy as np; assert d.init().size() == 2 and d.all_sum(np.ones(1)).item() == 2",
+    "plain MLX": "import mlx.core as mx; d = mx.distributed; assert d.init().size() == 2 and d.all_sum(1).item() == 2",
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_under_mpirun(program):
+    if not shutil.which("mpirun"):
+        pytest.skip("no mpirun here")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+    variables = {
+        "MLXDIST_RENDEZVOUS": address,
+        "MLXDIST_SECRET": secrets.token_hex(32),
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        **(mpi_door.variables() if program == "plain MLX" else {}),
+    }
+    command = ["mpirun", "--host", "localhost:2", sys.executable, "-c", PROGRAMS[program]]
+    job = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=120)
+    assert job.returncode == 0, job.stderr
