@@ -74,15 +74,12 @@ def launch(chosen: Chosen, command: tuple[str, ...], **given: Any) -> None:
     try:
         chosen, of_nodes = _places(chosen.with_ranks(options.ranks), options)
         words = with_python(list(command), chosen.python)
-        if options.check:
-            from ..doctor import before_launch
-
-            if status := before_launch(chosen, words):
-                sys.exit(status)
         plan = _plan(chosen, of_nodes, options, words)
         if options.dry_run:
             _show(plan)
             return
+        if options.check and (status := _check(plan, chosen, options)):
+            sys.exit(status)
         if options.cwd and chosen.hostfile is None:
             os.chdir(options.cwd)
         for text in remove_leftovers():
@@ -93,6 +90,20 @@ def launch(chosen: Chosen, command: tuple[str, ...], **given: Any) -> None:
     except (ResourceError, OSError) as error:
         raise click.ClickException(str(error)) from None
     sys.exit(status)
+
+
+def _check(plan: Plan, chosen: Chosen, options: Options) -> int:
+    """What --check finds on the hosts, before anything is started: an exit status."""
+    if plan.nodes is not None:
+        raise click.UsageError("--check asks hosts by ssh, which --nodes does not use; run `mlxdist doctor` on each node.")
+    from ..doctor import before_launch
+
+    if chosen.hostfile is None:
+        from ..hostfile import Host, Hostfile
+
+        here = Hostfile((Host("localhost", slots=plan.ranks),), source="-n")
+        chosen = replace(chosen, hostfile=here, arguments=["--hosts", f"localhost:{plan.ranks}"])
+    return before_launch(chosen, plan.command, folder=plan.folder, variables=options.variables())
 
 
 def _places(chosen: Chosen, options: Options) -> tuple[Chosen, Nodes | None]:
