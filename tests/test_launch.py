@@ -87,9 +87,10 @@ def test_a_job_inside_a_job(monkeypatch):
     assert sorted(job.stdout.splitlines()) == [b"[%d] [%d] %d 2 77" % (o, i, i) for o in range(3) for i in range(2)]
 
 
-def test_rank_0_reads_the_standard_input():
-    job = python(2, "import sys; print(repr(sys.stdin.read()))", input=b"hello\nworld", stdin=None)
-    assert sorted(job.stdout.splitlines()) == [b"[0] 'hello\\nworld'", b"[1] ''"]
+@pytest.mark.parametrize("choice, second", [([], b"'hello\\nworld'"), (["--stdin", "0"], b"''")])
+def test_standard_input(choice, second):
+    job = python(2, "import sys; print(repr(sys.stdin.read()))", input=b"hello\nworld", stdin=None, options=choice)
+    assert sorted(job.stdout.splitlines()) == [b"[0] 'hello\\nworld'", b"[1] " + second]
 
 
 def test_temporary_folders_are_separate_and_writable():
