@@ -118,9 +118,9 @@ class Terminal:
     def type(self, data):
         os.write(self._master, data)
 
-    def read_until(self, words, seconds=10):
+    def read_until(self, words, seconds=10, times=1):
         deadline = time.monotonic() + seconds
-        while words not in self.text:
+        while self.text.count(words) < times:
             assert time.monotonic() < deadline, self.text
             self._read(0.1)
 
