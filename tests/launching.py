@@ -98,14 +98,14 @@ def closing_line(job):
 
 
 class Terminal:
-    """The launcher with a terminal of its own, 80 columns wide."""
+    """The launcher, or another command, with a terminal of its own, 80 columns wide."""
 
-    def __init__(self, *arguments, **variables):
+    def __init__(self, *arguments, command=LAUNCH, **variables):
         self._master, slave = pty.openpty()
         subprocess.run(["stty", "cols", "80", "rows", "24"], stdin=slave, check=True)
         environ = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR")}
         self.process = subprocess.Popen(
-            [*LAUNCH, *arguments],
+            [*command, *arguments],
             stdin=slave,
             stdout=slave,
             stderr=slave,
