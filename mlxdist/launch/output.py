@@ -187,6 +187,7 @@ class Stream:
         with self._lock:
             self._held += data
             self.tail.take(self.target, self._screen, data)
+            self._screen.printed_last = self.tail
             self._screen.show(self, final=False)
         return True
 
@@ -299,8 +300,6 @@ class Screen:
         self.printed_last: Tail | None = None
 
     def show(self, stream: Stream, final: bool) -> None:
-        if not final or stream.held:
-            self.printed_last = stream.tail
         lines = stream.take_lines()
         if final and stream.held:
             # The last line has no end of its own. In a file the next rank would continue it.
