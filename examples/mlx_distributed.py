@@ -3,10 +3,10 @@
     mlxdist launch -n 2 -- python examples/mlx_distributed.py
     mlxdist launch --hostfile rmlx-hosts.json -- python examples/mlx_distributed.py --steps 200
 
-It has the shapes that MLX's documentation and examples teach: sums over all ranks, messages between neighbours, training
-with averaged gradients, here of a small network that learns which of two interleaved spirals a point belongs to, and
-the same network again with its hidden features split over the ranks. Every rank trains on its own part of each batch;
-the loss is the same on any number of ranks that divides the batch.
+It has the shapes that MLX's documentation and examples teach: sums over all ranks, messages between neighbours,
+training with averaged gradients, here of a small network that learns which of two interleaved spirals a point belongs
+to, and the same network again with its hidden features split over the ranks. Every rank trains on its own part of each
+batch; the loss is the same on any number of ranks that divides the batch.
 """
 
 import argparse

@@ -71,7 +71,8 @@ def test_folder(tmp_path):
 @pytest.mark.parametrize("choice", ["all", "0"])
 def test_input_reaches_the_ranks_that_are_to_have_it(choice):
     text = "".join(f"line {i}\n" for i in range(50_000))  # more than pipes hold
-    job = python([*HERE, "-n", "2", "--stdin", choice], "import sys; print(len(sys.stdin.read()))", stdin=None, input=text)
+    program = "import sys; print(len(sys.stdin.read()))"
+    job = python([*HERE, "-n", "2", "--stdin", choice], program, stdin=None, input=text)
     assert lines(job) == [f"[0 localhost] {len(text)}", f"[1 localhost] {len(text) if choice == 'all' else 0}"]
 
 

@@ -195,7 +195,7 @@ def test_server_answers_two_requests_at_once(model):
     assert answers[1] == answers[2] and len(set(answers[2])) == 2
 
 
-# `mlx_lm evaluate` takes the names of tasks that lm_eval knows, all of whose data is in the network; this adds a folder.
+# `mlx_lm evaluate` takes names of tasks that lm_eval knows, whose data is in the network; this adds those of a folder.
 EVALUATE = """
 import functools, sys
 import lm_eval.evaluator

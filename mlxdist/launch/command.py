@@ -115,8 +115,8 @@ def launch(
         mlxdist launch --hosts node0,node1 -n 2 -- python train.py
 
     Every rank finds its number in MLXDIST_RANK and the number of ranks in MLXDIST_WORLD_SIZE. A program that knows
-    nothing of mlxdist and calls mx.distributed.init() gets the same group. Every rank reads what comes from the standard
-    input (--stdin). Each rank has a temporary folder (TMPDIR) of its own, which is removed when the job has ended.
+    nothing of mlxdist and calls mx.distributed.init() gets the same group. Every rank reads the standard input (--stdin).
+    Each rank has a temporary folder (TMPDIR) of its own, which is removed when the job has ended.
 
     The exit status is that of the first rank that failed, 128 + the signal if it was killed by one. Ctrl-C and SIGTERM
     reach all ranks. When the command returns, nothing of the job is left running.

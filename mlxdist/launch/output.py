@@ -14,6 +14,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -156,7 +157,7 @@ class Stream:
         prefix: bytes,
         screen: "Screen",
         tail: "Tail",
-        lock: threading.RLock,
+        lock: AbstractContextManager,
         log: BinaryIO | None = None,
     ) -> None:
         self.source = source
