@@ -99,7 +99,7 @@ def test_a_rank_that_does_not_read_holds_up_nobody():
     ]
 
 
-@pytest.mark.parametrize("choice", ["all", "0"])
+@pytest.mark.parametrize("choice", ["all", pytest.param("0", marks=pytest.mark.long)])
 def test_a_restart_goes_on_reading(choice):
     program = "print('ready', flush=True)\nif rank == 0: print('got', os.read(0, 100).decode(), end='')\n"
     program += "raise SystemExit(rank == 0 and os.environ['MLXDIST_RESTART'] == '0')"

@@ -120,7 +120,7 @@ def test_rank_0_alone_has_the_terminal():
     assert b"0 True 'me\\n'" in terminal.text
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_progress_bars_of_several_ranks(ranks):
     """As tqdm draws them, on all ranks at once, with lines in between."""
     program = RANK + (
