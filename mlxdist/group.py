@@ -2,13 +2,13 @@
 
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from . import at_exit, errors, flight
 from .environment import ALGORITHMS, Environment
@@ -317,7 +317,10 @@ def _memory(buffer: Any) -> Any:
         own = mx.stop_gradient(buffer)
         mx.eval(buffer, own)
         buffer = memoryview(own)
-    if isinstance(buffer, np.ndarray) and buffer.flags.c_contiguous:
+    # Imported here it would be half of the time that a program takes to become a rank, and an array of it there is only
+    # where somebody has imported it.
+    np = sys.modules.get("numpy")
+    if np is not None and isinstance(buffer, np.ndarray) and buffer.flags.c_contiguous:
         buffer = buffer.reshape(-1).view(np.uint8)  # also where NumPy has no buffer for the dtype
     try:
         return ffi.from_buffer(buffer)

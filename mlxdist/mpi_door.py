@@ -7,7 +7,6 @@ The launcher uses ``variables``, ``diverts`` and ``check``, which need neither M
 calls ``join`` and ``wait_for_stream``.
 """
 
-import contextlib
 import ctypes
 import importlib.util
 import sys
@@ -154,10 +153,15 @@ class _Door:
         self._drain(0)
 
     def drain(self, seconds: float) -> bool:
-        """Waits for what is in MLX's stream, and then at most ``seconds`` for what runs in others."""
+        """Waits for what is in MLX's streams, and then at most ``seconds`` for what still runs.
+
+        A program may never look at the last of what it has begun: mlx-lm's generation is one token ahead, in a stream
+        of its own.
+        """
+        from .native import bridge
+
         self.keep_errors()  # they are for finalize() from now on, which asks the group itself
-        with contextlib.suppress(RuntimeError):
-            _synchronize()
+        bridge.wait_for_cpu_streams()
         return bool(self._drain(seconds))
 
     def close(self) -> None:

@@ -98,14 +98,14 @@ def closing_line(job):
 
 
 class Terminal:
-    """The launcher with a terminal of its own, 80 columns wide."""
+    """The launcher, or another command, with a terminal of its own, 80 columns wide."""
 
-    def __init__(self, *arguments, **variables):
+    def __init__(self, *arguments, command=LAUNCH, **variables):
         self._master, slave = pty.openpty()
         subprocess.run(["stty", "cols", "80", "rows", "24"], stdin=slave, check=True)
         environ = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR")}
         self.process = subprocess.Popen(
-            [*LAUNCH, *arguments],
+            [*command, *arguments],
             stdin=slave,
             stdout=slave,
             stderr=slave,
@@ -118,9 +118,9 @@ class Terminal:
     def type(self, data):
         os.write(self._master, data)
 
-    def read_until(self, words, seconds=10):
+    def read_until(self, words, seconds=10, times=1):
         deadline = time.monotonic() + seconds
-        while words not in self.text:
+        while self.text.count(words) < times:
             assert time.monotonic() < deadline, self.text
             self._read(0.1)
 

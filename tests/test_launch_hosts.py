@@ -78,14 +78,22 @@ def test_folder(tmp_path):
     assert job.returncode == 1 and "localhost: the folder /no/such cannot be entered: No such file" in job.stderr
 
 
-def test_input_reaches_rank_0_alone():
+@pytest.mark.parametrize("choice", ["all", "0"])
+def test_input_reaches_the_ranks_that_are_to_have_it(choice):
     text = "".join(f"line {i}\n" for i in range(50_000))  # more than pipes hold
     program = "import sys; print(len(sys.stdin.read()))"
-    job = python([*HERE, "-n", "2"], program, stdin=None, input=text)
-    assert lines(job) == [f"[0 localhost] {len(text)}", "[1 localhost] 0"]
-    # A rank that does not read it, or not all, is none the worse for it.
-    job = python([*HERE, "-n", "2"], "import sys; rank or sys.stdin.readline(); print('done')", stdin=None, input=text)
-    assert job.returncode == 0 and lines(job) == ["[0 localhost] done", "[1 localhost] done"]
+    job = python([*HERE, "-n", "2", "--stdin", choice], program, stdin=None, input=text)
+    assert lines(job) == [f"[0 localhost] {len(text)}", f"[1 localhost] {len(text) if choice == 'all' else 0}"]
+
+
+def test_a_rank_that_does_not_read_its_input_holds_up_nobody():
+    text = "".join(f"line {i}\n" for i in range(50_000))
+    program = "import sys, time\nif rank == 0: sys.stdin.readline(); sys.stdin.close()\n"
+    program += "elif rank == 1: print(len(sys.stdin.read()))\nelse: time.sleep(0.5)\nprint('done')"
+    job = python([*HERE, "-n", "3"], program, stdin=None, input=text)
+    assert job.returncode == 0, job.stderr
+    done = [f"[{rank} localhost] done" for rank in range(3)]
+    assert lines(job) == sorted([f"[1 localhost] {len(text)}", *done])
 
 
 def test_streams_stay_apart_and_whole():

@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from launching import launch, marked_processes, nothing_left, python, running, wait_for  # noqa: F401
+from launching import RANK, launch, marked_processes, nothing_left, python, running, wait_for  # noqa: F401
 
 
 def test_every_line_has_the_rank_in_front():
@@ -189,3 +189,59 @@ def test_a_copy_of_what_each_rank_prints(tmp_path):
     }
     refused = python(1, "", options=["--log-dir", str(folder), "--no-prefix"])
     assert refused.returncode == 2 and b"--log-dir copies what passes the launcher" in refused.stderr
+
+
+# Rank 1 prints, then rank 0, and then rank 1 fails without a word.
+FAILS = """
+import pathlib, sys, time
+def wait(name):
+    while not pathlib.Path(sys.argv[1], name).exists(): time.sleep(0.01)
+    time.sleep(0.3)
+restart = os.environ['MLXDIST_RESTART']
+if rank == 1:
+    for i in range(30): print('line', i, 'of start', restart)
+    print('bar 1\\rbar 2\\r\\x1b[1mbar 3', file=sys.stderr)
+    print('x' * 100_000)
+    print('no end', end='', flush=True)
+    pathlib.Path(sys.argv[1], 'printed' + restart).touch()
+    wait('other' + restart)
+    sys.exit(3)
+wait('printed' + restart)
+print('other')
+pathlib.Path(sys.argv[1], 'other' + restart).touch()
+time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize(
+    "streams",
+    [{"stderr": subprocess.STDOUT, "stdout": subprocess.PIPE}, pytest.param({}, marks=pytest.mark.long)],
+)
+def test_last_lines_of_the_rank_that_failed(tmp_path, streams):
+    options = ["--max-restarts", "1", "--grace", "0.1"]
+    keywords = {"options": options} | ({"capture_output": False} | streams if streams else {})
+    job = launch(2, sys.executable, "-c", RANK + FAILS, str(tmp_path), **keywords)
+    assert job.returncode == 3
+    text = (job.stdout if streams else job.stderr).decode()
+    for restart in range(2):
+        lines = [f"    line {i} of start {restart}\n" for i in range(13, 30)]
+        lines += ["    bar 3\n", f"    {'x' * 1000}...\n", "    no end\n"]
+        block = re.search(r"Last lines of rank 1 \(pid \d+\):\n((?:    .*\n)*)mlxdist launch: rank 1", text).group(1)
+        assert sorted(block.splitlines(keepends=True)) == sorted(lines)
+        text = text.partition(block)[2]
+    assert "Last" not in text
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_last_lines_are_not_printed_twice_in_a_row(ranks):
+    job = python(ranks, f"import sys\nif rank == {ranks - 1}: print('a'); sys.exit('that is why')")
+    *shown, closing = job.stderr.decode().splitlines()
+    assert shown == [f"[{ranks - 1}] that is why"] and closing.startswith(f"mlxdist launch: rank {ranks - 1} failed")
+
+
+def test_no_last_lines_after_an_interrupt():
+    program = "import time; print('start')\ntry: time.sleep(30)\nexcept KeyboardInterrupt: raise SystemExit(3)"
+    with running(3, program) as job:
+        job.send_signal(signal.SIGINT)
+        _, errors = job.communicate(timeout=10)
+        assert job.returncode == 130 and len(errors.splitlines()) == 1

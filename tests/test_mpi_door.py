@@ -38,6 +38,7 @@ def test_every_operation_in_two_halves_at_once(run_ranks, ranks):
         "layers",
         "graphs",
         "pending_at_exit",
+        "pending_in_a_stream_at_exit",
         "without_streams_at_exit",
         "forked",
         "middle_of_an_element",

@@ -138,7 +138,7 @@ class Agent:
             remove_leftovers()
             first, count = fields["ranks"]
             self._numbers = range(first, first + count)
-            self._readers = frozenset(self._numbers if fields["stdin"] == "all" else {0} & {*self._numbers})
+            self._readers = frozenset(self._numbers if fields["stdin"] == "all" else [0])
             job = LocalJob(
                 fields["job"],
                 fields["restart"],
@@ -177,8 +177,9 @@ class Agent:
                     self._note_exit(missing, 126)
                 break
             finally:
-                for end in (stdout_end, stderr_end, *([stdin] if rank in self._readers else [])):
-                    os.close(end)
+                for end in (stdout_end, stderr_end, stdin):
+                    if end != subprocess.DEVNULL:
+                        os.close(end)
             for stream, kind in ((stdout, Kind.OUT), (stderr, Kind.ERR)):
                 os.set_blocking(stream, False)
                 self._streams[stream] = (kind, rank)

@@ -14,6 +14,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -156,7 +157,7 @@ class Stream:
         prefix: bytes,
         screen: "Screen",
         tail: "Tail",
-        lock: threading.RLock,
+        lock: AbstractContextManager,
         log: BinaryIO | None = None,
     ) -> None:
         self.source = source
@@ -187,6 +188,7 @@ class Stream:
         with self._lock:
             self._held += data
             self.tail.take(self.target, self._screen, data)
+            self._screen.printed_last = self.tail
             self._screen.show(self, final=False)
         return True
 
@@ -299,8 +301,6 @@ class Screen:
         self.printed_last: Tail | None = None
 
     def show(self, stream: Stream, final: bool) -> None:
-        if not final or stream.held:
-            self.printed_last = stream.tail
         lines = stream.take_lines()
         if final and stream.held:
             # The last line has no end of its own. In a file the next rank would continue it.

@@ -94,7 +94,8 @@ class Feed:
                 left.append(memoryview(data))
             self.push(reader)
             if sum(map(len, left)) > MAX_BEHIND:
-                self._say(f"{reader.name} has left {MAX_BEHIND >> 20} MiB of the standard input unread; it gets no more")
+                size = f"{MAX_BEHIND >> 20} MiB"
+                self._say(f"{reader.name} has left {size} of the standard input unread; it gets no more")
                 self._remove(reader)
 
     def push(self, reader: Reader) -> None:

@@ -6,6 +6,7 @@
 
 #include "connection.h"
 #include "group.h"
+#include "interpreter.h"
 #include "line.h"
 #include "operations.h"
 
@@ -19,6 +20,19 @@ static std::shared_ptr<Connection> connect(uintptr_t group) {
   if (group == 0) return std::make_shared<Connection>(nullptr, 0, 1);
   auto* native = reinterpret_cast<mlxdist_group*>(group);
   return std::make_shared<Connection>(native, mlxdist_group_rank(native), mlxdist_group_size(native));
+}
+
+/* An error of a stream is raised where its array is evaluated, and one that cannot be waited for has nothing to do. */
+static void wait_for_cpu_streams() {
+  InterpreterRuns others_run;
+  for (const auto& stream : mx::get_streams()) {
+    if (stream.device != mx::Device::cpu) continue;
+    try {
+      mx::synchronize(stream);
+    } catch (const std::exception&) {
+      continue;
+    }
+  }
 }
 
 NB_MODULE(_bridge, m) {
@@ -37,6 +51,8 @@ NB_MODULE(_bridge, m) {
       },
       "Address of void raise_soon(int status, const char *text), which any thread may call.");
 
+  m.def("wait_for_cpu_streams", &wait_for_cpu_streams,
+        "Returns when the CPU streams of MLX, of all threads, have done what they have to do now.");
   m.def("set_own_folders", &set_own_folders, "mlxdist"_a, "mlx"_a,
         "Tells which frames are not the program's: those of files in these folders, whose names end with a slash.");
   m.def("mark_line", [] { mlxdist_set_place(current_line().at); },

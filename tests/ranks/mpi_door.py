@@ -218,6 +218,16 @@ def pending_at_exit() -> None:
         time.sleep(0.3)
 
 
+def pending_in_a_stream_at_exit() -> None:
+    """The same in a stream of the program's own, as mlx-lm has it."""
+    world = mx.distributed.init()
+    with mx.stream(mx.new_thread_local_stream(mx.cpu)):
+        x = mx.full((100_000,), float(world.rank() + 1))
+        for _ in range(20):
+            x = mx.distributed.all_sum(x) / world.size()
+        mx.async_eval(x)
+
+
 def without_streams_at_exit() -> None:
     """MLX's own test runner ends the streams before Python ends."""
     world = mx.distributed.init()

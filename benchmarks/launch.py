@@ -1,0 +1,123 @@
+"""How long it takes to start a job on this machine: tables, targets and JSON.
+
+    python benchmarks/launch.py
+    python benchmarks/launch.py --rounds 9 --ranks 16
+
+All cases are run in turn, in shuffled order, so that what else the machine does hits all of them alike: ranks that only
+print, under mlxdist launch and under mlx.launch, and ranks that form a group and sum once, beside a Python that only
+imports MLX. Without a file --json, nothing is written.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+from rich.progress import track
+from rich.table import Table
+from targets import Target
+
+from mlxdist.bench.job import results_console
+
+MANY_SECONDS, MORE_SECONDS, AS_FAST = 5.0, 0.25, 1.0
+SECONDS = 120  # after which a job does not end any more
+SUM = "import mlx.core as mx; mx.eval(mx.distributed.all_sum(mx.ones(4), group=mx.distributed.init()))"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command to time. ``says``: how often a word has to be in what it prints."""
+
+    name: str
+    command: list[str]
+    says: tuple[str, int]
+
+    def run(self) -> float:
+        began = time.perf_counter()
+        job = subprocess.run(
+            self.command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=SECONDS,
+        )
+        seconds = time.perf_counter() - began
+        word, times = self.says
+        if job.returncode or job.stdout.count(word) != times:
+            raise click.ClickException(f"{self.name} failed with exit status {job.returncode}:\n{job.stdout}")
+        return seconds
+
+
+def cases(many: int) -> list[Case]:
+    python, scripts = sys.executable, Path(sys.executable).parent
+    ours = [str(scripts / "mlxdist"), "launch", "-n"]
+    theirs = [str(scripts / "mlx.launch"), "-n"]
+    word = "rank-says"
+    says = [python, "-c", f"print('{word}')"]
+    sums = [python, "-c", f"{SUM}; print('{word}')"]
+    return [
+        Case("many print", [*ours, str(many), "--", *says], (word, many)),
+        Case("two print", [*ours, "2", "--", *says], (word, 2)),
+        # It looks for what it starts itself, and has no `--`.
+        Case("two print, mlx.launch", [*theirs, "2", *says], (word, 2)),
+        Case("two sum", [*ours, "2", "--", *sums], (word, 2)),
+        Case("import MLX", [python, "-c", f"import mlx.core; print('{word}')"], (word, 1)),
+        Case("python alone", says, (word, 1)),
+    ]
+
+
+@click.command()
+@click.option("--rounds", type=click.IntRange(3, 1000), default=15, show_default=True, help="Runs of every case.")
+@click.option("--ranks", type=click.IntRange(2, 512), default=64, show_default=True, help='Of "many print".')
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write all times to this file.")
+def main(rounds: int, ranks: int, json_file: Path | None) -> None:
+    """Measure how long jobs take to start, and judge the targets. Exit status 1: one was not met."""
+    chosen = cases(ranks)
+    times: dict[str, list[float]] = {case.name: [] for case in chosen}
+    for number in track(range(rounds + 1), "rounds", transient=True, disable=not sys.stderr.isatty()):
+        for case in random.sample(chosen, len(chosen)):
+            seconds = case.run()
+            if number:  # the first run of all warms the caches of the disk
+                times[case.name].append(seconds)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    more = medians["two sum"] - medians["import MLX"]
+    ratio = medians["two print"] / medians["two print, mlx.launch"]
+    table = [
+        Target(f"{ranks} ranks that print", f"{MANY_SECONDS:g} s or less", medians["many print"], MANY_SECONDS),
+        Target("two ranks that print", "not slower than mlx.launch", ratio, AS_FAST),
+        Target("two ranks, init and all_sum", f"{MORE_SECONDS} s more than import MLX", more, MORE_SECONDS),
+    ]
+    show(times, medians, table)
+    if json_file is not None:
+        found = {"seconds": times, "ranks": ranks, "targets": [vars(t) | {"met": t.met} for t in table]}
+        json_file.write_text(json.dumps(found, indent=2) + "\n")
+        click.echo(f"Written: {json_file}")
+    sys.exit(0 if all(target.met for target in table) else 1)
+
+
+def show(times: dict[str, list[float]], medians: dict[str, float], targets: list[Target]) -> None:
+    console = results_console()
+    measured = Table(title="seconds from start to end")
+    for column in ("case", "median", "least", "most"):
+        measured.add_column(column, justify="left" if column == "case" else "right")
+    for name, values in times.items():
+        measured.add_row(name, *(f"{value:.3f}" for value in (medians[name], min(values), max(values))))
+    console.print(measured)
+    judged = Table(title="targets")
+    for column in ("case", "wanted", "measured", ""):
+        judged.add_column(column)
+    for target in targets:
+        judged.add_row(target.case, target.wanted, f"{target.measured:.3g}", "met" if target.met else "NOT MET")
+    console.print(judged)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""mlx-lm's commands, unmodified, under `mlxdist launch`: they compute what one process computes."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import mlx.core as mx
+import pytest
+from launching import LAUNCH, Terminal, nothing_left, wait_for  # noqa: F401
+from mlx_lm.models import qwen2
+from mlx_lm.utils import save_config, save_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+CONFIG = {
+    "model_type": "qwen2",
+    "vocab_size": 258,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+TEMPLATE = "{% for message in messages %}<|message|>{{ message['content'] }}{% endfor %}"
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A folder with a model of random weights, and a tokenizer with a token for every byte."""
+    folder = tmp_path_factory.mktemp("model")
+    mx.random.seed(1)
+    save_model(folder, qwen2.Model(qwen2.ModelArgs.from_dict(CONFIG)))
+    save_config(dict(CONFIG), folder / "config.json")
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<|end|>", "<|message|>"]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = {"eos_token": "<|end|>", "additional_special_tokens": ["<|message|>"]}
+    saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    saved.chat_template = TEMPLATE
+    saved.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def few_kernels(monkeypatch):
+    """On CPUs MLX calls a C++ compiler for every fused kernel, which takes longer than all that is tested here."""
+    monkeypatch.setenv("MLX_DISABLE_COMPILE", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def mlx_lm(*arguments, ranks=1, typed="", cwd=None):
+    """What it prints; on one rank without the launcher."""
+    command = [*(LAUNCH if ranks > 1 else []), *(["-n", str(ranks), "--"] if ranks > 1 else [])]
+    command += [sys.executable, "-m", "mlx_lm", *map(str, arguments)]
+    job = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=120, cwd=cwd)
+    assert job.returncode == 0, job.stdout + job.stderr
+    return job.stdout
+
+
+def lines(text):
+    """Without prefixes, colours and what is measured."""
+    found = [ESCAPES.sub("", line).replace("[0] ", "").rstrip() for line in text.splitlines()]
+    return [line for line in found if "tok/s" not in line]
+
+
+@pytest.mark.parametrize("parallel", [[], pytest.param(["--pipeline"], marks=pytest.mark.long)])
+def test_chat(model, parallel):
+    """Two turns; every rank reads them from the standard input."""
+    arguments = ["chat", "--model", model, "--max-tokens", 8, "--temp", 0]
+    two = mlx_lm(*arguments, *parallel, ranks=2, typed="hello\nand you?\nq\n")
+    assert "[1]" not in two
+    assert two.count("8 tokens ·") == 2 and lines(two)[-1] == "bye"
+    assert lines(two) == lines(mlx_lm(*arguments, typed="hello\nand you?\nq\n"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("where", [["-n", "2"], ["--hosts", "localhost", "-n", "2"]])
+def test_chat_on_a_terminal(model, where):
+    command = [sys.executable, "-m", "mlx_lm", "chat", "--model", str(model), "--max-tokens", "8", "--temp", "0"]
+    terminal = Terminal(*where, "--", *command)
+    for turn, typed in enumerate((b"hello\n", b"and you?\n", b"q\n"), 1):
+        terminal.read_until("›".encode(), 60, times=turn)
+        terminal.type(typed)
+    assert terminal.finish(30) == 0
+    assert terminal.text.decode(errors="replace").count("8 tokens ·") == 2 and b"bye" in terminal.text
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("parallel", [[], ["--pipeline"], ["--batch-size", 2]])
+def test_benchmark(model, parallel):
+    sizes = ["--prompt-tokens", 16, "--generation-tokens", 8, "--num-trials", 2]
+    printed = mlx_lm("benchmark", "--model", model, *sizes, *parallel, ranks=2)
+    assert re.search(r"^\[0\] Averages: prompt_tps=[1-9][\d.]+, generation_tps=[1-9]", printed, re.MULTILINE)
+    assert printed.count("Trial") == 2 and "[1]" not in printed
+
+
+@pytest.mark.long
+def test_share(tmp_path, model):
+    """Rank 0 has a folder, the other one gets it."""
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    shared = tmp_path / "0" / "model"
+    shutil.copytree(model, shared)
+    (shared / "more").mkdir()
+    (shared / "more" / "bytes").write_bytes(os.urandom(1_000_003))
+    (shared / "link").symlink_to("config.json")
+    program = f'cd "$0/$MLXDIST_RANK" && exec {sys.executable} -m mlx_lm share --path model --dst model --tmpdir .'
+    job = subprocess.run([*LAUNCH, "-n", "2", "--", "sh", "-c", program, tmp_path], capture_output=True, timeout=60)
+    assert job.returncode == 0, job.stderr
+    got = tmp_path / "1" / "model"
+    assert (got / "link").is_symlink()
+    assert {p.relative_to(got): p.is_file() and p.read_bytes() for p in got.rglob("*")} == {
+        p.relative_to(shared): p.is_file() and p.read_bytes() for p in shared.rglob("*")
+    }
+
+
+@pytest.mark.long
+def test_lora(tmp_path, model):
+    """Two ranks, each with half of every batch, train what one process trains."""
+    for name in ("train", "valid", "test"):
+        texts = [f"the number {i % 4} comes before the number {i % 4 + 1}." for i in range(8)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    arguments = ["lora", "--train", "--test", "--model", model, "--data", tmp_path, "--num-layers", 2]
+    arguments += ["--batch-size", 4, "--iters", 20, "--val-batches", 1, "--steps-per-report", 5, "--save-every", 20]
+    arguments += ["--learning-rate", 1e-3, "--test-batches", 1]
+    losses, adapters = {}, {}
+    for ranks in (1, 2):
+        folder = tmp_path / f"adapters of {ranks}"
+        printed = mlx_lm(*arguments, "--adapter-path", folder, ranks=ranks)
+        losses[ranks] = [float(loss) for loss in re.findall(r"\d\.\d\d\d(?= [▼▲])|(?<=Test loss )\d\.\d\d\d", printed)]
+        adapters[ranks] = mx.load(str(folder / "adapters.safetensors"))
+        assert "[1]" not in printed
+    assert len(losses[2]) == 5 and losses[2] == pytest.approx(losses[1], abs=2e-3)
+    assert losses[2][-1] < losses[2][0] / 2
+    assert adapters[1].keys() == adapters[2].keys() and len(adapters[2]) > 8
+    for name, adapter in adapters[1].items():
+        assert mx.allclose(adapter, adapters[2][name], rtol=1e-3, atol=1e-4), name
+
+
+@contextmanager
+def server(model, ranks):
+    """The address of one that answers. It is stopped as Ctrl-C would, and then nothing answers any more."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [*(LAUNCH if ranks > 1 else []), *(["-n", str(ranks), "--"] if ranks > 1 else [])]
+    command += [sys.executable, "-m", "mlx_lm", "server", "--model", str(model), "--port", str(port)]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def is_there():
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+        except OSError:
+            return False
+        return True
+
+    try:
+        assert wait_for(is_there, 60)
+        yield f"http://127.0.0.1:{port}/v1/chat/completions"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130 or ranks == 1
+        assert not is_there()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def ask(address, content):
+    request = {"messages": [{"role": "user", "content": content}], "max_tokens": 16, "temperature": 0}
+    header = {"Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(address, json.dumps(request).encode(), header), timeout=60) as r:
+        return json.load(r)["choices"][0]["message"]["content"]
+
+
+@pytest.mark.long
+def test_server_answers_two_requests_at_once(model):
+    questions = ["hello", "another question"]
+    answers = {}
+    for ranks in (1, 2):
+        with server(model, ranks) as address, ThreadPoolExecutor(2) as threads:
+            answers[ranks] = list(threads.map(lambda question: ask(address, question), questions))
+            assert answers[ranks] == [ask(address, question) for question in questions]
+    assert answers[1] == answers[2] and len(set(answers[2])) == 2
+
+
+# `mlx_lm evaluate` takes names of tasks that lm_eval knows, whose data is in the network; this adds those of a folder.
+EVALUATE = """
+import functools, sys
+import lm_eval.evaluator
+from mlx_lm import evaluate
+manager = lm_eval.evaluator.TaskManager
+lm_eval.evaluator.TaskManager = functools.partial(manager, include_path=sys.argv.pop(1), include_defaults=False)
+evaluate.main()
+"""
+
+
+@pytest.mark.long
+def test_evaluate(tmp_path, model, monkeypatch):
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed; mlx_lm evaluate needs it")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache of datasets"))
+    # As many on every rank: else mlx-lm 0.32.2 gets more scores back than it has asked for, with any backend.
+    questions = [
+        {"question": f"{i} and {i} is", "choices": [f" {2 * i}", f" {2 * i + 1}", f" {i}"], "answer": 0}
+        for i in range(8)
+    ]
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+    task = {
+        "task": "sums",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "questions.jsonl")}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{answer}}",
+        "doc_to_choice": "{{choices}}",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
+    (tmp_path / "sums.yaml").write_text(json.dumps(task))
+    results = {}
+    for ranks in (1, 2):
+        folder = tmp_path / f"results of {ranks}"
+        command = [*LAUNCH, "-n", str(ranks), "--", sys.executable, "-c", EVALUATE, str(tmp_path)]
+        command += ["--model", str(model), "--tasks", "sums", "--output-dir", str(folder)]
+        job = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+        assert job.returncode == 0, job.stdout + job.stderr
+        (file,) = folder.iterdir()
+        results[ranks] = json.loads(file.read_text())
+        assert ("Evaluating with 2 nodes" in job.stdout) == (ranks == 2)
+    assert results[1] == results[2] and results[2]["sums"]["sample_len"] == 8
