@@ -15,8 +15,9 @@ from launching import LAUNCH, launch, marked_processes, nothing_left, python, ru
 
 from mlxdist.errors import InvalidArgument, ResourceError
 from mlxdist.launch import leftovers
-from mlxdist.launch.jobs import JobFolder, find_job, list_jobs, runtime_folder
+from mlxdist.launch.jobs import JobFolder, find_job, list_jobs
 from mlxdist.launch.processes import start_times
+from mlxdist.launch.runtime_folder import runtime_folder
 
 WAITING = "import time; print(os.environ['MLXDIST_JOB'], os.getpid(), flush=True); time.sleep(60)"
 RECORD = "open(os.path.join(os.environ['MLXDIST_FLIGHT'], f'flight-{rank}.json'), 'w').write('x')\n"

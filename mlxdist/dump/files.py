@@ -2,11 +2,11 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..checking import Check, fields_of, flag, list_of, map_of, number, or_null, text
 from ..environment import MAX_RANKS
 from ..errors import InvalidArgument
 
@@ -157,115 +157,56 @@ def read_dump(path: Path) -> Dump:
     raise InvalidArgument(f"{path} is no file of this version's flight recorder: {problem}")
 
 
-# Checking. What comes out has only known types, numbers within bounds, and text that cannot steer a terminal.
-
-Check = Callable[[str, Any], Any]
-
-
-def _number(low: int, high: int) -> Check:
-    def check(name: str, value: Any) -> int:
-        if type(value) is not int or not low <= value <= high:
-            raise ValueError(f"{name} is {value!r:.50}, not a whole number from {low} to {high}")
-        return value
-
-    return check
-
-
-def _flag(name: str, value: Any) -> bool:
-    if type(value) is not bool:
-        raise ValueError(f"{name} is {value!r:.50}, not true or false")
-    return value
-
-
-def _text(most: int = 256) -> Check:
-    def check(name: str, value: Any) -> str:
-        if type(value) is not str:
-            raise ValueError(f"{name} is {value!r:.50}, not a text")
-        return "".join(c if c.isprintable() else "?" for c in value[:most])
-
-    return check
-
-
-def _or_null(check: Check) -> Check:
-    return lambda name, value: None if value is None else check(name, value)
-
-
-def _list(check: Check, most: int) -> Check:
-    def check_list(name: str, value: Any) -> tuple:
-        if type(value) is not list or len(value) > most:
-            raise ValueError(f"{name} is no list of at most {most}")
-        return tuple(check(name, element) for element in value)
-
-    return check_list
-
-
-def _map(check: Check, most: int) -> Check:
-    def check_map(name: str, value: Any) -> dict[str, Any]:
-        if type(value) is not dict or len(value) > most:
-            raise ValueError(f"{name} is no object of at most {most}")
-        return {_text()(name, key): check(name, element) for key, element in value.items()}
-
-    return check_map
-
-
-def _fields(checks: Mapping[str, Check], value: Any) -> dict[str, Any]:
-    if type(value) is not dict:
-        raise ValueError("what should be an object is none")
-    if missing := checks.keys() - value.keys():
-        raise ValueError(f"{min(missing)} is missing")
-    return {name: check(name, value[name]) for name, check in checks.items()}
-
-
-_ANY = _number(0, _MAX_NUMBER)
-_RANK = _number(0, MAX_RANKS - 1)
+_ANY = number(0, _MAX_NUMBER)
+_RANK = number(0, MAX_RANKS - 1)
 
 _OPERATION: dict[str, Check] = {
     "number": _ANY,
-    "group": _number(0, 0x7FFF),
-    "hidden": _flag,
-    "collective": _flag,
+    "group": number(0, 0x7FFF),
+    "hidden": flag,
+    "collective": flag,
     "sequence": _ANY,
-    "operation": _text(32),
-    "dtype": _or_null(_text(32)),
-    "shape": _or_null(_list(_ANY, 6)),
+    "operation": text(32),
+    "dtype": or_null(text(32)),
+    "shape": or_null(list_of(_ANY, 6)),
     "bytes": _ANY,
-    "root": _or_null(_RANK),
-    "to": _or_null(_RANK),
-    "from": _or_null(_RANK),
-    "algorithm": _text(32),
+    "root": or_null(_RANK),
+    "to": or_null(_RANK),
+    "from": or_null(_RANK),
+    "algorithm": text(32),
     "started_ns": _ANY,
-    "ended_ns": _or_null(_ANY),
-    "status": _number(0, 1000),
-    "waits_for": _or_null(_RANK),
-    "place": _text(64),
+    "ended_ns": or_null(_ANY),
+    "status": number(0, 1000),
+    "waits_for": or_null(_RANK),
+    "place": text(64),
 }
 
 _DUMP: dict[str, Check] = {
-    "schema": _number(SCHEMA, SCHEMA),
-    "job": _text(),
+    "schema": number(SCHEMA, SCHEMA),
+    "job": text(),
     "rank": _RANK,
-    "size": _number(1, MAX_RANKS),
-    "host": _text(),
+    "size": number(1, MAX_RANKS),
+    "host": text(),
     "pid": _ANY,
-    "why": _text(_MAX_TEXT),
-    "error": _or_null(_text(_MAX_TEXT)),
+    "why": text(_MAX_TEXT),
+    "error": or_null(text(_MAX_TEXT)),
     "monotonic_ns": _ANY,
     "wall_ns": _ANY,
-    "groups": _map(_list(_RANK, MAX_RANKS), MAX_OPERATIONS),
-    "threads": _map(_text(), MAX_THREADS),
-    "operations": _list(lambda name, value: _operation(value), MAX_OPERATIONS),
+    "groups": map_of(list_of(_RANK, MAX_RANKS), MAX_OPERATIONS),
+    "threads": map_of(text(), MAX_THREADS),
+    "operations": list_of(lambda name, value: _operation(value), MAX_OPERATIONS),
 }
 
 
 def _operation(value: Any) -> Operation:
-    fields = _fields(_OPERATION, value)
+    fields = fields_of(_OPERATION, value)
     return Operation(name=fields.pop("operation"), source=fields.pop("from"), **fields)
 
 
 def _dump(value: Any) -> Dump:
-    fields = _fields(_DUMP, value)
+    fields = fields_of(_DUMP, value)
     del fields["schema"]
-    groups = {_number(0, 0x7FFF)("groups", _id(text)): ranks for text, ranks in fields.pop("groups").items()}
+    groups = {number(0, 0x7FFF)("groups", _id(text)): ranks for text, ranks in fields.pop("groups").items()}
     if fields["rank"] >= fields["size"]:
         raise ValueError(f"rank is {fields['rank']}, but size is {fields['size']}")
     return Dump(groups=groups, **fields)

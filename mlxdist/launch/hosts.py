@@ -13,6 +13,7 @@ from ..remote.ssh import LOST, Reach
 from ..version import __version__
 from .backends import Backend
 from .executable import CannotRun
+from .job_hosts import HostsFolder
 from .local import job_name, new_secret
 from .remote import HostInput, RemoteHost, RemoteRank
 from .wakeup import Wakeup
@@ -54,6 +55,7 @@ class HostsJob:
         self.succeeded = False
         self._hostfile = hostfile
         self._backend = backend
+        self._reach = reach
         self._grace = grace
         self._changed = threading.Condition()
         self._wakeup = wakeup
@@ -79,6 +81,7 @@ class HostsJob:
 
     def __enter__(self) -> "HostsJob":
         connected = []
+        self._record = HostsFolder(self.job, time.time(), self._hostfile, self._reach, self._fields["command"])
         try:
             for host in self._hosts:
                 host.connect(self._wakeup.wake)
@@ -88,6 +91,7 @@ class HostsJob:
         except BaseException:
             for host in connected:
                 host.close(0.0 if host.state.hello is None else self._grace + _END_SECONDS)
+            self._record.close()
             raise
         return self
 
@@ -95,6 +99,7 @@ class HostsJob:
         self.end()
         for host in self._hosts:
             host.close(max(0.0, self._ends_at - time.monotonic()))
+        self._record.close()
 
     def start(self, rank: int, stdout: int, stderr: int, stdin: None) -> RemoteRank:
         """The ranks run once all have been added; see `all_started`. What they read is a matter of `readers`."""

@@ -4,8 +4,7 @@
     <runtime folder>/<job>/lock        locked as long as the launcher or its keeper runs
     <runtime folder>/<job>/flight/     what the ranks record when something goes wrong, unless MLXDIST_FLIGHT is set
 
-The runtime folder is $XDG_RUNTIME_DIR/mlxdist, where that is a folder of this user's, else mlxdist-<uid> beside other
-temporary files. The ranks' temporary folders lie elsewhere, in TMPDIR: XDG_RUNTIME_DIR is small, since it is memory,
+The ranks' temporary folders lie elsewhere, in TMPDIR: XDG_RUNTIME_DIR is small, since it is memory,
 and often nothing in it may be executed.
 
 The lock says whether a job still has somebody who ends it. The kernel gives it back when both processes are gone,
@@ -18,15 +17,16 @@ import fcntl
 import json
 import os
 import shutil
-import stat
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..errors import InvalidArgument, ResourceError
+from ..errors import InvalidArgument
+from .job_hosts import SUFFIX, HostsRecord, read_hosts_record
 from .processes import start_times
+from .runtime_folder import is_locked, runtime_folder, write_json
 
-__all__ = ["Job", "JobFolder", "Record", "find_job", "list_jobs", "read_record", "runtime_folder", "try_lock"]
+__all__ = ["Job", "JobFolder", "Record", "find_job", "list_jobs", "read_record"]
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,12 @@ class Record:
 
 @dataclass(frozen=True)
 class Job:
-    """A job. ``pids`` has the process of every rank that runs; it is empty for a job that has ended.
+    """A job. ``pids`` has the process of every rank that runs here; it is empty for a job that has ended.
 
     ``flight_folder``: where its ranks write their flight recordings; None where MLXDIST_FLIGHT says that they do not.
     ``launcher``: the process that supervises it, 0 for a job that has ended; ``started``: when, in seconds since 1970.
+    ``hosts``: of a job on several hosts that was started on this machine, who they are. On another host of such a job
+    the launcher is the agent, which ends the ranks there, and with them the job.
     """
 
     name: str
@@ -60,21 +62,29 @@ class Job:
     command: list[str]
     launcher: int = 0
     started: float = 0.0
+    hosts: HostsRecord | None = None
 
 
 def list_jobs() -> list[Job]:
-    """The running jobs of this user on this host, by name."""
+    """The jobs of this user that run on this machine or were started here, by name."""
     runtime = runtime_folder()
-    jobs = []
-    for name in sorted(os.listdir(runtime)):
-        record = None if name.startswith(".") else read_record(runtime / name)
-        if record is not None and _is_locked(runtime / name):
+    jobs: dict[str, Job] = {}
+    names = [name for name in sorted(os.listdir(runtime)) if not name.startswith(".")]
+    for name in names:
+        record = read_record(runtime / name)
+        if record is not None and is_locked(runtime / name):
             flight = None if record.flight == "none" else Path(record.flight)
             with contextlib.suppress(FileNotFoundError):  # it has just ended
                 started = (runtime / name / "lock").stat().st_mtime
                 found = Job(name, runtime / name, flight, record.living(), record.command, record.launcher, started)
-                jobs.append(found)
-    return jobs
+                jobs[name] = found
+    for name in names:
+        hosts = read_hosts_record(runtime / name) if name.endswith(SUFFIX) else None
+        if hosts is not None:
+            name = name.removesuffix(SUFFIX)
+            here = jobs.get(name) or Job(name, runtime / name, None, {}, hosts.command)
+            jobs[name] = replace(here, launcher=hosts.launcher, started=hosts.started, hosts=hosts)
+    return [job for _, job in sorted(jobs.items())]
 
 
 def find_job(name: str) -> Job:
@@ -159,10 +169,7 @@ class JobFolder:
             "command": record.command,
             "ranks": {str(rank): list(process) for rank, process in record.ranks.items()},
         }
-        new = os.open(folder / "job.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with open(new, "w") as file:
-            json.dump(fields, file)
-        os.replace(folder / "job.new", folder / "job.json")
+        write_json(folder / "job.json", fields)
 
 
 def read_record(folder: Path) -> Record | None:
@@ -174,57 +181,3 @@ def read_record(folder: Path) -> Record | None:
         return Record(int(fields["launcher"]), Path(fields["temporary"]), str(fields["flight"]), command, ranks)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-def try_lock(folder: Path, how: int) -> int | None:
-    """The descriptor of the folder's lock, now held as ``how`` says; None if another process holds it, or none can."""
-    try:
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(lock, how | fcntl.LOCK_NB)
-    except OSError:  # held, or a file system without locks
-        os.close(lock)
-        return None
-    return lock
-
-
-def _is_locked(folder: Path) -> bool:
-    lock = try_lock(folder, fcntl.LOCK_SH)
-    if lock is not None:
-        os.close(lock)
-    return lock is None
-
-
-def runtime_folder() -> Path:
-    """The folder with the job folders of this user; it is made if need be. Nobody else can read it.
-
-    Raises:
-        ResourceError: it cannot be made, or something else of that name is in its place.
-    """
-    parent = os.environ.get("XDG_RUNTIME_DIR") or ""
-    if os.path.isabs(parent) and _is_ours(parent):  # sudo and su leave that of another user in place
-        folder = Path(parent, "mlxdist")
-    else:
-        folder = Path(os.environ.get("TMPDIR") or "/tmp", f"mlxdist-{os.getuid()}").absolute()
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if _is_ours(folder):
-            if stat.S_IMODE(folder.stat().st_mode) != 0o700:
-                folder.chmod(0o700)
-            return folder
-    except OSError as error:
-        raise ResourceError(f"the job cannot be prepared in {folder}: {error}") from None
-    raise ResourceError(
-        f"the job cannot be prepared in {folder}: it is a link, or belongs to another user; remove it, or set "
-        "XDG_RUNTIME_DIR or TMPDIR to a folder of your own"
-    )
-
-
-def _is_ours(folder: str | Path) -> bool:
-    try:
-        status = os.lstat(folder)
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()

@@ -12,8 +12,10 @@ import shutil
 import time
 from pathlib import Path
 
-from .jobs import Record, read_record, runtime_folder, try_lock
+from .job_hosts import SUFFIX
+from .jobs import Record, read_record
 from .keeper import Keeper
+from .runtime_folder import runtime_folder, try_lock
 
 __all__ = ["KEPT", "remove_leftovers"]
 
@@ -38,6 +40,8 @@ def remove_leftovers() -> list[str]:
         folder = runtime / name
         if name.startswith("."):
             _remove_half_made(folder)
+        elif name.endswith(SUFFIX):
+            _remove_hosts_record(folder)
         elif (folder / "job.json").exists():
             if not _is_around_us(name) and (text := _clean_up(name, folder)):
                 done.append(text)
@@ -64,6 +68,14 @@ def _clean_up(job: str, folder: Path) -> str | None:
         os.close(lock)
     ranks = f" {ended} processes of it were still running and were ended." if ended else ""
     return f"cleaned up after job {job}, whose launcher (pid {record.launcher}) was killed.{ranks}"
+
+
+def _remove_hosts_record(folder: Path) -> None:
+    """Of a job on several hosts: what there is to end, each of them ends itself."""
+    lock = try_lock(folder, fcntl.LOCK_EX)
+    if lock is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
 
 
 def _is_plausible(record: Record) -> bool:

@@ -1,24 +1,18 @@
 """The command line of `mlxdist stop`."""
 
-import contextlib
-import os
-import signal
 import sys
-import time
 
 import click
 
 from ..errors import InvalidArgument, ResourceError
-from .jobs import Job, find_job, list_jobs
+from ..hostfile.options import Chosen, host_options
 
 __all__ = ["stop"]
-
-_STEP = 0.05
 
 
 @click.command()
 @click.argument("names", metavar="[JOB]...", nargs=-1)
-@click.option("--all", "everything", is_flag=True, help="All jobs of this user on this machine.")
+@click.option("--all", "everything", is_flag=True, help="All jobs of this user on this machine, or on the hosts given.")
 @click.option(
     "--wait",
     "seconds",
@@ -28,36 +22,52 @@ _STEP = 0.05
     metavar="SECONDS",
     help="Time for a job to end: its ranks get SIGTERM, after the launcher's grace SIGKILL.",
 )
-def stop(names: tuple[str, ...], everything: bool, seconds: float) -> None:
+@host_options
+def stop(names: tuple[str, ...], everything: bool, seconds: float, chosen: Chosen) -> None:
     """End jobs, as Ctrl-C in their terminal would: by the beginning of their names, see `mlxdist ps`.
 
     \b
         mlxdist stop 741b
         mlxdist stop --all
+        mlxdist stop --all --hosts node0,node1
 
-    The exit status is 1 if one has not ended in time.
+    A job on several hosts is ended on all of them: where it was started, and on each of its hosts. With --hostfile or
+    --hosts those hosts end it, also where nobody is left who started it.
+
+    The exit status is 1 if a job has not ended in time, or a host does not answer.
     """
     if bool(names) == everything:
         raise click.UsageError("Name the jobs to be ended, or --all; `mlxdist ps` lists them.")
     try:
-        jobs = list_jobs() if everything else [_running(name) for name in names]
+        sys.exit(_stop_here(names, seconds) if chosen.hostfile is None else _stop_on(chosen, names, everything, seconds))
     except (InvalidArgument, ResourceError) as error:
         raise click.ClickException(str(error)) from None
+
+
+def _stop_here(names: tuple[str, ...], seconds: float) -> int:
+    """``names``: empty for all."""
+    from .jobs import find_job, list_jobs
+    from .jobs_on_hosts import end_jobs
+
+    jobs = [find_job(name) for name in names] if names else list_jobs()
     for job in jobs:
-        with contextlib.suppress(ProcessLookupError):  # its keeper ends what is left
-            os.kill(job.launcher, signal.SIGTERM)
-    deadline = time.monotonic() + seconds
-    running = {job.name for job in jobs}
-    while running and time.monotonic() < deadline:
-        running &= {job.name for job in list_jobs()}
-        time.sleep(_STEP if running else 0)
+        if not job.launcher:
+            raise InvalidArgument(f"job {job.name!r} has ended already")
+    running = end_jobs(jobs, seconds)
     for job in jobs:
         click.echo(f"{job.name} still runs after {seconds:g} s" if job.name in running else f"{job.name} has ended")
-    sys.exit(1 if running else 0)
+    return 1 if running else 0
 
 
-def _running(name: str) -> Job:
-    job = find_job(name)
-    if not job.launcher:
-        raise InvalidArgument(f"job {job.name!r} has ended already")
-    return job
+def _stop_on(chosen: Chosen, names: tuple[str, ...], everything: bool, seconds: float) -> int:
+    from .jobs_on_hosts import stop_on
+
+    done = stop_on(chosen, names, everything, seconds)
+    for job in sorted(done.ended.keys() | done.running.keys()):
+        if job in done.running:
+            click.echo(f"{job} still runs on {', '.join(done.running[job])} after {seconds:g} s")
+        else:
+            click.echo(f"{job} has ended on {', '.join(done.ended[job])}")
+    for note in done.notes + done.silent:
+        click.echo(note, err=True)
+    return 1 if done.running or done.silent else 0

@@ -36,6 +36,10 @@ CALLS = {
     "doctor.model": "mlxdist.doctor.files:list_model",
     "doctor.program": "mlxdist.doctor.files:program",
     "doctor.rdma": "mlxdist.doctor.rdma:devices",
+    "dump.ask": "mlxdist.dump.ask:answer",
+    "dump.time": "mlxdist.dump.ask:wall_ns",
+    "jobs.list": "mlxdist.launch.jobs_on_hosts:list_here",
+    "jobs.stop": "mlxdist.launch.jobs_on_hosts:stop_here",
     "who": "mlxdist.remote.answers:who",
 }
 

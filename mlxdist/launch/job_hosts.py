@@ -1,0 +1,132 @@
+"""Which jobs on several hosts this user has started on this machine: a folder for each, made by `mlxdist launch`.
+
+    <runtime folder>/<job>@hosts/hosts.json    launcher, hosts with their ranks, how they are reached, command
+    <runtime folder>/<job>@hosts/lock          locked as long as the launcher runs
+
+The agents on the hosts have job folders of their own (jobs.py), one of them perhaps on this machine, too. Nothing is
+to be cleaned up here but the folder itself: the agents notice by themselves that their launcher is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..checking import fields_of, list_of, number, text
+from ..environment import MAX_RANKS
+from ..errors import ResourceError
+from .runtime_folder import is_locked, runtime_folder, write_json
+
+if TYPE_CHECKING:  # a job on this machine alone loads neither
+    from ..hostfile import Hostfile
+    from ..remote.ssh import Reach
+
+__all__ = ["SUFFIX", "HostOfJob", "HostsFolder", "HostsRecord", "read_hosts_record"]
+
+SUFFIX = "@hosts"
+_FILE = "hosts.json"
+_MAX_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class HostOfJob:
+    """A host, and which ranks run there."""
+
+    name: str
+    first: int
+    slots: int
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first, self.first + self.slots)
+
+
+@dataclass(frozen=True)
+class HostsRecord:
+    """What hosts.json says. ``started``: in seconds since 1970."""
+
+    launcher: int
+    started: float
+    command: list[str]
+    ssh: tuple[str, ...]
+    python: str
+    hosts: tuple[HostOfJob, ...]
+
+    @property
+    def names(self) -> list[str]:
+        return [host.name for host in self.hosts]
+
+    @property
+    def reach(self) -> Reach:
+        from ..remote.ssh import Reach
+
+        return Reach(self.ssh, self.python)
+
+    @property
+    def size(self) -> int:
+        return sum(host.slots for host in self.hosts)
+
+
+class HostsFolder:
+    """The folder of a job that is being started on several hosts, locked until ``close``."""
+
+    def __init__(self, name: str, started: float, hostfile: Hostfile, reach: Reach, command: Sequence[str]) -> None:
+        """Raises ResourceError: it cannot be made."""
+        firsts = [sum(host.slots for host in hostfile.hosts[:i]) for i in range(len(hostfile.hosts))]
+        hosts = tuple(HostOfJob(host.name, first, host.slots) for host, first in zip(hostfile.hosts, firsts))
+        record = HostsRecord(os.getpid(), started, list(command), tuple(reach.ssh), reach.python, hosts)
+        runtime = runtime_folder()
+        self._folder = runtime / f"{name}{SUFFIX}"
+        new = runtime / f".new-{name}{SUFFIX}"  # nobody sees it without its lock
+        try:
+            new.mkdir(mode=0o700)
+            self._lock = os.open(new / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            with contextlib.suppress(OSError):  # no locks here: it counts as running as long as it is there
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            write_json(new / _FILE, asdict(record))
+            new.rename(self._folder)
+        except OSError as error:
+            shutil.rmtree(new, ignore_errors=True)
+            raise ResourceError(f"the job cannot be prepared in {self._folder}: {error}") from None
+
+    def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os.close(self._lock)
+
+
+def read_hosts_record(folder: Path) -> HostsRecord | None:
+    """Of a job that still has its launcher; else None, also where somebody has damaged what it says."""
+    if not is_locked(folder):
+        return None
+    try:
+        with open(folder / _FILE, "rb") as file:
+            found = fields_of(_RECORD, json.loads(file.read(_MAX_BYTES)))
+    except (OSError, ValueError, RecursionError):
+        return None
+    found["hosts"] = tuple(HostOfJob(**host) for host in found["hosts"])
+    return HostsRecord(**found | {"command": list(found["command"])})
+
+
+def _seconds(name: str, value: object) -> float:
+    if type(value) not in (int, float):
+        raise ValueError(f"{name} is no number")
+    return float(value)
+
+
+_HOST = {"name": text(255), "first": number(0, MAX_RANKS - 1), "slots": number(1, MAX_RANKS)}
+_WORDS = list_of(lambda name, value: str(value), 1 << 16)
+_RECORD = {
+    "launcher": number(2, 2**31 - 1),  # a signal to it must reach nobody else
+    "started": _seconds,
+    "command": _WORDS,
+    "ssh": _WORDS,
+    "python": lambda name, value: str(value),
+    "hosts": list_of(lambda name, value: fields_of(_HOST, value), MAX_RANKS),
+}

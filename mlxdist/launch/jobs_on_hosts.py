@@ -1,0 +1,175 @@
+"""The jobs of this user on several hosts: each is asked for those that run there, or told to end them."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..checking import fields_of, list_of, map_of, number, text
+from ..environment import MAX_RANKS
+from ..errors import InvalidArgument
+from ..hostfile.options import Chosen
+from .jobs import Job, list_jobs
+
+if TYPE_CHECKING:
+    from ..remote.calls import Connections
+
+__all__ = ["Stopped", "as_json", "ask_for_jobs", "end_jobs", "full_name", "list_here", "list_on", "stop_here", "stop_on"]
+
+_STEP = 0.05
+_MAX_JOBS = 1024
+_MAX_COMMAND = 1000  # characters; and as many words
+_MARGIN_SECONDS = 30.0  # for what jobs have left to be removed
+
+
+def as_json(job: Job) -> dict[str, Any]:
+    """What `mlxdist ps --json` says of a job."""
+    hosts = job.hosts.hosts if job.hosts is not None else ()
+    return {
+        "job": job.name,
+        "launcher": job.launcher,
+        "started": job.started,
+        "seconds": max(0.0, time.time() - job.started),
+        "pids": {str(rank): pid for rank, pid in job.pids.items()},
+        "hosts": [{"name": host.name, "first": host.first, "slots": host.slots} for host in hosts],
+        "command": job.command,
+    }
+
+
+def end_jobs(jobs: Sequence[Job], seconds: float) -> list[str]:
+    """Tells their launchers to end them. The names of those that still run after so many seconds."""
+    for job in jobs:
+        with contextlib.suppress(ProcessLookupError):  # its keeper ends what is left
+            os.kill(job.launcher, signal.SIGTERM)
+    deadline = time.monotonic() + seconds
+    running = {job.name for job in jobs}
+    while running and time.monotonic() < deadline:
+        running &= {job.name for job in list_jobs()}
+        time.sleep(_STEP if running else 0)
+    return [job.name for job in jobs if job.name in running]
+
+
+# What runs on the hosts; see remote/answers.py.
+
+
+def list_here() -> list[dict[str, Any]]:
+    jobs = [as_json(job) for job in list_jobs()[:_MAX_JOBS]]
+    return [job | {"command": [word[:_MAX_COMMAND] for word in job["command"][:_MAX_COMMAND]]} for job in jobs]
+
+
+def stop_here(names: list[str], everything: bool, seconds: float) -> dict[str, list[str]]:
+    """``left``: what of jobs whose launcher and keeper are gone has been cleaned up, in words."""
+    from .leftovers import remove_leftovers
+
+    jobs = list_jobs()
+    wanted = [job for job in jobs if everything or job.name in names]
+    running = end_jobs(wanted, seconds)
+    ended = [job.name for job in wanted if job.name not in running]
+    return {"ended": ended, "running": running, "left": remove_leftovers()}
+
+
+# What asks them.
+
+
+def list_on(chosen: Chosen) -> tuple[list[dict[str, Any]], list[str]]:
+    """The jobs on all hosts, each with its "host"; and which hosts did not answer, in words."""
+    with _connect(chosen) as connections:
+        return ask_for_jobs(connections)
+
+
+def ask_for_jobs(connections: "Connections") -> tuple[list[dict[str, Any]], list[str]]:
+    """As `list_on`, over connections that there are."""
+    jobs: list[dict[str, Any]] = []
+    problems: list[str] = []
+    for host, answer in zip(connections.names, connections.call("jobs.list")):
+        try:
+            jobs += [{"host": host} | fields_of(_JOB, job) for job in _JOBS(host, _result(answer))]
+        except ValueError as error:
+            problems.append(f"{host}: {error}")
+    return jobs, problems
+
+
+def full_name(name: str, jobs: Sequence[dict[str, Any]]) -> str:
+    """Of the job of that name, or the only one whose name begins so.
+
+    Raises:
+        InvalidArgument: there is none, or more than one.
+    """
+    names = sorted({job["job"] for job in jobs})
+    found = [known for known in names if known == name] or [known for known in names if known.startswith(name)]
+    if len(found) == 1:
+        return found[0]
+    problem = f"job {name!r} could be any of" if found else f"there is no job {name!r} on these hosts; running are"
+    raise InvalidArgument(f"{problem}: {', '.join(found or names) or 'none'}")
+
+
+@dataclass
+class Stopped:
+    """Jobs that have ended, or still run: their names, each with its hosts. ``silent``: hosts that did not answer."""
+
+    ended: dict[str, list[str]] = field(default_factory=dict)
+    running: dict[str, list[str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    silent: list[str] = field(default_factory=list)
+
+
+def stop_on(chosen: Chosen, names: Sequence[str], everything: bool, seconds: float) -> Stopped:
+    """Raises InvalidArgument: there is no job of such a name, or more than one."""
+    stopped = Stopped()
+    with _connect(chosen) as connections:
+        if not everything:
+            names = [full_name(name, ask_for_jobs(connections)[0]) for name in names]
+        arguments = {"names": list(names), "everything": everything, "seconds": seconds}
+        answers = connections.call("jobs.stop", arguments, seconds + _MARGIN_SECONDS)
+    for host, answer in zip(connections.names, answers):
+        try:
+            found = fields_of(_STOPPED, _result(answer))
+        except ValueError as error:
+            stopped.silent.append(f"{host}: {error}")
+            continue
+        for name in found["ended"]:
+            stopped.ended.setdefault(name, []).append(host)
+        for name in found["running"]:
+            stopped.running.setdefault(name, []).append(host)
+        stopped.notes += [f"{host}: {said}" for said in found["left"]]
+    return stopped
+
+
+def _connect(chosen: Chosen) -> "Connections":
+    from ..remote.calls import Connections
+
+    return Connections([host.name for host in chosen.hosts()], chosen.reach)
+
+
+def _result(answer: Any) -> Any:
+    """Raises ValueError: it is an error."""
+    if isinstance(answer, Exception):
+        raise ValueError(str(answer))
+    return answer
+
+
+_PID = number(0, 2**31 - 1)
+_RANK = number(0, MAX_RANKS)
+
+
+def _seconds(name: str, value: Any) -> float:
+    if type(value) not in (int, float):
+        raise ValueError(f"{name} is {value!r:.50}, not a number")
+    return float(value)
+
+
+_JOB = {
+    "job": text(),
+    "launcher": _PID,
+    "started": _seconds,
+    "seconds": _seconds,
+    "pids": map_of(_PID, MAX_RANKS),
+    "hosts": list_of(lambda _, host: fields_of({"name": text(), "first": _RANK, "slots": _RANK}, host), MAX_RANKS),
+    "command": list_of(text(_MAX_COMMAND), _MAX_COMMAND),
+}
+_JOBS = list_of(lambda _, job: job, _MAX_JOBS)
+_TEXTS = list_of(text(1000), _MAX_JOBS)
+_STOPPED = {"ended": _TEXTS, "running": _TEXTS, "left": _TEXTS}

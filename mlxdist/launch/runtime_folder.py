@@ -1,0 +1,78 @@
+"""The folder in which what runs here is written down, and the locks that say whether it still does.
+
+It is $XDG_RUNTIME_DIR/mlxdist, where that is a folder of this user's, else mlxdist-<uid> beside other temporary files.
+"""
+
+import fcntl
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from ..errors import ResourceError
+
+__all__ = ["is_locked", "runtime_folder", "try_lock", "write_json"]
+
+
+def runtime_folder() -> Path:
+    """The folder with the job folders of this user; it is made if need be. Nobody else can read it.
+
+    Raises:
+        ResourceError: it cannot be made, or something else of that name is in its place.
+    """
+    parent = os.environ.get("XDG_RUNTIME_DIR") or ""
+    if os.path.isabs(parent) and _is_ours(parent):  # sudo and su leave that of another user in place
+        folder = Path(parent, "mlxdist")
+    else:
+        folder = Path(os.environ.get("TMPDIR") or "/tmp", f"mlxdist-{os.getuid()}").absolute()
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if _is_ours(folder):
+            if stat.S_IMODE(folder.stat().st_mode) != 0o700:
+                folder.chmod(0o700)
+            return folder
+    except OSError as error:
+        raise ResourceError(f"the job cannot be prepared in {folder}: {error}") from None
+    raise ResourceError(
+        f"the job cannot be prepared in {folder}: it is a link, or belongs to another user; remove it, or set "
+        "XDG_RUNTIME_DIR or TMPDIR to a folder of your own"
+    )
+
+
+def _is_ours(folder: str | Path) -> bool:
+    try:
+        status = os.lstat(folder)
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+
+
+def try_lock(folder: Path, how: int) -> int | None:
+    """The descriptor of the folder's lock, now held as ``how`` says; None if another process holds it, or none can."""
+    try:
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, how | fcntl.LOCK_NB)
+    except OSError:  # held, or a file system without locks
+        os.close(lock)
+        return None
+    return lock
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process holds the folder's lock, or its file system has none."""
+    lock = try_lock(folder, fcntl.LOCK_SH)
+    if lock is not None:
+        os.close(lock)
+    return lock is None
+
+
+def write_json(path: Path, fields: dict[str, Any]) -> None:
+    """For this user only. Whoever reads meanwhile finds the old file or the new one."""
+    new = path.with_suffix(".new")
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
+        json.dump(fields, file)
+    os.replace(new, path)
