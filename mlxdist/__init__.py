@@ -51,6 +51,7 @@ _MODULES = {
     ),
     "point_to_point": ("recv", "recv_like", "send", "sendrecv"),
     "registration": ("Registration",),
+    "step": ("set_step",),
     "train": ("all_reduce_grads", "latest_checkpoint", "load_checkpoint", "save_checkpoint"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

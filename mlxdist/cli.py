@@ -25,6 +25,7 @@ COMMANDS = {
     "ps": "mlxdist.launch.ps:ps",
     "shard": "mlxdist.sharding.command:shard",
     "stop": "mlxdist.launch.stop:stop",
+    "top": "mlxdist.top.command:top",
 }
 
 

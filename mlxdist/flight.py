@@ -4,6 +4,7 @@ The engine keeps the operations (native/endpoint/flight.h); `mlxdist dump` and m
 and say who is behind whom. docs/debugging.md is for users.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -16,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from . import debug, signals
-from .dump.files import MAX_OPERATIONS, MAX_THREADS, SCHEMA, dump_name, marker_of
+from .dump.files import MAX_OPERATIONS, MAX_THREADS, SCHEMA, dump_name, marker_of, request_of, status_of
 from .environment import ALGORITHMS, Environment
 from .errors import Error, from_status
 from .native import bridge, ffi, last_error, lib
+from .step import current_step
 from .version import __version__
 
 __all__ = ["Recorder", "explain"]
@@ -30,8 +32,9 @@ _PATIENCE = 1.0
 # finalize() waits so long for a disk.
 _LONGEST_WRITE = 10.0
 
-# Of the operations, so many are looked at to say what this rank does.
+# Of the operations, so many are looked at to say what this rank does, and so many are told.
 _RECENT = 64
+_TOLD = 8
 
 _recorder: "Recorder | None" = None  # of this process
 
@@ -40,11 +43,20 @@ class Recorder:
     """Of one world, from connecting to finalize(). Its methods may be called from any thread."""
 
     def __init__(
-        self, environment: Environment, host: str, native: Any, on_failure: Callable[[Error], object]
+        self,
+        environment: Environment,
+        host: str,
+        native: Any,
+        on_failure: Callable[[Error], object],
+        traffic: Callable[[], tuple[int, int]],
     ) -> None:
-        """``on_failure(error)`` is called once, in a thread of the recorder, for the first failure of the engine."""
+        """``on_failure(error)`` is called once, in a thread of the recorder, for the first failure of the engine.
+
+        ``traffic()``: how many bytes this rank has sent, and received.
+        """
         global _recorder
         self._on_failure = on_failure
+        self._traffic = traffic
         self._environment = environment
         self._host = host
         self._native: Any = native  # None once it is closed
@@ -58,7 +70,7 @@ class Recorder:
         self._watcher = threading.Thread(target=self._watch, name="mlxdist flight recorder", daemon=True)
         self._watcher.start()
         _recorder = self
-        signals.on(signal.SIGUSR1, lambda: self.dump("SIGUSR1"))
+        signals.on(signal.SIGUSR1, self._answer)
 
     def dump(self, why: str) -> Path | None:
         """Writes the record. Returns its file, or None: the recorder is switched off, or the file cannot be written."""
@@ -124,6 +136,31 @@ class Recorder:
             self.dump(text)
             self._settled.set()
 
+    def _answer(self) -> None:
+        """SIGUSR1 has come: a file says what for, unless somebody has sent it by hand."""
+        wanted = [what for what in ("dump", "status") if self._take_request(what)]
+        if "status" in wanted:
+            self._write_status()
+        if "dump" in wanted or not wanted:
+            self.dump("SIGUSR1")
+
+    def _take_request(self, what: str) -> bool:
+        if self._marker is None:
+            return False
+        try:
+            request_of(self._marker.parent, what).unlink()
+        except OSError:
+            return False
+        return True
+
+    def _write_status(self) -> None:
+        """What `mlxdist top` shows: the record with few operations, small enough to be asked for all the time."""
+        record = self._record("status", _TOLD)
+        if record is None or self._marker is None:
+            return
+        with contextlib.suppress(OSError):  # who asks notices, and there is nobody else to tell
+            _write(status_of(self._marker.parent), record)
+
     def _mark(self) -> Path | None:
         """Tells `mlxdist dump` which process to ask. A signal would end one that knows nothing of mlxdist."""
         temporary = Path(os.environ.get("TMPDIR", ""))
@@ -136,15 +173,20 @@ class Recorder:
             return None
         return marker_of(temporary)
 
-    def _record(self, why: str) -> dict[str, Any] | None:
-        entries = ffi.new("mlxdist_flight[]", MAX_OPERATIONS)
+    def _record(self, why: str, most: int = MAX_OPERATIONS) -> dict[str, Any] | None:
+        """``most``: of the operations so many, first of all those in progress; and of the threads the main one."""
+        is_brief = most < MAX_OPERATIONS
+        entries = ffi.new("mlxdist_flight[]", _RECENT if is_brief else MAX_OPERATIONS)
         with self._reading:
             if self._native is None:
                 return None
-            count = lib.mlxdist_flight_read(self._native, entries, MAX_OPERATIONS)
-            operations = [_operation(entries[i]) for i in range(count)]
+            count = lib.mlxdist_flight_read(self._native, entries, len(entries))
+            operations = [_operation(entry) for entry in _foremost(list(entries[0:count]), most)]
             groups = {str(group): self._members(group) for group in {0} | {o["group"] for o in operations}}
             error = last_error() if lib.mlxdist_group_error(self._native) else None
+            sent, received = self._traffic()
+        step, steps = current_step()
+        threads = _threads()
         return {
             "schema": SCHEMA,
             "version": __version__,
@@ -158,8 +200,12 @@ class Recorder:
             # The clock of the operations, and what the time was at the same moment.
             "monotonic_ns": time.clock_gettime_ns(time.CLOCK_MONOTONIC),
             "wall_ns": time.time_ns(),
+            "step": step,
+            "steps": steps,
+            "bytes_sent": sent,
+            "bytes_received": received,
             "groups": groups,
-            "threads": _threads(),
+            "threads": dict(list(threads.items())[:1]) if is_brief else threads,
             "operations": operations,
         }
 
@@ -174,6 +220,14 @@ def explain(error: Error) -> Error:
     if outcome:
         error.add_note(f"flight recorder: {outcome}")
     return error
+
+
+def _foremost(entries: list[Any], most: int) -> list[Any]:
+    """So many of them, in their order: the oldest in progress, then those that were started last."""
+    if len(entries) <= most:
+        return entries
+    ranking = sorted(range(len(entries)), key=lambda i: (0, i) if entries[i].ended_ns == 0 else (1, -i))
+    return [entries[i] for i in sorted(ranking[:most])]
 
 
 def _operation(entry: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What all groups of this process share: how the ranks come together, and how they end."""
 
+import contextlib
 import hmac
 import os
 import sys
@@ -220,7 +221,19 @@ class World:
         check(lib.mlxdist_group_connect(self.native, addresses, len(addresses)))
         self._inject(environment.inject)
         self._rendezvous.barrier("connect")  # nobody sends before every receive is posted
-        self.recorder = Recorder(environment, self.host, self.native, self._engine_failed)
+        self.recorder = Recorder(environment, self.host, self.native, self._engine_failed, self._traffic)
+
+    def _traffic(self) -> tuple[int, int]:
+        """How many bytes of the program's arrays this rank has sent, and received: in the world and its groups."""
+        with self._lock:
+            groups = list(self._groups)
+        sent = received = 0
+        for group in groups:
+            with contextlib.suppress(errors.Error):  # it has just been closed
+                counters = group.stats()
+                sent += counters["payload_bytes_sent"]
+                received += counters["payload_bytes_received"]
+        return sent, received
 
     def _why(self, error: BaseException) -> errors.Error:
         """What the others are told of an error that keeps this rank from connecting."""

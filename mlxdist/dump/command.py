@@ -1,21 +1,20 @@
 """The command line of `mlxdist dump`."""
 
-import contextlib
 import json
-import os
-import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from ..errors import InvalidArgument, ResourceError, name_ranks
+from ..errors import InvalidArgument, ResourceError
+from ..hostfile.options import Chosen, host_options
 from .analysis import Analysis, RankState, analyse
-from .files import Dump, dump_name, marker_of, read_dump, read_folder
+from .ask import Answers, find_ranks
+from .files import Dump, read_folder
 from .trace import trace
 
 __all__ = ["dump"]
@@ -23,6 +22,7 @@ __all__ = ["dump"]
 
 @click.command()
 @click.argument("job", required=False)
+@host_options
 @click.option(
     "--files",
     "folder",
@@ -45,107 +45,71 @@ __all__ = ["dump"]
     type=click.Path(dir_okay=False, path_type=Path),
     help="Also write what all ranks did as a trace for chrome://tracing and ui.perfetto.dev.",
 )
-def dump(job: str | None, folder: Path | None, seconds: float, as_json: bool, trace_file: Path | None) -> None:
+def dump(
+    job: str | None, chosen: Chosen, folder: Path | None, seconds: float, as_json: bool, trace_file: Path | None
+) -> None:
     """Say what each rank of a job does, and who is behind whom.
 
-    \\b
-        mlxdist dump                 the only job that runs on this machine
-        mlxdist dump 741b            the job whose name begins so
-        mlxdist dump --files DIR     the files that a job has left: flight-<rank>.json
+    \b
+        mlxdist dump                      the only job that runs here, or was started here
+        mlxdist dump 741b                 the job whose name begins so
+        mlxdist dump --hosts node0,node1  the only job that runs on these hosts
+        mlxdist dump --files DIR          the files that a job has left: flight-<rank>.json
 
     Every rank is asked for the record of its last 1000 operations, also while it is in the middle of one; the job goes
-    on. The exit status is 1 if the record of a rank is missing.
+    on. Where a job on several hosts was started, all of its hosts are asked; so are those of --hosts or --hostfile. The
+    exit status is 1 if the record of a rank is missing.
     """
-    if job is not None and folder is not None:
+    if folder is not None and (job is not None or chosen.hostfile is not None):
         raise click.UsageError("Name a job or a folder of files, not both.")
     try:
-        notes: list[str] = []
-        if folder is None:
-            folder, notes = _ask(job or "", seconds)
-        dumps, problems = read_folder(folder)
+        found = Answers(*read_folder(folder)) if folder is not None else _ask(job or "", chosen, seconds)
     except (InvalidArgument, ResourceError) as error:
-        raise click.ClickException("; ".join([*notes, str(error)])) from None
-    analysis = analyse(dumps)
+        raise click.ClickException(str(error)) from None
+    analysis = analyse(found.dumps)
     if trace_file is not None:
-        _write_trace(trace_file, dumps)
+        _write_trace(trace_file, found.dumps)
     if as_json:
-        click.echo(json.dumps(_as_json(analysis, [*notes, *problems]), indent=2))
+        click.echo(json.dumps(_as_json(analysis, found.notes), indent=2))
     else:
-        _print(analysis, [*notes, *problems])
-    sys.exit(1 if len(dumps) < len(analysis.states) else 0)
+        _print(analysis, found.notes)
+    sys.exit(1 if len(found.dumps) < len(analysis.states) else 0)
 
 
-def _ask(name: str, seconds: float) -> tuple[Path, list[str]]:
-    """Makes the ranks of a job write their records; returns their folder, and which have not."""
-    from ..launch.jobs import find_job, read_record  # a folder of files needs no launcher
-
-    job = find_job(name)
-    folder, record = job.flight_folder, read_record(job.folder)
-    if folder is None:
-        raise InvalidArgument(f"job {job.name} runs with MLXDIST_FLIGHT=none: its ranks write no records")
-    if record is None:
-        return folder, []  # it has ended, and left its records
-    begin = time.time_ns()
-    asked = {rank for rank, pid in job.pids.items() if _signal(marker_of(record.temporary / str(rank)), pid)}
-    deadline = time.monotonic() + seconds
-    late = asked
-    while late and time.monotonic() < deadline:
-        time.sleep(0.02)
-        late = {rank for rank in late if not _is_written(folder / dump_name(rank), begin)}
-    notes = []
-    if absent := job.pids.keys() - asked:
-        notes.append(f"{name_ranks(absent)} cannot be asked: not at mlxdist.init() yet, or past finalize()")
-    if late:
-        one = len(late) == 1
-        notes.append(
-            f"{name_ranks(late)} {'has' if one else 'have'} not answered for {seconds:g} s: stopped, or in a call that "
-            f"keeps Python to itself{_known_from(folder, late)}"
-        )
-    return folder, notes
-
-
-def _signal(marker: Path, launched: int) -> bool:
-    """Asks the process named in the marker, which must be what the launcher started or a child of it."""
-    with contextlib.suppress(OSError, ValueError):
-        pid = int(marker.read_bytes()[:20])
-        if pid > 1 and os.getsid(pid) == launched:  # each rank leads a session
-            os.kill(pid, signal.SIGUSR1)
-            return True
-    return False
-
-
-def _is_written(path: Path, begin: int) -> bool:
-    try:
-        return path.stat().st_mtime_ns >= begin - 10**9 and read_dump(path).wall_ns >= begin
-    except (OSError, InvalidArgument):
-        return False
-
-
-def _known_from(folder: Path, ranks: set[int]) -> str:
-    return "; what is shown of it is older" if any((folder / dump_name(rank)).exists() for rank in ranks) else ""
+def _ask(job: str, chosen: Chosen, seconds: float) -> Answers:
+    with find_ranks(job, chosen) as ranks:
+        found = ranks.ask("dump", seconds)
+    if not found.dumps:
+        raise InvalidArgument("; ".join(found.notes) or f"no rank of job {ranks.job} has left a record")
+    return found
 
 
 def _print(analysis: Analysis, notes: list[str]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
     table = Table()
-    for column in ("rank", "host", "pid", "doing", "of", "place"):
+    steps = [state.dump.progress if state.dump else "" for state in analysis.states]
+    columns = ("rank", "host", "pid", *(["step"] if any(steps) else []), "doing", "of", "place")
+    for column in columns:
         table.add_column(column, overflow="fold")
     table.add_column("for", justify="right")
     table.add_column("waits for", justify="right")
-    for state in analysis.states:
-        table.add_row(*_row(state), style="bold red" if state.is_behind else None)
+    for state, step in zip(analysis.states, steps):
+        where, does = _row(state)
+        row = [*where, *([step] if any(steps) else []), *does]
+        table.add_row(*map(Text, row), style="bold red" if state.is_behind else None)
     console.print(table)
     for text in (*analysis.sentences, *notes):
         console.print(text, markup=False, soft_wrap=True)
 
 
-def _row(state: RankState) -> list[str]:
+def _row(state: RankState) -> tuple[list[str], list[str]]:
+    """Who the rank is, and what it does."""
     operation, written = state.operation, state.dump
-    where = [str(state.rank), written.host if written else "", str(written.pid) if written else "", state.doing]
+    where = [str(state.rank), written.host if written else "", str(written.pid) if written else ""]
     if operation is None:
-        return [*where, "", "", "", ""]
+        return where, [state.doing, "", "", "", ""]
     waits_for = "" if operation.waits_for is None else f"rank {operation.waits_for}"
-    return [*where, operation.array, operation.place, f"{state.seconds:.1f} s", waits_for]
+    return where, [state.doing, operation.array, operation.place, f"{state.seconds:.1f} s", waits_for]
 
 
 def _as_json(analysis: Analysis, notes: list[str]) -> dict[str, Any]:
@@ -163,6 +127,8 @@ def _rank_as_json(state: RankState) -> dict[str, Any]:
         "host": written.host if written else None,
         "pid": written.pid if written else None,
         "error": written.error if written else None,
+        "step": written.step if written else None,
+        "steps": written.steps if written else None,
         "doing": state.doing,
         "in_operation": bool(operation and operation.is_open),
         "is_behind": state.is_behind,

@@ -16,10 +16,14 @@ __all__ = [
     "SCHEMA",
     "Dump",
     "Operation",
+    "check_dump",
     "dump_name",
     "marker_of",
     "read_dump",
     "read_folder",
+    "read_json",
+    "request_of",
+    "status_of",
 ]
 
 SCHEMA = 1
@@ -91,6 +95,16 @@ class Dump:
     groups: dict[int, tuple[int, ...]]  # the members, ranks of the world, of every group that still exists
     threads: dict[str, str]  # where each thread is in the program
     operations: tuple[Operation, ...]  # in the order in which they were started
+    step: int | None = None  # as the program has said
+    steps: int | None = None  # in all
+    bytes_sent: int = 0  # since the beginning
+    bytes_received: int = 0
+
+    @property
+    def progress(self) -> str:
+        """``5 of 100``; nothing where the program does not say."""
+        of = "" if self.steps is None else f" of {self.steps}"
+        return "" if self.step is None else f"{self.step}{of}"
 
 
 def dump_name(rank: int) -> str:
@@ -100,6 +114,16 @@ def dump_name(rank: int) -> str:
 def marker_of(temporary: Path) -> Path:
     """The file in a rank's temporary folder that has the number of its process, as long as this can be asked."""
     return temporary / ".mlxdist-rank"
+
+
+def request_of(temporary: Path, what: str) -> Path:
+    """The file beside the marker that says what a SIGUSR1 is for: "dump", or "status"."""
+    return temporary / f".mlxdist-ask-{what}"
+
+
+def status_of(temporary: Path) -> Path:
+    """What answers a request for the status: as flight-<rank>.json, but with few operations."""
+    return temporary / ".mlxdist-status"
 
 
 def read_folder(folder: Path) -> tuple[dict[int, Dump], list[str]]:
@@ -138,6 +162,18 @@ def read_dump(path: Path) -> Dump:
     Raises:
         InvalidArgument: it cannot be read, or is none of the flight recorder.
     """
+    dump = check_dump(read_json(path), str(path))
+    if path.name not in (dump_name(dump.rank), status_of(path.parent).name):
+        raise InvalidArgument(_refusal(str(path), f"rank is {dump.rank}"))
+    return dump
+
+
+def read_json(path: Path) -> Any:
+    """What is in the file, unchecked.
+
+    Raises:
+        InvalidArgument: it cannot be read, or is too long, or no JSON.
+    """
     try:
         with open(path, "rb") as file:
             data = file.read(_MAX_FILE_BYTES + 1)
@@ -146,15 +182,28 @@ def read_dump(path: Path) -> Dump:
     try:
         if len(data) > _MAX_FILE_BYTES:
             raise ValueError(f"it has more than {_MAX_FILE_BYTES} bytes")
-        dump = _dump(json.loads(data))
-        if path.name != dump_name(dump.rank):
-            raise ValueError(f"rank is {dump.rank}")
-        return dump
+        return json.loads(data)
     except RecursionError:
         problem = "it is nested too deeply"
     except ValueError as error:  # JSON's and UTF-8's are such
         problem = str(error)
-    raise InvalidArgument(f"{path} is no file of this version's flight recorder: {problem}")
+    raise InvalidArgument(_refusal(str(path), problem))
+
+
+def check_dump(value: Any, source: str) -> Dump:
+    """A record that has come from ``source``.
+
+    Raises:
+        InvalidArgument: it is none of the flight recorder.
+    """
+    try:
+        return _dump(value)
+    except ValueError as error:
+        raise InvalidArgument(_refusal(source, str(error))) from None
+
+
+def _refusal(source: str, problem: str) -> str:
+    return f"{source} is no file of this version's flight recorder: {problem}"
 
 
 _ANY = number(0, _MAX_NUMBER)
@@ -197,6 +246,14 @@ _DUMP: dict[str, Check] = {
     "operations": list_of(lambda name, value: _operation(value), MAX_OPERATIONS),
 }
 
+# Files of earlier versions have none of these.
+_LATER: dict[str, Check] = {
+    "step": or_null(_ANY),
+    "steps": or_null(_ANY),
+    "bytes_sent": _ANY,
+    "bytes_received": _ANY,
+}
+
 
 def _operation(value: Any) -> Operation:
     fields = fields_of(_OPERATION, value)
@@ -205,6 +262,7 @@ def _operation(value: Any) -> Operation:
 
 def _dump(value: Any) -> Dump:
     fields = fields_of(_DUMP, value)
+    fields |= fields_of({name: check for name, check in _LATER.items() if name in value}, value)
     del fields["schema"]
     groups = {number(0, 0x7FFF)("groups", _id(text)): ranks for text, ranks in fields.pop("groups").items()}
     if fields["rank"] >= fields["size"]:
