@@ -16,8 +16,9 @@ __all__ = ["SshHosts", "ssh_hosts"]
 
 _SSHD = "/usr/sbin/sshd"
 _PORT = 2222
-# A host has processes of its own: those of the others are not to be seen, or ended, from there.
-_APART = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+# A host has a name and processes of its own: those of the others are not to be seen, or ended, from there.
+_APART = ["unshare", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc"]
+_NAMED = ["sh", "-c", 'hostname "$0" && exec "$@"']
 _SERVER = """
 Port {port}
 ListenAddress {address}
@@ -28,7 +29,7 @@ StrictModes no
 PermitRootLogin yes
 PasswordAuthentication no
 UsePAM no
-SetEnv XDG_RUNTIME_DIR={folder}/{name} TMPDIR={folder}/{name} MLXDIST_FLIGHT=none
+SetEnv XDG_RUNTIME_DIR={folder}/{name} TMPDIR={folder}/{name}
 """
 _CLIENT = """
 Host {name}
@@ -77,7 +78,7 @@ class SshHosts:
 def ssh_hosts(folder: Path, late: bool = False, count: int = 2) -> Iterator[SshHosts]:
     if not shutil.which("ssh") or not os.path.exists(_SSHD):
         pytest.skip("there is no OpenSSH server: apt-get install openssh-server")
-    apart = subprocess.run([*_APART, "true"], capture_output=True, text=True)
+    apart = subprocess.run([*_APART, *_NAMED, "node0", "true"], capture_output=True, text=True)
     if apart.returncode:
         pytest.skip(f"this machine allows no namespaces of processes: {apart.stderr.strip()}")
     with hosts.several_hosts(count, late) as made, contextlib.ExitStack() as undo:
@@ -91,7 +92,8 @@ def ssh_hosts(folder: Path, late: bool = False, count: int = 2) -> Iterator[SshH
             (folder / name).mkdir(mode=0o700)
             (folder / f"{name}.server").write_text(_SERVER.format(**values))
             client += _CLIENT.format(**values)
-            server = subprocess.Popen(host.command(*_APART, _SSHD, "-D", "-e", "-f", folder / f"{name}.server"))
+            words = [*_APART, *_NAMED, name, _SSHD, "-D", "-e", "-f", folder / f"{name}.server"]
+            server = subprocess.Popen(host.command(*words))
             undo.callback(_stop, server)
             servers.append(server)
         (folder / "config").write_text(client)

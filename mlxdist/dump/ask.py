@@ -242,10 +242,12 @@ class Asked:
             )
 
     def paths(self) -> list[Path]:
-        """The files that there are now: with dumps, also those from before."""
-        if self._what == "dump":
+        """The files that there are now. Dumps from before count, too; those of other hosts, in a shared folder, do not."""
+        if self._what == "status":
+            return [self._path(rank) for rank in sorted(self.answered)]
+        if self.record is None:
             return sorted(self.folder.glob("flight-*.json"))
-        return [self._path(rank) for rank in sorted(self.answered)]
+        return [path for rank in sorted(self.record.ranks) if (path := self._path(rank)).exists()]
 
     def read(self, rank: int) -> Dump | None:
         try:
