@@ -229,6 +229,7 @@ def train(
             optimizer.update(model, gradients)
             mx.eval(loss, model.parameters(), optimizer.state)
             losses.append(loss.item())
+            mlxdist.set_step(len(losses), steps)  # for `mlxdist top`
             tokens_per_second = (len(losses) - resumed_at) * BATCH * SEQUENCE / (time.perf_counter() - start)
             advance(losses[-1], tokens_per_second)
             checkpoints.save(model, optimizer, losses, steps)

@@ -11,10 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import LAUNCH, launch, marked_processes, nothing_left, python, running, wait_for  # noqa: F401
+from launching import LAUNCH, RANK, launch, marked_processes, nothing_left, python, running, wait_for  # noqa: F401
 
 from mlxdist.errors import InvalidArgument, ResourceError
 from mlxdist.launch import leftovers
+from mlxdist.launch.job_hosts import SUFFIX
 from mlxdist.launch.jobs import JobFolder, find_job, list_jobs
 from mlxdist.launch.processes import start_times
 from mlxdist.launch.runtime_folder import runtime_folder
@@ -67,6 +68,54 @@ def test_ps_lists_and_stop_ends():
         assert job.wait(10) == 143 and other.poll() is None
         assert run("stop", "--all").returncode == 0 and other.wait(10) == 143
     assert list_jobs() == []
+
+
+def test_a_job_over_hosts_is_one_job_where_it_was_started_and_runs(tmp_path):
+    """This machine has the launcher's record and an agent's: they are told as one, and stopped by the launcher."""
+    command = [*LAUNCH, "--hosts", "localhost", "-n", "2", "--", sys.executable, "-c", RANK + WAITING]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        assert [job.stdout.readline() for _ in range(2)]
+        assert wait_for(lambda: [list(found.pids) for found in list_jobs()] == [[0, 1]])
+        (found,) = list_jobs()
+        assert found.launcher == job.pid and found.hosts.names == ["localhost"] and found.hosts.size == 2
+        assert found == find_job(found.name[:5])
+        (shown,) = json.loads(run("ps", "--json").stdout)
+        assert shown["hosts"] == [{"name": "localhost", "first": 0, "slots": 2}] and len(shown["pids"]) == 2
+        assert "localhost: 0-1" in run("ps").stdout
+        (asked,) = json.loads(run("ps", "--hosts", "localhost", "--json").stdout)
+        assert (asked["host"], asked["pids"]) == ("localhost", shown["pids"])
+        stopped = run("stop", found.name[:6])
+        assert stopped.returncode == 0 and stopped.stdout == f"{found.name} has ended\n"
+        job.communicate(timeout=20)
+        assert job.returncode == 143
+    assert list_jobs() == []
+
+
+@pytest.mark.long
+def test_the_record_of_a_launcher_that_was_killed_is_removed():
+    command = [*LAUNCH, "--hosts", "localhost", "--", sys.executable, "-c", RANK + WAITING]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        assert job.stdout.readline()
+        job.kill()
+        job.communicate(timeout=20)
+    (left,) = runtime_folder().glob(f"*{SUFFIX}")
+    assert wait_for(lambda: list_jobs() == [], 10)  # the agent has noticed
+    leftovers.remove_leftovers()
+    assert not left.exists()
+
+
+@pytest.mark.long
+def test_hosts_end_what_a_launcher_and_its_keeper_have_left():
+    with running(1, WAITING) as job:
+        name, pids = told(job)
+        folder = find_job(name).folder
+        keeper = next(int(line.split()[0]) for line in marked_processes(os.environ["TEST_MARKER"]) if name in line)
+        os.kill(job.pid, signal.SIGKILL)
+        os.kill(keeper, signal.SIGKILL)
+        job.communicate(timeout=20)
+        stopped = run("stop", "--all", "--hosts", "localhost")
+        assert stopped.returncode == 0 and f"localhost: cleaned up after job {name}" in stopped.stderr, stopped
+        assert not folder.exists() and start_times(pids.values()) == {}
 
 
 def test_stop_refuses_what_is_no_job():

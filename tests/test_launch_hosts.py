@@ -16,6 +16,7 @@ from launching import LAUNCH, RANK, nothing_left, wait_for  # noqa: F401  (nothi
 from ssh_hosts import SshHosts, ssh_hosts
 
 from mlxdist.launch.frames import GREETING, MAX_PAYLOAD, FrameError, Frames, Kind, pack, pack_json, unpack_json
+from mlxdist.launch.leftovers import remove_leftovers
 
 HERE = [*LAUNCH, "--hosts", "localhost"]
 AWKWARD = ["two words", "it's", '"', "$HOME", "`id`", "a\nb", "ü", "", "--", "*"]
@@ -318,6 +319,7 @@ def test_nothing_is_left_on_any_host(nodes, accident, status, words):
     # A host that nobody reaches learns it from the silence of the connection, as ssh is set up there.
     if accident is not _pull_cable:
         assert wait_for(lambda: not nodes.processes(marker), 15), nodes.processes(marker)
+    remove_leftovers()  # as the next launcher does: a launcher that is killed leaves what it has noted of its hosts
 
 
 @pytest.mark.long

@@ -1,0 +1,180 @@
+"""`mlxdist top`: what the ranks of a job do while they do it, and what it costs them."""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+from launching import nothing_left, running, wait_for  # noqa: F401  (nothing_left is a fixture of every test)
+
+from mlxdist import set_step
+from mlxdist.dump.ask import Asked, LocalRanks
+from mlxdist.dump.files import check_dump, status_of
+from mlxdist.errors import InvalidArgument
+from mlxdist.launch.jobs import find_job, read_record
+from mlxdist.top.watch import Watch
+
+TOP = [sys.executable, "-m", "mlxdist", "top"]
+
+# Rank 1 comes to no more operations once it has done three, rank 0 waits for it.
+LATE = """
+import sys, time, numpy, mlxdist
+mlxdist.init()
+for step in range(3):
+    mlxdist.all_sum(numpy.ones(100_000, numpy.float32))
+{step}
+print('ready', flush=True)
+if rank == 1: time.sleep(100)
+mlxdist.all_sum(numpy.ones(100_000, numpy.float32))
+"""
+# All go on, one operation after another.
+BUSY = """
+import numpy, mlxdist
+mlxdist.init()
+x = numpy.ones(100_000, numpy.float32)
+for _ in range(20): mlxdist.all_sum(x)
+print('ready', flush=True)
+while True: mlxdist.all_sum(x)
+"""
+
+
+def top(*arguments):
+    return subprocess.run([*TOP, *arguments], capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture(autouse=True)
+def records(monkeypatch):
+    monkeypatch.delenv("MLXDIST_FLIGHT", raising=False)
+
+
+def end(job):
+    job.terminate()
+    job.communicate(timeout=20)
+
+
+def test_a_rank_that_others_wait_for_is_late():
+    with running(2, LATE.format(step="if rank == 0: mlxdist.set_step(5, 100)")) as job:
+        with LocalRanks("") as ranks:
+            watch = Watch(ranks)
+            assert wait_for(lambda: watch.look(5).rows[0].in_operation, 20)
+            waits, late = watch.look(5).rows
+        assert (waits.step, waits.steps, waits.operation, waits.waits_for) == (5, 100, "all_sum #4", 1)
+        assert (late.step, late.operations, late.operation, late.in_operation) == (None, 3, "all_sum #3", False)
+        assert (waits.is_late, late.is_late, waits.gbps) == (False, True, 0.0) and late.seconds > 0
+        shown = top("--once")
+        assert shown.returncode == 0 and "\x1b" not in shown.stdout
+        header, first, second = [line.split() for line in shown.stdout.splitlines()[1:4]]
+        assert header[:5] == ["rank", "host", "pid", "step", "operation"]
+        assert first[3:6] == ["5/100", "all_sum", "#4"] and first[-2:] == ["rank", "1"]
+        assert second[3:7] == ["#3", "after", "all_sum", "#3"] and second[-3:] == ["late:", "others", "wait"]
+        assert "Rank 1 computes since all_sum #3" in shown.stdout
+        end(job)
+
+
+def test_what_is_sent_and_received_is_counted():
+    with running(2, BUSY) as job:
+        view = json.loads(top("--once", "--json", "--every", "0.3").stdout)
+        assert [row["gbps"] > 0 and row["operations"] > 1 for row in view["rows"]] == [True, True]
+        end(job)
+
+
+def test_a_status_is_small_and_written_only_when_asked_for():
+    """A full record of the same rank has hundreds of kilobytes."""
+    with running(2, BUSY) as job:
+        found = find_job("")
+        temporary = read_record(found.folder).temporary
+        assert not any(status_of(temporary / str(rank)).exists() for rank in range(2))
+        asked = Asked(found, "status")
+        asked.wait(10)
+        assert [path.stat().st_size < 8192 for path in asked.paths()] == [True, True]
+        status = check_dump(json.loads(asked.paths()[0].read_text()), "rank 0")
+        assert len(status.operations) == 8 and status.bytes_sent > 0 and status.bytes_received > 0
+        assert not list(found.flight_folder.iterdir())
+        end(job)
+
+
+def test_dump_and_status_are_asked_for_at_once():
+    with running(2, BUSY) as job:
+        found = find_job("")
+        both = [Asked(found, what) for what in ("status", "dump", "status")]
+        for asked in both:
+            asked.wait(10)
+        assert all(asked.answered == {0, 1} and asked.notes == [] for asked in both)
+        end(job)
+
+
+@pytest.mark.long
+def test_a_rank_that_does_not_answer():
+    with running(2, BUSY) as job:
+        with LocalRanks("") as ranks:
+            watch = Watch(ranks)
+            pid = watch.look(10).rows[1].pid
+            os.kill(pid, signal.SIGSTOP)
+            view = watch.look(0.3)
+            assert [row.has_answered for row in view.rows] == [True, False] and view.rows[1].pid == pid
+            assert "rank 1 has not answered for 0.3 s" in view.notes[0]
+            shown = top("--once", "--every", "0.3")
+            assert shown.returncode == 1 and "rank 1 has not answered" in shown.stdout, shown
+            os.kill(pid, signal.SIGCONT)
+        end(job)
+
+
+@pytest.mark.long
+def test_the_end_of_the_job_ends_it():
+    with running(2, BUSY) as job:
+        with subprocess.Popen([*TOP, "--json", "--every", "0.2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                              text=True) as shown:  # fmt: skip
+            assert json.loads(shown.stdout.readline())["rows"]
+            end(job)
+            _, error = shown.communicate(timeout=20)
+            assert shown.returncode == 0 and re.search("Job [0-9a-f]{16} has ended.", error), error
+
+
+def test_what_is_refused():
+    unknown = top("nothing")
+    assert unknown.returncode == 1 and "there is no job 'nothing'" in unknown.stderr
+    assert top("--every", "0").returncode == 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("key, status", [(b"q", 0), (b"\x03", 0)])
+def test_in_a_terminal(key, status):
+    """The table is drawn again and again, in colours; a key ends it, and the terminal is as it was."""
+    with running(2, LATE.format(step="")) as job:
+        master, slave = pty.openpty()
+        termios.tcsetwinsize(slave, (30, 140))
+        before = termios.tcgetattr(slave)
+        shown = subprocess.Popen(
+            [*TOP, "--every", "0.2"], stdin=slave, stdout=slave, stderr=slave,
+            env=os.environ | {"TERM": "xterm"}, preexec_fn=lambda: os.login_tty(slave),
+        )  # fmt: skip
+        text = b""
+        deadline = time.monotonic() + 30
+        while text.count(b"late: others wait") < 3:
+            assert time.monotonic() < deadline and shown.poll() is None, text
+            if select.select([master], [], [], 0.2)[0]:
+                text += os.read(master, 65536)
+        assert b"\x1b[1;31m" in text
+        os.write(master, key)
+        while shown.poll() is None:
+            assert time.monotonic() < deadline, text
+            if select.select([master], [], [], 0.1)[0]:
+                text += os.read(master, 65536)
+        assert shown.returncode == status and b"Traceback" not in text and text.count(b"\x1b[?25h") >= 1
+        assert termios.tcgetattr(slave) == before
+        os.close(master)
+        os.close(slave)
+        end(job)
+
+
+@pytest.mark.parametrize("arguments", [(-1,), (1.5,), ("1",), (True,), (1, -1), (1, "x"), (None,), (2**70,)])
+def test_a_step_that_is_none(arguments):
+    with pytest.raises(InvalidArgument, match="set_step: (step|total) is .*, not a whole number from 0"):
+        set_step(*arguments)
