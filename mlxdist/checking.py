@@ -7,7 +7,7 @@ name and the value, and returns it or raises ValueError.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["Check", "fields_of", "flag", "list_of", "map_of", "number", "or_null", "text"]
+__all__ = ["Check", "fields_of", "flag", "list_of", "map_of", "number", "or_null", "printable", "text"]
 
 Check = Callable[[str, Any], Any]
 
@@ -31,9 +31,14 @@ def text(most: int = 256) -> Check:
     def check(name: str, value: Any) -> str:
         if type(value) is not str:
             raise ValueError(f"{name} is {value!r:.50}, not a text")
-        return "".join(c if c.isprintable() else "?" for c in value[:most])
+        return printable(value[:most])
 
     return check
+
+
+def printable(value: str) -> str:
+    """Without what steers a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in value)
 
 
 def or_null(check: Check) -> Check:

@@ -66,11 +66,13 @@ class Recorder:
         self._writing = threading.Lock()  # one file at a time; the disk may be slow
         self._settled = threading.Event()  # the first failure is written, or could not be
         self._outcome = ""
-        self._marker = self._mark()
+        self._marker: Path | None = None
         self._watcher = threading.Thread(target=self._watch, name="mlxdist flight recorder", daemon=True)
         self._watcher.start()
         _recorder = self
         signals.on(signal.SIGUSR1, self._answer)
+        if signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:  # as where init() was not called in the main thread
+            self._marker = self._mark()
 
     def dump(self, why: str) -> Path | None:
         """Writes the record. Returns its file, or None: the recorder is switched off, or the file cannot be written."""
@@ -162,7 +164,7 @@ class Recorder:
             _write(status_of(self._marker.parent), record)
 
     def _mark(self) -> Path | None:
-        """Tells `mlxdist dump` which process to ask. A signal would end one that knows nothing of mlxdist."""
+        """Tells `mlxdist dump` which process to ask. The signal would end one that does not handle it."""
         temporary = Path(os.environ.get("TMPDIR", ""))
         if temporary.name != str(self._environment.rank) or not temporary.parent.name.startswith("mlxdist-"):
             return None  # the launcher did not make it

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 import time
+from pathlib import Path
 
 import pytest
 from launching import nothing_left, running, wait_for  # noqa: F401  (nothing_left is a fixture of every test)
@@ -19,7 +20,8 @@ from mlxdist.dump.ask import Asked, LocalRanks
 from mlxdist.dump.files import check_dump, status_of
 from mlxdist.errors import InvalidArgument
 from mlxdist.launch.jobs import find_job, read_record
-from mlxdist.top.watch import Watch
+from mlxdist.top import command
+from mlxdist.top.watch import Row, View, Watch
 
 TOP = [sys.executable, "-m", "mlxdist", "top"]
 
@@ -127,6 +129,19 @@ def test_a_rank_that_does_not_answer():
 
 
 @pytest.mark.long
+def test_a_rank_that_cannot_be_asked_goes_on():
+    """Where init() is not called in the main thread nobody handles the signal, which would end the process."""
+    program = BUSY.replace("while True: mlxdist.all_sum(x)", "")
+    program = f"import threading\nthread = threading.Thread(target=exec, args=({program!r}, {{'rank': rank}}))\n"
+    program += "thread.start(); thread.join()\nimport time; time.sleep(100)"
+    with running(2, program) as job:
+        shown = top("--once", "--every", "0.3")
+        assert shown.returncode == 1 and "ranks 0 and 1 cannot be asked" in shown.stdout + shown.stderr, shown
+        assert len(find_job("").pids) == 2 and job.poll() is None
+        end(job)
+
+
+@pytest.mark.long
 def test_the_end_of_the_job_ends_it():
     with running(2, BUSY) as job:
         with subprocess.Popen([*TOP, "--json", "--every", "0.2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -172,6 +187,22 @@ def test_in_a_terminal(key, status):
         os.close(master)
         os.close(slave)
         end(job)
+
+
+def test_the_example_in_the_documentation(capsys):
+    """What docs/debugging.md shows is what the command prints, but for blanks at the ends of lines and long lines."""
+    page = (Path(__file__).parent.parent / "docs" / "debugging.md").read_text()
+    shown = re.search(r"    \$ mlxdist top\n(.*?)\n\n", page, re.DOTALL)[1].split()
+    rows = []
+    for rank in range(4):
+        late = rank == 2
+        does = {"operation": "all_sum #823" if late else "all_sum #824", "in_operation": not late}
+        does |= {"place": "train.py:80" if late else "train.py:90", "waits_for": None if late else 2, "is_late": late}
+        who = {"rank": rank, "host": f"studio{rank}", "pid": 4710 + rank, "step": 412, "steps": 1000, "operations": 824}
+        rows.append(Row(**who, **does, seconds=2.1, gbps=1.22 if late else 1.24, has_answered=True))
+    sentence = "Rank 2 computes since all_sum #823 at train.py:80 ended 2.1 s ago, the others wait in all_sum #824 at "
+    command._print(View("741b468f6c659879", rows, [sentence + "train.py:90 for 2.1 s."], [], False))
+    assert re.sub(r"\d\d:\d\d:\d\d", "12:34:56", capsys.readouterr().out).split() == shown
 
 
 @pytest.mark.parametrize("arguments", [(-1,), (1.5,), ("1",), (True,), (1, -1), (1, "x"), (None,), (2**70,)])

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checking import fields_of, flag, list_of, text
+from ..checking import fields_of, flag, list_of, printable, text
 from ..environment import MAX_RANKS
 from ..errors import InvalidArgument, name_ranks
 from ..hostfile.options import Chosen
@@ -103,7 +103,7 @@ class HostRanks:
         for host, ahead, said in zip(self._connections.names, self._ahead, answers):
             if isinstance(said, Exception):
                 found.ended = False
-                found.notes.append(f"{host} has not answered: {said}")
+                found.notes.append(f"{host} has not answered: {printable(str(said))}")
                 continue
             try:
                 self._take(found, host, ahead, said)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..checking import fields_of, list_of, map_of, number, text
+from ..checking import fields_of, list_of, map_of, number, printable, text
 from ..environment import MAX_RANKS
 from ..errors import InvalidArgument
 from ..hostfile.options import Chosen
@@ -147,7 +147,7 @@ def _connect(chosen: Chosen) -> "Connections":
 def _result(answer: Any) -> Any:
     """Raises ValueError: it is an error."""
     if isinstance(answer, Exception):
-        raise ValueError(str(answer))
+        raise ValueError(printable(str(answer)))
     return answer
 
 
