@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Answers", "Asked", "HostRanks", "LocalRanks", "answer", "find_ranks", "wall_ns"]
 
 _STEP = 0.01
-_MARGIN_SECONDS = 30.0  # on top of the time that ranks have: for what they have written to come here
+_MARGIN_SECONDS = {"dump": 30.0, "status": 10.0}  # on top of the time that ranks have: for the way here
 _MAX_ANSWER = 48 << 20  # bytes of all records of a host; remote/answers.py allows for more
 _CLOCK_ROUNDS = 5
 _MAX_TEXT = 4096
@@ -99,7 +99,7 @@ class HostRanks:
             self._ahead = self._compare_clocks()
         found = Answers(ended=True)
         arguments = {"job": self.job, "what": what, "seconds": seconds}
-        answers = self._connections.call("dump.ask", arguments, seconds + _MARGIN_SECONDS)
+        answers = self._connections.call("dump.ask", arguments, seconds + _MARGIN_SECONDS[what])
         for host, ahead, said in zip(self._connections.names, self._ahead, answers):
             if isinstance(said, Exception):
                 found.ended = False
@@ -118,7 +118,8 @@ class HostRanks:
         found.notes += [f"{host}: {note}" for note in fields["notes"]]
         for record in fields["records"]:
             dump = check_dump(record, host)
-            if dump.job == self.job and dump.rank not in found.dumps:
+            is_new = dump.rank not in found.dumps and all(dump.size == other.size for other in found.dumps.values())
+            if dump.job == self.job and is_new:
                 found.dumps[dump.rank] = replace(dump, wall_ns=max(0, dump.wall_ns - ahead))
 
     def _compare_clocks(self) -> list[int]:

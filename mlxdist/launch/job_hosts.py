@@ -43,10 +43,6 @@ class HostOfJob:
     first: int
     slots: int
 
-    @property
-    def ranks(self) -> range:
-        return range(self.first, self.first + self.slots)
-
 
 @dataclass(frozen=True)
 class HostsRecord:
@@ -68,10 +64,6 @@ class HostsRecord:
         from ..remote.ssh import Reach
 
         return Reach(self.ssh, self.python)
-
-    @property
-    def size(self) -> int:
-        return sum(host.slots for host in self.hosts)
 
 
 class HostsFolder:
