@@ -222,7 +222,8 @@ class Asked:
         if self.record is not None:
             self._asked = {rank for rank, pid in job.pids.items() if self._signal(rank, pid)}
             if absent := job.pids.keys() - self._asked:
-                self.notes.append(f"{name_ranks(absent)} cannot be asked: not at mlxdist.init() yet, or past finalize()")
+                why = "not at mlxdist.init() yet, or past finalize()"
+                self.notes.append(f"{name_ranks(absent)} cannot be asked: {why}")
         self._late = set(self._asked)
 
     @property
@@ -243,7 +244,7 @@ class Asked:
             )
 
     def paths(self) -> list[Path]:
-        """The files that there are now. Dumps from before count, too; those of other hosts, in a shared folder, do not."""
+        """The files that there are now: dumps from before, too, but not those of other hosts in a shared folder."""
         if self._what == "status":
             return [self._path(rank) for rank in sorted(self.answered)]
         if self.record is None:

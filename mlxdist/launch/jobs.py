@@ -4,9 +4,9 @@
     <runtime folder>/<job>/lock        locked as long as the launcher or its keeper runs
     <runtime folder>/<job>/flight/     what the ranks record when something goes wrong, unless MLXDIST_FLIGHT is set
 
-The ranks' temporary folders lie elsewhere, in TMPDIR: XDG_RUNTIME_DIR is small, since it is memory, and often nothing in
-it may be executed. Of a job on several hosts each host has such a folder for its own ranks, and the launcher's machine
-one that says which hosts they are (job_hosts.py).
+The ranks' temporary folders lie elsewhere, in TMPDIR: XDG_RUNTIME_DIR is small, since it is memory, and often nothing
+in it may be executed. Of a job on several hosts each host has such a folder for its own ranks, and the launcher's
+machine one that says which hosts they are (job_hosts.py).
 
 The lock says whether a job still has somebody who ends it. The kernel gives it back when both processes are gone,
 however they ended, and no process number can be mistaken for another. What is left of a job without one is removed by

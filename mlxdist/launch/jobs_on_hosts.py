@@ -17,7 +17,17 @@ from .jobs import Job, list_jobs
 if TYPE_CHECKING:
     from ..remote.calls import Connections
 
-__all__ = ["Stopped", "as_json", "ask_for_jobs", "end_jobs", "full_name", "list_here", "list_on", "stop_here", "stop_on"]
+__all__ = [
+    "Stopped",
+    "as_json",
+    "ask_for_jobs",
+    "end_jobs",
+    "full_name",
+    "list_here",
+    "list_on",
+    "stop_here",
+    "stop_on",
+]
 
 _STEP = 0.05
 _MAX_JOBS = 1024

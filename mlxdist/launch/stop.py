@@ -39,9 +39,13 @@ def stop(names: tuple[str, ...], everything: bool, seconds: float, chosen: Chose
     if bool(names) == everything:
         raise click.UsageError("Name the jobs to be ended, or --all; `mlxdist ps` lists them.")
     try:
-        sys.exit(_stop_here(names, seconds) if chosen.hostfile is None else _stop_on(chosen, names, everything, seconds))
+        if chosen.hostfile is None:
+            status = _stop_here(names, seconds)
+        else:
+            status = _stop_on(chosen, names, everything, seconds)
     except (InvalidArgument, ResourceError) as error:
         raise click.ClickException(str(error)) from None
+    sys.exit(status)
 
 
 def _stop_here(names: tuple[str, ...], seconds: float) -> int:
