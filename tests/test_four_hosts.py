@@ -153,7 +153,7 @@ def test_a_job_is_seen_from_its_launcher(nodes):
         events = json.loads(trace.read_text())["traceEvents"]
         assert sorted(e["pid"] for e in events if e["ph"] == "X" and e["args"]["sequence"] == 3) == [0, 1, 2, 3]
 
-        view = json.loads(run(mlxdist(nodes, "top", "--once", "--json")).stdout)
+        view = json.loads(run(mlxdist(nodes, "top", "--once", "--json")).stdout)  # they wait for longer than 0.1 s
         assert [row["host"] for row in view["rows"]] == NAMES
         assert [row["is_late"] for row in view["rows"]] == [False, False, True, False]
         assert all((row["step"], row["steps"], row["operations"]) == (2, 10, 3 + (row["rank"] != 2))

@@ -65,7 +65,7 @@ def test_a_rank_that_others_wait_for_is_late():
     with running(2, LATE.format(step="if rank == 0: mlxdist.set_step(5, 100)")) as job:
         with LocalRanks("") as ranks:
             watch = Watch(ranks)
-            assert wait_for(lambda: watch.look(5).rows[0].in_operation, 20)
+            assert wait_for(lambda: watch.look(5).rows[1].is_late, 20)
             waits, late = watch.look(5).rows
         assert (waits.step, waits.steps, waits.operation, waits.waits_for) == (5, 100, "all_sum #4", 1)
         assert (late.step, late.operations, late.operation, late.in_operation) == (None, 3, "all_sum #3", False)

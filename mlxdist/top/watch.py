@@ -9,6 +9,9 @@ from ..dump.files import Dump
 
 __all__ = ["Row", "View", "Watch"]
 
+# Between two looks ranks overtake each other all the time. One is late once another has waited for so long.
+LATE_SECONDS = 0.1
+
 
 @dataclass(frozen=True)
 class Row:
@@ -32,7 +35,7 @@ class Row:
 
 @dataclass(frozen=True)
 class View:
-    """All ranks at one moment. ``sentences``: who is behind whom; ``notes``: who has not answered, and why."""
+    """All ranks at one moment. ``sentences``: who is behind whom, where somebody waits or the group has failed; ``notes``: who has not answered, and why."""
 
     job: str
     rows: list[Row]
@@ -61,12 +64,14 @@ class Watch:
         rows: list[Row] = []
         if found.dumps:
             analysis = analyse(found.dumps)
-            sentences = analysis.sentences
-            rows = [self._row(state, known.get(state.rank)) for state in analysis.states]
+            waits = any(_seconds_in(state) >= LATE_SECONDS for state in analysis.states)
+            rows = [self._row(state, known.get(state.rank), waits) for state in analysis.states]
+            if waits or any(dump.error for dump in found.dumps.values()):
+                sentences = analysis.sentences
         self._last = known
         return View(self._ranks.job, rows, sentences, found.notes, found.ended)
 
-    def _row(self, state: RankState, known: Dump | None) -> Row:
+    def _row(self, state: RankState, known: Dump | None, waits: bool) -> Row:
         now, operation = state.dump, state.operation
         return Row(
             rank=state.rank,
@@ -81,9 +86,14 @@ class Watch:
             seconds=max(0.0, state.seconds),
             gbps=None if now is None else _speed(self._last.get(state.rank), now),
             waits_for=operation.waits_for if operation and operation.is_open else None,
-            is_late=state.is_behind,
+            is_late=state.is_behind and waits,
             has_answered=now is not None,
         )
+
+
+def _seconds_in(state: RankState) -> float:
+    """For so long the rank has been in an operation."""
+    return state.seconds if state.operation is not None and state.operation.is_open else 0.0
 
 
 def _operations(dump: Dump | None) -> int:
