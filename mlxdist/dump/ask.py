@@ -186,11 +186,14 @@ def answer(job: str, what: str, seconds: float) -> dict[str, Any]:
     asked.wait(seconds)
     records, size = [], 0
     for path in asked.paths():
-        size += path.stat().st_size
-        if size > _MAX_ANSWER:
-            asked.notes.append(f"{path.name} and what follows is left out: {_MAX_ANSWER >> 20} MiB are sent at most")
-            break
-        records.append(read_json(path))
+        try:
+            size += path.stat().st_size
+            if size > _MAX_ANSWER:
+                asked.notes.append(f"{path.name} and what follows is left out: more than {_MAX_ANSWER >> 20} MiB")
+                break
+            records.append(read_json(path))
+        except (OSError, InvalidArgument) as error:  # of the others there are records
+            asked.notes.append(str(error))
     return {"records": records, "notes": asked.notes, "ended": asked.record is None}
 
 

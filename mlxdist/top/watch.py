@@ -35,7 +35,10 @@ class Row:
 
 @dataclass(frozen=True)
 class View:
-    """All ranks at one moment. ``sentences``: who is behind whom, where somebody waits or the group has failed; ``notes``: who has not answered, and why."""
+    """All ranks at one moment.
+
+    ``sentences``: who is behind whom, where somebody waits or the group has failed; ``notes``: who has not answered.
+    """
 
     job: str
     rows: list[Row]
