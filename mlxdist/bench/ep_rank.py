@@ -18,7 +18,7 @@ from mlxdist.nn.experts.switch import ExpertParallelSwitchGLU
 
 from .ep import AUTO, COMPILED, INSIDE, ONE_PROCESS, RING, SHAPES, Shape
 from .job import serve
-from .mlx_groups import mlx_groups
+from .mlx_groups import mlx_group
 from .timing import Work, copy_work, interleave, quantiles, slowest
 
 # A result may differ from the reference by rounding alone: float32, sums of a few hundred terms in another order.
@@ -28,8 +28,8 @@ FASTEST_READ = 4
 
 
 def measure(world: mlxdist.Group, parameters: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Parameters: shapes (names), scale (or None), tokens (list), sharded, rounds, hosts (of the ring)."""
-    ring = mlx_groups(["ring"], parameters["hosts"], world)["ring"]
+    """Parameters: shapes (names), scale (or None), tokens (list), sharded, rounds."""
+    ring = mlx_group("ring", world)
     policy = Policy(calibrate(world))
     for name in parameters["shapes"]:
         layer = Layer(SHAPES[name].scaled(parameters["scale"]), world, ring, policy, parameters["sharded"])

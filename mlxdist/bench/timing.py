@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import random
 import resource
+import socket
 import statistics
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -104,20 +106,22 @@ def quantiles(samples: np.ndarray) -> dict[str, float]:
 
 
 class ForeignLoad:
-    """The share of the machine that processes other than the ranks used meanwhile: it disturbs more than all else.
+    """The share of a machine that processes other than the ranks used meanwhile: it disturbs more than all else.
 
-    Children of a rank belong to it, once they have ended.
+    Children of a rank belong to it, once they have ended. Of several hosts, the one that was disturbed most counts.
     """
 
     def __init__(self, world: mlxdist.Group) -> None:
         self._world = world
+        self._machine = zlib.crc32(_machine().encode())
         self._begin = self._read()
 
     def _read(self) -> np.ndarray:
-        """Seconds of CPU: of the whole machine, idle or busy; of it busy; of all ranks. Zeros where not known."""
+        """Seconds of CPU: of this machine, idle or busy; of it busy; of all ranks on it. Zeros where not known."""
         used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
         own = sum(usage.ru_utime + usage.ru_stime for usage in used)
-        ranks = mlxdist.all_sum(np.array([own]), group=self._world)[0]
+        everyone = mlxdist.all_gather(np.array([[self._machine, own]]), group=self._world)
+        ranks = everyone[everyone[:, 0] == self._machine, 1].sum()
         try:
             with open("/proc/stat") as file:
                 ticks = [int(field) for field in file.readline().split()[1:9]]
@@ -127,6 +131,17 @@ class ForeignLoad:
         return np.array([*seconds, ranks])
 
     def share(self) -> float | None:
-        """0 to 1; None where the system does not tell."""
+        """0 to 1; None where no system tells. Collective."""
         total, busy, ranks = self._read() - self._begin
-        return max(0.0, float((busy - ranks) / total)) if total > 0 else None
+        share = max(0.0, float((busy - ranks) / total)) if total > 0 else -1.0
+        worst = float(mlxdist.all_max(np.array([share]), group=self._world)[0])
+        return worst if worst >= 0 else None
+
+
+def _machine() -> str:
+    """The same for all processes of one machine, whatever their namespaces; another on each."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read()
+    except OSError:  # macOS
+        return socket.gethostname()
