@@ -9,17 +9,16 @@ import tempfile
 from collections.abc import Sequence
 
 import mlx.core as mx
-import numpy as np
 
 import mlxdist
 
 from ..environment import Environment, format_address
 from ..verbs import device_map
+from .exchange import exchange
 
 __all__ = ["BACKENDS", "mlx_group", "mlx_groups"]
 
 BACKENDS = ("ring", "mpi", "jaccl")
-_ADDRESS_BYTES = 64
 
 
 def mlx_groups(names: Sequence[str], world: mlxdist.Group) -> dict[str, mx.distributed.Group]:
@@ -39,6 +38,8 @@ def mlx_group(name: str, world: mlxdist.Group) -> mx.distributed.Group:
             json.dump([[address] for address in addresses], file)
             os.environ |= {"MLX_HOSTFILE": file.name, "MLX_RANK": str(world.rank())}
         elif name == "jaccl":
+            if not mx.distributed.is_available(name):
+                raise RuntimeError("this MLX has no jaccl")
             json.dump(_devices(world), file)
             os.environ |= {"MLX_IBV_DEVICES": file.name, "MLX_JACCL_COORDINATOR": addresses[0]}
             os.environ["MLX_RANK"] = str(world.rank())
@@ -58,9 +59,7 @@ def _addresses(world: mlxdist.Group) -> list[str]:
         own = way.getsockname()[0]
     with socket.socket(family) as listening:
         listening.bind((own, 0))
-        text = format_address(own, listening.getsockname()[1]).encode().ljust(_ADDRESS_BYTES)
-        everyone = mlxdist.all_gather(np.frombuffer(text, np.uint8), group=world)
-    return [bytes(row).decode().strip() for row in everyone.reshape(world.size(), -1)]
+        return exchange(format_address(own, listening.getsockname()[1]), world)
 
 
 def _devices(world: mlxdist.Group) -> list[list[str | list[str] | None]]:
