@@ -30,7 +30,7 @@ FOLDER=
 COMMON_OPTIONS='
 Options for the nodes, and the variables that stand in for them:
   --node0 NAME       what ssh connects to for rank 0; localhost is this machine   RMLX_NODE0
-  --node1 NAME       the same for rank 1                                          RMLX_NODE1
+  --node1 NAME       the same for rank 1; may be the same host                    RMLX_NODE1
   --node0-ip IP      address that the other node reaches it at, of the cable      RMLX_NODE0_IP
                      if there is one; left out: the one that ssh reaches
   --node1-ip IP                                                                   RMLX_NODE1_IP
@@ -81,7 +81,16 @@ parse_options() {
     done
     [ -n "$NODE0" ] || usage_error "--node0 is missing (or RMLX_NODE0)"
     [ -n "$NODE1" ] || usage_error "--node1 is missing (or RMLX_NODE1)"
-    [ "$NODE0" != "$NODE1" ] || usage_error "--node0 and --node1 are the same, $NODE0"
+    NODE0=$(one_name "$NODE0")
+    NODE1=$(one_name "$NODE1")
+}
+
+# one_name NAME: this machine is one host, whatever it is called; its two ranks then share it.
+one_name() {
+    case $1 in
+        localhost | 127.0.0.1 | ::1) echo localhost ;;
+        *) echo "$1" ;;
+    esac
 }
 
 # local_python: runs the commands of mlxdist on this machine.
