@@ -252,7 +252,7 @@ def write_results(results: dict[str, Any], as_json: bool, output: Path | None) -
 
 
 def results_console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 180)
+    return Console(width=None if sys.stdout.isatty() else 200)
 
 
 def print_load(results: dict[str, Any], console: Console) -> None:

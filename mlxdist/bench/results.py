@@ -20,12 +20,18 @@ __all__ = [
     "hosts_of",
     "key",
     "load",
+    "size_of",
     "spread",
     "times_of",
 ]
 
 BENCHMARK, SCHEMA = "suite", 1
 _MAX_BYTES = 64 << 20
+_MAX_SIZE = 1 << 60
+_ABSENT = ("operation", "backend", "why")
+_SETUP = dict.fromkeys(("provider", "mlxdist", "mlx", "device", "command"), str)
+_SETUP |= dict.fromkeys(("ranks", "warm_up", "iterations"), int) | dict.fromkeys(("hosts", "machines", "plan"), list)
+_SETUP["foreign_cpu_share"] = float | None
 _TIMES = ("median", "p10", "p90", "p99", "min", "max")
 
 
@@ -61,12 +67,16 @@ def _check(found: Any) -> None:
     for name, kind in kinds.items():
         if not isinstance(found.get(name), kind):
             raise ValueError(f'"{name}" is missing or malformed')
-    setup = {"ranks": int, "hosts": list, "machines": list, "provider": str, "mlxdist": str, "mlx": str, "command": str}
-    for name, kind in setup.items():
+    for name, kind in _SETUP.items():
         if not isinstance(found["setup"].get(name), kind):
             raise ValueError(f'"{name}" of the setup is missing or malformed')
-    if not all(isinstance(entry, dict) for name in ("hosts", "machines") for entry in found["setup"][name]):
-        raise ValueError("a host or machine of the setup is malformed")
+    lists = [found["setup"][name] for name in ("hosts", "machines", "plan")] + [found["absent"]]
+    if not all(isinstance(entry, dict) for entries in [*lists, list(found["backends"].values())] for entry in entries):
+        raise ValueError("a host, a machine or what is absent is malformed")
+    if not all(isinstance(host.get("ips", []), list) for host in found["setup"]["hosts"]):
+        raise ValueError("the addresses of a host are malformed")
+    if not all(isinstance(entry.get(name), str) for entry in found["absent"] for name in _ABSENT):
+        raise ValueError("what is absent is malformed")
     for number, case in enumerate(found["cases"]):
         if not _is_case(case):
             raise ValueError(f"case {number} is malformed")
@@ -79,10 +89,12 @@ def _is_case(case: Any) -> bool:
     if not isinstance(case, dict) or not isinstance(case.get("refused"), str | None):
         return False
     texts = all(isinstance(case.get(name), str) for name in ("operation", "dtype", "backend"))
-    numbers = all(isinstance(case.get(name, 0), int) for name in ("bytes", "tokens", "wrong")) and "bytes" in case
+    numbers = all(isinstance(case.get(name, 0), int) for name in ("tokens", "wrong"))
+    numbers = numbers and isinstance(case.get("bytes"), int) and 0 < case["bytes"] <= _MAX_SIZE
     times = case.get("microseconds")
     if times is None:
         return texts and numbers and case["refused"] is not None
+    numbers = numbers and _is_time(case.get("gbps"))
     return texts and numbers and isinstance(times, dict) and all(_is_time(times.get(name)) for name in _TIMES)
 
 
@@ -97,9 +109,13 @@ def key(case: dict[str, Any]) -> tuple:
 
 def case_name(case: dict[str, Any]) -> str:
     """What was measured, in words, whatever the backend."""
+    return f"{case['operation']} {case['dtype']}, {size_of(case)}"
+
+
+def size_of(case: dict[str, Any]) -> str:
     if case.get("tokens"):
-        return f"{case['operation']} {case['dtype']}, {case['tokens']} token{'s' * (case['tokens'] != 1)}"
-    return f"{case['operation']} {case['dtype']} {format_size(case['bytes'])}"
+        return f"{case['tokens']} token{'s' * (case['tokens'] != 1)}"
+    return format_size(case["bytes"])
 
 
 def backends_of(results: dict[str, Any]) -> list[str]:

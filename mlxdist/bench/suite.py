@@ -19,8 +19,8 @@ from ..hostfile.options import Chosen, host_options
 from .collectives import Names
 from .job import RANKS_OPTION, has_mpirun, number_of_ranks, print_load, results_console, run, write_results
 from .machine import describe_command, relevant
-from .results import BENCHMARK, SCHEMA, backends_of, by_name, case_name, hosts_of, spread, times_of
-from .sizes import Size, format_size, size_range
+from .results import BENCHMARK, SCHEMA, backends_of, by_name, case_name, hosts_of, size_of, spread, times_of
+from .sizes import Size, size_range
 
 __all__ = ["failed", "notes", "plan", "print_suite", "suite"]
 
@@ -41,6 +41,8 @@ QUICK_SIZES = [4 << 10, 256 << 10]
 WARM_UP, ITERATIONS = 10, 30
 QUICK_WARM_UP, QUICK_ITERATIONS = 2, 5
 MOST_RANKS = 64  # sums of float16 stay exact
+# Columns of the terminal that the table needs to show ranges.
+WIDTH, WIDTH_OF_BACKEND = 45, 42
 # A BLAS with threads of its own would take the other ranks' cores.
 ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")} | {"VECLIB_MAXIMUM_THREADS": "1"}
 
@@ -83,7 +85,7 @@ def suite(
     message the time until it has arrived. Backends take turns in the same processes; Open MPI, which needs mpirun, has
     its own. docs/benchmarks.md says what each case is and how to read the numbers.
 
-    The exit status is 1 if a result was wrong, or a time is shorter than the memory allows: those are no results.
+    The exit status is 1 if a result was wrong, a time is shorter than the memory allows, or nothing could be measured.
     """
     chosen, ranks = number_of_ranks(chosen, ranks, MOST_RANKS)
     if html and importlib.util.find_spec("matplotlib") is None:
@@ -121,7 +123,8 @@ def plan(only: list[str], sizes: list[int], quick: bool) -> list[dict[str, Any]]
 
 
 def failed(results: dict[str, Any]) -> bool:
-    return any(case["refused"] for case in results["cases"])
+    """Whether a case is no result, or there is none at all."""
+    return any(case["refused"] for case in results["cases"]) or not results["cases"]
 
 
 def _measure(chosen: Chosen, ranks: int, backends: list[str], parameters: dict[str, Any]) -> dict[str, Any]:
@@ -203,7 +206,8 @@ def _run_mpi(chosen: Chosen, ranks: int, parameters: dict[str, Any]) -> dict[str
 def print_suite(results: dict[str, Any], console: Console) -> None:
     setup, names = results["setup"], backends_of(results)
     title = f"{setup['ranks']} ranks on {hosts_of(results)}; microseconds: median [range]"
-    table = Table(title=escape(title))
+    wide = console.width >= WIDTH + WIDTH_OF_BACKEND * len(names)
+    table = Table(title=escape(title if wide else title.removesuffix(" [range]")))
     table.add_column("operation")
     for column in ("dtype", "size"):
         table.add_column(column, justify="right")
@@ -214,10 +218,9 @@ def print_suite(results: dict[str, Any], console: Console) -> None:
         table.add_column(f"{name} / {names[0]}", justify="right")
     for cases in by_name(results).values():
         first = next(iter(cases.values()))
-        size = f"{first['tokens']} tokens" if first.get("tokens") else format_size(first["bytes"])
-        row = [first["operation"], first["dtype"], size]
+        row = [first["operation"], first["dtype"], size_of(first)]
         for name in names:
-            row += _cells(cases.get(name))
+            row += _cells(cases.get(name), wide)
         for name in names[1:]:
             ratio = times_of(cases.get(name), cases.get(names[0]))
             row.append("" if ratio is None else f"{ratio:.2f}")
@@ -228,12 +231,13 @@ def print_suite(results: dict[str, Any], console: Console) -> None:
     print_load(setup, console)
 
 
-def _cells(case: dict[str, Any] | None) -> list[str]:
+def _cells(case: dict[str, Any] | None, wide: bool) -> list[str]:
     if case is None:
         return ["-", ""]
     if case["refused"]:
         return ["refused", ""]
-    return [spread(case["microseconds"]), "" if case.get("tokens") else f"{case['gbps']:.2f}"]
+    times = spread(case["microseconds"])
+    return [times if wide else times.partition(" ")[0], "" if case.get("tokens") else f"{case['gbps']:.2f}"]
 
 
 def notes(results: dict[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from .bandwidth import algorithm_bandwidth
-from .results import backends_of, by_name
+from .results import backends_of, by_name, size_of
 from .sizes import format_size
 
 __all__ = ["curves", "layers"]
@@ -24,6 +24,7 @@ _TEXT = "#010203"
 _COLORS = {"mlxdist": "#2f7ed8", "ring": "#e07b00", "mpi": "#2a9d4a", "jaccl": "#b04fc0"}
 _SETTINGS = {
     "svg.fonttype": "none",
+    "text.parse_math": False,
     "font.size": 9,
     **{f"{name}.color": _TEXT for name in ("text", "xtick", "ytick")},
     **{f"axes.{name}": _TEXT for name in ("labelcolor", "edgecolor", "titlecolor")},
@@ -68,7 +69,7 @@ def layers(results: dict[str, Any]) -> Iterator[str]:
                     reach = [[median - times["min"]], [times["max"] - median]]
                     axes.bar(place, median, color=_color(name), yerr=reach, ecolor=_TEXT, capsize=3)
             axes.set_xticks(range(len(row)), list(row), rotation=30)
-            axes.set_title(f"{first['operation']}\n{first['tokens']} tokens, {first['dtype']}")
+            axes.set_title(f"{first['operation']}\n{size_of(first)}, {first['dtype']}")
         pictures[0][0].set_ylabel("microseconds")
         yield _svg(figure, "layers")
 
