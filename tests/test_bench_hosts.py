@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from ssh_hosts import ssh_hosts
 
 pytestmark = pytest.mark.long
 SECONDS = 240
+SCRIPTS = Path(__file__).parent.parent / "scripts"
 
 
 @pytest.fixture(scope="module")
@@ -40,3 +42,27 @@ def test_the_suite(nodes):
     measured = {(case["backend"], case["operation"]) for case in found["cases"]}
     assert {("mlxdist", "sendrecv"), ("ring", "sendrecv"), ("mlxdist", "ep_transport")} <= measured
     assert all(case["verified"] and case["microseconds"]["median"] > 0 for case in found["cases"])
+
+
+def test_the_scripts_for_two_nodes(nodes, tmp_path):
+    """A run, and one that is compared with it."""
+    on = ["--node0", nodes.names[0], "--node1", nodes.names[1], "--ssh", nodes.ssh, "--results", tmp_path, "--quick"]
+    on += ["--node0-ip", nodes.hosts[0].address, "--node1-ip", nodes.hosts[1].address]
+
+    def run(script: str, *arguments: object) -> subprocess.CompletedProcess:
+        words = nodes.command("bash", SCRIPTS / script, *on, *arguments)
+        finished = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS)
+        assert finished.returncode == 0, finished.stdout + finished.stderr
+        return finished
+
+    run("bench_2node.sh", "--only", "ep_transport", "--backends", "mlxdist")
+    (first,) = tmp_path.glob("bench-2node-*")
+    assert {path.name for path in first.iterdir()} == {"suite.json", "table.txt", "report.html"}
+    run("compare_2node.sh", "--ep-only", "--mlxdist-only", "--against", first / "suite.json")
+    (second,) = tmp_path.glob("compare-2node-*")
+    assert "ep_transport" in (first / "table.txt").read_text() and "B/A" in (second / "compare.txt").read_text()
+    cases = json.loads((second / "suite.json").read_text())["cases"]
+    assert {(case["operation"], case["backend"]) for case in cases} == {
+        ("ep_transport", "mlxdist"),
+        ("ep_pipeline", "mlxdist"),
+    }
