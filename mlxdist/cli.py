@@ -14,7 +14,10 @@ __all__ = ["main"]
 
 COMMANDS = {
     "bench": "mlxdist.bench:bench",
+    "calibrate": "mlxdist.calibrate.command:calibrate",
+    "config": "mlxdist.config.command:config",
     "devices": "mlxdist.verbs.command:devices",
+    "doctor": "mlxdist.doctor.command:doctor",
     "dump": "mlxdist.dump.command:dump",
     "env": "mlxdist.cli:show_environment",
     "hostfile": "mlxdist.hostfile.command:hostfile",

@@ -62,6 +62,8 @@ VARIABLES = (
     Variable("MLXDIST_SECRET", "key that every rank of the job must know, at least 32 hex digits", "none", of_job=True),
     Variable("MLXDIST_JOB", "name of the job", "empty", of_job=True),
     Variable("MLXDIST_RESTART", "how often the job has been started again", "0", of_job=True),
+    Variable("MLXDIST_WEIGHTS_MEMORY", "measured speed of each rank in decoding, such as 1.5,1", "none", of_job=True),
+    Variable("MLXDIST_WEIGHTS_COMPUTE", "the same in training and for prompts", "none", of_job=True),
     Variable("MLXDIST_FIRST_FAILURE", "file in which the first failed rank is noted", "none", of_job=True),
     Variable("MLXDIST_TIMEOUT", "seconds without progress before an operation fails, 0 for never", "30"),
     Variable("MLXDIST_NOTICE", "seconds after which a rank says whom it waits for, 0 for never", "10"),
@@ -123,6 +125,8 @@ class Environment:
     debug: str | None = None
     debug_file: str | None = None
     flight: str | None = None
+    weights_memory: tuple[float, ...] | None = None
+    weights_compute: tuple[float, ...] | None = None
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> "Environment":
@@ -163,6 +167,8 @@ class Environment:
             debug=_debug(environ, "MLXDIST_DEBUG"),
             debug_file=_pattern(environ, "MLXDIST_DEBUG_FILE"),
             flight=_file(environ, "MLXDIST_FLIGHT"),
+            weights_memory=_numbers(environ, "MLXDIST_WEIGHTS_MEMORY"),
+            weights_compute=_numbers(environ, "MLXDIST_WEIGHTS_COMPUTE"),
         )
         _refuse_contradictions(environ, environment)
         return environment
@@ -222,6 +228,14 @@ def _refuse_contradictions(environ: Mapping[str, str], environment: Environment)
                 f"MLXDIST_WIRES={environ['MLXDIST_WIRES']} has the pair {pair[0]}-{pair[1]}, but the ranks are 0 to "
                 f"{size - 1}, and a cable joins two of them"
             )
+    for name, weights in (
+        ("MLXDIST_WEIGHTS_MEMORY", environment.weights_memory),
+        ("MLXDIST_WEIGHTS_COMPUTE", environment.weights_compute),
+    ):
+        if has_rank and weights is not None and len(weights) != size:
+            raise EnvironmentVariableError(
+                f"{name}={environ[name]} has {len(weights)} numbers, but there are {size} ranks (MLXDIST_WORLD_SIZE)"
+            )
     if size > 1 and environment.rendezvous is None:
         raise EnvironmentVariableError(
             f"MLXDIST_WORLD_SIZE={size} needs MLXDIST_RENDEZVOUS, the host:port of rank 0; "
@@ -259,6 +273,17 @@ def _pairs(environ: Mapping[str, str], name: str) -> frozenset[tuple[int, int]] 
         raise EnvironmentVariableError(f"{name}={text!r} is not a list of pairs of ranks, such as 0-1,1-2,2-0")
     pairs = [(int(a), int(b)) for a, b in (pair.split("-") for pair in text.split(","))]
     return frozenset(pairs) | frozenset((b, a) for a, b in pairs)
+
+
+def _numbers(environ: Mapping[str, str], name: str) -> tuple[float, ...] | None:
+    if name not in environ:
+        return None
+    text = environ[name]
+    number = r"[0-9]{1,20}(\.[0-9]{1,9})?"
+    numbers = tuple(map(float, text.split(","))) if re.fullmatch(f"{number}(,{number})*", text, re.ASCII) else ()
+    if not numbers or not min(numbers) > 0:
+        raise EnvironmentVariableError(f"{name}={text!r} is not a number above 0 for each rank, such as 1.5,1")
+    return numbers
 
 
 def _one_of(environ: Mapping[str, str], name: str, values: tuple[str, ...]) -> str | None:

@@ -1,4 +1,4 @@
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2034
 # What the scripts for two nodes have in common. It is sourced, and runs with the bash 3.2 of macOS:
 #
 #     #!/usr/bin/env bash
@@ -131,7 +131,7 @@ import json, sys
 names, ips = sys.argv[1:3], sys.argv[3:]
 json.dump([{"ssh": name, "ips": [ip] if ip else []} for name, ip in zip(names, ips)], sys.stdout)
 ' "$NODE0" "$NODE1" "$NODE0_IP" "$NODE1_IP" >"$HOSTFILE"
-    mlxdist_here hostfile check "$HOSTFILE" >/dev/null
+    mlxdist_here hostfile check "$HOSTFILE" >/dev/null || exit 2
     ON_HOSTS=(--hostfile "$HOSTFILE" --ssh "$SSH" --python "$(remote_python)")
     ON_NODES=("${ON_HOSTS[@]}" --cwd "${REMOTE_DIR:-$ROOT}")
 }

@@ -1,4 +1,4 @@
-"""Two hosts on this machine: network namespaces with an Ethernet of their own, which nothing else is connected to.
+"""Hosts on this machine: network namespaces with an Ethernet of their own, which nothing else is connected to.
 
 Needs root, and ip and tc of iproute2. The tests that ask for hosts are skipped elsewhere, with the reason.
 """
@@ -11,6 +11,7 @@ import os
 import random
 import select
 import shutil
+import socket
 import struct
 import subprocess
 import threading
@@ -20,10 +21,11 @@ from dataclasses import dataclass
 
 import pytest
 
-__all__ = ["DELAY_SECONDS", "LOSS", "Host", "two_hosts"]
+__all__ = ["DELAY_SECONDS", "LOSS", "Host", "several_hosts", "two_hosts"]
 
 DELAY_SECONDS = 0.002
 LOSS = 0.01
+_NETWORK = "10.213.77"
 _MTU = 9000
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 
@@ -50,21 +52,21 @@ class Host:
 
 
 @contextlib.contextmanager
-def two_hosts(late: bool) -> Iterator[tuple[Host, Host]]:
+def several_hosts(count: int, late: bool) -> Iterator[tuple[Host, ...]]:
     """``late``: every packet takes DELAY_SECONDS each way, and LOSS of them never arrive."""
     if reason := _why_impossible():
         pytest.skip(reason)
-    names = [f"mlxdist-{os.getpid()}-{side}" for side in "ab"]
-    hosts = tuple(Host(name, f"10.213.77.{number}", "mlxdist0") for number, name in enumerate(names, 1))
+    switch, *names = [f"mlxdist-{os.getpid()}-{name}" for name in ("switch", *"abcdefgh"[:count])]
+    hosts = tuple(Host(name, f"{_NETWORK}.{number}", "mlxdist0") for number, name in enumerate(names, 1))
     with contextlib.ExitStack() as undo:
-        for host in hosts:
-            if error := _ip("netns", "add", host.namespace):
+        for namespace in (switch, *names):
+            if error := _ip("netns", "add", namespace):
                 pytest.skip(f"this machine allows no network namespaces: {error}")
-            undo.callback(_ip, "netns", "delete", host.namespace)
-        if not (late and _needs_relay(hosts)):
-            _join_by_veth(hosts)
+            undo.callback(_ip, "netns", "delete", namespace)
+        if not (late and _needs_relay(hosts[0])):
+            _join_by_switch(switch, hosts)
             if late:
-                assert not _delay_by_netem(hosts)
+                _must(_delay_by_netem(hosts))
         else:
             undo.enter_context(_relay(hosts))
         for host in hosts:
@@ -72,6 +74,10 @@ def two_hosts(late: bool) -> Iterator[tuple[Host, Host]]:
             _must(_ip("-n", host.namespace, "link", "set", host.interface, "up", "mtu", str(_MTU)))
             _must(_ip("-n", host.namespace, "link", "set", "lo", "up"))
         yield hosts
+
+
+def two_hosts(late: bool) -> contextlib.AbstractContextManager[tuple[Host, ...]]:
+    return several_hosts(2, late)
 
 
 def _why_impossible() -> str | None:
@@ -94,10 +100,14 @@ def _must(error: str) -> None:
     assert not error, error
 
 
-def _join_by_veth(hosts: tuple[Host, ...]) -> None:
-    a, b = hosts
-    ends = ["type", "veth", "peer", "name", b.interface, "netns", b.namespace]
-    _must(_ip("link", "add", a.interface, "netns", a.namespace, *ends))
+def _join_by_switch(switch: str, hosts: tuple[Host, ...]) -> None:
+    _must(_ip("-n", switch, "link", "add", "switch", "type", "bridge"))
+    for number, host in enumerate(hosts):
+        port = f"port{number}"
+        ends = ["type", "veth", "peer", "name", host.interface, "netns", host.namespace]
+        _must(_ip("-n", switch, "link", "add", port, *ends))
+        _must(_ip("-n", switch, "link", "set", port, "master", "switch", "up", "mtu", str(_MTU)))
+    _must(_ip("-n", switch, "link", "set", "switch", "up"))
 
 
 def _delay_by_netem(hosts: tuple[Host, ...]) -> str:
@@ -106,11 +116,11 @@ def _delay_by_netem(hosts: tuple[Host, ...]) -> str:
     return next(filter(None, errors), "")
 
 
-def _needs_relay(hosts: tuple[Host, ...]) -> bool:
+def _needs_relay(host: Host) -> bool:
     """Whether this kernel is built without netem."""
-    _join_by_veth(hosts)
-    error = _delay_by_netem(hosts)
-    _must(_ip("-n", hosts[0].namespace, "link", "delete", hosts[0].interface))
+    _must(_ip("-n", host.namespace, "link", "add", host.interface, "type", "veth", "peer", "name", "other"))
+    error = _delay_by_netem((host,))
+    _must(_ip("-n", host.namespace, "link", "delete", host.interface))
     return bool(error)
 
 
@@ -118,14 +128,14 @@ def _needs_relay(hosts: tuple[Host, ...]) -> bool:
 def _relay(hosts: tuple[Host, ...]) -> Iterator[None]:
     """What netem does, without it: each host has a tun device, and a thread carries the packets."""
     with contextlib.ExitStack() as undo:
-        ends = []
+        ends: dict[bytes, int] = {}
         for number, host in enumerate(hosts):
             end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
             undo.callback(os.close, end)
             name = f"mlxd{os.getpid()}{number}"[:15]
             fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH", name.encode(), _IFF_TUN | _IFF_NO_PI))
             _must(_ip("link", "set", name, "netns", host.namespace, "name", host.interface))
-            ends.append(end)
+            ends[socket.inet_aton(host.address)] = end
         stop, stopped = os.pipe()
         undo.callback(os.close, stop)
         thread = threading.Thread(target=_carry, args=(ends, stop))
@@ -137,23 +147,23 @@ def _relay(hosts: tuple[Host, ...]) -> Iterator[None]:
             thread.join()
 
 
-def _carry(ends: list[int], stop: int) -> None:
-    """Until the other end of ``stop`` is closed."""
+def _carry(ends: dict[bytes, int], stop: int) -> None:
+    """Until the other end of ``stop`` is closed. ``ends``: by the address of the host."""
     generator = random.Random(1)
     waiting: list[tuple[float, int, int, bytes]] = []  # when, number, to, packet
     number = 0
     while True:
         wait = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
-        ready, _, _ = select.select([*ends, stop], [], [], wait)
+        ready, _, _ = select.select([*ends.values(), stop], [], [], wait)
         if stop in ready:
             return
         for end in ready:
-            # None: more than fits. OSError: the interface is down.
+            # BlockingIOError: more than fits. OSError: the interface is down.
             with contextlib.suppress(BlockingIOError, OSError):
                 packet = os.read(end, 65536)
                 number += 1
-                if generator.random() >= LOSS:
-                    to = ends[1 - ends.index(end)]
+                to = ends.get(packet[16:20])  # the destination in the header of IPv4
+                if to is not None and generator.random() >= LOSS:
                     heapq.heappush(waiting, (time.monotonic() + DELAY_SECONDS, number, to, packet))
         while waiting and waiting[0][0] <= time.monotonic():
             _, _, to, packet = heapq.heappop(waiting)

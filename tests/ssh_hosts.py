@@ -1,4 +1,4 @@
-"""Two hosts that ssh reaches: the namespaces of hosts.py, each with processes and an OpenSSH server of its own."""
+"""Hosts that ssh reaches: the namespaces of hosts.py, each with processes and an OpenSSH server of its own."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ __all__ = ["SshHosts", "ssh_hosts"]
 
 _SSHD = "/usr/sbin/sshd"
 _PORT = 2222
-# A host has processes of its own: those of the other are not to be seen, or ended, from there.
+# A host has processes of its own: those of the others are not to be seen, or ended, from there.
 _APART = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
 _SERVER = """
 Port {port}
@@ -48,9 +48,12 @@ class SshHosts:
     """``hosts``: the namespaces; ``names``: what ssh calls them; ``ssh``: the command that knows how."""
 
     folder: Path
-    hosts: tuple[hosts.Host, hosts.Host]
-    servers: tuple[subprocess.Popen, subprocess.Popen]
-    names: tuple[str, str] = ("node0", "node1")
+    hosts: tuple[hosts.Host, ...]
+    servers: list[subprocess.Popen]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"node{number}" for number in range(len(self.hosts)))
 
     @property
     def ssh(self) -> str:
@@ -61,7 +64,7 @@ class SshHosts:
         return self.hosts[0].command(*words)
 
     def processes(self, marker: str) -> list[str]:
-        """The command lines of processes, on either host, that have ``marker`` in their environment."""
+        """The command lines of processes, on any host, that have ``marker`` in their environment."""
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -71,18 +74,19 @@ class SshHosts:
 
 
 @contextlib.contextmanager
-def ssh_hosts(folder: Path, late: bool = False) -> Iterator[SshHosts]:
+def ssh_hosts(folder: Path, late: bool = False, count: int = 2) -> Iterator[SshHosts]:
     if not shutil.which("ssh") or not os.path.exists(_SSHD):
         pytest.skip("there is no OpenSSH server: apt-get install openssh-server")
     apart = subprocess.run([*_APART, "true"], capture_output=True, text=True)
     if apart.returncode:
         pytest.skip(f"this machine allows no namespaces of processes: {apart.stderr.strip()}")
-    with hosts.two_hosts(late) as both, contextlib.ExitStack() as undo:
+    with hosts.several_hosts(count, late) as made, contextlib.ExitStack() as undo:
         for key in ("key", "host_key"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
         Path("/run/sshd").mkdir(exist_ok=True)
-        servers, client = [], ""
-        for name, host in zip(SshHosts.names, both):
+        servers: list[subprocess.Popen] = []
+        nodes, client = SshHosts(folder, made, servers), ""
+        for name, host in zip(nodes.names, made):
             values = {"name": name, "address": host.address, "folder": folder, "port": _PORT}
             (folder / name).mkdir(mode=0o700)
             (folder / f"{name}.server").write_text(_SERVER.format(**values))
@@ -91,9 +95,9 @@ def ssh_hosts(folder: Path, late: bool = False) -> Iterator[SshHosts]:
             undo.callback(_stop, server)
             servers.append(server)
         (folder / "config").write_text(client)
-        for host in both:
+        for host in made:
             _await_server(host)
-        yield SshHosts(folder, both, tuple(servers))
+        yield nodes
 
 
 def _await_server(host: hosts.Host) -> None:

@@ -172,7 +172,7 @@ def test_other_signals_reach_all_ranks(number):
         job.send_signal(number)
         out, err = job.communicate(timeout=10)
     assert job.returncode == 128 + number
-    assert sorted(out.splitlines()) == ["[0] told", "[1] told"]
+    assert sorted(out.splitlines()) == ["[0] told", "[1] told"], err
 
 
 def test_ranks_that_ignore_ctrl_c_are_ended():

@@ -7,13 +7,17 @@ import importlib
 from typing import Any
 
 _MODULE_OF = {
+    "FIGURES": "weights",
     "FORMATS": "hosts",
     "Host": "hosts",
     "Hostfile": "hosts",
+    "Measured": "hosts",
     "expand": "slurm",
     "from_slurm": "slurm",
     "parse": "reading",
     "read": "reading",
+    "save": "writing",
+    "speeds": "weights",
     "tasks_per_node": "slurm",
     "write": "writing",
 }

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from dataclasses import asdict, astuple
 
 import click
 from rich.console import Console
@@ -138,11 +139,17 @@ def _table(found: Hostfile) -> Table:
     has_devices = any(host.rdma for host in found.hosts)
     if has_devices:
         table.add_column("devices", overflow="fold")
+    is_measured = any(host.measured for host in found.hosts)
+    for title in ("TFLOPS", "memory GB/s", "link GB/s") * is_measured:
+        table.add_column(title, justify="right")
     first = 0
     for host in found.hosts:
         ranks = str(first) if host.slots == 1 else f"{first}-{first + host.slots - 1}"
         devices = ", ".join(f"{'+'.join(row)} to {found.hosts[to].name}" for to, row in enumerate(host.rdma) if row)
         row = [ranks, host.name, ", ".join(host.ips), *([devices] if has_devices else [])]
+        if is_measured:
+            figures = (None, None, None) if host.measured is None else astuple(host.measured)
+            row += ["" if figure is None else f"{figure:g}" for figure in figures]
         table.add_row(*(cell.replace("[", "\\[") for cell in row))
         first += host.slots
     return table
@@ -150,8 +157,15 @@ def _table(found: Hostfile) -> Table:
 
 def _plain(found: Hostfile) -> dict:
     hosts = [
-        {"ssh": h.name, "slots": h.slots, "ips": list(h.ips), "rdma": [list(row) for row in h.rdma], "line": h.line}
-        for h in found.hosts
+        {
+            "ssh": host.name,
+            "slots": host.slots,
+            "ips": list(host.ips),
+            "rdma": [list(row) for row in host.rdma],
+            "measured": host.measured and asdict(host.measured),
+            "line": host.line,
+        }
+        for host in found.hosts
     ]
     return {
         "source": found.source,

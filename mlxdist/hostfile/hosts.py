@@ -8,7 +8,19 @@ from dataclasses import dataclass, replace
 
 from ..environment import MAX_RANKS
 
-__all__ = ["BACKENDS", "FORMATS", "Host", "Hostfile", "Problems", "check_address", "check_name", "check_variable"]
+__all__ = [
+    "BACKENDS",
+    "FORMATS",
+    "Host",
+    "Hostfile",
+    "MOST",
+    "Measured",
+    "Problems",
+    "check_address",
+    "check_figure",
+    "check_name",
+    "check_variable",
+]
 
 # json: MLX's hostfile. slots: "host slots=N", as Open MPI, Horovod and DeepSpeed have it. colon: "host:N", as MPICH has
 # it. ring: the addresses that MLX's ring reads from MLX_HOSTFILE.
@@ -19,6 +31,24 @@ BACKENDS = ("any", "auto", "mlxdist", "ring", "jaccl", "jaccl-ring", "mpi", "ncc
 _NAME = re.compile(r"(?:[A-Za-z0-9._][A-Za-z0-9._-]*@)?[A-Za-z0-9:_][A-Za-z0-9._:%-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=[^\0]*", re.DOTALL)
 _NAME_BYTES = 255
+
+# What no machine that runs MLX comes near to. A larger figure was not measured but is a mistake.
+MOST = {"tflops": 1e4, "memory_gbps": 1e5, "link_gbps": 1e4}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What `mlxdist calibrate` has found out about a host. GB are 10^9 bytes.
+
+    Attributes:
+        tflops: of the fastest matrix product, 10^12 operations a second.
+        memory_gbps: GB/s at which a product of one row reads its weights, as in decoding.
+        link_gbps: GB/s of its slowest link to another host; None where there is no other.
+    """
+
+    tflops: float
+    memory_gbps: float
+    link_gbps: float | None = None
 
 
 @dataclass(frozen=True)
@@ -31,6 +61,7 @@ class Host:
         ips: addresses that other hosts reach it at, the best first; may be empty.
         rdma: for each host of the file the devices whose cables lead there; empty where no device is named.
         line: where it stands, from 1; 0 if it comes from no file.
+        measured: how fast it is, if that was measured.
     """
 
     name: str
@@ -38,6 +69,7 @@ class Host:
     ips: tuple[str, ...] = ()
     rdma: tuple[tuple[str, ...], ...] = ()
     line: int = 0
+    measured: Measured | None = None
 
 
 @dataclass(frozen=True)
@@ -137,4 +169,11 @@ def check_variable(setting: object) -> str | None:
     """What is wrong with NAME=VALUE, in words."""
     if not isinstance(setting, str) or not _VARIABLE.fullmatch(setting):
         return f"{setting!r:.80} sets no environment variable; write NAME=VALUE"
+    return None
+
+
+def check_figure(name: str, value: object) -> str | None:
+    """What is wrong with one figure of "measured", in words."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MOST[name]:
+        return f"{name!r} is {value!r:.80}; it must be a number above 0 and below {MOST[name]:g}"
     return None

@@ -4,20 +4,32 @@ import difflib
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from ..environment import MAX_RANKS
 from ..errors import InvalidArgument
 from ..verbs import device_map
 from . import located_json
-from .hosts import BACKENDS, Host, Hostfile, Problems, check_address, check_name, check_variable
+from .hosts import (
+    BACKENDS,
+    MOST,
+    Host,
+    Hostfile,
+    Measured,
+    Problems,
+    check_address,
+    check_figure,
+    check_name,
+    check_variable,
+)
 from .located_json import Located
 
 __all__ = ["parse", "read"]
 
 _MAX_BYTES = 16 << 20
 _TOP = ("backend", "envs", "hosts")
-_ENTRY = ("ssh", "ips", "rdma", "slots")
+_ENTRY = ("ssh", "ips", "rdma", "slots", "measured")
 # A line may begin with a bracket, too: [fe80::1]:2
 _JSON = re.compile(r"\s*(\{|\[\s*[\[{\]\"])")
 _SLOTS = re.compile(r"(?:max[-_])?slots=(\S+)")
@@ -136,6 +148,7 @@ def _read_json(text: str, problems: Problems) -> _Found:
         hosts, format = [_entry(entry, problems) for entry in entries.value], "json"
         hosts = _with_devices(hosts, entries.value, problems)
     problems.check_hosts(hosts, repeated=True)
+    _check_measured_alike(hosts, problems)
     return hosts, backend, envs, format
 
 
@@ -154,7 +167,36 @@ def _entry(entry: Located, problems: Problems) -> Host:
         _count(slots.plain(), slots.line, problems) if slots else 1,
         tuple(_texts(entry.value.get("ips"), '"ips"', check_address, problems)),
         line=entry.line,
+        measured=_measured(entry.value.get("measured"), problems),
     )
+
+
+def _measured(found: Located | None, problems: Problems) -> Measured | None:
+    if found is None:
+        return None
+    if not isinstance(found.value, dict):
+        example = '{"tflops": 14.2, "memory_gbps": 380, "link_gbps": 5.1}'
+        problems.error(found.line, f'"measured" must be an object such as {example}, not {found.plain()!r:.80}')
+        return None
+    _warn_of_unknown(found, tuple(MOST), problems)
+    for name in ("tflops", "memory_gbps"):
+        if name not in found.value:
+            problems.error(found.line, f'"measured" has no {name!r}')
+    figures = {name: item for name, item in found.value.items() if name in MOST}
+    wrong = [(item.line, text) for name, item in figures.items() if (text := check_figure(name, item.plain()))]
+    for line, text in wrong:
+        problems.error(line, f'"measured": {text}')
+    if wrong or not {"tflops", "memory_gbps"} <= figures.keys():
+        return None
+    return Measured(**{name: float(item.value) for name, item in figures.items()})
+
+
+def _check_measured_alike(hosts: list[Host], problems: Problems) -> None:
+    """A host that stands there once for each of its ranks was measured once."""
+    first: dict[str, Host] = {}
+    for host in hosts:
+        if host.measured != first.setdefault(host.name, host).measured:
+            problems.error(host.line, f'{host.name} has another "measured" than in line {first[host.name].line}')
 
 
 def _ring_entry(entry: Located, problems: Problems) -> Host:
@@ -183,7 +225,7 @@ def _with_devices(hosts: list[Host], entries: list[Located], problems: Problems)
         row = rows[error.row] if error.row is not None else None
         problems.error((row or entries[error.row or 0]).line, f'"rdma": {error}')
         return hosts
-    return [Host(h.name, h.slots, h.ips, row, h.line) for h, row in zip(hosts, found)]
+    return [replace(host, rdma=row) for host, row in zip(hosts, found)]
 
 
 def _backend(backend: Located | None, problems: Problems) -> str:

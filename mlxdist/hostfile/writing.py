@@ -1,12 +1,15 @@
 """Hostfiles, written: from any format into any other that can say it."""
 
 import json
+import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidArgument
 from .hosts import FORMATS, Host, Hostfile
 
-__all__ = ["write"]
+__all__ = ["save", "write"]
 
 _FIRST_PORT = 32323  # MLX's launcher begins there, too
 
@@ -27,8 +30,27 @@ def write(hostfile: Hostfile, format: str) -> str:
     return "".join(_line(host, format) for host in _merged(hostfile))
 
 
+def save(hostfile: Hostfile, path: str | os.PathLike[str]) -> None:
+    """Writes ``hostfile`` as JSON. Whoever reads ``path`` meanwhile finds the old file or the new one, whole.
+
+    Raises:
+        OSError: it cannot be written; the old file is as it was.
+    """
+    path = Path(path).resolve()  # a link stays one
+    mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            os.fchmod(descriptor, mode)
+            file.write(_json(hostfile))
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
 def _json(hostfile: Hostfile) -> str:
-    """MLX's format. Our "slots" is there only where it is not 1, for MLX does not know it."""
+    """MLX's format. Our "slots" is there only where it is not 1, for MLX knows neither it nor "measured"."""
     hosts = ",\n".join(f"    {json.dumps(_entry(host))}" for host in hostfile.hosts)
     text = f'{{\n  "backend": {json.dumps(hostfile.backend)},\n' if hostfile.backend else "{\n"
     return text + f'  "envs": {json.dumps(list(hostfile.envs))},\n  "hosts": [\n{hosts}\n  ]\n}}\n'
@@ -40,6 +62,10 @@ def _entry(host: Host) -> dict[str, Any]:
         entry["rdma"] = [None if not row else row[0] if len(row) == 1 else list(row) for row in host.rdma]
     if host.slots != 1:
         entry["slots"] = host.slots
+    if host.measured is not None:
+        figures = {"tflops": host.measured.tflops, "memory_gbps": host.measured.memory_gbps}
+        figures |= {} if host.measured.link_gbps is None else {"link_gbps": host.measured.link_gbps}
+        entry["measured"] = figures
     return entry
 
 
@@ -60,6 +86,7 @@ def _refuse_what_lines_cannot_say(hostfile: Hostfile, format: str) -> None:
         "a backend": hostfile.backend,
         "environment variables": hostfile.envs,
         "devices of cables": any(host.rdma for host in hostfile.hosts),
+        "what was measured": any(host.measured for host in hostfile.hosts),
         "IP addresses besides names": any(set(host.ips) - {host.name} for host in hostfile.hosts),
     }
     lost = [what for what, there in said.items() if there]

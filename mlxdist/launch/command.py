@@ -161,12 +161,14 @@ def _for_this_machine(given: Mapping[str, str], executable: str) -> dict[str, st
 
 def _for_hosts(on: Hostfile, given: Mapping[str, str]) -> dict[str, str]:
     """What is set for the ranks besides what their hosts set."""
+    from ..hostfile.weights import weight_variables
+
     variables = _parse_settings(on.envs, "envs of the hostfile")
     variables |= {name: v for name, v in os.environ.items() if name.startswith("MLXDIST_") and name not in OF_JOB}
     rows = [[list(devices) or None for devices in host.rdma] for host in on.hosts]
     if any(rows) and "MLXDIST_RDMA" not in variables:
         variables["MLXDIST_RDMA"] = json.dumps(rows)
-    return variables | dict(given)
+    return variables | weight_variables(on) | dict(given)
 
 
 def _check_variables(variables: Mapping[str, str]) -> None:

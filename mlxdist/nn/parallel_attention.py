@@ -22,6 +22,7 @@ from ..ops import all_sum
 from .agreement import agreed, described
 from .column_parallel import ColumnParallelLinear
 from .mappings import copy_to_tensor_parallel_region
+from .measured_weights import Weights, resolve
 from .outputs import with_outputs
 from .parallel_linear import ParallelLinear, check_linear, dims, quantization, quantization_unit
 from .row_parallel import RowParallelLinear
@@ -38,7 +39,7 @@ def split_heads(
     n_heads: int,
     n_kv_heads: int,
     ranks: int,
-    weights: Sequence[float] | None = None,
+    weights: Weights | None = None,
     multiple: int = 1,
 ) -> tuple[list[int], list[range]]:
     """How many query heads each rank holds, and which KV heads: those that its query heads need.
@@ -57,6 +58,7 @@ def split_heads(
     if n_heads % n_kv_heads != 0:
         raise InvalidArgument(f"{name}: {n_heads} query heads are not a multiple of {n_kv_heads} KV heads")
     each = n_heads // n_kv_heads
+    weights = resolve(name, weights, ranks)
     if n_kv_heads >= ranks:
         groups = split_sizes(f"{name}: KV heads", n_kv_heads, ranks, weights, multiple // gcd(multiple, each))
         sizes = [each * size for size in groups]

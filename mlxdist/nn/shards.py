@@ -20,6 +20,7 @@ from ..arguments import group_of
 from ..errors import InvalidArgument
 from ..group import Group
 from .mappings import gather_from_tensor_parallel_region
+from .measured_weights import Weights, resolve
 
 __all__ = ["Segments", "join", "part", "scatter", "segment_lengths", "slices", "split_sizes", "take"]
 
@@ -30,11 +31,13 @@ def split_sizes(
     name: str,
     total: int,
     ranks: int,
-    weights: Sequence[float] | None = None,
+    weights: Weights | None = None,
     multiple: int = 1,
     segments: Segments = 1,
 ) -> list[int]:
     """How many of ``total`` each rank holds: equal parts, or in proportion to ``weights``, one positive number a rank.
+
+    ``weights`` may be "memory" or "compute": the measured speeds of the ranks (:mod:`mlxdist.nn.measured_weights`).
 
     Of each segment every rank holds a positive multiple of ``multiple`` (a head, a quantization group), and of all
     segments the same share. With ``weights`` the shares are as near to them as that allows: by largest remainder, the
@@ -204,7 +207,8 @@ def _check_sizes(name: str, sizes: Sequence[int], group: Group) -> None:
         )
 
 
-def _checked_weights(name: str, weights: Sequence[float] | None, ranks: int) -> list[Fraction] | None:
+def _checked_weights(name: str, weights: Weights | None, ranks: int) -> list[Fraction] | None:
+    weights = resolve(name, weights, ranks)
     if weights is None:
         return None
     weights = list(weights)

@@ -17,13 +17,27 @@ from typing import Any
 from ..version import __version__
 from .streams import claim_streams
 
-__all__ = ["CALLS", "GREETING", "MAX_LINE", "main", "who"]
+__all__ = ["CALLS", "GREETING", "MAX_LINE", "answer", "main", "who"]
 
 GREETING = b"\nmlxdist answers 1\n"
 MAX_LINE = 64 << 20
 
 # Imported when they are asked for. Each takes keyword arguments and returns what JSON can say.
-CALLS = {"who": "mlxdist.remote.answers:who"}
+CALLS = {
+    "calibrate.machine": "mlxdist.calibrate.measure:machine",
+    "calibrate.measure": "mlxdist.calibrate.measure:measure",
+    "doctor.allocate": "mlxdist.doctor.facts:allocate",
+    "doctor.clock": "mlxdist.doctor.facts:clock",
+    "doctor.connect": "mlxdist.doctor.network:connect",
+    "doctor.crossing": "mlxdist.doctor.gpu:crossing",
+    "doctor.digest": "mlxdist.doctor.files:digest",
+    "doctor.facts": "mlxdist.doctor.facts:read",
+    "doctor.listen": "mlxdist.doctor.network:listen",
+    "doctor.model": "mlxdist.doctor.files:list_model",
+    "doctor.program": "mlxdist.doctor.files:program",
+    "doctor.rdma": "mlxdist.doctor.rdma:devices",
+    "who": "mlxdist.remote.answers:who",
+}
 
 
 def who() -> dict[str, Any]:
@@ -39,18 +53,19 @@ def main() -> None:
     _write(target, GREETING)
     while (line := lines.get()) is not None:
         busy.set()
-        answer = json.dumps(_answer(line)).encode() + b"\n"
+        data = json.dumps(answer(line)).encode() + b"\n"
         busy.clear()
-        _write(target, answer)
+        _write(target, data)
 
 
-def _answer(line: bytes) -> dict[str, Any]:
+def answer(line: bytes) -> dict[str, Any]:
+    """{"result": ...} or {"error": text}, whatever the line is."""
     try:
         message = json.loads(line)
         function = _find(message["call"])
         return {"result": function(**message["arguments"])}
     except Exception as error:  # whatever it is, who asked has to hear of it
-        return {"error": str(error) or type(error).__name__, "kind": type(error).__name__}
+        return {"error": str(error) or type(error).__name__}
 
 
 def _find(name: str) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from ..errors import ResourceError
 from .answers import GREETING, MAX_LINE
 from .ssh import Reach, agent_advice
 
-__all__ = ["CallError", "Connections"]
+__all__ = ["CallError", "Connections", "unpack_answer"]
 
 _MAX_NOISE = 1 << 16  # what the start files of a shell may print before the greeting
 _READ_BYTES = 1 << 16
@@ -64,6 +64,17 @@ class Connections:
         """
         each = [arguments] * len(self._hosts) if isinstance(arguments, Mapping) else arguments
         return list(self._threads.map(lambda pair: pair[0].ask(function, pair[1], seconds), zip(self._hosts, each)))
+
+
+def unpack_answer(line: bytes) -> dict[str, Any]:
+    """{"result": ...} or {"error": text}. Raises ValueError: it is neither."""
+    try:
+        answer = json.loads(line)
+    except RecursionError:
+        answer = None
+    if not isinstance(answer, dict) or not ("result" in answer or isinstance(answer.get("error"), str)):
+        raise ValueError(f"no answer: {line[:80]!r}")
+    return answer
 
 
 class _Connection:
@@ -121,12 +132,8 @@ class _Connection:
             while view:
                 view = view[os.write(self._process.stdin.fileno(), view) :]
         line = self._until(b"\n", time.monotonic() + seconds, MAX_LINE, f"{message['call']} within {seconds:g} s")
-        answer = json.loads(line)
-        if not isinstance(answer, dict) or not {"result", "error"} & answer.keys():
-            raise ValueError(f"no answer: {line[:80]!r}")
-        if "error" in answer:
-            return CallError(self.name, str(answer["error"]), True)
-        return answer["result"]
+        answer = unpack_answer(line)
+        return CallError(self.name, answer["error"], True) if "error" in answer else answer["result"]
 
     def _until(self, end: bytes, deadline: float, most: int, what: str) -> bytes:
         """What comes before ``end``; what follows it is kept."""

@@ -19,11 +19,17 @@ RANKS = click.IntRange(min=1)
 
 
 class Weights(click.ParamType):
-    """``2,1``: a positive number for each rank."""
+    """``2,1``: a positive number for each rank; or by which figure of the hostfile."""
 
     name = "numbers"
 
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> list[float]:
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> list[float] | str:
+        from ..hostfile.weights import FIGURES
+
+        if value in FIGURES:
+            return value
         try:
             weights = [float(part) for part in value.split(",")]
         except ValueError:
@@ -35,17 +41,32 @@ class Weights(click.ParamType):
 
 @click.command()
 @click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--tp", default=1, show_default=True, type=RANKS, help="Ranks that share every layer.")
+@click.option("--tp", type=RANKS, help="Ranks that share every layer.  [default: 1, or the hostfile's ranks]")
 @click.option("--ep", default=1, show_default=True, type=RANKS, help="Ranks (times --tp) that share the experts.")
-@click.option("--weights", type=Weights(), help="Shares of the --tp ranks, for machines of unequal size: 2,1")
+@click.option(
+    "--weights",
+    type=Weights(),
+    help="Shares of the --tp ranks, for machines of unequal size: 2,1; with --hostfile also memory (the default) or "
+    "compute.",
+)
+@click.option("--hostfile", metavar="FILE", help="Shares as its hosts were measured by `mlxdist calibrate`.")
 @click.option("--verify", is_flag=True, help="Load it so on ranks of this machine and compare the logits.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan, and what --verify found, as JSON.")
-def shard(path: Path, tp: int, ep: int, weights: list[float] | None, verify: bool, as_json: bool) -> None:
+def shard(
+    path: Path,
+    tp: int | None,
+    ep: int,
+    weights: list[float] | str | None,
+    hostfile: str | None,
+    verify: bool,
+    as_json: bool,
+) -> None:
     """Show how a model for mlx-lm is cut over several ranks: each parameter, the bytes on each rank, what stays whole.
 
-    \\b
+    \b
         mlxdist shard MODEL --tp 2             the plan; reads no weights and starts nothing
         mlxdist shard MODEL --tp 2 --verify    and compares the logits of 2 ranks with those of the whole model
+        mlxdist shard MODEL --hostfile FILE    the plan for measured hosts of unequal speed
 
     PATH is a folder with config.json and model*.safetensors. --verify needs memory for the whole model twice. The exit
     status is 1 if the logits differ by more than the tolerance of their dtype, or if the model cannot be cut so.
@@ -53,7 +74,11 @@ def shard(path: Path, tp: int, ep: int, weights: list[float] | None, verify: boo
     from ..errors import InvalidArgument
 
     try:
-        plan = _plan(path, tp, ep, weights)
+        if hostfile is not None:
+            tp, weights = _measured(hostfile, tp, ep, weights)
+        elif isinstance(weights, str):
+            raise InvalidArgument(f"--weights {weights} is a figure of measured hosts; give their --hostfile, too")
+        plan = _plan(path, tp or 1, ep, weights)
     except InvalidArgument as error:
         raise click.ClickException(str(error)) from None
     if not as_json:
@@ -65,6 +90,23 @@ def shard(path: Path, tp: int, ep: int, weights: list[float] | None, verify: boo
         click.echo(verification["text"])
     if verification is not None and not verification["agrees"]:
         raise SystemExit(1)
+
+
+def _measured(
+    hostfile: str, tp: int | None, ep: int, weights: list[float] | str | None
+) -> tuple[int, list[float] | None]:
+    """--tp and --weights for the ranks of a hostfile."""
+    from ..errors import InvalidArgument
+    from ..hostfile import read, speeds
+    from ..nn.measured_weights import slowest_of_columns
+
+    found = read(hostfile)
+    tp = found.ranks // ep if tp is None else tp
+    if tp * ep != found.ranks:
+        raise InvalidArgument(f"{hostfile} has {found.ranks} ranks, not --tp {tp} times --ep {ep}")
+    if isinstance(weights, list):
+        return tp, weights
+    return tp, slowest_of_columns(speeds(found, weights or "memory"), tp)
 
 
 def _plan(path: Path, tp: int, ep: int, weights: list[float] | None) -> Any:

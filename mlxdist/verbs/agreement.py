@@ -12,7 +12,7 @@ from . import device_map
 from .links import Choice, choose
 from .place import Place
 
-__all__ = ["ONE_HOST", "agree"]
+__all__ = ["ONE_HOST", "agree", "host_identity"]
 
 ONE_HOST = "all ranks are on one host"
 
@@ -32,7 +32,7 @@ def agree(rendezvous: Rendezvous, environment: Environment, host: str) -> Choice
         ResourceError: the provider that the user wants is not there.
     """
     matrix = None if environment.rdma is None else device_map.load(environment.rdma)
-    identity = _identity()
+    identity = host_identity().encode()
     hosts = _gather_hosts(rendezvous, environment, identity, matrix)
     simple = environment.provider in ("auto", "soft") and environment.soft_wire != "tcp"
     if len(set(hosts)) == 1 and simple and (matrix is None or environment.provider == "soft"):
@@ -74,13 +74,13 @@ def _gather_hosts(
     return list(hosts)
 
 
-def _identity() -> bytes:
+def host_identity() -> str:
     """Equal for processes that share a kernel: containers and hosts may share a name."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     namespace = Path("/proc/self/ns/net")  # another network namespace has other interfaces
     identity = boot.read_text().strip() if boot.exists() else ""
     network = os.readlink(namespace) if namespace.exists() else ""
-    return f"{os.uname().nodename} {identity} {network}".encode()
+    return f"{os.uname().nodename} {identity} {network}"
 
 
 def _address(environment: Environment) -> str:

@@ -5,13 +5,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..config.thunderbolt import THUNDERBOLT_5
 from .device import Device
 from .facts import Facts, ThunderboltPort
 
 __all__ = ["Finding", "Verdict", "diagnose_device", "diagnose_host"]
 
 _MACOS = (26, 2)
-_THUNDERBOLT_5 = 80  # Gbit/s
 _MEMLOCK = 64 << 20  # slabs of a few dozen peers
 _ENOSYS = re.compile(r"errno:? 38\b", re.IGNORECASE)
 
@@ -119,7 +119,7 @@ def _is_thunderbolt_4(ports: Sequence[ThunderboltPort]) -> bool:
     """An empty port tells its own speed, and one in use that of the slowest part: what it has at least."""
     speeds = [port.speed for port in ports if port.speed is not None]
     empty = [port for port in ports if port.speed is not None and not port.connected]
-    return bool(speeds) and max(speeds) < _THUNDERBOLT_5 and bool(empty)
+    return bool(speeds) and max(speeds) < THUNDERBOLT_5 and bool(empty)
 
 
 def _diagnose_linux(facts: Facts, devices: Sequence[Device]) -> list[Finding]:
@@ -168,7 +168,7 @@ def _diagnose_port(device: Device, facts: Facts) -> list[Finding]:
     found = []
     interface = device.interfaces[0] if device.interfaces else device.name.removeprefix("rdma_")
     for port in facts.thunderbolt:
-        slow = port.connected and port.speed is not None and port.speed < _THUNDERBOLT_5
+        slow = port.connected and port.speed is not None and port.speed < THUNDERBOLT_5
         if slow and port.interface == interface and not _is_thunderbolt_4(facts.thunderbolt):
             what = f"the cable in Thunderbolt {port.receptacle} ({device.name}) runs at {port.speed} Gb/s"
             remedy = "use a cable for Thunderbolt 5, to a Mac with Thunderbolt 5"

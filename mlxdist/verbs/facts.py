@@ -1,9 +1,9 @@
 """What this machine says about itself, as far as RDMA depends on it. Each reader asks one thing, and waits for no one.
 
-The readers of a macOS command are in two halves, so that its output can be read anywhere.
+The readers of a macOS command are in two halves, so that its output can be read anywhere; those that `mlxdist config`
+needs, too, are in mlxdist/config.
 """
 
-import json
 import os
 import platform
 import re
@@ -13,7 +13,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from ..config.ports import bridge_members, hardware_ports
+from ..config.thunderbolt import read_receptacles
+from ..errors import InvalidArgument
 
 __all__ = [
     "Facts",
@@ -89,38 +92,16 @@ def rdma_ctl_state(text: str) -> str | None:
     return found[1].lower() if found else None
 
 
-def bridge_members(text: str) -> frozenset[str]:
-    """``ifconfig bridge0``."""
-    return frozenset(re.findall(r"^\s*member: (\S+)", text, re.MULTILINE))
-
-
-def hardware_ports(text: str) -> dict[str, str]:
-    """``networksetup -listallhardwareports``: the interface of each port, {"Thunderbolt 1": "en2"}."""
-    return dict(re.findall(r"^Hardware Port: (.+)\nDevice: (\S+)$", text, re.MULTILINE))
-
-
 def thunderbolt_ports(text: str, interfaces: Mapping[str, str]) -> tuple[ThunderboltPort, ...]:
-    """``system_profiler SPThunderboltDataType -json``; what has another shape than expected is passed over."""
+    """``system_profiler SPThunderboltDataType -json``; nothing where it has another shape than expected."""
     try:
-        buses = json.loads(text)["SPThunderboltDataType"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        found = read_receptacles(text)
+    except InvalidArgument:
         return ()
-    found = []
-    for bus in buses if isinstance(buses, list) else ():
-        # A hub has receptacles, too, but as an item of its bus.
-        tags = bus.items() if isinstance(bus, dict) else ()
-        found += [_port(tag, interfaces) for name, tag in tags if re.fullmatch(r"receptacle_\d+_tag", name)]
-    return tuple(port for port in found if port)
-
-
-def _port(tag: Any, interfaces: Mapping[str, str]) -> ThunderboltPort | None:
-    if not isinstance(tag, dict) or not isinstance(tag.get("receptacle_id_key"), str):
-        return None
-    receptacle = tag["receptacle_id_key"]
-    speed = re.search(r"(\d{1,4})\s*Gb/s", str(tag.get("current_speed_key")))
-    connected = tag.get("receptacle_status_key") == "receptacle_connected"
-    interface = interfaces.get(f"Thunderbolt {receptacle}", "")
-    return ThunderboltPort(receptacle, int(speed[1]) if speed else None, connected, interface)
+    return tuple(
+        ThunderboltPort(port.number, port.speed, port.connected, interfaces.get(f"Thunderbolt {port.number}", ""))
+        for port in found
+    )
 
 
 def _run(*command: str) -> str:

@@ -1,6 +1,7 @@
-"""Fuzz targets: environment variables, hostfiles, what an agent sends, tuning tables as files and from rank 0."""
+"""Fuzz targets: environment variables, hostfiles, what other hosts send, tuning tables as files and from rank 0."""
 
 import contextlib
+import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +11,8 @@ from mlxdist import hostfile, tuning
 from mlxdist.environment import MAX_RANKS, VARIABLES, Environment, format_address, parse_address
 from mlxdist.errors import EnvironmentVariableError, InvalidArgument
 from mlxdist.launch.frames import FrameError, Frames, Kind, unpack_json
+from mlxdist.remote.answers import CALLS, answer
+from mlxdist.remote.calls import unpack_answer
 
 __all__ = ["TARGETS"]
 
@@ -67,9 +70,20 @@ def agent_frames(data: bytes) -> None:
                     assert isinstance(unpack_json(payload), dict)
 
 
+def answers(data: bytes) -> None:
+    """A line of the connection between two hosts: as a question, and as an answer. Calls that do something are left."""
+    if any(name.encode() in data for name in CALLS if name != "who"):
+        return
+    with contextlib.suppress(ValueError):
+        assert {"result", "error"} & unpack_answer(data).keys()
+    said = answer(data)
+    assert "error" in said or unpack_answer(json.dumps(said).encode()) == said
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "environment": environment,
     "tuning": tuning_table,
     "hostfile": hosts,
     "agent": agent_frames,
+    "answers": answers,
 }

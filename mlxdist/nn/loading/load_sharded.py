@@ -18,6 +18,7 @@ from ...arguments import group_of
 from ...errors import InvalidArgument
 from ...group import Group
 from ..agreement import agreed
+from ..measured_weights import Weights
 from ..plan import Plan, Shard, plan_shards, shard_model
 from ..verify import require_agreement
 from .safetensors_reader import Checkpoint
@@ -47,6 +48,7 @@ def load_sharded(
     *,
     tp: int | None = None,
     ep: int = 1,
+    weights: Weights | None = None,
     stream: bool = False,
     verify: bool = False,
 ) -> tuple[nn.Module, Any]:
@@ -62,6 +64,7 @@ def load_sharded(
         group: the ranks; ``None`` is the group of ``mlxdist.init()``.
         plan: what :func:`plan_shards` made for this model; ``None`` makes one, for ``tp`` and ``ep``.
         tp, ep: how many ranks share every layer, and the experts; ``tp=None`` is all that ``ep`` leaves.
+        weights: how the ``tp`` ranks share the work, as for :func:`plan_shards`: numbers, "memory" or "compute".
         stream: only rank 0 has the folder, and sends the others what they hold, with a CRC-32 of every part.
         verify: compare the logits with those of the whole model, which rank 0 then has to have room for
             (:func:`mlxdist.nn.verify`).
@@ -74,7 +77,9 @@ def load_sharded(
         TransportError: on every rank, where a part has arrived damaged from rank 0.
         Mismatch: on every rank, where ``verify`` finds other logits.
     """
-    model, tokenizer, _ = load_with_report(path, group, plan, tp=tp, ep=ep, stream=stream, verify=verify)
+    model, tokenizer, _ = load_with_report(
+        path, group, plan, tp=tp, ep=ep, weights=weights, stream=stream, verify=verify
+    )
     return model, tokenizer
 
 
@@ -85,19 +90,22 @@ def load_with_report(
     *,
     tp: int | None = None,
     ep: int = 1,
+    weights: Weights | None = None,
     stream: bool = False,
     verify: bool = False,
 ) -> tuple[nn.Module, Any, LoadReport]:
     """:func:`load_sharded`, and what it has cost."""
     start = time.perf_counter()
     group = group_of(group)
-    with agreed("load_sharded", group, tp, ep, stream, verify, plan and plan.to_json()):
+    with agreed("load_sharded", group, tp, ep, weights, stream, verify, plan and plan.to_json()):
+        if plan is not None and weights is not None:
+            raise InvalidArgument("load_sharded: the plan has its weights; leave out weights")
         tp = _checked_grid(group, plan, tp, ep)
         folder = _checked_folder(path) if group.rank() == 0 or not stream else None
     with checkpoint_of_rank_0(folder, group) if stream else _local_checkpoint(folder, group) as checkpoint:
         with agreed("load_sharded", group):
             model, sources, config = open_model(checkpoint)
-            plan = plan or plan_shards(model, tp, ep)
+            plan = plan or plan_shards(model, tp, ep, weights=weights)
             plan.check(model)
         model = shard_model(model, plan, group)
         with agreed("load_sharded", group, plan.to_json()):

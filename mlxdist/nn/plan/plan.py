@@ -21,6 +21,7 @@ import mlx.nn as nn
 from rich.table import Table
 
 from ...errors import InvalidArgument
+from ..measured_weights import Weights, resolve
 from ..shards import split_sizes
 from .blocks import find_blocks
 from .as_json import fields_of, to_json
@@ -109,14 +110,16 @@ class Plan:
             raise InvalidArgument(f"Plan.from_json: this is not the JSON of a plan: {error}") from None
 
 
-def plan_shards(model: nn.Module, tp: int = 1, ep: int = 1, *, weights: Sequence[float] | None = None) -> Plan:
+def plan_shards(model: nn.Module, tp: int = 1, ep: int = 1, *, weights: Weights | None = None) -> Plan:
     """Plans how ``model`` is cut over ``tp * ep`` ranks. Needs no group; nothing is sent, no parameter is evaluated.
 
     Args:
         model: whole, of mlx-lm or built likewise; its parameters may be lazy.
         tp: over how many ranks attention and MLPs are cut.
         ep: with more than 1, each of the ``tp * ep`` ranks holds whole experts; with 1 experts are cut inside.
-        weights: how the ``tp`` ranks share the work, one positive number for each; None: equally.
+        weights: how the ``tp`` ranks share the work, one positive number for each; None: equally. "memory" and
+            "compute" are the speeds of this job's ranks, as `mlxdist calibrate` has measured them, for decoding and
+            for prompts and training; a plan has the numbers.
 
     The model's own ``shard()`` decides where there is one that is right for this number of ranks, experts are cut
     inside and all ranks get the same; otherwise :mod:`mlxdist.nn.plan.patterns`.
@@ -127,6 +130,7 @@ def plan_shards(model: nn.Module, tp: int = 1, ep: int = 1, *, weights: Sequence
     for name, number in (("tp", tp), ("ep", ep)):
         if type(number) is not int or number < 1:
             raise InvalidArgument(f"plan_shards: {name} must be a positive integer, not {number!r}")
+    weights = resolve("plan_shards", weights, tp, ep)
     if weights is not None:
         split_sizes("plan_shards: weights", tp, tp, weights)
         weights = tuple(float(weight) for weight in weights)

@@ -1,0 +1,77 @@
+"""The address by which all other hosts reach a host: not one of Wi-Fi where all have a cable."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Interface, IPv4Network
+
+from .survey import Survey
+
+__all__ = ["Choice", "choose_addresses"]
+
+# Interfaces that lead to no other host, or around it: tunnels, virtual machines, containers, AirDrop.
+_VIRTUAL = re.compile(
+    r"(lo|utun|tun|tap|ipsec|ppp|gif|stf|wg|tailscale|awdl|llw|anpi|ap|docker|cni|flannel|cali|virbr|vmnet|bridge|br-|veth)"
+    r"[\w.-]*"
+)
+_UNUSABLE = (IPv4Network("169.254.0.0/16"), IPv4Network("127.0.0.0/8"))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An address of a host, and what it belongs to. ``port`` is the name that macOS has for the interface."""
+
+    address: IPv4Interface
+    interface: str
+    wireless: bool
+    is_default: bool
+    port: str = ""
+
+    def __str__(self) -> str:
+        kind = "Wi-Fi" if self.wireless else self.port or "wired"
+        return f"{self.address.ip} ({self.interface}, {kind}{', default route' if self.is_default else ''})"
+
+
+def choose_addresses(surveys: Sequence[Survey], without: Sequence[frozenset[str]] = ()) -> list[Choice | None]:
+    """For each host; None where it has no address at all.
+
+    Args:
+        without: for each host the interfaces whose cable leads to one other host only.
+    """
+    possible = [_possible(survey, without[i] if without else frozenset()) for i, survey in enumerate(surveys)]
+    networks = {choice.address.network for choices in possible for choice in choices}
+    common = [
+        network
+        for network in networks
+        if all(any(c.address.network == network for c in choices) for choices in possible)
+    ]
+    if common:
+        chosen = max(common, key=lambda network: (_worth(network, possible), -int(network.network_address)))
+        possible = [[c for c in choices if c.address.network == chosen] for choices in possible]
+    return [max(choices, key=_rank, default=None) for choices in possible]
+
+
+def _possible(survey: Survey, without: frozenset[str]) -> list[Choice]:
+    names = {interface: port for port, interface in (survey.ports or {}).items()}
+    return [
+        Choice(
+            address,
+            interface.name,
+            interface.name in survey.wireless,
+            interface.name == survey.default,
+            names.get(interface.name, ""),
+        )
+        for interface in survey.interfaces
+        if interface.up and not _VIRTUAL.fullmatch(interface.name) and interface.name not in without
+        for address in interface.addresses
+        if not any(address.ip in network for network in _UNUSABLE)
+    ]
+
+
+def _worth(network: IPv4Network, possible: Sequence[Sequence[Choice]]) -> tuple[int, int]:
+    here = [c for choices in possible for c in choices if c.address.network == network]
+    return sum(not c.wireless for c in here), sum(c.is_default for c in here)
+
+
+def _rank(choice: Choice) -> tuple[bool, bool]:
+    return not choice.wireless, choice.is_default

@@ -1,0 +1,138 @@
+"""Network interfaces and services of a host, from what macOS and Linux print about them."""
+
+import ipaddress
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from ipaddress import IPv4Interface
+from typing import Any
+
+__all__ = [
+    "Interface",
+    "Service",
+    "bridge_members",
+    "default_interface",
+    "hardware_ports",
+    "linux_interfaces",
+    "macos_interfaces",
+    "services",
+]
+
+
+@dataclass(frozen=True)
+class Interface:
+    """``members``: of a bridge."""
+
+    name: str
+    up: bool = True
+    addresses: tuple[IPv4Interface, ...] = ()
+    members: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Service:
+    """A network service of macOS: settings for an interface that outlive a restart.
+
+    Attributes:
+        method: "manual", "dhcp", "off", or another way to its address, or "" where macOS does not say.
+        address: what is set by hand; of other methods None.
+        router: what is set with it, "" if nothing.
+    """
+
+    name: str
+    port: str
+    interface: str
+    enabled: bool = True
+    method: str = ""
+    address: IPv4Interface | None = field(default=None)
+    router: str = ""
+
+
+def hardware_ports(text: str) -> dict[str, str]:
+    """`networksetup -listallhardwareports`: the interface of each port, {"Thunderbolt 1": "en2"}."""
+    return dict(re.findall(r"^Hardware Port: (.+)\nDevice: (\S+)$", text, re.MULTILINE))
+
+
+def bridge_members(text: str) -> frozenset[str]:
+    """`ifconfig bridge0`."""
+    return frozenset(re.findall(r"^\s*member: (\S+)", text, re.MULTILINE))
+
+
+def macos_interfaces(text: str) -> tuple[Interface, ...]:
+    """`ifconfig -a`."""
+    found = []
+    for part in re.split(r"^(?=[A-Za-z][\w.-]*: flags=)", text, flags=re.MULTILINE):
+        if not (head := re.match(r"([A-Za-z][\w.-]*): flags=[0-9a-fA-F]*<([A-Z0-9,]*)>", part)):
+            continue
+        pairs = re.findall(r"^\s+inet (\S+)(?: --> \S+)? netmask (0x[0-9a-fA-F]{8})", part, re.MULTILINE)
+        addresses = tuple(filter(None, (_interface(a, f"{ipaddress.IPv4Address(int(m, 16))}") for a, m in pairs)))
+        members = tuple(re.findall(r"^\s*member: (\S+)", part, re.MULTILINE))
+        found.append(Interface(head[1], "UP" in head[2].split(","), addresses, members))
+    return tuple(found)
+
+
+def linux_interfaces(text: str) -> tuple[Interface, ...]:
+    """`ip -json addr`."""
+    try:
+        entries = json.loads(text)
+    except (ValueError, RecursionError):
+        return ()
+    found = []
+    for entry in entries if isinstance(entries, list) else ():
+        if not isinstance(entry, dict) or not isinstance(entry.get("ifname"), str):
+            continue
+        listed = entry.get("addr_info")
+        inet = [a for a in listed if isinstance(a, dict)] if isinstance(listed, list) else []
+        addresses = tuple(
+            filter(None, (_interface(a.get("local"), a.get("prefixlen")) for a in inet if a.get("family") == "inet"))
+        )
+        flags = entry.get("flags")
+        found.append(Interface(entry["ifname"], isinstance(flags, list) and "UP" in flags, addresses))
+    return tuple(found)
+
+
+def default_interface(text: str) -> str:
+    """`route -n get default` or `ip -json route show default`: the interface that other networks are reached by."""
+    if found := re.search(r"^\s*interface: (\S+)", text, re.MULTILINE):
+        return found[1]
+    try:
+        routes = json.loads(text)
+    except (ValueError, RecursionError):
+        return ""
+    routes = [route for route in routes if isinstance(route, dict)] if isinstance(routes, list) else []
+    routes = [route for route in routes if isinstance(route.get("dev"), str)]
+    return min(routes, key=_metric)["dev"] if routes else ""
+
+
+def services(text: str, details: Mapping[str, str]) -> tuple[Service, ...]:
+    """`networksetup -listnetworkserviceorder`, and by the name of each what `networksetup -getinfo` says of it."""
+    entries = re.findall(r"^\((\d+|\*)\) (.+)\n\(Hardware Port: (.*), Device: ?(\S*)\)$", text, re.MULTILINE)
+    return tuple(
+        Service(name, port, interface, number != "*", *_settings(details.get(name, "")))
+        for number, name, port, interface in entries
+    )
+
+
+def _settings(text: str) -> tuple[str, IPv4Interface | None, str]:
+    method = re.search(r"^(\w+)(?: \w+)* Configuration", text, re.MULTILINE)
+    values = {
+        name: value for name, value in re.findall(r"^(IP address|Subnet mask|Router): ?(.*)$", text, re.MULTILINE)
+    }
+    address = _interface(values.get("IP address"), values.get("Subnet mask"))
+    router = values.get("Router", "")
+    name = method[1].lower() if method else ""
+    if name == "manual" and address is None:
+        name = "off"  # macOS prints "Manual Configuration" without an address
+    return name, address if name == "manual" else None, "" if router in ("(null)", "none") else router
+
+
+def _interface(address: Any, mask: Any) -> IPv4Interface | None:
+    try:
+        return IPv4Interface(f"{address}/{mask}")
+    except ValueError:
+        return None
+
+
+def _metric(route: dict[str, Any]) -> int:
+    return route["metric"] if isinstance(route.get("metric"), int) else 0

@@ -1,0 +1,114 @@
+"""What a check finds: a verdict on some hosts, what it rests on, and what to type where something is wrong."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+__all__ = [
+    "Difference",
+    "Finding",
+    "Result",
+    "Verdict",
+    "difference",
+    "fail",
+    "note",
+    "odd_ones",
+    "ok",
+    "skip",
+    "warn",
+    "way",
+]
+
+
+class Verdict(enum.StrEnum):
+    OK = "ok"
+    NOTE = "note"  # good to know; nothing to do
+    WARN = "warn"  # the job runs, but slower than it could, or not for long
+    FAIL = "fail"  # the job would not run, or with wrong results
+    SKIP = "skip"  # could not be looked at, and why
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that should be equal everywhere: its values, and the hosts that have them."""
+
+    what: str
+    values: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``hosts``: those it is about, none for all together. ``is_way``: it is about the way between two."""
+
+    verdict: Verdict
+    hosts: tuple[str, ...]
+    what: str
+    remedy: str = ""
+    differences: tuple[Difference, ...] = ()
+    is_way: bool = False
+
+    def __post_init__(self) -> None:
+        if self.verdict in (Verdict.WARN, Verdict.FAIL) and not self.remedy:
+            raise ValueError(f"{self.what}: there is no remedy")
+
+
+@dataclass(frozen=True)
+class Result:
+    """All that one check has found."""
+
+    check: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst; ok where there is nothing to say."""
+        order = (Verdict.FAIL, Verdict.WARN, Verdict.NOTE, Verdict.OK, Verdict.SKIP)
+        return next((v for v in order if any(f.verdict is v for f in self.findings)), Verdict.OK)
+
+
+def ok(hosts: str | Sequence[str], what: str) -> Finding:
+    return Finding(Verdict.OK, _names(hosts), what)
+
+
+def note(hosts: str | Sequence[str], what: str, remedy: str = "") -> Finding:
+    return Finding(Verdict.NOTE, _names(hosts), what, remedy)
+
+
+def warn(hosts: str | Sequence[str], what: str, remedy: str, differences: Sequence[Difference] = ()) -> Finding:
+    return Finding(Verdict.WARN, _names(hosts), what, remedy, tuple(differences))
+
+
+def fail(hosts: str | Sequence[str], what: str, remedy: str, differences: Sequence[Difference] = ()) -> Finding:
+    return Finding(Verdict.FAIL, _names(hosts), what, remedy, tuple(differences))
+
+
+def skip(hosts: str | Sequence[str], why: str) -> Finding:
+    return Finding(Verdict.SKIP, _names(hosts), why)
+
+
+def way(finding: Finding) -> Finding:
+    """The same about the way from its first host to its second: either may be the cause."""
+    return replace(finding, is_way=True)
+
+
+def difference(what: str, values: Mapping[str, str]) -> Difference:
+    """``values``: by host. Those that most hosts have come first."""
+    found: dict[str, list[str]] = {}
+    for host, value in values.items():
+        found.setdefault(value, []).append(host)
+    ordered = sorted(found.items(), key=lambda item: -len(item[1]))
+    return Difference(what, tuple((value, tuple(hosts)) for value, hosts in ordered))
+
+
+def odd_ones(values: Mapping[str, str]) -> list[str]:
+    """The hosts whose value is not the one that most have; where two values are equally common, the first host's."""
+    counts = Counter(values.values())
+    usual = max(counts, key=lambda value: counts[value], default=None)  # of equal ones the first that was counted
+    return [host for host, value in values.items() if value != usual]
+
+
+def _names(hosts: str | Sequence[str]) -> tuple[str, ...]:
+    return (hosts,) if isinstance(hosts, str) else tuple(hosts)

@@ -1,0 +1,104 @@
+"""A job on the hosts that have passed: with the launcher, hostfile and transport that the user's own job will have."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from ..hostfile import Host, write
+from ..hostfile.options import Chosen
+from .cluster import Job, Question
+from .probe_rank import MARK
+
+__all__ = ["run_job"]
+
+_SECONDS = 60.0
+_SECONDS_A_PAIR = 5.0
+_ALONE = 2  # ranks, where no hosts were given
+_MARGIN = 30.0
+_WORDS = 300
+
+
+def run_job(chosen: Chosen, names: list[str], question: Question) -> Job:
+    """Runs it on these hosts. Never raises: what went wrong is in the answer."""
+    if chosen.hostfile is None:
+        hosts, on = [Host("localhost", _ALONE)], ["-n", str(_ALONE)]
+        return _run(hosts, on, question)
+    left = replace(chosen.hostfile.only(names), backend="mlxdist")  # whatever the user's own job will take
+    with tempfile.TemporaryDirectory(prefix="mlxdist-doctor-") as folder:
+        path = Path(folder, "hosts.json")
+        path.write_text(write(left, "json"))
+        on = ["--hostfile", str(path)]
+        on += ["--ssh", shlex.join(chosen.ssh)] if chosen.ssh != ("ssh",) else []
+        on += ["--python", chosen.python] if chosen.python else []
+        return _run(list(left.hosts), on, question)
+
+
+def _run(hosts: list[Host], on: list[str], question: Question) -> Job:
+    names = tuple(host.name for host in hosts)
+    ranks = sum(host.slots for host in hosts)
+    links = not question.quick and len(hosts) > 1
+    seconds = _SECONDS + (_SECONDS_A_PAIR * len(hosts) ** 2 if links else 0)
+    settings = {"MLXDIST_TIMEOUT": "20", "MLXDIST_RENDEZVOUS_TIMEOUT": "40", "MLXDIST_FLIGHT": "none"}
+    # What the hostfile and this shell set reaches the ranks anyway; of --env what matters here, and nothing private.
+    given = {name: value for name, value in question.variables.items() if name.startswith(("MLX", "OMP"))} | settings
+    parameters = {"hosts": [number for number, host in enumerate(hosts) for _ in range(host.slots)], "links": links}
+    python = on[on.index("--python") + 1] if "--python" in on else sys.executable
+    command = [sys.executable, "-m", "mlxdist", "launch", *on, "--cwd", "/", "--timeout", f"{seconds:g}", "--no-prefix"]
+    command += [word for name, value in given.items() for word in ("--env", f"{name}={value}")]
+    command += ["--", python, "-m", "mlxdist.doctor.probe_rank", json.dumps(parameters)]
+    shown = shlex.join(["mlxdist", "launch", *_shown(on), "--", "python", "-c", "import mlxdist; mlxdist.barrier()"])
+    environment = {name: value for name, value in os.environ.items() if name not in given}
+    status, output, errors = _output_of(command, environment, seconds + _MARGIN)
+    results = [line.partition(MARK)[2] for line in output.splitlines() if MARK in line]
+    if status or not results:
+        return Job(names, ranks, _last_words(errors), command=shown)
+    found = json.loads(results[0])
+    pairs = {(names[int(a)], names[int(b)]): (latency, rate) for a, b, latency, rate in found["links"]}
+    return Job(
+        names,
+        ranks,
+        command=shown,
+        wrong=tuple(found["wrong"]),
+        tried=found["tried"],
+        provider=found["provider"],
+        reason=found["reason"],
+        latency={pair: latency for pair, (latency, _) in pairs.items()},
+        bandwidth={pair: rate for pair, (_, rate) in pairs.items()},
+    )
+
+
+def _output_of(command: list[str], environment: dict[str, str], seconds: float) -> tuple[int, str, str]:
+    """Of the launcher, which is never killed: it ends its ranks itself, whatever happens here."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe) as process:
+        try:
+            output, errors = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            output, errors = process.communicate()
+            errors += f"\nit had not ended after {seconds:g} s".encode()
+        except BaseException:
+            process.terminate()
+            raise
+    return process.returncode, output.decode(errors="replace"), errors.decode(errors="replace")
+
+
+def _shown(on: list[str]) -> list[str]:
+    """What the user types: the hostfile of this job is gone by then."""
+    return ["-n", on[1]] if on[0] == "-n" else ["--hostfile", "HOSTFILE", *on[2:]]
+
+
+def _last_words(text: str) -> str:
+    """The errors of the ranks come before what the launcher says of their ends; both matter."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith(("mlxdist.errors.", "Error: "))]
+    return " | ".join(dict.fromkeys([*errors[:1], *lines[-1:]]))[:_WORDS] or "it has said nothing"
+
+

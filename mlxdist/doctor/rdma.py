@@ -1,0 +1,40 @@
+"""The RDMA devices of this host, and what is wrong with them. Runs on that host; the verdicts are those of
+`mlxdist devices`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..verbs.device import REAL_PROVIDER
+from ..verbs.diagnosis import diagnose_device, diagnose_host
+from ..verbs.facts import read_facts
+from ..verbs.listing import list_apart
+
+__all__ = ["devices"]
+
+
+def devices(seconds: float = 10.0) -> dict[str, Any]:
+    listing = list_apart(REAL_PROVIDER, seconds=seconds)
+    facts = read_facts()
+    found = [*diagnose_host(facts, listing.devices, listing.error)]
+    found += [finding for device in listing.devices for finding in diagnose_device(device, facts)]
+    return {
+        "devices": [
+            {
+                "name": device.name,
+                "active": device.is_active,
+                "speed": device.speed,
+                "interfaces": list(device.interfaces),
+                "networks": sorted({_network(gid) for gid in device.gids if gid.ipv4}),
+            }
+            for device in listing.devices
+        ],
+        "findings": [
+            {"verdict": str(f.verdict), "subject": f.subject, "what": f.what, "remedy": f.remedy} for f in found
+        ],
+    }
+
+
+def _network(gid: Any) -> str:
+    """Address and prefix; the prefix is missing where the system does not say it."""
+    return f"{gid}/{gid.prefix}" if gid.prefix is not None else str(gid)

@@ -1,0 +1,158 @@
+"""Sets up RDMA between two Macs (or two Linux hosts with a cable), and checks that it holds.
+
+    python scripts/setup_rdma.py --node0 studio-a --node1 studio-b
+    python scripts/setup_rdma.py --node0 a --node1 b --node0-ip 10.111.0.1 --node1-ip 10.111.0.2 --dry-run
+
+Finds the cables between the two, shows every command before it runs it (with `sudo -n`, over ssh), looks whether RDMA
+is enabled and its devices are there, and whether each host reaches the other by each cable: at once, and again after a
+while, for other software may give a port another address. `mlxdist config --undo` takes it back.
+
+Variables instead of options: RMLX_NODE0, RMLX_NODE1, RMLX_NODE0_IP, RMLX_NODE1_IP, RMLX_REMOTE_DIR.
+Exit status: 0 if all is well, 1 if not, 2 for a bad command line.
+"""
+
+import argparse
+import ipaddress
+import os
+import shlex
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from mlxdist.config.addresses import Link, assign_addresses  # noqa: E402
+from mlxdist.config.ethernet import choose_addresses  # noqa: E402
+from mlxdist.config.result import make_hostfile, rdma_notes  # noqa: E402
+from mlxdist.config.steps import plan_steps  # noqa: E402
+from mlxdist.config.survey import Survey, survey_hosts  # noqa: E402
+from mlxdist.config.topology import build_topology  # noqa: E402
+from mlxdist.config.undo import UndoFile, run_steps, write_whole  # noqa: E402
+from mlxdist.config.verify import checks_of_links, verify  # noqa: E402
+from mlxdist.errors import InvalidArgument  # noqa: E402
+from mlxdist.hostfile.hosts import check_name  # noqa: E402
+from mlxdist.hostfile.writing import write  # noqa: E402
+from mlxdist.remote.ssh import Reach, run_everywhere  # noqa: E402
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    variable = os.environ.get
+    parser.add_argument("--node0", default=variable("RMLX_NODE0"), help="one host, as ssh knows it")
+    parser.add_argument("--node1", default=variable("RMLX_NODE1"), help="the other one")
+    parser.add_argument("--node0-ip", default=variable("RMLX_NODE0_IP"), help="its address on the first cable")
+    parser.add_argument("--node1-ip", default=variable("RMLX_NODE1_IP"), help="the other one's")
+    parser.add_argument(
+        "--remote-dir",
+        default=variable("RMLX_REMOTE_DIR"),
+        help="folder of mlxdist on both hosts, looked at if given: its .venv must have mlxdist",
+    )
+    parser.add_argument("--cable", action="append", default=[], help="NODE0:INTERFACE=NODE1:INTERFACE, on Linux")
+    parser.add_argument("--output", default="rmlx-hosts.json", help="hostfile to write (%(default)s)")
+    parser.add_argument("--ssh", default="ssh", help="how to reach the hosts (%(default)s)")
+    parser.add_argument("--wait", type=float, default=30.0, help="seconds before the second look (%(default)g)")
+    parser.add_argument("--without-bridge", action="store_true", help="take the ports out of the Thunderbolt Bridge")
+    parser.add_argument("--dry-run", action="store_true", help="look and show; run and write nothing")
+    chosen = parser.parse_args()
+    for option in ("node0", "node1"):
+        if not getattr(chosen, option):
+            parser.error(f"give --{option}, or set RMLX_{option.upper()}")
+        if problem := check_name(getattr(chosen, option)):
+            parser.error(f"--{option}: {problem}")
+    if bool(chosen.node0_ip) != bool(chosen.node1_ip):
+        parser.error("give both --node0-ip and --node1-ip, or neither")
+    return chosen
+
+
+def chosen_addresses(links: list[Link], node0: str, node1: str) -> list[Link]:
+    """The first cable gets the addresses that the user gives; without a length their subnet has two addresses."""
+    try:
+        a, b = (ipaddress.IPv4Interface(text if "/" in text else f"{text}/30") for text in (node0, node1))
+    except ValueError as error:
+        raise InvalidArgument(f"--node0-ip, --node1-ip: {error}; write them as 10.111.0.1/30") from None
+    if a.network != b.network or a.ip == b.ip:
+        raise InvalidArgument(f"--node0-ip {a} and --node1-ip {b} are not two addresses of one subnet")
+    if any(a.network.overlaps(link.a.network) for link in links[1:]):
+        raise InvalidArgument(f"--node0-ip {a}: another cable has addresses of that subnet")
+    return [replace(links[0], a=a, b=b, kept=False), *links[1:]]
+
+
+def set_up(surveys: list[Survey], links: list[Link], chosen: argparse.Namespace, reach: Reach) -> list[str]:
+    steps = plan_steps(surveys, links, chosen.without_bridge)
+    if chosen.dry_run:
+        for step in steps:
+            print(f"would run on {step.host}: {step}")
+        return []
+    undo = UndoFile.beside(chosen.output)
+    return run_steps(steps, reach, print, before=undo.add_undo, failed=undo.remove_undo)
+
+
+def look_at_folder(chosen: argparse.Namespace, reach: Reach) -> list[str]:
+    words = ["sh", "-c", 'cd "$1" && .venv/bin/python -c "import mlxdist.version"', "sh", chosen.remote_dir]
+    answers = run_everywhere([chosen.node0, chosen.node1], words, reach)
+    advice = f"; clone mlxdist there, and `make setup` in {chosen.remote_dir}"
+    return [f"{a.name}: {a.last_words}{advice}" for a in answers if a.status]
+
+
+def check(surveys: list[Survey], links: list[Link], reach: Reach, when: str) -> list[str]:
+    """Addresses are read anew, and each cable is tried both ways."""
+    again, wrong = survey_hosts([survey.name for survey in surveys], reach)
+    problems = list(wrong.values())
+    for host, survey in enumerate(again if not wrong else ()):
+        for link in links:
+            end, address = link.cable.end(host), link.address(host)
+            interface = survey.interface(end.interface)
+            if interface is None or address not in interface.addresses:
+                has = ", ".join(map(str, interface.addresses)) if interface and interface.addresses else "none"
+                problems.append(f"{survey.name}: {end.interface} should have the address {address}, and has {has}")
+    problems += verify(checks_of_links(surveys, links), reach) if not wrong else []
+    print(f"{when}: {'the addresses hold, and both ways work' if not problems else 'not well'}")
+    return problems
+
+
+def main() -> int:
+    chosen = parse_arguments()
+    reach = Reach(shlex.split(chosen.ssh))
+    surveys, wrong = survey_hosts([chosen.node0, chosen.node1], reach)
+    if wrong:
+        return report(list(wrong.values()))
+    for survey in surveys:
+        devices = ", ".join((survey.rdma or {}).values()) or "none"
+        print(f"{survey.name}: rdma_ctl {survey.rdma_ctl or 'is not there'}, devices {devices}")
+    topology = build_topology(surveys, chosen.cable)
+    if not topology.cables:
+        return report(
+            [*topology.notes, f"no cable between {chosen.node0} and {chosen.node1} is seen; on Linux: --cable"]
+        )
+    links = assign_addresses(surveys, topology)
+    if chosen.node0_ip and links:
+        links = chosen_addresses(links, chosen.node0_ip, chosen.node1_ip)
+    for link in links:
+        print(f"{link.cable.a.port} {link.a} - {link.cable.b.port} {link.b}{' (there already)' if link.kept else ''}")
+    problems = [*topology.notes, *rdma_notes(surveys, topology)]
+    problems += look_at_folder(chosen, reach) if chosen.remote_dir else []
+    failed = set_up(surveys, links, chosen, reach)
+    if chosen.dry_run or failed:
+        return report(problems + failed)
+    found = check(surveys, links, reach, "now")
+    if not found:
+        time.sleep(chosen.wait)
+        found = check(surveys, links, reach, f"after {chosen.wait:g} s")
+    hostfile = make_hostfile(surveys, topology, links, choose_addresses(surveys))
+    write_whole(Path(chosen.output), write(hostfile, "json"))
+    print(f"wrote {chosen.output}; next: mlxdist doctor --hostfile {chosen.output}")
+    return report(problems + found)
+
+
+def report(problems: list[str]) -> int:
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except InvalidArgument as problem:
+        sys.exit(report([str(problem)]))

@@ -1,0 +1,427 @@
+"""`mlxdist calibrate`: what is measured and refused, what the hostfile keeps of it, and the plans that are made from it."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import tiny_models
+from click.testing import CliRunner
+from mlx_lm.utils import save_config, save_model
+from ssh_hosts import ssh_hosts
+
+import mlxdist
+from mlxdist.calibrate import measure
+from mlxdist.calibrate.figures import figures_of
+from mlxdist.cli import commands
+from mlxdist.environment import Environment
+from mlxdist.errors import EnvironmentVariableError, InvalidArgument
+from mlxdist.hostfile import Host, Hostfile, Measured, parse, read, save, speeds, write
+from mlxdist.nn.parallel_attention import split_heads
+from mlxdist.nn.plan import plan_shards
+from mlxdist.nn.shards import split_sizes
+from mlxdist.remote.answers import GREETING
+from mlxdist.version import __version__
+
+FIGURES = {"tflops": 14.2, "memory_gbps": 380.0, "link_gbps": 5.1}
+TWO = (
+    Host("a", slots=2, measured=Measured(30.0, 800.0, 5.0)),
+    Host("b", measured=Measured(10.0, 300.0, 5.0)),
+)
+
+
+def run(*words):
+    return CliRunner().invoke(commands, [str(word) for word in words])
+
+
+def mlxdist_command(*words, timeout=120, before=()):
+    command = [*before, sys.executable, "-m", "mlxdist", *words]
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=timeout)
+
+
+def hostfile_of(folder, *hosts):
+    save(Hostfile(hosts), folder / "hosts.json")
+    return folder / "hosts.json"
+
+
+# What the hostfile keeps.
+
+
+def test_a_hostfile_keeps_figures():
+    alone = Host("c", measured=Measured(1.0, 2.0))
+    text = write(Hostfile((*TWO, alone)), "json")
+    found = parse(text)
+    assert [host.measured for host in found.hosts] == [host.measured for host in (*TWO, alone)]
+    assert found.warnings == () and write(found, "json") == text
+    with pytest.raises(InvalidArgument, match="no place for what was measured"):
+        write(Hostfile(TWO), "slots")
+
+
+def test_hostfile_commands_show_and_convert_figures(tmp_path):
+    file = hostfile_of(tmp_path, *TWO)
+    assert "800" in run("hostfile", "show", file).stdout
+    shown = json.loads(run("hostfile", "show", "--json", file).stdout)
+    assert [host["measured"]["memory_gbps"] for host in shown["hosts"]] == [800.0, 300.0]
+    assert parse(run("hostfile", "convert", file, "--to", "json").stdout).hosts[1].measured == TWO[1].measured
+
+
+def test_mlx_reads_a_hostfile_with_figures(tmp_path):
+    common = pytest.importorskip("mlx._distributed_utils.common")
+    found = common.Hostfile.from_file(str(hostfile_of(tmp_path, *TWO)))
+    assert [host.ssh_hostname for host in found.hosts] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "measured, message",
+    [
+        ("3", '"measured" must be an object such as {"tflops": 14.2, "memory_gbps": 380, "link_gbps": 5.1}, not 3'),
+        ("null", '"measured" must be an object'),
+        ("{}", "\"measured\" has no 'tflops'"),
+        ('{"tflops": 1}', "\"measured\" has no 'memory_gbps'"),
+        ('{"tflops": 0, "memory_gbps": 1}', "'tflops' is 0; it must be a number above 0"),
+        ('{"tflops": "1", "memory_gbps": 1}', "'tflops' is '1'"),
+        ('{"tflops": true, "memory_gbps": 1}', "'tflops' is True"),
+        ('{"tflops": 1, "memory_gbps": -1}', "'memory_gbps' is -1"),
+        ('{"tflops": 1, "memory_gbps": 1e999}', "'memory_gbps' is inf"),
+        ('{"tflops": 1, "memory_gbps": 1, "link_gbps": null}', "'link_gbps' is None"),
+        ('{"tflops": 1, "memory_gbps": [1]}', r"'memory_gbps' is [1]"),
+    ],
+)
+def test_figures_that_are_none_are_refused_with_their_line(measured, message):
+    with pytest.raises(InvalidArgument) as error:
+        parse(f'[{{"ssh": "a"}},\n{{"ssh": "b",\n"measured": {measured}}}]', "hosts.json")
+    assert "hosts.json, line 3: " in str(error.value) and message in str(error.value)
+
+
+def test_unknown_figures_are_warned_of():
+    found = parse('[{"ssh": "a", "measured": {"tflop": 1,\n"tflops": 2, "memory_gbps": 3}}]')
+    assert "line 1: 'tflop' is not known and changes nothing; did you mean 'tflops'?" in found.warnings[0]
+
+
+def test_a_repeated_host_was_measured_once():
+    entry = '{"ssh": "a", "measured": {"tflops": 1, "memory_gbps": %d}}'
+    assert speeds(parse(f"[{entry % 2}, {entry % 2}]")) == [1, 1]
+    with pytest.raises(InvalidArgument, match='line 2: a has another "measured" than in line 1'):
+        parse(f"[{entry % 2},\n{entry % 3}]")
+
+
+def test_a_hostfile_is_written_whole_or_not_at_all(tmp_path):
+    file = hostfile_of(tmp_path, *TWO)
+    file.chmod(0o640)
+    before = file.read_text()
+    broken = Hostfile((Host("a", measured=Measured(object(), 1.0)),))  # what JSON cannot say
+    with pytest.raises(TypeError):
+        save(broken, file)
+    assert file.read_text() == before and list(tmp_path.iterdir()) == [file]
+    save(Hostfile(TWO[:1]), file)
+    assert read(file).ranks == 2 and file.stat().st_mode & 0o777 == 0o640
+
+
+# How fast ranks are beside each other.
+
+
+@pytest.mark.parametrize("by, expected", [("memory", [1.3333, 1.3333, 1.0]), ("compute", [1.5, 1.5, 1.0])])
+def test_speeds_of_ranks(by, expected):
+    assert speeds(Hostfile(TWO), by) == expected
+
+
+def test_speeds_need_measured_hosts():
+    with pytest.raises(InvalidArgument, match="hosts.json: c is not measured; run `mlxdist calibrate"):
+        speeds(Hostfile((*TWO, Host("c")), source="hosts.json"))
+    with pytest.raises(InvalidArgument, match="by 'memory' or by 'compute', not 'disk'"):
+        speeds(Hostfile(TWO), "disk")
+
+
+def test_the_launcher_tells_the_ranks(tmp_path):
+    shown = run("launch", "--hostfile", hostfile_of(tmp_path, *TWO), "--dry-run", "--", "true").stdout.splitlines()
+    assert "MLXDIST_WEIGHTS_MEMORY=1.3333,1.3333,1.0000" in shown
+    assert "MLXDIST_WEIGHTS_COMPUTE=1.5000,1.5000,1.0000" in shown
+    file = hostfile_of(tmp_path, *TWO, Host("c"))
+    assert "WEIGHTS" not in run("launch", "--hostfile", file, "--dry-run", "--", "true").stdout
+    assert "WEIGHTS_MEMORY" in run("launch", "--hostfile", file, "--exclude", "c", "--dry-run", "--", "true").stdout
+
+
+@pytest.mark.parametrize("text", ["", "1,", "0,1", "-1", "1 2", "inf", "1e3", "a"])
+def test_variables_that_are_no_weights(text):
+    with pytest.raises(EnvironmentVariableError, match="MLXDIST_WEIGHTS_COMPUTE='.*' is not a number above 0 for each"):
+        Environment.read({"MLXDIST_WEIGHTS_COMPUTE": text})
+
+
+def test_weights_of_another_number_of_ranks():
+    with pytest.raises(EnvironmentVariableError, match="MLXDIST_WEIGHTS_MEMORY=1,2 has 2 numbers, but there are 1"):
+        Environment.read({"MLXDIST_RANK": "0", "MLXDIST_WORLD_SIZE": "1", "MLXDIST_WEIGHTS_MEMORY": "1,2"})
+
+
+# Plans.
+
+
+@pytest.fixture
+def measured_job(monkeypatch):
+    monkeypatch.setenv("MLXDIST_WEIGHTS_MEMORY", "2,1")
+    monkeypatch.setenv("MLXDIST_WEIGHTS_COMPUTE", "3,1")
+
+
+def test_a_plan_with_measured_weights_is_that_with_the_numbers(measured_job):
+    model = tiny_models.build("qwen3")
+    for by, weights in (("memory", [2, 1]), ("compute", [3, 1])):
+        plan = plan_shards(model, tp=2, weights=by)
+        assert plan.to_json() == plan_shards(model, tp=2, weights=weights).to_json()
+        assert plan.weights == tuple(weights) and plan.bytes(0) > plan.bytes(1)
+
+
+def test_columns_of_a_grid_are_as_fast_as_their_slowest_rank(monkeypatch):
+    monkeypatch.setenv("MLXDIST_WEIGHTS_MEMORY", "4,1,2,3")
+    plan = plan_shards(tiny_models.build("mixtral"), tp=2, ep=2, weights="memory")
+    assert plan.weights == (2.0, 1.0)
+
+
+def test_layers_take_measured_weights(measured_job):
+    assert split_sizes("layer", 12, 2, "memory") == [8, 4]
+    assert split_sizes("layer", 12, 2, "compute") == [9, 3]
+    assert split_heads("attention", 4, 1, 2, "compute") == split_heads("attention", 4, 1, 2, [3, 1])
+
+
+@pytest.mark.parametrize(
+    "weights, ranks, words",
+    [
+        ("memory", 3, 'weights=\'memory\' are those of the 2 ranks of the job, but 3 share the work here; give numbers'),
+        ("disk", 2, 'layer: weights must be 2 numbers, one per rank, or "memory" or "compute", not \'disk\''),
+    ],
+)
+def test_weights_that_do_not_fit(measured_job, weights, ranks, words):
+    with pytest.raises(InvalidArgument) as error:
+        split_sizes("layer", 12, ranks, weights)
+    assert words in str(error.value)
+
+
+def test_measured_weights_need_a_measured_job():
+    with pytest.raises(InvalidArgument, match="needs a job whose hosts are measured: `mlxdist calibrate`"):
+        plan_shards(tiny_models.build("qwen3"), tp=2, weights="memory")
+
+
+def test_shard_shows_the_plan_of_a_hostfile(tmp_path):
+    model = tiny_models.build("qwen3")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_model(folder, model)
+    save_config(asdict(model.args), folder / "config.json")
+    file = hostfile_of(tmp_path, replace(TWO[0], slots=1), TWO[1])
+
+    def plan(*options):
+        result = run("shard", folder, "--json", *options)
+        assert result.exit_code == 0, result.output
+        return json.loads(result.output)["plan"]
+
+    by_memory = [round(800 / 300, 4), 1.0]
+    assert plan("--hostfile", file) == plan("--tp", "2", "--weights", ",".join(map(str, by_memory)))
+    assert plan("--hostfile", file)["weights"] == by_memory
+    assert plan("--hostfile", file, "--weights", "compute")["weights"] == [3.0, 1.0]
+    assert plan("--hostfile", file, "--weights", "1,2")["weights"] == [1.0, 2.0]
+    assert "has 2 ranks, not --tp 4 times --ep 1" in run("shard", folder, "--hostfile", file, "--tp", "4").output
+    assert "give their --hostfile, too" in run("shard", folder, "--tp", "2", "--weights", "memory").output
+
+
+# Measuring.
+
+
+def part(median=1.0, wrong=0, **more):
+    return {"median": median, "min": median, "max": median, "count": 3, "wrong": wrong} | more
+
+
+def parts(**changed):
+    of_host = {"float32": part(10.0, dtype="float32"), "float16": None, "bfloat16": None}
+    return of_host | {name: part(400.0) for name in ("copy", "sum", "row")} | changed
+
+
+def link(**changed):
+    return {"from": 0, "to": 1, "median": 5.0, "min": 4.0, "max": 6.0, "wrong": 0, "memcpy": 20.0} | changed
+
+
+def judged(of_a=None, of_b=None, *links):
+    machine = {"device": "Apple M4"}
+    return figures_of(["a", "b"], [machine, machine], [of_a or parts(), of_b or parts()], links)
+
+
+def test_figures_of_hosts():
+    a, b = judged(parts(float16=part(28.12345, dtype="float16")), None, link(), link(**{"from": 1, "to": 0, "median": 3}))
+    assert a.measured == Measured(28.12, 400.0, 3.0) and b.measured == Measured(10.0, 400.0, 3.0)
+    assert a.product["dtype"] == "float16" and not a.problems and not b.problems
+
+
+@pytest.mark.parametrize(
+    "of_a, words",
+    [
+        (parts(float32=part(1e5, dtype="float32")), "1e+05 TFLOPS in 'float32' cannot be"),
+        (parts(float32=part(float("nan"), dtype="float32")), "nan TFLOPS in 'float32' cannot be"),
+        (parts(row=part(1e6)), "1e+06 GB/s in 'row' cannot be"),
+        (parts(copy=part(0.0)), "0 GB/s in 'copy' cannot be"),
+        (parts(sum=part(wrong=3)), "3 elements of the results of 'sum' are wrong"),
+        (parts(float32=None), "there is no result of 'float32'"),
+    ],
+)
+def test_what_cannot_be_is_no_result(of_a, words):
+    a, b = judged(of_a)
+    assert words in " ".join(a.problems) and not b.problems
+
+
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        ({"wrong": 7}, "7 elements of what came from a are wrong"),
+        ({"median": 31.0}, "came with 31 GB/s, but this host copies 20 GB/s at most"),
+    ],
+)
+def test_links_that_cannot_be(changed, words):
+    a, b = judged(None, None, link(**changed))
+    assert words in " ".join(b.problems) and not a.problems
+
+
+def test_who_falls_behind_is_marked():
+    a, b = judged(parts(row=part(300.0)), None, link())
+    assert a.slow == {"memory_gbps"} and b.slow == set()
+    other = [{"device": "Apple M1"}, {"device": "Apple M4"}]
+    assert not figures_of(["a", "b"], other, [parts(row=part(300.0)), parts()], [])[0].slow
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_wrong_products_are_noticed(dtype):
+    a, b = (mx.random.normal(shape).astype(getattr(mx, dtype)) for shape in ((8, 64), (64, 8)))
+    right = a @ b
+    assert measure._count_wrong(a, b, right, dtype) == 0
+    assert measure._count_wrong(a, b, right + 5, dtype) == 64
+    assert measure._count_wrong(a, b, right * mx.nan, dtype) == 64
+
+
+@pytest.mark.parametrize("kind", ["_copy", "_sum", "_row"])
+def test_memory_is_measured_by_work_that_is_done(monkeypatch, kind):
+    monkeypatch.setitem(measure.ARRAY_BYTES, "cpu", 4 << 20)
+    work, moved, wrong = getattr(measure, kind)()
+    assert wrong() > 0, "nothing has been computed yet"
+    work()
+    assert wrong() == 0 and moved == (8 if kind == "_copy" else 4) << 20
+
+
+def test_this_machine(tmp_path):
+    file = tmp_path / "hosts.json"
+    job = mlxdist_command("calibrate", "--seconds", "0.1", "--output", file, "--json")
+    assert job.returncode == 0, job.stderr
+    (host,) = json.loads(job.stdout)["hosts"]
+    (kept,) = read(file).hosts
+    assert kept.name == host["host"] == "localhost" and kept.measured.link_gbps is None
+    assert kept.measured.memory_gbps == pytest.approx(host["parts"]["row"]["median"], rel=1e-3)
+    assert kept.measured.tflops > 0 and host["problems"] == []
+
+
+def answering(folder, **results):
+    """An ssh whose other side is a host that answers so."""
+    machine = {"host": "a", "device": "Apple M4", "identity": "a", "mlxdist": __version__, "mlx": "0"}
+    program = f"""#!{sys.executable}
+import json, sys
+machine, parts = json.loads({json.dumps(json.dumps([machine, parts(**results)]))})
+sys.stdout.write({GREETING.decode()!r})
+sys.stdout.flush()
+for line in sys.stdin:
+    message = json.loads(line)
+    result = machine if message["call"] == "calibrate.machine" else parts[message["arguments"]["part"]]
+    print(json.dumps({{"result": result}}), flush=True)
+"""
+    path = folder / "ssh"
+    path.write_text(program)
+    path.chmod(0o700)
+    return ["--ssh", path]
+
+
+def test_figures_that_cannot_be_are_not_written(tmp_path):
+    file = hostfile_of(tmp_path, Host("a"))
+    before = file.read_text()
+    result = run("calibrate", "--hostfile", file, "--output", file, *answering(tmp_path, row=part(1e6)))
+    assert result.exit_code == 1 and "a: 1e+06 GB/s in 'row' cannot be" in result.output
+    assert file.read_text() == before
+
+
+def test_figures_are_written_to_the_hostfile(tmp_path):
+    """Besides those that other hosts have already, which --exclude leaves out."""
+    file = hostfile_of(tmp_path, Host("a"), TWO[1])
+    options = ["--hostfile", file, "--exclude", "b", "--output", file]
+    result = run("calibrate", *options, *answering(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert [host.measured for host in read(file).hosts] == [Measured(10.0, 400.0), TWO[1].measured]
+
+
+def test_a_host_that_does_not_answer(tmp_path):
+    (tmp_path / "ssh").write_text("#!/bin/sh\necho Permission denied >&2; exit 255\n")
+    (tmp_path / "ssh").chmod(0o700)
+    result = run("calibrate", "--hosts", "a", "--ssh", tmp_path / "ssh")
+    assert result.exit_code == 1 and "a does not answer: Permission denied" in result.output
+
+
+def test_names_of_one_machine_are_refused():
+    result = run("calibrate", "--hosts", "localhost,127.0.0.1")
+    assert result.exit_code == 1 and "localhost and 127.0.0.1 are one machine; give it once" in result.output
+
+
+@pytest.mark.parametrize(
+    "there, words",
+    [
+        ('[{"ssh": "b"}]', "it is another hostfile than this machine"),
+        ('[{"ssh": "localhost", "slots": 2}]', "it is another hostfile than this machine"),
+        ('[{"ssh": "localhost", "note": 1}]', "'note' is not known"),
+        ("localhost\n", "it has the format slots, which has no place for figures"),
+        ("[", "line 1"),
+    ],
+)
+def test_another_hostfile_is_not_overwritten(tmp_path, there, words):
+    (tmp_path / "hosts").write_text(there)
+    result = run("calibrate", "--output", tmp_path / "hosts")
+    assert result.exit_code == 2 and words in result.output and (tmp_path / "hosts").read_text() == there
+
+
+def test_a_folder_that_is_not_there_is_noticed_first(tmp_path):
+    result = run("calibrate", "--output", tmp_path / "no" / "hosts.json")
+    assert result.exit_code == 2 and "there is no folder" in result.output
+
+
+@pytest.mark.long
+def test_two_hosts(tmp_path):
+    """Both are measured, their link too, by a job; and a job with the figures cuts a layer as they say."""
+    folder = tmp_path / "hosts"
+    folder.mkdir()
+    program = (
+        "import mlxdist, numpy\nfrom mlxdist.nn.column_parallel import ColumnParallelLinear\n"
+        "mlxdist.init(); print(ColumnParallelLinear(8, 30, weights='memory').sizes)"
+    )
+    with ssh_hosts(folder) as nodes:
+        hosts = [Host(name, ips=(host.address,)) for name, host in zip(nodes.names, nodes.hosts)]
+        file = hostfile_of(tmp_path, *hosts)
+        options = ["--hostfile", file, "--ssh", nodes.ssh]
+        job = mlxdist_command(
+            "calibrate", *options, "--seconds", "1", "--output", file, before=nodes.command(), timeout=240
+        )
+        assert job.returncode == 0, job.stderr
+        found = read(file)
+        assert all(host.measured.link_gbps > 0 for host in found.hosts)
+        uneven = [replace(host, measured=Measured(1.0, figure)) for host, figure in zip(hosts, (4.0, 2.0))]
+        hostfile_of(tmp_path, *uneven)
+        job = mlxdist_command("launch", *options, "--", sys.executable, "-c", program, before=nodes.command())
+    assert job.returncode == 0, job.stderr
+    assert sorted(job.stdout.splitlines()) == [f"[{rank} node{rank}] [20, 10]" for rank in range(2)]
+
+
+@pytest.mark.long
+def test_a_model_is_loaded_in_measured_shares(run_ranks, tmp_path):
+    """And computes the same logits as the whole one."""
+    model = tiny_models.build("qwen3")
+    save_model(tmp_path / "model", model)
+    save_config(asdict(model.args), tmp_path / "model" / "config.json")
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, sys\nos.environ['MLXDIST_WEIGHTS_MEMORY'] = '3,1'\nfrom mlxdist import nn\n"
+        "model, _ = nn.load_sharded(sys.argv[1], weights='memory', verify=True)\n"
+        "print('held', model.layers[0].mlp.gate_proj.weight.shape[0])\n"
+    )
+    outputs = run_ranks(script, 2, tmp_path / "model")
+    whole = model.layers[0].mlp.gate_proj.weight.shape[0]
+    assert [f"held {whole * share // 4}\n" in output for share, output in zip((3, 1), outputs)] == [True, True]

@@ -1,0 +1,423 @@
+"""The checks of `mlxdist doctor`: what each finds in facts that are made up, where all is well and where it is not."""
+
+import pytest
+
+from mlxdist.doctor.checks import run_checks
+from mlxdist.doctor.checks.clocks import check_clocks
+from mlxdist.doctor.checks.cores import check_cores
+from mlxdist.doctor.checks.gpu import check_gpu_crossing
+from mlxdist.doctor.checks.job import check_bandwidth, check_latency, check_provider, check_values
+from mlxdist.doctor.checks.leaks import check_leaks
+from mlxdist.doctor.checks.memory import check_allocation, check_disk, check_memory
+from mlxdist.doctor.checks.model import check_model
+from mlxdist.doctor.checks.network import check_interfaces, check_ports, check_privacy
+from mlxdist.doctor.checks.program import check_script
+from mlxdist.doctor.checks.python import check_python, check_versions
+from mlxdist.doctor.checks.rdma import check_gids, check_rdma
+from mlxdist.doctor.checks.reachable import check_reachable
+from mlxdist.doctor.checks.sleep import check_sleep
+from mlxdist.doctor.checks.variables import check_fast_synch, check_variables
+from mlxdist.doctor.cluster import Cluster, Job, Question, Trouble, Try
+from mlxdist.doctor.findings import Finding, Verdict
+from mlxdist.hostfile import Host
+from mlxdist.version import __version__
+
+NAMES = ("a", "b", "c")
+GIB = 1 << 30
+PROBLEMS = (Verdict.WARN, Verdict.FAIL)
+
+VERSIONS = {"Python": "3.12.1", "MLX": "0.32.4", "mlx_lm": "0.32.2", "mlxdist": __version__, "system": "macOS 26.3"}
+
+
+def facts(**changes) -> dict:
+    usual = {
+        "versions": VERSIONS,
+        "import": {"error": "", "seconds": 1.0},
+        "variables": {},
+        "variables_error": "",
+        "identity": "",
+        "ssh": [],
+        "system": "Linux",
+        "cores": 8,
+        "load": 0.5,
+        "memory": {"total": 64 * GIB, "available": 50 * GIB},
+        "disks": [{"use": "temporary files", "path": "/tmp", "total": 100 * GIB, "free": 50 * GIB}],
+        "power": {"systemd": {"masked": True, "idle": ""}},
+        "jobs": {"running": [], "left": [], "orphans": [], "domains": None, "shared_memory": []},
+    }
+    return usual | changes
+
+
+def cluster(of=facts(), names=NAMES, question=Question(), hosts=None, **told) -> Cluster:  # noqa: B008
+    """Hosts with the same facts, but for those of the last one. ``told``: what it says to other questions."""
+    everyone = {name: facts() for name in names}
+    everyone[names[-1]] = of
+    versions = {name: told["versions"] for name, told in everyone.items()}
+    who = {name: {"mlxdist": told["mlxdist"], "python": told["Python"]} for name, told in versions.items()}
+    answers = {"facts": everyone, "who": who} | {step: {names[-1]: answer} for step, answer in told.items()}
+    return Cluster(tuple(hosts or map(Host, names)), question, answers)
+
+
+def of(found: list[Finding], *verdicts: Verdict) -> list[Finding]:
+    return [finding for finding in found if finding.verdict in (verdicts or PROBLEMS)]
+
+
+def only(found: list[Finding], *verdicts: Verdict) -> Finding:
+    (finding,) = of(found, *verdicts)
+    return finding
+
+
+def test_all_is_well():
+    found = {result.check: result.verdict for result in run_checks(cluster(), after_job=False)}
+    assert set(found.values()) <= {Verdict.OK, Verdict.SKIP} and found["versions"] is Verdict.OK, found
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("c does not answer: Permission denied (publickey).", "ssh-copy-id c"),
+        ("c does not answer: Host key verification failed.", "ssh c true"),
+        ("c does not answer: ssh: Could not resolve hostname c: no", "HostName"),
+        ("c does not answer: ssh: connect to host c port 22: Connection refused", "systemctl enable --now ssh"),
+        ("c does not answer: ssh: connect to host c port 22: No route to host", "ping c"),
+        ("c does not answer within 30 s", "ssh -o BatchMode=yes c uptime"),
+    ],
+)
+def test_reachable(text, words):
+    found = cluster()
+    found.troubles = {"who": {"c": Trouble(text, False)}}
+    assert only(check_reachable(found)).hosts == ("c",) and words in only(check_reachable(found)).remedy
+    assert len(of(check_reachable(found), Verdict.OK)) == 2
+
+
+def test_one_machine_by_two_names():
+    found = cluster()
+    for name in ("a", "c"):
+        found.told["facts"][name]["identity"] = "the same"
+    finding = only(check_reachable(found))
+    assert finding.hosts == ("c",) and "a slots=2" in finding.remedy
+
+
+def test_python():
+    assert not of(check_python(cluster()))
+    broken = cluster(facts(**{"import": {"error": "ImportError: no native library"}}))
+    assert only(check_python(broken)).verdict is Verdict.FAIL
+    assert only(check_python(cluster(facts(**{"import": {"error": "", "seconds": 90.0}})))).verdict is Verdict.WARN
+    trouble = Trouble("c does not answer: /p: No module named mlxdist", False)
+    without = Cluster((Host("c"),), troubles={"who": {"c": trouble}})
+    assert only(check_python(without)).verdict is Verdict.FAIL and not of(check_reachable(without))
+
+
+@pytest.mark.parametrize(
+    ("what", "value", "verdict"),
+    [
+        ("mlxdist", "0.0.9", Verdict.FAIL),
+        ("MLX", "0.32.3", Verdict.FAIL),
+        ("mlx_lm", "0.31.0", Verdict.WARN),
+        ("Python", "3.11.9", Verdict.WARN),
+        ("system", "macOS 26.4", Verdict.WARN),
+    ],
+)
+def test_versions(what, value, verdict):
+    assert not of(check_versions(cluster()))
+    finding = only(check_versions(cluster(facts(versions=VERSIONS | {what: value}))))
+    assert finding.verdict is verdict and finding.hosts == ("c",)
+    assert finding.differences[0].values == ((VERSIONS[what], ("a", "b")), (value, ("c",)))
+
+
+def test_a_version_that_is_missing_on_one_host():
+    without = {name: version for name, version in VERSIONS.items() if name != "mlx_lm"}
+    finding = only(check_versions(cluster(facts(versions=without))))
+    assert finding.hosts == ("c",) and "not installed" in finding.what
+    assert "pip install mlx-lm==0.32.2" in finding.remedy
+
+
+def test_variables():
+    assert not of(check_variables(cluster()))
+    differing = cluster(facts(variables={"OMP_NUM_THREADS": "1"}))
+    assert only(check_variables(differing)).what == "OMP_NUM_THREADS differs"
+    assert "/etc/zshenv" in only(check_variables(differing)).remedy
+    differing.question = Question(variables={"OMP_NUM_THREADS": "4"})  # set by the launcher for all
+    assert not of(check_variables(differing))
+    wrong = cluster(facts(variables_error="MLXDIST_X is set, but there is no such variable"))
+    assert only(check_variables(wrong)).verdict is Verdict.FAIL
+
+
+def test_fast_synch():
+    assert not of(check_fast_synch(cluster()))
+    finding = only(check_fast_synch(cluster(facts(variables={"MLX_METAL_FAST_SYNCH": "1"}))))
+    assert finding.verdict is Verdict.FAIL and finding.hosts == ("c",)
+    assert "--env MLX_METAL_FAST_SYNCH=1" in finding.remedy
+
+
+PROGRAM = {"folder_error": "", "command_error": "", "script_error": "", "sha256": "ab" * 32, "bytes": 10}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"folder_error": "No such file or directory"},
+        {"command_error": "The command 'python' does not exist in PATH"},
+        {"script_error": "No such file or directory"},
+        {"sha256": "cd" * 32},
+    ],
+)
+def test_script(changes):
+    question = Question(command=("python", "train.py"), script="train.py", folder="/work")
+    assert check_script(cluster())[0].verdict is Verdict.SKIP
+    found = cluster(question=question)
+    found.told["program"] = {name: dict(PROGRAM) for name in NAMES}
+    assert not of(check_script(found))
+    found.told["program"]["c"] |= changes
+    finding = only(check_script(found))
+    assert finding.verdict is Verdict.FAIL and finding.hosts == ("c",) and finding.remedy
+
+
+def model(**files: int) -> dict:
+    return {"error": "", "path": "/m", "files": files, "digests": {name: f"{size:064}" for name, size in files.items()}}
+
+
+def test_model():
+    assert check_model(cluster())[0].verdict is Verdict.SKIP
+    found = cluster(question=Question(model="/m"))
+    found.told["model"] = {name: model(config=10, weights=2 * GIB) for name in NAMES}
+    assert not of(check_model(found)) and "2 files, 2.0 GiB" in only(check_model(found), Verdict.OK).what
+    for other in (model(config=10), model(config=10, weights=GIB), model(config=10, weights=2 * GIB)):
+        if len(other["files"]) == 2 and other["files"]["weights"] == 2 * GIB:
+            other["digests"]["weights"] = "f" * 64  # the same size
+        found.told["model"]["c"] = other
+        finding = only(check_model(found))
+        assert finding.hosts == ("c",) and "1 file of /m differs: weights" in finding.what
+        assert "rsync -a --checksum /m/ c:/m/" in finding.remedy
+    found.told["model"]["c"] = {"error": "it is no folder", "files": {}, "path": "", "digests": {}}
+    assert only(check_model(found)).hosts == ("c",)
+
+
+def test_a_model_that_does_not_fit():
+    found = cluster(question=Question(model="/m"))
+    found.told["model"] = {name: model(weights=500 * GIB) for name in NAMES}
+    assert "192.0 GiB" in only(check_model(found)).what
+
+
+def test_clocks():
+    assert not of(check_clocks(cluster(clock=(0.4, 0.001))))
+    assert "3.0 s behind" in only(check_clocks(cluster(clock=(-3.0, 0.01)))).what
+    assert not of(check_clocks(cluster(clock=(3.0, 2.5))))  # a connection too slow to tell
+
+
+def test_memory():
+    assert not of(check_memory(cluster()))
+    assert only(check_memory(cluster(facts(memory={"total": 64 * GIB, "available": GIB})))).verdict is Verdict.WARN
+    smaller = check_memory(cluster(facts(memory={"total": 32 * GIB, "available": 30 * GIB})))
+    assert only(smaller, Verdict.NOTE).hosts == ("c",) and not of(smaller)
+    assert only(check_memory(cluster(facts(memory={"total": None, "available": None}))), Verdict.NOTE)
+
+
+def test_allocation():
+    assert not of(check_allocation(cluster(allocate={"bytes": GIB, "error": "", "seconds": 1})))
+    killed = cluster(allocate={"bytes": GIB, "error": "exit status -9", "seconds": 1})
+    assert only(check_allocation(killed)).verdict is Verdict.FAIL
+    greedy = cluster(facts(memory={"total": 64 * GIB, "available": 50 * GIB, "wired_limit": 63 * GIB}))
+    assert "iogpu.wired_limit_mb" in only(check_allocation(greedy)).remedy
+
+
+@pytest.mark.parametrize(("free", "verdict"), [(GIB, Verdict.WARN), (1 << 20, Verdict.FAIL)])
+def test_disk(free, verdict):
+    assert not of(check_disk(cluster()))
+    disk = {"use": "temporary files", "path": "/tmp", "total": 100 * GIB, "free": free}
+    assert only(check_disk(cluster(facts(disks=[disk])))).verdict is verdict
+
+
+def test_cores():
+    assert not of(check_cores(cluster()))
+    assert only(check_cores(cluster(facts(load=30.0)))).verdict is Verdict.WARN
+    crowded = cluster(hosts=[Host("a"), Host("b"), Host("c", slots=9)])
+    assert "9 ranks, 8 cores" in only(check_cores(crowded), Verdict.NOTE).what
+
+
+@pytest.mark.parametrize(
+    ("power", "verdict"),
+    [
+        ({}, Verdict.SKIP),
+        ({"pmset": {}}, Verdict.SKIP),
+        ({"pmset": {"sleep": 0}}, Verdict.OK),
+        ({"pmset": {"sleep": 10, "SleepDisabled": 1}}, Verdict.OK),
+        ({"pmset": {"sleep": 10, "SleepDisabled": 0}}, Verdict.WARN),
+        ({"systemd": {"masked": False, "idle": "ignore"}}, Verdict.OK),
+        ({"systemd": {"masked": False, "idle": "suspend"}}, Verdict.WARN),
+        ({"systemd": {"masked": True, "idle": "suspend"}}, Verdict.OK),
+    ],
+)
+def test_sleep(power, verdict):
+    assert [finding.verdict for finding in check_sleep(cluster(facts(power=power)))][-1] is verdict
+
+
+@pytest.mark.parametrize(
+    ("jobs", "words"),
+    [
+        ({"running": [{"job": "f00", "ranks": 2, "command": ["python"]}]}, "mlxdist stop f00"),
+        ({"left": ["f00"]}, "mlxdist launch -n 1 -- true"),
+        ({"orphans": [71, 72]}, "kill 71 72"),
+        ({"shared_memory": ["/dev/shm/mlxdist-1"]}, "rm /dev/shm/mlxdist-1"),
+        ({"domains": 3}, "shutdown -r now"),
+    ],
+)
+def test_leaks(jobs, words):
+    assert not of(check_leaks(cluster()))
+    finding = only(check_leaks(cluster(facts(jobs=facts()["jobs"] | jobs))))
+    assert finding.verdict is Verdict.WARN and words in finding.remedy
+    full = cluster(facts(jobs=facts()["jobs"] | {"domains": 11}))
+    assert only(check_leaks(full)).verdict is Verdict.FAIL
+
+
+def device(name="mlx5_0", active=True, networks=("10.0.0.1/24",)) -> dict:
+    return {"name": name, "active": active, "speed": 100, "interfaces": [], "networks": list(networks)}
+
+
+def cause(verdict, subject="", what="something", remedy="") -> dict:
+    return {"verdict": verdict, "subject": subject, "what": what, "remedy": remedy}
+
+
+def cabled(**told_by_last) -> Cluster:
+    hosts = [Host("a", rdma=((), ("mlx5_0",))), Host("b", rdma=(("mlx5_0",), ()))]
+    found = cluster(names=("a", "b"), hosts=hosts)
+    good = {"devices": [device()], "findings": [cause("ok", "mlx5_0")]}
+    found.told["rdma"] = {"a": good, "b": good | {"devices": [device(networks=["10.0.0.2/24"])]} | told_by_last}
+    return found
+
+
+def test_rdma():
+    without = {"devices": [], "findings": [cause("no kernel RDMA", what="no RDMA", remedy="modprobe rdma_rxe")]}
+    found = cluster(rdma=without)
+    assert not of(check_rdma(found)) and only(check_rdma(found), Verdict.NOTE).remedy == "modprobe rdma_rxe"
+    found.question = Question(variables={"MLXDIST_PROVIDER": "ibverbs"})  # now it is wanted
+    assert only(check_rdma(found)).verdict is Verdict.FAIL
+    assert not of(check_rdma(cabled()))
+    assert "names mlx5_0, and it is not there" in of(check_rdma(cabled(**without)))[0].what
+    down = [cause("port down", "mlx5_0", "mlx5_0 is DOWN", "plug in the cable")]
+    assert only(check_rdma(cabled(devices=[device(active=False)], findings=down))).remedy == "plug in the cable"
+    # Another port of the host is nobody's business.
+    other = [cause("ok", "mlx5_0"), cause("port down", "mlx5_1", "mlx5_1 is DOWN", "plug in the cable")]
+    assert not of(check_rdma(cabled(findings=other)))
+
+
+def test_gids():
+    assert not of(check_gids(cabled()))
+    bare = [cause("no IPv4 GID", "mlx5_0", "mlx5_0 has no IPv4 address", "ip address add")]
+    assert only(check_gids(cabled(devices=[device(networks=())], findings=bare))).verdict is Verdict.FAIL
+    finding = only(check_gids(cabled(devices=[device(networks=["10.0.9.2/24"])])))
+    assert finding.hosts == ("a", "b") and "different networks" in finding.what
+
+
+def test_gpu_crossing():
+    told = {"skipped": "", "error": "", "microseconds": {"0": 180.0, "1": 4.0}}
+    assert "180 us a crossing, 4 us with" in only(check_gpu_crossing(cluster(crossing=told)), Verdict.NOTE).what
+    fast = facts(variables={"MLX_METAL_FAST_SYNCH": "1"})
+    assert only(check_gpu_crossing(cluster(fast, crossing=told)), Verdict.OK)
+    assert only(check_gpu_crossing(cluster(crossing=told | {"skipped": "no GPU"})), Verdict.SKIP).what == "no GPU"
+    stuck = check_gpu_crossing(cluster(crossing=told | {"error": "the GPU had not answered"}))
+    assert only(stuck).verdict is Verdict.WARN
+
+
+def tried(source="a", target="b", **changes) -> Try:
+    return Try(source, target, **{"address": "10.0.0.2", "interface": "en5", "kind": "thunderbolt"} | changes)
+
+
+def both(*tries: Try, system="Linux") -> Cluster:
+    found = cluster(facts(system=system), names=("b", "a"))
+    found.tries = [tried("b", "a"), *tries]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        ("ECONNREFUSED", "it is reached, but"),
+        ("ETIMEDOUT", "a firewall drops it"),
+        ("EHOSTUNREACH", "it is not in that network"),
+        ("ENETUNREACH", "nothing leads to its network"),
+        ("WRONG", "another machine has this address"),
+        ("EPIPE", "errno 32"),
+    ],
+)
+def test_ports(error, words):
+    assert check_ports(cluster(names=("a",)))[0].verdict is Verdict.SKIP
+    assert "1 pair connected" in only(check_ports(both(tried())), Verdict.OK).what
+    finding = only(check_ports(both(tried(error=error, text="errno 32, Broken pipe"))))
+    assert finding.verdict is Verdict.FAIL and finding.hosts == ("a", "b") and words in finding.what
+    # An address that a job does not use
+    assert only(check_ports(both(tried(), tried(error=error, text="?", first=False)))).verdict is Verdict.WARN
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"interface": "en0", "kind": "wifi"}, "en0 (Wi-Fi)"),
+        ({"interface": "utun3", "kind": "tunnel"}, "utun3 (tunnel)"),
+        ({"interface": "eth1", "kind": "ethernet", "speed": 100}, "eth1 (ethernet, 100 Mbit/s), others by 10 Gbit/s"),
+    ],
+)
+def test_interfaces(changes, words):
+    assert not of(check_interfaces(both(tried())))
+    fast = tried("b", "a", interface="eth0", kind="ethernet", speed=10_000)
+    finding = only(check_interfaces(both(fast, tried(**changes))))
+    assert finding.verdict is Verdict.WARN and finding.hosts == ("a", "b") and words in finding.what
+    assert only(check_interfaces(both(tried(interface="bridge0", kind="bridge"))), Verdict.NOTE)
+
+
+def test_privacy():
+    assert check_privacy(both(tried()))[0].verdict is Verdict.SKIP
+    assert not of(check_privacy(both(tried(), system="Darwin")))
+    gated = both(tried(error="EHOSTUNREACH", text="errno 65, No route to host", nc=True), system="Darwin")
+    assert "Local Network" in only(check_privacy(gated)).remedy and only(check_privacy(gated)).hosts == ("a",)
+    assert "Local Network" in only(check_ports(gated)).remedy
+    unplugged = both(tried(error="EHOSTUNREACH", text="errno 65, No route to host", nc=False), system="Darwin")
+    assert not of(check_privacy(unplugged))
+
+
+def after(**changes) -> Cluster:
+    found = cluster()
+    usual = {"hosts": NAMES, "ranks": 3, "tried": 12, "provider": "soft", "command": "mlxdist launch"}
+    found.job = Job(**usual | changes)
+    return found
+
+
+def test_values():
+    assert check_values(cluster())[0].verdict is Verdict.SKIP
+    assert not of(check_values(after())) and "12 sums over 3 ranks" in check_values(after())[0].what
+    assert "5 elements" in only(check_values(after(wrong=("all_sum: 5 elements are wrong",)))).what
+    failed = only(check_values(after(error="rank 1 failed first")))
+    assert "rank 1 failed first" in failed.what and failed.remedy.endswith("mlxdist launch")
+
+
+def test_provider():
+    assert not of(check_provider(after()))
+    wanting = after(provider="soft", reason="rank 1 has no RDMA device")
+    wanting.question = Question(backend="jaccl")
+    assert "rank 1 has no RDMA device" in only(check_provider(wanting)).what
+    wanting.job = Job(NAMES, 3, provider="librdma")
+    assert not of(check_provider(wanting))
+
+
+def test_links():
+    pairs = {(a, b): 10e9 for a in NAMES for b in NAMES if a != b}
+    assert check_latency(after())[0].verdict is check_bandwidth(after())[0].verdict is Verdict.SKIP
+    assert not of(check_bandwidth(after(bandwidth=pairs))) and not of(check_latency(after(latency=pairs)))
+    slow = only(check_bandwidth(after(bandwidth=pairs | {("a", "c"): 2e9})))
+    assert slow.hosts == ("a", "c") and slow.what == "2.00 GB/s, 20% of the median 10.00 GB/s"
+    late = only(check_latency(after(latency={pair: 10.0 for pair in pairs} | {("b", "c"): 90.0})))
+    assert late.hosts == ("b", "c") and "90.0 us, 900%" in late.what
+
+
+def test_nothing_is_well_where_nobody_could_be_asked():
+    trouble = Trouble("a does not answer within 30 s", False)
+    found = run_checks(Cluster((Host("a"),), troubles={"who": {"a": trouble}}), after_job=False)
+    verdicts = {result.check: result.verdict for result in found}
+    assert verdicts.pop("reachable") is Verdict.FAIL and set(verdicts.values()) == {Verdict.SKIP}, verdicts
+
+
+def test_what_a_host_cannot_answer_is_a_finding():
+    found = cluster()
+    found.troubles = {"rdma": {"b": Trouble("MemoryError", True)}}
+    (result,) = [result for result in run_checks(found, after_job=False) if result.check == "rdma"]
+    assert only(list(result.findings)).hosts == ("b",)
