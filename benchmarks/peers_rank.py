@@ -66,9 +66,9 @@ class Gloo:
 
 
 def measure(world: mlxdist.Group, parameters: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Parameters: cases (operation, dtype, bytes, chain), backends, rounds, hosts (of the ring: host:port each), gloo
-    (its Python, or None), gloo_port, mpi4py (the folder with its packages, or None)."""
-    groups = mlx_groups(parameters["backends"], parameters["hosts"], world)
+    """Parameters: cases (operation, dtype, bytes, chain), backends, rounds, gloo (its
+    Python, or None), gloo_port, mpi4py (the folder with its packages, or None)."""
+    groups = mlx_groups(parameters["backends"], world)
     gloo = Gloo(parameters["gloo"], parameters["gloo_port"], world) if parameters["gloo"] else None
     mpi4py = _mpi4py(parameters["mpi4py"], world) if parameters["mpi4py"] else None
     for case in parameters["cases"]:

@@ -133,7 +133,6 @@ def _measure(
         "cases": cases,
         "backends": backends,
         "rounds": rounds,
-        "hosts": [f"127.0.0.1:{port}" for port in free_ports(2)],
         "gloo": gloo,
         "gloo_port": free_ports(1)[0],
         "mpi4py": mpi4py,

@@ -77,7 +77,7 @@ def test_three_ranks_and_every_dtype(level):
         (["--dtype", "float33"], "'float33' is not one of bool"),
         (["--sizes", "12 apples"], "'12 apples' is not a size"),
         (["--min", "1MiB", "--max", "1KiB"], "1 MiB is more than --max"),
-        (["-n", "1"], "1 is not in the range"),
+        (["-n", "1"], "1 rank in all; this needs 2 to 8"),
     ],
 )
 def test_collectives_refuses(arguments, words):

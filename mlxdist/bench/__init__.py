@@ -11,7 +11,7 @@ import click
 
 __all__ = ["bench"]
 
-BENCHMARKS = ("collectives", "ep", "fragmentation", "tp", "tune")
+BENCHMARKS = ("collectives", "compare", "ep", "fragmentation", "report", "suite", "tp", "tune")
 
 
 class Benchmarks(click.Group):
@@ -26,4 +26,4 @@ class Benchmarks(click.Group):
 
 @click.group(cls=Benchmarks)
 def bench() -> None:
-    """Measure collectives on this machine, with data checked and spread shown."""
+    """Measure communication, with data checked and spread shown, and compare what was measured."""

@@ -9,8 +9,9 @@ from typing import Any
 import click
 from rich.table import Table
 
+from ..hostfile.options import Chosen, host_options
 from .bandwidth import OPERATIONS
-from .job import print_load, results_console, run, write_results
+from .job import MOST_RANKS, RANKS_OPTION, number_of_ranks, print_load, results_console, run, write_results
 from .sizes import Size, format_size, size_range
 
 DTYPES = (
@@ -36,7 +37,8 @@ class Names(click.ParamType):
 
 
 @click.command()
-@click.option("-n", "ranks", type=click.IntRange(2, 8), default=2, show_default=True, help="Number of ranks.")
+@RANKS_OPTION
+@host_options
 @click.option("--op", "operations", type=Names(tuple(OPERATIONS)), default="all", help="Operations [default: all].")
 @click.option("--dtype", "dtypes", type=Names(DTYPES), default="float32", show_default=True, help="dtypes, or all.")
 @click.option("--sizes", type=Size(many=True), help="Sizes, instead of --min and --max: 4KiB,1MiB.")
@@ -54,7 +56,8 @@ class Names(click.ParamType):
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Also write the results as JSON here.")
 def collectives(
-    ranks: int,
+    chosen: Chosen,
+    ranks: int | None,
     operations: list[str],
     dtypes: list[str],
     sizes: list[int] | None,
@@ -66,7 +69,7 @@ def collectives(
     as_json: bool,
     output: Path | None,
 ) -> None:
-    """Time the operations between ranks of this machine, and check their results.
+    """Time the operations between ranks of this machine, or of several hosts, and check their results.
 
     Operations: all_sum, all_gather, sum_scatter, broadcast, all_to_all, send_recv (a message to and fro, time of one
     way). algbw and busbw are those of nccl-tests. Blocks of the operation alternate with a plain copy of as many bytes
@@ -74,6 +77,7 @@ def collectives(
 
     The exit status is 1 if an element was wrong, or a time is shorter than the memory allows.
     """
+    chosen, ranks = number_of_ranks(chosen, ranks, MOST_RANKS)
     if sizes is None and smallest > largest:
         raise click.BadParameter(f"{format_size(smallest)} is more than --max", param_hint="--min")
     parameters = {
@@ -85,7 +89,8 @@ def collectives(
         "pinned": pinned,
     }
     steps = len(operations) * len(dtypes) * len(parameters["sizes"])
-    results = run(["-m", "mlxdist.bench.collectives_rank"], parameters, ranks, steps, title="collectives")
+    module = ["-m", "mlxdist.bench.collectives_rank"]
+    results = run(module, parameters, ranks, steps, title="collectives", chosen=chosen)
     results |= {"benchmark": "collectives", "level": level, "rounds": rounds}
     results["cases"] = [withhold(case) for case in results["cases"]]
     if not write_results(results, as_json, output):

@@ -11,8 +11,9 @@ from typing import Any
 import click
 from rich.table import Table
 
+from ..hostfile.options import Chosen, host_options
 from .collectives import Names
-from .job import free_ports, print_load, results_console, run, write_results
+from .job import MOST_RANKS, RANKS_OPTION, number_of_ranks, print_load, results_console, run, write_results
 
 ONE_PROCESS, RING, AUTO, COMPILED, INSIDE = "one process", "mlx-lm on ring", "auto", "compiled", "cut inside"
 LABELS = {
@@ -71,7 +72,8 @@ class Counts(click.ParamType):
 
 
 @click.command()
-@click.option("-n", "ranks", type=click.IntRange(2, 8), default=2, show_default=True, help="Number of ranks.")
+@RANKS_OPTION
+@host_options
 @click.option("--shape", "shapes", type=Names(tuple(SHAPES)), default="all", help="Layers [default: all].")
 @click.option("--scale", type=click.IntRange(1, 256), help="Divide widths by this [default: 16, qwen3.5-moe 8].")
 @click.option("--tokens", type=Counts(), default="1,2,4,8,16,32,64,128,256,512", show_default=True, help="In a call.")
@@ -82,7 +84,8 @@ class Counts(click.ParamType):
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Also write the results as JSON here.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw times over tokens into this PNG.")
 def ep(
-    ranks: int,
+    chosen: Chosen,
+    ranks: int | None,
     shapes: list[str],
     scale: int | None,
     tokens: list[int],
@@ -93,7 +96,7 @@ def ep(
     output: Path | None,
     plot: Path | None,
 ) -> None:
-    """Time a layer of experts on the ranks of this machine, in float32 on the CPU, and check its results.
+    """Time a layer of experts on ranks of this machine, or of several hosts, in float32 on the CPU, and check its results.
 
     Router, experts and exchange, in blocks that take turns: each mode of ExpertParallelSwitchGLU; the one that a
     calibrated policy chooses ("auto"); all of it in mx.compile, where nothing waits for the host ("compiled"); the
@@ -103,6 +106,7 @@ def ep(
 
     The exit status is 1 if a result was wrong, or a time is shorter than the memory allows.
     """
+    chosen, ranks = number_of_ranks(chosen, ranks, MOST_RANKS)
     for package, extra in (("mlx_lm", "lm"), *([("matplotlib", "bench")] if plot else [])):
         if importlib.util.find_spec(package) is None:
             raise click.ClickException(f"this needs {package}: pip install 'mlxdist[{extra}]'")
@@ -113,10 +117,9 @@ def ep(
         "sharded": sharded,
         "rounds": rounds,
         "pinned": pinned,
-        "hosts": [f"127.0.0.1:{port}" for port in free_ports(ranks)],
     }
     module, steps = ["-m", "mlxdist.bench.ep_rank"], len(shapes) * len(tokens)
-    results = run(module, parameters, ranks, steps, title="ep", variables=ONE_THREAD)
+    results = run(module, parameters, ranks, steps, title="ep", variables=ONE_THREAD, chosen=chosen)
     results |= {"benchmark": "ep", "sharded": sharded, "rounds": rounds}
     for case in results["cases"]:
         if case["refused"]:

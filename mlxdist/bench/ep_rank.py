@@ -18,7 +18,7 @@ from mlxdist.nn.experts.switch import ExpertParallelSwitchGLU
 
 from .ep import AUTO, COMPILED, INSIDE, ONE_PROCESS, RING, SHAPES, Shape
 from .job import serve
-from .mlx_groups import mlx_groups
+from .mlx_groups import mlx_group
 from .timing import Work, copy_work, interleave, quantiles, slowest
 
 # A result may differ from the reference by rounding alone: float32, sums of a few hundred terms in another order.
@@ -28,8 +28,8 @@ FASTEST_READ = 4
 
 
 def measure(world: mlxdist.Group, parameters: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Parameters: shapes (names), scale (or None), tokens (list), sharded, rounds, hosts (of the ring)."""
-    ring = mlx_groups(["ring"], parameters["hosts"], world)["ring"]
+    """Parameters: shapes (names), scale (or None), tokens (list), sharded, rounds."""
+    ring = mlx_group("ring", world)
     policy = Policy(calibrate(world))
     for name in parameters["shapes"]:
         layer = Layer(SHAPES[name].scaled(parameters["scale"]), world, ring, policy, parameters["sharded"])
@@ -49,7 +49,7 @@ class Layer:
         parameters = tree_map(mx.array, self.whole.parameters())
         self.on_ring = self._block()
         self.on_ring.update(parameters)
-        _shard_as_mlx_lm(self.on_ring, ring)
+        shard_as_mlx_lm(self.on_ring, ring)
         how = {"tokens": "sharded" if sharded else "replicated", "policy": policy}
         self.parallel = {
             mode: ExpertParallelSwitchGLU.from_switch(self.whole.switch_mlp, world, mode=mode, **how)
@@ -114,15 +114,8 @@ class Layer:
 
     def _routed(self, x: mx.array, experts: ExpertParallelSwitchGLU) -> mx.array:
         """What mlx-lm's block does, with our experts."""
-        indices, scores = self._route(x)
+        indices, scores = route(self.whole, x)
         return experts(x, indices, scores)
-
-    def _route(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        gates = mx.softmax(self.whole.gate(x), axis=-1, precise=True)
-        k = self.whole.top_k
-        indices = mx.argpartition(gates, kth=-k, axis=-1)[..., -k:]
-        scores = mx.take_along_axis(gates, indices, axis=-1)
-        return indices, scores / mx.sum(scores, axis=-1, keepdims=True)
 
     def _wrong(self, y: mx.array, expected: mx.array) -> int:
         """Elements of all ranks together."""
@@ -132,7 +125,7 @@ class Layer:
 
     def _bytes_read(self, x: mx.array) -> dict[str, int]:
         """Bytes of weights that the busiest rank reads at least, each once."""
-        chosen = np.unique(np.array(self._route(x)[0]))
+        chosen = np.unique(np.array(route(self.whole, x)[0]))
         shape, ranks = self.shape, self.world.size()
         each = 3 * shape.hidden_size * shape.moe_intermediate_size * 4
         owners = self.parallel[AUTO].placement.owners[chosen]
@@ -150,7 +143,15 @@ class Layer:
         ]
 
 
-def _shard_as_mlx_lm(block: Qwen3MoeSparseMoeBlock, group: mx.distributed.Group) -> None:
+def route(block: Qwen3MoeSparseMoeBlock, x: mx.array) -> tuple[mx.array, mx.array]:
+    """The experts of each token, and their weights."""
+    gates = mx.softmax(block.gate(x), axis=-1, precise=True)
+    indices = mx.argpartition(gates, kth=-block.top_k, axis=-1)[..., -block.top_k :]
+    scores = mx.take_along_axis(gates, indices, axis=-1)
+    return indices, scores / mx.sum(scores, axis=-1, keepdims=True)
+
+
+def shard_as_mlx_lm(block: Qwen3MoeSparseMoeBlock, group: mx.distributed.Group) -> None:
     """What shard() of mlx-lm's qwen3_moe does to its block."""
     block.sharding_group = group
     shard_inplace(block.switch_mlp.gate_proj, "all-to-sharded", group=group)

@@ -9,30 +9,35 @@ from typing import Any
 import click
 from rich.table import Table
 
-from .job import print_load, results_console, run, write_results
+from ..hostfile.options import Chosen, host_options
+from .job import MOST_RANKS, RANKS_OPTION, number_of_ranks, print_load, results_console, run, write_results
 from .sizes import Size, format_size
 
 SHOWN = ("messages_sent", "header_bytes_sent", "payload_bytes_sent", "control_messages_sent")
 
 
 @click.command()
-@click.option("-n", "ranks", type=click.IntRange(2, 8), default=2, show_default=True, help="Number of ranks.")
+@RANKS_OPTION
+@host_options
 @click.option("--bytes", "size", type=Size(), default="16MiB", show_default=True, help="Bytes in all.")
 @click.option("--pieces", type=click.IntRange(2, 100_000), default=1000, show_default=True, help="Messages, not one.")
 @click.option("--rounds", type=click.IntRange(3, 1000), default=9, show_default=True, help="Blocks measured per case.")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Also write the results as JSON here.")
-def fragmentation(ranks: int, size: int, pieces: int, rounds: int, as_json: bool, output: Path | None) -> None:
+def fragmentation(
+    chosen: Chosen, ranks: int | None, size: int, pieces: int, rounds: int, as_json: bool, output: Path | None
+) -> None:
     """Send the same bytes as 1 message and as 1000, with send and recv and with all_sum.
 
     Times are those of all the bytes; the counters are rank 0's, for one pass over all the bytes.
     """
+    chosen, ranks = number_of_ranks(chosen, ranks, MOST_RANKS)
     if size // 4 < pieces:
         problem = f"{format_size(size)} are too few for {pieces} pieces of float32"
         raise click.BadParameter(problem, param_hint="--bytes")
     parameters = {"bytes": size, "pieces": pieces, "rounds": rounds}
     module = ["-m", "mlxdist.bench.fragmentation_rank"]
-    results = run(module, parameters, ranks, 4, title="fragmentation") | {"benchmark": "fragmentation"}
+    results = run(module, parameters, ranks, 4, title="fragmentation", chosen=chosen) | {"benchmark": "fragmentation"}
     if not write_results(results, as_json, output):
         _print(results)
     sys.exit(1 if any(case["wrong"] for case in results["cases"]) else 0)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import random
 import resource
+import socket
 import statistics
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -14,9 +16,10 @@ import numpy as np
 
 import mlxdist
 
-__all__ = ["ForeignLoad", "Work", "copy_work", "interleave", "pin", "quantiles", "slowest"]
+__all__ = ["ForeignLoad", "Work", "copy_work", "interleave", "one_by_one", "pin", "quantiles", "slowest"]
 
 BLOCK_PAUSE = 0.002  # seconds; lets the helper threads of one work fall asleep before the next is timed
+CALL_PAUSE = 0.0005  # the same for single calls
 BLOCK_TIME = 5e3  # microseconds that a block should take
 MAX_CALLS = 200  # in a block
 WARM_UP = 2  # rounds that do not count
@@ -29,6 +32,7 @@ class Work:
     call: Callable[[], object]
     operations: int = 1
     before: Callable[[], object] = lambda: None  # not timed, once before each block
+    after: Callable[[], object] = lambda: None  # not timed, after each single call
     # Instead of timing the call here: given a number of calls, the microseconds of each, taken by somebody else.
     elsewhere: Callable[[int], list[float]] | None = None
 
@@ -78,6 +82,21 @@ def interleave(works: Mapping[str, Work], rounds: int, world: mlxdist.Group) -> 
     return {name: np.array(taken) for name, taken in blocks.items()}
 
 
+def one_by_one(works: Mapping[str, Work], warm_up: int, count: int, world: mlxdist.Group) -> dict[str, np.ndarray]:
+    """``count`` single calls of every work, in turn, with a barrier before each. All ranks call it with the same names.
+
+    Returns, by name, this rank's microseconds, those of the first ``warm_up`` calls left out.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(warm_up + count):
+        for name in random.Random(turn).sample(list(works), len(works)):
+            time.sleep(CALL_PAUSE)
+            world.barrier()
+            taken[name] += works[name].block(1)
+            works[name].after()
+    return {name: np.array(times[warm_up:]) for name, times in taken.items()}
+
+
 def _calls(work: Work, world: mlxdist.Group) -> int:
     """How many calls make a block, the same on all ranks. The first call of all is slow and does not count."""
     work.before()
@@ -92,11 +111,11 @@ def slowest(samples: np.ndarray, world: mlxdist.Group) -> np.ndarray:
 
 
 def quantiles(samples: np.ndarray) -> dict[str, float]:
-    """median, p99, min, max and count of all samples."""
+    """median, p10, p90, p99, min, max and count of all samples."""
     ordered = sorted(float(sample) for sample in samples.flat)
     return {
         "median": statistics.median(ordered),
-        "p99": ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
+        **{f"p{part}": ordered[min(len(ordered) - 1, part * len(ordered) // 100)] for part in (10, 90, 99)},
         "min": ordered[0],
         "max": ordered[-1],
         "count": len(ordered),
@@ -104,20 +123,22 @@ def quantiles(samples: np.ndarray) -> dict[str, float]:
 
 
 class ForeignLoad:
-    """The share of the machine that processes other than the ranks used meanwhile: it disturbs more than all else.
+    """The share of a machine that processes other than the ranks used meanwhile: it disturbs more than all else.
 
-    Children of a rank belong to it, once they have ended.
+    Children of a rank belong to it, once they have ended. Of several hosts, the one that was disturbed most counts.
     """
 
     def __init__(self, world: mlxdist.Group) -> None:
         self._world = world
+        self._machine = zlib.crc32(_machine().encode())
         self._begin = self._read()
 
     def _read(self) -> np.ndarray:
-        """Seconds of CPU: of the whole machine, idle or busy; of it busy; of all ranks. Zeros where not known."""
+        """Seconds of CPU: of this machine, idle or busy; of it busy; of all ranks on it. Zeros where not known."""
         used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
         own = sum(usage.ru_utime + usage.ru_stime for usage in used)
-        ranks = mlxdist.all_sum(np.array([own]), group=self._world)[0]
+        everyone = mlxdist.all_gather(np.array([[self._machine, own]]), group=self._world)
+        ranks = everyone[everyone[:, 0] == self._machine, 1].sum()
         try:
             with open("/proc/stat") as file:
                 ticks = [int(field) for field in file.readline().split()[1:9]]
@@ -127,6 +148,17 @@ class ForeignLoad:
         return np.array([*seconds, ranks])
 
     def share(self) -> float | None:
-        """0 to 1; None where the system does not tell."""
+        """0 to 1; None where no system tells. Collective."""
         total, busy, ranks = self._read() - self._begin
-        return max(0.0, float((busy - ranks) / total)) if total > 0 else None
+        share = max(0.0, float((busy - ranks) / total)) if total > 0 else -1.0
+        worst = float(mlxdist.all_max(np.array([share]), group=self._world)[0])
+        return worst if worst >= 0 else None
+
+
+def _machine() -> str:
+    """The same for all processes of one machine, whatever their namespaces; another on each."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read()
+    except OSError:  # macOS
+        return socket.gethostname()

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .collectives import Names
-from .job import free_ports, has_mpirun, print_load, results_console, run, write_results
+from .job import has_mpirun, print_load, results_console, run, write_results
 
 __all__ = ["Numbers", "communication", "failed", "layer_cases", "measure_layers", "print_layers", "tp", "withhold"]
 
@@ -120,7 +120,6 @@ def measure_layers(
         "cases": cases,
         "models": models,
         "backends": backends,
-        "hosts": [f"127.0.0.1:{port}" for port in free_ports(RANKS)],
         "rounds": rounds,
         "dtype": dtype,
         "device": device,

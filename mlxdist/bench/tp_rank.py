@@ -28,11 +28,11 @@ PROMPT = [1, 2, 3, 4]
 
 
 def measure(world: mlxdist.Group, parameters: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Parameters: cases (family, hidden, phase, tokens, cached), backends, hosts (of the ring), rounds, dtype, device;
+    """Parameters: cases (family, hidden, phase, tokens, cached), backends, rounds, dtype, device;
     models: (family, hidden, layers, vocabulary, tokens), for whole-model decode."""
     if parameters["device"] == "gpu":
         mx.set_default_device(mx.gpu)
-    groups = mlx_groups(parameters["backends"], parameters["hosts"], world)
+    groups = mlx_groups(parameters["backends"], world)
     for case in parameters["cases"]:
         yield _case(world, case, groups, parameters["dtype"], parameters["rounds"])
         mx.clear_cache()

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# usage: bench_2node.sh --node0 NAME --node1 NAME [options]
+#
+# Runs `mlxdist bench suite` between two nodes, one rank on each: every operation, expert parallelism and a
+# tensor-parallel layer, by mlxdist and by those of MLX's backends that work there. Writes suite.json, table.txt and,
+# where there is matplotlib, report.html into a new folder, named by the time.
+#
+# The exit status is 0 if every result was right, 1 if not, 2 if the options are wrong.
+#
+#     scripts/bench_2node.sh --node0 mac0 --node1 mac1 --node0-ip 192.168.0.1 --node1-ip 192.168.0.2
+#     mlxdist bench compare bench-2node-*/suite.json            two of them
+#
+# Options:
+#   --quick            two sizes, few iterations
+#   --only A,B         these operations, see `mlxdist bench suite --help`
+#   --backends A,B     these of mlxdist, ring, mpi, jaccl
+#   --results PATH     folder that the new one is made in; left out: here
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/two_nodes.sh"
+
+RESULTS=.
+SUITE=()
+
+own_option() {
+    case $1 in
+        --quick) SUITE+=(--quick); TAKEN=1 ;;
+        --only | --backends) SUITE+=("$1" "$2"); TAKEN=2 ;;
+        --results) RESULTS=$2; TAKEN=2 ;;
+    esac
+}
+
+parse_options "$@"
+write_hostfile
+target=$RESULTS/bench-2node-$(date +%Y%m%d-%H%M%S)
+mkdir -p "$target"
+if "$(local_python)" -c 'import matplotlib' 2>/dev/null; then
+    SUITE+=(--html "$target/report.html")
+else
+    echo "no report.html: this needs matplotlib, pip install 'mlxdist[bench]'" >&2
+fi
+# bash 3.2: an empty array is an unset variable
+mlxdist_here bench suite "${ON_HOSTS[@]}" --output "$target/suite.json" ${SUITE[@]+"${SUITE[@]}"} | tee "$target/table.txt"
+echo "Written: $target"

@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# usage: compare_2node.sh --node0 NAME --node1 NAME [options]
+#
+# mlxdist against MLX's own backends between two nodes, one rank on each, in the same run: the table has a column for
+# each backend and how many times as long as mlxdist it takes. Writes what bench_2node.sh writes, and with --against a
+# comparison with an earlier run.
+#
+# The exit status is 0 if every result was right, 1 if not, or if a case became slower by more than --fail-above, 2 if
+# the options are wrong.
+#
+#     scripts/compare_2node.sh --node0 mac0 --node1 mac1 --ep-only
+#
+# Options:
+#   --ep-only          expert parallelism alone: transport and pipeline
+#   --tp-only          tensor parallelism alone: a decoder layer, decode and prefill
+#   --decode-only      of that, decode alone
+#   --mlx-only         MLX's backends alone
+#   --mlxdist-only     mlxdist alone
+#   --quick            two sizes, few iterations
+#   --against FILE     suite.json of an earlier run, to compare with
+#   --fail-above N     with --against: the exit status is 1 if a case takes more than N times as long as there
+#   --results PATH     folder that the new one is made in; left out: here
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/two_nodes.sh"
+
+RESULTS=.
+AGAINST=
+ONLY=()
+BACKENDS=()
+SUITE=()
+COMPARE=()
+
+own_option() {
+    TAKEN=1
+    case $1 in
+        --ep-only) ONLY+=(ep_transport,ep_pipeline) ;;
+        --tp-only) ONLY+=(tp_decode,tp_prefill) ;;
+        --decode-only) ONLY+=(tp_decode) ;;
+        --mlx-only) BACKENDS+=(ring,mpi,jaccl) ;;
+        --mlxdist-only) BACKENDS+=(mlxdist) ;;
+        --quick) SUITE+=(--quick) ;;
+        --against) AGAINST=$2; TAKEN=2 ;;
+        --fail-above) COMPARE=(--fail-above "$2"); TAKEN=2 ;;
+        --results) RESULTS=$2; TAKEN=2 ;;
+        *) TAKEN=0 ;;
+    esac
+}
+
+parse_options "$@"
+[ ${#ONLY[@]} -le 1 ] || usage_error "--ep-only, --tp-only and --decode-only exclude each other"
+[ ${#BACKENDS[@]} -le 1 ] || usage_error "--mlx-only and --mlxdist-only exclude each other"
+[ -z "$AGAINST" ] || [ -f "$AGAINST" ] || usage_error "--against: there is no file $AGAINST"
+[ ${#ONLY[@]} -eq 0 ] || SUITE+=(--only "${ONLY[0]}")
+[ ${#BACKENDS[@]} -eq 0 ] || SUITE+=(--backends "${BACKENDS[0]}")
+write_hostfile
+target=$RESULTS/compare-2node-$(date +%Y%m%d-%H%M%S)
+mkdir -p "$target"
+if "$(local_python)" -c 'import matplotlib' 2>/dev/null; then
+    SUITE+=(--html "$target/report.html")
+else
+    echo "no report.html: this needs matplotlib, pip install 'mlxdist[bench]'" >&2
+fi
+# bash 3.2: an empty array is an unset variable
+mlxdist_here bench suite "${ON_HOSTS[@]}" --output "$target/suite.json" ${SUITE[@]+"${SUITE[@]}"} | tee "$target/table.txt"
+if [ -n "$AGAINST" ]; then
+    mlxdist_here bench compare "$AGAINST" "$target/suite.json" ${COMPARE[@]+"${COMPARE[@]}"} | tee "$target/compare.txt"
+fi
+echo "Written: $target"

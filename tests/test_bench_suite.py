@@ -1,0 +1,310 @@
+"""`mlxdist bench suite`, report and compare: what they check, write and refuse. No test looks at the times themselves."""
+
+import copy
+import json
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mlxdist
+from mlxdist.bench.compare import compared
+from mlxdist.bench.operations import Inputs
+from mlxdist.bench.results import load
+from mlxdist.bench.suite import MEASURED, failed, notes, plan
+from mlxdist.bench.suite_operations import OURS, Way, collective, exactly
+from mlxdist.bench.suite_rank import Suite
+from test_bench import bench, require_times
+
+SMALL = ["--quick", "--only", "sendrecv,all_reduce,broadcast,ep_transport", "--backends", "mlxdist,ring,jaccl"]
+VOID = {"meta", "!doctype", "br", "link"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """The folder with the results and the report of one small run."""
+    folder = tmp_path_factory.mktemp("suite")
+    bench("suite", *SMALL, "--output", str(folder / "a.json"), "--html", str(folder / "a.html"))
+    return folder
+
+
+@pytest.fixture
+def results(run) -> dict:
+    return load(run / "a.json")
+
+
+def test_every_case_is_measured_and_verified(results):
+    setup = results["setup"]
+    assert (setup["ranks"], setup["warm_up"], setup["iterations"], len(setup["machines"])) == (2, 2, 5, 2)
+    measured = {(c["backend"], c["operation"], c["dtype"], c.get("tokens") or c["bytes"]) for c in results["cases"]}
+    sizes = (4 << 10, 256 << 10)
+    sized = {(o, d) for o, d in (("sendrecv", "float32"), ("all_reduce", "float16"), ("all_reduce", "float32"))}
+    both = {(backend, o, d, size) for backend in ("mlxdist", "ring") for o, d in sized for size in sizes}
+    ours = {("mlxdist", "broadcast", "float32", size) for size in sizes} | {("mlxdist", "ep_transport", "float16", 8)}
+    assert measured == both | ours
+    for case in results["cases"]:
+        require_times(case["microseconds"])
+        assert (case["verified"], case["wrong"], case["refused"]) == (True, 0, None)
+        assert case["microseconds"]["count"] == 5
+        assert case["gbps"] == pytest.approx(case["bytes"] / case["microseconds"]["median"] / 1e3)
+
+
+def test_what_is_not_there_is_reported(results):
+    assert results["backends"]["ring"] == {"absent": None} and results["backends"]["jaccl"]["absent"]
+    why = {(entry["backend"], entry["operation"]): entry["why"] for entry in results["absent"]}
+    assert why == {
+        ("ring", "broadcast"): "mx.distributed has no broadcast",
+        ("ring", "ep_transport"): "mx.distributed has no all_to_all",
+    }
+    text = "\n".join(notes(results))
+    assert "jaccl was not measured" in text and "ring has no broadcast: mx.distributed has no broadcast" in text
+
+
+def test_what_is_needed_to_repeat_it(results):
+    setup = results["setup"]
+    assert "bench suite --quick --only" in setup["command"] and setup["provider"].startswith("soft: ")
+    assert {"begun", "revision", "seconds", "foreign_cpu_share", "hosts", "environment", "pinned"} <= set(setup)
+    for machine in setup["machines"]:
+        assert {"system", "release", "cpu", "cores", "memory", "python", "mlx", "numpy", "clock"} <= set(machine)
+        assert machine["environment"]["OMP_NUM_THREADS"] == "1"
+        assert "MLXDIST_SECRET" not in machine["environment"]
+
+
+class Page(HTMLParser):
+    """Tags that are not closed in their order, and what a page must not fetch."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open, self.seen, self.names, self.outside = [], [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.seen.append(tag)
+        self.names += [value for name, value in attributes if name == "id"]
+        self.outside += [v for name, v in attributes if name in ("src", "href", "xlink:href") and not v.startswith("#")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open[-1] == tag, (tag, self.open)
+        self.open.pop()
+
+
+def test_the_report_is_one_page_that_needs_nothing_else(run, results):
+    text = (run / "a.html").read_text()
+    page = Page(text)
+    assert page.open == [] and page.outside == []
+    assert page.seen.count("svg") == 5  # four curves, and the layer
+    assert len(set(page.names)) == len(page.names)
+    assert page.seen.count("tr") == 1 + len({(c["operation"], c["dtype"], c["bytes"]) for c in results["cases"]})
+    assert "currentColor" in text and "color-scheme: light dark" in text
+
+
+def test_what_a_file_says_is_escaped(run, results, tmp_path):
+    results["setup"]["command"] = results["setup"]["hosts"][0]["name"] = "<script>alert(1)</script>"
+    results["cases"][0]["operation"] = "<b>$x^$</b>"
+    results["cases"] = results["cases"][:2]
+    results["cases"][1] |= {"refused": "<i>wrong", "microseconds": None}
+    (tmp_path / "a.json").write_text(json.dumps(results))
+    bench("report", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html"))
+    text = (tmp_path / "a.html").read_text()
+    assert not {"script", "b", "i"} & set(Page(text).seen)
+    assert "&lt;script&gt;" in text and "REFUSED" in text
+
+
+def test_a_result_is_like_itself(run):
+    found = json.loads(bench("compare", *[str(run / "a.json")] * 2, "--fail-above", "1.01", "--json").stdout)
+    assert found["comparable"] and found["failed"] == [] and found["other"] == []
+    assert {case["verdict"] for case in found["cases"]} == {"alike"}
+    assert all(case["ratio"] == 1 for case in found["cases"])
+
+
+def slowed(results: dict, number: int, times: float) -> dict:
+    """A copy in which one case takes so many times as long."""
+    made = copy.deepcopy(results)
+    taken = made["cases"][number]["microseconds"]
+    made["cases"][number]["microseconds"] = {n: v if n == "count" else v * times for n, v in taken.items()}
+    return made
+
+
+@pytest.fixture
+def steady(results) -> dict:
+    """With spreads of 10 %, whatever the machine did."""
+    for case in results["cases"]:
+        median = case["microseconds"]["median"]
+        spread = {"p10": 0.95, "p90": 1.05, "p99": 1.1, "min": 0.9, "max": 1.1, "median": 1.0}
+        case["microseconds"] = {name: median * factor for name, factor in spread.items()}
+    return results
+
+
+def test_what_differs_by_more_than_its_spread(steady):
+    def verdict(times: float) -> tuple:
+        cases = compared(steady, slowed(steady, 3, times))["cases"]
+        assert {case["verdict"] for number, case in enumerate(cases) if number != 3} == {"alike"}
+        return cases[3]["verdict"], cases[3]["ratio"]
+
+    assert verdict(1.09) == ("alike", pytest.approx(1.09))
+    assert verdict(1.5) == ("slower", pytest.approx(1.5))
+    assert verdict(0.5) == ("faster", pytest.approx(0.5))
+
+
+def test_a_slower_case_fails_in_ci(steady, tmp_path):
+    for name, times in (("a", 1.0), ("b", 1.3)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(slowed(steady, 0, times)))
+    files = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]
+    assert "1 slower" in bench("compare", *files).stdout
+    assert "1 slower" in bench("compare", *files, "--fail-above", "1.4").stdout
+    assert "FAILED: sendrecv float32, 4 KiB by mlxdist: takes 1.30" in bench(
+        "compare", *files, "--fail-above", "1.2", status=1
+    ).stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"ranks": 4}, "NOT COMPARABLE: ranks: 2 and 4"),
+        ({"provider": "ibverbs: a device"}, "NOT COMPARABLE: provider: soft and ibverbs"),
+        ({"hosts": [{"name": "node0", "ips": ["192.0.2.1"]}]}, "NOT COMPARABLE: hosts: localhost and node0 (192.0.2.1)"),
+        ({"mlxdist": "9.9"}, "Also not the same: mlxdist"),
+    ],
+)
+def test_what_cannot_be_compared(run, results, change, words, tmp_path):
+    results["setup"] |= change
+    (tmp_path / "b.json").write_text(json.dumps(results))
+    files = [str(run / "a.json"), str(tmp_path / "b.json")]
+    printed = bench("compare", *files, "--fail-above", "9", status=1 if "NOT" in words else 0).stdout
+    assert words in printed
+
+
+def test_a_missing_case_fails_in_ci(run, results, tmp_path):
+    del results["cases"][0]
+    (tmp_path / "b.json").write_text(json.dumps(results))
+    printed = bench("compare", str(run / "a.json"), str(tmp_path / "b.json"), "--fail-above", "9", status=1).stdout
+    assert "there in A, missing in B" in printed
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "line 1"),
+        ("[]", 'no "benchmark": "suite"'),
+        ('{"benchmark": "collectives"}', 'no "benchmark": "suite"'),
+        ('{"benchmark": "suite", "schema": 2}', "its schema is 2"),
+        ('{"benchmark": "suite", "schema": 1}', '"setup" is missing'),
+        ("[" * 100_000, "is not what mlxdist bench suite"),
+    ],
+)
+def test_other_files_are_refused(text, words, tmp_path):
+    (tmp_path / "a.json").write_text(text)
+    assert words in bench("compare", *[str(tmp_path / "a.json")] * 2, status=1).stderr
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda case: case.pop("bytes"),
+        lambda case: case.update(bytes=0),
+        lambda case: case.update(microseconds=None),
+        lambda case: case["microseconds"].update(median=float("nan")),
+        lambda case: case["microseconds"].update(p99="fast"),
+        lambda case: case.update(backend=["mlxdist"]),
+    ],
+)
+def test_malformed_cases_are_refused(results, spoil, tmp_path):
+    spoil(results["cases"][1])
+    (tmp_path / "a.json").write_text(json.dumps(results))
+    assert "case 1 is malformed" in bench("compare", *[str(tmp_path / "a.json")] * 2, status=1).stderr
+
+
+def alone() -> tuple[Suite, Inputs]:
+    """In a group of one."""
+    world = mlxdist.init()
+    parameters = {"quick": True, "warm_up": 0, "iterations": 3}
+    return Suite(world, {OURS: world}, "cpu", parameters), Inputs("float32", 1000, 1)
+
+
+def test_wrong_data_is_refused():
+    """In the last of three calls, one element."""
+    suite, data = alone()
+    good = collective("all_reduce", data, suite.world, OURS, suite.world)
+    calls = []
+
+    def start():
+        calls.append(good._start())
+        return calls[-1] if len(calls) < 3 else [calls[-1][0].at[7].add(1)]
+
+    ways = {OURS: good, "broken": Way(start, lambda result: exactly(data[0], result))}
+    fine, broken = suite._time(ways, 4000, {"operation": "all_reduce", "bytes": 4000}, lambda *times: None)
+    assert (fine["verified"], fine["refused"]) == (True, None) and fine["microseconds"]["count"] == 3
+    assert (broken["verified"], broken["wrong"], broken["microseconds"], broken["gbps"]) == (False, 1, None, None)
+    assert "1 elements" in broken["refused"]
+    assert failed({"cases": [fine, broken]}) and not failed({"cases": [fine]})
+    assert failed({"cases": []})  # nothing was measured
+
+
+def test_impossible_times_are_refused():
+    suite, data = alone()
+    ways = {OURS: collective("all_reduce", data, suite.world, OURS, suite.world)}
+    (case,) = suite._time(ways, 4000, {"operation": "all_reduce", "bytes": 4000}, lambda median, memcpy: "too fast")
+    assert (case["refused"], case["microseconds"], case["wrong"]) == ("too fast", None, 0)
+
+
+def test_a_result_of_another_shape_is_wrong():
+    expected = np.zeros(4, np.float32)
+    assert exactly(expected, mlxdist.all_sum(np_to_mlx(np.zeros(3, np.float32)))) > 0
+
+
+def np_to_mlx(array):
+    import mlx.core as mx
+
+    return mx.array(array)
+
+
+def test_the_plan():
+    lines = plan(list(MEASURED), [4096, 16384], quick=False)
+    assert [line["operation"] for line in lines if line.get("dtype") == "float16"] == ["all_reduce"] * 2
+    assert [line["tokens"] for line in lines if line["operation"] == "ep_transport"] == [8, 128]
+    assert len(plan(list(MEASURED), [4096], quick=True)) == 7 + 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--only", "all_som"], "'all_som' is not one of sendrecv"),
+        (["--backends", "gloo"], "'gloo' is not one of mlxdist, ring, mpi, jaccl"),
+        (["-n", "1"], "1 rank in all; this needs 2 to 64"),
+        (["-n", "2", "--html", "/no/such/folder/a.html"], "there is no folder /no/such/folder"),
+        (["--hosts", "a,b", "--hostfile", "c"], "Give --hostfile or --hosts, not both"),
+    ],
+)
+def test_refuses(arguments, words):
+    assert words in " ".join(bench("suite", *arguments, status=2).stderr.split())
+
+
+def test_without_matplotlib(run, tmp_path):
+    program = "import sys; sys.modules['matplotlib'] = None; sys.argv[0] = 'mlxdist'; from mlxdist.cli import main; main()"
+    words = [sys.executable, "-c", program, "bench", "report", str(run / "a.json"), "--html", str(tmp_path / "a.html")]
+    finished = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 1 and "pip install 'mlxdist[bench]'" in finished.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_of_it(ranks):
+    """Three: one has no partner, nothing divides by them, and mlx-lm's layers cannot be cut."""
+    pytest.importorskip("mlx_lm")
+    found = json.loads(bench("suite", "--quick", "-n", str(ranks), "--json").stdout)
+    assert {case["operation"] for case in found["cases"] if case["backend"] == "mlxdist"} | {
+        entry["operation"] for entry in found["absent"] if entry["backend"] == "mlxdist"
+    } == set(MEASURED)
+    assert all(case["verified"] for case in found["cases"])
+    assert ("tp_decode" in {case["operation"] for case in found["cases"]}) == (ranks == 2)
