@@ -96,7 +96,7 @@ def ep(
     output: Path | None,
     plot: Path | None,
 ) -> None:
-    """Time a layer of experts on ranks of this machine, or of several hosts, in float32 on the CPU, and check its results.
+    """Time a layer of experts, in float32 on the CPU, on this machine or several hosts, and check its results.
 
     Router, experts and exchange, in blocks that take turns: each mode of ExpertParallelSwitchGLU; the one that a
     calibrated policy chooses ("auto"); all of it in mx.compile, where nothing waits for the host ("compiled"); the

@@ -109,7 +109,8 @@ def number_of_ranks(chosen: Chosen, each: int | None, most: int, default: int = 
     chosen = chosen.with_ranks(each)
     ranks = chosen.hostfile.ranks if chosen.hostfile is not None else each or default
     if not 2 <= ranks <= most:
-        raise click.UsageError(f"{ranks} rank{'s' * (ranks != 1)} in all; this needs 2 to {most}, see -n and --hostfile")
+        number = f"{ranks} rank{'s' * (ranks != 1)} in all"
+        raise click.UsageError(f"{number}; this needs 2 to {most}, see -n and --hostfile")
     return chosen, ranks
 
 
@@ -137,7 +138,10 @@ def _follow(process: subprocess.Popen, steps: int, title: str) -> list[dict[str,
                 return found
             text, mark, case = line.decode(errors="replace").partition(_MARK)
             if mark:
-                found.append(json.loads(case))
+                try:
+                    found.append(json.loads(case))
+                except ValueError:
+                    raise click.ClickException(f"rank 0 broke off in a result: {case[:80]!r}") from None
                 progress.update(task, completed=min(steps, len(found)))
             else:
                 console.print(text, end="", markup=False, highlight=False)

@@ -102,8 +102,8 @@ def _table(results: dict[str, Any]) -> str:
         ratios = [times_of(cases.get(name), cases.get(names[0])) for name in names[1:]]
         cells += ["" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
         rows.append(_row("td", cells))
-    head = _row("th", titles)
-    return f'<div class="wide"><table>\n<thead>{head}</thead>\n<tbody>\n' + "\n".join(rows) + "\n</tbody>\n</table></div>"
+    head = f'<div class="wide"><table>\n<thead>{_row("th", titles)}</thead>\n<tbody>'
+    return "\n".join([head, *rows, "</tbody>\n</table></div>"])
 
 
 def _row(tag: str, cells: list[str]) -> str:

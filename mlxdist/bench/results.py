@@ -89,6 +89,7 @@ def _is_case(case: Any) -> bool:
     if not isinstance(case, dict) or not isinstance(case.get("refused"), str | None):
         return False
     texts = all(isinstance(case.get(name), str) for name in ("operation", "dtype", "backend"))
+    texts = texts and isinstance(case.get("described", ""), str)
     numbers = all(isinstance(case.get(name, 0), int) for name in ("tokens", "wrong"))
     numbers = numbers and isinstance(case.get("bytes"), int) and 0 < case["bytes"] <= _MAX_SIZE
     times = case.get("microseconds")

@@ -1,4 +1,4 @@
-"""`mlxdist bench suite`: the whole of communication, by mlxdist and by MLX's own backends, on one machine or several."""
+"""`mlxdist bench suite`: all communication, by mlxdist and by MLX's own backends, on one machine or several."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..hostfile.options import Chosen, host_options
 from .collectives import Names
 from .job import RANKS_OPTION, has_mpirun, number_of_ranks, print_load, results_console, run, write_results
 from .machine import describe_command, relevant
-from .results import BENCHMARK, SCHEMA, backends_of, by_name, case_name, hosts_of, size_of, spread, times_of
+from .results import BENCHMARK, SCHEMA, backends_of, by_name, case_name, hosts_of, key, size_of, spread, times_of
 from .sizes import Size, size_range
 
 __all__ = ["failed", "notes", "plan", "print_suite", "suite"]
@@ -102,12 +102,12 @@ def suite(
         "pinned": pinned,
     }
     results = _measure(chosen, ranks, backends, parameters)
+    if not write_results(results, as_json, output):
+        print_suite(results, results_console())
     if html:
         from .report import write_report  # only now: matplotlib takes a second to load
 
         write_report(results, html)
-    if not write_results(results, as_json, output):
-        print_suite(results, results_console())
     sys.exit(1 if failed(results) else 0)
 
 
@@ -159,7 +159,8 @@ def _measure(chosen: Chosen, ranks: int, backends: list[str], parameters: dict[s
         "schema": SCHEMA,
         "setup": setup,
         "backends": {name: {"absent": absent.get(name)} for name in backends},
-        "cases": _flat(jobs, "cases", backends),
+        # Sizes that come to the same number of elements are one case.
+        "cases": list({key(case): case for case in _flat(jobs, "cases", backends)}.values()),
         "absent": _flat(jobs, "absent", backends),
     }
 
@@ -168,7 +169,8 @@ def _flat(jobs: list[dict[str, Any]], kind: str, backends: list[str]) -> list[di
     """In the order of the plan, and within a line of it in that of the backends."""
     found = []
     for steps in zip(*(job["cases"] for job in jobs)):
-        found += sorted((part for step in steps for part in step[kind]), key=lambda part: backends.index(part["backend"]))
+        parts = [part for step in steps for part in step[kind]]
+        found += sorted(parts, key=lambda part: backends.index(part["backend"]))
     return found
 
 
@@ -244,15 +246,12 @@ def notes(results: dict[str, Any]) -> list[str]:
     """What a reader of the table has to know besides it."""
     setup = results["setup"]
     lines = [
-        f"{setup['warm_up']} iterations to warm up, {setup['iterations']} timed, a barrier before each; the time of the "
-        "slowest rank. GB/s: size over time.",
+        f"{setup['warm_up']} iterations to warm up, {setup['iterations']} timed, a barrier before each; the time of "
+        "the slowest rank. GB/s: size over time.",
         f"mlxdist {setup['mlxdist']} on {setup['provider']}; MLX {setup['mlx']}; layers on the {setup['device']}.",
     ]
-    described = {case["operation"]: [] for case in results["cases"] if case.get("described")}
-    for case in results["cases"]:
-        if case.get("described") and case["described"] not in described[case["operation"]]:
-            described[case["operation"]].append(case["described"])
-    lines += [f"{operation}: {'; '.join(words)}" for operation, words in described.items()]
+    described = dict.fromkeys((c["operation"], c["described"]) for c in results["cases"] if c.get("described"))
+    lines += [f"{operation}: {words}" for operation, words in described]
     lines += [f"{name} was not measured: {why['absent']}" for name, why in results["backends"].items() if why["absent"]]
     reasons: dict[tuple[str, str], list[str]] = {}
     for entry in results["absent"]:
