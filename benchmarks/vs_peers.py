@@ -23,8 +23,9 @@ import targets
 from engine import run_engine
 from rich.table import Table
 
-from mlxdist.bench.job import free_ports, has_mpirun, print_load, results_console, run
+from mlxdist.bench.job import has_mpirun, print_load, results_console, run
 from mlxdist.bench.sizes import format_size, size_range
+from mlxdist.launch.backends import free_ports
 
 HERE = Path(__file__).parent
 KIB, MIB = 1 << 10, 1 << 20

@@ -7,14 +7,9 @@ else ranks print as their standard error: no file system is shared, and the rank
 
 from __future__ import annotations
 
-import ctypes.util
 import json
-import os
 import queue
-import secrets
-import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -32,7 +27,6 @@ __all__ = [
     "MOST_RANKS",
     "QUIET",
     "RANKS_OPTION",
-    "free_ports",
     "has_mpirun",
     "number_of_ranks",
     "print_load",
@@ -48,7 +42,6 @@ SILENCE = 300.0  # seconds without a case after which a benchmark is given up
 THIS_MACHINE = Chosen()
 # In front of each case; the launcher puts the rank before it.
 _MARK = "mlxdist bench: "
-_FIND_PORT = "import socket; print(socket.create_server(('', 0)).getsockname()[1])"
 RANKS_OPTION = click.option(
     "-n", "ranks", type=click.IntRange(1), help="Number of ranks; with hosts: on each of them.  [default: 2]"
 )
@@ -82,11 +75,9 @@ def run(
     Raises:
         click.ClickException: a rank failed; its own output has said why.
     """
-    variables = dict(variables or {})
-    environment = dict(os.environ) | variables
-    start = _mpirun(ranks, environment, variables, chosen) if under_mpirun else _launch(ranks, variables, chosen)
+    start = _launch(ranks, variables or {}, chosen, under_mpirun)
     command = [*start, chosen.python or sys.executable, *rank_command, json.dumps(dict(parameters))]
-    with subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
         try:
             found = _follow(process, steps, title)
         except BaseException:
@@ -147,58 +138,19 @@ def _follow(process: subprocess.Popen, steps: int, title: str) -> list[dict[str,
                 console.print(text, end="", markup=False, highlight=False)
 
 
-def _launch(ranks: int, variables: Mapping[str, str], chosen: Chosen) -> list[str]:
+def _launch(ranks: int, variables: Mapping[str, str], chosen: Chosen, under_mpirun: bool) -> list[str]:
     words = [sys.executable, "-m", "mlxdist", "launch"]
-    if chosen.hostfile is None:
-        return [*words, "-n", str(ranks), "--"]
-    # Ranks need no folder, and this one may not be there on other hosts.
+    if under_mpirun:
+        words += ["--backend", "mpi", "--mpi-arg", "--allow-run-as-root --oversubscribe --bind-to none"]
     settings = [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
-    return [*words, *chosen.arguments, "--cwd", "/", *settings, "--"]
-
-
-def _mpirun(
-    ranks: int, environment: dict[str, str], variables: Mapping[str, str], chosen: Chosen
-) -> list[str]:
-    """The command; what the ranks need comes into ``environment``. Each takes its number from Open MPI, in `serve`."""
-    # MLX looks for libmpi.so, which distributions keep in their development packages.
-    environment.setdefault("MLX_MPI_LIBNAME", ctypes.util.find_library("mpi") or "libmpi.so")
-    environment["MLXDIST_WORLD_SIZE"] = str(ranks)
-    environment["MLXDIST_SECRET"] = secrets.token_hex(32)
-    words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
     if chosen.hostfile is None:
-        environment["MLXDIST_RENDEZVOUS"] = f"127.0.0.1:{free_ports(1)[0]}"
-        return words
-    environment["MLXDIST_RENDEZVOUS"] = _rendezvous(chosen)
-    hosts = ",".join(f"{host.name}:{host.slots}" for host in chosen.hosts())
-    words += ["--host", hosts, "--mca", "plm_rsh_agent", shlex.join(chosen.ssh), "--wdir", "/"]
-    names = {name for name in environment if name.startswith("MLXDIST_")} | {"MLX_MPI_LIBNAME", *variables}
-    return [*words, *(word for name in sorted(names) for word in ("-x", name))]  # values do not stand on a command line
-
-
-def _rendezvous(chosen: Chosen) -> str:
-    """Where rank 0 will listen, if nobody takes the port before it does."""
-    from ..environment import format_address
-    from ..remote.ssh import run as run_on
-
-    first = chosen.hosts()[0]
-    if not first.ips:
-        raise click.ClickException(f'mpirun needs an address of {first.name} in the hostfile: "ips"')
-    answer = run_on(first.name, [chosen.python or sys.executable, "-c", _FIND_PORT], chosen.reach)
-    if answer.status or not answer.output.strip().isdecimal():
-        raise click.ClickException(f"{first.name}: {answer.last_words or answer.output[:80]!r}")
-    return format_address(first.ips[0], int(answer.output))
+        return [*words, "-n", str(ranks), *settings, "--"]
+    # Ranks need no folder, and this one may not be there on other hosts.
+    return [*words, *chosen.arguments, "--cwd", "/", *settings, "--"]
 
 
 def has_mpirun() -> bool:
     return shutil.which("mpirun") is not None
-
-
-def free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
-    sockets = [socket.create_server((address, 0)) for _ in range(count)]
-    ports = [listening.getsockname()[1] for listening in sockets]
-    for listening in sockets:
-        listening.close()
-    return ports
 
 
 def serve(measure: Callable[..., Iterator[dict[str, Any]]], *, pinned: bool = True) -> None:
@@ -210,9 +162,6 @@ def serve(measure: Callable[..., Iterator[dict[str, Any]]], *, pinned: bool = Tr
 
     # Whatever prints here or in a child: the standard output is for cases alone.
     _, target = claim_streams()
-    # Before MLX and mlxdist read their variables: Open MPI's launcher numbers the ranks itself.
-    if "OMPI_COMM_WORLD_RANK" in os.environ and "MLXDIST_RANK" not in os.environ:
-        os.environ["MLXDIST_RANK"] = os.environ["OMPI_COMM_WORLD_RANK"]
     import mlx.core as mx
 
     import mlxdist

@@ -20,8 +20,8 @@ if TYPE_CHECKING:  # a command that is given no hosts does not load what reads h
 __all__ = ["Chosen", "host_options"]
 
 _OPTIONS = (
-    click.option("--hostfile", "file", metavar="FILE", help="Run on the hosts of FILE; see `mlxdist hostfile`."),
-    click.option("--hosts", metavar="A,B", help="Run on these hosts."),
+    click.option("--hostfile", "file", metavar="FILE", help="The hosts of FILE; see `mlxdist hostfile`."),
+    click.option("--hosts", metavar="A,B", help="These hosts."),
     click.option("--include", metavar="A,B", help="Of the hosts, only these."),
     click.option("--exclude", metavar="A,B", help="Of the hosts, not these."),
     click.option(
