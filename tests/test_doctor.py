@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+from doctor_facts import NAMES, VERSIONS, cluster, facts
+from fake_ssh import fake_ssh, through_a_shell
 from launching import nothing_left  # noqa: F401  (a fixture of every test)
 from rich.console import Console
-from test_doctor_checks import NAMES, VERSIONS, cluster, facts
-from test_remote import fake_ssh, through_a_shell
 
 from mlxdist.doctor import before_launch, report
 from mlxdist.doctor.checks import CHECKS, run_checks

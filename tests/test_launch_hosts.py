@@ -183,6 +183,12 @@ def test_ctrl_c_while_a_host_does_not_answer(tmp_path):
         assert launcher.returncode == 130 and "interrupted by SIGINT before all hosts were ready" in error
 
 
+def test_two_names_of_one_machine():
+    job = launch(LAUNCH, "--hosts", "localhost,127.0.0.1", "--", "true")
+    assert job.returncode == 1
+    assert "localhost and 127.0.0.1 are the same machine; name it once, with as many slots" in job.stderr
+
+
 def test_frames():
     """Whatever pieces they come in; and nothing that is no frame is waited for, or kept."""
     sent = [(Kind.OUT, 3, b"x" * 1000), (Kind.ERR, 1023, b""), (Kind.OUT, 0, b"\0\n")]

@@ -5,9 +5,9 @@ import os
 import socket
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from fake_ssh import fake_ssh, through_a_shell
 from launching import marked_processes, nothing_left, wait_for  # noqa: F401  (nothing_left is a fixture of every test)
 
 from mlxdist.remote.answers import GREETING
@@ -16,18 +16,6 @@ from mlxdist.remote.ssh import LOST, Reach, run, run_everywhere
 from mlxdist.version import __version__
 
 AWKWARD = ["two words", "it's", '"', "$HOME", "`id`", "a\nb", "ü", "", "--", "*"]
-
-
-def fake_ssh(folder: Path, program: str) -> Reach:
-    """An ssh whose other side is ``program``: Python that finds what a shell would run in ``command``."""
-    path = folder / "ssh"
-    path.write_text(f"#!{sys.executable}\nimport sys, subprocess\ncommand = sys.argv[-1]\n{program}\n")
-    path.chmod(0o700)
-    return Reach((str(path),))
-
-
-def through_a_shell(folder: Path, noise: str = "") -> Reach:
-    return fake_ssh(folder, f"print({noise!r}, flush=True)\nsys.exit(subprocess.run(['sh', '-c', command]).returncode)")
 
 
 def test_this_machine_is_asked_without_ssh():

@@ -16,6 +16,8 @@ import numpy as np
 
 import mlxdist
 
+from ..host_identity import boot_identity
+
 __all__ = ["ForeignLoad", "Work", "copy_work", "interleave", "one_by_one", "pin", "quantiles", "slowest"]
 
 BLOCK_PAUSE = 0.002  # seconds; lets the helper threads of one work fall asleep before the next is timed
@@ -130,7 +132,7 @@ class ForeignLoad:
 
     def __init__(self, world: mlxdist.Group) -> None:
         self._world = world
-        self._machine = zlib.crc32(_machine().encode())
+        self._machine = zlib.crc32((boot_identity() or socket.gethostname()).encode())
         self._begin = self._read()
 
     def _read(self) -> np.ndarray:
@@ -153,12 +155,3 @@ class ForeignLoad:
         share = max(0.0, float((busy - ranks) / total)) if total > 0 else -1.0
         worst = float(mlxdist.all_max(np.array([share]), group=self._world)[0])
         return worst if worst >= 0 else None
-
-
-def _machine() -> str:
-    """The same for all processes of one machine, whatever their namespaces; another on each."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read()
-    except OSError:  # macOS
-        return socket.gethostname()

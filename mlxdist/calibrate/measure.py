@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..verbs.agreement import host_identity
+from ..host_identity import host_identity
 from ..version import __version__
 from .parts import PRODUCTS
 

@@ -22,8 +22,9 @@ from typing import Any
 from .. import mpi_door
 from ..environment import OF_JOB, Environment
 from ..errors import EnvironmentVariableError, ResourceError
-from ..launch.jobs import list_jobs, read_record, runtime_folder, try_lock
-from ..verbs.agreement import host_identity
+from ..host_identity import host_identity
+from ..launch.jobs import list_jobs, read_record
+from ..launch.runtime_folder import runtime_folder, try_lock
 from ..version import __version__
 
 __all__ = ["allocate", "clock", "kernel_objects", "output_of", "power_settings", "read", "vm_statistics"]

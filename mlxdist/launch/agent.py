@@ -19,6 +19,7 @@ from typing import Any
 
 from .. import mpi_door
 from ..errors import ResourceError
+from ..host_identity import host_identity
 from ..remote.streams import claim_streams
 from ..version import __version__
 from .backends import Exports, free_ports
@@ -252,6 +253,7 @@ def _who() -> dict[str, Any]:
     """This host, as far as the launcher compares it with others."""
     return {
         "host": socket.gethostname(),
+        "identity": host_identity(),
         "python": platform.python_version(),
         "mlxdist": __version__,
         # Addresses by which this connection came: the launcher's and ours.

@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 from dataclasses import asdict
 
 from ..environment import format_address, parse_address
@@ -145,11 +146,18 @@ class HostsJob:
 
     def _connect(self) -> None:
         self._wait(lambda host: host.state.hello is not None, _CONNECT_SECONDS, "does not answer")
+        names: dict[Any, str] = {}
         for host in self._hosts:
             theirs = host.state.hello.get("mlxdist")
             if theirs != __version__:
                 raise ResourceError(
                     f"{host.name} has mlxdist {theirs!r:.40}, and this machine {__version__}; install the same version"
+                )
+            # What an agent keeps for the job would be in the way of the other one there.
+            first = names.setdefault(host.state.hello.get("identity"), host.name)
+            if first != host.name:
+                raise ResourceError(
+                    f"{first} and {host.name} are the same machine; name it once, with as many slots as it has ranks"
                 )
 
     def _prepare(self) -> None:

@@ -1,18 +1,17 @@
 """How the ranks of a job agree on the devices that join them: each tells all where it is, and all choose alike."""
 
 import json
-import os
 import socket
-from pathlib import Path
 from typing import Protocol
 
 from ..environment import Environment
 from ..errors import Mismatch, name_ranks
+from ..host_identity import host_identity
 from . import device_map
 from .links import Choice, choose
 from .place import Place
 
-__all__ = ["ONE_HOST", "agree", "host_identity"]
+__all__ = ["ONE_HOST", "agree"]
 
 ONE_HOST = "all ranks are on one host"
 
@@ -72,15 +71,6 @@ def _gather_hosts(
             f"{name_ranks(others)}; set it alike on all"
         )
     return list(hosts)
-
-
-def host_identity() -> str:
-    """Equal for processes that share a kernel: containers and hosts may share a name."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    namespace = Path("/proc/self/ns/net")  # another network namespace has other interfaces
-    identity = boot.read_text().strip() if boot.exists() else ""
-    network = os.readlink(namespace) if namespace.exists() else ""
-    return f"{os.uname().nodename} {identity} {network}"
 
 
 def _address(environment: Environment) -> str:

@@ -1,0 +1,34 @@
+"""What tells one host from another: names do not, for containers and Macs may share one."""
+
+import os
+import sys
+from pathlib import Path
+
+__all__ = ["boot_identity", "host_identity"]
+
+_MAX_UUID = 64
+
+
+def host_identity() -> str:
+    """Equal for processes that share a kernel, its name and its network."""
+    namespace = Path("/proc/self/ns/net")  # another network namespace has other interfaces
+    network = os.readlink(namespace) if namespace.exists() else ""
+    return f"{os.uname().nodename} {boot_identity()} {network}"
+
+
+def boot_identity() -> str:
+    """The same for all processes of one machine from its start to the next; "" where the system does not tell."""
+    if sys.platform == "darwin":
+        return _boot_session()
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else ""
+
+
+def _boot_session() -> str:
+    """macOS has it as a text in its table of settings; see sysctlbyname(3)."""
+    import ctypes  # only here: the launcher starts without
+
+    text = ctypes.create_string_buffer(_MAX_UUID)
+    size = ctypes.c_size_t(_MAX_UUID)
+    failed = ctypes.CDLL(None).sysctlbyname(b"kern.bootsessionuuid", text, ctypes.byref(size), None, ctypes.c_size_t(0))
+    return "" if failed else text.value.decode(errors="replace")

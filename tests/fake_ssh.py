@@ -1,0 +1,20 @@
+"""An ssh for tests of what other hosts may answer: its other side is a program on this machine."""
+
+import sys
+from pathlib import Path
+
+from mlxdist.remote.ssh import Reach
+
+__all__ = ["fake_ssh", "through_a_shell"]
+
+
+def fake_ssh(folder: Path, program: str) -> Reach:
+    """An ssh whose other side is ``program``: Python that finds what a shell would run in ``command``."""
+    path = folder / "ssh"
+    path.write_text(f"#!{sys.executable}\nimport sys, subprocess\ncommand = sys.argv[-1]\n{program}\n")
+    path.chmod(0o700)
+    return Reach((str(path),))
+
+
+def through_a_shell(folder: Path, noise: str = "") -> Reach:
+    return fake_ssh(folder, f"print({noise!r}, flush=True)\nsys.exit(subprocess.run(['sh', '-c', command]).returncode)")
