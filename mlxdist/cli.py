@@ -1,6 +1,5 @@
 """The command `mlxdist`. Each subcommand is a module, imported when it is used: `mlxdist launch` must start fast."""
 
-import difflib
 import importlib
 import os
 
@@ -42,6 +41,8 @@ class Commands(click.Group):
         return getattr(importlib.import_module(module), attribute)
 
     def resolve_command(self, context: click.Context, args: list[str]) -> tuple:
+        import difflib
+
         # click suggests only commands that it holds itself.
         close = difflib.get_close_matches(args[0], COMMANDS, n=1)
         if args[0] not in COMMANDS and close:

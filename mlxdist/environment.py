@@ -5,7 +5,6 @@ Whatever is unknown, malformed or contradictory is refused here, before anything
 understood their variables differently would hang, or silently run as several groups of one.
 """
 
-import difflib
 import math
 import os
 import re
@@ -208,6 +207,8 @@ def _refuse_unknown(environ: Mapping[str, str]) -> None:
     for name in sorted(environ):
         if not name.startswith("MLXDIST_") or name in known:
             continue
+        import difflib  # seldom needed, and the launcher starts fast
+
         close = difflib.get_close_matches(name, known, n=1)
         advice = f"did you mean {close[0]}?" if close else "unset it; `mlxdist env` lists those that exist"
         raise EnvironmentVariableError(f"{name} is set, but there is no such variable; {advice}")

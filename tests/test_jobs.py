@@ -15,10 +15,9 @@ from launching import LAUNCH, RANK, launch, marked_processes, nothing_left, pyth
 
 from mlxdist.errors import InvalidArgument, ResourceError
 from mlxdist.launch import leftovers
-from mlxdist.launch.job_hosts import SUFFIX
 from mlxdist.launch.jobs import JobFolder, find_job, list_jobs
 from mlxdist.launch.processes import start_times
-from mlxdist.launch.runtime_folder import runtime_folder
+from mlxdist.launch.runtime_folder import OF_HOSTS, runtime_folder
 
 WAITING = "import time; print(os.environ['MLXDIST_JOB'], os.getpid(), flush=True); time.sleep(60)"
 RECORD = "open(os.path.join(os.environ['MLXDIST_FLIGHT'], f'flight-{rank}.json'), 'w').write('x')\n"
@@ -98,7 +97,7 @@ def test_the_record_of_a_launcher_that_was_killed_is_removed():
         assert job.stdout.readline()
         job.kill()
         job.communicate(timeout=20)
-    (left,) = runtime_folder().glob(f"*{SUFFIX}")
+    (left,) = runtime_folder().glob(f"*{OF_HOSTS}")
     assert wait_for(lambda: list_jobs() == [], 10)  # the agent has noticed
     leftovers.remove_leftovers()
     assert not left.exists()

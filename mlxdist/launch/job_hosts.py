@@ -22,15 +22,14 @@ from typing import TYPE_CHECKING
 from ..checking import fields_of, list_of, number, text
 from ..environment import MAX_RANKS
 from ..errors import ResourceError
-from .runtime_folder import is_locked, runtime_folder, write_json
+from .runtime_folder import OF_HOSTS, is_locked, runtime_folder, write_json
 
 if TYPE_CHECKING:  # a job on this machine alone loads neither
     from ..hostfile import Hostfile
     from ..remote.ssh import Reach
 
-__all__ = ["SUFFIX", "HostOfJob", "HostsFolder", "HostsRecord", "read_hosts_record"]
+__all__ = ["HostOfJob", "HostsFolder", "HostsRecord", "read_hosts_record"]
 
-SUFFIX = "@hosts"
 _FILE = "hosts.json"
 _MAX_BYTES = 4 << 20
 
@@ -75,8 +74,8 @@ class HostsFolder:
         hosts = tuple(HostOfJob(host.name, first, host.slots) for host, first in zip(hostfile.hosts, firsts))
         record = HostsRecord(os.getpid(), started, list(command), tuple(reach.ssh), reach.python, hosts)
         runtime = runtime_folder()
-        self._folder = runtime / f"{name}{SUFFIX}"
-        new = runtime / f".new-{name}{SUFFIX}"  # nobody sees it without its lock
+        self._folder = runtime / f"{name}{OF_HOSTS}"
+        new = runtime / f".new-{name}{OF_HOSTS}"  # nobody sees it without its lock
         try:
             new.mkdir(mode=0o700)
             self._lock = os.open(new / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

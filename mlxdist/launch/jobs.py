@@ -13,6 +13,8 @@ however they ended, and no process number can be mistaken for another. What is l
 the next launcher (leftovers.py), but for the recordings.
 """
 
+from __future__ import annotations
+
 import contextlib
 import fcntl
 import json
@@ -21,11 +23,14 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import InvalidArgument
-from .job_hosts import SUFFIX, HostsRecord, read_hosts_record
 from .processes import start_times
-from .runtime_folder import is_locked, runtime_folder, write_json
+from .runtime_folder import OF_HOSTS, is_locked, runtime_folder, write_json
+
+if TYPE_CHECKING:
+    from .job_hosts import HostsRecord
 
 __all__ = ["Job", "JobFolder", "Record", "find_job", "list_jobs", "read_record"]
 
@@ -68,6 +73,8 @@ class Job:
 
 def list_jobs() -> list[Job]:
     """The jobs of this user that run on this machine or were started here, by name."""
+    from .job_hosts import read_hosts_record  # a launcher needs none
+
     runtime = runtime_folder()
     jobs: dict[str, Job] = {}
     names = [name for name in sorted(os.listdir(runtime)) if not name.startswith(".")]
@@ -80,9 +87,9 @@ def list_jobs() -> list[Job]:
                 found = Job(name, runtime / name, flight, record.living(), record.command, record.launcher, started)
                 jobs[name] = found
     for name in names:
-        hosts = read_hosts_record(runtime / name) if name.endswith(SUFFIX) else None
+        hosts = read_hosts_record(runtime / name) if name.endswith(OF_HOSTS) else None
         if hosts is not None:
-            name = name.removesuffix(SUFFIX)
+            name = name.removesuffix(OF_HOSTS)
             here = jobs.get(name) or Job(name, runtime / name, None, {}, hosts.command)
             jobs[name] = replace(here, launcher=hosts.launcher, started=hosts.started, hosts=hosts)
     return [job for _, job in sorted(jobs.items())]

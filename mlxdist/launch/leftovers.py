@@ -12,10 +12,9 @@ import shutil
 import time
 from pathlib import Path
 
-from .job_hosts import SUFFIX
 from .jobs import Record, read_record
 from .keeper import Keeper
-from .runtime_folder import runtime_folder, try_lock
+from .runtime_folder import OF_HOSTS, runtime_folder, try_lock
 
 __all__ = ["KEPT", "remove_leftovers"]
 
@@ -40,7 +39,7 @@ def remove_leftovers() -> list[str]:
         folder = runtime / name
         if name.startswith("."):
             _remove_half_made(folder)
-        elif name.endswith(SUFFIX):
+        elif name.endswith(OF_HOSTS):
             _remove_hosts_record(folder)
         elif (folder / "job.json").exists():
             if not _is_around_us(name) and (text := _clean_up(name, folder)):

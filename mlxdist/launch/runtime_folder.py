@@ -12,7 +12,10 @@ from typing import Any
 
 from ..errors import ResourceError
 
-__all__ = ["is_locked", "runtime_folder", "try_lock", "write_json"]
+__all__ = ["OF_HOSTS", "is_locked", "runtime_folder", "try_lock", "write_json"]
+
+# Behind the name of a job: the folder that says on which hosts it runs; see job_hosts.py.
+OF_HOSTS = "@hosts"
 
 
 def runtime_folder() -> Path:
