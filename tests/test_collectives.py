@@ -15,7 +15,8 @@ def test_exact_for_every_dtype_and_size(run_ranks, operation, ranks):
     assert f"{OPERATIONS[operation]} cases of {operation} on {ranks} ranks are exact" in outputs[0]
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 3])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_exact_for_every_dtype_and_fewer_sizes(run_ranks, ranks):
     """All operations in one job."""
     outputs = run_ranks("collectives.py", ranks, "every", timeout=300)
@@ -23,7 +24,8 @@ def test_exact_for_every_dtype_and_fewer_sizes(run_ranks, ranks):
         assert f"112 cases of {operation} on {ranks} ranks are exact" in outputs[0]
 
 
-@pytest.mark.parametrize("ranks", [5, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [5, 8])
 def test_more_ranks_than_cores(run_ranks, ranks):
     outputs = run_ranks("many_ranks.py", ranks, timeout=120)
     assert all("exact" in output for output in outputs)

@@ -200,7 +200,8 @@ def test_interfaces_of_macos():
 
 
 def test_services_of_macos():
-    details = {"Thunderbolt 1": "info_manual.txt", "Ethernet": "synthetic_info_dhcp.txt", "Old Link": "synthetic_info_off.txt"}
+    details = {"Thunderbolt 1": "info_manual.txt", "Ethernet": "synthetic_info_dhcp.txt"}
+    details |= {"Old Link": "synthetic_info_off.txt"}
     found = readers.services(fixture("synthetic_services.txt"), {name: fixture(file) for name, file in details.items()})
     assert found == (
         Service("Ethernet", "Ethernet", "en0", True, "dhcp"),

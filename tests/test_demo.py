@@ -82,6 +82,7 @@ def test_a_rank_that_fails_ends_the_job(run_example, tmp_path):
     assert report is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "ranks, options, message",
     [

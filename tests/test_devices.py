@@ -223,7 +223,10 @@ def test_what_is_wrong_and_what_to_do(driver):
     assert "port down: ib0 is INIT; start a subnet manager" in run(**driver | {"DRIVER_DEVICES": "ib0=2,1,fe80::1"})
 
 
-@pytest.mark.parametrize("call", ["get_device_list", "get_device_name", "open_device", "query_port", "query_gid"])
+CALLS = ["get_device_list", "open_device", "query_port", "query_gid"]
+
+
+@pytest.mark.parametrize("call", ["get_device_name", *(pytest.param(call, marks=pytest.mark.long) for call in CALLS)])
 def test_a_call_that_does_not_return_is_named(driver, call):
     """Only in the list itself, and for a name that is not known yet, no device can be told."""
     device = "" if call == "get_device_list" else "rxe0"

@@ -20,6 +20,7 @@ def test_the_whole_matrix(run_ranks, ranks):
     assert all("right" in output for output in run_ranks("expert_parallel.py", ranks, "whole", timeout=240))
 
 
+@pytest.mark.long
 @one_to_four(2)
 def test_layers_of_mlx_lm(run_ranks, ranks):
     """Quantized forms, LoRA, memory, mx.compile, and the blocks of five models."""
@@ -27,11 +28,13 @@ def test_layers_of_mlx_lm(run_ranks, ranks):
     assert all("right" in output for output in outputs)
 
 
+@pytest.mark.long
 @one_to_four(2)
 def test_grid_with_tensor_parallelism(run_ranks, ranks):
     assert all("right" in output for output in run_ranks("expert_parallel.py", ranks, "grid"))
 
 
+@pytest.mark.long
 @one_to_four(3)
 def test_bad_input_of_one_rank_is_an_error_of_all(run_ranks, ranks):
     assert all("right" in output for output in run_ranks("expert_parallel.py", ranks, "bad_input"))

@@ -17,6 +17,7 @@ def test_each_rank_reads_and_holds_its_share(run_ranks, tmp_path, ranks):
     assert all(output.count("right") == 3 for output in outputs)
 
 
+@pytest.mark.long
 @one_to_four(2)
 def test_bad_input_on_one_rank_is_the_same_error_on_all(run_ranks, tmp_path, ranks):
     """Also of a stream that breaks."""
@@ -24,6 +25,7 @@ def test_bad_input_on_one_rank_is_the_same_error_on_all(run_ranks, tmp_path, ran
     assert all(output.count("right") == 2 for output in outputs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_parameters_that_mlx_lm_computes_are_read_whole_with_a_warning(run_ranks, tmp_path, ranks):
     outputs = run_ranks("loading.py", ranks, "computed", tmp_path)

@@ -36,6 +36,7 @@ def test_connections_at_the_start(run_ranks, ranks, at_start, fewest, most):
     assert (min(counts), max(counts)) == (fewest, most)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_memory_for_slots(run_ranks, ranks):
     """At most 16 MiB a rank with eight of them."""

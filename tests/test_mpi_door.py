@@ -17,7 +17,8 @@ from mlxdist.launch.command import launch as launch_command
 
 LIBRARY = mpi_door.library()
 SYMBOLS = {*mpi_door.FUNCTIONS, *mpi_door.OBJECTS}
-READERS = ["eval", "tolist", "np.array", "np.asarray", "np.sqrt"]
+READERS = ["eval", "np.sqrt"]
+READERS += [pytest.param(reader, marks=pytest.mark.long) for reader in ("tolist", "np.array", "np.asarray")]
 
 
 @pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (2, 4))])
@@ -49,14 +50,14 @@ def test_every_operation_in_two_halves_at_once(run_ranks, ranks):
         "cannot_import",
     ],
 )
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_plain_mlx_programs(run_ranks, scenario, ranks):
     for output in run_ranks("mpi_door.py", ranks, scenario):
         assert "as expected" in output
         assert "Traceback" not in output and "mlxdist:" not in output
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.long)])
 def test_16_bit_sums_are_accumulated_in_float32(run_ranks, ranks):
     assert all("as expected" in output for output in run_ranks("mpi_door.py", ranks, "accumulates_in_float32"))
 

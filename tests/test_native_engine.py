@@ -9,7 +9,7 @@ LAYERS = ("verbs", "soft", "endpoint", "reduce", "collectives")
 INCLUDES = [f"-I{NATIVE / folder}" for folder in ("include", "verbs", "endpoint", "reduce", "collectives")]
 FLAGS = ["-std=gnu11", '-DMLXDIST_VERSION="0.0.0"', *INCLUDES]
 NAMES = [f"engine{of}_test" for of in ("", "_faults", "_cables", "_repair", "_keepalive", "_apple")]
-SLOW = ["engine_keepalive_test", "engine_faults_test", "engine_cables_test"]
+SLOW = ["engine_test", "engine_keepalive_test", "engine_faults_test", "engine_cables_test"]
 # For the thread sanitizer the ranks are threads of one process, so that it sees both sides of their shared memory.
 VARIANTS = {
     "optimized": ["-O2"],

@@ -18,6 +18,7 @@ PROGRAMS = ["objects", "regions", "messages", "gather", "errors", "faults", "dam
 PROGRAMS += ["apple", "apple_life", "rxe", "writes", "peers", "processes", "scale", "stress"]
 PROGRAMS += ["key", "strangers", "tcp", "tcp_faults", "tcp_processes", "tcp_writes"]
 SLOW = ["processes", "stress", "tcp_processes", "objects", "faults", "damage", "delay", "idle", "apple_life", "scale"]
+SLOW += ["regions", "tcp", "writes"]
 SHARED_MEMORY = Path("/dev/shm")
 
 

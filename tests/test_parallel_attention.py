@@ -13,6 +13,7 @@ def test_as_the_whole_layer(run_ranks, ranks):
     assert all("right" in output for output in run_ranks("parallel_attention.py", ranks, *checks))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_modules_of_mlx_lm(run_ranks, ranks):
     """Attention, caches and MLP of Llama and Qwen3 themselves."""

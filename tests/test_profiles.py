@@ -27,8 +27,8 @@ def test_matrix(run_ranks, device, operation, ranks):
 @pytest.mark.parametrize(
     ("profile", "ranks", "faults"),
     [
-        ("apple-tb5", 2, "none"),
-        ("rxe", 2, "none"),
+        pytest.param("apple-tb5", 2, "none", marks=pytest.mark.long),
+        pytest.param("rxe", 2, "none", marks=pytest.mark.long),
         ("apple-tb5", 2, "drop=1/100,duplicate=1/100,truncate=1/100,jitter=100"),
         pytest.param("rxe", 4, "drop=1/100,duplicate=1/100,truncate=1/100,jitter=100", marks=pytest.mark.long),
     ],

@@ -19,7 +19,7 @@ def test_small_messages_need_no_registration(run_ranks):
     check(run_ranks, "small")
 
 
-@pytest.mark.parametrize("registered", ["registered", "unregistered"])
+@pytest.mark.parametrize("registered", ["registered", pytest.param("unregistered", marks=pytest.mark.long)])
 def test_memory_that_is_freed_and_mapped_again(run_ranks, registered):
     check(run_ranks, "remapped", registered)
 

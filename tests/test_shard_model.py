@@ -32,6 +32,7 @@ def test_grid(run_ranks):
     assert all("close" in output for output in run_ranks("shard_model.py", 4, "grid"))
 
 
+@pytest.mark.long
 def test_bad_input_is_the_same_error_on_all_ranks(run_ranks):
     assert all("close" in output for output in run_ranks("shard_model.py", 2, "refused"))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-WAITS = ["eval", "numpy", "door", *(pytest.param(how, marks=pytest.mark.long) for how in ("handle", "finalize"))]
+WAITS = ["eval", *(pytest.param(how, marks=pytest.mark.long) for how in ("numpy", "door", "handle", "finalize"))]
 
 
 def at(output: str, what: str) -> float:
@@ -53,6 +53,7 @@ def test_sigterm_ends_a_wait_within_100_ms_and_exit_handlers_run(run_in_time, ho
         assert re.search(r"raised Aborted .*: rank 1 on \S+ was terminated \(SIGTERM\)", output)
 
 
+@pytest.mark.long
 def test_sigterm_outside_of_operations(run_ranks):
     """The status is that of the signal, and the others learn what it was; not that a rank has left."""
     outputs = run_ranks("signals.py", 3, "sleep", "SIGTERM", status=143)
@@ -84,6 +85,7 @@ def test_ctrl_c_in_python_leaves_the_group_alone(run_ranks):
     assert "interrupted" in outputs[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.long)])
 def test_a_handler_of_the_program_s_own_decides(run_ranks, number):
     outputs = run_ranks("signals.py", 2, "own_handler", number)

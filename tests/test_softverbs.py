@@ -131,6 +131,7 @@ def test_versions_are_those_of_libibverbs():
 
 
 @linux
+@pytest.mark.long
 @pytest.mark.parametrize("cables", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_engine_on_the_library(run_ranks, library_folder, cables):
     """mlxdist opens it as it opens libibverbs, and everything above runs on memory that it registers."""

@@ -25,6 +25,7 @@ def test_on_four_ranks(run_ranks, scenario):
         assert "Traceback" not in output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scenario", ["colors", "split_of_a_split", "registered", "counted", "threads"])
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_on_few_ranks(run_ranks, scenario, ranks):
@@ -33,6 +34,7 @@ def test_on_few_ranks(run_ranks, scenario, ranks):
         assert "Traceback" not in output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scenario", ["grid", "grid_of_mlx", "split_of_a_split", "threads", "end_with_the_world"])
 def test_connections_made_on_first_use(run_ranks, scenario):
     """Messages of the rendezvous make them while the ranks wait, also where MLX holds the interpreter's lock."""

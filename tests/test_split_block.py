@@ -16,6 +16,7 @@ def test_biases_odd_sizes_and_other_rotary_embeddings(run_ranks, ranks):
     assert all("close" in output for output in run_ranks("split_block.py", ranks, "more_layers", timeout=120))
 
 
+@pytest.mark.long
 @one_to_four(2)
 def test_models_generate_the_same_tokens(run_ranks, ranks):
     assert all("close" in output for output in run_ranks("split_block.py", ranks, "models", timeout=120))

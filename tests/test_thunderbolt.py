@@ -47,13 +47,16 @@ def test_a_device_for_each_peer_and_cable(run_ranks, ranks, profile, cables):
         check_closed(output, cables * (ranks - 1))
 
 
-@pytest.mark.parametrize(("how", "status"), [("SIGTERM", 143), ("SIGINT", None), ("exception", None)])
+@pytest.mark.parametrize(
+    ("how", "status"),
+    [("SIGTERM", 143), *(pytest.param(how, None, marks=pytest.mark.long) for how in ("SIGINT", "exception"))],
+)
 def test_polite_endings_give_everything_back(run_ranks, how, status):
     for output in run(run_ranks, 3, how, status):
         check_closed(output, 2)
 
 
-@pytest.mark.parametrize("how", ["_exit", "SIGKILL"])
+@pytest.mark.parametrize("how", [pytest.param("_exit", marks=pytest.mark.long), "SIGKILL"])
 def test_sudden_endings_leave_nothing_to_the_others(run_ranks, how):
     """The rank itself can give back nothing; the system does, and the others do as ever."""
     outputs = run(run_ranks, 3, how, None)

@@ -22,8 +22,8 @@ def test_every_operation_has_one(name):
         pytest.param(["all_operations", "numpy"], "all_sum #14", marks=pytest.mark.long),
         pytest.param(["all_operations", "mlx"], "all_sum #14", marks=pytest.mark.long),
         (["handles"], "all_sum #2"),
-        (["barriers"], "barrier #4"),
-        (["groups"], "all_sum #1"),
+        pytest.param(["barriers"], "barrier #4", marks=pytest.mark.long),
+        pytest.param(["groups"], "all_sum #1", marks=pytest.mark.long),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )

@@ -61,6 +61,7 @@ def end(job):
     job.communicate(timeout=20)
 
 
+@pytest.mark.long
 def test_a_rank_that_others_wait_for_is_late():
     with running(2, LATE.format(step="if rank == 0: mlxdist.set_step(5, 100)")) as job:
         with LocalRanks("") as ranks:

@@ -37,6 +37,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)])
 def test_another_weight_on_one_rank_is_found_on_all(run_ranks, tmp_path, ranks):
     assert all("right" in output for output in run_ranks("loading.py", ranks, "verification", tmp_path))

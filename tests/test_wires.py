@@ -4,7 +4,13 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    ("ranks", "wires"), [(2, "0-1"), (3, "0-1,1-2,2-0"), (4, "0-2,2-1,1-3,3-0"), (5, "0-3,3-1,1-4,4-2,2-0")]
+    ("ranks", "wires"),
+    [
+        pytest.param(2, "0-1", marks=pytest.mark.long),
+        pytest.param(3, "0-1,1-2,2-0", marks=pytest.mark.long),
+        (4, "0-2,2-1,1-3,3-0"),
+        pytest.param(5, "0-3,3-1,1-4,4-2,2-0", marks=pytest.mark.long),
+    ],
 )
 def test_ring_of_cables(run_ranks, ranks, wires):
     outputs = run_ranks("wires.py", ranks, "ring", environment={"MLXDIST_WIRES": wires})

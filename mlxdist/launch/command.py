@@ -104,7 +104,7 @@ def _leave(status: int) -> NoReturn:
 def _check(plan: Plan, chosen: Chosen, options: Options) -> int:
     """What --check finds on the hosts, before anything is started: an exit status."""
     if plan.nodes is not None:
-        raise click.UsageError("--check asks hosts by ssh, which --nodes does not use; run `mlxdist doctor` on each node.")
+        raise click.UsageError("--check asks hosts by ssh, and --nodes does without; run `mlxdist doctor` on each node.")
     from ..doctor import before_launch
 
     if chosen.hostfile is None:
