@@ -35,7 +35,7 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest --durations=10
 
-test-long: setup check-macos $(VENV)/.atheris
+test-long: setup check-macos $(VENV)/.atheris $(VENV)/.lm-eval
 	$(BIN)/python -m pytest -m long --durations=40
 
 test-rxe: setup
@@ -80,6 +80,11 @@ $(VENV)/.ziglang: $(VENV)/.requirements
 # The fuzzer for Python. 35 MB, so only whoever fuzzes gets it; where there is no wheel of it the tests go without.
 $(VENV)/.atheris: $(VENV)/.requirements
 	-$(PIP) install --quiet --only-binary atheris atheris
+	@touch $@
+
+# For `mlx_lm evaluate`; with what it needs 200 MB.
+$(VENV)/.lm-eval: $(VENV)/.requirements
+	-$(PIP) install --quiet --constraint constraints.txt lm-eval==0.4.13
 	@touch $@
 
 $(VENV)/.files: FORCE | $(VENV)/.python

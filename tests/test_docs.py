@@ -3,8 +3,10 @@
 import re
 from pathlib import Path
 
+import click
 import pytest
 
+from mlxdist.cli import commands
 from mlxdist.environment import ALGORITHMS, VARIABLES
 from mlxdist.native import ffi, lib
 
@@ -57,3 +59,45 @@ def test_make_targets_and_links_exist(page):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name} shows make {target}"
     for link in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def find_command(words: list[str]) -> tuple[click.Command, list[str]]:
+    """The command that the words after `mlxdist` name, and those that are left."""
+    command: click.Command = commands
+    while isinstance(command, click.Group):
+        found = command.get_command(click.Context(command), words[0]) if words else None
+        if found is None:
+            break
+        command, words = found, words[1:]
+    return command, words
+
+
+def shown_commands(text: str) -> list[str]:
+    lines = re.findall(r"^    (?:\$ )?(mlxdist (?![\w-]+:).*?)(?:\s{2,}.*)?$", text, re.MULTILINE)
+    return lines + [" ".join(words.split()) for words in re.findall(r"`(mlxdist [a-z][^`]*)`", text)]
+
+
+def every_command(group: click.Group, name: str) -> dict[str, click.Command]:
+    found = {f"{name} {of}": group.get_command(click.Context(group), of) for of in group.list_commands(None)}
+    inner = [every_command(command, of) for of, command in found.items() if isinstance(command, click.Group)]
+    return found | {of: command for part in inner for of, command in part.items()}
+
+
+HELP = {name: command.help for name, command in every_command(commands, "mlxdist").items()}
+
+
+@pytest.mark.parametrize("where", [*(page.name for page in PAGES), *HELP])
+def test_commands_and_options_exist(where):
+    text = HELP[where] if where in HELP else next(page for page in PAGES if page.name == where).read_text()
+    for shown in shown_commands(text):
+        words = shown.split(" -- ")[0].removesuffix(" --").split()[1:]
+        command, rest = find_command(words)
+        assert command is not commands or words[0].startswith("--"), f"{where} shows {shown!r}"
+        options = {name for option in command.params for name in (*option.opts, *option.secondary_opts)} | {"--help"}
+        unknown = [word for word in rest if re.match("--[a-z]", word) and re.split(r"[=,`|]", word)[0] not in options]
+        assert not unknown, f"{where} shows {shown!r}, and there is no {unknown[0]}"
+
+
+@pytest.mark.parametrize("name", HELP)
+def test_every_command_has_a_help_text(name):
+    assert HELP[name]

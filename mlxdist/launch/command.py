@@ -214,11 +214,12 @@ def _for_mpirun(
     """The environment of mpirun and its command line, which has names of variables, and no values."""
     from .mpirun import mpirun_command, mpirun_variables, reach_variables
 
+    arguments = options.mpi_words()
     exported = _for_hosts(chosen.hostfile, given) if chosen.hostfile is not None else dict(given)
     exported = mpirun_variables(os.environ) | exported
     names = [*exported, "MLXDIST_RENDEZVOUS", "MLXDIST_SECRET", "MLXDIST_JOB"]
     folder = os.path.abspath(options.cwd) if options.cwd else None
-    words = mpirun_command(backend.hosts, names, folder, options.mpi_words(), command)
+    words = mpirun_command(backend.hosts, names, folder, arguments, command)
     return _for_this_machine(exported | reach_variables(chosen.ssh), words[0], door=False), words
 
 
