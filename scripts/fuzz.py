@@ -7,9 +7,11 @@ Each begins with its corpus in tests/fuzz/corpus; what it finds on top of that i
 
 import argparse
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -53,18 +55,21 @@ def fuzz(target: str, command: list[str], seconds: int) -> tuple[str, str]:
     found.mkdir(parents=True, exist_ok=True)
     arguments = [f"-max_total_time={seconds}", f"-timeout={INPUT_SECONDS}", f"-artifact_prefix={BUILD}/{target}-"]
     arguments += ["-print_final_stats=1", "-max_len=4096", str(found), str(CORPUS / target)]
-    try:
-        run = subprocess.run(
-            [*command, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=seconds + SPARE_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        return f"{target}: hangs", f"{target} has not ended {SPARE_SECONDS} s after its time"
+    # libFuzzer ends its process without what Python does at exit: temporary files are for us to delete.
+    with tempfile.TemporaryDirectory(prefix="mlxdist-fuzz-") as temporary:
+        try:
+            run = subprocess.run(
+                [*command, *arguments],
+                env={**os.environ, "TMPDIR": temporary},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                timeout=seconds + SPARE_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            return f"{target}: hangs", f"{target} has not ended {SPARE_SECONDS} s after its time"
     (BUILD / f"{target}.log").write_text(run.stdout)
     lines = run.stdout.splitlines()
     runs = next((line.split()[-1] for line in lines if line.startswith("stat::number_of_executed_units")), "?")
