@@ -41,12 +41,12 @@ class Commands(click.Group):
         return getattr(importlib.import_module(module), attribute)
 
     def resolve_command(self, context: click.Context, args: list[str]) -> tuple:
-        import difflib
+        if args[0] not in COMMANDS:
+            import difflib
 
-        # click suggests only commands that it holds itself.
-        close = difflib.get_close_matches(args[0], COMMANDS, n=1)
-        if args[0] not in COMMANDS and close:
-            context.fail(f"No such command {args[0]!r}. Did you mean {close[0]!r}?")
+            # click suggests only commands that it holds itself.
+            if close := difflib.get_close_matches(args[0], COMMANDS, n=1):
+                context.fail(f"No such command {args[0]!r}. Did you mean {close[0]!r}?")
         return super().resolve_command(context, args)
 
 

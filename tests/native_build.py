@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,9 @@ def build_program(
         if flag.startswith("-fsanitize=") and (reason := _why_unusable(flag)):
             pytest.skip(f"{flag} does not work here: {reason}")
     command = (compiler,) if compiler else c_compiler()
-    objects = [compile_source(source, command, flags) for source in sources]
+    _object_folder()  # before the threads, each of which would make one
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        objects = list(threads.map(lambda source: compile_source(source, command, flags), sources))
     return link(output, command, flags, [*objects, *libraries])
 
 

@@ -19,6 +19,8 @@ pytestmark = pytest.mark.long
 NAMES = ["node0", "node1", "node2", "node3"]
 HOSTS = ["--hosts", ",".join(NAMES)]
 VARIABLES = ["--env", "MLXDIST_SOFT_WIRE=tcp"]  # the namespaces share a kernel, and could share memory
+# What a network that delays has no part in.
+ONCE = pytest.mark.parametrize("nodes", ["good"], indirect=True)
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +96,7 @@ def test_a_rank_that_fails(nodes):
     assert wait_for(lambda: not nodes.processes(marker), 15), nodes.processes(marker)
 
 
+@ONCE
 def test_restart(nodes):
     program = "import mlxdist\nmlxdist.init(); mlxdist.barrier()\nrestart = os.environ['MLXDIST_RESTART']\n"
     program += "if rank == 3 and restart == '0': os._exit(5)\nmlxdist.barrier(); print('done', restart)"
@@ -167,6 +170,7 @@ def test_a_job_is_seen_from_its_launcher(nodes):
     assert wait_for(lambda: not nodes.processes(marker), 15), nodes.processes(marker)
 
 
+@ONCE
 def test_a_job_is_seen_from_elsewhere(nodes, tmp_path):
     """Where it was not started, and by naming its hosts."""
     marker = uuid.uuid4().hex
@@ -190,6 +194,7 @@ def test_a_job_is_seen_from_elsewhere(nodes, tmp_path):
     assert wait_for(lambda: not nodes.processes(marker), 15), nodes.processes(marker)
 
 
+@ONCE
 def test_clocks_that_disagree(nodes, tmp_path):
     """On node1 it is an hour earlier: what happened together is shown together, and who is late is found."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -213,6 +218,7 @@ def test_clocks_that_disagree(nodes, tmp_path):
         assert launcher.returncode == 143, error
 
 
+@ONCE
 def test_a_host_that_does_not_answer_is_named(nodes):
     with running(nodes, LATE) as launcher:
         nodes.hosts[3].pull_cable()
@@ -226,6 +232,7 @@ def test_a_host_that_does_not_answer_is_named(nodes):
         assert launcher.wait(60) != 0
 
 
+@ONCE
 def test_top_ends_with_the_job(nodes):
     with running(nodes, LATE) as launcher:
         started = time.monotonic()

@@ -55,8 +55,10 @@ def launch(chosen: Chosen, command: tuple[str, ...], **given: Any) -> None:
 
     Hosts are reached by ssh, without a password; mlxdist, the command and its folder have to be there under the same
     names (--python, --cwd). What the ranks are given travels through the connection, not on a command line: the
-    variables of --env, --env-file, the hostfile and this shell's MLXDIST_*. With --python, a command that is a script,
-    `python ...`, -m or -c is run by that Python.
+    variables of --env, --env-file, the hostfile and this shell's MLXDIST_*.
+
+    A command that is a Python script (or begins with -m or -c) is run by the Python of mlxdist, or that of --python,
+    which also takes the place of `python`.
 
     Where something else starts a launcher on each node (--nodes, or srun on several nodes), ssh is not used, and
     MLXDIST_SECRET must be the same everywhere. In a SLURM allocation (salloc, sbatch), without -n and hosts, the job
@@ -104,7 +106,7 @@ def _leave(status: int) -> NoReturn:
 def _check(plan: Plan, chosen: Chosen, options: Options) -> int:
     """What --check finds on the hosts, before anything is started: an exit status."""
     if plan.nodes is not None:
-        raise click.UsageError("--check asks hosts by ssh, and --nodes does without; run `mlxdist doctor` on each node.")
+        raise click.UsageError("--check asks hosts by ssh, and --nodes does without. On each node: mlxdist doctor")
     from ..doctor import before_launch
 
     if chosen.hostfile is None:

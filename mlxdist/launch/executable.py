@@ -27,8 +27,6 @@ def check_command(name: str, variables: Mapping[str, str]) -> None:
         exists = found or any(os.path.exists(os.path.join(folder, name)) for folder in path.split(os.pathsep) if folder)
     if found:
         return
-    if os.path.isfile(name) and name.endswith(".py"):
-        raise CannotRun(f"{name} is a Python file, not a command; write: python {name}", 126)
     if exists:
         what = "a folder" if os.path.isdir(name) else "not executable"
         raise CannotRun(f"{name} is {what}; give the program that runs it, or chmod +x it", 126)

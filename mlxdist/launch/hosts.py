@@ -4,8 +4,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 from dataclasses import asdict
+from typing import Any
 
 from ..environment import format_address, parse_address
 from ..errors import ResourceError

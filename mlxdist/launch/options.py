@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -215,13 +216,14 @@ class LaunchCommand(click.Command):
 
 
 def with_python(command: list[str], python: str) -> list[str]:
-    """The command, run by this Python where it is a Python program, as mlx.launch has it: a script, -m, -c, python."""
+    """The command as it is run: a script, -m and -c by ``python``, or this one; `python` is that one, if it is given.
+
+    mlx.launch has its --python in front of every command, and its documentation shows scripts without any.
+    """
     first = command[0]
-    if not python:
-        return command
     if first in ("-m", "-c") or first.endswith(".py"):
-        return [python, *command]
-    return [python, *command[1:]] if _PYTHON.fullmatch(first) else command
+        return [python or sys.executable, *command]
+    return [python, *command[1:]] if python and _PYTHON.fullmatch(first) else command
 
 
 def parse_settings(settings: Iterable[str], where: str) -> dict[str, str]:

@@ -7,18 +7,21 @@ can be erased: there an unfinished line appears with its next update (carriage r
 is continued on a new line if another rank came between.
 """
 
-import collections
 import os
 import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["Output", "terminal_variables"]
+from .last_lines import LastLines
+from .terminal import colors_wanted, prefix_of, width_of
+from .writer import Writer
+
+__all__ = ["Output"]
 
 READ_BYTES = 65536
 # More does not fit into a pipe, so more is from a process that has escaped.
@@ -27,42 +30,13 @@ MAX_PIPE = 1 << 20
 MAX_HELD = 65536
 # Unbuffered Python writes a line and its end separately: what is about to be finished is not drawn unfinished.
 DELAY = 0.03
-# What is kept of a rank, for when it fails.
-LAST_LINES = 20
-MAX_LAST = 1000  # bytes of a line
-# Reading from the ranks stops while this much waits for whoever reads the launcher's output.
-MAX_BACKLOG = 4 << 20
-
 # A piece of a line, up to where the cursor goes back to the left: the end of the line or an update of a progress bar.
 _PIECE = re.compile(rb"[^\r\n]*(?:\r?\n|\r(?!\n))")
 # Progress bars erase the line before they draw it; the prefix has to come after that.
 _ERASE = re.compile(rb"(?:\x1b\[[0-2]?K)*")
 _PARTIAL_ERASE = re.compile(rb"(?:\x1b\[[0-2]?K)*(?:\x1b(?:\[[0-2]?)?)?")
-_ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 _COLORS = (36, 33, 32, 35, 34, 31)
 _CLEAR = b"\r\x1b[2K\x1b[0m"
-
-
-def terminal_variables(environ: Mapping[str, str], labels: Sequence[str]) -> dict[str, str]:
-    """What programs need to know about the terminal behind the pipe: that it has colours, and its size.
-
-    Empty unless both of the launcher's streams are terminals.
-    """
-    if not (os.isatty(1) and os.isatty(2)):
-        return {}
-    size = shutil.get_terminal_size()
-    variables = {"COLUMNS": str(max(20, size.columns - len(_prefix(labels[0])))), "LINES": str(size.lines)}
-    if _colors_wanted(environ):
-        variables["FORCE_COLOR"] = "1"
-    return {name: value for name, value in variables.items() if name not in environ}
-
-
-def _colors_wanted(environ: Mapping[str, str]) -> bool:
-    return not environ.get("NO_COLOR") and environ.get("TERM", "dumb") != "dumb"
-
-
-def _prefix(label: str) -> bytes:
-    return f"[{label}] ".encode()
 
 
 class Output:
@@ -80,21 +54,21 @@ class Output:
         self._stderr = self._stdout if os.path.sameopenfile(1, 2) else Screen(2, self._writer)
         self._screens = {self._stdout, self._stderr}
         self.streams: list[Stream] = []
-        self._tails: dict[int, Tail] = {}
+        self._last: dict[int, LastLines] = {}
 
     def add(self, rank: int, stdout: int, stderr: int) -> None:
         """Two descriptors to read from; they belong to this object from now on."""
-        tail = self._tails[rank] = Tail()
+        last = self._last[rank] = LastLines()
         for source, number, screen in ((stdout, 1, self._stdout), (stderr, 2, self._stderr)):
-            prefix = _prefix(self._labels[rank])
-            if os.isatty(number) and _colors_wanted(os.environ):
+            prefix = prefix_of(self._labels[rank])
+            if os.isatty(number) and colors_wanted(os.environ):
                 prefix = b"\x1b[%dm%s\x1b[0m" % (_COLORS[rank % len(_COLORS)], prefix)
             os.set_blocking(source, False)
             log = None
             if self._logs is not None:
                 # Unbuffered, and longer after each start of the job.
                 log = open(self._logs / f"rank-{rank}.{'out' if number == 1 else 'err'}", "ab", buffering=0)
-            self.streams.append(Stream(source, number, prefix, screen, tail, self._lock, log))
+            self.streams.append(Stream(source, number, prefix, screen, last, self._lock, log))
 
     def draw(self) -> float | None:
         """Shows unfinished lines whose time has come. Seconds until the next, or None."""
@@ -103,7 +77,7 @@ class Output:
         return min(pauses, default=None)
 
     def is_full(self) -> bool:
-        return self._writer.backlog > MAX_BACKLOG
+        return self._writer.is_full()
 
     def say(self, text: str) -> None:
         """A line of the launcher's own."""
@@ -119,9 +93,9 @@ class Output:
 
     def say_last_lines(self, rank: int, name: str) -> None:
         """What the rank has printed last, unless that is the last that was printed at all."""
-        tail = self._tails[rank]
-        lines = tail.lines()
-        if lines and any(screen.printed_last is not tail for screen in tail.screens):
+        last = self._last[rank]
+        lines = last.lines()
+        if lines and any(last in screen.printed and screen.printed_last is not last for screen in self._screens):
             heading = f"Last line{'s' * (len(lines) > 1)} of {name}:"
             self.say("\n".join([heading, *(f"    {line}".rstrip() for line in lines)]))
 
@@ -156,13 +130,13 @@ class Stream:
         target: int,
         prefix: bytes,
         screen: "Screen",
-        tail: "Tail",
+        last: LastLines,
         lock: AbstractContextManager,
         log: BinaryIO | None = None,
     ) -> None:
         self.source = source
         self.target = target
-        self.tail = tail
+        self.last = last
         self._lock = lock
         self._prefix = prefix
         self._screen = screen
@@ -187,8 +161,9 @@ class Stream:
             self._log.write(data)
         with self._lock:
             self._held += data
-            self.tail.take(self.target, self._screen, data)
-            self._screen.printed_last = self.tail
+            self.last.take(self.target, data)
+            self._screen.printed.add(self.last)
+            self._screen.printed_last = self.last
             self._screen.show(self, final=False)
         return True
 
@@ -259,46 +234,18 @@ class Stream:
         return b"".join(decorated)
 
 
-class Tail:
-    """The last that a rank has printed on its two streams: few lines, and no long ones."""
-
-    def __init__(self) -> None:
-        self.screens: set[Screen] = set()  # where it stands
-        self._lines: collections.deque[bytes] = collections.deque(maxlen=LAST_LINES)
-        self._unfinished: dict[int, bytes] = {}
-
-    def take(self, target: int, screen: "Screen", data: bytes) -> None:
-        self.screens.add(screen)
-        pieces = (self._unfinished.get(target, b"") + data).rsplit(b"\n", LAST_LINES)
-        if len(pieces) > LAST_LINES:
-            pieces[0] = pieces[0][pieces[0].rfind(b"\n") + 1 :]
-        self._lines.extend(_shortened(piece) for piece in pieces[:-1])
-        self._unfinished[target] = _shortened(pieces[-1])
-
-    def lines(self) -> list[str]:
-        """Without what is for a terminal only."""
-        found = [*self._lines, *(piece for _, piece in sorted(self._unfinished.items()) if piece)][-LAST_LINES:]
-        lines = [_ESCAPES.sub(b"", line).rstrip(b"\r").rpartition(b"\r")[2] for line in found]
-        return [line.decode(errors="replace") for line in lines]
-
-
-def _shortened(line: bytes) -> bytes:
-    """Its start, from the last update of a progress bar on. A carriage return may be half of a line's end."""
-    line = line[line.rfind(b"\r", 0, -1) + 1 :]
-    return line if len(line) <= MAX_LAST else line[:MAX_LAST] + b"..."
-
-
 class Screen:
     """One of the launcher's two streams, or both if they are the same. Lines of several ranks meet here."""
 
-    def __init__(self, target: int, writer: "Writer") -> None:
+    def __init__(self, target: int, writer: Writer) -> None:
         self._shows_unfinished = os.isatty(target)
         self._can_erase = os.isatty(target) and os.environ.get("TERM", "dumb") != "dumb"
         self._writer = writer
         self._owner: Stream | None = None  # whose unfinished line the cursor stands in
         self._drawn = b""  # that line since its start or last update
         self._waiting: list[Stream] = []  # with unfinished lines, while another's is drawn
-        self.printed_last: Tail | None = None
+        self.printed: set[LastLines] = set()
+        self.printed_last: LastLines | None = None
 
     def show(self, stream: Stream, final: bool) -> None:
         lines = stream.take_lines()
@@ -325,7 +272,7 @@ class Screen:
         owner, drawn = self._owner, self._drawn
         if owner is None:
             self._write(target, lines)
-        elif self._can_erase and _width(drawn) < shutil.get_terminal_size().columns:
+        elif self._can_erase and width_of(drawn) < shutil.get_terminal_size().columns:
             self._write(target, _CLEAR + lines + drawn)
         else:
             self._break_line()
@@ -372,54 +319,3 @@ class Screen:
             if data.endswith((b"\n", b"\r")):
                 self._drawn = b""
             self._writer.put(target, data)
-
-
-def _width(line: bytes) -> int:
-    return len(_ESCAPES.sub(b"", line).decode(errors="replace"))
-
-
-class Writer:
-    """Writes in a thread of its own: whoever reads the launcher's output may be slow, or a pager that waits for a key,
-    and the ranks have to be supervised meanwhile."""
-
-    def __init__(self, wake: Callable[[], None]) -> None:
-        self.broken: set[int] = set()  # descriptors whose reader is gone
-        self.backlog = 0
-        self._wake = wake
-        self._queue: collections.deque[tuple[int, bytes]] = collections.deque()
-        self._changed = threading.Condition()
-        threading.Thread(target=self._run, name="mlxdist output", daemon=True).start()
-
-    def put(self, target: int, data: bytes) -> None:
-        with self._changed:
-            self._queue.append((target, data))
-            self.backlog += len(data)
-            self._changed.notify_all()
-
-    def wait(self, seconds: float) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: self.backlog == 0, seconds)
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue)
-                target, data = self._queue.popleft()
-            self._write(target, data)
-            with self._changed:
-                was_full = self.backlog > MAX_BACKLOG
-                self.backlog -= len(data)
-                self._changed.notify_all()
-            if target in self.broken or (was_full and self.backlog <= MAX_BACKLOG):
-                self._wake()
-
-    def _write(self, target: int, data: bytes) -> None:
-        view = memoryview(data)
-        while view and target not in self.broken:
-            try:
-                view = view[os.write(target, view) :]
-            except BlockingIOError:
-                # Whoever shares our terminal has made it non-blocking.
-                time.sleep(0.01)
-            except OSError:
-                self.broken.add(target)

@@ -17,10 +17,11 @@ from ..errors import name_ranks
 from .backends import Backend, free_ports
 from .executable import CannotRun
 from .local import LocalJob, LocalRank, new_name
-from .output import Output, terminal_variables
+from .output import Output
 from .restarts import run_with_restarts
 from .standard_input import Pipe, Reader, StandardInput
 from .supervisor import Ending, Supervisor
+from .terminal import terminal_variables
 from .wakeup import Interrupted, Wakeup
 
 if TYPE_CHECKING:  # a job on this machine alone does not load what reaches others

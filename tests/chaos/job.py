@@ -67,6 +67,7 @@ class Job:
             "MLXDIST_RENDEZVOUS": f"127.0.0.1:{self._address[1]}",
             "MLXDIST_SECRET": secret,
             "MLXDIST_TUNING": "none",
+            "MLXDIST_FLIGHT": self._folder.name,
         } | self.environment
         passed = ()
         if rank == 0:

@@ -1,0 +1,40 @@
+"""What the launcher knows of the terminal that it writes to, and its ranks cannot see: colours and widths."""
+
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+
+__all__ = ["colors_wanted", "prefix_of", "terminal_variables", "width_of", "without_escapes"]
+
+_ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def terminal_variables(environ: Mapping[str, str], labels: Sequence[str]) -> dict[str, str]:
+    """What programs need to know about the terminal behind the pipe: that it has colours, and its size.
+
+    Empty unless both of the launcher's streams are terminals.
+    """
+    if not (os.isatty(1) and os.isatty(2)):
+        return {}
+    size = shutil.get_terminal_size()
+    variables = {"COLUMNS": str(max(20, size.columns - len(prefix_of(labels[0])))), "LINES": str(size.lines)}
+    if colors_wanted(environ):
+        variables["FORCE_COLOR"] = "1"
+    return {name: value for name, value in variables.items() if name not in environ}
+
+
+def colors_wanted(environ: Mapping[str, str]) -> bool:
+    return not environ.get("NO_COLOR") and environ.get("TERM", "dumb") != "dumb"
+
+
+def prefix_of(label: str) -> bytes:
+    return f"[{label}] ".encode()
+
+
+def without_escapes(line: bytes) -> bytes:
+    return _ESCAPES.sub(b"", line)
+
+
+def width_of(line: bytes) -> int:
+    return len(without_escapes(line).decode(errors="replace"))

@@ -1,0 +1,62 @@
+"""What the launcher writes to its own two streams, from a thread."""
+
+import collections
+import os
+import threading
+import time
+from collections.abc import Callable
+
+__all__ = ["Writer"]
+
+# Reading from the ranks stops while this much waits for whoever reads the launcher's output.
+MAX_BACKLOG = 4 << 20
+
+
+class Writer:
+    """Writes in a thread of its own: whoever reads the launcher's output may be slow, or a pager that waits for a key,
+    and the ranks have to be supervised meanwhile."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self.broken: set[int] = set()  # descriptors whose reader is gone
+        self._backlog = 0
+        self._wake = wake
+        self._queue: collections.deque[tuple[int, bytes]] = collections.deque()
+        self._changed = threading.Condition()
+        threading.Thread(target=self._run, name="mlxdist output", daemon=True).start()
+
+    def put(self, target: int, data: bytes) -> None:
+        with self._changed:
+            self._queue.append((target, data))
+            self._backlog += len(data)
+            self._changed.notify_all()
+
+    def is_full(self) -> bool:
+        return self._backlog > MAX_BACKLOG
+
+    def wait(self, seconds: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._backlog == 0, seconds)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue)
+                target, data = self._queue.popleft()
+            self._write(target, data)
+            with self._changed:
+                was_full = self.is_full()
+                self._backlog -= len(data)
+                self._changed.notify_all()
+            if target in self.broken or (was_full and not self.is_full()):
+                self._wake()
+
+    def _write(self, target: int, data: bytes) -> None:
+        view = memoryview(data)
+        while view and target not in self.broken:
+            try:
+                view = view[os.write(target, view) :]
+            except BlockingIOError:
+                # Whoever shares our terminal has made it non-blocking.
+                time.sleep(0.01)
+            except OSError:
+                self.broken.add(target)
