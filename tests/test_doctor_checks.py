@@ -355,6 +355,13 @@ def test_values():
     assert "5 elements" in only(check_values(after(wrong=("all_sum: 5 elements are wrong",)))).what
     failed = only(check_values(after(error="rank 1 failed first")))
     assert "rank 1 failed first" in failed.what and failed.remedy.endswith("mlxdist launch")
+    assert not failed.hosts
+    smaller = [Job((name,), 2, error="no room") for name in NAMES[1:]]
+    found = check_values(after(error="rank 1 failed first", culprits=smaller))
+    assert [f.hosts for f in found] == [(name,) for name in NAMES[1:]] and not found[0].is_way
+    assert found[0].what == "a job of 2 ranks on this host alone failed: no room"
+    pair = only(check_values(after(error="it failed", culprits=(Job(tuple(NAMES[:2]), 2, error="it failed"),))))
+    assert pair.is_way and pair.hosts == tuple(NAMES[:2])
 
 
 def test_provider():

@@ -151,6 +151,26 @@ def test_two_hosts_that_do_not_reach_each_other(three, tmp_path):
     assert [entry["ssh"] for entry in json.loads(output.read_text())["hosts"]] == ["node0", "node1"]
 
 
+def test_a_host_on_which_jobs_fail(three, tmp_path):
+    output = tmp_path / "good.json"
+    words = ["--hosts", ",".join(three.names), "--quick", "--exclude-failed", "--output", output]
+    queues = {"MLXDIST_BULK_SLOTS": "16", "MLXDIST_BULK_SLOT_BYTES": str(1 << 20)}
+    with exporting(three, 1, MLXDIST_SOFT_PROFILE="apple-tb5", **queues):
+        report = doctor(three, *words, status=0)
+    (found,) = findings(report, "values", "fail")
+    assert found["hosts"] == ["node1"] and "on this host alone" in found["what"], found
+    assert "--include node1 -n 2" in found["remedy"]
+    assert [entry["ssh"] for entry in json.loads(output.read_text())["hosts"]] == ["node0", "node2"]
+
+
+def test_two_hosts_on_which_a_job_fails(three):
+    with exporting(three, 2, MLXDIST_BULK_SLOTS="7"):
+        report = doctor(three, "--hosts", ",".join(three.names), "--quick", status=1)
+    (found,) = findings(report, "values", "fail")
+    assert found["hosts"] == ["node0", "node2"] and found["is_way"] and "MLXDIST_BULK_SLOTS" in found["what"], found
+    assert report["failed"] == ["node2"]
+
+
 def test_an_address_that_nobody_has_and_a_host_that_is_not_there(three, tmp_path):
     entries = [{"ssh": "node0"}, {"ssh": "node1", "ips": ["10.213.77.250"]}, {"ssh": "root@10.213.77.251"}]
     (tmp_path / "hosts.json").write_text(json.dumps(entries))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..errors import InvalidArgument
-from ..hostfile.hosts import Host, Hostfile
+from ..hostfile.hosts import Host, Hostfile, ring_of_wires
 from .addresses import Link
 from .ethernet import Choice
 from .survey import Survey
@@ -53,9 +53,8 @@ def make_hostfile(
         entries.append(replace(entry, ips=ips, rdma=rdma))
     envs = list(envs)
     whole = len(order) > 2 and all(cells.get((a, b)) for a, b in zip(order, order[1:] + order[:1]))
-    if backend == "mlxdist" and topology.shape is Shape.RING and whole and all(e.slots == 1 for e in entries):
-        wires = ",".join(f"{rank}-{(rank + 1) % len(order)}" for rank in range(len(order)))
-        envs.append(f"MLXDIST_WIRES={wires}")
+    if backend == "mlxdist" and topology.shape is Shape.RING and whole:
+        envs.append(ring_of_wires(sum(entry.slots for entry in entries)))
     return Hostfile(tuple(entries), backend, tuple(envs))
 
 

@@ -75,6 +75,7 @@ class Job:
         hosts: on which it ran.
         ranks: how many.
         error: the launcher's last words, if it has failed.
+        culprits: smaller jobs that fail then, too, on one host or on two.
         wrong: what was wrong with values, in words.
         tried: how many operations were checked.
         provider, reason: what the ranks have chosen, and why.
@@ -84,6 +85,7 @@ class Job:
     hosts: tuple[str, ...] = ()
     ranks: int = 0
     error: str = ""
+    culprits: tuple[Job, ...] = ()
     skipped: str = ""
     command: str = ""
     wrong: tuple[str, ...] = ()

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,27 +21,58 @@ __all__ = ["run_job"]
 
 _SECONDS = 60.0
 _SECONDS_A_PAIR = 5.0
-_ALONE = 2  # ranks, where no hosts were given
+_ALONE = 2  # ranks, where there is one host
+_AT_A_TIME = 8  # smaller jobs
 _MARGIN = 30.0
 _WORDS = 300
 
 
 def run_job(chosen: Chosen, names: list[str], question: Question) -> Job:
-    """Runs it on these hosts. Never raises: what went wrong is in the answer."""
+    """Runs it on these hosts, and smaller ones where it fails. Never raises: what went wrong is in the answer."""
     if chosen.hostfile is None:
-        hosts, on = [Host("localhost", _ALONE)], ["-n", str(_ALONE)]
-        return _run(hosts, on, question)
-    left = replace(chosen.hostfile.only(names), backend="mlxdist")  # whatever the user's own job will take
+        on = ["-n", str(_ALONE)]
+        return _run([Host("localhost", _ALONE)], on, on, question)
+    job = _run_on(names, chosen, question)
+    if job.error and len(names) > 1:
+        culprits = _culprits(names, chosen, replace(question, quick=True))
+        if not culprits and len(names) == 2:
+            culprits = (job,)
+        job = replace(job, culprits=culprits)
+    return job
+
+
+def _culprits(names: list[str], chosen: Chosen, question: Question) -> tuple[Job, ...]:
+    """Of jobs on one host each those that fail; if none does, of jobs on the first host and another one."""
+    alone, pairs = [[name] for name in names], [[names[0], other] for other in names[1:]]
+    with ThreadPoolExecutor(_AT_A_TIME) as threads:
+        for smaller in (alone, pairs) if len(names) > 2 else (alone,):
+            jobs = list(threads.map(lambda on: _run_on(on, chosen, question), smaller))
+            if failed := tuple(job for job in jobs if job.error):
+                return failed
+    return ()
+
+
+def _run_on(names: list[str], chosen: Chosen, question: Question) -> Job:
+    given, options = chosen.hostfile, []
+    hostfile = replace(given.only(names), backend="mlxdist")  # whatever the user's own job will take
+    if len(names) < len(given.hosts):
+        options += ["--include", ",".join(names)]
+    if hostfile.ranks == 1 < len(given.hosts):  # a rank alone sends nothing
+        hostfile = hostfile.with_ranks(_ALONE)
+        options += ["-n", str(_ALONE)]
+    reach = ["--ssh", shlex.join(chosen.ssh)] if chosen.ssh != ("ssh",) else []
+    reach += ["--python", chosen.python] if chosen.python else []
+    # Of what the hostfile sets, only what it sets for these hosts.
+    left = {name: value for name, value in question.variables.items() if f"{name}={value}" not in given.envs}
     with tempfile.TemporaryDirectory(prefix="mlxdist-doctor-") as folder:
         path = Path(folder, "hosts.json")
-        path.write_text(write(left, "json"))
-        on = ["--hostfile", str(path)]
-        on += ["--ssh", shlex.join(chosen.ssh)] if chosen.ssh != ("ssh",) else []
-        on += ["--python", chosen.python] if chosen.python else []
-        return _run(list(left.hosts), on, question)
+        path.write_text(write(hostfile, "json"))
+        on, shown = ["--hostfile", str(path), *reach], ["--hostfile", "HOSTFILE", *options, *reach]
+        return _run(list(hostfile.hosts), on, shown, replace(question, variables=left))
 
 
-def _run(hosts: list[Host], on: list[str], question: Question) -> Job:
+def _run(hosts: list[Host], on: list[str], shown: list[str], question: Question) -> Job:
+    """``on``: the launcher's options; ``shown``: what the user types, for whom the hostfile of this job is gone."""
     names = tuple(host.name for host in hosts)
     ranks = sum(host.slots for host in hosts)
     links = not question.quick and len(hosts) > 1
@@ -53,18 +85,18 @@ def _run(hosts: list[Host], on: list[str], question: Question) -> Job:
     command = [sys.executable, "-m", "mlxdist", "launch", *on, "--cwd", "/", "--timeout", f"{seconds:g}", "--no-prefix"]
     command += [word for name, value in given.items() for word in ("--env", f"{name}={value}")]
     command += ["--", python, "-m", "mlxdist.doctor.probe_rank", json.dumps(parameters)]
-    shown = shlex.join(["mlxdist", "launch", *_shown(on), "--", "python", "-c", "import mlxdist; mlxdist.barrier()"])
+    again = shlex.join(["mlxdist", "launch", *shown, "--", "python", "-c", "import mlxdist; mlxdist.barrier()"])
     environment = {name: value for name, value in os.environ.items() if name not in given}
     status, output, errors = _output_of(command, environment, seconds + _MARGIN)
     results = [line.partition(MARK)[2] for line in output.splitlines() if MARK in line]
     if status or not results:
-        return Job(names, ranks, _last_words(errors), command=shown)
+        return Job(names, ranks, _last_words(errors), command=again)
     found = json.loads(results[0])
     pairs = {(names[int(a)], names[int(b)]): (latency, rate) for a, b, latency, rate in found["links"]}
     return Job(
         names,
         ranks,
-        command=shown,
+        command=again,
         wrong=tuple(found["wrong"]),
         tried=found["tried"],
         provider=found["provider"],
@@ -90,15 +122,8 @@ def _output_of(command: list[str], environment: dict[str, str], seconds: float) 
     return process.returncode, output.decode(errors="replace"), errors.decode(errors="replace")
 
 
-def _shown(on: list[str]) -> list[str]:
-    """What the user types: the hostfile of this job is gone by then."""
-    return ["-n", on[1]] if on[0] == "-n" else ["--hostfile", "HOSTFILE", *on[2:]]
-
-
 def _last_words(text: str) -> str:
     """The errors of the ranks come before what the launcher says of their ends; both matter."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith(("mlxdist.errors.", "Error: "))]
     return " | ".join(dict.fromkeys([*errors[:1], *lines[-1:]]))[:_WORDS] or "it has said nothing"
-
-

@@ -20,6 +20,7 @@ __all__ = [
     "check_figure",
     "check_name",
     "check_variable",
+    "ring_of_wires",
 ]
 
 # json: MLX's hostfile. slots: "host slots=N", as Open MPI, Horovod and DeepSpeed have it. colon: "host:N", as MPICH has
@@ -31,6 +32,7 @@ BACKENDS = ("any", "auto", "mlxdist", "ring", "jaccl", "jaccl-ring", "mpi", "ncc
 _NAME = re.compile(r"(?:[A-Za-z0-9._][A-Za-z0-9._-]*@)?[A-Za-z0-9:_][A-Za-z0-9._:%-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=[^\0]*", re.DOTALL)
 _NAME_BYTES = 255
+_WIRES = "MLXDIST_WIRES"
 
 # What no machine that runs MLX comes near to. A larger figure was not measured but is a mistake.
 MOST = {"tflops": 1e4, "memory_gbps": 1e5, "link_gbps": 1e4}
@@ -94,11 +96,25 @@ class Hostfile:
         return sum(host.slots for host in self.hosts)
 
     def only(self, names: Sequence[str]) -> "Hostfile":
-        """These of its hosts; of a device map their rows and columns."""
+        """These of its hosts; of a device map their rows and columns. A ring of cables without one of them is none."""
         left = [i for i, host in enumerate(self.hosts) if host.name in names]
         hosts = [self.hosts[i] for i in left]
         hosts = [replace(host, rdma=tuple(host.rdma[j] for j in left)) if host.rdma else host for host in hosts]
-        return replace(self, hosts=tuple(hosts))
+        envs = self.envs
+        if len(hosts) < len(self.hosts):
+            envs = tuple(setting for setting in envs if not setting.startswith(f"{_WIRES}="))
+        return replace(self, hosts=tuple(hosts), envs=envs)
+
+    def with_ranks(self, each: int) -> "Hostfile":
+        """So many ranks on each host, times the slots that it has. A ring of cables joins them all in their order."""
+        hosts = tuple(replace(host, slots=each * host.slots) for host in self.hosts)
+        before, after = ring_of_wires(self.ranks), ring_of_wires(each * self.ranks)
+        return replace(self, hosts=hosts, envs=tuple(after if setting == before else setting for setting in self.envs))
+
+
+def ring_of_wires(ranks: int) -> str:
+    """The setting that makes operations go around: each host has cables to the one before it and the one after it."""
+    return f"{_WIRES}={','.join(f'{rank}-{(rank + 1) % ranks}' for rank in range(ranks))}"
 
 
 class Problems:

@@ -65,8 +65,7 @@ class Chosen:
         """So many ranks on each host, times the slots that it has."""
         if each is None or self.hostfile is None:
             return self
-        hosts = tuple(replace(host, slots=each * host.slots) for host in self.hostfile.hosts)
-        return replace(self, hostfile=replace(self.hostfile, hosts=hosts), arguments=[*self.arguments, "-n", str(each)])
+        return replace(self, hostfile=self.hostfile.with_ranks(each), arguments=[*self.arguments, "-n", str(each)])
 
 
 def host_options(command: Callable[..., Any]) -> Callable[..., Any]:
