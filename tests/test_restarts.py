@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from launching import LAUNCH, closing_line, launch, nothing_left, python, running, wait_for  # noqa: F401
 
-from mlxdist.launch.jobs import list_jobs
+from mlxdist.launch.jobs import list_jobs, read_record
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "train_and_generate.py"
 RESTART = "restart = int(os.environ['MLXDIST_RESTART'])\n"
@@ -86,6 +86,25 @@ def test_no_restart_after_an_interrupt(number):
         out, err = job.communicate(timeout=10)
     assert job.returncode == 128 + number
     assert "start" not in out and "restart" not in err
+
+
+@pytest.mark.parametrize("grace", ["5", pytest.param("0.2", marks=pytest.mark.long)])
+def test_no_restart_after_the_agent_on_a_host_was_told_to_end(grace):
+    """As `mlxdist stop --hosts` does there. Ranks that ignore it are killed after the grace, not before."""
+    waiting = "import signal, time\n"
+    waiting += "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if grace == "0.2" else ""
+    waiting += "print('start', flush=True); time.sleep(30)"
+    options = ["--hosts", "localhost", "--max-restarts", "5", "--grace", grace]
+    with running(2, waiting, options=options) as job:
+        (found,) = list_jobs()
+        agent = read_record(found.folder).launcher
+        assert agent != found.launcher == job.pid
+        os.kill(agent, signal.SIGTERM)
+        out, err = job.communicate(timeout=20)
+    assert job.returncode == 143, err
+    assert "start" not in out and "restart" not in err
+    fate = "had to be killed (SIGKILL)" if grace == "0.2" else "ended after SIGTERM"
+    assert "interrupted by SIGTERM on localhost after" in err and f"ranks 0 and 1 {fate}" in err
 
 
 def test_an_interrupt_ends_the_pause_before_a_restart():

@@ -37,6 +37,8 @@ _READ_BYTES = 65536
 _MAX_BACKLOG = 4 << 20
 _PAUSE = 0.01
 _SECONDS = 1.0  # between two looks at the ranks, should a signal be missed
+# A launcher that has heard that the agent is to leave has so long to end the job in order.
+_REACT_SECONDS = 5.0
 
 
 class Agent:
@@ -58,6 +60,8 @@ class Agent:
         self._owes_taken = False
         self._readers: frozenset[int] = frozenset()  # ranks that get the launcher's standard input
         self._ending = self._told = False
+        self._is_stopped = False  # by a signal
+        self._leave_at: float | None = None
 
     def serve(self) -> None:
         """Returns when the job has ended, or the connection."""
@@ -98,6 +102,8 @@ class Agent:
             self._owes_taken = False
             self._put(pack(Kind.TAKEN, payload=b"" if self._input.has_readers else b"none"))
         self._reap()
+        if self._leave_at is not None and time.monotonic() > self._leave_at:
+            raise EOFError
 
     def _read(self) -> None:
         data = os.read(self._source, _READ_BYTES)
@@ -107,10 +113,19 @@ class Agent:
             self._take(kind, rank, payload)
 
     def _take_signals(self) -> None:
-        if any(number != signal.SIGCHLD for number in self._wakeup.read()):
-            raise EOFError
+        for number in self._wakeup.read():
+            if number == signal.SIGCHLD:
+                continue
+            if self._is_stopped:
+                raise EOFError
+            # The launcher would take a connection that just ends for an accident, and start the job again.
+            self._is_stopped = True
+            self._leave_at = time.monotonic() + _REACT_SECONDS
+            self._put(pack(Kind.STOPPED, payload=bytes([number])))
 
     def _take(self, kind: Kind, rank: int, payload: bytes) -> None:
+        if kind in (Kind.SIGNAL, Kind.END):
+            self._leave_at = None
         if kind == Kind.PREPARE:
             self._prepare(unpack_json(payload))
         elif kind == Kind.START:

@@ -34,6 +34,7 @@ class Kind(IntEnum):
     ENDED = 21  # JSON: nothing is left; where recordings are
     TAKEN = 22  # a rank has read its input as far as it was sent; not empty: none will read any more
     FAILED = 23  # JSON: the job cannot run here
+    STOPPED = 24  # a number in one byte: a signal has told the agent to leave
 
 
 _KINDS = frozenset(Kind)

@@ -1,6 +1,7 @@
 """A job on several hosts: an agent on each starts the ranks there. To the supervisor it is as one on this machine."""
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from .executable import CannotRun
 from .job_hosts import HostsFolder
 from .local import job_name, new_secret
 from .remote import HostInput, RemoteHost, RemoteRank
-from .wakeup import Wakeup
+from .wakeup import Interrupted, Wakeup
 
 __all__ = ["HostsJob"]
 
@@ -66,6 +67,7 @@ class HostsJob:
         self._ended = False
         self._say = say
         self._told: list[RemoteHost] = []  # of which has been said what went wrong
+        self._stopped: list[RemoteHost] = []  # on which a signal has come
         self._fields = {
             "job": name,
             "restart": restart,
@@ -123,6 +125,12 @@ class HostsJob:
             self._told.append(rank.host)
             self._say(rank.host.why_lost() if lost else f"{rank.host.name}: {rank.host.state.failed}")
 
+    def interrupts(self) -> list[tuple[signal.Signals, str]]:
+        """Signals that have come to agents since the last call, each with its host: somebody ends the job there."""
+        new = [host for host in self._hosts if host.state.stopped is not None and host not in self._stopped]
+        self._stopped += new
+        return [(host.state.stopped, host.name) for host in new]
+
     def first_failed(self) -> int | None:
         """What ranks of any host have noted; of those, the first one's host was reached first."""
         noted = [host.state.first_failed for host in self._hosts if host.state.first_failed is not None]
@@ -178,6 +186,8 @@ class HostsJob:
         with self._changed:
             while not self._changed.wait_for(lambda: not waiting(), _STEP) and time.monotonic() < deadline:
                 self._wakeup.require_none()
+                for interrupt in self.interrupts():
+                    raise Interrupted(*interrupt)
             problems = [f"{host.name} {late} within {seconds:g} s" for host in waiting()]
         for host in self._hosts:
             if host.state.failed is not None:

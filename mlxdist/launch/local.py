@@ -213,6 +213,10 @@ class LocalJob:
         if self._numbered:
             self.record.note_ranks(self._started)
 
+    def interrupts(self) -> list[tuple[signal.Signals, str]]:
+        """None but the launcher's own: nobody else has a part in it."""
+        return []
+
     def remove_recordings(self) -> None:
         self.record.remove_recordings()
 

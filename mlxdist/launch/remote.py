@@ -82,6 +82,7 @@ class _State:
     failed: str | None = None
     exit_code: int = 1
     first_failed: int | None = None
+    stopped: signal.Signals | None = None
     closed: bool = False
     streams: dict[tuple[Kind, int], int] = field(default_factory=dict)
     ranks: dict[int, RemoteRank] = field(default_factory=dict)
@@ -170,7 +171,7 @@ class RemoteHost:
                         self._take(kind, rank, payload)
                     if not (data := self.process.stdout.read(_READ_BYTES)):
                         break
-        except (FrameError, KeyError, TypeError, ValueError) as error:
+        except (FrameError, LookupError, TypeError, ValueError) as error:
             self._last_lines.append(f"what it sends is not understood: {error}")
             self.process.kill()
         finally:
@@ -204,7 +205,7 @@ class RemoteHost:
             if self.input is not None:
                 self.input.taken(wants_more=not payload)
             return
-        fields = unpack_json(payload)
+        fields = {} if kind == Kind.STOPPED else unpack_json(payload)
         with self._changed:
             if kind == Kind.HELLO:
                 state.hello = fields
@@ -215,6 +216,8 @@ class RemoteHost:
             elif kind == Kind.EXIT:
                 state.first_failed = fields["first"] if state.first_failed is None else state.first_failed
                 state.ranks[rank].status = int(fields["status"])
+            elif kind == Kind.STOPPED:
+                state.stopped = signal.Signals(payload[0])
             elif kind == Kind.ENDED:
                 state.ended = fields
             self._changed.notify_all()

@@ -4,6 +4,8 @@ a rank fails      the others learn it from their rendezvous and have the grace t
                   after the same time again SIGKILL. The exit status is that of the first failing rank.
 SIGINT, SIGHUP    to all ranks; then the same. A second one goes on to the next signal at once.
 SIGTERM           to all ranks; then SIGKILL.
+
+A signal to the agent of the job on another host is one to the launcher, but for its being the second.
 """
 
 import selectors
@@ -61,6 +63,7 @@ class Supervisor:
         self._failed: list[tuple[int, float]] = []  # rank and time, in the order in which they ended
         self._left_after: dict[int, str] = {}  # what had been sent when a rank ended
         self._interrupted_by: signal.Signals | None = None
+        self._interrupts: list[str] = []  # where they came: the names of hosts, empty for the launcher itself
         self._sent: signal.Signals | None = None
         self._rungs: list[signal.Signals] = []
         self._next: float | None = None
@@ -117,13 +120,18 @@ class Supervisor:
         for number in self._wakeup.read():
             if number != signal.SIGCHLD:
                 self._interrupt(signal.Signals(number))
+        for number, host in self._job.interrupts():
+            self._interrupt(number, host)
         if self._output is not None:
             for stream in self._output.close_unread():
                 self._selector.unregister(stream.source)
 
-    def _interrupt(self, number: signal.Signals) -> None:
+    def _interrupt(self, number: signal.Signals, host: str = "") -> None:
+        is_again = host in self._interrupts  # `mlxdist stop --hosts` sends one to every host, and means the same
+        self._interrupts.append(host)
         if self._interrupted_by is not None:
-            self._next = time.monotonic()  # impatient: the next signal now
+            if is_again:
+                self._next = time.monotonic()  # impatient: the next signal now
             return
         self._interrupted_by = number
         self._send(number)
@@ -192,7 +200,8 @@ class Supervisor:
             first = f"it has not ended after {self._limit:g} s (--timeout)"
             return TOO_LATE, "; ".join([first, *self._fates(None)])
         if self._interrupted_by is not None and not self._failed:
-            first = f"interrupted by {self._interrupted_by.name} after {seconds:.1f} s"
+            where = f" on {self._interrupts[0]}" if self._interrupts[0] else ""
+            first = f"interrupted by {self._interrupted_by.name}{where} after {seconds:.1f} s"
             return 128 + self._interrupted_by, "; ".join([first, *self._fates(None)])
         if not self._failed:
             return 0, f"all ranks succeeded after {seconds:.1f} s" if self._verbose else ""

@@ -11,10 +11,10 @@ __all__ = ["Interrupted", "Wakeup"]
 
 
 class Interrupted(Exception):
-    """A signal has come while the job was being prepared."""
+    """A signal has come while the job was being prepared. ``host``: where, if that is not the launcher itself."""
 
-    def __init__(self, number: signal.Signals) -> None:
-        super().__init__(number.name)
+    def __init__(self, number: signal.Signals, host: str = "") -> None:
+        super().__init__(number.name + (f" on {host}" if host else ""))
         self.number = number
 
 
