@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from launching import LAUNCH, closing_line, launch, nothing_left, python, running, wait_for  # noqa: F401
 
-from mlxdist.launch.jobs import list_jobs, read_record
+from mlxdist.launch.jobs import find_job, list_jobs, read_record
+from mlxdist.launch.restarts import RestartsFolder
+from mlxdist.launch.runtime_folder import OF_RESTARTS, runtime_folder
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "train_and_generate.py"
 RESTART = "restart = int(os.environ['MLXDIST_RESTART'])\n"
@@ -116,6 +118,35 @@ def test_an_interrupt_ends_the_pause_before_a_restart():
         out, err = job.communicate(timeout=10)
     assert job.returncode == 130
     assert out.count("start") == 1 and "interrupted by SIGINT before restart 2 of 5" in err
+
+
+def test_a_job_is_listed_and_stopped_in_the_pause_before_a_restart():
+    program = RESTART + "print(os.environ['MLXDIST_JOB'], flush=True); raise SystemExit(1)"
+    with running(1, program, options=["--max-restarts", "5"], lines=2) as job:  # the next pause is 2 s long
+        name = job.first_lines[1].split()[1].removesuffix("-1")
+        assert wait_for(lambda: [(found.name, found.pids) for found in list_jobs()] == [(f"{name}-2", {})])
+        (found,) = list_jobs()
+        assert found.launcher == job.pid and found.command[0] == sys.executable and find_job(name) == found
+        stop = [sys.executable, "-m", "mlxdist", "stop", name]
+        assert subprocess.run(stop, capture_output=True, text=True, timeout=60).stdout == f"{name}-2 has ended\n"
+        out, err = job.communicate(timeout=10)
+    assert job.returncode == 143 and "interrupted by SIGTERM before restart 2 of 5" in err
+    assert list(runtime_folder().iterdir()) == []
+
+
+@pytest.mark.parametrize("record", ["{", "[]", '{"launcher": 0, "job": "x", "started": 1, "command": []}', "[" * 99_999])
+def test_a_damaged_record_of_restarts_names_no_job(record):
+    with RestartsFolder("x", ["true"]):
+        (runtime_folder() / f"x{OF_RESTARTS}" / "next.json").write_text(record)
+        assert list_jobs() == []
+
+
+def test_the_record_of_a_launcher_that_was_killed_is_removed():
+    with running(1, "import time; print(flush=True); time.sleep(60)", options=["--max-restarts", "5"]) as job:
+        job.kill()
+        job.communicate(timeout=20)
+    assert wait_for(lambda: list_jobs() == []) and list(runtime_folder().glob(f"*{OF_RESTARTS}")) != []
+    assert wait_for(lambda: launch(1, "true").returncode == 0 and list(runtime_folder().iterdir()) == [])
 
 
 def test_a_command_that_cannot_start_is_not_tried_again(tmp_path):

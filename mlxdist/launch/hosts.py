@@ -16,8 +16,9 @@ from ..version import __version__
 from .backends import Backend
 from .executable import CannotRun
 from .job_hosts import HostsFolder
-from .local import job_name, new_secret
+from .local import new_secret
 from .remote import HostInput, RemoteHost, RemoteRank
+from .restarts import job_name
 from .wakeup import Interrupted, Wakeup
 
 __all__ = ["HostsJob"]

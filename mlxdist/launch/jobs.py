@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING
 
 from ..errors import InvalidArgument
 from .processes import start_times
-from .runtime_folder import OF_HOSTS, is_locked, runtime_folder, write_json
+from .restarts import read_next
+from .runtime_folder import OF_HOSTS, OF_RESTARTS, is_locked, runtime_folder, write_json
 
 if TYPE_CHECKING:
     from .job_hosts import HostsRecord
@@ -92,6 +93,13 @@ def list_jobs() -> list[Job]:
             name = name.removesuffix(OF_HOSTS)
             here = jobs.get(name) or Job(name, runtime / name, None, {}, hosts.command)
             jobs[name] = replace(here, launcher=hosts.launcher, started=hosts.started, hosts=hosts)
+    for name in names:
+        coming = read_next(runtime / name) if name.endswith(OF_RESTARTS) else None
+        if coming is not None and all(job.launcher != coming.launcher for job in jobs.values()):  # else it runs
+            folder = runtime / coming.job
+            jobs[coming.job] = Job(
+                coming.job, folder, None, {}, coming.command, launcher=coming.launcher, started=coming.started
+            )
     return [job for _, job in sorted(jobs.items())]
 
 

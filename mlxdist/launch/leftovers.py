@@ -14,7 +14,7 @@ from pathlib import Path
 
 from .jobs import Record, read_record
 from .keeper import Keeper
-from .runtime_folder import OF_HOSTS, runtime_folder, try_lock
+from .runtime_folder import OF_HOSTS, OF_RESTARTS, runtime_folder, try_lock
 
 __all__ = ["KEPT", "remove_leftovers"]
 
@@ -39,8 +39,8 @@ def remove_leftovers() -> list[str]:
         folder = runtime / name
         if name.startswith("."):
             _remove_half_made(folder)
-        elif name.endswith(OF_HOSTS):
-            _remove_hosts_record(folder)
+        elif name.endswith((OF_HOSTS, OF_RESTARTS)):
+            _remove_launcher_s_record(folder)
         elif (folder / "job.json").exists():
             if not _is_around_us(name) and (text := _clean_up(name, folder)):
                 done.append(text)
@@ -69,8 +69,8 @@ def _clean_up(job: str, folder: Path) -> str | None:
     return f"cleaned up after job {job}, whose launcher (pid {record.launcher}) was killed.{ranks}"
 
 
-def _remove_hosts_record(folder: Path) -> None:
-    """Of a job on several hosts: what there is to end, each of them ends itself."""
+def _remove_launcher_s_record(folder: Path) -> None:
+    """It is about no process but the launcher. Of a job on several hosts each ends what there is to end itself."""
     lock = try_lock(folder, fcntl.LOCK_EX)
     if lock is not None:
         shutil.rmtree(folder, ignore_errors=True)

@@ -17,8 +17,9 @@ from ..errors import ResourceError
 from .backends import Exports
 from .jit_cache import JitCache
 from .jobs import JobFolder
+from .restarts import job_name
 
-__all__ = ["LocalJob", "LocalRank", "base_environment", "job_name", "new_name", "new_secret"]
+__all__ = ["LocalJob", "LocalRank", "base_environment", "new_name", "new_secret"]
 
 
 def base_environment(environ: Mapping[str, str], door: bool = True) -> dict[str, str]:
@@ -268,10 +269,6 @@ def new_name() -> str:
     """A name for a job. One inside a rank of another job carries both names: whoever ends the outer job finds it."""
     outer = os.environ.get("MLXDIST_JOB")
     return (f"{outer}." if outer else "") + _random_hex(8)
-
-
-def job_name(name: str, restart: int) -> str:
-    return f"{name}-{restart}" if restart else name
 
 
 def new_secret() -> str:

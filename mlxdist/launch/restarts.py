@@ -5,39 +5,130 @@ has lost. The job before has ended completely by then, and the next has another 
 the one reaches the other.
 
 Any failure counts, as with torchrun: which exit status means a mistake in the command line is the program's business.
+
+In the pause before a restart there is no job, but somebody may want to see or to stop what will be one:
+
+    <runtime folder>/<first job>@restarts/next.json   launcher, command, and the name of the next start
+    <runtime folder>/<first job>@restarts/lock        locked as long as the launcher runs
 """
 
+from __future__ import annotations
+
+import contextlib
+import fcntl
 import itertools
-from collections.abc import Callable
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .supervisor import Ending
-from .wakeup import Wakeup
+from ..errors import ResourceError
+from .runtime_folder import OF_RESTARTS, is_locked, runtime_folder, write_json
 
-__all__ = ["run_with_restarts"]
+if TYPE_CHECKING:
+    from .supervisor import Ending
+    from .wakeup import Wakeup
+
+__all__ = ["Next", "RestartsFolder", "job_name", "read_next", "run_with_restarts"]
 
 # Seconds before the first restart, and twice as long before each that follows: whatever has just killed a rank, a
 # machine without memory or a full disk, often needs a moment to recover.
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 30.0
 
+_FILE = "next.json"
+
+
+@dataclass(frozen=True)
+class Next:
+    """What next.json says. ``started``: the first start, in seconds since 1970."""
+
+    job: str
+    launcher: int
+    started: float
+    command: list[str]
+
+
+class RestartsFolder:
+    """The folder of a launcher that may start a job again. A context manager: there is none afterwards."""
+
+    def __init__(self, name: str, command: Sequence[str]) -> None:
+        """Raises ResourceError: it cannot be made."""
+        self._name = name
+        self._next = Next(name, os.getpid(), time.time(), list(command))
+        runtime = runtime_folder()
+        self._folder = runtime / f"{name}{OF_RESTARTS}"
+        new = runtime / f".new-{name}{OF_RESTARTS}"  # nobody sees it without its lock
+        try:
+            new.mkdir(mode=0o700)
+            self._lock = os.open(new / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            with contextlib.suppress(OSError):  # no locks here: it counts as running as long as it is there
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            write_json(new / _FILE, asdict(self._next))
+            new.rename(self._folder)
+        except OSError as error:
+            shutil.rmtree(new, ignore_errors=True)
+            raise ResourceError(f"the job cannot be prepared in {self._folder}: {error}") from None
+
+    def __enter__(self) -> RestartsFolder:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os.close(self._lock)
+
+    def note_next(self, restart: int) -> None:
+        """Best effort: without it the pause is shown under the name of an earlier start."""
+        with contextlib.suppress(OSError):
+            write_json(self._folder / _FILE, asdict(self._next) | {"job": job_name(self._name, restart)})
+
+
+def job_name(name: str, restart: int) -> str:
+    return f"{name}-{restart}" if restart else name
+
+
+def read_next(folder: Path) -> Next | None:
+    """Of a launcher that still runs; else None, also where somebody has damaged what it says."""
+    if not is_locked(folder):
+        return None
+    try:
+        fields = json.loads((folder / _FILE).read_text())
+        launcher = int(fields["launcher"])
+        command = [str(word) for word in fields["command"]]
+        # A signal to the launcher must reach nobody else.
+        return Next(str(fields["job"]), launcher, float(fields["started"]), command) if launcher > 1 else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
 
 def run_with_restarts(
-    run_once: Callable[[int], Ending], most: int, wakeup: Wakeup, say: Callable[[str], None]
+    name: str,
+    command: Sequence[str],
+    run_once: Callable[[int], Ending],
+    most: int,
+    wakeup: Wakeup,
+    say: Callable[[str], None],
 ) -> int:
     """Calls ``run_once(number of this restart)`` until it succeeds, was interrupted, or ``most`` restarts have failed.
 
-    Returns the exit status of the last one, or 128 + the signal that came in a pause.
+    ``name``: of the first start. Returns the exit status of the last one, or 128 + the signal that came in a pause.
     """
-    for restart in itertools.count():
-        ending = run_once(restart)
-        if not ending.failed or restart >= most:
-            break
-        pause = min(FIRST_PAUSE * 2.0**restart, LONGEST_PAUSE)
-        say(f"{ending.text}; restart {restart + 1} of {most} in {pause:g} s.")
-        interrupt = wakeup.wait(pause)
-        if interrupt is not None:
-            say(f"interrupted by {interrupt.name} before restart {restart + 1} of {most}.")
-            return 128 + interrupt
+    with RestartsFolder(name, command) if most else contextlib.nullcontext() as folder:
+        for restart in itertools.count():
+            ending = run_once(restart)
+            if not ending.failed or restart >= most:
+                break
+            folder.note_next(restart + 1)
+            pause = min(FIRST_PAUSE * 2.0**restart, LONGEST_PAUSE)
+            say(f"{ending.text}; restart {restart + 1} of {most} in {pause:g} s.")
+            interrupt = wakeup.wait(pause)
+            if interrupt is not None:
+                say(f"interrupted by {interrupt.name} before restart {restart + 1} of {most}.")
+                return 128 + interrupt
     if ending.text:
         last = f"; it was the last of {most} restarts" if ending.failed and most else ""
         say(f"{ending.text}{last}.")

@@ -138,7 +138,7 @@ def run(plan: Plan) -> int:
 
     with wakeup.signals():
         try:
-            status = run_with_restarts(run_once, plan.max_restarts, wakeup, say)
+            status = run_with_restarts(name, plan.command, run_once, plan.max_restarts, wakeup, say)
         except Interrupted as interrupt:
             say(f"interrupted by {interrupt} before all hosts were ready.")
             status = 128 + interrupt.number

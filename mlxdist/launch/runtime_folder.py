@@ -12,10 +12,12 @@ from typing import Any
 
 from ..errors import ResourceError
 
-__all__ = ["OF_HOSTS", "is_locked", "runtime_folder", "try_lock", "write_json"]
+__all__ = ["OF_HOSTS", "OF_RESTARTS", "is_locked", "runtime_folder", "try_lock", "write_json"]
 
 # Behind the name of a job: the folder that says on which hosts it runs; see job_hosts.py.
 OF_HOSTS = "@hosts"
+# The same: the folder of a launcher that starts a job again when it fails; see restarts.py.
+OF_RESTARTS = "@restarts"
 
 
 def runtime_folder() -> Path:
