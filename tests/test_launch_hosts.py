@@ -16,6 +16,7 @@ from launching import LAUNCH, RANK, nothing_left, wait_for  # noqa: F401  (nothi
 from ssh_hosts import SshHosts, ssh_hosts
 
 from mlxdist.launch.frames import GREETING, MAX_PAYLOAD, FrameError, Frames, Kind, pack, pack_json, unpack_json
+from mlxdist.launch.jobs import find_job, list_jobs
 from mlxdist.launch.leftovers import remove_leftovers
 
 HERE = [*LAUNCH, "--hosts", "localhost"]
@@ -229,8 +230,31 @@ def nodes(tmp_path_factory):
         yield both
 
 
-def over_ssh(nodes: SshHosts, *options: str) -> list[str]:
-    return nodes.command(*LAUNCH, "--hosts", ",".join(nodes.names), "--ssh", nodes.ssh, *options)
+def over_ssh(nodes: SshHosts, *options: str, launcher=LAUNCH) -> list[str]:
+    return nodes.command(*launcher, "--hosts", ",".join(nodes.names), "--ssh", nodes.ssh, *options)
+
+
+def launcher_with(silence: int) -> list[str]:
+    """A launcher whose agents end their ranks when they hear nothing of it for so many seconds."""
+    program = f"from mlxdist.launch import hosts; hosts.SILENCE_SECONDS = {silence}; from mlxdist.cli import main; main()"
+    return [sys.executable, "-c", program, "launch"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number, seconds", [(signal.SIGSTOP, 30), (signal.SIGCONT, 5)])
+def test_agents_end_their_ranks_when_they_hear_nothing_of_the_launcher(number, seconds):
+    """One that is stopped (Ctrl-Z), as one without power; while it lives, ranks that say nothing run on."""
+    program = "import time; print('runs', flush=True); time.sleep(60)"
+    command = [*launcher_with(2), "--hosts", "localhost", "--", sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout.readline()
+        (job,) = list_jobs()
+        launcher.send_signal(number)
+        assert wait_for(lambda: not find_job(job.name).pids, seconds) is (number == signal.SIGSTOP)
+        launcher.send_signal(signal.SIGCONT)
+        launcher.send_signal(signal.SIGTERM)
+        _, error = launcher.communicate(timeout=20)
+        assert ("nothing was heard of the launcher for 2 s" in error) is (number == signal.SIGSTOP), error
 
 
 @pytest.mark.long
@@ -312,19 +336,18 @@ def test_nothing_is_left_on_any_host(nodes, accident, status, words):
     program = "import subprocess, time; subprocess.Popen(['sleep', '61']); print('runs', flush=True); time.sleep(60)"
     options = ["--env", f"MARKER={marker}", "--grace", "1"]
     with subprocess.Popen(
-        [*over_ssh(nodes, *options), "--", sys.executable, "-c", program],
+        [*over_ssh(nodes, *options, launcher=launcher_with(silence=6)), "--", sys.executable, "-c", program],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as launcher:  # fmt: skip
         assert {launcher.stdout.readline() for _ in range(2)} == {"[0 node0] runs\n", "[1 node1] runs\n"}
         accident(nodes, launcher)
         try:
             _, error = launcher.communicate(timeout=60)
+            # Also on a host that nobody reaches any more.
+            assert wait_for(lambda: not nodes.processes(marker), 15), nodes.processes(marker)
         finally:
             nodes.hosts[1].plug_cable()
         assert launcher.returncode == status and words in error, error
-    # A host that nobody reaches learns it from the silence of the connection, as ssh is set up there.
-    if accident is not _pull_cable:
-        assert wait_for(lambda: not nodes.processes(marker), 15), nodes.processes(marker)
     remove_leftovers()  # as the next launcher does: a launcher that is killed leaves what it has noted of its hosts
 
 

@@ -1,10 +1,12 @@
 """The part of `mlxdist launch` on another host: `python -m mlxdist.launch.agent`, started by ssh.
 
 It starts the ranks of its host, hands on what they print and how they end, and passes signals to them. Its standard
-streams are the connection to the launcher; see frames.py. When that breaks, whatever the reason, the ranks are ended
-as on the launcher's own machine: this process leaves, and the keeper of the job does the rest.
+streams are the connection to the launcher; see frames.py. When that breaks, whatever the reason, or brings nothing any
+more (ssh does not tell a server that the client's machine is gone), the ranks are ended as on the launcher's own
+machine: this process leaves, and the keeper of the job does the rest.
 """
 
+import math
 import os
 import platform
 import selectors
@@ -62,6 +64,8 @@ class Agent:
         self._ending = self._told = False
         self._is_stopped = False  # by a signal
         self._leave_at: float | None = None
+        self._heard = time.monotonic()
+        self._silence = math.inf  # seconds without a frame after which the launcher is taken for lost
 
     def serve(self) -> None:
         """Returns when the job has ended, or the connection."""
@@ -102,13 +106,19 @@ class Agent:
             self._owes_taken = False
             self._put(pack(Kind.TAKEN, payload=b"" if self._input.has_readers else b"none"))
         self._reap()
-        if self._leave_at is not None and time.monotonic() > self._leave_at:
+        now = time.monotonic()
+        # What has come has been read by now, also where this host has slept.
+        if now > self._heard + self._silence:
+            _warn(f"nothing was heard of the launcher for {self._silence:g} s, so its ranks here are ended")
+            raise EOFError
+        if self._leave_at is not None and now > self._leave_at:
             raise EOFError
 
     def _read(self) -> None:
         data = os.read(self._source, _READ_BYTES)
         if not data:
             raise EOFError
+        self._heard = time.monotonic()
         for kind, rank, payload in self._frames.feed(data):
             self._take(kind, rank, payload)
 
@@ -128,6 +138,8 @@ class Agent:
             self._leave_at = None
         if kind == Kind.PREPARE:
             self._prepare(unpack_json(payload))
+        elif kind == Kind.PING:
+            self._silence = float(unpack_json(payload)["seconds"])
         elif kind == Kind.START:
             self._start(unpack_json(payload))
         elif kind == Kind.SIGNAL and rank in self._ranks:

@@ -25,6 +25,7 @@ class Kind(IntEnum):
     SIGNAL = 3  # a number in one byte, to one rank
     INPUT = 4  # what the ranks read; empty: the end
     END = 5  # whatever is left of the job on this host is to be ended
+    PING = 6  # JSON: the launcher lives; where so many seconds bring no frame any more, it is gone
     # agent to launcher
     HELLO = 16  # JSON: who answers
     READY = 17  # JSON: the port at which rank 0 will listen, if it is here

@@ -29,6 +29,9 @@ _CONNECT_SECONDS = 30.0
 _PREPARE_SECONDS = 60.0  # a host may have to clean up first
 # After the time that ranks have to leave: for the agents to say that nothing is left.
 _END_SECONDS = 15.0
+# A host that hears nothing of the launcher for so long ends its ranks. Sleep, or Ctrl-Z, is silence, too.
+SILENCE_SECONDS = 60.0
+_PINGS = 12  # in that time
 
 
 class HostsJob:
@@ -68,6 +71,8 @@ class HostsJob:
         self._ended = False
         self._say = say
         self._told: list[RemoteHost] = []  # of which has been said what went wrong
+        self._is_over = threading.Event()
+        self._pings = threading.Thread(target=self._ping, name="mlxdist pings", daemon=True)
         self._stopped: list[RemoteHost] = []  # on which a signal has come
         self._fields = {
             "job": name,
@@ -84,18 +89,19 @@ class HostsJob:
         }
 
     def __enter__(self) -> "HostsJob":
-        connected = []
+        connected: list[RemoteHost] = []
         self._record = HostsFolder(self.job, time.time(), self._hostfile, self._reach, self._fields["command"])
         try:
             for host in self._hosts:
                 host.connect(self._wakeup.wake)
                 connected.append(host)
+            self._pings.start()
             self._connect()
             self._prepare()
         except BaseException:
             for host in connected:
                 host.close(0.0 if host.state.hello is None else self._grace + _END_SECONDS)
-            self._record.close()
+            self._close()
             raise
         return self
 
@@ -103,7 +109,20 @@ class HostsJob:
         self.end()
         for host in self._hosts:
             host.close(max(0.0, self._ends_at - time.monotonic()))
+        self._close()
+
+    def _close(self) -> None:
+        self._is_over.set()
+        if self._pings.is_alive():
+            self._pings.join()
         self._record.close()
+
+    def _ping(self) -> None:
+        is_over = False
+        while not is_over:
+            for host in self._hosts:
+                host.ping(SILENCE_SECONDS)
+            is_over = self._is_over.wait(SILENCE_SECONDS / _PINGS)
 
     def start(self, rank: int, stdout: int, stderr: int, stdin: None) -> RemoteRank:
         """The ranks run once all have been added; see `all_started`. What they read is a matter of `readers`."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import threading
@@ -126,6 +127,20 @@ class RemoteHost:
                     view = view[self.process.stdin.write(view) :]
         except (BrokenPipeError, ValueError):  # the end of the connection is noticed by who reads
             return
+
+    def ping(self, silence: float) -> None:
+        """Says that the launcher lives. Never waits: what is under way to the host says so as well."""
+        if not self._sending.acquire(blocking=False):
+            return
+        try:
+            writable = select.poll()  # a pipe that is: it takes this much
+            writable.register(self.process.stdin, select.POLLOUT)
+            if writable.poll(0):
+                self.process.stdin.write(pack_json(Kind.PING, {"seconds": silence}))
+        except (BrokenPipeError, ValueError):  # the end of the connection is noticed by who reads
+            return
+        finally:
+            self._sending.release()
 
     def prepare(self, fields: dict[str, Any]) -> None:
         self.send(pack_json(Kind.PREPARE, fields))
