@@ -21,7 +21,6 @@ _APART = ["unshare", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc"]
 _NAMED = ["sh", "-c", 'hostname "$0" && exec "$@"']
 _SERVER = """
 Port {port}
-ListenAddress {address}
 HostKey {folder}/host_key
 AuthorizedKeysFile {folder}/key.pub
 PidFile {folder}/{name}.pid

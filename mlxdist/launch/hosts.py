@@ -1,10 +1,12 @@
 """A job on several hosts: an agent on each starts the ranks there. To the supervisor it is as one on this machine."""
 
 import os
+import re
 import signal
+import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -21,7 +23,7 @@ from .remote import HostInput, RemoteHost, RemoteRank
 from .restarts import job_name
 from .wakeup import Interrupted, Wakeup
 
-__all__ = ["HostsJob"]
+__all__ = ["HostsJob", "address_for_others"]
 
 _STEP = 0.1  # between two looks at whether the user has given up
 # Longer than ssh takes to give up.
@@ -98,6 +100,7 @@ class HostsJob:
             self._pings.start()
             self._connect()
             self._prepare()
+            self._found_at = self._address()
         except BaseException:
             for host in connected:
                 host.close(0.0 if host.state.hello is None else self._grace + _END_SECONDS)
@@ -130,7 +133,7 @@ class HostsJob:
 
     def all_started(self) -> None:
         exports = self._backend.exports([host.state.ready["ports"] for host in self._hosts])
-        fields = {"address": self._address(), "exports": asdict(exports)}
+        fields = {"address": self._found_at, "exports": asdict(exports)}
         for host in self._hosts:
             host.say = self._say
             host.start(fields)
@@ -221,7 +224,7 @@ class HostsJob:
 
     def _interface(self) -> str:
         """Where rank 0 listens: at the address that the hostfile gives, else at all of them."""
-        if all(host.is_local for host in self._hosts):
+        if len(self._hosts) == 1 or all(host.is_local for host in self._hosts):
             return "127.0.0.1"
         first = self._hostfile.hosts[0]
         return first.ips[0] if first.ips else ""
@@ -231,10 +234,38 @@ class HostsJob:
         listens, port = parse_address(self._hosts[0].state.ready["address"])
         if listens not in ("0.0.0.0", "::"):
             return format_address(listens, port)
+        names = [self._hosts[0].name, str(self._hosts[0].state.hello.get("host"))]
         connections = [host.state.hello.get("ssh") or [] for host in self._hosts]
-        if len(connections[0]) == 4:
-            return format_address(connections[0][2], port)  # by which ssh has reached it
-        for connection in connections:
-            if len(connection) == 4:
-                return format_address(connection[0], port)  # it is beside the launcher: who has reached another host
-        return format_address("127.0.0.1", port)
+        return format_address(address_for_others(names, connections), port)
+
+
+def address_for_others(names: Sequence[str], connections: Sequence[Sequence[str]]) -> str:
+    """Of the first host, which has these ``names``. ``connections``: SSH_CONNECTION of each host, in its words.
+
+    Raises:
+        ResourceError: none is known.
+    """
+    if not any(len(words) == 4 for words in connections):
+        return "127.0.0.1"
+    if len(connections[0]) == 4:
+        found = [connections[0][2]]  # by which ssh has reached it
+    else:
+        found = [words[0] for words in connections if len(words) == 4]  # it is beside the launcher: who has reached them
+    # A link-local address goes with an interface of the host that has it, such as %en0. Names of Macs (.local) often
+    # lead there first.
+    found = [address for address in found if not re.match("fe[89ab]", address, re.IGNORECASE)]
+    found = found or [address for name in names for address in _ipv4_addresses(name.rpartition("@")[2])]
+    if not found:
+        raise ResourceError(
+            f'ssh has reached {names[0]} by a link-local IPv6 address, which leads nowhere from other hosts: give "ips" '
+            "of that host in the hostfile; `mlxdist config` finds them"
+        )
+    return found[0]
+
+
+def _ipv4_addresses(name: str) -> list[str]:
+    try:
+        found = [address[0] for *_, address in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)]
+    except (OSError, UnicodeError):  # ssh knows it by other means
+        return []
+    return [address for address in found if not address.startswith("127.")]

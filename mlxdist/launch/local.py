@@ -276,9 +276,11 @@ def new_secret() -> str:
 
 
 def _listen(interface: str, port: int, size: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in interface else socket.AF_INET
+    """``interface``: an address, or empty for all, of IPv6, too."""
+    both = not interface and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in interface else socket.AF_INET
     try:
-        return socket.create_server((interface, port), family=family, backlog=max(128, size))
+        return socket.create_server((interface, port), family=family, backlog=max(128, size), dualstack_ipv6=both)
     except OSError as error:
         where = format_address(interface or "0.0.0.0", port)
         raise ResourceError(f"rank 0 cannot listen at {where}: {error.strerror}") from None
