@@ -6,9 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from launching import RANK, launch, marked_processes, nothing_left, python, running, wait_for  # noqa: F401
+
+from mlxdist.launch.jobs import list_jobs
 
 
 def test_every_line_has_the_rank_in_front():
@@ -146,6 +149,36 @@ def test_a_reader_that_stops_does_not_stop_the_supervision():
         assert wait_for(lambda: len(marked_processes(os.environ["TEST_MARKER"])) == 1, 8), "only the launcher is left"
         job.communicate(timeout=5)
         assert job.returncode == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_reader_that_stops_costs_no_processor_time():
+    with running(1, "while True: print('x' * 10_000)") as job:
+        assert wait_for(lambda: clock_ticks_in(job.pid, 0.3) <= 3, 20)  # of 30: once its memory is full
+        job.terminate()
+        job.stdout.close()
+        assert job.wait(10) == 143
+
+
+def clock_ticks_in(pid, seconds):
+    def used():
+        return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+
+    before = used()
+    time.sleep(seconds)
+    return used() - before
+
+
+@pytest.mark.long
+def test_a_job_on_hosts_whose_output_nobody_reads_ends_at_once():
+    """Behind all that its ranks have printed comes how they have ended."""
+    program = "import time; print('x' * 40_000_000, flush=True); time.sleep(60)"
+    with running(1, program, options=["--hosts", "localhost", "--grace", "30"], lines=0) as job:
+        time.sleep(2)
+        job.send_signal(signal.SIGINT)
+        assert wait_for(lambda: list_jobs() == [], 10)
+        out, err = job.communicate(timeout=20)
+    assert job.returncode == 130 and "rank 0 ended after SIGINT" in err, err
 
 
 def test_a_reader_that_goes_away_ends_the_job_as_in_a_pipe():

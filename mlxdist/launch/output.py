@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from .last_lines import LastLines
 from .terminal import colors_wanted, prefix_of, width_of
-from .writer import Writer
+from .writer import MAX_BACKLOG, Writer
 
 __all__ = ["Output"]
 
@@ -76,8 +76,9 @@ class Output:
             pauses = [pause for screen in self._screens if (pause := screen.draw_waiting()) is not None]
         return min(pauses, default=None)
 
-    def is_full(self) -> bool:
-        return self._writer.is_full()
+    def is_full(self, most: int = MAX_BACKLOG) -> bool:
+        """Whether more bytes than ``most`` wait for whoever reads the launcher's output."""
+        return self._writer.is_full(most)
 
     def say(self, text: str) -> None:
         """A line of the launcher's own."""

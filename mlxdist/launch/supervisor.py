@@ -18,11 +18,14 @@ from ..errors import name_ranks
 from .local import LocalJob, LocalRank
 from .output import Output
 from .wakeup import Wakeup
+from .writer import MAX_BACKLOG
 
 __all__ = ["Ending", "Supervisor"]
 
 # Once SIGKILL is sent, only a process in an uninterruptible system call is still there after this.
 AFTER_KILL = 5.0
+# Once interrupted: how a rank on another host has ended comes behind what it has printed, and nobody may read that.
+_MAX_LAST_BACKLOG = 64 << 20
 TOO_LATE = 124  # as of timeout(1)
 
 
@@ -107,14 +110,22 @@ class Supervisor:
         return Ending(status, text, failed)
 
     def _wait(self, seconds: float | None) -> None:
-        full = self._output is not None and self._output.is_full()
+        full = self._is_full()
         pauses = [seconds, 0.05 if full else None, self._output.draw() if self._output is not None else None]
         seconds = min((pause for pause in pauses if pause is not None), default=None)
+        if full:  # what the ranks print stays in their pipes, which are readable all the time
+            if self._wakeup.is_awake(seconds):
+                self._take_signals()
+            return
         for key, _ in self._selector.select(seconds):
             if key.data is None:
                 self._take_signals()
-            elif key.data.is_open and not full and not key.data.read() and not key.data.is_open:
+            elif key.data.is_open and not key.data.read() and not key.data.is_open:
                 self._selector.unregister(key.fd)
+
+    def _is_full(self) -> bool:
+        most = MAX_BACKLOG if self._interrupted_by is None else _MAX_LAST_BACKLOG
+        return self._output is not None and self._output.is_full(most)
 
     def _take_signals(self) -> None:
         for number in self._wakeup.read():

@@ -50,11 +50,15 @@ class Wakeup:
             if number != signal.SIGCHLD:
                 raise Interrupted(signal.Signals(number))
 
+    def is_awake(self, seconds: float) -> bool:
+        """Waits. Whether there is something to be read."""
+        return bool(select.select([self._source], [], [], seconds)[0])
+
     def wait(self, seconds: float) -> signal.Signals | None:
         """Waits, and returns the signal that has ended the pause before its time."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
-            select.select([self._source], [], [], left)
+            self.is_awake(left)
             for number in self.read():
                 if number != signal.SIGCHLD:
                     return signal.Signals(number)

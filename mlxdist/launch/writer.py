@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["Writer"]
+__all__ = ["MAX_BACKLOG", "Writer"]
 
 # Reading from the ranks stops while this much waits for whoever reads the launcher's output.
 MAX_BACKLOG = 4 << 20
@@ -30,8 +30,8 @@ class Writer:
             self._backlog += len(data)
             self._changed.notify_all()
 
-    def is_full(self) -> bool:
-        return self._backlog > MAX_BACKLOG
+    def is_full(self, most: int = MAX_BACKLOG) -> bool:
+        return self._backlog > most
 
     def wait(self, seconds: float) -> bool:
         with self._changed:
