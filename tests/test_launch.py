@@ -123,6 +123,19 @@ def test_which_commands_python_runs(command, run):
     assert with_python(command, "") == ([sys.executable, *command] if by_itself else command)
 
 
+def test_a_command_is_looked_for_where_it_will_run(tmp_path):
+    program = tmp_path / "sub" / "run.sh"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\npwd\n")
+    program.chmod(0o755)
+    job = launch(1, "./run.sh", options=["--cwd", "sub"], cwd=tmp_path)
+    assert job.stdout.decode() == f"[0] {program.parent}\n", job.stderr
+    refused = launch(1, "sub/run.sh", options=["--cwd", "sub"], cwd=tmp_path)
+    assert refused.returncode == 127 and b"The command 'sub/sub/run.sh' does not exist" in refused.stderr
+    refused = launch(1, "pwd", options=["--cwd", "elsewhere"], cwd=tmp_path)
+    assert refused.returncode == 2 and b"--cwd elsewhere is not a folder" in refused.stderr
+
+
 FOR_HOSTS = ("hosts", "remote", "frames", "nodes", "mpirun")
 
 

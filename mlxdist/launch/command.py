@@ -163,7 +163,7 @@ def _plan(chosen: Chosen, of_nodes: Nodes | None, options: Options, command: lis
         variables, command = _for_mpirun(chosen, backend, given, options, command)
         ranks = 1
     elif on is None:
-        variables = _for_this_machine(given, command[0], backend.name == "mlxdist")
+        variables = _for_this_machine(given, command[0], options.cwd or "", backend.name == "mlxdist")
     else:
         variables = _for_hosts(on, given)
     _check_variables(variables)
@@ -186,7 +186,7 @@ def _plan(chosen: Chosen, of_nodes: Nodes | None, options: Options, command: lis
     )
 
 
-def _for_this_machine(given: Mapping[str, str], executable: str, door: bool) -> dict[str, str]:
+def _for_this_machine(given: Mapping[str, str], executable: str, folder: str, door: bool) -> dict[str, str]:
     """All that the ranks have in their environment, but for what is each rank's own."""
     variables = base_environment(os.environ, door)
     if door:
@@ -194,7 +194,9 @@ def _for_this_machine(given: Mapping[str, str], executable: str, door: bool) -> 
     variables |= given
     if not os.path.isdir(variables.get("TMPDIR") or "/tmp"):
         raise click.UsageError(f"TMPDIR={variables['TMPDIR']} is not a folder; the ranks' temporary folders go there.")
-    check_command(executable, variables)
+    if folder and not os.path.isdir(folder):
+        raise click.UsageError(f"--cwd {folder} is not a folder; the ranks are to run there.")
+    check_command(executable, variables, folder)
     return variables
 
 
@@ -222,7 +224,7 @@ def _for_mpirun(
     names = [*exported, "MLXDIST_RENDEZVOUS", "MLXDIST_SECRET", "MLXDIST_JOB"]
     folder = os.path.abspath(options.cwd) if options.cwd else None
     words = mpirun_command(backend.hosts, names, folder, arguments, command)
-    return _for_this_machine(exported | reach_variables(chosen.ssh), words[0], door=False), words
+    return _for_this_machine(exported | reach_variables(chosen.ssh), words[0], options.cwd or "", door=False), words
 
 
 def _check_variables(variables: Mapping[str, str]) -> None:

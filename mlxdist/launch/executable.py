@@ -17,8 +17,10 @@ class CannotRun(click.ClickException):
         self.exit_code = exit_code
 
 
-def check_command(name: str, variables: Mapping[str, str]) -> None:
+def check_command(name: str, variables: Mapping[str, str], folder: str = "") -> None:
+    """``folder``: where it will be started, if that is not the current one."""
     if "/" in name:
+        name = os.path.join(folder, name)
         exists = os.path.exists(name)
         found = os.access(name, os.X_OK) and not os.path.isdir(name)
     else:
