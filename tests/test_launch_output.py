@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -9,7 +10,16 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import RANK, launch, marked_processes, nothing_left, python, running, wait_for  # noqa: F401
+from launching import (  # noqa: F401
+    LAUNCH,
+    RANK,
+    launch,
+    marked_processes,
+    nothing_left,
+    python,
+    running,
+    wait_for,
+)
 
 from mlxdist.launch.jobs import list_jobs
 
@@ -193,6 +203,15 @@ def test_python_ranks_are_unbuffered():
         assert job.first_lines == ["[0] at once\n"]
         job.terminate()
         job.wait(10)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [["--log-dir", "logs"], ["--hosts", "localhost"]])
+def test_files_that_are_open_at_the_limit_of_macos(tmp_path, options):
+    command = shlex.join([*LAUNCH, *options, "-n", "64", "--", "echo", "x"])
+    limited = ["sh", "-c", f"ulimit -Sn 256; exec {command}"]
+    job = subprocess.run(limited, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+    assert job.returncode == 0 and len(job.stdout.splitlines()) == 64, job.stderr
 
 
 def test_64_ranks_print():

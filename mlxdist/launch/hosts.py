@@ -18,7 +18,7 @@ from ..version import __version__
 from .backends import Backend
 from .executable import CannotRun
 from .job_hosts import HostsFolder
-from .local import new_secret
+from .local import allow_descriptors, new_secret
 from .remote import HostInput, RemoteHost, RemoteRank
 from .restarts import job_name
 from .wakeup import Interrupted, Wakeup
@@ -91,6 +91,7 @@ class HostsJob:
         }
 
     def __enter__(self) -> "HostsJob":
+        allow_descriptors(len(self._host_of), len(self._hosts))
         connected: list[RemoteHost] = []
         self._record = HostsFolder(self.job, time.time(), self._hostfile, self._reach, self._fields["command"])
         try:

@@ -19,7 +19,9 @@ from .jit_cache import JitCache
 from .jobs import JobFolder
 from .restarts import job_name
 
-__all__ = ["LocalJob", "LocalRank", "base_environment", "new_name", "new_secret"]
+__all__ = ["LocalJob", "LocalRank", "allow_descriptors", "base_environment", "new_name", "new_secret"]
+
+_MOST_DESCRIPTORS = 10240  # OPEN_MAX: macOS refuses more, also where it says that there is no limit
 
 
 def base_environment(environ: Mapping[str, str], door: bool = True) -> dict[str, str]:
@@ -118,7 +120,7 @@ class LocalJob:
         self.succeeded = False
 
     def __enter__(self) -> "LocalJob":
-        _allow_descriptors(4 * self._size + 64)
+        allow_descriptors(self._size)
         # A short name: the ranks make sockets inside, whose paths are limited to about 100 characters.
         self.folder = Path(self._variables.get("TMPDIR") or "/tmp", f"mlxdist-{_random_hex(4)}").absolute()
         self.first_failure = self.folder / "first_failure"
@@ -290,8 +292,10 @@ def _random_hex(size: int) -> str:
     return os.urandom(size).hex()  # as secrets.token_hex, whose module takes as long to import as all of socket
 
 
-def _allow_descriptors(wanted: int) -> None:
-    """Two pipes per rank: many ranks need more descriptors than some systems give by default (macOS: 256)."""
+def allow_descriptors(ranks: int, hosts: int = 0) -> None:
+    """Pipes, copies of them and log files for each rank, a connection for each host: more than some systems allow by
+    default (macOS: 256)."""
+    wanted = min(8 * ranks + 8 * hosts + 64, _MOST_DESCRIPTORS)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         if hard != resource.RLIM_INFINITY:
