@@ -22,6 +22,13 @@ def test_no_colors_where_they_are_not_wanted(variables):
     assert sorted(terminal.text.split(b"\r\n")) == [b"", b"[0] None", b"[1] None"]
 
 
+@pytest.mark.parametrize("variables, told", [({}, b"1"), ({"NO_COLOR": "1"}, b"None")])
+def test_ranks_on_hosts_have_colors(variables, told):
+    program = "import os; print(os.environ.get('FORCE_COLOR'))"
+    terminal = Terminal("--hosts", "localhost", "--", sys.executable, "-c", program, **variables)
+    assert terminal.finish() == 0 and told in terminal.text, terminal.text
+
+
 def test_ranks_know_the_size_of_the_terminal():
     program = "import os, shutil; print(shutil.get_terminal_size(), os.environ['FORCE_COLOR'])"
     terminal = Terminal("-n", "1", "--", sys.executable, "-c", program)

@@ -10,18 +10,19 @@ __all__ = ["colors_wanted", "prefix_of", "terminal_variables", "width_of", "with
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-def terminal_variables(environ: Mapping[str, str], labels: Sequence[str]) -> dict[str, str]:
+def terminal_variables(given: Mapping[str, str], labels: Sequence[str]) -> dict[str, str]:
     """What programs need to know about the terminal behind the pipe: that it has colours, and its size.
 
+    ``given``: variables that the ranks have, which stay; those of other hosts do not say what this terminal can do.
     Empty unless both of the launcher's streams are terminals.
     """
     if not (os.isatty(1) and os.isatty(2)):
         return {}
     size = shutil.get_terminal_size()
     variables = {"COLUMNS": str(max(20, size.columns - len(prefix_of(labels[0])))), "LINES": str(size.lines)}
-    if colors_wanted(environ):
+    if colors_wanted(os.environ | given):
         variables["FORCE_COLOR"] = "1"
-    return {name: value for name, value in variables.items() if name not in environ}
+    return {name: value for name, value in variables.items() if name not in given}
 
 
 def colors_wanted(environ: Mapping[str, str]) -> bool:
