@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..hostfile import Host
-from ..remote.ssh import LOST, Reach, agent_advice, is_this_machine
+from ..remote.ssh import LOST, Reach, is_this_machine, why_lost
 from .frames import GREETING, FrameError, Frames, Kind, pack, pack_json, unpack_json
 
 __all__ = ["AGENT", "HostInput", "RemoteHost", "RemoteRank"]
@@ -174,9 +174,7 @@ class RemoteHost:
     def why_lost(self) -> str:
         """In words, once the connection has ended."""
         words = next((line for line in reversed(self._last_lines) if line), "")
-        if self.state.hello is None:
-            return f"{self.name} does not answer: {words or 'ssh ended without a word'}{agent_advice(self.name, words)}"
-        return f"the connection to {self.name} was lost{f': {words}' if words else ''}"
+        return why_lost(self.name, self.state.hello is not None, words)
 
     def _read_frames(self) -> None:
         try:

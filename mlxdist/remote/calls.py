@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import ResourceError
 from .answers import GREETING, MAX_LINE
-from .ssh import Reach, agent_advice
+from .ssh import Reach, why_lost
 
 __all__ = ["CallError", "Connections", "unpack_answer"]
 
@@ -154,6 +154,4 @@ class _Connection:
         self._errors.seek(0)
         lines = (self._errors.read() + b"\n" + (b"" if self._greeted else self._held)).decode(errors="replace")
         words = next((line.strip() for line in reversed(lines.splitlines()) if line.strip()), "")
-        if self._greeted:
-            return f"the connection to {self.name} was lost{f': {words}' if words else ''}"
-        return f"{self.name} does not answer: {words or 'ssh ended without a word'}{agent_advice(self.name, words)}"
+        return why_lost(self.name, self._greeted, words)

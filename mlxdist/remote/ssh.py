@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-__all__ = ["LOST", "Answer", "Reach", "agent_advice", "is_this_machine", "run", "run_everywhere"]
+__all__ = ["LOST", "Answer", "Reach", "agent_advice", "is_this_machine", "run", "run_everywhere", "why_lost"]
 
 # Nobody is asked for a password, and a host that does not answer is noticed: within 10 s before there is a connection,
 # 15 s afterwards.
@@ -84,6 +84,13 @@ def run_everywhere(
     """The same on several hosts at once, in their order."""
     with ThreadPoolExecutor(max(1, len(names))) as threads:
         return list(threads.map(lambda name: run(name, words, reach, input=input, seconds=seconds), names))
+
+
+def why_lost(name: str, answered: bool, words: str) -> str:
+    """The end of a connection to a module of mlxdist. ``answered``: it had started; ``words``: what was said last."""
+    if answered:
+        return f"the connection to {name} was lost{f': {words}' if words else ''}"
+    return f"{name} does not answer: {words or 'ssh ended without a word'}{agent_advice(name, words)}"
 
 
 def agent_advice(name: str, words: str) -> str:
