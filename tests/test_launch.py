@@ -136,6 +136,17 @@ def test_a_command_is_looked_for_where_it_will_run(tmp_path):
     assert refused.returncode == 2 and b"--cwd elsewhere is not a folder" in refused.stderr
 
 
+def test_a_dry_run_makes_no_folder(tmp_path):
+    job = launch(1, "true", options=["--log-dir", str(tmp_path / "logs"), "--dry-run"])
+    assert job.returncode == 0 and not (tmp_path / "logs").exists()
+
+
+def test_an_env_file_that_is_no_text(tmp_path):
+    (tmp_path / "env").write_bytes(b"A=1\nB=\xff\n")
+    job = launch(1, "true", options=["--env-file", str(tmp_path / "env")])
+    assert job.returncode == 2 and b"env: byte 6 is not of UTF-8" in job.stderr and b"Traceback" not in job.stderr
+
+
 FOR_HOSTS = ("hosts", "remote", "frames", "nodes", "mpirun")
 
 

@@ -186,9 +186,7 @@ class Options(NamedTuple):  # a dataclass of so many fields takes a millisecond 
             return None
         if not self.prefix:
             raise click.UsageError("--log-dir copies what passes the launcher; with --no-prefix nothing does.")
-        folder = Path(self.logs).absolute()
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
+        return Path(self.logs).absolute()
 
 
 def launch_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -241,5 +239,8 @@ def parse_settings(settings: Iterable[str], where: str) -> dict[str, str]:
 def _lines(file: str | None) -> list[str]:
     if file is None:
         return []
-    lines = Path(file).read_text().splitlines()
+    try:
+        lines = Path(file).read_text("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"--env-file {file}: byte {error.start} is not of UTF-8; write it as UTF-8.") from None
     return [line for line in lines if line.strip() and not line.lstrip().startswith("#")]

@@ -54,7 +54,7 @@ class Plan:
     grace: float = 5.0
     max_restarts: int = 0
     verbose: bool = False
-    logs: Path | None = None  # an existing folder
+    logs: Path | None = None  # a folder, which is made
     limit: float | None = None  # seconds that one start of the job may take
     stdin: str = "all"  # ranks that have the launcher's standard input; see standard_input.CHOICES
 
@@ -98,6 +98,8 @@ def run(plan: Plan) -> int:
     output = None
     if plan.prefix:
         plan = replace(plan, variables=terminal_variables(plan.variables, plan.labels()) | plan.variables)
+        if plan.logs is not None:
+            plan.logs.mkdir(parents=True, exist_ok=True)
         output = Output(plan.labels(), wakeup.wake, plan.logs)
     name = new_name()
 
