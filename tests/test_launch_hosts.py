@@ -236,7 +236,7 @@ def over_ssh(nodes: SshHosts, *options: str, launcher=LAUNCH) -> list[str]:
 
 def launcher_with(silence: int) -> list[str]:
     """A launcher whose agents end their ranks when they hear nothing of it for so many seconds."""
-    program = f"from mlxdist.launch import hosts; hosts.SILENCE_SECONDS = {silence}; from mlxdist.cli import main; main()"
+    program = f"from mlxdist import cli; from mlxdist.launch import hosts; hosts.SILENCE_SECONDS = {silence}; cli.main()"
     return [sys.executable, "-c", program, "launch"]
 
 

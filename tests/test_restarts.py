@@ -134,7 +134,9 @@ def test_a_job_is_listed_and_stopped_in_the_pause_before_a_restart():
     assert list(runtime_folder().iterdir()) == []
 
 
-@pytest.mark.parametrize("record", ["{", "[]", '{"launcher": 0, "job": "x", "started": 1, "command": []}', "[" * 99_999])
+@pytest.mark.parametrize(
+    "record", ["{", "[]", '{"launcher": 0, "job": "x", "started": 1, "command": []}', "[" * 99_999]
+)
 def test_a_damaged_record_of_restarts_names_no_job(record):
     with RestartsFolder("x", ["true"]):
         (runtime_folder() / f"x{OF_RESTARTS}" / "next.json").write_text(record)

@@ -251,22 +251,23 @@ def address_for_others(names: Sequence[str], connections: Sequence[Sequence[str]
     if len(connections[0]) == 4:
         found = [connections[0][2]]  # by which ssh has reached it
     else:
-        found = [words[0] for words in connections if len(words) == 4]  # it is beside the launcher: who has reached them
+        # It is beside the launcher: who has reached the others.
+        found = [words[0] for words in connections if len(words) == 4]
     # A link-local address goes with an interface of the host that has it, such as %en0. Names of Macs (.local) often
     # lead there first.
     found = [address for address in found if not re.match("fe[89ab]", address, re.IGNORECASE)]
     found = found or [address for name in names for address in _ipv4_addresses(name.rpartition("@")[2])]
     if not found:
         raise ResourceError(
-            f'ssh has reached {names[0]} by a link-local IPv6 address, which leads nowhere from other hosts: give "ips" '
-            "of that host in the hostfile; `mlxdist config` finds them"
+            f"ssh has reached {names[0]} by a link-local IPv6 address, which leads nowhere from other hosts: give "
+            '"ips" of that host in the hostfile; `mlxdist config` finds them'
         )
     return found[0]
 
 
 def _ipv4_addresses(name: str) -> list[str]:
     try:
-        found = [address[0] for *_, address in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)]
+        found = [where[0] for *_, where in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)]
     except (OSError, UnicodeError):  # ssh knows it by other means
         return []
     return [address for address in found if not address.startswith("127.")]
