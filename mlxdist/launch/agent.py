@@ -107,7 +107,6 @@ class Agent:
             self._put(pack(Kind.TAKEN, payload=b"" if self._input.has_readers else b"none"))
         self._reap()
         now = time.monotonic()
-        # What has come has been read by now, also where this host has slept.
         if now > self._heard + self._silence:
             _warn(f"nothing was heard of the launcher for {self._silence:g} s, so its ranks here are ended")
             raise EOFError
@@ -118,9 +117,9 @@ class Agent:
         data = os.read(self._source, _READ_BYTES)
         if not data:
             raise EOFError
-        self._heard = time.monotonic()
         for kind, rank, payload in self._frames.feed(data):
             self._take(kind, rank, payload)
+        self._heard = time.monotonic()  # to prepare a job may have taken its time
 
     def _take_signals(self) -> None:
         for number in self._wakeup.read():
