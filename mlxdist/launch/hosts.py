@@ -103,22 +103,18 @@ class HostsJob:
             self._prepare()
             self._found_at = self._address()
         except BaseException:
+            self._stop_pings()
             for host in connected:
                 host.close(0.0 if host.state.hello is None else self._grace + _END_SECONDS)
-            self._close()
+            self._record.close()
             raise
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.end()
+        self._stop_pings()
         for host in self._hosts:
             host.close(max(0.0, self._ends_at - time.monotonic()))
-        self._close()
-
-    def _close(self) -> None:
-        self._is_over.set()
-        if self._pings.is_alive():
-            self._pings.join()
         self._record.close()
 
     def _ping(self) -> None:
@@ -127,6 +123,12 @@ class HostsJob:
             for host in self._hosts:
                 host.ping(SILENCE_SECONDS)
             is_over = self._is_over.wait(SILENCE_SECONDS / _PINGS)
+
+    def _stop_pings(self) -> None:
+        """Before any connection is closed: the number of its descriptor may be another one's afterwards."""
+        self._is_over.set()
+        if self._pings.is_alive():
+            self._pings.join()
 
     def start(self, rank: int, stdout: int, stderr: int, stdin: None) -> RemoteRank:
         """The ranks run once all have been added; see `all_started`. What they read is a matter of `readers`."""
