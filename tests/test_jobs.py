@@ -13,9 +13,13 @@ from pathlib import Path
 import pytest
 from launching import LAUNCH, RANK, launch, marked_processes, nothing_left, python, running, wait_for  # noqa: F401
 
+from mlxdist.dump import ask
 from mlxdist.errors import InvalidArgument, ResourceError
+from mlxdist.hostfile.hosts import Host, Hostfile
+from mlxdist.hostfile.options import Chosen
 from mlxdist.launch import leftovers
-from mlxdist.launch.jobs import JobFolder, find_job, list_jobs
+from mlxdist.launch.job_hosts import read_hosts_record
+from mlxdist.launch.jobs import JobFolder, exact_job, find_job, list_jobs, running_job
 from mlxdist.launch.processes import start_times
 from mlxdist.launch.runtime_folder import OF_HOSTS, runtime_folder
 
@@ -145,7 +149,7 @@ def test_only_ranks_that_run_have_a_process():
 def test_an_ambiguous_name_lists_the_jobs():
     with running(1, WAITING) as first, running(1, WAITING) as second:
         with pytest.raises(InvalidArgument) as caught:
-            find_job("")
+            find_job()
         assert told(first)[0] in str(caught.value) and told(second)[0] in str(caught.value)
         end(first)
         end(second)
@@ -158,6 +162,59 @@ def test_names_that_are_none(name):
         find_job(name)
     (runtime_folder() / ".new-x" / "flight").rmdir()
     (runtime_folder() / ".new-x").rmdir()
+
+
+@pytest.fixture
+def restarted(tmp_path):
+    """Job ``ab`` has failed and left recordings, ``ab-1`` that came after it runs: this process is its launcher."""
+    (runtime_folder() / "ab" / "flight").mkdir(parents=True)
+    folder = JobFolder("ab-1", tmp_path / "temporary", ["true"])
+    yield
+    folder.close()
+    shutil.rmtree(folder.folder)
+    shutil.rmtree(runtime_folder() / "ab")
+
+
+def test_a_job_that_failed_is_not_taken_for_its_restart(restarted):
+    assert (find_job("ab").name, find_job("ab").pids, find_job("a").name, find_job().name) == ("ab", {}, "ab-1", "ab-1")
+    assert (exact_job("ab").name, exact_job("a")) == ("ab", None)
+    assert running_job("ab").name == "ab-1", "what is to be stopped runs"
+
+
+def test_nor_on_hosts(restarted):
+    here = Chosen(Hostfile((Host("localhost"),)))
+    for name, found in {"ab": "ab", "a": "ab-1"}.items():
+        with ask.find_ranks(name, here) as ranks:
+            assert ranks.job == found
+            assert ranks.ask("status", 0.1).ended == (found == "ab")
+
+
+@pytest.mark.parametrize("what", ["dump", "status"])
+def test_what_asks_a_job_that_has_ended_never_gets_its_restart(restarted, what):
+    shutil.rmtree(runtime_folder() / "ab" / "flight")
+    said = ask.answer("ab", what, 0.1)
+    assert said["ended"] and said["records"] == [] and "there is no job 'ab' here" in said["notes"][0]
+    with pytest.raises(InvalidArgument, match="there is no job 'ab' here"):
+        ask.LocalRanks("ab").ask(what, 0.1)
+
+
+@pytest.mark.parametrize("command", ["stop", "dump", "top"])
+def test_an_empty_name_is_refused(restarted, command):
+    """The variable of a script that was never set: it would be the beginning of every name."""
+    refused = run(command, "")
+    assert refused.returncode == 2 and "the name is empty; `mlxdist ps` lists the jobs" in refused.stderr
+    with pytest.raises(InvalidArgument, match="there is no job ''"):
+        running_job("")
+
+
+@pytest.mark.parametrize("started", ["NaN", "Infinity", "-1", "1" + "0" * 400, "true"])
+def test_a_time_that_is_none_spoils_no_list(tmp_path, started):
+    folder = runtime_folder() / f"ab{OF_HOSTS}"
+    folder.mkdir()
+    fields = '"launcher": 2, "command": [], "ssh": [], "python": "", "hosts": []'
+    (folder / "hosts.json").write_text(f'{{{fields}, "started": {started}}}')
+    assert read_hosts_record(folder) is None and list_jobs() == []
+    shutil.rmtree(folder)
 
 
 def test_folders_and_files_are_for_this_user_only():
@@ -333,6 +390,17 @@ def test_what_is_not_a_launcher_s_record_removes_nothing(tmp_path, damage):
     folder.close()
     assert launch(1, "true").stderr == b""
     assert precious.is_dir() and (folder.folder / "job.json").exists()
+    shutil.rmtree(folder.folder)
+
+
+@pytest.mark.parametrize("launcher", [0, -1])
+def test_a_signal_to_a_damaged_record_s_launcher_reaches_nobody(tmp_path, launcher):
+    """0 is the own process group, -1 every process."""
+    folder = JobFolder("damaged", tmp_path, ["true"])
+    record = json.loads((folder.folder / "job.json").read_text()) | {"launcher": launcher}
+    (folder.folder / "job.json").write_text(json.dumps(record))
+    assert list_jobs() == []
+    folder.close()
     shutil.rmtree(folder.folder)
 
 

@@ -64,7 +64,7 @@ def end(job):
 @pytest.mark.long
 def test_a_rank_that_others_wait_for_is_late():
     with running(2, LATE.format(step="if rank == 0: mlxdist.set_step(5, 100)")) as job:
-        with LocalRanks("") as ranks:
+        with LocalRanks(find_job().name) as ranks:
             watch = Watch(ranks)
             assert wait_for(lambda: watch.look(5).rows[1].is_late, 20)
             waits, late = watch.look(5).rows
@@ -91,7 +91,7 @@ def test_what_is_sent_and_received_is_counted():
 def test_a_status_is_small_and_written_only_when_asked_for():
     """A full record of the same rank has hundreds of kilobytes."""
     with running(2, BUSY) as job:
-        found = find_job("")
+        found = find_job()
         temporary = read_record(found.folder).temporary
         assert not any(status_of(temporary / str(rank)).exists() for rank in range(2))
         asked = Asked(found, "status")
@@ -105,7 +105,7 @@ def test_a_status_is_small_and_written_only_when_asked_for():
 
 def test_dump_and_status_are_asked_for_at_once():
     with running(2, BUSY) as job:
-        found = find_job("")
+        found = find_job()
         both = [Asked(found, what) for what in ("status", "dump", "status")]
         for asked in both:
             asked.wait(10)
@@ -116,7 +116,7 @@ def test_dump_and_status_are_asked_for_at_once():
 @pytest.mark.long
 def test_a_rank_that_does_not_answer():
     with running(2, BUSY) as job:
-        with LocalRanks("") as ranks:
+        with LocalRanks(find_job().name) as ranks:
             watch = Watch(ranks)
             pid = watch.look(10).rows[1].pid
             os.kill(pid, signal.SIGSTOP)
@@ -138,7 +138,7 @@ def test_a_rank_that_cannot_be_asked_goes_on():
     with running(2, program) as job:
         shown = top("--once", "--every", "0.3")
         assert shown.returncode == 1 and "ranks 0 and 1 cannot be asked" in shown.stdout + shown.stderr, shown
-        assert len(find_job("").pids) == 2 and job.poll() is None
+        assert len(find_job().pids) == 2 and job.poll() is None
         end(job)
 
 

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from ..errors import InvalidArgument, ResourceError
 from ..hostfile.options import Chosen, host_options
+from ..launch.job_name import JOB_NAME
 from .analysis import Analysis, RankState, analyse
 from .ask import Answers, find_ranks
 from .files import Dump, read_folder
@@ -21,7 +22,7 @@ __all__ = ["dump"]
 
 
 @click.command()
-@click.argument("job", required=False)
+@click.argument("job", required=False, type=JOB_NAME)
 @host_options
 @click.option(
     "--files",
@@ -63,7 +64,7 @@ def dump(
     if folder is not None and (job is not None or chosen.hostfile is not None):
         raise click.UsageError("Name a job or a folder of files, not both.")
     try:
-        found = Answers(*read_folder(folder)) if folder is not None else _ask(job or "", chosen, seconds)
+        found = Answers(*read_folder(folder)) if folder is not None else _ask(job, chosen, seconds)
     except (InvalidArgument, ResourceError) as error:
         raise click.ClickException(str(error)) from None
     analysis = analyse(found.dumps)
@@ -76,7 +77,7 @@ def dump(
     sys.exit(1 if len(found.dumps) < len(analysis.states) else 0)
 
 
-def _ask(job: str, chosen: Chosen, seconds: float) -> Answers:
+def _ask(job: str | None, chosen: Chosen, seconds: float) -> Answers:
     with find_ranks(job, chosen) as ranks:
         found = ranks.ask("dump", seconds)
     if not found.dumps:

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from ..errors import InvalidArgument, ResourceError
 from ..hostfile.options import Chosen, host_options
+from ..launch.job_name import JOB_NAME
 
 if TYPE_CHECKING:
     from .watch import Row, View, Watch
@@ -31,7 +32,7 @@ _SHORTEST_ANSWER = 0.5
 
 
 @click.command()
-@click.argument("job", required=False)
+@click.argument("job", required=False, type=JOB_NAME)
 @host_options
 @click.option(
     "--every",
@@ -64,7 +65,7 @@ def top(job: str | None, chosen: Chosen, every: float, once: bool, as_json: bool
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the terminal is put in order
     once = once or not (as_json or sys.stdout.isatty())
     try:
-        with find_ranks(job or "", chosen) as ranks:
+        with find_ranks(job, chosen) as ranks:
             watch = Watch(ranks)
             looks = _looks(watch, every)
             if once:
