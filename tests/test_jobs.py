@@ -13,13 +13,10 @@ from pathlib import Path
 import pytest
 from launching import LAUNCH, RANK, launch, marked_processes, nothing_left, python, running, wait_for  # noqa: F401
 
-from mlxdist.dump import ask
 from mlxdist.errors import InvalidArgument, ResourceError
-from mlxdist.hostfile.hosts import Host, Hostfile
-from mlxdist.hostfile.options import Chosen
 from mlxdist.launch import leftovers
 from mlxdist.launch.job_hosts import read_hosts_record
-from mlxdist.launch.jobs import JobFolder, exact_job, find_job, list_jobs, running_job
+from mlxdist.launch.jobs import JobFolder, find_job, list_jobs
 from mlxdist.launch.processes import start_times
 from mlxdist.launch.runtime_folder import OF_HOSTS, runtime_folder
 
@@ -162,49 +159,6 @@ def test_names_that_are_none(name):
         find_job(name)
     (runtime_folder() / ".new-x" / "flight").rmdir()
     (runtime_folder() / ".new-x").rmdir()
-
-
-@pytest.fixture
-def restarted(tmp_path):
-    """Job ``ab`` has failed and left recordings, ``ab-1`` that came after it runs: this process is its launcher."""
-    (runtime_folder() / "ab" / "flight").mkdir(parents=True)
-    folder = JobFolder("ab-1", tmp_path / "temporary", ["true"])
-    yield
-    folder.close()
-    shutil.rmtree(folder.folder)
-    shutil.rmtree(runtime_folder() / "ab")
-
-
-def test_a_job_that_failed_is_not_taken_for_its_restart(restarted):
-    assert (find_job("ab").name, find_job("ab").pids, find_job("a").name, find_job().name) == ("ab", {}, "ab-1", "ab-1")
-    assert (exact_job("ab").name, exact_job("a")) == ("ab", None)
-    assert running_job("ab").name == "ab-1", "what is to be stopped runs"
-
-
-def test_nor_on_hosts(restarted):
-    here = Chosen(Hostfile((Host("localhost"),)))
-    for name, found in {"ab": "ab", "a": "ab-1"}.items():
-        with ask.find_ranks(name, here) as ranks:
-            assert ranks.job == found
-            assert ranks.ask("status", 0.1).ended == (found == "ab")
-
-
-@pytest.mark.parametrize("what", ["dump", "status"])
-def test_what_asks_a_job_that_has_ended_never_gets_its_restart(restarted, what):
-    shutil.rmtree(runtime_folder() / "ab" / "flight")
-    said = ask.answer("ab", what, 0.1)
-    assert said["ended"] and said["records"] == [] and "there is no job 'ab' here" in said["notes"][0]
-    with pytest.raises(InvalidArgument, match="there is no job 'ab' here"):
-        ask.LocalRanks("ab").ask(what, 0.1)
-
-
-@pytest.mark.parametrize("command", ["stop", "dump", "top"])
-def test_an_empty_name_is_refused(restarted, command):
-    """The variable of a script that was never set: it would be the beginning of every name."""
-    refused = run(command, "")
-    assert refused.returncode == 2 and "the name is empty; `mlxdist ps` lists the jobs" in refused.stderr
-    with pytest.raises(InvalidArgument, match="there is no job ''"):
-        running_job("")
 
 
 @pytest.mark.parametrize("started", ["NaN", "Infinity", "-1", "1" + "0" * 400, "true"])
