@@ -32,6 +32,8 @@ def test_a_job_that_failed_is_not_taken_for_its_restart(restarted):
     assert (find_job("ab").name, find_job("ab").pids, find_job("a").name, find_job().name) == ("ab", {}, "ab-1", "ab-1")
     assert (exact_job("ab").name, exact_job("a")) == ("ab", None)
     assert running_job("ab").name == "ab-1", "what is to be stopped runs"
+    with pytest.raises(InvalidArgument, match="there is no job ''"):
+        running_job("")
 
 
 def test_nor_on_hosts(restarted):
@@ -52,9 +54,7 @@ def test_what_asks_a_job_that_has_ended_never_gets_its_restart(restarted, what):
 
 
 @pytest.mark.parametrize("command", [stop, dump, top])
-def test_an_empty_name_is_refused(restarted, command):
+def test_an_empty_name_is_refused(command):
     """The variable of a script that was never set: it would be the beginning of every name."""
     refused = CliRunner().invoke(command, [""])
     assert refused.exit_code == 2 and "the name is empty; `mlxdist ps` lists the jobs" in refused.output
-    with pytest.raises(InvalidArgument, match="there is no job ''"):
-        running_job("")
