@@ -198,7 +198,7 @@ def serve(measure: Callable[..., Iterator[dict[str, Any]]], *, pinned: bool = Tr
 def write_results(
     results: dict[str, Any], as_json: bool, output: Path | None, print_table: Callable[[dict[str, Any]], None]
 ) -> bool:
-    """Prints the results, as JSON or as a table, and then writes them as JSON to ``output``. Whether that is written."""
+    """Prints the results, as JSON or as a table, then writes them as JSON to ``output``. Whether that is written."""
     text = json.dumps(results, indent=2)
     if as_json:
         click.echo(text)
