@@ -31,7 +31,7 @@ OUTPUT_FILE = _OutputFile()
 
 
 def is_written(path: Path, write: Callable[[Path], object]) -> bool:
-    """Whether ``write(path)`` has succeeded; what is wrong is told, and results that were printed stay of use."""
+    """Whether ``write(path)`` has succeeded; if not, that is told, and the caller goes on: there is more to show."""
     try:
         write(path)
     except OSError as error:

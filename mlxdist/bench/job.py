@@ -198,13 +198,15 @@ def serve(measure: Callable[..., Iterator[dict[str, Any]]], *, pinned: bool = Tr
 def write_results(
     results: dict[str, Any], as_json: bool, output: Path | None, print_table: Callable[[dict[str, Any]], None]
 ) -> bool:
-    """Prints the results, as JSON or as a table, then writes them as JSON to ``output``. Whether that is written."""
+    """Writes the results as JSON to ``output``, and prints them as JSON or as a table. Whether the file is written."""
     text = json.dumps(results, indent=2)
+    # The file first: whoever reads the output, as `head`, may have gone.
+    written = output is None or is_written(output, lambda path: path.write_text(text + "\n"))
     if as_json:
         click.echo(text)
     else:
         print_table(results)
-    return output is None or is_written(output, lambda path: path.write_text(text + "\n"))
+    return written
 
 
 def results_console() -> Console:

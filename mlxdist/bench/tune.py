@@ -63,8 +63,8 @@ def tune(
     results = run(module, parameters, ranks, steps, title="tune", variables=variables)
     rows = choose(results["cases"], ranks)
     results |= {"benchmark": "tune", "table": str(path), "rows": [vars(row) for row in rows]}
-    written = write_results(results, as_json, output, _print)
     saved = is_written(path, lambda path: tuning.write(path, tuning.merge(old, rows)))
+    written = write_results(results, as_json, output, _print)
     if saved and not as_json:
         click.echo(f"Saved to {path}.")
     sys.exit(0 if saved and written else 1)

@@ -69,12 +69,12 @@ def dump(
     except (InvalidArgument, ResourceError) as error:
         raise click.ClickException(str(error)) from None
     analysis = analyse(found.dumps)
+    text = json.dumps(trace(found.dumps)) if trace_file is not None else ""
+    written = trace_file is None or is_written(trace_file, lambda path: path.write_text(text))
     if as_json:
         click.echo(json.dumps(_as_json(analysis, found.notes), indent=2))
     else:
         _print(analysis, found.notes)
-    text = json.dumps(trace(found.dumps)) if trace_file is not None else ""
-    written = trace_file is None or is_written(trace_file, lambda path: path.write_text(text))
     sys.exit(1 if len(found.dumps) < len(analysis.states) or not written else 0)
 
 

@@ -85,7 +85,7 @@ def top(job: str | None, chosen: Chosen, every: float, once: bool, as_json: bool
 
 
 def _looks(watch: Watch, every: float, redraw: Callable[[], None] = lambda: None) -> Iterator[View]:
-    """Until the job has ended, or somebody presses q; that view is the last. ``redraw``: the terminal has a new size."""
+    """Until the job has ended, or somebody presses q; that view is the last. ``redraw``: the terminal has changed."""
     seconds = min(max(every, _SHORTEST_ANSWER), _LONGEST_ANSWER)
     view = None
     with _terminal() as (keys, sizes):
