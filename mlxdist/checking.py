@@ -7,9 +7,11 @@ name and the value, and returns it or raises ValueError.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["Check", "fields_of", "flag", "list_of", "map_of", "number", "or_null", "printable", "text"]
+__all__ = ["Check", "fields_of", "flag", "list_of", "map_of", "number", "or_null", "printable", "seconds", "text"]
 
 Check = Callable[[str, Any], Any]
+
+_MOST_SECONDS = 1e12  # in 30000 years
 
 
 def number(low: int, high: int) -> Check:
@@ -25,6 +27,13 @@ def flag(name: str, value: Any) -> bool:
     if type(value) is not bool:
         raise ValueError(f"{name} is {value!r:.50}, not true or false")
     return value
+
+
+def seconds(name: str, value: Any) -> float:
+    """A time or a duration. Neither endless nor NaN, which Python's JSON reads, too."""
+    if type(value) not in (int, float) or not 0 <= value <= _MOST_SECONDS:
+        raise ValueError(f"{name} is {value!r:.50}, not a number of seconds")
+    return float(value)
 
 
 def text(most: int = 256) -> Check:

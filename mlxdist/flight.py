@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from .errors import Error, from_status
 from .native import bridge, ffi, last_error, lib
 from .step import current_step
 from .version import __version__
+from .whole_file import write_whole
 
 __all__ = ["Recorder", "explain"]
 
@@ -275,11 +275,4 @@ def _write(path: Path, record: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",".join(f"\n    {json.dumps(operation)}" for operation in record.pop("operations"))
     head = json.dumps(record, indent=2).removesuffix("\n}")
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with open(descriptor, "w") as file:
-            file.write(f'{head},\n  "operations": [{lines}\n  ]\n}}\n')
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_whole(path, f'{head},\n  "operations": [{lines}\n  ]\n}}\n', mode=0o600)

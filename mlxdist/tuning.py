@@ -9,7 +9,6 @@ import json
 import os
 import platform
 import struct
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 from .environment import ALGORITHMS as SETTINGS
 from .environment import MAX_RANKS
 from .errors import InvalidArgument
+from .whole_file import write_whole
 
 __all__ = ["ALGORITHMS", "OPERATIONS", "TUNED", "Row", "default_path", "load", "merge", "pack", "read", "unpack", "write"]
 
@@ -125,14 +125,7 @@ def write(path: Path, rows: Sequence[Row]) -> None:
     except _Malformed as error:
         raise InvalidArgument(f"tuning table for {path}: {error}") from None
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with open(descriptor, "w") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_whole(path, text)
 
 
 def merge(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:

@@ -31,13 +31,5 @@ own_option() {
 
 parse_options "$@"
 write_hostfile
-target=$RESULTS/bench-2node-$(date +%Y%m%d-%H%M%S)
-mkdir -p "$target"
-if "$(local_python)" -c 'import matplotlib' 2>/dev/null; then
-    SUITE+=(--html "$target/report.html")
-else
-    echo "no report.html: this needs matplotlib, pip install 'mlxdist[bench]'" >&2
-fi
-# bash 3.2: an empty array is an unset variable
-mlxdist_here bench suite "${ON_HOSTS[@]}" --output "$target/suite.json" ${SUITE[@]+"${SUITE[@]}"} | tee "$target/table.txt"
-echo "Written: $target"
+run_suite bench-2node
+echo "Written: $TARGET"

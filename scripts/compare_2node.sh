@@ -49,20 +49,13 @@ own_option() {
 parse_options "$@"
 [ ${#ONLY[@]} -le 1 ] || usage_error "--ep-only, --tp-only and --decode-only exclude each other"
 [ ${#BACKENDS[@]} -le 1 ] || usage_error "--mlx-only and --mlxdist-only exclude each other"
+[ ${#COMPARE[@]} -eq 0 ] || [ -n "$AGAINST" ] || usage_error "--fail-above needs --against, the earlier run"
 [ -z "$AGAINST" ] || [ -f "$AGAINST" ] || usage_error "--against: there is no file $AGAINST"
 [ ${#ONLY[@]} -eq 0 ] || SUITE+=(--only "${ONLY[0]}")
 [ ${#BACKENDS[@]} -eq 0 ] || SUITE+=(--backends "${BACKENDS[0]}")
 write_hostfile
-target=$RESULTS/compare-2node-$(date +%Y%m%d-%H%M%S)
-mkdir -p "$target"
-if "$(local_python)" -c 'import matplotlib' 2>/dev/null; then
-    SUITE+=(--html "$target/report.html")
-else
-    echo "no report.html: this needs matplotlib, pip install 'mlxdist[bench]'" >&2
-fi
-# bash 3.2: an empty array is an unset variable
-mlxdist_here bench suite "${ON_HOSTS[@]}" --output "$target/suite.json" ${SUITE[@]+"${SUITE[@]}"} | tee "$target/table.txt"
+run_suite compare-2node
 if [ -n "$AGAINST" ]; then
-    mlxdist_here bench compare "$AGAINST" "$target/suite.json" ${COMPARE[@]+"${COMPARE[@]}"} | tee "$target/compare.txt"
+    mlxdist_here bench compare "$AGAINST" "$TARGET/suite.json" ${COMPARE[@]+"${COMPARE[@]}"} | tee "$TARGET/compare.txt"
 fi
-echo "Written: $target"
+echo "Written: $TARGET"

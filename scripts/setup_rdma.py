@@ -28,12 +28,13 @@ from mlxdist.config.result import make_hostfile, rdma_notes  # noqa: E402
 from mlxdist.config.steps import plan_steps  # noqa: E402
 from mlxdist.config.survey import Survey, survey_hosts  # noqa: E402
 from mlxdist.config.topology import build_topology  # noqa: E402
-from mlxdist.config.undo import UndoFile, run_steps, write_whole  # noqa: E402
+from mlxdist.config.undo import UndoFile, run_steps  # noqa: E402
 from mlxdist.config.verify import checks_of_links, verify  # noqa: E402
 from mlxdist.errors import InvalidArgument  # noqa: E402
 from mlxdist.hostfile.hosts import check_name  # noqa: E402
 from mlxdist.hostfile.writing import write  # noqa: E402
 from mlxdist.remote.ssh import Reach, run_everywhere  # noqa: E402
+from mlxdist.whole_file import keep_former, write_whole  # noqa: E402
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -65,7 +66,7 @@ def parse_arguments() -> argparse.Namespace:
     return chosen
 
 
-def chosen_addresses(links: list[Link], node0: str, node1: str) -> list[Link]:
+def chosen_addresses(surveys: list[Survey], links: list[Link], node0: str, node1: str) -> list[Link]:
     """The first cable gets the addresses that the user gives; without a length their subnet has two addresses."""
     try:
         a, b = (ipaddress.IPv4Interface(text if "/" in text else f"{text}/30") for text in (node0, node1))
@@ -73,8 +74,18 @@ def chosen_addresses(links: list[Link], node0: str, node1: str) -> list[Link]:
         raise InvalidArgument(f"--node0-ip, --node1-ip: {error}; write them as 10.111.0.1/30") from None
     if a.network != b.network or a.ip == b.ip:
         raise InvalidArgument(f"--node0-ip {a} and --node1-ip {b} are not two addresses of one subnet")
+    if {a.ip, b.ip} - set(a.network.hosts()):
+        first, *_, last = a.network.hosts()
+        raise InvalidArgument(f"--node0-ip, --node1-ip: hosts of the subnet {a.network} are {first} to {last}")
     if any(a.network.overlaps(link.a.network) for link in links[1:]):
         raise InvalidArgument(f"--node0-ip {a}: another cable has addresses of that subnet")
+    for host, survey in enumerate(surveys):
+        for interface in survey.interfaces:
+            taken = [has for has in interface.addresses if has.network.overlaps(a.network)]
+            if taken and interface.name != links[0].cable.end(host).interface:
+                raise InvalidArgument(
+                    f"--node0-ip {a}: {interface.name} of {survey.name} has {taken[0]}, of the same subnet"
+                )
     return [replace(links[0], a=a, b=b, kept=False), *links[1:]]
 
 
@@ -127,7 +138,7 @@ def main() -> int:
         )
     links = assign_addresses(surveys, topology)
     if chosen.node0_ip and links:
-        links = chosen_addresses(links, chosen.node0_ip, chosen.node1_ip)
+        links = chosen_addresses(surveys, links, chosen.node0_ip, chosen.node1_ip)
     for link in links:
         print(f"{link.cable.a.port} {link.a} - {link.cable.b.port} {link.b}{' (there already)' if link.kept else ''}")
     problems = [*topology.notes, *rdma_notes(surveys, topology)]
@@ -139,14 +150,19 @@ def main() -> int:
     if not found:
         time.sleep(chosen.wait)
         found = check(surveys, links, reach, f"after {chosen.wait:g} s")
-    hostfile = make_hostfile(surveys, topology, links, choose_addresses(surveys))
-    write_whole(Path(chosen.output), write(hostfile, "json"))
+    text = write(make_hostfile(surveys, topology, links, choose_addresses(surveys)), "json")
+    try:
+        if former := keep_former(chosen.output, text):
+            print(f"the former {chosen.output} is now {former}")
+        write_whole(chosen.output, text)
+    except OSError as error:
+        return report([*problems, *found, f"{chosen.output}: {error.strerror}"])
     print(f"wrote {chosen.output}; next: mlxdist doctor --hostfile {chosen.output}")
     return report(problems + found)
 
 
 def report(problems: list[str]) -> int:
-    for problem in problems:
+    for problem in dict.fromkeys(problems):
         print(problem, file=sys.stderr)
     return int(bool(problems))
 

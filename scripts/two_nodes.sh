@@ -136,6 +136,21 @@ json.dump([{"ssh": name, "ips": [ip] if ip else []} for name, ip in zip(names, i
     ON_NODES=("${ON_HOSTS[@]}" --cwd "${REMOTE_DIR:-$ROOT}")
 }
 
+# run_suite NAME: `mlxdist bench suite` on the nodes, with the options in the array SUITE. TARGET, a new folder in
+# $RESULTS, gets suite.json, table.txt and, where there is matplotlib, report.html.
+run_suite() {
+    TARGET=$RESULTS/$1-$(date +%Y%m%d-%H%M%S)
+    mkdir -p "$TARGET"
+    if "$(local_python)" -c 'import matplotlib' 2>/dev/null; then
+        SUITE+=(--html "$TARGET/report.html")
+    else
+        echo "no report.html: this needs matplotlib, pip install 'mlxdist[bench]'" >&2
+    fi
+    # bash 3.2: an empty array is an unset variable
+    mlxdist_here bench suite "${ON_HOSTS[@]}" --output "$TARGET/suite.json" ${SUITE[@]+"${SUITE[@]}"} |
+        tee "$TARGET/table.txt"
+}
+
 remove_folder() {
     if [ -n "$FOLDER" ]; then rm -rf "$FOLDER"; fi
 }

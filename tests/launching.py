@@ -7,6 +7,7 @@ import re
 import select
 import subprocess
 import sys
+import termios
 import time
 import uuid
 from pathlib import Path
@@ -117,6 +118,9 @@ class Terminal:
 
     def type(self, data):
         os.write(self._master, data)
+
+    def resize(self, rows, columns):
+        termios.tcsetwinsize(self._master, (rows, columns))
 
     def read_until(self, words, seconds=10, times=1):
         deadline = time.monotonic() + seconds

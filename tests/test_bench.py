@@ -1,6 +1,7 @@
 """`mlxdist bench`: that it runs, checks data and prints what it promises. No test looks at the numbers themselves."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -98,6 +99,13 @@ def test_fragmentation():
     for operation in ("send_recv", "all_sum"):
         whole, parts = (cases[operation, pieces]["counters"]["header_bytes_sent"] for pieces in (1, 50))
         assert whole < parts
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full to stand in for a full disk")
+def test_results_that_cannot_be_written_are_shown():
+    finished = bench("fragmentation", "--bytes", "64KiB", "--rounds", "3", "--output", "/dev/full", status=1)
+    assert "all_sum" in finished.stdout and "Traceback" not in finished.stderr
+    assert "Error: /dev/full is not written: No space left on device" in finished.stderr
 
 
 def test_fragmentation_refuses_pieces_of_nothing():

@@ -111,11 +111,42 @@ def test_a_step_that_fails(two_macs, tmp_path):
     assert "air has no network interface for Thunderbolt 2" in config(two_macs, *BOTH, "--dry-run").stderr
     undo = tmp_path / "rmlx-hosts.undo.json"
     undo.write_text(
-        '{"mlxdist undo": 1, "steps": [["book", "join bridge", "bridge0", "en9"], ["air", "set dhcp", "Gone"]]}'
+        '{"mlxdist undo": 1, "steps": [["book", "set dhcp", "Gone"], ["book", "delete connection", "Own"], '
+        '["air", "enable service", "Gone"], ["air", "set dhcp", "Own"]]}'
     )
     done = config(two_macs, "--undo")
-    assert done.exit_code == 1 and "`sudo networksetup -setdhcp Gone` failed: Gone is not a recognized" in done.stderr
-    assert [step.values for step in UndoFile(undo).steps] == [("Gone",)]  # to be tried again
+    assert done.exit_code == 1 and "-setnetworkserviceenabled Gone on` failed: Gone is not a recognized" in done.stderr
+    assert "book: sudo networksetup -setdhcp Gone (not needed any more)" in done.stdout
+    # To be tried again; what does not depend on it was done.
+    assert {step.values for step in UndoFile(undo).steps} == {("Own",), ("Gone",)}
+    assert "air: sudo networksetup -setdhcp Own\n" in done.stdout
+
+
+def test_undo_after_the_system_has_undone_some(two_macs, tmp_path):
+    """macOS puts a port back into the bridge at a restart; the user has removed the service."""
+    assert config(two_macs, *BOTH, "--auto-setup", "--without-bridge").exit_code == 0
+    book = two_macs.read("book")
+    services = [service for service in book["services"] if not service[0].startswith("mlxdist")]
+    two_macs.write("book", book | {"bridge": ["en1", "en2", "en6"], "services": services})
+    done = config(two_macs, "--undo")
+    assert done.exit_code == 0 and done.stdout.count("not needed any more") == 2, done.output
+    assert two_macs.read("air")["addresses"]["en6"] == "" and not (tmp_path / "rmlx-hosts.undo.json").exists()
+
+
+def test_a_step_whose_connection_is_lost_can_be_taken_back(two_macs, tmp_path):
+    ssh = tmp_path / "cutting-ssh"
+    ssh.write_text(f'#!/bin/sh\n{two_macs.ssh} "$@" || exit\ncase "$*" in *setmanual*) exit 255 ;; esac\n')
+    ssh.chmod(0o700)
+    done = CliRunner().invoke(commands, ["config", "--ssh", str(ssh), *BOTH, "--auto-setup"])
+    assert done.exit_code == 1 and two_macs.read("air")["addresses"]["en6"]
+    assert ("Own",) in [step.values for step in UndoFile(tmp_path / "rmlx-hosts.undo.json").steps]
+
+
+def test_what_is_not_understood_is_said_of_the_host(two_macs):
+    two_macs.write("air", two_macs.read("air") | {"thunderbolt": "killed"})
+    done = config(two_macs, *BOTH, "--dry-run")
+    assert "air: what system_profiler says of Thunderbolt is not understood" in done.stderr
+    assert config(two_macs, *BOTH, "--over", "ethernet", "--dry-run").exit_code == 0
 
 
 def test_verify_says_what_does_not_work(two_macs):
@@ -141,6 +172,24 @@ def test_a_hostfile_that_is_replaced_is_kept(two_macs, tmp_path):
     done = config(two_macs, *BOTH)
     assert done.exit_code == 0 and "is now rmlx-hosts.json.old" in done.stderr
     assert (tmp_path / "rmlx-hosts.json.old").read_text() == "mine"
+
+
+def test_what_a_hostfile_says_else_is_kept(two_macs, tmp_path):
+    entries = [{"ssh": "book", "slots": 2}, {"ssh": "air"}]
+    settings = ["A=1", "B=2", "MLXDIST_WIRES=0-1"]
+    (tmp_path / "rmlx-hosts.json").write_text(json.dumps({"backend": "ring", "envs": settings, "hosts": entries}))
+    assert config(two_macs, "--hostfile", "rmlx-hosts.json", "--env", "B=3").exit_code == 0
+    found = parse((tmp_path / "rmlx-hosts.json").read_text(), "x")
+    assert found.backend == "ring" and found.envs == ("A=1", "B=3") and found.hosts[0].slots == 2
+    assert config(two_macs, "--hostfile", "rmlx-hosts.json", "--backend", "mlxdist").exit_code == 0
+    assert parse((tmp_path / "rmlx-hosts.json").read_text(), "x").backend == "mlxdist"
+
+
+def test_an_output_that_cannot_be_written(two_macs):
+    before = two_macs.read("book")
+    done = config(two_macs, *BOTH, "--auto-setup", "--output", "no/such/hosts.json")
+    assert done.exit_code == 1 and "No such file" in done.stderr and isinstance(done.exception, SystemExit)
+    assert two_macs.read("book") == before
 
 
 @pytest.mark.parametrize(
@@ -261,6 +310,19 @@ def test_setup_of_two_nodes(two_macs, tmp_path):
 def test_setup_that_is_refused(words, status, said):
     done = setup_rdma(*words)
     assert done.returncode == status and said in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("addresses", "said"),
+    [
+        (("192.168.0.10", "192.168.0.11"), "hosts of the subnet 192.168.0.8/30 are 192.168.0.9 to 192.168.0.10"),
+        (("192.168.7.10/24", "192.168.7.200/24"), "en0 of book has 192.168.7.1"),
+    ],
+)
+def test_setup_with_addresses_that_do_not_do(two_macs, addresses, said):
+    words = ["--node0", "book", "--node1", "air", "--ssh", two_macs.ssh, "--dry-run"]
+    done = setup_rdma(*words, "--node0-ip", addresses[0], "--node1-ip", addresses[1])
+    assert done.returncode == 1 and said in done.stderr, done
 
 
 def test_setup_without_rdma(two_macs):

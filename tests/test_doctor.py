@@ -168,6 +168,18 @@ def test_two_hosts_connect_to_each_other(tmp_path):
 
 
 @pytest.mark.long
+def test_in_a_ring_each_host_reaches_the_next(tmp_path):
+    """The addresses of a hostfile for MLX's ring are those by which the host before reaches it."""
+    hosts = [Host("a"), Host("localhost", ips=("127.0.0.1",)), Host("b")]
+    found = examine(hosts, through_a_shell(tmp_path, ""), Question(quick=True, backend="ring"))
+    assert [(tried.source, tried.target) for tried in sorted(found.tries, key=lambda tried: tried.source)] == [
+        ("a", "localhost"),
+        ("b", "a"),
+        ("localhost", "b"),
+    ]
+
+
+@pytest.mark.long
 def test_a_terminal_shows_which_host_is_at_what():
     """And the table goes to the standard output all the same."""
     master, terminal = pty.openpty()

@@ -21,6 +21,7 @@ from mlxdist.doctor.checks.variables import check_fast_synch, check_variables
 from mlxdist.doctor.cluster import Cluster, Job, Question, Trouble, Try
 from mlxdist.doctor.findings import Finding, Verdict
 from mlxdist.hostfile import Host
+from mlxdist.version import __version__
 
 PROBLEMS = (Verdict.WARN, Verdict.FAIL)
 
@@ -92,6 +93,14 @@ def test_versions(what, value, verdict):
     assert finding.differences[0].values == ((VERSIONS[what], ("a", "b")), (value, ("c",)))
 
 
+def test_the_version_of_mlxdist_is_that_of_the_launcher():
+    found = cluster()
+    found.told["who"] = {name: {"mlxdist": "0.0.1", "python": "3.12.1"} for name in NAMES}
+    found.told["facts"] = {}
+    finding = only(check_versions(found))
+    assert finding.hosts == tuple(NAMES) and f"mlxdist is 0.0.1, here {__version__}" in finding.what
+
+
 def test_a_version_that_is_missing_on_one_host():
     without = {name: version for name, version in VERSIONS.items() if name != "mlx_lm"}
     finding = only(check_versions(cluster(facts(versions=without))))
@@ -155,9 +164,14 @@ def test_model():
         found.told["model"]["c"] = other
         finding = only(check_model(found))
         assert finding.hosts == ("c",) and "1 file of /m differs: weights" in finding.what
-        assert "rsync -a --checksum /m/ c:/m/" in finding.remedy
+        assert "rsync -a --checksum /m c:/;" in finding.remedy
     found.told["model"]["c"] = {"error": "it is no folder", "files": {}, "path": "", "digests": {}}
     assert only(check_model(found)).hosts == ("c",)
+    # What the command calls --model may be something else, unless one of the hosts has it.
+    found.question = Question(model="resnet18", guessed=True)
+    assert only(check_model(found)).hosts == ("c",)
+    found.told["model"] = {name: found.told["model"]["c"] for name in NAMES}
+    assert not of(check_model(found)) and only(check_model(found), Verdict.SKIP).hosts == tuple(NAMES)
 
 
 def test_a_model_that_does_not_fit():

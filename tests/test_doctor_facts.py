@@ -163,7 +163,8 @@ def test_models(tmp_path, monkeypatch):
     (tmp_path / "m" / ".cache" / "lock").write_text("")
     (tmp_path / "m" / "config.json").write_text("{}")
     assert files.list_model("m", str(tmp_path))["files"] == {"config.json": 2}
-    assert "neither a folder" in files.list_model("org/model", str(tmp_path))["error"]
+    assert files.list_model("m/config.json", str(tmp_path))["path"] == str(tmp_path / "m")
+    assert "neither there" in files.list_model("org/model", str(tmp_path))["error"]
     kept = tmp_path / "hub" / "models--org--model"
     (kept / "snapshots" / "abc").mkdir(parents=True)
     (kept / "refs").mkdir()
@@ -171,6 +172,14 @@ def test_models(tmp_path, monkeypatch):
     (kept / "snapshots" / "abc" / "config.json").write_text("{}")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     assert files.list_model("org/model", str(tmp_path))["path"] == str(kept / "snapshots" / "abc")
+
+
+def test_disks_where_nothing_can_be_written(tmp_path, monkeypatch):
+    def fails():
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(facts.tempfile, "gettempdir", fails)
+    assert [disk["use"] for disk in facts._disks(str(tmp_path))][0] == "temporary files"
 
 
 def test_variables_that_are_nobodys_business(monkeypatch):

@@ -105,6 +105,29 @@ def test_restart(nodes):
     assert sorted(job.stdout.splitlines()) == [f"[{rank} {name}] done 1" for rank, name in enumerate(NAMES)]
 
 
+@ONCE
+def test_the_failed_start_of_a_job_that_was_restarted(nodes):
+    """Its name is the beginning of that of the job that runs now: its records are shown, `top` says that it ended."""
+    program = "import mlxdist, time\nmlxdist.init(); print(os.environ['MLXDIST_JOB'], flush=True); mlxdist.barrier()\n"
+    program += "if os.environ['MLXDIST_RESTART'] == '1': time.sleep(300)\nif rank == 3: os._exit(5)\nmlxdist.barrier()"
+    with running(nodes, program, "--max-restarts", "1") as launcher:
+        lines = [launcher.stdout.readline() for _ in NAMES]
+        job = lines[0].split()[-1].removesuffix("-1")
+        assert {line.split()[-1] for line in lines} == {f"{job}-1"}
+        for where in ([], over_ssh(nodes)):
+            shown = run(mlxdist(nodes, "dump", job, *where, "--json"))
+            ranks = json.loads(shown.stdout)["ranks"]
+            assert shown.returncode == 1, shown
+            assert [rank["error"] is not None for rank in ranks] == [True, True, True, False]
+            ended = run(mlxdist(nodes, "top", job, *where))
+            assert (ended.returncode, ended.stderr) == (0, f"Job {job} has ended.\n"), ended
+        now = json.loads(run(mlxdist(nodes, "dump", job[:5], "--json")).stdout)
+        assert [rank["error"] for rank in now["ranks"]] == [None] * 4
+        stopped = run(mlxdist(nodes, "stop", job))
+        assert stopped.returncode == 0 and stopped.stdout == f"{job}-1 has ended\n", stopped
+        launcher.communicate(timeout=30)
+
+
 def test_a_host_is_lost(nodes):
     """The others end at once; on the lost host the ranks end by themselves when it is back."""
     marker = uuid.uuid4().hex

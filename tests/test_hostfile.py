@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,23 @@ def test_formats(text, format, slots):
     found = parse(text)
     assert found.format == format
     assert {host.name: host.slots for host in found.hosts} == slots and found.ranks == sum(slots.values())
+
+
+def test_a_hostfile_for_the_ring_of_mlx_is_used_for_mlxdist():
+    """Not every host reaches those addresses, where there are more than two."""
+    entries = [{"ssh": name, "ips": [f"10.0.0.{i}"]} for i, name in enumerate("abc")]
+    ring = parse(json.dumps({"backend": "ring", "hosts": entries}))
+    assert [host.ips for host in ring.for_mlxdist().hosts] == [()] * 3
+    assert [host.ips for host in ring.only("ab").for_mlxdist().hosts] == [("10.0.0.0",), ("10.0.0.1",)]
+    jaccl = replace(ring, backend="jaccl").for_mlxdist()
+    assert jaccl.backend == "mlxdist" and jaccl.hosts == ring.hosts
+
+
+def test_one_rank_each():
+    settings = ["MLXDIST_WIRES=0-1,1-2,2-3,3-4,4-5,5-0", "A=1"]
+    entries = [{"ssh": name, "slots": 2} for name in "abc"]
+    found = parse(json.dumps({"envs": settings, "hosts": entries})).with_one_rank_each()
+    assert [host.slots for host in found.hosts] == [1] * 3 and found.envs == ("MLXDIST_WIRES=0-1,1-2,2-0", "A=1")
 
 
 def test_json_may_repeat_a_host_for_each_of_its_ranks():

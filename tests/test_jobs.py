@@ -15,6 +15,7 @@ from launching import LAUNCH, RANK, launch, marked_processes, nothing_left, pyth
 
 from mlxdist.errors import InvalidArgument, ResourceError
 from mlxdist.launch import leftovers
+from mlxdist.launch.job_hosts import read_hosts_record
 from mlxdist.launch.jobs import JobFolder, find_job, list_jobs
 from mlxdist.launch.processes import start_times
 from mlxdist.launch.runtime_folder import OF_HOSTS, runtime_folder
@@ -145,7 +146,7 @@ def test_only_ranks_that_run_have_a_process():
 def test_an_ambiguous_name_lists_the_jobs():
     with running(1, WAITING) as first, running(1, WAITING) as second:
         with pytest.raises(InvalidArgument) as caught:
-            find_job("")
+            find_job()
         assert told(first)[0] in str(caught.value) and told(second)[0] in str(caught.value)
         end(first)
         end(second)
@@ -158,6 +159,16 @@ def test_names_that_are_none(name):
         find_job(name)
     (runtime_folder() / ".new-x" / "flight").rmdir()
     (runtime_folder() / ".new-x").rmdir()
+
+
+@pytest.mark.parametrize("started", ["NaN", "Infinity", "-1", "1" + "0" * 400, "true"])
+def test_a_time_that_is_none_spoils_no_list(tmp_path, started):
+    folder = runtime_folder() / f"ab{OF_HOSTS}"
+    folder.mkdir()
+    fields = '"launcher": 2, "command": [], "ssh": [], "python": "", "hosts": []'
+    (folder / "hosts.json").write_text(f'{{{fields}, "started": {started}}}')
+    assert read_hosts_record(folder) is None and list_jobs() == []
+    shutil.rmtree(folder)
 
 
 def test_folders_and_files_are_for_this_user_only():
@@ -333,6 +344,17 @@ def test_what_is_not_a_launcher_s_record_removes_nothing(tmp_path, damage):
     folder.close()
     assert launch(1, "true").stderr == b""
     assert precious.is_dir() and (folder.folder / "job.json").exists()
+    shutil.rmtree(folder.folder)
+
+
+@pytest.mark.parametrize("launcher", [0, -1])
+def test_a_signal_to_a_damaged_record_s_launcher_reaches_nobody(tmp_path, launcher):
+    """0 is the own process group, -1 every process."""
+    folder = JobFolder("damaged", tmp_path, ["true"])
+    record = json.loads((folder.folder / "job.json").read_text()) | {"launcher": launcher}
+    (folder.folder / "job.json").write_text(json.dumps(record))
+    assert list_jobs() == []
+    folder.close()
     shutil.rmtree(folder.folder)
 
 

@@ -64,6 +64,11 @@ def test_wrong_options(options, words):
     assert job.returncode == 2 and words in job.stderr and job.stdout == ""
 
 
+def test_a_limit_without_an_earlier_run_is_refused():
+    job = run(SCRIPTS / "compare_2node.sh", *HERE, "--fail-above", "1.2")
+    assert job.returncode == 2 and "--fail-above needs --against" in job.stderr and job.stdout == ""
+
+
 def test_variables_stand_in_for_options():
     job = run(TEST, "--only", "sendrecv", RMLX_NODE0="localhost", RMLX_NODE1="127.0.0.1", RMLX_PYTHON=sys.executable)
     assert job.returncode == 0, job.stdout + job.stderr

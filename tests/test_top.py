@@ -1,5 +1,6 @@
 """`mlxdist top`: what the ranks of a job do while they do it, and what it costs them."""
 
+import io
 import json
 import os
 import pty
@@ -13,7 +14,8 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import nothing_left, running, wait_for  # noqa: F401  (nothing_left is a fixture of every test)
+from launching import Terminal, nothing_left, running, wait_for  # noqa: F401  (nothing_left is a fixture of every test)
+from rich.console import Console
 
 from mlxdist import set_step
 from mlxdist.dump.ask import Asked, LocalRanks
@@ -21,6 +23,7 @@ from mlxdist.dump.files import check_dump, status_of
 from mlxdist.errors import InvalidArgument
 from mlxdist.launch.jobs import find_job, read_record
 from mlxdist.top import command
+from mlxdist.top.table import Screenful
 from mlxdist.top.watch import Row, View, Watch
 
 TOP = [sys.executable, "-m", "mlxdist", "top"]
@@ -64,7 +67,7 @@ def end(job):
 @pytest.mark.long
 def test_a_rank_that_others_wait_for_is_late():
     with running(2, LATE.format(step="if rank == 0: mlxdist.set_step(5, 100)")) as job:
-        with LocalRanks("") as ranks:
+        with LocalRanks(find_job().name) as ranks:
             watch = Watch(ranks)
             assert wait_for(lambda: watch.look(5).rows[1].is_late, 20)
             waits, late = watch.look(5).rows
@@ -73,11 +76,12 @@ def test_a_rank_that_others_wait_for_is_late():
         assert (waits.is_late, late.is_late, waits.gbps) == (False, True, 0.0) and late.seconds > 0
         shown = top("--once")
         assert shown.returncode == 0 and "\x1b" not in shown.stdout
-        header, first, second = [line.split() for line in shown.stdout.splitlines()[1:4]]
+        title, sentence, *table = shown.stdout.splitlines()
+        assert title.startswith("job ") and sentence.startswith("Rank 1 computes since all_sum #3")
+        header, first, second = map(str.split, table)
         assert header[:5] == ["rank", "host", "pid", "step", "operation"]
         assert first[3:6] == ["5/100", "all_sum", "#4"] and first[-2:] == ["rank", "1"]
         assert second[3:7] == ["#3", "after", "all_sum", "#3"] and second[-3:] == ["late:", "others", "wait"]
-        assert "Rank 1 computes since all_sum #3" in shown.stdout
         end(job)
 
 
@@ -91,7 +95,7 @@ def test_what_is_sent_and_received_is_counted():
 def test_a_status_is_small_and_written_only_when_asked_for():
     """A full record of the same rank has hundreds of kilobytes."""
     with running(2, BUSY) as job:
-        found = find_job("")
+        found = find_job()
         temporary = read_record(found.folder).temporary
         assert not any(status_of(temporary / str(rank)).exists() for rank in range(2))
         asked = Asked(found, "status")
@@ -105,7 +109,7 @@ def test_a_status_is_small_and_written_only_when_asked_for():
 
 def test_dump_and_status_are_asked_for_at_once():
     with running(2, BUSY) as job:
-        found = find_job("")
+        found = find_job()
         both = [Asked(found, what) for what in ("status", "dump", "status")]
         for asked in both:
             asked.wait(10)
@@ -116,7 +120,7 @@ def test_dump_and_status_are_asked_for_at_once():
 @pytest.mark.long
 def test_a_rank_that_does_not_answer():
     with running(2, BUSY) as job:
-        with LocalRanks("") as ranks:
+        with LocalRanks(find_job().name) as ranks:
             watch = Watch(ranks)
             pid = watch.look(10).rows[1].pid
             os.kill(pid, signal.SIGSTOP)
@@ -138,7 +142,7 @@ def test_a_rank_that_cannot_be_asked_goes_on():
     with running(2, program) as job:
         shown = top("--once", "--every", "0.3")
         assert shown.returncode == 1 and "ranks 0 and 1 cannot be asked" in shown.stdout + shown.stderr, shown
-        assert len(find_job("").pids) == 2 and job.poll() is None
+        assert len(find_job().pids) == 2 and job.poll() is None
         end(job)
 
 
@@ -187,6 +191,53 @@ def test_in_a_terminal(key, status):
         assert termios.tcgetattr(slave) == before
         os.close(master)
         os.close(slave)
+        end(job)
+
+
+def row(rank, **other):
+    values = {"host": "studio0", "pid": 1, "step": 1, "steps": None, "operations": 1, "operation": "all_sum #1"}
+    values |= {"in_operation": True, "place": "train.py:90", "seconds": 1.0, "gbps": 1.0, "waits_for": 40}
+    return Row(**{"rank": rank, "is_late": False, "has_answered": True} | values | other)
+
+
+@pytest.mark.parametrize("height", [4, 12, 24, 80])
+def test_a_terminal_with_fewer_lines_than_ranks(height):
+    """What matters is on the screen: the sentences, the late rank, the silent one; and how many are not."""
+    rows = [row(rank, is_late=rank == 40, has_answered=rank != 50) for rank in range(64)]
+    view = View("741b468f6c659879", rows, ["Rank 40 computes."], ["rank 50 has not answered"], False)
+    console = Console(width=100, height=height, file=io.StringIO())
+    console.print(Screenful(view))
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) <= height and lines[0].startswith("job 741b468f6c659879, 64 ranks")
+    if height == 80:
+        assert [line.split()[0] for line in lines[4:]] == [str(rank) for rank in range(64)]
+    elif height == 4:
+        assert lines[-1] == "... 64 more"
+    else:
+        assert lines[1:3] == ["Rank 40 computes.", "rank 50 has not answered"]
+        assert [line.split()[0] for line in lines[4:7]] == ["40", "50", "0"] and len(lines) == height
+        assert lines[-1] == f"... {64 - (height - 5)} more"
+
+
+def test_rows_and_sentences_that_take_several_lines():
+    rows = [row(rank, place=f"/a/long/path/of/many/folders/{'x' * 40}/train.py:{rank}") for rank in range(10)]
+    view = View("741b468f6c659879", rows, ["word " * 60] * 5, [], False)
+    console = Console(width=80, height=20, file=io.StringIO())
+    console.print(Screenful(view))
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) <= 20 and "more lines" in lines[12] and re.fullmatch(r"\.\.\. \d more", lines[-1]), lines
+
+
+@pytest.mark.long
+def test_a_terminal_whose_size_changes():
+    """It is drawn anew at once, not at the next look."""
+    with running(2, LATE.format(step="")) as job:
+        terminal = Terminal("--every", "300", command=TOP)
+        terminal.read_until(b"ranks, ", 30)
+        terminal.resize(3, 60)
+        terminal.read_until(b"... 2 more", 20)
+        terminal.type(b"q")
+        assert terminal.finish() == 0 and b"Traceback" not in terminal.text
         end(job)
 
 

@@ -10,6 +10,7 @@ import click
 from rich.table import Table
 
 from ..hostfile.options import Chosen, host_options
+from ..output_file import OUTPUT_FILE
 from .bandwidth import OPERATIONS
 from .job import MOST_RANKS, RANKS_OPTION, number_of_ranks, print_load, results_console, run, write_results
 from .sizes import Size, format_size, size_range
@@ -54,7 +55,7 @@ class Names(click.ParamType):
 @click.option("--rounds", type=click.IntRange(3, 1000), default=15, show_default=True, help="Blocks measured per case.")
 @click.option("--pin/--no-pin", "pinned", default=True, help="Keep each rank on a core of its own, or not.")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
-@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Also write the results as JSON here.")
+@click.option("--output", type=OUTPUT_FILE, help="Also write the results as JSON here.")
 def collectives(
     chosen: Chosen,
     ranks: int | None,
@@ -75,7 +76,7 @@ def collectives(
     way). algbw and busbw are those of nccl-tests. Blocks of the operation alternate with a plain copy of as many bytes
     by all ranks at once.
 
-    The exit status is 1 if an element was wrong, or a time is shorter than the memory allows.
+    The exit status is 1 if an element was wrong, a time is shorter than the memory allows, or the file is not written.
     """
     chosen, ranks = number_of_ranks(chosen, ranks, MOST_RANKS)
     if sizes is None and smallest > largest:
@@ -93,9 +94,8 @@ def collectives(
     results = run(module, parameters, ranks, steps, title="collectives", chosen=chosen)
     results |= {"benchmark": "collectives", "level": level, "rounds": rounds}
     results["cases"] = [withhold(case) for case in results["cases"]]
-    if not write_results(results, as_json, output):
-        _print(results)
-    sys.exit(1 if any(case["wrong"] or case["refused"] for case in results["cases"]) else 0)
+    written = write_results(results, as_json, output, _print)
+    sys.exit(1 if not written or any(case["wrong"] or case["refused"] for case in results["cases"]) else 0)
 
 
 def withhold(case: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import click
 from rich.table import Table
 
 from ..hostfile.options import Chosen, host_options
+from ..output_file import OUTPUT_FILE, is_written
 from .collectives import Names
 from .job import MOST_RANKS, RANKS_OPTION, number_of_ranks, print_load, results_console, run, write_results
 
@@ -81,8 +82,8 @@ class Counts(click.ParamType):
 @click.option("--rounds", type=click.IntRange(3, 1000), default=9, show_default=True, help="Blocks measured per case.")
 @click.option("--pin/--no-pin", "pinned", default=True, help="Keep each rank on a core of its own, or not.")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
-@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Also write the results as JSON here.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw times over tokens into this PNG.")
+@click.option("--output", type=OUTPUT_FILE, help="Also write the results as JSON here.")
+@click.option("--plot", type=OUTPUT_FILE, help="Draw times over tokens into this PNG.")
 def ep(
     chosen: Chosen,
     ranks: int | None,
@@ -104,7 +105,7 @@ def ep(
     sharding, which cuts likewise, on MLX's ring; and the whole layer in one process while the others sleep. One thread
     of BLAS in each.
 
-    The exit status is 1 if a result was wrong, or a time is shorter than the memory allows.
+    The exit status is 1 if a result was wrong, a time is shorter than the memory allows, or a file is not written.
     """
     chosen, ranks = number_of_ranks(chosen, ranks, MOST_RANKS)
     for package, extra in (("mlx_lm", "lm"), *([("matplotlib", "bench")] if plot else [])):
@@ -125,13 +126,13 @@ def ep(
         if case["refused"]:
             case["microseconds"] = None
     results["targets"] = targets(results["cases"])
+    written = write_results(results, as_json, output, _print)
     if plot:
         from .ep_plot import draw  # only now: matplotlib takes a second to load
 
-        draw(results, plot)
-    if not write_results(results, as_json, output):
-        _print(results)
-    sys.exit(1 if any(case["refused"] or any(case["wrong"].values()) for case in results["cases"]) else 0)
+        written = is_written(plot, lambda path: draw(results, path)) and written
+    wrong = any(case["refused"] or any(case["wrong"].values()) for case in results["cases"])
+    sys.exit(1 if wrong or not written else 0)
 
 
 def described(case: dict[str, Any]) -> str:

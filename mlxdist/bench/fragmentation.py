@@ -10,6 +10,7 @@ import click
 from rich.table import Table
 
 from ..hostfile.options import Chosen, host_options
+from ..output_file import OUTPUT_FILE
 from .job import MOST_RANKS, RANKS_OPTION, number_of_ranks, print_load, results_console, run, write_results
 from .sizes import Size, format_size
 
@@ -23,7 +24,7 @@ SHOWN = ("messages_sent", "header_bytes_sent", "payload_bytes_sent", "control_me
 @click.option("--pieces", type=click.IntRange(2, 100_000), default=1000, show_default=True, help="Messages, not one.")
 @click.option("--rounds", type=click.IntRange(3, 1000), default=9, show_default=True, help="Blocks measured per case.")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
-@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Also write the results as JSON here.")
+@click.option("--output", type=OUTPUT_FILE, help="Also write the results as JSON here.")
 def fragmentation(
     chosen: Chosen, ranks: int | None, size: int, pieces: int, rounds: int, as_json: bool, output: Path | None
 ) -> None:
@@ -38,9 +39,8 @@ def fragmentation(
     parameters = {"bytes": size, "pieces": pieces, "rounds": rounds}
     module = ["-m", "mlxdist.bench.fragmentation_rank"]
     results = run(module, parameters, ranks, 4, title="fragmentation", chosen=chosen) | {"benchmark": "fragmentation"}
-    if not write_results(results, as_json, output):
-        _print(results)
-    sys.exit(1 if any(case["wrong"] for case in results["cases"]) else 0)
+    written = write_results(results, as_json, output, _print)
+    sys.exit(1 if not written or any(case["wrong"] for case in results["cases"]) else 0)
 
 
 def _print(results: dict[str, Any]) -> None:

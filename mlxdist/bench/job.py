@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..hostfile.options import Chosen
+from ..output_file import is_written
 
 __all__ = [
     "MOST_RANKS",
@@ -194,14 +195,18 @@ def serve(measure: Callable[..., Iterator[dict[str, Any]]], *, pinned: bool = Tr
         )
 
 
-def write_results(results: dict[str, Any], as_json: bool, output: Path | None) -> bool:
-    """Writes the results as JSON to ``output`` and, if asked, to the standard output; False if a table is wanted."""
+def write_results(
+    results: dict[str, Any], as_json: bool, output: Path | None, print_table: Callable[[dict[str, Any]], None]
+) -> bool:
+    """Writes the results as JSON to ``output``, and prints them as JSON or as a table. Whether the file is written."""
     text = json.dumps(results, indent=2)
-    if output:
-        output.write_text(text + "\n")
+    # The file first: whoever reads the output, as `head`, may have gone.
+    written = output is None or is_written(output, lambda path: path.write_text(text + "\n"))
     if as_json:
         click.echo(text)
-    return as_json
+    else:
+        print_table(results)
+    return written
 
 
 def results_console() -> Console:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import click
 
+from ..output_file import OUTPUT_FILE, is_written
 from .results import backends_of, by_name, case_name, hosts_of, load, spread, times_of
 from .sizes import format_size
 from .suite import notes
 
 __all__ = ["report", "write_report"]
 
-_PATH = click.Path(dir_okay=False, path_type=Path)
 # Plots have no background of their own, and their text the colour of the page's.
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -33,8 +34,8 @@ pre { overflow-x: auto; font-size: 0.8rem; }
 
 
 @click.command()
-@click.argument("file", metavar="A.json", type=_PATH)
-@click.option("--html", type=_PATH, required=True, help="Where to write the report.")
+@click.argument("file", metavar="A.json", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--html", type=OUTPUT_FILE, required=True, help="Where to write the report.")
 def report(file: Path, html: Path) -> None:
     """Write a report with plots of what `mlxdist bench suite --output` has written.
 
@@ -43,11 +44,11 @@ def report(file: Path, html: Path) -> None:
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise click.ClickException("plots need matplotlib: pip install 'mlxdist[bench]'")
-    write_report(load(file), html)
+    sys.exit(0 if write_report(load(file), html) else 1)
 
 
-def write_report(results: dict[str, Any], path: Path) -> None:
-    """Raises click.ClickException if the file cannot be written."""
+def write_report(results: dict[str, Any], path: Path) -> bool:
+    """Whether it is written; if not, that is told."""
     from .suite_plots import curves, layers  # only now: matplotlib takes a second to load
 
     setup = results["setup"]
@@ -67,10 +68,7 @@ def write_report(results: dict[str, Any], path: Path) -> None:
         _setup(setup),
         "</body>\n</html>\n",
     ]
-    try:
-        path.write_text("\n".join(parts), encoding="utf-8")
-    except OSError as error:
-        raise click.ClickException(f"{path}: {error.strerror}") from None
+    return is_written(path, lambda path: path.write_text("\n".join(parts), encoding="utf-8"))
 
 
 def _notes(results: dict[str, Any]) -> str:

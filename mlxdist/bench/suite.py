@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..hostfile.options import Chosen, host_options
+from ..output_file import OUTPUT_FILE
 from .collectives import Names
 from .job import RANKS_OPTION, has_mpirun, number_of_ranks, print_load, results_console, run, write_results
 from .machine import describe_command, relevant
@@ -59,8 +60,8 @@ ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
 @click.option("--device", type=click.Choice(["auto", "cpu", "gpu"]), default="auto", help="Where layers compute.")
 @click.option("--pin/--no-pin", "pinned", default=True, help="Keep each rank on a core of its own, or not.")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
-@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Also write the results as JSON here.")
-@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a report with plots here.")
+@click.option("--output", type=OUTPUT_FILE, help="Also write the results as JSON here.")
+@click.option("--html", type=OUTPUT_FILE, help="Write a report with plots here.")
 def suite(
     chosen: Chosen,
     ranks: int | None,
@@ -85,14 +86,12 @@ def suite(
     message the time until it has arrived. Backends take turns in the same processes; Open MPI, which needs mpirun, has
     its own. docs/benchmarks.md says what each case is and how to read the numbers.
 
-    The exit status is 1 if a result was wrong, a time is shorter than the memory allows, or nothing could be measured.
+    The exit status is 1 if a result was wrong, a time is shorter than the memory allows, nothing could be measured, or
+    a file could not be written; the table is printed all the same.
     """
     chosen, ranks = number_of_ranks(chosen, ranks, MOST_RANKS)
     if html and importlib.util.find_spec("matplotlib") is None:
         raise click.ClickException("--html needs matplotlib: pip install 'mlxdist[bench]'")
-    for path in filter(None, (output, html)):
-        if not path.absolute().parent.is_dir():
-            raise click.BadParameter(f"{path}: there is no folder {path.absolute().parent}")
     parameters = {
         "plan": plan(only, sizes or (QUICK_SIZES if quick else size_range(SMALLEST, LARGEST)), quick),
         "device": device,
@@ -102,13 +101,12 @@ def suite(
         "pinned": pinned,
     }
     results = _measure(chosen, ranks, backends, parameters)
-    if not write_results(results, as_json, output):
-        print_suite(results, results_console())
+    written = write_results(results, as_json, output, lambda found: print_suite(found, results_console()))
     if html:
         from .report import write_report  # only now: matplotlib takes a second to load
 
-        write_report(results, html)
-    sys.exit(1 if failed(results) else 0)
+        written = write_report(results, html) and written
+    sys.exit(1 if failed(results) or not written else 0)
 
 
 def plan(only: list[str], sizes: list[int], quick: bool) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from ..output_file import OUTPUT_FILE
 from .collectives import Names
 from .job import has_mpirun, print_load, results_console, run, write_results
 
@@ -59,7 +60,7 @@ class Numbers(click.ParamType):
 @click.option("--rounds", type=click.IntRange(3, 1000), default=15, show_default=True, help="Blocks measured per case.")
 @click.option("--pin/--no-pin", "pinned", default=True, help="Keep each rank on a core of its own, or not.")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
-@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Also write the results as JSON here.")
+@click.option("--output", type=OUTPUT_FILE, help="Also write the results as JSON here.")
 def tp(
     families: list[str],
     hidden: list[int],
@@ -78,13 +79,13 @@ def tp(
     float32 on a CPU, where 16-bit products are several times slower, float16 on a GPU. Every variant is compared with
     the whole layer, and all of them alternate in the same two processes.
 
-    The exit status is 1 if an element was wrong, or a time is shorter than reading the weights takes.
+    The exit status is 1 if an element was wrong, a time is shorter than reading the weights takes, or the file is not
+    written.
     """
     cases = layer_cases(families, hidden, phases, tokens, cached)
     results = measure_layers(cases, [], backends, device, rounds, pinned)
-    if not write_results(results, as_json, output):
-        print_layers(results, results_console())
-    sys.exit(1 if failed(results) else 0)
+    written = write_results(results, as_json, output, lambda found: print_layers(found, results_console()))
+    sys.exit(1 if failed(results) or not written else 0)
 
 
 def layer_cases(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rich.table import Table
 from .. import tuning
 from ..environment import Environment
 from ..errors import EnvironmentVariableError, InvalidArgument
+from ..output_file import OUTPUT_FILE, is_written, try_to_open
 from .job import print_load, results_console, run, write_results
 from .sizes import Size, format_size, size_range
 
@@ -32,7 +34,7 @@ SIZELESS = "barrier"
     help="File to save to [default: MLXDIST_TUNING, else ~/.config/mlxdist/tuning.json].",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the measurements as JSON.")
-@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Also write them as JSON here.")
+@click.option("--output", type=OUTPUT_FILE, help="Also write them as JSON here.")
 def tune(
     ranks: int, smallest: int, largest: int, rounds: int, table: Path | None, as_json: bool, output: Path | None
 ) -> None:
@@ -48,6 +50,11 @@ def tune(
         old = tuning.read(path) if path.exists() else []
     except InvalidArgument as error:
         raise click.ClickException(f"{error} (or remove the file)") from None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try_to_open(path)
+    except OSError as error:
+        raise click.ClickException(f"cannot write {path}: {error.strerror}; name another file with --table") from None
     sizes = size_range(smallest, largest)
     parameters = {"sizes": sizes, "rounds": rounds, "sizeless": SIZELESS}
     steps = (len(tuning.TUNED) - 1) * len(sizes) + 1
@@ -55,13 +62,12 @@ def tune(
     module = ["-m", "mlxdist.bench.tune_rank"]
     results = run(module, parameters, ranks, steps, title="tune", variables=variables)
     rows = choose(results["cases"], ranks)
-    try:
-        tuning.write(path, tuning.merge(old, rows))
-    except OSError as error:
-        raise click.ClickException(f"cannot write {path}: {error.strerror}; name another file with --table") from None
     results |= {"benchmark": "tune", "table": str(path), "rows": [vars(row) for row in rows]}
-    if not write_results(results, as_json, output):
-        _print(results)
+    saved = is_written(path, lambda path: tuning.write(path, tuning.merge(old, rows)))
+    written = write_results(results, as_json, output, _print)
+    if saved and not as_json:
+        click.echo(f"Saved to {path}.")
+    sys.exit(0 if saved and written else 1)
 
 
 def _configured_path() -> Path:
@@ -117,5 +123,4 @@ def _print(results: dict[str, Any]) -> None:
         )
         table.add_row(case["operation"], size, *shown, case["default"], chosen)
     console.print(table)
-    console.print(f"Saved to {results['table']}.")
     print_load(results, console)

@@ -27,10 +27,11 @@ def measure_links(chosen: Chosen, seconds: float) -> dict[str, Any]:
     Raises:
         ResourceError: the job failed; what it said is in the message.
     """
-    hosts = tuple(replace(host, slots=1, measured=None) for host in chosen.hosts())
+    hostfile = chosen.hostfile.with_one_rank_each().for_mlxdist()
+    hosts = tuple(replace(host, measured=None) for host in hostfile.hosts)
     with tempfile.TemporaryDirectory(prefix="mlxdist-calibrate-") as folder:
         file = Path(folder, "hosts.json")
-        save(replace(chosen.hostfile, hosts=hosts, backend="mlxdist"), file)
+        save(replace(hostfile, hosts=hosts), file)
         command = [sys.executable, "-m", "mlxdist", "launch", "--hostfile", str(file), "--ssh", shlex.join(chosen.ssh)]
         command += ["--python", chosen.python] * bool(chosen.python)
         command += ["--cwd", "/", "--no-prefix", "--timeout", f"{seconds + _MARGIN + len(hosts) ** 2:g}", "--"]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 from dataclasses import dataclass, replace
 from ipaddress import IPv4Network
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -29,6 +27,7 @@ __all__ = ["config"]
 
 _RANGE = "10.111.0.0/16"  # RANGE of addresses.py
 _OUTPUT = "rmlx-hosts.json"
+_BACKENDS = ("mlxdist", "ring", "jaccl", "jaccl-ring")
 
 
 @click.command()
@@ -57,12 +56,16 @@ _OUTPUT = "rmlx-hosts.json"
 @click.option("--undo", is_flag=True, help="Take back what --auto-setup did, as rmlx-hosts.undo.json has it.")
 @click.option(
     "--backend",
-    type=click.Choice(["mlxdist", "ring", "jaccl", "jaccl-ring"]),
-    default="mlxdist",
-    show_default=True,
-    help="What the hostfile is for; those of MLX need a ring or a mesh.",
+    type=click.Choice(_BACKENDS),
+    help="What the hostfile is for; those of MLX need a ring or a mesh.  [default: that of --hostfile, else mlxdist]",
 )
-@click.option("--env", "envs", metavar="NAME=VALUE", multiple=True, help="A variable for all ranks. May be repeated.")
+@click.option(
+    "--env",
+    "envs",
+    metavar="NAME=VALUE",
+    multiple=True,
+    help="A variable for all ranks, besides those of --hostfile. May be repeated.",
+)
 @click.option(
     "--cable", "named", metavar="A:IF=B:IF", multiple=True, help="A cable that no host tells of, as on Linux."
 )
@@ -109,7 +112,7 @@ class _Options:
     auto_setup: bool
     dry_run: bool
     verifying: bool
-    backend: str
+    backend: str | None
     envs: tuple[str, ...]
     without_bridge: bool
     ignore_unreachable: bool
@@ -122,8 +125,6 @@ class _Options:
 
         for problem in filter(None, map(check_variable, self.envs)):
             raise click.UsageError(f"--env: {problem}")
-        if self.over == "ethernet" and self.backend not in ("mlxdist", "ring"):
-            raise click.UsageError(f"--backend {self.backend} needs cables: --over thunderbolt.")
         if self.over == "ethernet" and (self.named or self.dot or self.svg or self.without_bridge):
             raise click.UsageError("--cable, --dot, --svg and --without-bridge are for cables: --over thunderbolt.")
         if self.auto_setup and self.dry_run:
@@ -145,6 +146,9 @@ class _Run:
     def __init__(self, chosen: Chosen, options: _Options) -> None:
         self._chosen, self._options = chosen, options
         self._status = 0
+        self._backend, self._envs = _kept(chosen.hostfile, options)
+        if options.over == "ethernet" and self._backend not in ("mlxdist", "ring"):
+            raise click.UsageError(f"--backend {self._backend} needs cables: --over thunderbolt, or another --backend.")
 
     def run(self) -> int:
         surveys = self._survey()
@@ -201,8 +205,8 @@ class _Run:
         if topology.shape is Shape.APART:
             _warn("not all hosts are joined by cables; those that are not use the network")
             self._status = 1
-        hosts, backend, envs = self._chosen.hosts(), options.backend, options.envs
-        hostfile = make_hostfile(surveys, topology, links, choices, backend=backend, envs=envs, hosts=hosts)
+        common = {"backend": self._backend, "envs": self._envs, "hosts": self._chosen.hosts()}
+        hostfile = make_hostfile(surveys, topology, links, choices, **common)
         if self._set_up(surveys, steps) and options.verifying:
             self._verify(checks_of_links(surveys, links))
         self._finish(surveys, choices, hostfile, topology, links, steps)
@@ -229,7 +233,7 @@ class _Run:
             _warn("the hosts are in different networks; between them there must be a router (--verify looks)")
         if self._options.verifying:
             self._verify(checks_of_addresses(surveys, choices))
-        hostfile = Hostfile(tuple(hosts), self._options.backend, self._options.envs)
+        hostfile = Hostfile(tuple(hosts), self._backend, self._envs)
         self._finish(surveys, choices, hostfile, None, [], [])
 
     def _draw(self, topology: Topology) -> bool:
@@ -278,7 +282,7 @@ class _Run:
         if self._options.dry_run:
             return
         problems = verify(checks, self._chosen.reach)
-        for problem in problems:
+        for problem in dict.fromkeys(problems):
             _warn(problem)
         self._say(f"{len(checks) - len(problems)} of {len(checks)} ways work")
         self._status |= bool(problems)
@@ -311,8 +315,18 @@ class _Run:
         click.echo(text, err=self._options.text_to_stderr)
 
 
+def _kept(hostfile: Hostfile, options: _Options) -> tuple[str, tuple[str, ...]]:
+    """Backend and variables: those of the options, else what the hostfile had, but for the wires, which are found."""
+    backend = options.backend or (hostfile.backend if hostfile.backend in _BACKENDS else "mlxdist")
+    given = {setting.partition("=")[0] for setting in options.envs} | {"MLXDIST_WIRES"}
+    former = [setting for setting in hostfile.envs if setting.partition("=")[0] not in given]
+    return backend, (*former, *options.envs)
+
+
 def _undo(chosen: Chosen, output: str, dry_run: bool) -> int:
     """What is taken back leaves the file, so that after a failure the rest can be tried again."""
+    from .steps import is_undone
+    from .survey import survey_hosts
     from .undo import UndoFile, run_steps
 
     undo = UndoFile.beside(output)
@@ -323,7 +337,12 @@ def _undo(chosen: Chosen, output: str, dry_run: bool) -> int:
         for step in steps:
             click.echo(f"{step.host}: {step}")
         return 0
-    errors = run_steps(steps, chosen.reach, click.echo, after=undo.remove)
+    surveys, _ = survey_hosts(list(dict.fromkeys(step.host for step in steps)), chosen.reach)
+    found = {survey.name: survey for survey in surveys}
+    for step in [step for step in steps if step.host in found and is_undone(step, found[step.host])]:
+        click.echo(f"{step.host}: {step} (not needed any more)")
+        undo.remove(step)
+    errors = run_steps(undo.steps[::-1], chosen.reach, click.echo, after=undo.remove, go_on=True)
     for error in errors:
         _warn(error)
     if errors:
@@ -344,13 +363,11 @@ def _by_hand(ssh: tuple[str, ...], name: str, commands: list[str]) -> str:
 
 def _write(path: str, text: str, keep_former: bool = False) -> None:
     """``keep_former``: a file that is replaced by another one is kept beside it."""
-    from .undo import write_whole
+    from .. import whole_file
 
-    target = Path(path)
     try:
-        if keep_former and target.exists() and target.read_text(encoding="utf-8", errors="replace") != text:
-            os.replace(target, f"{target}.old")
-            click.echo(f"the former {path} is now {path}.old", err=True)
-        write_whole(target, text)
+        if keep_former and (former := whole_file.keep_former(path, text)):
+            click.echo(f"the former {path} is now {former}", err=True)
+        whole_file.write_whole(path, text)
     except OSError as error:
         raise InvalidArgument(f"{path}: {error.strerror}") from None

@@ -13,7 +13,7 @@ from .addresses import Link
 from .ports import Service
 from .survey import Survey
 
-__all__ = ["Step", "plan_steps"]
+__all__ = ["Step", "is_undone", "plan_steps"]
 
 # What can be done, by name: an undo file has such names and their values, and no commands.
 _ACTIONS: Mapping[str, tuple[int, Callable[..., list[str]]]] = {
@@ -86,6 +86,21 @@ def plan_steps(surveys: Sequence[Survey], links: Sequence[Link], without_bridge:
                 plan = _on_mac if survey.is_mac else _on_linux
                 steps += plan(survey, link, host, without_bridge)
     return steps
+
+
+def is_undone(step: Step, survey: Survey) -> bool:
+    """Whether a step that takes something back has nothing to do: the system or the user has done it already."""
+    name, *rest = step.values
+    if step.action == "join bridge":
+        return survey.bridge_of(rest[0]) == name
+    if step.action in ("delete address", "set down"):
+        interface = survey.interface(name)
+        if interface is None:
+            return True
+        return str(rest[0]) not in map(str, interface.addresses) if rest else not interface.up
+    if step.action in ("remove service", "disable service") or step.action.startswith("set "):
+        return name not in [service.name for service in survey.services]
+    return False
 
 
 def _on_mac(survey: Survey, link: Link, host: int, without_bridge: bool) -> list[Step]:

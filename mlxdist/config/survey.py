@@ -78,6 +78,7 @@ class Survey:
         default: the interface that other networks are reached by.
         wireless: interfaces of Wi-Fi.
         network_manager: whether NetworkManager runs there.
+        unreadable: what it has said and is not understood, in words; only cables need it.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Survey:
     default: str = ""
     wireless: frozenset[str] = frozenset()
     network_manager: bool = False
+    unreadable: str = ""
 
     @property
     def is_mac(self) -> bool:
@@ -144,18 +146,24 @@ def _mac(name: str, parts: Mapping[str, str], common: Mapping[str, bool]) -> Sur
     ports = hardware_ports(parts.get("ports", ""))
     details = {key.removeprefix("service "): text for key, text in parts.items() if key.startswith("service ")}
     devices = re.findall(r"^\s*(rdma_(\S+))\s", parts.get("devices", ""), re.MULTILINE)
+    receptacles, unreadable = (), ""
+    try:
+        receptacles = read_receptacles(parts.get("thunderbolt", ""))
+    except InvalidArgument as error:
+        unreadable = str(error)
     return Survey(
         name,
         "Darwin",
         **common,
         rdma_ctl=rdma_ctl_state(parts.get("rdma_ctl", "")),
         rdma={interface: device for device, interface in devices},
-        receptacles=read_receptacles(parts.get("thunderbolt", "")),
+        receptacles=receptacles,
         ports=ports,
         services=services(parts.get("services", ""), details),
         interfaces=macos_interfaces(parts.get("interfaces", "")),
         default=default_interface(parts.get("default", "")),
         wireless=frozenset(interface for port, interface in ports.items() if port in ("Wi-Fi", "AirPort")),
+        unreadable=unreadable,
     )
 
 

@@ -127,7 +127,7 @@ def _thunderbolt_cables(surveys: Sequence[Survey]) -> tuple[list[Cable], list[st
             names = f"{surveys[owners[receptacle.uuid]].name} and {surveys[host].name}"
             raise InvalidArgument(f"{names} are the same Mac; name each host once")
     cables: list[Cable] = []
-    notes: list[str] = []
+    notes = [f"{survey.name}: {survey.unreadable}" for survey in surveys if survey.unreadable]
     used: set[tuple[int, str]] = set()
     for host, receptacle in ends:
         for peer in receptacle.peers:

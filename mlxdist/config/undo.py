@@ -1,16 +1,16 @@
 """Steps are run, and a file beside the hostfile remembers what takes them back: names and values, no commands."""
 
 import json
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..errors import InvalidArgument
-from ..remote.ssh import Reach, run
+from ..hostfile.hosts import check_name
+from ..remote.ssh import LOST, TOO_LATE, Reach, run
+from ..whole_file import write_whole
 from .steps import Step
 
-__all__ = ["UndoFile", "run_steps", "write_whole"]
+__all__ = ["UndoFile", "run_steps"]
 
 _VERSION = 1
 _MAX_BYTES = 1 << 20
@@ -58,7 +58,10 @@ class UndoFile:
                 found = json.loads(file.read(_MAX_BYTES))
             if found["mlxdist undo"] != _VERSION:
                 raise InvalidArgument(f"{self.path} was written by another version of mlxdist")
-            return [Step(str(host), action, tuple(values)) for host, action, *values in found["steps"]]
+            steps = [Step(str(host), action, tuple(values)) for host, action, *values in found["steps"]]
+            if problem := next(filter(None, (check_name(step.host) for step in steps)), None):
+                raise InvalidArgument(problem)
+            return steps
         except OSError as error:
             raise InvalidArgument(f"{self.path}: {error.strerror}") from None
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -67,11 +70,14 @@ class UndoFile:
             raise InvalidArgument(f"{self.path} is no file that `mlxdist config` wrote") from None
 
     def _write(self) -> None:
-        if not self.steps:
-            self.path.unlink(missing_ok=True)
-            return
         rows = ",\n".join(f"    {json.dumps([step.host, step.action, *step.values])}" for step in self.steps)
-        write_whole(self.path, f'{{\n  "mlxdist undo": {_VERSION},\n  "steps": [\n{rows}\n  ]\n}}\n')
+        try:
+            if rows:
+                write_whole(self.path, f'{{\n  "mlxdist undo": {_VERSION},\n  "steps": [\n{rows}\n  ]\n}}\n')
+            else:
+                self.path.unlink(missing_ok=True)
+        except OSError as error:
+            raise InvalidArgument(f"{self.path}, which remembers what is taken back: {error.strerror}") from None
 
 
 def run_steps(
@@ -82,11 +88,17 @@ def run_steps(
     before: Callable[[Step], None] = lambda step: None,
     failed: Callable[[Step], None] = lambda step: None,
     after: Callable[[Step], None] = lambda step: None,
+    go_on: bool = False,
 ) -> list[str]:
-    """One after the other, each shown first. What went wrong; after that nothing more is run on that host."""
-    errors: dict[str, str] = {}
+    """One after the other, each shown first. What went wrong; after that nothing more is run on that host.
+
+    ``failed`` is not called where a step may have had its effect all the same: the connection was lost, or the time
+    over. ``go_on``: steps do not depend on those before them; only a host that is lost is left alone.
+    """
+    errors: list[str] = []
+    left_alone: set[str] = set()
     for step in steps:
-        if step.host in errors:
+        if step.host in left_alone:
             continue
         say(f"{step.host}: {step}")
         before(step)
@@ -96,16 +108,10 @@ def run_steps(
         if answer.status == 0 and "** Error" not in answer.output:
             after(step)
             continue
-        failed(step)
-        errors[step.host] = f"{step.host}: `{step}` failed: {words or f'exit status {answer.status}'}"
-    return list(errors.values())
-
-
-def write_whole(path: Path, text: str) -> None:
-    """A reader sees the old file or the new one."""
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
-    ) as file:
-        file.write(text)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+        is_lost = answer.status in (LOST, TOO_LATE)
+        if not is_lost:
+            failed(step)
+        if is_lost or not go_on:
+            left_alone.add(step.host)
+        errors.append(f"{step.host}: `{step}` failed: {words or f'exit status {answer.status}'}")
+    return errors

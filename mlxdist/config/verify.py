@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import permutations
 
-from ..remote.ssh import Reach, run
+from ..remote.ssh import Reach, agent_advice, run
 from .addresses import Link
 from .ethernet import Choice
 from .survey import Survey
@@ -74,7 +74,7 @@ def checks_of_addresses(surveys: Sequence[Survey], choices: Sequence[Choice | No
 
 
 def verify(checks: Sequence[Check], reach: Reach) -> list[str]:
-    """What is wrong, and what to do; nothing where all is well."""
+    """What is wrong, and what to do: one text for each check that has failed, alike where a host does not answer."""
     hosts = list(dict.fromkeys(check.host for check in checks))
 
     def ask(host: str) -> list[str]:
@@ -83,6 +83,9 @@ def verify(checks: Sequence[Check], reach: Reach) -> list[str]:
         script = f"main() {{\nPATH=$PATH:/usr/sbin:/sbin\n{_SCRIPT}" + " &\n".join(lines) + " &\nwait\n}\nmain\n"
         answer = run(host, ["sh", "-s"], reach, input=script, seconds=_SECONDS)
         said = {int(number): (word, route) for number, word, route in _ANSWER.findall(answer.output)}
+        if not said:
+            words = answer.last_words or f"exit status {answer.status}"
+            return [f"{host} does not say what it reaches: {words}{agent_advice(host, words)}"] * len(mine)
         return [text for i, check in enumerate(mine) if (text := problem(check, *said.get(i, ("no", ""))))]
 
     with ThreadPoolExecutor(max(1, len(hosts))) as threads:

@@ -18,6 +18,7 @@ class Question:
     Attributes:
         command: what is going to be launched; may be empty.
         script, model: to be the same on all hosts; empty for none.
+        guessed: the model is what --model of the command says, which may be something else.
         folder: where the ranks will run.
         variables: what the launcher sets for all ranks.
         backend: of the hostfile.
@@ -33,6 +34,7 @@ class Question:
     backend: str = ""
     quick: bool = False
     full: bool = False
+    guessed: bool = False
 
 
 @dataclass(frozen=True)

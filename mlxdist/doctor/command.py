@@ -103,6 +103,7 @@ def question_of(
         command=tuple(command),
         script=script or next((word for word in command[:3] if word.endswith(".py")), ""),
         model=model or _value_of("--model", command),
+        guessed=not model,
         folder=folder,
         variables=envs | ours | dict(variables or {}),
         backend=hostfile.backend if hostfile else "",

@@ -86,11 +86,11 @@ class _Patient:
                 self._ask("listen", "listening")
 
     def connect(self, patients: list[_Patient]) -> None:
-        """To all others that listen, at every address that they have."""
+        """To the others that listen, at every address that they have."""
         targets = []
-        for peer in patients:
+        for peer in self._peers(patients):
             listening = self._cluster.told.get("listen", {}).get(peer.name)
-            if peer is not self and listening:
+            if listening:
                 targets += [(peer.name, {"address": address} | listening) for address in self._addresses(peer)]
         with self._until_lost():
             if self.name in self._cluster.told.get("listen", {}) and targets:
@@ -99,6 +99,12 @@ class _Patient:
                 answers = self._ask("connect", "connecting to the others", asked, seconds=60 + 2 * seconds) or []
                 tries = zip(targets, answers)
                 self._cluster.tries += [self._try(name, target, answer, targets) for (name, target), answer in tries]
+
+    def _peers(self, patients: list[_Patient]) -> list[_Patient]:
+        """All others; in MLX's ring only the next one, whose addresses are for this host alone."""
+        if self._question.backend == "ring":
+            return [patients[(patients.index(self) + 1) % len(patients)]]
+        return [peer for peer in patients if peer is not self]
 
     def _try(self, name: str, target: dict, answer: dict, targets: list[tuple[str, dict]]) -> Try:
         first = next(other for peer, other in targets if peer == name) is target

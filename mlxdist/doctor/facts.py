@@ -212,7 +212,11 @@ def _container_limit() -> int | None:
 
 def _disks(folder: str) -> list[dict[str, Any]]:
     """The places where a job writes. Each file system once."""
-    places = {"temporary files": tempfile.gettempdir(), "the job's folder": folder}
+    try:
+        temporary = tempfile.gettempdir()
+    except FileNotFoundError:  # nothing can be written anywhere, which is what has to be found
+        temporary = os.environ.get("TMPDIR") or "/tmp"
+    places = {"temporary files": temporary, "the job's folder": folder}
     with contextlib.suppress(ResourceError):
         places["records of jobs"] = str(runtime_folder())
     found: dict[int, dict[str, Any]] = {}
@@ -235,7 +239,7 @@ def _power() -> dict[str, Any]:
 
 def _jobs() -> dict[str, Any]:
     """Those of this user: running, left by a killed launcher; processes of jobs that are over; kernel objects."""
-    found: dict[str, Any] = {"running": [], "left": [], "orphans": [], "domains": None, "shared_memory": []}
+    found: dict[str, Any] = {"running": [], "left": [], "orphans": None, "domains": None, "shared_memory": []}
     with contextlib.suppress(ResourceError):
         running = list_jobs()
         names = {job.name for job in running}
@@ -262,10 +266,13 @@ def _unlocked(runtime: Path) -> list[str]:
     return left
 
 
-def _orphans(jobs: set[str]) -> list[int]:
-    """Processes of this user that were ranks of a job, have lost their parent, and are of no job that runs."""
+def _orphans(jobs: set[str]) -> list[int] | None:
+    """Processes of this user that were ranks of a job, have lost their parent, and are of no job that runs. None where
+    this is not looked for."""
+    if sys.platform != "linux":
+        return None
     found = []
-    for folder in Path("/proc").glob("[0-9]*") if sys.platform == "linux" else ():
+    for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             parent = (folder / "stat").read_bytes().rpartition(b")")[2].split()[1]
             if folder.stat().st_uid != os.getuid() or parent != b"1":

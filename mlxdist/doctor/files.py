@@ -1,6 +1,6 @@
 """What files a job needs, as they are on this host: the command, its folder, the script, the model. Runs on that host.
 
-A model may be a folder, or a name such as org/model that Hugging Face's hub has put into its cache.
+A model may be a folder, a file, or a name such as org/model that Hugging Face's hub has put into its cache.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def list_model(model: str, folder: str) -> dict[str, Any]:
     """The files of a model and their sizes, and where it is; ``error`` where it is not."""
     place = _place(model, folder)
     if place is None:
-        return {"error": "it is neither a folder nor in the cache of Hugging Face's hub", "files": {}, "path": ""}
+        return {"error": "it is neither there nor in the cache of Hugging Face's hub", "files": {}, "path": ""}
+    if place.is_file():
+        return {"error": "", "files": {place.name: place.stat().st_size}, "path": str(place.parent)}
     files = {}
     for path in sorted(place.rglob("*")):
         if path.is_file() and not any(part.startswith(".") for part in path.relative_to(place).parts):
@@ -82,7 +84,7 @@ def digest(path: str, how: str, seconds: float = 600.0) -> dict[str, Any]:
 
 def _place(model: str, folder: str) -> Path | None:
     path = Path(folder, os.path.expanduser(model))
-    if path.is_dir():
+    if path.exists():
         return path
     cache = os.environ.get("HF_HUB_CACHE") or os.path.join(
         os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"), "hub"

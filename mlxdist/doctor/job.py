@@ -54,7 +54,7 @@ def _culprits(names: list[str], chosen: Chosen, question: Question) -> tuple[Job
 
 def _run_on(names: list[str], chosen: Chosen, question: Question) -> Job:
     given, options = chosen.hostfile, []
-    hostfile = replace(given.only(names), backend="mlxdist")  # whatever the user's own job will take
+    hostfile = given.only(names).for_mlxdist()  # whatever the user's own job will take
     if len(names) < len(given.hosts):
         options += ["--include", ",".join(names)]
     if hostfile.ranks == 1 < len(given.hosts):  # a rank alone sends nothing

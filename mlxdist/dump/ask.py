@@ -47,10 +47,8 @@ class LocalRanks:
     """The ranks of a job that run on this machine."""
 
     def __init__(self, job: str) -> None:
-        """``job``: the beginning of its name."""
-        from ..launch.jobs import find_job
-
-        self.job = find_job(job).name
+        """``job``: its whole name."""
+        self.job = job
 
     def __enter__(self) -> "LocalRanks":
         return self
@@ -64,9 +62,7 @@ class LocalRanks:
         Raises:
             InvalidArgument: there is no such job any more, or it writes no records at all.
         """
-        from ..launch.jobs import find_job
-
-        asked = Asked(find_job(self.job), what)
+        asked = Asked(_exact_job(self.job), what)
         asked.wait(seconds)
         if what == "dump":
             try:
@@ -136,7 +132,7 @@ class HostRanks:
         return ahead
 
 
-def find_ranks(job: str, chosen: Chosen) -> LocalRanks | HostRanks:
+def find_ranks(job: str | None, chosen: Chosen) -> LocalRanks | HostRanks:
     """Of the job whose name begins so: on the hosts chosen, else on those that it was started on from here.
 
     Raises:
@@ -144,28 +140,51 @@ def find_ranks(job: str, chosen: Chosen) -> LocalRanks | HostRanks:
     """
     from ..launch.jobs import find_job
 
-    if chosen.hostfile is None:
-        found = find_job(job)
-        if found.hosts is None:
-            return LocalRanks(found.name)
-        return HostRanks(_connect(found.hosts.names, found.hosts.reach), found.name)
-    from ..launch.jobs_on_hosts import ask_for_jobs, full_name
-
+    found = find_job(job) if chosen.hostfile is None else None
+    if found is not None and found.hosts is None:
+        return LocalRanks(found.name)
     with contextlib.ExitStack() as undo:
-        connections = undo.enter_context(_connect([host.name for host in chosen.hosts()], chosen.reach))
-        jobs, problems = ask_for_jobs(connections)
-        if len(problems) == len(connections.names):
-            raise InvalidArgument("; ".join(problems))
-        if not job or any(listed["job"].startswith(job) for listed in jobs):
-            job = full_name(job, jobs)
-        undo.pop_all()  # a job that has ended may have left its records: each host looks for them
-        return HostRanks(connections, job)
+        if found is not None:
+            connections, name = undo.enter_context(_connect(found.hosts.names, found.hosts.reach)), found.name
+        else:
+            names = [host.name for host in chosen.hosts()]
+            connections = undo.enter_context(_connect(names, chosen.reach))
+            name = _listed(connections, job)
+        if job and name != job and True in connections.call("jobs.recorded", {"name": job}):
+            name = job  # that one has failed and was started again: the other begins so
+        undo.pop_all()
+        return HostRanks(connections, name)
+
+
+def _listed(connections: "Connections", job: str | None) -> str:
+    """The whole name of a job on these hosts; what it was called where none that runs is called so.
+
+    A job that has ended may have left its records: each host looks for them.
+    """
+    from ..launch.jobs_on_hosts import ask_for_jobs, full_name_of
+
+    jobs, problems = ask_for_jobs(connections)
+    if len(problems) == len(connections.names):
+        raise InvalidArgument("; ".join(problems))
+    if job and not any(listed["job"].startswith(job) for listed in jobs):
+        return job
+    return full_name_of(job, jobs)
 
 
 def _connect(names: Sequence[str], reach: "Reach") -> "Connections":
     from ..remote.calls import Connections
 
     return Connections(names, reach)
+
+
+def _exact_job(name: str) -> "Job":
+    """Raises InvalidArgument: it has ended, and left nothing; never another one whose name begins so."""
+    from ..launch.jobs import exact_job
+
+    job = exact_job(name)
+    if job is None:
+        raise InvalidArgument(f"there is no job {name!r} here, nor what it has recorded; `mlxdist ps` lists the jobs")
+    return job
 
 
 # What runs on the hosts; see remote/answers.py.
@@ -177,10 +196,8 @@ def wall_ns() -> int:
 
 def answer(job: str, what: str, seconds: float) -> dict[str, Any]:
     """The records of the ranks here, as JSON; also of a job that has ended here and left some."""
-    from ..launch.jobs import find_job
-
     try:
-        asked = Asked(find_job(job), what)
+        asked = Asked(_exact_job(job), what)
     except InvalidArgument as error:
         return {"records": [], "notes": [str(error)], "ended": True}
     asked.wait(seconds)
@@ -215,7 +232,8 @@ class Asked:
         from ..launch.jobs import read_record  # a folder of files needs no launcher
 
         self._what = what
-        self.record: Record | None = read_record(job.folder)  # None: it has ended
+        # None: it has ended. What a launcher and a keeper that were both killed have left says nothing.
+        self.record: Record | None = read_record(job.folder) if job.launcher else None
         self.folder = job.flight_folder
         if what == "dump" and self.folder is None:
             raise InvalidArgument(f"job {job.name} runs with MLXDIST_FLIGHT=none: its ranks write no records")

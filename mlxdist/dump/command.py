@@ -12,16 +12,18 @@ from rich.text import Text
 
 from ..errors import InvalidArgument, ResourceError
 from ..hostfile.options import Chosen, host_options
+from ..launch.job_name import JOB_NAME
+from ..output_file import OUTPUT_FILE, is_written
 from .analysis import Analysis, RankState, analyse
 from .ask import Answers, find_ranks
-from .files import Dump, read_folder
+from .files import read_folder
 from .trace import trace
 
 __all__ = ["dump"]
 
 
 @click.command()
-@click.argument("job", required=False)
+@click.argument("job", required=False, type=JOB_NAME)
 @host_options
 @click.option(
     "--files",
@@ -42,7 +44,7 @@ __all__ = ["dump"]
 @click.option(
     "--trace",
     "trace_file",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OUTPUT_FILE,
     help="Also write what all ranks did as a trace for chrome://tracing and ui.perfetto.dev.",
 )
 def dump(
@@ -58,25 +60,25 @@ def dump(
 
     Every rank is asked for the record of its last 1000 operations, also while it is in the middle of one; the job goes
     on. Where a job on several hosts was started, all of its hosts are asked; so are those of --hosts or --hostfile. The
-    exit status is 1 if the record of a rank is missing.
+    exit status is 1 if the record of a rank is missing, or the trace could not be written.
     """
     if folder is not None and (job is not None or chosen.hostfile is not None):
         raise click.UsageError("Name a job or a folder of files, not both.")
     try:
-        found = Answers(*read_folder(folder)) if folder is not None else _ask(job or "", chosen, seconds)
+        found = Answers(*read_folder(folder)) if folder is not None else _ask(job, chosen, seconds)
     except (InvalidArgument, ResourceError) as error:
         raise click.ClickException(str(error)) from None
     analysis = analyse(found.dumps)
-    if trace_file is not None:
-        _write_trace(trace_file, found.dumps)
+    text = json.dumps(trace(found.dumps)) if trace_file is not None else ""
+    written = trace_file is None or is_written(trace_file, lambda path: path.write_text(text))
     if as_json:
         click.echo(json.dumps(_as_json(analysis, found.notes), indent=2))
     else:
         _print(analysis, found.notes)
-    sys.exit(1 if len(found.dumps) < len(analysis.states) else 0)
+    sys.exit(1 if len(found.dumps) < len(analysis.states) or not written else 0)
 
 
-def _ask(job: str, chosen: Chosen, seconds: float) -> Answers:
+def _ask(job: str | None, chosen: Chosen, seconds: float) -> Answers:
     with find_ranks(job, chosen) as ranks:
         found = ranks.ask("dump", seconds)
     if not found.dumps:
@@ -139,10 +141,3 @@ def _rank_as_json(state: RankState) -> dict[str, Any]:
         "waits_for": operation.waits_for if operation else None,
         "threads": written.threads if written else {},
     }
-
-
-def _write_trace(path: Path, dumps: dict[int, Dump]) -> None:
-    try:
-        path.write_text(json.dumps(trace(dumps)))
-    except OSError as error:
-        raise click.ClickException(f"{path}: {error.strerror}") from None

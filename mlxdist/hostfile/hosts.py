@@ -107,8 +107,26 @@ class Hostfile:
 
     def with_ranks(self, each: int) -> "Hostfile":
         """So many ranks on each host, times the slots that it has. A ring of cables joins them all in their order."""
-        hosts = tuple(replace(host, slots=each * host.slots) for host in self.hosts)
-        before, after = ring_of_wires(self.ranks), ring_of_wires(each * self.ranks)
+        return self._with_slots([each * host.slots for host in self.hosts])
+
+    def with_one_rank_each(self) -> "Hostfile":
+        """One rank on each host, whatever its slots."""
+        return self._with_slots([1] * len(self.hosts))
+
+    def for_mlxdist(self) -> "Hostfile":
+        """For ranks that mlxdist joins: all have to reach rank 0, and not only their neighbours.
+
+        The addresses of a hostfile for MLX's ring are those by which the host before reaches each, so in a ring of
+        more than two the others may not; then the address is taken that ssh has used.
+        """
+        hosts = self.hosts
+        if self.backend == "ring" and len(hosts) > 2:
+            hosts = tuple(replace(host, ips=()) for host in hosts)
+        return replace(self, hosts=hosts, backend="mlxdist")
+
+    def _with_slots(self, slots: Sequence[int]) -> "Hostfile":
+        hosts = tuple(replace(host, slots=count) for host, count in zip(self.hosts, slots))
+        before, after = ring_of_wires(self.ranks), ring_of_wires(sum(slots))
         return replace(self, hosts=hosts, envs=tuple(after if setting == before else setting for setting in self.envs))
 
 

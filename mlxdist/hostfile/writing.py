@@ -2,11 +2,10 @@
 
 import json
 import os
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidArgument
+from ..whole_file import write_whole
 from .hosts import FORMATS, Host, Hostfile
 
 __all__ = ["save", "write"]
@@ -36,17 +35,7 @@ def save(hostfile: Hostfile, path: str | os.PathLike[str]) -> None:
     Raises:
         OSError: it cannot be written; the old file is as it was.
     """
-    path = Path(path).resolve()  # a link stays one
-    mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            os.fchmod(descriptor, mode)
-            file.write(_json(hostfile))
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_whole(path, _json(hostfile))
 
 
 def _json(hostfile: Hostfile) -> str:

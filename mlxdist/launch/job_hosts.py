@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..checking import fields_of, list_of, number, text
+from ..checking import fields_of, list_of, number, seconds, text
 from ..environment import MAX_RANKS
 from ..errors import ResourceError
 from .runtime_folder import OF_HOSTS, is_locked, runtime_folder, write_json
@@ -105,17 +105,11 @@ def read_hosts_record(folder: Path) -> HostsRecord | None:
     return HostsRecord(**found | {"command": list(found["command"])})
 
 
-def _seconds(name: str, value: object) -> float:
-    if type(value) not in (int, float):
-        raise ValueError(f"{name} is no number")
-    return float(value)
-
-
 _HOST = {"name": text(255), "first": number(0, MAX_RANKS - 1), "slots": number(1, MAX_RANKS)}
 _WORDS = list_of(lambda name, value: str(value), 1 << 16)
 _RECORD = {
     "launcher": number(2, 2**31 - 1),  # a signal to it must reach nobody else
-    "started": _seconds,
+    "started": seconds,
     "command": _WORDS,
     "ssh": _WORDS,
     "python": lambda name, value: str(value),

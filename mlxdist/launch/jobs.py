@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import InvalidArgument
 from .processes import start_times
 from .restarts import read_next
 from .runtime_folder import OF_HOSTS, OF_RESTARTS, is_locked, runtime_folder, write_json
@@ -33,7 +32,17 @@ from .runtime_folder import OF_HOSTS, OF_RESTARTS, is_locked, runtime_folder, wr
 if TYPE_CHECKING:
     from .job_hosts import HostsRecord
 
-__all__ = ["Job", "JobFolder", "Record", "find_job", "list_jobs", "read_record"]
+__all__ = [
+    "Job",
+    "JobFolder",
+    "Record",
+    "exact_job",
+    "find_job",
+    "has_recordings",
+    "list_jobs",
+    "read_record",
+    "running_job",
+]
 
 
 @dataclass(frozen=True)
@@ -103,24 +112,42 @@ def list_jobs() -> list[Job]:
     return [job for _, job in sorted(jobs.items())]
 
 
-def find_job(name: str) -> Job:
-    """The job of that name, or of a name that begins so if there is only one.
-
-    A running one comes first; else one that has ended, whose flight recordings are still there.
+def running_job(name: str | None = None) -> Job:
+    """The running job of that name, or of a name that begins so if there is only one; None: the only one at all.
 
     Raises:
         InvalidArgument: there is none, or more than one.
     """
-    running = list_jobs()
-    found = [job for job in running if job.name == name] or [job for job in running if job.name.startswith(name)]
-    if len(found) == 1:
-        return found[0]
+    from .job_name import full_name  # a launcher needs none
+
+    jobs = {job.name: job for job in list_jobs()}
+    return jobs[full_name(name, {job.name: job.command for job in jobs.values()}, f"in {runtime_folder()}")]
+
+
+def exact_job(name: str) -> Job | None:
+    """The running job of that name, else the one that has ended and left flight recordings."""
+    for job in list_jobs():
+        if job.name == name:
+            return job
     folder = runtime_folder() / name
-    if not found and name and "/" not in name and not name.startswith(".") and (folder / "flight").is_dir():
-        return Job(name, folder, folder / "flight", {}, [])
-    which = "; ".join(f"{job.name} ({' '.join(job.command)[:60]})" for job in found or running) or "none"
-    problem = f"job {name!r} could be any of" if found else f"there is no job {name!r} in {folder.parent}; running are"
-    raise InvalidArgument(f"{problem}: {which}")
+    return Job(name, folder, folder / "flight", {}, []) if has_recordings(name) else None
+
+
+def find_job(name: str | None = None) -> Job:
+    """As `running_job`, but one of just that name comes first that has ended and left flight recordings.
+
+    A job that failed and was started again is the beginning of its successor's name; its recordings are its own.
+
+    Raises:
+        InvalidArgument: there is none, or more than one.
+    """
+    return (exact_job(name) if name else None) or running_job(name)
+
+
+def has_recordings(name: str) -> bool:
+    """Whether a job of that name has a folder for flight recordings here. ``name`` may be any text."""
+    is_name = name and "/" not in name and "\0" not in name and not name.startswith(".")
+    return bool(is_name) and (runtime_folder() / name / "flight").is_dir()
 
 
 class JobFolder:
@@ -194,6 +221,9 @@ def read_record(folder: Path) -> Record | None:
         fields = json.loads((folder / "job.json").read_text())
         ranks = {int(rank): (int(pid), str(started)) for rank, (pid, started) in fields["ranks"].items()}
         command = [str(part) for part in fields["command"]]
-        return Record(int(fields["launcher"]), Path(fields["temporary"]), str(fields["flight"]), command, ranks)
+        launcher = int(fields["launcher"])
+        if launcher < 1:
+            return None  # a signal to it would reach others
+        return Record(launcher, Path(fields["temporary"]), str(fields["flight"]), command, ranks)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

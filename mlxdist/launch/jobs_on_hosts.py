@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..checking import fields_of, list_of, map_of, number, printable, text
+from ..checking import fields_of, list_of, map_of, number, printable, seconds, text
 from ..environment import MAX_RANKS
 from ..errors import InvalidArgument
 from ..hostfile.options import Chosen
+from .job_name import full_name
 from .jobs import Job, list_jobs
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ __all__ = [
     "as_json",
     "ask_for_jobs",
     "end_jobs",
-    "full_name",
+    "full_name_of",
     "list_here",
     "list_on",
     "stop_here",
@@ -102,18 +103,9 @@ def ask_for_jobs(connections: "Connections") -> tuple[list[dict[str, Any]], list
     return jobs, problems
 
 
-def full_name(name: str, jobs: Sequence[dict[str, Any]]) -> str:
-    """Of the job of that name, or the only one whose name begins so.
-
-    Raises:
-        InvalidArgument: there is none, or more than one.
-    """
-    names = sorted({job["job"] for job in jobs})
-    found = [known for known in names if known == name] or [known for known in names if known.startswith(name)]
-    if len(found) == 1:
-        return found[0]
-    problem = f"job {name!r} could be any of" if found else f"there is no job {name!r} on these hosts; running are"
-    raise InvalidArgument(f"{problem}: {', '.join(found or names) or 'none'}")
+def full_name_of(name: str | None, jobs: Sequence[dict[str, Any]]) -> str:
+    """As `full_name`, among the jobs that hosts have listed."""
+    return full_name(name, {job["job"]: job["command"] for job in jobs}, "on these hosts")
 
 
 @dataclass
@@ -131,7 +123,7 @@ def stop_on(chosen: Chosen, names: Sequence[str], everything: bool, seconds: flo
     stopped = Stopped()
     with _connect(chosen) as connections:
         if not everything:
-            names = [full_name(name, ask_for_jobs(connections)[0]) for name in names]
+            names = [full_name_of(name, ask_for_jobs(connections)[0]) for name in names]
         arguments = {"names": list(names), "everything": everything, "seconds": seconds}
         answers = connections.call("jobs.stop", arguments, seconds + _MARGIN_SECONDS)
     for host, answer in zip(connections.names, answers):
@@ -163,19 +155,11 @@ def _result(answer: Any) -> Any:
 
 _PID = number(0, 2**31 - 1)
 _RANK = number(0, MAX_RANKS)
-
-
-def _seconds(name: str, value: Any) -> float:
-    if type(value) not in (int, float):
-        raise ValueError(f"{name} is {value!r:.50}, not a number")
-    return float(value)
-
-
 _JOB = {
     "job": text(),
     "launcher": _PID,
-    "started": _seconds,
-    "seconds": _seconds,
+    "started": seconds,
+    "seconds": seconds,
     "pids": map_of(_PID, MAX_RANKS),
     "hosts": list_of(lambda _, host: fields_of({"name": text(), "first": _RANK, "slots": _RANK}, host), MAX_RANKS),
     "command": list_of(text(_MAX_COMMAND), _MAX_COMMAND),

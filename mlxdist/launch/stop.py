@@ -6,12 +6,13 @@ import click
 
 from ..errors import InvalidArgument, ResourceError
 from ..hostfile.options import Chosen, host_options
+from .job_name import JOB_NAME
 
 __all__ = ["stop"]
 
 
 @click.command()
-@click.argument("names", metavar="[JOB]...", nargs=-1)
+@click.argument("names", metavar="[JOB]...", nargs=-1, type=JOB_NAME)
 @click.option("--all", "everything", is_flag=True, help="All jobs of this user on this machine, or on the hosts given.")
 @click.option(
     "--wait",
@@ -50,13 +51,10 @@ def stop(names: tuple[str, ...], everything: bool, seconds: float, chosen: Chose
 
 def _stop_here(names: tuple[str, ...], seconds: float) -> int:
     """``names``: empty for all."""
-    from .jobs import find_job, list_jobs
+    from .jobs import list_jobs, running_job
     from .jobs_on_hosts import end_jobs
 
-    jobs = [find_job(name) for name in names] if names else list_jobs()
-    for job in jobs:
-        if not job.launcher:
-            raise InvalidArgument(f"job {job.name!r} has ended already")
+    jobs = [running_job(name) for name in names] if names else list_jobs()
     running = end_jobs(jobs, seconds)
     for job in jobs:
         click.echo(f"{job.name} still runs after {seconds:g} s" if job.name in running else f"{job.name} has ended")

@@ -39,6 +39,7 @@ CALLS = {
     "dump.ask": "mlxdist.dump.ask:answer",
     "dump.time": "mlxdist.dump.ask:wall_ns",
     "jobs.list": "mlxdist.launch.jobs_on_hosts:list_here",
+    "jobs.recorded": "mlxdist.launch.jobs:has_recordings",
     "jobs.stop": "mlxdist.launch.jobs_on_hosts:stop_here",
     "who": "mlxdist.remote.answers:who",
 }

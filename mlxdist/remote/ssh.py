@@ -8,14 +8,24 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-__all__ = ["LOST", "Answer", "Reach", "agent_advice", "is_this_machine", "run", "run_everywhere", "why_lost"]
+__all__ = [
+    "LOST",
+    "TOO_LATE",
+    "Answer",
+    "Reach",
+    "agent_advice",
+    "is_this_machine",
+    "run",
+    "run_everywhere",
+    "why_lost",
+]
 
 # Nobody is asked for a password, and a host that does not answer is noticed: within 10 s before there is a connection,
 # 15 s afterwards.
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
 # The exit status of ssh when the connection fails.
 LOST = 255
-_TOO_LATE = 124  # as of timeout(1)
+TOO_LATE = 124  # as of timeout(1)
 
 
 @dataclass(frozen=True)
@@ -72,7 +82,7 @@ def run(name: str, words: Sequence[str], reach: Reach = Reach(), *, input: str =
         )
     except subprocess.TimeoutExpired as late:
         out, err = ((data or b"").decode(errors="replace") for data in (late.stdout, late.stderr))
-        return Answer(name, _TOO_LATE, out, f"{err}\nno answer within {seconds:g} s")
+        return Answer(name, TOO_LATE, out, f"{err}\nno answer within {seconds:g} s")
     except OSError as error:
         return Answer(name, 127, "", f"{words[0] if is_this_machine(name) else reach.ssh[0]}: {error.strerror}")
     return Answer(name, done.returncode, *(data.decode(errors="replace") for data in (done.stdout, done.stderr)))

@@ -9,19 +9,19 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console, Group
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
 
 from ..errors import InvalidArgument, ResourceError
 from ..hostfile.options import Chosen, host_options
+from ..launch.job_name import JOB_NAME
+from .table import Screenful, whole
 
 if TYPE_CHECKING:
-    from .watch import Row, View, Watch
+    from .watch import View, Watch
 
 __all__ = ["top"]
 
@@ -31,7 +31,7 @@ _SHORTEST_ANSWER = 0.5
 
 
 @click.command()
-@click.argument("job", required=False)
+@click.argument("job", required=False, type=JOB_NAME)
 @host_options
 @click.option(
     "--every",
@@ -64,17 +64,16 @@ def top(job: str | None, chosen: Chosen, every: float, once: bool, as_json: bool
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the terminal is put in order
     once = once or not (as_json or sys.stdout.isatty())
     try:
-        with find_ranks(job or "", chosen) as ranks:
+        with find_ranks(job, chosen) as ranks:
             watch = Watch(ranks)
-            looks = _looks(watch, every)
             if once:
-                view = _second(looks)
+                view = _second(_looks(watch, every))
                 _print_json(view) if as_json else _print(view)
             elif as_json:
-                for view in looks:
+                for view in _looks(watch, every):
                     _print_json(view)
             else:
-                view = _show(looks)
+                view = _show(watch, every)
     except (InvalidArgument, ResourceError) as error:
         raise click.ClickException(str(error)) from None
     except KeyboardInterrupt:
@@ -85,20 +84,21 @@ def top(job: str | None, chosen: Chosen, every: float, once: bool, as_json: bool
         sys.exit(1)
 
 
-def _looks(watch: Watch, every: float) -> Iterator[View]:
-    """Until the job has ended, or somebody presses q; that view is the last."""
+def _looks(watch: Watch, every: float, redraw: Callable[[], None] = lambda: None) -> Iterator[View]:
+    """Until the job has ended, or somebody presses q; that view is the last. ``redraw``: the terminal has changed."""
     seconds = min(max(every, _SHORTEST_ANSWER), _LONGEST_ANSWER)
     view = None
-    with _keys() as keys:
+    with _terminal() as (keys, sizes):
         while view is None or not view.ended:
             begin = time.monotonic()
             view = _look(watch, seconds, view)
             yield view
             while not view.ended and (wait := begin + every - time.monotonic()) > 0:
-                if not keys:
-                    time.sleep(wait)
-                elif select.select(keys, [], [], wait)[0] and os.read(keys[0], 64) in (b"", b"q", b"Q"):
+                ready = select.select([*keys, *sizes], [], [], wait)[0]
+                if any(os.read(key, 64) in (b"", b"q", b"Q") for key in keys if key in ready):
                     return
+                if any(os.read(size, 64) for size in sizes if size in ready):
+                    redraw()
 
 
 def _look(watch: Watch, seconds: float, before: View | None) -> View:
@@ -121,88 +121,52 @@ def _second(looks: Iterator[View]) -> View:
 
 
 @contextlib.contextmanager
-def _keys() -> Iterator[list[int]]:
-    """Where keys can be read one by one: a terminal in front of this one; else nothing."""
+def _terminal() -> Iterator[tuple[list[int], list[int]]]:
+    """Where keys can be read one by one, and where there is a byte after a change of size: both only in a terminal."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        yield []
+        yield [], []
         return
     import termios
     import tty
 
     terminal = sys.stdin.fileno()
     before = termios.tcgetattr(terminal)
+    source, target = os.pipe()
+    os.set_blocking(target, False)
+    signal.signal(signal.SIGWINCH, lambda *_: None)  # without a handler nothing comes through the pipe
+    signal.set_wakeup_fd(target, warn_on_full_buffer=False)
     tty.setcbreak(terminal)
     try:
-        yield [terminal]
+        yield [terminal], [source]
     finally:
         termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+        signal.set_wakeup_fd(-1)
+        os.close(source)
+        os.close(target)
 
 
-def _show(looks: Iterator[View]) -> View | None:
+def _show(watch: Watch, every: float) -> View | None:
     from rich.live import Live
 
-    console, view, last = Console(), None, None
+    console, last, ranks = Console(), None, None
+    live = Live(console=console, auto_refresh=False, screen=True)  # so that nothing is left over by a change of size
+    looks = _looks(watch, every, live.refresh)
     try:
-        with Live(console=console, auto_refresh=False) as live:
-            for view in looks:
-                last = view
-                if view.rows or view.notes:
-                    live.update(_render(view), refresh=True)
+        with live:
+            for last in looks:
+                if last.rows or not last.ended:
+                    ranks = Screenful(last)
+                    live.update(ranks, refresh=True)
     finally:
         looks.close()
+        if ranks is not None:
+            console.print(ranks)
     return last
 
 
 def _print(view: View) -> None:
-    Console(width=None if sys.stdout.isatty() else 200).print(_render(view))
+    Console(width=None if sys.stdout.isatty() else 200).print(whole(view))
 
 
 def _print_json(view: View) -> None:
     click.echo(json.dumps({"time": time.time()} | view.as_json()))
-
-
-def _render(view: View) -> Group:
-    now = time.strftime("%H:%M:%S")
-    lines = [Text(f"job {view.job}, {len(view.rows)} ranks, {now}"), _table(view.rows)]
-    return Group(*lines, *(Text(line) for line in (*view.sentences, *view.notes)))
-
-
-def _table(rows: list[Row]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column, justify in _COLUMNS:
-        table.add_column(column, justify=justify, no_wrap=column != "place", overflow="fold")
-    for row in rows:
-        style = "bold red" if row.is_late else "dim" if not row.has_answered else None
-        table.add_row(*map(Text, _cells(row)), style=style)
-    return table
-
-
-_COLUMNS = [
-    ("rank", "right"),
-    ("host", "left"),
-    ("pid", "right"),
-    ("step", "right"),
-    ("operation", "left"),
-    ("place", "left"),
-    ("for", "right"),
-    ("GB/s", "right"),
-    ("waits for", "left"),
-]
-
-
-def _cells(row: Row) -> list[str]:
-    who = [str(row.rank), row.host, "" if row.pid is None else str(row.pid), _step(row)]
-    if not row.has_answered:
-        return [*who, "does not answer", "", "", "", ""]
-    does = row.operation if row.in_operation else f"after {row.operation}" if row.operation else "none yet"
-    seconds = f"{row.seconds:.1f} s" if row.operation else ""
-    speed = "" if row.gbps is None else f"{row.gbps:.2f}"
-    waits = "late: others wait" if row.is_late else "" if row.waits_for is None else f"rank {row.waits_for}"
-    return [*who, does, row.place, seconds, speed, waits]
-
-
-def _step(row: Row) -> str:
-    """``5/100``, or ``#412`` where the program does not say: the collectives of all ranks."""
-    if row.step is None:
-        return f"#{row.operations}" if row.operations else ""
-    return str(row.step) if row.steps is None else f"{row.step}/{row.steps}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 
 from ...remote.ssh import is_this_machine
@@ -19,17 +20,20 @@ def check_model(cluster: Cluster) -> list[Finding]:
     if not model:
         return [skip((), "no --model was given, and there is none in the command")]
     found, files = [], {}
-    for name, told in cluster.each("model"):
+    told_by = dict(cluster.each("model"))
+    if told_by and cluster.question.guessed and all(told["error"] for told in told_by.values()):
+        return [skip(list(told_by), f"{model}, the command's --model, is not on these hosts; it may load it first")]
+    for name, told in told_by.items():
         if told["error"]:
-            found.append(fail(name, f"{model}: {told['error']}", _copy(model, name)))
+            found.append(fail(name, f"{model}: {told['error']}", _copy(cluster, name)))
         else:
             files[name] = told
     for name, told in files.items():
         unread = [path for path, digest in told["digests"].items() if digest.startswith("error: ")]
         if unread:
             what = f"{unread[0]}: {told['digests'][unread[0]].removeprefix('error: ')}"
-            found.append(fail(name, what, _copy(model, name)))
-    found += _compare(model, files)
+            found.append(fail(name, what, _copy(cluster, name)))
+    found += _compare(cluster, files)
     bad = {name for finding in found for name in finding.hosts}
     good = [name for name in files if name not in bad]
     if good:
@@ -40,8 +44,9 @@ def check_model(cluster: Cluster) -> list[Finding]:
     return found
 
 
-def _compare(model: str, files: dict[str, dict]) -> list[Finding]:
+def _compare(cluster: Cluster, files: dict[str, dict]) -> list[Finding]:
     """One finding for each host that differs, with the first few files that do."""
+    model = cluster.question.model
     differing: dict[str, list] = {}
     for path in sorted({path for told in files.values() for path in told["files"]}):
         values = {name: _describe(told, path) for name, told in files.items()}
@@ -52,7 +57,7 @@ def _compare(model: str, files: dict[str, dict]) -> list[Finding]:
     for name, differs in differing.items():
         paths = ", ".join(d.what for d in differs[:_SHOWN]) + (" ..." if len(differs) > _SHOWN else "")
         what = f"{len(differs)} file{'s' * (len(differs) > 1)} of {model} differ{'s' * (len(differs) == 1)}: {paths}"
-        found.append(fail(name, what, _copy(model, name), differs[:_SHOWN]))
+        found.append(fail(name, what, _copy(cluster, name), differs[:_SHOWN]))
     return found
 
 
@@ -71,8 +76,11 @@ def _room(cluster: Cluster, names: list[str], size: int) -> list[Finding]:
     return [warn(names, what, "take a model with fewer bits (mlx_lm convert -q), or more hosts")]
 
 
-def _copy(model: str, name: str) -> str:
+def _copy(cluster: Cluster, name: str) -> str:
+    model = cluster.question.model
     if is_this_machine(name):
         return f"write the path of a folder that is there, or load it: hf download {shlex.quote(model)}"
-    path = shlex.quote(model.rstrip("/"))
-    return f"rsync -a --checksum {path}/ {shlex.quote(name)}:{path}/; a name of the hub: hf download {path}, there"
+    path = os.path.normpath(os.path.join(cluster.question.folder, os.path.expanduser(model)))
+    there = f"{shlex.quote(name)}:{shlex.quote(os.path.join(os.path.dirname(path), ''))}"
+    of_hub = f"a name of the hub: hf download {shlex.quote(model)}, there"
+    return f"rsync -a --checksum {shlex.quote(path)} {there}; {of_hub}"

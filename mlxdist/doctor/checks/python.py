@@ -54,14 +54,16 @@ def check_versions(cluster: Cluster) -> list[Finding]:
     for what in dict.fromkeys(what for told in versions.values() for what in told):
         asked = versions if what in ("mlxdist", "Python") else known
         values = {name: told.get(what, "not installed") for name, told in versions.items() if name in asked}
-        if len(set(values.values())) > 1:
+        if what == "mlxdist":  # what counts is that of the launcher
+            others, usual = [name for name, value in values.items() if value != __version__], __version__
+        else:
             others = odd_ones(values)
-            usual = next(value for name, value in values.items() if name not in others)
-            if what == "mlxdist":  # what counts is that of the launcher
-                others, usual = [name for name, value in values.items() if value != __version__], __version__
+            usual = next((value for name, value in values.items() if name not in others), "")
+        if others:
             odd |= set(others)
             make = fail if what in _STRICT else warn
-            text = f"{what} is {' and '.join(dict.fromkeys(values[name] for name in others))}, elsewhere {usual}"
+            elsewhere = "here" if what == "mlxdist" else "elsewhere"
+            text = f"{what} is {' and '.join(dict.fromkeys(values[name] for name in others))}, {elsewhere} {usual}"
             found.append(make(others, text, _remedy(what, usual), [difference(what, values)]))
     same = next(iter(versions.values()))
     good = [name for name in versions if name not in odd]

@@ -1,0 +1,60 @@
+"""How commands name a job: whole or by its beginning, where it runs, has failed, or was started again."""
+
+import shutil
+
+import pytest
+from click.testing import CliRunner
+from launching import nothing_left  # noqa: F401  (a fixture of every test)
+
+from mlxdist.dump import ask
+from mlxdist.dump.command import dump
+from mlxdist.errors import InvalidArgument
+from mlxdist.hostfile.hosts import Host, Hostfile
+from mlxdist.hostfile.options import Chosen
+from mlxdist.launch.jobs import JobFolder, exact_job, find_job, running_job
+from mlxdist.launch.runtime_folder import runtime_folder
+from mlxdist.launch.stop import stop
+from mlxdist.top.command import top
+
+
+@pytest.fixture
+def restarted(tmp_path):
+    """Job ``ab`` has failed and left recordings, ``ab-1`` that came after it runs: this process is its launcher."""
+    (runtime_folder() / "ab" / "flight").mkdir(parents=True)
+    folder = JobFolder("ab-1", tmp_path / "temporary", ["true"])
+    yield
+    folder.close()
+    shutil.rmtree(folder.folder)
+    shutil.rmtree(runtime_folder() / "ab")
+
+
+def test_a_job_that_failed_is_not_taken_for_its_restart(restarted):
+    assert (find_job("ab").name, find_job("ab").pids, find_job("a").name, find_job().name) == ("ab", {}, "ab-1", "ab-1")
+    assert (exact_job("ab").name, exact_job("a")) == ("ab", None)
+    assert running_job("ab").name == "ab-1", "what is to be stopped runs"
+    with pytest.raises(InvalidArgument, match="there is no job ''"):
+        running_job("")
+
+
+def test_nor_on_hosts(restarted):
+    here = Chosen(Hostfile((Host("localhost"),)))
+    for name, found in {"ab": "ab", "a": "ab-1"}.items():
+        with ask.find_ranks(name, here) as ranks:
+            assert ranks.job == found
+            assert ranks.ask("status", 0.1).ended == (found == "ab")
+
+
+@pytest.mark.parametrize("what", ["dump", "status"])
+def test_what_asks_a_job_that_has_ended_never_gets_its_restart(restarted, what):
+    shutil.rmtree(runtime_folder() / "ab" / "flight")
+    said = ask.answer("ab", what, 0.1)
+    assert said["ended"] and said["records"] == [] and "there is no job 'ab' here" in said["notes"][0]
+    with pytest.raises(InvalidArgument, match="there is no job 'ab' here"):
+        ask.LocalRanks("ab").ask(what, 0.1)
+
+
+@pytest.mark.parametrize("command", [stop, dump, top])
+def test_an_empty_name_is_refused(command):
+    """The variable of a script that was never set: it would be the beginning of every name."""
+    refused = CliRunner().invoke(command, [""])
+    assert refused.exit_code == 2 and "the name is empty; `mlxdist ps` lists the jobs" in refused.output
