@@ -156,6 +156,8 @@ def _plan(chosen: Chosen, of_nodes: Nodes | None, options: Options, command: lis
     on, given = chosen.hostfile, options.variables()
     settings = {"starting_port": options.starting_port, "nccl_port": options.nccl_port, "verbose": options.verbose}
     backend = choose(options.backend, on, options.ranks, connections=options.connections, **settings)
+    if on is not None and backend.name == "mlxdist":
+        on = on.for_mlxdist()
     if of_nodes is not None and backend.name != "mlxdist":
         raise click.UsageError(f"--backend {backend.name} has to know the addresses of all hosts; give --hostfile.")
     ranks = on.ranks if on is not None else options.ranks

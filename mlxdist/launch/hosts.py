@@ -20,7 +20,7 @@ from .executable import CannotRun
 from .job_hosts import HostsFolder
 from .local import allow_descriptors, new_secret
 from .remote import HostInput, RemoteHost, RemoteRank
-from .restarts import job_name
+from .restarts import name_of_start
 from .wakeup import Interrupted, Wakeup
 
 __all__ = ["HostsJob", "address_for_others"]
@@ -59,7 +59,7 @@ class HostsJob:
 
         ``stdin``: which ranks have the launcher's standard input.
         """
-        self.job = job_name(name, restart)
+        self.job = name_of_start(name, restart)
         self.succeeded = False
         self._hostfile = hostfile
         self._backend = backend

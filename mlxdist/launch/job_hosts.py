@@ -9,8 +9,6 @@ to be cleaned up here but the folder itself: the agents notice by themselves tha
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -22,7 +20,7 @@ from typing import TYPE_CHECKING
 from ..checking import fields_of, list_of, number, seconds, text
 from ..environment import MAX_RANKS
 from ..errors import ResourceError
-from .runtime_folder import OF_HOSTS, is_locked, runtime_folder, write_json
+from .runtime_folder import OF_HOSTS, is_locked, make_locked, runtime_folder, write_json
 
 if TYPE_CHECKING:  # a job on this machine alone loads neither
     from ..hostfile import Hostfile
@@ -73,19 +71,12 @@ class HostsFolder:
         firsts = [sum(host.slots for host in hostfile.hosts[:i]) for i in range(len(hostfile.hosts))]
         hosts = tuple(HostOfJob(host.name, first, host.slots) for host, first in zip(hostfile.hosts, firsts))
         record = HostsRecord(os.getpid(), started, list(command), tuple(reach.ssh), reach.python, hosts)
-        runtime = runtime_folder()
-        self._folder = runtime / f"{name}{OF_HOSTS}"
-        new = runtime / f".new-{name}{OF_HOSTS}"  # nobody sees it without its lock
         try:
-            new.mkdir(mode=0o700)
-            self._lock = os.open(new / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            with contextlib.suppress(OSError):  # no locks here: it counts as running as long as it is there
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            write_json(new / _FILE, asdict(record))
-            new.rename(self._folder)
+            self._folder, self._lock = make_locked(
+                f"{name}{OF_HOSTS}", lambda folder: write_json(folder / _FILE, asdict(record))
+            )
         except OSError as error:
-            shutil.rmtree(new, ignore_errors=True)
-            raise ResourceError(f"the job cannot be prepared in {self._folder}: {error}") from None
+            raise ResourceError(f"the job cannot be prepared in {runtime_folder()}: {error}") from None
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -16,7 +16,6 @@ the next launcher (leftovers.py), but for the recordings.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from .processes import start_times
 from .restarts import read_next
-from .runtime_folder import OF_HOSTS, OF_RESTARTS, is_locked, runtime_folder, write_json
+from .runtime_folder import OF_HOSTS, OF_RESTARTS, is_locked, make_locked, runtime_folder, write_json
 
 if TYPE_CHECKING:
     from .job_hosts import HostsRecord
@@ -158,26 +157,16 @@ class JobFolder:
 
         Raises OSError or ResourceError: the folder cannot be made.
         """
-        runtime = runtime_folder()
-        self.folder = runtime / name
-        self._recordings = self.folder / "flight"
+        self._recordings = runtime_folder() / name / "flight"
         if flight != "none":
             flight = os.path.abspath(flight or self._recordings)
         self.flight = flight  # for the ranks
         self._record = Record(os.getpid(), temporary, flight, list(command), {})
-        # Under another name until it is complete: nobody sees it without its lock.
-        new = runtime / f".new-{name}"
-        new.mkdir(mode=0o700)
-        try:
-            self._lock = os.open(new / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            with contextlib.suppress(OSError):  # no locks here: the folder is never cleaned up by another launcher
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._write(new)
-            (new / "flight").mkdir(mode=0o700)
-            new.rename(self.folder)
-        except BaseException:
-            shutil.rmtree(new, ignore_errors=True)
-            raise
+        self.folder, self._lock = make_locked(name, self._fill)
+
+    def _fill(self, folder: Path) -> None:
+        self._write(folder)
+        (folder / "flight").mkdir(mode=0o700)
 
     def pass_on(self) -> tuple[int, ...]:
         """The descriptor that holds the lock: a process that inherits it holds the job as long as it runs."""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..checking import fields_of, list_of, map_of, number, printable, seconds, text
 from ..environment import MAX_RANKS
-from ..errors import InvalidArgument
 from ..hostfile.options import Chosen
 from .job_name import full_name
 from .jobs import Job, list_jobs

@@ -17,7 +17,7 @@ from ..errors import ResourceError
 from .backends import Exports
 from .jit_cache import JitCache
 from .jobs import JobFolder
-from .restarts import job_name
+from .restarts import name_of_start
 
 __all__ = ["LocalJob", "LocalRank", "allow_descriptors", "base_environment", "new_name", "new_secret"]
 
@@ -105,7 +105,7 @@ class LocalJob:
 
         ``numbered``: False where the only process that is started here starts the ranks, and numbers them (mpirun).
         """
-        self.job = job_name(name, restart)
+        self.job = name_of_start(name, restart)
         self._restart = restart
         self._size = size
         self._command = command

@@ -15,7 +15,6 @@ In the pause before a restart there is no job, but somebody may want to see or t
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import json
 import os
@@ -27,13 +26,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ResourceError
-from .runtime_folder import OF_RESTARTS, is_locked, runtime_folder, write_json
+from .runtime_folder import OF_RESTARTS, is_locked, make_locked, runtime_folder, write_json
 
 if TYPE_CHECKING:
     from .supervisor import Ending
     from .wakeup import Wakeup
 
-__all__ = ["Next", "RestartsFolder", "job_name", "read_next", "run_with_restarts"]
+__all__ = ["Next", "RestartsFolder", "name_of_start", "read_next", "run_with_restarts"]
 
 # Seconds before the first restart, and twice as long before each that follows: whatever has just killed a rank, a
 # machine without memory or a full disk, often needs a moment to recover.
@@ -60,19 +59,12 @@ class RestartsFolder:
         """Raises ResourceError: it cannot be made."""
         self._name = name
         self._next = Next(name, os.getpid(), time.time(), list(command))
-        runtime = runtime_folder()
-        self._folder = runtime / f"{name}{OF_RESTARTS}"
-        new = runtime / f".new-{name}{OF_RESTARTS}"  # nobody sees it without its lock
         try:
-            new.mkdir(mode=0o700)
-            self._lock = os.open(new / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            with contextlib.suppress(OSError):  # no locks here: it counts as running as long as it is there
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            write_json(new / _FILE, asdict(self._next))
-            new.rename(self._folder)
+            self._folder, self._lock = make_locked(
+                f"{name}{OF_RESTARTS}", lambda folder: write_json(folder / _FILE, asdict(self._next))
+            )
         except OSError as error:
-            shutil.rmtree(new, ignore_errors=True)
-            raise ResourceError(f"the job cannot be prepared in {self._folder}: {error}") from None
+            raise ResourceError(f"the job cannot be prepared in {runtime_folder()}: {error}") from None
 
     def __enter__(self) -> RestartsFolder:
         return self
@@ -84,10 +76,10 @@ class RestartsFolder:
     def note_next(self, restart: int) -> None:
         """Best effort: without it the pause is shown under the name of an earlier start."""
         with contextlib.suppress(OSError):
-            write_json(self._folder / _FILE, asdict(self._next) | {"job": job_name(self._name, restart)})
+            write_json(self._folder / _FILE, asdict(self._next) | {"job": name_of_start(self._name, restart)})
 
 
-def job_name(name: str, restart: int) -> str:
+def name_of_start(name: str, restart: int) -> str:
     return f"{name}-{restart}" if restart else name
 
 

@@ -3,16 +3,19 @@
 It is $XDG_RUNTIME_DIR/mlxdist, where that is a folder of this user's, else mlxdist-<uid> beside other temporary files.
 """
 
+import contextlib
 import fcntl
 import json
 import os
+import shutil
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..errors import ResourceError
 
-__all__ = ["OF_HOSTS", "OF_RESTARTS", "is_locked", "runtime_folder", "try_lock", "write_json"]
+__all__ = ["OF_HOSTS", "OF_RESTARTS", "is_locked", "make_locked", "runtime_folder", "try_lock", "write_json"]
 
 # Behind the name of a job: the folder that says on which hosts it runs; see job_hosts.py.
 OF_HOSTS = "@hosts"
@@ -51,6 +54,29 @@ def _is_ours(folder: str | Path) -> bool:
     except OSError:
         return False
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+
+
+def make_locked(name: str, fill: Callable[[Path], None]) -> tuple[Path, int]:
+    """Makes a folder of that name in the runtime folder, which ``fill`` writes into. It, and the descriptor of its lock.
+
+    Raises:
+        OSError or ResourceError: it cannot be made, and nothing of it is there.
+    """
+    runtime = runtime_folder()
+    new = runtime / f".new-{name}"  # until it is complete: nobody sees it without its lock
+    new.mkdir(mode=0o700)
+    lock = None
+    try:
+        lock = os.open(new / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(OSError):  # no locks here: it counts as running as long as it is there
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fill(new)
+        return new.rename(runtime / name), lock
+    except BaseException:
+        if lock is not None:
+            os.close(lock)
+        shutil.rmtree(new, ignore_errors=True)
+        raise
 
 
 def try_lock(folder: Path, how: int) -> int | None:
