@@ -22,7 +22,7 @@ from .errors import Error, from_status
 from .native import bridge, ffi, last_error, lib
 from .step import current_step
 from .version import __version__
-from .whole_file import write_whole
+from .whole_file import replace_file
 
 __all__ = ["Recorder", "explain"]
 
@@ -275,4 +275,4 @@ def _write(path: Path, record: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",".join(f"\n    {json.dumps(operation)}" for operation in record.pop("operations"))
     head = json.dumps(record, indent=2).removesuffix("\n}")
-    write_whole(path, f'{head},\n  "operations": [{lines}\n  ]\n}}\n', mode=0o600)
+    replace_file(path, f'{head},\n  "operations": [{lines}\n  ]\n}}\n', 0o600)

@@ -17,7 +17,7 @@ from typing import Any
 from .environment import ALGORITHMS as SETTINGS
 from .environment import MAX_RANKS
 from .errors import InvalidArgument
-from .whole_file import write_whole
+from .whole_file import replace_file
 
 __all__ = ["ALGORITHMS", "OPERATIONS", "TUNED", "Row", "default_path", "load", "merge", "pack", "read", "unpack", "write"]
 
@@ -125,7 +125,7 @@ def write(path: Path, rows: Sequence[Row]) -> None:
     except _Malformed as error:
         raise InvalidArgument(f"tuning table for {path}: {error}") from None
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, text)
+    replace_file(path, text, 0o600)
 
 
 def merge(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:

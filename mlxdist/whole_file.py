@@ -4,20 +4,16 @@ import os
 import tempfile
 from pathlib import Path
 
-__all__ = ["keep_former", "write_whole"]
+__all__ = ["keep_former", "replace_file", "write_whole"]
 
 
-def write_whole(path: str | os.PathLike[str], text: str, mode: int = 0o644) -> None:
-    """``mode``: of a file that is new; one that is replaced keeps its own, and a link stays one.
+def replace_file(path: Path, text: str, mode: int) -> None:
+    """For a file of our own. A link in its place is replaced, and what it leads to stays as it is: in a folder where
+    others may write it could be somebody else's.
 
     Raises:
         OSError: it cannot be written; the old file is as it was.
     """
-    path = Path(path).resolve()
-    if path.exists() and not path.is_file():  # such as /dev/stdout
-        path.write_text(text, encoding="utf-8")
-        return
-    mode = path.stat().st_mode & 0o777 if path.exists() else mode
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with open(descriptor, "w", encoding="utf-8") as file:
@@ -27,6 +23,19 @@ def write_whole(path: str | os.PathLike[str], text: str, mode: int = 0o644) -> N
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def write_whole(path: str | os.PathLike[str], text: str) -> None:
+    """For a file that the user has named: a link stays one, and one that is replaced keeps its mode.
+
+    Raises:
+        OSError: it cannot be written; the old file is as it was.
+    """
+    path = Path(path).resolve()
+    if path.exists() and not path.is_file():  # such as /dev/stdout
+        path.write_text(text, encoding="utf-8")
+        return
+    replace_file(path, text, path.stat().st_mode & 0o777 if path.exists() else 0o644)
 
 
 def keep_former(path: str | os.PathLike[str], text: str) -> str | None:
