@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 
 from ..checking import fields_of, list_of, number, seconds, text
 from ..environment import MAX_RANKS
-from ..errors import ResourceError
-from .runtime_folder import OF_HOSTS, is_locked, make_locked, runtime_folder, write_json
+from .runtime_folder import OF_HOSTS, is_locked, make_locked, write_json
 
 if TYPE_CHECKING:  # a job on this machine alone loads neither
     from ..hostfile import Hostfile
@@ -71,12 +70,9 @@ class HostsFolder:
         firsts = [sum(host.slots for host in hostfile.hosts[:i]) for i in range(len(hostfile.hosts))]
         hosts = tuple(HostOfJob(host.name, first, host.slots) for host, first in zip(hostfile.hosts, firsts))
         record = HostsRecord(os.getpid(), started, list(command), tuple(reach.ssh), reach.python, hosts)
-        try:
-            self._folder, self._lock = make_locked(
-                f"{name}{OF_HOSTS}", lambda folder: write_json(folder / _FILE, asdict(record))
-            )
-        except OSError as error:
-            raise ResourceError(f"the job cannot be prepared in {runtime_folder()}: {error}") from None
+        self._folder, self._lock = make_locked(
+            f"{name}{OF_HOSTS}", lambda folder: write_json(folder / _FILE, asdict(record))
+        )
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)

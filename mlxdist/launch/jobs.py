@@ -155,7 +155,7 @@ class JobFolder:
     def __init__(self, name: str, temporary: Path, command: Sequence[str], flight: str | None = None) -> None:
         """``flight``: the MLXDIST_FLIGHT that the user has set.
 
-        Raises OSError or ResourceError: the folder cannot be made.
+        Raises ResourceError: the folder cannot be made.
         """
         self._recordings = runtime_folder() / name / "flight"
         if flight != "none":

@@ -21,12 +21,10 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from ..errors import ResourceError
-from .runtime_folder import OF_RESTARTS, is_locked, make_locked, runtime_folder, write_json
+from .runtime_folder import OF_RESTARTS, is_locked, make_locked, write_json
 
 if TYPE_CHECKING:
     from .supervisor import Ending
@@ -42,8 +40,7 @@ LONGEST_PAUSE = 30.0
 _FILE = "next.json"
 
 
-@dataclass(frozen=True)
-class Next:
+class Next(NamedTuple):  # a dataclass takes longer to be made, and few launchers need it
     """What next.json says. ``started``: the first start, in seconds since 1970."""
 
     job: str
@@ -59,12 +56,9 @@ class RestartsFolder:
         """Raises ResourceError: it cannot be made."""
         self._name = name
         self._next = Next(name, os.getpid(), time.time(), list(command))
-        try:
-            self._folder, self._lock = make_locked(
-                f"{name}{OF_RESTARTS}", lambda folder: write_json(folder / _FILE, asdict(self._next))
-            )
-        except OSError as error:
-            raise ResourceError(f"the job cannot be prepared in {runtime_folder()}: {error}") from None
+        self._folder, self._lock = make_locked(
+            f"{name}{OF_RESTARTS}", lambda folder: write_json(folder / _FILE, self._next._asdict())
+        )
 
     def __enter__(self) -> RestartsFolder:
         return self
@@ -76,7 +70,7 @@ class RestartsFolder:
     def note_next(self, restart: int) -> None:
         """Best effort: without it the pause is shown under the name of an earlier start."""
         with contextlib.suppress(OSError):
-            write_json(self._folder / _FILE, asdict(self._next) | {"job": name_of_start(self._name, restart)})
+            write_json(self._folder / _FILE, self._next._replace(job=name_of_start(self._name, restart))._asdict())
 
 
 def name_of_start(name: str, restart: int) -> str:
@@ -85,16 +79,20 @@ def name_of_start(name: str, restart: int) -> str:
 
 def read_next(folder: Path) -> Next | None:
     """Of a launcher that still runs; else None, also where somebody has damaged what it says."""
+    from ..checking import fields_of, list_of, number, seconds  # a launcher reads none
+
+    def word(name: str, value: object) -> str:
+        return str(value)
+
+    # A signal to the launcher must reach nobody else.
+    checks = {"job": word, "launcher": number(2, 2**31 - 1), "started": seconds, "command": list_of(word, 1 << 16)}
     if not is_locked(folder):
         return None
     try:
-        fields = json.loads((folder / _FILE).read_text())
-        launcher = int(fields["launcher"])
-        command = [str(word) for word in fields["command"]]
-        # A signal to the launcher must reach nobody else.
-        return Next(str(fields["job"]), launcher, float(fields["started"]), command) if launcher > 1 else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        found = fields_of(checks, json.loads((folder / _FILE).read_text()))
+    except (OSError, ValueError, RecursionError):
         return None
+    return Next(**found | {"command": list(found["command"])})
 
 
 def run_with_restarts(

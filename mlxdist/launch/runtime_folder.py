@@ -60,22 +60,24 @@ def make_locked(name: str, fill: Callable[[Path], None]) -> tuple[Path, int]:
     """Makes a folder of that name in the runtime folder, which ``fill`` writes into. It, and the descriptor of its lock.
 
     Raises:
-        OSError or ResourceError: it cannot be made, and nothing of it is there.
+        ResourceError: it cannot be made, and nothing of it is there.
     """
     runtime = runtime_folder()
     new = runtime / f".new-{name}"  # until it is complete: nobody sees it without its lock
-    new.mkdir(mode=0o700)
     lock = None
     try:
+        new.mkdir(mode=0o700)
         lock = os.open(new / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with contextlib.suppress(OSError):  # no locks here: it counts as running as long as it is there
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         fill(new)
         return new.rename(runtime / name), lock
-    except BaseException:
+    except BaseException as error:
         if lock is not None:
             os.close(lock)
         shutil.rmtree(new, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise ResourceError(f"the job cannot be prepared in {runtime}: {error}") from None
         raise
 
 
