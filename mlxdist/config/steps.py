@@ -97,7 +97,7 @@ def is_undone(step: Step, survey: Survey) -> bool:
         interface = survey.interface(name)
         if interface is None:
             return True
-        return str(rest[0]) not in map(str, interface.addresses) if rest else not interface.up
+        return rest[0] not in map(str, interface.addresses) if rest else not interface.up
     if step.action in ("remove service", "disable service") or step.action.startswith("set "):
         return name not in [service.name for service in survey.services]
     return False

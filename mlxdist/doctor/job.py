@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from ..hostfile import Host, write
+from ..hostfile import Host, save
 from ..hostfile.options import Chosen
 from .cluster import Job, Question
 from .probe_rank import MARK
@@ -34,22 +34,21 @@ def run_job(chosen: Chosen, names: list[str], question: Question) -> Job:
         return _run([Host("localhost", _ALONE)], on, on, question)
     job = _run_on(names, chosen, question)
     if job.error and len(names) > 1:
-        culprits = _culprits(names, chosen, replace(question, quick=True))
-        if not culprits and len(names) == 2:
-            culprits = (job,)
-        job = replace(job, culprits=culprits)
+        job = replace(job, culprits=_culprits(job, chosen, replace(question, quick=True)))
     return job
 
 
-def _culprits(names: list[str], chosen: Chosen, question: Question) -> tuple[Job, ...]:
+def _culprits(job: Job, chosen: Chosen, question: Question) -> tuple[Job, ...]:
     """Of jobs on one host each those that fail; if none does, of jobs on the first host and another one."""
-    alone, pairs = [[name] for name in names], [[names[0], other] for other in names[1:]]
+    first, *others = job.hosts
     with ThreadPoolExecutor(_AT_A_TIME) as threads:
-        for smaller in (alone, pairs) if len(names) > 2 else (alone,):
-            jobs = list(threads.map(lambda on: _run_on(on, chosen, question), smaller))
-            if failed := tuple(job for job in jobs if job.error):
-                return failed
-    return ()
+
+        def failing(groups: list[list[str]]) -> tuple[Job, ...]:
+            jobs = threads.map(lambda names: _run_on(names, chosen, question), groups)
+            return tuple(smaller for smaller in jobs if smaller.error)
+
+        alone = failing([[name] for name in job.hosts])
+        return alone or ((job,) if len(others) == 1 else failing([[first, other] for other in others]))
 
 
 def _run_on(names: list[str], chosen: Chosen, question: Question) -> Job:
@@ -66,7 +65,7 @@ def _run_on(names: list[str], chosen: Chosen, question: Question) -> Job:
     left = {name: value for name, value in question.variables.items() if f"{name}={value}" not in given.envs}
     with tempfile.TemporaryDirectory(prefix="mlxdist-doctor-") as folder:
         path = Path(folder, "hosts.json")
-        path.write_text(write(hostfile, "json"))
+        save(hostfile, path)
         on, shown = ["--hostfile", str(path), *reach], ["--hostfile", "HOSTFILE", *options, *reach]
         return _run(list(hostfile.hosts), on, shown, replace(question, variables=left))
 

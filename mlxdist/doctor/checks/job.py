@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 
 from ..cluster import Cluster, Job
 from ..findings import Finding, fail, ok, skip, warn, way
@@ -22,18 +21,19 @@ def check_values(cluster: Cluster) -> list[Finding]:
     if job is None or job.skipped:
         return [skip((), job.skipped if job else "no job was run")]
     if job.error:
-        return [_failed(smaller) for smaller in job.culprits] or [_failed(replace(job, hosts=()))]
+        return [_failed(smaller, smaller.hosts) for smaller in job.culprits] or [_failed(job, ())]
     if job.wrong:
         remedy = "MLXDIST_CHECKSUM=1 says whether data is damaged on the way; look for bad memory or a bad cable there"
         return [fail((), f"{'; '.join(job.wrong[:3])}", remedy)]
     return [ok(job.hosts, f"{job.tried} sums over {job.ranks} rank{'s' * (job.ranks > 1)} are right to the bit")]
 
 
-def _failed(job: Job) -> Finding:
-    where = ("", " on this host alone", " on these two")[len(job.hosts)]
+def _failed(job: Job, hosts: Sequence[str]) -> Finding:
+    """``hosts``: those that are to blame, one or two; none where that is not known."""
+    where = ("", " on this host alone", " on these two")[len(hosts)]
     what = f"a job of {job.ranks} ranks{where} failed: {job.error}"
-    found = fail(job.hosts, what, _RUN_AGAIN.format(command=job.command))
-    return way(found) if len(job.hosts) > 1 else found
+    found = fail(hosts, what, _RUN_AGAIN.format(command=job.command))
+    return way(found) if len(hosts) > 1 else found
 
 
 def check_provider(cluster: Cluster) -> list[Finding]:
