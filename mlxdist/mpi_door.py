@@ -16,7 +16,17 @@ from pathlib import Path
 from .errors import Error, ResourceError, to_tagged_text
 from .version import HOW_TO_BUILD
 
-__all__ = ["FUNCTIONS", "OBJECTS", "VARIABLE", "check", "diverts", "join", "library", "variables", "wait_for_stream"]
+__all__ = [
+    "FUNCTIONS",
+    "OBJECTS",
+    "VARIABLE",
+    "check",
+    "diverts",
+    "find_library",
+    "join",
+    "variables",
+    "wait_for_stream",
+]
 
 VARIABLE = "MLX_MPI_LIBNAME"
 
@@ -78,10 +88,10 @@ def variables() -> dict[str, str]:
     Raises:
         ResourceError: mlxdist has not been built.
     """
-    return {VARIABLE: str(library())}
+    return {VARIABLE: str(find_library())}
 
 
-def library() -> Path:
+def find_library() -> Path:
     """Where the library is: beside mlxdist's other compiled modules, which need not be beside this file.
 
     Raises:

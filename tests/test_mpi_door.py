@@ -15,7 +15,7 @@ from mlxdist import mpi_door
 from mlxdist.errors import ResourceError
 from mlxdist.launch.command import launch as launch_command
 
-LIBRARY = mpi_door.library()
+LIBRARY = mpi_door.find_library()
 SYMBOLS = {*mpi_door.FUNCTIONS, *mpi_door.OBJECTS}
 READERS = ["eval", "np.sqrt"]
 READERS += [pytest.param(reader, marks=pytest.mark.long) for reader in ("tolist", "np.array", "np.asarray")]
@@ -185,7 +185,7 @@ def test_a_missing_symbol_is_named(incomplete_library):
 @pytest.mark.parametrize("missing", [True, False])
 def test_no_rank_is_started_with_a_broken_door(monkeypatch, tmp_path, incomplete_library, missing):
     path = tmp_path / "nothing.so" if missing else incomplete_library
-    monkeypatch.setattr(mpi_door, "library", lambda: path)
+    monkeypatch.setattr(mpi_door, "find_library", lambda: path)
     job = CliRunner().invoke(launch_command, ["-n", "2", "--", "touch", str(tmp_path / "started")])
     assert job.exit_code == 1
     assert str(path) in job.stderr and "would run as groups of one" in job.stderr
