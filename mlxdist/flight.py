@@ -62,8 +62,7 @@ class Recorder:
         self._native: Any = native  # None once it is closed
         # Where the program is started, not where it has gone to since.
         self._folder = None if environment.flight == "none" else Path(environment.flight or "").absolute()
-        self._reading = threading.Lock()  # guards _native
-        self._writing = threading.Lock()  # one file at a time; the disk may be slow
+        self.renew_locks()
         self._settled = threading.Event()  # the first failure is written, or could not be
         self._outcome = ""
         self._marker: Path | None = None
@@ -73,6 +72,11 @@ class Recorder:
         signals.on(signal.SIGUSR1, self._answer)
         if signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:  # as where init() was not called in the main thread
             self._marker = self._mark()
+
+    def renew_locks(self) -> None:
+        """In a forked child, too: other threads of the parent may have held them, and none of them lives there."""
+        self._reading = threading.Lock()  # guards _native
+        self._writing = threading.Lock()  # one file at a time; the disk may be slow
 
     def dump(self, why: str) -> Path | None:
         """Writes the record. Returns its file, or None: the recorder is switched off, or the file cannot be written."""
@@ -276,3 +280,11 @@ def _write(path: Path, record: dict[str, Any]) -> None:
     lines = ",".join(f"\n    {json.dumps(operation)}" for operation in record.pop("operations"))
     head = json.dumps(record, indent=2).removesuffix("\n}")
     replace_file(path, f'{head},\n  "operations": [{lines}\n  ]\n}}\n', 0o600)
+
+
+def _after_fork() -> None:
+    if _recorder is not None:
+        _recorder.renew_locks()
+
+
+os.register_at_fork(after_in_child=_after_fork)
