@@ -105,6 +105,7 @@ class World:
             if not told_error:  # else the error has been raised where it happened
                 check(lib.mlxdist_group_error(self.native))
                 check(lib.mlxdist_group_finalize(self.native))
+                self._rendezvous.barrier("finalize")  # nobody leaves while a last message to another may be lost
         finally:
             self.recorder.close()  # first: nobody sends SIGUSR1 to a rank that does not handle it any more
             self._rendezvous.close()
@@ -173,6 +174,8 @@ class World:
         try:
             self._rendezvous.send(rank, _CONNECT, data)
         except errors.Error as error:
+            if self.closed and self._rendezvous.is_leaving:
+                return  # all have met for the last time: what a queue pair still carries is of no use to anyone
             failure = self._own(type(error), f"could not connect to rank {rank}: {error}")
             threading.Thread(target=self.fail, args=(failure,)).start()
 

@@ -162,6 +162,11 @@ class Rendezvous:
         """The first failure of the group, as far as this rank knows."""
         return self._failure[1] if self._failure is not None else None
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether a rank, this one or another, has left in order, and none has failed."""
+        return self._failure is None and (self._closed or bool(self._left))
+
     def announce(self, error: Error, consequence: bool = False, seconds: float = CONFIRMATION) -> bool:
         """This rank has failed: all others get ``on_failure(this rank, text)``, and that error as their ``failure``.
 

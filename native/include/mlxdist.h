@@ -11,7 +11,9 @@
  *   5. side channel     barrier: nobody may send before every receive is posted
  *   6. any thread       collectives and messages; mlxdist_group_split makes groups of some of the ranks,
  *                       which share its queue pairs
- *   7. every rank       mlxdist_group_finalize  waits until the peers have everything, then closes
+ *   7. every rank       mlxdist_group_finalize  waits until it has everything
+ *   8. side channel     barrier: until all have, this rank sends again what others miss
+ *   9. every rank       mlxdist_group_destroy
  *
  * Rules that hold for every operation:
  *  - all ranks call the same operations of a group in the same order, with the same dtype and shape;
@@ -306,9 +308,9 @@ int mlxdist_group_error(mlxdist_group *group);
 
 void mlxdist_group_stats(mlxdist_group *group, mlxdist_stats *stats);
 
-/* Waits until every rank has come here and has acknowledged everything. A rank that finalizes while others
- * still communicate with it is a mismatch, on both sides. The group then takes no more operations; its
- * memory stays valid until mlxdist_group_destroy. */
+/* Waits until every rank has come here. A rank that finalizes while others still communicate with it is a mismatch,
+ * on both sides. The group then takes no more operations, but still sends again what others miss, until
+ * mlxdist_group_destroy: not to be called before all ranks have returned from here, as the side channel knows. */
 int mlxdist_group_finalize(mlxdist_group *group);
 void mlxdist_group_destroy(mlxdist_group *group);
 
