@@ -14,6 +14,12 @@ RANK_SCRIPTS = Path(__file__).parent / "ranks"
 _PREFIX = re.compile(r"\[ *(\d+)\] ?")
 
 
+def pytest_configure() -> None:
+    """In a shell's background job Ctrl-C is ignored, by all that the tests start, too; they send it on purpose."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture
 def run_ranks() -> Callable[..., list[str]]:
     """A function that runs a script on a number of ranks and returns what each of them printed.
