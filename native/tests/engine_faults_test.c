@@ -80,10 +80,7 @@ static void under(struct world *world, int rank, int size, const char *faults) {
   REQUIRE((stats.damaged > 0) == options.checksum);
   REQUIRE((stats.reconnections > 0) == (strstr(faults, "error") != 0));
   REQUIRE(mlxdist_group_inject(group, "none") == MLXDIST_OK);
-  REQUIRE(mlxdist_group_finalize(group) == MLXDIST_OK);
-  world_side_close(&side);
-  world_barrier(world, &barriers);
-  mlxdist_group_destroy(group);
+  world_side_leave(&side, &barriers);
 }
 
 static void losses(struct world *world, int rank, int size) { under(world, rank, size, "drop=1/30,seed=5"); }

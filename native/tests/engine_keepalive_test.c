@@ -27,13 +27,6 @@ static void sums(mlxdist_group *group, int rank, int size) {
   for (int i = 0; i < 5; i++) REQUIRE(all_sum(group, rank, size, counts[i]) == MLXDIST_OK);
 }
 
-static void leave(struct world *world, struct world_side *side, mlxdist_group *group, int *barriers) {
-  REQUIRE(mlxdist_group_finalize(group) == MLXDIST_OK);
-  world_side_close(side);
-  world_barrier(world, barriers);
-  mlxdist_group_destroy(group);
-}
-
 /* Longer than the queue pairs stand it. Each of them has said something meanwhile, and nothing was lost. */
 static void pauses(struct world *world, int rank, int size, const char *profile, uint32_t cables) {
   int barriers = 0;
@@ -61,7 +54,7 @@ static void pauses(struct world *world, int rank, int size, const char *profile,
   sums(group, rank, size);
   after = stats_of(group);
   REQUIRE(after.provider_dropped_by_fault == 0 && after.reconnections == 0);
-  leave(world, &side, group, &barriers);
+  world_side_leave(&side, &barriers);
 }
 
 static void on_ideal(struct world *world, int rank, int size) { pauses(world, rank, size, "ideal", 1); }
@@ -88,7 +81,7 @@ static void silent(struct world *world, int rank, int size, const char *profile,
   uint32_t made_anew = 0;
   for (uint32_t i = 0; i < peer->channel_count; i++) made_anew += peer->channels[i].epoch > 0;
   REQUIRE(made_anew >= 2 && stats_of(group).provider_dropped_by_fault > 0);
-  leave(world, &side, group, &barriers);
+  world_side_leave(&side, &barriers);
 }
 
 static void silent_on_ideal(struct world *world, int rank, int size) { silent(world, rank, size, "ideal", 1); }

@@ -27,10 +27,7 @@ static void broken(struct world *world, int rank, int size, int by_all) {
   mlxdist_stats stats;
   mlxdist_group_stats(group, &stats);
   if (by_all || rank == 0) REQUIRE(stats.reconnections > 0);
-  REQUIRE(mlxdist_group_finalize(group) == MLXDIST_OK);
-  world_side_close(&side);
-  world_barrier(world, &barriers);
-  mlxdist_group_destroy(group);
+  world_side_leave(&side, &barriers);
 }
 
 static void by_one(struct world *world, int rank, int size) { broken(world, rank, size, 0); }
@@ -66,10 +63,7 @@ static void meanwhile(struct world *world, int rank, int size) {
   }
   breaker.ends = 1;
   pthread_join(thread, 0);
-  REQUIRE(mlxdist_group_finalize(group) == MLXDIST_OK);
-  world_side_close(&side);
-  world_barrier(world, &barriers);
-  mlxdist_group_destroy(group);
+  world_side_leave(&side, &barriers);
 }
 
 /* Where nothing but the queue pair joins the ranks, it fails as it did. */

@@ -116,6 +116,14 @@ static inline void world_side_close(struct world_side *side) {
   pthread_join(side->thread, 0);
 }
 
+/* Until all have met, another rank may need the side channel of this one to make a queue pair anew. */
+static inline void world_side_leave(struct world_side *side, int *barriers) {
+  REQUIRE(mlxdist_group_finalize(side->group) == MLXDIST_OK);
+  world_barrier(side->world, barriers);
+  world_side_close(side);
+  mlxdist_group_destroy(side->group);
+}
+
 typedef void (*rank_function)(struct world *world, int rank, int size);
 
 #define WORLD_SECONDS 120 /* a test that hangs is killed, and fails */
