@@ -181,6 +181,14 @@ def test_folders_and_files_are_for_this_user_only():
         end(job)
 
 
+def test_what_another_launcher_prepares_is_left_alone(tmp_path):
+    other = runtime_folder() / ".new-x"
+    other.mkdir()
+    with pytest.raises(ResourceError, match="cannot be prepared in .*exists"):
+        JobFolder("x", tmp_path, ["true"])
+    other.rmdir()
+
+
 def test_an_open_runtime_folder_is_closed(monkeypatch, tmp_path):
     (tmp_path / "runtime" / "mlxdist").mkdir(mode=0o755)
     assert stat.S_IMODE(runtime_folder().stat().st_mode) == 0o700

@@ -64,21 +64,20 @@ def make_locked(name: str, fill: Callable[[Path], None]) -> tuple[Path, int]:
     """
     runtime = runtime_folder()
     new = runtime / f".new-{name}"  # until it is complete: nobody sees it without its lock
-    lock = None
     try:
         new.mkdir(mode=0o700)
-        lock = os.open(new / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        with contextlib.suppress(OSError):  # no locks here: it counts as running as long as it is there
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        fill(new)
-        return new.rename(runtime / name), lock
-    except BaseException as error:
-        if lock is not None:
-            os.close(lock)
-        shutil.rmtree(new, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise ResourceError(f"the job cannot be prepared in {runtime}: {error}") from None
-        raise
+        with contextlib.ExitStack() as undo:
+            undo.callback(shutil.rmtree, new, ignore_errors=True)
+            lock = os.open(new / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            undo.callback(os.close, lock)
+            with contextlib.suppress(OSError):  # no locks here: it counts as running as long as it is there
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fill(new)
+            made = new.rename(runtime / name)
+            undo.pop_all()
+            return made, lock
+    except OSError as error:
+        raise ResourceError(f"the job cannot be prepared in {runtime}: {error}") from None
 
 
 def try_lock(folder: Path, how: int) -> int | None:
