@@ -280,11 +280,3 @@ def _write(path: Path, record: dict[str, Any]) -> None:
     lines = ",".join(f"\n    {json.dumps(operation)}" for operation in record.pop("operations"))
     head = json.dumps(record, indent=2).removesuffix("\n}")
     replace_file(path, f'{head},\n  "operations": [{lines}\n  ]\n}}\n', 0o600)
-
-
-def _after_fork() -> None:
-    if _recorder is not None:
-        _recorder.renew_locks()
-
-
-os.register_at_fork(after_in_child=_after_fork)

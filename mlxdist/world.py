@@ -164,6 +164,8 @@ class World:
     def close_in_child(self) -> None:
         """In a forked child, where another thread of the parent may have held the lock."""
         self.forked = True
+        if self.recorder is not None:
+            self.recorder.renew_locks()
         if self._signals is not None:
             self._signals.close_in_child()
         for group in self._groups:
