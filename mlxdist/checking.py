@@ -7,7 +7,7 @@ name and the value, and returns it or raises ValueError.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["Check", "fields_of", "flag", "list_of", "map_of", "number", "or_null", "printable", "seconds", "text"]
+__all__ = ["Check", "as_text", "fields_of", "flag", "list_of", "map_of", "number", "or_null", "printable", "seconds", "text"]
 
 Check = Callable[[str, Any], Any]
 
@@ -43,6 +43,11 @@ def text(most: int = 256) -> Check:
         return printable(value[:most])
 
     return check
+
+
+def as_text(name: str, value: Any) -> str:
+    """Whatever it is, whole and as it is: not yet for a terminal."""
+    return str(value)
 
 
 def printable(value: str) -> str:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..checking import fields_of, list_of, number, seconds, text
+from ..checking import as_text, fields_of, list_of, number, seconds, text
 from ..environment import MAX_RANKS
 from .runtime_folder import OF_HOSTS, is_locked, make_locked, write_json
 
@@ -93,12 +93,12 @@ def read_hosts_record(folder: Path) -> HostsRecord | None:
 
 
 _HOST = {"name": text(255), "first": number(0, MAX_RANKS - 1), "slots": number(1, MAX_RANKS)}
-_WORDS = list_of(lambda name, value: str(value), 1 << 16)
+_WORDS = list_of(as_text, 1 << 16)
 _RECORD = {
     "launcher": number(2, 2**31 - 1),  # a signal to it must reach nobody else
     "started": seconds,
     "command": _WORDS,
     "ssh": _WORDS,
-    "python": lambda name, value: str(value),
+    "python": as_text,
     "hosts": list_of(lambda name, value: fields_of(_HOST, value), MAX_RANKS),
 }

@@ -79,13 +79,11 @@ def name_of_start(name: str, restart: int) -> str:
 
 def read_next(folder: Path) -> Next | None:
     """Of a launcher that still runs; else None, also where somebody has damaged what it says."""
-    from ..checking import fields_of, list_of, number, seconds  # a launcher reads none
-
-    def word(name: str, value: object) -> str:
-        return str(value)
+    from ..checking import as_text, fields_of, list_of, number, seconds  # a launcher reads none
 
     # A signal to the launcher must reach nobody else.
-    checks = {"job": word, "launcher": number(2, 2**31 - 1), "started": seconds, "command": list_of(word, 1 << 16)}
+    launcher, words = number(2, 2**31 - 1), list_of(as_text, 1 << 16)
+    checks = {"job": as_text, "launcher": launcher, "started": seconds, "command": words}
     if not is_locked(folder):
         return None
     try:

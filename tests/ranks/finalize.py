@@ -11,22 +11,15 @@ import threading
 import numpy as np
 
 import mlxdist
-from mlxdist.native import check, lib
 
 group = mlxdist.init()
+inject = group._world._inject
 mlxdist.all_sum(np.ones(1000, np.float32))
-native = group._native
-
-
-def inject(faults: bytes) -> None:
-    check(lib.mlxdist_group_inject(native, faults))
-
-
 group.barrier()
 timers = []
 if group.rank() == 0:
-    inject(b"drop=1/1")
-    timers.append(threading.Timer(float(sys.argv[1]), inject, [b"none"]))
+    inject("drop=1/1")
+    timers.append(threading.Timer(float(sys.argv[1]), inject, ["none"]))
 if group.rank() == group.size() - 1 and len(sys.argv) > 2:
     timers.append(threading.Timer(float(sys.argv[2]), os.kill, [os.getpid(), signal.SIGKILL]))
 for timer in timers:
