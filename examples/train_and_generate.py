@@ -10,7 +10,7 @@
    be those of the whole model in one process; if they are not, the program fails.
 
 Rank 0 writes a checkpoint now and then. With `mlxdist launch --max-restarts 3 ...` a job that has lost a rank starts
-again and goes on from the last one; with --resume, so does a job that you start again yourself.
+again and goes on from its last one; with --resume, so does a job that you start again yourself.
 
 Runs with 1, 2 or 4 ranks of one machine, without network, and takes one to two minutes on two cores.
 """
@@ -79,7 +79,7 @@ FILE = click.Path(path_type=Path, dir_okay=False, writable=True)
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="For weights and batches.")
 @click.option("--out", default="demo-model", show_default=True, type=FOLDER, help="Folder for the trained model.")
 @click.option("--checkpoint-every", default=200, show_default=True, type=click.IntRange(min=1), help="In steps.")
-@click.option("--resume", is_flag=True, help="Go on from the last checkpoint in the folder, as after a restart.")
+@click.option("--resume", is_flag=True, help="Go on from the last checkpoint of an earlier job.")
 @click.option("--json", "report", default="demo.json", show_default=True, type=FILE, help="File for the results.")
 def main(
     steps: int,
@@ -103,7 +103,7 @@ def main(
     console = Console(quiet=group.rank() != 0, highlight=False, markup=False, soft_wrap=True)
     console.print(f"{group.size()} rank{'s' * (group.size() > 1)}, {group.provider}: {group.provider_reason}")
 
-    checkpoints = Checkpoints(out / "checkpoints", checkpoint_every)
+    checkpoints = Checkpoints(out / "checkpoints", checkpoint_every, resume)
     if not resume and os.environ.get("MLXDIST_RESTART", "0") == "0":
         checkpoints.clear()
     text = prose()
@@ -169,9 +169,10 @@ def train_tokenizer(text: str, out: Path) -> None:
 class Checkpoints:
     """Where rank 0 writes what training needs to go on: weights, the optimizer's state and the losses so far."""
 
-    def __init__(self, folder: Path, every: int) -> None:
+    def __init__(self, folder: Path, every: int, resume: bool) -> None:
         self._folder = folder
         self._every = every
+        self._resume = resume
 
     def clear(self) -> None:
         """Those of an earlier training are not this one's."""
@@ -180,20 +181,26 @@ class Checkpoints:
         mlxdist.barrier()
 
     def load(self, model: nn.Module, optimizer: optim.Optimizer) -> list[float]:
-        """The last checkpoint, if there is one. Returns the losses of the steps that were done."""
+        """The last checkpoint, if there is one. Returns the losses of the steps that were done.
+
+        Without --resume it must be of this job: any other one is an error, not the start of another training.
+        """
         path = mlxdist.latest_checkpoint(self._folder)
         if path is None:
             return []
-        tree, _ = mlxdist.load_checkpoint(path)
+        tree, _ = mlxdist.load_checkpoint(path, other_run=self._resume)
         model.update(tree["model"])
         optimizer.state = tree["optimizer"]
         return tree["losses"].tolist()
 
     def save(self, model: nn.Module, optimizer: optim.Optimizer, losses: list[float], steps: int) -> None:
-        """If it is time for one."""
-        if mlxdist.get_rank() == 0 and (len(losses) % self._every == 0 or len(losses) == steps):
+        """If it is time for one: the other ranks wait, on the CPU."""
+        if len(losses) % self._every and len(losses) != steps:
+            return
+        if mlxdist.get_rank() == 0:
             tree = {"model": model.parameters(), "optimizer": optimizer.state, "losses": mx.array(losses)}
             mlxdist.save_checkpoint(self._folder, tree, len(losses))
+        mlxdist.meet()
 
 
 def train(
@@ -218,6 +225,7 @@ def train(
     resumed_at = len(losses)
     if resumed_at:
         console.print(f"resumed after step {resumed_at}")
+    mlxdist.meet()
     tokens_per_second = 0.0
     before = group.stats()
     start = time.perf_counter()
@@ -295,7 +303,7 @@ def save(model: nn.Module, tokenizer: TokenizerWrapper, out: Path) -> None:
     if mlxdist.get_rank() == 0:
         save_model(out, model)
         save_config(MODEL | {"eos_token_id": tokenizer.eos_token_id}, out / "config.json")
-    mlxdist.barrier()
+    mlxdist.meet()
 
 
 def generate_sharded(folder: Path, prompt: str, tokens: int) -> dict[str, Any]:
@@ -304,6 +312,7 @@ def generate_sharded(folder: Path, prompt: str, tokens: int) -> dict[str, Any]:
     model, tokenizer = mlx_lm.load(str(folder))
     whole = generate(model, tokenizer, prompt, tokens)
     model.shard(group.mlx)
+    mlxdist.meet()
     before = group.stats()
     sharded = generate(model, tokenizer, prompt, tokens)
     costs = communication(before, group.stats())

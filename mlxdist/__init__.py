@@ -44,6 +44,7 @@ _MODULES = {
         "get_rank",
         "get_world_size",
         "is_available",
+        "meet",
         "reduce",
         "reduce_scatter",
         "scatter",

@@ -40,11 +40,14 @@ def is_mlx(name: str, x: Any, stream: Any, out: Any, dtype: Any, async_op: bool)
     return True
 
 
-def mlx_group(name: str, group: Group, timeout: float | None) -> mx.distributed.Group:
-    """For an operation of MLX's own, which has no argument for a timeout: it goes with the group."""
-    if timeout is None:
+def mlx_group(name: str, group: Group, timeout: float | None, label: int = 0) -> mx.distributed.Group:
+    """For an operation of MLX's own, which has no argument for a timeout and a label: they go with the group.
+
+    ``label``: of less than 63 bits; of an all_sum, all_max or all_min it must be equal on all ranks, as its shape must.
+    """
+    if timeout is None and label == 0:
         return group.mlx
-    return group.connection.mlx_group(checked_timeout(name, timeout))
+    return group.connection.mlx_group(-1.0 if timeout is None else checked_timeout(name, timeout), label)
 
 
 def check_root(name: str, root: int, group: Group) -> None:

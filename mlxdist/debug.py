@@ -14,6 +14,7 @@ import sys
 import time
 
 from .environment import DEBUG_LEVELS, Environment
+from .own_files import open_own
 
 __all__ = ["file_of", "info", "open_output", "trace", "warn"]
 
@@ -46,8 +47,8 @@ class _Output:
 _output = _Output()
 
 
-def open_output(environment: Environment) -> None:
-    """What the environment says holds from now on.
+def open_output(environment: Environment) -> int:
+    """What the environment says holds from now on. The descriptor of the file, or -1 where there is none.
 
     Raises:
         OSError: the file cannot be written.
@@ -61,7 +62,8 @@ def open_output(environment: Environment) -> None:
         _output.descriptor = None
     path = file_of(environment)
     if path:
-        _output.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        _output.descriptor = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    return -1 if _output.descriptor is None else _output.descriptor
 
 
 def file_of(environment: Environment) -> str:

@@ -37,12 +37,14 @@ MAX_RESTARTS = 1000
 ALGORITHMS = ("auto", "direct", "mesh", "ring", "doubling", "tree")  # enum mlxdist_algorithm of mlxdist.h
 DEBUG_LEVELS = ("off", "warn", "info", "trace")  # enum debug_level of native/endpoint/debug.h
 DEBUG_SUBSYSTEMS = (
-    "cable", "connection", "deadline", "failure", "flight", "load", "message", "operation", "rendezvous", "repair",
+    "cable", "connection", "deadline", "failure", "flight", "load", "meeting", "message", "operation", "rendezvous",
+    "repair", "verbs",
 )  # fmt: skip
 PROVIDERS = ("auto", "soft", "ibverbs", "librdma")
 QUEUE_PAIRS = ("uc", "rc")
-SOFT_PROFILES = ("ideal", "apple-tb5", "apple-tb5-26.2", "rxe")  # native/soft/profile.h
+SOFT_PROFILES = ("ideal", "apple-tb5", "apple-tb5-26.2", "apple-odd", "rxe")  # native/soft/profile.h
 SOFT_WIRES = ("auto", "memory", "tcp")
+_UNNAMED_RUN = os.urandom(8).hex()
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ VARIABLES = (
     Variable("MLXDIST_RENDEZVOUS", "where rank 0 listens: host:port, [IPv6 address]:port", "none", of_job=True),
     Variable("MLXDIST_RENDEZVOUS_FD", "rank 0: descriptor of a socket that listens there already", "none", of_job=True),
     Variable("MLXDIST_SECRET", "key that every rank of the job must know, at least 32 hex digits", "none", of_job=True),
-    Variable("MLXDIST_JOB", "name of the job", "empty", of_job=True),
+    Variable("MLXDIST_JOB", "name of the job, which its checkpoints carry", "empty", of_job=True),
     Variable("MLXDIST_RESTART", "how often the job has been started again", "0", of_job=True),
     Variable("MLXDIST_WEIGHTS_MEMORY", "measured speed of each rank in decoding, such as 1.5,1", "none", of_job=True),
     Variable("MLXDIST_WEIGHTS_COMPUTE", "the same in training and for prompts", "none", of_job=True),
@@ -76,6 +78,7 @@ VARIABLES = (
     Variable("MLXDIST_PROVIDER", "verbs that carry the messages: auto, soft, ibverbs (Linux), librdma (macOS)", "auto"),
     Variable("MLXDIST_RDMA", "matrix of RDMA devices: rows as JSON, or a file of them or hostfile", "by address"),
     Variable("MLXDIST_QP", "queue pairs: uc (unreliable connection) or rc (reliable, on Linux)", "uc"),
+    Variable("MLXDIST_MEET_AFTER", "seconds of silence after which ranks with a GPU meet first, 0 for never", "2"),
     Variable("MLXDIST_KEEPALIVE", "seconds after which an idle queue pair shows that it lives, 0 for never", "60"),
     Variable("MLXDIST_CABLES", "devices that large messages to a peer are spread over: 1 or 2", "1"),
     Variable("MLXDIST_WIRES", "pairs of ranks that a cable joins, such as 0-1,1-2,2-0", "every pair"),
@@ -118,6 +121,7 @@ class Environment:
     provider: str = "auto"
     rdma: str | None = None
     qp: str = "uc"
+    meet_after: float | None = None
     keepalive: float | None = None
     soft_profile: str = "ideal"
     soft_wire: str = "auto"
@@ -128,6 +132,11 @@ class Environment:
     flight: str | None = None
     weights_memory: tuple[float, ...] | None = None
     weights_compute: tuple[float, ...] | None = None
+
+    @property
+    def run(self) -> str:
+        """What all starts of a job have in common: its first name. Of a process without one, a name of its own."""
+        return self.job.removesuffix(f"-{self.restart}" if self.restart else "") or _UNNAMED_RUN
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> "Environment":
@@ -161,6 +170,7 @@ class Environment:
             provider=_one_of(environ, "MLXDIST_PROVIDER", PROVIDERS) or "auto",
             rdma=_file(environ, "MLXDIST_RDMA"),
             qp=_one_of(environ, "MLXDIST_QP", QUEUE_PAIRS) or "uc",
+            meet_after=_seconds(environ, "MLXDIST_MEET_AFTER", zero=True),
             keepalive=_seconds(environ, "MLXDIST_KEEPALIVE", zero=True),
             soft_profile=_one_of(environ, "MLXDIST_SOFT_PROFILE", SOFT_PROFILES) or "ideal",
             soft_wire=_one_of(environ, "MLXDIST_SOFT_WIRE", SOFT_WIRES) or "auto",

@@ -21,6 +21,7 @@ __all__ = [
     "TransportError",
     "VersionMismatch",
     "by_name",
+    "exit_status",
     "from_status",
     "interruption",
     "located",
@@ -171,10 +172,18 @@ def interruption(error: BaseException, rank: int, host: str) -> "Error":
     if isinstance(error, KeyboardInterrupt):
         what = "was interrupted (SIGINT)"
     elif isinstance(error, SystemExit):
-        what = "was terminated (SIGTERM)" if error.code == 128 + signal.SIGTERM else f"exits with status {error.code}"
+        status = exit_status(error)
+        what = "was terminated (SIGTERM)" if status == 128 + signal.SIGTERM else f"exited with status {status}"
     else:
         what = f"has failed: {type(error).__name__}: {error}"
     return Aborted(located(f"rank {rank} on {host} {what}", rank, host))
+
+
+def exit_status(error: SystemExit) -> int:
+    """The status with which it ends a process."""
+    if error.code is None:
+        return 0
+    return error.code & 0xFF if isinstance(error.code, int) else 1
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

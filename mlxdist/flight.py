@@ -20,6 +20,7 @@ from .dump.files import MAX_OPERATIONS, MAX_THREADS, SCHEMA, dump_name, marker_o
 from .environment import ALGORITHMS, Environment
 from .errors import Error, from_status
 from .native import bridge, ffi, last_error, lib
+from .own_threads import OwnThread
 from .step import current_step
 from .version import __version__
 from .whole_file import replace_file
@@ -66,7 +67,7 @@ class Recorder:
         self._settled = threading.Event()  # the first failure is written, or could not be
         self._outcome = ""
         self._marker: Path | None = None
-        self._watcher = threading.Thread(target=self._watch, name="mlxdist flight recorder", daemon=True)
+        self._watcher = OwnThread(target=self._watch, name="mlxdist flight recorder", daemon=True)
         self._watcher.start()
         _recorder = self
         signals.on(signal.SIGUSR1, self._answer)
@@ -106,7 +107,7 @@ class Recorder:
         entry = next((e for e in recent if e.ended_ns == 0), None) or max(recent, key=lambda e: e.ended_ns)
         name, place = (ffi.string(text).decode(errors="replace") for text in (entry.operation, entry.place))
         at = f" {place}" if place.startswith("near ") else f" at {place}" if place else ""
-        seconds = (time.clock_gettime_ns(time.CLOCK_MONOTONIC) - (entry.ended_ns or entry.started_ns)) / 1e9
+        seconds = (time.monotonic_ns() - (entry.ended_ns or entry.started_ns)) / 1e9
         text = f"{name} #{entry.sequence}{at}"
         if entry.ended_ns == 0:
             return f"in {text} for {seconds:.1f} s"
@@ -205,7 +206,7 @@ class Recorder:
             "why": why,
             "error": error,
             # The clock of the operations, and what the time was at the same moment.
-            "monotonic_ns": time.clock_gettime_ns(time.CLOCK_MONOTONIC),
+            "monotonic_ns": time.monotonic_ns(),
             "wall_ns": time.time_ns(),
             "step": step,
             "steps": steps,

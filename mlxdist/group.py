@@ -15,10 +15,11 @@ from .environment import ALGORITHMS, Environment
 from .handle import Handle, Operation
 from .native import bridge, ffi, last_error, layout, lib
 from .registration import Registration
+from .schedulers import refuse_launchers
 from .timeout import checked_timeout, time_limit
 from .world import World
 
-__all__ = ["Group", "init"]
+__all__ = ["Group", "current_run", "init"]
 
 # Operations that have more than one algorithm: those of mlxdist_operation, by the names of mlxdist's functions.
 _OPERATIONS = {
@@ -109,11 +110,34 @@ class Group:
         with time_limit("barrier", timeout):
             self.call(lib.mlxdist_barrier)
 
+    def meet(self, timeout: float | None = None) -> None:
+        """Returns once every rank has called it, and has done what it has submitted to MLX.
+
+        For places where one rank may need seconds longer than another: after loading or saving, before the first step.
+        Ranks wait here, on the CPU, and not in GPU work, which macOS ends when it waits for about 5 s. The next 256
+        operations with each rank meet, too: kernels that only one rank has to compile keep the others on the CPU.
+
+        Waited for are the default stream and all CPU streams of MLX; those of other threads on a GPU are theirs to
+        synchronize.
+
+        Raises:
+            Timeout, PeerLost, Aborted: not all ranks came; the text names one that has not.
+        """
+        mx.synchronize()
+        bridge.wait_for_cpu_streams()
+        self.barrier(timeout)
+        if self._native is not None:
+            lib.mlxdist_expect_late(self._native)
+
     def split(self, color: int, key: int = -1) -> "Group | None":
         """Makes a group of the ranks that pass the same ``color``, as ``mx.distributed.Group.split`` does.
 
-        All ranks of this group must call it. The groups work side by side, on the same queue pairs; two ranks must
-        use those that they share in the same order. They end when they are no longer used, or with the world.
+        All ranks of this group must call it. The groups work side by side, on the same queue pairs. Each has an order
+        of its own, in which all its ranks must call its operations: what one thread, or MLX, does in one group may
+        come before or after what another does in a second one. One thread alone does one after the other: where it
+        waits in one group for a rank that waits for it in another, both get a :class:`Mismatch`. The groups end when
+        they are no longer used, or with the world. Numbers of groups are not used again: after 32,767 splits in which
+        a rank took part the next one raises, so make groups once and keep them.
 
         Args:
             color: from 0 to 2147483647; a negative number to be in no group.
@@ -350,7 +374,8 @@ def init(strict: bool = False, backend: str = "any", *, timeout: float | None = 
         InvalidArgument: another backend is asked for; there is no launcher and ``strict`` is set; the group of this
             process was finalized before; the ranks are on several hosts that no provider connects.
         EnvironmentVariableError: an ``MLXDIST_*`` variable is malformed or contradicts another one.
-        RendezvousError: not all ranks came.
+        RendezvousError: not all ranks came; or mpirun, srun, mlx.launch or torchrun has started several processes, and
+            no job of mlxdist is named.
     """
     global _world
     group = _world
@@ -372,13 +397,21 @@ def init(strict: bool = False, backend: str = "any", *, timeout: float | None = 
         return _world
 
 
+def current_run() -> str:
+    """The run that this process is part of, the same on all ranks: a job with all its restarts."""
+    world = _world
+    return Environment.read().run if world is None else world._world.run
+
+
 def _create(strict: bool) -> Group:
     environment = Environment.read()
-    if strict and "MLXDIST_WORLD_SIZE" not in os.environ:
-        raise errors.InvalidArgument(
-            "mlxdist.init(strict=True): no launcher started this process; run it with "
-            "`mlxdist launch -n 2 -- python ...`"
-        )
+    if environment.rendezvous is None and "MLXDIST_RANK" not in os.environ:
+        refuse_launchers(os.environ)
+        if strict:
+            raise errors.InvalidArgument(
+                "mlxdist.init(strict=True): no launcher started this process; run it with "
+                "`mlxdist launch -n 2 -- python ...`"
+            )
     world = World(environment, socket.gethostname())
     group = Group(world, world.connection)
     group._timeout = environment.timeout

@@ -181,7 +181,7 @@ class _Door:
 def join(door: int, *unused: int) -> tuple[str, int, int]:
     """Makes this process a rank, for the library's ``MPI_Init``, which gives the address of its ``Door``.
 
-    Returns the text of an error, or "", the address of the engine's group, and that of the bridge's ``raise_soon``.
+    Returns the text of an error, or "", the address of the engine's group, and that of the bridge's ``operation_failed``.
     """
     try:
         from .group import init
@@ -197,7 +197,7 @@ def join(door: int, *unused: int) -> tuple[str, int, int]:
                 ffi.cast("int (*)(void)", is_busy),
             )
         )
-        return "", group.connection.group, bridge.raise_soon()
+        return "", group.connection.group, bridge.operation_failed()
     except KeyboardInterrupt:
         raise  # the library knows what to do with it
     except BaseException as error:

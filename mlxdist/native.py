@@ -9,24 +9,30 @@ Raises at import:
 
 import math
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from . import errors
-from .version import HOW_TO_BUILD, __version__
+from .version import HOW_TO_BUILD, __version__, install_command
 
 __all__ = ["bridge", "check", "dtype_number", "ffi", "last_error", "layout", "lib"]
 
 
 def _check_mlx() -> None:
     # Before the bridge is loaded: with the C++ of another MLX, loading is the first thing that may fail.
-    if mx.__version__ not in MLX_VERSIONS:
-        raise errors.VersionMismatch(
-            f"mlxdist was built for MLX {' and '.join(MLX_VERSIONS)}, but MLX {mx.__version__} is installed; install "
-            f"that MLX (`pip install mlx=={MLX_VERSIONS[-1]}`), or rebuild for this one: {HOW_TO_BUILD}"
-        )
+    if mx.__version__ in MLX_VERSIONS:
+        return
+    # libmlx is another package than mlx: on Linux the extra, on macOS a dependency.
+    package = "mlx[cpu]" if sys.platform == "linux" else "mlx"
+    raise errors.VersionMismatch(
+        f"mlxdist {__version__}, as built here, fits MLX {' and '.join(MLX_VERSIONS)}, but MLX {mx.__version__} is "
+        f"installed; type `{install_command(f'{package}=={MLX_VERSIONS[-1]}')}`, or, for an mlxdist that fits MLX "
+        f"{mx.__version__}, "
+        f"`{install_command('--upgrade', 'mlxdist', f'{package}=={mx.__version__}')}`"
+    )
 
 
 def _check_library() -> None:

@@ -1,9 +1,10 @@
 """The collectives, with the names and arguments of ``mx.distributed``, on ``mx.array``, NumPy arrays and buffers.
 
-On an ``mx.array`` they are lazy, work inside ``mx.compile`` and ``mx.vmap`` and have gradients: nothing is sent before
-the result is evaluated. All ranks must evaluate the same operations in the same order. MLX carries them out in a
-thread of its own: while some are under way (``mx.async_eval``), use another group for operations that are carried out
-at once, or they come in between at another place on each rank.
+On an ``mx.array`` they are lazy, work inside ``mx.compile`` and ``mx.vmap`` (as if the function were called once for
+each part) and have gradients where that is said: nothing is sent before the result is evaluated. All ranks must
+evaluate the same operations of a group in the same order. MLX carries them out in a thread of its own: while some are
+under way (``mx.async_eval``), use another group for operations that are carried out at once, or they come in between at
+another place on each rank. Groups go on side by side, whatever their order.
 
 On a ``numpy.ndarray``, and on whatever else has the buffer protocol (``bytearray``, ``memoryview``, ``array.array``,
 arrays of ctypes ...), they are carried out at once. The result is a new NumPy array or, if given, ``out``, which may be
@@ -57,6 +58,7 @@ __all__ = [
     "get_rank",
     "get_world_size",
     "is_available",
+    "meet",
     "reduce",
     "reduce_scatter",
     "scatter",
@@ -65,9 +67,6 @@ __all__ = [
 
 Array = TypeVar("Array", mx.array, np.ndarray)
 Stream = mx.Stream | mx.Device | mx.DeviceType | None
-
-_MLX_REDUCTIONS = {"sum": mx.distributed.all_sum, "max": mx.distributed.all_max, "min": mx.distributed.all_min}
-
 
 def all_sum(
     x: Array,
@@ -96,7 +95,10 @@ def all_max(
     async_op: bool = False,
     timeout: float | None = None,
 ) -> Array:
-    """The maximum of all ranks' ``x``, elementwise: shape and dtype of ``x``. A NaN of one rank is in the result."""
+    """The maximum of all ranks' ``x``, elementwise: shape and dtype of ``x``. A NaN of one rank is in the result.
+
+    It has no gradient: asking for it raises. ``mx.stop_gradient(x)`` leaves it out.
+    """
     return _all_reduce("all_max", x, "max", group, stream, out, dtype, async_op, timeout)
 
 
@@ -110,7 +112,10 @@ def all_min(
     async_op: bool = False,
     timeout: float | None = None,
 ) -> Array:
-    """The minimum of all ranks' ``x``, elementwise: shape and dtype of ``x``. A NaN of one rank is in the result."""
+    """The minimum of all ranks' ``x``, elementwise: shape and dtype of ``x``. A NaN of one rank is in the result.
+
+    It has no gradient: asking for it raises. ``mx.stop_gradient(x)`` leaves it out.
+    """
     return _all_reduce("all_min", x, "min", group, stream, out, dtype, async_op, timeout)
 
 
@@ -125,7 +130,7 @@ def all_reduce(
     async_op: bool = False,
     timeout: float | None = None,
 ) -> Array:
-    """all_sum, all_max or all_min by name ("sum", "max", "min"), or the product ("prod"), which has no gradient."""
+    """all_sum, all_max or all_min by name ("sum", "max", "min"), or the product ("prod"). Only the sum has a gradient."""
     _check_op("all_reduce", op)
     return _all_reduce("all_reduce", x, op, group, stream, out, dtype, async_op, timeout)
 
@@ -147,7 +152,7 @@ def all_gather(
     """
     group = group_of(group)
     if is_mlx("all_gather", x, stream, out, dtype, async_op):
-        return mx.distributed.all_gather(x, group=mlx_group("all_gather", group, timeout), stream=stream)
+        return bridge.all_gather_as_in_mlx(x, group.connection, stream, native_timeout("all_gather", timeout))
     return eager.all_gather(x, group, out, dtype, async_op, timeout)
 
 
@@ -333,6 +338,11 @@ def barrier(*, group: Group | None = None, async_op: bool = False, timeout: floa
     return eager.barrier(group_of(group), async_op, timeout)
 
 
+def meet(group: Group | None = None, timeout: float | None = None) -> None:
+    """Returns once every rank has called it, and has done what it has submitted to MLX: see :meth:`Group.meet`."""
+    group_of(group).meet(timeout)
+
+
 def get_rank(group: Group | None = None) -> int:
     """The number of this process in the group, from 0."""
     return group_of(group).rank()
@@ -362,9 +372,9 @@ def _all_reduce(
     group = group_of(group)
     if not is_mlx(name, x, stream, out, dtype, async_op):
         return eager.all_reduce(name, x, op, group, out, dtype, async_op, timeout)
-    if op == "prod":
-        return bridge.all_reduce(x, group.connection, eager.REDUCTIONS[op], stream, native_timeout(name, timeout))
-    return _MLX_REDUCTIONS[op](x, group=mlx_group(name, group, timeout), stream=stream)
+    if op == "sum":
+        return mx.distributed.all_sum(x, group=mlx_group(name, group, timeout), stream=stream)
+    return bridge.all_reduce(x, group.connection, eager.REDUCTIONS[op], stream, native_timeout(name, timeout))
 
 
 def _reduce_scatter(

@@ -1,11 +1,17 @@
-"""Which rank a process is by the word of whoever started it: Open MPI, a PMI (MPICH, Intel MPI), PMIx, or SLURM."""
+"""Which rank a process is by the word of its launcher: Open MPI, a PMI (MPICH, Intel MPI), PMIx, or SLURM.
 
+Where one of these, or mlx.launch or torchrun, has started several processes and no job of mlxdist is named, each of
+them would be a group of one; ``refuse_launchers`` says so instead.
+"""
+
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
-from .errors import EnvironmentVariableError
+from .errors import EnvironmentVariableError, RendezvousError
 
-__all__ = ["Place", "find_place"]
+__all__ = ["Place", "find_place", "refuse_launchers"]
 
 _LARGEST = 1 << 20
 # Rank, size. PMIx has no variable for the size; those who use it, Open MPI and srun, have one of their own.
@@ -14,6 +20,8 @@ _STARTERS = (
     ("PMI_RANK", "PMI_SIZE"),
     ("PMIX_RANK", ""),
 )
+# Those that give their ranks no number that `find_place` knows.
+_OWN_RANKS = ("mlx.launch", "torchrun")
 _SLURM_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
 
@@ -49,6 +57,50 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
     if size is not None and rank >= size:
         raise EnvironmentVariableError(f"{source}: rank {rank} does not fit {size} processes")
     return Place(rank, size, source)
+
+
+def refuse_launchers(environ: Mapping[str, str]) -> None:
+    """For a process that belongs to no job of mlxdist.
+
+    Raises:
+        RendezvousError: another launcher has started it as one of several.
+        EnvironmentVariableError: as `find_place`.
+    """
+    launcher, size, source = _launcher(environ)
+    if size == 1:
+        return
+    keep = "; or keep it, with MLXDIST_RENDEZVOUS and MLXDIST_SECRET for all (docs/environment.md)"
+    raise RendezvousError(
+        f"mlxdist.init(): {launcher} has started {'this process' if size is None else f'{size} processes'} ({source}), "
+        "which nothing joins to a group of mlxdist; start the program with "
+        f"`mlxdist launch -n {size or 'N'} -- python program.py` instead{'' if launcher in _OWN_RANKS else keep}. "
+        "For a group of one in each process set MLXDIST_RANK=0 and MLXDIST_WORLD_SIZE=1"
+    )
+
+
+def _launcher(environ: Mapping[str, str]) -> tuple[str, int | None, str]:
+    """Its name, the number of processes that it has started, None where it does not say, and where that is from."""
+    place = find_place(environ)
+    if place is not None and place.size != 1:
+        return "srun" if place.source.startswith("SLURM") else "mpirun", place.size, place.source
+    if "MLX_RANK" in environ:
+        for name in ("MLX_HOSTFILE", "MLX_IBV_DEVICES"):
+            if name in environ:
+                return "mlx.launch", _entries(environ[name]), f"MLX_RANK, {name}"
+        if "NCCL_HOST_IP" in environ and "MLX_WORLD_SIZE" in environ:
+            return "mlx.launch", _number(environ, "MLX_WORLD_SIZE"), "MLX_RANK, MLX_WORLD_SIZE"
+    if "TORCHELASTIC_RUN_ID" in environ and "WORLD_SIZE" in environ:
+        return "torchrun", _number(environ, "WORLD_SIZE"), "TORCHELASTIC_RUN_ID, WORLD_SIZE"
+    return "", 1, ""
+
+
+def _entries(file: str) -> int:
+    """The ranks that a file of mlx.launch lists; it is empty for one."""
+    try:
+        listed = json.loads(Path(file).read_bytes() or b"[]")
+    except (OSError, ValueError):
+        return 1  # no ranks of MLX, either
+    return max(1, len(listed)) if isinstance(listed, list) else 1
 
 
 def _agreed(numbers: Mapping[str, int]) -> int | None:

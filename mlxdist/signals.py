@@ -28,6 +28,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from .errors import Error, interruption
+from .own_threads import OwnThread
 
 __all__ = ["Signals", "on"]
 
@@ -84,7 +85,7 @@ class Signals:
         self.handle(signal.SIGTERM)
         for number in _callbacks:
             self.handle(number)
-        self._thread = threading.Thread(target=self._run, name="mlxdist signals", daemon=True)
+        self._thread = OwnThread(target=self._run, name="mlxdist signals", daemon=True)
         self._thread.start()
         _running = self
 

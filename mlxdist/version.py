@@ -1,6 +1,10 @@
 """The version, apart from the package's other modules so that the launcher can read it without importing MLX."""
 
-__all__ = ["HOW_TO_BUILD", "__version__"]
+import importlib.util
+import shlex
+import sys
+
+__all__ = ["HOW_TO_BUILD", "__version__", "install_command"]
 
 __version__ = "0.1.0"
 
@@ -8,3 +12,10 @@ __version__ = "0.1.0"
 HOW_TO_BUILD = (
     "in mlxdist's source folder, `make setup`, or `pip install --no-build-isolation --no-deps --force-reinstall .`"
 )
+
+
+def install_command(*requirements: str) -> str:
+    """What to type to install packages into this Python, which has no pip where uv has made its environment."""
+    pip = [sys.executable, "-m", "pip", "install"]
+    uv = ["uv", "pip", "install", "--python", sys.executable]
+    return shlex.join([*(pip if importlib.util.find_spec("pip") else uv), *requirements])

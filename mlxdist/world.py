@@ -1,6 +1,7 @@
 """What all groups of this process share: how the ranks come together, and how they end."""
 
 import contextlib
+import functools
 import hmac
 import os
 import sys
@@ -9,6 +10,8 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import mlx.core as mx
+
 from . import debug, errors, tuning
 from .environment import ALGORITHMS, Environment
 from .flight import Recorder
@@ -16,8 +19,11 @@ from .handle import Pending
 from .native import bridge, check, ffi, lib
 from .registration import Registration
 from .rendezvous import Rendezvous
+from .rendezvous.step import StepFailed, take_step
 from .signals import Signals
+from .standstill import TAG, Standstill
 from .verbs import agreement
+from .verbs.agreement import Agreement
 from .verbs.links import Choice
 
 if TYPE_CHECKING:
@@ -43,6 +49,7 @@ class World:
         self.rank = environment.rank
         self.size = environment.world_size
         self.host = host
+        self.run = environment.run
         self.native: Any = None  # mlxdist_group *; None in a world of one
         self.connection: Any = None  # the bridge's view of it
         self.provider_reason = "a group of one"
@@ -58,8 +65,10 @@ class World:
         self._groups: weakref.WeakSet[Group] = weakref.WeakSet()
         self._lock = threading.Lock()  # guards closed, _groups and the end of native
         self._timeout = _FOR_EVER
+        self._left = False  # this rank calls nothing more but finalize
         self._rendezvous: Rendezvous | None = None
         self._signals: Signals | None = None
+        self._standstill: Standstill | None = None
         self._context = ffi.new_handle(self)  # for the engine, which hands it back
         _worlds.add(self)
         if self.size > 1:
@@ -102,11 +111,13 @@ class World:
                 for door in self.doors:
                     door.close()
                 self.connection.close()
+                self._left = True
             if not told_error:  # else the error has been raised where it happened
                 check(lib.mlxdist_group_error(self.native))
                 check(lib.mlxdist_group_finalize(self.native))
                 self._rendezvous.barrier("finalize")  # nobody leaves while a last message to another may be lost
         finally:
+            self._standstill.close()
             self.recorder.close()  # first: nobody sends SIGUSR1 to a rank that does not handle it any more
             self._rendezvous.close()
             self._signals.stop()
@@ -139,9 +150,14 @@ class World:
         self.fail(error)
 
     def end_with(self, uncaught: BaseException) -> None:
-        """An exception has ended this rank's program."""
+        """An exception has ended this rank's program, or an exit with a status that is not 0."""
         if isinstance(uncaught, KeyboardInterrupt):
             self.fail(errors.interruption(uncaught, self.rank, self.host))
+            return
+        if isinstance(uncaught, SystemExit):
+            # Where the group has failed before, the program exits for that reason.
+            error = self._failure() or errors.interruption(uncaught, self.rank, self.host)
+            self.fail(error, consequence=error.rank != self.rank)
             return
         lost = isinstance(uncaught, errors.PeerLost | errors.Aborted)
         elsewhere = isinstance(uncaught, errors.Error) and uncaught.rank not in (None, self.rank)
@@ -189,6 +205,14 @@ class World:
         try:
             self._rendezvous = Rendezvous(environment)
             self._connect_native(environment)
+            self._standstill = Standstill(
+                self.rank,
+                self.host,
+                self.native,
+                self._rendezvous.send,
+                has_left=lambda: self._left,
+                has_doors=lambda: bool(self.doors),
+            )
             self._rendezvous.watch(
                 on_failure=self._peer_failed,
                 on_leave=self._peer_left,
@@ -198,8 +222,12 @@ class World:
             )
         except BaseException as error:
             if self._rendezvous is not None:
-                self._rendezvous.announce(self._why(error))
+                why = self._why(error)
+                if why.rank in (None, self.rank):  # else all ranks have it already
+                    self._rendezvous.announce(why)
                 self._rendezvous.close()
+            if self._standstill is not None:
+                self._standstill.close()
             if self.recorder is not None:
                 self.recorder.close()
             self._signals.stop()
@@ -207,13 +235,45 @@ class World:
             raise
 
     def _connect_native(self, environment: Environment) -> None:
+        agreed = agreement.agree(self._rendezvous, environment, self.host)
+        table = self._share_tuning(environment)
+        try:
+            choice = self._set_up(environment, agreed.choice, table)
+        except StepFailed as failure:
+            choice = self._fall_back(environment, agreed, failure, table)
+        self._tell_provider(environment, choice)
+        self.recorder = Recorder(environment, self.host, self.native, self._engine_failed, self._traffic)
+
+    def _set_up(self, environment: Environment, choice: Choice | None, table: Any) -> Choice | None:
+        """Opens the devices and connects the queue pairs. Where that fails on a rank, all ranks leave at that step."""
+        providers = "soft" if choice is None else choice.summary
+        step = functools.partial(take_step, self._rendezvous, host=self.host, providers=providers)
+        try:
+            addresses = step("addresses", action=lambda: self._create(environment, choice, table))
+            # It is a barrier, too: no rank sends before every receive is posted.
+            step("connect", action=lambda: self._join(b"".join(addresses)))
+        except StepFailed:
+            self._destroy()
+            raise
+        return choice
+
+    def _fall_back(self, environment: Environment, agreed: Agreement, failure: StepFailed, table: Any) -> Choice:
+        """All ranks do without RDMA, where it was mlxdist that chose it."""
+        of_device = failure.kind in (errors.ResourceError, errors.TransportError)
+        if environment.provider != "auto" or failure.providers == "soft" or not of_device:
+            raise failure.error() from None
+        try:
+            return self._set_up(environment, agreed.without_rdma(environment, str(failure)), table)
+        except (StepFailed, errors.InvalidArgument) as second:
+            raise failure.error(f"{failure}; without RDMA: {second}") from None
+
+    def _create(self, environment: Environment, choice: Choice | None, table: Any) -> bytes:
+        """Makes the engine, and returns the address by which the others reach it."""
         host = ffi.new("char[]", self.host.encode())
         options = _options(environment)
         options.host = host
         profile = options.soft_profile = ffi.new("char[]", environment.soft_profile.encode())
         self._timeout = options.entry_timeout or _FOR_EVER
-        choice = agreement.agree(self._rendezvous, environment, self.host)
-        self._tell_provider(environment, choice)
         links = _links(choice)  # what has a name here lives until the engine has copied it
         options.links = links[0]
         wires = options.wires = _wires(environment, choice)
@@ -221,12 +281,16 @@ class World:
         check(lib.mlxdist_group_create(self.rank, self.size, options, native))
         self.native = native[0]
         lib.mlxdist_group_side_channel(self.native, lib.send_through_side_channel, self._context)
-        self._share_tuning(environment)
-        addresses = self._exchange_addresses()
+        check(lib.mlxdist_group_tune(self.native, table, len(table)))
+        self._inject(environment.inject)  # before connecting: a fault may concern that
+        address = ffi.new("char[]", lib.mlxdist_group_address_size(self.native))
+        check(lib.mlxdist_group_address(self.native, address))
+        return bytes(ffi.buffer(address))
+
+    def _join(self, addresses: bytes) -> bytes:
+        """Connects the queue pairs."""
         check(lib.mlxdist_group_connect(self.native, addresses, len(addresses)))
-        self._inject(environment.inject)
-        self._rendezvous.barrier("connect")  # nobody sends before every receive is posted
-        self.recorder = Recorder(environment, self.host, self.native, self._engine_failed, self._traffic)
+        return b""
 
     def _traffic(self) -> tuple[int, int]:
         """How many bytes of the program's arrays this rank has sent, and received: in the world and its groups."""
@@ -244,7 +308,16 @@ class World:
         """What the others are told of an error that keeps this rank from connecting."""
         if not isinstance(error, errors.Error):
             return errors.interruption(error, self.rank, self.host)
-        return self._own(type(error), f"could not connect: {error}")
+        return error if error.rank is not None else self._own(type(error), f"could not connect: {error}")
+
+    def _failure(self) -> errors.Error | None:
+        """What the engine has failed with."""
+        try:
+            if self.native is not None:
+                check(lib.mlxdist_group_error(self.native))
+        except errors.Error as error:
+            return error
+        return None
 
     def _own(self, kind: type[errors.Error], what: str) -> errors.Error:
         """An error of this rank, which says so."""
@@ -261,11 +334,17 @@ class World:
         if native is not None:
             lib.mlxdist_group_destroy(native)
 
-    def _share_tuning(self, environment: Environment) -> None:
-        """All ranks use the table of rank 0: two that chose different algorithms would not understand each other."""
-        table = tuning.pack(tuning.load(environment.tuning)) if self.rank == 0 else b""
-        rows = [row.native() for row in tuning.unpack(self._rendezvous.all_gather(table, "tuning")[0])]
-        check(lib.mlxdist_group_tune(self.native, ffi.new("mlxdist_tuning[]", rows), len(rows)))
+    def _share_tuning(self, environment: Environment) -> Any:
+        """All ranks use the table of rank 0: two that chose different algorithms would not understand each other.
+
+        With it comes the name of the run: where no launcher has named the job, or one on each node has, names differ.
+        """
+        own = tuning.pack(tuning.load(environment.tuning)) if self.rank == 0 else b""
+        of_rank_0 = self._rendezvous.all_gather(self.run.encode() + b"\0" + own, "tuning")[0]
+        run, _, table = of_rank_0.partition(b"\0")
+        self.run = run.decode()
+        rows = [row.native() for row in tuning.unpack(table)]
+        return ffi.new("mlxdist_tuning[]", rows)
 
     def _inject(self, faults: str | None) -> None:
         """The ranks draw different faults, unless the list itself says where the generator begins."""
@@ -277,11 +356,6 @@ class World:
         self.provider_reason = agreement.ONE_HOST if choice is None else choice.reason
         if choice is not None and environment.provider == "auto" and self.rank == 0:
             print(f"mlxdist: provider {choice.summary}: {choice.reason}", file=sys.stderr, flush=True)
-
-    def _exchange_addresses(self) -> bytes:
-        address = ffi.new("char[]", lib.mlxdist_group_address_size(self.native))
-        check(lib.mlxdist_group_address(self.native, address))
-        return b"".join(self._rendezvous.all_gather(bytes(ffi.buffer(address)), "addresses"))
 
     def _engine_failed(self, error: errors.Error) -> None:
         # The engine tells the other ranks, too, but what it sends may be lost, and is not sent again after a failure.
@@ -301,6 +375,8 @@ class World:
         lib.mlxdist_group_peer_news(self.native, rank, text.encode())
 
     def _message(self, rank: int, tag: str, data: bytes) -> None:
+        if tag == TAG:
+            self._standstill.take(rank, data)
         if tag == _CONNECT:
             try:
                 check(lib.mlxdist_group_message(self.native, rank, data, len(data)))
@@ -321,14 +397,13 @@ class World:
 def _open_debug(environment: Environment) -> None:
     """Both writers, that of Python and that of the engine, write to the same place."""
     try:
-        debug.open_output(environment)
+        file = debug.open_output(environment)
     except OSError as error:
         raise errors.EnvironmentVariableError(
             f"MLXDIST_DEBUG_FILE={environment.debug_file}: {debug.file_of(environment)} cannot be written: "
             f"{error.strerror}"
         ) from None
-    texts = (environment.debug, debug.file_of(environment))
-    spec, file = (ffi.new("char[]", os.fsencode(text)) if text else ffi.NULL for text in texts)
+    spec = ffi.new("char[]", os.fsencode(environment.debug)) if environment.debug else ffi.NULL
     check(lib.mlxdist_debug_open(spec, file, environment.rank))
 
 
@@ -342,6 +417,8 @@ def _options(environment: Environment) -> Any:
             setattr(options, name, ALGORITHMS.index(value) if name == "algo" else value)
     if environment.timeout is not None:
         options.entry_timeout = environment.timeout
+    if environment.meet_after is None and not mx.metal.is_available():
+        options.meet_after = 0  # there is no GPU work that macOS could end
     options.reliable = environment.qp == "rc"
     options.has_key = True
     ffi.memmove(options.key, hmac.digest(environment.secret, b"soft provider", "sha256"), len(options.key))

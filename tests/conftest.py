@@ -5,7 +5,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,16 +15,26 @@ _PREFIX = re.compile(r"\[ *(\d+)\] ?")
 
 
 def pytest_configure() -> None:
-    """In a shell's background job Ctrl-C is ignored, by all that the tests start, too; they send it on purpose."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """In a shell's background job Ctrl-C is ignored, under nohup SIGHUP, by all that the tests start, too; they send
+    both on purpose."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def runtime_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What killed processes leave there, such as protection domains in use, must not meet the next session."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
+        yield
 
 
 @pytest.fixture
 def run_ranks() -> Callable[..., list[str]]:
     """A function that runs a script on a number of ranks and returns what each of them printed.
 
-    run_ranks(script, ranks, *args, timeout=60, status=0, environment={}): ``script`` is a file of tests/ranks or a
+    run_ranks(script, ranks, *args, timeout=120, status=0, environment={}): ``script`` is a file of tests/ranks or a
     path. The output of a rank is stdout and stderr together. The test fails, with all output, if the launcher's exit
     status is not ``status`` (None: any but 0) or if it has not ended after ``timeout`` seconds.
     """
@@ -35,7 +45,7 @@ def _run_ranks(
     script: str | Path,
     ranks: int,
     *args: object,
-    timeout: float = 60,
+    timeout: float = 120,
     status: int | None = 0,
     environment: dict[str, str] | None = None,
 ) -> list[str]:

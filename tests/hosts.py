@@ -9,6 +9,7 @@ import heapq
 import json
 import os
 import random
+import secrets
 import select
 import shutil
 import socket
@@ -16,7 +17,7 @@ import struct
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -169,3 +170,36 @@ def _carry(ends: dict[bytes, int], stop: int) -> None:
             _, _, to, packet = heapq.heappop(waiting)
             with contextlib.suppress(OSError):  # a cable loses what does not fit
                 os.write(to, packet)
+
+
+@contextlib.contextmanager
+def start_ranks(
+    hosts: Sequence[Host],
+    *command: object,
+    variables: Mapping[str, str] = {},
+    of_ranks: Sequence[Mapping[str, str]] | None = None,
+) -> Iterator[list[subprocess.Popen]]:
+    """A rank on each host, started by hand: its output is one stream. ``of_ranks``: more variables for each."""
+    job = {
+        "MLXDIST_WORLD_SIZE": str(len(hosts)),
+        "MLXDIST_RENDEZVOUS": f"{hosts[0].address}:29517",  # nothing else listens in the namespace
+        "MLXDIST_SECRET": secrets.token_hex(32),
+    } | dict(variables)
+    started = [
+        subprocess.Popen(
+            host.command(*command),
+            env=os.environ | job | {"MLXDIST_RANK": str(rank)} | dict(of_ranks[rank] if of_ranks else {}),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, host in enumerate(hosts)
+    ]
+    try:
+        yield started
+    finally:
+        for rank in started:
+            rank.kill()
+            rank.wait()
+            rank.stdout.close()

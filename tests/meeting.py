@@ -110,8 +110,12 @@ def pose_as_rank_0(listener):
     sock, _ = listener.accept()
     hub_nonce, framing = b"n" * 32, Framing()
     sock.sendall(framing.frame(Kind.CHALLENGE, MAGIC + hub_nonce))
-    framing.feed(sock.recv(4096))
-    nonce = framing.next_frame()[1][:32]
+    kind = Kind.KNOCK
+    while kind != Kind.HELLO:
+        while (frame := framing.next_frame()) is None:
+            framing.feed(sock.recv(4096))
+        kind, payload = frame
+    nonce = payload[:32]
     fields = pack_json(host="h", pid=1, seconds=9.0)
     welcome = framing.frame(Kind.WELCOME, proof(SECRET, "rank 0", nonce, hub_nonce, fields) + fields)
     to_hub, from_hub = session_keys(SECRET, hub_nonce, nonce)

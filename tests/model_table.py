@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tiny_models
 
 from mlxdist.nn.plan import Plan, Shard, plan_shards
+from mlxdist.nn.plan.shard_model import why_not_trained
 
 FILE = Path(__file__).parents[1] / "docs" / "models.md"
 # Reasons that are the same for all models.
@@ -25,10 +26,12 @@ parameters' bytes that each rank holds counts layers, without the vocabulary (em
 Norms and routers stay whole too; what else does is in the last column. A part that stays whole is
 computed by each rank, so that the model is right all the same: `tests/test_shard_model.py` compares the logits of every
 model with those of the model that is not cut, in prefill and in decoding with a cache, except where the last column
-says "not compared".
+says "not compared". A model that "trains" has the gradients of the model that is not cut: `tests/test_training.py`
+compares those of every parameter on 2 ranks, of the common families on 3 as well, and what 20 steps of AdamW make of
+these. Where that column says "refused", a gradient of the cut model is an error with that reason.
 
-| model file | how | what is cut | share | what stays whole, and why |
-|---|---|---|---|---|
+| model file | how | what is cut | share | trains | what stays whole, and why |
+|---|---|---|---|---|---|
 """
 
 
@@ -37,14 +40,22 @@ def write() -> str:
     rows, cut = [], 0
     for name in (files := tiny_models.model_files()):
         if name in tiny_models.NOT_IMPORTED:
-            rows.append((name, "", "", "", f"not compared: {tiny_models.NOT_IMPORTED[name]}"))
+            rows.append((name, "", "", "", "", f"not compared: {tiny_models.NOT_IMPORTED[name]}"))
             continue
-        plan = plan_shards(tiny_models.build(name), tp=2)
+        plan = plan_shards(model := tiny_models.build(name), tp=2)
         cut += bool(plan.cut)
         how = {"model.shard()": "shard()"}.get(plan.how, plan.how) if plan.cut else "not cut"
-        rows.append((name, how, ", ".join(_blocks(plan.cut)), f"{_share(plan):.0%}", _whole(name, plan)))
+        trains = _trains(name, why_not_trained(model, plan))
+        rows.append((name, how, ", ".join(_blocks(plan.cut)), f"{_share(plan):.0%}", trains, _whole(name, plan)))
     table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
     return HEAD.format(version=version("mlx-lm"), cut=cut, files=len(files)) + table
+
+
+def _trains(name: str, refused: str | None) -> str:
+    if refused:
+        return f"refused: {refused}"
+    reason = (tiny_models.NOT_COMPARED | tiny_models.NOT_TRAINED).get(name)
+    return f"not compared: {reason}" if reason else "yes"
 
 
 def _blocks(shards: list[Shard]) -> list[str]:

@@ -1,21 +1,18 @@
 """Ranks on different hosts, without RDMA: by TCP, over a good network and over one that is late and loses packets."""
 
-import contextlib
-import os
-import secrets
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from hosts import two_hosts
+from hosts import start_ranks, two_hosts
 from native_build import NATIVE, build_program, layer_sources
 
 pytestmark = pytest.mark.long
 
 RANKS = Path(__file__).parent / "ranks"
-PORT = 29517  # in a namespace nobody else has it
+BY_TCP = {"MLXDIST_SOFT_WIRE": "tcp"}  # the namespaces share a kernel, and could share memory
 
 
 @pytest.fixture(params=["good", "late"])
@@ -50,35 +47,6 @@ def test_messages(hosts, program):
             side.wait()
 
 
-@contextlib.contextmanager
-def ranks(hosts, *command):
-    """A rank on each host, started by hand."""
-    job = {
-        "MLXDIST_WORLD_SIZE": str(len(hosts)),
-        "MLXDIST_RENDEZVOUS": f"{hosts[0].address}:{PORT}",
-        "MLXDIST_SECRET": secrets.token_hex(32),
-        "MLXDIST_SOFT_WIRE": "tcp",  # the namespaces share a kernel, and could share memory
-    }
-    started = [
-        subprocess.Popen(
-            host.command(*command),
-            env=os.environ | job | {"MLXDIST_RANK": str(rank)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank, host in enumerate(hosts)
-    ]
-    try:
-        yield started
-    finally:
-        for rank in started:
-            rank.kill()
-            rank.wait()
-            rank.stdout.close()
-
-
 def finish(started):
     """What they print from now on."""
     outputs = [rank.communicate(timeout=240)[0] for rank in started]
@@ -89,7 +57,7 @@ def finish(started):
 
 def test_collectives(hosts):
     """Every collective, exact to the bit."""
-    with ranks(hosts, sys.executable, RANKS / "collectives.py", "every") as started:
+    with start_ranks(hosts, sys.executable, RANKS / "collectives.py", "every", variables=BY_TCP) as started:
         outputs = finish(started)
     assert "are exact" in outputs[0]
     assert all(host.received_bytes() > 100e6 for host in hosts), "they went by another way"
@@ -110,7 +78,7 @@ print("exact")
 
 def test_cable_is_pulled_for_a_moment(hosts):
     """What was lost is sent again, over the same connections or over new ones."""
-    with ranks(hosts, sys.executable, "-c", SUMS) as started:
+    with start_ranks(hosts, sys.executable, "-c", SUMS, variables=BY_TCP) as started:
         for line in started[0].stdout:
             if line.strip() in ("50", "200"):
                 hosts[line.strip() == "200"].pull_cable()

@@ -51,3 +51,7 @@ def test_four_ranks_end_in_any_order(run_ranks):
     for output in run_ranks("mlx_errors.py", 4, "pending_at_exit"):
         assert "as expected" in output
         assert "Traceback" not in output
+
+
+def test_nothing_waits_for_the_interpreter_in_mlx_s_threads(run_ranks):
+    assert all(output == "done\n" for output in run_ranks("clear_cache.py", 2))

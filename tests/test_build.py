@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
+from mlxdist.version import __version__
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
@@ -46,10 +49,19 @@ def pyproject() -> dict:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
+def entries() -> list[tuple[str, list[str]]]:
+    """nanobind version and MLX versions of each entry in the table. The wheels are built for the last one."""
+    found = re.findall(r'^ +"([0-9.]+):([0-9.,]+)"$', PAIRS.read_text(), re.MULTILINE)
+    return [(nanobind, versions.split(",")) for nanobind, versions in found]
+
+
 def pairs() -> list[tuple[str, str]]:
     """(MLX version, nanobind version) for each pair in the table."""
-    entries = re.findall(r'^ +"([0-9.]+):([0-9.,]+)"$', PAIRS.read_text(), re.MULTILINE)
-    return [(mlx, nanobind) for nanobind, versions in entries for mlx in versions.split(",")]
+    return [(mlx, nanobind) for nanobind, versions in entries() for mlx in versions]
+
+
+# What brings libmlx of a version.
+MLX = "mlx[cpu]" if sys.platform == "linux" else "mlx"
 
 
 def check_pair(mlx: str, nanobind: str, folder: Path) -> list[object]:
@@ -71,7 +83,7 @@ def test_every_other_pair_is_refused(tmp_path, mlx, nanobind):
     output = fails(*check_pair(mlx, nanobind, tmp_path))
     assert f"cannot be built with MLX {mlx} and nanobind {nanobind}" in output
     newest, with_nanobind = pairs()[-1]
-    assert f"pip install mlx=={newest} nanobind=={with_nanobind}" in output
+    assert f'pip install "{MLX}=={newest}" nanobind=={with_nanobind}' in output
 
 
 def test_build_asks_the_table(tmp_path):
@@ -86,27 +98,34 @@ def test_build_asks_the_table(tmp_path):
     assert "cannot be built with MLX 0.31.2 and nanobind" in output
 
 
-def test_versions_in_pyproject_are_those_of_the_table():
+def test_versions_in_pyproject_are_those_of_the_last_entry():
     project = pyproject()
     requirements = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
     mlx = [Requirement(r).specifier for r in requirements if Requirement(r).name == "mlx"]
     nanobind = [Requirement(r).specifier for r in requirements if Requirement(r).name == "nanobind"]
-    known = [version for version, _ in pairs()]
-    candidates = {f"0.{minor}.{patch}" for minor in range(28, 36) for patch in range(12)} | set(known)
+    with_nanobind, served = entries()[-1]
+    candidates = {f"0.{minor}.{patch}" for minor in range(28, 36) for patch in range(12)} | set(served)
     for specifier in mlx:
-        assert {version for version in candidates if version in specifier} == set(known), specifier
+        assert {version for version in candidates if version in specifier} == set(served), specifier
     assert len(mlx) == 4 and len(nanobind) == 1  # Linux and macOS, at run time and at build time
-    assert pairs()[-1][1] in nanobind[0]
+    assert with_nanobind in nanobind[0]
+
+
+def test_the_page_of_installation_has_the_table():
+    page = (ROOT / "docs" / "install.md").read_text()
+    wheels, source = (", ".join(versions) for versions in (entries()[-1][1], [version for version, _ in pairs()]))
+    assert f"\n| {__version__} | {wheels} | {source} |\n" in page
 
 
 def test_mlx_of_another_version_is_refused_at_import():
     output = fails(
         sys.executable, "-c", "import mlx.core as mx; mx.__version__ = '0.31.2'; import mlxdist; mlxdist.init()"
     )
-    assert "VersionMismatch: mlxdist was built for MLX" in output
-    assert all(version in output for version, _ in pairs())
-    assert "MLX 0.31.2 is installed" in output
-    assert "pip install --no-build-isolation --no-deps --force-reinstall ." in output
+    assert f"VersionMismatch: mlxdist {__version__}, as built here, fits MLX " in output
+    assert ", but MLX 0.31.2 is installed" in output
+    pip = f"{sys.executable} -m pip install"
+    assert any(f"`{pip} {shlex.quote(f'{MLX}=={version}')}`" in output for version, _ in pairs())
+    assert f"`{pip} --upgrade mlxdist {shlex.quote(f'{MLX}==0.31.2')}`" in output
 
 
 def test_stale_build_is_refused_at_import():
@@ -133,40 +152,11 @@ def test_library_exports_the_functions_of_the_header_and_nothing_else():
     assert len(declared) > 20
 
 
-@pytest.fixture(scope="module")
-def fresh_environment(tmp_path_factory):
-    """A virtual environment with nothing but mlxdist built in it: MLX first, then --no-build-isolation."""
-    folder = tmp_path_factory.mktemp("fresh")
-    python = folder / "bin" / "python"
-    run(sys.executable, "-m", "venv", folder, timeout=120)
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--constraint", ROOT / "constraints.txt"]
-    run(*pip, *pyproject()["build-system"]["requires"], timeout=600)
-    build = ["--no-build-isolation", "--config-settings", f"build-dir={folder / 'build'}"]
-    run(*pip, *build, ROOT, timeout=600)
-    return folder
-
-
-@pytest.mark.long
-def test_fresh_environment(fresh_environment):
-    """An installed package, without the source folder, runs alone and on two ranks."""
-    program = fresh_environment / "program.py"
-    program.write_text(
-        "import mlx.core as mx, mlxdist\n"
-        "x = mx.distributed.all_sum(mx.ones((5,)), group=mlxdist.init().mlx)\n"
-        "print(mlxdist.__file__, mlxdist.native.lib, x.sum().item())\n"
-    )
-    python = fresh_environment / "bin" / "python"
-    alone = run(python, program)
-    assert alone.startswith(str(fresh_environment)) and alone.endswith(" 5.0\n")
-    two = run(fresh_environment / "bin" / "mlxdist", "launch", "-n", 2, "--", python, program)
-    assert two.count(str(fresh_environment)) == 2 and two.count(" 10.0\n") == 2
-    libraries = run("ls", Path(alone.split()[0]).parent)
-    assert "libmlxdist" in libraries and "libsoftverbs" in libraries
-
-
-@pytest.mark.long
-def test_layers_include_only_what_is_below_them(fresh_environment):
-    commands = json.loads((fresh_environment / "build" / "compile_commands.json").read_text())
+def test_layers_include_only_what_is_below_them(tmp_path):
+    scripts = Path(sys.executable).parent
+    cmake = [scripts / "cmake", "-S", ROOT / "native", "-B", tmp_path, "-G", "Ninja", "-DSKBUILD_PROJECT_VERSION=0"]
+    run(*cmake, f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_MAKE_PROGRAM={scripts / 'ninja'}")
+    commands = json.loads((tmp_path / "compile_commands.json").read_text())
     native = ROOT / "native"
     seen = set()
     for entry in commands:

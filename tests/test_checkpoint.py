@@ -1,18 +1,22 @@
 """mlxdist.save_checkpoint and its kin: what comes back, and that half a file is never taken for a checkpoint."""
 
+import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
+import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
 from mlxdist import errors, latest_checkpoint, load_checkpoint, save_checkpoint
+from mlxdist.environment import Environment
 
 TREE = {"weights": mx.arange(1000)}
 
@@ -127,13 +131,15 @@ def test_a_writer_that_is_killed_leaves_whole_checkpoints(tmp_path):
     writer.send_signal(signal.SIGKILL)
     writer.communicate()
     path = latest_checkpoint(tmp_path)
-    tree, step = load_checkpoint(path)
+    with pytest.raises(errors.InvalidArgument, match="of another run"):
+        save_checkpoint(tmp_path, TREE, 10**6)
+    tree, step = load_checkpoint(path, other_run=True)
     assert tree["step"].item() == step and len(tree) == 17
     save_checkpoint(tmp_path, tree, step + 1)
     assert not list(tmp_path.glob("writing-*")), "what it left is gone"
 
 
-def test_a_later_checkpoint_belongs_to_another_training(tmp_path):
+def test_no_checkpoint_is_saved_before_a_later_one(tmp_path):
     save(tmp_path, 700)
     with pytest.raises(errors.InvalidArgument, match="checkpoint of step 700, later than 100"):
         save(tmp_path, 100)
@@ -175,10 +181,137 @@ def test_trees_that_would_not_come_back_are_refused(tmp_path, tree, words):
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("step, keep", [(-1, 2), (1, 0)])
+@pytest.mark.parametrize("step, keep", [(-1, 2), (1, 0), (100.0, 2), (1, 2.0), (True, 2), ("1", 2), (None, 2)])
 def test_bad_numbers(tmp_path, step, keep):
-    with pytest.raises(errors.InvalidArgument, match="must be at least"):
-        save_checkpoint(tmp_path, TREE, step, keep)
+    with pytest.raises(errors.InvalidArgument, match="(step|keep) must be an integer from [01] to [0-9]+, not "):
+        save_checkpoint(tmp_path / "new", TREE, step, keep)
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_last_step_of_all(tmp_path):
+    """What is saved can be loaded."""
+    assert load_checkpoint(*save(tmp_path, 10**18 - 1))[1] == 10**18 - 1
+    with pytest.raises(errors.InvalidArgument, match="step must be an integer .* not 1000000000000000000"):
+        save(tmp_path, 10**18)
+    (tmp_path / "step-1000000000000000000.safetensors").write_bytes((tmp_path / os.listdir(tmp_path)[0]).read_bytes())
+    assert load_checkpoint(latest_checkpoint(tmp_path))[1] == 10**18 - 1
+
+
+def test_a_number_of_numpy_is_a_step(tmp_path):
+    assert save_checkpoint(tmp_path, TREE, np.int64(100)) == latest_checkpoint(tmp_path)
+
+
+def test_a_folder_that_is_a_file(tmp_path):
+    """Not None, as if no step had been done."""
+    (tmp_path / "file").write_text("mine")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        for call in (latest_checkpoint, lambda folder: save_checkpoint(folder, TREE, 1)):
+            with pytest.raises(errors.InvalidArgument, match=f"checkpoint: {folder} is a file, not a folder"):
+                call(folder)
+    with pytest.raises(errors.InvalidArgument, match=r"is a folder; pass what latest_checkpoint\(folder\) finds"):
+        load_checkpoint(tmp_path)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_no_flipped_bit_is_loaded(tmp_path):
+    """At any place of the file: in its header and in the data of every array."""
+    tree = {"weights": mx.arange(8, dtype=mx.float32), "half": mx.ones((3, 1), mx.bfloat16), "mask": mx.array([True])}
+    path = save_checkpoint(tmp_path, tree, 3)
+    data = path.read_bytes()
+    loaded = []
+    for place in range(len(data)):
+        flipped = bytearray(data)
+        flipped[place] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        try:
+            load_checkpoint(path, other_run=True)
+        except errors.InvalidArgument as error:
+            assert path.name in str(error)
+        else:
+            loaded.append(place)
+    path.write_bytes(data)
+    assert equal(load_checkpoint(path)[0], tree)
+    assert loaded == []
+
+
+@pytest.mark.parametrize("dimension", [2**32 + 4, 4.5])
+def test_no_other_shape_is_loaded(tmp_path, dimension):
+    """MLX makes 4 of both."""
+    path = save_checkpoint(tmp_path, {"w": mx.ones(4)}, 3)
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["w"]["shape"] = [dimension]
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    with pytest.raises(errors.InvalidArgument, match=rf"{path.name} is damaged: .*\[{dimension}\]"):
+        load_checkpoint(path)
+
+
+def test_a_file_of_an_older_version(tmp_path):
+    """It had neither run nor CRC."""
+    path = tmp_path / "step-00000007.safetensors"
+    mx.save_safetensors(str(path), TREE, {"mlxdist_step": "7"})
+    with pytest.raises(errors.InvalidArgument, match=r"has no mlxdist_run: .* older .* mx\.load"):
+        load_checkpoint(path)
+    with pytest.raises(errors.InvalidArgument, match="has no mlxdist_run: .* older .* choose another folder"):
+        save(tmp_path, 8)
+
+
+def save_in_another_process(folder, step):
+    program = "import sys, mlx.core as mx, mlxdist\n"
+    program += "mlxdist.save_checkpoint(sys.argv[1], {'weights': mx.zeros(2)}, int(sys.argv[2]))"
+    subprocess.run([sys.executable, "-c", program, str(folder), str(step)], check=True, timeout=60)
+    return latest_checkpoint(folder)
+
+
+def test_another_run_is_gone_on_with_only_on_purpose(tmp_path):
+    """Without a launcher each process is a run."""
+    path = save_in_another_process(tmp_path, 7)
+    with pytest.raises(errors.InvalidArgument, match=r"of another run, [0-9a-f]{16}; .* other_run=True"):
+        load_checkpoint(path)
+    with pytest.raises(errors.InvalidArgument, match=r"step 7 of another run, [0-9a-f]{16}; .* other_run=True"):
+        save(tmp_path, 8)
+    assert list(tmp_path.iterdir()) == [path]
+    assert load_checkpoint(path, other_run=True)[1] == 7
+    assert load_checkpoint(*save(tmp_path, 8))[1] == 8
+    assert path.exists(), "the one before stays"
+
+
+@pytest.mark.parametrize(
+    "variables, run",
+    [
+        ({"MLXDIST_JOB": "a-1"}, "a-1"),
+        ({"MLXDIST_JOB": "a-1", "MLXDIST_RESTART": "1"}, "a"),
+        ({"MLXDIST_JOB": "a-1-12", "MLXDIST_RESTART": "12"}, "a-1"),
+        ({"MLXDIST_JOB": "a", "MLXDIST_RESTART": "1"}, "a"),
+    ],
+)
+def test_all_starts_of_a_job_are_one_run(variables, run):
+    assert Environment.read(variables).run == run
+
+
+def test_ranks_without_a_launcher_are_one_run(tmp_path):
+    """Each of their processes has another name, and that of rank 0 counts."""
+    program = (
+        "import sys, mlx.core as mx, mlxdist\n"
+        "if mlxdist.get_rank() == 0: mlxdist.save_checkpoint(sys.argv[1], {'w': mx.ones(1)}, 5)\n"
+        "mlxdist.meet()\n"
+        "print(mlxdist.load_checkpoint(mlxdist.latest_checkpoint(sys.argv[1]))[1])\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    job = {"MLXDIST_WORLD_SIZE": "2", "MLXDIST_RENDEZVOUS": address, "MLXDIST_SECRET": "ab" * 16}
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    ranks = [
+        subprocess.Popen(command, env=os.environ | job | {"MLXDIST_RANK": str(rank)}, stdout=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    assert [rank.communicate(timeout=120)[0] for rank in ranks] == [b"5\n"] * 2
+
+
+def test_a_process_without_a_job_is_a_run():
+    assert Environment.read({}).run == Environment.read({}).run != ""
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
@@ -189,6 +322,7 @@ def test_a_full_disk_is_an_error(tmp_path):
         "import resource, sys, signal, mlx.core as mx, mlxdist\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))\n"
+        "mlxdist.load_checkpoint(mlxdist.latest_checkpoint(sys.argv[1]), other_run=True)\n"
         "try: mlxdist.save_checkpoint(sys.argv[1], {'w': mx.zeros(100_000)}, 2)\n"
         "except mlxdist.ResourceError as error: print(error)\n"
     )
@@ -197,3 +331,7 @@ def test_a_full_disk_is_an_error(tmp_path):
     assert "step-00000002.safetensors could not be written" in said.stdout, said.stderr
     assert latest_checkpoint(tmp_path) == good and not list(tmp_path.glob("writing-*"))
     shutil.rmtree(tmp_path)
+
+
+def test_a_model_that_is_cut_over_ranks(run_ranks, tmp_path):
+    assert run_ranks("cut_checkpoints.py", 2, tmp_path) == ["done\n"] * 2

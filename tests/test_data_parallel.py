@@ -5,11 +5,25 @@ import pytest
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize(
-    "check", ["odd_trees", "messages", "any_order_of_evaluation", "compiled", "like_the_whole_batch", "refused"]
-)
+    "check",
+    [
+        "odd_trees", "messages", "no_more_messages", "any_order_of_evaluation", "compiled", "like_the_whole_batch",
+        "refused",
+    ],
+)  # fmt: skip
 def test_averages(run_ranks, check, ranks):
     outputs = run_ranks("data_parallel.py", ranks, check)
     assert outputs == [f"{check} done\n"] * ranks
+
+
+@pytest.mark.parametrize(
+    "difference, ranks",
+    [("paths", 2)]
+    + [pytest.param(*case, marks=pytest.mark.long) for case in (("shapes", 2), ("many_dimensions", 3), ("empty", 4))],
+)
+def test_trees_that_differ_are_not_averaged(run_ranks, difference, ranks):
+    outputs = run_ranks("data_parallel.py", ranks, "other_trees", difference)
+    assert outputs == ["other_trees done\n"] * ranks
 
 
 @pytest.mark.parametrize("check", ["unchanged", "refused", "odd_trees"])

@@ -50,6 +50,18 @@ def test_subsystems_that_are_not_named_only_warn(run_ranks, tmp_path):
     assert {subsystem for _, _, _, subsystem, _ in written[0]} == {"connection", "rendezvous"}
 
 
+def test_every_verb_that_sets_up_or_tears_down(run_ranks, tmp_path):
+    for written in ranks_wrote(run_ranks, tmp_path, "trace:verbs").values():
+        calls = [text.partition(": ")[2] for *_, text in written]
+        names = [re.match(r"\w+", call)[0] for call in calls]
+        assert names[0] == "open_device" and names[-1] == "close_device"
+        assert all(call.endswith(" = 0") for call in calls)
+        pairs = {"alloc_pd": "dealloc_pd", "create_cq": "destroy_cq", "create_qp": "destroy_qp", "reg_mr": "dereg_mr"}
+        assert all(names.count(made) == names.count(gone) > 0 for made, gone in pairs.items()), names
+        for state in ("INIT", "RTR", "RTS"):
+            assert sum(f"to {state}, mask 0x" in call for call in calls) == names.count("create_qp"), calls
+
+
 def test_info_tells_of_a_lost_message(run_ranks, tmp_path):
     written = ranks_wrote(run_ranks, tmp_path, "info", "loses")
     assert all(level != "trace" for rank in written for _, _, level, _, _ in written[rank])

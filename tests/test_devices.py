@@ -305,7 +305,8 @@ def test_a_machine_without_rdma():
     assert not json.loads(run("--provider", "ibverbs", "--json", status=1))["providers"][0]["usable"]
     assert "soft0" in run("--provider", "all")
     page = (TESTS.parent / "docs" / "devices.md").read_text()
-    assert "    $ mlxdist devices\n" + textwrap.indent(run(), "    ") in page
+    shown = "".join(line for line in run().splitlines(True) if not line.startswith("library fails"))
+    assert "    $ mlxdist devices\n" + textwrap.indent(shown, "    ") in page
 
 
 def test_the_tables_of_the_documentation():

@@ -2,10 +2,14 @@
 
 import ipaddress
 import json
+import platform
 import sys
 
 import pytest
 
+from mlxdist._native import ffi, lib
+from mlxdist.bench.machine import describe_machine
+from mlxdist.doctor import facts as doctor_facts
 from mlxdist.verbs import facts as readers
 from mlxdist.verbs.device import Device, Gid
 from mlxdist.verbs.diagnosis import Verdict, diagnose_device, diagnose_host
@@ -197,6 +201,15 @@ def test_what_is_wrong_with_a_device(device, facts, verdict, text):
     assert found.verdict is verdict and text in str(found) and found.subject == device.name
 
 
+@pytest.mark.parametrize("bridged", [frozenset(), frozenset({"en2"})])
+def test_the_remedy_of_a_port_is_the_engines(bridged):
+    """Before a job and after RTR has failed with errno 22 the same sentence is said: it names bridge and command."""
+    (found,) = diagnose_device(thunderbolt(gids=LINK_LOCAL), mac(bridged=bridged))
+    remedy = ffi.string(lib.mlxdist_port_remedy()).decode()
+    assert found.remedy.startswith(remedy)
+    assert "bridge0" in remedy and "`mlxdist config --hosts HOST,... --auto-setup --without-bridge`" in remedy
+
+
 def test_a_slow_cable_elsewhere_is_not_this_devices():
     ports = ThunderboltPort("1", 80, True, "en2"), ThunderboltPort("2", 40, True, "en3")
     assert verdicts(diagnose_device(thunderbolt("rdma_en2"), mac(thunderbolt=ports))) == [Verdict.OK]
@@ -257,9 +270,31 @@ def test_rdma_ctl(text, state):
     assert readers.rdma_ctl_state(text) == state
 
 
-@pytest.mark.parametrize("text, version", [("26.2", (26, 2)), ("26.3.1", (26, 3, 1)), ("", None), ("26.x", None)])
-def test_macos_version(text, version):
-    assert readers.macos_version(text) == version
+@pytest.mark.parametrize(
+    "release, version",
+    [
+        ("25.2.0", (26, 2)),
+        ("25.5.0", (26, 5)),  # 26.5.2
+        ("24.6.0", (15, 6)),
+        ("27.0.0", (27, 0)),  # no macOS had Darwin 26
+        ("28.1.0", (28, 1)),
+        ("", None),
+        ("25", None),
+        ("26.x", None),
+    ],
+)
+def test_macos_version(release, version):
+    assert readers.macos_version(release) == version
+
+
+def test_the_version_of_macos_is_that_of_the_kernel(monkeypatch):
+    """What a Python that was linked with an older SDK reads of the same system is not."""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(platform, "mac_ver", lambda: ("16.3", ("", "", ""), "arm64"))
+    monkeypatch.setattr(platform, "release", lambda: "25.3.0")
+    monkeypatch.setenv("PATH", "/nowhere")  # this system's commands mean something else
+    assert readers.read_facts().macos == (26, 3)
+    assert doctor_facts._system() == "macOS 26.3 ()" and describe_machine()["release"] == "26.3"
 
 
 def test_a_command_that_hangs_or_is_missing(tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """The checks of `mlxdist doctor`: what each finds in facts that are made up, where all is well and where it is not."""
 
+import dataclasses
+
 import pytest
 from doctor_facts import GIB, NAMES, VERSIONS, cluster, facts
 
@@ -123,7 +125,25 @@ def test_fast_synch():
     assert not of(check_fast_synch(cluster()))
     finding = only(check_fast_synch(cluster(facts(variables={"MLX_METAL_FAST_SYNCH": "1"}))))
     assert finding.verdict is Verdict.FAIL and finding.hosts == ("c",)
-    assert "--env MLX_METAL_FAST_SYNCH=1" in finding.remedy
+    assert "--env MLX_METAL_FAST_SYNCH=0" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("system", "slots", "value", "verdict"),
+    [
+        ("Darwin", 2, "1", Verdict.FAIL),
+        ("Darwin", 2, "0", Verdict.OK),
+        ("Darwin", 1, "1", Verdict.OK),
+        ("Linux", 2, "1", Verdict.OK),  # MLX looks at it where it has Metal
+    ],
+)
+def test_fast_synch_with_several_ranks_on_a_mac(system, slots, value, verdict):
+    hosts = [Host(name, slots=slots if name == "c" else 1) for name in NAMES]
+    question = Question(variables={"MLX_METAL_FAST_SYNCH": value})
+    (finding,) = check_fast_synch(cluster(facts(system=system), hosts=hosts, question=question))
+    assert finding.verdict is verdict
+    if verdict is Verdict.FAIL:
+        assert finding.hosts == ("c",) and "one rank on each Mac" in finding.remedy
 
 
 PROGRAM = {"folder_error": "", "command_error": "", "script_error": "", "sha256": "ab" * 32, "bytes": 10}
@@ -223,7 +243,7 @@ def test_cores():
         ({"pmset": {}}, Verdict.SKIP),
         ({"pmset": {"sleep": 0}}, Verdict.OK),
         ({"pmset": {"sleep": 10, "SleepDisabled": 1}}, Verdict.OK),
-        ({"pmset": {"sleep": 10, "SleepDisabled": 0}}, Verdict.WARN),
+        ({"pmset": {"sleep": 10, "SleepDisabled": 0}}, Verdict.NOTE),
         ({"systemd": {"masked": False, "idle": "ignore"}}, Verdict.OK),
         ({"systemd": {"masked": False, "idle": "suspend"}}, Verdict.WARN),
         ({"systemd": {"masked": True, "idle": "suspend"}}, Verdict.OK),
@@ -236,7 +256,7 @@ def test_sleep(power, verdict):
 @pytest.mark.parametrize(
     ("jobs", "words"),
     [
-        ({"running": [{"job": "f00", "ranks": 2, "command": ["python"]}]}, "mlxdist stop f00"),
+        ({"running": [{"job": "f00", "ranks": 2, "command": ["python", "--key", "s3cret"]}]}, "mlxdist stop f00"),
         ({"left": ["f00"]}, "mlxdist launch -n 1 -- true"),
         ({"orphans": [71, 72]}, "kill 71 72"),
         ({"shared_memory": ["/dev/shm/mlxdist-1"]}, "rm /dev/shm/mlxdist-1"),
@@ -247,12 +267,14 @@ def test_leaks(jobs, words):
     assert not of(check_leaks(cluster()))
     finding = only(check_leaks(cluster(facts(jobs=facts()["jobs"] | jobs))))
     assert finding.verdict is Verdict.WARN and words in finding.remedy
+    assert "--" not in finding.what and "s3cret" not in finding.what
     full = cluster(facts(jobs=facts()["jobs"] | {"domains": 11}))
     assert only(check_leaks(full)).verdict is Verdict.FAIL
 
 
 def device(name="mlx5_0", active=True, networks=("10.0.0.1/24",)) -> dict:
-    return {"name": name, "active": active, "speed": 100, "interfaces": [], "networks": list(networks)}
+    usual = {"name": name, "active": active, "speed": 100, "interfaces": [], "queue_pairs": 10}
+    return usual | {"networks": list(networks)}
 
 
 def cause(verdict, subject="", what="something", remedy="") -> dict:
@@ -280,6 +302,20 @@ def test_rdma():
     # Another port of the host is nobody's business.
     other = [cause("ok", "mlx5_0"), cause("port down", "mlx5_1", "mlx5_1 is DOWN", "plug in the cable")]
     assert not of(check_rdma(cabled(findings=other)))
+
+
+def test_ranks_that_need_more_queue_pairs_than_the_device_of_their_cable_has():
+    found = cabled()
+    found.hosts = tuple(dataclasses.replace(host, slots=3) for host in found.hosts)
+    for finding, host in zip(of(check_rdma(found)), ("a", "b"), strict=True):
+        assert finding.verdict is Verdict.FAIL and finding.hosts == (host,)
+        assert "has 10 queue pairs, and 9 pairs of ranks over it would need 18" in finding.what
+        assert "at most 2 ranks on each host" in finding.remedy
+    found.hosts = tuple(dataclasses.replace(host, slots=2) for host in found.hosts)
+    assert not of(check_rdma(found))
+    found.told["rdma"]["a"]["devices"][0]["queue_pairs"] = None  # not known
+    found.hosts = tuple(dataclasses.replace(host, slots=3) for host in found.hosts)
+    assert [finding.hosts for finding in of(check_rdma(found))] == [("b",)]
 
 
 def test_gids():

@@ -104,7 +104,10 @@ def test_the_secret_is_not_shown():
         ({"MLXDIST_EAGER_SLOTS": "3"}, ["MLXDIST_EAGER_SLOTS='3'", "from 4 to 256"]),
         ({"MLXDIST_CONNECT_AT_START": "0"}, ["MLXDIST_CONNECT_AT_START='0'", "from 1 to 256"]),
         ({"MLXDIST_ALGO": "Ring"}, ["MLXDIST_ALGO='Ring'", "auto, direct, mesh, ring, doubling, tree"]),
-        ({"MLXDIST_SOFT_PROFILE": "apple"}, ["MLXDIST_SOFT_PROFILE='apple'", "ideal, apple-tb5, apple-tb5-26.2, rxe"]),
+        (
+            {"MLXDIST_SOFT_PROFILE": "apple"},
+            ["MLXDIST_SOFT_PROFILE='apple'", "ideal, apple-tb5, apple-tb5-26.2, apple-odd, rxe"],
+        ),
         ({"MLXDIST_INJECT": "drop=1/100, none"}, ["MLXDIST_INJECT='drop=1/100, none'", "list of faults"]),
         ({"MLXDIST_INJECT": ""}, ["MLXDIST_INJECT=''", "list of faults"]),
         ({"MLXDIST_CABLES": "3"}, ["MLXDIST_CABLES='3'", "from 1 to 2"]),

@@ -115,7 +115,7 @@ def test_a_place_is_added_once_and_kept_when_a_text_is_cut():
     [
         (KeyboardInterrupt(), "rank 1 on mac1 was interrupted (SIGINT) [rank 1 on mac1]"),
         (SystemExit(143), "rank 1 on mac1 was terminated (SIGTERM) [rank 1 on mac1]"),
-        (SystemExit(3), "rank 1 on mac1 exits with status 3 [rank 1 on mac1]"),
+        (SystemExit(3), "rank 1 on mac1 exited with status 3 [rank 1 on mac1]"),
         (OSError("no space"), "rank 1 on mac1 has failed: OSError: no space [rank 1 on mac1]"),
     ],
 )

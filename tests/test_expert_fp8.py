@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import mlxdist
-from mlxdist.nn.experts.fp8 import dequantize_e4m3, pack_e4m3, quantize_e4m3, through_e4m3, unpack_e4m3
+from mlxdist.nn.experts.fp8 import dequantize_e4m3, pack_e4m3, quantize_e4m3, unpack_e4m3
 
-DTYPES = {mx.float32: 0.0, mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8}  # and half a step of their mantissa
+# And half a step of what they have: of normal numbers, as a share of them, and of subnormal ones.
+DTYPES = {mx.float32: (0.0, 0.0), mx.float16: (2.0**-11, 2.0**-25), mx.bfloat16: (2.0**-8, 2.0**-134)}
 
 
 def value_of(code: int) -> float:
@@ -94,13 +95,29 @@ def test_the_largest_element_comes_back_and_nothing_overflows():
 def test_the_error_is_within_the_bound(values, dtype):
     limit = {mx.float32: np.finfo(np.float32).max, mx.float16: 65504, mx.bfloat16: 3.38e38}[dtype]
     x = mx.array(values.clip(-limit, limit)).astype(dtype)
+    within_the_bound(x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_bound_holds_in_the_middle_between_codes(dtype):
+    """Where rounding is off by half a step, of large tokens and of those whose scale is nearly subnormal."""
+    random = np.random.default_rng(3)
+    for exponent in range(-126, -110) if dtype != mx.float16 else range(-22, 7):
+        largest = (448 * 2.0**exponent * random.uniform(1, 2, (500, 1))).astype(np.float32)
+        middles = (POSITIVE[:32] + POSITIVE[1:33]) / 2 * (largest.astype(np.float64) / 448)
+        near = [middles.astype(np.float32)]
+        near += [np.nextafter(near[0], np.float32(side)) for side in (0, 1)]
+        within_the_bound(mx.array(np.concatenate([largest, *near], axis=1)).astype(dtype))
+
+
+def within_the_bound(x: mx.array) -> None:
+    """Of the module's documentation."""
     exact = np.array(x.astype(mx.float32)).astype(np.float64)
     scale = np.maximum(np.abs(exact).max(axis=-1, keepdims=True) / 448, 2.0**-126)
-    back = np.array(unpack_e4m3(pack_e4m3(x), dtype).astype(mx.float32)).astype(np.float64)
-    bound = np.maximum(2.0**-4 * np.abs(exact), 2.0**-10 * scale) * (1 + 2.0**-20)
-    # What comes back in 16 bits is rounded once more; 2^-24 is the smallest number of float16.
-    rounding = DTYPES[dtype] * np.abs(back) + (2.0**-25 if dtype == mx.float16 else 2.0**-133 if DTYPES[dtype] else 0)
-    assert (np.abs(back - exact) <= bound + rounding).all()
+    back = np.array(unpack_e4m3(pack_e4m3(x), x.dtype).astype(mx.float32)).astype(np.float64)
+    bound = np.maximum(2.0**-4 * np.abs(exact), 2.0**-10 * scale) * (1 + 2.0**-18) + 2.0**-150
+    normal, subnormal = DTYPES[x.dtype]
+    assert (np.abs(back - exact) <= bound + normal * np.abs(back) + subnormal).all()
 
 
 def test_one_array_per_token_of_codes_and_scale():
@@ -122,29 +139,11 @@ def test_compiled_is_bitwise_the_same(dtype):
     assert mx.array_equal(compiled(pack_e4m3(x)), unpack_e4m3(pack_e4m3(x), dtype))
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
-def test_gradients_pass_straight_through(dtype):
-    """Rows that change places on the way: the cotangent goes back the other way, and is not rounded to 8 bits."""
-    mx.random.seed(2)
-    x, weight = mx.random.normal((5, 8)).astype(dtype), mx.random.normal((5, 8)).astype(dtype)
-    turned = mx.array([3, 0, 4, 1, 2])
-
-    def loss(x: mx.array) -> mx.array:
-        y = through_e4m3(x, lambda wire: wire[turned], lambda cotangent: cotangent[mx.argsort(turned)])
-        assert y.dtype == dtype
-        return (y * weight).sum()
-
-    assert mx.array_equal(mx.grad(loss)(x), weight[mx.argsort(turned)])
-    assert mx.array_equal(mx.compile(mx.grad(loss))(x), weight[mx.argsort(turned)])
-    assert mx.array_equal(through_e4m3(x), unpack_e4m3(pack_e4m3(x), dtype))
-
-
 @pytest.mark.parametrize(
     "call, words",
     [
         (lambda: pack_e4m3(mx.ones((2, 3), mx.int32)), "not int32 of shape (2, 3); cast them first"),
         (lambda: quantize_e4m3(mx.array(1.0)), "not float32 of shape ()"),
-        (lambda: through_e4m3(mx.ones((2,), mx.complex64)), "through_e4m3: tokens are float32"),
         (lambda: unpack_e4m3(mx.ones((2, 3), mx.uint8)), "not uint8 of shape (2, 3)"),
         (lambda: unpack_e4m3(mx.ones((2, 8))), "not float32 of shape (2, 8)"),
     ],

@@ -31,7 +31,11 @@ def test_layers_of_mlx_lm(run_ranks, ranks):
 @pytest.mark.long
 @one_to_four(2)
 def test_grid_with_tensor_parallelism(run_ranks, ranks):
-    assert all("right" in output for output in run_ranks("expert_parallel.py", ranks, "grid"))
+    assert all("right" in output for output in run_ranks("expert_grid.py", ranks, "grid", timeout=240))
+
+
+def test_gradients_of_experts_cut_inside(run_ranks):
+    assert all("right" in output for output in run_ranks("expert_grid.py", 2, "thin"))
 
 
 @pytest.mark.long

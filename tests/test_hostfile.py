@@ -31,7 +31,7 @@ def hosts(*names, **keywords):
 
 def test_the_example():
     found = read(EXAMPLE)
-    assert found.backend == "mlxdist" and found.envs == ("MLX_METAL_FAST_SYNCH=1",) and found.warnings == ()
+    assert found.backend == "mlxdist" and found.envs == ("MLX_METAL_FAST_SYNCH=0",) and found.warnings == ()
     assert [(host.name, host.ips, host.rdma) for host in found.hosts] == [
         ("node0", ("192.168.0.1",), ((), ("rdma_en5",))),
         ("node1", ("192.168.0.2",), (("rdma_en5",), ())),
@@ -106,6 +106,13 @@ def test_json_may_repeat_a_host_for_each_of_its_ranks():
         ("a slots=1000\nb slots=100", ["line 2: 1100 ranks; at most 1024 are possible"]),
         ('{\n"hosts": 3}', ['line 2: "hosts" must be a list of hosts']),
         ("[]", ["line 1: there is no host in it"]),
+        ("null\n", ['line 1: "hosts" must be a list of hosts']),
+        ("3", ['line 1: "hosts" must be a list of hosts']),
+        ('\n"a"', ['line 2: "hosts" must be a list of hosts']),
+        (
+            '[["10.0.0.1:70000"],\n["10.0.0.2:0"]]',
+            ["line 1: '10.0.0.1:70000': a port is a number from 1 to 65535", "line 2: '10.0.0.2:0': a port is"],
+        ),
         ('[{"ssh": "a"},\n{"ssh": "b",}]', ["line 2, column 13: "]),
         ('[{"ssh": "a",\n"ssh": "b"}]', ["line 2: 'ssh' is there twice, first in line 1"]),
         ("[" * 100_000, ["line 1: it is nested too deeply"]),
@@ -298,6 +305,15 @@ def test_convert_writes_a_file(tmp_path):
     assert [(host.name, host.slots) for host in read(output).hosts] == [("a", 2), ("b", 1)]
     refused = run("convert", "-", "--to", "ring", input="a\n")
     assert refused.exit_code == 1 and "a has no IP address" in refused.output
+
+
+def test_the_ports_of_a_ring_are_kept_or_left_out_with_a_word():
+    ring = '[["10.0.0.1:5000", "10.0.0.1:5001"], ["10.0.0.2:5000", "[fe80::2]:7"]]'
+    kept = run("convert", "-", "--to", "ring", input=ring)
+    assert (json.loads(kept.stdout), kept.stderr) == (json.loads(ring), "")
+    left_out = run("convert", "-", "--to", "json", input=ring)
+    assert left_out.exit_code == 0 and "5000" not in left_out.stdout
+    assert "the ports are left out, for json has no place for them" in left_out.stderr
 
 
 def test_the_examples_of_the_page(tmp_path, monkeypatch):

@@ -195,14 +195,15 @@ def test_an_open_runtime_folder_is_closed(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("in_the_way", ["link", "file"])
-def test_what_is_no_folder_of_ours_is_refused(tmp_path, in_the_way):
-    """In /tmp anybody can make one of that name first."""
+def test_what_is_no_folder_of_ours_is_left_alone(tmp_path, in_the_way):
+    """In /tmp anybody can make one of that name first. Jobs go into another one, where they are found again."""
     place = tmp_path / "runtime" / "mlxdist"
     place.symlink_to(tmp_path) if in_the_way == "link" else place.touch()
-    with pytest.raises(ResourceError, match="cannot be prepared in .*mlxdist"):
-        runtime_folder()
-    job = launch(1, "true")
-    assert job.returncode == 1 and b"cannot be prepared" in job.stderr and b"Traceback" not in job.stderr
+    with running(1, WAITING) as job:
+        folder = find_job(told(job)[0]).folder
+        assert folder.parent == runtime_folder() != place and folder.parent.name.startswith("mlxdist-")
+        end(job)
+    assert list(tmp_path.glob("*.json")) == []
     place.unlink()
 
 

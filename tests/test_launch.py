@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -245,6 +246,9 @@ def test_without_a_place_for_kernels(monkeypatch):
         (["-n", "2", "--grace", "-1", "--", "true"], 2, "--grace"),
         (["-n", "2", "--env", "NAME", "--", "true"], 2, "'NAME' is not NAME=VALUE"),
         (["-n", "2", "--env", "=x", "--", "true"], 2, "'=x' is not NAME=VALUE"),
+        (["-n", "2", "--env", "export C=3", "--", "true"], 2, "'export C' is no name of a variable; leave `export`"),
+        (["-n", "2", "--env-file", "/no/such", "--", "true"], 2, "--env-file /no/such: No such file or directory."),
+        (["--hosts", "a", "--ssh", "nosuch", "--", "true"], 1, "a: the command 'nosuch' cannot be run: No such file"),
         (["-n", "2", "--env", "MLXDIST_TIMOUT=3", "--", "true"], 2, "did you mean MLXDIST_TIMEOUT?"),
         (["-n", "2", "--env", "MLXDIST_RANK=3", "--", "true"], 2, "MLXDIST_RANK is set by the launcher"),
         (["-n", "2", "--env", "MLX_RANK=3", "--", "true"], 2, "MLX_RANK is set by the launcher"),
@@ -259,6 +263,17 @@ def test_bad_input(arguments, status, words):
     assert (job.exit_code, job.stdout) == (status, "")
     assert words in job.stderr
     assert isinstance(job.exception, SystemExit)
+
+
+def test_a_current_folder_that_is_gone(tmp_path):
+    def launch_in_none(*options):
+        command = shlex.join([*LAUNCH, *options, "-n", "1", "--", "pwd"])
+        (tmp_path / "gone").mkdir()
+        return subprocess.run(f"rmdir ../gone; exec {command}", shell=True, cwd=tmp_path / "gone", capture_output=True)
+
+    job = launch_in_none()
+    assert job.returncode == 2 and b"The current folder does not exist any more" in job.stderr, job.stderr
+    assert launch_in_none("--cwd", str(tmp_path)).stdout.decode() == f"[0] {tmp_path}\n"
 
 
 def test_the_exit_status_of_bad_input():

@@ -26,7 +26,9 @@ SHOW = (
 )
 ALL_SUM = (
     "import sys, mlx.core as mx; group = mx.distributed.init(backend=sys.argv[1], strict=True)\n"
-    "print(f'{group.rank()} of {group.size()} has {mx.distributed.all_sum(group.rank() + 1).item()}', flush=True)"
+    "total = mx.distributed.all_sum(group.rank() + 1).item()\n"
+    # In one piece: mpirun does not keep lines together, and print writes the end of a line by itself.
+    "sys.stdout.write(f'{group.rank()} of {group.size()} has {total}\\n')"
 )
 
 

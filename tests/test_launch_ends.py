@@ -185,6 +185,17 @@ def test_ranks_that_ignore_ctrl_c_are_ended():
     assert job.returncode == 130 and "ended after SIGTERM" in err
 
 
+def test_ctrl_c_that_ranks_ignore_says_what_comes_next():
+    program = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + WAITING
+    with running(2, program, options=["--grace", "60"]) as job:
+        job.send_signal(signal.SIGINT)
+        said = job.stderr.readline()
+        assert said.startswith("mlxdist launch: ranks 0 and 1 still run after SIGINT; SIGTERM follows in 59 s"), said
+        assert said.endswith("Another Ctrl-C ends them now, a third one kills them\n"), said
+        job.send_signal(signal.SIGINT)
+        assert job.wait(10) == 130
+
+
 def test_a_second_and_third_ctrl_c_do_not_wait():
     program = "import signal\nfor s in (2, 15): signal.signal(s, signal.SIG_IGN)\n" + WAITING
     with running(2, program, options=["--grace", "60"]) as job:
@@ -253,3 +264,18 @@ def test_a_job_that_takes_too_long_is_ended():
     options = ["--timeout", "1", "--grace", "3"]
     failed = python(2, "import time; rank and time.sleep(60); raise SystemExit(3)", options=options)
     assert failed.returncode == 3  # the failure came first
+
+
+@pytest.mark.parametrize("rank, status, how", [(0, 0, "before rank 1 reached it"), (1, 3, "before it called")])
+def test_a_rank_that_ends_before_it_has_come_is_not_waited_for(rank, status, how):
+    """It was, for 60 s, and then its output was to say why, where there was none."""
+    program = f"""
+from mlxdist.environment import Environment
+from mlxdist.rendezvous import Rendezvous
+if rank == {rank}:
+    os._exit({status})
+Rendezvous(Environment.read())
+"""
+    job = python(2, program, options=["--grace", "20"], timeout=20)
+    assert job.returncode == (status or 1)
+    assert f"RendezvousError: rendezvous: rank {rank} has ended with exit status {status} {how}" in job.stderr.decode()

@@ -269,6 +269,15 @@ def test_two_hosts(nodes):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_rank_of_another_host_that_ends_before_it_has_come(nodes, gone):
+    program = f"import mlxdist\nif rank == {gone}: os._exit(0)\nmlxdist.init()"
+    job = python(over_ssh(nodes, "--grace", "20"), program, timeout=40)
+    assert job.returncode == 1
+    assert f"RendezvousError: rendezvous: rank {gone} has ended with exit status 0 before" in job.stderr, job.stderr
+
+
+@pytest.mark.long
 def test_the_first_rank_is_where_the_hostfile_says(nodes):
     """Addresses of the hostfile; the launcher's own host last; input for rank 0 over there."""
     file = nodes.folder / "hosts.json"

@@ -140,6 +140,7 @@ def test_addresses(master, address):
         ((2, 0, "h:0", None, SECRET), "--master-addr: 'h:0' is not an address"),
         ((2, 0, "h", None, {}), r"needs a secret .* type `export MLXDIST_SECRET=\$\(openssl rand -hex 32\)`"),
         ((2, 0, "h", None, {"MLXDIST_SECRET": "abc"}), "MLXDIST_SECRET must be 32 to 256 hex digits"),
+        ((2, 0, "no-such-host.invalid", None, SECRET), "node 0 does not know no-such-host.invalid, its own name: "),
         ((2, 0, "h", "/no/such", SECRET), "--secret-file /no/such: No such file"),
     ],
 )
@@ -155,8 +156,8 @@ def test_the_secret_of_a_file(tmp_path):
     with pytest.raises(InvalidArgument, match=f"others may read it; type: chmod 600 {file}"):
         from_options(2, 0, "h", str(file), {})
     file.chmod(0o600)
-    assert from_options(2, 0, "h", str(file), SECRET).secret == "cd" * 32, "before the variable"
-    assert "cdcd" not in repr(from_options(2, 0, "h", str(file), {}))
+    assert from_options(2, 0, "localhost", str(file), SECRET).secret == "cd" * 32, "before the variable"
+    assert "cdcd" not in repr(from_options(2, 0, "localhost", str(file), {}))
     file.write_text("not hex")
     with pytest.raises(InvalidArgument, match=f"--secret-file {file} must be 32 to 256 hex digits"):
         from_options(2, 0, "h", str(file), {})

@@ -13,6 +13,7 @@ import pytest
 from launching import (  # noqa: F401
     LAUNCH,
     RANK,
+    closing_line,
     launch,
     marked_processes,
     nothing_left,
@@ -22,6 +23,7 @@ from launching import (  # noqa: F401
 )
 
 from mlxdist.launch.jobs import list_jobs
+from mlxdist.launch.tracebacks import TracebackFilter, Tracebacks
 
 
 def test_every_line_has_the_rank_in_front():
@@ -84,6 +86,75 @@ time.sleep(30)
         assert text == "\r[0] 0%\r[0] 1%\r[0] 2%\r[0] 3%\r"
         job.terminate()
         job.wait(10)
+
+
+def test_an_error_that_all_ranks_raise_is_shown_once():
+    job = python(3, "def f(): raise ValueError('alike')\nif rank == 2: g()\nf()", options=["--grace", "5"])
+    lines = [line.decode() for line in job.stderr.splitlines() if line.startswith(b"[")]
+    assert sum("Traceback" in line for line in lines) == 2
+    assert sorted(line for line in lines if "Error: " in line) == [
+        "[0] ValueError: alike",
+        "[1] ValueError: alike",
+        "[2] NameError: name 'g' is not defined",
+    ]
+    for rank in (0, 1, 2):  # in one piece, wherever it stands
+        frames = [number for number, line in enumerate(lines) if line.startswith(f"[{rank}] Tr")]
+        assert all(line.startswith(f"[{rank}] ") for first in frames for line in lines[first : first + 3])
+
+
+def test_frames_inside_of_mlxdist_are_left_out(tmp_path):
+    program = "from mlxdist.environment import Environment\nEnvironment.read({'MLXDIST_RANK': 'x'})"
+    job = python(1, program, options=["--log-dir", str(tmp_path)])
+    shown, log = job.stderr.decode(), (tmp_path / "rank-0.err").read_text()
+    assert shown.startswith('[0] Traceback (most recent call last):\n[0]   File "<string>", line 3, in <module>\n')
+    assert "[0] mlxdist.errors.EnvironmentVariableError: MLXDIST_RANK='x'" in shown
+    assert "environment.py" not in shown.partition("mlxdist launch: ")[0] and "environment.py" in log
+
+
+def test_tracebacks_of_several_ranks():
+    tracebacks = Tracebacks()
+    filters = [TracebackFilter(rank, tracebacks) for rank in range(2)]
+    once = b'Traceback (most recent call last):\n  File "a", line 1\nE: x\n'
+    chained = once + b"\nDuring handling of the above exception, another exception occurred:\n\n" + once
+    assert filters[0].take(chained + b"more\n") == chained + b"more\n"
+    assert filters[1].take(chained + b"more\n") == b"E: x\n" * 2 + b"more\n"
+    assert filters[1].take(once) == once, "a third time"
+    assert filters[0].take(once[:36]) == b"" and filters[0].take_held() == once[:36]
+
+
+ENDLESS = """
+import os, tracemalloc
+from mlxdist.launch.output import Output
+output = Output(["0"], lambda: None)
+(out, end), (err, _) = os.pipe(), os.pipe()
+output.add(0, out, err)
+tracemalloc.start()
+for _ in range(200):
+    os.write(end, b"x" * 65536)
+    while output.streams[0].read() or not output.is_written(1):
+        continue
+output.finish()
+while not output.is_written(1):
+    continue
+os.write(2, b"%d" % tracemalloc.get_traced_memory()[1])
+"""
+
+
+def test_a_line_without_end_is_not_kept():
+    """13 MB of it. It was copied for each 64 KiB that came: 80 MB took two minutes."""
+    job = subprocess.run([sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert job.stdout.replace(b"\n", b"") == b"[0] " + b"x" * (200 << 16)
+    assert int(job.stderr) < 10 << 20  # twice what waits for a slow reader, and the line of 4 KiB
+
+
+def test_output_that_cannot_be_written():
+    """It is no SIGPIPE of a rank, and no success either."""
+    with open("/dev/full", "wb") as full:
+        for program in ("while True: print('x' * 1000)", "print('x')"):
+            job = python(1, program, stdout=full, stderr=subprocess.PIPE, capture_output=False)
+            assert job.returncode == 1
+            line = "mlxdist launch: the standard output cannot be written: No space left on device."
+            assert job.stderr.decode().splitlines()[-1:] == [line], job.stderr
 
 
 def test_updates_of_several_ranks_share_no_line():
@@ -284,6 +355,13 @@ def test_last_lines_of_the_rank_that_failed(tmp_path, streams):
     assert "Last" not in text
 
 
+def test_a_python_without_mlxdist_is_named():
+    """As in `mlxdist launch -- /usr/bin/python3 program.py`; -S leaves out what is installed."""
+    job = launch(2, sys.executable, "-S", "-c", "import mlxdist", cwd="/")
+    assert job.returncode == 1
+    assert "that Python has no mlxdist: write `python` without a path" in closing_line(job)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_last_lines_are_not_printed_twice_in_a_row(ranks):
     job = python(ranks, f"import sys\nif rank == {ranks - 1}: print('a'); sys.exit('that is why')")
@@ -292,7 +370,7 @@ def test_last_lines_are_not_printed_twice_in_a_row(ranks):
 
 
 def test_no_last_lines_after_an_interrupt():
-    program = "import time; print('start')\ntry: time.sleep(30)\nexcept KeyboardInterrupt: raise SystemExit(3)"
+    program = "import time\ntry:\n print('start')\n time.sleep(30)\nexcept KeyboardInterrupt: raise SystemExit(3)"
     with running(3, program) as job:
         job.send_signal(signal.SIGINT)
         _, errors = job.communicate(timeout=10)

@@ -1,5 +1,6 @@
 """Which devices join two ranks: by shared memory, by RDMA between hosts, by TCP; and that both sides choose alike."""
 
+import dataclasses
 import ipaddress
 
 import pytest
@@ -11,6 +12,7 @@ from mlxdist.verbs.device import GID_TYPES, Device, Gid
 from mlxdist.verbs.device_map import parse
 from mlxdist.verbs.gids import find_route
 from mlxdist.verbs.links import Link, Place, choose
+from mlxdist.verbs.queue_pairs import check_queue_pairs
 
 
 def gid(index: int, address: str, type_: str = "RoCE v2", prefix: int | None = 24) -> Gid:
@@ -497,3 +499,61 @@ def test_the_place_of_this_process():
     here = Place.here(b"identity", "host", "10.0.0.1", "soft")
     assert {d.provider for d in here.devices} == {"soft"} and Place.unpack(here.pack()).devices
     assert choose([here, here], 0).links[1] == MEMORY
+
+
+# Queue pairs
+
+
+def test_places_are_unpacked_with_the_queue_pairs_of_their_devices():
+    found = Place.unpack(place("a", dataclasses.replace(device("x"), limits={"max_qp": 11, "max_mr": 100})).pack())
+    assert found.devices[0].limits == {"max_qp": 11}
+    with pytest.raises(InvalidArgument, match="device x has -1 queue pairs"):
+        Place.unpack(found.pack().replace(b'"max_qp":11', b'"max_qp":-1'))
+
+
+def macs(hosts: str, ranks: int, max_qp: int = 11, provider: str = "librdma") -> list[Place]:
+    """``ranks`` on each, in order of the hosts, which one cable joins: b0 at a, a0 at b."""
+    ends = {"a": "10.0.0.1", "b": "10.0.0.2"}
+    limits = {"max_qp": max_qp} if max_qp else {}
+    devices = {
+        h: dataclasses.replace(device(f"{h}0", gid(1, ends[h]), provider=provider), limits=limits) for h in hosts
+    }
+    return [place(host, devices[host], tcp=(ends[host],)) for host in hosts for _ in range(ranks)]
+
+
+def check(places: list[Place], wires=None, **options) -> None:
+    """On every rank."""
+    check_queue_pairs(places, wires, lambda rank: choose(places, rank, **options))
+
+
+@pytest.mark.parametrize("max_qp", [11, 10, 0])
+def test_three_ranks_a_mac_need_more_queue_pairs_than_a_device_has(max_qp):
+    words = (
+        r"host a: a0 has 10 queue pairs, and 9 pairs of ranks over it would need 18: 2 each; it joins ranks 0, 1 and 2 "
+    )
+    words += r"to ranks 3, 4 and 5; start at most 2 ranks on each host \(2 \* 2 \* 2 = 8\), add cables, or .*=soft"
+    with pytest.raises(InvalidArgument, match=words):
+        check(macs("ab", 3, max_qp))
+    check(macs("ab", 2, max_qp))
+    check(macs("ab", 1, max_qp))
+
+
+def test_a_device_that_says_less():
+    with pytest.raises(
+        InvalidArgument, match="a0 has 3 queue pairs, and 4 pairs .* need 8.* at most 1 rank on each host"
+    ):
+        check(macs("ab", 2, 3))
+    check(macs("ab", 1, 3))
+
+
+def test_ranks_that_are_not_joined_need_none():
+    ring = {(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 0)}
+    check(macs("ab", 3), wires=ring | {(b, a) for a, b in ring})
+    check(macs("ab", 3), provider="soft")
+
+
+def test_cards_have_plenty():
+    check(macs("ab", 3, 1 << 17, "ibverbs"))
+    check(macs("ab", 3, 0, "ibverbs"))
+    with pytest.raises(InvalidArgument, match="a0 has 16 queue pairs"):
+        check(macs("ab", 3, 16, "ibverbs"))

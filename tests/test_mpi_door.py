@@ -39,6 +39,7 @@ def test_every_operation_in_two_halves_at_once(run_ranks, ranks):
         "layers",
         "graphs",
         "pending_at_exit",
+        pytest.param("pending_behind_work_at_exit", marks=pytest.mark.long),
         "pending_in_a_stream_at_exit",
         "without_streams_at_exit",
         "forked",

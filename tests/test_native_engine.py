@@ -8,8 +8,9 @@ from native_build import NATIVE, SANITIZE_MEMORY, SANITIZE_THREADS, build_progra
 LAYERS = ("verbs", "soft", "endpoint", "reduce", "collectives")
 INCLUDES = [f"-I{NATIVE / folder}" for folder in ("include", "verbs", "endpoint", "reduce", "collectives")]
 FLAGS = ["-std=gnu11", '-DMLXDIST_VERSION="0.0.0"', *INCLUDES]
-NAMES = [f"engine{of}_test" for of in ("", "_faults", "_cables", "_repair", "_keepalive", "_apple")]
-SLOW = ["engine_test", "engine_keepalive_test", "engine_faults_test", "engine_cables_test"]
+PARTS = ("", "_faults", "_cables", "_repair", "_keepalive", "_apple", "_odd", "_completions")
+NAMES = [f"engine{part}_test" for part in PARTS]
+SLOW = [f"engine{of}_test" for of in ("", "_keepalive", "_faults", "_cables", "_completions")]
 # For the thread sanitizer the ranks are threads of one process, so that it sees both sides of their shared memory.
 VARIANTS = {
     "optimized": ["-O2"],

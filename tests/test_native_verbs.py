@@ -1,5 +1,6 @@
 """The providers by name, the system's verbs library, and what goes wrong with verbs in words."""
 
+import ctypes
 import errno
 import sys
 from pathlib import Path
@@ -44,6 +45,18 @@ def make_library(folder: Path, *flags: str, versions: str = VERSIONS + NEWER_VER
 )
 def test_profiles_and_words(tmp_path, test):
     run_program(build(tmp_path, "verbs"), test)
+
+
+@on_linux
+def test_words_of_macs(tmp_path):
+    """macOS has one errno for a network that is not there and for one that it denies the program (TN3179)."""
+    library = build_program(
+        tmp_path / "explain.so", [NATIVE / "verbs" / "explain.c"], ["-D__APPLE__", "-shared", "-fPIC"]
+    )
+    text = ctypes.create_string_buffer(512)
+    ctypes.CDLL(str(library)).verbs_explain(b"connect", errno.EHOSTUNREACH, text, len(text))
+    assert text.value.startswith(b"No route to host: if ping reaches it, macOS denies this program the local network")
+    assert b"System Settings > Privacy & Security > Local Network" in text.value and text.value.endswith(b")")
 
 
 @pytest.mark.sanitize

@@ -7,6 +7,8 @@ from test_collectives import OPERATIONS
 
 DEVICES = {
     "apple-tb5": {"MLXDIST_SOFT_PROFILE": "apple-tb5"},
+    "apple-odd": {"MLXDIST_SOFT_PROFILE": "apple-odd"},
+    "losing-apple-odd": {"MLXDIST_SOFT_PROFILE": "apple-odd", "MLXDIST_INJECT": "lose=1/300"},
     "rxe": {"MLXDIST_SOFT_PROFILE": "rxe"},
     "lossy": {"MLXDIST_INJECT": "drop=1/100"},
     "lossy-apple-tb5": {"MLXDIST_SOFT_PROFILE": "apple-tb5", "MLXDIST_INJECT": "drop=1/100"},
@@ -14,20 +16,24 @@ DEVICES = {
 
 
 MATRIX = [("apple-tb5", 2), ("apple-tb5", 4), ("rxe", 3), ("lossy", 2), ("lossy", 4), ("lossy-apple-tb5", 3)]
+MATRIX += [("apple-odd", 2), ("apple-odd", 3), ("losing-apple-odd", 2)]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize(("device", "ranks"), MATRIX)
-def test_matrix(run_ranks, device, operation, ranks):
-    outputs = run_ranks("collectives.py", ranks, operation, timeout=300, environment=DEVICES[device])
-    assert f"{OPERATIONS[operation]} cases of {operation} on {ranks} ranks are exact" in outputs[0]
+def test_matrix(run_ranks, device, ranks):
+    """All operations in one job; the largest arrays are sent by test_collectives and test_large."""
+    outputs = run_ranks("collectives.py", ranks, "every", timeout=300, environment=DEVICES[device])
+    for operation in OPERATIONS:
+        assert f"112 cases of {operation} on {ranks} ranks are exact" in outputs[0]
 
 
 @pytest.mark.parametrize(
     ("profile", "ranks", "faults"),
     [
         pytest.param("apple-tb5", 2, "none", marks=pytest.mark.long),
+        ("apple-odd", 2, "none"),
+        pytest.param("apple-odd", 3, "drop=1/200,lose=1/500", marks=pytest.mark.long),
         pytest.param("rxe", 2, "none", marks=pytest.mark.long),
         ("apple-tb5", 2, "drop=1/100,duplicate=1/100,truncate=1/100,jitter=100"),
         pytest.param("rxe", 4, "drop=1/100,duplicate=1/100,truncate=1/100,jitter=100", marks=pytest.mark.long),

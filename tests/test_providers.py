@@ -27,6 +27,7 @@ def test_tcp_instead_of_shared_memory(run_ranks, ranks, cables):
     [
         ("MLXDIST_PROVIDER=soft", "MLXDIST_PROVIDER is auto on rank 0 and soft on rank 2"),
         ("MLXDIST_SOFT_WIRE=tcp", "MLXDIST_SOFT_WIRE is auto on rank 0 and tcp on rank 2"),
+        ("MLXDIST_SOFT_PROFILE=apple-tb5", "MLXDIST_SOFT_PROFILE is ideal on rank 0 and apple-tb5 on rank 2"),
         ("MLXDIST_CABLES=2", "MLXDIST_CABLES is 1 on rank 0 and 2 on rank 2"),
         ('MLXDIST_RDMA=[[null, "a"], ["a", null]]', "MLXDIST_RDMA is None on rank 0 and"),
     ],

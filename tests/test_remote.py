@@ -2,7 +2,9 @@
 
 import json
 import os
+import signal
 import socket
+import subprocess
 import sys
 import time
 
@@ -54,6 +56,36 @@ def test_what_goes_wrong_is_said_of_each_host(tmp_path, program, words):
         failed, fine = connections.call("who")
     assert isinstance(failed, CallError) and not failed.connected and words in str(failed), failed
     assert fine["mlxdist"] == __version__
+
+
+def test_ctrl_c_ends_what_runs_everywhere(tmp_path):
+    """`config --install`, whose pip may need half an hour on each host."""
+    ssh = fake_ssh(tmp_path, "print('here', file=open(sys.argv[-2] + '.here', 'w'))\nsubprocess.run(['sleep', '50'])")
+    command = [sys.executable, "-m", "mlxdist", "config", "--ssh", *ssh.ssh, "--hosts", "a,b", "--install"]
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        assert wait_for(lambda: all((tmp_path / f"{name}.here").exists() for name in "ab"))
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=10)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 1 and b"Aborted" in said and b"Traceback" not in said, said
+
+
+def test_a_mac_that_may_not_use_the_local_network(tmp_path, monkeypatch):
+    ssh = fake_ssh(tmp_path, "sys.exit('ssh: connect to host a port 22: No route to host')")
+    with Connections(["a"], ssh) as connections:
+        assert "Local Network" not in str(connections.call("who")[0])
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with Connections(["a"], ssh) as connections:
+        assert "System Settings > Privacy & Security > Local Network" in str(connections.call("who")[0])
 
 
 def test_only_what_is_listed_can_be_called():

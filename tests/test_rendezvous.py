@@ -1,7 +1,9 @@
 """The rendezvous: what the ranks exchange, and who is missing."""
 
+import errno
 import os
 import socket
+import sys
 import threading
 import time
 
@@ -89,6 +91,25 @@ def test_rank_0_may_start_late_and_bind_itself():
     members = at_once(late, lambda: Rendezvous(job.environment(1)))
     assert at_once(*(lambda m=m: m.all_gather(b"", "late") for m in members)) == [[b"", b""]] * 2
     at_once(*(lambda m=m: m.close() for m in members))
+
+
+def test_a_mac_that_may_not_use_the_local_network(monkeypatch):
+    """macOS answers as where there is no route; so it does here."""
+    job = Job(2, timeout=0.1)
+    words = "; if /usr/bin/nc or ping reaches it, macOS keeps this program from the local network"
+
+    def refuse(sock, address):
+        raise OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    with pytest.raises(errors.RendezvousError, match=r"No route to host\)") as without:
+        connect.connect(job.environment(1))
+    assert words not in str(without.value)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(errors.RendezvousError, match="System Settings > Privacy & Security > Local Network") as found:
+        connect.connect(job.environment(1))
+    assert words in str(found.value)
+    job.listener.close()
 
 
 def test_the_port_can_be_used_again_at_once():

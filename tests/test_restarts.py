@@ -205,3 +205,105 @@ def test_the_example_goes_on_from_its_checkpoint(tmp_path):
     assert sorted(path.name for path in checkpoints.iterdir()) == [f"step-000000{n}.safetensors" for n in (32, 40)]
     first, second = ((folder / "model" / "model.safetensors").read_bytes() for folder in folders)
     assert first == second
+
+
+# As in docs/launch.md: 100 steps of a training that adds 2 to its weights, and fails once.
+RECIPE = """
+import os, sys, mlx.core as mx, mlxdist
+folder, other_run = sys.argv[1], "--resume" in sys.argv
+weights, step = mx.zeros(1), 0
+path = mlxdist.latest_checkpoint(folder)
+if path is not None:
+    tree, step = mlxdist.load_checkpoint(path, other_run=other_run)
+    weights = tree["weights"]
+for step in range(step + 1, 101):
+    weights = weights + 2
+    if step % 10 == 0:
+        if mlxdist.get_rank() == 0:
+            mlxdist.save_checkpoint(folder, {"weights": weights}, step)
+        mlxdist.meet()
+    if step == 55 and os.environ["MLXDIST_RESTART"] == "0":
+        sys.exit("lost a rank")
+print("weights", weights.item(), flush=True)
+"""
+
+
+def recipe(folder, *arguments, ranks=2):
+    (folder / "recipe.py").write_text(RECIPE)
+    program = [sys.executable, str(folder / "recipe.py"), str(folder / "checkpoints"), *arguments]
+    return launch(ranks, *program, options=["--max-restarts", "1"], timeout=120)
+
+
+@pytest.mark.long
+def test_a_restart_goes_on_with_the_checkpoints_of_its_own_run(tmp_path):
+    job = recipe(tmp_path)
+    assert job.returncode == 0, job.stderr
+    assert sorted(job.stdout.splitlines()) == [b"[0] weights 200.0", b"[1] weights 200.0"]
+
+    (tmp_path / "checkpoints" / "step-00000100.safetensors").unlink()
+    again = recipe(tmp_path, ranks=1)
+    assert (again.returncode, again.stdout) == (1, b"")
+    assert re.search(rb"step-00000090.safetensors is of another run, [0-9a-f]{16}; .* other_run=True\)", again.stderr)
+    again = recipe(tmp_path, "--resume", ranks=1)
+    assert (again.returncode, again.stdout) == (0, b"[0] weights 200.0\n"), again.stderr
+
+
+# The recipe of the documentation until now: it looks for a checkpoint after a restart alone.
+FOREIGN = """
+import os, sys, mlx.core as mx, mlxdist
+weights, step = mx.zeros(1), 0
+if os.environ["MLXDIST_RESTART"] != "0" and (path := mlxdist.latest_checkpoint(sys.argv[1])):
+    tree, step = mlxdist.load_checkpoint(path)
+    weights = tree["weights"]
+for step in range(step + 1, 101):
+    weights = weights + 2
+    if step % 10 == 0:
+        mlxdist.save_checkpoint(sys.argv[1], {"weights": weights}, step)
+print("weights", weights.item(), flush=True)
+"""
+
+
+def test_a_restart_does_not_go_on_with_the_checkpoint_of_another_run(tmp_path):
+    """The weights would be 40.0 and the status 0, where 200.0 is right."""
+    save = "import sys, mlx.core as mx, mlxdist; mlxdist.save_checkpoint(sys.argv[1], {'weights': mx.zeros(1)}, 80)"
+    assert launch(1, sys.executable, "-c", save, str(tmp_path)).returncode == 0
+    job = launch(1, sys.executable, "-c", FOREIGN, str(tmp_path), options=["--max-restarts", "1"], timeout=60)
+    assert (job.returncode, job.stdout) == (1, b""), job
+    assert re.search(rb"save_checkpoint: .* has a checkpoint of step 80 of another run", job.stderr)
+    assert re.search(rb"load_checkpoint: .*step-00000080.safetensors is of another run", job.stderr)
+
+
+# A model that is cut over the ranks, saved every 10, 8 and 5 steps. Rank 1 dies in the first save of the first start,
+# when rank 0 may have its part, and in the second save of the second.
+KILLED_BETWEEN_THE_PARTS = """
+import os, sys, mlx.core as mx, mlxdist
+group, start = mlxdist.init(), int(os.environ["MLXDIST_RESTART"])
+saves, replace = [0], os.replace
+def die(*paths):
+    saves[0] += 1
+    if group.rank() == 1 and saves[0] == start + 1 < 3:
+        os.kill(os.getpid(), 9)
+    replace(*paths)
+os.replace = die
+weights, step = mx.zeros(1), 0
+path = mlxdist.latest_checkpoint(sys.argv[1], group=group)
+if path is not None:
+    tree, step = mlxdist.load_checkpoint(path, group=group)
+    weights = tree["weights"]
+print("from", step, flush=True)
+for step in range(step + 1, 31):
+    weights = weights + 2
+    if step % (10, 8, 5)[start] == 0:
+        mlxdist.save_checkpoint(sys.argv[1], {"weights": weights}, step, group=group)
+print("weights", weights.item(), flush=True)
+"""
+
+
+@pytest.mark.long
+def test_a_job_that_was_killed_between_the_parts_goes_on(tmp_path):
+    options = ["--max-restarts", "2"]
+    program = [sys.executable, "-c", KILLED_BETWEEN_THE_PARTS, str(tmp_path)]
+    job = launch(2, *program, options=options, timeout=120)
+    assert job.returncode == 0, job.stderr
+    lines = [line.removeprefix("[0] ") for line in job.stdout.decode().splitlines() if line.startswith("[0]")]
+    assert lines == ["from 0", "from 0", "from 8", "weights 60.0"]

@@ -11,8 +11,8 @@ import pytest
 
 from mlxdist import mpi_door
 from mlxdist.environment import Environment
-from mlxdist.errors import EnvironmentVariableError
-from mlxdist.schedulers import Place, find_place
+from mlxdist.errors import EnvironmentVariableError, RendezvousError
+from mlxdist.schedulers import Place, find_place, refuse_launchers
 
 JOB = {"MLXDIST_RENDEZVOUS": "127.0.0.1:4711", "MLXDIST_SECRET": "ab" * 32}
 OMPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
@@ -77,6 +77,70 @@ def test_our_own_numbers_come_first():
 
 def test_without_a_job_they_mean_nothing():
     assert Environment.read(OMPI) == Environment()
+
+
+NCCL = {"MLX_RANK": "0", "MLX_WORLD_SIZE": "2", "NCCL_HOST_IP": "127.0.0.1", "NCCL_PORT": "1"}
+TORCH = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    "variables, words",
+    [
+        (OMPI, "mpirun has started 4 processes .* -n 4 -- .* MLXDIST_RENDEZVOUS and MLXDIST_SECRET"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "mpirun has started 2 processes"),
+        ({"PMIX_RANK": "1"}, "mpirun has started this process .* -n N -- "),
+        (STEP, "srun has started 4 processes"),
+        (NCCL, "mlx.launch has started 2 processes .MLX_RANK, MLX_WORLD_SIZE.* instead. For a group of one"),
+        (TORCH, "torchrun has started 2 processes"),
+    ],
+)
+def test_processes_of_another_launcher_are_no_groups_of_one(variables, words):
+    with pytest.raises(RendezvousError, match=words):
+        refuse_launchers(variables)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"},  # a batch script
+        NCCL | {"MLX_WORLD_SIZE": "1"},
+        {"MLX_RANK": "1", "MLX_WORLD_SIZE": "2"},  # of a rank of ours, in a process of its own
+        {"MLX_RANK": "0", "MLX_HOSTFILE": os.devnull},  # mlx.launch -n 1
+        {"RANK": "0", "WORLD_SIZE": "2"},  # of anything
+    ],
+)
+def test_a_process_alone_is_a_group_of_one(variables):
+    refuse_launchers(variables)
+
+
+INIT = "import mlxdist; print(mlxdist.init().size())"
+
+
+def init(*command, **variables):
+    command = [*command, sys.executable, "-c", INIT]
+    return subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("variable", ["MLX_HOSTFILE", "MLX_IBV_DEVICES"])
+def test_init_under_mlx_launch(tmp_path, variable):
+    """With the variables and the file that mlx.launch gives its ranks; it prints 1 without this check."""
+    file = tmp_path / "ranks.json"
+    file.write_text('[["127.0.0.1:5000"], ["127.0.0.1:5001"]]')
+    job = init(MLX_RANK="0", **{variable: str(file)})
+    assert job.returncode == 1 and "mlx.launch has started 2 processes" in job.stderr, job.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["mpirun", "mlx.launch"])
+def test_init_under_the_real_launcher(launcher):
+    words = {"mpirun": ["mpirun", "--host", "localhost:2"], "mlx.launch": ["mlx.launch", "-n", "2", "--"]}[launcher]
+    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    if not shutil.which(words[0], path=path):
+        pytest.skip(f"no {launcher} here")
+    job = init(*words, PATH=path, OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+    assert f"{launcher} has started 2 processes" in job.stdout + job.stderr, job
 
 
 PROGRAMS = {

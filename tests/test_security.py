@@ -110,6 +110,7 @@ def test_rank_0_has_to_prove_itself_too():
             sock, _ = listener.accept()
             framing = Framing()
             sock.sendall(framing.frame(Kind.CHALLENGE, MAGIC + b"n" * NONCE_BYTES))
+            assert read_frame(sock, framing)[0] == Kind.KNOCK
             hello = read_frame(sock, framing)[1]
             sock.sendall(framing.frame(Kind.WELCOME, hello[NONCE_BYTES:]))
             sock.recv(1)
@@ -128,6 +129,7 @@ def test_proofs_and_tags_are_compared_in_constant_time(monkeypatch):
     with group(2) as members:
         at_once(*(lambda m=m: m.barrier("x") for m in members))
     assert compared.count(32) == 2, "the proof of each side"
+    assert compared.count(64) == 1, "that a rank has knocked"
     assert compared.count(16) >= 4, "the tags of frames"
 
 

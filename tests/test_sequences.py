@@ -7,10 +7,15 @@ A program is data, so that one that fails is reduced to its shortest form and ca
       {"do": "split", "group": g, "colors": [...], "keys": [...]}     one of each for every rank of the world
       {"do": "forget", "group": g}                                    nobody holds on to these groups any more
       {"do": "burst", "groups": [...], "each": operation, ...}        the same operation in all of them, with handles
+      {"do": "threads", "each": [...]}                                operations, of each group in a thread of its own
       {"do": operation, "group": g, "how": ..., ...}
+
+What the main thread has handed to MLX (how: async) goes on beside operations of other groups that are carried out at
+once.
 """
 
 import json
+import random
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -25,64 +30,65 @@ DTYPES = ["float32", "float16", "bfloat16", "int8", "int64", "uint16", "bool", "
 ROWS = [1, 0, 3, 100, 992, 993, 9000, 40_000, 100_000]
 
 
-@st.composite
-def operation(draw, groups):
-    how = draw(st.sampled_from(["at once", "handle", "in place", "mlx"]))
+def operation(random, groups, ways=("at once", "handle", "in place", "mlx", "async")):
+    how = random.choice(ways)
     return {
-        "do": draw(st.sampled_from(OPERATIONS)),
-        "group": draw(st.sampled_from(groups)),
+        "do": random.choice(OPERATIONS),
+        "group": random.choice(groups),
         "how": how,
-        "wait_after": draw(st.integers(1, 8)) if how == "handle" else 0,
-        "dtype": draw(st.sampled_from(DTYPES[:1] + ["int32"] if how == "mlx" else DTYPES)),
-        "op": draw(st.sampled_from(["sum", "max", "min", "prod"])),
-        "root": draw(st.integers(0, 7)),
-        "rows": draw(st.sampled_from(ROWS)),
-        "row": draw(st.sampled_from([[], [1], [2, 3]])),
+        "wait_after": random.randint(1, 8) if how in ("handle", "async") else 0,
+        "dtype": random.choice(["float32", "int32"] if how in ("mlx", "async") else DTYPES),
+        "op": random.choice(["sum", "max", "min", "prod"]),
+        "root": random.randint(0, 7),
+        "rows": random.choice(ROWS),
+        "row": random.choice([[], [1], [2, 3]]),
     }
+
+
+def make_steps(random, ranks, count):
+    steps, groups, made = [], [0], 1
+    for _ in range(count):
+        kind = random.choice(["operation"] * 8 + ["burst", "threads", "split", "forget"])
+        if kind == "split" and len(groups) < 5:
+            colors, keys = ([random.randint(-1, most) for _ in range(ranks)] for most in (2, 3))
+            steps.append({"do": "split", "group": random.choice(groups), "colors": colors, "keys": keys})
+            groups.append(made)
+            made += 1
+        elif kind == "forget" and len(groups) > 1:
+            steps.append({"do": "forget", "group": groups.pop(random.randint(1, len(groups) - 1))})
+        elif kind == "threads":
+            ways = ["at once", "in place", "mlx"]
+            each = [operation(random, groups, ways) for _ in range(random.randint(1, 8))]
+            steps.append({"do": "threads", "each": each})
+        else:
+            step = operation(random, groups)
+            if kind == "burst":
+                step |= {"do": "burst", "each": random.choice(OPERATIONS[:-1]), "groups": list(groups)}
+                step["dtype"] = random.choice(DTYPES)
+            steps.append(step)
+    return steps
 
 
 @st.composite
 def programs(draw):
     ranks = draw(st.integers(1, 8))
-    steps, groups, made = [], [0], 1
-    for _ in range(draw(st.integers(1, 25))):
-        kind = draw(st.sampled_from(["operation"] * 8 + ["burst", "split", "forget"]))
-        if kind == "split" and len(groups) < 5:
-            steps.append(
-                {
-                    "do": "split",
-                    "group": draw(st.sampled_from(groups)),
-                    "colors": draw(st.lists(st.integers(-1, 2), min_size=ranks, max_size=ranks)),
-                    "keys": draw(st.lists(st.integers(-1, 3), min_size=ranks, max_size=ranks)),
-                }
-            )
-            groups.append(made)
-            made += 1
-        elif kind == "forget" and len(groups) > 1:
-            steps.append({"do": "forget", "group": groups.pop(draw(st.integers(1, len(groups) - 1)))})
-        else:
-            step = draw(operation(groups))
-            if kind == "burst":
-                step |= {"do": "burst", "each": draw(st.sampled_from(OPERATIONS[:-1])), "groups": list(groups)}
-                step["dtype"] = draw(st.sampled_from(DTYPES))
-            steps.append(step)
     return {
         "ranks": ranks,
         "algorithm": draw(st.sampled_from(["auto", "auto", "direct", "mesh", "ring", "doubling", "tree"])),
         "connect_at_start": draw(st.sampled_from([8, 8, 8, 1])),
         "faults": draw(st.sampled_from(["", "", "", "drop=1/100,duplicate=1/100"])) if ranks > 1 else "",
-        "steps": steps,
+        "steps": make_steps(draw(st.randoms(use_true_random=False)), ranks, draw(st.integers(1, 25))),
     }
 
 
-def check(run_ranks, folder, program):
+def check(run_ranks, folder, program, seconds=40):
     file = folder / "program.json"
     file.write_text(json.dumps(program, indent=1))
     environment = {
         "MLXDIST_ALGO": program["algorithm"],
         "MLXDIST_CONNECT_AT_START": str(program["connect_at_start"]),
     }
-    outputs = run_ranks("sequences.py", program["ranks"], file, timeout=40, environment=environment)
+    outputs = run_ranks("sequences.py", program["ranks"], file, timeout=seconds, environment=environment)
     assert all(f"{len(program['steps'])} steps are exact" in output for output in outputs)
 
 
@@ -102,3 +108,13 @@ def test_programs(run_ranks, tmp_path, program):
 def test_many_programs(run_ranks, tmp_path, program):
     """Others each time."""
     check(run_ranks, tmp_path, program)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed, ranks, faults", [(1, 2, ""), (2, 3, "drop=1/200,duplicate=1/200"), (3, 4, "")])
+def test_soak(run_ranks, tmp_path, seed, ranks, faults):
+    """Hundreds of steps in one job: overlapping groups, at once and with handles, lazy, evaluated meanwhile, in
+    threads."""
+    steps = make_steps(random.Random(seed), ranks, 300)
+    program = {"ranks": ranks, "algorithm": "auto", "connect_at_start": 8, "faults": faults, "steps": steps}
+    check(run_ranks, tmp_path, program, seconds=120)

@@ -148,6 +148,23 @@ def test_engine_on_the_library(run_ranks, library_folder, cables):
     assert "112 cases of all_sum on 2 ranks are exact" in outputs[0]
 
 
+@linux
+def test_ranks_that_share_a_device_of_ten_queue_pairs(run_ranks, library_folder):
+    """As three ranks on each of two Macs with one cable: rejected on all, before there is a queue pair."""
+    cable = [[None if (a < 3) == (b < 3) else f"soft{a // 3}" for b in range(6)] for a in range(6)]
+    outputs = run_ranks(
+        "collectives.py", 6, "every", status=None,
+        environment={
+            "LD_LIBRARY_PATH": str(library_folder),
+            "SOFTVERBS_PROFILE": "apple-tb5",
+            "MLXDIST_PROVIDER": "ibverbs",
+            "MLXDIST_RDMA": json.dumps(cable),
+        },
+    )  # fmt: skip
+    words = "soft0 has 10 queue pairs, and 9 pairs of ranks over it would need 18: 2 each; it joins ranks 0, 1 and 2 to"
+    assert [words in output for output in outputs] == [True] * 6, outputs
+
+
 @pytest.mark.parametrize("name", ["SOFTVERBS_PROFILE", "SOFTVERBS_FAULTS", "SOFTVERBS_HOST"])
 def test_unknown_settings_are_named(tmp_path, own_header, name):
     """A program sees no more than an error of the call; the user is told the rest."""

@@ -4,11 +4,32 @@ import pytest
 from rank_counts import one_to_four
 
 
+# Where compilers would take most of the time: the same without them.
+INTERPRETED = {"MLX_DISABLE_COMPILE": "1"}
+
+
 @one_to_four(2)
 def test_as_the_dense_layer(run_ranks, ranks):
-    """Llama and Qwen3, GQA, fewer KV heads than ranks, uneven parts; prefill, tokens, a trimmed cache."""
-    outputs = run_ranks("split_block.py", ranks, "layers", "counts", "in_place", "bad_input", timeout=120)
+    """Llama and Qwen3, GQA, fewer KV heads than ranks, uneven parts; prefill, tokens, a trimmed cache; bad input."""
+    outputs = run_ranks("split_block.py", ranks, "layers", "bad_input", environment=INTERPRETED)
     assert all("close" in output for output in outputs)
+
+
+@one_to_four(2)
+def test_counts_and_writing_in_place(run_ranks, ranks):
+    assert all("close" in output for output in run_ranks("split_block.py", ranks, "counts", "in_place"))
+
+
+@pytest.mark.long
+@one_to_four()
+def test_as_the_dense_layer_when_compiled(run_ranks, ranks):
+    assert all("close" in output for output in run_ranks("split_block.py", ranks, "layers", timeout=120))
+
+
+@one_to_four()
+def test_other_caches(run_ranks, ranks):
+    """Rotating, quantized and batched caches between compiled parts."""
+    assert all("close" in output for output in run_ranks("split_block.py", ranks, "caches", timeout=120))
 
 
 @one_to_four()

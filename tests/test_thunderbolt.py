@@ -3,9 +3,12 @@
 What breaks one of the device's rules is refused, so that a job works is a test of all of them (docs/thunderbolt.md).
 """
 
+import os
 import re
 
 import pytest
+
+from mlxdist.verbs.device import port_remedy
 
 CLOSED = re.compile(
     r"device (soft\d+) is closed: first its queue pairs \((\d+)\), then regions \((\d+)\), "
@@ -71,3 +74,31 @@ def test_signs_of_life(run_ranks):
     environment = {"MLXDIST_SOFT_PROFILE": "apple-tb5", "MLXDIST_KEEPALIVE": "0.02", "MLXDIST_INJECT": "idle=500"}
     outputs = run_ranks("pause.py", 2, 1.5, environment=environment)
     assert all(output.startswith("0 made anew, 0 lost") for output in outputs)
+
+
+@pytest.mark.parametrize("on_first_use", [{}, {"MLXDIST_CONNECT_AT_START": "1"}])
+def test_a_port_in_a_bridge(run_ranks, on_first_use):
+    """Every rank says what the error number means, in the words that `mlxdist doctor` has for it."""
+    environment = {"MLXDIST_SOFT_PROFILE": "apple-odd", "MLXDIST_INJECT": "bridge=on"} | on_first_use
+    outputs = run_ranks("thunderbolt.py", 2, "returns", status=None, environment=environment)
+    assert all("modify_qp to RTR on the eager queue pair of rank" in output for output in outputs), outputs
+    assert all(port_remedy() in output for output in outputs), outputs
+    assert not any("MLXDIST_PROVIDER=soft" in output for output in outputs), outputs  # it is what they use
+
+
+@pytest.mark.long
+def test_domains_of_killed_ranks(run_ranks, tmp_path):
+    """A killed rank leaves its protection domain; the eleventh time the next job says what that means."""
+    leaked = f"mlxdist-{os.getuid()}-domain-soft0-1"
+    environment = {"MLXDIST_SOFT_PROFILE": "apple-odd", "XDG_RUNTIME_DIR": str(tmp_path)}
+    run_ranks("thunderbolt.py", 2, "SIGKILL", status=None, environment=environment)
+    assert [file.name for file in tmp_path.glob("mlxdist-*-domain-*")] == [f"{leaked}-0"]
+    for n in range(1, 11):
+        (tmp_path / f"{leaked}-{n}").touch()
+    outputs = run_ranks("thunderbolt.py", 2, "returns", status=None, environment=environment)
+    assert all("device soft0 of provider soft/apple-odd: alloc_pd failed: " in output for output in outputs), outputs
+    assert all("`ioclasscount AppleThunderboltRDMAProtectionDomain`" in output for output in outputs), outputs
+    for file in tmp_path.glob("mlxdist-*-domain-*"):
+        file.unlink()
+    run_ranks("thunderbolt.py", 2, "returns", environment=environment)
+    assert not list(tmp_path.glob("mlxdist-*-domain-*"))

@@ -87,6 +87,9 @@ SIZES = {
     "vocab_size": 96,
     "vocab_size_per_layer_input": 96,
 }
+HEADS = ("n_head", "n_heads", "num_attention_heads", "num_heads", "swa_num_attention_heads")
+KV_HEADS = ("kv_n_heads", "n_kv_heads", "num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads")
+WIDTHS = ("block_dim", "d_model", "hidden_dim", "hidden_size", "model_dim", "n_embd")
 # For fields without a default and not in SIZES.
 REQUIRED = {"bool": False, "float": 1.0, "int": 4, "str": "", "Dict": None, "dict": None}
 _MIXED = ["sliding_attention", "full_attention"] * (LAYERS // 2)
@@ -156,6 +159,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_layer_freq": 1,
     },
     "gptj": {"rotary_dim": 8},
+    "granite": {"residual_multiplier": 0.22},  # as all that IBM has published
     "granitemoehybrid": {
         "layer_types": ["mamba", "attention"] * (LAYERS // 2),
         "mamba_n_heads": 8,
@@ -320,6 +324,8 @@ NOT_COMPARED = {
     "bitnet": "its layers are Metal kernels",
     "muse_spark": "its attention is a Metal kernel",
 }
+# Models that mlx-lm itself cannot train, cut or not.
+NOT_TRAINED = {"recurrent_gemma": "mlx-lm's Model is no complete nn.Module, which MLX needs to freeze and train it"}
 
 
 def model_files() -> list[str]:
@@ -354,11 +360,24 @@ def config_of(name: str) -> dict[str, Any]:
     return config
 
 
-def build(name: str, seed: int = 0, **fields: Any) -> nn.Module:
-    """The tiny model of a model file, with random float32 parameters; lazy. `fields` are for its configuration."""
+def with_heads(config: Any, heads: int, kv_heads: int) -> Any:
+    """A configuration with other numbers of heads, and the width of these, wherever it has them."""
+    if not isinstance(config, dict):
+        return [with_heads(item, heads, kv_heads) for item in config] if isinstance(config, list) else config
+    numbers = dict.fromkeys(HEADS, heads) | dict.fromkeys(KV_HEADS, kv_heads) | dict.fromkeys(WIDTHS, 16 * heads)
+    return {
+        key: numbers[key] if type(value) is int and key in numbers else with_heads(value, heads, kv_heads)
+        for key, value in config.items()
+    }
+
+
+def build(name: str, seed: int = 0, heads: tuple[int, int] | None = None, **fields: Any) -> nn.Module:
+    """The tiny model of a model file, with random float32 parameters; lazy. `fields` are for its configuration,
+    `heads` are the numbers of heads and KV heads, if they are to be others."""
     module = importlib.import_module(f"mlx_lm.models.{name}")
     mx.random.seed(seed)
-    model = module.Model(module.ModelArgs.from_dict(config_of(name) | fields))
+    config = config_of(name) | fields
+    model = module.Model(module.ModelArgs.from_dict(with_heads(config, *heads) if heads else config))
     # Biases, sinks and norms begin as zeros and ones, with which it would not show where they are cut wrongly.
     noise = lambda array: array + 0.1 * mx.random.normal(array.shape, array.dtype)  # noqa: E731
     floats = (mx.float32, mx.float16)

@@ -90,7 +90,7 @@ def collectives(
         "pinned": pinned,
     }
     steps = len(operations) * len(dtypes) * len(parameters["sizes"])
-    module = ["-m", "mlxdist.bench.collectives_rank"]
+    module = "mlxdist.bench.collectives_rank"
     results = run(module, parameters, ranks, steps, title="collectives", chosen=chosen)
     results |= {"benchmark": "collectives", "level": level, "rounds": rounds}
     results["cases"] = [withhold(case) for case in results["cases"]]

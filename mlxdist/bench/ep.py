@@ -119,7 +119,7 @@ def ep(
         "rounds": rounds,
         "pinned": pinned,
     }
-    module, steps = ["-m", "mlxdist.bench.ep_rank"], len(shapes) * len(tokens)
+    module, steps = "mlxdist.bench.ep_rank", len(shapes) * len(tokens)
     results = run(module, parameters, ranks, steps, title="ep", variables=ONE_THREAD, chosen=chosen)
     results |= {"benchmark": "ep", "sharded": sharded, "rounds": rounds}
     for case in results["cases"]:

@@ -37,7 +37,7 @@ def fragmentation(
         problem = f"{format_size(size)} are too few for {pieces} pieces of float32"
         raise click.BadParameter(problem, param_hint="--bytes")
     parameters = {"bytes": size, "pieces": pieces, "rounds": rounds}
-    module = ["-m", "mlxdist.bench.fragmentation_rank"]
+    module = "mlxdist.bench.fragmentation_rank"
     results = run(module, parameters, ranks, 4, title="fragmentation", chosen=chosen) | {"benchmark": "fragmentation"}
     written = write_results(results, as_json, output, _print)
     sys.exit(1 if not written or any(case["wrong"] for case in results["cases"]) else 0)

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..hostfile.options import Chosen
 from ..output_file import is_written
+from ..own_python import own_module
 
 __all__ = [
     "MOST_RANKS",
@@ -49,7 +50,7 @@ RANKS_OPTION = click.option(
 
 
 def run(
-    rank_command: Sequence[str],
+    module: str,
     parameters: Mapping[str, Any],
     ranks: int,
     steps: int,
@@ -59,10 +60,10 @@ def run(
     variables: Mapping[str, str] | None = None,
     chosen: Chosen = THIS_MACHINE,
 ) -> dict[str, Any]:
-    """Runs a command as all ranks; its module must call `serve`.
+    """Runs a module of mlxdist as all ranks; it must call `serve`.
 
     Args:
-        rank_command: what comes after the Python interpreter: ``["-m", "mlxdist.bench.collectives_rank"]``.
+        module: that of the ranks, such as "mlxdist.bench.collectives_rank".
         parameters: handed to the ranks, as JSON.
         ranks: of all hosts together; see `number_of_ranks`.
         steps: how many cases will come, for the progress bar.
@@ -77,7 +78,7 @@ def run(
         click.ClickException: a rank failed; its own output has said why.
     """
     start = _launch(ranks, variables or {}, chosen, under_mpirun)
-    command = [*start, chosen.python or sys.executable, *rank_command, json.dumps(dict(parameters))]
+    command = [*start, *own_module(module, json.dumps(dict(parameters)), python=chosen.python)]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
         try:
             found = _follow(process, steps, title)
@@ -140,7 +141,7 @@ def _follow(process: subprocess.Popen, steps: int, title: str) -> list[dict[str,
 
 
 def _launch(ranks: int, variables: Mapping[str, str], chosen: Chosen, under_mpirun: bool) -> list[str]:
-    words = [sys.executable, "-m", "mlxdist", "launch"]
+    words = own_module("mlxdist", "launch")
     if under_mpirun:
         words += ["--backend", "mpi", "--mpi-arg", "--allow-run-as-root --oversubscribe --bind-to none"]
     settings = [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]

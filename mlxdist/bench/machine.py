@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..environment import OF_JOB
+from ..verbs.facts import system_release
 
 __all__ = ["describe_command", "describe_machine", "relevant"]
 
@@ -33,7 +34,7 @@ def describe_machine() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "system": platform.system(),
-        "release": platform.mac_ver()[0] or platform.release(),
+        "release": system_release(),
         "kernel": platform.version(),
         "architecture": platform.machine(),
         "cpu": cpu_model(),

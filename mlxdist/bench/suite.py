@@ -186,7 +186,7 @@ def _run(
 ) -> dict[str, Any]:
     """One job; its first case is what the ranks say of themselves."""
     return run(
-        ["-m", "mlxdist.bench.suite_rank"],
+        "mlxdist.bench.suite_rank",
         parameters | {"backends": backends},
         ranks,
         1 + len(parameters["plan"]),

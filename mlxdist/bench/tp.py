@@ -127,7 +127,7 @@ def measure_layers(
         "pinned": pinned,
     }
     results = run(
-        ["-m", "mlxdist.bench.tp_rank"],
+        "mlxdist.bench.tp_rank",
         parameters,
         RANKS,
         len(cases) + len(models),

@@ -148,9 +148,8 @@ def compiled(layer: nn.Module, inputs: Inputs) -> Callable[..., mx.array]:
 def whole_graph(block: SplitBlock) -> Callable[..., mx.array]:
     """A SplitBlock as one compiled function, its two all_sum inside."""
 
-    def pure(h: mx.array, keys: mx.array | None, values: mx.array | None, *where: object) -> tuple[mx.array, ...]:
-        h, r, keys, values = block.segments(h, None, keys, values, Positions(*where))
-        return h + r, keys, values
+    def pure(x: mx.array, keys: mx.array | None, values: mx.array | None, *where: object) -> tuple[mx.array, ...]:
+        return block.segments(x, keys, values, Positions(*where))
 
     function = mx.compile(pure)
 

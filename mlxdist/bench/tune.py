@@ -59,7 +59,7 @@ def tune(
     parameters = {"sizes": sizes, "rounds": rounds, "sizeless": SIZELESS}
     steps = (len(tuning.TUNED) - 1) * len(sizes) + 1
     variables = {"MLXDIST_TUNING": "none", "MLXDIST_ALGO": "auto"}  # both would be mistaken for the built-in choice
-    module = ["-m", "mlxdist.bench.tune_rank"]
+    module = "mlxdist.bench.tune_rank"
     results = run(module, parameters, ranks, steps, title="tune", variables=variables)
     rows = choose(results["cases"], ranks)
     results |= {"benchmark": "tune", "table": str(path), "rows": [vars(row) for row in rows]}

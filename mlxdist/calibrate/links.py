@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from ..errors import ResourceError
 from ..hostfile import save
 from ..hostfile.options import Chosen
+from ..own_python import own_module
 
 __all__ = ["measure_links"]
 
@@ -32,10 +32,10 @@ def measure_links(chosen: Chosen, seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="mlxdist-calibrate-") as folder:
         file = Path(folder, "hosts.json")
         save(replace(hostfile, hosts=hosts), file)
-        command = [sys.executable, "-m", "mlxdist", "launch", "--hostfile", str(file), "--ssh", shlex.join(chosen.ssh)]
+        command = own_module("mlxdist", "launch", "--hostfile", str(file), "--ssh", shlex.join(chosen.ssh))
         command += ["--python", chosen.python] * bool(chosen.python)
         command += ["--cwd", "/", "--no-prefix", "--timeout", f"{seconds + _MARGIN + len(hosts) ** 2:g}", "--"]
-        command += [chosen.python or sys.executable, "-m", "mlxdist.calibrate.link_rank", f"{seconds:g}"]
+        command += own_module("mlxdist.calibrate.link_rank", f"{seconds:g}", python=chosen.python)
         with subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ
         ) as job:

@@ -7,6 +7,7 @@
     steps.py        commands that set hosts up, and what takes them back; undo.py runs them and remembers that
     verify.py       whether each end reaches the other
     result.py       the hostfile
+    install.py      the same Python, mlxdist and MLX on all hosts
     command.py      the command line; report.py what it shows
 """
 

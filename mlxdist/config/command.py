@@ -54,6 +54,10 @@ _BACKENDS = ("mlxdist", "ring", "jaccl", "jaccl-ring")
     "--verify", "verifying", is_flag=True, help="Afterwards look whether each end of a cable reaches the other."
 )
 @click.option("--undo", is_flag=True, help="Take back what --auto-setup did, as rmlx-hosts.undo.json has it.")
+@click.option("--install", "installing", is_flag=True, help="Only install this mlxdist, MLX and Python on the hosts.")
+@click.option("--from", "source", metavar="WHEEL", help="--install this wheel, or from a folder of all wheels only.")
+@click.option("--with", "others", metavar="PACKAGE", multiple=True, help="--install this, too. May be repeated.")
+@click.option("--venv", metavar="DIR", help="Where --install makes the environment.  [default: ~/.mlxdist/venv]")
 @click.option(
     "--backend",
     type=click.Choice(_BACKENDS),
@@ -77,7 +81,15 @@ _BACKENDS = ("mlxdist", "ring", "jaccl", "jaccl-ring")
 )
 @click.option("--svg", metavar="FILE", help="Write the picture as SVG.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
-def config(chosen: Chosen, undo: bool, **options: Any) -> None:
+def config(
+    chosen: Chosen,
+    undo: bool,
+    installing: bool,
+    source: str | None,
+    others: tuple[str, ...],
+    venv: str | None,
+    **options: Any,
+) -> None:
     """Find the cables between hosts, give their ends addresses, and write the hostfile.
 
     \b
@@ -85,17 +97,27 @@ def config(chosen: Chosen, undo: bool, **options: Any) -> None:
         mlxdist config --hosts studio-a,studio-b --auto-setup --verify
         mlxdist config --hosts node0,node1 --over ethernet
         mlxdist config --undo                                         take the set-up back
+        mlxdist config --hosts studio-a,studio-b --install            the same versions as here, on all
 
-    Every command is shown with its host before it is run, and none is run without --auto-setup. Nothing of mlxdist has
-    to be installed on the hosts; ssh has to reach them without a password.
+    Every command that sets a host up is shown with its host before it is run, and none is run without --auto-setup;
+    --install shows what each host has afterwards. Nothing of mlxdist has to be installed on the hosts; ssh has to reach
+    them without a password.
 
     The exit status is 1 if a host does not answer, hosts are not joined, a command fails, or --verify finds something.
     """
+    if (source or others or venv) and not installing:
+        raise click.UsageError("--from, --with and --venv are for --install; give that, too.")
+    if installing and (undo or any(options[name] for name in ("dry_run", "auto_setup", "verifying"))):
+        raise click.UsageError("--install goes without --dry-run, --auto-setup, --verify and --undo; leave those out.")
     try:
         if undo:
             sys.exit(_undo(chosen, options["output"], options["dry_run"]))
         if chosen.hostfile is None:
             raise click.UsageError("Give --hosts A,B or --hostfile FILE.")
+        if installing:
+            from .install import DIRECTORY, install
+
+            sys.exit(install(chosen, source or "", venv or DIRECTORY, others))
         sys.exit(_Run(chosen, _Options(**options)).run())
     except InvalidArgument as error:
         raise click.ClickException(str(error)) from None

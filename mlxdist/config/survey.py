@@ -22,7 +22,7 @@ from .ports import (
 )
 from .thunderbolt import Receptacle, read_receptacles
 
-__all__ = ["SCRIPT", "Survey", "read_survey", "survey_hosts"]
+__all__ = ["SCRIPT", "Survey", "read_parts", "read_survey", "survey_hosts"]
 
 _SECONDS = 60.0  # system_profiler takes some, and networksetup asks for each service
 _MAX_BYTES = 16 << 20
@@ -124,7 +124,7 @@ def read_survey(name: str, text: str) -> Survey:
     Raises:
         InvalidArgument: it did not come to its end, or this is neither macOS nor Linux.
     """
-    parts = _parts(text)
+    parts = read_parts(text)
     if "end" not in parts:
         raise InvalidArgument(f"{name} does not answer all questions")
     system = parts.get("system", "").strip()
@@ -136,8 +136,8 @@ def read_survey(name: str, text: str) -> Survey:
     raise InvalidArgument(f"{name} runs {system[:40] or 'an unknown system'}, and only macOS and Linux are known here")
 
 
-def _parts(text: str) -> dict[str, str]:
-    """What the start files of a shell print stands before the first mark."""
+def read_parts(text: str) -> dict[str, str]:
+    """What each command of the script printed. What the start files of a shell print stands before the first mark."""
     marks = re.split(r"^@mlxdist:(.*)\n", text[:_MAX_BYTES], flags=re.MULTILINE)
     return dict(zip(marks[1::2], marks[2::2]))
 

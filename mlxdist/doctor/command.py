@@ -7,11 +7,13 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from ..hostfile.options import Chosen, host_options
+from ..output_file import OUTPUT_FILE
 
 if TYPE_CHECKING:
     from .cluster import Cluster, Question
@@ -29,6 +31,12 @@ __all__ = ["diagnose", "doctor", "question_of"]
 @click.option("--quick", is_flag=True, help="Measure nothing: no links, no GPU.")
 @click.option("--full", is_flag=True, help="Compare every byte of the model, not parts of its weights.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.option(
+    "--report",
+    "report_file",
+    type=OUTPUT_FILE,
+    help="Write everything that a bug report needs here, with private data left out. Takes minutes.",
+)
 @click.option("--exclude-failed", is_flag=True, help="Write a hostfile without the hosts that have failed: --output.")
 @click.option("--output", metavar="FILE", help="Where --exclude-failed writes.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND [ARGUMENTS]...]")
@@ -40,6 +48,7 @@ def doctor(
     quick: bool,
     full: bool,
     as_json: bool,
+    report_file: Path | None,
     exclude_failed: bool,
     output: str | None,
     command: tuple[str, ...],
@@ -51,18 +60,27 @@ def doctor(
         mlxdist doctor --hostfile rmlx-hosts.json
         mlxdist doctor --hosts node0,node1 -- python train.py --model ~/models/m
         mlxdist doctor --hostfile all.json --exclude-failed --output rmlx-hosts.json
+        mlxdist doctor --report report.md                        for a bug report: docs/first-contact.md
 
     Verdicts: ok; note, good to know; warn, a job runs, but worse than it could; fail, it would not run, or not rightly;
     skip, this could not be looked at. docs/doctor.md describes every check.
 
-    Exit status 0 if nothing has failed, else 1; with --exclude-failed, if nothing has on the hosts that are left.
+    Exit status 0 if nothing has failed, else 1; with --exclude-failed, if nothing has on the hosts that are left; with
+    --report, if the file is written.
     """
     if exclude_failed and (not output or chosen.hostfile is None):
         raise click.UsageError("--exclude-failed writes a hostfile: give --hostfile or --hosts, and --output.")
     if output and not exclude_failed:
         raise click.UsageError("--output is where --exclude-failed writes; give that, too.")
+    if report_file and (as_json or exclude_failed or quick):
+        raise click.UsageError("--report has every check, once: leave out --json, --quick and --exclude-failed.")
     folder = os.path.abspath(cwd or ".")
     question = question_of(chosen, command, script=script, model=model, folder=folder, quick=quick, full=full)
+    if report_file is not None:
+        from .diagnostics.command import make_report
+        from .diagnostics.sections import Context
+
+        sys.exit(make_report(Context(chosen, question, diagnose), report_file))
     cluster, results = diagnose(chosen, question)
 
     from . import report
@@ -112,8 +130,11 @@ def question_of(
     )
 
 
-def diagnose(chosen: Chosen, question: Question) -> tuple[Cluster, list[Result]]:
-    """Asks all hosts, runs a job on those that have passed, and says what all the checks find."""
+def diagnose(chosen: Chosen, question: Question, say: Say | None = None) -> tuple[Cluster, list[Result]]:
+    """Asks all hosts, runs a job on those that have passed, and says what all the checks find.
+
+    ``say``: shows which host is at what; None: on the terminal.
+    """
     from .checks import run_checks
     from .cluster import Job
     from .examine import examine
@@ -121,7 +142,7 @@ def diagnose(chosen: Chosen, question: Question) -> tuple[Cluster, list[Result]]
     from .job import run_job
 
     hosts = chosen.hosts()
-    with _progress([host.name for host in hosts]) as say:
+    with contextlib.nullcontext(say) if say else _progress([host.name for host in hosts]) as say:
         cluster = examine(hosts, chosen.reach, question, say)
         results = run_checks(cluster, after_job=False)
         failed = failed_hosts(cluster.names, results)

@@ -25,6 +25,9 @@ from ..errors import EnvironmentVariableError, ResourceError
 from ..host_identity import host_identity
 from ..launch.jobs import list_jobs, read_record
 from ..launch.runtime_folder import runtime_folder, try_lock
+from ..launch.supervisor import PROTECTION_DOMAINS
+from ..own_python import own_code
+from ..verbs.facts import system_release
 from ..version import __version__
 
 __all__ = ["allocate", "clock", "kernel_objects", "output_of", "power_settings", "read", "vm_statistics"]
@@ -34,7 +37,6 @@ _IMPORT_SECONDS = 60.0
 _RELEVANT = re.compile(r"(MLX|MLXDIST|OMP|OPENBLAS|VECLIB|MKL|HF|TRANSFORMERS|TOKENIZERS|PYTHON|DYLD|LD)_?[A-Z0-9_]*")
 _PRIVATE = re.compile(r"TOKEN|SECRET|PASSW|KEY")
 _MAX_VALUE = 4096
-_PROTECTION_DOMAINS = "AppleThunderboltRDMAProtectionDomain"
 _IMPORT = "import time; t = time.monotonic(); import mlx.core, mlxdist; mlxdist.init; print(time.monotonic() - t)"
 
 
@@ -68,7 +70,7 @@ def allocate(most: int, seconds: float = 20.0) -> dict[str, Any]:
     begin = time.monotonic()
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _ALLOCATE, str(size)],
+            own_code(_ALLOCATE, str(size)),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=seconds,
@@ -132,7 +134,7 @@ def _versions() -> dict[str, str]:
 def _system() -> str:
     if sys.platform == "darwin":
         build = output_of("sw_vers", "-buildVersion").strip()
-        return f"macOS {platform.mac_ver()[0]} ({build})"
+        return f"macOS {system_release()} ({build})"
     try:
         name = platform.freedesktop_os_release().get("PRETTY_NAME", "Linux")
     except OSError:
@@ -141,10 +143,10 @@ def _system() -> str:
 
 
 def _try_import() -> dict[str, Any]:
-    """In a process of its own, as ranks do it. -P: the folder that we are in has no say."""
+    """In a process of its own, as ranks do it."""
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-c", _IMPORT],
+            own_code(_IMPORT),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=_IMPORT_SECONDS,
@@ -248,7 +250,7 @@ def _jobs() -> dict[str, Any]:
         found["left"] = [name for name in _unlocked(runtime_folder()) if name not in names]
         found["orphans"] = _orphans({*names, ours})
     if sys.platform == "darwin":
-        found["domains"] = kernel_objects(output_of("ioclasscount", _PROTECTION_DOMAINS))
+        found["domains"] = kernel_objects(output_of("ioclasscount", PROTECTION_DOMAINS))
     elif os.path.isdir("/dev/shm"):
         mine = (path for path in Path("/dev/shm").glob("mlxdist*") if _owner(path) == os.getuid())
         found["shared_memory"] = sorted(map(str, mine))

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from typing import Any
+
+from ..own_python import own_module
 
 __all__ = ["crossing", "main"]
 
@@ -24,7 +25,7 @@ def crossing(seconds: float = _SECONDS) -> dict[str, Any]:
     for value in ("0", "1"):
         try:
             done = subprocess.run(
-                [sys.executable, "-P", "-m", "mlxdist.doctor.gpu"],
+                own_module("mlxdist.doctor.gpu"),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 timeout=seconds,

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
 import subprocess
-import sys
 import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..hostfile import Host, save
 from ..hostfile.options import Chosen
+from ..own_python import own_module
+from .checks.variables import FAST_SYNCH
 from .cluster import Job, Question
 from .probe_rank import MARK
 
-__all__ = ["run_job"]
+__all__ = ["Placement", "last_words", "output_of_command", "place_ranks", "run_job", "run_ranks"]
 
 _SECONDS = 60.0
 _SECONDS_A_PAIR = 5.0
@@ -25,13 +28,11 @@ _ALONE = 2  # ranks, where there is one host
 _AT_A_TIME = 8  # smaller jobs
 _MARGIN = 30.0
 _WORDS = 300
+_SHOWN_PROGRAM = "import mlxdist; mlxdist.barrier()"
 
 
 def run_job(chosen: Chosen, names: list[str], question: Question) -> Job:
     """Runs it on these hosts, and smaller ones where it fails. Never raises: what went wrong is in the answer."""
-    if chosen.hostfile is None:
-        on = ["-n", str(_ALONE)]
-        return _run([Host("localhost", _ALONE)], on, on, question)
     job = _run_on(names, chosen, question)
     if job.error and len(names) > 1:
         job = replace(job, culprits=_culprits(job, chosen, replace(question, quick=True)))
@@ -51,27 +52,72 @@ def _culprits(job: Job, chosen: Chosen, question: Question) -> tuple[Job, ...]:
         return alone or ((job,) if len(others) == 1 else failing([[first, other] for other in others]))
 
 
-def _run_on(names: list[str], chosen: Chosen, question: Question) -> Job:
+@dataclass(frozen=True)
+class Placement:
+    """Where ranks run: the launcher's options, and those to show to the user, who does not have the job's hostfile.
+
+    ``settings``: variables that the ranks need there, whatever the user sets.
+    """
+
+    hosts: tuple[Host, ...]
+    options: list[str]
+    shown: list[str]
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def place_ranks(chosen: Chosen, names: Sequence[str]) -> Iterator[Placement]:
+    """The ranks of these hosts, at least two; without a hostfile two on this machine."""
     given, options = chosen.hostfile, []
+    # The user's job has one rank on a Mac, where this is allowed; two are rejected.
+    settings = {FAST_SYNCH: "0"} if given is None or given.only(names).ranks == 1 else {}
+    if given is None:
+        on = ["-n", str(_ALONE)]
+        yield Placement((Host("localhost", _ALONE),), on, on, settings)
+        return
     hostfile = given.only(names).for_mlxdist()  # whatever the user's own job will take
     if len(names) < len(given.hosts):
         options += ["--include", ",".join(names)]
-    if hostfile.ranks == 1 < len(given.hosts):  # a rank alone sends nothing
-        hostfile = hostfile.with_ranks(_ALONE)
+    if hostfile.ranks == 1:  # a rank alone sends nothing
+        envs = [setting for setting in hostfile.envs if not setting.startswith(f"{FAST_SYNCH}=")]
+        hostfile = replace(hostfile.with_ranks(_ALONE), envs=(*envs, f"{FAST_SYNCH}=0"))
         options += ["-n", str(_ALONE)]
     reach = ["--ssh", shlex.join(chosen.ssh)] if chosen.ssh != ("ssh",) else []
     reach += ["--python", chosen.python] if chosen.python else []
-    # Of what the hostfile sets, only what it sets for these hosts.
-    left = {name: value for name, value in question.variables.items() if f"{name}={value}" not in given.envs}
     with tempfile.TemporaryDirectory(prefix="mlxdist-doctor-") as folder:
         path = Path(folder, "hosts.json")
         save(hostfile, path)
-        on, shown = ["--hostfile", str(path), *reach], ["--hostfile", "HOSTFILE", *options, *reach]
-        return _run(list(hostfile.hosts), on, shown, replace(question, variables=left))
+        shown = ["--hostfile", "HOSTFILE", *options, *reach]
+        yield Placement(hostfile.hosts, ["--hostfile", str(path), *reach], shown, settings)
 
 
-def _run(hosts: list[Host], on: list[str], shown: list[str], question: Question) -> Job:
-    """``on``: the launcher's options; ``shown``: what the user types, for whom the hostfile of this job is gone."""
+def run_ranks(
+    placement: Placement, words: Sequence[str], settings: Mapping[str, str], seconds: float, prefix: bool = False
+) -> tuple[int, str, str]:
+    """Runs a module of mlxdist, with its arguments, as the ranks: exit status, output and errors.
+
+    ``settings``: variables of theirs. ``prefix``: the rank in front of each line, which keeps lines of several apart.
+    """
+    on, settings = placement.options, {**settings, **placement.settings}
+    python = on[on.index("--python") + 1] if "--python" in on else ""
+    command = [*own_module("mlxdist"), "launch", *on, "--cwd", "/", "--timeout", f"{seconds:g}"]
+    command += [] if prefix else ["--no-prefix"]
+    command += [word for name, value in settings.items() for word in ("--env", f"{name}={value}")]
+    environment = {name: value for name, value in os.environ.items() if name not in settings}
+    command += ["--", *own_module(*words, python=python)]
+    return output_of_command(command, environment, seconds + _MARGIN)
+
+
+def _run_on(names: list[str], chosen: Chosen, question: Question) -> Job:
+    # Of what the hostfile sets, only what it sets for these hosts.
+    envs = chosen.hostfile.envs if chosen.hostfile is not None else ()
+    left = {name: value for name, value in question.variables.items() if f"{name}={value}" not in envs}
+    with place_ranks(chosen, names) as placement:
+        return _run(placement, replace(question, variables=left))
+
+
+def _run(placement: Placement, question: Question) -> Job:
+    hosts = placement.hosts
     names = tuple(host.name for host in hosts)
     ranks = sum(host.slots for host in hosts)
     links = not question.quick and len(hosts) > 1
@@ -80,16 +126,12 @@ def _run(hosts: list[Host], on: list[str], shown: list[str], question: Question)
     # What the hostfile and this shell set reaches the ranks anyway; of --env what matters here, and nothing private.
     given = {name: value for name, value in question.variables.items() if name.startswith(("MLX", "OMP"))} | settings
     parameters = {"hosts": [number for number, host in enumerate(hosts) for _ in range(host.slots)], "links": links}
-    python = on[on.index("--python") + 1] if "--python" in on else sys.executable
-    command = [sys.executable, "-m", "mlxdist", "launch", *on, "--cwd", "/", "--timeout", f"{seconds:g}", "--no-prefix"]
-    command += [word for name, value in given.items() for word in ("--env", f"{name}={value}")]
-    command += ["--", python, "-m", "mlxdist.doctor.probe_rank", json.dumps(parameters)]
-    again = shlex.join(["mlxdist", "launch", *shown, "--", "python", "-c", "import mlxdist; mlxdist.barrier()"])
-    environment = {name: value for name, value in os.environ.items() if name not in given}
-    status, output, errors = _output_of(command, environment, seconds + _MARGIN)
+    words = ["mlxdist.doctor.probe_rank", json.dumps(parameters)]
+    again = shlex.join(["mlxdist", "launch", *placement.shown, "--", "python", "-c", _SHOWN_PROGRAM])
+    status, output, errors = run_ranks(placement, words, given, seconds)
     results = [line.partition(MARK)[2] for line in output.splitlines() if MARK in line]
     if status or not results:
-        return Job(names, ranks, _last_words(errors), command=again)
+        return Job(names, ranks, last_words(errors), command=again)
     found = json.loads(results[0])
     pairs = {(names[int(a)], names[int(b)]): (latency, rate) for a, b, latency, rate in found["links"]}
     return Job(
@@ -105,7 +147,7 @@ def _run(hosts: list[Host], on: list[str], shown: list[str], question: Question)
     )
 
 
-def _output_of(command: list[str], environment: dict[str, str], seconds: float) -> tuple[int, str, str]:
+def output_of_command(command: list[str], environment: Mapping[str, str], seconds: float) -> tuple[int, str, str]:
     """Of the launcher, which is never killed: it ends its ranks itself, whatever happens here."""
     pipe = subprocess.PIPE
     with subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe) as process:
@@ -121,7 +163,7 @@ def _output_of(command: list[str], environment: dict[str, str], seconds: float) 
     return process.returncode, output.decode(errors="replace"), errors.decode(errors="replace")
 
 
-def _last_words(text: str) -> str:
+def last_words(text: str) -> str:
     """The errors of the ranks come before what the launcher says of their ends; both matter."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith(("mlxdist.errors.", "Error: "))]

@@ -9,6 +9,7 @@ from ..verbs.device import REAL_PROVIDER
 from ..verbs.diagnosis import diagnose_device, diagnose_host
 from ..verbs.facts import read_facts
 from ..verbs.listing import list_apart
+from ..verbs.queue_pairs import usable
 
 __all__ = ["devices"]
 
@@ -20,15 +21,16 @@ def devices(seconds: float = 10.0) -> dict[str, Any]:
     found += [finding for device in listing.devices for finding in diagnose_device(device, facts)]
     return {
         "devices": [
-            {
-                "name": device.name,
+            device.to_json()
+            | {
                 "active": device.is_active,
-                "speed": device.speed,
+                "queue_pairs": usable(device.provider, device.limits.get("max_qp", 0)),
                 "interfaces": list(device.interfaces),
                 "networks": sorted({_network(gid) for gid in device.gids if gid.ipv4}),
             }
             for device in listing.devices
         ],
+        "host": {name: _plain(value) for name, value in vars(facts).items()},
         "findings": [
             {"verdict": str(f.verdict), "subject": f.subject, "what": f.what, "remedy": f.remedy} for f in found
         ],
@@ -38,3 +40,10 @@ def devices(seconds: float = 10.0) -> dict[str, Any]:
 def _network(gid: Any) -> str:
     """Address and prefix; the prefix is missing where the system does not say it."""
     return f"{gid}/{gid.prefix}" if gid.prefix is not None else str(gid)
+
+
+def _plain(value: Any) -> Any:
+    """A fact as JSON can say it."""
+    if isinstance(value, frozenset):
+        return sorted(value)
+    return [vars(item) if hasattr(item, "__dict__") else item for item in value] if isinstance(value, tuple) else value

@@ -62,13 +62,17 @@ def show(file: str, as_json: bool) -> None:
 @click.option("--to", "format", type=click.Choice(FORMATS), required=True, help="The format to write.")
 @click.option("--output", metavar="PATH", help="Where to write.  [default: standard output]")
 def convert(file: str, format: str, output: str | None) -> None:
-    """Write FILE in another format. What that has no place for is an error.
+    """Write FILE in another format. What that has no place for is an error, but for the ports of a ring: the launcher
+    chooses them.
 
     \b
         mlxdist hostfile convert hosts.txt --to json --output rmlx-hosts.json
     """
     found = _read(file)
     _warn(found)
+    if format != "ring" and any(host.ports for host in found.hosts):
+        text = f"the ports are left out, for {format} has no place for them; `mlxdist launch --starting-port` sets them"
+        click.secho(f"hostfile {found.source}: {text}", fg="yellow", err=True)
     _emit(found, format, output)
 
 

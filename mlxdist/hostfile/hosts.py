@@ -64,6 +64,7 @@ class Host:
         rdma: for each host of the file the devices whose cables lead there; empty where no device is named.
         line: where it stands, from 1; 0 if it comes from no file.
         measured: how fast it is, if that was measured.
+        ports: one for each of ``ips``, where a file for MLX's ring names them.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Host:
     rdma: tuple[tuple[str, ...], ...] = ()
     line: int = 0
     measured: Measured | None = None
+    ports: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

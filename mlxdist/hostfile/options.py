@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import shlex
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -82,6 +84,7 @@ def host_options(command: Callable[..., Any]) -> Callable[..., Any]:
         ssh: str,
         **others: Any,
     ) -> Any:
+        python = python or _installed_python()
         arguments = {"--hostfile": file, "--hosts": hosts, "--include": include, "--exclude": exclude}
         arguments |= {"--python": python, "--ssh": "" if ssh == "ssh" else ssh}
         words = [word for option, value in arguments.items() if value for word in (option, value)]
@@ -109,6 +112,12 @@ def _hosts(file: str | None, hosts: str | None, include: str | None, exclude: st
     for warning in found.warnings:
         click.secho(f"hostfile {found.source}, {warning}", fg="yellow", err=True)
     return _chosen(_merged(found), include, exclude)
+
+
+def _installed_python() -> str:
+    """Of an environment by `mlxdist config --install`, whose folder has another name on each host: the link to it."""
+    link, _, suffix = sys.prefix.rpartition(".")
+    return f"{link}/bin/python" if len(suffix) == 6 and os.path.islink(link) else ""
 
 
 def _lines(hosts: str) -> str:

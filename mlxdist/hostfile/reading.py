@@ -28,10 +28,13 @@ from .located_json import Located
 __all__ = ["parse", "read"]
 
 _MAX_BYTES = 16 << 20
+_MAX_PORT = 65535
 _TOP = ("backend", "envs", "hosts")
 _ENTRY = ("ssh", "ips", "rdma", "slots", "measured")
 # A line may begin with a bracket, too: [fe80::1]:2
 _JSON = re.compile(r"\s*(\{|\[\s*[\[{\]\"])")
+# JSON, too, and no name of a host.
+_SCALAR = re.compile(r"""\s*(null|true|false|-?\d+(\.\d+)?|".*")\s*""", re.DOTALL)
 _SLOTS = re.compile(r"(?:max[-_])?slots=(\S+)")
 _ADDRESS = re.compile(r"\[?([0-9A-Fa-f.:%\w]+?)\]?:(\d{1,5})")
 
@@ -65,7 +68,8 @@ def parse(text: str, source: str = "hostfile") -> Hostfile:
     """
     problems = Problems()
     try:
-        found = _read_json(text, problems) if _JSON.match(text) else _read_lines(text, problems)
+        is_json = _JSON.match(text) or _SCALAR.fullmatch(text)
+        found = _read_json(text, problems) if is_json else _read_lines(text, problems)
     except ValueError as error:
         raise InvalidArgument(f"hostfile {source}, {error}") from None
     if problems.errors:
@@ -200,18 +204,21 @@ def _check_measured_alike(hosts: list[Host], problems: Problems) -> None:
 
 
 def _ring_entry(entry: Located, problems: Problems) -> Host:
-    """["ip:port", ...], as MLX's ring reads it. The ports are the launcher's to choose."""
-    ips = []
+    """["ip:port", ...], as MLX's ring reads it."""
+    ips, ports = [], []
     for item in entry.value:
         match = _ADDRESS.fullmatch(item.value) if isinstance(item.value, str) else None
         wrong = check_address(match[1]) if match else f'{item.plain()!r:.80} is no address such as "10.0.0.1:5000"'
+        if match and not wrong and not 1 <= int(match[2]) <= _MAX_PORT:
+            wrong = f"{item.plain()!r:.80}: a port is a number from 1 to {_MAX_PORT}"
         if wrong:
             problems.error(item.line, wrong)
         elif match:
             ips.append(match[1])
+            ports.append(int(match[2]))
     if not entry.value:
         problems.error(entry.line, "a rank without an address")
-    return Host(ips[0] if ips else "?", ips=tuple(ips), line=entry.line)
+    return Host(ips[0] if ips else "?", ips=tuple(ips), line=entry.line, ports=tuple(ports))
 
 
 def _with_devices(hosts: list[Host], entries: list[Located], problems: Problems) -> list[Host]:

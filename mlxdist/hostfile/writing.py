@@ -4,6 +4,7 @@ import json
 import os
 from typing import Any
 
+from ..environment import format_address
 from ..errors import InvalidArgument
 from ..whole_file import write_whole
 from .hosts import FORMATS, Host, Hostfile
@@ -14,7 +15,9 @@ _FIRST_PORT = 32323  # MLX's launcher begins there, too
 
 
 def write(hostfile: Hostfile, format: str) -> str:
-    """The text of ``hostfile`` in ``format``: json, slots, colon or ring. What it cannot say is an error, not left out.
+    """The text of ``hostfile`` in ``format``: json, slots, colon or ring.
+
+    What it cannot say is an error, not left out, but for the ports of a ring: they are free to be others.
 
     Raises:
         InvalidArgument: no such format, or it has no place for something that the hostfile says.
@@ -65,8 +68,9 @@ def _ring(hostfile: Hostfile) -> str:
         if not host.ips:
             raise InvalidArgument(f'{hostfile.source}: {host.name} has no IP address, and a ring needs one; add "ips"')
         for _ in range(host.slots):
-            port = _FIRST_PORT + len(rows)
-            rows.append([f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for ip in host.ips])
+            ports = host.ports if host.slots == 1 else ()
+            ports = ports or [_FIRST_PORT + len(rows)] * len(host.ips)
+            rows.append([format_address(ip, port) for ip, port in zip(host.ips, ports)])
     return json.dumps(rows) + "\n"
 
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .. import mpi_door
-from ..errors import ResourceError
+from ..errors import InvalidArgument, ResourceError
 from ..host_identity import host_identity
 from ..remote.streams import claim_streams
 from ..version import __version__
@@ -28,7 +28,7 @@ from .backends import Exports, free_ports
 from .executable import CannotRun, check_command
 from .frames import GREETING, Frames, Kind, pack, pack_json, unpack_json
 from .leftovers import remove_leftovers
-from .local import LocalJob, LocalRank, base_environment
+from .local import LocalJob, LocalRank, base_environment, check_fast_synch
 from .standard_input import Feed, Pipe
 from .wakeup import Wakeup
 
@@ -143,6 +143,8 @@ class Agent:
             self._start(unpack_json(payload))
         elif kind == Kind.SIGNAL and rank in self._ranks:
             self._ranks[rank].signal(signal.Signals(payload[0]))
+        elif kind == Kind.GONE and self._job is not None:
+            self._job.note_end(rank, int(unpack_json(payload)["status"]))
         elif kind == Kind.INPUT:
             self._owes_taken = bool(payload)
             self._input.put(payload)
@@ -161,9 +163,10 @@ class Agent:
             if fields["door"]:
                 mpi_door.check(variables[mpi_door.VARIABLE])
             variables |= fields["variables"]
+            first, count = fields["ranks"]
+            check_fast_synch(variables, count)
             check_command(fields["command"][0], variables)
             remove_leftovers()
-            first, count = fields["ranks"]
             self._numbers = range(first, first + count)
             self._readers = frozenset(self._numbers if fields["stdin"] == "all" else [0])
             job = LocalJob(
@@ -180,11 +183,11 @@ class Agent:
             )
             ports = free_ports(fields["ports"])
             job.__enter__()
-        except (ResourceError, CannotRun, OSError) as error:
+        except (InvalidArgument, ResourceError, CannotRun, OSError) as error:
             self._put(pack_json(Kind.FAILED, {"text": str(error), "status": getattr(error, "exit_code", 1)}))
             return
         self._job = job
-        self._put(pack_json(Kind.READY, {"address": job.address, "ports": ports}))
+        self._put(pack_json(Kind.READY, {"address": job.address, "ports": ports, "awake": job.awake()}))
 
     def _start(self, fields: Mapping[str, Any]) -> None:
         self._job.address = fields["address"]
@@ -280,6 +283,7 @@ def _who() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "identity": host_identity(),
+        "system": sys.platform,
         "python": platform.python_version(),
         "mlxdist": __version__,
         # Addresses by which this connection came: the launcher's and ours.

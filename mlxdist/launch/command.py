@@ -20,8 +20,8 @@ from ..hostfile.options import Chosen, host_options
 from .backends import Backend, choose
 from .executable import check_command
 from .leftovers import remove_leftovers
-from .local import base_environment
-from .options import LaunchCommand, Options, launch_options, parse_settings, with_python
+from .local import base_environment, check_fast_synch
+from .options import LaunchCommand, Options, absolute, launch_options, parse_settings, with_python
 from .run import Plan, run
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def launch(chosen: Chosen, command: tuple[str, ...], **given: Any) -> None:
     runs on its hosts.
 
     With --max-restarts, a job whose rank has failed is ended as always and then started again, with pauses of 1, 2, 4
-    and up to 30 seconds in between; it finds in MLXDIST_RESTART how often that was, and has to load its own checkpoint.
+    and up to 30 seconds in between; it finds in MLXDIST_RESTART how often that was, and has to load its last checkpoint.
     Not after Ctrl-C or SIGTERM. The exit status is that of the last start.
     """
     options = Options(**given)
@@ -169,12 +169,16 @@ def _plan(chosen: Chosen, of_nodes: Nodes | None, options: Options, command: lis
     else:
         variables = _for_hosts(on, given)
     _check_variables(variables)
+    if backend.name == "mpi":
+        check_fast_synch(variables, max(host.slots for host in backend.hosts))
+    elif on is None:  # an agent knows what else its host sets
+        check_fast_synch(variables, ranks)
     return Plan(
         ranks=ranks,
         command=command,
         variables=variables,
         hostfile=on,
-        folder=os.path.abspath(options.cwd or "."),
+        folder=absolute(options.cwd or ".", "--cwd"),
         reach=chosen.reach if on is not None else None,
         backend=backend,
         nodes=of_nodes,
@@ -223,8 +227,8 @@ def _for_mpirun(
     arguments = options.mpi_words()
     exported = _for_hosts(chosen.hostfile, given) if chosen.hostfile is not None else dict(given)
     exported = mpirun_variables(os.environ) | exported
-    names = [*exported, "MLXDIST_RENDEZVOUS", "MLXDIST_SECRET", "MLXDIST_JOB"]
-    folder = os.path.abspath(options.cwd) if options.cwd else None
+    names = [*exported, "MLXDIST_RENDEZVOUS", "MLXDIST_SECRET", "MLXDIST_JOB", "MLXDIST_RESTART"]
+    folder = absolute(options.cwd, "--cwd") if options.cwd else None
     words = mpirun_command(backend.hosts, names, folder, arguments, command)
     return _for_this_machine(exported | reach_variables(chosen.ssh), words[0], options.cwd or "", door=False), words
 

@@ -26,6 +26,7 @@ class Kind(IntEnum):
     INPUT = 4  # what the ranks read; empty: the end
     END = 5  # whatever is left of the job on this host is to be ended
     PING = 6  # JSON: the launcher lives; where so many seconds bring no frame any more, it is gone
+    GONE = 7  # JSON: the exit status of a rank of another host
     # agent to launcher
     HELLO = 16  # JSON: who answers
     READY = 17  # JSON: the port at which rank 0 will listen, if it is here

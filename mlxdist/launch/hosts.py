@@ -14,11 +14,12 @@ from ..environment import format_address, parse_address
 from ..errors import ResourceError
 from ..hostfile import Hostfile
 from ..remote.ssh import LOST, Reach
+from ..remote.this_machine import look_up
 from ..version import __version__
 from .backends import Backend
 from .executable import CannotRun
 from .job_hosts import HostsFolder
-from .local import allow_descriptors, new_secret
+from .local import allow_descriptors, keep_awake, new_secret, usual_grace
 from .remote import HostInput, RemoteHost, RemoteRank
 from .restarts import name_of_start
 from .wakeup import Interrupted, Wakeup
@@ -46,7 +47,7 @@ class HostsJob:
         hostfile: Hostfile,
         command: list[str],
         variables: Mapping[str, str],
-        grace: float,
+        grace: float | None,
         *,
         folder: str,
         reach: Reach,
@@ -64,9 +65,11 @@ class HostsJob:
         self._hostfile = hostfile
         self._backend = backend
         self._reach = reach
-        self._grace = grace
+        self.grace = usual_grace(False) if grace is None else grace
+        self._is_grace_usual = grace is None
         self._changed = threading.Condition()
         self._wakeup = wakeup
+        look_up(host.name for host in hostfile.hosts)
         self._hosts = [RemoteHost(host, reach, self._changed) for host in hostfile.hosts]
         self._host_of = [host for host, entry in zip(self._hosts, hostfile.hosts) for _ in range(entry.slots)]
         self._ends_at: float | None = None
@@ -82,7 +85,6 @@ class HostsJob:
             "size": hostfile.ranks,
             "command": command,
             "variables": dict(variables),
-            "grace": grace,
             "folder": folder,
             "stdin": stdin,
             "secret": new_secret(),
@@ -94,6 +96,8 @@ class HostsJob:
         allow_descriptors(len(self._host_of), len(self._hosts))
         connected: list[RemoteHost] = []
         self._record = HostsFolder(self.job, time.time(), self._hostfile, self._reach, self._fields["command"])
+        # The agent of a host that is this machine does that for it.
+        self._awake = None if any(host.is_local for host in self._hosts) else keep_awake(os.getpid())
         try:
             for host in self._hosts:
                 host.connect(self._wakeup.wake)
@@ -105,8 +109,8 @@ class HostsJob:
         except BaseException:
             self._stop_pings()
             for host in connected:
-                host.close(0.0 if host.state.hello is None else self._grace + _END_SECONDS)
-            self._record.close()
+                host.close(0.0 if host.state.hello is None else self.grace + _END_SECONDS)
+            self._close_own()
             raise
         return self
 
@@ -115,6 +119,11 @@ class HostsJob:
         self._stop_pings()
         for host in self._hosts:
             host.close(max(0.0, self._ends_at - time.monotonic()))
+        self._close_own()
+
+    def _close_own(self) -> None:
+        if self._awake is not None:
+            self._awake.close()
         self._record.close()
 
     def _ping(self) -> None:
@@ -150,6 +159,18 @@ class HostsJob:
         if rank.host not in self._told and (lost or rank.host.state.failed is not None):
             self._told.append(rank.host)
             self._say(rank.host.why_lost() if lost else f"{rank.host.name}: {rank.host.state.failed}")
+        # Rank 0 waits for all others, and they wait for rank 0.
+        for host in self._hosts if rank.rank == 0 else self._hosts[:1]:
+            if host is not rank.host:
+                host.note_end(rank)
+
+    def awake(self) -> dict[str, str]:
+        """Of each Mac that has a part in the job, its name and why it may fall asleep, or nothing."""
+        found = {} if self._awake is None else {"this Mac": self._awake.error}
+        return found | {host.name: error for host in self._hosts for error in host.state.ready["awake"].values()}
+
+    def is_on_mac(self, rank: int) -> bool:
+        return self._host_of[rank].is_mac
 
     def interrupts(self) -> list[tuple[signal.Signals, str]]:
         """Signals that have come to agents since the last call, each with its host: somebody ends the job there."""
@@ -171,7 +192,7 @@ class HostsJob:
 
     def end(self) -> None:
         if self._ends_at is None:
-            self._ends_at = time.monotonic() + 2 * self._grace + _END_SECONDS
+            self._ends_at = time.monotonic() + 2 * self.grace + _END_SECONDS
             for host in self._hosts:
                 host.end()
 
@@ -195,10 +216,12 @@ class HostsJob:
                 )
 
     def _prepare(self) -> None:
+        if self._is_grace_usual:
+            self.grace = max(usual_grace(host.is_mac) for host in self._hosts)
         first = 0
         for host, entry, ports in zip(self._hosts, self._hostfile.hosts, self._backend.ports()):
             of_host = {"ranks": [first, entry.slots], "interface": self._interface(), "ports": ports}
-            host.prepare(self._fields | of_host)
+            host.prepare(self._fields | of_host | {"grace": self.grace})
             first += entry.slots
         self._wait(lambda host: host.state.ready is not None, _PREPARE_SECONDS, "cannot prepare the job in time")
 

@@ -12,6 +12,8 @@ import shutil
 import sys
 from pathlib import Path
 
+from ..own_files import make_own_folder, open_own
+
 __all__ = ["JitCache"]
 
 # Jobs that run at the same time use different slots; one more than these starts cold.
@@ -52,11 +54,15 @@ class JitCache:
     def _take_slot(self) -> Path | None:
         try:
             parent = _cache_folder()
-            parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            parent.parent.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            # Ranks load the libraries that they find there: nothing of it may be another user's.
+            if not all(make_own_folder(folder) for folder in (parent.parent, parent)):
+                return None
             for number in range(SLOTS):
                 slot = parent / str(number)
-                slot.mkdir(exist_ok=True)
-                lock = os.open(slot / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                if not make_own_folder(slot):
+                    continue
+                lock = open_own(slot / "lock", os.O_RDWR | os.O_CREAT)
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:

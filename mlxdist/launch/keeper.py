@@ -17,12 +17,15 @@ import signal
 import sys
 import time
 
-__all__ = ["Keeper", "clean_up", "main"]
+__all__ = ["Keeper", "clean_up", "closing_line", "main"]
 
 # A helper process that a rank leaves behind often ends by itself once the rank is gone.
 NATURAL_END = 0.5
 # After SIGKILL; a process in an uninterruptible system call takes its time.
 AFTER_KILL = 2.0
+# After SIGTERM, for processes outside of a rank's group, and for those of a killed job, which the next job waits for.
+# On a Mac a process that is killed can cost objects of RDMA until the restart.
+AFTER_TERM = 15.0 if sys.platform == "darwin" else 2.0
 STEP = 0.02
 
 
@@ -34,6 +37,7 @@ class Group:
         self._grace = grace
         self._signals = [signal.SIGTERM, signal.SIGKILL]
         self._next = time.monotonic() + first_pause
+        self.was_killed = False
 
     def press(self) -> bool:
         """Sends the signal that is due. False when nothing is left to try."""
@@ -47,6 +51,7 @@ class Group:
             os.killpg(self._number, number)
         except (ProcessLookupError, PermissionError):
             return False
+        self.was_killed = number == signal.SIGKILL
         return True
 
 
@@ -59,6 +64,7 @@ class Keeper:
         self._living: set[int] = set()
         self._ending: dict[int, Group] = {}
         self.orderly = False  # the launcher has said that the job is over
+        self.killed = 0  # groups that SIGTERM did not end
 
     def serve(self, pipe: int) -> None:
         """Returns when the launcher has ended."""
@@ -91,6 +97,7 @@ class Keeper:
         for number, group in list(self._ending.items()):
             if number not in living or not group.press():
                 del self._ending[number]
+                self.killed += group.was_killed
 
     def finish(self) -> int:
         """Ends what is left, removes the folders, and returns how many ranks still ran."""
@@ -106,8 +113,8 @@ class Keeper:
 
 def clean_up(job: str, temporary: str, folder: str) -> None:
     """Ends processes that have left their rank's process group (daemons, jobs of a shell), and removes the folders."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        deadline = time.monotonic() + AFTER_KILL
+    for number, seconds in ((signal.SIGTERM, AFTER_TERM), (signal.SIGKILL, AFTER_KILL)):
+        deadline = time.monotonic() + seconds
         told: set[int] = set()
         while processes := _of_job(job):
             if time.monotonic() >= deadline:
@@ -218,7 +225,17 @@ def main(job: str, temporary: str, folder: str, grace: str) -> None:
     keeper.serve(0)
     running = keeper.finish()
     if not keeper.orderly:  # last: whoever read this may be gone too
-        print(f"mlxdist launch: the launcher was killed, so its {running} running ranks were ended", file=sys.stderr)
+        print(f"mlxdist launch: {closing_line(running, keeper.killed)}", file=sys.stderr)
+
+
+def closing_line(running: int, killed: int) -> str:
+    text = f"the launcher was killed, so its {running} running ranks were ended"
+    if not killed or sys.platform != "darwin":
+        return text
+    return (
+        f"{text}, {killed} of them by SIGKILL, which may have cost protection domains of RDMA: "
+        "`ioclasscount AppleThunderboltRDMAProtectionDomain` counts them while no job runs"
+    )
 
 
 if __name__ == "__main__":

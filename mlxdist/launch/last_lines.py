@@ -2,12 +2,16 @@
 
 import collections
 
+from ..version import __version__
 from .terminal import without_escapes
 
 __all__ = ["LastLines"]
 
 KEPT = 20
 MAX_BYTES = 1000  # of a line
+
+# As of a rank of `mlxdist launch -- /usr/bin/python3 program.py`, where uv has made an environment for mlxdist alone.
+_OTHER_PYTHON = "ModuleNotFoundError: No module named 'mlxdist'"
 
 
 class LastLines:
@@ -29,6 +33,15 @@ class LastLines:
         found = [*self._lines, *(piece for _, piece in sorted(self._unfinished.items()) if piece)][-KEPT:]
         lines = [without_escapes(line).rstrip(b"\r").rpartition(b"\r")[2] for line in found]
         return [line.decode(errors="replace") for line in lines]
+
+    def advice(self) -> str:
+        """What to do about the last line, if that is known; else empty."""
+        if not any(line.strip() == _OTHER_PYTHON for line in self.lines()[-1:]):
+            return ""
+        return (
+            "; that Python has no mlxdist: write `python` without a path for the one that runs this launcher, or "
+            f"install mlxdist=={__version__} there"
+        )
 
 
 def _shortened(line: bytes) -> bytes:

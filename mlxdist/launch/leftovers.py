@@ -13,15 +13,13 @@ import time
 from pathlib import Path
 
 from .jobs import Record, read_record
-from .keeper import Keeper
+from .keeper import AFTER_TERM, Keeper
 from .runtime_folder import OF_HOSTS, OF_RESTARTS, runtime_folder, try_lock
 
 __all__ = ["KEPT", "remove_leftovers"]
 
 # Flight recordings of so many failed jobs are kept.
 KEPT = 10
-# For ranks between SIGTERM and SIGKILL: the launcher that waits for this has its own job to start.
-GRACE = 2.0
 # A launcher needs milliseconds to prepare its folder; one that was killed meanwhile leaves it.
 HALF_MADE = 3600.0
 
@@ -59,7 +57,7 @@ def _clean_up(job: str, folder: Path) -> str | None:
         record = read_record(folder)
         if record is None or not _is_plausible(record):
             return None
-        keeper = Keeper(job, str(record.temporary), str(folder), GRACE)
+        keeper = Keeper(job, str(record.temporary), str(folder), AFTER_TERM)
         for pid in record.living().values():
             keeper.take(f"+{pid}")
         ended = keeper.finish()

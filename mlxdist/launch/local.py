@@ -10,16 +10,30 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .. import mpi_door
 from ..environment import OF_JOB, format_address
-from ..errors import ResourceError
+from ..errors import InvalidArgument, ResourceError
 from .backends import Exports
 from .jit_cache import JitCache
 from .jobs import JobFolder
 from .restarts import name_of_start
 
-__all__ = ["LocalJob", "LocalRank", "allow_descriptors", "base_environment", "new_name", "new_secret"]
+if TYPE_CHECKING:  # only Macs load it
+    from .awake import Awake
+
+__all__ = [
+    "LocalJob",
+    "LocalRank",
+    "allow_descriptors",
+    "base_environment",
+    "check_fast_synch",
+    "keep_awake",
+    "new_name",
+    "new_secret",
+    "usual_grace",
+]
 
 _MOST_DESCRIPTORS = 10240  # OPEN_MAX: macOS refuses more, also where it says that there is no limit
 
@@ -50,6 +64,39 @@ def base_environment(environ: Mapping[str, str], door: bool = True) -> dict[str,
         if scripts not in path:
             variables["PATH"] = os.pathsep.join([scripts, *path])
     return variables
+
+
+def check_fast_synch(variables: Mapping[str, str], ranks: int) -> None:
+    """``ranks``: how many run on this machine. MLX looks at the variable where it has Metal, and nowhere else.
+
+    Raises:
+        InvalidArgument: they could lock up the GPU.
+    """
+    value = variables.get("MLX_METAL_FAST_SYNCH", "")
+    if sys.platform == "darwin" and ranks > 1 and value not in ("", "0"):
+        raise InvalidArgument(
+            f"MLX_METAL_FAST_SYNCH={value} with {ranks} ranks on one Mac has locked up GPUs until a restart: their "
+            "kernels wait for each other on the same GPU; set MLX_METAL_FAST_SYNCH=0 (--env, the hostfile's envs, the "
+            "start files of the host's shell), or start one rank on each Mac"
+        )
+
+
+def usual_grace(on_mac: bool) -> float:
+    """Seconds, where the user gives none.
+
+    A rank that is killed on a Mac costs a protection domain of RDMA until the Mac's restart, and one that waits in GPU
+    work can act on a signal only when macOS has ended that, after about 5 s.
+    """
+    return 15.0 if on_mac else 5.0
+
+
+def keep_awake(pid: int) -> "Awake | None":
+    """Until the process has ended; None where this is no Mac."""
+    if sys.platform != "darwin":
+        return None
+    from .awake import Awake
+
+    return Awake(pid)
 
 
 @dataclass
@@ -110,7 +157,7 @@ class LocalJob:
         self._size = size
         self._command = command
         self._variables = variables
-        self._grace = grace
+        self.grace = grace
         self._first = first
         self._secret = secret or new_secret()
         self._listens_at = (interface, port)
@@ -132,6 +179,7 @@ class LocalJob:
             self._listener = _listen(*self._listens_at, self._size) if self._first == 0 else None
             self.address = format_address(*self._listener.getsockname()[:2]) if self._listener else None
             self._start_keeper()
+            self._awake = keep_awake(self.keeper.pid)  # the keeper ends last
         except (OSError, ResourceError) as error:
             shutil.rmtree(self.folder, ignore_errors=True)
             if self.record is not None:
@@ -147,6 +195,8 @@ class LocalJob:
             from .keeper import clean_up  # it was killed itself
 
             clean_up(self.job, str(self.folder), str(self.record.folder))
+        if self._awake is not None:
+            self._awake.close()
         self.record.close()
         if self._listener is not None:
             self._listener.close()
@@ -211,10 +261,27 @@ class LocalJob:
 
     def ended(self, rank: LocalRank) -> None:
         self._tell_keeper(f"-{rank.process.pid}")
+        self.note_end(rank.rank, rank.poll())
+
+    def note_end(self, rank: int, status: int) -> None:
+        """For ranks that wait for that one in mlxdist.init()."""
+        new = self.folder / "ended.new"
+        try:
+            new.write_text(str(status))
+            new.rename(f"{self.first_failure}.ended-{rank}")
+        except OSError:
+            return  # the disk is full: they wait until their time is over
 
     def all_started(self) -> None:
         if self._numbered:
             self.record.note_ranks(self._started)
+
+    def awake(self) -> dict[str, str]:
+        """Of a Mac, its name and why it may fall asleep, or nothing."""
+        return {} if self._awake is None else {"this Mac": self._awake.error}
+
+    def is_on_mac(self, rank: int) -> bool:
+        return sys.platform == "darwin"
 
     def interrupts(self) -> list[tuple[signal.Signals, str]]:
         """None but the launcher's own: nobody else has a part in it."""
@@ -248,7 +315,7 @@ class LocalJob:
     def _start_keeper(self) -> None:
         source, target = os.pipe()
         self._pipe = os.fdopen(target, "wb", buffering=0)
-        keeper, grace = Path(__file__).with_name("keeper.py"), str(self._grace)
+        keeper, grace = Path(__file__).with_name("keeper.py"), str(self.grace)
         self.keeper = subprocess.Popen(
             [sys.executable, "-I", "-S", str(keeper), self.job, str(self.folder), str(self.record.folder), grace],
             # Without the name of an outer job: when that is cleaned up, this one must still be.

@@ -93,7 +93,18 @@ def from_options(
         )
     if not 0 <= number < count:
         raise InvalidArgument(f"--node-rank {number} does not fit --nodes {count}: nodes are 0 to {count - 1}")
-    return Nodes(count, number, *_address(master), _secret(secret_file, environ))
+    found = Nodes(count, number, *_address(master), _secret(secret_file, environ))
+    if number == 0:
+        _look_up(found.host)
+    return found
+
+
+def _look_up(host: str) -> None:
+    """Node 0 listens there, so the name is its own. On other nodes it may be known later."""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise InvalidArgument(f"--master-addr: node 0 does not know {host}, its own name: {error.strerror}") from None
 
 
 def from_slurm_step(environ: Mapping[str, str], secret_file: str | None) -> Nodes | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
@@ -15,11 +16,12 @@ from ..environment import MAX_RANKS, MAX_RESTARTS, OF_JOB, PROVIDERS, QUEUE_PAIR
 from .backends import BACKENDS, DEFAULT_PORT
 from .standard_input import CHOICES
 
-__all__ = ["LaunchCommand", "Options", "launch_options", "parse_settings", "with_python"]
+__all__ = ["LaunchCommand", "Options", "absolute", "launch_options", "parse_settings", "with_python"]
 
 _PORT = click.IntRange(1, 65535)
 _SECONDS = click.FloatRange(0, 3600)
 _OF_LAUNCHER = OF_JOB | {"MLX_RANK", "MLX_GLOBAL_RANK", "MLX_LOCAL_RANK", "MLX_WORLD_SIZE"}
+_VARIABLE = re.compile(r"[!-<>-~]+")  # as env(1) sets them: anything printable without a space
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 
 _WHERE, _HOSTS, _LAST = "Where", "Several hosts, by ssh", "Instead, or before"
@@ -117,11 +119,9 @@ _OPTIONS: dict[str, list[Callable]] = {
         click.option(
             "--grace",
             type=_SECONDS,
-            default=5.0,
-            show_default=True,
             metavar="SECONDS",
             help="When a rank has failed: time for the others to leave by themselves, then again between SIGTERM and "
-            "SIGKILL.",
+            "SIGKILL.  [default: 5, or 15 with ranks on Macs]",
         ),
         click.option(
             "--max-restarts",
@@ -163,7 +163,7 @@ class Options(NamedTuple):  # a dataclass of so many fields takes a millisecond 
     logs: str | None
     verbose: bool
     limit: float | None
-    grace: float
+    grace: float | None
     max_restarts: int
     check: bool
     dry_run: bool
@@ -186,7 +186,17 @@ class Options(NamedTuple):  # a dataclass of so many fields takes a millisecond 
             return None
         if not self.prefix:
             raise click.UsageError("--log-dir copies what passes the launcher; with --no-prefix nothing does.")
-        return Path(self.logs).absolute()
+        return Path(absolute(self.logs, "--log-dir"))
+
+
+def absolute(folder: str, option: str) -> str:
+    """Raises UsageError: it is a relative name, and the current folder is gone."""
+    try:
+        return os.path.abspath(folder)
+    except FileNotFoundError:
+        raise click.UsageError(
+            f"The current folder does not exist any more; change to another one, or give {option} an absolute name."
+        ) from None
 
 
 def launch_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -230,6 +240,9 @@ def parse_settings(settings: Iterable[str], where: str) -> dict[str, str]:
         name, equals, value = setting.partition("=")
         if not name or not equals:
             raise click.UsageError(f"Invalid value for '{where}': {setting!r} is not NAME=VALUE.")
+        if not _VARIABLE.fullmatch(name):
+            hint = "; leave `export` out" if name.startswith("export ") else ""
+            raise click.UsageError(f"Invalid value for '{where}': {name!r:.80} is no name of a variable{hint}.")
         if name in _OF_LAUNCHER:
             raise click.UsageError(f"Invalid value for '{where}': {name} is set by the launcher, for each rank.")
         variables[name] = value
@@ -241,6 +254,8 @@ def _lines(file: str | None) -> list[str]:
         return []
     try:
         lines = Path(file).read_text("utf-8").splitlines()
+    except OSError as error:
+        raise click.UsageError(f"--env-file {file}: {error.strerror}.") from None
     except UnicodeDecodeError as error:
         raise click.UsageError(f"--env-file {file}: byte {error.start} is not of UTF-8; write it as UTF-8.") from None
     return [line for line in lines if line.strip() and not line.lstrip().startswith("#")]

@@ -7,6 +7,7 @@ can be erased: there an unfinished line appears with its next update (carriage r
 is continued on a new line if another rank came between.
 """
 
+import errno
 import os
 import re
 import shutil
@@ -17,8 +18,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
+from ..errors import ResourceError
+from ..own_files import open_own
 from .last_lines import LastLines
 from .terminal import colors_wanted, prefix_of, width_of
+from .tracebacks import TracebackFilter, Tracebacks
 from .writer import MAX_BACKLOG, Writer
 
 __all__ = ["Output"]
@@ -28,6 +32,8 @@ READ_BYTES = 65536
 MAX_PIPE = 1 << 20
 # An unfinished line in a file is held back up to this size.
 MAX_HELD = 65536
+# Of the unfinished line on a terminal; a longer one is wider than any, and cannot be erased.
+MAX_DRAWN = 4096
 # Unbuffered Python writes a line and its end separately: what is about to be finished is not drawn unfinished.
 DELAY = 0.03
 # A piece of a line, up to where the cursor goes back to the left: the end of the line or an update of a progress bar.
@@ -55,6 +61,12 @@ class Output:
         self._screens = {self._stdout, self._stderr}
         self.streams: list[Stream] = []
         self._last: dict[int, LastLines] = {}
+        self._repeating: set[LastLines] = set()  # of ranks whose last lines are another rank's traceback, too
+        self._tracebacks = Tracebacks()
+        if logs is not None:  # before anything is started
+            for rank in range(len(labels)):
+                for number in (1, 2):
+                    self._open_log(rank, number).close()
 
     def add(self, rank: int, stdout: int, stderr: int) -> None:
         """Two descriptors to read from; they belong to this object from now on."""
@@ -64,11 +76,17 @@ class Output:
             if os.isatty(number) and colors_wanted(os.environ):
                 prefix = b"\x1b[%dm%s\x1b[0m" % (_COLORS[rank % len(_COLORS)], prefix)
             os.set_blocking(source, False)
-            log = None
-            if self._logs is not None:
-                # Unbuffered, and longer after each start of the job.
-                log = open(self._logs / f"rank-{rank}.{'out' if number == 1 else 'err'}", "ab", buffering=0)
-            self.streams.append(Stream(source, number, prefix, screen, last, self._lock, log))
+            log = self._open_log(rank, number) if self._logs is not None else None
+            shown = TracebackFilter(rank, self._tracebacks) if number == 2 else None
+            self.streams.append(Stream(source, number, prefix, screen, last, self._lock, log, shown))
+
+    def _open_log(self, rank: int, number: int) -> BinaryIO:
+        """Unbuffered, and longer after each start of the job. Raises ResourceError."""
+        path = self._logs / f"rank-{rank}.{'out' if number == 1 else 'err'}"
+        try:
+            return open(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab", buffering=0)
+        except OSError as error:
+            raise ResourceError(f"--log-dir: {path} cannot be written: {error.strerror}") from None
 
     def draw(self) -> float | None:
         """Shows unfinished lines whose time has come. Seconds until the next, or None."""
@@ -96,9 +114,13 @@ class Output:
         """What the rank has printed last, unless that is the last that was printed at all."""
         last = self._last[rank]
         lines = last.lines()
-        if lines and any(last in screen.printed and screen.printed_last is not last for screen in self._screens):
+        hidden = any(last in screen.printed and screen.printed_last is not last for screen in self._screens)
+        if lines and hidden and last not in self._repeating:
             heading = f"Last line{'s' * (len(lines) > 1)} of {name}:"
             self.say("\n".join([heading, *(f"    {line}".rstrip() for line in lines)]))
+
+    def advice(self, rank: int) -> str:
+        return self._last[rank].advice()
 
     def close_unread(self) -> list["Stream"]:
         """Streams that nobody reads any more are closed, so that the ranks notice as they would in a shell's pipe."""
@@ -111,11 +133,19 @@ class Output:
                 if not stream.read():
                     break
             stream.close()
+        self._repeating = {stream.last for stream in self.streams if stream.repeats}
         self.streams.clear()
 
     def is_unread(self) -> bool:
         """Whether whoever read the launcher's output has gone."""
         return bool(self._writer.broken)
+
+    def write_error(self) -> str:
+        """Why the launcher's output cannot be written, if it is read; else empty."""
+        for target, error in self._writer.broken.items():
+            if error.errno != errno.EPIPE:
+                return f"the standard {'output' if target == 1 else 'error'} cannot be written: {error.strerror}"
+        return ""
 
     def is_written(self, seconds: float) -> bool:
         """Waits until all is written, or ``seconds`` have passed."""
@@ -134,6 +164,7 @@ class Stream:
         last: LastLines,
         lock: AbstractContextManager,
         log: BinaryIO | None = None,
+        tracebacks: TracebackFilter | None = None,
     ) -> None:
         self.source = source
         self.target = target
@@ -142,6 +173,7 @@ class Stream:
         self._prefix = prefix
         self._screen = screen
         self._log = log
+        self._tracebacks = tracebacks
         self._held = b""
         self._at_left = True  # the next byte is the first of its line, or of an update of it
         self._open = True
@@ -164,8 +196,9 @@ class Stream:
             self._held += data
             self.last.take(self.target, data)
             self._screen.printed.add(self.last)
-            self._screen.printed_last = self.last
             self._screen.show(self, final=False)
+            if not self.repeats and not self._is_in_traceback:
+                self._screen.printed_last = self.last
         return True
 
     @property
@@ -188,16 +221,22 @@ class Stream:
         """Removes the complete lines from what is held, and decorates them."""
         end = self._held.rfind(b"\n") + 1
         lines, self._held = self._held[:end], self._held[end:]
-        return self._decorate(lines)
+        return self._decorate(lines if self._tracebacks is None else self._tracebacks.take(lines))
 
     def take_updates(self) -> bytes:
         """The same, for everything up to the last carriage return."""
+        if self._is_in_traceback:
+            return b""
         end = self._held.rfind(b"\r", 0, len(self._held) - 1) + 1  # a last one may be half of a line's end
         pieces, self._held = self._held[:end], self._held[end:]
         return self._decorate(pieces)
 
     def take_rest(self, final: bool) -> bytes:
         """The same, for the unfinished line; not where it may be half of something that has to stay together."""
+        if self._is_in_traceback:
+            if not final and len(self._held) <= MAX_HELD:
+                return b""
+            self._held = self._tracebacks.take_held() + self._held
         rest = self._held
         if not final and rest.endswith(b"\r"):
             rest = rest[:-1]
@@ -209,6 +248,15 @@ class Stream:
     @property
     def held(self) -> int:
         return len(self._held)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether what came last is another rank's traceback, too."""
+        return self._tracebacks is not None and self._tracebacks.repeats
+
+    @property
+    def _is_in_traceback(self) -> bool:
+        return self._tracebacks is not None and self._tracebacks.holds
 
     def start_anew(self) -> None:
         """The unfinished line was broken: what follows needs the prefix again."""
@@ -243,16 +291,16 @@ class Screen:
         self._can_erase = os.isatty(target) and os.environ.get("TERM", "dumb") != "dumb"
         self._writer = writer
         self._owner: Stream | None = None  # whose unfinished line the cursor stands in
-        self._drawn = b""  # that line since its start or last update
+        self._drawn = b""  # that line since its start or last update, or more than MAX_DRAWN of it
         self._waiting: list[Stream] = []  # with unfinished lines, while another's is drawn
         self.printed: set[LastLines] = set()
         self.printed_last: LastLines | None = None
 
     def show(self, stream: Stream, final: bool) -> None:
         lines = stream.take_lines()
-        if final and stream.held:
+        if final and (rest := stream.take_rest(final=True)):
             # The last line has no end of its own. In a file the next rank would continue it.
-            lines += stream.take_rest(final=True) + b"\n"
+            lines += rest if rest.endswith(b"\n") else rest + b"\n"
             stream.start_anew()
         if self._owner is stream:
             self._write(stream.target, lines)
@@ -273,7 +321,7 @@ class Screen:
         owner, drawn = self._owner, self._drawn
         if owner is None:
             self._write(target, lines)
-        elif self._can_erase and width_of(drawn) < shutil.get_terminal_size().columns:
+        elif self._can_erase and len(drawn) <= MAX_DRAWN and width_of(drawn) < shutil.get_terminal_size().columns:
             self._write(target, _CLEAR + lines + drawn)
         else:
             self._break_line()
@@ -316,7 +364,10 @@ class Screen:
     def _write(self, target: int, data: bytes) -> None:
         if data:
             left = max(data.rfind(b"\n", 0, -1), data.rfind(b"\r", 0, -1)) + 1
-            self._drawn = data[left:] if left else self._drawn + data
             if data.endswith((b"\n", b"\r")):
                 self._drawn = b""
+            elif left:
+                self._drawn = data[left:]
+            elif len(self._drawn) <= MAX_DRAWN:
+                self._drawn += data
             self._writer.put(target, data)

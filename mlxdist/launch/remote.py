@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import ResourceError
 from ..hostfile import Host
 from ..remote.ssh import LOST, Reach, is_this_machine, why_lost
 from .frames import GREETING, FrameError, Frames, Kind, pack, pack_json, unpack_json
@@ -109,9 +110,15 @@ class RemoteHost:
         """``wake`` is called when a rank has ended, or the connection."""
         self._wake = wake
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
-            self._command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True
-        )
+        try:
+            self.process = subprocess.Popen(
+                self._command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True
+            )
+        except OSError as error:
+            option = "--python" if self.is_local else "--ssh"
+            raise ResourceError(
+                f"{self.name}: the command {self._command[0]!r} cannot be run: {error.strerror}; see {option}"
+            ) from None
         self._errors, self._reader = (
             threading.Thread(target=read, name=f"mlxdist {self.name}", daemon=True)
             for read in (self._read_errors, self._read_frames)
@@ -127,6 +134,11 @@ class RemoteHost:
                     view = view[self.process.stdin.write(view) :]
         except (BrokenPipeError, ValueError):  # the end of the connection is noticed by who reads
             return
+
+    @property
+    def is_mac(self) -> bool:
+        """As the agent says, once it has greeted."""
+        return self.state.hello is not None and self.state.hello.get("system") == "darwin"
 
     def ping(self, silence: float) -> None:
         """Says that the launcher lives. Never waits: what is under way to the host says so as well."""
@@ -154,6 +166,10 @@ class RemoteHost:
         self.state.ranks[rank] = added
         self.state.streams |= {(Kind.OUT, rank): stdout, (Kind.ERR, rank): stderr}
         return added
+
+    def note_end(self, rank: RemoteRank) -> None:
+        """That rank is another host's."""
+        self.send(pack_json(Kind.GONE, {"status": rank.status}, rank.rank))
 
     def end(self) -> None:
         self.send(pack(Kind.END))

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import click
 from ..errors import name_ranks
 from .backends import Backend, free_ports
 from .executable import CannotRun
-from .local import LocalJob, LocalRank, new_name
+from .local import LocalJob, LocalRank, new_name, usual_grace
 from .output import Output
 from .restarts import run_with_restarts
 from .standard_input import Pipe, Reader, StandardInput
@@ -51,7 +52,7 @@ class Plan:
     backend: Backend = Backend()
     nodes: Nodes | None = None
     prefix: bool = True
-    grace: float = 5.0
+    grace: float | None = None  # as usual on the systems of the ranks
     max_restarts: int = 0
     verbose: bool = False
     logs: Path | None = None  # a folder, which is made
@@ -125,7 +126,12 @@ def run(plan: Plan) -> int:
 
     def run_once(restart: int) -> Ending:
         with prepared(restart) as job:
-            supervisor = Supervisor(job, wakeup, output, plan.grace, say, plan.verbose, plan.limit)
+            supervisor = Supervisor(job, wakeup, output, job.grace, say, plan.verbose, plan.limit)
+            if restart == 0 and (macs := job.awake()):
+                from .awake import describe
+
+                for text in describe(macs, plan.verbose):
+                    say(text)
             readers: list[Reader] = []
             for rank in plan.numbers:
                 supervisor.add(_start(job, rank, output, plan, readers))
@@ -148,11 +154,16 @@ def run(plan: Plan) -> int:
         while output is not None and not output.is_written(0.1):
             if any(number != signal.SIGCHLD for number in wakeup.read()):
                 break
+    if status == 0 and output is not None and (trouble := output.write_error()):  # of the last that was printed
+        say(f"{trouble}.")
+        output.is_written(1.0)
+        status = 1
     return status
 
 
 def _local_job(plan: Plan, name: str, restart: int) -> LocalJob:
-    common = (plan.command, plan.variables, plan.grace)
+    grace = usual_grace(sys.platform == "darwin") if plan.grace is None else plan.grace
+    common = (plan.command, plan.variables, grace)
     nodes = plan.nodes
     if nodes is None:
         port = plan.backend.rendezvous_port

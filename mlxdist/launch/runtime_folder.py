@@ -1,19 +1,21 @@
 """The folder in which what runs here is written down, and the locks that say whether it still does.
 
-It is $XDG_RUNTIME_DIR/mlxdist, where that is a folder of this user's, else mlxdist-<uid> beside other temporary files.
+It is $XDG_RUNTIME_DIR/mlxdist, where that is a folder of this user's, else mlxdist-<uid> beside other temporary files;
+or, where another user was first to take that name, mlxdist-<uid>-<anything>, which all later commands find again.
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import shutil
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..errors import ResourceError
+from ..own_files import is_own_folder, make_own_folder, open_own
 
 __all__ = ["OF_HOSTS", "OF_RESTARTS", "is_locked", "make_locked", "runtime_folder", "try_lock", "write_json"]
 
@@ -30,30 +32,25 @@ def runtime_folder() -> Path:
         ResourceError: it cannot be made, or something else of that name is in its place.
     """
     parent = os.environ.get("XDG_RUNTIME_DIR") or ""
-    if os.path.isabs(parent) and _is_ours(parent):  # sudo and su leave that of another user in place
+    if os.path.isabs(parent) and is_own_folder(parent):  # sudo and su leave that of another user in place
         folder = Path(parent, "mlxdist")
     else:
         folder = Path(os.environ.get("TMPDIR") or "/tmp", f"mlxdist-{os.getuid()}").absolute()
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if _is_ours(folder):
-            if stat.S_IMODE(folder.stat().st_mode) != 0o700:
-                folder.chmod(0o700)
-            return folder
+        return folder if make_own_folder(folder) else _with_another_name(folder)
     except OSError as error:
         raise ResourceError(f"the job cannot be prepared in {folder}: {error}") from None
-    raise ResourceError(
-        f"the job cannot be prepared in {folder}: it is a link, or belongs to another user; remove it, or set "
-        "XDG_RUNTIME_DIR or TMPDIR to a folder of your own"
-    )
 
 
-def _is_ours(folder: str | Path) -> bool:
-    try:
-        status = os.lstat(folder)
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+def _with_another_name(folder: Path) -> Path:
+    """The first that this user has, or a new one: another user must not be able to block every launch."""
+    for _ in range(2):
+        for path in sorted(folder.parent.glob(f"{folder.name}-*")):
+            if is_own_folder(path):
+                make_own_folder(path)
+                return path
+        folder.with_name(f"{folder.name}-{os.urandom(8).hex()}").mkdir(mode=0o700)
+    raise FileNotFoundError(errno.ENOENT, "what was made there is gone", folder)
 
 
 def make_locked(name: str, fill: Callable[[Path], None]) -> tuple[Path, int]:
@@ -68,7 +65,7 @@ def make_locked(name: str, fill: Callable[[Path], None]) -> tuple[Path, int]:
         new.mkdir(mode=0o700)
         with contextlib.ExitStack() as undo:
             undo.callback(shutil.rmtree, new, ignore_errors=True)
-            lock = os.open(new / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            lock = open_own(new / "lock", os.O_RDWR | os.O_CREAT)
             undo.callback(os.close, lock)
             with contextlib.suppress(OSError):  # no locks here: it counts as running as long as it is there
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -83,7 +80,7 @@ def make_locked(name: str, fill: Callable[[Path], None]) -> tuple[Path, int]:
 def try_lock(folder: Path, how: int) -> int | None:
     """The descriptor of the folder's lock, now held as ``how`` says; None if another process holds it, or none can."""
     try:
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+        lock = open_own(folder / "lock", os.O_RDWR)
     except OSError:
         return None
     try:
@@ -105,6 +102,6 @@ def is_locked(folder: Path) -> bool:
 def write_json(path: Path, fields: dict[str, Any]) -> None:
     """For this user only. Whoever reads meanwhile finds the old file or the new one."""
     new = path.with_suffix(".new")
-    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
+    with open(open_own(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
         json.dump(fields, file)
     os.replace(new, path)

@@ -1,8 +1,10 @@
 """Waits for the ranks of a job and decides how it ends.
 
 a rank fails      the others learn it from their rendezvous and have the grace to leave by themselves; then SIGTERM,
-                  after the same time again SIGKILL. The exit status is that of the first failing rank.
-SIGINT, SIGHUP    to all ranks; then the same. A second one goes on to the next signal at once.
+                  and SIGKILL for those that run after the same time again. The exit status is that of the first
+                  failing rank.
+SIGINT, SIGHUP    to all ranks; then the same. A second one goes on to the next signal at once; where ranks do not leave
+                  soon after SIGINT, the launcher says so.
 SIGTERM           to all ranks; then SIGKILL.
 
 A signal to the agent of the job on another host is one to the launcher, but for its being the second.
@@ -20,13 +22,16 @@ from .output import Output
 from .wakeup import Wakeup
 from .writer import MAX_BACKLOG
 
-__all__ = ["Ending", "Supervisor"]
+__all__ = ["PROTECTION_DOMAINS", "Ending", "Supervisor"]
 
 # Once SIGKILL is sent, only a process in an uninterruptible system call is still there after this.
 AFTER_KILL = 5.0
 # Once interrupted: how a rank on another host has ended comes behind what it has printed, and nobody may read that.
 _MAX_LAST_BACKLOG = 64 << 20
+# Ranks that run for so long after Ctrl-C: the user learns what comes next.
+HINT_SECONDS = 1.0
 TOO_LATE = 124  # as of timeout(1)
+PROTECTION_DOMAINS = "AppleThunderboltRDMAProtectionDomain"  # macOS's class of kernel objects
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,7 @@ class Supervisor:
         self._sent: signal.Signals | None = None
         self._rungs: list[signal.Signals] = []
         self._next: float | None = None
+        self._hint_at: float | None = None
         self._selector = selectors.DefaultSelector()
         self._selector.register(wakeup, selectors.EVENT_READ)
 
@@ -88,9 +94,11 @@ class Supervisor:
             self._wait(self._until_next())
             self._reap()
             self._end_if_late()
+            self._hint()
             self._press()
         self._job.succeeded = not self._running and all(status <= 128 for status in self._statuses.values())
         status, text = self._verdict()
+        text += self._lost_domains()
         if status == 0:
             self._job.remove_recordings()
         self._job.end()
@@ -105,6 +113,7 @@ class Supervisor:
             if self._failed and self._interrupted_by is None:
                 failed, _ = self._first_failure()
                 self._output.say_last_lines(failed, self._names[failed])
+                text += self._output.advice(failed)
         unread = self._output is not None and self._output.is_unread()
         failed = bool(self._failed) and self._interrupted_by is None and not self._running and not unread
         return Ending(status, text, failed)
@@ -147,7 +156,22 @@ class Supervisor:
         self._interrupted_by = number
         self._send(number)
         self._rungs = [signal.SIGKILL] if number == signal.SIGTERM else [signal.SIGTERM, signal.SIGKILL]
-        self._next = time.monotonic() + self._grace
+        now = time.monotonic()
+        self._next = now + self._grace
+        if number == signal.SIGINT and self._grace > HINT_SECONDS:
+            self._hint_at = now + HINT_SECONDS
+
+    def _hint(self) -> None:
+        """Ctrl-C seems to do nothing: another one does more."""
+        now = time.monotonic()
+        if self._hint_at is None or now < self._hint_at or not self._running:
+            return
+        self._hint_at = None
+        if self._sent == signal.SIGINT:
+            ranks = sorted(self._running)
+            runs = f"{name_ranks(ranks)} still run{'s' * (len(ranks) == 1)} after SIGINT"
+            left = f"SIGTERM follows in {max(0.0, self._next - now):.0f} s, SIGKILL {self._grace:g} s later"
+            self._say(f"{runs}; {left}. Another Ctrl-C ends them now, a third one kills them")
 
     def _reap(self) -> None:
         ended = []
@@ -188,7 +212,7 @@ class Supervisor:
             rank.signal(number)
 
     def _until_next(self) -> float | None:
-        times = [self._next]
+        times = [self._next, self._hint_at]
         if self._limit is not None and not self._is_late:
             times.append(self._started + self._limit)
         first = min((at for at in times if at is not None), default=None)
@@ -216,10 +240,23 @@ class Supervisor:
             return 128 + self._interrupted_by, "; ".join([first, *self._fates(None)])
         if not self._failed:
             return 0, f"all ranks succeeded after {seconds:.1f} s" if self._verbose else ""
+        if self._output is not None and (trouble := self._output.write_error()):  # their end is its consequence
+            return 1, trouble
         failed, seconds = self._first_failure()
         status = self._statuses[failed]
         first = f"rank {failed} failed first, {_how(status)} after {seconds:.1f} s"
         return status, "; ".join([first, *self._fates(failed)])
+
+    def _lost_domains(self) -> str:
+        """What ranks that were killed on Macs may have cost."""
+        killed = 128 + signal.SIGKILL
+        ranks = [rank for rank, status in self._statuses.items() if status == killed and self._job.is_on_mac(rank)]
+        if not ranks:
+            return ""
+        return (
+            f"; {name_ranks(sorted(ranks))} may have kept a protection domain of RDMA on a Mac, which has 11: while no "
+            f"job runs there, `ioclasscount {PROTECTION_DOMAINS}` counts those that are lost until its restart"
+        )
 
     def _first_failure(self) -> tuple[int, float]:
         """Cause and consequence end within milliseconds, in any order: the ranks note who was first."""

@@ -17,7 +17,7 @@ class Writer:
     and the ranks have to be supervised meanwhile."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        self.broken: set[int] = set()  # descriptors whose reader is gone
+        self.broken: dict[int, OSError] = {}  # descriptors whose reader is gone, or that cannot be written
         self._backlog = 0
         self._wake = wake
         self._queue: collections.deque[tuple[int, bytes]] = collections.deque()
@@ -58,5 +58,5 @@ class Writer:
             except BlockingIOError:
                 # Whoever shares our terminal has made it non-blocking.
                 time.sleep(0.01)
-            except OSError:
-                self.broken.add(target)
+            except OSError as error:
+                self.broken[target] = error

@@ -22,7 +22,7 @@ Raises, all of them:
     What :mod:`mlxdist.ops` raises, where the result is evaluated.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
@@ -33,12 +33,15 @@ from ..native import bridge
 from ..ops import all_gather, all_sum, sum_scatter
 
 __all__ = [
+    "copy_to_holders",
     "copy_to_tensor_parallel_region",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_parallel_region",
     "reduce_from_tensor_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
     "scatter_to_tensor_parallel_region",
+    "with_gradients",
+    "without_gradient",
 ]
 
 
@@ -47,9 +50,47 @@ def copy_to_tensor_parallel_region(x: mx.array, group: Group | None = None) -> m
     group = group_of(group)
     if group.size() == 1:
         return x
-    copy = mx.custom_function(lambda x: x)
-    copy.vjp(lambda primal, cotangent, output: all_sum(cotangent, group=group))
-    return copy(x)
+    return with_gradients(lambda cotangents: [all_sum(cotangents[0], group=group)], [x])[0]
+
+
+def copy_to_holders(x: mx.array, pieces: Sequence[slice], length: int, axis: int, group: Group) -> mx.array:
+    """``x`` itself, which is the ``pieces`` of something along ``axis``, where that has ``length``. Backward: for each
+    element the sum of the cotangents of all ranks that hold it."""
+    before = (slice(None),) * axis
+
+    def backward(cotangents: Sequence[mx.array]) -> list[mx.array]:
+        whole, start = mx.zeros((*x.shape[:axis], length, *x.shape[axis + 1 :]), cotangents[0].dtype), 0
+        for piece in pieces:
+            stop = start + piece.stop - piece.start
+            whole[(*before, piece)] = cotangents[0][(*before, slice(start, stop))]
+            start = stop
+        whole = all_sum(whole, group=group)
+        return [mx.concatenate([whole[(*before, piece)] for piece in pieces], axis)]
+
+    return with_gradients(backward, [x])[0]
+
+
+def with_gradients(
+    backward: Callable[[Sequence[mx.array]], Sequence[mx.array]], arrays: Sequence[mx.array]
+) -> Sequence[mx.array]:
+    """The arrays themselves. Backward: what ``backward`` makes of the cotangents of all of them.
+
+    Where MLX traces nothing that costs nothing.
+    """
+    if not arrays or not bridge.traces():
+        return arrays
+    copy = mx.custom_function(lambda *arrays: list(arrays))
+    copy.vjp(lambda primals, cotangents, outputs: tuple(backward(cotangents)))
+    return copy(*arrays)
+
+
+def without_gradient(x: mx.array, reason: str) -> mx.array:
+    """``x`` itself. Backward: an :class:`InvalidArgument` with ``reason``."""
+
+    def refuse(cotangents: Sequence[mx.array]) -> Sequence[mx.array]:
+        raise InvalidArgument(reason)
+
+    return with_gradients(refuse, [x])[0]
 
 
 def reduce_from_tensor_parallel_region(x: mx.array, group: Group | None = None) -> mx.array:

@@ -18,10 +18,9 @@ from mlx.utils import tree_flatten, tree_map
 from ..arguments import group_of
 from ..errors import InvalidArgument
 from ..group import Group
-from ..ops import all_sum
 from .agreement import agreed, described
 from .column_parallel import ColumnParallelLinear
-from .mappings import copy_to_tensor_parallel_region
+from .mappings import copy_to_holders, copy_to_tensor_parallel_region
 from .measured_weights import Weights, resolve
 from .outputs import with_outputs
 from .parallel_linear import ParallelLinear, check_linear, dims, quantization, quantization_unit
@@ -293,14 +292,7 @@ class ParallelAttention(nn.Module):
         """A parameter of this rank's KV heads itself. Backward: the sum over all ranks that hold the same head."""
         mine = self._kv_heads[self._group.rank()]
         start, stop, end = (head * self.head_dim for head in (mine.start, mine.stop, self._n_kv_heads))
-
-        def backward(primal: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
-            rest = [(0, 0)] * (cotangent.ndim - 1)
-            return all_sum(mx.pad(cotangent, [(start, end - stop), *rest]), group=self._group)[start:stop]
-
-        share = mx.custom_function(lambda x: x)
-        share.vjp(backward)
-        return share(parameter)
+        return copy_to_holders(parameter, [slice(start, stop)], end, 0, self._group)
 
     def _normalized(self, name: str, x: mx.array) -> mx.array:
         """All ranks hold the norm, each for its own heads: its gradient is the sum over the ranks."""

@@ -32,6 +32,7 @@ CALLS = {
     "doctor.crossing": "mlxdist.doctor.gpu:crossing",
     "doctor.digest": "mlxdist.doctor.files:digest",
     "doctor.facts": "mlxdist.doctor.facts:read",
+    "doctor.installation": "mlxdist.doctor.installation:installation",
     "doctor.listen": "mlxdist.doctor.network:listen",
     "doctor.model": "mlxdist.doctor.files:list_model",
     "doctor.program": "mlxdist.doctor.files:program",

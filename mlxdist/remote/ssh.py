@@ -1,12 +1,17 @@
 """How a host is reached: by ssh, without a password; or directly, where it is this machine."""
 
+import functools
+import os
 import shlex
-import socket
+import signal
 import subprocess
-import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+
+from .. import local_network
+from ..own_python import own_module
+from .this_machine import is_this_machine
 
 __all__ = [
     "LOST",
@@ -26,6 +31,7 @@ _OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "Serv
 # The exit status of ssh when the connection fails.
 LOST = 255
 TOO_LATE = 124  # as of timeout(1)
+_MOMENT = 0.05
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ class Reach:
 
     def module(self, name: str, module: str) -> list[str]:
         """Runs a module of mlxdist on the host. What it is given should come through the connection."""
-        return self.command(name, [self.python or sys.executable, "-m", module])
+        return self.command(name, own_module(module, python=self.python))
 
 
 @dataclass(frozen=True)
@@ -66,34 +72,66 @@ class Answer:
         return next((line for line in reversed(self.errors.splitlines()) if line.strip()), "")
 
 
-def is_this_machine(name: str) -> bool:
-    return name.rpartition("@")[2] in ("localhost", "127.0.0.1", "::1", socket.gethostname())
+def run(
+    name: str,
+    words: Sequence[str],
+    reach: Reach = Reach(),
+    *,
+    input: str | bytes = b"",
+    seconds: float = 30.0,
+    running: list[subprocess.Popen] | None = None,
+) -> Answer:
+    """Runs a command on a host and waits for it. Never raises: what went wrong is in the answer.
 
-
-def run(name: str, words: Sequence[str], reach: Reach = Reach(), *, input: str = "", seconds: float = 30.0) -> Answer:
-    """Runs a command on a host and waits for it. Never raises: what went wrong is in the answer."""
-    try:
-        done = subprocess.run(
-            reach.command(name, words),
-            input=input.encode(),
-            capture_output=True,
-            timeout=seconds,
-            start_new_session=True,  # Ctrl-C is the caller's
-        )
-    except subprocess.TimeoutExpired as late:
-        out, err = ((data or b"").decode(errors="replace") for data in (late.stdout, late.stderr))
-        return Answer(name, TOO_LATE, out, f"{err}\nno answer within {seconds:g} s")
+    ``running``: gets the process, which another thread may end.
+    """
+    pipe = subprocess.PIPE
+    command = reach.command(name, words)
+    try:  # in a session of its own: Ctrl-C is the caller's
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
     except OSError as error:
         return Answer(name, 127, "", f"{words[0] if is_this_machine(name) else reach.ssh[0]}: {error.strerror}")
-    return Answer(name, done.returncode, *(data.decode(errors="replace") for data in (done.stdout, done.stderr)))
+    if running is not None:
+        running.append(process)
+    with process:
+        try:
+            data = process.communicate(input.encode() if isinstance(input, str) else input, seconds)
+        except subprocess.TimeoutExpired as late:
+            process.kill()
+            out, err = ((data or b"").decode(errors="replace") for data in (late.stdout, late.stderr))
+            return Answer(name, TOO_LATE, out, f"{err}\nno answer within {seconds:g} s")
+        except BaseException:
+            process.kill()
+            raise
+    return Answer(name, process.returncode, *(text.decode(errors="replace") for text in data))
 
 
 def run_everywhere(
-    names: Sequence[str], words: Sequence[str], reach: Reach = Reach(), *, input: str = "", seconds: float = 30.0
+    names: Sequence[str],
+    words: Sequence[str],
+    reach: Reach = Reach(),
+    *,
+    input: str | bytes = b"",
+    seconds: float = 30.0,
 ) -> list[Answer]:
-    """The same on several hosts at once, in their order."""
+    """The same on several hosts at once, in their order. Ctrl-C ends it everywhere."""
+    running: list[subprocess.Popen] = []
     with ThreadPoolExecutor(max(1, len(names))) as threads:
-        return list(threads.map(lambda name: run(name, words, reach, input=input, seconds=seconds), names))
+        ask = functools.partial(run, words=words, reach=reach, input=input, seconds=seconds, running=running)
+        answers = [threads.submit(ask, name) for name in names]
+        try:
+            return [answer.result() for answer in answers]
+        except BaseException:
+            while wait(answers, _MOMENT).not_done:
+                while running:
+                    _terminate(running.pop())
+            raise
+
+
+def _terminate(process: subprocess.Popen) -> None:
+    """With its children, which hold its pipes."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
 
 
 def why_lost(name: str, answered: bool, words: str) -> str:
@@ -107,6 +145,10 @@ def agent_advice(name: str, words: str) -> str:
     """What to do when a module of mlxdist does not start on a host. ``words``: what was said last."""
     if "No module named" in words:
         return "; install mlxdist for that Python, or name another with --python"
+    if "`python -h'" in words:  # it does not know -P
+        return "; that Python is older than 3.11: name another with --python"
     if "not found" in words or "No such file" in words:
         return "; that Python is not there: name another with --python"
-    return "" if is_this_machine(name) else f"; try: ssh -o BatchMode=yes {shlex.quote(name)} true"
+    if is_this_machine(name):
+        return ""
+    return local_network.hint(words) or f"; try: ssh -o BatchMode=yes {shlex.quote(name)} true"

@@ -4,6 +4,7 @@ Over it the ranks find each other, exchange the addresses of their queue pairs (
 need it), and learn when one of them has died, failed or left. The payload of collectives never travels here.
 
     rendezvous.py   what a rank calls
+    step.py         a step that fails on all ranks where it fails on one
     connect.py      rank 0 listens, the others connect; the handshake as they see it
     hub.py          rank 0's service for all: the handshake as it sees it, blobs, messages, failures, deadlines
     messages.py     from one rank to another

@@ -2,22 +2,40 @@
 
 import errno
 import hmac
+import itertools
 import os
 import socket
-import sys
 import time
 
-from .. import debug
+from .. import debug, local_network
 from ..environment import Environment, format_address
 from ..errors import RendezvousError
 from ..version import __version__
-from .hub import keep_alive
-from .wire import MAGIC, NONCE_BYTES, PROOF_BYTES, Framing, Kind, WireError, pack_json, proof, session_keys, unpack_json
+from .hub import keep_alive, status_noted
+from .wire import (
+    MAGIC,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    Framing,
+    Kind,
+    WireError,
+    knock,
+    pack_json,
+    proof,
+    session_keys,
+    unpack_json,
+)
 
 __all__ = ["connect", "listen"]
 
 # What MLXDIST_RENDEZVOUS_TIMEOUT can be.
 MAX_SECONDS = 1e9
+
+# For a try to connect. The kernel repeats a SYN after 1, 3 and 7 s: too rarely where strangers fill the queue of the
+# listener, which has a free place every moment. So the first tries are short, and the others allow for a slow network.
+SYN_SECONDS = 0.2
+SHORT_TRIES = 20
+CONNECT_SECONDS = 5.0
 
 # Descriptors named by MLXDIST_RENDEZVOUS_FD that this process has used up: once closed, the number means another file.
 _used_descriptors: set[int] = set()
@@ -86,8 +104,9 @@ def connect(environment: Environment) -> tuple[socket.socket, Framing, dict]:
     """
     deadline = time.monotonic() + environment.rendezvous_timeout
     pause = 0.02
-    while True:
-        sock, trouble = _connect_once(environment, deadline)
+    for number in itertools.count():
+        started, patience = time.monotonic(), SYN_SECONDS if number < SHORT_TRIES else CONNECT_SECONDS
+        sock, trouble = _connect_once(environment, min(patience, deadline - started))
         if sock is not None:
             try:
                 return sock, *_greet(environment, sock, deadline)
@@ -101,17 +120,23 @@ def connect(environment: Environment) -> tuple[socket.socket, Framing, dict]:
                 sock.close()
                 raise
         debug.trace("rendezvous", f"rank 0 at {format_address(*environment.rendezvous)}: {trouble}; trying again")
+        if status := status_noted(environment, 0):
+            raise RendezvousError(
+                f"rendezvous: rank 0 has ended with exit status {status} before rank {environment.rank} reached it; "
+                "all ranks of the job must call mlxdist.init(); see the output of rank 0 for the reason, if there is one"
+            )
         if time.monotonic() + pause >= deadline:
             raise RendezvousError(
                 f"rendezvous: rank {environment.rank} of {environment.world_size} on {socket.gethostname()} could not "
                 f"reach rank 0 at {format_address(*environment.rendezvous)} for {environment.rendezvous_timeout:g} s "
                 f"({trouble}); see the output of rank 0 for the reason"
             )
-        time.sleep(pause)
-        pause = min(2 * pause, 0.5)
+        if time.monotonic() - started < patience:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)
 
 
-def _connect_once(environment: Environment, deadline: float) -> tuple[socket.socket | None, str]:
+def _connect_once(environment: Environment, patience: float) -> tuple[socket.socket | None, str]:
     host, port = environment.rendezvous
     trouble = ""
     try:
@@ -120,7 +145,7 @@ def _connect_once(environment: Environment, deadline: float) -> tuple[socket.soc
         return None, error.strerror
     for family, kind, protocol, _, address in candidates:
         sock = socket.socket(family, kind, protocol)
-        sock.settimeout(max(0.01, min(5.0, deadline - time.monotonic())))
+        sock.settimeout(max(0.01, patience))
         try:
             sock.connect(address)
             # With no listener yet, a connection to a port of this machine can meet itself.
@@ -129,9 +154,7 @@ def _connect_once(environment: Environment, deadline: float) -> tuple[socket.soc
                 return sock, ""
             trouble = "connection refused"
         except OSError as error:
-            trouble = error.strerror or str(error)
-            if error.errno == errno.EHOSTUNREACH and sys.platform == "darwin":
-                trouble += "; if ping works, allow it in System Settings, Privacy & Security, Local Network"
+            trouble = (error.strerror or str(error)) + local_network.hint(error)
         sock.close()
     return None, trouble
 
@@ -146,6 +169,7 @@ def _greet(environment: Environment, sock: socket.socket, deadline: float) -> tu
     framing, secret = Framing(), environment.secret
     where = format_address(*environment.rendezvous)
     try:
+        sock.sendall(framing.frame(Kind.KNOCK, knock(secret, os.urandom(NONCE_BYTES))))
         kind, challenge = _read_frame(sock, framing, deadline)
         if kind != Kind.CHALLENGE or not challenge.startswith(MAGIC) or len(challenge) != len(MAGIC) + NONCE_BYTES:
             raise WireError(f"{challenge[:32]!r}")

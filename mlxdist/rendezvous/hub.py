@@ -1,6 +1,7 @@
 """Rank 0's side of the rendezvous: lets ranks in, passes blobs on, and tells everyone what became of the others."""
 
 import collections
+import contextlib
 import hmac
 import operator
 import os
@@ -29,26 +30,39 @@ from .wire import (
     Framing,
     Kind,
     WireError,
+    knock,
     pack_json,
     proof,
     session_keys,
     unpack_json,
 )
 
-__all__ = ["Hub", "keep_alive"]
+__all__ = ["Hub", "keep_alive", "status_noted"]
 
 # A rank answers the challenge at once. Whoever takes longer is no rank, or a stopped one that will try again.
 HANDSHAKE_SECONDS = 10.0
 # Connections that have not proven anything yet, beyond one per rank.
-MAX_STRANGERS = 64
+MAX_STRANGERS = 128
+# The same once the group is complete: none of them can be let in then, they are only told why.
+MAX_LATE_STRANGERS = 8
+# New connections between two looks at those that are there.
+MAX_ACCEPTS = 64
+# Once the group is complete, between one new connection and the next: rank 0's thread shares an interpreter with the
+# program, and a flood of them must not take its time.
+ACCEPT_SECONDS = 0.1
+
+# While ranks are missing, between two looks at which of them the launcher has seen ending.
+LOOK_SECONDS = 0.25
 
 
 @dataclass
 class Stranger:
+    sock: socket.socket
     connection: Connection
     address: str
     nonce: bytes
     deadline: float
+    has_knocked: bool = False  # with the job's secret
 
 
 @dataclass
@@ -80,6 +94,7 @@ class Hub:
         self._environment = environment
         self._started = time.monotonic()
         self._forming_deadline: float | None = self._started + environment.rendezvous_timeout
+        self._look_at = 0.0
         self._accept_again = 0.0
         self._strangers: list[Stranger] = []
         self._members: dict[int, Member] = {}
@@ -95,32 +110,59 @@ class Hub:
         loop.watch(listener, self._accept)
         self._admit_own(own_side)
 
+    @property
+    def _is_complete(self) -> bool:
+        return len(self._members) == self._environment.world_size
+
     # Strangers: connections that have yet to prove that they know the secret.
 
     def _accept(self, events: int) -> None:
+        if self._is_complete:
+            self._accept_one()
+            self._rest()
+            return
+        for _ in range(MAX_ACCEPTS):
+            if not self._accept_one():
+                return
+
+    def _accept_one(self) -> bool:
+        """Whether more may be waiting."""
         try:
             sock, address = self._listener.accept()
         except BlockingIOError:
-            return
+            return False
+        except ConnectionAbortedError:
+            return True
         except OSError:
             # No descriptor left, most likely, and the listener stays readable.
             if self._strangers:
-                self._drop(self._strangers[0])
+                self._make_room()
             else:
-                self._accept_again = time.monotonic() + 0.1
-                self._loop.forget(self._listener)
-            return
-        if len(self._strangers) >= MAX_STRANGERS + self._environment.world_size:
-            self._drop(self._strangers[0])
-        keep_alive(sock)
+                self._rest()
+            return False
+        most = MAX_LATE_STRANGERS if self._is_complete else MAX_STRANGERS + self._environment.world_size
+        while len(self._strangers) >= most:
+            self._make_room()
+        self._greet(sock, format_address(*address[:2]))
+        return True
+
+    def _rest(self) -> None:
+        self._accept_again = time.monotonic() + ACCEPT_SECONDS
+        self._loop.rest(self._listener)
+
+    def _make_room(self) -> None:
+        """The oldest goes; one that has knocked only when all have: strangers do not displace a rank."""
+        self._drop(next((one for one in self._strangers if not one.has_knocked), self._strangers[0]))
+
+    def _greet(self, sock: socket.socket, address: str) -> None:
         nonce = os.urandom(NONCE_BYTES)
         connection = Connection(self._loop, sock, Framing())
-        deadline = time.monotonic() + HANDSHAKE_SECONDS
-        stranger = Stranger(connection, format_address(*address[:2]), nonce, deadline)
+        stranger = Stranger(sock, connection, address, nonce, time.monotonic() + HANDSHAKE_SECONDS)
         connection.on_frame = lambda kind, payload: self._hello(stranger, kind, payload)
         connection.on_lost = lambda text: self._lose_stranger(stranger, text)
         self._strangers.append(stranger)
         connection.send(Kind.CHALLENGE, MAGIC + nonce)
+        connection.look()  # a rank has knocked by now, unless its machine is slow
 
     def _drop(self, stranger: Stranger) -> None:
         stranger.connection.close()
@@ -144,6 +186,10 @@ class Hub:
         stranger.connection.close(when_sent=True)
 
     def _hello(self, stranger: Stranger, kind: int, payload: bytes) -> None:
+        if kind == Kind.KNOCK:  # a wrong one is no matter: its greeting will tell why
+            nonce = payload[:NONCE_BYTES]
+            stranger.has_knocked = hmac.compare_digest(payload, knock(self._environment.secret, nonce))
+            return
         if kind != Kind.HELLO or len(payload) < NONCE_BYTES + PROOF_BYTES:
             raise WireError("something else than a rank's greeting")
         nonce = payload[:NONCE_BYTES]
@@ -196,6 +242,8 @@ class Hub:
     def _admit(self, stranger: Stranger, nonce: bytes, fields: dict) -> None:
         self._strangers.remove(stranger)
         secret, connection = self._environment.secret, stranger.connection
+        with contextlib.suppress(OSError):  # macOS, where the peer is gone already: reading will tell
+            keep_alive(stranger.sock)
         now = time.monotonic()
         welcome = pack_json(
             host=socket.gethostname(), pid=os.getpid(), seconds=max(0.0, (self._forming_deadline or now) - now)
@@ -216,7 +264,7 @@ class Hub:
         debug.info("rendezvous", f"{member} has joined")
         member.connection.on_frame = lambda kind, payload: self._frame(member, kind, payload)
         member.connection.on_lost = lambda text: self._lose(member, text)
-        if len(self._members) == self._environment.world_size:
+        if self._is_complete:
             self._forming_deadline = None
             members = [[m.host, m.pid] for _, m in sorted(self._members.items())]
             self._tell_all(Kind.FORMED, pack_json(members=members))
@@ -334,6 +382,9 @@ class Hub:
         if self._accept_again and now >= self._accept_again:
             self._accept_again = 0.0
             self._loop.watch(self._listener, self._accept)
+        if self._forming_deadline is not None and now >= self._look_at:
+            self._look_at = now + LOOK_SECONDS
+            self._fail_ended()
         if self._forming_deadline is not None and now >= self._forming_deadline:
             self._fail_missing()
         if self._gather_deadline is not None and now >= self._gather_deadline:
@@ -341,18 +392,31 @@ class Hub:
         if self._next_news is not None and now >= self._next_news:
             self._tell_news(now)
         deadlines = [stranger.deadline for stranger in self._strangers[:1]]
-        others = (self._forming_deadline, self._gather_deadline, self._accept_again or None, self._next_news)
+        look_at = self._look_at if self._forming_deadline is not None else None
+        others = (self._forming_deadline, look_at, self._gather_deadline, self._accept_again or None, self._next_news)
         deadlines += [deadline for deadline in others if deadline is not None]
         return max(0.0, min(deadlines) - now) if deadlines else None
 
+    @property
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(self._environment.world_size) if rank not in self._members]
+
+    def _fail_ended(self) -> None:
+        """A missing rank whose process has ended does not come any more."""
+        for rank in self._missing:
+            if status := status_noted(self._environment, rank):
+                text = f"rendezvous: rank {rank} has ended with exit status {status} before it called mlxdist.init()"
+                self._fail(rank, "RendezvousError", f"{text}; all ranks of the job must call it")
+                return
+
     def _fail_missing(self) -> None:
         size = self._environment.world_size
-        missing = [rank for rank in range(size) if rank not in self._members]
+        missing = self._missing
         have = "have" if len(missing) > 1 else "has"
         text = (
             f"rendezvous: {name_ranks(missing)} of {size} {have} not connected to "
             f"{format_address(*self._environment.rendezvous)} after {self._environment.rendezvous_timeout:g} s; "
-            "see their output above for the reason"
+            "see what they have printed, and where they are: they may not have called mlxdist.init()"
         )
         if self._refusals:
             text += f" (meanwhile {'; '.join(self._refusals)})"
@@ -371,6 +435,17 @@ class Hub:
             f"{self._environment.rendezvous_timeout:g} s after rank {here}; see what they are busy with, or raise "
             "MLXDIST_RENDEZVOUS_TIMEOUT",
         )
+
+
+def status_noted(environment: Environment, rank: int) -> str | None:
+    """The exit status of a rank whose process the launcher has seen ending; `LocalJob.note_end` notes it."""
+    if environment.first_failure is None:
+        return None
+    try:
+        with open(f"{environment.first_failure}.ended-{rank}", encoding="ascii") as file:
+            return file.read()
+    except OSError:  # it runs
+        return None
 
 
 def keep_alive(sock: socket.socket) -> None:

@@ -7,6 +7,8 @@ import socket
 import threading
 from collections.abc import Callable
 
+from ..own_threads import OwnThread
+
 __all__ = ["Loop"]
 
 
@@ -24,10 +26,11 @@ class Loop:
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
+        self._resting: set[socket.socket] = set()
         self._selector.register(self._woken, selectors.EVENT_READ, lambda events: self._woken.recv(4096))
         self._stopping = False
         # Daemon: a program that never calls close() must still be able to exit.
-        self._thread = threading.Thread(target=self._run, name="mlxdist rendezvous", daemon=True)
+        self._thread = OwnThread(target=self._run, name="mlxdist rendezvous", daemon=True)
         self._timers: list[Callable[[], float | None]] = []
 
     def start(self) -> None:
@@ -63,10 +66,16 @@ class Loop:
     def watch(self, sock: socket.socket, callback: Callable[[int], object], write: bool = False) -> None:
         """Calls ``callback(events)`` whenever ``sock`` can be read, or written if ``write``."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if write else 0)
+        self._resting.discard(sock)
         if sock in self._selector.get_map():
             self._selector.modify(sock, events, callback)
         else:
             self._selector.register(sock, events, callback)
+
+    def rest(self, sock: socket.socket) -> None:
+        """Calls nothing for ``sock`` until the next ``watch``; it is still closed with the others."""
+        self.forget(sock)
+        self._resting.add(sock)
 
     def forget(self, sock: socket.socket) -> None:
         if sock in self._selector.get_map():
@@ -74,24 +83,33 @@ class Loop:
 
     def close_in_child(self) -> None:
         """After a fork, in the child: closes its copies of the sockets, or the parent's peers would not see it die."""
-        for key in list(self._selector.get_map().values()):
-            os.close(key.fileobj.detach())
-        os.close(self._waker.detach())
+        for sock in (*self._sockets(), self._waker):
+            os.close(sock.detach())
 
     def _run(self) -> None:
         try:
             while not self._stopping:
-                for key, events in self._selector.select(self._step()):
-                    if key.fileobj in self._selector.get_map():  # an earlier callback may have closed it
-                        key.data(events)
+                self._turn(self._step())
         except BaseException as error:  # whoever waits for this thread must hear of it
             self._on_crash(error)
             raise
         finally:
-            for key in list(self._selector.get_map().values()):
-                self._selector.unregister(key.fileobj)
-                key.fileobj.close()
-            self._waker.close()
+            for sock in (*self._sockets(), self._waker):
+                self.forget(sock)
+                sock.close()
+
+    def _sockets(self) -> list[socket.socket]:
+        return [*(key.fileobj for key in self._selector.get_map().values()), *self._resting]
+
+    def _turn(self, seconds: float | None) -> int:
+        """Waits for events and runs their callbacks. Returns how many came."""
+        ready = self._selector.select(seconds)
+        for key, events in ready:
+            # An earlier callback may have closed it, and the next socket then has its number.
+            now = self._selector.get_map().get(key.fd)
+            if now is not None and now.fileobj is key.fileobj:
+                now.data(events)
+        return len(ready)
 
     def _step(self) -> float | None:
         while self._calls and not self._stopping:

@@ -2,15 +2,17 @@
 
     frame       length (4 bytes, big-endian: of payload and tag), kind (1 byte), payload, tag (16 bytes)
 
-    connection  rank 0 -> rank   CHALLENGE  magic, nonce
+    connection  rank -> rank 0   KNOCK      nonce, proof
+                rank 0 -> rank   CHALLENGE  magic, nonce
                 rank -> rank 0   HELLO      nonce, proof, JSON: rank, world size, job, version, host, pid
                 rank 0 -> rank   WELCOME    proof, JSON: host, pid, seconds left to form the group
                             or   REFUSED    text
 
 A proof is HMAC-SHA256 with the secret of the job over a label, both nonces and the text that goes with it, so
-neither side can be replayed or reflected, and nothing in HELLO can be altered. Before a proof was checked a frame has
-at most 4 KiB and no tag; from then on every frame carries a tag made with a key of this connection and a counter.
-Nothing is unpickled: payloads are text, JSON or the caller's bytes.
+neither side can be replayed or reflected, and nothing in HELLO can be altered. KNOCK proves less, since no nonce of
+rank 0 is in it: the connection need not make room for those of strangers, and nothing is let in by it. Before a proof
+was checked a frame has at most 4 KiB and no tag; from then on every frame carries a tag made with a key of this
+connection and a counter. Nothing is unpickled: payloads are text, JSON or the caller's bytes.
 """
 
 import enum
@@ -31,6 +33,7 @@ __all__ = [
     "MAGIC",
     "MAX_BLOB",
     "MAX_FRAME",
+    "MAX_PIECES",
     "MAX_TEXT",
     "NONCE_BYTES",
     "PROOF_BYTES",
@@ -38,6 +41,7 @@ __all__ = [
     "Framing",
     "Kind",
     "WireError",
+    "knock",
     "pack_json",
     "proof",
     "session_keys",
@@ -49,6 +53,8 @@ NONCE_BYTES = 32
 PROOF_BYTES = 32
 TAG_BYTES = 16
 MAX_UNPROVEN = 4 * 1024
+# What a rank sends before it has proven itself comes in two or three. Each piece is work for rank 0's thread.
+MAX_PIECES = 64
 MAX_FRAME = 1024 * 1024
 MAX_BLOB = MAX_FRAME - 1024  # leaves room for the name of the step and the tag
 MAX_TEXT = 16 * 1024
@@ -76,6 +82,7 @@ class Kind(enum.IntEnum):
     MESSAGE = 13  # rank -> rank 0: for another rank; rank 0 -> rank: from another rank (messages.py)
     PULSE = 14  # rank -> rank 0: where it is (pulse.py)
     NEWS = 15  # rank 0 -> all: where everyone is
+    KNOCK = 16  # rank -> rank 0: before all else
 
 
 class WireError(Exception):
@@ -85,6 +92,10 @@ class WireError(Exception):
 def proof(secret: bytes, side: str, *parts: bytes) -> bytes:
     message = b"".join((MAGIC, side.encode(), *parts))
     return hmac.digest(secret, message, hashlib.sha256)
+
+
+def knock(secret: bytes, nonce: bytes) -> bytes:
+    return nonce + proof(secret, "knock", nonce)
 
 
 def session_keys(secret: bytes, hub_nonce: bytes, rank_nonce: bytes) -> tuple[bytes, bytes]:
@@ -136,6 +147,10 @@ class Framing:
         """Both sides have proven to know the secret: larger frames, each with a tag."""
         self._limit = MAX_FRAME
         self._send_key, self._receive_key = send_key, receive_key
+
+    @property
+    def is_secure(self) -> bool:
+        return bool(self._receive_key)
 
     def feed(self, data: bytes) -> None:
         self._received += data
@@ -192,6 +207,7 @@ class Connection:
         self._unsent = bytearray()
         self._open = True
         self._close_when_sent = False
+        self._pieces = 0
         sock.setblocking(False)
         loop.watch(sock, self._ready)
 
@@ -207,6 +223,10 @@ class Connection:
     def resume(self) -> None:
         """Takes the frames that came right behind the handshake: they are read already, no event will tell of them."""
         self._receive(b"")
+
+    def look(self) -> None:
+        """Takes what has come already, without waiting for the event that tells of it."""
+        self._ready(0)
 
     def send(self, kind: Kind, payload: bytes = b"") -> None:
         """Sends now what the socket takes, the rest when it takes more: a stopped peer holds up nobody else."""
@@ -247,9 +267,12 @@ class Connection:
         if self._close_when_sent:
             return  # refused: what else it sends is not kept
         self.framing.feed(data)
+        self._pieces += 1
         try:
             while self._open and not self._close_when_sent and (frame := self.framing.next_frame()):
                 self.on_frame(*frame)
+            if self._pieces > MAX_PIECES and not self.framing.is_secure:
+                raise WireError(f"its greeting in more than {MAX_PIECES} pieces")
         except WireError as error:
             self._lose(f"it sent {error}")
 

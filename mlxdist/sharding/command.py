@@ -13,6 +13,8 @@ from typing import Any
 
 import click
 
+from ..own_python import own_module
+
 __all__ = ["shard"]
 
 RANKS = click.IntRange(min=1)
@@ -123,8 +125,8 @@ def _verify(path: Path, plan: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="mlxdist-shard-") as folder:
         given, result = Path(folder, "plan.json"), Path(folder, "verification.json")
         given.write_text(plan.to_json())
-        command = [sys.executable, "-m", "mlxdist", "launch", "-n", str(plan.ranks), "--"]
-        command += [sys.executable, "-m", "mlxdist.sharding.verify_rank", str(path), str(given), str(result)]
+        command = own_module("mlxdist", "launch", "-n", str(plan.ranks), "--")
+        command += own_module("mlxdist.sharding.verify_rank", str(path), str(given), str(result))
         # The ranks' own output is for reading, the results alone are for a pipe.
         with subprocess.Popen(command, env=os.environ, stdin=subprocess.DEVNULL, stdout=sys.stderr) as process:
             try:

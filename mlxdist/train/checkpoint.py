@@ -3,99 +3,273 @@
 A checkpoint is one safetensors file, ``step-00000100.safetensors``, readable by anything that reads the format. It is
 written under another name, brought to the disk, and only then given its own: a process that is killed or a machine
 that loses power leaves the checkpoint before it untouched. Every file is checked for its length before it is taken,
-since other programs copy files, too, and are interrupted.
+since other programs copy files, too, and are interrupted; and for its bytes before it is loaded.
+
+It carries the run that wrote it: the job of `mlxdist launch` with all its restarts, MLXDIST_JOB where something else
+starts the ranks, else the processes that started together. A program takes another run's checkpoint for its own only
+where it says so.
 """
 
-import json
 import os
 import re
+import sys
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
+from ..arguments import group_of
 from ..errors import InvalidArgument, ResourceError
+from ..group import Group, current_run
+from ..ops import all_gather
+from .checkpoint_file import STEP_DIGITS, About, Unusable, is_whole, read, read_about, sync, write
+from .cut_layers import cut_layer
 
 __all__ = ["latest_checkpoint", "load_checkpoint", "save_checkpoint"]
 
-_NAME = re.compile(r"step-([0-9]{8,})\.safetensors")
-_STEP = "mlxdist_step"
-# A header has about 100 bytes for each array; safetensors itself reads no larger one.
-_MAX_HEADER = 100_000_000
+_NAME = re.compile(rf"step-([0-9]{{8,{STEP_DIGITS}}})\.safetensors")
+
+_T = TypeVar("_T")
+
+# The ranks of a model that is cut compare this number of their last steps.
+_COMPARED = 64
+
+# Other runs whose checkpoints this process has loaded on purpose: it goes on as they would.
+_continued: set[str] = set()
 
 
-def save_checkpoint(folder: str | os.PathLike, tree: Any, step: int, keep: int = 2) -> Path:
+def save_checkpoint(folder: str | os.PathLike, tree: Any, step: int, keep: int = 2, group: Group | None = None) -> Path:
     """Writes a checkpoint, then removes all but the latest ``keep`` of its folder.
 
-    One rank calls it; with data parallelism all have the same. Returns when the file is on the disk.
+    One rank calls it; with data parallelism all have the same. Returns when the file is on the disk. All ranks call
+    ``mlxdist.meet()`` afterwards: the next step must not wait for this one on a GPU.
 
     Args:
-        folder: where the checkpoints of one training lie. It is made if need be.
+        folder: where the checkpoints of one run lie. It is made if need be.
         tree: dicts and lists with string keys whose leaves are ``mx.array``, such as ``{"model": model.parameters(),
             "optimizer": optimizer.state}``. Empty dicts and lists are not kept. It is evaluated.
-        step: how many steps were done, from 0.
+        step: how many steps were done, from 0; an integer below 10**18.
         keep: how many checkpoints stay, at least 1.
+        group: the ranks over which the model is cut (``shard_model``, ``load_sharded``, mlx-lm's ``shard``): all of
+            them call this, and each saves its own part, into a folder of its own within ``folder``. Older ones are
+            removed when all have. Before that, parts of this run are removed that are later than the last step of
+            which all ranks have theirs: a save that was killed has left them. ``None``: the arrays are whole.
 
     Returns:
         The path of the file.
 
     Raises:
         InvalidArgument: a leaf is not an ``mx.array``, or there is none; a key has a dot, or is empty or a number;
-            ``step`` is below 0, ``keep`` below 1; or the folder has a checkpoint of a later step.
+            ``step`` is below 0 or too large, ``keep`` below 1, or one of them no integer; the folder is a file; or it
+            has a checkpoint of a later step, or of another run that this process has not loaded with
+            ``other_run=True``; without ``group``: an array is a parameter of a layer that is cut over ranks. With
+            ``group`` also where another rank has failed, or has another step; or ranks have parts, but no step of all.
         ResourceError: it could not be written, for example because the disk is full.
     """
-    if step < 0 or keep < 1:
-        raise InvalidArgument(f"save_checkpoint: step must be at least 0 and keep at least 1, not {step} and {keep}")
-    arrays = _flatten(tree)
-    folder = Path(folder)
-    later = [number for number in _checkpoints(folder) if number > step]
-    if later:
+    folder, part = Path(folder), _part(group)
+    own = folder / part
+    with _on_all("save_checkpoint", group, step, keep):
+        step = _checked_number("step", step, 0, 10**STEP_DIGITS - 1)
+        keep = _checked_number("keep", keep, 1, sys.maxsize)
+        arrays = _flatten(tree)
+        if not part and (layer := cut_layer(arrays.values())):
+            raise InvalidArgument(
+                f"save_checkpoint: the tree has parameters of {layer}, of which each rank holds a part; have every "
+                "rank save its own: save_checkpoint(folder, tree, step, group=group) with the group over which the "
+                "model is cut"
+            )
+        found = _checkpoints("save_checkpoint", own)
+    last = _last_of_all("save_checkpoint", folder, found, group)
+    # Each block ends on all ranks before one begins the next: no new part meets one that another start has left.
+    with _on_all("save_checkpoint", group):
+        left = {number: path for number, path in found.items() if number > last and _is_ours(path)}
+        found = {number: path for number, path in found.items() if number not in left}
+        _check_folder(own, found, step)
+        _remove(own, left.values())
+    with _on_all("save_checkpoint", group):
+        found[step] = _write(own, arrays, About(step, current_run(), part))
+    _remove(own, list(found.values())[:-keep])
+    return found[step]
+
+
+def load_checkpoint(path: str | os.PathLike, other_run: bool = False, group: Group | None = None) -> tuple[Any, int]:
+    """The tree and the step of a checkpoint, as ``save_checkpoint`` got them; tuples have become lists.
+
+    Args:
+        path: of the file, from ``latest_checkpoint``.
+        other_run: take it also if another run has written it: to go on with what an earlier job has done, or to use
+            its weights. This process may then save into its folder.
+        group: that of ``save_checkpoint``, whose ranks all call this; each gets its own part.
+
+    Raises:
+        InvalidArgument: there is no such file, it is not whole, damaged or no checkpoint; it is of another run and
+            ``other_run`` is not set; or it is not this rank's part, or none at all, of a model that is cut over
+            ``group``. With ``group``, on all its ranks alike; also where their parts are of different steps or runs.
+    """
+    path, part = Path(path), _part(group)
+    with _on_all("load_checkpoint", group, other_run):
+        about = _checked_about(path, part, other_run)
+    with _on_all("load_checkpoint", group, about.step, about.run):
+        arrays = _usable("load_checkpoint", read, path)
+    if about.run != current_run():
+        _continued.add(about.run)
+    return tree_unflatten(list(arrays.items())), about.step
+
+
+def latest_checkpoint(folder: str | os.PathLike, group: Group | None = None) -> Path | None:
+    """The whole checkpoint with the highest step in a folder, of whatever run, or None.
+
+    With the ``group`` of ``save_checkpoint``, whose ranks all call this: the part of this rank, of the highest step
+    that all ranks have; None also where this run's first save was killed before all had theirs.
+
+    Raises:
+        InvalidArgument: the folder is a file; its checkpoints are not of as many parts as ``group`` has ranks, or no
+            step has the parts of all of them. With ``group``, on all its ranks alike.
+        ResourceError: it cannot be read.
+    """
+    folder, part = Path(folder), _part(group)
+    with _on_all("latest_checkpoint", group):
+        found = _checkpoints("latest_checkpoint", folder / part)
+        if not found:
+            _check_for_other_parts(folder, part, group)
+    return found.get(_last_of_all("latest_checkpoint", folder, found, group))
+
+
+def _last_of_all(name: str, folder: Path, found: dict[int, Path], group: Group | None) -> int:
+    """The highest step that all ranks have; -1 for none. ``found``: the checkpoints of this one.
+
+    A first save that was killed is no step either: each rank has one part of this run at most.
+    """
+    if not _part(group):
+        return max(found, default=-1)
+    first = len(found) <= 1 and all(map(_is_ours, found.values()))
+    mine = list(found)[-_COMPARED:]
+    rows = all_gather(np.array([[first, *mine, *[-1] * (_COMPARED - len(mine))]]), group=group)
+    of_all = set.intersection(*(set(row.tolist()) for row in rows[:, 1:])) - {-1}
+    if not of_all and not rows[:, 0].all():
         raise InvalidArgument(
-            f"save_checkpoint: {folder} has a checkpoint of step {later[-1]}, later than {step}, of another training; "
-            "remove it, or choose another folder"
+            f"{name}: {folder} has no step with the parts of all {len(rows)} ranks; to begin from step 0, remove it or "
+            "choose another folder"
         )
-    path = folder / f"step-{step:08}.safetensors"
-    new = folder / f"writing-{step:08}.safetensors"
+    return max(of_all, default=-1)
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return read_about(path).run == current_run()
+    except Unusable:
+        return False
+
+
+def _checked_about(path: Path, part: str, other_run: bool) -> About:
+    if not path.is_file():
+        problem = "is a folder; pass what latest_checkpoint(folder) finds" if path.is_dir() else "does not exist"
+        raise InvalidArgument(f"load_checkpoint: {path} {problem}")
+    about = _usable("load_checkpoint", read_about, path)
+    if about.part != part:
+        raise _wrong_part("load_checkpoint", path, about.part, part)
+    if about.run != current_run() and not other_run:
+        raise InvalidArgument(
+            f"load_checkpoint: {path} is of another run, {about.run}; this one is {current_run()}. To go on with "
+            f"it, call load_checkpoint(path, other_run=True); to begin from step 0, remove {path.parent} or choose "
+            "another folder"
+        )
+    return about
+
+
+def _usable(name: str, read: Callable[[Path], _T], path: Path) -> _T:
+    try:
+        return read(path)
+    except Unusable as error:
+        raise InvalidArgument(f"{name}: {path} {error}") from None
+
+
+def _write(folder: Path, arrays: dict[str, mx.array], about: About) -> Path:
+    path = folder / f"step-{about.step:08}.safetensors"
+    new = folder / f"writing-{about.step:08}.safetensors"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob("writing-*.safetensors"):  # by a process that was killed
             left.unlink()
-        mx.save_safetensors(str(new), arrays, {_STEP: str(step)})
-        if not _is_whole(new):
-            raise OSError("not all of it was written; is the disk full?")
-        _sync(new)
+        write(new, arrays, about)
         os.replace(new, path)
-        _sync(folder)
+        sync(folder)
     except (OSError, RuntimeError) as error:
         new.unlink(missing_ok=True)
         raise ResourceError(f"save_checkpoint: {path} could not be written: {error}") from error
-    for old in list(_checkpoints(folder).values())[:-keep]:
-        old.unlink(missing_ok=True)
     return path
 
 
-def load_checkpoint(path: str | os.PathLike) -> tuple[Any, int]:
-    """The tree and the step of a checkpoint, as ``save_checkpoint`` got them; tuples have become lists.
-
-    Raises:
-        InvalidArgument: there is no such file, it is not whole, or no checkpoint.
-    """
-    path = Path(path)
-    if not _is_whole(path):
-        problem = "is not whole; latest_checkpoint() finds one that is" if path.exists() else "does not exist"
-        raise InvalidArgument(f"load_checkpoint: {path} {problem}")
-    arrays, metadata = mx.load(str(path), return_metadata=True)
-    step = metadata.get(_STEP, "")
-    if not re.fullmatch(r"[0-9]{1,18}", step, re.ASCII):
-        raise InvalidArgument(f"load_checkpoint: {path} was not written by save_checkpoint: it has no step")
-    mx.eval(arrays)  # or it would be read when the file may be gone
-    return tree_unflatten(list(arrays.items())), int(step)
+def _remove(folder: Path, paths: Collection[Path]) -> None:
+    """For good: they are gone after a loss of power, too."""
+    try:
+        for path in paths:
+            path.unlink(missing_ok=True)
+        if paths:
+            sync(folder)
+    except OSError as error:
+        raise ResourceError(f"save_checkpoint: an earlier checkpoint could not be removed: {error}") from error
 
 
-def latest_checkpoint(folder: str | os.PathLike) -> Path | None:
-    """The whole checkpoint with the highest step in a folder, or None."""
-    return next(reversed(_checkpoints(Path(folder)).values()), None)
+def _on_all(name: str, group: Group | None, *values: object) -> AbstractContextManager[None]:
+    """A block whose failure on one rank of the group, if there is one, is an error on all of them."""
+    if group is None:
+        return nullcontext()
+    from ..nn.agreement import agreed  # here: data parallelism needs none of the layers
+
+    return agreed(name, group, *values)
+
+
+def _part(group: Group | None) -> str:
+    """As it is named in the file, and its folder is."""
+    if group is None or group_of(group).size() == 1:
+        return ""
+    return f"rank-{group.rank()}-of-{group.size()}"
+
+
+def _check_for_other_parts(folder: Path, part: str, group: Group | None) -> None:
+    """Those of another number of ranks are not taken for none at all."""
+    for other in sorted(folder.glob("rank-*-of-*")):
+        if not part or not other.name.endswith(f"-of-{group.size()}"):
+            raise _wrong_part("latest_checkpoint", other, other.name, part)
+    if part and _checkpoints("latest_checkpoint", folder):
+        raise _wrong_part("latest_checkpoint", folder, "", part)
+
+
+def _wrong_part(name: str, path: Path, part: str, wanted: str) -> InvalidArgument:
+    holds = f"has the part {part} of a model that is cut" if part else "has whole arrays"
+    other = f"not {wanted}" if wanted else "pass group=, the ranks over which it is cut"
+    return InvalidArgument(f"{name}: {path} {holds}; {other}")
+
+
+def _checked_number(name: str, number: Any, least: int, most: int) -> int:
+    if not isinstance(number, Integral) or isinstance(number, bool) or not least <= number <= most:
+        raise InvalidArgument(f"save_checkpoint: {name} must be an integer from {least} to {most}, not {number!r}")
+    return int(number)
+
+
+def _check_folder(folder: Path, found: dict[int, Path], step: int) -> None:
+    """Its checkpoints must be of this run, or of one that it goes on with; and none later than this step."""
+    if not found:
+        return
+    last, path = list(found.items())[-1]
+    run = _usable("save_checkpoint", read_about, path).run
+    if run != current_run() and run not in _continued:
+        raise InvalidArgument(
+            f"save_checkpoint: {folder} has a checkpoint of step {last} of another run, {run}; this one is "
+            f"{current_run()}. To go on with it, load it first with load_checkpoint(path, other_run=True); to begin "
+            f"from step 0, remove {folder} or choose another folder"
+        )
+    if last > step:
+        raise InvalidArgument(
+            f"save_checkpoint: {folder} has a checkpoint of step {last}, later than {step}; remove it, or choose "
+            "another folder"
+        )
 
 
 def _flatten(tree: Any) -> dict[str, mx.array]:
@@ -125,35 +299,15 @@ def _structure(tree: Any) -> Any:
     return None
 
 
-def _checkpoints(folder: Path) -> dict[int, Path]:
-    """The whole ones, by step, in ascending order."""
+def _checkpoints(name: str, folder: Path) -> dict[int, Path]:
+    """The whole ones, by step, in ascending order. ``name``: the function that is called, for errors."""
     try:
         names = os.listdir(folder)
-    except OSError:
+    except FileNotFoundError:
         return {}
+    except NotADirectoryError:
+        raise InvalidArgument(f"{name}: {folder} is a file, not a folder; choose another name") from None
+    except OSError as error:
+        raise ResourceError(f"{name}: {folder} cannot be read: {error.strerror}") from None
     steps = sorted((int(match[1]), match[0]) for name in names if (match := _NAME.fullmatch(name)))
-    return {step: folder / name for step, name in steps if _is_whole(folder / name)}
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether the file is as long as its header says. The header: its length in 8 bytes, then JSON."""
-    try:
-        size = path.stat().st_size
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > min(size - 8, _MAX_HEADER):
-                return False
-            header = json.loads(file.read(length))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        return size == 8 + length + max(ends, default=0)
-    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError):
-        return False
-
-
-def _sync(path: Path) -> None:
-    """Brings a file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return {step: folder / name for step, name in steps if is_whole(folder / name)}

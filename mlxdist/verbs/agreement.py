@@ -1,7 +1,11 @@
 """How the ranks of a job agree on the devices that join them: each tells all where it is, and all choose alike."""
 
+import dataclasses
+import functools
 import json
 import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from ..environment import Environment
@@ -10,8 +14,9 @@ from ..host_identity import host_identity
 from . import device_map
 from .links import Choice, choose
 from .place import Place
+from .queue_pairs import check_queue_pairs
 
-__all__ = ["ONE_HOST", "agree"]
+__all__ = ["ONE_HOST", "Agreement", "agree"]
 
 ONE_HOST = "all ranks are on one host"
 
@@ -22,8 +27,29 @@ class Rendezvous(Protocol):
     def all_gather(self, blob: bytes, what: str) -> list[bytes]: ...
 
 
-def agree(rendezvous: Rendezvous, environment: Environment, host: str) -> Choice | None:
-    """The links of this rank; None where all ranks are on one host, and the software provider joins them as it does.
+@dataclass(frozen=True)
+class Agreement:
+    """``choice``: what this rank uses; None where all ranks are on one host, and the software provider joins them as
+    it does. ``places``: of all ranks, empty then."""
+
+    choice: Choice | None
+    places: Sequence[Place] = ()
+
+    def without_rdma(self, environment: Environment, why: str) -> Choice:
+        """What this rank uses instead where RDMA devices were chosen and could not be set up: ``why``.
+
+        Raises:
+            InvalidArgument: two ranks are not joined in another way; the same on all ranks, so none waits for another.
+        """
+        cables, wire = environment.cables or 1, environment.soft_wire
+        ranks = range(len(self.places))
+        choices = [choose(self.places, rank, "soft", cables=cables, soft_wire=wire) for rank in ranks]
+        reason = f"{why}; instead of RDMA ranks use shared memory within a host and TCP between hosts"
+        return dataclasses.replace(choices[environment.rank], reason=reason)
+
+
+def agree(rendezvous: Rendezvous, environment: Environment, host: str) -> Agreement:
+    """Which devices join the ranks.
 
     Raises:
         Mismatch: the ranks have different settings.
@@ -35,18 +61,20 @@ def agree(rendezvous: Rendezvous, environment: Environment, host: str) -> Choice
     hosts = _gather_hosts(rendezvous, environment, identity, matrix)
     simple = environment.provider in ("auto", "soft") and environment.soft_wire != "tcp"
     if len(set(hosts)) == 1 and simple and (matrix is None or environment.provider == "soft"):
-        return None
+        return Agreement(None)
     address = _address(environment)
     here = Place.here(identity, host, address, environment.provider, environment.soft_profile)
     places = [Place.unpack(blob) for blob in rendezvous.all_gather(here.pack(), "devices")]
-    return choose(
+    choice_of = functools.partial(
+        choose,
         places,
-        environment.rank,
         provider=environment.provider,
         device_map=matrix,
         cables=environment.cables or 1,
         soft_wire=environment.soft_wire,
     )
+    check_queue_pairs(places, environment.wires, choice_of)
+    return Agreement(choice_of(environment.rank), places)
 
 
 def _gather_hosts(
@@ -56,6 +84,7 @@ def _gather_hosts(
     settings = {
         "MLXDIST_PROVIDER": environment.provider,
         "MLXDIST_SOFT_WIRE": environment.soft_wire,
+        "MLXDIST_SOFT_PROFILE": environment.soft_profile if environment.provider in ("auto", "soft") else None,
         "MLXDIST_CABLES": environment.cables or 1,
         "MLXDIST_RDMA": matrix and json.dumps(matrix.rows),
     }

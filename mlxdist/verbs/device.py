@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ResourceError, Timeout
+from ..own_threads import OwnThread
 
-__all__ = ["ACTIVE", "GID_TYPES", "REAL_PROVIDER", "Device", "Gid", "list_devices", "speed_of"]
+__all__ = ["ACTIVE", "GID_TYPES", "REAL_PROVIDER", "Device", "Gid", "list_devices", "port_remedy", "speed_of"]
 
 # The library of RDMA that systems of this kind have.
 REAL_PROVIDER = "librdma" if sys.platform == "darwin" else "ibverbs"
@@ -123,7 +124,7 @@ def list_devices(provider: str, soft_profile: str = "ideal", seconds: float = 10
         found.append(lib.mlxdist_devices(provider.encode(), soft_profile.encode(), room, _MOST_DEVICES))
         failure.append(ffi.string(lib.mlxdist_last_error()).decode(errors="replace"))  # a thread has its own
 
-    thread = threading.Thread(target=ask, name="mlxdist-devices", daemon=True)
+    thread = OwnThread(target=ask, name="mlxdist-devices", daemon=True)
     thread.start()
     thread.join(seconds)
     if not failure:
@@ -136,6 +137,13 @@ def list_devices(provider: str, soft_profile: str = "ideal", seconds: float = 10
     if found[0] < 0:
         raise ResourceError(failure[0])
     return [_device(provider, room[i], ffi) for i in range(min(found[0], _MOST_DEVICES))]
+
+
+def port_remedy() -> str:
+    """What to do about a port of a Mac in bridge0 or without an IPv4 address, in the words of the engine's errors."""
+    from .._native import ffi, lib  # here: who only unpacks devices needs no engine
+
+    return ffi.string(lib.mlxdist_port_remedy()).decode()
 
 
 def speed_of(width: int, speed: int) -> float | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config.thunderbolt import THUNDERBOLT_5
-from .device import Device
+from .device import Device, port_remedy
 from .facts import Facts, ThunderboltPort
 
 __all__ = ["Finding", "Verdict", "diagnose_device", "diagnose_host"]
@@ -191,15 +191,11 @@ def _without_ipv4(device: Device, interface: str, facts: Facts) -> Finding:
             Verdict.BRIDGED,
             device.name,
             f"{interface} of {device.name} is a member of bridge0 (Thunderbolt Bridge), and has no IPv4 address itself",
-            f"give it one (`sudo ifconfig {interface} inet 10.0.1.1/24`); if connecting then fails with errno 22, take "
-            f"it out of the bridge (`sudo ifconfig bridge0 deletem {interface}`)",
+            f"{port_remedy()}; by hand `sudo ifconfig {interface} inet 10.0.1.1/24`, and if connecting then fails with "
+            f"errno 22 `sudo ifconfig bridge0 deletem {interface}`",
         )
-    command = f"ip address add 10.0.1.1/24 dev {interface}"
+    remedy = f"give its interface one, such as `sudo ip address add 10.0.1.1/24 dev {interface}`, or set MLXDIST_RDMA"
     if device.provider == "librdma":
-        command = f"ifconfig {interface} inet 10.0.1.1/24"
-    return Finding(
-        Verdict.NO_IPV4,
-        device.name,
-        f"{device.name} has no IPv4 address, so nothing says which device it is joined to",
-        f"give its interface one, such as `sudo {command}`, or set MLXDIST_RDMA",
-    )
+        remedy = f"{port_remedy()}; by hand `sudo ifconfig {interface} inet 10.0.1.1/24`"
+    what = f"{device.name} has no IPv4 address, so nothing says which device it is joined to"
+    return Finding(Verdict.NO_IPV4, device.name, what, remedy)

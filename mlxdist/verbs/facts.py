@@ -26,6 +26,7 @@ __all__ = [
     "macos_version",
     "read_facts",
     "rdma_ctl_state",
+    "system_release",
     "thunderbolt_ports",
 ]
 
@@ -67,7 +68,7 @@ def read_facts() -> Facts:
         return Facts(
             system="Darwin",
             machine=platform.machine(),
-            macos=macos_version(platform.mac_ver()[0]),
+            macos=macos_version(platform.release()),
             rdma_ctl=rdma_ctl_state(_run("rdma_ctl", "status")),
             thunderbolt=thunderbolt_ports(_run("system_profiler", "SPThunderboltDataType", "-json"), names),
             bridged=bridge_members(_run("ifconfig", "bridge0")),
@@ -81,9 +82,23 @@ def read_facts() -> Facts:
     )
 
 
-def macos_version(text: str) -> tuple[int, ...] | None:
-    """``platform.mac_ver()[0]``."""
-    return tuple(map(int, text.split("."))) if re.fullmatch(r"\d+(\.\d+){0,3}", text) else None
+def macos_version(release: str) -> tuple[int, int] | None:
+    """Of the kernel's ``platform.release()``, which is the same for every program: (26, 3) for "25.3.0".
+
+    ``platform.mac_ver()`` is not: a Python that was linked with an SDK before 26 may read 16.3 there. Darwin's number
+    was that of macOS and 9 up to macOS 15, one less in macOS 26, and is the same since macOS 27; minor numbers agree.
+    """
+    found = re.match(r"(\d+)\.(\d+)\b", release)
+    if not found:
+        return None
+    major, minor = map(int, found.groups())
+    return (major - 9 if major < 25 else max(major, 26)), minor
+
+
+def system_release() -> str:
+    """The version of macOS, such as 26.3, or of another system's kernel."""
+    version = macos_version(platform.release()) if sys.platform == "darwin" else None
+    return ".".join(map(str, version)) if version else platform.release()
 
 
 def rdma_ctl_state(text: str) -> str | None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import errors
+from ..own_python import own_module
+from ..own_threads import OwnThread
 from .device import Device, list_devices
 
 __all__ = ["Listing", "list_apart", "may_have_devices"]
@@ -38,8 +40,7 @@ def list_apart(provider: str, soft_profile: str = "ideal", seconds: float = 10.0
     Args:
         pyverbs: rdma-core's Python bindings list them, where they are installed.
     """
-    # -P: the folder that the program was started in has no say in what is imported.
-    command = [sys.executable, "-P", "-m", "mlxdist.verbs.listing", provider, soft_profile, f"{seconds:g}"]
+    command = own_module("mlxdist.verbs.listing", provider, soft_profile, f"{seconds:g}")
     command += ["pyverbs"] if pyverbs and provider == "ibverbs" and importlib.util.find_spec("pyverbs") else []
     try:
         child = subprocess.Popen(
@@ -56,7 +57,7 @@ def list_apart(provider: str, soft_profile: str = "ideal", seconds: float = 10.0
         output, complaint = child.communicate(timeout=seconds + _MARGIN)
     except subprocess.TimeoutExpired:
         child.kill()  # without waiting: in a driver, not even SIGKILL ends a process at once
-        threading.Thread(target=child.wait, daemon=True).start()
+        OwnThread(target=child.wait, daemon=True).start()
         return Listing(provider, error=f"listing the devices of {provider} has not ended after {seconds + _MARGIN:g} s")
     except BaseException:
         child.kill()

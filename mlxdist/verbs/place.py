@@ -18,7 +18,7 @@ _MAX_INDEX = 255  # sgid_index of an address handle is a byte
 _NAME_BYTES = 63
 _PROVIDERS = ("soft", "ibverbs", "librdma")
 _FIELDS = {"identity", "host", "address", "missing", "devices"}
-_DEVICE_FIELDS = {"provider", "name", "error", "state", "gids"}
+_DEVICE_FIELDS = {"provider", "name", "error", "state", "gids", "max_qp"}
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,7 @@ def _pack_device(device: Device) -> dict[str, Any]:
         "name": device.name,
         "error": device.error[:_MAX_TEXT],
         "state": device.state,
+        "max_qp": max(0, device.limits.get("max_qp", 0)),
         "gids": [[gid.index, gid.type, gid.address.hex(), gid.prefix] for gid in gids],
     }
 
@@ -145,7 +146,11 @@ def _unpack_device(fields: Any) -> Device:
     if not isinstance(gids, list) or len(gids) > _MAX_INDEX + 1:
         raise _Malformed(f"device {name} must have a list of at most {_MAX_INDEX + 1} addresses")
     error, state = _text(fields, "error", _MAX_TEXT), _text(fields, "state", _MAX_TEXT)
-    return Device(fields["provider"], name, error, state, tuple(_unpack_gid(gid, name) for gid in gids))
+    max_qp = fields["max_qp"]
+    if type(max_qp) is not int or not 0 <= max_qp < 2**31:
+        raise _Malformed(f"device {name} has {max_qp!r:.50} queue pairs, not a number from 0 to {2**31 - 1}")
+    gids = tuple(_unpack_gid(gid, name) for gid in gids)
+    return Device(fields["provider"], name, error, state, gids, limits={"max_qp": max_qp} if max_qp else {})
 
 
 def _unpack_gid(fields: Any, device: str) -> Gid:

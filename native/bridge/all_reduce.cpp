@@ -4,7 +4,7 @@ namespace mlxdist {
 
 namespace mx = mlx::core;
 
-/* It has no adjoint: that of MLX's all_sum, the identity, would be wrong for a product. */
+/* It has no adjoint: that of MLX's all_sum, the identity, would be wrong for a product, a maximum or a minimum. */
 class AllReduce : public Primitive {
  public:
   AllReduce(Place place, mlxdist_op op)

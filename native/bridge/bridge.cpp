@@ -1,14 +1,19 @@
 /* The Python module mlxdist._bridge. Import mlx.core first: the loader finds libmlx only in memory. */
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include <string>
+
 #include "connection.h"
+#include "failed_arrays.h"
 #include "group.h"
 #include "interpreter.h"
 #include "line.h"
 #include "operations.h"
+#include "stream_task.h"
 
 namespace nb = nanobind;
 namespace mx = mlx::core;
@@ -17,9 +22,7 @@ using namespace nb::literals;
 namespace mlxdist {
 
 static std::shared_ptr<Connection> connect(uintptr_t group) {
-  if (group == 0) return std::make_shared<Connection>(nullptr, 0, 1);
-  auto* native = reinterpret_cast<mlxdist_group*>(group);
-  return std::make_shared<Connection>(native, mlxdist_group_rank(native), mlxdist_group_size(native));
+  return Connection::connect(reinterpret_cast<mlxdist_group*>(group));
 }
 
 /* An error of a stream is raised where its array is evaluated, and one that cannot be waited for has nothing to do. */
@@ -35,8 +38,27 @@ static void wait_for_cpu_streams() {
   }
 }
 
+/* MLX says it only of an array: one that is always a tracer is seen as such while there is something to trace. */
+static bool traces() {
+  static const mx::array* probe = [] {
+    auto* array = new mx::array(0.0f); /* never freed: MLX may be gone when the process ends */
+    array->set_tracer(true);
+    return array;
+  }();
+  return probe->is_tracer();
+}
+
 NB_MODULE(_bridge, m) {
   nb::module_::import_("mlx.core"); /* registers the types of arrays, streams and groups */
+  load_collector();
+
+#ifdef __clang__
+  m.attr("compiler") = __VERSION__; /* begins with its name */
+#else
+  m.attr("compiler") = "GCC " __VERSION__;
+#endif
+  m.attr("nanobind") = std::to_string(NB_VERSION_MAJOR) + "." + std::to_string(NB_VERSION_MINOR) + "." +
+                       std::to_string(NB_VERSION_PATCH);
 
   m.def(
       "set_error_factory",
@@ -44,17 +66,28 @@ NB_MODULE(_bridge, m) {
       "make_error"_a,
       "make_error(status, text) returns the exception to raise for an error of the engine.");
   m.def(
-      "raise_soon",
+      "operation_failed",
       [] {
-        return reinterpret_cast<uintptr_t>(
-            +[](int status, const char* text) { raise_soon(Error(status, text)); });
+        return reinterpret_cast<uintptr_t>(+[](int status, const char* text, int raises) {
+          Error error(status, text);
+          note_failure(error);
+          if (raises) raise_soon(error);
+        });
       },
-      "Address of void raise_soon(int status, const char *text), which any thread may call.");
+      "Address of void operation_failed(int status, const char *text, int raises), for the thread of MLX in which an "
+      "operation has failed: what MLX computes from it is never read, and the error raised soon if `raises`.");
 
+  m.def("raise_mlx_error", [](const std::string& text) { throw std::runtime_error(text); }, "text"_a,
+        "Raises what an exception of MLX with this text becomes: for tests, where no GPU times out.");
   m.def("wait_for_cpu_streams", &wait_for_cpu_streams,
         "Returns when the CPU streams of MLX, of all threads, have done what they have to do now.");
+  m.def("busy_streams", &busy_streams, "How many streams of MLX have operations of groups to carry out.");
+  m.def("traces", &traces,
+        "Whether this thread runs a function to differentiate, compile, vectorize or export it.");
   m.def("set_own_folders", &set_own_folders, "mlxdist"_a, "mlx"_a,
         "Tells which frames are not the program's: those of files in these folders, whose names end with a slash.");
+  m.def("is_traced", [](const mx::array& array) { return array.is_tracer(); }, "array"_a,
+        "Whether MLX records what is computed from the array, for a gradient or for mx.compile.");
   m.def("mark_line", [] { mlxdist_set_place(current_line().at); },
         "The operations that this thread starts next come from the line of the program that has called mlxdist.");
   m.def("line_of", [](nb::handle frame) { return line_of(reinterpret_cast<PyFrameObject*>(frame.ptr())).at; },
@@ -65,10 +98,11 @@ NB_MODULE(_bridge, m) {
       .def_prop_ro("size", &Connection::size)
       .def_prop_ro("group", [](const Connection& c) { return reinterpret_cast<uintptr_t>(c.group()); })
       .def("mlx_group",
-           [](std::shared_ptr<Connection> connection, double timeout) {
-             return mx::distributed::Group(std::make_shared<Group>(std::move(connection), timeout));
+           [](std::shared_ptr<Connection> connection, double timeout, int64_t label) {
+             return mx::distributed::Group(std::make_shared<Group>(std::move(connection), timeout, label));
            },
-           "timeout"_a = -1.0)
+           "timeout"_a = -1.0, "label"_a = 0,
+           "label: of less than 63 bits, which must be equal on all ranks of an all_sum, all_max or all_min.")
       .def("split", &Connection::split, "color"_a, "key"_a)
       .def_prop_ro("told_error", &Connection::told_error)
       .def_prop_ro("is_busy", &Connection::is_busy)
@@ -79,6 +113,8 @@ NB_MODULE(_bridge, m) {
   m.def("connect", &connect, "group"_a, "Makes the engine's group (its address; 0: a group of one) usable by MLX.");
   m.def("all_reduce", &all_reduce, "x"_a, "connection"_a, "op"_a, "stream"_a = nb::none(), "timeout"_a = -1.0);
   m.def("all_gather", &all_gather, "x"_a, "connection"_a, "stream"_a = nb::none(), "timeout"_a = -1.0);
+  m.def("all_gather_as_in_mlx", &all_gather_as_in_mlx, "x"_a, "connection"_a, "stream"_a = nb::none(),
+        "timeout"_a = -1.0);
   m.def("reduce_scatter", &reduce_scatter, "x"_a, "connection"_a, "op"_a, "stream"_a = nb::none(), "timeout"_a = -1.0);
   m.def("broadcast", &broadcast, "x"_a, "connection"_a, "root"_a, "stream"_a = nb::none(), "timeout"_a = -1.0);
   m.def("reduce", &reduce, "x"_a, "connection"_a, "op"_a, "root"_a, "stream"_a = nb::none(), "timeout"_a = -1.0);

@@ -3,12 +3,27 @@
 #include <atomic>
 #include <utility>
 
+#include <dlfcn.h>
 #include <sys/types.h>
 #include <unistd.h>
 
+#include "failed_arrays.h"
 #include "interpreter.h"
 #include "line.h"
 #include "mlx/backend/cpu/encoder.h"
+#include "stream_task.h"
+
+#ifdef __APPLE__
+/* From mlx/backend/metal/device.h, which needs the frameworks of the SDK: what libmlx.dylib exports of it. */
+namespace mlx::core::metal {
+class CommandEncoder {
+ public:
+  void end_encoding(bool wait_in_flight);
+  void commit(std::function<void()> completion);
+};
+CommandEncoder& get_command_encoder(Stream s);
+} // namespace mlx::core::metal
+#endif
 
 namespace mlxdist {
 
@@ -82,7 +97,8 @@ char* data_of(const mx::array& x) {
 /* One enqueued operation, from enqueue until its task is gone, whether it ran or not. */
 class Connection::Ticket {
  public:
-  explicit Ticket(std::shared_ptr<Connection> connection) : connection_(std::move(connection)) {
+  Ticket(std::shared_ptr<Connection> connection, mx::Stream stream)
+      : connection_(std::move(connection)), task_(stream) {
     std::lock_guard lock(connection_->pending_mutex_);
     connection_->pending_++;
   }
@@ -92,10 +108,21 @@ class Connection::Ticket {
     std::lock_guard lock(connection_->pending_mutex_);
     if (--connection_->pending_ == 0) connection_->drained_.notify_all();
   }
-  Connection& operator*() const { return *connection_; }
+
+  void meet(Call call, Peers peers) { connection_->meet(call, peers); }
+  void run(Call call, const Operation& operation) {
+    try {
+      connection_->run(call, operation);
+    } catch (const Error& error) {
+      note_failure(error);
+      connection_->report(error);
+      throw;
+    }
+  }
 
  private:
   std::shared_ptr<Connection> connection_;
+  const StreamTask task_;
 };
 
 struct Connection::World {
@@ -106,14 +133,22 @@ struct Connection::World {
   std::vector<std::weak_ptr<Connection>> split_off;
 };
 
-Connection::Connection(mlxdist_group* group, int rank, int size)
-    : group_(group), rank_(rank), size_(size), is_world_(true), world_(std::make_shared<World>()) {}
+/* Never destroyed: MLX's threads outlive the statics. */
+static auto& current_world = *new std::weak_ptr<Connection>;
 
-Connection::Connection(mlxdist_group* group, std::shared_ptr<World> world)
+std::shared_ptr<Connection> Connection::connect(mlxdist_group* group) {
+  std::shared_ptr<Connection> result(new Connection(group, true, std::make_shared<World>()));
+  current_world = result;
+  return result;
+}
+
+std::shared_ptr<Connection> Connection::world() { return current_world.lock(); }
+
+Connection::Connection(mlxdist_group* group, bool is_world, std::shared_ptr<World> world)
     : group_(group),
       rank_(group ? mlxdist_group_rank(group) : 0),
       size_(group ? mlxdist_group_size(group) : 1),
-      is_world_(false),
+      is_world_(is_world),
       world_(std::move(world)) {}
 
 Connection::~Connection() {
@@ -130,19 +165,59 @@ std::shared_ptr<Connection> Connection::split(const std::shared_ptr<Connection>&
     if (status != MLXDIST_OK) throw Error(status, mlxdist_last_error());
   }
   if (color < 0) return nullptr;
-  std::shared_ptr<Connection> result(new Connection(part, connection->world_));
+  std::shared_ptr<Connection> result(new Connection(part, false, connection->world_));
   std::lock_guard lock(connection->world_->mutex);
   std::erase_if(connection->world_->split_off, [](const auto& group) { return group.expired(); });
   connection->world_->split_off.push_back(result);
   return result;
 }
 
-void Connection::enqueue(std::shared_ptr<Connection> connection, mx::Stream stream, Call call,
+void Connection::enqueue(std::shared_ptr<Connection> connection, mx::Stream stream, Call call, Peers peers,
                          Operation operation) {
   connection->check();
-  auto ticket = std::make_shared<Ticket>(std::move(connection)); /* std::function wants tasks that copy */
-  mx::cpu::get_command_encoder(stream).dispatch(
-      [ticket = std::move(ticket), call, operation = std::move(operation)] { (**ticket).run(call, operation); });
+  auto& encoder = mx::cpu::get_command_encoder(stream);
+  auto ticket = std::make_shared<Ticket>(std::move(connection), stream); /* std::function wants tasks that copy */
+  ticket->meet(call, peers);
+  encoder.dispatch(
+      [ticket = std::move(ticket), call, operation = std::move(operation)] { ticket->run(call, operation); });
+}
+
+/* What this thread has encoded so far for its default stream of the GPU: a peer may need the result of it for an
+ * operation before this one, and MLX itself would submit it only at the end of the graph. Other streams are left
+ * alone: another thread may be encoding for them. This is mx::gpu::finalize, which libmlx.dylib does not export. */
+static void submit_gpu_work() {
+#ifdef __APPLE__
+  auto stream = mx::peek_default_stream(mx::Device::gpu);
+  if (!stream) return;
+  /* Of libobjc, which Metal has loaded: without a pool the next command buffer would live as long as the thread. */
+  auto push = reinterpret_cast<void* (*)()>(dlsym(RTLD_DEFAULT, "objc_autoreleasePoolPush"));
+  auto pop = reinterpret_cast<void (*)(void*)>(dlsym(RTLD_DEFAULT, "objc_autoreleasePoolPop"));
+  struct Pool {
+    void (*pop)(void*);
+    void* pool;
+    ~Pool() { pop(pool); }
+  } pool{pop, push()};
+  auto& encoder = mx::metal::get_command_encoder(*stream);
+  encoder.end_encoding(false);
+  encoder.commit(nullptr);
+#endif
+}
+
+/* Most peers are there within this time, or are late. */
+constexpr double short_wait = 0.001;
+
+/* On the evaluating thread. What goes wrong here is the error of the operation, and raised where that is: MLX leaves
+ * other arrays of the graph in disorder when an exception comes out of the middle of it. */
+void Connection::meet(Call call, Peers peers) {
+  std::shared_lock lock(closing_);
+  auto* group = usable();
+  if (!mlxdist_arrive(group, peers.to, peers.from)) return;
+  if (mlxdist_meet(group, peers.operation, short_wait)) return;
+  submit_gpu_work();
+  /* A deadline of its own is that of the operation, which begins afterwards: the meeting does not outlast it. */
+  double limit = call.timeout >= 0 ? call.timeout : mlxdist_group_timeout(group);
+  InterpreterRuns others_run;
+  mlxdist_meet(group, peers.operation, limit > 0 ? limit : -1);
 }
 
 void Connection::check() {
@@ -172,13 +247,26 @@ void Connection::run(Call call, const Operation& operation) {
   auto* group = usable();
   mlxdist_set_place(call.place);
   if (call.timeout >= 0) mlxdist_set_timeout(call.timeout);
+  mlxdist_set_arrived(1);
   int status = operation(group);
+  mlxdist_set_arrived(0);
   if (call.timeout >= 0) mlxdist_set_timeout(-1);
   if (status == MLXDIST_OK) return;
-  Error error(status, mlxdist_last_error());
+  throw Error(status, mlxdist_last_error());
+}
+
+void Connection::report(const Error& error) {
   world_->told_error = true;
   if (world_->reports_errors.exchange(false)) raise_soon(error);
-  throw error;
+}
+
+std::optional<Error> Connection::explain_gpu_timeout() {
+  std::shared_lock lock(closing_);
+  if (group_ == nullptr || getpid() != world_->process) return std::nullopt;
+  int status = mlxdist_group_gpu_timeout(group_);
+  if (status == MLXDIST_OK) return std::nullopt;
+  world_->told_error = true;
+  return Error(status, mlxdist_last_error());
 }
 
 bool Connection::told_error() const { return world_->told_error; }

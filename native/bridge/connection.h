@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <shared_mutex>
 #include <vector>
 
@@ -29,16 +30,27 @@ mlxdist_layout row_layout_of(const mlx::core::array& x);
 /* Where the engine reads or writes `x`. Throws if that is not a multiple of the element's size. */
 char* data_of(const mlx::core::array& x);
 
+/* An operation as its peers are to know of it before it is called: its name, and the members that it sends to and
+ * receives from (mlxdist_arrive). */
+struct Peers {
+  const char* operation;
+  int to = MLXDIST_ALL;
+  int from = MLXDIST_ALL;
+};
+
 /* What an operation brings along. */
 struct Call {
   double timeout;    /* its deadline in seconds, negative for the group's */
   const char* place; /* where in the program it comes from, a text that stays for ever */
+  int64_t label = 0; /* of an all_reduce: what else must be equal on all ranks, such as a hash */
 };
 
-class Connection {
+/* With it nanobind hands out the one owner that C++ has. Else each call from Python would own the Python object, and let go
+ * of it with the interpreter's lock in MLX's thread, for which mx.clear_cache() waits while it holds that lock. */
+class Connection : public std::enable_shared_from_this<Connection> {
  public:
-  /* The world: `group` stays the caller's and may be null in a group of one. */
-  Connection(mlxdist_group* group, int rank, int size);
+  /* Of the world: `group` stays the caller's and may be null in a group of one. */
+  static std::shared_ptr<Connection> connect(mlxdist_group* group);
   ~Connection();
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
@@ -51,10 +63,12 @@ class Connection {
    * negative key stands for the rank. Waits for all ranks. Throws what check() throws. */
   static std::shared_ptr<Connection> split(const std::shared_ptr<Connection>& connection, int color, int key);
 
-  /* Hands `operation` (which returns a mlxdist_status) to the thread of `stream`; the caller does not wait. `timeout`
-   * is its deadline in seconds, negative for the group's. Throws what check() throws. */
+  /* Hands `operation` (which returns a mlxdist_status) to the thread of `stream`. The caller waits only where it has to
+   * meet the peers first (mlxdist_arrive); if they do not come the operation fails, and not this. Throws what check()
+   * throws. */
   using Operation = std::function<int(mlxdist_group*)>;
-  static void enqueue(std::shared_ptr<Connection> connection, mlx::core::Stream stream, Call call, Operation operation);
+  static void enqueue(std::shared_ptr<Connection> connection, mlx::core::Stream stream, Call call, Peers peers,
+                      Operation operation);
 
   /* Throws if the group is finalized or has failed, or if this process was forked from the one that made it. */
   void check();
@@ -73,6 +87,12 @@ class Connection {
   /* Whether an error of any group of this process has been thrown. */
   bool told_error() const;
 
+  /* The world of this process, null where there is none. */
+  static std::shared_ptr<Connection> world();
+
+  /* The error of a GPU timeout that a late rank has caused, if one has (mlxdist_group_gpu_timeout). */
+  std::optional<Error> explain_gpu_timeout();
+
   /* Waits for the running operation and lets go of the native group: later operations throw. The world first closes
    * the groups split off. */
   void close();
@@ -81,9 +101,11 @@ class Connection {
   class Ticket;
   struct World; /* what the groups of a process share */
 
-  Connection(mlxdist_group* group, std::shared_ptr<World> world);
+  Connection(mlxdist_group* group, bool is_world, std::shared_ptr<World> world);
   mlxdist_group* usable() const;
+  void meet(Call call, Peers peers);
   void run(Call call, const Operation& operation);
+  void report(const Error& error);
   bool is_idle_until(std::chrono::steady_clock::time_point deadline);
   std::vector<std::shared_ptr<Connection>> groups_to_end();
 

@@ -8,6 +8,9 @@
 
 #include <nanobind/nanobind.h>
 
+#include "failed_arrays.h"
+#include "gpu_timeout.h"
+
 namespace nb = nanobind;
 
 namespace mlxdist {
@@ -38,6 +41,7 @@ static bool is_ours(const std::string& what) { return what.compare(0, tag.size()
 /* Sets the Python exception for the text of an Error; or that of a handler of a signal that has come: Ctrl-C may be
  * what has ended the operation, and then goes before its error. */
 static void set_python_error(const std::string& what) {
+  fail_arrays();
   if (PyErr_CheckSignals() != 0) return;
   int status = std::atoi(what.c_str() + tag.size());
   std::string text = what.substr(what.find("] ") + 2);
@@ -53,9 +57,10 @@ static void translate(const std::exception_ptr& exception, void*) {
   try {
     std::rethrow_exception(exception);
   } catch (const std::runtime_error& error) {
-    if (!is_ours(error.what())) throw;
+    auto explained = is_ours(error.what()) ? std::nullopt : explain_gpu_timeout(error.what());
+    if (!is_ours(error.what()) && !explained) throw;
     take_undelivered(); /* first: make_error is Python code, at a step of which deliver() may be called */
-    set_python_error(error.what());
+    set_python_error(explained ? explained->what() : error.what());
   }
 }
 

@@ -25,7 +25,7 @@ std::shared_ptr<mx::distributed::detail::GroupImpl> Group::split(int color, int 
               "group, for which mx.distributed has no word: use mlxdist.Group.split, which returns None");
 }
 
-Call Group::call() const { return {timeout_, noted_line().near}; }
+Call Group::call() const { return {timeout_, noted_line().near, label_}; }
 
 void Group::all_sum(const mx::array& in, mx::array& out, mx::Stream stream) {
   enqueue_all_reduce({stream, connection_, call()}, in, out, MLXDIST_SUM);
@@ -40,28 +40,28 @@ void Group::all_min(const mx::array& in, mx::array& out, mx::Stream stream) {
 }
 
 void Group::all_gather(const mx::array& in, mx::array& out, mx::Stream stream) {
-  Connection::enqueue(connection_, stream, call(),
+  Connection::enqueue(connection_, stream, call(), {"all_gather"},
                       [in = data_of(in), out = data_of(out), layout = layout_of(in)](mlxdist_group* group) {
                         return mlxdist_all_gather(group, in, out, &layout, nullptr);
                       });
 }
 
 void Group::sum_scatter(const mx::array& in, mx::array& out, mx::Stream stream) {
-  Connection::enqueue(connection_, stream, call(),
+  Connection::enqueue(connection_, stream, call(), {"sum_scatter"},
                       [in = data_of(in), out = data_of(out), layout = layout_of(in)](mlxdist_group* group) {
                         return mlxdist_reduce_scatter(group, in, out, &layout, MLXDIST_SUM, nullptr);
                       });
 }
 
 void Group::send(const mx::array& in, int dst, mx::Stream stream) {
-  Connection::enqueue(connection_, stream, call(),
+  Connection::enqueue(connection_, stream, call(), {"send", dst, MLXDIST_NONE},
                       [in = data_of(in), layout = layout_of(in), dst](mlxdist_group* group) {
                         return mlxdist_send(group, in, &layout, dst, nullptr);
                       });
 }
 
 void Group::recv(mx::array& out, int src, mx::Stream stream) {
-  Connection::enqueue(connection_, stream, call(),
+  Connection::enqueue(connection_, stream, call(), {"recv", MLXDIST_NONE, src},
                       [out = data_of(out), layout = layout_of(out), src](mlxdist_group* group) {
                         return mlxdist_recv(group, out, &layout, src, nullptr);
                       });

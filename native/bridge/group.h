@@ -8,9 +8,9 @@ namespace mlxdist {
 
 class Group : public mlx::core::distributed::detail::GroupImpl {
  public:
-  /* `timeout`: the deadline of the operations in seconds, negative for the group's. */
-  explicit Group(std::shared_ptr<Connection> connection, double timeout)
-      : connection_(std::move(connection)), timeout_(timeout) {}
+  /* `timeout`: the deadline of the operations in seconds, negative for the group's. `label`: see Call. */
+  explicit Group(std::shared_ptr<Connection> connection, double timeout, int64_t label = 0)
+      : connection_(std::move(connection)), timeout_(timeout), label_(label) {}
 
   mlx::core::Stream communication_stream(mlx::core::StreamOrDevice s) override;
   int rank() override { return connection_->rank(); }
@@ -30,6 +30,7 @@ class Group : public mlx::core::distributed::detail::GroupImpl {
 
   const std::shared_ptr<Connection> connection_;
   const double timeout_;
+  const int64_t label_;
 };
 
 } // namespace mlxdist

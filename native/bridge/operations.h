@@ -15,11 +15,13 @@ namespace mlxdist {
 using SharedConnection = std::shared_ptr<Connection>;
 using Counts = std::vector<uint64_t>;
 
-/* For the reductions that MLX does not have: the product. */
+/* For all but the sum: MLX has no product, and gives maximum and minimum the gradient of the sum. */
 mlx::core::array all_reduce(const mlx::core::array& x, SharedConnection connection, int op,
                             mlx::core::StreamOrDevice s, double timeout);
 mlx::core::array all_gather(const mlx::core::array& x, SharedConnection connection, mlx::core::StreamOrDevice s,
                             double timeout);
+mlx::core::array all_gather_as_in_mlx(const mlx::core::array& x, SharedConnection connection,
+                                      mlx::core::StreamOrDevice s, double timeout);
 mlx::core::array reduce_scatter(const mlx::core::array& x, SharedConnection connection, int op,
                                 mlx::core::StreamOrDevice s, double timeout);
 mlx::core::array broadcast(const mlx::core::array& x, SharedConnection connection, int root,

@@ -21,15 +21,16 @@ mx::array Primitive::apply(std::shared_ptr<Primitive> primitive, const mx::array
 }
 
 /* The mapped axis becomes the second one on every rank, whatever it was: the first is what operations cut and join.
- * Scalars become vectors. */
+ * Scalars become vectors; where a scalar has a row in a result, or a row becomes one, the axes lie one apart. */
 std::pair<Arrays, std::vector<int>> Primitive::vmap(const Arrays& inputs, const std::vector<int>& axes) {
   const auto& x = inputs[0];
   int length = x.shape(axes[0]);
   auto shape = x.shape();
   shape.erase(shape.begin() + axes[0]);
-  int axis = std::min<int>(1, shape.size());
   auto result = shape_ ? *shape_ : result_shape(shape);
-  int result_axis = std::min<int>(1, result.size());
+  int more = static_cast<int>(result.size()) - static_cast<int>(shape.size());
+  int axis = more > 0 ? 0 : std::min<int>(1, shape.size());
+  int result_axis = axis + more;
   result.insert(result.begin() + result_axis, length);
   return {{apply(copy(), mx::moveaxis(x, axes[0], axis, stream()), result)}, {result_axis}};
 }
@@ -67,8 +68,12 @@ Place place_of(std::shared_ptr<Connection> connection, mx::StreamOrDevice s, dou
 }
 
 void enqueue_all_reduce(const Place& place, const mx::array& in, mx::array& out, mlxdist_op op) {
-  Connection::enqueue(place.connection, place.stream, place.call,
-                      [in = data_of(in), out = data_of(out), layout = layout_of(in), op](mlxdist_group* group) {
+  constexpr const char* names[] = {"all_sum", "all_max", "all_min", "all_reduce (prod)"};
+  auto layout = layout_of(in);
+  constexpr int last = static_cast<int>(std::size(layout.shape)) - 1;
+  if (layout.ndim <= last) layout.shape[last] = place.call.label;
+  Connection::enqueue(place.connection, place.stream, place.call, {names[op]},
+                      [in = data_of(in), out = data_of(out), layout, op](mlxdist_group* group) {
                         return mlxdist_all_reduce(group, in, out, &layout, op, nullptr);
                       });
 }

@@ -42,7 +42,7 @@ class Primitive : public mlx::core::Primitive {
   std::pair<Arrays, std::vector<int>> vmap(const Arrays& inputs, const std::vector<int>& axes) final;
   Arrays jvp(const Arrays& primals, const Arrays& tangents, const std::vector<int>& argnums) final;
   Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
-             const Arrays& outputs) final;
+             const Arrays& outputs) override;
   std::vector<mlx::core::Shape> output_shapes(const Arrays& inputs) final;
 
   /* The lazy result of a new primitive. `shape` is that of the result where another than result_shape() is wanted:
@@ -59,8 +59,8 @@ class Primitive : public mlx::core::Primitive {
   virtual mlx::core::Dtype result_dtype(mlx::core::Dtype in) const { return in; }
 
   Place place() { return {stream(), connection_, call_}; }
-  void enqueue(Connection::Operation operation) {
-    Connection::enqueue(connection_, stream(), call_, std::move(operation));
+  void enqueue(Connection::Operation operation, int to = MLXDIST_ALL, int from = MLXDIST_ALL) {
+    Connection::enqueue(connection_, stream(), call_, {name(), to, from}, std::move(operation));
   }
 
   const std::shared_ptr<Connection> connection_;

@@ -22,10 +22,12 @@ class SendRecv : public Primitive {
   mx::Dtype result_dtype(mx::Dtype) const override { return received_; }
   void evaluate(const mx::array& in, mx::array& out) override {
     allocate(out);
-    enqueue([in = data_of(in), sent = layout_of(in), out = data_of(out), received = layout_of(out), to = to_,
-             from = from_](mlxdist_group* group) {
-      return mlxdist_sendrecv(group, in, &sent, to, out, &received, from, nullptr);
-    });
+    enqueue(
+        [in = data_of(in), sent = layout_of(in), out = data_of(out), received = layout_of(out), to = to_,
+         from = from_](mlxdist_group* group) {
+          return mlxdist_sendrecv(group, in, &sent, to, out, &received, from, nullptr);
+        },
+        to_, from_);
   }
 
  private:

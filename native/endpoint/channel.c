@@ -37,8 +37,9 @@ const char *channel_name(const struct channel *channel) {
 int channel_fail_verb(const struct channel *channel, const char *verb, int error) {
   char text[VERBS_EXPLANATION_BYTES];
   verbs_explain(verb, error, text, sizeof text);
-  return fail(MLXDIST_TRANSPORT, "%s on the %s queue pair of rank %d to rank %d failed: %s", verb,
-              channel_name(channel), channel->engine->rank, channel->peer->rank, text);
+  return fail(MLXDIST_TRANSPORT, "device %s of provider %s: %s on the %s queue pair of rank %d to rank %d failed: %s",
+              channel->device->name, channel->device->verbs->name, verb, channel_name(channel), channel->engine->rank,
+              channel->peer->rank, text);
 }
 
 int channel_create(struct channel *channel, struct engine *engine, struct peer *peer, const struct link *link,
@@ -118,8 +119,26 @@ bool channel_can_send(const struct channel *channel, enum wire_kind kind) {
          has_request(channel) && channel_is_clear(channel);
 }
 
-bool channel_is_clear(const struct channel *channel) {
-  return wire_at_least(channel->completed, channel->repeated);
+/* Whether a work request is not known to have left. One of long ago is not between these two, though numbers wrap. */
+static bool is_pending(const struct channel *channel, uint32_t request) {
+  return request - channel->completed - 1 < channel->requests - channel->completed;
+}
+
+bool channel_is_clear(const struct channel *channel) { return !is_pending(channel, channel->repeated); }
+
+/* The first buffer that an acknowledgement may be written to; control_buffers() where there is none. */
+static uint32_t free_buffer(const struct channel *channel) {
+  uint32_t buffer = 0, buffers = control_buffers(kind_of(channel));
+  while (buffer < buffers && is_pending(channel, channel->control_requests[buffer])) buffer++;
+  return buffer;
+}
+
+static bool can_acknowledge(const struct channel *channel) {
+  return has_request(channel) && free_buffer(channel) < control_buffers(kind_of(channel));
+}
+
+bool channel_lacks_completions(const struct channel *channel) {
+  return channel->open && channel->acked == channel->sent && !(channel_is_clear(channel) && can_acknowledge(channel));
 }
 
 static char *send_slot(const struct channel *channel, uint32_t slot) {
@@ -151,6 +170,7 @@ static void seal(const struct channel *channel, char *bytes, uint32_t length, co
 }
 
 static int post(struct channel *channel, struct ibv_sge *list, int entries, bool signaled) {
+  signaled |= channel->device->signals_all;
   struct engine_counters *counters = &channel->engine->counters;
   if (channel->rested) {
     bool posts;
@@ -242,12 +262,12 @@ int channel_send(struct channel *channel, const struct outgoing_message *message
 
 int channel_acknowledge(struct channel *channel, uint16_t group, uint32_t ready, uint8_t flags, bool *sent) {
   *sent = false;
-  uint32_t buffer = 0, buffers = control_buffers(kind_of(channel));
-  while (buffer < buffers && !wire_at_least(channel->completed, channel->control_requests[buffer])) buffer++;
-  if (buffer == buffers || !has_request(channel)) return MLXDIST_OK; /* a later turn will */
+  if (!can_acknowledge(channel)) return MLXDIST_OK; /* a later turn will */
+  uint32_t buffer = free_buffer(channel);
   struct wire_header *header = (struct wire_header *)(channel->control + buffer * CHANNEL_EAGER_BYTES);
   *header = (struct wire_header){.magic = WIRE_MAGIC, .kind = WIRE_ACK, .flags = flags, .group = group, .ready = ready};
   write_news(channel->peer, header);
+  meeting_write(channel->peer, header);
   seal(channel, (char *)header, sizeof *header, 0, 0);
   struct ibv_sge sge = {.addr = (uintptr_t)header, .length = sizeof *header, .lkey = channel->lkey};
   int status = post(channel, &sge, 1, true);

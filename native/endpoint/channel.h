@@ -142,6 +142,10 @@ int channel_acknowledge(struct channel *channel, uint16_t group, uint32_t ready,
  * repetition waits there, the slot and the user's memory that it is read from must stay as they are. */
 bool channel_is_clear(const struct channel *channel);
 
+/* Whether all messages are acknowledged, and yet completions are missing without which no other can leave, or no
+ * acknowledgement. */
+bool channel_lacks_completions(const struct channel *channel);
+
 /* The slot of the first message that is not acknowledged; where all are, of the next one. */
 uint32_t channel_oldest_slot(const struct channel *channel);
 
@@ -162,7 +166,7 @@ bool channel_is_crowded(const struct channel *channel);
 
 /* Called by the engine for each completion. `arrival` is set to a data message to be delivered. */
 void channel_on_sent(struct channel *channel, uint32_t request);
-int channel_on_received(struct channel *channel, uint32_t slot, uint32_t bytes, struct arrival **arrival);
+int channel_on_received(struct channel *channel, uint32_t slot, uint32_t byte_len, struct arrival **arrival);
 
 /* The peer has said what it has received, and has receives for. The queue pairs are not ordered with each other, so
  * this may be older than what is known. */

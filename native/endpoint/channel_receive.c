@@ -140,7 +140,16 @@ static bool in_sequence(struct channel *channel, uint32_t sequence) {
   return false;
 }
 
-int channel_on_received(struct channel *channel, uint32_t slot, uint32_t bytes, struct arrival **delivered) {
+/* How long a message is that has arrived. Where byte_len does not count, it fills its slot. If the device has written
+ * less, the rest is of an earlier message in this slot, which cannot pass for a new one: an old header has an old
+ * sequence, and makes a duplicate; the news of an old acknowledgement are behind what is known already; a length that
+ * the slot cannot have is an error. An old payload behind a new header is found by the checksum alone. */
+static uint32_t bytes_received(const struct channel *channel, uint32_t byte_len) {
+  return channel->device->reports_length ? byte_len : channel->slot_bytes;
+}
+
+int channel_on_received(struct channel *channel, uint32_t slot, uint32_t byte_len, struct arrival **delivered) {
+  uint32_t bytes = bytes_received(channel, byte_len);
   struct engine_counters *counters = &channel->engine->counters;
   count(&counters->messages_received, 1);
   count(&counters->receives_posted, (uint64_t)-1);
@@ -160,6 +169,7 @@ int channel_on_received(struct channel *channel, uint32_t slot, uint32_t bytes, 
   if (status) return status;
   if (header->kind == WIRE_ACK) {
     matching_read_ready(channel->peer, header);
+    meeting_read(channel->peer, header);
     return channel_post_receive(channel, slot);
   }
   debug(DEBUG_TRACE, "message", "from rank %d: number %u, %u is the next: kind %u, stream %u of group %u, byte %llu, %u"

@@ -3,6 +3,7 @@
 #include "deadline.h"
 #include "repair.h"
 
+#include <stdio.h>
 #include <string.h>
 
 enum connection_step {
@@ -27,10 +28,21 @@ static int send_step(struct engine *engine, int32_t to, enum connection_step ste
   return MLXDIST_OK;
 }
 
+/* Only at the start can all ranks agree to do without RDMA. */
+static int explain_provider(const struct engine *engine, int status) {
+  bool by_rdma = strstr(engine->provider, "ibverbs") || strstr(engine->provider, "librdma");
+  if ((status != MLXDIST_RESOURCES && status != MLXDIST_TRANSPORT) || !by_rdma) return status;
+  char why[ERROR_TEXT_BYTES];
+  snprintf(why, sizeof why, "%s", mlxdist_last_error());
+  return fail(status, "%s; in a world of more than %u ranks (MLXDIST_CONNECT_AT_START) two ranks connect on first use, "
+              "too late for another provider: set MLXDIST_PROVIDER=soft to do without RDMA", why,
+              engine->options.connect_at_start);
+}
+
 /* With the lock. `created` says whether the peer has to be told the address. */
 static int create(struct engine *engine, struct peer *peer, bool *created) {
   *created = peer->channel_count == 0;
-  return *created ? peer_create(peer, engine) : MLXDIST_OK;
+  return *created ? explain_provider(engine, peer_create(peer, engine)) : MLXDIST_OK;
 }
 
 static int begin(struct engine *engine, struct peer *peer) {
@@ -99,7 +111,7 @@ static int take_address(struct engine *engine, struct peer *peer, const struct c
   bool created = false;
   engine_lock(engine);
   int status = create(engine, peer, &created);
-  if (!status && !peer->connected) status = peer_connect(peer, &message->address);
+  if (!status && !peer->connected) status = explain_provider(engine, peer_connect(peer, &message->address));
   peer->usable = peer->connected && peer->answered;
   engine_unlock(engine);
   if (!status && created) status = send_step(engine, peer->rank, CONNECTION_ADDRESS);
@@ -120,6 +132,7 @@ int mlxdist_group_message(mlxdist_group *group, int32_t from, const void *bytes,
   struct connection_message message;
   bool is_peer = from >= 0 && from < engine->size && from != engine->rank;
   int status = MLXDIST_OK;
+  if (is_peer && meeting_take(engine, &engine->peers[from], bytes, length)) return MLXDIST_OK;
   if (is_peer && repair_take(engine, &engine->peers[from], bytes, length, &status)) return report(engine, status);
   if (!is_peer || length != sizeof message)
     return fail(MLXDIST_INVALID_ARGUMENT, "%llu bytes from rank %d are no message of a connection",

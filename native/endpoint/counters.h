@@ -22,6 +22,7 @@ struct engine_counters {
   counter post_send_calls, post_recv_calls, poll_cq_calls;
   counter receives_posted;
   counter retransmissions, duplicates, damaged, reconnections;
+  counter meetings, meeting_messages;
   counter memory_registrations, registration_hits, registered_bytes, slab_bytes;
 };
 

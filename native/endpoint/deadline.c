@@ -33,34 +33,80 @@ void mlxdist_group_peer_news(mlxdist_group *group, int32_t rank, const char *tex
 }
 
 #define WAIT_BYTES 576
+#define NAME_BYTES 192
+
+/* MLX reports what happened on the GPU where it next evaluates or synchronizes. */
+#define LATE_KEPT_NS 60000000000u
 
 /* "all_sum #7 of float32 [4] for rank 0, which has not entered it (it is in all_gather #412 for 12.3 s)" */
-static void describe_wait(const struct operation *operation, const struct lateness *late, char text[WAIT_BYTES]) {
-  char name[192];
-  layout_name(&operation->receives, operation->sequence, name, sizeof name);
+static void describe_wait(const struct engine *engine, const char *name, const struct lateness *late,
+                          char text[WAIT_BYTES]) {
   if (late->rank < 0) {
     snprintf(text, WAIT_BYTES, "%s for its own messages to leave", name);
     return;
   }
-  const char *news = operation->group->engine->peers[late->rank].news;
+  const char *news = engine->peers[late->rank].news;
   snprintf(text, WAIT_BYTES, "%s for rank %d, which has %s%s%s%s", name, late->rank,
            late->entered ? "entered it" : "not entered it", news[0] ? " (it is " : "", news, news[0] ? ")" : "");
 }
 
-static void notice(struct operation *operation, double waited) {
-  const struct engine *engine = operation->group->engine;
-  struct lateness late = operation_late(operation);
+static const char *name_of(const struct operation *operation, char name[NAME_BYTES]) {
+  layout_name(&operation->receives, operation->sequence, name, NAME_BYTES);
+  return name;
+}
+
+static void notice(const struct engine *engine, const char *name, const struct lateness *late, double waited) {
   char wait[WAIT_BYTES];
-  describe_wait(operation, &late, wait);
+  describe_wait(engine, name, late, wait);
   debug(DEBUG_WARN, "deadline", "rank %d on %s has waited %.0f s in %s", engine->rank, engine->host, waited, wait);
 }
 
-static int fail_late(const struct operation *operation, const struct lateness *late, double waited) {
-  char wait[WAIT_BYTES];
-  describe_wait(operation, late, wait);
+static int fail_late(const struct engine *engine, const char *name, const struct lateness *late, double waited) {
+  char wait[WAIT_BYTES], silence[PEER_SILENCE_BYTES] = "";
+  describe_wait(engine, name, late, wait);
+  if (late->rank >= 0) peer_explain_silence(&engine->peers[late->rank], silence, sizeof silence);
+  if (*silence)
+    return fail(MLXDIST_TIMEOUT, "rank %d waited %.1f s in %s, without any progress; %s", engine->rank, waited, wait,
+                silence);
   return fail(MLXDIST_TIMEOUT, "rank %d waited %.1f s in %s, without any progress; is that rank %s? "
-              "MLXDIST_TIMEOUT=seconds allows more time (0: no limit)", operation->group->engine->rank, waited, wait,
+              "MLXDIST_TIMEOUT=seconds allows more time (0: no limit)", engine->rank, waited, wait,
               late->entered ? "stopped, or its cable pulled" : "still working, or in another operation");
+}
+
+/* Whether it is time for a notice; the next one is due after twice the time. */
+static bool is_noticed(const struct engine *engine, double waited, double *noticed_at) {
+  double first = engine->options.notice;
+  if (*noticed_at <= 0) *noticed_at = first;
+  if (first <= 0 || waited < *noticed_at) return false;
+  *noticed_at *= 2;
+  return true;
+}
+
+static void keep_late(struct operation *operation, double waited, uint64_t now) {
+  if (waited < DEADLINE_LATE_S) return;
+  struct late_peer *kept = &operation->group->engine->late;
+  struct lateness late = operation_late(operation);
+  if (late.rank < 0) return;
+  kept->rank = late.rank;
+  kept->seconds = waited;
+  kept->seen_ns = now;
+  name_of(operation, kept->operation);
+}
+
+int mlxdist_group_gpu_timeout(mlxdist_group *group) {
+  struct engine *engine = group->engine;
+  const struct late_peer *late = &engine->late;
+  int status = failure_check(&engine->failure);
+  if (status) return status;
+  engine_lock(engine);
+  if (late->seen_ns && clock_ns() - late->seen_ns < LATE_KEPT_NS) {
+    status = fail(MLXDIST_TIMEOUT, "macOS ended GPU work of rank %d, which may wait for about 5 s: rank %d was %.1f s "
+                  "late for %s. Call mlxdist.meet() on all ranks after what keeps one of them, or set "
+                  "MLXDIST_MEET_AFTER to fewer seconds", engine->rank, late->rank, late->seconds, late->operation);
+    engine_fail(engine, 0, status);
+  }
+  engine_unlock(engine);
+  return status;
 }
 
 /* 0: none. */
@@ -71,17 +117,26 @@ static double limit_of(const struct operation *operation, bool entered) {
 }
 
 int deadline_look(struct operation *operation, uint64_t now) {
-  double waited = (double)(now - operation->stuck_since_ns) * 1e-9, first = operation->group->engine->options.notice;
-  if (operation->noticed_at <= 0) operation->noticed_at = first;
-  if (first > 0 && waited >= operation->noticed_at) {
-    notice(operation, waited);
-    operation->noticed_at *= 2;
+  const struct engine *engine = operation->group->engine;
+  double waited = (double)(now - operation->stuck_since_ns) * 1e-9;
+  char name[NAME_BYTES];
+  keep_late(operation, waited, now);
+  if (is_noticed(engine, waited, &operation->noticed_at)) {
+    struct lateness late = operation_late(operation);
+    notice(engine, name_of(operation, name), &late, waited);
   }
   double lower = limit_of(operation, true), upper = limit_of(operation, false);
   if ((lower <= 0 || waited < lower) && (upper <= 0 || waited < upper)) return MLXDIST_OK;
   struct lateness late = operation_late(operation);
   double limit = limit_of(operation, late.entered);
-  return limit > 0 && waited >= limit ? fail_late(operation, &late, waited) : MLXDIST_OK;
+  return limit > 0 && waited >= limit ? fail_late(engine, name_of(operation, name), &late, waited) : MLXDIST_OK;
+}
+
+int deadline_meet(const struct engine *engine, const char *operation, int32_t rank, double waited, double *noticed_at) {
+  const struct lateness late = {.rank = rank};
+  if (is_noticed(engine, waited, noticed_at)) notice(engine, operation, &late, waited);
+  double limit = engine->options.entry_timeout;
+  return limit > 0 && waited >= limit ? fail_late(engine, operation, &late, waited) : MLXDIST_OK;
 }
 
 int deadline_connect(const struct engine *engine, int32_t rank, double waited) {

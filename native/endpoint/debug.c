@@ -66,18 +66,18 @@ static int read_level(const char *spec, const char **subsystems) {
   return -1;
 }
 
-int mlxdist_debug_open(const char *spec, const char *file, int32_t rank) {
+int mlxdist_debug_open(const char *spec, int file, int32_t rank) {
   const char *subsystems;
   int level = spec ? read_level(spec, &subsystems) : DEBUG_WARN;
   if (level < 0 || (spec && strlen(subsystems) > MOST_SUBSYSTEMS - 3))
     return fail(MLXDIST_INVALID_ARGUMENT, "debug output \"%s\": must be off, warn, info or trace, and may go on with a "
                 "colon and the subsystems that are wanted, such as trace:cable,connection", spec);
-  int opened = file ? open(file, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600) : -1;
-  if (file && opened < 0)
-    return fail(MLXDIST_INVALID_ARGUMENT, "the file for debug output, %s, cannot be opened: %s", file, strerror(errno));
+  int copy = file >= 0 ? fcntl(file, F_DUPFD_CLOEXEC, 0) : -1;
+  if (file >= 0 && copy < 0)
+    return fail(MLXDIST_INVALID_ARGUMENT, "descriptor %d cannot be written for debug output: %s", file, strerror(errno));
   pthread_mutex_lock(&output.lock);
   if (output.file >= 0) close(output.file);
-  output.file = opened;
+  output.file = copy;
   output.rank = rank;
   output.subsystems[0] = 0;
   if (spec && subsystems[0]) snprintf(output.subsystems, sizeof output.subsystems, ",%s,", subsystems);

@@ -1,5 +1,6 @@
 #include "device.h"
 
+#include "access.h"
 #include "debug.h"
 #include "error.h"
 #include "explain.h"
@@ -57,6 +58,9 @@ int device_open(struct device *device, const struct verbs *verbs, const char *na
                 "interface is up at both ends", name, verbs->name);
   device->gathers = attributes.max_sge >= 2;
   device->whole_frames = verbs->whole_frames;
+  /* On Thunderbolt no program that is known to work reads byte_len, or leaves a send without a completion. */
+  device->reports_length = !verbs->whole_frames;
+  device->signals_all = verbs->whole_frames;
   device->max_frames = (uint32_t)attributes.max_qp_wr;
   device->pd = verbs->alloc_pd(device->context);
   return device->pd ? MLXDIST_OK : device_fail_verb(device, "alloc_pd", errno);
@@ -80,26 +84,43 @@ bool device_is_up(const struct device *device) {
   return device->verbs->query_port(device->context, 1, &port) == 0 && port.state == IBV_PORT_ACTIVE;
 }
 
-/* Apple's technote registers for local writes alone, and llama.cpp found that refused: whichever works. */
-static struct ibv_mr *find_access(struct device *device, void *memory, uint64_t bytes) {
-  static const int flags[] = {IBV_ACCESS_LOCAL_WRITE,
-                              IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE};
-  struct ibv_mr *mr = 0;
-  errno = EINVAL;
-  for (size_t i = 0; i < sizeof flags / sizeof *flags && !mr && errno == EINVAL; i++) {
-    device->access = flags[i];
-    mr = device->verbs->reg_mr(device->pd, memory, bytes, device->access);
-  }
-  if (!mr) device->access = 0;
-  else debug(DEBUG_INFO, "connection", "device %s registers memory with access 0x%x", device->name, device->access);
-  return mr;
+struct registration {
+  struct device *device;
+  void *memory;
+  uint64_t bytes;
+  struct ibv_mr *mr;
+};
+
+static bool attempt_registration(void *context, int access) {
+  struct registration *to = context;
+  to->mr = to->device->verbs->reg_mr(to->device->pd, to->memory, to->bytes, access);
+  return to->mr;
 }
 
 struct ibv_mr *device_register(struct device *device, void *memory, uint64_t bytes) {
-  struct ibv_mr *mr = device->access ? device->verbs->reg_mr(device->pd, memory, bytes, device->access)
-                                     : find_access(device, memory, bytes);
-  if (mr) device->regions++;
-  return mr;
+  struct registration registration = {.device = device, .memory = memory, .bytes = bytes};
+  if (access_find(device, "reg_mr", attempt_registration, &registration, &device->region_access)) return 0;
+  device->regions++;
+  return registration.mr;
+}
+
+struct initialization {
+  struct device *device;
+  struct ibv_qp *qp;
+};
+
+static bool attempt_initialization(void *context, int access) {
+  const struct initialization *of = context;
+  struct ibv_qp_attr attr = {.qp_state = IBV_QPS_INIT, .port_num = 1, .qp_access_flags = (unsigned)access};
+  int mask = IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS;
+  int error = of->device->verbs->modify_qp(of->qp, &attr, mask);
+  if (error && error != -1) errno = error; /* else the reason is in errno, if there is one */
+  return !error;
+}
+
+int device_init_qp(struct device *device, struct ibv_qp *qp) {
+  struct initialization initialization = {.device = device, .qp = qp};
+  return access_find(device, "modify_qp to INIT", attempt_initialization, &initialization, &device->queue_pair_access);
 }
 
 struct ibv_qp *device_create_qp(struct device *device, struct ibv_qp_init_attr *init) {

@@ -13,13 +13,15 @@ struct device {
   struct ibv_pd *pd;
   struct ibv_cq *cq;
   struct ibv_port_attr port;
-  int access; /* flags with which its regions are registered; 0: none has been */
+  int region_access, queue_pair_access; /* flags that it takes (access.h); 0: not known yet */
   uint32_t queue_pairs, regions; /* that were made, repairs included, */
   uint32_t refused; /* and objects that it would not destroy */
   uint32_t cable; /* which link it is to the first rank that it serves */
   bool gathers; /* a send may be put together from two places */
   bool whole_frames; /* a send must have as many frames as the receive that it meets, */
   uint32_t max_frames; /* of which a queue takes so many */
+  bool reports_length; /* byte_len of a receive's completion counts; else every message is as long as its slot */
+  bool signals_all; /* every send is to be signaled */
 };
 
 /* Opens the provider's device of that name. `key`: of the job, NULL if there is none. `host`: that it plays, where it
@@ -33,7 +35,7 @@ int device_gid(const struct device *device, int32_t index, union ibv_gid *gid);
 bool device_is_up(const struct device *device);
 
 /* Memory for messages: registered after the queue pairs that use it are created and before they go to RTR, where
- * Apple's provider maps it. NULL with errno. Goes after the queue pairs. */
+ * Apple's provider maps it. NULL with the text of mlxdist_last_error(). Goes after the queue pairs. */
 struct ibv_mr *device_register(struct device *device, void *memory, uint64_t bytes);
 void device_deregister(struct device *device, struct ibv_mr *mr);
 
@@ -41,6 +43,9 @@ void device_deregister(struct device *device, struct ibv_mr *mr);
  * fails to unmap regions. 0 or an errno value. */
 struct ibv_qp *device_create_qp(struct device *device, struct ibv_qp_init_attr *init);
 int device_destroy_qp(struct device *device, struct ibv_qp *qp);
+
+/* From RESET to INIT. */
+int device_init_qp(struct device *device, struct ibv_qp *qp);
 
 /* `entries`: completions that can be outstanding. */
 int device_create_cq(struct device *device, int entries);

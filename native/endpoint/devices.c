@@ -5,6 +5,7 @@
  * and in some calls for a port that is down. So the call that is in progress can be asked for from another thread.
  */
 #include "error.h"
+#include "explain.h"
 #include "mlxdist.h"
 #include "verbs.h"
 
@@ -166,6 +167,8 @@ static void read_device(const struct verbs *verbs, struct ibv_device *handle, in
   enter("ibv_close_device", device->name);
   verbs->close_device(context);
 }
+
+const char *mlxdist_port_remedy(void) { return verbs_port_remedy(); }
 
 int64_t mlxdist_devices(const char *provider, const char *soft_profile, mlxdist_device *devices, uint64_t room) {
   char why[512];

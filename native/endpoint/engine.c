@@ -7,15 +7,18 @@
 #include "region.h"
 #include "repair.h"
 
-#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #define POLL_BATCH 16
 
 /* Another thread gets the lock within this time, or sleeps too deeply to wait for it. */
 #define YIELD_LIMIT_NS 1000000u
+
+#define LOCK_PATIENCE_NS 1000000000u
+#define LOCK_NAP_NS 1000000
 
 int engine_open(struct engine *engine, const mlxdist_link *links) {
   int status = links_open(engine, links);
@@ -39,6 +42,15 @@ void engine_lock(struct engine *engine) {
   atomic_fetch_sub(&engine->contenders, 1);
 }
 
+bool engine_lock_soon(struct engine *engine) {
+  uint64_t begun = clock_ns();
+  while (pthread_mutex_trylock(&engine->lock)) {
+    if (clock_ns() - begun > LOCK_PATIENCE_NS) return false;
+    nanosleep(&(struct timespec){0, LOCK_NAP_NS}, 0);
+  }
+  return true;
+}
+
 void engine_unlock(struct engine *engine) { pthread_mutex_unlock(&engine->lock); }
 
 /* A mutex is not fair: without this a thread that takes turn after turn would keep all others out. */
@@ -46,7 +58,7 @@ void engine_yield(struct engine *engine) {
   if (atomic_load_explicit(&engine->contenders, memory_order_relaxed) == 0) return;
   engine_unlock(engine);
   uint64_t begin = clock_ns();
-  while (atomic_load(&engine->contenders) > 0 && clock_ns() - begin < YIELD_LIMIT_NS) sched_yield();
+  while (atomic_load(&engine->contenders) > 0 && clock_ns() - begin < YIELD_LIMIT_NS) thread_yield();
   engine_lock(engine);
 }
 

@@ -1,9 +1,9 @@
 /*
  * The engine: the devices, a peer for every other rank, and the operations in progress. One per process.
  *
- * Whoever holds the lock may take a *turn*: move every operation as far as it goes now, of whatever group, and take
- * what has completed. A thread that waits takes turns and lets go of the lock in between; when nobody waits, the
- * progress thread does.
+ * The thread that holds the lock may take a *turn*: move every operation as far as it goes now, of whatever group, and
+ * take what has completed. A thread that waits takes one after the other, without the lock in between; when none waits,
+ * the progress thread does.
  */
 #ifndef MLXDIST_ENDPOINT_ENGINE_H
 #define MLXDIST_ENDPOINT_ENGINE_H
@@ -14,11 +14,20 @@
 #include "flight.h"
 #include "mlxdist.h"
 #include "peer.h"
+#include "standstill.h"
 #include "wait.h"
 
 #include <pthread.h>
 
 struct operation;
+
+/* The last peer that an operation stood still for, of those that kept it for DEADLINE_LATE_S and more. */
+struct late_peer {
+  int32_t rank;
+  double seconds;
+  uint64_t seen_ns; /* 0: there was none */
+  char operation[192];
+};
 
 struct engine {
   int32_t rank, size;
@@ -49,6 +58,9 @@ struct engine {
   atomic_bool finalized;
   bool ended; /* all operations have been told about the failure */
   struct engine_counters counters;
+  struct late_peer late;
+  struct waiting_thread threads[MLXDIST_THREADS]; /* those that have waited here */
+  uint32_t next_thread;
   uint64_t timers_ns; /* when the timers were looked at last */
 
   pthread_t progress; /* the progress thread */
@@ -67,6 +79,8 @@ void engine_close(struct engine *engine);
 
 void engine_lock(struct engine *engine);
 void engine_unlock(struct engine *engine);
+/* For who must not wait long: a thread that holds the lock may be stuck. False: after a second it was not free. */
+bool engine_lock_soon(struct engine *engine);
 /* Lets another thread have the lock for a while if one waits for it. */
 void engine_yield(struct engine *engine);
 

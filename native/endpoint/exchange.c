@@ -116,11 +116,11 @@ static int check_first(struct operation *operation, struct stream *stream, const
     return fail(MLXDIST_TRANSPORT, "rank %d received stream %u from rank %d without its beginning",
                 operation->group->engine->rank, stream->number, peer->rank);
   if (!describes(&operation->receives, theirs, stream->bytes))
-    return matching_fail(operation, peer, theirs, header->group, stream->bytes);
+    return matching_fail(operation, peer, theirs, stream->bytes);
   if (ordered && operation->ordered && header->order != stream->order)
-    return fail(MLXDIST_MISMATCH, "ranks disagree on the order of the collectives of the groups that rank %d and rank "
-                "%d share: the same one is number %u on one and %u on the other", operation->group->engine->rank,
-                peer->rank, stream->order - WIRE_START, header->order - WIRE_START);
+    return fail(MLXDIST_MISMATCH, "ranks disagree on the order of the collectives of group %u: the same one is number "
+                "%u on rank %d and %u on rank %d", operation->group->id, stream->order - WIRE_START,
+                operation->group->engine->rank, header->order - WIRE_START, peer->rank);
   stream->started = true;
   return MLXDIST_OK;
 }
@@ -267,16 +267,18 @@ static bool has_next_piece(const struct stream *stream) {
   return stream->arrived && arrival_header(stream->arrived)->offset == stream->moved;
 }
 
-static const struct lane *late_lane(const struct operation *operation) {
+static const struct stream *late_stream(const struct operation *operation, bool *receives) {
   if (operation->current >= operation->round_count) return 0;
   const struct round *round = &operation->rounds[operation->current];
+  *receives = true;
   for (int i = 0; i < round->ins; i++) {
     const struct stream *stream = &operation->in.list[round->first_in + i];
-    if (!is_received(stream) && !has_next_piece(stream)) return stream->lane;
+    if (!is_received(stream) && !has_next_piece(stream)) return stream;
   }
+  *receives = false;
   for (int i = 0; i < round->outs; i++) {
     const struct stream *stream = &operation->out.list[round->first_out + i];
-    if (!is_sent(stream)) return stream->lane;
+    if (!is_sent(stream)) return stream;
   }
   return 0;
 }
@@ -294,8 +296,20 @@ static bool has_entered(const struct operation *operation, const struct lane *la
   return false;
 }
 
+/* What waits for a slot, or for an acknowledgement, does without the peer's program. */
+static bool needs_entry(const struct stream *stream, bool receives) {
+  if (receives) return true;
+  return stream->moved < stream->bytes && stream->moved >= stream_unasked_bytes(stream->operation->group->engine) &&
+         !wire_at_least(stream->lane->ready, stream->number);
+}
+
 struct lateness operation_late(const struct operation *operation) {
-  const struct lane *lane = late_lane(operation);
-  if (!lane) return (struct lateness){-1, true};
-  return (struct lateness){lane->peer->rank, has_entered(operation, lane)};
+  bool receives = false;
+  const struct stream *stream = late_stream(operation, &receives);
+  if (!stream) return (struct lateness){.rank = -1, .entered = true};
+  return (struct lateness){.rank = stream->lane->peer->rank,
+                           .entered = has_entered(operation, stream->lane),
+                           .receives = receives,
+                           .needs_entry = needs_entry(stream, receives),
+                           .stream = stream->number};
 }

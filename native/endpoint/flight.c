@@ -4,11 +4,6 @@
 
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
-
-/* So long a reader waits for the lock: it may be asked because a thread that holds it is stuck. */
-#define READ_PATIENCE_NS 1000000000u
-#define READ_NAP_NS 1000000
 
 static _Thread_local char place[FLIGHT_PLACE_BYTES];
 
@@ -66,15 +61,6 @@ static uint64_t copy_all(const struct engine *engine, struct flight_record *reco
   return n;
 }
 
-static bool lock_soon(struct engine *engine) {
-  uint64_t begun = clock_ns();
-  while (pthread_mutex_trylock(&engine->lock)) {
-    if (clock_ns() - begun > READ_PATIENCE_NS) return false;
-    nanosleep(&(struct timespec){0, READ_NAP_NS}, 0);
-  }
-  return true;
-}
-
 static int by_number(const void *a, const void *b) {
   const struct flight_record *first = a, *second = b;
   return (first->number > second->number) - (first->number < second->number);
@@ -108,7 +94,7 @@ static mlxdist_flight describe(const struct flight_record *record) {
 
 uint64_t mlxdist_flight_read(mlxdist_group *group, mlxdist_flight *entries, uint64_t room) {
   struct engine *engine = group->engine;
-  if (!lock_soon(engine)) return 0;
+  if (!engine_lock_soon(engine)) return 0;
   uint64_t most = engine->flight.count + (uint64_t)engine->active_count;
   struct flight_record *records = malloc((most + 1) * sizeof *records);
   uint64_t n = records ? copy_all(engine, records) : 0;
@@ -122,7 +108,7 @@ uint64_t mlxdist_flight_read(mlxdist_group *group, mlxdist_flight *entries, uint
 
 uint64_t mlxdist_flight_members(mlxdist_group *group, int32_t id, int32_t *members, uint64_t room) {
   struct engine *engine = group->engine;
-  if (id < 0 || id > (int32_t)GROUP_MAX_ID || !lock_soon(engine)) return 0;
+  if (id < 0 || id > (int32_t)GROUP_MAX_ID || !engine_lock_soon(engine)) return 0;
   const mlxdist_group *found = engine_group(engine, (uint16_t)id);
   uint64_t size = found ? (uint64_t)found->size : 0;
   for (uint64_t i = 0; i < size && i < room; i++) members[i] = found->members[i];

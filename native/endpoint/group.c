@@ -31,6 +31,7 @@ void mlxdist_default_options(mlxdist_options *options) {
                                .eager_slots = 32,
                                .cables = 1,
                                .connect_at_start = 8,
+                               .meet_after = 2,
                                .keepalive = 60,
                                .algo = MLXDIST_AUTO,
                                .soft_profile = "ideal"};
@@ -81,7 +82,7 @@ static mlxdist_group *allocate(struct engine *engine, uint16_t id, const int32_t
   for (int32_t rank = 0; rank < engine->size; rank++) group->member_of[rank] = -1;
   for (int32_t member = 0; member < size; member++) {
     int32_t rank = members[member];
-    struct lane lane = {.sent = WIRE_START, .received = WIRE_START, .ready = WIRE_START};
+    struct lane lane = {.sent = WIRE_START, .received = WIRE_START, .ready = WIRE_START, .order = WIRE_START};
     lane.peer = rank == engine->rank ? 0 : &engine->peers[rank];
     if (rank == engine->rank) group->rank = member;
     group->lanes[member] = lane;
@@ -126,7 +127,8 @@ static struct engine *engine_new(int32_t rank, int32_t size, const mlxdist_optio
   engine->peers = calloc((size_t)size, sizeof *engine->peers);
   for (int32_t rank = 0; rank < size && engine->peers; rank++) {
     engine->peers[rank].rank = rank;
-    engine->peers[rank].order = engine->peers[rank].ready = WIRE_START;
+    engine->peers[rank].ready = WIRE_START;
+    meeting_init(&engine->peers[rank].meeting);
   }
   return engine;
 }

@@ -16,6 +16,7 @@ struct lane {
   struct peer *peer;       /* NULL for this rank itself */
   uint32_t sent, received; /* numbers of the last streams that were issued */
   uint32_t ready;          /* of the last one to it that it has begun to receive */
+  uint32_t order;          /* of the last ordered collective of the group that was issued here */
 };
 
 struct mlxdist_group {

@@ -3,6 +3,7 @@
 #include "error.h"
 
 #include <stdio.h>
+#include <string.h>
 
 static const struct {
   const char *name;
@@ -54,7 +55,7 @@ struct wire_descriptor layout_describe(enum wire_operation operation, const mlxd
   if (layout) {
     descriptor.dtype = (uint8_t)layout->dtype;
     descriptor.ndim = (uint8_t)layout->ndim;
-    for (int i = 0; i < layout->ndim; i++) descriptor.shape[i] = layout->shape[i];
+    memcpy(descriptor.shape, layout->shape, sizeof descriptor.shape); /* with what stands behind the dimensions */
   }
   return descriptor;
 }

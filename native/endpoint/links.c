@@ -2,6 +2,7 @@
 
 #include "debug.h"
 #include "frames.h"
+#include "trace.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -23,6 +24,7 @@ static int find_device(struct engine *engine, const mlxdist_link *link, uint32_t
   if (engine->options.reliable && !verbs->reliable)
     return fail(MLXDIST_INVALID_ARGUMENT, "provider %s has no reliable connections (MLXDIST_QP=rc); libibverbs has",
                 verbs->name);
+  verbs = trace_verbs(verbs);
   for (uint32_t i = 0; i < engine->device_count; i++) {
     *result = &engine->devices[i];
     if ((*result)->verbs == verbs && strcmp((*result)->name, link->device) == 0) return MLXDIST_OK;

@@ -13,13 +13,16 @@ static void name(const struct wire_descriptor *descriptor, uint16_t group, char 
 }
 
 int matching_fail(const struct operation *ours, const struct peer *peer, const struct wire_descriptor *theirs,
-                  uint16_t their_group, uint64_t expected_bytes) {
+                  uint64_t expected_bytes) {
   char ours_text[192], theirs_text[192], sizes[128] = "";
   name(&ours->receives, ours->group->id, ours_text, sizeof ours_text);
-  name(theirs, their_group, theirs_text, sizeof theirs_text);
+  name(theirs, ours->group->id, theirs_text, sizeof theirs_text);
   int32_t rank = ours->group->engine->rank;
   bool first = rank < peer->rank; /* in rank order, so that both ranks say the same */
-  if (theirs->algorithm != ours->receives.algorithm)
+  bool same_operation = theirs->operation == ours->receives.operation;
+  if (!strcmp(ours_text, theirs_text) && memcmp(ours->receives.shape, theirs->shape, sizeof theirs->shape))
+    snprintf(sizes, sizeof sizes, ", packed from trees that differ in paths, shapes or dtypes");
+  else if (same_operation && theirs->algorithm != ours->receives.algorithm)
     snprintf(sizes, sizeof sizes, " with different algorithms: set MLXDIST_ALGO and the tuning table alike on all");
   else if (expected_bytes != UINT64_MAX && theirs->bytes != expected_bytes)
     snprintf(sizes, sizeof sizes, ", and rank %d sends %llu bytes where rank %d expects %llu", peer->rank,
@@ -60,45 +63,52 @@ static void attach(struct stream *stream, struct arrival *arrival) {
   if (!arrival->next) stream->arrived_last = arrival;
 }
 
-static bool has_order(const struct streams *streams, const struct peer *peer, uint32_t order) {
+static bool has_order(const struct streams *streams, const struct lane *lane, uint32_t order) {
   for (int i = 0; i < streams->count; i++)
-    if (streams->list[i].lane->peer == peer && streams->list[i].order == order) return true;
+    if (streams->list[i].lane == lane && streams->list[i].order == order) return true;
   return false;
 }
 
-/* The operation that was issued here as collective number `order` with this peer, NULL if it has ended. */
-static const struct operation *issued_as(const struct peer *peer, uint32_t order) {
-  const struct operation *operation = peer->channels[0].engine->active;
+/* The operation that was issued here as collective number `order` of that group, NULL if it has ended. */
+static const struct operation *issued_as(const mlxdist_group *group, const struct lane *lane, uint32_t order) {
+  const struct operation *operation = group->engine->active;
   for (; operation; operation = operation->next)
-    if (operation->ordered && (has_order(&operation->out, peer, order) || has_order(&operation->in, peer, order)))
+    if (operation->ordered && (has_order(&operation->out, lane, order) || has_order(&operation->in, lane, order)))
       return operation;
   return 0;
 }
 
-/* Nobody expects this message. That is a mistake if this rank has come to that point in another operation. */
+static const struct lane *lane_of(const struct peer *peer, uint16_t id) {
+  const mlxdist_group *group = engine_group(peer->channels[0].engine, id);
+  int32_t member = group ? group->member_of[peer->rank] : -1;
+  return member < 0 ? 0 : &group->lanes[member];
+}
+
+/* No stream expects this message. That is a mistake if this rank has come to that point of the group in another operation.
+ * What it does in other groups is not looked at: another thread may do it. */
 static int check_order(const struct peer *peer, const struct arrival *arrival) {
   const struct wire_header *header = arrival_header(arrival);
   const struct wire_descriptor *theirs = arrival_descriptor(arrival);
-  if (!theirs || !(header->flags & WIRE_ORDERED) || !wire_at_least(peer->order, header->order)) return MLXDIST_OK;
-  const struct operation *ours = issued_as(peer, header->order);
-  /* The same call on both sides, but not the stream that is due: what came before it differs, and is about to be seen. */
-  if (ours && ours->group->id == header->group &&
-      !memcmp(&ours->receives, theirs, offsetof(struct wire_descriptor, bytes)))
+  const struct lane *lane = lane_of(peer, header->group);
+  if (!theirs || !lane || !(header->flags & WIRE_ORDERED) || !wire_at_least(lane->order, header->order))
     return MLXDIST_OK;
-  if (ours) return matching_fail(ours, peer, theirs, header->group, UINT64_MAX);
+  const struct engine *engine = peer->channels[0].engine;
+  const struct operation *ours = issued_as(engine_group(engine, header->group), lane, header->order);
+  /* The same call on both sides, but not the stream that is due: what came before it differs, and is about to be seen. */
+  if (ours && !memcmp(&ours->receives, theirs, offsetof(struct wire_descriptor, bytes))) return MLXDIST_OK;
+  if (ours) return matching_fail(ours, peer, theirs, UINT64_MAX);
   char text[192];
   name(theirs, header->group, text, sizeof text);
   return fail(MLXDIST_MISMATCH, "ranks disagree: rank %d calls %s, and what rank %d called at that point needs nothing "
-              "from it; ranks must call the collectives of all groups that they share in the same order, with the same "
-              "root and the same algorithm (MLXDIST_ALGO)", peer->rank, text, peer->channels[0].engine->rank);
+              "from it; all ranks of a group must call its collectives in the same order, with the same root and the "
+              "same algorithm (MLXDIST_ALGO)", peer->rank, text, engine->rank);
 }
 
 /* A stream of the past wants nothing more. */
 static int check_late(const struct peer *peer, const struct wire_header *header) {
   const struct engine *engine = peer->channels[0].engine;
-  mlxdist_group *group = engine_group(engine, header->group);
-  int32_t member = group ? group->member_of[peer->rank] : -1;
-  if (member < 0 || !wire_at_least(group->lanes[member].received, header->stream)) return MLXDIST_OK;
+  const struct lane *lane = lane_of(peer, header->group);
+  if (!lane || !wire_at_least(lane->received, header->stream)) return MLXDIST_OK;
   return fail(MLXDIST_TRANSPORT, "rank %d received %u bytes of stream %u from rank %d, which has ended already",
               engine->rank, header->length, header->stream, peer->rank);
 }
@@ -113,9 +123,8 @@ static bool is_known(const struct peer *peer, const struct stream *stream, const
       return true;
   }
   if (stream) return stream->started && header->offset < stream->moved + !stream->bytes;
-  mlxdist_group *group = engine_group(peer->channels[0].engine, header->group);
-  int32_t member = group ? group->member_of[peer->rank] : -1;
-  return member >= 0 && wire_at_least(group->lanes[member].received, header->stream);
+  const struct lane *lane = lane_of(peer, header->group);
+  return lane && wire_at_least(lane->received, header->stream);
 }
 
 /* Whether a message should leave its slot: data that nobody takes now would keep others from getting past. Nobody

@@ -2,8 +2,9 @@
  * Matching: which stream an arrived message belongs to.
  *
  * A message names its group and stream. It goes to the stream that expects it; if none does yet it is early and waits.
- * Collectives of different groups that two ranks share must come in one order on both: each message says which one it
- * belongs to, so that two ranks that wait for each other in different operations fail instead of waiting for ever.
+ * The collectives of a group must come in one order on all its ranks: each message says which one it belongs to, so
+ * that two ranks that are in different operations of a group fail at once. Groups have no order among each other, since
+ * each may have threads of its own; ranks that wait for each other in different groups are found by standstill.h.
  */
 #ifndef MLXDIST_ENDPOINT_MATCHING_H
 #define MLXDIST_ENDPOINT_MATCHING_H
@@ -28,8 +29,8 @@ int matching_forget(struct stream *stream);
 /* Notes how far the peer has come with the streams of a group. */
 void matching_read_ready(struct peer *peer, const struct wire_header *header);
 
-/* MISMATCH with a text that names both sides. `theirs` is what `peer` does in `their_group`. */
+/* MISMATCH with a text that names both sides. `theirs` is what `peer` does in the same group. */
 int matching_fail(const struct operation *ours, const struct peer *peer, const struct wire_descriptor *theirs,
-                  uint16_t their_group, uint64_t expected_bytes);
+                  uint64_t expected_bytes);
 
 #endif

@@ -6,6 +6,7 @@
 #include "matching.h"
 #include "progress.h"
 #include "region.h"
+#include "standstill.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -118,14 +119,13 @@ void operation_receives(struct operation *operation, const struct wire_descripto
   operation->receives = *descriptor;
 }
 
-/* The place among the collectives with each member: one number for the whole operation, whoever it sends to. */
+/* The place among the collectives of the group: one number for the whole operation, wherever it sends to. */
 static void take_order(struct operation *operation) {
   const mlxdist_group *group = operation->group;
   for (int32_t member = 0; member < group->size; member++)
-    if (group->lanes[member].peer) group->lanes[member].peer->order++;
-  for (int i = 0; i < operation->out.count; i++)
-    operation->out.list[i].order = operation->out.list[i].lane->peer->order;
-  for (int i = 0; i < operation->in.count; i++) operation->in.list[i].order = operation->in.list[i].lane->peer->order;
+    group->lanes[member].order++;
+  for (int i = 0; i < operation->out.count; i++) operation->out.list[i].order = operation->out.list[i].lane->order;
+  for (int i = 0; i < operation->in.count; i++) operation->in.list[i].order = operation->in.list[i].lane->order;
 }
 
 static bool sends_to(const struct operation *operation, const struct lane *lane, int outs) {
@@ -207,6 +207,7 @@ void operation_end(struct operation *operation, int status) {
   }
   count(operation_is_collective(operation) ? &counters->collectives : &counters->point_to_point, 1);
   uint64_t now = clock_ns();
+  if (!status) meeting_heard(operation, now);
   count(&counters->operation_ns, now - operation->started_ns);
   debug(DEBUG_TRACE, "operation", "ends %s in group %u after %.6f s%s", name(operation, (char[NAME_BYTES]){""}),
         operation->group->id & ~GROUP_HIDDEN, (double)(now - operation->started_ns) * 1e-9, status ? ", failed" : "");
@@ -230,6 +231,7 @@ static void wait_for(struct operation *operation, uint64_t deadline_ns) {
   struct engine *engine = operation->group->engine;
   struct waiting wait = {0};
   uint32_t moves = engine->moves;
+  struct waiting_thread *thread = standstill_wait(operation, deadline_ns != 0);
   change_waiters(engine, 1);
   while (!atomic_load_explicit(&operation->ended, memory_order_acquire)) {
     bool moved = false;
@@ -253,6 +255,7 @@ static void wait_for(struct operation *operation, uint64_t deadline_ns) {
     if (deadline_ns && now >= deadline_ns) break;
   }
   change_waiters(engine, -1);
+  standstill_go_on(thread);
   count(&operation->group->counters.wait_ns, wait_over(&wait));
 }
 
@@ -292,9 +295,10 @@ int operation_start(struct operation *operation, mlxdist_handle **handle) {
   bool alone = operation->out.count == 0 && operation->in.count == 0;
   int status = operation->status;
   if (status) status = fail(status, "out of memory for an operation of %d rounds", operation->round_count);
-  if (!status && !alone) status = connection_make_all(operation);
   operation->handled = handle != 0;
   operation->ordered = !handle && operation_is_collective(operation) && !(operation->group->id & GROUP_HIDDEN);
+  if (!status) meeting_count(operation);
+  if (!status && !alone) status = connection_make_all(operation);
   operation->started_ns = clock_ns();
   memcpy(operation->place, flight_place(), sizeof operation->place);
   atomic_store_explicit(&operation->owners, handle && !alone ? 2 : 1, memory_order_relaxed);

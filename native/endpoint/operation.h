@@ -72,7 +72,8 @@ struct operation {
   void *scratch;
   int status; /* MLXDIST_OK; while it is written, why it cannot be */
   bool handled; /* somebody has a handle, */
-  bool ordered; /* or its place among the collectives of all groups counts */
+  bool ordered; /* or its place among the collectives of the group counts */
+  bool lazy;    /* a thread of MLX carries it out */
   _Atomic int ended;
   atomic_int owners; /* the engine and the handle */
   struct operation *next; /* in progress */
@@ -92,17 +93,19 @@ void operation_destroy(struct operation *operation);
 /* With the lock: gets on as far as it can. */
 int operation_step(struct operation *operation, bool *moved);
 
-/* With the lock: it is over, well or not. Wakes whoever waits for it. */
+/* With the lock: it is over, well or not. Wakes the threads that wait for it. */
 void operation_end(struct operation *operation, int status);
 
 /* Whether it is a collective: the others are between two ranks. */
 bool operation_is_collective(const struct operation *operation);
 
 /* The rank of the world that it waits for, -1 if for none in particular, and whether anything of this operation has
- * come from it. */
+ * come from it. `stream` is the one that it waits for: of those to the rank or, if `receives`, from it. */
 struct lateness {
   int32_t rank;
-  bool entered;
+  bool entered, receives;
+  bool needs_entry; /* it cannot go on before the rank has issued the stream */
+  uint32_t stream;
 };
 struct lateness operation_late(const struct operation *operation);
 

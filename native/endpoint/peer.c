@@ -3,9 +3,10 @@
 #include "cable.h"
 #include "debug.h"
 #include "engine.h"
+#include "explain.h"
 #include "queue_pair.h"
 
-#include <errno.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -20,7 +21,7 @@ uint32_t peer_random_psn(void) {
 
 static int register_slab(struct engine *engine, struct link *link) {
   link->slab.mr = device_register(link->device, link->slab.memory, link->slab.bytes);
-  if (!link->slab.mr) return device_fail_verb(link->device, "reg_mr", errno);
+  if (!link->slab.mr) return MLXDIST_RESOURCES;
   count(&engine->counters.memory_registrations, 1);
   count(&engine->counters.slab_bytes, link->slab.bytes);
   return MLXDIST_OK;
@@ -114,7 +115,7 @@ int peer_acknowledge(struct peer *peer, bool lazily) {
     int status = cable_answer(peer);
     if (status) return status;
   }
-  bool owes = peer->tells_ready, sent;
+  bool owes = peer->tells_ready || meeting_owes_answer(peer), sent;
   for (uint32_t i = 0; i < peer->channel_count && !owes; i++) owes = channel_owes_news(&peer->channels[i], lazily);
   if (!owes) return MLXDIST_OK;
   int status = channel_acknowledge(peer_eager(peer), peer->ready_group, peer->ready, 0, &sent);
@@ -129,6 +130,19 @@ int peer_tell_ready(struct peer *peer, uint16_t group, uint32_t stream) {
   peer->ready_group = group;
   peer->ready = stream;
   return status;
+}
+
+void peer_explain_silence(const struct peer *peer, char *text, size_t bytes) {
+  *text = '\0';
+  for (uint32_t i = 0; i < peer->channel_count && !*text; i++) {
+    const struct channel *channel = &peer->channels[i];
+    const struct verbs *verbs = channel->device->verbs;
+    int error = channel->qp && verbs->connect_error ? verbs->connect_error(channel->qp) : 0;
+    char why[VERBS_EXPLANATION_BYTES];
+    if (!error) continue;
+    verbs_explain("connect", error, why, sizeof why);
+    snprintf(text, bytes, "connecting to rank %d by TCP fails: %s", peer->rank, why);
+  }
 }
 
 bool peer_is_settled(const struct peer *peer) {

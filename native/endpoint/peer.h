@@ -3,8 +3,11 @@
 #define MLXDIST_ENDPOINT_PEER_H
 
 #include "channel.h"
+#include "meeting.h"
 
 #include <stdatomic.h>
+
+#define PEER_SILENCE_BYTES 576
 
 struct stream;
 
@@ -35,7 +38,6 @@ struct peer {
 
   struct stream *expected, *expected_last; /* streams from it that have been issued, in that order */
   struct arrival *early, *early_last;      /* what has arrived for others */
-  uint32_t order;                          /* of the last collective of any group with it that was issued here */
   uint16_t ready_group;                    /* an acknowledgement with this group's `ready` is due, */
   uint32_t ready;
   bool tells_ready;                        /* if set */
@@ -43,6 +45,8 @@ struct peer {
   uint32_t dead_links; /* cables that this rank does not send by any more, as a mask */
   uint32_t echo_links; /* cables on which the peer wants an answer */
   const struct channel *suspect; /* its cable seems dead: it is, if the peer's answer on another says so; or NULL */
+
+  struct meeting meeting;
 
   char news[160]; /* what the side channel has heard of it last */
 
@@ -86,6 +90,9 @@ int peer_tell_ready(struct peer *peer, uint16_t group, uint32_t stream);
 
 /* Sends what the peer must know to go on, if it owes any and there is room. */
 int peer_acknowledge(struct peer *peer, bool lazily);
+
+/* "connecting to rank 1 by TCP fails: No route to host: WHAT TO DO" where that is why nothing gets through, else "". */
+void peer_explain_silence(const struct peer *peer, char *text, size_t bytes);
 
 /* Whether the peer has confirmed all that it was sent, and was told about all that has come from it. */
 bool peer_is_settled(const struct peer *peer);

@@ -3,7 +3,6 @@
 #include "repair.h"
 
 #include <errno.h>
-#include <sched.h>
 #include <signal.h>
 #include <string.h>
 #include <time.h>
@@ -51,10 +50,11 @@ static uint64_t turn(struct engine *engine, uint64_t last_nap) {
 static void *run(void *argument) {
   struct engine *engine = argument;
   uint64_t nap = 0;
+  thread_for_polling();
   do {
     nap = turn(engine, nap);
     repair_tell(engine);
-    if (nap == 0) sched_yield();
+    if (nap == 0) thread_yield();
   } while (sleep_for(engine, nap));
   return 0;
 }

@@ -6,18 +6,26 @@
 
 #include <errno.h>
 
-/* The device may make queues deeper than asked for, or less deep; one that counts frames does so here too. */
-static int check_depth(const struct channel *channel, const struct ibv_qp_cap *asked) {
+/* Whether query_qp says how deep the queues are: a provider may refuse the call in RESET, or report nothing. */
+static bool read_depth(const struct channel *channel, struct ibv_qp_cap *given) {
   struct ibv_qp_attr attr = {0};
   struct ibv_qp_init_attr init = {0};
   int error = channel->device->verbs->query_qp(channel->qp, &attr, IBV_QP_CAP, &init);
-  if (error) return channel_fail_verb(channel, "query_qp", error);
+  if (error || !attr.cap.max_send_wr || !attr.cap.max_recv_wr) return false;
+  *given = attr.cap;
+  return true;
+}
+
+/* The device may make queues deeper than asked for, or less deep; one that counts frames does so here too. */
+static int check_depth(const struct channel *channel, const struct ibv_qp_cap *asked, const struct ibv_qp_cap *given) {
   debug(DEBUG_INFO, "connection", "the %s queue pair to rank %d: queues of %u and %u, %u and %u asked for",
-        channel_name(channel), channel->peer->rank, attr.cap.max_send_wr, attr.cap.max_recv_wr, asked->max_send_wr,
+        channel_name(channel), channel->peer->rank, given->max_send_wr, given->max_recv_wr, asked->max_send_wr,
         asked->max_recv_wr);
-  if (attr.cap.max_send_wr >= asked->max_send_wr && attr.cap.max_recv_wr >= asked->max_recv_wr) return MLXDIST_OK;
+  bool known = given->max_send_wr && given->max_recv_wr;
+  if (!known || (given->max_send_wr >= asked->max_send_wr && given->max_recv_wr >= asked->max_recv_wr))
+    return MLXDIST_OK;
   return fail(MLXDIST_RESOURCES, "device %s made queues of %u and %u for the %s queue pair to rank %d, which needs %u "
-              "and %u; lower MLXDIST_%s", channel->device->name, attr.cap.max_send_wr, attr.cap.max_recv_wr,
+              "and %u; lower MLXDIST_%s", channel->device->name, given->max_send_wr, given->max_recv_wr,
               channel_name(channel), channel->peer->rank, asked->max_send_wr, asked->max_recv_wr,
               channel->index % 2 == WIRE_BULK ? "BULK_SLOTS" : "EAGER_SLOTS");
 }
@@ -38,12 +46,14 @@ int queue_pair_create(struct channel *channel) {
   const struct ibv_qp_cap asked = init.cap;
   channel->qp = device_create_qp(device, &init);
   if (!channel->qp) return channel_fail_verb(channel, "create_qp", errno);
-  int status = check_depth(channel, &asked);
+  struct ibv_qp_cap given = init.cap;
+  bool reported = read_depth(channel, &given);
+  int status = device_init_qp(device, channel->qp);
   if (status) return status;
-  struct ibv_qp_attr attr = {.qp_state = IBV_QPS_INIT, .port_num = 1, .qp_access_flags = IBV_ACCESS_LOCAL_WRITE};
-  int error = device->verbs->modify_qp(channel->qp, &attr,
-                                       IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
-  return error ? channel_fail_verb(channel, "modify_qp to INIT", error) : MLXDIST_OK;
+  if (!reported && !read_depth(channel, &given) && device->queue_pairs == 1) /* once is enough */
+    debug(DEBUG_WARN, "connection", "device %s does not report the depth of its queues (query_qp); mlxdist relies on "
+          "what create_qp returned", device->name);
+  return check_depth(channel, &asked, &given);
 }
 
 /* RC has a few more attributes. What gets no answer is tried again six times, each after 4.096 us * 2^15 = 134 ms: to

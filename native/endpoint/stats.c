@@ -38,6 +38,8 @@ void mlxdist_group_stats(mlxdist_group *group, mlxdist_stats *stats) {
       .duplicates = counted(&e->duplicates),
       .damaged = counted(&e->damaged),
       .reconnections = counted(&e->reconnections),
+      .meetings = counted(&e->meetings),
+      .meeting_messages = counted(&e->meeting_messages),
       .memory_registrations = counted(&e->memory_registrations),
       .registration_hits = counted(&e->registration_hits),
       .registered_bytes = counted(&e->registered_bytes),

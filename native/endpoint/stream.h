@@ -17,7 +17,7 @@ struct stream {
   uint64_t bytes;
   uint64_t moved;
   uint32_t number;
-  uint32_t order; /* of its operation among the collectives with this peer, if it is ordered */
+  uint32_t order; /* of its operation among the collectives of the group, if it is ordered */
   bool started; /* its first message has been sent or checked */
 
   /* Of one that receives. */

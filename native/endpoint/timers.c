@@ -1,6 +1,7 @@
 /* What happens because time has passed: repetitions, late acknowledgements, deadlines. */
 #include "cable.h"
 #include "deadline.h"
+#include "debug.h"
 #include "engine.h"
 #include "keepalive.h"
 #include "matching.h"
@@ -18,8 +19,14 @@
 #define REPEAT_NS 40000000u
 #define REPEAT_MOST_NS 1000000000u
 
+static void warn_of_silence(const struct channel *channel) {
+  char why[PEER_SILENCE_BYTES];
+  peer_explain_silence(channel->peer, why, sizeof why);
+  if (*why) debug(DEBUG_WARN, "connection", "rank %d on %s: %s", channel->engine->rank, channel->engine->host, why);
+}
+
 static int repeat(struct channel *channel, uint64_t now) {
-  if (channel->acked == channel->sent) {
+  if (channel->acked == channel->sent && !channel_lacks_completions(channel)) {
     channel->unacked_since_ns = 0;
   } else if (!channel->unacked_since_ns || channel->seen_acked != channel->acked) {
     channel->unacked_since_ns = now;
@@ -31,6 +38,7 @@ static int repeat(struct channel *channel, uint64_t now) {
     if (channel->patience_ns < REPEAT_MOST_NS) channel->patience_ns *= 2;
     int status = channel_resend(channel);
     if (status || ++channel->repeats < CABLE_REPEATS) return status;
+    if (channel->repeats == CABLE_REPEATS) warn_of_silence(channel);
     status = cable_suspect(channel);
     return status || channel->repeats != REPAIR_REPEATS ? status : repair_silent(channel);
   }

@@ -1,6 +1,5 @@
 #include "wait.h"
 
-#include <sched.h>
 #include <time.h>
 
 /* 20 polls of an empty completion queue take about half a microsecond, as long as a small message needs. Longer
@@ -10,12 +9,6 @@
 #define YIELD_NS 20000000u /* 20 ms: a peer that is later than that is computing, not sending */
 #define FIRST_SLEEP_NS 50000u
 #define LONGEST_SLEEP_NS 1000000u
-
-uint64_t clock_ns(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
 
 static inline void relax(void) {
 #if defined(__x86_64__)
@@ -37,7 +30,7 @@ uint64_t wait_turn(struct waiting *wait) {
   uint64_t now = clock_ns();
   if (!wait->since_ns) wait->since_ns = now;
   if (now - wait->since_ns < YIELD_NS) {
-    sched_yield();
+    thread_yield();
     return now;
   }
   if (wait->sleep_ns < FIRST_SLEEP_NS) wait->sleep_ns = FIRST_SLEEP_NS;

@@ -8,8 +8,9 @@
 #ifndef MLXDIST_ENDPOINT_WAIT_H
 #define MLXDIST_ENDPOINT_WAIT_H
 
+#include "thread.h"
+
 #include <stdbool.h>
-#include <stdint.h>
 
 /* Not `wait`: macOS has a union of that name. */
 struct waiting {
@@ -17,8 +18,6 @@ struct waiting {
   uint64_t since_ns;  /* when it had spun enough, 0 before: most waits are shorter, and the clock is not free */
   uint32_t sleep_ns;
 };
-
-uint64_t clock_ns(void);
 
 /* Whether the next turn only spins: it is too short to let go of a lock. */
 bool wait_spins(const struct waiting *wait);

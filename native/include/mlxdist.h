@@ -18,8 +18,10 @@
  * Rules that hold for every operation:
  *  - all ranks call the same operations of a group in the same order, with the same dtype and shape;
  *    a difference is an error on every rank that meets it, which names both sides;
- *  - `handle` NULL: the call returns when `out` is complete and `in` may be reused. Two ranks must then call the
- *    collectives of all groups that they share in one order: another order is an error, where it would be a deadlock;
+ *  - `handle` NULL: the call returns when `out` is complete and `in` may be reused. Groups have no order among each
+ *    other: several threads, each with groups of its own, go on side by side. A rank whose threads all wait in one
+ *    group while others wait for it in another is a deadlock: mlxdist_waits and mlxdist_come let the side channel
+ *    find it;
  *  - `handle` given: the call only starts the operation. Memory belongs to the operation until the handle is done;
  *    operations on different groups may then end in any order;
  *  - nobody holds a lock while it waits, and whoever waits moves the operations of all groups; when nobody waits,
@@ -82,7 +84,9 @@ typedef enum mlxdist_op {
   MLXDIST_PROD = 3,
 } mlxdist_op;
 
-/* dtype and shape of an array. Arrays of more dimensions fold the trailing ones into the last. */
+/* dtype and shape of an array. Arrays of more dimensions fold the trailing ones into the last. What stands in `shape`
+ * behind the dimensions is not used, but must be equal on all ranks, as all else here: 0, or a hash of what the array was
+ * packed from. */
 typedef struct mlxdist_layout {
   int32_t dtype;    /* mlxdist_dtype */
   int32_t ndim;     /* 0 (one element) to 6 */
@@ -142,6 +146,8 @@ typedef struct mlxdist_options {
   const mlxdist_link *links; /* size x MLXDIST_LINKS: those to rank 0, to rank 1 ...; NULL: `cables` devices of the
                                 software provider to every rank. Copied */
   int32_t reliable;          /* 1: queue pairs of the reliable connection (RC) instead of UC; not by every provider */
+  double meet_after;         /* seconds since a peer was last heard in an operation after which mlxdist_arrive wants a
+                                meeting with it; 0: never */
   double keepalive;          /* seconds after which a queue pair that carries nothing sends a sign of life; 0: never */
   int32_t has_key;           /* 1: there is a key, */
   uint8_t key[16];           /* which the ranks of the job know: the software provider takes only them from outside */
@@ -151,8 +157,8 @@ typedef struct mlxdist_options {
   int32_t algo;              /* mlxdist_algorithm to use wherever an operation has it */
   int32_t checksum;          /* 1: every message carries a CRC32C, and what arrives damaged is sent again */
   const char *host;          /* name of this machine, for error texts; NULL: the system's. Copied */
-  const char *soft_profile;  /* the device that the software provider plays: "ideal", "apple-tb5", "apple-tb5-26.2" or
-                                "rxe" */
+  const char *soft_profile;  /* the device that the software provider plays: "ideal", "apple-tb5", "apple-tb5-26.2",
+                                "apple-odd", "rxe" */
 } mlxdist_options;
 
 /* Counters since the group was created. Operations, bytes and times are the group's own; queue pairs, and what they
@@ -178,6 +184,8 @@ typedef struct mlxdist_stats {
   uint64_t duplicates;         /* messages that arrived twice, and were dropped */
   uint64_t damaged;            /* messages that arrived cut off, or with a wrong checksum, and were dropped */
   uint64_t reconnections;      /* queue pairs that failed and were made anew */
+  uint64_t meetings;           /* operations that were handed over only once their peers had come, see mlxdist_arrive */
+  uint64_t meeting_messages;   /* the acknowledgements of it, and messages of the side channel */
   uint64_t memory_registrations;
   uint64_t registration_hits;  /* uses of a registered buffer that found its registration */
   uint64_t registered_bytes;   /* of user buffers, now */
@@ -261,14 +269,17 @@ int64_t mlxdist_devices(const char *provider, const char *soft_profile, mlxdist_
  * have calls that never return. */
 void mlxdist_devices_call(char *text, uint64_t room);
 
+/* What to do about a port of a Mac in bridge0 or without an IPv4 address; errors of connecting say it, too. */
+const char *mlxdist_port_remedy(void);
+
 /* Name of the provider in use ("soft"), or of all of them ("ibverbs+soft"). */
 const char *mlxdist_group_provider(mlxdist_group *group);
 
 void mlxdist_default_options(mlxdist_options *options);
 
 /* Debug output of this process: `spec` "off", "warn", "info" or "trace", and behind a colon the subsystems that it is
- * wanted from ("trace:cable,connection"); NULL: "warn". Lines go to the end of `file`; NULL: standard error. */
-int mlxdist_debug_open(const char *spec, const char *file, int32_t rank);
+ * wanted from ("trace:cable,connection"); NULL: "warn". Lines go to a copy of the descriptor `file`; -1: standard error. */
+int mlxdist_debug_open(const char *spec, int file, int32_t rank);
 
 /* Opens the device and creates slabs and queue pairs for every peer. `options` may be NULL. */
 int mlxdist_group_create(int32_t rank, int32_t size, const mlxdist_options *options, mlxdist_group **group);
@@ -327,7 +338,7 @@ void mlxdist_set_place(const char *place);
 typedef struct mlxdist_flight {
   uint64_t number;     /* among all operations of this process, from 1 */
   uint64_t sequence;   /* among the collectives of its group on this rank, or the others, from 1 */
-  uint64_t started_ns; /* of CLOCK_MONOTONIC */
+  uint64_t started_ns; /* of this host's steady clock, time.monotonic_ns() of Python */
   uint64_t ended_ns;   /* 0: it is in progress */
   uint64_t bytes;      /* of the array */
   int32_t group;       /* 0: the world; mlxdist_flight_members says who is in it */
@@ -351,6 +362,43 @@ uint64_t mlxdist_flight_read(mlxdist_group *group, mlxdist_flight *entries, uint
 /* The number of members of the group with this id, and their ranks in the world; 0 if it has ended. */
 uint64_t mlxdist_flight_members(mlxdist_group *group, int32_t id, int32_t *members, uint64_t room);
 
+/* An operation in progress. */
+typedef struct mlxdist_wait {
+  uint64_t number;   /* among all operations of this process, from 1 */
+  uint64_t stuck_ns; /* for so long it has not got on */
+  uint32_t moves;    /* so often it has got on */
+  int32_t rank;      /* of the world, that must come to it before it can go on; -1: there is none now */
+  int32_t group;     /* its number, also of one that the library has made for itself */
+  int32_t receives;  /* what comes from that rank; 0: what goes to it */
+  uint32_t stream;   /* the number of that stream */
+  int32_t lazy;      /* a thread of MLX carries it out */
+  char name[160];    /* "recv of float32 [3] in group 1" */
+} mlxdist_wait;
+
+/* A thread that waits in the engine, or has done so. */
+typedef struct mlxdist_waiting_thread {
+  uint64_t thread; /* its ident in Python; 0 in entries that are not in use */
+  uint64_t number; /* of the operation that it waits for; 0: it does not wait */
+  int32_t timed;   /* it waits for a time of its own, and may go on without the operation */
+} mlxdist_waiting_thread;
+
+enum mlxdist_limits { MLXDIST_THREADS = 64 };
+
+/* What this rank waits for, in all groups: writes at most `room` operations and MLXDIST_THREADS entries. Returns the
+ * number of operations; UINT64_MAX where there are more, or the engine is stuck. Safe from any thread. */
+uint64_t mlxdist_waits(mlxdist_group *group, mlxdist_wait *waits, uint64_t room, mlxdist_waiting_thread *threads);
+
+/* What `rank` waits for: group, receives and stream of its mlxdist_wait. */
+typedef struct mlxdist_edge {
+  int32_t rank, group, receives;
+  uint32_t stream;
+} mlxdist_edge;
+
+/* Whether this rank has come to what others wait for. For each: 0 if it has not, the number of the operation in progress
+ * here that must get on first, or UINT64_MAX where nothing here is missing. Returns 0 where the engine is stuck. Safe from
+ * any thread. */
+int mlxdist_come(mlxdist_group *world, const mlxdist_edge *edges, uint64_t count, uint64_t *numbers);
+
 /* Waits until the group has failed: returns 1, and mlxdist_last_error() has the text of the first error. Returns 0
  * after mlxdist_group_stop_watching, which must come before the group is destroyed. */
 int mlxdist_group_watch_failure(mlxdist_group *group);
@@ -365,6 +413,34 @@ int32_t mlxdist_group_algorithm(mlxdist_group *group, int32_t operation, const m
 /* Makes the provider lose or repeat messages, for tests: "drop=1/100", "drop_next=1", "none" (native/soft/faults.h);
  * "1:drop=1/1" is for the second cable alone. */
 int mlxdist_group_inject(mlxdist_group *group, const char *faults);
+
+enum mlxdist_members { MLXDIST_NONE = -1, MLXDIST_ALL = -2 };
+
+/* An operation that a thread hands to another one, which calls it later: one of MLX's graphs. GPU work that waits for
+ * its result may be submitted as soon as it is handed over, and macOS ends GPU work that waits for about 5 s. So before
+ * that the thread says that this rank has come to the operation, and meets the peers where that is due.
+ * `to`, `from`: the members that it sends to and receives from, MLXDIST_NONE; both MLXDIST_ALL for a collective.
+ *
+ * Returns 1 where a meeting is due: options.meet_after seconds have passed since a peer was heard in an operation, a
+ * peer was late for one of the last 256, or there were fewer than 256. */
+int32_t mlxdist_arrive(mlxdist_group *group, int32_t to, int32_t from);
+
+/* In the same thread: waits for the peers, at most `patience` seconds (negative: as long as it takes), and returns 1
+ * when that is over; 0 if it is not. `operation`: its name, for notices and errors. A peer that has not come after
+ * options.entry_timeout fails the group: the operation then ends with that error. */
+int32_t mlxdist_meet(mlxdist_group *group, const char *operation, double patience);
+
+/* The next operation that this thread calls has been counted by mlxdist_arrive. 0 after the call: it may have been
+ * refused before it began. It stays counted then, as on the other ranks, which refuse it for the same reason. */
+void mlxdist_set_arrived(int32_t arrived);
+
+/* The next 256 operations with the members meet: on all of them, after a barrier of the group. */
+void mlxdist_expect_late(mlxdist_group *group);
+
+/* macOS has ended GPU work of this rank that waited. Where an operation has stood still for a peer for a second or more
+ * within the last minute that is the reason: fails the group with a TIMEOUT that names both. MLXDIST_OK where there was
+ * no such operation. */
+int mlxdist_group_gpu_timeout(mlxdist_group *group);
 
 /* Promises that `data` stays where it is until mlxdist_unregister: large messages then leave from there, without the
  * copy into a slot. The registration with the device is made on first use and kept. */

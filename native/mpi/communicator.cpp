@@ -23,7 +23,7 @@ static auto& ended = *new std::condition_variable;
 static auto& parts = *new std::vector<Communicator*>;
 
 static std::atomic<pid_t> process; /* queue pairs do not survive a fork */
-static RaiseSoon* raise_soon;
+static OperationFailed* operation_failed;
 static std::atomic<bool> raises_errors = true;
 static std::atomic<bool> has_told_error = false;
 
@@ -32,10 +32,10 @@ const Door door{drain_world, close_world, told_error, is_busy};
 Error::Error(int status, const std::string& text)
     : std::runtime_error("[mlxdist " + std::to_string(status) + "] " + text), status(status), text(text) {}
 
-void open_world(mlxdist_group* group, RaiseSoon* raise) {
+void open_world(mlxdist_group* group, OperationFailed* failed) {
   std::lock_guard lock(mutex);
   if (process != 0) return;
-  raise_soon = raise;
+  operation_failed = failed;
   ompi_mpi_comm_world.group = group;
   ompi_mpi_comm_world.rank = mlxdist_group_rank(group);
   ompi_mpi_comm_world.size = mlxdist_group_size(group);
@@ -138,7 +138,7 @@ void run(MPI_Comm comm, const std::function<int(mlxdist_group*)>& operation) {
     if (status != MLXDIST_OK) throw Error(status, mlxdist_last_error());
   } catch (const Error& error) {
     has_told_error = true;
-    if (raises_errors && python::is_running()) raise_soon(error.status, error.text.c_str());
+    if (python::is_running()) operation_failed(error.status, error.text.c_str(), raises_errors);
     throw;
   }
 }

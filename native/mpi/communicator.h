@@ -28,11 +28,12 @@ struct Error : std::runtime_error {
   const std::string text;
 };
 
-/* Tells Python of an error in a thread of MLX at once, for readers that swallow it (native/bridge/errors.h). */
-using RaiseSoon = void(int status, const char* text);
+/* The bridge sees to it that what MLX computes from the operation is never read (native/bridge/failed_arrays.h) and, if
+ * `raises`, tells Python of the error at once, for readers that swallow it (native/bridge/errors.h). */
+using OperationFailed = void(int status, const char* text, int raises);
 
 /* Makes ompi_mpi_comm_world the engine's `group`. A second call does nothing. */
-void open_world(mlxdist_group* group, RaiseSoon* raise_soon);
+void open_world(mlxdist_group* group, OperationFailed* operation_failed);
 
 /* True once open_world has been called, in this process or the one that it was forked from. */
 bool world_is_open();

@@ -39,7 +39,7 @@ int MPI_Init(int*, char***) {
   bool alone = size == nullptr ? getenv("MLXDIST_RENDEZVOUS") == nullptr : strcmp(size, "1") == 0;
   if (alone) return MPI_ERR_OTHER;
   auto joined = python::call("join", reinterpret_cast<uintptr_t>(&door));
-  open_world(reinterpret_cast<mlxdist_group*>(joined.first), reinterpret_cast<RaiseSoon*>(joined.second));
+  open_world(reinterpret_cast<mlxdist_group*>(joined.first), reinterpret_cast<OperationFailed*>(joined.second));
   return MPI_SUCCESS;
 }
 

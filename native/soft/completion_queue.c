@@ -109,7 +109,7 @@ void soft_cq_add(struct soft_qp *qp, const struct ibv_send_wr *wr, enum ibv_wc_s
       .qp = qp,
       .wr_id = wr->wr_id,
       .position = qp->sq_left,
-      .frames = qp->sq_left_frames,
+      .frames = qp->sq_left_frames - qp->sq_stuck_frames,
       .status = status,
       .opcode = __builtin_expect(soft_is_write(wr->opcode), 0) ? IBV_WC_RDMA_WRITE : IBV_WC_SEND,
   };
@@ -167,12 +167,25 @@ static bool take_receive(struct soft_qp *qp, struct ibv_wc *wc) {
     } else if (wc->status == IBV_WC_SUCCESS && wc->byte_len > receive->length) wc->status = IBV_WC_LOC_LEN_ERR;
   }
   if (__builtin_expect(qp->bounces != NULL, 0)) soft_bounce_take(qp, wc);
+  if (soft_context(qp->verbs.context)->profile->no_length) wc->byte_len = 0;
   if (receive->mr) receive->mr->receives--;
   qp->rq_head++;
   if (soft_context(qp->verbs.context)->profile->frames) qp->rq_frames -= soft_frames(receive->length);
   if (wc->status != IBV_WC_SUCCESS) soft_qp_fail(qp);
   if (__builtin_expect(soft_context(qp->verbs.context)->faults.idle_ms, 0)) soft_idle_carried(qp);
   return true;
+}
+
+/* With the fault of that name. Errors are never lost: a queue pair that fails says so. */
+static int lose_completions(struct soft_context *context, struct ibv_wc *wc, int count) {
+  int kept = 0;
+  for (int i = 0; i < count; i++) {
+    if (wc[i].status == IBV_WC_SUCCESS && soft_faults_lose_completion(&context->faults))
+      context->counters.completions_lost_by_fault++;
+    else
+      wc[kept++] = wc[i];
+  }
+  return kept;
 }
 
 /* -EOVERFLOW after an overrun, once the completions from before it have been taken. */
@@ -195,7 +208,9 @@ int soft_poll_cq(struct ibv_cq *verbs, int num_entries, struct ibv_wc *wc) {
   /* Begin behind the last one served, so that a busy queue pair does not starve the others. */
   cq->next_receiver = next >= cq->receiver_count ? 0 : next;
 
+  int taken = count;
+  if (__builtin_expect(context->faults.any, 0)) count = lose_completions(context, wc, count);
   if (!cq->overrun) return count;
-  cq->survivors -= count;
-  return count || num_entries == 0 ? count : -EOVERFLOW;
+  cq->survivors -= taken;
+  return taken || num_entries == 0 ? count : -EOVERFLOW;
 }

@@ -37,9 +37,9 @@ static bool read_rule(const char **text, struct soft_rule *rule) {
   return read_name(text, "_after=") && read_number(text, &rule->after);
 }
 
-static bool read_link(const char **text, bool *down) {
-  *down = read_name(text, "down");
-  return *down || read_name(text, "up");
+static bool read_switch(const char **text, const char *on, const char *off, bool *state) {
+  *state = read_name(text, on);
+  return *state || read_name(text, off);
 }
 
 static bool read_seed(const char **text, uint64_t *generator) {
@@ -50,16 +50,18 @@ static bool read_seed(const char **text, uint64_t *generator) {
 }
 
 static bool read_fault(const char **text, struct soft_faults *faults) {
-  static const char *const kinds[SOFT_FAULTS] = {
+  static const char *const kinds[SOFT_RULES] = {
       [SOFT_FAULT_DROP] = "drop",       [SOFT_FAULT_DUPLICATE] = "duplicate", [SOFT_FAULT_TRUNCATE] = "truncate",
       [SOFT_FAULT_CORRUPT] = "corrupt", [SOFT_FAULT_ERROR] = "error",         [SOFT_FAULT_DIE] = "die",
+      [SOFT_FAULT_LOSE] = "lose",
   };
-  for (int kind = 0; kind < SOFT_FAULTS; kind++)
+  for (int kind = 0; kind < SOFT_RULES; kind++)
     if (read_name(text, kinds[kind])) return read_rule(text, &faults->rules[kind]);
   if (read_name(text, "delay=")) return read_number(text, &faults->delay_us);
   if (read_name(text, "jitter=")) return read_number(text, &faults->jitter_us);
   if (read_name(text, "idle=")) return read_number(text, &faults->idle_ms);
-  if (read_name(text, "link=")) return read_link(text, &faults->link_down);
+  if (read_name(text, "link=")) return read_switch(text, "down", "up", &faults->link_down);
+  if (read_name(text, "bridge=")) return read_switch(text, "on", "off", &faults->bridged);
   if (read_name(text, "seed=")) return read_seed(text, &faults->generator);
   if (!read_name(text, "none")) return false;
   *faults = (struct soft_faults){.generator = faults->generator};
@@ -68,7 +70,7 @@ static bool read_fault(const char **text, struct soft_faults *faults) {
 
 static void note_any(struct soft_faults *faults) {
   faults->any = faults->link_down || faults->delay_us || faults->jitter_us || faults->idle_ms;
-  for (int kind = 0; kind < SOFT_FAULTS; kind++) {
+  for (int kind = 0; kind < SOFT_RULES; kind++) {
     const struct soft_rule *rule = &faults->rules[kind];
     faults->any |= rule->times || rule->next || rule->after;
   }
@@ -114,6 +116,12 @@ unsigned soft_faults_next(struct soft_faults *faults) {
     if (happens(faults, &faults->rules[kind])) hits |= 1u << kind;
   note_any(faults);
   return hits;
+}
+
+bool soft_faults_lose_completion(struct soft_faults *faults) {
+  bool hit = happens(faults, &faults->rules[SOFT_FAULT_LOSE]);
+  note_any(faults);
+  return hit;
 }
 
 uint64_t soft_faults_late_ns(struct soft_faults *faults) {

@@ -7,7 +7,7 @@
  *   drop_next=3      the next 3 SENDs are lost
  *   drop_after=10    the 10th SEND from now is lost, and it alone
  *   duplicate...     likewise: the SEND is delivered twice, if the peer has a second receive posted
- *   truncate...      its end is missing: the receive completes with fewer bytes
+ *   truncate...      its end is missing: the receive completes with fewer bytes; where frames count, it is lost
  *   corrupt...       one bit of what is delivered is wrong
  *   error...         it does not leave and completes with GENERAL_ERR; the queue pair goes to ERR
  *   die...           the process kills itself with SIGKILL instead of sending
@@ -17,6 +17,9 @@
  *   idle=200         a queue pair that has carried nothing, either way, for more than so many milliseconds loses every
  *                    SEND from then on, while the port stays ACTIVE, as Thunderbolt's do after about 23 minutes; a new
  *                    queue pair works
+ *   lose=1/100       poll_cq leaves a completion out, of a SEND or a receive that has succeeded, with this chance, or
+ *                    lose_next, lose_after: these count completions
+ *   bridge=on        the port is part of a bridge, and going to RTR fails, as on Thunderbolt, until bridge=off
  *   seed=7           the generator behind the chances begins anew: the same seed and SENDs give the same faults
  *   none             ends all faults, those to its left too; the generator stays where it is
  *
@@ -46,10 +49,12 @@ enum soft_fault {
   SOFT_FAULT_CORRUPT,
   SOFT_FAULT_ERROR,
   SOFT_FAULT_DIE,
-  SOFT_FAULTS,
+  SOFT_FAULTS, /* that hit SENDs; and */
+  SOFT_FAULT_LOSE = SOFT_FAULTS,
+  SOFT_RULES,
 };
 
-/* Which SENDs one kind of fault hits. */
+/* Which SENDs, or completions, one kind of fault hits. */
 struct soft_rule {
   uint32_t times, of; /* the chance; `of` is never 0 where `times` is not */
   uint32_t next;
@@ -59,7 +64,8 @@ struct soft_rule {
 struct soft_faults {
   bool any; /* all that the way of a message without faults looks at */
   bool link_down;
-  struct soft_rule rules[SOFT_FAULTS];
+  bool bridged;
+  struct soft_rule rules[SOFT_RULES];
   uint32_t delay_us;
   uint32_t jitter_us;
   uint32_t idle_ms;
@@ -71,6 +77,9 @@ int soft_faults_set(struct soft_faults *faults, const char *list);
 
 /* What happens to the next SEND: a bit for each soft_fault. */
 unsigned soft_faults_next(struct soft_faults *faults);
+
+/* Whether the next completion is lost. */
+bool soft_faults_lose_completion(struct soft_faults *faults);
 
 /* How late the next SEND leaves. */
 uint64_t soft_faults_late_ns(struct soft_faults *faults);

@@ -93,15 +93,17 @@ static bool crosses_4_gib(const void *addr, size_t length) {
  * later region. The memory is not touched: whether it is there matters when it is used. */
 struct ibv_mr *soft_reg_mr(struct ibv_pd *pd, void *addr, size_t length, int access) {
   const int remote = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
-  const int wide = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE;
   const int known = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_RELAXED_ORDERING | remote;
   struct soft_context *context = soft_context(pd->context);
   bool bad_access = (access & ~known) || ((access & remote) && !(access & IBV_ACCESS_LOCAL_WRITE));
-  bad_access |= context->profile->wide_access && (access & wide) != wide;
   bool bad_range = !addr || length == 0 || (uintptr_t)addr + length < (uintptr_t)addr;
   bool too_far = context->profile->short_regions && crosses_4_gib(addr, length);
   if (bad_access || bad_range || too_far || (uintptr_t)addr % context->profile->mr_alignment) {
     errno = EINVAL;
+    return NULL;
+  }
+  if (context->profile->region_access && access != context->profile->region_access) {
+    errno = context->profile->access_error;
     return NULL;
   }
   uint32_t place = context->mr_place;

@@ -3,6 +3,8 @@
 
 #include "soft.h"
 
+#include <errno.h>
+
 /* Apple's technote TN3205 and what MLX's JACCL, llama.cpp and ds4 have found out. A region that is registered after
  * INIT to RTR is never mapped; after a move to ERR every unmap of a region fails, so this refuses the move. A region
  * across 4 GiB corrupts data silently there, opening a device twice hangs, and a peer that is not at the other end of
@@ -10,30 +12,30 @@
  * asked for 1023 were given, and 63 messages of 16 frames fit in.
  *
  * Where sources disagree on what is accepted (access flags of regions, path MTU), one profile plays each answer. */
-#define APPLE(label, most, mtu, wide)   \
-  {                                     \
-    .name = label,                      \
-    .devices = SOFT_DEVICES,            \
-    .max_qp = 10,                       \
-    .max_wr = 4095,                     \
-    .max_send_sge = 1,                  \
-    .max_pd = 11,                       \
-    .max_cq = 11,                       \
-    .max_cqe = SOFT_MAX_CQE,            \
-    .max_mr = 100,                      \
-    .max_message = most,                \
-    .least_wr = 1023,                   \
-    .mr_alignment = SEGMENT_PAGE,       \
-    .active_mtu = IBV_MTU_4096,         \
-    .path_mtu = mtu,                    \
-    .wide_access = wide,                \
-    .frames = true,                     \
-    .shares_qp = true,                  \
-    .credit = true,                     \
-    .one_cable = true,                  \
-    .strict_order = true,               \
-    .short_regions = true,              \
+#define ALL_ACCESS (IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE)
+#define APPLE(label, ...)             \
+  {                                   \
+    .name = label,                    \
+    .devices = SOFT_DEVICES,          \
+    .max_qp = 10,                     \
+    .max_wr = 4095,                   \
+    .max_send_sge = 1,                \
+    .max_pd = 11,                     \
+    .max_cq = 11,                     \
+    .max_cqe = SOFT_MAX_CQE,          \
+    .max_mr = 100,                    \
+    .least_wr = 1023,                 \
+    .mr_alignment = SEGMENT_PAGE,     \
+    .active_mtu = IBV_MTU_4096,       \
+    .frames = true,                   \
+    .shares_qp = true,                \
+    .credit = true,                   \
+    .one_cable = true,                \
+    .strict_order = true,             \
+    .short_regions = true,            \
+    __VA_ARGS__                       \
   }
+#define MOST_FRAMES (4095 * SOFT_FRAME_BYTES)
 
 const struct soft_profile soft_profiles[SOFT_PROFILES] = {
     [SOFT_IDEAL] =
@@ -57,8 +59,14 @@ const struct soft_profile soft_profiles[SOFT_PROFILES] = {
             .late_regions = true,
             .goes_to_err = true,
         },
-    [SOFT_APPLE_TB5] = APPLE("apple-tb5", 4095 * SOFT_FRAME_BYTES, IBV_MTU_4096, false),
-    [SOFT_APPLE_TB5_26_2] = APPLE("apple-tb5-26.2", SOFT_FRAME_BYTES, IBV_MTU_1024, true),
+    [SOFT_APPLE_TB5] = APPLE("apple-tb5", .max_message = MOST_FRAMES, .path_mtu = IBV_MTU_4096),
+    [SOFT_APPLE_TB5_26_2] = APPLE("apple-tb5-26.2", .max_message = SOFT_FRAME_BYTES, .path_mtu = IBV_MTU_1024,
+                                  .region_access = ALL_ACCESS, .access_error = EINVAL),
+    /* JACCL, llama.cpp and ds4 run on Thunderbolt. They pass all access flags, signal every SEND, and read neither
+     * byte_len nor how deep a queue is, so nothing says that anything else works there. */
+    [SOFT_APPLE_ODD] = APPLE("apple-odd", .max_message = MOST_FRAMES, .path_mtu = IBV_MTU_4096,
+                             .region_access = ALL_ACCESS, .queue_pair_access = ALL_ACCESS, .no_length = true,
+                             .no_depth = true, .signaled_only = true, .leaks_domains = true),
     /* Linux, drivers/infiniband/sw/rxe: rxe_param.h allows more queue pairs, regions and entries than there is room for
      * here; rxe_resp.c drops what is too long for a receive of UC. */
     [SOFT_RXE] =

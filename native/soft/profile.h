@@ -5,6 +5,7 @@
  *   ideal           no more limits than this provider needs itself
  *   apple-tb5       RDMA over Thunderbolt 5 on macOS 26.3 and later
  *   apple-tb5-26.2  on macOS 26.2, where a message is one frame
+ *   apple-odd       like apple-tb5, but what no program is known to do there fails
  *   rxe             soft-RoCE of Linux on an Ethernet of 1500 bytes, as far as this provider reaches
  */
 #ifndef MLXDIST_SOFT_PROFILE_H
@@ -46,12 +47,18 @@ struct soft_profile {
   bool one_cable;        /* a device reaches the first peer that it was connected to and no other, and a process
                             opens it once */
   bool strict_order;     /* regions are deregistered before completion queues are destroyed, these before domains */
-  bool wide_access;      /* a region needs the flags for remote access as well */
+  int region_access;     /* the flags that a region must have, these and no others; 0: any */
+  int queue_pair_access; /* likewise a queue pair, from INIT on */
+  int access_error;      /* with which other flags are rejected; 0: a region with errno 0, a queue pair with ENOTSUP */
+  bool no_length;        /* byte_len of completions is 0 */
+  bool no_depth;         /* query_qp fails in RESET, and reports queues of depth 0 later */
+  bool signaled_only;    /* a SEND that is not signaled never leaves the send queue */
+  bool leaks_domains;    /* max_pd is for all processes that use the device, killed ones too: see domains.c */
   bool short_regions;    /* a region lies within 4 GiB of the address space, between multiples of that */
   bool goes_to_err;      /* modify_qp to ERR */
 };
 
-enum soft_profiles { SOFT_IDEAL, SOFT_APPLE_TB5, SOFT_APPLE_TB5_26_2, SOFT_RXE, SOFT_PROFILES };
+enum soft_profiles { SOFT_IDEAL, SOFT_APPLE_TB5, SOFT_APPLE_TB5_26_2, SOFT_APPLE_ODD, SOFT_RXE, SOFT_PROFILES };
 
 /* The most that a profile lists: for 8 ranks one a peer and cable. */
 #define SOFT_DEVICES 14

@@ -199,7 +199,7 @@ static void reset(struct soft_qp *qp) {
   leave_peer(qp);
   soft_cq_discard(qp);
   qp->sq_posted = qp->sq_left = qp->sq_retired = 0;
-  qp->sq_posted_frames = qp->sq_left_frames = qp->sq_retired_frames = 0;
+  qp->sq_posted_frames = qp->sq_left_frames = qp->sq_retired_frames = qp->sq_stuck_frames = 0;
   start_receiving(qp);
   atomic_store(&qp->shared->attached, 0);
   qp->attr = (struct ibv_qp_attr){0};
@@ -256,7 +256,11 @@ static int check_values(const struct soft_context *context, const struct ibv_qp_
   if ((mask & IBV_QP_PKEY_INDEX) && attr->pkey_index != 0) return EINVAL;
   if ((mask & IBV_QP_PORT) && attr->port_num != 1) return EINVAL;
   if ((mask & IBV_QP_ACCESS_FLAGS) && (attr->qp_access_flags & ~(unsigned)access)) return EINVAL;
-  const enum ibv_mtu most = context->profile->path_mtu;
+  const struct soft_profile *profile = context->profile;
+  const unsigned wanted = (unsigned)profile->queue_pair_access;
+  if ((mask & IBV_QP_ACCESS_FLAGS) && wanted && attr->qp_access_flags != wanted)
+    return profile->access_error ? profile->access_error : ENOTSUP;
+  const enum ibv_mtu most = profile->path_mtu;
   if ((mask & IBV_QP_PATH_MTU) && (attr->path_mtu < IBV_MTU_256 || attr->path_mtu > most)) return EINVAL;
   if ((mask & IBV_QP_DEST_QPN) && attr->dest_qp_num > QPN_MASK) return EINVAL;
   if (mask & IBV_QP_AV) {
@@ -330,9 +334,10 @@ static void notice_failure(struct soft_qp *qp) {
   if (receiving && (atomic_load(&qp->shared->claim) & CLAIM_CLOSED)) soft_qp_fail(qp);
 }
 
-/* EINVAL for a transition, a mask or a value that is not allowed. To INIT also EIO, if the context is tainted;
- * to RTR also what segment_open returns, EINVAL if the peer plays another device, or is on another host and there is no
- * key, and ETIMEDOUT if the device is a cable to another peer: the queue pair then stays in INIT. */
+/* EINVAL for a transition, a mask or a value that is not allowed. To INIT also EIO, if the context is tainted, and what
+ * the profile rejects access flags with; to RTR also what segment_open returns, EINVAL if the peer plays another
+ * device, or is on another host without a key, or this port is in a bridge, and ETIMEDOUT if the device is a cable to
+ * another peer: the queue pair then stays in INIT. */
 int soft_modify_qp(struct ibv_qp *verbs, struct ibv_qp_attr *attr, int attr_mask) {
   struct soft_qp *qp = soft_qp(verbs);
   struct soft_context *context = soft_context(verbs->context);
@@ -344,7 +349,7 @@ int soft_modify_qp(struct ibv_qp *verbs, struct ibv_qp_attr *attr, int attr_mask
   if (!error) error = check_values(context, attr, attr_mask);
   if (!error && from == IBV_QPS_RESET && to == IBV_QPS_INIT && context->tainted) error = EIO;
   if (!error && from == IBV_QPS_INIT && to == IBV_QPS_RTR) {
-    error = soft_cable_reaches(context, &attr->ah_attr);
+    error = context->faults.bridged ? EINVAL : soft_cable_reaches(context, &attr->ah_attr);
     if (!error) error = connect_peer(qp, attr);
     if (!error) soft_cable_join(context, &attr->ah_attr);
   }
@@ -367,15 +372,17 @@ int soft_modify_qp(struct ibv_qp *verbs, struct ibv_qp_attr *attr, int attr_mask
 int soft_query_qp(struct ibv_qp *verbs, struct ibv_qp_attr *attr, int attr_mask, struct ibv_qp_init_attr *init_attr) {
   struct soft_qp *qp = soft_qp(verbs);
   (void)attr_mask; /* the library, too, may fill in more than was asked for */
+  const bool no_depth = soft_context(verbs->context)->profile->no_depth;
   notice_failure(qp);
+  if (no_depth && verbs->state == IBV_QPS_RESET) return soft_error(EINVAL);
   *attr = qp->attr;
   attr->qp_state = attr->cur_qp_state = verbs->state;
-  attr->cap = qp->cap;
+  attr->cap = no_depth ? (struct ibv_qp_cap){0} : qp->cap;
   *init_attr = (struct ibv_qp_init_attr){
       .qp_context = verbs->qp_context,
       .send_cq = verbs->send_cq,
       .recv_cq = verbs->recv_cq,
-      .cap = qp->cap,
+      .cap = attr->cap,
       .qp_type = verbs->qp_type,
       .sq_sig_all = qp->sq_sig_all,
   };

@@ -46,6 +46,7 @@ static struct soft_device devices[SOFT_PROFILES][SOFT_DEVICES] = {
     [SOFT_IDEAL] = {TWO(SOFT_IDEAL)},
     [SOFT_APPLE_TB5] = {FOURTEEN(SOFT_APPLE_TB5)},
     [SOFT_APPLE_TB5_26_2] = {FOURTEEN(SOFT_APPLE_TB5_26_2)},
+    [SOFT_APPLE_ODD] = {FOURTEEN(SOFT_APPLE_ODD)},
     [SOFT_RXE] = {TWO(SOFT_RXE)},
 };
 
@@ -67,6 +68,10 @@ static struct ibv_device **list_apple_tb5(int *num_devices) {
 
 static struct ibv_device **list_apple_tb5_26_2(int *num_devices) {
   return list_devices(SOFT_APPLE_TB5_26_2, num_devices);
+}
+
+static struct ibv_device **list_apple_odd(int *num_devices) {
+  return list_devices(SOFT_APPLE_ODD, num_devices);
 }
 
 static struct ibv_device **list_rxe(int *num_devices) {
@@ -204,6 +209,11 @@ static struct ibv_pd *alloc_pd(struct ibv_context *verbs) {
   }
   struct soft_pd *pd = calloc(1, sizeof *pd);
   if (!pd) return NULL;
+  if (context->profile->leaks_domains && (error = soft_domain_take(context, &pd->domain))) {
+    free(pd);
+    errno = error;
+    return NULL;
+  }
   pd->verbs.context = verbs;
   pd->number = ++context->pds_allocated;
   context->pds++;
@@ -214,6 +224,7 @@ static struct ibv_pd *alloc_pd(struct ibv_context *verbs) {
 static int dealloc_pd(struct ibv_pd *pd) {
   struct soft_context *context = soft_context(pd->context);
   if (soft_pd(pd)->users || (context->profile->strict_order && context->cqs)) return soft_error(EBUSY);
+  if (context->profile->leaks_domains) soft_domain_return(context, soft_pd(pd)->domain);
   context->pds--;
   free(pd);
   return 0;
@@ -269,12 +280,14 @@ static void pose_as_host(struct ibv_context *context, uint32_t host) {
     .inject = inject,                      \
     .pose_as_host = pose_as_host,          \
     .set_key = soft_tcp_set_key,           \
+    .connect_error = soft_tcp_error,       \
   }
 
 static const struct verbs tables[SOFT_PROFILES] = {
     [SOFT_IDEAL] = TABLE("soft", true, false, list_ideal),
     [SOFT_APPLE_TB5] = TABLE("soft/apple-tb5", false, true, list_apple_tb5),
     [SOFT_APPLE_TB5_26_2] = TABLE("soft/apple-tb5-26.2", false, true, list_apple_tb5_26_2),
+    [SOFT_APPLE_ODD] = TABLE("soft/apple-odd", false, true, list_apple_odd),
     [SOFT_RXE] = TABLE("soft/rxe", false, false, list_rxe),
 };
 

@@ -45,6 +45,7 @@ struct soft_pd {
   struct ibv_pd verbs;
   uint32_t number; /* in the order of allocation */
   unsigned users; /* memory regions and queue pairs */
+  uint32_t domain; /* its place at a device that leaks them */
 };
 
 struct soft_device {
@@ -162,6 +163,7 @@ struct soft_qp {
   uint64_t sq_left;    /* of those posted: sent, failed or flushed */
   uint64_t sq_retired; /* their slots in the send queue are free again */
   uint64_t sq_posted_frames, sq_left_frames, sq_retired_frames; /* likewise, where frames are counted */
+  uint64_t sq_stuck_frames; /* of SENDs that never retire, as they were not signaled */
   struct soft_send_wr *held; /* a ring of those that were posted and have not left */
   uint32_t sq_mask;
 
@@ -273,6 +275,11 @@ void soft_cable_close(struct soft_context *context);
 /* Before and after a queue pair is connected: ETIMEDOUT if the peer is not at the other end. */
 int soft_cable_reaches(const struct soft_context *context, const struct ibv_ah_attr *peer);
 void soft_cable_join(struct soft_context *context, const struct ibv_ah_attr *peer);
+
+/* domains.c: protection domains of a device that leaks them */
+/* One of `max_pd`; 0, ENOMEM if all are taken, or what went wrong. */
+int soft_domain_take(const struct soft_context *context, uint32_t *domain);
+void soft_domain_return(const struct soft_context *context, uint32_t domain);
 
 /* idle.c: the fault of that name */
 void soft_idle_begin(struct soft_context *context);

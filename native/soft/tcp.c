@@ -95,6 +95,11 @@ void soft_tcp_forget(struct soft_qp *qp) {
   soft_context(qp->verbs.context)->tcp_users--;
 }
 
+int soft_tcp_error(const struct ibv_qp *verbs) {
+  const struct soft_qp *qp = (const struct soft_qp *)verbs;
+  return qp->tcp ? qp->tcp->error : 0;
+}
+
 /* For one more. Strangers come and go; whoever came first leaves. Peers that no queue pair has go before others. */
 static bool make_room(struct soft_context *context) {
   struct tcp_receiver *first_stranger = NULL, *first_idle = NULL;

@@ -78,6 +78,7 @@ struct tcp_sender {
   int fd;
   uint64_t until_ns; /* WAITING: of the next attempt; the handshake must be done; OPEN: since when */
   uint64_t pause_ns; /* before the next attempt */
+  int error;         /* errno of the last attempt; 0 if it went well */
   struct sockaddr_in from, to;
   struct tcp_greeting greeting;
   uint8_t heard[TCP_NONCE_BYTES]; /* nonce or proof, as far as it has come */
@@ -135,6 +136,7 @@ int soft_tcp_address(struct soft_qp *qp, const struct ibv_ah_attr *ah);
 void soft_tcp_start(struct soft_qp *qp);  /* at RTS */
 void soft_tcp_stop(struct soft_qp *qp);   /* closes both connections */
 void soft_tcp_forget(struct soft_qp *qp); /* gives up what soft_tcp_address has made */
+int soft_tcp_error(const struct ibv_qp *qp); /* connect_error of the table */
 
 /* tcp_send.c */
 bool soft_tcp_must_wait(const struct soft_qp *qp); /* for the connection, or until the system takes more */

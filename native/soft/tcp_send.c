@@ -36,6 +36,7 @@ void tcp_sender_connect(struct soft_qp *qp, uint64_t now) {
   struct tcp_sender *sender = qp->tcp;
   sender->fd = socket_connect(&sender->from, &sender->to);
   if (sender->fd < 0) {
+    sender->error = errno;
     try_again(sender, now);
     return;
   }
@@ -84,6 +85,7 @@ static bool check_answer(struct soft_qp *qp, uint64_t now) {
   tcp_answer(&sender->greeting, soft_context(qp->verbs.context)->tcp->key, sender->challenge, proof);
   if (!tcp_same_proof(proof, sender->heard)) return false;
   sender->state = TCP_OPEN;
+  sender->error = 0;
   sender->until_ns = now;
   sender->writable = true;
   return true;
@@ -95,7 +97,8 @@ static bool advance(struct soft_qp *qp, short events, uint64_t now) {
   bool whole = false;
   switch (sender->state) {
   case TCP_CONNECTING:
-    if (socket_error(sender->fd)) return false;
+    sender->error = socket_error(sender->fd);
+    if (sender->error) return false;
     sender->state = TCP_CHALLENGED;
     return true;
   case TCP_CHALLENGED:
@@ -115,6 +118,7 @@ void tcp_sender_progress(struct soft_qp *qp, short events, uint64_t now) {
     return;
   }
   bool late = sender->state != TCP_OPEN && now > sender->until_ns;
+  if (late) sender->error = ETIMEDOUT;
   if (late || (events && !advance(qp, events, now))) try_again(sender, now);
 }
 

@@ -187,6 +187,8 @@ static enum ibv_wc_status send_message(struct soft_qp *qp, const struct ibv_send
   }
   if (faults & 1u << SOFT_FAULT_DROP)
     counters->dropped_by_fault++;
+  else if (faults & 1u << SOFT_FAULT_TRUNCATE && context->profile->frames)
+    counters->truncated_by_fault++; /* no receive takes a message that lacks frames */
   else if (!transmit(qp, wr, faults, &status))
     counters->dropped++;
   else if ((faults & 1u << SOFT_FAULT_DUPLICATE) && transmit(qp, wr, faults, &status))
@@ -196,9 +198,12 @@ static enum ibv_wc_status send_message(struct soft_qp *qp, const struct ibv_send
 
 static void complete_send(struct soft_qp *qp, const struct ibv_send_wr *wr, enum ibv_wc_status status) {
   qp->sq_left++;
-  if (soft_context(qp->verbs.context)->profile->frames) qp->sq_left_frames += message_frames(wr);
+  const struct soft_profile *profile = soft_context(qp->verbs.context)->profile;
+  if (profile->frames) qp->sq_left_frames += message_frames(wr);
   if (status != IBV_WC_SUCCESS || qp->sq_sig_all || (wr->send_flags & IBV_SEND_SIGNALED))
     soft_cq_add(qp, wr, status);
+  else if (profile->signaled_only)
+    qp->sq_stuck_frames += message_frames(wr);
   if (status != IBV_WC_SUCCESS) soft_qp_fail(qp);
 }
 

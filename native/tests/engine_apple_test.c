@@ -50,7 +50,7 @@ static void other_answers(struct world *world, int rank, int size) {
   int barriers = 0;
   mlxdist_options options = options_of("apple-tb5-26.2", 1);
   mlxdist_group *group = world_join(world, rank, &barriers, &options);
-  REQUIRE(group->engine->devices[0].access & IBV_ACCESS_REMOTE_WRITE);
+  REQUIRE(group->engine->devices[0].region_access & IBV_ACCESS_REMOTE_WRITE);
   const struct channel *channel = &group->engine->peers[!rank].channels[WIRE_BULK];
   struct ibv_qp_attr attr;
   struct ibv_qp_init_attr init;
@@ -89,7 +89,7 @@ static void versions_differ(struct world *world, int rank, int size) {
 }
 
 int main(void) {
-  REQUIRE(mlxdist_debug_open("off", 0, 0) == MLXDIST_OK);
+  REQUIRE(mlxdist_debug_open("off", -1, 0) == MLXDIST_OK);
   int failed = 0;
   for (int size = 2; size <= 4; size++) failed |= world_run(size, one_cable);
   failed |= world_run(8, one_cable);

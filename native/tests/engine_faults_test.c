@@ -197,10 +197,14 @@ static void late_repetitions(struct world *world, int rank, int size) {
   world_leave(world, group, &barriers);
 }
 
-/* Two groups, called one after the other, in another order on the last rank: nobody waits for ever. */
+/* Two groups, called one after the other, in another order on the last rank: legal for ranks with more threads, so the
+ * deadline ends it here. mlxdist/standstill.py finds it where ranks can ask each other. */
 static void opposite_order(struct world *world, int rank, int size) {
   int barriers = 0;
-  mlxdist_group *group = world_join(world, rank, &barriers, 0), *a, *b;
+  mlxdist_options options;
+  mlxdist_default_options(&options);
+  options.timeout = options.entry_timeout = 1;
+  mlxdist_group *group = world_join(world, rank, &barriers, &options), *a, *b;
   REQUIRE(mlxdist_group_split(group, 0, rank, &a) == MLXDIST_OK);
   REQUIRE(mlxdist_group_split(group, 0, rank, &b) == MLXDIST_OK);
   mlxdist_layout layout = vector(10);
@@ -208,8 +212,8 @@ static void opposite_order(struct world *world, int rank, int size) {
   int odd = rank == size - 1;
   int status = odd ? mlxdist_all_reduce(b, data, data, &layout, MLXDIST_MAX, 0)
                    : mlxdist_all_reduce(a, data, data, &layout, MLXDIST_SUM, 0);
-  REQUIRE(status == MLXDIST_MISMATCH);
-  REQUIRE(strstr(mlxdist_last_error(), "all_max") && strstr(mlxdist_last_error(), "all_sum"));
+  REQUIRE(status == MLXDIST_TIMEOUT);
+  REQUIRE(strstr(mlxdist_last_error(), "all_max") || strstr(mlxdist_last_error(), "all_sum"));
   free(data);
   world_barrier(world, &barriers);
   mlxdist_group_destroy(a);
@@ -219,7 +223,7 @@ static void opposite_order(struct world *world, int rank, int size) {
 
 int main(void) {
   int failed = 0;
-  REQUIRE(mlxdist_debug_open("off", 0, 0) == MLXDIST_OK);
+  REQUIRE(mlxdist_debug_open("off", -1, 0) == MLXDIST_OK);
   failed |= world_run(2, losses);
   failed |= world_run(3, losses);
   failed |= world_run(4, losses_and_repetitions);

@@ -171,7 +171,7 @@ static int run_some(size_t first) {
 }
 
 int main(void) {
-  REQUIRE(mlxdist_debug_open("off", 0, 0) == MLXDIST_OK);
+  REQUIRE(mlxdist_debug_open("off", -1, 0) == MLXDIST_OK);
   int failed = 0;
   for (size_t first = 0; first < sizeof worlds / sizeof *worlds; first += AT_ONCE) failed |= run_some(first);
   if (!failed) printf("engine_keepalive_test passed\n");

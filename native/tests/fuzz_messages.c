@@ -61,14 +61,15 @@ static void begin(struct work *work, mlxdist_group *group, uint8_t which) {
   if (which & 16) mlxdist_barrier(group, &work->handles[4]);
 }
 
-/* As if a thread waited for it: its place among the collectives of all groups counts. */
-static void make_ordered(mlxdist_handle *handle, struct peer *peer) {
+/* As if a thread waited for it: its place among the collectives of the group counts. */
+static void make_ordered(mlxdist_handle *handle) {
   struct operation *operation = (struct operation *)handle;
   if (!operation || mlxdist_handle_done(handle)) return;
   operation->ordered = true;
-  peer->order++;
-  for (int i = 0; i < operation->out.count; i++) operation->out.list[i].order = peer->order;
-  for (int i = 0; i < operation->in.count; i++) operation->in.list[i].order = peer->order;
+  struct lane *lane = &operation->group->lanes[1];
+  lane->order++;
+  for (int i = 0; i < operation->out.count; i++) operation->out.list[i].order = lane->order;
+  for (int i = 0; i < operation->in.count; i++) operation->in.list[i].order = lane->order;
 }
 
 static void end(struct work *work, mlxdist_group *group) {
@@ -160,7 +161,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
   struct engine *engine = pair.group[0]->engine;
   begin(&work, pair.group[0], which);
   for (int i = 0; i < 5; i++)
-    if (which >> 5 & 1) make_ordered(work.handles[i], &engine->peers[1]);
+    if (which >> 5 & 1) make_ordered(work.handles[i]);
   uint64_t now = clock_ns();
   while (input.left) {
     uint8_t what = take_byte(&input);

@@ -237,12 +237,12 @@ static void test_pages_and_fork(void) {
 }
 
 static void test_apple_messages(void) {
-  const char *frames[] = {"26.2", "26.2.1", "26.1", "26", "15.7.2", "", "nonsense"};
+  const char *frames[] = {"25.2.0", "25.2", "25.1.0", "25", "24.6.0", "16.3", "", "nonsense"};
   for (size_t i = 0; i < sizeof frames / sizeof *frames; i++)
-    CHECK(apple_max_message(frames[i]) == 4096, "macOS %s", frames[i]);
-  const char *larger[] = {"26.3", "26.3.1", "26.10", "27.0", "27"};
+    CHECK(apple_max_message(frames[i]) == 4096, "Darwin %s", frames[i]);
+  const char *larger[] = {"25.3.0", "25.3", "25.10.0", "26.0.0", "27.0.0", "27"};
   for (size_t i = 0; i < sizeof larger / sizeof *larger; i++)
-    CHECK(apple_max_message(larger[i]) == 16773120, "macOS %s", larger[i]);
+    CHECK(apple_max_message(larger[i]) == 16773120, "Darwin %s", larger[i]);
 }
 
 int main(int argc, char **argv) {

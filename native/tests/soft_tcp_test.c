@@ -2,6 +2,9 @@
 #define _GNU_SOURCE 1
 #include "tcp_pair.h"
 
+#include "../soft/sockets.h"
+
+#include <arpa/inet.h>
 #include <errno.h>
 
 static void test_addresses(void) {
@@ -32,6 +35,26 @@ static void test_addresses(void) {
   CHECK_EQUAL(verbs->query_port(context, 1, &port), 0);
   CHECK(port.lid != 0);
   CHECK_EQUAL(verbs->close_device(context), 0);
+}
+
+/* Why there is no connection; nothing once there is one. */
+static void test_connect_error(void) {
+  struct side side, other;
+  side_open(&side, TCP_DEFAULTS);
+  side_open(&other, TCP_DEFAULTS);
+  CHECK_EQUAL(verbs_soft()->connect_error(side.qp), 0);
+  struct side_address nowhere = side_address(&other);
+  in_port_t closed;
+  socket_close(socket_listen(&closed));
+  nowhere.lid = ntohs(closed);
+  for (enum ibv_qp_state state = IBV_QPS_INIT; state <= IBV_QPS_RTS; state++)
+    CHECK_EQUAL(side_modify(side.qp, state, nowhere), 0);
+  TCP_UNTIL(&side, &other, verbs_soft()->connect_error(side.qp) == ECONNREFUSED);
+  tcp_reconnect(&side, &other, 7);
+  tcp_settle(&side, &other);
+  CHECK_EQUAL(verbs_soft()->connect_error(side.qp), 0);
+  side_close(&side);
+  side_close(&other);
 }
 
 /* What RTR refuses: no key, a table entry that is none, an address that is none, no port. */
@@ -356,6 +379,7 @@ static void test_nobody_there(void) {
 int main(int argc, char **argv) {
   static const struct check tests[] = {
       {"Addresses", test_addresses},
+      {"ConnectError", test_connect_error},
       {"RefusedAddress", test_refused_address},
       {"Sizes", test_sizes},
       {"Loopback", test_loopback},

@@ -15,6 +15,7 @@ static void test_profiles(void) {
   CHECK(soft("ideal") == verbs_soft());
   CHECK(strcmp(soft("ideal")->name, "soft") == 0);
   CHECK(strcmp(soft("apple-tb5")->name, "soft/apple-tb5") == 0);
+  CHECK(strcmp(soft("apple-odd")->name, "soft/apple-odd") == 0);
   CHECK(strcmp(soft("rxe")->name, "soft/rxe") == 0);
   CHECK(!soft("") && !soft("apple") && !soft("IDEAL"));
 }
@@ -44,13 +45,15 @@ static void test_explanations(void) {
   check_advice("create_qp", EBUSY, "all queue pairs of the device are in use, by this process or others");
   check_advice("create_qp", ENOMEM, "all queue pairs of the device are in use, by this process or others");
   check_advice("create_qp", EOPNOTSUPP, "MLXDIST_QP");
-  check_advice("modify_qp to RTR", EINVAL, "bridge");
+  check_advice("modify_qp to RTR", EINVAL, verbs_port_remedy());
   check_advice("modify_qp to RTR", ETIMEDOUT, "cannot be reached");
   check_advice("modify_qp to RTR", ENODATA, "idle for too long");
   check_advice("alloc_pd", ENOMEM, "no protection domain is left, or the port is down");
+  check_advice("alloc_pd", ENOMEM, "`ioclasscount AppleThunderboltRDMAProtectionDomain`");
   check_advice("alloc_pd", 0, "the provider gives no reason: no protection domain is left, or the port is down");
   check_advice("reg_mr", ENOMEM, "ulimit -l");
   check_advice("open_device", EACCES, "/dev/infiniband");
+  check_advice("connect", EHOSTUNREACH, strerror(EHOSTUNREACH));
   check_advice("poll_cq", -EIO, "the device is gone");
   /* What is known of one verb is not said of another. */
   CHECK(strcmp(explain("destroy_qp", EBUSY), strerror(EBUSY)) == 0);
@@ -62,7 +65,7 @@ static void test_explanations(void) {
 static void test_every_explanation(void) {
   const char *verbs[] = {"open_device", "query_port",        "alloc_pd",         "reg_mr",    "create_cq",
                          "create_qp",   "modify_qp to INIT", "modify_qp to RTR", "post_send", "post_recv",
-                         "poll_cq",     "a verb of another day"};
+                         "poll_cq",     "connect",           "a verb of another day"};
   for (size_t verb = 0; verb < sizeof verbs / sizeof *verbs; verb++) {
     for (int error = 1; error < 300; error++) {
       const char *text = explain(verbs[verb], error), *name = strerror(error);

@@ -51,15 +51,19 @@ static inline void world_barrier(struct world *world, int *barriers) {
   while (atomic_load(&world->arrived[index]) < world->size) sched_yield();
 }
 
-static inline mlxdist_group *world_join(struct world *world, int rank, int *barriers, const mlxdist_options *options) {
-  mlxdist_group *group;
-  REQUIRE(mlxdist_group_create(rank, world->size, options, &group) == MLXDIST_OK);
+static inline void world_connect(struct world *world, mlxdist_group *group, int rank, int *barriers) {
   uint64_t each = mlxdist_group_address_size(group);
   REQUIRE(each <= WORLD_ADDRESS_BYTES);
   REQUIRE(mlxdist_group_address(group, world->addresses + each * (uint64_t)rank) == MLXDIST_OK);
   world_barrier(world, barriers);
   REQUIRE(mlxdist_group_connect(group, world->addresses, each * (uint64_t)world->size) == MLXDIST_OK);
   world_barrier(world, barriers);
+}
+
+static inline mlxdist_group *world_join(struct world *world, int rank, int *barriers, const mlxdist_options *options) {
+  mlxdist_group *group;
+  REQUIRE(mlxdist_group_create(rank, world->size, options, &group) == MLXDIST_OK);
+  world_connect(world, group, rank, barriers);
   return group;
 }
 

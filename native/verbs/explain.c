@@ -11,21 +11,34 @@
   "all queue pairs of the device are in use, by this process or others; end what else uses it (ranks of an earlier " \
   "job, too), or start fewer ranks (RDMA over Thunderbolt has 10 per device)"
 #define DOMAINS                                                                                                  \
-  "no protection domain is left, or the port is down; check the cable and that RDMA is enabled at both ends. Those " \
-  "of programs that were killed may stay in use: restart this machine"
+  "no protection domain is left, or the port is down; check the cable and that RDMA is enabled at both ends. A Mac " \
+  "keeps those of programs that were killed (count them: `ioclasscount AppleThunderboltRDMAProtectionDomain`) until " \
+  "it is restarted"
 #define REGIONS "no memory region of the device is left (RDMA over Thunderbolt has 100 per device)"
 #define LOCKED_MEMORY \
   "more memory than this process may lock; raise the limit (ulimit -l unlimited; in a container --ulimit memlock=-1)"
 #define OTHER_TYPE "the device has no queue pairs of this type; choose the other one (MLXDIST_QP=uc or rc)"
-#define GID                                                                                                         \
-  "the address or its index in the table is wrong, as after a change of network addresses, or the interface is part " \
-  "of a bridge; `mlxdist devices` shows the addresses. Take the interface out of the bridge, or start again"
+#define PORT_REMEDY                                                                                              \
+  "`mlxdist config --hosts HOST,... --auto-setup --without-bridge` gives each port with a cable an IPv4 address of " \
+  "its own and takes it out of bridge0 (Thunderbolt Bridge)"
+#define GID                                                                                                          \
+  "the address or its index in the table is wrong, as after a change of network addresses (`mlxdist devices` shows " \
+  "them), or the port of a Mac is in bridge0 or has no IPv4 address: " PORT_REMEDY
 #define NO_ROUTE "the peer's address cannot be reached; check that both ports are up and in the same subnet (ping it)"
 #define IDLE                                                                                                          \
   "the link was idle for too long, or queue pairs and protection domains are used up; start again, and if that does " \
   "not help restart this machine"
 #define PERMISSION \
   "this user may not use RDMA devices; give it read and write access to /dev/infiniband/uverbs* (group rdma or root)"
+#ifdef __APPLE__ /* TN3179 */
+#define NO_WAY                                                                                                      \
+  "if ping reaches it, macOS denies this program the local network: allow the application that started it in System " \
+  "Settings > Privacy & Security > Local Network (an editor's terminal needs that, and what an ssh session has left " \
+  "behind when it ended; Terminal and ssh sessions do not)"
+#else
+#define NO_WAY "no route leads to the peer's address; check that its interface is up and in the same subnet (ping it)"
+#endif
+#define FIREWALL "nothing answers at the peer's address; check the network (ping it), and let a firewall pass TCP"
 #define GONE "the device is gone or does not answer; check the cable and the system's log (dmesg)"
 
 static const struct meaning {
@@ -68,6 +81,10 @@ static const struct meaning {
     {"modify_qp to RTR", ENODATA, IDLE},
     {"modify_qp to RTR", EBUSY, "what an earlier program left of its queue pairs is in the way; restart this machine"},
 
+    {"connect", EHOSTUNREACH, NO_WAY},
+    {"connect", ENETUNREACH, NO_WAY},
+    {"connect", ETIMEDOUT, FIREWALL},
+
     {"post_send", ENOMEM, "the send queue is full: the device stopped sending"},
     {"post_send", EINVAL, "the queue pair is not connected any more"},
     {"post_recv", ENOMEM, "the receive queue is full"},
@@ -79,6 +96,8 @@ static const struct meaning {
     {ANY, ENETDOWN, "the port is down; check the cable, and that the interface is up at both ends"},
     {ANY, EMFILE, "too many files are open in this process; raise the limit (ulimit -n)"},
 };
+
+const char *verbs_port_remedy(void) { return PORT_REMEDY; }
 
 static const char *find(const char *verb, int error) {
   for (size_t i = 0; i < sizeof meanings / sizeof *meanings; i++)

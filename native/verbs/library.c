@@ -123,7 +123,7 @@ static int query_port(struct ibv_context *context, uint8_t port, struct ibv_port
   memset(attr, 0, sizeof *attr);
 #ifdef __APPLE__
   int error = exported.query_port(context, port, attr);
-  uint32_t most = apple_max_message(apple_macos_version());
+  uint32_t most = apple_max_message(apple_darwin_release());
   if (!error && attr->max_msg_sz > most) attr->max_msg_sz = most;
   return error;
 #else

@@ -42,6 +42,7 @@ struct verbs_counters {
   uint64_t corrupted_by_fault;
   uint64_t failed_by_fault;     /* completed with an error */
   uint64_t delayed_by_fault;
+  uint64_t completions_lost_by_fault; /* of any work requests */
 };
 
 struct verbs {
@@ -90,6 +91,9 @@ struct verbs {
   /* Ranks of one host play hosts of their own: what processes of a host share, they share with this one's. Before any
    * queue pair is created. */
   void (*pose_as_host)(struct ibv_context *context, uint32_t host);
+
+  /* errno of the last attempt to connect the queue pair to its peer by TCP; 0 where it is connected, or by memory. */
+  int (*connect_error)(const struct ibv_qp *qp);
 
   /* Only peers that know the key connect from other hosts. Before any queue pair is created; without it nobody does. */
   int (*set_key)(struct ibv_context *context, const uint8_t key[VERBS_KEY_BYTES]);

@@ -93,14 +93,9 @@ class Meeting:
 
     def turn(self) -> None:
         """What the loop's thread does, until there is nothing to do."""
-        selector = self.loop._selector
         for _ in range(100):
-            ready = selector.select(0)
-            if not ready:
+            if not self.loop._turn(0):
                 break
-            for key, events in ready:
-                if key.fileobj in selector.get_map():
-                    key.data(events)
         self.loop._step()
 
     def heard(self) -> list[tuple[int, bytes]]:

@@ -1,6 +1,6 @@
 """One rank of tests/test_collectives.py: every collective on every dtype and size, against tests/reference.py.
 
-Argument: the operation, or "every" for all of them at fewer sizes. Large arrays repeat a pattern whose period is prime,
+Arguments: the operations, or "every" for all of them at fewer sizes. Large arrays repeat a pattern whose period is prime,
 so that the reference has to be computed for one period only and a piece that lands in the wrong place still shows.
 """
 
@@ -193,13 +193,11 @@ def run(operation: str, sizes: list[int]) -> None:
         print(f"{done} cases of {operation} on {size} ranks are exact")
 
 
-def main(operation: str) -> None:
-    for name, (_, sizes) in OPERATIONS.items():
-        if operation == "every":
-            run(name, FEWER_SIZES)
-        elif operation == name:
-            run(name, sizes)
+def main(operations: list[str]) -> None:
+    every = operations == ["every"]
+    for name in OPERATIONS if every else operations:
+        run(name, FEWER_SIZES if every else OPERATIONS[name][1])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1:])

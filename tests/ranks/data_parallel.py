@@ -19,6 +19,7 @@ import reference  # noqa: E402
 group = mlxdist.init()
 rank, size = group.rank(), group.size()
 Pair = namedtuple("Pair", "weight bias")
+HEADER = 64  # bytes
 
 
 def gradient(shape: tuple[int, ...], dtype: str, of_rank: int, seed: int) -> mx.array:
@@ -131,6 +132,42 @@ def refused() -> None:
             with pytest.raises(mlxdist.InvalidArgument, match=message):
                 mlxdist.all_reduce_grads(grads, **options)
     assert mlxdist.all_reduce_grads({"a": mx.full((2,), float(rank))})["a"].tolist() == [(size - 1) / 2] * 2
+
+
+def count(call: Any) -> tuple[int, int]:
+    """Messages and bytes of their headers, without acknowledgements and what was sent twice on a slow machine."""
+    counts = []
+    for _ in range(5):
+        before = group.stats()
+        mx.eval(call())
+        after = group.stats()
+        control = after["control_messages_sent"] - before["control_messages_sent"]
+        messages = after["messages_sent"] - before["messages_sent"] - control
+        counts.append((messages, after["header_bytes_sent"] - before["header_bytes_sent"] - HEADER * control))
+    return min(counts)
+
+
+def no_more_messages() -> None:
+    """The comparison of the trees travels in what is sent anyway."""
+    leaf, folded = mx.ones((50, 2)), mx.ones((2, 1, 5, 1, 1, 1, 10))
+    for x in (leaf, folded):
+        plain = count(lambda x=x: mlxdist.all_sum(x))
+        assert count(lambda x=x: mlxdist.all_reduce_grads({"w": x}, bucket_bytes=1)) == plain
+        assert plain[0] == size - 1
+
+
+def other_trees() -> None:
+    """Of equal sizes: averaged with each other until now. Once it is an error, it is that for good."""
+    beside = {"beside": mx.ones((4,))}
+    mine = {
+        "paths": [{"layers": {"0": mx.ones((2, 3))}}, {"layers": {"2": mx.ones((2, 3))}}],
+        "shapes": [beside | {"w": mx.ones((2, 3))}, beside | {"w": mx.ones((3, 2))}],
+        "many_dimensions": [{"w": mx.ones((1,) * 6 + (2, 3))}, {"w": mx.ones((1,) * 6 + (3, 2))}],
+        "empty": [beside | {"w": mx.ones((0, 3), mx.float16)}, beside | {"w": mx.ones((0, 3))}],
+    }[sys.argv[2]][min(rank, 1)]
+    for _ in range(2):
+        with pytest.raises(mlxdist.Mismatch, match="packed from trees that differ in paths, shapes or dtypes"):
+            mx.eval(mlxdist.all_reduce_grads(mine))
 
 
 def unchanged() -> None:

@@ -56,7 +56,7 @@ def one_rank_without_tokens() -> None:
     others = max(1, size - 1)
     assert load.counts.tolist() == [2 * others, 2 * others, 0, 0]
     assert balance.bias.tolist() == [-0.5, -0.5, 0.5, 0.5]
-    balance.update(mx.zeros((0,), mx.uint32))  # nobody has any
+    balance.update(mx.zeros((0,), mx.uint32))  # no rank has any
     assert balance.bias.tolist() == [-0.5, -0.5, 0.5, 0.5]
 
 

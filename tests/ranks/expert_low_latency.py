@@ -73,6 +73,16 @@ def like_one_process() -> None:
         close(exchange(x, one, scores, run), dense(x, one, scores, weight, bias), mx.float32, "one expert")
 
 
+def repeated() -> None:
+    """An expert that a token has several times, where its rank has fewer experts than a token."""
+    placement, (weight, bias) = Placement(6, size), layer(6)
+    exchange = LowLatencyExchange(placement, MOST, 6)
+    x, _, scores = tokens_of(MOST, 6, 6, mx.float32, seed=5)
+    indices = mx.array([[0, 0, 0, 0, 1, 0], [5, 5, 5, 5, 5, 5], [-1, 4, 4, 0, -1, 4], [3, 2, 5, 3, 2, 3]])
+    close(exchange(x, indices, scores, local(exchange, weight, bias)), dense(x, indices, scores, weight, bias),
+          mx.float32, "repeated")  # fmt: skip
+
+
 def compiled() -> None:
     """Traced once for any count; nothing is carried out before the result is evaluated; two collectives a call."""
     placement, (weight, bias) = Placement(8, size), layer(8)
@@ -160,6 +170,7 @@ def refused() -> None:
 
 if __name__ == "__main__":
     like_one_process()
+    repeated()
     compiled()
     in_eight_bits()
     refused()

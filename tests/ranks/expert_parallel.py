@@ -242,7 +242,7 @@ def memory() -> None:
         for (name, array), (path, original) in zip(tree_flatten(layer.parameters()), whole):
             assert name == path and array.nbytes * num_experts == original.nbytes * count
             assert mx.array_equal(array, original[first : first + count])
-        # The longest strides are those of the experts; the others are swapped, which nobody else sees.
+        # The longest strides are those of the experts; the others are swapped, which shapes do not show.
         weight = layer.gate_proj.weight
         assert memoryview(weight).strides[1] == 4 and weight.shape == (count, 64, 64)
         with tempfile.TemporaryDirectory() as folder:
@@ -284,7 +284,7 @@ def compiled() -> None:
         assert mx.isnan(bad[4]).all() and not mx.isnan(bad[:4]).any()
         wrong = layer(x, mx.where(mx.arange(6)[:, None] == 4, -1, indices))
         assert mx.isnan(wrong[4]).all() and not mx.isnan(wrong[:4]).any()
-    # So many pairs that they are sorted, and one token.
+    # Enough pairs to be sorted, and one token.
     for tokens, placed in itertools.product((40, 1), ("replicated", "sharded")):
         layer = ExpertParallelSwitchGLU.from_switch(switch, group, tokens=placed, host_sync=False)
         x, indices, scores = normal(tokens, HIDDEN), mx.random.randint(0, 8, (tokens, 2)), normal(tokens, 2)
@@ -367,54 +367,6 @@ def blocks() -> None:
                 block[switch_name] = ExpertParallelSwitchGLU.from_switch(switch, group, mode=mode)
                 near(block(x), want, (name, bits, mode))
                 block[switch_name] = switch
-
-
-def grid() -> None:
-    """Experts over one group, the inside of each over another: all grids of this many ranks."""
-    mx.random.seed(9)
-    for tp in (n for n in range(1, size + 1) if size % n == 0):
-        ep_group, tp_group = group.split(rank % tp), group.split(rank // tp)
-        assert (ep_group.size(), tp_group.size()) == (size // tp, tp)
-        for make, bits in itertools.product((glu_with_bias, mlp), (None, 4)):
-            inner = 32 * 12
-            switch = make(6, 64, inner)
-            if bits:
-                nn.quantize(switch, 32, bits)
-            for mode, placed in itertools.product(MODES, ("replicated", "sharded")):
-                owner = ep_group.rank() if placed == "sharded" else 0
-                random = np.random.default_rng(owner)
-                x = mx.array(random.standard_normal((5 + owner, 64)).astype(np.float32))
-                scores = mx.array(random.random((5 + owner, 2)).astype(np.float32))
-                indices = mx.array(random.integers(0, 6, (5 + owner, 2)))
-                layer = ExpertParallelSwitchGLU.from_switch(
-                    switch, ep_group, mode=mode, tokens=placed, tp_group=tp_group
-                )
-                what = (make.__name__, bits, mode, placed, tp)
-                want = switch(x, indices)
-                near(layer(x, indices), want, what)
-                near(layer(x, indices, scores), (want * scores[..., None]).sum(-2), what)
-                if ep_group.size() == 1 and mode == "replicated":
-                    layer.host_sync = False
-                    near(layer(x, indices, scores), (want * scores[..., None]).sum(-2), (*what, "unsynced"))
-                    layer.host_sync = True
-                if bits is None:
-                    grid_gradients(layer, switch, x, indices, scores, what)
-            if tp > 1:
-                half = sum(a.nbytes for _, a in tree_flatten(layer.parameters()))
-                assert half < 1.02 * sum(a.nbytes for _, a in tree_flatten(switch.parameters())) / size + 4096
-            back = layer.to_switch()
-            for (name, array), (_, original) in zip(tree_flatten(back.parameters()), tree_flatten(switch.parameters())):
-                assert mx.array_equal(array, original), f"{what}: {name}"
-
-
-def grid_gradients(
-    layer: ExpertParallelSwitchGLU, switch: nn.Module, x: mx.array, indices: mx.array, scores: mx.array, what: tuple
-) -> None:
-    got = mx.grad(lambda x, s: mx.sin(layer(x, indices, s)).sum(), argnums=(0, 1))(x, scores)
-    want = mx.grad(lambda x, s: mx.sin((switch(x, indices) * s[..., None]).sum(-2)).sum(), argnums=(0, 1))(x, scores)
-    mx.eval(got)
-    near(got[0], want[0], (*what, "gradient of x"))
-    near(got[1], want[1], (*what, "gradient of scores"))
 
 
 def handles() -> None:

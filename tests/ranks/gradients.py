@@ -162,7 +162,50 @@ def transformations() -> None:
         mapped = mx.vmap(case.operation)
         whole = mx.grad(lambda x, mapped=mapped, weights=weights: loss_of(mapped(x), weights[rank]))
         close(whole(x), gradients, f"gradient of the vmap of {name}")
+    mapped_over_every_axis()
     twice()
+
+
+# Those whose gradient is not that of the sum of all ranks' losses: with the results of all ranks from all inputs.
+MAPPED = {
+    "all_sum": (mlxdist.all_sum, lambda xs: sum(xs)),
+    "all_max": (mlxdist.all_max, lambda xs: mx.max(mx.stack(xs), axis=0)),
+    "all_min": (mlxdist.all_min, lambda xs: mx.min(mx.stack(xs), axis=0)),
+    "all_reduce (prod)": (lambda x: mlxdist.all_reduce(x, "prod"), lambda xs: mx.prod(mx.stack(xs), axis=0)),
+    "all_gather": (mlxdist.all_gather, lambda xs: mx.concatenate(xs) if xs[0].ndim else mx.stack(xs)),
+    "reduce_scatter (max)": (
+        lambda x: mlxdist.reduce_scatter(x, "max"),
+        lambda xs: mx.split(mx.max(mx.stack(xs), axis=0), size)[rank],
+    ),
+}
+
+
+def mapped_over_every_axis() -> None:
+    for name, (operation, dense) in MAPPED.items():
+        shapes = [(2 * size, 3), (2 * size, 2, 3)] + [()] * (not name.startswith("reduce_scatter"))
+        for shape in shapes:
+            mx.random.seed(3)
+            batches = [mx.random.normal((BATCH, *shape)) for _ in range(size)]
+            expected = mx.stack([dense([x[i] for x in batches]) for i in range(BATCH)])
+            for axis in range(len(shape) + 1):
+                moved = mx.moveaxis(batches[rank], 0, axis)
+                close(mx.vmap(operation, in_axes=axis)(moved), expected, f"vmap of {name} of {shape}, axis {axis}")
+                negative = axis - len(shape) - 1
+                close(mx.vmap(operation, in_axes=negative)(moved), expected, f"vmap of {name} of {shape}, {negative}")
+            last = expected.ndim - 1
+            result = mx.vmap(operation, out_axes=last)(batches[rank])
+            close(result, mx.moveaxis(expected, 0, last), f"vmap of {name} of {shape}, out_axes {last}")
+            inner = mx.vmap(mx.vmap(operation))(mx.stack([batches[rank], batches[rank]]))
+            close(inner, mx.stack([expected, expected]), f"vmap of vmap of {name} of {shape}")
+    # all_gather has MLX's gradient, this rank's rows, below and above vmap.
+    for shape in ((2, 3), ()):
+        x, weight = mx.random.normal((BATCH, *shape)), mx.random.normal((size * 2, 3) if shape else (size,))
+        own = mx.broadcast_to(mx.split(weight, size)[rank].reshape(shape), x.shape)
+        one = mx.grad(lambda x, weight=weight: (mlxdist.all_gather(x) * weight).sum())
+        close(one(x[0]), own[0], f"gradient of all_gather of {shape}")
+        close(mx.vmap(one)(x), own, f"vmap of the gradient of all_gather of {shape}")
+        above = mx.grad(lambda x, weight=weight: (mx.vmap(mlxdist.all_gather)(x) * weight).sum())
+        close(above(x), own, f"gradient of the vmap of all_gather of {shape}")
 
 
 def twice() -> None:
@@ -178,6 +221,9 @@ def without_gradient() -> None:
     x = mx.ones((size, 2))
     for words, operation in [
         ("all_reduce (prod) has no gradient", lambda x: mlxdist.all_reduce(x, "prod")),
+        ("all_reduce (max) has no gradient", mlxdist.all_max),
+        ("all_reduce (max) has no gradient", lambda x: mlxdist.all_reduce(x, "max")),
+        ("all_reduce (min) has no gradient", mlxdist.all_min),
         ("reduce_scatter (max) has no gradient", lambda x: mlxdist.reduce_scatter(x, "max")),
         ("reduce_scatter (prod) has no gradient", lambda x: mlxdist.reduce_scatter(x, "prod")),
         ("reduce (min) has no gradient", lambda x: mlxdist.reduce(x, "min")),
@@ -190,6 +236,9 @@ def without_gradient() -> None:
                 assert words in str(error), error
             else:
                 raise AssertionError(f"no error: {words}")
+    # Where a maximum only shifts, as in a softmax, it is taken without one.
+    shifted = mx.grad(lambda x: (x - mlxdist.all_max(mx.stop_gradient(x))).sum())(x)
+    close(shifted, mx.ones(x.shape), "gradient beside a maximum")
 
 
 # Parts of a model.

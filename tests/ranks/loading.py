@@ -214,10 +214,13 @@ def refused() -> None:
         case(["different weights", f"{cut} ({cut} in", f"rank {last}"], replaced(cut, weights[cut] + 1e-3))
         case(["load_sharded", "rank"], ep=1 + (rank == last))
     # The same on all ranks, where only mlx-lm can tell.
+    embedding = "model.embed_tokens.weight"
+    integers = {embedding: weights[embedding].view(mx.int32)}
     for words, folder in [
         (["missing", "lm_head.weight"], with_weights("missing", config, weights, remove="lm_head.weight")),
         (["lm_head.weight", "shape"], with_weights("shape", config, weights, **{"lm_head.weight": mx.ones((96, 63))})),
         (["not in model", "more.weight"], with_weights("more", config, weights, **{"more.weight": mx.ones((2,))})),
+        (["model.embed_tokens.weight", "int32", "floats"], with_weights("integers", config, weights, **integers)),
         (["nothing of the kind"], with_weights("type", config | {"model_type": "nothing of the kind"}, weights)),
     ]:
         expect(mlxdist.InvalidArgument, words, load_sharded, folder)

@@ -218,6 +218,21 @@ def pending_at_exit() -> None:
         time.sleep(0.3)
 
 
+def pending_behind_work_at_exit() -> None:
+    """The last rank's program has ended, and MLX still computes what its operation sends."""
+    world = mx.distributed.init()
+    total(mx.ones((3,)))
+    last = world.rank() == world.size() - 1
+    x = mx.ones((500, 500))
+    begin = time.monotonic()
+    mx.eval(mx.matmul(x, x))
+    y = x
+    for _ in range(int(3 / (time.monotonic() - begin)) + 1 if last else 0):
+        y = mx.matmul(y, x) * 1e-9
+    y = mx.distributed.all_sum(y)
+    mx.async_eval(y) if last else mx.eval(y)
+
+
 def pending_in_a_stream_at_exit() -> None:
     """The same in a stream of the program's own, as mlx-lm has it."""
     world = mx.distributed.init()

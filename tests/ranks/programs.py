@@ -7,6 +7,7 @@ rank is in one at most.
 
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +61,19 @@ class Call:
         self.inputs = [reference.distinct(shape, self.dtype, r, number) for r in range(self.size)]
         self.x = self.inputs[self.rank].copy()
         self.keywords: dict[str, Any] = {"group": group}
-        if step["how"] != "mlx" and self.dtype == "bfloat16":
+        self.is_lazy = step["how"] in ("mlx", "async") and step["do"] != "barrier"
+        if not self.is_lazy and self.dtype == "bfloat16":
             self.keywords["dtype"] = "bfloat16"
         if step["how"] == "handle":
             self.keywords["async_op"] = True
 
     def start(self) -> Any:
         """What mlxdist returns: the result, or a handle."""
-        if self.step["how"] == "mlx":
+        if self.is_lazy:
             result = getattr(self, self.step["do"])(mx.array(self.x))
+            if self.step["how"] == "async":
+                mx.async_eval(result)
+                return result
             mx.eval(result)
             return np.array(result)
         if self.step["how"] == "in place" and self.step["do"] in ("all_reduce", "broadcast", "reduce"):
@@ -79,6 +84,7 @@ class Call:
         if isinstance(result, mlxdist.Handle):
             result = result.wait()
             assert isinstance(result, np.ndarray)
+        result = np.array(result)
         expected = getattr(self, f"expect_{self.step['do']}")()
         if "out" in self.keywords and self.step["do"] == "reduce" and self.rank != self.root:
             assert reference.same(self.x, self.inputs[self.rank]), f"{self}: out has changed"
@@ -183,36 +189,77 @@ class Call:
         return np.empty(0)
 
 
+class Program:
+    """One that is being carried out: the groups that there are, and what has been started."""
+
+    def __init__(self) -> None:
+        self.parts: list[Part | None] = [Part(world, [list(range(world.size()))])]
+        self.pending: list[tuple[int, Call, Any]] = []  # each with the step before which it is waited for
+
+    def do(self, number: int, step: dict) -> None:
+        if step["do"] == "split":
+            self.parts.append(split(self.parts[step["group"]], step))
+        elif step["do"] == "forget":
+            self.parts[step["group"]] = None
+        elif step["do"] == "burst":
+            # Started on several groups, by each rank in an order of its own.
+            groups = step["groups"][world.rank() % len(step["groups"]) :] + step["groups"]
+            for index in list(dict.fromkeys(groups)):
+                if self.parts[index].group is not None:
+                    self.settle(index)
+                    call = Call(number, step | {"do": step["each"], "how": "handle"}, self.parts[index].group)
+                    self.pending.append((number + 1 + world.rank() % 2, call, call.start()))
+        elif step["do"] == "threads":
+            self.in_threads(number, step["each"])
+        elif self.parts[step["group"]].group is not None:
+            call = Call(number, step, self.parts[step["group"]].group)
+            if not (call.is_lazy and step["how"] == "async"):
+                self.settle(step["group"])
+            result = call.start()
+            if step["how"] in ("handle", "async"):
+                self.pending.append((number + step["wait_after"], call, result))
+            else:
+                call.finish(result)
+
+    def in_threads(self, number: int, steps: list[dict]) -> None:
+        """Those of each group in a thread of its own, while the main thread has those of the first."""
+
+        def work(index: int) -> None:
+            for step in steps:
+                if step["group"] == index:
+                    call = Call(number, step, self.parts[index].group)
+                    call.finish(call.start())
+
+        groups = [i for i in dict.fromkeys(step["group"] for step in steps) if self.parts[i].group is not None]
+        for index in groups:
+            self.settle(index)
+        with ThreadPoolExecutor(max(len(groups), 1)) as pool:
+            futures = [pool.submit(work, index) for index in groups[1:]]
+            for index in groups[:1]:
+                work(index)
+            for future in futures:
+                future.result()
+
+    def settle(self, index: int) -> None:
+        """The operations of one group have one order: nothing of it is carried out at once while it is evaluated."""
+        group = self.parts[index].group
+        self.finish([entry for entry in self.pending if entry[1].group is group and entry[1].step["how"] == "async"])
+
+    def finish(self, entries: list[tuple[int, Call, Any]]) -> None:
+        for entry in entries:
+            self.pending.remove(entry)
+            entry[1].finish(entry[2])
+
+
 def carry_out(steps: list[dict], before: Callable[[int, dict], None] = lambda number, step: None) -> None:
     """Calls ``before`` with the number of each step and the step, which it may change.
 
     Raises:
         AssertionError: a result is wrong.
     """
-    parts: list[Part | None] = [Part(world, [list(range(world.size()))])]
-    pending: list[tuple[int, Call, Any]] = []
+    program = Program()
     for number, step in enumerate(steps):
         before(number, step)
-        for due in [entry for entry in pending if entry[0] == number]:
-            pending.remove(due)
-            due[1].finish(due[2])
-        if step["do"] == "split":
-            parts.append(split(parts[step["group"]], step))
-        elif step["do"] == "forget":
-            parts[step["group"]] = None
-        elif step["do"] == "burst":
-            # Started on several groups, by each rank in an order of its own.
-            groups = step["groups"][world.rank() % len(step["groups"]) :] + step["groups"]
-            for index in list(dict.fromkeys(groups)):
-                if parts[index].group is not None:
-                    call = Call(number, step | {"do": step["each"], "how": "handle"}, parts[index].group)
-                    pending.append((number + 1 + world.rank() % 2, call, call.start()))
-        elif parts[step["group"]].group is not None:
-            call = Call(number, step, parts[step["group"]].group)
-            result = call.start()
-            if step["how"] == "handle":
-                pending.append((number + step["wait_after"], call, result))
-            else:
-                call.finish(result)
-    for _, call, result in reversed(pending) if world.rank() % 2 else pending:
-        call.finish(result)
+        program.finish([entry for entry in program.pending if entry[0] == number])
+        program.do(number, step)
+    program.finish(program.pending[::-1] if world.rank() % 2 else program.pending[:])

@@ -11,6 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlxdist
 from mlxdist.nn.plan import Plan, plan_shards, shard_model
+from mlxdist.nn.plan.shard_model import ShardedRMSNorm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import tiny_models
@@ -75,9 +76,30 @@ def models(*names: str) -> None:
     close(*((name, {}) for name in names))
 
 
+def norm() -> None:
+    """Of 16 bits with a weight of 32: in 32 bits, as nn.RMSNorm. Parts of different sizes."""
+    width = 8 * size_before(group.size())
+    mine = slice(8 * size_before(group.rank()), 8 * size_before(group.rank() + 1))
+    mx.random.seed(4)
+    x, whole = mx.random.normal((3, width)).astype(mx.bfloat16), nn.RMSNorm(width)
+    whole.weight = mx.random.normal((width,))
+    part = nn.RMSNorm(width)
+    part.weight, part._group, part.__class__ = whole.weight[mine], group, ShardedRMSNorm
+    got, want = part(x[:, mine]), whole(x)[:, mine]
+    assert got.dtype == want.dtype == mx.float32
+    error = mx.abs(got - want).max().item()
+    assert error < 1e-5, f"ShardedRMSNorm on rank {group.rank()} is off by {error:.1e}"
+
+
+def size_before(rank: int) -> int:
+    """1 + 2 + ... of the ranks before."""
+    return rank * (rank + 1) // 2
+
+
 def cases() -> None:
     """Uneven weights, fewer KV heads than ranks, quantized layers, experts as a whole: on any number of ranks."""
     size = group.size()
+    norm()
     heads = {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 16}
     weights = list(range(size, 0, -1))
     close(

@@ -10,8 +10,15 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import generate_step, generation_stream
-from mlx_lm.models import llama, qwen3
-from mlx_lm.models.cache import KVCache, RotatingKVCache, trim_prompt_cache
+from mlx_lm.models import granite, llama, qwen3
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    trim_prompt_cache,
+)
 
 import mlxdist
 from mlxdist.nn.split.split_block import WINDOW, SplitBlock
@@ -92,6 +99,31 @@ def compare(name: str, layer: nn.Module, batch: int = 1, tokens: int = 5, steps:
     both(4, None, "without a cache or mask", cached=False)
     both(1, None, "one token without a cache", cached=False)
     assert mine.offset == dense.offset
+    # One that another cache has made: its buffers are no longer than what is in them.
+    for one in (mine, dense):
+        one.keys, one.values = (mx.contiguous(part[:, :, : one.offset]) for part in (one.keys, one.values))
+        assert one.trim(3) == 3
+    both(1, None, "a token in a buffer that ends soon")
+
+
+def caches() -> None:
+    """Caches that are more than two buffers: mlx-lm's own code reads and writes them, between compiled parts."""
+    n = math.lcm(size, 2)
+    for name, make in (
+        ("rotating", lambda: RotatingKVCache(max_size=6, keep=2)),
+        ("quantized", lambda: QuantizedKVCache(group_size=32, bits=8)),
+        ("batched", lambda: BatchKVCache([2, 0])),
+    ):
+        layer = randomized(llama_layer(2 * n, n, 12 * n, head_dim=32, attention_bias=True))
+        block, mine, dense = SplitBlock.from_layer(layer, group, submit=True), make(), make()
+        mx.random.seed(11)
+        for length in (5, 1, 1, 3, 1):
+            x = mx.random.normal((2, length, 48))
+            mask = mine.make_mask(length, return_array=False, window_size=None)
+            found = block(x, mask, mine)
+            wanted = layer(x, dense.make_mask(length, return_array=False, window_size=None), dense)
+            # The first row begins with padding. In a quantized cache a difference in the last bit can be a step.
+            close(found[1:], wanted[1:], f"{name}, {length} tokens", 1e-2 if name == "quantized" else 1e-5)
 
 
 def layers() -> None:
@@ -200,7 +232,7 @@ def models() -> None:
         close(split(prompt[None]), logits, f"{name}: logits", 1e-5)
         found = generated(prompt, split)
         assert found == wanted, f"{name}: {found}, not {wanted}"
-        assert len({id(block.rope) for block in split.layers}) == 1
+        assert len({id(block.table) for block in split.layers}) == 1
         mine = sum(x.nbytes for _, x in nn.utils.tree_flatten(split.parameters()))
         assert size == 1 or mine < whole, (mine, whole)
     # A cache that is kept between prompts, and cut back.
@@ -216,11 +248,11 @@ def generated(prompt: mx.array, model: nn.Module) -> list[int]:
     return tokens
 
 
-def refused(words: str, call) -> None:
+def refused(words: str, call, kind: type[Exception] = mlxdist.InvalidArgument) -> None:
     """The same kind of error on every rank; its words on one rank at least, and nobody waits for anybody."""
     try:
         call()
-    except mlxdist.InvalidArgument as error:
+    except kind as error:
         found = words in str(error)
     else:
         raise AssertionError(f"no error on rank {rank}: {words}")
@@ -233,16 +265,22 @@ def bad_input() -> None:
     block = cut(good, group)
     x = mx.ones((1, 1, 48))
     refused("has no input_layernorm, self_attn", lambda: cut(nn.Linear(3, 3), group))
-    refused("works with mlx-lm's KVCache, not with RotatingKVCache", lambda: block(x, None, RotatingKVCache(8)))
+    refused("ArraysCache is not a cache of keys and values", lambda: block(x, None, ArraysCache(2)))
     cache = KVCache()
     mx.eval(block(x, None, cache))
     refused("the cache is for batch", lambda: block(mx.ones((2, 1, 48)), None, cache))
     gelu = randomized(llama_layer(2 * size, size, 6 * size))
     gelu.mlp = Gelu(gelu.mlp)
     refused("computes something else", lambda: cut(gelu, group))
+    args = {"rms_norm_eps": 1e-5, "vocab_size": 53, "logits_scaling": 1.0, "attention_multiplier": 8**-0.5}
+    args |= {"embedding_multiplier": 1.0, "residual_multiplier": 0.95, "max_position_embeddings": 512}
+    args |= {"attention_bias": False, "mlp_bias": False, "rope_theta": 1e4, "model_type": "granite"}
+    args |= {"hidden_size": 16 * size, "num_attention_heads": 2 * size, "num_key_value_heads": size}
+    near = granite.TransformerBlock(granite.ModelArgs(num_hidden_layers=1, intermediate_size=6 * size, **args))
+    refused("computes something else", lambda: cut(randomized(near, mx.bfloat16), group))
     norm = randomized(llama_layer(2 * size, size, 6 * size))
     norm.input_layernorm = nn.LayerNorm(48)
-    refused("LayerNorm is not nn.RMSNorm", lambda: cut(norm, group))
+    refused("is not nn.RMSNorm", lambda: cut(norm, group))
     if size == 1:
         return
     refused("intermediate size of the MLP", lambda: cut(randomized(llama_layer(size, size, 6 * size + 1)), group))
@@ -257,7 +295,13 @@ def bad_input() -> None:
         other.mlp.down_proj.weight = other.mlp.down_proj.weight * 1.5
     refused("the ranks hold different weights", lambda: cut(other, group))
     refused("has no input_layernorm", lambda: cut(good if rank else nn.Linear(3, 3), group))
-    refused("it is not shaped like", lambda: SplitModel.from_model(nn.Linear(2, 2) if rank else model(), group))
+    wider = randomized(llama_layer(2 * size, size, 6 * size * (1 + rank % 2)))
+    refused("the ranks disagree", lambda: cut(wider, group))
+    failing = randomized(llama_layer(2 * size, size, 6 * size))
+    if rank == size - 1:
+        failing.self_attn.scale = None
+    refused("float() argument", lambda: cut(failing, group), TypeError if rank == size - 1 else mlxdist.InvalidArgument)
+    refused("has no layers", lambda: SplitModel.from_model(nn.Linear(2, 2) if rank else model(), group))
 
 
 def model() -> nn.Module:

@@ -25,7 +25,7 @@ def check_gpu_crossing(cluster: Cluster) -> list[Finding]:
             what = f"{without:.0f} us a crossing, {fast:.0f} us with {FAST_SYNCH}=1"
             is_on = variables.get(name, {}).get(FAST_SYNCH) == "1"
             if not is_on and without > _SLOW and fast < without / 2:
-                remedy = f"try --env {FAST_SYNCH}=1; it has locked up GPUs, so watch the first runs"
+                remedy = f"with one rank a Mac try --env {FAST_SYNCH}=1; it has locked up GPUs, so watch the first runs"
                 found.append(note(name, what, remedy))
             else:
                 found.append(ok(name, what))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 from ..cluster import Cluster
 from ..findings import Finding, fail, ok, warn
 
 __all__ = ["check_leaks"]
 
+_WORDS = 2  # of a command: the interpreter and the program
 _DOMAINS = 11  # of a Thunderbolt port; after that nothing can be connected
 
 
@@ -22,7 +25,9 @@ def check_leaks(cluster: Cluster) -> list[Finding]:
 def _of_host(name: str, jobs: dict) -> list[Finding]:
     found = []
     for job in jobs["running"]:
-        what = f"job {job['job']} runs there ({' '.join(job['command'])[:60]})"
+        # Without options: this is in reports, and they may be secrets.
+        program = itertools.takewhile(lambda word: not word.startswith("-"), job["command"][:_WORDS])
+        what = f"job {job['job']} runs there ({' '.join(program)[:60]})"
         found.append(warn(name, what, f"wait for it, or on that host: mlxdist stop {job['job']}"))
     if jobs["left"]:
         what = f"left of jobs whose launcher was killed: {', '.join(jobs['left'][:4])}"

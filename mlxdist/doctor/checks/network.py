@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 
+from ...local_network import REMEDY
 from ..cluster import Cluster, Try
 from ..findings import Finding, fail, note, ok, skip, warn, way
 
@@ -20,10 +21,7 @@ _MEANING = {
     "ENETUNREACH": ("nothing leads to its network", "on {source}: netstat -rn; correct \"ips\" of the hostfile"),
     "WRONG": ("another machine has this address, too", "on {source}: arp -an; correct its \"ips\" in the hostfile"),
 }
-_PRIVACY = (
-    "on {source}: System Settings > Privacy & Security > Local Network: switch on Terminal, Python and "
-    "sshd-keygen-wrapper, then start the job again"
-)
+_PRIVACY = f"on {{source}}: {REMEDY}, then start the job again"
 _SLOW_SHARE = 0.5
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import ipaddress
 
 from ...hostfile import Host
 from ...verbs.diagnosis import Verdict as Cause
+from ...verbs.links import MAX_LINKS
+from ...verbs.queue_pairs import OF_A_LINK, advice, in_words
 from ..cluster import Cluster
 from ..findings import Finding, fail, note, ok, skip, warn, way
 
@@ -26,8 +29,21 @@ def check_rdma(cluster: Cluster) -> list[Finding]:
     found = []
     for name, told in cluster.each("rdma"):
         (host,) = cluster.only([name])
-        found += _of_host(host, told, wants_rdma(cluster))
+        found += _of_host(host, told, wants_rdma(cluster)) + _without_queue_pairs(cluster, host, told)
     return found
+
+
+def _without_queue_pairs(cluster: Cluster, host: Host, told: dict) -> list[Finding]:
+    """Of the cables that the hostfile names: ranks reject such a job before they connect, too."""
+    limits = {device["name"]: device["queue_pairs"] for device in told["devices"] if device["queue_pairs"]}
+    pairs: collections.Counter[str] = collections.Counter()
+    for other, devices in zip(cluster.hosts, host.rdma):
+        pairs.update({device: host.slots * other.slots for device in devices[:MAX_LINKS]})
+    return [
+        fail(host.name, in_words(device, count, limits[device]), advice(limits[device]))
+        for device, count in pairs.items()
+        if device in limits and OF_A_LINK * count > limits[device]
+    ]
 
 
 def _of_host(host: Host, told: dict, wanted: bool) -> list[Finding]:

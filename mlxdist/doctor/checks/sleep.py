@@ -1,9 +1,9 @@
-"""A host does not fall asleep while a job runs on it."""
+"""A host does not fall asleep. A Mac is kept awake while a job runs; between jobs ssh has to reach it, too."""
 
 from __future__ import annotations
 
 from ..cluster import Cluster
-from ..findings import Finding, ok, skip, warn
+from ..findings import Finding, note, ok, skip, warn
 
 __all__ = ["check_sleep"]
 
@@ -26,7 +26,8 @@ def _mac(name: str, settings: dict[str, int]) -> Finding:
         return skip(name, "pmset -g does not say when it sleeps")
     minutes = settings["sleep"]
     if minutes and not settings.get("SleepDisabled"):
-        return warn(name, f"it sleeps after {minutes} min without a user", "sudo pmset -a sleep 0 disksleep 0")
+        what = f"it sleeps after {minutes} min without a user: not while a job runs (caffeinate), but before one"
+        return note(name, what, "sudo pmset -a sleep 0 disksleep 0")
     return ok(name, "it does not sleep by itself")
 
 

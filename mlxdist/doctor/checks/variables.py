@@ -22,7 +22,8 @@ def check_variables(cluster: Cluster) -> list[Finding]:
         values = {name: told.get(variable, _UNSET) for name, told in variables.items()}
         if variable != FAST_SYNCH and len(set(values.values())) > 1:
             others = odd_ones(values)
-            found.append(warn(others, f"{variable} differs", _remedy(variable, values), [difference(variable, values)]))
+            remedy = _remedy(variable, _usual(values))
+            found.append(warn(others, f"{variable} differs", remedy, [difference(variable, values)]))
     same = [variable for variable in names if len({told.get(variable) for told in variables.values()}) == 1]
     if variables and not found:
         shown = ", ".join(same[:4]) + (f" and {len(same) - 4} more" if len(same) > 4 else "")
@@ -35,7 +36,12 @@ def check_fast_synch(cluster: Cluster) -> list[Finding]:
     if len(set(values.values())) > 1:
         differs = difference(FAST_SYNCH, values)
         what = f"{FAST_SYNCH} differs: some ranks wait for the GPU in another way than others"
-        return [fail(odd_ones(values), what, _remedy(FAST_SYNCH, values), [differs])]
+        return [fail(odd_ones(values), what, _remedy(FAST_SYNCH, "0"), [differs])]
+    macs = [name for name, facts in cluster.each("facts") if facts["system"] == "Darwin"]
+    crowded = [host.name for host in cluster.only(macs) if host.slots > 1]
+    if crowded and not {*values.values()} <= {_UNSET, "", "0"}:
+        what = f"{FAST_SYNCH} is set, and two or more ranks on one Mac have locked up its GPU with that"
+        return [fail(crowded, what, f"start one rank on each Mac; or {_remedy(FAST_SYNCH, '0')}")]
     return [ok(list(values), f"{FAST_SYNCH} {value}") for value in set(values.values())]
 
 
@@ -44,9 +50,11 @@ def of_ranks(cluster: Cluster) -> dict[str, dict[str, str]]:
     return {name: facts["variables"] | dict(cluster.question.variables) for name, facts in cluster.each("facts")}
 
 
-def _remedy(variable: str, values: dict[str, str]) -> str:
+def _usual(values: dict[str, str]) -> str:
     usual = max(list(values.values()), key=list(values.values()).count)
+    return usual if usual != _UNSET else next(value for value in values.values() if value != _UNSET)
+
+
+def _remedy(variable: str, value: str) -> str:
     where = "remove it from /etc/zshenv, ~/.zshenv, /etc/environment and ~/.ssh/environment"
-    if usual == _UNSET:
-        usual = next(value for value in values.values() if value != _UNSET)
-    return f"set it for all ranks, --env {variable}={usual:.60}; or {where}"
+    return f"set it for all ranks, --env {variable}={value:.60}; or {where}"

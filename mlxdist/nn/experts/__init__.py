@@ -1,6 +1,7 @@
 """Expert parallelism: the experts of a mixture on different ranks."""
 
 from .balance import BalanceBias, ExpertLoad, count_experts
+from .checkpoint import checkpoint
 from .dispatch import Handle, combine, dispatch
 from .low_latency import LowLatencyExchange
 from .overlap import Overlap, OverlappedExchange
@@ -21,6 +22,7 @@ __all__ = [
     "Policy",
     "Workload",
     "calibrate",
+    "checkpoint",
     "combine",
     "count_experts",
     "dispatch",

@@ -14,7 +14,8 @@ it, and ``dispatch(x, handle=handle)`` sends other rows the same way. Their size
 its numbers on the host: dispatch does not work inside ``mx.compile``. The rows themselves stay lazy.
 
 Dispatch and combine are each other's gradient (Lepikhin et al. 2020, "GShard", arXiv:2006.16668, has the scheme; DeepEP
-the handle): each is a gather of rows, an all_to_all_v and a sum of rows, and so is its backward pass.
+the handle): each is a gather of rows, an all_to_all_v and a sum of rows, and so is its backward pass. On every rank y
+must depend on what was received, also where that is nothing, or this rank's backward pass has fewer messages.
 """
 
 from typing import NamedTuple
@@ -27,20 +28,22 @@ from ...errors import InvalidArgument
 from ...group import Group
 from ...ops import all_to_all_v
 from ..agreement import agree, on_host
-from .fp8 import through_e4m3
+from .fp8 import pack_e4m3, unpack_e4m3
 from .pairs import Pairs, places_of, sum_rows, take_or_zero, take_rows
 from .placement import Placement
+from .stages import Stages, chained
 
 __all__ = [
     "Handle",
     "Outgoing",
+    "bring_back",
     "combine",
     "dispatch",
     "exchange_routing",
     "outgoing",
     "route",
     "route_alike",
-    "send_rows",
+    "send_out",
 ]
 
 
@@ -131,9 +134,7 @@ def dispatch(
         handle = route(indices, placement, group, x=x)
     elif x.ndim != 2 or x.shape[0] != handle.tokens:
         raise InvalidArgument(f"dispatch: x has shape {x.shape}, but the handle is of {handle.tokens} tokens")
-    rows = take_rows(x, handle.sent_rows)
-    received = send_rows(rows, handle.rows_to, handle.rows_from, handle.group, exchange_dtype)
-    return handle.pairs.expand(received), handle.experts, handle
+    return send_out(x, handle, exchange_dtype, Stages()), handle.experts, handle
 
 
 def combine(
@@ -161,19 +162,33 @@ def combine(
     if y.ndim != 2 or y.shape[0] != len(handle.pairs):
         raise InvalidArgument(f"combine: y has shape {y.shape}, but this rank has {len(handle.pairs)} rows to return")
     shape = (handle.tokens, handle.top_k)
-    if scores is None:
-        places = np.empty(len(handle.pairs), np.int64)
-        places[handle.pairs.order] = np.arange(len(places))
-        y = take_rows(y, places)
-        y = send_rows(y, handle.pairs_from, handle.pairs_to, handle.group, exchange_dtype)
-        return take_or_zero(y, places_of(handle.sent_slots, shape[0] * shape[1])).reshape(*shape, y.shape[1])
-    if scores.shape != shape:
+    if scores is not None and scores.shape != shape:
         raise InvalidArgument(f"combine: scores have shape {scores.shape}, but the handle is of {shape}")
+    return bring_back(y, handle, scores, exchange_dtype, Stages())
+
+
+def send_out(x: mx.array, handle: Handle, exchange_dtype: mx.Dtype | str | None, stages: Stages) -> mx.array:
+    """The rows of this rank's pairs: what :func:`dispatch` does once it has a handle."""
+    rows = take_rows(x, handle.sent_rows)
+    received = _exchange(rows, handle.rows_to, handle.rows_from, handle.group, exchange_dtype, stages)
+    return handle.pairs.expand(received)
+
+
+def bring_back(
+    y: mx.array, handle: Handle, scores: mx.array | None, exchange_dtype: mx.Dtype | str | None, stages: Stages
+) -> mx.array:
+    """The results of the tokens: what :func:`combine` does with arguments that fit."""
+    group, pairs = handle.group, handle.pairs
+    if scores is None:
+        places = np.empty(len(pairs), np.int64)
+        places[pairs.order] = np.arange(len(places))
+        y = _exchange(take_rows(y, places), handle.pairs_from, handle.pairs_to, group, exchange_dtype, stages)
+        slots = places_of(handle.sent_slots, handle.tokens * handle.top_k)
+        return take_or_zero(y, slots).reshape(handle.tokens, handle.top_k, y.shape[1])
     weights = take_rows(scores.reshape(-1).astype(mx.float32), handle.sent_slots)
-    y, weights = _bring_weights(y, weights, handle)
-    sums = handle.pairs.weigh(y, take_rows(weights, handle.pairs.order)).astype(y.dtype)
-    sums = send_rows(sums, handle.rows_from, handle.rows_to, handle.group, exchange_dtype)
-    return handle.add_up(sums)
+    weights, y = _exchange(weights, handle.pairs_to, handle.pairs_from, group, None, stages, y)
+    sums = pairs.weigh(y, take_rows(weights, pairs.order)).astype(y.dtype)
+    return handle.add_up(_exchange(sums, handle.rows_from, handle.rows_to, group, exchange_dtype, stages))
 
 
 def route(
@@ -223,34 +238,31 @@ def exchange_routing(sent: Outgoing, facts: np.ndarray, group: Group) -> Handle:
     return Handle(group, sent, rows, pairs, np.array(received))
 
 
-def send_rows(
-    rows: mx.array, send: list[int], receive: list[int], group: Group, dtype: mx.Dtype | str | None = None
+def _exchange(
+    rows: mx.array,
+    send: list[int],
+    receive: list[int],
+    group: Group,
+    dtype: mx.Dtype | str | None,
+    stages: Stages,
+    *passed: mx.array,
+) -> mx.array | list[mx.array]:
+    """all_to_all_v of rows that travel as ``dtype``, with their gradient; and ``passed`` behind it, if any."""
+    exact = None if dtype == "fp8" else dtype
+    forth = chained(lambda rows: _sent(rows, send, receive, group, dtype))
+    back = chained(lambda cotangent: _sent(cotangent, receive, send, group, exact))
+    results = stages.run(forth, back, [rows], passed)
+    return results if passed else results[0]
+
+
+def _sent(
+    rows: mx.array, send: list[int], receive: list[int], group: Group, dtype: mx.Dtype | str | None
 ) -> mx.array:
-    """all_to_all_v of rows that travel as ``dtype`` and arrive as they were. So do cotangents, but not in 8 bits."""
-
-    def there(rows: mx.array) -> mx.array:
-        return all_to_all_v(rows, send, receive, group=group)
-
+    """all_to_all_v of rows that travel as ``dtype`` and arrive as they were."""
     if dtype == "fp8":
-        return through_e4m3(rows, there, lambda cotangent: all_to_all_v(cotangent, receive, send, group=group))
-    return there(rows if dtype is None else rows.astype(dtype)).astype(rows.dtype)
-
-
-def _bring_weights(y: mx.array, weights: mx.array, handle: Handle) -> tuple[mx.array, mx.array]:
-    """``y`` itself, and the weights of this rank's pairs: an all_to_all_v behind that of y, backward before it.
-
-    MLX may evaluate what does not depend on each other in any order, which with different numbers of rows could be
-    another one on each rank.
-    """
-    send, receive, group = handle.pairs_to, handle.pairs_from, handle.group
-
-    def backward(primals: list, cotangents: list, outputs: list) -> tuple[mx.array, mx.array]:
-        returned = all_to_all_v(cotangents[1], receive, send, group=group)
-        return mx.depends(cotangents[0], returned), returned
-
-    bring = mx.custom_function(lambda y, w: (y, all_to_all_v(mx.depends(w, y), send, receive, group=group)))
-    bring.vjp(backward)
-    return bring(y, weights)
+        return unpack_e4m3(all_to_all_v(pack_e4m3(rows), send, receive, group=group), rows.dtype)
+    wire = rows if dtype is None else rows.astype(dtype)
+    return all_to_all_v(wire, send, receive, group=group).astype(rows.dtype)
 
 
 def _problem(name: str, chosen: np.ndarray, placement: Placement, group: Group, x: mx.array | None) -> str | None:

@@ -9,26 +9,27 @@ of D elements is D codes and the 4 bytes of its scale, in one array of uint8:
 Error. Let s be the token's scale and y what comes back. Codes are rounded to nearest, ties to even; the steps between
 normal numbers around v are at most v / 8, those between subnormal ones 2^-9, and rounding is off by half a step:
 
-    |y - x| <= max(2^-4 |x|, 2^-10 s)        2^-10 s = 2.2e-6 max|x|
+    |y - x| <= max(2^-4 |x|, 2^-10 s) (1 + 2^-18) + 2^-150 + r        2^-10 s = 2.2e-6 max|x|
 
-both times 1 + 2^-20 for the float32 arithmetic of the scale, and then rounded to the dtype asked for. Elements below
-s 2^-10 = max|x| / 458752 come back as 0.
+The factor is for the float32 arithmetic: the scale, the quotient and the product are each off by 2^-24, and among
+subnormal codes x is up to 2^4 times 2^-10 s. 2^-150 is half a step of subnormal float32, which the product may be. A
+device that takes such numbers for zeros, as GPUs may, adds 2^-125. r is for the dtype asked for, if it has 16 bits, to
+which y is rounded once more: 2^-11 |y| + 2^-25 for float16, 2^-8 |y| + 2^-134 for bfloat16. Elements below s 2^-10 =
+max|x| / 458752 come back as 0.
 
 What is special: a token of zeros comes back as zeros, with their signs. NaN and infinities come back as NaN, since E4M3
 has no infinity, and do not disturb the other elements of their token: the scale is that of the finite ones. It is
-at least 2^-126, the smallest normal float32, so where all elements are below 5e-36 the bound is 2^-136.
+at least 2^-126, the smallest normal float32, so where all elements are below 5e-36, 2^-10 s is 2^-136.
 
-All functions are lazy and work inside ``mx.compile``. Rounding has no useful derivative; gradients pass straight
-through (Bengio et al. 2013, arXiv:1308.3432): that of `through_e4m3` is as if nothing had been rounded.
+All functions are lazy and work inside ``mx.compile``. Rounding has no useful derivative. What exchanges tokens in 8
+bits gives them the gradient of an exchange that rounds nothing (Bengio et al. 2013, arXiv:1308.3432).
 """
-
-from collections.abc import Callable
 
 import mlx.core as mx
 
 from ...errors import InvalidArgument
 
-__all__ = ["LARGEST", "SCALE_BYTES", "dequantize_e4m3", "pack_e4m3", "quantize_e4m3", "through_e4m3", "unpack_e4m3"]
+__all__ = ["LARGEST", "SCALE_BYTES", "dequantize_e4m3", "pack_e4m3", "quantize_e4m3", "unpack_e4m3"]
 
 LARGEST = 448.0  # of E4M3
 SCALE_BYTES = 4
@@ -87,32 +88,6 @@ def unpack_e4m3(wire: mx.array, dtype: mx.Dtype = mx.float32) -> mx.array:
         )
     codes, scale = wire[..., :-SCALE_BYTES], wire[..., -SCALE_BYTES:]
     return dequantize_e4m3(codes, mx.contiguous(scale).view(mx.float32), dtype)
-
-
-def through_e4m3(
-    x: mx.array,
-    exchange: Callable[[mx.array], mx.array] = lambda wire: wire,
-    backward: Callable[[mx.array], mx.array] = lambda cotangent: cotangent,
-) -> mx.array:
-    """Tokens that go through an exchange as E4M3, in the dtype that they had, with a straight-through gradient.
-
-    Args:
-        x: shape (tokens, D), float32, float16 or bfloat16.
-        exchange: moves rows of uint8, (tokens, D + 4), to (others, D + 4), such as ``all_to_all_v``.
-        backward: moves the rows of the cotangent back, (others, D) to (tokens, D), in the dtype of x: the adjoint of
-            ``exchange``. It is not rounded to 8 bits.
-
-    Returns:
-        Shape (others, D), dtype of x.
-
-    Raises:
-        InvalidArgument: as `quantize_e4m3`; what ``exchange`` raises.
-    """
-    _require_tokens("through_e4m3", x)
-    dtype = x.dtype
-    rounded = mx.custom_function(lambda x: unpack_e4m3(exchange(pack_e4m3(x)), dtype))
-    rounded.vjp(lambda primal, cotangent, output: backward(cotangent))
-    return rounded(x)
 
 
 def _require_tokens(name: str, x: mx.array) -> None:

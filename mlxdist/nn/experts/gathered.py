@@ -7,15 +7,11 @@ does not depend on the routing. Ranks with fewer tokens pad them, since MLX gath
 import mlx.core as mx
 import numpy as np
 
-from ...ops import all_gather, sum_scatter
+from ...ops import all_gather, all_sum, sum_scatter
 from ..agreement import on_host
-from ..mappings import (
-    reduce_from_tensor_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-    scatter_to_tensor_parallel_region,
-)
 from .fp8 import pack_e4m3, unpack_e4m3
-from .replicated import Experts, in_order, own_experts, through, with_rows
+from .replicated import Experts, optional, own_experts, through, with_rows
+from .stages import chained
 
 __all__ = ["gathered"]
 
@@ -41,11 +37,21 @@ def gathered(
     Returns:
         (tokens, d), or (tokens, k, d) without scores.
     """
-    tokens, group = x.shape[0], experts.group
     rows = max(1, most)
-    everybodys = _gather_indices(indices, rows, experts)
+    all_indices = _gather_indices(indices, rows, experts)
+    x, padded_scores = with_rows(x, rows), None
+    if isinstance(all_indices, mx.array):
+        x = mx.depends(x, all_indices)
+    if scores is not None:
+        padded_scores = with_rows(scores.astype(mx.float32), rows)
+    all_x, *all_scores = _gather_tokens(optional((x, padded_scores)), experts)
+    partial = own_experts(all_x, all_scores[0] if all_scores else None, all_indices, experts)
+    return _add_up(partial, rows, scatter, experts)[: len(indices)]
 
-    dtype = experts.exchange_dtype
+
+def _gather_tokens(inputs: list[mx.array], experts: Experts) -> list[mx.array]:
+    """All ranks' tokens, and their scores if given. Only the tokens travel in 8 bits, and only forward."""
+    dtype, group = experts.exchange_dtype, experts.group
 
     def gather(x: mx.array) -> mx.array:
         return all_gather(x, group=group)
@@ -53,19 +59,28 @@ def gathered(
     def gather_tokens(x: mx.array) -> mx.array:
         return unpack_e4m3(gather(pack_e4m3(x)), x.dtype) if dtype == "fp8" else through(dtype, gather, x)
 
-    def scatter_cotangents(cotangent: mx.array) -> mx.array:
+    def scatter(cotangent: mx.array) -> mx.array:
         return through(dtype, lambda cotangent: sum_scatter(cotangent, group=group), cotangent)
 
-    padded = mx.depends(with_rows(x, rows), everybodys) if isinstance(everybodys, mx.array) else with_rows(x, rows)
-    inputs = (padded, None if scores is None else with_rows(scores.astype(mx.float32), rows))
-    all_x, all_scores = in_order(inputs, gather, scatter_cotangents, first=gather_tokens)
-    partial = own_experts(all_x, all_scores, everybodys, experts)
-    if scatter:
-        y = through(dtype, lambda y: reduce_scatter_to_sequence_parallel_region(y, 0, group), partial)
-    else:
-        y = through(dtype, lambda y: reduce_from_tensor_parallel_region(y, group), partial)
-        y = scatter_to_tensor_parallel_region(y, 0, group)
-    return y[:tokens]
+    return experts.stages.run(chained(gather_tokens, gather), chained(scatter), inputs)
+
+
+def _add_up(partial: mx.array, rows: int, scatter: bool, experts: Experts) -> mx.array:
+    """The sums over the ranks of the ``rows`` of this one."""
+    group, first = experts.group, experts.group.rank() * rows
+
+    def add_up(y: mx.array) -> mx.array:
+        return sum_scatter(y, group=group) if scatter else all_sum(y, group=group)[first : first + rows]
+
+    def gather(cotangent: mx.array) -> mx.array:
+        return all_gather(cotangent, group=group)
+
+    (y,) = experts.stages.run(
+        lambda arrays: [through(experts.exchange_dtype, add_up, arrays[0])],
+        lambda cotangents: [through(experts.exchange_dtype, gather, cotangents[0])],
+        [partial],
+    )
+    return y
 
 
 def _gather_indices(indices: np.ndarray | mx.array, rows: int, experts: Experts) -> np.ndarray | mx.array:

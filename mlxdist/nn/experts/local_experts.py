@@ -14,11 +14,12 @@ from mlx import nn
 
 from ...errors import InvalidArgument
 from ...group import Group
-from ..mappings import copy_to_tensor_parallel_region
+from ...ops import all_sum
 from ..shards import join, split_sizes, take
 from .placement import Placement
+from .stages import Stages, chained, is_traced
 
-__all__ = ["Cut", "base", "compute", "cut_projection", "join_projection", "projections"]
+__all__ = ["Cut", "base", "compute", "cut_projection", "join_projection", "projections", "summed", "tied"]
 
 _KINDS = (("gate_proj", "up_proj", "down_proj"), ("fc1", "fc2"))
 
@@ -90,7 +91,7 @@ def _transposed_in_memory(weight: mx.array) -> mx.array:
 
 
 def join_projection(projection: nn.Module, last: bool, cut: Cut) -> nn.Module:
-    """The whole projection from all ranks' parts. Collective, and awaited: see `in_order` for why not lazy."""
+    """The whole projection from all ranks' parts. Collective, and awaited: lazy ones would have no order."""
 
     def whole(key: str, array: mx.array) -> mx.array:
         axis = _hidden_axis(key, array, last)
@@ -114,6 +115,8 @@ def compute(
     """
     names = projections(layer)
     dtype = _result_dtype(layer, names, rows.dtype)
+    if rows.shape[0] == 0:
+        return mx.zeros((0, base(layer[names[-1]]).output_dims), dtype)  # MLX's gather_mm has no gradient here
     if mx.default_device().type == mx.DeviceType.cpu and not all("scales" in base(layer[name]) for name in names):
         rows = rows.astype(mx.float32)  # the only dtype of gather_mm there
     hidden = rows[:, None, :]
@@ -131,11 +134,50 @@ def compute(
 
 
 def _bias_once(projection: nn.Module, tp_group: Group) -> nn.Module:
-    """The projection with its bias on the first rank alone, for a sum; backward all ranks get the bias's gradient."""
+    """The projection with its bias on the first rank alone, for a sum."""
     clone = copy.copy(projection)
-    bias = copy_to_tensor_parallel_region(projection["bias"], tp_group)
-    clone["bias"] = bias if tp_group.rank() == 0 else bias * 0
+    if tp_group.rank() != 0:
+        clone["bias"] = projection["bias"] * 0
     return clone
+
+
+def tied(
+    layer: nn.Module, inputs: list[mx.array], stages: Stages, tp_group: Group | None
+) -> tuple[nn.Module, list[mx.array]]:
+    """The layer and its inputs, whose gradients wait for all collectives of the backward pass: the first stage.
+
+    Gradients of what ``tp_group`` holds alike, the inputs and the last projection's bias, are added up over it. Only
+    arrays that a gradient may be asked of are tied: those of the others would be computed. Where there are none, the
+    layer itself comes back.
+    """
+    trained = _traced(layer)
+    if not trained and not is_traced(*inputs):
+        return layer, inputs
+    shared, add_up = list(inputs), None
+    if tp_group is not None:
+        add_up = chained(lambda cotangent: all_sum(cotangent, group=tp_group))
+        last = layer[projections(layer)[-1]]
+        shared += [last["bias"]] if "bias" in last else []
+        trained = [array for array in trained if all(array is not other for other in shared)]
+    results = stages.run(None, add_up, *((shared, trained) if add_up else ([], [*shared, *trained])))
+    replaced = {id(array): result for array, result in zip([*shared, *trained], results)}
+    return _mapped(layer, lambda key, array: replaced.get(id(array), array)), results[: len(inputs)]
+
+
+def _traced(module: nn.Module) -> list[mx.array]:
+    """The floats of ``module``, and of the modules in it, that a gradient may be asked of."""
+    found = []
+    for value in module.values():
+        if isinstance(value, nn.Module):
+            found += _traced(value)
+        elif isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating) and is_traced(value):
+            found.append(value)
+    return found
+
+
+def summed(y: mx.array, stages: Stages, tp_group: Group) -> mx.array:
+    """The sum of all ranks' summands, whose gradient is the cotangent, as all ranks have the same: the last stage."""
+    return stages.run(lambda arrays: [all_sum(arrays[0], group=tp_group)], None, [y])[0]
 
 
 def _result_dtype(layer: nn.Module, names: tuple[str, ...], dtype: mx.Dtype) -> mx.Dtype:

@@ -26,12 +26,16 @@ from ...errors import InvalidArgument
 from ...group import Group
 from ...ops import all_to_all
 from ..agreement import agree
+from ..mappings import without_gradient
 from .fp8 import SCALE_BYTES, pack_e4m3, unpack_e4m3
 from .placement import Placement
 
 __all__ = ["LowLatencyExchange", "Slots"]
 
 _NONE = -1  # the id of no expert
+
+# What is received is made from bytes.
+_NO_GRADIENT = "LowLatencyExchange is for decoding and has no gradient; train with the modes of ExpertParallelSwitchGLU"
 
 
 class Slots(NamedTuple):
@@ -181,6 +185,8 @@ class LowLatencyExchange:
 
     def _route(self, indices: mx.array, scores: mx.array, valid: mx.array) -> tuple[mx.array, mx.array]:
         """Ids and weights in the slots of each rank: both of shape (ranks, max_tokens, j)."""
+        if self.ids_per_slot < self.top_k:  # a rank has no more than its experts, but an expert may be there twice
+            indices, scores = _merged(indices, scores)
         here = (indices >= self._first) & (indices < self._behind) & valid[None, :, None]
         ids = mx.where(here, indices - self._first, _NONE)
         weights = mx.where(here, scores.astype(mx.float32), 0)
@@ -198,7 +204,7 @@ class LowLatencyExchange:
         token, ids, weights = (mx.contiguous(part) for part in mx.split(wire, [width, ids_end], axis=-1))
         x = unpack_e4m3(token, dtype) if self.fp8 else token.view(dtype)
         weights = weights.view(mx.float32)
-        return Slots(_without_gradient(x), ids.view(mx.int32), _without_gradient(weights), tokens)
+        return Slots(without_gradient(x, _NO_GRADIENT), ids.view(mx.int32), without_gradient(weights, _NO_GRADIENT), tokens)
 
     def _require_fitting(self, x: mx.array, indices: mx.array, scores: mx.array) -> int:
         """The number of tokens."""
@@ -220,17 +226,12 @@ class LowLatencyExchange:
         return tokens
 
 
-def _without_gradient(received: mx.array) -> mx.array:
-    """Refuses where a gradient would pass: behind it are bytes."""
-    identity = mx.custom_function(lambda x: x)
-    identity.vjp(_refuse)
-    return identity(received)
-
-
-def _refuse(*_: Any) -> Any:
-    raise InvalidArgument(
-        "LowLatencyExchange is for decoding and has no gradient; train with the modes of ExpertParallelSwitchGLU"
-    )
+def _merged(indices: mx.array, scores: mx.array) -> tuple[mx.array, mx.array]:
+    """The same with each expert of a token once, where it is first, with the sum of its weights."""
+    equal = indices[..., :, None] == indices[..., None, :]
+    weights = mx.where(equal, scores.astype(mx.float32)[..., None, :], 0).sum(axis=-1)
+    again = mx.tril(equal, -1).any(axis=-1)
+    return mx.where(again, _NONE, indices), weights
 
 
 def _too_many(tokens: int, most: int) -> str:

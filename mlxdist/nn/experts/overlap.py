@@ -100,7 +100,7 @@ class OverlappedExchange:
         return self._transfers.overlap()
 
     def reset_overlap(self) -> None:
-        """Begins to count anew. Raises `InvalidArgument` while something is in flight."""
+        """Begins to count from zero. Raises `InvalidArgument` while something is in flight."""
         self._transfers.reset()
 
     def dispatch_async(
@@ -218,7 +218,7 @@ class _Transfer:
 
 
 class _Transfers:
-    """Those of one exchange, in a group that nobody else uses, and how long they took."""
+    """Those of one exchange, in a group that has no other use, and how long they took."""
 
     def __init__(self, group: Group) -> None:
         self._group = group

@@ -7,34 +7,37 @@ those of other ranks' experts are masked: as much computing as without expert pa
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
+from mlx import nn
 
 from ...group import Group
-from ...ops import all_sum
-from ..mappings import (
-    gather_from_tensor_parallel_region,
-    reduce_from_tensor_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
+from ...ops import all_gather, all_sum, sum_scatter
+from .local_experts import compute, tied
 from .pairs import Pairs, take_rows
 from .placement import Placement
+from .stages import Stages, chained
 
-__all__ = ["Experts", "copies", "in_order", "own_experts", "replicated", "through", "with_rows"]
+__all__ = ["Experts", "optional", "own_experts", "replicated", "through", "with_rows"]
 
 _SORTED_FROM = 64  # pairs: fewer are computed sooner than sorted; mlx-lm's layer has the same limit
 
 
 class Experts(NamedTuple):
-    """The experts of this rank, and what they travel as."""
+    """The experts of this rank, what tokens travel as, and the order of what communicates in this call."""
 
     placement: Placement
     group: Group
-    compute: Callable[[mx.array, mx.array, bool], mx.array]  # rows (pairs, d), their local experts, if these ascend
-    exchange_dtype: mx.Dtype | str | None = None
+    layer: nn.Module
+    tp_group: Group | None
+    exchange_dtype: mx.Dtype | str | None
+    stages: Stages
+
+    def compute(self, rows: mx.array, local: mx.array, ascending: bool) -> mx.array:
+        """The local experts on their rows (pairs, d); ``ascending`` says that they do."""
+        return compute(self.layer, rows, local, ascending, self.tp_group)
 
 
 def replicated(
@@ -53,17 +56,23 @@ def replicated(
         (tokens, d), or (tokens, k, d) without scores; the same on all ranks.
     """
     group = experts.group
-    x, scores = copies(x, scores, group)
-    part = own_experts(x, scores, indices, experts)
-    if not scatter:
-        return through(experts.exchange_dtype, lambda y: reduce_from_tensor_parallel_region(y, group), part)
+    add_up = chained(lambda cotangent: all_sum(cotangent, group=group))
+    x, *weights = experts.stages.run(None, add_up, optional((x, scores)))
+    if experts.tp_group is None:
+        # Behind the step of x and scores: gradients of the experts do not wait for its collectives. Without it, a rank
+        # whose experts no token came to would have a result of which MLX asks no gradient.
+        experts = experts._replace(layer=tied(experts.layer, [], experts.stages, None)[0])
+    part = own_experts(x, weights[0] if weights else None, indices, experts)
     tokens = part.shape[0]
-    part = with_rows(part, -(-tokens // group.size()) * group.size())
+    if scatter:
+        part = with_rows(part, -(-tokens // group.size()) * group.size())
 
-    def add_up(y: mx.array) -> mx.array:
-        return gather_from_tensor_parallel_region(reduce_scatter_to_sequence_parallel_region(y, 0, group), 0, group)
+    def total(y: mx.array) -> mx.array:
+        return all_gather(sum_scatter(y, group=group), group=group) if scatter else all_sum(y, group=group)
 
-    return through(experts.exchange_dtype, add_up, part)[:tokens]
+    # All ranks have the same cotangent, and that is the gradient.
+    (y,) = experts.stages.run(lambda arrays: [through(experts.exchange_dtype, total, arrays[0])], None, [part])
+    return y[:tokens] if scatter else y
 
 
 def own_experts(
@@ -92,7 +101,7 @@ def _masked(x: mx.array, scores: mx.array | None, indices: mx.array, mine: range
         y = experts.compute(x[order // k], local[order], True)
         y = y[mx.argsort(order)].reshape(tokens, k, -1)
     y = mx.where(own[..., None], y, mx.zeros((), y.dtype))
-    # Nobody can raise an error here. A wrong index must not look like a result.
+    # No rank can raise an error here. A wrong index must not look like a result.
     valid = (indices >= -1) & (indices < experts.placement.num_experts)
     y = y + mx.where(valid, 0.0, float("nan")).astype(y.dtype)[..., None]
     if scores is None:
@@ -100,40 +109,9 @@ def _masked(x: mx.array, scores: mx.array | None, indices: mx.array, mine: range
     return (y.astype(mx.float32) * scores.astype(mx.float32)[..., None]).sum(axis=1).astype(y.dtype)
 
 
-def in_order(
-    arrays: tuple[mx.array, mx.array | None],
-    forward: Callable[[mx.array], mx.array],
-    backward: Callable[[mx.array], mx.array],
-    first: Callable[[mx.array], mx.array] | None = None,
-) -> tuple[mx.array, mx.array | None]:
-    """``forward`` of both arrays (``first``, if given, of the first), with ``backward`` as its gradient.
-
-    Their collectives run in this order on all ranks, backward too. MLX evaluates what does not depend on each other in
-    an order that depends on the graph, and graphs of ranks with different numbers of tokens differ.
-    """
-
-    apply = mx.custom_function(lambda arrays: _chained((first or forward, forward), arrays))
-    apply.vjp(lambda primals, cotangents, outputs: _chained((backward, backward), cotangents))
-    results = apply([array for array in arrays if array is not None])
-    return (results[0], results[1] if len(results) == 2 else None)
-
-
-def _chained(functions: Sequence[Callable], arrays: Sequence[mx.array]) -> list[mx.array]:
-    done: list[mx.array] = []
-    for function, array in zip(functions, arrays):
-        done.append(function(mx.depends(array, done[-1]) if done else array))
-    return done
-
-
-def copies(x: mx.array, scores: mx.array | None, group: Group) -> tuple[mx.array, mx.array | None]:
-    """Both arrays themselves. Backward: the sums of all ranks' cotangents, in this order."""
-    if group.size() == 1:
-        return x, scores
-    add_up = partial(all_sum, group=group)
-    copy = mx.custom_function(lambda arrays: arrays)
-    copy.vjp(lambda primals, cotangents, outputs: _chained((add_up, add_up), cotangents))
-    results = copy([array for array in (x, scores) if array is not None])
-    return (results[0], results[1] if len(results) == 2 else None)
+def optional(arrays: Sequence[mx.array | None]) -> list[mx.array]:
+    """Those that are given."""
+    return [array for array in arrays if array is not None]
 
 
 def through(dtype: mx.Dtype | str | None, collective: Callable[[mx.array], mx.array], y: mx.array) -> mx.array:

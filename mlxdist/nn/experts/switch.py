@@ -15,15 +15,15 @@ from ...arguments import group_of
 from ...errors import InvalidArgument
 from ...group import Group
 from ..agreement import agree, on_host
-from ..mappings import reduce_from_tensor_parallel_region
 from .capacity import limit
 from .dispatch import Handle, exchange_routing, outgoing
 from .dispatched import dispatched, dispatched_alike
 from .gathered import gathered
-from .local_experts import Cut, base, compute, cut_projection, join_projection, projections
+from .local_experts import Cut, base, cut_projection, join_projection, projections, summed, tied
 from .placement import Placement
 from .policy import MODES, Link, Policy
-from .replicated import Experts, copies, replicated
+from .replicated import Experts, optional, replicated
+from .stages import Stages
 
 __all__ = ["ExpertParallelSwitchGLU"]
 
@@ -234,16 +234,13 @@ class ExpertParallelSwitchGLU(nn.Module):
         self, x: mx.array, routing: np.ndarray | mx.array | Handle, scores: mx.array | None, most: int
     ) -> mx.array:
         """The layer on flat tokens (tokens, d) in the mode that was chosen."""
-        cut = self._cut
-        if cut.tp_group is not None:
-            x, scores = copies(x, scores, cut.tp_group)
-        experts = Experts(
-            cut.placement,
-            cut.group,
-            lambda rows, local, ascending: compute(self, rows, local, ascending, cut.tp_group),
-            self.exchange_dtype,
-        )
-        scatter = self.last_mode == "gather"
+        cut, stages = self._cut, Stages()
+        layer, scatter = self, self.last_mode == "gather"
+        if cut.tp_group is not None or self.last_mode == "dispatch" or self.tokens == "sharded":
+            # Otherwise the gradients of the parameters need no collective, and those of x and scores have their own.
+            layer, (x, *weights) = tied(self, optional((x, scores)), stages, cut.tp_group)
+            scores = weights[0] if weights else None
+        experts = Experts(cut.placement, cut.group, layer, cut.tp_group, self.exchange_dtype, stages)
         if self.last_mode == "dispatch" and isinstance(routing, Handle):
             y = dispatched(x, routing, scores, experts)
         elif self.last_mode == "dispatch":
@@ -252,7 +249,7 @@ class ExpertParallelSwitchGLU(nn.Module):
             y = gathered(x, routing, scores, experts, most, scatter)
         else:
             y = replicated(x, routing, scores, experts, scatter)
-        return y if cut.tp_group is None else reduce_from_tensor_parallel_region(y, cut.tp_group)
+        return y if cut.tp_group is None else summed(y, stages, cut.tp_group)
 
     def _choose(self, tokens: int, k: int, x: mx.array) -> str:
         if self.mode != "auto":

@@ -71,9 +71,9 @@ def load_sharded(
 
     Raises:
         InvalidArgument: on every rank, before any operation of the model: files are missing or damaged, weights are
-            missing, too many or of another shape than config.json says; the plan is for another model or another
-            number of ranks; the ranks hold different weights. Compared are config.json, headers and sizes of files,
-            all bytes of parameters that every rank holds whole, and 512 bytes of each that is cut.
+            missing, too many, of another shape than config.json says, or integers for floats; the plan is for another
+            model or another number of ranks; the ranks hold different weights. Compared are config.json, headers and
+            sizes of files, all bytes of parameters that every rank holds whole, and 512 bytes of each that is cut.
         TransportError: on every rank, where a part has arrived damaged from rank 0.
         Mismatch: on every rank, where ``verify`` finds other logits.
     """
@@ -117,6 +117,7 @@ def load_with_report(
             tokenizer = _tokenizer(checkpoint.folder, config)
         if verify:
             require_agreement(model, checkpoint.folder, group=group)
+        group.meet()  # ranks read at different speeds, and GPU work of the first graph must not wait for the slowest
     held = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     total = sum(source.nbytes for source in sources.values())
     report = LoadReport(plan, total, held, checkpoint.bytes_read, computed, time.perf_counter() - start)
@@ -220,8 +221,6 @@ class _Part:
 
     def put_into(self, model: nn.Module) -> None:
         array = self._array.view(self._dtype, stream=mx.cpu)
-        if self._shard.scale != 1:
-            array = (array * self._shard.scale).astype(self._dtype)
         mx.eval(array)
         model.update(tree_unflatten([(self._shard.path, array)]))
 

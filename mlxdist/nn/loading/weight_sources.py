@@ -65,8 +65,8 @@ def open_model(checkpoint: Checkpoint) -> tuple[nn.Module, dict[str, Source], di
     """mlx-lm's model of a folder, whose parameters have shapes and dtypes but no memory; their sources by path; config.
 
     Raises:
-        InvalidArgument: there is no mlx-lm, it does not know the model, or weights are missing, too many or of another
-            shape than config.json says.
+        InvalidArgument: there is no mlx-lm, it does not know the model, or weights are missing, too many, of another
+            shape than config.json says, or integers where the model has floats.
     """
     # Before transformers is imported: it warns when there is no PyTorch, which mlx-lm does not need.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -75,10 +75,11 @@ def open_model(checkpoint: Checkpoint) -> tuple[nn.Module, dict[str, Source], di
     except ImportError as error:
         raise InvalidArgument(f"loading a model needs mlx-lm ({error}); pip install 'mlxdist[lm]'") from None
     stored: dict[int, tuple[str, mx.array]] = {}  # with the arrays, so that no other gets an id of theirs
+    floats: set[str] = set()
 
     def classes(config: dict[str, Any]) -> tuple[Any, Any]:
         model_class, arguments_class = utils._get_classes(config)
-        return lambda arguments: _recording(model_class(arguments), stored), arguments_class
+        return lambda arguments: _recording(model_class(arguments), stored, floats), arguments_class
 
     try:
         model, config = utils.load_model(checkpoint.folder, lazy=True, get_model_classes=classes)
@@ -88,14 +89,23 @@ def open_model(checkpoint: Checkpoint) -> tuple[nn.Module, dict[str, Source], di
     sources: dict[str, Source] = {}
     placeholders = []
     for path, array in tree_flatten(model.parameters()):
+        if path in floats and not mx.issubdtype(array.dtype, mx.floating):
+            name = stored[id(array)][0] if id(array) in stored else path
+            raise InvalidArgument(
+                f"{checkpoint.folder}: tensor {name!r:.200} has dtype {str(array.dtype).removeprefix('mlx.core.')}, "
+                "but the model has floats there; the file is damaged, so copy or download it again"
+            )
         sources[path] = checkpoint.tensors[stored[id(array)][0]] if id(array) in stored else ComputedTensor(array)
         placeholders.append((path, mx.broadcast_to(mx.zeros((), array.dtype), array.shape)))
     model.update(tree_unflatten(placeholders))
     return model, sources, config
 
 
-def _recording(model: nn.Module, stored: dict[int, tuple[str, mx.array]]) -> nn.Module:
-    """Notes which array stands for which tensor when mlx-lm hands the weights to the model for the first time."""
+def _recording(model: nn.Module, stored: dict[int, tuple[str, mx.array]], floats: set[str]) -> nn.Module:
+    """Notes which array stands for which tensor when mlx-lm hands the weights to the model for the first time.
+
+    And then, once it has quantized the layers, which parameters are floats: MLX compares the shapes alone.
+    """
     sanitize = getattr(model, "sanitize", lambda weights: weights)
 
     def recorded(weights: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -103,5 +113,11 @@ def _recording(model: nn.Module, stored: dict[int, tuple[str, mx.array]]) -> nn.
         del model.sanitize  # this function; that of the class stays
         return sanitize(weights)
 
-    model.sanitize = recorded
+    def loaded(weights: list[tuple[str, mx.array]], strict: bool = True) -> nn.Module:
+        parameters = tree_flatten(model.parameters())
+        floats.update(path for path, array in parameters if mx.issubdtype(array.dtype, mx.floating))
+        del model.load_weights  # this function; that of the class stays
+        return model.load_weights(weights, strict)
+
+    model.sanitize, model.load_weights = recorded, loaded
     return model

@@ -27,8 +27,8 @@ class Shard:
         axis: along which it is cut; 0 if it is not.
         ranges: for each rank, which pieces along the axis it has, in this order: ``((start, stop), ...)``. Fused layers
             have several pieces; a piece may be on more than one rank (KV heads where there are fewer than ranks).
-        scale: what every rank multiplies it by, for what is added up over the ranks and must count once (a bias of
-            experts that are cut inside): 1 / ranks. Otherwise 1.
+        scale: what every rank multiplies it by where it uses it, for what is added up over the ranks and must count
+            once (a bias of experts that are cut inside): 1 / ranks. Otherwise 1.
         reason: why it stays whole; "" where it is cut.
     """
 
@@ -76,7 +76,7 @@ class Shard:
             before = (slice(None),) * self.axis
             parts = [x[(*before, part)] for part in self.slices(rank)]
             x = mx.contiguous(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=self.axis))
-        return x if self.scale == 1 else (x * self.scale).astype(x.dtype)
+        return x
 
 
 def parameters(model: nn.Module) -> dict[str, mx.array]:

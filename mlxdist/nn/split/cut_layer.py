@@ -10,9 +10,9 @@ import mlx.nn as nn
 
 from ...errors import InvalidArgument
 from ..shards import split_sizes
-from .merged import Cut, Spec, granularity, merge
+from .merged import Cut, Spec, granularity, merge, require_linear
 
-__all__ = ["Shape", "cut_layer"]
+__all__ = ["Shape", "cut_layer", "require_cuttable"]
 
 
 class Shape(NamedTuple):
@@ -48,13 +48,11 @@ def cut_layer(
     Raises:
         InvalidArgument: the layer has another shape than `SplitBlock.from_layer` says, or cannot be cut like this.
     """
-    attention, mlp = _require_parts(layer)
-    heads = _cut_heads(attention, rank, ranks, weights)
-    inner = _cut_inner(mlp, ranks, weights)
+    heads, inner = _cuts(layer, rank, ranks, weights)
+    attention, mlp = layer.self_attn, layer.mlp
     query = Cut(0, tuple(count * heads.dim for count in heads.query), rank)
     key = Cut(0, tuple(count * heads.dim for count in heads.key), heads.key_rank)
     columns, rows = Cut(0, tuple(inner), rank), Cut(1, tuple(inner), rank)
-    _require_whole_groups("o_proj", attention.o_proj, query)
     once = rank == 0  # of a linear whose inputs are cut one rank adds the bias
     matrices = {
         "qkv": merge([attention.q_proj, attention.k_proj, attention.v_proj], [query, key, key], transposed),
@@ -62,7 +60,7 @@ def cut_layer(
         "gate_up": merge([mlp.gate_proj, mlp.up_proj], [columns, columns], transposed),
         "down": merge([mlp.down_proj], [rows], transposed, keep_bias=once),
     }
-    norms, eps = _norms(layer, heads, rank)
+    norms, eps = _merged_norms(layer, heads, rank)
     fields = {
         "heads": heads.query[rank],
         "kv_heads": heads.key[heads.key_rank],
@@ -71,6 +69,26 @@ def cut_layer(
         "eps": eps,
     } | {name: tuple(matrix.spec for matrix in merged) for name, merged in matrices.items()}
     return fields, norms | matrices
+
+
+def require_cuttable(layer: nn.Module, ranks: int, weights: Sequence[float] | None) -> None:
+    """Raises InvalidArgument where `cut_layer` would, and evaluates nothing."""
+    _cuts(layer, 0, ranks, weights)
+
+
+def _cuts(layer: nn.Module, rank: int, ranks: int, weights: Sequence[float] | None) -> tuple[Heads, list[int]]:
+    """How heads and the MLP's inner width are cut, once it is certain that the layer is one that can be."""
+    attention, mlp = _require_parts(layer)
+    heads = _cut_heads(attention, rank, ranks, weights)
+    inner = _cut_inner(mlp, ranks, weights)
+    query = Cut(0, tuple(count * heads.dim for count in heads.query), rank)
+    _require_whole_groups("o_proj", attention.o_proj, query)
+    for module, names in ((attention, ("q_proj", "k_proj", "v_proj", "o_proj")), (mlp, ("gate_proj", "up_proj"))):
+        for name in names:
+            require_linear(module[name])
+    require_linear(mlp.down_proj)
+    _norms(layer, heads)
+    return heads, inner
 
 
 def _require_parts(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
@@ -88,8 +106,6 @@ def _require_parts(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
         raise InvalidArgument(
             f"SplitBlock: {name} has no {', '.join(missing)}: it is not shaped like a decoder layer of Llama or Qwen3"
         )
-    if getattr(layer, "use_sliding", False):
-        raise InvalidArgument(f"SplitBlock: {name} attends to a sliding window, which its cache cannot hold")
     return layer.self_attn, layer.mlp
 
 
@@ -129,20 +145,27 @@ def _require_whole_groups(name: str, linear: nn.Module, cut: Cut) -> None:
         )
 
 
-def _norms(layer: nn.Module, heads: Heads, rank: int) -> tuple[dict[str, mx.array], tuple[float, ...]]:
-    """This rank's norms, those of queries and keys as one: a row for each head."""
+def _norms(layer: nn.Module, heads: Heads) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The norms of the layer, and those of queries and keys, if there are."""
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
     attention = layer.self_attn
     of_heads = [attention[name] for name in ("q_norm", "k_norm") if name in attention]
     for norm in norms + of_heads:
         if type(norm) is not nn.RMSNorm:
-            raise InvalidArgument(f"SplitBlock: {type(norm).__name__} is not nn.RMSNorm")
-    arrays = {"input_norm": norms[0].weight, "post_norm": norms[1].weight}
+            raise InvalidArgument(f"SplitBlock: {type(norm).__name__} of {type(norm).__module__} is not nn.RMSNorm")
     if of_heads:
         if len(of_heads) != 2 or any(norm.weight.shape != (heads.dim,) for norm in of_heads):
             raise InvalidArgument("SplitBlock: q_norm and k_norm must both be there, and be norms over one head")
         if of_heads[0].eps != of_heads[1].eps:
             raise InvalidArgument("SplitBlock: q_norm and k_norm have a different eps")
+    return norms, of_heads
+
+
+def _merged_norms(layer: nn.Module, heads: Heads, rank: int) -> tuple[dict[str, mx.array], tuple[float, ...]]:
+    """This rank's norms, those of queries and keys as one: a row for each head."""
+    norms, of_heads = _norms(layer, heads)
+    arrays = {"input_norm": norms[0].weight, "post_norm": norms[1].weight}
+    if of_heads:
         counts = heads.query[rank], heads.key[heads.key_rank]
         rows = [mx.broadcast_to(norm.weight, (count, heads.dim)) for norm, count in zip(of_heads, counts)]
         arrays["qk_norm"] = mx.concatenate(rows)

@@ -18,7 +18,7 @@ import mlx.nn as nn
 from ...errors import InvalidArgument
 from ..shards import take
 
-__all__ = ["Cut", "Matrix", "Spec", "granularity", "merge", "project"]
+__all__ = ["Cut", "Matrix", "Spec", "granularity", "merge", "project", "require_linear"]
 
 
 class Cut(NamedTuple):
@@ -51,10 +51,6 @@ class Matrix(nn.Module):
     @property
     def spec(self) -> Spec:
         return self._spec
-
-    def arrays(self) -> dict[str, mx.array]:
-        """What `project` wants; a plain dictionary, for `mx.compile`."""
-        return dict(self)
 
 
 def granularity(linear: nn.Module, axis: int) -> int:
@@ -115,16 +111,21 @@ def _is_quantized(linear: nn.Module) -> bool:
     return isinstance(linear, nn.QuantizedLinear)
 
 
+def require_linear(linear: nn.Module) -> None:
+    """Raises InvalidArgument for a module that `merge` does not take."""
+    if type(linear) is not nn.Linear and not _is_quantized(linear):
+        raise InvalidArgument(
+            f"SplitBlock: cannot merge a {type(linear).__name__}; it takes nn.Linear and nn.QuantizedLinear as they "
+            "are before sharding (fuse adapters first)"
+        )
+
+
 def _spec(linear: nn.Module, transposed: bool, keep_bias: bool) -> Spec:
+    require_linear(linear)
     bias = keep_bias and "bias" in linear
-    if type(linear) is nn.Linear:
-        return Spec(transposed, bias=bias)
     if _is_quantized(linear):
         return Spec(False, linear.bits, linear.group_size, getattr(linear, "mode", "affine"), bias)
-    raise InvalidArgument(
-        f"SplitBlock: cannot merge a {type(linear).__name__}; it takes nn.Linear and nn.QuantizedLinear as they are "
-        "before sharding (fuse adapters first)"
-    )
+    return Spec(transposed, bias=bias)
 
 
 def _part(linear: nn.Module, cut: Cut, spec: Spec) -> dict[str, mx.array]:

@@ -1,41 +1,46 @@
-"""A whole model of mlx-lm whose layers are `SplitBlock`s, for mlx-lm's own generate."""
+"""A whole model of mlx-lm whose layers are `SplitBlock`s, or its own layers cut, for mlx-lm's own generate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from ...arguments import group_of
 from ...errors import InvalidArgument
 from ...group import Group
-from ..shards import join, split_sizes
-from .merged import Cut, merge, project
-from .split_block import TOLERANCE, SplitBlock, positions, relative_error, require_agreement
+from ..agreement import agree, agreed, described
+from ..plan import plan_shards, shard_model
+from .cut_layer import require_cuttable
+from .head import cut_head
+from .probes import boundaries, logits_at
+from .split_block import SplitBlock, relative_error, settings
+from .submitted import submit_sums
 
 __all__ = ["SplitModel"]
+
+NAME = "SplitModel.from_model"
+TOLERANCE = {mx.float32: 1e-3, mx.float16: 5e-2, mx.bfloat16: 1e-1}  # relative difference of logits
 
 
 class SplitModel(nn.Module):
     """What :meth:`from_model` makes. ``mlx_lm.generate(model, tokenizer, ...)`` takes it like the model itself.
 
     Every rank must generate the same tokens: from the same seed, or greedily. Logits are equal on all of them.
+
+    Attributes:
+        model: mlx-lm's own, with other layers. What this class does not have is looked up there.
+        whole_layers: why the layers are mlx-lm's own and cut by `shard_model`; ``None`` where they are `SplitBlock`s.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        blocks: list[SplitBlock],
-        head: Callable[[mx.array], mx.array],
-        group: Group,
-    ) -> None:
+    def __init__(self, model: nn.Module, whole_layers: str | None) -> None:
         super().__init__()
-        self.args, self.model_type = model.args, model.model_type
-        self.embed_tokens, self.norm = model.model.embed_tokens, model.model.norm
-        self.layers, self.head = blocks, head
-        self._group = group
+        self.model = model
+        self.whole_layers = whole_layers
 
     @classmethod
     def from_model(
@@ -48,128 +53,152 @@ class SplitModel(nn.Module):
         submit: bool | None = None,
         check: bool = True,
     ) -> SplitModel:
-        """Cuts a model of mlx-lm whose layers :meth:`SplitBlock.from_layer` takes, and takes it to pieces.
+        """Cuts a model of mlx-lm, in place, and takes it over.
 
-        ``model.model`` must have ``embed_tokens``, ``layers`` and ``norm``; the head is ``lm_head`` or, where
-        ``args.tie_word_embeddings``, the embedding. Embedding and norm are on every rank, the head is cut by vocabulary
-        and its logits are gathered. Each layer of ``model`` is given up as soon as it is cut.
+        Where :meth:`SplitBlock.from_layer` takes all its layers they become blocks, each given up as soon as it is cut,
+        and the head is cut by vocabulary, its logits gathered. Otherwise the model is cut by
+        :func:`mlxdist.nn.shard_model`, and with ``submit`` each sum is handed to MLX at once.
 
         Args:
             weights, transposed, submit: as for a layer.
-            check: compare the logits of three tokens with those of ``model``, on every rank. A collective.
+            check: compare logits with those of ``model``, on every rank: at the start and, with caches that stand
+                there, before and behind every number of positions that its configuration names. A collective.
 
         Raises:
-            InvalidArgument: a layer or the model has another shape, or cannot be cut like this, or (``check``) computes
-                something else, or is not the same on all ranks.
+            InvalidArgument: the model is cut already, or cannot be cut like this, or (``check``) computes something
+                else, or is not the same on all ranks.
         """
         group = group_of(group)
-        refused = split = wanted = None
-        tokens = mx.array([[0, 1, 2]])
-        try:
-            _require_shape(model)
+        wanted: list[mx.array] = []
+        numbers = boundaries(getattr(model, "args", None))
+        with agreed(NAME, group, numbers, described(model)):
+            _require_whole(model)
             if check:
-                wanted = model(tokens)
-                mx.eval(wanted)
-            split = cls._cut(model, group, weights, transposed, submit)
-        except InvalidArgument as error:
-            refused = error
-        if not check:
-            if refused is not None:
-                raise refused
-            return split
-        require_agreement(refused, group, "SplitModel.from_model")
-        error = relative_error(split(tokens), wanted)
-        if not error <= TOLERANCE.get(wanted.dtype, 1e-3):
-            refused = InvalidArgument(
-                f"SplitModel: its logits differ from those of the {model.model_type} by {error:.2g} of their norm: the "
-                "model computes something that SplitModel does not, or the ranks hold different weights"
-            )
-        require_agreement(refused, group, "SplitModel.from_model")
+                wanted = logits_at(model, numbers)
+            reason = _not_blocks(model, group.size(), weights)
+        agree(NAME, group, None, {"layers that can be blocks": reason})
+        # A block of each kind of layers is compared with its layer, while the model is whole. That is collective, but
+        # all ranks come to the end of this block: they agree about each layer, with an exception on all or on none.
+        with agreed(NAME, group):
+            reason = reason or _wrong_blocks(model, group, weights)
+        if reason is None:
+            with agreed(NAME, group):
+                _cut_into_blocks(model, group, weights, transposed, submit)
+        else:
+            _cut_whole_layers(model, group, weights, submit)
+        split = cls(model, reason)
+        if check:
+            found = logits_at(split, numbers)
+            with agreed(NAME, group):
+                _require_close(found, wanted, numbers, split.model_type)
         return split
 
-    @classmethod
-    def _cut(
-        cls,
-        model: nn.Module,
-        group: Group,
-        weights: Sequence[float] | None,
-        transposed: bool | None,
-        submit: bool | None,
-    ) -> SplitModel:
-        layers, blocks = model.model.layers, []
-        for number, layer in enumerate(layers):
-            ropes = {id(block.rope): block.rope for block in blocks}.values()
-            blocks.append(
-                SplitBlock.from_layer(
-                    layer, group, weights=weights, transposed=transposed, submit=submit, ropes=ropes, check=False
-                )
-            )
-            layers[number] = None
-        return cls(model, blocks, Head(model, group, transposed), group)
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """As the model: tokens (batch, length) to logits (batch, length, vocabulary), on every rank."""
+        return self.model(*arguments, **keywords)
 
-    def __call__(
-        self, inputs: mx.array, cache: list[Any] | None = None, input_embeddings: mx.array | None = None
-    ) -> mx.array:
-        """Tokens (batch, length) to logits (batch, length, vocabulary), on every rank."""
-        h = self.embed_tokens(inputs) if input_embeddings is None else input_embeddings
-        r = None
-        caches = cache or [None] * len(self.layers)
-        places: dict[tuple, Any] = {}
-        for block, own in zip(self.layers, caches):
-            offset = None if own is None else own.offset
-            key = id(block.rope), offset
-            if key not in places:
-                places[key] = positions(block.rope, h.shape[1], offset, "causal")
-            h, r = block.step(h, r, places[key], own)
-        return self.head(self.norm(h + r))
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "model":
+                raise
+            return getattr(self.model, name)
 
 
-class Head(nn.Module):
-    """The language model's head, cut by vocabulary where that is at least a token per rank; logits are gathered."""
-
-    def __init__(self, model: nn.Module, group: Group, transposed: bool | None) -> None:
-        super().__init__()
-        tied = not hasattr(model, "lm_head")
-        linear = _as_linear(model.model.embed_tokens) if tied else model.lm_head
-        vocabulary = linear.weight.shape[0]
-        self._group = group
-        # The ranks need not be able to share it equally: nearly so, by largest remainder.
-        self._sizes = split_sizes("SplitModel: vocabulary", vocabulary, group.size(), [1] * group.size())
-        transposed = mx.default_device() == mx.cpu if transposed is None else transposed
-        self.matrix = merge([linear], [Cut(0, tuple(self._sizes), group.rank())], transposed)
-        self._specs = tuple(matrix.spec for matrix in self.matrix)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        logits = project(self._specs, self.matrix, x)
-        return join(logits, -1, self._sizes, self._group)
-
-
-def _require_shape(model: nn.Module) -> None:
-    inner = getattr(model, "model", None)
-    missing = [name for name in ("embed_tokens", "layers", "norm") if not hasattr(inner, name)]
-    if missing or not hasattr(model, "args"):
-        raise InvalidArgument(
-            f"SplitModel: {type(model).__module__} has no model.{', model.'.join(missing) or 'args'}: it is not shaped "
-            "like mlx-lm's Llama"
-        )
-    if not hasattr(model, "lm_head") and not getattr(model.args, "tie_word_embeddings", False):
-        raise InvalidArgument("SplitModel: the model has neither lm_head nor args.tie_word_embeddings")
-    if any(layer is None for layer in inner.layers):
+def _require_whole(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module) or not hasattr(model, "layers"):
+        raise InvalidArgument(f"SplitModel: {type(model).__name__} has no layers, as mlx-lm's models have")
+    if isinstance(model, SplitModel) or any(isinstance(layer, SplitBlock) for layer in model.layers):
         raise InvalidArgument("SplitModel: the model was cut already, which has taken its layers; load it again")
 
 
-def _as_linear(embedding: nn.Module) -> nn.Module:
-    """A linear with the weight of a tied embedding, dense or quantized."""
-    if type(embedding) is nn.Embedding:
-        linear = nn.Linear(1, 1, bias=False)
-    elif type(embedding) is nn.QuantizedEmbedding:
-        linear = nn.QuantizedLinear.__new__(nn.QuantizedLinear)
-        nn.Module.__init__(linear)
-        linear.group_size, linear.bits, linear.mode = embedding.group_size, embedding.bits, embedding.mode
-    else:
-        name = type(embedding).__name__
-        raise InvalidArgument(f"SplitModel: {name} is neither nn.Embedding nor nn.QuantizedEmbedding")
-    for name in ("weight", "scales", "biases"):
-        if embedding.get(name) is not None:
-            linear[name] = embedding[name]
-    return linear
+def _not_blocks(model: nn.Module, ranks: int, weights: Sequence[float] | None) -> str | None:
+    """Why the layers of a model cannot be blocks, by their shape; ``None`` where they can."""
+    if (layers := _list_of_layers(model)) is None:
+        return "SplitModel: the model has no list of its layers"
+    try:
+        for layer in layers:
+            if list(inspect.signature(type(layer).__call__).parameters) != ["self", "x", "mask", "cache"]:
+                raise InvalidArgument(f"SplitBlock: {type(layer).__name__} is not called with x, mask and cache alone")
+            require_cuttable(layer, ranks, weights)
+    except InvalidArgument as error:
+        return str(error)
+    return _reads_more(model, layers)
+
+
+def _list_of_layers(model: nn.Module) -> list[nn.Module] | None:
+    """The list that ``model.layers`` is, or is a copy of, to be written to."""
+    wanted = [id(layer) for layer in model.layers]
+    lists = (value for module in model.modules() for value in module.values() if isinstance(value, list))
+    return next((value for value in lists if [id(one) for one in value] == wanted), None)
+
+
+def _reads_more(model: nn.Module, layers: list[nn.Module]) -> str | None:
+    """What the model takes of its layers that a block does not have; it is tried with stand-ins for the layers."""
+    whole = list(layers)
+    try:
+        layers[:] = [_StandIn(layer) for layer in whole]
+        model(mx.array([[0, 1]]))
+    except AttributeError as error:
+        return f"SplitModel: the model reads its layers: {error}"
+    finally:
+        layers[:] = whole
+    return None
+
+
+class _StandIn:
+    """A layer that shows no more of itself than a `SplitBlock` does."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.__dict__.update(settings(layer))
+        self._layer = layer
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        return self._layer(x, mask, cache)
+
+
+def _wrong_blocks(model: nn.Module, group: Group, weights: Sequence[float] | None) -> str | None:
+    """The same by what they compute: of one layer of each kind. Collective, the same on all ranks."""
+    kinds = {tuple(type(module) for module in layer.modules()): layer for layer in reversed(model.layers)}
+    for layer in kinds.values():
+        try:
+            SplitBlock.from_layer(layer, group, weights=weights, transposed=False, submit=False)
+        except InvalidArgument as error:
+            return str(error)
+    return None
+
+
+def _cut_into_blocks(
+    model: nn.Module, group: Group, weights: Sequence[float] | None, transposed: bool | None, submit: bool | None
+) -> None:
+    layers, blocks = _list_of_layers(model), []
+    for number, layer in enumerate(layers):
+        tables = {id(block.table): block.table for block in blocks}.values()
+        blocks.append(
+            SplitBlock.from_layer(
+                layer, group, weights=weights, transposed=transposed, submit=submit, tables=tables, check=False
+            )
+        )
+        layers[number] = blocks[-1]
+    cut_head(model, group, transposed)
+
+
+def _cut_whole_layers(model: nn.Module, group: Group, weights: Sequence[float] | None, submit: bool | None) -> None:
+    with agreed(NAME, group):
+        plan = plan_shards(model, tp=group.size(), weights=weights)
+        if group.size() > 1 and not plan.cut:
+            raise InvalidArgument("SplitModel: shard_model finds nothing in this model that it can cut")
+    shard_model(model, plan, group)
+    if mx.default_device() != mx.cpu if submit is None else submit:
+        submit_sums(model)
+
+
+def _require_close(found: list[mx.array], wanted: list[mx.array], numbers: list[int], model_type: str) -> None:
+    error = np.max([relative_error(*pair) for pair in zip(found, wanted)])  # NaN if one is, unlike Python's max
+    if not error <= TOLERANCE.get(wanted[0].dtype, 1e-3):
+        raise InvalidArgument(
+            f"SplitModel: its logits differ from those of the {model_type} by {error:.2g} of their norm, at the start "
+            f"or near one of the positions {numbers}: a part of the model computes something else once cut, or the "
+            "ranks hold different weights"
+        )

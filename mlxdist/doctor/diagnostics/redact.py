@@ -1,0 +1,287 @@
+"""What identifies a person or a machine, or opens a door, replaced by placeholders: equal values by equal ones.
+
+A report goes to strangers. Secrets, serial numbers, hardware UUIDs and GUIDs, MAC addresses, public IP addresses, names
+of users and hosts and home directories are replaced; private and link-local IPv4 addresses stay, since cables are told
+apart by them.
+"""
+
+from __future__ import annotations
+
+import getpass
+import ipaddress
+import os
+import pwd
+import re
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+__all__ = ["Redactor"]
+
+# Of keys in JSON, and of NAME=VALUE and NAME: VALUE in text.
+_PRIVATE_KEY = re.compile(
+    r"serial|uuid|udid|switch_uid|hardware_?id|mac_?addr|token|secret|passw|passphrase|credential|cookie"
+    r"|api[_-]?key|private[_-]?key|access[_-]?key|[_-]pwd|signature|authorization|(?<=[?&])(?:sig|key)(?==)",
+    re.IGNORECASE,
+)
+_PRIVATE_VARIABLE = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|COOKIE|AUTH|_PWD")
+_SHORTEST_SECRET = 6  # shorter values of private variables are words such as "yes"
+# No person, and words that reports are full of.
+_COMMON = frozenset(
+    (
+        "root", "admin", "user", "users", "ubuntu", "debian", "runner", "build", "mac", "macs", "imac", "macbook",
+        "studio", "mini", "localhost", "local", "node", "host", "mlx", "mlxdist", "python", "python3", "rank", "ranks",
+        "soft", "server", "default", "test", "tests", "unknown", "shared", "guest", "nobody", "mac-studio", "mac-mini",
+        "mac-pro", "macbook-pro", "macbook-air",
+    )
+)  # fmt: skip
+
+_HEX = "[0-9A-Fa-f]"
+_QUOTED = r"\"[^\"\n]*\"|'[^'\n]*'"
+# In this order at every place: what is longer and clearer comes first. Words are of bounded length, or begin where a
+# word does: the time is that of one pass, whatever the text.
+_PATTERNS = {
+    "placeholder": r"<(?:removed|[a-z0-9-]+-\d+)>",
+    "pem": r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+    "ssh": r"\b(?:ssh-(?:rsa|dss|ed25519)|ecdsa-sha2-[\w-]+|sk-[\w-]+@openssh\.com) [A-Za-z0-9+/=]{16,}(?: [^\s\"]+)?",
+    "bearer": r"\b(?i:bearer|basic) [A-Za-z0-9._~+/=-]{8,}",
+    "token": r"\b(?:hf_|gh[oprsu]_|github_pat_|glpat-|sk-|xox[abprs]-|AKIA|AIza|ya29\.|eyJ|pypi-Ag)[A-Za-z0-9_.-]{10,}"
+    r"|\bnpm_[A-Za-z0-9]{20,}",
+    "url": r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)",
+    "field": rf"(?P<key>(?<![\w-])[\w-]{{0,40}}?(?i:{_PRIVATE_KEY.pattern})[\w-]{{0,40}}(?: [Nn]umber)?"
+    r"(?: \([\w ]{1,20}\))?[\"']?\s?[:=]\s?)"
+    rf"(?P<value>{_QUOTED}|(?:(?i:basic|bearer|digest|token) )?[^\s\"',;}}\]]+)",
+    "option": rf"(?P<flag>(?<![\w-])--?[\w-]{{0,40}}?(?i:{_PRIVATE_KEY.pattern})[\w-]{{0,40}}[\"']?,?\s+)"
+    rf"(?P<argument>{_QUOTED}|(?!-|\d{{1,{_SHORTEST_SECRET - 1}}}(?![\w.-]))[^\s\"',;]+)",
+    "variable": rf"(?P<name>\b[A-Z][A-Z0-9_]*(?:KEY|AUTH|PASS)=)(?P<setting>{_QUOTED}|[^\s\"',;]+)",
+    "uuid": rf"\b{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}\b",
+    "guid": rf"(?<![\w:])(?:{_HEX}{{4}}(?::{_HEX}{{4}}){{3}}|{_HEX}{{2}}(?::{_HEX}{{2}}){{7}}|0x{_HEX}{{16}})(?![\w:])"
+    rf"|(?<![\w.-]){_HEX}{{16}}(?!\w|[.-]\w)",  # the second as ibv_devices prints it
+    # Of Ethernet 6 bytes, of IPoIB 20.
+    "mac": rf"(?<![\w:.-]){_HEX}{{1,2}}(?:(?::{_HEX}{{1,2}}){{14}})?(?::{_HEX}{{1,2}}){{5}}(?![\w:])"
+    rf"|(?<![\w-]){_HEX}{{2}}(?:-{_HEX}{{2}}){{5}}(?![\w-])",
+    "hex": rf"\b{_HEX}{{32,}}\b",
+    "folder": r"/var/folders/[^/\s\"']+/[^/\s\"']+",
+    "home": r"/(?:Users|home)/(?P<user>[^/\s\"':,;<>()]+)",
+    "account": r"(?<![\w.+-])(?P<login>[A-Za-z0-9_.+-]{1,64})@(?P<at>[A-Za-z0-9_][A-Za-z0-9_.-]*)",
+    # What ssh says of a host, by the HostName of ssh_config; and names of Bonjour.
+    "named": r"(?:connect to host|resolve hostname|[Cc]onnection (?:closed|reset|timed out) by)\s+"
+    r"(?P<host>(?!<|(?:peer|remote|foreign|authenticating|invalid|UNKNOWN)\b)[^\s\"']+?)(?=:?(?:[\s\"']|$))",
+    "bonjour": r"(?<![\w.-])(?!threading\.)[A-Za-z0-9][\w-]{0,62}\.local\b(?![\w.-]*[\w(])",
+    "ipv4": r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.]*\w)",
+    "ipv6": rf"(?<![\w:.])(?:{_HEX}{{0,4}}:){{2,7}}(?:\d{{1,3}}(?:\.\d{{1,3}}){{3}}|{_HEX}{{0,4}})(?![\w:])",
+}
+
+
+class Redactor:
+    """Replaces the same value by the same placeholder each time. Call `learn` first, with all that is printed."""
+
+    def __init__(
+        self, hosts: Iterable[str] = (), users: Iterable[str] = (), environ: Mapping[str, str] = os.environ
+    ) -> None:
+        """``hosts``, ``users``: names to replace besides this machine's own and those in ``environ``."""
+        self._numbers: dict[tuple[str, str], int] = {}
+        self._counts: dict[str, int] = {}
+        self._literals: dict[str, str] = {}  # what is replaced as it stands: its kind
+        self._domains: dict[str, set[str]] = {}  # of hosts, by the first label of their names
+        for name, value in environ.items():
+            if _PRIVATE_VARIABLE.search(name) and len(value) >= _SHORTEST_SECRET and not os.path.exists(value):
+                self._literals[value] = "secret"
+        self._homes = {os.path.expanduser("~"), environ.get("HOME", "")} - {"", "/", "~"}
+        for name in (*users, *_user_names(environ)):
+            self._learn_user(name)
+        self.learn_hosts([*hosts, socket.gethostname()])
+
+    def learn(self, value: Any) -> None:
+        """Names of users in paths, and values of private keys, wherever else they stand."""
+        for key, text in _texts(value):
+            if key and _PRIVATE_KEY.search(key) and len(text) >= _SHORTEST_SECRET:
+                self._literals.setdefault(text, "removed")
+            for found in re.finditer(_PATTERNS["home"], text):
+                self._learn_user(found["user"])
+            given = [found["value"] for found in re.finditer(_PATTERNS["field"], text)]
+            given += [found["argument"] for found in re.finditer(_PATTERNS["option"], text)]
+            for secret in (value.strip("\"'") for value in given):
+                if len(secret) >= _SHORTEST_SECRET and any(map(str.isdigit, secret)):
+                    self._literals.setdefault(secret, "removed")
+        self._compile()
+
+    def learn_hosts(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._learn_host(name)
+        self._compile()
+
+    def text(self, text: str) -> str:
+        return self._pattern.sub(self._replace, text)
+
+    def value(self, value: Any) -> Any:
+        """The same of what JSON can say, keys included."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, Mapping):
+            return self._mapping(value)
+        if isinstance(value, list | tuple):
+            return [self._field(option, inner) for option, inner in _after_options(value)]
+        return value
+
+    def _mapping(self, value: Mapping[Any, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, inner in value.items():
+            shown = once = self.text(str(key))
+            number = 1
+            while shown in found:  # names whose difference is not shown; no entry may be lost
+                number += 1
+                shown = f"{once} ({number})"
+            found[shown] = self._field(str(key), inner)
+        return found
+
+    def _field(self, key: str, value: Any) -> Any:
+        is_private = _PRIVATE_KEY.search(key) and isinstance(value, str | int) and not isinstance(value, bool)
+        return "<removed>" if is_private and value else self.value(value)
+
+    def _learn_host(self, name: str) -> None:
+        name = name.rpartition("@")[2].rstrip(".")
+        label, _, domain = _plain(name).partition(".")
+        if domain not in ("", "local"):
+            self._domains.setdefault(label, set()).add(domain)
+        for known in (name, name.partition(".")[0]):
+            if len(known) > 1 and known.lower() not in _COMMON and not _is_address(known) and not known.isdecimal():
+                self._literals.setdefault(known, "host")
+
+    def _learn_user(self, name: str) -> None:
+        if len(name) > 1 and name.lower() not in _COMMON and not name.startswith("<"):
+            self._literals.setdefault(name, "user")
+
+    def _compile(self) -> None:
+        known = sorted((*self._literals, *self._homes), key=len, reverse=True)
+        self._known = {literal.lower(): self._literals.get(literal, "home") for literal in known}
+        literals = [_literal(literal, self._known[literal.lower()]) for literal in known]
+        patterns = [f"(?P<{name}>{pattern})" for name, pattern in _PATTERNS.items()]
+        literal = [f"(?P<literal>{'|'.join(literals)})"] if literals else []
+        self._pattern = re.compile("|".join([patterns[0], *literal, *patterns[1:]]))
+
+    def _replace(self, found: re.Match[str]) -> str:
+        kind, text = found.lastgroup, found[0]
+        if kind == "placeholder":
+            return text
+        if kind == "literal":
+            return self._replace_literal(text)
+        if kind == "field":
+            return found["key"] + ("<removed>" if found["value"].strip("\"'") else found["value"])
+        if kind == "option":
+            return found["flag"] + "<removed>"
+        if kind == "variable":
+            return found["name"] + "<removed>"
+        if kind == "home":
+            return text[: -len(found["user"])] + self._user(found["user"])
+        if kind == "account":
+            return f"{self._user(found['login'])}@{self._host(found['at'])}"
+        if kind == "named":
+            return text[: -len(found["host"])] + self._host(found["host"])
+        if kind == "bonjour":
+            return self._host(text)
+        if kind == "folder":
+            return f"/var/folders/{self._placeholder('folder', text)}"
+        if kind in ("ipv4", "ipv6"):
+            return self._address(text)
+        return self._placeholder(kind if kind in ("uuid", "guid", "mac") else "secret", text.lower())
+
+    def _replace_literal(self, text: str) -> str:
+        kind = self._known.get(text.lower()) or "host"  # a name that is written with other signs between its words
+        if kind in ("home", "removed"):
+            return "~" if kind == "home" else "<removed>"
+        return self._placeholder(kind, self._host_key(text) if kind == "host" else _plain(text))
+
+    def _user(self, name: str) -> str:
+        return name if name.lower() in _COMMON else self._placeholder("user", _plain(name))
+
+    def _host(self, name: str) -> str:
+        if _is_address(name) or name in _COMMON:
+            return self.text(name)
+        return self._placeholder("host", self._host_key(name))
+
+    def _host_key(self, name: str) -> str:
+        """Equal for names of one host: the domain is left out where only one is known with the same first label."""
+        plain = _plain(name)
+        label = plain.partition(".")[0]
+        return label if len(self._domains.get(label, ())) < 2 else plain
+
+    def _address(self, text: str) -> str:
+        try:
+            address = ipaddress.ip_address(text)
+        except ValueError:  # a time of day, a version
+            return text
+        address = getattr(address, "ipv4_mapped", None) or address
+        is_known = address.is_loopback or address.is_unspecified or address.is_multicast
+        if is_known or (address.version == 4 and (address.is_link_local or _is_private(address))) or _is_mask(text):
+            return text
+        # IPv6 addresses that a machine gives itself are made from its MAC address.
+        scope = "-link-local" if address.is_link_local else "-private" if _is_private(address) else ""
+        return self._placeholder(f"ipv{address.version}{scope}", str(address))
+
+    def _placeholder(self, kind: str, value: str) -> str:
+        if (kind, value) not in self._numbers:
+            self._counts[kind] = self._numbers[kind, value] = self._counts.get(kind, 0) + 1
+        return f"<{kind}-{self._numbers[kind, value]}>"
+
+
+def _literal(literal: str, kind: str) -> str:
+    if kind in ("secret", "removed"):
+        return re.escape(literal)
+    if kind == "home":
+        return rf"{re.escape(literal)}(?![\w-])"
+    # The name "Ann's Mac Studio" is Anns-Mac-Studio on the network.
+    words = "[-_ ]".join("['’]?".join(map(re.escape, word)) for word in literal.split("-"))
+    return rf"(?<![A-Za-z0-9])(?i:{words})(?![A-Za-z0-9])"
+
+
+def _plain(name: str) -> str:
+    return re.sub("['’]", "", re.sub("[-_ ]", "-", name)).lower()
+
+
+def _texts(value: Any, key: str = "") -> Iterable[tuple[str, str]]:
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _texts(inner, str(name))
+    elif isinstance(value, list | tuple):
+        for option, inner in _after_options(value):
+            yield from _texts(inner, option or key)
+
+
+def _after_options(words: Sequence[Any]) -> Iterable[tuple[str, Any]]:
+    """Each element, as of a command line: with the private option before it whose value it is, or with none."""
+    for option, word in zip(["", *words], words):
+        is_value = isinstance(option, str) and option.startswith("-") and "=" not in option
+        is_value = is_value and isinstance(word, str) and not word.startswith("-")
+        is_number = is_value and word.isdecimal() and len(word) < _SHORTEST_SECRET  # --tokens 100
+        yield (option if is_value and not is_number else ""), word
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def _is_private(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    networks = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16") if address.version == 4 else ("fc00::/7",)
+    return any(address in ipaddress.ip_network(network) for network in networks)
+
+
+def _is_mask(text: str) -> bool:
+    return text.startswith(("255.", "0."))
+
+
+def _user_names(environ: Mapping[str, str]) -> list[str]:
+    """Of the user who runs this: the account, and the words of the full name."""
+    names = [environ.get(name, "") for name in ("USER", "LOGNAME", "SUDO_USER")]
+    try:
+        names.append(getpass.getuser())
+        full = pwd.getpwuid(os.getuid()).pw_gecos.partition(",")[0]
+    except (KeyError, OSError):  # a user whom the system has no name for
+        full = ""
+    return [*names, full, *(word for word in full.split() if len(word) > 2)]

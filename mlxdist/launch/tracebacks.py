@@ -1,0 +1,98 @@
+"""Tracebacks of ranks that fail alike: one is shown, and of the other ranks the last line, which is the error."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+__all__ = ["TracebackFilter", "Tracebacks"]
+
+_START = b"Traceback (most recent call last):\n"
+# Between the tracebacks of an exception and its cause.
+_BETWEEN = (
+    b"\n",
+    b"During handling of the above exception, another exception occurred:\n",
+    b"The above exception was the direct cause of the following exception:\n",
+)
+# Longer ones are no tracebacks.
+_MOST_LINES = 500
+# What a program logs in a loop may differ each time.
+_MOST_KEPT = 4096
+_FRAME = re.compile(rb'  File "([^"]+)", line ')
+_OURS = (str(Path(__file__).parents[1]).encode() + b"/", b"/site-packages/mlxdist/")
+
+
+class Tracebacks:
+    """Those of all ranks, each in one piece."""
+
+    def __init__(self) -> None:
+        self._shown: Counter[bytes] = Counter()
+        self._had: Counter[tuple[int, bytes]] = Counter()
+
+    def is_new(self, rank: int, text: bytes) -> bool:
+        """Whether no other rank has printed it as often as this one now has."""
+        if len(self._had) >= _MOST_KEPT:
+            self._shown.clear()
+            self._had.clear()
+        self._had[rank, text] += 1
+        if self._had[rank, text] <= self._shown[text]:
+            return False
+        self._shown[text] += 1
+        return True
+
+
+class TracebackFilter:
+    """What of a rank's standard error is shown."""
+
+    def __init__(self, rank: int, tracebacks: Tracebacks) -> None:
+        self._rank = rank
+        self._tracebacks = tracebacks
+        self._held: list[bytes] = []  # of a traceback that is not complete
+        self._repeats = False  # what came last was another rank's traceback, too
+
+    @property
+    def holds(self) -> bool:
+        return bool(self._held)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether what came last is another rank's traceback, too."""
+        return self._repeats
+
+    def take(self, lines: bytes) -> bytes:
+        """``lines``: complete ones, each with its end."""
+        if not self._held and not self._repeats and _START not in lines:  # the usual case, fast
+            return lines
+        return b"".join(map(self._take_line, lines.splitlines(keepends=True)))
+
+    def take_held(self) -> bytes:
+        """There is no more."""
+        held, self._held = b"".join(self._held), []
+        return held
+
+    def _take_line(self, line: bytes) -> bytes:
+        if self._held:
+            self._held.append(line)
+            if line.startswith(b" ") and len(self._held) < _MOST_LINES:
+                return b""
+            text = _without_inner_frames(self._held)
+            self._held = []
+            self._repeats = not self._tracebacks.is_new(self._rank, text)
+            return line if self._repeats else text
+        if line == _START:
+            self._held = [line]
+            return b""
+        self._repeats &= line in _BETWEEN
+        return b"" if self._repeats else line
+
+
+def _without_inner_frames(lines: list[bytes]) -> bytes:
+    """Where an error of mlxdist's was raised inside of it means nothing to its user; `--log-dir` keeps it."""
+    if not lines[-1].startswith(b"mlxdist.errors."):
+        return b"".join(lines)
+    frames = [place for place, line in enumerate(lines) if _FRAME.match(line)]
+    kept = len(lines) - 1
+    for place in reversed(frames[1:]):
+        if not any(ours in _FRAME.match(lines[place])[1] for ours in _OURS):
+            break
+        kept = place
+    return b"".join([*lines[:kept], lines[-1]])

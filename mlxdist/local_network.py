@@ -1,0 +1,27 @@
+"""macOS 15 and later lets a program use the local network only where the user has agreed (Apple's technote TN3179).
+
+Programs that Terminal or an ssh server has started may; an editor's terminal, and what a closed ssh connection has left
+running, may not. All that they see is errno 65 (EHOSTUNREACH), as without a route.
+"""
+
+import errno
+import sys
+
+__all__ = ["REMEDY", "hint"]
+
+REMEDY = (
+    "in System Settings > Privacy & Security > Local Network switch on the terminal or editor, Python, "
+    "sshd-keygen-wrapper"
+)
+_NO_ROUTE = "No route to host"  # EHOSTUNREACH, as ssh prints it
+
+
+def hint(failure: OSError | str) -> str:
+    """What to add to a failed connection to another host: nothing where this cannot be the cause.
+
+    ``failure``: of the connection, or what ssh said of it.
+    """
+    is_unreachable = _NO_ROUTE in failure if isinstance(failure, str) else failure.errno == errno.EHOSTUNREACH
+    if sys.platform != "darwin" or not is_unreachable:
+        return ""
+    return f"; if /usr/bin/nc or ping reaches it, macOS keeps this program from the local network (errno 65): {REMEDY}"

@@ -1,0 +1,63 @@
+"""Files and folders that mlxdist makes at places where others may write too, such as /tmp: what another user has put
+there is neither followed nor written.
+"""
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+__all__ = ["is_own_folder", "make_own_folder", "open_own"]
+
+
+def open_own(path: str | os.PathLike[str], flags: int) -> int:
+    """Like os.open; a new file is for this user only. A descriptor that programs started from here do not get.
+
+    Raises:
+        OSError: it is a link, even one of this user's, belongs to another user, is a file with a second name, or
+            cannot be opened.
+    """
+    # Not to wait for the reader of a pipe: it may be another user's.
+    try:
+        descriptor = os.open(path, flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if error.errno == errno.ELOOP and os.path.islink(path):
+            error.strerror = "it is a link"
+        raise
+    found = os.fstat(descriptor)
+    is_file = stat.S_ISREG(found.st_mode)
+    # What is no file, such as /dev/null or a terminal, may be the system's.
+    ours = (os.geteuid(),) if is_file else (os.geteuid(), 0)
+    if found.st_uid not in ours or (is_file and found.st_nlink > 1):
+        os.close(descriptor)
+        why = "it belongs to another user" if found.st_uid not in ours else "it has another name, too"
+        raise PermissionError(errno.EPERM, why, os.fspath(path))
+    if flags & os.O_TRUNC:  # only now: it is ours
+        os.ftruncate(descriptor, 0)
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
+def is_own_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether it is a folder, and no link, of this user."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+
+
+def make_own_folder(path: Path) -> bool:
+    """Makes it, if need be. False: something else has its name. What others may read or write is closed to them.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        if not is_own_folder(path):
+            return False
+    if stat.S_IMODE(path.stat().st_mode) != 0o700:
+        path.chmod(0o700)
+    return True

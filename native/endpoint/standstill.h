@@ -1,0 +1,25 @@
+/*
+ * Standstill: ranks that wait for each other, or for one that has left, will wait for ever.
+ *
+ * The engine knows which operations stand still, for which stream of which rank each of them waits, and which threads
+ * wait. mlxdist/standstill.py puts together what the ranks know, and fails the group where nothing can come any more.
+ */
+#ifndef MLXDIST_ENDPOINT_STANDSTILL_H
+#define MLXDIST_ENDPOINT_STANDSTILL_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+struct operation;
+
+struct waiting_thread {
+  uint64_t thread; /* pthread_self(), which Python calls its ident; 0: none yet */
+  const struct operation *operation; /* that it waits for; NULL: for none */
+  bool timed;      /* not longer than a time of its own */
+};
+
+/* With the lock: this thread waits for the operation, and does so no more. NULL: too many threads wait. */
+struct waiting_thread *standstill_wait(const struct operation *operation, bool timed);
+void standstill_go_on(struct waiting_thread *thread);
+
+#endif

@@ -1,0 +1,197 @@
+/* The engine on devices that answer awkwardly, as Thunderbolt's may: each answer of the profile apple-odd
+ * alone, then all of them. */
+#include "../soft/soft.h"
+#include "engine.h"
+#include "explain.h"
+#include "group.h"
+#include "sums.h"
+
+#include <errno.h>
+
+#define WIDE (IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE)
+
+static struct soft_profile profile; /* that the devices play */
+
+static mlxdist_options options_of(const char *name) {
+  mlxdist_options options;
+  mlxdist_default_options(&options);
+  options.soft_profile = name;
+  return options;
+}
+
+/* Devices are opened first and change their profile before anything is created there. */
+static mlxdist_group *open_devices(int rank, int size) {
+  mlxdist_options options = options_of("apple-tb5");
+  options.connect_at_start = 1;
+  mlxdist_group *group;
+  REQUIRE(mlxdist_group_create(rank, size, &options, &group) == MLXDIST_OK);
+  for (uint32_t i = 0; i < group->engine->device_count; i++)
+    soft_context(group->engine->devices[i].context)->profile = &profile;
+  group->engine->options.connect_at_start = (uint32_t)size;
+  return group;
+}
+
+static int create_peers(mlxdist_group *group) {
+  int status = MLXDIST_OK;
+  for (int32_t rank = 0; rank < group->size && !status; rank++)
+    if (group->engine->peers[rank].link_count) status = peer_create(&group->engine->peers[rank], group->engine);
+  return status;
+}
+
+/* From one message to more than a queue holds that nothing leaves: it has 1023 places. */
+static void exchange(mlxdist_group *group, int rank, int size) {
+  static const uint64_t counts[] = {1, 993, 40000, 300001};
+  for (int i = 0; i < 4; i++) REQUIRE(all_sum(group, rank, size, counts[i]) == MLXDIST_OK);
+  for (int i = 0; i < 1200; i++) REQUIRE(all_sum(group, rank, size, 8) == MLXDIST_OK);
+}
+
+static void works(struct world *world, int rank, int size, int region_access, int queue_pair_access) {
+  int barriers = 0;
+  mlxdist_group *group = open_devices(rank, size);
+  REQUIRE(create_peers(group) == MLXDIST_OK);
+  for (uint32_t i = 0; i < group->engine->device_count; i++) {
+    REQUIRE(group->engine->devices[i].region_access == region_access);
+    REQUIRE(group->engine->devices[i].queue_pair_access == queue_pair_access);
+  }
+  world_connect(world, group, rank, &barriers);
+  exchange(group, rank, size);
+  mlxdist_stats stats;
+  mlxdist_group_stats(group, &stats);
+  REQUIRE(stats.damaged == 0 && stats.reconnections == 0);
+  world_leave(world, group, &barriers);
+}
+
+static const struct soft_profile *like_apple(void) { return &soft_profiles[SOFT_APPLE_TB5]; }
+
+static void as_expected(struct world *world, int rank, int size) { works(world, rank, size, WIDE, WIDE); }
+static void narrow_regions(struct world *world, int rank, int size) {
+  works(world, rank, size, IBV_ACCESS_LOCAL_WRITE, WIDE);
+}
+static void narrow_queue_pairs(struct world *world, int rank, int size) {
+  works(world, rank, size, WIDE, IBV_ACCESS_LOCAL_WRITE);
+}
+
+/* Whatever a device says to flags that it does not take, those that it takes are found. */
+static int test_access(void) {
+  static const int errors[] = {0, EINVAL, ENOTSUP, EOPNOTSUPP, EPERM, EACCES, EIO};
+  int failed = 0;
+  for (size_t i = 0; i < sizeof errors / sizeof *errors; i++) {
+    profile = *like_apple();
+    profile.access_error = errors[i];
+    profile.region_access = WIDE;
+    failed |= world_run(2, as_expected);
+    profile.region_access = IBV_ACCESS_LOCAL_WRITE;
+    failed |= world_run(2, narrow_regions);
+    profile.region_access = 0;
+    profile.queue_pair_access = WIDE;
+    failed |= world_run(2, as_expected);
+    profile.queue_pair_access = IBV_ACCESS_LOCAL_WRITE;
+    failed |= world_run(2, narrow_queue_pairs);
+  }
+  return failed;
+}
+
+/* What was tried, and what came of it; errno 0 is no reason. */
+static void no_access(struct world *world, int rank, int size) {
+  (void)world;
+  mlxdist_group *group = open_devices(rank, size);
+  const char *verb = profile.region_access ? "reg_mr" : "modify_qp to INIT", *text = mlxdist_last_error();
+  REQUIRE(create_peers(group) == MLXDIST_RESOURCES);
+  REQUIRE(strstr(text, verb) && strstr(text, "failed with access flags 0x7 and 0x1; with 0x1: ") &&
+          strstr(text, "; with 0x7: ") && !strstr(text, strerror(0)));
+  if (verb[0] == 'r') REQUIRE(strstr(text, "the provider gives no reason"));
+  else REQUIRE(strstr(text, strerror(ENOTSUP)));
+  mlxdist_group_destroy(group);
+}
+
+static int test_no_access(void) {
+  profile = *like_apple();
+  profile.region_access = IBV_ACCESS_REMOTE_READ;
+  int failed = world_run(2, no_access);
+  profile.region_access = 0;
+  profile.queue_pair_access = IBV_ACCESS_REMOTE_READ;
+  return failed | world_run(2, no_access);
+}
+
+static int test_each_alone(void) {
+  profile = *like_apple();
+  profile.no_length = true;
+  int failed = world_run(2, as_expected);
+  profile = *like_apple();
+  profile.no_depth = true;
+  failed |= world_run(2, as_expected);
+  profile = *like_apple();
+  profile.signaled_only = true;
+  return failed | world_run(2, as_expected);
+}
+
+/* A device that says in INIT how deep its queues are, and not before. */
+static uint32_t depth;
+
+static int query_late(struct ibv_qp *qp, struct ibv_qp_attr *attr, int mask, struct ibv_qp_init_attr *init) {
+  if (qp->state == IBV_QPS_RESET) return EINVAL;
+  int error = soft_query_qp(qp, attr, mask, init);
+  attr->cap.max_send_wr = depth;
+  return error;
+}
+
+static void late_depth(struct world *world, int rank, int size) {
+  (void)world;
+  mlxdist_group *group = open_devices(rank, size);
+  struct device *device = group->engine->peers[!rank].links[0].device;
+  struct verbs table = *device->verbs;
+  table.query_qp = query_late;
+  device->verbs = &table;
+  if (depth >= 2 * 32) {
+    REQUIRE(create_peers(group) == MLXDIST_OK);
+  } else {
+    REQUIRE(create_peers(group) == MLXDIST_RESOURCES);
+    REQUIRE(strstr(mlxdist_last_error(), "made queues of 63 and 1023 for the eager queue pair"));
+  }
+  mlxdist_group_destroy(group);
+}
+
+static int test_late_depth(void) {
+  profile = *like_apple();
+  depth = 1023;
+  int failed = world_run(2, late_depth);
+  depth = 63;
+  return failed | world_run(2, late_depth);
+}
+
+static void all_together(struct world *world, int rank, int size) {
+  int barriers = 0;
+  mlxdist_options options = options_of("apple-odd");
+  mlxdist_group *group = world_join(world, rank, &barriers, &options);
+  exchange(group, rank, size);
+  world_leave(world, group, &barriers);
+}
+
+/* The port leaves the bridge, and the same queue pairs connect. */
+static void bridged(struct world *world, int rank, int size) {
+  int barriers = 0;
+  mlxdist_options options = options_of("apple-odd");
+  mlxdist_group *group;
+  REQUIRE(mlxdist_group_create(rank, size, &options, &group) == MLXDIST_OK);
+  REQUIRE(mlxdist_group_inject(group, "bridge=on") == MLXDIST_OK);
+  uint64_t each = mlxdist_group_address_size(group);
+  REQUIRE(mlxdist_group_address(group, world->addresses + each * (uint64_t)rank) == MLXDIST_OK);
+  world_barrier(world, &barriers);
+  REQUIRE(mlxdist_group_connect(group, world->addresses, each * (uint64_t)size) == MLXDIST_TRANSPORT);
+  REQUIRE(strstr(mlxdist_last_error(), verbs_port_remedy()));
+  REQUIRE(mlxdist_group_inject(group, "bridge=off") == MLXDIST_OK);
+  world_barrier(world, &barriers);
+  REQUIRE(mlxdist_group_connect(group, world->addresses, each * (uint64_t)size) == MLXDIST_OK);
+  world_barrier(world, &barriers);
+  exchange(group, rank, size);
+  world_leave(world, group, &barriers);
+}
+
+int main(void) {
+  REQUIRE(mlxdist_debug_open("off", -1, 0) == MLXDIST_OK);
+  int failed = test_access() | test_no_access() | test_each_alone() | test_late_depth();
+  for (int size = 2; size <= 4; size++) failed |= world_run(size, all_together);
+  failed |= world_run(2, bridged);
+  if (!failed) printf("engine_odd_test passed\n");
+  return failed;
+}

@@ -1,0 +1,74 @@
+"""`make check-macos`: compiles and links mlxdist as a Mac would, against MLX's wheels for macOS."""
+
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import mlx.core
+from link import find_lld
+from sdk import make_sdk
+
+__all__ = ["main"]
+
+ROOT = Path(__file__).parents[2]
+BUILD = ROOT / "build" / "macos"
+_VERSIONS = ("14.0", "26.0")
+_PYTHON = "3.12"  # of the wheels; those of other Pythons have the same libraries
+
+
+def fetch(version: str) -> Path:
+    """The folder with MLX's wheels for a macOS, unpacked; 45 to 80 MB, taken from PyPI once."""
+    release, platform = mlx.core.__version__, f"macosx_{version.replace('.', '_')}_arm64"
+    folder = BUILD / f"mlx-{release}-{platform}"
+    if folder.exists():
+        return folder
+    what = ["--no-deps", "--only-binary", ":all:", "--platform", platform, "--python-version", _PYTHON]
+    names = [f"mlx=={release}", f"mlx-metal=={release}"]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet"]
+    begun = folder.with_name(folder.name + ".part")
+    with tempfile.TemporaryDirectory() as wheels:
+        if subprocess.run([*pip, *what, "--dest", wheels, *names], check=False).returncode:
+            raise SystemExit(f"make check-macos needs {' and '.join(names)} for {platform}: pip must reach PyPI once")
+        for wheel in Path(wheels).iterdir():
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(begun, [name for name in archive.namelist() if not name.endswith(".metallib")])
+    begun.rename(folder)
+    return folder
+
+
+def use_sdk(wheels: Path, sdk: Path) -> None:
+    """MLX's wheel names the frameworks by the Xcode that built it. Compilers on a Mac ignore a folder that is missing;
+    zig warns of it at each file."""
+    targets = wheels / "mlx/share/cmake/MLX/MLXTargets.cmake"
+    targets.write_text(re.sub(r'/Applications/[^";]*?/(?=System/Library/Frameworks/)', f"{sdk}/", targets.read_text()))
+
+
+def main() -> int:
+    lld = find_lld()
+    print("linked by " + " ".join(lld) if lld else "not linked: there is no ld64.lld (Debian: apt-get install lld)")
+    return int(any([check(version) for version in _VERSIONS]))  # all; below 0 where ninja is killed
+
+
+def check(version: str) -> int:
+    print(f"--- macOS {version}, MLX {mlx.core.__version__}", flush=True)
+    wheels = fetch(version)
+    sdk = BUILD / f"sdk-{version}"
+    make_sdk(sdk, [*wheels.glob("mlx/lib/*.dylib"), *wheels.glob("mlx/*.so")])
+    use_sdk(wheels, sdk)
+    tools = Path(sys.executable).parent
+    build = BUILD / version
+    configure = [tools / "cmake", "-S", ROOT / "native", "-B", build, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release"]
+    configure += [f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}", "-DCMAKE_TOOLCHAIN_FILE=cmake/macos.cmake"]
+    configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-DMLX_ROOT={wheels / 'mlx'}", f"-DMACOS_VERSION={version}"]
+    configure += [f"-DMACOS_SDK={sdk}", "-DSKBUILD_PROJECT_VERSION=0"]
+    subprocess.run([*configure, "--log-level=WARNING", "-Wno-unused-cli"], check=True)
+    for product in [*build.glob("*.dylib"), *build.glob("*.so")]:
+        product.unlink()  # ninja does not know what link.py reads
+    return subprocess.run([tools / "ninja", "-C", build, "-k", "0", "--quiet"], check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,336 @@
+"""One rank of tests/test_training.py. Arguments: the scenario and its arguments. Prints "close" at the end."""
+
+import gc
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from weakref import ref
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.tuner.trainer import grad_checkpoint
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+import mlxdist
+from mlxdist.nn.plan import Plan, plan_shards, shard_model
+from mlxdist.nn.plan.shard_model import why_not_trained
+from mlxdist.train.cut_layers import cut_layer
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import tiny_models
+
+group = mlxdist.init()
+TOKENS = [[5, 17, 3, 60, 21, 9, 44, 11, 80], [2, 33, 71, 8, 50, 64, 1, 19, 27]]
+# Of the largest gradient of a parameter; float32 sums over the ranks come in another order.
+TOLERANCE = 5e-4
+STEPS = 20
+SHOWN = 6
+
+
+def loss(model: nn.Module, tokens: mx.array) -> mx.array:
+    logits = model(tokens[:, :-1]).astype(mx.float32)
+    # Some models forbid tokens with -inf.
+    return nn.losses.cross_entropy(mx.maximum(logits, -1e9), tokens[:, 1:]).mean()
+
+
+def gradients(model: nn.Module) -> dict[str, mx.array]:
+    value, found = nn.value_and_grad(model, loss)(model, mx.array(TOKENS))
+    mx.eval(value, found)
+    return {"the loss": value, **dict(tree_flatten(found))}
+
+
+def differences(found: dict, expected: dict, plan: Plan) -> Iterator[str]:
+    """What is not this rank's part of what one process has."""
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    # Gradients that are zero on paper, such as of a bias of keys, are noise.
+    largest = max(float(mx.abs(whole).max()) for whole in expected.values())
+    for path, whole in expected.items():
+        shard = plan.shards.get(path)
+        mine = np.array(shard.take(whole, group.rank()) if shard else whole).ravel()
+        size = max(float(mx.abs(whole).max()), 1e-3 * largest)
+        error = float(np.abs(np.array(found[path]).ravel() - mine).max(initial=0)) / size
+        if not error <= TOLERANCE:
+            yield f"{path} by {error:.2g}"
+
+
+def compare(name: str, fields: dict | None = None, steps: int = 0, quantized: bool = False, **how: object) -> str:
+    """The gradients of a cut model, or its parameters after steps, and those of the whole one: "" if they are close."""
+    whole, model = (tiny_models.build(name, **(fields or {})) for _ in range(2))
+    for one in (whole, model) if quantized else ():
+        nn.quantize(one, group_size=32, bits=4)  # its norms are trained
+    plan = plan_shards(model, **({"tp": group.size()} | how))
+    refused = why_not_trained(model, plan)
+    shard_model(model, plan, group)
+    if refused:
+        return "" if refusal(model) == refused else f"{name}: a gradient is not refused"
+    found, expected = (trained(one, steps) if steps else gradients(one) for one in (model, whole))
+    wrong = list(differences(found, expected, plan))
+    some = ", ".join(wrong[:SHOWN])
+    return f"{name} by {plan.how}: {len(wrong)} of {len(expected)} differ: {some}" if wrong else ""
+
+
+def refusal(model: nn.Module) -> str:
+    """Why a gradient is refused, where the model still computes."""
+    assert mx.isfinite(loss(model, mx.array(TOKENS))).item()
+    try:
+        gradients(model)
+    except mlxdist.InvalidArgument as error:
+        return str(error).partition("which is cut: ")[2]
+    return ""
+
+
+def trained(model: nn.Module, steps: int) -> dict[str, mx.array]:
+    # A gradient that is zero on paper is not noise of full speed with this eps.
+    optimizer = optim.AdamW(learning_rate=1e-3, eps=1e-5)
+    step = nn.value_and_grad(model, loss)
+    for _ in range(steps):
+        _, found = step(model, mx.array(TOKENS))
+        optimizer.update(model, found)
+        mx.eval(model.parameters(), optimizer.state)
+    return dict(tree_flatten(model.parameters()))
+
+
+def close(*cases: tuple[str, dict]) -> None:
+    wrong = [f"{how}: {message}" for name, how in cases if (message := compare(name, **how))]
+    assert not wrong, "; ".join(wrong)
+
+
+def models(heads: str, *names: str) -> None:
+    """One process for all. `heads` are those of the models, "6:3", if not their own."""
+    fields = {"heads": tuple(map(int, heads.split(":")))} if heads else {}
+    close(*((name, {"fields": fields}) for name in names))
+
+
+def steps(*names: str) -> None:
+    close(*((name, {"steps": STEPS}) for name in names))
+
+
+def cases() -> None:
+    """Uneven weights, whole experts, adapters on layers that are whole."""
+    heads = {"fields": {"heads": (6, 3)}, "weights": [2, 1]}
+    close(("qwen3", heads), ("qwen2_moe", heads), ("gpt_oss", heads), ("minimax", heads), ("kimi_k3", heads))
+    close(("longcat_flash", {"weights": [1, 1]}), ("qwen3_moe", {"tp": 1, "ep": 2}), ("mixtral", {"tp": 1, "ep": 2}))
+    close(("qwen3", {"quantized": True}), ("mixtral", {"quantized": True}))
+    latent = tiny_models.config_of("kimi_k3")["text_config"] | {"routed_expert_hidden_size": 32}
+    close(("kimi_k3", {"fields": {"text_config": latent | {"latent_moe_use_norm": True}}}))
+    whole, model = tiny_models.build("deepseek_v3"), tiny_models.build("deepseek_v3")
+    plan = plan_shards(model, tp=group.size())
+    shard_model(model, plan, group)
+    for one in (whole, model):
+        adapt(one)
+    wrong = list(differences(gradients(model), gradients(whole), plan))
+    assert not wrong, wrong
+
+
+def transformed() -> None:
+    """The same inside mx.compile, and with mlx-lm's checkpoints, which compute a layer again in the backward pass."""
+    whole, model = tiny_models.build("qwen3_moe"), tiny_models.build("qwen3_moe")
+    plan = plan_shards(model, tp=group.size())
+    shard_model(model, plan, group)
+    expected = gradients(whole)
+    step = nn.value_and_grad(model, loss)
+    compiled = mx.compile(lambda tokens: step(model, tokens), inputs=model.state, outputs=model.state)
+    for how in ("compiled", "again", "with checkpoints"):
+        if how == "with checkpoints":
+            grad_checkpoint(model.layers[0])
+        value, found = (step if how == "with checkpoints" else lambda _, tokens: compiled(tokens))(
+            model, mx.array(TOKENS)
+        )
+        wrong = list(differences({"the loss": value, **dict(tree_flatten(found))}, expected, plan))
+        assert not wrong, (how, wrong)
+
+
+def adapt(model: nn.Module) -> None:
+    """LoRA on latent projections, which all ranks hold, and which see one rank's share of the gradients."""
+    model.freeze()
+    mx.random.seed(3)
+    keys = {"self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"}
+    linear_to_lora_layers(model, 4, {"rank": 4, "scale": 2.0, "dropout": 0.0, "keys": keys})
+    noise = {path: mx.random.normal(array.shape) for path, array in tree_flatten(model.trainable_parameters())}
+    assert len(noise) == 16
+    model.update(tree_unflatten(list(noise.items())))
+
+
+def borders() -> None:
+    """What does not belong to one model: adapters, refusals, threads, what a token costs, what is kept and saved."""
+    wrong = [message for name in ("mixtral", "qwen2_moe", "gpt_oss") for message in adapted(name)]
+    assert not wrong, "; ".join(wrong)
+    other_adapters_are_refused()
+    refused_inside()
+    two_threads()
+    work_without_gradients()
+    saved_and_freed()
+
+
+def cut(name: str) -> nn.Module:
+    model = tiny_models.build(name)
+    return shard_model(model, plan_shards(model, tp=group.size()), group)
+
+
+def adapted(name: str) -> Iterator[str]:
+    """mlx-lm's adapters on all that it takes by default, also on experts that are cut."""
+    config = {"rank": 4, "scale": 2.0, "dropout": 0.0}
+    whole, model = tiny_models.build(name), cut(name)
+    for one in (whole, model):
+        one.freeze()
+    linear_to_lora_layers(model, 4, config)
+    mine = dict(tree_flatten(model.trainable_parameters()))
+    keys = {path.removeprefix("model.layers.").split(".", 1)[1].rpartition(".")[0] for path in mine}
+    linear_to_lora_layers(whole, 4, config | {"keys": keys})
+    mx.random.seed(7)
+    values = {path: 0.1 * mx.random.normal(a.shape) for path, a in tree_flatten(whole.trainable_parameters())}
+    assert values.keys() == mine.keys() and any("switch_mlp" in key or "experts" in key for key in keys)
+    whole.update(tree_unflatten(list(values.items())))
+    model.update(tree_unflatten([(path, half(values[path], array)) for path, array in mine.items()]))
+    found, expected = gradients(model), gradients(whole)
+    for path, array in found.items():
+        wanted = half(expected[path], array)
+        error = float(mx.abs(array - wanted).max() / mx.abs(wanted).max())
+        if not error <= TOLERANCE:
+            yield f"{name}, adapter {path} by {error:.2g}"
+
+
+def half(whole: mx.array, like: mx.array) -> mx.array:
+    """This rank's part, where a part is like that."""
+    for axis in range(whole.ndim):
+        if whole.shape[axis] != like.shape[axis]:
+            return mx.split(whole, group.size(), axis)[group.rank()]
+    return whole
+
+
+def other_adapters_are_refused() -> None:
+    """One whose gradient is not known: by a norm over all inputs, of which a rank has a part."""
+    model = cut("qwen2_moe")
+    model.freeze()
+    keys = {"mlp.shared_expert.down_proj"}
+    linear_to_lora_layers(model, 4, {"rank": 4, "scale": 2.0, "dropout": 0.0, "keys": keys}, use_dora=True)
+    try:
+        gradients(model)
+        raise AssertionError("not refused")
+    except mlxdist.InvalidArgument as error:
+        assert "how DoRALinear, put on the cut shared_expert.down_proj, trains is not known" in str(error), error
+
+
+def refused_inside() -> None:
+    """Also where the loss is of an inner model."""
+    model, tokens = cut("longcat_flash"), mx.array(TOKENS)
+    assert mx.isfinite(model.model(tokens).sum()).item()
+    try:
+        mx.eval(nn.value_and_grad(model, lambda model, tokens: model.model(tokens).square().mean())(model, tokens))
+        raise AssertionError("not refused")
+    except mlxdist.InvalidArgument as error:
+        assert "which is cut: its zero experts" in str(error), error
+
+
+class Meeting(nn.Module):
+    """A router: the first thread in it waits for the second, if that comes, and the second until the first is done."""
+
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__()
+        self.router = router
+        self._first, self._second, self._done = (threading.Event() for _ in range(3))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if not self._first.is_set():
+            self._first.set()
+            self._second.wait(0.5)
+        else:
+            self._second.set()
+            self._done.wait(5)
+        return self.router(x)
+
+
+def two_threads() -> None:
+    """In one block at a time: afterwards its parameters are its own."""
+    block = cut("gpt_oss").layers[0].mlp
+    block.router = meeting = Meeting(block.router)
+    before, x = dict(tree_flatten(block.parameters())), mx.ones((1, 2, block.router.router.weight.shape[-1]))
+
+    def first() -> None:
+        block(x)
+        meeting._done.set()
+
+    threads = [threading.Thread(target=first), threading.Thread(target=lambda: block(x))]
+    threads[0].start()
+    assert meeting._first.wait(30)
+    threads[1].start()
+    for thread in threads:
+        thread.join()
+    assert meeting._second.is_set()
+    after = dict(tree_flatten(block.parameters()))
+    assert [path for path in before if after[path] is not before[path]] == []
+
+
+def work_without_gradients() -> None:
+    """How many functions a block calls for its border where nothing is differentiated: two, but for scaled biases."""
+    for name, bound in (("llama", 3), ("qwen3", 3), ("deepseek_v3", 3), ("gpt_oss", 20)):
+        model, token = cut(name), mx.array([[5]])
+        model(token)
+        calls: Counter = Counter()
+
+        def count(frame: FrameType, event: str, argument: object, calls: Counter = calls) -> None:
+            file, function = Path(frame.f_code.co_filename).name, frame.f_code.co_name
+            if event in ("call", "c_call") and file in ("borders.py", "mappings.py"):
+                calls[function if event == "call" else argument.__name__] += 1
+
+        sys.setprofile(count)
+        try:
+            model(token)
+        finally:
+            sys.setprofile(None)
+        blocks = sum(type(module).__name__.removeprefix("Summed").startswith("Cut") for module in model.modules())
+        inner = sum(type(module).__name__.startswith("_Inner") for module in model.modules())
+        assert blocks >= tiny_models.LAYERS and calls["custom_function"] == 0
+        # A column-parallel layer asks whether anything is traced, and calls nn.Linear.
+        assert calls.total() <= bound * blocks + 2 * inner, (name, blocks, inner, calls)
+
+
+def saved_and_freed() -> None:
+    """Adapters on whole layers of a cut block are whole; those on cut layers are not. What is replaced is not kept."""
+    model = cut("deepseek_v3")
+    adapt(model)
+    assert cut_layer(dict(tree_flatten(model.trainable_parameters())).values()) is None
+    attention = model.layers[0].self_attn
+    assert cut_layer([attention.o_proj.weight]) and cut_layer([attention.q_b_proj.weight])
+    model = cut("mixtral")
+    linear_to_lora_layers(model, 1, {"rank": 4, "scale": 2.0, "dropout": 0.0})
+    experts = model.layers[-1].block_sparse_moe.switch_mlp
+    assert cut_layer([experts.gate_proj.lora_a, experts.down_proj.lora_b]) is None
+    for array in (experts.gate_proj.lora_b, experts.down_proj.lora_a, experts.down_proj.linear.weight):
+        assert cut_layer([array])
+    replaced = ref(model.layers[0].block_sparse_moe.gate)
+    nn.quantize(model, 32, 4, class_predicate=lambda path, module: path.endswith("block_sparse_moe.gate"))
+    gc.collect()
+    assert replaced() is None
+
+
+def collectives() -> None:
+    """One a block in the forward pass; in the backward pass one for its input and one for what is whole in it."""
+    for name, sums, router in (("qwen3_moe", (8, 8 + 4 + 3), 1), ("smollm3", (8, 8), 0)):
+        model = tiny_models.build(name)
+        shard_model(model, plan_shards(model, tp=group.size()), group)
+        forward = counted(lambda model=model: loss(model, mx.array(TOKENS)))
+        backward = counted(lambda model=model: gradients(model)) - forward
+        assert (forward, backward) == sums, f"{name}: {forward}, {backward}"
+        # What is frozen costs nothing: of the last MLP only its router is left.
+        model.freeze()
+        model.layers[-1].mlp.unfreeze()
+        backward = counted(lambda model=model: gradients(model)) - forward
+        assert backward == router, f"{name}, frozen: {backward}"
+
+
+def counted(step: Callable[[], object]) -> int:
+    before = group.stats()["collectives"]
+    mx.eval(step())
+    return group.stats()["collectives"] - before
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])
+    print("close")

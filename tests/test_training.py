@@ -1,0 +1,64 @@
+"""Cut models train: the gradient of every parameter is the whole model's, and so is what an optimizer makes of it."""
+
+import pytest
+import tiny_models
+
+# One for each cause: norms of one head; routers, shared experts; latent projections; experts apart from their router;
+# a norm over all heads; biases that are added once.
+TYPICAL = ["qwen3", "mixtral", "qwen2_moe", "deepseek_v3", "gemma4_text", "olmo2", "minimax", "gpt_oss"]
+FAMILIES = [
+    "llama", "qwen3", "qwen3_next", "qwen3_5_moe", "gemma3_text", "gemma4_text", "glm4_moe", "deepseek_v3", "gpt_oss",
+    "mixtral", "minimax",
+]  # fmt: skip
+
+
+def trainable() -> list[str]:
+    others = {*tiny_models.NOT_IMPORTED, *tiny_models.NOT_COMPARED, *tiny_models.NOT_TRAINED}
+    return [name for name in tiny_models.model_files() if name not in others]
+
+
+def test_gradients_of_typical_models(run_ranks):
+    assert all("close" in output for output in run_ranks("training.py", 2, "models", "", *TYPICAL))
+
+
+def test_collectives_of_a_step(run_ranks):
+    assert all("close" in output for output in run_ranks("training.py", 2, "collectives"))
+
+
+def test_borders(run_ranks):
+    """Adapters on cut experts, refusals, threads, what decoding costs, what is saved and freed."""
+    assert all("close" in output for output in run_ranks("training.py", 2, "borders"))
+
+
+@pytest.mark.long
+def test_gradients_of_every_model_file(run_ranks):
+    names = trainable()
+    assert len(names) > 115
+    assert all("close" in output for output in run_ranks("training.py", 2, "models", "", *names, timeout=500))
+
+
+@pytest.mark.long
+def test_gradients_on_three_ranks(run_ranks):
+    names = sorted({*TYPICAL, *FAMILIES})
+    assert all("close" in output for output in run_ranks("training.py", 3, "models", "6:3", *names, timeout=240))
+
+
+@pytest.mark.long
+def test_gradients_of_kv_heads_that_several_ranks_hold(run_ranks):
+    names = ["llama", "smollm3", "qwen3_5", "granite", "gemma2", "phi3", "gpt_oss", "qwen3_moe"]
+    assert all("close" in output for output in run_ranks("training.py", 2, "models", "4:1", *names, timeout=240))
+
+
+@pytest.mark.long
+def test_weights_whole_experts_and_adapters(run_ranks):
+    assert all("close" in output for output in run_ranks("training.py", 2, "cases", timeout=240))
+
+
+@pytest.mark.long
+def test_compiled_and_with_checkpoints(run_ranks):
+    assert all("close" in output for output in run_ranks("training.py", 2, "transformed", timeout=240))
+
+
+@pytest.mark.long
+def test_weights_after_twenty_steps(run_ranks):
+    assert all("close" in output for output in run_ranks("training.py", 2, "steps", *FAMILIES, timeout=400))
