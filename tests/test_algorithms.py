@@ -43,4 +43,4 @@ def test_ranks_with_different_algorithms_are_told(run_ranks, operation, odd, eve
     assert all("Mismatch: ranks disagree" in output for output in outputs), outputs
     # The one who noticed has told all others. Where one rank waits for another that has no part in it, nobody can say
     # more than what may be the cause.
-    assert all("MLXDIST_ALGO" in output for output in outputs)
+    assert all("MLXDIST_ALGO" in output for output in outputs), outputs

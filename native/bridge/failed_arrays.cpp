@@ -64,9 +64,10 @@ void fail_arrays() {
   std::optional<Error> error;
   {
     std::lock_guard lock(mutex);
-    error = std::exchange(failure, std::nullopt);
+    if (!failure) return;
+    error.emplace(*failure); /* errors are not assigned: libc++ keeps that for itself on macOS */
+    failure.reset();
   }
-  if (!error) return;
   static const auto stream = mx::new_thread_unsafe_stream(mx::Device::cpu); /* any thread may read */
   std::shared_ptr<mx::Primitive> failed = std::make_shared<Failed>(stream, *error);
   std::unordered_set<uintptr_t> seen;

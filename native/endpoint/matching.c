@@ -27,10 +27,12 @@ int matching_fail(const struct operation *ours, const struct peer *peer, const s
   else if (expected_bytes != UINT64_MAX && theirs->bytes != expected_bytes)
     snprintf(sizes, sizeof sizes, ", and rank %d sends %llu bytes where rank %d expects %llu", peer->rank,
              (unsigned long long)theirs->bytes, rank, (unsigned long long)expected_bytes);
+  /* With another algorithm a rank may need nothing of an operation, and be at the next one. */
   return fail(MLXDIST_MISMATCH, "ranks disagree: rank %d calls %s, rank %d calls %s%s; all ranks must call the same "
-              "operations in the same order with the same dtype and shape",
+              "operations in the same order with the same dtype and shape%s",
               first ? rank : peer->rank, first ? ours_text : theirs_text, first ? peer->rank : rank,
-              first ? theirs_text : ours_text, sizes);
+              first ? theirs_text : ours_text, sizes,
+              same_operation ? "" : ", by the same algorithm (MLXDIST_ALGO)");
 }
 
 void matching_read_ready(struct peer *peer, const struct wire_header *header) {
