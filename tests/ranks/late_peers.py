@@ -376,7 +376,7 @@ def demo() -> None:
     mlxdist.set_step = lambda *of: (count(steps, 0), note(*of))
     mlx_lm.stream_generate = lambda *of, **k: (t for t in generate(*of, **k) if count(tokens, length) is None)
     out = Path(sys.argv[4])
-    checkpoints, text = example.Checkpoints(out / "checkpoints", 10_000), example.prose()
+    checkpoints, text = example.Checkpoints(out / "checkpoints", 10_000, False), example.prose()
     tokenizer = example.make_tokenizer(text, out)
     corpus = example.np.array(tokenizer.encode(text))
     model, _ = example.train(corpus, length, 0, checkpoints, Console(quiet=True))
@@ -386,22 +386,6 @@ def demo() -> None:
     for counts in (steps, sharded):
         print(counts, flush=True)
         assert len(counts) == length and counts[0] < counts[5] and counts[8] == counts[-1], counts
-
-
-def cost() -> None:
-    """No test: prints the time of an operation and its messages, to compare with MLXDIST_MEET_AFTER=0."""
-    x = mx.ones(4096)
-    for _ in range(5):
-        mlxdist.meet()
-        before, begin = group.stats(), time.perf_counter()
-        for _ in range(30):
-            y = x
-            for _ in range(8):
-                y = mlxdist.all_sum(y) / 2
-            mx.eval(y)
-        seconds, after = time.perf_counter() - begin, group.stats()
-        grown = {name: after[name] - before[name] for name in ("messages_sent", "meetings", "meeting_messages")}
-        print(f"{seconds / 240 * 1e6:.1f} us an operation, {grown}")
 
 
 def translated() -> None:

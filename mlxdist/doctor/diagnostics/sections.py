@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...config.survey import SCRIPT, read_parts
-from ...environment import VARIABLES
 from ...errors import ResourceError
 from ...hostfile.options import Chosen
 from ...own_python import own_module
@@ -29,7 +28,6 @@ from .runs import Run, probe, run
 __all__ = ["SECTIONS", "Context", "Step"]
 
 LATE_SECONDS = 8.0  # macOS ends GPU work that waits for about 5 s
-_MEET_AFTER = "MLXDIST_MEET_AFTER"
 # Of what the script of `mlxdist config` prints. Names of network services, such as those of a VPN, are private.
 _COMMANDS = ("system", "rdma_ctl", "devices", "ports", "thunderbolt", "interfaces")
 _BENCH = ["bench", "collectives", "--json", "--level", "engine", "--op", "send_recv,all_sum"]
@@ -203,9 +201,7 @@ def _fill_late(section: Section, context: Context) -> None:
     elif chosen.hostfile is not None:
         chosen = alone(chosen, chosen.hosts()[0])
     section.text = f"The last rank is {seconds:g} s late for an all_sum whose result the others compute with.\n\n"
-    variants: dict[str, dict[str, str]] = {"as it is": {}}
-    if any(variable.name == _MEET_AFTER for variable in VARIABLES):
-        variants = {"ranks meet on the host before": {}, "without that": {_MEET_AFTER: "0"}}
+    variants = {"ranks meet on the host before": {}, "without that": {"MLXDIST_MEET_AFTER": "0"}}
     for name, settings in variants.items():
         context.say(name)
         words = [late_rank.__name__, f"{seconds:g}"]
