@@ -105,12 +105,17 @@ class Connection::Ticket {
   Ticket(const Ticket&) = delete;
   Ticket& operator=(const Ticket&) = delete;
   ~Ticket() {
+    if (arrived_) connection_->go_back(*arrived_); /* MLX has thrown the error of an earlier task instead */
     std::lock_guard lock(connection_->pending_mutex_);
     if (--connection_->pending_ == 0) connection_->drained_.notify_all();
   }
 
-  void meet(Call call, Peers peers) { connection_->meet(call, peers); }
+  void meet(Call call, Peers peers) {
+    arrived_ = peers;
+    connection_->meet(call, peers);
+  }
   void run(Call call, const Operation& operation) {
+    arrived_.reset();
     try {
       connection_->run(call, operation);
     } catch (const Error& error) {
@@ -123,6 +128,7 @@ class Connection::Ticket {
  private:
   std::shared_ptr<Connection> connection_;
   const StreamTask task_;
+  std::optional<Peers> arrived_; /* of an operation that has not been called */
 };
 
 struct Connection::World {
@@ -218,6 +224,11 @@ void Connection::meet(Call call, Peers peers) {
   double limit = call.timeout >= 0 ? call.timeout : mlxdist_group_timeout(group);
   InterpreterRuns others_run;
   mlxdist_meet(group, peers.operation, limit > 0 ? limit : -1);
+}
+
+void Connection::go_back(Peers peers) {
+  std::shared_lock lock(closing_);
+  if (group_ != nullptr && getpid() == world_->process) mlxdist_go_back(group_, peers.to, peers.from);
 }
 
 void Connection::check() {

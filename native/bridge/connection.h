@@ -104,6 +104,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   Connection(mlxdist_group* group, bool is_world, std::shared_ptr<World> world);
   mlxdist_group* usable() const;
   void meet(Call call, Peers peers);
+  void go_back(Peers peers);
   void run(Call call, const Operation& operation);
   void report(const Error& error);
   bool is_idle_until(std::chrono::steady_clock::time_point deadline);

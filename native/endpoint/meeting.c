@@ -217,6 +217,14 @@ int32_t mlxdist_arrive(mlxdist_group *group, int32_t to, int32_t from) {
   return partners.count > 0;
 }
 
+void mlxdist_go_back(mlxdist_group *group, int32_t to, int32_t from) {
+  struct peer *peer;
+  for (int32_t member = 0; member < group->size && from == MLXDIST_ALL; member++)
+    if ((peer = peer_of(group, member))) atomic_fetch_sub(&peer->meeting.arrived[MEETING_COLLECTIVES], 1);
+  if ((peer = peer_of(group, to))) atomic_fetch_sub(&peer->meeting.arrived[MEETING_SENDS], 1);
+  if ((peer = peer_of(group, from))) atomic_fetch_sub(&peer->meeting.received, 1);
+}
+
 /* Those that have come leave the list. */
 static void remove_present(uint64_t now) {
   int kept = 0;

@@ -425,6 +425,9 @@ enum mlxdist_members { MLXDIST_NONE = -1, MLXDIST_ALL = -2 };
  * peer was late for one of the last 256, or there were fewer than 256. */
 int32_t mlxdist_arrive(mlxdist_group *group, int32_t to, int32_t from);
 
+/* An operation that was counted is not called: the program may come to it a second time. */
+void mlxdist_go_back(mlxdist_group *group, int32_t to, int32_t from);
+
 /* In the same thread: waits for the peers, at most `patience` seconds (negative: as long as it takes), and returns 1
  * when that is over; 0 if it is not. `operation`: its name, for notices and errors. A peer that has not come after
  * options.entry_timeout fails the group: the operation then ends with that error. */

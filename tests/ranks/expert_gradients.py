@@ -111,7 +111,7 @@ def check(case: Case) -> None:
     value, got = gradients(case, layers, part, mine, indices, x, scores, cotangent, count=True)
     if case.placed == "sharded":
         value = mlxdist.all_sum(value, group=group)
-    near(value, want_value, (case, "loss"))
+    near(value, want_value, (case, "loss"), least=1)  # a sum in which terms of about 1 cancel out
     for name in case.differentiated:
         if name == "x":
             near(got[name], want[name][mine], (case, name))
@@ -178,10 +178,10 @@ def collectives(case: Case) -> int:
     return case.layers * forward + (case.layers - 1 + first_has_gradients) * backward
 
 
-def near(got: mx.array, want: mx.array, what: object) -> None:
+def near(got: mx.array, want: mx.array, what: object, least: float = 1e-2) -> None:
     assert got.shape == want.shape, f"{what} on rank {rank}: shape {got.shape}, expected {want.shape}"
     if got.size:
-        error, scale = mx.abs(got - want).max().item(), max(1e-2, mx.abs(want).max().item())
+        error, scale = mx.abs(got - want).max().item(), max(least, mx.abs(want).max().item())
         assert error <= 2e-5 * scale, f"{what} on rank {rank}: off by {error:.2e} of {scale:.2e}"
 
 

@@ -41,6 +41,7 @@ def fails(x: mx.array, **stream: mx.Stream) -> mx.array:
     if scenario == "mismatch" and odd_one:
         x = mx.concatenate([x, x])
     result = all_sum(x, **stream)
+    group.barrier()  # what is built after another rank has failed raises that error at once
     if scenario == "timeout":
         group.timeout = 0.5
         if odd_one:
