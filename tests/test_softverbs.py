@@ -4,8 +4,11 @@ import importlib.util
 import json
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -88,6 +91,81 @@ def exported(library: Path | str) -> dict[str, str]:
     if sys.platform == "darwin":
         return {symbol.removeprefix("_"): "" for symbol in symbols}
     return dict(symbol.split("@@") for symbol in symbols if "@@" in symbol)
+
+
+def find_program(name: str) -> str:
+    package = "ibverbs-utils" if name.startswith("ibv_") else "perftest"
+    return shutil.which(name) or pytest.skip(f"there is no {name}: apt-get install {package}")
+
+
+def wait_for_server(process: subprocess.Popen, port: int) -> None:
+    """Until the port is listened at; a connection would be taken for the client's."""
+    listener = re.compile(rf":{port:04X} [0-9A-F]+:0000 0A ")
+    while not listener.search(Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+
+
+def run_pair(name: str, *arguments: str, profile: str = "ideal") -> list[tuple[int, str]]:
+    """Exit status and output of a program's server and of its client."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [find_program(name), "-d", "soft0", "-p", str(port), "-s", "4096", *arguments]
+    environment = os.environ | {"LD_PRELOAD": str(LIBRARY), "SOFTVERBS_PROFILE": profile}
+    options = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, **options) as server:
+        try:
+            wait_for_server(server, port)
+            client = subprocess.run([*command, "127.0.0.1"], **options, timeout=60)
+            output, _ = server.communicate(timeout=60)
+        finally:
+            server.kill()
+    return [(server.returncode, output), (client.returncode, client.stdout)]
+
+
+@linux
+@pytest.mark.long
+def test_ibv_devinfo():
+    """A table of addresses as a RoCE device has it."""
+    shown = subprocess.run(
+        [find_program("ibv_devinfo"), "-v", "-d", "soft1"],
+        env=os.environ | {"LD_PRELOAD": str(LIBRARY)}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert shown.returncode == 0, shown.stderr
+    addresses = re.findall(r"GID\[ *(\d)\]:\s+(\S+), (RoCE v\d)", shown.stdout)
+    assert [(index, kind) for index, _, kind in addresses] == [("0", "RoCE v1"), ("1", "RoCE v2")]
+    assert addresses[0][1].startswith("fe80:") and addresses[1][1].startswith("::ffff:")
+
+
+@linux
+@pytest.mark.long
+@pytest.mark.parametrize("index", ["0", "1"])
+def test_ibv_uc_pingpong(index):
+    """It checks what it receives."""
+    for status, output in run_pair("ibv_uc_pingpong", "-g", index, "-n", "20", "-c"):
+        assert status == 0 and "20 iters in" in output and "invalid data" not in output, output
+
+
+PERFTEST = ["ib_send_lat", "ib_send_bw", "ib_write_lat", "ib_write_bw"]
+MEASURED = re.compile(r"^ *4096 +20 +\d", re.M)
+
+
+@linux
+@pytest.mark.long
+@pytest.mark.parametrize("index", [(), ("-x", "0")], ids=["own_choice", "first_address"])
+@pytest.mark.parametrize("name", PERFTEST)
+def test_perftest(name, index):
+    for status, output in run_pair(name, "-c", "UC", "-F", "-n", "20", *index):
+        assert status == 0 and MEASURED.search(output), output
+
+
+@linux
+@pytest.mark.long
+def test_perftest_on_thunderbolt():
+    """It keeps to Apple's rules until its end, where it destroys completion queues before regions."""
+    for status, output in run_pair("ib_send_lat", "-c", "UC", "-F", "-n", "20", profile="apple-tb5"):
+        assert MEASURED.search(output), output
+        assert status == 0 or "Failed to destroy CQ - Device or resource busy" in output, output
 
 
 @linux

@@ -1,10 +1,12 @@
 /* Memory that peers can reach (alloc_memory), and memory regions. */
+#define _POSIX_C_SOURCE 200809L
 #include "soft.h"
 
 #include <errno.h>
 #include <stdlib.h>
+#include <unistd.h>
 
-static size_t whole_pages(size_t bytes) {
+size_t soft_whole_pages(size_t bytes) {
   return (bytes + SEGMENT_PAGE - 1) / SEGMENT_PAGE * SEGMENT_PAGE;
 }
 
@@ -31,7 +33,7 @@ void *soft_alloc_memory(struct ibv_context *verbs, size_t bytes) {
     errno = bytes > SEGMENT_BYTES ? ENOMEM : EINVAL;
     return NULL;
   }
-  bytes = whole_pages(bytes);
+  bytes = soft_whole_pages(bytes);
   struct soft_block *block = context->blocks;
   while (block && (block->used || block->bytes < bytes)) block = block->next;
   if (!block) {
@@ -68,7 +70,7 @@ void soft_free_memory(struct ibv_context *verbs, void *memory, size_t bytes) {
     previous = block;
     block = block->next;
   }
-  if (!block || !block->used || block->bytes != whole_pages(bytes)) {
+  if (!block || !block->used || block->bytes != soft_whole_pages(bytes)) {
     errno = EINVAL;
     return;
   }
@@ -89,6 +91,13 @@ static bool crosses_4_gib(const void *addr, size_t length) {
   return (uint64_t)(uintptr_t)addr >> 32 != ((uint64_t)(uintptr_t)addr + length - 1) >> 32;
 }
 
+/* Apple's devices want regions on whole pages, and a program gets those as large as its system says. */
+static size_t alignment(const struct soft_context *context) {
+  size_t page = (size_t)sysconf(_SC_PAGESIZE);
+  size_t strict = context->profile->mr_alignment;
+  return context->bounces && page < strict ? page : strict;
+}
+
 /* An lkey is the region's place in the table and the number of its registration, so a stale key does not match a
  * later region. The memory is not touched: whether it is there matters when it is used. */
 struct ibv_mr *soft_reg_mr(struct ibv_pd *pd, void *addr, size_t length, int access) {
@@ -98,7 +107,7 @@ struct ibv_mr *soft_reg_mr(struct ibv_pd *pd, void *addr, size_t length, int acc
   bool bad_access = (access & ~known) || ((access & remote) && !(access & IBV_ACCESS_LOCAL_WRITE));
   bool bad_range = !addr || length == 0 || (uintptr_t)addr + length < (uintptr_t)addr;
   bool too_far = context->profile->short_regions && crosses_4_gib(addr, length);
-  if (bad_access || bad_range || too_far || (uintptr_t)addr % context->profile->mr_alignment) {
+  if (bad_access || bad_range || too_far || (uintptr_t)addr % alignment(context)) {
     errno = EINVAL;
     return NULL;
   }

@@ -72,23 +72,45 @@ void names_strike_out(uint64_t nonce) {
 
 static bool is_dead(long pid) { return pid > 0 && pid <= INT_MAX && kill((pid_t)pid, 0) && errno == ESRCH; }
 
+static bool read_note(const char *note, long *pid, unsigned long long *nonce) {
+  int length = 0;
+  return sscanf(note, "%10ld-%16llx%n", pid, nonce, &length) == 2 && note[length] == '\0';
+}
+
 static void remove_if_dead(int folder, const char *note) {
   long pid;
   unsigned long long nonce;
-  int length = 0;
-  if (sscanf(note, "%10ld-%16llx%n", &pid, &nonce, &length) != 2 || note[length] != '\0' || !is_dead(pid)) return;
+  if (!read_note(note, &pid, &nonce) || !is_dead(pid)) return;
   char name[NAME_BYTES];
   names_write(nonce, name);
   if (shm_unlink(name) && errno != ENOENT) return;
   unlinkat(folder, note, 0);
 }
 
-void names_remove_dead(void) {
+static DIR *open_notes(void) {
   int folder = open_folder();
-  int copy = folder < 0 ? -1 : dup(folder); /* closedir closes it */
-  DIR *notes = copy < 0 ? NULL : fdopendir(copy);
-  for (struct dirent *entry; notes && (entry = readdir(notes));) remove_if_dead(folder, entry->d_name);
-  if (notes) closedir(notes);
-  else if (copy >= 0) close(copy);
-  if (folder >= 0) close(folder);
+  DIR *notes = folder < 0 ? NULL : fdopendir(folder);
+  if (!notes && folder >= 0) close(folder);
+  return notes;
+}
+
+void names_remove_dead(void) {
+  DIR *notes = open_notes();
+  if (!notes) return;
+  for (struct dirent *entry; (entry = readdir(notes));) remove_if_dead(dirfd(notes), entry->d_name);
+  closedir(notes);
+}
+
+bool names_find(uint32_t (*number_of)(uint64_t nonce), uint32_t number, uint64_t *nonce) {
+  DIR *notes = open_notes();
+  if (!notes) return false;
+  bool found = false;
+  for (struct dirent *entry; !found && (entry = readdir(notes));) {
+    long pid;
+    unsigned long long noted;
+    found = read_note(entry->d_name, &pid, &noted) && number_of(noted) == number;
+    if (found) *nonce = noted;
+  }
+  closedir(notes);
+  return found;
 }

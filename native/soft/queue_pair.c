@@ -189,6 +189,7 @@ static void forget_receives(struct soft_qp *qp) {
   for (; qp->rq_head < qp->rq_posted; qp->rq_head++) {
     struct soft_mr *mr = qp->receives[qp->rq_head & qp->rq_mask].mr;
     if (mr) mr->receives--;
+    if (qp->bounces) soft_bounce_drop(qp, qp->rq_head);
   }
 }
 
@@ -217,7 +218,7 @@ int soft_destroy_qp(struct ibv_qp *verbs) {
   if (context->segment->layout) atomic_store(&qp->shared->qp_num, 0);
   context->positions[verbs->handle] = qp->rq_posted;
   soft_cq_detach(qp);
-  soft_bounce_free(qp);
+  soft_bounce_empty(context);
   soft_pd(verbs->pd)->users--;
   context->qps[verbs->handle] = NULL;
   free_qp(qp);

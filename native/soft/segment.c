@@ -65,6 +65,16 @@ void *segment_map_file(int fd) {
   return memory;
 }
 
+static uint32_t free_place(void) {
+  uint32_t place = 0;
+  for (const struct segment *segment = segments; segment;) {
+    bool taken = segment->owned && segment->place == place;
+    place += taken;
+    segment = taken ? segments : segment->next;
+  }
+  return place;
+}
+
 int segment_create(struct segment **result) {
   struct segment *segment = calloc(1, sizeof *segment);
   if (!segment) return ENOMEM;
@@ -78,6 +88,7 @@ int segment_create(struct segment **result) {
 
   pthread_once(&once, watch_forks);
   pthread_mutex_lock(&lock);
+  segment->place = free_place();
   int error = getentropy(&segment->cookie, sizeof segment->cookie) ? errno : segment_map_new(segment);
   if (!error) enter(segment);
   pthread_mutex_unlock(&lock);
@@ -91,6 +102,7 @@ int segment_create(struct segment **result) {
   header->cookie = segment->cookie;
   header->bytes = SEGMENT_BYTES;
   header->base = (uint64_t)(uintptr_t)segment->layout;
+  header->place = segment->place;
   header->version = SEGMENT_VERSION;
   header->magic = SEGMENT_MAGIC;
   *result = segment;

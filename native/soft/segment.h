@@ -29,7 +29,7 @@
  * slabs; the rest is room for registered buffers. */
 #define SEGMENT_BYTES ((size_t)256 << 20)
 #define SEGMENT_MAGIC UINT64_C(0x747369642d786c6d) /* "mlx-dist" in memory */
-#define SEGMENT_VERSION 3 /* of the layout below; processes with different versions do not connect */
+#define SEGMENT_VERSION 4 /* of the layout below; processes with different versions do not connect */
 
 /* Apple's pages. Segments are mapped, and memory is given out, on such boundaries on every system. */
 #define SEGMENT_PAGE 16384u
@@ -50,6 +50,7 @@ struct segment_header {
   uint32_t profile; /* enum soft_profiles: both sides play the same device */
   uint64_t base;    /* where the owner has mapped it */
   _Atomic uint32_t closed;
+  uint32_t place;   /* see struct segment */
 };
 
 /* A memory region that peers may write to with RDMA_WRITE, at the place that its key names. The owner empties the place
@@ -134,6 +135,8 @@ struct segment {
   union ibv_gid gid;             /* how peers find it */
   uint64_t cookie;
   bool owned;
+  uint32_t place;  /* among those that its process owns: the lowest that was free */
+  uint32_t number; /* how segment_find finds it; 0: not at all */
   bool named; /* there is a name to remove */
   int fd;     /* what peers open, or -1 */
   int memory_fd; /* of a peer's: see segment_memory; or -1 */
@@ -151,6 +154,14 @@ int segment_create(struct segment **segment);
  * user; EINVAL: something else is there. */
 int segment_open(const union ibv_gid *gid, struct segment **segment);
 
+/* The GID of the segment of this user that has the number, of 28 bits: for addresses that are too short for a GID. ENOENT
+ * or EACCES: there is none. */
+int segment_find(uint32_t number, union ibv_gid *gid);
+#define SEGMENT_NUMBERS (UINT32_C(1) << 28)
+
+/* GIDs of segments begin like link-local addresses, as the first one of a RoCE device. */
+static const uint8_t segment_prefix[2] = {0xfe, 0x80};
+
 /* Ends the owner's use: nobody can open the segment from now on. Peers keep their mappings. */
 void segment_close(struct segment *segment);
 
@@ -163,7 +174,8 @@ int segment_memory(struct segment *segment);
 
 /* What differs between systems: segment_memfd.c (Linux) and segment_posix.c (macOS). Both have mode 0600. */
 
-/* Makes SEGMENT_BYTES of zeroed shared memory. Sets layout, gid, fd and named; cookie is set already. */
+/* Makes SEGMENT_BYTES of zeroed shared memory. Sets layout, gid, number, fd and named; cookie and place are set
+ * already. */
 int segment_map_new(struct segment *segment);
 
 /* Maps the segment at segment->gid. Sets layout and cookie; the caller checks the header. */

@@ -3,9 +3,11 @@
 #define _GNU_SOURCE 1
 #include "segment.h"
 
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -14,10 +16,12 @@
 /* A sealed size can neither shrink nor grow: reading a mapped page never ends in SIGBUS, dead owner or not. */
 #define SEALS (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
 #define NAME "mlxdist"
+#define PLACES 64 /* a number is 22 bits of a process id, as many as Linux has, and 6 of a place */
 
 struct address {
+  uint8_t prefix[2];
+  uint16_t fd;
   int32_t pid;
-  int32_t fd;
   uint64_t cookie;
 };
 _Static_assert(sizeof(struct address) == sizeof(union ibv_gid), "an address is a GID");
@@ -39,13 +43,16 @@ int segment_map_new(struct segment *segment) {
   if (fd < 0) return errno;
   /* A memfd is born with mode 0777; what keeps others out already is that /proc/<pid>/fd is the owner's. */
   int error = fchmod(fd, 0600) || ftruncate(fd, (off_t)SEGMENT_BYTES) || fcntl(fd, F_ADD_SEALS, SEALS) ? errno : 0;
+  if (!error && fd > UINT16_MAX) error = EMFILE;
   if (!error) error = map(segment, fd);
   if (error) {
     close(fd);
     return error;
   }
-  struct address address = {.pid = getpid(), .fd = fd, .cookie = segment->cookie};
+  struct address address = {.fd = (uint16_t)fd, .pid = getpid(), .cookie = segment->cookie};
+  memcpy(address.prefix, segment_prefix, sizeof address.prefix);
   memcpy(&segment->gid, &address, sizeof address);
+  if (segment->place < PLACES) segment->number = (uint32_t)address.pid * PLACES + segment->place;
   segment->fd = fd;
   return 0;
 }
@@ -60,27 +67,61 @@ static int check_link(const char *path) {
   return length >= (ssize_t)strlen(expected) && !memcmp(target, expected, strlen(expected)) ? 0 : EINVAL;
 }
 
+static int open_segment(const struct address *address, int *fd) {
+  char path[64];
+  snprintf(path, sizeof path, "/proc/%d/fd/%d", address->pid, address->fd);
+  int error = check_link(path);
+  if (error) return error;
+  *fd = open(path, O_RDWR | O_CLOEXEC);
+  if (*fd < 0) return errno;
+  struct stat status;
+  if (fstat(*fd, &status))
+    error = errno;
+  else if (status.st_size != (off_t)SEGMENT_BYTES || fcntl(*fd, F_GET_SEALS) != SEALS)
+    error = EINVAL;
+  if (error) close(*fd);
+  return error;
+}
+
 int segment_map_peer(struct segment *segment) {
   struct address address;
   memcpy(&address, &segment->gid, sizeof address);
-  if (address.pid <= 0 || address.fd < 0) return EINVAL;
-  char path[64];
-  snprintf(path, sizeof path, "/proc/%d/fd/%d", address.pid, address.fd);
-  int error = check_link(path);
+  if (address.pid <= 0 || memcmp(address.prefix, segment_prefix, sizeof address.prefix) != 0) return EINVAL;
+  int fd;
+  int error = open_segment(&address, &fd);
   if (error) return error;
-
-  int fd = open(path, O_RDWR | O_CLOEXEC);
-  if (fd < 0) return errno;
-  struct stat status;
-  if (fstat(fd, &status))
-    error = errno;
-  else if (status.st_size != (off_t)SEGMENT_BYTES || fcntl(fd, F_GET_SEALS) != SEALS)
-    error = EINVAL;
-  else
-    error = map(segment, fd);
+  error = map(segment, fd);
   close(fd);
   segment->cookie = address.cookie;
   return error;
+}
+
+/* Whether the process's segment in that place has the address, whose cookie is filled in. */
+static bool is_in_place(struct address *address, uint32_t place) {
+  struct segment_header header;
+  int fd;
+  if (open_segment(address, &fd)) return false;
+  bool found = pread(fd, &header, sizeof header, 0) == sizeof header && header.place == place;
+  if (found) address->cookie = header.cookie;
+  close(fd);
+  return found;
+}
+
+int segment_find(uint32_t number, union ibv_gid *gid) {
+  struct address address = {.pid = (int32_t)(number / PLACES)};
+  memcpy(address.prefix, segment_prefix, sizeof address.prefix);
+  char path[64];
+  snprintf(path, sizeof path, "/proc/%d/fd", address.pid);
+  DIR *files = opendir(path);
+  if (!files) return errno;
+  bool found = false;
+  for (struct dirent *entry; !found && (entry = readdir(files));) {
+    address.fd = (uint16_t)atoi(entry->d_name);
+    found = is_in_place(&address, number % PLACES);
+  }
+  closedir(files);
+  if (found) memcpy(gid, &address, sizeof address);
+  return found ? 0 : ENOENT;
 }
 
 /* What says that it is the owner's memory: the segment's cookie is where the owner has mapped it. */

@@ -21,7 +21,7 @@
 #endif
 
 struct address {
-  uint64_t nonce; /* of the name */
+  uint64_t nonce; /* of the name; its first bytes are the prefix */
   uint64_t cookie;
 };
 _Static_assert(sizeof(struct address) == sizeof(union ibv_gid), "an address is a GID");
@@ -46,9 +46,14 @@ static int map(struct segment *segment, int fd) {
   return 0;
 }
 
+static uint32_t number_of(uint64_t nonce) {
+  return (uint32_t)(nonce >> 32) % SEGMENT_NUMBERS;
+}
+
 int segment_map_new(struct segment *segment) {
   struct address address = {.cookie = segment->cookie};
   if (getentropy(&address.nonce, sizeof address.nonce)) return errno;
+  memcpy(&address.nonce, segment_prefix, sizeof segment_prefix);
   char name[NAME_BYTES];
   names_write(address.nonce, name);
   names_remove_dead();
@@ -65,28 +70,49 @@ int segment_map_new(struct segment *segment) {
     return error;
   }
   memcpy(&segment->gid, &address, sizeof address);
+  segment->number = number_of(address.nonce);
   segment->named = true;
   return 0;
+}
+
+static int open_segment(uint64_t nonce, int *fd) {
+  char name[NAME_BYTES];
+  names_write(nonce, name);
+  *fd = shm_open(name, O_RDWR, 0);
+  if (*fd < 0) return errno;
+  struct stat status;
+  int error = fstat(*fd, &status) ? errno : 0;
+  if (!error && status.st_size < (off_t)SEGMENT_BYTES) error = EINVAL;
+  if (error) close(*fd);
+  return error;
 }
 
 int segment_map_peer(struct segment *segment) {
   struct address address;
   memcpy(&address, &segment->gid, sizeof address);
-  char name[NAME_BYTES];
-  names_write(address.nonce, name);
-  int fd = shm_open(name, O_RDWR, 0);
-  if (fd < 0) return errno;
-  struct stat status;
-  int error;
-  if (fstat(fd, &status))
-    error = errno;
-  else if (status.st_size < (off_t)SEGMENT_BYTES)
-    error = EINVAL;
-  else
-    error = map(segment, fd);
+  int fd;
+  int error = open_segment(address.nonce, &fd);
+  if (error) return error;
+  error = map(segment, fd);
   close(fd);
   segment->cookie = address.cookie;
   return error;
+}
+
+int segment_find(uint32_t number, union ibv_gid *gid) {
+  struct address address;
+  if (!names_find(number_of, number, &address.nonce)) return ENOENT;
+  int fd;
+  int error = open_segment(address.nonce, &fd);
+  if (error) return error;
+  struct segment_header *header = mmap(NULL, SEGMENT_PAGE, PROT_READ, MAP_SHARED, fd, 0);
+  error = header == MAP_FAILED ? errno : 0;
+  close(fd);
+  if (error) return error;
+  address.cookie = header->cookie;
+  munmap(header, SEGMENT_PAGE);
+  memcpy(gid, &address, sizeof address);
+  return 0;
 }
 
 int segment_open_memory(const struct segment *segment) {

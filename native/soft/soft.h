@@ -25,6 +25,7 @@
 #define SOFT_MAX_SEND_SGE 4
 #define SOFT_MAX_RECV_SGE 1
 #define SOFT_MAX_MESSAGE (UINT32_C(1) << 30)
+#define SOFT_BOUNCE_LISTS 32
 
 /* A piece of the arena. The list is in address order and covers the arena without gaps. */
 struct soft_block {
@@ -87,7 +88,10 @@ struct soft_context {
   struct soft_faults faults;
   struct soft_peer_place cable; /* where the device is one cable, and has been connected: its other end */
   struct soft_context *next_used;
-  bool bounces; /* receives may be posted into any memory: see bounce.c */
+  /* Of a program that does not know alloc_memory: receives may be posted into any memory (see bounce.c), and a page is
+   * as large as its system says. */
+  bool bounces;
+  struct soft_bounce *kept_bounces[SOFT_BOUNCE_LISTS];
   struct soft_async *async; /* NULL: nobody asked for events */
 };
 
@@ -132,9 +136,10 @@ struct soft_receive_wr {
 
 /* A receive into memory that the peer cannot reach: the peer fills `memory`, and poll_cq copies it. */
 struct soft_bounce {
-  char *memory; /* kept for the next receive in this place */
+  char *memory;
   size_t bytes;
-  void *to; /* NULL: the receive is in the arena itself */
+  void *to;
+  struct soft_bounce *next; /* while it is kept */
 };
 
 /* The peer's half of a connection, as this sender knows it. */
@@ -169,7 +174,7 @@ struct soft_qp {
 
   struct shared_queue_pair *shared; /* ours, in our segment */
   struct soft_receive_wr *receives; /* a ring like the shared ones */
-  struct soft_bounce *bounces;      /* likewise; NULL until one is needed */
+  struct soft_bounce **bounces;     /* likewise; NULL until one is needed, and for receives in the arena itself */
   uint32_t rq_mask;
   uint64_t rq_head;   /* next receive to complete */
   uint64_t rq_posted;
@@ -204,6 +209,7 @@ uint64_t soft_clock_ns(void);
 /* memory.c */
 int soft_arena_create(struct soft_context *context);
 void soft_arena_destroy(struct soft_context *context);
+size_t soft_whole_pages(size_t bytes);
 void *soft_alloc_memory(struct ibv_context *context, size_t bytes);
 void soft_free_memory(struct ibv_context *context, void *memory, size_t bytes);
 struct ibv_mr *soft_reg_mr(struct ibv_pd *pd, void *addr, size_t length, int access);
@@ -255,7 +261,10 @@ int soft_bounce_reserve(struct soft_qp *qp, uint32_t length);
 /* The address to publish for a receive into `sge`: in the arena. */
 uint64_t soft_bounce_post(struct soft_qp *qp, const struct ibv_sge *sge);
 void soft_bounce_take(struct soft_qp *qp, const struct ibv_wc *wc);
-void soft_bounce_free(struct soft_qp *qp);
+/* Without a copy. */
+void soft_bounce_drop(struct soft_qp *qp, uint64_t position);
+/* Gives those that no receive has back to the arena. */
+void soft_bounce_empty(struct soft_context *context);
 
 /* async.c */
 /* From now on the context's async_fd is readable when there is an event. 0 or an errno value. */

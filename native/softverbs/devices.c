@@ -2,6 +2,7 @@
 #include "softverbs.h"
 
 #include "../soft/soft.h"
+#include "addresses.h"
 
 #include <arpa/inet.h>
 #include <errno.h>
@@ -11,7 +12,7 @@
 
 #define OUI UINT64_C(0x02736f) /* locally administered */
 #define DEFAULT_PKEY 0xffff
-#define GIDS 1 /* its address in this host's memory: for other hosts a context would need a key */
+#define GIDS 2
 
 /* The provider as SOFTVERBS_PROFILE wants it; NULL, and a line on stderr, if it wants something unknown: a program only
  * sees a list of no devices. */
@@ -104,6 +105,7 @@ static int prepare(struct ibv_context *context) {
     fprintf(stderr, "libsoftverbs: SOFTVERBS_FAULTS=%s is not a list of faults: see docs/softverbs.md\n", faults);
     return EINVAL;
   }
+  if (!soft_context(context)->segment->number) return EMFILE;
   context->ops.poll_cq = poll_cq;
   context->ops.post_send = post_send;
   context->ops.post_recv = post_recv;
@@ -127,7 +129,15 @@ struct ibv_context *ibv_open_device(struct ibv_device *device) {
   return NULL;
 }
 
+/* What the program has left goes with the context, as with the real library, and nothing says so. The memory of its
+ * objects does not. */
 int ibv_close_device(struct ibv_context *context) {
+  struct soft_context *soft = soft_context(context);
+  for (int i = 0; i < SOFT_MAX_QP; i++)
+    if (soft->qps[i]) soft_destroy_qp(&soft->qps[i]->verbs);
+  for (int i = 0; i < SOFT_MAX_MR; i++)
+    if (soft->mrs[i]) soft_withdraw_region(soft->mrs[i]);
+  soft->pds = soft->cqs = 0;
   return verbs_of(context)->close_device(context);
 }
 
@@ -148,24 +158,29 @@ int ibv_query_port(struct ibv_context *context, uint8_t port, struct ibv_port_at
   return error;
 }
 
+/* As a RoCE device has them: link-local, then IPv4. */
 int ibv_query_gid(struct ibv_context *context, uint8_t port, int index, union ibv_gid *gid) {
-  if (index < GIDS) return verbs_of(context)->query_gid(context, port, index, gid);
-  errno = EINVAL;
-  return -1;
+  if (index < 0 || index >= GIDS) {
+    errno = EINVAL;
+    return -1;
+  }
+  if (verbs_of(context)->query_gid(context, port, 0, gid)) return -1;
+  if (index == 1) addresses_get_ipv4(context, gid);
+  return 0;
 }
 
-/* It reaches as far as RoCE v1, which no router passes on. */
 int _ibv_query_gid_ex(struct ibv_context *context, uint32_t port, uint32_t index, struct ibv_gid_entry *entry,
                       uint32_t flags, size_t entry_size) {
   if (flags || entry_size < sizeof *entry || port > UINT8_MAX || index > INT32_MAX) return EINVAL;
-  *entry = (struct ibv_gid_entry){.gid_index = index, .port_num = port, .gid_type = IBV_GID_TYPE_ROCE_V1};
+  *entry = (struct ibv_gid_entry){
+      .gid_index = index, .port_num = port, .gid_type = index ? IBV_GID_TYPE_ROCE_V2 : IBV_GID_TYPE_ROCE_V1};
   return ibv_query_gid(context, (uint8_t)port, (int)index, &entry->gid) ? ENODATA : 0;
 }
 
 int ibv_query_gid_type(struct ibv_context *context, uint8_t port, unsigned int index, unsigned int *type) {
   struct ibv_gid_entry entry;
   int error = _ibv_query_gid_ex(context, port, index, &entry, 0, sizeof entry);
-  if (!error) *type = 0;
+  if (!error) *type = entry.gid_type == IBV_GID_TYPE_ROCE_V2;
   if (error) errno = error;
   return error ? -1 : 0;
 }
@@ -173,7 +188,9 @@ int ibv_query_gid_type(struct ibv_context *context, uint8_t port, unsigned int i
 ssize_t _ibv_query_gid_table(struct ibv_context *context, struct ibv_gid_entry *entries, size_t max_entries,
                              uint32_t flags, size_t entry_size) {
   if (max_entries < GIDS) return -EINVAL; /* they would not all fit */
-  int error = _ibv_query_gid_ex(context, 1, 0, entries, flags, entry_size);
+  int error = 0;
+  for (uint32_t index = 0; !error && index < GIDS; index++)
+    error = _ibv_query_gid_ex(context, 1, index, &entries[index], flags, entry_size);
   return error ? -error : GIDS;
 }
 

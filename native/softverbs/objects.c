@@ -2,6 +2,7 @@
 #include "softverbs.h"
 
 #include "../soft/soft.h"
+#include "addresses.h"
 
 #include <errno.h>
 #ifdef __linux__
@@ -90,8 +91,13 @@ struct ibv_qp *ibv_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr) {
   return qp;
 }
 
+/* The queue pair keeps the addresses that the program knows. */
 int ibv_modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int attr_mask) {
-  int error = lock(qp->context)->modify_qp(qp, attr, attr_mask);
+  struct ibv_qp_attr found = *attr;
+  int error = attr_mask & IBV_QP_AV ? addresses_find(&found.ah_attr) : 0;
+  if (error) return soft_error(error);
+  error = lock(qp->context)->modify_qp(qp, &found, attr_mask);
+  if (!error && (attr_mask & IBV_QP_AV)) soft_qp(qp)->attr.ah_attr = attr->ah_attr;
   unlock(qp->context);
   return error;
 }

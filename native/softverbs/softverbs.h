@@ -28,7 +28,7 @@ int _ibv_query_gid_ex(struct ibv_context *context, uint32_t port, uint32_t index
                       uint32_t flags, size_t entry_size);
 ssize_t _ibv_query_gid_table(struct ibv_context *context, struct ibv_gid_entry *entries, size_t max_entries,
                              uint32_t flags, size_t entry_size);
-/* 0: InfiniBand or RoCE v1, as in sysfs. */
+/* 0: InfiniBand or RoCE v1, 1: RoCE v2, as in sysfs. */
 int ibv_query_gid_type(struct ibv_context *context, uint8_t port, unsigned int index, unsigned int *type);
 int ibv_query_pkey(struct ibv_context *context, uint8_t port, int index, uint16_t *pkey);
 int ibv_get_pkey_index(struct ibv_context *context, uint8_t port, uint16_t pkey);

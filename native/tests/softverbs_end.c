@@ -52,22 +52,31 @@ void close_end(struct end *end) {
 }
 
 struct address address_of(const struct end *end) {
-  struct address address = {.qp_num = end->qp->qp_num, .rkey = end->mr->rkey, .memory = (uintptr_t)end->memory};
-  CHECK_EQUAL(ibv_query_gid(end->context, PORT, 0, &address.gid), 0);
+  struct address address = {
+      .gid_index = end->gid_index,
+      .qp_num = end->qp->qp_num,
+      .rkey = end->mr->rkey,
+      .memory = (uintptr_t)end->memory,
+  };
+  CHECK_EQUAL(ibv_query_gid(end->context, PORT, end->gid_index, &address.gid), 0);
   return address;
 }
 
-void to_rts(struct ibv_qp *qp, const struct address *peer) {
+int to_rtr(struct ibv_qp *qp, const struct address *peer) {
+  struct ibv_global_route route = {.dgid = peer->gid, .sgid_index = (uint8_t)peer->gid_index, .hop_limit = 1};
   struct ibv_qp_attr attr = {
       .qp_state = IBV_QPS_RTR,
       .path_mtu = IBV_MTU_1024,
       .dest_qp_num = peer->qp_num,
       .rq_psn = PSN,
-      .ah_attr = {.is_global = 1, .port_num = PORT, .grh = {.dgid = peer->gid, .hop_limit = 1}},
+      .ah_attr = {.is_global = 1, .port_num = PORT, .grh = route},
   };
-  int mask = IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN;
-  CHECK_EQUAL(ibv_modify_qp(qp, &attr, mask), 0);
-  attr = (struct ibv_qp_attr){.qp_state = IBV_QPS_RTS, .sq_psn = PSN};
+  return ibv_modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN);
+}
+
+void to_rts(struct ibv_qp *qp, const struct address *peer) {
+  CHECK_EQUAL(to_rtr(qp, peer), 0);
+  struct ibv_qp_attr attr = {.qp_state = IBV_QPS_RTS, .sq_psn = PSN};
   CHECK_EQUAL(ibv_modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_SQ_PSN), 0);
 }
 

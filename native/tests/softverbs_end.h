@@ -25,11 +25,13 @@ struct end {
   struct ibv_qp *qp; /* in INIT at first */
   struct ibv_mr *mr; /* of `memory` */
   char *memory;
+  int gid_index; /* by which it is found; 0 at first */
 };
 
 /* What one end has to know of the other. */
 struct address {
   union ibv_gid gid;
+  int gid_index; /* in its table, and in that of the other end */
   uint32_t qp_num;
   uint32_t rkey;
   uint64_t memory;
@@ -41,6 +43,7 @@ void close_end(struct end *end); /* checks that everything can be destroyed */
 struct ibv_qp *create_qp(struct end *end, int sq_sig_all);
 struct address address_of(const struct end *end);
 void to_init(struct ibv_qp *qp);
+int to_rtr(struct ibv_qp *qp, const struct address *peer); /* what ibv_modify_qp returns */
 void to_rts(struct ibv_qp *qp, const struct address *peer);
 void join(struct end *a, struct end *b);
 void open_pair(struct end *a, struct end *b); /* with memory from malloc, connected, all sends signaled */

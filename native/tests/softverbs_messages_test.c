@@ -74,6 +74,44 @@ static void test_receives_stay_in_order(void) {
   close_pair(&a, &b);
 }
 
+/* As test_receives_stay_in_order, but each receive alone, and its message has one byte. */
+static void exchange_one_by_one(size_t first, size_t step, unsigned count, uint32_t depth) {
+  size_t bytes = 1 + first + step * count;
+  char *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  CHECK(memory != MAP_FAILED);
+  struct end a = open_end(memory, bytes, 4 * DEPTH, 1), b = open_end(memory, bytes, 4 * DEPTH, 1);
+  CHECK_EQUAL(ibv_destroy_qp(b.qp), 0);
+  struct ibv_qp_init_attr attr = {
+      .send_cq = b.cq,
+      .recv_cq = b.cq,
+      .cap = {.max_send_wr = 1, .max_recv_wr = depth, .max_send_sge = 1, .max_recv_sge = 1},
+      .qp_type = IBV_QPT_UC,
+  };
+  CHECK((b.qp = ibv_create_qp(b.pd, &attr)));
+  to_init(b.qp);
+  join(&a, &b);
+  for (unsigned i = 0; i < count; i++) {
+    *memory = (char)i;
+    CHECK_EQUAL(receive(&b, i, 1, first + step * i), 0);
+    CHECK_EQUAL(send_bytes(&a, i, 1), 0);
+    poll_one(&a, i, IBV_WC_SUCCESS);
+    CHECK_EQUAL(poll_one(&b, i, IBV_WC_SUCCESS).byte_len, 1);
+    CHECK_EQUAL(memory[1], (char)i);
+  }
+  close_end(&a);
+  close_end(&b);
+  munmap(memory, bytes);
+}
+
+/* What one receive needed of the 220 MiB is there for the next, also where that is of another size. */
+static void test_deep_ring_of_large_receives(void) {
+  exchange_one_by_one((size_t)128 << 10, 0, 2000, 4096);
+}
+
+static void test_large_receives_of_all_sizes(void) {
+  exchange_one_by_one((size_t)1 << 20, (size_t)1 << 20, 60, 64);
+}
+
 static void test_no_receive(void) {
   struct end a, b;
   open_pair(&a, &b);
@@ -185,6 +223,8 @@ int main(int argc, char **argv) {
       {"AnyMemory", test_any_memory},
       {"Immediate", test_immediate},
       {"ReceivesStayInOrder", test_receives_stay_in_order},
+      {"DeepRingOfLargeReceives", test_deep_ring_of_large_receives},
+      {"LargeReceivesOfAllSizes", test_large_receives_of_all_sizes},
       {"NoReceive", test_no_receive},
       {"TooLong", test_too_long},
       {"BadKeys", test_bad_keys},

@@ -11,6 +11,8 @@
 #include <sys/mman.h>
 #include <time.h>
 
+#define GIDS 2 /* of a device */
+
 static void test_devices(void) {
   int count = 0;
   struct ibv_device **list = ibv_get_device_list(&count);
@@ -42,18 +44,72 @@ static void test_devices(void) {
 
 static void test_addresses(void) {
   struct ibv_context *contexts[2] = {open_device(), open_device()};
-  union ibv_gid gids[2], other;
-  for (int i = 0; i < 2; i++) CHECK_EQUAL(ibv_query_gid(contexts[i], PORT, 0, &gids[i]), 0);
-  CHECK(memcmp(&gids[0], &gids[1], sizeof gids[0]) != 0, "two contexts have one address");
-  CHECK_EQUAL(ibv_query_gid(contexts[0], PORT, 1, &other), -1);
-  CHECK_EQUAL(errno, EINVAL);
-  struct ibv_gid_entry entry, table[2];
-  CHECK_EQUAL(_ibv_query_gid_ex(contexts[0], PORT, 0, &entry, 0, sizeof entry), 0);
-  CHECK(memcmp(&entry.gid, &gids[0], sizeof entry.gid) == 0 && entry.gid_type == IBV_GID_TYPE_ROCE_V1);
-  CHECK_EQUAL(_ibv_query_gid_ex(contexts[0], PORT, 1, &entry, 0, sizeof entry), ENODATA);
-  CHECK_EQUAL(_ibv_query_gid_table(contexts[0], table, 2, 0, sizeof *table), 1);
-  CHECK_EQUAL(table[0].port_num, PORT);
+  static const uint8_t beginnings[GIDS][12] = {{0xfe, 0x80}, {[10] = 0xff, [11] = 0xff}};
+  static const unsigned types[GIDS] = {IBV_GID_TYPE_ROCE_V1, IBV_GID_TYPE_ROCE_V2};
+  struct ibv_gid_entry entry, table[GIDS];
+  CHECK_EQUAL(_ibv_query_gid_table(contexts[0], table, GIDS - 1, 0, sizeof *table), -EINVAL);
+  CHECK_EQUAL(_ibv_query_gid_table(contexts[0], table, GIDS, 0, sizeof *table), GIDS);
+  union ibv_gid gids[2];
+  for (int index = 0; index < GIDS; index++) {
+    for (int i = 0; i < 2; i++) CHECK_EQUAL(ibv_query_gid(contexts[i], PORT, index, &gids[i]), 0);
+    CHECK(memcmp(&gids[0], &gids[1], sizeof gids[0]) != 0, "two contexts have one address");
+    CHECK_EQUAL(memcmp(&gids[0], beginnings[index], index ? 12 : 2), 0);
+    CHECK_EQUAL(_ibv_query_gid_ex(contexts[0], PORT, (uint32_t)index, &entry, 0, sizeof entry), 0);
+    CHECK(memcmp(&entry, &table[index], sizeof entry) == 0 && memcmp(&entry.gid, &gids[0], sizeof entry.gid) == 0);
+    CHECK(entry.gid_type == types[index] && entry.gid_index == (uint32_t)index && entry.port_num == PORT);
+  }
+  for (int index = -1; index <= GIDS; index += GIDS + 1) {
+    errno = 0;
+    CHECK_EQUAL(ibv_query_gid(contexts[0], PORT, index, &gids[0]), -1);
+    CHECK_EQUAL(errno, EINVAL);
+  }
+  CHECK_EQUAL(_ibv_query_gid_ex(contexts[0], PORT, GIDS, &entry, 0, sizeof entry), ENODATA);
   for (int i = 0; i < 2; i++) CHECK_EQUAL(ibv_close_device(contexts[i]), 0);
+}
+
+/* Each of the two addresses leads to the peer; the queue pair keeps the one that it was given. */
+static void test_connected_by_either_address(void) {
+  for (int of_a = 0; of_a < GIDS; of_a++) {
+    char *memory = malloc(BYTES);
+    struct end a = open_end(memory, BYTES, 4 * DEPTH, 1), b = open_end(memory, BYTES, 4 * DEPTH, 1);
+    a.gid_index = of_a;
+    b.gid_index = 1;
+    join(&a, &b);
+    struct ibv_qp_attr attr;
+    struct ibv_qp_init_attr init;
+    CHECK_EQUAL(ibv_query_qp(a.qp, &attr, IBV_QP_AV, &init), 0);
+    struct address of_b = address_of(&b);
+    CHECK_EQUAL(memcmp(&attr.ah_attr.grh.dgid, &of_b.gid, sizeof of_b.gid), 0);
+    CHECK_EQUAL(attr.ah_attr.grh.sgid_index, 1);
+    fill(memory, 100, 3);
+    CHECK_EQUAL(receive(&b, 1, 1000, 100), 0);
+    CHECK_EQUAL(send_bytes(&a, 2, 100), 0);
+    poll_one(&b, 1, IBV_WC_SUCCESS);
+    poll_one(&a, 2, IBV_WC_SUCCESS);
+    verify(memory + 1000, 100, 3);
+    close_end(&a);
+    close_end(&b);
+    free(memory);
+  }
+}
+
+static void test_addresses_of_no_one(void) {
+  char *memory = malloc(BYTES);
+  struct end a = open_end(memory, BYTES, 4 * DEPTH, 1), b = open_end(memory, BYTES, 4 * DEPTH, 1);
+  b.gid_index = 1;
+  struct address peer = address_of(&b);
+  peer.gid_index = GIDS;
+  CHECK_EQUAL(to_rtr(a.qp, &peer), EINVAL);
+  peer.gid_index = 1;
+  close_end(&b);
+  CHECK_EQUAL(to_rtr(a.qp, &peer), ENOENT);
+  memcpy(&peer.gid.raw[12], (uint8_t[4]){127, 0, 0, 1}, 4);
+  CHECK_EQUAL(to_rtr(a.qp, &peer), ENOENT);
+  a.gid_index = 1;
+  peer = address_of(&a);
+  CHECK_EQUAL(to_rtr(a.qp, &peer), 0);
+  close_end(&a);
+  free(memory);
 }
 
 static void test_names(void) {
@@ -158,9 +214,24 @@ static void test_references(void) {
   open_pair(&a, &b);
   CHECK_EQUAL(ibv_dealloc_pd(a.pd), EBUSY);
   CHECK_EQUAL(ibv_destroy_cq(a.cq), EBUSY);
-  CHECK_EQUAL(ibv_close_device(a.context), EBUSY);
   CHECK_EQUAL(receive(&a, 1, 0, 8), 0);
   CHECK_EQUAL(ibv_dereg_mr(a.mr), EBUSY);
+  close_pair(&a, &b);
+}
+
+/* As with the real library: programs such as ib_send_bw leave something and take an error for a failure. The peer does
+ * not notice, and the device can be opened again. */
+static void test_closed_with_objects_left(void) {
+  static struct end left; /* static: what is left stays reachable, and is no leak */
+  struct end a, b;
+  open_pair(&left, &b);
+  CHECK_EQUAL(receive(&left, 1, 0, 8), 0);
+  CHECK_EQUAL(ibv_close_device(left.context), 0);
+  CHECK_EQUAL(send_bytes(&b, 2, 8), 0);
+  poll_one(&b, 2, IBV_WC_SUCCESS);
+  close_end(&b);
+  free(b.memory);
+  open_pair(&a, &b);
   close_pair(&a, &b);
 }
 
@@ -193,7 +264,7 @@ static void test_apple(void) {
   setenv("SOFTVERBS_HOST", host, 1); /* the queue pairs of a device are those of all processes of a host */
   setenv("SOFTVERBS_PROFILE", "apple-tb5", 1);
   size_t page = 16384;
-  char *memory = mmap(NULL, 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  char *memory = mmap(NULL, 3 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   memory += -(uintptr_t)memory % page;
   struct end end = open_end(memory, page, 4 * DEPTH, 1);
   struct ibv_qp *more[9];
@@ -201,11 +272,20 @@ static void test_apple(void) {
   CHECK(!create_qp(&end, 1), "Apple's device has ten queue pairs");
   CHECK_EQUAL(errno, EBUSY);
   CHECK_EQUAL(ibv_dealloc_pd(end.pd), EBUSY);
-  for (int i = 0; i < 9; i++) CHECK_EQUAL(ibv_destroy_qp(more[i]), 0);
   struct address self = address_of(&end);
   to_rts(end.qp, &self);
+  end.gid_index = 1;
+  struct address other = address_of(&end);
+  other.qp_num = more[0]->qp_num;
+  to_init(more[0]);
+  to_rts(more[0], &other); /* the same end of the cable */
+  for (int i = 0; i < 9; i++) CHECK_EQUAL(ibv_destroy_qp(more[i]), 0);
   CHECK_EQUAL(post(&end, IBV_WR_RDMA_WRITE, 1, 8, &self, 0), EINVAL);
   CHECK_EQUAL(post(&end, IBV_WR_SEND_WITH_IMM, 1, 8, NULL, 0), EINVAL);
+  close_end(&end);
+  end = open_end(memory + sysconf(_SC_PAGESIZE), page, 4 * DEPTH, 1); /* a page as the system has them */
+  CHECK(!ibv_reg_mr(end.pd, memory + sysconf(_SC_PAGESIZE) / 2, 8, ACCESS));
+  CHECK_EQUAL(errno, EINVAL);
   close_end(&end);
 }
 
@@ -221,11 +301,14 @@ int main(int argc, char **argv) {
   static const struct check tests[] = {
       {"Devices", test_devices},
       {"Addresses", test_addresses},
+      {"ConnectedByEitherAddress", test_connected_by_either_address},
+      {"AddressesOfNoOne", test_addresses_of_no_one},
       {"Names", test_names},
       {"Unsignaled", test_unsignaled},
       {"Overrun", test_overrun},
       {"DestroyedWithEvents", test_destroyed_with_events},
       {"References", test_references},
+      {"ClosedWithObjectsLeft", test_closed_with_objects_left},
       {"Refused", test_refused},
       {"Apple", test_apple},
       {"UnknownProfile", test_unknown_profile},

@@ -47,9 +47,10 @@ static pid_t start(const char *role, int *fd) {
 }
 
 /* Sends back what it gets, writes it into the peer's memory as well, and says so with immediate data. */
-static int echo(int fd) {
+static int echo(int fd, int gid_index) {
   char *memory = malloc(2 * BYTES);
   struct end end = open_end(memory, BYTES, 4 * DEPTH, 1);
+  end.gid_index = gid_index;
   CHECK_EQUAL(receive(&end, 0, 0, BYTES / 2), 0);
   struct address peer = meet(fd, &end);
   for (unsigned i = 0; i < SIZES; i++) {
@@ -69,11 +70,12 @@ static int echo(int fd) {
   return 0;
 }
 
-static void test_two_processes(void) {
+static void exchange(int gid_index) {
   int fd;
-  pid_t pid = start("echo", &fd);
+  pid_t pid = start(gid_index ? "echo by IPv4" : "echo", &fd);
   char *memory = malloc(BYTES), *back = malloc(BYTES);
   struct end end = open_end(memory, BYTES, 4 * DEPTH, 1);
+  end.gid_index = gid_index;
   struct ibv_mr *target = ibv_reg_mr(end.pd, back, BYTES, IBV_ACCESS_LOCAL_WRITE);
   CHECK(target);
   meet(fd, &end);
@@ -100,6 +102,14 @@ static void test_two_processes(void) {
   close_end(&end);
   free(memory);
   free(back);
+}
+
+static void test_two_processes(void) {
+  exchange(0);
+}
+
+static void test_two_processes_by_ipv4(void) {
+  exchange(1);
 }
 
 static int sleep_connected(int fd) {
@@ -134,10 +144,12 @@ static void test_peer_dies(void) {
 int main(int argc, char **argv) {
   static const struct check tests[] = {
       {"TwoProcesses", test_two_processes},
+      {"TwoProcessesByIpv4", test_two_processes_by_ipv4},
       {"PeerDies", test_peer_dies},
   };
   own_path = argv[0];
-  if (argc == 3 && strcmp(argv[1], "echo") == 0) return echo(atoi(argv[2]));
+  if (argc == 3 && strcmp(argv[1], "echo") == 0) return echo(atoi(argv[2]), 0);
+  if (argc == 3 && strcmp(argv[1], "echo by IPv4") == 0) return echo(atoi(argv[2]), 1);
   if (argc == 3 && strcmp(argv[1], "sleep") == 0) return sleep_connected(atoi(argv[2]));
   return check_main(argc, argv, tests, sizeof tests / sizeof *tests);
 }
