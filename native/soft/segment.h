@@ -159,7 +159,7 @@ int segment_open(const union ibv_gid *gid, struct segment **segment);
 int segment_find(uint32_t number, union ibv_gid *gid);
 #define SEGMENT_NUMBERS (UINT32_C(1) << 28)
 
-/* GIDs of segments begin like link-local addresses, as the first one of a RoCE device. */
+/* How GIDs of segments begin: as link-local addresses, like the first one of a RoCE device. */
 static const uint8_t segment_prefix[2] = {0xfe, 0x80};
 
 /* Ends the owner's use: nobody can open the segment from now on. Peers keep their mappings. */
