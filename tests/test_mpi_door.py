@@ -1,5 +1,7 @@
 """The MPI door: programs that know nothing of mlxdist run on it under `mlxdist launch`, or fail; never alone."""
 
+import ctypes.util
+import importlib.util
 import os
 import re
 import shutil
@@ -147,6 +149,22 @@ def test_another_library_named_by_the_user_is_used(run_ranks, tmp_path):
     command = [sys.executable, "-m", "mlxdist", "launch", "-n", "2", "--env", "MLX_MPI_LIBNAME=/no/such/library", "--"]
     result = subprocess.run([*command, sys.executable, program], capture_output=True, text=True, timeout=60)
     assert sorted(result.stdout.splitlines()) == ["[0] size 1", "[1] size 1"]
+
+
+@pytest.mark.parametrize("order", ["first", "last"])
+def test_beside_another_mpi(run_ranks, tmp_path, order):
+    """Each library uses its own names. Ours wrote into the other's objects, and gave it its own."""
+    source = Path(__file__).parent / "fixtures" / "another_mpi.c"
+    library = build_program(tmp_path / "libanother_mpi.so", [source], ["-fPIC", "-shared"])
+    assert run_ranks("another_mpi.py", 2, order, library) == ["as expected\n"] * 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("order", ["first", "last"])
+def test_beside_mpi4py(run_ranks, order):
+    if importlib.util.find_spec("mpi4py") is None or ctypes.util.find_library("mpi") is None:
+        pytest.skip("needs mpi4py and Open MPI's libmpi, which are no dependencies: pip install mpi4py")
+    assert run_ranks("another_mpi.py", 2, order, "mpi4py") == ["as expected\n"] * 2
 
 
 def test_exports_what_mlx_looks_up_and_nothing_else():

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "communicator.h"
+#include "names.h"
 #include "python.h"
 
 using namespace mlxdist;
@@ -31,6 +32,7 @@ int MPI_Get_library_version(char* version, int* length) {
 }
 
 int MPI_Init(int*, char***) {
+  hide_names();
   if (world_is_open()) return MPI_SUCCESS;
   /* In a process that no launcher made one of several ranks there is nothing to join, and MLX tries its other
    * backends. All else that goes wrong throws: a code would make MLX go on as a group of one. Under mpirun and srun
