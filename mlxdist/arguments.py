@@ -9,7 +9,9 @@ from . import errors
 from .group import Group, init
 from .timeout import checked_timeout
 
-__all__ = ["check_peer", "check_root", "group_of", "is_mlx", "mlx_group", "part_shape", "row_counts"]
+__all__ = ["as_mlx", "check_peer", "check_root", "group_of", "mlx_group", "part_shape", "row_counts"]
+
+_NUMBERS = (bool, int, float, complex)
 
 
 def group_of(group: Group | None) -> Group:
@@ -24,12 +26,14 @@ def group_of(group: Group | None) -> Group:
     return group
 
 
-def is_mlx(name: str, x: Any, stream: Any, out: Any, dtype: Any, async_op: bool) -> bool:
-    """Whether ``x`` is an array of MLX; checks that what is given with it goes with it."""
+def as_mlx(name: str, x: Any, stream: Any, out: Any, dtype: Any, async_op: bool) -> mx.array | None:
+    """``x``, if it is an array of MLX or a number, which becomes one, else None; checks what is given with it."""
+    if type(x) in _NUMBERS:  # NumPy's are instances of these, too
+        x = _number(name, x)
     if not isinstance(x, mx.array):
         if stream is not None:
             raise errors.InvalidArgument(f"{name}: stream is for mx.array, and other arrays need none")
-        return False
+        return None
     if out is not None or dtype is not None:
         raise errors.InvalidArgument(f"{name}: out and dtype are for NumPy arrays and buffers, and x is an mx.array")
     if async_op:
@@ -37,7 +41,14 @@ def is_mlx(name: str, x: Any, stream: Any, out: Any, dtype: Any, async_op: bool)
             f"{name}: async_op is for NumPy arrays and buffers; for an mx.array leave it out, and start the operation "
             "with mx.async_eval(result)"
         )
-    return True
+    return x
+
+
+def _number(name: str, x: Any) -> mx.array:
+    try:
+        return mx.array(x)
+    except (RuntimeError, ValueError, OverflowError):
+        raise errors.InvalidArgument(f"{name}: x is {x}, which has more than 64 bits") from None
 
 
 def mlx_group(name: str, group: Group, timeout: float | None, label: int = 0) -> mx.distributed.Group:

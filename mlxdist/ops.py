@@ -4,7 +4,8 @@ On an ``mx.array`` they are lazy, work inside ``mx.compile`` and ``mx.vmap`` (as
 each part) and have gradients where that is said: nothing is sent before the result is evaluated. All ranks must
 evaluate the same operations of a group in the same order. MLX carries them out in a thread of its own: while some are
 under way (``mx.async_eval``), use another group for operations that are carried out at once, or they come in between at
-another place on each rank. Groups go on side by side, whatever their order.
+another place on each rank. Groups go on side by side, whatever their order. A number is the ``mx.array`` that
+``mx.array(number)`` makes of it, as in ``mx.distributed``.
 
 On a ``numpy.ndarray``, and on whatever else has the buffer protocol (``bytearray``, ``memoryview``, ``array.array``,
 arrays of ctypes ...), they are carried out at once. The result is a new NumPy array or, if given, ``out``, which may be
@@ -39,7 +40,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import eager, errors
-from .arguments import check_root, group_of, is_mlx, mlx_group, part_shape, row_counts
+from .arguments import as_mlx, check_root, group_of, mlx_group, part_shape, row_counts
 from .group import Group
 from .native import bridge
 from .timeout import native_timeout
@@ -151,8 +152,8 @@ def all_gather(
     :func:`mlxdist.nn.gather_from_sequence_parallel_region` is the sum over all ranks.
     """
     group = group_of(group)
-    if is_mlx("all_gather", x, stream, out, dtype, async_op):
-        return bridge.all_gather_as_in_mlx(x, group.connection, stream, native_timeout("all_gather", timeout))
+    if (array := as_mlx("all_gather", x, stream, out, dtype, async_op)) is not None:
+        return bridge.all_gather_as_in_mlx(array, group.connection, stream, native_timeout("all_gather", timeout))
     return eager.all_gather(x, group, out, dtype, async_op, timeout)
 
 
@@ -209,8 +210,8 @@ def broadcast(
     """
     group = group_of(group)
     check_root("broadcast", root, group)
-    if is_mlx("broadcast", x, stream, out, dtype, async_op):
-        return bridge.broadcast(x, group.connection, root, stream, native_timeout("broadcast", timeout))
+    if (array := as_mlx("broadcast", x, stream, out, dtype, async_op)) is not None:
+        return bridge.broadcast(array, group.connection, root, stream, native_timeout("broadcast", timeout))
     return eager.broadcast(x, root, group, out, dtype, async_op, timeout)
 
 
@@ -234,8 +235,9 @@ def reduce(
     group = group_of(group)
     _check_op("reduce", op)
     check_root("reduce", root, group)
-    if is_mlx("reduce", x, stream, out, dtype, async_op):
-        return bridge.reduce(x, group.connection, eager.REDUCTIONS[op], root, stream, native_timeout("reduce", timeout))
+    if (array := as_mlx("reduce", x, stream, out, dtype, async_op)) is not None:
+        limit = native_timeout("reduce", timeout)
+        return bridge.reduce(array, group.connection, eager.REDUCTIONS[op], root, stream, limit)
     return eager.reduce(x, op, root, group, out, dtype, async_op, timeout)
 
 
@@ -257,8 +259,8 @@ def gather(
     """
     group = group_of(group)
     check_root("gather", root, group)
-    if is_mlx("gather", x, stream, out, dtype, async_op):
-        return bridge.gather(x, group.connection, root, stream, native_timeout("gather", timeout))
+    if (array := as_mlx("gather", x, stream, out, dtype, async_op)) is not None:
+        return bridge.gather(array, group.connection, root, stream, native_timeout("gather", timeout))
     return eager.gather(x, root, group, out, dtype, async_op, timeout)
 
 
@@ -280,9 +282,9 @@ def scatter(
     """
     group = group_of(group)
     check_root("scatter", root, group)
-    if is_mlx("scatter", x, stream, out, dtype, async_op):
-        part_shape("scatter", x.shape, group)
-        return bridge.scatter(x, group.connection, root, stream, native_timeout("scatter", timeout))
+    if (array := as_mlx("scatter", x, stream, out, dtype, async_op)) is not None:
+        part_shape("scatter", array.shape, group)
+        return bridge.scatter(array, group.connection, root, stream, native_timeout("scatter", timeout))
     return eager.scatter(x, root, group, out, dtype, async_op, timeout)
 
 
@@ -302,9 +304,9 @@ def all_to_all(
     cotangent.
     """
     group = group_of(group)
-    if is_mlx("all_to_all", x, stream, out, dtype, async_op):
-        part_shape("all_to_all", x.shape, group)
-        return bridge.all_to_all(x, group.connection, stream, native_timeout("all_to_all", timeout))
+    if (array := as_mlx("all_to_all", x, stream, out, dtype, async_op)) is not None:
+        part_shape("all_to_all", array.shape, group)
+        return bridge.all_to_all(array, group.connection, stream, native_timeout("all_to_all", timeout))
     return eager.all_to_all(x, group, out, dtype, async_op, timeout)
 
 
@@ -327,9 +329,9 @@ def all_to_all_v(
     what j expects from i. The gradient is all_to_all_v of the cotangent with the counts swapped.
     """
     group = group_of(group)
-    if is_mlx("all_to_all_v", x, stream, out, dtype, async_op):
-        counts = row_counts(x.shape, send_counts, recv_counts, group)
-        return bridge.all_to_all_v(x, group.connection, *counts, stream, native_timeout("all_to_all_v", timeout))
+    if (array := as_mlx("all_to_all_v", x, stream, out, dtype, async_op)) is not None:
+        counts = row_counts(array.shape, send_counts, recv_counts, group)
+        return bridge.all_to_all_v(array, group.connection, *counts, stream, native_timeout("all_to_all_v", timeout))
     return eager.all_to_all_v(x, send_counts, recv_counts, group, out, dtype, async_op, timeout)
 
 
@@ -370,11 +372,11 @@ def _all_reduce(
     timeout: float | None,
 ) -> Any:
     group = group_of(group)
-    if not is_mlx(name, x, stream, out, dtype, async_op):
+    if (array := as_mlx(name, x, stream, out, dtype, async_op)) is None:
         return eager.all_reduce(name, x, op, group, out, dtype, async_op, timeout)
     if op == "sum":
-        return mx.distributed.all_sum(x, group=mlx_group(name, group, timeout), stream=stream)
-    return bridge.all_reduce(x, group.connection, eager.REDUCTIONS[op], stream, native_timeout(name, timeout))
+        return mx.distributed.all_sum(array, group=mlx_group(name, group, timeout), stream=stream)
+    return bridge.all_reduce(array, group.connection, eager.REDUCTIONS[op], stream, native_timeout(name, timeout))
 
 
 def _reduce_scatter(
@@ -389,10 +391,10 @@ def _reduce_scatter(
     timeout: float | None,
 ) -> Any:
     group = group_of(group)
-    if is_mlx(name, x, stream, out, dtype, async_op):
-        part_shape(name, x.shape, group)
+    if (array := as_mlx(name, x, stream, out, dtype, async_op)) is not None:
+        part_shape(name, array.shape, group)
         limit = native_timeout(name, timeout)
-        return bridge.reduce_scatter(x, group.connection, eager.REDUCTIONS[op], stream, limit)
+        return bridge.reduce_scatter(array, group.connection, eager.REDUCTIONS[op], stream, limit)
     return eager.reduce_scatter(name, x, op, group, out, dtype, async_op, timeout)
 
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import eager, errors
-from .arguments import check_peer, group_of, is_mlx, mlx_group
+from .arguments import as_mlx, check_peer, group_of, mlx_group
 from .group import Group
 from .native import bridge
 from .ops import Array, Stream
@@ -33,8 +33,8 @@ def send(
     """Sends ``x`` to rank ``dst``, which must call :func:`recv`. Returns ``x``: evaluating that is what sends it."""
     group = group_of(group)
     check_peer("send", "dst", dst, group)
-    if is_mlx("send", x, stream, None, dtype, async_op):
-        return mx.distributed.send(x, dst, group=mlx_group("send", group, timeout), stream=stream)
+    if (array := as_mlx("send", x, stream, None, dtype, async_op)) is not None:
+        return mx.distributed.send(array, dst, group=mlx_group("send", group, timeout), stream=stream)
     return eager.send(x, dst, group, dtype, async_op, timeout)
 
 
@@ -75,8 +75,8 @@ def recv_like(
     """Receives an array of the kind, shape and dtype of ``x``, which stays as it is unless it is ``out``."""
     group = group_of(group)
     check_peer("recv_like", "src", src, group)
-    if is_mlx("recv_like", x, stream, out, dtype, async_op):
-        return mx.distributed.recv_like(x, src, group=mlx_group("recv_like", group, timeout), stream=stream)
+    if (array := as_mlx("recv_like", x, stream, out, dtype, async_op)) is not None:
+        return mx.distributed.recv_like(array, src, group=mlx_group("recv_like", group, timeout), stream=stream)
     return eager.recv_like(x, src, group, out, dtype, async_op, timeout)
 
 
@@ -102,12 +102,12 @@ def sendrecv(
     group = group_of(group)
     check_peer("sendrecv", "dst", dst, group)
     check_peer("sendrecv", "src", src, group)
-    if not is_mlx("sendrecv", x, stream, out, None, async_op):
+    if (array := as_mlx("sendrecv", x, stream, out, None, async_op)) is None:
         return eager.sendrecv(x, dst, src, shape, dtype, group, out, async_op, timeout)
-    shape = x.shape if shape is None else tuple(shape)
+    shape = array.shape if shape is None else tuple(shape)
     if any(length < 0 for length in shape):
         raise errors.InvalidArgument(f"sendrecv: shape {shape} has a negative dimension")
     if not isinstance(dtype, mx.Dtype | None):
         raise errors.InvalidArgument(f"sendrecv: dtype must be one of MLX, as x is an mx.array, not {dtype!r}")
-    dtype, limit = x.dtype if dtype is None else dtype, native_timeout("sendrecv", timeout)
-    return bridge.sendrecv(x, group.connection, dst, src, list(shape), dtype, stream, limit)
+    dtype, limit = array.dtype if dtype is None else dtype, native_timeout("sendrecv", timeout)
+    return bridge.sendrecv(array, group.connection, dst, src, list(shape), dtype, stream, limit)

@@ -57,7 +57,7 @@ def test_bits_of_bfloat16():
         (np.zeros(2, np.dtype("f4").newbyteorder()), "byte order"),
         (np.ma.zeros(3), "masked arrays are not supported"),
         ([1.0, 2.0], "x must be an mx.array or a numpy.ndarray or another buffer, not list"),
-        (3.0, "not float"),
+        ((3.0,), "not tuple"),
         ("text", "not str; np.asarray(x) makes one"),
         (None, "not NoneType"),
     ],

@@ -1,5 +1,6 @@
 """Arrays of all shapes that NumPy users have, and what is refused, without harm to the group."""
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -36,6 +37,25 @@ gathered = mlxdist.all_gather(np.array(rank))
 assert gathered.shape == ((size,) if size > 1 else ()) and np.array_equal(np.atleast_1d(gathered), np.arange(size))
 assert mlxdist.all_gather(mine((3, 4))).shape == (3 * size, 4)
 assert mlxdist.sum_scatter(mine((2 * size, 4))).shape == (2, 4)
+
+# A number is an array of MLX, with the dtype that MLX gives it; one of NumPy is an array of NumPy.
+for number, dtype in [(3, mx.int32), (2**40, mx.int64), (0.5, mx.float32), (True, mx.bool_), (1j, mx.complex64)]:
+    results = [mlxdist.all_sum(number), mlxdist.broadcast(number), mlxdist.all_gather(number)]
+    assert all(type(result) is mx.array and result.dtype == dtype for result in results)
+    summed_number = number if dtype == mx.bool_ else number * size
+    assert [result.tolist() for result in results] == [summed_number, number, [number] * size if size > 1 else number]
+assert [mlxdist.all_max(rank).item(), mlxdist.all_min(rank - 0.5).item()] == [size - 1, -0.5]
+assert mlxdist.all_reduce(2, "prod").item() == 2**size
+assert mlxdist.reduce(rank, "sum", size - 1).tolist() == (sum(range(size)) if rank == size - 1 else [])
+assert mlxdist.gather(rank, size - 1).size == (size if rank == size - 1 else 0)
+assert isinstance(mlxdist.all_sum(np.float64(0.5)), np.ndarray)
+if size > 1:
+    left, right = (rank - 1) % size, (rank + 1) % size
+    assert mlxdist.sendrecv(rank, right, left).item() == left
+    if rank == 0:
+        mx.eval(mlxdist.send(7.5, 1))
+    elif rank == 1:
+        assert mlxdist.recv_like(0.0, 0).item() == 7.5
 
 # Parts along the first axis, and what those who are not the root get.
 root = size - 1
@@ -75,6 +95,8 @@ if size > 1:
 for bad, message in [
     (lambda: mlxdist.all_sum([1.0, 2.0]), "must be an mx.array or a numpy.ndarray or another buffer"),
     (lambda: mlxdist.all_sum(np.array(["a"])), "bool, uint8"),
+    (lambda: mlxdist.all_sum(2**64), "x is 18446744073709551616, which has more than 64 bits"),
+    (lambda: mlxdist.all_sum(3, out=np.zeros(1)), "out and dtype are for NumPy arrays"),
     (lambda: mlxdist.all_sum(np.zeros(3, np.complex128)), "complex128"),
     (lambda: mlxdist.all_sum(np.zeros(3, ">f4")), "byte order"),
     (lambda: mlxdist.all_sum(mine((4,)), out=np.zeros(5, np.float32)), "out must have shape"),
@@ -93,7 +115,7 @@ for bad, message in [
         bad()
 if size > 1:
     for refused in (mlxdist.sum_scatter, mlxdist.scatter, mlxdist.all_to_all):
-        for bad in (mine((size + 1,)), mine((1, size)), np.array(1.0)):
+        for bad in (mine((size + 1,)), mine((1, size)), np.array(1.0), 1.0):
             with pytest.raises(mlxdist.InvalidArgument, match="not a multiple of"):
                 refused(bad)
 assert np.array_equal(mlxdist.all_sum(mine((5,))), summed((5,)))
