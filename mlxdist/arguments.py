@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 
 from . import errors
-from .group import Group, init
+from .group import Group, default_group
 from .timeout import checked_timeout
 
 __all__ = ["as_mlx", "check_peer", "check_root", "group_of", "mlx_group", "part_shape", "row_counts"]
@@ -17,7 +17,7 @@ _NUMBERS = (bool, int, float, complex)
 def group_of(group: Group | None) -> Group:
     """``None`` is the group of ``mlxdist.init()``."""
     if group is None:
-        return init()
+        return default_group()
     if not isinstance(group, Group):
         raise errors.InvalidArgument(
             f"group must be what mlxdist.init() or Group.split() returned, not {type(group).__name__}; a group of "

@@ -19,7 +19,7 @@ from .schedulers import refuse_launchers
 from .timeout import checked_timeout, time_limit
 from .world import World
 
-__all__ = ["Group", "current_run", "init"]
+__all__ = ["Group", "current_run", "default_group", "init"]
 
 # Operations that have more than one algorithm: those of mlxdist_operation, by the names of mlxdist's functions.
 _OPERATIONS = {
@@ -326,7 +326,10 @@ class Group:
                 f"this process was forked from rank {self._rank}, and a group does not survive a fork; use it in the "
                 "process that called mlxdist.init(), or start the child with subprocess or multiprocessing's spawn"
             )
-        raise errors.InvalidArgument(f"the group of rank {self._rank} has been finalized; do this before finalize()")
+        raise errors.InvalidArgument(
+            f"the group of rank {self._rank} has been finalized; do this before finalize(), or in the group that "
+            "mlxdist.init() makes when all ranks call it again"
+        )
 
     def _text(self, function: Callable[[Any], Any], alone: str) -> str:
         self._require_open()
@@ -362,7 +365,8 @@ def init(strict: bool = False, backend: str = "any", *, timeout: float | None = 
     """The group of all ranks that the launcher started; without a launcher, a group of one.
 
     All ranks must call it; the call returns once they are connected. Later calls return the same group. It is taken
-    down at exit, or by :meth:`Group.finalize`.
+    down at exit, or by :meth:`Group.finalize`; after that all ranks may call this again and get a new one. What belongs
+    to the old one, such as groups split off and arrays not evaluated, raises.
 
     Args:
         strict: raise instead of making a group of one when there is no launcher.
@@ -371,8 +375,8 @@ def init(strict: bool = False, backend: str = "any", *, timeout: float | None = 
             ``MLXDIST_RENDEZVOUS_TIMEOUT``.
 
     Raises:
-        InvalidArgument: another backend is asked for; there is no launcher and ``strict`` is set; the group of this
-            process was finalized before; the ranks are on several hosts that no provider connects.
+        InvalidArgument: another backend is asked for; there is no launcher and ``strict`` is set; this process was
+            forked from a rank; the ranks are on several hosts that no provider connects.
         EnvironmentVariableError: an ``MLXDIST_*`` variable is malformed or contradicts another one.
         RendezvousError: not all ranks came; or mpirun, srun, mlx.launch or torchrun has started several processes, and
             no job of mlxdist is named.
@@ -387,14 +391,26 @@ def init(strict: bool = False, backend: str = "any", *, timeout: float | None = 
         )
     checked_timeout("mlxdist.init", timeout)
     with _world_lock:
-        if _world is None:
+        # A group of one holds nothing that could not be made again.
+        if _world is None or _world._world.ended or _world._closed and _world.size() == 1:
             _world = _create(strict)
-        elif _world.size() == 1 and _world._closed:
-            _world = _create(strict)  # a group of one holds nothing that could not be made again
         _world._require_open()
         if timeout is not None:
             _world.timeout = timeout
         return _world
+
+
+def default_group() -> Group:
+    """That of operations that name none. After ``finalize`` these do not wait for ranks to come together again.
+
+    Raises:
+        InvalidArgument: the group of several ranks has been finalized.
+    """
+    group = _world
+    if group is None or group._closed and group.size() == 1:
+        return init()
+    group._require_open()
+    return group
 
 
 def current_run() -> str:

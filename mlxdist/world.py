@@ -61,6 +61,7 @@ class World:
         self.pending = Pending()
         self.registrations: weakref.WeakSet[Registration] = weakref.WeakSet()
         self.closed = False
+        self.ended = False  # finalize() has returned
         self.forked = False
         self._groups: weakref.WeakSet[Group] = weakref.WeakSet()
         self._lock = threading.Lock()  # guards closed, _groups and the end of native
@@ -94,6 +95,12 @@ class World:
             groups = list(self._groups)
         for group in groups:
             group.shut()
+        try:
+            self._take_down(groups)
+        finally:
+            self.ended = True
+
+    def _take_down(self, groups: list["Group"]) -> None:
         if self.native is None:
             self.connection.close()
             return

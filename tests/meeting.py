@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from mlxdist.environment import Environment
-from mlxdist.rendezvous import Rendezvous, connect
+from mlxdist.rendezvous import Rendezvous
 from mlxdist.rendezvous.wire import MAGIC, Framing, Kind, pack_json, proof, session_keys
 
 SECRET = b"\x5e" * 32
@@ -22,17 +22,13 @@ class Job:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.listener = socket.create_server((host, 0), family=family, backlog=256)
         self.address = self.listener.getsockname()[:2]
-        self._descriptor = self.listener.fileno()
         self._base = Environment(
             world_size=size, rendezvous=self.address, secret=SECRET, job="test", rendezvous_timeout=timeout
         )
 
     def environment(self, rank, **changes):
         if rank == 0 and self.listener is not None:
-            connect._used_descriptors.discard(self._descriptor)  # numbers come again within one process
-            self.listener.detach()
-            self.listener = None
-            changes = {"rendezvous_fd": self._descriptor} | changes
+            changes = {"rendezvous_fd": self.listener.fileno()} | changes
         return replace(self._base, rank=rank, **changes)
 
     def variables(self, rank):

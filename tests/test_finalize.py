@@ -20,6 +20,11 @@ def test_a_rank_is_killed_meanwhile(run_ranks):
     assert all("PeerLost: rank 2 " in output for output in outputs[:2])
 
 
+@pytest.mark.parametrize("ranks", [1, 3, pytest.param(2, marks=pytest.mark.long)])
+def test_another_world_after_finalize(run_ranks, ranks):
+    assert run_ranks("second_world.py", ranks) == ["as expected\n"] * ranks
+
+
 @pytest.mark.parametrize(
     "how, ranks, first, status",
     [

@@ -139,8 +139,14 @@ def test_one_rank_is_a_group_of_one(run_ranks, tmp_path):
     program.write_text(
         "import mlx.core as mx\n"
         "print('size', mx.distributed.init().size(), mx.distributed.all_sum(mx.ones(3)).tolist())\n"
+        "try: mx.distributed.init(strict=True, backend='mpi')\n"
+        "except RuntimeError as error: print(error)\n"
+        "import mlxdist\n"
+        "print(mlxdist.init(strict=True).size())\n"
     )
-    assert run_ranks(program, 1) == ["size 1 [1.0, 1.0, 1.0]\n"]
+    first, refused, strict = run_ranks(program, 1)[0].splitlines()
+    assert (first, strict) == ("size 1 [1.0, 1.0, 1.0]", "1")
+    assert refused == "Cannot initialize MPI", "MLX's own rule: docs/mpi-door.md"
 
 
 def test_another_library_named_by_the_user_is_used(run_ranks, tmp_path):

@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from meeting import SOON, Job, Watcher, at_once, group, join
@@ -114,10 +115,26 @@ def test_a_mac_that_may_not_use_the_local_network(monkeypatch):
 
 def test_the_port_can_be_used_again_at_once():
     with group(2) as members:
-        environments = [member._environment for member in members]
+        environments = [replace(member._environment, rendezvous_fd=None) for member in members]
     again = join(*environments)
     assert at_once(*(lambda m=m: m.all_gather(b"", "again") for m in again)) == [[b"", b""]] * 2
     at_once(*(lambda m=m: m.close() for m in again))
+
+
+def test_a_rank_that_has_left_waits_for_the_next_world():
+    """Rank 0 still serves the world before, in which that rank had a place."""
+    job = Job(2)
+    before = join(*(job.environment(rank) for rank in range(2)))
+    before[1].close()
+
+    def leave_late():
+        time.sleep(0.2)
+        before[0].close()
+        return Rendezvous(job.environment(0))
+
+    members = at_once(leave_late, lambda: Rendezvous(job.environment(1)))
+    assert at_once(*(lambda m=m: m.all_gather(b"", "next") for m in members)) == [[b"", b""]] * 2
+    at_once(*(lambda m=m: m.close() for m in members))
 
 
 def test_other_steps_are_an_error_on_every_rank():
@@ -172,7 +189,8 @@ def test_missing_ranks_are_named_on_every_rank_that_is_there():
 
 
 def test_one_missing_rank():
-    [result] = join(Job(2, timeout=0.3).environment(0))
+    job = Job(2, timeout=0.3)
+    [result] = join(job.environment(0))
     assert "rank 1 of 2 has not connected" in str(result)
 
 

@@ -37,15 +37,11 @@ SYN_SECONDS = 0.2
 SHORT_TRIES = 20
 CONNECT_SECONDS = 5.0
 
-# Descriptors named by MLXDIST_RENDEZVOUS_FD that this process has used up: once closed, the number means another file.
-_used_descriptors: set[int] = set()
-
 
 def listen(environment: Environment) -> socket.socket:
     """Rank 0: the socket that the launcher opened, or a new one at MLXDIST_RENDEZVOUS."""
-    descriptor = environment.rendezvous_fd
-    if descriptor is not None and descriptor not in _used_descriptors:
-        return _inherit(environment, descriptor)
+    if environment.rendezvous_fd is not None:
+        return _inherit(environment, environment.rendezvous_fd)
     host, port = environment.rendezvous
     where = format_address(host, port)
     failures = []
@@ -76,6 +72,7 @@ def listen(environment: Environment) -> socket.socket:
 
 
 def _inherit(environment: Environment, descriptor: int) -> socket.socket:
+    """A duplicate: the descriptor stays, for the world that may come after this one."""
     try:
         sock = socket.socket(fileno=descriptor)
     except OSError:
@@ -92,9 +89,10 @@ def _inherit(environment: Environment, descriptor: int) -> socket.socket:
             "socket: a wrapper between `mlxdist launch` and this program has closed it, as subprocess.run does; "
             "launch the program directly, or let the wrapper exec it or pass the descriptor on"
         )
-    _used_descriptors.add(descriptor)
     sock.set_inheritable(False)
-    return sock
+    listener = sock.dup()
+    sock.detach()
+    return listener
 
 
 def connect(environment: Environment) -> tuple[socket.socket, Framing, dict]:

@@ -213,7 +213,9 @@ class Hub:
             self._fail(rank, "RendezvousError", f"rendezvous: {who} was refused: {difference}")
         elif self._failed:
             self._refuse(stranger, "the group has already failed", f"{who} came after the failure")
-        elif taken := self._members.get(fields["rank"]):
+        elif (taken := self._members.get(fields["rank"])) and taken.left:
+            self._drop(stranger)  # it comes to the next world, and tries again until all have left this one
+        elif taken:
             self._refuse(
                 stranger,
                 f"rank {taken.rank} is already taken by pid {taken.pid} on {taken.host}; every process needs its own "

@@ -86,6 +86,9 @@ NB_MODULE(_bridge, m) {
         "Whether this thread runs a function to differentiate, compile, vectorize or export it.");
   m.def("set_own_folders", &set_own_folders, "mlxdist"_a, "mlx"_a,
         "Tells which frames are not the program's: those of files in these folders, whose names end with a slash.");
+  m.def("is_own",
+        [](mx::distributed::Group group) { return dynamic_cast<Group*>(group.raw_group().get()) != nullptr; },
+        "group"_a, "Whether a group of MLX is one of mlxdist, and of no backend of MLX.");
   m.def("is_traced", [](const mx::array& array) { return array.is_tracer(); }, "array"_a,
         "Whether MLX records what is computed from the array, for a gradient or for mx.compile.");
   m.def("mark_line", [] { mlxdist_set_place(current_line().at); },

@@ -78,8 +78,14 @@ def graphs() -> None:
     thread.start()
     thread.join()
     assert results == [[size] * 3]
-    scattered = mx.distributed.sum_scatter(mx.ones((size,)))
-    expect("RuntimeError", "sum_scatter not yet implemented", lambda: mx.eval(scattered))
+    scatter = mx.distributed.sum_scatter
+    mine = mx.arange(2.0 * size)[2 * world.rank() :][:2] * size
+    assert mx.array_equal(mx.compile(scatter)(mx.arange(2.0 * size)), mine)
+    columns = mx.vmap(scatter, 1, 1)(mx.stack([mx.arange(2.0 * size)] * 3, 1))
+    assert mx.array_equal(columns, mx.stack([mine] * 3, 1))
+    weights = mx.array([1.0, 2.0]) + world.rank()
+    slope = mx.grad(lambda x: (scatter(x) * weights).sum())(mx.ones((2 * size,)))
+    assert slope.tolist() == [weight + rank for rank in range(size) for weight in (1.0, 2.0)]
 
 
 def both_doors() -> None:

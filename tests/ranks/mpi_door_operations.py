@@ -45,6 +45,9 @@ def check(members: list[int], dtype: str, shape: tuple[int, ...], **group: mx.di
     if size == 1:
         return
     require(mx.distributed.all_gather(x, **group), reference.all_gather(inputs), dtype, "all_gather")
+    if shape and shape[0] % size == 0:
+        part = reference.all_reduce(inputs, dtype, "sum")[shape[0] // size * rank :][: shape[0] // size]
+        require(mx.distributed.sum_scatter(x, **group), part, dtype, "sum_scatter")
     to, source = (rank + 1) % size, (rank - 1) % size
     if rank == 0:
         mx.eval(mx.distributed.send(x, to, **group))
