@@ -12,9 +12,9 @@ def test_models_of_every_kind_in_files_and_streamed(run_ranks, tmp_path, ranks):
 
 @one_to_four(2)
 def test_each_rank_reads_and_holds_its_share(run_ranks, tmp_path, ranks):
-    """Bytes read from files, the most memory of MLX at any time; parts of different sizes; experts on their ranks."""
-    outputs = run_ranks("loading.py", ranks, "sizes,plans,experts", tmp_path)
-    assert all(output.count("right") == 3 for output in outputs)
+    """Bytes read from files, the most memory of MLX at any time; parts of different sizes; experts; models by name."""
+    outputs = run_ranks("loading.py", ranks, "sizes,plans,named,experts", tmp_path)
+    assert all(output.count("right") == 4 for output in outputs)
 
 
 @pytest.mark.long

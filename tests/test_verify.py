@@ -53,6 +53,20 @@ def test_the_command_prints_a_plan_and_starts_nothing(folder):
     assert (plan.tp, plan.ranks, document["verification"]) == (2, 2, None)
 
 
+def test_the_command_takes_the_name_of_a_model_that_has_been_downloaded(folder, tmp_path_factory, monkeypatch):
+    hub = tmp_path_factory.mktemp("hub")
+    monkeypatch.setenv("HF_HUB_CACHE", str(hub))
+    result = CliRunner().invoke(shard, ["org/model", "--tp", "2"])
+    assert result.exit_code == 1 and "type: hf download org/model" in result.output
+    kept = hub / "models--org--model"
+    (kept / "snapshots").mkdir(parents=True)
+    (kept / "snapshots" / "0123").symlink_to(folder)
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("0123")
+    result = CliRunner().invoke(shard, ["org/model", "--tp", "2"])
+    assert result.exit_code == 0 and "q_proj" in result.output, result.output
+
+
 @pytest.mark.parametrize(
     "options, status, words",
     [

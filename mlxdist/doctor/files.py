@@ -14,6 +14,7 @@ from typing import Any
 
 from ..launch.executable import CannotRun, check_command
 from ..launch.local import base_environment
+from ..model_folder import find_model
 
 __all__ = ["digest", "list_model", "program"]
 
@@ -49,7 +50,7 @@ def program(command: Sequence[str], script: str, folder: str, variables: Mapping
 
 def list_model(model: str, folder: str) -> dict[str, Any]:
     """The files of a model and their sizes, and where it is; ``error`` where it is not."""
-    place = _place(model, folder)
+    place = find_model(model, folder)
     if place is None:
         return {"error": "it is neither there nor in the cache of Hugging Face's hub", "files": {}, "path": ""}
     if place.is_file():
@@ -80,19 +81,3 @@ def digest(path: str, how: str, seconds: float = 600.0) -> dict[str, Any]:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"{path} was not read within {seconds:g} s")
     return {"sha256": found.hexdigest()}
-
-
-def _place(model: str, folder: str) -> Path | None:
-    path = Path(folder, os.path.expanduser(model))
-    if path.exists():
-        return path
-    cache = os.environ.get("HF_HUB_CACHE") or os.path.join(
-        os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"), "hub"
-    )
-    kept = Path(cache, "models--" + model.replace("/", "--"))
-    if model.count("/") != 1 or not (kept / "snapshots").is_dir():
-        return None
-    main = kept / "refs" / "main"
-    revision = main.read_text().strip() if main.is_file() else ""
-    snapshot = kept / "snapshots" / revision
-    return snapshot if revision and snapshot.is_dir() else None

@@ -11,6 +11,7 @@ import numpy as np
 from ..arguments import group_of
 from ..errors import InvalidArgument, Mismatch, name_ranks
 from ..group import Group
+from ..model_folder import model_folder
 from ..ops import all_gather, broadcast
 from .agreement import agreed
 from .loading.blobs import broadcast_blob
@@ -78,7 +79,7 @@ def verify(
 
     Args:
         model: cut over the ranks of ``group``; its logits must be whole on every rank.
-        reference: on rank 0 the whole model, or the folder from which mlx-lm loads it; elsewhere it is ignored.
+        reference: on rank 0 the whole model, or its folder or name, as for :func:`load_sharded`; elsewhere it is ignored.
         tokens: integers of shape (tokens,), at least 5; ``None``: 16 random ones. Those of rank 0 count.
         tolerance: of the largest logit; ``None`` is that of the dtype in ``TOLERANCES``.
 
@@ -143,7 +144,7 @@ def _whole_model(reference: nn.Module | str | Path | None) -> nn.Module:
     from mlx_lm.utils import load_model
 
     try:
-        return load_model(Path(reference).expanduser(), lazy=True)[0]
+        return load_model(model_folder(reference), lazy=True)[0]
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise InvalidArgument(f"verify: cannot load the whole model from {reference}: {error}") from error
 

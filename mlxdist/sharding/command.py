@@ -42,7 +42,7 @@ class Weights(click.ParamType):
 
 
 @click.command()
-@click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("model")
 @click.option("--tp", type=RANKS, help="Ranks that share every layer.  [default: 1, or the hostfile's ranks]")
 @click.option("--ep", default=1, show_default=True, type=RANKS, help="Ranks (times --tp) that share the experts.")
 @click.option(
@@ -55,7 +55,7 @@ class Weights(click.ParamType):
 @click.option("--verify", is_flag=True, help="Load it so on ranks of this machine and compare the logits.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan, and what --verify found, as JSON.")
 def shard(
-    path: Path,
+    model: str,
     tp: int | None,
     ep: int,
     weights: list[float] | str | None,
@@ -70,22 +70,25 @@ def shard(
         mlxdist shard MODEL --tp 2 --verify    and compares the logits of 2 ranks with those of the whole model
         mlxdist shard MODEL --hostfile FILE    the plan for measured hosts of unequal speed
 
-    PATH is a folder with config.json and model*.safetensors. --verify needs memory for the whole model twice. The exit
-    status is 1 if the logits differ by more than the tolerance of their dtype, or if the model cannot be cut so.
+    MODEL is a folder with config.json and model*.safetensors, or the name of a model that `hf download` has fetched.
+    --verify needs memory for the whole model twice. The exit status is 1 if the logits differ by more than the
+    tolerance of their dtype, or if the model cannot be cut so.
     """
     from ..errors import InvalidArgument
+    from ..model_folder import model_folder
 
     try:
+        folder = model_folder(model)
         if hostfile is not None:
             tp, weights = _measured(hostfile, tp, ep, weights)
         elif isinstance(weights, str):
             raise InvalidArgument(f"--weights {weights} is a figure of measured hosts; give their --hostfile, too")
-        plan = _plan(path, tp or 1, ep, weights)
+        plan = _plan(folder, tp or 1, ep, weights)
     except InvalidArgument as error:
         raise click.ClickException(str(error)) from None
     if not as_json:
         click.echo(str(plan))
-    verification = _verify(path, plan) if verify else None
+    verification = _verify(folder, plan) if verify else None
     if as_json:
         click.echo(json.dumps({"plan": json.loads(plan.to_json()), "verification": verification}, indent=2))
     elif verification is not None:

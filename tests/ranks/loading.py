@@ -201,7 +201,7 @@ def refused() -> None:
         return changed(lambda mine: mine.update({name: array}))
 
     second = "model-00002-of-00002.safetensors"
-    case(["config.json", "snapshot_download"], lambda folder: (folder / "config.json").unlink())
+    case(["config.json", "give the folder of a model"], lambda folder: (folder / "config.json").unlink())
     case([second, "is missing"], lambda folder: (folder / second).unlink())
     case([second, "is damaged"], lambda folder: os.truncate(folder / second, 5000))
     case(["mlx-lm cannot build", "9"], lambda folder: edit(folder, hidden_size=9), on=0) if size == 1 else None
@@ -225,7 +225,8 @@ def refused() -> None:
     ]:
         expect(mlxdist.InvalidArgument, words, load_sharded, folder)
         expect(mlxdist.InvalidArgument, words, load_sharded, folder if rank == 0 else None, stream=True)
-    expect(mlxdist.InvalidArgument, ["must be the folder"], load_sharded, None)
+    expect(mlxdist.InvalidArgument, ["must be the folder or the name"], load_sharded, None)
+    expect(mlxdist.InvalidArgument, ["org/none", "hf download org/none"], load_sharded, "org/none")
     expect(mlxdist.InvalidArgument, ["tp=5 times ep=1"], load_sharded, good, tp=5)
     expect(mlxdist.InvalidArgument, ["tp and ep must be positive"], load_sharded, good, ep=0)
     plan = plan_shards(whole, size)
@@ -306,6 +307,23 @@ def plans() -> None:
     plan = plan_shards(whole, size, weights=[2] + [1] * (size - 1)) if size > 1 else plan_shards(whole)
     model, _ = load_sharded(folder, plan=Plan.from_json(plan.to_json()), verify=True)
     require_parts(model, whole, plan)
+    print("right")
+
+
+def named() -> None:
+    """By the name under which the local cache of the Hugging Face Hub has a model, also streamed and verified."""
+    whole, config = make(QWEN3)
+    folder = save("hub/models--org--named/snapshots/0123", whole, config)
+    refs = folder.parents[1] / "refs"
+    if rank == 0:
+        refs.mkdir(exist_ok=True)
+        (refs / "main").write_text(folder.name)
+    group.barrier()
+    os.environ["HF_HUB_CACHE"] = str(base / "hub")
+    for streamed in (False, True):
+        model, _, report = load_with_report("org/named", stream=streamed, verify=True)
+        require_parts(model, whole, report.plan)
+    expect(mlxdist.InvalidArgument, ["org/none", "hf download org/none"], verify, model, "org/none")
     print("right")
 
 

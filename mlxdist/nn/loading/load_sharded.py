@@ -17,6 +17,7 @@ from ... import debug
 from ...arguments import group_of
 from ...errors import InvalidArgument
 from ...group import Group
+from ...model_folder import model_folder
 from ..agreement import agreed
 from ..measured_weights import Weights
 from ..plan import Plan, Shard, plan_shards, shard_model
@@ -60,7 +61,8 @@ def load_sharded(
     reads the tensors whole, one parameter at a time, and a warning says which.
 
     Args:
-        path: a folder with config.json and model*.safetensors. It may be another one on every host.
+        path: a folder with config.json and model*.safetensors, or the name of a model that `hf download` has fetched. It
+            may be another one on every host.
         group: the ranks; ``None`` is the group of ``mlxdist.init()``.
         plan: what :func:`plan_shards` made for this model; ``None`` makes one, for ``tp`` and ``ep``.
         tp, ep: how many ranks share every layer, and the experts; ``tp=None`` is all that ``ep`` leaves.
@@ -101,7 +103,7 @@ def load_with_report(
         if plan is not None and weights is not None:
             raise InvalidArgument("load_sharded: the plan has its weights; leave out weights")
         tp = _checked_grid(group, plan, tp, ep)
-        folder = _checked_folder(path) if group.rank() == 0 or not stream else None
+        folder = model_folder(path) if group.rank() == 0 or not stream else None
     with checkpoint_of_rank_0(folder, group) if stream else _local_checkpoint(folder, group) as checkpoint:
         with agreed("load_sharded", group):
             model, sources, config = open_model(checkpoint)
@@ -138,18 +140,6 @@ def _checked_grid(group: Group, plan: Plan | None, tp: int | None, ep: int) -> i
     if tp * ep != group.size():
         raise InvalidArgument(f"load_sharded: tp={tp} times ep={ep} is not the {group.size()} ranks of the group")
     return tp
-
-
-def _checked_folder(path: str | Path | None) -> Path:
-    if not isinstance(path, str | Path):
-        raise InvalidArgument(f"load_sharded: path must be the folder of a model, not {path!r}")
-    folder = Path(path).expanduser()
-    if not (folder / "config.json").is_file():
-        raise InvalidArgument(
-            f"load_sharded: there is no {folder / 'config.json'}; give the folder of a model, which for one of the "
-            "Hugging Face Hub is what huggingface_hub.snapshot_download(name) returns"
-        )
-    return folder
 
 
 @contextmanager

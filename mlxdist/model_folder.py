@@ -1,0 +1,55 @@
+"""Where a model is on this host: a folder, or a name such as org/model that Hugging Face's local cache has.
+
+Nothing here uses the network or imports ``huggingface_hub``: `mlxdist doctor` asks hosts that may not have it.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from .errors import InvalidArgument
+
+__all__ = ["find_model", "model_folder"]
+
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+
+
+def find_model(model: str, folder: str = "") -> Path | None:
+    """The path ``model``, seen from ``folder``, or else what the local cache has under that name, or ``None``."""
+    path = Path(folder, os.path.expanduser(model))
+    if path.exists():
+        return path
+    if not _HUB_NAME.fullmatch(model):
+        return None
+    kept = _cache() / f"models--{model.replace('/', '--')}"
+    main = kept / "refs" / "main"
+    revision = main.read_text().strip() if main.is_file() else ""
+    snapshot = kept / "snapshots" / revision
+    return snapshot if revision and snapshot.is_dir() else None
+
+
+def model_folder(model: str | Path) -> Path:
+    """The folder with the config.json of ``model``: a path, or a name such as org/model that `hf download` has fetched.
+
+    Raises:
+        InvalidArgument: there is none; the text says what to type.
+    """
+    if not isinstance(model, str | Path):
+        raise InvalidArgument(f"a model must be the folder or the name of one, not {model!r}")
+    found = find_model(str(model))
+    if found is not None and (found / "config.json").is_file():
+        return found
+    what = f"there is no {model if found is None else found / 'config.json'}"
+    if _HUB_NAME.fullmatch(str(model)) and not Path(model).exists():
+        what += f", and no such model in {_cache()}" if found is None else ""
+        raise InvalidArgument(f"{what}; to fetch it from the Hugging Face Hub, type: hf download {model}")
+    raise InvalidArgument(f"{what}; give the folder of a model, or a name such as org/model after hf download org/model")
+
+
+def _cache() -> Path:
+    """As ``huggingface_hub`` finds it."""
+    variables = os.environ
+    caches = variables.get("XDG_CACHE_HOME") or "~/.cache"
+    home = variables.get("HF_HOME") or os.path.join(caches, "huggingface")
+    hub = variables.get("HF_HUB_CACHE") or variables.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
+    return Path(os.path.expandvars(os.path.expanduser(hub)))
