@@ -1,4 +1,4 @@
-"""mlx-lm's commands, unmodified, under `mlxdist launch`: they compute what one process computes."""
+"""mlx-lm's commands under `mlxdist launch`, unmodified and by `mlxdist.lm`: they compute what one process computes."""
 
 import json
 import os
@@ -15,10 +15,13 @@ from contextlib import contextmanager
 import mlx.core as mx
 import pytest
 from launching import LAUNCH, Terminal, nothing_left, wait_for  # noqa: F401
-from mlx_lm.models import qwen2
-from mlx_lm.utils import save_config, save_model
+from mlx.utils import tree_map
+from mlx_lm.utils import _get_classes, save_config, save_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+import mlxdist
+from mlxdist import lm
 
 CONFIG = {
     "model_type": "qwen2",
@@ -32,6 +35,13 @@ CONFIG = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
+# All but the first are models that mlx-lm's own sharded_load cannot cut over 2 or 3 ranks.
+KINDS = {
+    "llama": {},
+    "qwen2": {"num_attention_heads": 6, "num_key_value_heads": 1, "hidden_size": 96},  # has shard(), but only one KV head
+    "gemma": {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 16},
+    "mixtral": {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 96, "num_local_experts": 4},
+}
 TEMPLATE = "{% for message in messages %}<|message|>{{ message['content'] }}{% endfor %}"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
@@ -39,10 +49,28 @@ ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A folder with a model of random weights, and a tokenizer with a token for every byte."""
-    folder = tmp_path_factory.mktemp("model")
+    return save(tmp_path_factory.mktemp("model"), CONFIG)
+
+
+@pytest.fixture(scope="module")
+def saved_model(tmp_path_factory):
+    """A function: the same, of one of KINDS, with larger weights, so that the answer depends on the question."""
+    folder = tmp_path_factory.mktemp("models")
+
+    def saved(kind):
+        return save(folder / kind, CONFIG | {"model_type": kind, "intermediate_size": 192} | KINDS[kind], 3)
+
+    return saved
+
+
+def save(folder, config, scale=1):
     mx.random.seed(1)
-    save_model(folder, qwen2.Model(qwen2.ModelArgs.from_dict(CONFIG)))
-    save_config(dict(CONFIG), folder / "config.json")
+    model_class, arguments = _get_classes(config)
+    model = model_class(arguments.from_dict(config))
+    model.update(tree_map(lambda weights: weights * scale, model.parameters()))
+    folder.mkdir(exist_ok=True)
+    save_model(folder, model)
+    save_config(dict(config), folder / "config.json")
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<|end|>", "<|message|>"]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -61,10 +89,10 @@ def few_kernels(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-def mlx_lm(*arguments, ranks=1, typed="", cwd=None):
+def mlx_lm(*arguments, ranks=1, typed="", cwd=None, module="mlx_lm"):
     """What it prints; on one rank without the launcher."""
     command = [*(LAUNCH if ranks > 1 else []), *(["-n", str(ranks), "--"] if ranks > 1 else [])]
-    command += [sys.executable, "-m", "mlx_lm", *map(str, arguments)]
+    command += [sys.executable, "-m", module, *map(str, arguments)]
     job = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=120, cwd=cwd)
     assert job.returncode == 0, job.stdout + job.stderr
     return job.stdout
@@ -73,7 +101,7 @@ def mlx_lm(*arguments, ranks=1, typed="", cwd=None):
 def lines(text):
     """Without prefixes, colours and what is measured."""
     found = [ESCAPES.sub("", line).replace("[0] ", "").rstrip() for line in text.splitlines()]
-    return [line for line in found if "tok/s" not in line]
+    return [line for line in found if not any(word in line for word in ("tok/s", "tokens-per-sec", "Peak memory"))]
 
 
 @pytest.mark.parametrize("parallel", [[], pytest.param(["--pipeline"], marks=pytest.mark.long)])
@@ -84,6 +112,46 @@ def test_chat(model, parallel):
     assert "[1]" not in two
     assert two.count("8 tokens ·") == 2 and lines(two)[-1] == "bye"
     assert lines(two) == lines(mlx_lm(*arguments, typed="hello\nand you?\nq\n"))
+
+
+@pytest.mark.parametrize(
+    "kind, ranks",
+    [("gemma", 2), *(pytest.param(*case, marks=pytest.mark.long) for case in [("qwen2", 2), ("mixtral", 3)])],
+)
+def test_chat_of_mlxdist_lm(saved_model, kind, ranks):
+    arguments = ["chat", "--model", saved_model(kind), "--max-tokens", 8, "--temp", 0]
+    found = mlx_lm(*arguments, ranks=ranks, typed="hello\nand you?\nq\n", module="mlxdist.lm")
+    assert found.count(" tokens ·") == 2
+    assert lines(found) == lines(mlx_lm(*arguments, typed="hello\nand you?\nq\n"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind, ranks", [("llama", 2), ("gemma", 3)])
+def test_generate_of_mlxdist_lm(saved_model, kind, ranks):
+    arguments = ["generate", "--model", saved_model(kind), "--prompt", "hello", "--max-tokens", 8]
+    found = mlx_lm(*arguments, ranks=ranks, module="mlxdist.lm")
+    assert "Generation: " in found and not re.search(r"\[[12]\]", found)
+    assert lines(found) == lines(mlx_lm(*arguments))
+
+
+# After `generate` has drawn its tokens: the state of the generator that they came from.
+DRAWN = "import mlx.core as mx, mlxdist.lm; mlxdist.lm.main(); print('seed', mx.random.state[0].tolist(), flush=True)"
+
+
+@pytest.mark.long
+def test_generate_draws_the_same_tokens_on_all_ranks_without_a_seed(saved_model):
+    command = [*LAUNCH, "-n", "2", "--", sys.executable, "-c", DRAWN, "generate", "--temp", "1", "--max-tokens", "4"]
+    command += ["--model", str(saved_model("gemma")), "--prompt", "hello"]
+    job = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert job.returncode == 0, job.stdout + job.stderr
+    first, second = re.findall(r"seed (.*)", job.stdout)
+    assert first == second
+
+
+def test_generate_of_mlxdist_lm_refuses_adapters():
+    for arguments in ({"adapter_path": "adapters"}, {"model_config": {"quantize_activations": True}}):
+        with pytest.raises(mlxdist.InvalidArgument, match="--adapter-path and --quantize-activations are for one rank"):
+            lm.load("model", return_config=True, **arguments)
 
 
 @pytest.mark.long
@@ -99,10 +167,13 @@ def test_chat_on_a_terminal(model, where):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("parallel", [[], ["--pipeline"], ["--batch-size", 2]])
-def test_benchmark(model, parallel):
+@pytest.mark.parametrize(
+    "module, parallel",
+    [("mlx_lm", []), ("mlx_lm", ["--pipeline"]), ("mlx_lm", ["--batch-size", 2]), ("mlxdist.lm", ["--pipeline"])],
+)
+def test_benchmark(model, module, parallel):
     sizes = ["--prompt-tokens", 16, "--generation-tokens", 8, "--num-trials", 2]
-    printed = mlx_lm("benchmark", "--model", model, *sizes, *parallel, ranks=2)
+    printed = mlx_lm("benchmark", "--model", model, *sizes, *parallel, ranks=2, module=module)
     assert re.search(r"^\[0\] Averages: prompt_tps=[1-9][\d.]+, generation_tps=[1-9]", printed, re.MULTILINE)
     assert printed.count("Trial") == 2 and "[1]" not in printed
 
@@ -151,12 +222,12 @@ def test_lora(tmp_path, model):
 
 
 @contextmanager
-def server(model, ranks):
+def server(model, ranks, module="mlx_lm"):
     """The address of one that answers. It is stopped as Ctrl-C would, and then nothing answers any more."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [*(LAUNCH if ranks > 1 else []), *(["-n", str(ranks), "--"] if ranks > 1 else [])]
-    command += [sys.executable, "-m", "mlx_lm", "server", "--model", str(model), "--port", str(port)]
+    command += [sys.executable, "-m", module, "server", "--model", str(model), "--port", str(port)]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def is_there():
@@ -193,6 +264,16 @@ def test_server_answers_two_requests_at_once(model):
             answers[ranks] = list(threads.map(lambda question: ask(address, question), questions))
             assert answers[ranks] == [ask(address, question) for question in questions]
     assert answers[1] == answers[2] and len(set(answers[2])) == 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind, ranks", [("gemma", 2), ("qwen2", 3)])
+def test_server_of_mlxdist_lm(saved_model, kind, ranks):
+    folder = saved_model(kind)
+    with server(folder, 1) as address:
+        expected = [ask(address, question) for question in ("hello", "another question")]
+    with server(folder, ranks, "mlxdist.lm") as address, ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(lambda question: ask(address, question), ("hello", "another question"))) == expected
 
 
 # `mlx_lm evaluate` takes names of tasks that lm_eval knows, whose data is in the network; this adds those of a folder.

@@ -52,6 +52,7 @@ def load_sharded(
     weights: Weights | None = None,
     stream: bool = False,
     verify: bool = False,
+    tokenizer_config: Mapping[str, Any] | None = None,
 ) -> tuple[nn.Module, Any]:
     """A model of mlx-lm, cut over the ranks of a group, and its tokenizer, or ``None`` if the folder has none.
 
@@ -70,6 +71,7 @@ def load_sharded(
         stream: only rank 0 has the folder, and sends the others what they hold, with a CRC-32 of every part.
         verify: compare the logits with those of the whole model, which rank 0 then has to have room for
             (:func:`mlxdist.nn.verify`).
+        tokenizer_config: for the tokenizer of transformers, such as {"trust_remote_code": True}.
 
     Raises:
         InvalidArgument: on every rank, before any operation of the model: files are missing or damaged, weights are
@@ -79,8 +81,9 @@ def load_sharded(
         TransportError: on every rank, where a part has arrived damaged from rank 0.
         Mismatch: on every rank, where ``verify`` finds other logits.
     """
+    grid = {"tp": tp, "ep": ep, "weights": weights}
     model, tokenizer, _ = load_with_report(
-        path, group, plan, tp=tp, ep=ep, weights=weights, stream=stream, verify=verify
+        path, group, plan, **grid, stream=stream, verify=verify, tokenizer_config=tokenizer_config
     )
     return model, tokenizer
 
@@ -95,6 +98,7 @@ def load_with_report(
     weights: Weights | None = None,
     stream: bool = False,
     verify: bool = False,
+    tokenizer_config: Mapping[str, Any] | None = None,
 ) -> tuple[nn.Module, Any, LoadReport]:
     """:func:`load_sharded`, and what it has cost."""
     start = time.perf_counter()
@@ -116,7 +120,7 @@ def load_with_report(
         _warn_of_computed(computed, sources, group)
         (_stream_parts if stream else _read_parts)(model, plan, sources, group)
         with agreed("load_sharded", group):
-            tokenizer = _tokenizer(checkpoint.folder, config)
+            tokenizer = _tokenizer(checkpoint.folder, config, tokenizer_config)
         if verify:
             require_agreement(model, checkpoint.folder, group=group)
         group.meet()  # ranks read at different speeds, and GPU work of the first graph must not wait for the slowest
@@ -225,12 +229,12 @@ def _progress(what: str, total: int, rank: int) -> Iterator[Callable[[int], Any]
         yield lambda count: bar.advance(task, count)
 
 
-def _tokenizer(folder: Path, config: Mapping[str, Any]) -> Any:
+def _tokenizer(folder: Path, config: Mapping[str, Any], more: Mapping[str, Any] | None) -> Any:
     if not any(True for pattern in TOKENIZER_FILES for _ in folder.glob(pattern)):
         return None
     from mlx_lm.utils import load_tokenizer
 
     try:
-        return load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))
+        return load_tokenizer(folder, more and dict(more), eos_token_ids=config.get("eos_token_id"))
     except Exception as error:  # whatever transformers raises
         raise InvalidArgument(f"cannot load the tokenizer in {folder}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,109 @@
+"""mlx-lm's commands, with models of which every rank holds only its part.
+
+    mlxdist launch -n 2 -- python -m mlxdist.lm chat --model MODEL
+
+is `python -m mlx_lm chat --model MODEL` with another ``sharded_load``: mlx-lm's own cuts only models that have a method
+``shard()``, over no more ranks than there are KV heads, while the one below cuts what :func:`mlxdist.nn.load_sharded`
+does. `generate`, which mlx-lm computes whole on every rank, loads its model by it, too, and rank 0 prints. All other
+commands are mlx-lm's.
+"""
+
+import contextlib
+import importlib
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm import cli, utils
+
+from .errors import InvalidArgument
+from .group import init
+from .model_folder import model_folder
+from .nn.agreement import agreed
+from .nn.loading import load_sharded
+from .ops import broadcast
+
+__all__ = ["load", "main", "sharded_load"]
+
+_mlx_lms_sharded_load = utils.sharded_load
+
+
+def sharded_load(
+    repo: str,
+    pipeline_group: mx.distributed.Group | None = None,
+    tensor_group: mx.distributed.Group | None = None,
+    return_config: bool = False,
+    *,
+    tokenizer_config: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[Any, ...]:
+    """A model, this rank's part, and its tokenizer; with ``return_config`` also its config, a dict.
+
+    Every rank calls it. In place of mlx-lm's function of this name, with its arguments. mlx-lm's own serves pipelines,
+    and models that bring code of their own (``model_file`` in config.json).
+
+    Args:
+        repo: a folder, or the name of a model that `hf download` has fetched.
+        pipeline_group: split the layers over this group.
+        tensor_group: split each layer over this group, which must have all ranks; ``None`` is that.
+
+    Raises:
+        InvalidArgument: on every rank, as :func:`mlxdist.nn.load_sharded`.
+    """
+    group = init()
+    with agreed("sharded_load", group):
+        if tensor_group is not None and tensor_group.size() != group.size():
+            raise InvalidArgument(
+                f"sharded_load: the group has {tensor_group.size()} ranks, and mlxdist {group.size()}; start the "
+                "command with `mlxdist launch`"
+            )
+        folder = model_folder(repo)
+        config = utils.load_config(folder)
+    tokenizer_config = tokenizer_config or {"trust_remote_code": True}
+    if pipeline_group is not None or "model_file" in config:
+        keywords = {"tokenizer_config": tokenizer_config, "trust_remote_code": trust_remote_code}
+        return _mlx_lms_sharded_load(str(folder), pipeline_group, tensor_group, return_config, **keywords)
+    loaded = load_sharded(folder, group, tokenizer_config=tokenizer_config)
+    return (*loaded, config) if return_config else loaded
+
+
+def load(
+    repo: str, *, adapter_path: str | None = None, model_config: Mapping[str, Any] | None = None, **keywords: Any
+) -> tuple[Any, ...]:
+    """:func:`sharded_load` in place of mlx-lm's function ``load``, with the arguments that `generate` gives it.
+
+    Raises:
+        InvalidArgument: there is an adapter, or something in ``model_config`` is set.
+    """
+    if adapter_path is not None or any((model_config or {}).values()):
+        raise InvalidArgument("generate: --adapter-path and --quantize-activations are for one rank")
+    return sharded_load(repo, **keywords)
+
+
+def main() -> None:
+    """What `python -m mlxdist.lm COMMAND ...` does, with the arguments of `python -m mlx_lm`."""
+    utils.sharded_load = sharded_load  # the modules of commands take it from there when they are imported
+    with _on_all_ranks() if sys.argv[1:2] == ["generate"] else contextlib.nullcontext():
+        cli.main()
+    mx.synchronize(importlib.import_module("mlx_lm.generate").generation_stream)  # a token is on its way for nothing
+
+
+@contextlib.contextmanager
+def _on_all_ranks() -> Any:
+    """`generate` within: all ranks choose the same tokens, and rank 0 prints them."""
+    group = init()
+    if group.size() == 1:
+        yield
+        return
+    importlib.import_module("mlx_lm.generate").load = load  # mlx_lm.generate itself is a function
+    mx.random.seed(int(broadcast(np.array([time.time_ns()]), group=group)[0]))  # --seed comes after it
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(sys.stdout if group.rank() == 0 else nothing):
+        yield
+
+
+if __name__ == "__main__":
+    main()
