@@ -13,7 +13,7 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def _on_all_ranks() -> Any:
+def _on_all_ranks() -> Iterator[None]:
     """`generate` within: all ranks choose the same tokens, and rank 0 prints them."""
     group = init()
     if group.size() == 1:

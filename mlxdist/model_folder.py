@@ -43,7 +43,7 @@ def model_folder(model: str | Path) -> Path:
     if _HUB_NAME.fullmatch(str(model)) and not Path(model).exists():
         what += f", and no such model in {_cache()}" if found is None else ""
         raise InvalidArgument(f"{what}; to fetch it from the Hugging Face Hub, type: hf download {model}")
-    raise InvalidArgument(f"{what}; give the folder of a model, or a name such as org/model after hf download org/model")
+    raise InvalidArgument(f"{what}; give the folder of a model, or org/model after `hf download org/model`")
 
 
 def _cache() -> Path:

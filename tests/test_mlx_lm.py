@@ -38,7 +38,7 @@ CONFIG = {
 # All but the first are models that mlx-lm's own sharded_load cannot cut over 2 or 3 ranks.
 KINDS = {
     "llama": {},
-    "qwen2": {"num_attention_heads": 6, "num_key_value_heads": 1, "hidden_size": 96},  # has shard(), but only one KV head
+    "qwen2": {"num_attention_heads": 6, "num_key_value_heads": 1, "hidden_size": 96},  # shard(), one KV head
     "gemma": {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 16},
     "mixtral": {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 96, "num_local_experts": 4},
 }

@@ -89,8 +89,8 @@ def test_what_is_not_there_is_said_with_what_to_type(home):
     (home / "folder").mkdir()
     cases = [
         ("org/model", "there is no org/model, and no such model in .*hub; .* type: hf download org/model$"),
-        ("~/org/model", "there is no ~/org/model; give the folder of a model, or a name"),
-        ("folder", r"there is no folder/config\.json; give the folder of a model, or a name"),
+        ("~/org/model", "there is no ~/org/model; give the folder of a model, or org/model after"),
+        ("folder", r"there is no folder/config\.json; give the folder of a model, or"),
         ("../org/model", r"there is no \.\./org/model; give the folder"),
         (None, "must be the folder or the name of one, not None"),
     ]

@@ -79,7 +79,7 @@ def verify(
 
     Args:
         model: cut over the ranks of ``group``; its logits must be whole on every rank.
-        reference: on rank 0 the whole model, or its folder or name, as for :func:`load_sharded`; elsewhere it is ignored.
+        reference: on rank 0 the whole model, or its folder or name, as for :func:`load_sharded`; ignored elsewhere.
         tokens: integers of shape (tokens,), at least 5; ``None``: 16 random ones. Those of rank 0 count.
         tolerance: of the largest logit; ``None`` is that of the dtype in ``TOLERANCES``.
 

@@ -62,8 +62,8 @@ def load_sharded(
     reads the tensors whole, one parameter at a time, and a warning says which.
 
     Args:
-        path: a folder with config.json and model*.safetensors, or the name of a model that `hf download` has fetched. It
-            may be another one on every host.
+        path: a folder with config.json and model*.safetensors, or the name of a model that `hf download` has fetched.
+            It may be another one on every host.
         group: the ranks; ``None`` is the group of ``mlxdist.init()``.
         plan: what :func:`plan_shards` made for this model; ``None`` makes one, for ``tp`` and ``ep``.
         tp, ep: how many ranks share every layer, and the experts; ``tp=None`` is all that ``ep`` leaves.
