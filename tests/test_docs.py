@@ -83,7 +83,8 @@ def every_command(group: click.Group, name: str) -> dict[str, click.Command]:
     return found | {of: command for part in inner for of, command in part.items()}
 
 
-HELP = {name: command.help for name, command in every_command(commands, "mlxdist").items()}
+COMMANDS = every_command(commands, "mlxdist")
+HELP = {name: command.help for name, command in COMMANDS.items()}
 
 
 @pytest.mark.parametrize("where", [*(page.name for page in PAGES), *HELP])
@@ -101,3 +102,14 @@ def test_commands_and_options_exist(where):
 @pytest.mark.parametrize("name", HELP)
 def test_every_command_has_a_help_text(name):
     assert HELP[name]
+
+
+@pytest.mark.parametrize("name", HELP)
+def test_help_is_shown_without_marks_and_says_of_each_option_what_it_does(name):
+    """The mark that keeps lines apart is for click, and words such as "See below" are about another place."""
+    command = COMMANDS[name]
+    shown = command.get_help(click.Context(command, info_name=name))
+    assert not re.search(r"\\[a-z]|[\x00-\x09\x0b-\x1f]", shown), shown
+    for option in command.params:
+        if isinstance(option, click.Option):
+            assert option.help and not re.match(r"see\b", option.help, re.IGNORECASE), option.opts

@@ -25,7 +25,12 @@ _KNOWN = ("mlxdist", "mlx", "python", "revision", "iterations", "environment")
 @click.command()
 @click.argument("before", metavar="A.json", type=_FILE)
 @click.argument("after", metavar="B.json", type=_FILE)
-@click.option("--fail-above", type=click.FloatRange(1, min_open=True), metavar="TIMES", help="See below.")
+@click.option(
+    "--fail-above",
+    type=click.FloatRange(1, min_open=True),
+    metavar="TIMES",
+    help="Exit with status 1 if a case of B takes more than TIMES as long as in A.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON.")
 def compare(before: Path, after: Path, fail_above: float | None, as_json: bool) -> None:
     """Compare two results of `mlxdist bench suite --output`, case by case.
@@ -36,8 +41,8 @@ def compare(before: Path, after: Path, fail_above: float | None, as_json: bool) 
     B/A below 1 is faster. Two cases differ where the middle 80 % of their times do not overlap; what does overlap is
     noise, whatever the ratio of the medians.
 
-    With --fail-above the exit status is 1 if a case of B differs and takes more than so many times as long as in A, is
-    refused or missing in B, or if A and B have been measured in ways that cannot be compared. Without it, it is 0.
+    With --fail-above the exit status is 1 if a case of B differs and takes more than TIMES as long as in A, is refused
+    or missing in B, or if A and B have been measured in ways that cannot be compared. Without it, it is 0.
     """
     a, b = load(before), load(after)
     found = compared(a, b)

@@ -56,7 +56,13 @@ class Numbers(click.ParamType):
 @click.option("--tokens", type=click.IntRange(2, 8192), default=32, show_default=True, help="Of a prefill.")
 @click.option("--cache", "cached", type=click.IntRange(1, 255), default=128, show_default=True, help="Of a decode.")
 @click.option("--against", "backends", type=Names(BACKENDS), default="ring", show_default=True, help="Or mpi, all.")
-@click.option("--device", type=click.Choice(["auto", "cpu", "gpu"]), default="auto", show_default=True)
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "gpu"]),
+    default="auto",
+    show_default=True,
+    help="Where layers compute.",
+)
 @click.option("--rounds", type=click.IntRange(3, 1000), default=15, show_default=True, help="Blocks measured per case.")
 @click.option("--pin/--no-pin", "pinned", default=True, help="Keep each rank on a core of its own, or not.")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")

@@ -46,7 +46,7 @@ _WITHOUT_RDMA = (
 def devices(provider: str | None, as_json: bool, seconds: float) -> None:
     """Show the RDMA devices of this machine: ports, addresses, limits, what is wrong, and what to do.
 
-    \\b
+    \b
         mlxdist devices                     RDMA devices
         mlxdist devices --provider soft     those that work without hardware
 
