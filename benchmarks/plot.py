@@ -9,8 +9,8 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from matplotlib.ticker import FuncFormatter, NullFormatter
 
+from mlxdist.bench.axes import logarithmic
 from mlxdist.bench.bandwidth import algorithm_bandwidth
 from mlxdist.bench.sizes import format_size
 
@@ -33,13 +33,9 @@ def draw(cases: list[dict[str, Any]], title: str, path: Path) -> None:
             (line,) = axes.plot(sizes, median, label=label, **style)
             axes.fill_between(sizes, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
     for axes, text in ((latency, "microseconds per operation"), (bandwidth, "GB/s: size over time")):
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
+        logarithmic(axes, sizes, format_size)
         axes.set_xlabel("size of the array")
         axes.set_ylabel(text)
-        axes.set_xticks(sizes)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: format_size(int(size))))
-        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.tick_params(axis="x", rotation=45)
         axes.grid(True, which="both", alpha=0.2)
         axes.legend()

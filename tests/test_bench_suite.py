@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -107,6 +108,32 @@ def test_the_report_is_one_page_that_needs_nothing_else(run, results):
     assert len(set(page.names)) == len(page.names)
     assert page.seen.count("tr") == 1 + len({(c["operation"], c["dtype"], c["bytes"]) for c in results["cases"]})
     assert "currentColor" in text and "color-scheme: light dark" in text
+
+
+@pytest.mark.parametrize("times", [(2.0, 250_000.0), (20.0, 45.0)], ids=["decades", "within a decade"])
+def test_numbers_on_axes_are_plain_text(times, tmp_path):
+    """matplotlib writes powers of 10 as TeX, which is shown as it stands where it is not parsed."""
+    matplotlib = pytest.importorskip("matplotlib")
+    from mlxdist.bench.ep_plot import draw
+    from mlxdist.bench.suite_plots import curves
+
+    cases = [
+        {"operation": "all_reduce", "dtype": "float32", "backend": "ring", "bytes": 4096 << number}
+        | {"microseconds": dict.fromkeys(("median", "min", "max"), time)}
+        for number, time in enumerate(times)
+    ]
+    (curve,) = curves({"cases": cases})
+    shape = {"shape": "mixtral", "hidden": 32, "intermediate": 32, "top_k": 2, "experts": 8, "refused": []}
+    layers = [
+        shape | {"tokens": 1 + number, "microseconds": {"auto": case["microseconds"]}}
+        for number, case in enumerate(cases)
+    ]
+    with matplotlib.rc_context({"text.parse_math": False, "svg.fonttype": "none"}):
+        draw({"cases": layers, "sharded": False, "ranks": 2, "provider": "soft"}, tmp_path / "a.svg")
+    for picture in (curve, (tmp_path / "a.svg").read_text()):
+        shown = re.findall(r"<text[^>]*>([^<]*)</text>", picture)
+        assert shown and not [text for text in shown if "$" in text or "\\" in text]
+        assert ("100000" if times[1] > 1e5 else "30") in shown, shown
 
 
 def test_what_a_file_says_is_escaped(run, results, tmp_path):

@@ -9,8 +9,8 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from matplotlib.ticker import FuncFormatter, NullFormatter
 
+from .axes import logarithmic
 from .ep import AUTO, LABELS, ONE_PROCESS, described
 
 __all__ = ["draw"]
@@ -36,13 +36,9 @@ def _draw_shape(axes: Any, shape: str, cases: list[dict[str, Any]]) -> None:
         style = {ONE_PROCESS: {"linestyle": "--", "color": "grey"}, AUTO: {"linewidth": 3, "alpha": 0.4}}
         (line,) = axes.plot(tokens, median, label=LABELS.get(name, name), **style.get(name, {"marker": "o"}))
         axes.fill_between(tokens, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    logarithmic(axes, tokens, str)
     axes.set_xlabel("tokens in a call")
     axes.set_ylabel("microseconds of the layer")
-    axes.set_xticks(tokens)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda count, _: f"{count:g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.grid(True, which="both", alpha=0.2)
     axes.legend()
     axes.set_title(described(cases[0]) if cases else f"{shape}: all refused")

@@ -11,8 +11,8 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from matplotlib.ticker import FuncFormatter, NullFormatter
 
+from .axes import logarithmic
 from .bandwidth import algorithm_bandwidth
 from .results import backends_of, by_name, size_of
 from .sizes import format_size
@@ -88,11 +88,7 @@ def _color(name: str) -> str:
 
 
 def _finish(axes: Any, sizes: list[int], title: str) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(sizes)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: format_size(int(size))))
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    logarithmic(axes, sizes, format_size)
     axes.tick_params(axis="x", rotation=45)
     axes.grid(True, which="major", alpha=0.25)
     axes.set_title(title)
