@@ -61,8 +61,8 @@ def test_collectives(level, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("level", ["mlx", "engine"])
 def test_three_ranks_and_every_dtype(level):
-    """One rank of three has no partner in send_recv, and 1000 bytes are no multiple of anything."""
-    arguments = ["-n", "3", "--dtype", "all", "--sizes", "1000", "--rounds", "3", "--level", level, "--json"]
+    """One rank of three has no partner in send_recv, and 1008 bytes are no power of 2."""
+    arguments = ["-n", "3", "--dtype", "all", "--sizes", "1008", "--rounds", "3", "--level", level, "--json"]
     results = json.loads(bench("collectives", *arguments, "--no-pin").stdout)
     measured = {(case["operation"], case["dtype"]) for case in results["cases"]}
     assert measured == {(operation, dtype) for operation in OPERATIONS for dtype in DTYPES}
@@ -78,11 +78,24 @@ def test_three_ranks_and_every_dtype(level):
         (["--dtype", "float33"], "'float33' is not one of bool"),
         (["--sizes", "12 apples"], "'12 apples' is not a size"),
         (["--min", "1MiB", "--max", "1KiB"], "1 MiB is more than --max"),
-        (["-n", "1"], "1 rank in all; this needs 2 to 8"),
+        (["-n", "1"], "1 rank in all; this needs 2 to 1024"),
+        (["-n", "1025"], "1025 ranks in all; this needs 2 to 1024"),
+        (["--sizes", "3"], "all_sum of float32 on 2 ranks has no size of 3 B, only multiples of 4 B; write 4"),
+        (["--sizes", "1000", "-n", "3", "--dtype", "int8"], "all_gather of int8 on 3 ranks has no size of 1000 B"),
+        (["--sizes", "4KiB", "-n", "3", "--op", "sum_scatter"], "only multiples of 12 B; write 4092 or 4104"),
+        (["--min", "6", "--op", "broadcast,all_to_all"], "6 B is too little for all_to_all of float32 on 2 ranks"),
     ],
 )
 def test_collectives_refuses(arguments, words):
-    assert words in bench("collectives", *arguments, status=2).stderr
+    assert words in " ".join(bench("collectives", *arguments, status=2).stderr.split())
+
+
+@pytest.mark.long
+def test_collectives_on_more_ranks_than_bfloat16_sums_exactly():
+    arguments = ["-n", "9", "--dtype", "bfloat16,float32", "--sizes", "36KiB", "--rounds", "3", "--no-pin", "--json"]
+    results = json.loads(bench("collectives", *arguments, "--op", "all_sum,sum_scatter", "--level", "engine").stdout)
+    assert (results["ranks"], len(results["cases"])) == (9, 4)
+    assert all((case["bytes"], case["wrong"]) == (36 << 10, 0) for case in results["cases"])
 
 
 @pytest.mark.long
@@ -110,6 +123,7 @@ def test_results_that_cannot_be_written_are_shown():
 
 def test_fragmentation_refuses_pieces_of_nothing():
     assert "too few for 1000 pieces" in bench("fragmentation", "--bytes", "100", status=2).stderr
+    assert "4001 B are no whole number of float32" in bench("fragmentation", "--bytes", "4001", status=2).stderr
 
 
 @pytest.mark.long
@@ -182,6 +196,15 @@ def test_the_checker_finds_each_wrong_element(dtype):
         result.view(np.uint8).reshape(1000, -1)[position, -1] ^= 1  # one bit
     assert count_wrong(result, expected) == 3
     assert count_wrong(expected[:-1], expected) == 1000
+
+
+@pytest.mark.parametrize("ranks", [9, 33, 100, 1024])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_sums_of_many_ranks_are_exact_in_every_order(dtype, ranks):
+    data = Inputs(dtype, 1000, ranks)
+    wide = [(array.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else array for array in data]
+    assert np.sum(wide, axis=0, dtype=np.int64).max() <= {"bfloat16": 256, "float16": 2048, "float32": 1 << 24}[dtype]
+    assert np.count_nonzero(add(data)) > 900 and all(np.count_nonzero(array) for array in data)
 
 
 def test_parts_in_each_others_place_are_found():

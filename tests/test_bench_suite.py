@@ -297,10 +297,12 @@ def np_to_mlx(array):
 
 
 def test_the_plan():
-    lines = plan(list(MEASURED), [4096, 16384], quick=False)
+    lines = plan(list(MEASURED), [4096, 16384], quick=False, ranks=2)
     assert [line["operation"] for line in lines if line.get("dtype") == "float16"] == ["all_reduce"] * 2
     assert [line["tokens"] for line in lines if line["operation"] == "ep_transport"] == [8, 128]
-    assert len(plan(list(MEASURED), [4096], quick=True)) == 7 + 4
+    assert len(plan(list(MEASURED), [4096], quick=True, ranks=2)) == 7 + 4
+    sizes = {line["operation"]: line["bytes"] for line in plan(list(MEASURED), [4096], True, ranks=3) if "bytes" in line}
+    assert (sizes["all_reduce"], sizes["all_gather"]) == (4096, 4092)  # all_gather has a part of each rank
 
 
 @pytest.mark.parametrize(
@@ -308,7 +310,10 @@ def test_the_plan():
     [
         (["--only", "all_som"], "'all_som' is not one of sendrecv"),
         (["--backends", "gloo"], "'gloo' is not one of mlxdist, ring, mpi, jaccl"),
-        (["-n", "1"], "1 rank in all; this needs 2 to 64"),
+        (["-n", "1"], "1 rank in all; this needs 2 to 1024"),
+        (["--sizes", "3"], "sendrecv of float32 on 2 ranks has no size of 3 B, only multiples of 4 B; write 4"),
+        (["--sizes", "4KiB,6", "--only", "all_reduce"], "all_reduce of float32 on 2 ranks has no size of 6 B"),
+        (["--sizes", "4", "--only", "reduce_scatter"], "only multiples of 8 B; write 8"),
         (["-n", "2", "--html", "/no/such/folder/a.html"], "there is no folder /no/such/folder"),
         (["--hosts", "a,b", "--hostfile", "c"], "Give --hostfile or --hosts, not both"),
     ],

@@ -12,8 +12,8 @@ from rich.table import Table
 from ..hostfile.options import Chosen, host_options
 from ..output_file import OUTPUT_FILE
 from .bandwidth import OPERATIONS
-from .job import MOST_RANKS, RANKS_OPTION, number_of_ranks, print_load, results_console, run, write_results
-from .sizes import Size, format_size, size_range
+from .job import RANKS_OPTION, number_of_ranks, print_load, results_console, run, write_results
+from .sizes import Size, check_range, check_sizes, format_size, size_range
 
 DTYPES = (
     "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
@@ -42,7 +42,7 @@ class Names(click.ParamType):
 @host_options
 @click.option("--op", "operations", type=Names(tuple(OPERATIONS)), default="all", help="Operations [default: all].")
 @click.option("--dtype", "dtypes", type=Names(DTYPES), default="float32", show_default=True, help="dtypes, or all.")
-@click.option("--sizes", type=Size(many=True), help="Sizes, instead of --min and --max: 4KiB,1MiB.")
+@click.option("--sizes", type=Size(many=True), help="These sizes, not those of --min and --max: 4KiB,1MiB.")
 @click.option("--min", "smallest", type=Size(), default="4KiB", show_default=True, help="Smallest size.")
 @click.option("--max", "largest", type=Size(), default="64MiB", show_default=True, help="Largest size, in steps of 4.")
 @click.option(
@@ -74,13 +74,16 @@ def collectives(
 
     Operations: all_sum, all_gather, sum_scatter, broadcast, all_to_all, send_recv (a message to and fro, time of one
     way). algbw and busbw are those of nccl-tests. Blocks of the operation alternate with a plain copy of as many bytes
-    by all ranks at once.
+    by all ranks at once. Sizes from --min to --max are rounded down to what has a part for each rank; those of --sizes
+    are measured as they are, or rejected.
 
     The exit status is 1 if an element was wrong, a time is shorter than the memory allows, or the file is not written.
     """
-    chosen, ranks = number_of_ranks(chosen, ranks, MOST_RANKS)
+    chosen, ranks = number_of_ranks(chosen, ranks)
     if sizes is None and smallest > largest:
         raise click.BadParameter(f"{format_size(smallest)} is more than --max", param_hint="--min")
+    cases = [(operation, dtype) for operation in operations for dtype in dtypes]
+    check_sizes(sizes, cases, ranks) if sizes else check_range(smallest, cases, ranks)
     parameters = {
         "operations": operations,
         "dtypes": dtypes,
@@ -89,7 +92,7 @@ def collectives(
         "rounds": rounds,
         "pinned": pinned,
     }
-    steps = len(operations) * len(dtypes) * len(parameters["sizes"])
+    steps = len(cases) * len(parameters["sizes"])
     module = "mlxdist.bench.collectives_rank"
     results = run(module, parameters, ranks, steps, title="collectives", chosen=chosen)
     results |= {"benchmark": "collectives", "level": level, "rounds": rounds}

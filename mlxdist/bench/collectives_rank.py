@@ -10,6 +10,7 @@ import mlxdist
 from .bandwidth import algorithm_bandwidth, bus_bandwidth, impossible
 from .job import serve
 from .operations import CASES, Inputs, storage, total_wrong
+from .sizes import unit_of
 from .through import Eager, Lazy
 from .timing import Work, copy_work, interleave, quantiles, slowest
 
@@ -25,10 +26,10 @@ def measure(world: mlxdist.Group, parameters: dict[str, Any]) -> Iterator[dict[s
 
 
 def _case(world: mlxdist.Group, operation: str, dtype: str, size: int, level: str, rounds: int) -> dict[str, Any]:
-    case, itemsize = CASES[operation], storage(dtype).itemsize
-    elements = max(1, size // itemsize // world.size()) * world.size()
+    case, unit = CASES[operation], unit_of(operation, dtype, world.size())
+    size = size // unit * unit
+    elements = size // storage(dtype).itemsize
     through = LEVELS[level](case, Inputs(dtype, elements, world.size()), world)
-    size = elements * itemsize
     works = {"operation": Work(through.call, through.operations), "memcpy": copy_work(size)}
     taken = interleave(works, rounds, world)
     times, memcpy = (quantiles(slowest(taken[name], world)) for name in works)

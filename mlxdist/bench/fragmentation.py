@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ..hostfile.options import Chosen, host_options
 from ..output_file import OUTPUT_FILE
-from .job import MOST_RANKS, RANKS_OPTION, number_of_ranks, print_load, results_console, run, write_results
+from .job import RANKS_OPTION, number_of_ranks, print_load, results_console, run, write_results
 from .sizes import Size, format_size
 
 SHOWN = ("messages_sent", "header_bytes_sent", "payload_bytes_sent", "control_messages_sent")
@@ -32,7 +32,9 @@ def fragmentation(
 
     Times are those of all the bytes; the counters are rank 0's, for one pass over all the bytes.
     """
-    chosen, ranks = number_of_ranks(chosen, ranks, MOST_RANKS)
+    chosen, ranks = number_of_ranks(chosen, ranks)
+    if size % 4:
+        raise click.BadParameter(f"{format_size(size)} are no whole number of float32", param_hint="--bytes")
     if size // 4 < pieces:
         problem = f"{format_size(size)} are too few for {pieces} pieces of float32"
         raise click.BadParameter(problem, param_hint="--bytes")

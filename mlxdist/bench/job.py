@@ -21,12 +21,12 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..environment import MAX_RANKS
 from ..hostfile.options import Chosen
 from ..output_file import is_written
 from ..own_python import own_module
 
 __all__ = [
-    "MOST_RANKS",
     "QUIET",
     "RANKS_OPTION",
     "has_mpirun",
@@ -39,7 +39,6 @@ __all__ = [
 ]
 
 QUIET = 0.05  # share of the CPU that other processes may use before the numbers are no good
-MOST_RANKS = 8  # as many as the data is checked for, see operations.py
 SILENCE = 300.0  # seconds without a case after which a benchmark is given up
 THIS_MACHINE = Chosen()
 # In front of each case; the launcher puts the rank before it.
@@ -93,7 +92,7 @@ def run(
     return summary | {"cases": cases}
 
 
-def number_of_ranks(chosen: Chosen, each: int | None, most: int, default: int = 2) -> tuple[Chosen, int]:
+def number_of_ranks(chosen: Chosen, each: int | None, most: int = MAX_RANKS, default: int = 2) -> tuple[Chosen, int]:
     """The hosts with their ranks, and how many those are, from what -n says.
 
     Raises:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import click
 
-__all__ = ["Size", "format_size", "parse_size", "size_range"]
+__all__ = ["Size", "check_range", "check_sizes", "format_size", "parse_size", "size_range", "unit_of"]
 
 UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 LARGEST = 8 << 30
+# Operations on arrays that have a part of each rank.
+_IN_PARTS = ("all_gather", "all_to_all", "reduce_scatter", "sum_scatter")
 
 
 def parse_size(text: str) -> int:
@@ -39,6 +42,42 @@ def size_range(smallest: int, largest: int) -> list[int]:
     while sizes[-1] * 4 <= largest:
         sizes.append(sizes[-1] * 4)
     return sizes
+
+
+def unit_of(operation: str, dtype: str, ranks: int) -> int:
+    """What the size of an operation is a multiple of, in bytes: an element, or one of each rank's part."""
+    itemsize = int(re.sub("[^0-9]", "", dtype) or 8) // 8  # the bits are in the name, but for bool
+    return itemsize * (ranks if operation in _IN_PARTS else 1)
+
+
+def check_sizes(sizes: Sequence[int], cases: Iterable[tuple[str, str]], ranks: int) -> None:
+    """``cases``: operations and dtypes that are to be measured with each of the sizes, in bytes.
+
+    Raises:
+        click.BadParameter: one of them has no arrays of such a size.
+    """
+    for operation, dtype in cases:
+        unit = unit_of(operation, dtype, ranks)
+        for size in sizes:
+            if size % unit:
+                near = [str(found) for found in (size // unit * unit, -(-size // unit) * unit) if found]
+                raise click.BadParameter(
+                    f"{operation} of {dtype} on {ranks} ranks has no size of {format_size(size)}, only multiples of "
+                    f"{unit} B; write {' or '.join(near)}",
+                    param_hint="--sizes",
+                )
+
+
+def check_range(smallest: int, cases: Iterable[tuple[str, str]], ranks: int) -> None:
+    """The same for the sizes of `size_range`, which are rounded down.
+
+    Raises:
+        click.BadParameter: nothing would be left of the smallest.
+    """
+    for operation, dtype in cases:
+        if smallest < (unit := unit_of(operation, dtype, ranks)):
+            problem = f"{format_size(smallest)} is too little for {operation} of {dtype} on {ranks} ranks"
+            raise click.BadParameter(f"{problem}; write at least {unit}", param_hint="--min")
 
 
 class Size(click.ParamType):

@@ -20,8 +20,8 @@ from ..output_file import OUTPUT_FILE
 from .collectives import Names
 from .job import RANKS_OPTION, has_mpirun, number_of_ranks, print_load, results_console, run, write_results
 from .machine import describe_command, relevant
-from .results import BENCHMARK, SCHEMA, backends_of, by_name, case_name, hosts_of, key, size_of, spread, times_of
-from .sizes import Size, size_range
+from .results import BENCHMARK, SCHEMA, backends_of, by_name, case_name, hosts_of, size_of, spread, times_of
+from .sizes import Size, check_sizes, size_range, unit_of
 
 __all__ = ["failed", "notes", "plan", "print_suite", "suite"]
 
@@ -41,7 +41,6 @@ SMALLEST, LARGEST = 4 << 10, 16 << 20
 QUICK_SIZES = [4 << 10, 256 << 10]
 WARM_UP, ITERATIONS = 10, 30
 QUICK_WARM_UP, QUICK_ITERATIONS = 2, 5
-MOST_RANKS = 64  # sums of float16 stay exact
 # Columns of the terminal that the table needs to show ranges.
 WIDTH, WIDTH_OF_BACKEND = 45, 42
 # A BLAS with threads of its own would take the other ranks' cores.
@@ -89,11 +88,13 @@ def suite(
     The exit status is 1 if a result was wrong, a time is shorter than the memory allows, nothing could be measured, or
     a file could not be written; the table is printed all the same.
     """
-    chosen, ranks = number_of_ranks(chosen, ranks, MOST_RANKS)
+    chosen, ranks = number_of_ranks(chosen, ranks)
+    if sizes:
+        check_sizes(sizes, [(name, dtype) for name in only for dtype in SIZED.get(name, ())], ranks)
     if html and importlib.util.find_spec("matplotlib") is None:
         raise click.ClickException("--html needs matplotlib: pip install 'mlxdist[bench]'")
     parameters = {
-        "plan": plan(only, sizes or (QUICK_SIZES if quick else size_range(SMALLEST, LARGEST)), quick),
+        "plan": plan(only, sizes or (QUICK_SIZES if quick else size_range(SMALLEST, LARGEST)), quick, ranks),
         "device": device,
         "quick": quick,
         "warm_up": QUICK_WARM_UP if quick else WARM_UP,
@@ -109,12 +110,17 @@ def suite(
     sys.exit(1 if failed(results) or not written else 0)
 
 
-def plan(only: list[str], sizes: list[int], quick: bool) -> list[dict[str, Any]]:
-    """What is measured, line by line: operation, dtype and bytes, or operation and tokens."""
+def plan(only: list[str], sizes: list[int], quick: bool, ranks: int) -> list[dict[str, Any]]:
+    """What is measured, line by line: operation, dtype and bytes, or operation and tokens.
+
+    Sizes are rounded down to what has a part for each rank.
+    """
     lines: list[dict[str, Any]] = []
     for operation in only:
         if operation in SIZED:
-            lines += [{"operation": operation, "dtype": d, "bytes": s} for d in SIZED[operation] for s in sizes]
+            for dtype in SIZED[operation]:
+                unit = unit_of(operation, dtype, ranks)
+                lines += [{"operation": operation, "dtype": dtype, "bytes": size // unit * unit} for size in sizes]
         else:
             lines += [{"operation": operation, "tokens": count} for count in TOKENS[operation][: 1 if quick else None]]
     return lines
@@ -157,8 +163,7 @@ def _measure(chosen: Chosen, ranks: int, backends: list[str], parameters: dict[s
         "schema": SCHEMA,
         "setup": setup,
         "backends": {name: {"absent": absent.get(name)} for name in backends},
-        # Sizes that come to the same number of elements are one case.
-        "cases": list({key(case): case for case in _flat(jobs, "cases", backends)}.values()),
+        "cases": _flat(jobs, "cases", backends),
         "absent": _flat(jobs, "absent", backends),
     }
 

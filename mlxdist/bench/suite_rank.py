@@ -91,9 +91,8 @@ class Suite:
             mx.set_default_device(mx.cpu)
 
     def _operation(self, operation: str, dtype: str, size: int) -> dict[str, Any]:
-        itemsize, ranks = storage(dtype).itemsize, self.world.size()
-        elements = max(1, size // itemsize // ranks) * ranks
-        data, size = Inputs(dtype, elements, ranks), elements * itemsize
+        ranks = self.world.size()
+        data = Inputs(dtype, size // storage(dtype).itemsize, ranks)
         ways, absent = {}, {}
         for name, group in self.groups.items():
             problem = None

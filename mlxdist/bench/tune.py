@@ -12,11 +12,11 @@ import click
 from rich.table import Table
 
 from .. import tuning
-from ..environment import Environment
+from ..environment import MAX_RANKS, Environment
 from ..errors import EnvironmentVariableError, InvalidArgument
 from ..output_file import OUTPUT_FILE, is_written, try_to_open
 from .job import print_load, results_console, run, write_results
-from .sizes import Size, format_size, size_range
+from .sizes import Size, check_range, format_size, size_range
 
 # Algorithms whose times differ by less are alike: then the built-in choice stays, or that of the next smaller size.
 ALIKE = 1.1
@@ -24,7 +24,7 @@ SIZELESS = "barrier"
 
 
 @click.command()
-@click.option("-n", "ranks", type=click.IntRange(2, 8), default=2, show_default=True, help="Number of ranks.")
+@click.option("-n", "ranks", type=click.IntRange(2, MAX_RANKS), default=2, show_default=True, help="Number of ranks.")
 @click.option("--min", "smallest", type=Size(), default="1KiB", show_default=True, help="Smallest input.")
 @click.option("--max", "largest", type=Size(), default="16MiB", show_default=True, help="Largest input, in steps of 4.")
 @click.option("--rounds", type=click.IntRange(3, 1000), default=9, show_default=True, help="Blocks measured per case.")
@@ -45,6 +45,7 @@ def tune(
     """
     if smallest > largest:
         raise click.BadParameter(f"{format_size(smallest)} is more than --max", param_hint="--min")
+    check_range(smallest, [(operation, "float32") for operation in tuning.TUNED], ranks)
     path = table or _configured_path()
     try:
         old = tuning.read(path) if path.exists() else []
