@@ -27,8 +27,7 @@ SHOW = (
 ALL_SUM = (
     "import sys, mlx.core as mx; group = mx.distributed.init(backend=sys.argv[1], strict=True)\n"
     "total = mx.distributed.all_sum(group.rank() + 1).item()\n"
-    # In one piece: mpirun does not keep lines together, and print writes the end of a line by itself.
-    "sys.stdout.write(f'{group.rank()} of {group.size()} has {total}\\n')"
+    "print(f'{group.rank()} of {group.size()} has {total}')"
 )
 
 
@@ -233,8 +232,8 @@ def test_no_value_is_on_the_command_line_of_mpirun():
     hosts = parse("node0 slots=2\nnode1").hosts
     words = mpirun_command(hosts, {"TOKEN": "secret"}, "/work", ["--bind-to", "none"], ["python", "x.py"])
     assert "secret" not in " ".join(words)
-    text = "--host node0:2,node1:1 --wdir /work -x TOKEN --bind-to none -- python x.py"
-    assert " ".join(words).endswith(text) and words[0] == "mpirun"
+    text = "--host node0:2,node1:1 --wdir /work -x TOKEN --bind-to none -- sh -c "
+    assert text in " ".join(words) and (words[0], words[-2:]) == ("mpirun", ["python", "x.py"])
 
 
 def test_where_rank_0_of_mpirun_listens():
@@ -260,7 +259,7 @@ def test_without_mpirun(monkeypatch, tmp_path):
 @pytest.fixture
 def open_mpi(monkeypatch):
     if not shutil.which("mpirun"):
-        pytest.skip("no mpirun here")
+        pytest.skip("there is no mpirun on the path (Debian: apt install openmpi-bin)")
     if os.geteuid() == 0:
         monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
         monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
@@ -272,7 +271,35 @@ def test_mpi_runs(open_mpi, hosts):
     options = ["--backend", "mpi", "--mpi-arg", "--bind-to none", *hosts]
     job = launch(2, sys.executable, "-c", ALL_SUM, "mpi", options=options, timeout=120)
     assert job.returncode == 0, job.stderr
-    assert sorted(job.stdout.splitlines()) == [b"[mpi] 0 of 2 has 3", b"[mpi] 1 of 2 has 3"]
+    assert sorted(job.stdout.splitlines()) == [b"[0] 0 of 2 has 3", b"[1] 1 of 2 has 3"]
+
+
+def test_output_of_mpirun_is_labeled_line_by_line(open_mpi, tmp_path):
+    """Also lines that are written in pieces, and longer ones than mpirun passes on at once."""
+    program = (
+        "import os, sys; rank = os.environ['OMPI_COMM_WORLD_RANK']\n"
+        "for number in range(50): print(rank, number, 'x' * (number * 200)); print(rank, file=sys.stderr)"
+    )
+    options = ["--backend", "mpi", "--mpi-arg", "--oversubscribe --bind-to none", "--log-dir", str(tmp_path / "logs")]
+    job = launch(3, sys.executable, "-c", program, options=options, timeout=120)
+    assert job.returncode == 0, job.stderr
+    for rank in range(3):
+        lines = [f"{rank} {number} {'x' * (number * 200)}" for number in range(50)]
+        assert [f"[{rank}] {line}" for line in lines] == [
+            line for line in job.stdout.decode().splitlines() if line.startswith(f"[{rank}]")
+        ]
+        assert job.stderr.decode().splitlines().count(f"[{rank}] {rank}") == 50
+        assert (tmp_path / "logs" / f"rank-{rank}.out").read_text().splitlines() == lines
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whom mpirun refuses")
+def test_root_learns_what_mpirun_needs(open_mpi, monkeypatch):
+    monkeypatch.delenv("OMPI_ALLOW_RUN_AS_ROOT")
+    options = ["--backend", "mpi", "--mpi-arg", "--bind-to none"]
+    job = launch(1, "true", options=options)
+    assert job.returncode == 2 and b"add --mpi-arg --allow-run-as-root, or start" in b" ".join(job.stderr.split())
+    job = launch(1, "true", options=[*options, "--mpi-arg", "--allow-run-as-root"], timeout=60)
+    assert job.returncode == 0, job.stderr
 
 
 @pytest.mark.long

@@ -222,7 +222,7 @@ def _for_mpirun(
     chosen: Chosen, backend: Backend, given: Mapping[str, str], options: Options, command: list[str]
 ) -> tuple[dict[str, str], list[str]]:
     """The environment of mpirun and its command line, which has names of variables, and no values."""
-    from .mpirun import mpirun_command, mpirun_variables, reach_variables
+    from .mpirun import check_root, mpirun_command, mpirun_variables, reach_variables
 
     arguments = options.mpi_words()
     exported = _for_hosts(chosen.hostfile, given) if chosen.hostfile is not None else dict(given)
@@ -230,7 +230,9 @@ def _for_mpirun(
     names = [*exported, "MLXDIST_RENDEZVOUS", "MLXDIST_SECRET", "MLXDIST_JOB", "MLXDIST_RESTART"]
     folder = absolute(options.cwd, "--cwd") if options.cwd else None
     words = mpirun_command(backend.hosts, names, folder, arguments, command)
-    return _for_this_machine(exported | reach_variables(chosen.ssh), words[0], options.cwd or "", door=False), words
+    variables = _for_this_machine(exported | reach_variables(chosen.ssh), words[0], options.cwd or "", door=False)
+    check_root(arguments, variables)
+    return variables, words
 
 
 def _check_variables(variables: Mapping[str, str]) -> None:

@@ -105,9 +105,11 @@ class LocalRank:
 
     rank: int
     process: subprocess.Popen
+    is_mpirun: bool = False
 
     def __str__(self) -> str:
-        return f"rank {self.rank} (pid {self.process.pid})"
+        name = "mpirun" if self.is_mpirun else f"rank {self.rank}"
+        return f"{name} (pid {self.process.pid})"
 
     def poll(self) -> int | None:
         """The exit status as a shell has it (128 + signal), or None while it runs."""
@@ -229,7 +231,7 @@ class LocalJob:
         self._tell_keeper(f"+{process.pid}")
         if rank == 0:
             self._listener.close()  # rank 0 has it now; its end has to close the port
-        return LocalRank(rank, process)
+        return LocalRank(rank, process, is_mpirun=not self._numbered)
 
     def _of_job(self) -> dict[str, str]:
         return {

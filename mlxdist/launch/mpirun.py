@@ -12,14 +12,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import ResourceError
+from ..errors import InvalidArgument, ResourceError
 
 if TYPE_CHECKING:
     from ..hostfile import Host
 
-__all__ = ["mpirun_command", "mpirun_variables", "reach_variables"]
+__all__ = ["check_root", "mpirun_command", "mpirun_variables", "pipes_of_rank", "reach_variables"]
 
 _SECONDS = 20
+# Starts a rank with its output in the pipes that `pipes_of_rank` makes. The variable is not passed on to other hosts,
+# where there are none.
+_RANK = (
+    "pipe=${MLXDIST_FIRST_FAILURE%/*}/rank-${OMPI_COMM_WORLD_RANK-$PMI_RANK}; "
+    'if [ -p "$pipe.out" ]; then exec >"$pipe.out" 2>"$pipe.err"; fi; exec "$0" "$@"'
+)
 
 
 def reach_variables(ssh: Sequence[str]) -> dict[str, str]:
@@ -46,6 +52,23 @@ def mpirun_variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {"MLX_MPI_LIBNAME": library, "DYLD_LIBRARY_PATH": str(Path(mpirun).parent.parent / "lib")}
 
 
+def check_root(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+    """``arguments`` and ``environ``: of mpirun.
+
+    Raises:
+        InvalidArgument: it would not start, because this is root.
+    """
+    allowed = any(
+        {f"{prefix}_ALLOW_RUN_AS_ROOT", f"{prefix}_ALLOW_RUN_AS_ROOT_CONFIRM"} <= set(environ)
+        for prefix in ("OMPI", "PRTE")  # before version 5, and since
+    )
+    if os.geteuid() == 0 and not allowed and "--allow-run-as-root" not in arguments and _version() > 0:
+        raise InvalidArgument(
+            "--backend mpi: Open MPI's mpirun does not start as root unless it is asked to: add "
+            "--mpi-arg --allow-run-as-root, or start the job as another user"
+        )
+
+
 def mpirun_command(
     hosts: Sequence[Host], exported: Iterable[str], folder: str | None, arguments: Sequence[str], command: Sequence[str]
 ) -> list[str]:
@@ -59,7 +82,20 @@ def mpirun_command(
     words += ["--host", ",".join(f"{host.name}:{host.slots}" for host in hosts)]
     words += ["--wdir", folder] if folder else []
     words += [word for name in exported for word in ("-x", name)]
-    return [*words, *arguments, "--", *command]
+    return [*words, *arguments, "--", "sh", "-c", _RANK, *command]
+
+
+def pipes_of_rank(rank: int, folder: Path) -> tuple[int, int]:
+    """Where a rank on this machine writes its two streams: mpirun would mix its lines with those of the others.
+
+    ``folder``: that of the job.
+    """
+    found = []
+    for name in ("out", "err"):
+        path = folder / f"rank-{rank}.{name}"
+        os.mkfifo(path, 0o600)
+        found.append(os.open(path, os.O_RDWR))  # also to write: else it is at its end until the rank opens it
+    return found[0], found[1]
 
 
 def _version() -> int:

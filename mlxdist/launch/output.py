@@ -82,7 +82,7 @@ class Output:
 
     def _open_log(self, rank: int, number: int) -> BinaryIO:
         """Unbuffered, and longer after each start of the job. Raises ResourceError."""
-        path = self._logs / f"rank-{rank}.{'out' if number == 1 else 'err'}"
+        path = self._logs / f"rank-{self._labels[rank].split()[0]}.{'out' if number == 1 else 'err'}"
         try:
             return open(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab", buffering=0)
         except OSError as error:

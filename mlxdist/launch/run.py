@@ -17,7 +17,7 @@ import click
 from ..errors import name_ranks
 from .backends import Backend, free_ports
 from .executable import CannotRun
-from .local import LocalJob, LocalRank, new_name, usual_grace
+from .local import LocalJob, LocalRank, allow_descriptors, new_name, usual_grace
 from .output import Output
 from .restarts import run_with_restarts
 from .standard_input import Pipe, Reader, StandardInput
@@ -73,9 +73,9 @@ class Plan:
         return self.backend.name == "mpi"
 
     def labels(self) -> list[str]:
-        """What stands in front of the lines of each rank of the job."""
+        """What stands in front of the lines of each rank of the job; with mpirun, of itself and then of each rank."""
         if self.by_mpirun:
-            return ["mpi"]
+            return ["mpi", *map(str, range(sum(host.slots for host in self.backend.hosts)))]
         numbers = [f"{rank:>{len(str(self.size - 1))}}" for rank in range(self.size)]
         if self.hostfile is None:
             return numbers
@@ -203,6 +203,13 @@ def _start(
             if output is not None:
                 (out, stdout), (err, stderr) = os.pipe(), os.pipe()
                 ends = [stdout, stderr]
+                if plan.by_mpirun:
+                    from .mpirun import pipes_of_rank
+
+                    labels = plan.labels()
+                    allow_descriptors(len(labels))
+                    for number in range(len(labels) - 1):
+                        output.add(1 + number, *pipes_of_rank(number, job.folder))
             if isinstance(job, LocalJob):
                 if plan.stdin == "all" and plan.ranks > 1:
                     stdin, target = os.pipe()

@@ -76,6 +76,7 @@ class Supervisor:
         self._rungs: list[signal.Signals] = []
         self._next: float | None = None
         self._hint_at: float | None = None
+        self._watched = 0  # streams of the output that the selector has had
         self._selector = selectors.DefaultSelector()
         self._selector.register(wakeup, selectors.EVENT_READ)
 
@@ -83,8 +84,9 @@ class Supervisor:
         self._running[rank.rank] = rank
         self._names[rank.rank] = str(rank)
         if self._output is not None:
-            for stream in self._output.streams[-2:]:
+            for stream in self._output.streams[self._watched :]:
                 self._selector.register(stream.source, selectors.EVENT_READ, stream)
+            self._watched = len(self._output.streams)
         if self._verbose:
             self._say(f"{rank} started")
 
