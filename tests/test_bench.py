@@ -129,7 +129,7 @@ def test_fragmentation_refuses_pieces_of_nothing():
 @pytest.mark.long
 def test_tune_saves_a_table_that_jobs_can_read(tmp_path):
     table = tmp_path / "tuning.json"
-    arguments = ["--min", "1KiB", "--max", "4KiB", "--rounds", "3", "--table", str(table), "--json"]
+    arguments = ["--min", "1KiB", "--max", "4KiB", "--rounds", "3", "--force", "--table", str(table), "--json"]
     results = json.loads(bench("tune", *arguments).stdout)
     assert json.loads(table.read_text())["rows"] == results["rows"]
     assert {row["operation"] for row in results["rows"]} == {case["operation"] for case in results["cases"]}
@@ -137,9 +137,27 @@ def test_tune_saves_a_table_that_jobs_can_read(tmp_path):
         assert len(case["microseconds"]) >= 2 and min(case["microseconds"].values()) > 0
         assert case["default"] in case["microseconds"]
     for ranks in ("2", "3"):
-        arguments = ["-n", ranks, "--min", "1KiB", "--max", "1KiB", "--rounds", "3", "--table", str(table)]
+        arguments = ["-n", ranks, "--min", "1KiB", "--max", "1KiB", "--rounds", "3", "--force", "--table", str(table)]
         assert str(table) in bench("tune", *arguments).stdout.replace("\n", "")
     assert {row["ranks"] for row in json.loads(table.read_text())["rows"]} == {2, 3}
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="the system does not say what other processes use")
+def test_tune_saves_nothing_that_was_measured_under_load(tmp_path):
+    table = tmp_path / "tuning.json"
+    arguments = ["--min", "1KiB", "--max", "1KiB", "--rounds", "3", "--table", str(table)]
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(1 + os.cpu_count() // 4)]
+    try:
+        said = bench("tune", *arguments, status=1)
+        assert f"nothing is saved to {table}: other processes used " in said.stderr and "give --force" in said.stderr
+        assert "Other processes used" in said.stdout and not table.exists()
+        bench("tune", *arguments, "--force")
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    assert json.loads(table.read_text())["rows"]
 
 
 def test_tune_refuses_to_replace_a_file_it_does_not_understand(tmp_path):

@@ -29,6 +29,7 @@ from ..own_python import own_module
 __all__ = [
     "QUIET",
     "RANKS_OPTION",
+    "foreign_load",
     "has_mpirun",
     "number_of_ranks",
     "print_load",
@@ -213,7 +214,12 @@ def results_console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 200)
 
 
-def print_load(results: dict[str, Any], console: Console) -> None:
+def foreign_load(results: dict[str, Any]) -> str | None:
+    """What disturbed a measurement too much for its numbers, in words; None also where the system does not say."""
     foreign = results["foreign_cpu_share"]
-    if foreign is not None and foreign > QUIET:
-        console.print(f"Other processes used {foreign:.0%} of the CPU meanwhile: repeat this on a quiet machine.")
+    return f"other processes used {foreign:.0%} of the CPU meanwhile" if foreign and foreign > QUIET else None
+
+
+def print_load(results: dict[str, Any], console: Console) -> None:
+    if load := foreign_load(results):
+        console.print(f"{load[0].upper()}{load[1:]}: repeat this on a quiet machine.")

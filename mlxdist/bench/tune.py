@@ -15,7 +15,7 @@ from .. import tuning
 from ..environment import MAX_RANKS, Environment
 from ..errors import EnvironmentVariableError, InvalidArgument
 from ..output_file import OUTPUT_FILE, is_written, try_to_open
-from .job import print_load, results_console, run, write_results
+from .job import foreign_load, print_load, results_console, run, write_results
 from .sizes import Size, check_range, format_size, size_range
 
 # Algorithms whose times differ by less are alike: then the built-in choice stays, or that of the next smaller size.
@@ -33,15 +33,26 @@ SIZELESS = "barrier"
     type=click.Path(dir_okay=False, path_type=Path),
     help="File to save to [default: MLXDIST_TUNING, else ~/.config/mlxdist/tuning.json].",
 )
+@click.option("--force", is_flag=True, help="Save what was measured while other processes used the CPU, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print the measurements as JSON.")
 @click.option("--output", type=OUTPUT_FILE, help="Also write them as JSON here.")
 def tune(
-    ranks: int, smallest: int, largest: int, rounds: int, table: Path | None, as_json: bool, output: Path | None
+    ranks: int,
+    smallest: int,
+    largest: int,
+    rounds: int,
+    table: Path | None,
+    force: bool,
+    as_json: bool,
+    output: Path | None,
 ) -> None:
     """Find the fastest algorithm of each operation, by size, and save them for later jobs.
 
     The table is for this number of ranks; what it says of other numbers is kept. Jobs read it on rank 0, from the file
     that MLXDIST_TUNING names or from the default one.
+
+    The exit status is 1, and nothing is saved, if other processes used more than 5 % of the CPU meanwhile (--force saves
+    all the same), or if a file cannot be written.
     """
     if smallest > largest:
         raise click.BadParameter(f"{format_size(smallest)} is more than --max", param_hint="--min")
@@ -64,9 +75,13 @@ def tune(
     results = run(module, parameters, ranks, steps, title="tune", variables=variables)
     rows = choose(results["cases"], ranks)
     results |= {"benchmark": "tune", "table": str(path), "rows": [vars(row) for row in rows]}
-    saved = is_written(path, lambda path: tuning.write(path, tuning.merge(old, rows)))
+    refused = None if force else foreign_load(results)
+    saved = not refused and is_written(path, lambda path: tuning.write(path, tuning.merge(old, rows)))
     written = write_results(results, as_json, output, _print)
-    if saved and not as_json:
+    if refused:
+        advice = "repeat this on a quiet machine, or give --force"
+        click.echo(f"Error: nothing is saved to {path}: {refused}; {advice}", err=True)
+    elif saved and not as_json:
         click.echo(f"Saved to {path}.")
     sys.exit(0 if saved and written else 1)
 
