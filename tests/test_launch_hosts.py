@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -397,12 +398,15 @@ def test_mlx_s_ring_between_hosts(nodes, tmp_path):
 @pytest.mark.long
 def test_mpirun_reaches_hosts_by_the_same_ssh(nodes):
     if not shutil.which("mpirun"):
-        pytest.skip("no mpirun here")
+        pytest.skip("there is no mpirun on the path (Debian: apt install openmpi-bin)")
     environ = os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     network = nodes.hosts[0].address.rpartition(".")[0] + ".0/24"
     words = f"--mca oob_tcp_if_include {network} --mca btl_tcp_if_include {network}"
     options = ["--backend", "mpi", "--mpi-arg", words]
     program = "import mlx.core as mx; assert mx.distributed.init(strict=True, backend='mpi').size() == 2"
-    program += "; assert mx.distributed.all_sum(1).item() == 2"
+    program += "; assert mx.distributed.all_sum(1).item() == 2; print('rank', mx.distributed.init().rank())"
     job = launch(over_ssh(nodes, *options), "--", sys.executable, "-c", program, env=environ)
     assert job.returncode == 0, job.stdout + job.stderr
+    version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout
+    if re.search(r"\(Open MPI\) [1-4]\.", version):
+        assert lines(job) == [f"[mpi] [1,{rank}]<stdout>:rank {rank}" for rank in range(2)]

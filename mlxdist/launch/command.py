@@ -222,6 +222,7 @@ def _for_mpirun(
     chosen: Chosen, backend: Backend, given: Mapping[str, str], options: Options, command: list[str]
 ) -> tuple[dict[str, str], list[str]]:
     """The environment of mpirun and its command line, which has names of variables, and no values."""
+    from ..remote.ssh import is_this_machine
     from .mpirun import check_root, mpirun_command, mpirun_variables, reach_variables
 
     arguments = options.mpi_words()
@@ -229,7 +230,8 @@ def _for_mpirun(
     exported = mpirun_variables(os.environ) | exported
     names = [*exported, "MLXDIST_RENDEZVOUS", "MLXDIST_SECRET", "MLXDIST_JOB", "MLXDIST_RESTART"]
     folder = absolute(options.cwd, "--cwd") if options.cwd else None
-    words = mpirun_command(backend.hosts, names, folder, arguments, command)
+    others = options.prefix and not all(is_this_machine(host.name) for host in backend.hosts)
+    words = mpirun_command(backend.hosts, names, folder, arguments, command, tagged=others)
     variables = _for_this_machine(exported | reach_variables(chosen.ssh), words[0], options.cwd or "", door=False)
     check_root(arguments, variables)
     return variables, words

@@ -70,15 +70,23 @@ def check_root(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
 
 
 def mpirun_command(
-    hosts: Sequence[Host], exported: Iterable[str], folder: str | None, arguments: Sequence[str], command: Sequence[str]
+    hosts: Sequence[Host],
+    exported: Iterable[str],
+    folder: str | None,
+    arguments: Sequence[str],
+    command: Sequence[str],
+    tagged: bool = False,
 ) -> list[str]:
     """``exported``: names of variables, whose values stay in the environment; a command line can be read by all users.
 
-    ``folder``: where the ranks run, None for mpirun's choice.
+    ``folder``: where the ranks run, None for mpirun's choice. ``tagged``: mpirun writes [job,rank] in front of the lines
+    that it passes on; only before version 5.
     """
-    words = ["mpirun"]
-    if _version() >= 5:
+    words, version = ["mpirun"], _version()
+    if version >= 5:
         words += ["--output", ":raw"]  # lines are not held back; before, that was the only way
+    elif version and tagged:
+        words += ["--tag-output"]
     words += ["--host", ",".join(f"{host.name}:{host.slots}" for host in hosts)]
     words += ["--wdir", folder] if folder else []
     words += [word for name in exported for word in ("-x", name)]
