@@ -26,8 +26,8 @@ def storage(dtype: str) -> np.dtype:
 class Inputs(Sequence):
     """What each rank puts in: whole numbers below 32 without a pattern, so that no part can stand in for another.
 
-    Sums are exact in every dtype (integers of 8 bits wrap), for which some ranks of many have 0 in each element. An array
-    is computed each time it is asked for: those of all ranks may not fit into memory.
+    Sums are exact in every dtype (integers of 8 bits wrap), for which some ranks of many have 0 in each element. An
+    array is computed each time it is asked for: those of all ranks may not fit into memory.
     """
 
     def __init__(self, dtype: str, elements: int, ranks: int) -> None:

@@ -51,8 +51,8 @@ def tune(
     The table is for this number of ranks; what it says of other numbers is kept. Jobs read it on rank 0, from the file
     that MLXDIST_TUNING names or from the default one.
 
-    The exit status is 1, and nothing is saved, if other processes used more than 5 % of the CPU meanwhile (--force saves
-    all the same), or if a file cannot be written.
+    The exit status is 1, and nothing is saved, if other processes used more than 5 % of the CPU meanwhile (--force
+    saves all the same), or if a file cannot be written.
     """
     if smallest > largest:
         raise click.BadParameter(f"{format_size(smallest)} is more than --max", param_hint="--min")

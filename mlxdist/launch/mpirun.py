@@ -79,8 +79,8 @@ def mpirun_command(
 ) -> list[str]:
     """``exported``: names of variables, whose values stay in the environment; a command line can be read by all users.
 
-    ``folder``: where the ranks run, None for mpirun's choice. ``tagged``: mpirun writes [job,rank] in front of the lines
-    that it passes on; only before version 5.
+    ``folder``: where the ranks run, None for mpirun's choice. ``tagged``: mpirun writes [job,rank] in front of the
+    lines that it passes on; only before version 5.
     """
     words, version = ["mpirun"], _version()
     if version >= 5:
