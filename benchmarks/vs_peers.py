@@ -138,11 +138,10 @@ def _measure(
         "gloo_port": free_ports(1)[0],
         "mpi4py": mpi4py,
     }
-    rank = [str(HERE / "peers_rank.py")]
-    results = run(rank, parameters, 2, len(cases), title="peers", under_mpirun="mpi" in backends)
-    memory = run([str(HERE / "memory_rank.py")], {}, targets.SLAB_RANKS, 1, title="memory")
+    results = run(HERE / "peers_rank.py", parameters, 2, len(cases), title="peers", under_mpirun="mpi" in backends)
+    memory = run(HERE / "memory_rank.py", {}, targets.SLAB_RANKS, 1, title="memory")
     small = {"operations": ["all_sum"], "dtypes": ["float32"], "sizes": [8 * KIB], "level": "engine", "rounds": rounds}
-    module = ["-m", "mlxdist.bench.collectives_rank"]
+    module = "mlxdist.bench.collectives_rank"
     unpinned = run(module, small | {"pinned": False}, targets.OVERSUBSCRIBED_RANKS, 1, title="not pinned")["cases"][0]
     return results | {
         "benchmark": "vs_peers",

@@ -50,7 +50,7 @@ RANKS_OPTION = click.option(
 
 
 def run(
-    module: str,
+    program: str | Path,
     parameters: Mapping[str, Any],
     ranks: int,
     steps: int,
@@ -60,10 +60,10 @@ def run(
     variables: Mapping[str, str] | None = None,
     chosen: Chosen = THIS_MACHINE,
 ) -> dict[str, Any]:
-    """Runs a module of mlxdist as all ranks; it must call `serve`.
+    """Runs a program as all ranks; it must call `serve`.
 
     Args:
-        module: that of the ranks, such as "mlxdist.bench.collectives_rank".
+        program: a module of mlxdist, such as "mlxdist.bench.collectives_rank", or the path of a script.
         parameters: handed to the ranks, as JSON.
         ranks: of all hosts together; see `number_of_ranks`.
         steps: how many cases will come, for the progress bar.
@@ -78,7 +78,9 @@ def run(
         click.ClickException: a rank failed; its own output has said why.
     """
     start = _launch(ranks, variables or {}, chosen, under_mpirun)
-    command = [*start, *own_module(module, json.dumps(dict(parameters)), python=chosen.python)]
+    words = [str(program), json.dumps(dict(parameters))]
+    is_script = isinstance(program, Path)
+    command = [*start, *([sys.executable, *words] if is_script else own_module(*words, python=chosen.python))]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
         try:
             found = _follow(process, steps, title)
