@@ -103,7 +103,14 @@ class Group:
             lib.mlxdist_group_set_timeout(self._native, -1 if seconds is None else seconds)
 
     def barrier(self, timeout: float | None = None) -> None:
-        """Returns once every rank has called it. Arrays of MLX that are not evaluated yet do not take part."""
+        """Returns once every rank has called it. Arrays of MLX that are not evaluated yet do not take part.
+
+        Args:
+            timeout: seconds, as for operations (:mod:`mlxdist.ops`); ``None`` for that of the group.
+
+        Raises:
+            Timeout, PeerLost, Aborted, TransportError: not all ranks came; the text names one that has not.
+        """
         if timeout is None:
             self.call(lib.mlxdist_barrier)
             return
@@ -120,8 +127,11 @@ class Group:
         Waited for are the default stream and all CPU streams of MLX; those of other threads on a GPU are theirs to
         synchronize.
 
+        Args:
+            timeout: seconds, as for :meth:`barrier`.
+
         Raises:
-            Timeout, PeerLost, Aborted: not all ranks came; the text names one that has not.
+            Timeout, PeerLost, Aborted, TransportError: not all ranks came; the text names one that has not.
         """
         mx.synchronize()
         bridge.wait_for_cpu_streams()

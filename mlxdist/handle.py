@@ -13,7 +13,7 @@ __all__ = ["Handle", "Operation", "Pending"]
 
 
 class Handle:
-    """An operation that was started with ``async_op=True``.
+    """An operation that has been started. Made by the operations of mlxdist with ``async_op=True``.
 
     The operation goes on whether or not anybody waits for it, and keeps its arrays until it has ended, also when the
     handle is dropped. Until then its input must not be changed and its result not be read. Operations may end, and be

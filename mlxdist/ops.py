@@ -131,7 +131,10 @@ def all_reduce(
     async_op: bool = False,
     timeout: float | None = None,
 ) -> Array:
-    """all_sum, all_max or all_min by name ("sum", "max", "min"), or the product ("prod"). Only the sum has a gradient."""
+    """all_sum, all_max or all_min of ``x`` as ``op`` says ("sum", "max", "min"), or the product ("prod").
+
+    Shape and dtype of ``x``, bitwise equal on all ranks. Only the sum has a gradient.
+    """
     _check_op("all_reduce", op)
     return _all_reduce("all_reduce", x, op, group, stream, out, dtype, async_op, timeout)
 
@@ -227,7 +230,7 @@ def reduce(
     async_op: bool = False,
     timeout: float | None = None,
 ) -> Array:
-    """What all_reduce gives, on the root alone: shape and dtype of ``x``.
+    """What all_reduce gives for ``op``, on the root alone: shape and dtype of ``x``.
 
     The other ranks get an array without elements, of shape ``(0, ...)`` for an ``x`` of shape ``(n, ...)`` and ``(0,)``
     for a scalar; their ``out`` stays as it is. Only the sum has a gradient: the root's cotangent, on all ranks.

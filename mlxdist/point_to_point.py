@@ -49,7 +49,11 @@ def recv(
     async_op: bool = False,
     timeout: float | None = None,
 ) -> mx.array | np.ndarray:
-    """Receives what rank ``src`` sends to this rank: an ``mx.array`` if ``dtype`` is MLX's, else a NumPy array."""
+    """Receives what rank ``src`` sends to this rank: an ``mx.array`` if ``dtype`` is MLX's, else a NumPy array.
+
+    Raises:
+        InvalidArgument: besides, ``stream`` with a dtype of NumPy, ``out`` or ``async_op`` with one of MLX.
+    """
     group = group_of(group)
     check_peer("recv", "src", src, group)
     if not isinstance(dtype, mx.Dtype):
@@ -72,7 +76,7 @@ def recv_like(
     async_op: bool = False,
     timeout: float | None = None,
 ) -> Array:
-    """Receives an array of the kind, shape and dtype of ``x``, which stays as it is unless it is ``out``."""
+    """Receives from rank ``src``: kind, shape and dtype of ``x``, which stays as it is unless it is ``out``."""
     group = group_of(group)
     check_peer("recv_like", "src", src, group)
     if (array := as_mlx("recv_like", x, stream, out, dtype, async_op)) is not None:
@@ -98,6 +102,9 @@ def sendrecv(
     ``shape`` and ``dtype`` are those of what is received, ``None`` those of ``x``. For bits in uint16, a ``dtype`` of
     "bfloat16" is that of both. The gradient travels back: the cotangent goes to ``src``, and that of ``x`` comes from
     ``dst``.
+
+    Raises:
+        InvalidArgument: besides, a dimension of ``shape`` is negative, or ``dtype`` is not of the same kind as ``x``.
     """
     group = group_of(group)
     check_peer("sendrecv", "dst", dst, group)

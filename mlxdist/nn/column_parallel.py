@@ -125,7 +125,11 @@ class ColumnParallelLinear(_ColumnParallel):
     def to_quantized(
         self, group_size: int | None = None, bits: int | None = None, mode: str = "affine"
     ) -> "QuantizedColumnParallelLinear":
-        """Quantized, as ``nn.quantize`` asks for it. No collective: every output is quantized by itself."""
+        """Quantized, as ``nn.quantize`` asks for it. No collective: every output is quantized by itself.
+
+        Args:
+            group_size, bits, mode: as in ``nn.QuantizedLinear``; ``None`` for MLX's default.
+        """
         return self.with_weight(self["weight"], {"group_size": group_size, "bits": bits, "mode": mode})
 
 

@@ -29,17 +29,24 @@ class LoRALinear(nn.Module):
 
     Train it as with mlx-lm: ``model.freeze()`` first, then put the adapters in.
 
+    Called as the layer: shapes and dtypes are those of ``linear``. The adapter is float32, unless another is loaded.
+
+    Args:
+        linear: the column- or row-parallel layer.
+        r: the rank of the adapter, at least 1.
+        dropout: the share of the input's features that the adapter does not see in training, from 0 to below 1.
+        scale: as in mlx-lm.
+
     Attributes:
         linear: the layer; lora_a, lora_b: this rank's part of the adapter; scale, dropout: as in mlx-lm.
+
+    Raises:
+        InvalidArgument: ``linear`` is no parallel layer; ``r`` is not positive; ``dropout`` is not in [0, 1).
     """
 
     @classmethod
     def from_base(cls, linear: ParallelLinear, r: int = 8, dropout: float = 0.0, scale: float = 20.0) -> Self:
-        """An adapter of rank ``r`` on ``linear`` that changes nothing yet. Seed all ranks alike.
-
-        Raises:
-            InvalidArgument: ``linear`` is no parallel layer; ``r`` is not positive; ``dropout`` is not in [0, 1).
-        """
+        """An adapter of rank ``r`` on ``linear`` that changes nothing yet. Seed all ranks alike. As the constructor."""
         return cls(linear, r, dropout, scale)
 
     def __init__(self, linear: ParallelLinear, r: int = 8, dropout: float = 0.0, scale: float = 20.0) -> None:

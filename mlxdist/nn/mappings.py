@@ -14,6 +14,9 @@ also the same gradients of them, and one where each holds its own. The sequence-
 holds a part of the sequence and one where all hold all of it, with gradients of their own: they are adjoint to each
 other in the plain sense.
 
+``x`` has the dtypes of :mod:`mlxdist.ops` and any shape, the same on all ranks; the result has its dtype, and its shape
+but for ``axis``, which is as many times longer or shorter as there are ranks where parts are joined or cut.
+
 All are lazy and work inside ``mx.compile`` and ``mx.grad``. In a group of one they change nothing. ``group`` is a
 :class:`mlxdist.Group`; ``None`` is the group of ``mlxdist.init()``.
 

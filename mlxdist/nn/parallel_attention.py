@@ -249,6 +249,7 @@ class ParallelAttention(nn.Module):
 
     @property
     def group(self) -> Group:
+        """The ranks that hold the layer."""
         return self._group
 
     def _cut(

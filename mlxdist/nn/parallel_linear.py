@@ -49,14 +49,17 @@ class ParallelLinear(nn.Module):
 
     @property
     def sizes(self) -> list[int]:
+        """How many outputs (column) or inputs (row) each rank holds."""
         return list(self._sizes)
 
     @property
     def segments(self) -> Segments:
+        """What is cut by itself: lengths along the cut dimension, or a number of equal ones."""
         return self._segments
 
     @property
     def group(self) -> Group:
+        """The ranks that hold the layer."""
         return self._group
 
     def enter(self, x: mx.array) -> mx.array:

@@ -30,8 +30,8 @@ class ParallelMLP(nn.Module):
     """``down_proj(activation(gate_proj(x)) * up_proj(x))``, of which each rank computes some of the hidden features.
 
     Gate and up are one matrix, so that a call is two products and one all_sum. Input and output: shape (..., dims), the
-    same on all ranks; with ``sequence_parallel`` this rank's equal part of the axis -2. Gradients are this rank's part
-    of the dense layer's. Backward: one all_sum of the gradient of the input.
+    same on all ranks; with ``sequence_parallel`` this rank's equal part of the axis -2. Dtype as of ``nn.Linear``.
+    Gradients are this rank's part of the dense layer's. Backward: one all_sum of the gradient of the input.
 
     Submodules: ``gate_up_proj``, column-parallel with two segments, of which each rank holds its part of gate, then its
     part of up; ``down_proj``, row-parallel. ``sizes``: the hidden features of each rank.
@@ -126,6 +126,7 @@ class ParallelMLP(nn.Module):
 
     @property
     def group(self) -> Group:
+        """The ranks that hold the layer."""
         return self._group
 
     def _cut(

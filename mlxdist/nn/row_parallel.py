@@ -145,6 +145,9 @@ class RowParallelLinear(_RowParallel):
     ) -> "QuantizedRowParallelLinear":
         """Quantized, as ``nn.quantize`` asks for it. No collective.
 
+        Args:
+            group_size, bits, mode: as in ``nn.QuantizedLinear``; ``None`` for MLX's default.
+
         Raises:
             InvalidArgument: the ranks' parts are not whole quantization groups.
         """

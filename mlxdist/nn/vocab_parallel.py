@@ -48,6 +48,7 @@ class _VocabParallel(nn.Module):
 
     @property
     def group(self) -> Group:
+        """The ranks that hold the vocabulary."""
         return self._group
 
     def __call__(self, tokens: mx.array) -> mx.array:
@@ -175,7 +176,11 @@ class VocabParallelEmbedding(_VocabParallel):
     def to_quantized(
         self, group_size: int | None = None, bits: int | None = None, mode: str = "affine", quantize_input: bool = False
     ) -> "QuantizedVocabParallelEmbedding":
-        """The quantized form, with what the whole embedding's would have: for ``nn.quantize``. No collective."""
+        """The quantized form, with what the whole embedding's would have: for ``nn.quantize``. No collective.
+
+        Args:
+            group_size, bits, mode, quantize_input: as in ``nn.Embedding.to_quantized``; ``None`` for MLX's default.
+        """
         local = nn.Embedding(1, self.dims)
         local.weight = self.weight
         local = local.to_quantized(group_size, bits, mode, quantize_input)

@@ -34,7 +34,7 @@ def all_reduce_grads(grads: Any, group: Group | None = None, bucket_bytes: int =
             such as the gradients of ``nn.value_and_grad``. Paths, shapes and dtypes, and ``bucket_bytes``, must be the
             same on all ranks.
         group: the ranks to average over; ``None`` is the group of ``mlxdist.init()``.
-        bucket_bytes: the most bytes that leaves share one message.
+        bucket_bytes: how many bytes of leaves share one message at most; 32 MiB by default.
 
     Returns:
         A tree of the same structure, shapes and dtypes. Every rank holds bitwise the same values: the sum of all

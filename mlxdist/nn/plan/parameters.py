@@ -71,7 +71,7 @@ class Shard:
         return prod(self.shape_on(rank)) * getattr(mx, self.dtype).size
 
     def take(self, x: mx.array, rank: int) -> mx.array:
-        """A rank's part of the whole parameter; lazy."""
+        """A rank's part of ``x``, the whole parameter; lazy."""
         if self.ranges:
             before = (slice(None),) * self.axis
             parts = [x[(*before, part)] for part in self.slices(rank)]

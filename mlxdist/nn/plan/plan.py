@@ -103,7 +103,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
-        """Reads what :meth:`to_json` wrote. Raises InvalidArgument where that is no plan."""
+        """Reads ``text``, which :meth:`to_json` wrote. Raises InvalidArgument where that is no plan."""
         try:
             return cls(**fields_of(text, {field.name for field in dataclasses.fields(cls)}))
         except ValueError as error:

@@ -147,9 +147,10 @@ class SplitBlock(nn.Module):
         return block
 
     def __call__(self, x: mx.array, mask: mx.array | str | None = None, cache: Any = None) -> mx.array:
-        """(batch, length, hidden) to the same, as the layer does, of which it also has the arguments.
+        """As the layer, of which it also has the arguments. The result has shape and dtype of ``x``.
 
         Args:
+            x: (batch, length, hidden), the same on all ranks, of the dtype in which the layer computes.
             mask: as in mlx-lm: ``None``, "causal" or an array. One token never needs one.
             cache: a cache of mlx-lm for this layer alone; ``None`` for none. It holds this rank's KV heads.
 

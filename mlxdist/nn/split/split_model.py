@@ -60,6 +60,8 @@ class SplitModel(nn.Module):
         :func:`mlxdist.nn.shard_model`, and with ``submit`` each sum is handed to MLX at once.
 
         Args:
+            model: whole, of mlx-lm, the same on all ranks.
+            group: the ranks to cut it over; ``None`` is the group of ``mlxdist.init()``.
             weights, transposed, submit: as for a layer.
             check: compare logits with those of ``model``, on every rank: at the start and, with caches that stand
                 there, before and behind every number of positions that its configuration names. A collective.
@@ -94,7 +96,8 @@ class SplitModel(nn.Module):
         return split
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """As the model: tokens (batch, length) to logits (batch, length, vocabulary), on every rank."""
+        """As the model: tokens, integers of shape (batch, length), to logits of shape (batch, length, vocabulary) and
+        the model's dtype, the same on every rank."""
         return self.model(*arguments, **keywords)
 
     def __getattr__(self, name: str) -> Any:

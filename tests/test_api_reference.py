@@ -1,0 +1,83 @@
+"""docs/api.md and docs/api-nn.md: current, complete, and written from docstrings that say what a user needs."""
+
+import ast
+import importlib
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import api_reference
+import pytest
+
+import mlxdist
+from mlxdist import errors, nn
+
+NAMES = [(package, name) for package in (mlxdist, nn) for name in package.__all__ if name != "__version__"]
+
+
+@pytest.mark.parametrize("page", api_reference.PAGES)
+def test_the_page_is_what_the_docstrings_say(page):
+    written = (api_reference.DOCS / page).read_text()
+    assert written == api_reference.write(page), f"{page} is not current: python tests/api_reference.py"
+
+
+def test_every_public_name_is_there_once():
+    pages = "".join((api_reference.DOCS / page).read_text() for page in api_reference.PAGES)
+    assert sorted(re.findall(r"^### (\w+)$", pages, re.MULTILINE)) == sorted(name for _, name in NAMES)
+
+
+def callables(value: Any) -> Iterator[tuple[Any, str]]:
+    """The functions of a public name, each with its own docstring; the constructor has that of the class."""
+    if not inspect.isclass(value):
+        yield value, inspect.getdoc(value)
+        return
+    if api_reference.is_made_by_users(value):
+        yield value.__init__, ""
+    for _, member in api_reference.members(value):
+        yield member, member.__doc__
+
+
+def around(value: Any) -> str:
+    """What else is written for all of a class or a module: there, and in the modules that these refer to."""
+    module = sys.modules[value.__module__]
+    text = f"{module.__doc__}\n{inspect.getdoc(value) if inspect.isclass(value) else ''}"
+    for reference in re.findall(r":mod:`(mlxdist\.\w+)`", module.__doc__):
+        text += importlib.import_module(reference).__doc__
+    if (plain := value.__name__.removeprefix("Quantized")) != value.__name__:
+        text += inspect.getdoc(getattr(nn, plain))
+    return text
+
+
+@pytest.mark.parametrize("package, name", NAMES)
+def test_every_method_and_property_is_documented(package, name):
+    value = getattr(package, name)
+    members = api_reference.members(value) if inspect.isclass(value) else []
+    assert not [member for member, of in members if not of.__doc__]
+
+
+@pytest.mark.parametrize("package, name", NAMES)
+def test_every_argument_and_every_error_is_named(package, name):
+    value = getattr(package, name)
+    for member, doc in callables(value):
+        text, function = doc + around(value), api_reference.function_of(member)
+        for parameter in inspect.signature(function).parameters.values():
+            if parameter.name not in ("self", "cls") and parameter.kind not in (2, 4):  # not *args and **kwargs
+                assert re.search(rf"\b{parameter.name}\b", text), f"{function.__qualname__}: {parameter.name}"
+        for raised in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
+            if isinstance(raised, ast.Raise) and isinstance(raised.exc, ast.Call):
+                error = ast.unparse(raised.exc.func).split(".")[-1]
+                assert error not in errors.__all__ or error in text, f"{function.__qualname__} raises {error}"
+
+
+@pytest.mark.parametrize("package, name", NAMES)
+def test_arrays_have_shapes_and_dtypes(package, name):
+    value = getattr(package, name)
+    for member, doc in callables(value):
+        function = api_reference.function_of(member)
+        text = doc + around(value)
+        if re.search(r"\bmx\.array|\bArray\b", api_reference.signature(member, name)):
+            assert re.search(r"shape|\((\.\.\.|\w+), ", text), f"{function.__qualname__}: no shape"
+            assert re.search(r"(?i)dtype|float|\bintegers|\buint", text), f"{function.__qualname__}: no dtype"
