@@ -4,8 +4,16 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
-REQUIREMENTS = import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")
+BEGIN := $(shell date +%s)
+
+# On a terminal pip shows its downloads and, with --verbose, what is compiled; in a pipe or a file errors alone.
+pip = @if [ -t 1 ]; then how=$(1); else how='--quiet --quiet'; fi; \
+  $(BIN)/python -m pip --disable-pip-version-check install $$how
+# What builds mlxdist, what it needs, and what the demo and the tests need.
+REQUIREMENTS = import tomllib; of = tomllib.load(open("pyproject.toml", "rb")); project = of["project"]; \
+  extras = [project["optional-dependencies"][name] for name in ("lm", "test", "bench")]; \
+  lines = sum(extras, of["build-system"]["requires"] + project["dependencies"]); \
+  print(*(line for line in lines if not line.startswith("mlxdist")), sep="\n")
 
 # Python sources run from where they are. Only their list is built in, so a new or removed file means a new build.
 FILES := $(sort $(shell find mlxdist native -name '*.py' -o -name '*.[ch]' -o -name '*.cpp'))
@@ -28,6 +36,7 @@ help:
 	@echo "make clean        remove $(VENV) and everything built"
 
 setup: $(VENV)/.built
+	@$(if $(filter $@,$(MAKECMDGOALS)),echo 'mlxdist is set up in $(VENV). Next: make demo; or $(BIN)/mlxdist --help')
 
 demo: setup
 	$(BIN)/mlxdist launch -n 2 -- $(BIN)/python examples/train_and_generate.py
@@ -62,26 +71,28 @@ clean:
 
 # MLX and nanobind come first: the native code is compiled against the MLX that is installed.
 $(VENV)/.built: $(VENV)/.requirements $(VENV)/.files $(NATIVE) mlxdist/version.py
-	$(PIP) install --quiet --no-build-isolation --constraint constraints.txt --editable '.[lm,test]'
-	@touch $@
+	@echo '3/3 mlxdist: compiling its C and C++ ...'
+	$(call pip,--verbose) --no-build-isolation --constraint constraints.txt --editable '.[lm,test]'
+	@touch $@ && echo "set up in $$(($$(date +%s) - $(BEGIN))) s"
 
 $(VENV)/.requirements: pyproject.toml constraints.txt | $(VENV)/.python
-	$(BIN)/python -c '$(REQUIREMENTS)' > $(VENV)/build-requirements.txt
-	$(PIP) install --quiet --constraint constraints.txt --requirement $(VENV)/build-requirements.txt
+	@echo '2/3 Python packages: MLX, mlx-lm, what builds mlxdist and tests it ...'
+	@$(BIN)/python -c '$(REQUIREMENTS)' > $(VENV)/requirements.txt
+	$(call pip) --constraint constraints.txt --requirement $(VENV)/requirements.txt
 	@touch $@
 
 $(VENV)/.ziglang: $(VENV)/.requirements
-	$(PIP) install --quiet --constraint constraints.txt ziglang
+	$(call pip) --constraint constraints.txt ziglang
 	@touch $@
 
-# The fuzzer for Python. 35 MB, so only whoever fuzzes gets it; where there is no wheel of it the tests go without.
+# The fuzzer for Python. 35 MB, only for those who fuzz; where there is no wheel of it the tests go without.
 $(VENV)/.atheris: $(VENV)/.requirements
-	-$(PIP) install --quiet --only-binary atheris atheris
+	-$(call pip) --only-binary atheris atheris
 	@touch $@
 
 # For `mlx_lm evaluate`; with what it needs 200 MB.
 $(VENV)/.lm-eval: $(VENV)/.requirements
-	-$(PIP) install --quiet --constraint constraints.txt lm-eval==0.4.13
+	-$(call pip) --constraint constraints.txt lm-eval==0.4.13
 	@touch $@
 
 $(VENV)/.files: FORCE | $(VENV)/.python
@@ -89,5 +100,6 @@ $(VENV)/.files: FORCE | $(VENV)/.python
 
 $(VENV)/.python:
 	@$(PYTHON) scripts/check_machine.py
-	$(PYTHON) -m venv $(VENV)
+	@echo '1/3 a virtual environment in $(VENV), with $(PYTHON) ...'
+	@$(PYTHON) -m venv $(VENV)
 	@touch $@
