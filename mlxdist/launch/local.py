@@ -1,5 +1,6 @@
 """A job on this machine: what its ranks are given, and how they are started and ended."""
 
+import contextlib
 import os
 import resource
 import shutil
@@ -19,6 +20,7 @@ from .backends import Exports
 from .jit_cache import JitCache
 from .jobs import JobFolder
 from .restarts import name_of_start
+from .runtime_folder import write_text
 
 if TYPE_CHECKING:  # only Macs load it
     from .awake import Awake
@@ -267,12 +269,8 @@ class LocalJob:
 
     def note_end(self, rank: int, status: int) -> None:
         """For ranks that wait for that one in mlxdist.init()."""
-        new = self.folder / "ended.new"
-        try:
-            new.write_text(str(status))
-            new.rename(f"{self.first_failure}.ended-{rank}")
-        except OSError:
-            return  # the disk is full: they wait until their time is over
+        with contextlib.suppress(OSError):  # the disk is full: they wait until their time is over
+            write_text(self.first_failure.with_name(f"{self.first_failure.name}.ended-{rank}"), str(status))
 
     def all_started(self) -> None:
         if self._numbered:

@@ -17,7 +17,16 @@ from typing import Any
 from ..errors import ResourceError
 from ..own_files import is_own_folder, make_own_folder, open_own
 
-__all__ = ["OF_HOSTS", "OF_RESTARTS", "is_locked", "make_locked", "runtime_folder", "try_lock", "write_json"]
+__all__ = [
+    "OF_HOSTS",
+    "OF_RESTARTS",
+    "is_locked",
+    "make_locked",
+    "runtime_folder",
+    "try_lock",
+    "write_json",
+    "write_text",
+]
 
 # Behind the name of a job: the folder that says on which hosts it runs; see job_hosts.py.
 OF_HOSTS = "@hosts"
@@ -100,8 +109,18 @@ def is_locked(folder: Path) -> bool:
 
 
 def write_json(path: Path, fields: dict[str, Any]) -> None:
-    """For this user only. Whoever reads meanwhile finds the old file or the new one."""
+    """As `write_text`."""
+    write_text(path, json.dumps(fields))
+
+
+def write_text(path: Path, text: str) -> None:
+    """For this user only. A reader finds the old file or the new one. One process writes a file, and one thread of it:
+    `whole_file` has no such limit, but imports tempfile, which a start of the launcher would notice.
+
+    Raises:
+        OSError: it cannot be written; the old file is as it was.
+    """
     new = path.with_suffix(".new")
     with open(open_own(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
-        json.dump(fields, file)
+        file.write(text)
     os.replace(new, path)
