@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import mlx.core as mx
 import mlx.nn as nn
 
 from ...group import Group
 from ..shards import join, split_sizes
+from .in_place_of import InPlaceOf
 from .merged import Cut, merge, project
 
 __all__ = ["Head", "TiedEmbedding", "cut_head"]
@@ -29,8 +28,10 @@ class Head(nn.Module):
         return join(project(self._specs, self.matrix, x), -1, self._sizes, self._group)
 
 
-class TiedEmbedding(nn.Module):
+class TiedEmbedding(InPlaceOf):
     """An embedding that is whole on each rank, and the same matrix as a `Head`."""
+
+    original = "embedding"
 
     def __init__(self, embedding: nn.Module, group: Group, transposed: bool | None) -> None:
         super().__init__()
@@ -42,15 +43,6 @@ class TiedEmbedding(nn.Module):
 
     def as_linear(self, x: mx.array) -> mx.array:
         return self.head(x)
-
-    def __getattr__(self, name: str) -> Any:
-        """What a model reads of an embedding, such as its weight."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "embedding":
-                raise
-            return getattr(self.embedding, name)
 
 
 def cut_head(model: nn.Module, group: Group, transposed: bool | None) -> None:

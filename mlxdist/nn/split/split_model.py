@@ -17,6 +17,7 @@ from ..agreement import agree, agreed, described
 from ..plan import plan_shards, shard_model
 from .cut_layer import require_cuttable
 from .head import cut_head
+from .in_place_of import InPlaceOf
 from .probes import boundaries, logits_at
 from .split_block import SplitBlock, relative_error, settings
 from .submitted import submit_sums
@@ -27,7 +28,7 @@ NAME = "SplitModel.from_model"
 TOLERANCE = {mx.float32: 1e-3, mx.float16: 5e-2, mx.bfloat16: 1e-1}  # relative difference of logits
 
 
-class SplitModel(nn.Module):
+class SplitModel(InPlaceOf):
     """What :meth:`from_model` makes. ``mlx_lm.generate(model, tokenizer, ...)`` takes it like the model itself.
 
     Every rank must generate the same tokens: from the same seed, or greedily. Logits are equal on all of them.
@@ -36,6 +37,8 @@ class SplitModel(nn.Module):
         model: mlx-lm's own, with other layers. What this class does not have is looked up there.
         whole_layers: why the layers are mlx-lm's own and cut by `shard_model`; ``None`` where they are `SplitBlock`s.
     """
+
+    original = "model"
 
     def __init__(self, model: nn.Module, whole_layers: str | None) -> None:
         super().__init__()
@@ -99,14 +102,6 @@ class SplitModel(nn.Module):
         """As the model: tokens, integers of shape (batch, length), to logits of shape (batch, length, vocabulary) and
         the model's dtype, the same on every rank."""
         return self.model(*arguments, **keywords)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "model":
-                raise
-            return getattr(self.model, name)
 
 
 def _require_whole(model: nn.Module) -> None:
