@@ -70,28 +70,28 @@ clean:
 	find mlxdist native tests examples scripts -name __pycache__ -prune -exec rm -rf {} +
 
 # MLX and nanobind come first: the native code is compiled against the MLX that is installed.
-$(VENV)/.built: $(VENV)/.requirements $(VENV)/.files $(NATIVE) mlxdist/version.py
+$(VENV)/.built: $(VENV)/.packages $(VENV)/.files $(NATIVE) mlxdist/version.py
 	@echo '3/3 mlxdist: compiling its C and C++ ...'
-	$(call pip,--verbose) --no-build-isolation --constraint constraints.txt --editable '.[lm,test]'
+	$(call pip,--verbose) --no-build-isolation --no-deps --editable .
 	@touch $@ && echo "set up in $$(($$(date +%s) - $(BEGIN))) s"
 
-$(VENV)/.requirements: pyproject.toml constraints.txt | $(VENV)/.python
+$(VENV)/.packages: pyproject.toml constraints.txt | $(VENV)/.python
 	@echo '2/3 Python packages: MLX, mlx-lm, what builds mlxdist and tests it ...'
 	@$(BIN)/python -c '$(REQUIREMENTS)' > $(VENV)/requirements.txt
 	$(call pip) --constraint constraints.txt --requirement $(VENV)/requirements.txt
 	@touch $@
 
-$(VENV)/.ziglang: $(VENV)/.requirements
+$(VENV)/.ziglang: $(VENV)/.packages
 	$(call pip) --constraint constraints.txt ziglang
 	@touch $@
 
 # The fuzzer for Python. 35 MB, only for those who fuzz; where there is no wheel of it the tests go without.
-$(VENV)/.atheris: $(VENV)/.requirements
+$(VENV)/.atheris: $(VENV)/.packages
 	-$(call pip) --only-binary atheris atheris
 	@touch $@
 
 # For `mlx_lm evaluate`; with what it needs 200 MB.
-$(VENV)/.lm-eval: $(VENV)/.requirements
+$(VENV)/.lm-eval: $(VENV)/.packages
 	-$(call pip) --constraint constraints.txt lm-eval==0.4.13
 	@touch $@
 

@@ -68,7 +68,7 @@ def test_each_step_is_named_before_it_runs(setup, run):
     lines = run(setup).splitlines()
     first, second, packages, third, build, seconds, following = lines
     assert [line[:4] for line in (first, second, third)] == ["1/3 ", "2/3 ", "3/3 "]
-    assert "--requirement .venv/requirements.txt" in packages and "--editable .[lm,test]" in build
+    assert "--requirement .venv/requirements.txt" in packages and "--no-deps --editable ." in build
     assert seconds.startswith("set up in ") and "make demo" in following
     assert ("--quiet" in packages, "--quiet" in build) == (run is in_pipe,) * 2
     assert ("--verbose" in build) == (run is on_terminal)  # the compiler's progress
