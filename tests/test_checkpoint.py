@@ -90,7 +90,7 @@ def test_a_torn_file_is_not_taken_for_a_checkpoint(tmp_path, length):
     length = {"all but one": len(data) - 1, "one more": len(data) + 1}.get(length, length)
     torn.write_bytes((data + b"\0")[:length])
     assert latest_checkpoint(tmp_path) == good
-    with pytest.raises(errors.InvalidArgument, match=f"{torn.name} is not whole"):
+    with pytest.raises(errors.InvalidArgument, match=f"{torn.name} is damaged: .* latest_checkpoint"):
         load_checkpoint(torn)
     save(tmp_path, 2)
     assert latest_checkpoint(tmp_path) == torn, "written anew"
@@ -234,17 +234,17 @@ def test_no_flipped_bit_is_loaded(tmp_path):
     assert loaded == []
 
 
-@pytest.mark.parametrize("dimension", [2**32 + 4, 4.5])
-def test_no_other_shape_is_loaded(tmp_path, dimension):
+@pytest.mark.parametrize("saved, dimension", [((4,), 2**32 + 4), ((4,), 4.5), ((0, 4), 2**32 + 4)])
+def test_no_other_shape_is_loaded(tmp_path, saved, dimension):
     """MLX makes 4 of both."""
-    path = save_checkpoint(tmp_path, {"w": mx.ones(4)}, 3)
+    path = save_checkpoint(tmp_path, {"w": mx.ones(saved)}, 3)
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
-    header["w"]["shape"] = [dimension]
+    header["w"]["shape"][-1] = dimension
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
-    with pytest.raises(errors.InvalidArgument, match=rf"{path.name} is damaged: .*\[{dimension}\]"):
+    with pytest.raises(errors.InvalidArgument, match=rf"{path.name} is damaged: .*{dimension}[\])]"):
         load_checkpoint(path)
 
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlxdist.errors import InvalidArgument
-from mlxdist.nn.loading.safetensors_reader import INDEX, ITEM_SIZES, Checkpoint, WeightFile, local_shape
+from mlxdist.safetensors_reader import INDEX, ITEM_SIZES, Checkpoint, WeightFile, local_shape
 
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -155,7 +155,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path):
     with pytest.raises(InvalidArgument, match="it ends at byte .*, and had"):
         tensor.read(0, [], 0, memoryview(bytearray(4)))
     path.unlink()
-    with pytest.raises(InvalidArgument, match="cannot read .*No such file"):
+    with pytest.raises(InvalidArgument, match="cannot be read: No such file"):
         tensor.read(0, [], 0, memoryview(bytearray(4)))
 
 

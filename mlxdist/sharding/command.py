@@ -115,9 +115,9 @@ def _measured(
 
 
 def _plan(path: Path, tp: int, ep: int, weights: list[float] | None) -> Any:
-    from ..nn.plan import plan_shards
-    from ..nn.loading.safetensors_reader import Checkpoint
     from ..nn.loading.weight_sources import open_model
+    from ..nn.plan import plan_shards
+    from ..safetensors_reader import Checkpoint
 
     model, _, _ = open_model(Checkpoint(path))
     return plan_shards(model, tp, ep, weights=weights)

@@ -6,7 +6,6 @@ takes a sixth of the time of writing, SHA-256 more than the writing itself. It f
 file can make another one.
 """
 
-import json
 import os
 import re
 import zlib
@@ -17,12 +16,12 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from ..safetensors_reader import WeightFile
+
 __all__ = ["STEP_DIGITS", "About", "Unusable", "is_whole", "read", "read_about", "sync", "write"]
 
 _STEP, _RUN, _PART, _CRC = "mlxdist_step", "mlxdist_run", "mlxdist_part", "mlxdist_crc32"
 STEP_DIGITS = 18  # at most: each such step is an int64
-# A header has about 100 bytes for each array; safetensors itself reads no larger one.
-_MAX_HEADER = 100_000_000
 
 
 class Unusable(Exception):
@@ -51,30 +50,33 @@ def read(path: Path) -> dict[str, mx.array]:
 
     Raises Unusable: it is damaged, or cannot be read.
     """
-    header = _whole_header(path)
+    file = _File(path)
     try:
         arrays, metadata = mx.load(str(path), return_metadata=True)
         mx.eval(arrays)
     except (RuntimeError, ValueError) as error:
         raise Unusable(f"cannot be read: {error}") from None
-    damage = "its CRC-32 differs" if metadata.get(_CRC) != _crc(arrays, _about(header)) else ""
+    damage = "its CRC-32 differs" if metadata.get(_CRC) != _crc(arrays, _about(file)) else ""
     for name, array in arrays.items():
-        shape = header[name].get("shape")
-        if repr(shape) != repr(list(array.shape)):  # MLX takes 4.5 and 2**32 + 4 for 4
+        if (shape := file.tensors[name].shape) != array.shape:  # MLX takes (0, 2**32 + 4) for (0, 4)
             damage = f"{name!r:.200} cannot have the shape {shape!r:.100}"
     if damage:
-        raise Unusable(f"is damaged: {damage}; remove it, and latest_checkpoint() finds the one before")
+        raise file.damaged(damage)
     return arrays
 
 
 def read_about(path: Path) -> About:
     """Raises Unusable: it is no whole file, or none of save_checkpoint."""
-    return _about(_whole_header(path))
+    return _about(_File(path))
 
 
 def is_whole(path: Path) -> bool:
-    """Whether the file is as long as its header says."""
-    return _header(path) is not None
+    """Whether the file has a right header, and is as long as that says."""
+    try:
+        _File(path)
+    except Unusable:
+        return False
+    return True
 
 
 def sync(path: Path) -> None:
@@ -86,15 +88,18 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _whole_header(path: Path) -> dict:
-    header = _header(path)
-    if header is None:
-        raise Unusable("is not whole; latest_checkpoint() finds one that is")
-    return header
+class _File(WeightFile):
+    """Raises Unusable."""
+
+    def damaged(self, what: str) -> Exception:
+        return self.unusable(f"is damaged: {what}; remove it, and latest_checkpoint() finds the one before")
+
+    def unusable(self, what: str) -> Exception:
+        return Unusable(what)
 
 
-def _about(header: dict) -> About:
-    metadata = header.get("__metadata__") or {}
+def _about(file: _File) -> About:
+    metadata = file.metadata
     missing = [name for name in (_STEP, _RUN, _PART, _CRC) if not isinstance(metadata.get(name), str)]
     if _STEP in missing or not re.fullmatch(f"[0-9]{{1,{STEP_DIGITS}}}", metadata[_STEP], re.ASCII):
         raise Unusable(f"was not written by save_checkpoint: it has no {_STEP}; remove it, or choose another folder")
@@ -104,22 +109,6 @@ def _about(header: dict) -> About:
             "another folder; mx.load() still reads its arrays, for another save_checkpoint()"
         )
     return About(int(metadata[_STEP]), metadata[_RUN], metadata[_PART])
-
-
-def _header(path: Path) -> dict | None:
-    """Its length in 8 bytes, then JSON; None where the file is not as long as that says."""
-    try:
-        size = path.stat().st_size
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > min(size - 8, _MAX_HEADER):
-                return None
-            header = json.loads(file.read(length))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        whole = size == 8 + length + max(ends, default=0) and isinstance(header.get("__metadata__") or {}, dict)
-    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
-        return None
-    return header if whole else None
 
 
 def _crc(arrays: Mapping[str, mx.array], about: About) -> str:

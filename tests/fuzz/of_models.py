@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mlxdist.errors import InvalidArgument
-from mlxdist.nn.loading.safetensors_reader import WeightFile
 from mlxdist.nn.plan import Plan
+from mlxdist.safetensors_reader import WeightFile
 
 __all__ = ["TARGETS"]
 

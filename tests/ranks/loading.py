@@ -267,7 +267,7 @@ def failing_stream() -> None:
         return preadv(*arguments)
 
     os.preadv = broken
-    expect(mlxdist.InvalidArgument, ["cannot read", "Input/output error"], load_sharded, folder, stream=True)
+    expect(mlxdist.InvalidArgument, ["cannot be read", "Input/output error"], load_sharded, folder, stream=True)
     os.preadv = preadv
     if size > 1:
         receive = streaming._receive

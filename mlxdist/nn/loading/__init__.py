@@ -1,7 +1,6 @@
 """Loading a model of which each rank reads and holds only its part.
 
     load_sharded.py         load_sharded
-    safetensors_reader.py   byte ranges of tensors in files, headers checked before use
     weight_sources.py       which tensor of which file a parameter of the model is
     streaming.py            from rank 0 to the others, in pieces with checksums; blobs.py: what ranks tell each other
     same_weights.py         whether all ranks hold parts of the same model

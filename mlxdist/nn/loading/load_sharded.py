@@ -18,11 +18,11 @@ from ...arguments import group_of
 from ...errors import InvalidArgument
 from ...group import Group
 from ...model_folder import model_folder
+from ...safetensors_reader import Checkpoint
 from ..agreement import agreed
 from ..measured_weights import Weights
 from ..plan import Plan, Shard, plan_shards, shard_model
 from ..verify import require_agreement
-from .safetensors_reader import Checkpoint
 from .same_weights import checksum, require_same_files, require_same_tensors
 from .streaming import TOKENIZER_FILES, checkpoint_of_rank_0, stream_part
 from .weight_sources import UNSIGNED, ComputedTensor, Source, bytes_of, open_model

@@ -10,8 +10,8 @@ import numpy as np
 from ...errors import InvalidArgument, name_ranks
 from ...group import Group
 from ...ops import all_gather
+from ...safetensors_reader import Checkpoint, StoredTensor
 from .blobs import gather_blobs
-from .safetensors_reader import Checkpoint, StoredTensor
 from .weight_sources import Source
 
 __all__ = ["checksum", "require_same_files", "require_same_tensors"]

@@ -20,10 +20,10 @@ from ...errors import InvalidArgument, TransportError, name_ranks
 from ...group import Group
 from ...ops import all_gather, broadcast
 from ...point_to_point import recv, send
+from ...safetensors_reader import Checkpoint, local_shape
 from ..agreement import agreed
 from ..plan import Shard
 from .blobs import broadcast_blob
-from .safetensors_reader import Checkpoint, local_shape
 from .weight_sources import Source
 
 __all__ = ["CHUNK_BYTES", "TOKENIZER_FILES", "checkpoint_of_rank_0", "stream_part"]

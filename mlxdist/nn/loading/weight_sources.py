@@ -17,7 +17,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ...errors import InvalidArgument
-from .safetensors_reader import Checkpoint, StoredTensor, runs
+from ...safetensors_reader import Checkpoint, StoredTensor, runs
 
 __all__ = ["UNSIGNED", "ComputedTensor", "Source", "bytes_of", "open_model"]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...errors import InvalidArgument
+from .errors import InvalidArgument
 
 __all__ = ["Checkpoint", "StoredTensor", "WeightFile", "local_shape", "runs"]
 
@@ -62,10 +62,11 @@ class StoredTensor:
 class WeightFile:
     """A safetensors file whose header has been read and found to be right.
 
-    Raises InvalidArgument, naming the file and, where there is one, the tensor.
+    Raises what `unusable` makes, naming the file and, where there is one, the tensor.
     """
 
     path: Path
+    metadata: dict[str, Any] = field(init=False, repr=False)  # of the file; {} if there is none
     header: bytes = field(init=False, repr=False)  # with its length before it: the file up to the data
     size: int = field(init=False)
     tensors: dict[str, StoredTensor] = field(init=False, repr=False)
@@ -84,7 +85,7 @@ class WeightFile:
                     )
                 text = file.read(length)
         except OSError as error:
-            raise InvalidArgument(f"cannot read {self.path}: {error.strerror}") from None
+            raise self.unusable(f"cannot be read: {error.strerror}") from None
         if len(text) < length:
             raise self.damaged("it has become shorter while it was read")
         self.header = length_field + text
@@ -95,8 +96,12 @@ class WeightFile:
         """16 bytes for all that the header says, and the size of the file."""
         return hashlib.blake2b(self.header + self.size.to_bytes(8, "little"), digest_size=16).digest()
 
-    def damaged(self, what: str) -> InvalidArgument:
-        return InvalidArgument(f"{self.path} is damaged: {what}; copy or download it again")
+    def damaged(self, what: str) -> Exception:
+        return self.unusable(f"is damaged: {what}; copy or download it again")
+
+    def unusable(self, what: str) -> Exception:
+        """``what`` goes on after the name of the file."""
+        return InvalidArgument(f"{self.path} {what}")
 
     def read_runs(self, runs: Iterable[tuple[int, int]], memory: memoryview) -> None:
         """Fills ``memory`` with ``runs``, which are pairs of a place in the file and a number of bytes."""
@@ -110,14 +115,14 @@ class WeightFile:
         try:
             return self.path.open("rb", buffering=0)
         except OSError as error:
-            raise InvalidArgument(f"cannot read {self.path}: {error.strerror}") from None
+            raise self.unusable(f"cannot be read: {error.strerror}") from None
 
     def _fill(self, descriptor: int, offset: int, memory: memoryview) -> None:
         while memory:
             try:
                 count = os.preadv(descriptor, [memory[:MAX_READ]], offset)
             except OSError as error:
-                raise InvalidArgument(f"cannot read {self.path} at byte {offset}: {error.strerror}") from None
+                raise self.unusable(f"cannot be read at byte {offset}: {error.strerror}") from None
             if count == 0:
                 raise self.damaged(f"it ends at byte {offset}, and had {self.size} when it was opened")
             self.bytes_read += count
@@ -131,7 +136,8 @@ class WeightFile:
             raise self.damaged(f"its header is not the JSON it should be ({error})") from None
         if not isinstance(header, dict):
             raise self.damaged("its header is not a JSON object")
-        header.pop("__metadata__", None)
+        metadata = header.pop("__metadata__", None)
+        self.metadata = metadata if isinstance(metadata, dict) else {}
         tensors = {name: self._tensor(name, entry) for name, entry in header.items()}
         self._require_no_overlap(tensors)
         return tensors
@@ -141,9 +147,9 @@ class WeightFile:
             raise self.damaged(f"tensor {name!r:.200} does not have exactly dtype, shape and data_offsets")
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
-            raise InvalidArgument(
-                f"{self.path}: tensor {name!r:.200} has dtype {dtype!r:.50}, which MLX cannot load; it must be one of "
-                f"{', '.join(ITEM_SIZES)}"
+            raise self.unusable(
+                f"cannot be loaded: tensor {name!r:.200} has dtype {dtype!r:.50}, which MLX does not read; it must be "
+                f"one of {', '.join(ITEM_SIZES)}"
             )
         if not _is_sizes(shape):
             raise self.damaged(f"tensor {name!r:.200} has shape {shape!r:.100}")
