@@ -28,12 +28,12 @@ def run() -> None:
     """No operation of ours is behind the first evaluation, whose error is read while the second one still computes."""
     good = mx.array(np.ones((700, 700), np.float32))  # from memory, not evaluated
     failed = mx.distributed.all_sum(mx.full((700 + rank, 700), 2.0), group=world)
-    mx.async_eval(failed)
     behind = failed[:700]
     for _ in range(5):
         behind = behind @ good / 700
     tokens = mx.argmax(behind, axis=1)
     try:
+        mx.async_eval(failed)  # raises where the other rank has failed by then
         mx.async_eval(behind, tokens)
         mx.eval(failed)
     except mlxdist.Mismatch:
