@@ -45,7 +45,7 @@ def test_gradients_on_three_ranks(run_ranks):
 
 @pytest.mark.long
 def test_gradients_of_kv_heads_that_several_ranks_hold(run_ranks):
-    names = ["llama", "smollm3", "qwen3_5", "granite", "gemma2", "phi3", "gpt_oss", "qwen3_moe"]
+    names = ["llama", "smollm3", "qwen3_5", "granite", "gemma2", "phi3", "gpt_oss", "qwen3_moe", "iquestloopcoder"]
     assert all("close" in output for output in run_ranks("training.py", 2, "models", "4:1", *names, timeout=240))
 
 

@@ -114,6 +114,8 @@ def cases() -> None:
         ("mistral3", {"quantized": True, "fields": {"text_config": QUANTIZED_LLAMA}}),
         ("llama", {"quantized": True, "fields": QUANTIZED_LLAMA}),
         ("llama", {"quantized": True, "fields": QUANTIZED_LLAMA | {"intermediate_size": 384}}),
+        ("iquestloopcoder", {"weights": weights, "fields": heads}),
+        ("iquestloopcoder", {"fields": heads | {"num_key_value_heads": 1}}),
         ("qwen3_moe", {"tp": 1, "ep": size}),
         ("mixtral", {"tp": 1, "ep": size}),
         ("granitemoe", {"fields": heads | {"hidden_size": 192, "num_key_value_heads": 12}}),

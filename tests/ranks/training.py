@@ -115,6 +115,7 @@ def cases() -> None:
     """Uneven weights, whole experts, adapters on layers that are whole."""
     heads = {"fields": {"heads": (6, 3)}, "weights": [2, 1]}
     close(("qwen3", heads), ("qwen2_moe", heads), ("gpt_oss", heads), ("minimax", heads), ("kimi_k3", heads))
+    close(("iquestloopcoder", heads))
     close(("longcat_flash", {"weights": [1, 1]}), ("qwen3_moe", {"tp": 1, "ep": 2}), ("mixtral", {"tp": 1, "ep": 2}))
     close(("qwen3", {"quantized": True}), ("mixtral", {"quantized": True}))
     latent = tiny_models.config_of("kimi_k3")["text_config"] | {"routed_expert_hidden_size": 32}

@@ -44,9 +44,9 @@ class Block:
         shards: what is cut in it, by path in the model.
         roles: what the layers in it become, by path: "column", "row", "norm" (over all ranks' heads), "sum" (its
             results are added up over the ranks), "group" (it adds them up itself, over its ``sharding_group``),
-            "experts" (whole experts).
+            "inside" (it works on this rank's heads, inside of attention), "experts" (whole experts).
         attributes: numbers that a rank has its part of: (path of the module, name) -> value on each rank.
-        shares: takes keys and values from another block.
+        shares: works with the heads of another block, such as its keys and values.
     """
 
     path: str

@@ -40,6 +40,7 @@ from .patterns import (
     GATE_UP_IN_TURN,
     GATES,
     GROUPS,
+    HEADS_ELSEWHERE,
     KEY_NORMS,
     KEYS,
     KV_HEADS,
@@ -77,10 +78,10 @@ def find_blocks(
     finder = _Finder(tp, ep, weights)
     finder.search(model, "")
     if not finder.all_attention_cut:
-        # Who takes keys and values from another layer must have the same heads as that.
+        # What works with the heads of another layer must have the same ones as that.
         for block in [block for block in finder.blocks if block.shares]:
             finder.blocks.remove(block)
-            finder.reasons[block.path] = "takes keys and values from another layer, and not all of these are cut"
+            finder.reasons[block.path] = "works with the heads of another layer, and not all of these are cut"
     for block in finder.blocks:
         block.repeat(ep)
     return finder.blocks, finder.reasons
@@ -93,6 +94,7 @@ class _Finder:
         self.reasons: dict[str, str] = {}
         self.seen: set[int] = set()
         self.all_attention_cut = True
+        self.splits: set[Heads] = set()  # of all attention that is cut
 
     def search(self, module: nn.Module, path: str) -> None:
         if id(module) in self.seen:
@@ -105,7 +107,7 @@ class _Finder:
                 cut(block, module)
             except Whole as why:
                 self.reasons[path] = str(why)
-                self.all_attention_cut &= cut != self.attention
+                self.all_attention_cut &= cut not in (self.attention, self.heads_elsewhere)
                 if cut != self.mixture:
                     return
             else:
@@ -119,6 +121,8 @@ class _Finder:
         names = {name for name, child in module.items() if isinstance(child, nn.Module)}
         if type(module).__name__ in SWITCHES:
             return self.switch
+        if type(module).__name__ == HEADS_ELSEWHERE.get(source_of(module)):
+            return self.heads_elsewhere
         if any(type(module[name]).__name__ in SWITCHES for name in names):
             known = "sharding_group" in vars(module) or source_of(module) in SUMS_OF_EXPERTS
             return self.mixture if known and self.ep == 1 else None
@@ -160,7 +164,8 @@ class _Finder:
                 known.column(name, ranges, count)
         if queries and queries not in known.done:
             known.column(queries, query_ranges, heads)
-        block.shares = not fused and not latent and first(module, KEYS) is None
+        takes_keys = not fused and not latent and first(module, KEYS) is None
+        block.shares = takes_keys or source_of(module) in HEADS_ELSEWHERE
         for name in GATES:
             if name in module:
                 known.column(name, query_ranges, heads)
@@ -173,6 +178,19 @@ class _Finder:
             known.per_head(path, axis, *((query_ranges, heads) if whose == "query" else (kv_ranges, kv_heads)))
         self.head_attributes(block, module, split, heads, kv_heads, latent, input_dims_of(module[output]))
         known.finish(input_dims=output_dims(module[output]))
+        self.splits.add(split)
+
+    def heads_elsewhere(self, block: Block, module: nn.Module) -> None:
+        """What works on the heads of attention outside of it."""
+        heads = attribute(module, QUERY_HEADS)
+        if [sum(lengths(split.query)) for split in self.splits] != [heads]:
+            raise Whole(f"{type(module).__name__} of {heads} heads, and attention is not cut in one way")
+        (split,) = self.splits
+        known = Known(block, module)
+        for name, _ in own_arrays(module):
+            known.per_head(name, 0, split.query, heads)
+        self.head_attributes(block, module, split, heads, heads, False, 0)
+        block.roles[block.path], block.shares = "inside", True
 
     def kv_heads_by_shape(self, module: nn.Module, queries: str | None, heads: int) -> int:
         keys = first(module, KEYS)

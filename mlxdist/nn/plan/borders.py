@@ -144,13 +144,18 @@ class Border:
             parts.setdefault(where, {})[name] = shard
         self.places = [self._place(where, modules[where], held) for where, held in parts.items()]
         self.scaled = [place for place in self.places if any(scale != 1 for scale in place.whole.values())]
+        block._border = self
+        if not callable(block):  # only its layers are called: each is a block of its own
+            for where, held in parts.items():
+                if where:
+                    layer, enters = modules[where], type(modules[where]) in _INSIDE
+                    Border(self.group, self.rank, enters).put(layer, f"{path}.{where}", list(held.values()))
+            return
         for module in modules.values():
             if self.enters and type(module) in _INSIDE:
                 module.__class__ = _INSIDE[type(module)]
                 module._inside = self
-        block._border = self
-        if callable(block):
-            block.__class__ = _bordered(type(block))
+        block.__class__ = _bordered(type(block))
 
     def _place(self, where: str, module: nn.Module, held: dict[str, Shard]) -> _Place:
         trained = {

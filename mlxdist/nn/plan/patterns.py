@@ -12,6 +12,7 @@ __all__ = [
     "GATE_THEN_UP",
     "GATE_UP_IN_TURN",
     "GROUPS",
+    "HEADS_ELSEWHERE",
     "KEYS",
     "KEY_NORMS",
     "KV_HEADS",
@@ -65,6 +66,9 @@ PER_HEAD = {
     "conv_k": (2, "kv"),
     "conv_v": (2, "kv"),
 }
+# What stands outside of attention and works on its heads, with one entry a head along the first axis of each parameter:
+# by the module of its class, the class.
+HEADS_ELSEWHERE = {"iquestloopcoder": "LoopGateProjection"}
 # Attention that is written so that it cannot be cut, by the module of its class.
 NOT_TO_CUT = {
     "baichuan_m1": "takes the width of all its heads from its input",

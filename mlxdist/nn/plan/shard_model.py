@@ -161,7 +161,7 @@ def _cut(block: Block, modules: dict[str, nn.Module], plan: Plan, group: Group, 
     behind = {join_path(path, "bias") for path, role in roles.items() if role == "row"}
     inside = [shard for path, shard in plan.shards.items() if path.startswith(f"{block.path}.") and path not in behind]
     role = roles.get(block.path)
-    Border(tp_group, group.rank(), enters=role != "group").put(modules[block.path], block.path, inside)
+    Border(tp_group, group.rank(), enters=role not in ("group", "inside")).put(modules[block.path], block.path, inside)
     if role == "sum":
         _sum(modules[block.path], tp_group)
 
@@ -194,11 +194,15 @@ def _sum(layer: nn.Module, group: Group) -> None:
     layer._group = group
 
 
+def _inside(layer: nn.Module, group: Group) -> None:
+    """Needs nothing: what it is called with are this rank's own heads."""
+
+
 def _add_up_itself(block: nn.Module, group: Group) -> None:
     block.sharding_group = group.mlx
 
 
-_ROLES = {"column": _column, "row": _row, "norm": _norm, "sum": _sum, "group": _add_up_itself}
+_ROLES = {"column": _column, "row": _row, "norm": _norm, "sum": _sum, "group": _add_up_itself, "inside": _inside}
 
 
 @cache
