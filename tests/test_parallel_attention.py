@@ -30,6 +30,11 @@ def test_modules_of_mlx_lm(run_ranks, ranks):
         ((8, 1), 2, [3, 1], [6, 2], [(0, 1), (0, 1)]),
         ((6, 2), 3, None, [2, 2, 2], [(0, 1), (0, 2), (1, 2)]),
         ((8, 2), 4, [3, 1, 1, 3], [3, 1, 1, 3], [(0, 1), (0, 1), (1, 2), (1, 2)]),
+        ((6, 2), 3, [1, 1, 1], [2, 2, 2], [(0, 1), (0, 2), (1, 2)]),
+        ((8, 2), 3, [1, 1, 1], [4, 2, 2], [(0, 1), (1, 2), (1, 2)]),
+        ((8, 2), 3, [2, 1, 1], [4, 2, 2], [(0, 1), (1, 2), (1, 2)]),
+        ((4, 2), 3, [1, 1, 9], [1, 1, 2], [(0, 1), (0, 1), (1, 2)]),
+        ((12, 3), 7, [1] * 7, [2, 2, 2, 2, 2, 1, 1], [(0, 1)] * 2 + [(1, 2)] * 2 + [(2, 3)] * 3),
     ],
 )
 def test_heads_of_the_ranks(heads, ranks, weights, sizes, kv_heads):
@@ -42,7 +47,8 @@ def test_heads_of_the_ranks(heads, ranks, weights, sizes, kv_heads):
         ((8, 3), 2, None, "8 query heads are not a multiple of 3 KV heads"),
         ((8, 4), 3, None, "KV heads: 4 cannot be cut into 3 equal parts"),
         ((2, 1), 4, None, "query heads of a KV head: 2"),
-        ((12, 2), 3, [2, 3, 1], "rank 1 would hold query heads 4 to 9"),
+        ((8, 2), 3, None, "query heads: 8 cannot be cut into 3 equal parts"),
+        ((2, 1), 4, None, "query heads of a KV head: 2 is too little for 4 ranks"),
         ((0, 1), 2, None, "n_heads must be at least 1"),
     ],
 )

@@ -17,7 +17,8 @@ LARGE = {
     "intermediate_size": 14336, "num_hidden_layers": 32,
 }  # fmt: skip
 HEADS = {"num_attention_heads": 9, "num_key_value_heads": 9}
-THREE = {"num_attention_heads": 12, "num_key_value_heads": 3}
+NOT_CUT = ("mamba", "mamba2", "bitnet", "muse_spark")
+ONE = HEADS | {"num_key_value_heads": 1}
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "mixtral", "phi3", "gpt_neox", "jamba", "kimi_k3", "mamba"])
@@ -135,6 +136,26 @@ def test_shard_of_a_model_is_used_where_it_is_right():
     assert not any("mlp" in shard.path for shard in rotated.cut)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_every_model_file_is_cut_over_any_number_of_ranks(ranks):
+    """Unevenly, where that does not divide heads or hidden layers, and with copies of KV heads; with weights, too."""
+    for name in [name for name in tiny_models.model_files() if name not in tiny_models.NOT_IMPORTED]:
+        plan = plan_shards(tiny_models.build(name), tp=ranks)
+        assert plan.cut or name in NOT_CUT, name
+        assert all(min(shard.sizes) > 0 for shard in plan.cut), name
+        plan_shards(tiny_models.build(name), tp=ranks, weights=[2, *[1] * (ranks - 1)])
+
+
+def test_quantized_heads_are_cut_between_quantization_groups():
+    """12 heads of 32 features, in groups of 64, over 4 ranks: not 3 heads each."""
+    fields = {"num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 32, "hidden_size": 384, "intermediate_size": 384}
+    model = tiny_models.build("smollm3", **fields)
+    nn.quantize(model, group_size=64, bits=4)
+    plan = plan_shards(model, tp=4)
+    assert plan.shards["model.layers.0.self_attn.o_proj.scales"].sizes == [2, 2, 1, 1]
+
+
 def test_what_is_not_understood_stays_whole():
     model = tiny_models.build("smollm3")
     model.model.layers[1].self_attn.invented = mx.ones((64,))
@@ -154,9 +175,8 @@ def test_what_is_not_understood_stays_whole():
         ("ep must be a positive integer, not 1.5", "llama", {}, {"ep": 1.5}),
         ("weights", "llama", {}, {"tp": 2, "weights": [1]}),
         ("weights", "llama", {}, {"tp": 2, "weights": [1, -1]}),
-        ("KV heads of model.layers.0.self_attn: 9 cannot be cut", "smollm3", HEADS, {}),
-        ("heads of model.layers.0.self_attn: 9 cannot be cut", "smollm3", HEADS | {"num_key_value_heads": 1}, {}),
-        ("3 KV heads cannot be held by 4 ranks", "smollm3", THREE, {"tp": 4}),
+        ("heads of model.layers.0.self_attn: query heads: 9 is too little for 10", "smollm3", HEADS, {"tp": 10}),
+        ("query heads of a KV head: 9 is too little for 10 ranks", "smollm3", ONE, {"tp": 10}),
         ("experts of model.layers.0.block_sparse_moe.switch_mlp", "mixtral", {}, {"tp": 1, "ep": 8}),
     ],
 )  # fmt: skip
@@ -169,6 +189,6 @@ def test_a_quantization_group_is_not_cut():
     model = tiny_models.build("smollm3")
     nn.quantize(model, group_size=64, bits=4, class_predicate=lambda path, _: path.endswith("o_proj"))
     with pytest.raises(
-        InvalidArgument, match="o_proj: a rank's inputs would begin or end at 32, inside a quantization"
+        InvalidArgument, match="self_attn of 16 features, with quantization groups of 64 behind them: KV heads: 2"
     ):
         plan_shards(model, tp=2)

@@ -26,7 +26,7 @@ def test_collectives_of_a_step(run_ranks):
 
 
 def test_borders(run_ranks):
-    """Adapters on cut experts, refusals, threads, what decoding costs, what is saved and freed."""
+    """Adapters on cut layers and experts, refusals, threads, what decoding costs, what is saved and freed."""
     assert all("close" in output for output in run_ranks("training.py", 2, "borders"))
 
 
@@ -38,9 +38,11 @@ def test_gradients_of_every_model_file(run_ranks):
 
 
 @pytest.mark.long
-def test_gradients_on_three_ranks(run_ranks):
+@pytest.mark.parametrize("heads", ["6:3", "8:4", "8:2"])
+def test_gradients_on_three_ranks(run_ranks, heads):
+    """Also of heads that are cut unevenly, and of KV heads that two of the ranks hold."""
     names = sorted({*TYPICAL, *FAMILIES})
-    assert all("close" in output for output in run_ranks("training.py", 3, "models", "6:3", *names, timeout=240))
+    assert all("close" in output for output in run_ranks("training.py", 3, "models", heads, *names, timeout=240))
 
 
 @pytest.mark.long
@@ -52,6 +54,18 @@ def test_gradients_of_kv_heads_that_several_ranks_hold(run_ranks):
 @pytest.mark.long
 def test_weights_whole_experts_and_adapters(run_ranks):
     assert all("close" in output for output in run_ranks("training.py", 2, "cases", timeout=240))
+
+
+@pytest.mark.long
+def test_adapters_of_every_model_file(run_ranks):
+    names = [name for name in trainable() if name not in tiny_models.NOT_ADAPTED]
+    assert all("close" in output for output in run_ranks("training.py", 2, "adapters", "", *names, timeout=500))
+
+
+@pytest.mark.long
+def test_adapters_of_uneven_and_shared_heads(run_ranks):
+    names = ["llama", "smollm3", "phi3", "gpt_oss", "iquestloopcoder"]
+    assert all("close" in output for output in run_ranks("training.py", 3, "adapters", "8:2", *names, timeout=240))
 
 
 @pytest.mark.long

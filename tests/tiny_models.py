@@ -327,6 +327,9 @@ NOT_COMPARED = {
 # Models that mlx-lm itself cannot train, cut or not.
 NOT_TRAINED = {"recurrent_gemma": "mlx-lm's Model is no complete nn.Module, which MLX needs to freeze and train it"}
 
+# Models whose layers mlx-lm reads past their adapters, or whose gradient with them is refused.
+NOT_ADAPTED = ("deepseek_v41", "gemma3n", "kimi_k3", "longcat_flash", "longcat_flash_ngram")
+
 
 def model_files() -> list[str]:
     """The names of mlx-lm's model files, found in its folder."""

@@ -1,4 +1,4 @@
-"""A low-rank adapter on top of a column- or row-parallel layer.
+"""A low-rank adapter on top of a linear layer that is cut: column- or row-parallel, or of a model of shard_model.
 
 Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", arXiv:2106.09685: ``y + scale * (x A) B``. Names,
 shapes and ``scale`` are those of mlx-lm's ``LoRALinear``, so that its adapters can be put in and taken out.
@@ -11,9 +11,7 @@ import mlx.core as mx
 from mlx import nn
 
 from ..errors import InvalidArgument
-from .mappings import copy_to_tensor_parallel_region
-from .parallel_linear import ParallelLinear, quantization
-from .shards import join, part, take
+from .parallel_linear import CutLinear, quantization
 
 __all__ = ["LoRALinear"]
 
@@ -21,7 +19,8 @@ __all__ = ["LoRALinear"]
 class LoRALinear(nn.Module):
     """An adapter on a parallel layer, plain or quantized. The matrix next to the cut dimension is cut like it.
 
-    On a column-parallel layer ``lora_b``, of shape (r, output_dims), is cut and ``lora_a``, (input_dims, r), is whole
+    The layer is one of this package or one that :func:`mlxdist.nn.shard_model` has cut; mlx-lm's
+    ``linear_to_lora_layers`` puts this class on both. On a column-parallel layer ``lora_b``, of shape (r, output_dims), is cut and ``lora_a``, (input_dims, r), is whole
     on every rank; on a row-parallel one it is the other way round. The forward pass then needs no collective besides
     the layer's own, and the backward pass one more: the all_sum of the gradient of the whole matrix, which so stays
     the same on all ranks. The gradients are this rank's parts of those of the adapter on the whole layer; with
@@ -45,16 +44,20 @@ class LoRALinear(nn.Module):
     """
 
     @classmethod
-    def from_base(cls, linear: ParallelLinear, r: int = 8, dropout: float = 0.0, scale: float = 20.0) -> Self:
-        """An adapter of rank ``r`` on ``linear`` that changes nothing yet. Seed all ranks alike. As the constructor."""
+    def from_base(cls, linear: CutLinear, r: int = 8, dropout: float = 0.0, scale: float = 20.0) -> Self:
+        """An adapter of rank ``r`` on ``linear`` that changes nothing yet. Seed all ranks alike.
+
+        Raises:
+            InvalidArgument: ``linear`` is no parallel layer; ``r`` is not positive; ``dropout`` is not in [0, 1).
+        """
         return cls(linear, r, dropout, scale)
 
-    def __init__(self, linear: ParallelLinear, r: int = 8, dropout: float = 0.0, scale: float = 20.0) -> None:
+    def __init__(self, linear: CutLinear, r: int = 8, dropout: float = 0.0, scale: float = 20.0) -> None:
         super().__init__()
-        if not isinstance(linear, ParallelLinear):
+        if not isinstance(linear, CutLinear):
             raise InvalidArgument(
-                f"LoRALinear: the layer must be column- or row-parallel, not {type(linear).__name__}; for others there "
-                "is mlx_lm.tuner.lora.LoRALinear"
+                f"LoRALinear: the layer must be column- or row-parallel, or one that shard_model has cut, not "
+                f"{type(linear).__name__}; for others there is mlx_lm.tuner.lora.LoRALinear"
             )
         if not isinstance(r, int) or r < 1:
             raise InvalidArgument(f"LoRALinear: r must be a positive integer, not {r!r}")
@@ -65,22 +68,19 @@ class LoRALinear(nn.Module):
         self.scale = scale
         self._drops = dropout > 0
         bound = 1 / sqrt(linear.input_dims)
-        self.lora_a, self.lora_b = self._parts(
+        self.lora_a, self.lora_b = linear.adapter_part(
             mx.random.uniform(low=-bound, high=bound, shape=(linear.input_dims, r)),
             mx.zeros((r, linear.output_dims)),
         )
 
     def __call__(self, x: mx.array) -> mx.array:
-        linear, a, b = self.linear, self["lora_a"], self["lora_b"]
-        if linear.cut_axis == 0:
-            a = copy_to_tensor_parallel_region(a, linear.group)
-        else:
-            b = copy_to_tensor_parallel_region(b, linear.group)
+        linear = self.linear
+        a, b = linear.adapter(self["lora_a"], self["lora_b"])
         x = linear.enter(x)
         z = (self._dropped(x) @ a) @ b
         return linear.leave(linear.product(x) + (self.scale * z).astype(x.dtype))
 
-    def fuse(self, dequantize: bool = False) -> ParallelLinear:
+    def fuse(self, dequantize: bool = False) -> CutLinear:
         """The layer with the adapter in its weight, quantized as it was unless ``dequantize``. No collective."""
         linear = self.linear
         weight, config = linear["weight"], quantization(linear)
@@ -101,24 +101,14 @@ class LoRALinear(nn.Module):
                 f"LoRALinear: lora_a must be ({dims[0]}, r) and lora_b (r, {dims[1]}), not {lora_a.shape} and "
                 f"{lora_b.shape}"
             )
-        self.lora_a, self.lora_b = self._parts(lora_a, lora_b)
+        self.lora_a, self.lora_b = self.linear.adapter_part(lora_a, lora_b)
         return self
 
     def join_adapter(self) -> dict[str, mx.array]:
         """``lora_a`` and ``lora_b`` of the whole layer, on every rank. A collective that is carried out at once."""
-        linear = self.linear
-        if linear.cut_axis == 0:
-            whole = self["lora_a"], join(self["lora_b"], 1, linear.sizes, linear.group, linear.segments)
-        else:
-            whole = join(self["lora_a"], 0, linear.sizes, linear.group), self["lora_b"]
+        whole = self.linear.join_adapter(self["lora_a"], self["lora_b"])
         mx.eval(whole)
         return dict(zip(("lora_a", "lora_b"), whole))
-
-    def _parts(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
-        linear, rank = self.linear, self.linear.group.rank()
-        if linear.cut_axis == 0:
-            return lora_a, take(lora_b, 1, linear.sizes, rank, linear.segments)
-        return take(lora_a, 0, linear.sizes, rank), lora_b
 
     def _dropped(self, x: mx.array) -> mx.array:
         """``x`` with features dropped. Where x is cut, this rank's part of what is dropped from all features: ranks
@@ -127,4 +117,4 @@ class LoRALinear(nn.Module):
         if linear.cut_axis == 0 or not (self._drops and self.dropout.training):
             return self.dropout(x)
         kept = self.dropout(mx.ones((*x.shape[:-1], linear.input_dims), x.dtype))
-        return x * kept[..., part(linear.sizes, linear.group.rank())]
+        return x * linear.part_of_inputs(kept)

@@ -5,8 +5,9 @@ arXiv:1909.08053; grouped queries: Ainslie et al. 2023, "GQA: Training Generaliz
 Multi-Head Checkpoints", arXiv:2305.13245.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from math import gcd
 from numbers import Integral
 from typing import Any
@@ -44,8 +45,9 @@ def split_heads(
     """How many query heads each rank holds, and which KV heads: those that its query heads need.
 
     With at least as many KV heads as ranks every rank gets whole KV groups, a KV head with all its query heads. With
-    fewer, KV heads are held by several ranks, and the query heads of a group are divided among them. ``weights``: one
-    positive number a rank; ``multiple``: every rank's query heads are a multiple of it.
+    fewer, KV heads are held by several ranks, and the query heads of a group are divided among them: equally over all
+    ranks where that is possible, otherwise each rank has one KV head, and each KV head a run of ranks of about the same
+    weight. ``weights``: one positive number a rank; ``multiple``: every rank's query heads are a multiple of it.
 
     Raises:
         InvalidArgument: the heads cannot be cut so, or a rank would hold KV heads that differ in their number of query
@@ -70,18 +72,39 @@ def split_heads(
             sizes += split_sizes(what, each, sharing, part_of_weights, multiple)
     else:
         sizes = split_sizes(f"{name}: query heads", n_heads, ranks, weights, multiple)
-    held = []
-    for rank in range(ranks):
+        if weights is not None and _uneven_rank(sizes, each) is not None:
+            sizes = _one_kv_head_each(f"{name}: query heads of a KV head", n_kv_heads, each, weights, multiple)
+    if (rank := _uneven_rank(sizes, each)) is not None:
         here = part(sizes, rank)
-        kv_heads = [head // each for head in range(here.start, here.stop)]
-        held.append(range(kv_heads[0], kv_heads[-1] + 1))
-        if len({kv_heads.count(head) for head in held[rank]}) > 1:
-            raise InvalidArgument(
-                f"{name}: {n_heads} query heads of {n_kv_heads} KV heads cannot be cut into {sizes}: rank {rank} would "
-                f"hold query heads {here.start} to {here.stop - 1}, not equally many of each of its KV heads; choose a "
-                "number of ranks that divides the KV heads or is a multiple of them"
-            )
-    return sizes, held
+        raise InvalidArgument(
+            f"{name}: {n_heads} query heads of {n_kv_heads} KV heads cannot be cut into {sizes}: rank {rank} would "
+            f"hold query heads {here.start} to {here.stop - 1}, not equally many of each of its KV heads; choose a "
+            "number of ranks that divides the KV heads or is a multiple of them, or give weights=[...]"
+        )
+    places = [part(sizes, rank) for rank in range(ranks)]
+    return sizes, [range(here.start // each, (here.stop - 1) // each + 1) for here in places]
+
+
+def _uneven_rank(sizes: Sequence[int], each: int) -> int | None:
+    """The first rank that would hold KV heads with different numbers of query heads, of which each has ``each``."""
+    for rank in range(len(sizes)):
+        here = part(sizes, rank)
+        if len(set(Counter(head // each for head in range(here.start, here.stop)).values())) > 1:
+            return rank
+    return None
+
+
+def _one_kv_head_each(name: str, n_kv_heads: int, each: int, weights: Sequence[float], multiple: int) -> list[int]:
+    """How many query heads each rank holds, where it has one KV head: runs of ranks are as near as can be to equal
+    shares of all weights."""
+    before, most = [0, *accumulate(weights)], each // multiple
+    sizes: list[int] = []
+    for head in range(n_kv_heads):
+        first, left = len(sizes), n_kv_heads - head - 1  # KV heads behind this one, with a rank each at least
+        stops = range(max(first + 1, len(weights) - left * most), min(first + most, len(weights) - left) + 1)
+        stop = min(stops, key=lambda stop: abs(before[stop] * n_kv_heads - before[-1] * (head + 1)), default=first + 1)
+        sizes += split_sizes(name, each, stop - first, weights[first:stop], multiple)
+    return sizes
 
 
 class ParallelAttention(nn.Module):

@@ -10,28 +10,84 @@ from mlx.utils import tree_flatten
 
 from ..errors import InvalidArgument
 from ..group import Group
-from .shards import Segments, join, take
+from .mappings import copy_to_tensor_parallel_region
+from .shards import Segments, join, part, take
 
-__all__ = ["ParallelLinear", "check_linear", "dims", "quantization", "quantization_unit"]
+__all__ = ["CutLinear", "ParallelLinear", "check_linear", "dims", "quantization", "quantization_unit"]
 
 
-class ParallelLinear(nn.Module):
-    """A linear layer of which every rank holds a part: of its outputs (column) or of its inputs (row).
+class CutLinear(nn.Module):
+    """What an adapter (:class:`mlxdist.nn.LoRALinear`) asks of a linear layer of which every rank holds a part.
 
-    Parameters have the names of ``nn.Linear`` and ``nn.QuantizedLinear`` and hold this rank's part: ``weight``,
-    ``bias``; quantized also ``scales`` and, in the mode "affine", ``biases``. A call is ``leave(product(enter(x)))``,
-    so that a layer on top of this one (LoRA) can stand between the two collectives and needs none of its own.
+    A call is ``leave(product(enter(x)))``, so that an adapter can stand between the two collectives and needs none of
+    its own. Of the adapter's matrices the one next to the cut dimension is cut like it.
 
     Attributes:
         input_dims, output_dims: of the whole layer.
-        sizes: how much of the cut dimension each rank holds.
-        segments: see :mod:`mlxdist.nn.shards`.
-        group: the ranks.
-        group_size, bits, mode: of the quantized forms, as in ``nn.QuantizedLinear``.
         cut_axis: of the weight, of shape (outputs, inputs): 0 for column-parallel, 1 for row-parallel layers.
     """
 
     cut_axis: int
+    input_dims: int
+    output_dims: int
+
+    def enter(self, x: mx.array) -> mx.array:
+        """What this rank's product takes, from what the layer is called with."""
+        raise NotImplementedError
+
+    def product(self, x: mx.array) -> mx.array:
+        """This rank's part of the product, with the bias if that is cut, too."""
+        bias = self.get("bias") if self.cut_axis == 0 else None
+        weight = self["weight"]
+        if "scales" in self:
+            scales, biases, config = self["scales"], self.get("biases"), quantization(self)
+            y = mx.quantized_matmul(x, weight, scales, biases, transpose=True, **config)
+            return y if bias is None else y + bias
+        return x @ weight.T if bias is None else mx.addmm(bias, x, weight.T)
+
+    def leave(self, y: mx.array) -> mx.array:
+        """What the layer returns, from this rank's product."""
+        raise NotImplementedError
+
+    def with_weight(self, weight: mx.array, quantized: dict | None = None) -> "CutLinear":
+        """The same layer with another weight: shape of this rank's part, before it is quantized."""
+        raise NotImplementedError
+
+    def to_lora(self, r: int = 8, dropout: float = 0.0, scale: float = 20.0) -> nn.Module:
+        """The layer with an adapter, as mlx-lm's ``linear_to_lora_layers`` asks for it: a LoRALinear."""
+        from .lora import LoRALinear
+
+        return LoRALinear.from_base(self, r, dropout, scale)
+
+    def adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
+        """The parts themselves, with the gradients of all ranks that hold them."""
+        raise NotImplementedError
+
+    def adapter_part(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
+        """This rank's parts of the whole matrices of an adapter: (input_dims, r), (r, output_dims)."""
+        raise NotImplementedError
+
+    def join_adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
+        """The whole matrices, from the parts of all ranks. A collective."""
+        raise NotImplementedError
+
+    def part_of_inputs(self, x: mx.array) -> mx.array:
+        """This rank's part of something that has all of a row-parallel layer's inputs on its last axis."""
+        raise NotImplementedError
+
+
+class ParallelLinear(CutLinear):
+    """A linear layer of which every rank holds a part: of its outputs (column) or of its inputs (row).
+
+    Parameters have the names of ``nn.Linear`` and ``nn.QuantizedLinear`` and hold this rank's part: ``weight``,
+    ``bias``; quantized also ``scales`` and, in the mode "affine", ``biases``.
+
+    Attributes, besides those of :class:`CutLinear`:
+        sizes: how much of the cut dimension each rank holds.
+        segments: see :mod:`mlxdist.nn.shards`.
+        group: the ranks.
+        group_size, bits, mode: of the quantized forms, as in ``nn.QuantizedLinear``.
+    """
 
     def __init__(self, whole: nn.Module, sizes: Sequence[int], segments: Segments, group: Group) -> None:
         super().__init__()
@@ -62,23 +118,24 @@ class ParallelLinear(nn.Module):
         """The ranks that hold the layer."""
         return self._group
 
-    def enter(self, x: mx.array) -> mx.array:
-        """What this rank's product takes, from what the layer is called with."""
-        raise NotImplementedError
+    def adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
+        if self.cut_axis == 0:
+            return copy_to_tensor_parallel_region(lora_a, self._group), lora_b
+        return lora_a, copy_to_tensor_parallel_region(lora_b, self._group)
 
-    def leave(self, y: mx.array) -> mx.array:
-        """What the layer returns, from this rank's product."""
-        raise NotImplementedError
+    def adapter_part(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
+        rank = self._group.rank()
+        if self.cut_axis == 0:
+            return lora_a, take(lora_b, 1, self._sizes, rank, self._segments)
+        return take(lora_a, 0, self._sizes, rank), lora_b
 
-    def product(self, x: mx.array) -> mx.array:
-        """This rank's part of the product, with the bias if that is cut, too."""
-        bias = self.get("bias") if self.cut_axis == 0 else None
-        weight = self["weight"]
-        if "scales" in self:
-            scales, biases, config = self["scales"], self.get("biases"), quantization(self)
-            y = mx.quantized_matmul(x, weight, scales, biases, transpose=True, **config)
-            return y if bias is None else y + bias
-        return x @ weight.T if bias is None else mx.addmm(bias, x, weight.T)
+    def join_adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
+        if self.cut_axis == 0:
+            return lora_a, join(lora_b, 1, self._sizes, self._group, self._segments)
+        return join(lora_a, 0, self._sizes, self._group), lora_b
+
+    def part_of_inputs(self, x: mx.array) -> mx.array:
+        return x[..., part(self._sizes, self._group.rank())]
 
     def __call__(self, x: mx.array) -> mx.array:
         return self.leave(self.product(self.enter(x)))

@@ -60,15 +60,15 @@ def split_sizes(
             raise InvalidArgument(f"{name}: {of} cannot be cut into whole multiples of {multiple}")
     units = gcd(*(length // multiple for length in lengths))
     unit = total // units
-    if weights is None and units % ranks != 0:
-        raise InvalidArgument(
-            f"{name}: {_described(total, unit, lengths, multiple)} cannot be cut into {ranks} equal parts; choose a "
-            "number of ranks that divides it, or give weights=[...] for parts that are not equal"
-        )
     if units < ranks:
         raise InvalidArgument(
             f"{name}: {_described(total, unit, lengths, multiple)} is too little for {ranks} ranks, each of which "
             f"needs at least {unit}"
+        )
+    if weights is None and units % ranks != 0:
+        raise InvalidArgument(
+            f"{name}: {_described(total, unit, lengths, multiple)} cannot be cut into {ranks} equal parts; choose a "
+            "number of ranks that divides it, or give weights=[...] for parts that are not equal"
         )
     if weights is None:
         return [total // ranks] * ranks

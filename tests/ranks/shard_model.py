@@ -76,6 +76,12 @@ def models(*names: str) -> None:
     close(*((name, {}) for name in names))
 
 
+def uneven() -> None:
+    """As many KV heads as ranks and more, and fewer."""
+    for heads in ((8, 4), (8, 2)):
+        close(*((name, {"fields": {"heads": heads}}) for name in ("llama", "phi3", "iquestloopcoder", "qwen2_moe")))
+
+
 def norm() -> None:
     """Of 16 bits with a weight of 32: in 32 bits, as nn.RMSNorm. Parts of different sizes."""
     width = 8 * size_before(group.size())

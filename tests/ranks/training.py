@@ -103,8 +103,11 @@ def close(*cases: tuple[str, dict]) -> None:
 
 def models(heads: str, *names: str) -> None:
     """One process for all. `heads` are those of the models, "6:3", if not their own."""
-    fields = {"heads": tuple(map(int, heads.split(":")))} if heads else {}
-    close(*((name, {"fields": fields}) for name in names))
+    close(*((name, {"fields": fields_of(heads)}) for name in names))
+
+
+def fields_of(heads: str) -> dict[str, tuple[int, ...]]:
+    return {"heads": tuple(map(int, heads.split(":")))} if heads else {}
 
 
 def steps(*names: str) -> None:
@@ -160,8 +163,10 @@ def adapt(model: nn.Module) -> None:
 
 def borders() -> None:
     """What does not belong to one model: adapters, refusals, threads, what a token costs, what is kept and saved."""
-    wrong = [message for name in ("mixtral", "qwen2_moe", "gpt_oss") for message in adapted(name)]
+    adapters("", "mixtral", "gemma4_text", "gpt_oss", "llama")
+    wrong = list(adapted("phi3", {"num_key_value_heads": 1}, quantized=True))
     assert not wrong, "; ".join(wrong)
+    adapters_come_after_the_cut()
     other_adapters_are_refused()
     refused_inside()
     two_threads()
@@ -174,35 +179,79 @@ def cut(name: str) -> nn.Module:
     return shard_model(model, plan_shards(model, tp=group.size()), group)
 
 
-def adapted(name: str) -> Iterator[str]:
-    """mlx-lm's adapters on all that it takes by default, also on experts that are cut."""
+def adapted(name: str, fields: dict | None = None, quantized: bool = False, **how: object) -> Iterator[str]:
+    """mlx-lm's adapters on all that it takes by default: the same layers, cut or not, also experts."""
     config = {"rank": 4, "scale": 2.0, "dropout": 0.0}
-    whole, model = tiny_models.build(name), cut(name)
+    whole, model = (tiny_models.build(name, **(fields or {})) for _ in range(2))
+    for one in (whole, model) if quantized else ():
+        nn.quantize(one, group_size=32, bits=4)
+    plan = plan_shards(model, **({"tp": group.size()} | how))
+    shard_model(model, plan, group)
     for one in (whole, model):
         one.freeze()
-    linear_to_lora_layers(model, 4, config)
+        linear_to_lora_layers(one, 4, config)
     mine = dict(tree_flatten(model.trainable_parameters()))
-    keys = {path.removeprefix("model.layers.").split(".", 1)[1].rpartition(".")[0] for path in mine}
-    linear_to_lora_layers(whole, 4, config | {"keys": keys})
     mx.random.seed(7)
     values = {path: 0.1 * mx.random.normal(a.shape) for path, a in tree_flatten(whole.trainable_parameters())}
-    assert values.keys() == mine.keys() and any("switch_mlp" in key or "experts" in key for key in keys)
+    assert values.keys() == mine.keys(), (name, values.keys() ^ mine.keys())
     whole.update(tree_unflatten(list(values.items())))
-    model.update(tree_unflatten([(path, half(values[path], array)) for path, array in mine.items()]))
+    model.update(tree_unflatten([(path, part_of_adapter(path, values[path], plan)) for path in mine]))
     found, expected = gradients(model), gradients(whole)
+    largest = max(float(mx.abs(array).max()) for array in expected.values())
     for path, array in found.items():
-        wanted = half(expected[path], array)
-        error = float(mx.abs(array - wanted).max() / mx.abs(wanted).max())
+        wanted = part_of_adapter(path, expected[path], plan)
+        size = max(float(mx.abs(wanted).max()), 1e-3 * largest)
+        error = float(mx.abs(array - wanted).max()) / size
         if not error <= TOLERANCE:
             yield f"{name}, adapter {path} by {error:.2g}"
 
 
-def half(whole: mx.array, like: mx.array) -> mx.array:
-    """This rank's part, where a part is like that."""
-    for axis in range(whole.ndim):
-        if whole.shape[axis] != like.shape[axis]:
-            return mx.split(whole, group.size(), axis)[group.rank()]
-    return whole
+def adapters(heads: str, *names: str) -> None:
+    wrong = [message for name in names for message in adapted(name, fields_of(heads))]
+    assert not wrong, "; ".join(wrong)
+
+
+def adapters_come_after_the_cut() -> None:
+    """As a whole again, saved and fused they are those of the whole layer."""
+    model = cut("smollm3")
+    model.freeze()
+    mx.random.seed(5)
+    linear_to_lora_layers(model, 1, {"rank": 4, "scale": 2.0, "dropout": 0.0})
+    attention = model.layers[-1].self_attn
+    x = mx.random.normal((1, 3, 64))
+    for adapter in (attention.k_proj, attention.o_proj):
+        a, b = mx.random.normal((64, 4)), mx.random.normal((4, adapter.linear.output_dims))
+        joined = adapter.load_adapter(a, b).join_adapter()
+        assert mx.array_equal(joined["lora_a"], a) and mx.array_equal(joined["lora_b"], b)
+    before = attention(x)
+    for name in ("k_proj", "o_proj"):
+        attention[name] = attention[name].fuse()
+    assert mx.allclose(attention(x), before, atol=1e-4).item()
+    for name in ("phi3", "llama", "mixtral"):
+        model = tiny_models.build(name)
+        plan = plan_shards(model, tp=group.size())
+        linear_to_lora_layers(model, 1, {"rank": 4, "scale": 2.0, "dropout": 0.0})
+        for attempt in (lambda: plan_shards(model, tp=group.size()), lambda: shard_model(model, plan, group)):
+            try:
+                attempt()
+                raise AssertionError("not refused")
+            except mlxdist.InvalidArgument as error:
+                assert "cut the model first, then put adapters on it" in str(error), error
+
+
+def part_of_adapter(path: str, whole: mx.array, plan: Plan) -> mx.array:
+    """This rank's part: a matrix is cut where it meets what the weight of its layer is cut along."""
+    layer, _, name = path.rpartition(".")
+    weight = plan.shards.get(f"{layer}.weight")
+    if weight is None or not weight.ranges:
+        return whole
+    meets = {-2: "lora_b", -1: "lora_a"}[weight.axis - len(weight.shape)]
+    axis = 0 if len(weight.shape) == 2 and name == "lora_a" else 2 if name == "lora_a" else 1
+    if name != meets:
+        return whole
+    length, held = whole.shape[axis], weight.shape[weight.axis]
+    pieces = [np.arange(start * length // held, stop * length // held) for start, stop in weight.ranges[group.rank()]]
+    return mx.take(whole, mx.array(np.concatenate(pieces)), axis)
 
 
 def other_adapters_are_refused() -> None:

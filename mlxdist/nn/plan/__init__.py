@@ -5,6 +5,7 @@
     own_shard.py    what the model's own shard() cuts, observed
     patterns.py     names of projections, heads and experts; blocks.py and block_parts.py find them in a model
     shard_model.py  carries a plan out, in place
+    layers.py       the linear layers of cut blocks, which take adapters
     borders.py      what makes a cut block train as the whole one; own_borders.py: what the model's shard() has cut
 """
 

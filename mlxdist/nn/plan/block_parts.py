@@ -114,12 +114,6 @@ class Known:
         if inputs % count:
             raise Whole(f"{name} has {inputs} inputs, which are not those of {count} heads")
         ranges = scaled(ranges, inputs // count)
-        unit = group_size_of(layer)
-        if bad := [edge for pieces in ranges for piece in pieces for edge in piece if edge % unit]:
-            raise InvalidArgument(
-                f"{join_path(self.block.path, name)}: a rank's inputs would begin or end at {bad[0]}, inside a "
-                f"quantization group of {unit}: choose another number of ranks, or quantize with a smaller group_size"
-            )
         for parameter, array in own_arrays(layer):
             if parameter == "bias":
                 scale = 1.0 if array.ndim == 1 else 1.0 / len(ranges)
@@ -213,7 +207,7 @@ class Known:
 
     def inner(self) -> int:
         """The width inside of the block."""
-        rows = [path for path, role in self.block.roles.items() if role in ("row", "sum")]
+        rows = [path for path, role in self.block.roles.items() if role == "row"]
         return input_dims_of(self.module[rows[0].rpartition(".")[2]]) if rows else -1
 
 
@@ -265,12 +259,19 @@ def attribute(module: nn.Module, names: Sequence[str]) -> int | None:
 
 
 def output_dims(layer: nn.Module) -> int:
-    return layer.weight.shape[-2]
+    return _weight_of(layer).shape[-2]
+
+
+def _weight_of(layer: nn.Module) -> mx.array:
+    if not isinstance(weight := layer.get("weight"), mx.array) or weight.ndim < 2:
+        raise Whole(f"a {type(layer).__name__} in it cannot be cut")
+    return weight
 
 
 def input_dims_of(layer: nn.Module) -> int:
+    weight = _weight_of(layer)
     bits = getattr(layer, "bits", None)
-    return layer.weight.shape[-1] * 32 // bits if bits else layer.weight.shape[-1]
+    return weight.shape[-1] * 32 // bits if bits else weight.shape[-1]
 
 
 def group_size_of(layer: nn.Module) -> int:

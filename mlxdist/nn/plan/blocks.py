@@ -8,6 +8,7 @@ Multi-Billion Parameter Language Models Using Model Parallelism", https://arxiv.
 """
 
 from collections.abc import Sequence
+from math import gcd
 
 import mlx.nn as nn
 
@@ -63,6 +64,7 @@ from .patterns import (
     SWITCHES,
     VALUES,
 )
+from ..parallel_attention import split_heads
 from ..shards import split_sizes
 
 __all__ = ["expert_weights", "find_blocks"]
@@ -152,7 +154,7 @@ class _Finder:
             kv_heads = heads
         elif kv_heads is None:
             kv_heads = self.kv_heads_by_shape(module, queries, heads)
-        split = self.heads(block.path, heads, kv_heads)
+        split = self.heads(block.path, heads, kv_heads, known.check_linear(output))
         query_ranges, kv_ranges = split.query, split.kv
 
         if latent:
@@ -234,25 +236,22 @@ class _Finder:
         )
         known.column(name, ranges, outputs)
 
-    def heads(self, path: str, heads: int, kv_heads: int) -> "Heads":
-        """Which heads each rank has: whole KV heads with the queries that use them, or a KV head for several ranks."""
-        where = path or "the model"
+    def heads(self, path: str, heads: int, kv_heads: int, output: nn.Module) -> "Heads":
+        """Which heads each rank has: as equally many as can be of whole KV heads with the queries that use them, or,
+        with fewer of these than ranks, a KV head for several ranks. No quantization group of the layer behind is cut."""
+        where = f"heads of {path or 'the model'}"
         if heads % kv_heads:
             raise Whole(f"{heads} heads are no multiple of {kv_heads} KV heads")
-        if kv_heads >= self.tp or self.weights is not None:
-            sizes = split_sizes(f"KV heads of {where}", kv_heads, self.tp, self.weights)
-            kv = consecutive(sizes)
-            queries_each = heads // kv_heads
-            return Heads(scaled(kv, queries_each), kv, False)
-        split_sizes(f"heads of {where}", heads, self.tp)
-        if self.tp % kv_heads:
-            raise InvalidArgument(
-                f"{where}: {kv_heads} KV heads cannot be held by {self.tp} ranks, each of which needs one: choose tp "
-                f"as a divisor or a multiple of {kv_heads}"
-            )
-        copies = self.tp // kv_heads
-        kv = tuple(((rank // copies, rank // copies + 1),) for rank in range(self.tp))
-        return Heads(consecutive([heads // self.tp] * self.tp), kv, True)
+        head_dim, unit = input_dims_of(output) // heads, group_size_of(output)
+        multiple = unit // gcd(unit, head_dim)
+        if multiple > 1:
+            where += f" of {head_dim} features, with quantization groups of {unit} behind them"
+        sizes, held = split_heads(where, heads, kv_heads, self.tp, self.weights or [1] * self.tp, multiple)
+        kv = tuple(((here.start, here.stop),) for here in held)
+        # MLX computes these in other graphs, and the order of a graph's collectives must be that of all ranks.
+        if len({size > len(here) for size, here in zip(sizes, held, strict=True)}) > 1:
+            raise Whole(f"of {heads} heads with {kv_heads} KV heads some ranks would have one for each, others more")
+        return Heads(consecutive(sizes), kv, replicated=sum(map(len, held)) > kv_heads)
 
     def head_attributes(
         self, block: Block, module: nn.Module, split: "Heads", heads: int, kv_heads: int, latent: bool, width: int
@@ -329,9 +328,8 @@ class _Finder:
             known.done.update((*inputs, output))
         else:
             self.hidden(known, module, inputs, output)
-            for name in inputs:
-                block.roles.pop(join_path(block.path, name))
-            block.roles[join_path(block.path, output)] = "sum"
+            # Their results are added up behind all of them, with those of adapters on them.
+            block.roles = {block.path: "sum"}
         known.finish(input_dims=None)
 
     def whole_experts(self, block: Block, module: nn.Module, names: Sequence[str]) -> None:

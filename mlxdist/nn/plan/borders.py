@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import prod
 from threading import Lock, get_ident
 from typing import Any
@@ -21,7 +21,6 @@ from weakref import ReferenceType, ref
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.nn.layers.distributed import AllToShardedLinear, QuantizedAllToShardedLinear
 from mlx.utils import tree_flatten, tree_map
 
 from ...group import Group
@@ -29,7 +28,8 @@ from ...native import bridge
 from ...ops import all_sum
 from ..mappings import copy_to_holders, copy_to_tensor_parallel_region, with_gradients, without_gradient
 from .block_parts import own_arrays, source_of
-from .parameters import Shard
+from .layers import COLUMNS, put_in
+from .parameters import Shard, overlap
 
 __all__ = ["Border", "refuse_training", "why_not"]
 
@@ -148,13 +148,12 @@ class Border:
         if not callable(block):  # only its layers are called: each is a block of its own
             for where, held in parts.items():
                 if where:
-                    layer, enters = modules[where], type(modules[where]) in _INSIDE
+                    layer, enters = modules[where], type(modules[where]) in COLUMNS
                     Border(self.group, self.rank, enters).put(layer, f"{path}.{where}", list(held.values()))
             return
-        for module in modules.values():
-            if self.enters and type(module) in _INSIDE:
-                module.__class__ = _INSIDE[type(module)]
-                module._inside = self
+        for where, held in parts.items():
+            if "weight" in held:
+                put_in(modules[where], held["weight"], self)
         block.__class__ = _bordered(type(block))
 
     def _place(self, where: str, module: nn.Module, held: dict[str, Shard]) -> _Place:
@@ -167,7 +166,7 @@ class Border:
         shared = {
             name: shard
             for name, shard in trained.items()
-            if shard.ranges and shard.kind != "experts" and _overlap(shard, self.group.size())
+            if shard.ranges and shard.kind != "experts" and overlap(shard, self.group.size())
         }
         cut = frozenset(name for name, shard in held.items() if shard.ranges)
         weight = held.get("weight")
@@ -274,12 +273,6 @@ def refuse_training(model: nn.Module, reason: str) -> None:
             module.__class__ = _refusing(type(module))
 
 
-def _overlap(shard: Shard, ranks: int) -> bool:
-    """Whether some of the first ``ranks``, a row of the grid, hold the same piece."""
-    pieces = sorted(piece for held in shard.ranges[:ranks] for piece in held)
-    return any(before[1] > after[0] for before, after in pairwise(pieces))
-
-
 def _times(array: mx.array, scale: float) -> mx.array:
     return array if scale == 1 else (array * scale).astype(array.dtype)
 
@@ -330,24 +323,3 @@ def _refusing(kind: type[nn.Module]) -> type[nn.Module]:
         return _refusing_gradients(result, text) if bridge.traces() else result
 
     return type(kind.__name__, (kind,), {"__call__": __call__, "__module__": kind.__module__})
-
-
-class _InnerLinear(AllToShardedLinear):
-    """Its input's gradient is summed at the border of its block, if the block is called."""
-
-    def __call__(self, x: mx.array) -> mx.array:
-        if not bridge.traces() or self._inside.inside:
-            return nn.Linear.__call__(self, x)
-        return super().__call__(x)
-
-
-class _InnerQuantizedLinear(QuantizedAllToShardedLinear):
-    """The same, quantized."""
-
-    def __call__(self, x: mx.array) -> mx.array:
-        if not bridge.traces() or self._inside.inside:
-            return nn.QuantizedLinear.__call__(self, x)
-        return super().__call__(x)
-
-
-_INSIDE = {AllToShardedLinear: _InnerLinear, QuantizedAllToShardedLinear: _InnerQuantizedLinear}

@@ -1,13 +1,14 @@
 """The parameters of a model, and what the ranks hold of each."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-__all__ = ["KINDS", "Range", "Shard", "dtype_name", "parameters"]
+__all__ = ["KINDS", "Range", "Shard", "dtype_name", "overlap", "parameters"]
 
 KINDS = ("column", "row", "vocab", "experts", "whole")
 
@@ -54,11 +55,17 @@ class Shard:
         pieces = zip(*self.ranges, strict=True)
         return tuple(sum(stop - start for start, stop in set(ranges)) for ranges in pieces)
 
-    def slices(self, rank: int) -> list[slice]:
-        """What a rank has along the axis: these slices, joined in this order."""
+    def slices(self, rank: int, length: int | None = None) -> list[slice]:
+        """What a rank has along the axis: these slices, joined in this order.
+
+        With ``length``: what it has of an axis of that length which is cut alike, such as that of quantized inputs
+        before they are packed.
+        """
         if not self.ranges:
             return [slice(0, self.shape[self.axis])] if self.shape else []
-        return [slice(start, stop) for start, stop in self.ranges[rank]]
+        held = self.shape[self.axis]
+        length = held if length is None else length
+        return [slice(start * length // held, stop * length // held) for start, stop in self.ranges[rank]]
 
     def shape_on(self, rank: int) -> tuple[int, ...]:
         """The shape of what a rank holds."""
@@ -77,6 +84,12 @@ class Shard:
             parts = [x[(*before, part)] for part in self.slices(rank)]
             x = mx.contiguous(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=self.axis))
         return x
+
+
+def overlap(shard: Shard, ranks: int) -> bool:
+    """Whether some of the first ``ranks``, a row of the grid, hold the same piece."""
+    pieces = sorted(piece for held in shard.ranges[:ranks] for piece in held)
+    return any(before[1] > after[0] for before, after in pairwise(pieces))
 
 
 def parameters(model: nn.Module) -> dict[str, mx.array]:

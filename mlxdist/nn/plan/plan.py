@@ -23,6 +23,7 @@ from rich.table import Table
 from ...errors import InvalidArgument
 from ..measured_weights import Weights, resolve
 from ..shards import split_sizes
+from .adapters import require_no_adapters
 from .blocks import find_blocks
 from .as_json import fields_of, to_json
 from .own_shard import NotUsable, observe
@@ -94,7 +95,7 @@ class Plan:
         return table(self)
 
     def check(self, model: nn.Module) -> None:
-        """Raises InvalidArgument if ``model``, which is not cut yet, is not the model of this plan."""
+        """Raises InvalidArgument if ``model``, which is not cut yet, is not the model of this plan or has adapters."""
         check_parameters({path: (shard.shape, shard.dtype) for path, shard in self.shards.items()}, model)
 
     def to_json(self) -> str:
@@ -125,7 +126,7 @@ def plan_shards(model: nn.Module, tp: int = 1, ep: int = 1, *, weights: Weights 
     inside and all ranks get the same; otherwise :mod:`mlxdist.nn.plan.patterns`.
 
     Raises InvalidArgument: ``tp``, ``ep`` or ``weights`` are no such numbers; heads, KV heads, quantization groups or
-    experts of the model cannot be cut as asked.
+    experts of the model cannot be cut as asked; there are adapters on the model, which come after the cut.
     """
     for name, number in (("tp", tp), ("ep", ep)):
         if type(number) is not int or number < 1:
@@ -135,6 +136,8 @@ def plan_shards(model: nn.Module, tp: int = 1, ep: int = 1, *, weights: Weights 
         split_sizes("plan_shards: weights", tp, tp, weights)
         weights = tuple(float(weight) for weight in weights)
     model_type = str(getattr(model, "model_type", type(model).__name__))
+    if tp * ep > 1:
+        require_no_adapters(model)
     notes: tuple[str, ...] = ()
     if tp > 1 and ep == 1 and weights is None and hasattr(model, "shard"):
         try:
@@ -176,7 +179,8 @@ def _by_name(path: str) -> str | None:
 
 
 def check_parameters(expected: Mapping[str, tuple[Sequence[int], str]], model: nn.Module) -> None:
-    """Raises InvalidArgument, naming some, where the model's parameters are not the expected ones."""
+    """Raises InvalidArgument, naming some, where the model's parameters are not the expected ones, or adapters."""
+    require_no_adapters(model)
     found = parameters(model)
     for path, (shape, dtype) in expected.items():
         if path not in found:
