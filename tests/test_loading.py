@@ -17,6 +17,11 @@ def test_each_rank_reads_and_holds_its_share(run_ranks, tmp_path, ranks):
     assert all(output.count("right") == 4 for output in outputs)
 
 
+@one_to_four(2)
+def test_adapters_of_mlx_lm_are_cut_with_the_model(run_ranks, tmp_path, ranks):
+    assert all("right" in output for output in run_ranks("loading.py", ranks, "adapters", tmp_path))
+
+
 @pytest.mark.long
 @one_to_four(2)
 def test_bad_input_on_one_rank_is_the_same_error_on_all(run_ranks, tmp_path, ranks):

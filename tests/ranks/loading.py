@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
+from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import _get_classes, load_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -92,6 +93,58 @@ def save_weights(folder: Path, weights: dict[str, mx.array], files: int) -> None
         mx.save_safetensors(str(folder / file), {name: weights[name] for name in part}, metadata={"format": "mlx"})
     index = {str(name): file for file, part in zip(names, parts) for name in part}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+
+def adapters() -> None:
+    """Of mlx-lm's lora training, cut with the model; and all of its weights, trained ("full"). verify() compares with
+    what mlx-lm loads."""
+    for name, config, bits in (("lora-qwen3", QWEN3, None), ("lora-bits", QWEN3, 4), ("lora-mixtral", MIXTRAL, None)):
+        folder = save(name, *make(config, bits=bits))
+        path = save_adapters(folder)
+        for streamed in (False, True):
+            mine = path if rank == 0 or not streamed else None
+            model, _ = load_sharded(folder, adapter_path=mine, stream=streamed, verify=True)
+        plain, _ = load_sharded(folder)
+        tokens = mx.array([[1, 2, 3]])
+        assert not mx.allclose(model(tokens), plain(tokens), atol=1e-2).item(), "the adapters do nothing"
+    folder = save("full-qwen3", *make(QWEN3))
+    load_sharded(folder, adapter_path=save_adapters(folder, kind="full"), verify=True)
+    refuse_adapters(folder)
+    print("right")
+
+
+def save_adapters(folder: Path, kind: str = "lora", drop: str = "") -> Path:
+    """As mlx-lm's training does, on rank 0."""
+    path = folder / f"adapters-{kind}{drop}"
+    if rank == 0:
+        model, _ = load_model(folder)
+        settings = {"rank": 4, "scale": 2.0, "dropout": 0.1}
+        model.freeze()
+        if kind == "full":
+            model.layers[-1].unfreeze()
+        else:
+            linear_to_lora_layers(model, -1, settings)
+        mx.random.seed(3)
+        values = {name: mx.random.normal(a.shape) * 0.3 for name, a in tree_flatten(model.trainable_parameters())}
+        path.mkdir()
+        mx.save_safetensors(str(path / "adapters.safetensors"), {n: a for n, a in values.items() if n != drop})
+        config = {"fine_tune_type": kind, "num_layers": -1, "lora_parameters": settings}
+        (path / "adapter_config.json").write_text(json.dumps(config))
+    group.barrier()
+    return path
+
+
+def refuse_adapters(folder: Path) -> None:
+    missing = save_adapters(folder, drop="model.layers.0.self_attn.k_proj.lora_b")
+    expect(mlxdist.InvalidArgument, ["does not have", "k_proj.lora_b"], load_sharded, folder, adapter_path=missing)
+    expect(mlxdist.InvalidArgument, ["adapter_config.json"], load_sharded, folder, adapter_path=base)
+    other = save_adapters(save("lora-other", *make(QWEN3 | {"hidden_size": 32})))
+    expect(mlxdist.InvalidArgument, ["is not that of this model"], load_sharded, folder, adapter_path=other)
+    other = save_adapters(folder, kind="dora")
+    expect(mlxdist.InvalidArgument, ["'dora' cannot be cut"], load_sharded, folder, adapter_path=other)
+    if size > 1:
+        here = other if rank == 0 else missing
+        expect(mlxdist.InvalidArgument, ["disagree about the adapters"], load_sharded, folder, adapter_path=here)
 
 
 def save_tokenizer(folder: Path) -> None:

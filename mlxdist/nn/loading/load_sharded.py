@@ -19,10 +19,11 @@ from ...errors import InvalidArgument
 from ...group import Group
 from ...model_folder import model_folder
 from ...safetensors_reader import Checkpoint
-from ..agreement import agreed
+from ..agreement import agree, agreed
 from ..measured_weights import Weights
 from ..plan import Plan, Shard, plan_shards, shard_model
 from ..verify import require_agreement
+from .adapters import load_adapters, whole_model
 from .same_weights import checksum, require_same_files, require_same_tensors
 from .streaming import TOKENIZER_FILES, checkpoint_of_rank_0, stream_part
 from .weight_sources import UNSIGNED, ComputedTensor, Source, bytes_of, open_model
@@ -50,6 +51,7 @@ def load_sharded(
     tp: int | None = None,
     ep: int = 1,
     weights: Weights | None = None,
+    adapter_path: str | Path | None = None,
     stream: bool = False,
     verify: bool = False,
     tokenizer_config: Mapping[str, Any] | None = None,
@@ -68,22 +70,31 @@ def load_sharded(
         plan: what :func:`plan_shards` made for this model; ``None`` makes one, for ``tp`` and ``ep``.
         tp, ep: how many ranks share every layer, and the experts; ``tp=None`` is all that ``ep`` leaves.
         weights: how the ``tp`` ranks share the work, as for :func:`plan_shards`: numbers, "memory" or "compute".
-        stream: only rank 0 has the folder, and sends the others what they hold, with a CRC-32 of every part.
+        adapter_path: a folder of mlx-lm's lora training, with adapter_config.json and adapters.safetensors; they are
+            cut with the layers they are on. It may be another one on every host.
+        stream: only rank 0 has the folders, and sends the others what they hold, with a CRC-32 of every part.
         verify: compare the logits with those of the whole model, which rank 0 then has to have room for
             (:func:`mlxdist.nn.verify`).
         tokenizer_config: for the tokenizer of transformers, such as {"trust_remote_code": True}.
 
     Raises:
         InvalidArgument: on every rank, before any operation of the model: files are missing or damaged, weights are
-            missing, too many, of another shape than config.json says, or integers for floats; the plan is for another
-            model or another number of ranks; the ranks hold different weights. Compared are config.json, headers and
+            missing, too many, of another shape than config.json says, or integers for floats; the plan or the
+            adapters are for another model or another number of ranks; the ranks hold different weights. Compared are config.json, headers and
             sizes of files, all bytes of parameters that every rank holds whole, and 512 bytes of each that is cut.
         TransportError: on every rank, where a part has arrived damaged from rank 0.
         Mismatch: on every rank, where ``verify`` finds other logits.
     """
     grid = {"tp": tp, "ep": ep, "weights": weights}
     model, tokenizer, _ = load_with_report(
-        path, group, plan, **grid, stream=stream, verify=verify, tokenizer_config=tokenizer_config
+        path,
+        group,
+        plan,
+        **grid,
+        adapter_path=adapter_path,
+        stream=stream,
+        verify=verify,
+        tokenizer_config=tokenizer_config,
     )
     return model, tokenizer
 
@@ -96,6 +107,7 @@ def load_with_report(
     tp: int | None = None,
     ep: int = 1,
     weights: Weights | None = None,
+    adapter_path: str | Path | None = None,
     stream: bool = False,
     verify: bool = False,
     tokenizer_config: Mapping[str, Any] | None = None,
@@ -108,6 +120,8 @@ def load_with_report(
             raise InvalidArgument("load_sharded: the plan has its weights; leave out weights")
         tp = _checked_grid(group, plan, tp, ep)
         folder = model_folder(path) if group.rank() == 0 or not stream else None
+    given = adapter_path is not None
+    adapted = agree("load_sharded", group, None, {"adapter_path": stream or given}, [given])[0, 0]
     with checkpoint_of_rank_0(folder, group) if stream else _local_checkpoint(folder, group) as checkpoint:
         with agreed("load_sharded", group):
             model, sources, config = open_model(checkpoint)
@@ -119,10 +133,14 @@ def load_with_report(
         computed = [name for name, source in sources.items() if isinstance(source, ComputedTensor)]
         _warn_of_computed(computed, sources, group)
         (_stream_parts if stream else _read_parts)(model, plan, sources, group)
+        if adapted:
+            load_adapters(model, plan, adapter_path, group, stream)
         with agreed("load_sharded", group):
             tokenizer = _tokenizer(checkpoint.folder, config, tokenizer_config)
+            first = verify and group.rank() == 0
+            reference = whole_model(folder, adapter_path) if first and adapted else checkpoint.folder
         if verify:
-            require_agreement(model, checkpoint.folder, group=group)
+            require_agreement(model, reference, group=group)
         group.meet()  # ranks read at different speeds, and GPU work of the first graph must not wait for the slowest
     held = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     total = sum(source.nbytes for source in sources.values())

@@ -1,0 +1,121 @@
+"""Adapters that mlx-lm's lora training has saved, on a model that is cut: each rank takes its part of them."""
+
+import io
+import json
+from collections.abc import Iterator, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+from ...errors import InvalidArgument
+from ...group import Group
+from ..agreement import agree, agreed
+from ..plan import Plan
+from ..plan.adapters import adapter_part
+from .blobs import broadcast_blob
+
+__all__ = ["load_adapters", "whole_model"]
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapters.safetensors"
+
+
+def load_adapters(model: nn.Module, plan: Plan, path: str | Path | None, group: Group, stream: bool) -> None:
+    """Puts the adapters of a folder on ``model``, which is cut. Every rank reads them whole: they are small.
+
+    Args:
+        path: with adapter_config.json and adapters.safetensors; with ``stream`` on rank 0 alone.
+
+    Raises:
+        InvalidArgument: on every rank: files are missing, damaged or not the same on all, or for another model.
+    """
+    files = [b"", b""]
+    with agreed("load_sharded", group):
+        if group.rank() == 0 or not stream:
+            files = _read(path)
+    if stream:
+        files = [broadcast_blob(file, group) for file in files]
+    agree("load_sharded", group, None, {"adapters": [blake2b(file, digest_size=8).hexdigest() for file in files]})
+    with agreed("load_sharded", group):
+        _put(model, plan, *_parsed(*files), group.rank())
+        mx.eval(model.parameters())
+
+
+def whole_model(folder: Path, path: str | Path) -> nn.Module:
+    """The model of ``folder``, not cut, with the adapters, as mlx-lm loads it."""
+    from mlx_lm import utils
+
+    model = utils.load_model(folder, lazy=True)[0]
+    utils.load_adapters(model, str(Path(path).expanduser()))
+    return model.eval()
+
+
+def _read(path: str | Path | None) -> list[bytes]:
+    if not isinstance(path, str | Path):
+        raise InvalidArgument(f"load_sharded: adapter_path must be a folder, not {path!r}")
+    folder = Path(path).expanduser()
+    try:
+        return [(folder / name).read_bytes() for name in (CONFIG, WEIGHTS)]
+    except OSError as error:
+        raise InvalidArgument(
+            f"load_sharded: adapter_path must be a folder of mlx-lm's lora training, with {CONFIG} and {WEIGHTS}: "
+            f"{error}"
+        ) from error
+
+
+def _parsed(config: bytes, weights: bytes) -> tuple[dict[str, Any], dict[str, mx.array]]:
+    try:
+        parsed = json.loads(config)
+        kind = parsed.get("fine_tune_type", "lora")
+        arrays = mx.load(io.BytesIO(weights), format="safetensors")
+    except (ValueError, AttributeError, RuntimeError) as error:
+        raise InvalidArgument(f"load_sharded: {CONFIG} or {WEIGHTS} is damaged: {error}") from error
+    if kind not in ("lora", "full"):
+        raise InvalidArgument(
+            f"load_sharded: adapters of the kind {kind!r} cannot be cut; fuse them with mlx_lm.fuse and load the result"
+        )
+    return parsed, arrays
+
+
+def _put(model: nn.Module, plan: Plan, config: Mapping[str, Any], weights: dict[str, mx.array], rank: int) -> None:
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+
+    wanted = list(plan.shards)
+    if config.get("fine_tune_type") != "full":
+        try:
+            linear_to_lora_layers(model, config["num_layers"], config["lora_parameters"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidArgument(f"load_sharded: {CONFIG} is not for this model: {error!r}") from error
+        wanted = [name for name, _ in tree_flatten(model.parameters()) if name.rpartition(".")[2] in ("lora_a", "lora_b")]
+        if missing := [name for name in wanted if name not in weights]:
+            raise InvalidArgument(f"load_sharded: {WEIGHTS} does not have {missing[0]} ({len(missing)} are missing)")
+    if more := [name for name in weights if name not in wanted]:
+        raise InvalidArgument(
+            f"load_sharded: {WEIGHTS} has {more[0]}, which the model that is cut does not ({len(more)} in all)"
+        )
+    model.update(tree_unflatten(list(_parts(model, plan, weights, rank))))
+    model.eval()  # without dropout, as mlx-lm loads them
+
+
+def _parts(
+    model: nn.Module, plan: Plan, weights: dict[str, mx.array], rank: int
+) -> Iterator[tuple[str, mx.array]]:
+    """This rank's part of each."""
+    held = dict(tree_flatten(model.parameters()))
+    for name, whole in weights.items():
+        layer, _, matrix = name.rpartition(".")
+        if shard := plan.shards.get(name):
+            fits = whole.shape == shard.shape
+            part = shard.take(whole, rank) if fits else whole
+        else:
+            weight = plan.shards.get(f"{layer}.weight")
+            part = adapter_part(weight, matrix, whole, rank) if weight else whole
+            fits = part.shape == held[name].shape
+        if not fits:
+            raise InvalidArgument(
+                f"load_sharded: {name} in {WEIGHTS} has shape {whole.shape}, which is not that of this model"
+            )
+        yield name, part
