@@ -149,8 +149,7 @@ def test_every_model_file_is_cut_over_any_number_of_ranks(ranks):
 
 def test_quantized_heads_are_cut_between_quantization_groups():
     """12 heads of 32 features, in groups of 64, over 4 ranks: not 3 heads each."""
-    fields = {"num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 32, "hidden_size": 384, "intermediate_size": 384}
-    model = tiny_models.build("smollm3", **fields)
+    model = tiny_models.build("smollm3", heads=(12, 12), head_dim=32, hidden_size=384, intermediate_size=384)
     nn.quantize(model, group_size=64, bits=4)
     plan = plan_shards(model, tp=4)
     assert plan.shards["model.layers.0.self_attn.o_proj.scales"].sizes == [2, 2, 1, 1]

@@ -56,8 +56,8 @@ class LoRALinear(nn.Module):
         super().__init__()
         if not isinstance(linear, CutLinear):
             raise InvalidArgument(
-                f"LoRALinear: the layer must be column- or row-parallel, or one that shard_model has cut, not "
-                f"{type(linear).__name__}; for others there is mlx_lm.tuner.lora.LoRALinear"
+                f"LoRALinear: the layer must be column- or row-parallel, not {type(linear).__name__}; for others there "
+                "is mlx_lm.tuner.lora.LoRALinear"
             )
         if not isinstance(r, int) or r < 1:
             raise InvalidArgument(f"LoRALinear: r must be a positive integer, not {r!r}")

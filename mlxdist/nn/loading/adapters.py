@@ -89,7 +89,8 @@ def _put(model: nn.Module, plan: Plan, config: Mapping[str, Any], weights: dict[
             linear_to_lora_layers(model, config["num_layers"], config["lora_parameters"])
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidArgument(f"load_sharded: {CONFIG} is not for this model: {error!r}") from error
-        wanted = [name for name, _ in tree_flatten(model.parameters()) if name.rpartition(".")[2] in ("lora_a", "lora_b")]
+        names = [name for name, _ in tree_flatten(model.parameters())]
+        wanted = [name for name in names if name.rpartition(".")[2] in ("lora_a", "lora_b")]
         if missing := [name for name in wanted if name not in weights]:
             raise InvalidArgument(f"load_sharded: {WEIGHTS} does not have {missing[0]} ({len(missing)} are missing)")
     if more := [name for name in weights if name not in wanted]:
@@ -100,9 +101,7 @@ def _put(model: nn.Module, plan: Plan, config: Mapping[str, Any], weights: dict[
     model.eval()  # without dropout, as mlx-lm loads them
 
 
-def _parts(
-    model: nn.Module, plan: Plan, weights: dict[str, mx.array], rank: int
-) -> Iterator[tuple[str, mx.array]]:
+def _parts(model: nn.Module, plan: Plan, weights: dict[str, mx.array], rank: int) -> Iterator[tuple[str, mx.array]]:
     """This rank's part of each."""
     held = dict(tree_flatten(model.parameters()))
     for name, whole in weights.items():

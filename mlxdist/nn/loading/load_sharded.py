@@ -80,8 +80,9 @@ def load_sharded(
     Raises:
         InvalidArgument: on every rank, before any operation of the model: files are missing or damaged, weights are
             missing, too many, of another shape than config.json says, or integers for floats; the plan or the
-            adapters are for another model or another number of ranks; the ranks hold different weights. Compared are config.json, headers and
-            sizes of files, all bytes of parameters that every rank holds whole, and 512 bytes of each that is cut.
+            adapters are for another model, or the plan for another number of ranks; the ranks hold different weights.
+            Compared are config.json, headers and sizes of files, all bytes of adapters and of parameters that every
+            rank holds whole, and 512 bytes of each that is cut.
         TransportError: on every rank, where a part has arrived damaged from rank 0.
         Mismatch: on every rank, where ``verify`` finds other logits.
     """

@@ -8,7 +8,8 @@ from .parameters import Shard
 
 __all__ = ["adapter_part", "require_no_adapters"]
 
-# Along which axis a matrix of an adapter is cut, by the axes of the layer's weight, which of these is cut, and its name.
+# Along which axis a matrix of an adapter is cut, by the number of axes of the layer's weight, which of these is cut, and
+# the matrix's name.
 _AXES = {
     (2, 0, "lora_b"): 1,  # (r, outputs) of a weight (outputs, inputs)
     (2, 1, "lora_a"): 0,  # (inputs, r)

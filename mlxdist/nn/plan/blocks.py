@@ -238,7 +238,7 @@ class _Finder:
 
     def heads(self, path: str, heads: int, kv_heads: int, output: nn.Module) -> "Heads":
         """Which heads each rank has: as equally many as can be of whole KV heads with the queries that use them, or,
-        with fewer of these than ranks, a KV head for several ranks. No quantization group of the layer behind is cut."""
+        with fewer of these than ranks, a KV head for several ranks. No quantization group of ``output`` is cut."""
         where = f"heads of {path or 'the model'}"
         if heads % kv_heads:
             raise Whole(f"{heads} heads are no multiple of {kv_heads} KV heads")

@@ -1,5 +1,5 @@
-"""The linear layers of the blocks that are cut: MLX's, which leave to the border of their block what is done once for it,
-and take adapters."""
+"""The linear layers of blocks that are cut: MLX's, which take adapters and leave to the border of their block what is
+done once for all of it."""
 
 import copy
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from mlx.nn.layers.distributed import (
     ShardedToAllLinear,
 )
 
+from ...errors import InvalidArgument
 from ...native import bridge
 from ..mappings import copy_to_holders, copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
 from ..parallel_linear import CutLinear, quantization
@@ -49,14 +50,13 @@ class _Inner(CutLinear):
         return columns * 32 // self.bits if quantization(self) else columns
 
     def with_weight(self, weight: mx.array, quantized: dict | None = None) -> "_Inner":
+        if quantized is None and "scales" in self:
+            raise InvalidArgument(f"a {type(self).__name__} of a model that is cut stays quantized: fuse() it as it is")
         layer = copy.copy(self)
         layer._no_grad = set(self._no_grad)
         values = [weight] if quantized is None else mx.quantize(weight, **quantized)
         for name, value in zip(("weight", "scales", "biases"), values):
             layer[name] = value
-        if quantized is None and "scales" in layer:
-            del layer["scales"], layer["biases"]
-            layer.__class__ = _PLAIN[type(self)]
         return layer
 
     def enter(self, x: mx.array) -> mx.array:
@@ -131,17 +131,16 @@ class _InnerQuantizedColumn(_Inner, QuantizedAllToShardedLinear):
 
 
 class _InnerRow(_Inner, ShardedToAllLinear):
-    pass
+    """Without an adapter it is MLX's."""
 
 
 class _InnerQuantizedRow(_Inner, QuantizedShardedToAllLinear):
-    pass
+    """The same, quantized."""
 
 
 COLUMNS = {AllToShardedLinear: _InnerColumn, QuantizedAllToShardedLinear: _InnerQuantizedColumn}
 _KINDS = {**COLUMNS, ShardedToAllLinear: _InnerRow, QuantizedShardedToAllLinear: _InnerQuantizedRow}
 
-_PLAIN = {_InnerQuantizedColumn: _InnerColumn, _InnerQuantizedRow: _InnerRow}
 
 
 def put_in(layer: nn.Module, shard: Shard, border: Any) -> None:
