@@ -18,13 +18,12 @@ def test_heads_that_the_ranks_do_not_divide(run_ranks):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_every_model_file(run_ranks, ranks):
+def test_every_model_file(run_ranks):
     """Found in mlx-lm's folder: a new file without a configuration fails here by its name."""
     names = [name for name in tiny_models.model_files() if name not in tiny_models.NOT_IMPORTED]
     names = [name for name in names if name not in tiny_models.NOT_COMPARED]
     assert len(names) > 115
-    assert all("close" in output for output in run_ranks("shard_model.py", ranks, "models", *names, timeout=280))
+    assert all("close" in output for output in run_ranks("shard_model.py", 2, "models", *names, timeout=280))
 
 
 @pytest.mark.long
