@@ -156,6 +156,9 @@ class _Finder:
             kv_heads = self.kv_heads_by_shape(module, queries, heads)
         split = self.heads(block.path, heads, kv_heads, known.check_linear(output))
         query_ranges, kv_ranges = split.query, split.kv
+        # Nothing is broadcast from the latent keys to one head: another graph, as in heads().
+        if latent and len({count > 1 for count in lengths(split.query)}) > 1:
+            raise Whole(f"of {heads} heads over latent keys some ranks would have one, others more")
 
         if latent:
             self.latent(known, module, query_ranges, heads)
