@@ -63,7 +63,8 @@ Groups, collectives and training are in [mlxdist](api.md). [tensor-parallel.md](
 # For the other modules of mlxdist, not for its users.
 INTERNAL = {
     "Group": {"add_door", "call", "connection", "is_idle", "shut", "start"},
-    "ParallelLinear": {"enter", "leave", "product", "with_weight"},
+    "CutLinear": {"adapter", "adapter_part", "join_adapter", "part_of_inputs", "to_lora"}
+    | {"enter", "leave", "product", "with_weight"},
     "SplitBlock": {"positions", "reserve", "segments", "table", "without_sums"},
 }
 _SECTION = re.compile(r"(Args|Attributes|Arguments of every operation|Returns|Raises(?:, all of them)?):$")
@@ -103,7 +104,7 @@ def _entry(name: str, value: Any) -> str:
         text += _fence(signature(value.__init__, name))
     text += to_markdown(inspect.getdoc(value))
     for member, of in members(value):
-        text += f"\n{_fence(signature(of, f'{name}.{member}'))}{to_markdown(inspect.cleandoc(of.__doc__ or ''))}"
+        text += f"\n{_fence(signature(of, f'{name}.{member}'))}{to_markdown(inspect.cleandoc(of.__doc__))}"
     return text
 
 
