@@ -2,8 +2,8 @@
 
     MLXDIST_MEET_AFTER=2 mlxdist launch -n 2 -- python benchmarks/meetings.py
 
-In turn with meetings and without: a training step of the demo's model, and eight sums of 4 KiB in a chain, as in one token
-of a small model. Prints medians and ranges over the rounds.
+In turn with meetings and without: a training step of the demo's model, and eight sums of 4 KiB in a chain, as in one
+token of a small model. Prints medians and ranges over the rounds.
 """
 
 from __future__ import annotations

@@ -183,7 +183,8 @@ class _Door:
 def join(door: int, *unused: int) -> tuple[str, int, int]:
     """Makes this process a rank, for the library's ``MPI_Init``, which gives the address of its ``Door``.
 
-    Returns the text of an error, or "", the address of the engine's group, and that of the bridge's ``operation_failed``.
+    Returns the text of an error, or "", the address of the engine's group, and that of the bridge's
+    ``operation_failed``.
     """
     try:
         from .group import init

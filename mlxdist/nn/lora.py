@@ -23,8 +23,9 @@ class LoRALinear(nn.Module):
     ``linear_to_lora_layers`` puts this class on both. On a column-parallel layer ``lora_b``, of shape (r, output_dims),
     is cut and ``lora_a``, (input_dims, r), is whole on every rank; on a row-parallel one it is the other way round. The
     forward pass then needs no collective besides the layer's own, and the backward pass one more: the all_sum of the
-    gradient of the whole matrix, which so stays the same on all ranks. The gradients are this rank's parts of those of the adapter on the whole layer; with
-    ``dropout`` bitwise the same elements are dropped, if all ranks are seeded alike.
+    gradient of the whole matrix, which so stays the same on all ranks. The gradients are this rank's parts of those of
+    the adapter on the whole layer; with ``dropout`` bitwise the same elements are dropped, if all ranks are seeded
+    alike.
 
     Train it as with mlx-lm: ``model.freeze()`` first, then put the adapters in.
 
