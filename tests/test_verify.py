@@ -70,7 +70,7 @@ def test_the_command_takes_the_name_of_a_model_that_has_been_downloaded(folder, 
 @pytest.mark.parametrize(
     "options, status, words",
     [
-        (["--tp", "3"], 1, "3"),
+        (["--tp", "5"], 1, "5"),
         (["--tp", "0"], 2, "--tp"),
         (["--tp", "2", "--weights", "2,x"], 2, "'2,x' is not positive numbers"),
         (["--tp", "2", "--weights", "1,2,3"], 1, "2 numbers, one per rank"),
