@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from mlxdist.errors import InvalidArgument
 from mlxdist.hostfile import parse
 from mlxdist.launch.backends import DEFAULT_PORT, Exports, choose, free_ports
 from mlxdist.launch.command import launch as launch_command
-from mlxdist.launch.mpirun import mpirun_command
+from mlxdist.launch.mpirun import mpirun_command, pipes_of_rank
 
 SHOW = (
     "import json, os; wanted = ('MLX_', 'NCCL_', 'JACCL_', 'CUDA_')\n"
@@ -271,7 +272,7 @@ def test_mpi_runs(open_mpi, hosts):
     options = ["--backend", "mpi", "--mpi-arg", "--bind-to none", *hosts]
     job = launch(2, sys.executable, "-c", ALL_SUM, "mpi", options=options, timeout=120)
     assert job.returncode == 0, job.stderr
-    assert sorted(job.stdout.splitlines()) == [b"[0] 0 of 2 has 3", b"[1] 1 of 2 has 3"]
+    assert sorted(job.stdout.splitlines()) == [b"[  0] 0 of 2 has 3", b"[  1] 1 of 2 has 3"]
 
 
 def test_output_of_mpirun_is_labeled_line_by_line(open_mpi, tmp_path):
@@ -285,11 +286,46 @@ def test_output_of_mpirun_is_labeled_line_by_line(open_mpi, tmp_path):
     assert job.returncode == 0, job.stderr
     for rank in range(3):
         lines = [f"{rank} {number} {'x' * (number * 200)}" for number in range(50)]
-        assert [f"[{rank}] {line}" for line in lines] == [
-            line for line in job.stdout.decode().splitlines() if line.startswith(f"[{rank}]")
+        assert [f"[  {rank}] {line}" for line in lines] == [
+            line for line in job.stdout.decode().splitlines() if line.startswith(f"[  {rank}]")
         ]
-        assert job.stderr.decode().splitlines().count(f"[{rank}] {rank}") == 50
+        assert job.stderr.decode().splitlines().count(f"[  {rank}] {rank}") == 50
         assert (tmp_path / "logs" / f"rank-{rank}.out").read_text().splitlines() == lines
+
+
+def in_pipes(folder, program):
+    """Rank 0 as mpirun starts it, once the pipes are there."""
+    words = mpirun_command(parse("localhost").hosts, [], None, [], ["sh", "-c", program])
+    variables = os.environ | {"MLXDIST_FIRST_FAILURE": str(folder / "first_failure"), "OMPI_COMM_WORLD_RANK": "0"}
+    start = words[words.index("--") + 1 :]
+    return subprocess.run(start, env=variables, capture_output=True, timeout=60)
+
+
+def test_a_rank_of_mpirun_whose_output_is_not_read_notices_when_it_writes(tmp_path):
+    """The launcher has closed its ends before the rank opens them."""
+    for pipe in pipes_of_rank(0, tmp_path):
+        os.close(pipe)
+    job = in_pipes(tmp_path, "echo unread; echo on >&2")
+    assert (job.returncode, job.stdout, job.stderr) == (-signal.SIGPIPE, b"", b"")
+
+
+def test_a_rank_of_mpirun_on_another_host_leaves_the_pipes_alone(tmp_path):
+    """Where hosts share the folder of the job: theirs have another name."""
+    pipes = pipes_of_rank(0, tmp_path)
+    here = in_pipes(tmp_path, "echo out; echo err >&2")
+    assert [os.read(pipe, 10) for pipe in pipes] == [b"out\n", b"err\n"] and (here.stdout, here.stderr) == (b"", b"")
+    for path in list(tmp_path.glob(f"{os.uname().nodename}-0.*")):
+        path.rename(path.with_name(f"another-0{path.suffix}"))
+    there = in_pipes(tmp_path, "echo out; echo err >&2")
+    for pipe in pipes:
+        os.close(pipe)
+    assert (there.stdout, there.stderr) == (b"out\n", b"err\n")
+
+
+@pytest.mark.parametrize("given, expected", [("--tag-output", b"<stdout>:hi"), ("-merge-stderr-to-stdout", b"] hi")])
+def test_what_mpirun_is_asked_to_do_with_the_output(open_mpi, given, expected):
+    job = launch(1, "echo", "hi", options=["--backend", "mpi", "--mpi-arg", f"--bind-to none {given}"], timeout=60)
+    assert job.returncode == 0 and job.stdout.startswith(b"[mpi] ") and expected in job.stdout, job.stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whom mpirun refuses")
@@ -298,8 +334,11 @@ def test_root_learns_what_mpirun_needs(open_mpi, monkeypatch):
     options = ["--backend", "mpi", "--mpi-arg", "--bind-to none"]
     job = launch(1, "true", options=options)
     assert job.returncode == 2 and b"add --mpi-arg --allow-run-as-root, or start" in b" ".join(job.stderr.split())
-    job = launch(1, "true", options=[*options, "--mpi-arg", "--allow-run-as-root"], timeout=60)
-    assert job.returncode == 0, job.stderr
+    for option in ("--allow-run-as-root", "-allow-run-as-root"):
+        job = launch(1, "true", options=[*options, "--mpi-arg", option], timeout=60)
+        assert job.returncode == 0, job.stderr
+    job = launch(1, "true", options=[*options, "--dry-run"])
+    assert job.returncode == 0 and job.stdout.startswith(b"[mpi] mpirun "), job.stderr
 
 
 @pytest.mark.long

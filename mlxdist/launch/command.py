@@ -81,6 +81,10 @@ def launch(chosen: Chosen, command: tuple[str, ...], **given: Any) -> None:
         if options.dry_run:
             _show(plan)
             return
+        if plan.by_mpirun:
+            from .mpirun import check_root
+
+            check_root(options.mpi_words(), plan.variables)
         if options.check and (status := _check(plan, chosen, options)):
             sys.exit(status)
         if options.cwd and chosen.hostfile is None:
@@ -161,7 +165,11 @@ def _plan(chosen: Chosen, of_nodes: Nodes | None, options: Options, command: lis
     if of_nodes is not None and backend.name != "mlxdist":
         raise click.UsageError(f"--backend {backend.name} has to know the addresses of all hosts; give --hostfile.")
     ranks = on.ranks if on is not None else options.ranks
+    splits_output = True
     if backend.name == "mpi":
+        from .mpirun import sends_output_elsewhere
+
+        splits_output = not sends_output_elsewhere(options.mpi_words())
         variables, command = _for_mpirun(chosen, backend, given, options, command)
         ranks = 1
     elif on is None:
@@ -188,6 +196,7 @@ def _plan(chosen: Chosen, of_nodes: Nodes | None, options: Options, command: lis
         verbose=options.verbose,
         logs=options.log_folder(),
         limit=options.limit,
+        splits_output=splits_output,
         stdin=options.stdin,
     )
 
@@ -223,7 +232,7 @@ def _for_mpirun(
 ) -> tuple[dict[str, str], list[str]]:
     """The environment of mpirun and its command line, which has names of variables, and no values."""
     from ..remote.ssh import is_this_machine
-    from .mpirun import check_root, mpirun_command, mpirun_variables, reach_variables
+    from .mpirun import mpirun_command, mpirun_variables, reach_variables
 
     arguments = options.mpi_words()
     exported = _for_hosts(chosen.hostfile, given) if chosen.hostfile is not None else dict(given)
@@ -233,7 +242,6 @@ def _for_mpirun(
     others = options.prefix and not all(is_this_machine(host.name) for host in backend.hosts)
     words = mpirun_command(backend.hosts, names, folder, arguments, command, tagged=others)
     variables = _for_this_machine(exported | reach_variables(chosen.ssh), words[0], options.cwd or "", door=False)
-    check_root(arguments, variables)
     return variables, words
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shlex
@@ -17,15 +18,26 @@ from ..errors import InvalidArgument, ResourceError
 if TYPE_CHECKING:
     from ..hostfile import Host
 
-__all__ = ["check_root", "mpirun_command", "mpirun_variables", "pipes_of_rank", "reach_variables"]
+__all__ = [
+    "check_root",
+    "mpirun_command",
+    "mpirun_variables",
+    "pipes_of_rank",
+    "reach_variables",
+    "sends_output_elsewhere",
+]
 
 _SECONDS = 20
-# Starts a rank with its output in the pipes that `pipes_of_rank` makes. The variable is not passed on to other hosts,
-# where there are none.
+# Starts a rank with its output in the pipes that `pipes_of_rank` makes. Their name has that of the host: srun passes the
+# variable on, and hosts may share the folder. To open a pipe for reading and writing waits for no reader: where the
+# launcher's is gone, the rank notices when it writes.
 _RANK = (
-    "pipe=${MLXDIST_FIRST_FAILURE%/*}/rank-${OMPI_COMM_WORLD_RANK-$PMI_RANK}; "
-    'if [ -p "$pipe.out" ]; then exec >"$pipe.out" 2>"$pipe.err"; fi; exec "$0" "$@"'
+    "pipe=${MLXDIST_FIRST_FAILURE%/*}/$(uname -n)-${OMPI_COMM_WORLD_RANK-$PMI_RANK}; "
+    'if [ -p "$pipe.out" ]; then { exec >"$pipe.out" 2>"$pipe.err"; } 8<>"$pipe.out" 9<>"$pipe.err"; fi; '
+    'exec "$0" "$@"'
 )
+# What mpirun does with the output of its ranks, if it is asked to; "output" since version 5.
+_OUTPUT = {"merge-stderr-to-stdout", "output", "output-filename", "tag-output", "timestamp-output", "xterm"}
 
 
 def reach_variables(ssh: Sequence[str]) -> dict[str, str]:
@@ -62,7 +74,7 @@ def check_root(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         {f"{prefix}_ALLOW_RUN_AS_ROOT", f"{prefix}_ALLOW_RUN_AS_ROOT_CONFIRM"} <= set(environ)
         for prefix in ("OMPI", "PRTE")  # before version 5, and since
     )
-    if os.geteuid() == 0 and not allowed and "--allow-run-as-root" not in arguments and _version() > 0:
+    if os.geteuid() == 0 and not allowed and not _options(arguments) & {"allow-run-as-root"} and _version() > 0:
         raise InvalidArgument(
             "--backend mpi: Open MPI's mpirun does not start as root unless it is asked to: add "
             "--mpi-arg --allow-run-as-root, or start the job as another user"
@@ -82,7 +94,7 @@ def mpirun_command(
     ``folder``: where the ranks run, None for mpirun's choice. ``tagged``: mpirun writes [job,rank] in front of the
     lines that it passes on; only before version 5.
     """
-    words, version = ["mpirun"], _version()
+    words, version = ["mpirun"], 0 if sends_output_elsewhere(arguments) else _version()
     if version >= 5:
         words += ["--output", ":raw"]  # lines are not held back; before, that was the only way
     elif version and tagged:
@@ -93,6 +105,11 @@ def mpirun_command(
     return [*words, *arguments, "--", "sh", "-c", _RANK, *command]
 
 
+def sends_output_elsewhere(arguments: Sequence[str]) -> bool:
+    """Whether ``arguments``, of mpirun, say what becomes of the ranks' output: then it has to pass through mpirun."""
+    return bool(_options(arguments) & _OUTPUT)
+
+
 def pipes_of_rank(rank: int, folder: Path) -> tuple[int, int]:
     """Where a rank on this machine writes its two streams: mpirun would mix its lines with those of the others.
 
@@ -100,12 +117,18 @@ def pipes_of_rank(rank: int, folder: Path) -> tuple[int, int]:
     """
     found = []
     for name in ("out", "err"):
-        path = folder / f"rank-{rank}.{name}"
+        path = folder / f"{os.uname().nodename}-{rank}.{name}"
         os.mkfifo(path, 0o600)
         found.append(os.open(path, os.O_RDWR))  # also to write: else it is at its end until the rank opens it
     return found[0], found[1]
 
 
+def _options(arguments: Sequence[str]) -> set[str]:
+    """The names of options among the words: Open MPI takes them with one dash, too."""
+    return {word.lstrip("-").partition("=")[0] for word in arguments if word.startswith("-")}
+
+
+@functools.cache
 def _version() -> int:
     """Of Open MPI; 0 for another's mpirun."""
     found = re.search(r"\(Open MPI\) (\d+)", _output(["mpirun", "--version"]))

@@ -57,6 +57,7 @@ class Plan:
     verbose: bool = False
     logs: Path | None = None  # a folder, which is made
     limit: float | None = None  # seconds that one start of the job may take
+    splits_output: bool = True  # with mpirun: that of the ranks here comes to the launcher without it
     stdin: str = "all"  # ranks that have the launcher's standard input; see standard_input.CHOICES
 
     @property
@@ -75,7 +76,9 @@ class Plan:
     def labels(self) -> list[str]:
         """What stands in front of the lines of each rank of the job; with mpirun, of itself and then of each rank."""
         if self.by_mpirun:
-            return ["mpi", *map(str, range(sum(host.slots for host in self.backend.hosts)))]
+            ranks = sum(host.slots for host in self.backend.hosts) if self.splits_output else 0
+            width = max(len("mpi"), len(str(ranks - 1)))
+            return [f"{name:>{width}}" for name in ("mpi", *range(ranks))]
         numbers = [f"{rank:>{len(str(self.size - 1))}}" for rank in range(self.size)]
         if self.hostfile is None:
             return numbers
