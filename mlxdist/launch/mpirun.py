@@ -28,8 +28,8 @@ __all__ = [
 ]
 
 _SECONDS = 20
-# Starts a rank with its output in the pipes that `pipes_of_rank` makes. Their name has that of the host: srun passes the
-# variable on, and hosts may share the folder. To open a pipe for reading and writing waits for no reader: where the
+# Starts a rank with its output in the pipes that `pipes_of_rank` makes. Their names have that of the host: srun passes
+# the variable on, and hosts may share the folder. To open a pipe for reading and writing waits for no reader: where the
 # launcher's is gone, the rank notices when it writes.
 _RANK = (
     "pipe=${MLXDIST_FIRST_FAILURE%/*}/$(uname -n)-${OMPI_COMM_WORLD_RANK-$PMI_RANK}; "
