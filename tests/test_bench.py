@@ -11,9 +11,13 @@ import pytest
 import mlxdist
 from mlxdist.bench.bandwidth import OPERATIONS, algorithm_bandwidth, bus_bandwidth, impossible
 from mlxdist.bench.collectives import withhold
+from mlxdist.bench.job import _launch
 from mlxdist.bench.operations import CASES, Inputs, add, count_wrong, storage
 from mlxdist.bench.sizes import format_size, parse_size, size_range
 from mlxdist.bench.through import Eager, Lazy
+from mlxdist.bench.tune import measured_sizes
+from mlxdist.hostfile import parse
+from mlxdist.hostfile.options import Chosen
 from reference import DTYPES
 
 MIB = 1 << 20
@@ -158,6 +162,31 @@ def test_tune_saves_nothing_that_was_measured_under_load(tmp_path):
             other.kill()
             other.wait()
     assert json.loads(table.read_text())["rows"]
+
+
+@pytest.mark.parametrize(
+    "smallest, ranks, sizes",
+    [
+        (1024, 2, [1024, 4096, 16384]),
+        (1024, 300, [1200, 4800, 16800]),
+        (256, 3, [264, 1032, 4104, 16392]),
+        (64, 1024, [4096, 16384]),
+    ],
+)
+def test_tune_rounds_sizes_up_to_what_the_ranks_can_divide(smallest, ranks, sizes):
+    assert measured_sizes(smallest, 16 << 10, ranks) == sizes
+
+
+def test_tune_refuses_what_does_not_fit_into_memory():
+    said = " ".join(bench("tune", "-n", "1024", "--max", "4GiB", "--table", "/dev/null", status=2).stderr.split())
+    assert "all_gather of 4 GiB by 1024 ranks" in said and "or fewer ranks" in said
+
+
+def test_result_lines_from_other_hosts_stay_whole_under_mpirun():
+    """Open MPI before version 5 tags each piece that it reads, in the middle of long lines, too."""
+    hosts = Chosen(parse("a\nb"), arguments=["--hosts", "a,b"])
+    assert "--no-prefix" in _launch(2, {}, hosts, under_mpirun=True)
+    assert "--no-prefix" not in _launch(2, {}, hosts, under_mpirun=False)
 
 
 def test_tune_refuses_to_replace_a_file_it_does_not_understand(tmp_path):

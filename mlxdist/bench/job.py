@@ -146,6 +146,8 @@ def _launch(ranks: int, variables: Mapping[str, str], chosen: Chosen, under_mpir
     words = own_module("mlxdist", "launch")
     if under_mpirun:
         words += ["--backend", "mpi", "--mpi-arg", "--allow-run-as-root --oversubscribe --bind-to none"]
+        # What comes from other hosts would have a tag in the middle of long lines.
+        words += ["--no-prefix"] if chosen.hostfile is not None else []
     settings = [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
     if chosen.hostfile is None:
         return [*words, "-n", str(ranks), *settings, "--"]

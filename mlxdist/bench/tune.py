@@ -16,7 +16,7 @@ from ..environment import MAX_RANKS, Environment
 from ..errors import EnvironmentVariableError, InvalidArgument
 from ..output_file import OUTPUT_FILE, is_written, try_to_open
 from .job import foreign_load, print_load, results_console, run, write_results
-from .sizes import Size, check_range, format_size, size_range
+from .sizes import Size, format_size, size_range
 
 # Algorithms whose times differ by less are alike: then the built-in choice stays, or that of the next smaller size.
 ALIKE = 1.1
@@ -56,7 +56,8 @@ def tune(
     """
     if smallest > largest:
         raise click.BadParameter(f"{format_size(smallest)} is more than --max", param_hint="--min")
-    check_range(smallest, [(operation, "float32") for operation in tuning.TUNED], ranks)
+    sizes = measured_sizes(smallest, largest, ranks)
+    _check_memory(sizes[-1], ranks)
     path = table or _configured_path()
     try:
         old = tuning.read(path) if path.exists() else []
@@ -67,7 +68,6 @@ def tune(
         try_to_open(path)
     except OSError as error:
         raise click.ClickException(f"cannot write {path}: {error.strerror}; name another file with --table") from None
-    sizes = size_range(smallest, largest)
     parameters = {"sizes": sizes, "rounds": rounds, "sizeless": SIZELESS}
     steps = (len(tuning.TUNED) - 1) * len(sizes) + 1
     variables = {"MLXDIST_TUNING": "none", "MLXDIST_ALGO": "auto"}  # both would be mistaken for the built-in choice
@@ -84,6 +84,24 @@ def tune(
     elif saved and not as_json:
         click.echo(f"Saved to {path}.")
     sys.exit(0 if saved and written else 1)
+
+
+def measured_sizes(smallest: int, largest: int, ranks: int) -> list[int]:
+    """Those of `size_range`, rounded up to an element of each rank's part."""
+    unit = 4 * ranks
+    return sorted({-(-size // unit) * unit for size in size_range(smallest, largest)})
+
+
+def _check_memory(largest: int, ranks: int) -> None:
+    """Raises click.BadParameter where the results of all_gather, and what they must be, do not fit into memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if (most := memory // (2 * ranks**2)) < largest:
+        raise click.BadParameter(
+            f"all_gather of {format_size(largest)} by {ranks} ranks, and its check, takes {ranks} x {ranks} x 2 times "
+            f"that, and this machine has {memory / (1 << 30):.0f} GiB; "
+            f"write {format_size(1 << (most.bit_length() - 1))} or less, or fewer ranks",
+            param_hint="--max",
+        )
 
 
 def _configured_path() -> Path:

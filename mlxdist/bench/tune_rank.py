@@ -20,14 +20,16 @@ ROOT = 0
 
 
 def measure(world: mlxdist.Group, parameters: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Parameters: sizes (bytes of the input), rounds, sizeless (the operation that has none)."""
+    """Parameters: sizes (bytes of the input; each rank's part is whole elements), rounds, sizeless (the operation that
+    has none).
+    """
     for operation in TUNED:
         for size in [0] if operation == parameters["sizeless"] else parameters["sizes"]:
             yield _case(world, operation, size, parameters["rounds"])
 
 
 def _case(world: mlxdist.Group, operation: str, size: int, rounds: int) -> dict[str, Any]:
-    elements = -(-size // 4 // world.size()) * world.size() if size else 0
+    elements = size // 4
     call, wrong = _operation(world, operation, elements)
     tune(world, [])
     default = world.algorithm(operation, elements * 4)
