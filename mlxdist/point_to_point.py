@@ -51,6 +51,8 @@ def recv(
 ) -> mx.array | np.ndarray:
     """Receives what rank ``src`` sends to this rank: an ``mx.array`` if ``dtype`` is MLX's, else a NumPy array.
 
+    ``shape`` and ``dtype`` must be those of what is sent.
+
     Raises:
         InvalidArgument: besides, ``stream`` with a dtype of NumPy, ``out`` or ``async_op`` with one of MLX.
     """

@@ -15,6 +15,10 @@ import pytest
 import mlxdist
 from mlxdist import errors, nn
 
+# Arguments that a module describes for all of its functions.
+OF_MODULES = dict.fromkeys(
+    ("mlxdist.ops", "mlxdist.point_to_point"), {"group", "stream", "out", "dtype", "async_op", "timeout"}
+) | {"mlxdist.nn.mappings": {"group"}}
 NAMES = [(package, name) for package in (mlxdist, nn) for name in package.__all__ if name != "__version__"]
 
 
@@ -30,24 +34,30 @@ def test_every_public_name_is_there_once():
 
 
 def callables(value: Any) -> Iterator[tuple[Any, str]]:
-    """The functions of a public name, each with its own docstring; the constructor has that of the class."""
+    """The functions of a public name, each with what is written for it: its own docstring, and that of the class where
+    it is another way to make one."""
     if not inspect.isclass(value):
         yield value, inspect.getdoc(value)
         return
+    of_class = class_text(value)
     if api_reference.is_made_by_users(value):
-        yield value.__init__, ""
-    for _, member in api_reference.members(value):
-        yield member, member.__doc__
+        yield value.__init__, of_class
+    for name, member in api_reference.members(value):
+        yield member, f"{member.__doc__}\n{of_class if name.startswith('from_') else ''}"
+
+
+def class_text(value: type) -> str:
+    """Of a quantized layer also what is written of the plain one."""
+    plain = getattr(nn, value.__name__.removeprefix("Quantized"), value)
+    return f"{inspect.getdoc(value)}\n{inspect.getdoc(plain)}"
 
 
 def around(value: Any) -> str:
     """What else is written for all of a class or a module: there, and in the modules that these refer to."""
     module = sys.modules[value.__module__]
-    text = f"{module.__doc__}\n{inspect.getdoc(value) if inspect.isclass(value) else ''}"
+    text = f"{module.__doc__}\n{class_text(value) if inspect.isclass(value) else ''}"
     for reference in re.findall(r":mod:`(mlxdist\.\w+)`", module.__doc__):
         text += importlib.import_module(reference).__doc__
-    if (plain := value.__name__.removeprefix("Quantized")) != value.__name__:
-        text += inspect.getdoc(getattr(nn, plain))
     return text
 
 
@@ -61,10 +71,11 @@ def test_every_method_and_property_is_documented(package, name):
 @pytest.mark.parametrize("package, name", NAMES)
 def test_every_argument_and_every_error_is_named(package, name):
     value = getattr(package, name)
-    for member, doc in callables(value):
-        text, function = doc + around(value), api_reference.function_of(member)
+    elsewhere = {"self", "cls"} | OF_MODULES.get(value.__module__, set())
+    for member, text in callables(value):
+        function = api_reference.function_of(member)
         for parameter in inspect.signature(function).parameters.values():
-            if parameter.name not in ("self", "cls") and parameter.kind not in (2, 4):  # not *args and **kwargs
+            if parameter.name not in elsewhere and parameter.kind not in (2, 4):  # not *args and **kwargs
                 assert re.search(rf"\b{parameter.name}\b", text), f"{function.__qualname__}: {parameter.name}"
         for raised in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
             if isinstance(raised, ast.Raise) and isinstance(raised.exc, ast.Call):

@@ -91,7 +91,9 @@ class LoRALinear(nn.Module):
         return linear.with_weight(weight + delta.astype(weight.dtype), None if dequantize else config or None)
 
     def load_adapter(self, lora_a: mx.array, lora_b: mx.array) -> Self:
-        """Takes this rank's part of a whole adapter, such as one that mlx-lm saved: (input_dims, r), (r, output_dims).
+        """Takes this rank's part of a whole adapter, such as one that mlx-lm saved.
+
+        ``lora_a`` has shape (input_dims, r), ``lora_b`` (r, output_dims).
 
         Raises:
             InvalidArgument: other shapes.
