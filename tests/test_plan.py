@@ -147,6 +147,23 @@ def test_every_model_file_is_cut_over_any_number_of_ranks(ranks):
         plan_shards(tiny_models.build(name), tp=ranks, weights=[2, *[1] * (ranks - 1)])
 
 
+def test_layers_that_borrow_kv_heads_are_cut_as_those_they_borrow_from():
+    """Otherwise all attention stays whole: some of it must, or quantization groups are cut elsewhere."""
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 6}
+    wide = tiny_models.build("gemma4_text", **heads)
+    nn.quantize(wide, 32, 4, class_predicate=lambda path, _: path == "model.layers.3.self_attn.o_proj")
+    narrow = tiny_models.build("gemma4_text", **heads)
+    nn.quantize(narrow, 32, 4, class_predicate=lambda path, _: path == "model.layers.2.self_attn.o_proj")
+    for model, cut in [
+        (tiny_models.build("gemma4_text", **tiny_models.GLOBAL_KV_HEAD), False),
+        (wide, True),
+        (narrow, False),
+    ]:
+        attention = [shard for path, shard in plan_shards(model, tp=2).shards.items() if "self_attn.o_proj" in path]
+        assert {bool(shard.ranges) for shard in attention} == {cut}
+        assert cut or any("work with the heads of others" in shard.reason for shard in attention)
+
+
 def test_quantized_heads_are_cut_between_quantization_groups():
     """12 heads of 32 features, in groups of 64, over 4 ranks: not 3 heads each."""
     model = tiny_models.build("smollm3", heads=(12, 12), head_dim=32, hidden_size=384, intermediate_size=384)

@@ -90,6 +90,10 @@ SIZES = {
 HEADS = ("n_head", "n_heads", "num_attention_heads", "num_heads", "swa_num_attention_heads")
 KV_HEADS = ("kv_n_heads", "n_kv_heads", "num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads")
 WIDTHS = ("block_dim", "d_model", "hidden_dim", "hidden_size", "model_dim", "n_embd")
+# Of gemma4_text: over two ranks the layers with one KV head stay whole.
+GLOBAL_KV_HEAD = {
+    "num_attention_heads": 3, "num_key_value_heads": 3, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+}  # fmt: skip
 # For fields without a default and not in SIZES.
 REQUIRED = {"bool": False, "float": 1.0, "int": 4, "str": "", "Dict": None, "dict": None}
 _MIXED = ["sliding_attention", "full_attention"] * (LAYERS // 2)

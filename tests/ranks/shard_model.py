@@ -117,6 +117,7 @@ def cases() -> None:
         ("granite", {"fields": heads | {"hidden_size": 192, "num_key_value_heads": 1}}),
         ("llama", {"fields": heads | {"num_key_value_heads": 1}}),
         ("gemma2", {"fields": heads | {"num_key_value_heads": 1}}),
+        ("gemma4_text", {"fields": tiny_models.GLOBAL_KV_HEAD}),
         ("mistral3", {"quantized": True, "fields": {"text_config": QUANTIZED_LLAMA}}),
         ("llama", {"quantized": True, "fields": QUANTIZED_LLAMA}),
         ("llama", {"quantized": True, "fields": QUANTIZED_LLAMA | {"intermediate_size": 384}}),

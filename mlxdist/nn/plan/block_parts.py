@@ -46,14 +46,12 @@ class Block:
             results are added up over the ranks), "group" (it adds them up itself, over its ``sharding_group``),
             "inside" (it works on this rank's heads, inside of attention), "experts" (whole experts).
         attributes: numbers that a rank has its part of: (path of the module, name) -> value on each rank.
-        shares: works with the heads of another block, such as its keys and values.
     """
 
     path: str
     shards: dict[str, Shard] = field(default_factory=dict)
     roles: dict[str, str] = field(default_factory=dict)
     attributes: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
-    shares: bool = False
 
     def repeat(self, ep: int) -> None:
         """From the ranks of a row of the grid to all: each row is the same, but for whole experts."""

@@ -79,11 +79,10 @@ def find_blocks(
     """
     finder = _Finder(tp, ep, weights)
     finder.search(model, "")
-    if not finder.all_attention_cut:
-        # What works with the heads of another layer must have the same ones as that.
-        for block in [block for block in finder.blocks if block.shares]:
+    if finder.shares and not finder.all_cut_alike():
+        for block in finder.of_heads:
             finder.blocks.remove(block)
-            finder.reasons[block.path] = "works with the heads of another layer, and not all of these are cut"
+            finder.reasons[block.path] = "layers work with the heads of others, and not all of these are cut alike"
     for block in finder.blocks:
         block.repeat(ep)
     return finder.blocks, finder.reasons
@@ -96,6 +95,8 @@ class _Finder:
         self.reasons: dict[str, str] = {}
         self.seen: set[int] = set()
         self.all_attention_cut = True
+        self.of_heads: list[Block] = []  # attention, and what works with its heads outside of it
+        self.shares = False  # whether some of that works with the heads of another layer, such as its keys and values
         self.splits: set[Heads] = set()  # of all attention that is cut
 
     def search(self, module: nn.Module, path: str) -> None:
@@ -104,19 +105,26 @@ class _Finder:
             return
         self.seen.add(id(module))
         if cut := self.recognized(module):
-            block = Block(path)
+            block, has_heads = Block(path), cut in (self.attention, self.heads_elsewhere)
+            self.shares |= has_heads and shares_heads(module)
             try:
                 cut(block, module)
             except Whole as why:
                 self.reasons[path] = str(why)
-                self.all_attention_cut &= cut not in (self.attention, self.heads_elsewhere)
+                self.all_attention_cut &= not has_heads
                 if cut != self.mixture:
                     return
             else:
                 self.blocks.append(block)
+                self.of_heads += [block] if has_heads else []
                 return
         for name, child in children(module):
             self.search(child, join_path(path, name))
+
+    def all_cut_alike(self) -> bool:
+        """Whether all attention is cut, and such of the same numbers of heads in one way."""
+        numbers = {(sum(lengths(split.query)), max(map(max, map(max, split.kv)))) for split in self.splits}
+        return self.all_attention_cut and len(numbers) == len(self.splits)
 
     def recognized(self, module: nn.Module):
         """The method that cuts this kind of module, or None."""
@@ -148,11 +156,13 @@ class _Finder:
         if heads is None:
             raise Whole("attention whose number of heads is not known")
         kv_heads = attribute(module, KV_HEADS)
-        latent = any(name in module for name in ("kv_a_proj_with_mqa", *LATENT_HEADS))
+        latent = is_latent(module)
         fused = first(module, (*FUSED, *FUSED_BY_KV_HEAD))
         if latent:
             kv_heads = heads
         elif kv_heads is None:
+            if shares_heads(module):
+                raise Whole("attention over other layers' keys whose number of KV heads is not known")
             kv_heads = self.kv_heads_by_shape(module, queries, heads)
         split = self.heads(block.path, heads, kv_heads, known.check_linear(output))
         query_ranges, kv_ranges = split.query, split.kv
@@ -169,8 +179,6 @@ class _Finder:
                 known.column(name, ranges, count)
         if queries and queries not in known.done:
             known.column(queries, query_ranges, heads)
-        takes_keys = not fused and not latent and first(module, KEYS) is None
-        block.shares = takes_keys or source_of(module) in HEADS_ELSEWHERE
         for name in GATES:
             if name in module:
                 known.column(name, query_ranges, heads)
@@ -195,7 +203,7 @@ class _Finder:
         for name, _ in own_arrays(module):
             known.per_head(name, 0, split.query, heads)
         self.head_attributes(block, module, split, heads, heads, False, 0)
-        block.roles[block.path], block.shares = "inside", True
+        block.roles[block.path] = "inside"
 
     def kv_heads_by_shape(self, module: nn.Module, queries: str | None, heads: int) -> int:
         keys = first(module, KEYS)
@@ -363,6 +371,16 @@ class _Finder:
             block.shards |= part.shards
             block.attributes |= part.attributes
         block.roles[block.path] = "group" if "sharding_group" in vars(module) else "sum"
+
+
+def is_latent(module: nn.Module) -> bool:
+    return any(name in module for name in ("kv_a_proj_with_mqa", *LATENT_HEADS))
+
+
+def shares_heads(module: nn.Module) -> bool:
+    """Whether attention, or what belongs to it, works with heads of another module."""
+    has_keys = is_latent(module) or first(module, (*FUSED, *FUSED_BY_KV_HEAD, *KEYS)) is not None
+    return not has_keys or source_of(module) in HEADS_ELSEWHERE
 
 
 def expert_weights(weights: Sequence[float] | None, ep: int) -> list[float] | None:
