@@ -8,6 +8,7 @@ import mlx.nn as nn
 import pytest
 import tiny_models
 from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlxdist import InvalidArgument
 from mlxdist.nn.plan import OWN_SHARD, PATTERNS, WHOLE, Plan, plan_shards
@@ -145,6 +146,14 @@ def test_every_model_file_is_cut_over_any_number_of_ranks(ranks):
         assert plan.cut or name in NOT_CUT, name
         assert all(min(shard.sizes) > 0 for shard in plan.cut), name
         plan_shards(tiny_models.build(name), tp=ranks, weights=[2, *[1] * (ranks - 1)])
+
+
+def test_one_rank_takes_a_model_with_adapters():
+    model = tiny_models.build("llama")
+    linear_to_lora_layers(model, 1, {"rank": 2, "scale": 1.0, "dropout": 0.0})
+    plan_shards(model, tp=1).check(model)
+    with pytest.raises(InvalidArgument, match="there is an adapter"):
+        plan_shards(model, tp=2)
 
 
 def test_layers_that_borrow_kv_heads_are_cut_as_those_they_borrow_from():

@@ -95,7 +95,11 @@ class Plan:
         return table(self)
 
     def check(self, model: nn.Module) -> None:
-        """Raises InvalidArgument if ``model``, which is not cut yet, is not the model of this plan or has adapters."""
+        """Raises InvalidArgument if ``model``, which is not cut yet, is not the model of this plan.
+
+        Nor may a model that will be cut have adapters."""
+        if self.ranks > 1:
+            require_no_adapters(model)
         check_parameters({path: (shard.shape, shard.dtype) for path, shard in self.shards.items()}, model)
 
     def to_json(self) -> str:
@@ -179,8 +183,7 @@ def _by_name(path: str) -> str | None:
 
 
 def check_parameters(expected: Mapping[str, tuple[Sequence[int], str]], model: nn.Module) -> None:
-    """Raises InvalidArgument, naming some, where the model's parameters are not the expected ones, or adapters."""
-    require_no_adapters(model)
+    """Raises InvalidArgument, naming some, where the model's parameters are not the expected ones."""
     found = parameters(model)
     for path, (shape, dtype) in expected.items():
         if path not in found:
