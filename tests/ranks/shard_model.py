@@ -78,8 +78,12 @@ def models(*names: str) -> None:
 
 def uneven() -> None:
     """As many KV heads as ranks and more, and fewer."""
+    names = ("llama", "phi3", "iquestloopcoder", "qwen2_moe")
     for heads in ((8, 4), (8, 2)):
-        close(*((name, {"fields": {"heads": heads}}) for name in ("llama", "phi3", "iquestloopcoder", "qwen2_moe")))
+        for name in names:
+            plan = plan_shards(tiny_models.build(name, heads=heads), tp=group.size())
+            assert len(set(plan.shards["model.layers.0.self_attn.o_proj.weight"].sizes)) > 1, (name, heads)
+        close(*((name, {"fields": {"heads": heads}}) for name in names))
 
 
 def norm() -> None:
