@@ -14,10 +14,13 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.switch_layers import SwitchLinear
+from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 from mlx_lm.tuner.trainer import grad_checkpoint
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import mlxdist
+from mlxdist.nn.parallel_linear import CutLinear
 from mlxdist.nn.plan import Plan, plan_shards, shard_model
 from mlxdist.nn.plan.shard_model import why_not_trained
 from mlxdist.train.cut_layers import cut_layer
@@ -213,6 +216,7 @@ def adapters(heads: str, *names: str) -> None:
 
 def adapters_come_after_the_cut() -> None:
     """As a whole again, saved and fused they are those of the whole layer."""
+    new_adapters_are_parts_of_whole_ones()
     model = cut("smollm3")
     model.freeze()
     mx.random.seed(5)
@@ -237,6 +241,28 @@ def adapters_come_after_the_cut() -> None:
                 raise AssertionError("not refused")
             except mlxdist.InvalidArgument as error:
                 assert "cut the model first, then put adapters on it" in str(error), error
+
+
+def new_adapters_are_parts_of_whole_ones() -> None:
+    """Also those of mlx-lm itself, on experts and shared experts, whose results a block sums up."""
+    for name in ("mixtral", "qwen2_moe"):
+        whole, model = tiny_models.build(name), tiny_models.build(name)
+        plan = plan_shards(model, tp=group.size())
+        shard_model(model, plan, group)
+        layers, compared = dict(whole.named_modules()), set()
+        for path, layer in model.named_modules():
+            if isinstance(layer, CutLinear) or not hasattr(layer, "to_lora"):
+                continue
+            kind = LoRASwitchLinear if isinstance(layer, SwitchLinear) else LoRALinear
+            mx.random.seed(8)
+            mine = layer.to_lora(r=4)
+            mx.random.seed(8)
+            expected = kind.from_base(layers[path], r=4)
+            for matrix in ("lora_a", "lora_b"):
+                part = part_of_adapter(f"{path}.{matrix}", expected[matrix], plan)
+                assert mx.array_equal(mine[matrix], part), (name, path, matrix)
+            compared.add(kind)
+        assert compared == ({LoRASwitchLinear} if name == "mixtral" else {LoRALinear, LoRASwitchLinear}), compared
 
 
 def part_of_adapter(path: str, whole: mx.array, plan: Plan) -> mx.array:

@@ -3,6 +3,7 @@ done once for all of it."""
 
 import copy
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -21,6 +22,7 @@ from ..mappings import copy_to_holders, copy_to_tensor_parallel_region, reduce_f
 from ..parallel_linear import CutLinear, quantization
 from .adapters import adapter_part
 from .parameters import Shard, overlap
+from .patterns import LINEARS, SWITCH_LINEARS
 
 __all__ = ["COLUMNS", "put_in"]
 
@@ -31,10 +33,12 @@ class _Inner(CutLinear):
     Attributes:
         _shard: its weight, of shape (outputs, inputs); quantized the inputs are packed.
         _inside: the border of the block.
+        _overlaps: whether several ranks hold the same piece of it.
     """
 
     _shard: Shard
     _inside: Any
+    _overlaps: bool
 
     @property
     def cut_axis(self) -> int:
@@ -75,7 +79,7 @@ class _Inner(CutLinear):
                 lora_a = copy_to_tensor_parallel_region(lora_a, group)
             else:
                 lora_b = copy_to_tensor_parallel_region(lora_b, group)
-        if self.cut_axis == 0 and overlap(self._shard, group.size()):
+        if self.cut_axis == 0 and self._overlaps:
             lora_b = copy_to_holders(lora_b, self._pieces(group.rank()), self.output_dims, 1, group)
         return lora_a, lora_b
 
@@ -142,9 +146,33 @@ COLUMNS = {AllToShardedLinear: _InnerColumn, QuantizedAllToShardedLinear: _Inner
 _KINDS = {**COLUMNS, ShardedToAllLinear: _InnerRow, QuantizedShardedToAllLinear: _InnerQuantizedRow}
 
 
+@cache
+def _drawn_whole(kind: type[nn.Module]) -> type[nn.Module]:
+    """The layer, cut within a block that sums up for it, whose adapters of mlx-lm begin as parts of the whole ones."""
+    return type(kind.__name__, (kind,), {"to_lora": _to_lora, "__module__": kind.__module__})
+
+
+def _to_lora(self: nn.Module, r: int = 8, dropout: float = 0.0, scale: float = 20.0) -> nn.Module:
+    """The layer with mlx-lm's adapter, as its ``linear_to_lora_layers`` asks for it."""
+    from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
+
+    *experts, output_dims, columns = self._shard.shape
+    input_dims = columns * 32 // self.bits if quantization(self) else columns
+    kind = LoRASwitchLinear if experts else LoRALinear
+    adapter = kind(input_dims, output_dims, *experts, r=r, dropout=dropout, scale=scale)
+    adapter.linear = self
+    for name in ("lora_a", "lora_b"):
+        adapter[name] = adapter_part(self._shard, name, adapter[name], self._inside.rank)
+    return adapter
+
 
 def put_in(layer: nn.Module, shard: Shard, border: Any) -> None:
-    """Makes one of MLX's layers one of a block, with its border. Others stay as they are."""
+    """Makes one of MLX's layers one of a block, with its border, and cut ones that a block sums up for take adapters.
+    Others stay as they are."""
     if type(layer) in _KINDS:
         layer.__class__ = _KINDS[type(layer)]
+        layer._shard, layer._inside = shard, border
+        layer._overlaps = overlap(shard, border.group.size())
+    elif shard.ranges and (type(layer) in LINEARS or type(layer).__name__ in SWITCH_LINEARS):
+        layer.__class__ = _drawn_whole(type(layer))
         layer._shard, layer._inside = shard, border
