@@ -25,7 +25,9 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 import mlxdist
+from mlxdist import lm
 from mlxdist.nn.loading import load_sharded, load_with_report, streaming
+from mlxdist.nn.loading.adapters import CONFIG, WEIGHTS
 from mlxdist.nn.plan import Plan, plan_shards
 from mlxdist.nn.verify import verify
 
@@ -107,8 +109,11 @@ def adapters() -> None:
         plain, _ = load_sharded(folder)
         tokens = mx.array([[1, 2, 3]])
         assert not mx.allclose(model(tokens), plain(tokens), atol=1e-2).item(), "the adapters do nothing"
+        generating, _ = lm.load(str(folder), adapter_path=str(path))
+        assert mx.array_equal(model(tokens), generating(tokens)).item()
     folder = save("full-qwen3", *make(QWEN3))
     load_sharded(folder, adapter_path=save_adapters(folder, kind="full"), verify=True)
+    save_adapters(folder)
     refuse_adapters(folder)
     print("right")
 
@@ -138,13 +143,60 @@ def refuse_adapters(folder: Path) -> None:
     missing = save_adapters(folder, drop="model.layers.0.self_attn.k_proj.lora_b")
     expect(mlxdist.InvalidArgument, ["does not have", "k_proj.lora_b"], load_sharded, folder, adapter_path=missing)
     expect(mlxdist.InvalidArgument, ["adapter_config.json"], load_sharded, folder, adapter_path=base)
+    expect(mlxdist.InvalidArgument, ["no adapter_path"], lm.load, with_code(folder), adapter_path=str(missing))
+    here = with_code(folder) if rank == 0 and size > 1 else folder
+    expect(mlxdist.InvalidArgument, ["model_file"], lm.load, str(here)) if size > 1 else None
     other = save_adapters(save("lora-other", *make(QWEN3 | {"hidden_size": 32})))
     expect(mlxdist.InvalidArgument, ["is not that of this model"], load_sharded, folder, adapter_path=other)
     other = save_adapters(folder, kind="dora")
     expect(mlxdist.InvalidArgument, ["'dora' cannot be cut"], load_sharded, folder, adapter_path=other)
+    refuse_damaged_adapters(folder)
     if size > 1:
         here = other if rank == 0 else missing
         expect(mlxdist.InvalidArgument, ["disagree about the adapters"], load_sharded, folder, adapter_path=here)
+
+
+def refuse_damaged_adapters(folder: Path) -> None:
+    """Files that mlx-lm or MLX would take, or fail over on one rank only."""
+    good = folder / "adapters-lora"
+    config, first = json.loads((good / CONFIG).read_text()), "model.layers.0.self_attn.q_proj.lora_a"
+    parameters = config["lora_parameters"]
+    weights = (good / WEIGHTS).read_bytes()
+    length = int.from_bytes(weights[:8], "little")
+    header = json.loads(weights[8 : 8 + length])
+    start = header[first.replace("lora_a", "lora_b")]["data_offsets"][0]
+    bytes_of_first = header[first]["data_offsets"][1] - header[first]["data_offsets"][0]
+    overlapping = {"data_offsets": [start, start + bytes_of_first]}
+    full = (folder / "adapters-full" / WEIGHTS).read_bytes().replace(b'"F32"', b'"I32"')
+    for words, settings, change, data in [
+        (["lora_parameters must be an object"], {"lora_parameters": "scale"}, {}, weights),
+        (["scale must be a number"], {"lora_parameters": parameters | {"scale": "x"}}, {}, weights),
+        (["rank must be from 1"], {"lora_parameters": parameters | {"rank": 2**31 - 1}}, {}, weights),
+        (["num_layers must be"], {"num_layers": None}, {}, weights),
+        (["more than 1000000"], {"more": "x" * 10**6}, {}, weights),
+        ([first, "int32"], {}, {"dtype": "I32"}, weights),
+        (["is damaged", "tensor"], {}, overlapping, weights),
+        (["int32 of shape"], {"fine_tune_type": "full"}, {}, full),
+    ]:
+        bad = folder / "bad adapters"
+        if rank == 0:
+            bad.mkdir(exist_ok=True)
+            (bad / CONFIG).write_text(json.dumps(config | settings))
+            if change:
+                text = json.dumps(header | {first: header[first] | change}).encode()
+                data = len(text).to_bytes(8, "little") + text + data[8 + length :]
+            (bad / WEIGHTS).write_bytes(data)
+        group.barrier()
+        expect(mlxdist.InvalidArgument, words, load_sharded, folder, adapter_path=bad)
+
+
+def with_code(folder: Path) -> str:
+    """The same model with code of its own, in a folder of each rank."""
+    copy = base / f"{folder.name} with code on {rank}"
+    if not copy.exists():
+        shutil.copytree(folder, copy)
+        edit(copy, model_file="model.py")
+    return str(copy)
 
 
 def save_tokenizer(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
@@ -13,14 +14,18 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from ...errors import InvalidArgument
 from ...group import Group
+from ...safetensors_reader import WeightFile
 from ..agreement import agree, agreed
 from ..plan import Plan
 from ..plan.adapters import adapter_part
+from ..plan.parameters import dtype_name
 from .blobs import broadcast_blob
 
 __all__ = ["load_adapters", "whole_model"]
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapters.safetensors"
+MAX_CONFIG_BYTES = 1_000_000
+MAX_RANK = 65536  # of an adapter
 
 
 def load_adapters(model: nn.Module, plan: Plan, path: str | Path | None, group: Group, stream: bool) -> None:
@@ -58,6 +63,9 @@ def _read(path: str | Path | None) -> list[bytes]:
         raise InvalidArgument(f"load_sharded: adapter_path must be a folder, not {path!r}")
     folder = Path(path).expanduser()
     try:
+        if (length := (folder / CONFIG).stat().st_size) > MAX_CONFIG_BYTES:
+            raise InvalidArgument(f"load_sharded: {folder / CONFIG} has {length} bytes, more than {MAX_CONFIG_BYTES}")
+        WeightFile(folder / WEIGHTS)  # refuses one whose header is damaged, which MLX would read
         return [(folder / name).read_bytes() for name in (CONFIG, WEIGHTS)]
     except OSError as error:
         raise InvalidArgument(
@@ -71,13 +79,34 @@ def _parsed(config: bytes, weights: bytes) -> tuple[dict[str, Any], dict[str, mx
         parsed = json.loads(config)
         kind = parsed.get("fine_tune_type", "lora")
         arrays = mx.load(io.BytesIO(weights), format="safetensors")
-    except (ValueError, AttributeError, RuntimeError) as error:
+    except (ValueError, AttributeError, RuntimeError, RecursionError) as error:
         raise InvalidArgument(f"load_sharded: {CONFIG} or {WEIGHTS} is damaged: {error}") from error
     if kind not in ("lora", "full"):
         raise InvalidArgument(
             f"load_sharded: adapters of the kind {kind!r} cannot be cut; fuse them with mlx_lm.fuse and load the result"
         )
+    if kind == "lora" and (wrong := _wrong_in(parsed)):
+        raise InvalidArgument(f"load_sharded: {CONFIG} is damaged: {wrong}")
     return parsed, arrays
+
+
+def _wrong_in(config: Mapping[str, Any]) -> str | None:
+    """What is wrong in it for mlx-lm's linear_to_lora_layers."""
+    number, parameters = config.get("num_layers"), config.get("lora_parameters")
+    if type(number) is not int:
+        return f"num_layers must be a number of layers, not {number!r:.100}"
+    if not isinstance(parameters, dict):
+        return f"lora_parameters must be an object, not {parameters!r:.100}"
+    rank, scale, dropout, keys = (parameters.get(name) for name in ("rank", "scale", "dropout", "keys"))
+    if type(rank) is not int or not 1 <= rank <= MAX_RANK:
+        return f"rank must be from 1 to {MAX_RANK}, not {rank!r:.100}"
+    if type(scale) not in (int, float) or not math.isfinite(scale):
+        return f"scale must be a number, not {scale!r:.100}"
+    if type(dropout) not in (int, float) or not 0 <= dropout < 1:
+        return f"dropout must be from 0 to below 1, not {dropout!r:.100}"
+    if keys is not None and not (isinstance(keys, list) and all(isinstance(key, str) for key in keys)):
+        return f"keys must be a list of names, not {keys!r:.100}"
+    return None
 
 
 def _put(model: nn.Module, plan: Plan, config: Mapping[str, Any], weights: dict[str, mx.array], rank: int) -> None:
@@ -87,7 +116,7 @@ def _put(model: nn.Module, plan: Plan, config: Mapping[str, Any], weights: dict[
     if config.get("fine_tune_type") != "full":
         try:
             linear_to_lora_layers(model, config["num_layers"], config["lora_parameters"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InvalidArgument(f"load_sharded: {CONFIG} is not for this model: {error!r}") from error
         names = [name for name, _ in tree_flatten(model.parameters())]
         wanted = [name for name in names if name.rpartition(".")[2] in ("lora_a", "lora_b")]
@@ -107,14 +136,15 @@ def _parts(model: nn.Module, plan: Plan, weights: dict[str, mx.array], rank: int
     for name, whole in weights.items():
         layer, _, matrix = name.rpartition(".")
         if shard := plan.shards.get(name):
-            fits = whole.shape == shard.shape
+            fits = (whole.shape, dtype_name(whole)) == (shard.shape, shard.dtype)
             part = shard.take(whole, rank) if fits else whole
         else:
             weight = plan.shards.get(f"{layer}.weight")
             part = adapter_part(weight, matrix, whole, rank) if weight else whole
-            fits = part.shape == held[name].shape
+            fits = part.shape == held[name].shape and mx.issubdtype(whole.dtype, mx.floating)
         if not fits:
             raise InvalidArgument(
-                f"load_sharded: {name} in {WEIGHTS} has shape {whole.shape}, which is not that of this model"
+                f"load_sharded: {name} in {WEIGHTS} is {dtype_name(whole)} of shape {whole.shape}, which is not that "
+                "of this model"
             )
         yield name, part
