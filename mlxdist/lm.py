@@ -23,7 +23,7 @@ from mlx_lm import cli, utils
 from .errors import InvalidArgument
 from .group import init
 from .model_folder import model_folder
-from .nn.agreement import agreed
+from .nn.agreement import agree, agreed
 from .nn.loading import load_sharded
 from .ops import broadcast
 
@@ -40,6 +40,7 @@ def sharded_load(
     *,
     tokenizer_config: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
+    adapter_path: str | None = None,
 ) -> tuple[Any, ...]:
     """A model, this rank's part, and its tokenizer; with ``return_config`` also its config, a dict.
 
@@ -50,9 +51,11 @@ def sharded_load(
         repo: a folder, or the name of a model that `hf download` has fetched.
         pipeline_group: split the layers over this group.
         tensor_group: split each layer over this group, which must have all ranks; ``None`` is that.
+        adapter_path: a folder of mlx-lm's lora training, whose adapters are cut with the model.
 
     Raises:
-        InvalidArgument: on every rank, as :func:`mlxdist.nn.load_sharded`.
+        InvalidArgument: on every rank, as :func:`mlxdist.nn.load_sharded`; there is an adapter on a model that is left
+            to mlx-lm.
     """
     group = init()
     with agreed("sharded_load", group):
@@ -63,11 +66,17 @@ def sharded_load(
             )
         folder = model_folder(repo)
         config = utils.load_config(folder)
+        left_to_mlx_lm = pipeline_group is not None or "model_file" in config
+        if left_to_mlx_lm and adapter_path is not None:
+            raise InvalidArgument("sharded_load: no adapter_path with a pipeline or a model_file in config.json")
+    # Each way has other collectives.
+    ways = {"pipeline": pipeline_group is not None, "model_file in config.json": config.get("model_file")}
+    agree("sharded_load", group, None, ways)
     tokenizer_config = tokenizer_config or {"trust_remote_code": True}
-    if pipeline_group is not None or "model_file" in config:
+    if left_to_mlx_lm:
         keywords = {"tokenizer_config": tokenizer_config, "trust_remote_code": trust_remote_code}
         return _mlx_lms_sharded_load(str(folder), pipeline_group, tensor_group, return_config, **keywords)
-    loaded = load_sharded(folder, group, tokenizer_config=tokenizer_config)
+    loaded = load_sharded(folder, group, adapter_path=adapter_path, tokenizer_config=tokenizer_config)
     return (*loaded, config) if return_config else loaded
 
 
@@ -77,11 +86,11 @@ def load(
     """:func:`sharded_load` in place of mlx-lm's function ``load``, with the arguments that `generate` gives it.
 
     Raises:
-        InvalidArgument: there is an adapter, or something in ``model_config`` is set.
+        InvalidArgument: as :func:`sharded_load`; something in ``model_config`` is set.
     """
-    if adapter_path is not None or any((model_config or {}).values()):
-        raise InvalidArgument("generate: --adapter-path and --quantize-activations are for one rank")
-    return sharded_load(repo, **keywords)
+    if any((model_config or {}).values()):
+        raise InvalidArgument("generate: --quantize-activations is for one rank")
+    return sharded_load(repo, adapter_path=adapter_path, **keywords)
 
 
 def main() -> None:
