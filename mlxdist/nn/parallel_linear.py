@@ -1,5 +1,6 @@
 """What the linear layers that are cut over the ranks share, plain and quantized, by columns and by rows."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from math import gcd, lcm
 from typing import Self
@@ -16,7 +17,7 @@ from .shards import Segments, join, part, take
 __all__ = ["CutLinear", "ParallelLinear", "check_linear", "dims", "quantization", "quantization_unit"]
 
 
-class CutLinear(nn.Module):
+class CutLinear(nn.Module, ABC):
     """What an adapter (:class:`mlxdist.nn.LoRALinear`) asks of a linear layer of which every rank holds a part.
 
     A call is ``leave(product(enter(x)))``, so that an adapter can stand between the two collectives and needs none of
@@ -31,9 +32,9 @@ class CutLinear(nn.Module):
     input_dims: int
     output_dims: int
 
+    @abstractmethod
     def enter(self, x: mx.array) -> mx.array:
         """What this rank's product takes, from what the layer is called with."""
-        raise NotImplementedError
 
     def product(self, x: mx.array) -> mx.array:
         """This rank's part of the product, with the bias if that is cut, too."""
@@ -45,13 +46,13 @@ class CutLinear(nn.Module):
             return y if bias is None else y + bias
         return x @ weight.T if bias is None else mx.addmm(bias, x, weight.T)
 
+    @abstractmethod
     def leave(self, y: mx.array) -> mx.array:
         """What the layer returns, from this rank's product."""
-        raise NotImplementedError
 
+    @abstractmethod
     def with_weight(self, weight: mx.array, quantized: dict | None = None) -> "CutLinear":
         """The same layer with another weight: shape of this rank's part, before it is quantized."""
-        raise NotImplementedError
 
     def to_lora(self, r: int = 8, dropout: float = 0.0, scale: float = 20.0) -> nn.Module:
         """The layer with an adapter, as mlx-lm's ``linear_to_lora_layers`` asks for it: a LoRALinear."""
@@ -59,21 +60,21 @@ class CutLinear(nn.Module):
 
         return LoRALinear.from_base(self, r, dropout, scale)
 
+    @abstractmethod
     def adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
         """The parts themselves, with the gradients of all ranks that hold them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def adapter_part(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
         """This rank's parts of the whole matrices of an adapter: (input_dims, r), (r, output_dims)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def join_adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
         """The whole matrices, from the parts of all ranks. A collective."""
-        raise NotImplementedError
 
+    @abstractmethod
     def part_of_inputs(self, x: mx.array) -> mx.array:
         """This rank's part of something that has all of a row-parallel layer's inputs on its last axis."""
-        raise NotImplementedError
 
 
 class ParallelLinear(CutLinear):
@@ -193,17 +194,17 @@ class ParallelLinear(CutLinear):
         return layer.train(self.training)
 
     @classmethod
+    @abstractmethod
     def _kind(cls, quantized: bool) -> type["ParallelLinear"]:
         """The plain or the quantized class that is cut in the same way."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _options(self) -> dict[str, object]:
         """Arguments of the constructor besides dimensions, quantization, sizes and group."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _cuts(self) -> dict[str, tuple[int, list[int]]]:
         """The parameters that are cut: the axis, and the sizes along it in elements of that parameter."""
-        raise NotImplementedError
 
     def _part_of(self, whole: nn.Module) -> dict[str, mx.array]:
         """This rank's parameters."""
