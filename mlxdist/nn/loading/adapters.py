@@ -21,21 +21,21 @@ from ..plan.adapters import adapter_part
 from ..plan.parameters import dtype_name
 from .blobs import broadcast_blob
 
-__all__ = ["load_adapters", "whole_model"]
+__all__ = ["put_adapters", "read_adapters", "whole_model"]
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapters.safetensors"
 MAX_CONFIG_BYTES = 1_000_000
 MAX_RANK = 65536  # of an adapter
 
 
-def load_adapters(model: nn.Module, plan: Plan, path: str | Path | None, group: Group, stream: bool) -> None:
-    """Puts the adapters of a folder on ``model``, which is cut. Every rank reads them whole: they are small.
+def read_adapters(path: str | Path | None, group: Group, stream: bool) -> tuple[dict[str, Any], dict[str, mx.array]]:
+    """The settings and the matrices in a folder of adapters. Every rank reads them whole: they are small.
 
     Args:
         path: with adapter_config.json and adapters.safetensors; with ``stream`` on rank 0 alone.
 
     Raises:
-        InvalidArgument: on every rank: files are missing, damaged or not the same on all, or for another model.
+        InvalidArgument: on every rank: files are missing, damaged or not the same on all.
     """
     files = [b"", b""]
     with agreed("load_sharded", group):
@@ -45,7 +45,20 @@ def load_adapters(model: nn.Module, plan: Plan, path: str | Path | None, group: 
         files = [broadcast_blob(file, group) for file in files]
     agree("load_sharded", group, None, {"adapters": [blake2b(file, digest_size=8).hexdigest() for file in files]})
     with agreed("load_sharded", group):
-        _put(model, plan, *_parsed(*files), group.rank())
+        read = _parsed(*files)
+    return read
+
+
+def put_adapters(
+    model: nn.Module, plan: Plan, config: Mapping[str, Any], weights: dict[str, mx.array], group: Group
+) -> None:
+    """Puts what :func:`read_adapters` gave on ``model``, which is cut and has its weights.
+
+    Raises:
+        InvalidArgument: on every rank: the adapters are for another model.
+    """
+    with agreed("load_sharded", group):
+        _put(model, plan, config, weights, group.rank())
         mx.eval(model.parameters())
 
 

@@ -23,7 +23,7 @@ from ..agreement import agree, agreed
 from ..measured_weights import Weights
 from ..plan import Plan, Shard, plan_shards, shard_model
 from ..verify import require_agreement
-from .adapters import load_adapters, whole_model
+from .adapters import put_adapters, read_adapters, whole_model
 from .same_weights import checksum, require_same_files, require_same_tensors
 from .streaming import TOKENIZER_FILES, checkpoint_of_rank_0, stream_part
 from .weight_sources import UNSIGNED, ComputedTensor, Source, bytes_of, open_model
@@ -123,6 +123,7 @@ def load_with_report(
         folder = model_folder(path) if group.rank() == 0 or not stream else None
     given = adapter_path is not None
     adapted = agree("load_sharded", group, None, {"adapter_path": stream or given}, [given])[0, 0]
+    adapters = read_adapters(adapter_path, group, stream) if adapted else None
     with checkpoint_of_rank_0(folder, group) if stream else _local_checkpoint(folder, group) as checkpoint:
         with agreed("load_sharded", group):
             model, sources, config = open_model(checkpoint)
@@ -134,8 +135,9 @@ def load_with_report(
         computed = [name for name, source in sources.items() if isinstance(source, ComputedTensor)]
         _warn_of_computed(computed, sources, group)
         (_stream_parts if stream else _read_parts)(model, plan, sources, group)
-        if adapted:
-            load_adapters(model, plan, adapter_path, group, stream)
+        if adapters is not None:
+            put_adapters(model, plan, *adapters, group)
+            adapters = None  # their memory
         with agreed("load_sharded", group):
             tokenizer = _tokenizer(checkpoint.folder, config, tokenizer_config)
             first = verify and group.rank() == 0
