@@ -19,6 +19,7 @@ LARGE = {
 }  # fmt: skip
 HEADS = {"num_attention_heads": 9, "num_key_value_heads": 9}
 NOT_CUT = ("mamba", "mamba2", "bitnet", "muse_spark")
+NOT_CUT_BY_3 = ("prism_hadamard_qwen35",)  # its MLPs never are, and three ranks would get 2, 1, 1 heads of 2 KV heads
 ONE = HEADS | {"num_key_value_heads": 1}
 
 
@@ -143,7 +144,7 @@ def test_every_model_file_is_cut_over_any_number_of_ranks(ranks):
     """Unevenly, where that does not divide heads or hidden layers, and with copies of KV heads; with weights, too."""
     for name in [name for name in tiny_models.model_files() if name not in tiny_models.NOT_IMPORTED]:
         plan = plan_shards(tiny_models.build(name), tp=ranks)
-        assert plan.cut or name in NOT_CUT, name
+        assert plan.cut or name in NOT_CUT or (ranks == 3 and name in NOT_CUT_BY_3), name
         assert all(min(shard.sizes) > 0 for shard in plan.cut), name
         plan_shards(tiny_models.build(name), tp=ranks, weights=[2, *[1] * (ranks - 1)])
 
