@@ -48,7 +48,7 @@ def _number(name: str, x: Any) -> mx.array:
     try:
         return mx.array(x)
     except (RuntimeError, ValueError, OverflowError):
-        raise errors.InvalidArgument(f"{name}: x is {x}, which has more than 64 bits") from None
+        raise errors.InvalidArgument(f"{name}: x does not fit int64") from None
 
 
 def mlx_group(name: str, group: Group, timeout: float | None, label: int = 0) -> mx.distributed.Group:
