@@ -256,7 +256,8 @@ class Group:
                 "finalize: a group made by split() ends by itself, when it is no longer used or with the world; "
                 "finalize the group of mlxdist.init()"
             )
-        at_exit.unregister()
+        if not self._world.closed:
+            at_exit.unregister()
         self._world.finalize()
 
     # For mlxdist's own modules.
@@ -402,7 +403,11 @@ def init(strict: bool = False, backend: str = "any", *, timeout: float | None = 
     checked_timeout("mlxdist.init", timeout)
     with _world_lock:
         # A group of one holds nothing that could not be made again.
-        if _world is None or _world._world.ended or _world._closed and _world.size() == 1:
+        if (
+            _world is None
+            or (_world._world.ended and not _world._world.forked)
+            or (_world._closed and _world.size() == 1)
+        ):
             _world = _create(strict)
         _world._require_open()
         if timeout is not None:

@@ -3,6 +3,7 @@
 The last world ends at exit. Prints "as expected" at the end.
 """
 
+import os
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -46,10 +47,19 @@ for number in range(WORLDS):
         if group.size() > 1:  # alone, a result is its input
             refused(part.barrier, lambda: mx.eval(pending))
     if number == WORLDS - 1:
+        if group.rank() == 0:
+            left[-1][0].finalize()  # it has been, and the last world still ends by itself
         break
     pending = mx.distributed.all_sum(mx.ones(3), group=group.mlx) + mlxdist.broadcast(mx.ones(3))
     left.append((group, group.split(0), pending))
     group.finalize()
     if group.size() > 1:
         refused(lambda: mlxdist.all_sum(np.ones(3)), mlxdist.get_rank)  # these do not make another world
+        if (child := os.fork()) == 0:
+            try:
+                mlxdist.init()
+            except mlxdist.InvalidArgument as error:
+                os._exit(0 if "forked" in str(error) else 1)
+            os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0, "a child is no rank of the next world"
 print("as expected")
