@@ -247,6 +247,31 @@ def test_the_first_failure_is_noted_for_the_launcher(tmp_path):
     at_once(*(lambda m=m: m.close() for m in members))
 
 
+def test_the_first_failure_of_the_next_world_is_noted_too(tmp_path):
+    note = tmp_path / "first_failure"
+    job = Job(2)
+    for first in range(2):
+        members = join(*(job.environment(rank, first_failure=str(note)) for rank in range(2)))
+        assert not note.exists()
+        members[first].announce(errors.Aborted("first"))
+        assert note.read_text() == str(first)
+        at_once(*(lambda m=m: m.close() for m in members))
+
+
+def test_a_rank_that_has_left_a_failed_world_waits_for_the_next():
+    job = Job(2)
+    members = join(job.environment(0), job.environment(1))
+    members[1].announce(errors.Aborted("failed"))
+    members[1].close()
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(Rendezvous, job.environment(1))
+        with pytest.raises(TimeoutError):
+            following.result(0.3)
+        members[0].close()
+        next_members = [Rendezvous(job.environment(0)), following.result(30)]
+    at_once(*(lambda m=m: m.close() for m in next_members))
+
+
 def test_a_consequence_is_not_noted_as_first_failure(tmp_path):
     note = tmp_path / "first_failure"
     job = Job(2)
@@ -355,6 +380,37 @@ else:
         assert watcher.wait(0.2) is None, "the child must not speak for its parent"
         process.kill()
         assert watcher.wait()[0] == 1
+        os.killpg(process.pid, signal.SIGKILL)
+    member.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.parametrize("finalized", [False, True])
+def test_a_forked_child_does_not_keep_the_port(finalized):
+    job = Job(2)
+    descriptor = job.listener.fileno()
+    body = f"""
+if {finalized}:
+    rendezvous.close()
+if os.fork() == 0:
+    print("forked", flush=True)
+time.sleep(30)
+"""
+    variables = job.variables(0) | {"MLXDIST_RENDEZVOUS_FD": str(descriptor)}
+    command = [sys.executable, "-c", RANK.format(body=body)]
+    with subprocess.Popen(
+        command, env=variables, pass_fds=[descriptor], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        job.listener.close()
+        member = Rendezvous(job.environment(1))
+        Watcher(member)
+        if finalized:
+            member.close()
+        assert [process.stdout.readline() for _ in range(2)] == ["ready\n", "forked\n"]
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(job.address, timeout=SOON)
         os.killpg(process.pid, signal.SIGKILL)
     member.close()
 

@@ -1,5 +1,6 @@
 """How the ranks reach each other: rank 0 listens, the others connect and prove themselves."""
 
+import contextlib
 import errno
 import hmac
 import itertools
@@ -89,10 +90,28 @@ def _inherit(environment: Environment, descriptor: int) -> socket.socket:
             "socket: a wrapper between `mlxdist launch` and this program has closed it, as subprocess.run does; "
             "launch the program directly, or let the wrapper exec it or pass the descriptor on"
         )
-    sock.set_inheritable(False)
-    listener = sock.dup()
-    sock.detach()
-    return listener
+    try:
+        sock.set_inheritable(False)
+        _inherited[descriptor] = os.fstat(descriptor).st_ino
+        return sock.dup()
+    finally:
+        sock.detach()
+
+
+# Of the launcher, with their inodes: the program may have closed one. A forked child closes them, or the port would
+# outlive rank 0.
+_inherited: dict[int, int] = {}
+
+
+def _close_in_child() -> None:
+    for descriptor, inode in _inherited.items():
+        with contextlib.suppress(OSError):
+            if os.fstat(descriptor).st_ino == inode:
+                os.close(descriptor)
+    _inherited.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def connect(environment: Environment) -> tuple[socket.socket, Framing, dict]:

@@ -211,10 +211,10 @@ class Hub:
             self._refuse(stranger, difference, f"{who} was refused: {difference}")
             rank = fields["rank"] if 0 <= fields["rank"] < self._environment.world_size else 0
             self._fail(rank, "RendezvousError", f"rendezvous: {who} was refused: {difference}")
-        elif self._failed:
-            self._refuse(stranger, "the group has already failed", f"{who} came after the failure")
         elif (taken := self._members.get(fields["rank"])) and taken.left:
             self._drop(stranger)  # it comes to the next world, and tries again until all have left this one
+        elif self._failed:
+            self._refuse(stranger, "the group has already failed", f"{who} came after the failure")
         elif taken:
             self._refuse(
                 stranger,

@@ -1,6 +1,7 @@
 """A rank's end of the side channel: exchanging blobs, watching the other ranks, leaving in order."""
 
 import atexit
+import contextlib
 import operator
 import os
 import socket
@@ -30,6 +31,9 @@ OnNews = Callable[[int, str], None]
 OnMessage = Callable[[int, str, bytes], None]
 
 _instances: "weakref.WeakSet[Rendezvous]" = weakref.WeakSet()
+
+# Files in which this process has noted who failed first in a world.
+_noted: set[str] = set()
 
 
 class Rendezvous:
@@ -222,6 +226,10 @@ class Rendezvous:
 
     def _open(self) -> None:
         environment = self._environment
+        if environment.first_failure in _noted:  # in the world before; before any rank can note one in this
+            _noted.remove(environment.first_failure)
+            with contextlib.suppress(OSError):
+                os.unlink(environment.first_failure)
         if environment.rank == 0:
             listener = listen(environment)
             self._loop = Loop(self._crash)
@@ -388,6 +396,7 @@ class Rendezvous:
                 file.write(str(rank))
         except OSError:
             return  # another rank was first, or the launcher is gone
+        _noted.add(self._environment.first_failure)
 
     def _send_message(self, payload: bytes) -> None:
         with self._changed:
