@@ -59,6 +59,13 @@ def test_sanitized(tmp_path, own_header, program):
     run_program(build_program(tmp_path / program, parts, [*SANITIZE_MEMORY, *own_header]), timeout=300)
 
 
+@pytest.mark.long
+def test_segments_of_macos(tmp_path, own_header):
+    """Here too: memory that has a name until it is mapped."""
+    parts = [*sources("objects"), *layer_sources("verbs", "soft", "softverbs", segment="posix")]
+    run_program(build_program(tmp_path / "objects", parts, own_header))
+
+
 @pytest.fixture(scope="session")
 def library_folder(tmp_path_factory) -> Path:
     """A folder in which libsoftverbs is what programs ask for."""

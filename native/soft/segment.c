@@ -66,7 +66,7 @@ void *segment_map_file(int fd) {
 }
 
 static uint32_t free_place(void) {
-  uint32_t place = 0;
+  uint32_t place = 1;
   for (const struct segment *segment = segments; segment;) {
     bool taken = segment->owned && segment->place == place;
     place += taken;
@@ -88,7 +88,6 @@ int segment_create(struct segment **result) {
 
   pthread_once(&once, watch_forks);
   pthread_mutex_lock(&lock);
-  segment->place = free_place();
   int error = getentropy(&segment->cookie, sizeof segment->cookie) ? errno : segment_map_new(segment);
   if (!error) enter(segment);
   pthread_mutex_unlock(&lock);
@@ -102,9 +101,8 @@ int segment_create(struct segment **result) {
   header->cookie = segment->cookie;
   header->bytes = SEGMENT_BYTES;
   header->base = (uint64_t)(uintptr_t)segment->layout;
-  header->place = segment->place;
   header->version = SEGMENT_VERSION;
-  header->magic = SEGMENT_MAGIC;
+  atomic_store_explicit(&header->magic, SEGMENT_MAGIC, memory_order_release);
   *result = segment;
   return 0;
 }
@@ -152,6 +150,27 @@ int segment_open(const union ibv_gid *gid, struct segment **result) {
   }
   pthread_mutex_unlock(&lock);
   return error;
+}
+
+int segment_enumerate(struct segment *segment) {
+  pthread_mutex_lock(&lock);
+  segment->place = free_place();
+  atomic_store_explicit(&segment->layout->header.place, segment->place, memory_order_release);
+  pthread_mutex_unlock(&lock);
+  return segment_number(segment) ? 0 : EMFILE;
+}
+
+/* Those that are mapped may have lost their name. */
+int segment_find(uint32_t number, union ibv_gid *gid) {
+  int error = segment_look_up(number, gid);
+  if (!error) return 0;
+  pthread_mutex_lock(&lock);
+  struct segment *segment = segments;
+  while (segment && (atomic_load(&segment->layout->header.closed) || segment_number(segment) != number))
+    segment = segment->next;
+  if (segment) *gid = segment->gid;
+  pthread_mutex_unlock(&lock);
+  return segment ? 0 : error;
 }
 
 int segment_memory(struct segment *segment) {

@@ -43,14 +43,14 @@
 #define CLAIM_CLOSED (UINT64_C(1) << 63)
 
 struct segment_header {
-  uint64_t magic;
+  _Atomic uint64_t magic; /* written behind what is known from the beginning */
   uint64_t cookie; /* random: a process id or a descriptor that was reused is not taken for the owner */
   uint64_t bytes;
   uint32_t version;
   uint32_t profile; /* enum soft_profiles: both sides play the same device */
   uint64_t base;    /* where the owner has mapped it */
   _Atomic uint32_t closed;
-  uint32_t place;   /* see struct segment */
+  _Atomic uint32_t place; /* see struct segment */
 };
 
 /* A memory region that peers may write to with RDMA_WRITE, at the place that its key names. The owner empties the place
@@ -135,8 +135,7 @@ struct segment {
   union ibv_gid gid;             /* how peers find it */
   uint64_t cookie;
   bool owned;
-  uint32_t place;  /* among those that its process owns: the lowest that was free */
-  uint32_t number; /* how segment_find finds it; 0: not at all */
+  uint32_t place; /* of those with a number that its process owns: the lowest that was free, from 1; else 0 */
   bool named; /* there is a name to remove */
   int fd;     /* what peers open, or -1 */
   int memory_fd; /* of a peer's: see segment_memory; or -1 */
@@ -154,8 +153,11 @@ int segment_create(struct segment **segment);
  * user; EINVAL: something else is there. */
 int segment_open(const union ibv_gid *gid, struct segment **segment);
 
-/* The GID of the segment of this user that has the number, of 28 bits: for addresses that are too short for a GID. ENOENT
- * or EACCES: there is none. */
+/* Gives this process's own segment a number of 28 bits, for addresses that are too short for a GID; EMFILE: there is none
+ * left. For programs that use libsoftverbs: a process that uses libmlxdist too has segments of both. */
+int segment_enumerate(struct segment *segment);
+
+/* The GID of the segment of this user that has the number. ENOENT or EACCES: there is none. */
 int segment_find(uint32_t number, union ibv_gid *gid);
 #define SEGMENT_NUMBERS (UINT32_C(1) << 28)
 
@@ -174,12 +176,17 @@ int segment_memory(struct segment *segment);
 
 /* What differs between systems: segment_memfd.c (Linux) and segment_posix.c (macOS). Both have mode 0600. */
 
-/* Makes SEGMENT_BYTES of zeroed shared memory. Sets layout, gid, number, fd and named; cookie and place are set
- * already. */
+/* Makes SEGMENT_BYTES of zeroed shared memory. Sets layout, gid, fd and named; cookie is set already. */
 int segment_map_new(struct segment *segment);
 
 /* Maps the segment at segment->gid. Sets layout and cookie; the caller checks the header. */
 int segment_map_peer(struct segment *segment);
+
+/* The number by the GID and the place in the header; 0: none. */
+uint32_t segment_number(const struct segment *segment);
+
+/* segment_find, for those that are not mapped. */
+int segment_look_up(uint32_t number, union ibv_gid *gid);
 
 /* Opens what segment_memory returns. */
 int segment_open_memory(const struct segment *segment);

@@ -16,7 +16,8 @@
 /* A sealed size can neither shrink nor grow: reading a mapped page never ends in SIGBUS, dead owner or not. */
 #define SEALS (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
 #define NAME "mlxdist"
-#define PLACES 64 /* a number is 22 bits of a process id, as many as Linux has, and 6 of a place */
+#define PLACE_BITS 6 /* of a number; the others are 22 bits of a process id, as many as Linux has */
+#define PLACES ((1u << PLACE_BITS) - 1)
 
 struct address {
   uint8_t prefix[2];
@@ -52,7 +53,6 @@ int segment_map_new(struct segment *segment) {
   struct address address = {.fd = (uint16_t)fd, .pid = getpid(), .cookie = segment->cookie};
   memcpy(address.prefix, segment_prefix, sizeof address.prefix);
   memcpy(&segment->gid, &address, sizeof address);
-  if (segment->place < PLACES) segment->number = (uint32_t)address.pid * PLACES + segment->place;
   segment->fd = fd;
   return 0;
 }
@@ -96,19 +96,28 @@ int segment_map_peer(struct segment *segment) {
   return error;
 }
 
+uint32_t segment_number(const struct segment *segment) {
+  struct address address;
+  memcpy(&address, &segment->gid, sizeof address);
+  uint32_t place = segment->owned ? segment->place : atomic_load(&segment->layout->header.place);
+  return place > 0 && place <= PLACES ? (uint32_t)address.pid << PLACE_BITS | place : 0;
+}
+
 /* Whether the process's segment in that place has the address, whose cookie is filled in. */
 static bool is_in_place(struct address *address, uint32_t place) {
   struct segment_header header;
   int fd;
   if (open_segment(address, &fd)) return false;
-  bool found = pread(fd, &header, sizeof header, 0) == sizeof header && header.place == place;
+  bool found = pread(fd, &header, sizeof header, 0) == sizeof header && header.magic == SEGMENT_MAGIC &&
+               header.place == place;
   if (found) address->cookie = header.cookie;
   close(fd);
   return found;
 }
 
-int segment_find(uint32_t number, union ibv_gid *gid) {
-  struct address address = {.pid = (int32_t)(number / PLACES)};
+int segment_look_up(uint32_t number, union ibv_gid *gid) {
+  struct address address = {.pid = (int32_t)(number >> PLACE_BITS)};
+  if (!(number & PLACES)) return ENOENT;
   memcpy(address.prefix, segment_prefix, sizeof address.prefix);
   char path[64];
   snprintf(path, sizeof path, "/proc/%d/fd", address.pid);
@@ -117,7 +126,7 @@ int segment_find(uint32_t number, union ibv_gid *gid) {
   bool found = false;
   for (struct dirent *entry; !found && (entry = readdir(files));) {
     address.fd = (uint16_t)atoi(entry->d_name);
-    found = is_in_place(&address, number % PLACES);
+    found = is_in_place(&address, number & PLACES);
   }
   closedir(files);
   if (found) memcpy(gid, &address, sizeof address);

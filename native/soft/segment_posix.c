@@ -70,7 +70,6 @@ int segment_map_new(struct segment *segment) {
     return error;
   }
   memcpy(&segment->gid, &address, sizeof address);
-  segment->number = number_of(address.nonce);
   segment->named = true;
   return 0;
 }
@@ -99,7 +98,13 @@ int segment_map_peer(struct segment *segment) {
   return error;
 }
 
-int segment_find(uint32_t number, union ibv_gid *gid) {
+uint32_t segment_number(const struct segment *segment) {
+  struct address address;
+  memcpy(&address, &segment->gid, sizeof address);
+  return number_of(address.nonce);
+}
+
+int segment_look_up(uint32_t number, union ibv_gid *gid) {
   struct address address;
   if (!names_find(number_of, number, &address.nonce)) return ENOENT;
   int fd;
@@ -109,10 +114,11 @@ int segment_find(uint32_t number, union ibv_gid *gid) {
   error = header == MAP_FAILED ? errno : 0;
   close(fd);
   if (error) return error;
+  bool complete = atomic_load_explicit(&header->magic, memory_order_acquire) == SEGMENT_MAGIC;
   address.cookie = header->cookie;
   munmap(header, SEGMENT_PAGE);
-  memcpy(gid, &address, sizeof address);
-  return 0;
+  if (complete) memcpy(gid, &address, sizeof address);
+  return complete ? 0 : ENOENT;
 }
 
 int segment_open_memory(const struct segment *segment) {

@@ -9,7 +9,7 @@
 #define FIRST UINT32_C(0xf0000000) /* 240.0.0.0 */
 
 void addresses_get_ipv4(struct ibv_context *context, union ibv_gid *gid) {
-  struct in_addr address = {htonl(FIRST + soft_context(context)->segment->number)};
+  struct in_addr address = {htonl(FIRST + segment_number(soft_context(context)->segment))};
   soft_address_to_gid(address, gid);
 }
 

@@ -105,7 +105,8 @@ static int prepare(struct ibv_context *context) {
     fprintf(stderr, "libsoftverbs: SOFTVERBS_FAULTS=%s is not a list of faults: see docs/softverbs.md\n", faults);
     return EINVAL;
   }
-  if (!soft_context(context)->segment->number) return EMFILE;
+  int error = segment_enumerate(soft_context(context)->segment);
+  if (error) return error;
   context->ops.poll_cq = poll_cq;
   context->ops.post_send = post_send;
   context->ops.post_recv = post_recv;
