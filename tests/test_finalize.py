@@ -25,6 +25,11 @@ def test_another_world_after_finalize(run_ranks, ranks):
     assert run_ranks("second_world.py", ranks) == ["as expected\n"] * ranks
 
 
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_another_world_after_a_failure(run_ranks, ranks):
+    assert run_ranks("after_failure.py", ranks) == ["as expected\n"] * ranks
+
+
 @pytest.mark.parametrize(
     "how, ranks, first, status",
     [

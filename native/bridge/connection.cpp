@@ -1,6 +1,7 @@
 #include "connection.h"
 
 #include <atomic>
+#include <thread>
 #include <utility>
 
 #include <dlfcn.h>
@@ -11,6 +12,7 @@
 #include "interpreter.h"
 #include "line.h"
 #include "mlx/backend/cpu/encoder.h"
+#include "mlx/scheduler.h"
 #include "stream_task.h"
 
 #ifdef __APPLE__
@@ -139,10 +141,15 @@ struct Connection::World {
   std::vector<std::weak_ptr<Connection>> split_off;
 };
 
+/* Which imports mlxdist. In the main thread MLX throws a stream's error whenever it enqueues a task, in others it does
+ * not. */
+static const auto main_thread = std::this_thread::get_id();
+
 /* Never destroyed: MLX's threads outlive the statics. */
 static auto& current_world = *new std::weak_ptr<Connection>;
 
 std::shared_ptr<Connection> Connection::connect(mlxdist_group* group) {
+  forget_errors();
   std::shared_ptr<Connection> result(new Connection(group, true, std::make_shared<World>()));
   current_world = result;
   return result;
@@ -166,7 +173,7 @@ std::shared_ptr<Connection> Connection::split(const std::shared_ptr<Connection>&
   InterpreterRuns others_run;
   mlxdist_group* part = nullptr;
   if (connection->size_ > 1) {
-    std::shared_lock lock(connection->closing_);
+    auto lock = connection->keep_open();
     int status = mlxdist_group_split(connection->usable(), color, key < 0 ? connection->rank_ : key, &part);
     if (status != MLXDIST_OK) throw Error(status, mlxdist_last_error());
   }
@@ -181,6 +188,9 @@ std::shared_ptr<Connection> Connection::split(const std::shared_ptr<Connection>&
 void Connection::enqueue(std::shared_ptr<Connection> connection, mx::Stream stream, Call call, Peers peers,
                          Operation operation) {
   connection->check();
+  /* Of an earlier task. Else dispatch() throws it, after this rank has met peers that then count on it; one that comes
+   * from now on is thrown there, and go_back() tells them. */
+  if (std::this_thread::get_id() == main_thread) mx::scheduler::check_error(stream);
   auto& encoder = mx::cpu::get_command_encoder(stream);
   auto ticket = std::make_shared<Ticket>(std::move(connection), stream); /* std::function wants tasks that copy */
   ticket->meet(call, peers);
@@ -215,7 +225,7 @@ constexpr double short_wait = 0.001;
 /* On the evaluating thread. What goes wrong here is the error of the operation, and raised where that is: MLX leaves
  * other arrays of the graph in disorder when an exception comes out of the middle of it. */
 void Connection::meet(Call call, Peers peers) {
-  std::shared_lock lock(closing_);
+  auto lock = keep_open();
   auto* group = usable();
   if (!mlxdist_arrive(group, peers.to, peers.from)) return;
   if (mlxdist_meet(group, peers.operation, short_wait)) return;
@@ -227,12 +237,13 @@ void Connection::meet(Call call, Peers peers) {
 }
 
 void Connection::go_back(Peers peers) {
-  std::shared_lock lock(closing_);
-  if (group_ != nullptr && getpid() == world_->process) mlxdist_go_back(group_, peers.to, peers.from);
+  if (is_forked()) return;
+  auto lock = keep_open();
+  if (group_ != nullptr) mlxdist_go_back(group_, peers.to, peers.from);
 }
 
 void Connection::check() {
-  std::shared_lock lock(closing_);
+  auto lock = keep_open();
   auto* group = usable();
   int status = mlxdist_group_error(group);
   if (status == MLXDIST_OK) return;
@@ -240,12 +251,26 @@ void Connection::check() {
   throw Error(status, mlxdist_last_error());
 }
 
-mlxdist_group* Connection::usable() const {
-  if (getpid() != world_->process) {
+bool Connection::is_forked() const { return getpid() != world_->process; }
+
+/* A forked child does not touch the lock: another thread of its parent may have held it. And no thread waits for it with
+ * the interpreter's lock: on macOS those that want it shared wait behind close(), which waits for operations, and these
+ * may wait for Python. */
+std::shared_lock<std::shared_mutex> Connection::keep_open() {
+  if (is_forked()) {
     throw Error(MLXDIST_INVALID_ARGUMENT,
                 "this process was forked from a rank, and a group does not survive a fork: use it in the process that "
                 "called mlxdist.init(), or start the child with subprocess or multiprocessing's spawn");
   }
+  std::shared_lock lock(closing_, std::try_to_lock);
+  if (!lock) {
+    InterpreterRuns others_run;
+    lock.lock();
+  }
+  return lock;
+}
+
+mlxdist_group* Connection::usable() const {
   if (group_ == nullptr) {
     throw Error(MLXDIST_INVALID_ARGUMENT,
                 "the group has been finalized: evaluate arrays that need it (mx.eval) before finalize()");
@@ -254,7 +279,7 @@ mlxdist_group* Connection::usable() const {
 }
 
 void Connection::run(Call call, const Operation& operation) {
-  std::shared_lock lock(closing_);
+  auto lock = keep_open();
   auto* group = usable();
   mlxdist_set_place(call.place);
   if (call.timeout >= 0) mlxdist_set_timeout(call.timeout);
@@ -272,8 +297,9 @@ void Connection::report(const Error& error) {
 }
 
 std::optional<Error> Connection::explain_gpu_timeout() {
-  std::shared_lock lock(closing_);
-  if (group_ == nullptr || getpid() != world_->process) return std::nullopt;
+  if (is_forked()) return std::nullopt;
+  auto lock = keep_open();
+  if (group_ == nullptr) return std::nullopt;
   int status = mlxdist_group_gpu_timeout(group_);
   if (status == MLXDIST_OK) return std::nullopt;
   world_->told_error = true;
@@ -319,11 +345,12 @@ bool Connection::drain(double seconds) {
 }
 
 void Connection::close() {
+  if (is_forked()) return;
   InterpreterRuns others_run;
   for (const auto& group : groups_to_end()) group->close();
   std::unique_lock lock(closing_);
   auto* group = std::exchange(group_, nullptr);
-  if (!is_world_ && group != nullptr && getpid() == world_->process) mlxdist_group_destroy(group);
+  if (!is_world_ && group != nullptr) mlxdist_group_destroy(group);
 }
 
 } // namespace mlxdist

@@ -49,7 +49,7 @@ struct Call {
  * of it with the interpreter's lock in MLX's thread, for which mx.clear_cache() waits while it holds that lock. */
 class Connection : public std::enable_shared_from_this<Connection> {
  public:
-  /* Of the world: `group` stays the caller's and may be null in a group of one. */
+  /* Of the world: `group` stays the caller's and may be null in a group of one. With the interpreter's lock. */
   static std::shared_ptr<Connection> connect(mlxdist_group* group);
   ~Connection();
   Connection(const Connection&) = delete;
@@ -102,7 +102,9 @@ class Connection : public std::enable_shared_from_this<Connection> {
   struct World; /* what the groups of a process share */
 
   Connection(mlxdist_group* group, bool is_world, std::shared_ptr<World> world);
-  mlxdist_group* usable() const;
+  bool is_forked() const;
+  std::shared_lock<std::shared_mutex> keep_open(); /* throws in a forked child */
+  mlxdist_group* usable() const; /* the lock is held */
   void meet(Call call, Peers peers);
   void go_back(Peers peers);
   void run(Call call, const Operation& operation);

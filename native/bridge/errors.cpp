@@ -85,6 +85,11 @@ void raise_soon(const Error& error) {
   Py_AddPendingCall(deliver, nullptr); /* if its queue is full, the error still is at the next evaluation */
 }
 
+void forget_errors() {
+  take_undelivered();
+  forget_failures();
+}
+
 void set_error_factory(void* factory) {
   make_error = static_cast<PyObject*>(factory);
   nb::register_exception_translator(translate, nullptr);

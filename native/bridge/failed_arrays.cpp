@@ -10,6 +10,7 @@
 #include <nanobind/nanobind.h>
 
 #include "mlx/primitives.h"
+#include "mlx/scheduler.h"
 #include "mlx/stream.h"
 
 namespace nb = nanobind;
@@ -21,6 +22,7 @@ namespace mx = mlx::core;
 /* Never destroyed: MLX's threads outlive the statics. */
 static auto& mutex = *new std::mutex;
 static auto& failure = *new std::optional<Error>;
+static bool has_failed; /* an operation of this world */
 static PyObject* get_objects; /* of gc; kept for ever */
 
 /* What takes the place of an array's past. */
@@ -39,6 +41,7 @@ void load_collector() { get_objects = nb::getattr(nb::module_::import_("gc"), "g
 
 void note_failure(const Error& error) {
   std::lock_guard lock(mutex);
+  has_failed = true;
   if (!failure) failure.emplace(error);
 }
 
@@ -74,6 +77,21 @@ void fail_arrays() {
   nb::object objects = nb::handle(get_objects)();
   for (nb::handle object : objects) {
     if (nb::isinstance<mx::array>(object)) fail(*nb::inst_ptr<mx::array>(object), failed, seen);
+  }
+}
+
+void forget_failures() {
+  fail_arrays();
+  {
+    std::lock_guard lock(mutex);
+    if (!std::exchange(has_failed, false)) return;
+  }
+  for (auto stream : mx::get_streams()) {
+    if (stream.device != mx::Device::cpu) continue;
+    try {
+      mx::scheduler::check_error(stream);
+    } catch (const std::exception&) { /* the arrays of before raise theirs */
+    }
   }
 }
 
