@@ -253,9 +253,9 @@ void Connection::check() {
 
 bool Connection::is_forked() const { return getpid() != world_->process; }
 
-/* A forked child does not touch the lock: another thread of its parent may have held it. And no thread waits for it with
- * the interpreter's lock: on macOS those that want it shared wait behind close(), which waits for operations, and these
- * may wait for Python. */
+/* A forked child does not touch the lock: another thread of its parent may have held it. And no thread waits for it
+ * with the interpreter's lock: on macOS those that want it shared wait behind close(), which waits for operations, and
+ * these may wait for Python. */
 std::shared_lock<std::shared_mutex> Connection::keep_open() {
   if (is_forked()) {
     throw Error(MLXDIST_INVALID_ARGUMENT,

@@ -24,7 +24,7 @@ struct Error : std::runtime_error {
 /* Raises the text of an Error in the main thread, unless it is raised by an evaluation before. Any thread. */
 void raise_soon(const Error& error);
 
-/* For another world, with the interpreter's lock: errors of the one before are not raised any more, but by its arrays. */
+/* For another world, with the interpreter's lock: only arrays of the one before raise its errors from now on. */
 void forget_errors();
 
 /* `make_error(status, text)` returns the exception to raise. `make_error` is a Python object, kept for ever. */

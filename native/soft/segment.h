@@ -153,8 +153,8 @@ int segment_create(struct segment **segment);
  * user; EINVAL: something else is there. */
 int segment_open(const union ibv_gid *gid, struct segment **segment);
 
-/* Gives this process's own segment a number of 28 bits, for addresses that are too short for a GID; EMFILE: there is none
- * left. For programs that use libsoftverbs: a process that uses libmlxdist too has segments of both. */
+/* Gives this process's own segment a number of 28 bits, for addresses that are too short for a GID; EMFILE: there is
+ * none left. For programs that use libsoftverbs: a process that uses libmlxdist too has segments of both. */
 int segment_enumerate(struct segment *segment);
 
 /* The GID of the segment of this user that has the number. ENOENT or EACCES: there is none. */
