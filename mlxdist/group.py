@@ -180,7 +180,7 @@ class Group:
     def register(self, buffer: Any) -> Registration:
         """Registers memory with the device, so that large messages leave from it without being copied into a slot.
 
-        Worth its time for buffers that are sent again and again: registering costs more than copying once.
+        Worth its time for buffers that are sent often: registering costs more than copying once.
 
         Args:
             buffer: a NumPy array, an ``mx.array`` or anything with the buffer protocol, in one piece. It is kept, and

@@ -1,4 +1,5 @@
-/* The names of POSIX segments. A name is 64 bits, of them 48 random: nobody can guess it, and only its owner may open it. */
+/* The names of POSIX segments. A name is 64 bits, of them 48 random: it cannot be guessed, and only
+ * its owner may open it. */
 #ifndef MLXDIST_SOFT_NAMES_H
 #define MLXDIST_SOFT_NAMES_H
 

@@ -19,7 +19,7 @@ __all__ = ["Submissions", "submissions", "traced"]
 
 @dataclass
 class Submissions:
-    """``submitted``: calls of `mx.eval` and `mx.async_eval`, by anybody. ``traces``: segments compiled anew."""
+    """``submitted``: calls of `mx.eval` and `mx.async_eval`, of all callers. ``traces``: segments compiled again."""
 
     submitted: int = 0
     traces: int = 0
@@ -38,7 +38,7 @@ def submissions() -> Iterator[Submissions]:
             y = block(x, cache=cache)
         assert count.submitted == 2
 
-    All threads are counted, and whoever calls through ``mlx.core``: mlx-lm does. What is evaluated without a call (a
+    All threads are counted, and all that calls through ``mlx.core``: mlx-lm does. What is evaluated without a call (a
     conversion to NumPy, ``item()``) is not. For tests and measurements: meanwhile the two functions of ``mlx.core`` are
     replaced by ones that count.
     """
