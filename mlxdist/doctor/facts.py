@@ -24,8 +24,8 @@ from ..environment import OF_JOB, Environment
 from ..errors import EnvironmentVariableError, ResourceError
 from ..host_identity import host_identity
 from ..launch.jobs import list_jobs, read_record
+from ..launch.keeper import PROTECTION_DOMAINS
 from ..launch.runtime_folder import runtime_folder, try_lock
-from ..launch.supervisor import PROTECTION_DOMAINS
 from ..own_python import own_code
 from ..verbs.facts import system_release
 from ..version import __version__

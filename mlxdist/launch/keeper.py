@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 
-__all__ = ["Keeper", "clean_up", "closing_line", "main"]
+__all__ = ["PROTECTION_DOMAINS", "Keeper", "clean_up", "closing_line", "main"]
 
 # A helper process that a rank leaves behind often ends by itself once the rank is gone.
 NATURAL_END = 0.5
@@ -27,6 +27,7 @@ AFTER_KILL = 2.0
 # On a Mac a process that is killed can cost objects of RDMA until the restart.
 AFTER_TERM = 15.0 if sys.platform == "darwin" else 2.0
 STEP = 0.02
+PROTECTION_DOMAINS = "AppleThunderboltRDMAProtectionDomain"  # macOS's class of kernel objects
 
 
 class Group:
@@ -234,7 +235,7 @@ def closing_line(running: int, killed: int) -> str:
         return text
     return (
         f"{text}, {killed} of them by SIGKILL, which may have cost protection domains of RDMA: "
-        "`ioclasscount AppleThunderboltRDMAProtectionDomain` counts them while no job runs"
+        f"`ioclasscount {PROTECTION_DOMAINS}` counts them while no job runs"
     )
 
 

@@ -17,12 +17,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import name_ranks
+from .keeper import PROTECTION_DOMAINS
 from .local import LocalJob, LocalRank
 from .output import Output
 from .wakeup import Wakeup
 from .writer import MAX_BACKLOG
 
-__all__ = ["PROTECTION_DOMAINS", "Ending", "Supervisor"]
+__all__ = ["Ending", "Supervisor"]
 
 # Once SIGKILL is sent, only a process in an uninterruptible system call is still there after this.
 AFTER_KILL = 5.0
@@ -31,7 +32,6 @@ _MAX_LAST_BACKLOG = 64 << 20
 # Ranks that run for so long after Ctrl-C: the user learns what comes next.
 HINT_SECONDS = 1.0
 TOO_LATE = 124  # as of timeout(1)
-PROTECTION_DOMAINS = "AppleThunderboltRDMAProtectionDomain"  # macOS's class of kernel objects
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,6 @@ from ..native import bridge
 from ..ops import all_gather, all_sum, sum_scatter
 
 __all__ = [
-    "copy_to_holders",
     "copy_to_tensor_parallel_region",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_parallel_region",
@@ -54,23 +53,6 @@ def copy_to_tensor_parallel_region(x: mx.array, group: Group | None = None) -> m
     if group.size() == 1:
         return x
     return with_gradients(lambda cotangents: [all_sum(cotangents[0], group=group)], [x])[0]
-
-
-def copy_to_holders(x: mx.array, pieces: Sequence[slice], length: int, axis: int, group: Group) -> mx.array:
-    """``x`` itself, which is the ``pieces`` of something along ``axis``, where that has ``length``. Backward: for each
-    element the sum of the cotangents of all ranks that hold it."""
-    before = (slice(None),) * axis
-
-    def backward(cotangents: Sequence[mx.array]) -> list[mx.array]:
-        whole, start = mx.zeros((*x.shape[:axis], length, *x.shape[axis + 1 :]), cotangents[0].dtype), 0
-        for piece in pieces:
-            stop = start + piece.stop - piece.start
-            whole[(*before, piece)] = cotangents[0][(*before, slice(start, stop))]
-            start = stop
-        whole = all_sum(whole, group=group)
-        return [mx.concatenate([whole[(*before, piece)] for piece in pieces], axis)]
-
-    return with_gradients(backward, [x])[0]
 
 
 def with_gradients(

@@ -21,12 +21,12 @@ from ..errors import InvalidArgument
 from ..group import Group
 from .agreement import agreed, described
 from .column_parallel import ColumnParallelLinear
-from .mappings import copy_to_holders, copy_to_tensor_parallel_region
+from .mappings import copy_to_tensor_parallel_region
 from .measured_weights import Weights, resolve
 from .outputs import with_outputs
 from .parallel_linear import ParallelLinear, check_linear, dims, quantization, quantization_unit
 from .row_parallel import RowParallelLinear
-from .shards import part, split_sizes
+from .shards import copy_to_holders, part, split_sizes
 
 __all__ = ["ParallelAttention", "split_heads"]
 

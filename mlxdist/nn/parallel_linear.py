@@ -14,7 +14,7 @@ from ..group import Group
 from .mappings import copy_to_tensor_parallel_region
 from .shards import Segments, join, part, take
 
-__all__ = ["CutLinear", "ParallelLinear", "check_linear", "dims", "quantization", "quantization_unit"]
+__all__ = ["CutLinear", "ParallelLinear", "check_linear", "dims", "quantization", "quantization_unit", "unpacked"]
 
 
 class CutLinear(nn.Module, ABC):
@@ -236,7 +236,13 @@ def check_linear(name: str, linear: nn.Module) -> None:
 def dims(linear: nn.Module) -> tuple[int, int]:
     """output_dims and input_dims of an ``nn.Linear`` or ``nn.QuantizedLinear``."""
     output_dims, columns = linear.weight.shape
-    return output_dims, columns * 32 // linear.bits if quantization(linear) else columns
+    return output_dims, unpacked(linear, columns)
+
+
+def unpacked(layer: nn.Module, columns: int) -> int:
+    """How many inputs ``columns`` of the weight are: quantized, they are packed into words of 32 bits."""
+    bits = getattr(layer, "bits", None)
+    return columns * 32 // bits if bits else columns
 
 
 def quantization(layer: nn.Module) -> dict[str, int | str]:

@@ -19,10 +19,22 @@ import mlx.core as mx
 from ..arguments import group_of
 from ..errors import InvalidArgument
 from ..group import Group
-from .mappings import gather_from_tensor_parallel_region
+from ..ops import all_sum
+from .mappings import gather_from_tensor_parallel_region, with_gradients
 from .measured_weights import Weights, resolve
 
-__all__ = ["Segments", "join", "part", "scatter", "segment_lengths", "slices", "split_sizes", "take"]
+__all__ = [
+    "Segments",
+    "copy_to_holders",
+    "cut_out",
+    "join",
+    "part",
+    "scatter",
+    "segment_lengths",
+    "slices",
+    "split_sizes",
+    "take",
+]
 
 Segments = int | Sequence[int]
 
@@ -123,7 +135,7 @@ def take(x: mx.array, axis: int, sizes: Sequence[int], rank: int, segments: Segm
             proportion to ``sizes``.
     """
     axis = _axis("take", x, axis, sum(sizes))
-    return mx.contiguous(_cut(x, axis, slices(sizes, rank, segments)))
+    return mx.contiguous(cut_out(x, axis, slices(sizes, rank, segments)))
 
 
 def join(
@@ -143,7 +155,7 @@ def join(
     if group.size() == 1:
         return x
     together = mx.custom_function(lambda x: _join(x, axis, sizes, places, group))
-    together.vjp(lambda primal, cotangent, output: _cut(cotangent, axis, places[group.rank()]))
+    together.vjp(lambda primal, cotangent, output: cut_out(cotangent, axis, places[group.rank()]))
     return together(x)
 
 
@@ -160,9 +172,33 @@ def scatter(x: mx.array, axis: int, sizes: Sequence[int], group: Group | None = 
     axis = _axis("scatter", x, axis, sum(sizes))
     if group.size() == 1:
         return x
-    cut = mx.custom_function(lambda x: _cut(x, axis, [part(sizes, group.rank())]))
+    cut = mx.custom_function(lambda x: cut_out(x, axis, [part(sizes, group.rank())]))
     cut.vjp(lambda primal, cotangent, output: join(cotangent, axis, sizes, group))
     return cut(x)
+
+
+def cut_out(x: mx.array, axis: int, places: Sequence[slice]) -> mx.array:
+    """The slices ``places`` of ``x`` along ``axis``, from 0, one after the other."""
+    before = (slice(None),) * axis
+    pieces = [x[(*before, place)] for place in places]
+    return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis)
+
+
+def copy_to_holders(x: mx.array, pieces: Sequence[slice], length: int, axis: int, group: Group) -> mx.array:
+    """``x`` itself, which is the ``pieces`` of something along ``axis``, where that has ``length``. Backward: for each
+    element the sum of the cotangents of all ranks that hold it."""
+    before = (slice(None),) * axis
+
+    def backward(cotangents: Sequence[mx.array]) -> list[mx.array]:
+        whole, start = mx.zeros((*x.shape[:axis], length, *x.shape[axis + 1 :]), cotangents[0].dtype), 0
+        for piece in pieces:
+            stop = start + piece.stop - piece.start
+            whole[(*before, piece)] = cotangents[0][(*before, slice(start, stop))]
+            start = stop
+        whole = all_sum(whole, group=group)
+        return [cut_out(whole, axis, pieces)]
+
+    return with_gradients(backward, [x])[0]
 
 
 def _join(x: mx.array, axis: int, sizes: Sequence[int], places: list[list[slice]], group: Group) -> mx.array:
@@ -182,13 +218,7 @@ def _join(x: mx.array, axis: int, sizes: Sequence[int], places: list[list[slice]
             length = place.stop - place.start
             found.append(slice(starts[rank], starts[rank] + length))
             starts[rank] += length
-    return _cut(gathered, axis, found)
-
-
-def _cut(x: mx.array, axis: int, places: Sequence[slice]) -> mx.array:
-    before = (slice(None),) * axis
-    pieces = [x[(*before, place)] for place in places]
-    return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis)
+    return cut_out(gathered, axis, found)
 
 
 def _axis(name: str, x: mx.array, axis: int, length: int) -> int:

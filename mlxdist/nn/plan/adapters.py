@@ -4,12 +4,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...errors import InvalidArgument
+from ..shards import cut_out
 from .parameters import Shard
 
-__all__ = ["adapter_part", "require_no_adapters"]
+__all__ = ["adapter_part", "require_no_adapters", "whole_matrix"]
 
-# Along which axis a matrix of an adapter is cut, by the number of axes of the layer's weight, which of these is cut, and
-# the matrix's name.
+# Along which axis a matrix of an adapter is cut, by the number of axes of the layer's weight, which of these is cut,
+# and the matrix's name.
 _AXES = {
     (2, 0, "lora_b"): 1,  # (r, outputs) of a weight (outputs, inputs)
     (2, 1, "lora_a"): 0,  # (inputs, r)
@@ -25,9 +26,15 @@ def adapter_part(weight: Shard, name: str, whole: mx.array, rank: int) -> mx.arr
     axis = _AXES.get((len(weight.shape), weight.axis, name))
     if axis is None or not weight.ranges:
         return whole
-    before = (slice(None),) * axis
-    pieces = [whole[(*before, piece)] for piece in weight.slices(rank, whole.shape[axis])]
-    return mx.contiguous(mx.concatenate(pieces, axis))
+    return mx.contiguous(cut_out(whole, axis, weight.slices(rank, whole.shape[axis])))
+
+
+def whole_matrix(weight: Shard | None) -> str | None:
+    """Of an adapter on a layer with this weight, the matrix that all ranks hold; None: both are cut, or neither is."""
+    if weight is None or not weight.ranges:
+        return None
+    names = [name for name in ("lora_a", "lora_b") if (len(weight.shape), weight.axis, name) not in _AXES]
+    return names[0] if len(names) == 1 else None
 
 
 def require_no_adapters(model: nn.Module) -> None:

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import gcd, lcm
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ...errors import InvalidArgument
+from ..parallel_linear import quantization_unit, unpacked
 from .parameters import Range, Shard, dtype_name
 from .patterns import KEYS, LINEARS, QUERIES, QUERY_NORMS, SWITCH_LINEARS
 
@@ -267,15 +267,13 @@ def _weight_of(layer: nn.Module) -> mx.array:
 
 
 def input_dims_of(layer: nn.Module) -> int:
-    weight = _weight_of(layer)
-    bits = getattr(layer, "bits", None)
-    return weight.shape[-1] * 32 // bits if bits else weight.shape[-1]
+    return unpacked(layer, _weight_of(layer).shape[-1])
 
 
 def group_size_of(layer: nn.Module) -> int:
     """What a cut of the inputs must be a multiple of: whole quantization groups, in whole words."""
     bits = getattr(layer, "bits", None)
-    return lcm(layer.group_size, 32 // gcd(32, bits)) if bits else 1
+    return quantization_unit(layer.group_size, bits) if bits else 1
 
 
 def consecutive(sizes: Sequence[int]) -> Ranges:

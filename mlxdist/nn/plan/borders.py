@@ -4,9 +4,9 @@ Inside of a cut block each rank holds its own activations, and of the gradients 
 goes through :func:`mlxdist.nn.copy_to_tensor_parallel_region`, its result is a sum over the ranks whose gradient is the
 cotangent itself, and parameters that are whole inside of it (norms of one head, routers, latent projections) have the
 sum of all ranks' gradients, as have KV heads that several ranks hold, and of a low-rank adapter on a cut layer the
-matrix that is whole. The column-parallel layers inside leave that to
-the border. The forward pass has no collective more, and the backward pass one for the input of a block and one for all
-its whole parameters together (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053).
+matrix that is whole. The column-parallel layers inside leave that to the border. The forward pass has no collective
+more, and the backward pass one for the input of a block and one for all its whole parameters together (Shoeybi et al.
+2019, "Megatron-LM", arXiv:1909.08053).
 """
 
 import inspect
@@ -26,7 +26,9 @@ from mlx.utils import tree_flatten, tree_map
 from ...group import Group
 from ...native import bridge
 from ...ops import all_sum
-from ..mappings import copy_to_holders, copy_to_tensor_parallel_region, with_gradients, without_gradient
+from ..mappings import copy_to_tensor_parallel_region, with_gradients, without_gradient
+from ..shards import copy_to_holders
+from .adapters import whole_matrix
 from .block_parts import own_arrays, source_of
 from .layers import COLUMNS, put_in
 from .parameters import Shard, overlap
@@ -49,8 +51,6 @@ _REFUSED = {
 }
 # Parts of blocks that add up their results themselves, which work with the sum.
 _BEHIND_THE_SUM = ("routed_expert_norm", "routed_expert_up_proj")
-# Which parameter of an adapter sees one rank's share where its layer is cut along this axis, and is held by all.
-_WHOLE_OF_ADAPTERS = {-2: "lora_a", -1: "lora_b"}
 # What a module has that is cut, or adds up over the ranks.
 _MARKS = {"_border", "_group", "group", "sharding_group"}
 
@@ -74,7 +74,7 @@ class _Place:
         whole: of the parameters in it that all ranks hold, by what a rank multiplies each where it uses it.
         shared: the parameters of which some ranks hold the same pieces.
         cut: the names of the parameters that are cut.
-        axis: along which its weight is cut, from the end: -2 for outputs, -1 for inputs; None: not a matrix, or whole.
+        of_adapters: the matrix of an adapter on it that sees one rank's share, and is held by all; None: there is none.
     """
 
     names: str
@@ -82,7 +82,7 @@ class _Place:
     whole: dict[str, float]
     shared: dict[str, Shard]
     cut: frozenset[str]
-    axis: int | None
+    of_adapters: str | None
 
     def module(self, block: nn.Module) -> nn.Module | None:
         """What is there now."""
@@ -104,7 +104,7 @@ class _Place:
             return None
         *adapters, layer = layers
         for adapter in adapters:
-            if {name for name, _ in own_arrays(adapter)} != {"lora_a", "lora_b"} or self.axis is None:
+            if {name for name, _ in own_arrays(adapter)} != {"lora_a", "lora_b"} or self.of_adapters is None:
                 return f"how {type(adapter).__name__}, put on the cut {self.names}, trains is not known"
         known = {*self.whole, *self.shared, *self.cut, "bias", "scales", "biases"}
         if layer is not self.found() and {name for name, _ in tree_flatten(layer.parameters())} - known:
@@ -169,10 +169,7 @@ class Border:
             if shard.ranges and shard.kind != "experts" and overlap(shard, self.group.size())
         }
         cut = frozenset(name for name, shard in held.items() if shard.ranges)
-        weight = held.get("weight")
-        matrix = weight is not None and weight.ranges and len(weight.shape) > 1
-        axis = weight.axis - len(weight.shape) if matrix else None
-        return _Place(where, ref(module), whole, shared, cut, axis if axis in (-1, -2) else None)
+        return _Place(where, ref(module), whole, shared, cut, whole_matrix(held.get("weight")))
 
     def cut(self, block: nn.Module) -> Iterator[mx.array]:
         """The parameters of ``block`` of which this rank has a part."""
@@ -180,8 +177,7 @@ class Border:
             if not place.cut:
                 continue
             *adapters, layer = place.layers(block) or [{}]
-            whole = _WHOLE_OF_ADAPTERS.get(place.axis)
-            yield from (array for one in adapters for name, array in own_arrays(one) if name != whole)
+            yield from (array for one in adapters for name, array in own_arrays(one) if name != place.of_adapters)
             yield from (array for name, array in own_arrays(layer) if name not in place.whole)
 
     def call(self, block: nn.Module, forward: Callable[..., Any], arguments: tuple, keywords: dict) -> Any:
@@ -247,8 +243,7 @@ class Border:
         for place in self.places:
             layers = place.layers(block)
             if place.cut:
-                name = _WHOLE_OF_ADAPTERS.get(place.axis)
-                yield from ((adapter, name, 1.0) for adapter in layers[:-1])
+                yield from ((adapter, place.of_adapters, 1.0) for adapter in layers[:-1])
             elif layers and layers[0] is not place.found():
                 yield from (
                     (module, name, 1.0)

@@ -18,8 +18,9 @@ from mlx.nn.layers.distributed import (
 
 from ...errors import InvalidArgument
 from ...native import bridge
-from ..mappings import copy_to_holders, copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
-from ..parallel_linear import CutLinear, quantization
+from ..mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
+from ..parallel_linear import CutLinear, quantization, unpacked
+from ..shards import copy_to_holders, cut_out
 from .adapters import adapter_part
 from .parameters import Shard, overlap
 from .patterns import LINEARS, SWITCH_LINEARS
@@ -50,8 +51,7 @@ class _Inner(CutLinear):
 
     @property
     def input_dims(self) -> int:
-        columns = self._shard.shape[1]
-        return columns * 32 // self.bits if quantization(self) else columns
+        return unpacked(self, self._shard.shape[1])
 
     def with_weight(self, weight: mx.array, quantized: dict | None = None) -> "_Inner":
         if quantized is None and "scales" in self:
@@ -93,7 +93,7 @@ class _Inner(CutLinear):
         return self._join(lora_a.T).T, lora_b
 
     def part_of_inputs(self, x: mx.array) -> mx.array:
-        return mx.concatenate([x[..., piece] for piece in self._pieces(self._inside.group.rank())], axis=-1)
+        return cut_out(x, x.ndim - 1, self._pieces(self._inside.group.rank()))
 
     @property
     def _entered(self) -> bool:
@@ -157,7 +157,7 @@ def _to_lora(self: nn.Module, r: int = 8, dropout: float = 0.0, scale: float = 2
     from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
     *experts, output_dims, columns = self._shard.shape
-    input_dims = columns * 32 // self.bits if quantization(self) else columns
+    input_dims = unpacked(self, columns)
     kind = LoRASwitchLinear if experts else LoRALinear
     adapter = kind(input_dims, output_dims, *experts, r=r, dropout=dropout, scale=scale)
     adapter.linear = self

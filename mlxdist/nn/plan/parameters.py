@@ -8,6 +8,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..shards import cut_out
+
 __all__ = ["KINDS", "Range", "Shard", "dtype_name", "overlap", "parameters"]
 
 KINDS = ("column", "row", "vocab", "experts", "whole")
@@ -79,11 +81,7 @@ class Shard:
 
     def take(self, x: mx.array, rank: int) -> mx.array:
         """A rank's part of ``x``, the whole parameter; lazy."""
-        if self.ranges:
-            before = (slice(None),) * self.axis
-            parts = [x[(*before, part)] for part in self.slices(rank)]
-            x = mx.contiguous(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=self.axis))
-        return x
+        return mx.contiguous(cut_out(x, self.axis, self.slices(rank))) if self.ranges else x
 
 
 def overlap(shard: Shard, ranks: int) -> bool:
