@@ -39,11 +39,25 @@ def compile_program(source: str, folder: Path) -> Path:
     """
     library = Path(_native.__file__).parent
     program = folder / Path(source).stem
-    command = [*shlex.split(os.environ.get("CC", "cc")), "-std=c11", "-D_GNU_SOURCE", "-O3", "-Wall", "-Wextra"]
-    command += ["-Werror", f"-I{NATIVE / 'include'}", f"-I{NATIVE / 'tests'}", str(HERE / source)]
-    command += ["-o", str(program), f"-L{library}", "-lmlxdist", f"-Wl,-rpath,{library}"]
-    _call(command)
+    command = [f"-I{NATIVE / 'include'}", f"-I{NATIVE / 'tests'}", str(HERE / source)]
+    _compile([*command, "-o", str(program), f"-L{library}", "-lmlxdist", f"-Wl,-rpath,{library}"])
     return program
+
+
+def compile_plugin(source: Path, folder: Path) -> Path:
+    """Compiles a C file to a plugin in ``folder``, and returns that.
+
+    Raises:
+        click.ClickException: there is no C compiler, or it failed.
+    """
+    plugin = folder / f"{source.stem}.so"
+    _compile(["-shared", "-fPIC", str(source), "-o", str(plugin)])
+    return plugin
+
+
+def _compile(arguments: list[str]) -> None:
+    command = [*shlex.split(os.environ.get("CC", "cc")), "-std=c11", "-D_GNU_SOURCE", "-O3", "-Wall", "-Wextra"]
+    _call([*command, "-Werror", *arguments])
 
 
 def _call(command: list[str]) -> str:

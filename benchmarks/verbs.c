@@ -68,8 +68,17 @@ static double bandwidth(mlxdist_group *group, int rank, void *data, const mlxdis
   return (double)bytes * count / (now_us() - begin) * 1e6 / (1 << 20);
 }
 
+/* To the processor that receives the packets to this rank's device, as perftest is (verbs.py). */
+static void pin(int rank) {
+  cpu_set_t processors;
+  CPU_ZERO(&processors);
+  CPU_SET(rank, &processors);
+  REQUIRE(sched_setaffinity(0, sizeof processors, &processors) == 0);
+}
+
 static void run(struct world *world, int rank, int size) {
   int barriers = 0;
+  pin(rank);
   mlxdist_link links[2][MLXDIST_LINKS] = {0};
   links[1 - rank][0] = own[rank];
   mlxdist_options options;

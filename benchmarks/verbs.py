@@ -4,7 +4,11 @@
 
 Both run in the same virtual machine (docs/soft-roce.md), one after the other, in each round in another order, because
 what one emulated processor does to another differs by a factor from one moment to the next: what counts is the ratio
-of the medians. ib_send_bw waits for ever for a message that UC has lost; such a run is counted, and has no result.
+of the medians. Each end runs on the processor that receives its packets: where the scheduler puts the two ends is
+another factor of 1.7. ib_send_bw waits for ever for a message that UC has lost; such a run is counted, and has no
+result.
+
+In a second machine the work that a message takes is counted (verbs_instructions.py): that does not depend on the time.
 """
 
 from __future__ import annotations
@@ -13,12 +17,15 @@ import json
 import random
 import statistics
 import sys
+import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import click
 from engine import compile_program
 from rich.table import Table
+from verbs_instructions import Counter, Work
 
 import mlxdist
 from mlxdist.bench.job import print_load, results_console
@@ -34,6 +41,7 @@ BANDWIDTH_SIZES = [64 * KIB, 256 * KIB, MIB, 4 * MIB]
 LATENCY_TARGET = 1.3  # of perftest's or less
 BANDWIDTH_TARGET = 0.9  # of perftest's or more
 PING_PONGS = 300
+COUNTED_PING_PONGS = 1000
 RUN_BYTES, RUN_MESSAGES = 24 * MIB, 12  # one way in a run for bandwidth: so many bytes, but not fewer messages
 SECONDS = 60
 
@@ -41,9 +49,9 @@ SECONDS = 60
 # bandwidth it is the receiver.
 PERFTEST = """
 options="--connection=UC --gid-index=1 --CPU-freq --size={bytes} --iters={count}"
-timeout {seconds} {program} $options --ib-dev=rxe0 > /tmp/perftest &
+taskset --cpu-list 0 timeout {seconds} {program} $options --ib-dev=rxe0 > /tmp/perftest &
 until grep -q ':4853 .* 0A' /proc/net/tcp; do sleep 0.05; done
-timeout {seconds} {program} $options --ib-dev=rxe1 10.0.0.1 > /dev/null
+taskset --cpu-list 1 timeout {seconds} {program} $options --ib-dev=rxe1 10.0.0.1 > /dev/null
 wait && cat /tmp/perftest
 """
 
@@ -58,6 +66,8 @@ class Case:
     perftest: list[float] = field(default_factory=list)
     hung: int = 0  # runs of perftest that have lost a message
     retransmissions: int = 0
+    our_work: Work | None = None
+    work_of_perftest: Work | None = None
 
     def ratio(self) -> float | None:
         return statistics.median(self.ours) / statistics.median(self.perftest) if self.perftest else None
@@ -77,28 +87,40 @@ def _count(case: Case) -> int:
     return PING_PONGS if case.what == "latency" else max(RUN_MESSAGES, RUN_BYTES // case.bytes)
 
 
-def _run_ours(machine: Machine, case: Case) -> None:
-    arguments = f"{case.what} {case.bytes} {_count(case)} ibverbs rxe0 1 rxe1 1"
+def _call_ours(machine: Machine, case: Case, count: int) -> dict[str, Any]:
+    arguments = f"{case.what} {case.bytes} {count} ibverbs rxe0 1 rxe1 1"
     run = machine.run(f"/exchange/verbs {arguments}", SECONDS)
     if run.status:
         raise click.ClickException(f"verbs {arguments} ended with status {run.status}:\n{run.output}")
-    result = json.loads(run.output)
+    return json.loads(run.output)
+
+
+def _run_ours(machine: Machine, case: Case) -> None:
+    result = _call_ours(machine, case, _count(case))
     case.ours.append(result["result"])
     case.retransmissions += result["retransmissions"]
 
 
-def _run_perftest(machine: Machine, case: Case) -> None:
+def _call_perftest(machine: Machine, case: Case, count: int) -> float | None:
+    """None: it has lost a message."""
     program = "ib_send_lat" if case.what == "latency" else "ib_send_bw"
-    command = PERFTEST.format(program=program, bytes=case.bytes, count=_count(case), seconds=SECONDS // 3)
+    command = PERFTEST.format(program=program, bytes=case.bytes, count=count, seconds=SECONDS // 3)
     run = machine.run(command, SECONDS)
     if run.status == 124:
-        case.hung += 1
-        return
+        return None
     # The last line of numbers has the size, the messages, and then: shortest, longest, typical; or: peak, average.
     lines = [line.split() for line in run.output.splitlines() if line.split()[:1] == [str(case.bytes)]]
     if run.status or not lines:
         raise click.ClickException(f"{program} ended with status {run.status}:\n{run.output}")
-    case.perftest.append(float(lines[-1][4 if case.what == "latency" else 3]))
+    return float(lines[-1][4 if case.what == "latency" else 3])
+
+
+def _run_perftest(machine: Machine, case: Case) -> None:
+    result = _call_perftest(machine, case, _count(case))
+    if result is None:
+        case.hung += 1
+    else:
+        case.perftest.append(result)
 
 
 def measure(machine: Machine, rounds: int, latency_sizes: list[int], bandwidth_sizes: list[int]) -> list[Case]:
@@ -116,6 +138,54 @@ def measure(machine: Machine, rounds: int, latency_sizes: list[int], bandwidth_s
         for case, run in turns:
             run(machine, case)
     return cases
+
+
+def count_work(cases: list[Case]) -> None:
+    """Fills in the work of each case, in a machine of its own, which is slowed down by counting.
+
+    Raises:
+        click.ClickException: a program could not be compiled, has failed, or has lost a message.
+    """
+    with tempfile.TemporaryDirectory(prefix="mlxdist-verbs-") as folder:
+        counter = Counter(Path(folder))
+        with Machine(plugin=counter.option) as machine:
+            compile_program("verbs.c", machine.exchange)
+            counter.start(machine)
+            for case in cases:
+                _count_work(counter, machine, case)
+
+
+def _count_work(counter: Counter, machine: Machine, case: Case) -> None:
+    def perftest(count: int) -> None:
+        if _call_perftest(machine, case, count) is None:
+            raise click.ClickException(f"perftest has lost a message of {case.bytes} bytes while it was counted")
+
+    # There and back; verbs.c warms up with a tenth more.
+    count = COUNTED_PING_PONGS if case.what == "latency" else _count(case)
+    ours, theirs = (2 * (count + count // 10), 2 * count) if case.what == "latency" else (count, count)
+    case.our_work = counter.work(lambda count: _call_ours(machine, case, count), count, ours)
+    case.work_of_perftest = counter.work(perftest, count, theirs)
+
+
+def work_table(cases: list[Case]) -> Table:
+    result = Table(title="what one message takes, both sides together, without polling: ours / perftest")
+    columns = ("", "bytes", "kernel's instructions", "program's instructions", "ratio", "work requests", "packets")
+    for column in columns:
+        result.add_column(column, justify="left" if not column else "right")
+    for case in cases:
+        ours, theirs = case.our_work, case.work_of_perftest
+        if not ours or not theirs:
+            continue
+        result.add_row(
+            case.what,
+            format_size(case.bytes),
+            f"{ours.kernel:.0f} / {theirs.kernel:.0f}",
+            f"{ours.program:.0f} / {theirs.program:.0f}",
+            f"{(ours.kernel + ours.program) / (theirs.kernel + theirs.program):.2f}",
+            f"{ours.work_requests:.2f} / {theirs.work_requests:.2f}",
+            f"{ours.packets:.2f} / {theirs.packets:.2f}",
+        )
+    return result
 
 
 def spread(samples: list[float]) -> str:
@@ -154,6 +224,7 @@ def main(rounds: int, json_file: Path | None) -> None:
     try:
         with Machine() as machine:
             cases = measure(machine, rounds, LATENCY_SIZES, BANDWIDTH_SIZES)
+        count_work(cases)
     except (MachineError, Unavailable) as error:
         raise click.ClickException(str(error)) from None
     results = {
@@ -163,6 +234,7 @@ def main(rounds: int, json_file: Path | None) -> None:
         "cases": [asdict(case) | {"ratio": case.ratio(), "met": case.met()} for case in cases],
     }
     results_console().print(table(cases))
+    results_console().print(work_table(cases))
     print_load(results, results_console())
     if json_file:
         json_file.write_text(json.dumps(results, indent=1))

@@ -182,3 +182,21 @@ def test_perftest_side_by_side(machine):
     results_console().print(verbs.table(cases))
     assert all(case.ours and min(case.ours) > 0 for case in cases)
     assert all(case.hung or min(case.perftest) > 0 for case in cases)
+
+
+def test_work_of_a_message():
+    """Counted, so that it does not depend on what else this machine does: of a small message, and of one that is a
+    packet of perftest's and two of ours, since our header comes on top."""
+    small, large = cases = [verbs.Case("latency", 8), verbs.Case("latency", PACKET_BYTES)]
+    try:
+        verbs.count_work(cases)
+    except Unavailable as missing:
+        pytest.skip(str(missing))
+    results_console().print(verbs.work_table(cases))
+    for case in cases:
+        ours, perftest = case.our_work, case.work_of_perftest
+        assert (round(ours.work_requests, 1), round(perftest.work_requests, 1)) == (1, 1)
+        # About 1.15 and 1.3 of perftest's; the rest is for what the kernel's scheduler does on a busy machine.
+        assert ours.kernel + ours.program <= 1.5 * (perftest.kernel + perftest.program)
+    assert (round(small.our_work.packets, 1), round(small.work_of_perftest.packets, 1)) == (1, 1)
+    assert (round(large.our_work.packets, 1), round(large.work_of_perftest.packets, 1)) == (2, 1)

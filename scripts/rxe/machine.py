@@ -23,7 +23,7 @@ from types import TracebackType
 
 from packages import HERE, Unavailable, boot_files
 
-__all__ = ["Machine", "MachineError", "Result", "Unavailable", "accelerator"]
+__all__ = ["HERE", "Machine", "MachineError", "Result", "Unavailable", "accelerator"]
 
 PROCESSORS = 2  # two ranks that poll on one processor take turns of a few milliseconds
 MEMORY_MIB = 3072
@@ -57,7 +57,15 @@ def accelerator() -> str:
 
 
 class Machine:
-    """Boots when entered, is gone when left, also where this process is killed."""
+    """Boots when entered, is gone when left, also where this process is killed.
+
+    Args:
+        plugin: qemu's option of that name. The processor is then emulated, and programs have the same addresses in
+            each run.
+    """
+
+    def __init__(self, plugin: str = "") -> None:
+        self._plugin = plugin
 
     def __enter__(self) -> Machine:
         kernel, initial = boot_files()
@@ -124,14 +132,18 @@ class Machine:
 
     def _boot(self, kernel: Path, initial: Path) -> None:
         control = self.exchange / "control"
-        accel = accelerator()
+        accel = "tcg" if self._plugin else accelerator()
         # qemu dies with this process, whatever ends it.
         command = ["setpriv", "--pdeathsig", "KILL", "qemu-system-x86_64"]
         command += ["-nodefaults", "-no-user-config", "-display", "none", "-nic", "none", "-no-reboot"]
         command += ["-machine", "pc,hpet=off", "-smp", str(PROCESSORS), "-m", str(MEMORY_MIB)]
         command += ["-accel", "kvm", "-cpu", "host"] if accel == "kvm" else []
-        command += ["-accel", "tcg,thread=multi,tb-size=512", "-cpu", "max,la57=off"] if accel == "tcg" else []
-        command += ["-kernel", str(kernel), "-initrd", str(initial), "-append", _KERNEL_ARGUMENTS]
+        if accel == "tcg":
+            # Without erms the guest copies by vectors and words: rep movsb is emulated byte by byte.
+            command += ["-accel", "tcg,thread=multi,tb-size=512", "-cpu", "max,la57=off,erms=off,fsrm=off"]
+        command += ["-plugin", self._plugin] if self._plugin else []
+        arguments = f"{_KERNEL_ARGUMENTS} norandmaps" if self._plugin else _KERNEL_ARGUMENTS
+        command += ["-kernel", str(kernel), "-initrd", str(initial), "-append", arguments]
         command += ["-serial", f"file:{self.exchange / 'console'}"]
         command += ["-chardev", f"socket,id=control,path={control},server=on,wait=off", "-device", "virtio-serial-pci"]
         command += ["-device", "virtserialport,chardev=control,name=control"]
