@@ -18,10 +18,11 @@ import mlx.core as mx
 
 import mlxdist
 from mlxdist.bench.job import serve
+from mlxdist.bench.limits_rank import limit_works, take_limits
 from mlxdist.bench.mlx_groups import mlx_groups
 from mlxdist.bench.operations import CASES, Inputs, storage, total_wrong
 from mlxdist.bench.through import Eager, Lazy
-from mlxdist.bench.timing import Work, copy_work, interleave, quantiles, slowest
+from mlxdist.bench.timing import Work, interleave, quantiles, slowest
 
 OURS = "mlxdist"
 
@@ -115,14 +116,13 @@ def _case(
     works = {name: Work(through.call, through.operations) for name, through in throughs.items()}
     if gloo and operation == "all_sum":
         works["gloo"] = gloo.work(dtype, data.elements, case["chain"])
-    works["memcpy"] = copy_work(size)
-    taken = interleave(works, rounds, world)
+    taken = interleave(works | limit_works(size, world), rounds, world)
     wrong = {name: total_wrong(through.count_wrong(), world) for name, through in throughs.items()}
     if "gloo" in works:
         wrong["gloo"] = total_wrong(gloo.wrong, world)
     # Blocks, not single calls: a peer that is done with a call here may still be at it on the other rank.
     spread = {name: quantiles(slowest(blocks.mean(axis=1), world)) for name, blocks in taken.items()}
-    return case | {"memcpy": spread.pop("memcpy"), "microseconds": spread, "wrong": wrong}
+    return case | take_limits(spread) | {"microseconds": spread, "wrong": wrong}
 
 
 def _on(function: Callable[..., mx.array], group: mx.distributed.Group) -> Callable[[mx.array], mx.array]:

@@ -13,6 +13,7 @@ from ..hostfile.options import Chosen, host_options
 from ..output_file import OUTPUT_FILE
 from .bandwidth import OPERATIONS
 from .job import RANKS_OPTION, number_of_ranks, print_load, results_console, run, write_results
+from .limits import LIMIT_COLUMNS, explain_limits, limit_cells, times_limits
 from .sizes import Size, check_range, check_sizes, format_size, size_range
 
 DTYPES = (
@@ -73,8 +74,8 @@ def collectives(
     """Time the operations between ranks of this machine, or of several hosts, and check their results.
 
     Operations: all_sum, all_gather, sum_scatter, broadcast, all_to_all, send_recv (a message to and fro, time of one
-    way). algbw and busbw are those of nccl-tests. Blocks of the operation alternate with a plain copy of as many bytes
-    by all ranks at once. Sizes from --min to --max are rounded down to what has a part for each rank; those of --sizes
+    way). algbw and busbw are those of nccl-tests. Blocks of the operation alternate with the machine's own limits for
+    as many bytes: from one core to another, and a plain copy by all ranks at once. Sizes from --min to --max are rounded down to what has a part for each rank; those of --sizes
     are measured as they are, or rejected.
 
     The exit status is 1 if an element was wrong, a time is shorter than the memory allows, or the file is not written.
@@ -105,7 +106,7 @@ def withhold(case: dict[str, Any]) -> dict[str, Any]:
     """The case without its numbers, if they cannot be: nobody shall find them in a file."""
     if not case["refused"]:
         return case
-    return case | {"microseconds": None, "algbw": None, "busbw": None, "times_memcpy": None}
+    return case | {"microseconds": None, "algbw": None, "busbw": None} | times_limits(None, case)
 
 
 def _print(results: dict[str, Any]) -> None:
@@ -114,21 +115,22 @@ def _print(results: dict[str, Any]) -> None:
     table = Table(title=f"{where}; times in microseconds, bandwidths in GB/s")
     for column in ("operation", "dtype"):
         table.add_column(column)
-    for column in ("size", "algorithm", "median", "p99", "algbw", "busbw", "#wrong", "times memcpy"):
+    for column in ("size", "algorithm", "median", "p99", "algbw", "busbw", "#wrong", *LIMIT_COLUMNS):
         table.add_column(column, justify="right")
     for case in results["cases"]:
         row = [case["operation"], case["dtype"], format_size(case["bytes"]), case["algorithm"]]
         if case["refused"]:
-            row += ["refused", "", "", "", str(case["wrong"]), ""]
+            row += ["refused", "", "", "", str(case["wrong"])]
         else:
             times = case["microseconds"]
             row += [f"{times['median']:.1f}", f"{times['p99']:.1f}", f"{case['algbw']:.2f}", f"{case['busbw']:.2f}"]
-            row += [str(case["wrong"]), f"{case['times_memcpy']:.2f}"]
+            row += [str(case["wrong"]), *limit_cells(times["median"], case)]
         table.add_row(*row)
     console.print(table)
     if any(case["chain"] > 1 for case in results["cases"]):
         console.print("Up to 64 KiB, 50 operations are evaluated as one graph; times are those of one operation.")
-    console.print("times memcpy: compared with a copy of the same size by all ranks at once, in the same run.")
+    for line in explain_limits(results["cases"]):
+        console.print(line)
     for case in results["cases"]:
         if case["refused"]:
             console.print(f"Refused: {case['refused']}.")

@@ -9,10 +9,12 @@ import mlxdist
 
 from .bandwidth import algorithm_bandwidth, bus_bandwidth, impossible
 from .job import serve
+from .limits import times_limits
+from .limits_rank import limit_works, take_limits
 from .operations import CASES, Inputs, storage, total_wrong
 from .sizes import unit_of
 from .through import Eager, Lazy
-from .timing import Work, copy_work, interleave, quantiles, slowest
+from .timing import Work, interleave, quantiles, slowest
 
 LEVELS = {"mlx": Lazy, "engine": Eager}
 
@@ -30,23 +32,23 @@ def _case(world: mlxdist.Group, operation: str, dtype: str, size: int, level: st
     size = size // unit * unit
     elements = size // storage(dtype).itemsize
     through = LEVELS[level](case, Inputs(dtype, elements, world.size()), world)
-    works = {"operation": Work(through.call, through.operations), "memcpy": copy_work(size)}
-    taken = interleave(works, rounds, world)
-    times, memcpy = (quantiles(slowest(taken[name], world)) for name in works)
-    median = times["median"]
+    works = {"operation": Work(through.call, through.operations)} | limit_works(size, world)
+    times = {name: quantiles(slowest(taken, world)) for name, taken in interleave(works, rounds, world).items()}
+    limits = take_limits(times)
+    median = times["operation"]["median"]
     return {
         "operation": operation,
         "dtype": dtype,
         "bytes": size,
         "chain": through.chain,
         "algorithm": world.algorithm(operation, through.input_bytes) if case.choice else "direct",
-        "microseconds": times,
-        "memcpy": memcpy,
+        "microseconds": times["operation"],
+        **limits,
         "algbw": algorithm_bandwidth(size, median),
         "busbw": bus_bandwidth(operation, world.size(), size, median),
-        "times_memcpy": median / memcpy["median"],
+        **times_limits(median, limits),
         "wrong": total_wrong(through.count_wrong(), world),
-        "refused": impossible(operation, world.size(), size, median, memcpy["min"]),
+        "refused": impossible(operation, world.size(), size, median, limits["memcpy"]["min"]),
     }
 
 

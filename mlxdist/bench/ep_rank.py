@@ -18,8 +18,9 @@ from mlxdist.nn.experts.switch import ExpertParallelSwitchGLU
 
 from .ep import AUTO, COMPILED, INSIDE, ONE_PROCESS, RING, SHAPES, Shape
 from .job import serve
+from .limits_rank import copy_work
 from .mlx_groups import mlx_group
-from .timing import Work, copy_work, interleave, quantiles, slowest
+from .timing import Work, interleave, quantiles, slowest
 
 # A result may differ from the reference by rounding alone: float32, sums of a few hundred terms in another order.
 TOLERANCE = 1e-4

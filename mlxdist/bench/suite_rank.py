@@ -12,12 +12,13 @@ import mlxdist
 from .bandwidth import IN_PLACE, algorithm_bandwidth, bus_bandwidth, impossible
 from .exchange import exchange
 from .job import serve
+from .limits_rank import limit_works, take_limits
 from .machine import describe_machine
 from .mlx_groups import mlx_group
 from .operations import Inputs, storage, total_wrong
 from .suite_layers import Layer, ep_pipeline, ep_transport, tp_layer
 from .suite_operations import KNOWN_AS, OURS, Absent, Way, collective, sendrecv
-from .timing import Work, copy_work, one_by_one, quantiles, slowest
+from .timing import Work, one_by_one, quantiles, slowest
 
 COPY_UP_TO = 64 << 20  # bytes; more is copied no faster
 # A copy moves three bytes per byte, read, read for ownership and written, and reading weights moves one.
@@ -141,16 +142,16 @@ class Suite:
         self, ways: dict[str, Way], copied: int, common: dict[str, Any], refused: Callable[[float, float], str | None]
     ) -> list[dict[str, Any]]:
         works = {name: Work(way.call, after=way.after) for name, way in ways.items()}
-        taken = one_by_one(works | {"memcpy": copy_work(copied)}, *self.turns, self.world)
+        taken = one_by_one(works | limit_works(copied, self.world), *self.turns, self.world)
         # At the slowest rank: whoever only sends is done before the others.
         times = {name: quantiles(slowest(samples, self.world)) for name, samples in taken.items()}
-        memcpy = times.pop("memcpy")
+        limits = take_limits(times)
         cases = []
         for name, measured in times.items():
             wrong = total_wrong(ways[name].wrong, self.world)
             why = f"{wrong} elements of all ranks and calls together are wrong" if wrong else None
-            why = why or refused(measured["median"], memcpy["min"])
-            case = common | {"backend": name, "wrong": wrong, "verified": not wrong, "refused": why, "memcpy": memcpy}
+            why = why or refused(measured["median"], limits["memcpy"]["min"])
+            case = common | limits | {"backend": name, "wrong": wrong, "verified": not wrong, "refused": why}
             # Nobody shall find in a file what cannot be.
             case["microseconds"] = None if why else measured
             case["gbps"] = None if why else algorithm_bandwidth(common["bytes"], measured["median"])

@@ -18,13 +18,15 @@ import mlxdist
 
 from ..host_identity import boot_identity
 
-__all__ = ["ForeignLoad", "Work", "copy_work", "interleave", "one_by_one", "pin", "quantiles", "slowest"]
+__all__ = ["CORES", "ForeignLoad", "Work", "asleep", "interleave", "one_by_one", "pin", "quantiles", "slowest"]
 
 BLOCK_PAUSE = 0.002  # seconds; lets the helper threads of one work fall asleep before the next is timed
 CALL_PAUSE = 0.0005  # the same for single calls
 BLOCK_TIME = 5e3  # microseconds that a block should take
 MAX_CALLS = 200  # in a block
 WARM_UP = 2  # rounds that do not count
+# Of this machine, for this process before `pin`.
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 @dataclass(frozen=True)
@@ -54,15 +56,13 @@ def pin(rank: int) -> bool:
     """Keeps this process on a core of its own, as far as there are cores; False where the system cannot do that."""
     if not hasattr(os, "sched_setaffinity"):
         return False
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    os.sched_setaffinity(0, {CORES[rank % len(CORES)]})
     return True
 
 
-def copy_work(size: int) -> Work:
-    """A plain copy of ``size`` bytes: what every other work is compared with."""
-    source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
-    return Work(lambda: np.copyto(target, source))
+def asleep(calls: int) -> list[float]:
+    """For `Work.elsewhere`, on ranks that another one is timed without."""
+    return [0.0] * calls
 
 
 def interleave(works: Mapping[str, Work], rounds: int, world: mlxdist.Group) -> dict[str, np.ndarray]:

@@ -14,9 +14,10 @@ from mlxdist.nn.split.split_model import SplitModel
 from mlxdist.nn.split.submissions import submissions
 
 from .job import serve
+from .limits_rank import copy_work
 from .mlx_groups import mlx_groups
 from .operations import total_wrong
-from .timing import Work, copy_work, interleave, quantiles, slowest
+from .timing import Work, asleep, interleave, quantiles, slowest
 from .tp_layers import layer_bytes, make_model, variants
 
 # Of the largest element of a layer's output; the order of additions differs.
@@ -174,7 +175,7 @@ def _whole_model(
     alone = {"tp1": Decode(dense, case["tokens"])}
     alone["tp1 split"] = Decode(SplitModel.from_model(made(), world.split(world.rank())), case["tokens"])
     for name, decode in alone.items():
-        works[name] = Work(lambda: None, elsewhere=decode.block if world.rank() == 0 else _asleep)
+        works[name] = Work(lambda: None, elsewhere=decode.block if world.rank() == 0 else asleep)
     taken = interleave(works, rounds, world)
     spread = {name: quantiles(slowest(blocks.mean(axis=1), world)) for name, blocks in taken.items()}
     expected = mlxdist.broadcast(np.array(alone["tp1"].tokens or [0] * case["tokens"]), group=world)
@@ -183,10 +184,6 @@ def _whole_model(
         tokens = np.array(decode.tokens) if decode.tokens else expected  # who slept has none
         wrong[name] = total_wrong(int(np.count_nonzero(tokens != expected)), world)
     return case | {"phase": "generate", "microseconds": spread, "wrong": wrong}
-
-
-def _asleep(calls: int) -> list[float]:
-    return [0.0] * calls
 
 
 if __name__ == "__main__":

@@ -125,6 +125,17 @@ typedef struct mlxdist_tuning {
   int32_t algorithm;
 } mlxdist_tuning;
 
+/* For benchmarks: bytes that go from one core to another and back, again and again. All five arrays have `bytes` and do
+ * not overlap. Side 0 is the calling thread, side 1 one that is made for it. */
+typedef struct mlxdist_transfer {
+  uint64_t bytes;
+  uint64_t count;      /* of round trips */
+  int32_t cores[2];    /* that the sides are kept on, where the system can do that; negative: on any */
+  void *shared;        /* which each side copies into and the other copies out of */
+  const void *sent[2]; /* by each side */
+  void *received[2];
+} mlxdist_transfer;
+
 #define MLXDIST_LINKS 2 /* cables between two ranks, at most */
 
 /* By what messages to one rank leave. */
@@ -515,6 +526,11 @@ int mlxdist_recv(mlxdist_group *group, void *data, const mlxdist_layout *layout,
 /* Both directions at once: cannot deadlock, whatever the sizes. */
 int mlxdist_sendrecv(mlxdist_group *group, const void *send, const mlxdist_layout *send_layout, int32_t to,
                      void *recv, const mlxdist_layout *recv_layout, int32_t from, mlxdist_handle **handle);
+
+/* What the machine itself allows, without messages: half of each round trip, `count` times. A side copies what it sends
+ * into the shared array and sets a flag; the other, which polls the flag, copies it out and answers. One round trip more
+ * comes first. Two threads that poll need two cores: with one, this takes very long. */
+int mlxdist_time_transfers(const mlxdist_transfer *transfer, double *nanoseconds);
 
 /* cffi ends */
 

@@ -1,0 +1,101 @@
+/* What the machine itself allows: bytes from one core to another, with no transport around them. */
+#define _GNU_SOURCE 1 /* sched_setaffinity */
+#include "error.h"
+#include "mlxdist.h"
+#include "thread.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <string.h>
+
+/* The flag has cache lines of its own (128 bytes on Apple's processors), at any address of this struct. */
+struct run {
+  const mlxdist_transfer *transfer;
+  int error; /* of the second thread */
+  char before[128];
+  _Atomic uint64_t flag; /* turns that are complete; the even ones are the caller's */
+  char behind[128];
+};
+
+#ifdef __linux__
+typedef cpu_set_t cores;
+
+static int read_cores(cores *allowed) { return sched_getaffinity(0, sizeof *allowed, allowed) ? errno : 0; }
+
+static int set_cores(const cores *allowed) { return sched_setaffinity(0, sizeof *allowed, allowed) ? errno : 0; }
+
+static int pin(int32_t core) {
+  if (core < 0) return 0;
+  cores one;
+  CPU_ZERO(&one);
+  CPU_SET(core, &one);
+  return set_cores(&one);
+}
+#else /* macOS has no way to say it */
+typedef int cores;
+
+static int read_cores(cores *allowed) { return *allowed = 0; }
+
+static int set_cores(const cores *allowed) { return *allowed; }
+
+static int pin(int32_t core) {
+  (void)core;
+  return 0;
+}
+#endif
+
+/* The flag follows the bytes: a side that sees it may read them. */
+static void give(struct run *run, int side, uint64_t turn) {
+  memcpy(run->transfer->shared, run->transfer->sent[side], run->transfer->bytes);
+  atomic_store_explicit(&run->flag, turn, memory_order_release);
+}
+
+static void take(struct run *run, int side, uint64_t turn) {
+  while (atomic_load_explicit(&run->flag, memory_order_acquire) != turn) {
+  }
+  memcpy(run->transfer->received[side], run->transfer->shared, run->transfer->bytes);
+}
+
+static void *answer(void *argument) {
+  struct run *run = argument;
+  run->error = pin(run->transfer->cores[1]);
+  thread_for_polling();
+  for (uint64_t trip = 0; trip <= run->transfer->count; trip++) {
+    take(run, 1, 2 * trip + 1);
+    give(run, 1, 2 * trip + 2);
+  }
+  return 0;
+}
+
+/* The second thread begins during the first round trip, which does not count. */
+static void ask(struct run *run, double *nanoseconds) {
+  uint64_t begin = 0;
+  for (uint64_t trip = 0; trip <= run->transfer->count; trip++) {
+    give(run, 0, 2 * trip + 1);
+    take(run, 0, 2 * trip + 2);
+    uint64_t end = clock_ns();
+    if (trip > 0) nanoseconds[trip - 1] = (double)(end - begin) / 2;
+    begin = end;
+  }
+}
+
+int mlxdist_time_transfers(const mlxdist_transfer *transfer, double *nanoseconds) {
+  struct run run = {.transfer = transfer};
+  cores before;
+  pthread_t thread;
+  int error = read_cores(&before);
+  if (!error) error = pin(transfer->cores[0]);
+  if (error) return fail(MLXDIST_RESOURCES, "this thread cannot run on core %d: %s", transfer->cores[0], strerror(error));
+  error = pthread_create(&thread, 0, answer, &run);
+  if (!error) {
+    ask(&run, nanoseconds);
+    pthread_join(thread, 0);
+  }
+  set_cores(&before);
+  if (error) return fail(MLXDIST_RESOURCES, "there is no second thread: %s", strerror(error));
+  if (run.error)
+    return fail(MLXDIST_RESOURCES, "no thread can run on core %d: %s", transfer->cores[1], strerror(run.error));
+  return MLXDIST_OK;
+}
