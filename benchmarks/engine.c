@@ -1,11 +1,13 @@
 /*
- * all_reduce between two C programs, without Python or MLX, beside a copy of the same bytes by both at once.
+ * all_reduce between two C programs, without Python or MLX, beside the machine's own limits: the same bytes from one
+ * core to another, and a copy of them by both programs at once.
  *
  * Prints one line of JSON per size: microseconds, of the slower process, in blocks that alternate.
  * Arguments: rounds. Build and run: benchmarks/engine.py.
  */
 #include "world.h"
 
+#include <stdbool.h>
 #include <time.h>
 
 #define BLOCK_US 5000.0
@@ -21,22 +23,27 @@ static double now_us(void) {
   return (double)time.tv_sec * 1e6 + (double)time.tv_nsec / 1e3;
 }
 
-static void pin(int rank) {
+static int32_t cores[2] = {-1, -1};
+static bool two_cores;
+
 #ifdef __linux__
+/* Finds the cores of both ranks, then keeps this one on its own. */
+static void pin(int rank) {
   cpu_set_t allowed, own;
   REQUIRE(sched_getaffinity(0, sizeof allowed, &allowed) == 0);
-  int wanted = rank % CPU_COUNT(&allowed);
-  for (int core = 0; core < CPU_SETSIZE; core++) {
-    if (!CPU_ISSET(core, &allowed) || wanted-- > 0) continue;
-    CPU_ZERO(&own);
-    CPU_SET(core, &own);
-    REQUIRE(sched_setaffinity(0, sizeof own, &own) == 0);
-    return;
-  }
-#else
-  (void)rank; /* macOS has no way to say it */
-#endif
+  two_cores = CPU_COUNT(&allowed) > 1;
+  for (int core = 0, found = 0; core < CPU_SETSIZE && found < 2; core++)
+    if (CPU_ISSET(core, &allowed)) cores[found++] = core;
+  CPU_ZERO(&own);
+  CPU_SET(cores[two_cores ? rank : 0], &own);
+  REQUIRE(sched_setaffinity(0, sizeof own, &own) == 0);
 }
+#else
+static void pin(int rank) {
+  (void)rank; /* macOS has no way to say it */
+  two_cores = sysconf(_SC_NPROCESSORS_ONLN) > 1;
+}
+#endif
 
 /* The larger of both processes' values. */
 static double slower(mlxdist_group *group, double value) {
@@ -50,12 +57,53 @@ struct measurement {
   const float *in;
   float *out;
   mlxdist_layout layout;
+  mlxdist_transfer transfer;
 };
 
-enum work { ALL_REDUCE, MEMCPY, WORKS };
+enum work { ALL_REDUCE, MEMCPY, TRANSFER, WORKS };
+
+static char *bytes_of(size_t bytes, int factor) {
+  char *made = aligned_alloc(4096, bytes);
+  REQUIRE(made);
+  for (size_t i = 0; i < bytes; i++) made[i] = (char)(i % 251 * (size_t)factor);
+  return made;
+}
+
+static mlxdist_transfer transfer_of(size_t bytes) {
+  return (mlxdist_transfer){.bytes = bytes,
+                            .cores = {cores[0], cores[1]},
+                            .shared = bytes_of(bytes, 0),
+                            .sent = {bytes_of(bytes, 1), bytes_of(bytes, 2)},
+                            .received = {bytes_of(bytes, 0), bytes_of(bytes, 0)}};
+}
+
+static size_t transfer_end(mlxdist_transfer *transfer) {
+  size_t wrong = 0;
+  for (int side = 0; side < 2; side++) {
+    const char *wanted = transfer->sent[1 - side], *received = transfer->received[side];
+    for (size_t i = 0; i < transfer->bytes; i++) wrong += received[i] != wanted[i];
+  }
+  free(transfer->shared);
+  for (int side = 0; side < 2; side++) {
+    free((void *)transfer->sent[side]);
+    free(transfer->received[side]);
+  }
+  return wrong;
+}
+
+/* Mean microseconds of a call; by rank 0 alone, while the other waits for it. */
+static double transfers(struct measurement *m, int calls) {
+  static double nanoseconds[MAX_CALLS + 1];
+  double sum = 0;
+  m->transfer.count = (uint64_t)calls;
+  REQUIRE(mlxdist_time_transfers(&m->transfer, nanoseconds) == MLXDIST_OK);
+  for (int i = 0; i < calls; i++) sum += nanoseconds[i];
+  return sum / calls / 1e3;
+}
 
 static double block(struct measurement *m, enum work work, int calls) {
   REQUIRE(mlxdist_barrier(m->group, 0) == MLXDIST_OK);
+  if (work == TRANSFER) return slower(m->group, m->transfer.bytes ? transfers(m, calls) : 0);
   double begin = now_us();
   for (int i = 0; i < calls; i++) {
     if (work == ALL_REDUCE) {
@@ -87,28 +135,32 @@ static void measure(mlxdist_group *group, int rank, size_t bytes) {
     in[i] = (float)(i % 1021 * (size_t)(rank + 1));
     out[i] = -1;
   }
-  struct measurement m = {group, in, out, {MLXDIST_FLOAT32, 1, {(int64_t)elements}}};
+  struct measurement m = {group, in, out, {MLXDIST_FLOAT32, 1, {(int64_t)elements}}, {.bytes = 0}};
+  if (rank == 0 && two_cores) m.transfer = transfer_of(bytes);
   double samples[WORKS][MAX_ROUNDS];
   int calls[WORKS];
-  for (int work = 0; work < WORKS; work++) {
+  int works = two_cores ? WORKS : TRANSFER;
+  for (int work = 0; work < works; work++) {
     block(&m, work, 1);
     double once = block(&m, work, 2);
     calls[work] = once * MAX_CALLS < BLOCK_US ? MAX_CALLS : (int)(BLOCK_US / once) + 1;
   }
   for (int round = -WARM_UP; round < rounds; round++) {
-    for (int turn = 0; turn < WORKS; turn++) {
-      int work = (turn + round + WARM_UP) % WORKS;
+    for (int turn = 0; turn < works; turn++) {
+      int work = (turn + round + WARM_UP) % works;
       double took = block(&m, work, calls[work]);
       if (round >= 0) samples[work][round] = took;
     }
   }
   block(&m, ALL_REDUCE, 1);
   for (size_t i = 0; i < elements; i++) wrong += out[i] != (float)(i % 1021 * 3);
+  if (m.transfer.bytes) wrong += transfer_end(&m.transfer);
   wrong = (size_t)slower(group, (double)wrong);
   if (rank == 0) {
     printf("{\"bytes\": %zu, \"wrong\": %zu", bytes, wrong);
     print_spread("all_reduce", samples[ALL_REDUCE]);
     print_spread("memcpy", samples[MEMCPY]);
+    if (two_cores) print_spread("transfer", samples[TRANSFER]);
     printf("}\n");
     fflush(stdout);
   }

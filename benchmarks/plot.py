@@ -15,6 +15,8 @@ from mlxdist.bench.bandwidth import algorithm_bandwidth
 from mlxdist.bench.sizes import format_size
 
 NAMES = {"mlxdist": "mlxdist", "ring": "MLX ring", "mpi": "Open MPI through MLX", "gloo": "gloo (torch)"}
+NAMES |= {"transfer": "from one core to the other", "memcpy": "copy by all ranks at once"}
+STYLES = {"transfer": {"linestyle": ":", "color": "black"}, "memcpy": {"linestyle": "--", "color": "grey"}}
 
 
 def draw(cases: list[dict[str, Any]], title: str, path: Path) -> None:
@@ -22,10 +24,9 @@ def draw(cases: list[dict[str, Any]], title: str, path: Path) -> None:
     cases = sorted(cases, key=lambda case: case["bytes"])
     sizes = [case["bytes"] for case in cases]
     figure, (latency, bandwidth) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
-    for name in [*cases[0]["microseconds"], "memcpy"]:
-        measured = [case["memcpy"] if name == "memcpy" else case["microseconds"][name] for case in cases]
-        label = NAMES.get(name, "copy by all ranks at once")
-        style = {"linestyle": "--", "color": "grey"} if name == "memcpy" else {"marker": "o"}
+    for name in [*cases[0]["microseconds"], *(name for name in STYLES if cases[0][name])]:
+        measured = [case[name] if name in STYLES else case["microseconds"][name] for case in cases]
+        label, style = NAMES[name], STYLES.get(name, {"marker": "o"})
         for axes, value in ((latency, lambda size, time: time), (bandwidth, algorithm_bandwidth)):
             median, low, high = (
                 [value(size, point[key]) for size, point in zip(sizes, measured)] for key in ("median", "min", "max")

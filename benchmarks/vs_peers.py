@@ -4,8 +4,9 @@
     python benchmarks/vs_peers.py --gloo ~/gloo --mpi4py ~/mpi4py
 
 MLX's ring, Open MPI through MLX, MPI_Alltoall through mpi4py and mlxdist run in the same two processes, each pinned to
-a core, in shuffled blocks. gloo has two processes of its own on the same cores; its blocks lie between the others',
-while the first two processes sleep. Every result is checked.
+a core, in shuffled blocks, and with them the machine's own limits: as many bytes from one core to the other, and copied
+by both at once. gloo has two processes of its own on the same cores; its blocks lie between the others', while the
+first two processes sleep. Every result is checked.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from typing import Any
 import click
 import targets
 from engine import run_engine
+from rich.markup import escape
 from rich.table import Table
 
 from mlxdist.bench.job import has_mpirun, print_load, results_console, run
+from mlxdist.bench.limits import LIMIT_COLUMNS, LIMITS, explain_limits, times_limits
 from mlxdist.bench.sizes import format_size, size_range
 from mlxdist.launch.backends import free_ports
 
@@ -81,7 +84,8 @@ def main(
     _print(results, table)
     click.echo(f"Written: {json_file}, {plot_file}")
     ours = [case["wrong"]["mlxdist"] for case in results["cases"]] + [line["wrong"] for line in results["engine"]]
-    sys.exit(1 if any(ours) or results["oversubscribed"]["wrong"] else 0)
+    ours += [case["wrong"] for case in results["oversubscribed"]]
+    sys.exit(1 if any(ours) else 0)
 
 
 def _setup(folder: Path, packages: list[str]) -> None:
@@ -127,7 +131,6 @@ def _measure(
     for size in sorted({*size_range(4 * KIB, largest), 8 * KIB}):
         chain = targets.CHAIN if size <= CURVE_CHAIN_UP_TO else 1
         cases.append({"operation": "all_sum", "dtype": "float32", "bytes": size, "chain": chain, "curve": True})
-    cases.append({"operation": "all_sum", "dtype": "float32", "bytes": 8 * KIB, "chain": 1, "curve": False})
     known = [{key: case[key] for key in case if key != "curve"} for case in cases]
     cases += [case | {"curve": False} for case in targets.cases(largest) if case not in known]
     parameters = {
@@ -142,38 +145,39 @@ def _measure(
     memory = run(HERE / "memory_rank.py", {}, targets.SLAB_RANKS, 1, title="memory")
     small = {"operations": ["all_sum"], "dtypes": ["float32"], "sizes": [8 * KIB], "level": "engine", "rounds": rounds}
     module = "mlxdist.bench.collectives_rank"
-    unpinned = run(module, small | {"pinned": False}, targets.OVERSUBSCRIBED_RANKS, 1, title="not pinned")["cases"][0]
+    unpinned = [
+        {"ranks": ranks} | run(module, small | {"pinned": False}, ranks, 1, title="not pinned")["cases"][0]
+        for ranks in targets.OVERSUBSCRIBED_US
+    ]
     return results | {
         "benchmark": "vs_peers",
         "rounds": rounds,
         "engine": run_engine(rounds),
         "slab_bytes": memory["cases"][0]["slab_bytes"],
-        "oversubscribed": unpinned["microseconds"] | {"wrong": unpinned["wrong"]},
+        "oversubscribed": unpinned,
     }
 
 
 def _print(results: dict[str, Any], table: list[targets.Target]) -> None:
     console = results_console()
     console.print(_cases_table(results))
-    console.print("memcpy: a copy of the same size by both ranks at once, in the same blocks.")
+    for line in explain_limits(results["cases"]):
+        console.print(line)
     if any("gloo" in case["microseconds"] for case in results["cases"]):
         console.print("gloo: without MLX, in two processes of its own on the same cores, between the others' blocks.")
     engine = Table(title="C programs, without Python and MLX; microseconds: median \\[range]")
-    for column in ("all_reduce", "mlxdist", "memcpy", "times memcpy", "#wrong"):
+    for column in ("all_reduce", "mlxdist", *LIMIT_COLUMNS, "#wrong"):
         engine.add_column(column, justify="right")
     for line in results["engine"]:
-        ratio = line["all_reduce"]["median"] / line["memcpy"]["median"]
-        ours, memcpy = _spread(line["all_reduce"]), _spread(line["memcpy"])
-        engine.add_row(format_size(line["bytes"]), ours, memcpy, f"{ratio:.2f}", str(line["wrong"]))
+        ours = line["all_reduce"]
+        engine.add_row(format_size(line["bytes"]), _spread(ours), *_limits(ours, line), str(line["wrong"]))
     console.print(engine)
     reached = Table(title="targets")
     for column in ("case", "wanted", "measured", ""):
         reached.add_column(column)
     for target in table:
-        measured = "" if target.measured is None else f"{target.measured:.2f}"
-        reached.add_row(
-            target.case, target.wanted, measured, {None: "not measured", True: "met", False: "NOT MET"}[target.met]
-        )
+        word = {None: "not measured", True: "met", False: "NOT MET"}[target.met]
+        reached.add_row(target.case, target.wanted, escape(target.shown()), word)
     console.print(reached)
     print_load(results, console)
 
@@ -182,7 +186,7 @@ def _cases_table(results: dict[str, Any]) -> Table:
     peers = [name for name in ("ring", "mpi", "gloo", "mpi4py") if any(name in c["wrong"] for c in results["cases"])]
     table = Table(title=f"2 ranks, {results['provider']}; microseconds per operation: median \\[range]")
     table.add_column("case")
-    for column in ("mlxdist", "memcpy"):
+    for column in ("mlxdist", *LIMIT_COLUMNS):
         table.add_column(column, justify="right")
     for name in peers:
         table.add_column(f"{name}: times ours", justify="right")
@@ -191,12 +195,17 @@ def _cases_table(results: dict[str, Any]) -> Table:
         ours = case["microseconds"]["mlxdist"]
         chain = f", chain of {case['chain']}" if case["chain"] > 1 else ""
         row = [f"{case['operation']} {format_size(case['bytes'])} {case['dtype']}{chain}"]
-        row += [_spread(ours), _spread(case["memcpy"])]
+        row += [_spread(ours), *_limits(ours, case)]
         for name in peers:
             theirs = case["microseconds"].get(name)
             row.append(f"{theirs['median'] / ours['median']:.1f}x  {_spread(theirs)}" if theirs else "")
         table.add_row(*row, str(sum(case["wrong"].values())))
     return table
+
+
+def _limits(ours: dict[str, float], case: dict[str, Any]) -> list[str]:
+    times = times_limits(ours["median"], case)
+    return [f"{times[f'times_{name}']:.2f}x  {_spread(case[name])}" if case.get(name) else "" for name in LIMITS]
 
 
 def _spread(measured: dict[str, float]) -> str:

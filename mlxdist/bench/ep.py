@@ -15,6 +15,7 @@ from ..hostfile.options import Chosen, host_options
 from ..output_file import OUTPUT_FILE, is_written
 from .collectives import Names
 from .job import RANKS_OPTION, number_of_ranks, print_load, results_console, run, write_results
+from .limits import limits_line
 
 ONE_PROCESS, RING, AUTO, COMPILED, INSIDE = "one process", "mlx-lm on ring", "auto", "compiled", "cut inside"
 LABELS = {
@@ -173,6 +174,7 @@ def target_lines(found: list[dict[str, Any]]) -> list[str]:
 def _print(results: dict[str, Any]) -> None:
     console = results_console()
     where = "each rank its part of the tokens" if results["sharded"] else "all ranks all tokens"
+    console.print(limits_line(results["limits"]))
     title = f"{results['ranks']} ranks, {results['provider']}; {where}; microseconds: median \\[range]"
     table = Table(title=title)
     table.add_column("layer")

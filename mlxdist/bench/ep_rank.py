@@ -161,4 +161,4 @@ def shard_as_mlx_lm(block: Qwen3MoeSparseMoeBlock, group: mx.distributed.Group) 
 
 
 if __name__ == "__main__":
-    serve(measure)
+    serve(measure, limits=True)

@@ -12,6 +12,7 @@ from rich.table import Table
 from ..hostfile.options import Chosen, host_options
 from ..output_file import OUTPUT_FILE
 from .job import RANKS_OPTION, number_of_ranks, print_load, results_console, run, write_results
+from .limits import LIMIT_COLUMNS, explain_limits, limit_cells
 from .sizes import Size, format_size
 
 SHOWN = ("messages_sent", "header_bytes_sent", "payload_bytes_sent", "control_messages_sent")
@@ -51,7 +52,7 @@ def _print(results: dict[str, Any]) -> None:
     where = f"{results['ranks']} ranks, {results['provider']}"
     table = Table(title=f"{where}; {format_size(first['bytes'])} of float32 in all; times in microseconds")
     table.add_column("operation")
-    for column in ("pieces", "median", "p99", "times as one", "messages", "headers", "payload", "control", "#wrong"):
+    for column in ("pieces", "median", "p99", "times as one", "messages", "headers", "payload", "control", "#wrong", *LIMIT_COLUMNS):
         table.add_column(column, justify="right")
     for case in results["cases"]:
         whole = next(c for c in results["cases"] if c["operation"] == case["operation"] and c["pieces"] == 1)
@@ -65,7 +66,10 @@ def _print(results: dict[str, Any]) -> None:
             f"{times['median'] / whole_time:.2f}",
             *(str(counted[name]) for name in SHOWN),
             str(case["wrong"]),
+            *limit_cells(times["median"], case),
         )
     console.print(table)
+    for line in explain_limits(results["cases"]):
+        console.print(line)
     console.print("messages, headers and payload (bytes), control messages: sent by rank 0 in one pass over all bytes.")
     print_load(results, console)

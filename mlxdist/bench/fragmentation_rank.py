@@ -10,6 +10,8 @@ import numpy as np
 import mlxdist
 
 from .job import serve
+from .limits import times_limits
+from .limits_rank import limit_works, take_limits
 from .operations import Inputs, add, count_wrong, total_wrong
 from .timing import Work, interleave, quantiles, slowest
 
@@ -33,14 +35,18 @@ def measure(world: mlxdist.Group, parameters: dict[str, Any]) -> Iterator[dict[s
             after = world.stats()
             counters[pieces] = {name: after[name] - before[name] for name in after}
             wrong[pieces] = count_wrong(out, expected(wholes, world.rank()))
-        taken = interleave(works, parameters["rounds"], world)
+        taken = interleave(works | limit_works(x.nbytes, world), parameters["rounds"], world)
+        times = {name: quantiles(slowest(samples, world)) for name, samples in taken.items()}
+        limits = take_limits(times)
         for pieces in works:
             wrong_later = count_wrong(out, expected(wholes, world.rank()))
             yield {
                 "operation": operation,
                 "bytes": x.nbytes,
                 "pieces": int(pieces),
-                "microseconds": quantiles(slowest(taken[pieces], world)),
+                "microseconds": times[pieces],
+                **limits,
+                **times_limits(times[pieces]["median"], limits),
                 "counters": counters[pieces],
                 "wrong": total_wrong(wrong[pieces] + wrong_later, world),
             }

@@ -72,7 +72,7 @@ def run(
         chosen: the hosts to run on.
 
     Returns:
-        {"ranks", "provider", "pinned", "mlx", "mlxdist", "foreign_cpu_share", "cases": [...]}
+        {"ranks", "provider", "pinned", "mlx", "mlxdist", "foreign_cpu_share", "limits" (see `serve`), "cases": [...]}
 
     Raises:
         click.ClickException: a rank failed; its own output has said why.
@@ -159,10 +159,13 @@ def has_mpirun() -> bool:
     return shutil.which("mpirun") is not None
 
 
-def serve(measure: Callable[..., Iterator[dict[str, Any]]], *, pinned: bool = True) -> None:
+def serve(
+    measure: Callable[..., Iterator[dict[str, Any]]], *, pinned: bool = True, limits: bool = False
+) -> None:
     """The main function of a rank: connects, calls ``measure(world, parameters)`` and hands back what it yields.
 
-    ``parameters["pinned"]``, if there, wins over ``pinned``: one core per rank, as far as there are cores.
+    ``parameters["pinned"]``, if there, wins over ``pinned``: one core per rank, as far as there are cores. With
+    ``limits`` those of the machine are measured once, for benchmarks whose cases do not have them.
     """
     from ..remote.streams import claim_streams
 
@@ -172,6 +175,7 @@ def serve(measure: Callable[..., Iterator[dict[str, Any]]], *, pinned: bool = Tr
 
     import mlxdist
 
+    from .limits_rank import measure_limits
     from .timing import ForeignLoad, pin
 
     parameters = json.loads(sys.argv[1])
@@ -195,6 +199,7 @@ def serve(measure: Callable[..., Iterator[dict[str, Any]]], *, pinned: bool = Tr
                 "pinned": pinned,
                 "mlx": mx.__version__,
                 "mlxdist": mlxdist.__version__,
+                "limits": measure_limits(world) if limits else None,
                 "foreign_cpu_share": foreign.share(),
             }
         )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["LIMITS", "LIMIT_COLUMNS", "explain_limits", "limit_cells", "times_limits"]
+from .sizes import format_size
+
+__all__ = ["LIMITS", "LIMIT_COLUMNS", "explain_limits", "limit_cells", "limits_line", "times_limits"]
 
 LIMITS = {
     "transfer": "as many bytes from one core of rank 0's machine to another, which copies them",
     "memcpy": "a copy of as many bytes by all ranks at once",
 }
+SHORT = {"transfer": "from core to core", "memcpy": "copied by all ranks at once"}
+NO_TRANSFER = "no transfer, since rank 0 has one core"
 LIMIT_COLUMNS = [f"times {name}" for name in LIMITS]
 
 
@@ -30,9 +33,19 @@ def limit_cells(median: float | None, case: dict[str, Any]) -> list[str]:
     ]
 
 
-def explain_limits(cases: Iterable[dict[str, Any]]) -> list[str]:
-    """Lines below a table with `LIMIT_COLUMNS`."""
+def explain_limits(cases: list[dict[str, Any]]) -> list[str]:
+    """Lines below a table of ``cases`` with `LIMIT_COLUMNS`."""
+    if not cases:
+        return []
     lines = [f"times {name}: compared with {words}, in the same run." for name, words in LIMITS.items()]
-    if any("transfer" in case and case["transfer"] is None for case in cases):
-        lines.append("There is no transfer: rank 0 has one core.")
-    return lines
+    missing = any("transfer" in case and not case["transfer"] for case in cases)
+    return [*lines, f"There is {NO_TRANSFER}."] if missing else lines
+
+
+def limits_line(limits: list[dict[str, Any]]) -> str:
+    """For tables of layers, which compute: what `limits_rank.measure_limits` has measured, in one line."""
+    parts = []
+    for name, words in SHORT.items():
+        there = [f"{format_size(c['bytes'])} {c[name]['median']:.2f}" for c in limits if c[name]]
+        parts += [f"{', '.join(there)} {words}"] if there else [NO_TRANSFER]
+    return f"Limits of this machine in the same run, in microseconds: {'; '.join(parts)}."

@@ -10,10 +10,11 @@ import mlxdist
 
 from ..native import check, ffi, lib
 from .limits import LIMITS
-from .timing import CORES, Work, asleep
+from .timing import CORES, Work, asleep, interleave, quantiles, slowest
 
-__all__ = ["Transfer", "copy_work", "limit_works", "take_limits"]
+__all__ = ["Transfer", "copy_work", "limit_works", "measure_limits", "take_limits"]
 
+SIZES, ROUNDS = (8 << 10, 1 << 20, 16 << 20), 5  # of `measure_limits`
 TRANSFER_UP_TO = 64 << 20  # bytes; more goes no faster, and rank 0 holds five arrays of this size
 
 
@@ -68,3 +69,13 @@ def limit_works(size: int, world: mlxdist.Group) -> dict[str, Work]:
 def take_limits(times: dict[str, Any]) -> dict[str, Any]:
     """Takes those of `limit_works` out of what was measured; None for what was not."""
     return {name: times.pop(name, None) for name in LIMITS}
+
+
+def measure_limits(world: mlxdist.Group) -> list[dict[str, Any]]:
+    """The limits at a few sizes, for tables whose rows are no number of bytes that move."""
+    found = []
+    for size in SIZES:
+        taken = interleave(limit_works(size, world), ROUNDS, world)
+        times = {name: quantiles(slowest(samples, world)) for name, samples in taken.items()}
+        found.append({"bytes": size} | take_limits(times))
+    return found

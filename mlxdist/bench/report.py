@@ -12,7 +12,8 @@ from typing import Any
 import click
 
 from ..output_file import OUTPUT_FILE, is_written
-from .results import backends_of, by_name, case_name, hosts_of, load, spread, times_of
+from .limits import LIMIT_COLUMNS
+from .results import backends_of, by_name, case_name, hosts_of, limits_of, load, spread, times_of
 from .sizes import format_size
 from .suite import notes
 
@@ -86,6 +87,7 @@ def _table(results: dict[str, Any]) -> str:
     names = backends_of(results)
     titles = ["case"] + [title for name in names for title in (f"{name}, µs", "p99", "GB/s")]
     titles += [f"{name} / {names[0]}" for name in names[1:]]
+    titles += [f"{name} {column}" for name in names[:1] for column in LIMIT_COLUMNS]
     rows = []
     for cases in by_name(results).values():
         cells = [case_name(next(iter(cases.values())))]
@@ -99,6 +101,7 @@ def _table(results: dict[str, Any]) -> str:
                 cells += ["refused" if case else "-", "", ""]
         ratios = [times_of(cases.get(name), cases.get(names[0])) for name in names[1:]]
         cells += ["" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+        cells += limits_of(cases.get(names[0]))
         rows.append(_row("td", cells))
     head = f'<div class="wide"><table>\n<thead>{_row("th", titles)}</thead>\n<tbody>'
     return "\n".join([head, *rows, "</tbody>\n</table></div>"])

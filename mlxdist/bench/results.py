@@ -9,16 +9,19 @@ from typing import Any
 
 import click
 
+from .limits import LIMIT_COLUMNS, LIMITS, limit_cells
 from .sizes import format_size
 
 __all__ = [
     "BENCHMARK",
+    "COMPUTING",
     "SCHEMA",
     "backends_of",
     "by_name",
     "case_name",
     "hosts_of",
     "key",
+    "limits_of",
     "load",
     "size_of",
     "spread",
@@ -26,6 +29,8 @@ __all__ = [
 ]
 
 BENCHMARK, SCHEMA = "suite", 1
+# Layers whose time is that of arithmetic and of reading weights.
+COMPUTING = ("ep_pipeline", "tp_decode", "tp_prefill")
 _MAX_BYTES = 64 << 20
 _MAX_SIZE = 1 << 60
 _ABSENT = ("operation", "backend", "why")
@@ -92,6 +97,8 @@ def _is_case(case: Any) -> bool:
     texts = texts and isinstance(case.get("described", ""), str)
     numbers = all(isinstance(case.get(name, 0), int) for name in ("tokens", "wrong"))
     numbers = numbers and isinstance(case.get("bytes"), int) and 0 < case["bytes"] <= _MAX_SIZE
+    limits = [case[name] for name in LIMITS if case.get(name) is not None]
+    texts = texts and all(isinstance(limit, dict) and _is_time(limit.get("median")) for limit in limits)
     times = case.get("microseconds")
     if times is None:
         return texts and numbers and case["refused"] is not None
@@ -137,6 +144,13 @@ def times_of(case: dict[str, Any] | None, other: dict[str, Any] | None) -> float
     if not case or not other or not case["microseconds"] or not other["microseconds"]:
         return None
     return case["microseconds"]["median"] / other["microseconds"]["median"]
+
+
+def limits_of(case: dict[str, Any] | None) -> list[str]:
+    """For `LIMIT_COLUMNS`; empty for a layer that computes: how long bytes take to move says nothing of it."""
+    if not case or case["operation"] in COMPUTING or not case["microseconds"]:
+        return [""] * len(LIMIT_COLUMNS)
+    return limit_cells(case["microseconds"]["median"], case)
 
 
 def hosts_of(results: dict[str, Any]) -> str:

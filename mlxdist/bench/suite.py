@@ -19,8 +19,21 @@ from ..hostfile.options import Chosen, host_options
 from ..output_file import OUTPUT_FILE
 from .collectives import Names
 from .job import RANKS_OPTION, has_mpirun, number_of_ranks, print_load, results_console, run, write_results
+from .limits import LIMIT_COLUMNS, explain_limits
 from .machine import describe_command, relevant
-from .results import BENCHMARK, SCHEMA, backends_of, by_name, case_name, hosts_of, size_of, spread, times_of
+from .results import (
+    BENCHMARK,
+    COMPUTING,
+    SCHEMA,
+    backends_of,
+    by_name,
+    case_name,
+    hosts_of,
+    limits_of,
+    size_of,
+    spread,
+    times_of,
+)
 from .sizes import Size, check_sizes, size_range, unit_of
 
 __all__ = ["failed", "notes", "plan", "print_suite", "suite"]
@@ -42,7 +55,7 @@ QUICK_SIZES = [4 << 10, 256 << 10]
 WARM_UP, ITERATIONS = 10, 30
 QUICK_WARM_UP, QUICK_ITERATIONS = 2, 5
 # Columns of the terminal that the table needs to show ranges.
-WIDTH, WIDTH_OF_BACKEND = 45, 42
+WIDTH, WIDTH_OF_BACKEND = 90, 42
 # A BLAS with threads of its own would take the other ranks' cores.
 ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")} | {"VECLIB_MAXIMUM_THREADS": "1"}
 
@@ -221,6 +234,8 @@ def print_suite(results: dict[str, Any], console: Console) -> None:
         table.add_column("GB/s", justify="right")
     for name in names[1:]:
         table.add_column(f"{name} / {names[0]}", justify="right")
+    for column in LIMIT_COLUMNS if names else ():
+        table.add_column(f"{names[0]} {column}", justify="right")
     for cases in by_name(results).values():
         first = next(iter(cases.values()))
         row = [first["operation"], first["dtype"], size_of(first)]
@@ -229,6 +244,7 @@ def print_suite(results: dict[str, Any], console: Console) -> None:
         for name in names[1:]:
             ratio = times_of(cases.get(name), cases.get(names[0]))
             row.append("" if ratio is None else f"{ratio:.2f}")
+        row += limits_of(cases.get(names[0]))
         table.add_row(*map(escape, row))
     console.print(table)
     for line in notes(results):
@@ -253,6 +269,7 @@ def notes(results: dict[str, Any]) -> list[str]:
         "the slowest rank. GB/s: size over time.",
         f"mlxdist {setup['mlxdist']} on {setup['provider']}; MLX {setup['mlx']}; layers on the {setup['device']}.",
     ]
+    lines += explain_limits([case for case in results["cases"] if case["operation"] not in COMPUTING])
     described = dict.fromkeys((c["operation"], c["described"]) for c in results["cases"] if c.get("described"))
     lines += [f"{operation}: {words}" for operation, words in described]
     lines += [f"{name} was not measured: {why['absent']}" for name, why in results["backends"].items() if why["absent"]]

@@ -12,7 +12,7 @@ import mlxdist
 from .bandwidth import IN_PLACE, algorithm_bandwidth, bus_bandwidth, impossible
 from .exchange import exchange
 from .job import serve
-from .limits_rank import limit_works, take_limits
+from .limits_rank import copy_work, limit_works, take_limits
 from .machine import describe_machine
 from .mlx_groups import mlx_group
 from .operations import Inputs, storage, total_wrong
@@ -115,7 +115,7 @@ class Suite:
         def refused(median: float, memcpy: float) -> str | None:
             return impossible(known, ranks, size, median, memcpy)
 
-        cases = self._time(ways, size, common, refused)
+        cases = self._time(ways, limit_works(size, self.world), common, refused)
         for case in cases:
             median = case["microseconds"] and case["microseconds"]["median"]
             case["busbw"] = bus_bandwidth(known, ranks, size, median) if median else None
@@ -123,7 +123,9 @@ class Suite:
 
     def _layer(self, operation: str, tokens: int, dtype: str, layer: Layer) -> dict[str, Any]:
         copied = max(1, min(layer.read, COPY_UP_TO))
-        moved = IN_PLACE if operation == "ep_transport" else READ_ONLY
+        moves = operation == "ep_transport"
+        moved = IN_PLACE if moves else READ_ONLY
+        limits = limit_works(copied, self.world) if moves else {"memcpy": copy_work(copied)}
 
         def refused(median: float, memcpy: float) -> str | None:
             least = memcpy * layer.read / copied / moved
@@ -135,23 +137,27 @@ class Suite:
             )
 
         common = {"operation": operation, "dtype": dtype, "bytes": layer.bytes, "tokens": tokens}
-        cases = self._time(layer.ways, copied, common | {"described": layer.described}, refused)
+        cases = self._time(layer.ways, limits, common | {"described": layer.described}, refused)
         return {"cases": cases, "absent": self._absent(operation, layer.absent)}
 
     def _time(
-        self, ways: dict[str, Way], copied: int, common: dict[str, Any], refused: Callable[[float, float], str | None]
+        self,
+        ways: dict[str, Way],
+        limits: dict[str, Work],
+        common: dict[str, Any],
+        refused: Callable[[float, float], str | None],
     ) -> list[dict[str, Any]]:
         works = {name: Work(way.call, after=way.after) for name, way in ways.items()}
-        taken = one_by_one(works | limit_works(copied, self.world), *self.turns, self.world)
+        taken = one_by_one(works | limits, *self.turns, self.world)
         # At the slowest rank: whoever only sends is done before the others.
         times = {name: quantiles(slowest(samples, self.world)) for name, samples in taken.items()}
-        limits = take_limits(times)
+        allowed = take_limits(times)
         cases = []
         for name, measured in times.items():
             wrong = total_wrong(ways[name].wrong, self.world)
             why = f"{wrong} elements of all ranks and calls together are wrong" if wrong else None
-            why = why or refused(measured["median"], limits["memcpy"]["min"])
-            case = common | limits | {"backend": name, "wrong": wrong, "verified": not wrong, "refused": why}
+            why = why or refused(measured["median"], allowed["memcpy"]["min"])
+            case = common | allowed | {"backend": name, "wrong": wrong, "verified": not wrong, "refused": why}
             # Nobody shall find in a file what cannot be.
             case["microseconds"] = None if why else measured
             case["gbps"] = None if why else algorithm_bandwidth(common["bytes"], measured["median"])

@@ -13,6 +13,7 @@ from rich.table import Table
 from ..output_file import OUTPUT_FILE
 from .collectives import Names
 from .job import has_mpirun, print_load, results_console, run, write_results
+from .limits import limits_line
 
 __all__ = ["Numbers", "communication", "failed", "layer_cases", "measure_layers", "print_layers", "tp", "withhold"]
 
@@ -170,6 +171,7 @@ def communication(case: dict[str, Any], name: str) -> float | None:
 
 
 def print_layers(results: dict[str, Any], console: Console) -> None:
+    console.print(limits_line(results["limits"]))
     for case in results["cases"]:
         console.print(_layer_table(case) if case["phase"] != "generate" else _model_table(case))
         if case["phase"] != "generate":

@@ -187,4 +187,4 @@ def _whole_model(
 
 
 if __name__ == "__main__":
-    serve(measure)
+    serve(measure, limits=True)

@@ -16,6 +16,7 @@ from ..environment import MAX_RANKS, Environment
 from ..errors import EnvironmentVariableError, InvalidArgument
 from ..output_file import OUTPUT_FILE, is_written, try_to_open
 from .job import foreign_load, print_load, results_console, run, write_results
+from .limits import limits_line
 from .sizes import Size, format_size, size_range
 
 # Algorithms whose times differ by less are alike: then the built-in choice stays, or that of the next smaller size.
@@ -139,6 +140,7 @@ def _fastest(medians: dict[str, float], preferred: list[str | None]) -> str:
 
 def _print(results: dict[str, Any]) -> None:
     console = results_console()
+    console.print(limits_line(results["limits"]))
     table = Table(title=f"{results['ranks']} ranks, {results['provider']}; microseconds per operation: median")
     table.add_column("operation")
     table.add_column("input", justify="right")

@@ -83,4 +83,4 @@ def _operation(world: mlxdist.Group, operation: str, elements: int) -> tuple[Cal
 
 
 if __name__ == "__main__":
-    serve(measure)
+    serve(measure, limits=True)

@@ -15,7 +15,7 @@ struct run {
   const mlxdist_transfer *transfer;
   int error; /* of the second thread */
   char before[128];
-  _Atomic uint64_t flag; /* turns that are complete; the even ones are the caller's */
+  _Atomic uint64_t flag; /* odd: the caller's bytes are there; even: the second thread's */
   char behind[128];
 };
 
