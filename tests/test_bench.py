@@ -12,9 +12,11 @@ import mlxdist
 from mlxdist.bench.bandwidth import OPERATIONS, algorithm_bandwidth, bus_bandwidth, impossible
 from mlxdist.bench.collectives import withhold
 from mlxdist.bench.job import _launch
+from mlxdist.bench.limits import LIMIT_COLUMNS, LIMITS
 from mlxdist.bench.operations import CASES, Inputs, add, count_wrong, storage
 from mlxdist.bench.sizes import format_size, parse_size, size_range
 from mlxdist.bench.through import Eager, Lazy
+from mlxdist.bench.timing import CORES
 from mlxdist.bench.tune import measured_sizes
 from mlxdist.hostfile import parse
 from mlxdist.hostfile.options import Chosen
@@ -35,14 +37,19 @@ def require_times(measured: dict) -> None:
     assert measured["count"] > 0
 
 
+def require_limits(case: dict) -> None:
+    for name in LIMITS if len(CORES) > 1 else ["memcpy"]:
+        require_times(case[name])
+        assert case[f"times_{name}"] == pytest.approx(case["microseconds"]["median"] / case[name]["median"])
+
+
 def require_case(case: dict, ranks: int) -> None:
     require_times(case["microseconds"])
-    require_times(case["memcpy"])
+    require_limits(case)
     median, size = case["microseconds"]["median"], case["bytes"]
     assert (case["wrong"], case["refused"]) == (0, None)
     assert case["algbw"] == pytest.approx(size / median / 1e3)
     assert case["busbw"] == pytest.approx(bus_bandwidth(case["operation"], ranks, size, median))
-    assert case["times_memcpy"] == pytest.approx(median / case["memcpy"]["median"])
     assert case["algorithm"] in ("direct", "mesh", "ring", "doubling", "tree")
 
 
@@ -58,7 +65,7 @@ def test_collectives(level, tmp_path):
     for case in cases.values():
         require_case(case, ranks=2)
         assert case["operation"] in printed and format_size(case["bytes"]) in printed
-    assert "#wrong" in printed and "times memcpy" in printed
+    assert "#wrong" in printed and all(column in printed for column in LIMIT_COLUMNS)
     assert "\x1b" not in printed  # no colours in a pipe
 
 
@@ -109,6 +116,7 @@ def test_fragmentation():
     assert set(cases) == {(operation, pieces) for operation in ("send_recv", "all_sum") for pieces in (1, 50)}
     for (operation, pieces), case in cases.items():
         require_times(case["microseconds"])
+        require_limits(case)
         assert (case["bytes"], case["wrong"]) == (64 << 10, 0)
         # Two ranks: whatever the pieces, rank 0's own bytes go to rank 1 once.
         assert case["counters"]["payload_bytes_sent"] == 64 << 10, operation
@@ -121,7 +129,8 @@ def test_fragmentation():
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full to stand in for a full disk")
 def test_results_that_cannot_be_written_are_shown():
     finished = bench("fragmentation", "--bytes", "64KiB", "--rounds", "3", "--output", "/dev/full", status=1)
-    assert "all_sum" in finished.stdout and "Traceback" not in finished.stderr
+    assert "all_sum" in finished.stdout and all(column in finished.stdout for column in LIMIT_COLUMNS)
+    assert "Traceback" not in finished.stderr
     assert "Error: /dev/full is not written: No space left on device" in finished.stderr
 
 
@@ -142,7 +151,8 @@ def test_tune_saves_a_table_that_jobs_can_read(tmp_path):
         assert case["default"] in case["microseconds"]
     for ranks in ("2", "3"):
         arguments = ["-n", ranks, "--min", "1KiB", "--max", "1KiB", "--rounds", "3", "--force", "--table", str(table)]
-        assert str(table) in bench("tune", *arguments).stdout.replace("\n", "")
+        printed = bench("tune", *arguments).stdout.replace("\n", "")
+        assert str(table) in printed and "copied by all ranks at once" in printed
     assert {row["ranks"] for row in json.loads(table.read_text())["rows"]} == {2, 3}
 
 
@@ -228,7 +238,7 @@ def test_a_number_that_memory_cannot_deliver_is_refused():
 
 
 def test_refused_numbers_are_not_handed_on():
-    numbers = {"microseconds": {"median": 1.0}, "algbw": 9.0, "busbw": 9.0, "times_memcpy": 0.1}
+    numbers = {"microseconds": {"median": 1.0}, "algbw": 9.0, "busbw": 9.0, "times_memcpy": 0.1, "times_transfer": 0.1}
     good, bad = numbers | {"refused": None, "wrong": 0}, numbers | {"refused": "too fast", "wrong": 0}
     assert withhold(good) == good
     assert withhold(bad) == {name: None for name in numbers} | {"refused": "too fast", "wrong": 0}

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from mlxdist.bench.ep import AUTO, COMPILED, INSIDE, ONE_PROCESS, RING, described, target_lines, targets
+from mlxdist.bench.limits import limits_line
 from mlxdist.nn.experts.policy import MODES
 from test_bench import bench, require_times
 
@@ -32,6 +33,7 @@ def test_ep(ranks, shape, scale, sharded, tmp_path):
         assert case["chosen"] in MODES
         assert described(case) in printed
     assert all(line in printed for line in target_lines(results["targets"]))
+    assert limits_line(results["limits"]) in printed
     assert plot.stat().st_size > 10_000
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mlxdist.bench.limits import limits_line
 from mlxdist.bench.tp import communication, failed, withhold
 from mlxdist.bench.tp_rank import impossible
 
@@ -40,6 +41,7 @@ def test_layers(tmp_path):
         for times in case["microseconds"].values():
             assert 0 <= times["min"] <= times["median"] <= times["max"]
     assert "in its two all_sum" in printed and "times split" in printed
+    assert limits_line(results["limits"]) in printed
 
 
 @pytest.mark.long

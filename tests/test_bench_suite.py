@@ -13,11 +13,14 @@ import pytest
 
 import mlxdist
 from mlxdist.bench.compare import compared
+from mlxdist.bench.limits import LIMIT_COLUMNS, LIMITS
+from mlxdist.bench.limits_rank import limit_works
 from mlxdist.bench.operations import Inputs
-from mlxdist.bench.results import load
+from mlxdist.bench.results import COMPUTING, limits_of, load
 from mlxdist.bench.suite import MEASURED, failed, notes, plan
 from mlxdist.bench.suite_operations import OURS, Way, collective, exactly
 from mlxdist.bench.suite_rank import Suite
+from mlxdist.bench.timing import CORES
 from test_bench import bench, require_times
 
 SMALL = ["--quick", "--only", "sendrecv,all_reduce,broadcast,ep_transport", "--backends", "mlxdist,ring,jaccl"]
@@ -51,6 +54,16 @@ def test_every_case_is_measured_and_verified(results):
         assert (case["verified"], case["wrong"], case["refused"]) == (True, 0, None)
         assert case["microseconds"]["count"] == 5
         assert case["gbps"] == pytest.approx(case["bytes"] / case["microseconds"]["median"] / 1e3)
+
+
+def test_limits_of_the_machine_are_beside_what_moves_bytes(run, results):
+    for case in results["cases"]:
+        for name in LIMITS if len(CORES) > 1 else ["memcpy"]:
+            require_times(case[name])
+        assert all(limits_of(case)) or len(CORES) == 1
+        assert limits_of(case | {"operation": COMPUTING[0]}) == ["", ""] == limits_of(None)
+    text = (run / "a.html").read_text()
+    assert all(f"<th>mlxdist {column}</th>" in text and f"<li>{column}: " in text for column in LIMIT_COLUMNS)
 
 
 def test_what_is_not_there_is_reported(results):
@@ -244,6 +257,8 @@ def test_other_files_are_refused(text, words, tmp_path):
         lambda case: case["microseconds"].update(median=float("nan")),
         lambda case: case["microseconds"].update(p99="fast"),
         lambda case: case.update(backend=["mlxdist"]),
+        lambda case: case.update(transfer={"median": 0}),
+        lambda case: case.update(memcpy=1.0),
     ],
 )
 def test_malformed_cases_are_refused(results, spoil, tmp_path):
@@ -270,7 +285,7 @@ def test_wrong_data_is_refused():
         return calls[-1] if len(calls) < 3 else [calls[-1][0].at[7].add(1)]
 
     ways = {OURS: good, "broken": Way(start, lambda result: exactly(data[0], result))}
-    fine, broken = suite._time(ways, 4000, {"operation": "all_reduce", "bytes": 4000}, lambda *times: None)
+    fine, broken = suite._time(ways, limit_works(4000, suite.world), {"operation": "all_reduce", "bytes": 4000}, lambda *times: None)
     assert (fine["verified"], fine["refused"]) == (True, None) and fine["microseconds"]["count"] == 3
     assert (broken["verified"], broken["wrong"], broken["microseconds"], broken["gbps"]) == (False, 1, None, None)
     assert "1 elements" in broken["refused"]
@@ -281,7 +296,7 @@ def test_wrong_data_is_refused():
 def test_impossible_times_are_refused():
     suite, data = alone()
     ways = {OURS: collective("all_reduce", data, suite.world, OURS, suite.world)}
-    (case,) = suite._time(ways, 4000, {"operation": "all_reduce", "bytes": 4000}, lambda median, memcpy: "too fast")
+    (case,) = suite._time(ways, limit_works(4000, suite.world), {"operation": "all_reduce", "bytes": 4000}, lambda median, memcpy: "too fast")
     assert (case["refused"], case["microseconds"], case["wrong"]) == ("too fast", None, 0)
 
 

@@ -29,8 +29,7 @@ class Transfer:
     def __init__(self, size: int) -> None:
         moved = min(size, TRANSFER_UP_TO)
         self._scale = size / moved
-        numbers = np.arange(moved)
-        self.sent = [(numbers % prime + 1).astype(np.uint8) for prime in (251, 241)]
+        self.sent = [np.resize(np.arange(1, prime, dtype=np.uint8), moved) for prime in (251, 241)]
         self.received = [np.zeros(moved, np.uint8) for _ in self.sent]
         shared, *arrays = (ffi.from_buffer(a) for a in (np.zeros(moved, np.uint8), *self.sent, *self.received))
         self._described = {"bytes": moved, "cores": CORES[:2], "shared": shared}

@@ -1,0 +1,98 @@
+"""The limits of the machine that benchmarks compare with: right data, positive times, and what tables make of them."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from native_build import NATIVE, SANITIZE_MEMORY, SANITIZE_THREADS, build_program, run_program
+
+import mlxdist
+from mlxdist.bench import limits_rank
+from mlxdist.bench.limits import LIMITS, explain_limits, limit_cells, limits_line, times_limits
+from mlxdist.bench.limits_rank import Transfer, measure_limits
+from mlxdist.bench.timing import CORES
+
+VARIANTS = {"optimized": ["-O3"], "memory": SANITIZE_MEMORY, "threads": SANITIZE_THREADS}
+two_cores = pytest.mark.skipif(len(CORES) < 2, reason="a transfer needs two cores")
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "optimized",
+        pytest.param("memory", marks=[pytest.mark.sanitize, pytest.mark.long]),
+        pytest.param("threads", marks=[pytest.mark.sanitize, pytest.mark.long]),
+    ],
+)
+def test_transfer_in_c(tmp_path, variant):
+    parts = [NATIVE / "tests" / "limits_test.c"]
+    parts += [NATIVE / "endpoint" / f"{name}.c" for name in ("limits", "error", "thread")]
+    flags = [f"-I{NATIVE / 'include'}", "-D_DEFAULT_SOURCE", *VARIANTS[variant]]
+    assert "0 failed" in run_program(build_program(tmp_path / "limits", parts, flags))
+
+
+@two_cores
+@pytest.mark.parametrize("size", [1, 8 << 10, 1 << 20])
+def test_a_transfer_delivers_what_was_sent(size):
+    transfer = Transfer(size)
+    times = transfer.block(4)
+    assert len(times) == 4 and min(times) > 0
+    assert all(map(np.array_equal, transfer.received, reversed(transfer.sent)))
+    assert [array.nbytes for array in transfer.received] == [size, size] and transfer.received[0].all()
+
+
+@two_cores
+def test_a_transfer_of_wrong_bytes_is_an_error():
+    transfer = Transfer(1 << 10)
+    transfer.block(1)
+    transfer.sent.reverse()  # what is compared is then not what arrives
+    with pytest.raises(RuntimeError, match="delivered wrong bytes"):
+        transfer.block(1)
+
+
+@two_cores
+def test_a_large_transfer_is_a_part_of_it_times_what_is_left_out(monkeypatch):
+    monkeypatch.setattr(limits_rank, "TRANSFER_UP_TO", 1 << 10)
+    assert Transfer(1 << 10)._scale == 1
+    transfer = Transfer(4 << 10)
+    assert (transfer.sent[0].nbytes, transfer._scale) == (1 << 10, 4)
+    transfer.block(1)
+
+
+def test_limits_are_works_like_any_other():
+    """Of a group of one, at the sizes of `measure_limits`."""
+    found = measure_limits(mlxdist.init())
+    assert [case["bytes"] for case in found] == [8 << 10, 1 << 20, 16 << 20]
+    for case in found:
+        assert set(case) == {"bytes", *LIMITS}
+        for name in LIMITS if len(CORES) > 1 else ["memcpy"]:
+            assert 0 < case[name]["min"] <= case[name]["median"] <= case[name]["max"]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system cannot keep a process on one core")
+def test_on_one_core_there_is_no_transfer(tmp_path):
+    def one_core():
+        os.sched_setaffinity(0, {CORES[0]})
+
+    words = ["bench", "collectives", "--op", "all_sum", "--sizes", "4KiB", "--rounds", "3", "--level", "engine"]
+    command = [sys.executable, "-m", "mlxdist", *words, "--output", str(tmp_path / "results.json")]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=120, preexec_fn=one_core)
+    assert finished.returncode == 0, finished.stderr
+    assert "There is no transfer, since rank 0 has one core." in finished.stdout
+    (case,) = json.loads((tmp_path / "results.json").read_text())["cases"]
+    assert (case["transfer"], case["times_transfer"]) == (None, None) and case["times_memcpy"] > 0
+
+
+def test_figures_are_multiples_of_limits():
+    case = {"bytes": 8 << 10, "transfer": {"median": 2.0}, "memcpy": {"median": 0.5}}
+    assert times_limits(6.0, case) == {"times_transfer": 3.0, "times_memcpy": 12.0}
+    assert limit_cells(6.0, case) == ["3.00 of 2.00", "12.00 of 0.50"]
+    assert times_limits(None, case) == {"times_transfer": None, "times_memcpy": None}
+    alone = case | {"transfer": None}
+    assert limit_cells(6.0, alone) == ["", "12.00 of 0.50"]
+    assert len(explain_limits([case])) == 2 and len(explain_limits([case, alone])) == 3
+    assert "8 KiB 2.00 from core to core; 8 KiB 0.50 copied by all ranks at once" in limits_line([case])
+    assert "no transfer, since rank 0 has one core; 8 KiB 0.50" in limits_line([alone])
