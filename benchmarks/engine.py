@@ -21,7 +21,8 @@ SECONDS = 120
 
 
 def run_engine(rounds: int) -> list[dict[str, Any]]:
-    """One dictionary per size: bytes, wrong, all_reduce, memcpy and, with two cores, transfer (median, min, max in microseconds).
+    """One dictionary per size: bytes, wrong, and median, min and max in microseconds of all_reduce, memcpy and, with
+    two cores, transfer.
 
     Raises:
         click.ClickException: there is no C compiler, or the program failed.

@@ -285,7 +285,8 @@ def test_wrong_data_is_refused():
         return calls[-1] if len(calls) < 3 else [calls[-1][0].at[7].add(1)]
 
     ways = {OURS: good, "broken": Way(start, lambda result: exactly(data[0], result))}
-    fine, broken = suite._time(ways, limit_works(4000, suite.world), {"operation": "all_reduce", "bytes": 4000}, lambda *times: None)
+    limits, common = limit_works(4000, suite.world), {"operation": "all_reduce", "bytes": 4000}
+    fine, broken = suite._time(ways, limits, common, lambda *times: None)
     assert (fine["verified"], fine["refused"]) == (True, None) and fine["microseconds"]["count"] == 3
     assert (broken["verified"], broken["wrong"], broken["microseconds"], broken["gbps"]) == (False, 1, None, None)
     assert "1 elements" in broken["refused"]
@@ -296,7 +297,8 @@ def test_wrong_data_is_refused():
 def test_impossible_times_are_refused():
     suite, data = alone()
     ways = {OURS: collective("all_reduce", data, suite.world, OURS, suite.world)}
-    (case,) = suite._time(ways, limit_works(4000, suite.world), {"operation": "all_reduce", "bytes": 4000}, lambda median, memcpy: "too fast")
+    limits, common = limit_works(4000, suite.world), {"operation": "all_reduce", "bytes": 4000}
+    (case,) = suite._time(ways, limits, common, lambda median, memcpy: "too fast")
     assert (case["refused"], case["microseconds"], case["wrong"]) == ("too fast", None, 0)
 
 

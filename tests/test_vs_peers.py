@@ -112,7 +112,7 @@ def test_targets():
     targets = load_targets()
     met = targets.targets(results(targets, ours=1.0, others=25.0))
     assert all(target.met is True for target in met), [target for target in met if not target.met]
-    assert not any(target.met for target in targets.targets(results(targets, ours=4.1, others=1.0)))
+    assert not any(target.met for target in targets.targets(results(targets, ours=8.1, others=1.0)))
     # A wrong sum meets nothing; only the memory is still what it is.
     assert [target.case for target in targets.targets(results(targets, 1.0, 25.0, wrong=1)) if target.met] == [
         "slab memory per rank, 8 ranks"
@@ -136,5 +136,7 @@ def test_without_a_transfer_its_targets_are_not_measured():
     found = results(targets, 1.0, 25.0)
     for case in found["cases"]:
         case["transfer"] = None
+    for line in found["engine"]:
+        del line["transfer"]  # as engine.c prints it
     missing = [target.wanted for target in targets.targets(found) if target.met is None]
-    assert missing == ["1.5x transfer or less", "1x transfer or less"]
+    assert missing == [f"{bound}x transfer or less" for bound in ("1.5", "1", "8", "2")]

@@ -75,8 +75,8 @@ def collectives(
 
     Operations: all_sum, all_gather, sum_scatter, broadcast, all_to_all, send_recv (a message to and fro, time of one
     way). algbw and busbw are those of nccl-tests. Blocks of the operation alternate with the machine's own limits for
-    as many bytes: from one core to another, and a plain copy by all ranks at once. Sizes from --min to --max are rounded down to what has a part for each rank; those of --sizes
-    are measured as they are, or rejected.
+    as many bytes: from one core to another, and a plain copy by all ranks at once. Sizes from --min to --max are
+    rounded down to what has a part for each rank; those of --sizes are measured as they are, or rejected.
 
     The exit status is 1 if an element was wrong, a time is shorter than the memory allows, or the file is not written.
     """

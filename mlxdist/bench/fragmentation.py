@@ -52,7 +52,8 @@ def _print(results: dict[str, Any]) -> None:
     where = f"{results['ranks']} ranks, {results['provider']}"
     table = Table(title=f"{where}; {format_size(first['bytes'])} of float32 in all; times in microseconds")
     table.add_column("operation")
-    for column in ("pieces", "median", "p99", "times as one", "messages", "headers", "payload", "control", "#wrong", *LIMIT_COLUMNS):
+    sent = ("messages", "headers", "payload", "control")
+    for column in ("pieces", "median", "p99", "times as one", *sent, "#wrong", *LIMIT_COLUMNS):
         table.add_column(column, justify="right")
     for case in results["cases"]:
         whole = next(c for c in results["cases"] if c["operation"] == case["operation"] and c["pieces"] == 1)

@@ -1,4 +1,4 @@
-"""The limits of the machine itself, of which speed tables give multiples: measured by limits_rank.py in the same run."""
+"""The limits of the machine itself, of which speed tables give multiples; limits_rank.py measures them."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ int mlxdist_time_transfers(const mlxdist_transfer *transfer, double *nanoseconds
   pthread_t thread;
   int error = read_cores(&before);
   if (!error) error = pin(transfer->cores[0]);
-  if (error) return fail(MLXDIST_RESOURCES, "this thread cannot run on core %d: %s", transfer->cores[0], strerror(error));
+  if (error) return fail(MLXDIST_RESOURCES, "this thread cannot run on core %d: %s", *transfer->cores, strerror(error));
   error = pthread_create(&thread, 0, answer, &run);
   if (!error) {
     ask(&run, nanoseconds);
