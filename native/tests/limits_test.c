@@ -29,16 +29,31 @@ static void transfer_free(mlxdist_transfer *transfer) {
   }
 }
 
+static void check_received(const mlxdist_transfer *transfer) {
+  for (int side = 0; side < 2; side++)
+    CHECK(memcmp(transfer->received[side], transfer->sent[1 - side], transfer->bytes) == 0, "side %d", side);
+}
+
 static void test_each_side_has_what_the_other_sent(void) {
   const uint64_t sizes[] = {1, 63, 8 << 10, (1 << 20) + 3};
   for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
     mlxdist_transfer transfer = transfer_of(sizes[i]);
     double times[COUNT + 1] = {[COUNT] = -1};
     CHECK_EQUAL(mlxdist_time_transfers(&transfer, times), MLXDIST_OK);
-    for (int side = 0; side < 2; side++)
-      CHECK(memcmp(transfer.received[side], transfer.sent[1 - side], sizes[i]) == 0, "side %d", side);
+    check_received(&transfer);
     for (int call = 0; call < COUNT; call++) CHECK(times[call] > 0, "%g", times[call]);
     CHECK(times[COUNT] == -1, "more than count");
+    transfer_free(&transfer);
+  }
+}
+
+/* Without others before it that leave the same bytes. */
+static void test_a_single_round_trip(void) {
+  for (int turn = 0; turn < 8; turn++) {
+    mlxdist_transfer transfer = transfer_of(256 << 10);
+    transfer.count = 0;
+    CHECK_EQUAL(mlxdist_time_transfers(&transfer, NULL), MLXDIST_OK);
+    check_received(&transfer);
     transfer_free(&transfer);
   }
 }
@@ -85,6 +100,7 @@ static void test_a_core_that_is_not_there(void) {
 int main(int argc, char **argv) {
   static const struct check tests[] = {
       {"EachSideHasWhatTheOtherSent", test_each_side_has_what_the_other_sent},
+      {"ASingleRoundTrip", test_a_single_round_trip},
 #ifdef __linux__
       {"TheCallerHasItsCoresAgain", test_the_caller_has_its_cores_again},
       {"ACoreThatIsNotThere", test_a_core_that_is_not_there},
