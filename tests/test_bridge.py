@@ -1,11 +1,23 @@
 """group.mlx in stock MLX: operations, lazy graphs, gradients, layers, and errors on their way through MLX's threads."""
 
+import sys
+
 import pytest
+from native_build import build_program
 from rank_counts import one_to_four
 
 # Whatever evaluates an array; the last three ask for its buffer, where NumPy swallows errors.
 READERS = ["eval", "np.sqrt"]
 READERS += [pytest.param(reader, marks=pytest.mark.long) for reader in ("tolist", "np.array", "np.asarray")]
+COUNT_GETPID = """
+#include <sys/syscall.h>
+#include <unistd.h>
+_Atomic int getpid_calls;
+pid_t getpid(void) {
+  getpid_calls++;
+  return (pid_t)syscall(SYS_getpid);
+}
+"""
 SCENARIOS = [
     "middle_of_a_graph",
     "stream_works_on",
@@ -55,3 +67,12 @@ def test_four_ranks_end_in_any_order(run_ranks):
 
 def test_nothing_waits_for_the_interpreter_in_mlx_s_threads(run_ranks):
     assert all(output == "done\n" for output in run_ranks("clear_cache.py", 2))
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="getpid() is no system call there")
+def test_operations_do_not_ask_the_system_whether_they_were_forked(run_ranks, tmp_path):
+    source = tmp_path / "count_getpid.c"
+    source.write_text(COUNT_GETPID)
+    library = build_program(tmp_path / "count_getpid.so", [source], ["-D_GNU_SOURCE", "-shared", "-fPIC"])
+    outputs = run_ranks("count_getpid.py", 2, environment={"LD_PRELOAD": str(library)})
+    assert outputs == ["0 calls in 50 operations\n"] * 2

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include <unistd.h>
+#include <pthread.h>
 
 #include "python.h"
 
@@ -22,7 +22,8 @@ static auto& mutex = *new std::mutex;
 static auto& ended = *new std::condition_variable;
 static auto& parts = *new std::vector<Communicator*>;
 
-static std::atomic<pid_t> process; /* queue pairs do not survive a fork */
+static std::atomic<bool> is_open;
+static std::atomic<bool> is_forked; /* queue pairs do not survive a fork */
 static OperationFailed* operation_failed;
 static std::atomic<bool> raises_errors = true;
 static std::atomic<bool> has_told_error = false;
@@ -34,15 +35,16 @@ Error::Error(int status, const std::string& text)
 
 void open_world(mlxdist_group* group, OperationFailed* failed) {
   std::lock_guard lock(mutex);
-  if (process != 0) return;
+  if (is_open) return;
   operation_failed = failed;
   ompi_mpi_comm_world.group = group;
   ompi_mpi_comm_world.rank = mlxdist_group_rank(group);
   ompi_mpi_comm_world.size = mlxdist_group_size(group);
-  process = getpid();
+  pthread_atfork(nullptr, nullptr, [] { is_forked = true; }); /* getpid() would be a system call an operation */
+  is_open = true;
 }
 
-bool world_is_open() { return process != 0; }
+bool world_is_open() { return is_open; }
 
 static bool is_idle() {
   auto rests = [](const Communicator* comm) { return comm->running == 0; };
@@ -83,7 +85,7 @@ MPI_Comm add_communicator(mlxdist_group* group) {
 }
 
 void free_communicator(MPI_Comm comm) {
-  if (getpid() != process) return; /* the mutex may be held by a thread that was not forked */
+  if (is_forked) return; /* the mutex may be held by a thread that was not forked */
   std::lock_guard lock(mutex);
   comm->freed = true;
 }
@@ -105,7 +107,7 @@ void destroy_freed() {
 class Operation {
  public:
   explicit Operation(Communicator* comm) : comm_(comm) {
-    if (getpid() != process) {
+    if (is_forked) {
       throw Error(MLXDIST_INVALID_ARGUMENT,
                   "this process was forked from a rank, and a group does not survive a fork: use it in the process "
                   "that called mx.distributed.init(), or start the child with subprocess or multiprocessing's spawn");
