@@ -1,9 +1,9 @@
 """Every algorithm by itself: exact in the order in which it reduces, the same on every rank and in every run."""
 
+import os
 import re
 
 import pytest
-
 
 MANY = [pytest.param(ranks, marks=pytest.mark.long) for ranks in (4, 5, 8)]
 
@@ -44,3 +44,27 @@ def test_ranks_with_different_algorithms_are_told(run_ranks, operation, odd, eve
     # The one who noticed has told all others. Where one rank waits for another that has no part in it, nobody can say
     # more than what may be the cause.
     assert all("MLXDIST_ALGO" in output for output in outputs), outputs
+
+
+def crowded(run_ranks, *cores):
+    """What ranks bound to these cores choose for a small all_sum, and their polls in each."""
+    outputs = run_ranks("crowded.py", len(cores), *cores)
+    chosen, polls = zip(*(output.split() for output in outputs))
+    return set(chosen), max(map(float, polls))
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads are not bound to cores here")
+def test_more_ranks_than_cores(run_ranks):
+    """Few messages in all, and a rank that waits lets go of the core at once: 20 polls a wait keep it from a peer."""
+    core = str(min(os.sched_getaffinity(0)))
+    chosen, polls = crowded(run_ranks, core, core, core)
+    assert chosen == {"tree"} and polls < 15
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads are not bound to cores here")
+def test_a_core_for_each_rank(run_ranks):
+    """All ranks count the cores of all: what one of them may use is no measure."""
+    cores = sorted(map(str, os.sched_getaffinity(0)))
+    if len(cores) < 3:
+        pytest.skip("this machine has too few cores")
+    assert crowded(run_ranks, *cores[:3])[0] == {"direct"}

@@ -12,7 +12,7 @@ def test_payload(run_ranks, algorithm, ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 4, pytest.param(5, marks=pytest.mark.long)])
-@pytest.mark.parametrize("algorithm", ["direct", "doubling"])
+@pytest.mark.parametrize("algorithm", ["direct", "doubling", "tree"])
 def test_messages_and_headers(run_ranks, algorithm, ranks):
     outputs = run_ranks("counters.py", ranks, "messages", environment={"MLXDIST_ALGO": algorithm})
     assert all("as stated" in output for output in outputs)

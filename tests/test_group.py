@@ -61,7 +61,7 @@ def test_algorithm_that_is_asked_for(run_ranks, forced):
         "mesh": {"all_sum", "broadcast", "reduce"},
         "ring": {"all_sum", "all_gather", "reduce_scatter", "broadcast", "barrier", "reduce", "gather", "scatter"},
         "doubling": {"all_sum", "barrier"},
-        "tree": {"broadcast", "reduce"},
+        "tree": {"all_sum", "broadcast", "reduce"},
     }[forced]
     for output in run_ranks("chosen_algorithms.py", 3, environment={"MLXDIST_ALGO": forced}):
         chosen = dict(line.split() for line in output.splitlines())

@@ -2,6 +2,7 @@
 #include "doubling.h"
 #include "mesh.h"
 #include "ring.h"
+#include "tree.h"
 
 int mlxdist_all_reduce(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout, int32_t op,
                        mlxdist_handle **handle) {
@@ -21,6 +22,8 @@ int mlxdist_all_reduce(mlxdist_group *group, const void *in, void *out, const ml
     mesh_reduce_all(operation, &reduction, in, out);
   } else if (algorithm == MLXDIST_DOUBLING) {
     doubling_reduce_all(operation, &reduction, in, out);
+  } else if (algorithm == MLXDIST_TREE) {
+    tree_reduce_all(operation, &reduction, in, out);
   } else if (algorithm == MLXDIST_RING) {
     ring_reduce_parts(operation, &reduction, in, out, own);
     ring_gather_parts(operation, &reduction.parts, own, out);

@@ -10,7 +10,7 @@
 #define HAS(algorithm) (1u << MLXDIST_##algorithm)
 
 static const uint32_t algorithms[] = {
-    [MLXDIST_ALL_REDUCE] = HAS(DIRECT) | HAS(MESH) | HAS(RING) | HAS(DOUBLING),
+    [MLXDIST_ALL_REDUCE] = HAS(DIRECT) | HAS(MESH) | HAS(RING) | HAS(DOUBLING) | HAS(TREE),
     [MLXDIST_ALL_GATHER] = HAS(DIRECT) | HAS(RING),
     [MLXDIST_REDUCE_SCATTER] = HAS(DIRECT) | HAS(RING),
     [MLXDIST_BROADCAST] = HAS(DIRECT) | HAS(MESH) | HAS(RING) | HAS(TREE),
@@ -25,7 +25,8 @@ static bool has(int32_t operation, int32_t algorithm) {
   return algorithm > MLXDIST_AUTO && algorithm <= MLXDIST_TREE && (algorithms[operation] >> algorithm & 1);
 }
 
-/* A world that does not connect every pair at the start keeps to few peers: each costs memory. */
+/* A world that does not connect every pair at the start keeps to few peers: each costs memory. Where ranks share cores,
+ * messages take time one after the other: their number counts then, and not that of the steps. */
 static enum mlxdist_algorithm by_default(const mlxdist_group *group, int32_t operation, uint64_t bytes) {
   bool small = bytes <= SMALL_BYTES;
   bool sparse = (uint32_t)group->size > group->engine->options.connect_at_start;
@@ -33,6 +34,7 @@ static enum mlxdist_algorithm by_default(const mlxdist_group *group, int32_t ope
     case MLXDIST_ALL_REDUCE:
       /* For two ranks direct moves as few bytes as any other. */
       if (sparse) return small ? MLXDIST_DOUBLING : MLXDIST_RING;
+      if (group->engine->crowded && group->size > 2 && small) return MLXDIST_TREE;
       return group->size == 2 || small ? MLXDIST_DIRECT : MLXDIST_MESH;
     case MLXDIST_ALL_GATHER:
     case MLXDIST_REDUCE_SCATTER: return sparse ? MLXDIST_RING : MLXDIST_DIRECT;

@@ -16,6 +16,24 @@ static struct node node_of(const struct operation *operation, int32_t root) {
 
 static int32_t rank_of(const struct node *node, int32_t number) { return (number + node->root) % node->size; }
 
+void tree_reduce_all(struct operation *operation, const struct reduction *reduction, const char *in, char *out) {
+  const mlxdist_group *group = operation_group(operation);
+  operation_round(operation);
+  if (group->rank > 0) {
+    operation_send(operation, 0, in, reduction->bytes);
+    operation_round(operation);
+    operation_receive(operation, 0, out, reduction->bytes);
+    return;
+  }
+  for (int32_t member = 1; member < group->size; member++) operation_receive(operation, member, 0, reduction->bytes);
+  operation_fold(operation, (struct fold){.kernel = reduction->kernel,
+                                          .element_bytes = reduction->parts.element_bytes,
+                                          .own = in,
+                                          .out = out});
+  operation_round(operation);
+  for (int32_t member = 1; member < group->size; member++) operation_send(operation, member, out, reduction->bytes);
+}
+
 void tree_broadcast(struct operation *operation, char *data, uint64_t bytes, int32_t root) {
   struct node node = node_of(operation, root);
   if (node.number > 0) {

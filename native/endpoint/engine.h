@@ -33,6 +33,8 @@ struct engine {
   int32_t rank, size;
   char host[256];
   mlxdist_options options;
+  bool one_host; /* the software provider joins the ranks as it does within a host */
+  bool crowded;  /* there are more ranks than cores */
   uint8_t *wires; /* size x size, NULL if every pair has a cable */
   mlxdist_tuning *tuning;
   uint64_t tuning_lines;

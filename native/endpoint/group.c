@@ -16,6 +16,8 @@ struct group_address {
   uint32_t magic;
   int32_t rank, size;
   uint32_t bulk_slot_bytes, bulk_slots, eager_slots, connect_at_start, checksum, reliable;
+  uint32_t one_host; /* see struct engine */
+  struct thread_cores cores;
 };
 
 const char *mlxdist_version(void) { return MLXDIST_VERSION; }
@@ -161,6 +163,7 @@ int mlxdist_group_create(int32_t rank, int32_t size, const mlxdist_options *opti
   if (!engine || !engine->peers) status = fail(MLXDIST_RESOURCES, "out of memory for %d ranks", size);
   if (!status && options->wires) status = wires_copy(engine, options->wires);
   if (!status) status = flight_open(&engine->flight);
+  if (!status) engine->one_host = !options->links;
   if (!status && size > 1) status = engine_open(engine, options->links);
   if (!status) status = group_new(engine, 0, members, size, result);
   if (status && engine) engine_free(engine);
@@ -193,7 +196,9 @@ int mlxdist_group_address(mlxdist_group *group, void *bytes) {
                                   .eager_slots = engine->options.eager_slots,
                                   .connect_at_start = engine->options.connect_at_start,
                                   .checksum = engine->options.checksum != 0,
-                                  .reliable = engine->options.reliable != 0};
+                                  .reliable = engine->options.reliable != 0,
+                                  .one_host = engine->one_host,
+                                  .cores = thread_cores()};
   memcpy(bytes, &address, sizeof address);
   char *at = (char *)bytes + sizeof address;
   for (int32_t rank = 0; rank < engine->size; rank++, at += sizeof(struct peer_address)) {
@@ -229,6 +234,20 @@ static int check_address(const struct engine *engine, int32_t rank, const struct
   return MLXDIST_OK;
 }
 
+/* Whether there are more ranks than cores. All ranks find the same, since they choose algorithms by it. */
+static bool is_crowded(const struct engine *engine, const char *addresses, uint64_t each) {
+  struct thread_cores all = {0};
+  int32_t cores = 0;
+  for (int32_t rank = 0; rank < engine->size; rank++, addresses += each) {
+    struct group_address address;
+    memcpy(&address, addresses, sizeof address);
+    if (!address.one_host) return false;
+    for (int i = 0; i < THREAD_CORES / 64; i++) all.words[i] |= address.cores.words[i];
+  }
+  for (int i = 0; i < THREAD_CORES / 64; i++) cores += __builtin_popcountll(all.words[i]);
+  return engine->size > cores;
+}
+
 int mlxdist_group_connect(mlxdist_group *group, const void *addresses, uint64_t bytes) {
   struct engine *engine = group->engine;
   uint64_t each = mlxdist_group_address_size(group);
@@ -250,6 +269,8 @@ int mlxdist_group_connect(mlxdist_group *group, const void *addresses, uint64_t 
     status = peer_connect(peer, &reached);
     peer->usable = !status; /* nobody sends before the barrier that follows */
   }
+  engine->crowded = !status && is_crowded(engine, addresses, each);
+  wait_crowded(engine->crowded);
   return status || engine->size == 1 ? status : progress_start(engine);
 }
 

@@ -1,3 +1,4 @@
+#define _GNU_SOURCE 1
 #include "thread.h"
 
 #include <time.h>
@@ -8,6 +9,7 @@
 #include <mach/thread_switch.h>
 #include <pthread.h>
 #include <pthread/qos.h>
+#include <unistd.h>
 
 /* CLOCK_MONOTONIC has steps of a microsecond there, and goes on while the Mac sleeps. */
 uint64_t clock_ns(void) { return clock_gettime_nsec_np(CLOCK_UPTIME_RAW); }
@@ -19,8 +21,17 @@ void thread_yield(void) { thread_switch(MACH_PORT_NULL, SWITCH_OPTION_NONE, 0); 
  * of its own, which then counts. */
 void thread_for_polling(void) { (void)pthread_set_qos_class_self_np(QOS_CLASS_USER_INTERACTIVE, 0); }
 
+/* A process may run on all. */
+struct thread_cores thread_cores(void) {
+  struct thread_cores cores = {0};
+  for (long core = 0; core < sysconf(_SC_NPROCESSORS_ONLN) && core < THREAD_CORES; core++)
+    cores.words[core / 64] |= UINT64_C(1) << core % 64;
+  return cores;
+}
+
 #else
 #include <sched.h>
+#include <string.h>
 
 /* On Linux it stands still while the machine is suspended. */
 uint64_t clock_ns(void) {
@@ -32,4 +43,14 @@ uint64_t clock_ns(void) {
 void thread_yield(void) { sched_yield(); }
 
 void thread_for_polling(void) {}
+
+struct thread_cores thread_cores(void) {
+  struct thread_cores cores;
+  cpu_set_t allowed;
+  _Static_assert(sizeof cores == sizeof allowed, "as many as cpu_set_t has room for");
+  /* It fails where there are more: no rank lacks one there. */
+  if (sched_getaffinity(0, sizeof allowed, &allowed)) memset(&allowed, 0xff, sizeof allowed);
+  memcpy(&cores, &allowed, sizeof cores);
+  return cores;
+}
 #endif

@@ -17,4 +17,11 @@ void thread_yield(void);
  * that follows, and the default class already runs on performance cores. */
 void thread_for_polling(void);
 
+/* A bit for each core that this process may run on. */
+#define THREAD_CORES 1024
+struct thread_cores {
+  uint64_t words[THREAD_CORES / 64];
+};
+struct thread_cores thread_cores(void);
+
 #endif

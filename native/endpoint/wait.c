@@ -1,11 +1,13 @@
 #include "wait.h"
 
+#include <stdatomic.h>
 #include <time.h>
 
 /* 20 polls of an empty completion queue take about half a microsecond, as long as a small message needs. Longer
  * spinning gains nothing, since yielding to nobody costs no more than a few polls; and where a rank has one core,
  * MLX's main thread, which prepares the next operation, needs it. */
 #define SPIN_TURNS 20
+#define CROWDED_SPIN_TURNS 2
 #define YIELD_NS 20000000u /* 20 ms: a peer that is later than that is computing, not sending */
 #define FIRST_SLEEP_NS 50000u
 #define LONGEST_SLEEP_NS 1000000u
@@ -18,7 +20,16 @@ static inline void relax(void) {
 #endif
 }
 
-bool wait_spins(const struct waiting *wait) { return wait->idle + 1 < SPIN_TURNS; }
+/* Of the process, which has one engine. */
+static atomic_uint spin_turns = SPIN_TURNS;
+
+void wait_crowded(bool crowded) {
+  atomic_store_explicit(&spin_turns, crowded ? CROWDED_SPIN_TURNS : SPIN_TURNS, memory_order_relaxed);
+}
+
+bool wait_spins(const struct waiting *wait) {
+  return wait->idle + 1 < atomic_load_explicit(&spin_turns, memory_order_relaxed);
+}
 
 uint64_t wait_turn(struct waiting *wait) {
   bool spins = wait_spins(wait);

@@ -19,6 +19,9 @@ struct waiting {
   uint32_t sleep_ns;
 };
 
+/* Whether there are more ranks than cores. Then waits hardly spin: a peer may need the core to send what is waited for. */
+void wait_crowded(bool crowded);
+
 /* Whether the next turn only spins: it is too short to let go of a lock. */
 bool wait_spins(const struct waiting *wait);
 

@@ -101,7 +101,7 @@ typedef enum mlxdist_algorithm {
   MLXDIST_MESH = 2,     /* reduce_scatter, then all_gather, each direct */
   MLXDIST_RING = 3,     /* neighbour to neighbour, n - 1 steps each way */
   MLXDIST_DOUBLING = 4, /* log2(n) steps with partners at distance 1, 2, 4 ... */
-  MLXDIST_TREE = 5,     /* log2(n) steps from or to the root */
+  MLXDIST_TREE = 5,     /* log2(n) steps from or to the root; all_reduce: to the first rank and back, in two */
 } mlxdist_algorithm;
 
 /* The operations that have more than one algorithm. */
@@ -473,7 +473,7 @@ int mlxdist_handle_done(mlxdist_handle *handle);
 /* Every handle is freed once; an operation that has not ended goes on without it. */
 void mlxdist_handle_free(mlxdist_handle *handle);
 
-/* out[i] = in_0[i] op in_1[i] op ... op in_{n-1}[i]. 16-bit floats are accumulated in float32; direct and mesh round
+/* out[i] = in_0[i] op in_1[i] op ... op in_{n-1}[i]. 16-bit floats are accumulated in float32; direct, mesh and tree round
  * once, in rank order; ring and doubling round at each step. Every rank ends with bitwise the same result. */
 int mlxdist_all_reduce(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout, int32_t op,
                        mlxdist_handle **handle);

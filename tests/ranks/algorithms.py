@@ -20,7 +20,7 @@ DTYPES = ["float16", "bfloat16", "float32", "int8", "complex64"]
 # Nothing, one element, too few for every rank, an odd number, and more bytes than a bulk slot holds.
 COUNTS = [0, 1, 3, 1237, 140_001]
 ALGORITHMS = {
-    "all_sum": ["direct", "mesh", "ring", "doubling"],
+    "all_sum": ["direct", "mesh", "ring", "doubling", "tree"],
     "all_gather": ["direct", "ring"],
     "reduce_scatter": ["direct", "ring"],
     "broadcast": ["direct", "mesh", "ring", "tree"],
