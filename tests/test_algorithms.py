@@ -57,7 +57,7 @@ def crowded(run_ranks, *cores):
 def test_more_ranks_than_cores(run_ranks):
     """Few messages in all, and a rank that waits lets go of the core at once: 20 polls a wait keep it from a peer."""
     core = str(min(os.sched_getaffinity(0)))
-    chosen, polls = crowded(run_ranks, core, core, core)
+    chosen, polls = crowded(run_ranks, *[core] * 5)
     assert chosen == {"tree"} and polls < 15
 
 
@@ -65,6 +65,6 @@ def test_more_ranks_than_cores(run_ranks):
 def test_a_core_for_each_rank(run_ranks):
     """All ranks count the cores of all: what one of them may use is no measure."""
     cores = sorted(map(str, os.sched_getaffinity(0)))
-    if len(cores) < 3:
+    if len(cores) < 5:
         pytest.skip("this machine has too few cores")
-    assert crowded(run_ranks, *cores[:3])[0] == {"direct"}
+    assert crowded(run_ranks, *cores[:5])[0] == {"direct"}

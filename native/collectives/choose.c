@@ -25,8 +25,11 @@ static bool has(int32_t operation, int32_t algorithm) {
   return algorithm > MLXDIST_AUTO && algorithm <= MLXDIST_TREE && (algorithms[operation] >> algorithm & 1);
 }
 
-/* A world that does not connect every pair at the start keeps to few peers: each costs memory. Where ranks share cores,
- * messages take time one after the other: their number counts then, and not that of the steps. */
+/* Where ranks share cores, messages take time one after the other: their number counts then, not that of the steps. Up
+ * to four ranks the second step costs as much as it saves. */
+#define CROWDED_TREE_RANKS 5
+
+/* A world that does not connect every pair at the start keeps to few peers: each costs memory. */
 static enum mlxdist_algorithm by_default(const mlxdist_group *group, int32_t operation, uint64_t bytes) {
   bool small = bytes <= SMALL_BYTES;
   bool sparse = (uint32_t)group->size > group->engine->options.connect_at_start;
@@ -34,7 +37,7 @@ static enum mlxdist_algorithm by_default(const mlxdist_group *group, int32_t ope
     case MLXDIST_ALL_REDUCE:
       /* For two ranks direct moves as few bytes as any other. */
       if (sparse) return small ? MLXDIST_DOUBLING : MLXDIST_RING;
-      if (group->engine->crowded && group->size > 2 && small) return MLXDIST_TREE;
+      if (group->engine->crowded && group->size >= CROWDED_TREE_RANKS && small) return MLXDIST_TREE;
       return group->size == 2 || small ? MLXDIST_DIRECT : MLXDIST_MESH;
     case MLXDIST_ALL_GATHER:
     case MLXDIST_REDUCE_SCATTER: return sparse ? MLXDIST_RING : MLXDIST_DIRECT;
