@@ -26,8 +26,8 @@ static bool has(int32_t operation, int32_t algorithm) {
 }
 
 /* Where ranks share cores, messages take time one after the other: their number counts then, not that of the steps. Up
- * to four ranks the second step costs as much as it saves. */
-#define CROWDED_TREE_RANKS 5
+ * to three ranks it would save no more than two. */
+#define CROWDED_TREE_RANKS 4
 
 /* A world that does not connect every pair at the start keeps to few peers: each costs memory. */
 static enum mlxdist_algorithm by_default(const mlxdist_group *group, int32_t operation, uint64_t bytes) {
