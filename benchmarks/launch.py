@@ -5,12 +5,14 @@
 
 All cases are run in turn, in shuffled order, so that what else the machine does hits all of them alike: ranks that only
 print, under mlxdist launch and under mlx.launch, and ranks that form a group and sum once, beside a Python that only
-imports MLX. Without a file --json, nothing is written.
+imports MLX. All run from bytecode, as what pip has installed does; the first round writes that of a source folder.
+Without a file --json, nothing is written.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -28,6 +30,7 @@ from mlxdist.bench.job import results_console
 
 MANY_SECONDS, MORE_SECONDS, AS_FAST = 5.0, 0.25, 1.0
 SECONDS = 120  # after which a job does not end any more
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 SUM = "import mlx.core as mx; mx.eval(mx.distributed.all_sum(mx.ones(4), group=mx.distributed.init()))"
 
 
@@ -46,6 +49,7 @@ class Case:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            env=ENVIRONMENT,
             text=True,
             timeout=SECONDS,
         )

@@ -26,3 +26,11 @@ def test_version_and_help():
     assert mlxdist("--version").stdout == f"mlxdist {__version__}\n"
     assert "launch" in mlxdist("--help").stdout
     assert "--grace" in mlxdist("launch", "--help").stdout
+
+
+def test_the_garbage_collector_runs_after_the_imports():
+    program = (
+        "import gc, mlxdist.cli; first = gc.isenabled(); mlxdist.cli.commands.get_command(None, 'launch'); "
+        "print(first, gc.isenabled())"
+    )
+    assert subprocess.check_output([sys.executable, "-c", program], timeout=30) == b"True True\n"

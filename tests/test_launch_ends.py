@@ -4,10 +4,14 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
 from launching import LAUNCH, closing_line, launch, marked_processes, nothing_left, python, running, wait_for  # noqa: F401
+
+import mlxdist.launch
+from mlxdist.launch.local import LocalJob
 
 
 @pytest.mark.parametrize("status", [1, 3, 127, 255])
@@ -279,3 +283,32 @@ Rendezvous(Environment.read())
     job = python(2, program, options=["--grace", "20"], timeout=20)
     assert job.returncode == (status or 1)
     assert f"RendezvousError: rendezvous: rank {rank} has ended with exit status {status} {how}" in job.stderr.decode()
+
+
+def test_the_keeper_removes_the_folder_of_the_ranks_and_nothing_behind_its_links(tmp_path):
+    """Without shutil, which takes as long to import as the rest of the keeper's work."""
+    job, kept = tmp_path / "job", tmp_path / "kept"
+    (job / "0" / "deep").mkdir(parents=True)
+    kept.mkdir()
+    for file in (job / "0" / "deep" / "file", kept / "file"):
+        file.write_text("x")
+    (job / "0" / "mlx").symlink_to(kept, target_is_directory=True)
+    (job / "0" / "broken").symlink_to(tmp_path / "nowhere")
+    program = (
+        "import sys; sys.path.append(sys.argv[1]); import keeper; "
+        "keeper.clean_up('none', sys.argv[2], sys.argv[2]); print('shutil' in sys.modules)"
+    )
+    folder = os.path.dirname(mlxdist.launch.__file__)
+    command = [sys.executable, "-I", "-S", "-c", program, folder, str(job)]
+    assert subprocess.run(command, capture_output=True, timeout=30, check=True).stdout == b"False\n"
+    assert not job.exists() and (kept / "file").exists()
+
+
+def test_the_end_of_the_last_rank_is_not_noted():
+    """Ranks that still run read it; for the last one there is none."""
+    with LocalJob("0123456789abcdef", 0, 2, ["true"], os.environ, 1.0) as job:
+        ranks = [job.start(number, None, None, None) for number in range(2)]
+        for rank in ranks:
+            rank.process.wait()
+            job.ended(rank)
+        assert [path.name for path in job.folder.glob("*.ended-*")] == ["first_failure.ended-0"]

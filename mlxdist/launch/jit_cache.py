@@ -76,15 +76,16 @@ class JitCache:
 
     def _remove_unfinished(self) -> None:
         """A killed rank may have left a library that is cut short, and MLX would load it for ever."""
-        files = [Path(parent, name) for parent, _, names in os.walk(self.folder) for name in names]
+        # Texts: there may be thousands, and each start of a job looks at them.
+        files = [os.path.join(parent, name) for parent, _, names in os.walk(self.folder) for name in names]
         if len(files) > MAX_FILES:
             for rank in self.folder.glob("[0-9]*"):
                 shutil.rmtree(rank, ignore_errors=True)
         elif self._unfinished.exists():
             since = self._unfinished.stat().st_mtime
             for path in files:
-                if path.suffix and path.stat().st_mtime >= since:  # neither the lock nor the mark itself
-                    path.unlink()
+                if os.path.splitext(path)[1] and os.stat(path).st_mtime >= since:  # neither the lock nor the mark
+                    os.unlink(path)
 
 
 def _cache_folder() -> Path:

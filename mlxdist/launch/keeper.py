@@ -7,8 +7,8 @@ recordings are in it. It holds the lock of that folder: where both are killed, t
 
 Rejected: prctl(PR_SET_PDEATHSIG), which only Linux has, and which reaches the ranks but not their children; one such
 process per rank, which doubles the processes to start; a fork of the launcher, which a `pkill -9 -f "mlxdist launch"`
-kills together with it. For the same reason this file is run by its path, and with -I -S it starts in 10 ms, beside
-the ranks. It imports nothing of mlxdist, and cannot.
+kills together with it. For the same reason its command line has this file's path, and with -I -S it starts in 10 ms,
+beside the ranks. It imports nothing of mlxdist, and cannot.
 """
 
 import os
@@ -130,10 +130,30 @@ def clean_up(job: str, temporary: str, folder: str) -> None:
         else:
             break
     if os.path.isdir(temporary):
-        import shutil  # costs as much time as all the rest of this program's start
-
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove_tree(temporary)
     _remove_job_folder(folder)
+
+
+def _remove_tree(folder: str) -> None:
+    """As far as it can be removed. Importing shutil takes as long as all else that this program does for a short job."""
+    for _, folders, files, descriptor in os.fwalk(folder, topdown=False):
+        for remove, names in ((os.unlink, files), (_remove_folder, folders)):
+            for name in names:
+                try:
+                    remove(name, dir_fd=descriptor)
+                except OSError:
+                    continue
+    try:
+        os.rmdir(folder)
+    except OSError:  # something in it cannot be removed
+        return
+
+
+def _remove_folder(name: str, *, dir_fd: int) -> None:
+    try:
+        os.rmdir(name, dir_fd=dir_fd)
+    except NotADirectoryError:  # a link to one
+        os.unlink(name, dir_fd=dir_fd)
 
 
 def _remove_job_folder(folder: str) -> None:
@@ -226,7 +246,8 @@ def main(job: str, temporary: str, folder: str, grace: str) -> None:
     keeper.serve(0)
     running = keeper.finish()
     if not keeper.orderly:  # last: whoever read this may be gone too
-        print(f"mlxdist launch: {closing_line(running, keeper.killed)}", file=sys.stderr)
+        print(f"mlxdist launch: {closing_line(running, keeper.killed)}", file=sys.stderr, flush=True)
+    os._exit(0)  # the launcher waits, and to take the interpreter down takes as long as to remove the folders
 
 
 def closing_line(running: int, killed: int) -> str:
@@ -237,7 +258,3 @@ def closing_line(running: int, killed: int) -> str:
         f"{text}, {killed} of them by SIGKILL, which may have cost protection domains of RDMA: "
         f"`ioclasscount {PROTECTION_DOMAINS}` counts them while no job runs"
     )
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

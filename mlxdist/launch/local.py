@@ -39,6 +39,9 @@ __all__ = [
 
 _MOST_DESCRIPTORS = 10240  # OPEN_MAX: macOS refuses more, also where it says that there is no limit
 
+# A program's own file is compiled at each start, a module once. Behind the folders of Python: it shadows none of theirs.
+_KEEPER = "import sys, os; sys.path.append(os.path.dirname(sys.argv[1])); import keeper; keeper.main(*sys.argv[2:])"
+
 
 def base_environment(environ: Mapping[str, str], door: bool = True) -> dict[str, str]:
     """What all ranks inherit from the launcher: not what belongs to another job; and the MPI door, for plain MLX.
@@ -168,6 +171,7 @@ class LocalJob:
         self._numbered = numbered
         self.exports = Exports()
         self._started: dict[int, int] = {}
+        self._running: set[int] = set()
         self.succeeded = False
 
     def __enter__(self) -> "LocalJob":
@@ -230,6 +234,7 @@ class LocalJob:
             start_new_session=True,
         )
         self._started[rank] = process.pid
+        self._running.add(rank)
         self._tell_keeper(f"+{process.pid}")
         if rank == 0:
             self._listener.close()  # rank 0 has it now; its end has to close the port
@@ -265,7 +270,9 @@ class LocalJob:
 
     def ended(self, rank: LocalRank) -> None:
         self._tell_keeper(f"-{rank.process.pid}")
-        self.note_end(rank.rank, rank.poll())
+        self._running.discard(rank.rank)
+        if self._running:
+            self.note_end(rank.rank, rank.poll())
 
     def note_end(self, rank: int, status: int) -> None:
         """For ranks that wait for that one in mlxdist.init()."""
@@ -316,8 +323,9 @@ class LocalJob:
         source, target = os.pipe()
         self._pipe = os.fdopen(target, "wb", buffering=0)
         keeper, grace = Path(__file__).with_name("keeper.py"), str(self.grace)
+        folders = [str(self.folder), str(self.record.folder)]
         self.keeper = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(keeper), self.job, str(self.folder), str(self.record.folder), grace],
+            [sys.executable, "-I", "-S", "-B", "-c", _KEEPER, str(keeper), self.job, *folders, grace],
             # Without the name of an outer job: when that is cleaned up, this one must still be.
             env={name: value for name, value in os.environ.items() if not name.startswith("MLXDIST_")},
             stdin=source,
