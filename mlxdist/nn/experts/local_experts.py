@@ -111,15 +111,16 @@ def compute(
 ) -> mx.array:
     """Expert ``experts[i]`` of ``layer`` on ``rows[i]``: (pairs, d), in the dtype that mlx-lm's layer would give.
 
-    ``ascending`` says that ``experts`` do. With a tensor-parallel group: this rank's summand.
+    Also experts (tokens, k) on rows (tokens, 1, d): (tokens, k, d). ``ascending`` says that ``experts`` do. With a
+    tensor-parallel group: this rank's summand.
     """
     names = projections(layer)
     dtype = _result_dtype(layer, names, rows.dtype)
     if rows.shape[0] == 0:
-        return mx.zeros((0, base(layer[names[-1]]).output_dims), dtype)  # MLX's gather_mm has no gradient here
+        return mx.zeros((*experts.shape, base(layer[names[-1]]).output_dims), dtype)  # MLX's gather_mm has no gradient here
     if mx.default_device().type == mx.DeviceType.cpu and not all("scales" in base(layer[name]) for name in names):
         rows = rows.astype(mx.float32)  # the only dtype of gather_mm there
-    hidden = rows[:, None, :]
+    hidden = rows[..., None, :]
     *first, last = (layer[name] for name in names)
     if len(first) == 2:
         gate, up = first
@@ -130,7 +131,7 @@ def compute(
         hidden = layer.activation(first[0](hidden, experts, sorted_indices=ascending))
     if tp_group is not None and "bias" in last:
         last = _bias_once(last, tp_group)
-    return last(hidden, experts, sorted_indices=ascending).squeeze(1).astype(dtype)
+    return last(hidden, experts, sorted_indices=ascending).squeeze(-2).astype(dtype)
 
 
 def _bias_once(projection: nn.Module, tp_group: Group) -> nn.Module:

@@ -20,9 +20,35 @@ from .pairs import Pairs, take_rows
 from .placement import Placement
 from .stages import Stages, chained
 
-__all__ = ["Experts", "optional", "own_experts", "replicated", "through", "with_rows"]
+__all__ = ["Compiled", "Experts", "optional", "own_experts", "replicated", "through", "with_rows"]
 
 _SORTED_FROM = 64  # pairs: fewer are computed sooner than sorted; mlx-lm's layer has the same limit
+
+
+class Compiled:
+    """What a rank's experts add to the result of a few tokens, in ``mx.compile``: there, each operation that MLX is given
+    takes as long as an expert. Without gradient."""
+
+    def __init__(self) -> None:
+        self._layer: nn.Module | None = None
+        self._functions: dict[bool, Callable[..., mx.array]] = {}  # with scores or without
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Compiled":
+        return Compiled()  # that of a copy is of its own arrays
+
+    def __call__(self, x: mx.array, scores: mx.array | None, indices: mx.array, experts: "Experts") -> mx.array:
+        """(tokens, d) with scores, else (tokens, k, d); ``indices`` of uint32. ``experts`` are always of one layer."""
+        if experts.layer is not self._layer:
+            self._layer, self._functions = experts.layer, {}
+        function = self._functions.get(scores is None)
+        if function is None:
+
+            def masked(x: mx.array, indices: mx.array, *scores: mx.array) -> mx.array:
+                mine = experts.placement.local(experts.group.rank())
+                return _masked(x, scores[0] if scores else None, indices, mine, experts)
+
+            function = self._functions[scores is None] = mx.compile(masked, inputs=[experts.layer])
+        return function(x, indices, *optional((scores,)))
 
 
 class Experts(NamedTuple):
@@ -34,9 +60,10 @@ class Experts(NamedTuple):
     tp_group: Group | None
     exchange_dtype: mx.Dtype | str | None
     stages: Stages
+    compiled: Compiled | None = None  # for few tokens whose experts the host does not wait for
 
     def compute(self, rows: mx.array, local: mx.array, ascending: bool) -> mx.array:
-        """The local experts on their rows (pairs, d); ``ascending`` says that they do."""
+        """The local experts on their rows, (pairs, d) or (tokens, 1, d); ``ascending`` says that they do."""
         return compute(self.layer, rows, local, ascending, self.tp_group)
 
 
@@ -47,7 +74,8 @@ def replicated(
 
     Args:
         x: (tokens, d).
-        indices: (tokens, k), -1 for none; an ``mx.array`` if the host does not know them.
+        indices: (tokens, k), -1 for none; an ``mx.array`` if the host does not know them, of uint32 if all are experts
+            but for those that are wrong.
         scores: (tokens, k), or ``None``.
         experts: of this rank.
         scatter: add up by sum_scatter and all_gather instead of all_sum.
@@ -61,7 +89,9 @@ def replicated(
     if experts.tp_group is None:
         # Behind the step of x and scores: gradients of the experts do not wait for its collectives. Without it, a rank
         # whose experts no token came to would have a result of which MLX asks no gradient.
-        experts = experts._replace(layer=tied(experts.layer, [], experts.stages, None)[0])
+        layer = tied(experts.layer, [], experts.stages, None)[0]
+        if layer is not experts.layer:
+            experts = experts._replace(layer=layer, compiled=None)
     part = own_experts(x, weights[0] if weights else None, indices, experts)
     tokens = part.shape[0]
     if scatter:
@@ -81,6 +111,8 @@ def own_experts(
     """What this rank's experts add to the result: (tokens, d) with scores, else (tokens, k, d) with zeros elsewhere."""
     mine = experts.placement.local(experts.group.rank())
     if isinstance(indices, mx.array):
+        if experts.compiled is not None:
+            return experts.compiled(x, scores, indices, experts)
         return _masked(x, scores, indices, mine, experts)
     pairs = Pairs(np.where((indices >= mine.start) & (indices < mine.stop), indices - mine.start, -1))
     y = experts.compute(pairs.expand(x), pairs.experts, True)
@@ -90,23 +122,27 @@ def own_experts(
 
 
 def _masked(x: mx.array, scores: mx.array | None, indices: mx.array, mine: range, experts: Experts) -> mx.array:
+    # Of few tokens each operation of MLX takes as long as an expert.
     tokens, k = indices.shape
-    own = (indices >= mine.start) & (indices < mine.stop)
-    local = mx.where(own, indices - mine.start, 0).reshape(-1)
+    relative = (indices - mine.start).astype(mx.uint32)  # of experts before these: far behind them
+    own = relative < len(mine)
+    local = mx.where(own, relative, 0)
     if indices.size < _SORTED_FROM:
-        rows = mx.broadcast_to(x[:, None], (tokens, k, x.shape[1])).reshape(-1, x.shape[1])
-        y = experts.compute(rows, local, False).reshape(tokens, k, -1)
+        y = experts.compute(x[:, None], local, False)
     else:
+        local = local.reshape(-1)
         order = mx.argsort(local)
         y = experts.compute(x[order // k], local[order], True)
         y = y[mx.argsort(order)].reshape(tokens, k, -1)
     y = mx.where(own[..., None], y, mx.zeros((), y.dtype))
     # No rank can raise an error here. A wrong index must not look like a result.
-    valid = (indices >= -1) & (indices < experts.placement.num_experts)
-    y = y + mx.where(valid, 0.0, float("nan")).astype(y.dtype)[..., None]
+    valid = indices < experts.placement.num_experts
+    if indices.dtype != mx.uint32:
+        valid = valid & (indices >= -1)
     if scores is None:
-        return y
-    return (y.astype(mx.float32) * scores.astype(mx.float32)[..., None]).sum(axis=1).astype(y.dtype)
+        return mx.where(valid[..., None], y, mx.array(float("nan"), y.dtype))
+    weights = mx.where(valid, scores.astype(mx.float32), float("nan"))
+    return (y.astype(mx.float32) * weights[..., None]).sum(axis=1).astype(y.dtype)
 
 
 def optional(arrays: Sequence[mx.array | None]) -> list[mx.array]:

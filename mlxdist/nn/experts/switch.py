@@ -16,19 +16,23 @@ from ...errors import InvalidArgument
 from ...group import Group
 from ..agreement import agree, on_host
 from .capacity import limit
+from .comparisons import Comparisons
 from .dispatch import Handle, exchange_routing, outgoing
 from .dispatched import dispatched, dispatched_alike
 from .gathered import gathered
 from .local_experts import Cut, base, cut_projection, join_projection, projections, summed, tied
 from .placement import Placement
 from .policy import MODES, Link, Policy
-from .replicated import Experts, optional, replicated
-from .stages import Stages
+from .replicated import Compiled, Experts, optional, replicated
+from .stages import Stages, is_traced
 
 __all__ = ["ExpertParallelSwitchGLU"]
 
 _NAME = "ExpertParallelSwitchGLU"
 _EXCHANGE_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+_FEW = 64  # pairs of a token and an expert: of more, a comparison of the ranks takes no time that could be noticed
+# Elements of weights that are multiplied by in about the time that the host takes for waiting for the indices.
+_WORTH_WAITING = {mx.DeviceType.cpu: 400_000, mx.DeviceType.gpu: 20_000_000}
 
 
 class ExpertParallelSwitchGLU(nn.Module):
@@ -56,8 +60,12 @@ class ExpertParallelSwitchGLU(nn.Module):
         object.__setattr__(self, "_cut", cut)
         object.__setattr__(self, "_like", _without(switch, names))
         object.__setattr__(self, "_configuration", _describe(switch, cut, options))
+        object.__setattr__(self, "_comparisons", Comparisons())
+        object.__setattr__(self, "_compiled", Compiled())
         for name in names:
             self[name] = cut_projection(switch[name], name, name == names[-1], cut)
+        each = (base(switch[name]) for name in names)
+        object.__setattr__(self, "_pair_elements", sum(one.input_dims * one.output_dims for one in each))
         self.activation = switch.activation
         self.mode: str = options["mode"]
         self.tokens: str = options["tokens"]
@@ -160,19 +168,58 @@ class ExpertParallelSwitchGLU(nn.Module):
 
         Raises:
             InvalidArgument: an index is no expert, shapes do not fit, or the ranks disagree; the same on every rank,
-                before a payload is sent. Inside ``mx.compile`` only what shapes show.
+                before a payload is sent. Inside ``mx.compile`` only what shapes show. With mode "auto", of few
+                replicated tokens up to 31 calls later; until then a wrong index gives NaN.
+            Mismatch: between two such comparisons, shapes do not fit on one rank, or they are others on it.
         """
-        chosen = on_host(indices) if self.host_sync and isinstance(indices, mx.array) else None
+        later = self.host_sync and self._is_compared_later(x, indices, scores)
+        waits = self.host_sync and isinstance(indices, mx.array) and not (later and self._is_sooner_masked(indices))
+        chosen = on_host(indices) if waits else None
         problem = self._problem(x, indices, scores, chosen)
-        if chosen is None and isinstance(indices, mx.array):
+        if later and not problem:
+            routing, most = self._compared_later(indices, chosen), 0
+        elif chosen is None and not later and isinstance(indices, mx.array):
             if problem:
                 raise InvalidArgument(problem)
             routing, most = self._without_host(x, indices, scores)
         else:
             routing, most = self._with_host(x, indices, scores, chosen, problem)
         k = indices.shape[-1]
-        y = self._run(x.reshape(-1, x.shape[-1]), routing, None if scores is None else scores.reshape(-1, k), most)
+        scores_of = None if scores is None else scores.reshape(-1, k)
+        y = self._run(x.reshape(-1, x.shape[-1]), routing, scores_of, most, self._compiled if later else None)
         return y.reshape(*indices.shape[: -1 if scores is not None else None], y.shape[-1])
+
+    def _is_compared_later(self, x: Any, indices: Any, scores: Any) -> bool:
+        """Whether this call leaves the comparison of the ranks to a later one, as it does on all of them."""
+        if self.mode != "auto" or self.tokens != "replicated" or self.capacity_factor is not None:
+            return False
+        looks = _looks(x, indices, scores)
+        if looks is None or not self._comparisons.can_wait(looks) or self._cut.tp_group is not None:
+            return False
+        if is_traced(x, indices, *optional((scores,))):
+            return False
+        return self._choose(indices.size // indices.shape[-1], indices.shape[-1], x) == "replicated"
+
+    def _is_sooner_masked(self, indices: mx.array) -> bool:
+        """Whether the pairs of other ranks' experts are computed, and left out, sooner than the host knows them."""
+        others = self.placement.ranks - 1
+        wasted = indices.size * others * self._pair_elements // (others + 1)
+        return wasted < _WORTH_WAITING[mx.default_device().type]
+
+    def _compared_later(self, indices: mx.array, chosen: np.ndarray | None) -> np.ndarray | mx.array:
+        """The experts of each token; on the host if that has them."""
+        self._comparisons.put_off(indices)
+        if self.last_mode != "replicated":
+            self.last_mode = "replicated"
+        if chosen is not None:
+            return chosen.reshape(-1, chosen.shape[-1]).astype(np.int64)
+        return self._with_one_wrong_index(indices.reshape(-1, indices.shape[-1]))
+
+    def _with_one_wrong_index(self, flat: mx.array) -> mx.array:
+        """As uint32, with the number of the experts for all that is no expert; -1 would look like "none"."""
+        if flat.itemsize > 4:
+            flat = mx.where((flat < 0) | (flat >= self.num_experts), self.num_experts, flat)
+        return mx.minimum(flat.astype(mx.uint32), self.num_experts)
 
     def _with_host(
         self, x: Any, indices: Any, scores: Any, chosen: np.ndarray | None, problem: str | None
@@ -185,6 +232,8 @@ class ExpertParallelSwitchGLU(nn.Module):
         """
         sharded = self.tokens == "sharded"
         kept = np.zeros((0, 1), np.int64)
+        earlier = self._comparisons.take_open()
+        problem = problem or self._wrong_index(earlier, " of an earlier call")
         if not problem:
             kept = chosen.reshape(-1, chosen.shape[-1])
             if self.capacity_factor is not None:
@@ -193,7 +242,9 @@ class ExpertParallelSwitchGLU(nn.Module):
         may_dispatch = sharded and self.mode in ("auto", "dispatch")
         sent = outgoing(kept, self.placement) if may_dispatch else None
         facts = [len(kept), int((kept < 0).sum()), *(sent.facts() if sent else [0] * (2 * self.placement.ranks))]
-        facts = agree(_NAME, self._cut.group, problem, self._equal(x, kept, scores), facts)
+        facts = agree(_NAME, self._cut.group, problem, self._equal(x, kept, scores, earlier), facts)
+        if not sharded and kept.size <= _FEW:
+            self._comparisons.note(_looks(x, indices, scores))
         every = slice(None) if sharded else slice(1)
         dropped = int(facts[every, 1].sum())
         # An attribute of a module takes long to set.
@@ -215,23 +266,29 @@ class ExpertParallelSwitchGLU(nn.Module):
                 f"{_NAME}: mode 'dispatch' needs the indices on the host: the sizes of its messages depend on them. "
                 "Inside mx.compile, and with host_sync=False, use mode 'auto', 'replicated' or 'gather'"
             )
-        flat = indices.reshape(-1, indices.shape[-1]).astype(mx.int64)
+        flat = indices.reshape(-1, indices.shape[-1])
         if not self._agreed:
             agree(_NAME, self._cut.group, None, self._equal(x, np.zeros((0, flat.shape[1])), scores))
             self._agreed = True
-        # What is no expert must not look like "none".
-        flat = mx.where((flat < 0) | (flat >= self.num_experts), self.num_experts, flat)
+        flat = self._with_one_wrong_index(flat)
         self.dropped = 0
         if self.capacity_factor is not None:
-            flat = limit(flat, self.num_experts, self.capacity_factor)
+            flat = limit(flat.astype(mx.int64), self.num_experts, self.capacity_factor)
             self.dropped = None
+        elif self.tokens == "sharded":
+            flat = flat.astype(mx.int64)  # rows that are added for the exchange have no expert, -1
         self.last_mode = self.mode
         if self.mode == "auto":
             self.last_mode = "replicated" if self.tokens == "replicated" else "gather"
         return flat, flat.shape[0]
 
     def _run(
-        self, x: mx.array, routing: np.ndarray | mx.array | Handle, scores: mx.array | None, most: int
+        self,
+        x: mx.array,
+        routing: np.ndarray | mx.array | Handle,
+        scores: mx.array | None,
+        most: int,
+        compiled: Compiled | None,
     ) -> mx.array:
         """The layer on flat tokens (tokens, d) in the mode that was chosen."""
         cut, stages = self._cut, Stages()
@@ -240,7 +297,7 @@ class ExpertParallelSwitchGLU(nn.Module):
             # Otherwise the gradients of the parameters need no collective, and those of x and scores have their own.
             layer, (x, *weights) = tied(self, optional((x, scores)), stages, cut.tp_group)
             scores = weights[0] if weights else None
-        experts = Experts(cut.placement, cut.group, layer, cut.tp_group, self.exchange_dtype, stages)
+        experts = Experts(cut.placement, cut.group, layer, cut.tp_group, self.exchange_dtype, stages, compiled)
         if self.last_mode == "dispatch" and isinstance(routing, Handle):
             y = dispatched(x, routing, scores, experts)
         elif self.last_mode == "dispatch":
@@ -258,7 +315,9 @@ class ExpertParallelSwitchGLU(nn.Module):
         itemsize = x.itemsize if dtype is None else 1 if dtype == "fp8" else dtype.size
         return self.policy.choose(tokens, k, x.shape[-1], itemsize, sharded=self.tokens == "sharded")
 
-    def _equal(self, x: Any, kept: np.ndarray, scores: mx.array | None) -> dict[str, object]:
+    def _equal(
+        self, x: Any, kept: np.ndarray, scores: mx.array | None, earlier: np.ndarray | None = None
+    ) -> dict[str, object]:
         """What must be the same on all ranks, as far as this one can tell: a rank with a problem reports only that."""
         alike = self.tokens == "replicated"
         return {
@@ -268,6 +327,7 @@ class ExpertParallelSwitchGLU(nn.Module):
             "scores (given or not)": scores is not None,
             "number of tokens, which are replicated": len(kept) if alike else "",
             "experts of the tokens, which are replicated (a hash)": zlib.crc32(kept.tobytes()) if alike else "",
+            "experts of the tokens of earlier calls (a hash)": "" if earlier is None else zlib.crc32(earlier.tobytes()),
         }
 
     def _problem(self, x: Any, indices: Any, scores: Any, chosen: np.ndarray | None) -> str | None:
@@ -285,12 +345,15 @@ class ExpertParallelSwitchGLU(nn.Module):
             return f"{_NAME}: indices have shape {indices.shape}: no experts per token"
         if scores is not None and (not isinstance(scores, mx.array) or scores.shape != indices.shape):
             return f"{_NAME}: scores must have the shape of indices, {indices.shape}, not {np.shape(scores)}"
-        if chosen is not None and chosen.size and not 0 <= chosen.min() <= chosen.max() < self.num_experts:
-            return (
-                f"{_NAME}: indices are from {chosen.min()} to {chosen.max()}, but the experts are 0 to "
-                f"{self.num_experts - 1}"
-            )
-        return None
+        return None if chosen is None else self._wrong_index(chosen)
+
+    def _wrong_index(self, chosen: np.ndarray, where: str = "") -> str | None:
+        if not chosen.size or 0 <= chosen.min() <= chosen.max() < self.num_experts:
+            return None
+        return (
+            f"{_NAME}: indices{where} are from {chosen.min()} to {chosen.max()}, but the experts are 0 to "
+            f"{self.num_experts - 1}"
+        )
 
 
 def _check_options(mode: str, tokens: str, capacity_factor: float | None, exchange_dtype: Any) -> None:
@@ -317,6 +380,13 @@ def _describe(switch: nn.Module, cut: Cut, options: dict[str, Any]) -> str:
     shapes = zlib.crc32(f"{arrays} {options['policy'].link}".encode())
     inside = cut.tp_group.size() if cut.tp_group else 1
     return f"{cut.placement}, {inside} ranks each, {options_text}, arrays and policy {shapes:08x}"
+
+
+def _looks(x: Any, indices: Any, scores: Any) -> tuple | None:
+    """All of a call but its values."""
+    if not isinstance(x, mx.array) or not isinstance(indices, mx.array) or not indices.shape:
+        return None
+    return x.shape, x.dtype, indices.shape, indices.dtype, getattr(scores, "shape", None)
 
 
 def _without(switch: nn.Module, names: tuple[str, ...]) -> nn.Module:

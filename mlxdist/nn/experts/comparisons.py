@@ -1,0 +1,42 @@
+"""Which calls of a layer the ranks compare at once, and which of them later.
+
+A comparison is a collective whose result the host waits for. With few tokens it takes longer than the experts, and what
+it finds is a mistake in the program, so of calls that look alike only each `EVERY`-th compares: itself and all since
+the last. Whether a call does depends on what calls look like, and how many there were, which is equal on all ranks.
+Where it is not, one rank compares while another adds up results, and the engine raises Mismatch on both.
+"""
+
+from collections.abc import Hashable
+
+import mlx.core as mx
+import numpy as np
+
+from ..agreement import on_host
+
+__all__ = ["EVERY", "Comparisons"]
+
+EVERY = 32
+
+
+class Comparisons:
+    """Of one layer."""
+
+    def __init__(self) -> None:
+        self._compared: set[Hashable] = set()
+        self._open: list[mx.array] = []
+
+    def can_wait(self, call: Hashable) -> bool:
+        """Whether a call that looks like this one, in all but its values, was compared and there is none due."""
+        return call in self._compared and len(self._open) < EVERY - 1
+
+    def put_off(self, indices: mx.array) -> None:
+        self._open.append(indices)
+
+    def take_open(self) -> np.ndarray:
+        """The experts of the calls since the last comparison, to be compared now: int64 of one dimension."""
+        taken, self._open = self._open, []
+        return np.concatenate([np.zeros(0, np.int64), *(on_host(indices).reshape(-1) for indices in taken)])
+
+    def note(self, call: Hashable) -> None:
+        """The ranks have compared a call that looks like this one."""
+        self._compared.add(call)
