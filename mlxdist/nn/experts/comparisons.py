@@ -11,8 +11,6 @@ from collections.abc import Hashable
 import mlx.core as mx
 import numpy as np
 
-from ..agreement import on_host
-
 __all__ = ["EVERY", "Comparisons"]
 
 EVERY = 32
@@ -35,7 +33,7 @@ class Comparisons:
     def take_open(self) -> np.ndarray:
         """The experts of the calls since the last comparison, to be compared now: int64 of one dimension."""
         taken, self._open = self._open, []
-        return np.concatenate([np.zeros(0, np.int64), *(on_host(indices).reshape(-1) for indices in taken)])
+        return np.concatenate([np.zeros(0, np.int64), *(np.array(indices).reshape(-1) for indices in taken)])
 
     def note(self, call: Hashable) -> None:
         """The ranks have compared a call that looks like this one."""

@@ -14,12 +14,24 @@ from mlx import nn
 
 from ...errors import InvalidArgument
 from ...group import Group
+from ...native import bridge
 from ...ops import all_sum
 from ..shards import join, split_sizes, take
 from .placement import Placement
 from .stages import Stages, chained, is_traced
 
-__all__ = ["Cut", "base", "compute", "cut_projection", "join_projection", "projections", "summed", "tied"]
+__all__ = [
+    "Cut",
+    "base",
+    "compute",
+    "compute_own",
+    "cut_projection",
+    "join_projection",
+    "projections",
+    "skips_others",
+    "summed",
+    "tied",
+]
 
 _KINDS = (("gate_proj", "up_proj", "down_proj"), ("fc1", "fc2"))
 
@@ -132,6 +144,26 @@ def compute(
     if tp_group is not None and "bias" in last:
         last = _bias_once(last, tp_group)
     return last(hidden, experts, sorted_indices=ascending).squeeze(-2).astype(dtype)
+
+
+def skips_others(layer: nn.Module) -> bool:
+    """Whether :func:`compute_own` can compute this layer: plain float32 weights on the CPU."""
+    if mx.default_device().type != mx.DeviceType.cpu:
+        return False
+    each = [layer[name] for name in projections(layer)]
+    return all("weight" in one and len(one) == 1 and one["weight"].dtype == mx.float32 for one in each)
+
+
+def compute_own(layer: nn.Module, x: mx.array, experts: mx.array) -> mx.array:
+    """Experts (tokens, k) of ``layer`` on x (tokens, d): (tokens, k, d), zeros where they are none of it. No gradient.
+
+    The experts of other ranks are not computed, although the host does not know which they are.
+    """
+    *first, last = (layer[name].weight for name in projections(layer))
+    rows = x[:, None].astype(mx.float32)
+    gate, *up = (bridge.expert_matmul(rows, weight, experts) for weight in first)
+    hidden = layer.activation(*up, gate)
+    return bridge.expert_matmul(hidden, last, experts).astype(_result_dtype(layer, projections(layer), x.dtype))
 
 
 def _bias_once(projection: nn.Module, tp_group: Group) -> nn.Module:

@@ -15,7 +15,7 @@ from mlx import nn
 
 from ...group import Group
 from ...ops import all_gather, all_sum, sum_scatter
-from .local_experts import compute, tied
+from .local_experts import compute, compute_own, skips_others, tied
 from .pairs import Pairs, take_rows
 from .placement import Placement
 from .stages import Stages, chained
@@ -45,7 +45,7 @@ class Compiled:
 
             def masked(x: mx.array, indices: mx.array, *scores: mx.array) -> mx.array:
                 mine = experts.placement.local(experts.group.rank())
-                return _masked(x, scores[0] if scores else None, indices, mine, experts)
+                return _masked(x, scores[0] if scores else None, indices, mine, experts, skips_others(experts.layer))
 
             function = self._functions[scores is None] = mx.compile(masked, inputs=[experts.layer])
         return function(x, indices, *optional((scores,)))
@@ -121,20 +121,26 @@ def own_experts(
     return pairs.weigh(y, take_rows(scores.reshape(-1), pairs.slots)).astype(y.dtype)
 
 
-def _masked(x: mx.array, scores: mx.array | None, indices: mx.array, mine: range, experts: Experts) -> mx.array:
+def _masked(
+    x: mx.array, scores: mx.array | None, indices: mx.array, mine: range, experts: Experts, skips: bool = False
+) -> mx.array:
+    """``skips``: the pairs of other ranks' experts are not computed at all."""
     # Of few tokens each operation of MLX takes as long as an expert.
     tokens, k = indices.shape
     relative = (indices - mine.start).astype(mx.uint32)  # of experts before these: far behind them
     own = relative < len(mine)
     local = mx.where(own, relative, 0)
-    if indices.size < _SORTED_FROM:
+    if skips:
+        y = compute_own(experts.layer, x, relative)
+    elif indices.size < _SORTED_FROM:
         y = experts.compute(x[:, None], local, False)
     else:
         local = local.reshape(-1)
         order = mx.argsort(local)
         y = experts.compute(x[order // k], local[order], True)
         y = y[mx.argsort(order)].reshape(tokens, k, -1)
-    y = mx.where(own[..., None], y, mx.zeros((), y.dtype))
+    if not skips:
+        y = mx.where(own[..., None], y, mx.zeros((), y.dtype))
     # No rank can raise an error here. A wrong index must not look like a result.
     valid = indices < experts.placement.num_experts
     if indices.dtype != mx.uint32:

@@ -20,7 +20,7 @@ from .comparisons import Comparisons
 from .dispatch import Handle, exchange_routing, outgoing
 from .dispatched import dispatched, dispatched_alike
 from .gathered import gathered
-from .local_experts import Cut, base, cut_projection, join_projection, projections, summed, tied
+from .local_experts import Cut, base, cut_projection, join_projection, projections, skips_others, summed, tied
 from .placement import Placement
 from .policy import MODES, Link, Policy
 from .replicated import Compiled, Experts, optional, replicated
@@ -201,7 +201,9 @@ class ExpertParallelSwitchGLU(nn.Module):
         return self._choose(indices.size // indices.shape[-1], indices.shape[-1], x) == "replicated"
 
     def _is_sooner_masked(self, indices: mx.array) -> bool:
-        """Whether the pairs of other ranks' experts are computed, and left out, sooner than the host knows them."""
+        """Whether the pairs of other ranks' experts are left out, or computed in vain, sooner than the host knows them."""
+        if skips_others(self):
+            return True
         others = self.placement.ranks - 1
         wasted = indices.size * others * self._pair_elements // (others + 1)
         return wasted < _WORTH_WAITING[mx.default_device().type]
