@@ -135,7 +135,7 @@ def clean_up(job: str, temporary: str, folder: str) -> None:
 
 
 def _remove_tree(folder: str) -> None:
-    """As far as it can be removed. Importing shutil takes as long as all else that this program does for a short job."""
+    """As far as it can be removed. Importing shutil takes as long as the rest of what ends a short job."""
     for _, folders, files, descriptor in os.fwalk(folder, topdown=False):
         for remove, names in ((os.unlink, files), (_remove_folder, folders)):
             for name in names:

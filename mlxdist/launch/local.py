@@ -39,7 +39,7 @@ __all__ = [
 
 _MOST_DESCRIPTORS = 10240  # OPEN_MAX: macOS refuses more, also where it says that there is no limit
 
-# A program's own file is compiled at each start, a module once. Behind the folders of Python: it shadows none of theirs.
+# A program's own file is compiled at each start, a module once. Behind Python's folders: it shadows nothing of theirs.
 _KEEPER = "import sys, os; sys.path.append(os.path.dirname(sys.argv[1])); import keeper; keeper.main(*sys.argv[2:])"
 
 

@@ -130,8 +130,8 @@ NB_MODULE(_bridge, m) {
   m.def("sendrecv", &sendrecv, "x"_a, "connection"_a, "to"_a, "from"_a, "shape"_a, "dtype"_a,
         "stream"_a = nb::none(), "timeout"_a = -1.0);
   m.def("expert_matmul", &expert_matmul, "rows"_a, "weights"_a, "experts"_a,
-        "(tokens, k, out): the matrices (experts, out, in) of this rank's experts by rows (tokens, k or 1, in), zeros for "
-        "others; float32, on the CPU.");
+        "(tokens, k, out): the matrices (experts, out, in) of this rank's experts by rows (tokens, k or 1, in), zeros "
+        "for others; float32, on the CPU.");
 }
 
 } // namespace mlxdist

@@ -129,7 +129,8 @@ def compute(
     names = projections(layer)
     dtype = _result_dtype(layer, names, rows.dtype)
     if rows.shape[0] == 0:
-        return mx.zeros((*experts.shape, base(layer[names[-1]]).output_dims), dtype)  # MLX's gather_mm has no gradient here
+        # MLX's gather_mm has no gradient here.
+        return mx.zeros((*experts.shape, base(layer[names[-1]]).output_dims), dtype)
     if mx.default_device().type == mx.DeviceType.cpu and not all("scales" in base(layer[name]) for name in names):
         rows = rows.astype(mx.float32)  # the only dtype of gather_mm there
     hidden = rows[..., None, :]

@@ -26,15 +26,14 @@ _SORTED_FROM = 64  # pairs: fewer are computed sooner than sorted; mlx-lm's laye
 
 
 class Compiled:
-    """What a rank's experts add to the result of a few tokens, in ``mx.compile``: there, each operation that MLX is given
-    takes as long as an expert. Without gradient."""
+    """What a rank's experts add to the result of a few tokens, in ``mx.compile``. Without gradient.
+
+    Of few tokens, each operation that MLX is given by itself takes as long as an expert.
+    """
 
     def __init__(self) -> None:
         self._layer: nn.Module | None = None
         self._functions: dict[bool, Callable[..., mx.array]] = {}  # with scores or without
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "Compiled":
-        return Compiled()  # that of a copy is of its own arrays
 
     def __call__(self, x: mx.array, scores: mx.array | None, indices: mx.array, experts: "Experts") -> mx.array:
         """(tokens, d) with scores, else (tokens, k, d); ``indices`` of uint32. ``experts`` are always of one layer."""
@@ -42,10 +41,11 @@ class Compiled:
             self._layer, self._functions = experts.layer, {}
         function = self._functions.get(scores is None)
         if function is None:
+            own = experts._replace(stages=Stages(), compiled=None)  # nothing of this call
 
             def masked(x: mx.array, indices: mx.array, *scores: mx.array) -> mx.array:
-                mine = experts.placement.local(experts.group.rank())
-                return _masked(x, scores[0] if scores else None, indices, mine, experts, skips_others(experts.layer))
+                mine = own.placement.local(own.group.rank())
+                return _masked(x, scores[0] if scores else None, indices, mine, own, skips_others(own.layer))
 
             function = self._functions[scores is None] = mx.compile(masked, inputs=[experts.layer])
         return function(x, indices, *optional((scores,)))

@@ -201,7 +201,7 @@ class ExpertParallelSwitchGLU(nn.Module):
         return self._choose(indices.size // indices.shape[-1], indices.shape[-1], x) == "replicated"
 
     def _is_sooner_masked(self, indices: mx.array) -> bool:
-        """Whether the pairs of other ranks' experts are left out, or computed in vain, sooner than the host knows them."""
+        """Whether pairs of other ranks' experts are left out, or computed in vain, sooner than the host knows them."""
         if skips_others(self):
             return True
         others = self.placement.ranks - 1
