@@ -19,7 +19,6 @@ LARGE = {
 }  # fmt: skip
 HEADS = {"num_attention_heads": 9, "num_key_value_heads": 9}
 NOT_CUT = ("mamba", "mamba2", "bitnet", "muse_spark")
-NOT_CUT_BY_3 = ("prism_hadamard_qwen35",)  # its MLPs never are, and three ranks would get 2, 1, 1 heads of 2 KV heads
 ONE = HEADS | {"num_key_value_heads": 1}
 
 
@@ -144,7 +143,7 @@ def test_every_model_file_is_cut_over_any_number_of_ranks(ranks):
     """Unevenly, where that does not divide heads or hidden layers, and with copies of KV heads; with weights, too."""
     for name in [name for name in tiny_models.model_files() if name not in tiny_models.NOT_IMPORTED]:
         plan = plan_shards(tiny_models.build(name), tp=ranks)
-        assert plan.cut or name in NOT_CUT or (ranks == 3 and name in NOT_CUT_BY_3), name
+        assert plan.cut or name in NOT_CUT, name
         assert all(min(shard.sizes) > 0 for shard in plan.cut), name
         plan_shards(tiny_models.build(name), tp=ranks, weights=[2, *[1] * (ranks - 1)])
 
@@ -165,13 +164,25 @@ def test_layers_that_borrow_kv_heads_are_cut_as_those_they_borrow_from():
     narrow = tiny_models.build("gemma4_text", **heads)
     nn.quantize(narrow, 32, 4, class_predicate=lambda path, _: path == "model.layers.2.self_attn.o_proj")
     for model, cut in [
-        (tiny_models.build("gemma4_text", **tiny_models.GLOBAL_KV_HEAD), False),
+        (tiny_models.build("gemma4_text", **tiny_models.GLOBAL_KV_HEAD), True),
         (wide, True),
         (narrow, False),
     ]:
         attention = [shard for path, shard in plan_shards(model, tp=2).shards.items() if "self_attn.o_proj" in path]
         assert {bool(shard.ranges) for shard in attention} == {cut}
         assert cut or any("work with the heads of others" in shard.reason for shard in attention)
+
+
+def test_copies_of_kv_heads_where_some_ranks_have_one_query_head_for_each():
+    """4 heads of 1 KV head on 3 ranks: 2, 1, 1, each with its own copy; not where a model has but one KV head."""
+    plan = plan_shards(tiny_models.build("smollm3", heads=(4, 1)), tp=3)
+    keys = plan.shards["model.layers.0.self_attn.k_proj.weight"]
+    assert keys.ranges == (((0, 16), (0, 16)), ((0, 16), (0, 0)), ((0, 16), (0, 0)))
+    assert [keys.take(mx.ones(keys.shape), rank).shape for rank in range(3)] == [(32, 64), (16, 64), (16, 64)]
+    assert Plan.from_json(plan.to_json()) == plan
+    for name, heads in (("recurrent_gemma", (4, 1)), ("olmo2", (4, 1))):
+        shards = plan_shards(tiny_models.build(name, heads=heads), tp=3).shards.items()
+        assert not any(shard.ranges for path, shard in shards if "k_proj" in path), name
 
 
 def test_quantized_heads_are_cut_between_quantization_groups():

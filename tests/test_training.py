@@ -38,9 +38,9 @@ def test_gradients_of_every_model_file(run_ranks):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("heads", ["6:3", "8:4", "8:2"])
+@pytest.mark.parametrize("heads", ["6:3", "8:4", "8:2", "4:1", "6:2"])
 def test_gradients_on_three_ranks(run_ranks, heads):
-    """Also of heads that are cut unevenly, and of KV heads that two of the ranks hold."""
+    """Also of heads that are cut unevenly, of KV heads that two of the ranks hold, and of which one has copies."""
     names = sorted({*TYPICAL, *FAMILIES})
     assert all("close" in output for output in run_ranks("training.py", 3, "models", heads, *names, timeout=240))
 
@@ -63,9 +63,10 @@ def test_adapters_of_every_model_file(run_ranks):
 
 
 @pytest.mark.long
-def test_adapters_of_uneven_and_shared_heads(run_ranks):
+@pytest.mark.parametrize("heads", ["8:2", "6:2"])
+def test_adapters_of_uneven_and_shared_heads(run_ranks, heads):
     names = ["llama", "smollm3", "phi3", "gpt_oss", "iquestloopcoder"]
-    assert all("close" in output for output in run_ranks("training.py", 3, "adapters", "8:2", *names, timeout=240))
+    assert all("close" in output for output in run_ranks("training.py", 3, "adapters", heads, *names, timeout=240))
 
 
 @pytest.mark.long

@@ -90,7 +90,7 @@ SIZES = {
 HEADS = ("n_head", "n_heads", "num_attention_heads", "num_heads", "swa_num_attention_heads")
 KV_HEADS = ("kv_n_heads", "n_kv_heads", "num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads")
 WIDTHS = ("block_dim", "d_model", "hidden_dim", "hidden_size", "model_dim", "n_embd")
-# Of gemma4_text: over two ranks the layers with one KV head stay whole.
+# Of gemma4_text: over two ranks, one of which has two of the three query heads, those of one KV head have copies of it.
 GLOBAL_KV_HEAD = {
     "num_attention_heads": 3, "num_key_value_heads": 3, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
 }  # fmt: skip

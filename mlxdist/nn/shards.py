@@ -178,25 +178,29 @@ def scatter(x: mx.array, axis: int, sizes: Sequence[int], group: Group | None = 
 
 
 def cut_out(x: mx.array, axis: int, places: Sequence[slice]) -> mx.array:
-    """The slices ``places`` of ``x`` along ``axis``, from 0, one after the other."""
-    before = (slice(None),) * axis
-    pieces = [x[(*before, place)] for place in places]
+    """The slices ``places`` of ``x`` along ``axis``, from 0, one after the other.
+
+    Its graph is the same whatever the slices are, and so the order of a graph's collectives that of all ranks: with
+    constant bounds MLX leaves out a slice of all or of nothing.
+    """
+    pieces = [
+        mx.slice(x, mx.array([place.start]), (axis,), (*x.shape[:axis], place.stop - place.start, *x.shape[axis + 1 :]))
+        for place in places
+    ]
     return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis)
 
 
 def copy_to_holders(x: mx.array, pieces: Sequence[slice], length: int, axis: int, group: Group) -> mx.array:
-    """``x`` itself, which is the ``pieces`` of something along ``axis``, where that has ``length``. Backward: for each
-    element the sum of the cotangents of all ranks that hold it."""
-    before = (slice(None),) * axis
+    """``x`` itself, which is the ``pieces`` of something along ``axis``, where that has ``length``; a piece may come
+    more than once. Backward: for each element the sum of the cotangents of all its copies, on all ranks."""
+    # By numbers, not slices: MLX leaves out a slice of all or of nothing, and so the graphs of the ranks would differ,
+    # and with them the order of their collectives.
+    places = mx.array([place for piece in pieces for place in range(piece.start, piece.stop)])
 
     def backward(cotangents: Sequence[mx.array]) -> list[mx.array]:
-        whole, start = mx.zeros((*x.shape[:axis], length, *x.shape[axis + 1 :]), cotangents[0].dtype), 0
-        for piece in pieces:
-            stop = start + piece.stop - piece.start
-            whole[(*before, piece)] = cotangents[0][(*before, slice(start, stop))]
-            start = stop
-        whole = all_sum(whole, group=group)
-        return [cut_out(whole, axis, pieces)]
+        whole = mx.zeros((*x.shape[:axis], length, *x.shape[axis + 1 :]), cotangents[0].dtype)
+        whole = whole.at[(*(slice(None),) * axis, places)].add(cotangents[0])
+        return [mx.take(all_sum(whole, group=group), places, axis)]
 
     return with_gradients(backward, [x])[0]
 

@@ -77,12 +77,17 @@ def models(*names: str) -> None:
 
 
 def uneven() -> None:
-    """As many KV heads as ranks and more, and fewer."""
-    names = ("llama", "phi3", "iquestloopcoder", "qwen2_moe")
-    for heads in ((8, 4), (8, 2)):
+    """As many KV heads as ranks and more, and fewer, also with copies, or all of them on one rank only."""
+    for heads, names in {
+        (8, 4): ("llama", "iquestloopcoder", "qwen2_moe"),
+        (8, 2): ("llama", "phi3", "qwen2_moe"),
+        (4, 1): ("phi3",),
+        (12, 2): ("hunyuan_v1_dense",),
+    }.items():
         for name in names:
             plan = plan_shards(tiny_models.build(name, heads=heads), tp=group.size())
-            assert len(set(plan.shards["model.layers.0.self_attn.o_proj.weight"].sizes)) > 1, (name, heads)
+            sizes = plan.shards["model.layers.0.self_attn.o_proj.weight"].sizes
+            assert len(set(sizes)) == 1 + (heads[0] % 3 > 0), (name, heads)
         close(*((name, {"fields": {"heads": heads}}) for name in names))
 
 

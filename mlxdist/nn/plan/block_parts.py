@@ -21,6 +21,7 @@ __all__ = [
     "attribute",
     "children",
     "consecutive",
+    "copies",
     "first",
     "group_size_of",
     "input_dims_of",
@@ -69,7 +70,8 @@ class Whole(Exception):
 class Heads:
     query: Ranges
     kv: Ranges
-    replicated: bool
+    replicated: bool  # whether several ranks hold the same KV head
+    copied: bool  # whether each query head has a copy of its KV head
 
 
 class Known:
@@ -140,17 +142,19 @@ class Known:
             self.add(name, parameter, array, "column", 0, ranges)
         self.done.add(name)
 
-    def norm(self, name: str, ranges: Ranges, count: int, replicated: bool) -> None:
+    def norm(self, name: str, ranges: Ranges, count: int, split: Heads) -> None:
         """Norms over one head stay whole; a norm over all heads needs all ranks' squares, one of each head is cut."""
         layer = self.module[name]
         arrays = list(own_arrays(layer)) if isinstance(layer, nn.Module) else []
         if all(array.size == array.shape[-1] for _, array in arrays):
             weight = next((array for parameter, array in arrays if parameter == "weight"), None)
-            over_all = weight is not None and count > 1 and weight.size == self.heads_dim(name)
+            # Of one head, of which a rank has copies, the norm over all is what that of the queries is.
+            several = count > 1 or split.copied and "norm" in self.block.roles.values()
+            over_all = weight is not None and several and weight.size == self.heads_dim(name)
             if not over_all:
                 self.whole(name)
                 return
-            if type(layer) is not nn.RMSNorm or replicated:
+            if type(layer) is not nn.RMSNorm or split.replicated and name not in QUERY_NORMS:
                 raise Whole(f"{name} is a {type(layer).__name__} over all heads")
             self.block.roles[join_path(self.block.path, name)] = "norm"
             ranges = scaled(ranges, weight.size // count)
@@ -279,6 +283,14 @@ def group_size_of(layer: nn.Module) -> int:
 def consecutive(sizes: Sequence[int]) -> Ranges:
     stops = [sum(sizes[: rank + 1]) for rank in range(len(sizes))]
     return tuple(((stop - size, stop),) for size, stop in zip(sizes, stops, strict=True))
+
+
+def copies(sizes: Sequence[int], held: Sequence[range]) -> Ranges:
+    """For each of a rank's ``sizes`` query heads its KV head, of those ``held``; as many pieces on all ranks."""
+    heads = [[head for head in here for _ in range(size // len(here))] for size, here in zip(sizes, held, strict=True)]
+    return tuple(
+        tuple([(head, head + 1) for head in here] + [(here[-1], here[-1])] * (max(sizes) - len(here))) for here in heads
+    )
 
 
 def scaled(ranges: Ranges, unit: int) -> Ranges:

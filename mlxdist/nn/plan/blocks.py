@@ -22,6 +22,7 @@ from .block_parts import (
     attribute,
     children,
     consecutive,
+    copies,
     first,
     group_size_of,
     input_dims_of,
@@ -166,6 +167,11 @@ class _Finder:
             kv_heads = self.kv_heads_by_shape(module, queries, heads)
         split = self.heads(block.path, heads, kv_heads, known.check_linear(output))
         query_ranges, kv_ranges = split.query, split.kv
+        if split.copied and attribute(module, KV_HEADS) is None:
+            raise Whole(
+                f"of {heads} heads with {kv_heads} KV heads some ranks would have one for each, others more, and "
+                f"{type(module).__name__} cannot have copies of KV heads"
+            )
         # Nothing is broadcast from the latent keys to one head: another graph, as in heads().
         if latent and len({count > 1 for count in lengths(split.query)}) > 1:
             raise Whole(f"of {heads} heads over latent keys some ranks would have one, others more")
@@ -186,7 +192,7 @@ class _Finder:
         for names, ranges, count in ((QUERY_NORMS, query_ranges, heads), (KEY_NORMS, kv_ranges, kv_heads)):
             for name in names:
                 if name in module:
-                    known.norm(name, ranges, count, replicated=split.replicated and names is KEY_NORMS)
+                    known.norm(name, ranges, count, split)
         for path, (axis, whose) in PER_HEAD.items():
             known.per_head(path, axis, *((query_ranges, heads) if whose == "query" else (kv_ranges, kv_heads)))
         self.head_attributes(block, module, split, heads, kv_heads, latent, input_dims_of(module[output]))
@@ -258,11 +264,11 @@ class _Finder:
         if multiple > 1:
             where += f" of {head_dim} features, with quantization groups of {unit} behind them"
         sizes, held = split_heads(where, heads, kv_heads, self.tp, self.weights or [1] * self.tp, multiple)
-        kv = tuple(((here.start, here.stop),) for here in held)
-        # MLX computes these in other graphs, and the order of a graph's collectives must be that of all ranks.
-        if len({size > len(here) for size, here in zip(sizes, held, strict=True)}) > 1:
-            raise Whole(f"of {heads} heads with {kv_heads} KV heads some ranks would have one for each, others more")
-        return Heads(consecutive(sizes), kv, replicated=sum(map(len, held)) > kv_heads)
+        # MLX computes one query head for each KV head in another graph than several, and the order of a graph's
+        # collectives must be that of all ranks: if it is one on some ranks alone, each query head has a copy.
+        copied = len({size > len(here) for size, here in zip(sizes, held, strict=True)}) > 1
+        kv = copies(sizes, held) if copied else tuple(((here.start, here.stop),) for here in held)
+        return Heads(consecutive(sizes), kv, sum(map(len, held)) > kv_heads, copied)
 
     def head_attributes(
         self, block: Block, module: nn.Module, split: "Heads", heads: int, kv_heads: int, latent: bool, width: int
