@@ -15,6 +15,7 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.switch_layers import SwitchLinear
+from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 from mlx_lm.tuner.trainer import grad_checkpoint
 from mlx_lm.tuner.utils import linear_to_lora_layers
@@ -234,7 +235,8 @@ def adapters_come_after_the_cut() -> None:
     for name in ("phi3", "llama", "mixtral"):
         model = tiny_models.build(name)
         plan = plan_shards(model, tp=group.size())
-        linear_to_lora_layers(model, 1, {"rank": 4, "scale": 2.0, "dropout": 0.0})
+        use_dora = name == "llama"
+        linear_to_lora_layers(model, 1, {"rank": 4, "scale": 2.0, "dropout": 0.0}, use_dora)
         for attempt in (lambda: plan_shards(model, tp=group.size()), lambda: shard_model(model, plan, group)):
             try:
                 attempt()
@@ -281,16 +283,33 @@ def part_of_adapter(path: str, whole: mx.array, plan: Plan) -> mx.array:
 
 
 def other_adapters_are_refused() -> None:
-    """One whose gradient is not known: by a norm over all inputs, of which a rank has a part."""
+    """DoRA, which has a norm over all inputs, of which a rank has a part; mlx-lm's own LoRA, put on by hand."""
+    config = {"rank": 4, "scale": 2.0, "dropout": 0.0}
+    for name in ("llama", "mixtral"):  # before a layer is changed
+        model = cut(name)
+        before = [path for path, _ in tree_flatten(model.parameters())]
+        try:
+            linear_to_lora_layers(model, 4, config, use_dora=True)
+            raise AssertionError("not refused")
+        except ValueError:
+            assert [path for path, _ in tree_flatten(model.parameters())] == before
     model = cut("qwen2_moe")
     model.freeze()
-    keys = {"mlp.shared_expert.down_proj"}
-    linear_to_lora_layers(model, 4, {"rank": 4, "scale": 2.0, "dropout": 0.0, "keys": keys}, use_dora=True)
+    linear_to_lora_layers(model, 4, config | {"keys": {"mlp.shared_expert.down_proj"}}, use_dora=True)
+    refuses_gradients(model, "how DoRALinear, put on the cut shared_expert.down_proj, trains is not known")
+    for kind in (LoRALinear, DoRALinear):
+        model = cut("llama")
+        attention = model.layers[-1].self_attn
+        attention.o_proj = kind.from_base(attention.o_proj)
+        refuses_gradients(model, f"how {kind.__name__}, put on the cut o_proj, trains is not known")
+
+
+def refuses_gradients(model: nn.Module, words: str) -> None:
     try:
         gradients(model)
         raise AssertionError("not refused")
     except mlxdist.InvalidArgument as error:
-        assert "how DoRALinear, put on the cut shared_expert.down_proj, trains is not known" in str(error), error
+        assert words in str(error), error
 
 
 def refused_inside() -> None:

@@ -26,7 +26,9 @@ from mlx.utils import tree_flatten, tree_map
 from ...group import Group
 from ...native import bridge
 from ...ops import all_sum
+from ..lora import LoRALinear
 from ..mappings import copy_to_tensor_parallel_region, with_gradients, without_gradient
+from ..parallel_linear import CutLinear
 from ..shards import copy_to_holders
 from .adapters import whole_matrix
 from .block_parts import own_arrays, source_of
@@ -104,7 +106,9 @@ class _Place:
             return None
         *adapters, layer = layers
         for adapter in adapters:
-            if {name for name, _ in own_arrays(adapter)} != {"lora_a", "lora_b"} or self.of_adapters is None:
+            known = {name for name, _ in own_arrays(adapter)} == {"lora_a", "lora_b"} and self.of_adapters is not None
+            # mlx-lm's own takes the layer for a whole one: its product would not be summed over the ranks.
+            if not known or isinstance(layer, CutLinear) and not isinstance(adapter, LoRALinear):
                 return f"how {type(adapter).__name__}, put on the cut {self.names}, trains is not known"
         known = {*self.whole, *self.shared, *self.cut, "bias", "scales", "biases"}
         if layer is not self.found() and {name for name, _ in tree_flatten(layer.parameters())} - known:
