@@ -19,7 +19,9 @@ import mlxdist
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import reference  # noqa: E402
 
-__all__ = ["carry_out", "world"]
+from mlxdist.native import check, lib  # noqa: E402
+
+__all__ = ["carry_out", "inject", "world"]
 
 ORDERS = {"ring": reference.ring_all_reduce, "doubling": reference.doubling_all_reduce}
 
@@ -70,12 +72,10 @@ class Call:
     def start(self) -> Any:
         """What mlxdist returns: the result, or a handle."""
         if self.is_lazy:
-            result = getattr(self, self.step["do"])(mx.array(self.x))
-            if self.step["how"] == "async":
-                mx.async_eval(result)
-                return result
-            mx.eval(result)
-            return np.array(result)
+            x = mx.array(self.x)
+            result = getattr(self, self.step["do"])(x.view(mx.bfloat16) if self.dtype == "bfloat16" else x)
+            (mx.async_eval if self.step["how"] == "async" else mx.eval)(result)
+            return result
         if self.step["how"] == "in place" and self.step["do"] in ("all_reduce", "broadcast", "reduce"):
             self.keywords["out"] = self.x
         return getattr(self, self.step["do"])(self.x)
@@ -83,8 +83,10 @@ class Call:
     def finish(self, result: Any) -> None:
         if isinstance(result, mlxdist.Handle):
             result = result.wait()
-            assert isinstance(result, np.ndarray)
-        result = np.array(result)
+            assert isinstance(result, np.ndarray) or self.sends
+        if isinstance(result, mx.array):
+            result = np.array(result.view(mx.uint16) if self.dtype == "bfloat16" else result)
+        result = self.x if self.sends else np.array(result)
         expected = getattr(self, f"expect_{self.step['do']}")()
         if "out" in self.keywords and self.step["do"] == "reduce" and self.rank != self.root:
             assert reference.same(self.x, self.inputs[self.rank]), f"{self}: out has changed"
@@ -167,6 +169,23 @@ class Call:
     def expect_all_to_all_v(self) -> np.ndarray:
         return reference.all_to_all_v(self.inputs, self._counts(), self.rank)
 
+    @property
+    def sends(self) -> bool:
+        """Whether this rank is the one that only sends."""
+        return self.step["do"] == "send" and self.rank == self.root
+
+    def send(self, x: Any) -> Any:
+        """Of the root to one rank; the others have nothing to do with it."""
+        if self.size > 1 and self.sends:
+            return mlxdist.send(x, (self.root + self._distance()) % self.size, **self.keywords)
+        if self.size > 1 and self.rank == (self.root + self._distance()) % self.size:
+            return mlxdist.recv_like(x, self.root, **self.keywords)
+        return x
+
+    def expect_send(self) -> np.ndarray:
+        receives = self.size > 1 and self.rank == (self.root + self._distance()) % self.size
+        return self.inputs[self.root if receives else self.rank]
+
     def _distance(self) -> int:
         return 1 + self.step["root"] % (self.size - 1)
 
@@ -209,6 +228,8 @@ class Program:
                     self.settle(index)
                     call = Call(number, step | {"do": step["each"], "how": "handle"}, self.parts[index].group)
                     self.pending.append((number + 1 + world.rank() % 2, call, call.start()))
+        elif step["do"] == "inject":
+            inject(step["faults"])
         elif step["do"] == "threads":
             self.in_threads(number, step["each"])
         elif self.parts[step["group"]].group is not None:
@@ -225,10 +246,15 @@ class Program:
         """Those of each group in a thread of its own, while the main thread has those of the first."""
 
         def work(index: int) -> None:
+            started: list[tuple[Call, Any]] = []
             for step in steps:
                 if step["group"] == index:
                     call = Call(number, step, self.parts[index].group)
-                    call.finish(call.start())
+                    if step["how"] != "async":  # see settle()
+                        finish_evaluated(started)
+                    started.append((call, call.start()))
+            for call, result in started:
+                call.finish(result)
 
         groups = [i for i in dict.fromkeys(step["group"] for step in steps) if self.parts[i].group is not None]
         for index in groups:
@@ -249,6 +275,18 @@ class Program:
         for entry in entries:
             self.pending.remove(entry)
             entry[1].finish(entry[2])
+
+
+def finish_evaluated(started: list[tuple[Call, Any]]) -> None:
+    """Those that MLX may still be evaluating."""
+    for entry in [entry for entry in started if entry[0].step["how"] == "async"]:
+        started.remove(entry)
+        entry[0].finish(entry[1])
+
+
+def inject(faults: str) -> None:
+    """Into what this rank sends from now on (mlxdist_group_inject); each rank draws its own."""
+    check(lib.mlxdist_group_inject(world._native, f"{faults},seed={world.rank()}".encode()))
 
 
 def carry_out(steps: list[dict], before: Callable[[int, dict], None] = lambda number, step: None) -> None:
