@@ -188,6 +188,13 @@ def test_bad_numbers(tmp_path, step, keep):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("path", [None, 5, b"folder", "a\0b"])
+def test_what_is_no_path_is_refused(path):
+    for function, *more in ((save_checkpoint, TREE, 1), (latest_checkpoint,), (load_checkpoint,)):
+        with pytest.raises(errors.InvalidArgument, match="_checkpoint: .* is no path"):
+            function(path, *more)
+
+
 def test_the_last_step_of_all(tmp_path):
     """What is saved can be loaded."""
     assert load_checkpoint(*save(tmp_path, 10**18 - 1))[1] == 10**18 - 1

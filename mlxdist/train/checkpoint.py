@@ -71,9 +71,10 @@ def save_checkpoint(folder: str | os.PathLike, tree: Any, step: int, keep: int =
             ``group`` also where another rank has failed, or has another step; or ranks have parts, but no step of all.
         ResourceError: it could not be written, for example because the disk is full.
     """
-    folder, part = Path(folder), _part(group)
-    own = folder / part
+    part = _part(group)
     with _on_all("save_checkpoint", group, step, keep):
+        folder = _checked_path("save_checkpoint", folder)
+        own = folder / part
         step = _checked_number("step", step, 0, 10**STEP_DIGITS - 1)
         keep = _checked_number("keep", keep, 1, sys.maxsize)
         arrays = _flatten(tree)
@@ -111,8 +112,9 @@ def load_checkpoint(path: str | os.PathLike, other_run: bool = False, group: Gro
             ``other_run`` is not set; or it is not this rank's part, or none at all, of a model that is cut over
             ``group``. With ``group``, on all its ranks alike; also where their parts are of different steps or runs.
     """
-    path, part = Path(path), _part(group)
+    part = _part(group)
     with _on_all("load_checkpoint", group, other_run):
+        path = _checked_path("load_checkpoint", path)
         about = _checked_about(path, part, other_run)
     with _on_all("load_checkpoint", group, about.step, about.run):
         arrays = _usable("load_checkpoint", read, path)
@@ -132,8 +134,9 @@ def latest_checkpoint(folder: str | os.PathLike, group: Group | None = None) -> 
             step has the parts of all of them. With ``group``, on all its ranks alike.
         ResourceError: it cannot be read.
     """
-    folder, part = Path(folder), _part(group)
+    part = _part(group)
     with _on_all("latest_checkpoint", group):
+        folder = _checked_path("latest_checkpoint", folder)
         found = _checkpoints("latest_checkpoint", folder / part)
         if not found:
             _check_for_other_parts(folder, part, group)
@@ -245,6 +248,13 @@ def _wrong_part(name: str, path: Path, part: str, wanted: str) -> InvalidArgumen
     holds = f"has the part {part} of a model that is cut" if part else "has whole arrays"
     other = f"not {wanted}" if wanted else "pass group=, the ranks over which it is cut"
     return InvalidArgument(f"{name}: {path} {holds}; {other}")
+
+
+def _checked_path(name: str, path: Any) -> Path:
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str) or "\0" in text:
+        raise InvalidArgument(f"{name}: {path!r} is no path")
+    return Path(text)
 
 
 def _checked_number(name: str, number: Any, least: int, most: int) -> int:

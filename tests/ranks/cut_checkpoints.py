@@ -193,6 +193,8 @@ def failures() -> None:
             call()
     with pytest.raises(mlxdist.InvalidArgument, match="ranks disagree"):
         mlxdist.save_checkpoint(folder / "steps", tree, rank + 1, group=group)
+    with pytest.raises(mlxdist.InvalidArgument, match="None is no path"):
+        mlxdist.save_checkpoint(None if rank == 1 else folder / "steps", tree, 1, group=group)
 
 
 for check in (
