@@ -216,6 +216,15 @@ uint32_t channel_oldest_slot(const struct channel *channel) {
   return (channel->send_slot + channel->slots - (channel->sent - channel->acked)) % channel->slots;
 }
 
+bool channel_keeps(const struct channel *channel, const char *data, uint64_t bytes) {
+  uint32_t slot = channel_oldest_slot(channel);
+  for (uint32_t left = channel->sent - channel->acked; left > 0; left--, slot = (slot + 1) % channel->slots) {
+    const struct kept_message *kept = &channel->kept[slot];
+    if (kept->user && kept->user < data + bytes && data < kept->user + kept->user_length) return true;
+  }
+  return !channel_is_clear(channel);
+}
+
 int channel_send(struct channel *channel, const struct outgoing_message *message) {
   uint32_t slot = channel->send_slot;
   char *bytes = send_slot(channel, slot);

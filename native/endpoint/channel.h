@@ -149,6 +149,9 @@ bool channel_lacks_completions(const struct channel *channel);
 /* The slot of the first message that is not acknowledged; where all are, of the next one. */
 uint32_t channel_oldest_slot(const struct channel *channel);
 
+/* Whether a message may have to leave again from user memory within these bytes. */
+bool channel_keeps(const struct channel *channel, const char *data, uint64_t bytes);
+
 /* Sends everything again that has not been acknowledged, unless the last repetition has yet to leave. */
 int channel_resend(struct channel *channel);
 

@@ -62,8 +62,18 @@ static bool may_send(const struct stream *stream, const struct channel *channel)
   return asked && channel_can_send(channel, WIRE_DATA);
 }
 
-/* Sends the next piece, if there is a slot and a receive for it. Where the result takes their place, pieces are copied
- * even from registered memory: it would have to wait until they are confirmed. */
+/* Where the result takes their place, each result waits until its piece is confirmed. While several others are on their
+ * way through memory that costs less than a copy; else pieces are copied, even from registered memory. */
+#define IN_PLACE_PIECES 4
+
+static bool leaves_uncopied(const struct stream *stream, const struct channel *channel, bool in_place) {
+  if (!stream->region || !in_place) return stream->region;
+  const struct verbs *verbs = channel->device->verbs;
+  return stream->bytes >= IN_PLACE_PIECES * piece_bytes(stream) && verbs->is_by_memory &&
+         verbs->is_by_memory(channel->qp);
+}
+
+/* Sends the next piece, if there is a slot and a receive for it. */
 static int push(struct operation *operation, struct stream *stream, bool in_place, bool *moved) {
   struct channel *channel = channel_of(stream);
   if (!may_send(stream, channel)) return MLXDIST_OK;
@@ -86,7 +96,7 @@ static int push(struct operation *operation, struct stream *stream, bool in_plac
     descriptor.bytes = stream->bytes;
     message.descriptor = &descriptor;
   }
-  if (stream->region && !in_place)
+  if (leaves_uncopied(stream, channel, in_place))
     message.user_lkey = region_lkey(stream->region, channel->device, message.payload, message.length);
   if (message.user_lkey && left <= piece * links_of(stream)) message.flags |= WIRE_CONFIRM;
   int status = channel_send(channel, &message);
@@ -168,11 +178,15 @@ static int pull(struct operation *operation, struct stream *stream, bool *moved)
   return release_piece(operation, stream);
 }
 
-/* Whether all streams have sent what lies before `end`, and will not have to send it again from there. */
-static bool may_overwrite(const struct operation *operation, const struct round *round, uint64_t end) {
+/* Whether all streams have sent as much as the fold has with its next piece, and none may have to send again from where
+ * that goes. Pieces behind it may be on their way. */
+static bool may_overwrite(const struct operation *operation, const struct round *round, uint32_t length) {
+  const char *to = round->fold.out + round->fold.done;
   for (int i = round->first_out; i < round->first_out + round->outs; i++) {
     const struct stream *stream = &operation->out.list[i];
-    if (stream->moved < at_most(end, stream->bytes) || !is_confirmed(stream)) return false;
+    if (stream->moved < at_most(round->fold.done + length, stream->bytes)) return false;
+    for (uint32_t c = 0; stream->from_region >> c; c++)
+      if (stream->from_region >> c & 1 && channel_keeps(&stream->lane->peer->channels[c], to, length)) return false;
   }
   return true;
 }
@@ -194,7 +208,7 @@ static int fold(struct operation *operation, struct round *round, bool *moved) {
     length = arrival_header(arrival)->length;
   }
   if (n == round->ins) sources[n++] = fold->own + fold->done;
-  if (fold->in_place && !may_overwrite(operation, round, fold->done + length)) return MLXDIST_OK;
+  if (fold->in_place && !may_overwrite(operation, round, length)) return MLXDIST_OK;
   if (length) fold->kernel(fold->out + fold->done, sources, n, length / fold->element_bytes);
   fold->done += length;
   *moved = true;

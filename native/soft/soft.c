@@ -250,6 +250,10 @@ static void pose_as_host(struct ibv_context *context, uint32_t host) {
   soft_context(context)->host = host;
 }
 
+static bool is_by_memory(const struct ibv_qp *qp) {
+  return !((const struct soft_qp *)qp)->tcp;
+}
+
 #define TABLE(label, freely, frames, list) \
   {                                        \
     .name = label,                         \
@@ -281,6 +285,7 @@ static void pose_as_host(struct ibv_context *context, uint32_t host) {
     .pose_as_host = pose_as_host,          \
     .set_key = soft_tcp_set_key,           \
     .connect_error = soft_tcp_error,       \
+    .is_by_memory = is_by_memory,          \
   }
 
 static const struct verbs tables[SOFT_PROFILES] = {

@@ -160,6 +160,22 @@ static void cost_of_one_all_sum(struct world *world, int rank, int size) {
   world_leave(world, group, &barriers);
 }
 
+/* What is large leaves from where it is, in place too, and comes to where the reduction reads it: nothing is copied. */
+static void copies_of_one_large_all_sum(struct world *world, int rank, int size) {
+  int barriers = 0;
+  mlxdist_group *group = world_join(world, rank, &barriers, 0);
+  for (int in_place = 0; in_place < 2; in_place++) {
+    mlxdist_stats before, after;
+    mlxdist_group_stats(group, &before);
+    all_reduce(group, rank, size, 1 << 18, in_place, in_place);
+    mlxdist_group_stats(group, &after);
+    REQUIRE(after.payload_bytes_sent - before.payload_bytes_sent == 1 << 20);
+    REQUIRE(after.memory_registrations - before.memory_registrations == 1);
+    REQUIRE(after.bytes_copied == before.bytes_copied);
+  }
+  world_leave(world, group, &barriers);
+}
+
 static void different_shapes(struct world *world, int rank, int size) {
   int barriers = 0;
   mlxdist_group *group = world_join(world, rank, &barriers, 0);
@@ -306,6 +322,7 @@ int main(void) {
   for (int size = 1; size <= 8; size = size < 4 ? size + 1 : size * 2) failed |= world_run(size, every_operation);
   failed |= world_run(2, one_way);
   failed |= world_run(2, cost_of_one_all_sum);
+  failed |= world_run(2, copies_of_one_large_all_sum);
   failed |= world_run(2, different_shapes);
   failed |= world_run(3, different_shapes);
   failed |= world_run(2, different_operations);

@@ -95,6 +95,9 @@ struct verbs {
   /* errno of the last attempt to connect the queue pair to its peer by TCP; 0 where it is connected, or by memory. */
   int (*connect_error)(const struct ibv_qp *qp);
 
+  /* Whether the queue pair reaches its peer by memory: an answer takes less time than a copy of a large message. */
+  bool (*is_by_memory)(const struct ibv_qp *qp);
+
   /* Only peers that know the key connect from other hosts. Before any queue pair is created; without it nobody does. */
   int (*set_key)(struct ibv_context *context, const uint8_t key[VERBS_KEY_BYTES]);
 };
