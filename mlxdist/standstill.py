@@ -14,6 +14,9 @@ may be on its way, and a rank that may call other operations. Such a rank has
   also one in ``mx.eval``, and the helper of a library,
 - or a stream of MLX with operations to carry out that is in none of them now,
 - or the MPI door, behind which MLX queues operations that mlxdist does not see.
+
+Whatever its threads do, a stream of MLX carries out its operations in order. So what one has queued in a group comes
+after the operation that it is in.
 """
 
 import contextlib
@@ -26,6 +29,7 @@ from typing import Any, NamedTuple
 
 from . import errors
 from .checking import Check, fields_of, flag, list_of, number, text
+from .environment import MAX_RANKS
 from .native import bridge, ffi, lib
 from .own_threads import OwnThread
 
@@ -348,9 +352,22 @@ class Standstill:
         lib.mlxdist_come(self._native, ffi.new("mlxdist_edge[]", edges), len(edges), numbers)
         return dict(zip(edges, numbers, strict=True))
 
+    def _queued_behind(self, edge: _Edge, queued: list[tuple[int, int, int, int]], waiting: dict[int, int]) -> int:
+        """The operation that must get on before a stream of MLX comes to what the edge waits for; 0: not the case."""
+        members = ffi.new("int32_t[]", MAX_RANKS)
+        size = lib.mlxdist_flight_members(self._native, edge.group, members, MAX_RANKS)
+        both = {lib.MLXDIST_ALL} | {member for member in range(size) if members[member] == edge.rank}
+        threads = {
+            thread
+            for group, to, source, thread in queued
+            if group == edge.group and (to if edge.receives else source) in both
+        }
+        return waiting.get(threads.pop(), 0) if len(threads) == 1 else 0
+
     def _report(self, edges: list[_Edge]) -> _Report:
         left = self._has_left()
         streams = bridge.busy_streams()  # before the operations: what has left its stream has begun
+        queued = bridge.queued_tasks()
         waits, threads = self._waits()
         if waits is None:
             return _Report({}, (), True, False, dict.fromkeys(edges, _GONE))
@@ -371,7 +388,10 @@ class Standstill:
         program = _threads_of_program()
         free = self._has_doors() or len(lazy) < streams or not program <= waiting.keys()
         lines = lazy | {waiting[ident] for ident in program & waiting.keys()}
-        return _Report(operations, tuple(sorted(lines)), free, left, self._come(edges))
+        come = self._come(edges)  # after the queued: one that has begun by now has come
+        for edge, number in come.items():
+            come[edge] = number or self._queued_behind(edge, queued, waiting)
+        return _Report(operations, tuple(sorted(lines)), free, left, come)
 
 
 def _threads_of_program() -> set[int | None]:

@@ -16,10 +16,13 @@ MISTAKES = {
     "recv_and_barrier": ["recv", "barrier"],
     "send_and_send": ["send", "send"],
     "handles_crossed": ["all_sum of float32 [3] in group 1", "all_sum of float32 [3] in group 2"],
+    "lazy_crossed": ["all_sum of float32 [3] in group 1", "all_sum of float32 [3] in group 2"],
+    "lazy_crossed_while_asleep": ["all_sum of float32 [3] in group 1", "all_sum of float32 [3] in group 2"],
+    "lazy_recv_and_recv": ["recv", "recv"],
     "two_lines": ["all_sum"],
 }
 # In the default run.
-QUICK = {"split_and_all_sum", "handle_and_return", "recv_and_recv", "recv_and_barrier"}
+QUICK = {"split_and_all_sum", "handle_and_return", "recv_and_recv", "recv_and_barrier", "lazy_crossed"}
 
 # No mistakes, but ranks that wait for about a second.
 STALLS = {
@@ -32,6 +35,7 @@ STALLS = {
     "dummy_thread": 2,
     "evaluating_thread": 2,
     "evaluates_else": 2,
+    "queued": 2,
 }
 QUICK_STALLS = {"link_down", "ended_group"}
 

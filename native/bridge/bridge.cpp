@@ -83,6 +83,16 @@ NB_MODULE(_bridge, m) {
   m.def("wait_for_cpu_streams", &wait_for_cpu_streams,
         "Returns when the CPU streams of MLX, of all threads, have done what they have to do now.");
   m.def("busy_streams", &busy_streams, "How many streams of MLX have operations of groups to carry out.");
+  m.def(
+      "queued_tasks",
+      [] {
+        nb::list tasks;
+        for (const auto& [group, to, from, thread] : queued_tasks())
+          tasks.append(nb::make_tuple(group, to, from, thread));
+        return tasks;
+      },
+      "(group, to, from, thread) of each operation that its stream of MLX comes to after the one that the thread "
+      "carries out.");
   m.def("traces", &traces,
         "Whether this thread runs a function to differentiate, compile, vectorize or export it.");
   m.def("set_own_folders", &set_own_folders, "mlxdist"_a, "mlx"_a,

@@ -98,8 +98,8 @@ char* data_of(const mx::array& x) {
 /* One enqueued operation, from enqueue until its task is gone, whether it ran or not. */
 class Connection::Ticket {
  public:
-  Ticket(std::shared_ptr<Connection> connection, mx::Stream stream)
-      : connection_(std::move(connection)), task_(stream) {
+  Ticket(std::shared_ptr<Connection> connection, mx::Stream stream, Peers peers)
+      : connection_(std::move(connection)), task_(stream, connection_->id_, peers.to, peers.from) {
     std::lock_guard lock(connection_->pending_mutex_);
     connection_->pending_++;
   }
@@ -116,6 +116,7 @@ class Connection::Ticket {
     connection_->meet(call, peers);
   }
   void run(Call call, const Operation& operation) {
+    task_.begin();
     arrived_.reset();
     try {
       connection_->run(call, operation);
@@ -128,7 +129,7 @@ class Connection::Ticket {
 
  private:
   std::shared_ptr<Connection> connection_;
-  const StreamTask task_;
+  StreamTask task_;
   std::optional<Peers> arrived_; /* of an operation that has not been called */
 };
 
@@ -167,6 +168,7 @@ Connection::Connection(mlxdist_group* group, bool is_world, std::shared_ptr<Worl
     : group_(group),
       rank_(group ? mlxdist_group_rank(group) : 0),
       size_(group ? mlxdist_group_size(group) : 1),
+      id_(group ? mlxdist_group_id(group) : 0),
       is_world_(is_world),
       world_(std::move(world)) {}
 
@@ -198,7 +200,7 @@ void Connection::enqueue(std::shared_ptr<Connection> connection, mx::Stream stre
    * from now on is thrown there, and go_back() tells them. */
   if (std::this_thread::get_id() == main_thread) mx::scheduler::check_error(stream);
   auto& encoder = mx::cpu::get_command_encoder(stream);
-  auto ticket = std::make_shared<Ticket>(std::move(connection), stream); /* std::function wants tasks that copy */
+  auto ticket = std::make_shared<Ticket>(std::move(connection), stream, peers); /* std::function copies it */
   ticket->meet(call, peers);
   encoder.dispatch(
       [ticket = std::move(ticket), call, operation = std::move(operation)] { ticket->run(call, operation); });

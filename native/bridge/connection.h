@@ -115,6 +115,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   mlxdist_group* group_;
   const int rank_;
   const int size_;
+  const int id_;
   const bool is_world_;
   const std::shared_ptr<World> world_;
   std::shared_mutex closing_; /* guards group_ */

@@ -1,22 +1,47 @@
 #include "stream_task.h"
 
+#include <algorithm>
+#include <cstring>
+#include <list>
 #include <mutex>
 #include <unordered_map>
+
+#include <pthread.h>
 
 namespace mlxdist {
 
 /* Never destroyed: MLX's threads outlive the statics. */
 static auto& tasks_mutex = *new std::mutex;
-static auto& tasks = *new std::unordered_map<int, int>;
+static auto& tasks = *new std::unordered_map<int, std::list<const StreamTask*>>; /* in the order of their stream */
 
-StreamTask::StreamTask(mlx::core::Stream stream) : stream_(stream.index) {
+StreamTask::StreamTask(mlx::core::Stream stream, int group, int to, int from)
+    : stream_(stream.index), group_(group), to_(to), from_(from) {
   std::lock_guard lock(tasks_mutex);
-  tasks[stream_]++;
+  tasks[stream_].push_back(this);
 }
 
 StreamTask::~StreamTask() {
   std::lock_guard lock(tasks_mutex);
-  if (--tasks[stream_] == 0) tasks.erase(stream_);
+  auto& queue = tasks[stream_];
+  queue.erase(std::find(queue.begin(), queue.end(), this)); /* the first, but for one that was never dispatched */
+  if (queue.empty()) tasks.erase(stream_);
+}
+
+void StreamTask::begin() {
+  pthread_t self = pthread_self(); /* a number or a pointer */
+  std::lock_guard lock(tasks_mutex);
+  std::memcpy(&thread_, &self, std::min(sizeof self, sizeof thread_));
+}
+
+std::vector<QueuedTask> queued_tasks() {
+  std::lock_guard lock(tasks_mutex);
+  std::vector<QueuedTask> queued;
+  for (const auto& [stream, queue] : tasks) {
+    uint64_t thread = queue.front()->thread_;
+    for (const auto* task : queue)
+      if (thread != 0 && task->thread_ == 0) queued.push_back({task->group_, task->to_, task->from_, thread});
+  }
+  return queued;
 }
 
 int busy_streams() {

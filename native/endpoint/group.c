@@ -280,6 +280,7 @@ const char *mlxdist_group_provider(mlxdist_group *group) {
 
 int32_t mlxdist_group_rank(mlxdist_group *group) { return group->rank; }
 int32_t mlxdist_group_size(mlxdist_group *group) { return group->size; }
+int32_t mlxdist_group_id(mlxdist_group *group) { return group->id; }
 
 void mlxdist_group_abort(mlxdist_group *group, int32_t status, const char *reason) {
   failure_set(&group->engine->failure, status == MLXDIST_OK ? MLXDIST_ABORTED : status, reason);

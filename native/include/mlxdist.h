@@ -321,6 +321,7 @@ void mlxdist_set_timeout(double seconds);
 
 int32_t mlxdist_group_rank(mlxdist_group *group);
 int32_t mlxdist_group_size(mlxdist_group *group);
+int32_t mlxdist_group_id(mlxdist_group *group); /* 0: the world. Two with the same id have no two members in common */
 
 /* Fails the group: every wait on it ends with `status` and `reason`. Safe from any thread. */
 void mlxdist_group_abort(mlxdist_group *group, int32_t status, const char *reason);

@@ -204,6 +204,18 @@ def evaluates_else() -> None:
         eager(one, 0)
 
 
+def queued() -> None:
+    """Rank 0 comes late to what the others have put before an operation that it waits for."""
+    x = mlxdist.all_sum(mx.full((3,), rank + 1.0), group=other)
+    mx.async_eval(mlxdist.all_sum(x, group=one) if rank else x)
+    if rank == 0:
+        y = mlxdist.all_sum(x, group=one, stream=mx.new_stream(mx.cpu))
+        inject("delay=1200000")
+        mx.eval(y)
+        inject("none")
+    group.barrier()
+
+
 # Mistakes.
 
 
@@ -282,6 +294,33 @@ def handles_crossed() -> None:
     first, second = (one, other) if rank == 0 else (other, one)
     mlxdist.all_sum(SMALL, group=first, async_op=True).wait()
     mlxdist.all_sum(SMALL, group=second, async_op=True).wait()
+
+
+def crossed(parts: tuple[mlxdist.Group, mlxdist.Group]) -> list[mx.array]:
+    """One graph, whose operations follow from each other."""
+    x = mx.ones(3)
+    for part in parts if rank == 0 else parts[::-1]:
+        x = mlxdist.all_sum(x, group=part)
+    return [x]
+
+
+def lazy_crossed() -> None:
+    mx.eval(crossed((one, other)))
+
+
+def lazy_crossed_while_asleep() -> None:
+    """A thread that does something else cannot change the order of a stream."""
+    x = crossed((one, other))
+    mx.async_eval(x)
+    time.sleep(4)
+    mx.eval(x)
+
+
+def lazy_recv_and_recv() -> None:
+    """Each sends what it has received, and both receive first."""
+    part = group.split(rank // 2).mlx
+    if rank < 2:
+        mx.eval(mx.distributed.send(mx.distributed.recv((3,), mx.float32, 1 - rank, group=part), 1 - rank, group=part))
 
 
 def two_lines() -> None:
