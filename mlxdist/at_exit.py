@@ -1,23 +1,21 @@
 """The end of a program that uses mlxdist: its world is finalized, and the exit status tells when that has failed.
 
 A rank that exits with a status that is not 0 has failed, and tells the others before they miss it. When exit handlers
-run, Python has forgotten the status. So ``sys.exit`` and ``exit`` raise a SystemExit that notes it when the interpreter
-drops it. A plain ``raise SystemExit(7)`` is not seen: there the world ends as if the program had come to its end.
+run, Python has forgotten the status, so the bridge notes that of the SystemExit that the interpreter drops.
 """
 
 import atexit
-import builtins
 import functools
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable
 
 from . import errors
+from .native import bridge
 from .world import World
 
-__all__ = ["register", "unregister"]
+__all__ = ["exit_in_progress", "register", "unregister"]
 
 
 def register(world: World) -> None:
@@ -30,21 +28,25 @@ def unregister() -> None:
     atexit.unregister(_finalize)
 
 
+def exit_in_progress() -> SystemExit | None:
+    """With which this rank's program leaves, if its status is not 0: dropped by now, or on its way through ``finally``."""
+    leaving = sys.exc_info()[1]
+    status = bridge.exit_status() or (errors.exit_status(leaving) if isinstance(leaving, SystemExit) else 0)
+    return SystemExit(status) if status else None
+
+
 def _finalize(world: World) -> None:
     if world.forked:
         return
-    # Set by the interpreter when an exception has ended the main module, but for SystemExit.
-    ended_by = getattr(sys, "last_value", None)
-    status = _statuses[-1] if _statuses else 0
-    if ended_by is None and status:
-        ended_by = SystemExit(status)
+    # The first is set by the interpreter when an exception has ended the main module, but for SystemExit.
+    ended_by = getattr(sys, "last_value", None) or exit_in_progress()
     if ended_by is not None and not world.closed:
         world.end_with(ended_by)  # the others need not wait for more
     try:
         world.finalize()
     except errors.Error as error:
         print(f"mlxdist: {type(error).__name__}: {error}", file=sys.stderr)
-        _exit_status.append(status or 1)
+        _exit_status.append(bridge.exit_status() or 1)
     except KeyboardInterrupt:
         print("mlxdist: interrupted at the end, while other ranks were waited for", file=sys.stderr)
         _exit_status.append(128 + signal.SIGINT)
@@ -55,9 +57,6 @@ def _finalize(world: World) -> None:
 # The interpreter would end with status 0 whatever an exit handler raises, and a job that has failed must not.
 _exit_status: list[int] = []
 
-# That with which the program has exited.
-_statuses: list[int] = []
-
 
 def _exit_with_status() -> None:
     if _exit_status:
@@ -66,31 +65,20 @@ def _exit_with_status() -> None:
         os._exit(_exit_status[0])
 
 
-class _Exit(SystemExit):
-    """Where the program catches it, it is dropped while a frame of Python runs; by the interpreter, while none does."""
+bridge.watch_exits()
+if sys.version_info < (3, 12):  # where sys.exit raises what becomes an object only when it is caught
 
-    def __del__(self, frame: Callable = sys._getframe, status: Callable = errors.exit_status) -> None:
-        if frame().f_back is None:
-            _statuses.append(status(self))
-
-
-def _noting(leave: Callable) -> Callable:
-    @functools.wraps(leave)
-    def exit(*args: object, **keywords: object) -> None:
-        try:
-            leave(*args, **keywords)
-        except SystemExit as error:
-            if threading.current_thread() is not threading.main_thread():  # only the thread ends
+    def _caught(leave: Callable) -> Callable:
+        @functools.wraps(leave)
+        def exit(*args: object) -> None:
+            try:
+                leave(*args)
+            except SystemExit:
                 raise
-            raise _Exit(*error.args) from None
 
-    return exit
+        return exit
 
-
-sys.exit = _noting(sys.exit)
-if hasattr(builtins, "exit"):  # not with python -S
-    _Quitter = type(builtins.exit)
-    _Quitter.__call__ = _noting(_Quitter.__call__)
+    sys.exit = _caught(sys.exit)
 
 # Handlers run in reverse order: this one after those of the program, which imports mlxdist before it registers them.
 atexit.register(_exit_with_status)

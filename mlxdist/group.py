@@ -258,6 +258,8 @@ class Group:
             )
         if not self._world.closed:
             at_exit.unregister()
+            if leaving := at_exit.exit_in_progress():
+                self._world.end_with(leaving)
         self._world.finalize()
 
     # For mlxdist's own modules.

@@ -35,6 +35,11 @@ def test_another_world_after_a_failure(run_ranks, ranks):
     [
         ("sys.exit", 2, 1, 7),
         ("exit", 3, 0, 7),
+        ("raise", 2, 1, 7),
+        ("finally", 2, 0, 7),
+        ("handler", 2, 1, 7),
+        pytest.param("class", 2, 0, 7, marks=pytest.mark.long),
+        pytest.param("late", 2, 1, 7, marks=pytest.mark.long),
         pytest.param("text", 2, 0, 1, marks=pytest.mark.long),
         pytest.param("sys.exit", 4, 2, 7, marks=pytest.mark.long),
     ],

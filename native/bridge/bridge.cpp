@@ -1,5 +1,6 @@
 /* The Python module mlxdist._bridge. Import mlx.core first: the loader finds libmlx only in memory. */
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/variant.h>
@@ -8,6 +9,7 @@
 #include <string>
 
 #include "connection.h"
+#include "exit_status.h"
 #include "expert_matmul.h"
 #include "failed_arrays.h"
 #include "group.h"
@@ -78,6 +80,9 @@ NB_MODULE(_bridge, m) {
       "Address of void operation_failed(int status, const char *text, int raises), for the thread of MLX in which an "
       "operation has failed: what MLX computes from it is never read, and the error raised soon if `raises`.");
 
+  m.def("watch_exits", &watch_exits, "From now on, in the main thread, exit_status() is known.");
+  m.def("exit_status", &exit_status,
+        "The status of the SystemExit that has ended the program; None while none has.");
   m.def("raise_mlx_error", [](const std::string& text) { throw std::runtime_error(text); }, "text"_a,
         "Raises what an exception of MLX with this text becomes: for tests, where no GPU times out.");
   m.def("wait_for_cpu_streams", &wait_for_cpu_streams,

@@ -3,9 +3,12 @@
 Arguments: how, and the rank.
 """
 
+import _thread
+import atexit
 import os
 import sys
 import threading
+import time
 
 import numpy as np
 
@@ -15,11 +18,33 @@ group = mlxdist.init()
 how, leaves = sys.argv[1], group.rank() == int(sys.argv[2])
 
 
+class Quit(SystemExit):
+    pass
+
+
 def leave() -> None:
     if how == "sys.exit":
         sys.exit(7)
     elif how == "exit":
         exit(7)
+    elif how == "raise":
+        raise SystemExit(7)
+    elif how == "class":
+        raise Quit(7)
+    elif how == "late":
+        try:
+            raise SystemExit(7)
+        except BaseException:
+            time.sleep(0.5)
+            raise
+    elif how == "finally":
+        try:
+            raise SystemExit(7)
+        finally:
+            group.finalize()
+    elif how == "handler":
+        atexit.register(group.finalize)
+        raise SystemExit(7)
     elif how == "text":
         sys.exit("out of data")
     elif how == "after a failure":
@@ -32,9 +57,10 @@ def leave() -> None:
 def catch() -> None:
     """Exits that do not end the program."""
     try:
-        sys.exit(7)
+        raise SystemExit(7)
     except SystemExit as error:
         assert error.code == 7
+    _thread.start_new_thread(sys.exit, (7,))
     thread = threading.Thread(target=sys.exit, args=(7,))
     thread.start()
     thread.join()
