@@ -24,7 +24,8 @@ def test_the_whole_matrix(run_ranks, ranks):
 @one_to_four(2)
 def test_layers_of_mlx_lm(run_ranks, ranks):
     """Quantized forms, LoRA, memory, mx.compile, and the blocks of five models."""
-    outputs = run_ranks("expert_parallel.py", ranks, "quantized", "adapters", "memory", "compiled", "blocks")
+    of_layers = ["quantized", "adapters", "new_adapters", "memory", "compiled", "blocks"]
+    outputs = run_ranks("expert_parallel.py", ranks, *of_layers)
     assert all("right" in output for output in outputs)
 
 

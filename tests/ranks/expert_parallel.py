@@ -231,6 +231,26 @@ def adapters() -> None:
         near(layer.to_switch()(x, indices), switch(x, indices), ("LoRA, joined", bits, mode))
 
 
+def new_adapters() -> None:
+    """LoRA of mlx-lm put on the experts that a rank holds is its part of that on all of them."""
+    for bits in (None, 4):
+        switch = glu_with_bias(2 * size + 1, 64, 128)
+        if bits:
+            nn.quantize(switch, 32, bits)
+        layer = ExpertParallelSwitchGLU.from_switch(switch, group)
+        mine = layer.placement.local(rank)
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            mx.random.seed(8)
+            expected = LoRASwitchLinear.from_base(switch[name], r=4)
+            mx.random.seed(8)
+            adapter = layer[name].to_lora(r=4)
+            assert type(adapter) is LoRASwitchLinear and adapter.linear is layer[name]
+            for matrix in ("lora_a", "lora_b"):
+                assert mx.array_equal(adapter[matrix], expected[matrix][mine.start : mine.stop]), (bits, name, matrix)
+        back = layer.to_switch()
+        assert all(type(back[name]) is type(switch[name]) for name in ("gate_proj", "up_proj", "down_proj"))
+
+
 def memory() -> None:
     """A rank holds its experts and no others; to_switch() gives all of them again; placement by weights."""
     num_experts = 4 * size + 1

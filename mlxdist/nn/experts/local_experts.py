@@ -8,6 +8,7 @@ group also inside each expert: the first projections by outputs, the last one by
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 from mlx import nn
@@ -16,6 +17,7 @@ from ...errors import InvalidArgument
 from ...group import Group
 from ...native import bridge
 from ...ops import all_sum
+from ..new_adapters import SWITCH_LINEARS, as_given, draw_whole
 from ..shards import join, split_sizes, take
 from .placement import Placement
 from .stages import Stages, chained, is_traced
@@ -90,7 +92,19 @@ def cut_projection(projection: nn.Module, name: str, last: bool, cut: Cut) -> nn
         return _transposed_in_memory(mine) if key == "weight" and transpose else mine
 
     transpose = mx.default_device().type == mx.DeviceType.cpu and "scales" not in base(projection)
-    return _mapped(projection, part)
+    mine = _mapped(projection, part)
+    if type(projection).__name__ in SWITCH_LINEARS:
+        shape = (experts, projection.output_dims, projection.input_dims)
+        draw_whole(mine, shape, partial(_adapter_part, cut, last))
+    return mine
+
+
+def _adapter_part(cut: Cut, last: bool, name: str, whole: mx.array) -> mx.array:
+    """This rank's part of the ``lora_a`` (experts, r, inputs) or ``lora_b`` (experts, outputs, r) of all experts."""
+    mine = take(whole, 0, cut.placement.counts, cut.group.rank())
+    if cut.tp_group is None or last != (name == "lora_a"):
+        return mine
+    return take(mine, 2 if last else 1, cut.hidden_sizes, cut.tp_group.rank())
 
 
 def _transposed_in_memory(weight: mx.array) -> mx.array:
@@ -115,7 +129,9 @@ def join_projection(projection: nn.Module, last: bool, cut: Cut) -> nn.Module:
         mx.eval(array)
         return array
 
-    return _mapped(projection, whole)
+    joined = _mapped(projection, whole)
+    as_given(base(joined))
+    return joined
 
 
 def compute(

@@ -7,9 +7,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...errors import InvalidArgument
+from ..new_adapters import SWITCH_LINEARS
 from ..parallel_linear import quantization_unit, unpacked
 from .parameters import Range, Shard, dtype_name
-from .patterns import KEYS, LINEARS, QUERIES, QUERY_NORMS, SWITCH_LINEARS
+from .patterns import KEYS, LINEARS, QUERIES, QUERY_NORMS
 
 __all__ = [
     "Block",

@@ -34,6 +34,7 @@ from .block_parts import (
     source_of,
 )
 from ..experts.placement import Placement
+from ..new_adapters import SWITCH_LINEARS
 from .parameters import Shard, dtype_name
 from .patterns import (
     FUSED,
@@ -61,7 +62,6 @@ from .patterns import (
     QUERY_SIZES,
     ROUTERS,
     SUMS_OF_EXPERTS,
-    SWITCH_LINEARS,
     SWITCHES,
     VALUES,
 )

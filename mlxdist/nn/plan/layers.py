@@ -3,7 +3,7 @@ done once for all of it."""
 
 import copy
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -19,11 +19,12 @@ from mlx.nn.layers.distributed import (
 from ...errors import InvalidArgument
 from ...native import bridge
 from ..mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
+from ..new_adapters import SWITCH_LINEARS, draw_whole
 from ..parallel_linear import CutLinear, quantization, unpacked
 from ..shards import copy_to_holders, cut_out
 from .adapters import adapter_part
 from .parameters import Shard, overlap
-from .patterns import LINEARS, SWITCH_LINEARS
+from .patterns import LINEARS
 
 __all__ = ["COLUMNS", "put_in"]
 
@@ -147,25 +148,6 @@ _KINDS = {**COLUMNS, ShardedToAllLinear: _InnerRow, QuantizedShardedToAllLinear:
 
 
 @cache
-def _drawn_whole(kind: type[nn.Module]) -> type[nn.Module]:
-    """The layer, cut within a block that sums up for it, whose adapters of mlx-lm begin as parts of the whole ones."""
-    return type(kind.__name__, (kind,), {"to_lora": _to_lora, "__module__": kind.__module__})
-
-
-def _to_lora(self: nn.Module, r: int = 8, dropout: float = 0.0, scale: float = 20.0) -> nn.Module:
-    """The layer with mlx-lm's adapter, as its ``linear_to_lora_layers`` asks for it."""
-    from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
-
-    *experts, output_dims, columns = self._shard.shape
-    input_dims = unpacked(self, columns)
-    kind = LoRASwitchLinear if experts else LoRALinear
-    adapter = kind(input_dims, output_dims, *experts, r=r, dropout=dropout, scale=scale)
-    adapter.linear = self
-    for name in ("lora_a", "lora_b"):
-        adapter[name] = adapter_part(self._shard, name, adapter[name], self._inside.rank)
-    return adapter
-
-
 def put_in(layer: nn.Module, shard: Shard, border: Any) -> None:
     """Makes one of MLX's layers one of a block, with its border, and cut ones that a block sums up for take adapters.
     Others stay as they are."""
@@ -174,5 +156,5 @@ def put_in(layer: nn.Module, shard: Shard, border: Any) -> None:
         layer._shard, layer._inside = shard, border
         layer._overlaps = overlap(shard, border.group.size())
     elif shard.ranges and (type(layer) in LINEARS or type(layer).__name__ in SWITCH_LINEARS):
-        layer.__class__ = _drawn_whole(type(layer))
-        layer._shard, layer._inside = shard, border
+        *rows, columns = shard.shape
+        draw_whole(layer, (*rows, unpacked(layer, columns)), partial(adapter_part, shard, rank=border.rank))

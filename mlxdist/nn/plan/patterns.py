@@ -33,7 +33,6 @@ __all__ = [
     "ROUTERS",
     "SUMS_OF_EXPERTS",
     "SWITCHES",
-    "SWITCH_LINEARS",
     "VALUES",
 ]
 
@@ -102,7 +101,6 @@ GATE_THEN_UP = ("gate_up_proj", "input_linear", "proj_1")
 GATE_UP_IN_TURN = ("up_proj",)
 
 LINEARS = (nn.Linear, nn.QuantizedLinear)
-SWITCH_LINEARS = ("SwitchLinear", "QuantizedSwitchLinear")
 SWITCHES = {"SwitchGLU": (("gate_proj", "up_proj"), "down_proj"), "SwitchMLP": (("fc1",), "fc2")}
 # Mixtures of experts of mlx-lm whose result is a sum over the results of what is in them, with these routers: one sum
 # over the ranks at the end is enough, where otherwise the result of each token's every expert is summed.
