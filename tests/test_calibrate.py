@@ -228,7 +228,7 @@ def test_shard_shows_the_plan_of_a_hostfile(tmp_path):
 
 
 def part(median=1.0, wrong=0, **more):
-    return {"median": median, "min": median, "max": median, "count": 3, "wrong": wrong} | more
+    return {"median": median, "min": median, "max": median, "count": 3, "wrong": wrong, "foreign_cpu_share": 0.02} | more
 
 
 def parts(**changed):
@@ -306,7 +306,7 @@ def test_memory_is_measured_by_work_that_is_done(monkeypatch, kind):
 
 def test_this_machine(tmp_path):
     file = tmp_path / "hosts.json"
-    job = mlxdist_command("calibrate", "--seconds", "0.1", "--output", file, "--json")
+    job = mlxdist_command("calibrate", "--seconds", "0.1", "--output", file, "--json", "--force")
     assert job.returncode == 0, job.stderr
     (host,) = json.loads(job.stdout)["hosts"]
     (kept,) = read(file).hosts
@@ -349,6 +349,18 @@ def test_figures_are_written_to_the_hostfile(tmp_path):
     result = run("calibrate", *options, *answering(tmp_path))
     assert result.exit_code == 0, result.output
     assert [host.measured for host in read(file).hosts] == [Measured(10.0, 400.0), TWO[1].measured]
+
+
+def test_figures_of_a_busy_host_are_not_written(tmp_path):
+    """As `mlxdist bench tune` does it, with the same words."""
+    file = hostfile_of(tmp_path, Host("a"))
+    options = ["--hostfile", file, "--output", file, *answering(tmp_path, row=part(400.0, foreign_cpu_share=0.5))]
+    result = run("calibrate", *options)
+    assert result.exit_code == 1 and read(file).hosts[0].measured is None
+    words = "a: other processes used 14% of the CPU meanwhile; repeat this on a quiet machine, or give --force"
+    assert f"nothing is saved to {file}: {words}" in " ".join(result.output.split())
+    result = run("calibrate", *options, "--force")
+    assert result.exit_code == 0 and read(file).hosts[0].measured == Measured(10.0, 400.0)
 
 
 def test_a_host_that_does_not_answer(tmp_path):
@@ -398,7 +410,9 @@ def test_two_hosts(tmp_path):
         file = hostfile_of(tmp_path, *hosts)
         options = ["--hostfile", file, "--ssh", nodes.ssh]
         job = mlxdist_command(
-            "calibrate", *options, "--seconds", "1", "--output", file, before=nodes.command(), timeout=240
+            *("calibrate", *options, "--seconds", "1", "--output", file, "--force"),  # both are this machine
+            before=nodes.command(),
+            timeout=240,
         )
         assert job.returncode == 0, job.stderr
         found = read(file)

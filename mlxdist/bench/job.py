@@ -28,6 +28,7 @@ from ..own_python import own_module
 
 __all__ = [
     "QUIET",
+    "QUIET_ADVICE",
     "RANKS_OPTION",
     "foreign_load",
     "has_mpirun",
@@ -40,6 +41,7 @@ __all__ = [
 ]
 
 QUIET = 0.05  # share of the CPU that other processes may use before the numbers are no good
+QUIET_ADVICE = "repeat this on a quiet machine, or give --force"
 SILENCE = 300.0  # seconds without a case after which a benchmark is given up
 THIS_MACHINE = Chosen()
 # In front of each case; the launcher puts the rank before it.

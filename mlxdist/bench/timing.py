@@ -128,9 +128,10 @@ class ForeignLoad:
     """The share of a machine that processes other than the ranks used meanwhile: it disturbs more than all else.
 
     Children of a rank belong to it, once they have ended. Of several hosts, the one that was disturbed most counts.
+    Without a ``world`` this process is the only rank.
     """
 
-    def __init__(self, world: mlxdist.Group) -> None:
+    def __init__(self, world: mlxdist.Group | None) -> None:
         self._world = world
         self._machine = zlib.crc32((boot_identity() or socket.gethostname()).encode())
         self._begin = self._read()
@@ -139,7 +140,9 @@ class ForeignLoad:
         """Seconds of CPU: of this machine, idle or busy; of it busy; of all ranks on it. Zeros where not known."""
         used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
         own = sum(usage.ru_utime + usage.ru_stime for usage in used)
-        everyone = mlxdist.all_gather(np.array([[self._machine, own]]), group=self._world)
+        everyone = np.array([[self._machine, own]])
+        if self._world is not None:
+            everyone = mlxdist.all_gather(everyone, group=self._world)
         ranks = everyone[everyone[:, 0] == self._machine, 1].sum()
         try:
             with open("/proc/stat") as file:
@@ -153,5 +156,6 @@ class ForeignLoad:
         """0 to 1; None where no system tells. Collective."""
         total, busy, ranks = self._read() - self._begin
         share = max(0.0, float((busy - ranks) / total)) if total > 0 else -1.0
-        worst = float(mlxdist.all_max(np.array([share]), group=self._world)[0])
-        return worst if worst >= 0 else None
+        if self._world is not None:
+            share = float(mlxdist.all_max(np.array([share]), group=self._world)[0])
+        return share if share >= 0 else None

@@ -15,7 +15,7 @@ from .. import tuning
 from ..environment import MAX_RANKS, Environment
 from ..errors import EnvironmentVariableError, InvalidArgument
 from ..output_file import OUTPUT_FILE, is_written, try_to_open
-from .job import foreign_load, print_load, results_console, run, write_results
+from .job import QUIET_ADVICE, foreign_load, print_load, results_console, run, write_results
 from .limits import limits_line
 from .sizes import Size, format_size, size_range
 
@@ -80,8 +80,7 @@ def tune(
     saved = not refused and is_written(path, lambda path: tuning.write(path, tuning.merge(old, rows)))
     written = write_results(results, as_json, output, _print)
     if refused:
-        advice = "repeat this on a quiet machine, or give --force"
-        click.echo(f"Error: nothing is saved to {path}: {refused}; {advice}", err=True)
+        click.echo(f"Error: nothing is saved to {path}: {refused}; {QUIET_ADVICE}", err=True)
     elif saved and not as_json:
         click.echo(f"Saved to {path}.")
     sys.exit(0 if saved and written else 1)

@@ -30,7 +30,7 @@ _LATEST = 10  # so many times what a part should take, and _START_SECONDS, is to
 @click.command()
 @host_options
 @click.option("--output", metavar="FILE", help="Write the hostfile with the figures; may be the one of --hostfile.")
-@click.option("--force", is_flag=True, help="Write it even where FILE is another hostfile.")
+@click.option("--force", is_flag=True, help="Write it even where FILE is another hostfile, or other processes used the CPU, too.")
 @click.option(
     "--seconds",
     type=click.FloatRange(0.1, 3600),
@@ -50,22 +50,24 @@ def calibrate(chosen: Chosen, output: str | None, force: bool, seconds: float, a
     "compute" wherever a plan or layer takes weights, and `mlxdist shard MODEL --hostfile FILE`. Without --output
     nothing is written. Other work on the hosts spoils the numbers.
 
-    The exit status is 1, and nothing is written, if a host cannot be measured or its figures cannot be true.
+    The exit status is 1, and nothing is written, if a host cannot be measured, if its figures cannot be true, or if
+    other processes used more than 5 % of its CPU meanwhile (--force writes all the same).
     """
     try:
         whole = _whole_hostfile(chosen)
         if output is not None and not force:
             _refuse_other(Path(output), whole)
-        hosts, provider = _measure(chosen, seconds)
+        hosts, job = _measure(chosen, seconds)
         found = _with_figures(whole, hosts) if not any(host.problems for host in hosts) else None
         if as_json:
-            click.echo(json.dumps(_plain(hosts, found, provider), indent=2))
+            click.echo(json.dumps(_plain(hosts, found, job["provider"]), indent=2))
         elif found is not None:
             _show(hosts, found)
         if found is None:
             lines = [f"{host.name}: {problem}" for host in hosts for problem in host.problems]
             raise ResourceError("\n".join(["these are no results, and nothing is written:", *lines]))
         if output is not None:
+            _refuse_disturbed(hosts, job, force, output)
             _save(found, output)
     except InvalidArgument as error:
         raise click.UsageError(str(error)) from None
@@ -106,8 +108,8 @@ def _without_figures(found: Hostfile) -> tuple[Any, ...]:
     return found.backend, found.envs, tuple(replace(host, measured=None, line=0) for host in found.hosts)
 
 
-def _measure(chosen: Chosen, seconds: float) -> tuple[list[Figures], str | None]:
-    """The figures of the chosen hosts, and what carried the messages."""
+def _measure(chosen: Chosen, seconds: float) -> tuple[list[Figures], dict[str, Any]]:
+    """The figures of the chosen hosts, and what rank 0 of link_rank.py has printed."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -131,11 +133,20 @@ def _measure(chosen: Chosen, seconds: float) -> tuple[list[Figures], str | None]
                 found = connections.call("calibrate.measure", arguments, seconds=_START_SECONDS + _LATEST * share)
                 for of_host, one in zip(parts, _all_of(found)):
                     of_host[part] = one
-        job: dict[str, Any] = {"links": [], "provider": None}
+        job: dict[str, Any] = {"links": [], "provider": None, "foreign_cpu_share": None}
         if len(names) > 1:
             progress.update(task, advance=1, description="links")
             job = measure_links(chosen, seconds)
-    return figures_of(names, machines, parts, job["links"]), job["provider"]
+    return figures_of(names, machines, parts, job["links"]), job
+
+
+def _refuse_disturbed(hosts: list[Figures], job: dict[str, Any], force: bool, output: str) -> None:
+    from ..bench.job import QUIET_ADVICE, foreign_load
+
+    loads = [(host.name, foreign_load({"foreign_cpu_share": host.foreign_cpu_share})) for host in hosts]
+    found = [f"{name}: {load}" for name, load in [*loads, ("links", foreign_load(job))] if load]
+    if found and not force:
+        raise ResourceError(f"nothing is saved to {output}: {'; '.join(found)}; {QUIET_ADVICE}")
 
 
 def _all_of(answers: list[Any]) -> list[Any]:

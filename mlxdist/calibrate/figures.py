@@ -53,6 +53,12 @@ class Figures:
         return max((self.parts[part] for part in PRODUCTS if self.parts.get(part)), key=lambda found: found["median"])
 
     @property
+    def foreign_cpu_share(self) -> float | None:
+        """Over all parts, which last equally long; None where the system does not say."""
+        shares = [found["foreign_cpu_share"] for found in self.parts.values() if found]
+        return None if None in shares else statistics.fmean(shares)
+
+    @property
     def measured(self) -> Measured:
         """What the hostfile keeps."""
         slowest = min((link.gbps for link in self.links), default=None)

@@ -13,6 +13,7 @@ import time
 import numpy as np
 
 import mlxdist
+from mlxdist.bench.timing import ForeignLoad
 from mlxdist.environment import Environment
 
 __all__ = ["main"]
@@ -29,6 +30,7 @@ def main() -> None:
     ranks, rank = world.size(), world.rank()
     wires = Environment.read().wires
     pairs = [(a, b) for a in range(ranks) for b in range(ranks) if a != b and (wires is None or (a, b) in wires)]
+    foreign = ForeignLoad(world)
     found = np.zeros((ranks, ranks, len(FIGURES)))
     for source, target in pairs:
         world.barrier()
@@ -37,9 +39,11 @@ def main() -> None:
         elif rank == target:
             found[source, target] = _receive(source, seconds / len(pairs))
     found = mlxdist.all_sum(found)
+    share = foreign.share()
     if rank == 0:
         links = [{"from": a, "to": b} | dict(zip(FIGURES, map(float, found[a, b]))) for a, b in pairs]
-        print(json.dumps({"links": links, "provider": f"{world.provider}: {world.provider_reason}"}), flush=True)
+        provider = f"{world.provider}: {world.provider_reason}"
+        print(json.dumps({"links": links, "provider": provider, "foreign_cpu_share": share}), flush=True)
 
 
 def _messages(target: int) -> list[np.ndarray]:

@@ -59,9 +59,17 @@ def machine() -> dict[str, Any]:
 def measure(part: str, seconds: float) -> dict[str, Any] | None:
     """One part: "float32", "float16" or "bfloat16" for products; "copy", "sum" or "row" for memory.
 
-    Returns TFLOPS or GB/s as median, min, max and count, and how many of the compared elements are "wrong". None for a
-    dtype that the device only emulates.
+    Returns TFLOPS or GB/s as median, min, max and count, how many of the compared elements are "wrong", and the
+    "foreign_cpu_share" meanwhile. None for a dtype that the device only emulates.
     """
+    from ..bench.timing import ForeignLoad
+
+    foreign = ForeignLoad(None)
+    found = _measured(part, seconds)
+    return None if found is None else found | {"foreign_cpu_share": foreign.share()}
+
+
+def _measured(part: str, seconds: float) -> dict[str, Any] | None:
     mx.set_cache_limit(4 * ARRAY_BYTES[_kind()])  # else results are mapped anew each time, which is what takes the time
     if part in PRODUCTS:
         return _products(part, seconds) if part == "float32" or _kind() == "gpu" else None
