@@ -23,6 +23,7 @@ from mlxdist.doctor.checks.variables import check_fast_synch, check_variables
 from mlxdist.doctor.cluster import Cluster, Job, Question, Trouble, Try
 from mlxdist.doctor.findings import Finding, Verdict
 from mlxdist.hostfile import Host
+from mlxdist.launch.keeper import LOST_DOMAINS
 from mlxdist.version import __version__
 
 PROBLEMS = (Verdict.WARN, Verdict.FAIL)
@@ -269,7 +270,7 @@ def test_leaks(jobs, words):
     assert finding.verdict is Verdict.WARN and words in finding.remedy
     assert "--" not in finding.what and "s3cret" not in finding.what
     full = cluster(facts(jobs=facts()["jobs"] | {"domains": 11}))
-    assert only(check_leaks(full)).verdict is Verdict.FAIL
+    assert only(check_leaks(full)).verdict is Verdict.FAIL and LOST_DOMAINS in only(check_leaks(full)).what
 
 
 def device(name="mlx5_0", active=True, networks=("10.0.0.1/24",)) -> dict:

@@ -20,11 +20,12 @@ from launching import (  # noqa: F401  (nothing_left is a fixture of every test)
     wait_for,
 )
 
+from mlxdist import _native
 from mlxdist.doctor.cluster import Question
 from mlxdist.doctor.job import place_ranks, run_job
 from mlxdist.hostfile import parse, read
 from mlxdist.hostfile.options import Chosen
-from mlxdist.launch.keeper import Keeper, closing_line
+from mlxdist.launch.keeper import LOST_DOMAINS, Keeper, closing_line
 
 AS_ON_A_MAC = Path(__file__).with_name("as_on_a_mac.py")
 MAC = [sys.executable, str(AS_ON_A_MAC), "launch"]
@@ -205,7 +206,7 @@ def test_fast_synch_for_one_rank_does_not_fail_the_two_that_doctor_starts(caffei
 
 STUBBORN = "import signal, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('here', flush=True)\n"
 STUBBORN += "if rank == 1: time.sleep(0.3); sys.exit(5)\ntime.sleep(60)"
-LOST = b"rank 0 may have kept a protection domain of RDMA on a Mac, which has 11"
+LOST = f"rank 0 killed on a Mac: {LOST_DOMAINS}".encode()
 
 
 @pytest.mark.parametrize("where", ["here", pytest.param("on a host", marks=pytest.mark.long)])
@@ -236,8 +237,13 @@ def test_a_keeper_says_what_it_had_to_kill(monkeypatch, tmp_path):
     stubborn.stdout.close()
     assert "domain" not in closing_line(2, ranks.killed)
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert "1 of them by SIGKILL, which may have cost protection domains" in closing_line(2, ranks.killed)
+    assert f"1 of them by SIGKILL: {LOST_DOMAINS}" in closing_line(2, ranks.killed)
     assert "domain" not in closing_line(2, 0)
+
+
+def test_the_native_code_says_the_same_of_lost_domains():
+    (library,) = Path(_native.__file__).parent.glob("libmlxdist.*")
+    assert LOST_DOMAINS.encode() in library.read_bytes()
 
 
 POLITE = "import signal, sys, time\n"

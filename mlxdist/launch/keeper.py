@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 
-__all__ = ["PROTECTION_DOMAINS", "Keeper", "clean_up", "closing_line", "main"]
+__all__ = ["LOST_DOMAINS", "PROTECTION_DOMAINS", "Keeper", "clean_up", "closing_line", "main"]
 
 # A helper process that a rank leaves behind often ends by itself once the rank is gone.
 NATURAL_END = 0.5
@@ -28,6 +28,11 @@ AFTER_KILL = 2.0
 AFTER_TERM = 15.0 if sys.platform == "darwin" else 2.0
 STEP = 0.02
 PROTECTION_DOMAINS = "AppleThunderboltRDMAProtectionDomain"  # macOS's class of kernel objects
+# As native/verbs/explain.c says it, too.
+LOST_DOMAINS = (
+    "a Mac has 11 protection domains of RDMA and keeps those of killed programs until it is restarted (while no job "
+    f"runs, `ioclasscount {PROTECTION_DOMAINS}` counts them)"
+)
 
 
 class Group:
@@ -254,7 +259,4 @@ def closing_line(running: int, killed: int) -> str:
     text = f"the launcher was killed, so its {running} running ranks were ended"
     if not killed or sys.platform != "darwin":
         return text
-    return (
-        f"{text}, {killed} of them by SIGKILL, which may have cost protection domains of RDMA: "
-        f"`ioclasscount {PROTECTION_DOMAINS}` counts them while no job runs"
-    )
+    return f"{text}, {killed} of them by SIGKILL: {LOST_DOMAINS}"

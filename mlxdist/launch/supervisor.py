@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import name_ranks
-from .keeper import PROTECTION_DOMAINS
+from .keeper import LOST_DOMAINS
 from .local import LocalJob, LocalRank
 from .output import Output
 from .wakeup import Wakeup
@@ -255,10 +255,7 @@ class Supervisor:
         ranks = [rank for rank, status in self._statuses.items() if status == killed and self._job.is_on_mac(rank)]
         if not ranks:
             return ""
-        return (
-            f"; {name_ranks(sorted(ranks))} may have kept a protection domain of RDMA on a Mac, which has 11: while no "
-            f"job runs there, `ioclasscount {PROTECTION_DOMAINS}` counts those that are lost until its restart"
-        )
+        return f"; {name_ranks(sorted(ranks))} killed on a Mac: {LOST_DOMAINS}"
 
     def _first_failure(self) -> tuple[int, float]:
         """Cause and consequence end within milliseconds, in any order: the ranks note who was first."""

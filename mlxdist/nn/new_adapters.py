@@ -1,6 +1,7 @@
 """Adapters of mlx-lm on a layer of which this rank holds a part: they begin as parts of those on the whole layer."""
 
 from collections.abc import Callable
+from functools import cache
 
 import mlx.core as mx
 from mlx import nn
@@ -19,8 +20,7 @@ def draw_whole(layer: nn.Module, shape: tuple[int, ...], part: Callable[[str, mx
         shape: of the whole weight, not packed: (outputs, inputs) or (experts, outputs, inputs).
         part: ``part(name, whole)`` is this rank's part of ``lora_a`` or ``lora_b``.
     """
-    kind = type(layer)
-    layer.__class__ = type(kind.__name__, (kind,), {"to_lora": _to_lora, "__module__": kind.__module__})
+    layer.__class__ = _drawn_whole(type(layer))
     object.__setattr__(layer, "_whole", (shape, part))
 
 
@@ -29,6 +29,11 @@ def as_given(layer: nn.Module) -> None:
     if hasattr(layer, "_whole"):
         layer.__class__ = type(layer).__bases__[0]
         del layer._whole
+
+
+@cache
+def _drawn_whole(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (kind,), {"to_lora": _to_lora, "__module__": kind.__module__})
 
 
 def _to_lora(self: nn.Module, r: int = 8, dropout: float = 0.0, scale: float = 20.0) -> nn.Module:

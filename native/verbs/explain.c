@@ -10,10 +10,11 @@
 #define QUEUE_PAIRS                                                                                                  \
   "all queue pairs of the device are in use, by this process or others; end what else uses it (ranks of an earlier " \
   "job, too), or start fewer ranks (RDMA over Thunderbolt has 10 per device)"
-#define DOMAINS                                                                                                  \
-  "no protection domain is left, or the port is down; check the cable and that RDMA is enabled at both ends. A Mac " \
-  "keeps those of programs that were killed (count them: `ioclasscount AppleThunderboltRDMAProtectionDomain`) until " \
-  "it is restarted"
+#define DOMAINS                                                                                                 \
+  "no protection domain is left, or the port is down; check the cable and that RDMA is enabled at both ends; " LOST
+#define LOST /* mlxdist/launch/keeper.py */                                                                          \
+  "a Mac has 11 protection domains of RDMA and keeps those of killed programs until it is restarted (while no job " \
+  "runs, `ioclasscount AppleThunderboltRDMAProtectionDomain` counts them)"
 #define REGIONS "no memory region of the device is left (RDMA over Thunderbolt has 100 per device)"
 #define LOCKED_MEMORY \
   "more memory than this process may lock; raise the limit (ulimit -l unlimited; in a container --ulimit memlock=-1)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+from ...launch.keeper import LOST_DOMAINS
 from ..cluster import Cluster
 from ..findings import Finding, fail, ok, warn
 
@@ -40,7 +41,7 @@ def _of_host(name: str, jobs: dict) -> list[Finding]:
         found.append(warn(name, f"shared memory of a job that is over: {names}", f"on that host: rm {names}"))
     domains = jobs["domains"]
     if domains and not jobs["running"]:
-        what = f"{domains} protection domains of RDMA are in use (ioclasscount), and no job of this user runs"
+        what = f"{domains} protection domains are in use, and no job of this user runs: {LOST_DOMAINS}"
         remedy = "restart the Mac: sudo shutdown -r now"
         found.append((fail if domains >= _DOMAINS else warn)(name, what, remedy))
     return found

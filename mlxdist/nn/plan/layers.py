@@ -3,7 +3,7 @@ done once for all of it."""
 
 import copy
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -147,7 +147,6 @@ COLUMNS = {AllToShardedLinear: _InnerColumn, QuantizedAllToShardedLinear: _Inner
 _KINDS = {**COLUMNS, ShardedToAllLinear: _InnerRow, QuantizedShardedToAllLinear: _InnerQuantizedRow}
 
 
-@cache
 def put_in(layer: nn.Module, shard: Shard, border: Any) -> None:
     """Makes one of MLX's layers one of a block, with its border, and cut ones that a block sums up for take adapters.
     Others stay as they are."""
