@@ -12,7 +12,7 @@ import pytest
 from meeting import Job, Watcher, at_once, group, join
 
 from mlxdist.rendezvous import Rendezvous, connect
-from mlxdist.rendezvous.hub import ACCEPT_SECONDS, MAX_STRANGERS
+from mlxdist.rendezvous.hub import ACCEPT_SECONDS, MAX_ACCEPTS, MAX_STRANGERS, Hub
 from mlxdist.rendezvous.loop import Loop
 from mlxdist.rendezvous.wire import MAX_PIECES, Framing, Kind
 
@@ -162,6 +162,50 @@ def test_a_flood_does_not_hold_up_a_start():
             assert time.monotonic() - started < 10, flood  # of 20 s; on a quiet machine 0.1 s
             assert_well(members)
             at_once(*(lambda m=m: m.close() for m in members))
+
+
+@pytest.mark.long
+def test_a_flood_is_let_in_no_faster_than_ranks(monkeypatch):
+    """However many wait, the hub looks at what it has let in after each 64: so many are between a rank and its answer."""
+    job, greeted, go = Job(2), threading.Event(), threading.Event()
+    accept, admit, accepted, counts = Hub._accept_one, Hub._admit, [], []
+
+    def counted(hub):
+        found = accept(hub)
+        accepted.append(1)
+        return found
+
+    def admitted(hub, *arguments):
+        counts.append(len(accepted))
+        admit(hub, *arguments)
+
+    monkeypatch.setattr(Hub, "_accept_one", counted)
+    monkeypatch.setattr(Hub, "_admit", admitted)
+    read_frame = connect._read_frame
+
+    def slowly(sock, framing, deadline):
+        frame = read_frame(sock, framing, deadline)
+        if frame[0] == Kind.CHALLENGE and not greeted.is_set():
+            greeted.set()
+            assert go.wait(30)
+        return frame
+
+    monkeypatch.setattr(connect, "_read_frame", slowly)
+    hubs, make = [], Hub.__init__
+    monkeypatch.setattr(Hub, "__init__", lambda hub, *arguments: hubs.append(hub) or make(hub, *arguments))
+
+    def flood():
+        assert greeted.wait(10)
+        with held(hubs[0]._loop), strangers(job.address, 250):
+            before = len(accepted)
+            go.set()
+            time.sleep(0.5)  # the rank's answer is there as well
+        return before
+
+    *members, before = at_once(lambda: Rendezvous(job.environment(0)), lambda: Rendezvous(job.environment(1)), flood)
+    assert counts[0] - before <= MAX_ACCEPTS
+    assert_well(members)
+    at_once(*(lambda m=m: m.close() for m in members))
 
 
 def test_a_flood_costs_a_running_job_a_few_connections_a_second():
