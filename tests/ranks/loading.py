@@ -147,7 +147,11 @@ def refuse_adapters(folder: Path) -> None:
     here = with_code(folder) if rank == 0 and size > 1 else folder
     expect(mlxdist.InvalidArgument, ["model_file"], lm.load, str(here)) if size > 1 else None
     other = save_adapters(save("lora-other", *make(QWEN3 | {"hidden_size": 32})))
+    reads, module = [], sys.modules["mlxdist.nn.loading.load_sharded"]
+    read_parts, module._read_parts = module._read_parts, lambda *arguments: reads.append(arguments)
     expect(mlxdist.InvalidArgument, ["is not that of this model"], load_sharded, folder, adapter_path=other)
+    module._read_parts = read_parts
+    assert not reads, "found only after the weights were read"
     other = save_adapters(folder, kind="dora")
     expect(mlxdist.InvalidArgument, ["'dora' cannot be cut"], load_sharded, folder, adapter_path=other)
     refuse_damaged_adapters(folder)

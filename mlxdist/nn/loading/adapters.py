@@ -21,7 +21,7 @@ from ..plan.adapters import adapter_part
 from ..plan.parameters import dtype_name
 from .blobs import broadcast_blob
 
-__all__ = ["put_adapters", "read_adapters", "whole_model"]
+__all__ = ["put_adapters", "read_adapters", "require_adapters_of", "whole_model"]
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapters.safetensors"
 MAX_CONFIG_BYTES = 1_000_000
@@ -49,16 +49,40 @@ def read_adapters(path: str | Path | None, group: Group, stream: bool) -> tuple[
     return read
 
 
+def require_adapters_of(
+    model: nn.Module, plan: Plan, config: Mapping[str, Any], weights: dict[str, mx.array]
+) -> None:
+    """Before weights are read: that what :func:`read_adapters` gave is for ``model``, whole and with shapes alone.
+
+    Raises:
+        InvalidArgument: the adapters are for another model. ``model`` may have adapters then, and has them otherwise.
+    """
+    _put_on(model, plan, config, weights)
+    held = dict(tree_flatten(model.parameters()))
+    for name, array in weights.items():
+        if shard := plan.shards.get(name):
+            fits = (array.shape, dtype_name(array)) == (shard.shape, shard.dtype)
+        else:
+            fits = array.shape == held[name].shape and mx.issubdtype(array.dtype, mx.floating)
+        if not fits:
+            raise InvalidArgument(
+                f"load_sharded: {name} in {WEIGHTS} is {dtype_name(array)} of shape {array.shape}, which is not that "
+                "of this model"
+            )
+
+
 def put_adapters(
     model: nn.Module, plan: Plan, config: Mapping[str, Any], weights: dict[str, mx.array], group: Group
 ) -> None:
     """Puts what :func:`read_adapters` gave on ``model``, which is cut and has its weights.
 
     Raises:
-        InvalidArgument: on every rank: the adapters are for another model.
+        InvalidArgument: on every rank: the model that is cut takes other adapters.
     """
     with agreed("load_sharded", group):
-        _put(model, plan, config, weights, group.rank())
+        _put_on(model, plan, config, weights)
+        model.update(tree_unflatten(list(_parts(plan, weights, group.rank()))))
+        model.eval()  # without dropout, as mlx-lm loads them
         mx.eval(model.parameters())
 
 
@@ -122,7 +146,8 @@ def _wrong_in(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _put(model: nn.Module, plan: Plan, config: Mapping[str, Any], weights: dict[str, mx.array], rank: int) -> None:
+def _put_on(model: nn.Module, plan: Plan, config: Mapping[str, Any], weights: dict[str, mx.array]) -> None:
+    """New adapters, as the settings say, whose matrices are those of the file."""
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
     wanted = list(plan.shards)
@@ -137,27 +162,16 @@ def _put(model: nn.Module, plan: Plan, config: Mapping[str, Any], weights: dict[
             raise InvalidArgument(f"load_sharded: {WEIGHTS} does not have {missing[0]} ({len(missing)} are missing)")
     if more := [name for name in weights if name not in wanted]:
         raise InvalidArgument(
-            f"load_sharded: {WEIGHTS} has {more[0]}, which the model that is cut does not ({len(more)} in all)"
+            f"load_sharded: {WEIGHTS} has {more[0]}, which the model does not ({len(more)} in all)"
         )
-    model.update(tree_unflatten(list(_parts(model, plan, weights, rank))))
-    model.eval()  # without dropout, as mlx-lm loads them
 
 
-def _parts(model: nn.Module, plan: Plan, weights: dict[str, mx.array], rank: int) -> Iterator[tuple[str, mx.array]]:
+def _parts(plan: Plan, weights: dict[str, mx.array], rank: int) -> Iterator[tuple[str, mx.array]]:
     """This rank's part of each."""
-    held = dict(tree_flatten(model.parameters()))
     for name, whole in weights.items():
         layer, _, matrix = name.rpartition(".")
+        weight = plan.shards.get(f"{layer}.weight")
         if shard := plan.shards.get(name):
-            fits = (whole.shape, dtype_name(whole)) == (shard.shape, shard.dtype)
-            part = shard.take(whole, rank) if fits else whole
+            yield name, shard.take(whole, rank)
         else:
-            weight = plan.shards.get(f"{layer}.weight")
-            part = adapter_part(weight, matrix, whole, rank) if weight else whole
-            fits = part.shape == held[name].shape and mx.issubdtype(whole.dtype, mx.floating)
-        if not fits:
-            raise InvalidArgument(
-                f"load_sharded: {name} in {WEIGHTS} is {dtype_name(whole)} of shape {whole.shape}, which is not that "
-                "of this model"
-            )
-        yield name, part
+            yield name, adapter_part(weight, matrix, whole, rank) if weight else whole

@@ -23,7 +23,7 @@ from ..agreement import agree, agreed
 from ..measured_weights import Weights
 from ..plan import Plan, Shard, plan_shards, shard_model
 from ..verify import require_agreement
-from .adapters import put_adapters, read_adapters, whole_model
+from .adapters import put_adapters, read_adapters, require_adapters_of, whole_model
 from .same_weights import checksum, require_same_files, require_same_tensors
 from .streaming import TOKENIZER_FILES, checkpoint_of_rank_0, stream_part
 from .weight_sources import UNSIGNED, ComputedTensor, Source, bytes_of, open_model
@@ -129,6 +129,8 @@ def load_with_report(
             model, sources, config = open_model(checkpoint)
             plan = plan or plan_shards(model, tp, ep, weights=weights)
             plan.check(model)
+            if adapters is not None:
+                require_adapters_of(open_model(checkpoint)[0], plan, *adapters)
         model = shard_model(model, plan, group)
         with agreed("load_sharded", group, plan.to_json()):
             _require_planned(model, plan, group.rank())
