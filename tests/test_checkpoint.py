@@ -340,5 +340,18 @@ def test_a_full_disk_is_an_error(tmp_path):
     shutil.rmtree(tmp_path)
 
 
+def test_a_failed_collective_is_no_error_of_writing(run_ranks, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, mlx.core as mx, mlxdist\n"
+        "other = mlxdist.init().rank()\n"
+        "operation = mlxdist.all_max if other else mlxdist.all_sum\n"
+        "try: mlxdist.save_checkpoint(f'{sys.argv[1]}/{other}', {'w': operation(mx.ones(2))}, 1)\n"
+        "except mlxdist.Error as error: print(type(error).__name__)\n"
+    )
+    assert run_ranks(program, 2, tmp_path) == ["Mismatch\n"] * 2
+    assert not list(tmp_path.glob("*/*"))
+
+
 def test_a_model_that_is_cut_over_ranks(run_ranks, tmp_path):
     assert run_ranks("cut_checkpoints.py", 2, tmp_path) == ["done\n"] * 2

@@ -85,6 +85,7 @@ def save_checkpoint(folder: str | os.PathLike, tree: Any, step: int, keep: int =
                 "model is cut"
             )
         found = _checkpoints("save_checkpoint", own)
+    mx.eval(arrays)  # here: the error of a collective that they wait for is none of writing
     last = _last_of_all("save_checkpoint", folder, found, group)
     # Each block ends on all ranks before one begins the next: no new part meets one that another start has left.
     with _on_all("save_checkpoint", group):
