@@ -107,6 +107,8 @@ def test_json_may_repeat_a_host_for_each_of_its_ranks():
         ('{\n"hosts": 3}', ['line 2: "hosts" must be a list of hosts']),
         ("[]", ["line 1: there is no host in it"]),
         ("null\n", ['line 1: "hosts" must be a list of hosts']),
+        ("[null]\n", ["line 1: a host is an object such as"]),
+        ('[["10.0.0.1:٥٠٠"]]', ["line 1: '10.0.0.1:٥٠٠' is no address"]),
         ("3", ['line 1: "hosts" must be a list of hosts']),
         ('\n"a"', ['line 2: "hosts" must be a list of hosts']),
         (

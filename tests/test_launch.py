@@ -248,6 +248,8 @@ def test_without_a_place_for_kernels(monkeypatch):
         (["-n", "2", "--env", "=x", "--", "true"], 2, "'=x' is not NAME=VALUE"),
         (["-n", "2", "--env", "export C=3", "--", "true"], 2, "'export C' is no name of a variable; leave `export`"),
         (["-n", "2", "--env-file", "/no/such", "--", "true"], 2, "--env-file /no/such: No such file or directory."),
+        (["-n", "2", "--env-file", "/dev/zero", "--", "true"], 2, "--env-file /dev/zero: it has more than 1048576"),
+        (["-n", "2", "--log-dir", "/dev/null", "--", "true"], 1, "--log-dir: /dev/null cannot be made: File exists"),
         (["--hosts", "a", "--ssh", "nosuch", "--", "true"], 1, "a: the command 'nosuch' cannot be run: No such file"),
         (["-n", "2", "--env", "MLXDIST_TIMOUT=3", "--", "true"], 2, "did you mean MLXDIST_TIMEOUT?"),
         (["-n", "2", "--env", "MLXDIST_RANK=3", "--", "true"], 2, "MLXDIST_RANK is set by the launcher"),

@@ -32,11 +32,11 @@ _MAX_PORT = 65535
 _TOP = ("backend", "envs", "hosts")
 _ENTRY = ("ssh", "ips", "rdma", "slots", "measured")
 # A line may begin with a bracket, too: [fe80::1]:2
-_JSON = re.compile(r"\s*(\{|\[\s*[\[{\]\"])")
+_JSON = re.compile(r"\s*(\{|\[\s*([\[{\]\"]|(null|true|false)\b))")
 # JSON, too, and no name of a host.
 _SCALAR = re.compile(r"""\s*(null|true|false|-?\d+(\.\d+)?|".*")\s*""", re.DOTALL)
 _SLOTS = re.compile(r"(?:max[-_])?slots=(\S+)")
-_ADDRESS = re.compile(r"\[?([0-9A-Fa-f.:%\w]+?)\]?:(\d{1,5})")
+_ADDRESS = re.compile(r"\[?([0-9A-Fa-f.:%\w]+?)\]?:([0-9]{1,5})")
 
 
 def read(path: str | os.PathLike[str]) -> Hostfile:

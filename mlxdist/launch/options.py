@@ -22,6 +22,7 @@ _PORT = click.IntRange(1, 65535)
 _SECONDS = click.FloatRange(0, 3600)
 _OF_LAUNCHER = OF_JOB | {"MLX_RANK", "MLX_GLOBAL_RANK", "MLX_LOCAL_RANK", "MLX_WORLD_SIZE"}
 _VARIABLE = re.compile(r"[!-<>-~]+")  # as env(1) sets them: anything printable without a space
+_MAX_ENV_FILE = 1 << 20  # a device has no end
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 
 _WHERE, _HOSTS, _LAST = "Where", "Several hosts, by ssh", "Instead, or before"
@@ -253,7 +254,11 @@ def _lines(file: str | None) -> list[str]:
     if file is None:
         return []
     try:
-        lines = Path(file).read_text("utf-8").splitlines()
+        with open(file, "rb") as opened:
+            data = opened.read(_MAX_ENV_FILE + 1)
+        if len(data) > _MAX_ENV_FILE:
+            raise click.UsageError(f"--env-file {file}: it has more than {_MAX_ENV_FILE} bytes.")
+        lines = data.decode().splitlines()
     except OSError as error:
         raise click.UsageError(f"--env-file {file}: {error.strerror}.") from None
     except UnicodeDecodeError as error:

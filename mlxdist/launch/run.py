@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..errors import name_ranks
+from ..errors import ResourceError, name_ranks
 from .backends import Backend, free_ports
 from .executable import CannotRun
 from .local import LocalJob, LocalRank, allow_descriptors, new_name, usual_grace
@@ -103,7 +103,7 @@ def run(plan: Plan) -> int:
     if plan.prefix:
         plan = replace(plan, variables=terminal_variables(plan.variables, plan.labels()) | plan.variables)
         if plan.logs is not None:
-            plan.logs.mkdir(parents=True, exist_ok=True)
+            _make_logs(plan.logs)
         output = Output(plan.labels(), wakeup.wake, plan.logs)
     name = new_name()
 
@@ -162,6 +162,13 @@ def run(plan: Plan) -> int:
         output.is_written(1.0)
         status = 1
     return status
+
+
+def _make_logs(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ResourceError(f"--log-dir: {folder} cannot be made: {error.strerror}") from None
 
 
 def _local_job(plan: Plan, name: str, restart: int) -> LocalJob:
