@@ -122,6 +122,21 @@ def test_kernels_of_another_user_are_not_loaded(tmp_path, level, whose):
 
 
 @as_root
+def test_a_rank_s_kernels_of_another_user_are_not_loaded(tmp_path):
+    cache = jit_cache.JitCache(tmp_path / "job")
+    (tmp_path / "temporary").mkdir()
+    theirs = cache.folder / "7"
+    try:
+        theirs.mkdir(parents=True, exist_ok=True)
+        of_another(theirs)
+        cache.link(tmp_path / "temporary", 7)
+        assert list((tmp_path / "temporary").iterdir()) == [], "MLX makes a folder of its own there"
+    finally:
+        theirs.rmdir()
+        cache.close(succeeded=True)
+
+
+@as_root
 def test_another_user_cannot_block_every_launch(tmp_path, monkeypatch):
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     temporary = Path(os.environ["TMPDIR"])

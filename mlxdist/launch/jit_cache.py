@@ -36,8 +36,9 @@ class JitCache:
     def link(self, temporary_folder: Path, local_rank: int) -> None:
         """Makes `mlx` in a rank's temporary folder point to that rank's kernels."""
         kernels = self.folder / str(local_rank)
-        kernels.mkdir(parents=True, exist_ok=True)
-        (temporary_folder / "mlx").symlink_to(kernels, target_is_directory=True)
+        kernels.parent.mkdir(parents=True, exist_ok=True)
+        if make_own_folder(kernels):  # else the rank has none from before
+            (temporary_folder / "mlx").symlink_to(kernels, target_is_directory=True)
 
     def pass_on(self) -> tuple[int, ...]:
         """The descriptor that holds the lock: a process that inherits it holds the slot as long as it runs."""
