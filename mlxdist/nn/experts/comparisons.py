@@ -33,7 +33,8 @@ class Comparisons:
     def take_open(self) -> np.ndarray:
         """The experts of the calls since the last comparison, to be compared now: int64 of one dimension."""
         taken, self._open = self._open, []
-        return np.concatenate([np.zeros(0, np.int64), *(np.array(indices).reshape(-1) for indices in taken)])
+        flat = (np.array(indices).reshape(-1).astype(np.int64) for indices in taken)
+        return np.concatenate([np.zeros(0, np.int64), *flat])
 
     def note(self, call: Hashable) -> None:
         """The ranks have compared a call that looks like this one."""

@@ -7,7 +7,7 @@ those of other ranks' experts are masked: as much computing as without expert pa
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -15,7 +15,7 @@ from mlx import nn
 
 from ...group import Group
 from ...ops import all_gather, all_sum, sum_scatter
-from .local_experts import compute, compute_own, skips_others, tied
+from .local_experts import base, compute, compute_own, projections, skips_others, tied
 from .pairs import Pairs, take_rows
 from .placement import Placement
 from .stages import Stages, chained
@@ -32,22 +32,30 @@ class Compiled:
     """
 
     def __init__(self) -> None:
-        self._layer: nn.Module | None = None
+        self._parts: list[Any] = []  # of the layer: without a reference to the layer, which has one to this
         self._functions: dict[bool, Callable[..., mx.array]] = {}  # with scores or without
 
     def __call__(self, x: mx.array, scores: mx.array | None, indices: mx.array, experts: "Experts") -> mx.array:
         """(tokens, d) with scores, else (tokens, k, d); ``indices`` of uint32. ``experts`` are always of one layer."""
-        if experts.layer is not self._layer:
-            self._layer, self._functions = experts.layer, {}
+        mine = experts.placement.local(experts.group.rank())
+        names = projections(experts.layer)
+        parts = [experts.layer[name] for name in names]
+        if any(base(one) is not one for one in parts):  # scale and dropout of adapters change, but are no arrays
+            return _masked(x, scores, indices, mine, experts)
+        parts.append(experts.layer.activation)
+        if [*map(id, parts)] != [*map(id, self._parts)]:
+            self._parts, self._functions = parts, {}
         function = self._functions.get(scores is None)
         if function is None:
-            own = experts._replace(stages=Stages(), compiled=None)  # nothing of this call
+            layer = nn.Module()
+            for name, part in zip((*names, "activation"), parts):
+                setattr(layer, name, part)
+            own = experts._replace(layer=layer, stages=Stages(), compiled=None)  # nothing of this call
 
             def masked(x: mx.array, indices: mx.array, *scores: mx.array) -> mx.array:
-                mine = own.placement.local(own.group.rank())
-                return _masked(x, scores[0] if scores else None, indices, mine, own, skips_others(own.layer))
+                return _masked(x, scores[0] if scores else None, indices, mine, own, skips_others(layer))
 
-            function = self._functions[scores is None] = mx.compile(masked, inputs=[experts.layer])
+            function = self._functions[scores is None] = mx.compile(masked, inputs=[layer])
         return function(x, indices, *optional((scores,)))
 
 
