@@ -1,7 +1,7 @@
 """The end of a program that uses mlxdist: its world is finalized, and the exit status tells when that has failed.
 
 A rank that exits with a status that is not 0 has failed, and tells the others before they miss it. When exit handlers
-run, Python has forgotten the status, so the bridge notes that of the SystemExit that the interpreter drops.
+run, Python has forgotten the status, so the bridge notes that of the SystemExit with which the interpreter ends.
 """
 
 import atexit
@@ -29,7 +29,7 @@ def unregister() -> None:
 
 
 def exit_in_progress() -> SystemExit | None:
-    """With which this rank's program leaves, if its status is not 0: dropped by now, or on its way through ``finally``."""
+    """With which this rank's program leaves, if its status is not 0: it has ended, or is on its way through ``finally``."""
     leaving = sys.exc_info()[1]
     status = bridge.exit_status() or (errors.exit_status(leaving) if isinstance(leaving, SystemExit) else 0)
     return SystemExit(status) if status else None

@@ -36,6 +36,7 @@ def test_another_world_after_a_failure(run_ranks, ranks):
         ("sys.exit", 2, 1, 7),
         ("exit", 3, 0, 7),
         ("raise", 2, 1, 7),
+        ("kept", 2, 1, 7),
         ("finally", 2, 0, 7),
         ("handler", 2, 1, 7),
         pytest.param("class", 2, 0, 7, marks=pytest.mark.long),
@@ -61,7 +62,7 @@ def test_the_launcher_names_the_rank_that_has_exited(first):
 
 
 def test_an_exit_that_does_not_end_the_program_is_none(run_ranks):
-    """It is caught, or of a thread, or of a forked child."""
+    """It is caught, or of a thread, of a forked child, or of an exit handler."""
     assert run_ranks("exits.py", 2, "caught", 1) == ["sum 2.0\n"] * 2
 
 

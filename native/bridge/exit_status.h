@@ -5,11 +5,11 @@
 
 namespace mlxdist {
 
-/* With the interpreter's lock, in the main thread: from now on each SystemExit is looked at when it is dropped. Where
- * the program catches it that is while a frame of Python runs; by the interpreter, while none does. */
+/* With the interpreter's lock, in the main thread: from now on it is noted when SystemExit.code is read. The program
+ * reads it while a frame of Python runs; the interpreter, which ends the program with it, while none does. */
 void watch_exits();
 
-/* That of the SystemExit that the interpreter has dropped in the main thread; empty if there is none. */
+/* That of the SystemExit with which the interpreter ends the program; empty if there is none. */
 std::optional<int> exit_status();
 
 } // namespace mlxdist

@@ -37,6 +37,12 @@ def leave() -> None:
         except BaseException:
             time.sleep(0.5)
             raise
+    elif how == "kept":
+        try:
+            raise SystemExit(7)
+        except BaseException as error:
+            error.args = (error,)  # it keeps itself, as with asyncio.run
+            raise
     elif how == "finally":
         try:
             raise SystemExit(7)
@@ -67,6 +73,8 @@ def catch() -> None:
     if (child := os.fork()) == 0:
         sys.exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    sys.unraisablehook = lambda ignored: None  # it prints what an exit handler raises
+    atexit.register(sys.exit, 7)
 
 
 if how == "caught":
