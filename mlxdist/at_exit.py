@@ -29,7 +29,7 @@ def unregister() -> None:
 
 
 def exit_in_progress() -> SystemExit | None:
-    """With which this rank's program leaves, if its status is not 0: it has ended, or is on its way through ``finally``."""
+    """With which this rank's program ends or, from a ``finally``, is about to, if its status is not 0."""
     leaving = sys.exc_info()[1]
     status = bridge.exit_status() or (errors.exit_status(leaving) if isinstance(leaving, SystemExit) else 0)
     return SystemExit(status) if status else None

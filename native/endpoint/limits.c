@@ -10,15 +10,6 @@
 #include <stdatomic.h>
 #include <string.h>
 
-/* The flag has cache lines of its own (128 bytes on Apple's processors), at any address of this struct. */
-struct run {
-  const mlxdist_transfer *transfer;
-  int error; /* of the second thread */
-  char before[128];
-  _Atomic uint64_t flag; /* odd: the caller's bytes are there; even: the second thread's */
-  char behind[128];
-};
-
 #ifdef __linux__
 typedef cpu_set_t cores;
 
@@ -26,8 +17,9 @@ static int read_cores(cores *allowed) { return sched_getaffinity(0, sizeof *allo
 
 static int set_cores(const cores *allowed) { return sched_setaffinity(0, sizeof *allowed, allowed) ? errno : 0; }
 
-static int pin(int32_t core) {
-  if (core < 0) return 0;
+/* On any of `allowed` if `core` is negative: a thread begins with the cores of the one that has made it. */
+static int pin(int32_t core, const cores *allowed) {
+  if (core < 0) return set_cores(allowed);
   cores one;
   CPU_ZERO(&one);
   CPU_SET(core, &one);
@@ -40,11 +32,21 @@ static int read_cores(cores *allowed) { return *allowed = 0; }
 
 static int set_cores(const cores *allowed) { return *allowed; }
 
-static int pin(int32_t core) {
+static int pin(int32_t core, const cores *allowed) {
   (void)core;
-  return 0;
+  return set_cores(allowed);
 }
 #endif
+
+/* The flag has cache lines of its own (128 bytes on Apple's processors), at any address of this struct. */
+struct run {
+  const mlxdist_transfer *transfer;
+  cores allowed; /* to the caller, before */
+  int error;     /* of the second thread */
+  char before[128];
+  _Atomic uint64_t flag; /* odd: the caller's bytes are there; even: the second thread's */
+  char behind[128];
+};
 
 /* The flag follows the bytes: a side that sees it may read them. */
 static void give(struct run *run, int side, uint64_t turn) {
@@ -60,7 +62,7 @@ static void take(struct run *run, int side, uint64_t turn) {
 
 static void *answer(void *argument) {
   struct run *run = argument;
-  run->error = pin(run->transfer->cores[1]);
+  run->error = pin(run->transfer->cores[1], &run->allowed);
   thread_for_polling();
   for (uint64_t trip = 0; trip <= run->transfer->count; trip++) {
     take(run, 1, 2 * trip + 1);
@@ -83,17 +85,16 @@ static void ask(struct run *run, double *nanoseconds) {
 
 int mlxdist_time_transfers(const mlxdist_transfer *transfer, double *nanoseconds) {
   struct run run = {.transfer = transfer};
-  cores before;
   pthread_t thread;
-  int error = read_cores(&before);
-  if (!error) error = pin(transfer->cores[0]);
+  int error = read_cores(&run.allowed);
+  if (!error) error = pin(transfer->cores[0], &run.allowed);
   if (error) return fail(MLXDIST_RESOURCES, "this thread cannot run on core %d: %s", *transfer->cores, strerror(error));
   error = pthread_create(&thread, 0, answer, &run);
   if (!error) {
     ask(&run, nanoseconds);
     pthread_join(thread, 0);
   }
-  set_cores(&before);
+  set_cores(&run.allowed);
   if (error) return fail(MLXDIST_RESOURCES, "there is no second thread: %s", strerror(error));
   if (run.error)
     return fail(MLXDIST_RESOURCES, "no thread can run on core %d: %s", transfer->cores[1], strerror(run.error));

@@ -82,6 +82,20 @@ static void test_the_caller_has_its_cores_again(void) {
   transfer_free(&transfer);
 }
 
+/* Where two threads that poll share a core, each turn takes milliseconds: so many would end no test. */
+static void test_a_side_that_is_kept_nowhere_does_not_share_the_core(void) {
+  enum { MANY = 100000 };
+  cpu_set_t before = own_cores();
+  if (CPU_COUNT(&before) < 2) return;
+  mlxdist_transfer transfer = transfer_of(64);
+  double *times = calloc(MANY, sizeof *times);
+  transfer.count = MANY;
+  transfer.cores[0] = first_core(&before);
+  CHECK_EQUAL(mlxdist_time_transfers(&transfer, times), MLXDIST_OK);
+  free(times);
+  transfer_free(&transfer);
+}
+
 static void test_a_core_that_is_not_there(void) {
   for (int side = 0; side < 2; side++) {
     cpu_set_t before = own_cores();
@@ -103,6 +117,7 @@ int main(int argc, char **argv) {
       {"ASingleRoundTrip", test_a_single_round_trip},
 #ifdef __linux__
       {"TheCallerHasItsCoresAgain", test_the_caller_has_its_cores_again},
+      {"ASideThatIsKeptNowhereDoesNotShareTheCore", test_a_side_that_is_kept_nowhere_does_not_share_the_core},
       {"ACoreThatIsNotThere", test_a_core_that_is_not_there},
 #endif
   };
