@@ -4,8 +4,8 @@
 
 #include "parts.h"
 
-/* All ranks' `in` to the first, which reduces them into `out` and sends that to all: 2 (n-1) messages in all, the fewest
- * there can be. Rounded once. */
+/* All ranks' `in` to the first, which reduces them into `out` and sends that to all: 2 (n-1) messages in all, the
+ * fewest there can be. Rounded once. */
 void tree_reduce_all(struct operation *operation, const struct reduction *reduction, const char *in, char *out);
 
 /* The root's `data` to everyone. */

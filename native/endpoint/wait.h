@@ -19,7 +19,8 @@ struct waiting {
   uint32_t sleep_ns;
 };
 
-/* Whether there are more ranks than cores. Then waits hardly spin: a peer may need the core to send what is waited for. */
+/* Whether there are more ranks than cores. Then waits hardly spin: a peer may need the core to send what is
+ * waited for. */
 void wait_crowded(bool crowded);
 
 /* Whether the next turn only spins: it is too short to let go of a lock. */

@@ -474,8 +474,8 @@ int mlxdist_handle_done(mlxdist_handle *handle);
 /* Every handle is freed once; an operation that has not ended goes on without it. */
 void mlxdist_handle_free(mlxdist_handle *handle);
 
-/* out[i] = in_0[i] op in_1[i] op ... op in_{n-1}[i]. 16-bit floats are accumulated in float32; direct, mesh and tree round
- * once, in rank order; ring and doubling round at each step. Every rank ends with bitwise the same result. */
+/* out[i] = in_0[i] op in_1[i] op ... op in_{n-1}[i]. 16-bit floats are accumulated in float32; direct, mesh and tree
+ * round once, in rank order; ring and doubling round at each step. Every rank ends with bitwise the same result. */
 int mlxdist_all_reduce(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout, int32_t op,
                        mlxdist_handle **handle);
 
@@ -528,9 +528,9 @@ int mlxdist_recv(mlxdist_group *group, void *data, const mlxdist_layout *layout,
 int mlxdist_sendrecv(mlxdist_group *group, const void *send, const mlxdist_layout *send_layout, int32_t to,
                      void *recv, const mlxdist_layout *recv_layout, int32_t from, mlxdist_handle **handle);
 
-/* What the machine itself allows, without messages: half of each round trip, `count` times. A side copies what it sends
- * into the shared array and sets a flag; the other, which polls the flag, copies it out and answers. One round trip more
- * comes first. Two threads that poll need two cores: with one, this takes very long. */
+/* What the machine itself allows, without messages: half of each round trip, `count` times. A side copies what it
+ * sends into the shared array and sets a flag; the other, which polls the flag, copies it out and answers. One round
+ * trip more comes first. Two threads that poll need two cores: with one, this takes very long. */
 int mlxdist_time_transfers(const mlxdist_transfer *transfer, double *nanoseconds);
 
 /* cffi ends */
