@@ -4,8 +4,12 @@ import gc
 
 gc.disable()  # imports leave no garbage, and to look for it takes a tenth of their time
 
+import errno
 import importlib
+import io
 import os
+import sys
+from typing import Any
 
 import click
 
@@ -80,5 +84,22 @@ def show_environment() -> None:
         raise click.ClickException(str(error)) from None
 
 
+class _StandardOutput(io.FileIO):
+    """What cannot be written there ends every command alike, and none takes it for an error of its own."""
+
+    def write(self, data: Any) -> int | None:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # its reader has gone: click's part
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # what is left is not tried again
+            raise click.ClickException(f"the standard output cannot be written: {error.strerror}") from None
+
+
 def main() -> None:
+    if sys.stdout is not None:  # closed
+        written = io.BufferedWriter(_StandardOutput(sys.stdout.fileno(), "w", closefd=False))
+        like = {name: getattr(sys.stdout, name) for name in ("encoding", "errors", "line_buffering", "write_through")}
+        sys.stdout = io.TextIOWrapper(written, **like)
     commands(prog_name="mlxdist")

@@ -1,5 +1,6 @@
 """The command `mlxdist` itself."""
 
+import os
 import subprocess
 import sys
 
@@ -34,3 +35,29 @@ def test_the_garbage_collector_runs_after_the_imports():
         "print(first, gc.isenabled())"
     )
     assert subprocess.check_output([sys.executable, "-c", program], timeout=30) == b"True True\n"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["env"],
+        ["ps", "--json"],
+        ["launch", "--print-python"],
+        ["launch", "-n", "1", "--dry-run", "--", "true"],
+    ],
+)
+def test_a_standard_output_that_cannot_be_written(arguments, unbuffered):
+    with open("/dev/full", "wb") as full:
+        job = subprocess.run(
+            [sys.executable, "-m", "mlxdist", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=30,
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        )
+    error = "Error: the standard output cannot be written: No space left on device\n"
+    assert (job.returncode, job.stderr) == (1, error)

@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import subprocess
 import sys
 import time
@@ -52,6 +53,13 @@ def test_hostfile_without_a_host():
     assert [host.name for host in left.hosts] == ["a", "c"] and left.envs == ("A=1",)
     assert [host.rdma for host in left.hosts] == [((), ("en2",)), (("en2",), ())]
     assert hostfile_without(parse("a slots=2\nb slots=2\n"), ["a"]) == "b slots=2\n"
+
+
+def test_a_current_folder_that_is_gone(tmp_path):
+    (tmp_path / "gone").mkdir()
+    line = f"rmdir ../gone; exec {shlex.join(DOCTOR)} --quick"
+    job = subprocess.run(line, shell=True, cwd=tmp_path / "gone", capture_output=True, text=True)
+    assert job.returncode == 2 and "The current folder does not exist any more" in job.stderr, job.stderr
 
 
 def test_the_page_lists_every_check():

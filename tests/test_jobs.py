@@ -125,6 +125,13 @@ def test_stop_refuses_what_is_no_job():
         assert refused.returncode != 0 and words in refused.stderr
 
 
+@pytest.mark.parametrize("arguments", [["ps"], ["stop", "--all"], ["stop", "nothing"], ["dump"]])
+def test_a_command_that_reaches_no_host(arguments):
+    done = run(*arguments, "--hosts", "a", "--ssh", "nosuch")
+    error = "a: the command 'nosuch' cannot be run: No such file or directory; see --ssh"
+    assert done.returncode == 1 and done.stderr.count("a: ") == 1 and error in done.stderr, done.stderr
+
+
 @pytest.mark.long
 def test_a_job_that_does_not_end_in_time_is_told():
     program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.environ['MLXDIST_JOB'], "

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -283,6 +284,24 @@ Rendezvous(Environment.read())
     job = python(2, program, options=["--grace", "20"], timeout=20)
     assert job.returncode == (status or 1)
     assert f"RendezvousError: rendezvous: rank {rank} has ended with exit status {status} {how}" in job.stderr.decode()
+
+
+def test_the_keeper_ends_although_the_folder_of_the_ranks_cannot_be_removed():
+    """A rank may close it. The job's own folder goes all the same: no start of a job looks there any more."""
+    program = (
+        "import os, sys, tempfile; sys.path.append(sys.argv[1]); import keeper\n"
+        "if os.getuid() == 0: os.setuid(65534)\n"
+        "ranks, job = tempfile.mkdtemp(), tempfile.mkdtemp()\n"
+        "os.mkdir(f'{ranks}/0'); open(f'{job}/job.json', 'w').close(); os.chmod(ranks, 0)\n"
+        "keeper.clean_up('none', ranks, job); print(os.path.exists(ranks), os.path.exists(job))\n"
+        "os.chmod(ranks, 0o700); keeper.clean_up('none', ranks, job); print(os.path.exists(ranks))\n"
+    )
+    folder = os.path.dirname(mlxdist.launch.__file__)
+    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:  # pytest's is closed to other users
+        os.chmod(temporary, 0o777)
+        command = [sys.executable, "-c", program, folder]
+        printed = subprocess.check_output(command, env=os.environ | {"TMPDIR": temporary}, text=True, timeout=30)
+    assert printed == "True False\nFalse\n"
 
 
 def test_the_keeper_removes_the_folder_of_the_ranks_and_nothing_behind_its_links(tmp_path):

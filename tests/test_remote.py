@@ -112,7 +112,7 @@ def test_no_ssh():
     assert [(answer.name, answer.status) for answer in answers] == [("a", 127), ("localhost", 0)]
     assert "/no/such/ssh: No such file" in answers[0].errors
     with Connections(["a"], Reach(("/no/such/ssh",))) as connections:
-        assert "/no/such/ssh: No such file" in str(connections.call("who")[0])
+        assert "the command '/no/such/ssh' cannot be run: No such file" in str(connections.call("who")[0])
 
 
 def test_a_command_that_takes_too_long():

@@ -74,7 +74,9 @@ def doctor(
         raise click.UsageError("--output is where --exclude-failed writes; give that, too.")
     if report_file and (as_json or exclude_failed or quick):
         raise click.UsageError("--report has every check, once: leave out --json, --quick and --exclude-failed.")
-    folder = os.path.abspath(cwd or ".")
+    from ..launch.options import absolute
+
+    folder = absolute(cwd or ".", "--cwd")
     question = question_of(chosen, command, script=script, model=model, folder=folder, quick=quick, full=full)
     if report_file is not None:
         from .diagnostics.command import make_report

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..checking import fields_of, list_of, map_of, number, printable, seconds, text
 from ..environment import MAX_RANKS
+from ..errors import InvalidArgument
 from ..hostfile.options import Chosen
 from .job_name import full_name
 from .jobs import Job, list_jobs
 
 if TYPE_CHECKING:
-    from ..remote.calls import Connections
+    from ..remote.calls import CallError, Connections
 
 __all__ = [
     "Stopped",
@@ -95,8 +96,11 @@ def ask_for_jobs(connections: "Connections") -> tuple[list[dict[str, Any]], list
     jobs: list[dict[str, Any]] = []
     problems: list[str] = []
     for host, answer in zip(connections.names, connections.call("jobs.list")):
+        if isinstance(answer, Exception):
+            problems.append(_why(host, answer))
+            continue
         try:
-            jobs += [{"host": host} | fields_of(_JOB, job) for job in _JOBS(host, _result(answer))]
+            jobs += [{"host": host} | fields_of(_JOB, job) for job in _JOBS(host, answer)]
         except ValueError as error:
             problems.append(f"{host}: {error}")
     return jobs, problems
@@ -118,16 +122,23 @@ class Stopped:
 
 
 def stop_on(chosen: Chosen, names: Sequence[str], everything: bool, seconds: float) -> Stopped:
-    """Raises InvalidArgument: there is no job of such a name, or more than one."""
+    """Raises InvalidArgument: on the hosts that answer there is no job of such a name, or more than one."""
     stopped = Stopped()
     with _connect(chosen) as connections:
         if not everything:
-            names = [full_name_of(name, ask_for_jobs(connections)[0]) for name in names]
+            jobs, problems = ask_for_jobs(connections)
+            try:
+                names = [full_name_of(name, jobs) for name in names]
+            except InvalidArgument as error:
+                raise InvalidArgument("; ".join([*problems, str(error)])) from None
         arguments = {"names": list(names), "everything": everything, "seconds": seconds}
         answers = connections.call("jobs.stop", arguments, seconds + _MARGIN_SECONDS)
     for host, answer in zip(connections.names, answers):
+        if isinstance(answer, Exception):
+            stopped.silent.append(_why(host, answer))
+            continue
         try:
-            found = fields_of(_STOPPED, _result(answer))
+            found = fields_of(_STOPPED, answer)
         except ValueError as error:
             stopped.silent.append(f"{host}: {error}")
             continue
@@ -145,11 +156,9 @@ def _connect(chosen: Chosen) -> "Connections":
     return Connections([host.name for host in chosen.hosts()], chosen.reach)
 
 
-def _result(answer: Any) -> Any:
-    """Raises ValueError: it is an error."""
-    if isinstance(answer, Exception):
-        raise ValueError(printable(str(answer)))
-    return answer
+def _why(host: str, error: "CallError") -> str:
+    said = printable(str(error))
+    return f"{host}: {said}" if error.connected else said  # which names the host itself
 
 
 _PID = number(0, 2**31 - 1)

@@ -141,16 +141,16 @@ def clean_up(job: str, temporary: str, folder: str) -> None:
 
 def _remove_tree(folder: str) -> None:
     """As far as it can be removed. Importing shutil takes as long as the rest of what ends a short job."""
-    for _, folders, files, descriptor in os.fwalk(folder, topdown=False):
-        for remove, names in ((os.unlink, files), (_remove_folder, folders)):
-            for name in names:
-                try:
-                    remove(name, dir_fd=descriptor)
-                except OSError:
-                    continue
     try:
+        for _, folders, files, descriptor in os.fwalk(folder, topdown=False):
+            for remove, names in ((os.unlink, files), (_remove_folder, folders)):
+                for name in names:
+                    try:
+                        remove(name, dir_fd=descriptor)
+                    except OSError:
+                        continue
         os.rmdir(folder)
-    except OSError:  # something in it cannot be removed
+    except (OSError, RecursionError):  # it cannot be read, something in it cannot be removed, or it is too deep
         return
 
 

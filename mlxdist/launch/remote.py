@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import ResourceError
 from ..hostfile import Host
-from ..remote.ssh import LOST, Reach, is_this_machine, why_lost
+from ..remote.ssh import LOST, Reach, cannot_run, is_this_machine, why_lost
 from .frames import GREETING, FrameError, Frames, Kind, pack, pack_json, unpack_json
 
 __all__ = ["AGENT", "HostInput", "RemoteHost", "RemoteRank"]
@@ -115,10 +115,7 @@ class RemoteHost:
                 self._command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True
             )
         except OSError as error:
-            option = "--python" if self.is_local else "--ssh"
-            raise ResourceError(
-                f"{self.name}: the command {self._command[0]!r} cannot be run: {error.strerror}; see {option}"
-            ) from None
+            raise ResourceError(cannot_run(self.name, error)) from None
         self._errors, self._reader = (
             threading.Thread(target=read, name=f"mlxdist {self.name}", daemon=True)
             for read in (self._read_errors, self._read_frames)

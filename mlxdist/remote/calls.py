@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import ResourceError
 from .answers import GREETING, MAX_LINE
-from .ssh import Reach, why_lost
+from .ssh import Reach, cannot_run, why_lost
 
 __all__ = ["CallError", "Connections", "unpack_answer"]
 
@@ -95,7 +95,7 @@ class _Connection:
             )
         except OSError as error:
             self._process = None
-            self._lost = f"{name}: {error.filename}: {error.strerror}"
+            self._lost = cannot_run(name, error)
 
     def ask(self, function: str, arguments: Mapping[str, Any], seconds: float) -> Any:
         """The result, or a CallError. Once an answer is missing, the connection is of no use any more."""

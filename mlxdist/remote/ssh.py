@@ -19,6 +19,7 @@ __all__ = [
     "Answer",
     "Reach",
     "agent_advice",
+    "cannot_run",
     "is_this_machine",
     "run",
     "run_everywhere",
@@ -132,6 +133,12 @@ def _terminate(process: subprocess.Popen) -> None:
     """With its children, which hold its pipes."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGTERM)
+
+
+def cannot_run(name: str, error: OSError) -> str:
+    """A module of mlxdist could not be started on a host, for want of the command that leads there."""
+    option = "--python" if is_this_machine(name) else "--ssh"
+    return f"{name}: the command {error.filename!r} cannot be run: {error.strerror}; see {option}"
 
 
 def why_lost(name: str, answered: bool, words: str) -> str:
