@@ -1,5 +1,6 @@
 """The limits of the machine that benchmarks compare with: right data, positive times, and what tables make of them."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 from native_build import NATIVE, SANITIZE_MEMORY, SANITIZE_THREADS, build_program, run_program
+from rich.console import Console
 
 import mlxdist
 from mlxdist.bench import limits_rank
@@ -89,10 +91,27 @@ def test_on_one_core_there_is_no_transfer(tmp_path):
 def test_figures_are_multiples_of_limits():
     case = {"bytes": 8 << 10, "transfer": {"median": 2.0}, "memcpy": {"median": 0.5}}
     assert times_limits(6.0, case) == {"times_transfer": 3.0, "times_memcpy": 12.0}
-    assert limit_cells(6.0, case) == ["3.00 of 2.00", "12.00 of 0.50"]
+    assert limit_cells(6.0, case) == ["3.00 of 2.00", "12.0 of 0.50"]
     assert times_limits(None, case) == {"times_transfer": None, "times_memcpy": None}
     alone = case | {"transfer": None}
-    assert limit_cells(6.0, alone) == ["", "12.00 of 0.50"]
+    assert limit_cells(6.0, alone) == ["", "12.0 of 0.50"]
     assert len(explain_limits([case])) == 2 and len(explain_limits([case, alone])) == 3
     assert "8 KiB 2.00 from core to core; 8 KiB 0.50 copied by all ranks at once" in limits_line([case])
     assert "no transfer, since rank 0 has one core; 8 KiB 0.50" in limits_line([alone])
+
+
+@pytest.mark.parametrize("benchmark", ["collectives", "fragmentation"])
+def test_a_table_with_limits_loses_nothing_in_100_columns(monkeypatch, capsys, benchmark):
+    module = importlib.import_module(f"mlxdist.bench.{benchmark}")
+    times = {"median": 4123.45, "p99": 5234.56}
+    case = {"operation": "sum_scatter", "dtype": "float32", "bytes": 16 << 20, "microseconds": times, "wrong": 0}
+    case |= {"chain": 1, "algorithm": "doubling", "algbw": 10.25, "busbw": 10.25, "refused": None, "pieces": 1}
+    case |= {"transfer": {"median": 1298.9}, "memcpy": {"median": 31.2}}
+    counted = ("messages_sent", "header_bytes_sent", "payload_bytes_sent", "control_messages_sent")
+    case["counters"] = dict.fromkeys(counted, 16777216)
+    results = {"ranks": 2, "provider": "soft", "level": "mlx", "pinned": True, "foreign_cpu_share": 0.0}
+    results["cases"] = [case]
+    monkeypatch.setattr(module, "results_console", lambda: Console(width=100, color_system=None))
+    module._print(results)
+    shown = capsys.readouterr().out
+    assert "sum_scatter" in shown and "4123" in shown and "…" not in shown and max(map(len, shown.splitlines())) <= 100

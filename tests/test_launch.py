@@ -267,6 +267,20 @@ def test_bad_input(arguments, status, words):
     assert isinstance(job.exception, SystemExit)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make what belongs to another user")
+def test_a_log_folder_behind_another_users_link(tmp_path):
+    logs, link = tmp_path / "logs", tmp_path / "link"
+    logs.mkdir()
+    link.symlink_to(logs)
+    command = [*LAUNCH, "-n", "1", "--log-dir", link, "--", "true"]
+    assert subprocess.run(command).returncode == 0
+    written = list(logs.iterdir())
+    os.lchown(link, 65534, 65534)
+    job = subprocess.run(command, capture_output=True, text=True)
+    assert job.returncode == 1 and f"--log-dir: {link} is a link of another user" in job.stderr, job.stderr
+    assert list(logs.iterdir()) == written
+
+
 def test_a_current_folder_that_is_gone(tmp_path):
     def launch_in_none(*options):
         command = shlex.join([*LAUNCH, *options, "-n", "1", "--", "pwd"])

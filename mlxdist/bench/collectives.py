@@ -13,7 +13,7 @@ from ..hostfile.options import Chosen, host_options
 from ..output_file import OUTPUT_FILE
 from .bandwidth import OPERATIONS
 from .job import RANKS_OPTION, number_of_ranks, print_load, results_console, run, write_results
-from .limits import LIMIT_COLUMNS, explain_limits, limit_cells, times_limits
+from .limits import LIMIT_COLUMNS, NARROW, explain_limits, limit_cells, times_limits
 from .sizes import Size, check_range, check_sizes, format_size, size_range
 
 DTYPES = (
@@ -112,11 +112,12 @@ def withhold(case: dict[str, Any]) -> dict[str, Any]:
 def _print(results: dict[str, Any]) -> None:
     console = results_console()
     where = f"{results['ranks']} ranks, level {results['level']}, {results['provider']}"
-    table = Table(title=f"{where}; times in microseconds, bandwidths in GB/s")
+    title = f"{where}; times in microseconds, bandwidths in GB/s"
+    table = Table(title=title, padding=(0, int(console.width >= NARROW)))
     for column in ("operation", "dtype"):
-        table.add_column(column)
+        table.add_column(column, no_wrap=True)
     for column in ("size", "algorithm", "median", "p99", "algbw", "busbw", "#wrong", *LIMIT_COLUMNS):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", overflow="fold")  # a narrow terminal loses no digit
     for case in results["cases"]:
         row = [case["operation"], case["dtype"], format_size(case["bytes"]), case["algorithm"]]
         if case["refused"]:

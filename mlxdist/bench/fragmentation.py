@@ -12,7 +12,7 @@ from rich.table import Table
 from ..hostfile.options import Chosen, host_options
 from ..output_file import OUTPUT_FILE
 from .job import RANKS_OPTION, number_of_ranks, print_load, results_console, run, write_results
-from .limits import LIMIT_COLUMNS, explain_limits, limit_cells
+from .limits import LIMIT_COLUMNS, NARROW, explain_limits, limit_cells
 from .sizes import Size, format_size
 
 SHOWN = ("messages_sent", "header_bytes_sent", "payload_bytes_sent", "control_messages_sent")
@@ -50,11 +50,12 @@ def _print(results: dict[str, Any]) -> None:
     console = results_console()
     first = results["cases"][0]
     where = f"{results['ranks']} ranks, {results['provider']}"
-    table = Table(title=f"{where}; {format_size(first['bytes'])} of float32 in all; times in microseconds")
-    table.add_column("operation")
+    title = f"{where}; {format_size(first['bytes'])} of float32 in all; times in microseconds"
+    table = Table(title=title, padding=(0, int(console.width >= NARROW)))
+    table.add_column("operation", no_wrap=True)
     sent = ("messages", "headers", "payload", "control")
     for column in ("pieces", "median", "p99", "times as one", *sent, "#wrong", *LIMIT_COLUMNS):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", overflow="fold")  # a narrow terminal loses no digit
     for case in results["cases"]:
         whole = next(c for c in results["cases"] if c["operation"] == case["operation"] and c["pieces"] == 1)
         whole_time = whole["microseconds"]["median"]

@@ -6,15 +6,16 @@ from typing import Any
 
 from .sizes import format_size
 
-__all__ = ["LIMITS", "LIMIT_COLUMNS", "explain_limits", "limit_cells", "limits_line", "times_limits"]
+__all__ = ["LIMITS", "LIMIT_COLUMNS", "NARROW", "explain_limits", "limit_cells", "limits_line", "times_limits"]
 
 LIMITS = {
-    "transfer": "as many bytes from one core of rank 0's machine to another, which copies them",
+    "transfer": "as many bytes from one core to another on rank 0's machine",
     "memcpy": "a copy of as many bytes by all ranks at once",
 }
 SHORT = {"transfer": "from core to core", "memcpy": "copied by all ranks at once"}
 NO_TRANSFER = "no transfer, since rank 0 has one core"
 LIMIT_COLUMNS = [f"times {name}" for name in LIMITS]
+NARROW = 130  # columns of a terminal in which a table with these has no room for spaces beside its lines
 
 
 def times_limits(median: float | None, case: dict[str, Any]) -> dict[str, float | None]:
@@ -28,9 +29,14 @@ def limit_cells(median: float | None, case: dict[str, Any]) -> list[str]:
     """For `LIMIT_COLUMNS`: the multiple, and the microseconds of the limit."""
     times = times_limits(median, case)
     return [
-        f"{times[f'times_{name}']:.2f} of {case[name]['median']:.2f}" if times[f"times_{name}"] else ""
+        f"{_short(times[f'times_{name}'])} of {_short(case[name]['median'])}" if times[f"times_{name}"] else ""
         for name in LIMITS
     ]
+
+
+def _short(value: float) -> str:
+    """With three digits, or all before the point."""
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
 def explain_limits(cases: list[dict[str, Any]]) -> list[str]:
@@ -46,6 +52,6 @@ def limits_line(limits: list[dict[str, Any]]) -> str:
     """For tables of layers, which compute: what `limits_rank.measure_limits` has measured, in one line."""
     parts = []
     for name, words in SHORT.items():
-        there = [f"{format_size(c['bytes'])} {c[name]['median']:.2f}" for c in limits if c[name]]
+        there = [f"{format_size(c['bytes'])} {_short(c[name]['median'])}" for c in limits if c[name]]
         parts += [f"{', '.join(there)} {words}"] if there else [NO_TRANSFER]
     return f"Limits of this machine in the same run, in microseconds: {'; '.join(parts)}."

@@ -226,7 +226,7 @@ def print_suite(results: dict[str, Any], console: Console) -> None:
     title = f"{setup['ranks']} ranks on {hosts_of(results)}; microseconds: median [range]"
     wide = console.width >= WIDTH + WIDTH_OF_BACKEND * len(names)
     table = Table(title=escape(title if wide else title.removesuffix(" [range]")))
-    table.add_column("operation")
+    table.add_column("operation", no_wrap=True)  # words of the other columns can be broken
     for column in ("dtype", "size"):
         table.add_column(column, justify="right")
     for name in names:

@@ -30,7 +30,9 @@ _LATEST = 10  # so many times what a part should take, and _START_SECONDS, is to
 @click.command()
 @host_options
 @click.option("--output", metavar="FILE", help="Write the hostfile with the figures; may be the one of --hostfile.")
-@click.option("--force", is_flag=True, help="Write it even where FILE is another hostfile, or other processes used the CPU, too.")
+@click.option(
+    "--force", is_flag=True, help="Write it even where FILE is another hostfile, or other processes used the CPU, too."
+)
 @click.option(
     "--seconds",
     type=click.FloatRange(0.1, 3600),

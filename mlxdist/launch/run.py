@@ -169,6 +169,8 @@ def _make_logs(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ResourceError(f"--log-dir: {folder} cannot be made: {error.strerror}") from None
+    if folder.is_symlink() and folder.lstat().st_uid not in (os.geteuid(), 0):
+        raise ResourceError(f"--log-dir: {folder} is a link of another user; name the folder that it leads to")
 
 
 def _local_job(plan: Plan, name: str, restart: int) -> LocalJob:

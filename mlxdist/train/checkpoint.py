@@ -52,7 +52,8 @@ def save_checkpoint(folder: str | os.PathLike, tree: Any, step: int, keep: int =
     Args:
         folder: where the checkpoints of one run lie. It is made if need be.
         tree: dicts and lists with string keys whose leaves are ``mx.array``, such as ``{"model": model.parameters(),
-            "optimizer": optimizer.state}``. Empty dicts and lists are not kept. It is evaluated.
+            "optimizer": optimizer.state}``. Empty dicts and lists are not kept. It is evaluated; where one rank calls
+            this, all ranks must have done so before, since it may wait for their collectives.
         step: how many steps were done, from 0; an integer below 10**18.
         keep: how many checkpoints stay, at least 1.
         group: the ranks over which the model is cut (``shard_model``, ``load_sharded``, mlx-lm's ``shard``): all of

@@ -2,6 +2,7 @@
 
 #include <Python.h>
 
+#include <stdexcept>
 #include <thread>
 
 namespace mlxdist {
@@ -48,7 +49,7 @@ void watch_exits() {
   PyObject* watched = PyDescr_NewGetSet(type, &code);
   code_of = Py_XNewRef(PyDict_GetItemString(dict, "code"));
   if (watched == nullptr || code_of == nullptr || PyDict_SetItemString(dict, "code", watched) != 0)
-    Py_FatalError("SystemExit.code cannot be watched");
+    throw std::runtime_error("SystemExit.code cannot be watched");
   PyType_Modified(type);
   Py_DECREF(watched);
   Py_DECREF(dict);

@@ -29,7 +29,8 @@ int matching_fail(const struct operation *ours, const struct peer *peer, const s
              (unsigned long long)theirs->bytes, rank, (unsigned long long)expected_bytes);
   /* With another algorithm a rank may need nothing of an operation, and be at the next one. */
   return fail(MLXDIST_MISMATCH, "ranks disagree: rank %d calls %s, rank %d calls %s%s; all ranks must call the same "
-              "operations in the same order with the same dtype and shape%s",
+              "operations in the same order with the same dtype and shape%s; what is carried out at once while "
+              "mx.async_eval goes on needs another group",
               first ? rank : peer->rank, first ? ours_text : theirs_text, first ? peer->rank : rank,
               first ? theirs_text : ours_text, sizes,
               same_operation ? "" : ", by the same algorithm (MLXDIST_ALGO)");
