@@ -166,7 +166,7 @@ def test_a_flood_does_not_hold_up_a_start():
 
 @pytest.mark.long
 def test_a_flood_is_let_in_no_faster_than_ranks(monkeypatch):
-    """However many wait, the hub looks at what it has let in after each 64: so many are between a rank and its answer."""
+    """However many wait, the hub looks at what it has let in after each 64: no more are between a rank and its answer."""
     job, greeted, go = Job(2), threading.Event(), threading.Event()
     accept, admit, accepted, counts = Hub._accept_one, Hub._admit, [], []
 

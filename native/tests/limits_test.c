@@ -82,7 +82,7 @@ static void test_the_caller_has_its_cores_again(void) {
   transfer_free(&transfer);
 }
 
-/* Where two threads that poll share a core, each turn takes milliseconds: so many would end no test. */
+/* Where two threads that poll share a core, each turn takes milliseconds: this number would end no test. */
 static void test_a_side_that_is_kept_nowhere_does_not_share_the_core(void) {
   enum { MANY = 100000 };
   cpu_set_t before = own_cores();
