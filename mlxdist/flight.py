@@ -126,8 +126,6 @@ class Recorder:
         global _recorder
         lib.mlxdist_group_stop_watching(self._native)
         self._watcher.join(_LONGEST_WRITE)
-        if lib.mlxdist_group_error(self._native) and not self._settled.is_set():
-            self.dump(last_error())
         self._settled.set()
         with self._reading:
             self._native = None

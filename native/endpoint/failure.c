@@ -35,9 +35,8 @@ int failure_watch(struct failure *failure) {
   pthread_mutex_lock(&failure->lock);
   while (atomic_load_explicit(&failure->status, memory_order_relaxed) == MLXDIST_OK && !failure->unwatched)
     pthread_cond_wait(&failure->changed, &failure->lock);
-  int watched = !failure->unwatched;
   pthread_mutex_unlock(&failure->lock);
-  return watched && failure_check(failure) != MLXDIST_OK;
+  return failure_check(failure) != MLXDIST_OK; /* also of a thread that wakes only after failure_unwatch */
 }
 
 void failure_unwatch(struct failure *failure) {

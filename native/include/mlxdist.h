@@ -411,8 +411,8 @@ typedef struct mlxdist_edge {
  * any thread. */
 int mlxdist_come(mlxdist_group *world, const mlxdist_edge *edges, uint64_t count, uint64_t *numbers);
 
-/* Waits until the group has failed: returns 1, and mlxdist_last_error() has the text of the first error. Returns 0
- * after mlxdist_group_stop_watching, which must come before the group is destroyed. */
+/* Waits until the group has failed: returns 1, and mlxdist_last_error() has the text of the first error. Returns 0 if
+ * mlxdist_group_stop_watching, which must come before the group is destroyed, has come before a failure. */
 int mlxdist_group_watch_failure(mlxdist_group *group);
 void mlxdist_group_stop_watching(mlxdist_group *group);
 

@@ -193,6 +193,20 @@ static void different_shapes(struct world *world, int rank, int size) {
   mlxdist_group_destroy(group);
 }
 
+/* Who watches passes a failure on to the other ranks: none may be missed, however late. */
+static void a_failure_just_before_the_end(struct world *world, int rank, int size) {
+  (void)size;
+  for (int fails = 0; fails < 2; fails++) {
+    int barriers = 0;
+    mlxdist_group *group = world_join(world, rank, &barriers, 0);
+    if (fails) mlxdist_group_abort(group, MLXDIST_MISMATCH, "ranks disagree");
+    mlxdist_group_stop_watching(group);
+    REQUIRE(mlxdist_group_watch_failure(group) == fails);
+    REQUIRE(!fails || !strcmp(mlxdist_last_error(), "ranks disagree"));
+    mlxdist_group_destroy(group);
+  }
+}
+
 static void different_operations(struct world *world, int rank, int size) {
   int barriers = 0;
   (void)size;
@@ -323,6 +337,7 @@ int main(void) {
   failed |= world_run(2, one_way);
   failed |= world_run(2, cost_of_one_all_sum);
   failed |= world_run(2, copies_of_one_large_all_sum);
+  failed |= world_run(1, a_failure_just_before_the_end);
   failed |= world_run(2, different_shapes);
   failed |= world_run(3, different_shapes);
   failed |= world_run(2, different_operations);

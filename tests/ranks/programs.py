@@ -64,6 +64,7 @@ class Call:
         self.x = self.inputs[self.rank].copy()
         self.keywords: dict[str, Any] = {"group": group}
         self.is_lazy = step["how"] in ("mlx", "async") and step["do"] != "barrier"
+        self.is_evaluated_later = self.is_lazy and step["how"] == "async"
         if not self.is_lazy and self.dtype == "bfloat16":
             self.keywords["dtype"] = "bfloat16"
         if step["how"] == "handle":
@@ -234,7 +235,7 @@ class Program:
             self.in_threads(number, step["each"])
         elif self.parts[step["group"]].group is not None:
             call = Call(number, step, self.parts[step["group"]].group)
-            if not (call.is_lazy and step["how"] == "async"):
+            if not call.is_evaluated_later:
                 self.settle(step["group"])
             result = call.start()
             if step["how"] in ("handle", "async"):
@@ -250,7 +251,7 @@ class Program:
             for step in steps:
                 if step["group"] == index:
                     call = Call(number, step, self.parts[index].group)
-                    if step["how"] != "async":  # see settle()
+                    if not call.is_evaluated_later:  # see settle()
                         finish_evaluated(started)
                     started.append((call, call.start()))
             for call, result in started:
