@@ -6,7 +6,6 @@ import sys
 from dataclasses import asdict, replace
 
 import mlx.core as mx
-import numpy as np
 import pytest
 import tiny_models
 from click.testing import CliRunner

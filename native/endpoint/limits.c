@@ -1,48 +1,27 @@
 /* What the machine itself allows: bytes from one core to another, with no transport around them. */
-#define _GNU_SOURCE 1 /* sched_setaffinity */
 #include "error.h"
 #include "mlxdist.h"
 #include "thread.h"
 
 #include <errno.h>
 #include <pthread.h>
-#include <sched.h>
 #include <stdatomic.h>
 #include <string.h>
 
-#ifdef __linux__
-typedef cpu_set_t cores;
-
-static int read_cores(cores *allowed) { return sched_getaffinity(0, sizeof *allowed, allowed) ? errno : 0; }
-
-static int set_cores(const cores *allowed) { return sched_setaffinity(0, sizeof *allowed, allowed) ? errno : 0; }
-
 /* On any of `allowed` if `core` is negative: a thread begins with the cores of the one that has made it. */
-static int pin(int32_t core, const cores *allowed) {
-  if (core < 0) return set_cores(allowed);
-  cores one;
-  CPU_ZERO(&one);
-  CPU_SET(core, &one);
-  return set_cores(&one);
+static int pin(int32_t core, const struct thread_cores *allowed) {
+  if (core < 0) return thread_keep_on(allowed);
+  if (core >= THREAD_CORES) return EINVAL;
+  struct thread_cores one = {0};
+  one.words[core / 64] = UINT64_C(1) << core % 64;
+  return thread_keep_on(&one);
 }
-#else /* macOS has no way to say it */
-typedef int cores;
-
-static int read_cores(cores *allowed) { return *allowed = 0; }
-
-static int set_cores(const cores *allowed) { return *allowed; }
-
-static int pin(int32_t core, const cores *allowed) {
-  (void)core;
-  return set_cores(allowed);
-}
-#endif
 
 /* The flag has cache lines of its own (128 bytes on Apple's processors), at any address of this struct. */
 struct run {
   const mlxdist_transfer *transfer;
-  cores allowed; /* to the caller, before */
-  int error;     /* of the second thread */
+  struct thread_cores allowed; /* to the caller, before */
+  int error;                   /* of the second thread */
   char before[128];
   _Atomic uint64_t flag; /* odd: the caller's bytes are there; even: the second thread's */
   char behind[128];
@@ -84,17 +63,16 @@ static void ask(struct run *run, double *nanoseconds) {
 }
 
 int mlxdist_time_transfers(const mlxdist_transfer *transfer, double *nanoseconds) {
-  struct run run = {.transfer = transfer};
+  struct run run = {.transfer = transfer, .allowed = thread_cores()};
   pthread_t thread;
-  int error = read_cores(&run.allowed);
-  if (!error) error = pin(transfer->cores[0], &run.allowed);
+  int error = pin(transfer->cores[0], &run.allowed);
   if (error) return fail(MLXDIST_RESOURCES, "this thread cannot run on core %d: %s", *transfer->cores, strerror(error));
   error = pthread_create(&thread, 0, answer, &run);
   if (!error) {
     ask(&run, nanoseconds);
     pthread_join(thread, 0);
   }
-  set_cores(&run.allowed);
+  thread_keep_on(&run.allowed);
   if (error) return fail(MLXDIST_RESOURCES, "there is no second thread: %s", strerror(error));
   if (run.error)
     return fail(MLXDIST_RESOURCES, "no thread can run on core %d: %s", transfer->cores[1], strerror(run.error));

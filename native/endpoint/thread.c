@@ -21,7 +21,7 @@ void thread_yield(void) { thread_switch(MACH_PORT_NULL, SWITCH_OPTION_NONE, 0); 
  * of its own, which then counts. */
 void thread_for_polling(void) { (void)pthread_set_qos_class_self_np(QOS_CLASS_USER_INTERACTIVE, 0); }
 
-/* A process may run on all. */
+/* A thread may run on all. */
 struct thread_cores thread_cores(void) {
   struct thread_cores cores = {0};
   for (long core = 0; core < sysconf(_SC_NPROCESSORS_ONLN) && core < THREAD_CORES; core++)
@@ -29,7 +29,13 @@ struct thread_cores thread_cores(void) {
   return cores;
 }
 
+int thread_keep_on(const struct thread_cores *cores) {
+  (void)cores;
+  return 0;
+}
+
 #else
+#include <errno.h>
 #include <sched.h>
 #include <string.h>
 
@@ -52,5 +58,11 @@ struct thread_cores thread_cores(void) {
   if (sched_getaffinity(0, sizeof allowed, &allowed)) memset(&allowed, 0xff, sizeof allowed);
   memcpy(&cores, &allowed, sizeof cores);
   return cores;
+}
+
+int thread_keep_on(const struct thread_cores *cores) {
+  cpu_set_t allowed;
+  memcpy(&allowed, cores, sizeof allowed);
+  return sched_setaffinity(0, sizeof allowed, &allowed) ? errno : 0;
 }
 #endif

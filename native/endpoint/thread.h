@@ -17,11 +17,14 @@ void thread_yield(void);
  * that follows, and the default class already runs on performance cores. */
 void thread_for_polling(void);
 
-/* A bit for each core that this process may run on. */
+/* A bit for each core that this thread may run on. */
 #define THREAD_CORES 1024
 struct thread_cores {
   uint64_t words[THREAD_CORES / 64];
 };
 struct thread_cores thread_cores(void);
+
+/* This thread runs on these alone from now on; macOS has no way to say it. Returns 0 or an errno. */
+int thread_keep_on(const struct thread_cores *cores);
 
 #endif

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 import mlx.core as mx
 import mlx.nn as nn
 
-from ...errors import InvalidArgument
 from ..new_adapters import SWITCH_LINEARS
 from ..parallel_linear import quantization_unit, unpacked
 from .parameters import Range, Shard, dtype_name

@@ -30,7 +30,6 @@ from .block_parts import (
     lengths,
     output_dims,
     own_arrays,
-    scaled,
     source_of,
 )
 from ..experts.placement import Placement

@@ -106,9 +106,9 @@ class _Place:
             return None
         *adapters, layer = layers
         for adapter in adapters:
-            known = {name for name, _ in own_arrays(adapter)} == {"lora_a", "lora_b"} and self.of_adapters is not None
+            is_lora = {name for name, _ in own_arrays(adapter)} == {"lora_a", "lora_b"} and self.of_adapters is not None
             # mlx-lm's own takes the layer for a whole one: its product would not be summed over the ranks.
-            if not known or isinstance(layer, CutLinear) and not isinstance(adapter, LoRALinear):
+            if not is_lora or isinstance(layer, CutLinear) and not isinstance(adapter, LoRALinear):
                 return f"how {type(adapter).__name__}, put on the cut {self.names}, trains is not known"
         known = {*self.whole, *self.shared, *self.cut, "bias", "scales", "biases"}
         if layer is not self.found() and {name for name, _ in tree_flatten(layer.parameters())} - known:

@@ -20,7 +20,7 @@ from ...errors import InvalidArgument
 from ...native import bridge
 from ..mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
 from ..new_adapters import SWITCH_LINEARS, draw_whole
-from ..parallel_linear import CutLinear, quantization, unpacked
+from ..parallel_linear import CutLinear, unpacked
 from ..shards import copy_to_holders, cut_out
 from .adapters import adapter_part
 from .parameters import Shard, overlap
