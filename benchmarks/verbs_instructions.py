@@ -79,9 +79,7 @@ class Counter:
             packets=packets,
         )
 
-    def _runs(
-        self, run: Callable[[int], object], count: int, messages: int
-    ) -> tuple[np.ndarray, np.ndarray, float]:
+    def _runs(self, run: Callable[[int], object], count: int, messages: int) -> tuple[np.ndarray, np.ndarray, float]:
         """Address and instructions of each block, how often it ran for each message, and packets of a message."""
         start = self._point()
         run(count)

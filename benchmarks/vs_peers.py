@@ -124,9 +124,7 @@ def _packages_of(folder: Path, mpi: bool) -> str:
     return packages
 
 
-def _measure(
-    backends: list[str], gloo: str | None, mpi4py: str | None, rounds: int, largest: int
-) -> dict[str, Any]:
+def _measure(backends: list[str], gloo: str | None, mpi4py: str | None, rounds: int, largest: int) -> dict[str, Any]:
     cases = []
     for size in sorted({*size_range(4 * KIB, largest), 8 * KIB}):
         chain = targets.CHAIN if size <= CURVE_CHAIN_UP_TO else 1

@@ -22,7 +22,9 @@ def main() -> None:
     parser.add_argument("--prompt", default="Once upon a time")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--experts", action="store_true", help="whole experts on the ranks, instead of parts of all")
-    parser.add_argument("--stream", action="store_true", help="rank 0 reads the files, and sends the others their parts")
+    parser.add_argument(
+        "--stream", action="store_true", help="rank 0 reads the files, and sends the others their parts"
+    )
     arguments = parser.parse_args()
 
     group = mlxdist.init()

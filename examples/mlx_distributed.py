@@ -87,11 +87,7 @@ def split(network: Network) -> None:
     whole = network(points)
     mx.eval(whole)
     first, second, last = network.layers
-    network.layers = [
-        nn.AllToShardedLinear.from_linear(first),
-        nn.ShardedToAllLinear.from_linear(second),
-        last,
-    ]
+    network.layers = [nn.AllToShardedLinear.from_linear(first), nn.ShardedToAllLinear.from_linear(second), last]
     difference = mx.abs(network(points) - whole).max()
     mx.eval(difference)
     if mx.distributed.init().rank() == 0:

@@ -82,14 +82,7 @@ FILE = click.Path(path_type=Path, dir_okay=False, writable=True)
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint of an earlier job.")
 @click.option("--json", "report", default="demo.json", show_default=True, type=FILE, help="File for the results.")
 def main(
-    steps: int,
-    prompt: str,
-    tokens: int,
-    seed: int,
-    out: Path,
-    checkpoint_every: int,
-    resume: bool,
-    report: Path,
+    steps: int, prompt: str, tokens: int, seed: int, out: Path, checkpoint_every: int, resume: bool, report: Path
 ) -> None:
     """Train a small language model on all ranks, then generate text with the model sharded over them."""
     if not prompt:

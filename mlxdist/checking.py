@@ -7,7 +7,19 @@ name and the value, and returns it or raises ValueError.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["Check", "as_text", "fields_of", "flag", "list_of", "map_of", "number", "or_null", "printable", "seconds", "text"]
+__all__ = [
+    "Check",
+    "as_text",
+    "fields_of",
+    "flag",
+    "list_of",
+    "map_of",
+    "number",
+    "or_null",
+    "printable",
+    "seconds",
+    "text",
+]
 
 Check = Callable[[str, Any], Any]
 

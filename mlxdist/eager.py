@@ -36,12 +36,7 @@ __all__ = [
 
 Result = Any  # a NumPy array, what was given as `out`, or a Handle of either
 
-REDUCTIONS = {
-    "sum": lib.MLXDIST_SUM,
-    "max": lib.MLXDIST_MAX,
-    "min": lib.MLXDIST_MIN,
-    "prod": lib.MLXDIST_PROD,
-}
+REDUCTIONS = {"sum": lib.MLXDIST_SUM, "max": lib.MLXDIST_MAX, "min": lib.MLXDIST_MIN, "prod": lib.MLXDIST_PROD}
 
 # Making a layout costs as much as a small operation, and a program has few of them.
 _layouts: dict[Any, Any] = {}

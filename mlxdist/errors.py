@@ -113,22 +113,10 @@ class EnvironmentVariableError(Error, ValueError):
 
 
 # enum mlxdist_status of mlxdist.h.
-_BY_STATUS = {
-    1: InvalidArgument,
-    2: Mismatch,
-    3: Timeout,
-    4: Aborted,
-    5: PeerLost,
-    6: TransportError,
-    7: ResourceError,
-}
+_BY_STATUS = {1: InvalidArgument, 2: Mismatch, 3: Timeout, 4: Aborted, 5: PeerLost, 6: TransportError, 7: ResourceError}
 
 # Ours, where the engine has none: for errors that pass through C++ all the same.
-_WITHOUT_STATUS = {
-    101: RendezvousError,
-    102: EnvironmentVariableError,
-    103: VersionMismatch,
-}
+_WITHOUT_STATUS = {101: RendezvousError, 102: EnvironmentVariableError, 103: VersionMismatch}
 
 
 def from_status(status: int, text: str) -> Error:

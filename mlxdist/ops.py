@@ -69,6 +69,7 @@ __all__ = [
 Array = TypeVar("Array", mx.array, np.ndarray)
 Stream = mx.Stream | mx.Device | mx.DeviceType | None
 
+
 def all_sum(
     x: Array,
     *,

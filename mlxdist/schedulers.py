@@ -15,11 +15,7 @@ __all__ = ["Place", "find_place", "refuse_launchers"]
 
 _LARGEST = 1 << 20
 # Rank, size. PMIx has no variable for the size; those who use it, Open MPI and srun, have one of their own.
-_STARTERS = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-    ("PMIX_RANK", ""),
-)
+_STARTERS = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"), ("PMIX_RANK", ""))
 # Those that give their ranks no number that `find_place` knows.
 _OWN_RANKS = ("mlx.launch", "torchrun")
 _SLURM_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")

@@ -19,7 +19,19 @@ from .environment import MAX_RANKS
 from .errors import InvalidArgument
 from .whole_file import replace_file
 
-__all__ = ["ALGORITHMS", "OPERATIONS", "TUNED", "Row", "default_path", "load", "merge", "pack", "read", "unpack", "write"]
+__all__ = [
+    "ALGORITHMS",
+    "OPERATIONS",
+    "TUNED",
+    "Row",
+    "default_path",
+    "load",
+    "merge",
+    "pack",
+    "read",
+    "unpack",
+    "write",
+]
 
 # In the order of mlxdist_operation and mlxdist_algorithm in mlxdist.h, which both count from 1.
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", "reduce", "gather", "scatter")

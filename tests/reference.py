@@ -143,9 +143,7 @@ def doubling_all_reduce(inputs: list[np.ndarray], dtype: str, op: str = "sum") -
     values = [fold(inputs[2 * i : 2 * i + 2], dtype, op) for i in range(pairs)] + inputs[2 * pairs :]
     distance = 1
     while distance < power:
-        values = [
-            fold([values[min(i, i ^ distance)], values[max(i, i ^ distance)]], dtype, op) for i in range(power)
-        ]
+        values = [fold([values[min(i, i ^ distance)], values[max(i, i ^ distance)]], dtype, op) for i in range(power)]
         distance *= 2
     return values[0]
 

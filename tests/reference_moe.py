@@ -14,9 +14,7 @@ def silu(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
 
 
-def experts(
-    x: np.ndarray, indices: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray
-) -> np.ndarray:
+def experts(x: np.ndarray, indices: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
     """Gated experts with SiLU, weights (experts, out, in), on tokens (tokens, d): (tokens, k, d).
 
     The result of an index of -1 is zero.

@@ -203,9 +203,10 @@ def test_a_slower_case_fails_in_ci(steady, tmp_path):
     files = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]
     assert "1 slower" in bench("compare", *files).stdout
     assert "1 slower" in bench("compare", *files, "--fail-above", "1.4").stdout
-    assert "FAILED: sendrecv float32, 4 KiB by mlxdist: takes 1.30" in bench(
-        "compare", *files, "--fail-above", "1.2", status=1
-    ).stdout
+    assert (
+        "FAILED: sendrecv float32, 4 KiB by mlxdist: takes 1.30"
+        in bench("compare", *files, "--fail-above", "1.2", status=1).stdout
+    )
 
 
 @pytest.mark.parametrize(

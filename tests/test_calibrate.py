@@ -26,10 +26,7 @@ from mlxdist.remote.answers import GREETING
 from mlxdist.version import __version__
 
 FIGURES = {"tflops": 14.2, "memory_gbps": 380.0, "link_gbps": 5.1}
-TWO = (
-    Host("a", slots=2, measured=Measured(30.0, 800.0, 5.0)),
-    Host("b", measured=Measured(10.0, 300.0, 5.0)),
-)
+TWO = (Host("a", slots=2, measured=Measured(30.0, 800.0, 5.0)), Host("b", measured=Measured(10.0, 300.0, 5.0)))
 
 
 def run(*words):
@@ -186,7 +183,7 @@ def test_layers_take_measured_weights(measured_job):
 @pytest.mark.parametrize(
     "weights, ranks, words",
     [
-        ("memory", 3, 'weights=\'memory\' are those of the 2 ranks of the job, but 3 share the work here; give numbers'),
+        ("memory", 3, "weights='memory' are those of the 2 ranks of the job, but 3 share the work here; give numbers"),
         ("disk", 2, 'layer: weights must be 2 numbers, one per rank, or "memory" or "compute", not \'disk\''),
     ],
 )
@@ -227,7 +224,14 @@ def test_shard_shows_the_plan_of_a_hostfile(tmp_path):
 
 
 def part(median=1.0, wrong=0, **more):
-    return {"median": median, "min": median, "max": median, "count": 3, "wrong": wrong, "foreign_cpu_share": 0.02} | more
+    return {
+        "median": median,
+        "min": median,
+        "max": median,
+        "count": 3,
+        "wrong": wrong,
+        "foreign_cpu_share": 0.02,
+    } | more
 
 
 def parts(**changed):
@@ -245,7 +249,9 @@ def judged(of_a=None, of_b=None, *links):
 
 
 def test_figures_of_hosts():
-    a, b = judged(parts(float16=part(28.12345, dtype="float16")), None, link(), link(**{"from": 1, "to": 0, "median": 3}))
+    a, b = judged(
+        parts(float16=part(28.12345, dtype="float16")), None, link(), link(**{"from": 1, "to": 0, "median": 3})
+    )
     assert a.measured == Measured(28.12, 400.0, 3.0) and b.measured == Measured(10.0, 400.0, 3.0)
     assert a.product["dtype"] == "float16" and not a.problems and not b.problems
 

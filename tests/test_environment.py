@@ -10,12 +10,7 @@ from mlxdist.environment import VARIABLES, Environment, format_address, parse_ad
 from mlxdist.errors import EnvironmentVariableError
 
 SECRET = "ab" * 32
-JOB = {
-    "MLXDIST_RANK": "1",
-    "MLXDIST_WORLD_SIZE": "4",
-    "MLXDIST_RENDEZVOUS": "127.0.0.1:4711",
-    "MLXDIST_SECRET": SECRET,
-}
+JOB = {"MLXDIST_RANK": "1", "MLXDIST_WORLD_SIZE": "4", "MLXDIST_RENDEZVOUS": "127.0.0.1:4711", "MLXDIST_SECRET": SECRET}
 
 
 def test_nothing_set_is_a_world_of_one():

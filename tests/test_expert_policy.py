@@ -8,9 +8,7 @@ import mlxdist
 from mlxdist.nn.experts.policy import COLLECTIVES, MODES, Cost, Link, Policy, Workload, choose
 
 
-@pytest.mark.parametrize(
-    "ranks", [3, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (1, 2, 4))]
-)
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (1, 2, 4))])
 def test_ranks_measure_and_choose_alike(run_ranks, ranks):
     """However their clocks run. And the model's bytes are those that the engine counts."""
     assert all("alike" in output for output in run_ranks("expert_policy.py", ranks))

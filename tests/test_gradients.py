@@ -26,9 +26,7 @@ def test_operations_without_a_gradient_say_so(run_ranks, ranks):
 
 
 @RANKS
-@pytest.mark.parametrize(
-    "scenario", ["tensor_parallel", pytest.param("sequence_parallel", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("scenario", ["tensor_parallel", pytest.param("sequence_parallel", marks=pytest.mark.long)])
 def test_mappings_train_the_parts_of_a_model_as_the_whole(run_ranks, scenario, ranks):
     assert all("close" in output for output in run_ranks("gradients.py", ranks, scenario))
 

@@ -55,7 +55,9 @@ def test_a_host_that_is_repeated():
     """As mlx.launch has it: that many ranks."""
     shown = launch([*LAUNCH, "--hosts", "localhost,localhost,a:2,b", "--dry-run"], "--", "true")
     hosts = ["localhost"] * 2 + ["a"] * 2 + ["b"]
-    assert shown.stdout.splitlines()[:5] == [f"[{rank} {host:<9}] true" for rank, host in enumerate(hosts)], shown.stderr
+    assert shown.stdout.splitlines()[:5] == [f"[{rank} {host:<9}] true" for rank, host in enumerate(hosts)], (
+        shown.stderr
+    )
     refused = launch([*LAUNCH, "--hosts", "a,b,a", "--dry-run"], "--", "true")
     assert refused.returncode == 2 and "a is there twice, first in line 1" in refused.stderr
 
@@ -237,7 +239,9 @@ def over_ssh(nodes: SshHosts, *options: str, launcher=LAUNCH) -> list[str]:
 
 def launcher_with(silence: int) -> list[str]:
     """A launcher whose agents end their ranks when they hear nothing of it for so many seconds."""
-    program = f"from mlxdist import cli; from mlxdist.launch import hosts; hosts.SILENCE_SECONDS = {silence}; cli.main()"
+    program = (
+        f"from mlxdist import cli; from mlxdist.launch import hosts; hosts.SILENCE_SECONDS = {silence}; cli.main()"
+    )
     return [sys.executable, "-c", program, "launch"]
 
 

@@ -70,11 +70,7 @@ def test_two_nodes():
 
 
 def test_the_failure_of_one_node_ends_the_others():
-    program = PROGRAM + (
-        "import sys\n"
-        "if mlxdist.get_rank() == 2:\n    os._exit(7)\n"
-        "mlxdist.all_sum(numpy.ones(1))\n"
-    )
+    program = PROGRAM + ("import sys\nif mlxdist.get_rank() == 2:\n    os._exit(7)\nmlxdist.all_sum(numpy.ones(1))\n")
     secret = {"MLXDIST_SECRET": secrets.token_hex(32)}
     first, second = run_nodes(program, by_hand(free_ports(1)[0]), secret, secret)
     assert first[0] == 1 and "mlxdist launch: node 0: rank " in first[2] and "PeerLost: rank 2" in first[2]

@@ -337,8 +337,7 @@ time.sleep(30)
 
 
 @pytest.mark.parametrize(
-    "streams",
-    [{"stderr": subprocess.STDOUT, "stdout": subprocess.PIPE}, pytest.param({}, marks=pytest.mark.long)],
+    "streams", [{"stderr": subprocess.STDOUT, "stdout": subprocess.PIPE}, pytest.param({}, marks=pytest.mark.long)]
 )
 def test_last_lines_of_the_rank_that_failed(tmp_path, streams):
     options = ["--max-restarts", "1", "--grace", "0.1"]

@@ -97,9 +97,7 @@ def test_a_rank_that_raises_ends_the_job(run_ranks):
 
 @pytest.mark.long
 def test_a_rank_that_cannot_join_is_an_error_on_every_rank(run_ranks):
-    outputs = run_ranks(
-        "mpi_door.py", 3, "cannot_join", status=1, environment={"MLXDIST_RENDEZVOUS_TIMEOUT": "2"}
-    )
+    outputs = run_ranks("mpi_door.py", 3, "cannot_join", status=1, environment={"MLXDIST_RENDEZVOUS_TIMEOUT": "2"})
     assert outputs[2].count("EnvironmentVariableError: MLXDIST_TIMEOUT='soon' is not a number of seconds") == 2
     for output in outputs[:2]:
         assert re.search(r"^(RendezvousError|PeerLost): .*rank 2", output, re.MULTILINE)

@@ -12,11 +12,7 @@ PARTS = ("", "_faults", "_cables", "_repair", "_keepalive", "_apple", "_odd", "_
 NAMES = [f"engine{part}_test" for part in PARTS]
 SLOW = [f"engine{of}_test" for of in ("", "_keepalive", "_faults", "_cables", "_completions")]
 # For the thread sanitizer the ranks are threads of one process, so that it sees both sides of their shared memory.
-VARIANTS = {
-    "optimized": ["-O2"],
-    "memory": SANITIZE_MEMORY,
-    "threads": [*SANITIZE_THREADS, "-DWORLD_THREADS"],
-}
+VARIANTS = {"optimized": ["-O2"], "memory": SANITIZE_MEMORY, "threads": [*SANITIZE_THREADS, "-DWORLD_THREADS"]}
 
 
 def cases() -> Iterator[object]:

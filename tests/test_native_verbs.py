@@ -40,8 +40,7 @@ def make_library(folder: Path, *flags: str, versions: str = VERSIONS + NEWER_VER
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize(
-    "test",
-    [pytest.param("Profiles", marks=pytest.mark.long), "WcStatusNames", "Explanations", "EveryExplanation"],
+    "test", [pytest.param("Profiles", marks=pytest.mark.long), "WcStatusNames", "Explanations", "EveryExplanation"]
 )
 def test_profiles_and_words(tmp_path, test):
     run_program(build(tmp_path, "verbs"), test)

@@ -36,10 +36,7 @@ def run(folder, *words, timeout=120):
     return done.returncode, done.stdout + done.stderr, mark.read_text().split() if mark.exists() else []
 
 
-COMMANDS = {
-    "devices": ("devices",),
-    "launch": ("launch", "--hosts", "a", "--ssh", "SSH", "--cwd", "/", "--", "true"),
-}
+COMMANDS = {"devices": ("devices",), "launch": ("launch", "--hosts", "a", "--ssh", "SSH", "--cwd", "/", "--", "true")}
 LONG = {
     "doctor": ("doctor", "--quick", "--hosts", "a", "--ssh", "SSH"),
     "collectives": ("bench", "collectives", "--sizes", "4KiB", "--rounds", "3", "--op", "all_sum"),

@@ -6,6 +6,7 @@ from rank_counts import one_to_four
 from mlxdist.errors import InvalidArgument
 from mlxdist.nn.parallel_attention import split_heads
 
+
 @one_to_four(3)
 def test_as_the_whole_layer(run_ranks, ranks):
     """Within 1e-4 of the plain formula; the way back bitwise."""

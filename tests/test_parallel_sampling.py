@@ -7,6 +7,7 @@ from rank_counts import one_to_four
 
 from mlxdist.nn.sampling import VocabParallelSampler
 
+
 @one_to_four()
 def test_as_with_all_logits(run_ranks, ranks):
     """Tokens: those of a dense formula with the same noise, ties included. Losses and gradients: within 1e-5."""

@@ -48,7 +48,10 @@ def test_words_survive_the_shell_of_the_other_host(tmp_path):
         ("print('x' * 100_000)", "more than 65536 bytes without an end"),
         (f"print({GREETING.decode()!r}, end=''); print('{{]')", "what a sends is not understood"),
         (f"print({GREETING.decode()!r}, end=''); print('[1]')", "what a sends is not understood: no answer"),
-        (f"print({GREETING.decode()!r}, end=''); sys.exit('cable pulled')", "the connection to a was lost: cable pulled"),
+        (
+            f"print({GREETING.decode()!r}, end=''); sys.exit('cable pulled')",
+            "the connection to a was lost: cable pulled",
+        ),
     ],
 )
 def test_what_goes_wrong_is_said_of_each_host(tmp_path, program, words):

@@ -125,7 +125,7 @@ GOOD = (1, 2, 3, 4096)
         (packed([GOOD])[:-1], "1 rows need 24 bytes, not 23"),
         (packed([GOOD]) + b"\0", "not 25"),
         (packed([GOOD], count=0), "0 rows need 8 bytes, not 24"),
-        (packed([GOOD], magic=b"{\"sc"), "it begins with"),
+        (packed([GOOD], magic=b'{"sc'), "it begins with"),
         (packed([GOOD], schema=2), "it begins with"),
         (packed([GOOD] * (MAX_ROWS + 1)), f"at most {MAX_ROWS}"),
         (packed([(0, 2, 3, 1)]), "row 1 has operation 0"),

@@ -23,11 +23,7 @@ def test_cables_that_make_no_ring(run_ranks):
 
 
 @pytest.mark.parametrize(
-    ("wires", "text"),
-    [
-        ("0-7", "has the pair 0-7, but the ranks are 0 to 1"),
-        ("1-1", "has the pair 1-1"),
-    ],
+    ("wires", "text"), [("0-7", "has the pair 0-7, but the ranks are 0 to 1"), ("1-1", "has the pair 1-1")]
 )
 def test_wrong_lists(run_ranks, wires, text):
     outputs = run_ranks("wires.py", 2, "ring", environment={"MLXDIST_WIRES": wires}, status=None)

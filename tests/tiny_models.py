@@ -146,7 +146,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "altup_active_idx": 0,
             "laurel_rank": 8,
             "intermediate_size": [96] * LAYERS,
-        },
+        }
     },
     "gemma4": {"text_config": "gemma4_text"},
     "gemma4_text": {
@@ -324,10 +324,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 # Files that cannot be imported here, and models that cannot run here.
 NOT_IMPORTED = {"olmo": "it needs the package ai2-olmo"}
-NOT_COMPARED = {
-    "bitnet": "its layers are Metal kernels",
-    "muse_spark": "its attention is a Metal kernel",
-}
+NOT_COMPARED = {"bitnet": "its layers are Metal kernels", "muse_spark": "its attention is a Metal kernel"}
 # Models that mlx-lm itself cannot train, cut or not.
 NOT_TRAINED = {"recurrent_gemma": "mlx-lm's Model is no complete nn.Module, which MLX needs to freeze and train it"}
 

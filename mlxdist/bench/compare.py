@@ -95,12 +95,7 @@ def _compare(a: dict[str, Any] | None, b: dict[str, Any] | None) -> dict[str, An
     overlap = one["p10"] <= two["p90"] and two["p10"] <= one["p90"]
     verdict = "alike" if overlap else "slower" if two["median"] > one["median"] else "faster"
     ratio = two["median"] / one["median"]
-    return found | {
-        "ratio": ratio,
-        "low": two["p10"] / one["p90"],
-        "high": two["p90"] / one["p10"],
-        "verdict": verdict,
-    }
+    return found | {"ratio": ratio, "low": two["p10"] / one["p90"], "high": two["p90"] / one["p10"], "verdict": verdict}
 
 
 def _failures(found: dict[str, Any], limit: float) -> list[str]:

@@ -161,9 +161,7 @@ def has_mpirun() -> bool:
     return shutil.which("mpirun") is not None
 
 
-def serve(
-    measure: Callable[..., Iterator[dict[str, Any]]], *, pinned: bool = True, limits: bool = False
-) -> None:
+def serve(measure: Callable[..., Iterator[dict[str, Any]]], *, pinned: bool = True, limits: bool = False) -> None:
     """The main function of a rank: connects, calls ``measure(world, parameters)`` and hands back what it yields.
 
     ``parameters["pinned"]``, if there, wins over ``pinned``: one core per rank, as far as there are cores. With

@@ -20,9 +20,7 @@ NARROW = 130  # columns of a terminal in which a table with these has no room fo
 
 def times_limits(median: float | None, case: dict[str, Any]) -> dict[str, float | None]:
     """{"times_transfer", "times_memcpy"}: the multiples of the limits that are in ``case``; None without a limit."""
-    return {
-        f"times_{name}": median / case[name]["median"] if median and case.get(name) else None for name in LIMITS
-    }
+    return {f"times_{name}": median / case[name]["median"] if median and case.get(name) else None for name in LIMITS}
 
 
 def limit_cells(median: float | None, case: dict[str, Any]) -> list[str]:

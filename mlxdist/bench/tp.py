@@ -156,9 +156,7 @@ def withhold(case: dict[str, Any]) -> dict[str, Any]:
 
 def failed(results: dict[str, Any]) -> bool:
     """Whether anything was wrong, or too fast to be true."""
-    return any(
-        any(case["wrong"].values()) or any(case.get("refused", {}).values()) for case in results["cases"]
-    )
+    return any(any(case["wrong"].values()) or any(case.get("refused", {}).values()) for case in results["cases"])
 
 
 def communication(case: dict[str, Any], name: str) -> float | None:

@@ -11,15 +11,7 @@ from dataclasses import dataclass
 from ..errors import InvalidArgument
 from ..remote.ssh import Answer, Reach, agent_advice, run_everywhere
 from ..verbs.facts import rdma_ctl_state
-from .ports import (
-    Interface,
-    Service,
-    default_interface,
-    hardware_ports,
-    linux_interfaces,
-    macos_interfaces,
-    services,
-)
+from .ports import Interface, Service, default_interface, hardware_ports, linux_interfaces, macos_interfaces, services
 from .thunderbolt import Receptacle, read_receptacles
 
 __all__ = ["SCRIPT", "Survey", "read_parts", "read_survey", "survey_hosts"]

@@ -64,14 +64,7 @@ def _of_bus(bus: dict[str, Any]) -> list[Receptacle]:
         # An old bus has two receptacles, and its items do not say which one they are in.
         here = tag is (connected or [tag])[0]
         receptacles.append(
-            Receptacle(
-                number,
-                _speed(tag),
-                tag in connected,
-                _uuid(bus),
-                peers if here else (),
-                others if here else (),
-            )
+            Receptacle(number, _speed(tag), tag in connected, _uuid(bus), peers if here else (), others if here else ())
         )
     return receptacles
 

@@ -70,11 +70,7 @@ def allocate(most: int, seconds: float = 20.0) -> dict[str, Any]:
     begin = time.monotonic()
     try:
         done = subprocess.run(
-            own_code(_ALLOCATE, str(size)),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=seconds,
-            check=False,
+            own_code(_ALLOCATE, str(size)), stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds, check=False
         )
     except subprocess.TimeoutExpired:
         return {"bytes": size, "error": f"it was not done after {seconds:g} s"}
@@ -166,10 +162,7 @@ def _variables() -> dict[str, str]:
     return {
         name: value[:_MAX_VALUE]
         for name, value in sorted(os.environ.items())
-        if _RELEVANT.fullmatch(name)
-        and not _PRIVATE.search(name)
-        and name not in OF_JOB
-        and not mpi_door.diverts(name)
+        if _RELEVANT.fullmatch(name) and not _PRIVATE.search(name) and name not in OF_JOB and not mpi_door.diverts(name)
     }
 
 
@@ -290,5 +283,3 @@ def _owner(path: Path) -> int | None:
         return path.stat().st_uid
     except OSError:
         return None
-
-

@@ -233,5 +233,3 @@ def _duration(seconds: float) -> str:
 
 def _capital(sentence: str) -> str:
     return f"{sentence[0].upper()}{sentence[1:]}."
-
-

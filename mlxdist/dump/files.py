@@ -247,12 +247,7 @@ _DUMP: dict[str, Check] = {
 }
 
 # Files of earlier versions have none of these.
-_LATER: dict[str, Check] = {
-    "step": or_null(_ANY),
-    "steps": or_null(_ANY),
-    "bytes_sent": _ANY,
-    "bytes_received": _ANY,
-}
+_LATER: dict[str, Check] = {"step": or_null(_ANY), "steps": or_null(_ANY), "bytes_sent": _ANY, "bytes_received": _ANY}
 
 
 def _operation(value: Any) -> Operation:

@@ -51,9 +51,7 @@ def base_environment(environ: Mapping[str, str], door: bool = True) -> dict[str,
     Raises:
         ResourceError: mlxdist has not been built.
     """
-    variables = {
-        name: value for name, value in environ.items() if name not in OF_JOB and not mpi_door.diverts(name)
-    }
+    variables = {name: value for name, value in environ.items() if name not in OF_JOB and not mpi_door.diverts(name)}
     if door:
         variables |= mpi_door.variables()
     elif "MLXDIST_JOB" in environ:

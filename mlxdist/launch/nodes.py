@@ -193,4 +193,3 @@ def _number(environ: Mapping[str, str], *names: str) -> int | None:
                 raise InvalidArgument(f"{name}={text!r:.80} is not a number")
             return int(text)
     return None
-

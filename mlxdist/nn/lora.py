@@ -70,8 +70,7 @@ class LoRALinear(nn.Module):
         self._drops = dropout > 0
         bound = 1 / sqrt(linear.input_dims)
         self.lora_a, self.lora_b = linear.adapter_part(
-            mx.random.uniform(low=-bound, high=bound, shape=(linear.input_dims, r)),
-            mx.zeros((r, linear.output_dims)),
+            mx.random.uniform(low=-bound, high=bound, shape=(linear.input_dims, r)), mx.zeros((r, linear.output_dims))
         )
 
     def __call__(self, x: mx.array) -> mx.array:

@@ -35,12 +35,7 @@ _NORMS = ("q_norm", "k_norm")
 
 
 def split_heads(
-    name: str,
-    n_heads: int,
-    n_kv_heads: int,
-    ranks: int,
-    weights: Weights | None = None,
-    multiple: int = 1,
+    name: str, n_heads: int, n_kv_heads: int, ranks: int, weights: Weights | None = None, multiple: int = 1
 ) -> tuple[list[int], list[range]]:
     """How many query heads each rank holds, and which KV heads: those that its query heads need.
 
@@ -382,6 +377,4 @@ def _with_heads(linear: nn.Module, heads: list[int], head_dim: int) -> nn.Module
     if heads == list(range(dims(linear)[0] // head_dim)):
         return linear
     index = mx.array(heads)
-    return with_outputs(
-        linear, lambda _, p: p.reshape(-1, head_dim, *p.shape[1:])[index].reshape(-1, *p.shape[1:])
-    )
+    return with_outputs(linear, lambda _, p: p.reshape(-1, head_dim, *p.shape[1:])[index].reshape(-1, *p.shape[1:]))

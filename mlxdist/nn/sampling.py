@@ -32,12 +32,7 @@ from ..ops import all_gather, all_max, all_sum
 from .agreement import agreed
 from .shards import part
 
-__all__ = [
-    "VocabParallelSampler",
-    "vocab_parallel_argmax",
-    "vocab_parallel_cross_entropy",
-    "vocab_parallel_log_probs",
-]
+__all__ = ["VocabParallelSampler", "vocab_parallel_argmax", "vocab_parallel_cross_entropy", "vocab_parallel_log_probs"]
 
 # The noise of this many neighbouring tokens comes from one key, whichever rank holds them.
 NOISE_BLOCK = 1024

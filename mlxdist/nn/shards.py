@@ -40,12 +40,7 @@ Segments = int | Sequence[int]
 
 
 def split_sizes(
-    name: str,
-    total: int,
-    ranks: int,
-    weights: Weights | None = None,
-    multiple: int = 1,
-    segments: Segments = 1,
+    name: str, total: int, ranks: int, weights: Weights | None = None, multiple: int = 1, segments: Segments = 1
 ) -> list[int]:
     """How many of ``total`` each rank holds: equal parts, or in proportion to ``weights``, one positive number a rank.
 
@@ -138,9 +133,7 @@ def take(x: mx.array, axis: int, sizes: Sequence[int], rank: int, segments: Segm
     return mx.contiguous(cut_out(x, axis, slices(sizes, rank, segments)))
 
 
-def join(
-    x: mx.array, axis: int, sizes: Sequence[int], group: Group | None = None, segments: Segments = 1
-) -> mx.array:
+def join(x: mx.array, axis: int, sizes: Sequence[int], group: Group | None = None, segments: Segments = 1) -> mx.array:
     """All ranks' parts, joined along ``axis`` as they were before :func:`take`. One all_gather, lazy; parts of
     different sizes are padded for it. Backward: this rank's part of the cotangent.
 

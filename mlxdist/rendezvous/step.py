@@ -28,9 +28,7 @@ class StepFailed(Exception):
         return self.kind(located(f"rank {self.rank} on {self.host} could not connect: {what}", self.rank, self.host))
 
 
-def take_step(
-    rendezvous: Rendezvous, what: str, host: str, providers: str, action: Callable[[], bytes]
-) -> list[bytes]:
+def take_step(rendezvous: Rendezvous, what: str, host: str, providers: str, action: Callable[[], bytes]) -> list[bytes]:
     """What ``action`` returned on every rank, in rank order. It costs one all_gather, however it ends.
 
     ``host``, ``providers``: of this rank, for the others' texts.

@@ -52,4 +52,4 @@ mx::array all_gather_as_in_mlx(const mx::array& x, SharedConnection connection, 
   return Primitive::apply(std::make_shared<AllGatherAsInMlx>(place_of(std::move(connection), s, timeout)), x);
 }
 
-} // namespace mlxdist
+}  // namespace mlxdist

@@ -7,8 +7,7 @@ namespace mx = mlx::core;
 /* It has no adjoint: that of MLX's all_sum, the identity, would be wrong for a product, a maximum or a minimum. */
 class AllReduce : public Primitive {
  public:
-  AllReduce(Place place, mlxdist_op op)
-      : Primitive(std::move(place)), op_(op), name_(name_with("all_reduce", op)) {}
+  AllReduce(Place place, mlxdist_op op) : Primitive(std::move(place)), op_(op), name_(name_with("all_reduce", op)) {}
   const char* name() const override { return name_.c_str(); }
 
  protected:
@@ -29,4 +28,4 @@ mx::array all_reduce(const mx::array& x, SharedConnection connection, int op, mx
   return Primitive::apply(std::make_shared<AllReduce>(std::move(place), static_cast<mlxdist_op>(op)), x);
 }
 
-} // namespace mlxdist
+}  // namespace mlxdist

@@ -66,4 +66,4 @@ mx::array all_to_all_v(const mx::array& x, SharedConnection connection, Counts s
       std::make_shared<AllToAllV>(std::move(place), std::move(send_counts), std::move(receive_counts)), x);
 }
 
-} // namespace mlxdist
+}  // namespace mlxdist

@@ -64,10 +64,8 @@ NB_MODULE(_bridge, m) {
                        std::to_string(NB_VERSION_PATCH);
 
   m.def(
-      "set_error_factory",
-      [](nb::callable make_error) { set_error_factory(make_error.release().ptr()); },
-      "make_error"_a,
-      "make_error(status, text) returns the exception to raise for an error of the engine.");
+      "set_error_factory", [](nb::callable make_error) { set_error_factory(make_error.release().ptr()); },
+      "make_error"_a, "make_error(status, text) returns the exception to raise for an error of the engine.");
   m.def(
       "operation_failed",
       [] {
@@ -81,10 +79,10 @@ NB_MODULE(_bridge, m) {
       "operation has failed: what MLX computes from it is never read, and the error raised soon if `raises`.");
 
   m.def("watch_exits", &watch_exits, "From now on, in the main thread, exit_status() is known.");
-  m.def("exit_status", &exit_status,
-        "The status of the SystemExit that has ended the program; None while none has.");
-  m.def("raise_mlx_error", [](const std::string& text) { throw std::runtime_error(text); }, "text"_a,
-        "Raises what an exception of MLX with this text becomes: for tests, where no GPU times out.");
+  m.def("exit_status", &exit_status, "The status of the SystemExit that has ended the program; None while none has.");
+  m.def(
+      "raise_mlx_error", [](const std::string& text) { throw std::runtime_error(text); }, "text"_a,
+      "Raises what an exception of MLX with this text becomes: for tests, where no GPU times out.");
   m.def("wait_for_cpu_streams", &wait_for_cpu_streams,
         "Returns when the CPU streams of MLX, of all threads, have done what they have to do now.");
   m.def("busy_streams", &busy_streams, "How many streams of MLX have operations of groups to carry out.");
@@ -98,30 +96,33 @@ NB_MODULE(_bridge, m) {
       },
       "(group, to, from, thread) of each operation that its stream of MLX comes to after the one that the thread "
       "carries out.");
-  m.def("traces", &traces,
-        "Whether this thread runs a function to differentiate, compile, vectorize or export it.");
+  m.def("traces", &traces, "Whether this thread runs a function to differentiate, compile, vectorize or export it.");
   m.def("set_own_folders", &set_own_folders, "mlxdist"_a, "mlx"_a,
         "Tells which frames are not the program's: those of files in these folders, whose names end with a slash.");
-  m.def("is_own",
-        [](mx::distributed::Group group) { return dynamic_cast<Group*>(group.raw_group().get()) != nullptr; },
-        "group"_a, "Whether a group of MLX is one of mlxdist, and of no backend of MLX.");
-  m.def("is_traced", [](const mx::array& array) { return array.is_tracer(); }, "array"_a,
-        "Whether MLX records what is computed from the array, for a gradient or for mx.compile.");
-  m.def("mark_line", [] { mlxdist_set_place(current_line().at); },
-        "The operations that this thread starts next come from the line of the program that has called mlxdist.");
-  m.def("line_of", [](nb::handle frame) { return line_of(reinterpret_cast<PyFrameObject*>(frame.ptr())).at; },
-        "frame"_a, "The line of the program that a frame belongs to (\"train.py:88\"), or \"\".");
+  m.def(
+      "is_own", [](mx::distributed::Group group) { return dynamic_cast<Group*>(group.raw_group().get()) != nullptr; },
+      "group"_a, "Whether a group of MLX is one of mlxdist, and of no backend of MLX.");
+  m.def(
+      "is_traced", [](const mx::array& array) { return array.is_tracer(); }, "array"_a,
+      "Whether MLX records what is computed from the array, for a gradient or for mx.compile.");
+  m.def(
+      "mark_line", [] { mlxdist_set_place(current_line().at); },
+      "The operations that this thread starts next come from the line of the program that has called mlxdist.");
+  m.def(
+      "line_of", [](nb::handle frame) { return line_of(reinterpret_cast<PyFrameObject*>(frame.ptr())).at; }, "frame"_a,
+      "The line of the program that a frame belongs to (\"train.py:88\"), or \"\".");
 
   nb::class_<Connection>(m, "Connection")
       .def_prop_ro("rank", &Connection::rank)
       .def_prop_ro("size", &Connection::size)
       .def_prop_ro("group", [](const Connection& c) { return reinterpret_cast<uintptr_t>(c.group()); })
-      .def("mlx_group",
-           [](std::shared_ptr<Connection> connection, double timeout, int64_t label) {
-             return mx::distributed::Group(std::make_shared<Group>(std::move(connection), timeout, label));
-           },
-           "timeout"_a = -1.0, "label"_a = 0,
-           "label: of less than 63 bits, which must be equal on all ranks of an all_sum, all_max or all_min.")
+      .def(
+          "mlx_group",
+          [](std::shared_ptr<Connection> connection, double timeout, int64_t label) {
+            return mx::distributed::Group(std::make_shared<Group>(std::move(connection), timeout, label));
+          },
+          "timeout"_a = -1.0, "label"_a = 0,
+          "label: of less than 63 bits, which must be equal on all ranks of an all_sum, all_max or all_min.")
       .def("split", &Connection::split, "color"_a, "key"_a)
       .def_prop_ro("told_error", &Connection::told_error)
       .def_prop_ro("is_busy", &Connection::is_busy)
@@ -142,11 +143,11 @@ NB_MODULE(_bridge, m) {
   m.def("all_to_all", &all_to_all, "x"_a, "connection"_a, "stream"_a = nb::none(), "timeout"_a = -1.0);
   m.def("all_to_all_v", &all_to_all_v, "x"_a, "connection"_a, "send_counts"_a, "receive_counts"_a,
         "stream"_a = nb::none(), "timeout"_a = -1.0);
-  m.def("sendrecv", &sendrecv, "x"_a, "connection"_a, "to"_a, "from"_a, "shape"_a, "dtype"_a,
-        "stream"_a = nb::none(), "timeout"_a = -1.0);
+  m.def("sendrecv", &sendrecv, "x"_a, "connection"_a, "to"_a, "from"_a, "shape"_a, "dtype"_a, "stream"_a = nb::none(),
+        "timeout"_a = -1.0);
   m.def("expert_matmul", &expert_matmul, "rows"_a, "weights"_a, "experts"_a,
         "(tokens, k, out): the matrices (experts, out, in) of this rank's experts by rows (tokens, k or 1, in), zeros "
         "for others; float32, on the CPU.");
 }
 
-} // namespace mlxdist
+}  // namespace mlxdist

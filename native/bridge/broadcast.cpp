@@ -38,4 +38,4 @@ mx::array broadcast(const mx::array& x, SharedConnection connection, int root, m
   return Primitive::apply(new_broadcast(place_of(std::move(connection), s, timeout), root), x);
 }
 
-} // namespace mlxdist
+}  // namespace mlxdist

@@ -23,7 +23,7 @@ class CommandEncoder {
   void commit(std::function<void()> completion);
 };
 CommandEncoder& get_command_encoder(Stream s);
-} // namespace mlx::core::metal
+}  // namespace mlx::core::metal
 #endif
 
 namespace mlxdist {
@@ -141,7 +141,7 @@ static std::atomic<int> forks = [] {
 }();
 
 struct Connection::World {
-  const int process = forks; /* queue pairs do not survive a fork */
+  const int process = forks;               /* queue pairs do not survive a fork */
   std::atomic<bool> reports_errors = true; /* until the first error, or until finalize() looks for itself */
   std::atomic<bool> told_error = false;
   std::mutex mutex;
@@ -361,4 +361,4 @@ void Connection::close() {
   if (!is_world_ && group != nullptr) mlxdist_group_destroy(group);
 }
 
-} // namespace mlxdist
+}  // namespace mlxdist

@@ -45,8 +45,9 @@ struct Call {
   int64_t label = 0; /* of an all_reduce: what else must be equal on all ranks, such as a hash */
 };
 
-/* With it nanobind hands out the one owner that C++ has. Else each call from Python would own the Python object, and let go
- * of it with the interpreter's lock in MLX's thread, for which mx.clear_cache() waits while it holds that lock. */
+/* With it nanobind hands out the one owner that C++ has. Else each call from Python would own the Python object, and
+ * let go of it with the interpreter's lock in MLX's thread, for which mx.clear_cache() waits while it holds that lock.
+ */
 class Connection : public std::enable_shared_from_this<Connection> {
  public:
   /* Of the world: `group` stays the caller's and may be null in a group of one. With the interpreter's lock. */
@@ -104,7 +105,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   Connection(mlxdist_group* group, bool is_world, std::shared_ptr<World> world);
   bool is_forked() const;
   std::shared_lock<std::shared_mutex> keep_open(); /* throws in a forked child */
-  mlxdist_group* usable() const; /* the lock is held */
+  mlxdist_group* usable() const;                   /* the lock is held */
   void meet(Call call, Peers peers);
   void go_back(Peers peers);
   void run(Call call, const Operation& operation);
@@ -124,4 +125,4 @@ class Connection : public std::enable_shared_from_this<Connection> {
   int pending_ = 0;
 };
 
-} // namespace mlxdist
+}  // namespace mlxdist

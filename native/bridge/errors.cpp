@@ -95,4 +95,4 @@ void set_error_factory(void* factory) {
   nb::register_exception_translator(translate, nullptr);
 }
 
-} // namespace mlxdist
+}  // namespace mlxdist

@@ -30,4 +30,4 @@ void forget_errors();
 /* `make_error(status, text)` returns the exception to raise. `make_error` is a Python object, kept for ever. */
 void set_error_factory(void* make_error);
 
-} // namespace mlxdist
+}  // namespace mlxdist

@@ -57,4 +57,4 @@ void watch_exits() {
 
 std::optional<int> exit_status() { return noted; }
 
-} // namespace mlxdist
+}  // namespace mlxdist

@@ -12,4 +12,4 @@ void watch_exits();
 /* That of the SystemExit with which the interpreter ends the program; empty if there is none. */
 std::optional<int> exit_status();
 
-} // namespace mlxdist
+}  // namespace mlxdist

@@ -63,11 +63,10 @@ class ExpertMatmul : public mx::Primitive {
     auto& encoder = mx::cpu::get_command_encoder(stream());
     for (const auto& input : inputs) encoder.set_input_array(input);
     encoder.set_output_array(outputs[0]);
-    encoder.dispatch([rows = mx::array::unsafe_weak_copy(inputs[0]), weights = mx::array::unsafe_weak_copy(inputs[1]),
-                      experts = mx::array::unsafe_weak_copy(inputs[2]),
-                      out = mx::array::unsafe_weak_copy(outputs[0])]() mutable {
-      multiply_all(rows, weights, experts, out);
-    });
+    encoder.dispatch(
+        [rows = mx::array::unsafe_weak_copy(inputs[0]), weights = mx::array::unsafe_weak_copy(inputs[1]),
+         experts = mx::array::unsafe_weak_copy(inputs[2]),
+         out = mx::array::unsafe_weak_copy(outputs[0])]() mutable { multiply_all(rows, weights, experts, out); });
   }
   void eval_gpu(const Arrays&, Arrays&) override { throw std::runtime_error("ExpertMatmul is for the CPU"); }
 };
@@ -83,4 +82,4 @@ mx::array expert_matmul(const mx::array& rows, const mx::array& weights, const m
                    {mx::contiguous(rows, false, stream), weights, mx::contiguous(experts, false, stream)});
 }
 
-} // namespace mlxdist
+}  // namespace mlxdist

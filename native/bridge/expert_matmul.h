@@ -15,4 +15,4 @@ namespace mlxdist {
 mlx::core::array expert_matmul(const mlx::core::array& rows, const mlx::core::array& weights,
                                const mlx::core::array& experts);
 
-} // namespace mlxdist
+}  // namespace mlxdist

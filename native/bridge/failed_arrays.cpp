@@ -22,7 +22,7 @@ namespace mx = mlx::core;
 /* Never destroyed: MLX's threads outlive the statics. */
 static auto& mutex = *new std::mutex;
 static auto& failure = *new std::optional<Error>;
-static bool has_failed; /* an operation of this world */
+static bool has_failed;       /* an operation of this world */
 static PyObject* get_objects; /* of gc; kept for ever */
 
 /* What takes the place of an array's past. */
@@ -95,4 +95,4 @@ void forget_failures() {
   }
 }
 
-} // namespace mlxdist
+}  // namespace mlxdist

@@ -42,4 +42,4 @@ mx::array gather(const mx::array& x, SharedConnection connection, int root, mx::
   return Primitive::apply(new_gather(place_of(std::move(connection), s, timeout), root), x);
 }
 
-} // namespace mlxdist
+}  // namespace mlxdist

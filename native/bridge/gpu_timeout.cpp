@@ -12,4 +12,4 @@ std::optional<Error> explain_gpu_timeout(const std::string& what) {
   return world ? world->explain_gpu_timeout() : std::nullopt;
 }
 
-} // namespace mlxdist
+}  // namespace mlxdist

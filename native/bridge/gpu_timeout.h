@@ -12,4 +12,4 @@ namespace mlxdist {
  * error that says which. The group has then failed with it. */
 std::optional<Error> explain_gpu_timeout(const std::string& what);
 
-} // namespace mlxdist
+}  // namespace mlxdist

@@ -21,8 +21,9 @@ std::shared_ptr<mx::distributed::detail::GroupImpl> Group::split(int color, int 
   auto part = Connection::split(connection_, color, key);
   if (part) return std::make_shared<Group>(std::move(part), timeout_);
   throw Error(MLXDIST_INVALID_ARGUMENT,
-              "split: rank " + std::to_string(rank()) + " passes color " + std::to_string(color) + " and so is in no "
-              "group, for which mx.distributed has no word: use mlxdist.Group.split, which returns None");
+              "split: rank " + std::to_string(rank()) + " passes color " + std::to_string(color) +
+                  " and so is in no "
+                  "group, for which mx.distributed has no word: use mlxdist.Group.split, which returns None");
 }
 
 Call Group::call() const { return {timeout_, noted_line().near, label_}; }
@@ -67,4 +68,4 @@ void Group::recv(mx::array& out, int src, mx::Stream stream) {
                       });
 }
 
-} // namespace mlxdist
+}  // namespace mlxdist

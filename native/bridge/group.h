@@ -33,4 +33,4 @@ class Group : public mlx::core::distributed::detail::GroupImpl {
   const int64_t label_;
 };
 
-} // namespace mlxdist
+}  // namespace mlxdist

@@ -20,4 +20,4 @@ class InterpreterRuns {
   PyThreadState* const state_;
 };
 
-} // namespace mlxdist
+}  // namespace mlxdist

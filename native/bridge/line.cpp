@@ -139,4 +139,4 @@ void note_line() {
 
 Line noted_line() { return noted; }
 
-} // namespace mlxdist
+}  // namespace mlxdist

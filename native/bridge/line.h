@@ -26,4 +26,4 @@ Line current_line();
 void note_line();
 Line noted_line();
 
-} // namespace mlxdist
+}  // namespace mlxdist

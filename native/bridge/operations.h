@@ -16,8 +16,8 @@ using SharedConnection = std::shared_ptr<Connection>;
 using Counts = std::vector<uint64_t>;
 
 /* For all but the sum: MLX has no product, and gives maximum and minimum the gradient of the sum. */
-mlx::core::array all_reduce(const mlx::core::array& x, SharedConnection connection, int op,
-                            mlx::core::StreamOrDevice s, double timeout);
+mlx::core::array all_reduce(const mlx::core::array& x, SharedConnection connection, int op, mlx::core::StreamOrDevice s,
+                            double timeout);
 mlx::core::array all_gather(const mlx::core::array& x, SharedConnection connection, mlx::core::StreamOrDevice s,
                             double timeout);
 mlx::core::array all_gather_as_in_mlx(const mlx::core::array& x, SharedConnection connection,
@@ -28,10 +28,10 @@ mlx::core::array broadcast(const mlx::core::array& x, SharedConnection connectio
                            mlx::core::StreamOrDevice s, double timeout);
 mlx::core::array reduce(const mlx::core::array& x, SharedConnection connection, int op, int root,
                         mlx::core::StreamOrDevice s, double timeout);
-mlx::core::array gather(const mlx::core::array& x, SharedConnection connection, int root,
-                        mlx::core::StreamOrDevice s, double timeout);
-mlx::core::array scatter(const mlx::core::array& x, SharedConnection connection, int root,
-                         mlx::core::StreamOrDevice s, double timeout);
+mlx::core::array gather(const mlx::core::array& x, SharedConnection connection, int root, mlx::core::StreamOrDevice s,
+                        double timeout);
+mlx::core::array scatter(const mlx::core::array& x, SharedConnection connection, int root, mlx::core::StreamOrDevice s,
+                         double timeout);
 mlx::core::array all_to_all(const mlx::core::array& x, SharedConnection connection, mlx::core::StreamOrDevice s,
                             double timeout);
 mlx::core::array all_to_all_v(const mlx::core::array& x, SharedConnection connection, Counts send_counts,
@@ -48,4 +48,4 @@ std::shared_ptr<Primitive> new_reduce(Place place, mlxdist_op op, int root);
 std::shared_ptr<Primitive> new_gather(Place place, int root);
 std::shared_ptr<Primitive> new_scatter(Place place, int root);
 
-} // namespace mlxdist
+}  // namespace mlxdist

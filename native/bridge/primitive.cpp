@@ -105,4 +105,4 @@ std::string name_with(const char* name, mlxdist_op op) {
   return std::string(name) + " (" + ops[op] + ")";
 }
 
-} // namespace mlxdist
+}  // namespace mlxdist

@@ -91,4 +91,4 @@ mlx::core::Shape with_first(mlx::core::Shape shape, int first);
 /* "reduce (max)" */
 std::string name_with(const char* name, mlxdist_op op);
 
-} // namespace mlxdist
+}  // namespace mlxdist

@@ -15,9 +15,7 @@ class Reduce : public Primitive {
 
  protected:
   std::shared_ptr<Primitive> copy() override { return new_reduce(place(), op_, root_); }
-  std::shared_ptr<Primitive> adjoint() override {
-    return op_ == MLXDIST_SUM ? new_broadcast(place(), root_) : nullptr;
-  }
+  std::shared_ptr<Primitive> adjoint() override { return op_ == MLXDIST_SUM ? new_broadcast(place(), root_) : nullptr; }
   mx::Shape result_shape(const mx::Shape& in) const override { return is_root() ? in : with_first(in, 0); }
   void evaluate(const mx::array& in, mx::array& out) override {
     allocate_like(in, out);
@@ -48,4 +46,4 @@ mx::array reduce(const mx::array& x, SharedConnection connection, int op, int ro
   return Primitive::apply(new_reduce(std::move(place), static_cast<mlxdist_op>(op), root), x);
 }
 
-} // namespace mlxdist
+}  // namespace mlxdist

@@ -37,4 +37,4 @@ mx::array reduce_scatter(const mx::array& x, SharedConnection connection, int op
   return Primitive::apply(new_reduce_scatter(std::move(place), static_cast<mlxdist_op>(op)), x);
 }
 
-} // namespace mlxdist
+}  // namespace mlxdist

@@ -35,4 +35,4 @@ mx::array scatter(const mx::array& x, SharedConnection connection, int root, mx:
   return Primitive::apply(new_scatter(place_of(std::move(connection), s, timeout), root), x);
 }
 
-} // namespace mlxdist
+}  // namespace mlxdist

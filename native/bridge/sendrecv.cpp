@@ -23,10 +23,8 @@ class SendRecv : public Primitive {
   void evaluate(const mx::array& in, mx::array& out) override {
     allocate(out);
     enqueue(
-        [in = data_of(in), sent = layout_of(in), out = data_of(out), received = layout_of(out), to = to_,
-         from = from_](mlxdist_group* group) {
-          return mlxdist_sendrecv(group, in, &sent, to, out, &received, from, nullptr);
-        },
+        [in = data_of(in), sent = layout_of(in), out = data_of(out), received = layout_of(out), to = to_, from = from_](
+            mlxdist_group* group) { return mlxdist_sendrecv(group, in, &sent, to, out, &received, from, nullptr); },
         to_, from_);
   }
 
@@ -44,4 +42,4 @@ mx::array sendrecv(const mx::array& x, SharedConnection connection, int to, int 
                           mx::Shape(shape.begin(), shape.end()));
 }
 
-} // namespace mlxdist
+}  // namespace mlxdist

@@ -49,4 +49,4 @@ int busy_streams() {
   return static_cast<int>(tasks.size());
 }
 
-} // namespace mlxdist
+}  // namespace mlxdist

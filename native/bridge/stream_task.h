@@ -38,4 +38,4 @@ class StreamTask {
 /* The streams that have tasks. */
 int busy_streams();
 
-} // namespace mlxdist
+}  // namespace mlxdist

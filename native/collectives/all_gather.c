@@ -12,8 +12,7 @@ int mlxdist_all_gather(mlxdist_group *group, const void *in, void *out, const ml
   status = collective_new(group, "all_gather", &descriptor, &operation);
   if (status) return status;
   /* Equal parts: `size` elements of `bytes` bytes would overflow an element size, so count bytes. */
-  struct parts parts = {
-      .count = layout_bytes(layout) * (uint64_t)group->size, .element_bytes = 1, .size = group->size};
+  struct parts parts = {.count = layout_bytes(layout) * (uint64_t)group->size, .element_bytes = 1, .size = group->size};
   if (algorithm == MLXDIST_RING) {
     ring_gather_parts(operation, &parts, in, out);
   } else {

@@ -5,6 +5,6 @@
 #include "operation.h"
 
 /* Returns once every rank has called it as the same operation. */
-int barrier_run(mlxdist_group *group, enum wire_operation as, mlxdist_handle **handle);
+int barrier_run(mlxdist_group* group, enum wire_operation as, mlxdist_handle** handle);
 
 #endif

@@ -18,8 +18,7 @@ static void scatter_parts(struct operation *operation, const struct parts *parts
   operation_round(operation);
   if (group->rank != root) operation_receive(operation, root, own, part_bytes(parts, group->rank));
   for (int32_t member = 0; member < group->size && group->rank == root; member++)
-    if (member != root)
-      operation_send(operation, member, data + part_offset(parts, member), part_bytes(parts, member));
+    if (member != root) operation_send(operation, member, data + part_offset(parts, member), part_bytes(parts, member));
 }
 
 int mlxdist_broadcast(mlxdist_group *group, void *data, const mlxdist_layout *layout, int32_t root,

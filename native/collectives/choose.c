@@ -68,7 +68,6 @@ enum mlxdist_algorithm choose(const mlxdist_group *group, enum mlxdist_operation
 }
 
 int32_t mlxdist_group_algorithm(mlxdist_group *group, int32_t operation, const mlxdist_layout *layout) {
-  if (operation <= 0 || operation >= OPERATIONS || layout_check("mlxdist_group_algorithm", layout))
-    return MLXDIST_AUTO;
+  if (operation <= 0 || operation >= OPERATIONS || layout_check("mlxdist_group_algorithm", layout)) return MLXDIST_AUTO;
   return choose(group, operation, layout);
 }

@@ -5,7 +5,7 @@
 #include "group.h"
 
 /* `layout` is that of the operation's input, NULL where there is none. */
-enum mlxdist_algorithm choose(const mlxdist_group *group, enum mlxdist_operation operation,
-                              const mlxdist_layout *layout);
+enum mlxdist_algorithm choose(const mlxdist_group* group, enum mlxdist_operation operation,
+                              const mlxdist_layout* layout);
 
 #endif

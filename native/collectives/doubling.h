@@ -10,9 +10,9 @@
 
 /* Reduces `in` of all ranks into `out` on every rank: at most (log2(n) + 1) S bytes a rank, rounded at each step.
  * Where n is no power of two, the first ranks join in pairs before and part again afterwards. */
-void doubling_reduce_all(struct operation *operation, const struct reduction *reduction, const char *in, char *out);
+void doubling_reduce_all(struct operation* operation, const struct reduction* reduction, const char* in, char* out);
 
 /* Ends once every rank has come: the dissemination barrier (Hensgen, Finkel and Manber 1988). */
-void doubling_meet(struct operation *operation);
+void doubling_meet(struct operation* operation);
 
 #endif

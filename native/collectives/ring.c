@@ -10,8 +10,8 @@ struct place {
 
 int ring_check(const mlxdist_group *group, const char *name) {
   if (group->ring) return MLXDIST_OK;
-  return fail(MLXDIST_INVALID_ARGUMENT, "%s: the cables of the %d ranks make no ring, and not every two ranks are joined",
-              name, group->size);
+  return fail(MLXDIST_INVALID_ARGUMENT,
+              "%s: the cables of the %d ranks make no ring, and not every two ranks are joined", name, group->size);
 }
 
 static struct place place_of(const struct operation *operation) {

@@ -51,8 +51,10 @@ int mlxdist_group_split(mlxdist_group *group, int32_t color, int32_t key, mlxdis
   for (int32_t rank = 0; rank < group->size; rank++)
     if (wishes[rank].next_id > id) id = wishes[rank].next_id;
   if (id > (int32_t)GROUP_MAX_ID)
-    return fail(MLXDIST_RESOURCES, "split: the ranks have split %u times, which is as often as they can until the "
-                "processes end: make the groups once and keep them, not at every step", GROUP_MAX_ID);
+    return fail(MLXDIST_RESOURCES,
+                "split: the ranks have split %u times, which is as often as they can until the "
+                "processes end: make the groups once and keep them, not at every step",
+                GROUP_MAX_ID);
   group->engine->next_group_id = id + 1;
   if (color < 0) return MLXDIST_OK;
   int32_t members[GROUP_MAX_RANKS];

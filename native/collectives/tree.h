@@ -6,13 +6,13 @@
 
 /* All ranks' `in` to the first, which reduces them into `out` and sends that to all: 2 (n-1) messages in all, the
  * fewest there can be. Rounded once. */
-void tree_reduce_all(struct operation *operation, const struct reduction *reduction, const char *in, char *out);
+void tree_reduce_all(struct operation* operation, const struct reduction* reduction, const char* in, char* out);
 
 /* The root's `data` to everyone. */
-void tree_broadcast(struct operation *operation, char *data, uint64_t bytes, int32_t root);
+void tree_broadcast(struct operation* operation, char* data, uint64_t bytes, int32_t root);
 
 /* The reduction of all ranks' `in` to the root's `out`, rounded at each level. */
-void tree_reduce(struct operation *operation, const struct reduction *reduction, const char *in, char *out,
+void tree_reduce(struct operation* operation, const struct reduction* reduction, const char* in, char* out,
                  int32_t root);
 
 #endif

@@ -14,9 +14,10 @@ static int fail_both(const struct device *device, const char *verb, const int *f
   char first[VERBS_EXPLANATION_BYTES], second[VERBS_EXPLANATION_BYTES];
   verbs_explain(verb, errors[0], first, sizeof first);
   verbs_explain("", errors[1], second, sizeof second);
-  return fail(MLXDIST_RESOURCES, "device %s of provider %s: %s failed with access flags 0x%x and 0x%x; with 0x%x: %s; "
-              "with 0x%x: %s", device->name, device->verbs->name, verb, flags[0], flags[1], flags[1], second, flags[0],
-              first);
+  return fail(MLXDIST_RESOURCES,
+              "device %s of provider %s: %s failed with access flags 0x%x and 0x%x; with 0x%x: %s; "
+              "with 0x%x: %s",
+              device->name, device->verbs->name, verb, flags[0], flags[1], flags[1], second, flags[0], first);
 }
 
 int access_find(const struct device *device, const char *verb, access_attempt *attempt, void *context, int *found) {

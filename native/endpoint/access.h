@@ -11,10 +11,10 @@
 #include "device.h"
 
 /* Calls the verb with these flags. False, with the error in errno, or 0 there if the provider gives none. */
-typedef bool access_attempt(void *context, int access);
+typedef bool access_attempt(void* context, int access);
 
 /* Whether `attempt` succeeds with `*found`, or, where that is 0, with either kind of flags, which `*found` then is. An
  * error names what was tried. */
-int access_find(const struct device *device, const char *verb, access_attempt *attempt, void *context, int *found);
+int access_find(const struct device* device, const char* verb, access_attempt* attempt, void* context, int* found);
 
 #endif

@@ -28,11 +28,14 @@ int cable_cut(struct channel *channel) {
   uint32_t link = link_of(channel);
   peer->channels[2 * link + WIRE_EAGER].open = peer->channels[2 * link + WIRE_BULK].open = false; /* aborts, too */
   if (other_link(peer, link) < 0)
-    return fail(MLXDIST_TRANSPORT, "the port of device %s, by which rank %d reaches rank %d, is down; is the cable "
-                "plugged in at both ends? `mlxdist devices` shows the ports", channel->device->name,
-                channel->engine->rank, peer->rank);
-  debug(DEBUG_WARN, "cable", "cable %u to rank %d is dead: the port of device %s is down; what it carried goes by "
-        "the other one", link, peer->rank, channel->device->name);
+    return fail(MLXDIST_TRANSPORT,
+                "the port of device %s, by which rank %d reaches rank %d, is down; is the cable "
+                "plugged in at both ends? `mlxdist devices` shows the ports",
+                channel->device->name, channel->engine->rank, peer->rank);
+  debug(DEBUG_WARN, "cable",
+        "cable %u to rank %d is dead: the port of device %s is down; what it carried goes by "
+        "the other one",
+        link, peer->rank, channel->device->name);
   peer->dead_links |= 1u << link;
   return MLXDIST_OK;
 }

@@ -14,18 +14,18 @@
 #define CABLE_REPEATS 4u
 
 /* Nothing is acknowledged on this channel: asks the peer for an answer on another cable, if there is one. */
-int cable_suspect(struct channel *channel);
+int cable_suspect(struct channel* channel);
 
 /* The port of the channel's cable is down: nothing is posted there any more. TRANSPORT if there is no other cable. */
-int cable_cut(struct channel *channel);
+int cable_cut(struct channel* channel);
 
 /* A message has come on this channel. */
-void cable_heard(struct channel *channel, const struct wire_header *header);
+void cable_heard(struct channel* channel, const struct wire_header* header);
 
 /* Answers where the peer has asked for it. */
-int cable_answer(struct peer *peer);
+int cable_answer(struct peer* peer);
 
 /* Sends by a cable that works what was left on a dead one, as far as there is room. */
-int cable_move_messages(struct peer *peer);
+int cable_move_messages(struct peer* peer);
 
 #endif

@@ -30,9 +30,7 @@ uint64_t channel_memory_bytes(const struct engine *engine, enum wire_channel kin
   return 2ull * slots_of(engine, kind) * slot_bytes_of(engine, kind) + control_bytes(kind);
 }
 
-const char *channel_name(const struct channel *channel) {
-  return kind_of(channel) == WIRE_EAGER ? "eager" : "bulk";
-}
+const char *channel_name(const struct channel *channel) { return kind_of(channel) == WIRE_EAGER ? "eager" : "bulk"; }
 
 int channel_fail_verb(const struct channel *channel, const char *verb, int error) {
   char text[VERBS_EXPLANATION_BYTES];
@@ -256,10 +254,12 @@ int channel_send(struct channel *channel, const struct outgoing_message *message
                                                        .user_lkey = message->user_lkey};
   int status = post_slot(channel, slot, false);
   if (status) return status;
-  debug(DEBUG_TRACE, "message", "to rank %d: number %u of the %s queue pair %u: kind %d, stream %u of group %u, byte "
-        "%llu, %u bytes%s", channel->peer->rank, header->sequence - WIRE_START, channel_name(channel),
-        channel->index / 2, message->kind, message->stream - WIRE_START, message->group,
-        (unsigned long long)message->offset, message->length, copies ? "" : ", not copied");
+  debug(DEBUG_TRACE, "message",
+        "to rank %d: number %u of the %s queue pair %u: kind %d, stream %u of group %u, byte "
+        "%llu, %u bytes%s",
+        channel->peer->rank, header->sequence - WIRE_START, channel_name(channel), channel->index / 2, message->kind,
+        message->stream - WIRE_START, message->group, (unsigned long long)message->offset, message->length,
+        copies ? "" : ", not copied");
   advance(channel);
   struct engine_counters *counters = &channel->engine->counters;
   if (message->kind != WIRE_DATA) count(&counters->control_messages_sent, 1);

@@ -64,10 +64,14 @@ static int fail_garbled(const struct channel *channel, const struct arrival *arr
   const struct wire_header *header = arrival_header(arrival);
   int32_t from = channel->peer->rank, rank = channel->engine->rank;
   if (header->magic != WIRE_MAGIC)
-    return fail(MLXDIST_TRANSPORT, "rank %d received %u bytes from rank %d that are no message of mlxdist; "
-                "do all ranks run the same version?", rank, bytes, from);
-  return fail(MLXDIST_TRANSPORT, "rank %d received message %u from rank %d with a wrong header: %u bytes, "
-              "kind %u, length %u", rank, header->sequence, from, bytes, header->kind, header->length);
+    return fail(MLXDIST_TRANSPORT,
+                "rank %d received %u bytes from rank %d that are no message of mlxdist; "
+                "do all ranks run the same version?",
+                rank, bytes, from);
+  return fail(MLXDIST_TRANSPORT,
+              "rank %d received message %u from rank %d with a wrong header: %u bytes, "
+              "kind %u, length %u",
+              rank, header->sequence, from, bytes, header->kind, header->length);
 }
 
 /* Refuses what no correct peer sends. The bytes come from another process: nothing in them is used before. */
@@ -172,8 +176,10 @@ int channel_on_received(struct channel *channel, uint32_t slot, uint32_t byte_le
     meeting_read(channel->peer, header);
     return channel_post_receive(channel, slot);
   }
-  debug(DEBUG_TRACE, "message", "from rank %d: number %u, %u is the next: kind %u, stream %u of group %u, byte %llu, %u"
-        " bytes", channel->peer->rank, header->sequence - WIRE_START, channel->received + 1 - WIRE_START, header->kind,
+  debug(DEBUG_TRACE, "message",
+        "from rank %d: number %u, %u is the next: kind %u, stream %u of group %u, byte %llu, %u"
+        " bytes",
+        channel->peer->rank, header->sequence - WIRE_START, channel->received + 1 - WIRE_START, header->kind,
         header->stream - WIRE_START, header->group, (unsigned long long)header->offset, header->length);
   if (!in_sequence(channel, header->sequence)) return channel_post_receive(channel, slot);
   channel->received++;

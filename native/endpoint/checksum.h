@@ -5,6 +5,6 @@
 #include <stdint.h>
 
 /* Of `bytes` behind those that `before` is of; 0 to begin with. */
-uint32_t checksum(uint32_t before, const void *bytes, uint64_t length);
+uint32_t checksum(uint32_t before, const void* bytes, uint64_t length);
 
 #endif

@@ -20,8 +20,10 @@ struct connection_message {
 /* Not with the lock: the side channel may wait for threads that want it. */
 static int send_step(struct engine *engine, int32_t to, enum connection_step step) {
   if (!engine->side_channel)
-    return fail(MLXDIST_INVALID_ARGUMENT, "ranks %d and %d are not connected, and there is no side channel to connect "
-                "them by", engine->rank, to);
+    return fail(MLXDIST_INVALID_ARGUMENT,
+                "ranks %d and %d are not connected, and there is no side channel to connect "
+                "them by",
+                engine->rank, to);
   struct connection_message message = {.magic = WIRE_MAGIC, .step = step};
   peer_address(&engine->peers[to], &message.address);
   engine->side_channel(engine->side_channel_context, to, &message, sizeof message);
@@ -34,9 +36,10 @@ static int explain_provider(const struct engine *engine, int status) {
   if ((status != MLXDIST_RESOURCES && status != MLXDIST_TRANSPORT) || !by_rdma) return status;
   char why[ERROR_TEXT_BYTES];
   snprintf(why, sizeof why, "%s", mlxdist_last_error());
-  return fail(status, "%s; in a world of more than %u ranks (MLXDIST_CONNECT_AT_START) two ranks connect on first use, "
-              "too late for another provider: set MLXDIST_PROVIDER=soft to do without RDMA", why,
-              engine->options.connect_at_start);
+  return fail(status,
+              "%s; in a world of more than %u ranks (MLXDIST_CONNECT_AT_START) two ranks connect on first use, "
+              "too late for another provider: set MLXDIST_PROVIDER=soft to do without RDMA",
+              why, engine->options.connect_at_start);
 }
 
 /* With the lock. `created` says whether the peer has to be told the address. */

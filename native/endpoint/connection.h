@@ -11,6 +11,6 @@
 #include "operation.h"
 
 /* Connects all peers that the operation has streams with, and waits for them. */
-int connection_make_all(struct operation *operation);
+int connection_make_all(struct operation* operation);
 
 #endif

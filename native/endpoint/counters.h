@@ -27,10 +27,10 @@ struct engine_counters {
 };
 
 /* One writer at a time (the engine's lock), so a plain addition will do: no locked instruction. */
-static inline void count(counter *c, uint64_t n) {
+static inline void count(counter* c, uint64_t n) {
   atomic_store_explicit(c, atomic_load_explicit(c, memory_order_relaxed) + n, memory_order_relaxed);
 }
 
-static inline uint64_t counted(counter *c) { return atomic_load_explicit(c, memory_order_relaxed); }
+static inline uint64_t counted(counter* c) { return atomic_load_explicit(c, memory_order_relaxed); }
 
 #endif

@@ -68,8 +68,10 @@ static int fail_late(const struct engine *engine, const char *name, const struct
   if (*silence)
     return fail(MLXDIST_TIMEOUT, "rank %d waited %.1f s in %s, without any progress; %s", engine->rank, waited, wait,
                 silence);
-  return fail(MLXDIST_TIMEOUT, "rank %d waited %.1f s in %s, without any progress; is that rank %s? "
-              "MLXDIST_TIMEOUT=seconds allows more time (0: no limit)", engine->rank, waited, wait,
+  return fail(MLXDIST_TIMEOUT,
+              "rank %d waited %.1f s in %s, without any progress; is that rank %s? "
+              "MLXDIST_TIMEOUT=seconds allows more time (0: no limit)",
+              engine->rank, waited, wait,
               late->entered ? "stopped, or its cable pulled" : "still working, or in another operation");
 }
 
@@ -100,9 +102,11 @@ int mlxdist_group_gpu_timeout(mlxdist_group *group) {
   if (status) return status;
   engine_lock(engine);
   if (late->seen_ns && clock_ns() - late->seen_ns < LATE_KEPT_NS) {
-    status = fail(MLXDIST_TIMEOUT, "macOS ended GPU work of rank %d, which may wait for about 5 s: rank %d was %.1f s "
+    status = fail(MLXDIST_TIMEOUT,
+                  "macOS ended GPU work of rank %d, which may wait for about 5 s: rank %d was %.1f s "
                   "late for %s. Call mlxdist.meet() on all ranks after what keeps one of them, or set "
-                  "MLXDIST_MEET_AFTER to fewer seconds", engine->rank, late->rank, late->seconds, late->operation);
+                  "MLXDIST_MEET_AFTER to fewer seconds",
+                  engine->rank, late->rank, late->seconds, late->operation);
     engine_fail(engine, 0, status);
   }
   engine_unlock(engine);
@@ -142,6 +146,8 @@ int deadline_meet(const struct engine *engine, const char *operation, int32_t ra
 int deadline_connect(const struct engine *engine, int32_t rank, double waited) {
   double limit = thread_timeout >= 0 ? thread_timeout : engine->options.entry_timeout;
   if (limit <= 0 || waited < limit) return MLXDIST_OK;
-  return fail(MLXDIST_TIMEOUT, "rank %d waited %.1f s for rank %d to connect; is that rank still there? "
-              "MLXDIST_TIMEOUT=seconds allows more time (0: no limit)", engine->rank, waited, rank);
+  return fail(MLXDIST_TIMEOUT,
+              "rank %d waited %.1f s for rank %d to connect; is that rank still there? "
+              "MLXDIST_TIMEOUT=seconds allows more time (0: no limit)",
+              engine->rank, waited, rank);
 }

@@ -20,8 +20,8 @@ atomic_int debug_level = DEBUG_WARN;
 
 static struct {
   pthread_mutex_t lock;
-  int file; /* -1 until one is opened: standard error */
-  int rank; /* -1 until one is known */
+  int file;                         /* -1 until one is opened: standard error */
+  int rank;                         /* -1 until one is known */
   char subsystems[MOST_SUBSYSTEMS]; /* ",cable,flight,"; empty for all */
 } output = {PTHREAD_MUTEX_INITIALIZER, -1, -1, ""};
 
@@ -41,9 +41,9 @@ void debug_write(enum debug_level level, const char *subsystem, const char *form
   struct tm local;
   clock_gettime(CLOCK_REALTIME, &now);
   localtime_r(&now.tv_sec, &local);
-  int length = snprintf(line, sizeof line, "%02d:%02d:%02d.%06ld mlxdist rank %d pid %d %s %s: ", local.tm_hour,
-                        local.tm_min, local.tm_sec, now.tv_nsec / 1000, output.rank, (int)getpid(), names[level],
-                        subsystem);
+  int length =
+      snprintf(line, sizeof line, "%02d:%02d:%02d.%06ld mlxdist rank %d pid %d %s %s: ", local.tm_hour, local.tm_min,
+               local.tm_sec, now.tv_nsec / 1000, output.rank, (int)getpid(), names[level], subsystem);
   va_list arguments;
   va_start(arguments, format);
   int more = vsnprintf(line + length, sizeof line - (size_t)length - 1, format, arguments);
@@ -70,11 +70,14 @@ int mlxdist_debug_open(const char *spec, int file, int32_t rank) {
   const char *subsystems;
   int level = spec ? read_level(spec, &subsystems) : DEBUG_WARN;
   if (level < 0 || (spec && strlen(subsystems) > MOST_SUBSYSTEMS - 3))
-    return fail(MLXDIST_INVALID_ARGUMENT, "debug output \"%s\": must be off, warn, info or trace, and may go on with a "
-                "colon and the subsystems that are wanted, such as trace:cable,connection", spec);
+    return fail(MLXDIST_INVALID_ARGUMENT,
+                "debug output \"%s\": must be off, warn, info or trace, and may go on with a "
+                "colon and the subsystems that are wanted, such as trace:cable,connection",
+                spec);
   int copy = file >= 0 ? fcntl(file, F_DUPFD_CLOEXEC, 0) : -1;
   if (file >= 0 && copy < 0)
-    return fail(MLXDIST_INVALID_ARGUMENT, "descriptor %d cannot be written for debug output: %s", file, strerror(errno));
+    return fail(MLXDIST_INVALID_ARGUMENT, "descriptor %d cannot be written for debug output: %s", file,
+                strerror(errno));
   pthread_mutex_lock(&output.lock);
   if (output.file >= 0) close(output.file);
   output.file = copy;

@@ -17,13 +17,13 @@ enum debug_level { DEBUG_OFF = 0, DEBUG_WARN = 1, DEBUG_INFO = 2, DEBUG_TRACE = 
 /* The highest level that any subsystem writes. */
 extern atomic_int debug_level;
 
-#define debug(level, subsystem, ...)                                                                         \
-  do {                                                                                                       \
+#define debug(level, subsystem, ...)                                                                                  \
+  do {                                                                                                                \
     if (__builtin_expect(atomic_load_explicit(&debug_level, memory_order_relaxed) >= (level), (level) <= DEBUG_WARN)) \
-      debug_write(level, subsystem, __VA_ARGS__);                                                            \
+      debug_write(level, subsystem, __VA_ARGS__);                                                                     \
   } while (0)
 
-void debug_write(enum debug_level level, const char *subsystem, const char *format, ...)
+void debug_write(enum debug_level level, const char* subsystem, const char* format, ...)
     __attribute__((format(printf, 3, 4)));
 
 #endif

@@ -54,8 +54,10 @@ int device_open(struct device *device, const struct verbs *verbs, const char *na
   error = verbs->query_port(device->context, 1, &device->port);
   if (error) return device_fail_verb(device, "query_port", error);
   if (device->port.state != IBV_PORT_ACTIVE)
-    return fail(MLXDIST_RESOURCES, "port 1 of device %s of provider %s is down; check the cable, and that the "
-                "interface is up at both ends", name, verbs->name);
+    return fail(MLXDIST_RESOURCES,
+                "port 1 of device %s of provider %s is down; check the cable, and that the "
+                "interface is up at both ends",
+                name, verbs->name);
   device->gathers = attributes.max_sge >= 2;
   device->whole_frames = verbs->whole_frames;
   /* On Thunderbolt no program that is known to work reads byte_len, or leaves a send without a completion. */
@@ -150,7 +152,9 @@ void device_close(struct device *device) {
   if (device->cq) note_refusal(device, "destroy_cq", verbs->destroy_cq(device->cq));
   if (device->pd) note_refusal(device, "dealloc_pd", verbs->dealloc_pd(device->pd));
   if (device->context) note_refusal(device, "close_device", verbs->close_device(device->context));
-  debug(DEBUG_INFO, "connection", "device %s is closed: first its queue pairs (%u), then regions (%u), completion "
-        "queue and domain; refused: %u", device->name, device->queue_pairs, device->regions, device->refused);
+  debug(DEBUG_INFO, "connection",
+        "device %s is closed: first its queue pairs (%u), then regions (%u), completion "
+        "queue and domain; refused: %u",
+        device->name, device->queue_pairs, device->regions, device->refused);
   *device = (struct device){0};
 }

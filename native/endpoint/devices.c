@@ -47,9 +47,7 @@ void mlxdist_devices_call(char *text, uint64_t room) {
   pthread_mutex_unlock(&lock);
 }
 
-static int32_t mtu_bytes(enum ibv_mtu mtu) {
-  return mtu >= IBV_MTU_256 && mtu <= IBV_MTU_4096 ? 128 << mtu : 0;
-}
+static int32_t mtu_bytes(enum ibv_mtu mtu) { return mtu >= IBV_MTU_256 && mtu <= IBV_MTU_4096 ? 128 << mtu : 0; }
 
 /* ::ffff:a.b.c.d: the port of an interface that has the IPv4 address. */
 static bool is_ipv4(const uint8_t gid[16]) {
@@ -129,9 +127,7 @@ static void complain(mlxdist_device *device, const char *call, int error) {
 }
 
 /* What the library left in errno where it returned nothing better: it sets one and returns -1, or returns it. */
-static int error_of(int result) {
-  return result > 0 ? result : errno ? errno : EIO;
-}
+static int error_of(int result) { return result > 0 ? result : errno ? errno : EIO; }
 
 static void read_device(const struct verbs *verbs, struct ibv_device *handle, int position, mlxdist_device *device,
                         const struct ifaddrs *interfaces) {

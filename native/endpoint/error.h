@@ -5,6 +5,6 @@
 #define ERROR_TEXT_BYTES 1024
 
 /* Stores the text for mlxdist_last_error() and returns `status`, so that callers write `return fail(...)`. */
-int fail(int status, const char *format, ...) __attribute__((format(printf, 2, 3)));
+int fail(int status, const char* format, ...) __attribute__((format(printf, 2, 3)));
 
 #endif

@@ -57,8 +57,8 @@ static bool is_received(const struct stream *stream) { return stream->started &&
 
 static bool may_send(const struct stream *stream, const struct channel *channel) {
   if (stream->started && stream->moved == stream->bytes) return false;
-  bool asked = stream->moved < stream_unasked_bytes(channel->engine) ||
-               wire_at_least(stream->lane->ready, stream->number);
+  bool asked =
+      stream->moved < stream_unasked_bytes(channel->engine) || wire_at_least(stream->lane->ready, stream->number);
   return asked && channel_can_send(channel, WIRE_DATA);
 }
 
@@ -128,9 +128,11 @@ static int check_first(struct operation *operation, struct stream *stream, const
   if (!describes(&operation->receives, theirs, stream->bytes))
     return matching_fail(operation, peer, theirs, stream->bytes);
   if (ordered && operation->ordered && header->order != stream->order)
-    return fail(MLXDIST_MISMATCH, "ranks disagree on the order of the collectives of group %u: the same one is number "
-                "%u on rank %d and %u on rank %d", operation->group->id, stream->order - WIRE_START,
-                operation->group->engine->rank, header->order - WIRE_START, peer->rank);
+    return fail(MLXDIST_MISMATCH,
+                "ranks disagree on the order of the collectives of group %u: the same one is number "
+                "%u on rank %d and %u on rank %d",
+                operation->group->id, stream->order - WIRE_START, operation->group->engine->rank,
+                header->order - WIRE_START, peer->rank);
   stream->started = true;
   return MLXDIST_OK;
 }
@@ -148,11 +150,12 @@ static int next_piece(struct operation *operation, struct stream *stream, struct
     int status = check_first(operation, stream, *arrival);
     if (status) return status;
   }
-  if (header->offset == stream->moved &&
-      header->length == at_most(stream->bytes - stream->moved, piece_bytes(stream)))
+  if (header->offset == stream->moved && header->length == at_most(stream->bytes - stream->moved, piece_bytes(stream)))
     return MLXDIST_OK;
-  return fail(MLXDIST_TRANSPORT, "rank %d expected stream %u at byte %llu from rank %d and received byte %llu (%u "
-              "bytes)", operation->group->engine->rank, stream->number, (unsigned long long)stream->moved,
+  return fail(MLXDIST_TRANSPORT,
+              "rank %d expected stream %u at byte %llu from rank %d and received byte %llu (%u "
+              "bytes)",
+              operation->group->engine->rank, stream->number, (unsigned long long)stream->moved,
               stream->lane->peer->rank, (unsigned long long)header->offset, header->length);
 }
 

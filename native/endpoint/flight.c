@@ -86,8 +86,10 @@ static mlxdist_flight describe(const struct flight_record *record) {
   const char *name = layout_operation(descriptor);
   if (!entry.collective) name = record->to < 0 ? "recv" : record->from < 0 ? "send" : "sendrecv";
   strncpy(entry.operation, name, sizeof entry.operation - 1);
-  if (layout_has_array(descriptor)) entry.bytes = layout_bytes(&entry.layout);
-  else entry.layout.ndim = -1;
+  if (layout_has_array(descriptor))
+    entry.bytes = layout_bytes(&entry.layout);
+  else
+    entry.layout.ndim = -1;
   memcpy(entry.place, record->place, sizeof entry.place - 1);
   return entry;
 }

@@ -25,17 +25,17 @@ struct flight_record {
 };
 
 struct flight {
-  struct flight_record *records;
+  struct flight_record* records;
   uint32_t next, count; /* where the next one goes, and how many there are */
 };
 
-int flight_open(struct flight *flight);
-void flight_close(struct flight *flight);
+int flight_open(struct flight* flight);
+void flight_close(struct flight* flight);
 
 /* With the lock: `operation`, in progress until now, has ended. */
-void flight_keep(struct flight *flight, const struct operation *operation, int status, uint64_t now_ns);
+void flight_keep(struct flight* flight, const struct operation* operation, int status, uint64_t now_ns);
 
 /* Where in the program the operations of this thread come from: FLIGHT_PLACE_BYTES, the text and zeros. */
-const char *flight_place(void);
+const char* flight_place(void);
 
 #endif

@@ -11,9 +11,10 @@ uint32_t frames_of_slot(const struct device *device, uint32_t slot_bytes) {
 static int check(const mlxdist_options *options, const struct device *device) {
   uint32_t frames = 2 * options->bulk_slots * frames_of_slot(device, options->bulk_slot_bytes);
   if (!device->whole_frames || frames <= device->max_frames) return MLXDIST_OK;
-  return fail(MLXDIST_INVALID_ARGUMENT, "%u bulk slots of %u bytes need %u frames in a queue, and device %s has %u; "
-              "lower MLXDIST_BULK_SLOTS or MLXDIST_BULK_SLOT_BYTES", options->bulk_slots, options->bulk_slot_bytes,
-              frames, device->name, device->max_frames);
+  return fail(MLXDIST_INVALID_ARGUMENT,
+              "%u bulk slots of %u bytes need %u frames in a queue, and device %s has %u; "
+              "lower MLXDIST_BULK_SLOTS or MLXDIST_BULK_SLOT_BYTES",
+              options->bulk_slots, options->bulk_slot_bytes, frames, device->name, device->max_frames);
 }
 
 int frames_fit_slots(struct engine *engine) {

@@ -10,10 +10,10 @@ struct device;
 #define FRAME_BYTES 4096u
 
 /* Frames of a message that fills a slot; 1 where the device counts messages. */
-uint32_t frames_of_slot(const struct device *device, uint32_t slot_bytes);
+uint32_t frames_of_slot(const struct device* device, uint32_t slot_bytes);
 
 /* When all devices are open: bulk slots of a size that all of them take, more of them where they are smaller. The peers
  * must come to the same (their addresses are compared). */
-int frames_fit_slots(struct engine *engine);
+int frames_fit_slots(struct engine* engine);
 
 #endif

@@ -105,8 +105,10 @@ int group_new(struct engine *engine, uint16_t id, const int32_t *members, int32_
   engine_lock(engine);
   int status = engine_add_group(engine, group);
   engine_unlock(engine);
-  if (status) group_free(group);
-  else *result = group;
+  if (status)
+    group_free(group);
+  else
+    *result = group;
   return status;
 }
 
@@ -119,8 +121,10 @@ static struct engine *engine_new(int32_t rank, int32_t size, const mlxdist_optio
   engine->options.wires = 0; /* the caller's: copied below */
   engine->options.host = 0;
   engine->options.links = 0; /* only for engine_open */
-  if (options->host) snprintf(engine->host, sizeof engine->host, "%s", options->host);
-  else if (gethostname(engine->host, sizeof engine->host - 1)) snprintf(engine->host, sizeof engine->host, "localhost");
+  if (options->host)
+    snprintf(engine->host, sizeof engine->host, "%s", options->host);
+  else if (gethostname(engine->host, sizeof engine->host - 1))
+    snprintf(engine->host, sizeof engine->host, "localhost");
   engine->next_group_id = 1;
   pthread_mutex_init(&engine->lock, 0);
   pthread_mutex_init(&engine->progress_lock, 0);
@@ -211,23 +215,30 @@ int mlxdist_group_address(mlxdist_group *group, void *bytes) {
 
 static int check_address(const struct engine *engine, int32_t rank, const struct group_address *address) {
   if (address->magic != WIRE_MAGIC || address->rank != rank || address->size != engine->size)
-    return fail(MLXDIST_MISMATCH, "the address of rank %d is not one of mlxdist %s for %d ranks; do all ranks run the "
-                "same version?", rank, MLXDIST_VERSION, engine->size);
+    return fail(MLXDIST_MISMATCH,
+                "the address of rank %d is not one of mlxdist %s for %d ranks; do all ranks run the "
+                "same version?",
+                rank, MLXDIST_VERSION, engine->size);
   const mlxdist_options *options = &engine->options;
   if (address->bulk_slot_bytes != options->bulk_slot_bytes || address->bulk_slots != options->bulk_slots ||
       address->eager_slots != options->eager_slots)
-    return fail(MLXDIST_MISMATCH, "ranks differ in their slots: rank %d has %u bulk slots of %u bytes and %u eager "
+    return fail(MLXDIST_MISMATCH,
+                "ranks differ in their slots: rank %d has %u bulk slots of %u bytes and %u eager "
                 "ones, rank %d has %u of %u and %u; set MLXDIST_BULK_SLOTS, MLXDIST_BULK_SLOT_BYTES and "
                 "MLXDIST_EAGER_SLOTS alike on all (slots of 4096 bytes where one of them has macOS 26.2, which takes "
-                "no more)", engine->rank, options->bulk_slots, options->bulk_slot_bytes, options->eager_slots, rank,
+                "no more)",
+                engine->rank, options->bulk_slots, options->bulk_slot_bytes, options->eager_slots, rank,
                 address->bulk_slots, address->bulk_slot_bytes, address->eager_slots);
   if (address->connect_at_start != options->connect_at_start)
-    return fail(MLXDIST_MISMATCH, "ranks differ in how they connect: rank %d connects up to %u ranks at the start, "
-                "rank %d up to %u; set MLXDIST_CONNECT_AT_START alike on all", engine->rank, options->connect_at_start, rank,
-                address->connect_at_start);
+    return fail(MLXDIST_MISMATCH,
+                "ranks differ in how they connect: rank %d connects up to %u ranks at the start, "
+                "rank %d up to %u; set MLXDIST_CONNECT_AT_START alike on all",
+                engine->rank, options->connect_at_start, rank, address->connect_at_start);
   if (address->reliable != (options->reliable != 0))
-    return fail(MLXDIST_MISMATCH, "rank %d and rank %d do not agree on the kind of queue pairs; set MLXDIST_QP alike "
-                "on all", engine->rank, rank);
+    return fail(MLXDIST_MISMATCH,
+                "rank %d and rank %d do not agree on the kind of queue pairs; set MLXDIST_QP alike "
+                "on all",
+                engine->rank, rank);
   if (address->checksum != (engine->options.checksum != 0))
     return fail(MLXDIST_MISMATCH, "rank %d and rank %d do not agree on checksums; set MLXDIST_CHECKSUM alike on all",
                 engine->rank, rank);

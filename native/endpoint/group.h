@@ -13,29 +13,29 @@
 
 /* The streams between this rank and one member. */
 struct lane {
-  struct peer *peer;       /* NULL for this rank itself */
+  struct peer* peer;       /* NULL for this rank itself */
   uint32_t sent, received; /* numbers of the last streams that were issued */
   uint32_t ready;          /* of the last one to it that it has begun to receive */
   uint32_t order;          /* of the last ordered collective of the group that was issued here */
 };
 
 struct mlxdist_group {
-  struct engine *engine;
+  struct engine* engine;
   uint16_t id; /* 0: the world. Two groups with the same id have no two members in common */
   int32_t rank, size;
-  struct lane *lanes;  /* one per member */
-  int32_t *members;    /* their ranks in the world */
-  int32_t *member_of;  /* of each rank of the world its number here, -1 for others */
-  int32_t *ring;       /* the members in the order of the cables, NULL if these make no ring */
-  bool fully_wired;    /* every two members are joined by a cable */
+  struct lane* lanes; /* one per member */
+  int32_t* members;   /* their ranks in the world */
+  int32_t* member_of; /* of each rank of the world its number here, -1 for others */
+  int32_t* ring;      /* the members in the order of the cables, NULL if these make no ring */
+  bool fully_wired;   /* every two members are joined by a cable */
   struct group_counters counters;
   uint64_t collectives_issued, messages_issued;
-  double timeout; /* of its operations, in seconds; negative: that of the options */
-  struct operation *_Atomic spare; /* one that has ended, for the next to use */
-  mlxdist_group *hidden;
+  double timeout;                  /* of its operations, in seconds; negative: that of the options */
+  struct operation* _Atomic spare; /* one that has ended, for the next to use */
+  mlxdist_group* hidden;
 };
 
 /* A group of the given ranks of the world, known to the engine from now on. */
-int group_new(struct engine *engine, uint16_t id, const int32_t *members, int32_t size, mlxdist_group **group);
+int group_new(struct engine* engine, uint16_t id, const int32_t* members, int32_t size, mlxdist_group** group);
 
 #endif

@@ -15,10 +15,10 @@
 #include "channel.h"
 
 /* Of the timers: sends one if it is time. */
-int keepalive_look(struct channel *channel, uint64_t now);
+int keepalive_look(struct channel* channel, uint64_t now);
 
 /* Before the first message after a rest. False in `posts`: the cable is dead, and there is another one. TRANSPORT:
  * there is none. */
-int keepalive_wake(struct channel *channel, bool *posts);
+int keepalive_wake(struct channel* channel, bool* posts);
 
 #endif

@@ -9,10 +9,10 @@ static const struct {
   const char *name;
   uint32_t size;
 } dtypes[] = {
-    [MLXDIST_BOOL] = {"bool", 1},       [MLXDIST_UINT8] = {"uint8", 1},       [MLXDIST_UINT16] = {"uint16", 2},
-    [MLXDIST_UINT32] = {"uint32", 4},   [MLXDIST_UINT64] = {"uint64", 8},     [MLXDIST_INT8] = {"int8", 1},
-    [MLXDIST_INT16] = {"int16", 2},     [MLXDIST_INT32] = {"int32", 4},       [MLXDIST_INT64] = {"int64", 8},
-    [MLXDIST_FLOAT16] = {"float16", 2}, [MLXDIST_FLOAT32] = {"float32", 4},   [MLXDIST_FLOAT64] = {"float64", 8},
+    [MLXDIST_BOOL] = {"bool", 1},         [MLXDIST_UINT8] = {"uint8", 1},         [MLXDIST_UINT16] = {"uint16", 2},
+    [MLXDIST_UINT32] = {"uint32", 4},     [MLXDIST_UINT64] = {"uint64", 8},       [MLXDIST_INT8] = {"int8", 1},
+    [MLXDIST_INT16] = {"int16", 2},       [MLXDIST_INT32] = {"int32", 4},         [MLXDIST_INT64] = {"int64", 8},
+    [MLXDIST_FLOAT16] = {"float16", 2},   [MLXDIST_FLOAT32] = {"float32", 4},     [MLXDIST_FLOAT64] = {"float64", 8},
     [MLXDIST_BFLOAT16] = {"bfloat16", 2}, [MLXDIST_COMPLEX64] = {"complex64", 8},
 };
 
@@ -42,9 +42,7 @@ uint64_t layout_count(const mlxdist_layout *layout) {
   return elements;
 }
 
-uint64_t layout_bytes(const mlxdist_layout *layout) {
-  return layout_count(layout) * mlxdist_dtype_size(layout->dtype);
-}
+uint64_t layout_bytes(const mlxdist_layout *layout) { return layout_count(layout) * mlxdist_dtype_size(layout->dtype); }
 
 struct wire_descriptor layout_describe(enum wire_operation operation, const mlxdist_layout *layout, int32_t reduction,
                                        int32_t root, enum mlxdist_algorithm algorithm) {

@@ -95,8 +95,7 @@ int links_open(struct engine *engine, const mlxdist_link *links) {
   for (int32_t rank = 0; rank < engine->size && !status; rank++) {
     if (rank == engine->rank || !engine_has_wire(engine, engine->rank, rank)) continue;
     struct peer *peer = &engine->peers[rank];
-    status = links ? open_links(engine, peer, &links[rank * WIRE_LINKS], WIRE_LINKS)
-                   : open_default_links(engine, peer);
+    status = links ? open_links(engine, peer, &links[rank * WIRE_LINKS], WIRE_LINKS) : open_default_links(engine, peer);
     for (uint32_t i = 0; i < peer->link_count && !status; i++)
       debug(DEBUG_INFO, "connection", "rank %d by device %s of %s, address %d", rank, peer->links[i].device->name,
             peer->links[i].device->verbs->name, peer->links[i].gid_index);

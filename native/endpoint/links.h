@@ -6,7 +6,7 @@
 #include "engine.h"
 
 /* Opens the devices and sets every peer's links. `links`: as in the options. */
-int links_open(struct engine *engine, const mlxdist_link *links);
-void links_close(struct engine *engine);
+int links_open(struct engine* engine, const mlxdist_link* links);
+void links_close(struct engine* engine);
 
 #endif

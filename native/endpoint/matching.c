@@ -28,12 +28,12 @@ int matching_fail(const struct operation *ours, const struct peer *peer, const s
     snprintf(sizes, sizeof sizes, ", and rank %d sends %llu bytes where rank %d expects %llu", peer->rank,
              (unsigned long long)theirs->bytes, rank, (unsigned long long)expected_bytes);
   /* With another algorithm a rank may need nothing of an operation, and be at the next one. */
-  return fail(MLXDIST_MISMATCH, "ranks disagree: rank %d calls %s, rank %d calls %s%s; all ranks must call the same "
+  return fail(MLXDIST_MISMATCH,
+              "ranks disagree: rank %d calls %s, rank %d calls %s%s; all ranks must call the same "
               "operations in the same order with the same dtype and shape%s; what is carried out at once while "
               "mx.async_eval goes on needs another group",
               first ? rank : peer->rank, first ? ours_text : theirs_text, first ? peer->rank : rank,
-              first ? theirs_text : ours_text, sizes,
-              same_operation ? "" : ", by the same algorithm (MLXDIST_ALGO)");
+              first ? theirs_text : ours_text, sizes, same_operation ? "" : ", by the same algorithm (MLXDIST_ALGO)");
 }
 
 void matching_read_ready(struct peer *peer, const struct wire_header *header) {
@@ -54,8 +54,10 @@ static void attach(struct stream *stream, struct arrival *arrival) {
   uint64_t offset = arrival_header(arrival)->offset;
   if (!stream->arrived || offset > arrival_header(stream->arrived_last)->offset) {
     arrival->next = 0;
-    if (stream->arrived) stream->arrived_last->next = arrival;
-    else stream->arrived = arrival;
+    if (stream->arrived)
+      stream->arrived_last->next = arrival;
+    else
+      stream->arrived = arrival;
     stream->arrived_last = arrival;
     return;
   }
@@ -87,8 +89,8 @@ static const struct lane *lane_of(const struct peer *peer, uint16_t id) {
   return member < 0 ? 0 : &group->lanes[member];
 }
 
-/* No stream expects this message. That is a mistake if this rank has come to that point of the group in another operation.
- * What it does in other groups is not looked at: another thread may do it. */
+/* No stream expects this message. That is a mistake if this rank has come to that point of the group in another
+ * operation. What it does in other groups is not looked at: another thread may do it. */
 static int check_order(const struct peer *peer, const struct arrival *arrival) {
   const struct wire_header *header = arrival_header(arrival);
   const struct wire_descriptor *theirs = arrival_descriptor(arrival);
@@ -97,14 +99,17 @@ static int check_order(const struct peer *peer, const struct arrival *arrival) {
     return MLXDIST_OK;
   const struct engine *engine = peer->channels[0].engine;
   const struct operation *ours = issued_as(engine_group(engine, header->group), lane, header->order);
-  /* The same call on both sides, but not the stream that is due: what came before it differs, and is about to be seen. */
+  /* The same call on both sides, but not the stream that is due: what came before it differs, and is about to be seen.
+   */
   if (ours && !memcmp(&ours->receives, theirs, offsetof(struct wire_descriptor, bytes))) return MLXDIST_OK;
   if (ours) return matching_fail(ours, peer, theirs, UINT64_MAX);
   char text[192];
   name(theirs, header->group, text, sizeof text);
-  return fail(MLXDIST_MISMATCH, "ranks disagree: rank %d calls %s, and what rank %d called at that point needs nothing "
+  return fail(MLXDIST_MISMATCH,
+              "ranks disagree: rank %d calls %s, and what rank %d called at that point needs nothing "
               "from it; all ranks of a group must call its collectives in the same order, with the same root and the "
-              "same algorithm (MLXDIST_ALGO)", peer->rank, text, engine->rank);
+              "same algorithm (MLXDIST_ALGO)",
+              peer->rank, text, engine->rank);
 }
 
 /* A stream of the past wants nothing more. */
@@ -156,8 +161,10 @@ int matching_deliver(struct peer *peer, struct arrival *arrival) {
     return status;
   }
   arrival->next = 0;
-  if (peer->early) peer->early_last->next = arrival;
-  else peer->early = arrival;
+  if (peer->early)
+    peer->early_last->next = arrival;
+  else
+    peer->early = arrival;
   peer->early_last = arrival;
   return status;
 }
@@ -180,8 +187,10 @@ static void take_early(struct peer *peer, struct stream *stream) {
 void matching_expect(struct stream *stream) {
   struct peer *peer = stream->lane->peer;
   stream->next = 0;
-  if (peer->expected) peer->expected_last->next = stream;
-  else peer->expected = stream;
+  if (peer->expected)
+    peer->expected_last->next = stream;
+  else
+    peer->expected = stream;
   peer->expected_last = stream;
   if (peer->early) take_early(peer, stream);
 }

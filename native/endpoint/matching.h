@@ -12,25 +12,25 @@
 #include "stream.h"
 
 /* Gives a message to the stream that expects it, or keeps it. */
-int matching_deliver(struct peer *peer, struct arrival *arrival);
+int matching_deliver(struct peer* peer, struct arrival* arrival);
 
 /* `stream` expects messages from its peer from now on; those that are early are given to it. */
-void matching_expect(struct stream *stream);
+void matching_expect(struct stream* stream);
 
 /* Whether what has come from `peer`, and nobody expects, belongs to a place in the order that has been taken. */
-int matching_check_early(const struct peer *peer);
+int matching_check_early(const struct peer* peer);
 
 /* What `peer` has sent for operations that cannot go on makes room for others, if there may be others. */
-int matching_make_room(struct peer *peer);
+int matching_make_room(struct peer* peer);
 
 /* `stream` has ended: gives back what it did not take. */
-int matching_forget(struct stream *stream);
+int matching_forget(struct stream* stream);
 
 /* Notes how far the peer has come with the streams of a group. */
-void matching_read_ready(struct peer *peer, const struct wire_header *header);
+void matching_read_ready(struct peer* peer, const struct wire_header* header);
 
 /* MISMATCH with a text that names both sides. `theirs` is what `peer` does in the same group. */
-int matching_fail(const struct operation *ours, const struct peer *peer, const struct wire_descriptor *theirs,
+int matching_fail(const struct operation* ours, const struct peer* peer, const struct wire_descriptor* theirs,
                   uint64_t expected_bytes);
 
 #endif

@@ -301,8 +301,10 @@ static bool is_needed(const mlxdist_group *meets) {
 static bool is_needed_for_long(const mlxdist_group *meets, uint64_t now) {
   if (now < partners.look_at_ns) return false;
   partners.look_at_ns = now + LOOK_NS;
-  if (!is_needed(meets)) partners.needed_since_ns = 0;
-  else if (!partners.needed_since_ns) partners.needed_since_ns = now;
+  if (!is_needed(meets))
+    partners.needed_since_ns = 0;
+  else if (!partners.needed_since_ns)
+    partners.needed_since_ns = now;
   return partners.needed_since_ns && now - partners.needed_since_ns > MEETING_NEEDED_NS;
 }
 
@@ -318,8 +320,8 @@ static bool is_over(mlxdist_group *group, const char *operation, uint64_t now, u
           missing->rank, is_circle ? "ranks wait in a circle" : "another rank waits for an operation of this one");
     return true;
   }
-  int status = deadline_meet(engine, operation, missing->rank, (double)(now - partners.begun_ns) * 1e-9,
-                             &partners.noticed_at);
+  int status =
+      deadline_meet(engine, operation, missing->rank, (double)(now - partners.begun_ns) * 1e-9, &partners.noticed_at);
   if (status) engine_fail(engine, 0, status);
   return status;
 }

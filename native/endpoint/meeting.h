@@ -27,10 +27,10 @@
  *    it receives (timers.c), or its first messages lie here. If R has not begun that stream for MEETING_NEEDED_NS, it
  *    ends its meetings. Left out are members of the operation that R meets for that have come to it, in its group: they
  *    wait for that operation, or for one that comes after it in their group here, too. That holds by the order of that
- *    group alone, whatever the counts are. And a member that has begun the operation itself, but not come to its number,
- *    since the groups are in another order there, is not left out: it ends the meeting.
- * Such a meeting hands its operation over, as if there were no meetings. GPU work that R has encoded for earlier
- * operations is submitted first (connection.cpp), as far as it is on the thread's default stream.
+ *    group alone, whatever the counts are. And a member that has begun the operation itself, but not come to its
+ * number, since the groups are in another order there, is not left out: it ends the meeting. Such a meeting hands its
+ * operation over, as if there were no meetings. GPU work that R has encoded for earlier operations is submitted first
+ * (connection.cpp), as far as it is on the thread's default stream.
  */
 #ifndef MLXDIST_ENDPOINT_MEETING_H
 #define MLXDIST_ENDPOINT_MEETING_H
@@ -66,30 +66,30 @@ struct meeting {
   atomic_uint until;                    /* the operations up to this one meet in any case, of all three counts */
   atomic_uint requests;                 /* a mask of kinds: the peer waits until this rank has come to */
   atomic_uint requested[MEETING_KINDS]; /* that one */
-  _Atomic uint64_t heard_ns; /* when an operation last showed that the peer had come to it; 0: never */
+  _Atomic uint64_t heard_ns;            /* when an operation last showed that the peer had come to it; 0: never */
 
   /* With the lock. */
-  uint32_t waiting;                     /* the set of its last request */
-  uint32_t announced[MEETING_KINDS];    /* the counts that the peer was sent last */
-  uint64_t request;                     /* to it, the next one */
+  uint32_t waiting;                  /* the set of its last request */
+  uint32_t announced[MEETING_KINDS]; /* the counts that the peer was sent last */
+  uint64_t request;                  /* to it, the next one */
 };
 
-void meeting_init(struct meeting *meeting);
+void meeting_init(struct meeting* meeting);
 
 /* Counts an operation that is called directly, and answers the peers that wait for it. */
-void meeting_count(struct operation *operation);
+void meeting_count(struct operation* operation);
 
 /* With the lock: an operation has ended well, so its peers had come to it. */
-void meeting_heard(const struct operation *operation, uint64_t now_ns);
+void meeting_heard(const struct operation* operation, uint64_t now_ns);
 
 /* With the lock: an acknowledgement has come, or is about to leave. */
-void meeting_read(struct peer *peer, const struct wire_header *header);
-void meeting_write(struct peer *peer, struct wire_header *header);
+void meeting_read(struct peer* peer, const struct wire_header* header);
+void meeting_write(struct peer* peer, struct wire_header* header);
 
 /* Whether the peer waits for a count that this rank has reached. */
-bool meeting_owes_answer(const struct peer *peer);
+bool meeting_owes_answer(const struct peer* peer);
 
 /* A request or answer that came by the side channel: two ranks need not be connected. Returns false if it is none. */
-bool meeting_take(struct engine *engine, struct peer *peer, const void *bytes, uint64_t length);
+bool meeting_take(struct engine* engine, struct peer* peer, const void* bytes, uint64_t length);
 
 #endif

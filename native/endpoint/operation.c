@@ -77,11 +77,11 @@ void operation_round(struct operation *operation) {
 }
 
 static bool add(struct operation *operation, struct streams *streams, int32_t member, void *data, uint64_t bytes) {
-  if (operation->status || !grow(operation, (void **)&streams->list, streams->count, &streams->room,
-                                 sizeof *streams->list))
+  if (operation->status ||
+      !grow(operation, (void **)&streams->list, streams->count, &streams->room, sizeof *streams->list))
     return false;
-  streams->list[streams->count++] = (struct stream){
-      .operation = operation, .lane = &operation->group->lanes[member], .data = data, .bytes = bytes};
+  streams->list[streams->count++] =
+      (struct stream){.operation = operation, .lane = &operation->group->lanes[member], .data = data, .bytes = bytes};
   return true;
 }
 
@@ -122,8 +122,7 @@ void operation_receives(struct operation *operation, const struct wire_descripto
 /* The place among the collectives of the group: one number for the whole operation, wherever it sends to. */
 static void take_order(struct operation *operation) {
   const mlxdist_group *group = operation->group;
-  for (int32_t member = 0; member < group->size; member++)
-    group->lanes[member].order++;
+  for (int32_t member = 0; member < group->size; member++) group->lanes[member].order++;
   for (int i = 0; i < operation->out.count; i++) operation->out.list[i].order = operation->out.list[i].lane->order;
   for (int i = 0; i < operation->in.count; i++) operation->in.list[i].order = operation->in.list[i].lane->order;
 }
@@ -156,8 +155,10 @@ static const char *name(const struct operation *operation, char *text) {
 /* With the lock: it is in progress from now on. */
 static void issue(struct operation *operation) {
   struct engine *engine = operation->group->engine;
-  if (engine->active) engine->active_last->next = operation;
-  else engine->active = operation;
+  if (engine->active)
+    engine->active_last->next = operation;
+  else
+    engine->active = operation;
   engine->active_last = operation;
   engine->active_count++;
   engine->unattended += operation->handled;

@@ -11,7 +11,7 @@
 #include <string.h>
 
 uint32_t peer_random_psn(void) {
-  static _Atomic uint64_t state; /* of all engines of the process */
+  static _Atomic uint64_t state;                          /* of all engines of the process */
   uint64_t step = clock_ns() * 0x9e3779b97f4a7c15ull + 1; /* splitmix64 (Steele et al. 2014) over the clock */
   uint64_t z = atomic_fetch_add_explicit(&state, step, memory_order_relaxed) + step;
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
@@ -72,8 +72,7 @@ void peer_free_memory(struct peer *peer) {
   for (uint32_t i = 0; i < peer->link_count; i++) {
     struct link *link = &peer->links[i];
     if (link->slab.mr) device_deregister(link->device, link->slab.mr);
-    if (link->slab.memory)
-      link->device->verbs->free_memory(link->device->context, link->slab.memory, link->slab.bytes);
+    if (link->slab.memory) link->device->verbs->free_memory(link->device->context, link->slab.memory, link->slab.bytes);
   }
 }
 
@@ -92,9 +91,10 @@ void peer_address(const struct peer *peer, struct peer_address *address) {
 
 int peer_connect(struct peer *peer, const struct peer_address *address) {
   if (address->links != peer->link_count)
-    return fail(MLXDIST_MISMATCH, "ranks %d and %d do not agree on the cables between them: one has %u, the other %u; "
-                "set MLXDIST_CABLES and MLXDIST_RDMA alike on all", peer->channels[0].engine->rank, peer->rank,
-                peer->link_count, address->links);
+    return fail(MLXDIST_MISMATCH,
+                "ranks %d and %d do not agree on the cables between them: one has %u, the other %u; "
+                "set MLXDIST_CABLES and MLXDIST_RDMA alike on all",
+                peer->channels[0].engine->rank, peer->rank, peer->link_count, address->links);
   for (uint32_t i = 0; i < peer->link_count; i++)
     if (address->mtus[i] && address->mtus[i] < peer->links[i].mtu) peer->links[i].mtu = address->mtus[i];
   for (uint32_t i = 0; i < peer->channel_count; i++) {

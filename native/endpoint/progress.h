@@ -9,10 +9,10 @@
 
 #include "engine.h"
 
-int progress_start(struct engine *engine);
-void progress_stop(struct engine *engine);
+int progress_start(struct engine* engine);
+void progress_stop(struct engine* engine);
 
 /* There is something to do now. */
-void progress_call(struct engine *engine);
+void progress_call(struct engine* engine);
 
 #endif

@@ -24,10 +24,11 @@ static int check_depth(const struct channel *channel, const struct ibv_qp_cap *a
   bool known = given->max_send_wr && given->max_recv_wr;
   if (!known || (given->max_send_wr >= asked->max_send_wr && given->max_recv_wr >= asked->max_recv_wr))
     return MLXDIST_OK;
-  return fail(MLXDIST_RESOURCES, "device %s made queues of %u and %u for the %s queue pair to rank %d, which needs %u "
-              "and %u; lower MLXDIST_%s", channel->device->name, given->max_send_wr, given->max_recv_wr,
-              channel_name(channel), channel->peer->rank, asked->max_send_wr, asked->max_recv_wr,
-              channel->index % 2 == WIRE_BULK ? "BULK_SLOTS" : "EAGER_SLOTS");
+  return fail(MLXDIST_RESOURCES,
+              "device %s made queues of %u and %u for the %s queue pair to rank %d, which needs %u "
+              "and %u; lower MLXDIST_%s",
+              channel->device->name, given->max_send_wr, given->max_recv_wr, channel_name(channel), channel->peer->rank,
+              asked->max_send_wr, asked->max_recv_wr, channel->index % 2 == WIRE_BULK ? "BULK_SLOTS" : "EAGER_SLOTS");
 }
 
 int queue_pair_create(struct channel *channel) {
@@ -51,8 +52,10 @@ int queue_pair_create(struct channel *channel) {
   int status = device_init_qp(device, channel->qp);
   if (status) return status;
   if (!reported && !read_depth(channel, &given) && device->queue_pairs == 1) /* once is enough */
-    debug(DEBUG_WARN, "connection", "device %s does not report the depth of its queues (query_qp); mlxdist relies on "
-          "what create_qp returned", device->name);
+    debug(DEBUG_WARN, "connection",
+          "device %s does not report the depth of its queues (query_qp); mlxdist relies on "
+          "what create_qp returned",
+          device->name);
   return check_depth(channel, &asked, &given);
 }
 

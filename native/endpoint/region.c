@@ -56,8 +56,8 @@ static bool evict(struct engine *engine) {
 
 static mlxdist_region *find(const struct engine *engine, const char *data, uint64_t bytes) {
   mlxdist_region *region = engine->regions;
-  while (region && !(data >= region->data && bytes <= region->bytes &&
-                     (uint64_t)(data - region->data) <= region->bytes - bytes))
+  while (region &&
+         !(data >= region->data && bytes <= region->bytes && (uint64_t)(data - region->data) <= region->bytes - bytes))
     region = region->next;
   return region;
 }

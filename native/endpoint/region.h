@@ -17,25 +17,25 @@
 #include "stream.h"
 
 struct mlxdist_region {
-  struct engine *engine;
-  char *data;
+  struct engine* engine;
+  char* data;
   uint64_t bytes;
-  struct ibv_mr **registrations; /* for each device, one for each 4 GiB that it touches; NULL until used */
+  struct ibv_mr** registrations; /* for each device, one for each 4 GiB that it touches; NULL until used */
   uint32_t windows;
   int users;     /* streams */
   bool for_once; /* gone with its stream */
   uint64_t used; /* when, counted in uses of any region */
-  struct mlxdist_region *next;
+  struct mlxdist_region* next;
 };
 
 /* With the lock: finds the region that the stream's data lies in, if any; and lets go of it. */
-void region_enter(struct stream *stream);
-void region_leave(struct stream *stream);
+void region_enter(struct stream* stream);
+void region_leave(struct stream* stream);
 
 /* The key for a piece of a region on a device; 0 if it cannot leave from there. */
-uint32_t region_lkey(mlxdist_region *region, struct device *device, const void *data, uint32_t bytes);
+uint32_t region_lkey(mlxdist_region* region, struct device* device, const void* data, uint32_t bytes);
 
 /* With the lock, when the engine closes. */
-void region_free_all(struct engine *engine);
+void region_free_all(struct engine* engine);
 
 #endif

@@ -139,8 +139,10 @@ bool repair_take(struct engine *engine, struct peer *peer, const void *bytes, ui
   bool answers = false;
   struct channel *channel = &peer->channels[message.channel];
   engine_lock(engine);
-  if (message.step == REPAIR) *status = take_repair(channel, &message, &answers);
-  else *status = take_repaired(channel, &message);
+  if (message.step == REPAIR)
+    *status = take_repair(channel, &message, &answers);
+  else
+    *status = take_repaired(channel, &message);
   if (answers) answer = message_of(channel, REPAIRED);
   engine_unlock(engine);
   repair_tell(engine); /* first its own address, if this queue pair is new too */

@@ -13,13 +13,13 @@
 struct operation;
 
 struct waiting_thread {
-  uint64_t thread; /* pthread_self(), which Python calls its ident; 0: none yet */
-  const struct operation *operation; /* that it waits for; NULL: for none */
-  bool timed;      /* not longer than a time of its own */
+  uint64_t thread;                   /* pthread_self(), which Python calls its ident; 0: none yet */
+  const struct operation* operation; /* that it waits for; NULL: for none */
+  bool timed;                        /* not longer than a time of its own */
 };
 
 /* With the lock: this thread waits for the operation, and does so no more. NULL: too many threads wait. */
-struct waiting_thread *standstill_wait(const struct operation *operation, bool timed);
-void standstill_go_on(struct waiting_thread *thread);
+struct waiting_thread* standstill_wait(const struct operation* operation, bool timed);
+void standstill_go_on(struct waiting_thread* thread);
 
 #endif

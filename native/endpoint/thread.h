@@ -25,6 +25,6 @@ struct thread_cores {
 struct thread_cores thread_cores(void);
 
 /* This thread runs on these alone from now on; macOS has no way to say it. Returns 0 or an errno. */
-int thread_keep_on(const struct thread_cores *cores);
+int thread_keep_on(const struct thread_cores* cores);
 
 #endif

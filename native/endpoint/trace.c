@@ -32,9 +32,11 @@ static void write_address(char *text, const union ibv_gid *gid) {
 static int write_device(const char *device, const struct ibv_device_attr *attr, int result) {
   char call[CALL_BYTES] = "query_device()";
   if (!result)
-    snprintf(call, sizeof call, "query_device() -> max_qp %d, max_qp_wr %d, max_sge %d, max_cq %d, max_cqe %d, "
-             "max_mr %d, max_mr_size %llu, max_pd %d", attr->max_qp, attr->max_qp_wr, attr->max_sge, attr->max_cq,
-             attr->max_cqe, attr->max_mr, (unsigned long long)attr->max_mr_size, attr->max_pd);
+    snprintf(call, sizeof call,
+             "query_device() -> max_qp %d, max_qp_wr %d, max_sge %d, max_cq %d, max_cqe %d, "
+             "max_mr %d, max_mr_size %llu, max_pd %d",
+             attr->max_qp, attr->max_qp_wr, attr->max_sge, attr->max_cq, attr->max_cqe, attr->max_mr,
+             (unsigned long long)attr->max_mr_size, attr->max_pd);
   return write_result(device, call, result);
 }
 
@@ -42,9 +44,11 @@ static int write_port(const char *device, uint8_t port, const struct ibv_port_at
   char call[CALL_BYTES];
   int length = snprintf(call, sizeof call, "query_port(port %d)", port);
   if (!result)
-    snprintf(call + length, sizeof call - (size_t)length, " -> state %d, max_mtu %d, active_mtu %d, gid_tbl_len %d, "
-             "max_msg_sz %u, lid %d, link_layer %d", attr->state, attr->max_mtu, attr->active_mtu, attr->gid_tbl_len,
-             attr->max_msg_sz, attr->lid, attr->link_layer);
+    snprintf(call + length, sizeof call - (size_t)length,
+             " -> state %d, max_mtu %d, active_mtu %d, gid_tbl_len %d, "
+             "max_msg_sz %u, lid %d, link_layer %d",
+             attr->state, attr->max_mtu, attr->active_mtu, attr->gid_tbl_len, attr->max_msg_sz, attr->lid,
+             attr->link_layer);
   return write_result(device, call, result);
 }
 
@@ -96,10 +100,11 @@ static int write_modify(const char *device, const struct ibv_qp *qp, const struc
     snprintf(rest, room, ", port_num %d, pkey_index %d, access 0x%x)", attr->port_num, attr->pkey_index,
              attr->qp_access_flags);
   else if (attr->qp_state == IBV_QPS_RTR)
-    snprintf(rest, room, ", path_mtu %d, dest_qp 0x%x, rq_psn 0x%x, dgid %s, sgid_index %d, hop_limit %d, dlid %d, "
-             "is_global %d, port_num %d)", attr->path_mtu, attr->dest_qp_num, attr->rq_psn, address,
-             attr->ah_attr.grh.sgid_index, attr->ah_attr.grh.hop_limit, attr->ah_attr.dlid, attr->ah_attr.is_global,
-             attr->ah_attr.port_num);
+    snprintf(rest, room,
+             ", path_mtu %d, dest_qp 0x%x, rq_psn 0x%x, dgid %s, sgid_index %d, hop_limit %d, dlid %d, "
+             "is_global %d, port_num %d)",
+             attr->path_mtu, attr->dest_qp_num, attr->rq_psn, address, attr->ah_attr.grh.sgid_index,
+             attr->ah_attr.grh.hop_limit, attr->ah_attr.dlid, attr->ah_attr.is_global, attr->ah_attr.port_num);
   else if (attr->qp_state == IBV_QPS_RTS)
     snprintf(rest, room, ", sq_psn 0x%x)", attr->sq_psn);
   else

@@ -9,6 +9,6 @@
 
 /* `verbs` itself, or a table that writes a line for each call, where MLXDIST_DEBUG asks for "trace". The same table for
  * the same provider. */
-const struct verbs *trace_verbs(const struct verbs *verbs);
+const struct verbs* trace_verbs(const struct verbs* verbs);
 
 #endif

@@ -14,8 +14,8 @@
 
 /* Not `wait`: macOS has a union of that name. */
 struct waiting {
-  uint32_t idle;      /* turns without progress */
-  uint64_t since_ns;  /* when it had spun enough, 0 before: most waits are shorter, and the clock is not free */
+  uint32_t idle;     /* turns without progress */
+  uint64_t since_ns; /* when it had spun enough, 0 before: most waits are shorter, and the clock is not free */
   uint32_t sleep_ns;
 };
 
@@ -24,12 +24,12 @@ struct waiting {
 void wait_crowded(bool crowded);
 
 /* Whether the next turn only spins: it is too short to let go of a lock. */
-bool wait_spins(const struct waiting *wait);
+bool wait_spins(const struct waiting* wait);
 
 /* One turn without progress: spins, yields or sleeps. Returns the time; 0 after spinning, which does not look. */
-uint64_t wait_turn(struct waiting *wait);
+uint64_t wait_turn(struct waiting* wait);
 
 /* There was progress: the next idle turn spins again. Returns the nanoseconds waited. */
-uint64_t wait_over(struct waiting *wait);
+uint64_t wait_over(struct waiting* wait);
 
 #endif

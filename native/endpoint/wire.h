@@ -26,14 +26,14 @@ enum wire_kind {
 };
 
 enum wire_flags {
-  WIRE_FIRST = 1,    /* first message of its stream: a descriptor stands between header and payload */
-  WIRE_ORDERED = 2,  /* of data: of a stream whose `order` counts */
-  WIRE_MEET = 2,     /* of an acknowledgement: answer once the receiver has come to that operation: `offset` */
-  WIRE_AGAIN = 4,    /* of data: was sent by another cable before, and may have arrived */
-  WIRE_ANSWER = 4,   /* of an acknowledgement: to one with WIRE_ECHO */
-  WIRE_ECHO = 8,     /* of an acknowledgement: answer on this cable */
-  WIRE_CONFIRM = 8,  /* of data: the sender waits for the acknowledgement */
-  WIRE_RESEND = 16,  /* shifted by a channel's number: send again what follows `ack` there */
+  WIRE_FIRST = 1,   /* first message of its stream: a descriptor stands between header and payload */
+  WIRE_ORDERED = 2, /* of data: of a stream whose `order` counts */
+  WIRE_MEET = 2,    /* of an acknowledgement: answer once the receiver has come to that operation: `offset` */
+  WIRE_AGAIN = 4,   /* of data: was sent by another cable before, and may have arrived */
+  WIRE_ANSWER = 4,  /* of an acknowledgement: to one with WIRE_ECHO */
+  WIRE_ECHO = 8,    /* of an acknowledgement: answer on this cable */
+  WIRE_CONFIRM = 8, /* of data: the sender waits for the acknowledgement */
+  WIRE_RESEND = 16, /* shifted by a channel's number: send again what follows `ack` there */
 };
 
 /* Every pair of ranks has two queue pairs a cable. Small messages have their own, so that they neither wait behind
@@ -46,27 +46,27 @@ struct wire_header {
   uint32_t magic;
   uint8_t kind;
   uint8_t flags;
-  uint16_t group;                /* 0: the world */
-  uint32_t sequence;             /* of this message on its queue pair, from WIRE_START + 1; wraps; in an
-                                    acknowledgement, which has none: ordered collectives with the receiver that it has come to */
-  uint32_t stream;               /* of the stream among those of the group from this sender to this receiver, likewise;
-                                    in an abort, the last one of this group before the operation that has failed; in
-                                    an acknowledgement, the operation up to which ranks meet in any case (meeting.h) */
-  uint64_t offset;               /* bytes of the stream before this message; in an acknowledgement with WIRE_MEET its
-                                    request (meeting.h) */
-  uint32_t length;               /* payload bytes */
-  uint32_t checksum;             /* CRC32C of the message without this field, where MLXDIST_CHECKSUM asks for it */
-  uint32_t ack[WIRE_CHANNELS];   /* last sequence that the sender of this header received, in order */
-  uint16_t room[WIRE_CHANNELS];  /* so many more it has receives for */
-  uint32_t ready;                /* last stream of the group from the receiver of this header that its sender has
-                                    begun to receive */
-  uint32_t order;                /* of the collective among those of its group; in an acknowledgement, sends to the
-                                    receiver that the sender has come to */
+  uint16_t group;               /* 0: the world */
+  uint32_t sequence;            /* of this message on its queue pair, from WIRE_START + 1; wraps; in an
+                                   acknowledgement, which has none: ordered collectives with the receiver that it has come to */
+  uint32_t stream;              /* of the stream among those of the group from this sender to this receiver, likewise;
+                                   in an abort, the last one of this group before the operation that has failed; in
+                                   an acknowledgement, the operation up to which ranks meet in any case (meeting.h) */
+  uint64_t offset;              /* bytes of the stream before this message; in an acknowledgement with WIRE_MEET its
+                                   request (meeting.h) */
+  uint32_t length;              /* payload bytes */
+  uint32_t checksum;            /* CRC32C of the message without this field, where MLXDIST_CHECKSUM asks for it */
+  uint32_t ack[WIRE_CHANNELS];  /* last sequence that the sender of this header received, in order */
+  uint16_t room[WIRE_CHANNELS]; /* so many more it has receives for */
+  uint32_t ready;               /* last stream of the group from the receiver of this header that its sender has
+                                   begun to receive */
+  uint32_t order;               /* of the collective among those of its group; in an acknowledgement, sends to the
+                                   receiver that the sender has come to */
 };
 static_assert(sizeof(struct wire_header) == 64, "one cache line, and payloads stay aligned for SIMD");
 
 /* `bytes`: a message, at least its header. */
-static inline uint32_t wire_checksum(const char *bytes, uint64_t length) {
+static inline uint32_t wire_checksum(const char* bytes, uint64_t length) {
   const uint64_t field = offsetof(struct wire_header, checksum), behind = field + sizeof(uint32_t);
   return checksum(checksum(0, bytes, field), bytes + behind, length - behind);
 }
@@ -80,7 +80,7 @@ struct wire_descriptor {
   uint8_t algorithm; /* mlxdist_algorithm */
   uint8_t reserved;
   int64_t shape[6];
-  uint64_t bytes;    /* of this stream */
+  uint64_t bytes; /* of this stream */
 };
 static_assert(sizeof(struct wire_descriptor) == 64, "payloads stay aligned for SIMD");
 

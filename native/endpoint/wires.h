@@ -10,9 +10,9 @@
 #include "group.h"
 
 /* Copies the caller's matrix. INVALID_ARGUMENT if it is not symmetric. */
-int wires_copy(struct engine *engine, const uint8_t *wires);
+int wires_copy(struct engine* engine, const uint8_t* wires);
 
 /* Sets the group's `ring` and `fully_wired`. */
-void wires_follow(mlxdist_group *group);
+void wires_follow(mlxdist_group* group);
 
 #endif

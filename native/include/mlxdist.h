@@ -85,11 +85,11 @@ typedef enum mlxdist_op {
 } mlxdist_op;
 
 /* dtype and shape of an array. Arrays of more dimensions fold the trailing ones into the last. What stands in `shape`
- * behind the dimensions is not used, but must be equal on all ranks, as all else here: 0, or a hash of what the array was
- * packed from. */
+ * behind the dimensions is not used, but must be equal on all ranks, as all else here: 0, or a hash of what the array
+ * was packed from. */
 typedef struct mlxdist_layout {
-  int32_t dtype;    /* mlxdist_dtype */
-  int32_t ndim;     /* 0 (one element) to 6 */
+  int32_t dtype; /* mlxdist_dtype */
+  int32_t ndim;  /* 0 (one element) to 6 */
   int64_t shape[6];
 } mlxdist_layout;
 
@@ -131,17 +131,17 @@ typedef struct mlxdist_transfer {
   uint64_t bytes;
   uint64_t count;      /* of round trips */
   int32_t cores[2];    /* that the sides are kept on, where the system can do that; negative: on any */
-  void *shared;        /* which each side copies into and the other copies out of */
-  const void *sent[2]; /* by each side */
-  void *received[2];
+  void* shared;        /* which each side copies into and the other copies out of */
+  const void* sent[2]; /* by each side */
+  void* received[2];
 } mlxdist_transfer;
 
 #define MLXDIST_LINKS 2 /* cables between two ranks, at most */
 
 /* By what messages to one rank leave. */
 typedef struct mlxdist_link {
-  const char *provider; /* "soft", "ibverbs" or "librdma"; NULL: there is no such link */
-  const char *device;   /* its name. Two links are of two devices */
+  const char* provider; /* "soft", "ibverbs" or "librdma"; NULL: there is no such link */
+  const char* device;   /* its name. Two links are of two devices */
   int32_t gid_index;    /* of the address in the device's table by which the rank reaches this one */
 } mlxdist_link;
 
@@ -154,7 +154,7 @@ typedef struct mlxdist_options {
   uint32_t bulk_slots;       /* bulk slots per peer and direction */
   uint32_t eager_slots;      /* eager slots (4096 bytes) per peer and direction */
   uint32_t cables;           /* devices that large messages to a peer are spread over: 1 or 2 */
-  const mlxdist_link *links; /* size x MLXDIST_LINKS: those to rank 0, to rank 1 ...; NULL: `cables` devices of the
+  const mlxdist_link* links; /* size x MLXDIST_LINKS: those to rank 0, to rank 1 ...; NULL: `cables` devices of the
                                 software provider to every rank. Copied */
   int32_t reliable;          /* 1: queue pairs of the reliable connection (RC) instead of UC; not by every provider */
   double meet_after;         /* seconds since a peer was last heard in an operation after which mlxdist_arrive wants a
@@ -162,13 +162,13 @@ typedef struct mlxdist_options {
   double keepalive;          /* seconds after which a queue pair that carries nothing sends a sign of life; 0: never */
   int32_t has_key;           /* 1: there is a key, */
   uint8_t key[16];           /* which the ranks of the job know: the software provider takes only them from outside */
-  const uint8_t *wires;      /* size x size: whether two ranks are joined by a cable; NULL: all are. Where not all are,
+  const uint8_t* wires;      /* size x size: whether two ranks are joined by a cable; NULL: all are. Where not all are,
                                 operations run around the ring of the cables, or are refused */
   uint32_t connect_at_start; /* up to so many ranks all pairs connect at the start; in larger worlds on first use */
   int32_t algo;              /* mlxdist_algorithm to use wherever an operation has it */
   int32_t checksum;          /* 1: every message carries a CRC32C, and what arrives damaged is sent again */
-  const char *host;          /* name of this machine, for error texts; NULL: the system's. Copied */
-  const char *soft_profile;  /* the device that the software provider plays: "ideal", "apple-tb5", "apple-tb5-26.2",
+  const char* host;          /* name of this machine, for error texts; NULL: the system's. Copied */
+  const char* soft_profile;  /* the device that the software provider plays: "ideal", "apple-tb5", "apple-tb5-26.2",
                                 "apple-odd", "rxe" */
 } mlxdist_options;
 
@@ -183,31 +183,31 @@ typedef struct mlxdist_stats {
   uint64_t header_bytes_sent;  /* headers and descriptors */
   uint64_t padding_bytes_sent; /* behind a message, where the device sends whole frames only */
   uint64_t payload_bytes_received;
-  uint64_t messages_sent;      /* work requests: data and control */
+  uint64_t messages_sent; /* work requests: data and control */
   uint64_t messages_received;
   uint64_t control_messages_sent; /* acknowledgements and aborts that found no ride */
-  uint64_t bytes_copied;       /* by this rank's CPU, above the verbs: into slots and out of them */
+  uint64_t bytes_copied;          /* by this rank's CPU, above the verbs: into slots and out of them */
   uint64_t post_send_calls;
   uint64_t post_recv_calls;
   uint64_t poll_cq_calls;
-  uint64_t receives_posted;    /* receives that wait for a message now, all queue pairs */
-  uint64_t retransmissions;    /* messages sent again */
-  uint64_t duplicates;         /* messages that arrived twice, and were dropped */
-  uint64_t damaged;            /* messages that arrived cut off, or with a wrong checksum, and were dropped */
-  uint64_t reconnections;      /* queue pairs that failed and were made anew */
-  uint64_t meetings;           /* operations that were handed over only once their peers had come, see mlxdist_arrive */
-  uint64_t meeting_messages;   /* the acknowledgements of it, and messages of the side channel */
+  uint64_t receives_posted;  /* receives that wait for a message now, all queue pairs */
+  uint64_t retransmissions;  /* messages sent again */
+  uint64_t duplicates;       /* messages that arrived twice, and were dropped */
+  uint64_t damaged;          /* messages that arrived cut off, or with a wrong checksum, and were dropped */
+  uint64_t reconnections;    /* queue pairs that failed and were made anew */
+  uint64_t meetings;         /* operations that were handed over only once their peers had come, see mlxdist_arrive */
+  uint64_t meeting_messages; /* the acknowledgements of it, and messages of the side channel */
   uint64_t memory_registrations;
-  uint64_t registration_hits;  /* uses of a registered buffer that found its registration */
-  uint64_t registered_bytes;   /* of user buffers, now */
-  uint64_t slab_bytes;         /* registered memory, all peers */
-  uint64_t wait_ns;            /* time in which an operation found nothing to do, spinning (0.5 us) not counted */
-  uint64_t operation_ns;       /* time in operations, waits included */
+  uint64_t registration_hits; /* uses of a registered buffer that found its registration */
+  uint64_t registered_bytes;  /* of user buffers, now */
+  uint64_t slab_bytes;        /* registered memory, all peers */
+  uint64_t wait_ns;           /* time in which an operation found nothing to do, spinning (0.5 us) not counted */
+  uint64_t operation_ns;      /* time in operations, waits included */
   uint64_t provider_sends;
   uint64_t provider_receives;
   uint64_t provider_polls;
   uint64_t provider_bytes_sent;
-  uint64_t provider_dropped;   /* sends that met no posted receive */
+  uint64_t provider_dropped;          /* sends that met no posted receive */
   uint64_t provider_dropped_by_fault; /* see mlxdist_group_inject */
 } mlxdist_stats;
 
@@ -216,14 +216,14 @@ typedef struct mlxdist_handle mlxdist_handle; /* an operation that has been star
 typedef struct mlxdist_region mlxdist_region; /* memory that has been registered */
 
 /* "0.1.0": of the library, which must equal the Python package's. */
-const char *mlxdist_version(void);
+const char* mlxdist_version(void);
 
 /* Text of this thread's last error: one paragraph, what happened, where, what to do. */
-const char *mlxdist_last_error(void);
+const char* mlxdist_last_error(void);
 
 /* Bytes of one element, 0 for an unknown dtype; names as MLX spells them. */
 uint32_t mlxdist_dtype_size(int32_t dtype);
-const char *mlxdist_dtype_name(int32_t dtype);
+const char* mlxdist_dtype_name(int32_t dtype);
 
 /* What an address of a device is good for. */
 typedef enum mlxdist_gid_type {
@@ -238,26 +238,26 @@ typedef enum mlxdist_gid_type {
 /* An address of a device, a line of its port's table. */
 typedef struct mlxdist_gid {
   uint8_t bytes[16];
-  int32_t index;       /* of the line */
-  int32_t type;        /* mlxdist_gid_type */
-  int32_t prefix;      /* ::ffff:a.b.c.d: bits of the IPv4 subnet; -1 where that is not known */
-  char interface[16];  /* "en2"; "" where there is none */
+  int32_t index;      /* of the line */
+  int32_t type;       /* mlxdist_gid_type */
+  int32_t prefix;     /* ::ffff:a.b.c.d: bits of the IPv4 subnet; -1 where that is not known */
+  char interface[16]; /* "en2"; "" where there is none */
 } mlxdist_gid;
 
 #define MLXDIST_GIDS 64 /* addresses of a device that are listed, at most */
 
 typedef struct mlxdist_device {
   char name[64];
-  char error[160];     /* the call that failed, and how; "" where everything below is known */
+  char error[160]; /* the call that failed, and how; "" where everything below is known */
   char firmware[64];
-  uint8_t guid[8];     /* of the device */
-  int32_t transport;   /* enum ibv_transport_type */
-  int32_t ports;       /* what follows is of the first one, which is the one that is used */
-  int32_t state;       /* enum ibv_port_state: 4 is active */
-  int32_t link_layer;  /* 1: InfiniBand, 2: Ethernet */
-  int32_t width;       /* ibv_port_attr.active_width, active_speed */
+  uint8_t guid[8];    /* of the device */
+  int32_t transport;  /* enum ibv_transport_type */
+  int32_t ports;      /* what follows is of the first one, which is the one that is used */
+  int32_t state;      /* enum ibv_port_state: 4 is active */
+  int32_t link_layer; /* 1: InfiniBand, 2: Ethernet */
+  int32_t width;      /* ibv_port_attr.active_width, active_speed */
   int32_t speed;
-  int32_t active_mtu;  /* bytes; 0 where the device does not say */
+  int32_t active_mtu; /* bytes; 0 where the device does not say */
   int32_t max_mtu;
   uint32_t max_message;
   uint64_t max_mr_size;
@@ -268,83 +268,84 @@ typedef struct mlxdist_device {
   int32_t max_cqe;
   int32_t max_mr;
   int32_t max_pd;
-  int32_t gid_count;   /* of those below */
+  int32_t gid_count;              /* of those below */
   mlxdist_gid gids[MLXDIST_GIDS]; /* those that are not zero */
 } mlxdist_device;
 
 /* The devices of a provider ("soft", "ibverbs", "librdma"): writes the first `room` of them and returns their number,
  * or -1 with the text in mlxdist_last_error(). Each is opened and closed. `soft_profile` counts for "soft". */
-int64_t mlxdist_devices(const char *provider, const char *soft_profile, mlxdist_device *devices, uint64_t room);
+int64_t mlxdist_devices(const char* provider, const char* soft_profile, mlxdist_device* devices, uint64_t room);
 
 /* The call of the library that mlxdist_devices is in, in any thread: "ibv_open_device(rdma_en2)"; "" in none. Drivers
  * have calls that never return. */
-void mlxdist_devices_call(char *text, uint64_t room);
+void mlxdist_devices_call(char* text, uint64_t room);
 
 /* What to do about a port of a Mac in bridge0 or without an IPv4 address; errors of connecting say it, too. */
-const char *mlxdist_port_remedy(void);
+const char* mlxdist_port_remedy(void);
 
 /* Name of the provider in use ("soft"), or of all of them ("ibverbs+soft"). */
-const char *mlxdist_group_provider(mlxdist_group *group);
+const char* mlxdist_group_provider(mlxdist_group* group);
 
-void mlxdist_default_options(mlxdist_options *options);
+void mlxdist_default_options(mlxdist_options* options);
 
 /* Debug output of this process: `spec` "off", "warn", "info" or "trace", and behind a colon the subsystems that it is
- * wanted from ("trace:cable,connection"); NULL: "warn". Lines go to a copy of the descriptor `file`; -1: standard error. */
-int mlxdist_debug_open(const char *spec, int file, int32_t rank);
+ * wanted from ("trace:cable,connection"); NULL: "warn". Lines go to a copy of the descriptor `file`; -1: standard
+ * error. */
+int mlxdist_debug_open(const char* spec, int file, int32_t rank);
 
 /* Opens the device and creates slabs and queue pairs for every peer. `options` may be NULL. */
-int mlxdist_group_create(int32_t rank, int32_t size, const mlxdist_options *options, mlxdist_group **group);
+int mlxdist_group_create(int32_t rank, int32_t size, const mlxdist_options* options, mlxdist_group** group);
 
 /* How the peers reach this rank: `mlxdist_group_address_size()` bytes into `address`. */
-uint64_t mlxdist_group_address_size(mlxdist_group *group);
-int mlxdist_group_address(mlxdist_group *group, void *address);
+uint64_t mlxdist_group_address_size(mlxdist_group* group);
+int mlxdist_group_address(mlxdist_group* group, void* address);
 
 /* `addresses`: the addresses of all ranks, in rank order, one after the other. */
-int mlxdist_group_connect(mlxdist_group *group, const void *addresses, uint64_t bytes);
+int mlxdist_group_connect(mlxdist_group* group, const void* addresses, uint64_t bytes);
 
 /* How the bytes of a connection that is made on first use reach the peer: `send` is called from any thread, must not
  * call the library, and brings them to the peer's mlxdist_group_message, in order. Set before the first operation. */
-typedef void (*mlxdist_side_channel)(void *context, int32_t to, const void *bytes, uint64_t length);
-void mlxdist_group_side_channel(mlxdist_group *group, mlxdist_side_channel send, void *context);
-int mlxdist_group_message(mlxdist_group *group, int32_t from, const void *bytes, uint64_t length);
+typedef void (*mlxdist_side_channel)(void* context, int32_t to, const void* bytes, uint64_t length);
+void mlxdist_group_side_channel(mlxdist_group* group, mlxdist_side_channel send, void* context);
+int mlxdist_group_message(mlxdist_group* group, int32_t from, const void* bytes, uint64_t length);
 
 /* What the side channel has heard of a rank, in words for notices and errors: "in all_gather #412 for 12.3 s". */
-void mlxdist_group_peer_news(mlxdist_group *group, int32_t rank, const char *text);
+void mlxdist_group_peer_news(mlxdist_group* group, int32_t rank, const char* text);
 
 /* The deadline of the group's operations, in seconds without progress: also for a rank that has not come yet. 0: none.
  * Negative: the two of the options. */
-void mlxdist_group_set_timeout(mlxdist_group *group, double seconds);
-double mlxdist_group_timeout(mlxdist_group *group);
+void mlxdist_group_set_timeout(mlxdist_group* group, double seconds);
+double mlxdist_group_timeout(mlxdist_group* group);
 
 /* The same for the operations that this thread starts from now on, in all groups. Negative: that of their group. */
 void mlxdist_set_timeout(double seconds);
 
-int32_t mlxdist_group_rank(mlxdist_group *group);
-int32_t mlxdist_group_size(mlxdist_group *group);
-int32_t mlxdist_group_id(mlxdist_group *group); /* 0: the world. Two with the same id have no two members in common */
+int32_t mlxdist_group_rank(mlxdist_group* group);
+int32_t mlxdist_group_size(mlxdist_group* group);
+int32_t mlxdist_group_id(mlxdist_group* group); /* 0: the world. Two with the same id have no two members in common */
 
 /* Fails the group: every wait on it ends with `status` and `reason`. Safe from any thread. */
-void mlxdist_group_abort(mlxdist_group *group, int32_t status, const char *reason);
+void mlxdist_group_abort(mlxdist_group* group, int32_t status, const char* reason);
 
 /* MLXDIST_OK while the group works; else its first error, with the text in mlxdist_last_error(). */
-int mlxdist_group_error(mlxdist_group *group);
+int mlxdist_group_error(mlxdist_group* group);
 
-void mlxdist_group_stats(mlxdist_group *group, mlxdist_stats *stats);
+void mlxdist_group_stats(mlxdist_group* group, mlxdist_stats* stats);
 
 /* Waits until every rank has come here. A rank that finalizes while others still communicate with it is a mismatch,
  * on both sides. The group then takes no more operations, but still sends again what others miss, until
  * mlxdist_group_destroy: not to be called before all ranks have returned from here, as the side channel knows. */
-int mlxdist_group_finalize(mlxdist_group *group);
-void mlxdist_group_destroy(mlxdist_group *group);
+int mlxdist_group_finalize(mlxdist_group* group);
+void mlxdist_group_destroy(mlxdist_group* group);
 
 /* Makes a group of the ranks of `group` that pass the same `color`, numbered by `key`, then by rank. Collective over
  * `group`. A negative color takes part and gets none: *result is NULL. Groups made here end with
  * mlxdist_group_destroy, in any order, before the group that connects them. */
-int mlxdist_group_split(mlxdist_group *group, int32_t color, int32_t key, mlxdist_group **result);
+int mlxdist_group_split(mlxdist_group* group, int32_t color, int32_t key, mlxdist_group** result);
 
 /* The operations that this thread starts from now on come from there: "train.py:88", of which 47 characters are kept.
  * NULL or "": from nowhere in particular. */
-void mlxdist_set_place(const char *place);
+void mlxdist_set_place(const char* place);
 
 /* An operation, as the flight recorder keeps it. */
 typedef struct mlxdist_flight {
@@ -362,17 +363,17 @@ typedef struct mlxdist_flight {
   int32_t root;        /* rank of the group, -1 where there is none */
   int32_t algorithm;   /* mlxdist_algorithm */
   mlxdist_layout layout; /* of the array; ndim is -1 where there is none */
-  char operation[24];  /* "all_sum" */
-  char place[48];      /* "train.py:88", where it was started; "" where that is not known */
+  char operation[24];    /* "all_sum" */
+  char place[48];        /* "train.py:88", where it was started; "" where that is not known */
 } mlxdist_flight;
 
 /* The flight recorder of this rank: the operations in progress, of all groups, and the last 1000 that have ended.
  * Writes the newest `room` of them into `entries`, oldest first, and returns their number; 0 also where the engine is
  * stuck. Safe from any thread. */
-uint64_t mlxdist_flight_read(mlxdist_group *group, mlxdist_flight *entries, uint64_t room);
+uint64_t mlxdist_flight_read(mlxdist_group* group, mlxdist_flight* entries, uint64_t room);
 
 /* The number of members of the group with this id, and their ranks in the world; 0 if it has ended. */
-uint64_t mlxdist_flight_members(mlxdist_group *group, int32_t id, int32_t *members, uint64_t room);
+uint64_t mlxdist_flight_members(mlxdist_group* group, int32_t id, int32_t* members, uint64_t room);
 
 /* An operation in progress. */
 typedef struct mlxdist_wait {
@@ -398,7 +399,7 @@ enum mlxdist_limits { MLXDIST_THREADS = 64 };
 
 /* What this rank waits for, in all groups: writes at most `room` operations and MLXDIST_THREADS entries. Returns the
  * number of operations; UINT64_MAX where there are more, or the engine is stuck. Safe from any thread. */
-uint64_t mlxdist_waits(mlxdist_group *group, mlxdist_wait *waits, uint64_t room, mlxdist_waiting_thread *threads);
+uint64_t mlxdist_waits(mlxdist_group* group, mlxdist_wait* waits, uint64_t room, mlxdist_waiting_thread* threads);
 
 /* What `rank` waits for: group, receives and stream of its mlxdist_wait. */
 typedef struct mlxdist_edge {
@@ -406,25 +407,25 @@ typedef struct mlxdist_edge {
   uint32_t stream;
 } mlxdist_edge;
 
-/* Whether this rank has come to what others wait for. For each: 0 if it has not, the number of the operation in progress
- * here that must get on first, or UINT64_MAX where nothing here is missing. Returns 0 where the engine is stuck. Safe from
- * any thread. */
-int mlxdist_come(mlxdist_group *world, const mlxdist_edge *edges, uint64_t count, uint64_t *numbers);
+/* Whether this rank has come to what others wait for. For each: 0 if it has not, the number of the operation in
+ * progress here that must get on first, or UINT64_MAX where nothing here is missing. Returns 0 where the engine is
+ * stuck. Safe from any thread. */
+int mlxdist_come(mlxdist_group* world, const mlxdist_edge* edges, uint64_t count, uint64_t* numbers);
 
 /* Waits until the group has failed: returns 1, and mlxdist_last_error() has the text of the first error. Returns 0 if
  * mlxdist_group_stop_watching, which must come before the group is destroyed, has come before a failure. */
-int mlxdist_group_watch_failure(mlxdist_group *group);
-void mlxdist_group_stop_watching(mlxdist_group *group);
+int mlxdist_group_watch_failure(mlxdist_group* group);
+void mlxdist_group_stop_watching(mlxdist_group* group);
 
 /* Replaces the table by which algorithms are chosen. Must be equal on all ranks: another choice is a mismatch. */
-int mlxdist_group_tune(mlxdist_group *group, const mlxdist_tuning *table, uint64_t lines);
+int mlxdist_group_tune(mlxdist_group* group, const mlxdist_tuning* table, uint64_t lines);
 
 /* The algorithm (mlxdist_algorithm) that `operation` (mlxdist_operation) on such an input uses. */
-int32_t mlxdist_group_algorithm(mlxdist_group *group, int32_t operation, const mlxdist_layout *layout);
+int32_t mlxdist_group_algorithm(mlxdist_group* group, int32_t operation, const mlxdist_layout* layout);
 
 /* Makes the provider lose or repeat messages, for tests: "drop=1/100", "drop_next=1", "none" (native/soft/faults.h);
  * "1:drop=1/1" is for the second cable alone. */
-int mlxdist_group_inject(mlxdist_group *group, const char *faults);
+int mlxdist_group_inject(mlxdist_group* group, const char* faults);
 
 enum mlxdist_members { MLXDIST_NONE = -1, MLXDIST_ALL = -2 };
 
@@ -435,103 +436,102 @@ enum mlxdist_members { MLXDIST_NONE = -1, MLXDIST_ALL = -2 };
  *
  * Returns 1 where a meeting is due: options.meet_after seconds have passed since a peer was heard in an operation, a
  * peer was late for one of the last 256, or there were fewer than 256. */
-int32_t mlxdist_arrive(mlxdist_group *group, int32_t to, int32_t from);
+int32_t mlxdist_arrive(mlxdist_group* group, int32_t to, int32_t from);
 
 /* An operation that was counted is not called: the program may come to it a second time. */
-void mlxdist_go_back(mlxdist_group *group, int32_t to, int32_t from);
+void mlxdist_go_back(mlxdist_group* group, int32_t to, int32_t from);
 
 /* In the same thread: waits for the peers, at most `patience` seconds (negative: as long as it takes), and returns 1
  * when that is over; 0 if it is not. `operation`: its name, for notices and errors. A peer that has not come after
  * options.entry_timeout fails the group: the operation then ends with that error. */
-int32_t mlxdist_meet(mlxdist_group *group, const char *operation, double patience);
+int32_t mlxdist_meet(mlxdist_group* group, const char* operation, double patience);
 
 /* The next operation that this thread calls has been counted by mlxdist_arrive. 0 after the call: it may have been
  * refused before it began. It stays counted then, as on the other ranks, which refuse it for the same reason. */
 void mlxdist_set_arrived(int32_t arrived);
 
 /* The next 256 operations with the members meet: on all of them, after a barrier of the group. */
-void mlxdist_expect_late(mlxdist_group *group);
+void mlxdist_expect_late(mlxdist_group* group);
 
 /* macOS has ended GPU work of this rank that waited. Where an operation has stood still for a peer for a second or more
  * within the last minute that is the reason: fails the group with a TIMEOUT that names both. MLXDIST_OK where there was
  * no such operation. */
-int mlxdist_group_gpu_timeout(mlxdist_group *group);
+int mlxdist_group_gpu_timeout(mlxdist_group* group);
 
 /* Promises that `data` stays where it is until mlxdist_unregister: large messages then leave from there, without the
  * copy into a slot. The registration with the device is made on first use and kept. */
-int mlxdist_register(mlxdist_group *group, void *data, uint64_t bytes, mlxdist_region **region);
+int mlxdist_register(mlxdist_group* group, void* data, uint64_t bytes, mlxdist_region** region);
 
 /* Waits until no operation uses the memory. */
-void mlxdist_unregister(mlxdist_region *region);
+void mlxdist_unregister(mlxdist_region* region);
 
 /* Waits at most `timeout` seconds (0: for ever; the group's own deadline holds in any case) and returns the
  * operation's status; MLXDIST_TIMEOUT of the wait alone leaves the operation as it is. */
-int mlxdist_handle_wait(mlxdist_handle *handle, double timeout);
+int mlxdist_handle_wait(mlxdist_handle* handle, double timeout);
 
 /* 1 once the operation has ended, well or not. */
-int mlxdist_handle_done(mlxdist_handle *handle);
+int mlxdist_handle_done(mlxdist_handle* handle);
 
 /* Every handle is freed once; an operation that has not ended goes on without it. */
-void mlxdist_handle_free(mlxdist_handle *handle);
+void mlxdist_handle_free(mlxdist_handle* handle);
 
 /* out[i] = in_0[i] op in_1[i] op ... op in_{n-1}[i]. 16-bit floats are accumulated in float32; direct, mesh and tree
  * round once, in rank order; ring and doubling round at each step. Every rank ends with bitwise the same result. */
-int mlxdist_all_reduce(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout, int32_t op,
-                       mlxdist_handle **handle);
+int mlxdist_all_reduce(mlxdist_group* group, const void* in, void* out, const mlxdist_layout* layout, int32_t op,
+                       mlxdist_handle** handle);
 
 /* out = in_0, in_1, ..., in_{n-1}: size * in bytes. */
-int mlxdist_all_gather(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout,
-                       mlxdist_handle **handle);
+int mlxdist_all_gather(mlxdist_group* group, const void* in, void* out, const mlxdist_layout* layout,
+                       mlxdist_handle** handle);
 
 /* Reduces as all_reduce does and leaves the rank-th of `size` equal parts in `out`. `layout` is that of
  * `in`; its first dimension must be a multiple of the group's size. In place: `out` equals `in`. */
-int mlxdist_reduce_scatter(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout, int32_t op,
-                           mlxdist_handle **handle);
+int mlxdist_reduce_scatter(mlxdist_group* group, const void* in, void* out, const mlxdist_layout* layout, int32_t op,
+                           mlxdist_handle** handle);
 
 /* Copies the root's `data` to all ranks' `data`. */
-int mlxdist_broadcast(mlxdist_group *group, void *data, const mlxdist_layout *layout, int32_t root,
-                      mlxdist_handle **handle);
+int mlxdist_broadcast(mlxdist_group* group, void* data, const mlxdist_layout* layout, int32_t root,
+                      mlxdist_handle** handle);
 
 /* Reduces as all_reduce does, to the root's `out`; elsewhere `out` is not used. */
-int mlxdist_reduce(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout, int32_t op,
-                   int32_t root, mlxdist_handle **handle);
+int mlxdist_reduce(mlxdist_group* group, const void* in, void* out, const mlxdist_layout* layout, int32_t op,
+                   int32_t root, mlxdist_handle** handle);
 
 /* The root's out = in_0, ..., in_{n-1}; elsewhere `out` is not used. `layout` is that of `in`. */
-int mlxdist_gather(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout, int32_t root,
-                   mlxdist_handle **handle);
+int mlxdist_gather(mlxdist_group* group, const void* in, void* out, const mlxdist_layout* layout, int32_t root,
+                   mlxdist_handle** handle);
 
 /* out = the rank-th of `size` parts of the root's `in`, which is not used elsewhere. `layout` is that of `out`. */
-int mlxdist_scatter(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout, int32_t root,
-                    mlxdist_handle **handle);
+int mlxdist_scatter(mlxdist_group* group, const void* in, void* out, const mlxdist_layout* layout, int32_t root,
+                    mlxdist_handle** handle);
 
 /* Part j of rank i's `in` becomes part i of rank j's `out`. `layout` is that of `in` and of `out`; its first
  * dimension must be a multiple of the group's size. `out` may not be `in`. */
-int mlxdist_all_to_all(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout,
-                       mlxdist_handle **handle);
+int mlxdist_all_to_all(mlxdist_group* group, const void* in, void* out, const mlxdist_layout* layout,
+                       mlxdist_handle** handle);
 
 /* As all_to_all, with parts of different sizes: send_counts[j] rows go to rank j, receive_counts[i] rows come from
  * rank i, each array of `size` counts; parts lie one after the other, in rank order. `row` is the layout of one row.
  * What i sends to j must be what j receives from i. `out` may not be `in`. */
-int mlxdist_all_to_all_v(mlxdist_group *group, const void *in, const uint64_t *send_counts, void *out,
-                         const uint64_t *receive_counts, const mlxdist_layout *row, mlxdist_handle **handle);
+int mlxdist_all_to_all_v(mlxdist_group* group, const void* in, const uint64_t* send_counts, void* out,
+                         const uint64_t* receive_counts, const mlxdist_layout* row, mlxdist_handle** handle);
 
 /* Returns once every rank has entered. */
-int mlxdist_barrier(mlxdist_group *group, mlxdist_handle **handle);
+int mlxdist_barrier(mlxdist_group* group, mlxdist_handle** handle);
 
 /* Point to point, matched in order per pair of ranks. send returns when `data` may be reused. */
-int mlxdist_send(mlxdist_group *group, const void *data, const mlxdist_layout *layout, int32_t to,
-                 mlxdist_handle **handle);
-int mlxdist_recv(mlxdist_group *group, void *data, const mlxdist_layout *layout, int32_t from,
-                 mlxdist_handle **handle);
+int mlxdist_send(mlxdist_group* group, const void* data, const mlxdist_layout* layout, int32_t to,
+                 mlxdist_handle** handle);
+int mlxdist_recv(mlxdist_group* group, void* data, const mlxdist_layout* layout, int32_t from, mlxdist_handle** handle);
 
 /* Both directions at once: cannot deadlock, whatever the sizes. */
-int mlxdist_sendrecv(mlxdist_group *group, const void *send, const mlxdist_layout *send_layout, int32_t to,
-                     void *recv, const mlxdist_layout *recv_layout, int32_t from, mlxdist_handle **handle);
+int mlxdist_sendrecv(mlxdist_group* group, const void* send, const mlxdist_layout* send_layout, int32_t to, void* recv,
+                     const mlxdist_layout* recv_layout, int32_t from, mlxdist_handle** handle);
 
 /* What the machine itself allows, without messages: half of each round trip, `count` times. A side copies what it
  * sends into the shared array and sets a flag; the other, which polls the flag, copies it out and answers. One round
  * trip more comes first. Two threads that poll need two cores: with one, this takes very long. */
-int mlxdist_time_transfers(const mlxdist_transfer *transfer, double *nanoseconds);
+int mlxdist_time_transfers(const mlxdist_transfer* transfer, double* nanoseconds);
 
 /* cffi ends */
 

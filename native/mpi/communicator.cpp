@@ -145,4 +145,4 @@ void run(MPI_Comm comm, const std::function<int(mlxdist_group*)>& operation) {
   }
 }
 
-} // namespace mlxdist
+}  // namespace mlxdist

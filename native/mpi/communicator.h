@@ -73,4 +73,4 @@ void destroy_freed();
  * and raises it soon. */
 void run(MPI_Comm comm, const std::function<int(mlxdist_group*)>& operation);
 
-} // namespace mlxdist
+}  // namespace mlxdist

@@ -71,7 +71,7 @@ int MPI_Comm_split(MPI_Comm comm, int color, int key, MPI_Comm* result) {
   }
   if (part == nullptr) {
     throw Error(MLXDIST_INVALID_ARGUMENT, "split: color " + std::to_string(color) +
-                                       " is in no group, and MLX has no such result: use a color of 0 or more");
+                                              " is in no group, and MLX has no such result: use a color of 0 or more");
   }
   *result = add_communicator(part);
   return MPI_SUCCESS;

@@ -8,4 +8,4 @@ namespace mlxdist {
  * where a library is bound to the one that it was linked to. */
 void hide_names();
 
-} // namespace mlxdist
+}  // namespace mlxdist

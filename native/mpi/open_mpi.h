@@ -25,7 +25,7 @@ struct Op {
 };
 
 constexpr int32_t any_dtype = -1;
-} // namespace mlxdist
+}  // namespace mlxdist
 
 #pragma GCC visibility push(default)
 
@@ -75,6 +75,6 @@ extern const mlxdist::Datatype ompi_mpi_c_bool, ompi_mpi_int8_t, ompi_mpi_uint8_
     ompi_mpi_int32_t, ompi_mpi_uint32_t, ompi_mpi_int64_t, ompi_mpi_uint64_t, ompi_mpi_float, ompi_mpi_double,
     ompi_mpi_c_complex;
 
-} // extern "C"
+}  // extern "C"
 
 #pragma GCC visibility pop

@@ -36,10 +36,11 @@ template <class Function>
 static void look_up(const char* name, Function*& function) {
   function = reinterpret_cast<Function*>(dlsym(RTLD_DEFAULT, name));
   if (function == nullptr) {
-    throw Error(MLXDIST_INVALID_ARGUMENT,
-         "mx.distributed: this process has no Python interpreter (" + std::string(name) +
-             " is not in memory), and mlxdist needs one to join the other ranks: write the program in Python, or unset "
-             "MLX_MPI_LIBNAME to run it without mlxdist");
+    throw Error(
+        MLXDIST_INVALID_ARGUMENT,
+        "mx.distributed: this process has no Python interpreter (" + std::string(name) +
+            " is not in memory), and mlxdist needs one to join the other ranks: write the program in Python, or unset "
+            "MLX_MPI_LIBNAME to run it without mlxdist");
   }
 }
 
@@ -129,7 +130,7 @@ Result call(const char* function, uintptr_t first_argument, uintptr_t second_arg
   Reference module(api().PyImport_ImportModule("mlxdist.mpi_door"));
   if (module == nullptr) {
     throw Error(MLXDIST_INVALID_ARGUMENT, "mx.distributed: mlxdist does not load in this Python: " + error_text() +
-                                       "; install mlxdist into the Python that runs the ranks");
+                                              "; install mlxdist into the Python that runs the ranks");
   }
   unsigned long long first = first_argument, second = second_argument;
   Reference result(api().PyObject_CallMethod(module, function, "KK", first, second));
@@ -145,4 +146,4 @@ OthersRun::~OthersRun() {
   if (state_ != nullptr) api().PyEval_RestoreThread(state_);
 }
 
-} // namespace mlxdist::python
+}  // namespace mlxdist::python

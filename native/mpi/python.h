@@ -32,4 +32,4 @@ class OthersRun {
   void* state_;
 };
 
-} // namespace mlxdist::python
+}  // namespace mlxdist::python

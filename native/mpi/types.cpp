@@ -48,7 +48,7 @@ static const Op* recognize(MPI_User_function* function) {
   }
 }
 
-} // namespace mlxdist
+}  // namespace mlxdist
 
 int MPI_Type_contiguous(int count, MPI_Datatype of, MPI_Datatype* result) {
   /* Types of two bytes have no names: the first is float16, the second bfloat16. Where that matters, in sums,
@@ -57,8 +57,8 @@ int MPI_Type_contiguous(int count, MPI_Datatype of, MPI_Datatype* result) {
   const mlxdist::Datatype* types[] = {&mlxdist::float16, &mlxdist::bfloat16};
   if (count != 2 || of != &ompi_mpi_uint8_t || made == 2) {
     throw mlxdist::Error(MLXDIST_INVALID_ARGUMENT,
-                  "this MLX makes an MPI datatype that mlxdist does not know; use mlxdist.init() in the program "
-                  "instead, or another MLX");
+                         "this MLX makes an MPI datatype that mlxdist does not know; use mlxdist.init() in the program "
+                         "instead, or another MLX");
   }
   *result = types[made++];
   return MPI_SUCCESS;
@@ -69,9 +69,10 @@ int MPI_Type_commit(MPI_Datatype*) { return MPI_SUCCESS; }
 int MPI_Op_create(MPI_User_function* function, int, MPI_Op* result) {
   *result = mlxdist::recognize(function);
   if (*result == nullptr) {
-    throw mlxdist::Error(MLXDIST_INVALID_ARGUMENT,
-                  "this MLX makes an MPI reduction that mlxdist does not know; use mlxdist.init() in the program "
-                  "instead, or another MLX");
+    throw mlxdist::Error(
+        MLXDIST_INVALID_ARGUMENT,
+        "this MLX makes an MPI reduction that mlxdist does not know; use mlxdist.init() in the program "
+        "instead, or another MLX");
   }
   return MPI_SUCCESS;
 }

@@ -9,15 +9,15 @@
 
 /* All of it is inlined into the kernels, where dtype and op are constants, and n and length too in their main loop. */
 
-VECTOR_FUNCTION float_pair load_halves(int32_t dtype, const uint16_t *from, uint64_t length) {
+VECTOR_FUNCTION float_pair load_halves(int32_t dtype, const uint16_t* from, uint64_t length) {
   uint16_t padded[LANES] = {0};
   if (length < LANES) from = memcpy(padded, from, length * sizeof *padded);
   return dtype == MLXDIST_FLOAT16 ? load_float16(from) : load_bfloat16(from);
 }
 
-VECTOR_FUNCTION void store_halves(int32_t dtype, uint16_t *to, float_pair value, uint64_t length) {
+VECTOR_FUNCTION void store_halves(int32_t dtype, uint16_t* to, float_pair value, uint64_t length) {
   uint16_t padded[LANES];
-  uint16_t *whole = length < LANES ? padded : to;
+  uint16_t* whole = length < LANES ? padded : to;
   if (dtype == MLXDIST_FLOAT16) {
     store_float16(whole, value);
   } else {
@@ -28,26 +28,30 @@ VECTOR_FUNCTION void store_halves(int32_t dtype, uint16_t *to, float_pair value,
 
 VECTOR_FUNCTION floats combine_floats(int32_t op, floats a, floats b) {
   switch (op) {
-    case MLXDIST_SUM: return sum_floats(a, b);
-    case MLXDIST_PROD: return a * b;
-    case MLXDIST_MAX: return max_floats(a, b);
-    default: return min_floats(a, b);
+    case MLXDIST_SUM:
+      return sum_floats(a, b);
+    case MLXDIST_PROD:
+      return a * b;
+    case MLXDIST_MAX:
+      return max_floats(a, b);
+    default:
+      return min_floats(a, b);
   }
 }
 
 /* Elements [i, i + length): LANES, or fewer at the end of the arrays. */
-VECTOR_FUNCTION void reduce_step(int32_t dtype, int32_t op, uint16_t *out, const void *const *sources, int n,
+VECTOR_FUNCTION void reduce_step(int32_t dtype, int32_t op, uint16_t* out, const void* const* sources, int n,
                                  uint64_t i, uint64_t length) {
-  float_pair a = load_halves(dtype, (const uint16_t *)sources[0] + i, length);
+  float_pair a = load_halves(dtype, (const uint16_t*)sources[0] + i, length);
   for (int s = 1; s < n; s++) {
-    float_pair b = load_halves(dtype, (const uint16_t *)sources[s] + i, length);
+    float_pair b = load_halves(dtype, (const uint16_t*)sources[s] + i, length);
     a.first = combine_floats(op, a.first, b.first);
     a.second = combine_floats(op, a.second, b.second);
   }
   store_halves(dtype, out + i, a, length);
 }
 
-VECTOR_FUNCTION void reduce_halves(int32_t dtype, int32_t op, uint16_t *out, const void *const *sources, int n,
+VECTOR_FUNCTION void reduce_halves(int32_t dtype, int32_t op, uint16_t* out, const void* const* sources, int n,
                                    uint64_t count) {
   uint64_t i = 0;
   if (n == 2) {
@@ -59,7 +63,7 @@ VECTOR_FUNCTION void reduce_halves(int32_t dtype, int32_t op, uint16_t *out, con
 }
 
 #define HALF_KERNEL(name, dtype, op)                                                      \
-  TARGET static void name(void *out, const void *const *sources, int n, uint64_t count) { \
+  TARGET static void name(void* out, const void* const* sources, int n, uint64_t count) { \
     reduce_halves(dtype, op, out, sources, n, count);                                     \
   }
 #define HALF_KERNELS(suffix, dtype)               \

@@ -20,10 +20,10 @@
 #endif
 
 typedef float _Complex complex64;
-typedef void (*combine_fn)(void *out, const void *a, const void *b, uint64_t count);
+typedef void (*combine_fn)(void* out, const void* a, const void* b, uint64_t count);
 
 /* More than two sources: the partial results of one block stay in the first-level cache while the sources pass. */
-static void combine_all(combine_fn combine, uint64_t size, void *out, const void *const *sources, int n,
+static void combine_all(combine_fn combine, uint64_t size, void* out, const void* const* sources, int n,
                         uint64_t count) {
   if (n == 1) {
     memmove(out, sources[0], count * size);
@@ -37,24 +37,25 @@ static void combine_all(combine_fn combine, uint64_t size, void *out, const void
   const uint64_t block = sizeof partial / size;
   for (uint64_t begin = 0; begin < count; begin += block) {
     uint64_t length = count - begin < block ? count - begin : block, offset = begin * size;
-    const void *a = (const char *)sources[0] + offset;
+    const void* a = (const char*)sources[0] + offset;
     for (int s = 1; s < n; s++) {
-      void *to = s == n - 1 ? (char *)out + offset : partial;
-      combine(to, a, (const char *)sources[s] + offset, length);
+      void* to = s == n - 1 ? (char*)out + offset : partial;
+      combine(to, a, (const char*)sources[s] + offset, length);
       a = partial;
     }
   }
 }
 
 /* The loop is not inlined: within that over the sources GCC would unroll and jam both, and vectorize neither. */
-#define KERNEL_LOOP(name, element, COMBINE, LOOP)                                                                      \
-  TARGET static __attribute__((noinline)) void combine_##name(void *out_, const void *a_, const void *b_, uint64_t n) {\
-    element *out = out_;                                                                                               \
-    const element *a = a_, *b = b_;                                                                                    \
-    LOOP for (uint64_t i = 0; i < n; i++) out[i] = COMBINE(a[i], b[i]);                                                \
-  }                                                                                                                    \
-  static void name(void *out, const void *const *sources, int n, uint64_t count) {                                     \
-    combine_all(combine_##name, sizeof(element), out, sources, n, count);                                              \
+#define KERNEL_LOOP(name, element, COMBINE, LOOP)                                                         \
+  TARGET static __attribute__((noinline)) void combine_##name(void* out_, const void* a_, const void* b_, \
+                                                              uint64_t n) {                               \
+    element* out = out_;                                                                                  \
+    const element *a = a_, *b = b_;                                                                       \
+    LOOP for (uint64_t i = 0; i < n; i++) out[i] = COMBINE(a[i], b[i]);                                   \
+  }                                                                                                       \
+  static void name(void* out, const void* const* sources, int n, uint64_t count) {                        \
+    combine_all(combine_##name, sizeof(element), out, sources, n, count);                                 \
   }
 #define KERNEL(name, element, COMBINE) KERNEL_LOOP(name, element, COMBINE, INDEPENDENT)
 #define KERNEL_UNROLLED(name, element, COMBINE) KERNEL_LOOP(name, element, COMBINE, UNROLLED)
@@ -118,11 +119,9 @@ KERNEL_UNROLLED(min_complex64, complex64, complex_min)
 
 #define UNSIGNED_ROW(bits) REDUCE_ROW_OF(sum_int##bits, prod_int##bits, max_uint##bits, min_uint##bits)
 
-#define KERNEL_ROWS                                                                 \
-  [MLXDIST_BOOL] = REDUCE_ROW_OF(or_bool, and_bool, or_bool, and_bool),             \
-  [MLXDIST_UINT8] = UNSIGNED_ROW(8), [MLXDIST_UINT16] = UNSIGNED_ROW(16),           \
-  [MLXDIST_UINT32] = UNSIGNED_ROW(32), [MLXDIST_UINT64] = UNSIGNED_ROW(64),         \
-  [MLXDIST_INT8] = REDUCE_ROW(int8), [MLXDIST_INT16] = REDUCE_ROW(int16),           \
-  [MLXDIST_INT32] = REDUCE_ROW(int32), [MLXDIST_INT64] = REDUCE_ROW(int64),         \
-  [MLXDIST_FLOAT32] = REDUCE_ROW(float32), [MLXDIST_FLOAT64] = REDUCE_ROW(float64), \
-  [MLXDIST_COMPLEX64] = REDUCE_ROW(complex64)
+#define KERNEL_ROWS                                                                                              \
+  [MLXDIST_BOOL] = REDUCE_ROW_OF(or_bool, and_bool, or_bool, and_bool), [MLXDIST_UINT8] = UNSIGNED_ROW(8),       \
+  [MLXDIST_UINT16] = UNSIGNED_ROW(16), [MLXDIST_UINT32] = UNSIGNED_ROW(32), [MLXDIST_UINT64] = UNSIGNED_ROW(64), \
+  [MLXDIST_INT8] = REDUCE_ROW(int8), [MLXDIST_INT16] = REDUCE_ROW(int16), [MLXDIST_INT32] = REDUCE_ROW(int32),   \
+  [MLXDIST_INT64] = REDUCE_ROW(int64), [MLXDIST_FLOAT32] = REDUCE_ROW(float32),                                  \
+  [MLXDIST_FLOAT64] = REDUCE_ROW(float64), [MLXDIST_COMPLEX64] = REDUCE_ROW(complex64)

@@ -22,15 +22,15 @@ enum { LANES = VECTOR_BYTES / sizeof(uint16_t) };
 /* `mask` is all ones or all zeros in each element, as comparisons of vectors are. */
 VECTOR_FUNCTION words select_words(words mask, words a, words b) { return (mask & a) | (~mask & b); }
 
-VECTOR_FUNCTION words load_words(const uint16_t *from) {
+VECTOR_FUNCTION words load_words(const uint16_t* from) {
   words value;
   memcpy(&value, from, sizeof value);
   return value;
 }
-VECTOR_FUNCTION void store_words(uint16_t *to, words value) { memcpy(to, &value, sizeof value); }
+VECTOR_FUNCTION void store_words(uint16_t* to, words value) { memcpy(to, &value, sizeof value); }
 
 /* A bfloat16 is the upper half of a float32: in a word that holds two, one is in place and one a shift away. */
-VECTOR_FUNCTION float_pair load_bfloat16(const uint16_t *from) {
+VECTOR_FUNCTION float_pair load_bfloat16(const uint16_t* from) {
   words both = load_words(from);
   return (float_pair){(floats)(both << 16), (floats)(both & 0xffff0000u)};
 }
@@ -42,7 +42,7 @@ VECTOR_FUNCTION words round_to_bfloat16(floats value) {
   return bits + 0x7fffu + ((bits >> 16) & 1u);
 }
 
-VECTOR_FUNCTION void store_bfloat16(uint16_t *to, float_pair value) {
+VECTOR_FUNCTION void store_bfloat16(uint16_t* to, float_pair value) {
   words lower = round_to_bfloat16(value.first) >> 16, upper = round_to_bfloat16(value.second) & 0xffff0000u;
   store_words(to, lower | upper);
 }

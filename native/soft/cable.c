@@ -9,13 +9,9 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static struct soft_context *used_contexts; /* of this process */
 
-static void before_fork(void) {
-  pthread_mutex_lock(&lock);
-}
+static void before_fork(void) { pthread_mutex_lock(&lock); }
 
-static void after_fork_in_parent(void) {
-  pthread_mutex_unlock(&lock);
-}
+static void after_fork_in_parent(void) { pthread_mutex_unlock(&lock); }
 
 /* What the parent uses is no longer known here: a child opens devices of its own. */
 static void after_fork_in_child(void) {
@@ -23,9 +19,7 @@ static void after_fork_in_child(void) {
   pthread_mutex_unlock(&lock);
 }
 
-static void watch_forks(void) {
-  pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
-}
+static void watch_forks(void) { pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child); }
 
 bool soft_cable_use(struct soft_context *context) {
   if (!context->profile->one_cable) return true;

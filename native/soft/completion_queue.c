@@ -94,9 +94,7 @@ static void fail_by_overrun(struct soft_cq *cq) {
 }
 
 /* Whether completions can outnumber the queue at all; a queue sized for its queue pairs never counts them. */
-static bool may_overrun(const struct soft_cq *cq) {
-  return cq->demand > (uint64_t)cq->verbs.cqe;
-}
+static bool may_overrun(const struct soft_cq *cq) { return cq->demand > (uint64_t)cq->verbs.cqe; }
 
 void soft_cq_add(struct soft_qp *qp, const struct ibv_send_wr *wr, enum ibv_wc_status status) {
   struct soft_cq *cq = soft_cq(qp->verbs.send_cq);
@@ -164,7 +162,8 @@ static bool take_receive(struct soft_qp *qp, struct ibv_wc *wc) {
     if (__builtin_expect(wc->wc_flags & COMPLETED_BY_WRITE, 0)) {
       wc->wc_flags &= ~COMPLETED_BY_WRITE;
       wc->opcode = IBV_WC_RECV_RDMA_WITH_IMM;
-    } else if (wc->status == IBV_WC_SUCCESS && wc->byte_len > receive->length) wc->status = IBV_WC_LOC_LEN_ERR;
+    } else if (wc->status == IBV_WC_SUCCESS && wc->byte_len > receive->length)
+      wc->status = IBV_WC_LOC_LEN_ERR;
   }
   if (__builtin_expect(qp->bounces != NULL, 0)) soft_bounce_take(qp, wc);
   if (soft_context(qp->verbs.context)->profile->no_length) wc->byte_len = 0;

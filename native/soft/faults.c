@@ -96,9 +96,7 @@ static uint64_t draw(uint64_t *generator) {
   return z ^ (z >> 31);
 }
 
-uint64_t soft_faults_draw(struct soft_faults *faults, uint64_t limit) {
-  return draw(&faults->generator) % limit;
-}
+uint64_t soft_faults_draw(struct soft_faults *faults, uint64_t limit) { return draw(&faults->generator) % limit; }
 
 static bool happens(struct soft_faults *faults, struct soft_rule *rule) {
   bool hit = rule->times && soft_faults_draw(faults, rule->of) < rule->times;

@@ -73,18 +73,18 @@ struct soft_faults {
 };
 
 /* 0, or EINVAL and no change. */
-int soft_faults_set(struct soft_faults *faults, const char *list);
+int soft_faults_set(struct soft_faults* faults, const char* list);
 
 /* What happens to the next SEND: a bit for each soft_fault. */
-unsigned soft_faults_next(struct soft_faults *faults);
+unsigned soft_faults_next(struct soft_faults* faults);
 
 /* Whether the next completion is lost. */
-bool soft_faults_lose_completion(struct soft_faults *faults);
+bool soft_faults_lose_completion(struct soft_faults* faults);
 
 /* How late the next SEND leaves. */
-uint64_t soft_faults_late_ns(struct soft_faults *faults);
+uint64_t soft_faults_late_ns(struct soft_faults* faults);
 
 /* A number below `limit`, which is not 0. */
-uint64_t soft_faults_draw(struct soft_faults *faults, uint64_t limit);
+uint64_t soft_faults_draw(struct soft_faults* faults, uint64_t limit);
 
 #endif

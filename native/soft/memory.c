@@ -6,9 +6,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-size_t soft_whole_pages(size_t bytes) {
-  return (bytes + SEGMENT_PAGE - 1) / SEGMENT_PAGE * SEGMENT_PAGE;
-}
+size_t soft_whole_pages(size_t bytes) { return (bytes + SEGMENT_PAGE - 1) / SEGMENT_PAGE * SEGMENT_PAGE; }
 
 int soft_arena_create(struct soft_context *context) {
   context->blocks = calloc(1, sizeof *context->blocks);

@@ -19,6 +19,6 @@ void names_strike_out(uint64_t nonce);
 void names_remove_dead(void);
 
 /* The nonce, of those that were noted and not struck out, for which the function returns the number. */
-bool names_find(uint32_t (*number_of)(uint64_t nonce), uint32_t number, uint64_t *nonce);
+bool names_find(uint32_t (*number_of)(uint64_t nonce), uint32_t number, uint64_t* nonce);
 
 #endif

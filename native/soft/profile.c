@@ -13,28 +13,26 @@
  *
  * Where sources disagree on what is accepted (access flags of regions, path MTU), one profile plays each answer. */
 #define ALL_ACCESS (IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE)
-#define APPLE(label, ...)             \
-  {                                   \
-    .name = label,                    \
-    .devices = SOFT_DEVICES,          \
-    .max_qp = 10,                     \
-    .max_wr = 4095,                   \
-    .max_send_sge = 1,                \
-    .max_pd = 11,                     \
-    .max_cq = 11,                     \
-    .max_cqe = SOFT_MAX_CQE,          \
-    .max_mr = 100,                    \
-    .least_wr = 1023,                 \
-    .mr_alignment = SEGMENT_PAGE,     \
-    .active_mtu = IBV_MTU_4096,       \
-    .frames = true,                   \
-    .shares_qp = true,                \
-    .credit = true,                   \
-    .one_cable = true,                \
-    .strict_order = true,             \
-    .short_regions = true,            \
-    __VA_ARGS__                       \
-  }
+#define APPLE(label, ...)                                                                                              \
+  {.name = label,                                                                                                      \
+   .devices = SOFT_DEVICES,                                                                                            \
+   .max_qp = 10,                                                                                                       \
+   .max_wr = 4095,                                                                                                     \
+   .max_send_sge = 1,                                                                                                  \
+   .max_pd = 11,                                                                                                       \
+   .max_cq = 11,                                                                                                       \
+   .max_cqe = SOFT_MAX_CQE,                                                                                            \
+   .max_mr = 100,                                                                                                      \
+   .least_wr = 1023,                                                                                                   \
+   .mr_alignment = SEGMENT_PAGE,                                                                                       \
+   .active_mtu = IBV_MTU_4096,                                                                                         \
+   .frames = true,                                                                                                     \
+   .shares_qp = true,                                                                                                  \
+   .credit = true,                                                                                                     \
+   .one_cable = true,                                                                                                  \
+   .strict_order = true,                                                                                               \
+   .short_regions = true,                                                                                              \
+   __VA_ARGS__}
 #define MOST_FRAMES (4095 * SOFT_FRAME_BYTES)
 
 const struct soft_profile soft_profiles[SOFT_PROFILES] = {

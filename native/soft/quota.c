@@ -18,13 +18,9 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static struct quota_place *places;
 
-static void before_fork(void) {
-  pthread_mutex_lock(&lock);
-}
+static void before_fork(void) { pthread_mutex_lock(&lock); }
 
-static void after_fork_in_parent(void) {
-  pthread_mutex_unlock(&lock);
-}
+static void after_fork_in_parent(void) { pthread_mutex_unlock(&lock); }
 
 /* The child must not keep a place when the parent has ended. */
 static void after_fork_in_child(void) {
@@ -35,9 +31,7 @@ static void after_fork_in_child(void) {
   pthread_mutex_unlock(&lock);
 }
 
-static void watch_forks(void) {
-  pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
-}
+static void watch_forks(void) { pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child); }
 
 static int lock_any(struct quota_place *place, const char *device, uint32_t host, uint32_t limit) {
   place->fd = -1;

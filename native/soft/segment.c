@@ -14,13 +14,9 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static struct segment *segments;
 
-static void before_fork(void) {
-  pthread_mutex_lock(&lock);
-}
+static void before_fork(void) { pthread_mutex_lock(&lock); }
 
-static void after_fork_in_parent(void) {
-  pthread_mutex_unlock(&lock);
-}
+static void after_fork_in_parent(void) { pthread_mutex_unlock(&lock); }
 
 /* A child gets no mapping (see the two segment_map functions) and must not keep the segment's memory alive
  * through a descriptor either. */
@@ -36,9 +32,7 @@ static void after_fork_in_child(void) {
   pthread_mutex_unlock(&lock);
 }
 
-static void watch_forks(void) {
-  pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
-}
+static void watch_forks(void) { pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child); }
 
 static void enter(struct segment *segment) {
   segment->references = 1;

@@ -44,7 +44,7 @@
 
 struct segment_header {
   _Atomic uint64_t magic; /* written behind what is known from the beginning */
-  uint64_t cookie; /* random: a process id or a descriptor that was reused is not taken for the owner */
+  uint64_t cookie;        /* random: a process id or a descriptor that was reused is not taken for the owner */
   uint64_t bytes;
   uint32_t version;
   uint32_t profile; /* enum soft_profiles: both sides play the same device */
@@ -60,7 +60,7 @@ struct shared_region {
   uint32_t pd;          /* the number of its protection domain */
   uint64_t addr;        /* in the owner's memory */
   uint64_t length;
-  uint64_t offset;      /* in the segment, or REGION_OUTSIDE */
+  uint64_t offset; /* in the segment, or REGION_OUTSIDE */
 };
 
 #define SEGMENT_REGIONS 4096
@@ -85,7 +85,7 @@ struct shared_completion {
 #define COMPLETED_BY_WRITE (UINT32_C(1) << 31) /* an RDMA_WRITE_WITH_IMM, which leaves the buffer alone */
 
 /* Completes the receive at `position`, for whoever plays its network adapter. `imm_data` counts if the flags say so. */
-static inline void shared_complete(struct shared_completion *completion, uint64_t position, uint32_t status,
+static inline void shared_complete(struct shared_completion* completion, uint64_t position, uint32_t status,
                                    uint32_t byte_len, uint32_t wc_flags, uint32_t imm_data) {
   completion->status = status;
   completion->byte_len = byte_len;
@@ -131,73 +131,73 @@ struct segment_layout {
 
 /* A mapping of this process, of its own or of a peer's segment; every segment is mapped at most once. */
 struct segment {
-  struct segment_layout *layout; /* NULL in a child that this process forked */
+  struct segment_layout* layout; /* NULL in a child that this process forked */
   union ibv_gid gid;             /* how peers find it */
   uint64_t cookie;
   bool owned;
   uint32_t place; /* of those with a number that its process owns: the lowest that was free, from 1; else 0 */
-  bool named; /* there is a name to remove */
-  int fd;     /* what peers open, or -1 */
-  int memory_fd; /* of a peer's: see segment_memory; or -1 */
+  bool named;     /* there is a name to remove */
+  int fd;         /* what peers open, or -1 */
+  int memory_fd;  /* of a peer's: see segment_memory; or -1 */
   /* Where a writer looks regions up: the peer's in its segment. Those of this process are kept in its own memory as
    * well, as their addresses are used here, and peers could change the others. */
-  struct shared_region *regions;
+  struct shared_region* regions;
   unsigned references;
-  struct segment *next;
+  struct segment* next;
 };
 
 /* A new segment for this process. Returns 0 or an errno value, as do all functions below. */
-int segment_create(struct segment **segment);
+int segment_create(struct segment** segment);
 
 /* The segment at `gid`. ENOENT, ESRCH or EACCES: there is none, its owner is gone, or it belongs to another
  * user; EINVAL: something else is there. */
-int segment_open(const union ibv_gid *gid, struct segment **segment);
+int segment_open(const union ibv_gid* gid, struct segment** segment);
 
 /* Gives this process's own segment a number of 28 bits, for addresses that are too short for a GID; EMFILE: there is
  * none left. For programs that use libsoftverbs: a process that uses libmlxdist too has segments of both. */
-int segment_enumerate(struct segment *segment);
+int segment_enumerate(struct segment* segment);
 
 /* The GID of the segment of this user that has the number. ENOENT or EACCES: there is none. */
-int segment_find(uint32_t number, union ibv_gid *gid);
+int segment_find(uint32_t number, union ibv_gid* gid);
 #define SEGMENT_NUMBERS (UINT32_C(1) << 28)
 
 /* How GIDs of segments begin: as link-local addresses, like the first one of a RoCE device. */
 static const uint8_t segment_prefix[2] = {0xfe, 0x80};
 
 /* Ends the owner's use: nobody can open the segment from now on. Peers keep their mappings. */
-void segment_close(struct segment *segment);
+void segment_close(struct segment* segment);
 
 /* Gives back what segment_create or segment_open returned. */
-void segment_release(struct segment *segment);
+void segment_release(struct segment* segment);
 
 /* A descriptor at which the memory of the owner, another process, can be written; it does not outlive that process, as
  * the number of a process may. -1 with errno set where that is not permitted, or there is no such thing. */
-int segment_memory(struct segment *segment);
+int segment_memory(struct segment* segment);
 
 /* What differs between systems: segment_memfd.c (Linux) and segment_posix.c (macOS). Both have mode 0600. */
 
 /* Makes SEGMENT_BYTES of zeroed shared memory. Sets layout, gid, fd and named; cookie is set already. */
-int segment_map_new(struct segment *segment);
+int segment_map_new(struct segment* segment);
 
 /* Maps the segment at segment->gid. Sets layout and cookie; the caller checks the header. */
-int segment_map_peer(struct segment *segment);
+int segment_map_peer(struct segment* segment);
 
 /* The number by the GID and the place in the header; 0: none. */
-uint32_t segment_number(const struct segment *segment);
+uint32_t segment_number(const struct segment* segment);
 
 /* segment_find, for those that are not mapped. */
-int segment_look_up(uint32_t number, union ibv_gid *gid);
+int segment_look_up(uint32_t number, union ibv_gid* gid);
 
 /* Opens what segment_memory returns. */
-int segment_open_memory(const struct segment *segment);
+int segment_open_memory(const struct segment* segment);
 
 /* Maps SEGMENT_BYTES of the file, at a multiple of that; NULL with errno set. For the two above. */
-void *segment_map_file(int fd);
+void* segment_map_file(int fd);
 
 /* Removes the name, if there is one; mappings stay. */
-void segment_remove_name(struct segment *segment);
+void segment_remove_name(struct segment* segment);
 
 /* Zeroes whole pages and returns them to the system where it can. */
-void segment_zero_pages(void *memory, size_t bytes);
+void segment_zero_pages(void* memory, size_t bytes);
 
 #endif

@@ -108,8 +108,8 @@ static bool is_in_place(struct address *address, uint32_t place) {
   struct segment_header header;
   int fd;
   if (open_segment(address, &fd)) return false;
-  bool found = pread(fd, &header, sizeof header, 0) == sizeof header && header.magic == SEGMENT_MAGIC &&
-               header.place == place;
+  bool found =
+      pread(fd, &header, sizeof header, 0) == sizeof header && header.magic == SEGMENT_MAGIC && header.place == place;
   if (found) address->cookie = header.cookie;
   close(fd);
   return found;
@@ -152,9 +152,7 @@ int segment_open_memory(const struct segment *segment) {
   return -1;
 }
 
-void segment_remove_name(struct segment *segment) {
-  (void)segment; /* there is none */
-}
+void segment_remove_name(struct segment *segment) { (void)segment; /* there is none */ }
 
 void segment_zero_pages(void *memory, size_t bytes) {
   if (madvise(memory, bytes, MADV_REMOVE)) memset(memory, 0, bytes);

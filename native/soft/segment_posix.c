@@ -46,9 +46,7 @@ static int map(struct segment *segment, int fd) {
   return 0;
 }
 
-static uint32_t number_of(uint64_t nonce) {
-  return (uint32_t)(nonce >> 32) % SEGMENT_NUMBERS;
-}
+static uint32_t number_of(uint64_t nonce) { return (uint32_t)(nonce >> 32) % SEGMENT_NUMBERS; }
 
 int segment_map_new(struct segment *segment) {
   struct address address = {.cookie = segment->cookie};
@@ -138,6 +136,4 @@ void segment_remove_name(struct segment *segment) {
   segment->named = false;
 }
 
-void segment_zero_pages(void *memory, size_t bytes) {
-  memset(memory, 0, bytes);
-}
+void segment_zero_pages(void *memory, size_t bytes) { memset(memory, 0, bytes); }

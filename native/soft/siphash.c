@@ -5,9 +5,7 @@ struct state {
   uint64_t v0, v1, v2, v3;
 };
 
-static uint64_t rotate(uint64_t x, int bits) {
-  return x << bits | x >> (64 - bits);
-}
+static uint64_t rotate(uint64_t x, int bits) { return x << bits | x >> (64 - bits); }
 
 static uint64_t load(const uint8_t *bytes, size_t count) {
   uint64_t word = 0;

@@ -8,6 +8,6 @@
 
 #define SIPHASH_BYTES 16 /* of the key, and of the hash */
 
-void siphash(const uint8_t key[SIPHASH_BYTES], const void *bytes, size_t length, uint8_t hash[SIPHASH_BYTES]);
+void siphash(const uint8_t key[SIPHASH_BYTES], const void* bytes, size_t length, uint8_t hash[SIPHASH_BYTES]);
 
 #endif

@@ -22,22 +22,16 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 static int *descriptors;
 static size_t descriptor_count, descriptor_room;
 
-static void before_fork(void) {
-  pthread_mutex_lock(&lock);
-}
+static void before_fork(void) { pthread_mutex_lock(&lock); }
 
-static void after_fork_in_parent(void) {
-  pthread_mutex_unlock(&lock);
-}
+static void after_fork_in_parent(void) { pthread_mutex_unlock(&lock); }
 
 static void after_fork_in_child(void) {
   while (descriptor_count) close(descriptors[--descriptor_count]);
   pthread_mutex_unlock(&lock);
 }
 
-static void watch_forks(void) {
-  pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
-}
+static void watch_forks(void) { pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child); }
 
 static bool make_room(void) {
   if (descriptor_count < descriptor_room) return true;
@@ -117,9 +111,7 @@ int socket_listen(in_port_t *port) {
   return fd;
 }
 
-int socket_accept(int listener) {
-  return take(listener);
-}
+int socket_accept(int listener) { return take(listener); }
 
 /* Messages leave at once, and an end that is gone is noticed. */
 static int set_options(int fd) {

@@ -18,10 +18,10 @@
 /* They return a descriptor, or -1 with errno set. Two queue pairs of one process may connect to each other. */
 
 /* Listens on all addresses, at a port that the system chooses. */
-int socket_listen(in_port_t *port /* in network order */);
+int socket_listen(in_port_t* port /* in network order */);
 int socket_accept(int listener);
 /* Begins to connect: the socket is writable when that is done, and socket_error says how. */
-int socket_connect(const struct sockaddr_in *from, const struct sockaddr_in *to);
+int socket_connect(const struct sockaddr_in* from, const struct sockaddr_in* to);
 
 int socket_error(int fd); /* errno value that is pending */
 void socket_close(int fd);

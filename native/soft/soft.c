@@ -24,24 +24,24 @@ uint64_t soft_clock_ns(void) {
   return (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
 }
 
-#define DEVICE(label, of)                              \
-  {                                                    \
-    .verbs =                                           \
-        {                                              \
-            .node_type = IBV_NODE_UNSPECIFIED,         \
-            .transport_type = IBV_TRANSPORT_UNSPECIFIED, \
-            .name = label,                             \
-            .dev_name = label,                         \
-        },                                             \
-    .profile = &soft_profiles[of],                     \
+#define DEVICE(label, of)                                                                                              \
+  {                                                                                                                    \
+      .verbs =                                                                                                         \
+          {                                                                                                            \
+              .node_type = IBV_NODE_UNSPECIFIED,                                                                       \
+              .transport_type = IBV_TRANSPORT_UNSPECIFIED,                                                             \
+              .name = label,                                                                                           \
+              .dev_name = label,                                                                                       \
+          },                                                                                                           \
+      .profile = &soft_profiles[of],                                                                                   \
   }
 
 /* Two, so that a pair of ranks can be joined by two cables; where a device is one cable, enough for all pairs. */
 #define TWO(of) DEVICE("soft0", of), DEVICE("soft1", of)
-#define FOURTEEN(of)                                                                                        \
-  TWO(of), DEVICE("soft2", of), DEVICE("soft3", of), DEVICE("soft4", of), DEVICE("soft5", of),              \
-      DEVICE("soft6", of), DEVICE("soft7", of), DEVICE("soft8", of), DEVICE("soft9", of),                   \
-      DEVICE("soft10", of), DEVICE("soft11", of), DEVICE("soft12", of), DEVICE("soft13", of)
+#define FOURTEEN(of)                                                                                                   \
+  TWO(of), DEVICE("soft2", of), DEVICE("soft3", of), DEVICE("soft4", of), DEVICE("soft5", of), DEVICE("soft6", of),    \
+      DEVICE("soft7", of), DEVICE("soft8", of), DEVICE("soft9", of), DEVICE("soft10", of), DEVICE("soft11", of),       \
+      DEVICE("soft12", of), DEVICE("soft13", of)
 static struct soft_device devices[SOFT_PROFILES][SOFT_DEVICES] = {
     [SOFT_IDEAL] = {TWO(SOFT_IDEAL)},
     [SOFT_APPLE_TB5] = {FOURTEEN(SOFT_APPLE_TB5)},
@@ -58,33 +58,21 @@ static struct ibv_device **list_devices(enum soft_profiles profile, int *num_dev
   return list;
 }
 
-static struct ibv_device **list_ideal(int *num_devices) {
-  return list_devices(SOFT_IDEAL, num_devices);
-}
+static struct ibv_device **list_ideal(int *num_devices) { return list_devices(SOFT_IDEAL, num_devices); }
 
-static struct ibv_device **list_apple_tb5(int *num_devices) {
-  return list_devices(SOFT_APPLE_TB5, num_devices);
-}
+static struct ibv_device **list_apple_tb5(int *num_devices) { return list_devices(SOFT_APPLE_TB5, num_devices); }
 
 static struct ibv_device **list_apple_tb5_26_2(int *num_devices) {
   return list_devices(SOFT_APPLE_TB5_26_2, num_devices);
 }
 
-static struct ibv_device **list_apple_odd(int *num_devices) {
-  return list_devices(SOFT_APPLE_ODD, num_devices);
-}
+static struct ibv_device **list_apple_odd(int *num_devices) { return list_devices(SOFT_APPLE_ODD, num_devices); }
 
-static struct ibv_device **list_rxe(int *num_devices) {
-  return list_devices(SOFT_RXE, num_devices);
-}
+static struct ibv_device **list_rxe(int *num_devices) { return list_devices(SOFT_RXE, num_devices); }
 
-static void free_device_list(struct ibv_device **list) {
-  free(list);
-}
+static void free_device_list(struct ibv_device **list) { free(list); }
 
-static const char *get_device_name(struct ibv_device *of) {
-  return of->name;
-}
+static const char *get_device_name(struct ibv_device *of) { return of->name; }
 
 static const struct soft_profile *profile_of(const struct ibv_device *device) {
   for (int profile = 0; profile < SOFT_PROFILES; profile++)
@@ -169,7 +157,7 @@ static int query_port(struct ibv_context *context, uint8_t port, struct ibv_port
       .max_vl_num = 1,
       .active_width = 1,
       .active_speed = 1,
-      .phys_state = down ? 2 : 5, /* Polling, LinkUp */
+      .phys_state = down ? 2 : 5,            /* Polling, LinkUp */
       .link_layer = IBV_LINK_LAYER_ETHERNET, /* as with RoCE, a peer is addressed by its GID */
   };
   return 0;
@@ -246,46 +234,42 @@ static int inject(struct ibv_context *context, const char *faults) {
   return soft_error(error);
 }
 
-static void pose_as_host(struct ibv_context *context, uint32_t host) {
-  soft_context(context)->host = host;
-}
+static void pose_as_host(struct ibv_context *context, uint32_t host) { soft_context(context)->host = host; }
 
-static bool is_by_memory(const struct ibv_qp *qp) {
-  return !((const struct soft_qp *)qp)->tcp;
-}
+static bool is_by_memory(const struct ibv_qp *qp) { return !((const struct soft_qp *)qp)->tcp; }
 
-#define TABLE(label, freely, frames, list) \
-  {                                        \
-    .name = label,                         \
-    .registers_freely = freely,            \
-    .whole_frames = frames,                \
-    .get_device_list = list,               \
-    .free_device_list = free_device_list,  \
-    .get_device_name = get_device_name,    \
-    .open_device = open_device,            \
-    .close_device = close_device,          \
-    .query_device = query_device,          \
-    .query_port = query_port,              \
-    .query_gid = query_gid,                \
-    .query_gid_type = query_gid_type,      \
-    .alloc_pd = alloc_pd,                  \
-    .dealloc_pd = dealloc_pd,              \
-    .reg_mr = soft_reg_mr,                 \
-    .dereg_mr = soft_dereg_mr,             \
-    .create_cq = soft_create_cq,           \
-    .destroy_cq = soft_destroy_cq,         \
-    .create_qp = soft_create_qp,           \
-    .modify_qp = soft_modify_qp,           \
-    .query_qp = soft_query_qp,             \
-    .destroy_qp = soft_destroy_qp,         \
-    .alloc_memory = soft_alloc_memory,     \
-    .free_memory = soft_free_memory,       \
-    .read_counters = read_counters,        \
-    .inject = inject,                      \
-    .pose_as_host = pose_as_host,          \
-    .set_key = soft_tcp_set_key,           \
-    .connect_error = soft_tcp_error,       \
-    .is_by_memory = is_by_memory,          \
+#define TABLE(label, freely, frames, list)                                                                             \
+  {                                                                                                                    \
+      .name = label,                                                                                                   \
+      .registers_freely = freely,                                                                                      \
+      .whole_frames = frames,                                                                                          \
+      .get_device_list = list,                                                                                         \
+      .free_device_list = free_device_list,                                                                            \
+      .get_device_name = get_device_name,                                                                              \
+      .open_device = open_device,                                                                                      \
+      .close_device = close_device,                                                                                    \
+      .query_device = query_device,                                                                                    \
+      .query_port = query_port,                                                                                        \
+      .query_gid = query_gid,                                                                                          \
+      .query_gid_type = query_gid_type,                                                                                \
+      .alloc_pd = alloc_pd,                                                                                            \
+      .dealloc_pd = dealloc_pd,                                                                                        \
+      .reg_mr = soft_reg_mr,                                                                                           \
+      .dereg_mr = soft_dereg_mr,                                                                                       \
+      .create_cq = soft_create_cq,                                                                                     \
+      .destroy_cq = soft_destroy_cq,                                                                                   \
+      .create_qp = soft_create_qp,                                                                                     \
+      .modify_qp = soft_modify_qp,                                                                                     \
+      .query_qp = soft_query_qp,                                                                                       \
+      .destroy_qp = soft_destroy_qp,                                                                                   \
+      .alloc_memory = soft_alloc_memory,                                                                               \
+      .free_memory = soft_free_memory,                                                                                 \
+      .read_counters = read_counters,                                                                                  \
+      .inject = inject,                                                                                                \
+      .pose_as_host = pose_as_host,                                                                                    \
+      .set_key = soft_tcp_set_key,                                                                                     \
+      .connect_error = soft_tcp_error,                                                                                 \
+      .is_by_memory = is_by_memory,                                                                                    \
   }
 
 static const struct verbs tables[SOFT_PROFILES] = {
@@ -296,9 +280,7 @@ static const struct verbs tables[SOFT_PROFILES] = {
     [SOFT_RXE] = TABLE("soft/rxe", false, false, list_rxe),
 };
 
-const struct verbs *verbs_soft(void) {
-  return &tables[SOFT_IDEAL];
-}
+const struct verbs *verbs_soft(void) { return &tables[SOFT_IDEAL]; }
 
 const struct verbs *verbs_soft_profile(const char *name) {
   for (int profile = 0; profile < SOFT_PROFILES; profile++)

@@ -45,9 +45,7 @@ static void free_closed(struct soft_tcp *tcp) {
 }
 
 /* In a forked child the descriptors are closed already, and may be other files by now. */
-static bool is_forked_child(const struct soft_context *context) {
-  return !context->segment->layout;
-}
+static bool is_forked_child(const struct soft_context *context) { return !context->segment->layout; }
 
 void soft_tcp_close(struct soft_context *context) {
   struct soft_tcp *tcp = context->tcp;
@@ -78,9 +76,7 @@ int soft_tcp_address(struct soft_qp *qp, const struct ibv_ah_attr *ah) {
   return 0;
 }
 
-void soft_tcp_start(struct soft_qp *qp) {
-  tcp_sender_connect(qp, soft_clock_ns());
-}
+void soft_tcp_start(struct soft_qp *qp) { tcp_sender_connect(qp, soft_clock_ns()); }
 
 void soft_tcp_stop(struct soft_qp *qp) {
   tcp_sender_close(qp->tcp);
@@ -136,9 +132,7 @@ static void accept_peers(struct soft_context *context, uint64_t now) {
   }
 }
 
-static bool sends_by_tcp(const struct soft_qp *qp) {
-  return qp && qp->tcp && qp->verbs.state == IBV_QPS_RTS;
-}
+static bool sends_by_tcp(const struct soft_qp *qp) { return qp && qp->tcp && qp->verbs.state == IBV_QPS_RTS; }
 
 /* The sockets in the order in which they are gone through: the listener, receivers, senders; -1 is not looked at. Sets
  * `*waiting` if somebody waits for anything else, for a receive or for a time. */

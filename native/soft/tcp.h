@@ -26,8 +26,9 @@
 
 /* Connections that peers have made, the unfinished ones included: a third is for those that have not proven the key. */
 #define TCP_MAX_RECEIVERS (4 * SOFT_MAX_QP)
-#define TCP_MAX_STRANGERS (2 * SOFT_MAX_QP) /* as many as peers can need at the same time, or they would be in each
-                                               other's way */
+#define TCP_MAX_STRANGERS                                                                   \
+  (2 * SOFT_MAX_QP) /* as many as peers can need at the same time, or they would be in each \
+                       other's way */
 #define TCP_HANDSHAKE_NS UINT64_C(5000000000)
 
 #define TCP_NONCE_BYTES 16
@@ -56,16 +57,12 @@ struct tcp_header {
 _Static_assert(sizeof(struct tcp_header) == 24, "as it is on the wire");
 enum tcp_kind { TCP_SEND = 1, TCP_SEND_WITH_IMM, TCP_WRITE, TCP_WRITE_WITH_IMM };
 
-static inline bool tcp_is_write(uint32_t kind) {
-  return kind == TCP_WRITE || kind == TCP_WRITE_WITH_IMM;
-}
+static inline bool tcp_is_write(uint32_t kind) { return kind == TCP_WRITE || kind == TCP_WRITE_WITH_IMM; }
 
-static inline bool tcp_has_imm(uint32_t kind) {
-  return kind == TCP_SEND_WITH_IMM || kind == TCP_WRITE_WITH_IMM;
-}
+static inline bool tcp_has_imm(uint32_t kind) { return kind == TCP_SEND_WITH_IMM || kind == TCP_WRITE_WITH_IMM; }
 
 enum tcp_state {
-  TCP_WAITING,    /* until it tries to connect again */
+  TCP_WAITING, /* until it tries to connect again */
   TCP_CONNECTING,
   TCP_CHALLENGED, /* waits for the nonce of the listener, */
   TCP_GREETED,    /* and for its proof */
@@ -90,18 +87,18 @@ struct tcp_sender {
   bool begun;
   unsigned copies; /* still to be written: 2 if it is to be duplicated, 0 if it is lost */
   struct tcp_header header;
-  uint32_t length;  /* of its payload */
-  uint64_t written; /* of header and payload */
-  uint64_t wrong;   /* the byte of the payload that a fault has changed, or UINT64_MAX, */
+  uint32_t length;    /* of its payload */
+  uint64_t written;   /* of header and payload */
+  uint64_t wrong;     /* the byte of the payload that a fault has changed, or UINT64_MAX, */
   uint8_t wrong_byte; /* and into what */
 };
 
 /* A connection that a peer has made. Between messages bytes are read ahead, so that small ones cost one call. */
 struct tcp_receiver {
-  struct tcp_receiver *next;
-  int fd; /* -1: closed, and to be freed */
-  bool open; /* the peer has proven that it knows the key */
-  bool paused; /* the next message waits for a receive */
+  struct tcp_receiver* next;
+  int fd;            /* -1: closed, and to be freed */
+  bool open;         /* the peer has proven that it knows the key */
+  bool paused;       /* the next message waits for a receive */
   uint64_t until_ns; /* the handshake must be done */
   uint8_t challenge[TCP_NONCE_BYTES];
   struct tcp_greeting greeting;
@@ -110,9 +107,9 @@ struct tcp_receiver {
 
   /* The message that is being read. */
   struct tcp_header header;
-  uint64_t left; /* of its payload */
-  char *to;      /* where the rest goes; NULL: nowhere */
-  struct soft_qp *qp; /* that receives it, or NULL */
+  uint64_t left;      /* of its payload */
+  char* to;           /* where the rest goes; NULL: nowhere */
+  struct soft_qp* qp; /* that receives it, or NULL */
 };
 
 /* What a context has that knows a key. */
@@ -120,7 +117,7 @@ struct soft_tcp {
   uint8_t key[SIPHASH_BYTES];
   int listener;
   in_port_t port; /* in network order */
-  struct tcp_receiver *receivers;
+  struct tcp_receiver* receivers;
   uint32_t turns;
   struct pollfd sockets[1 + TCP_MAX_RECEIVERS + SOFT_MAX_QP];
 };
@@ -128,43 +125,43 @@ struct soft_tcp {
 _Static_assert(SIPHASH_BYTES == VERBS_KEY_BYTES, "the key is SipHash's");
 
 /* tcp.c: what the rest of the provider calls. errno values. */
-int soft_tcp_set_key(struct ibv_context *context, const uint8_t key[VERBS_KEY_BYTES]);
-void soft_tcp_close(struct soft_context *context);
-void soft_tcp_progress(struct soft_context *context);
+int soft_tcp_set_key(struct ibv_context* context, const uint8_t key[VERBS_KEY_BYTES]);
+void soft_tcp_close(struct soft_context* context);
+void soft_tcp_progress(struct soft_context* context);
 /* At RTR: EINVAL without a key, or if the peer's address is none. */
-int soft_tcp_address(struct soft_qp *qp, const struct ibv_ah_attr *ah);
-void soft_tcp_start(struct soft_qp *qp);  /* at RTS */
-void soft_tcp_stop(struct soft_qp *qp);   /* closes both connections */
-void soft_tcp_forget(struct soft_qp *qp); /* gives up what soft_tcp_address has made */
-int soft_tcp_error(const struct ibv_qp *qp); /* connect_error of the table */
+int soft_tcp_address(struct soft_qp* qp, const struct ibv_ah_attr* ah);
+void soft_tcp_start(struct soft_qp* qp);     /* at RTS */
+void soft_tcp_stop(struct soft_qp* qp);      /* closes both connections */
+void soft_tcp_forget(struct soft_qp* qp);    /* gives up what soft_tcp_address has made */
+int soft_tcp_error(const struct ibv_qp* qp); /* connect_error of the table */
 
 /* tcp_send.c */
-bool soft_tcp_must_wait(const struct soft_qp *qp); /* for the connection, or until the system takes more */
-bool soft_tcp_has_begun(const struct soft_qp *qp); /* the first SEND that has not left */
+bool soft_tcp_must_wait(const struct soft_qp* qp); /* for the connection, or until the system takes more */
+bool soft_tcp_has_begun(const struct soft_qp* qp); /* the first SEND that has not left */
 /* Begins to send; again for the same SEND: once more. false: it is dropped, as there is no connection. */
-bool soft_tcp_begin(struct soft_qp *qp, const struct ibv_send_wr *wr, unsigned faults);
+bool soft_tcp_begin(struct soft_qp* qp, const struct ibv_send_wr* wr, unsigned faults);
 /* Writes what the system takes. false: something is left. */
-bool soft_tcp_write(struct soft_qp *qp, const struct ibv_send_wr *wr);
-void tcp_sender_connect(struct soft_qp *qp, uint64_t now);
-void tcp_sender_close(struct tcp_sender *sender);
-short tcp_sender_events(const struct tcp_sender *sender);
-void tcp_sender_progress(struct soft_qp *qp, short events, uint64_t now);
+bool soft_tcp_write(struct soft_qp* qp, const struct ibv_send_wr* wr);
+void tcp_sender_connect(struct soft_qp* qp, uint64_t now);
+void tcp_sender_close(struct tcp_sender* sender);
+short tcp_sender_events(const struct tcp_sender* sender);
+void tcp_sender_progress(struct soft_qp* qp, short events, uint64_t now);
 
 /* tcp_receive.c */
-struct tcp_receiver *tcp_receiver_create(int fd, uint64_t now);
-void tcp_receiver_close(struct tcp_receiver *receiver); /* the memory stays */
+struct tcp_receiver* tcp_receiver_create(int fd, uint64_t now);
+void tcp_receiver_close(struct tcp_receiver* receiver); /* the memory stays */
 /* Whether the queue pair is the one that this connection was made for. */
-bool tcp_receiver_serves(const struct tcp_receiver *receiver, const struct soft_qp *qp);
-void tcp_receiver_progress(struct soft_context *context, struct tcp_receiver *receiver, short events, uint64_t now);
+bool tcp_receiver_serves(const struct tcp_receiver* receiver, const struct soft_qp* qp);
+void tcp_receiver_progress(struct soft_context* context, struct tcp_receiver* receiver, short events, uint64_t now);
 
 /* tcp_handshake.c */
 bool tcp_random(uint8_t nonce[TCP_NONCE_BYTES]);
 /* Fills in magic, nonce and proof. */
-bool tcp_greet(struct tcp_greeting *greeting, const uint8_t key[SIPHASH_BYTES],
+bool tcp_greet(struct tcp_greeting* greeting, const uint8_t key[SIPHASH_BYTES],
                const uint8_t challenge[TCP_NONCE_BYTES]);
-bool tcp_check_greeting(const struct tcp_greeting *greeting, const uint8_t key[SIPHASH_BYTES],
+bool tcp_check_greeting(const struct tcp_greeting* greeting, const uint8_t key[SIPHASH_BYTES],
                         const uint8_t challenge[TCP_NONCE_BYTES]);
-void tcp_answer(const struct tcp_greeting *greeting, const uint8_t key[SIPHASH_BYTES],
+void tcp_answer(const struct tcp_greeting* greeting, const uint8_t key[SIPHASH_BYTES],
                 const uint8_t challenge[TCP_NONCE_BYTES], uint8_t proof[SIPHASH_BYTES]);
 bool tcp_same_proof(const uint8_t a[SIPHASH_BYTES], const uint8_t b[SIPHASH_BYTES]);
 

@@ -17,9 +17,7 @@
 
 static const uint8_t magic[8] = {'m', 'l', 'x', 'd', 'i', 's', 't', 1 /* version */};
 
-bool tcp_random(uint8_t nonce[TCP_NONCE_BYTES]) {
-  return getentropy(nonce, TCP_NONCE_BYTES) == 0;
-}
+bool tcp_random(uint8_t nonce[TCP_NONCE_BYTES]) { return getentropy(nonce, TCP_NONCE_BYTES) == 0; }
 
 static void prove(char label, const struct tcp_greeting *greeting, const uint8_t key[SIPHASH_BYTES],
                   const uint8_t challenge[TCP_NONCE_BYTES], uint8_t proof[SIPHASH_BYTES]) {

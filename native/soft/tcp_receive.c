@@ -95,13 +95,11 @@ static uint64_t written_address(const struct tcp_header *header) {
 /* Whether the peer of this queue pair may write where the header says. No byte needs no key. */
 static bool may_write(const struct soft_qp *qp, const struct tcp_header *header) {
   if (!(qp->attr.qp_access_flags & IBV_ACCESS_REMOTE_WRITE)) return false;
-  return !header->length || soft_find_mr(qp->verbs.pd, header->rkey, written_address(header), header->length,
-                                         IBV_ACCESS_REMOTE_WRITE);
+  return !header->length ||
+         soft_find_mr(qp->verbs.pd, header->rkey, written_address(header), header->length, IBV_ACCESS_REMOTE_WRITE);
 }
 
-static bool has_receive(const struct soft_qp *qp) {
-  return atomic_load(&qp->shared->claim) < qp->rq_posted;
-}
+static bool has_receive(const struct soft_qp *qp) { return atomic_load(&qp->shared->claim) < qp->rq_posted; }
 
 /* What may not be written is nobody's error: it is dropped, as in shared memory. */
 static void place_write(struct soft_context *context, struct tcp_receiver *receiver, struct soft_qp *qp) {

@@ -96,18 +96,16 @@ static bool advance(struct soft_qp *qp, short events, uint64_t now) {
   struct tcp_sender *sender = qp->tcp;
   bool whole = false;
   switch (sender->state) {
-  case TCP_CONNECTING:
-    sender->error = socket_error(sender->fd);
-    if (sender->error) return false;
-    sender->state = TCP_CHALLENGED;
-    return true;
-  case TCP_CHALLENGED:
-    return hear(sender, &whole) && (!whole || greet(qp));
-  case TCP_GREETED:
-    return hear(sender, &whole) && (!whole || check_answer(qp, now));
-  default:
-    if (events & POLLOUT) sender->writable = true;
-    return !(events & (POLLIN | POLLHUP | POLLERR));
+    case TCP_CONNECTING:
+      sender->error = socket_error(sender->fd);
+      if (sender->error) return false;
+      sender->state = TCP_CHALLENGED;
+      return true;
+    case TCP_CHALLENGED: return hear(sender, &whole) && (!whole || greet(qp));
+    case TCP_GREETED: return hear(sender, &whole) && (!whole || check_answer(qp, now));
+    default:
+      if (events & POLLOUT) sender->writable = true;
+      return !(events & (POLLIN | POLLHUP | POLLERR));
   }
 }
 
@@ -122,9 +120,7 @@ void tcp_sender_progress(struct soft_qp *qp, short events, uint64_t now) {
   if (late || (events && !advance(qp, events, now))) try_again(sender, now);
 }
 
-bool soft_tcp_has_begun(const struct soft_qp *qp) {
-  return qp->tcp->begun;
-}
+bool soft_tcp_has_begun(const struct soft_qp *qp) { return qp->tcp->begun; }
 
 bool soft_tcp_must_wait(const struct soft_qp *qp) {
   const struct tcp_sender *sender = qp->tcp;
@@ -156,14 +152,10 @@ static void damage(struct soft_context *context, struct tcp_sender *sender, cons
 
 static uint32_t kind_of(enum ibv_wr_opcode opcode) {
   switch (opcode) {
-  case IBV_WR_SEND_WITH_IMM:
-    return TCP_SEND_WITH_IMM;
-  case IBV_WR_RDMA_WRITE:
-    return TCP_WRITE;
-  case IBV_WR_RDMA_WRITE_WITH_IMM:
-    return TCP_WRITE_WITH_IMM;
-  default:
-    return TCP_SEND;
+    case IBV_WR_SEND_WITH_IMM: return TCP_SEND_WITH_IMM;
+    case IBV_WR_RDMA_WRITE: return TCP_WRITE;
+    case IBV_WR_RDMA_WRITE_WITH_IMM: return TCP_WRITE_WITH_IMM;
+    default: return TCP_SEND;
   }
 }
 

@@ -35,17 +35,11 @@ struct ibv_device **ibv_get_device_list(int *num_devices) {
   return NULL;
 }
 
-void ibv_free_device_list(struct ibv_device **list) {
-  free(list);
-}
+void ibv_free_device_list(struct ibv_device **list) { free(list); }
 
-const char *ibv_get_device_name(struct ibv_device *device) {
-  return device->name;
-}
+const char *ibv_get_device_name(struct ibv_device *device) { return device->name; }
 
-int ibv_get_device_index(struct ibv_device *device) {
-  return atoi(device->name + strcspn(device->name, "0123456789"));
-}
+int ibv_get_device_index(struct ibv_device *device) { return atoi(device->name + strcspn(device->name, "0123456789")); }
 
 /* The same on every host, as nothing here is a serial number. */
 uint64_t ibv_get_device_guid(struct ibv_device *device) {
@@ -210,13 +204,9 @@ int ibv_get_pkey_index(struct ibv_context *context, uint8_t port, uint16_t pkey)
 }
 
 /* A child has none of its parent's queue pairs, and nothing is pinned that copy on write could take from the parent. */
-int ibv_fork_init(void) {
-  return 0;
-}
+int ibv_fork_init(void) { return 0; }
 
-int ibv_is_fork_initialized(void) {
-  return 2; /* IBV_FORK_UNNEEDED */
-}
+int ibv_is_fork_initialized(void) { return 2; /* IBV_FORK_UNNEEDED */ }
 
 int softverbs_inject(struct ibv_context *context, const char *faults) {
   pthread_mutex_lock(&context->mutex);

@@ -14,9 +14,7 @@ static const struct verbs *lock(struct ibv_context *context) {
   return verbs_soft_profile(soft_context(context)->profile->name);
 }
 
-static void unlock(struct ibv_context *context) {
-  pthread_mutex_unlock(&context->mutex);
-}
+static void unlock(struct ibv_context *context) { pthread_mutex_unlock(&context->mutex); }
 
 struct ibv_pd *ibv_alloc_pd(struct ibv_context *context) {
   struct ibv_pd *pd = lock(context)->alloc_pd(context);

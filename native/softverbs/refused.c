@@ -8,24 +8,22 @@
 #include <errno.h>
 
 #define EXPORT __attribute__((visibility("default")))
-#define NO_OBJECT(name)         \
-  EXPORT void *name(void);      \
-  void *name(void) {            \
-    errno = EOPNOTSUPP;         \
-    return NULL;                \
+#define NO_OBJECT(name)                                                                                                \
+  EXPORT void *name(void);                                                                                             \
+  void *name(void) {                                                                                                   \
+    errno = EOPNOTSUPP;                                                                                                \
+    return NULL;                                                                                                       \
   }
 /* `result` where libibverbs returns the error number itself, or -1. */
-#define NO_CALL(name, result)   \
-  EXPORT int name(void);        \
-  int name(void) {              \
-    errno = EOPNOTSUPP;         \
-    return result;              \
+#define NO_CALL(name, result)                                                                                          \
+  EXPORT int name(void);                                                                                               \
+  int name(void) {                                                                                                     \
+    errno = EOPNOTSUPP;                                                                                                \
+    return result;                                                                                                     \
   }
-#define NOTHING_TO_DO(name)     \
-  EXPORT int name(void);        \
-  int name(void) {              \
-    return 0;                   \
-  }
+#define NOTHING_TO_DO(name)                                                                                            \
+  EXPORT int name(void);                                                                                               \
+  int name(void) { return 0; }
 
 struct ibv_comp_channel *ibv_create_comp_channel(struct ibv_context *context) {
   (void)context;

@@ -22,25 +22,25 @@
 #define CHECK_SECONDS 120 /* for one test: the sanitizers and two busy cores included */
 
 struct check {
-  const char *name;
+  const char* name;
   void (*run)(void);
 };
 
 /* Ends the process: a test cannot go on from a state it did not expect. */
-#define CHECK(condition, ...)                                                           \
-  do {                                                                                  \
-    if (!(condition)) {                                                                 \
-      fprintf(stderr, "%s:%d: CHECK(%s) failed.", __FILE__, __LINE__, #condition);      \
-      fprintf(stderr, " " __VA_ARGS__);                                                 \
-      fprintf(stderr, "\n");                                                            \
-      _exit(1);                                                                         \
-    }                                                                                   \
+#define CHECK(condition, ...)                                                      \
+  do {                                                                             \
+    if (!(condition)) {                                                            \
+      fprintf(stderr, "%s:%d: CHECK(%s) failed.", __FILE__, __LINE__, #condition); \
+      fprintf(stderr, " " __VA_ARGS__);                                            \
+      fprintf(stderr, "\n");                                                       \
+      _exit(1);                                                                    \
+    }                                                                              \
   } while (0)
 
-#define CHECK_EQUAL(value, expected)                                                                             \
-  do {                                                                                                           \
-    long long check_value = (long long)(value), check_expected = (long long)(expected);                          \
-    CHECK(check_value == check_expected, "%s is %lld, expected %lld", #value, check_value, check_expected);      \
+#define CHECK_EQUAL(value, expected)                                                                        \
+  do {                                                                                                      \
+    long long check_value = (long long)(value), check_expected = (long long)(expected);                     \
+    CHECK(check_value == check_expected, "%s is %lld, expected %lld", #value, check_value, check_expected); \
   } while (0)
 
 static inline int check_wait(pid_t pid) {
@@ -49,7 +49,7 @@ static inline int check_wait(pid_t pid) {
   return status;
 }
 
-static inline int check_run(const struct check *test) {
+static inline int check_run(const struct check* test) {
   fflush(NULL);
   pid_t pid = fork();
   if (pid == 0) {
@@ -64,7 +64,7 @@ static inline int check_run(const struct check *test) {
   return status != 0;
 }
 
-static inline int check_main(int argc, char **argv, const struct check *tests, size_t count) {
+static inline int check_main(int argc, char** argv, const struct check* tests, size_t count) {
   int failed = 0, run = 0;
   for (size_t i = 0; i < count; i++) {
     int wanted = argc < 2;

@@ -4,12 +4,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#define REQUIRE(condition)                                                \
-  do {                                                                    \
-    if (!(condition)) {                                                   \
-      fprintf(stderr, "%s:%d: %s is false\n", __FILE__, __LINE__, #condition); \
-      return 1;                                                           \
-    }                                                                     \
+#define REQUIRE(condition)                                                                                             \
+  do {                                                                                                                 \
+    if (!(condition)) {                                                                                                \
+      fprintf(stderr, "%s:%d: %s is false\n", __FILE__, __LINE__, #condition);                                         \
+      return 1;                                                                                                        \
+    }                                                                                                                  \
   } while (0)
 
 int main(void) {

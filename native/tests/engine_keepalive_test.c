@@ -44,7 +44,7 @@ static void pauses(struct world *world, int rank, int size, const char *profile,
   REQUIRE(after.control_messages_sent - before.control_messages_sent >= 3 * queue_pairs);
   REQUIRE(after.messages_received - before.messages_received >= 3 * queue_pairs);
   uint64_t slots = options.eager_slots + options.bulk_slots; /* all receives are posted again */
-  bool all_posted = false; /* but for one that is being taken when this looks */
+  bool all_posted = false;                                   /* but for one that is being taken when this looks */
   for (int i = 0; i < 100 && !all_posted; i++) {
     usleep(SECOND / 200);
     all_posted = stats_of(group).receives_posted == slots * queue_pairs / 2;

@@ -99,8 +99,10 @@ static void no_access(struct world *world, int rank, int size) {
   REQUIRE(create_peers(group) == MLXDIST_RESOURCES);
   REQUIRE(strstr(text, verb) && strstr(text, "failed with access flags 0x7 and 0x1; with 0x1: ") &&
           strstr(text, "; with 0x7: ") && !strstr(text, strerror(0)));
-  if (verb[0] == 'r') REQUIRE(strstr(text, "the provider gives no reason"));
-  else REQUIRE(strstr(text, strerror(ENOTSUP)));
+  if (verb[0] == 'r')
+    REQUIRE(strstr(text, "the provider gives no reason"));
+  else
+    REQUIRE(strstr(text, strerror(ENOTSUP)));
   mlxdist_group_destroy(group);
 }
 

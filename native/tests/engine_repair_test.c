@@ -10,7 +10,8 @@ static void break_queue_pair(mlxdist_group *group, int peer, int channel) {
   engine_lock(engine);
   struct channel *broken = &engine->peers[peer].channels[channel];
   struct ibv_qp_attr attr = {.qp_state = IBV_QPS_ERR};
-  if (broken->open && broken->repairs == 0) REQUIRE(broken->device->verbs->modify_qp(broken->qp, &attr, IBV_QP_STATE) == 0);
+  if (broken->open && broken->repairs == 0)
+    REQUIRE(broken->device->verbs->modify_qp(broken->qp, &attr, IBV_QP_STATE) == 0);
   engine_unlock(engine);
 }
 

@@ -40,7 +40,8 @@ static void fuzz_addresses(const uint8_t *bytes, size_t left) {
   pair_close(&pair);
 }
 
-/* Rank 1 wants to send something, which makes it say how it is reached; rank 0 hears something else, again and again. */
+/* Rank 1 wants to send something, which makes it say how it is reached; rank 0 hears something else, again and again.
+ */
 static void fuzz_messages(const uint8_t *bytes, size_t left) {
   struct mail mail[2] = {0};
   struct pair pair;

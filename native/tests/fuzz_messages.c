@@ -1,5 +1,6 @@
 /*
- * Fuzzes what a rank does with messages: whatever bytes a peer sends, they end in data of the right size or in an error.
+ * Fuzzes what a rank does with messages: whatever bytes a peer sends, they end in data of the right size or in an
+ * error.
  *
  * Two real engines meet over the soft provider. Rank 0 has operations in progress; rank 1 posts messages whose bytes
  * are the input. An input is a list of records: what to repair (a mask), channel and payload length (one byte), the 64

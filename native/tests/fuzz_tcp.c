@@ -28,12 +28,12 @@ static struct ibv_mr *writable; /* a region that the peer may write to */
 
 static char region[SLOT_BYTES];
 
-#define require(condition)                                                                           \
-  do {                                                                                               \
-    if (!(condition)) {                                                                              \
-      fprintf(stderr, "%s:%d: not so: %s (errno %d)\n", __FILE__, __LINE__, #condition, errno);      \
-      abort();                                                                                       \
-    }                                                                                                \
+#define require(condition)                                                                                             \
+  do {                                                                                                                 \
+    if (!(condition)) {                                                                                                \
+      fprintf(stderr, "%s:%d: not so: %s (errno %d)\n", __FILE__, __LINE__, #condition, errno);                        \
+      abort();                                                                                                         \
+    }                                                                                                                  \
   } while (0)
 
 static void open_side(void) {

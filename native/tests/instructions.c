@@ -12,8 +12,8 @@ static void all_reduce(struct pair *pair, float *memory[2], float *results[2], i
   mlxdist_layout layout = {.dtype = MLXDIST_FLOAT32, .ndim = 1, .shape = {count}};
   mlxdist_handle *handles[2];
   for (int rank = 0; rank < 2; rank++)
-    REQUIRE(mlxdist_all_reduce(pair->group[rank], memory[rank], results[rank], &layout, MLXDIST_SUM,
-                               &handles[rank]) == MLXDIST_OK);
+    REQUIRE(mlxdist_all_reduce(pair->group[rank], memory[rank], results[rank], &layout, MLXDIST_SUM, &handles[rank]) ==
+            MLXDIST_OK);
   while (!mlxdist_handle_done(handles[0]) || !mlxdist_handle_done(handles[1]))
     for (int rank = 0; rank < 2; rank++) pair_turn(pair, rank);
   for (int rank = 0; rank < 2; rank++) {

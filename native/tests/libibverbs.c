@@ -48,7 +48,6 @@ struct ibv_device **ibv_get_device_list(int *num_devices) {
   return list;
 }
 
-
 void ibv_free_device_list(struct ibv_device **list) { free(list); }
 const char *ibv_get_device_name(struct ibv_device *of) { return of->name; }
 
@@ -102,7 +101,10 @@ int _ibv_query_gid_ex(struct ibv_context *of, uint32_t port, uint32_t index, str
 }
 
 /* These give nothing and do not say why. */
-struct ibv_pd *ibv_alloc_pd(struct ibv_context *of) { (void)of; return NULL; }
+struct ibv_pd *ibv_alloc_pd(struct ibv_context *of) {
+  (void)of;
+  return NULL;
+}
 void *ibv_reg_mr(void) { return NULL; }
 void *ibv_create_cq(void) { return NULL; }
 void *ibv_create_qp(void) { return NULL; }

@@ -1,6 +1,7 @@
 /*
  * Two connected ranks in one thread, each with an engine of its own and without its progress thread: nothing happens
- * but what the program does, turn by turn. For fuzzers, which need the same to happen again, and for counting instructions.
+ * but what the program does, turn by turn. For fuzzers, which need the same to happen again, and for counting
+ * instructions.
  */
 #ifndef MLXDIST_TESTS_PAIR_H
 #define MLXDIST_TESTS_PAIR_H
@@ -10,15 +11,15 @@
 #include "world.h"
 
 struct pair {
-  mlxdist_group *group[2];
+  mlxdist_group* group[2];
 };
 
-static inline void pair_create(struct pair *pair, const mlxdist_options *options) {
+static inline void pair_create(struct pair* pair, const mlxdist_options* options) {
   for (int rank = 0; rank < 2; rank++)
     REQUIRE(mlxdist_group_create(rank, 2, options, &pair->group[rank]) == MLXDIST_OK);
 }
 
-static inline uint64_t pair_addresses(struct pair *pair, char *addresses, uint64_t room) {
+static inline uint64_t pair_addresses(struct pair* pair, char* addresses, uint64_t room) {
   uint64_t each = mlxdist_group_address_size(pair->group[0]);
   REQUIRE(2 * each <= room);
   for (int rank = 0; rank < 2; rank++)
@@ -26,7 +27,7 @@ static inline uint64_t pair_addresses(struct pair *pair, char *addresses, uint64
   return 2 * each;
 }
 
-static inline void pair_open(struct pair *pair, const mlxdist_options *options) {
+static inline void pair_open(struct pair* pair, const mlxdist_options* options) {
   char addresses[2 * WORLD_ADDRESS_BYTES];
   pair_create(pair, options);
   uint64_t bytes = pair_addresses(pair, addresses, sizeof addresses);
@@ -36,8 +37,8 @@ static inline void pair_open(struct pair *pair, const mlxdist_options *options) 
   }
 }
 
-static inline bool pair_turn(struct pair *pair, int rank) {
-  struct engine *engine = pair->group[rank]->engine;
+static inline bool pair_turn(struct pair* pair, int rank) {
+  struct engine* engine = pair->group[rank]->engine;
   bool moved = false;
   engine_lock(engine);
   engine_turn(engine, &moved);
@@ -45,7 +46,7 @@ static inline bool pair_turn(struct pair *pair, int rank) {
   return moved;
 }
 
-static inline void pair_close(struct pair *pair) {
+static inline void pair_close(struct pair* pair) {
   for (int rank = 0; rank < 2; rank++) mlxdist_group_destroy(pair->group[rank]);
 }
 

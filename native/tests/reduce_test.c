@@ -16,13 +16,13 @@ static const struct dtype {
   enum kind kind;
   size_t size;
 } dtypes[REDUCE_DTYPES] = {
-    [MLXDIST_BOOL] = {"bool", UNSIGNED, 1},      [MLXDIST_UINT8] = {"uint8", UNSIGNED, 1},
-    [MLXDIST_UINT16] = {"uint16", UNSIGNED, 2},  [MLXDIST_UINT32] = {"uint32", UNSIGNED, 4},
-    [MLXDIST_UINT64] = {"uint64", UNSIGNED, 8},  [MLXDIST_INT8] = {"int8", SIGNED, 1},
-    [MLXDIST_INT16] = {"int16", SIGNED, 2},      [MLXDIST_INT32] = {"int32", SIGNED, 4},
-    [MLXDIST_INT64] = {"int64", SIGNED, 8},      [MLXDIST_FLOAT16] = {"float16", REAL, 2},
-    [MLXDIST_FLOAT32] = {"float32", REAL, 4},    [MLXDIST_FLOAT64] = {"float64", REAL, 8},
-    [MLXDIST_BFLOAT16] = {"bfloat16", REAL, 2},  [MLXDIST_COMPLEX64] = {"complex64", COMPLEX, 8},
+    [MLXDIST_BOOL] = {"bool", UNSIGNED, 1},     [MLXDIST_UINT8] = {"uint8", UNSIGNED, 1},
+    [MLXDIST_UINT16] = {"uint16", UNSIGNED, 2}, [MLXDIST_UINT32] = {"uint32", UNSIGNED, 4},
+    [MLXDIST_UINT64] = {"uint64", UNSIGNED, 8}, [MLXDIST_INT8] = {"int8", SIGNED, 1},
+    [MLXDIST_INT16] = {"int16", SIGNED, 2},     [MLXDIST_INT32] = {"int32", SIGNED, 4},
+    [MLXDIST_INT64] = {"int64", SIGNED, 8},     [MLXDIST_FLOAT16] = {"float16", REAL, 2},
+    [MLXDIST_FLOAT32] = {"float32", REAL, 4},   [MLXDIST_FLOAT64] = {"float64", REAL, 8},
+    [MLXDIST_BFLOAT16] = {"bfloat16", REAL, 2}, [MLXDIST_COMPLEX64] = {"complex64", COMPLEX, 8},
 };
 static const char *const ops[REDUCE_OPS] = {
     [MLXDIST_SUM] = "sum", [MLXDIST_MAX] = "max", [MLXDIST_MIN] = "min", [MLXDIST_PROD] = "prod"};
@@ -295,9 +295,21 @@ static void test_every_half(void) {
     struct half format = half_format(halves[h]);
     uint16_t infinity = 0x7fff >> format.mantissa_bits << format.mantissa_bits, normal = 1 << format.mantissa_bits;
     uint16_t one = half_of_double(1, format);
-    const uint16_t special[] = {0,        1,       normal - 1,   normal, normal + 1, one - 1,
-                                one,      one + 1, infinity - 1, infinity, infinity + 1, 0x7fff,
-                                infinity - normal, one + 10 * normal, one / 2};
+    const uint16_t special[] = {0,
+                                1,
+                                normal - 1,
+                                normal,
+                                normal + 1,
+                                one - 1,
+                                one,
+                                one + 1,
+                                infinity - 1,
+                                infinity,
+                                infinity + 1,
+                                0x7fff,
+                                infinity - normal,
+                                one + 10 * normal,
+                                one / 2};
     for (int32_t op = 0; op < REDUCE_OPS; op++) {
       check_halves(halves[h], op, 1, (const void *[]){all});
       for (size_t i = 0; i < 2 * sizeof special / sizeof *special; i++) {
@@ -340,10 +352,10 @@ static void test_known_results(void) {
       {MLXDIST_BFLOAT16, MLXDIST_MIN, 2, {0x7fff, 0x0000}, 0x7fc0},         /* the largest NaN is no zero */
       {MLXDIST_FLOAT32, MLXDIST_SUM, 2, {0x7f7fffff, 0x73000000}, 0x7f800000}, /* a tie, to infinity */
       {MLXDIST_FLOAT32, MLXDIST_SUM, 2, {0x4b800000, 0x3f800000}, 0x4b800000}, /* 2^24 + 1: a tie, down to even */
-      {MLXDIST_INT8, MLXDIST_SUM, 2, {0x7f, 0x01}, 0x80},                   /* 127 + 1 = -128 */
-      {MLXDIST_INT16, MLXDIST_PROD, 2, {0xffff, 0x8000}, 0x8000},           /* -1 * -32768 */
-      {MLXDIST_UINT16, MLXDIST_PROD, 2, {0xffff, 0xffff}, 0x0001},          /* as int it would overflow */
-      {MLXDIST_INT64, MLXDIST_MAX, 2, {UINT64_MAX, 1}, 1},                  /* -1 and 1 */
+      {MLXDIST_INT8, MLXDIST_SUM, 2, {0x7f, 0x01}, 0x80},                      /* 127 + 1 = -128 */
+      {MLXDIST_INT16, MLXDIST_PROD, 2, {0xffff, 0x8000}, 0x8000},              /* -1 * -32768 */
+      {MLXDIST_UINT16, MLXDIST_PROD, 2, {0xffff, 0xffff}, 0x0001},             /* as int it would overflow */
+      {MLXDIST_INT64, MLXDIST_MAX, 2, {UINT64_MAX, 1}, 1},                     /* -1 and 1 */
       {MLXDIST_UINT64, MLXDIST_MAX, 2, {UINT64_MAX, 1}, UINT64_MAX},
       {MLXDIST_BOOL, MLXDIST_SUM, 2, {1, 1}, 1},
       /* One product is 1 + 2^-11 + 2^-24, rounded to the other before they are subtracted: 0. Fused, 2^-24 is left. */
@@ -380,8 +392,9 @@ static void test_choice(void) {
 
 int main(int argc, char **argv) {
   static const struct check tests[] = {
-      {"Choice", test_choice}, {"KnownResults", test_known_results}, {"EveryHalf", test_every_half},
-      {"Integers", test_integers}, {"Floats", test_floats},
+      {"Choice", test_choice},        {"KnownResults", test_known_results},
+      {"EveryHalf", test_every_half}, {"Integers", test_integers},
+      {"Floats", test_floats},
   };
   printf("instruction sets:");
   for (int isa = 0; isa < reduce_isas(); isa++) printf(" %s", reduce_isa_name(isa));

@@ -15,7 +15,7 @@ static inline struct side_options options_of(uint32_t host) {
 }
 
 /* Two hosts at one cable. */
-static inline void open_connected(struct side *a, struct side *b) {
+static inline void open_connected(struct side* a, struct side* b) {
   side_open(a, options_of(0));
   side_open(b, options_of(1));
   side_connect(a, b);

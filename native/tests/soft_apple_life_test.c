@@ -6,7 +6,6 @@
 
 #include <errno.h>
 
-
 /* Regions are mapped when the queue pair comes to RTR: later ones do not work with it, neither way. */
 static void test_late_region(void) {
   struct side a, b;
@@ -140,12 +139,8 @@ static void test_one_frame(void) {
 
 int main(int argc, char **argv) {
   static const struct check tests[] = {
-      {"LateRegion", test_late_region},
-      {"MappedRegion", test_mapped_region},
-      {"OrderOfTheEnd", test_order_of_the_end},
-      {"Boundary", test_boundary},
-      {"OneCable", test_one_cable},
-      {"OneFrame", test_one_frame},
+      {"LateRegion", test_late_region}, {"MappedRegion", test_mapped_region}, {"OrderOfTheEnd", test_order_of_the_end},
+      {"Boundary", test_boundary},      {"OneCable", test_one_cable},         {"OneFrame", test_one_frame},
   };
   return check_main(argc, argv, tests, sizeof tests / sizeof *tests);
 }

@@ -196,9 +196,27 @@ static void test_die(void) {
 
 static void test_refused(void) {
   static const char *const refused[] = {
-      "truncate",     "truncate=2/1", "truncate_next",  "corrupt=1",  "corrupt_after=x", "error_next=-1", "error_before=1",
-      "die",          "die=",         "die_after",      "link",       "link=",           "link=1",        "link=downup",
-      "link=up,down", "delay=",       "delay=1/2",      "delay=4294967296", "jitter",    "jitter=1us",    "drop_after",
+      "truncate",
+      "truncate=2/1",
+      "truncate_next",
+      "corrupt=1",
+      "corrupt_after=x",
+      "error_next=-1",
+      "error_before=1",
+      "die",
+      "die=",
+      "die_after",
+      "link",
+      "link=",
+      "link=1",
+      "link=downup",
+      "link=up,down",
+      "delay=",
+      "delay=1/2",
+      "delay=4294967296",
+      "jitter",
+      "jitter=1us",
+      "drop_after",
   };
   struct side a, b;
   side_open_pair(&a, &b, SIDE_DEFAULTS);

@@ -174,12 +174,9 @@ static void test_forgotten(void) {
 
 int main(int argc, char **argv) {
   static const struct check tests[] = {
-      {"Delay", test_delay},
-      {"PostSendsWhatIsDue", test_post_sends_what_is_due},
-      {"Jitter", test_jitter},
-      {"LateAndLost", test_late_and_lost},
-      {"Flushed", test_flushed},
-      {"LateError", test_late_error},
+      {"Delay", test_delay},         {"PostSendsWhatIsDue", test_post_sends_what_is_due},
+      {"Jitter", test_jitter},       {"LateAndLost", test_late_and_lost},
+      {"Flushed", test_flushed},     {"LateError", test_late_error},
       {"Forgotten", test_forgotten},
   };
   return check_main(argc, argv, tests, sizeof tests / sizeof *tests);

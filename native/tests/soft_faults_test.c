@@ -13,9 +13,7 @@ struct link {
   uint64_t sent;
 };
 
-static void post(struct link *link, uint64_t place) {
-  CHECK_EQUAL(side_receive(&link->b, place, place * 64, 8), 0);
-}
+static void post(struct link *link, uint64_t place) { CHECK_EQUAL(side_receive(&link->b, place, place * 64, 8), 0); }
 
 static void open_link(struct link *link) {
   *link = (struct link){0};
@@ -23,9 +21,7 @@ static void open_link(struct link *link) {
   for (uint64_t place = 0; place < 2; place++) post(link, place);
 }
 
-static void close_link(struct link *link) {
-  side_close_pair(&link->a, &link->b);
-}
+static void close_link(struct link *link) { side_close_pair(&link->a, &link->b); }
 
 static void inject(struct link *link, const char *faults) {
   CHECK(verbs_soft()->inject(link->a.context, faults) == 0, "\"%s\" was refused", faults);

@@ -11,9 +11,7 @@ static void send_one(struct side *side, uint64_t wr_id) {
   CHECK_EQUAL(side_send(side, wr_id, 0, MESSAGE, IBV_SEND_SIGNALED), 0);
 }
 
-static void sleep_ms(long milliseconds) {
-  nanosleep(&(struct timespec){.tv_nsec = milliseconds * 1000000}, NULL);
-}
+static void sleep_ms(long milliseconds) { nanosleep(&(struct timespec){.tv_nsec = milliseconds * 1000000}, NULL); }
 
 /* After too long a silence the queue pair carries nothing, and nothing says so; a new one does. */
 static void test_idle(void) {

@@ -95,9 +95,9 @@ static void test_error_gives_up_on_a_copy(void) {
 
 /* Whatever a peer writes into its own segment, a sender stays within that segment. */
 static void test_peer_segment_is_not_trusted(void) {
-  static const struct shared_receive bad[] = {{SEGMENT_BYTES, 64, 0},      {SEGMENT_BYTES - 63, 64, 0},
-                                              {UINT64_MAX - 32, 64, 0},    {UINT64_C(1) << 63, 64, 0},
-                                              {0, UINT32_MAX, 0},          {ARENA_OFFSET, 64, 99}};
+  static const struct shared_receive bad[] = {{SEGMENT_BYTES, 64, 0},   {SEGMENT_BYTES - 63, 64, 0},
+                                              {UINT64_MAX - 32, 64, 0}, {UINT64_C(1) << 63, 64, 0},
+                                              {0, UINT32_MAX, 0},       {ARENA_OFFSET, 64, 99}};
   struct side a, b;
   side_open(&a, SIDE_DEFAULTS);
   side_open(&b, SIDE_DEFAULTS);

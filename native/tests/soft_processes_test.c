@@ -89,9 +89,7 @@ static int count_mappings(void) {
   return count;
 }
 
-static int count_names(void) {
-  return count_entries("/dev/shm", "mlxdist-");
-}
+static int count_names(void) { return count_entries("/dev/shm", "mlxdist-"); }
 
 static const size_t sizes[] = {0, 1, 63, 64, 65, 4095, 4096, 4097, 256 << 10};
 
@@ -125,9 +123,7 @@ static void trade(int fd, int first) {
   side_close(&side);
 }
 
-static void trade_second(int fd) {
-  trade(fd, 0);
-}
+static void trade_second(int fd) { trade(fd, 0); }
 
 static void test_two_processes(void) {
   struct process peer = start(trade_second);
@@ -206,9 +202,7 @@ static uint64_t fire(int fd, pid_t peer, int64_t duration) {
   return bytes;
 }
 
-static void fire_until_killed(int fd) {
-  fire(fd, 0, 0);
-}
+static void fire_until_killed(int fd) { fire(fd, 0, 0); }
 
 /* Killed while both send, often in the middle of a copy: the survivor can still take everything down, in
  * bounded time, and nobody has left a name. */
@@ -361,8 +355,10 @@ static void test_mode(void) {
   char path[64];
   uint64_t nonce;
   memcpy(&nonce, &segment->gid, sizeof nonce);
-  if (segment->fd >= 0) snprintf(path, sizeof path, "/proc/self/fd/%d", segment->fd);
-  else snprintf(path, sizeof path, "/dev/shm/mlxdist-%016llx", (unsigned long long)nonce);
+  if (segment->fd >= 0)
+    snprintf(path, sizeof path, "/proc/self/fd/%d", segment->fd);
+  else
+    snprintf(path, sizeof path, "/dev/shm/mlxdist-%016llx", (unsigned long long)nonce);
   struct stat status;
   if (!stat(path, &status)) { /* macOS shows no file */
     CHECK_EQUAL(status.st_mode & 07777, 0600);

@@ -72,9 +72,7 @@ struct rank {
   struct ibv_qp *qps[RANKS][CHANNELS];
 };
 
-static size_t slab_bytes(void) {
-  return (size_t)RANKS * CHANNELS * (SLOTS + 1) * SLOT_BYTES;
-}
+static size_t slab_bytes(void) { return (size_t)RANKS * CHANNELS * (SLOTS + 1) * SLOT_BYTES; }
 
 /* The slots of a queue pair, and behind them the one that it sends from. */
 static char *slot_of(const struct rank *rank, int peer, int channel, int slot) {
@@ -122,7 +120,8 @@ static void send_message(struct rank *rank, int peer, int channel, int number) {
   rank->side.qp = rank->qps[peer][channel];
   bool signaled = number % (SLOTS / 2) == SLOTS / 2 - 1;
   CHECK_EQUAL(side_send(&rank->side, UINT64_MAX, (size_t)(from - rank->side.memory), length_of(number),
-                        signaled ? IBV_SEND_SIGNALED : 0), 0);
+                        signaled ? IBV_SEND_SIGNALED : 0),
+              0);
 }
 
 static void take_message(struct rank *rank, const struct ibv_wc *wc, int received[RANKS][CHANNELS]) {

@@ -22,9 +22,7 @@ static struct ibv_context *open_device(const struct verbs *verbs, int device) {
   return context;
 }
 
-struct ibv_context *side_open_device(void) {
-  return open_device(verbs_soft(), 0);
-}
+struct ibv_context *side_open_device(void) { return open_device(verbs_soft(), 0); }
 
 struct ibv_qp *side_create_qp(struct side *side, struct side_options options) {
   struct ibv_device_attr device;
@@ -73,7 +71,8 @@ void side_open(struct side *side, struct side_options options) {
   CHECK(side->qp, "create_qp: %s", strerror(errno));
   side->memory = verbs->alloc_memory(side->context, SIDE_BYTES);
   CHECK(side->memory, "alloc_memory: %s", strerror(errno));
-  side->mr = verbs->reg_mr(side->pd, side->memory, SIDE_BYTES, options.access ? options.access : IBV_ACCESS_LOCAL_WRITE);
+  side->mr =
+      verbs->reg_mr(side->pd, side->memory, SIDE_BYTES, options.access ? options.access : IBV_ACCESS_LOCAL_WRITE);
   CHECK(side->mr, "reg_mr: %s", strerror(errno));
   side->gid_index = options.key ? find_gid(side->context, options.address ? options.address : "127.0.0.1") : 0;
   CHECK_EQUAL(verbs->query_gid(side->context, 1, side->gid_index, &side->gid), 0);
@@ -126,14 +125,10 @@ struct ibv_qp_attr side_attr(enum ibv_qp_state state, struct side_address peer) 
 
 int side_mask(enum ibv_qp_state state) {
   switch (state) {
-  case IBV_QPS_INIT:
-    return INIT_MASK;
-  case IBV_QPS_RTR:
-    return RTR_MASK;
-  case IBV_QPS_RTS:
-    return RTS_MASK;
-  default:
-    return IBV_QP_STATE;
+    case IBV_QPS_INIT: return INIT_MASK;
+    case IBV_QPS_RTR: return RTR_MASK;
+    case IBV_QPS_RTS: return RTS_MASK;
+    default: return IBV_QP_STATE;
   }
 }
 
@@ -210,9 +205,7 @@ struct verbs_counters side_counters(const struct side *side) {
   return counters;
 }
 
-static char pattern(size_t i, unsigned seed) {
-  return (char)((i * 31 + (i >> 8) * 17 + seed * 101 + 7) & 0xff);
-}
+static char pattern(size_t i, unsigned seed) { return (char)((i * 31 + (i >> 8) * 17 + seed * 101 + 7) & 0xff); }
 
 void side_fill(char *memory, size_t length, unsigned seed) {
   for (size_t i = 0; i < length; i++) memory[i] = pattern(i, seed);

@@ -12,7 +12,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define WINDOW 16       /* messages in flight; with the credits they never meet an empty receive queue */
+#define WINDOW 16 /* messages in flight; with the credits they never meet an empty receive queue */
 #define CREDIT_EVERY 8
 #define RECEIVES 24
 #define SLOT_BYTES 8192
@@ -36,9 +36,7 @@ static uint32_t size_of(uint32_t sequence) {
   return sequence % 5 == 0 ? mixed >> 26 : (mixed >> 8) % (MAX_BYTES + 1);
 }
 
-static uint32_t place_of(uint32_t sequence) {
-  return sequence * 7 % (SOURCE_BYTES - MAX_BYTES);
-}
+static uint32_t place_of(uint32_t sequence) { return sequence * 7 % (SOURCE_BYTES - MAX_BYTES); }
 
 static void post_slot(struct side *side, uint64_t slot) {
   CHECK_EQUAL(side_receive(side, slot, SOURCE_BYTES + slot * SLOT_BYTES, SLOT_BYTES), 0);

@@ -19,13 +19,9 @@ static void run_side(int fd) {
   side_close(&side);
 }
 
-static void test_two_processes(void) {
-  stream_in_two_processes(run_side);
-}
+static void test_two_processes(void) { stream_in_two_processes(run_side); }
 
-static void test_two_threads(void) {
-  stream_in_two_threads(run_side);
-}
+static void test_two_threads(void) { stream_in_two_threads(run_side); }
 
 /* One side is reset and connected again and again while the other sends: nothing is torn, nothing is stale. */
 struct sender {

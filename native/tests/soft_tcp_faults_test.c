@@ -11,9 +11,7 @@ static void inject(struct side *side, const char *faults) {
   CHECK(verbs_soft()->inject(side->context, faults) == 0, "\"%s\" was refused", faults);
 }
 
-static void post(struct side *side, uint64_t slot) {
-  CHECK_EQUAL(side_receive(side, slot, slot * SLOT, SLOT), 0);
-}
+static void post(struct side *side, uint64_t slot) { CHECK_EQUAL(side_receive(side, slot, slot * SLOT, SLOT), 0); }
 
 static void open_pair(struct side *a, struct side *b) {
   tcp_open_pair(a, b, TCP_DEFAULTS);

@@ -23,13 +23,9 @@ static void run_side(int fd) {
   side_close(&side);
 }
 
-static void test_two_processes(void) {
-  stream_in_two_processes(run_side);
-}
+static void test_two_processes(void) { stream_in_two_processes(run_side); }
 
-static void test_two_threads(void) {
-  stream_in_two_threads(run_side);
-}
+static void test_two_threads(void) { stream_in_two_threads(run_side); }
 
 /* Sends and receives as fast as it can; what arrives is whole. One round. */
 static void fire(struct side *side) {
@@ -165,9 +161,8 @@ static void test_nothing_left(void) {
 
 int main(int argc, char **argv) {
   static const struct check tests[] = {
-      {"TwoProcesses", test_two_processes}, {"TwoThreads", test_two_threads},
-      {"PeerKilled", test_peer_killed},     {"PeerStopped", test_peer_stopped},
-      {"ForkedChild", test_forked_child},   {"NothingLeft", test_nothing_left},
+      {"TwoProcesses", test_two_processes}, {"TwoThreads", test_two_threads},   {"PeerKilled", test_peer_killed},
+      {"PeerStopped", test_peer_stopped},   {"ForkedChild", test_forked_child}, {"NothingLeft", test_nothing_left},
   };
   return check_main(argc, argv, tests, sizeof tests / sizeof *tests);
 }

@@ -135,8 +135,7 @@ static void test_gather(void) {
   struct ibv_sge list[4] = {{.length = 1}, {.length = 0}, {.length = 700}, {.length = 299}};
   uint64_t addr = (uintptr_t)a.memory;
   for (int i = 0; i < 4; addr += list[i++].length) list[i].addr = addr, list[i].lkey = a.mr->lkey;
-  struct ibv_send_wr wr = {
-      .sg_list = list, .num_sge = 4, .opcode = IBV_WR_SEND_WITH_IMM, .imm_data = 0x12345678}, *bad;
+  struct ibv_send_wr wr = {.sg_list = list, .num_sge = 4, .opcode = IBV_WR_SEND_WITH_IMM, .imm_data = 0x12345678}, *bad;
   CHECK_EQUAL(side_receive(&b, 1, 0, 1000), 0);
   CHECK_EQUAL(ibv_post_send(a.qp, &wr, &bad), 0);
   struct ibv_wc wc = tcp_poll_one(&b, &a, 1, IBV_WC_SUCCESS);
@@ -166,8 +165,12 @@ static void test_larger_than_the_system_takes(void) {
   struct ibv_recv_wr receive = {.wr_id = 1, .sg_list = &sges[1], .num_sge = 1}, *bad_receive;
   CHECK_EQUAL(ibv_post_recv(b.qp, &receive, &bad_receive), 0);
   CHECK_EQUAL(side_receive(&b, 2, 0, 8), 0);
-  struct ibv_send_wr send = {
-      .wr_id = 3, .sg_list = &sges[0], .num_sge = 1, .opcode = IBV_WR_SEND, .send_flags = IBV_SEND_SIGNALED}, *bad;
+  struct ibv_send_wr send = {.wr_id = 3,
+                             .sg_list = &sges[0],
+                             .num_sge = 1,
+                             .opcode = IBV_WR_SEND,
+                             .send_flags = IBV_SEND_SIGNALED},
+                     *bad;
   CHECK_EQUAL(ibv_post_send(a.qp, &send, &bad), 0);
   CHECK_EQUAL(side_send(&a, 4, 0, 8, IBV_SEND_SIGNALED), 0);
   struct ibv_wc wc;
@@ -283,8 +286,10 @@ static void test_reset_and_reconnect(void) {
     for (int i = 0; i < 3; i++) CHECK_EQUAL(side_receive(&b, 9, 0, 65536), 0);
     for (uint64_t i = 0; i < 4; i++) CHECK_EQUAL(side_send(&a, i, 0, round % 2 ? 65536 : 8, 0), 0);
     for (uint32_t i = 0; i < round % 7; i++) tcp_turn(i % 2 ? &a : &b);
-    if (round % 3) tcp_reconnect(&a, &b, round);
-    else tcp_reconnect(&b, &a, round);
+    if (round % 3)
+      tcp_reconnect(&a, &b, round);
+    else
+      tcp_reconnect(&b, &a, round);
     memset(a.memory, (int)round, 65536);
     memset(b.memory, 0, 65536);
     CHECK_EQUAL(side_receive(&b, round, 0, 65536), 0);

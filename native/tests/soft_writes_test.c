@@ -84,9 +84,7 @@ static void test_faults(void) {
 }
 
 /* A write that is counted as begun and does not end. */
-static void stop_a_writer(struct side *b) {
-  atomic_fetch_add(&soft_qp(b->qp)->shared->writers, 1);
-}
+static void stop_a_writer(struct side *b) { atomic_fetch_add(&soft_qp(b->qp)->shared->writers, 1); }
 
 static void end_the_writer(struct side *b) {
   atomic_fetch_add(&soft_qp(b->qp)->shared->writers, (UINT64_C(1) << 32) - 1);

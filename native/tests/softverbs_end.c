@@ -145,9 +145,7 @@ int post(struct end *end, enum ibv_wr_opcode opcode, uint64_t id, size_t bytes, 
   return ibv_post_send(end->qp, &wr, &bad);
 }
 
-int send_bytes(struct end *end, uint64_t id, size_t bytes) {
-  return post(end, IBV_WR_SEND, id, bytes, NULL, 0);
-}
+int send_bytes(struct end *end, uint64_t id, size_t bytes) { return post(end, IBV_WR_SEND, id, bytes, NULL, 0); }
 
 struct ibv_wc poll_one(struct end *end, uint64_t id, enum ibv_wc_status status) {
   struct ibv_wc wc;

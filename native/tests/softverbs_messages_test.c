@@ -104,13 +104,9 @@ static void exchange_one_by_one(size_t first, size_t step, unsigned count, uint3
 }
 
 /* What one receive needed of the 220 MiB is there for the next, also where that is of another size. */
-static void test_deep_ring_of_large_receives(void) {
-  exchange_one_by_one((size_t)128 << 10, 0, 2000, 4096);
-}
+static void test_deep_ring_of_large_receives(void) { exchange_one_by_one((size_t)128 << 10, 0, 2000, 4096); }
 
-static void test_large_receives_of_all_sizes(void) {
-  exchange_one_by_one((size_t)1 << 20, (size_t)1 << 20, 60, 64);
-}
+static void test_large_receives_of_all_sizes(void) { exchange_one_by_one((size_t)1 << 20, (size_t)1 << 20, 60, 64); }
 
 static void test_no_receive(void) {
   struct end a, b;

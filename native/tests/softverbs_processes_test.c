@@ -104,13 +104,9 @@ static void exchange(int gid_index) {
   free(back);
 }
 
-static void test_two_processes(void) {
-  exchange(0);
-}
+static void test_two_processes(void) { exchange(0); }
 
-static void test_two_processes_by_ipv4(void) {
-  exchange(1);
-}
+static void test_two_processes_by_ipv4(void) { exchange(1); }
 
 static int sleep_connected(int fd) {
   char *memory = malloc(BYTES);

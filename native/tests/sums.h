@@ -7,7 +7,7 @@
 static inline int32_t sums_value(int rank, uint64_t i) { return (int32_t)(i * 7 + (uint64_t)rank * 1000003); }
 
 /* The operation's status; a wrong result ends the test. */
-static inline int all_sum(mlxdist_group *group, int rank, int size, uint64_t count) {
+static inline int all_sum(mlxdist_group* group, int rank, int size, uint64_t count) {
   mlxdist_layout layout = {.dtype = MLXDIST_INT32, .ndim = 1, .shape = {(int64_t)count}};
   int32_t *in = calloc(count, sizeof *in), *out = calloc(count, sizeof *out);
   REQUIRE(in && out);

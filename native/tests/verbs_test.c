@@ -63,9 +63,9 @@ static void test_explanations(void) {
 
 /* Whatever a provider returns: the system's own words first, one line, and it fits. */
 static void test_every_explanation(void) {
-  const char *verbs[] = {"open_device", "query_port",        "alloc_pd",         "reg_mr",    "create_cq",
-                         "create_qp",   "modify_qp to INIT", "modify_qp to RTR", "post_send", "post_recv",
-                         "poll_cq",     "connect",           "a verb of another day"};
+  const char *verbs[] = {"open_device",          "query_port",       "alloc_pd",  "reg_mr",    "create_cq", "create_qp",
+                         "modify_qp to INIT",    "modify_qp to RTR", "post_send", "post_recv", "poll_cq",   "connect",
+                         "a verb of another day"};
   for (size_t verb = 0; verb < sizeof verbs / sizeof *verbs; verb++) {
     for (int error = 1; error < 300; error++) {
       const char *text = explain(verbs[verb], error), *name = strerror(error);

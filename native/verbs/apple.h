@@ -11,9 +11,9 @@
 /* The largest message, hence the largest buffer to post, under a release of Darwin such as "25.3.0": one frame of 4096
  * bytes before 25.3 (macOS 26.3), 4095 of them since. One frame for a text that is no release: what every macOS
  * takes. */
-uint32_t apple_max_message(const char *darwin_release);
+uint32_t apple_max_message(const char* darwin_release);
 
 /* This machine's; empty where it cannot be read. */
-const char *apple_darwin_release(void);
+const char* apple_darwin_release(void);
 
 #endif

@@ -7,34 +7,34 @@
 #define ANY "" /* every verb without an entry of its own */
 #define NO_REASON 0
 
-#define QUEUE_PAIRS                                                                                                  \
-  "all queue pairs of the device are in use, by this process or others; end what else uses it (ranks of an earlier " \
+#define QUEUE_PAIRS                                                                                                    \
+  "all queue pairs of the device are in use, by this process or others; end what else uses it (ranks of an earlier "   \
   "job, too), or start fewer ranks (RDMA over Thunderbolt has 10 per device)"
-#define DOMAINS                                                                                                 \
+#define DOMAINS                                                                                                        \
   "no protection domain is left, or the port is down; check the cable and that RDMA is enabled at both ends; " LOST
-#define LOST /* mlxdist/launch/keeper.py */                                                                          \
-  "a Mac has 11 protection domains of RDMA and keeps those of killed programs until it is restarted (while no job " \
+#define LOST /* mlxdist/launch/keeper.py */                                                                            \
+  "a Mac has 11 protection domains of RDMA and keeps those of killed programs until it is restarted (while no job "    \
   "runs, `ioclasscount AppleThunderboltRDMAProtectionDomain` counts them)"
 #define REGIONS "no memory region of the device is left (RDMA over Thunderbolt has 100 per device)"
-#define LOCKED_MEMORY \
+#define LOCKED_MEMORY                                                                                                  \
   "more memory than this process may lock; raise the limit (ulimit -l unlimited; in a container --ulimit memlock=-1)"
 #define OTHER_TYPE "the device has no queue pairs of this type; choose the other one (MLXDIST_QP=uc or rc)"
-#define PORT_REMEDY                                                                                              \
-  "`mlxdist config --hosts HOST,... --auto-setup --without-bridge` gives each port with a cable an IPv4 address of " \
+#define PORT_REMEDY                                                                                                    \
+  "`mlxdist config --hosts HOST,... --auto-setup --without-bridge` gives each port with a cable an IPv4 address of "   \
   "its own and takes it out of bridge0 (Thunderbolt Bridge)"
-#define GID                                                                                                          \
-  "the address or its index in the table is wrong, as after a change of network addresses (`mlxdist devices` shows " \
+#define GID                                                                                                            \
+  "the address or its index in the table is wrong, as after a change of network addresses (`mlxdist devices` shows "   \
   "them), or the port of a Mac is in bridge0 or has no IPv4 address: " PORT_REMEDY
 #define NO_ROUTE "the peer's address cannot be reached; check that both ports are up and in the same subnet (ping it)"
-#define IDLE                                                                                                          \
-  "the link was idle for too long, or queue pairs and protection domains are used up; start again, and if that does " \
+#define IDLE                                                                                                           \
+  "the link was idle for too long, or queue pairs and protection domains are used up; start again, and if that does "  \
   "not help restart this machine"
-#define PERMISSION \
+#define PERMISSION                                                                                                     \
   "this user may not use RDMA devices; give it read and write access to /dev/infiniband/uverbs* (group rdma or root)"
 #ifdef __APPLE__ /* TN3179 */
-#define NO_WAY                                                                                                      \
-  "if ping reaches it, macOS denies this program the local network: allow the application that started it in System " \
-  "Settings > Privacy & Security > Local Network (an editor's terminal needs that, and what an ssh session has left " \
+#define NO_WAY                                                                                                         \
+  "if ping reaches it, macOS denies this program the local network: allow the application that started it in System "  \
+  "Settings > Privacy & Security > Local Network (an editor's terminal needs that, and what an ssh session has left "  \
   "behind when it ended; Terminal and ssh sessions do not)"
 #else
 #define NO_WAY "no route leads to the peer's address; check that its interface is up and in the same subnet (ping it)"

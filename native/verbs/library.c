@@ -194,8 +194,7 @@ static void find_symbols(void *library) {
     length += (size_t)snprintf(refusal + length, sizeof refusal - length, "%s%s",
                                length ? ", " : "provider " PROVIDER ": " LIBRARY " lacks ", symbols[i].name);
   }
-  if (length && length < sizeof refusal)
-    snprintf(refusal + length, sizeof refusal - length, OF_VERSION "; " REMEDY);
+  if (length && length < sizeof refusal) snprintf(refusal + length, sizeof refusal - length, OF_VERSION "; " REMEDY);
   for (size_t i = 0; i < sizeof optional_symbols / sizeof *optional_symbols; i++) find(library, &optional_symbols[i]);
 }
 

@@ -7,6 +7,6 @@
 
 /* NULL where this system has no such library or it lacks what we use, and a sentence in `why` that names all of it.
  * Any thread; opened once per process, and never closed: its own providers do not survive that. */
-const struct verbs *verbs_library(const char *name, char *why, size_t bytes);
+const struct verbs* verbs_library(const char* name, char* why, size_t bytes);
 
 #endif

@@ -80,7 +80,7 @@ enum ibv_port_state {
 enum { IBV_LINK_LAYER_UNSPECIFIED, IBV_LINK_LAYER_INFINIBAND, IBV_LINK_LAYER_ETHERNET };
 
 struct ibv_device {
-  void *(*unused_ops[2])(void);
+  void* (*unused_ops[2])(void);
   enum ibv_node_type node_type;
   enum ibv_transport_type transport_type;
   char name[64];
@@ -159,33 +159,33 @@ struct ibv_port_attr {
 
 /* A context reaches the provider's data path through this table; the other 29 entries are the library's own. */
 struct ibv_context_ops {
-  void *(*unused_0[11])(void);
-  int (*poll_cq)(struct ibv_cq *cq, int num_entries, struct ibv_wc *wc);
-  int (*req_notify_cq)(struct ibv_cq *cq, int solicited_only);
-  void *(*unused_13[12])(void);
-  int (*post_send)(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad_wr);
-  int (*post_recv)(struct ibv_qp *qp, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad_wr);
-  void *(*unused_27[5])(void);
+  void* (*unused_0[11])(void);
+  int (*poll_cq)(struct ibv_cq* cq, int num_entries, struct ibv_wc* wc);
+  int (*req_notify_cq)(struct ibv_cq* cq, int solicited_only);
+  void* (*unused_13[12])(void);
+  int (*post_send)(struct ibv_qp* qp, struct ibv_send_wr* wr, struct ibv_send_wr** bad_wr);
+  int (*post_recv)(struct ibv_qp* qp, struct ibv_recv_wr* wr, struct ibv_recv_wr** bad_wr);
+  void* (*unused_27[5])(void);
 };
 
 struct ibv_context {
-  struct ibv_device *device;
+  struct ibv_device* device;
   struct ibv_context_ops ops;
   int cmd_fd;
   int async_fd;
   int num_comp_vectors;
   pthread_mutex_t mutex;
-  void *abi_compat;
+  void* abi_compat;
 };
 
 /* What newer libraries keep in front of a context, where this is what its abi_compat holds. It has grown at its front,
  * and sz counts its bytes: older ones lack the first members. */
-#define __VERBS_ABI_IS_EXTENDED ((void *)UINTPTR_MAX)
+#define __VERBS_ABI_IS_EXTENDED ((void*)UINTPTR_MAX)
 
 struct verbs_context {
-  int (*query_port)(struct ibv_context *context, uint8_t port_num, struct ibv_port_attr *port_attr,
+  int (*query_port)(struct ibv_context* context, uint8_t port_num, struct ibv_port_attr* port_attr,
                     size_t port_attr_len);
-  void *unused_1[37];
+  void* unused_1[37];
   uint64_t unused_38;
   size_t sz;
   struct ibv_context context;
@@ -218,16 +218,16 @@ enum ibv_event_type {
 
 struct ibv_async_event {
   union {
-    struct ibv_cq *cq;
-    struct ibv_qp *qp;
-    struct ibv_srq *srq;
+    struct ibv_cq* cq;
+    struct ibv_qp* qp;
+    struct ibv_srq* srq;
     int port_num;
   } element;
   enum ibv_event_type event_type;
 };
 
 struct ibv_comp_channel {
-  struct ibv_context *context;
+  struct ibv_context* context;
   int fd;
   int refcnt;
 };
@@ -243,14 +243,14 @@ enum ibv_access_flags {
 };
 
 struct ibv_pd {
-  struct ibv_context *context;
+  struct ibv_context* context;
   uint32_t handle;
 };
 
 struct ibv_mr {
-  struct ibv_context *context;
-  struct ibv_pd *pd;
-  void *addr;
+  struct ibv_context* context;
+  struct ibv_pd* pd;
+  void* addr;
   size_t length;
   uint32_t handle;
   uint32_t lkey;
@@ -323,9 +323,9 @@ struct ibv_wc {
 };
 
 struct ibv_cq {
-  struct ibv_context *context;
-  struct ibv_comp_channel *channel;
-  void *cq_context;
+  struct ibv_context* context;
+  struct ibv_comp_channel* channel;
+  void* cq_context;
   uint32_t handle;
   int cqe;
   pthread_mutex_t mutex;
@@ -403,10 +403,10 @@ struct ibv_qp_cap {
 };
 
 struct ibv_qp_init_attr {
-  void *qp_context;
-  struct ibv_cq *send_cq;
-  struct ibv_cq *recv_cq;
-  struct ibv_srq *srq;
+  void* qp_context;
+  struct ibv_cq* send_cq;
+  struct ibv_cq* recv_cq;
+  struct ibv_srq* srq;
   struct ibv_qp_cap cap;
   enum ibv_qp_type qp_type;
   int sq_sig_all;
@@ -442,12 +442,12 @@ struct ibv_qp_attr {
 };
 
 struct ibv_qp {
-  struct ibv_context *context;
-  void *qp_context;
-  struct ibv_pd *pd;
-  struct ibv_cq *send_cq;
-  struct ibv_cq *recv_cq;
-  struct ibv_srq *srq;
+  struct ibv_context* context;
+  void* qp_context;
+  struct ibv_pd* pd;
+  struct ibv_cq* send_cq;
+  struct ibv_cq* recv_cq;
+  struct ibv_srq* srq;
   uint32_t handle;
   uint32_t qp_num;
   enum ibv_qp_state state;
@@ -485,8 +485,8 @@ struct ibv_sge {
 
 struct ibv_send_wr {
   uint64_t wr_id;
-  struct ibv_send_wr *next;
-  struct ibv_sge *sg_list;
+  struct ibv_send_wr* next;
+  struct ibv_sge* sg_list;
   int num_sge;
   enum ibv_wr_opcode opcode;
   unsigned int send_flags;
@@ -506,7 +506,7 @@ struct ibv_send_wr {
       uint32_t rkey;
     } atomic;
     struct {
-      struct ibv_ah *ah;
+      struct ibv_ah* ah;
       uint32_t remote_qpn;
       uint32_t remote_qkey;
     } ud;
@@ -518,17 +518,17 @@ struct ibv_send_wr {
   } qp_type;
   union {
     struct {
-      struct ibv_mw *mw;
+      struct ibv_mw* mw;
       uint32_t rkey;
       struct {
-        struct ibv_mr *mr;
+        struct ibv_mr* mr;
         uint64_t addr;
         uint64_t length;
         unsigned int mw_access_flags;
       } bind_info;
     } bind_mw;
     struct {
-      void *hdr;
+      void* hdr;
       uint16_t hdr_sz;
       uint16_t mss;
     } tso;
@@ -537,12 +537,12 @@ struct ibv_send_wr {
 
 struct ibv_recv_wr {
   uint64_t wr_id;
-  struct ibv_recv_wr *next;
-  struct ibv_sge *sg_list;
+  struct ibv_recv_wr* next;
+  struct ibv_sge* sg_list;
   int num_sge;
 };
 
-#define VERBS_OP(index) ((index) * sizeof(void *(*)(void)))
+#define VERBS_OP(index) ((index) * sizeof(void* (*)(void)))
 _Static_assert(offsetof(struct ibv_context_ops, poll_cq) == VERBS_OP(11), "poll_cq is entry 11");
 _Static_assert(offsetof(struct ibv_context_ops, post_send) == VERBS_OP(25), "post_send is entry 25");
 _Static_assert(offsetof(struct ibv_context_ops, post_recv) == VERBS_OP(26), "post_recv is entry 26");
@@ -557,20 +557,20 @@ _Static_assert(sizeof(struct ibv_mr) == 48, "size of ibv_mr");
 
 /* Inline in the real header too: no library exports these. */
 
-static inline int ibv_post_send(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad_wr) {
+static inline int ibv_post_send(struct ibv_qp* qp, struct ibv_send_wr* wr, struct ibv_send_wr** bad_wr) {
   return qp->context->ops.post_send(qp, wr, bad_wr);
 }
 
-static inline int ibv_post_recv(struct ibv_qp *qp, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad_wr) {
+static inline int ibv_post_recv(struct ibv_qp* qp, struct ibv_recv_wr* wr, struct ibv_recv_wr** bad_wr) {
   return qp->context->ops.post_recv(qp, wr, bad_wr);
 }
 
-static inline int ibv_req_notify_cq(struct ibv_cq *cq, int solicited_only) {
+static inline int ibv_req_notify_cq(struct ibv_cq* cq, int solicited_only) {
   return cq->context->ops.req_notify_cq(cq, solicited_only);
 }
 
 /* The number of completions written to `wc`, negative on an error of the queue. */
-static inline int ibv_poll_cq(struct ibv_cq *cq, int num_entries, struct ibv_wc *wc) {
+static inline int ibv_poll_cq(struct ibv_cq* cq, int num_entries, struct ibv_wc* wc) {
   return cq->context->ops.poll_cq(cq, num_entries, wc);
 }
 

@@ -2,8 +2,8 @@
  * A libibverbs.so.1 for tests of what happens when RDMA cannot be set up: libsoftverbs, behind this, does the work, but
  * one verb fails, and the objects of the process are counted.
  *
- *   FAILING_VERB   verb:errno, such as "create_qp:16" or "modify_qp to RTR:22"; "create_qp+1:16" from the second call on
- *   FAILING_PID    only in this process, and not in the one that lists the devices for it
+ *   FAILING_VERB   verb:errno, such as "create_qp:16" or "modify_qp to RTR:22"; "create_qp+1:16" from the second call
+ * on FAILING_PID    only in this process, and not in the one that lists the devices for it
  *
  * It prints "device opened" to stderr, "objects left: N" when a device is closed, and what was given back in the wrong
  * order.

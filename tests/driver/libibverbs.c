@@ -69,9 +69,7 @@ struct ibv_device **ibv_get_device_list(int *count) {
   return list;
 }
 
-void ibv_free_device_list(struct ibv_device **list) {
-  free(list);
-}
+void ibv_free_device_list(struct ibv_device **list) { free(list); }
 
 const char *ibv_get_device_name(struct ibv_device *device) {
   return fails("ibv_get_device_name", device->name) ? NULL : device->name;
@@ -120,11 +118,9 @@ int ibv_query_gid(struct ibv_context *context, uint8_t number, int index, union 
 }
 
 /* The rest is only looked for. */
-#define UNUSED(name) \
-  void name(void);   \
-  void name(void) {  \
-    abort();         \
-  }
+#define UNUSED(name)                                                                                                   \
+  void name(void);                                                                                                     \
+  void name(void) { abort(); }
 UNUSED(ibv_alloc_pd)
 UNUSED(ibv_dealloc_pd)
 UNUSED(ibv_reg_mr)

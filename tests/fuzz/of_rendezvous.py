@@ -19,16 +19,7 @@ from mlxdist.rendezvous.loop import Loop
 from mlxdist.rendezvous.messages import pack_message, unpack_message
 from mlxdist.rendezvous.pulse import Heartbeat
 from mlxdist.rendezvous.rendezvous import Rendezvous
-from mlxdist.rendezvous.wire import (
-    MAGIC,
-    NONCE_BYTES,
-    Connection,
-    Framing,
-    Kind,
-    WireError,
-    proof,
-    unpack_json,
-)
+from mlxdist.rendezvous.wire import MAGIC, NONCE_BYTES, Connection, Framing, Kind, WireError, proof, unpack_json
 
 __all__ = ["TARGETS"]
 
@@ -205,9 +196,7 @@ def _nonce(count: int) -> bytes:
 def _welcome(sock: socket.socket, text: bytes) -> None:
     framing, hub_nonce = Framing(), b"h" * NONCE_BYTES
     sock.sendall(framing.frame(Kind.CHALLENGE, MAGIC + hub_nonce))
-    sock.sendall(
-        framing.frame(Kind.WELCOME, proof(SECRET, "rank 0", _nonce(NONCE_BYTES), hub_nonce, text) + text)
-    )
+    sock.sendall(framing.frame(Kind.WELCOME, proof(SECRET, "rank 0", _nonce(NONCE_BYTES), hub_nonce, text) + text))
 
 
 def rank_0(data: bytes) -> None:

@@ -1,13 +1,13 @@
 """One rank of the chaos test: carries out rounds that come as lines of JSON, and says as lines of JSON how each ended.
 
-    round   {"round": round}        a round of tests/chaos/plan.py
-            {"at": step}            the rank comes to a step at which something happens from outside
-            {"done": true}          all results were right
-            {"wrong": text}         one was not
-            {"error": class, "ours": whether it is an mlxdist.Error, "text": ..., "again": [class, text, seconds]}
-                                    "again": what one more operation raised, and how soon
-    probe   {"probe": true}         one operation of all ranks; answers as a round does
-    end     {"end": true}           finalize, and the end of the process
+round   {"round": round}        a round of tests/chaos/plan.py
+        {"at": step}            the rank comes to a step at which something happens from outside
+        {"done": true}          all results were right
+        {"wrong": text}         one was not
+        {"error": class, "ours": whether it is an mlxdist.Error, "text": ..., "again": [class, text, seconds]}
+                                "again": what one more operation raised, and how soon
+probe   {"probe": true}         one operation of all ranks; answers as a round does
+end     {"end": true}           finalize, and the end of the process
 """
 
 import faulthandler
@@ -68,11 +68,7 @@ def outcome(function: Callable[[], object]) -> dict:
     except AssertionError:
         return {"wrong": traceback.format_exc()}
     except Exception as error:
-        return {
-            "error": type(error).__name__,
-            "ours": isinstance(error, mlxdist.Error),
-            "text": str(error),
-        }
+        return {"error": type(error).__name__, "ours": isinstance(error, mlxdist.Error), "text": str(error)}
     return {"done": True}
 
 

@@ -80,8 +80,9 @@ def checkpointed() -> None:
     def gradients(modules: list, x: mx.array, scores: mx.array, parts: list, dense: bool) -> tuple:
         def one(module: nn.Module, parameters: dict, given: tuple, scores: mx.array, chosen: mx.array) -> dict:
             module.update(parameters)
-            y = given[0] + ((module(given[0], chosen) * scores[..., None]).sum(-2) if dense else
-                            module(given[0], chosen, scores))
+            y = given[0] + (
+                (module(given[0], chosen) * scores[..., None]).sum(-2) if dense else module(given[0], chosen, scores)
+            )
             return {"y": y}
 
         def loss(parameters: list, x: mx.array, scores: mx.array) -> mx.array:

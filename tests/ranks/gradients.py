@@ -67,9 +67,7 @@ CASES = {
         lambda xs: [xs[r - 1] for r in range(size)],
     ),
     "gather_from_sequence_parallel_region": Case(
-        lambda r: (2, 3),
-        nn.gather_from_sequence_parallel_region,
-        lambda xs: [mx.concatenate(xs)] * size,
+        lambda r: (2, 3), nn.gather_from_sequence_parallel_region, lambda xs: [mx.concatenate(xs)] * size
     ),
     "reduce_scatter_to_sequence_parallel_region, axis 1": Case(
         lambda r: (2, 2 * size, 3),
@@ -91,9 +89,7 @@ SCALARS = {
         lambda xs: [mx.stack(xs) if r == root else mx.zeros((0,)) for r in range(size)],
     ),
     "sendrecv": Case(
-        lambda r: (),
-        lambda x: mlxdist.sendrecv(x, after, before),
-        lambda xs: [xs[r - 1] for r in range(size)],
+        lambda r: (), lambda x: mlxdist.sendrecv(x, after, before), lambda xs: [xs[r - 1] for r in range(size)]
     ),
 }
 BATCH = 4

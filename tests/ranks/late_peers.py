@@ -268,6 +268,7 @@ def p2p() -> None:
 def refuse() -> None:
     """An operation that all ranks refuse, since not all are joined by cables, is handed over before another one: their
     counts stay equal."""
+
     def refuses(call) -> None:
         try:
             call()

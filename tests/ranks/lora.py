@@ -151,9 +151,7 @@ def sequence() -> None:
         layers = zip((parts[0], None, parts[1], None, parts[2]), gradients["layers"])
         return {"layers": [cut_like(layer, gradient) if layer else gradient for layer, gradient in layers]}
 
-    compare(
-        "adapters, sequence parallel", *models, x, cut_x=lambda x: take(x, 1, [3] * size, rank), cut_parameters=cut
-    )
+    compare("adapters, sequence parallel", *models, x, cut_x=lambda x: take(x, 1, [3] * size, rank), cut_parameters=cut)
 
 
 def refused() -> None:
@@ -165,8 +163,8 @@ def refused() -> None:
             ),
             "LoRALinear: r must be a positive integer, not 0": lambda: LoRALinear.from_base(column, r=0),
             "LoRALinear: dropout must be from 0": lambda: LoRALinear.from_base(column, dropout=1.0),
-            "LoRALinear: lora_a must be": lambda: (
-                LoRALinear.from_base(column).load_adapter(mx.ones((4, 2)), mx.ones((3, 4 * size)))
+            "LoRALinear: lora_a must be": lambda: LoRALinear.from_base(column).load_adapter(
+                mx.ones((4, 2)), mx.ones((3, 4 * size))
             ),
             "not () and (2, 3)": lambda: LoRALinear.from_base(column).load_adapter(mx.array(1.0), mx.ones((2, 3))),
         }

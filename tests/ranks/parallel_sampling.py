@@ -200,7 +200,11 @@ def cross_entropy() -> None:
 
         def dense(x: mx.array) -> mx.array:
             loss = nn.losses.cross_entropy(
-                x.astype(mx.float32), targets, weights, label_smoothing=smoothing, reduction=reduction  # noqa: B023
+                x.astype(mx.float32),
+                targets,
+                weights,
+                label_smoothing=smoothing,
+                reduction=reduction,  # noqa: B023
             )
             return (loss * scale).sum()  # noqa: B023
 

@@ -230,10 +230,7 @@ def threads() -> None:
 
 def opposite(run) -> None:
     one, other = group.split(0), group.split(0)
-    operations = [
-        lambda: run(mlxdist.all_sum, (3,), one),
-        lambda: run(mlxdist.all_gather, (5,), other),
-    ]
+    operations = [lambda: run(mlxdist.all_sum, (3,), one), lambda: run(mlxdist.all_gather, (5,), other)]
     for operation in operations:  # all is well in one order
         operation()
     group.barrier()

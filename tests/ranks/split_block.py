@@ -11,14 +11,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models import granite, llama, qwen3
-from mlx_lm.models.cache import (
-    ArraysCache,
-    BatchKVCache,
-    KVCache,
-    QuantizedKVCache,
-    RotatingKVCache,
-    trim_prompt_cache,
-)
+from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache, QuantizedKVCache, RotatingKVCache, trim_prompt_cache
 
 import mlxdist
 from mlxdist.nn.split.split_block import WINDOW, SplitBlock

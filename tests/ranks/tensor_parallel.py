@@ -183,9 +183,7 @@ def sequence() -> None:
                 return {"layers": [cut_like(p, g) if g else g for p, g in zip(parts, gradients["layers"])]}
 
             along = [shape[axis] // size] * size
-            compare(
-                what, whole, parallel, x, cut_x=lambda x, a=axis, s=along: take(x, a, s, rank), cut_parameters=cut
-            )
+            compare(what, whole, parallel, x, cut_x=lambda x, a=axis, s=along: take(x, a, s, rank), cut_parameters=cut)
     rows_alone()
 
 
@@ -196,9 +194,7 @@ def rows_alone() -> None:
     layer = RowParallelLinear.from_linear(whole, sequence_parallel=True, input_is_parallel=False)
     assert layer(x).shape == (2, 5)
     total = nn.value_and_grad(whole, lambda layer, x: mx.sin(layer(x)).sum())
-    mine = nn.value_and_grad(
-        layer, lambda layer, x: reduce_from_tensor_parallel_region(mx.sin(layer(x)).sum(), group)
-    )
+    mine = nn.value_and_grad(layer, lambda layer, x: reduce_from_tensor_parallel_region(mx.sin(layer(x)).sum(), group))
     (expected, theirs), (value, gradients) = total(whole, x), mine(layer, x)
     close(value, expected, "rows, sequence parallel")
     for name, gradient in cut_like(layer, theirs).items():
@@ -283,8 +279,8 @@ def refused() -> None:
         "QuantizedRowParallelLinear: input_dims in quantization groups of 64": lambda: RowParallelLinear.from_linear(
             linear(64 * size, 8, group_size=64, bits=4), multiple=64 * size * 3
         ),
-        "must be an nn.Linear or nn.QuantizedLinear, not RowParallelLinear": lambda: (
-            ColumnParallelLinear.from_linear(row)
+        "must be an nn.Linear or nn.QuantizedLinear, not RowParallelLinear": lambda: ColumnParallelLinear.from_linear(
+            row
         ),
         "axis is 7": lambda: join(mx.ones(3), 7, [3] * size, group),
         "must be 3 long": lambda: join(mx.ones(2), 0, [3] * size, group),
@@ -295,9 +291,9 @@ def refused() -> None:
             "ColumnParallelLinear: output_dims": lambda: ColumnParallelLinear(4, odd),
             "RowParallelLinear: input_dims": lambda: RowParallelLinear(odd, 4),
             "with sequence_parallel the sequence": lambda: row(mx.ones((size + 1, 4))),
-            "are not whole quantization groups of 32": lambda: (
-                RowParallelLinear(32 * size, 4, weights=[3, *[2] * (size - 2), 1]).to_quantized(group_size=32)
-            ),
+            "are not whole quantization groups of 32": lambda: RowParallelLinear(
+                32 * size, 4, weights=[3, *[2] * (size - 2), 1]
+            ).to_quantized(group_size=32),
             "QuantizedRowParallelLinear: input_dims in quantization groups of 128": lambda: (
                 RowParallelLinear.from_linear(linear(128 * (size + 1), 8, group_size=128, bits=3))
             ),

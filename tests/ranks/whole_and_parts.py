@@ -35,7 +35,9 @@ def same(a: nn.Module, b: nn.Module, what: str) -> None:
     assert a.trainable_parameters().keys() == b.trainable_parameters().keys(), f"{what}: not the same is frozen"
 
 
-def linear(inputs: int, outputs: int, bias: bool = True, dtype: mx.Dtype = mx.float32, **quantized: object) -> nn.Module:
+def linear(
+    inputs: int, outputs: int, bias: bool = True, dtype: mx.Dtype = mx.float32, **quantized: object
+) -> nn.Module:
     layer = nn.Linear(inputs, outputs, bias)
     layer.set_dtype(dtype)
     if not quantized:

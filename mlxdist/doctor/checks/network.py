@@ -18,8 +18,8 @@ _MEANING = {
     "ECONNREFUSED": ("it is reached, but a firewall refuses, or it is another machine's address", _FIREWALL),
     "ETIMEDOUT": ("a firewall drops it, or nobody has the address", _FIREWALL),
     "EHOSTUNREACH": ("it is not in that network, or a firewall says so", "on {source}: ping {address}"),
-    "ENETUNREACH": ("nothing leads to its network", "on {source}: netstat -rn; correct \"ips\" of the hostfile"),
-    "WRONG": ("another machine has this address, too", "on {source}: arp -an; correct its \"ips\" in the hostfile"),
+    "ENETUNREACH": ("nothing leads to its network", 'on {source}: netstat -rn; correct "ips" of the hostfile'),
+    "WRONG": ("another machine has this address, too", 'on {source}: arp -an; correct its "ips" in the hostfile'),
 }
 _PRIVACY = f"on {{source}}: {REMEDY}, then start the job again"
 _SLOW_SHARE = 0.5
@@ -57,13 +57,13 @@ def check_interfaces(cluster: Cluster) -> list[Finding]:
         what = f"{tried.address} is reached by {_describe(tried)}"
         pair = tried.source, tried.target
         if tried.kind == "wifi":
-            remedy = f"give {tried.target} the address of its cable in \"ips\" of the hostfile"
+            remedy = f'give {tried.target} the address of its cable in "ips" of the hostfile'
             found.append(way(warn(pair, what, remedy)))
         elif tried.kind == "tunnel":
-            remedy = f"end the VPN, or give {tried.target} another address in \"ips\""
+            remedy = f'end the VPN, or give {tried.target} another address in "ips"'
             found.append(way(warn(pair, what, remedy)))
         elif tried.speed and tried.speed < _SLOW_SHARE * fastest:
-            remedy = f"give {tried.target} its address in the faster network (\"ips\"), or change the cable"
+            remedy = f'give {tried.target} its address in the faster network ("ips"), or change the cable'
             found.append(way(warn(pair, f"{what}, others by {_mbit(fastest)}", remedy)))
         elif tried.kind == "bridge":
             remedy = "for RDMA give each port an address of its own: mlxdist config --auto-setup"

@@ -52,7 +52,7 @@ def _of_host(host: Host, told: dict, wanted: bool) -> list[Finding]:
     found = []
     for missing in sorted(named - set(there)):
         what = f"the hostfile names {missing}, and it is not there; there are: {', '.join(there) or 'none'}"
-        found.append(fail(host.name, what, "mlxdist devices (on that host), and correct the hostfile's \"rdma\""))
+        found.append(fail(host.name, what, 'mlxdist devices (on that host), and correct the hostfile\'s "rdma"'))
     for told_of in told["findings"]:
         cause, subject = told_of["verdict"], told_of["subject"]
         if cause == Cause.OK or cause in _OF_GIDS or (named and subject and subject not in named):

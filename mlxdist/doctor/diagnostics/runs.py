@@ -18,11 +18,7 @@ from ..probe_rank import MARK
 __all__ = ["Run", "probe", "run"]
 
 _SECONDS = 60.0
-_SETTINGS = {
-    "MLXDIST_DEBUG": "trace:verbs,connection",
-    "MLXDIST_TIMEOUT": "20",
-    "MLXDIST_RENDEZVOUS_TIMEOUT": "30",
-}
+_SETTINGS = {"MLXDIST_DEBUG": "trace:verbs,connection", "MLXDIST_TIMEOUT": "20", "MLXDIST_RENDEZVOUS_TIMEOUT": "30"}
 _OPERATIONS = 20  # of each rank's flight record
 _ASK_SECONDS = 2.0
 _FIRST_LINES, _LAST_LINES = 250, 150  # of a job's output

@@ -32,9 +32,7 @@ def checkpoint(function: Callable[..., Any]) -> Callable[..., Any]:
             result = function(*positional, **named)
             return _arrays(result)
 
-        def gradient(
-            primals: list[mx.array], cotangents: list[mx.array], outputs: list[mx.array]
-        ) -> list[mx.array]:
+        def gradient(primals: list[mx.array], cotangents: list[mx.array], outputs: list[mx.array]) -> list[mx.array]:
             primals = mx.depends(primals, [*cotangents, *outputs])
             return mx.vjp(lambda *arrays: run(list(arrays)), primals, cotangents)[1]
 

@@ -138,11 +138,7 @@ def dispatch(
 
 
 def combine(
-    y: mx.array,
-    handle: Handle,
-    scores: mx.array | None = None,
-    *,
-    exchange_dtype: mx.Dtype | str | None = None,
+    y: mx.array, handle: Handle, scores: mx.array | None = None, *, exchange_dtype: mx.Dtype | str | None = None
 ) -> mx.array:
     """Brings the results back to the tokens. Collective and lazy.
 
@@ -255,9 +251,7 @@ def _exchange(
     return results if passed else results[0]
 
 
-def _sent(
-    rows: mx.array, send: list[int], receive: list[int], group: Group, dtype: mx.Dtype | str | None
-) -> mx.array:
+def _sent(rows: mx.array, send: list[int], receive: list[int], group: Group, dtype: mx.Dtype | str | None) -> mx.array:
     """all_to_all_v of rows that travel as ``dtype`` and arrive as they were."""
     if dtype == "fp8":
         return unpack_e4m3(all_to_all_v(pack_e4m3(rows), send, receive, group=group), rows.dtype)

@@ -134,9 +134,7 @@ def join_projection(projection: nn.Module, last: bool, cut: Cut) -> nn.Module:
     return joined
 
 
-def compute(
-    layer: nn.Module, rows: mx.array, experts: mx.array, ascending: bool, tp_group: Group | None
-) -> mx.array:
+def compute(layer: nn.Module, rows: mx.array, experts: mx.array, ascending: bool, tp_group: Group | None) -> mx.array:
     """Expert ``experts[i]`` of ``layer`` on ``rows[i]``: (pairs, d), in the dtype that mlx-lm's layer would give.
 
     Also experts (tokens, k) on rows (tokens, 1, d): (tokens, k, d). ``ascending`` says that ``experts`` do. With a

@@ -204,7 +204,9 @@ class LowLatencyExchange:
         token, ids, weights = (mx.contiguous(part) for part in mx.split(wire, [width, ids_end], axis=-1))
         x = unpack_e4m3(token, dtype) if self.fp8 else token.view(dtype)
         weights = weights.view(mx.float32)
-        return Slots(without_gradient(x, _NO_GRADIENT), ids.view(mx.int32), without_gradient(weights, _NO_GRADIENT), tokens)
+        return Slots(
+            without_gradient(x, _NO_GRADIENT), ids.view(mx.int32), without_gradient(weights, _NO_GRADIENT), tokens
+        )
 
     def _require_fitting(self, x: mx.array, indices: mx.array, scores: mx.array) -> int:
         """The number of tokens."""

@@ -142,9 +142,7 @@ class Workload:
         return min(MODES, key=lambda mode: self.seconds(mode, tokens, link))
 
 
-def choose(
-    tokens: int, top_k: int, hidden: int, itemsize: int, ranks: int, link: Link, sharded: bool = True
-) -> str:
+def choose(tokens: int, top_k: int, hidden: int, itemsize: int, ranks: int, link: Link, sharded: bool = True) -> str:
     """The cheapest mode for one call, without memory of earlier ones: "replicated", "gather" or "dispatch".
 
     Args:

@@ -113,9 +113,7 @@ def replicated(
     return y[:tokens] if scatter else y
 
 
-def own_experts(
-    x: mx.array, scores: mx.array | None, indices: np.ndarray | mx.array, experts: Experts
-) -> mx.array:
+def own_experts(x: mx.array, scores: mx.array | None, indices: np.ndarray | mx.array, experts: Experts) -> mx.array:
     """What this rank's experts add to the result: (tokens, d) with scores, else (tokens, k, d) with zeros elsewhere."""
     mine = experts.placement.local(experts.group.rank())
     if isinstance(indices, mx.array):

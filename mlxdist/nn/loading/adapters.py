@@ -49,9 +49,7 @@ def read_adapters(path: str | Path | None, group: Group, stream: bool) -> tuple[
     return read
 
 
-def require_adapters_of(
-    model: nn.Module, plan: Plan, config: Mapping[str, Any], weights: dict[str, mx.array]
-) -> None:
+def require_adapters_of(model: nn.Module, plan: Plan, config: Mapping[str, Any], weights: dict[str, mx.array]) -> None:
     """Before weights are read: that what :func:`read_adapters` gave is for ``model``, whole and with shapes alone.
 
     Raises:
@@ -161,9 +159,7 @@ def _put_on(model: nn.Module, plan: Plan, config: Mapping[str, Any], weights: di
         if missing := [name for name in wanted if name not in weights]:
             raise InvalidArgument(f"load_sharded: {WEIGHTS} does not have {missing[0]} ({len(missing)} are missing)")
     if more := [name for name in weights if name not in wanted]:
-        raise InvalidArgument(
-            f"load_sharded: {WEIGHTS} has {more[0]}, which the model does not ({len(more)} in all)"
-        )
+        raise InvalidArgument(f"load_sharded: {WEIGHTS} has {more[0]}, which the model does not ({len(more)} in all)")
 
 
 def _parts(plan: Plan, weights: dict[str, mx.array], rank: int) -> Iterator[tuple[str, mx.array]]:

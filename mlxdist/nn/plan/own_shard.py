@@ -26,12 +26,7 @@ from .parameters import Shard, dtype_name, parameters
 __all__ = ["NotUsable", "observe"]
 
 REPLACEABLE = (nn.Linear, nn.QuantizedLinear)
-SHARDED_LINEARS = (
-    AllToShardedLinear,
-    QuantizedAllToShardedLinear,
-    QuantizedShardedToAllLinear,
-    ShardedToAllLinear,
-)
+SHARDED_LINEARS = (AllToShardedLinear, QuantizedAllToShardedLinear, QuantizedShardedToAllLinear, ShardedToAllLinear)
 
 
 class NotUsable(Exception):

@@ -144,4 +144,3 @@ def _part(linear: nn.Module, cut: Cut, spec: Spec) -> dict[str, mx.array]:
         else:
             arrays["bias"] = take(whole, 0, cut.sizes, cut.rank) if cut.axis == 0 else whole
     return arrays
-

@@ -134,4 +134,3 @@ def rotate(x: mx.array, cos: mx.array, sin: mx.array, dims: int, traditional: bo
     exchanged = (pairs[..., ::-1] if traditional else pairs[..., ::-1, :]).reshape(part.shape)
     turned = (part * cos + exchanged * sin).astype(x.dtype)
     return turned if dims == head_dim else mx.concatenate([turned, x[..., dims:]], -1)
-

@@ -36,14 +36,7 @@ from .merged import project
 from .rotary import RotaryTable, rotate
 from .submissions import traced
 
-__all__ = [
-    "WINDOW",
-    "Positions",
-    "SplitBlock",
-    "positions",
-    "relative_error",
-    "settings",
-]
+__all__ = ["WINDOW", "Positions", "SplitBlock", "positions", "relative_error", "settings"]
 
 WINDOW = 32  # attention of one token reads the cache up to the next multiple of this
 NAME = "SplitBlock.from_layer"
