@@ -26,7 +26,7 @@ from rich.progress import track
 from rich.table import Table
 from targets import Target
 
-from mlxdist.bench.job import results_console
+from mlxdist.tools.bench.job import results_console
 
 MANY_SECONDS, MORE_SECONDS, AS_FAST = 5.0, 0.25, 1.0
 SECONDS = 120  # after which a job does not end any more

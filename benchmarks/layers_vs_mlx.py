@@ -19,9 +19,9 @@ import click
 from rich.table import Table
 from targets import Target
 
-from mlxdist.bench.collectives import Names
-from mlxdist.bench.job import has_mpirun, results_console
-from mlxdist.bench.tp import FAMILIES, Numbers, communication, failed, layer_cases, measure_layers, print_layers
+from mlxdist.tools.bench.collectives import Names
+from mlxdist.tools.bench.job import has_mpirun, results_console
+from mlxdist.tools.bench.tp import FAMILIES, Numbers, communication, failed, layer_cases, measure_layers, print_layers
 
 PREFILL_UP_TO = 1024  # on a CPU: above, the reference BLAS of MLX's wheels takes seconds
 FASTER_THAN_RING, COMMUNICATION, NOT_SLOWER, MODEL = 1.3, 0.02, 1.0, 1.5

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import mlxdist
-from mlxdist.bench.job import serve
+from mlxdist.tools.bench.job import serve
 
 
 def measure(world: mlxdist.Group, parameters: dict[str, Any]) -> Iterator[dict[str, Any]]:

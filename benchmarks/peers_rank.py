@@ -17,12 +17,12 @@ from typing import Any
 import mlx.core as mx
 
 import mlxdist
-from mlxdist.bench.job import serve
-from mlxdist.bench.limits_rank import limit_works, take_limits
-from mlxdist.bench.mlx_groups import mlx_groups
-from mlxdist.bench.operations import CASES, Inputs, storage, total_wrong
-from mlxdist.bench.through import Eager, Lazy
-from mlxdist.bench.timing import Work, interleave, quantiles, slowest
+from mlxdist.tools.bench.job import serve
+from mlxdist.tools.bench.limits_rank import limit_works, take_limits
+from mlxdist.tools.bench.mlx_groups import mlx_groups
+from mlxdist.tools.bench.operations import CASES, Inputs, storage, total_wrong
+from mlxdist.tools.bench.through import Eager, Lazy
+from mlxdist.tools.bench.timing import Work, interleave, quantiles, slowest
 
 OURS = "mlxdist"
 

@@ -10,9 +10,9 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from mlxdist.bench.axes import logarithmic
-from mlxdist.bench.bandwidth import algorithm_bandwidth
-from mlxdist.bench.sizes import format_size
+from mlxdist.tools.bench.axes import logarithmic
+from mlxdist.tools.bench.bandwidth import algorithm_bandwidth
+from mlxdist.tools.bench.sizes import format_size
 
 NAMES = {"mlxdist": "mlxdist", "ring": "MLX ring", "mpi": "Open MPI through MLX", "gloo": "gloo (torch)"}
 NAMES |= {"transfer": "from one core to the other", "memcpy": "copy by all ranks at once"}

@@ -28,9 +28,9 @@ from rich.table import Table
 from verbs_instructions import Counter, Work
 
 import mlxdist
-from mlxdist.bench.job import print_load, results_console
-from mlxdist.bench.sizes import format_size
-from mlxdist.bench.timing import ForeignLoad
+from mlxdist.tools.bench.job import print_load, results_console
+from mlxdist.tools.bench.sizes import format_size
+from mlxdist.tools.bench.timing import ForeignLoad
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts" / "rxe"))
 from machine import Machine, MachineError, Unavailable, accelerator  # noqa: E402

@@ -25,10 +25,10 @@ from engine import run_engine
 from rich.markup import escape
 from rich.table import Table
 
-from mlxdist.bench.job import has_mpirun, print_load, results_console, run
-from mlxdist.bench.limits import LIMIT_COLUMNS, LIMITS, explain_limits, times_limits
-from mlxdist.bench.sizes import format_size, size_range
 from mlxdist.launch.backends import free_ports
+from mlxdist.tools.bench.job import has_mpirun, print_load, results_console, run
+from mlxdist.tools.bench.limits import LIMIT_COLUMNS, LIMITS, explain_limits, times_limits
+from mlxdist.tools.bench.sizes import format_size, size_range
 
 HERE = Path(__file__).parent
 KIB, MIB = 1 << 10, 1 << 20
@@ -142,7 +142,7 @@ def _measure(backends: list[str], gloo: str | None, mpi4py: str | None, rounds: 
     results = run(HERE / "peers_rank.py", parameters, 2, len(cases), title="peers", under_mpirun="mpi" in backends)
     memory = run(HERE / "memory_rank.py", {}, targets.SLAB_RANKS, 1, title="memory")
     small = {"operations": ["all_sum"], "dtypes": ["float32"], "sizes": [8 * KIB], "level": "engine", "rounds": rounds}
-    module = "mlxdist.bench.collectives_rank"
+    module = "mlxdist.tools.bench.collectives_rank"
     unpinned = [
         {"ranks": ranks} | run(module, small | {"pinned": False}, ranks, 1, title="not pinned")["cases"][0]
         for ranks in targets.OVERSUBSCRIBED_US

@@ -15,7 +15,7 @@ from typing import Any
 from .version import __version__
 
 _MODULES = {
-    "errors": (
+    "base.errors": (
         "Aborted",
         "EnvironmentVariableError",
         "Error",
@@ -28,9 +28,9 @@ _MODULES = {
         "TransportError",
         "VersionMismatch",
     ),
-    "group": ("Group", "init"),
-    "handle": ("Handle",),
-    "ops": (
+    "runtime.group": ("Group", "init"),
+    "runtime.handle": ("Handle",),
+    "runtime.ops": (
         "all_gather",
         "all_max",
         "all_min",
@@ -50,9 +50,9 @@ _MODULES = {
         "scatter",
         "sum_scatter",
     ),
-    "point_to_point": ("recv", "recv_like", "send", "sendrecv"),
-    "registration": ("Registration",),
-    "step": ("set_step",),
+    "runtime.point_to_point": ("recv", "recv_like", "send", "sendrecv"),
+    "runtime.registration": ("Registration",),
+    "runtime.step": ("set_step",),
     "train": ("all_reduce_grads", "latest_checkpoint", "load_checkpoint", "save_checkpoint"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -20,12 +20,12 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm import cli, utils
 
-from .errors import InvalidArgument
-from .group import init
-from .model_folder import model_folder
-from .nn.agreement import agree, agreed
-from .nn.loading import load_sharded
-from .ops import broadcast
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.model_directory import model_folder
+from mlxdist.nn.rank_checks import agree, agreed
+from mlxdist.nn.sharding.load import load_sharded
+from mlxdist.runtime.group import init
+from mlxdist.runtime.ops import broadcast
 
 __all__ = ["load", "main", "sharded_load"]
 

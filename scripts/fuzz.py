@@ -18,10 +18,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "fuzz")]
 
-import native  # noqa: E402
 import of_models  # noqa: E402
 import of_rendezvous  # noqa: E402
 import of_settings  # noqa: E402
+
+import native  # noqa: E402
 
 BUILD = ROOT / "build" / "fuzz"
 CORPUS = ROOT / "tests" / "fuzz" / "corpus"

@@ -22,19 +22,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mlxdist.config.addresses import Link, assign_addresses  # noqa: E402
-from mlxdist.config.ethernet import choose_addresses  # noqa: E402
-from mlxdist.config.result import make_hostfile, rdma_notes  # noqa: E402
-from mlxdist.config.steps import plan_steps  # noqa: E402
-from mlxdist.config.survey import Survey, survey_hosts  # noqa: E402
-from mlxdist.config.topology import build_topology  # noqa: E402
-from mlxdist.config.undo import UndoFile, run_steps  # noqa: E402
-from mlxdist.config.verify import checks_of_links, verify  # noqa: E402
-from mlxdist.errors import InvalidArgument  # noqa: E402
-from mlxdist.hostfile.hosts import check_name  # noqa: E402
-from mlxdist.hostfile.writing import write  # noqa: E402
-from mlxdist.remote.ssh import Reach, run_everywhere  # noqa: E402
-from mlxdist.whole_file import keep_former, write_whole  # noqa: E402
+from mlxdist.base.atomic_file import keep_former, write_whole  # noqa: E402
+from mlxdist.base.errors import InvalidArgument  # noqa: E402
+from mlxdist.cluster.hostfile.hosts import check_name  # noqa: E402
+from mlxdist.cluster.hostfile.writing import write  # noqa: E402
+from mlxdist.cluster.setup.addresses import Link, assign_addresses  # noqa: E402
+from mlxdist.cluster.setup.ethernet import choose_addresses  # noqa: E402
+from mlxdist.cluster.setup.result import make_hostfile, rdma_notes  # noqa: E402
+from mlxdist.cluster.setup.steps import plan_steps  # noqa: E402
+from mlxdist.cluster.setup.survey import Survey, survey_hosts  # noqa: E402
+from mlxdist.cluster.setup.undo import UndoFile, run_steps  # noqa: E402
+from mlxdist.cluster.setup.verify import checks_of_links, verify  # noqa: E402
+from mlxdist.cluster.ssh.ssh import Reach, run_everywhere  # noqa: E402
+from mlxdist.cluster.topology.topology import build_topology  # noqa: E402
 
 
 def parse_arguments() -> argparse.Namespace:

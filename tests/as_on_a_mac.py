@@ -6,15 +6,16 @@ and the ranks are processes of their own, and of this system.
 
 import sys
 
-from mlxdist import host_identity, mpi_door
+from mlxdist.base import host_identity
 from mlxdist.cli import main
 from mlxdist.launch import agent, awake, hosts, run  # all that looks at the system while it is imported
+from mlxdist.runtime import mpi_shim
 
 __all__ = ["agent", "awake", "hosts", "run"]
 
 if __name__ == "__main__":
-    library = mpi_door.find_library()
-    mpi_door.find_library = lambda: library  # ranks load it, and they are of this system
+    library = mpi_shim.find_library()
+    mpi_shim.find_library = lambda: library  # ranks load it, and they are of this system
     sys.platform = "darwin"
     host_identity._boot_session = lambda: "since 2026"  # sysctlbyname(3)
     agent.main() if agent.__name__ in sys.argv else main()

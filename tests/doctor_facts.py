@@ -1,7 +1,7 @@
 """Facts that `mlxdist doctor` might hear from hosts, where all is well unless a test says otherwise."""
 
-from mlxdist.doctor.cluster import Cluster, Question
-from mlxdist.hostfile import Host
+from mlxdist.cluster.hostfile import Host
+from mlxdist.tools.doctor.cluster import Cluster, Question
 from mlxdist.version import __version__
 
 __all__ = ["GIB", "NAMES", "VERSIONS", "cluster", "facts"]

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from mlxdist.remote.ssh import Reach
+from mlxdist.cluster.ssh.ssh import Reach
 
 __all__ = ["fake_ssh", "through_a_shell"]
 

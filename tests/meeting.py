@@ -7,9 +7,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from mlxdist.environment import Environment
-from mlxdist.rendezvous import Rendezvous
-from mlxdist.rendezvous.wire import MAGIC, Framing, Kind, pack_json, proof, session_keys
+from mlxdist.base.environment import Environment
+from mlxdist.runtime.rendezvous import Rendezvous
+from mlxdist.runtime.rendezvous.protocol import MAGIC, Framing, Kind, pack_json, proof, session_keys
 
 SECRET = b"\x5e" * 32
 SOON = 1.0

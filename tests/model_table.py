@@ -10,8 +10,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 import tiny_models
 
-from mlxdist.nn.plan import Plan, Shard, plan_shards
-from mlxdist.nn.plan.shard_model import why_not_trained
+from mlxdist.nn.sharding.plan import Plan, Shard, plan_shards
+from mlxdist.nn.sharding.plan.shard_model import why_not_trained
 
 FILE = Path(__file__).parents[1] / "docs" / "models.md"
 # Reasons that are the same for all models.

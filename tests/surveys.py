@@ -5,9 +5,9 @@ from ipaddress import IPv4Interface
 
 from fake_macs import FIXTURES, fixture
 
-from mlxdist.config.ports import Interface
-from mlxdist.config.survey import Survey
-from mlxdist.config.thunderbolt import Peer, Receptacle, read_receptacles
+from mlxdist.cluster.facts.interfaces import Interface
+from mlxdist.cluster.facts.thunderbolt import Peer, Receptacle, read_receptacles
+from mlxdist.cluster.setup.survey import Survey
 
 THUNDERBOLT = sorted(path.name for path in FIXTURES.glob("*.json"))
 

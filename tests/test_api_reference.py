@@ -13,11 +13,13 @@ import api_reference
 import pytest
 
 import mlxdist
-from mlxdist import errors, nn
+from mlxdist import nn
+from mlxdist.base import errors
 
 # Arguments that a module describes for all of its functions.
 OF_MODULES = dict.fromkeys(
-    ("mlxdist.ops", "mlxdist.point_to_point"), {"group", "stream", "out", "dtype", "async_op", "timeout"}
+    ("mlxdist.runtime.ops", "mlxdist.runtime.point_to_point"),
+    {"group", "stream", "out", "dtype", "async_op", "timeout"},
 ) | {"mlxdist.nn.mappings": {"group"}}
 NAMES = [(package, name) for package in (mlxdist, nn) for name in package.__all__ if name != "__version__"]
 

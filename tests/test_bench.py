@@ -7,20 +7,20 @@ import sys
 
 import numpy as np
 import pytest
+from reference import DTYPES
 
 import mlxdist
-from mlxdist.bench.bandwidth import OPERATIONS, algorithm_bandwidth, bus_bandwidth, impossible
-from mlxdist.bench.collectives import withhold
-from mlxdist.bench.job import _launch
-from mlxdist.bench.limits import LIMIT_COLUMNS, LIMITS
-from mlxdist.bench.operations import CASES, Inputs, add, count_wrong, storage
-from mlxdist.bench.sizes import format_size, parse_size, size_range
-from mlxdist.bench.through import Eager, Lazy
-from mlxdist.bench.timing import CORES
-from mlxdist.bench.tune import measured_sizes
-from mlxdist.hostfile import parse
-from mlxdist.hostfile.options import Chosen
-from reference import DTYPES
+from mlxdist.cluster.hostfile import parse
+from mlxdist.cluster.hostfile.options import Chosen
+from mlxdist.tools.bench.bandwidth import OPERATIONS, algorithm_bandwidth, bus_bandwidth, impossible
+from mlxdist.tools.bench.collectives import withhold
+from mlxdist.tools.bench.job import _launch
+from mlxdist.tools.bench.limits import LIMIT_COLUMNS, LIMITS
+from mlxdist.tools.bench.operations import CASES, Inputs, add, count_wrong, storage
+from mlxdist.tools.bench.sizes import format_size, parse_size, size_range
+from mlxdist.tools.bench.through import Eager, Lazy
+from mlxdist.tools.bench.timing import CORES
+from mlxdist.tools.bench.tune import measured_sizes
 
 MIB = 1 << 20
 

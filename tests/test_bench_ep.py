@@ -3,11 +3,11 @@
 import json
 
 import pytest
-
-from mlxdist.bench.ep import AUTO, COMPILED, INSIDE, ONE_PROCESS, RING, described, target_lines, targets
-from mlxdist.bench.limits import limits_line
-from mlxdist.nn.experts.policy import MODES
 from test_bench import bench, require_times
+
+from mlxdist.nn.experts.policy import MODES
+from mlxdist.tools.bench.ep import AUTO, COMPILED, INSIDE, ONE_PROCESS, RING, described, target_lines, targets
+from mlxdist.tools.bench.limits import limits_line
 
 
 @pytest.mark.long

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mlxdist.bench.limits import limits_line
-from mlxdist.bench.tp import communication, failed, withhold
-from mlxdist.bench.tp_rank import impossible
+from mlxdist.tools.bench.limits import limits_line
+from mlxdist.tools.bench.tp import communication, failed, withhold
+from mlxdist.tools.bench.tp_rank import impossible
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 

@@ -12,10 +12,10 @@ from native_build import NATIVE, SANITIZE_MEMORY, SANITIZE_THREADS, build_progra
 from rich.console import Console
 
 import mlxdist
-from mlxdist.bench import limits_rank
-from mlxdist.bench.limits import LIMITS, explain_limits, limit_cells, limits_line, times_limits
-from mlxdist.bench.limits_rank import Transfer, measure_limits
-from mlxdist.bench.timing import CORES
+from mlxdist.tools.bench import limits_rank
+from mlxdist.tools.bench.limits import LIMITS, explain_limits, limit_cells, limits_line, times_limits
+from mlxdist.tools.bench.limits_rank import Transfer, measure_limits
+from mlxdist.tools.bench.timing import CORES
 
 VARIANTS = {"optimized": ["-O3"], "memory": SANITIZE_MEMORY, "threads": SANITIZE_THREADS}
 two_cores = pytest.mark.skipif(len(CORES) < 2, reason="a transfer needs two cores")
@@ -102,7 +102,7 @@ def test_figures_are_multiples_of_limits():
 
 @pytest.mark.parametrize("benchmark", ["collectives", "fragmentation"])
 def test_a_table_with_limits_loses_nothing_in_100_columns(monkeypatch, capsys, benchmark):
-    module = importlib.import_module(f"mlxdist.bench.{benchmark}")
+    module = importlib.import_module(f"mlxdist.tools.bench.{benchmark}")
     times = {"median": 4123.45, "p99": 5234.56}
     case = {"operation": "sum_scatter", "dtype": "float32", "bytes": 16 << 20, "microseconds": times, "wrong": 0}
     case |= {"chain": 1, "algorithm": "doubling", "algbw": 10.25, "busbw": 10.25, "refused": None, "pieces": 1}

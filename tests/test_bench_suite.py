@@ -10,18 +10,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_bench import bench, require_times
 
 import mlxdist
-from mlxdist.bench.compare import compared
-from mlxdist.bench.limits import LIMIT_COLUMNS, LIMITS
-from mlxdist.bench.limits_rank import limit_works
-from mlxdist.bench.operations import Inputs
-from mlxdist.bench.results import COMPUTING, limits_of, load
-from mlxdist.bench.suite import MEASURED, failed, notes, plan
-from mlxdist.bench.suite_operations import OURS, Way, collective, exactly
-from mlxdist.bench.suite_rank import Suite
-from mlxdist.bench.timing import CORES
-from test_bench import bench, require_times
+from mlxdist.tools.bench.compare import compared
+from mlxdist.tools.bench.limits import LIMIT_COLUMNS, LIMITS
+from mlxdist.tools.bench.limits_rank import limit_works
+from mlxdist.tools.bench.operations import Inputs
+from mlxdist.tools.bench.results import COMPUTING, limits_of, load
+from mlxdist.tools.bench.suite import MEASURED, failed, notes, plan
+from mlxdist.tools.bench.suite_operations import OURS, Way, collective, exactly
+from mlxdist.tools.bench.suite_rank import Suite
+from mlxdist.tools.bench.timing import CORES
 
 SMALL = ["--quick", "--only", "sendrecv,all_reduce,broadcast,ep_transport", "--backends", "mlxdist,ring,jaccl"]
 VOID = {"meta", "!doctype", "br", "link"}
@@ -127,8 +127,8 @@ def test_the_report_is_one_page_that_needs_nothing_else(run, results):
 def test_numbers_on_axes_are_plain_text(times, tmp_path):
     """matplotlib writes powers of 10 as TeX, which is shown as it stands where it is not parsed."""
     matplotlib = pytest.importorskip("matplotlib")
-    from mlxdist.bench.ep_plot import draw
-    from mlxdist.bench.suite_plots import curves
+    from mlxdist.tools.bench.ep_plot import draw
+    from mlxdist.tools.bench.suite_plots import curves
 
     cases = [
         {"operation": "all_reduce", "dtype": "float32", "backend": "ring", "bytes": 4096 << number}

@@ -129,7 +129,7 @@ def test_mlx_of_another_version_is_refused_at_import():
 
 
 def test_stale_build_is_refused_at_import():
-    code = "import mlxdist.version; mlxdist.version.__version__ = '9.9'; import mlxdist.native"
+    code = "import mlxdist.version; mlxdist.version.__version__ = '9.9'; import mlxdist.runtime.native"
     output = fails(sys.executable, "-c", code)
     assert "VersionMismatch" in output and "the Python half 9.9" in output and "make setup" in output
 

@@ -12,17 +12,16 @@ from click.testing import CliRunner
 from mlx_lm.utils import save_config, save_model
 from ssh_hosts import ssh_hosts
 
-import mlxdist
-from mlxdist.calibrate import measure
-from mlxdist.calibrate.figures import figures_of
+from mlxdist.base.environment import Environment
+from mlxdist.base.errors import EnvironmentVariableError, InvalidArgument
 from mlxdist.cli import commands
-from mlxdist.environment import Environment
-from mlxdist.errors import EnvironmentVariableError, InvalidArgument
-from mlxdist.hostfile import Host, Hostfile, Measured, parse, read, save, speeds, write
-from mlxdist.nn.parallel_attention import split_heads
-from mlxdist.nn.plan import plan_shards
-from mlxdist.nn.shards import split_sizes
-from mlxdist.remote.answers import GREETING
+from mlxdist.cluster.hostfile import Host, Hostfile, Measured, parse, read, save, speeds, write
+from mlxdist.cluster.ssh.rpc_server import GREETING
+from mlxdist.nn.partition import split_sizes
+from mlxdist.nn.sharding.plan import plan_shards
+from mlxdist.nn.tensor_parallel.parallel_attention import split_heads
+from mlxdist.tools.calibrate import measure
+from mlxdist.tools.calibrate.measurements import figures_of
 from mlxdist.version import __version__
 
 FIGURES = {"tflops": 14.2, "memory_gbps": 380.0, "link_gbps": 5.1}
@@ -407,7 +406,7 @@ def test_two_hosts(tmp_path):
     folder = tmp_path / "hosts"
     folder.mkdir()
     program = (
-        "import mlxdist, numpy\nfrom mlxdist.nn.column_parallel import ColumnParallelLinear\n"
+        "import mlxdist, numpy\nfrom mlxdist.nn.tensor_parallel.column_parallel import ColumnParallelLinear\n"
         "mlxdist.init(); print(ColumnParallelLinear(8, 30, weights='memory').sizes)"
     )
     with ssh_hosts(folder) as nodes:

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxdist import errors, latest_checkpoint, load_checkpoint, save_checkpoint
-from mlxdist.environment import Environment
+from mlxdist import latest_checkpoint, load_checkpoint, save_checkpoint
+from mlxdist.base import errors
+from mlxdist.base.environment import Environment
 
 TREE = {"weights": mx.arange(1000)}
 

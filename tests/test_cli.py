@@ -10,7 +10,7 @@ from mlxdist.version import __version__
 
 
 def test_the_command_line_starts_without_mlx():
-    program = "import sys, mlxdist.cli, mlxdist.launch.command; print({'mlx', 'numpy', 'cffi'} & set(sys.modules))"
+    program = "import sys, mlxdist.cli, mlxdist.cli.launch; print({'mlx', 'numpy', 'cffi'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", program], timeout=30) == b"set()\n"
 
 

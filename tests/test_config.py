@@ -13,10 +13,10 @@ from fake_macs import Macs
 from ssh_hosts import ssh_hosts
 
 from mlxdist.cli import commands
-from mlxdist.config.addresses import RANGE
-from mlxdist.config.undo import UndoFile
-from mlxdist.config.verify import Check, problem
-from mlxdist.hostfile import parse
+from mlxdist.cluster.hostfile import parse
+from mlxdist.cluster.setup.addresses import RANGE
+from mlxdist.cluster.setup.undo import UndoFile
+from mlxdist.cluster.setup.verify import Check, problem
 
 
 @pytest.fixture
@@ -267,7 +267,7 @@ def test_linux_cables(linux, tmp_path):
 
 
 def test_the_range_that_is_documented():
-    from mlxdist.config import command
+    from mlxdist.cli import config as command
 
     assert ipaddress.IPv4Network(command._RANGE) == RANGE
 

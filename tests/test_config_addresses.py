@@ -6,12 +6,12 @@ from ipaddress import IPv4Interface, IPv4Network
 import pytest
 from surveys import macs, mesh
 
-from mlxdist.config.addresses import RANGE, assign_addresses
-from mlxdist.config.ethernet import choose_addresses
-from mlxdist.config.ports import Interface
-from mlxdist.config.survey import Survey
-from mlxdist.config.topology import build_topology
-from mlxdist.errors import InvalidArgument
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.cluster.facts.interfaces import Interface
+from mlxdist.cluster.setup.addresses import RANGE, assign_addresses
+from mlxdist.cluster.setup.ethernet import choose_addresses
+from mlxdist.cluster.setup.survey import Survey
+from mlxdist.cluster.topology.topology import build_topology
 
 
 def with_links(surveys, links):

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 from surveys import macs, mesh
 
-from mlxdist.config.addresses import assign_addresses
-from mlxdist.config.ethernet import choose_addresses
-from mlxdist.config.result import make_hostfile
-from mlxdist.config.topology import build_topology
-from mlxdist.errors import InvalidArgument
-from mlxdist.hostfile import parse
-from mlxdist.hostfile.hosts import Host
-from mlxdist.hostfile.writing import write
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.cluster.hostfile import parse
+from mlxdist.cluster.hostfile.hosts import Host
+from mlxdist.cluster.hostfile.writing import write
+from mlxdist.cluster.setup.addresses import assign_addresses
+from mlxdist.cluster.setup.ethernet import choose_addresses
+from mlxdist.cluster.setup.result import make_hostfile
+from mlxdist.cluster.topology.topology import build_topology
 
 
 def hostfile_of(surveys, **options):

@@ -10,10 +10,10 @@ from click.testing import CliRunner
 from fake_ssh import through_a_shell
 
 from mlxdist.cli import commands
-from mlxdist.config.install import _SCRIPT as SCRIPT
-from mlxdist.config.install import _archive as archive
-from mlxdist.config.install import read_answer
-from mlxdist.remote.ssh import Answer
+from mlxdist.cluster.setup.install import _SCRIPT as SCRIPT
+from mlxdist.cluster.setup.install import _archive as archive
+from mlxdist.cluster.setup.install import read_answer
+from mlxdist.cluster.ssh.ssh import Answer
 from mlxdist.version import __version__
 
 

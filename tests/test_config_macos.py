@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from surveys import THUNDERBOLT, mac
 
-from mlxdist.config import ports as readers
-from mlxdist.config.ports import Service
-from mlxdist.config.survey import read_survey
-from mlxdist.config.thunderbolt import read_receptacles
-from mlxdist.config.topology import build_topology
-from mlxdist.errors import InvalidArgument
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.cluster.facts import interfaces as readers
+from mlxdist.cluster.facts.interfaces import Service
+from mlxdist.cluster.facts.thunderbolt import read_receptacles
+from mlxdist.cluster.setup.survey import read_survey
+from mlxdist.cluster.topology.topology import build_topology
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ from ipaddress import IPv4Interface
 import pytest
 from surveys import macs
 
-from mlxdist.config.addresses import assign_addresses
-from mlxdist.config.ports import Interface, Service
-from mlxdist.config.steps import Step, plan_steps
-from mlxdist.config.survey import Survey
-from mlxdist.config.topology import build_topology
-from mlxdist.config.undo import UndoFile
-from mlxdist.errors import InvalidArgument
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.cluster.facts.interfaces import Interface, Service
+from mlxdist.cluster.setup.addresses import assign_addresses
+from mlxdist.cluster.setup.steps import Step, plan_steps
+from mlxdist.cluster.setup.survey import Survey
+from mlxdist.cluster.setup.undo import UndoFile
+from mlxdist.cluster.topology.topology import build_topology
 
 A, B = IPv4Interface("10.111.0.1/30"), IPv4Interface("10.111.0.2/30")
 

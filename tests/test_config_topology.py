@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from surveys import mac, macs, mesh, surveys_of
 
-from mlxdist.config.drawing import as_dot, as_svg, as_text
-from mlxdist.config.topology import Shape, build_topology
-from mlxdist.errors import InvalidArgument
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.cluster.topology.drawing import as_dot, as_svg, as_text
+from mlxdist.cluster.topology.topology import Shape, build_topology
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxdist import debug
-from mlxdist.environment import DEBUG_SUBSYSTEMS, Environment
+from mlxdist.base import debug
+from mlxdist.base.environment import DEBUG_SUBSYSTEMS, Environment
 
 ROOT = Path(__file__).parent.parent
 LINE = re.compile(r"(\d\d:\d\d:\d\d\.\d{6}) mlxdist rank (\d+) pid (\d+) (warn|info|trace) ([a-z]+): (.+)")

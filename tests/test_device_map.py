@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxdist.errors import InvalidArgument
-from mlxdist.verbs.device_map import load, parse
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.cluster.hostfile.device_map import load, parse
 
 MATRIX = [[None, "en2", ["en3", "en4"]], ["en5", None, None], [["en6", "en7"], None, None]]
 ROWS = ((), ("en2",), ("en3", "en4")), (("en5",), (), ()), (("en6", "en7"), (), ())

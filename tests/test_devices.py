@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from mlxdist._native import ffi, lib
-from mlxdist.errors import ResourceError
-from mlxdist.verbs import listing
-from mlxdist.verbs.device import GID_TYPES, LIMITS, Device, Gid, list_devices, speed_of
-from mlxdist.verbs.links import Place
-from mlxdist.verbs.listing import list_apart
+
+from mlxdist.base.errors import ResourceError
+from mlxdist.runtime.devices import listing
+from mlxdist.runtime.devices.device import GID_TYPES, LIMITS, Device, Gid, list_devices, speed_of
+from mlxdist.runtime.devices.links import Place
+from mlxdist.runtime.devices.listing import list_apart
 
 TESTS = Path(__file__).parent
 # Only soft is sure to be on the machine that runs the tests.

@@ -6,14 +6,14 @@ import platform
 import sys
 
 import pytest
-
 from mlxdist._native import ffi, lib
-from mlxdist.bench.machine import describe_machine
-from mlxdist.doctor import facts as doctor_facts
-from mlxdist.verbs import facts as readers
-from mlxdist.verbs.device import Device, Gid
-from mlxdist.verbs.diagnosis import Verdict, diagnose_device, diagnose_host
-from mlxdist.verbs.facts import Facts, ThunderboltPort
+
+from mlxdist.cluster.facts import rdma as readers
+from mlxdist.cluster.facts.rdma import Facts, ThunderboltPort
+from mlxdist.runtime.devices.device import Device, Gid
+from mlxdist.runtime.devices.diagnosis import Verdict, diagnose_device, diagnose_host
+from mlxdist.tools.bench.machine import describe_machine
+from mlxdist.tools.doctor import facts as doctor_facts
 
 # Written by hand after descriptions of what these commands print; no Mac was asked.
 SYNTHETIC_PORTS = """

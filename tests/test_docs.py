@@ -6,9 +6,9 @@ from pathlib import Path
 import click
 import pytest
 
+from mlxdist.base.environment import ALGORITHMS, VARIABLES
 from mlxdist.cli import commands
-from mlxdist.environment import ALGORITHMS, VARIABLES
-from mlxdist.native import ffi, lib
+from mlxdist.runtime.native import ffi, lib
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]

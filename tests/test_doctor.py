@@ -17,15 +17,14 @@ from fake_ssh import fake_ssh, through_a_shell
 from launching import nothing_left  # noqa: F401  (a fixture of every test)
 from rich.console import Console
 
-from mlxdist.doctor import before_launch, report
-from mlxdist.doctor.checks import CHECKS, run_checks
-from mlxdist.doctor.cluster import Cluster, Job, Question
-from mlxdist.doctor.examine import examine
-from mlxdist.doctor.exclude import failed_hosts, hostfile_without
-from mlxdist.doctor.findings import Finding, Result, Verdict, fail, ok, way
-from mlxdist.hostfile import Host, parse
-from mlxdist.hostfile.options import Chosen
-from mlxdist.remote import calls
+from mlxdist.cluster.hostfile import Host, parse
+from mlxdist.cluster.hostfile.options import Chosen
+from mlxdist.tools.doctor import before_launch, report
+from mlxdist.tools.doctor.checks import CHECKS, run_checks
+from mlxdist.tools.doctor.cluster import Cluster, Job, Question
+from mlxdist.tools.doctor.examine import examine
+from mlxdist.tools.doctor.exclude import failed_hosts, hostfile_without
+from mlxdist.tools.doctor.findings import Finding, Result, Verdict, fail, ok, way
 
 ROOT = Path(__file__).parent.parent
 DOCTOR = [sys.executable, "-m", "mlxdist", "doctor"]
@@ -159,7 +158,7 @@ def test_a_host_with_another_version(tmp_path):
 
 
 def test_a_silent_host(tmp_path, monkeypatch):
-    monkeypatch.setattr(calls, "_CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(rpc_client, "_CONNECT_SECONDS", 0.5)
     found = examined(fake_ssh(tmp_path, "import time; time.sleep(60)"))
     # This machine is fast enough for that only if it is idle.
     assert "a" in failures(found)["reachable"] and "does not answer" in str(found.troubles["who"]["a"])

@@ -5,25 +5,25 @@ import dataclasses
 import pytest
 from doctor_facts import GIB, NAMES, VERSIONS, cluster, facts
 
-from mlxdist.doctor.checks import run_checks
-from mlxdist.doctor.checks.clocks import check_clocks
-from mlxdist.doctor.checks.cores import check_cores
-from mlxdist.doctor.checks.gpu import check_gpu_crossing
-from mlxdist.doctor.checks.job import check_bandwidth, check_latency, check_provider, check_values
-from mlxdist.doctor.checks.leaks import check_leaks
-from mlxdist.doctor.checks.memory import check_allocation, check_disk, check_memory
-from mlxdist.doctor.checks.model import check_model
-from mlxdist.doctor.checks.network import check_interfaces, check_ports, check_privacy
-from mlxdist.doctor.checks.program import check_script
-from mlxdist.doctor.checks.python import check_python, check_versions
-from mlxdist.doctor.checks.rdma import check_gids, check_rdma
-from mlxdist.doctor.checks.reachable import check_reachable
-from mlxdist.doctor.checks.sleep import check_sleep
-from mlxdist.doctor.checks.variables import check_fast_synch, check_variables
-from mlxdist.doctor.cluster import Cluster, Job, Question, Trouble, Try
-from mlxdist.doctor.findings import Finding, Verdict
-from mlxdist.hostfile import Host
-from mlxdist.launch.keeper import LOST_DOMAINS
+from mlxdist.cluster.hostfile import Host
+from mlxdist.launch.reaper import LOST_DOMAINS
+from mlxdist.tools.doctor.checks import run_checks
+from mlxdist.tools.doctor.checks.clocks import check_clocks
+from mlxdist.tools.doctor.checks.cores import check_cores
+from mlxdist.tools.doctor.checks.gpu import check_gpu_crossing
+from mlxdist.tools.doctor.checks.job import check_bandwidth, check_latency, check_provider, check_values
+from mlxdist.tools.doctor.checks.leaks import check_leaks
+from mlxdist.tools.doctor.checks.memory import check_allocation, check_disk, check_memory
+from mlxdist.tools.doctor.checks.model import check_model
+from mlxdist.tools.doctor.checks.network import check_interfaces, check_ports, check_privacy
+from mlxdist.tools.doctor.checks.program import check_script
+from mlxdist.tools.doctor.checks.python import check_python, check_versions
+from mlxdist.tools.doctor.checks.rdma import check_gids, check_rdma
+from mlxdist.tools.doctor.checks.reachable import check_reachable
+from mlxdist.tools.doctor.checks.sleep import check_sleep
+from mlxdist.tools.doctor.checks.variables import check_fast_synch, check_variables
+from mlxdist.tools.doctor.cluster import Cluster, Job, Question, Trouble, Try
+from mlxdist.tools.doctor.findings import Finding, Verdict
 from mlxdist.version import __version__
 
 PROBLEMS = (Verdict.WARN, Verdict.FAIL)

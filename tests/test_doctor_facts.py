@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from mlxdist.doctor import facts, files, network
-from mlxdist.doctor.probe_rank import rounds
 from mlxdist.launch.jobs import JobFolder
+from mlxdist.tools.doctor import facts, files, network
+from mlxdist.tools.doctor.probe_rank import rounds
 
 # Written by hand after descriptions of what these commands print; no Mac was asked.
 SYNTHETIC_PMSET = """System-wide power settings:

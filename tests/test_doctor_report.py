@@ -17,16 +17,16 @@ from ssh_hosts import ssh_hosts
 from test_doctor_hosts import exporting
 from test_softverbs import LIBRARY, linux
 
-from mlxdist.doctor.command import diagnose, question_of
-from mlxdist.doctor.diagnostics.cables import cables_of
-from mlxdist.doctor.diagnostics.command import make_report
-from mlxdist.doctor.diagnostics.document import MAX_BYTES, Section, fenced, write_document
-from mlxdist.doctor.diagnostics.redact import Redactor
-from mlxdist.doctor.diagnostics.runs import Run
-from mlxdist.doctor.diagnostics.sections import SECTIONS, Context, Step, _add_run
-from mlxdist.errors import ResourceError
-from mlxdist.hostfile import parse
-from mlxdist.hostfile.options import Chosen
+from mlxdist.base.errors import ResourceError
+from mlxdist.cli.doctor import diagnose, question_of
+from mlxdist.cluster.hostfile import parse
+from mlxdist.cluster.hostfile.options import Chosen
+from mlxdist.tools.doctor.diagnostics.cables import cables_of
+from mlxdist.tools.doctor.diagnostics.command import make_report
+from mlxdist.tools.doctor.diagnostics.document import MAX_BYTES, Section, fenced, write_document
+from mlxdist.tools.doctor.diagnostics.redact import Redactor
+from mlxdist.tools.doctor.diagnostics.runs import Run
+from mlxdist.tools.doctor.diagnostics.sections import SECTIONS, Context, Step, _add_run
 
 DOCTOR = [sys.executable, "-m", "mlxdist", "doctor"]
 THIS_MACHINE = Chosen()

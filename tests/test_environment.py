@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from mlxdist.environment import VARIABLES, Environment, format_address, parse_address
-from mlxdist.errors import EnvironmentVariableError
+from mlxdist.base.environment import VARIABLES, Environment, format_address, parse_address
+from mlxdist.base.errors import EnvironmentVariableError
 
 SECRET = "ab" * 32
 JOB = {"MLXDIST_RANK": "1", "MLXDIST_WORLD_SIZE": "4", "MLXDIST_RENDEZVOUS": "127.0.0.1:4711", "MLXDIST_SECRET": SECRET}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxdist import errors
+from mlxdist.base import errors
 
 HEADER = Path(__file__).parent.parent / "native" / "include" / "mlxdist.h"
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from launching import running, wait_for
 
-from mlxdist.dump.analysis import analyse
-from mlxdist.dump.files import MAX_OPERATIONS, dump_name, read_dump, read_folder
-from mlxdist.dump.trace import trace
-from mlxdist.errors import InvalidArgument
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.runtime.flight_records import MAX_OPERATIONS, dump_name, read_dump, read_folder
+from mlxdist.tools.observe.analysis import analyse
+from mlxdist.tools.observe.trace import trace
 
 SCRIPT = Path(__file__).parent / "ranks" / "flight.py"
 SECOND = 10**9

@@ -11,10 +11,11 @@ FUZZ = Path(__file__).parent / "fuzz"
 CORPUS = FUZZ / "corpus"
 SCRIPT = Path(__file__).parent.parent / "scripts" / "fuzz.py"
 sys.path.insert(0, str(FUZZ))
-import native  # noqa: E402
 import of_models  # noqa: E402
 import of_rendezvous  # noqa: E402
 import of_settings  # noqa: E402
+
+import native  # noqa: E402
 
 PYTHON = of_models.TARGETS | of_rendezvous.TARGETS | of_settings.TARGETS
 

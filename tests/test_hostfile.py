@@ -13,9 +13,9 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxdist.base.errors import InvalidArgument
 from mlxdist.cli import commands
-from mlxdist.errors import InvalidArgument
-from mlxdist.hostfile import FORMATS, Host, Hostfile, expand, from_slurm, parse, read, tasks_per_node, write
+from mlxdist.cluster.hostfile import FORMATS, Host, Hostfile, expand, from_slurm, parse, read, tasks_per_node, write
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "rmlx-hosts.example.json"

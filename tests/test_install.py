@@ -25,7 +25,7 @@ WORKFLOW = ROOT / ".github" / "workflows" / "wheels.yml"
 PROGRAM = """
 import mlx.core as mx, mlxdist
 total = mlxdist.all_sum(mx.compile(lambda x: mx.exp(x) * 2 - 1)(mx.zeros((5,))))
-print(mx.__version__, mlxdist.native.lib, total.tolist())
+print(mx.__version__, mlxdist.runtime.native.lib, total.tolist())
 """
 SUM = "[2.0, 2.0, 2.0, 2.0, 2.0]"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="auditwheel is for Linux; delocate needs a Mac")

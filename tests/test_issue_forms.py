@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mlxdist.doctor.diagnostics.command import FORM
+from mlxdist.tools.doctor.diagnostics.command import FORM
 
 FOLDER = Path(__file__).parent.parent / ".github" / "ISSUE_TEMPLATE"
 FORMS = [path for path in sorted(FOLDER.glob("*.yml")) if path.name != "config.yml"]

@@ -6,15 +6,15 @@ import pytest
 from click.testing import CliRunner
 from launching import nothing_left  # noqa: F401  (a fixture of every test)
 
-from mlxdist.dump import ask
-from mlxdist.dump.command import dump
-from mlxdist.errors import InvalidArgument
-from mlxdist.hostfile.hosts import Host, Hostfile
-from mlxdist.hostfile.options import Chosen
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.cli.dump import dump
+from mlxdist.cli.stop import stop
+from mlxdist.cli.top import top
+from mlxdist.cluster.hostfile.hosts import Host, Hostfile
+from mlxdist.cluster.hostfile.options import Chosen
 from mlxdist.launch.jobs import JobFolder, exact_job, find_job, running_job
-from mlxdist.launch.runtime_folder import runtime_folder
-from mlxdist.launch.stop import stop
-from mlxdist.top.command import top
+from mlxdist.launch.runtime_directory import runtime_folder
+from mlxdist.tools.observe import ask
 
 
 @pytest.fixture

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from launching import LAUNCH, RANK, launch, marked_processes, nothing_left, python, running, wait_for  # noqa: F401
 
-from mlxdist.errors import InvalidArgument, ResourceError
-from mlxdist.launch import leftovers
+from mlxdist.base.errors import InvalidArgument, ResourceError
+from mlxdist.launch import stale_jobs
 from mlxdist.launch.job_hosts import read_hosts_record
 from mlxdist.launch.jobs import JobFolder, find_job, list_jobs
 from mlxdist.launch.processes import start_times
-from mlxdist.launch.runtime_folder import OF_HOSTS, runtime_folder
+from mlxdist.launch.runtime_directory import OF_HOSTS, runtime_folder
 
 WAITING = "import time; print(os.environ['MLXDIST_JOB'], os.getpid(), flush=True); time.sleep(60)"
 RECORD = "open(os.path.join(os.environ['MLXDIST_FLIGHT'], f'flight-{rank}.json'), 'w').write('x')\n"
@@ -100,7 +100,7 @@ def test_the_record_of_a_launcher_that_was_killed_is_removed():
         job.communicate(timeout=20)
     (left,) = runtime_folder().glob(f"*{OF_HOSTS}")
     assert wait_for(lambda: list_jobs() == [], 10)  # the agent has noticed
-    leftovers.remove_leftovers()
+    stale_jobs.remove_leftovers()
     assert not left.exists()
 
 
@@ -268,13 +268,13 @@ def test_a_job_inside_a_job_has_recordings_of_its_own():
 
 
 def test_only_the_last_recordings_are_kept():
-    for number in range(leftovers.KEPT + 2):
+    for number in range(stale_jobs.KEPT + 2):
         folder = runtime_folder() / f"job{number}"
         (folder / "flight").mkdir(parents=True)
         (folder / "flight" / "flight-0.json").touch()
         os.utime(folder, (number, number))
     assert launch(1, "true").returncode == 0
-    assert {path.name for path in runtime_folder().iterdir()} == {f"job{n}" for n in range(2, leftovers.KEPT + 2)}
+    assert {path.name for path in runtime_folder().iterdir()} == {f"job{n}" for n in range(2, stale_jobs.KEPT + 2)}
 
 
 def kill_launcher_and_keeper(job):

@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 from launching import LAUNCH, launch, nothing_left, python, running  # noqa: F401
 
+from mlxdist.cli.launch import launch as launch_command
 from mlxdist.launch import jit_cache
-from mlxdist.launch.command import launch as launch_command
 from mlxdist.launch.options import with_python
 
 
@@ -37,7 +37,7 @@ def test_ranks_find_together():
     """With the environment and the socket that the launcher hands over."""
     job = python(
         3,
-        "from mlxdist.environment import Environment; from mlxdist.rendezvous import Rendezvous\n"
+        "from mlxdist.base.environment import Environment; from mlxdist.runtime.rendezvous import Rendezvous\n"
         "r = Rendezvous(Environment.read()); print(r.all_gather(str(rank).encode(), 'x')); r.close()",
     )
     assert job.returncode == 0, job.stderr
@@ -157,8 +157,13 @@ def test_a_job_on_this_machine_loads_nothing_of_other_hosts():
     told = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stderr
     names = [line.rpartition("|")[2].strip() for line in told.splitlines() if line.startswith("import time:")]
     assert "mlxdist.launch.local" in names
-    unwanted = ("mlxdist.remote", "mlxdist.verbs", "mlxdist.hostfile.", *(f"mlxdist.launch.{x}" for x in FOR_HOSTS))
-    assert [name for name in names if name.startswith(unwanted) and name != "mlxdist.hostfile.options"] == []
+    unwanted = (
+        "mlxdist.cluster.ssh",
+        "mlxdist.runtime.devices",
+        "mlxdist.cluster.hostfile.",
+        *(f"mlxdist.launch.{x}" for x in FOR_HOSTS),
+    )
+    assert [name for name in names if name.startswith(unwanted) and name != "mlxdist.cluster.hostfile.options"] == []
 
 
 def test_a_job_inside_a_job(monkeypatch):

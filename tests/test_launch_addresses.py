@@ -8,7 +8,7 @@ import pytest
 from launching import LAUNCH, RANK, nothing_left  # noqa: F401  (nothing_left is a fixture of every test)
 from ssh_hosts import ssh_hosts
 
-from mlxdist.errors import ResourceError
+from mlxdist.base.errors import ResourceError
 from mlxdist.launch.hosts import address_for_others
 
 NAMES = ["nowhere.invalid"] * 2

@@ -13,10 +13,10 @@ import pytest
 from click.testing import CliRunner
 from launching import LAUNCH, launch, nothing_left  # noqa: F401  (nothing_left is a fixture of every test)
 
-from mlxdist.errors import InvalidArgument
-from mlxdist.hostfile import parse
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.cli.launch import launch as launch_command
+from mlxdist.cluster.hostfile import parse
 from mlxdist.launch.backends import DEFAULT_PORT, Exports, choose, free_ports
-from mlxdist.launch.command import launch as launch_command
 from mlxdist.launch.mpirun import mpirun_command, pipes_of_rank
 
 SHOW = (

@@ -74,9 +74,9 @@ def test_the_cause_is_told_from_the_consequence():
         2,
         """
 import sys, threading, time
-from mlxdist.environment import Environment
-from mlxdist.errors import Aborted
-from mlxdist.rendezvous import Rendezvous
+from mlxdist.base.environment import Environment
+from mlxdist.base.errors import Aborted
+from mlxdist.runtime.rendezvous import Rendezvous
 rendezvous = Rendezvous(Environment.read())
 failed = threading.Event()
 rendezvous.watch(lambda *news: failed.set())
@@ -98,8 +98,8 @@ def test_the_others_hear_of_a_killed_rank_and_leave_by_themselves():
         3,
         """
 import time
-from mlxdist.environment import Environment
-from mlxdist.rendezvous import Rendezvous
+from mlxdist.base.environment import Environment
+from mlxdist.runtime.rendezvous import Rendezvous
 rendezvous = Rendezvous(Environment.read())
 rendezvous.barrier("start")
 if rank == 1:
@@ -112,7 +112,7 @@ rendezvous.barrier("end")
     assert job.returncode == 137
     assert "ranks 0 and 2 left by themselves" in closing_line(job)
     for rank in (0, 2):
-        assert re.search(rf"\[{rank}\] mlxdist.errors.PeerLost: rank 1 \(.*\) has died".encode(), job.stderr)
+        assert re.search(rf"\[{rank}\] mlxdist.base.errors.PeerLost: rank 1 \(.*\) has died".encode(), job.stderr)
 
 
 def test_children_of_a_rank_end_with_it():
@@ -253,7 +253,7 @@ def test_a_job_whose_keeper_was_killed_is_cleaned_up_as_well():
         "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True); print(os.getppid(), flush=True)"
     )
     with running(1, program + "; import time; time.sleep(0.5)") as job:
-        children = subprocess.run(["pgrep", "-P", str(job.pid), "-f", "keeper.py"], capture_output=True, text=True)
+        children = subprocess.run(["pgrep", "-P", str(job.pid), "-f", "reaper.py"], capture_output=True, text=True)
         os.kill(int(children.stdout), signal.SIGKILL)
         assert job.wait(10) == 0
 
@@ -275,8 +275,8 @@ def test_a_job_that_takes_too_long_is_ended():
 def test_a_rank_that_ends_before_it_has_come_is_not_waited_for(rank, status, how):
     """It was, for 60 s, and then its output was to say why, where there was none."""
     program = f"""
-from mlxdist.environment import Environment
-from mlxdist.rendezvous import Rendezvous
+from mlxdist.base.environment import Environment
+from mlxdist.runtime.rendezvous import Rendezvous
 if rank == {rank}:
     os._exit({status})
 Rendezvous(Environment.read())
@@ -289,12 +289,12 @@ Rendezvous(Environment.read())
 def test_the_keeper_ends_although_the_folder_of_the_ranks_cannot_be_removed():
     """A rank may close it. The job's own folder goes all the same: no start of a job looks there any more."""
     program = (
-        "import os, sys, tempfile; sys.path.append(sys.argv[1]); import keeper\n"
+        "import os, sys, tempfile; sys.path.append(sys.argv[1]); import reaper\n"
         "if os.getuid() == 0: os.setuid(65534)\n"
         "ranks, job = tempfile.mkdtemp(), tempfile.mkdtemp()\n"
         "os.mkdir(f'{ranks}/0'); open(f'{job}/job.json', 'w').close(); os.chmod(ranks, 0)\n"
-        "keeper.clean_up('none', ranks, job); print(os.path.exists(ranks), os.path.exists(job))\n"
-        "os.chmod(ranks, 0o700); keeper.clean_up('none', ranks, job); print(os.path.exists(ranks))\n"
+        "reaper.clean_up('none', ranks, job); print(os.path.exists(ranks), os.path.exists(job))\n"
+        "os.chmod(ranks, 0o700); reaper.clean_up('none', ranks, job); print(os.path.exists(ranks))\n"
     )
     folder = os.path.dirname(mlxdist.launch.__file__)
     with tempfile.TemporaryDirectory(dir="/tmp") as temporary:  # pytest's is closed to other users
@@ -314,8 +314,8 @@ def test_the_keeper_removes_the_folder_of_the_ranks_and_nothing_behind_its_links
     (job / "0" / "mlx").symlink_to(kept, target_is_directory=True)
     (job / "0" / "broken").symlink_to(tmp_path / "nowhere")
     program = (
-        "import sys; sys.path.append(sys.argv[1]); import keeper; "
-        "keeper.clean_up('none', sys.argv[2], sys.argv[2]); print('shutil' in sys.modules)"
+        "import sys; sys.path.append(sys.argv[1]); import reaper; "
+        "reaper.clean_up('none', sys.argv[2], sys.argv[2]); print('shutil' in sys.modules)"
     )
     folder = os.path.dirname(mlxdist.launch.__file__)
     command = [sys.executable, "-I", "-S", "-c", program, folder, str(job)]

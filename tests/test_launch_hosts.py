@@ -18,7 +18,7 @@ from ssh_hosts import SshHosts, ssh_hosts
 
 from mlxdist.launch.frames import GREETING, MAX_PAYLOAD, FrameError, Frames, Kind, pack, pack_json, unpack_json
 from mlxdist.launch.jobs import find_job, list_jobs
-from mlxdist.launch.leftovers import remove_leftovers
+from mlxdist.launch.stale_jobs import remove_leftovers
 
 HERE = [*LAUNCH, "--hosts", "localhost"]
 AWKWARD = ["two words", "it's", '"', "$HOME", "`id`", "a\nb", "ü", "", "--", "*"]

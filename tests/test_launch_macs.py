@@ -10,22 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import (  # noqa: F401  (nothing_left is a fixture of every test)
-    LAUNCH,
-    RANK,
-    launch,
-    marked_processes,
-    nothing_left,
-    running,
-    wait_for,
-)
+from launching import LAUNCH, RANK, launch, marked_processes, nothing_left, running, wait_for  # noqa: F401  (nothing_left is a fixture of every test)
 
 from mlxdist import _native
-from mlxdist.doctor.cluster import Question
-from mlxdist.doctor.job import place_ranks, run_job
-from mlxdist.hostfile import parse, read
-from mlxdist.hostfile.options import Chosen
-from mlxdist.launch.keeper import LOST_DOMAINS, Keeper, closing_line
+from mlxdist.cluster.hostfile import parse, read
+from mlxdist.cluster.hostfile.options import Chosen
+from mlxdist.launch.reaper import LOST_DOMAINS, Keeper, closing_line
+from mlxdist.tools.doctor.cluster import Question
+from mlxdist.tools.doctor.job import place_ranks, run_job
 
 AS_ON_A_MAC = Path(__file__).with_name("as_on_a_mac.py")
 MAC = [sys.executable, str(AS_ON_A_MAC), "launch"]

@@ -11,10 +11,10 @@ import pytest
 from click.testing import CliRunner
 from launching import LAUNCH, nothing_left  # noqa: F401  (nothing_left is a fixture of every test)
 
-from mlxdist.environment import same_job
-from mlxdist.errors import InvalidArgument
+from mlxdist.base.environment import same_job
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.cli.launch import launch as launch_command
 from mlxdist.launch.backends import DEFAULT_PORT, free_ports
-from mlxdist.launch.command import launch as launch_command
 from mlxdist.launch.nodes import Nodes, allocation, from_options, from_slurm_step
 
 SECRET = {"MLXDIST_SECRET": "ab" * 32}

@@ -10,17 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import (  # noqa: F401
-    LAUNCH,
-    RANK,
-    closing_line,
-    launch,
-    marked_processes,
-    nothing_left,
-    python,
-    running,
-    wait_for,
-)
+from launching import LAUNCH, RANK, closing_line, launch, marked_processes, nothing_left, python, running, wait_for  # noqa: F401
 
 from mlxdist.launch.jobs import list_jobs
 from mlxdist.launch.tracebacks import TracebackFilter, Tracebacks
@@ -103,11 +93,11 @@ def test_an_error_that_all_ranks_raise_is_shown_once():
 
 
 def test_frames_inside_of_mlxdist_are_left_out(tmp_path):
-    program = "from mlxdist.environment import Environment\nEnvironment.read({'MLXDIST_RANK': 'x'})"
+    program = "from mlxdist.base.environment import Environment\nEnvironment.read({'MLXDIST_RANK': 'x'})"
     job = python(1, program, options=["--log-dir", str(tmp_path)])
     shown, log = job.stderr.decode(), (tmp_path / "rank-0.err").read_text()
     assert shown.startswith('[0] Traceback (most recent call last):\n[0]   File "<string>", line 3, in <module>\n')
-    assert "[0] mlxdist.errors.EnvironmentVariableError: MLXDIST_RANK='x'" in shown
+    assert "[0] mlxdist.base.errors.EnvironmentVariableError: MLXDIST_RANK='x'" in shown
     assert "environment.py" not in shown.partition("mlxdist launch: ")[0] and "environment.py" in log
 
 

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxdist.errors import InvalidArgument, ResourceError
-from mlxdist.verbs.device import GID_TYPES, Device, Gid
-from mlxdist.verbs.device_map import parse
-from mlxdist.verbs.gids import find_route
-from mlxdist.verbs.links import Link, Place, choose
-from mlxdist.verbs.queue_pairs import check_queue_pairs
+from mlxdist.base.errors import InvalidArgument, ResourceError
+from mlxdist.cluster.hostfile.device_map import parse
+from mlxdist.runtime.devices.device import GID_TYPES, Device, Gid
+from mlxdist.runtime.devices.gids import find_route
+from mlxdist.runtime.devices.links import Link, Place, choose
+from mlxdist.runtime.devices.queue_pairs import check_queue_pairs
 
 
 def gid(index: int, address: str, type_: str = "RoCE v2", prefix: int | None = 24) -> Gid:

@@ -13,10 +13,17 @@ import time
 import pytest
 from meeting import Job, Watcher, at_once, group, join
 
-from mlxdist.errors import Error
-from mlxdist.rendezvous import hub, pulse
-from mlxdist.rendezvous.pulse import MAX_POSITION, Pulse, pack_news, pack_position, unpack_news, unpack_position
-from mlxdist.rendezvous.wire import Kind, WireError
+from mlxdist.base.errors import Error
+from mlxdist.runtime.rendezvous import heartbeat, server
+from mlxdist.runtime.rendezvous.heartbeat import (
+    MAX_POSITION,
+    Pulse,
+    pack_news,
+    pack_position,
+    unpack_news,
+    unpack_position,
+)
+from mlxdist.runtime.rendezvous.protocol import Kind, WireError
 
 
 def at(output: str, what: str) -> float:
@@ -73,7 +80,7 @@ def test_who_waits_long_says_for_whom_and_where_that_rank_is(run_ranks):
 @pytest.fixture
 def fast(monkeypatch):
     """Heartbeats in tests are 20 times as fast."""
-    for module in (pulse, hub):
+    for module in (heartbeat, server):
         monkeypatch.setattr(module, "PULSE_SECONDS", 0.05)
         monkeypatch.setattr(module, "SILENT_SECONDS", 0.5)
 
@@ -109,10 +116,10 @@ def test_who_does_not_watch_is_not_asked(fast):
 
 RANK = """
 import time
-from mlxdist.environment import Environment
-from mlxdist.rendezvous import Rendezvous, hub, pulse
-hub.PULSE_SECONDS = pulse.PULSE_SECONDS = 0.05
-hub.SILENT_SECONDS = pulse.SILENT_SECONDS = 0.5
+from mlxdist.base.environment import Environment
+from mlxdist.runtime.rendezvous import Rendezvous, heartbeat, server
+server.PULSE_SECONDS = heartbeat.PULSE_SECONDS = 0.05
+server.SILENT_SECONDS = heartbeat.SILENT_SECONDS = 0.5
 rendezvous = Rendezvous(Environment.read())
 rendezvous.watch(lambda *news: None, position=lambda: "in step 7")
 print("ready", flush=True)

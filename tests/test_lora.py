@@ -4,8 +4,8 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 
-from mlxdist.nn.column_parallel import ColumnParallelLinear
-from mlxdist.nn.lora import LoRALinear
+from mlxdist.nn.tensor_parallel.column_parallel import ColumnParallelLinear
+from mlxdist.nn.tensor_parallel.lora import LoRALinear
 
 SCENARIOS = ["adapters", "collectives", "fused", "sequence", "refused"]
 

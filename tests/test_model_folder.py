@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import snapshot_download
 
 from mlxdist import InvalidArgument
-from mlxdist.model_folder import find_model, model_folder
+from mlxdist.base.model_directory import find_model, model_folder
 
 VARIABLES = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME")
 CACHES = [

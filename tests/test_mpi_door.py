@@ -13,12 +13,12 @@ import pytest
 from click.testing import CliRunner
 from native_build import build_program
 
-from mlxdist import mpi_door
-from mlxdist.errors import ResourceError
-from mlxdist.launch.command import launch as launch_command
+from mlxdist.base.errors import ResourceError
+from mlxdist.cli.launch import launch as launch_command
+from mlxdist.runtime import mpi_shim
 
-LIBRARY = mpi_door.find_library()
-SYMBOLS = {*mpi_door.FUNCTIONS, *mpi_door.OBJECTS}
+LIBRARY = mpi_shim.find_library()
+SYMBOLS = {*mpi_shim.FUNCTIONS, *mpi_shim.OBJECTS}
 READERS = ["eval", "np.sqrt"]
 READERS += [pytest.param(reader, marks=pytest.mark.long) for reader in ("tolist", "np.array", "np.asarray")]
 
@@ -55,41 +55,41 @@ def test_every_operation_in_two_halves_at_once(run_ranks, ranks):
 )
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_plain_mlx_programs(run_ranks, scenario, ranks):
-    for output in run_ranks("mpi_door.py", ranks, scenario):
+    for output in run_ranks("mpi_shim.py", ranks, scenario):
         assert "as expected" in output
         assert "Traceback" not in output and "mlxdist:" not in output
 
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.long)])
 def test_16_bit_sums_are_accumulated_in_float32(run_ranks, ranks):
-    assert all("as expected" in output for output in run_ranks("mpi_door.py", ranks, "accumulates_in_float32"))
+    assert all("as expected" in output for output in run_ranks("mpi_shim.py", ranks, "accumulates_in_float32"))
 
 
 @pytest.mark.parametrize("reader", READERS)
 def test_failed_operation_is_never_read(run_ranks, reader):
-    assert all("as expected" in output for output in run_ranks("mpi_door.py", 2, "reader", reader))
+    assert all("as expected" in output for output in run_ranks("mpi_shim.py", 2, "reader", reader))
 
 
 @pytest.mark.parametrize("first", ["mlx", "mlxdist"])
 def test_both_doors_lead_to_one_world(run_ranks, first):
-    for output in run_ranks("mpi_door.py", 3, "both_doors", environment={"FIRST": first}):
+    for output in run_ranks("mpi_shim.py", 3, "both_doors", environment={"FIRST": first}):
         assert "as expected" in output
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
 def test_a_program_that_calls_mlxdist_does_not_load_the_library(run_ranks):
-    assert all("as expected" in output for output in run_ranks("mpi_door.py", 2, "mlxdist_alone"))
+    assert all("as expected" in output for output in run_ranks("mpi_shim.py", 2, "mlxdist_alone"))
 
 
 @pytest.mark.parametrize("scenario", ["killed", "killed_during_split"])
 def test_a_killed_rank_is_noticed(run_ranks, scenario):
-    outputs = run_ranks("mpi_door.py", 3, scenario, status=128 + 9)
+    outputs = run_ranks("mpi_shim.py", 3, scenario, status=128 + 9)
     for output in outputs[:2]:
         assert float(re.search(r"lost after ([0-9.]+) s", output)[1]) < 2
 
 
 def test_a_rank_that_raises_ends_the_job(run_ranks):
-    outputs = run_ranks("mpi_door.py", 3, "raises", status=1)
+    outputs = run_ranks("mpi_shim.py", 3, "raises", status=1)
     assert "ValueError: this rank's own mistake" in outputs[2]
     for output in outputs[:2]:
         assert re.search(r"mlxdist\.errors\.(PeerLost|Aborted): .*rank 2", output)
@@ -97,7 +97,7 @@ def test_a_rank_that_raises_ends_the_job(run_ranks):
 
 @pytest.mark.long
 def test_a_rank_that_cannot_join_is_an_error_on_every_rank(run_ranks):
-    outputs = run_ranks("mpi_door.py", 3, "cannot_join", status=1, environment={"MLXDIST_RENDEZVOUS_TIMEOUT": "2"})
+    outputs = run_ranks("mpi_shim.py", 3, "cannot_join", status=1, environment={"MLXDIST_RENDEZVOUS_TIMEOUT": "2"})
     assert outputs[2].count("EnvironmentVariableError: MLXDIST_TIMEOUT='soon' is not a number of seconds") == 2
     for output in outputs[:2]:
         assert re.search(r"^(RendezvousError|PeerLost): .*rank 2", output, re.MULTILINE)
@@ -172,8 +172,8 @@ def test_beside_mpi4py(run_ranks, order):
 
 
 def test_exports_what_mlx_looks_up_and_nothing_else():
-    mpi_door.check(LIBRARY)
-    assert (len(mpi_door.FUNCTIONS), len(mpi_door.OBJECTS), len(SYMBOLS)) == (14, 16, 30)
+    mpi_shim.check(LIBRARY)
+    assert (len(mpi_shim.FUNCTIONS), len(mpi_shim.OBJECTS), len(SYMBOLS)) == (14, 16, 30)
     if sys.platform == "darwin":
         lines = run("nm", "-gU", LIBRARY).replace(" _", " ").splitlines()
     else:
@@ -201,14 +201,14 @@ def incomplete_library(tmp_path) -> Path:
 
 def test_a_missing_symbol_is_named(incomplete_library):
     with pytest.raises(ResourceError, match="does not export MPI_Recv, ompi_mpi_op_max") as refused:
-        mpi_door.check(incomplete_library)
+        mpi_shim.check(incomplete_library)
     assert "make setup" in str(refused.value)
 
 
 @pytest.mark.parametrize("missing", [True, False])
 def test_no_rank_is_started_with_a_broken_door(monkeypatch, tmp_path, incomplete_library, missing):
     path = tmp_path / "nothing.so" if missing else incomplete_library
-    monkeypatch.setattr(mpi_door, "find_library", lambda: path)
+    monkeypatch.setattr(mpi_shim, "find_library", lambda: path)
     job = CliRunner().invoke(launch_command, ["-n", "2", "--", "touch", str(tmp_path / "started")])
     assert job.exit_code == 1
     assert str(path) in job.stderr and "would run as groups of one" in job.stderr

@@ -8,10 +8,10 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from mlxdist.bench.suite import suite
-from mlxdist.bench.tune import tune
-from mlxdist.dump.command import dump
-from mlxdist.output_file import OUTPUT_FILE, is_written
+from mlxdist.base.output_file import OUTPUT_FILE, is_written
+from mlxdist.cli.dump import dump
+from mlxdist.tools.bench.suite import suite
+from mlxdist.tools.bench.tune import tune
 
 
 def convert(path):

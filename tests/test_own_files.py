@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from launching import launch, nothing_left, python  # noqa: F401  (a fixture of every test)
 
-from mlxdist.errors import ResourceError
+from mlxdist.base.errors import ResourceError
+from mlxdist.base.private_files import is_own_folder, make_own_folder, open_own
 from mlxdist.launch import jit_cache
 from mlxdist.launch.jobs import list_jobs
-from mlxdist.launch.runtime_folder import runtime_folder
-from mlxdist.own_files import is_own_folder, make_own_folder, open_own
+from mlxdist.launch.runtime_directory import runtime_folder
 
 STRANGER = 54321
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND

@@ -11,7 +11,7 @@ from fake_ssh import through_a_shell
 from mlx_lm.utils import save_config, save_model
 
 import mlxdist
-from mlxdist.own_python import own_code, own_module
+from mlxdist.base.own_python import own_code, own_module
 
 MLXDIST = Path(sys.executable).with_name("mlxdist")
 OTHERS = ("mlx", "mlxdist", "numpy", "click", "rich", "jinja2", "transformers", "safetensors", "tqdm", "yaml", "regex")
@@ -96,4 +96,4 @@ def test_one_function_makes_the_commands():
         if re.search(r'(executable|python|PYTHON)\)?,\s*"-[a-zA-Z]', path.read_text())
     }
     # pip's command is shown and not run; the keeper starts with -I -S, without site-packages.
-    assert made == {"own_python.py", "version.py", "launch/local.py"}
+    assert made == {"base/own_python.py", "version.py", "launch/local.py"}

@@ -3,8 +3,8 @@
 import pytest
 from rank_counts import one_to_four
 
-from mlxdist.errors import InvalidArgument
-from mlxdist.nn.parallel_attention import split_heads
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.nn.tensor_parallel.parallel_attention import split_heads
 
 
 @one_to_four(3)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from rank_counts import one_to_four
 
-from mlxdist.nn.sampling import VocabParallelSampler
+from mlxdist.nn.tensor_parallel.sampling import VocabParallelSampler
 
 
 @one_to_four()

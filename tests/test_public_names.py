@@ -53,7 +53,7 @@ def test_list_has_no_name_twice_and_hides_none():
 
 
 def test_every_error_is_public():
-    errors = importlib.import_module("mlxdist.errors")
+    errors = importlib.import_module("mlxdist.base.errors")
     classes = {
         name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, errors.Error)
     }
@@ -72,7 +72,7 @@ def test_unknown_name():
         mlxdist.all_som
 
 
-@pytest.mark.parametrize("module", ["mlxdist", "mlxdist.cli", "mlxdist.launch.command", "mlxdist.rendezvous"])
+@pytest.mark.parametrize("module", ["mlxdist", "mlxdist.cli", "mlxdist.cli.launch", "mlxdist.runtime.rendezvous"])
 def test_launcher_loads_neither_mlx_nor_numpy_nor_native_code(module):
     heavy = "{'mlx.core', 'numpy', 'cffi', '_cffi_backend', 'mlxdist._native', 'mlxdist._bridge', 'transformers'}"
     assert run_python(f"import sys, {module}; print({heavy} & set(sys.modules))") == "set()\n"

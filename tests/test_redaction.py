@@ -8,8 +8,8 @@ from fake_macs import fixture
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mlxdist.doctor.diagnostics import redact
-from mlxdist.doctor.diagnostics.redact import Redactor
+from mlxdist.tools.doctor.diagnostics import redact
+from mlxdist.tools.doctor.diagnostics.redact import Redactor
 
 SECRET = "0f" * 32
 few = settings(deadline=None, max_examples=40)  # each compiles the patterns

@@ -12,9 +12,9 @@ import pytest
 from fake_ssh import fake_ssh, through_a_shell
 from launching import marked_processes, nothing_left, wait_for  # noqa: F401  (nothing_left is a fixture of every test)
 
-from mlxdist.remote.answers import GREETING
-from mlxdist.remote.calls import CallError, Connections
-from mlxdist.remote.ssh import LOST, Reach, run, run_everywhere
+from mlxdist.cluster.ssh.rpc_client import CallError, Connections
+from mlxdist.cluster.ssh.rpc_server import GREETING
+from mlxdist.cluster.ssh.ssh import LOST, Reach, run, run_everywhere
 from mlxdist.version import __version__
 
 AWKWARD = ["two words", "it's", '"', "$HOME", "`id`", "a\nb", "ü", "", "--", "*"]

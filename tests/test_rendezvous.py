@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 from meeting import SOON, Job, Watcher, at_once, group, join
 
-from mlxdist import errors
-from mlxdist.environment import Environment
-from mlxdist.rendezvous import Rendezvous, connect
-from mlxdist.rendezvous.wire import GATHER, MAX_BLOB, Kind
+from mlxdist.base import errors
+from mlxdist.base.environment import Environment
+from mlxdist.runtime.rendezvous import Rendezvous, connect
+from mlxdist.runtime.rendezvous.protocol import GATHER, MAX_BLOB, Kind
 
 # Exchanging.
 

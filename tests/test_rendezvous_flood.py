@@ -11,10 +11,10 @@ import time
 import pytest
 from meeting import Job, Watcher, at_once, group, join
 
-from mlxdist.rendezvous import Rendezvous, connect
-from mlxdist.rendezvous.hub import ACCEPT_SECONDS, MAX_ACCEPTS, MAX_STRANGERS, Hub
-from mlxdist.rendezvous.loop import Loop
-from mlxdist.rendezvous.wire import MAX_PIECES, Framing, Kind
+from mlxdist.runtime.rendezvous import Rendezvous, connect
+from mlxdist.runtime.rendezvous.event_loop import Loop
+from mlxdist.runtime.rendezvous.protocol import MAX_PIECES, Framing, Kind
+from mlxdist.runtime.rendezvous.server import ACCEPT_SECONDS, MAX_ACCEPTS, MAX_STRANGERS, Hub
 
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends RST
 

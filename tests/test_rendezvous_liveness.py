@@ -14,16 +14,16 @@ from dataclasses import replace
 import pytest
 from meeting import SECRET, SOON, Job, Watcher, at_once, group, join
 
-from mlxdist import errors
-from mlxdist.environment import Environment
-from mlxdist.rendezvous import Rendezvous, connect
-from mlxdist.rendezvous.wire import Kind, pack_json
+from mlxdist.base import errors
+from mlxdist.base.environment import Environment
+from mlxdist.runtime.rendezvous import Rendezvous, connect
+from mlxdist.runtime.rendezvous.protocol import Kind, pack_json
 
 RANK = """
 import os, sys, threading, time
-from mlxdist.environment import Environment
-from mlxdist.errors import Aborted
-from mlxdist.rendezvous import Rendezvous
+from mlxdist.base.environment import Environment
+from mlxdist.base.errors import Aborted
+from mlxdist.runtime.rendezvous import Rendezvous
 rendezvous = Rendezvous(Environment.read())
 rendezvous.watch(lambda *news: None)
 print("ready", flush=True)

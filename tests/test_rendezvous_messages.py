@@ -15,11 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from meeting import SECRET, SOON, Job, Watcher, at_once, group, join, pose_as_rank_0
 
-from mlxdist import errors
-from mlxdist.environment import Environment
-from mlxdist.rendezvous import Rendezvous, connect, hub, rendezvous
-from mlxdist.rendezvous.messages import MAX_DATA, MAX_TAG, pack_message
-from mlxdist.rendezvous.wire import Framing, Kind
+from mlxdist.base import errors
+from mlxdist.base.environment import Environment
+from mlxdist.runtime.rendezvous import Rendezvous, connect, rendezvous, server
+from mlxdist.runtime.rendezvous.messages import MAX_DATA, MAX_TAG, pack_message
+from mlxdist.runtime.rendezvous.protocol import Framing, Kind
 
 # What arrives.
 
@@ -147,7 +147,7 @@ def test_messages_from_before_watch_come_first():
 
 
 def test_too_many_messages_that_nobody_looks_at(monkeypatch):
-    monkeypatch.setattr("mlxdist.rendezvous.messages.MAX_WAITING", 1_000_000)
+    monkeypatch.setattr("mlxdist.runtime.rendezvous.messages.MAX_WAITING", 1_000_000)
     with group(3) as members:
         watchers = [Watcher(member) for member in members[:2]]
         for _ in range(16):
@@ -297,7 +297,7 @@ def test_after_a_failure():
 
 def test_a_rank_that_does_not_read_fails_the_group(monkeypatch):
     """Rank 0 keeps for it what it may yet read, and not without end. Nobody else is held up meanwhile."""
-    monkeypatch.setattr(hub, "MAX_WAITING", 1_000_000)
+    monkeypatch.setattr(server, "MAX_WAITING", 1_000_000)
     job = Job(3)
     (deaf, _, _), *members = at_once(
         lambda: connect.connect(job.environment(2)), *(lambda r=r: Rendezvous(job.environment(r)) for r in range(2))
@@ -322,8 +322,8 @@ def test_a_rank_0_that_is_stopped(monkeypatch):
     monkeypatch.setattr(rendezvous, "MAX_WAITING", 1_000_000)
     job = Job(2)
     program = """
-from mlxdist.environment import Environment
-from mlxdist.rendezvous import Rendezvous
+from mlxdist.base.environment import Environment
+from mlxdist.runtime.rendezvous import Rendezvous
 rendezvous = Rendezvous(Environment.read())
 rendezvous.barrier("x")
 """

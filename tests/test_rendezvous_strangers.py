@@ -13,10 +13,10 @@ from dataclasses import replace
 import pytest
 from meeting import SECRET, SOON, Job, Watcher, at_once, join, pose_as_rank_0
 
-from mlxdist import errors
-from mlxdist.environment import Environment
-from mlxdist.rendezvous import Rendezvous, connect, hub
-from mlxdist.rendezvous.wire import MAGIC, MAX_FRAME, Framing, Kind, WireError, proof
+from mlxdist.base import errors
+from mlxdist.base.environment import Environment
+from mlxdist.runtime.rendezvous import Rendezvous, connect, server
+from mlxdist.runtime.rendezvous.protocol import MAGIC, MAX_FRAME, Framing, Kind, WireError, proof
 
 
 def stranger(address):
@@ -139,7 +139,7 @@ def test_an_oversized_greeting_is_cut_off():
 def test_many_silent_strangers_do_not_hold_up_the_ranks():
     job = Job(2)
     started = time.monotonic()
-    strangers = [stranger(job.address) for _ in range(hub.MAX_STRANGERS + 100)]
+    strangers = [stranger(job.address) for _ in range(server.MAX_STRANGERS + 100)]
     members = join(job.environment(0), job.environment(1))
     assert all(isinstance(member, Rendezvous) for member in members), members
     assert time.monotonic() - started < 2 * SOON
@@ -156,8 +156,8 @@ def test_strangers_that_use_up_the_descriptors_of_rank_0():
     job = Job(2)
     program = """
 import resource
-from mlxdist.environment import Environment
-from mlxdist.rendezvous import Rendezvous
+from mlxdist.base.environment import Environment
+from mlxdist.runtime.rendezvous import Rendezvous
 resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
 rendezvous = Rendezvous(Environment.read())
 rendezvous.barrier("x")
@@ -182,7 +182,7 @@ rendezvous.close()
 
 def test_a_stranger_that_trickles_is_cut_off(monkeypatch):
     """However slowly it goes on: the deadline is for the whole greeting."""
-    monkeypatch.setattr(hub, "HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr(server, "HANDSHAKE_SECONDS", 0.3)
     job = Job(2)
     members = join(job.environment(0), job.environment(1))
     with stranger(job.address) as sock:

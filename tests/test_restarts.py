@@ -13,7 +13,7 @@ from launching import LAUNCH, closing_line, launch, nothing_left, python, runnin
 
 from mlxdist.launch.jobs import find_job, list_jobs, read_record
 from mlxdist.launch.restarts import RestartsFolder
-from mlxdist.launch.runtime_folder import OF_RESTARTS, runtime_folder
+from mlxdist.launch.runtime_directory import OF_RESTARTS, runtime_folder
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "train_and_generate.py"
 RESTART = "restart = int(os.environ['MLXDIST_RESTART'])\n"
@@ -59,7 +59,7 @@ def test_each_start_is_a_job_of_its_own():
 
 def test_ranks_find_together_in_every_start():
     program = RESTART + (
-        "from mlxdist.environment import Environment; from mlxdist.rendezvous import Rendezvous\n"
+        "from mlxdist.base.environment import Environment; from mlxdist.runtime.rendezvous import Rendezvous\n"
         "environment = Environment.read(); assert environment.restart == restart\n"
         "r = Rendezvous(environment); print(r.all_gather(str(rank).encode(), 'x'), flush=True)\n"
         "if rank == 1 and restart == 0: os.kill(os.getpid(), 9)\n"

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlxdist.errors import InvalidArgument
-from mlxdist.safetensors_reader import INDEX, ITEM_SIZES, Checkpoint, WeightFile, local_shape
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.safetensors_reader import INDEX, ITEM_SIZES, Checkpoint, WeightFile, local_shape
 
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 

@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from mlxdist import mpi_door
-from mlxdist.environment import Environment
-from mlxdist.errors import EnvironmentVariableError, RendezvousError
-from mlxdist.schedulers import Place, find_place, refuse_launchers
+from mlxdist.base.environment import Environment
+from mlxdist.base.errors import EnvironmentVariableError, RendezvousError
+from mlxdist.base.schedulers import Place, find_place, refuse_launchers
+from mlxdist.runtime import mpi_shim
 
 JOB = {"MLXDIST_RENDEZVOUS": "127.0.0.1:4711", "MLXDIST_SECRET": "ab" * 32}
 OMPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
@@ -161,7 +161,7 @@ def test_under_mpirun(program):
         "MLXDIST_SECRET": secrets.token_hex(32),
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        **(mpi_door.variables() if program == "plain MLX" else {}),
+        **(mpi_shim.variables() if program == "plain MLX" else {}),
     }
     command = ["mpirun", "--host", "localhost:2", sys.executable, "-c", PROGRAMS[program]]
     job = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=120)

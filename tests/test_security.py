@@ -16,12 +16,21 @@ import pytest
 from launching import nothing_left, running, shared_memory_names, wait_for  # noqa: F401
 from meeting import SECRET, Job, at_once, group, pose_as_rank_0
 
-from mlxdist import errors
-from mlxdist.environment import Environment
+from mlxdist.base import errors
+from mlxdist.base.environment import Environment
 from mlxdist.launch.jobs import list_jobs
-from mlxdist.rendezvous import Rendezvous
-from mlxdist.rendezvous.messages import pack_message
-from mlxdist.rendezvous.wire import GATHERED, MAGIC, NONCE_BYTES, PROOF_BYTES, Framing, Kind, pack_json, proof
+from mlxdist.runtime.rendezvous import Rendezvous
+from mlxdist.runtime.rendezvous.messages import pack_message
+from mlxdist.runtime.rendezvous.protocol import (
+    GATHERED,
+    MAGIC,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    Framing,
+    Kind,
+    pack_json,
+    proof,
+)
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "security.md").read_text()

@@ -3,7 +3,6 @@
 import pytest
 from rank_counts import one_to_four
 
-
 # Where compilers would take most of the time: the same without them.
 INTERPRETED = {"MLX_DISABLE_COMPILE": "1"}
 

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from mlxdist.remote import this_machine
-from mlxdist.remote.this_machine import is_this_machine
+from mlxdist.cluster.ssh import this_machine
+from mlxdist.cluster.ssh.this_machine import is_this_machine
 
 HERE, ELSEWHERE = "127.0.0.1", "192.0.2.7"
 
@@ -153,7 +153,7 @@ def test_a_job_on_this_machine_by_all_its_names_needs_no_ssh():
 @pytest.mark.skipif(sys.platform != "linux", reason="ip_nonlocal_bind is Linux's")
 def test_a_system_that_binds_any_address():
     """Then what can be bound says nothing."""
-    ask = "from mlxdist.remote.this_machine import is_this_machine as f; print(f('10.9.8.6'), f('localhost'))"
+    ask = "from mlxdist.cluster.ssh.this_machine import is_this_machine as f; print(f('10.9.8.6'), f('localhost'))"
     done = in_a_network("echo 1 > /proc/sys/net/ipv4/ip_nonlocal_bind", f'{sys.executable} -c "{ask}"')
     if "Read-only file system" in done.stderr or "Permission denied" in done.stderr:
         pytest.skip("this machine's settings cannot be changed")

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from mlxdist.verbs.device import port_remedy
+from mlxdist.runtime.devices.device import port_remedy
 
 CLOSED = re.compile(
     r"device (soft\d+) is closed: first its queue pairs \((\d+)\), then regions \((\d+)\), "

@@ -61,7 +61,7 @@ def test_what_is_no_deadline_is_refused(alone, seconds):
     with pytest.raises(mlxdist.InvalidArgument, match=r"Group.timeout: timeout is .*, but must be a number of seconds"):
         alone.timeout = seconds
     assert alone.timeout is None
-    for x in (np.ones(3), mlxdist.ops.mx.ones(3)):
+    for x in (np.ones(3), mlxdist.runtime.ops.mx.ones(3)):
         with pytest.raises(mlxdist.InvalidArgument, match="all_sum: timeout is"):
             mlxdist.all_sum(x, timeout=seconds)
     with pytest.raises(mlxdist.InvalidArgument, match="mlxdist.init: timeout is"):

@@ -18,13 +18,13 @@ from launching import Terminal, nothing_left, running, wait_for  # noqa: F401  (
 from rich.console import Console
 
 from mlxdist import set_step
-from mlxdist.dump.ask import Asked, LocalRanks
-from mlxdist.dump.files import check_dump, status_of
-from mlxdist.errors import InvalidArgument
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.cli import top as command
 from mlxdist.launch.jobs import find_job, read_record
-from mlxdist.top import command
-from mlxdist.top.table import Screenful
-from mlxdist.top.watch import Row, View, Watch
+from mlxdist.runtime.flight_records import check_dump, status_of
+from mlxdist.tools.observe.ask import Asked, LocalRanks
+from mlxdist.tools.observe.top import Row, View, Watch
+from mlxdist.tools.observe.top_table import Screenful
 
 TOP = [sys.executable, "-m", "mlxdist", "top"]
 

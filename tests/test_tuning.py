@@ -5,12 +5,12 @@ import struct
 
 import pytest
 
-from mlxdist import tuning
-from mlxdist.bench.tune import choose
-from mlxdist.environment import Environment
-from mlxdist.errors import EnvironmentVariableError, InvalidArgument
-from mlxdist.native import ffi, lib
-from mlxdist.tuning import MAX_BYTES, MAX_ROWS, Row
+from mlxdist.base.environment import Environment
+from mlxdist.base.errors import EnvironmentVariableError, InvalidArgument
+from mlxdist.runtime import tuning
+from mlxdist.runtime.native import ffi, lib
+from mlxdist.runtime.tuning import MAX_BYTES, MAX_ROWS, Row
+from mlxdist.tools.bench.tune import choose
 
 ROWS = [
     Row("all_reduce", 2, 4096, "direct"),

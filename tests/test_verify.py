@@ -10,8 +10,8 @@ from click.testing import CliRunner
 from mlx_lm.models import qwen3
 from mlx_lm.utils import save_config, save_model
 
-from mlxdist.nn.plan import Plan
-from mlxdist.sharding.command import shard
+from mlxdist.cli.shard import shard
+from mlxdist.nn.sharding.plan import Plan
 
 CONFIG = {
     "model_type": "qwen3",

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxdist.bench.limits import LIMIT_COLUMNS, LIMITS
-from mlxdist.bench.timing import CORES
+from mlxdist.tools.bench.limits import LIMIT_COLUMNS, LIMITS
+from mlxdist.tools.bench.timing import CORES
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "benchmarks" / "vs_peers.py"

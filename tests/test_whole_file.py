@@ -4,7 +4,7 @@ import stat
 
 import pytest
 
-from mlxdist.whole_file import keep_former, replace_file, write_whole
+from mlxdist.base.atomic_file import keep_former, replace_file, write_whole
 
 
 @pytest.fixture

@@ -19,16 +19,17 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from .. import mpi_door
-from ..errors import InvalidArgument, ResourceError
-from ..host_identity import host_identity
-from ..remote.streams import claim_streams
-from ..version import __version__
+from mlxdist.base.errors import InvalidArgument, ResourceError
+from mlxdist.base.host_identity import host_identity
+from mlxdist.cluster.ssh.streams import claim_streams
+from mlxdist.runtime import mpi_shim
+from mlxdist.version import __version__
+
 from .backends import Exports, free_ports
 from .executable import CannotRun, check_command
 from .frames import GREETING, Frames, Kind, pack, pack_json, unpack_json
-from .leftovers import remove_leftovers
 from .local import LocalJob, LocalRank, base_environment, check_fast_synch
+from .stale_jobs import remove_leftovers
 from .standard_input import Feed, Pipe
 from .wakeup import Wakeup
 
@@ -161,7 +162,7 @@ class Agent:
             _enter(fields["folder"])
             variables = base_environment(os.environ, fields["door"])
             if fields["door"]:
-                mpi_door.check(variables[mpi_door.VARIABLE])
+                mpi_shim.check(variables[mpi_shim.VARIABLE])
             variables |= fields["variables"]
             first, count = fields["ranks"]
             check_fast_synch(variables, count)

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..environment import format_address
-from ..errors import InvalidArgument
+from mlxdist.base.environment import format_address
+from mlxdist.base.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from ..hostfile import Host, Hostfile
+    from mlxdist.cluster.hostfile import Host, Hostfile
 
 __all__ = ["BACKENDS", "DEFAULT_PORT", "Backend", "Exports", "choose", "free_ports"]
 
@@ -68,7 +68,7 @@ class Backend:
 
     def mpi_address(self) -> str:
         """Where rank 0 listens if mpirun starts the ranks and they use mlxdist: on the first host."""
-        from ..remote.ssh import is_this_machine
+        from mlxdist.cluster.ssh.ssh import is_this_machine
 
         first = self.hosts[0]
         is_here = is_this_machine(first.name)
@@ -138,7 +138,7 @@ def choose(name: str, hostfile: Hostfile | None, ranks: int | None, **settings: 
     if hostfile is not None:
         hosts = hostfile.hosts
     elif name != "mlxdist":
-        from ..hostfile import Host
+        from mlxdist.cluster.hostfile import Host
 
         hosts = (Host("localhost", ranks or 1, ("127.0.0.1",)),)
     backend = Backend(name, hosts, **settings)
@@ -167,7 +167,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def _addresses(host: Host) -> tuple[str, ...]:
-    from ..hostfile.hosts import check_address
+    from mlxdist.cluster.hostfile.hosts import check_address
 
     if host.ips:
         return host.ips
@@ -178,7 +178,7 @@ def _addresses(host: Host) -> tuple[str, ...]:
 
 
 def _require_address(backend: Backend, host: Host, who: str) -> None:
-    from ..remote.ssh import is_this_machine
+    from mlxdist.cluster.ssh.ssh import is_this_machine
 
     found = _addresses(host)
     if not found:

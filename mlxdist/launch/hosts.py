@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..environment import format_address, parse_address
-from ..errors import ResourceError
-from ..hostfile import Hostfile
-from ..remote.ssh import LOST, Reach
-from ..remote.this_machine import look_up
-from ..version import __version__
+from mlxdist.base.environment import format_address, parse_address
+from mlxdist.base.errors import ResourceError
+from mlxdist.cluster.hostfile import Hostfile
+from mlxdist.cluster.ssh.ssh import LOST, Reach
+from mlxdist.cluster.ssh.this_machine import look_up
+from mlxdist.version import __version__
+
 from .backends import Backend
 from .executable import CannotRun
 from .job_hosts import HostsFolder

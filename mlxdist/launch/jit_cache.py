@@ -12,7 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from ..own_files import make_own_folder, open_own
+from mlxdist.base.private_files import make_own_folder, open_own
 
 __all__ = ["JitCache"]
 

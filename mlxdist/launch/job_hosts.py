@@ -17,13 +17,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..checking import as_text, fields_of, list_of, number, seconds, text
-from ..environment import MAX_RANKS
-from .runtime_folder import OF_HOSTS, is_locked, make_locked, write_json
+from mlxdist.base.environment import MAX_RANKS
+from mlxdist.base.validation import as_text, fields_of, list_of, number, seconds, text
+
+from .runtime_directory import OF_HOSTS, is_locked, make_locked, write_json
 
 if TYPE_CHECKING:  # a job on this machine alone loads neither
-    from ..hostfile import Hostfile
-    from ..remote.ssh import Reach
+    from mlxdist.cluster.hostfile import Hostfile
+    from mlxdist.cluster.ssh.ssh import Reach
 
 __all__ = ["HostOfJob", "HostsFolder", "HostsRecord", "read_hosts_record"]
 
@@ -57,7 +58,7 @@ class HostsRecord:
 
     @property
     def reach(self) -> Reach:
-        from ..remote.ssh import Reach
+        from mlxdist.cluster.ssh.ssh import Reach
 
         return Reach(self.ssh, self.python)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from ..errors import InvalidArgument
+from mlxdist.base.errors import InvalidArgument
 
 __all__ = ["JOB_NAME", "full_name"]
 

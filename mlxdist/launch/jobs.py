@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from .processes import start_times
 from .restarts import read_next
-from .runtime_folder import OF_HOSTS, OF_RESTARTS, is_locked, make_locked, runtime_folder, write_json
+from .runtime_directory import OF_HOSTS, OF_RESTARTS, is_locked, make_locked, runtime_folder, write_json
 
 if TYPE_CHECKING:
     from .job_hosts import HostsRecord

@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..checking import fields_of, list_of, map_of, number, printable, seconds, text
-from ..environment import MAX_RANKS
-from ..errors import InvalidArgument
-from ..hostfile.options import Chosen
+from mlxdist.base.environment import MAX_RANKS
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.validation import fields_of, list_of, map_of, number, printable, seconds, text
+from mlxdist.cluster.hostfile.options import Chosen
+
 from .job_name import full_name
 from .jobs import Job, list_jobs
 
 if TYPE_CHECKING:
-    from ..remote.calls import CallError, Connections
+    from mlxdist.cluster.ssh.rpc_client import CallError, Connections
 
 __all__ = [
     "Stopped",
@@ -73,7 +74,7 @@ def list_here() -> list[dict[str, Any]]:
 
 def stop_here(names: list[str], everything: bool, seconds: float) -> dict[str, list[str]]:
     """``left``: what of jobs whose launcher and keeper are gone has been cleaned up, in words."""
-    from .leftovers import remove_leftovers
+    from .stale_jobs import remove_leftovers
 
     jobs = list_jobs()
     wanted = [job for job in jobs if everything or job.name in names]
@@ -151,7 +152,7 @@ def stop_on(chosen: Chosen, names: Sequence[str], everything: bool, seconds: flo
 
 
 def _connect(chosen: Chosen) -> "Connections":
-    from ..remote.calls import Connections
+    from mlxdist.cluster.ssh.rpc_client import Connections
 
     return Connections([host.name for host in chosen.hosts()], chosen.reach)
 

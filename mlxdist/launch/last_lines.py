@@ -2,7 +2,8 @@
 
 import collections
 
-from ..version import __version__
+from mlxdist.version import __version__
+
 from .terminal import without_escapes
 
 __all__ = ["LastLines"]

@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .. import mpi_door
-from ..environment import OF_JOB, format_address
-from ..errors import InvalidArgument, ResourceError
+from mlxdist.base.environment import OF_JOB, format_address
+from mlxdist.base.errors import InvalidArgument, ResourceError
+from mlxdist.runtime import mpi_shim
+
 from .backends import Exports
 from .jit_cache import JitCache
 from .jobs import JobFolder
 from .restarts import name_of_start
-from .runtime_folder import write_text
+from .runtime_directory import write_text
 
 if TYPE_CHECKING:  # only Macs load it
     from .awake import Awake
@@ -40,7 +41,7 @@ __all__ = [
 _MOST_DESCRIPTORS = 10240  # OPEN_MAX: macOS refuses more, also where it says that there is no limit
 
 # A program's own file is compiled at each start, a module once. Behind Python's folders: it shadows nothing of theirs.
-_KEEPER = "import sys, os; sys.path.append(os.path.dirname(sys.argv[1])); import keeper; keeper.main(*sys.argv[2:])"
+_KEEPER = "import sys, os; sys.path.append(os.path.dirname(sys.argv[1])); import reaper; reaper.main(*sys.argv[2:])"
 
 
 def base_environment(environ: Mapping[str, str], door: bool = True) -> dict[str, str]:
@@ -51,11 +52,11 @@ def base_environment(environ: Mapping[str, str], door: bool = True) -> dict[str,
     Raises:
         ResourceError: mlxdist has not been built.
     """
-    variables = {name: value for name, value in environ.items() if name not in OF_JOB and not mpi_door.diverts(name)}
+    variables = {name: value for name, value in environ.items() if name not in OF_JOB and not mpi_shim.diverts(name)}
     if door:
-        variables |= mpi_door.variables()
+        variables |= mpi_shim.variables()
     elif "MLXDIST_JOB" in environ:
-        variables.pop(mpi_door.VARIABLE, None)  # that of the outer job
+        variables.pop(mpi_shim.VARIABLE, None)  # that of the outer job
     if "MLXDIST_JOB" in environ:
         variables.pop("MLXDIST_FLIGHT", None)  # the launcher of the outer job has set it
     # Lines reach the launcher when they are printed, and not lost with a rank that is killed.
@@ -198,7 +199,7 @@ class LocalJob:
     def __exit__(self, *exception: object) -> None:
         self.end()
         if self.keeper.wait() != 0:
-            from .keeper import clean_up  # it was killed itself
+            from .reaper import clean_up  # it was killed itself
 
             clean_up(self.job, str(self.folder), str(self.record.folder))
         if self._awake is not None:
@@ -320,7 +321,7 @@ class LocalJob:
     def _start_keeper(self) -> None:
         source, target = os.pipe()
         self._pipe = os.fdopen(target, "wb", buffering=0)
-        keeper, grace = Path(__file__).with_name("keeper.py"), str(self.grace)
+        keeper, grace = Path(__file__).with_name("reaper.py"), str(self.grace)
         folders = [str(self.folder), str(self.record.folder)]
         self.keeper = subprocess.Popen(
             [sys.executable, "-I", "-S", "-B", "-c", _KEEPER, str(keeper), self.job, *folders, grace],

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import InvalidArgument, ResourceError
+from mlxdist.base.errors import InvalidArgument, ResourceError
 
 if TYPE_CHECKING:
-    from ..hostfile import Host
+    from mlxdist.cluster.hostfile import Host
 
 __all__ = [
     "check_root",

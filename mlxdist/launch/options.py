@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import click
 
-from ..environment import MAX_RANKS, MAX_RESTARTS, OF_JOB, PROVIDERS, QUEUE_PAIRS
+from mlxdist.base.environment import MAX_RANKS, MAX_RESTARTS, OF_JOB, PROVIDERS, QUEUE_PAIRS
+
 from .backends import BACKENDS, DEFAULT_PORT
 from .standard_input import CHOICES
 

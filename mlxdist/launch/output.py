@@ -18,8 +18,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
-from ..errors import ResourceError
-from ..own_files import open_own
+from mlxdist.base.errors import ResourceError
+from mlxdist.base.private_files import open_own
+
 from .last_lines import LastLines
 from .terminal import colors_wanted, prefix_of, width_of
 from .tracebacks import TracebackFilter, Tracebacks

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import ResourceError
-from ..hostfile import Host
-from ..remote.ssh import LOST, Reach, cannot_run, is_this_machine, why_lost
+from mlxdist.base.errors import ResourceError
+from mlxdist.cluster.hostfile import Host
+from mlxdist.cluster.ssh.ssh import LOST, Reach, cannot_run, is_this_machine, why_lost
+
 from .frames import GREETING, FrameError, Frames, Kind, pack, pack_json, unpack_json
 
 __all__ = ["AGENT", "HostInput", "RemoteHost", "RemoteRank"]

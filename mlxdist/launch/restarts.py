@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from .runtime_folder import OF_RESTARTS, is_locked, make_locked, write_json
+from .runtime_directory import OF_RESTARTS, is_locked, make_locked, write_json
 
 if TYPE_CHECKING:
     from .supervisor import Ending
@@ -79,7 +79,7 @@ def name_of_start(name: str, restart: int) -> str:
 
 def read_next(folder: Path) -> Next | None:
     """Of a launcher that still runs; else None, also where somebody has damaged what it says."""
-    from ..checking import as_text, fields_of, list_of, number, seconds  # a launcher reads none
+    from mlxdist.base.validation import as_text, fields_of, list_of, number, seconds  # a launcher reads none
 
     # A signal to the launcher must reach nobody else.
     launcher, words = number(2, 2**31 - 1), list_of(as_text, 1 << 16)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..errors import ResourceError, name_ranks
+from mlxdist.base.errors import ResourceError, name_ranks
+
 from .backends import Backend, free_ports
 from .executable import CannotRun
 from .local import LocalJob, LocalRank, allow_descriptors, new_name, usual_grace
@@ -26,8 +27,9 @@ from .terminal import terminal_variables
 from .wakeup import Interrupted, Wakeup
 
 if TYPE_CHECKING:  # a job on this machine alone does not load what reaches others
-    from ..hostfile import Hostfile
-    from ..remote.ssh import Reach
+    from mlxdist.cluster.hostfile import Hostfile
+    from mlxdist.cluster.ssh.ssh import Reach
+
     from .hosts import HostsJob
     from .nodes import Nodes
     from .remote import RemoteRank

@@ -16,10 +16,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..errors import name_ranks
-from .keeper import LOST_DOMAINS
+from mlxdist.base.errors import name_ranks
+
 from .local import LocalJob, LocalRank
 from .output import Output
+from .reaper import LOST_DOMAINS
 from .wakeup import Wakeup
 from .writer import MAX_BACKLOG
 

@@ -1,9 +1,10 @@
 """Model parallelism: layers, and whole models, of which every rank holds a part."""
 
-from .column_parallel import ColumnParallelLinear, QuantizedColumnParallelLinear
+from mlxdist.nn.sharding.load import load_sharded
+from mlxdist.nn.sharding.plan import shard_model
+from mlxdist.nn.split_block import submissions
+
 from .experts import ExpertParallelSwitchGLU
-from .loading import load_sharded
-from .lora import LoRALinear
 from .mappings import (
     copy_to_tensor_parallel_region,
     gather_from_sequence_parallel_region,
@@ -12,19 +13,21 @@ from .mappings import (
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_parallel_region,
 )
-from .parallel_attention import ParallelAttention
-from .parallel_mlp import ParallelMLP
-from .plan import Plan, Shard, plan_shards, shard_model
-from .row_parallel import QuantizedRowParallelLinear, RowParallelLinear
-from .sampling import (
+from .sharding.plan import Plan, Shard, plan_shards
+from .sharding.verify import Verification, verify
+from .split_block import SplitBlock, SplitModel, Submissions
+from .tensor_parallel.column_parallel import ColumnParallelLinear, QuantizedColumnParallelLinear
+from .tensor_parallel.lora import LoRALinear
+from .tensor_parallel.parallel_attention import ParallelAttention
+from .tensor_parallel.parallel_mlp import ParallelMLP
+from .tensor_parallel.row_parallel import QuantizedRowParallelLinear, RowParallelLinear
+from .tensor_parallel.sampling import (
     VocabParallelSampler,
     vocab_parallel_argmax,
     vocab_parallel_cross_entropy,
     vocab_parallel_log_probs,
 )
-from .split import SplitBlock, SplitModel, Submissions, submissions
-from .verify import Verification, verify
-from .vocab_parallel import (
+from .tensor_parallel.vocab_parallel import (
     ParallelLMHead,
     QuantizedParallelLMHead,
     QuantizedVocabParallelEmbedding,

@@ -14,7 +14,7 @@ also the same gradients of them, and one where each holds its own. The sequence-
 holds a part of the sequence and one where all hold all of it, with gradients of their own: they are adjoint to each
 other in the plain sense.
 
-``x`` has the dtypes of :mod:`mlxdist.ops` and any shape, the same on all ranks; the result has its dtype, and its shape
+``x`` has the dtypes of :mod:`mlxdist.runtime.ops` and any shape, the same on all ranks; the result has its dtype, and its shape
 but for ``axis``, which is as many times longer or shorter as there are ranks where parts are joined or cut.
 
 All are lazy and work inside ``mx.compile`` and ``mx.grad``. In a group of one they change nothing. ``group`` is a
@@ -22,18 +22,18 @@ All are lazy and work inside ``mx.compile`` and ``mx.grad``. In a group of one t
 
 Raises, all of them:
     InvalidArgument: ``axis`` is none of ``x``, or cannot be cut into as many equal parts as there are ranks.
-    What :mod:`mlxdist.ops` raises, where the result is evaluated.
+    What :mod:`mlxdist.runtime.ops` raises, where the result is evaluated.
 """
 
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from ..arguments import group_of
-from ..errors import InvalidArgument
-from ..group import Group
-from ..native import bridge
-from ..ops import all_gather, all_sum, sum_scatter
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.runtime.arguments import group_of
+from mlxdist.runtime.group import Group
+from mlxdist.runtime.native import bridge
+from mlxdist.runtime.ops import all_gather, all_sum, sum_scatter
 
 __all__ = [
     "copy_to_tensor_parallel_region",

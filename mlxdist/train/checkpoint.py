@@ -23,10 +23,11 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
-from ..arguments import group_of
-from ..errors import InvalidArgument, ResourceError
-from ..group import Group, current_run
-from ..ops import all_gather
+from mlxdist.base.errors import InvalidArgument, ResourceError
+from mlxdist.runtime.arguments import group_of
+from mlxdist.runtime.group import Group, current_run
+from mlxdist.runtime.ops import all_gather
+
 from .checkpoint_file import STEP_DIGITS, About, Unusable, is_whole, read, read_about, sync, write
 from .cut_layers import cut_layer
 
@@ -225,7 +226,7 @@ def _on_all(name: str, group: Group | None, *values: object) -> AbstractContextM
     """A block whose failure on one rank of the group, if there is one, is an error on all of them."""
     if group is None:
         return nullcontext()
-    from ..nn.agreement import agreed  # here: data parallelism needs none of the layers
+    from mlxdist.nn.rank_checks import agreed  # here: data parallelism needs none of the layers
 
     return agreed(name, group, *values)
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..safetensors_reader import WeightFile
+from mlxdist.base.safetensors_reader import WeightFile
 
 __all__ = ["STEP_DIGITS", "About", "Unusable", "is_whole", "read", "read_about", "sync", "write"]
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..group import Group
+from mlxdist.runtime.group import Group
 
 __all__ = ["cut_layer"]
 

@@ -8,9 +8,9 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
-from ..arguments import group_of, mlx_group
-from ..errors import InvalidArgument
-from ..group import Group
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.runtime.arguments import group_of, mlx_group
+from mlxdist.runtime.group import Group
 
 # Large enough that what each message costs besides its bytes does not count: on a Mac the gradients wait for the GPU
 # once per message, about 0.2 ms, while 32 MiB take 6 ms at the 5 GB/s of a Thunderbolt 5 cable. Between two ranks of

@@ -3,7 +3,7 @@
  *
  * MLX keeps the text of an exception in one of its threads and throws it again, as std::runtime_error, where an
  * array is evaluated. The status therefore leads the text ("[mlxdist 3] ..."), and a translator in nanobind's
- * domain `mlx`, which mlx.core shares, turns it into the class of mlxdist.errors.
+ * domain `mlx`, which mlx.core shares, turns it into the class of mlxdist.base.errors.
  *
  * One reader swallows it: numpy.array(x) asks x for its buffer, which evaluates x; it takes every error for "has
  * no buffer", tries again in another way, and then reads an array that was never written. So the first error

@@ -64,7 +64,7 @@ static int create_cq(struct engine *engine, struct device *device) {
 }
 
 /* Devices of the software provider: the same to all, or, where each is the end of one cable, others to each in order of
- * their ranks. mlxdist/verbs/links.py has the same rule. */
+ * their ranks. mlxdist/runtime/devices/links.py has the same rule. */
 static int open_default_links(struct engine *engine, struct peer *peer) {
   char why[ERROR_TEXT_BYTES], names[MLXDIST_LINKS][16];
   mlxdist_link links[MLXDIST_LINKS];

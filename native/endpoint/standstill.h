@@ -2,7 +2,7 @@
  * Standstill: ranks that wait for each other, or for one that has left, will wait for ever.
  *
  * The engine knows which operations stand still, for which stream of which rank each of them waits, and which threads
- * wait. mlxdist/standstill.py puts together what the ranks know, and fails the group where nothing can come any more.
+ * wait. mlxdist/runtime/deadlock.py puts together what the ranks know, and fails the group where nothing can come any more.
  */
 #ifndef MLXDIST_ENDPOINT_STANDSTILL_H
 #define MLXDIST_ENDPOINT_STANDSTILL_H

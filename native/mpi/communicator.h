@@ -38,7 +38,7 @@ void open_world(mlxdist_group* group, OperationFailed* operation_failed);
 /* True once open_world has been called, in this process or the one that it was forked from. */
 bool world_is_open();
 
-/* What mlxdist.finalize() calls, as mlxdist/mpi_door.py declares it. */
+/* What mlxdist.finalize() calls, as mlxdist/runtime/mpi_shim.py declares it. */
 struct Door {
   int (*drain)(double seconds);
   void (*close)();

@@ -1,7 +1,7 @@
 /*
  * The part of Open MPI's C ABI that MLX uses. MLX opens the library that MLX_MPI_LIBNAME names and looks the names
  * below up in it; one that is missing makes the backend silently unavailable. `mlxdist launch` checks them before it
- * starts a rank (mlxdist/mpi_door.py has the list).
+ * starts a rank (mlxdist/runtime/mpi_shim.py has the list).
  *
  * A handle is an opaque pointer. Those of the predefined objects are the addresses of data symbols, whose layout is
  * therefore ours to choose. MLX ignores the results of all functions but MPI_Init and MPI_Comm_split, so an error is

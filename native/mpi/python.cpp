@@ -118,7 +118,7 @@ static std::string error_text() {
 [[noreturn]] static void throw_error(const char* function) {
   bool interrupted = api().PyErr_ExceptionMatches(*api().PyExc_KeyboardInterrupt);
   std::string text = error_text();
-  if (!interrupted) throw Error(MLXDIST_INVALID_ARGUMENT, "mlxdist.mpi_door." + std::string(function) + ": " + text);
+  if (!interrupted) throw Error(MLXDIST_INVALID_ARGUMENT, "mlxdist.runtime.mpi_shim." + std::string(function) + ": " + text);
   api().PyErr_SetInterrupt();
   throw Error(MLXDIST_ABORTED, "interrupted (SIGINT)");
 }
@@ -127,7 +127,7 @@ bool is_running() { return api().Py_IsInitialized(); }
 
 Result call(const char* function, uintptr_t first_argument, uintptr_t second_argument) {
   Interpreter interpreter;
-  Reference module(api().PyImport_ImportModule("mlxdist.mpi_door"));
+  Reference module(api().PyImport_ImportModule("mlxdist.runtime.mpi_shim"));
   if (module == nullptr) {
     throw Error(MLXDIST_INVALID_ARGUMENT, "mx.distributed: mlxdist does not load in this Python: " + error_text() +
                                               "; install mlxdist into the Python that runs the ranks");

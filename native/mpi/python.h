@@ -1,6 +1,6 @@
 /*
  * The interpreter that this process runs, found in memory: the library is not linked to a libpython, so one binary
- * serves every Python. Joining the world is mlxdist's own business, in Python (mlxdist/mpi_door.py).
+ * serves every Python. Joining the world is mlxdist's own business, in Python (mlxdist/runtime/mpi_shim.py).
  */
 #pragma once
 
@@ -13,7 +13,7 @@ struct Result {
   uintptr_t second;
 };
 
-/* Calls mlxdist.mpi_door.<function>(first, second), which returns (error text or "", first, second). Throws the error
+/* Calls mlxdist.runtime.mpi_shim.<function>(first, second), which returns (error text or "", first, second). Throws the error
  * text, or what kept the function from running. */
 Result call(const char* function, uintptr_t first = 0, uintptr_t second = 0);
 

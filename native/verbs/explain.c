@@ -12,7 +12,7 @@
   "job, too), or start fewer ranks (RDMA over Thunderbolt has 10 per device)"
 #define DOMAINS                                                                                                        \
   "no protection domain is left, or the port is down; check the cable and that RDMA is enabled at both ends; " LOST
-#define LOST /* mlxdist/launch/keeper.py */                                                                            \
+#define LOST /* mlxdist/launch/reaper.py */                                                                            \
   "a Mac has 11 protection domains of RDMA and keeps those of killed programs until it is restarted (while no job "    \
   "runs, `ioclasscount AppleThunderboltRDMAProtectionDomain` counts them)"
 #define REGIONS "no memory region of the device is left (RDMA over Thunderbolt has 100 per device)"

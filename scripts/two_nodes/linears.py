@@ -5,8 +5,8 @@ import numpy as np
 from mlx import nn
 
 import mlxdist
-from mlxdist.nn.column_parallel import ColumnParallelLinear
-from mlxdist.nn.row_parallel import RowParallelLinear
+from mlxdist.nn.tensor_parallel.column_parallel import ColumnParallelLinear
+from mlxdist.nn.tensor_parallel.row_parallel import RowParallelLinear
 
 INPUTS, HIDDEN = 256, 384
 ROWS = (1, 7, 128)  # a decoded token, odd, a prompt

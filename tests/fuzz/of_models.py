@@ -6,9 +6,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from mlxdist.errors import InvalidArgument
-from mlxdist.nn.plan import Plan
-from mlxdist.safetensors_reader import WeightFile
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.safetensors_reader import WeightFile
+from mlxdist.nn.sharding.plan import Plan
 
 __all__ = ["TARGETS"]
 

@@ -11,15 +11,24 @@ import time
 from collections.abc import Callable, Iterator
 from unittest import mock
 
-from mlxdist import errors
-from mlxdist.environment import Environment
-from mlxdist.rendezvous import connect
-from mlxdist.rendezvous.hub import Hub, Member
-from mlxdist.rendezvous.loop import Loop
-from mlxdist.rendezvous.messages import pack_message, unpack_message
-from mlxdist.rendezvous.pulse import Heartbeat
-from mlxdist.rendezvous.rendezvous import Rendezvous
-from mlxdist.rendezvous.wire import MAGIC, NONCE_BYTES, Connection, Framing, Kind, WireError, proof, unpack_json
+from mlxdist.base import errors
+from mlxdist.base.environment import Environment
+from mlxdist.runtime.rendezvous import connect
+from mlxdist.runtime.rendezvous.event_loop import Loop
+from mlxdist.runtime.rendezvous.heartbeat import Heartbeat
+from mlxdist.runtime.rendezvous.messages import pack_message, unpack_message
+from mlxdist.runtime.rendezvous.protocol import (
+    MAGIC,
+    NONCE_BYTES,
+    Connection,
+    Framing,
+    Kind,
+    WireError,
+    proof,
+    unpack_json,
+)
+from mlxdist.runtime.rendezvous.rendezvous import Rendezvous
+from mlxdist.runtime.rendezvous.server import Hub, Member
 
 __all__ = ["TARGETS"]
 

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from mlxdist import hostfile, tuning
-from mlxdist.environment import MAX_RANKS, VARIABLES, Environment, format_address, parse_address
-from mlxdist.errors import EnvironmentVariableError, InvalidArgument
+from mlxdist.base.environment import MAX_RANKS, VARIABLES, Environment, format_address, parse_address
+from mlxdist.base.errors import EnvironmentVariableError, InvalidArgument
+from mlxdist.cluster import hostfile
+from mlxdist.cluster.ssh.rpc_client import unpack_answer
+from mlxdist.cluster.ssh.rpc_server import CALLS, answer
 from mlxdist.launch.frames import FrameError, Frames, Kind, unpack_json
-from mlxdist.remote.answers import CALLS, answer
-from mlxdist.remote.calls import unpack_answer
+from mlxdist.runtime import tuning
 
 __all__ = ["TARGETS"]
 

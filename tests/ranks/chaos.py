@@ -19,9 +19,10 @@ import time
 import traceback
 from collections.abc import Callable
 
-import mlxdist
-from mlxdist.native import check, lib
 from programs import carry_out, world
+
+import mlxdist
+from mlxdist.runtime.native import check, lib
 
 faulthandler.register(signal.SIGUSR2)  # what hangs is asked where
 timers: list[threading.Timer] = []

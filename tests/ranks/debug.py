@@ -5,7 +5,7 @@ import sys
 import numpy as np
 
 import mlxdist
-from mlxdist.native import check, lib
+from mlxdist.runtime.native import check, lib
 
 group = mlxdist.init()
 mlxdist.all_sum(np.ones(3, np.float32))

@@ -12,9 +12,9 @@ from mlx_lm.models.switch_layers import SwitchGLU
 from mlx_lm.tuner.lora import LoRASwitchLinear
 
 import mlxdist
-from mlxdist.native import bridge
 from mlxdist.nn.experts import ExpertParallelSwitchGLU
 from mlxdist.nn.experts.comparisons import EVERY
+from mlxdist.runtime.native import bridge
 
 
 def decoding() -> None:

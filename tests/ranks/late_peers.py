@@ -17,7 +17,7 @@ folder = Path(os.environ["TMPDIR"])  # of this rank: each compiles kernels for i
 import mlx.core as mx
 
 import mlxdist
-from mlxdist.native import bridge
+from mlxdist.runtime.native import bridge
 
 TEXT = (
     "[METAL] Command buffer execution failed: Caused GPU Timeout Error "

@@ -26,10 +26,10 @@ from transformers import PreTrainedTokenizerFast
 
 import mlxdist
 from mlxdist import lm
-from mlxdist.nn.loading import load_sharded, load_with_report, streaming
-from mlxdist.nn.loading.adapters import CONFIG, WEIGHTS
-from mlxdist.nn.plan import Plan, plan_shards
-from mlxdist.nn.verify import verify
+from mlxdist.nn.sharding.load import load_sharded, load_with_report, streaming
+from mlxdist.nn.sharding.load.adapters import CONFIG, WEIGHTS
+from mlxdist.nn.sharding.plan import Plan, plan_shards
+from mlxdist.nn.sharding.verify import verify
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()
@@ -147,7 +147,7 @@ def refuse_adapters(folder: Path) -> None:
     here = with_code(folder) if rank == 0 and size > 1 else folder
     expect(mlxdist.InvalidArgument, ["model_file"], lm.load, str(here)) if size > 1 else None
     other = save_adapters(save("lora-other", *make(QWEN3 | {"hidden_size": 32})))
-    reads, module = [], sys.modules["mlxdist.nn.loading.load_sharded"]
+    reads, module = [], sys.modules["mlxdist.nn.sharding.load.load_sharded"]
     read_parts, module._read_parts = module._read_parts, lambda *arguments: reads.append(arguments)
     expect(mlxdist.InvalidArgument, ["is not that of this model"], load_sharded, folder, adapter_path=other)
     module._read_parts = read_parts

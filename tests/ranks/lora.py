@@ -19,11 +19,11 @@ from whole_and_parts import (
     size,
 )
 
-from mlxdist.nn.column_parallel import ColumnParallelLinear
-from mlxdist.nn.lora import LoRALinear
-from mlxdist.nn.parallel_linear import ParallelLinear
-from mlxdist.nn.row_parallel import RowParallelLinear
-from mlxdist.nn.shards import take
+from mlxdist.nn.partition import take
+from mlxdist.nn.tensor_parallel.column_parallel import ColumnParallelLinear
+from mlxdist.nn.tensor_parallel.lora import LoRALinear
+from mlxdist.nn.tensor_parallel.parallel_linear import ParallelLinear
+from mlxdist.nn.tensor_parallel.row_parallel import RowParallelLinear
 
 SCALE = 3.0
 QUANTIZED = {"group_size": 32, "bits": 3, "mode": "affine"}

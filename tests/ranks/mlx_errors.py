@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 import mlxdist
-from mlxdist import flight
+from mlxdist.runtime import flight_recorder
 
 group = mlxdist.init()
 rank, size, world = group.rank(), group.size(), group.mlx
@@ -153,7 +153,7 @@ def forked() -> None:
     """A forked child has no queue pairs; it is told so, and its end does not touch the group."""
     x = mx.ones((3,))
     mx.eval(mlxdist.all_sum(x))
-    held = flight._recorder._reading  # as by a thread of the parent that tells others what this rank does
+    held = flight_recorder._recorder._reading  # as by a thread of the parent that tells others what this rank does
     held.acquire()
     child = os.fork()
     if child == 0:

@@ -315,7 +315,7 @@ def cannot_join() -> None:
 
 
 def cannot_import() -> None:
-    sys.modules["mlxdist.mpi_door"] = None  # as where mlxdist is not installed
+    sys.modules["mlxdist.runtime.mpi_shim"] = None  # as where mlxdist is not installed
     expect("RuntimeError", "mlxdist does not load in this Python", mx.distributed.init)
 
 

@@ -14,8 +14,8 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 import mlxdist
-from mlxdist.nn.lora import LoRALinear
-from mlxdist.nn.parallel_attention import ParallelAttention
+from mlxdist.nn.tensor_parallel.lora import LoRALinear
+from mlxdist.nn.tensor_parallel.parallel_attention import ParallelAttention
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()
@@ -286,7 +286,7 @@ def mlx_lm() -> None:
     from mlx_lm.models.base import create_attention_mask
     from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
-    from mlxdist.nn.parallel_mlp import ParallelMLP
+    from mlxdist.nn.tensor_parallel.parallel_mlp import ParallelMLP
 
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 32 * 2 * size, "vocab_size": 50}
     sizes |= {"rms_norm_eps": 1e-5, "num_attention_heads": 4 * size, "num_key_value_heads": 2 * size, "head_dim": 32}

@@ -11,8 +11,8 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 import mlxdist
-from mlxdist.nn.parallel_mlp import ParallelMLP
-from mlxdist.nn.shards import part
+from mlxdist.nn.partition import part
+from mlxdist.nn.tensor_parallel.parallel_mlp import ParallelMLP
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()

@@ -12,14 +12,14 @@ from comparing import close, refused
 from mlx import nn
 
 import mlxdist
-from mlxdist.nn.sampling import (
+from mlxdist.nn.partition import split_sizes, take
+from mlxdist.nn.tensor_parallel.sampling import (
     NOISE_BLOCK,
     VocabParallelSampler,
     vocab_parallel_argmax,
     vocab_parallel_cross_entropy,
     vocab_parallel_log_probs,
 )
-from mlxdist.nn.shards import split_sizes, take
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()

@@ -19,7 +19,7 @@ import mlxdist
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import reference  # noqa: E402
 
-from mlxdist.native import check, lib  # noqa: E402
+from mlxdist.runtime.native import check, lib  # noqa: E402
 
 __all__ = ["carry_out", "inject", "world"]
 

@@ -10,7 +10,7 @@ import time
 import numpy as np
 
 import mlxdist
-from mlxdist.native import check, lib
+from mlxdist.runtime.native import check, lib
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()

@@ -9,7 +9,7 @@ import numpy as np
 from collectives import KIB, OPERATIONS, elements, group
 
 import mlxdist
-from mlxdist.native import check, lib
+from mlxdist.runtime.native import check, lib
 
 # Within one message, at its limits, within what may be sent unasked, and above.
 SIZES = [0, 1, 3967, 28 * KIB, 300 * KIB, 1200 * KIB]

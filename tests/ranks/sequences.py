@@ -6,7 +6,6 @@ from pathlib import Path
 
 from programs import carry_out, inject
 
-
 program = json.loads(Path(sys.argv[1]).read_text())
 if program["faults"]:
     inject(program["faults"])

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 import mlxdist
-from mlxdist import signals
+from mlxdist.runtime import signals
 
 how, number = sys.argv[1], getattr(signal, sys.argv[2])
 odd_one = os.environ["MLXDIST_RANK"] == "1"

@@ -14,9 +14,9 @@ from mlx_lm.models import granite, llama, qwen3
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache, QuantizedKVCache, RotatingKVCache, trim_prompt_cache
 
 import mlxdist
-from mlxdist.nn.split.split_block import WINDOW, SplitBlock
-from mlxdist.nn.split.split_model import SplitModel
-from mlxdist.nn.split.submissions import submissions
+from mlxdist.nn.split_block.split_block import WINDOW, SplitBlock
+from mlxdist.nn.split_block.split_model import SplitModel
+from mlxdist.nn.split_block.submissions import submissions
 
 mx.set_default_device(mx.cpu)
 group = mlxdist.init()

@@ -16,9 +16,9 @@ import mlx.core as mx
 import numpy as np
 
 import mlxdist
-from mlxdist.errors import Error
-from mlxdist.native import check, lib
-from mlxdist.standstill import TAG
+from mlxdist.base.errors import Error
+from mlxdist.runtime.deadlock import TAG
+from mlxdist.runtime.native import check, lib
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()

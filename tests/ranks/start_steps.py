@@ -1,7 +1,7 @@
 """One rank of tests/test_fallback.py: prints the steps of the rendezvous that init() takes."""
 
 import mlxdist
-from mlxdist.rendezvous import Rendezvous
+from mlxdist.runtime.rendezvous import Rendezvous
 
 steps = []
 all_gather = Rendezvous.all_gather

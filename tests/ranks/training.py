@@ -21,9 +21,9 @@ from mlx_lm.tuner.trainer import grad_checkpoint
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import mlxdist
-from mlxdist.nn.parallel_linear import CutLinear
-from mlxdist.nn.plan import Plan, plan_shards, shard_model
-from mlxdist.nn.plan.shard_model import why_not_trained
+from mlxdist.nn.sharding.plan import Plan, plan_shards, shard_model
+from mlxdist.nn.sharding.plan.shard_model import why_not_trained
+from mlxdist.nn.tensor_parallel.parallel_linear import CutLinear
 from mlxdist.train.cut_layers import cut_layer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -16,10 +16,10 @@ from collections.abc import Iterable
 import mlx.core as mx
 import numpy as np
 
-from ...arguments import group_of
-from ...errors import InvalidArgument
-from ...group import Group
-from ...ops import all_sum
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.runtime.arguments import group_of
+from mlxdist.runtime.group import Group
+from mlxdist.runtime.ops import all_sum
 
 __all__ = ["BalanceBias", "ExpertLoad", "count_experts"]
 

@@ -23,11 +23,12 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ...arguments import group_of
-from ...errors import InvalidArgument
-from ...group import Group
-from ...ops import all_to_all_v
-from ..agreement import agree, on_host
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.runtime.arguments import group_of
+from mlxdist.runtime.group import Group
+from mlxdist.runtime.ops import all_to_all_v
+
+from ..rank_checks import agree, on_host
 from .fp8 import pack_e4m3, unpack_e4m3
 from .pairs import Pairs, places_of, sum_rows, take_or_zero, take_rows
 from .placement import Placement

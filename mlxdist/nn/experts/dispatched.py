@@ -3,7 +3,8 @@
 import mlx.core as mx
 import numpy as np
 
-from ...ops import all_gather
+from mlxdist.runtime.ops import all_gather
+
 from .dispatch import Handle, bring_back, route_alike, send_out
 from .replicated import Experts, optional, through, with_rows
 from .stages import chained

@@ -27,7 +27,7 @@ bits gives them the gradient of an exchange that rounds nothing (Bengio et al. 2
 
 import mlx.core as mx
 
-from ...errors import InvalidArgument
+from mlxdist.base.errors import InvalidArgument
 
 __all__ = ["LARGEST", "SCALE_BYTES", "dequantize_e4m3", "pack_e4m3", "quantize_e4m3", "unpack_e4m3"]
 

@@ -7,8 +7,9 @@ does not depend on the routing. Ranks with fewer tokens pad them, since MLX gath
 import mlx.core as mx
 import numpy as np
 
-from ...ops import all_gather, all_sum, sum_scatter
-from ..agreement import on_host
+from mlxdist.runtime.ops import all_gather, all_sum, sum_scatter
+
+from ..rank_checks import on_host
 from .fp8 import pack_e4m3, unpack_e4m3
 from .replicated import Experts, optional, own_experts, through, with_rows
 from .stages import chained

@@ -13,12 +13,13 @@ from functools import partial
 import mlx.core as mx
 from mlx import nn
 
-from ...errors import InvalidArgument
-from ...group import Group
-from ...native import bridge
-from ...ops import all_sum
-from ..new_adapters import SWITCH_LINEARS, as_given, draw_whole
-from ..shards import join, split_sizes, take
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.runtime.group import Group
+from mlxdist.runtime.native import bridge
+from mlxdist.runtime.ops import all_sum
+
+from ..partition import join, split_sizes, take
+from ..tensor_parallel.new_adapters import SWITCH_LINEARS, as_given, draw_whole
 from .placement import Placement
 from .stages import Stages, chained, is_traced
 

@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ...arguments import group_of
-from ...errors import InvalidArgument
-from ...group import Group
-from ...ops import all_to_all
-from ..agreement import agree
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.runtime.arguments import group_of
+from mlxdist.runtime.group import Group
+from mlxdist.runtime.ops import all_to_all
+
 from ..mappings import without_gradient
+from ..rank_checks import agree
 from .fp8 import SCALE_BYTES, pack_e4m3, unpack_e4m3
 from .placement import Placement
 

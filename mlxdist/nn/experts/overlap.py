@@ -11,7 +11,7 @@
 
 (DeepSeek-V3, arXiv:2412.19437, hides the exchange so behind the shared expert and a second micro-batch.)
 
-The rows are evaluated, and then travel as operations with a handle (mlxdist.ops, ``async_op``), which the engine's own
+The rows are evaluated, and then travel as operations with a handle (mlxdist.runtime.ops, ``async_op``), which the engine's own
 thread carries on: whatever MLX computes on, CPU or GPU, is not involved. A second stream of MLX would do without the
 copy of what arrives. But operations on two streams may begin in another order on each rank, while handles are started
 here in the order of the program, in a group of their own, and so may go on beside any other collective: those of
@@ -30,11 +30,12 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ...arguments import group_of
-from ...errors import InvalidArgument
-from ...group import Group
-from ...handle import Handle
-from ...ops import all_to_all_v
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.runtime.arguments import group_of
+from mlxdist.runtime.group import Group
+from mlxdist.runtime.handle import Handle
+from mlxdist.runtime.ops import all_to_all_v
+
 from .dispatch import Handle as Routing
 from .dispatch import route
 from .fp8 import pack_e4m3, unpack_e4m3

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..shards import split_sizes
+from ..partition import split_sizes
 
 __all__ = ["Placement"]
 

@@ -33,12 +33,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import mlx.core as mx
-import numpy as np
 
-from ...arguments import group_of
-from ...errors import InvalidArgument
-from ...group import Group
-from ...ops import all_gather, all_max, all_sum, all_to_all_v, sum_scatter
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.runtime.arguments import group_of
+from mlxdist.runtime.group import Group
+from mlxdist.runtime.ops import all_gather, all_max, all_sum, all_to_all_v, sum_scatter
+
 from .dispatch import route
 from .placement import Placement
 

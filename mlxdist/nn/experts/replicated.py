@@ -13,8 +13,9 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
-from ...group import Group
-from ...ops import all_gather, all_sum, sum_scatter
+from mlxdist.runtime.group import Group
+from mlxdist.runtime.ops import all_gather, all_sum, sum_scatter
+
 from .local_experts import base, compute, compute_own, projections, skips_others, tied
 from .pairs import Pairs, take_rows
 from .placement import Placement

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from ...native import bridge
+from mlxdist.runtime.native import bridge
 
 __all__ = ["Stages", "chained", "is_traced"]
 

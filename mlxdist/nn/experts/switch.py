@@ -11,10 +11,11 @@ import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten
 
-from ...arguments import group_of
-from ...errors import InvalidArgument
-from ...group import Group
-from ..agreement import agree, on_host
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.runtime.arguments import group_of
+from mlxdist.runtime.group import Group
+
+from ..rank_checks import agree, on_host
 from .capacity import limit
 from .comparisons import Comparisons
 from .dispatch import Handle, exchange_routing, outgoing

@@ -1,0 +1,88 @@
+"""Debug output of what is written in Python: MLXDIST_DEBUG, MLXDIST_DEBUG_FILE. docs/debugging.md is for users.
+
+The engine has its own writer (native/endpoint/debug.h), with the same levels, subsystems and format: the lines of both
+may go to the same file. One line:
+
+    12:34:56.789012 mlxdist rank 1 pid 4711 warn rendezvous: rank 0 has died or closed its connection
+"""
+
+import contextlib
+import os
+import re
+import socket
+import sys
+import time
+
+from .environment import DEBUG_LEVELS, Environment
+from .private_files import open_own
+
+__all__ = ["file_of", "info", "open_output", "trace", "warn"]
+
+_WARN, _INFO, _TRACE = (DEBUG_LEVELS.index(level) for level in ("warn", "info", "trace"))
+
+
+class _Output:
+    """Where the lines of this process go, and which are wanted."""
+
+    def __init__(self) -> None:
+        self.level = _WARN
+        self.subsystems: frozenset[str] = frozenset()  # empty: all
+        self.rank = "-"
+        self.descriptor: int | None = None  # None: stderr
+
+    def write(self, level: int, subsystem: str, text: str) -> None:
+        # Warnings are for everyone: a subsystem that was not asked for says them, too.
+        if level > self.level or (level > _WARN and self.subsystems and subsystem not in self.subsystems):
+            return
+        now = time.time_ns()
+        clock = time.strftime("%H:%M:%S", time.localtime(now // 10**9))
+        who = f"{clock}.{now // 1000 % 10**6:06} mlxdist rank {self.rank} pid {os.getpid()}"
+        line = f"{who} {DEBUG_LEVELS[level]} {subsystem}: {text}\n".encode(errors="replace")
+        with contextlib.suppress(OSError):  # a full disk is no reason to fail
+            if self.descriptor is None:
+                sys.stderr.flush()
+            os.write(2 if self.descriptor is None else self.descriptor, line)  # in one piece, whoever else writes there
+
+
+_output = _Output()
+
+
+def open_output(environment: Environment) -> int:
+    """What the environment says holds from now on. The descriptor of the file, or -1 where there is none.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    level, _, subsystems = (environment.debug or "warn").partition(":")
+    _output.level = DEBUG_LEVELS.index(level)
+    _output.subsystems = frozenset(subsystems.split(",")) if subsystems else frozenset()
+    _output.rank = str(environment.rank)
+    if _output.descriptor is not None:
+        os.close(_output.descriptor)
+        _output.descriptor = None
+    path = file_of(environment)
+    if path:
+        _output.descriptor = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    return -1 if _output.descriptor is None else _output.descriptor
+
+
+def file_of(environment: Environment) -> str:
+    """The file that MLXDIST_DEBUG_FILE means for this process; "" for stderr."""
+    path = environment.debug_file or ""
+    host = socket.gethostname().partition(".")[0]
+    values = {"h": host, "p": str(os.getpid()), "r": str(environment.rank), "%": "%"}
+    return re.sub("%(.)", lambda match: values[match[1]], path)
+
+
+def warn(subsystem: str, text: str) -> None:
+    _output.write(_WARN, subsystem, text)
+
+
+def info(subsystem: str, text: str) -> None:
+    if _output.level >= _INFO:
+        _output.write(_INFO, subsystem, text)
+
+
+def trace(subsystem: str, text: str) -> None:
+    if _output.level >= _TRACE:
+        _output.write(_TRACE, subsystem, text)

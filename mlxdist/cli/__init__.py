@@ -1,0 +1,105 @@
+"""The command `mlxdist`. Each subcommand is a module, imported when it is used: `mlxdist launch` must start fast."""
+
+import gc
+
+gc.disable()  # imports leave no garbage, and to look for it takes a tenth of their time
+
+import errno
+import importlib
+import io
+import os
+import sys
+from typing import Any
+
+import click
+
+from mlxdist.base.environment import VARIABLES, Environment
+from mlxdist.base.errors import EnvironmentVariableError
+from mlxdist.version import __version__
+
+gc.enable()
+
+__all__ = ["main"]
+
+COMMANDS = {
+    "bench": "mlxdist.tools.bench:bench",
+    "calibrate": "mlxdist.cli.calibrate:calibrate",
+    "config": "mlxdist.cli.config:config",
+    "devices": "mlxdist.cli.devices:devices",
+    "doctor": "mlxdist.cli.doctor:doctor",
+    "dump": "mlxdist.cli.dump:dump",
+    "env": "mlxdist.cli:show_environment",
+    "hostfile": "mlxdist.cli.hostfile:hostfile",
+    "launch": "mlxdist.cli.launch:launch",
+    "ps": "mlxdist.cli.ps:ps",
+    "shard": "mlxdist.cli.shard:shard",
+    "stop": "mlxdist.cli.stop:stop",
+    "top": "mlxdist.cli.top:top",
+}
+
+
+class Commands(click.Group):
+    """Finds subcommands in the table above. Their modules must be cheap to import: --help imports all."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        module, attribute = COMMANDS[name].split(":")
+        gc.disable()
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        finally:
+            gc.enable()
+
+    def resolve_command(self, context: click.Context, args: list[str]) -> tuple:
+        if args[0] not in COMMANDS:
+            import difflib
+
+            # click suggests only commands that it holds itself.
+            if close := difflib.get_close_matches(args[0], COMMANDS, n=1):
+                context.fail(f"No such command {args[0]!r}. Did you mean {close[0]!r}?")
+        return super().resolve_command(context, args)
+
+
+@click.group(cls=Commands)
+@click.version_option(__version__, message="mlxdist %(version)s")
+def commands() -> None:
+    """The distributed runtime for MLX."""
+
+
+@click.command("env")
+def show_environment() -> None:
+    """Show the MLXDIST_* variables: meaning, default, and what is set here."""
+    for variable in VARIABLES:
+        value = os.environ.get(variable.name)
+        shown = "not set" if value is None else "set" if variable.name == "MLXDIST_SECRET" else repr(value)
+        click.echo(f"{variable.name}: {shown}")
+        click.echo(f"    {variable.meaning} (default: {variable.default})")
+    try:
+        Environment.read()
+    except EnvironmentVariableError as error:
+        raise click.ClickException(str(error)) from None
+
+
+class _StandardOutput(io.FileIO):
+    """What cannot be written there ends every command alike, and none takes it for an error of its own."""
+
+    def write(self, data: Any) -> int | None:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # its reader has gone: click's part
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # what is left is not tried again
+            raise click.ClickException(f"the standard output cannot be written: {error.strerror}") from None
+
+
+def main() -> None:
+    if sys.stdout is not None:  # closed
+        written = io.BufferedWriter(_StandardOutput(sys.stdout.fileno(), "w", closefd=False))
+        like = {name: getattr(sys.stdout, name) for name in ("encoding", "errors", "line_buffering", "write_through")}
+        sys.stdout = io.TextIOWrapper(written, **like)
+    commands(prog_name="mlxdist")

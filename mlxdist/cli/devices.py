@@ -1,0 +1,172 @@
+"""The command line of `mlxdist devices`."""
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mlxdist.base.environment import Environment
+from mlxdist.base.errors import EnvironmentVariableError
+from mlxdist.cluster.facts.rdma import Facts, read_facts
+from mlxdist.runtime.devices.device import REAL_PROVIDER, Device
+from mlxdist.runtime.devices.diagnosis import Finding, Verdict, diagnose_device, diagnose_host
+from mlxdist.runtime.devices.listing import Listing, list_apart
+
+__all__ = ["devices"]
+
+_PROVIDERS = ("soft", "ibverbs", "librdma")
+# Findings with which a device can be used all the same.
+_HARMLESS = (Verdict.OK, Verdict.SLOW_CABLE, Verdict.NO_IPV4, Verdict.BRIDGED)
+_WITHOUT_RDMA = (
+    "Ranks use shared memory within a host and TCP between hosts (provider soft): `mlxdist devices --provider soft`"
+)
+
+
+@click.command()
+@click.option(
+    "--provider",
+    type=click.Choice([*_PROVIDERS, "all"]),
+    help=f"Whose devices: a library's, those of the software provider, or all.  [default: {REAL_PROVIDER}]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.option(
+    "--wait",
+    "seconds",
+    type=click.FloatRange(0.1, 600),
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time for the driver to answer: some calls never return for a port that is down.",
+)
+def devices(provider: str | None, as_json: bool, seconds: float) -> None:
+    """Show the RDMA devices of this machine: ports, addresses, limits, what is wrong, and what to do.
+
+    \b
+        mlxdist devices                     RDMA devices
+        mlxdist devices --provider soft     those that work without hardware
+
+    The exit status is 1 if RDMA was asked for by name (--provider ibverbs, librdma) and no device of it can be used.
+    """
+    try:
+        profile = Environment.read().soft_profile
+    except EnvironmentVariableError as error:
+        raise click.ClickException(str(error)) from None
+    asked = {None: (REAL_PROVIDER,), "all": (REAL_PROVIDER, "soft")}.get(provider, (provider,))
+    listings = [list_apart(name, profile, seconds, pyverbs=True) for name in asked]
+    facts = read_facts()
+    report = [(listing, _diagnose(listing, facts)) for listing in listings]
+    if as_json:
+        click.echo(json.dumps(_as_json(report, facts), indent=2))
+    else:
+        _print(report)
+    sys.exit(1 if provider in ("ibverbs", "librdma") and not any(map(_is_usable, *zip(*report))) else 0)
+
+
+def _diagnose(listing: Listing, facts: Facts) -> list[Finding]:
+    if listing.provider != REAL_PROVIDER:  # nothing that this machine says is about it
+        return [Finding(Verdict.NO_LIBRARY, "", listing.error)] if listing.error else []
+    host = diagnose_host(facts, listing.devices, listing.error)
+    return [*host, *(finding for device in listing.devices for finding in diagnose_device(device, facts))]
+
+
+def _is_usable(listing: Listing, findings: Sequence[Finding]) -> bool:
+    hindered = {finding.subject for finding in findings if finding.verdict not in _HARMLESS}
+    return "" not in hindered and any(device.name not in hindered for device in listing.devices)
+
+
+def _print(report: Sequence[tuple[Listing, list[Finding]]]) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 180, highlight=False, markup=False)
+    found = [device for listing, _ in report for device in listing.devices]
+    for table in (_ports(found), _addresses(found), _limits(found)) if found else ():
+        console.print(table)
+    for listing, findings in report:
+        for finding in findings:
+            console.print(_line(listing, finding), soft_wrap=True)
+    if not any(device.provider == "soft" or device.is_active for device in found):
+        console.print(_WITHOUT_RDMA, soft_wrap=True)
+
+
+def _line(listing: Listing, finding: Finding) -> Text:
+    style = "green" if finding.verdict is Verdict.OK else "yellow" if finding.verdict in _HARMLESS else "red"
+    where = "" if finding.subject else f" ({listing.provider})"
+    return Text.assemble((finding.verdict, style), f"{where}: {finding}")
+
+
+def _table(title: str, left: Sequence[str], right: Sequence[str] = ()) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in left:
+        table.add_column(column, overflow="fold")
+    for column in right:
+        table.add_column(column, justify="right", overflow="fold")
+    return table
+
+
+def _ports(found: Sequence[Device]) -> Table:
+    table = _table("Ports", ("device", "provider", "state", "link", "interface"), ("Gb/s", "MTU"))
+    for device in found:
+        state = Text(device.state or "error", "green" if device.is_active else "red")
+        speed = "" if device.speed is None else f"{device.speed:g}"
+        link = device.link_layer if device.transport in ("", device.link_layer) else _link(device)
+        mtu = "" if device.active_mtu is None else str(device.active_mtu)
+        table.add_row(device.name, device.provider, state, link, ", ".join(device.interfaces), speed, mtu)
+    return table
+
+
+def _link(device: Device) -> str:
+    return device.transport if device.link_layer in ("", "unspecified") else f"{device.link_layer} ({device.transport})"
+
+
+def _addresses(found: Sequence[Device]) -> Table:
+    table = _table("Addresses (GIDs)", ("device", "index", "type", "address", "interface"))
+    for device in found:
+        for gid in device.gids:
+            table.add_row(device.name, str(gid.index), gid.type, str(gid), gid.interface)
+    return table
+
+
+def _limits(found: Sequence[Device]) -> Table:
+    """One column for all devices of a kind: cards have many ports, and terminals few columns."""
+    names = list(dict.fromkeys(name for device in found for name in device.limits))
+    kinds: dict[tuple, list[str]] = {}
+    for device in found:
+        if device.limits:
+            kinds.setdefault(tuple(device.limits.get(name) for name in names), []).append(device.name)
+    table = _table("Limits", ("",), ["\n".join(devices) for devices in kinds.values()])
+    for row in zip(names, *kinds):
+        table.add_row(row[0], *map(_count, row[1:]))
+    return table
+
+
+def _count(limit: int | None) -> str:
+    return "" if limit is None else "none" if limit >= 2**63 else str(limit)
+
+
+def _as_json(report: Sequence[tuple[Listing, list[Finding]]], facts: Facts) -> dict[str, Any]:
+    return {
+        "providers": [
+            {
+                "provider": listing.provider,
+                "listed_by": listing.source,
+                "error": listing.error,
+                "usable": _is_usable(listing, findings),
+                "devices": [device.to_json() for device in listing.devices],
+                "findings": [vars(finding) for finding in findings],
+            }
+            for listing, findings in report
+        ],
+        "machine": {
+            "system": facts.system,
+            "architecture": facts.machine,
+            "macos": facts.macos and ".".join(map(str, facts.macos)),
+            "rdma_ctl": facts.rdma_ctl,
+            "thunderbolt": [vars(port) for port in facts.thunderbolt],
+            "bridged": sorted(facts.bridged),
+            "kernel_rdma": facts.kernel_rdma,
+            "memlock": facts.memlock,
+        },
+    }

@@ -1,0 +1,182 @@
+"""The command line of `mlxdist hostfile`."""
+
+import json
+import os
+import sys
+from dataclasses import asdict, astuple
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from mlxdist.base.environment import MAX_RANKS
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.cluster.hostfile.hosts import FORMATS, Hostfile
+from mlxdist.cluster.hostfile.reading import parse, read
+from mlxdist.cluster.hostfile.slurm import from_slurm
+from mlxdist.cluster.hostfile.writing import write
+
+__all__ = ["hostfile"]
+
+_FILE = click.argument("file", metavar="FILE")
+
+
+@click.group()
+def hostfile() -> None:
+    """Check, show and convert hostfiles.
+
+    A hostfile is MLX's JSON ([{"ssh": ..., "ips": [...], "rdma": [...]}] or {"backend", "envs", "hosts"}), lines of
+    `host slots=N` (Open MPI, Horovod, DeepSpeed) or `host:N` (MPICH), or the addresses of MLX_HOSTFILE. FILE may be -
+    for standard input.
+    """
+
+
+@hostfile.command()
+@_FILE
+def check(file: str) -> None:
+    """Say everything that is wrong with FILE, with its line. Exit status 1 if anything is."""
+    found = _read(file)
+    _warn(found)
+    click.echo(f"{file}: {_summary(found)}")
+
+
+@hostfile.command()
+@_FILE
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+def show(file: str, as_json: bool) -> None:
+    """Show the hosts of FILE: ranks, addresses, and which device leads where."""
+    found = _read(file)
+    _warn(found)
+    if as_json:
+        click.echo(json.dumps(_plain(found), indent=2))
+        return
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    console.print(_table(found))
+    for setting in found.envs:
+        console.print(f"env {setting}", highlight=False, markup=False)
+    console.print(_summary(found), highlight=False, markup=False)
+
+
+@hostfile.command()
+@_FILE
+@click.option("--to", "format", type=click.Choice(FORMATS), required=True, help="The format to write.")
+@click.option("--output", metavar="PATH", help="Where to write.  [default: standard output]")
+def convert(file: str, format: str, output: str | None) -> None:
+    """Write FILE in another format. What that has no place for is an error, but for the ports of a ring: the launcher
+    chooses them.
+
+    \b
+        mlxdist hostfile convert hosts.txt --to json --output rmlx-hosts.json
+    """
+    found = _read(file)
+    _warn(found)
+    if format != "ring" and any(host.ports for host in found.hosts):
+        text = f"the ports are left out, for {format} has no place for them; `mlxdist launch --starting-port` sets them"
+        click.secho(f"hostfile {found.source}: {text}", fg="yellow", err=True)
+    _emit(found, format, output)
+
+
+@hostfile.command("from-slurm")
+@click.argument("nodes", required=False)
+@click.option("--slots", type=click.IntRange(1, MAX_RANKS), help="Ranks on each host.  [default: SLURM's tasks, or 1]")
+@click.option("--to", "format", type=click.Choice(FORMATS), default="json", show_default=True, help="Format to write.")
+@click.option("--output", metavar="PATH", help="Where to write.  [default: standard output]")
+def from_slurm_command(nodes: str | None, slots: int | None, format: str, output: str | None) -> None:
+    """Write the hosts of a SLURM allocation, or of a compact list NODES, as a hostfile.
+
+    \b
+        mlxdist hostfile from-slurm --output rmlx-hosts.json          inside salloc or sbatch
+        mlxdist hostfile from-slurm 'node-[21,23-26]' --slots 2
+    """
+    try:
+        variables = {"SLURM_JOB_NODELIST": nodes} if nodes else dict(os.environ)
+        found = from_slurm(variables, slots)
+    except InvalidArgument as error:
+        raise click.ClickException(str(error)) from None
+    _emit(found, format, output)
+
+
+def _read(file: str) -> Hostfile:
+    try:
+        return parse(sys.stdin.read(), "-") if file == "-" else read(file)
+    except InvalidArgument as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _warn(found: Hostfile) -> None:
+    for warning in found.warnings:
+        click.secho(f"hostfile {found.source}, {warning}", fg="yellow", err=True)
+
+
+def _emit(found: Hostfile, format: str, output: str | None) -> None:
+    try:
+        text = write(found, format)
+    except InvalidArgument as error:
+        raise click.ClickException(str(error)) from None
+    if output is None:
+        click.echo(text, nl=False)
+        return
+    try:
+        with open(output, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise click.ClickException(f"{output}: {error.strerror}") from None
+    click.echo(f"wrote {output}: {_summary(found)}", err=True)
+
+
+def _summary(found: Hostfile) -> str:
+    hosts, cables = len({host.name for host in found.hosts}), sum(map(len, _cables(found))) // 2
+    parts = [f"{hosts} host{'s' * (hosts != 1)}", f"{found.ranks} rank{'s' * (found.ranks != 1)}"]
+    parts += [f"{cables} cable{'s' * (cables != 1)}"] * bool(cables)
+    parts += [f"backend {found.backend}"] * bool(found.backend)
+    return ", ".join(parts)
+
+
+def _cables(found: Hostfile) -> list[list[str]]:
+    return [[device for row in host.rdma for device in row] for host in found.hosts]
+
+
+def _table(found: Hostfile) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title, justify in (("ranks", "right"), ("host", "left"), ("addresses", "left")):
+        table.add_column(title, justify=justify, overflow="fold")
+    has_devices = any(host.rdma for host in found.hosts)
+    if has_devices:
+        table.add_column("devices", overflow="fold")
+    is_measured = any(host.measured for host in found.hosts)
+    for title in ("TFLOPS", "memory GB/s", "link GB/s") * is_measured:
+        table.add_column(title, justify="right")
+    first = 0
+    for host in found.hosts:
+        ranks = str(first) if host.slots == 1 else f"{first}-{first + host.slots - 1}"
+        devices = ", ".join(f"{'+'.join(row)} to {found.hosts[to].name}" for to, row in enumerate(host.rdma) if row)
+        row = [ranks, host.name, ", ".join(host.ips), *([devices] if has_devices else [])]
+        if is_measured:
+            figures = (None, None, None) if host.measured is None else astuple(host.measured)
+            row += ["" if figure is None else f"{figure:g}" for figure in figures]
+        table.add_row(*(cell.replace("[", "\\[") for cell in row))
+        first += host.slots
+    return table
+
+
+def _plain(found: Hostfile) -> dict:
+    hosts = [
+        {
+            "ssh": host.name,
+            "slots": host.slots,
+            "ips": list(host.ips),
+            "rdma": [list(row) for row in host.rdma],
+            "measured": host.measured and asdict(host.measured),
+            "line": host.line,
+        }
+        for host in found.hosts
+    ]
+    return {
+        "source": found.source,
+        "format": found.format,
+        "backend": found.backend,
+        "envs": list(found.envs),
+        "ranks": found.ranks,
+        "hosts": hosts,
+        "warnings": list(found.warnings),
+    }

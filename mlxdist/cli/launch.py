@@ -1,0 +1,270 @@
+"""The command line of `mlxdist launch`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from mlxdist.base.environment import OF_JOB, Environment
+from mlxdist.base.errors import EnvironmentVariableError, InvalidArgument, ResourceError
+from mlxdist.cluster.hostfile.options import Chosen, host_options
+from mlxdist.launch.backends import Backend, choose
+from mlxdist.launch.executable import check_command
+from mlxdist.launch.local import base_environment, check_fast_synch
+from mlxdist.launch.options import LaunchCommand, Options, absolute, launch_options, parse_settings, with_python
+from mlxdist.launch.run import Plan, run
+from mlxdist.launch.stale_jobs import remove_leftovers
+from mlxdist.runtime import mpi_shim
+
+if TYPE_CHECKING:
+    from mlxdist.cluster.hostfile import Hostfile
+    from mlxdist.launch.nodes import Nodes
+
+__all__ = ["launch"]
+
+
+@click.command(cls=LaunchCommand, context_settings={"allow_interspersed_args": False})
+@launch_options
+@host_options
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND [ARGUMENTS]...")
+def launch(chosen: Chosen, command: tuple[str, ...], **given: Any) -> None:
+    """Start a command as N ranks on this machine, or on several hosts.
+
+    \b
+        mlxdist launch -n 2 -- python train.py --epochs 3
+        mlxdist launch --hostfile rmlx-hosts.json -- python train.py
+        mlxdist launch --hosts node0,node1 -n 2 -- python train.py
+        mlxdist launch --backend ring -n 2 -- python train.py
+        srun --ntasks-per-node=1 mlxdist launch -n 4 -- python train.py
+
+    Every rank finds its number in MLXDIST_RANK and MLX_RANK, the number of ranks in MLXDIST_WORLD_SIZE and
+    MLX_WORLD_SIZE, and its number on its host in MLX_LOCAL_RANK. A program that knows nothing of mlxdist and calls
+    mx.distributed.init() gets the same group. Every rank reads what comes from the standard input (--stdin). Each rank
+    has a temporary folder (TMPDIR) of its own, which is removed when the job has ended.
+
+    The exit status is that of the first rank that failed, 128 + the signal if it was killed by one. Ctrl-C and SIGTERM
+    reach all ranks. When the command returns, nothing of the job is left running.
+
+    Hosts are reached by ssh, without a password; mlxdist, the command and its folder have to be there under the same
+    names (--python, --cwd). What the ranks are given travels through the connection, not on a command line: the
+    variables of --env, --env-file, the hostfile and this shell's MLXDIST_*.
+
+    A command that is a Python script (or begins with -m or -c) is run by the Python of mlxdist, or that of --python,
+    which also takes the place of `python`.
+
+    Where something else starts a launcher on each node (--nodes, or srun on several nodes), ssh is not used, and
+    MLXDIST_SECRET must be the same everywhere. In a SLURM allocation (salloc, sbatch), without -n and hosts, the job
+    runs on its hosts.
+
+    With --max-restarts, a job whose rank has failed is ended as always and then started again, with pauses of 1, 2, 4
+    and up to 30 seconds in between; it finds in MLXDIST_RESTART how often that was, and has to load its last checkpoint.
+    Not after Ctrl-C or SIGTERM. The exit status is that of the last start.
+    """
+    options = Options(**given)
+    if options.print_python:
+        click.echo(chosen.python or sys.executable)
+        return
+    if not command:
+        raise click.UsageError("No command given. Write it after --: mlxdist launch -n 2 -- python train.py")
+    try:
+        chosen, of_nodes = _places(chosen.with_ranks(options.ranks), options)
+        words = with_python(list(command), chosen.python)
+        plan = _plan(chosen, of_nodes, options, words)
+        if options.dry_run:
+            _show(plan)
+            return
+        if plan.by_mpirun:
+            from mlxdist.launch.mpirun import check_root
+
+            check_root(options.mpi_words(), plan.variables)
+        if options.check and (status := _check(plan, chosen, options)):
+            sys.exit(status)
+        if options.cwd and chosen.hostfile is None:
+            os.chdir(options.cwd)
+        for text in remove_leftovers():
+            click.echo(f"mlxdist launch: {text}", err=True)
+        status = run(plan)
+    except InvalidArgument as error:
+        raise click.UsageError(str(error)) from None
+    except (ResourceError, OSError) as error:
+        raise click.ClickException(str(error)) from None
+    _leave(status)
+
+
+def _leave(status: int) -> NoReturn:
+    """All is written and nothing is left to be done; to take the interpreter down would take another 10 ms."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None where the descriptor was closed
+        with contextlib.suppress(OSError):  # whoever read it has gone
+            stream.flush()
+    os._exit(status)
+
+
+def _check(plan: Plan, chosen: Chosen, options: Options) -> int:
+    """What --check finds on the hosts, before anything is started: an exit status."""
+    if plan.nodes is not None:
+        raise click.UsageError("--check asks hosts by ssh, and --nodes does without. On each node: mlxdist doctor")
+    from mlxdist.tools.doctor import before_launch
+
+    if chosen.hostfile is None:
+        from mlxdist.cluster.hostfile import Host, Hostfile
+
+        here = Hostfile((Host("localhost", slots=plan.ranks),), source="-n")
+        chosen = replace(chosen, hostfile=here, arguments=["--hosts", f"localhost:{plan.ranks}"])
+    return before_launch(chosen, plan.command, folder=plan.folder, variables=options.variables())
+
+
+def _places(chosen: Chosen, options: Options) -> tuple[Chosen, Nodes | None]:
+    """The hosts to run on, with what SLURM says where the user does not, or this node among others."""
+    asked = (options.nodes, options.node_rank, options.master_addr, options.secret_file)
+    is_asked = any(value is not None for value in asked)
+    if chosen.hostfile is not None and is_asked:
+        raise click.UsageError("--nodes is for launchers that something else starts on each node; or give hosts.")
+    alone = options.ranks is not None and not is_asked and "SLURM_STEP_ID" not in os.environ
+    if chosen.hostfile is not None or alone:
+        return chosen, None
+    from mlxdist.launch import nodes
+
+    found = nodes.from_options(*asked, os.environ) or nodes.from_slurm_step(os.environ, options.secret_file)
+    if found is None and options.secret_file is not None:
+        raise click.UsageError("--secret-file goes with --nodes.")
+    if found is not None and options.ranks is not None:
+        _check_nodes(found, options)
+    elif options.ranks is None:
+        hosts = nodes.allocation(os.environ) if found is None else None
+        if hosts is None:
+            raise click.UsageError("Missing option '-n', or '--hostfile', or '--hosts'.")
+        listed = ",".join(f"{host.name}:{host.slots}" for host in hosts.hosts)
+        chosen = replace(chosen, hostfile=hosts, arguments=[*chosen.arguments, "--hosts", listed])
+    return chosen, found
+
+
+def _check_nodes(found: Nodes, options: Options) -> None:
+    found.ranks(options.ranks)
+    if options.max_restarts:
+        raise click.UsageError(
+            "--max-restarts is not for --nodes: the launchers do not know of each other. Let what starts them do it."
+        )
+    if options.starting_port is not None:
+        raise click.UsageError("--starting-port is not for --nodes: the port is in --master-addr HOST:PORT.")
+
+
+def _plan(chosen: Chosen, of_nodes: Nodes | None, options: Options, command: list[str]) -> Plan:
+    on, given = chosen.hostfile, options.variables()
+    settings = {"starting_port": options.starting_port, "nccl_port": options.nccl_port, "verbose": options.verbose}
+    backend = choose(options.backend, on, options.ranks, connections=options.connections, **settings)
+    if on is not None and backend.name == "mlxdist":
+        on = on.for_mlxdist()
+    if of_nodes is not None and backend.name != "mlxdist":
+        raise click.UsageError(f"--backend {backend.name} has to know the addresses of all hosts; give --hostfile.")
+    ranks = on.ranks if on is not None else options.ranks
+    splits_output = True
+    if backend.name == "mpi":
+        from mlxdist.launch.mpirun import sends_output_elsewhere
+
+        splits_output = not sends_output_elsewhere(options.mpi_words())
+        variables, command = _for_mpirun(chosen, backend, given, options, command)
+        ranks = 1
+    elif on is None:
+        variables = _for_this_machine(given, command[0], options.cwd or "", backend.name == "mlxdist")
+    else:
+        variables = _for_hosts(on, given)
+    _check_variables(variables)
+    if backend.name == "mpi":
+        check_fast_synch(variables, max(host.slots for host in backend.hosts))
+    elif on is None:  # an agent knows what else its host sets
+        check_fast_synch(variables, ranks)
+    return Plan(
+        ranks=ranks,
+        command=command,
+        variables=variables,
+        hostfile=on,
+        folder=absolute(options.cwd or ".", "--cwd"),
+        reach=chosen.reach if on is not None else None,
+        backend=backend,
+        nodes=of_nodes,
+        prefix=options.prefix,
+        grace=options.grace,
+        max_restarts=options.max_restarts,
+        verbose=options.verbose,
+        logs=options.log_folder(),
+        limit=options.limit,
+        splits_output=splits_output,
+        stdin=options.stdin,
+    )
+
+
+def _for_this_machine(given: Mapping[str, str], executable: str, folder: str, door: bool) -> dict[str, str]:
+    """All that the ranks have in their environment, but for what is each rank's own."""
+    variables = base_environment(os.environ, door)
+    if door:
+        mpi_shim.check(variables[mpi_shim.VARIABLE])
+    variables |= given
+    if not os.path.isdir(variables.get("TMPDIR") or "/tmp"):
+        raise click.UsageError(f"TMPDIR={variables['TMPDIR']} is not a folder; the ranks' temporary folders go there.")
+    if folder and not os.path.isdir(folder):
+        raise click.UsageError(f"--cwd {folder} is not a folder; the ranks are to run there.")
+    check_command(executable, variables, folder)
+    return variables
+
+
+def _for_hosts(on: Hostfile, given: Mapping[str, str]) -> dict[str, str]:
+    """What is set for the ranks besides what their hosts set."""
+    from mlxdist.cluster.hostfile.rank_shares import weight_variables
+
+    variables = parse_settings(on.envs, "envs of the hostfile")
+    variables |= {name: v for name, v in os.environ.items() if name.startswith("MLXDIST_") and name not in OF_JOB}
+    rows = [[list(devices) or None for devices in host.rdma] for host in on.hosts]
+    if any(rows) and "MLXDIST_RDMA" not in variables:
+        variables["MLXDIST_RDMA"] = json.dumps(rows)
+    return variables | weight_variables(on) | dict(given)
+
+
+def _for_mpirun(
+    chosen: Chosen, backend: Backend, given: Mapping[str, str], options: Options, command: list[str]
+) -> tuple[dict[str, str], list[str]]:
+    """The environment of mpirun and its command line, which has names of variables, and no values."""
+    from mlxdist.cluster.ssh.ssh import is_this_machine
+    from mlxdist.launch.mpirun import mpirun_command, mpirun_variables, reach_variables
+
+    arguments = options.mpi_words()
+    exported = _for_hosts(chosen.hostfile, given) if chosen.hostfile is not None else dict(given)
+    exported = mpirun_variables(os.environ) | exported
+    names = [*exported, "MLXDIST_RENDEZVOUS", "MLXDIST_SECRET", "MLXDIST_JOB", "MLXDIST_RESTART"]
+    folder = absolute(options.cwd, "--cwd") if options.cwd else None
+    others = options.prefix and not all(is_this_machine(host.name) for host in backend.hosts)
+    words = mpirun_command(backend.hosts, names, folder, arguments, command, tagged=others)
+    variables = _for_this_machine(exported | reach_variables(chosen.ssh), words[0], options.cwd or "", door=False)
+    return variables, words
+
+
+def _check_variables(variables: Mapping[str, str]) -> None:
+    try:
+        environment = Environment.read(variables)
+    except EnvironmentVariableError as error:
+        raise click.UsageError(str(error)) from None
+    if environment.rdma is not None:
+        from mlxdist.cluster.hostfile import device_map
+
+        device_map.load(environment.rdma)
+
+
+def _show(plan: Plan) -> None:
+    """What --dry-run prints."""
+    labels = plan.labels()
+    for rank in plan.numbers:
+        click.echo(f"[{labels[rank]}] {shlex.join(plan.command)}")
+    if plan.hostfile is not None and not plan.by_mpirun:
+        from mlxdist.launch.remote import AGENT
+
+        for host in plan.hostfile.hosts:
+            click.echo(f"{host.name}: {shlex.join(plan.reach.module(host.name, AGENT))}")
+        for name, value in plan.variables.items():
+            click.echo(f"{name}={value}")

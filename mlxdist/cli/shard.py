@@ -1,0 +1,142 @@
+"""The command line of `mlxdist shard`. It must be cheap to import: `mlxdist --help` does."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mlxdist.base.own_python import own_module
+
+__all__ = ["shard"]
+
+RANKS = click.IntRange(min=1)
+
+
+class Weights(click.ParamType):
+    """``2,1``: a positive number for each rank; or by which figure of the hostfile."""
+
+    name = "numbers"
+
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> list[float] | str:
+        from mlxdist.cluster.hostfile.rank_shares import FIGURES
+
+        if value in FIGURES:
+            return value
+        try:
+            weights = [float(part) for part in value.split(",")]
+        except ValueError:
+            weights = []
+        if not weights or not all(weight > 0 and math.isfinite(weight) for weight in weights):
+            self.fail(f"{value!r} is not positive numbers with commas between them, such as 2,1", parameter, context)
+        return weights
+
+
+@click.command()
+@click.argument("model")
+@click.option("--tp", type=RANKS, help="Ranks that share every layer.  [default: 1, or the hostfile's ranks]")
+@click.option("--ep", default=1, show_default=True, type=RANKS, help="Ranks (times --tp) that share the experts.")
+@click.option(
+    "--weights",
+    type=Weights(),
+    help="Shares of the --tp ranks, for machines of unequal size: 2,1; with --hostfile also memory (the default) or "
+    "compute.",
+)
+@click.option("--hostfile", metavar="FILE", help="Shares as its hosts were measured by `mlxdist calibrate`.")
+@click.option("--verify", is_flag=True, help="Load it so on ranks of this machine and compare the logits.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan, and what --verify found, as JSON.")
+def shard(
+    model: str,
+    tp: int | None,
+    ep: int,
+    weights: list[float] | str | None,
+    hostfile: str | None,
+    verify: bool,
+    as_json: bool,
+) -> None:
+    """Show how a model for mlx-lm is cut over several ranks: each parameter, the bytes on each rank, what stays whole.
+
+    \b
+        mlxdist shard MODEL --tp 2             the plan; reads no weights and starts nothing
+        mlxdist shard MODEL --tp 2 --verify    and compares the logits of 2 ranks with those of the whole model
+        mlxdist shard MODEL --hostfile FILE    the plan for measured hosts of unequal speed
+
+    MODEL is a folder with config.json and model*.safetensors, or the name of a model that `hf download` has fetched.
+    --verify needs memory for the whole model twice. The exit status is 1 if the logits differ by more than the
+    tolerance of their dtype, or if the model cannot be cut so.
+    """
+    from mlxdist.base.errors import InvalidArgument
+    from mlxdist.base.model_directory import model_folder
+
+    try:
+        folder = model_folder(model)
+        if hostfile is not None:
+            tp, weights = _measured(hostfile, tp, ep, weights)
+        elif isinstance(weights, str):
+            raise InvalidArgument(f"--weights {weights} is a figure of measured hosts; give their --hostfile, too")
+        plan = _plan(folder, tp or 1, ep, weights)
+    except InvalidArgument as error:
+        raise click.ClickException(str(error)) from None
+    if not as_json:
+        click.echo(str(plan))
+    verification = _verify(folder, plan) if verify else None
+    if as_json:
+        click.echo(json.dumps({"plan": json.loads(plan.to_json()), "verification": verification}, indent=2))
+    elif verification is not None:
+        click.echo(verification["text"])
+    if verification is not None and not verification["agrees"]:
+        raise SystemExit(1)
+
+
+def _measured(
+    hostfile: str, tp: int | None, ep: int, weights: list[float] | str | None
+) -> tuple[int, list[float] | None]:
+    """--tp and --weights for the ranks of a hostfile."""
+    from mlxdist.base.errors import InvalidArgument
+    from mlxdist.cluster.hostfile import read, speeds
+    from mlxdist.nn.sharding.measured_shares import slowest_of_columns
+
+    found = read(hostfile)
+    tp = found.ranks // ep if tp is None else tp
+    if tp * ep != found.ranks:
+        raise InvalidArgument(f"{hostfile} has {found.ranks} ranks, not --tp {tp} times --ep {ep}")
+    if isinstance(weights, list):
+        return tp, weights
+    return tp, slowest_of_columns(speeds(found, weights or "memory"), tp)
+
+
+def _plan(path: Path, tp: int, ep: int, weights: list[float] | None) -> Any:
+    from mlxdist.base.safetensors_reader import Checkpoint
+    from mlxdist.nn.sharding.load.weight_sources import open_model
+    from mlxdist.nn.sharding.plan import plan_shards
+
+    model, _, _ = open_model(Checkpoint(path))
+    return plan_shards(model, tp, ep, weights=weights)
+
+
+def _verify(path: Path, plan: Any) -> dict[str, Any]:
+    """What rank 0 has found; see :mod:`mlxdist.tools.shard.verify_rank`."""
+    with tempfile.TemporaryDirectory(prefix="mlxdist-shard-") as folder:
+        given, result = Path(folder, "plan.json"), Path(folder, "verification.json")
+        given.write_text(plan.to_json())
+        command = own_module("mlxdist", "launch", "-n", str(plan.ranks), "--")
+        command += own_module("mlxdist.tools.shard.verify_rank", str(path), str(given), str(result))
+        # The ranks' own output is for reading, the results alone are for a pipe.
+        with subprocess.Popen(command, env=os.environ, stdin=subprocess.DEVNULL, stdout=sys.stderr) as process:
+            try:
+                process.wait()
+            except BaseException:
+                process.terminate()
+                raise
+        if process.returncode:
+            raise click.ClickException(f"a rank failed with status {process.returncode}; its output is above")
+        return json.loads(result.read_text())

@@ -1,0 +1,75 @@
+"""The command line of `mlxdist stop`."""
+
+import sys
+
+import click
+
+from mlxdist.base.errors import InvalidArgument, ResourceError
+from mlxdist.cluster.hostfile.options import Chosen, host_options
+from mlxdist.launch.job_name import JOB_NAME
+
+__all__ = ["stop"]
+
+
+@click.command()
+@click.argument("names", metavar="[JOB]...", nargs=-1, type=JOB_NAME)
+@click.option("--all", "everything", is_flag=True, help="All jobs of this user on this machine, or on the hosts given.")
+@click.option(
+    "--wait",
+    "seconds",
+    type=click.FloatRange(0, 3600),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time for a job to end: its ranks get SIGTERM, after the launcher's grace SIGKILL.",
+)
+@host_options
+def stop(names: tuple[str, ...], everything: bool, seconds: float, chosen: Chosen) -> None:
+    """End jobs, as Ctrl-C in their terminal would: by the beginning of their names, see `mlxdist ps`.
+
+    \b
+        mlxdist stop 741b
+        mlxdist stop --all
+        mlxdist stop --all --hosts node0,node1
+
+    A job on several hosts is ended on all of them: where it was started, and on each of its hosts. With --hostfile or
+    --hosts those hosts end it, also where nobody is left who started it.
+
+    The exit status is 1 if a job has not ended in time, or a host does not answer.
+    """
+    if bool(names) == everything:
+        raise click.UsageError("Name the jobs to be ended, or --all; `mlxdist ps` lists them.")
+    try:
+        if chosen.hostfile is None:
+            status = _stop_here(names, seconds)
+        else:
+            status = _stop_on(chosen, names, everything, seconds)
+    except (InvalidArgument, ResourceError) as error:
+        raise click.ClickException(str(error)) from None
+    sys.exit(status)
+
+
+def _stop_here(names: tuple[str, ...], seconds: float) -> int:
+    """``names``: empty for all."""
+    from mlxdist.launch.jobs import list_jobs, running_job
+    from mlxdist.launch.jobs_on_hosts import end_jobs
+
+    jobs = [running_job(name) for name in names] if names else list_jobs()
+    running = end_jobs(jobs, seconds)
+    for job in jobs:
+        click.echo(f"{job.name} still runs after {seconds:g} s" if job.name in running else f"{job.name} has ended")
+    return 1 if running else 0
+
+
+def _stop_on(chosen: Chosen, names: tuple[str, ...], everything: bool, seconds: float) -> int:
+    from mlxdist.launch.jobs_on_hosts import stop_on
+
+    done = stop_on(chosen, names, everything, seconds)
+    for job in sorted(done.ended.keys() | done.running.keys()):
+        if job in done.running:
+            click.echo(f"{job} still runs on {', '.join(done.running[job])} after {seconds:g} s")
+        else:
+            click.echo(f"{job} has ended on {', '.join(done.ended[job])}")
+    for note in done.notes + done.silent:
+        click.echo(note, err=True)
+    return 1 if done.running or done.silent else 0

@@ -1,0 +1,108 @@
+"""The Thunderbolt receptacles of a Mac, and which other Macs and devices are plugged in there.
+
+From `system_profiler SPThunderboltDataType -json`. Its keys differ between versions of macOS, and are missing for
+displays and docks: what has another shape than expected is passed over, one entry at a time.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mlxdist.base.errors import InvalidArgument
+
+__all__ = ["THUNDERBOLT_5", "Peer", "Receptacle", "read_receptacles"]
+
+THUNDERBOLT_5 = 80  # Gbit/s, the least; Thunderbolt 4 ends at 40
+_MAX_DEPTH = 16  # a chain has at most six devices
+_MAX_NAME = 80
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another computer at the far end. ``hubs``: what is in between."""
+
+    uuid: str
+    name: str = ""
+    hubs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Receptacle:
+    """``number`` is that of "Thunderbolt 3". Where nothing is plugged in, ``speed`` is what it can do itself."""
+
+    number: str
+    speed: int | None  # Gbit/s
+    connected: bool
+    uuid: str = ""
+    peers: tuple[Peer, ...] = ()
+    others: tuple[str, ...] = ()  # hubs, displays, disks
+
+
+def read_receptacles(text: str) -> tuple[Receptacle, ...]:
+    """In the order of their numbers.
+
+    Raises:
+        InvalidArgument: this is not what system_profiler prints.
+    """
+    try:
+        buses = json.loads(text)["SPThunderboltDataType"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise InvalidArgument("what system_profiler says of Thunderbolt is not understood") from None
+    found = [receptacle for bus in _dicts(buses) for receptacle in _of_bus(bus)]
+    return tuple(sorted(found, key=lambda receptacle: (len(receptacle.number), receptacle.number)))
+
+
+def _of_bus(bus: dict[str, Any]) -> list[Receptacle]:
+    tags = [tag for name, tag in bus.items() if re.fullmatch(r"receptacle_\d+(_tag)?", name) and isinstance(tag, dict)]
+    found = [(tag, number) for tag in tags if (number := _number(tag, bus))]
+    connected = [tag for tag, _ in found if tag.get("receptacle_status_key") == "receptacle_connected"]
+    peers, others = _plugged_in(bus)
+    receptacles = []
+    for tag, number in found:
+        # An old bus has two receptacles, and its items do not say which one they are in.
+        here = tag is (connected or [tag])[0]
+        receptacles.append(
+            Receptacle(number, _speed(tag), tag in connected, _uuid(bus), peers if here else (), others if here else ())
+        )
+    return receptacles
+
+
+def _number(tag: dict[str, Any], bus: dict[str, Any]) -> str:
+    """Where the tag does not say it: bus 0 has receptacle 1 on every Mac with Apple silicon."""
+    number = tag.get("receptacle_id_key")
+    if isinstance(number, str) and re.fullmatch(r"[0-9]{1,3}", number, re.ASCII):
+        return number
+    name = re.fullmatch(r"thunderbolt(?:usb4)?_bus_([0-9]{1,2})", str(bus.get("_name", ""))[:_MAX_NAME], re.ASCII)
+    return str(int(name[1]) + 1) if name and number is None else ""
+
+
+def _speed(tag: dict[str, Any]) -> int | None:
+    speed = re.search(r"(\d{1,4})\s*Gb/s", str(tag.get("current_speed_key"))[:_MAX_NAME], re.ASCII)
+    return int(speed[1]) if speed else None
+
+
+def _plugged_in(bus: dict[str, Any]) -> tuple[tuple[Peer, ...], tuple[str, ...]]:
+    """A computer has a domain of its own; hubs, displays and disks belong to the one that they are plugged into."""
+    peers, others = [], []
+    waiting = [(item, ()) for item in _dicts(bus.get("_items"))]
+    while waiting:
+        item, hubs = waiting.pop(0)
+        name = next((str(item[key])[:_MAX_NAME] for key in ("_name", "device_name_key") if item.get(key)), "a device")
+        if uuid := _uuid(item):
+            peers.append(Peer(uuid, name, hubs))
+        else:
+            others.append(name)
+        if len(hubs) < _MAX_DEPTH:
+            waiting += [(inner, (*hubs, name)) for inner in _dicts(item.get("_items"))]
+    return tuple(peers), tuple(others)
+
+
+def _uuid(entry: dict[str, Any]) -> str:
+    uuid = entry.get("domain_uuid_key")
+    return uuid.upper()[:_MAX_NAME] if isinstance(uuid, str) else ""
+
+
+def _dicts(value: Any) -> Iterator[dict[str, Any]]:
+    return (entry for entry in value if isinstance(entry, dict)) if isinstance(value, list) else iter(())

@@ -1,0 +1,215 @@
+"""What a hostfile says, whatever its format."""
+
+import ipaddress
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mlxdist.base.environment import MAX_RANKS
+
+__all__ = [
+    "BACKENDS",
+    "FORMATS",
+    "Host",
+    "Hostfile",
+    "MOST",
+    "Measured",
+    "Problems",
+    "check_address",
+    "check_figure",
+    "check_name",
+    "check_variable",
+    "ring_of_wires",
+]
+
+# json: MLX's hostfile. slots: "host slots=N", as Open MPI, Horovod and DeepSpeed have it. colon: "host:N", as MPICH has
+# it. ring: the addresses that MLX's ring reads from MLX_HOSTFILE.
+FORMATS = ("json", "slots", "colon", "ring")
+BACKENDS = ("any", "auto", "mlxdist", "ring", "jaccl", "jaccl-ring", "mpi", "nccl")
+
+# No leading dash: ssh would take the name for an option. user@name, and IPv6 with a zone.
+_NAME = re.compile(r"(?:[A-Za-z0-9._][A-Za-z0-9._-]*@)?[A-Za-z0-9:_][A-Za-z0-9._:%-]*")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=[^\0]*", re.DOTALL)
+_NAME_BYTES = 255
+_WIRES = "MLXDIST_WIRES"
+
+# What no machine that runs MLX comes near to. A larger figure was not measured but is a mistake.
+MOST = {"tflops": 1e4, "memory_gbps": 1e5, "link_gbps": 1e4}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What `mlxdist calibrate` has found out about a host. GB are 10^9 bytes.
+
+    Attributes:
+        tflops: of the fastest matrix product, 10^12 operations a second.
+        memory_gbps: GB/s at which a product of one row reads its weights, as in decoding.
+        link_gbps: GB/s of its slowest link to another host; None where there is no other.
+    """
+
+    tflops: float
+    memory_gbps: float
+    link_gbps: float | None = None
+
+
+@dataclass(frozen=True)
+class Host:
+    """One entry of a hostfile.
+
+    Attributes:
+        name: what ssh connects to: a name or address, user@ before it if wanted.
+        slots: how many ranks run there.
+        ips: addresses that other hosts reach it at, the best first; may be empty.
+        rdma: for each host of the file the devices whose cables lead there; empty where no device is named.
+        line: where it stands, from 1; 0 if it comes from no file.
+        measured: how fast it is, if that was measured.
+        ports: one for each of ``ips``, where a file for MLX's ring names them.
+    """
+
+    name: str
+    slots: int = 1
+    ips: tuple[str, ...] = ()
+    rdma: tuple[tuple[str, ...], ...] = ()
+    line: int = 0
+    measured: Measured | None = None
+    ports: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Hostfile:
+    """Hosts in the order of their ranks.
+
+    Attributes:
+        backend: what the ranks communicate through; empty where the file does not say.
+        envs: NAME=VALUE, to be set for all ranks.
+        warnings: what is probably a mistake and changes nothing, each with its line.
+    """
+
+    hosts: tuple[Host, ...]
+    backend: str = ""
+    envs: tuple[str, ...] = ()
+    source: str = "hostfile"
+    format: str = "json"
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        return sum(host.slots for host in self.hosts)
+
+    def only(self, names: Sequence[str]) -> "Hostfile":
+        """These of its hosts; of a device map their rows and columns. A ring of cables without one of them is none."""
+        left = [i for i, host in enumerate(self.hosts) if host.name in names]
+        hosts = [self.hosts[i] for i in left]
+        hosts = [replace(host, rdma=tuple(host.rdma[j] for j in left)) if host.rdma else host for host in hosts]
+        envs = self.envs
+        if len(hosts) < len(self.hosts):
+            envs = tuple(setting for setting in envs if not setting.startswith(f"{_WIRES}="))
+        return replace(self, hosts=tuple(hosts), envs=envs)
+
+    def with_ranks(self, each: int) -> "Hostfile":
+        """So many ranks on each host, times the slots that it has. A ring of cables joins them all in their order."""
+        return self._with_slots([each * host.slots for host in self.hosts])
+
+    def with_one_rank_each(self) -> "Hostfile":
+        """One rank on each host, whatever its slots."""
+        return self._with_slots([1] * len(self.hosts))
+
+    def for_mlxdist(self) -> "Hostfile":
+        """For ranks that mlxdist joins: all have to reach rank 0, and not only their neighbours.
+
+        The addresses of a hostfile for MLX's ring are those by which the host before reaches each, so in a ring of
+        more than two the others may not; then the address is taken that ssh has used.
+        """
+        hosts = self.hosts
+        if self.backend == "ring" and len(hosts) > 2:
+            hosts = tuple(replace(host, ips=()) for host in hosts)
+        return replace(self, hosts=hosts, backend="mlxdist")
+
+    def _with_slots(self, slots: Sequence[int]) -> "Hostfile":
+        hosts = tuple(replace(host, slots=count) for host, count in zip(self.hosts, slots))
+        before, after = ring_of_wires(self.ranks), ring_of_wires(sum(slots))
+        return replace(self, hosts=hosts, envs=tuple(after if setting == before else setting for setting in self.envs))
+
+
+def ring_of_wires(ranks: int) -> str:
+    """The setting that makes operations go around: each host has cables to the one before it and the one after it."""
+    return f"{_WIRES}={','.join(f'{rank}-{(rank + 1) % ranks}' for rank in range(ranks))}"
+
+
+class Problems:
+    """What is wrong with a file: everything, not the first thing only, each with its line."""
+
+    LIMIT = 20
+
+    def __init__(self) -> None:
+        self.errors: list[tuple[int, str]] = []
+        self.warnings: list[tuple[int, str]] = []
+
+    def error(self, line: int, text: str) -> None:
+        self.errors.append((line, text))
+
+    def warn(self, line: int, text: str) -> None:
+        self.warnings.append((line, text))
+
+    def check_hosts(self, hosts: list[Host], repeated: bool) -> None:
+        """What holds for all formats. ``repeated``: a host may stand there once for each of its ranks."""
+        if not hosts and not self.errors:
+            self.error(1, "there is no host in it")
+        if sum(host.slots for host in hosts) > MAX_RANKS:
+            self.error(hosts[-1].line, f"{sum(host.slots for host in hosts)} ranks; at most {MAX_RANKS} are possible")
+        if repeated:
+            return
+        seen: dict[str, int] = {}
+        for host in hosts:
+            if host.name in seen:
+                total = Counter({h.name: 0 for h in hosts})
+                for other in hosts:
+                    total[other.name] += other.slots
+                self.error(
+                    host.line,
+                    f"{host.name} is there twice, first in line {seen[host.name]}; write it once, with "
+                    f"{total[host.name]} slots",
+                )
+            seen.setdefault(host.name, host.line)
+
+    def lines(self, found: list[tuple[int, str]]) -> list[str]:
+        lines = [f"line {line}: {text}" for line, text in sorted(found)]
+        more = len(lines) - self.LIMIT
+        return lines if more <= 0 else [*lines[: self.LIMIT], f"... and {more} more"]
+
+
+def check_name(name: object) -> str | None:
+    """What is wrong with the name of a host, in words."""
+    if not isinstance(name, str):
+        return f"a host's name must be text, not {name!r:.80}"
+    if not name:
+        return "a host's name is empty"
+    if len(name) > _NAME_BYTES or not _NAME.fullmatch(name):
+        return f"{name!r:.80} is no name or address of a host: letters, digits and . _ - : are allowed, user@ before it"
+    return None
+
+
+def check_address(address: object) -> str | None:
+    """What is wrong with an IP address, in words."""
+    try:
+        if not isinstance(address, str):
+            raise ValueError
+        ipaddress.ip_address(address)
+    except ValueError:
+        return f"{address!r:.80} is no IP address; write one such as 192.168.1.10"
+    return None
+
+
+def check_variable(setting: object) -> str | None:
+    """What is wrong with NAME=VALUE, in words."""
+    if not isinstance(setting, str) or not _VARIABLE.fullmatch(setting):
+        return f"{setting!r:.80} sets no environment variable; write NAME=VALUE"
+    return None
+
+
+def check_figure(name: str, value: object) -> str | None:
+    """What is wrong with one figure of "measured", in words."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MOST[name]:
+        return f"{name!r} is {value!r:.80}; it must be a number above 0 and below {MOST[name]:g}"
+    return None

@@ -1,0 +1,169 @@
+"""The options that say which hosts a command goes to, and how it gets there: the same for every command."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mlxdist.base.errors import InvalidArgument
+
+if TYPE_CHECKING:  # a command that is given no hosts does not load what reads hostfiles
+    from ..ssh.ssh import Reach
+    from .hosts import Host, Hostfile
+
+__all__ = ["Chosen", "host_options"]
+
+_OPTIONS = (
+    click.option("--hostfile", "file", metavar="FILE", help="The hosts of FILE; see `mlxdist hostfile`."),
+    click.option("--hosts", metavar="A,B", help="These hosts."),
+    click.option("--include", metavar="A,B", help="Of the hosts, only these."),
+    click.option("--exclude", metavar="A,B", help="Of the hosts, not these."),
+    click.option(
+        "--python", metavar="PATH", default="", help="Python that has mlxdist, on other hosts.  [default: this]"
+    ),
+    click.option(
+        "--ssh", metavar="COMMAND", default="ssh", show_default=True, help='How to reach hosts: "ssh -F my_config".'
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What the user has chosen.
+
+    Attributes:
+        hostfile: None where neither --hostfile nor --hosts is given, so for this machine alone.
+        ssh: the words of the command that reaches other hosts.
+        python: a Python there; empty for the path of this one.
+        arguments: the same choice as words, for a `mlxdist launch` that a command starts.
+    """
+
+    hostfile: Hostfile | None = None
+    ssh: tuple[str, ...] = ("ssh",)
+    python: str = ""
+    arguments: list[str] = field(default_factory=list)
+
+    @property
+    def reach(self) -> Reach:
+        from ..ssh.ssh import Reach
+
+        return Reach(self.ssh, self.python)
+
+    def hosts(self) -> list[Host]:
+        """The hosts; this machine where none were given."""
+        from .hosts import Host
+
+        return list(self.hostfile.hosts) if self.hostfile is not None else [Host("localhost")]
+
+    def with_ranks(self, each: int | None) -> Chosen:
+        """So many ranks on each host, times the slots that it has."""
+        if each is None or self.hostfile is None:
+            return self
+        return replace(self, hostfile=self.hostfile.with_ranks(each), arguments=[*self.arguments, "-n", str(each)])
+
+
+def host_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options to a command, which gets what they say as ``chosen``: `Chosen`. Bad ones are usage errors."""
+
+    @functools.wraps(command)
+    def wrapped(
+        *,
+        file: str | None,
+        hosts: str | None,
+        include: str | None,
+        exclude: str | None,
+        python: str,
+        ssh: str,
+        **others: Any,
+    ) -> Any:
+        python = python or _installed_python()
+        arguments = {"--hostfile": file, "--hosts": hosts, "--include": include, "--exclude": exclude}
+        arguments |= {"--python": python, "--ssh": "" if ssh == "ssh" else ssh}
+        words = [word for option, value in arguments.items() if value for word in (option, value)]
+        try:
+            found = _hosts(file, hosts, include, exclude)
+        except InvalidArgument as error:
+            raise click.UsageError(str(error)) from None
+        return command(chosen=Chosen(found, _words(ssh), python, words), **others)
+
+    for option in reversed(_OPTIONS):
+        wrapped = option(wrapped)
+    return wrapped
+
+
+def _hosts(file: str | None, hosts: str | None, include: str | None, exclude: str | None) -> Hostfile | None:
+    if file and hosts:
+        raise click.UsageError("Give --hostfile or --hosts, not both.")
+    if not file and not hosts:
+        if include or exclude:
+            raise click.UsageError("--include and --exclude choose among hosts; give --hostfile or --hosts.")
+        return None
+    from .reading import parse, read
+
+    found = read(file) if file else parse(_lines(hosts), "--hosts")
+    for warning in found.warnings:
+        click.secho(f"hostfile {found.source}, {warning}", fg="yellow", err=True)
+    return _chosen(_merged(found), include, exclude)
+
+
+def _installed_python() -> str:
+    """Of an environment by `mlxdist config --install`, whose folder has another name on each host: the link to it."""
+    link, _, suffix = sys.prefix.rpartition(".")
+    return f"{link}/bin/python" if len(suffix) == 6 and os.path.islink(link) else ""
+
+
+def _lines(hosts: str) -> str:
+    """What --hosts says, as lines of a hostfile. A name that is repeated stands for as many ranks, as in mlx.launch."""
+    counted = [(name, len(list(same))) for name, same in itertools.groupby(hosts.split(","))]
+    return "\n".join(name if count == 1 else f"{name} slots={count}" for name, count in counted)
+
+
+def _merged(found: Hostfile) -> Hostfile:
+    """Each host once: one connection leads there, whatever the number of its ranks."""
+    if len({host.name for host in found.hosts}) == len(found.hosts):
+        return found
+    merged: list[Host] = []
+    for host in found.hosts:
+        if merged and merged[-1].name == host.name:
+            merged[-1] = replace(merged[-1], slots=merged[-1].slots + host.slots)
+        elif any(other.name == host.name for other in merged):
+            raise InvalidArgument(f"{found.source}, line {host.line}: the ranks of {host.name} must stand together")
+        elif host.rdma:
+            raise InvalidArgument(
+                f'{found.source}, line {host.line}: a host with "rdma" stands there once; give its ranks as "slots"'
+            )
+        else:
+            merged.append(host)
+    return replace(found, hosts=tuple(merged))
+
+
+def _chosen(found: Hostfile, include: str | None, exclude: str | None) -> Hostfile:
+    names = [host.name for host in found.hosts]
+    for option, listed in (("--include", include), ("--exclude", exclude)):
+        unknown = [name for name in (listed or "").split(",") if name and name not in names]
+        if unknown:
+            raise click.UsageError(f"{option}: {unknown[0]} is none of the hosts {', '.join(names)}.")
+    wanted = include.split(",") if include else names
+    unwanted = (exclude or "").split(",")
+    left = [name for name in names if name in wanted and name not in unwanted]
+    if not left:
+        raise click.UsageError("No host is left to run on.")
+    return found.only(left)
+
+
+def _words(command: str) -> tuple[str, ...]:
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise click.UsageError(f"--ssh {command!r}: {error}") from None
+    if not words:
+        raise click.UsageError("--ssh: no command")
+    return tuple(words)

@@ -1,0 +1,110 @@
+"""Hostfiles, written: from any format into any other that can say it."""
+
+import json
+import os
+from typing import Any
+
+from mlxdist.base.atomic_file import write_whole
+from mlxdist.base.environment import format_address
+from mlxdist.base.errors import InvalidArgument
+
+from .hosts import FORMATS, Host, Hostfile
+
+__all__ = ["save", "write"]
+
+_FIRST_PORT = 32323  # MLX's launcher begins there, too
+
+
+def write(hostfile: Hostfile, format: str) -> str:
+    """The text of ``hostfile`` in ``format``: json, slots, colon or ring.
+
+    What it cannot say is an error, not left out, but for the ports of a ring: they are free to be others.
+
+    Raises:
+        InvalidArgument: no such format, or it has no place for something that the hostfile says.
+    """
+    if format not in FORMATS:
+        raise InvalidArgument(f"a hostfile has one of the formats {', '.join(FORMATS)}, not {format!r:.80}")
+    if format == "json":
+        return _json(hostfile)
+    if format == "ring":
+        return _ring(hostfile)
+    _refuse_what_lines_cannot_say(hostfile, format)
+    return "".join(_line(host, format) for host in _merged(hostfile))
+
+
+def save(hostfile: Hostfile, path: str | os.PathLike[str]) -> None:
+    """Writes ``hostfile`` as JSON. Whoever reads ``path`` meanwhile finds the old file or the new one, whole.
+
+    Raises:
+        OSError: it cannot be written; the old file is as it was.
+    """
+    write_whole(path, _json(hostfile))
+
+
+def _json(hostfile: Hostfile) -> str:
+    """MLX's format. Our "slots" is there only where it is not 1, for MLX knows neither it nor "measured"."""
+    hosts = ",\n".join(f"    {json.dumps(_entry(host))}" for host in hostfile.hosts)
+    text = f'{{\n  "backend": {json.dumps(hostfile.backend)},\n' if hostfile.backend else "{\n"
+    return text + f'  "envs": {json.dumps(list(hostfile.envs))},\n  "hosts": [\n{hosts}\n  ]\n}}\n'
+
+
+def _entry(host: Host) -> dict[str, Any]:
+    entry: dict[str, Any] = {"ssh": host.name, "ips": list(host.ips)}
+    if host.rdma:
+        entry["rdma"] = [None if not row else row[0] if len(row) == 1 else list(row) for row in host.rdma]
+    if host.slots != 1:
+        entry["slots"] = host.slots
+    if host.measured is not None:
+        figures = {"tflops": host.measured.tflops, "memory_gbps": host.measured.memory_gbps}
+        figures |= {} if host.measured.link_gbps is None else {"link_gbps": host.measured.link_gbps}
+        entry["measured"] = figures
+    return entry
+
+
+def _ring(hostfile: Hostfile) -> str:
+    """What MLX's ring reads from MLX_HOSTFILE: addresses and ports of each rank."""
+    rows = []
+    for host in hostfile.hosts:
+        if not host.ips:
+            raise InvalidArgument(f'{hostfile.source}: {host.name} has no IP address, and a ring needs one; add "ips"')
+        for _ in range(host.slots):
+            ports = host.ports if host.slots == 1 else ()
+            ports = ports or [_FIRST_PORT + len(rows)] * len(host.ips)
+            rows.append([format_address(ip, port) for ip, port in zip(host.ips, ports)])
+    return json.dumps(rows) + "\n"
+
+
+def _refuse_what_lines_cannot_say(hostfile: Hostfile, format: str) -> None:
+    said = {
+        "a backend": hostfile.backend,
+        "environment variables": hostfile.envs,
+        "devices of cables": any(host.rdma for host in hostfile.hosts),
+        "what was measured": any(host.measured for host in hostfile.hosts),
+        "IP addresses besides names": any(set(host.ips) - {host.name} for host in hostfile.hosts),
+    }
+    lost = [what for what, there in said.items() if there]
+    if lost:
+        raise InvalidArgument(f"{hostfile.source}: the format {format} has no place for {', '.join(lost)}; use json")
+
+
+def _merged(hostfile: Hostfile) -> list[Host]:
+    """Each host once, for JSON may repeat one for each of its ranks. Ranks must then stand together."""
+    merged: list[Host] = []
+    for host in hostfile.hosts:
+        if merged and merged[-1].name == host.name:
+            merged[-1] = Host(host.name, merged[-1].slots + host.slots, host.ips)
+        elif any(other.name == host.name for other in merged):
+            raise InvalidArgument(
+                f"{hostfile.source}: the ranks of {host.name} do not follow each other, and lines cannot say that; "
+                "use json"
+            )
+        else:
+            merged.append(host)
+    return merged
+
+
+def _line(host: Host, format: str) -> str:
+    if format == "slots":
+        return f"{host.name} slots={host.slots}\n"
+    return f"[{host.name}]:{host.slots}\n" if ":" in host.name else f"{host.name}:{host.slots}\n"

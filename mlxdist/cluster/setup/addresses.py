@@ -1,0 +1,98 @@
+"""Addresses for the ends of cables. Each cable is a subnet of its own, so that the route to a peer is its cable."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Interface, IPv4Network
+
+from mlxdist.base.errors import InvalidArgument
+
+from ..topology.topology import Cable, Topology
+from .survey import Survey
+
+__all__ = ["RANGE", "Link", "assign_addresses"]
+
+RANGE = IPv4Network("10.111.0.0/16")
+_LINK = 30  # two addresses
+_SELF_ASSIGNED = IPv4Network("169.254.0.0/16")  # another one after each restart
+
+
+@dataclass(frozen=True)
+class Link:
+    """A cable and the addresses of its ends. ``kept``: both have them already."""
+
+    cable: Cable
+    a: IPv4Interface
+    b: IPv4Interface
+    kept: bool = False
+
+    def address(self, host: int) -> IPv4Interface:
+        return self.a if self.cable.a.host == host else self.b
+
+
+def assign_addresses(surveys: Sequence[Survey], topology: Topology, within: IPv4Network = RANGE) -> list[Link]:
+    """One link for each cable that has interfaces. What can be kept is kept, so a second time changes nothing.
+
+    Raises:
+        InvalidArgument: ``within`` has too few subnets left.
+    """
+    cables = [cable for cable in topology.cables if cable.a.interface and cable.b.interface]
+    ends = {(end.host, end.interface) for cable in cables for end in (cable.a, cable.b)}
+    taken = [
+        address.network
+        for host, survey in enumerate(surveys)
+        for interface in survey.interfaces
+        if (host, interface.name) not in ends
+        for address in interface.addresses
+    ]
+    kept: dict[Cable, Link] = {}
+    for cable in cables:
+        link = _present(surveys, cable)
+        if link and not any(link.a.network.overlaps(network) for network in taken):
+            kept[cable] = link
+            taken.append(link.a.network)
+    links = []
+    for cable in cables:
+        link = kept.get(cable) or _completed(surveys, cable, taken, within) or _fresh(cable, taken, within)
+        taken.append(link.a.network)
+        links.append(link)
+    return links
+
+
+def _present(surveys: Sequence[Survey], cable: Cable) -> Link | None:
+    """Both ends have an address of one subnet."""
+    for a in _addresses(surveys, cable, cable.a.host):
+        for b in _addresses(surveys, cable, cable.b.host):
+            if a.network == b.network and a.ip != b.ip:
+                return Link(cable, a, b, kept=True)
+    return None
+
+
+def _completed(
+    surveys: Sequence[Survey], cable: Cable, taken: Sequence[IPv4Network], within: IPv4Network
+) -> Link | None:
+    """One end has an address that this gave it, and the other has lost its own."""
+    for host in cable.pair:
+        for address in _addresses(surveys, cable, host):
+            network = address.network
+            if network.prefixlen != _LINK or not network.subnet_of(within) or any(map(network.overlaps, taken)):
+                continue
+            if address.ip not in list(network.hosts()):
+                continue
+            (other,) = (IPv4Interface(f"{ip}/{_LINK}") for ip in network.hosts() if ip != address.ip)
+            return Link(cable, address, other) if host == cable.a.host else Link(cable, other, address)
+    return None
+
+
+def _fresh(cable: Cable, taken: Sequence[IPv4Network], within: IPv4Network) -> Link:
+    subnets = within.subnets(new_prefix=_LINK) if within.prefixlen <= _LINK else iter(())
+    network = next((subnet for subnet in subnets if not any(map(subnet.overlaps, taken))), None)
+    if network is None:
+        raise InvalidArgument(f"{within} has too few subnets of two addresses left; give a larger one with --range")
+    a, b = (IPv4Interface(f"{ip}/{_LINK}") for ip in network.hosts())
+    return Link(cable, a, b)
+
+
+def _addresses(surveys: Sequence[Survey], cable: Cable, host: int) -> list[IPv4Interface]:
+    interface = surveys[host].interface(cable.end(host).interface)
+    addresses = interface.addresses if interface else ()
+    return [address for address in addresses if address.ip not in _SELF_ASSIGNED]

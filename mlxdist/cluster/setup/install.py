@@ -1,0 +1,203 @@
+"""`mlxdist config --install`: on every host an environment with the launcher's Python, mlxdist and MLX.
+
+One script goes to each host over ssh; packages come from PyPI, or with the script. It makes the environment in a new
+folder next to DIR, imports mlxdist there, and only then replaces DIR, a symbolic link, by one to it. Where something
+fails, DIR stays as it was. DIR.previous leads to the environment before, which may be the one that runs this.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import io
+import platform
+import re
+import shlex
+import tarfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.tools.doctor.quick import before_launch
+from mlxdist.version import __version__
+
+from ..ssh.ssh import LOST, Answer, run_everywhere
+
+if TYPE_CHECKING:
+    from ..hostfile.options import Chosen
+
+__all__ = ["DIRECTORY", "Installed", "install", "read_answer"]
+
+DIRECTORY = "~/.mlxdist/venv"
+_SECONDS = 1800.0
+
+# sh -c _SCRIPT sh DIR PYTHON_VERSION yes|no PIP_ARGUMENTS...; yes: a tar archive of wheels is on standard input. The
+# PATH that ssh sets seldom leads to where uv and Homebrew install.
+_SCRIPT = r"""
+directory=$1 version=$2 wheels=$3
+shift 3
+PATH=$PATH:$HOME/.local/bin:$HOME/.cargo/bin:/opt/homebrew/bin:/usr/local/bin
+export PATH
+fail() { echo "$1" >&2; exit 1; }
+find_python() {
+  for python in "python$version" python3 "/Library/Frameworks/Python.framework/Versions/$version/bin/python3"; do
+    "$python" -I -c 'import sys, ensurepip, venv; sys.exit("%d.%d" % sys.version_info[:2] != sys.argv[1])' "$version" \
+      2>/dev/null && return
+  done
+  fail "there is neither uv nor Python $version with venv; install uv (https://docs.astral.sh/uv) or it"
+}
+case $directory in "~/"*) directory=$HOME/${directory#??} ;; esac
+former=$(readlink "$directory")
+case $former in "$directory".??????) ;; *)
+  if [ -e "$directory" ] || [ -L "$directory" ]; then
+    fail "$directory is there, and mlxdist has not made it; choose another one with --venv"
+  fi
+esac
+mkdir -p "$(dirname "$directory")" && new=$(mktemp -d "$directory.XXXXXX") || exit 1
+trap 'rm -rf "$new"' EXIT
+trap 'exit 1' HUP INT TERM
+if command -v uv >/dev/null; then
+  uv venv --quiet --allow-existing --python "$version" "$new" || exit 1
+  add() { uv pip install --quiet --python "$new/bin/python" "$@"; }
+else
+  find_python
+  "$python" -I -m venv "$new" || exit 1
+  add() { "$new/bin/python" -I -m pip --disable-pip-version-check install --quiet "$@"; }
+fi
+mkdir "$new/wheels" || exit 1
+if [ "$wheels" = yes ]; then tar -xf - -C "$new/wheels" || exit 1; fi
+(cd "$new/wheels" && add "$@") || exit 1
+rm -r "$new/wheels"
+found=$("$new/bin/python" -I -c 'import platform, mlx.core, mlxdist.runtime.native, mlxdist.version as ours
+print(platform.python_version(), ours.__version__, mlx.core.__version__)') || exit 1
+"$new/bin/python" -I -c 'import os, sys
+new, directory = sys.argv[1:]
+os.symlink(new, new + ".link")
+os.replace(new + ".link", directory)' "$new" "$directory" || exit 1
+trap - EXIT
+if [ -n "$former" ]; then
+  older=$(readlink "$directory.previous")
+  ln -sfn "$former" "$directory.previous"
+  if [ "$older" != "$former" ]; then
+    case $older in "$directory".??????) rm -rf "$older" ;; esac
+  fi
+fi
+printf '\n@mlxdist:%s %s\n' "$found" "$directory/bin/python"
+"""
+_ANSWER = re.compile(r"^@mlxdist:(\S+) (\S+) (\S+) (/.*)$", re.MULTILINE)
+_ADVICE = (
+    ("No space left on device", "free some of its disk, or choose another one with --venv"),
+    ("Failed to establish a new connection", "that host does not reach PyPI; give a folder of wheels with --from"),
+    ("error sending request", "that host does not reach PyPI; give a folder of wheels with --from"),
+    ("No matching distribution found for mlxdist", "this version is not on PyPI for that host; give --from WHEEL"),
+    ("is not a supported wheel", "that wheel is for another system or Python; give --from a folder with one for each"),
+)
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What a host has now. ``error``: why not, and what to do; then the rest is empty. ``path``: of its Python."""
+
+    host: str
+    python: str = ""
+    mlxdist: str = ""
+    mlx: str = ""
+    path: str = ""
+    error: str = ""
+
+
+def install(chosen: Chosen, source: str, directory: str, others: Sequence[str]) -> int:
+    """Installs on all hosts at once, prints what each has, and lets doctor check them. 1 if any host has failed.
+
+    Args:
+        source: a wheel of this version, the rest from PyPI; a folder of all wheels; empty for PyPI.
+        directory: where the environment will be on each host.
+        others: requirements of packages to install, too.
+
+    Raises:
+        InvalidArgument: ``source`` has no wheel of this version, ``directory`` is no absolute path, or one of
+            ``others`` is no requirement.
+    """
+    directory = directory.rstrip("/")
+    if not directory.startswith(("/", "~/")):
+        raise InvalidArgument(f"--venv {directory or '/'}: write an absolute path, or one that begins with ~/")
+    for requirement in others:
+        if requirement.startswith("-"):
+            raise InvalidArgument(f"--with {requirement}: write a package such as mlx-lm")
+    wheels = _wheels(source)
+    version = ".".join(platform.python_version_tuple()[:2])
+    packages = [*_arguments(source, wheels), *others]
+    words = ["sh", "-c", _SCRIPT, "sh", directory, version, "yes" if wheels else "no", *packages]
+    names = [host.name for host in chosen.hosts()]
+    answers = run_everywhere(names, words, chosen.reach, input=_archive(wheels), seconds=_SECONDS)
+    found = [read_answer(answer) for answer in answers]
+    _print_table(found)
+    if any(host.error for host in found):
+        return 1
+    paths = {host.path for host in found}
+    if len(paths) > 1:
+        click.echo(
+            "--python names one path for all hosts, and these differ; use one, such as --venv /opt/mlxdist", err=True
+        )
+        return 1
+    (path,) = paths
+    status = before_launch(replace(chosen, python=path), ())
+    click.echo(f"next: mlxdist launch --python {shlex.quote(path)}, and the same for doctor, bench and the others")
+    return status
+
+
+def read_answer(answer: Answer) -> Installed:
+    """What the script has said on a host."""
+    if said := _ANSWER.search(answer.output):
+        return Installed(answer.name, *said.groups())
+    lines = [line.strip() for line in answer.errors.splitlines() if line.strip()]
+    advice = next((advice for words, advice in _ADVICE if words in answer.errors), "")
+    if not advice and answer.status == LOST:
+        advice = f"try: ssh -o BatchMode=yes {shlex.quote(answer.name)} true"
+    words = lines[-1] if lines else f"exit status {answer.status}"
+    return Installed(answer.name, error=f"{words}; {advice}" if advice else words)
+
+
+def _wheels(source: str) -> list[Path]:
+    if not source:
+        return []
+    path = Path(source)
+    wheels = sorted(path.glob("*.whl")) if path.is_dir() else [path]
+    ours = [wheel for wheel in wheels if wheel.name.startswith("mlxdist-") and wheel.is_file()]
+    if not ours:
+        raise InvalidArgument(f"--from {source}: there is no wheel mlxdist-{__version__}-*.whl")
+    for wheel in ours:
+        if not wheel.name.startswith(f"mlxdist-{__version__}-"):
+            raise InvalidArgument(f"{wheel}: this is mlxdist {__version__}, and hosts must have the same version")
+    return wheels
+
+
+def _arguments(source: str, wheels: Sequence[Path]) -> list[str]:
+    """For pip: the same versions as here."""
+    mlx = importlib.metadata.version("mlx")
+    return [
+        *(["--no-index"] if Path(source).is_dir() and wheels else []),
+        *(["--find-links", "."] if wheels else []),
+        f"mlxdist=={__version__}",
+        f"mlx[cpu]=={mlx}; sys_platform == 'linux'",
+        f"mlx=={mlx}; sys_platform == 'darwin'",
+    ]
+
+
+def _archive(wheels: Sequence[Path]) -> bytes:
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w", dereference=True) as archive:
+        for wheel in wheels:
+            archive.add(wheel, wheel.name)
+    return data.getvalue()
+
+
+def _print_table(found: Sequence[Installed]) -> None:
+    rows = [("host", "python", "mlxdist", "mlx", "result")]
+    rows += [(h.host, h.python or "-", h.mlxdist or "-", h.mlx or "-", h.error or f"ok: {h.path}") for h in found]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    for row in rows:
+        click.echo("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[4]]))

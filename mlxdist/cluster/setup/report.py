@@ -1,0 +1,91 @@
+"""What `mlxdist config` found, for people and for programs."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from ..topology.drawing import as_text
+from ..topology.topology import Topology
+from .addresses import Link
+from .ethernet import Choice
+from .steps import Step
+from .survey import Survey
+
+__all__ = ["as_json", "bridge_notes", "show"]
+
+
+def show(topology: Topology, links: Sequence[Link], to_stderr: bool) -> None:
+    """The picture, the shape and what would make more of it, and the addresses of cables."""
+    stream = sys.stderr if to_stderr else sys.stdout
+    console = Console(file=stream, width=None if stream.isatty() else 200, highlight=False, markup=False)
+    console.print(as_text(topology), soft_wrap=True)
+    ring = f": {', '.join(topology.names[host] for host in topology.ring)}" if topology.shape == "ring" else ""
+    count = len(topology.cables)
+    lines = [f"{count} cable{'s' * (count != 1)}, {topology.shape}{ring}", *topology.advice()]
+    for link in links:
+        a, b = (f"{topology.names[host]} {link.address(host)}" for host in link.cable.pair)
+        lines.append(f"{a} - {b}{' (there already)' if link.kept else ''}")
+    for line in lines:
+        console.print(line, soft_wrap=True)
+
+
+def bridge_notes(surveys: Sequence[Survey], links: Sequence[Link], without_bridge: bool) -> list[str]:
+    """Of hosts whose ports with a cable are in the Thunderbolt Bridge."""
+    notes = []
+    for host, survey in enumerate(surveys):
+        ends = [link.cable.end(host).interface for link in links if host in link.cable.pair]
+        bridged = [end for end in ends if survey.bridge_of(end)]
+        if not bridged:
+            continue
+        ports, bridge = ", ".join(bridged), survey.bridge_of(bridged[0])
+        if without_bridge:
+            notes.append(
+                f"{survey.name}: macOS puts {ports} back into {bridge} at the next start, unless the bridge is removed "
+                "in System Settings > Network > Manage Virtual Interfaces"
+            )
+        else:
+            notes.append(
+                f"{survey.name}: {ports} left in {bridge} (Thunderbolt Bridge), which works with addresses of their "
+                "own; if RDMA then fails with errno 22, run this with --without-bridge"
+            )
+    return notes
+
+
+def as_json(
+    surveys: Sequence[Survey],
+    choices: Sequence[Choice | None],
+    topology: Topology | None,
+    links: Sequence[Link],
+    steps: Sequence[Step],
+) -> dict[str, Any]:
+    """``topology`` is None where no cables were looked for."""
+    plain: dict[str, Any] = {"hosts": [_host(survey, choice) for survey, choice in zip(surveys, choices)]}
+    if topology is not None:
+        addresses = {link.cable: link for link in links}
+        plain["shape"] = topology.shape.value
+        plain["missing"] = [[topology.names[a], topology.names[b]] for a, b in topology.missing]
+        plain["notes"] = list(topology.notes)
+        plain["cables"] = []
+        for cable in topology.cables:
+            link = addresses.get(cable)
+            ends = [
+                {"host": topology.names[end.host], "port": end.port, "interface": end.interface}
+                | {"address": str(link.address(end.host)) if link else None}
+                for end in (cable.a, cable.b)
+            ]
+            plain["cables"].append({"ends": ends, "gbps": cable.speed, "rdma": cable.rdma})
+        plain["steps"] = [{"host": step.host, "command": step.words} for step in steps]
+    return plain
+
+
+def _host(survey: Survey, choice: Choice | None) -> dict[str, Any]:
+    return {
+        "name": survey.name,
+        "system": survey.system,
+        "rdma_ctl": survey.rdma_ctl,
+        "address": str(choice.address) if choice else None,
+        "interface": choice.interface if choice else None,
+        "wireless": choice.wireless if choice else None,
+    }

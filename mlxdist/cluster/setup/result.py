@@ -1,0 +1,124 @@
+"""The hostfile: hosts in the order of their ranks, their addresses, and the devices of their cables."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mlxdist.base.errors import InvalidArgument
+
+from ..hostfile.hosts import Host, Hostfile, ring_of_wires
+from ..topology.topology import Cable, End, Shape, Topology
+from .addresses import Link
+from .ethernet import Choice
+from .survey import Survey
+
+__all__ = ["BACKENDS", "make_hostfile", "rdma_notes"]
+
+BACKENDS = ("mlxdist", "ring", "jaccl", "jaccl-ring")
+
+
+def make_hostfile(
+    surveys: Sequence[Survey],
+    topology: Topology,
+    links: Sequence[Link],
+    choices: Sequence[Choice | None],
+    *,
+    backend: str = "mlxdist",
+    envs: Sequence[str] = (),
+    hosts: Sequence[Host] = (),
+) -> Hostfile:
+    """In a ring, hosts stand beside those that they have a cable to.
+
+    Args:
+        hosts: entries that the user has for them already: what else stands there, as the number of ranks, is kept.
+
+    Raises:
+        InvalidArgument: ``backend`` cannot work over these cables, or a host has no address.
+    """
+    order = list(topology.ring if topology.shape is Shape.RING or backend in ("ring", "jaccl-ring") else ())
+    order = order or list(range(len(surveys)))
+    cells = {
+        (a, b): [_device(surveys[a], cable.end(a)) for cable in topology.between(a, b) if _is_usable(surveys, cable)]
+        for a in order
+        for b in order
+        if a != b
+    }
+    if backend != "mlxdist":
+        cells = _for_mlx(backend, topology, order, cells)
+    has_rdma = any(cells.values())
+    known = {entry.name: entry for entry in hosts}
+    entries = []
+    for place, host in enumerate(order):
+        ips = _ips(backend, surveys, links, choices, host, order[place - 1], has_rdma)
+        rdma = tuple(tuple(cells.get((host, other), ())) for other in order) if has_rdma else ()
+        entry = known.get(surveys[host].name, Host(surveys[host].name))
+        entries.append(replace(entry, ips=ips, rdma=rdma))
+    envs = list(envs)
+    whole = len(order) > 2 and all(cells.get((a, b)) for a, b in zip(order, order[1:] + order[:1]))
+    if backend == "mlxdist" and topology.shape is Shape.RING and whole:
+        envs.append(ring_of_wires(sum(entry.slots for entry in entries)))
+    return Hostfile(tuple(entries), backend, tuple(envs))
+
+
+def rdma_notes(surveys: Sequence[Survey], topology: Topology) -> list[str]:
+    """Which hosts have a cable for RDMA, and no device for it."""
+    notes = []
+    for host, survey in enumerate(surveys):
+        ends = [cable.end(host) for cable in topology.cables if cable.rdma and host in cable.pair]
+        without = [end for end in ends if end.interface and not _device(survey, end)]
+        if without and survey.is_mac:
+            state = "is switched off" if survey.rdma_ctl == "disabled" or not survey.rdma else "has no device"
+            ports = ", ".join(end.port for end in without)
+            notes.append(
+                f"RDMA {state} on {survey.name} ({ports}): with macOS 26.2 or newer, start it in recovery, run "
+                "`rdma_ctl enable` in Terminal there, restart, and run this again"
+            )
+    return notes
+
+
+def _device(survey: Survey, end: End) -> str:
+    return (survey.rdma or {}).get(end.interface, "")
+
+
+def _is_usable(surveys: Sequence[Survey], cable: Cable) -> bool:
+    return cable.rdma and all(_device(surveys[end.host], end) for end in (cable.a, cable.b))
+
+
+def _for_mlx(
+    backend: str, topology: Topology, order: Sequence[int], cells: dict[tuple[int, int], list[str]]
+) -> dict[tuple[int, int], list[str]]:
+    """MLX takes as many cables of each pair as there are of the pair that has fewest."""
+    if backend != "jaccl" and not topology.ring and len(order) > 2:
+        raise InvalidArgument(f"--backend {backend} needs a ring of cables through all hosts, and there is none")
+    if backend == "ring":
+        return {}
+    neighbours = {(a, b) for a, b in zip(order, [*order[1:], order[0]])}
+    needed = {pair: found for pair, found in cells.items() if backend == "jaccl" or {pair, pair[::-1]} & neighbours}
+    bare = next((pair for pair, found in needed.items() if not found), None)
+    if bare is not None:
+        a, b = (topology.names[host] for host in bare)
+        raise InvalidArgument(f"--backend {backend} needs RDMA between {a} and {b}, and no cable there has it")
+    count = min(map(len, needed.values()), default=0)
+    return {pair: found[:count] for pair, found in needed.items()}
+
+
+def _ips(
+    backend: str,
+    surveys: Sequence[Survey],
+    links: Sequence[Link],
+    choices: Sequence[Choice | None],
+    host: int,
+    before: int,
+    has_rdma: bool,
+) -> tuple[str, ...]:
+    """MLX's ring gets the addresses by which the host before reaches this one."""
+    by_cable = [str(link.address(host).ip) for link in links if set(link.cable.pair) == {host, before}]
+    if backend == "ring":
+        if not by_cable:
+            a, b = surveys[before].name, surveys[host].name
+            raise InvalidArgument(f"--backend ring: no cable with addresses leads from {a} to {b}")
+        return tuple(by_cable)
+    choice = choices[host]
+    by_network = [str(choice.address.ip)] if choice is not None else []
+    # Two hosts whose cable has no RDMA: by TCP it is faster than the network.
+    ips = [*by_cable, *by_network] if len(surveys) == 2 and (not has_rdma or not by_network) else by_network
+    return tuple(dict.fromkeys(ips))

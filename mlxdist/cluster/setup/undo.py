@@ -1,0 +1,118 @@
+"""Steps are run, and a file beside the hostfile remembers what takes them back: names and values, no commands."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mlxdist.base.atomic_file import write_whole
+from mlxdist.base.errors import InvalidArgument
+
+from ..hostfile.hosts import check_name
+from ..ssh.ssh import LOST, TOO_LATE, Reach, run
+from .steps import Step
+
+__all__ = ["UndoFile", "run_steps"]
+
+_VERSION = 1
+_MAX_BYTES = 1 << 20
+_SECONDS = 60.0
+
+# A user who is root needs no sudo, and a host that is root's may have none.
+_AS_ROOT = ["sh", "-c", 'test "$(id -u)" = 0 && exec "$@"; exec sudo -n "$@"', "sh"]
+
+
+class UndoFile:
+    """Steps that take back what was done, in the order in which it was done."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.steps = self._read() if path.exists() else []
+
+    @classmethod
+    def beside(cls, hostfile: str) -> "UndoFile":
+        """rmlx-hosts.undo.json of rmlx-hosts.json."""
+        return cls(Path(hostfile).with_suffix(".undo.json"))
+
+    def add(self, step: Step) -> None:
+        self.steps.append(step)
+        self._write()
+
+    def remove(self, step: Step) -> None:
+        self.steps.reverse()  # the latest of several that are alike
+        self.steps.remove(step)
+        self.steps.reverse()
+        self._write()
+
+    def add_undo(self, step: Step) -> None:
+        """Remembers what takes ``step`` back: before it is run, for it may be interrupted."""
+        if step.undone:
+            self.add(step.undone)
+
+    def remove_undo(self, step: Step) -> None:
+        """``step`` has failed."""
+        if step.undone:
+            self.remove(step.undone)
+
+    def _read(self) -> list[Step]:
+        try:
+            with open(self.path, encoding="utf-8") as file:
+                found = json.loads(file.read(_MAX_BYTES))
+            if found["mlxdist undo"] != _VERSION:
+                raise InvalidArgument(f"{self.path} was written by another version of mlxdist")
+            steps = [Step(str(host), action, tuple(values)) for host, action, *values in found["steps"]]
+            if problem := next(filter(None, (check_name(step.host) for step in steps)), None):
+                raise InvalidArgument(problem)
+            return steps
+        except OSError as error:
+            raise InvalidArgument(f"{self.path}: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            if isinstance(error, InvalidArgument):
+                raise InvalidArgument(f"{self.path}: {error}") from None
+            raise InvalidArgument(f"{self.path} is no file that `mlxdist config` wrote") from None
+
+    def _write(self) -> None:
+        rows = ",\n".join(f"    {json.dumps([step.host, step.action, *step.values])}" for step in self.steps)
+        try:
+            if rows:
+                write_whole(self.path, f'{{\n  "mlxdist undo": {_VERSION},\n  "steps": [\n{rows}\n  ]\n}}\n')
+            else:
+                self.path.unlink(missing_ok=True)
+        except OSError as error:
+            raise InvalidArgument(f"{self.path}, which remembers what is taken back: {error.strerror}") from None
+
+
+def run_steps(
+    steps: Sequence[Step],
+    reach: Reach,
+    say: Callable[[str], None],
+    *,
+    before: Callable[[Step], None] = lambda step: None,
+    failed: Callable[[Step], None] = lambda step: None,
+    after: Callable[[Step], None] = lambda step: None,
+    go_on: bool = False,
+) -> list[str]:
+    """One after the other, each shown first. What went wrong; after that nothing more is run on that host.
+
+    ``failed`` is not called where a step may have had its effect all the same: the connection was lost, or the time
+    over. ``go_on``: steps do not depend on those before them; only a host that is lost is left alone.
+    """
+    errors: list[str] = []
+    left_alone: set[str] = set()
+    for step in steps:
+        if step.host in left_alone:
+            continue
+        say(f"{step.host}: {step}")
+        before(step)
+        answer = run(step.host, [*_AS_ROOT, *step.words], reach, seconds=_SECONDS)
+        # networksetup says that something went wrong, but not always by its exit status, and on standard output.
+        words = answer.last_words or " ".join(answer.output.strip().splitlines()[-2:])
+        if answer.status == 0 and "** Error" not in answer.output:
+            after(step)
+            continue
+        is_lost = answer.status in (LOST, TOO_LATE)
+        if not is_lost:
+            failed(step)
+        if is_lost or not go_on:
+            left_alone.add(step.host)
+        errors.append(f"{step.host}: `{step}` failed: {words or f'exit status {answer.status}'}")
+    return errors

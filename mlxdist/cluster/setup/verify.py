@@ -1,0 +1,111 @@
+"""Whether each end of a cable reaches the other one, and by that cable."""
+
+import re
+import shlex
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import permutations
+
+from ..ssh.ssh import Reach, agent_advice, run
+from .addresses import Link
+from .ethernet import Choice
+from .survey import Survey
+
+__all__ = ["Check", "checks_of_addresses", "checks_of_links", "problem", "verify"]
+
+_TRIES = 5  # an address that was just given takes a moment
+_SECONDS = 30.0
+
+# reach INTERFACE ADDRESS; the interface is empty where any may be used. Without ping, a port that refuses says it, too.
+_SCRIPT = """route_to() { case "$(uname -s)" in
+  Darwin) route -n get "$1" 2>/dev/null | sed -n 's/^ *interface: //p' ;;
+  *) ip route get "$1" 2>/dev/null | sed -n 's/.* dev \\([^ ]*\\).*/\\1/p' | head -n 1 ;;
+esac </dev/null; }
+reach() { if command -v ping >/dev/null; then case "$(uname -s)" in
+  Darwin) ping -c 1 -t 2 ${1:+-b "$1"} "$2" ;;
+  *) ping -c 1 -W 2 ${1:+-I "$1"} "$2" ;;
+  esac </dev/null >/dev/null 2>&1
+else
+  said=$(LC_ALL=C timeout 2 bash -c "exec 3<>/dev/tcp/$2/9" 2>&1 </dev/null) && return
+  case "$said" in *refused*) return 0 ;; *) return 1 ;; esac
+fi; }
+check() { tries=0
+  until reach "$2" "$3"; do
+    tries=$((tries + 1))
+    test $tries -lt @TRIES@ || { printf '\\n@mlxdist:%s no %s\\n' "$1" "$(route_to "$3")"; return; }
+    sleep 1
+  done
+  printf '\\n@mlxdist:%s yes %s\\n' "$1" "$(route_to "$3")"
+}
+""".replace("@TRIES@", str(_TRIES))
+
+
+@dataclass(frozen=True)
+class Check:
+    """``interface``: what it must go through; empty where any will do."""
+
+    host: str
+    peer: str
+    address: str
+    interface: str = ""
+    bridge: str = ""
+
+
+def checks_of_links(surveys: Sequence[Survey], links: Sequence[Link]) -> list[Check]:
+    """Both ways for each cable."""
+    return [
+        Check(
+            surveys[here].name,
+            surveys[there].name,
+            str(link.address(there).ip),
+            link.cable.end(here).interface,
+            surveys[here].bridge_of(link.cable.end(here).interface),
+        )
+        for link in links
+        for here, there in (link.cable.pair, link.cable.pair[::-1])
+    ]
+
+
+def checks_of_addresses(surveys: Sequence[Survey], choices: Sequence[Choice | None]) -> list[Check]:
+    """Every host to every other one."""
+    pairs = permutations(zip(surveys, choices), 2)
+    return [Check(here.name, there.name, str(to.address.ip)) for (here, _), (there, to) in pairs if to is not None]
+
+
+def verify(checks: Sequence[Check], reach: Reach) -> list[str]:
+    """What is wrong, and what to do: one text for each check that has failed, alike where a host does not answer."""
+    hosts = list(dict.fromkeys(check.host for check in checks))
+
+    def ask(host: str) -> list[str]:
+        mine = [check for check in checks if check.host == host]
+        lines = [shlex.join(["check", str(i), check.interface, check.address]) for i, check in enumerate(mine)]
+        script = f"main() {{\nPATH=$PATH:/usr/sbin:/sbin\n{_SCRIPT}" + " &\n".join(lines) + " &\nwait\n}\nmain\n"
+        answer = run(host, ["sh", "-s"], reach, input=script, seconds=_SECONDS)
+        said = {int(number): (word, route) for number, word, route in _ANSWER.findall(answer.output)}
+        if not said:
+            words = answer.last_words or f"exit status {answer.status}"
+            return [f"{host} does not say what it reaches: {words}{agent_advice(host, words)}"] * len(mine)
+        return [text for i, check in enumerate(mine) if (text := problem(check, *said.get(i, ("no", ""))))]
+
+    with ThreadPoolExecutor(max(1, len(hosts))) as threads:
+        return [text for texts in threads.map(ask, hosts) for text in texts]
+
+
+_ANSWER = re.compile(r"^@mlxdist:(\d+) (yes|no) ?(\S*)$", re.MULTILINE)
+
+
+def problem(check: Check, reached: str, route: str) -> str:
+    """What is wrong, empty if nothing is. ``reached``: "yes" or "no"; ``route``: the interface that leads there."""
+    by = f" by {check.interface}" if check.interface else ""
+    if reached != "yes":
+        text = f"{check.host} does not reach {check.address} of {check.peer}{by}"
+        if check.bridge:
+            return f"{text}: {check.interface} is a member of {check.bridge}; run this again with --without-bridge"
+        return f"{text}: look at the cable, at the addresses of both hosts, and at their firewalls"
+    if check.interface and route and route != check.interface:
+        return (
+            f"{check.host} reaches {check.address} of {check.peer} by {route}, not by {check.interface}: another "
+            "interface has an address of that subnet; remove it, or choose other subnets with --range"
+        )
+    return ""

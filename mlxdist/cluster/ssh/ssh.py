@@ -1,0 +1,162 @@
+"""How a host is reached: by ssh, without a password; or directly, where it is this machine."""
+
+import functools
+import os
+import shlex
+import signal
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+from mlxdist.base import local_network
+from mlxdist.base.own_python import own_module
+
+from .this_machine import is_this_machine
+
+__all__ = [
+    "LOST",
+    "TOO_LATE",
+    "Answer",
+    "Reach",
+    "agent_advice",
+    "cannot_run",
+    "is_this_machine",
+    "run",
+    "run_everywhere",
+    "why_lost",
+]
+
+# Nobody is asked for a password, and a host that does not answer is noticed: within 10 s before there is a connection,
+# 15 s afterwards.
+_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
+# The exit status of ssh when the connection fails.
+LOST = 255
+TOO_LATE = 124  # as of timeout(1)
+_MOMENT = 0.05
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What the user says about the way to other hosts.
+
+    Attributes:
+        ssh: the words of the command that leads there.
+        python: a Python there that has mlxdist; empty for the path of the one that runs this.
+    """
+
+    ssh: Sequence[str] = ("ssh",)
+    python: str = ""
+
+    def command(self, name: str, words: Sequence[str]) -> list[str]:
+        """Runs ``words`` on the host; on another one its shell sees them, quoted, and nothing else."""
+        if is_this_machine(name):
+            return list(words)
+        options = [word for option in _OPTIONS for word in ("-o", option)]
+        return [*self.ssh, *options, "-T", name, f"exec {shlex.join(words)}"]
+
+    def module(self, name: str, module: str) -> list[str]:
+        """Runs a module of mlxdist on the host. What it is given should come through the connection."""
+        return self.command(name, own_module(module, python=self.python))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command on a host has printed, and its exit status: 255 if there was no connection, 124 if it was late."""
+
+    name: str
+    status: int
+    output: str
+    errors: str
+
+    @property
+    def last_words(self) -> str:
+        return next((line for line in reversed(self.errors.splitlines()) if line.strip()), "")
+
+
+def run(
+    name: str,
+    words: Sequence[str],
+    reach: Reach = Reach(),
+    *,
+    input: str | bytes = b"",
+    seconds: float = 30.0,
+    running: list[subprocess.Popen] | None = None,
+) -> Answer:
+    """Runs a command on a host and waits for it. Never raises: what went wrong is in the answer.
+
+    ``running``: gets the process, which another thread may end.
+    """
+    pipe = subprocess.PIPE
+    command = reach.command(name, words)
+    try:  # in a session of its own: Ctrl-C is the caller's
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+    except OSError as error:
+        return Answer(name, 127, "", f"{words[0] if is_this_machine(name) else reach.ssh[0]}: {error.strerror}")
+    if running is not None:
+        running.append(process)
+    with process:
+        try:
+            data = process.communicate(input.encode() if isinstance(input, str) else input, seconds)
+        except subprocess.TimeoutExpired as late:
+            process.kill()
+            out, err = ((data or b"").decode(errors="replace") for data in (late.stdout, late.stderr))
+            return Answer(name, TOO_LATE, out, f"{err}\nno answer within {seconds:g} s")
+        except BaseException:
+            process.kill()
+            raise
+    return Answer(name, process.returncode, *(text.decode(errors="replace") for text in data))
+
+
+def run_everywhere(
+    names: Sequence[str],
+    words: Sequence[str],
+    reach: Reach = Reach(),
+    *,
+    input: str | bytes = b"",
+    seconds: float = 30.0,
+) -> list[Answer]:
+    """The same on several hosts at once, in their order. Ctrl-C ends it everywhere."""
+    running: list[subprocess.Popen] = []
+    with ThreadPoolExecutor(max(1, len(names))) as threads:
+        ask = functools.partial(run, words=words, reach=reach, input=input, seconds=seconds, running=running)
+        answers = [threads.submit(ask, name) for name in names]
+        try:
+            return [answer.result() for answer in answers]
+        except BaseException:
+            while wait(answers, _MOMENT).not_done:
+                while running:
+                    _terminate(running.pop())
+            raise
+
+
+def _terminate(process: subprocess.Popen) -> None:
+    """With its children, which hold its pipes."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+
+
+def cannot_run(name: str, error: OSError) -> str:
+    """A module of mlxdist could not be started on a host, for want of the command that leads there."""
+    option = "--python" if is_this_machine(name) else "--ssh"
+    return f"{name}: the command {error.filename!r} cannot be run: {error.strerror}; see {option}"
+
+
+def why_lost(name: str, answered: bool, words: str) -> str:
+    """The end of a connection to a module of mlxdist. ``answered``: it had started; ``words``: what was said last."""
+    if answered:
+        return f"the connection to {name} was lost{f': {words}' if words else ''}"
+    return f"{name} does not answer: {words or 'ssh ended without a word'}{agent_advice(name, words)}"
+
+
+def agent_advice(name: str, words: str) -> str:
+    """What to do when a module of mlxdist does not start on a host. ``words``: what was said last."""
+    if "No module named" in words:
+        return "; install mlxdist for that Python, or name another with --python"
+    if "`python -h'" in words:  # it does not know -P
+        return "; that Python is older than 3.11: name another with --python"
+    if "not found" in words or "No such file" in words:
+        return "; that Python is not there: name another with --python"
+    if is_this_machine(name):
+        return ""
+    return local_network.hint(words) or f"; try: ssh -o BatchMode=yes {shlex.quote(name)} true"

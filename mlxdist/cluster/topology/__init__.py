@@ -1,0 +1,1 @@
+"""Hosts and the links between them as a graph."""

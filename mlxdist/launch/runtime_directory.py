@@ -1,0 +1,126 @@
+"""The folder in which what runs here is written down, and the locks that say whether it still does.
+
+It is $XDG_RUNTIME_DIR/mlxdist, where that is a folder of this user's, else mlxdist-<uid> beside other temporary files;
+or, where another user was first to take that name, mlxdist-<uid>-<anything>, which all later commands find again.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mlxdist.base.errors import ResourceError
+from mlxdist.base.private_files import is_own_folder, make_own_folder, open_own
+
+__all__ = [
+    "OF_HOSTS",
+    "OF_RESTARTS",
+    "is_locked",
+    "make_locked",
+    "runtime_folder",
+    "try_lock",
+    "write_json",
+    "write_text",
+]
+
+# Behind the name of a job: the folder that says on which hosts it runs; see job_hosts.py.
+OF_HOSTS = "@hosts"
+# The same: the folder of a launcher that starts a job again when it fails; see restarts.py.
+OF_RESTARTS = "@restarts"
+
+
+def runtime_folder() -> Path:
+    """The folder with the job folders of this user; it is made if need be. Nobody else can read it.
+
+    Raises:
+        ResourceError: it cannot be made, or something else of that name is in its place.
+    """
+    parent = os.environ.get("XDG_RUNTIME_DIR") or ""
+    if os.path.isabs(parent) and is_own_folder(parent):  # sudo and su leave that of another user in place
+        folder = Path(parent, "mlxdist")
+    else:
+        folder = Path(os.environ.get("TMPDIR") or "/tmp", f"mlxdist-{os.getuid()}").absolute()
+    try:
+        return folder if make_own_folder(folder) else _with_another_name(folder)
+    except OSError as error:
+        raise ResourceError(f"the job cannot be prepared in {folder}: {error}") from None
+
+
+def _with_another_name(folder: Path) -> Path:
+    """The first that this user has, or a new one: another user must not be able to block every launch."""
+    for _ in range(2):
+        for path in sorted(folder.parent.glob(f"{folder.name}-*")):
+            if is_own_folder(path):
+                make_own_folder(path)
+                return path
+        folder.with_name(f"{folder.name}-{os.urandom(8).hex()}").mkdir(mode=0o700)
+    raise FileNotFoundError(errno.ENOENT, "what was made there is gone", folder)
+
+
+def make_locked(name: str, fill: Callable[[Path], None]) -> tuple[Path, int]:
+    """Makes a folder of that name in the runtime folder, which ``fill`` writes into. It, and the descriptor of its lock.
+
+    Raises:
+        ResourceError: it cannot be made, and nothing of it is there.
+    """
+    runtime = runtime_folder()
+    new = runtime / f".new-{name}"  # until it is complete: nobody sees it without its lock
+    try:
+        new.mkdir(mode=0o700)
+        with contextlib.ExitStack() as undo:
+            undo.callback(shutil.rmtree, new, ignore_errors=True)
+            lock = open_own(new / "lock", os.O_RDWR | os.O_CREAT)
+            undo.callback(os.close, lock)
+            with contextlib.suppress(OSError):  # no locks here: it counts as running as long as it is there
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fill(new)
+            made = new.rename(runtime / name)
+            undo.pop_all()
+            return made, lock
+    except OSError as error:
+        raise ResourceError(f"the job cannot be prepared in {runtime}: {error}") from None
+
+
+def try_lock(folder: Path, how: int) -> int | None:
+    """The descriptor of the folder's lock, now held as ``how`` says; None if another process holds it, or none can."""
+    try:
+        lock = open_own(folder / "lock", os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, how | fcntl.LOCK_NB)
+    except OSError:  # held, or a file system without locks
+        os.close(lock)
+        return None
+    return lock
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process holds the folder's lock, or its file system has none."""
+    lock = try_lock(folder, fcntl.LOCK_SH)
+    if lock is not None:
+        os.close(lock)
+    return lock is None
+
+
+def write_json(path: Path, fields: dict[str, Any]) -> None:
+    """As `write_text`."""
+    write_text(path, json.dumps(fields))
+
+
+def write_text(path: Path, text: str) -> None:
+    """For this user only. A reader finds the old file or the new one. One process writes a file, and one thread of it:
+    `whole_file` has no such limit, but imports tempfile, which a start of the launcher would notice.
+
+    Raises:
+        OSError: it cannot be written; the old file is as it was.
+    """
+    new = path.with_suffix(".new")
+    with open(open_own(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
+        file.write(text)
+    os.replace(new, path)

@@ -1,0 +1,107 @@
+"""What a job leaves when its launcher and its keeper were both killed (pkill -9 -f mlxdist), removed by the next start.
+
+Only what is provably of such a job: nobody holds its lock any more, so nobody supervises it; the ranks are processes
+that carry its random name in their environment, or that lead a recorded process group and started at the recorded time.
+A rank's child that has left its group and has cleared its environment is not found; a folder on a file system without
+locks is left alone. So is the job in which this launcher itself runs.
+"""
+
+import fcntl
+import os
+import shutil
+import time
+from pathlib import Path
+
+from .jobs import Record, read_record
+from .reaper import AFTER_TERM, Keeper
+from .runtime_directory import OF_HOSTS, OF_RESTARTS, runtime_folder, try_lock
+
+__all__ = ["KEPT", "remove_leftovers"]
+
+# Flight recordings of so many failed jobs are kept.
+KEPT = 10
+# A launcher needs milliseconds to prepare its folder; one that was killed meanwhile leaves it.
+HALF_MADE = 3600.0
+
+
+def remove_leftovers() -> list[str]:
+    """Ends what is left of jobs whose launcher was killed, and removes their folders. What it did, in words.
+
+    Raises:
+        ResourceError: there is no place for job folders.
+    """
+    runtime = runtime_folder()
+    done = []
+    ended = []
+    for name in os.listdir(runtime):
+        folder = runtime / name
+        if name.startswith("."):
+            _remove_half_made(folder)
+        elif name.endswith((OF_HOSTS, OF_RESTARTS)):
+            _remove_launcher_s_record(folder)
+        elif (folder / "job.json").exists():
+            if not _is_around_us(name) and (text := _clean_up(name, folder)):
+                done.append(text)
+        elif not _remove_empty(folder):
+            ended.append(folder)
+    for folder in sorted(ended, key=_modified)[:-KEPT]:
+        shutil.rmtree(folder, ignore_errors=True)
+    return done
+
+
+def _clean_up(job: str, folder: Path) -> str | None:
+    lock = try_lock(folder, fcntl.LOCK_EX)
+    if lock is None:
+        return None
+    try:
+        record = read_record(folder)
+        if record is None or not _is_plausible(record):
+            return None
+        keeper = Keeper(job, str(record.temporary), str(folder), AFTER_TERM)
+        for pid in record.living().values():
+            keeper.take(f"+{pid}")
+        ended = keeper.finish()
+    finally:
+        os.close(lock)
+    ranks = f" {ended} processes of it were still running and were ended." if ended else ""
+    return f"cleaned up after job {job}, whose launcher (pid {record.launcher}) was killed.{ranks}"
+
+
+def _remove_launcher_s_record(folder: Path) -> None:
+    """It is about no process but the launcher. Of a job on several hosts each ends what there is to end itself."""
+    lock = try_lock(folder, fcntl.LOCK_EX)
+    if lock is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _is_plausible(record: Record) -> bool:
+    """Nothing but what a launcher has made is ever removed."""
+    return record.temporary.is_absolute() and record.temporary.name.startswith("mlxdist-")
+
+
+def _is_around_us(job: str) -> bool:
+    ours = os.environ.get("MLXDIST_JOB", "")
+    return ours == job or ours.startswith(f"{job}.")
+
+
+def _remove_empty(folder: Path) -> bool:
+    """True unless recordings are in it."""
+    for empty in (folder / "flight", folder):
+        try:
+            empty.rmdir()
+        except OSError:
+            continue
+    return not folder.exists()
+
+
+def _remove_half_made(folder: Path) -> None:
+    if time.time() - _modified(folder) > HALF_MADE:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _modified(folder: Path) -> float:
+    try:
+        return folder.stat().st_mtime
+    except OSError:  # removed by another launcher
+        return time.time()

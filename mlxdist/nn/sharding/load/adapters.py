@@ -1,0 +1,174 @@
+"""Adapters that mlx-lm's lora training has saved, on a model that is cut: each rank takes its part of them."""
+
+import io
+import json
+import math
+from collections.abc import Iterator, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.safetensors_reader import WeightFile
+from mlxdist.nn.rank_checks import agree, agreed
+from mlxdist.runtime.group import Group
+
+from ..plan import Plan
+from ..plan.adapters import adapter_part
+from ..plan.parameters import dtype_name
+from .blobs import broadcast_blob
+
+__all__ = ["put_adapters", "read_adapters", "require_adapters_of", "whole_model"]
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapters.safetensors"
+MAX_CONFIG_BYTES = 1_000_000
+MAX_RANK = 65536  # of an adapter
+
+
+def read_adapters(path: str | Path | None, group: Group, stream: bool) -> tuple[dict[str, Any], dict[str, mx.array]]:
+    """The settings and the matrices in a folder of adapters. Every rank reads them whole: they are small.
+
+    Args:
+        path: with adapter_config.json and adapters.safetensors; with ``stream`` on rank 0 alone.
+
+    Raises:
+        InvalidArgument: on every rank: files are missing, damaged or not the same on all.
+    """
+    files = [b"", b""]
+    with agreed("load_sharded", group):
+        if group.rank() == 0 or not stream:
+            files = _read(path)
+    if stream:
+        files = [broadcast_blob(file, group) for file in files]
+    agree("load_sharded", group, None, {"adapters": [blake2b(file, digest_size=8).hexdigest() for file in files]})
+    with agreed("load_sharded", group):
+        read = _parsed(*files)
+    return read
+
+
+def require_adapters_of(model: nn.Module, plan: Plan, config: Mapping[str, Any], weights: dict[str, mx.array]) -> None:
+    """Before weights are read: that what :func:`read_adapters` gave is for ``model``, whole and with shapes alone.
+
+    Raises:
+        InvalidArgument: the adapters are for another model. ``model`` may have adapters then, and has them otherwise.
+    """
+    _put_on(model, plan, config, weights)
+    held = dict(tree_flatten(model.parameters()))
+    for name, array in weights.items():
+        if shard := plan.shards.get(name):
+            fits = (array.shape, dtype_name(array)) == (shard.shape, shard.dtype)
+        else:
+            fits = array.shape == held[name].shape and mx.issubdtype(array.dtype, mx.floating)
+        if not fits:
+            raise InvalidArgument(
+                f"load_sharded: {name} in {WEIGHTS} is {dtype_name(array)} of shape {array.shape}, which is not that "
+                "of this model"
+            )
+
+
+def put_adapters(
+    model: nn.Module, plan: Plan, config: Mapping[str, Any], weights: dict[str, mx.array], group: Group
+) -> None:
+    """Puts what :func:`read_adapters` gave on ``model``, which is cut and has its weights.
+
+    Raises:
+        InvalidArgument: on every rank: the model that is cut takes other adapters.
+    """
+    with agreed("load_sharded", group):
+        _put_on(model, plan, config, weights)
+        model.update(tree_unflatten(list(_parts(plan, weights, group.rank()))))
+        model.eval()  # without dropout, as mlx-lm loads them
+        mx.eval(model.parameters())
+
+
+def whole_model(folder: Path, path: str | Path) -> nn.Module:
+    """The model of ``folder``, not cut, with the adapters, as mlx-lm loads it."""
+    from mlx_lm import utils
+
+    model = utils.load_model(folder, lazy=True)[0]
+    utils.load_adapters(model, str(Path(path).expanduser()))
+    return model.eval()
+
+
+def _read(path: str | Path | None) -> list[bytes]:
+    if not isinstance(path, str | Path):
+        raise InvalidArgument(f"load_sharded: adapter_path must be a folder, not {path!r}")
+    folder = Path(path).expanduser()
+    try:
+        if (length := (folder / CONFIG).stat().st_size) > MAX_CONFIG_BYTES:
+            raise InvalidArgument(f"load_sharded: {folder / CONFIG} has {length} bytes, more than {MAX_CONFIG_BYTES}")
+        WeightFile(folder / WEIGHTS)  # refuses one whose header is damaged, which MLX would read
+        return [(folder / name).read_bytes() for name in (CONFIG, WEIGHTS)]
+    except OSError as error:
+        raise InvalidArgument(
+            f"load_sharded: adapter_path must be a folder of mlx-lm's lora training, with {CONFIG} and {WEIGHTS}: "
+            f"{error}"
+        ) from error
+
+
+def _parsed(config: bytes, weights: bytes) -> tuple[dict[str, Any], dict[str, mx.array]]:
+    try:
+        parsed = json.loads(config)
+        kind = parsed.get("fine_tune_type", "lora")
+        arrays = mx.load(io.BytesIO(weights), format="safetensors")
+    except (ValueError, AttributeError, RuntimeError, RecursionError) as error:
+        raise InvalidArgument(f"load_sharded: {CONFIG} or {WEIGHTS} is damaged: {error}") from error
+    if kind not in ("lora", "full"):
+        raise InvalidArgument(
+            f"load_sharded: adapters of the kind {kind!r} cannot be cut; fuse them with mlx_lm.fuse and load the result"
+        )
+    if kind == "lora" and (wrong := _wrong_in(parsed)):
+        raise InvalidArgument(f"load_sharded: {CONFIG} is damaged: {wrong}")
+    return parsed, arrays
+
+
+def _wrong_in(config: Mapping[str, Any]) -> str | None:
+    """What is wrong in it for mlx-lm's linear_to_lora_layers."""
+    number, parameters = config.get("num_layers"), config.get("lora_parameters")
+    if type(number) is not int:
+        return f"num_layers must be a number of layers, not {number!r:.100}"
+    if not isinstance(parameters, dict):
+        return f"lora_parameters must be an object, not {parameters!r:.100}"
+    rank, scale, dropout, keys = (parameters.get(name) for name in ("rank", "scale", "dropout", "keys"))
+    if type(rank) is not int or not 1 <= rank <= MAX_RANK:
+        return f"rank must be from 1 to {MAX_RANK}, not {rank!r:.100}"
+    if type(scale) not in (int, float) or not math.isfinite(scale):
+        return f"scale must be a number, not {scale!r:.100}"
+    if type(dropout) not in (int, float) or not 0 <= dropout < 1:
+        return f"dropout must be from 0 to below 1, not {dropout!r:.100}"
+    if keys is not None and not (isinstance(keys, list) and all(isinstance(key, str) for key in keys)):
+        return f"keys must be a list of names, not {keys!r:.100}"
+    return None
+
+
+def _put_on(model: nn.Module, plan: Plan, config: Mapping[str, Any], weights: dict[str, mx.array]) -> None:
+    """New adapters, as the settings say, whose matrices are those of the file."""
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+
+    wanted = list(plan.shards)
+    if config.get("fine_tune_type") != "full":
+        try:
+            linear_to_lora_layers(model, config["num_layers"], config["lora_parameters"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InvalidArgument(f"load_sharded: {CONFIG} is not for this model: {error!r}") from error
+        names = [name for name, _ in tree_flatten(model.parameters())]
+        wanted = [name for name in names if name.rpartition(".")[2] in ("lora_a", "lora_b")]
+        if missing := [name for name in wanted if name not in weights]:
+            raise InvalidArgument(f"load_sharded: {WEIGHTS} does not have {missing[0]} ({len(missing)} are missing)")
+    if more := [name for name in weights if name not in wanted]:
+        raise InvalidArgument(f"load_sharded: {WEIGHTS} has {more[0]}, which the model does not ({len(more)} in all)")
+
+
+def _parts(plan: Plan, weights: dict[str, mx.array], rank: int) -> Iterator[tuple[str, mx.array]]:
+    """This rank's part of each."""
+    for name, whole in weights.items():
+        layer, _, matrix = name.rpartition(".")
+        weight = plan.shards.get(f"{layer}.weight")
+        if shard := plan.shards.get(name):
+            yield name, shard.take(whole, rank)
+        else:
+            yield name, adapter_part(weight, matrix, whole, rank) if weight else whole

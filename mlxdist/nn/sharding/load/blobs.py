@@ -1,0 +1,25 @@
+"""Bytes of any length from rank to rank, at once."""
+
+import numpy as np
+
+from mlxdist.runtime.group import Group
+from mlxdist.runtime.ops import all_gather, broadcast
+
+__all__ = ["broadcast_blob", "gather_blobs"]
+
+
+def broadcast_blob(blob: bytes, group: Group) -> bytes:
+    """What rank 0 gives, on every rank."""
+    length = int(broadcast(np.array([len(blob)]), group=group)[0])
+    buffer = np.zeros(length, np.uint8)
+    if group.rank() == 0:
+        buffer[:] = np.frombuffer(blob, np.uint8)
+    return broadcast(buffer, group=group).tobytes()
+
+
+def gather_blobs(blob: bytes, group: Group) -> list[bytes]:
+    """What each rank gives, on every rank."""
+    lengths = all_gather(np.array([len(blob)]), group=group)
+    buffer = np.frombuffer(blob.ljust(int(lengths.max()), b"\0"), np.uint8)
+    rows = all_gather(buffer, group=group).reshape(group.size(), -1)
+    return [row[:length].tobytes() for row, length in zip(rows, lengths)]

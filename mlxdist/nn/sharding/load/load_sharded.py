@@ -1,0 +1,265 @@
+"""Loads a model of mlx-lm so that every rank reads and holds only its own part of the weights."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from mlxdist.base import debug
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.model_directory import model_folder
+from mlxdist.base.safetensors_reader import Checkpoint
+from mlxdist.nn.rank_checks import agree, agreed
+from mlxdist.nn.sharding.plan import shard_model
+from mlxdist.runtime.arguments import group_of
+from mlxdist.runtime.group import Group
+
+from ..measured_shares import Weights
+from ..plan import Plan, Shard, plan_shards
+from ..verify import require_agreement
+from .adapters import put_adapters, read_adapters, require_adapters_of, whole_model
+from .same_weights import checksum, require_same_files, require_same_tensors
+from .streaming import TOKENIZER_FILES, checkpoint_of_rank_0, stream_part
+from .weight_sources import UNSIGNED, ComputedTensor, Source, bytes_of, open_model
+
+__all__ = ["LoadReport", "load_sharded", "load_with_report"]
+
+
+@dataclass
+class LoadReport:
+    """What loading has cost this rank, in bytes of tensors."""
+
+    plan: Plan
+    bytes_total: int  # of the whole model
+    bytes_held: int  # by this rank
+    bytes_read: int  # from files by this rank; where a tensor is cut, some more are compared with the other ranks
+    computed: list[str] = field(default_factory=list)  # parameters for which more was read than is counted
+    seconds: float = 0.0
+
+
+def load_sharded(
+    path: str | Path | None,
+    group: Group | None = None,
+    plan: Plan | None = None,
+    *,
+    tp: int | None = None,
+    ep: int = 1,
+    weights: Weights | None = None,
+    adapter_path: str | Path | None = None,
+    stream: bool = False,
+    verify: bool = False,
+    tokenizer_config: Mapping[str, Any] | None = None,
+) -> tuple[nn.Module, Any]:
+    """A model of mlx-lm, cut over the ranks of a group, and its tokenizer, or ``None`` if the folder has none.
+
+    Every rank calls it. Of the files each reads the headers and its own slices, so that reading and memory are about
+    ``1 / ranks`` of the model, besides what the plan leaves whole. Parameters that ``Model.sanitize`` computes
+    (mostly stacks of experts, in checkpoints that mlx-lm has not converted) are the exception: for them every rank
+    reads the tensors whole, one parameter at a time, and a warning says which.
+
+    Args:
+        path: a folder with config.json and model*.safetensors, or the name of a model that `hf download` has fetched.
+            It may be another one on every host.
+        group: the ranks; ``None`` is the group of ``mlxdist.init()``.
+        plan: what :func:`plan_shards` made for this model; ``None`` makes one, for ``tp`` and ``ep``.
+        tp, ep: how many ranks share every layer, and the experts; ``tp=None`` is all that ``ep`` leaves.
+        weights: how the ``tp`` ranks share the work, as for :func:`plan_shards`: numbers, "memory" or "compute".
+        adapter_path: a folder of mlx-lm's lora training, with adapter_config.json and adapters.safetensors; they are
+            cut with the layers they are on. It may be another one on every host.
+        stream: only rank 0 has the folders, and sends the others what they hold, with a CRC-32 of every part.
+        verify: compare the logits with those of the whole model, which rank 0 then has to have room for
+            (:func:`mlxdist.nn.verify`).
+        tokenizer_config: for the tokenizer of transformers, such as {"trust_remote_code": True}.
+
+    Raises:
+        InvalidArgument: on every rank, before any operation of the model: files are missing or damaged, weights are
+            missing, too many, of another shape than config.json says, or integers for floats; the plan or the
+            adapters are for another model, or the plan for another number of ranks; the ranks hold different weights.
+            Compared are config.json, headers and sizes of files, all bytes of adapters and of parameters that every
+            rank holds whole, and 512 bytes of each that is cut.
+        TransportError: on every rank, where a part has arrived damaged from rank 0.
+        Mismatch: on every rank, where ``verify`` finds other logits.
+    """
+    grid = {"tp": tp, "ep": ep, "weights": weights}
+    model, tokenizer, _ = load_with_report(
+        path,
+        group,
+        plan,
+        **grid,
+        adapter_path=adapter_path,
+        stream=stream,
+        verify=verify,
+        tokenizer_config=tokenizer_config,
+    )
+    return model, tokenizer
+
+
+def load_with_report(
+    path: str | Path | None,
+    group: Group | None = None,
+    plan: Plan | None = None,
+    *,
+    tp: int | None = None,
+    ep: int = 1,
+    weights: Weights | None = None,
+    adapter_path: str | Path | None = None,
+    stream: bool = False,
+    verify: bool = False,
+    tokenizer_config: Mapping[str, Any] | None = None,
+) -> tuple[nn.Module, Any, LoadReport]:
+    """:func:`load_sharded`, and what it has cost."""
+    start = time.perf_counter()
+    group = group_of(group)
+    with agreed("load_sharded", group, tp, ep, weights, stream, verify, plan and plan.to_json()):
+        if plan is not None and weights is not None:
+            raise InvalidArgument("load_sharded: the plan has its weights; leave out weights")
+        tp = _checked_grid(group, plan, tp, ep)
+        folder = model_folder(path) if group.rank() == 0 or not stream else None
+    given = adapter_path is not None
+    adapted = agree("load_sharded", group, None, {"adapter_path": stream or given}, [given])[0, 0]
+    adapters = read_adapters(adapter_path, group, stream) if adapted else None
+    with checkpoint_of_rank_0(folder, group) if stream else _local_checkpoint(folder, group) as checkpoint:
+        with agreed("load_sharded", group):
+            model, sources, config = open_model(checkpoint)
+            plan = plan or plan_shards(model, tp, ep, weights=weights)
+            plan.check(model)
+            if adapters is not None:
+                require_adapters_of(open_model(checkpoint)[0], plan, *adapters)
+        model = shard_model(model, plan, group)
+        with agreed("load_sharded", group, plan.to_json()):
+            _require_planned(model, plan, group.rank())
+        computed = [name for name, source in sources.items() if isinstance(source, ComputedTensor)]
+        _warn_of_computed(computed, sources, group)
+        (_stream_parts if stream else _read_parts)(model, plan, sources, group)
+        if adapters is not None:
+            put_adapters(model, plan, *adapters, group)
+            adapters = None  # their memory
+        with agreed("load_sharded", group):
+            tokenizer = _tokenizer(checkpoint.folder, config, tokenizer_config)
+            first = verify and group.rank() == 0
+            reference = whole_model(folder, adapter_path) if first and adapted else checkpoint.folder
+        if verify:
+            require_agreement(model, reference, group=group)
+        group.meet()  # ranks read at different speeds, and GPU work of the first graph must not wait for the slowest
+    held = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    total = sum(source.nbytes for source in sources.values())
+    report = LoadReport(plan, total, held, checkpoint.bytes_read, computed, time.perf_counter() - start)
+    return model, tokenizer, report
+
+
+def _checked_grid(group: Group, plan: Plan | None, tp: int | None, ep: int) -> int:
+    """The number of tensor-parallel ranks."""
+    if plan is not None:
+        if (tp is not None and tp != plan.tp) or ep not in (1, plan.ep):
+            raise InvalidArgument(f"load_sharded: the plan has tp={plan.tp} and ep={plan.ep}; leave out tp and ep")
+        if plan.ranks != group.size():
+            raise InvalidArgument(f"load_sharded: the plan is for {plan.ranks} ranks, and the group has {group.size()}")
+        return plan.tp
+    if type(ep) is not int or ep < 1 or (tp is not None and (type(tp) is not int or tp < 1)):
+        raise InvalidArgument(f"load_sharded: tp and ep must be positive numbers of ranks, not {tp!r} and {ep!r}")
+    tp = max(group.size() // ep, 1) if tp is None else tp
+    if tp * ep != group.size():
+        raise InvalidArgument(f"load_sharded: tp={tp} times ep={ep} is not the {group.size()} ranks of the group")
+    return tp
+
+
+@contextmanager
+def _local_checkpoint(folder: Path, group: Group) -> Iterator[Checkpoint]:
+    with agreed("load_sharded", group):
+        checkpoint = Checkpoint(folder)
+    require_same_files(checkpoint, group)
+    yield checkpoint
+
+
+def _require_planned(model: nn.Module, plan: Plan, rank: int) -> None:
+    """Raises InvalidArgument if the model that is cut does not have the parameters of the plan."""
+    found = {name: array.shape for name, array in tree_flatten(model.parameters())}
+    planned = {name: tuple(shard.shape_on(rank)) for name, shard in plan.shards.items()}
+    for name in [*planned, *found]:
+        if found.get(name) != planned.get(name):
+            raise InvalidArgument(
+                f"load_sharded: {name} has shape {found.get(name)} in the model that is cut, and {planned.get(name)} "
+                f"in its plan ({plan.how})"
+            )
+
+
+def _warn_of_computed(computed: list[str], sources: Mapping[str, Source], group: Group) -> None:
+    if computed and group.rank() == 0:
+        total = sum(sources[name].nbytes for name in computed)
+        debug.warn(
+            "load",
+            f"{len(computed)} parameters ({total / 1e9:.2f} GB), {computed[0]} the first, are computed from the files "
+            "by mlx-lm, so every rank reads their tensors whole; mlx_lm.convert writes a model that is read in parts",
+        )
+
+
+def _read_parts(model: nn.Module, plan: Plan, sources: Mapping[str, Source], group: Group) -> None:
+    """Puts this rank's parts into the model, one parameter after the other, and compares them with the other ranks."""
+    checksums = {}
+    rank = group.rank()
+    with _progress("loading", plan.bytes(rank), rank) as advance:
+        for name, shard in plan.shards.items():
+            source, part = sources[name], _Part(shard, rank)
+            # One after the other, so that all stop at the first that a rank cannot read.
+            with agreed("load_sharded", group):
+                source.read(shard.axis, shard.slices(rank), 0, memoryview(part.memory))
+                if group.size() > 1:
+                    checksums[name] = checksum(source, None if shard.ranges else memoryview(part.memory))
+            part.put_into(model)
+            source.release()
+            advance(len(part.memory))
+    require_same_tensors(checksums, sources, group)
+
+
+def _stream_parts(model: nn.Module, plan: Plan, sources: Mapping[str, Source], group: Group) -> None:
+    """The same with parts that come from rank 0."""
+    with _progress("streaming", sum(plan.bytes(rank) for rank in range(plan.ranks)), group.rank()) as advance:
+        for name, shard in plan.shards.items():
+            part = _Part(shard, group.rank())
+            stream_part(sources[name], shard, part.memory, group, advance)
+            part.put_into(model)
+            sources[name].release()
+
+
+class _Part:
+    """Memory for what a rank holds of a parameter, and that as an array."""
+
+    def __init__(self, shard: Shard, rank: int) -> None:
+        self._shard, self._dtype = shard, getattr(mx, shard.dtype)
+        # By the CPU, which will write to it.
+        self._array = mx.zeros(shard.shape_on(rank), UNSIGNED[self._dtype.size], stream=mx.cpu)
+        self.memory = bytes_of(self._array)
+
+    def put_into(self, model: nn.Module) -> None:
+        array = self._array.view(self._dtype, stream=mx.cpu)
+        mx.eval(array)
+        model.update(tree_unflatten([(self._shard.path, array)]))
+
+
+@contextmanager
+def _progress(what: str, total: int, rank: int) -> Iterator[Callable[[int], Any]]:
+    """A bar of bytes, on a terminal of rank 0."""
+    console = Console(stderr=True)
+    columns = TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=rank != 0 or not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+def _tokenizer(folder: Path, config: Mapping[str, Any], more: Mapping[str, Any] | None) -> Any:
+    if not any(True for pattern in TOKENIZER_FILES for _ in folder.glob(pattern)):
+        return None
+    from mlx_lm.utils import load_tokenizer
+
+    try:
+        return load_tokenizer(folder, more and dict(more), eos_token_ids=config.get("eos_token_id"))
+    except Exception as error:  # whatever transformers raises
+        raise InvalidArgument(f"cannot load the tokenizer in {folder}: {type(error).__name__}: {error}") from error

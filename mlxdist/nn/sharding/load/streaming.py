@@ -1,0 +1,172 @@
+"""Weights from rank 0, which alone has the files, to the ranks that hold them: in chunks, each part with a checksum.
+
+Ranks whose parts of a parameter are the same get them at once: by broadcast if those are all ranks, else from rank 0
+one after the other. Rank 0 reads the next chunk while the one before is on its way. After every parameter all ranks
+compare the CRC-32 (zlib's) of what has arrived with that of what rank 0 has read, and hear whether it could read.
+"""
+
+import json
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from mlxdist.base.errors import InvalidArgument, TransportError, name_ranks
+from mlxdist.base.safetensors_reader import Checkpoint, local_shape
+from mlxdist.nn.rank_checks import agreed
+from mlxdist.runtime.group import Group
+from mlxdist.runtime.ops import all_gather, broadcast
+from mlxdist.runtime.point_to_point import recv, send
+
+from ..plan import Shard
+from .blobs import broadcast_blob
+from .weight_sources import Source
+
+__all__ = ["CHUNK_BYTES", "TOKENIZER_FILES", "checkpoint_of_rank_0", "stream_part"]
+
+CHUNK_BYTES = 8 * 2**20
+MAX_SMALL_FILE_BYTES = 256 * 2**20
+TOKENIZER_FILES = ("tokenizer*", "vocab.*", "merges.txt", "*.tiktoken")
+SMALL_FILES = ("config.json", "generation_config.json", "hf_quant_config.json", "special_tokens_map.json")
+SMALL_FILES += ("added_tokens.json", "chat_template*", *TOKENIZER_FILES)
+
+
+@contextmanager
+def checkpoint_of_rank_0(folder: Path | None, group: Group) -> Iterator[Checkpoint]:
+    """The checkpoint in ``folder`` on rank 0; on the others, for as long as the block, a copy of all but the weights.
+
+    The files of weights have their headers there, and behind it a hole that takes no room on the disk.
+
+    Raises:
+        InvalidArgument: on every rank, where the checkpoint is damaged on rank 0 or the copy cannot be written.
+    """
+    checkpoint, files, content = None, [], b""
+    with agreed("load_sharded", group):
+        if group.rank() == 0:
+            checkpoint = Checkpoint(folder)
+            files, content = _small_files(checkpoint)
+    files = json.loads(broadcast_blob(json.dumps(files).encode(), group))
+    content = broadcast_blob(content, group)
+    with TemporaryDirectory(prefix="mlxdist-") as temporary:
+        with agreed("load_sharded", group):
+            if checkpoint is None:
+                _write(Path(temporary), files, content)
+                checkpoint = Checkpoint(Path(temporary))
+        yield checkpoint
+
+
+def stream_part(
+    source: Source, shard: Shard, memory: np.ndarray, group: Group, advance: Callable[[int], Any] = lambda count: None
+) -> None:
+    """Fills ``memory``, bytes, with this rank's part of a parameter. Every rank calls it, with the same parameter.
+
+    Raises:
+        InvalidArgument: on every rank, where rank 0 cannot read it.
+        TransportError: on every rank, where what arrived is not what rank 0 has read.
+    """
+    failure, checksums = None, np.zeros(group.size() + 1, np.uint32)  # rank 0: of every rank; else: of what came
+    for slices, ranks in _parts(shard, group.size()):
+        if group.rank() == 0:
+            length = math.prod(local_shape(shard.shape, shard.axis, slices)) * source.itemsize
+            reader = _Reader(source, shard.axis, slices, memory if 0 in ranks else None, failure)
+            checksums[ranks] = reader.send(length, ranks, group, advance)
+            failure = reader.failure
+        elif group.rank() in ranks:
+            checksums[0] = _receive(memory, len(ranks) == group.size(), group)
+    checksums[-1] = failure is not None
+    everyones = all_gather(checksums, group=group).reshape(group.size(), -1)
+    if everyones[0, -1]:
+        with agreed("load_sharded", group):
+            if failure is not None:
+                raise failure
+    if differing := [rank for rank in range(1, group.size()) if everyones[rank, 0] != everyones[0, rank]]:
+        raise TransportError(
+            f"load_sharded: {shard.path} has arrived damaged on {name_ranks(differing)}: its CRC-32 is not that of "
+            "what rank 0 has read; run it again with MLXDIST_CHECKSUM=1, to see whether a cable is at fault"
+        )
+
+
+class _Reader:
+    """Reads a part on rank 0, chunk by chunk, and sends each while it reads the next."""
+
+    def __init__(
+        self, source: Source, axis: int, slices: Sequence[slice], memory: np.ndarray | None, failure: Exception | None
+    ) -> None:
+        self.source, self.axis, self.slices, self.memory, self.failure = source, axis, slices, memory, failure
+        self.buffers = [] if memory is not None else [np.empty(CHUNK_BYTES, np.uint8) for _ in range(2)]
+
+    def send(self, length: int, ranks: Sequence[int], group: Group, advance: Callable[[int], Any]) -> int:
+        """Sends the part to ``ranks``, and returns its checksum."""
+        checksum, handles = 0, []
+        for number, start in enumerate(range(0, length, CHUNK_BYTES)):
+            chunk = self._read(number, start, min(CHUNK_BYTES, length - start))
+            checksum = zlib.crc32(chunk, checksum)
+            for handle in handles:
+                handle.wait()
+            if len(ranks) == group.size():
+                handles = [broadcast(chunk, group=group, out=chunk, async_op=True)]
+            else:
+                handles = [send(chunk, rank, group=group, async_op=True) for rank in ranks if rank != 0]
+            advance(len(chunk) * len(ranks))
+        for handle in handles:
+            handle.wait()
+        return checksum
+
+    def _read(self, number: int, start: int, length: int) -> np.ndarray:
+        place = self.buffers[number % 2] if self.buffers else self.memory[start:]
+        chunk = place[:length]
+        try:
+            if self.failure is None:
+                self.source.read(self.axis, self.slices, start, memoryview(chunk))
+        except InvalidArgument as error:  # the others wait for as many bytes; the end says that they are none
+            self.failure = error
+        return chunk
+
+
+def _receive(memory: np.ndarray, from_broadcast: bool, group: Group) -> int:
+    checksum = 0
+    for start in range(0, len(memory), CHUNK_BYTES):
+        chunk = memory[start : start + CHUNK_BYTES]
+        if from_broadcast:  # with a handle, as on rank 0: operations with and without one are matched apart
+            handle = broadcast(chunk, group=group, out=chunk, async_op=True)
+        else:
+            handle = recv(chunk.shape, np.uint8, 0, group=group, out=chunk, async_op=True)
+        handle.wait()
+        checksum = zlib.crc32(chunk, checksum)
+    return checksum
+
+
+def _parts(shard: Shard, size: int) -> list[tuple[list[slice], list[int]]]:
+    """The different parts of a parameter, and which ranks hold each."""
+    ranks_of: dict[tuple, list[int]] = {}
+    for rank in range(size):
+        ranks_of.setdefault(shard.ranges[rank] if shard.ranges else (), []).append(rank)
+    return [([slice(*ends) for ends in ranges], ranks) for ranges, ranks in ranks_of.items()]
+
+
+def _small_files(checkpoint: Checkpoint) -> tuple[list[tuple[str, int, int]], bytes]:
+    """Name, bytes that are sent, and size of each file; and those bytes, one file after the other."""
+    paths = sorted({path for pattern in SMALL_FILES for path in checkpoint.folder.glob(pattern) if path.is_file()})
+    files, content = [], []
+    for path in paths:
+        if path.stat().st_size > MAX_SMALL_FILE_BYTES:
+            raise InvalidArgument(f"{path} has {path.stat().st_size} bytes, too many to send it to the other ranks")
+        content.append(path.read_bytes())
+        files.append((path.name, len(content[-1]), len(content[-1])))
+    for file in checkpoint.files:
+        content.append(file.header)
+        files.append((file.path.name, len(file.header), file.size))
+    return files, b"".join(content)
+
+
+def _write(folder: Path, files: Sequence[tuple[str, int, int]], content: bytes) -> None:
+    for name, length, size in files:
+        with (folder / Path(name).name).open("wb") as file:
+            file.write(content[:length])
+            file.truncate(size)
+        content = content[length:]

@@ -1,0 +1,160 @@
+"""The linear layers of blocks that are cut: MLX's, which take adapters and leave to the border of their block what is
+done once for all of it."""
+
+import copy
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.nn.layers.distributed import (
+    AllToShardedLinear,
+    QuantizedAllToShardedLinear,
+    QuantizedShardedToAllLinear,
+    ShardedToAllLinear,
+)
+
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.nn.mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
+from mlxdist.nn.partition import copy_to_holders, cut_out
+from mlxdist.nn.tensor_parallel.new_adapters import SWITCH_LINEARS, draw_whole
+from mlxdist.nn.tensor_parallel.parallel_linear import CutLinear, unpacked
+from mlxdist.runtime.native import bridge
+
+from .adapters import adapter_part
+from .parameters import Shard, overlap
+from .patterns import LINEARS
+
+__all__ = ["COLUMNS", "put_in"]
+
+
+class _Inner(CutLinear):
+    """Of a block that is cut.
+
+    Attributes:
+        _shard: its weight, of shape (outputs, inputs); quantized the inputs are packed.
+        _inside: the border of the block.
+        _overlaps: whether several ranks hold the same piece of it.
+    """
+
+    _shard: Shard
+    _inside: Any
+    _overlaps: bool
+
+    @property
+    def cut_axis(self) -> int:
+        return self._shard.axis
+
+    @property
+    def output_dims(self) -> int:
+        return self._shard.shape[0]
+
+    @property
+    def input_dims(self) -> int:
+        return unpacked(self, self._shard.shape[1])
+
+    def with_weight(self, weight: mx.array, quantized: dict | None = None) -> "_Inner":
+        if quantized is None and "scales" in self:
+            raise InvalidArgument(f"a {type(self).__name__} of a model that is cut stays quantized: fuse() it as it is")
+        layer = copy.copy(self)
+        layer._no_grad = set(self._no_grad)
+        values = [weight] if quantized is None else mx.quantize(weight, **quantized)
+        for name, value in zip(("weight", "scales", "biases"), values):
+            layer[name] = value
+        return layer
+
+    def enter(self, x: mx.array) -> mx.array:
+        return x if self.cut_axis == 1 or self._entered else copy_to_tensor_parallel_region(x, self._inside.group)
+
+    def leave(self, y: mx.array) -> mx.array:
+        if self.cut_axis == 0:
+            return y
+        y = reduce_from_tensor_parallel_region(y, self._inside.group)
+        return y + self["bias"] if "bias" in self else y
+
+    def adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
+        group = self._inside.group
+        if not self._inside.inside:  # which has the sum of the gradients of what all ranks hold
+            if self.cut_axis == 0:
+                lora_a = copy_to_tensor_parallel_region(lora_a, group)
+            else:
+                lora_b = copy_to_tensor_parallel_region(lora_b, group)
+        if self.cut_axis == 0 and self._overlaps:
+            lora_b = copy_to_holders(lora_b, self._pieces(group.rank()), self.output_dims, 1, group)
+        return lora_a, lora_b
+
+    def adapter_part(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
+        rank = self._inside.group.rank()
+        return adapter_part(self._shard, "lora_a", lora_a, rank), adapter_part(self._shard, "lora_b", lora_b, rank)
+
+    def join_adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
+        if self.cut_axis == 0:
+            return lora_a, self._join(lora_b)
+        return self._join(lora_a.T).T, lora_b
+
+    def part_of_inputs(self, x: mx.array) -> mx.array:
+        return cut_out(x, x.ndim - 1, self._pieces(self._inside.group.rank()))
+
+    @property
+    def _entered(self) -> bool:
+        """Whether the border has copied what the layer is called with."""
+        return self._inside.enters and self._inside.inside
+
+    def _pieces(self, rank: int) -> Sequence[slice]:
+        """Which features of the cut dimension a rank has."""
+        return self._shard.slices(rank, (self.output_dims, self.input_dims)[self.cut_axis])
+
+    def _join(self, x: mx.array) -> mx.array:
+        """All ranks' parts of the last axis. What several hold is that of the first of them."""
+        group = self._inside.group
+        length = (self.output_dims, self.input_dims)[self.cut_axis]
+        owners = np.empty(length, np.int64)
+        for rank in reversed(range(group.size())):
+            for piece in self._pieces(rank):
+                owners[piece] = rank
+        whole, start = mx.zeros((*x.shape[:-1], length), x.dtype), 0
+        for piece in self._pieces(group.rank()):
+            stop = start + piece.stop - piece.start
+            whole[..., piece] = mx.where(mx.array(owners[piece] == group.rank()), x[..., start:stop], 0)
+            start = stop
+        return reduce_from_tensor_parallel_region(whole, group)
+
+
+class _InnerColumn(_Inner, AllToShardedLinear):
+    """Its input's gradient is summed at the border of its block, if the block is called."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return nn.Linear.__call__(self, x if not bridge.traces() else self.enter(x))
+
+
+class _InnerQuantizedColumn(_Inner, QuantizedAllToShardedLinear):
+    """The same, quantized."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return nn.QuantizedLinear.__call__(self, x if not bridge.traces() else self.enter(x))
+
+
+class _InnerRow(_Inner, ShardedToAllLinear):
+    """Without an adapter it is MLX's."""
+
+
+class _InnerQuantizedRow(_Inner, QuantizedShardedToAllLinear):
+    """The same, quantized."""
+
+
+COLUMNS = {AllToShardedLinear: _InnerColumn, QuantizedAllToShardedLinear: _InnerQuantizedColumn}
+_KINDS = {**COLUMNS, ShardedToAllLinear: _InnerRow, QuantizedShardedToAllLinear: _InnerQuantizedRow}
+
+
+def put_in(layer: nn.Module, shard: Shard, border: Any) -> None:
+    """Makes one of MLX's layers one of a block, with its border, and cut ones that a block sums up for take adapters.
+    Others stay as they are."""
+    if type(layer) in _KINDS:
+        layer.__class__ = _KINDS[type(layer)]
+        layer._shard, layer._inside = shard, border
+        layer._overlaps = overlap(shard, border.group.size())
+    elif shard.ranges and (type(layer) in LINEARS or type(layer).__name__ in SWITCH_LINEARS):
+        *rows, columns = shard.shape
+        draw_whole(layer, (*rows, unpacked(layer, columns)), partial(adapter_part, shard, rank=border.rank))

@@ -1,0 +1,100 @@
+"""The parameters of a model, and what the ranks hold of each."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlxdist.nn.partition import cut_out
+
+__all__ = ["KINDS", "Range", "Shard", "dtype_name", "overlap", "parameters"]
+
+KINDS = ("column", "row", "vocab", "experts", "whole")
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What the ranks hold of one parameter.
+
+    Attributes:
+        path: where it is in the model: "model.layers.0.self_attn.q_proj.weight".
+        kind: "column": a rank has some outputs of a layer (also: some heads); "row": some of its inputs; "vocab": some
+            words; "experts": some experts; "whole": every rank has all of it.
+        shape: of the parameter that is not cut.
+        dtype: its name: "float32".
+        axis: along which it is cut; 0 if it is not.
+        ranges: for each rank, which pieces along the axis it has, in this order: ``((start, stop), ...)``. Fused layers
+            have several pieces; a piece may be on more than one rank (KV heads where there are fewer than ranks).
+        scale: what every rank multiplies it by where it uses it, for what is added up over the ranks and must count
+            once (a bias of experts that are cut inside): 1 / ranks. Otherwise 1.
+        reason: why it stays whole; "" where it is cut.
+    """
+
+    path: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    axis: int = 0
+    ranges: tuple[tuple[Range, ...], ...] = ()
+    scale: float = 1.0
+    reason: str = ""
+
+    @property
+    def sizes(self) -> list[int]:
+        """How much of the axis each rank holds; [] if the parameter is whole."""
+        return [sum(stop - start for start, stop in pieces) for pieces in self.ranges]
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        """The lengths of the pieces along the axis that are cut each by itself: one, if it is not a fused layer."""
+        if not self.ranges:
+            return (self.shape[self.axis],) if self.shape else ()
+        pieces = zip(*self.ranges, strict=True)
+        return tuple(sum(stop - start for start, stop in set(ranges)) for ranges in pieces)
+
+    def slices(self, rank: int, length: int | None = None) -> list[slice]:
+        """What a rank has along the axis: these slices, joined in this order.
+
+        With ``length``: what it has of an axis of that length which is cut alike, such as that of quantized inputs
+        before they are packed.
+        """
+        if not self.ranges:
+            return [slice(0, self.shape[self.axis])] if self.shape else []
+        held = self.shape[self.axis]
+        length = held if length is None else length
+        return [slice(start * length // held, stop * length // held) for start, stop in self.ranges[rank]]
+
+    def shape_on(self, rank: int) -> tuple[int, ...]:
+        """The shape of what a rank holds."""
+        if not self.ranges:
+            return self.shape
+        return (*self.shape[: self.axis], self.sizes[rank], *self.shape[self.axis + 1 :])
+
+    def bytes(self, rank: int) -> int:
+        """How many bytes a rank holds."""
+        return prod(self.shape_on(rank)) * getattr(mx, self.dtype).size
+
+    def take(self, x: mx.array, rank: int) -> mx.array:
+        """A rank's part of ``x``, the whole parameter; lazy."""
+        return mx.contiguous(cut_out(x, self.axis, self.slices(rank))) if self.ranges else x
+
+
+def overlap(shard: Shard, ranks: int) -> bool:
+    """Whether some of the first ``ranks``, a row of the grid, hold the same piece."""
+    pieces = sorted(piece for held in shard.ranges[:ranks] for piece in held)
+    return any(before[1] > after[0] for before, after in pairwise(pieces))
+
+
+def parameters(model: nn.Module) -> dict[str, mx.array]:
+    """All parameters by path; nothing is evaluated."""
+    return dict(tree_flatten(model.parameters()))
+
+
+def dtype_name(array: mx.array) -> str:
+    """The name of an array's dtype: "float32"."""
+    return str(array.dtype).removeprefix("mlx.core.")

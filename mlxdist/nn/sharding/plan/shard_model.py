@@ -1,0 +1,236 @@
+"""Cuts a whole model, in place, as a plan says: afterwards this rank holds its part and all ranks compute together."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+from zlib import crc32
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.nn.layers.distributed import (
+    AllToShardedLinear,
+    QuantizedAllToShardedLinear,
+    QuantizedShardedToAllLinear,
+    ShardedToAllLinear,
+)
+from mlx.utils import tree_unflatten
+
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.nn.experts.switch import ExpertParallelSwitchGLU
+from mlxdist.nn.mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
+from mlxdist.nn.rank_checks import agree
+from mlxdist.runtime.arguments import group_of
+from mlxdist.runtime.group import Group
+
+from .block_parts import Block, join_path
+from .blocks import expert_weights, find_blocks
+from .borders import Border, refuse_training, why_not
+from .own_borders import cut_by_itself
+from .parameters import Shard
+from .plan import OWN_SHARD, Plan
+
+__all__ = ["ShardedRMSNorm", "shard_model", "why_not_trained"]
+
+
+def shard_model(model: nn.Module, plan: Plan, group: Group | None = None) -> nn.Module:
+    """Cuts ``model`` in place as ``plan`` says and returns it. Collective: all ranks of ``group`` call it.
+
+    Nothing is evaluated: parameters that are lazy stay lazy, so that a rank need never hold the whole model. What the
+    ranks compute with the result is what one process computes with the whole model, for the same input on every rank.
+    The KV cache, made after this, is of this rank's heads.
+
+    It trains as the whole model would: the gradients are this rank's parts of the whole model's, and those of what all
+    ranks hold are the same on all. Where mlxdist does not know that of a model, a gradient of it is an InvalidArgument
+    that says why (docs/models.md has the list).
+
+    Args:
+        model: whole, the one that the plan was made for.
+        plan: of :func:`mlxdist.nn.plan_shards`, the same on all ranks.
+        group: of ``plan.ranks`` ranks; ``None`` is the group of ``mlxdist.init()``. With ``plan.ep`` > 1 the ranks are
+            a grid, rank = ep_index * tp + tp_index.
+
+    Raises InvalidArgument, with the same text on all ranks and before anything is changed: the plan is for another
+    model or number of ranks, the ranks have different plans, the model is cut already.
+    """
+    group = group_of(group)
+    problem, blocks = _checked(model, plan, group)
+    agree("shard_model", group, problem, {"plan": _checksum(plan)})
+    if plan.ranks == 1:
+        return model
+    tp_group = group if plan.ep == 1 else group.split(color=group.rank() // plan.tp)
+    reason = _why_not_trained(model, plan, blocks)
+    if plan.how == OWN_SHARD:
+        _cut_by_itself(model, plan, tp_group)
+    else:
+        modules = dict(model.named_modules())
+        for block in blocks:
+            _cut(block, modules, plan, group, tp_group)
+    if reason:
+        refuse_training(model, reason)
+    return model
+
+
+def why_not_trained(model: nn.Module, plan: Plan) -> str | None:
+    """Why a gradient of the model, cut by its plan, is refused; None if it is not. ``model`` is still whole."""
+    return _why_not_trained(model, plan, _found(model, plan))
+
+
+def _why_not_trained(model: nn.Module, plan: Plan, blocks: Sequence[Block]) -> str | None:
+    if plan.how == OWN_SHARD:
+        return why_not(model)
+    modules = dict(model.named_modules())
+    found = [(modules[block.path], block.roles.get(block.path)) for block in blocks]
+    # One that is not called, but only its layers, has no border.
+    unknown = [module for module, role in found if role == "group" or not callable(module)]
+    return next(filter(None, map(why_not, unknown)), None)
+
+
+def _cut_by_itself(model: nn.Module, plan: Plan, tp_group: Group) -> None:
+    cut_by_itself(model, plan, tp_group)
+    for module in model.modules():
+        if type(module).__name__ == "ShardedRMSNorm":  # of mlx-lm, whose sum has the gradient of one rank
+            _norm(module, tp_group)
+
+
+def _found(model: nn.Module, plan: Plan) -> list[Block]:
+    """What the patterns cut."""
+    by_patterns = plan.ranks > 1 and plan.how != OWN_SHARD
+    return find_blocks(model, plan.tp, plan.ep, plan.weights)[0] if by_patterns else []
+
+
+def _checked(model: Any, plan: Any, group: Group) -> tuple[str | None, list[Block]]:
+    """What is wrong with this rank's arguments, and what the patterns cut."""
+    blocks: list[Block] = []
+    try:
+        if not isinstance(model, nn.Module):
+            raise InvalidArgument(f"model must be an mlx.nn.Module, not {type(model).__name__}")
+        if not isinstance(plan, Plan):
+            raise InvalidArgument(f"plan must be a Plan of plan_shards, not {type(plan).__name__}")
+        if plan.ranks != group.size():
+            raise InvalidArgument(
+                f"the plan is for tp={plan.tp} x ep={plan.ep} = {plan.ranks} ranks, the group has {group.size()}"
+            )
+        plan.check(model)
+        if plan.how == OWN_SHARD:
+            if not hasattr(model, "shard"):
+                raise InvalidArgument(f"the plan uses model.shard(), which {type(model).__name__} does not have")
+        else:
+            blocks = _found(model, plan)
+            _check_blocks(blocks, plan)
+    except InvalidArgument as error:
+        return f"shard_model: {error}", []
+    return None, blocks
+
+
+def _check_blocks(blocks: Sequence[Block], plan: Plan) -> None:
+    """The plan must say what the patterns of this version find, which are what is carried out."""
+    found = {path: shard for block in blocks for path, shard in block.shards.items()}
+    for path, shard in plan.shards.items():
+        if (shard.ranges, shard.scale) != (found[path].ranges if path in found else (), _scale(found.get(path))):
+            raise InvalidArgument(
+                f"the plan does not cut {path} as this version of mlxdist does: make it anew with plan_shards"
+            )
+
+
+def _scale(shard: Shard | None) -> float:
+    return shard.scale if shard else 1.0
+
+
+def _checksum(plan: Any) -> int:
+    return crc32(plan.to_json().encode()) if isinstance(plan, Plan) else 0
+
+
+def _cut(block: Block, modules: dict[str, nn.Module], plan: Plan, group: Group, tp_group: Group) -> None:
+    """Carries out what the patterns found in one block."""
+    roles = block.roles
+    if roles.get(block.path) == "experts":
+        layer = ExpertParallelSwitchGLU.from_switch(
+            modules[block.path], group, weights=expert_weights(plan.weights, plan.ep)
+        )
+        _replace(modules, block.path, layer)
+        return
+    for path, shard in block.shards.items():
+        where, _, name = path.rpartition(".")
+        module = modules[where]
+        module[name] = shard.take(module[name], group.rank())
+    for (path, name), values in block.attributes.items():
+        setattr(modules[path], name, values[group.rank()])
+    for path, role in roles.items():
+        if (path, role) != (block.path, "sum"):  # which is around its border
+            _ROLES[role](modules[path], tp_group)
+    # A bias that is added behind the sum over the ranks sees what all of them see.
+    behind = {join_path(path, "bias") for path, role in roles.items() if role == "row"}
+    inside = [shard for path, shard in plan.shards.items() if path.startswith(f"{block.path}.") and path not in behind]
+    role = roles.get(block.path)
+    Border(tp_group, group.rank(), enters=role not in ("group", "inside")).put(modules[block.path], block.path, inside)
+    if role == "sum":
+        _sum(modules[block.path], tp_group)
+
+
+def _replace(modules: dict[str, nn.Module], path: str, layer: nn.Module) -> None:
+    where, _, name = path.rpartition(".")
+    while where not in modules:  # it is in a list or a dict of a module
+        where, _, more = where.rpartition(".")
+        name = f"{more}.{name}"
+    modules[where].update_modules(tree_unflatten([(name, layer)]))
+
+
+def _column(layer: nn.Module, group: Group) -> None:
+    layer.__class__ = QuantizedAllToShardedLinear if isinstance(layer, nn.QuantizedLinear) else AllToShardedLinear
+    layer.group = group.mlx
+
+
+def _row(layer: nn.Module, group: Group) -> None:
+    layer.__class__ = QuantizedShardedToAllLinear if isinstance(layer, nn.QuantizedLinear) else ShardedToAllLinear
+    layer.group = group.mlx
+
+
+def _norm(layer: nn.RMSNorm, group: Group) -> None:
+    layer.__class__ = ShardedRMSNorm
+    layer._group = group
+
+
+def _sum(layer: nn.Module, group: Group) -> None:
+    layer.__class__ = _summed(type(layer))
+    layer._group = group
+
+
+def _inside(layer: nn.Module, group: Group) -> None:
+    """Needs nothing: what it is called with are this rank's own heads."""
+
+
+def _add_up_itself(block: nn.Module, group: Group) -> None:
+    block.sharding_group = group.mlx
+
+
+_ROLES = {"column": _column, "row": _row, "norm": _norm, "sum": _sum, "group": _add_up_itself, "inside": _inside}
+
+
+@cache
+def _summed(kind: type[nn.Module]) -> type[nn.Module]:
+    """The layer, whose result here is a rank's share, with the sum of all of them for its result."""
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> mx.array:
+        return reduce_from_tensor_parallel_region(kind.__call__(self, *arguments, **keywords), group=self._group)
+
+    return type(f"Summed{kind.__name__}", (kind,), {"__call__": __call__, "__module__": __name__})
+
+
+class ShardedRMSNorm(nn.RMSNorm):
+    """An RMSNorm over a last axis of which each rank has a part: the squares are added up over the ranks.
+
+    x: (..., this rank's part); the result has its shape, and the dtype that nn.RMSNorm gives. Sizes may differ between
+    ranks.
+    """
+
+    def __call__(self, x: mx.array) -> mx.array:
+        wide = x.astype(mx.float32)
+        sums = mx.concatenate([wide.square().sum(axis=-1, keepdims=True), mx.full((*x.shape[:-1], 1), x.shape[-1])], -1)
+        # The sum is used by all ranks, and so is its gradient.
+        sums = copy_to_tensor_parallel_region(
+            reduce_from_tensor_parallel_region(sums, group=self._group), group=self._group
+        )
+        mean = sums[..., :1] / sums[..., 1:]
+        # Rounded once, to the dtype of the result, as in MLX: the weight may be wider than x.
+        dtype = mx.result_type(x, self["weight"])
+        return (wide * mx.rsqrt(mean + self.eps)).astype(dtype) * self["weight"]

@@ -1,0 +1,174 @@
+"""A decoder layer of mlx-lm read and cut for one rank: what the segments of a `SplitBlock` compute with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxdist.base.errors import InvalidArgument
+
+from ..partition import split_sizes
+from .merged import Cut, Spec, granularity, merge, require_linear
+
+__all__ = ["Shape", "cut_layer", "require_cuttable"]
+
+
+class Shape(NamedTuple):
+    """All that a layer's segments depend on besides their arrays; layers with the same share them."""
+
+    heads: int  # of this rank
+    kv_heads: int
+    head_dim: int
+    scale: float
+    rotated: int  # dimensions of a head that are rotated
+    traditional: bool
+    eps: tuple[float, ...]  # of the two norms, and of those of queries and keys
+    qkv: tuple[Spec, ...]
+    output: tuple[Spec, ...]
+    gate_up: tuple[Spec, ...]
+    down: tuple[Spec, ...]
+
+
+class Heads(NamedTuple):
+    """Rank by rank. Where there are fewer KV heads than ranks, ranks next to each other hold the same one."""
+
+    query: list[int]
+    key: list[int]
+    key_rank: int  # whose part of the keys and values this rank holds
+    dim: int
+
+
+def cut_layer(
+    layer: nn.Module, rank: int, ranks: int, weights: Sequence[float] | None, transposed: bool
+) -> tuple[dict[str, object], dict[str, object]]:
+    """The fields of a `Shape` that the layer determines, and this rank's parameters, evaluated.
+
+    Raises:
+        InvalidArgument: the layer has another shape than `SplitBlock.from_layer` says, or cannot be cut like this.
+    """
+    heads, inner = _cuts(layer, rank, ranks, weights)
+    attention, mlp = layer.self_attn, layer.mlp
+    query = Cut(0, tuple(count * heads.dim for count in heads.query), rank)
+    key = Cut(0, tuple(count * heads.dim for count in heads.key), heads.key_rank)
+    columns, rows = Cut(0, tuple(inner), rank), Cut(1, tuple(inner), rank)
+    once = rank == 0  # of a linear whose inputs are cut one rank adds the bias
+    matrices = {
+        "qkv": merge([attention.q_proj, attention.k_proj, attention.v_proj], [query, key, key], transposed),
+        "output": merge([attention.o_proj], [query._replace(axis=1)], transposed, keep_bias=once),
+        "gate_up": merge([mlp.gate_proj, mlp.up_proj], [columns, columns], transposed),
+        "down": merge([mlp.down_proj], [rows], transposed, keep_bias=once),
+    }
+    norms, eps = _merged_norms(layer, heads, rank)
+    fields = {
+        "heads": heads.query[rank],
+        "kv_heads": heads.key[heads.key_rank],
+        "head_dim": heads.dim,
+        "scale": float(attention.scale),
+        "eps": eps,
+    } | {name: tuple(matrix.spec for matrix in merged) for name, merged in matrices.items()}
+    return fields, norms | matrices
+
+
+def require_cuttable(layer: nn.Module, ranks: int, weights: Sequence[float] | None) -> None:
+    """Raises InvalidArgument where `cut_layer` would, and evaluates nothing."""
+    _cuts(layer, 0, ranks, weights)
+
+
+def _cuts(layer: nn.Module, rank: int, ranks: int, weights: Sequence[float] | None) -> tuple[Heads, list[int]]:
+    """How heads and the MLP's inner width are cut, once it is certain that the layer is one that can be."""
+    attention, mlp = _require_parts(layer)
+    heads = _cut_heads(attention, rank, ranks, weights)
+    inner = _cut_inner(mlp, ranks, weights)
+    query = Cut(0, tuple(count * heads.dim for count in heads.query), rank)
+    _require_whole_groups("o_proj", attention.o_proj, query)
+    for module, names in ((attention, ("q_proj", "k_proj", "v_proj", "o_proj")), (mlp, ("gate_proj", "up_proj"))):
+        for name in names:
+            require_linear(module[name])
+    require_linear(mlp.down_proj)
+    _norms(layer, heads)
+    return heads, inner
+
+
+def _require_parts(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
+    name = type(layer).__name__
+    wanted = {
+        "": ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"),
+        "self_attn.": ("q_proj", "k_proj", "v_proj", "o_proj", "rope", "n_heads", "n_kv_heads", "scale"),
+        "mlp.": ("gate_proj", "up_proj", "down_proj"),
+    }
+    missing = []
+    for prefix, names in wanted.items():
+        module = getattr(layer, prefix[:-1], None) if prefix else layer
+        missing += [prefix + attribute for attribute in names if module is not None and not hasattr(module, attribute)]
+    if missing:
+        raise InvalidArgument(
+            f"SplitBlock: {name} has no {', '.join(missing)}: it is not shaped like a decoder layer of Llama or Qwen3"
+        )
+    return layer.self_attn, layer.mlp
+
+
+def _cut_heads(attention: nn.Module, rank: int, ranks: int, weights: Sequence[float] | None) -> Heads:
+    queries, keys = attention.n_heads, attention.n_kv_heads
+    outputs = attention.q_proj.weight.shape[0]
+    if outputs % queries != 0 or attention.k_proj.weight.shape[0] != outputs // queries * keys:
+        raise InvalidArgument(
+            f"SplitBlock: q_proj and k_proj have {outputs} and {attention.k_proj.weight.shape[0]} outputs, which is "
+            f"not {queries} and {keys} heads of one size; a layer that is sharded already cannot be cut again"
+        )
+    dim = outputs // queries
+    if keys >= ranks or weights is not None:
+        key_heads = split_sizes("SplitBlock: KV heads", keys, ranks, weights)
+        return Heads([count * queries // keys for count in key_heads], key_heads, rank, dim)
+    if ranks % keys != 0:
+        raise InvalidArgument(
+            f"SplitBlock: KV heads: {keys} can be neither cut into {ranks} equal parts nor each given to as many "
+            "ranks; choose a number of ranks that is a multiple or a divisor of it"
+        )
+    query_heads = split_sizes("SplitBlock: heads", queries, ranks)
+    return Heads(query_heads, [1] * keys, rank * keys // ranks, dim)
+
+
+def _cut_inner(mlp: nn.Module, ranks: int, weights: Sequence[float] | None) -> list[int]:
+    inner = mlp.gate_proj.weight.shape[0]
+    multiple = granularity(mlp.down_proj, 1)
+    return split_sizes("SplitBlock: intermediate size of the MLP", inner, ranks, weights, multiple)
+
+
+def _require_whole_groups(name: str, linear: nn.Module, cut: Cut) -> None:
+    group = granularity(linear, 1)
+    if any(size % group for size in cut.sizes):
+        raise InvalidArgument(
+            f"SplitBlock: {name} is quantized in groups of {group}, but a rank would hold {list(cut.sizes)} of its "
+            "inputs; choose fewer ranks, or quantize in smaller groups"
+        )
+
+
+def _norms(layer: nn.Module, heads: Heads) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The norms of the layer, and those of queries and keys, if there are."""
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    attention = layer.self_attn
+    of_heads = [attention[name] for name in ("q_norm", "k_norm") if name in attention]
+    for norm in norms + of_heads:
+        if type(norm) is not nn.RMSNorm:
+            raise InvalidArgument(f"SplitBlock: {type(norm).__name__} of {type(norm).__module__} is not nn.RMSNorm")
+    if of_heads:
+        if len(of_heads) != 2 or any(norm.weight.shape != (heads.dim,) for norm in of_heads):
+            raise InvalidArgument("SplitBlock: q_norm and k_norm must both be there, and be norms over one head")
+        if of_heads[0].eps != of_heads[1].eps:
+            raise InvalidArgument("SplitBlock: q_norm and k_norm have a different eps")
+    return norms, of_heads
+
+
+def _merged_norms(layer: nn.Module, heads: Heads, rank: int) -> tuple[dict[str, mx.array], tuple[float, ...]]:
+    """This rank's norms, those of queries and keys as one: a row for each head."""
+    norms, of_heads = _norms(layer, heads)
+    arrays = {"input_norm": norms[0].weight, "post_norm": norms[1].weight}
+    if of_heads:
+        counts = heads.query[rank], heads.key[heads.key_rank]
+        rows = [mx.broadcast_to(norm.weight, (count, heads.dim)) for norm, count in zip(of_heads, counts)]
+        arrays["qk_norm"] = mx.concatenate(rows)
+    mx.eval(arrays)
+    return arrays, tuple(float(norm.eps) for norm in norms + of_heads[:1])

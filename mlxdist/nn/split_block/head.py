@@ -1,0 +1,75 @@
+"""The language model's head of a `SplitModel`: cut by vocabulary, with the logits of all ranks joined."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxdist.runtime.group import Group
+
+from ..partition import join, split_sizes
+from .in_place_of import InPlaceOf
+from .merged import Cut, merge, project
+
+__all__ = ["Head", "TiedEmbedding", "cut_head"]
+
+
+class Head(nn.Module):
+    """A linear whose outputs are cut over the ranks, as evenly as they can be; the result is whole on each."""
+
+    def __init__(self, linear: nn.Module, group: Group, transposed: bool | None) -> None:
+        super().__init__()
+        self._group = group
+        self._sizes = split_sizes("SplitModel: vocabulary", linear.weight.shape[0], group.size(), [1] * group.size())
+        transposed = mx.default_device() == mx.cpu if transposed is None else transposed
+        self.matrix = merge([linear], [Cut(0, tuple(self._sizes), group.rank())], transposed)
+        self._specs = tuple(matrix.spec for matrix in self.matrix)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return join(project(self._specs, self.matrix, x), -1, self._sizes, self._group)
+
+
+class TiedEmbedding(InPlaceOf):
+    """An embedding that is whole on each rank, and the same matrix as a `Head`."""
+
+    original = "embedding"
+
+    def __init__(self, embedding: nn.Module, group: Group, transposed: bool | None) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.head = Head(_as_linear(embedding), group, transposed)
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        return self.embedding(tokens)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return self.head(x)
+
+
+def cut_head(model: nn.Module, group: Group, transposed: bool | None) -> None:
+    """Replaces ``lm_head``, or without one the tied ``embed_tokens``, if it is a plain one with enough tokens."""
+    for name, kinds, cut in (
+        ("lm_head", (nn.Linear, nn.QuantizedLinear), Head),
+        ("embed_tokens", (nn.Embedding, nn.QuantizedEmbedding), TiedEmbedding),
+    ):
+        owners = [module for module in model.modules() if name in module]
+        if not owners:
+            continue
+        module = owners[0][name]
+        if len(owners) == 1 and type(module) in kinds and module.weight.shape[0] >= group.size():
+            owners[0][name] = cut(module, group, transposed)
+        return
+
+
+def _as_linear(embedding: nn.Module) -> nn.Module:
+    """A linear with the weight of a tied embedding, dense or quantized."""
+    if type(embedding) is nn.Embedding:
+        linear = nn.Linear(1, 1, bias=False)
+    else:
+        linear = nn.QuantizedLinear.__new__(nn.QuantizedLinear)
+        nn.Module.__init__(linear)
+        linear.group_size, linear.bits, linear.mode = embedding.group_size, embedding.bits, embedding.mode
+    for name in ("weight", "scales", "biases"):
+        if embedding.get(name) is not None:
+            linear[name] = embedding[name]
+    return linear

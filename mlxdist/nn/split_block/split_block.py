@@ -1,0 +1,343 @@
+"""A decoder layer as two compiled segments with an all_sum between them: split command buffers.
+
+    segment 1   norm, merged QKV, rotary embedding, KV cache, attention, output projection (inputs cut)
+                all_sum
+    segment 2   h = x + attention;  norm, merged gate and up, SiLU times up, down projection (inputs cut)
+                all_sum, whose result is added to h
+
+Each segment is one graph that `mx.compile` has fused. With ``submit=True`` it is handed to MLX together with its
+all_sum as soon as it is built (`mx.async_eval`): on a GPU that commits the command buffer at the very place where the
+collective has to wait for it, two submissions per layer. With ``submit=False`` nothing is evaluated here, and a whole
+model is one lazy graph: best on the CPU backend, where a submission is pure cost.
+
+The weights are cut (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053), merged and laid out when the block is made;
+see :mod:`mlxdist.nn.split_block.merged`. Layers of equal sizes share their compiled segments. The KV cache is a buffer of fixed
+size that goes through the compiled function and is written in place, with the position as an array: nothing is traced
+again from token to token, only when the part of the buffer that attention reads grows by another `WINDOW`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.runtime.arguments import group_of
+from mlxdist.runtime.group import Group
+from mlxdist.runtime.ops import all_sum
+
+from ..rank_checks import agreed, described
+from .cut_layer import Shape, cut_layer
+from .merged import project
+from .rotary import RotaryTable, rotate
+from .submissions import traced
+
+__all__ = ["WINDOW", "Positions", "SplitBlock", "positions", "relative_error", "settings"]
+
+WINDOW = 32  # attention of one token reads the cache up to the next multiple of this
+NAME = "SplitBlock.from_layer"
+TOLERANCE = 1e-3  # relative difference in float32 above which a block does not compute what its layer does
+
+
+class Positions(NamedTuple):
+    """What depends on the position and not on the layer: made once for all layers of a model."""
+
+    offset: mx.array  # (1,): where in the cache the new keys go
+    cos: mx.array
+    sin: mx.array
+    mask: mx.array | str | None
+    window: int  # how much of the cache attention reads
+
+
+class SplitBlock(nn.Module):
+    """What :meth:`from_layer` makes. Called like the decoder layer it stands for: ``block(x, mask, cache)``.
+
+    Parameters are this rank's parts: ``input_norm``, ``qkv``, ``output``, ``post_norm``, ``gate_up``, ``down`` and, if
+    the layer normalises its queries and keys, ``qk_norm``. For inference: a block has no way back to a layer.
+    """
+
+    def __init__(
+        self, shape: Shape, parameters: dict[str, Any], table: RotaryTable, group: Group | None, submit: bool
+    ) -> None:
+        super().__init__()
+        self._shape, self._group = shape, group
+        self._table = table
+        self.submit = submit
+        for name, value in parameters.items():
+            self[name] = value
+
+    @classmethod
+    def from_layer(
+        cls,
+        layer: nn.Module,
+        group: Group | None = None,
+        *,
+        weights: Sequence[float] | None = None,
+        transposed: bool | None = None,
+        submit: bool | None = None,
+        tables: Iterable[RotaryTable] = (),
+        check: bool = True,
+    ) -> SplitBlock:
+        """Cuts a decoder layer of mlx-lm that is shaped as in Llama or Qwen3 and not sharded yet.
+
+        That is: ``input_layernorm``, ``self_attn`` (``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``, ``rope``; with or
+        without ``q_norm`` and ``k_norm`` over a head), ``post_attention_layernorm``, ``mlp`` (``gate_proj``,
+        ``up_proj``, ``down_proj``, SiLU); linears of `nn.Linear` or `nn.QuantizedLinear`, with or without bias.
+
+        Args:
+            group: the ranks to cut it over; they all call this, with the same layer.
+            weights: one positive number a rank, for parts in that proportion (see `split_sizes`).
+            transposed: keep matrices as (in, out); by default on the CPU backend only, see :mod:`mlxdist.nn.split_block.merged`.
+            submit: hand each segment to MLX at once; by default on a GPU only.
+            tables: of other layers; one that stands for this layer's rotary embedding, too, is shared.
+            check: compare with the layer on three random tokens, in float32 whatever the dtype of the parameters: what
+                rounding to 16 bits does could hide a difference. A collective: an error on one rank is one on all.
+
+        Raises:
+            InvalidArgument: the layer has another shape, cannot be cut like this, or (``check``) is not what a block
+                computes, or not the same on all ranks. With ``check`` also where any other exception has stopped
+                another rank; that rank raises the exception itself.
+        """
+        group = group_of(group)
+        with agreed(NAME, group, described(layer)) if check else nullcontext():
+            block = cls._cut(layer, group, weights, transposed, submit, tables)
+            if check:
+                # On all ranks the same tokens, and each compares with its own layer.
+                x = mx.random.normal((1, 3, block.input_norm.size), key=mx.random.key(0))
+                wanted = layer(x, "causal", None) - x
+                mx.eval(wanted)
+        if check:
+            found = block(x, "causal") - x
+            mx.eval(found)
+            with agreed(NAME, group):
+                _require_close(found, wanted, type(layer).__name__)
+        return block
+
+    @classmethod
+    def _cut(
+        cls,
+        layer: nn.Module,
+        group: Group,
+        weights: Sequence[float] | None,
+        transposed: bool | None,
+        submit: bool | None,
+        tables: Iterable[RotaryTable],
+    ) -> SplitBlock:
+        on_cpu = mx.default_device() == mx.cpu
+        fields, parameters = cut_layer(
+            layer, group.rank(), group.size(), weights, on_cpu if transposed is None else transposed
+        )
+        given = layer.self_attn.rope, fields["head_dim"]
+        table = next((table for table in tables if table.stands_for(*given)), None) or RotaryTable(*given)
+        shape = Shape(**fields, rotated=table.dims, traditional=table.traditional)
+        block = cls(shape, parameters, table, group, not on_cpu if submit is None else submit)
+        for name, value in settings(layer).items():
+            setattr(block, name, value)
+        return block
+
+    def __call__(self, x: mx.array, mask: mx.array | str | None = None, cache: Any = None) -> mx.array:
+        """As the layer, of which it also has the arguments. The result has shape and dtype of ``x``.
+
+        Args:
+            x: (batch, length, hidden), the same on all ranks, of the dtype in which the layer computes.
+            mask: as in mlx-lm: ``None``, "causal" or an array. One token never needs one.
+            cache: a cache of mlx-lm for this layer alone; ``None`` for none. It holds this rank's KV heads.
+
+        Raises:
+            InvalidArgument: the cache holds no keys and values, or those of another batch.
+        """
+        if cache is not None and not _is_plain(cache):
+            return self._through(x, mask, cache)
+        where = self.positions(x, mask, cache)
+        if cache is None:
+            return self.segments(x, None, None, where)[0]
+        keys, values = self.reserve(cache, x, where.window)
+        cache.keys = cache.values = None  # this call alone holds them, so that MLX writes into them in place
+        y, cache.keys, cache.values = self.segments(x, keys, values, where)
+        cache.offset += x.shape[1]
+        return y
+
+    @property
+    def table(self) -> RotaryTable:
+        """Of its rotary embedding, for a layer that has the same one."""
+        return self._table
+
+    def positions(self, x: mx.array, mask: mx.array | str | None = None, cache: Any = None) -> Positions:
+        """For `segments`: the same for all blocks that share a table and whose caches are equally far."""
+        offset = None if cache is None else cache.offset
+        # An array that is a mask is in the value too, so that its id stays its own.
+        key = x.shape[1], offset, id(mask) if isinstance(mask, mx.array) else mask
+        return self._table.recent(key, lambda: (positions(self._table, x.shape[1], offset, mask), mask))[0]
+
+    def segments(
+        self, x: mx.array, keys: mx.array | None, values: mx.array | None, where: Positions
+    ) -> tuple[mx.array, mx.array | None, mx.array | None]:
+        """The layer on arrays alone. Inside `mx.compile` a block must have ``submit=False``."""
+        first, _ = _compiled(self._shape)
+        output = [dict(matrix) for matrix in self.output]
+        attention, keys, values = first(x, *self._of_heads(), output, keys, values, *where)
+        return self._second(x, attention), keys, values
+
+    def _through(self, h: mx.array, mask: mx.array | str | None, cache: Any) -> mx.array:
+        """The layer with a cache that is more than two buffers: mlx-lm's code reads and writes it, and attends."""
+        if not hasattr(cache, "update_and_fetch"):
+            raise InvalidArgument(f"SplitBlock: {type(cache).__name__} is not a cache of keys and values")
+        from mlx_lm.models.base import scaled_dot_product_attention
+
+        heads, output = _compiled_around_attention(self._shape)
+        qk, v = heads(h, *self._of_heads())
+        qk = self._table.rope(qk, offset=cache.offset)
+        keys, values = cache.update_and_fetch(qk[:, self._shape.heads :], v)
+        y = scaled_dot_product_attention(
+            qk[:, : self._shape.heads], keys, values, cache=cache, scale=self._shape.scale, mask=mask
+        )
+        return self._second(h, output(y, [dict(matrix) for matrix in self.output]))
+
+    def _of_heads(self) -> tuple[mx.array, list[dict[str, mx.array]], mx.array | None]:
+        """The parameters that make queries, keys and values."""
+        return self.input_norm, [dict(matrix) for matrix in self.qkv], self.get("qk_norm")
+
+    def _second(self, x: mx.array, attention: mx.array) -> mx.array:
+        """The rest of the layer from the first sum on."""
+        _, second = _compiled(self._shape)
+        matrices = [dict(matrix) for matrix in self.gate_up], [dict(matrix) for matrix in self.down]
+        h, y = second(x, self._sum(attention), self.post_norm, *matrices)
+        return h + self._sum(y)
+
+    def without_sums(self) -> SplitBlock:
+        """The same with every all_sum left out, to measure what they cost: its result is not the layer's."""
+        return SplitBlock(self._shape, dict(self), self._table, None, self.submit)
+
+    def _sum(self, partial: mx.array) -> mx.array:
+        total = partial if self._group is None else all_sum(partial, group=self._group)
+        if self.submit:
+            mx.async_eval(total)
+        return total
+
+    def reserve(self, cache: Any, h: mx.array, window: int = 0) -> tuple[mx.array, mx.array]:
+        """The buffers of a `KVCache`, with room for the tokens of ``h`` and ``window``: it grows by its ``step``."""
+        if not _is_plain(cache):
+            raise InvalidArgument(f"SplitBlock: these segments work with a KVCache, not with a {type(cache).__name__}")
+        batch, length, _ = h.shape
+        heads, dim = self._shape.kv_heads, self._shape.head_dim
+        needed = max(cache.offset + length, window)
+        present = 0 if cache.keys is None else cache.keys.shape[2]
+        if present and cache.keys.shape[:2] != (batch, heads):
+            raise InvalidArgument(
+                f"SplitBlock: the cache is for batch and KV heads of {cache.keys.shape[:2]}, not {(batch, heads)}"
+            )
+        if present >= needed:
+            return cache.keys, cache.values
+        more = mx.zeros((batch, heads, -(-needed // cache.step) * cache.step - present, dim), h.dtype)
+        if not present:
+            return more, mx.zeros_like(more)
+        return mx.concatenate([cache.keys, more], 2), mx.concatenate([cache.values, more], 2)
+
+
+def positions(table: RotaryTable, length: int, offset: int | None, mask: mx.array | str | None = None) -> Positions:
+    """For ``length`` tokens behind ``offset`` others in the cache; ``None`` if there is no cache."""
+    cached, offset = offset is not None, offset or 0
+    cos, sin = table.rows(offset, length)
+    window = offset + length
+    given = mask.shape[-1] if isinstance(mask, mx.array) else window
+    if cached and length == 1 and given == window:
+        # A window that stays the same for many tokens, and a mask for what is not there yet.
+        window = -(-window // WINDOW) * WINDOW
+        mask = _padded(mask, window) if isinstance(mask, mx.array) else _seen(window)[window - 1 - offset :][:window]
+    return Positions(mx.array([offset]), cos, sin, mask, window)
+
+
+@lru_cache(maxsize=1)
+def _seen(window: int) -> mx.array:
+    """Of this one every mask of one token is a part: a view, and no arithmetic."""
+    return mx.arange(2 * window) < window
+
+
+def _padded(mask: mx.array, window: int) -> mx.array:
+    """A mask that lets nothing behind it be seen: of booleans, or to be added."""
+    unseen = False if mask.dtype == mx.bool_ else -mx.inf
+    return mx.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, window - mask.shape[-1])], constant_values=unseen)
+
+
+def settings(layer: nn.Module) -> dict[str, Any]:
+    """What a model may read of a layer besides calling it: plain values such as ``use_sliding``."""
+    return {name: value for name, value in vars(layer).items() if name[0] != "_" and not hasattr(SplitBlock, name)}
+
+
+def _is_plain(cache: Any) -> bool:
+    """Whether it is mlx-lm's `KVCache` itself: two buffers that are filled from the front."""
+    return (type(cache).__module__, type(cache).__name__) == ("mlx_lm.models.cache", "KVCache")
+
+
+def relative_error(found: mx.array, wanted: mx.array) -> float:
+    """Of the norms, in float32; NaN where either has one. Models that forbid tokens by -inf have it in both."""
+    found, wanted = found.astype(mx.float32), wanted.astype(mx.float32)
+    difference = mx.linalg.norm(mx.where(found == wanted, 0, found - wanted))
+    return (difference / mx.maximum(mx.linalg.norm(mx.where(mx.isinf(wanted), 0, wanted)), 1e-30)).item()
+
+
+def _require_close(found: mx.array, wanted: mx.array, name: str) -> None:
+    error = relative_error(found, wanted)
+    if not error <= TOLERANCE:
+        raise InvalidArgument(
+            f"SplitBlock: differs from {name} by {error:.2g} of its norm: the layer computes something else than those "
+            "of Llama and Qwen3, or the ranks hold different weights"
+        )
+
+
+def _heads(shape: Shape, h: mx.array, norm: mx.array, qkv: list, qk_norm: mx.array | None) -> tuple[mx.array, mx.array]:
+    """Queries and keys, and values, of this rank's heads: (batch, length, heads, head_dim); not turned yet."""
+    heads, kv_heads = shape.heads, shape.kv_heads
+    y = project(shape.qkv, qkv, mx.fast.rms_norm(h, norm, shape.eps[0]))
+    y = y.reshape(*y.shape[:2], heads + 2 * kv_heads, shape.head_dim)
+    qk, v = y[:, :, : heads + kv_heads], y[:, :, heads + kv_heads :]
+    if qk_norm is not None:
+        qk = mx.fast.rms_norm(qk.astype(mx.result_type(qk, qk_norm)), None, shape.eps[2]) * qk_norm
+    return qk, v
+
+
+@lru_cache(maxsize=None)
+def _compiled(shape: Shape) -> tuple[Callable, Callable]:
+    def first(x, norm, qkv, qk_norm, output, keys, values, offset, cos, sin, mask, window):
+        traced()
+        qk, v = _heads(shape, x, norm, qkv, qk_norm)
+        qk = rotate(qk, cos, sin, shape.rotated, shape.traditional)
+        q, k, v = (y.transpose(0, 2, 1, 3) for y in (qk[:, :, : shape.heads], qk[:, :, shape.heads :], v))
+        if keys is not None:
+            keys = mx.slice_update(keys, k, offset, (2,))
+            values = mx.slice_update(values, v, offset, (2,))
+            k, v = keys[:, :, :window], values[:, :, :window]
+        y = mx.fast.scaled_dot_product_attention(q, k, v, scale=shape.scale, mask=mask)
+        return _output(shape, y, output), keys, values
+
+    def second(h, attention, norm, gate_up, down):
+        traced()
+        h = h + attention
+        gate, up = mx.split(project(shape.gate_up, gate_up, mx.fast.rms_norm(h, norm, shape.eps[1])), 2, -1)
+        return h, project(shape.down, down, nn.silu(gate) * up)
+
+    return mx.compile(first), mx.compile(second)
+
+
+@lru_cache(maxsize=None)
+def _compiled_around_attention(shape: Shape) -> tuple[Callable, Callable]:
+    """The first segment without what lies between its projections."""
+
+    def heads(h, norm, qkv, qk_norm):
+        traced()
+        return tuple(x.transpose(0, 2, 1, 3) for x in _heads(shape, h, norm, qkv, qk_norm))
+
+    def output(y, matrices):
+        traced()
+        return _output(shape, y, matrices)
+
+    return mx.compile(heads), mx.compile(output)
+
+
+def _output(shape: Shape, y: mx.array, matrices: list) -> mx.array:
+    return project(shape.output, matrices, y.transpose(0, 2, 1, 3).flatten(2))

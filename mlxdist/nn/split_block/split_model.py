@@ -1,0 +1,204 @@
+"""A whole model of mlx-lm whose layers are `SplitBlock`s, or its own layers cut, for mlx-lm's own generate."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.nn.sharding.plan import shard_model
+from mlxdist.runtime.arguments import group_of
+from mlxdist.runtime.group import Group
+
+from ..rank_checks import agree, agreed, described
+from ..sharding.plan import plan_shards
+from .cut_layer import require_cuttable
+from .head import cut_head
+from .in_place_of import InPlaceOf
+from .probes import boundaries, logits_at
+from .split_block import SplitBlock, relative_error, settings
+from .submitted import submit_sums
+
+__all__ = ["SplitModel"]
+
+NAME = "SplitModel.from_model"
+TOLERANCE = {mx.float32: 1e-3, mx.float16: 5e-2, mx.bfloat16: 1e-1}  # relative difference of logits
+
+
+class SplitModel(InPlaceOf):
+    """What :meth:`from_model` makes. ``mlx_lm.generate(model, tokenizer, ...)`` takes it like the model itself.
+
+    Every rank must generate the same tokens: from the same seed, or greedily. Logits are equal on all of them.
+
+    Attributes:
+        model: mlx-lm's own, with other layers. What this class does not have is looked up there.
+        whole_layers: why the layers are mlx-lm's own and cut by `shard_model`; ``None`` where they are `SplitBlock`s.
+    """
+
+    original = "model"
+
+    def __init__(self, model: nn.Module, whole_layers: str | None) -> None:
+        super().__init__()
+        self.model = model
+        self.whole_layers = whole_layers
+
+    @classmethod
+    def from_model(
+        cls,
+        model: nn.Module,
+        group: Group | None = None,
+        *,
+        weights: Sequence[float] | None = None,
+        transposed: bool | None = None,
+        submit: bool | None = None,
+        check: bool = True,
+    ) -> SplitModel:
+        """Cuts a model of mlx-lm, in place, and takes it over.
+
+        Where :meth:`SplitBlock.from_layer` takes all its layers they become blocks, each given up as soon as it is cut,
+        and the head is cut by vocabulary, its logits gathered. Otherwise the model is cut by
+        :func:`mlxdist.nn.shard_model`, and with ``submit`` each sum is handed to MLX at once.
+
+        Args:
+            model: whole, of mlx-lm, the same on all ranks.
+            group: the ranks to cut it over; ``None`` is the group of ``mlxdist.init()``.
+            weights, transposed, submit: as for a layer.
+            check: compare logits with those of ``model``, on every rank: at the start and, with caches that stand
+                there, before and behind every number of positions that its configuration names. A collective.
+
+        Raises:
+            InvalidArgument: the model is cut already, or cannot be cut like this, or (``check``) computes something
+                else, or is not the same on all ranks.
+        """
+        group = group_of(group)
+        wanted: list[mx.array] = []
+        numbers = boundaries(getattr(model, "args", None))
+        with agreed(NAME, group, numbers, described(model)):
+            _require_whole(model)
+            if check:
+                wanted = logits_at(model, numbers)
+            reason = _not_blocks(model, group.size(), weights)
+        agree(NAME, group, None, {"layers that can be blocks": reason})
+        # A block of each kind of layers is compared with its layer, while the model is whole. That is collective, but
+        # all ranks come to the end of this block: they agree about each layer, with an exception on all or on none.
+        with agreed(NAME, group):
+            reason = reason or _wrong_blocks(model, group, weights)
+        if reason is None:
+            with agreed(NAME, group):
+                _cut_into_blocks(model, group, weights, transposed, submit)
+        else:
+            _cut_whole_layers(model, group, weights, submit)
+        split = cls(model, reason)
+        if check:
+            found = logits_at(split, numbers)
+            with agreed(NAME, group):
+                _require_close(found, wanted, numbers, split.model_type)
+        return split
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """As the model: tokens, integers of shape (batch, length), to logits of shape (batch, length, vocabulary) and
+        the model's dtype, the same on every rank."""
+        return self.model(*arguments, **keywords)
+
+
+def _require_whole(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module) or not hasattr(model, "layers"):
+        raise InvalidArgument(f"SplitModel: {type(model).__name__} has no layers, as mlx-lm's models have")
+    if isinstance(model, SplitModel) or any(isinstance(layer, SplitBlock) for layer in model.layers):
+        raise InvalidArgument("SplitModel: the model was cut already, which has taken its layers; load it again")
+
+
+def _not_blocks(model: nn.Module, ranks: int, weights: Sequence[float] | None) -> str | None:
+    """Why the layers of a model cannot be blocks, by their shape; ``None`` where they can."""
+    if (layers := _list_of_layers(model)) is None:
+        return "SplitModel: the model has no list of its layers"
+    try:
+        for layer in layers:
+            if list(inspect.signature(type(layer).__call__).parameters) != ["self", "x", "mask", "cache"]:
+                raise InvalidArgument(f"SplitBlock: {type(layer).__name__} is not called with x, mask and cache alone")
+            require_cuttable(layer, ranks, weights)
+    except InvalidArgument as error:
+        return str(error)
+    return _reads_more(model, layers)
+
+
+def _list_of_layers(model: nn.Module) -> list[nn.Module] | None:
+    """The list that ``model.layers`` is, or is a copy of, to be written to."""
+    wanted = [id(layer) for layer in model.layers]
+    lists = (value for module in model.modules() for value in module.values() if isinstance(value, list))
+    return next((value for value in lists if [id(one) for one in value] == wanted), None)
+
+
+def _reads_more(model: nn.Module, layers: list[nn.Module]) -> str | None:
+    """What the model takes of its layers that a block does not have; it is tried with stand-ins for the layers."""
+    whole = list(layers)
+    try:
+        layers[:] = [_StandIn(layer) for layer in whole]
+        model(mx.array([[0, 1]]))
+    except AttributeError as error:
+        return f"SplitModel: the model reads its layers: {error}"
+    finally:
+        layers[:] = whole
+    return None
+
+
+class _StandIn:
+    """A layer that shows no more of itself than a `SplitBlock` does."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.__dict__.update(settings(layer))
+        self._layer = layer
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        return self._layer(x, mask, cache)
+
+
+def _wrong_blocks(model: nn.Module, group: Group, weights: Sequence[float] | None) -> str | None:
+    """The same by what they compute: of one layer of each kind. Collective, the same on all ranks."""
+    kinds = {tuple(type(module) for module in layer.modules()): layer for layer in reversed(model.layers)}
+    for layer in kinds.values():
+        try:
+            SplitBlock.from_layer(layer, group, weights=weights, transposed=False, submit=False)
+        except InvalidArgument as error:
+            return str(error)
+    return None
+
+
+def _cut_into_blocks(
+    model: nn.Module, group: Group, weights: Sequence[float] | None, transposed: bool | None, submit: bool | None
+) -> None:
+    layers, blocks = _list_of_layers(model), []
+    for number, layer in enumerate(layers):
+        tables = {id(block.table): block.table for block in blocks}.values()
+        blocks.append(
+            SplitBlock.from_layer(
+                layer, group, weights=weights, transposed=transposed, submit=submit, tables=tables, check=False
+            )
+        )
+        layers[number] = blocks[-1]
+    cut_head(model, group, transposed)
+
+
+def _cut_whole_layers(model: nn.Module, group: Group, weights: Sequence[float] | None, submit: bool | None) -> None:
+    with agreed(NAME, group):
+        plan = plan_shards(model, tp=group.size(), weights=weights)
+        if group.size() > 1 and not plan.cut:
+            raise InvalidArgument("SplitModel: shard_model finds nothing in this model that it can cut")
+    shard_model(model, plan, group)
+    if mx.default_device() != mx.cpu if submit is None else submit:
+        submit_sums(model)
+
+
+def _require_close(found: list[mx.array], wanted: list[mx.array], numbers: list[int], model_type: str) -> None:
+    error = np.max([relative_error(*pair) for pair in zip(found, wanted)])  # NaN if one is, unlike Python's max
+    if not error <= TOLERANCE.get(wanted[0].dtype, 1e-3):
+        raise InvalidArgument(
+            f"SplitModel: its logits differ from those of the {model_type} by {error:.2g} of their norm, at the start "
+            f"or near one of the positions {numbers}: a part of the model computes something else once cut, or the "
+            "ranks hold different weights"
+        )

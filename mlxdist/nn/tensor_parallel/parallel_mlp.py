@@ -1,0 +1,184 @@
+"""The gated MLP of which each rank computes a part of the hidden features.
+
+Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
+arXiv:1909.08053; gated: Shazeer 2020, "GLU Variants Improve Transformer", arXiv:2002.05202.
+"""
+
+from collections.abc import Callable, Sequence
+from numbers import Integral
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
+
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.runtime.arguments import group_of
+from mlxdist.runtime.group import Group
+
+from ..partition import split_sizes
+from ..rank_checks import agreed, described
+from .column_parallel import ColumnParallelLinear
+from .outputs import with_outputs
+from .parallel_linear import check_linear, dims, quantization, quantization_unit
+from .row_parallel import RowParallelLinear
+
+__all__ = ["ParallelMLP"]
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+class ParallelMLP(nn.Module):
+    """``down_proj(activation(gate_proj(x)) * up_proj(x))``, of which each rank computes some of the hidden features.
+
+    Gate and up are one matrix, so that a call is two products and one all_sum. Input and output: shape (..., dims), the
+    same on all ranks; with ``sequence_parallel`` this rank's equal part of the axis -2. Dtype as of ``nn.Linear``.
+    Gradients are this rank's part of the dense layer's. Backward: one all_sum of the gradient of the input.
+
+    Submodules: ``gate_up_proj``, column-parallel with two segments, of which each rank holds its part of gate, then its
+    part of up; ``down_proj``, row-parallel. ``sizes``: the hidden features of each rank.
+
+    Args:
+        dims: features of the input and the output.
+        hidden_dims: features between them, of all ranks.
+        bias: whether the projections have one.
+        activation: of the gate: a function of an array, elementwise.
+        sequence_parallel: the input and the output are cut along the sequence.
+        weights: one positive number a rank, to cut the hidden features in proportion to; ``None`` for equal parts.
+        group: the ranks, which make the layer together; ``None`` is the group of ``mlxdist.init()``.
+
+    The initial values are this rank's part of those of dense layers: seed all ranks alike.
+
+    Raises:
+        InvalidArgument: on all ranks, if the hidden features cannot be cut so, or if arguments differ.
+    """
+
+    def __init__(
+        self,
+        dims: int,
+        hidden_dims: int,
+        *,
+        bias: bool = False,
+        activation: Callable[[mx.array], mx.array] = nn.silu,
+        sequence_parallel: bool = False,
+        weights: Sequence[float] | None = None,
+        group: Group | None = None,
+    ) -> None:
+        group = group_of(group)
+        with agreed("ParallelMLP", group, dims, hidden_dims, bias, sequence_parallel, weights):
+            for name, number in (("dims", dims), ("hidden_dims", hidden_dims)):
+                if not isinstance(number, Integral) or number < 1:
+                    raise InvalidArgument(f"ParallelMLP: {name} must be at least 1, not {number!r}")
+            whole = nn.Module()
+            whole.gate_proj = nn.Linear(dims, hidden_dims, bias)
+            whole.up_proj = nn.Linear(dims, hidden_dims, bias)
+            whole.down_proj = nn.Linear(hidden_dims, dims, bias)
+            self._cut("ParallelMLP", whole, activation, sequence_parallel, weights, group)
+
+    @classmethod
+    def from_mlp(
+        cls,
+        mlp: nn.Module,
+        *,
+        activation: Callable[[mx.array], mx.array] = nn.silu,
+        sequence_parallel: bool = False,
+        weights: Sequence[float] | None = None,
+        group: Group | None = None,
+    ) -> "ParallelMLP":
+        """This rank's part of an ``MLP`` of mlx-lm that all ranks hold: gate_proj, up_proj and down_proj.
+
+        Plain or quantized; gate and up alike, because they become one matrix. What the module does between the
+        projections cannot be seen from outside: it must be what the class does with ``activation``. A module with
+        other parameters is refused. Parameters that are frozen stay so.
+
+        Raises:
+            InvalidArgument: on all ranks, as for the class, if ``mlp`` is something else on one of them, or if a rank's
+                hidden features are no whole quantization groups of down_proj.
+        """
+        group, name = group_of(group), f"{cls.__name__}.from_mlp"
+        layer = cls.__new__(cls)
+        with agreed(name, group, sequence_parallel, weights, described(mlp)):
+            layer._cut(name, mlp, activation, sequence_parallel, weights, group)
+        return layer
+
+    def to_mlp(self, mlp: nn.Module) -> nn.Module:
+        """Puts the whole gate_proj, up_proj and down_proj into a module of mlx-lm, and returns it.
+
+        A collective that is carried out at once: all ranks call it. ``mlp`` may have any values.
+
+        Raises:
+            InvalidArgument: on all ranks, if the module on one of them has no such projections.
+        """
+        with agreed("ParallelMLP.to_mlp", self._group):
+            _check_names("ParallelMLP.to_mlp", mlp)
+        gate_up = self.gate_up_proj.to_linear()
+        for index, name in enumerate(("gate_proj", "up_proj")):
+            setattr(mlp, name, with_outputs(gate_up, lambda _, p, i=index: mx.contiguous(mx.split(p, 2)[i])))
+        mlp.down_proj = self.down_proj.to_linear()
+        return mlp
+
+    def __call__(self, x: mx.array) -> mx.array:
+        gate, up = mx.split(self.gate_up_proj(x), 2, axis=-1)
+        return self.down_proj(self.activation(gate) * up)
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many hidden features each rank holds."""
+        return list(self._sizes)
+
+    @property
+    def group(self) -> Group:
+        """The ranks that hold the layer."""
+        return self._group
+
+    def _cut(
+        self,
+        name: str,
+        whole: nn.Module,
+        activation: Callable[[mx.array], mx.array],
+        sequence_parallel: bool,
+        weights: Sequence[float] | None,
+        group: Group,
+    ) -> None:
+        _check(name, whole)
+        if not callable(activation):
+            raise InvalidArgument(f"{name}: activation must be a function, not {activation!r}")
+        hidden, multiple = dims(whole.gate_proj)[0], 1
+        what = f"{name}: hidden_dims"
+        if config := quantization(whole.down_proj):
+            multiple = quantization_unit(config["group_size"], config["bits"])
+            what = f"{name}: hidden_dims in quantization groups of {multiple}"
+        sizes = split_sizes(what, hidden, group.size(), weights, multiple)
+        super().__init__()
+        self.activation, self._sizes, self._group = activation, tuple(sizes), group
+        common = {"sequence_parallel": sequence_parallel, "weights": sizes, "multiple": multiple, "group": group}
+        up = whole.up_proj
+        merged = with_outputs(whole.gate_proj, lambda key, gate: mx.concatenate([gate, up[key]]))
+        self.gate_up_proj = ColumnParallelLinear.from_linear(merged, segments=2, **common)
+        self.down_proj = RowParallelLinear.from_linear(whole.down_proj, **common)
+
+
+def _check_names(name: str, mlp: nn.Module) -> None:
+    missing = [key for key in _PROJECTIONS if not hasattr(mlp, key)]
+    if missing:
+        raise InvalidArgument(f"{name}: {type(mlp).__name__} has no {', '.join(missing)}; it is no MLP of mlx-lm")
+
+
+def _check(name: str, mlp: nn.Module) -> None:
+    """Refuses what is not a gated MLP whose gate and up can be merged."""
+    _check_names(name, mlp)
+    others = sorted({key.split(".")[0] for key, _ in tree_flatten(mlp.parameters())}.difference(_PROJECTIONS))
+    if others:
+        raise InvalidArgument(f"{name}: {type(mlp).__name__} has other parameters, too: {', '.join(others)}")
+    for key in _PROJECTIONS:
+        check_linear(f"{name}: {key}", mlp[key])
+    gate, up = mlp.gate_proj, mlp.up_proj
+    if dims(gate) != dims(up) or dims(gate)[0] != dims(mlp.down_proj)[1]:
+        raise InvalidArgument(
+            f"{name}: gate_proj has {dims(gate)} outputs and inputs, up_proj {dims(up)}, down_proj "
+            f"{dims(mlp.down_proj)}: they are not those of one MLP"
+        )
+    if described(gate) != described(up) or quantization(gate) != quantization(up):
+        raise InvalidArgument(
+            f"{name}: gate_proj and up_proj cannot become one matrix: one is {described(gate)} {quantization(gate)}, "
+            f"the other {described(up)} {quantization(up)}"
+        )

@@ -1,0 +1,1 @@
+"""What every rank imports: the group, the collectives, the rendezvous and the devices."""

@@ -1,0 +1,182 @@
+"""The devices of a provider, their port, limits and addresses."""
+
+import ipaddress
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlxdist.base.errors import ResourceError, Timeout
+from mlxdist.base.own_threads import OwnThread
+
+__all__ = ["ACTIVE", "GID_TYPES", "REAL_PROVIDER", "Device", "Gid", "list_devices", "port_remedy", "speed_of"]
+
+# The library of RDMA that systems of this kind have.
+REAL_PROVIDER = "librdma" if sys.platform == "darwin" else "ibverbs"
+
+GID_TYPES = ("IB", "RoCE v1", "RoCE v2", "unknown", "memory", "TCP")  # enum mlxdist_gid_type of mlxdist.h
+ACTIVE = "ACTIVE"
+STATES = ("NOP", "DOWN", "INIT", "ARMED", ACTIVE, "ACTIVE_DEFER")  # enum ibv_port_state
+LINK_LAYERS = ("unspecified", "InfiniBand", "Ethernet")
+# enum ibv_transport_type; Apple's own has the number 100.
+TRANSPORTS = {0: "InfiniBand", 1: "iWARP", 2: "usNIC", 3: "usNIC UDP", 100: "Thunderbolt"}
+LIMITS = ("max_qp", "max_qp_wr", "max_sge", "max_cq", "max_cqe", "max_mr", "max_mr_size", "max_pd", "max_message")
+
+# Lanes and Gbit/s a lane, as ibv_port_attr encodes them.
+_LANES = {1: 1, 2: 4, 4: 8, 8: 12, 16: 2}
+_LANE_SPEEDS = {1: 2.5, 2: 5.0, 4: 10.0, 8: 10.0, 16: 14.0, 32: 25.0, 64: 50.0, 128: 100.0}
+
+_IPV4_MAPPED = b"\0" * 10 + b"\xff\xff"
+_MOST_DEVICES = 256
+
+
+@dataclass(frozen=True)
+class Gid:
+    """An address of a device: line ``index`` of its port's table."""
+
+    index: int
+    type: str  # of GID_TYPES
+    address: bytes  # 16
+    prefix: int | None = None  # bits of the IPv4 subnet
+    interface: str = ""
+
+    @property
+    def ipv4(self) -> ipaddress.IPv4Address | None:
+        return ipaddress.IPv4Address(self.address[12:]) if self.address.startswith(_IPV4_MAPPED) else None
+
+    @property
+    def is_link_local(self) -> bool:
+        """fe80::/10, or ::ffff:169.254.0.0/112."""
+        return (self.ipv4 or ipaddress.IPv6Address(self.address)).is_link_local
+
+    def __str__(self) -> str:
+        if self.ipv4 is None:
+            return str(ipaddress.IPv6Address(self.address))
+        return f"{self.ipv4}" if self.prefix is None else f"{self.ipv4}/{self.prefix}"
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device; everything behind ``error`` is known only where that is empty, and is of its first port."""
+
+    provider: str
+    name: str
+    error: str = ""  # the call that failed, and how
+    state: str = ""  # of STATES
+    gids: tuple[Gid, ...] = ()
+    firmware: str = ""
+    guid: str = ""
+    transport: str = ""
+    ports: int = 0
+    link_layer: str = ""
+    speed: float | None = None  # Gbit/s
+    active_mtu: int | None = None
+    max_mtu: int | None = None
+    limits: Mapping[str, int] = field(default_factory=dict, hash=False)
+
+    @property
+    def is_active(self) -> bool:
+        return not self.error and self.state == ACTIVE
+
+    @property
+    def interfaces(self) -> tuple[str, ...]:
+        """The network interfaces that it shares its port with."""
+        return tuple(dict.fromkeys(gid.interface for gid in self.gids if gid.interface))
+
+    def to_json(self) -> dict[str, Any]:
+        gids = [
+            {
+                "index": gid.index,
+                "type": gid.type,
+                "gid": f"::ffff:{gid.ipv4}" if gid.ipv4 else str(ipaddress.IPv6Address(gid.address)),
+                "ipv4": gid.ipv4 and str(gid.ipv4),
+                "prefix": gid.prefix,
+                "interface": gid.interface,
+            }
+            for gid in self.gids
+        ]
+        return vars(self) | {"gids": gids, "limits": dict(self.limits)}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "Device":
+        gids = tuple(
+            Gid(gid["index"], gid["type"], ipaddress.IPv6Address(gid["gid"]).packed, gid["prefix"], gid["interface"])
+            for gid in fields["gids"]
+        )
+        return cls(**fields | {"gids": gids})
+
+
+def list_devices(provider: str, soft_profile: str = "ideal", seconds: float = 10.0) -> list[Device]:
+    """All devices of a provider, each opened, asked and closed.
+
+    Raises:
+        ResourceError: there is no such provider here, or it cannot list its devices.
+        Timeout: a call of the provider's library has not returned. The thread that it is in cannot be ended.
+    """
+    from mlxdist._native import ffi, lib  # here: who only unpacks devices needs no engine
+
+    room = ffi.new("mlxdist_device[]", _MOST_DEVICES)
+    found: list[int] = []
+    failure: list[str] = []
+
+    def ask() -> None:
+        found.append(lib.mlxdist_devices(provider.encode(), soft_profile.encode(), room, _MOST_DEVICES))
+        failure.append(ffi.string(lib.mlxdist_last_error()).decode(errors="replace"))  # a thread has its own
+
+    thread = OwnThread(target=ask, name="mlxdist-devices", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not failure:
+        text = ffi.new("char[]", 128)
+        lib.mlxdist_devices_call(text, len(text))
+        raise Timeout(
+            f"{ffi.string(text).decode(errors='replace')} of provider {provider} has not returned for {seconds:g} s; "
+            "Apple's driver does that for ports that are down: plug in their cables, or restart the machine"
+        )
+    if found[0] < 0:
+        raise ResourceError(failure[0])
+    return [_device(provider, room[i], ffi) for i in range(min(found[0], _MOST_DEVICES))]
+
+
+def port_remedy() -> str:
+    """What to do about a port of a Mac in bridge0 or without an IPv4 address, in the words of the engine's errors."""
+    from mlxdist._native import ffi, lib  # here: who only unpacks devices needs no engine
+
+    return ffi.string(lib.mlxdist_port_remedy()).decode()
+
+
+def speed_of(width: int, speed: int) -> float | None:
+    """Gbit/s of a link; None where the device does not say, or not in values of the standard."""
+    if width not in _LANES or speed not in _LANE_SPEEDS:
+        return None
+    return _LANES[width] * _LANE_SPEEDS[speed]
+
+
+def _device(provider: str, native: Any, ffi: Any) -> Device:
+    name, error = _text(native.name, ffi), _text(native.error, ffi)
+    if error:
+        return Device(provider, name, error, transport=TRANSPORTS.get(native.transport, ""))
+    return Device(
+        provider,
+        name,
+        state=STATES[native.state] if 0 <= native.state < len(STATES) else str(native.state),
+        gids=tuple(_gid(native.gids[i], ffi) for i in range(native.gid_count)),
+        firmware=_text(native.firmware, ffi),
+        guid=bytes(native.guid).hex(":", 2),
+        transport=TRANSPORTS.get(native.transport, ""),
+        ports=native.ports,
+        link_layer=LINK_LAYERS[native.link_layer] if 0 <= native.link_layer < len(LINK_LAYERS) else "unspecified",
+        speed=None if provider == "soft" else speed_of(native.width, native.speed),
+        active_mtu=native.active_mtu or None,
+        max_mtu=native.max_mtu or None,
+        limits={limit: getattr(native, limit) for limit in LIMITS},
+    )
+
+
+def _gid(native: Any, ffi: Any) -> Gid:
+    prefix = native.prefix if native.prefix >= 0 else None
+    return Gid(native.index, GID_TYPES[native.type], bytes(native.bytes), prefix, _text(native.interface, ffi))
+
+
+def _text(field: Any, ffi: Any) -> str:
+    return ffi.string(field).decode(errors="replace")

@@ -1,0 +1,202 @@
+"""What keeps a machine or a device from RDMA, and what to do. From facts to findings; nothing is read here."""
+
+import enum
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mlxdist.cluster.facts.rdma import Facts, ThunderboltPort
+from mlxdist.cluster.facts.thunderbolt import THUNDERBOLT_5
+
+from .device import Device, port_remedy
+
+__all__ = ["Finding", "Verdict", "diagnose_device", "diagnose_host"]
+
+_MACOS = (26, 2)
+_MEMLOCK = 64 << 20  # slabs of a few dozen peers
+_ENOSYS = re.compile(r"errno:? 38\b", re.IGNORECASE)
+
+
+class Verdict(enum.StrEnum):
+    OK = "ok"
+    NOT_APPLE_SILICON = "not Apple silicon"
+    MACOS_TOO_OLD = "macOS too old"
+    RDMA_CTL_OFF = "rdma_ctl off"
+    THUNDERBOLT_4 = "Thunderbolt 4"
+    SLOW_CABLE = "cable below Thunderbolt 5"
+    PORT_DOWN = "port down"
+    BRIDGED = "bridged"
+    NO_IPV4 = "no IPv4 GID"
+    NO_KERNEL_RDMA = "no kernel RDMA"
+    NO_LIBRARY = "library fails"
+    NO_DEVICE = "no device"
+    MEMLOCK = "memlock limit too low"
+    NOT_PERMITTED = "not permitted"
+    NOT_OPENED = "cannot be opened"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``subject``: a device, or "" for the machine. ``remedy`` is empty where nothing is wrong."""
+
+    verdict: Verdict
+    subject: str
+    what: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what}; {self.remedy}" if self.remedy else self.what
+
+
+def diagnose_host(facts: Facts, devices: Sequence[Device], error: str = "") -> list[Finding]:
+    """What is wrong with the machine, whatever its devices say. ``error``: why they could not be listed."""
+    found = _diagnose_mac(facts) if facts.system == "Darwin" else _diagnose_linux(facts, devices)
+    known = {finding.verdict for finding in found}
+    # On a Mac the library is missing, or lists nothing, for one of the reasons above; Linux has it without a device.
+    explained = (
+        bool(known) if facts.system == "Darwin" else Verdict.NO_KERNEL_RDMA in known and bool(_ENOSYS.search(error))
+    )
+    if error and not explained:
+        found.append(Finding(Verdict.NO_LIBRARY, "", error))
+    if not devices and not error and not known:
+        found.append(
+            Finding(
+                Verdict.NO_DEVICE,
+                "",
+                "there is no RDMA device",
+                "look whether the card is there (`lspci`) and its driver loaded (`rdma link`)"
+                if facts.system != "Darwin"
+                else "restart the Mac: macOS makes one for every Thunderbolt port (`ibv_devices`)",
+            )
+        )
+    return found
+
+
+def diagnose_device(device: Device, facts: Facts | None = None) -> list[Finding]:
+    """What is wrong with a device, the first cause first; that it is ready where nothing is. Never empty."""
+    facts = facts or Facts()
+    found = _diagnose_port(device, facts) if not device.error else [_diagnose_error(device)]
+    return found or [Finding(Verdict.OK, device.name, f"{device.name} is ready")]
+
+
+def _diagnose_mac(facts: Facts) -> list[Finding]:
+    if facts.machine != "arm64":
+        return [
+            Finding(
+                Verdict.NOT_APPLE_SILICON,
+                "",
+                f"this is no Apple silicon, or Python runs as {facts.machine or 'another processor'}",
+                "RDMA over Thunderbolt needs a Mac with Thunderbolt 5 and a Python for arm64",
+            )
+        ]
+    found = []
+    if facts.macos is not None and facts.macos < _MACOS:
+        version = ".".join(map(str, facts.macos))
+        found.append(
+            Finding(Verdict.MACOS_TOO_OLD, "", f"macOS {version} has no RDMA", "update to macOS 26.2 or newer")
+        )
+    if _is_thunderbolt_4(facts.thunderbolt):
+        found.append(
+            Finding(
+                Verdict.THUNDERBOLT_4,
+                "",
+                "the Thunderbolt ports of this Mac end at 40 Gb/s: it has no Thunderbolt 5, though macOS lists devices",
+                "use a Mac with Thunderbolt 5; ranks reach this one by TCP",
+            )
+        )
+    if facts.rdma_ctl == "disabled":
+        found.append(
+            Finding(
+                Verdict.RDMA_CTL_OFF,
+                "",
+                "RDMA is switched off (`rdma_ctl status`: disabled)",
+                "start the Mac in recovery, run `rdma_ctl enable` in Terminal there, restart",
+            )
+        )
+    return found
+
+
+def _is_thunderbolt_4(ports: Sequence[ThunderboltPort]) -> bool:
+    """An empty port tells its own speed, and one in use that of the slowest part: what it has at least."""
+    speeds = [port.speed for port in ports if port.speed is not None]
+    empty = [port for port in ports if port.speed is not None and not port.connected]
+    return bool(speeds) and max(speeds) < THUNDERBOLT_5 and bool(empty)
+
+
+def _diagnose_linux(facts: Facts, devices: Sequence[Device]) -> list[Finding]:
+    found = []
+    if facts.kernel_rdma is False and not devices:  # libraries for tests have some all the same
+        found.append(
+            Finding(
+                Verdict.NO_KERNEL_RDMA,
+                "",
+                "the kernel has no RDMA device (/sys/class/infiniband is missing)",
+                "load the card's driver; to try RDMA without a card: `modprobe rdma_rxe`, then "
+                "`rdma link add rxe0 type rxe netdev eth0`",
+            )
+        )
+    if facts.refused:
+        found.append(
+            Finding(
+                Verdict.NOT_PERMITTED,
+                "",
+                f"this user may not open {', '.join(facts.refused)}",
+                "make it readable and writable for the user; into a container: `--device=/dev/infiniband`",
+            )
+        )
+    if devices and facts.memlock is not None and facts.memlock < _MEMLOCK:
+        found.append(
+            Finding(
+                Verdict.MEMLOCK,
+                "",
+                f"this process may lock {facts.memlock // 1024} KiB of memory, and RDMA needs to lock its buffers",
+                "raise the limit: `ulimit -l unlimited`, or `* - memlock unlimited` in /etc/security/limits.conf; of a "
+                "container: `--ulimit memlock=-1`",
+            )
+        )
+    return found
+
+
+def _diagnose_error(device: Device) -> Finding:
+    if re.search(r"\(errno (1|13)\)", device.error):
+        what = f"this user may not open {device.name}: {device.error}"
+        return Finding(Verdict.NOT_PERMITTED, device.name, what, "give the user access to /dev/infiniband")
+    what = f"{device.name} cannot be opened: {device.error}"
+    return Finding(Verdict.NOT_OPENED, device.name, what, "look into the kernel's log, restart the machine")
+
+
+def _diagnose_port(device: Device, facts: Facts) -> list[Finding]:
+    found = []
+    interface = device.interfaces[0] if device.interfaces else device.name.removeprefix("rdma_")
+    for port in facts.thunderbolt:
+        slow = port.connected and port.speed is not None and port.speed < THUNDERBOLT_5
+        if slow and port.interface == interface and not _is_thunderbolt_4(facts.thunderbolt):
+            what = f"the cable in Thunderbolt {port.receptacle} ({device.name}) runs at {port.speed} Gb/s"
+            remedy = "use a cable for Thunderbolt 5, to a Mac with Thunderbolt 5"
+            found.append(Finding(Verdict.SLOW_CABLE, device.name, what, remedy))
+    if not device.is_active:
+        remedy = "plug in the cable" if device.state == "DOWN" else "wait for the port to come up"
+        if device.link_layer == "InfiniBand" and device.state != "DOWN":
+            remedy = "start a subnet manager (opensm) on one of the hosts"
+        elif device.provider == "librdma":
+            remedy += "; RDMA must be enabled on the Mac at its other end, too"
+        found.append(Finding(Verdict.PORT_DOWN, device.name, f"{device.name} is {device.state}", remedy))
+    if not any(gid.ipv4 for gid in device.gids) and device.link_layer != "InfiniBand" and device.is_active:
+        found.append(_without_ipv4(device, interface, facts))
+    return found
+
+
+def _without_ipv4(device: Device, interface: str, facts: Facts) -> Finding:
+    if interface in facts.bridged:
+        return Finding(
+            Verdict.BRIDGED,
+            device.name,
+            f"{interface} of {device.name} is a member of bridge0 (Thunderbolt Bridge), and has no IPv4 address itself",
+            f"{port_remedy()}; by hand `sudo ifconfig {interface} inet 10.0.1.1/24`, and if connecting then fails with "
+            f"errno 22 `sudo ifconfig bridge0 deletem {interface}`",
+        )
+    remedy = f"give its interface one, such as `sudo ip address add 10.0.1.1/24 dev {interface}`, or set MLXDIST_RDMA"
+    if device.provider == "librdma":
+        remedy = f"{port_remedy()}; by hand `sudo ifconfig {interface} inet 10.0.1.1/24`"
+    what = f"{device.name} has no IPv4 address, so nothing says which device it is joined to"
+    return Finding(Verdict.NO_IPV4, device.name, what, remedy)

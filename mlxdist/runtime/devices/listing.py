@@ -1,0 +1,104 @@
+"""Lists the devices in a process of its own: drivers hang, and crash, on ports that are down.
+
+python -m mlxdist.runtime.devices.listing PROVIDER SOFT_PROFILE SECONDS     prints JSON
+"""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlxdist.base import errors
+from mlxdist.base.own_python import own_module
+from mlxdist.base.own_threads import OwnThread
+
+from .device import Device, list_devices
+
+__all__ = ["Listing", "list_apart", "may_have_devices"]
+
+# Of the child, to start and to say what has hung: beyond that nothing comes.
+_MARGIN = 5.0
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The devices of a provider, or why there are none: ``error`` is empty where the provider has answered."""
+
+    provider: str
+    devices: tuple[Device, ...] = ()
+    error: str = ""
+    source: str = "mlxdist"  # or "pyverbs"
+
+
+def list_apart(provider: str, soft_profile: str = "ideal", seconds: float = 10.0, pyverbs: bool = False) -> Listing:
+    """All devices of a provider. Never raises, never waits much longer than ``seconds``.
+
+    Args:
+        pyverbs: rdma-core's Python bindings list them, where they are installed.
+    """
+    command = own_module("mlxdist.runtime.devices.listing", provider, soft_profile, f"{seconds:g}")
+    command += ["pyverbs"] if pyverbs and provider == "ibverbs" and importlib.util.find_spec("pyverbs") else []
+    try:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+    except OSError as error:
+        return Listing(provider, error=f"cannot start {sys.executable} to list the devices: {error.strerror}")
+    try:
+        output, complaint = child.communicate(timeout=seconds + _MARGIN)
+    except subprocess.TimeoutExpired:
+        child.kill()  # without waiting: in a driver, not even SIGKILL ends a process at once
+        OwnThread(target=child.wait, daemon=True).start()
+        return Listing(provider, error=f"listing the devices of {provider} has not ended after {seconds + _MARGIN:g} s")
+    except BaseException:
+        child.kill()
+        raise
+    if child.returncode < 0:
+        name = signal.Signals(-child.returncode).name
+        return Listing(provider, error=f"listing the devices of {provider} crashed ({name}): its driver is broken")
+    try:
+        answer = json.loads(output)
+    except ValueError:
+        last = complaint.strip().splitlines()[-1:] or ["it printed nothing"]
+        return Listing(provider, error=f"listing the devices of {provider} failed: {last[0]}")
+    devices = tuple(Device.from_json(fields) for fields in answer["devices"])
+    return Listing(provider, devices, answer["error"], answer["source"])
+
+
+def may_have_devices() -> bool:
+    """Whether this machine's kernel knows of RDMA devices, as far as that can be told without the library."""
+    if sys.platform == "darwin":
+        return True
+    folder = Path("/sys/class/infiniband")
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def _answer(provider: str, soft_profile: str, seconds: float, pyverbs: bool) -> Listing:
+    try:
+        if pyverbs:
+            from . import with_pyverbs
+
+            return Listing(provider, tuple(with_pyverbs.list_devices()), source="pyverbs")
+        return Listing(provider, tuple(list_devices(provider, soft_profile, seconds)))
+    except errors.Error as error:
+        return Listing(provider, error=str(error), source="pyverbs" if pyverbs else "mlxdist")
+
+
+def _main(arguments: list[str]) -> None:
+    listing = _answer(arguments[0], arguments[1], float(arguments[2]), "pyverbs" in arguments[3:])
+    devices = [device.to_json() for device in listing.devices]
+    print(json.dumps(vars(listing) | {"devices": devices}), flush=True)
+    os._exit(0)  # a thread that hangs in a driver is not waited for
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])

@@ -1,0 +1,75 @@
+"""Whether the devices have queue pairs enough for all ranks, before the first one is made.
+
+Thunderbolt devices have 10, over all processes of a Mac. R ranks on each of two Macs make R * R pairs of ranks over the
+cable between them, and each pair takes 2 queue pairs at both ends: 2 ranks a Mac need 8, and 3 would need 18.
+"""
+
+import collections
+import math
+from collections.abc import Callable, Collection, Sequence
+
+from mlxdist.base.errors import InvalidArgument, name_ranks
+
+from .links import Choice
+from .node_info import Place
+
+__all__ = ["OF_A_LINK", "advice", "check_queue_pairs", "in_words", "usable"]
+
+OF_A_LINK = 2  # eager and bulk
+_THUNDERBOLT = 10  # Apple's TN3205; query_device says 11, and one was seen that says 3
+
+
+def usable(provider: str, max_qp: int) -> int | None:
+    """How many queue pairs a device really has. ``max_qp``: what it says itself, 0 for nothing; None: not known."""
+    if provider == "librdma":
+        return min(max_qp, _THUNDERBOLT) if max_qp else _THUNDERBOLT
+    return max_qp or None
+
+
+def check_queue_pairs(
+    places: Sequence[Place], wires: Collection[tuple[int, int]] | None, choice_of: Callable[[int], Choice]
+) -> None:
+    """The same on every rank. The software provider needs no check: there each rank has devices of its own.
+
+    Args:
+        wires: the pairs of ranks that the user joins at all; None for every pair.
+        choice_of: what a rank has chosen.
+
+    Raises:
+        InvalidArgument: a device has too few.
+    """
+    limits = {
+        (place.identity, device.provider, device.name): limit
+        for place in places
+        for device in place.devices
+        if device.provider != "soft" and (limit := usable(device.provider, device.limits.get("max_qp", 0)))
+    }
+    ranks_of = collections.Counter(place.identity for place in places)
+    if all(limit >= OF_A_LINK * ranks_of[host] * len(places) for (host, *_), limit in limits.items()):
+        return
+    pairs: dict[tuple[bytes, str, str], list[tuple[int, int]]] = collections.defaultdict(list)
+    for rank, place in enumerate(places):
+        for peer, links in enumerate(choice_of(rank).links):
+            for link in links if wires is None or (rank, peer) in wires else ():
+                pairs[place.identity, link.provider, link.device].append((rank, peer))
+    for key, joined in pairs.items():
+        if key in limits and OF_A_LINK * len(joined) > limits[key]:
+            ranks, peers = (name_ranks(sorted(set(side))) for side in zip(*joined))
+            host = next(place.host for place in places if place.identity == key[0])
+            text = in_words(key[2], len(joined), limits[key])
+            raise InvalidArgument(f"host {host}: {text}; it joins {ranks} to {peers}; {advice(limits[key])}")
+
+
+def in_words(device: str, pairs: int, limit: int) -> str:
+    return (
+        f"{device} has {limit} queue pairs, and {pairs} pairs of ranks over it would need {OF_A_LINK * pairs}: "
+        f"{OF_A_LINK} each"
+    )
+
+
+def advice(limit: int) -> str:
+    most = math.isqrt(limit // OF_A_LINK)
+    return (
+        f"start at most {most} rank{'s' * (most > 1)} on each host ({OF_A_LINK} * {most} * {most} = "
+        f"{OF_A_LINK * most**2}), add cables, or let them use TCP: MLXDIST_PROVIDER=soft"
+    )

@@ -1,0 +1,463 @@
+"""The group of ranks: what it knows of itself, and what can be made of it."""
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+from mlxdist.base import errors
+from mlxdist.base.environment import ALGORITHMS, Environment
+from mlxdist.base.schedulers import refuse_launchers
+
+from . import at_exit, flight_recorder
+from .handle import Handle, Operation
+from .native import bridge, ffi, last_error, layout, lib
+from .registration import Registration
+from .timeout import checked_timeout, time_limit
+from .world import World
+
+__all__ = ["Group", "current_run", "default_group", "init"]
+
+# Operations that have more than one algorithm: those of mlxdist_operation, by the names of mlxdist's functions.
+_OPERATIONS = {
+    "all_reduce": lib.MLXDIST_ALL_REDUCE,
+    "all_sum": lib.MLXDIST_ALL_REDUCE,
+    "all_max": lib.MLXDIST_ALL_REDUCE,
+    "all_min": lib.MLXDIST_ALL_REDUCE,
+    "all_gather": lib.MLXDIST_ALL_GATHER,
+    "reduce_scatter": lib.MLXDIST_REDUCE_SCATTER,
+    "sum_scatter": lib.MLXDIST_REDUCE_SCATTER,
+    "broadcast": lib.MLXDIST_BROADCAST,
+    "reduce": lib.MLXDIST_REDUCE,
+    "gather": lib.MLXDIST_GATHER,
+    "scatter": lib.MLXDIST_SCATTER,
+    "barrier": lib.MLXDIST_BARRIER,
+}
+
+
+class Group:
+    """Ranks that communicate with each other. Made by :func:`init`, and by :meth:`split` of a larger one.
+
+    Use it with mlxdist's own operations, or hand ``group.mlx`` to anything that takes an ``mx.distributed.Group``:
+    ``mx.distributed``, ``mlx.nn`` and mlx-lm then run on mlxdist's transport.
+    """
+
+    def __init__(self, world: World, connection: Any) -> None:
+        self._world = world
+        self._connection = connection  # the bridge's view of the native group
+        self._rank: int = connection.rank
+        self._size: int = connection.size
+        self._closed = False
+        # mlxdist_group *; None in a group of one, and when operations are over
+        self._native = ffi.cast("mlxdist_group *", connection.group) if self._size > 1 else None
+        self._mlx: mx.distributed.Group = connection.mlx_group()
+        self._timeout: float | None = None
+        # One entry for each thread that is in the engine. Appending and taking away are single steps of the
+        # interpreter: a lock would cost as much as a small operation.
+        self._running: list[None] = []
+        world.add(self)
+
+    def rank(self) -> int:
+        """The number of this process in the group, from 0."""
+        return self._rank
+
+    def size(self) -> int:
+        """The number of processes in the group."""
+        return self._size
+
+    @property
+    def mlx(self) -> mx.distributed.Group:
+        """The same group for MLX: ``mx.distributed.all_sum(x, group=group.mlx)``."""
+        self._require_open()
+        return self._mlx
+
+    @property
+    def provider(self) -> str:
+        """The verbs provider that carries the messages ("soft"); "none" in a group of one."""
+        return self._text(lib.mlxdist_group_provider, "none")
+
+    @property
+    def provider_reason(self) -> str:
+        """Why that provider was chosen ("all ranks are on one host")."""
+        return self._world.provider_reason
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds that an operation of this group may go without progress before it fails, on all ranks; 0: no limit.
+
+        ``None``, unless ``MLXDIST_TIMEOUT`` says something else: 30 s where the rank that is waited for has come to the
+        operation too, 30 minutes where it has not but is alive. May be set, on all ranks alike. It holds for
+        operations that begin later, also those of MLX; a ``timeout`` given with an operation goes before it. A group
+        made by :meth:`split` begins with that of this one.
+        """
+        return self._timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float | None) -> None:
+        self._require_open()
+        self._timeout = checked_timeout("Group.timeout", seconds)
+        if self._native is not None:
+            lib.mlxdist_group_set_timeout(self._native, -1 if seconds is None else seconds)
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """Returns once every rank has called it. Arrays of MLX that are not evaluated yet do not take part.
+
+        Args:
+            timeout: seconds, as for operations (:mod:`mlxdist.runtime.ops`); ``None`` for that of the group.
+
+        Raises:
+            Timeout, PeerLost, Aborted, TransportError: not all ranks came; the text names one that has not.
+        """
+        if timeout is None:
+            self.call(lib.mlxdist_barrier)
+            return
+        with time_limit("barrier", timeout):
+            self.call(lib.mlxdist_barrier)
+
+    def meet(self, timeout: float | None = None) -> None:
+        """Returns once every rank has called it, and has done what it has submitted to MLX.
+
+        For places where one rank may need seconds longer than another: after loading or saving, before the first step.
+        Ranks wait here, on the CPU, and not in GPU work, which macOS ends when it waits for about 5 s. The next 256
+        operations with each rank meet, too: kernels that only one rank has to compile keep the others on the CPU.
+
+        Waited for are the default stream and all CPU streams of MLX; those of other threads on a GPU are theirs to
+        synchronize.
+
+        Args:
+            timeout: seconds, as for :meth:`barrier`.
+
+        Raises:
+            Timeout, PeerLost, Aborted, TransportError: not all ranks came; the text names one that has not.
+        """
+        mx.synchronize()
+        bridge.wait_for_cpu_streams()
+        self.barrier(timeout)
+        if self._native is not None:
+            lib.mlxdist_expect_late(self._native)
+
+    def split(self, color: int, key: int = -1) -> "Group | None":
+        """Makes a group of the ranks that pass the same ``color``, as ``mx.distributed.Group.split`` does.
+
+        All ranks of this group must call it. The groups work side by side, on the same queue pairs. Each has an order
+        of its own, in which all its ranks must call its operations: what one thread, or MLX, does in one group may
+        come before or after what another does in a second one. One thread alone does one after the other: where it
+        waits in one group for a rank that waits for it in another, both get a :class:`Mismatch`. The groups end when
+        they are no longer used, or with the world. Numbers of groups are not used again: after 32,767 splits in which
+        a rank took part the next one raises, so make groups once and keep them.
+
+        Args:
+            color: from 0 to 2147483647; a negative number to be in no group.
+            key: ranks are numbered in the order of their keys, and where these are equal in the order of this group.
+                A negative key stands for the rank in this group.
+
+        Returns:
+            The group of this rank; ``None`` for a negative ``color``.
+
+        Raises:
+            InvalidArgument: a number has more than 32 bits.
+            Mismatch, Timeout, PeerLost, Aborted: not all ranks took part.
+        """
+        for name, number in (("color", color), ("key", key)):
+            if not -(2**31) <= number < 2**31:
+                raise errors.InvalidArgument(f"split: {name} is {number}, which has more than 32 bits")
+        try:
+            self._running.append(None)
+            self._require_open()
+            connection = self._connection.split(color, key)
+        finally:
+            self._running.pop()
+        if connection is None:
+            return None
+        group = Group(self._world, connection)
+        if self._timeout is not None:
+            group.timeout = self._timeout
+        return group
+
+    def register(self, buffer: Any) -> Registration:
+        """Registers memory with the device, so that large messages leave from it without being copied into a slot.
+
+        Worth its time for buffers that are sent often: registering costs more than copying once.
+
+        Args:
+            buffer: a NumPy array, an ``mx.array`` or anything with the buffer protocol, in one piece. It is kept, and
+                must not be resized, until the registration is released. An ``mx.array`` is evaluated; MLX does not
+                reuse its memory for results meanwhile.
+
+        Raises:
+            InvalidArgument: ``buffer`` is no buffer, or not contiguous.
+            ResourceError: the device can register no more.
+        """
+        self._require_open()
+        registration = Registration(_memory(buffer), self._native)
+        self._world.registrations.add(registration)
+        return registration
+
+    def algorithm(self, operation: str, array: int | Any) -> str:
+        """How ``operation`` moves its data: "direct", "mesh", "ring", "doubling" or "tree"; "none" in a group of one.
+
+        Args:
+            operation: the name of a function of mlxdist that has a choice, such as "all_sum".
+            array: the input, or its number of bytes.
+
+        Raises:
+            InvalidArgument: there is no such operation, or it has no choice.
+        """
+        self._require_open()
+        if operation not in _OPERATIONS:
+            raise errors.InvalidArgument(
+                f"algorithm: {operation!r} is no operation with a choice; those are {', '.join(_OPERATIONS)}"
+            )
+        if self._native is None:
+            return "none"
+        nbytes = array if isinstance(array, int) else array.nbytes
+        if operation == "scatter":  # the engine goes by what arrives, since only the root has the whole
+            nbytes //= self._size
+        described = layout("uint8", (nbytes,))
+        return ALGORITHMS[lib.mlxdist_group_algorithm(self._native, _OPERATIONS[operation], described)]
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the group began: operations, bytes, work requests, times in nanoseconds.
+
+        The keys are the fields of ``mlxdist_stats`` in ``mlxdist.h``, which explains them and says which are the
+        group's own and which the process's. All are 0 in a group of one.
+        """
+        self._require_open()
+        counters = ffi.new("mlxdist_stats *")
+        if self._native is not None:
+            lib.mlxdist_group_stats(self._native, counters)
+        return {name: getattr(counters, name) for name, _ in ffi.typeof("mlxdist_stats").fields}
+
+    def abort(self, reason: str) -> None:
+        """Ends every operation of all groups, on all ranks, with an :class:`Aborted` that has ``reason`` in its text.
+
+        Any thread may call it. Operations that are under way end at once, in evaluations of MLX too, and later ones
+        raise the same error.
+        """
+        self._require_open()
+        self._world.abort(reason)
+
+    def finalize(self) -> None:
+        """Waits until all ranks have come here, then takes the world down: this group and those split off.
+
+        A rank that leaves while others still communicate with it is a mistake in the program: it fails on both sides
+        with a :class:`Mismatch`. Operations that have been started (``async_op``, ``mx.async_eval``) are waited for.
+        Runs by itself when the process exits. Operations afterwards raise; a second call does nothing.
+
+        Raises:
+            InvalidArgument: this group was made by :meth:`split`: it needs no end of its own.
+            Mismatch, Timeout, PeerLost, Aborted: the other ranks did not come.
+        """
+        if self._connection is not self._world.connection:
+            raise errors.InvalidArgument(
+                "finalize: a group made by split() ends by itself, when it is no longer used or with the world; "
+                "finalize the group of mlxdist.init()"
+            )
+        if not self._world.closed:
+            at_exit.unregister()
+            if leaving := at_exit.exit_in_progress():
+                self._world.end_with(leaving)
+        self._world.finalize()
+
+    # For mlxdist's own modules.
+
+    def call(self, function: Callable[..., int], *arguments: Any) -> None:
+        """Calls an operation of the engine on this group and waits for it; nothing in a group of one."""
+        try:  # around the first line too: Ctrl-C may come anywhere
+            self._running.append(None)  # first: finalize() closes the group, then looks here
+            bridge.mark_line()
+            native = self._native
+            if native is None:
+                self._require_open()
+            elif status := function(native, *arguments, ffi.NULL):
+                raise self._error(status)
+        finally:
+            self._running.pop()
+
+    def start(self, name: str, result: Any, memory: Any, function: Callable[..., int], *arguments: Any) -> Handle:
+        """Starts an operation of the engine. ``memory``: what it works on; ``result``: what its handle gives."""
+        pending = self._world.pending
+        pending.sweep()
+        operation = Operation(name, (self, memory), pending)
+        bridge.mark_line()
+        try:
+            self._running.append(None)
+            native = self._native
+            if native is None:
+                self._require_open()
+                return Handle(None, pending, result)
+            pending.running.add(operation)
+            if status := function(native, *arguments, operation.native):
+                raise self._error(status)
+            return Handle(operation, pending, result)
+        finally:
+            if operation.native[0] == ffi.NULL:  # it has not started
+                pending.running.discard(operation)
+            self._running.pop()
+
+    @property
+    def connection(self) -> Any:
+        """The bridge's handle."""
+        self._require_open()
+        return self._connection
+
+    def add_door(self, door: Any) -> None:
+        """Another way into the engine (mpi_door.py), which ends with the world: see :attr:`World.doors`."""
+        self._require_open()
+        self._world.doors.append(door)
+
+    def shut(self) -> None:
+        """From now on every operation is refused."""
+        self._closed = True
+        self._native = None
+
+    def is_idle(self, seconds: float) -> bool:
+        """Whether all calls have returned, after at most ``seconds``."""
+        deadline = time.monotonic() + seconds
+        while self._running and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return not self._running
+
+    def __repr__(self) -> str:
+        return f"<mlxdist.Group rank {self._rank} of {self._size}{', finalized' if self._closed else ''}>"
+
+    def _error(self, status: int) -> errors.Error:
+        error = errors.from_status(status, last_error())
+        if status == lib.MLXDIST_INVALID_ARGUMENT:  # that has not failed the group
+            return error
+        self._world.pending.told_error = True
+        return flight_recorder.explain(error)
+
+    def _require_open(self) -> None:
+        if not self._closed:
+            return
+        if self._world.forked:
+            raise errors.InvalidArgument(
+                f"this process was forked from rank {self._rank}, and a group does not survive a fork; use it in the "
+                "process that called mlxdist.init(), or start the child with subprocess or multiprocessing's spawn"
+            )
+        raise errors.InvalidArgument(
+            f"the group of rank {self._rank} has been finalized; do this before finalize(), or in the group that "
+            "mlxdist.init() makes when all ranks call it again"
+        )
+
+    def _text(self, function: Callable[[Any], Any], alone: str) -> str:
+        self._require_open()
+        return alone if self._native is None else ffi.string(function(self._native)).decode()
+
+
+def _memory(buffer: Any) -> Any:
+    """The bytes of a buffer, for cffi: they stay where they are as long as the result lives."""
+    kind = type(buffer).__name__
+    if isinstance(buffer, mx.array):
+        # An array of its own on the same memory: x += 1 would let go of that of x.
+        own = mx.stop_gradient(buffer)
+        mx.eval(buffer, own)
+        buffer = memoryview(own)
+    # Imported here it would be half of the time that a program takes to become a rank, and an array of it there is only
+    # where somebody has imported it.
+    np = sys.modules.get("numpy")
+    if np is not None and isinstance(buffer, np.ndarray) and buffer.flags.c_contiguous:
+        buffer = buffer.reshape(-1).view(np.uint8)  # also where NumPy has no buffer for the dtype
+    try:
+        return ffi.from_buffer(buffer)
+    except (TypeError, ValueError, BufferError) as error:
+        raise errors.InvalidArgument(
+            f"register: this {kind} gives no contiguous memory ({error}); pass a contiguous array"
+        ) from None
+
+
+_world: Group | None = None
+_world_lock = threading.Lock()
+
+
+def init(strict: bool = False, backend: str = "any", *, timeout: float | None = None) -> Group:
+    """The group of all ranks that the launcher started; without a launcher, a group of one.
+
+    All ranks must call it; the call returns once they are connected. Later calls return the same group. It is taken
+    down at exit, or by :meth:`Group.finalize`; after that all ranks may call this again and get a new one. What belongs
+    to the old one, such as groups split off and arrays not evaluated, raises.
+
+    Args:
+        strict: raise instead of making a group of one when there is no launcher.
+        backend: "any" or "mlxdist", which are the same; for programs that pass what ``mx.distributed.init`` takes.
+        timeout: sets :attr:`Group.timeout`. How long to wait here for ranks that are missing is
+            ``MLXDIST_RENDEZVOUS_TIMEOUT``.
+
+    Raises:
+        InvalidArgument: another backend is asked for; there is no launcher and ``strict`` is set; this process was
+            forked from a rank; the ranks are on several hosts that no provider connects.
+        EnvironmentVariableError: an ``MLXDIST_*`` variable is malformed or contradicts another one.
+        RendezvousError: not all ranks came; or mpirun, srun, mlx.launch or torchrun has started several processes, and
+            no job of mlxdist is named.
+    """
+    global _world
+    group = _world
+    if group is not None and not group._closed and backend == "any" and timeout is None:
+        return group  # what most operations ask for
+    if backend not in ("any", "mlxdist"):
+        raise errors.InvalidArgument(
+            f"mlxdist.init: there is no backend {backend!r}; use 'any', or mx.distributed.init"
+        )
+    checked_timeout("mlxdist.init", timeout)
+    with _world_lock:
+        # A group of one holds nothing that could not be made again.
+        if (
+            _world is None
+            or (_world._world.ended and not _world._world.forked)
+            or (_world._closed and _world.size() == 1)
+        ):
+            _world = _create(strict)
+        _world._require_open()
+        if timeout is not None:
+            _world.timeout = timeout
+        return _world
+
+
+def default_group() -> Group:
+    """That of operations that name none. After ``finalize`` these do not wait for ranks to come together again.
+
+    Raises:
+        InvalidArgument: the group of several ranks has been finalized.
+    """
+    group = _world
+    if group is None or group._closed and group.size() == 1:
+        return init()
+    group._require_open()
+    return group
+
+
+def current_run() -> str:
+    """The run that this process is part of, the same on all ranks: a job with all its restarts."""
+    world = _world
+    return Environment.read().run if world is None else world._world.run
+
+
+def _create(strict: bool) -> Group:
+    environment = Environment.read()
+    if environment.rendezvous is None and "MLXDIST_RANK" not in os.environ:
+        refuse_launchers(os.environ)
+        if strict:
+            raise errors.InvalidArgument(
+                "mlxdist.init(strict=True): no launcher started this process; run it with "
+                "`mlxdist launch -n 2 -- python ...`"
+            )
+    world = World(environment, socket.gethostname())
+    group = Group(world, world.connection)
+    group._timeout = environment.timeout
+    at_exit.register(world)
+    return group
+
+
+def _after_fork() -> None:
+    global _world_lock
+    _world_lock = threading.Lock()  # another thread of the parent may have held it
+
+
+bridge.set_error_factory(lambda status, text: flight_recorder.explain(errors.from_status(status, text)))
+os.register_at_fork(after_in_child=_after_fork)

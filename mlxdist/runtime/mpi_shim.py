@@ -1,0 +1,257 @@
+"""The MPI door: programs that know nothing of mlxdist and call ``mx.distributed.init()`` run on its transport.
+
+MLX opens the library that ``MLX_MPI_LIBNAME`` names, if that speaks the C ABI of Open MPI. `mlxdist launch` names ours
+(native/mpi), and takes away what would make MLX choose another backend. docs/mpi-door.md is for users.
+
+The launcher uses ``variables``, ``diverts`` and ``check``, which need neither MLX nor the compiled half; the library
+calls ``join`` and ``wait_for_stream``.
+"""
+
+import ctypes
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mlxdist.base.errors import Error, ResourceError, to_tagged_text
+from mlxdist.version import HOW_TO_BUILD
+
+__all__ = [
+    "FUNCTIONS",
+    "OBJECTS",
+    "VARIABLE",
+    "check",
+    "diverts",
+    "find_library",
+    "join",
+    "variables",
+    "wait_for_stream",
+]
+
+VARIABLE = "MLX_MPI_LIBNAME"
+
+# What MLX looks up. One name that is missing, and it goes on without MPI and without a word, as a group of one.
+FUNCTIONS = (
+    "MPI_Allgather",
+    "MPI_Allreduce",
+    "MPI_Comm_free",
+    "MPI_Comm_rank",
+    "MPI_Comm_size",
+    "MPI_Comm_split",
+    "MPI_Finalize",
+    "MPI_Get_library_version",
+    "MPI_Init",
+    "MPI_Op_create",
+    "MPI_Recv",
+    "MPI_Send",
+    "MPI_Type_commit",
+    "MPI_Type_contiguous",
+)
+OBJECTS = (
+    "ompi_mpi_c_bool",
+    "ompi_mpi_c_complex",
+    "ompi_mpi_comm_world",
+    "ompi_mpi_double",
+    "ompi_mpi_float",
+    "ompi_mpi_int16_t",
+    "ompi_mpi_int32_t",
+    "ompi_mpi_int64_t",
+    "ompi_mpi_int8_t",
+    "ompi_mpi_op_max",
+    "ompi_mpi_op_min",
+    "ompi_mpi_op_sum",
+    "ompi_mpi_uint16_t",
+    "ompi_mpi_uint32_t",
+    "ompi_mpi_uint64_t",
+    "ompi_mpi_uint8_t",
+)
+
+# MLX's backend "any" is NCCL, ring, MPI or JACCL, the first one all of whose variables are set: besides MLX_RANK, for
+# NCCL MLX_WORLD_SIZE, NCCL_HOST_IP and NCCL_PORT, for the ring MLX_HOSTFILE, for JACCL MLX_IBV_DEVICES and its
+# coordinator. JACCL reads names without MLX_, too. The launcher gives every rank a MLX_RANK and MLX_WORLD_SIZE of its
+# own, which choose nothing by themselves; what a user's shell has would be another job's, and goes like the others.
+_DIVERTING = frozenset(
+    {"MLX_RANK", "MLX_GLOBAL_RANK", "MLX_LOCAL_RANK", "MLX_SIZE", "MLX_WORLD_SIZE"}
+    | {"MLX_HOSTFILE", "MLX_IBV_DEVICES", "NCCL_HOST_IP", "NCCL_PORT"}
+)
+_DIVERTING_PREFIXES = ("MLX_JACCL_", "JACCL_")
+
+
+def diverts(name: str) -> bool:
+    """Whether an environment variable of this name may make MLX choose a backend of its own."""
+    return name in _DIVERTING or name.startswith(_DIVERTING_PREFIXES)
+
+
+def variables() -> dict[str, str]:
+    """What makes MLX take this door.
+
+    Raises:
+        ResourceError: mlxdist has not been built.
+    """
+    return {VARIABLE: str(find_library())}
+
+
+def find_library() -> Path:
+    """Where the library is: beside mlxdist's other compiled modules, which need not be beside this file.
+
+    Raises:
+        ResourceError: mlxdist has not been built.
+    """
+    module = importlib.util.find_spec("mlxdist._native")
+    if module is None or module.origin is None:
+        raise ResourceError(f"mlxdist's compiled half is missing; build it: {HOW_TO_BUILD}")
+    suffix = "dylib" if sys.platform == "darwin" else "so"
+    return Path(module.origin).with_name(f"libmlxdist_mpi.{suffix}")
+
+
+def check(path: str | Path) -> None:
+    """Loads the library into this process and looks up all that MLX will look up.
+
+    Raises:
+        ResourceError: it does not load, or lacks a name.
+    """
+    try:
+        loaded = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise ResourceError(
+            f"mlxdist's MPI door does not load ({error}), so programs that call mx.distributed.init() would run as "
+            f"groups of one; build it: {HOW_TO_BUILD}"
+        ) from None
+    missing = [name for name in (*FUNCTIONS, *OBJECTS) if not _exports(loaded, name)]
+    if missing:
+        raise ResourceError(
+            f"mlxdist's MPI door {path} does not export {', '.join(missing)}, so programs that call "
+            f"mx.distributed.init() would run as groups of one; build it: {HOW_TO_BUILD}"
+        )
+
+
+def _exports(loaded: ctypes.CDLL, name: str) -> bool:
+    try:
+        ctypes.c_char.in_dll(loaded, name)
+    except ValueError:
+        return False
+    return True
+
+
+class _Door:
+    """What the library has under way, as finalize() sees it."""
+
+    def __init__(
+        self,
+        drain: Callable[[float], int],
+        close: Callable[[], None],
+        told_error: Callable[[], int],
+        is_busy: Callable[[], int],
+    ) -> None:
+        self._drain = drain
+        self._close = close
+        self._told_error = told_error
+        self._is_busy = is_busy
+
+    @property
+    def told_error(self) -> bool:
+        """Whether MLX has been given an error to raise."""
+        return bool(self._told_error())
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an operation of MLX runs."""
+        return bool(self._is_busy())
+
+    def keep_errors(self) -> None:
+        """From now on none is raised but where something is evaluated."""
+        self._drain(0)
+
+    def drain(self, seconds: float) -> bool:
+        """Waits for what is in MLX's streams, and then at most ``seconds`` for what still runs.
+
+        A program may never look at the last of what it has begun: mlx-lm's generation is one token ahead, in a stream
+        of its own.
+        """
+        from .native import bridge
+
+        self.keep_errors()  # they are for finalize() from now on, which asks the group itself
+        bridge.wait_for_cpu_streams()
+        return bool(self._drain(seconds))
+
+    def close(self) -> None:
+        self._close()
+
+
+def join(door: int, *unused: int) -> tuple[str, int, int]:
+    """Makes this process a rank, for the library's ``MPI_Init``, which gives the address of its ``Door``.
+
+    Returns the text of an error, or "", the address of the engine's group, and that of the bridge's
+    ``operation_failed``.
+    """
+    try:
+        from .group import init
+        from .native import bridge, ffi
+
+        group = init()
+        drain, close, told_error, is_busy = ffi.cast("uintptr_t *", door)[0:4]
+        group.add_door(
+            _Door(
+                ffi.cast("int (*)(double)", drain),
+                ffi.cast("void (*)(void)", close),
+                ffi.cast("int (*)(void)", told_error),
+                ffi.cast("int (*)(void)", is_busy),
+            )
+        )
+        _add_sum_scatter()
+        return "", group.connection.group, bridge.operation_failed()
+    except KeyboardInterrupt:
+        raise  # the library knows what to do with it
+    except BaseException as error:
+        return _text(error), 0, 0
+
+
+def _add_sum_scatter() -> None:
+    """MLX's backend for MPI raises instead. An all_sum has what it lacks: each rank keeps its part of it."""
+    import mlx.core as mx
+
+    from .native import bridge
+
+    of_mlx = mx.distributed.sum_scatter
+
+    @functools.wraps(of_mlx)
+    def sum_scatter(x: Any, *, group: Any = None, stream: Any = None) -> mx.array:
+        scattered = of_mlx(x, group=group, stream=stream)  # refuses what MLX refuses
+        members = mx.distributed.init() if group is None else group
+        if members.size() == 1 or bridge.is_own(members):
+            return scattered
+        rows = scattered.shape[0]
+        begin = members.rank() * rows
+
+        @mx.custom_function
+        def part(x: mx.array) -> mx.array:
+            return mx.distributed.all_sum(x, group=members, stream=stream)[begin : begin + rows]
+
+        part.vjp(lambda x, cotangent, result: mx.distributed.all_gather(cotangent, group=members, stream=stream))
+        return part(x)
+
+    mx.distributed.sum_scatter = sum_scatter
+
+
+def wait_for_stream(*unused: int) -> tuple[str, int, int]:
+    """Returns when MLX's CPU stream of this thread has done what it had to do; as ``join``, for ``MPI_Comm_split``."""
+    try:
+        _synchronize()
+        return "", 0, 0
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return _text(error), 0, 0
+
+
+def _synchronize() -> None:
+    import mlx.core as mx
+
+    mx.synchronize(mx.default_stream(mx.cpu))
+
+
+def _text(error: BaseException) -> str:
+    # Into C++ and back; what is not of our family arrives as Aborted, with its class in the text.
+    return to_tagged_text(error if isinstance(error, Error) else Error(f"{type(error).__name__}: {error}"))

@@ -1,0 +1,93 @@
+"""The compiled half of mlxdist, checked before first use: the engine through cffi (``ffi``, ``lib``), the MLX bridge.
+
+Importing this module imports MLX. The launcher does not need it.
+
+Raises at import:
+    VersionMismatch: the installed MLX, or the Python half of mlxdist, is not the one that the compiled half is for.
+    ImportError: mlxdist has not been built.
+"""
+
+import math
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from mlxdist.base import errors
+from mlxdist.version import HOW_TO_BUILD, __version__, install_command
+
+__all__ = ["bridge", "check", "dtype_number", "ffi", "last_error", "layout", "lib"]
+
+
+def _check_mlx() -> None:
+    # Before the bridge is loaded: with the C++ of another MLX, loading is the first thing that may fail.
+    if mx.__version__ in MLX_VERSIONS:
+        return
+    # libmlx is another package than mlx: on Linux the extra, on macOS a dependency.
+    package = "mlx[cpu]" if sys.platform == "linux" else "mlx"
+    raise errors.VersionMismatch(
+        f"mlxdist {__version__}, as built here, fits MLX {' and '.join(MLX_VERSIONS)}, but MLX {mx.__version__} is "
+        f"installed; type `{install_command(f'{package}=={MLX_VERSIONS[-1]}')}`, or, for an mlxdist that fits MLX "
+        f"{mx.__version__}, "
+        f"`{install_command('--upgrade', 'mlxdist', f'{package}=={mx.__version__}')}`"
+    )
+
+
+def _check_library() -> None:
+    built = ffi.string(lib.mlxdist_version()).decode()
+    if built != __version__:
+        raise errors.VersionMismatch(
+            f"the compiled half of mlxdist has version {built}, the Python half {__version__}; rebuild: {HOW_TO_BUILD}"
+        )
+
+
+try:
+    # MLX_VERSIONS is written by CMake from the table that the build was checked against.
+    from mlxdist._built import MLX_VERSIONS
+
+    _check_mlx()
+    from mlxdist._native import ffi, lib
+
+    _check_library()
+    from mlxdist import _bridge as bridge
+except errors.VersionMismatch:
+    raise
+except ImportError as error:
+    raise ImportError(f"mlxdist's compiled half does not load ({error}); build it: {HOW_TO_BUILD}") from error
+
+# Where in the program an operation comes from: the first frame that is in neither of these.
+bridge.set_own_folders(*(f"{os.path.dirname(os.path.abspath(file))}{os.sep}" for file in (__file__, mx.__file__)))
+
+_DTYPES = {ffi.string(lib.mlxdist_dtype_name(number)).decode(): number for number in range(lib.MLXDIST_COMPLEX64 + 1)}
+_LAYOUT_DIMENSIONS = dict(ffi.typeof("mlxdist_layout").fields)["shape"].type.length
+
+
+def check(status: int) -> None:
+    """Raises the exception for a status of the engine other than MLXDIST_OK, with the text of its last error."""
+    if status != lib.MLXDIST_OK:
+        raise errors.from_status(status, last_error())
+
+
+def last_error() -> str:
+    """The text of this thread's last error in the engine."""
+    return ffi.string(lib.mlxdist_last_error()).decode(errors="replace")
+
+
+def dtype_number(name: str) -> int:
+    """The engine's number of a dtype, by the name that MLX and NumPy use ("float32").
+
+    Raises:
+        InvalidArgument: the engine has no such dtype.
+    """
+    if name not in _DTYPES:
+        raise errors.InvalidArgument(f"dtype {name} is not supported; supported are {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def layout(dtype: str, shape: Sequence[int]) -> Any:
+    """dtype and shape as a ``mlxdist_layout *``; dimensions that do not fit are folded into the last one."""
+    if len(shape) > _LAYOUT_DIMENSIONS:
+        shape = (*shape[: _LAYOUT_DIMENSIONS - 1], math.prod(shape[_LAYOUT_DIMENSIONS - 1 :]))
+    return ffi.new("mlxdist_layout *", {"dtype": dtype_number(dtype), "ndim": len(shape), "shape": list(shape)})

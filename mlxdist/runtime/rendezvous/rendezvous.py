@@ -1,0 +1,454 @@
+"""A rank's end of the side channel: exchanging blobs, watching the other ranks, leaving in order."""
+
+import atexit
+import contextlib
+import operator
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+from mlxdist.base import debug
+from mlxdist.base.environment import Environment
+from mlxdist.base.errors import (
+    Error,
+    InvalidArgument,
+    PeerLost,
+    RendezvousError,
+    Timeout,
+    by_name,
+    interruption,
+    located,
+)
+
+from .connect import connect, listen
+from .event_loop import Loop
+from .heartbeat import Heartbeat, guarded
+from .messages import MAX_WAITING, Inbox, pack_message, unpack_message
+from .protocol import GATHER, GATHERED, MAX_BLOB, MAX_TEXT, Connection, Framing, Kind, WireError, pack_json, unpack_json
+from .server import Hub
+
+__all__ = ["Rendezvous"]
+
+# Rank 0 gives up on missing ranks and tells the others; only when that does not come do they give up by themselves.
+MARGIN = 5.0
+# For rank 0 to confirm a farewell or an announcement.
+CONFIRMATION = 2.0
+
+OnNews = Callable[[int, str], None]
+OnMessage = Callable[[int, str, bytes], None]
+
+_instances: "weakref.WeakSet[Rendezvous]" = weakref.WeakSet()
+
+# Files in which this process has noted who failed first in a world.
+_noted: set[str] = set()
+
+
+class Rendezvous:
+    """This rank's end. Its methods may be called from any thread, but only ``send`` from the callbacks of ``watch``."""
+
+    def __init__(self, environment: Environment) -> None:
+        """Returns when all ranks have come.
+
+        Raises:
+            RendezvousError: some are missing after ``environment.rendezvous_timeout`` seconds, or this one is refused.
+            PeerLost: one died before all had come.
+        """
+        self._environment = environment
+        self._changed = threading.Condition()
+        self._calls = threading.Lock()  # one all_gather at a time
+        self._formed = environment.world_size == 1
+        self._failure: tuple[int, Error] | None = None
+        self._left: dict[int, str] = {}
+        self._step = 0
+        self._blobs: dict[int, bytes] = {}
+        self._asked = self._confirmed = 0  # farewells and announcements
+        self._closed = False
+        self._forked = False
+        self._unsent = 0  # bytes of messages that are not with the connection yet
+        self._inbox = Inbox()
+        self._on_failure: OnNews | None = None
+        self._on_leave: OnNews | None = None
+        self._on_message: OnMessage | None = None
+        self._told_failure = False
+        self._told_left: set[int] = set()
+        self._rank_0 = "rank 0"
+        self._host_0 = socket.gethostname()
+        self._hub: Hub | None = None
+        self._loop: Loop | None = None
+        if environment.world_size > 1:
+            self._open()
+
+    def all_gather(self, blob: bytes, what: str) -> list[bytes]:
+        """Every rank's ``blob``, in rank order. ``what`` names the step in messages; all ranks must give the same.
+
+        Raises:
+            InvalidArgument: ``blob`` is larger than 1047552 bytes.
+            Mismatch: another rank is at another step.
+            Timeout: a rank has not arrived ``rendezvous_timeout`` seconds after the first one did.
+            PeerLost, Aborted: a rank died, left or announced its failure.
+        """
+        if len(blob) > MAX_BLOB:
+            raise InvalidArgument(f"rendezvous: {what!r} has {len(blob)} bytes, at most {MAX_BLOB} can be exchanged")
+        name = what.encode()[:256]
+        with self._calls:
+            self._check_usable()
+            if self._environment.world_size == 1:
+                return [bytes(blob)]
+            with self._changed:
+                self._raise_end()
+                self._blobs = {}
+            payload = GATHER.pack(self._step, len(name)) + name + blob
+            self._send(Kind.GATHER, payload)
+            with self._changed:
+                self._wait(self._is_gathered, self._environment.rendezvous_timeout + MARGIN, repr(what))
+                self._step += 1
+                return [self._blobs[rank] for rank in range(self._environment.world_size)]
+
+    def barrier(self, what: str) -> None:
+        """Returns once every rank has entered. Raises what ``all_gather`` raises."""
+        self.all_gather(b"", what)
+
+    def send(self, rank: int, tag: str, data: bytes) -> None:
+        """Makes ``on_message(this rank, tag, data)`` happen on ``rank``. Returns at once; rank 0 passes it on.
+
+        Messages from one rank to another arrive in order, and before the news that their sender has left. Those that
+        are on their way when the group fails, or to a rank that leaves, are lost.
+
+        Raises:
+            InvalidArgument: ``rank`` is no other rank of the group, ``tag`` has more than 256 bytes, or ``data`` has
+                more than 65536.
+            PeerLost, Aborted, ...: ``rank`` has left, or the group has failed.
+            RendezvousError: 16 MiB of messages wait already, since rank 0 takes none.
+        """
+        rank = operator.index(rank)
+        if not 0 <= rank < self._environment.world_size or rank == self._environment.rank:
+            raise InvalidArgument(
+                f"rendezvous: rank {self._environment.rank} cannot send {tag[:64]!r} to rank {rank}; it can send to "
+                f"the others of the {self._environment.world_size} ranks"
+            )
+        payload = pack_message(rank, tag, data)
+        self._check_open()
+        with self._changed:
+            self._raise_failure()
+            if rank in self._left:
+                raise PeerLost(self._left[rank])
+            waiting = self._unsent + self._connection.unsent
+            if waiting + len(payload) > MAX_WAITING:
+                raise RendezvousError(
+                    f"rendezvous: {self._rank_0} has not taken {waiting} bytes of messages from rank "
+                    f"{self._environment.rank}; it is stopped, or its machine is overloaded"
+                )
+            self._unsent += len(payload)
+        self._loop.call(lambda: self._send_message(payload))
+
+    def watch(
+        self,
+        on_failure: OnNews,
+        on_leave: OnNews | None = None,
+        on_message: OnMessage | None = None,
+        on_news: OnNews | None = None,
+        position: Callable[[], str] | None = None,
+    ) -> None:
+        """From now on calls, in the rendezvous' own thread:
+
+        ``on_failure(rank, text)``, at most once, when the first rank of the group dies, breaks its connection or
+        announces an error. ``on_leave(rank, text)`` when a rank leaves in order (``close``): no failure by itself, but
+        whatever still waits for that rank can stop waiting. ``on_message(rank, tag, data)`` for every ``send`` of
+        ``rank`` to this one, until ``close``.
+
+        For those who pass ``position``, until the group fails: once a second ``position()``, which says in at most 256
+        bytes what this rank is doing, and ``on_news(rank, text)`` with what was last heard of each of the others.
+
+        All but these two are also called for what has happened before. Messages are kept for an ``on_message``, up to
+        16 MiB: more of them fail the group.
+        """
+        self._check_usable()
+        if self._loop is not None:
+            self._loop.call(lambda: self._start_watching(on_failure, on_leave, on_message))
+            if position is not None:
+                self._loop.call(lambda: self._heartbeat.start(position, on_news))
+
+    @property
+    def failure(self) -> Error | None:
+        """The first failure of the group, as far as this rank knows."""
+        return self._failure[1] if self._failure is not None else None
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether a rank, this one or another, has left in order, and none has failed."""
+        return self._failure is None and (self._closed or bool(self._left))
+
+    def announce(self, error: Error, consequence: bool = False, seconds: float = CONFIRMATION) -> bool:
+        """This rank has failed: all others get ``on_failure(this rank, text)``, and that error as their ``failure``.
+
+        Returns whether rank 0 has passed it on, which it waits for: at most ``seconds``, and not at all in a callback
+        of ``watch``. True if there was nothing to pass on: once a failure is known to all, or after ``close``.
+        ``consequence``: it failed only because another rank did or had left, so the launcher must not take it for the
+        first.
+        """
+        if self._closed or self._loop is None:
+            return True
+        self._check_open()
+        with self._changed:
+            if self._failure is not None:
+                return True
+            self._told_failure = True  # by whoever calls this
+            self._fail(self._environment.rank, error, note=not consequence)
+            self._changed.notify_all()
+        self._ask(Kind.ANNOUNCE, pack_json(error=type(error).__name__, text=str(error)[:MAX_TEXT]))
+        return not self._loop.is_own_thread() and self.is_passed_on(seconds)
+
+    def is_passed_on(self, seconds: float) -> bool:
+        """Whether rank 0 has taken all that this one has announced, or is gone; waits at most ``seconds`` for it."""
+        if self._loop is None:
+            return True
+        with self._changed:
+            wanted = self._asked
+            self._changed.wait_for(lambda: self._confirmed >= wanted or not self._connection.is_open, seconds)
+            return self._confirmed >= wanted or not self._connection.is_open
+
+    def close(self, linger: float = 10.0) -> None:
+        """Says goodbye: that this rank's connection ends is no failure then.
+
+        Rank 0 serves the others until they have left too, or died, but at most ``linger`` seconds; 1 second once the
+        group has failed.
+        """
+        if self._forked or self._closed:
+            return
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        atexit.unregister(self._stop)
+        if self._loop is None:
+            return
+        self._refuse_own_thread()
+        self._heartbeat.stop()
+        self._ask(Kind.GOODBYE, b"")
+        self.is_passed_on(CONFIRMATION)
+        if self._hub is not None:
+            self._hub.deserted.wait(linger if self._failure is None else min(linger, 1.0))
+        self._loop.stop()
+
+    # Opening.
+
+    def _open(self) -> None:
+        environment = self._environment
+        if environment.first_failure in _noted:  # in the world before; before any rank can note one in this
+            _noted.remove(environment.first_failure)
+            with contextlib.suppress(OSError):
+                os.unlink(environment.first_failure)
+        if environment.rank == 0:
+            listener = listen(environment)
+            self._loop = Loop(self._crash)
+            sock, hub_side = socket.socketpair()
+            self._hub = Hub(self._loop, listener, environment, hub_side)
+            framing = Framing()
+            framing.secure(b"own", b"own")
+            seconds = environment.rendezvous_timeout
+        else:
+            sock, framing, welcome = connect(environment)
+            self._loop = Loop(self._crash)
+            self._host_0, seconds = welcome["host"], welcome["seconds"]
+            self._rank_0 = f"rank 0 ({self._host_0}, pid {welcome['pid']})"
+        self._connection = Connection(self._loop, sock, framing)
+        self._connection.on_frame = self._frame
+        self._connection.on_lost = self._lose_rank_0
+        self._heartbeat = Heartbeat(self._loop, self._connection, environment.rank, environment.world_size)
+        self._loop.call(self._connection.resume)
+        self._loop.start()
+        _instances.add(self)
+        # Not close(): a program that ends without finalize() has not left in order, and the others should know.
+        atexit.register(self._stop)
+        try:
+            with self._changed:
+                self._wait(lambda: self._formed, seconds + MARGIN, "the start")
+        except BaseException as error:
+            if not isinstance(error, Error):  # Ctrl-C, which the others cannot know of
+                self.announce(interruption(error, environment.rank, socket.gethostname()))
+            self._closed = True
+            self._stop()
+            raise
+
+    def _stop(self) -> None:
+        atexit.unregister(self._stop)
+        if not self._forked:
+            self._loop.stop()
+
+    # Called by users' threads.
+
+    def _check_usable(self) -> None:
+        self._check_open()
+        self._refuse_own_thread()
+
+    def _check_open(self) -> None:
+        if self._forked:
+            raise Error(
+                f"rendezvous: process {os.getpid()} is a forked child of rank {self._environment.rank} and no rank "
+                "itself; only the process that called mlxdist.init() can use the group"
+            )
+        if self._closed:
+            raise Error(self._has_left())
+
+    def _has_left(self) -> str:
+        return f"rendezvous: rank {self._environment.rank} has left the group already (finalize)"
+
+    def _refuse_own_thread(self) -> None:
+        if self._loop is not None and self._loop.is_own_thread():
+            raise Error(
+                "rendezvous: a callback of watch() must not call the rendezvous; hand the news to another thread"
+            )
+
+    def _send(self, kind: Kind, payload: bytes) -> None:
+        self._loop.call(lambda: self._connection.send(kind, payload))
+
+    def _ask(self, kind: Kind, payload: bytes) -> None:
+        """Sends what rank 0 confirms."""
+        with self._changed:
+            self._asked += 1
+        self._send(kind, payload)
+
+    def _wait(self, done: Callable[[], bool], seconds: float, what: str) -> None:
+        deadline = time.monotonic() + seconds
+        while not done():
+            self._raise_end()
+            if self._closed:
+                raise Error(self._has_left())
+            if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline and not done():
+                raise Timeout(
+                    f"rendezvous: {self._rank_0} has not answered rank {self._environment.rank} at {what} for "
+                    f"{seconds:g} s; it is stopped or its machine is gone"
+                )
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            error = self._failure[1]
+            raise type(error)(*error.args)  # a new one: several threads may raise it
+
+    def _raise_end(self) -> None:
+        """For what needs all ranks."""
+        self._raise_failure()
+        if self._left:
+            raise PeerLost(next(iter(self._left.values())))
+
+    def _is_gathered(self) -> bool:
+        return len(self._blobs) == self._environment.world_size
+
+    # Called in the loop's thread, but for _fail, which announce() calls too.
+
+    def _frame(self, kind: int, payload: bytes) -> None:
+        if kind == Kind.NEWS:
+            self._heartbeat.take(payload)
+            return
+        with self._changed:
+            if kind == Kind.FORMED:
+                self._formed = True
+            elif kind == Kind.GATHERED and len(payload) >= GATHERED.size:
+                _, rank = GATHERED.unpack_from(payload)
+                self._check_rank(rank)
+                self._blobs[rank] = payload[GATHERED.size :]
+            elif kind == Kind.TAKEN:
+                self._confirmed += 1
+            elif kind == Kind.FAILURE:
+                fields = unpack_json(payload, rank=int, error=str, text=str)
+                self._check_rank(fields["rank"])
+                self._fail(fields["rank"], by_name(fields["error"])(fields["text"]))
+            elif kind == Kind.LEFT:
+                fields = unpack_json(payload, rank=int, text=str)
+                self._check_rank(fields["rank"])
+                self._left[fields["rank"]] = fields["text"]
+            elif kind == Kind.MESSAGE:
+                sender, tag, data = unpack_message(payload)
+                self._check_rank(sender)
+                self._inbox.add(sender, tag, data)
+                self._check_inbox()
+            else:
+                raise WireError(f"a frame of kind {kind}")
+            self._changed.notify_all()
+        self._tell()
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self._environment.world_size:
+            raise WireError(f"a frame about rank {rank} of {self._environment.world_size}")
+
+    def _lose_rank_0(self, text: str) -> None:
+        with self._changed:
+            if 0 not in self._left and not self._closed:
+                how = "has died or closed its connection" if not text.startswith("it sent") else f"was cut off: {text}"
+                when = "" if self._formed else " before the group was complete"
+                self._fail(0, PeerLost(located(f"{self._rank_0} {how}{when}", 0, self._host_0)))
+            self._changed.notify_all()
+        self._tell()
+
+    def _crash(self, error: BaseException) -> None:
+        with self._changed:
+            rank = self._environment.rank
+            self._fail(rank, Error(f"rendezvous: the thread of rank {rank} has failed: {error!r}"))
+            self._changed.notify_all()
+        self._tell()
+
+    def _fail(self, rank: int, error: Error, note: bool = True) -> None:
+        if self._failure is None:
+            self._failure = (rank, error)
+            debug.info("rendezvous", f"the group has failed, rank {rank} first: {type(error).__name__}: {error}")
+            self._heartbeat.stop()
+            if note:
+                self._note_first_failure(rank)
+
+    def _note_first_failure(self, rank: int) -> None:
+        """For the launcher, which cannot tell cause from consequence by the order in which processes end."""
+        if self._environment.first_failure is None:
+            return
+        try:
+            with open(self._environment.first_failure, "x", encoding="ascii") as file:
+                file.write(str(rank))
+        except OSError:
+            return  # another rank was first, or the launcher is gone
+        _noted.add(self._environment.first_failure)
+
+    def _send_message(self, payload: bytes) -> None:
+        with self._changed:
+            self._unsent -= len(payload)
+        self._connection.send(Kind.MESSAGE, payload)
+
+    def _check_inbox(self) -> None:
+        if self._inbox.is_full() and self._failure is None:
+            text = (
+                f"rendezvous: rank {self._environment.rank} was sent more than {MAX_WAITING} bytes of messages, and "
+                "nobody looks at them; pass an on_message to watch()"
+            )
+            self._fail(self._environment.rank, RendezvousError(text))
+            self._ask(Kind.ANNOUNCE, pack_json(error="RendezvousError", text=text))
+
+    def _start_watching(self, on_failure: OnNews, on_leave: OnNews | None, on_message: OnMessage | None) -> None:
+        self._on_failure, self._on_leave, self._on_message = on_failure, on_leave, on_message
+        self._tell()
+
+    def _tell(self) -> None:
+        """Calls the callbacks for what they have not been told yet. Without the lock: they may take others."""
+        while self._on_message is not None and not self._closed and (message := self._inbox.take()):
+            guarded(self._on_message, *message)
+        with self._changed:
+            failure, left = self._failure, dict(self._left)
+        if self._on_failure is not None and failure is not None and not self._told_failure:
+            self._told_failure = True
+            guarded(self._on_failure, failure[0], str(failure[1]))
+        for rank in left.keys() - self._told_left if self._on_leave is not None else ():
+            self._told_left.add(rank)
+            guarded(self._on_leave, rank, left[rank])
+
+    def close_in_child(self) -> None:
+        """In a forked child. The parent's lock may be held there by a thread that the child does not have."""
+        self._forked = True
+        if not self._closed:
+            self._loop.close_in_child()
+
+
+def _close_in_child() -> None:
+    for instance in list(_instances):
+        instance.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

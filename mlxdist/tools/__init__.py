@@ -1,0 +1,1 @@
+"""Tools that measure, check and watch: bench, calibrate, doctor, observe, shard."""

@@ -1,0 +1,89 @@
+"""What a result depends on and nobody remembers later: of this machine, of the command, and of the project."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from mlxdist.base.environment import OF_JOB
+from mlxdist.cluster.facts.rdma import system_release
+
+__all__ = ["describe_command", "describe_machine", "relevant"]
+
+_SECONDS = 10.0
+_PREFIXES = ("MLXDIST_", "MLX_", "OMP_", "OPENBLAS_", "VECLIB_", "MKL_")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Of the host that this process runs on, and of this Python."""
+    import mlx.core as mx
+    import numpy as np
+
+    from mlxdist.version import __version__
+
+    clock = time.get_clock_info("perf_counter")
+    return {
+        "host": socket.gethostname(),
+        "system": platform.system(),
+        "release": system_release(),
+        "kernel": platform.version(),
+        "architecture": platform.machine(),
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpu": mx.is_available(mx.gpu),
+        "python": platform.python_version(),
+        "mlxdist": __version__,
+        "mlx": mx.__version__,
+        "numpy": np.__version__,
+        "environment": relevant(os.environ),
+        "clock": {"name": clock.implementation, "resolution": clock.resolution, "wall": time.time()},
+    }
+
+
+def relevant(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that change what is measured. Not what the launcher sets for each job, the secret among it."""
+    names = sorted(name for name in environ if name.startswith(_PREFIXES) and name not in OF_JOB)
+    return {name: environ[name] for name in names}
+
+
+def describe_command() -> dict[str, Any]:
+    """When it began, how it was called, and the revision of the sources, where they are a working copy of git."""
+    return {
+        "begun": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["mlxdist", *sys.argv[1:]]),
+        "revision": _revision(),
+    }
+
+
+def cpu_model() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:  # macOS
+        names = [_run("sysctl", "-n", "machdep.cpu.brand_string")]
+    return names[0] if names else platform.machine()
+
+
+def _revision() -> str | None:
+    folder = str(Path(__file__).parent)
+    revision = _run("git", "-C", folder, "rev-parse", "HEAD")
+    changed = _run("git", "-C", folder, "status", "--porcelain", "--untracked-files=no")
+    return f"{revision}{', with changes' if changed else ''}" if revision else None
+
+
+def _run(*command: str) -> str:
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,124 @@
+"""`mlxdist bench report`: results of the suite as one HTML file, with plots, that needs nothing besides itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mlxdist.base.output_file import OUTPUT_FILE, is_written
+
+from .limits import LIMIT_COLUMNS
+from .results import backends_of, by_name, case_name, hosts_of, limits_of, load, spread, times_of
+from .sizes import format_size
+from .suite import notes
+
+__all__ = ["report", "write_report"]
+
+# Plots have no background of their own, and their text the colour of the page's.
+_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 0.85rem; }
+th, td { padding: 0.2rem 0.7rem; text-align: right; border-bottom: 1px solid #8886; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+.wide { overflow-x: auto; }
+.refused { color: #d33; font-weight: bold; }
+svg { width: 100%; height: auto; }
+dt { font-weight: bold; } dd { margin: 0 0 0.5rem 1.5rem; overflow-wrap: anywhere; }
+pre { overflow-x: auto; font-size: 0.8rem; }
+"""
+
+
+@click.command()
+@click.argument("file", metavar="A.json", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--html", type=OUTPUT_FILE, required=True, help="Where to write the report.")
+def report(file: Path, html: Path) -> None:
+    """Write a report with plots of what `mlxdist bench suite --output` has written.
+
+    \b
+        mlxdist bench report today.json --html today.html
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise click.ClickException("plots need matplotlib: pip install 'mlxdist[bench]'")
+    sys.exit(0 if write_report(load(file), html) else 1)
+
+
+def write_report(results: dict[str, Any], path: Path) -> bool:
+    """Whether it is written; if not, that is told."""
+    from .suite_plots import curves, layers  # only now: matplotlib takes a second to load
+
+    setup = results["setup"]
+    title = f"mlxdist bench suite, {setup['ranks']} ranks on {hosts_of(results)}"
+    parts = [
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>',
+        f'<meta name="viewport" content="width=device-width">\n<style>{_STYLE}</style>\n</head>\n<body>',
+        f"<h1>{escape(title)}</h1>\n<p>{escape(str(setup.get('begun', '')))}</p>",
+        _notes(results),
+        "<h2>Operations</h2>",
+        *curves(results),
+        "<h2>Layers</h2>",
+        *layers(results),
+        "<h2>All cases</h2>",
+        _table(results),
+        "<h2>Set-up</h2>",
+        _setup(setup),
+        "</body>\n</html>\n",
+    ]
+    return is_written(path, lambda path: path.write_text("\n".join(parts), encoding="utf-8"))
+
+
+def _notes(results: dict[str, Any]) -> str:
+    lines = []
+    for note in notes(results):
+        kind = ' class="refused"' if note.startswith("REFUSED") else ""
+        lines.append(f"<li{kind}>{escape(note)}</li>")
+    share = results["setup"].get("foreign_cpu_share")
+    if share is not None:
+        lines.append(f"<li>Other processes used {share:.0%} of the CPU meanwhile.</li>")
+    return "<ul>\n" + "\n".join(lines) + "\n</ul>"
+
+
+def _table(results: dict[str, Any]) -> str:
+    names = backends_of(results)
+    titles = ["case"] + [title for name in names for title in (f"{name}, µs", "p99", "GB/s")]
+    titles += [f"{name} / {names[0]}" for name in names[1:]]
+    titles += [f"{name} {column}" for name in names[:1] for column in LIMIT_COLUMNS]
+    rows = []
+    for cases in by_name(results).values():
+        cells = [case_name(next(iter(cases.values())))]
+        for name in names:
+            case = cases.get(name)
+            times = case and case["microseconds"]
+            if times:
+                speed = "" if case.get("tokens") else f"{case['gbps']:.2f}"
+                cells += [spread(times), f"{times['p99']:.1f}", speed]
+            else:
+                cells += ["refused" if case else "-", "", ""]
+        ratios = [times_of(cases.get(name), cases.get(names[0])) for name in names[1:]]
+        cells += ["" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+        cells += limits_of(cases.get(names[0]))
+        rows.append(_row("td", cells))
+    head = f'<div class="wide"><table>\n<thead>{_row("th", titles)}</thead>\n<tbody>'
+    return "\n".join([head, *rows, "</tbody>\n</table></div>"])
+
+
+def _row(tag: str, cells: list[str]) -> str:
+    return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+
+def _setup(setup: dict[str, Any]) -> str:
+    lines = []
+    for name, value in setup.items():
+        if name == "plan":
+            sizes = sorted({line["bytes"] for line in value if "bytes" in line})
+            name, value = "sizes", ", ".join(map(format_size, sizes))
+        text = value if isinstance(value, str) else json.dumps(value, indent=2)
+        shown = f"<pre>{escape(text)}</pre>" if "\n" in text else escape(text)
+        lines.append(f"<dt>{escape(name)}</dt><dd>{shown}</dd>")
+    return "<dl>\n" + "\n".join(lines) + "\n</dl>"

@@ -1,0 +1,160 @@
+"""How the ranks of a benchmark take times: blocks of several works in turn, in the same processes."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import socket
+import statistics
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+import mlxdist
+from mlxdist.base.host_identity import boot_identity
+
+__all__ = ["CORES", "ForeignLoad", "Work", "asleep", "interleave", "one_by_one", "pin", "quantiles", "slowest"]
+
+BLOCK_PAUSE = 0.002  # seconds; lets the helper threads of one work fall asleep before the next is timed
+CALL_PAUSE = 0.0005  # the same for single calls
+BLOCK_TIME = 5e3  # microseconds that a block should take
+MAX_CALLS = 200  # in a block
+WARM_UP = 2  # rounds that do not count
+# Of this machine, for this process before `pin`.
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+@dataclass(frozen=True)
+class Work:
+    """Something to time: a call that carries out ``operations`` of them."""
+
+    call: Callable[[], object]
+    operations: int = 1
+    before: Callable[[], object] = lambda: None  # not timed, once before each block
+    after: Callable[[], object] = lambda: None  # not timed, after each single call
+    # Instead of timing the call here: given a number of calls, the microseconds of each, taken by somebody else.
+    elsewhere: Callable[[int], list[float]] | None = None
+
+    def block(self, calls: int) -> list[float]:
+        """Microseconds per operation, one number per call."""
+        if self.elsewhere is not None:
+            return self.elsewhere(calls)
+        clock = time.perf_counter_ns
+        times = [clock()]
+        for _ in range(calls):
+            self.call()
+            times.append(clock())
+        return [(end - begin) / 1e3 / self.operations for begin, end in zip(times, times[1:])]
+
+
+def pin(rank: int) -> bool:
+    """Keeps this process on a core of its own, as far as there are cores; False where the system cannot do that."""
+    if not hasattr(os, "sched_setaffinity"):
+        return False
+    os.sched_setaffinity(0, {CORES[rank % len(CORES)]})
+    return True
+
+
+def asleep(calls: int) -> list[float]:
+    """For `Work.elsewhere`, on ranks that another one is timed without."""
+    return [0.0] * calls
+
+
+def interleave(works: Mapping[str, Work], rounds: int, world: mlxdist.Group) -> dict[str, np.ndarray]:
+    """Runs a block of every work in each of ``rounds`` rounds. All ranks call it with the same names.
+
+    Returns, by name, this rank's microseconds per operation: an array of shape (rounds, calls in a block).
+    """
+    calls = {name: _calls(work, world) for name, work in works.items()}
+    blocks: dict[str, list[list[float]]] = {name: [] for name in works}
+    for turn in range(WARM_UP + rounds):
+        # Shuffled, and not turned around: then each would always follow the same other one. Alike on all ranks.
+        for name in random.Random(turn).sample(list(works), len(works)):
+            time.sleep(BLOCK_PAUSE)
+            works[name].before()
+            world.barrier()
+            block = works[name].block(calls[name])
+            if turn >= WARM_UP:
+                blocks[name].append(block)
+    return {name: np.array(taken) for name, taken in blocks.items()}
+
+
+def one_by_one(works: Mapping[str, Work], warm_up: int, count: int, world: mlxdist.Group) -> dict[str, np.ndarray]:
+    """``count`` single calls of every work, in turn, with a barrier before each. All ranks call it with the same names.
+
+    Returns, by name, this rank's microseconds, those of the first ``warm_up`` calls left out.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(warm_up + count):
+        for name in random.Random(turn).sample(list(works), len(works)):
+            time.sleep(CALL_PAUSE)
+            world.barrier()
+            taken[name] += works[name].block(1)
+            works[name].after()
+    return {name: np.array(times[warm_up:]) for name, times in taken.items()}
+
+
+def _calls(work: Work, world: mlxdist.Group) -> int:
+    """How many calls make a block, the same on all ranks. The first call of all is slow and does not count."""
+    work.before()
+    world.barrier()
+    took = float(mlxdist.all_max(np.array([min(work.block(2))]), group=world)[0]) * work.operations
+    return max(1, min(MAX_CALLS, int(BLOCK_TIME / took)))
+
+
+def slowest(samples: np.ndarray, world: mlxdist.Group) -> np.ndarray:
+    """Each sample as the slowest rank saw it: who only sends may be done long before those who receive."""
+    return mlxdist.all_max(np.ascontiguousarray(samples, np.float64), group=world)
+
+
+def quantiles(samples: np.ndarray) -> dict[str, float]:
+    """median, p10, p90, p99, min, max and count of all samples."""
+    ordered = sorted(float(sample) for sample in samples.flat)
+    return {
+        "median": statistics.median(ordered),
+        **{f"p{part}": ordered[min(len(ordered) - 1, part * len(ordered) // 100)] for part in (10, 90, 99)},
+        "min": ordered[0],
+        "max": ordered[-1],
+        "count": len(ordered),
+    }
+
+
+class ForeignLoad:
+    """The share of a machine that processes other than the ranks used meanwhile: it disturbs more than all else.
+
+    Children of a rank belong to it, once they have ended. Of several hosts, the one that was disturbed most counts.
+    Without a ``world`` this process is the only rank.
+    """
+
+    def __init__(self, world: mlxdist.Group | None) -> None:
+        self._world = world
+        self._machine = zlib.crc32((boot_identity() or socket.gethostname()).encode())
+        self._begin = self._read()
+
+    def _read(self) -> np.ndarray:
+        """Seconds of CPU: of this machine, idle or busy; of it busy; of all ranks on it. Zeros where not known."""
+        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        own = sum(usage.ru_utime + usage.ru_stime for usage in used)
+        everyone = np.array([[self._machine, own]])
+        if self._world is not None:
+            everyone = mlxdist.all_gather(everyone, group=self._world)
+        ranks = everyone[everyone[:, 0] == self._machine, 1].sum()
+        try:
+            with open("/proc/stat") as file:
+                ticks = [int(field) for field in file.readline().split()[1:9]]
+        except FileNotFoundError:  # macOS
+            return np.zeros(3)
+        seconds = np.array([sum(ticks), sum(ticks) - ticks[3] - ticks[4]]) / os.sysconf("SC_CLK_TCK")
+        return np.array([*seconds, ranks])
+
+    def share(self) -> float | None:
+        """0 to 1; None where no system tells. Collective."""
+        total, busy, ranks = self._read() - self._begin
+        share = max(0.0, float((busy - ranks) / total)) if total > 0 else -1.0
+        if self._world is not None:
+            share = float(mlxdist.all_max(np.array([share]), group=self._world)[0])
+        return share if share >= 0 else None

@@ -1,0 +1,251 @@
+"""The ways to compute one decoder layer that `mlxdist bench tp` compares, all from the same weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import llama, qwen3
+from mlx_lm.models.activations import swiglu
+from mlx_lm.models.cache import KVCache
+
+import mlxdist
+from mlxdist.nn.split_block.split_block import Positions, SplitBlock
+
+__all__ = ["FAMILIES", "Inputs", "Layer", "layer_bytes", "make_model", "variants"]
+
+CAPACITY = 256  # positions in a cache of mlx-lm before it grows
+Call = Callable[[], mx.array]
+
+
+def _mixtral(hidden: int, layers: int, vocabulary: int) -> nn.Module:
+    """Attention and one expert of Mixtral 8x7B: at 4096 32 heads of 128, 8 KV heads, inner size 14336."""
+    return llama.Model(
+        llama.ModelArgs(
+            model_type="llama", num_hidden_layers=layers, intermediate_size=hidden * 7 // 2, rope_theta=1e6,
+            rms_norm_eps=1e-5, vocab_size=vocabulary, tie_word_embeddings=False, **_heads(hidden),
+        )
+    )  # fmt: skip
+
+
+def _qwen(hidden: int, layers: int, vocabulary: int) -> nn.Module:
+    """Qwen3 8B: at 4096 32 heads of 128 with norms of their own, 8 KV heads, inner size 12288."""
+    return qwen3.Model(
+        qwen3.ModelArgs(
+            model_type="qwen3", num_hidden_layers=layers, intermediate_size=hidden * 3, rope_theta=1e6,
+            rms_norm_eps=1e-6, vocab_size=vocabulary, tie_word_embeddings=False, max_position_embeddings=4096,
+            **_heads(hidden),
+        )
+    )  # fmt: skip
+
+
+def _heads(hidden: int) -> dict[str, int]:
+    dim = 128 if hidden >= 1024 else 32
+    heads = hidden // dim
+    return {
+        "hidden_size": hidden, "head_dim": dim, "num_attention_heads": heads, "num_key_value_heads": max(2, heads // 4),
+    }  # fmt: skip
+
+
+FAMILIES = {"mixtral": _mixtral, "qwen": _qwen}
+
+
+def make_model(family: str, hidden: int, dtype: mx.Dtype, layers: int = 1, vocabulary: int = 2) -> nn.Module:
+    """Random weights, the same on every rank."""
+    mx.random.seed(0)
+    model = FAMILIES[family](hidden, layers, vocabulary)
+    model.apply(lambda x: x.astype(dtype))
+    mx.eval(model.parameters())
+    return model
+
+
+def layer_bytes(layer: nn.Module) -> int:
+    """Of the weights that are read once per call."""
+    return sum(x.nbytes for _, x in nn.utils.tree_flatten(layer.parameters()))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """``x``: (1, tokens, hidden). A cache begins with ``cached`` random positions."""
+
+    x: mx.array
+    keys: mx.array  # (1, KV heads of the whole layer, CAPACITY, head_dim)
+    values: mx.array
+    cached: int
+
+    @classmethod
+    def random(cls, layer: nn.Module, tokens: int, cached: int) -> Inputs:
+        hidden = layer.input_layernorm.weight.size
+        heads = layer.self_attn.n_kv_heads
+        shape = 1, heads, CAPACITY, layer.self_attn.k_proj.weight.shape[0] // heads
+        dtype = layer.input_layernorm.weight.dtype
+        keys = (mx.random.key(seed) for seed in (1, 2, 3))
+        made = [mx.random.normal(s, key=key).astype(dtype) for s, key in zip(((1, tokens, hidden), shape, shape), keys)]
+        mx.eval(made)
+        return cls(*made, cached)
+
+    def part(self, rank: int, ranks: int) -> Inputs:
+        """With the KV heads that this rank holds."""
+        keys, values = (mx.contiguous(mx.split(x, ranks, 1)[rank]) for x in (self.keys, self.values))
+        mx.eval(keys, values)
+        return Inputs(self.x, keys, values, self.cached)
+
+    @property
+    def mask(self) -> str | None:
+        return "causal" if self.x.shape[1] > 1 else None
+
+    def new_cache(self) -> KVCache:
+        """Of its own: MLX writes new keys into it."""
+        cache = KVCache()
+        if self.cached:
+            cache.state = (mx.array(self.keys), mx.array(self.values), self.cached)
+            mx.eval(cache.keys, cache.values)
+        return cache
+
+
+class Layer:
+    """A decoder layer with a cache, called again and again at the same position."""
+
+    def __init__(self, layer: Callable[..., mx.array], inputs: Inputs) -> None:
+        self.layer, self.inputs = layer, inputs
+        self.cache = inputs.new_cache()
+
+    def __call__(self) -> mx.array:
+        inputs = self.inputs
+        if not inputs.cached:
+            self.cache = KVCache()
+        y = self.layer(inputs.x, inputs.mask, self.cache)
+        mx.eval(y)
+        self.cache.offset = inputs.cached
+        return y
+
+
+def compiled(layer: nn.Module, inputs: Inputs) -> Callable[..., mx.array]:
+    """A layer of mlx-lm as one compiled function. Its position is a constant of the graph, which flatters it: in a
+    model it would be traced again for every token."""
+
+    def pure(x: mx.array, keys: mx.array | None, values: mx.array | None) -> tuple[mx.array, mx.array, mx.array]:
+        cache = KVCache()
+        if keys is not None:
+            cache.keys, cache.values, cache.offset = keys, values, inputs.cached
+        y = layer(x, inputs.mask, cache)
+        return y, cache.keys, cache.values
+
+    function = mx.compile(pure)
+
+    def call(x: mx.array, mask: str | None, cache: KVCache) -> mx.array:
+        keys, values = cache.keys, cache.values
+        cache.keys = cache.values = None
+        y, cache.keys, cache.values = function(x, keys, values)
+        return y
+
+    return call
+
+
+def whole_graph(block: SplitBlock) -> Callable[..., mx.array]:
+    """A SplitBlock as one compiled function, its two all_sum inside."""
+
+    def pure(x: mx.array, keys: mx.array | None, values: mx.array | None, *where: object) -> tuple[mx.array, ...]:
+        return block.segments(x, keys, values, Positions(*where))
+
+    function = mx.compile(pure)
+
+    def call(x: mx.array, mask: str | None, cache: KVCache) -> mx.array:
+        where = block.positions(x, mask, cache)
+        keys, values = block.reserve(cache, x)
+        cache.keys = cache.values = None
+        y, cache.keys, cache.values = function(x, keys, values, *where)
+        return y
+
+    return call
+
+
+def per_op(layer: nn.Module) -> Callable[..., mx.array]:
+    """A sharded layer of mlx-lm with one evaluation for every operation."""
+    attention, mlp = layer.self_attn, layer.mlp
+
+    def evaluated(x: mx.array) -> mx.array:
+        mx.eval(x)
+        return x
+
+    def heads(x: mx.array, count: int, norm: str) -> mx.array:
+        x = x.reshape(*x.shape[:2], count, -1)
+        if norm in attention:
+            x = evaluated(attention[norm](x))
+        return x.transpose(0, 2, 1, 3)
+
+    def call(x: mx.array, mask: str | None, cache: KVCache) -> mx.array:
+        y = evaluated(layer.input_layernorm(x))
+        q, k, v = (evaluated(attention[name](y)) for name in ("q_proj", "k_proj", "v_proj"))
+        q, k = heads(q, attention.n_heads, "q_norm"), heads(k, attention.n_kv_heads, "k_norm")
+        v = v.reshape(*v.shape[:2], attention.n_kv_heads, -1).transpose(0, 2, 1, 3)
+        q = evaluated(attention.rope(q, offset=cache.offset))
+        k = evaluated(attention.rope(k, offset=cache.offset))
+        k, v = cache.update_and_fetch(k, v)
+        mx.eval(k, v)
+        y = evaluated(mx.fast.scaled_dot_product_attention(q, k, v, scale=attention.scale, mask=mask))
+        y = evaluated(attention.o_proj(y.transpose(0, 2, 1, 3).flatten(2)))
+        x = evaluated(x + y)
+        y = evaluated(layer.post_attention_layernorm(x))
+        gate, up = evaluated(mlp.gate_proj(y)), evaluated(mlp.up_proj(y))
+        y = evaluated(swiglu(gate, up))
+        y = evaluated(mlp.down_proj(y))
+        return evaluated(x + y)
+
+    return call
+
+
+def regrouped(module: nn.Module, group: mx.distributed.Group | None) -> nn.Module:
+    """A copy that shares the arrays; sharded linears in it work in ``group``."""
+    made = copy.copy(module)
+    for name, value in module.items():
+        if isinstance(value, nn.Module):
+            made[name] = regrouped(value, group)
+    if "group" in vars(made):
+        made.group = group
+    return made
+
+
+def variants(
+    model: nn.Module, tokens: int, cached: int, world: mlxdist.Group, groups: dict[str, mx.distributed.Group]
+) -> tuple[dict[str, Call], mx.array, int]:
+    """By name what to call, what each must give, and the bytes of this rank's weights.
+
+    What begins with "tp1" does nothing but on rank 0; what ends in "compute" gives something else, its sums left out.
+    """
+    dense = model.model.layers[0]
+    inputs = Inputs.random(dense, tokens, cached)
+    mine = inputs.part(world.rank(), world.size())
+    reference = Layer(dense, inputs)
+    expected = reference()
+    alone = world.split(world.rank())
+    layers: dict[str, tuple[Callable[..., mx.array], Inputs]] = {}
+    block = SplitBlock.from_layer(dense, world, submit=True)
+    lazy = copy.copy(block)
+    lazy.submit = False
+    layers["split"], layers["lazy"], layers["graph"] = (block, mine), (lazy, mine), (whole_graph(lazy), mine)
+    layers["split compute"] = block.without_sums(), mine
+    layers["lazy compute"] = lazy.without_sums(), mine
+    sharded = regrouped(model, None)
+    sharded.model.layers = [regrouped(dense, None)]
+    sharded.shard(world.mlx)
+    theirs = sharded.model.layers[0]
+    mx.eval(theirs.parameters())
+    layers["mlx"], layers["per-op"] = (theirs, mine), (per_op(theirs), mine)
+    for name, group in groups.items():
+        layer = regrouped(theirs, group)
+        layers[name] = layer, mine
+        layers[f"{name} compiled"] = compiled(layer, mine), mine
+    layers["mlx compute"] = regrouped(theirs, alone.mlx), mine
+    calls: dict[str, Call] = {name: Layer(*layer) for name, layer in layers.items()}
+    first = world.rank() == 0
+    calls["tp1"] = reference if first else _nothing
+    calls["tp1 split"] = Layer(SplitBlock.from_layer(dense, alone), inputs) if first else _nothing
+    return calls, expected, layer_bytes(lazy)
+
+
+def _nothing() -> None:
+    return None

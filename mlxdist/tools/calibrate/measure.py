@@ -1,0 +1,204 @@
+"""What a host measures of itself, called by `mlxdist calibrate` through mlxdist.cluster.ssh: one part of it at a time.
+
+Products of several shapes say how fast it computes. A copy, sums and a product of one row, all of arrays that no cache
+holds, say how fast it reads memory. Every result is compared with NumPy's at some places.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlxdist.base.host_identity import host_identity
+from mlxdist.version import __version__
+
+from .parts import PRODUCTS
+
+__all__ = ["machine", "measure"]
+
+# Rows, inner dimension, columns, smaller first: those that would take too long are left out. Squares, and a prompt of
+# 512 tokens through an MLP.
+SHAPES = {
+    "gpu": [(1024, 1024, 1024), (2048, 2048, 2048), (512, 4096, 14336), (4096, 4096, 4096), (8192, 8192, 8192)],
+    "cpu": [(256, 256, 256), (512, 512, 512), (1024, 1024, 1024), (512, 2048, 2048), (2048, 2048, 2048)],
+}
+ARRAY_BYTES = {"gpu": 1 << 30, "cpu": 128 << 20}
+SHARE_OF_MEMORY = 16  # an array is at most this part of it
+COLUMNS = 4096
+WARM_UP, LEAST, MOST = 1, 3, 1000  # calls
+SAMPLES = 8  # rows and columns of a product that are compared
+EVERY = 997  # of so many rows of an array one is compared
+
+# Of the size that such a sum of products has: inputs are rounded to 10 bits or more by what some devices call float32,
+# results to 11 and 8.
+TOLERANCE = {"float32": 1e-2, "float16": 1e-2, "bfloat16": 5e-2}
+
+
+def machine() -> dict[str, Any]:
+    """The device that MLX uses by default, and what else the numbers depend on."""
+    info = getattr(mx, "device_info", None) or mx.metal.device_info
+    return {
+        "host": socket.gethostname(),
+        "device": str(info().get("device_name", platform.machine())),
+        "kind": _kind(),
+        "system": platform.platform(),
+        "cores": os.cpu_count(),
+        "identity": host_identity(),
+        "mlx": mx.__version__,
+        "mlxdist": __version__,
+    }
+
+
+def measure(part: str, seconds: float) -> dict[str, Any] | None:
+    """One part: "float32", "float16" or "bfloat16" for products; "copy", "sum" or "row" for memory.
+
+    Returns TFLOPS or GB/s as median, min, max and count, how many of the compared elements are "wrong", and the
+    "foreign_cpu_share" meanwhile. None for a dtype that the device only emulates.
+    """
+    from ..bench.timing import ForeignLoad
+
+    foreign = ForeignLoad(None)
+    found = _measured(part, seconds)
+    return None if found is None else found | {"foreign_cpu_share": foreign.share()}
+
+
+def _measured(part: str, seconds: float) -> dict[str, Any] | None:
+    mx.set_cache_limit(4 * ARRAY_BYTES[_kind()])  # else results are mapped anew each time, which is what takes the time
+    if part in PRODUCTS:
+        return _products(part, seconds) if part == "float32" or _kind() == "gpu" else None
+    work, moved, wrong = {"copy": _copy, "sum": _sum, "row": _row}[part]()
+    return _rates(moved / 1e9, _times(work, seconds)) | {"bytes": moved, "wrong": wrong()}
+
+
+def _kind() -> str:
+    return "gpu" if mx.default_device().type == mx.DeviceType.gpu else "cpu"
+
+
+def _products(dtype: str, seconds: float) -> dict[str, Any]:
+    """The fastest of the shapes, and all of them."""
+    shapes, end = SHAPES[_kind()], time.perf_counter() + seconds
+    found: list[dict[str, Any]] = []
+    slowest = 0.0  # seconds for each operation, of the shape before
+    for number, shape in enumerate(shapes):
+        operations = 2.0 * shape[0] * shape[1] * shape[2]
+        left = end - time.perf_counter()
+        if found and (WARM_UP + LEAST) * operations * slowest > left:
+            continue
+        a, b = (_random(size, dtype) for size in (shape[:2], shape[1:]))
+        kept: list[mx.array] = []
+
+        def product(a: mx.array = a, b: mx.array = b, kept: list[mx.array] = kept) -> None:
+            kept[:] = [a @ b]
+            mx.eval(kept)
+
+        times = _times(product, left / (len(shapes) - number))
+        slowest = statistics.median(times) / operations
+        wrong = _count_wrong(a, b, kept[0], dtype)
+        found.append({"shape": list(shape), "wrong": wrong} | _rates(operations / 1e12, times))
+    best = max(found, key=lambda one: one["median"])
+    return best | {"dtype": dtype, "wrong": sum(one["wrong"] for one in found), "shapes": found}
+
+
+def _copy() -> tuple[Callable[[], object], int, Callable[[], int]]:
+    x = _counted()
+    kept = [x]
+
+    def work() -> None:
+        kept[:] = [x + 1]
+        mx.eval(kept)
+
+    return work, 2 * x.nbytes, lambda: _count_different(kept[0][::EVERY], np.array(x[::EVERY]) + 1)
+
+
+def _sum() -> tuple[Callable[[], object], int, Callable[[], int]]:
+    """Of each row, so that whole numbers stay exact."""
+    x = _counted()
+    kept = [x]
+
+    def work() -> None:
+        kept[:] = [x.sum(axis=1)]
+        mx.eval(kept)
+
+    return work, x.nbytes, lambda: _count_different(kept[0][::EVERY], np.array(x[::EVERY]).sum(axis=1))
+
+
+def _row() -> tuple[Callable[[], object], int, Callable[[], int]]:
+    """As a linear layer multiplies one token."""
+    dtype = "float16" if _kind() == "gpu" else "float32"
+    rows = _array_bytes() // getattr(mx, dtype).size // COLUMNS
+    x, weight = _random((1, COLUMNS), dtype), _random((rows, COLUMNS), dtype)
+    kept = [x]
+
+    def work() -> None:
+        kept[:] = [x @ weight.T]
+        mx.eval(kept)
+
+    return work, weight.nbytes, lambda: _count_wrong(x, weight.T, kept[0], dtype)
+
+
+def _array_bytes() -> int:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(ARRAY_BYTES[_kind()], memory // SHARE_OF_MEMORY)
+
+
+def _counted() -> mx.array:
+    """Whole numbers, small enough that sums of a row are exact."""
+    rows = _array_bytes() // 4 // COLUMNS
+    x = (mx.arange(rows)[:, None] + mx.arange(COLUMNS)[None]).astype(mx.float32) % 7
+    mx.eval(x)
+    return x
+
+
+def _random(shape: tuple[int, ...], dtype: str) -> mx.array:
+    x = mx.random.uniform(-1, 1, shape).astype(getattr(mx, dtype))
+    mx.eval(x)
+    return x
+
+
+def _count_different(got: mx.array, expected: np.ndarray) -> int:
+    return int(np.sum(np.array(got) != expected)) if got.shape == expected.shape else expected.size
+
+
+def _count_wrong(a: mx.array, b: mx.array, product: mx.array, dtype: str) -> int:
+    """Of some elements of a @ b, beside the same sums in float64."""
+    if product.shape != (a.shape[0], b.shape[1]):
+        return a.shape[0] * b.shape[1]
+    random = np.random.default_rng()
+    rows, columns = (mx.array(random.integers(0, n, min(n, SAMPLES))) for n in product.shape)
+    left, right, got = (
+        np.array(x.astype(mx.float32)).astype(np.float64) for x in (a[rows], b[:, columns], product[rows][:, columns])
+    )
+    size = np.sqrt((left**2) @ (right**2))
+    return int(np.sum(~(np.abs(got - left @ right) <= TOLERANCE[dtype] * size)))  # so that nan is wrong
+
+
+def _times(work: Callable[[], object], seconds: float) -> list[float]:
+    """Of each call, for about so long; at least of some."""
+    clock = time.perf_counter
+    end = clock() + seconds
+    for _ in range(WARM_UP):
+        work()
+    times: list[float] = []
+    while len(times) < LEAST or (clock() < end and len(times) < MOST):
+        begin = clock()
+        work()
+        times.append(clock() - begin)
+    return times
+
+
+def _rates(amount: float, times: list[float]) -> dict[str, Any]:
+    """``amount`` a second. The median time is that of the median rate."""
+    return {
+        "median": amount / statistics.median(times),
+        "min": amount / max(times),
+        "max": amount / min(times),
+        "count": len(times),
+    }

@@ -1,0 +1,110 @@
+"""RDMA is there where the hostfile wants it: devices, ports, addresses. The causes are those of `mlxdist devices`."""
+
+from __future__ import annotations
+
+import collections
+import ipaddress
+
+from mlxdist.cluster.hostfile import Host
+from mlxdist.runtime.devices.diagnosis import Verdict as Cause
+from mlxdist.runtime.devices.links import MAX_LINKS
+from mlxdist.runtime.devices.queue_pairs import OF_A_LINK, advice, in_words
+
+from ..cluster import Cluster
+from ..findings import Finding, fail, note, ok, skip, warn, way
+
+__all__ = ["check_gids", "check_rdma", "wants_rdma"]
+
+_OF_GIDS = {Cause.NO_IPV4, Cause.BRIDGED}
+_SLOWER = {Cause.SLOW_CABLE, Cause.MEMLOCK}
+
+
+def wants_rdma(cluster: Cluster) -> bool:
+    """Whether the user counts on it: names devices, or the provider, or a backend that has nothing else."""
+    provider = cluster.question.variables.get("MLXDIST_PROVIDER", "auto")
+    named = any(devices for host in cluster.hosts for devices in host.rdma)
+    return named or provider in ("ibverbs", "librdma") or cluster.question.backend in ("jaccl", "jaccl-ring")
+
+
+def check_rdma(cluster: Cluster) -> list[Finding]:
+    found = []
+    for name, told in cluster.each("rdma"):
+        (host,) = cluster.only([name])
+        found += _of_host(host, told, wants_rdma(cluster)) + _without_queue_pairs(cluster, host, told)
+    return found
+
+
+def _without_queue_pairs(cluster: Cluster, host: Host, told: dict) -> list[Finding]:
+    """Of the cables that the hostfile names: ranks reject such a job before they connect, too."""
+    limits = {device["name"]: device["queue_pairs"] for device in told["devices"] if device["queue_pairs"]}
+    pairs: collections.Counter[str] = collections.Counter()
+    for other, devices in zip(cluster.hosts, host.rdma):
+        pairs.update({device: host.slots * other.slots for device in devices[:MAX_LINKS]})
+    return [
+        fail(host.name, in_words(device, count, limits[device]), advice(limits[device]))
+        for device, count in pairs.items()
+        if device in limits and OF_A_LINK * count > limits[device]
+    ]
+
+
+def _of_host(host: Host, told: dict, wanted: bool) -> list[Finding]:
+    named = {device for devices in host.rdma for device in devices}
+    there = {device["name"]: device for device in told["devices"]}
+    found = []
+    for missing in sorted(named - set(there)):
+        what = f"the hostfile names {missing}, and it is not there; there are: {', '.join(there) or 'none'}"
+        found.append(fail(host.name, what, 'mlxdist devices (on that host), and correct the hostfile\'s "rdma"'))
+    for told_of in told["findings"]:
+        cause, subject = told_of["verdict"], told_of["subject"]
+        if cause == Cause.OK or cause in _OF_GIDS or (named and subject and subject not in named):
+            continue
+        remedy = told_of["remedy"] or "mlxdist devices (on that host) says more"
+        # What one device lacks is no harm where no device is named and another one is ready.
+        hurts = wanted and (not subject or subject in named or not any(d["active"] for d in there.values()))
+        make = note if not hurts else warn if cause in _SLOWER else fail
+        found.append(make(host.name, told_of["what"], remedy))
+    active = sorted(name for name, device in there.items() if device["active"] and (not named or name in named))
+    if active and not found:
+        found.append(ok(host.name, f"{', '.join(active)} active"))
+    return found or [note(host.name, "no RDMA device; ranks reach this host by TCP", "mlxdist devices (on that host)")]
+
+
+def check_gids(cluster: Cluster) -> list[Finding]:
+    """Active ports have IPv4 addresses, and both ends of a cable are in one network."""
+    found, networks = [], {}
+    for name, told in cluster.each("rdma"):
+        (host,) = cluster.only([name])
+        named = {device for devices in host.rdma for device in devices}
+        active = [d for d in told["devices"] if d["active"] and (not named or d["name"] in named)]
+        networks |= {(name, device["name"]): device["networks"] for device in active}
+        wrong = [f for f in told["findings"] if f["verdict"] in _OF_GIDS and (not named or f["subject"] in named)]
+        make = fail if named else note
+        found += [make(name, f["what"], f["remedy"]) for f in wrong]
+        if not active:
+            found.append(skip(name, "no active port"))
+        elif not wrong:
+            found.append(ok(name, "every active port has an IPv4 address"))
+    return found + _apart(cluster, networks)
+
+
+def _apart(cluster: Cluster, networks: dict[tuple[str, str], list[str]]) -> list[Finding]:
+    found = []
+    for i, host in enumerate(cluster.hosts):
+        for j, devices in enumerate(host.rdma):
+            if j <= i:
+                continue
+            for here, there in zip(devices, cluster.hosts[j].rdma[i]):
+                ends = networks.get((host.name, here)), networks.get((cluster.hosts[j].name, there))
+                if all(ends) and not any(_share(a, b) for a in ends[0] for b in ends[1]):
+                    what = f"{here} ({', '.join(ends[0])}) and {there} ({', '.join(ends[1])}) are in different networks"
+                    remedy = "give both ends of the cable addresses of one network: mlxdist config --auto-setup"
+                    found.append(way(warn((host.name, cluster.hosts[j].name), what, remedy)))
+    return found
+
+
+def _share(a: str, b: str) -> bool:
+    try:
+        one, other = ipaddress.ip_interface(a), ipaddress.ip_interface(b)
+    except ValueError:
+        return True  # not known
+    return "/" not in a or "/" not in b or one.network.overlaps(other.network)

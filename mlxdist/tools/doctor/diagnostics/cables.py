@@ -1,0 +1,86 @@
+"""Which RDMA runs a report makes: one for each cable of the device map, else one for each pair of hosts or device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+from mlxdist.cluster.hostfile import Host
+from mlxdist.cluster.hostfile.options import Chosen
+
+__all__ = ["Cable", "alone", "cables_of"]
+
+_MOST_CABLES, _MOST_LOOPS = 8, 2  # a report is made within minutes
+
+
+@dataclass(frozen=True)
+class Cable:
+    """A run: on these hosts, with these variables. ``chosen``: the hosts, with a device map of that cable alone."""
+
+    name: str
+    chosen: Chosen
+    hosts: tuple[str, ...]
+    settings: Mapping[str, str]
+    is_loop: bool = False  # both ranks are on one host, and use the same device
+
+
+def cables_of(chosen: Chosen, devices: Mapping[str, list[Mapping[str, Any]]]) -> tuple[list[Cable], list[str]]:
+    """``devices``: of each host, as doctor.rdma has answered. The runs, and why others are not made."""
+    active = {host: [device for device in found if device["active"]] for host, found in devices.items()}
+    notes = [
+        f"{host}: {device['name']} is {device['state'] or device['error'] or 'unknown'}, so nothing is run on it"
+        for host, found in devices.items()
+        for device in found
+        if not device["active"]
+    ]
+    notes += [f"{host}: there is no RDMA device" for host, found in devices.items() if not found]
+    hosts = chosen.hosts()
+    found = [cable for pair in combinations(range(len(hosts)), 2) for cable in _between(chosen, *pair, active)]
+    most = _MOST_CABLES
+    if not found:
+        found = [_loop(chosen, host, device) for host in hosts for device in active.get(host.name, [])]
+        most = _MOST_LOOPS
+    notes += [f"{cable.name}: not run, a report makes {most} such runs at most" for cable in found[most:]]
+    return found[:most], notes
+
+
+def _between(chosen: Chosen, i: int, j: int, active: Mapping[str, list[Mapping[str, Any]]]) -> list[Cable]:
+    a, b = chosen.hosts()[i], chosen.hosts()[j]
+    if not (active.get(a.name) and active.get(b.name)):
+        return []
+    provider = {"MLXDIST_PROVIDER": active[a.name][0]["provider"]}
+    if not (a.rdma and b.rdma):  # no map: addresses say which devices are joined
+        name = f"{a.name} and {b.name}, devices chosen by their addresses"
+        return [Cable(name, _only(chosen, replace(a, rdma=()), replace(b, rdma=())), (a.name, b.name), provider)]
+    return [
+        Cable(
+            f"{a.name} {near} to {b.name} {far}",
+            _only(chosen, replace(a, rdma=((), (near,))), replace(b, rdma=((far,), ()))),
+            (a.name, b.name),
+            provider,
+        )
+        for near, far in zip(a.rdma[j], b.rdma[i])
+    ]
+
+
+def _loop(chosen: Chosen, host: Host, device: Mapping[str, Any]) -> Cable:
+    """Without another host: how far the verbs of this device get. Apple's driver may refuse RTR to itself."""
+    name = device["name"]
+    rows = json.dumps([[None, name], [name, None]])
+    settings = {"MLXDIST_PROVIDER": device["provider"], "MLXDIST_RDMA": rows}
+    return Cable(f"{host.name} {name} to itself", alone(chosen, host), (host.name,), settings, is_loop=True)
+
+
+def alone(chosen: Chosen, host: Host) -> Chosen:
+    """This host, where doctor starts two ranks, and no device map."""
+    return chosen if chosen.hostfile is None else _only(chosen, replace(host, rdma=()))
+
+
+def _only(chosen: Chosen, *hosts: Host) -> Chosen:
+    hostfile = chosen.hostfile
+    single = tuple(replace(host, slots=1) for host in hosts)
+    envs = tuple(e for e in hostfile.envs if not e.startswith(("MLXDIST_RDMA=", "MLXDIST_PROVIDER=", "MLXDIST_WIRES=")))
+    return replace(chosen, hostfile=replace(hostfile, hosts=single, envs=envs))

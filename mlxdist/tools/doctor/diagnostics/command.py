@@ -1,0 +1,113 @@
+"""Makes the report: section after section, each within its time; what is done when the user stops it is written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from mlxdist.base.atomic_file import write_whole
+from mlxdist.base.errors import Error
+from mlxdist.base.output_file import is_written
+
+from .document import Section, write_document
+from .redact import Redactor
+from .sections import SECTIONS, Context, Step
+
+__all__ = ["FORM", "make_report"]
+
+FORM = ("First contact with Macs", ".github/ISSUE_TEMPLATE/first-contact.yml")
+_INTERRUPTED = 130
+
+
+class _TooLong(BaseException):
+    """A section's time is over. No Exception: nothing on the way here takes it for an answer."""
+
+
+def make_report(context: Context, path: Path, steps: Sequence[Step] = SECTIONS) -> int:
+    """Writes the report. Returns the exit status: 0; 1 if it is not written; 130 after Ctrl-C, with what is done."""
+    sections: list[Section] = []
+    notes: list[str] = []
+    redactor = Redactor(context.hosts)
+    with _progress(len(steps)) as (say, advance):
+        for step in steps:
+            section = Section(step.name, step.title)
+            sections.append(section)
+            context.say = lambda doing, title=step.title: say(f"{title}: {doing}" if doing else title)
+            context.say("")
+            try:
+                _fill(section, step, context)
+            except KeyboardInterrupt:
+                section.error = "stopped by Ctrl-C"
+                notes.append(f"Ctrl-C stopped this report in section {step.title!r}; what follows it is missing.")
+                break
+            advance()
+    redactor.learn_hosts(context.own_names)
+    if context.cluster is not None:
+        redactor.learn_hosts(str(answer.get("host", "")) for _, answer in context.cluster.each("who"))
+    text = write_document(sections, redactor, notes)
+    if not is_written(path, lambda path: write_whole(path, text)):
+        return 1
+    _say_where(path, sections)
+    return _INTERRUPTED if notes else 0
+
+
+def _fill(section: Section, step: Step, context: Context) -> None:
+    begin = time.monotonic()
+    try:
+        with _within(step.seconds + step.seconds_a_host * (len(context.hosts) - 1)) as seconds:
+            step.fill(section, context)
+    except _TooLong:
+        section.error = f"{section.error} it was given up after {seconds:g} s".strip()
+    except Error as error:
+        section.error = f"{section.error} {error}".strip()
+    except Exception:  # a mistake of ours; the other sections are worth having
+        section.error = f"{section.error} {traceback.format_exc()}".strip()
+    finally:
+        section.seconds = time.monotonic() - begin
+
+
+@contextlib.contextmanager
+def _within(seconds: float) -> Iterator[float]:
+    """Raises _TooLong in the main thread, which waits for processes and answers, after this time."""
+
+    def give_up(*_: object) -> None:
+        raise _TooLong
+
+    former = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield seconds
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, former)
+
+
+@contextlib.contextmanager
+def _progress(count: int) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
+    """A line on a terminal; elsewhere nothing."""
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        task = bars.add_task("starting", total=count)
+        yield lambda doing: bars.update(task, description=doing), lambda: bars.advance(task)
+
+
+def _say_where(path: Path, sections: Sequence[Section]) -> None:
+    incomplete = [section.title for section in sections if section.error]
+    if incomplete:
+        click.echo(f"incomplete or failed, which is worth reporting: {'; '.join(incomplete)}", err=True)
+    click.echo(f"wrote {path}: {os.path.getsize(path) / 1000:.0f} kB, {len(sections)} sections", err=True)
+    click.echo(
+        "Names of hosts and users, secrets, serial numbers and hardware addresses were replaced. Look through the file "
+        f"before you share it, then attach it to an issue of mlxdist by the form {FORM[0]!r} ({FORM[1]}).",
+        err=True,
+    )

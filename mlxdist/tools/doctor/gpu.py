@@ -1,0 +1,78 @@
+"""What an operation on the CPU costs between two on the GPU, with MLX_METAL_FAST_SYNCH and without. Runs on that host.
+
+`python -m mlxdist.tools.doctor.gpu` measures once, as its variables say, and prints JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from typing import Any
+
+from mlxdist.base.own_python import own_module
+
+__all__ = ["crossing", "main"]
+
+_SECONDS = 30.0
+_CHAIN = 50  # crossings there and back in one evaluation
+_ROUNDS = 7
+
+
+def crossing(seconds: float = _SECONDS) -> dict[str, Any]:
+    """Microseconds of one crossing by the value of MLX_METAL_FAST_SYNCH; or why that is not known here."""
+    found: dict[str, Any] = {"skipped": "", "microseconds": {}, "error": ""}
+    for value in ("0", "1"):
+        try:
+            done = subprocess.run(
+                own_module("mlxdist.tools.doctor.gpu"),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=seconds,
+                env=dict(os.environ) | {"MLX_METAL_FAST_SYNCH": value},
+                check=False,
+            )
+            answer = json.loads(done.stdout)
+        except subprocess.TimeoutExpired:
+            return found | {"error": f"with MLX_METAL_FAST_SYNCH={value} the GPU had not answered after {seconds:g} s"}
+        except ValueError:
+            words = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or [f"status {done.returncode}"]
+            return found | {"error": f"with MLX_METAL_FAST_SYNCH={value}: {words[0]}"}
+        if answer["skipped"]:
+            return found | {"skipped": answer["skipped"]}
+        found["microseconds"][value] = answer["microseconds"]
+    return found
+
+
+def main() -> None:
+    import statistics
+    import time
+
+    import mlx.core as mx
+
+    if not mx.metal.is_available():
+        print(json.dumps({"skipped": "there is no Metal here, so nothing crosses from a GPU of Apple's"}))
+        return
+
+    def chain(between: Any) -> float:
+        x = mx.ones(16)
+        mx.eval(x)
+        begin = time.perf_counter()
+        for _ in range(_CHAIN):
+            x = mx.add(mx.add(x, 1, stream=mx.gpu), 1, stream=between)
+        mx.eval(x)
+        return (time.perf_counter() - begin) / _CHAIN * 1e6
+
+    times = {mx.gpu: [], mx.cpu: []}
+    for turn in range(_ROUNDS + 2):
+        for device, taken in times.items():
+            took = chain(device)
+            if turn >= 2:
+                taken.append(took)
+    # There and back are two; what stays on the GPU is what the operations themselves take.
+    cost = (statistics.median(times[mx.cpu]) - statistics.median(times[mx.gpu])) / 2
+    print(json.dumps({"skipped": "", "microseconds": max(0.0, cost)}))
+
+
+if __name__ == "__main__":
+    main()

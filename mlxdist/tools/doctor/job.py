@@ -1,0 +1,171 @@
+"""A job on the hosts that have passed: with the launcher, hostfile and transport that the user's own job will have."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from mlxdist.base.own_python import own_module
+from mlxdist.cluster.hostfile import Host, save
+from mlxdist.cluster.hostfile.options import Chosen
+
+from .checks.variables import FAST_SYNCH
+from .cluster import Job, Question
+from .probe_rank import MARK
+
+__all__ = ["Placement", "last_words", "output_of_command", "place_ranks", "run_job", "run_ranks"]
+
+_SECONDS = 60.0
+_SECONDS_A_PAIR = 5.0
+_ALONE = 2  # ranks, where there is one host
+_AT_A_TIME = 8  # smaller jobs
+_MARGIN = 30.0
+_WORDS = 300
+_SHOWN_PROGRAM = "import mlxdist; mlxdist.barrier()"
+
+
+def run_job(chosen: Chosen, names: list[str], question: Question) -> Job:
+    """Runs it on these hosts, and smaller ones where it fails. Never raises: what went wrong is in the answer."""
+    job = _run_on(names, chosen, question)
+    if job.error and len(names) > 1:
+        job = replace(job, culprits=_culprits(job, chosen, replace(question, quick=True)))
+    return job
+
+
+def _culprits(job: Job, chosen: Chosen, question: Question) -> tuple[Job, ...]:
+    """Of jobs on one host each those that fail; if none does, of jobs on the first host and another one."""
+    first, *others = job.hosts
+    with ThreadPoolExecutor(_AT_A_TIME) as threads:
+
+        def failing(groups: list[list[str]]) -> tuple[Job, ...]:
+            jobs = threads.map(lambda names: _run_on(names, chosen, question), groups)
+            return tuple(smaller for smaller in jobs if smaller.error)
+
+        alone = failing([[name] for name in job.hosts])
+        return alone or ((job,) if len(others) == 1 else failing([[first, other] for other in others]))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where ranks run: the launcher's options, and those to show to the user, who does not have the job's hostfile.
+
+    ``settings``: variables that the ranks need there, whatever the user sets.
+    """
+
+    hosts: tuple[Host, ...]
+    options: list[str]
+    shown: list[str]
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def place_ranks(chosen: Chosen, names: Sequence[str]) -> Iterator[Placement]:
+    """The ranks of these hosts, at least two; without a hostfile two on this machine."""
+    given, options = chosen.hostfile, []
+    # The user's job has one rank on a Mac, where this is allowed; two are rejected.
+    settings = {FAST_SYNCH: "0"} if given is None or given.only(names).ranks == 1 else {}
+    if given is None:
+        on = ["-n", str(_ALONE)]
+        yield Placement((Host("localhost", _ALONE),), on, on, settings)
+        return
+    hostfile = given.only(names).for_mlxdist()  # whatever the user's own job will take
+    if len(names) < len(given.hosts):
+        options += ["--include", ",".join(names)]
+    if hostfile.ranks == 1:  # a rank alone sends nothing
+        envs = [setting for setting in hostfile.envs if not setting.startswith(f"{FAST_SYNCH}=")]
+        hostfile = replace(hostfile.with_ranks(_ALONE), envs=(*envs, f"{FAST_SYNCH}=0"))
+        options += ["-n", str(_ALONE)]
+    reach = ["--ssh", shlex.join(chosen.ssh)] if chosen.ssh != ("ssh",) else []
+    reach += ["--python", chosen.python] if chosen.python else []
+    with tempfile.TemporaryDirectory(prefix="mlxdist-doctor-") as folder:
+        path = Path(folder, "hosts.json")
+        save(hostfile, path)
+        shown = ["--hostfile", "HOSTFILE", *options, *reach]
+        yield Placement(hostfile.hosts, ["--hostfile", str(path), *reach], shown, settings)
+
+
+def run_ranks(
+    placement: Placement, words: Sequence[str], settings: Mapping[str, str], seconds: float, prefix: bool = False
+) -> tuple[int, str, str]:
+    """Runs a module of mlxdist, with its arguments, as the ranks: exit status, output and errors.
+
+    ``settings``: variables of theirs. ``prefix``: the rank in front of each line, which keeps lines of several apart.
+    """
+    on, settings = placement.options, {**settings, **placement.settings}
+    python = on[on.index("--python") + 1] if "--python" in on else ""
+    command = [*own_module("mlxdist"), "launch", *on, "--cwd", "/", "--timeout", f"{seconds:g}"]
+    command += [] if prefix else ["--no-prefix"]
+    command += [word for name, value in settings.items() for word in ("--env", f"{name}={value}")]
+    environment = {name: value for name, value in os.environ.items() if name not in settings}
+    command += ["--", *own_module(*words, python=python)]
+    return output_of_command(command, environment, seconds + _MARGIN)
+
+
+def _run_on(names: list[str], chosen: Chosen, question: Question) -> Job:
+    # Of what the hostfile sets, only what it sets for these hosts.
+    envs = chosen.hostfile.envs if chosen.hostfile is not None else ()
+    left = {name: value for name, value in question.variables.items() if f"{name}={value}" not in envs}
+    with place_ranks(chosen, names) as placement:
+        return _run(placement, replace(question, variables=left))
+
+
+def _run(placement: Placement, question: Question) -> Job:
+    hosts = placement.hosts
+    names = tuple(host.name for host in hosts)
+    ranks = sum(host.slots for host in hosts)
+    links = not question.quick and len(hosts) > 1
+    seconds = _SECONDS + (_SECONDS_A_PAIR * len(hosts) ** 2 if links else 0)
+    settings = {"MLXDIST_TIMEOUT": "20", "MLXDIST_RENDEZVOUS_TIMEOUT": "40", "MLXDIST_FLIGHT": "none"}
+    # What the hostfile and this shell set reaches the ranks anyway; of --env what matters here, and nothing private.
+    given = {name: value for name, value in question.variables.items() if name.startswith(("MLX", "OMP"))} | settings
+    parameters = {"hosts": [number for number, host in enumerate(hosts) for _ in range(host.slots)], "links": links}
+    words = ["mlxdist.tools.doctor.probe_rank", json.dumps(parameters)]
+    again = shlex.join(["mlxdist", "launch", *placement.shown, "--", "python", "-c", _SHOWN_PROGRAM])
+    status, output, errors = run_ranks(placement, words, given, seconds)
+    results = [line.partition(MARK)[2] for line in output.splitlines() if MARK in line]
+    if status or not results:
+        return Job(names, ranks, last_words(errors), command=again)
+    found = json.loads(results[0])
+    pairs = {(names[int(a)], names[int(b)]): (latency, rate) for a, b, latency, rate in found["links"]}
+    return Job(
+        names,
+        ranks,
+        command=again,
+        wrong=tuple(found["wrong"]),
+        tried=found["tried"],
+        provider=found["provider"],
+        reason=found["reason"],
+        latency={pair: latency for pair, (latency, _) in pairs.items()},
+        bandwidth={pair: rate for pair, (_, rate) in pairs.items()},
+    )
+
+
+def output_of_command(command: list[str], environment: Mapping[str, str], seconds: float) -> tuple[int, str, str]:
+    """Of the launcher, which is never killed: it ends its ranks itself, whatever happens here."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe) as process:
+        try:
+            output, errors = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            output, errors = process.communicate()
+            errors += f"\nit had not ended after {seconds:g} s".encode()
+        except BaseException:
+            process.terminate()
+            raise
+    return process.returncode, output.decode(errors="replace"), errors.decode(errors="replace")
+
+
+def last_words(text: str) -> str:
+    """The errors of the ranks come before what the launcher says of their ends; both matter."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith(("mlxdist.base.errors.", "Error: "))]
+    return " | ".join(dict.fromkeys([*errors[:1], *lines[-1:]]))[:_WORDS] or "it has said nothing"

@@ -1,0 +1,181 @@
+"""How this host reaches others: it listens, it connects, and it says which interface that takes. Runs on that host."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from mlxdist.cluster.facts.rdma import hardware_ports
+
+from .facts import output_of
+
+__all__ = ["connect", "interface_kind", "listen", "mac_kind", "mac_route", "mac_speed", "route", "silence"]
+
+_NC = "/usr/bin/nc"
+_CLASS = Path("/sys/class/net")
+_INFINIBAND, _LOOPBACK, _POINT_TO_POINT = "32", "772", "65534"  # of /sys/class/net/*/type
+_MOST_AT_ONCE = 32
+
+_listening: list[socket.socket] = []
+
+
+def listen() -> dict[str, Any]:
+    """Listens on a free port of every interface until `silence`. Whoever connects is sent the token."""
+    silence()
+    token = secrets.token_hex(8)
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    try:
+        server = socket.create_server(("", 0), family=family, dualstack_ipv6=family == socket.AF_INET6, backlog=64)
+    except OSError:  # a kernel that knows IPv6, and has it switched off
+        server = socket.create_server(("", 0), backlog=64)
+    _listening.append(server)
+    threading.Thread(target=_answer, args=(server, token.encode()), daemon=True).start()
+    return {"port": server.getsockname()[1], "token": token}
+
+
+def silence() -> None:
+    """Nobody listens any more."""
+    while _listening:
+        server = _listening.pop()
+        with contextlib.suppress(OSError):  # wakes the thread that accepts
+            server.shutdown(socket.SHUT_RDWR)
+        server.close()
+
+
+def _answer(server: socket.socket, token: bytes) -> None:
+    while True:
+        try:
+            connection, _ = server.accept()
+        except OSError:
+            return
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(1.0)
+            connection.sendall(token)
+
+
+def connect(targets: Sequence[Mapping[str, Any]], seconds: float = 5.0) -> list[dict[str, Any]]:
+    """Connects to each target (address, port, token) and says how that went, and by which interface."""
+    with ThreadPoolExecutor(max(1, min(_MOST_AT_ONCE, len(targets)))) as threads:
+        return list(threads.map(lambda target: _connect(target, seconds), targets))
+
+
+def _connect(target: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    address, port = str(target["address"]), int(target["port"])
+    found: dict[str, Any] = {"error": "", "text": "", "nc": None} | route(address)
+    try:
+        with socket.create_connection((address, port), seconds) as connection:
+            token = target["token"].encode()
+            if _receive(connection, len(token), seconds) != token:
+                found |= {"error": "WRONG", "text": "somebody else answers at this address"}
+    except TimeoutError:
+        found |= {"error": "ETIMEDOUT", "text": f"no answer within {seconds:g} s"}
+    except OSError as error:
+        name = errno.errorcode.get(error.errno or 0, type(error).__name__)
+        found |= {"error": name, "text": f"errno {error.errno}, {error.strerror}"}
+    if sys.platform == "darwin" and found["error"] in ("EHOSTUNREACH", "ETIMEDOUT"):
+        found["nc"] = _nc_reaches(address, port, seconds)
+    return found
+
+
+def _receive(connection: socket.socket, size: int, seconds: float) -> bytes:
+    deadline, data = time.monotonic() + seconds, b""
+    while len(data) < size:
+        connection.settimeout(max(0.01, deadline - time.monotonic()))
+        part = connection.recv(size - len(data))
+        if not part:
+            break
+        data += part
+    return data
+
+
+def _nc_reaches(address: str, port: int, seconds: float) -> bool | None:
+    """The same by a program of Apple's, for which macOS does not ask about the local network."""
+    command = [_NC, "-z", "-G", f"{seconds:.0f}", address, str(port)]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds + 2, check=False)
+        return not done.returncode
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+
+
+def route(address: str) -> dict[str, Any]:
+    """The interface that leads to an address: its name, kind and speed in Mbit/s."""
+    plain = address.partition("%")[0]
+    if sys.platform == "darwin":
+        family = ["-inet6"] if ":" in plain else []
+        name = mac_route(output_of("route", "-n", "get", *family, plain))
+        ports = hardware_ports(output_of("networksetup", "-listallhardwareports"))
+        kind, speed = mac_kind(name, ports), mac_speed(output_of("ifconfig", name)) if name else None
+        return {"interface": name, "kind": kind, "speed": speed}
+    try:
+        name = str(json.loads(output_of("ip", "-json", "route", "get", plain))[0]["dev"])
+    except (ValueError, LookupError, TypeError):
+        return {"interface": "", "kind": "", "speed": None}
+    return {"interface": name, "kind": interface_kind(_CLASS / name), "speed": _speed(_CLASS / name)}
+
+
+def mac_route(text: str) -> str:
+    """``route -n get ADDRESS``."""
+    found = re.search(r"^\s*interface: (\S+)$", text, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def mac_kind(name: str, ports: Mapping[str, str]) -> str:
+    """``ports``: of `hardware_ports`."""
+    port = next((port for port, interface in ports.items() if interface == name), "").lower()
+    if name.startswith("lo"):
+        return "loopback"
+    if name.startswith(("utun", "ipsec", "ppp")):
+        return "tunnel"
+    if "bridge" in port or name.startswith("bridge"):
+        return "bridge"
+    kinds = {"wi-fi": "wifi", "airport": "wifi", "thunderbolt ethernet": "ethernet", "thunderbolt": "thunderbolt"}
+    kinds |= {"ethernet": "ethernet", "lan": "ethernet"}
+    return next((kind for word, kind in kinds.items() if word in port), "")
+
+
+def mac_speed(text: str) -> int | None:
+    """``ifconfig en0``: ``media: autoselect (10Gbase-T <full-duplex>)``, in Mbit/s."""
+    found = re.search(r"^\s*media: .*?\(?\b(\d+(?:\.\d+)?)(G?)base", text, re.MULTILINE)
+    return int(float(found[1]) * (1000 if found[2] else 1)) if found else None
+
+
+def interface_kind(folder: Path) -> str:
+    """``folder``: that of an interface in /sys/class/net."""
+    kind = _line(folder / "type")
+    driver = os.path.basename(os.path.realpath(folder / "device" / "driver"))
+    if (folder / "wireless").exists() or (folder / "phy80211").exists():
+        return "wifi"
+    if "thunderbolt" in driver:
+        return "thunderbolt"
+    if (folder / "bridge").exists():
+        return "bridge"
+    if (folder / "tun_flags").exists() or kind == _POINT_TO_POINT:
+        return "tunnel"
+    named = {_LOOPBACK: "loopback", _INFINIBAND: "infiniband"}.get(kind)
+    return named or ("ethernet" if (folder / "device").exists() else "virtual" if folder.exists() else "")
+
+
+def _speed(folder: Path) -> int | None:
+    text = _line(folder / "speed")
+    return int(text) if text.isdecimal() and int(text) else None  # -1 where the driver does not know
+
+
+def _line(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # also where the interface is down
+        return ""

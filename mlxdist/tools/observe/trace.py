@@ -1,0 +1,96 @@
+"""The records as a trace for chrome://tracing and Perfetto (ui.perfetto.dev): a process per rank, a row per group.
+
+The format is the JSON one of "Trace Event Format" (Google, 2016): complete events (X), and metadata (M) for the names.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mlxdist.base.errors import name_ranks
+from mlxdist.runtime.flight_records import Dump, Operation
+
+from .clocks import wall_offsets
+
+__all__ = ["trace"]
+
+
+def trace(dumps: Mapping[int, Dump]) -> dict[str, Any]:
+    """Times are microseconds since the first operation of all began."""
+    offsets = wall_offsets(dumps)
+    starts = [o.started_ns + offsets[rank] for rank, dump in dumps.items() for o in dump.operations]
+    origin = min(starts, default=0)
+    events: list[dict[str, Any]] = []
+    for rank, dump in sorted(dumps.items()):
+        events += _process(dump)
+        rows = _Rows(dump)
+        for operation in dump.operations:
+            events.append(_event(dump, operation, rows.row_of(operation), offsets[rank] - origin))
+        events += rows.names()
+    return {"displayTimeUnit": "ns", "traceEvents": events}
+
+
+class _Rows:
+    """The rows of a rank. Operations of a group that overlap, as those with handles may, need more than one."""
+
+    def __init__(self, dump: Dump) -> None:
+        self._dump = dump
+        self._ends: dict[tuple[int, bool, int], int] = {}  # of each row, by group and number
+
+    def row_of(self, operation: Operation) -> int:
+        number = 0
+        while self._ends.get((operation.group, operation.hidden, number), -1) > operation.started_ns:
+            number += 1
+        row = (operation.group, operation.hidden, number)
+        self._ends[row] = _end(self._dump, operation)
+        return list(self._ends).index(row)
+
+    def names(self) -> list[dict[str, Any]]:
+        return [
+            {"ph": "M", "name": "thread_name", "pid": self._dump.rank, "tid": i, "args": {"name": self._name(*row)}}
+            for i, row in enumerate(self._ends)
+        ]
+
+    def _name(self, group: int, hidden: bool, number: int) -> str:
+        members = self._dump.groups.get(group, ())
+        name = "all ranks" if group == 0 else f"group {group}" + (f" ({name_ranks(members)})" if members else "")
+        return f"{name}{' (mlxdist itself)' if hidden else ''}{f', {number + 1}' if number else ''}"
+
+
+def _process(dump: Dump) -> list[dict[str, Any]]:
+    name = f"rank {dump.rank} ({dump.host}, pid {dump.pid})"
+    return [
+        {"ph": "M", "name": "process_name", "pid": dump.rank, "args": {"name": name}},
+        {"ph": "M", "name": "process_sort_index", "pid": dump.rank, "args": {"sort_index": dump.rank}},
+    ]
+
+
+def _event(dump: Dump, operation: Operation, row: int, offset: int) -> dict[str, Any]:
+    arguments = {
+        "sequence": operation.sequence,
+        "dtype": operation.dtype,
+        "shape": None if operation.shape is None else list(operation.shape),
+        "bytes": operation.bytes,
+        "place": operation.place or None,
+        "algorithm": operation.algorithm,
+        "root": operation.root,
+        "to": operation.to,
+        "from": operation.source,
+        "waits for": operation.waits_for,
+        "status": operation.status or None,
+        "in progress": True if operation.ended_ns is None else None,
+    }
+    return {
+        "ph": "X",
+        "name": operation.name,
+        "cat": "collective" if operation.collective else "point to point",
+        "pid": dump.rank,
+        "tid": row,
+        "ts": (operation.started_ns + offset) / 1e3,
+        "dur": (_end(dump, operation) - operation.started_ns) / 1e3,
+        "args": {name: value for name, value in arguments.items() if value is not None},
+    }
+
+
+def _end(dump: Dump, operation: Operation) -> int:
+    """Of one in progress, so far."""
+    return dump.monotonic_ns if operation.ended_ns is None else operation.ended_ns

@@ -1,0 +1,29 @@
+"""One rank of `mlxdist shard --verify`. Arguments: the model's folder, the plan, and the file that rank 0 writes."""
+
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+
+import mlxdist
+from mlxdist.nn.sharding.load import load_with_report
+from mlxdist.nn.sharding.plan import Plan
+from mlxdist.nn.sharding.verify import verify
+
+
+def main() -> None:
+    path, given, result = sys.argv[1:]
+    group = mlxdist.init()
+    model, _, report = load_with_report(path, group, Plan.from_json(Path(given).read_text()))
+    verification = verify(model, path, group=group)
+    if group.rank() == 0:
+        found = dataclasses.asdict(verification)
+        found["differences"] = [None if math.isnan(number) else number for number in verification.differences]
+        costs = {"bytes_read": report.bytes_read, "bytes_total": report.bytes_total, "seconds": report.seconds}
+        found |= {"agrees": verification.agrees, "text": str(verification), "loading": costs}
+        Path(result).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

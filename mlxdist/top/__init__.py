@@ -1,3 +1,0 @@
-"""What a job does, while it does it: `mlxdist top`."""
-
-__all__: list[str] = []
