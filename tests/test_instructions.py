@@ -98,7 +98,7 @@ def test_header_and_acknowledgement_work(tmp_path, capsys):
     known = {name for file in NATIVE.glob("endpoint/*.[ch]") for name in functions(file).values()}
     listed = {name for names in WORK.values() for name in names or ()}
     assert listed <= known, f"no longer there: {listed - known}"
-    layers = layer_sources("verbs", "soft", "endpoint", "reduce", "collectives")
+    layers = layer_sources("verbs", "providers/soft", "endpoint", "reduce", "collectives")
     program = build_program(tmp_path / "instructions", [NATIVE / "tests/instructions.c", *layers], FLAGS)
     shares = {}
     for nbytes in (4 << 10, 64 << 10):

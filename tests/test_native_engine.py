@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from native_build import NATIVE, SANITIZE_MEMORY, SANITIZE_THREADS, build_program, layer_sources, run_program
 
-LAYERS = ("verbs", "soft", "endpoint", "reduce", "collectives")
+LAYERS = ("verbs", "providers/soft", "endpoint", "reduce", "collectives")
 INCLUDES = [f"-I{NATIVE / folder}" for folder in ("include", "verbs", "endpoint", "reduce", "collectives")]
 FLAGS = ["-std=gnu11", '-DMLXDIST_VERSION="0.0.0"', *INCLUDES]
 PARTS = ("", "_faults", "_cables", "_repair", "_keepalive", "_apple", "_odd", "_completions")

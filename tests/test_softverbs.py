@@ -18,7 +18,7 @@ PROGRAMS = ["objects", "messages", "writes", "processes"]
 SUFFIX = "dylib" if sys.platform == "darwin" else "so"
 LIBRARY = Path(importlib.util.find_spec("mlxdist._native").origin).parent / f"libsoftverbs.{SUFFIX}"
 LINKED = [LIBRARY, f"-Wl,-rpath,{LIBRARY.parent}"]
-MAP = NATIVE / "softverbs" / "softverbs.map"
+MAP = NATIVE / "bindings/softverbs" / "softverbs.map"
 
 
 def sources(program: str) -> list[Path]:
@@ -30,7 +30,7 @@ def own_header(tmp_path_factory) -> list[str]:
     """Compiler flags that make mlxdist's own declarations <infiniband/verbs.h>: no package is needed."""
     folder = tmp_path_factory.mktemp("include")
     (folder / "infiniband").mkdir()
-    (folder / "infiniband" / "verbs.h").write_text(f'#include "{NATIVE}/softverbs/softverbs.h"\n')
+    (folder / "infiniband" / "verbs.h").write_text(f'#include "{NATIVE}/bindings/softverbs/softverbs.h"\n')
     return [f"-I{folder}"]
 
 
@@ -55,14 +55,14 @@ def test_program(tmp_path, own_header, program):
 @pytest.mark.long
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_sanitized(tmp_path, own_header, program):
-    parts = [*sources(program), *layer_sources("verbs", "soft", "softverbs")]
+    parts = [*sources(program), *layer_sources("verbs", "providers/soft", "bindings/softverbs")]
     run_program(build_program(tmp_path / program, parts, [*SANITIZE_MEMORY, *own_header]), timeout=300)
 
 
 @pytest.mark.long
 def test_segments_of_macos(tmp_path, own_header):
     """Here too: memory that has a name until it is mapped."""
-    parts = [*sources("objects"), *layer_sources("verbs", "soft", "softverbs", segment="posix")]
+    parts = [*sources("objects"), *layer_sources("verbs", "providers/soft", "bindings/softverbs", segment="posix")]
     run_program(build_program(tmp_path / "objects", parts, own_header))
 
 
@@ -195,7 +195,7 @@ def test_exports_what_its_map_says():
 
 
 def test_exports_what_its_header_declares():
-    folder = NATIVE / "softverbs"
+    folder = NATIVE / "bindings/softverbs"
     declared = re.findall(r"\b(_?ibv_\w+|softverbs_\w+|\w+_to_ibv_rate)\(", (folder / "softverbs.h").read_text())
     refused = re.findall(r"^N\w+\((ibv_\w+)", (folder / "refused.c").read_text(), re.M)
     assert set(exported(LIBRARY)) == {*declared, *refused}

@@ -42,7 +42,7 @@ DEBUG_SUBSYSTEMS = (
 )  # fmt: skip
 PROVIDERS = ("auto", "soft", "ibverbs", "librdma")
 QUEUE_PAIRS = ("uc", "rc")
-SOFT_PROFILES = ("ideal", "apple-tb5", "apple-tb5-26.2", "apple-odd", "rxe")  # native/soft/profile.h
+SOFT_PROFILES = ("ideal", "apple-tb5", "apple-tb5-26.2", "apple-odd", "rxe")  # native/providers/soft/profile.h
 SOFT_WIRES = ("auto", "memory", "tcp")
 _UNNAMED_RUN = os.urandom(8).hex()
 
@@ -86,7 +86,7 @@ VARIABLES = (
     Variable("MLXDIST_ALGO", "how collectives move their data: auto, direct, mesh, ring, doubling or tree", "auto"),
     Variable("MLXDIST_SOFT_PROFILE", f"device that the software provider plays: {', '.join(SOFT_PROFILES)}", "ideal"),
     Variable("MLXDIST_SOFT_WIRE", "how the software provider connects ranks: auto, memory or tcp", "auto"),
-    Variable("MLXDIST_INJECT", "faults of the software provider, for tests: a list as in native/soft/faults.h", "none"),
+    Variable("MLXDIST_INJECT", "faults of the software provider, for tests: a list as in soft/faults.h", "none"),
     Variable("MLXDIST_TUNING", "rank 0: file with the tuning table, or none", "~/.config/mlxdist/tuning.json"),
     Variable("MLXDIST_DEBUG", "debug output: off, warn, info or trace, and of what: info:cable,rendezvous", "warn"),
     Variable("MLXDIST_DEBUG_FILE", "file for it, whose name may have %h (host), %p (process), %r (rank)", "stderr"),

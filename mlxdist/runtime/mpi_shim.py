@@ -1,7 +1,7 @@
 """The MPI door: programs that know nothing of mlxdist and call ``mx.distributed.init()`` run on its transport.
 
 MLX opens the library that ``MLX_MPI_LIBNAME`` names, if that speaks the C ABI of Open MPI. `mlxdist launch` names ours
-(native/mpi), and takes away what would make MLX choose another backend. docs/mpi-door.md is for users.
+(native/bindings/mpi), and takes away what would make MLX choose another backend. docs/mpi-door.md is for users.
 
 The launcher uses ``variables``, ``diverts`` and ``check``, which need neither MLX nor the compiled half; the library
 calls ``join`` and ``wait_for_stream``.

@@ -423,7 +423,7 @@ int mlxdist_group_tune(mlxdist_group* group, const mlxdist_tuning* table, uint64
 /* The algorithm (mlxdist_algorithm) that `operation` (mlxdist_operation) on such an input uses. */
 int32_t mlxdist_group_algorithm(mlxdist_group* group, int32_t operation, const mlxdist_layout* layout);
 
-/* Makes the provider lose or repeat messages, for tests: "drop=1/100", "drop_next=1", "none" (native/soft/faults.h);
+/* Makes the provider lose or repeat messages, for tests: "drop=1/100", "drop_next=1", "none" (providers/soft/faults.h);
  * "1:drop=1/1" is for the second cable alone. */
 int mlxdist_group_inject(mlxdist_group* group, const char* faults);
 

@@ -1,6 +1,6 @@
 /* The profile apple-tb5, from the first connection to the end: regions, cables, and the order in which things go. */
 #define _POSIX_C_SOURCE 200809L
-#include "../soft/soft.h"
+#include "../providers/soft/soft.h"
 #include "check.h"
 #include "soft_apple.h"
 

@@ -1,6 +1,6 @@
 /* The profile apple-tb5: what RDMA over Thunderbolt refuses is refused, and what it does otherwise than UC is done. */
 #define _POSIX_C_SOURCE 200809L
-#include "../soft/soft.h"
+#include "../providers/soft/soft.h"
 #include "check.h"
 #include "soft_apple.h"
 

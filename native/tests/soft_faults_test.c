@@ -1,5 +1,5 @@
 /* Faults on purpose: exactly the messages that were asked for are lost or doubled, and nothing else changes. */
-#include "../soft/soft.h"
+#include "../providers/soft/soft.h"
 #include "check.h"
 #include "soft_side.h"
 

@@ -1,5 +1,5 @@
 /* Messages over the software provider: what is delivered, what is dropped, what completes, what a post refuses. */
-#include "../soft/soft.h"
+#include "../providers/soft/soft.h"
 #include "check.h"
 #include "soft_side.h"
 

@@ -1,5 +1,5 @@
 /* The software provider's objects: device, memory, queue pairs and their states, reference counts. */
-#include "../soft/soft.h"
+#include "../providers/soft/soft.h"
 #include "check.h"
 #include "soft_side.h"
 

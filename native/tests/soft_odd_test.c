@@ -1,6 +1,6 @@
 /* The profile apple-odd, and faults that play awkward devices: each does what soft/profile.h and soft/faults.h say. */
 #define _POSIX_C_SOURCE 200809L
-#include "../soft/soft.h"
+#include "../providers/soft/soft.h"
 #include "check.h"
 #include "soft_apple.h"
 

@@ -1,6 +1,6 @@
 /* What a peer of the software provider may do to us: be gone, stop in the middle of a copy, write nonsense. */
 #define _POSIX_C_SOURCE 200809L
-#include "../soft/soft.h"
+#include "../providers/soft/soft.h"
 #include "check.h"
 #include "soft_side.h"
 

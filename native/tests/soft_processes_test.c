@@ -1,7 +1,7 @@
 /* The software provider between processes: exact data, peers that die at any moment, children that inherit
  * nothing, and nothing left behind. */
 #define _POSIX_C_SOURCE 200809L
-#include "../soft/soft.h"
+#include "../providers/soft/soft.h"
 #include "check.h"
 #include "soft_side.h"
 

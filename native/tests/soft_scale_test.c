@@ -1,6 +1,6 @@
 /* Many ranks: all of them connected to all, how many a device has room for, and what memory a queue pair takes. */
 #define _DEFAULT_SOURCE 1 /* mincore */
-#include "../soft/soft.h"
+#include "../providers/soft/soft.h"
 #include "check.h"
 #include "soft_side.h"
 

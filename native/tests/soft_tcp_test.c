@@ -2,7 +2,7 @@
 #define _GNU_SOURCE 1
 #include "tcp_pair.h"
 
-#include "../soft/sockets.h"
+#include "../providers/soft/sockets.h"
 
 #include <arpa/inet.h>
 #include <errno.h>

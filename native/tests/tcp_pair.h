@@ -3,7 +3,7 @@
 #ifndef MLXDIST_TESTS_TCP_PAIR_H
 #define MLXDIST_TESTS_TCP_PAIR_H
 
-#include "../soft/tcp.h"
+#include "../providers/soft/tcp.h"
 #include "../verbs/wc_status.h"
 #include "check.h"
 #include "soft_side.h"

@@ -7,7 +7,7 @@ from native_build import NATIVE, build_program, compile_source, layer_sources, l
 __all__ = ["FLAGS", "TARGETS", "build_for_libfuzzer", "build_for_files"]
 
 TARGETS = ["connection", "messages", "settings", "tcp"]
-LAYERS = ("verbs", "soft", "endpoint", "collectives")
+LAYERS = ("verbs", "providers/soft", "endpoint", "collectives")
 FLAGS = ("-std=gnu11", '-DMLXDIST_VERSION="0.0.0"') + tuple(
     f"-I{NATIVE / folder}" for folder in ("include", "verbs", "endpoint", "reduce", "collectives")
 )

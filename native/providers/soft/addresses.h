@@ -3,7 +3,7 @@
 #ifndef MLXDIST_SOFT_ADDRESSES_H
 #define MLXDIST_SOFT_ADDRESSES_H
 
-#include "../verbs/verbs_abi.h"
+#include "../../verbs/verbs_abi.h"
 
 #include <netinet/in.h>
 #include <stdbool.h>

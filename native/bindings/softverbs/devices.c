@@ -1,7 +1,7 @@
 /* Devices, ports and addresses. */
 #include "softverbs.h"
 
-#include "../soft/soft.h"
+#include "../../providers/soft/soft.h"
 #include "addresses.h"
 
 #include <arpa/inet.h>

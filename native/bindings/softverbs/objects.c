@@ -1,7 +1,7 @@
 /* Protection domains, regions, queues and their events: the provider's functions under the lock of their context. */
 #include "softverbs.h"
 
-#include "../soft/soft.h"
+#include "../../providers/soft/soft.h"
 #include "addresses.h"
 
 #include <errno.h>

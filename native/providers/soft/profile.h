@@ -11,7 +11,7 @@
 #ifndef MLXDIST_SOFT_PROFILE_H
 #define MLXDIST_SOFT_PROFILE_H
 
-#include "../verbs/verbs_abi.h"
+#include "../../verbs/verbs_abi.h"
 
 #include <stdbool.h>
 #include <stdint.h>

@@ -4,7 +4,7 @@
 #ifndef MLXDIST_SOFTVERBS_ADDRESSES_H
 #define MLXDIST_SOFTVERBS_ADDRESSES_H
 
-#include "../verbs/verbs_abi.h"
+#include "../../verbs/verbs_abi.h"
 
 void addresses_get_ipv4(struct ibv_context* context, union ibv_gid* gid);
 

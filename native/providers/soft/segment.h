@@ -19,7 +19,7 @@
 #ifndef MLXDIST_SOFT_SEGMENT_H
 #define MLXDIST_SOFT_SEGMENT_H
 
-#include "../verbs/verbs_abi.h"
+#include "../../verbs/verbs_abi.h"
 
 #include <stdalign.h>
 #include <stdatomic.h>

@@ -28,8 +28,8 @@ struct Error : std::runtime_error {
   const std::string text;
 };
 
-/* The bridge sees to it that what MLX computes from the operation is never read (native/bridge/failed_arrays.h) and, if
- * `raises`, tells Python of the error at once, for readers that swallow it (native/bridge/errors.h). */
+/* The bridge sees to it that what MLX computes from the operation is never read (bindings/mlx/failed_arrays.h) and, if
+ * `raises`, tells Python of the error at once, for readers that swallow it (bindings/mlx/errors.h). */
 using OperationFailed = void(int status, const char* text, int raises);
 
 /* Makes ompi_mpi_comm_world the engine's `group`. A second call does nothing. */

@@ -1,7 +1,7 @@
 /* See addresses.h. */
 #include "addresses.h"
 
-#include "../soft/soft.h"
+#include "../../providers/soft/soft.h"
 
 #include <arpa/inet.h>
 #include <errno.h>

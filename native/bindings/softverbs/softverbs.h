@@ -7,7 +7,7 @@
 #ifndef MLXDIST_SOFTVERBS_SOFTVERBS_H
 #define MLXDIST_SOFTVERBS_SOFTVERBS_H
 
-#include "../verbs/verbs_abi.h"
+#include "../../verbs/verbs_abi.h"
 
 #include <sys/types.h>
 
