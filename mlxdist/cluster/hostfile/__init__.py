@@ -7,7 +7,7 @@ import importlib
 from typing import Any
 
 _MODULE_OF = {
-    "FIGURES": "weights",
+    "FIGURES": "rank_shares",
     "FORMATS": "hosts",
     "Host": "hosts",
     "Hostfile": "hosts",
@@ -17,7 +17,7 @@ _MODULE_OF = {
     "parse": "reading",
     "read": "reading",
     "save": "writing",
-    "speeds": "weights",
+    "speeds": "rank_shares",
     "tasks_per_node": "slurm",
     "write": "writing",
 }
