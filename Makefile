@@ -20,11 +20,12 @@ FILES := $(sort $(shell find mlxdist native -name '*.py' -o -name '*.[ch]' -o -n
 FILES := $(filter-out native/tests/%,$(FILES))
 NATIVE := native/CMakeLists.txt $(wildcard native/cmake/*) $(filter native/%,$(FILES))
 
-.PHONY: help setup demo test test-long test-rxe sanitize fuzz chaos check-macos clean FORCE
+.PHONY: help setup lint demo test test-long test-rxe sanitize fuzz chaos check-macos clean FORCE
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make setup        make $(VENV), install mlxdist and what it needs, build the native code (once)"
+	@echo "make lint         check form, types, imports and C: ruff, mypy, import-linter, clang-format, clang-tidy, shellcheck"
 	@echo "make demo         two ranks train a small language model and generate text with it"
 	@echo "make test         run the tests"
 	@echo "make test-long    the tests that take minutes: builds from nothing and for macOS, random programs, large arrays"
@@ -37,6 +38,20 @@ help:
 
 setup: $(VENV)/.built
 	@$(if $(filter $@,$(MAKECMDGOALS)),echo 'mlxdist is set up in $(VENV). Next: make demo; or $(BIN)/mlxdist --help')
+
+# What clang-tidy reads is what the build has compiled.
+SHELL_SCRIPTS = $(shell git grep -lE '^#!.*sh$$' -- .ci scripts)
+C_SOURCES = $(shell git ls-files '*.c' '*.h' '*.cpp')
+# GCC compiles the kernels for processors that clang would need other flags for.
+TIDY = $(filter %.c %.cpp,$(filter-out native/tests/% native/reduce/kernels_% tests/% benchmarks/%,$(C_SOURCES)))
+lint: setup $(VENV)/.lint
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(C_SOURCES)
+	$(BIN)/run-clang-tidy.py -quiet -clang-tidy-binary $(BIN)/clang-tidy -p $(firstword $(wildcard build/*/)) $(TIDY)
+	$(BIN)/shellcheck -x $(SHELL_SCRIPTS)
 
 demo: setup
 	$(BIN)/mlxdist launch -n 2 -- $(BIN)/python examples/train_and_generate.py
@@ -79,6 +94,11 @@ $(VENV)/.packages: pyproject.toml constraints.txt | $(VENV)/.python
 	@echo '2/3 Python packages: MLX, mlx-lm, what builds mlxdist and tests it ...'
 	@$(BIN)/python -c '$(REQUIREMENTS)' > $(VENV)/requirements.txt
 	$(call pip) --constraint constraints.txt --requirement $(VENV)/requirements.txt
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.packages
+	$(call pip) --constraint constraints.txt $$($(BIN)/python -c 'import tomllib; \
+	  print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["lint"])')
 	@touch $@
 
 $(VENV)/.ziglang: $(VENV)/.packages

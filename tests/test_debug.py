@@ -74,7 +74,7 @@ def test_nothing_is_written_without_cause(run_ranks):
 
 
 def test_lines_go_to_stderr_by_default():
-    program = "from mlxdist import debug; debug.warn('cable', 'one'); debug.info('cable', 'two')"
+    program = "from mlxdist.base import debug; debug.warn('cable', 'one'); debug.info('cable', 'two')"
     written = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60).stderr
     assert re.fullmatch(r"[0-9:.]+ mlxdist rank - pid \d+ warn cable: one\n", written)
 

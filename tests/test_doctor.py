@@ -19,6 +19,7 @@ from rich.console import Console
 
 from mlxdist.cluster.hostfile import Host, parse
 from mlxdist.cluster.hostfile.options import Chosen
+from mlxdist.cluster.ssh import rpc_client
 from mlxdist.tools.doctor import before_launch, report
 from mlxdist.tools.doctor.checks import CHECKS, run_checks
 from mlxdist.tools.doctor.cluster import Cluster, Job, Question

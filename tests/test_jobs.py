@@ -279,7 +279,7 @@ def test_only_the_last_recordings_are_kept():
 
 def kill_launcher_and_keeper(job):
     """At the same instant, so that neither can clean up after the other."""
-    keeper = int(subprocess.run(["pgrep", "-P", str(job.pid), "-f", "keeper.py"], capture_output=True).stdout)
+    keeper = int(subprocess.run(["pgrep", "-P", str(job.pid), "-f", "reaper.py"], capture_output=True).stdout)
     os.kill(keeper, signal.SIGSTOP)
     job.kill()
     job.wait()
@@ -323,7 +323,7 @@ def test_a_job_whose_launcher_runs_is_left_alone():
 def test_a_job_whose_keeper_still_runs_is_left_to_it():
     with running(1, WAITING) as job:
         name, pids = told(job)
-        keeper = int(subprocess.run(["pgrep", "-P", str(job.pid), "-f", "keeper.py"], capture_output=True).stdout)
+        keeper = int(subprocess.run(["pgrep", "-P", str(job.pid), "-f", "reaper.py"], capture_output=True).stdout)
         os.kill(keeper, signal.SIGSTOP)
         job.kill()
         job.wait()

@@ -112,7 +112,7 @@ rendezvous.barrier("end")
     assert job.returncode == 137
     assert "ranks 0 and 2 left by themselves" in closing_line(job)
     for rank in (0, 2):
-        assert re.search(rf"\[{rank}\] mlxdist.base.errors.PeerLost: rank 1 \(.*\) has died".encode(), job.stderr)
+        assert re.search(rf"\[{rank}\] mlxdist.PeerLost: rank 1 \(.*\) has died".encode(), job.stderr)
 
 
 def test_children_of_a_rank_end_with_it():

@@ -97,7 +97,7 @@ def test_frames_inside_of_mlxdist_are_left_out(tmp_path):
     job = python(1, program, options=["--log-dir", str(tmp_path)])
     shown, log = job.stderr.decode(), (tmp_path / "rank-0.err").read_text()
     assert shown.startswith('[0] Traceback (most recent call last):\n[0]   File "<string>", line 3, in <module>\n')
-    assert "[0] mlxdist.base.errors.EnvironmentVariableError: MLXDIST_RANK='x'" in shown
+    assert "[0] mlxdist.EnvironmentVariableError: MLXDIST_RANK='x'" in shown
     assert "environment.py" not in shown.partition("mlxdist launch: ")[0] and "environment.py" in log
 
 

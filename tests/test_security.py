@@ -171,7 +171,7 @@ def test_the_secret_is_in_no_command_line_file_or_output(tmp_path):
         leaks = (secret.encode(), secret.upper().encode(), bytes.fromhex(secret))
         (found,) = list_jobs()
         command_lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if is_readable(path)]
-        assert any(b"keeper.py" in line for line in command_lines)
+        assert any(b"reaper.py" in line for line in command_lines)
         files = read_all(tmp_path)
         assert len(files) >= 3
         others = [read_environment(pid) for pid in (job.pid, keeper_of(job.pid))]
@@ -203,7 +203,7 @@ def read_environment(pid):
 
 def keeper_of(launcher):
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    return next(pid for pid in children if b"keeper.py" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return next(pid for pid in children if b"reaper.py" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
 @pytest.mark.parametrize("secret", ["5e" * 16 + "xy", "5e" * 15, "5e" * 200, "5e" * 16 + " "])

@@ -44,6 +44,11 @@ class Error(RuntimeError):
     Where the first cause lies is also in attributes, each ``None`` where that is not known or does not apply.
     """
 
+    __module__ = "mlxdist"  # a traceback shows the name by which users catch it
+
+    def __init_subclass__(cls) -> None:
+        cls.__module__ = "mlxdist"
+
     @property
     def rank(self) -> int | None:
         """The rank on which the first cause was found, in the group of ``mlxdist.init()``."""

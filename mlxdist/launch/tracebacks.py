@@ -87,7 +87,7 @@ class TracebackFilter:
 
 def _without_inner_frames(lines: list[bytes]) -> bytes:
     """Where an error of mlxdist's was raised inside of it means nothing to its user; `--log-dir` keeps it."""
-    if not lines[-1].startswith(b"mlxdist.base.errors."):
+    if not lines[-1].startswith(b"mlxdist."):
         return b"".join(lines)
     frames = [place for place, line in enumerate(lines) if _FRAME.match(line)]
     kept = len(lines) - 1

@@ -58,7 +58,8 @@ except ImportError as error:
     raise ImportError(f"mlxdist's compiled half does not load ({error}); build it: {HOW_TO_BUILD}") from error
 
 # Where in the program an operation comes from: the first frame that is in neither of these.
-bridge.set_own_folders(*(f"{os.path.dirname(os.path.abspath(file))}{os.sep}" for file in (__file__, mx.__file__)))
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+bridge.set_own_folders(f"{_PACKAGE}{os.sep}", f"{os.path.dirname(os.path.abspath(mx.__file__))}{os.sep}")
 
 _DTYPES = {ffi.string(lib.mlxdist_dtype_name(number)).decode(): number for number in range(lib.MLXDIST_COMPLEX64 + 1)}
 _LAYOUT_DIMENSIONS = dict(ffi.typeof("mlxdist_layout").fields)["shape"].type.length
