@@ -33,7 +33,7 @@ from mlxdist.cluster.setup.steps import plan_steps  # noqa: E402
 from mlxdist.cluster.setup.survey import Survey, survey_hosts  # noqa: E402
 from mlxdist.cluster.setup.undo import UndoFile, run_steps  # noqa: E402
 from mlxdist.cluster.setup.verify import checks_of_links, verify  # noqa: E402
-from mlxdist.cluster.ssh.ssh import Reach, run_everywhere  # noqa: E402
+from mlxdist.cluster.ssh.ssh import SshConfig, run_everywhere  # noqa: E402
 from mlxdist.cluster.topology.topology import build_topology  # noqa: E402
 
 
@@ -89,26 +89,26 @@ def chosen_addresses(surveys: list[Survey], links: list[Link], node0: str, node1
     return [replace(links[0], a=a, b=b, kept=False), *links[1:]]
 
 
-def set_up(surveys: list[Survey], links: list[Link], chosen: argparse.Namespace, reach: Reach) -> list[str]:
+def set_up(surveys: list[Survey], links: list[Link], chosen: argparse.Namespace, ssh_config: SshConfig) -> list[str]:
     steps = plan_steps(surveys, links, chosen.without_bridge)
     if chosen.dry_run:
         for step in steps:
             print(f"would run on {step.host}: {step}")
         return []
     undo = UndoFile.beside(chosen.output)
-    return run_steps(steps, reach, print, before=undo.add_undo, failed=undo.remove_undo)
+    return run_steps(steps, ssh_config, print, before=undo.add_undo, failed=undo.remove_undo)
 
 
-def look_at_folder(chosen: argparse.Namespace, reach: Reach) -> list[str]:
+def look_at_folder(chosen: argparse.Namespace, ssh_config: SshConfig) -> list[str]:
     words = ["sh", "-c", 'cd "$1" && .venv/bin/python -c "import mlxdist.version"', "sh", chosen.remote_dir]
-    answers = run_everywhere([chosen.node0, chosen.node1], words, reach)
+    answers = run_everywhere([chosen.node0, chosen.node1], words, ssh_config)
     advice = f"; clone mlxdist there, and `make setup` in {chosen.remote_dir}"
     return [f"{a.name}: {a.last_words}{advice}" for a in answers if a.status]
 
 
-def check(surveys: list[Survey], links: list[Link], reach: Reach, when: str) -> list[str]:
+def check(surveys: list[Survey], links: list[Link], ssh_config: SshConfig, when: str) -> list[str]:
     """Addresses are read anew, and each cable is tried both ways."""
-    again, wrong = survey_hosts([survey.name for survey in surveys], reach)
+    again, wrong = survey_hosts([survey.name for survey in surveys], ssh_config)
     problems = list(wrong.values())
     for host, survey in enumerate(again if not wrong else ()):
         for link in links:
@@ -117,15 +117,15 @@ def check(surveys: list[Survey], links: list[Link], reach: Reach, when: str) -> 
             if interface is None or address not in interface.addresses:
                 has = ", ".join(map(str, interface.addresses)) if interface and interface.addresses else "none"
                 problems.append(f"{survey.name}: {end.interface} should have the address {address}, and has {has}")
-    problems += verify(checks_of_links(surveys, links), reach) if not wrong else []
+    problems += verify(checks_of_links(surveys, links), ssh_config) if not wrong else []
     print(f"{when}: {'the addresses hold, and both ways work' if not problems else 'not well'}")
     return problems
 
 
 def main() -> int:
     chosen = parse_arguments()
-    reach = Reach(shlex.split(chosen.ssh))
-    surveys, wrong = survey_hosts([chosen.node0, chosen.node1], reach)
+    ssh_config = SshConfig(shlex.split(chosen.ssh))
+    surveys, wrong = survey_hosts([chosen.node0, chosen.node1], ssh_config)
     if wrong:
         return report(list(wrong.values()))
     for survey in surveys:
@@ -142,14 +142,14 @@ def main() -> int:
     for link in links:
         print(f"{link.cable.a.port} {link.a} - {link.cable.b.port} {link.b}{' (there already)' if link.kept else ''}")
     problems = [*topology.notes, *rdma_notes(surveys, topology)]
-    problems += look_at_folder(chosen, reach) if chosen.remote_dir else []
-    failed = set_up(surveys, links, chosen, reach)
+    problems += look_at_folder(chosen, ssh_config) if chosen.remote_dir else []
+    failed = set_up(surveys, links, chosen, ssh_config)
     if chosen.dry_run or failed:
         return report(problems + failed)
-    found = check(surveys, links, reach, "now")
+    found = check(surveys, links, ssh_config, "now")
     if not found:
         time.sleep(chosen.wait)
-        found = check(surveys, links, reach, f"after {chosen.wait:g} s")
+        found = check(surveys, links, ssh_config, f"after {chosen.wait:g} s")
     text = write(make_hostfile(surveys, topology, links, choose_addresses(surveys)), "json")
     try:
         if former := keep_former(chosen.output, text):

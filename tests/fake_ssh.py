@@ -3,18 +3,18 @@
 import sys
 from pathlib import Path
 
-from mlxdist.cluster.ssh.ssh import Reach
+from mlxdist.cluster.ssh.ssh import SshConfig
 
 __all__ = ["fake_ssh", "through_a_shell"]
 
 
-def fake_ssh(folder: Path, program: str) -> Reach:
+def fake_ssh(folder: Path, program: str) -> SshConfig:
     """An ssh whose other side is ``program``: Python that finds what a shell would run in ``command``."""
     path = folder / "ssh"
     path.write_text(f"#!{sys.executable}\nimport sys, subprocess\ncommand = sys.argv[-1]\n{program}\n")
     path.chmod(0o700)
-    return Reach((str(path),))
+    return SshConfig((str(path),))
 
 
-def through_a_shell(folder: Path, noise: str = "") -> Reach:
+def through_a_shell(folder: Path, noise: str = "") -> SshConfig:
     return fake_ssh(folder, f"print({noise!r}, flush=True)\nsys.exit(subprocess.run(['sh', '-c', command]).returncode)")

@@ -11,7 +11,7 @@ from reference import DTYPES
 
 import mlxdist
 from mlxdist.cluster.hostfile import parse
-from mlxdist.cluster.hostfile.options import Chosen
+from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.tools.bench.bandwidth import OPERATIONS, algorithm_bandwidth, bus_bandwidth, impossible
 from mlxdist.tools.bench.collectives import withhold
 from mlxdist.tools.bench.job import _launch
@@ -194,7 +194,7 @@ def test_tune_refuses_what_does_not_fit_into_memory():
 
 def test_result_lines_from_other_hosts_stay_whole_under_mpirun():
     """Open MPI before version 5 tags each piece that it reads, in the middle of long lines, too."""
-    hosts = Chosen(parse("a\nb"), arguments=["--hosts", "a,b"])
+    hosts = HostSelection(parse("a\nb"), arguments=["--hosts", "a,b"])
     assert "--no-prefix" in _launch(2, {}, hosts, under_mpirun=True)
     assert "--no-prefix" not in _launch(2, {}, hosts, under_mpirun=False)
 

@@ -13,7 +13,7 @@ from mlxdist.cli import commands
 from mlxdist.cluster.setup.install import _SCRIPT as SCRIPT
 from mlxdist.cluster.setup.install import _archive as archive
 from mlxdist.cluster.setup.install import read_answer
-from mlxdist.cluster.ssh.ssh import Answer
+from mlxdist.cluster.ssh.ssh import CommandResult
 from mlxdist.version import __version__
 
 
@@ -125,10 +125,10 @@ def test_what_fails_on_a_host_leaves_what_was_there(tmp_path):
     ],
 )
 def test_what_goes_wrong_on_a_host_comes_with_advice(errors, advice):
-    found = read_answer(Answer("a", 1, "Welcome!\n", errors))
+    found = read_answer(CommandResult("a", 1, "Welcome!\n", errors))
     assert found.error.startswith(errors.splitlines()[-1]) and advice in found.error and not found.path
 
 
 def test_a_host_that_ssh_does_not_reach():
-    found = read_answer(Answer("a", 255, "", "ssh: connect to host a port 22: No route to host"))
+    found = read_answer(CommandResult("a", 255, "", "ssh: connect to host a port 22: No route to host"))
     assert found.error.endswith("No route to host; try: ssh -o BatchMode=yes a true")

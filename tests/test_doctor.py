@@ -18,7 +18,7 @@ from launching import nothing_left  # noqa: F401  (a fixture of every test)
 from rich.console import Console
 
 from mlxdist.cluster.hostfile import Host, parse
-from mlxdist.cluster.hostfile.options import Chosen
+from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.cluster.ssh import rpc_client
 from mlxdist.tools.doctor import before_launch, report
 from mlxdist.tools.doctor.checks import CHECKS, run_checks
@@ -128,9 +128,9 @@ def test_refused(arguments, words):
     assert done.returncode == 2 and words in done.stderr
 
 
-def examined(reach, seconds: float = 30.0) -> Cluster:
+def examined(ssh_config, seconds: float = 30.0) -> Cluster:
     begin = time.monotonic()
-    found = examine([Host("a"), Host("localhost")], reach, Question(quick=True))
+    found = examine([Host("a"), Host("localhost")], ssh_config, Question(quick=True))
     assert time.monotonic() - begin < seconds
     return found
 
@@ -211,8 +211,8 @@ def test_a_terminal_shows_which_host_is_at_what():
 
 @pytest.mark.long
 def test_before_a_launch(tmp_path, capfd):
-    assert before_launch(Chosen(), [sys.executable, "-c", "0"]) == 0
+    assert before_launch(HostSelection(), [sys.executable, "-c", "0"]) == 0
     lines = capfd.readouterr().err.splitlines()
     assert lines[-1].startswith("mlxdist doctor: ") and not any(re.search(r" ok +localhost", line) for line in lines)
-    assert before_launch(Chosen(), ["python", str(tmp_path / "missing.py")]) == 1
+    assert before_launch(HostSelection(), ["python", str(tmp_path / "missing.py")]) == 1
     assert "missing.py: No such file" in capfd.readouterr().err

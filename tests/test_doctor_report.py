@@ -20,7 +20,7 @@ from test_softverbs import LIBRARY, linux
 from mlxdist.base.errors import ResourceError
 from mlxdist.cli.doctor import diagnose, question_of
 from mlxdist.cluster.hostfile import parse
-from mlxdist.cluster.hostfile.options import Chosen
+from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.tools.doctor.diagnostics.cables import cables_of
 from mlxdist.tools.doctor.diagnostics.command import make_report
 from mlxdist.tools.doctor.diagnostics.document import MAX_BYTES, Section, fenced, write_document
@@ -29,7 +29,7 @@ from mlxdist.tools.doctor.diagnostics.runs import Run
 from mlxdist.tools.doctor.diagnostics.sections import SECTIONS, Context, Step, _add_run
 
 DOCTOR = [sys.executable, "-m", "mlxdist", "doctor"]
-THIS_MACHINE = Chosen()
+THIS_MACHINE = HostSelection()
 
 
 def context(**settings) -> Context:
@@ -132,7 +132,7 @@ def test_runs_of_a_device_map():
     hostfile = parse(json.dumps([{"ssh": name, "rdma": row} for name, row in zip("ab", rows)]))
     device = {"state": "ACTIVE", "error": "", "provider": "librdma", "active": True}
     devices = {host: [device | {"name": f"rdma_en{n}"} for n in range(2, 6)] for host in "ab"}
-    found, notes = cables_of(Chosen(hostfile), devices)
+    found, notes = cables_of(HostSelection(hostfile), devices)
     assert [cable.name for cable in found] == ["a rdma_en2 to b rdma_en4", "a rdma_en3 to b rdma_en5"] and notes == []
     assert [[host.rdma for host in cable.chosen.hostfile.hosts] for cable in found] == [
         [((), ("rdma_en2",)), (("rdma_en4",), ())],
@@ -140,7 +140,7 @@ def test_runs_of_a_device_map():
     ]
     assert {cable.settings["MLXDIST_PROVIDER"] for cable in found} == {"librdma"}
     devices["b"] = [device | {"name": "rdma_en4", "active": False, "state": "DOWN"}]
-    found, notes = cables_of(Chosen(hostfile), devices)
+    found, notes = cables_of(HostSelection(hostfile), devices)
     assert all(cable.is_loop and cable.hosts == ("a",) for cable in found) and "b: rdma_en4 is DOWN" in notes[0]
 
 

@@ -11,7 +11,7 @@ from mlxdist.cli.dump import dump
 from mlxdist.cli.stop import stop
 from mlxdist.cli.top import top
 from mlxdist.cluster.hostfile.hosts import Host, Hostfile
-from mlxdist.cluster.hostfile.options import Chosen
+from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.launch.jobs import JobFolder, exact_job, find_job, running_job
 from mlxdist.launch.runtime_directory import runtime_folder
 from mlxdist.tools.observe import ask
@@ -37,7 +37,7 @@ def test_a_job_that_failed_is_not_taken_for_its_restart(restarted):
 
 
 def test_nor_on_hosts(restarted):
-    here = Chosen(Hostfile((Host("localhost"),)))
+    here = HostSelection(Hostfile((Host("localhost"),)))
     for name, found in {"ab": "ab", "a": "ab-1"}.items():
         with ask.find_ranks(name, here) as ranks:
             assert ranks.job == found

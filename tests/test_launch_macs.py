@@ -14,7 +14,7 @@ from launching import LAUNCH, RANK, launch, marked_processes, nothing_left, runn
 
 from mlxdist import _native
 from mlxdist.cluster.hostfile import parse, read
-from mlxdist.cluster.hostfile.options import Chosen
+from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.launch.reaper import LOST_DOMAINS, Keeper, closing_line
 from mlxdist.tools.doctor.cluster import Question
 from mlxdist.tools.doctor.job import place_ranks, run_job
@@ -182,7 +182,7 @@ def test_fast_synch_means_nothing_without_metal():
 def test_fast_synch_for_one_rank_does_not_fail_the_two_that_doctor_starts(caffeinate, monkeypatch, where):
     python = str(caffeinate.folder / "python")
     hostfile = parse('{"envs": ["MLX_METAL_FAST_SYNCH=1"], "hosts": [{"ssh": "localhost"}]}')
-    chosen = Chosen() if where == "here" else Chosen(hostfile, python=python)
+    chosen = HostSelection() if where == "here" else HostSelection(hostfile, python=python)
     if where == "here":
         monkeypatch.setenv("MLX_METAL_FAST_SYNCH", "1")
         monkeypatch.setattr(sys, "executable", python)  # of doctor, which starts the launcher

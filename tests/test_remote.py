@@ -14,14 +14,14 @@ from launching import marked_processes, nothing_left, wait_for  # noqa: F401  (n
 
 from mlxdist.cluster.ssh.rpc_client import CallError, Connections
 from mlxdist.cluster.ssh.rpc_server import GREETING
-from mlxdist.cluster.ssh.ssh import LOST, Reach, run, run_everywhere
+from mlxdist.cluster.ssh.ssh import LOST, SshConfig, run, run_everywhere
 from mlxdist.version import __version__
 
 AWKWARD = ["two words", "it's", '"', "$HOME", "`id`", "a\nb", "ü", "", "--", "*"]
 
 
 def test_this_machine_is_asked_without_ssh():
-    with Connections(["localhost", "127.0.0.1"], Reach(("/no/such/ssh",))) as connections:
+    with Connections(["localhost", "127.0.0.1"], SshConfig(("/no/such/ssh",))) as connections:
         answers = connections.call("who")
     assert [answer["mlxdist"] for answer in answers] == [__version__] * 2
     assert answers[0]["host"] == socket.gethostname()
@@ -111,10 +111,10 @@ def test_a_host_that_does_not_answer_in_time_and_nothing_left_of_it(tmp_path):
 
 
 def test_no_ssh():
-    answers = run_everywhere(["a", "localhost"], ["true"], Reach(("/no/such/ssh",)))
+    answers = run_everywhere(["a", "localhost"], ["true"], SshConfig(("/no/such/ssh",)))
     assert [(answer.name, answer.status) for answer in answers] == [("a", 127), ("localhost", 0)]
     assert "/no/such/ssh: No such file" in answers[0].errors
-    with Connections(["a"], Reach(("/no/such/ssh",))) as connections:
+    with Connections(["a"], SshConfig(("/no/such/ssh",))) as connections:
         assert "the command '/no/such/ssh' cannot be run: No such file" in str(connections.call("who")[0])
 
 

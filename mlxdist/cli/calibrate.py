@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxdist.base.errors import InvalidArgument, ResourceError
-from mlxdist.cluster.hostfile.options import Chosen, host_options
+from mlxdist.cluster.hostfile.options import HostSelection, host_options
 from mlxdist.tools.calibrate.parts import ALL, PRODUCTS
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _LATEST = 10  # so many times what a part should take, and _START_SECONDS, is to
     help="To measure the hosts, all at once; then again for all links together.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print everything that was measured as JSON.")
-def calibrate(chosen: Chosen, output: str | None, force: bool, seconds: float, as_json: bool) -> None:
+def calibrate(chosen: HostSelection, output: str | None, force: bool, seconds: float, as_json: bool) -> None:
     """Measure how fast hosts compute, read memory and talk to each other.
 
     \b
@@ -77,7 +77,7 @@ def calibrate(chosen: Chosen, output: str | None, force: bool, seconds: float, a
         raise click.ClickException(str(error)) from None
 
 
-def _whole_hostfile(chosen: Chosen) -> Hostfile:
+def _whole_hostfile(chosen: HostSelection) -> Hostfile:
     """With the hosts that are not to be measured now, and as it stands in the file."""
     from mlxdist.cluster.hostfile import Hostfile, read
 
@@ -110,7 +110,7 @@ def _without_figures(found: Hostfile) -> tuple[Any, ...]:
     return found.backend, found.envs, tuple(replace(host, measured=None, line=0) for host in found.hosts)
 
 
-def _measure(chosen: Chosen, seconds: float) -> tuple[list[Figures], dict[str, Any]]:
+def _measure(chosen: HostSelection, seconds: float) -> tuple[list[Figures], dict[str, Any]]:
     """The figures of the chosen hosts, and what rank 0 of link_rank.py has printed."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -124,7 +124,7 @@ def _measure(chosen: Chosen, seconds: float) -> tuple[list[Figures], dict[str, A
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("connecting", total=1 + len(ALL) + (len(names) > 1))
-        with Connections(names, chosen.reach) as connections:
+        with Connections(names, chosen.ssh_config) as connections:
             machines = _all_of(connections.call("calibrate.machine", seconds=_START_SECONDS))
             _check_machines(names, machines)
             parts: list[dict[str, Any]] = [{} for _ in names]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.cluster.hostfile.options import Chosen, host_options
+from mlxdist.cluster.hostfile.options import HostSelection, host_options
 
 if TYPE_CHECKING:  # what it imports is loaded when the command is run
     from mlxdist.cluster.hostfile.hosts import Hostfile
@@ -82,7 +82,7 @@ _BACKENDS = ("mlxdist", "ring", "jaccl", "jaccl-ring")
 @click.option("--svg", metavar="FILE", help="Write the picture as SVG.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
 def config(
-    chosen: Chosen,
+    chosen: HostSelection,
     undo: bool,
     installing: bool,
     source: str | None,
@@ -165,7 +165,7 @@ class _Options:
 class _Run:
     """One look at the hosts, and what follows from it. ``status``: the exit status so far."""
 
-    def __init__(self, chosen: Chosen, options: _Options) -> None:
+    def __init__(self, chosen: HostSelection, options: _Options) -> None:
         self._chosen, self._options = chosen, options
         self._status = 0
         self._backend, self._envs = _kept(chosen.hostfile, options)
@@ -186,7 +186,7 @@ class _Run:
         names = [host.name for host in self._chosen.hosts()]
         if sys.stderr.isatty():
             click.echo(f"asking {len(names)} host{'s' * (len(names) != 1)} ...", err=True)
-        surveys, wrong = survey_hosts(names, self._chosen.reach)
+        surveys, wrong = survey_hosts(names, self._chosen.ssh_config)
         for text in wrong.values():
             _warn(text)
         if wrong and not self._options.ignore_unreachable or not surveys:
@@ -289,7 +289,7 @@ class _Run:
                 _warn(f"{name} asks for a password before sudo; type: {_by_hand(self._chosen.ssh, name, mine)}")
         runnable = [step for step in steps if step.host not in locked]
         undo = UndoFile.beside(_OUTPUT if options.output == "-" else options.output)
-        errors = run_steps(runnable, self._chosen.reach, self._say, before=undo.add_undo, failed=undo.remove_undo)
+        errors = run_steps(runnable, self._chosen.ssh_config, self._say, before=undo.add_undo, failed=undo.remove_undo)
         for error in errors:
             _warn(error)
         if runnable and undo.steps:
@@ -303,7 +303,7 @@ class _Run:
 
         if self._options.dry_run:
             return
-        problems = verify(checks, self._chosen.reach)
+        problems = verify(checks, self._chosen.ssh_config)
         for problem in dict.fromkeys(problems):
             _warn(problem)
         self._say(f"{len(checks) - len(problems)} of {len(checks)} ways work")
@@ -345,7 +345,7 @@ def _kept(hostfile: Hostfile, options: _Options) -> tuple[str, tuple[str, ...]]:
     return backend, (*former, *options.envs)
 
 
-def _undo(chosen: Chosen, output: str, dry_run: bool) -> int:
+def _undo(chosen: HostSelection, output: str, dry_run: bool) -> int:
     """What is taken back leaves the file, so that after a failure the rest can be tried again."""
     from mlxdist.cluster.setup.steps import is_undone
     from mlxdist.cluster.setup.survey import survey_hosts
@@ -359,12 +359,12 @@ def _undo(chosen: Chosen, output: str, dry_run: bool) -> int:
         for step in steps:
             click.echo(f"{step.host}: {step}")
         return 0
-    surveys, _ = survey_hosts(list(dict.fromkeys(step.host for step in steps)), chosen.reach)
+    surveys, _ = survey_hosts(list(dict.fromkeys(step.host for step in steps)), chosen.ssh_config)
     found = {survey.name: survey for survey in surveys}
     for step in [step for step in steps if step.host in found and is_undone(step, found[step.host])]:
         click.echo(f"{step.host}: {step} (not needed any more)")
         undo.remove(step)
-    errors = run_steps(undo.steps[::-1], chosen.reach, click.echo, after=undo.remove, go_on=True)
+    errors = run_steps(undo.steps[::-1], chosen.ssh_config, click.echo, after=undo.remove, go_on=True)
     for error in errors:
         _warn(error)
     if errors:

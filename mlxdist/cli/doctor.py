@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from mlxdist.base.output_file import OUTPUT_FILE
-from mlxdist.cluster.hostfile.options import Chosen, host_options
+from mlxdist.cluster.hostfile.options import HostSelection, host_options
 
 if TYPE_CHECKING:
     from mlxdist.tools.doctor.cluster import Cluster, Question
@@ -41,7 +41,7 @@ __all__ = ["diagnose", "doctor", "question_of"]
 @click.option("--output", metavar="FILE", help="Where --exclude-failed writes.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND [ARGUMENTS]...]")
 def doctor(
-    chosen: Chosen,
+    chosen: HostSelection,
     script: str | None,
     model: str | None,
     cwd: str | None,
@@ -102,7 +102,7 @@ def doctor(
 
 
 def question_of(
-    chosen: Chosen,
+    chosen: HostSelection,
     command: Sequence[str],
     *,
     folder: str,
@@ -132,7 +132,7 @@ def question_of(
     )
 
 
-def diagnose(chosen: Chosen, question: Question, say: Say | None = None) -> tuple[Cluster, list[Result]]:
+def diagnose(chosen: HostSelection, question: Question, say: Say | None = None) -> tuple[Cluster, list[Result]]:
     """Asks all hosts, runs a job on those that have passed, and says what all the checks find.
 
     ``say``: shows which host is at what; None: on the terminal.
@@ -145,7 +145,7 @@ def diagnose(chosen: Chosen, question: Question, say: Say | None = None) -> tupl
 
     hosts = chosen.hosts()
     with contextlib.nullcontext(say) if say else _progress([host.name for host in hosts]) as say:
-        cluster = examine(hosts, chosen.reach, question, say)
+        cluster = examine(hosts, chosen.ssh_config, question, say)
         results = run_checks(cluster, after_job=False)
         failed = failed_hosts(cluster.names, results)
         passed = [name for name in cluster.names if name not in failed]
@@ -171,7 +171,7 @@ def _progress(names: Sequence[str]) -> Iterator[Say]:
         yield lambda name, doing: bars.update(tasks[name], description=doing or "done")
 
 
-def _write(chosen: Chosen, failed: Sequence[str], output: str) -> None:
+def _write(chosen: HostSelection, failed: Sequence[str], output: str) -> None:
     from mlxdist.base.errors import InvalidArgument
     from mlxdist.tools.doctor.exclude import hostfile_without
 

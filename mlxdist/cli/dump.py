@@ -12,7 +12,7 @@ from rich.text import Text
 
 from mlxdist.base.errors import InvalidArgument, ResourceError
 from mlxdist.base.output_file import OUTPUT_FILE, is_written
-from mlxdist.cluster.hostfile.options import Chosen, host_options
+from mlxdist.cluster.hostfile.options import HostSelection, host_options
 from mlxdist.launch.job_name import JOB_NAME
 from mlxdist.runtime.flight_records import read_folder
 from mlxdist.tools.observe.analysis import Analysis, RankState, analyse
@@ -48,7 +48,7 @@ __all__ = ["dump"]
     help="Also write what all ranks did as a trace for chrome://tracing and ui.perfetto.dev.",
 )
 def dump(
-    job: str | None, chosen: Chosen, folder: Path | None, seconds: float, as_json: bool, trace_file: Path | None
+    job: str | None, chosen: HostSelection, folder: Path | None, seconds: float, as_json: bool, trace_file: Path | None
 ) -> None:
     """Say what each rank of a job does, and who is behind whom.
 
@@ -78,7 +78,7 @@ def dump(
     sys.exit(1 if len(found.dumps) < len(analysis.states) or not written else 0)
 
 
-def _ask(job: str | None, chosen: Chosen, seconds: float) -> Answers:
+def _ask(job: str | None, chosen: HostSelection, seconds: float) -> Answers:
     with find_ranks(job, chosen) as ranks:
         found = ranks.ask("dump", seconds)
     if not found.dumps:

@@ -15,7 +15,7 @@ import click
 
 from mlxdist.base.environment import OF_JOB, Environment
 from mlxdist.base.errors import EnvironmentVariableError, InvalidArgument, ResourceError
-from mlxdist.cluster.hostfile.options import Chosen, host_options
+from mlxdist.cluster.hostfile.options import HostSelection, host_options
 from mlxdist.launch.backends import Backend, choose
 from mlxdist.launch.executable import check_command
 from mlxdist.launch.local import base_environment, check_fast_synch
@@ -35,7 +35,7 @@ __all__ = ["launch"]
 @launch_options
 @host_options
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND [ARGUMENTS]...")
-def launch(chosen: Chosen, command: tuple[str, ...], **given: Any) -> None:
+def launch(chosen: HostSelection, command: tuple[str, ...], **given: Any) -> None:
     """Start a command as N ranks on this machine, or on several hosts.
 
     \b
@@ -107,7 +107,7 @@ def _leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _check(plan: Plan, chosen: Chosen, options: Options) -> int:
+def _check(plan: Plan, chosen: HostSelection, options: Options) -> int:
     """What --check finds on the hosts, before anything is started: an exit status."""
     if plan.nodes is not None:
         raise click.UsageError("--check asks hosts by ssh, and --nodes does without. On each node: mlxdist doctor")
@@ -121,7 +121,7 @@ def _check(plan: Plan, chosen: Chosen, options: Options) -> int:
     return before_launch(chosen, plan.command, folder=plan.folder, variables=options.variables())
 
 
-def _places(chosen: Chosen, options: Options) -> tuple[Chosen, Nodes | None]:
+def _places(chosen: HostSelection, options: Options) -> tuple[HostSelection, Nodes | None]:
     """The hosts to run on, with what SLURM says where the user does not, or this node among others."""
     asked = (options.nodes, options.node_rank, options.master_addr, options.secret_file)
     is_asked = any(value is not None for value in asked)
@@ -156,7 +156,7 @@ def _check_nodes(found: Nodes, options: Options) -> None:
         raise click.UsageError("--starting-port is not for --nodes: the port is in --master-addr HOST:PORT.")
 
 
-def _plan(chosen: Chosen, of_nodes: Nodes | None, options: Options, command: list[str]) -> Plan:
+def _plan(chosen: HostSelection, of_nodes: Nodes | None, options: Options, command: list[str]) -> Plan:
     on, given = chosen.hostfile, options.variables()
     settings = {"starting_port": options.starting_port, "nccl_port": options.nccl_port, "verbose": options.verbose}
     backend = choose(options.backend, on, options.ranks, connections=options.connections, **settings)
@@ -187,7 +187,7 @@ def _plan(chosen: Chosen, of_nodes: Nodes | None, options: Options, command: lis
         variables=variables,
         hostfile=on,
         folder=absolute(options.cwd or ".", "--cwd"),
-        reach=chosen.reach if on is not None else None,
+        ssh_config=chosen.ssh_config if on is not None else None,
         backend=backend,
         nodes=of_nodes,
         prefix=options.prefix,
@@ -228,7 +228,7 @@ def _for_hosts(on: Hostfile, given: Mapping[str, str]) -> dict[str, str]:
 
 
 def _for_mpirun(
-    chosen: Chosen, backend: Backend, given: Mapping[str, str], options: Options, command: list[str]
+    chosen: HostSelection, backend: Backend, given: Mapping[str, str], options: Options, command: list[str]
 ) -> tuple[dict[str, str], list[str]]:
     """The environment of mpirun and its command line, which has names of variables, and no values."""
     from mlxdist.cluster.ssh.ssh import is_this_machine
@@ -265,6 +265,6 @@ def _show(plan: Plan) -> None:
         from mlxdist.launch.remote import AGENT
 
         for host in plan.hostfile.hosts:
-            click.echo(f"{host.name}: {shlex.join(plan.reach.module(host.name, AGENT))}")
+            click.echo(f"{host.name}: {shlex.join(plan.ssh_config.module(host.name, AGENT))}")
         for name, value in plan.variables.items():
             click.echo(f"{name}={value}")

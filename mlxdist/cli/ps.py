@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mlxdist.base.errors import ResourceError, name_ranks
-from mlxdist.cluster.hostfile.options import Chosen, host_options
+from mlxdist.cluster.hostfile.options import HostSelection, host_options
 
 __all__ = ["ps"]
 
@@ -19,7 +19,7 @@ __all__ = ["ps"]
 @click.command()
 @host_options
 @click.option("--json", "as_json", is_flag=True, help="Print the jobs as JSON.")
-def ps(chosen: Chosen, as_json: bool) -> None:
+def ps(chosen: HostSelection, as_json: bool) -> None:
     """List the jobs of this user that run on this machine or were started here, or those on other hosts.
 
     \b

@@ -5,7 +5,7 @@ import sys
 import click
 
 from mlxdist.base.errors import InvalidArgument, ResourceError
-from mlxdist.cluster.hostfile.options import Chosen, host_options
+from mlxdist.cluster.hostfile.options import HostSelection, host_options
 from mlxdist.launch.job_name import JOB_NAME
 
 __all__ = ["stop"]
@@ -24,7 +24,7 @@ __all__ = ["stop"]
     help="Time for a job to end: its ranks get SIGTERM, after the launcher's grace SIGKILL.",
 )
 @host_options
-def stop(names: tuple[str, ...], everything: bool, seconds: float, chosen: Chosen) -> None:
+def stop(names: tuple[str, ...], everything: bool, seconds: float, chosen: HostSelection) -> None:
     """End jobs, as Ctrl-C in their terminal would: by the beginning of their names, see `mlxdist ps`.
 
     \b
@@ -61,7 +61,7 @@ def _stop_here(names: tuple[str, ...], seconds: float) -> int:
     return 1 if running else 0
 
 
-def _stop_on(chosen: Chosen, names: tuple[str, ...], everything: bool, seconds: float) -> int:
+def _stop_on(chosen: HostSelection, names: tuple[str, ...], everything: bool, seconds: float) -> int:
     from mlxdist.launch.jobs_on_hosts import stop_on
 
     done = stop_on(chosen, names, everything, seconds)

@@ -16,7 +16,7 @@ import click
 from rich.console import Console
 
 from mlxdist.base.errors import InvalidArgument, ResourceError
-from mlxdist.cluster.hostfile.options import Chosen, host_options
+from mlxdist.cluster.hostfile.options import HostSelection, host_options
 from mlxdist.launch.job_name import JOB_NAME
 from mlxdist.tools.observe.top_table import Screenful, whole
 
@@ -43,7 +43,7 @@ _SHORTEST_ANSWER = 0.5
 )
 @click.option("--once", is_flag=True, help="Print one table, of the time between two looks, and end.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object in a line of its own for each look.")
-def top(job: str | None, chosen: Chosen, every: float, once: bool, as_json: bool) -> None:
+def top(job: str | None, chosen: HostSelection, every: float, once: bool, as_json: bool) -> None:
     """Show what the ranks of a job do, while they do it; q or Ctrl-C ends that.
 
     \b

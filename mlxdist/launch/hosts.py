@@ -13,7 +13,7 @@ from typing import Any
 from mlxdist.base.environment import format_address, parse_address
 from mlxdist.base.errors import ResourceError
 from mlxdist.cluster.hostfile import Hostfile
-from mlxdist.cluster.ssh.ssh import LOST, Reach
+from mlxdist.cluster.ssh.ssh import LOST, SshConfig
 from mlxdist.cluster.ssh.this_machine import look_up
 from mlxdist.version import __version__
 
@@ -51,7 +51,7 @@ class HostsJob:
         grace: float | None,
         *,
         folder: str,
-        reach: Reach,
+        ssh_config: SshConfig,
         backend: Backend,
         stdin: str,
         wakeup: Wakeup,
@@ -65,13 +65,13 @@ class HostsJob:
         self.succeeded = False
         self._hostfile = hostfile
         self._backend = backend
-        self._reach = reach
+        self._reach = ssh_config
         self.grace = usual_grace(False) if grace is None else grace
         self._is_grace_usual = grace is None
         self._changed = threading.Condition()
         self._wakeup = wakeup
         look_up(host.name for host in hostfile.hosts)
-        self._hosts = [RemoteHost(host, reach, self._changed) for host in hostfile.hosts]
+        self._hosts = [RemoteHost(host, ssh_config, self._changed) for host in hostfile.hosts]
         self._host_of = [host for host, entry in zip(self._hosts, hostfile.hosts) for _ in range(entry.slots)]
         self._ends_at: float | None = None
         self._ended = False

@@ -24,7 +24,7 @@ from .runtime_directory import OF_HOSTS, is_locked, make_locked, write_json
 
 if TYPE_CHECKING:  # a job on this machine alone loads neither
     from mlxdist.cluster.hostfile import Hostfile
-    from mlxdist.cluster.ssh.ssh import Reach
+    from mlxdist.cluster.ssh.ssh import SshConfig
 
 __all__ = ["HostOfJob", "HostsFolder", "HostsRecord", "read_hosts_record"]
 
@@ -57,20 +57,22 @@ class HostsRecord:
         return [host.name for host in self.hosts]
 
     @property
-    def reach(self) -> Reach:
-        from mlxdist.cluster.ssh.ssh import Reach
+    def ssh_config(self) -> SshConfig:
+        from mlxdist.cluster.ssh.ssh import SshConfig
 
-        return Reach(self.ssh, self.python)
+        return SshConfig(self.ssh, self.python)
 
 
 class HostsFolder:
     """The folder of a job that is being started on several hosts, locked until ``close``."""
 
-    def __init__(self, name: str, started: float, hostfile: Hostfile, reach: Reach, command: Sequence[str]) -> None:
+    def __init__(
+        self, name: str, started: float, hostfile: Hostfile, ssh_config: SshConfig, command: Sequence[str]
+    ) -> None:
         """Raises ResourceError: it cannot be made."""
         firsts = [sum(host.slots for host in hostfile.hosts[:i]) for i in range(len(hostfile.hosts))]
         hosts = tuple(HostOfJob(host.name, first, host.slots) for host, first in zip(hostfile.hosts, firsts))
-        record = HostsRecord(os.getpid(), started, list(command), tuple(reach.ssh), reach.python, hosts)
+        record = HostsRecord(os.getpid(), started, list(command), tuple(ssh_config.ssh), ssh_config.python, hosts)
         self._folder, self._lock = make_locked(
             f"{name}{OF_HOSTS}", lambda folder: write_json(folder / _FILE, asdict(record))
         )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.validation import fields_of, list_of, map_of, number, printable, seconds, text
-from mlxdist.cluster.hostfile.options import Chosen
+from mlxdist.cluster.hostfile.options import HostSelection
 
 from .job_name import full_name
 from .jobs import Job, list_jobs
@@ -86,7 +86,7 @@ def stop_here(names: list[str], everything: bool, seconds: float) -> dict[str, l
 # What asks them.
 
 
-def list_on(chosen: Chosen) -> tuple[list[dict[str, Any]], list[str]]:
+def list_on(chosen: HostSelection) -> tuple[list[dict[str, Any]], list[str]]:
     """The jobs on all hosts, each with its "host"; and which hosts did not answer, in words."""
     with _connect(chosen) as connections:
         return ask_for_jobs(connections)
@@ -122,7 +122,7 @@ class Stopped:
     silent: list[str] = field(default_factory=list)
 
 
-def stop_on(chosen: Chosen, names: Sequence[str], everything: bool, seconds: float) -> Stopped:
+def stop_on(chosen: HostSelection, names: Sequence[str], everything: bool, seconds: float) -> Stopped:
     """Raises InvalidArgument: on the hosts that answer there is no job of such a name, or more than one."""
     stopped = Stopped()
     with _connect(chosen) as connections:
@@ -151,10 +151,10 @@ def stop_on(chosen: Chosen, names: Sequence[str], everything: bool, seconds: flo
     return stopped
 
 
-def _connect(chosen: Chosen) -> "Connections":
+def _connect(chosen: HostSelection) -> "Connections":
     from mlxdist.cluster.ssh.rpc_client import Connections
 
-    return Connections([host.name for host in chosen.hosts()], chosen.reach)
+    return Connections([host.name for host in chosen.hosts()], chosen.ssh_config)
 
 
 def _why(host: str, error: "CallError") -> str:

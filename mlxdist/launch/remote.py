@@ -13,7 +13,7 @@ from typing import Any
 
 from mlxdist.base.errors import ResourceError
 from mlxdist.cluster.hostfile import Host
-from mlxdist.cluster.ssh.ssh import LOST, Reach, cannot_run, is_this_machine, why_lost
+from mlxdist.cluster.ssh.ssh import LOST, SshConfig, cannot_run, is_this_machine, why_lost
 
 from .frames import GREETING, FrameError, Frames, Kind, pack, pack_json, unpack_json
 
@@ -94,11 +94,11 @@ class _State:
 class RemoteHost:
     """Starts an agent by ssh, or beside the launcher where the host is this machine."""
 
-    def __init__(self, host: Host, reach: Reach, changed: threading.Condition) -> None:
+    def __init__(self, host: Host, ssh_config: SshConfig, changed: threading.Condition) -> None:
         self.name = host.name
         self.is_local = is_this_machine(host.name)
         self.state = _State()
-        self._command = reach.module(host.name, AGENT)
+        self._command = ssh_config.module(host.name, AGENT)
         self._changed = changed
         self._frames = Frames()
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)

@@ -28,7 +28,7 @@ from .wakeup import Interrupted, Wakeup
 
 if TYPE_CHECKING:  # a job on this machine alone does not load what reaches others
     from mlxdist.cluster.hostfile import Hostfile
-    from mlxdist.cluster.ssh.ssh import Reach
+    from mlxdist.cluster.ssh.ssh import SshConfig
 
     from .hosts import HostsJob
     from .nodes import Nodes
@@ -39,7 +39,7 @@ __all__ = ["Plan", "run"]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be run. Without a hostfile: on this machine, where ``folder`` and ``reach`` play no part.
+    """What is to be run. Without a hostfile: on this machine, where ``folder`` and ``ssh_config`` play no part.
 
     ``ranks`` is the number of those that this launcher starts: all of the job's, but for those of other ``nodes``. With
     mpirun it is 1: that starts the ranks.
@@ -50,7 +50,7 @@ class Plan:
     variables: dict[str, str]
     hostfile: Hostfile | None = None
     folder: str = ""
-    reach: Reach | None = None
+    ssh_config: SshConfig | None = None
     backend: Backend = Backend()
     nodes: Nodes | None = None
     prefix: bool = True
@@ -125,7 +125,7 @@ def run(plan: Plan) -> int:
         from .hosts import HostsJob
 
         common = (plan.hostfile, plan.command, plan.variables, plan.grace)
-        where = {"folder": plan.folder, "reach": plan.reach, "backend": plan.backend, "stdin": plan.stdin}
+        where = {"folder": plan.folder, "ssh_config": plan.ssh_config, "backend": plan.backend, "stdin": plan.stdin}
         with HostsJob(name, restart, *common, **where, wakeup=wakeup, say=say) as job:
             yield job
 

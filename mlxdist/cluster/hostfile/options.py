@@ -16,10 +16,10 @@ import click
 from mlxdist.base.errors import InvalidArgument
 
 if TYPE_CHECKING:  # a command that is given no hosts does not load what reads hostfiles
-    from ..ssh.ssh import Reach
+    from ..ssh.ssh import SshConfig
     from .hosts import Host, Hostfile
 
-__all__ = ["Chosen", "host_options"]
+__all__ = ["HostSelection", "host_options"]
 
 _OPTIONS = (
     click.option("--hostfile", "file", metavar="FILE", help="The hosts of FILE; see `mlxdist hostfile`."),
@@ -36,7 +36,7 @@ _OPTIONS = (
 
 
 @dataclass(frozen=True)
-class Chosen:
+class HostSelection:
     """What the user has chosen.
 
     Attributes:
@@ -52,10 +52,10 @@ class Chosen:
     arguments: list[str] = field(default_factory=list)
 
     @property
-    def reach(self) -> Reach:
-        from ..ssh.ssh import Reach
+    def ssh_config(self) -> SshConfig:
+        from ..ssh.ssh import SshConfig
 
-        return Reach(self.ssh, self.python)
+        return SshConfig(self.ssh, self.python)
 
     def hosts(self) -> list[Host]:
         """The hosts; this machine where none were given."""
@@ -63,7 +63,7 @@ class Chosen:
 
         return list(self.hostfile.hosts) if self.hostfile is not None else [Host("localhost")]
 
-    def with_ranks(self, each: int | None) -> Chosen:
+    def with_ranks(self, each: int | None) -> HostSelection:
         """So many ranks on each host, times the slots that it has."""
         if each is None or self.hostfile is None:
             return self
@@ -71,7 +71,7 @@ class Chosen:
 
 
 def host_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options to a command, which gets what they say as ``chosen``: `Chosen`. Bad ones are usage errors."""
+    """Adds the options to a command, which gets a `HostSelection` as ``chosen``. Bad ones are usage errors."""
 
     @functools.wraps(command)
     def wrapped(
@@ -92,7 +92,7 @@ def host_options(command: Callable[..., Any]) -> Callable[..., Any]:
             found = _hosts(file, hosts, include, exclude)
         except InvalidArgument as error:
             raise click.UsageError(str(error)) from None
-        return command(chosen=Chosen(found, _words(ssh), python, words), **others)
+        return command(chosen=HostSelection(found, _words(ssh), python, words), **others)
 
     for option in reversed(_OPTIONS):
         wrapped = option(wrapped)

@@ -24,10 +24,10 @@ from mlxdist.base.errors import InvalidArgument
 from mlxdist.tools.doctor.quick import before_launch
 from mlxdist.version import __version__
 
-from ..ssh.ssh import LOST, Answer, run_everywhere
+from ..ssh.ssh import LOST, CommandResult, run_everywhere
 
 if TYPE_CHECKING:
-    from ..hostfile.options import Chosen
+    from ..hostfile.options import HostSelection
 
 __all__ = ["DIRECTORY", "Installed", "install", "read_answer"]
 
@@ -109,7 +109,7 @@ class Installed:
     error: str = ""
 
 
-def install(chosen: Chosen, source: str, directory: str, others: Sequence[str]) -> int:
+def install(chosen: HostSelection, source: str, directory: str, others: Sequence[str]) -> int:
     """Installs on all hosts at once, prints what each has, and lets doctor check them. 1 if any host has failed.
 
     Args:
@@ -132,7 +132,7 @@ def install(chosen: Chosen, source: str, directory: str, others: Sequence[str]) 
     packages = [*_arguments(source, wheels), *others]
     words = ["sh", "-c", _SCRIPT, "sh", directory, version, "yes" if wheels else "no", *packages]
     names = [host.name for host in chosen.hosts()]
-    answers = run_everywhere(names, words, chosen.reach, input=_archive(wheels), seconds=_SECONDS)
+    answers = run_everywhere(names, words, chosen.ssh_config, input=_archive(wheels), seconds=_SECONDS)
     found = [read_answer(answer) for answer in answers]
     _print_table(found)
     if any(host.error for host in found):
@@ -149,7 +149,7 @@ def install(chosen: Chosen, source: str, directory: str, others: Sequence[str]) 
     return status
 
 
-def read_answer(answer: Answer) -> Installed:
+def read_answer(answer: CommandResult) -> Installed:
     """What the script has said on a host."""
     if said := _ANSWER.search(answer.output):
         return Installed(answer.name, *said.groups())

@@ -21,7 +21,7 @@ from ..facts.interfaces import (
 )
 from ..facts.rdma import rdma_ctl_state
 from ..facts.thunderbolt import Receptacle, read_receptacles
-from ..ssh.ssh import Answer, Reach, agent_advice, run_everywhere
+from ..ssh.ssh import CommandResult, SshConfig, agent_advice, run_everywhere
 
 __all__ = ["SCRIPT", "Survey", "read_parts", "read_survey", "survey_hosts"]
 
@@ -108,10 +108,10 @@ class Survey:
         return next((bridge.name for bridge in self.interfaces if name in bridge.members), "")
 
 
-def survey_hosts(names: Sequence[str], reach: Reach) -> tuple[list[Survey], dict[str, str]]:
+def survey_hosts(names: Sequence[str], ssh_config: SshConfig) -> tuple[list[Survey], dict[str, str]]:
     """Of the hosts that answer; and for each of the others what is wrong, and what to do."""
     found, wrong = [], {}
-    for answer in run_everywhere(names, ["sh", "-s"], reach, input=SCRIPT, seconds=_SECONDS):
+    for answer in run_everywhere(names, ["sh", "-s"], ssh_config, input=SCRIPT, seconds=_SECONDS):
         try:
             found.append(read_survey(answer.name, answer.output))
         except InvalidArgument as error:
@@ -182,7 +182,7 @@ def _linux(name: str, parts: Mapping[str, str], common: Mapping[str, bool]) -> S
     )
 
 
-def _what_is_wrong(answer: Answer, error: InvalidArgument) -> str:
+def _what_is_wrong(answer: CommandResult, error: InvalidArgument) -> str:
     if answer.status == 0:
         return str(error)
     words = answer.last_words or f"exit status {answer.status}"

@@ -8,7 +8,7 @@ from mlxdist.base.atomic_file import write_whole
 from mlxdist.base.errors import InvalidArgument
 
 from ..hostfile.hosts import check_name
-from ..ssh.ssh import LOST, TOO_LATE, Reach, run
+from ..ssh.ssh import LOST, TOO_LATE, SshConfig, run
 from .steps import Step
 
 __all__ = ["UndoFile", "run_steps"]
@@ -83,7 +83,7 @@ class UndoFile:
 
 def run_steps(
     steps: Sequence[Step],
-    reach: Reach,
+    ssh_config: SshConfig,
     say: Callable[[str], None],
     *,
     before: Callable[[Step], None] = lambda step: None,
@@ -103,7 +103,7 @@ def run_steps(
             continue
         say(f"{step.host}: {step}")
         before(step)
-        answer = run(step.host, [*_AS_ROOT, *step.words], reach, seconds=_SECONDS)
+        answer = run(step.host, [*_AS_ROOT, *step.words], ssh_config, seconds=_SECONDS)
         # networksetup says that something went wrong, but not always by its exit status, and on standard output.
         words = answer.last_words or " ".join(answer.output.strip().splitlines()[-2:])
         if answer.status == 0 and "** Error" not in answer.output:

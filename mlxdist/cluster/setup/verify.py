@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import permutations
 
-from ..ssh.ssh import Reach, agent_advice, run
+from ..ssh.ssh import SshConfig, agent_advice, run
 from .addresses import Link
 from .ethernet import Choice
 from .survey import Survey
@@ -73,7 +73,7 @@ def checks_of_addresses(surveys: Sequence[Survey], choices: Sequence[Choice | No
     return [Check(here.name, there.name, str(to.address.ip)) for (here, _), (there, to) in pairs if to is not None]
 
 
-def verify(checks: Sequence[Check], reach: Reach) -> list[str]:
+def verify(checks: Sequence[Check], ssh_config: SshConfig) -> list[str]:
     """What is wrong, and what to do: one text for each check that has failed, alike where a host does not answer."""
     hosts = list(dict.fromkeys(check.host for check in checks))
 
@@ -81,7 +81,7 @@ def verify(checks: Sequence[Check], reach: Reach) -> list[str]:
         mine = [check for check in checks if check.host == host]
         lines = [shlex.join(["check", str(i), check.interface, check.address]) for i, check in enumerate(mine)]
         script = f"main() {{\nPATH=$PATH:/usr/sbin:/sbin\n{_SCRIPT}" + " &\n".join(lines) + " &\nwait\n}\nmain\n"
-        answer = run(host, ["sh", "-s"], reach, input=script, seconds=_SECONDS)
+        answer = run(host, ["sh", "-s"], ssh_config, input=script, seconds=_SECONDS)
         said = {int(number): (word, route) for number, word, route in _ANSWER.findall(answer.output)}
         if not said:
             words = answer.last_words or f"exit status {answer.status}"

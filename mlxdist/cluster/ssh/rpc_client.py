@@ -18,7 +18,7 @@ from typing import Any
 from mlxdist.base.errors import ResourceError
 
 from .rpc_server import GREETING, MAX_LINE
-from .ssh import Reach, cannot_run, why_lost
+from .ssh import SshConfig, cannot_run, why_lost
 
 __all__ = ["CallError", "Connections", "unpack_answer"]
 
@@ -40,9 +40,9 @@ class CallError(ResourceError):
 class Connections:
     """To several hosts at once. A context manager: on leaving it, nothing that was started there is left."""
 
-    def __init__(self, names: Sequence[str], reach: Reach = Reach()) -> None:
+    def __init__(self, names: Sequence[str], ssh_config: SshConfig = SshConfig()) -> None:
         self.names = list(names)
-        self._hosts = [_Connection(name, reach) for name in names]
+        self._hosts = [_Connection(name, ssh_config) for name in names]
         self._threads = ThreadPoolExecutor(max(1, len(names)))
 
     def __enter__(self) -> "Connections":
@@ -79,7 +79,7 @@ def unpack_answer(line: bytes) -> dict[str, Any]:
 
 
 class _Connection:
-    def __init__(self, name: str, reach: Reach) -> None:
+    def __init__(self, name: str, ssh_config: SshConfig) -> None:
         self.name = name
         self._errors = tempfile.TemporaryFile()
         self._held = b"\n"
@@ -87,7 +87,7 @@ class _Connection:
         self._lost: str | None = None
         try:
             self._process = subprocess.Popen(
-                reach.module(name, "mlxdist.cluster.ssh.rpc_server"),
+                ssh_config.module(name, "mlxdist.cluster.ssh.rpc_server"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,

@@ -17,8 +17,8 @@ from .this_machine import is_this_machine
 __all__ = [
     "LOST",
     "TOO_LATE",
-    "Answer",
-    "Reach",
+    "CommandResult",
+    "SshConfig",
     "agent_advice",
     "cannot_run",
     "is_this_machine",
@@ -37,7 +37,7 @@ _MOMENT = 0.05
 
 
 @dataclass(frozen=True)
-class Reach:
+class SshConfig:
     """What the user says about the way to other hosts.
 
     Attributes:
@@ -61,7 +61,7 @@ class Reach:
 
 
 @dataclass(frozen=True)
-class Answer:
+class CommandResult:
     """What a command on a host has printed, and its exit status: 255 if there was no connection, 124 if it was late."""
 
     name: str
@@ -77,22 +77,24 @@ class Answer:
 def run(
     name: str,
     words: Sequence[str],
-    reach: Reach = Reach(),
+    ssh_config: SshConfig = SshConfig(),
     *,
     input: str | bytes = b"",
     seconds: float = 30.0,
     running: list[subprocess.Popen] | None = None,
-) -> Answer:
+) -> CommandResult:
     """Runs a command on a host and waits for it. Never raises: what went wrong is in the answer.
 
     ``running``: gets the process, which another thread may end.
     """
     pipe = subprocess.PIPE
-    command = reach.command(name, words)
+    command = ssh_config.command(name, words)
     try:  # in a session of its own: Ctrl-C is the caller's
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
     except OSError as error:
-        return Answer(name, 127, "", f"{words[0] if is_this_machine(name) else reach.ssh[0]}: {error.strerror}")
+        return CommandResult(
+            name, 127, "", f"{words[0] if is_this_machine(name) else ssh_config.ssh[0]}: {error.strerror}"
+        )
     if running is not None:
         running.append(process)
     with process:
@@ -101,25 +103,25 @@ def run(
         except subprocess.TimeoutExpired as late:
             process.kill()
             out, err = ((data or b"").decode(errors="replace") for data in (late.stdout, late.stderr))
-            return Answer(name, TOO_LATE, out, f"{err}\nno answer within {seconds:g} s")
+            return CommandResult(name, TOO_LATE, out, f"{err}\nno answer within {seconds:g} s")
         except BaseException:
             process.kill()
             raise
-    return Answer(name, process.returncode, *(text.decode(errors="replace") for text in data))
+    return CommandResult(name, process.returncode, *(text.decode(errors="replace") for text in data))
 
 
 def run_everywhere(
     names: Sequence[str],
     words: Sequence[str],
-    reach: Reach = Reach(),
+    ssh_config: SshConfig = SshConfig(),
     *,
     input: str | bytes = b"",
     seconds: float = 30.0,
-) -> list[Answer]:
+) -> list[CommandResult]:
     """The same on several hosts at once, in their order. Ctrl-C ends it everywhere."""
     running: list[subprocess.Popen] = []
     with ThreadPoolExecutor(max(1, len(names))) as threads:
-        ask = functools.partial(run, words=words, reach=reach, input=input, seconds=seconds, running=running)
+        ask = functools.partial(run, words=words, ssh_config=ssh_config, input=input, seconds=seconds, running=running)
         answers = [threads.submit(ask, name) for name in names]
         try:
             return [answer.result() for answer in answers]

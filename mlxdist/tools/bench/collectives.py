@@ -10,7 +10,7 @@ import click
 from rich.table import Table
 
 from mlxdist.base.output_file import OUTPUT_FILE
-from mlxdist.cluster.hostfile.options import Chosen, host_options
+from mlxdist.cluster.hostfile.options import HostSelection, host_options
 
 from .bandwidth import OPERATIONS
 from .job import RANKS_OPTION, number_of_ranks, print_load, results_console, run, write_results
@@ -59,7 +59,7 @@ class Names(click.ParamType):
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 @click.option("--output", type=OUTPUT_FILE, help="Also write the results as JSON here.")
 def collectives(
-    chosen: Chosen,
+    chosen: HostSelection,
     ranks: int | None,
     operations: list[str],
     dtypes: list[str],

@@ -12,7 +12,7 @@ import click
 from rich.table import Table
 
 from mlxdist.base.output_file import OUTPUT_FILE, is_written
-from mlxdist.cluster.hostfile.options import Chosen, host_options
+from mlxdist.cluster.hostfile.options import HostSelection, host_options
 
 from .collectives import Names
 from .job import RANKS_OPTION, number_of_ranks, print_load, results_console, run, write_results
@@ -88,7 +88,7 @@ class Counts(click.ParamType):
 @click.option("--output", type=OUTPUT_FILE, help="Also write the results as JSON here.")
 @click.option("--plot", type=OUTPUT_FILE, help="Draw times over tokens into this PNG.")
 def ep(
-    chosen: Chosen,
+    chosen: HostSelection,
     ranks: int | None,
     shapes: list[str],
     scale: int | None,

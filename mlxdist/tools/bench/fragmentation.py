@@ -10,7 +10,7 @@ import click
 from rich.table import Table
 
 from mlxdist.base.output_file import OUTPUT_FILE
-from mlxdist.cluster.hostfile.options import Chosen, host_options
+from mlxdist.cluster.hostfile.options import HostSelection, host_options
 
 from .job import RANKS_OPTION, number_of_ranks, print_load, results_console, run, write_results
 from .limits import LIMIT_COLUMNS, NARROW, explain_limits, limit_cells
@@ -28,7 +28,7 @@ SHOWN = ("messages_sent", "header_bytes_sent", "payload_bytes_sent", "control_me
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 @click.option("--output", type=OUTPUT_FILE, help="Also write the results as JSON here.")
 def fragmentation(
-    chosen: Chosen, ranks: int | None, size: int, pieces: int, rounds: int, as_json: bool, output: Path | None
+    chosen: HostSelection, ranks: int | None, size: int, pieces: int, rounds: int, as_json: bool, output: Path | None
 ) -> None:
     """Send the same bytes as 1 message and as 1000, with send and recv and with all_sum.
 

@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.output_file import is_written
 from mlxdist.base.own_python import own_module
-from mlxdist.cluster.hostfile.options import Chosen
+from mlxdist.cluster.hostfile.options import HostSelection
 
 __all__ = [
     "QUIET",
@@ -43,7 +43,7 @@ __all__ = [
 QUIET = 0.05  # share of the CPU that other processes may use before the numbers are no good
 QUIET_ADVICE = "repeat this on a quiet machine, or give --force"
 SILENCE = 300.0  # seconds without a case after which a benchmark is given up
-THIS_MACHINE = Chosen()
+THIS_MACHINE = HostSelection()
 # In front of each case; the launcher puts the rank before it.
 _MARK = "mlxdist bench: "
 RANKS_OPTION = click.option(
@@ -60,7 +60,7 @@ def run(
     title: str,
     under_mpirun: bool = False,
     variables: Mapping[str, str] | None = None,
-    chosen: Chosen = THIS_MACHINE,
+    chosen: HostSelection = THIS_MACHINE,
 ) -> dict[str, Any]:
     """Runs a program as all ranks; it must call `serve`.
 
@@ -97,7 +97,9 @@ def run(
     return summary | {"cases": cases}
 
 
-def number_of_ranks(chosen: Chosen, each: int | None, most: int = MAX_RANKS, default: int = 2) -> tuple[Chosen, int]:
+def number_of_ranks(
+    chosen: HostSelection, each: int | None, most: int = MAX_RANKS, default: int = 2
+) -> tuple[HostSelection, int]:
     """The hosts with their ranks, and how many those are, from what -n says.
 
     Raises:
@@ -144,7 +146,7 @@ def _follow(process: subprocess.Popen, steps: int, title: str) -> list[dict[str,
                 console.print(text, end="", markup=False, highlight=False)
 
 
-def _launch(ranks: int, variables: Mapping[str, str], chosen: Chosen, under_mpirun: bool) -> list[str]:
+def _launch(ranks: int, variables: Mapping[str, str], chosen: HostSelection, under_mpirun: bool) -> list[str]:
     words = own_module("mlxdist", "launch")
     if under_mpirun:
         words += ["--backend", "mpi", "--mpi-arg", "--allow-run-as-root --oversubscribe --bind-to none"]

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from mlxdist.base.output_file import OUTPUT_FILE
-from mlxdist.cluster.hostfile.options import Chosen, host_options
+from mlxdist.cluster.hostfile.options import HostSelection, host_options
 
 from .collectives import Names
 from .job import RANKS_OPTION, has_mpirun, number_of_ranks, print_load, results_console, run, write_results
@@ -76,7 +76,7 @@ ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
 @click.option("--output", type=OUTPUT_FILE, help="Also write the results as JSON here.")
 @click.option("--html", type=OUTPUT_FILE, help="Write a report with plots here.")
 def suite(
-    chosen: Chosen,
+    chosen: HostSelection,
     ranks: int | None,
     only: list[str],
     backends: list[str],
@@ -145,7 +145,7 @@ def failed(results: dict[str, Any]) -> bool:
     return any(case["refused"] for case in results["cases"]) or not results["cases"]
 
 
-def _measure(chosen: Chosen, ranks: int, backends: list[str], parameters: dict[str, Any]) -> dict[str, Any]:
+def _measure(chosen: HostSelection, ranks: int, backends: list[str], parameters: dict[str, Any]) -> dict[str, Any]:
     setup, begin = describe_command(), time.monotonic()
     jobs, absent = [], {}
     if together := [name for name in backends if name != "mpi"]:
@@ -191,7 +191,7 @@ def _flat(jobs: list[dict[str, Any]], kind: str, backends: list[str]) -> list[di
     return found
 
 
-def _hosts(chosen: Chosen, ranks: int) -> list[dict[str, Any]]:
+def _hosts(chosen: HostSelection, ranks: int) -> list[dict[str, Any]]:
     if chosen.hostfile is None:
         return [{"name": "localhost", "slots": ranks, "ips": [], "rdma": []}]
     return [
@@ -201,7 +201,7 @@ def _hosts(chosen: Chosen, ranks: int) -> list[dict[str, Any]]:
 
 
 def _run(
-    chosen: Chosen, ranks: int, backends: list[str], parameters: dict[str, Any], *, under_mpirun: bool = False
+    chosen: HostSelection, ranks: int, backends: list[str], parameters: dict[str, Any], *, under_mpirun: bool = False
 ) -> dict[str, Any]:
     """One job; its first case is what the ranks say of themselves."""
     return run(
@@ -216,7 +216,7 @@ def _run(
     )
 
 
-def _run_mpi(chosen: Chosen, ranks: int, parameters: dict[str, Any]) -> dict[str, Any]:
+def _run_mpi(chosen: HostSelection, ranks: int, parameters: dict[str, Any]) -> dict[str, Any]:
     if not has_mpirun():
         raise click.ClickException("there is no mpirun on the path (Debian: apt install openmpi-bin)")
     return _run(chosen, ranks, ["mpi"], parameters, under_mpirun=True)

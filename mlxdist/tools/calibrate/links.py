@@ -14,14 +14,14 @@ from typing import Any
 from mlxdist.base.errors import ResourceError
 from mlxdist.base.own_python import own_module
 from mlxdist.cluster.hostfile import save
-from mlxdist.cluster.hostfile.options import Chosen
+from mlxdist.cluster.hostfile.options import HostSelection
 
 __all__ = ["measure_links"]
 
 _MARGIN = 120.0  # seconds to start the job, and for the least that is measured of every pair
 
 
-def measure_links(chosen: Chosen, seconds: float) -> dict[str, Any]:
+def measure_links(chosen: HostSelection, seconds: float) -> dict[str, Any]:
     """What rank 0 of link_rank.py prints; the ranks are the hosts in their order.
 
     Raises:

@@ -13,7 +13,7 @@ from typing import Any
 
 from mlxdist.cluster.hostfile import Host
 from mlxdist.cluster.ssh.rpc_client import CallError, Connections
-from mlxdist.cluster.ssh.ssh import Reach, is_this_machine
+from mlxdist.cluster.ssh.ssh import SshConfig, is_this_machine
 from mlxdist.version import __version__
 
 from .cluster import Cluster, Question, Trouble, Try
@@ -33,10 +33,12 @@ class _Lost(Exception):
     """Nothing more can be asked of a host."""
 
 
-def examine(hosts: list[Host], reach: Reach, question: Question, say: Say = lambda host, doing: None) -> Cluster:
+def examine(
+    hosts: list[Host], ssh_config: SshConfig, question: Question, say: Say = lambda host, doing: None
+) -> Cluster:
     """Everything that the checks need, but for what a job shows."""
     cluster = Cluster(tuple(hosts), question)
-    patients = [_Patient(host, reach, cluster, say) for host in hosts]
+    patients = [_Patient(host, ssh_config, cluster, say) for host in hosts]
     with contextlib.ExitStack() as leaving:
         threads = leaving.enter_context(_threads(len(hosts)))
         for patient in patients:
@@ -59,9 +61,9 @@ def _threads(count: int) -> Iterator[ThreadPoolExecutor]:
 class _Patient:
     """One host, and the connection to it."""
 
-    def __init__(self, host: Host, reach: Reach, cluster: Cluster, say: Say) -> None:
+    def __init__(self, host: Host, ssh_config: SshConfig, cluster: Cluster, say: Say) -> None:
         self.name, self.host = host.name, host
-        self.connection = Connections([host.name], reach)
+        self.connection = Connections([host.name], ssh_config)
         self._cluster, self._question = cluster, cluster.question
         self._say = say
 

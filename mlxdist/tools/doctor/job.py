@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mlxdist.base.own_python import own_module
 from mlxdist.cluster.hostfile import Host, save
-from mlxdist.cluster.hostfile.options import Chosen
+from mlxdist.cluster.hostfile.options import HostSelection
 
 from .checks.variables import FAST_SYNCH
 from .cluster import Job, Question
@@ -32,7 +32,7 @@ _WORDS = 300
 _SHOWN_PROGRAM = "import mlxdist; mlxdist.barrier()"
 
 
-def run_job(chosen: Chosen, names: list[str], question: Question) -> Job:
+def run_job(chosen: HostSelection, names: list[str], question: Question) -> Job:
     """Runs it on these hosts, and smaller ones where it fails. Never raises: what went wrong is in the answer."""
     job = _run_on(names, chosen, question)
     if job.error and len(names) > 1:
@@ -40,7 +40,7 @@ def run_job(chosen: Chosen, names: list[str], question: Question) -> Job:
     return job
 
 
-def _culprits(job: Job, chosen: Chosen, question: Question) -> tuple[Job, ...]:
+def _culprits(job: Job, chosen: HostSelection, question: Question) -> tuple[Job, ...]:
     """Of jobs on one host each those that fail; if none does, of jobs on the first host and another one."""
     first, *others = job.hosts
     with ThreadPoolExecutor(_AT_A_TIME) as threads:
@@ -67,7 +67,7 @@ class Placement:
 
 
 @contextlib.contextmanager
-def place_ranks(chosen: Chosen, names: Sequence[str]) -> Iterator[Placement]:
+def place_ranks(chosen: HostSelection, names: Sequence[str]) -> Iterator[Placement]:
     """The ranks of these hosts, at least two; without a hostfile two on this machine."""
     given, options = chosen.hostfile, []
     # The user's job has one rank on a Mac, where this is allowed; two are rejected.
@@ -109,7 +109,7 @@ def run_ranks(
     return output_of_command(command, environment, seconds + _MARGIN)
 
 
-def _run_on(names: list[str], chosen: Chosen, question: Question) -> Job:
+def _run_on(names: list[str], chosen: HostSelection, question: Question) -> Job:
     # Of what the hostfile sets, only what it sets for these hosts.
     envs = chosen.hostfile.envs if chosen.hostfile is not None else ()
     left = {name: value for name, value in question.variables.items() if f"{name}={value}" not in envs}

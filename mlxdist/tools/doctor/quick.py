@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mlxdist.cluster.hostfile.options import Chosen
+    from mlxdist.cluster.hostfile.options import HostSelection
 
 __all__ = ["before_launch"]
 
 
 def before_launch(
-    chosen: Chosen, command: Sequence[str], *, folder: str = "", variables: Mapping[str, str] | None = None
+    chosen: HostSelection, command: Sequence[str], *, folder: str = "", variables: Mapping[str, str] | None = None
 ) -> int:
     """Checks the hosts for this command. Prints what is not well, and one line; 0 if the job may be started.
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.errors import InvalidArgument, name_ranks
 from mlxdist.base.validation import fields_of, flag, list_of, printable, text
-from mlxdist.cluster.hostfile.options import Chosen
+from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.runtime.flight_records import (
     Dump,
     check_dump,
@@ -32,7 +32,7 @@ from mlxdist.runtime.flight_records import (
 
 if TYPE_CHECKING:
     from mlxdist.cluster.ssh.rpc_client import Connections
-    from mlxdist.cluster.ssh.ssh import Reach
+    from mlxdist.cluster.ssh.ssh import SshConfig
     from mlxdist.launch.jobs import Job, Record
 
 __all__ = ["Answers", "Asked", "HostRanks", "LocalRanks", "answer", "find_ranks", "wall_ns"]
@@ -142,7 +142,7 @@ class HostRanks:
         return ahead
 
 
-def find_ranks(job: str | None, chosen: Chosen) -> LocalRanks | HostRanks:
+def find_ranks(job: str | None, chosen: HostSelection) -> LocalRanks | HostRanks:
     """Of the job whose name begins so: on the hosts chosen, else on those that it was started on from here.
 
     Raises:
@@ -155,10 +155,10 @@ def find_ranks(job: str | None, chosen: Chosen) -> LocalRanks | HostRanks:
         return LocalRanks(found.name)
     with contextlib.ExitStack() as undo:
         if found is not None:
-            connections, name = undo.enter_context(_connect(found.hosts.names, found.hosts.reach)), found.name
+            connections, name = undo.enter_context(_connect(found.hosts.names, found.hosts.ssh_config)), found.name
         else:
             names = [host.name for host in chosen.hosts()]
-            connections = undo.enter_context(_connect(names, chosen.reach))
+            connections = undo.enter_context(_connect(names, chosen.ssh_config))
             name = _listed(connections, job)
         if job and name != job and True in connections.call("jobs.recorded", {"name": job}):
             name = job  # that one has failed and was started again: the other begins so
@@ -181,10 +181,10 @@ def _listed(connections: "Connections", job: str | None) -> str:
     return full_name_of(job, jobs)
 
 
-def _connect(names: Sequence[str], reach: "Reach") -> "Connections":
+def _connect(names: Sequence[str], ssh_config: "SshConfig") -> "Connections":
     from mlxdist.cluster.ssh.rpc_client import Connections
 
-    return Connections(names, reach)
+    return Connections(names, ssh_config)
 
 
 def _exact_job(name: str) -> "Job":

@@ -9,7 +9,7 @@ from itertools import combinations
 from typing import Any
 
 from mlxdist.cluster.hostfile import Host
-from mlxdist.cluster.hostfile.options import Chosen
+from mlxdist.cluster.hostfile.options import HostSelection
 
 __all__ = ["Cable", "alone", "cables_of"]
 
@@ -21,13 +21,13 @@ class Cable:
     """A run: on these hosts, with these variables. ``chosen``: the hosts, with a device map of that cable alone."""
 
     name: str
-    chosen: Chosen
+    chosen: HostSelection
     hosts: tuple[str, ...]
     settings: Mapping[str, str]
     is_loop: bool = False  # both ranks are on one host, and use the same device
 
 
-def cables_of(chosen: Chosen, devices: Mapping[str, list[Mapping[str, Any]]]) -> tuple[list[Cable], list[str]]:
+def cables_of(chosen: HostSelection, devices: Mapping[str, list[Mapping[str, Any]]]) -> tuple[list[Cable], list[str]]:
     """``devices``: of each host, as doctor.rdma has answered. The runs, and why others are not made."""
     active = {host: [device for device in found if device["active"]] for host, found in devices.items()}
     notes = [
@@ -47,7 +47,7 @@ def cables_of(chosen: Chosen, devices: Mapping[str, list[Mapping[str, Any]]]) ->
     return found[:most], notes
 
 
-def _between(chosen: Chosen, i: int, j: int, active: Mapping[str, list[Mapping[str, Any]]]) -> list[Cable]:
+def _between(chosen: HostSelection, i: int, j: int, active: Mapping[str, list[Mapping[str, Any]]]) -> list[Cable]:
     a, b = chosen.hosts()[i], chosen.hosts()[j]
     if not (active.get(a.name) and active.get(b.name)):
         return []
@@ -66,7 +66,7 @@ def _between(chosen: Chosen, i: int, j: int, active: Mapping[str, list[Mapping[s
     ]
 
 
-def _loop(chosen: Chosen, host: Host, device: Mapping[str, Any]) -> Cable:
+def _loop(chosen: HostSelection, host: Host, device: Mapping[str, Any]) -> Cable:
     """Without another host: how far the verbs of this device get. Apple's driver may refuse RTR to itself."""
     name = device["name"]
     rows = json.dumps([[None, name], [name, None]])
@@ -74,12 +74,12 @@ def _loop(chosen: Chosen, host: Host, device: Mapping[str, Any]) -> Cable:
     return Cable(f"{host.name} {name} to itself", alone(chosen, host), (host.name,), settings, is_loop=True)
 
 
-def alone(chosen: Chosen, host: Host) -> Chosen:
+def alone(chosen: HostSelection, host: Host) -> HostSelection:
     """This host, where doctor starts two ranks, and no device map."""
     return chosen if chosen.hostfile is None else _only(chosen, replace(host, rdma=()))
 
 
-def _only(chosen: Chosen, *hosts: Host) -> Chosen:
+def _only(chosen: HostSelection, *hosts: Host) -> HostSelection:
     hostfile = chosen.hostfile
     single = tuple(replace(host, slots=1) for host in hosts)
     envs = tuple(e for e in hostfile.envs if not e.startswith(("MLXDIST_RDMA=", "MLXDIST_PROVIDER=", "MLXDIST_WIRES=")))

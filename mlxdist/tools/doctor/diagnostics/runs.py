@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mlxdist.base.errors import InvalidArgument, ResourceError
-from mlxdist.cluster.hostfile.options import Chosen
+from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.tools.observe.analysis import analyse
 from mlxdist.tools.observe.ask import find_ranks
 
@@ -45,7 +45,7 @@ class Run:
     flight: dict[str, Any] = field(default_factory=dict)
 
 
-def probe(name: str, chosen: Chosen, hosts: Sequence[str], settings: Mapping[str, str]) -> Run:
+def probe(name: str, chosen: HostSelection, hosts: Sequence[str], settings: Mapping[str, str]) -> Run:
     """Two ranks at least compute checked sums and measure the links between them."""
     ranks = 2 if chosen.hostfile is None else max(2, chosen.hostfile.only(hosts).ranks)
     # Each rank counts as a host of its own: links are measured between ranks of one host, too.
@@ -55,7 +55,7 @@ def probe(name: str, chosen: Chosen, hosts: Sequence[str], settings: Mapping[str
 
 
 def run(
-    name: str, chosen: Chosen, hosts: Sequence[str], words: Sequence[str], settings: Mapping[str, str], mark: str
+    name: str, chosen: HostSelection, hosts: Sequence[str], words: Sequence[str], settings: Mapping[str, str], mark: str
 ) -> Run:
     """Runs `python -m WORDS` as the ranks of these hosts. Lines after ``mark`` are results."""
     settings = _SETTINGS | dict(settings)
@@ -86,7 +86,7 @@ def _ends(lines: list[str]) -> list[str]:
     return [*lines[:_FIRST_LINES], note, *lines[-_LAST_LINES:]]
 
 
-def _flight(errors: str, chosen: Chosen) -> dict[str, Any]:
+def _flight(errors: str, chosen: HostSelection) -> dict[str, Any]:
     """The records of all ranks, as `mlxdist dump` reads them, and who waited for whom."""
     job = re.search(r"/([^/\s]+)/flight/flight-\d+\.json", errors)
     if job is None:

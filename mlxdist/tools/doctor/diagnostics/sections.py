@@ -11,7 +11,7 @@ from typing import Any
 
 from mlxdist.base.errors import ResourceError
 from mlxdist.base.own_python import own_module
-from mlxdist.cluster.hostfile.options import Chosen
+from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.cluster.setup.survey import SCRIPT, read_parts
 from mlxdist.cluster.ssh.rpc_client import CallError, Connections
 from mlxdist.cluster.ssh.ssh import run_everywhere
@@ -44,7 +44,7 @@ class Context:
     ``own_names``: by which the hosts know themselves, which are private.
     """
 
-    chosen: Chosen
+    chosen: HostSelection
     question: Question
     diagnose: Callable[..., tuple[Cluster, list[Result]]]
     say: Callable[[str], None] = lambda doing: None
@@ -102,7 +102,7 @@ def _crossing(found: dict[str, Any]) -> str:
 
 
 def _fill_installation(section: Section, context: Context) -> None:
-    with Connections(context.hosts, context.chosen.reach) as connections:
+    with Connections(context.hosts, context.chosen.ssh_config) as connections:
         answers = connections.call("doctor.installation", seconds=60.0)
     found = {name: answer for name, answer in zip(context.hosts, answers) if not isinstance(answer, CallError)}
     context.own_names += [answer.pop("host") for answer in found.values()]
@@ -141,7 +141,7 @@ def _devices_of(context: Context) -> dict[str, list[dict[str, Any]]]:
 
 
 def _fill_system(section: Section, context: Context) -> None:
-    for answer in run_everywhere(context.hosts, ["sh", "-s"], context.chosen.reach, input=SCRIPT, seconds=60.0):
+    for answer in run_everywhere(context.hosts, ["sh", "-s"], context.chosen.ssh_config, input=SCRIPT, seconds=60.0):
         parts = read_parts(answer.output)
         section.data[answer.name] = {name: parts.get(name, "") for name in _COMMANDS}
         section.text += f"\n### {answer.name}\n\n"
