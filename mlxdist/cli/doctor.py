@@ -141,7 +141,7 @@ def diagnose(chosen: HostSelection, question: Question, say: Say | None = None) 
     from mlxdist.tools.doctor.cluster import Job
     from mlxdist.tools.doctor.examine import examine
     from mlxdist.tools.doctor.exclude import failed_hosts
-    from mlxdist.tools.doctor.job import run_job
+    from mlxdist.tools.doctor.job import try_job
 
     hosts = chosen.hosts()
     with contextlib.nullcontext(say) if say else _progress([host.name for host in hosts]) as say:
@@ -154,7 +154,7 @@ def diagnose(chosen: HostSelection, question: Question, say: Say | None = None) 
         else:
             for name in passed:
                 say(name, "values and links")
-            cluster.job = run_job(chosen, passed, question)
+            cluster.job = try_job(chosen, passed, question)
         return cluster, results + run_checks(cluster, after_job=True)
 
 

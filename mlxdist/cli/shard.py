@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -125,18 +123,14 @@ def _plan(path: Path, tp: int, ep: int, weights: list[float] | None) -> Any:
 
 def _verify(path: Path, plan: Any) -> dict[str, Any]:
     """What rank 0 has found; see :mod:`mlxdist.tools.shard.verify_rank`."""
+    from mlxdist.launch.run_job import run_job
+
     with tempfile.TemporaryDirectory(prefix="mlxdist-shard-") as folder:
         given, result = Path(folder, "plan.json"), Path(folder, "verification.json")
         given.write_text(plan.to_json())
-        command = own_module("mlxdist", "launch", "-n", str(plan.ranks), "--")
-        command += own_module("mlxdist.tools.shard.verify_rank", str(path), str(given), str(result))
+        program = own_module("mlxdist.tools.shard.verify_rank", str(path), str(given), str(result))
         # The ranks' own output is for reading, the results alone are for a pipe.
-        with subprocess.Popen(command, env=os.environ, stdin=subprocess.DEVNULL, stdout=sys.stderr) as process:
-            try:
-                process.wait()
-            except BaseException:
-                process.terminate()
-                raise
-        if process.returncode:
-            raise click.ClickException(f"a rank failed with status {process.returncode}; its output is above")
+        job = run_job(program, ["-n", str(plan.ranks)], on_line=functools.partial(click.echo, nl=False, err=True))
+        if job.status:
+            raise click.ClickException(f"a rank failed with status {job.status}; its output is above")
         return json.loads(result.read_text())

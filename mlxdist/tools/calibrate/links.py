@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import shlex
-import subprocess
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from mlxdist.base.errors import ResourceError
 from mlxdist.base.own_python import own_module
-from mlxdist.cluster.hostfile import save
 from mlxdist.cluster.hostfile.options import HostSelection
+from mlxdist.launch.run_job import host_arguments, run_job
 
 __all__ = ["measure_links"]
 
@@ -29,24 +24,13 @@ def measure_links(chosen: HostSelection, seconds: float) -> dict[str, Any]:
     """
     hostfile = chosen.hostfile.with_one_rank_each().for_mlxdist()
     hosts = tuple(replace(host, measured=None) for host in hostfile.hosts)
-    with tempfile.TemporaryDirectory(prefix="mlxdist-calibrate-") as folder:
-        file = Path(folder, "hosts.json")
-        save(replace(hostfile, hosts=hosts), file)
-        command = own_module("mlxdist", "launch", "--hostfile", str(file), "--ssh", shlex.join(chosen.ssh))
-        command += ["--python", chosen.python] * bool(chosen.python)
-        command += ["--cwd", "/", "--no-prefix", "--timeout", f"{seconds + _MARGIN + len(hosts) ** 2:g}", "--"]
-        command += own_module("mlxdist.tools.calibrate.link_rank", f"{seconds:g}", python=chosen.python)
-        with subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ
-        ) as job:
-            try:
-                output, errors = job.communicate()
-            except BaseException:
-                job.terminate()
-                raise
-    if job.returncode:
-        raise ResourceError(f"the job that measures links failed:\n{errors.decode(errors='replace').strip()}")
-    lines = [line for line in output.decode(errors="replace").splitlines() if line.startswith('{"links": ')]
+    seconds_in_all = seconds + _MARGIN + len(hosts) ** 2
+    program = own_module("mlxdist.tools.calibrate.link_rank", f"{seconds:g}", python=chosen.python)
+    with host_arguments(replace(chosen, hostfile=replace(hostfile, hosts=hosts))) as where:
+        job = run_job(program, where, directory="/", prefix=False, timeout=seconds_in_all)
+    if job.status:
+        raise ResourceError(f"the job that measures links failed:\n{job.errors.strip()}")
+    lines = [line for line in job.output.splitlines() if line.startswith('{"links": ')]
     if not lines:
-        raise ResourceError(f"the job that measures links printed no result, but {output[:200]!r}")
+        raise ResourceError(f"the job that measures links printed no result, but {job.output[:200]!r}")
     return json.loads(lines[-1])

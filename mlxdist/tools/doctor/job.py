@@ -4,35 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shlex
-import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from mlxdist.base.own_python import own_module
-from mlxdist.cluster.hostfile import Host, save
+from mlxdist.cluster.hostfile import Host
 from mlxdist.cluster.hostfile.options import HostSelection
+from mlxdist.launch.run_job import JobResult, host_arguments, run_job
 
 from .checks.variables import FAST_SYNCH
 from .cluster import Job, Question
 from .probe_rank import MARK
 
-__all__ = ["Placement", "last_words", "output_of_command", "place_ranks", "run_job", "run_ranks"]
+__all__ = ["Placement", "last_words", "place_ranks", "try_job", "run_ranks"]
 
 _SECONDS = 60.0
 _SECONDS_A_PAIR = 5.0
 _ALONE = 2  # ranks, where there is one host
 _AT_A_TIME = 8  # smaller jobs
-_MARGIN = 30.0
 _WORDS = 300
 _SHOWN_PROGRAM = "import mlxdist; mlxdist.barrier()"
 
 
-def run_job(chosen: HostSelection, names: list[str], question: Question) -> Job:
+def try_job(chosen: HostSelection, names: list[str], question: Question) -> Job:
     """Runs it on these hosts, and smaller ones where it fails. Never raises: what went wrong is in the answer."""
     job = _run_on(names, chosen, question)
     if job.error and len(names) > 1:
@@ -83,30 +79,21 @@ def place_ranks(chosen: HostSelection, names: Sequence[str]) -> Iterator[Placeme
         envs = [setting for setting in hostfile.envs if not setting.startswith(f"{FAST_SYNCH}=")]
         hostfile = replace(hostfile.with_ranks(_ALONE), envs=(*envs, f"{FAST_SYNCH}=0"))
         options += ["-n", str(_ALONE)]
-    reach = ["--ssh", shlex.join(chosen.ssh)] if chosen.ssh != ("ssh",) else []
-    reach += ["--python", chosen.python] if chosen.python else []
-    with tempfile.TemporaryDirectory(prefix="mlxdist-doctor-") as folder:
-        path = Path(folder, "hosts.json")
-        save(hostfile, path)
-        shown = ["--hostfile", "HOSTFILE", *options, *reach]
-        yield Placement(hostfile.hosts, ["--hostfile", str(path), *reach], shown, settings)
+    with host_arguments(replace(chosen, hostfile=hostfile)) as on:
+        shown = ["--hostfile", "HOSTFILE", *options, *on[2:]]
+        yield Placement(hostfile.hosts, on, shown, settings)
 
 
 def run_ranks(
     placement: Placement, words: Sequence[str], settings: Mapping[str, str], seconds: float, prefix: bool = False
-) -> tuple[int, str, str]:
-    """Runs a module of mlxdist, with its arguments, as the ranks: exit status, output and errors.
+) -> JobResult:
+    """Runs a module of mlxdist, with its arguments, as the ranks.
 
     ``settings``: variables of theirs. ``prefix``: the rank in front of each line, which keeps lines of several apart.
     """
     on, settings = placement.options, {**settings, **placement.settings}
-    python = on[on.index("--python") + 1] if "--python" in on else ""
-    command = [*own_module("mlxdist"), "launch", *on, "--cwd", "/", "--timeout", f"{seconds:g}"]
-    command += [] if prefix else ["--no-prefix"]
-    command += [word for name, value in settings.items() for word in ("--env", f"{name}={value}")]
-    environment = {name: value for name, value in os.environ.items() if name not in settings}
-    command += ["--", *own_module(*words, python=python)]
-    return output_of_command(command, environment, seconds + _MARGIN)
+    program = own_module(*words, python=on[on.index("--python") + 1] if "--python" in on else "")
+    return run_job(program, on, variables=settings, directory="/", prefix=prefix, timeout=seconds)
 
 
 def _run_on(names: list[str], chosen: HostSelection, question: Question) -> Job:
@@ -146,22 +133,6 @@ def _run(placement: Placement, question: Question) -> Job:
         latency={pair: latency for pair, (latency, _) in pairs.items()},
         bandwidth={pair: rate for pair, (_, rate) in pairs.items()},
     )
-
-
-def output_of_command(command: list[str], environment: Mapping[str, str], seconds: float) -> tuple[int, str, str]:
-    """Of the launcher, which is never killed: it ends its ranks itself, whatever happens here."""
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe) as process:
-        try:
-            output, errors = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            output, errors = process.communicate()
-            errors += f"\nit had not ended after {seconds:g} s".encode()
-        except BaseException:
-            process.terminate()
-            raise
-    return process.returncode, output.decode(errors="replace"), errors.decode(errors="replace")
 
 
 def last_words(text: str) -> str:

@@ -15,11 +15,12 @@ from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.cluster.setup.survey import SCRIPT, read_parts
 from mlxdist.cluster.ssh.rpc_client import CallError, Connections
 from mlxdist.cluster.ssh.ssh import run_everywhere
+from mlxdist.launch.run_job import run_command
 
 from ..cluster import Cluster, Question
 from ..exclude import failed_hosts
 from ..findings import Result
-from ..job import output_of_command, place_ranks
+from ..job import place_ranks
 from ..report import as_json
 from . import late_rank
 from .cables import alone, cables_of
@@ -174,7 +175,7 @@ def _fill_rdma(section: Section, context: Context) -> None:
 def _fill_speed(section: Section, context: Context) -> None:
     with place_ranks(context.chosen, context.hosts) as placement:
         command = own_module("mlxdist", *_BENCH, *placement.options)
-        status, output, errors = output_of_command(command, {**os.environ, **placement.settings}, _BENCH_SECONDS)
+        status, output, errors = run_command(command, {**os.environ, **placement.settings}, _BENCH_SECONDS)
     section.text = f"`{shlex.join(['mlxdist', *_BENCH, *placement.shown])}`\n\n"
     if status:
         section.error = f"exit status {status}"

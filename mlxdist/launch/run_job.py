@@ -1,0 +1,143 @@
+"""Starts a job with `mlxdist launch` and waits for its end: for commands that measure or check something with ranks.
+
+The launcher is a process of its own, which is never killed: it ends its ranks itself, whatever happens here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import shlex
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from mlxdist.base.errors import ResourceError
+from mlxdist.base.own_python import own_module
+
+if TYPE_CHECKING:
+    from mlxdist.cluster.hostfile.options import HostSelection
+
+__all__ = ["JobResult", "connection_arguments", "host_arguments", "run_command", "run_job"]
+
+_MARGIN = 30.0  # seconds for the launcher to start, and to end the job
+
+
+class JobResult(NamedTuple):
+    """The exit status of a job and what it printed; both texts are empty where ``on_line`` got the lines."""
+
+    status: int
+    output: str = ""
+    errors: str = ""
+
+
+def run_job(
+    program: Sequence[str],
+    where: Sequence[str],
+    *,
+    variables: Mapping[str, str] | None = None,
+    directory: str = "",
+    prefix: bool = True,
+    options: Sequence[str] = (),
+    timeout: float | None = None,
+    on_line: Callable[[str], None] | None = None,
+    silence: float | None = None,
+) -> JobResult:
+    """Runs a program as the ranks of a job.
+
+    Args:
+        program: the command of each rank; see `mlxdist.base.own_python.own_module`.
+        where: the launcher's options for the hosts: ``["-n", "2"]``, or see `host_arguments`.
+        variables: set for the ranks, in place of this process's own of the same names.
+        directory: where the ranks run; ``"/"`` for ranks that need none, as this one may not exist on other hosts.
+        prefix: put the rank in front of each line.
+        options: other options of the launcher.
+        timeout: seconds until the launcher ends the job, with status 124.
+        on_line, silence: see `run_command`.
+    """
+    variables = variables or {}
+    command = own_module("mlxdist", "launch", *where, *options)
+    command += ["--cwd", directory] if directory else []
+    command += [] if prefix else ["--no-prefix"]
+    command += ["--timeout", f"{timeout:g}"] if timeout is not None else []
+    command += [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
+    environment = {name: value for name, value in os.environ.items() if name not in variables}
+    seconds = None if timeout is None else timeout + _MARGIN
+    return run_command([*command, "--", *program], environment, seconds, on_line, silence)
+
+
+def run_command(
+    command: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+    on_line: Callable[[str], None] | None = None,
+    silence: float | None = None,
+) -> JobResult:
+    """Runs a command of mlxdist that starts a job. Ends it with SIGTERM after ``timeout`` seconds, or on an exception.
+
+    Args:
+        on_line: called with each line of the standard output as it arrives; the standard error is then this process's.
+        silence: with ``on_line``: seconds without a line after which the job is ended.
+
+    Raises:
+        ResourceError: the job was silent.
+    """
+    pipe = subprocess.PIPE
+    errors = pipe if on_line is None else None
+    with subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=errors) as process:
+        try:
+            if on_line is not None:
+                for line in _lines(process, silence):
+                    on_line(line)
+                return JobResult(process.wait())
+            late = b""
+            try:
+                texts = process.communicate(timeout=timeout)
+            except subprocess.TimeoutExpired:
+                process.terminate()
+                texts = process.communicate()
+                late = f"\nit had not ended after {timeout:g} s".encode()
+        except BaseException:
+            process.terminate()
+            raise
+    return JobResult(process.returncode, texts[0].decode(errors="replace"), (texts[1] + late).decode(errors="replace"))
+
+
+@contextlib.contextmanager
+def host_arguments(selection: HostSelection) -> Iterator[list[str]]:
+    """The options that select the same hosts for another command of mlxdist, by a temporary hostfile."""
+    from mlxdist.cluster.hostfile import save
+
+    with tempfile.TemporaryDirectory(prefix="mlxdist-hosts-") as directory:
+        path = Path(directory, "hosts.json")
+        save(selection.hostfile, path)
+        yield ["--hostfile", str(path), *connection_arguments(selection)]
+
+
+def connection_arguments(selection: HostSelection) -> list[str]:
+    """The options that say how to reach the hosts."""
+    words = ["--ssh", shlex.join(selection.ssh)] if selection.ssh != ("ssh",) else []
+    return words + (["--python", selection.python] if selection.python else [])
+
+
+def _lines(process: subprocess.Popen, silence: float | None) -> Iterator[str]:
+    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in process.stdout:
+            lines.put(line)
+        lines.put(b"")
+
+    threading.Thread(target=read, name="mlxdist job", daemon=True).start()
+    while True:
+        try:
+            line = lines.get(timeout=silence)
+        except queue.Empty:
+            raise ResourceError(f"the ranks printed nothing for {silence:.0f} s") from None
+        if not line:
+            return
+        yield line.decode(errors="replace")
