@@ -97,7 +97,7 @@ def main(
     console.print(f"{group.size()} rank{'s' * (group.size() > 1)}, {group.provider}: {group.provider_reason}")
 
     checkpoints = Checkpoints(out / "checkpoints", checkpoint_every, resume)
-    if not resume and os.environ.get("MLXDIST_RESTART", "0") == "0":
+    if not resume and os.environ.get("MLXDIST_RESTART_COUNT", "0") == "0":
         checkpoints.clear()
     text = prose()
     tokenizer = make_tokenizer(text, out)

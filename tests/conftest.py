@@ -52,7 +52,11 @@ def _run_ranks(
     command = [sys.executable, "-m", "mlxdist", "launch", "-n", str(ranks), "--"]
     command += [sys.executable, str(RANK_SCRIPTS / script), *map(str, args)]
     # A test that hangs should say which operation hangs: the engine's timeout comes before the test's.
-    variables = os.environ | {"MLXDIST_TIMEOUT": f"{timeout / 2:g}", "MLXDIST_TUNING": "none", "MLXDIST_FLIGHT": "none"}
+    variables = os.environ | {
+        "MLXDIST_TIMEOUT": f"{timeout / 2:g}",
+        "MLXDIST_TUNING_FILE": "none",
+        "MLXDIST_FLIGHT_DIR": "none",
+    }
     variables |= environment or {}
     launcher = subprocess.Popen(
         command, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -12,7 +12,7 @@ from native_build import NATIVE, build_program, layer_sources
 pytestmark = pytest.mark.long
 
 RANKS = Path(__file__).parent / "ranks"
-BY_TCP = {"MLXDIST_SOFT_WIRE": "tcp"}  # the namespaces share a kernel, and could share memory
+BY_TCP = {"MLXDIST_SOFT_TRANSPORT": "tcp"}  # the namespaces share a kernel, and could share memory
 
 
 @pytest.fixture(params=["good", "late"])

@@ -132,22 +132,24 @@ def test_speeds_need_measured_hosts():
 
 def test_the_launcher_tells_the_ranks(tmp_path):
     shown = run("launch", "--hostfile", hostfile_of(tmp_path, *TWO), "--dry-run", "--", "true").stdout.splitlines()
-    assert "MLXDIST_WEIGHTS_MEMORY=1.3333,1.3333,1.0000" in shown
-    assert "MLXDIST_WEIGHTS_COMPUTE=1.5000,1.5000,1.0000" in shown
+    assert "MLXDIST_RANK_SHARES_MEMORY=1.3333,1.3333,1.0000" in shown
+    assert "MLXDIST_RANK_SHARES_COMPUTE=1.5000,1.5000,1.0000" in shown
     file = hostfile_of(tmp_path, *TWO, Host("c"))
-    assert "WEIGHTS" not in run("launch", "--hostfile", file, "--dry-run", "--", "true").stdout
-    assert "WEIGHTS_MEMORY" in run("launch", "--hostfile", file, "--exclude", "c", "--dry-run", "--", "true").stdout
+    assert "RANK_SHARES" not in run("launch", "--hostfile", file, "--dry-run", "--", "true").stdout
+    assert "RANK_SHARES_MEMORY" in run("launch", "--hostfile", file, "--exclude", "c", "--dry-run", "--", "true").stdout
 
 
 @pytest.mark.parametrize("text", ["", "1,", "0,1", "-1", "1 2", "inf", "1e3", "a"])
 def test_variables_that_are_no_weights(text):
-    with pytest.raises(EnvironmentVariableError, match="MLXDIST_WEIGHTS_COMPUTE='.*' is not a number above 0 for each"):
-        Environment.read({"MLXDIST_WEIGHTS_COMPUTE": text})
+    with pytest.raises(
+        EnvironmentVariableError, match="MLXDIST_RANK_SHARES_COMPUTE='.*' is not a number above 0 for each"
+    ):
+        Environment.read({"MLXDIST_RANK_SHARES_COMPUTE": text})
 
 
 def test_weights_of_another_number_of_ranks():
-    with pytest.raises(EnvironmentVariableError, match="MLXDIST_WEIGHTS_MEMORY=1,2 has 2 numbers, but there are 1"):
-        Environment.read({"MLXDIST_RANK": "0", "MLXDIST_WORLD_SIZE": "1", "MLXDIST_WEIGHTS_MEMORY": "1,2"})
+    with pytest.raises(EnvironmentVariableError, match="MLXDIST_RANK_SHARES_MEMORY=1,2 has 2 numbers, but there are 1"):
+        Environment.read({"MLXDIST_RANK": "0", "MLXDIST_WORLD_SIZE": "1", "MLXDIST_RANK_SHARES_MEMORY": "1,2"})
 
 
 # Plans.
@@ -155,8 +157,8 @@ def test_weights_of_another_number_of_ranks():
 
 @pytest.fixture
 def measured_job(monkeypatch):
-    monkeypatch.setenv("MLXDIST_WEIGHTS_MEMORY", "2,1")
-    monkeypatch.setenv("MLXDIST_WEIGHTS_COMPUTE", "3,1")
+    monkeypatch.setenv("MLXDIST_RANK_SHARES_MEMORY", "2,1")
+    monkeypatch.setenv("MLXDIST_RANK_SHARES_COMPUTE", "3,1")
 
 
 def test_a_plan_with_measured_weights_is_that_with_the_numbers(measured_job):
@@ -168,7 +170,7 @@ def test_a_plan_with_measured_weights_is_that_with_the_numbers(measured_job):
 
 
 def test_columns_of_a_grid_are_as_fast_as_their_slowest_rank(monkeypatch):
-    monkeypatch.setenv("MLXDIST_WEIGHTS_MEMORY", "4,1,2,3")
+    monkeypatch.setenv("MLXDIST_RANK_SHARES_MEMORY", "4,1,2,3")
     plan = plan_shards(tiny_models.build("mixtral"), tp=2, ep=2, weights="memory")
     assert plan.weights == (2.0, 1.0)
 
@@ -436,7 +438,7 @@ def test_a_model_is_loaded_in_measured_shares(run_ranks, tmp_path):
     save_config(asdict(model.args), tmp_path / "model" / "config.json")
     script = tmp_path / "rank.py"
     script.write_text(
-        "import os, sys\nos.environ['MLXDIST_WEIGHTS_MEMORY'] = '3,1'\nfrom mlxdist import nn\n"
+        "import os, sys\nos.environ['MLXDIST_RANK_SHARES_MEMORY'] = '3,1'\nfrom mlxdist import nn\n"
         "model, _ = nn.load_sharded(sys.argv[1], weights='memory', verify=True)\n"
         "print('held', model.layers[0].mlp.gate_proj.weight.shape[0])\n"
     )

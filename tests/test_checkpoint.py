@@ -290,9 +290,9 @@ def test_another_run_is_gone_on_with_only_on_purpose(tmp_path):
     "variables, run",
     [
         ({"MLXDIST_JOB": "a-1"}, "a-1"),
-        ({"MLXDIST_JOB": "a-1", "MLXDIST_RESTART": "1"}, "a"),
-        ({"MLXDIST_JOB": "a-1-12", "MLXDIST_RESTART": "12"}, "a-1"),
-        ({"MLXDIST_JOB": "a", "MLXDIST_RESTART": "1"}, "a"),
+        ({"MLXDIST_JOB": "a-1", "MLXDIST_RESTART_COUNT": "1"}, "a"),
+        ({"MLXDIST_JOB": "a-1-12", "MLXDIST_RESTART_COUNT": "12"}, "a-1"),
+        ({"MLXDIST_JOB": "a", "MLXDIST_RESTART_COUNT": "1"}, "a"),
     ],
 )
 def test_all_starts_of_a_job_are_one_run(variables, run):

@@ -176,7 +176,7 @@ def test_a_hostfile_that_is_replaced_is_kept(two_macs, tmp_path):
 
 def test_what_a_hostfile_says_else_is_kept(two_macs, tmp_path):
     entries = [{"ssh": "book", "slots": 2}, {"ssh": "air"}]
-    settings = ["A=1", "B=2", "MLXDIST_WIRES=0-1"]
+    settings = ["A=1", "B=2", "MLXDIST_TOPOLOGY=0-1"]
     (tmp_path / "rmlx-hosts.json").write_text(json.dumps({"backend": "ring", "envs": settings, "hosts": entries}))
     assert config(two_macs, "--hostfile", "rmlx-hosts.json", "--env", "B=3").exit_code == 0
     found = parse((tmp_path / "rmlx-hosts.json").read_text(), "x")

@@ -40,11 +40,11 @@ def test_hostfile_of_a_ring():
     """Neighbours stand beside each other, and operations are told to go around."""
     found = hostfile_of(macs(4, [(0, 2), (1, 2), (1, 3), (0, 3)]))
     assert [h.name for h in found.hosts] == ["a", "c", "b", "d"]
-    assert found.envs == ("MLXDIST_WIRES=0-1,1-2,2-3,3-0",)
+    assert found.envs == ("MLXDIST_TOPOLOGY=0-1,1-2,2-3,3-0",)
     assert found.only(["a", "c", "b", "d"]).envs == found.envs and not found.only(["a", "c", "b"]).envs
     uneven = hostfile_of(macs(4, [(0, 1), (1, 2), (2, 3), (0, 3)]), hosts=[Host("b", slots=2)])
-    assert uneven.envs == ("MLXDIST_WIRES=0-1,1-2,2-3,3-4,4-0",)
-    assert found.with_ranks(2).envs == ("MLXDIST_WIRES=0-1,1-2,2-3,3-4,4-5,5-6,6-7,7-0",)
+    assert uneven.envs == ("MLXDIST_TOPOLOGY=0-1,1-2,2-3,3-4,4-0",)
+    assert found.with_ranks(2).envs == ("MLXDIST_TOPOLOGY=0-1,1-2,2-3,3-4,4-5,5-6,6-7,7-0",)
     assert [bool(row) for row in found.hosts[0].rdma] == [False, True, False, True]
     jaccl = hostfile_of(macs(4, mesh(4)), backend="jaccl-ring")
     assert [bool(row) for row in jaccl.hosts[0].rdma] == [False, True, False, True] and not jaccl.envs

@@ -75,7 +75,7 @@ def test_a_map_of_one_host():
     ],
 )
 def test_what_is_refused(found, message):
-    with pytest.raises(InvalidArgument, match=f"^device map MLXDIST_RDMA: {message}"):
+    with pytest.raises(InvalidArgument, match=f"^device map MLXDIST_DEVICE_MAP: {message}"):
         load(json.dumps(found))
 
 
@@ -89,12 +89,14 @@ def test_what_is_refused(found, message):
     ids=["cut off", "deep", "long number"],
 )
 def test_what_is_no_json(text, message):
-    with pytest.raises(InvalidArgument, match=f"^device map MLXDIST_RDMA: {message}"):
+    with pytest.raises(InvalidArgument, match=f"^device map MLXDIST_DEVICE_MAP: {message}"):
         load(text)
 
 
 def test_files_that_cannot_be_read(tmp_path):
-    with pytest.raises(InvalidArgument, match="hosts.json.*: No such file or directory; MLXDIST_RDMA is a matrix such"):
+    with pytest.raises(
+        InvalidArgument, match="hosts.json.*: No such file or directory; MLXDIST_DEVICE_MAP is a matrix such"
+    ):
         load(str(tmp_path / "hosts.json"))
     with pytest.raises(InvalidArgument, match="Is a directory"):
         load(str(tmp_path))

@@ -9,6 +9,7 @@ import pytest
 from mlxdist.base.environment import ALGORITHMS, VARIABLES
 from mlxdist.cli import commands
 from mlxdist.runtime.native import ffi, lib
+from mlxdist.runtime.world import FIELDS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -38,8 +39,8 @@ def test_the_defaults_shown_are_those_of_the_engine():
         if name in ("wires", "host", "links"):
             assert default == ffi.NULL
             continue
-        if name in ("reliable", "has_key", "key"):  # MLXDIST_QP and MLXDIST_SECRET
-            assert not any(bytes(ffi.buffer(ffi.addressof(options, name)))) and shown["MLXDIST_QP"] == "uc"
+        if name in ("reliable", "has_key", "key"):  # MLXDIST_QP_TYPE and MLXDIST_SECRET
+            assert not any(bytes(ffi.buffer(ffi.addressof(options, name)))) and shown["MLXDIST_QP_TYPE"] == "uc"
             continue
         if name == "entry_timeout":  # MLXDIST_TIMEOUT is for both; the text below the table has this default
             assert default == 30 * 60
@@ -48,7 +49,7 @@ def test_the_defaults_shown_are_those_of_the_engine():
             assert shown["MLXDIST_SOFT_PROFILE"] == ffi.string(default).decode()
             continue
         text = ALGORITHMS[default] if name == "algo" else f"{default:.0f}"
-        assert shown[f"MLXDIST_{name.upper()}"] == text, name
+        assert shown[f"MLXDIST_{FIELDS.get(name, name).upper()}"] == text, name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -82,7 +82,7 @@ def test_the_name_that_a_machine_gives_itself_is_private(tmp_path):
 
 def test_a_failed_run_has_its_verbs_and_flight_records(tmp_path, monkeypatch):
     """A device that fails every send: the trace shows queue pairs made again, and the records what was waited for."""
-    monkeypatch.setenv("MLXDIST_INJECT", "error=1/1")
+    monkeypatch.setenv("MLXDIST_INJECT_FAULTS", "error=1/1")
     text, found = make(tmp_path / "report.md", "soft")
     (run,) = found["soft"]["data"]["runs"]
     assert "GENERAL_ERR" in run["error"] and "GENERAL_ERR" in found["soft"]["error"]
@@ -119,7 +119,7 @@ def test_an_rdma_device_without_a_second_host(tmp_path, library):
 @pytest.mark.long
 def test_a_verb_that_is_refused(tmp_path, library, monkeypatch):
     """This device makes no reliable queue pairs: what was asked for, errno, and what the user is shown of it."""
-    monkeypatch.setenv("MLXDIST_QP", "rc")
+    monkeypatch.setenv("MLXDIST_QP_TYPE", "rc")
     text, found = make(tmp_path / "report.md", "checks", "rdma")
     run, _ = found["rdma"]["data"]["runs"]
     assert re.search("create_qp .* failed: Operation not supported", run["error"])

@@ -37,23 +37,23 @@ def test_settings_of_the_transport():
             "MLXDIST_BULK_SLOT_BYTES": "8192",
             "MLXDIST_BULK_SLOTS": "2",
             "MLXDIST_EAGER_SLOTS": "256",
-            "MLXDIST_CONNECT_AT_START": "1",
+            "MLXDIST_ON_DEMAND_THRESHOLD": "1",
             "MLXDIST_ALGO": "ring",
             "MLXDIST_PROVIDER": "ibverbs",
-            "MLXDIST_RDMA": '[[null, "rxe0"], ["rxe1", null]]',
-            "MLXDIST_QP": "rc",
+            "MLXDIST_DEVICE_MAP": '[[null, "rxe0"], ["rxe1", null]]',
+            "MLXDIST_QP_TYPE": "rc",
             "MLXDIST_KEEPALIVE": "0.5",
             "MLXDIST_SOFT_PROFILE": "apple-tb5",
-            "MLXDIST_SOFT_WIRE": "tcp",
-            "MLXDIST_INJECT": "1:drop=1/100,none,link=down",
+            "MLXDIST_SOFT_TRANSPORT": "tcp",
+            "MLXDIST_INJECT_FAULTS": "1:drop=1/100,none,link=down",
             "MLXDIST_TIMEOUT": "0",
         }
     )
     assert (environment.bulk_slot_bytes, environment.bulk_slots, environment.eager_slots) == (8192, 2, 256)
-    assert (environment.connect_at_start, environment.algo) == (1, "ring")
-    assert (environment.soft_profile, environment.inject) == ("apple-tb5", "1:drop=1/100,none,link=down")
-    assert (environment.provider, environment.qp, environment.keepalive) == ("ibverbs", "rc", 0.5)
-    assert (environment.rdma, environment.soft_wire) == ('[[null, "rxe0"], ["rxe1", null]]', "tcp")
+    assert (environment.on_demand_threshold, environment.algo) == (1, "ring")
+    assert (environment.soft_profile, environment.inject_faults) == ("apple-tb5", "1:drop=1/100,none,link=down")
+    assert (environment.provider, environment.qp_type, environment.keepalive) == ("ibverbs", "rc", 0.5)
+    assert (environment.device_map, environment.soft_transport) == ('[[null, "rxe0"], ["rxe1", null]]', "tcp")
     assert environment.timeout == 0
 
 
@@ -97,17 +97,17 @@ def test_the_secret_is_not_shown():
         ({"MLXDIST_BULK_SLOT_BYTES": "2048"}, ["MLXDIST_BULK_SLOT_BYTES='2048'", "4096"]),
         ({"MLXDIST_BULK_SLOTS": "65"}, ["MLXDIST_BULK_SLOTS='65'", "from 2 to 64"]),
         ({"MLXDIST_EAGER_SLOTS": "3"}, ["MLXDIST_EAGER_SLOTS='3'", "from 4 to 256"]),
-        ({"MLXDIST_CONNECT_AT_START": "0"}, ["MLXDIST_CONNECT_AT_START='0'", "from 1 to 256"]),
+        ({"MLXDIST_ON_DEMAND_THRESHOLD": "0"}, ["MLXDIST_ON_DEMAND_THRESHOLD='0'", "from 1 to 256"]),
         ({"MLXDIST_ALGO": "Ring"}, ["MLXDIST_ALGO='Ring'", "auto, direct, mesh, ring, doubling, tree"]),
         (
             {"MLXDIST_SOFT_PROFILE": "apple"},
             ["MLXDIST_SOFT_PROFILE='apple'", "ideal, apple-tb5, apple-tb5-26.2, apple-odd, rxe"],
         ),
-        ({"MLXDIST_INJECT": "drop=1/100, none"}, ["MLXDIST_INJECT='drop=1/100, none'", "list of faults"]),
-        ({"MLXDIST_INJECT": ""}, ["MLXDIST_INJECT=''", "list of faults"]),
-        ({"MLXDIST_CABLES": "3"}, ["MLXDIST_CABLES='3'", "from 1 to 2"]),
-        ({"MLXDIST_WIRES": "0-1,1"}, ["MLXDIST_WIRES='0-1,1'", "pairs of ranks"]),
-        ({"MLXDIST_WIRES": "0-4"}, ["MLXDIST_WIRES=0-4", "0 to 3"]),
+        ({"MLXDIST_INJECT_FAULTS": "drop=1/100, none"}, ["MLXDIST_INJECT_FAULTS='drop=1/100, none'", "list of faults"]),
+        ({"MLXDIST_INJECT_FAULTS": ""}, ["MLXDIST_INJECT_FAULTS=''", "list of faults"]),
+        ({"MLXDIST_LINKS_PER_PEER": "3"}, ["MLXDIST_LINKS_PER_PEER='3'", "from 1 to 2"]),
+        ({"MLXDIST_TOPOLOGY": "0-1,1"}, ["MLXDIST_TOPOLOGY='0-1,1'", "pairs of ranks"]),
+        ({"MLXDIST_TOPOLOGY": "0-4"}, ["MLXDIST_TOPOLOGY=0-4", "0 to 3"]),
         ({"MLXDIST_DEBUG": "loud"}, ["MLXDIST_DEBUG='loud'", "off, warn, info, trace"]),
         ({"MLXDIST_DEBUG": ""}, ["MLXDIST_DEBUG=''", "off, warn, info, trace"]),
         ({"MLXDIST_DEBUG": "info:cabel"}, ["no subsystem 'cabel'", "cable"]),
@@ -115,7 +115,7 @@ def test_the_secret_is_not_shown():
         ({"MLXDIST_DEBUG_FILE": ""}, ["MLXDIST_DEBUG_FILE is empty"]),
         ({"MLXDIST_DEBUG_FILE": "a%x"}, ["MLXDIST_DEBUG_FILE='a%x'", "%h (host)"]),
         ({"MLXDIST_DEBUG_FILE": "100%"}, ["MLXDIST_DEBUG_FILE='100%'"]),
-        ({"MLXDIST_FLIGHT": ""}, ["MLXDIST_FLIGHT is empty"]),
+        ({"MLXDIST_FLIGHT_DIR": ""}, ["MLXDIST_FLIGHT_DIR is empty"]),
         ({"MLXDIST_TIMOUT": "3"}, ["MLXDIST_TIMOUT", "did you mean MLXDIST_TIMEOUT?"]),
         ({"MLXDIST_QUANTUM_FOAM": "3"}, ["MLXDIST_QUANTUM_FOAM", "no such variable"]),
     ],

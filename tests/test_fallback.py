@@ -57,9 +57,9 @@ def run(hosts, library):
         rows = [[None if a == b else "soft0" for b in range(ranks)] for a in range(ranks)]
         job = {
             "LD_LIBRARY_PATH": str(library),
-            "MLXDIST_RDMA": json.dumps(rows),
-            "MLXDIST_FLIGHT": "none",
-            "MLXDIST_TUNING": "none",
+            "MLXDIST_DEVICE_MAP": json.dumps(rows),
+            "MLXDIST_FLIGHT_DIR": "none",
+            "MLXDIST_TUNING_FILE": "none",
             "MLXDIST_TIMEOUT": "20",
         } | environment
         command = ["sh", "-c", WITH_DEVICES, "sh", sys.executable, TESTS / "ranks" / script]
@@ -129,7 +129,7 @@ def test_auto_falls_back(run, ranks, failing, verb):
 def test_a_forced_provider_fails(run, tmp_path, ranks, failing, verb):
     """The launcher learns which rank was the first, too."""
     given, first = failures(ranks, failing, verb), tmp_path / "first"
-    outputs, statuses = run(ranks, given, MLXDIST_PROVIDER="ibverbs", MLXDIST_FIRST_FAILURE=str(first))
+    outputs, statuses = run(ranks, given, MLXDIST_PROVIDER="ibverbs", MLXDIST_ERROR_FILE=str(first))
     assert statuses == [1] * ranks, outputs
     found = [re.findall(r"^(?:Resource|Transport)Error: .*", output, re.M) for output in outputs]
     assert len({tuple(errors) for errors in found}) == 1, outputs
@@ -151,8 +151,8 @@ def test_the_start_takes_no_more_steps(run, run_ranks):
 @pytest.mark.parametrize(
     ("setting", "text"),
     [
-        ("MLXDIST_SOFT_WIRE=memory", "joins ranks of one host only"),
-        pytest.param("MLXDIST_QP=rc", "has no reliable connections", marks=pytest.mark.long),
+        ("MLXDIST_SOFT_TRANSPORT=shm", "joins ranks of one host only"),
+        pytest.param("MLXDIST_QP_TYPE=rc", "has no reliable connections", marks=pytest.mark.long),
     ],
 )
 def test_the_next_one_fails_too(run, setting, text):
@@ -169,7 +169,7 @@ def test_the_next_one_fails_too(run, setting, text):
 @pytest.mark.parametrize("verb", [pytest.param("create_qp:16", marks=pytest.mark.long), "modify_qp to RTR:22"])
 def test_later_it_is_too_late(run, verb):
     """In large worlds two ranks connect on first use, when the others may have sent much by RDMA."""
-    outputs, statuses = run(2, {1: verb}, MLXDIST_CONNECT_AT_START="1")
+    outputs, statuses = run(2, {1: verb}, MLXDIST_ON_DEMAND_THRESHOLD="1")
     assert statuses == [1, 1], outputs
     for output in outputs:
         text = rf"{verb.split(':')[0]}.*too late for another provider: set MLXDIST_PROVIDER=soft"
@@ -178,5 +178,5 @@ def test_later_it_is_too_late(run, verb):
 
 
 def test_devices_are_opened_at_the_start_in_any_world(run):
-    outputs, statuses = run(2, {1: "alloc_pd:0"}, MLXDIST_CONNECT_AT_START="1")
+    outputs, statuses = run(2, {1: "alloc_pd:0"}, MLXDIST_ON_DEMAND_THRESHOLD="1")
     assert statuses == [0, 0] and all("soft: ibverbs failed on rank 1 on" in output for output in outputs), outputs

@@ -305,7 +305,7 @@ def line_of(comment):
 
 
 def test_every_operation_is_recorded_with_its_line(run_ranks, tmp_path):
-    run_ranks("flight.py", 3, "operations", environment={"MLXDIST_FLIGHT": str(tmp_path)})
+    run_ranks("flight.py", 3, "operations", environment={"MLXDIST_FLIGHT_DIR": str(tmp_path)})
     for rank in range(3):
         found = recorded(tmp_path, rank)
         shown = [(o["operation"], o["group"], o["hidden"], o["sequence"], o["place"]) for o in found["operations"]]
@@ -334,7 +334,7 @@ def test_every_operation_is_recorded_with_its_line(run_ranks, tmp_path):
 
 
 def test_an_operation_in_progress_is_not_lost_behind_others(run_ranks, tmp_path):
-    run_ranks("flight.py", 2, "many", environment={"MLXDIST_FLIGHT": str(tmp_path)})
+    run_ranks("flight.py", 2, "many", environment={"MLXDIST_FLIGHT_DIR": str(tmp_path)})
     first, *others = recorded(tmp_path, 0)["operations"]
     assert first["ended_ns"] is None and first["group"] == 1 and first["waits_for"] == 1
     assert len(others) == 1000 and [o["sequence"] for o in others] == list(range(501, 1501))
@@ -342,7 +342,7 @@ def test_an_operation_in_progress_is_not_lost_behind_others(run_ranks, tmp_path)
 
 @pytest.mark.parametrize("kind", [pytest.param("numpy", marks=pytest.mark.long), "mlx"])
 def test_a_failure_is_recorded_by_every_rank_and_its_error_says_where(run_ranks, tmp_path, kind):
-    variables = {"MLXDIST_FLIGHT": str(tmp_path / "new"), "MLXDIST_TIMEOUT": "0.5"}
+    variables = {"MLXDIST_FLIGHT_DIR": str(tmp_path / "new"), "MLXDIST_TIMEOUT": "0.5"}
     outputs = run_ranks("flight.py", 3, "fails", kind, status=1, environment=variables)
     for rank, output in enumerate(outputs):
         assert "written True" in output, output
@@ -358,7 +358,7 @@ def test_a_failure_is_recorded_by_every_rank_and_its_error_says_where(run_ranks,
 @pytest.mark.long
 def test_no_file_where_none_is_wanted(run_ranks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    variables = {"MLXDIST_FLIGHT": "none", "MLXDIST_TIMEOUT": "0.5"}
+    variables = {"MLXDIST_FLIGHT_DIR": "none", "MLXDIST_TIMEOUT": "0.5"}
     for output in run_ranks("flight.py", 2, "fails", "numpy", status=1, environment=variables):
         assert "written False" in output and "flight recorder" not in output
     assert list(tmp_path.iterdir()) == []
@@ -366,7 +366,7 @@ def test_no_file_where_none_is_wanted(run_ranks, tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_without_a_launcher_files_go_to_the_current_folder(tmp_path):
-    environ = {name: value for name, value in os.environ.items() if name != "MLXDIST_FLIGHT"}
+    environ = {name: value for name, value in os.environ.items() if name != "MLXDIST_FLIGHT_DIR"}
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     environ |= {"MLXDIST_WORLD_SIZE": "2", "MLXDIST_RENDEZVOUS": address, "MLXDIST_SECRET": "ab" * 32}
@@ -387,7 +387,7 @@ def test_without_a_launcher_files_go_to_the_current_folder(tmp_path):
 def test_dump_asks_a_running_job(tmp_path, monkeypatch):
     """Ranks answer from inside an evaluation; one that is stopped is named; the job goes on."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.delenv("MLXDIST_FLIGHT", raising=False)
+    monkeypatch.delenv("MLXDIST_FLIGHT_DIR", raising=False)
     go_on = tmp_path / "go_on"
     program = f"import sys, runpy; sys.argv = ['', 'asked', {str(go_on)!r}]; runpy.run_path({str(SCRIPT)!r})"
     with running(3, program) as launcher:

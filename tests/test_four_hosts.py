@@ -18,14 +18,14 @@ pytestmark = pytest.mark.long
 
 NAMES = ["node0", "node1", "node2", "node3"]
 HOSTS = ["--hosts", ",".join(NAMES)]
-VARIABLES = ["--env", "MLXDIST_SOFT_WIRE=tcp"]  # the namespaces share a kernel, and could share memory
+VARIABLES = ["--env", "MLXDIST_SOFT_TRANSPORT=tcp"]  # the namespaces share a kernel, and could share memory
 # What a network that delays has no part in.
 ONCE = pytest.mark.parametrize("nodes", ["good"], indirect=True)
 
 
 @pytest.fixture(autouse=True)
 def records(monkeypatch):
-    monkeypatch.delenv("MLXDIST_FLIGHT", raising=False)
+    monkeypatch.delenv("MLXDIST_FLIGHT_DIR", raising=False)
 
 
 @pytest.fixture(scope="module", params=["good", "late"])
@@ -98,7 +98,7 @@ def test_a_rank_that_fails(nodes):
 
 @ONCE
 def test_restart(nodes):
-    program = "import mlxdist\nmlxdist.init(); mlxdist.barrier()\nrestart = os.environ['MLXDIST_RESTART']\n"
+    program = "import mlxdist\nmlxdist.init(); mlxdist.barrier()\nrestart = os.environ['MLXDIST_RESTART_COUNT']\n"
     program += "if rank == 3 and restart == '0': os._exit(5)\nmlxdist.barrier(); print('done', restart)"
     job = run(launch(nodes, program, "--max-restarts", "1"))
     assert job.returncode == 0, job.stderr
@@ -109,7 +109,9 @@ def test_restart(nodes):
 def test_the_failed_start_of_a_job_that_was_restarted(nodes):
     """Its name is the beginning of that of the job that runs now: its records are shown, `top` says that it ended."""
     program = "import mlxdist, time\nmlxdist.init(); print(os.environ['MLXDIST_JOB'], flush=True); mlxdist.barrier()\n"
-    program += "if os.environ['MLXDIST_RESTART'] == '1': time.sleep(300)\nif rank == 3: os._exit(5)\nmlxdist.barrier()"
+    program += (
+        "if os.environ['MLXDIST_RESTART_COUNT'] == '1': time.sleep(300)\nif rank == 3: os._exit(5)\nmlxdist.barrier()"
+    )
     with running(nodes, program, "--max-restarts", "1") as launcher:
         lines = [launcher.stdout.readline() for _ in NAMES]
         job = lines[0].split()[-1].removesuffix("-1")

@@ -76,10 +76,10 @@ def test_a_hostfile_for_the_ring_of_mlx_is_used_for_mlxdist():
 
 
 def test_one_rank_each():
-    settings = ["MLXDIST_WIRES=0-1,1-2,2-3,3-4,4-5,5-0", "A=1"]
+    settings = ["MLXDIST_TOPOLOGY=0-1,1-2,2-3,3-4,4-5,5-0", "A=1"]
     entries = [{"ssh": name, "slots": 2} for name in "abc"]
     found = parse(json.dumps({"envs": settings, "hosts": entries})).with_one_rank_each()
-    assert [host.slots for host in found.hosts] == [1] * 3 and found.envs == ("MLXDIST_WIRES=0-1,1-2,2-0", "A=1")
+    assert [host.slots for host in found.hosts] == [1] * 3 and found.envs == ("MLXDIST_TOPOLOGY=0-1,1-2,2-0", "A=1")
 
 
 def test_json_may_repeat_a_host_for_each_of_its_ranks():

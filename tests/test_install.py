@@ -269,7 +269,7 @@ def test_hosts_are_set_up_by_one_command(two_hosts, wheels, tmp_path):
     """Without a network, and again with one host that can no longer be written to."""
     names, venv = ",".join(two_hosts.names), tmp_path / "there" / "venv"
     hosts = ["--hosts", names, "--ssh", two_hosts.ssh]
-    variables = os.environ | {"MLXDIST_SOFT_WIRE": "tcp"}  # the namespaces share a kernel, and could share memory
+    variables = os.environ | {"MLXDIST_SOFT_TRANSPORT": "tcp"}  # the namespaces share a kernel, and could share memory
 
     def mlxdist(*words: object) -> subprocess.CompletedProcess:
         command = two_hosts.command(sys.executable, "-m", "mlxdist", *words)
@@ -286,7 +286,7 @@ def test_hosts_are_set_up_by_one_command(two_hosts, wheels, tmp_path):
 
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    job = ["launch", *hosts, "--python", f"{venv}/bin/python", "--env", "MLXDIST_SOFT_WIRE=tcp"]
+    job = ["launch", *hosts, "--python", f"{venv}/bin/python", "--env", "MLXDIST_SOFT_TRANSPORT=tcp"]
     job += ["--", "python", program]
     assert mlxdist(*job).stdout.count(SUM) == 2
 

@@ -21,7 +21,7 @@ from mlxdist.launch.processes import start_times
 from mlxdist.launch.runtime_directory import OF_HOSTS, runtime_folder
 
 WAITING = "import time; print(os.environ['MLXDIST_JOB'], os.getpid(), flush=True); time.sleep(60)"
-RECORD = "open(os.path.join(os.environ['MLXDIST_FLIGHT'], f'flight-{rank}.json'), 'w').write('x')\n"
+RECORD = "open(os.path.join(os.environ['MLXDIST_FLIGHT_DIR'], f'flight-{rank}.json'), 'w').write('x')\n"
 
 
 def told(job):
@@ -251,8 +251,10 @@ def test_recordings_of_a_job_that_succeeds_go():
 
 @pytest.mark.parametrize("value, expected", [("records", "{}/records"), ("/no/such", "/no/such"), ("none", None)])
 def test_recordings_go_where_the_user_wants(tmp_path, value, expected):
-    program = "print(os.environ['MLXDIST_JOB'], os.environ['MLXDIST_FLIGHT'], flush=True)\nimport time; time.sleep(60)"
-    with running(1, program, options=["--env", f"MLXDIST_FLIGHT={value}"], cwd=tmp_path) as job:
+    program = (
+        "print(os.environ['MLXDIST_JOB'], os.environ['MLXDIST_FLIGHT_DIR'], flush=True)\nimport time; time.sleep(60)"
+    )
+    with running(1, program, options=["--env", f"MLXDIST_FLIGHT_DIR={value}"], cwd=tmp_path) as job:
         _, name, told_folder = job.first_lines[0].split()
         expected = expected and expected.format(tmp_path)
         assert told_folder == (expected or "none")
@@ -261,7 +263,7 @@ def test_recordings_go_where_the_user_wants(tmp_path, value, expected):
 
 
 def test_a_job_inside_a_job_has_recordings_of_its_own():
-    program = "import os; print(os.environ['MLXDIST_FLIGHT'])"
+    program = "import os; print(os.environ['MLXDIST_FLIGHT_DIR'])"
     inner = [*LAUNCH, "-n", "1", "--no-prefix", "--", sys.executable, "-c", program]
     job = python(1, program + f"\nimport subprocess; subprocess.run({inner!r})")
     assert len(set(job.stdout.split(b"\n"))) == 3, job

@@ -39,13 +39,13 @@ def test_a_late_rank_does_not_meet_the_gpu(run_ranks, tmp_path, scenario, second
 @pytest.mark.long
 @pytest.mark.parametrize("faults", ["drop=1/4", "duplicate=1/4"])
 def test_requests_and_answers_may_be_lost(run_ranks, tmp_path, faults):
-    assert all("came" in out for out in run(run_ranks, tmp_path, "loads", *SOON, MLXDIST_INJECT=faults))
-    assert all("came" in out for out in run(run_ranks, tmp_path, "mixed", *SOON, MLXDIST_INJECT=faults))
+    assert all("came" in out for out in run(run_ranks, tmp_path, "loads", *SOON, MLXDIST_INJECT_FAULTS=faults))
+    assert all("came" in out for out in run(run_ranks, tmp_path, "mixed", *SOON, MLXDIST_INJECT_FAULTS=faults))
 
 
 @pytest.mark.long
 def test_ranks_that_connect_on_first_use(run_ranks, tmp_path):
-    variables = {"MLXDIST_CONNECT_AT_START": "1"}
+    variables = {"MLXDIST_ON_DEMAND_THRESHOLD": "1"}
     run(run_ranks, tmp_path, "loads", *SOON, status=None, MLXDIST_MEET_AFTER="0", **variables)
     assert all("came" in output for output in run(run_ranks, tmp_path, "loads", *SOON, **variables))
 
@@ -86,7 +86,7 @@ def test_a_rank_without_a_gpu_answers(run_ranks, tmp_path):
 def test_a_legal_program_does_not_wait_for_ever(run_ranks, tmp_path, scenario, size, late):
     environment = {"MLXDIST_MEET_AFTER": "2", "MLXDIST_TIMEOUT": "15"}
     if scenario == "refuse":
-        environment["MLXDIST_WIRES"] = "0-1,1-2,2-3,3-0"
+        environment["MLXDIST_TOPOLOGY"] = "0-1,1-2,2-3,3-0"
     outputs = run_ranks("late_peers.py", size, scenario, late, 5, tmp_path, environment=environment)
     assert all("came" in output for output in outputs), outputs
 
@@ -119,7 +119,7 @@ def test_the_meeting_has_the_deadline_for_ranks_that_come_later(run_ranks, tmp_p
 
 @pytest.mark.long
 def test_an_abort_ends_the_meeting(run_ranks, tmp_path):
-    output = run(run_ranks, tmp_path, "aborted", 2, 1, status=None, MLXDIST_NOTICE="0.2")[0]
+    output = run(run_ranks, tmp_path, "aborted", 2, 1, status=None, MLXDIST_STALL_WARNING="0.2")[0]
     assert "Aborted: rank 1 on" in output and "there is no point in going on" in output
     assert re.search(r"has waited [0-2] s in all_sum for rank 1, which has not entered it", output), output
 

@@ -58,7 +58,7 @@ def nodes(tmp_path_factory):
 def test_ssh_by_ipv6(nodes, hosts):
     """The first host is reached by it, or stands beside the launcher and has reached the other by it."""
     program = "import mlxdist, numpy\nprint(mlxdist.all_sum(numpy.ones(1)), os.environ['MLXDIST_RENDEZVOUS'])"
-    options = ["--hosts", hosts, "--ssh", f"{nodes.ssh} -o HostName=fd00:77::2", "--env", "MLXDIST_SOFT_WIRE=tcp"]
+    options = ["--hosts", hosts, "--ssh", f"{nodes.ssh} -o HostName=fd00:77::2", "--env", "MLXDIST_SOFT_TRANSPORT=tcp"]
     command = nodes.command(*LAUNCH, *options, "--", sys.executable, "-c", RANK + program)
     job = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
     address = "fd00:77::2" if hosts.startswith("node1") else "fd00:77::1"

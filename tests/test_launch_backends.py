@@ -296,7 +296,7 @@ def test_output_of_mpirun_is_labeled_line_by_line(open_mpi, tmp_path):
 def in_pipes(folder, program):
     """Rank 0 as mpirun starts it, once the pipes are there."""
     words = mpirun_command(parse("localhost").hosts, [], None, [], ["sh", "-c", program])
-    variables = os.environ | {"MLXDIST_FIRST_FAILURE": str(folder / "first_failure"), "OMPI_COMM_WORLD_RANK": "0"}
+    variables = os.environ | {"MLXDIST_ERROR_FILE": str(folder / "first_failure"), "OMPI_COMM_WORLD_RANK": "0"}
     start = words[words.index("--") + 1 :]
     return subprocess.run(start, env=variables, capture_output=True, timeout=60)
 

@@ -137,7 +137,7 @@ def test_the_rank_that_failed_first_is_named():
 
 
 def test_restarts():
-    program = "print(os.environ['MLXDIST_RESTART'])\nraise SystemExit(os.environ['MLXDIST_RESTART'] == '0')"
+    program = "print(os.environ['MLXDIST_RESTART_COUNT'])\nraise SystemExit(os.environ['MLXDIST_RESTART_COUNT'] == '0')"
     job = python([*HERE, "-n", "2", "--max-restarts", "2"], program)
     assert job.returncode == 0 and lines(job) == sorted(f"[{r} localhost] {n}" for r in range(2) for n in range(2))
 
@@ -172,7 +172,7 @@ def test_dry_run_shows_what_would_be_started(tmp_path):
     shown = job.stdout.splitlines()
     assert shown[:4] == [f"[{rank} {host}] python 'a b.py'" for rank, host in enumerate("aacc")]
     assert shown[4].startswith("a: ssh -o BatchMode=yes ") and shown[4].endswith("-m mlxdist.launch.agent'")
-    assert shown[6] == 'MLXDIST_RDMA=[[null, ["en2"]], [["en2"], null]]'
+    assert shown[6] == 'MLXDIST_DEVICE_MAP=[[null, ["en2"]], [["en2"], null]]'
 
 
 def test_ctrl_c_while_a_host_does_not_answer(tmp_path):

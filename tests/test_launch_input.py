@@ -102,7 +102,7 @@ def test_a_rank_that_does_not_read_holds_up_nobody():
 @pytest.mark.parametrize("choice", ["all", pytest.param("0", marks=pytest.mark.long)])
 def test_a_restart_goes_on_reading(choice):
     program = "print('ready', flush=True)\nif rank == 0: print('got', os.read(0, 100).decode(), end='')\n"
-    program += "raise SystemExit(rank == 0 and os.environ['MLXDIST_RESTART'] == '0')"
+    program += "raise SystemExit(rank == 0 and os.environ['MLXDIST_RESTART_COUNT'] == '0')"
     options = ["--max-restarts", "1", "--stdin", choice]
     with running(2, program, options, stdin=subprocess.PIPE) as job:
         job.stdin.write("one\n")
@@ -116,6 +116,6 @@ def test_a_restart_goes_on_reading(choice):
 
 
 def test_an_end_of_input_that_only_the_first_start_saw():
-    program = "import sys; sys.stdin.read(); raise SystemExit(os.environ['MLXDIST_RESTART'] == '0')"
+    program = "import sys; sys.stdin.read(); raise SystemExit(os.environ['MLXDIST_RESTART_COUNT'] == '0')"
     job = python(2, program, options=["--max-restarts", "1"])
     assert job.returncode == 0 and job.stderr.count(b"mlxdist launch: ") == 1

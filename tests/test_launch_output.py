@@ -292,8 +292,10 @@ def test_closed_streams(options):
 def test_a_copy_of_what_each_rank_prints(tmp_path):
     """As it is printed, without prefix; of a job that starts again, one after the other."""
     folder = tmp_path / "logs" / "of this job"
-    program = "import sys; print('out', rank, os.environ['MLXDIST_RESTART']); print('\\x1b[1merr', file=sys.stderr)\n"
-    program += "raise SystemExit(os.environ['MLXDIST_RESTART'] == '0')"
+    program = (
+        "import sys; print('out', rank, os.environ['MLXDIST_RESTART_COUNT']); print('\\x1b[1merr', file=sys.stderr)\n"
+    )
+    program += "raise SystemExit(os.environ['MLXDIST_RESTART_COUNT'] == '0')"
     job = python(2, program, options=["--log-dir", str(folder), "--max-restarts", "1"])
     assert job.returncode == 0 and job.stdout.count(b"out") == 4
     written = {path.name: path.read_text() for path in folder.iterdir()}
@@ -310,7 +312,7 @@ import pathlib, sys, time
 def wait(name):
     while not pathlib.Path(sys.argv[1], name).exists(): time.sleep(0.01)
     time.sleep(0.3)
-restart = os.environ['MLXDIST_RESTART']
+restart = os.environ['MLXDIST_RESTART_COUNT']
 if rank == 1:
     for i in range(30): print('line', i, 'of start', restart)
     print('bar 1\\rbar 2\\r\\x1b[1mbar 3', file=sys.stderr)

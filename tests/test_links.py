@@ -117,7 +117,11 @@ def test_169_254_on_several_devices_does_not_say_which_cable():
     a = place("a", *(device(f"x{i}", gid(1, f"169.254.0.{i}", prefix=16)) for i in (1, 2)), tcp=("10.1.0.1",))
     b = place("b", *(device(f"y{i}", gid(1, f"169.254.1.{i}", prefix=16)) for i in (1, 2)), tcp=("10.1.0.2",))
     choice = choose([a, b], 0)
-    assert choice.summary == "soft" and "which cable joins which" in choice.reason and "MLXDIST_RDMA" in choice.reason
+    assert (
+        choice.summary == "soft"
+        and "which cable joins which" in choice.reason
+        and "MLXDIST_DEVICE_MAP" in choice.reason
+    )
     by_map = parse('[[null, ["x1", "x2"]], [["y2", "y1"], null]]')
     assert [link.device for link in choose([a, b], 0, device_map=by_map).links[1]] == ["x1", "x2"]
     assert [link.device for link in choose([a, b], 1, device_map=by_map).links[0]] == ["y2", "y1"]
@@ -276,12 +280,12 @@ def test_hosts_that_no_network_joins():
 
 def test_tcp_within_a_host():
     a = place("a", tcp=("10.0.0.1", "127.0.0.1"))
-    assert chosen([a, a], soft_wire="tcp") == (by("soft0", 2, "soft"),) * 2
+    assert chosen([a, a], soft_transport="tcp") == (by("soft0", 2, "soft"),) * 2
 
 
 def test_tcp_between_network_namespaces_of_one_host():
     a, b = (place("a", tcp=("127.0.0.1", f"10.0.0.{i}")) for i in (1, 2))
-    assert chosen([a, b], soft_wire="tcp") == (by("soft0", 2, "soft"),) * 2
+    assert chosen([a, b], soft_transport="tcp") == (by("soft0", 2, "soft"),) * 2
     assert chosen([a, b]) == (MEMORY, MEMORY)
 
 
@@ -293,7 +297,7 @@ def test_two_cables_by_tcp():
 def test_memory_alone_refuses_other_hosts():
     a, b = (place(h, tcp=(f"10.0.0.{i}",)) for h, i in (("a", 1), ("b", 2)))
     with pytest.raises(InvalidArgument, match="rank 0 on a and rank 1 on b are on different hosts, and MLXDIST_SOFT"):
-        choose([a, b], 1, soft_wire="memory")
+        choose([a, b], 1, soft_transport="shm")
 
 
 def test_software_devices_that_reach_one_peer_each():
@@ -370,15 +374,17 @@ def worlds(draw) -> list[Place]:
 
 
 @settings(deadline=None)
-@given(worlds(), st.integers(1, 2), st.sampled_from(["auto", "memory", "tcp"]))
-def test_both_sides_choose_the_two_ends_of_the_same_cables(places, cables, soft_wire):
+@given(worlds(), st.integers(1, 2), st.sampled_from(["auto", "shm", "tcp"]))
+def test_both_sides_choose_the_two_ends_of_the_same_cables(places, cables, soft_transport):
     """Complete, symmetric and the same every time, in auto mode."""
     try:
-        choices = [choose(places, rank, cables=cables, soft_wire=soft_wire) for rank in range(len(places))]
+        choices = [choose(places, rank, cables=cables, soft_transport=soft_transport) for rank in range(len(places))]
     except InvalidArgument:
-        assert soft_wire == "memory"
+        assert soft_transport == "shm"
         return
-    assert choices == [choose(places, rank, cables=cables, soft_wire=soft_wire) for rank in range(len(places))]
+    assert choices == [
+        choose(places, rank, cables=cables, soft_transport=soft_transport) for rank in range(len(places))
+    ]
     for low in range(len(places)):
         assert choices[low].links[low] == () and choices[low].reason
         for high in range(low + 1, len(places)):

@@ -68,7 +68,7 @@ def test_a_stopped_rank_that_resumes_loses_nothing_and_who_waits_sleeps(run_rank
 
 @pytest.mark.long
 def test_who_waits_long_says_for_whom_and_where_that_rank_is(run_ranks):
-    outputs = run_ranks("liveness.py", 2, "late", 4, environment={"MLXDIST_NOTICE": "2.5"})
+    outputs = run_ranks("liveness.py", 2, "late", 4, environment={"MLXDIST_STALL_WARNING": "2.5"})
     notice = re.search(r"rank 1 on \S+ has waited \d+ s in all_sum #2 of float32 \[1000\] for rank 0, (.*)", outputs[1])
     where = r"which has not entered it \(it is between operations for \d\.\d s since all_sum #1 at liveness\.py:\d+\)"
     assert notice and re.fullmatch(where, notice[1])

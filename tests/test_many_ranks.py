@@ -29,9 +29,9 @@ MORE = [pytest.param(*case, marks=pytest.mark.long) for case in ((9, 9, 8, 8), (
 
 @pytest.mark.parametrize("ranks, at_start, fewest, most", [(3, 3, 2, 2), (3, 2, 1, 2), *MORE])
 def test_connections_at_the_start(run_ranks, ranks, at_start, fewest, most):
-    """Up to MLXDIST_CONNECT_AT_START ranks all connect with all. More: recursive doubling needs log2(n) peers, and
+    """Up to MLXDIST_ON_DEMAND_THRESHOLD ranks all connect with all. More: recursive doubling needs log2(n) peers, and
     the partner of a pair where n is no power of two."""
-    environment = {"MLXDIST_CONNECT_AT_START": str(at_start)}
+    environment = {"MLXDIST_ON_DEMAND_THRESHOLD": str(at_start)}
     counts = [peers(output) for output in run_ranks("sixteen_ranks.py", ranks, "slabs", environment=environment)]
     assert (min(counts), max(counts)) == (fewest, most)
 

@@ -8,10 +8,10 @@ from test_collectives import OPERATIONS
 DEVICES = {
     "apple-tb5": {"MLXDIST_SOFT_PROFILE": "apple-tb5"},
     "apple-odd": {"MLXDIST_SOFT_PROFILE": "apple-odd"},
-    "losing-apple-odd": {"MLXDIST_SOFT_PROFILE": "apple-odd", "MLXDIST_INJECT": "lose=1/300"},
+    "losing-apple-odd": {"MLXDIST_SOFT_PROFILE": "apple-odd", "MLXDIST_INJECT_FAULTS": "lose=1/300"},
     "rxe": {"MLXDIST_SOFT_PROFILE": "rxe"},
-    "lossy": {"MLXDIST_INJECT": "drop=1/100"},
-    "lossy-apple-tb5": {"MLXDIST_SOFT_PROFILE": "apple-tb5", "MLXDIST_INJECT": "drop=1/100"},
+    "lossy": {"MLXDIST_INJECT_FAULTS": "drop=1/100"},
+    "lossy-apple-tb5": {"MLXDIST_SOFT_PROFILE": "apple-tb5", "MLXDIST_INJECT_FAULTS": "drop=1/100"},
 }
 
 
@@ -66,14 +66,14 @@ def test_padding(run_ranks, profile, provider):
 
 def test_injected_into_any_program(run_ranks):
     """The program knows nothing of it, and both directions lose messages, not the same ones."""
-    ranks, _ = counters(run_ranks, {"MLXDIST_INJECT": "drop=1/20"})
+    ranks, _ = counters(run_ranks, {"MLXDIST_INJECT_FAULTS": "drop=1/20"})
     assert all(rank["provider_dropped_by_fault"] > 3 for rank in ranks)
-    none, _ = counters(run_ranks, {"MLXDIST_INJECT": "drop=1/20,none"})
+    none, _ = counters(run_ranks, {"MLXDIST_INJECT_FAULTS": "drop=1/20,none"})
     assert all(rank["provider_dropped_by_fault"] == 0 for rank in none)
 
 
 def test_faults_that_do_not_exist(run_ranks):
-    outputs = run_ranks("profiles.py", 2, environment={"MLXDIST_INJECT": "drip=1/20"}, status=None)
+    outputs = run_ranks("profiles.py", 2, environment={"MLXDIST_INJECT_FAULTS": "drip=1/20"}, status=None)
     assert any('knows no faults "drip=1/20"' in output for output in outputs)
 
 

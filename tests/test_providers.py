@@ -15,7 +15,7 @@ def test_one_host_is_quiet(run_ranks):
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("cables", ["1", "2"])
 def test_tcp_instead_of_shared_memory(run_ranks, ranks, cables):
-    environment = {"MLXDIST_SOFT_WIRE": "tcp", "MLXDIST_CABLES": cables}
+    environment = {"MLXDIST_SOFT_TRANSPORT": "tcp", "MLXDIST_LINKS_PER_PEER": cables}
     outputs = run_ranks("providers.py", ranks, environment=environment)
     assert all("soft: all ranks are on one host" in output for output in outputs)
     told = ["mlxdist: provider soft: all ranks are on one host" in output for output in outputs]
@@ -26,10 +26,10 @@ def test_tcp_instead_of_shared_memory(run_ranks, ranks, cables):
     ("setting", "names"),
     [
         ("MLXDIST_PROVIDER=soft", "MLXDIST_PROVIDER is auto on rank 0 and soft on rank 2"),
-        ("MLXDIST_SOFT_WIRE=tcp", "MLXDIST_SOFT_WIRE is auto on rank 0 and tcp on rank 2"),
+        ("MLXDIST_SOFT_TRANSPORT=tcp", "MLXDIST_SOFT_TRANSPORT is auto on rank 0 and tcp on rank 2"),
         ("MLXDIST_SOFT_PROFILE=apple-tb5", "MLXDIST_SOFT_PROFILE is ideal on rank 0 and apple-tb5 on rank 2"),
-        ("MLXDIST_CABLES=2", "MLXDIST_CABLES is 1 on rank 0 and 2 on rank 2"),
-        ('MLXDIST_RDMA=[[null, "a"], ["a", null]]', "MLXDIST_RDMA is None on rank 0 and"),
+        ("MLXDIST_LINKS_PER_PEER=2", "MLXDIST_LINKS_PER_PEER is 1 on rank 0 and 2 on rank 2"),
+        ('MLXDIST_DEVICE_MAP=[[null, "a"], ["a", null]]', "MLXDIST_DEVICE_MAP is None on rank 0 and"),
     ],
 )
 def test_ranks_that_differ(run_ranks, setting, names):
@@ -45,18 +45,18 @@ def test_a_provider_that_joins_nobody(run_ranks, provider):
 
 
 def test_a_device_that_is_not_there(run_ranks):
-    environment = {"MLXDIST_PROVIDER": "ibverbs", "MLXDIST_RDMA": '[[null, "none0"], ["none1", null]]'}
+    environment = {"MLXDIST_PROVIDER": "ibverbs", "MLXDIST_DEVICE_MAP": '[[null, "none0"], ["none1", null]]'}
     for output in run_ranks("providers.py", 2, status=1, environment=environment):
         assert "has no device none0, which the device map names" in output
 
 
 def test_reliable_connections_need_hardware(run_ranks):
-    for output in run_ranks("providers.py", 2, status=1, environment={"MLXDIST_QP": "rc"}):
-        assert "provider soft has no reliable connections (MLXDIST_QP=rc)" in output
+    for output in run_ranks("providers.py", 2, status=1, environment={"MLXDIST_QP_TYPE": "rc"}):
+        assert "provider soft has no reliable connections (MLXDIST_QP_TYPE=rc)" in output
 
 
 def test_a_wrong_device_map_starts_nothing():
-    setting = 'MLXDIST_RDMA=[[null, "a"], [null, null]]'
+    setting = 'MLXDIST_DEVICE_MAP=[[null, "a"], [null, null]]'
     command = [sys.executable, "-m", "mlxdist", "launch", "-n", "2", "--env", setting]
     ended = subprocess.run([*command, "--", "echo", "started"], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2 and "started" not in ended.stdout
@@ -66,4 +66,4 @@ def test_a_wrong_device_map_starts_nothing():
 def test_the_launcher_hands_over_what_was_asked_for(run_ranks):
     command = [sys.executable, "-m", "mlxdist", "launch", "-n", "1", "--provider", "soft", "--qp", "rc", "--", "env"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert "MLXDIST_PROVIDER=soft\n" in ended.stdout and "MLXDIST_QP=rc\n" in ended.stdout
+    assert "MLXDIST_PROVIDER=soft\n" in ended.stdout and "MLXDIST_QP_TYPE=rc\n" in ended.stdout

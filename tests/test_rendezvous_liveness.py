@@ -238,7 +238,7 @@ def test_an_announcement_of_an_unknown_class_is_an_error_all_the_same():
 def test_the_first_failure_is_noted_for_the_launcher(tmp_path):
     note = tmp_path / "first_failure"
     job = Job(3)
-    members = join(*(job.environment(rank, first_failure=str(note)) for rank in range(3)))
+    members = join(*(job.environment(rank, error_file=str(note)) for rank in range(3)))
     watchers = [Watcher(member) for member in members]
     members[2].announce(errors.Aborted("first"))
     assert watchers[0].wait() is not None
@@ -251,7 +251,7 @@ def test_the_first_failure_of_the_next_world_is_noted_too(tmp_path):
     note = tmp_path / "first_failure"
     job = Job(2)
     for first in range(2):
-        members = join(*(job.environment(rank, first_failure=str(note)) for rank in range(2)))
+        members = join(*(job.environment(rank, error_file=str(note)) for rank in range(2)))
         assert not note.exists()
         members[first].announce(errors.Aborted("first"))
         assert note.read_text() == str(first)
@@ -275,7 +275,7 @@ def test_a_rank_that_has_left_a_failed_world_waits_for_the_next():
 def test_a_consequence_is_not_noted_as_first_failure(tmp_path):
     note = tmp_path / "first_failure"
     job = Job(2)
-    members = join(*(job.environment(rank) for rank in range(1)), job.environment(1, first_failure=str(note)))
+    members = join(*(job.environment(rank) for rank in range(1)), job.environment(1, error_file=str(note)))
     watcher = Watcher(members[0])
     members[1].announce(errors.Aborted("rank 0 has left"), consequence=True)
     assert watcher.wait() == (1, "rank 0 has left")

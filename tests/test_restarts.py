@@ -16,7 +16,7 @@ from mlxdist.launch.restarts import RestartsFolder
 from mlxdist.launch.runtime_directory import OF_RESTARTS, runtime_folder
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "train_and_generate.py"
-RESTART = "restart = int(os.environ['MLXDIST_RESTART'])\n"
+RESTART = "restart = int(os.environ['MLXDIST_RESTART_COUNT'])\n"
 
 
 def restarts(job):
@@ -42,10 +42,10 @@ def test_without_the_option_nothing_starts_again():
 
 def test_each_start_is_a_job_of_its_own():
     """Its name, secret, address, folders; and the exit status is that of the last one."""
-    names = ("MLXDIST_JOB", "MLXDIST_SECRET", "MLXDIST_RENDEZVOUS", "TMPDIR", "MLXDIST_FLIGHT")
+    names = ("MLXDIST_JOB", "MLXDIST_SECRET", "MLXDIST_RENDEZVOUS", "TMPDIR", "MLXDIST_FLIGHT_DIR")
     program = (
         f"print(*(os.environ[name] for name in {names}), sep='|')\n"
-        "open(os.environ['MLXDIST_FLIGHT'] + '/flight-0.json', 'w').write('x')\n"
+        "open(os.environ['MLXDIST_FLIGHT_DIR'] + '/flight-0.json', 'w').write('x')\n"
         "raise SystemExit(10 + restart)"
     )
     job = python(1, RESTART + program, options=["--max-restarts", "1"])
@@ -60,7 +60,7 @@ def test_each_start_is_a_job_of_its_own():
 def test_ranks_find_together_in_every_start():
     program = RESTART + (
         "from mlxdist.base.environment import Environment; from mlxdist.runtime.rendezvous import Rendezvous\n"
-        "environment = Environment.read(); assert environment.restart == restart\n"
+        "environment = Environment.read(); assert environment.restart_count == restart\n"
         "r = Rendezvous(environment); print(r.all_gather(str(rank).encode(), 'x'), flush=True)\n"
         "if rank == 1 and restart == 0: os.kill(os.getpid(), 9)\n"
         "r.close()"
@@ -222,7 +222,7 @@ for step in range(step + 1, 101):
         if mlxdist.get_rank() == 0:
             mlxdist.save_checkpoint(folder, {"weights": weights}, step)
         mlxdist.meet()
-    if step == 55 and os.environ["MLXDIST_RESTART"] == "0":
+    if step == 55 and os.environ["MLXDIST_RESTART_COUNT"] == "0":
         sys.exit("lost a rank")
 print("weights", weights.item(), flush=True)
 """
@@ -252,7 +252,7 @@ def test_a_restart_goes_on_with_the_checkpoints_of_its_own_run(tmp_path):
 FOREIGN = """
 import os, sys, mlx.core as mx, mlxdist
 weights, step = mx.zeros(1), 0
-if os.environ["MLXDIST_RESTART"] != "0" and (path := mlxdist.latest_checkpoint(sys.argv[1])):
+if os.environ["MLXDIST_RESTART_COUNT"] != "0" and (path := mlxdist.latest_checkpoint(sys.argv[1])):
     tree, step = mlxdist.load_checkpoint(path)
     weights = tree["weights"]
 for step in range(step + 1, 101):
@@ -277,7 +277,7 @@ def test_a_restart_does_not_go_on_with_the_checkpoint_of_another_run(tmp_path):
 # when rank 0 may have its part, and in the second save of the second.
 KILLED_BETWEEN_THE_PARTS = """
 import os, sys, mlx.core as mx, mlxdist
-group, start = mlxdist.init(), int(os.environ["MLXDIST_RESTART"])
+group, start = mlxdist.init(), int(os.environ["MLXDIST_RESTART_COUNT"])
 saves, replace = [0], os.replace
 def die(*paths):
     saves[0] += 1

@@ -53,8 +53,8 @@ def queue_pairs(machine):
 def run_ranks(machine, script, *arguments, status=0, seconds=300, environment=None):
     """The output of two ranks of a script of tests/. Rank 0 sits at rxe0, rank 1 at rxe1."""
     variables = {
-        "MLXDIST_PROVIDER": "ibverbs", "MLXDIST_RDMA": DEVICE_MAP, "MLXDIST_TIMEOUT": "60",
-        "MLXDIST_TUNING": "none", "MLXDIST_FLIGHT": "none", "PYTHONDONTWRITEBYTECODE": "1",
+        "MLXDIST_PROVIDER": "ibverbs", "MLXDIST_DEVICE_MAP": DEVICE_MAP, "MLXDIST_TIMEOUT": "60",
+        "MLXDIST_TUNING_FILE": "none", "MLXDIST_FLIGHT_DIR": "none", "PYTHONDONTWRITEBYTECODE": "1",
     }  # fmt: skip
     command = ["env", *(f"{name}={value}" for name, value in (variables | (environment or {})).items())]
     command += [sys.executable, "-m", "mlxdist", "launch", "-n", "2", "--"]
@@ -109,12 +109,12 @@ def test_packets_that_overtake_each_other(machine):
 @pytest.mark.parametrize("loss", [0, 0.1])
 def test_reliable_connections(machine, loss):
     machine.lose(loss)
-    run_some(machine, environment={"MLXDIST_QP": "rc"})
+    run_some(machine, environment={"MLXDIST_QP_TYPE": "rc"})
 
 
 @pytest.mark.parametrize("qp", ["uc", "rc"])
 def test_nothing_gets_through_for_a_while(machine, qp):
-    counters = stats(run_ranks(machine, "rxe/silence.py", environment={"MLXDIST_QP": qp}))
+    counters = stats(run_ranks(machine, "rxe/silence.py", environment={"MLXDIST_QP_TYPE": qp}))
     assert counters["retransmissions"] > 0
     assert qp == "uc" or counters["reconnections"] > 0  # reliable ones give up, and are made anew
 

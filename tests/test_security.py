@@ -162,7 +162,7 @@ signal.pause()
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_secret_is_in_no_command_line_file_or_output(tmp_path):
     """Of a job that runs, and of one that has lost a rank: errors, recordings, what the launcher says."""
-    options = ["--verbose", "--env", "MLXDIST_FLIGHT=" + str(tmp_path / "flight")]
+    options = ["--verbose", "--env", "MLXDIST_FLIGHT_DIR=" + str(tmp_path / "flight")]
     (tmp_path / "flight").mkdir()
     with running(2, PROGRAM, options=options) as job:
         secrets = {line.split()[1] for line in job.first_lines}

@@ -91,7 +91,10 @@ def programs(draw):
 def check(run_ranks, folder, program, seconds=40):
     file = folder / "program.json"
     file.write_text(json.dumps(program, indent=1))
-    environment = {"MLXDIST_ALGO": program["algorithm"], "MLXDIST_CONNECT_AT_START": str(program["connect_at_start"])}
+    environment = {
+        "MLXDIST_ALGO": program["algorithm"],
+        "MLXDIST_ON_DEMAND_THRESHOLD": str(program["connect_at_start"]),
+    }
     outputs = run_ranks("sequences.py", program["ranks"], file, timeout=seconds, environment=environment)
     assert all(f"{len(program['steps'])} steps are exact" in output for output in outputs)
 

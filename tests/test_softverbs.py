@@ -226,8 +226,8 @@ def test_engine_on_the_library(run_ranks, library_folder, cables):
         environment={
             "LD_LIBRARY_PATH": str(library_folder),
             "MLXDIST_PROVIDER": "ibverbs",
-            "MLXDIST_CABLES": str(cables),
-            "MLXDIST_RDMA": json.dumps([[None, device], [device, None]]),
+            "MLXDIST_LINKS_PER_PEER": str(cables),
+            "MLXDIST_DEVICE_MAP": json.dumps([[None, device], [device, None]]),
         },
     )  # fmt: skip
     assert "112 cases of all_sum on 2 ranks are exact" in outputs[0]
@@ -243,7 +243,7 @@ def test_ranks_that_share_a_device_of_ten_queue_pairs(run_ranks, library_folder)
             "LD_LIBRARY_PATH": str(library_folder),
             "SOFTVERBS_PROFILE": "apple-tb5",
             "MLXDIST_PROVIDER": "ibverbs",
-            "MLXDIST_RDMA": json.dumps(cable),
+            "MLXDIST_DEVICE_MAP": json.dumps(cable),
         },
     )  # fmt: skip
     words = "soft0 has 10 queue pairs, and 9 pairs of ranks over it would need 18: 2 each; it joins ranks 0, 1 and 2 to"

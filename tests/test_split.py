@@ -38,7 +38,7 @@ def test_on_few_ranks(run_ranks, scenario, ranks):
 @pytest.mark.parametrize("scenario", ["grid", "grid_of_mlx", "split_of_a_split", "threads", "end_with_the_world"])
 def test_connections_made_on_first_use(run_ranks, scenario):
     """Messages of the rendezvous make them while the ranks wait, also where MLX holds the interpreter's lock."""
-    for output in run_ranks("split.py", 4, scenario, environment={"MLXDIST_CONNECT_AT_START": "1"}):
+    for output in run_ranks("split.py", 4, scenario, environment={"MLXDIST_ON_DEMAND_THRESHOLD": "1"}):
         assert "as expected" in output
 
 

@@ -46,7 +46,7 @@ def check_closed(output: str, devices: int) -> None:
     ],
 )
 def test_a_device_for_each_peer_and_cable(run_ranks, ranks, profile, cables):
-    for output in run(run_ranks, ranks, "returns", 0, profile, MLXDIST_CABLES=str(cables)):
+    for output in run(run_ranks, ranks, "returns", 0, profile, MLXDIST_LINKS_PER_PEER=str(cables)):
         check_closed(output, cables * (ranks - 1))
 
 
@@ -71,15 +71,19 @@ def test_sudden_endings_leave_nothing_to_the_others(run_ranks, how):
 
 def test_signs_of_life(run_ranks):
     """Queue pairs that fall silent in a fifth of a second, and a pause of a whole one."""
-    environment = {"MLXDIST_SOFT_PROFILE": "apple-tb5", "MLXDIST_KEEPALIVE": "0.02", "MLXDIST_INJECT": "idle=500"}
+    environment = {
+        "MLXDIST_SOFT_PROFILE": "apple-tb5",
+        "MLXDIST_KEEPALIVE": "0.02",
+        "MLXDIST_INJECT_FAULTS": "idle=500",
+    }
     outputs = run_ranks("pause.py", 2, 1.5, environment=environment)
     assert all(output.startswith("0 made anew, 0 lost") for output in outputs)
 
 
-@pytest.mark.parametrize("on_first_use", [{}, {"MLXDIST_CONNECT_AT_START": "1"}])
+@pytest.mark.parametrize("on_first_use", [{}, {"MLXDIST_ON_DEMAND_THRESHOLD": "1"}])
 def test_a_port_in_a_bridge(run_ranks, on_first_use):
     """Every rank says what the error number means, in the words that `mlxdist doctor` has for it."""
-    environment = {"MLXDIST_SOFT_PROFILE": "apple-odd", "MLXDIST_INJECT": "bridge=on"} | on_first_use
+    environment = {"MLXDIST_SOFT_PROFILE": "apple-odd", "MLXDIST_INJECT_FAULTS": "bridge=on"} | on_first_use
     outputs = run_ranks("thunderbolt.py", 2, "returns", status=None, environment=environment)
     assert all("modify_qp to RTR on the eager queue pair of rank" in output for output in outputs), outputs
     assert all(port_remedy() in output for output in outputs), outputs

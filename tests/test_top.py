@@ -56,7 +56,7 @@ def top(*arguments):
 
 @pytest.fixture(autouse=True)
 def records(monkeypatch):
-    monkeypatch.delenv("MLXDIST_FLIGHT", raising=False)
+    monkeypatch.delenv("MLXDIST_FLIGHT_DIR", raising=False)
 
 
 def end(job):

@@ -106,7 +106,7 @@ def test_malformed_files(tmp_path, text, words):
     with pytest.raises(InvalidArgument) as caught:
         tuning.read(path)
     assert words in str(caught.value), str(caught.value)
-    assert str(path) in str(caught.value) and "MLXDIST_TUNING=none" in str(caught.value)
+    assert str(path) in str(caught.value) and "MLXDIST_TUNING_FILE=none" in str(caught.value)
     assert len(str(caught.value)) < 600 + len(str(path))
 
 
@@ -167,10 +167,10 @@ def test_which_file_is_read(tmp_path, monkeypatch):
 
 
 def test_the_variable():
-    assert Environment.read({"MLXDIST_TUNING": "/a/b"}).tuning == "/a/b"
-    assert Environment.read({}).tuning is None
-    with pytest.raises(EnvironmentVariableError, match="MLXDIST_TUNING is empty"):
-        Environment.read({"MLXDIST_TUNING": ""})
+    assert Environment.read({"MLXDIST_TUNING_FILE": "/a/b"}).tuning_file == "/a/b"
+    assert Environment.read({}).tuning_file is None
+    with pytest.raises(EnvironmentVariableError, match="MLXDIST_TUNING_FILE is empty"):
+        Environment.read({"MLXDIST_TUNING_FILE": ""})
 
 
 def test_a_new_measurement_replaces_what_it_measured_and_nothing_else():

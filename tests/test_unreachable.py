@@ -35,7 +35,7 @@ def hosts():
 
 
 def test_no_route(hosts):
-    job = {"MLXDIST_RENDEZVOUS": "[fd00::1]:29517", "MLXDIST_SOFT_WIRE": "tcp", "MLXDIST_FLIGHT": "none"}
+    job = {"MLXDIST_RENDEZVOUS": "[fd00::1]:29517", "MLXDIST_SOFT_TRANSPORT": "tcp", "MLXDIST_FLIGHT_DIR": "none"}
     of_ranks = [{"MLXDIST_TIMEOUT": seconds} for seconds in ("2", "30")]
     with start_ranks(hosts, sys.executable, "-c", PROGRAM, variables=job, of_ranks=of_ranks) as started:
         outputs = [rank.communicate(timeout=60)[0] for rank in started]

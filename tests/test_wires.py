@@ -13,12 +13,12 @@ import pytest
     ],
 )
 def test_ring_of_cables(run_ranks, ranks, wires):
-    outputs = run_ranks("wires.py", ranks, "ring", environment={"MLXDIST_WIRES": wires})
+    outputs = run_ranks("wires.py", ranks, "ring", environment={"MLXDIST_TOPOLOGY": wires})
     assert all("exact" in output for output in outputs)
 
 
 def test_cables_that_make_no_ring(run_ranks):
-    outputs = run_ranks("wires.py", 4, "line", environment={"MLXDIST_WIRES": "0-1,1-2,2-3"}, status=None)
+    outputs = run_ranks("wires.py", 4, "line", environment={"MLXDIST_TOPOLOGY": "0-1,1-2,2-3"}, status=None)
     assert all("InvalidArgument: all_reduce: the cables of the 4 ranks make no ring" in output for output in outputs)
 
 
@@ -26,5 +26,5 @@ def test_cables_that_make_no_ring(run_ranks):
     ("wires", "text"), [("0-7", "has the pair 0-7, but the ranks are 0 to 1"), ("1-1", "has the pair 1-1")]
 )
 def test_wrong_lists(run_ranks, wires, text):
-    outputs = run_ranks("wires.py", 2, "ring", environment={"MLXDIST_WIRES": wires}, status=None)
+    outputs = run_ranks("wires.py", 2, "ring", environment={"MLXDIST_TOPOLOGY": wires}, status=None)
     assert any(text in output for output in outputs)

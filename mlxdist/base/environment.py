@@ -22,7 +22,7 @@ __all__ = [
     "MAX_RESTARTS",
     "OF_JOB",
     "PROVIDERS",
-    "QUEUE_PAIRS",
+    "QP_TYPES",
     "SOFT_PROFILES",
     "VARIABLES",
     "Environment",
@@ -41,9 +41,9 @@ DEBUG_SUBSYSTEMS = (
     "repair", "verbs",
 )  # fmt: skip
 PROVIDERS = ("auto", "soft", "ibverbs", "librdma")
-QUEUE_PAIRS = ("uc", "rc")
+QP_TYPES = ("uc", "rc")
 SOFT_PROFILES = ("ideal", "apple-tb5", "apple-tb5-26.2", "apple-odd", "rxe")  # native/providers/soft/profile.h
-SOFT_WIRES = ("auto", "memory", "tcp")
+SOFT_TRANSPORTS = ("auto", "shm", "tcp")
 _UNNAMED_RUN = os.urandom(8).hex()
 
 
@@ -60,37 +60,47 @@ class Variable:
 VARIABLES = (
     Variable("MLXDIST_RANK", "number of this process, from 0", "a group of one", of_job=True),
     Variable("MLXDIST_WORLD_SIZE", "number of processes of the job", "a group of one", of_job=True),
-    Variable("MLXDIST_RENDEZVOUS", "where rank 0 listens: host:port, [IPv6 address]:port", "none", of_job=True),
-    Variable("MLXDIST_RENDEZVOUS_FD", "rank 0: descriptor of a socket that listens there already", "none", of_job=True),
-    Variable("MLXDIST_SECRET", "key that every rank of the job must know, at least 32 hex digits", "none", of_job=True),
-    Variable("MLXDIST_JOB", "name of the job, which its checkpoints carry", "empty", of_job=True),
-    Variable("MLXDIST_RESTART", "how often the job has been started again", "0", of_job=True),
-    Variable("MLXDIST_WEIGHTS_MEMORY", "measured speed of each rank in decoding, such as 1.5,1", "none", of_job=True),
-    Variable("MLXDIST_WEIGHTS_COMPUTE", "the same in training and for prompts", "none", of_job=True),
-    Variable("MLXDIST_FIRST_FAILURE", "file in which the first failed rank is noted", "none", of_job=True),
+    Variable("MLXDIST_RENDEZVOUS", "address of rank 0: host:port, [IPv6 address]:port", "none", of_job=True),
+    Variable(
+        "MLXDIST_RENDEZVOUS_FD", "rank 0: descriptor of a socket that listens at that address", "none", of_job=True
+    ),
+    Variable("MLXDIST_SECRET", "key that all ranks of the job share, at least 32 hex digits", "none", of_job=True),
+    Variable("MLXDIST_JOB", "name of the job, recorded in its checkpoints", "empty", of_job=True),
+    Variable("MLXDIST_RESTART_COUNT", "number of times the job has been restarted", "0", of_job=True),
+    Variable(
+        "MLXDIST_RANK_SHARES_MEMORY", "share of the work of each rank in decoding, such as 1.5,1", "none", of_job=True
+    ),
+    Variable(
+        "MLXDIST_RANK_SHARES_COMPUTE", "share of the work of each rank in training and for prompts", "none", of_job=True
+    ),
+    Variable("MLXDIST_ERROR_FILE", "file that names the first rank that failed", "none", of_job=True),
     Variable("MLXDIST_TIMEOUT", "seconds without progress before an operation fails, 0 for never", "30"),
-    Variable("MLXDIST_NOTICE", "seconds after which a rank says whom it waits for, 0 for never", "10"),
-    Variable("MLXDIST_CHECKSUM", "1: every message carries a CRC32C; what arrives damaged is sent again", "0"),
-    Variable("MLXDIST_RENDEZVOUS_TIMEOUT", "seconds to wait for ranks that are missing", "60"),
-    Variable("MLXDIST_BULK_SLOT_BYTES", "bytes of a slot for large messages: 4096 to 1048576, times 4096", "131072"),
+    Variable("MLXDIST_STALL_WARNING", "seconds until a stalled operation logs the rank it waits on, 0 for never", "10"),
+    Variable("MLXDIST_CHECKSUM", "1: each message carries a CRC32C; damaged messages are retransmitted", "0"),
+    Variable("MLXDIST_RENDEZVOUS_TIMEOUT", "seconds to wait for missing ranks", "60"),
+    Variable("MLXDIST_BULK_SLOT_BYTES", "bytes of a slot for large messages: multiple of 4096 up to 1048576", "131072"),
     Variable("MLXDIST_BULK_SLOTS", "slots for large messages, per peer and direction: 2 to 64", "6"),
     Variable("MLXDIST_EAGER_SLOTS", "slots for small messages, per peer and direction: 4 to 256", "32"),
-    Variable("MLXDIST_PROVIDER", "verbs that carry the messages: auto, soft, ibverbs (Linux), librdma (macOS)", "auto"),
-    Variable("MLXDIST_RDMA", "matrix of RDMA devices: rows as JSON, or a file of them or hostfile", "by address"),
-    Variable("MLXDIST_QP", "queue pairs: uc (unreliable connection) or rc (reliable, on Linux)", "uc"),
-    Variable("MLXDIST_MEET_AFTER", "seconds of silence after which ranks with a GPU meet first, 0 for never", "2"),
-    Variable("MLXDIST_KEEPALIVE", "seconds after which an idle queue pair shows that it lives, 0 for never", "60"),
-    Variable("MLXDIST_CABLES", "devices that large messages to a peer are spread over: 1 or 2", "1"),
-    Variable("MLXDIST_WIRES", "pairs of ranks that a cable joins, such as 0-1,1-2,2-0", "every pair"),
-    Variable("MLXDIST_CONNECT_AT_START", "up to so many ranks all pairs connect at the start: 1 to 256", "8"),
-    Variable("MLXDIST_ALGO", "how collectives move their data: auto, direct, mesh, ring, doubling or tree", "auto"),
-    Variable("MLXDIST_SOFT_PROFILE", f"device that the software provider plays: {', '.join(SOFT_PROFILES)}", "ideal"),
-    Variable("MLXDIST_SOFT_WIRE", "how the software provider connects ranks: auto, memory or tcp", "auto"),
-    Variable("MLXDIST_INJECT", "faults of the software provider, for tests: a list as in soft/faults.h", "none"),
-    Variable("MLXDIST_TUNING", "rank 0: file with the tuning table, or none", "~/.config/mlxdist/tuning.json"),
-    Variable("MLXDIST_DEBUG", "debug output: off, warn, info or trace, and of what: info:cable,rendezvous", "warn"),
-    Variable("MLXDIST_DEBUG_FILE", "file for it, whose name may have %h (host), %p (process), %r (rank)", "stderr"),
-    Variable("MLXDIST_FLIGHT", "folder for the flight recorder's files, or none", "the current folder"),
+    Variable("MLXDIST_PROVIDER", "verbs provider: auto, soft, ibverbs (Linux), librdma (macOS)", "auto"),
+    Variable("MLXDIST_DEVICE_MAP", "matrix of RDMA devices as JSON, or a file with it, or a hostfile", "by address"),
+    Variable("MLXDIST_QP_TYPE", "queue pair type: uc (unreliable connection) or rc (reliable, on Linux)", "uc"),
+    Variable("MLXDIST_MEET_AFTER", "idle seconds after which ranks with a GPU synchronize first, 0 for never", "2"),
+    Variable("MLXDIST_KEEPALIVE", "seconds between keepalive messages of an idle queue pair, 0 for none", "60"),
+    Variable("MLXDIST_LINKS_PER_PEER", "links per peer that large messages are striped over: 1 or 2", "1"),
+    Variable("MLXDIST_TOPOLOGY", "pairs of ranks that a link connects, such as 0-1,1-2,2-0", "every pair"),
+    Variable(
+        "MLXDIST_ON_DEMAND_THRESHOLD",
+        "largest job in which all pairs connect at the start, not on demand: 1 to 256",
+        "8",
+    ),
+    Variable("MLXDIST_ALGO", "algorithm of collectives: auto, direct, mesh, ring, doubling or tree", "auto"),
+    Variable("MLXDIST_SOFT_PROFILE", f"device that the soft provider emulates: {', '.join(SOFT_PROFILES)}", "ideal"),
+    Variable("MLXDIST_SOFT_TRANSPORT", "transport of the soft provider: auto, shm or tcp", "auto"),
+    Variable("MLXDIST_INJECT_FAULTS", "faults of the soft provider, for tests: a list as in soft/faults.h", "none"),
+    Variable("MLXDIST_TUNING_FILE", "rank 0: file of the tuning table, or none", "~/.config/mlxdist/tuning.json"),
+    Variable("MLXDIST_DEBUG", "debug output: off, warn, info or trace, and subsystems: info:cable,rendezvous", "warn"),
+    Variable("MLXDIST_DEBUG_FILE", "file for debug output; %h is the host, %p the process, %r the rank", "stderr"),
+    Variable("MLXDIST_FLIGHT_DIR", "directory of the flight recorder's files, or none", "the current directory"),
 )
 OF_JOB = frozenset(variable.name for variable in VARIABLES if variable.of_job)
 
@@ -105,38 +115,38 @@ class Environment:
     rendezvous_fd: int | None = None
     secret: bytes = field(default=b"", repr=False)
     job: str = ""
-    restart: int = 0
-    first_failure: str | None = None
+    restart_count: int = 0
+    error_file: str | None = None
     timeout: float | None = None
-    notice: float | None = None
+    stall_warning: float | None = None
     checksum: int | None = None
     rendezvous_timeout: float = 60.0
     bulk_slot_bytes: int | None = None
     bulk_slots: int | None = None
     eager_slots: int | None = None
-    cables: int | None = None
-    wires: frozenset[tuple[int, int]] | None = None
-    connect_at_start: int | None = None
+    links_per_peer: int | None = None
+    topology: frozenset[tuple[int, int]] | None = None
+    on_demand_threshold: int | None = None
     algo: str | None = None
     provider: str = "auto"
-    rdma: str | None = None
-    qp: str = "uc"
+    device_map: str | None = None
+    qp_type: str = "uc"
     meet_after: float | None = None
     keepalive: float | None = None
     soft_profile: str = "ideal"
-    soft_wire: str = "auto"
-    inject: str | None = None
-    tuning: str | None = None
+    soft_transport: str = "auto"
+    inject_faults: str | None = None
+    tuning_file: str | None = None
     debug: str | None = None
     debug_file: str | None = None
-    flight: str | None = None
-    weights_memory: tuple[float, ...] | None = None
-    weights_compute: tuple[float, ...] | None = None
+    flight_dir: str | None = None
+    rank_shares_memory: tuple[float, ...] | None = None
+    rank_shares_compute: tuple[float, ...] | None = None
 
     @property
     def run(self) -> str:
         """What all starts of a job have in common: its first name. Of a process without one, a name of its own."""
-        return self.job.removesuffix(f"-{self.restart}" if self.restart else "") or _UNNAMED_RUN
+        return self.job.removesuffix(f"-{self.restart_count}" if self.restart_count else "") or _UNNAMED_RUN
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> "Environment":
@@ -154,33 +164,33 @@ class Environment:
             rendezvous_fd=_integer(environ, "MLXDIST_RENDEZVOUS_FD", 0, 2**31 - 1),
             secret=_secret(environ, "MLXDIST_SECRET"),
             job=_job(environ, "MLXDIST_JOB"),
-            restart=_integer(environ, "MLXDIST_RESTART", 0, MAX_RESTARTS) or 0,
-            first_failure=environ.get("MLXDIST_FIRST_FAILURE"),
+            restart_count=_integer(environ, "MLXDIST_RESTART_COUNT", 0, MAX_RESTARTS) or 0,
+            error_file=environ.get("MLXDIST_ERROR_FILE"),
             timeout=_seconds(environ, "MLXDIST_TIMEOUT", zero=True),
-            notice=_seconds(environ, "MLXDIST_NOTICE", zero=True),
+            stall_warning=_seconds(environ, "MLXDIST_STALL_WARNING", zero=True),
             checksum=_integer(environ, "MLXDIST_CHECKSUM", 0, 1),
             rendezvous_timeout=_seconds(environ, "MLXDIST_RENDEZVOUS_TIMEOUT", zero=False) or 60.0,
             bulk_slot_bytes=_integer(environ, "MLXDIST_BULK_SLOT_BYTES", 4096, 1 << 20, multiple=4096),
             bulk_slots=_integer(environ, "MLXDIST_BULK_SLOTS", 2, 64),
             eager_slots=_integer(environ, "MLXDIST_EAGER_SLOTS", 4, 256),
-            cables=_integer(environ, "MLXDIST_CABLES", 1, 2),
-            wires=_pairs(environ, "MLXDIST_WIRES"),
-            connect_at_start=_integer(environ, "MLXDIST_CONNECT_AT_START", 1, 256),
+            links_per_peer=_integer(environ, "MLXDIST_LINKS_PER_PEER", 1, 2),
+            topology=_pairs(environ, "MLXDIST_TOPOLOGY"),
+            on_demand_threshold=_integer(environ, "MLXDIST_ON_DEMAND_THRESHOLD", 1, 256),
             algo=_one_of(environ, "MLXDIST_ALGO", ALGORITHMS),
             provider=_one_of(environ, "MLXDIST_PROVIDER", PROVIDERS) or "auto",
-            rdma=_file(environ, "MLXDIST_RDMA"),
-            qp=_one_of(environ, "MLXDIST_QP", QUEUE_PAIRS) or "uc",
+            device_map=_file(environ, "MLXDIST_DEVICE_MAP"),
+            qp_type=_one_of(environ, "MLXDIST_QP_TYPE", QP_TYPES) or "uc",
             meet_after=_seconds(environ, "MLXDIST_MEET_AFTER", zero=True),
             keepalive=_seconds(environ, "MLXDIST_KEEPALIVE", zero=True),
             soft_profile=_one_of(environ, "MLXDIST_SOFT_PROFILE", SOFT_PROFILES) or "ideal",
-            soft_wire=_one_of(environ, "MLXDIST_SOFT_WIRE", SOFT_WIRES) or "auto",
-            inject=_faults(environ, "MLXDIST_INJECT"),
-            tuning=_file(environ, "MLXDIST_TUNING"),
+            soft_transport=_one_of(environ, "MLXDIST_SOFT_TRANSPORT", SOFT_TRANSPORTS) or "auto",
+            inject_faults=_faults(environ, "MLXDIST_INJECT_FAULTS"),
+            tuning_file=_file(environ, "MLXDIST_TUNING_FILE"),
             debug=_debug(environ, "MLXDIST_DEBUG"),
             debug_file=_pattern(environ, "MLXDIST_DEBUG_FILE"),
-            flight=_file(environ, "MLXDIST_FLIGHT"),
-            weights_memory=_numbers(environ, "MLXDIST_WEIGHTS_MEMORY"),
-            weights_compute=_numbers(environ, "MLXDIST_WEIGHTS_COMPUTE"),
+            flight_dir=_file(environ, "MLXDIST_FLIGHT_DIR"),
+            rank_shares_memory=_numbers(environ, "MLXDIST_RANK_SHARES_MEMORY"),
+            rank_shares_compute=_numbers(environ, "MLXDIST_RANK_SHARES_COMPUTE"),
         )
         _refuse_contradictions(environ, environment)
         return environment
@@ -266,15 +276,15 @@ def _refuse_contradictions(environ: Mapping[str, str], environment: Environment)
         raise EnvironmentVariableError(
             f"MLXDIST_RANK={rank} does not fit MLXDIST_WORLD_SIZE={size}; ranks are numbered from 0 to {size - 1}"
         )
-    for pair in sorted(environment.wires or ()) if has_rank else ():
+    for pair in sorted(environment.topology or ()) if has_rank else ():
         if max(pair) >= size or pair[0] == pair[1]:
             raise EnvironmentVariableError(
-                f"MLXDIST_WIRES={environ['MLXDIST_WIRES']} has the pair {pair[0]}-{pair[1]}, but the ranks are 0 to "
-                f"{size - 1}, and a cable joins two of them"
+                f"MLXDIST_TOPOLOGY={environ['MLXDIST_TOPOLOGY']} has the pair {pair[0]}-{pair[1]}, but the ranks are 0 "
+                f"to {size - 1}, and a link connects two different ranks"
             )
     for name, weights in (
-        ("MLXDIST_WEIGHTS_MEMORY", environment.weights_memory),
-        ("MLXDIST_WEIGHTS_COMPUTE", environment.weights_compute),
+        ("MLXDIST_RANK_SHARES_MEMORY", environment.rank_shares_memory),
+        ("MLXDIST_RANK_SHARES_COMPUTE", environment.rank_shares_compute),
     ):
         if has_rank and weights is not None and len(weights) != size:
             raise EnvironmentVariableError(

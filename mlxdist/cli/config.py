@@ -340,7 +340,7 @@ class _Run:
 def _kept(hostfile: Hostfile, options: _Options) -> tuple[str, tuple[str, ...]]:
     """Backend and variables: those of the options, else what the hostfile had, but for the wires, which are found."""
     backend = options.backend or (hostfile.backend if hostfile.backend in _BACKENDS else "mlxdist")
-    given = {setting.partition("=")[0] for setting in options.envs} | {"MLXDIST_WIRES"}
+    given = {setting.partition("=")[0] for setting in options.envs} | {"MLXDIST_TOPOLOGY"}
     former = [setting for setting in hostfile.envs if setting.partition("=")[0] not in given]
     return backend, (*former, *options.envs)
 

@@ -65,7 +65,7 @@ def launch(chosen: HostSelection, command: tuple[str, ...], **given: Any) -> Non
     runs on its hosts.
 
     With --max-restarts, a job whose rank has failed is ended as always and then started again, with pauses of 1, 2, 4
-    and up to 30 seconds in between; it finds in MLXDIST_RESTART how often that was, and has to load its last checkpoint.
+    and up to 30 seconds in between; MLXDIST_RESTART_COUNT has the number of restarts; it has to load its last checkpoint.
     Not after Ctrl-C or SIGTERM. The exit status is that of the last start.
     """
     options = Options(**given)
@@ -222,8 +222,8 @@ def _for_hosts(on: Hostfile, given: Mapping[str, str]) -> dict[str, str]:
     variables = parse_settings(on.envs, "envs of the hostfile")
     variables |= {name: v for name, v in os.environ.items() if name.startswith("MLXDIST_") and name not in OF_JOB}
     rows = [[list(devices) or None for devices in host.rdma] for host in on.hosts]
-    if any(rows) and "MLXDIST_RDMA" not in variables:
-        variables["MLXDIST_RDMA"] = json.dumps(rows)
+    if any(rows) and "MLXDIST_DEVICE_MAP" not in variables:
+        variables["MLXDIST_DEVICE_MAP"] = json.dumps(rows)
     return variables | weight_variables(on) | dict(given)
 
 
@@ -237,7 +237,7 @@ def _for_mpirun(
     arguments = options.mpi_words()
     exported = _for_hosts(chosen.hostfile, given) if chosen.hostfile is not None else dict(given)
     exported = mpirun_variables(os.environ) | exported
-    names = [*exported, "MLXDIST_RENDEZVOUS", "MLXDIST_SECRET", "MLXDIST_JOB", "MLXDIST_RESTART"]
+    names = [*exported, "MLXDIST_RENDEZVOUS", "MLXDIST_SECRET", "MLXDIST_JOB", "MLXDIST_RESTART_COUNT"]
     folder = absolute(options.cwd, "--cwd") if options.cwd else None
     others = options.prefix and not all(is_this_machine(host.name) for host in backend.hosts)
     words = mpirun_command(backend.hosts, names, folder, arguments, command, tagged=others)
@@ -250,10 +250,10 @@ def _check_variables(variables: Mapping[str, str]) -> None:
         environment = Environment.read(variables)
     except EnvironmentVariableError as error:
         raise click.UsageError(str(error)) from None
-    if environment.rdma is not None:
+    if environment.device_map is not None:
         from mlxdist.cluster.hostfile import device_map
 
-        device_map.load(environment.rdma)
+        device_map.load(environment.device_map)
 
 
 def _show(plan: Plan) -> None:

@@ -2,7 +2,7 @@
 
     <runtime folder>/<job>/job.json    launcher, ranks, their temporary folder, command
     <runtime folder>/<job>/lock        locked as long as the launcher or its keeper runs
-    <runtime folder>/<job>/flight/     what the ranks record when something goes wrong, unless MLXDIST_FLIGHT is set
+    <runtime folder>/<job>/flight/     what the ranks record when something goes wrong, unless MLXDIST_FLIGHT_DIR is set
 
 The ranks' temporary folders lie elsewhere, in TMPDIR: XDG_RUNTIME_DIR is small, since it is memory, and often nothing
 in it may be executed. Of a job on several hosts each host has such a folder for its own ranks, and the launcher's
@@ -64,7 +64,7 @@ class Record:
 class Job:
     """A job. ``pids`` has the process of every rank that runs here; it is empty for a job that has ended.
 
-    ``flight_folder``: where its ranks write their flight recordings; None where MLXDIST_FLIGHT says that they do not.
+    ``flight_folder``: where its ranks write their flight records; None with MLXDIST_FLIGHT_DIR=none.
     ``launcher``: the process that supervises it, 0 for a job that has ended; ``started``: when, in seconds since 1970.
     ``hosts``: of a job on several hosts that was started on this machine, who they are. On another host of such a job
     the launcher is the agent, which ends the ranks there, and with them the job.
@@ -153,7 +153,7 @@ class JobFolder:
     """The folder of a job that is being started, locked until ``close``."""
 
     def __init__(self, name: str, temporary: Path, command: Sequence[str], flight: str | None = None) -> None:
-        """``flight``: the MLXDIST_FLIGHT that the user has set.
+        """``flight``: the MLXDIST_FLIGHT_DIR that the user has set.
 
         Raises ResourceError: the folder cannot be made.
         """

@@ -58,7 +58,7 @@ def base_environment(environ: Mapping[str, str], door: bool = True) -> dict[str,
     elif "MLXDIST_JOB" in environ:
         variables.pop(mpi_shim.VARIABLE, None)  # that of the outer job
     if "MLXDIST_JOB" in environ:
-        variables.pop("MLXDIST_FLIGHT", None)  # the launcher of the outer job has set it
+        variables.pop("MLXDIST_FLIGHT_DIR", None)  # the launcher of the outer job has set it
     # Lines reach the launcher when they are printed, and not lost with a rank that is killed.
     variables.setdefault("PYTHONUNBUFFERED", "1")
     if sys.prefix != sys.base_prefix:
@@ -180,7 +180,7 @@ class LocalJob:
         self.first_failure = self.folder / "first_failure"
         self.record: JobFolder | None = None
         try:
-            self.record = JobFolder(self.job, self.folder, self._command, self._variables.get("MLXDIST_FLIGHT"))
+            self.record = JobFolder(self.job, self.folder, self._command, self._variables.get("MLXDIST_FLIGHT_DIR"))
             self.folder.mkdir(mode=0o700)
             self._cache = JitCache(self.folder)
             self._listener = _listen(*self._listens_at, self._size) if self._first == 0 else None
@@ -244,9 +244,9 @@ class LocalJob:
             "MLXDIST_RENDEZVOUS": self.address,
             "MLXDIST_SECRET": self._secret,
             "MLXDIST_JOB": self.job,
-            "MLXDIST_RESTART": str(self._restart),
-            "MLXDIST_FIRST_FAILURE": str(self.first_failure),
-            "MLXDIST_FLIGHT": self.record.flight,
+            "MLXDIST_RESTART_COUNT": str(self._restart),
+            "MLXDIST_ERROR_FILE": str(self.first_failure),
+            "MLXDIST_FLIGHT_DIR": self.record.flight,
         }
 
     def _numbers(self, rank: int) -> dict[str, str]:

@@ -32,7 +32,7 @@ _SECONDS = 20
 # the variable on, and hosts may share the folder. To open a pipe for reading and writing waits for no reader: where the
 # launcher's is gone, the rank notices when it writes.
 _RANK = (
-    "pipe=${MLXDIST_FIRST_FAILURE%/*}/$(uname -n)-${OMPI_COMM_WORLD_RANK-$PMI_RANK}; "
+    "pipe=${MLXDIST_ERROR_FILE%/*}/$(uname -n)-${OMPI_COMM_WORLD_RANK-$PMI_RANK}; "
     'if [ -p "$pipe.out" ]; then { exec >"$pipe.out" 2>"$pipe.err"; } 8<>"$pipe.out" 9<>"$pipe.err"; fi; '
     'exec "$0" "$@"'
 )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from mlxdist.base.environment import MAX_RANKS, MAX_RESTARTS, OF_JOB, PROVIDERS, QUEUE_PAIRS
+from mlxdist.base.environment import MAX_RANKS, MAX_RESTARTS, OF_JOB, PROVIDERS, QP_TYPES
 
 from .backends import BACKENDS, DEFAULT_PORT
 from .standard_input import CHOICES
@@ -67,9 +67,7 @@ _OPTIONS: dict[str, list[Callable]] = {
             "hosts where it is there, else TCP; says what it chose and why.",
         ),
         click.option(
-            "--qp",
-            type=click.Choice(QUEUE_PAIRS),
-            help="mlxdist: queue pairs, unreliable (default) or reliable (Linux).",
+            "--qp", type=click.Choice(QP_TYPES), help="mlxdist: queue pairs, unreliable (default) or reliable (Linux)."
         ),
         click.option(
             "--starting-port",
@@ -174,7 +172,7 @@ class Options(NamedTuple):  # a dataclass of so many fields takes a millisecond 
     def variables(self) -> dict[str, str]:
         """Those that are set for all ranks."""
         given = parse_settings(_lines(self.env_file), "--env-file") | parse_settings(self.settings, "--env")
-        named = {"MLXDIST_PROVIDER": self.provider, "MLXDIST_QP": self.qp}
+        named = {"MLXDIST_PROVIDER": self.provider, "MLXDIST_QP_TYPE": self.qp}
         return given | {name: value for name, value in named.items() if value is not None}
 
     def mpi_words(self) -> list[str]:

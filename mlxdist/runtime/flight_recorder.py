@@ -64,7 +64,7 @@ class Recorder:
         self._host = host
         self._native: Any = native  # None once it is closed
         # Where the program is started, not where it has gone to since.
-        self._folder = None if environment.flight == "none" else Path(environment.flight or "").absolute()
+        self._folder = None if environment.flight_dir == "none" else Path(environment.flight_dir or "").absolute()
         self.renew_locks()
         self._settled = threading.Event()  # the first failure is written, or could not be
         self._outcome = ""
@@ -92,7 +92,9 @@ class Recorder:
                 _write(path, record)
             except OSError as error:
                 self._outcome = f"{path} could not be written: {error.strerror}"
-                debug.warn("flight", f"the flight recorder's file {self._outcome}; MLXDIST_FLIGHT names another folder")
+                debug.warn(
+                    "flight", f"the flight recorder's file {self._outcome}; MLXDIST_FLIGHT_DIR names another folder"
+                )
                 return None
             self._outcome = f"{path}; `mlxdist dump --files {self._folder}` says who waited for whom"
             debug.info("flight", f"wrote {path}: {why}")

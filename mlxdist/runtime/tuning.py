@@ -64,7 +64,7 @@ class Row:
 
 
 def default_path(environ: Mapping[str, str] = os.environ) -> Path:
-    """The file that is read and written where MLXDIST_TUNING names no other."""
+    """The file that is read and written where MLXDIST_TUNING_FILE names no other."""
     return Path(environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "mlxdist" / "tuning.json"
 
 
@@ -72,7 +72,7 @@ def load(setting: str | None, environ: Mapping[str, str] = os.environ) -> list[R
     """The table that a job uses.
 
     Args:
-        setting: the value of MLXDIST_TUNING: a file, "none" for no table, or None for the default file, which need
+        setting: the value of MLXDIST_TUNING_FILE: a file, "none" for no table, or None for the default file, which need
             not exist.
 
     Raises:
@@ -100,7 +100,7 @@ def read(path: Path) -> list[Row]:
             data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise InvalidArgument(
-            f"tuning table {path}: {error.strerror}; `mlxdist bench tune` makes one, MLXDIST_TUNING=none uses none"
+            f"tuning table {path}: {error.strerror}; `mlxdist bench tune` makes one, MLXDIST_TUNING_FILE=none uses none"
         ) from None
     try:
         if len(data) > MAX_FILE_BYTES:
@@ -108,7 +108,7 @@ def read(path: Path) -> list[Row]:
         return _rows(_parse(data))
     except _Malformed as error:
         raise InvalidArgument(
-            f"tuning table {path}: {error}; make it again with `mlxdist bench tune`, or set MLXDIST_TUNING=none"
+            f"tuning table {path}: {error}; make it again with `mlxdist bench tune`, or set MLXDIST_TUNING_FILE=none"
         ) from None
 
 

@@ -291,7 +291,7 @@ class World:
         self.native = native[0]
         lib.mlxdist_group_side_channel(self.native, lib.send_through_side_channel, self._context)
         check(lib.mlxdist_group_tune(self.native, table, len(table)))
-        self._inject(environment.inject)  # before connecting: a fault may concern that
+        self._inject(environment.inject_faults)  # before connecting: a fault may concern that
         address = ffi.new("char[]", lib.mlxdist_group_address_size(self.native))
         check(lib.mlxdist_group_address(self.native, address))
         return bytes(ffi.buffer(address))
@@ -348,7 +348,7 @@ class World:
 
         With it comes the name of the run: where no launcher has named the job, or one on each node has, names differ.
         """
-        own = tuning.pack(tuning.load(environment.tuning)) if self.rank == 0 else b""
+        own = tuning.pack(tuning.load(environment.tuning_file)) if self.rank == 0 else b""
         of_rank_0 = self._rendezvous.all_gather(self.run.encode() + b"\0" + own, "tuning")[0]
         run, _, table = of_rank_0.partition(b"\0")
         self.run = run.decode()
@@ -416,19 +416,23 @@ def _open_debug(environment: Environment) -> None:
     check(lib.mlxdist_debug_open(spec, file, environment.rank))
 
 
+# Options of mlxdist.h whose variable has another name.
+FIELDS = {"notice": "stall_warning", "cables": "links_per_peer", "connect_at_start": "on_demand_threshold"}
+
+
 def _options(environment: Environment) -> Any:
     """The engine's defaults, where the environment does not say something else."""
     options = ffi.new("mlxdist_options *")
     lib.mlxdist_default_options(options)
     for name, _ in ffi.typeof("mlxdist_options").fields:
-        value = getattr(environment, name, None)
+        value = getattr(environment, FIELDS.get(name, name), None)
         if value is not None and name not in ("wires", "soft_profile"):
             setattr(options, name, ALGORITHMS.index(value) if name == "algo" else value)
     if environment.timeout is not None:
         options.entry_timeout = environment.timeout
     if environment.meet_after is None and not mx.metal.is_available():
         options.meet_after = 0  # there is no GPU work that macOS could end
-    options.reliable = environment.qp == "rc"
+    options.reliable = environment.qp_type == "rc"
     options.has_key = True
     ffi.memmove(options.key, hmac.digest(environment.secret, b"soft provider", "sha256"), len(options.key))
     return options
@@ -451,7 +455,7 @@ def _links(choice: Choice | None) -> list[Any]:
 
 def _wires(environment: Environment, choice: Choice | None) -> Any:
     """The engine's matrix of the cables, row after row; NULL where every pair has one."""
-    pairs = environment.wires if choice is None or choice.wires is None else choice.wires
+    pairs = environment.topology if choice is None or choice.wires is None else choice.wires
     if pairs is None:
         return ffi.NULL
     ranks = range(environment.world_size)

@@ -3,7 +3,7 @@
 /* On all ranks alike: those that have all cables would wait for the others. */
 static int check_wires(const mlxdist_group *group, const char *name) {
   if (group->fully_wired) return MLXDIST_OK;
-  return fail(MLXDIST_INVALID_ARGUMENT, "%s needs a cable between every two ranks (MLXDIST_WIRES)", name);
+  return fail(MLXDIST_INVALID_ARGUMENT, "%s needs a cable between every two ranks (MLXDIST_TOPOLOGY)", name);
 }
 
 int mlxdist_all_to_all(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout,

@@ -37,7 +37,7 @@ static int explain_provider(const struct engine *engine, int status) {
   char why[ERROR_TEXT_BYTES];
   snprintf(why, sizeof why, "%s", mlxdist_last_error());
   return fail(status,
-              "%s; in a world of more than %u ranks (MLXDIST_CONNECT_AT_START) two ranks connect on first use, "
+              "%s; in a world of more than %u ranks (MLXDIST_ON_DEMAND_THRESHOLD) two ranks connect on first use, "
               "too late for another provider: set MLXDIST_PROVIDER=soft to do without RDMA",
               why, engine->options.connect_at_start);
 }
@@ -79,8 +79,8 @@ static int check_wires(const struct engine *engine, const struct streams *stream
   for (int i = 0; i < streams->count; i++) {
     int32_t rank = streams->list[i].lane->peer->rank;
     if (!engine_has_wire(engine, engine->rank, rank))
-      return fail(MLXDIST_INVALID_ARGUMENT, "ranks %d and %d are not joined by a cable (MLXDIST_WIRES)", engine->rank,
-                  rank);
+      return fail(MLXDIST_INVALID_ARGUMENT, "ranks %d and %d are not joined by a cable (MLXDIST_TOPOLOGY)",
+                  engine->rank, rank);
   }
   return MLXDIST_OK;
 }

@@ -232,11 +232,11 @@ static int check_address(const struct engine *engine, int32_t rank, const struct
   if (address->connect_at_start != options->connect_at_start)
     return fail(MLXDIST_MISMATCH,
                 "ranks differ in how they connect: rank %d connects up to %u ranks at the start, "
-                "rank %d up to %u; set MLXDIST_CONNECT_AT_START alike on all",
+                "rank %d up to %u; set MLXDIST_ON_DEMAND_THRESHOLD alike on all",
                 engine->rank, options->connect_at_start, rank, address->connect_at_start);
   if (address->reliable != (options->reliable != 0))
     return fail(MLXDIST_MISMATCH,
-                "rank %d and rank %d do not agree on the kind of queue pairs; set MLXDIST_QP alike "
+                "rank %d and rank %d do not agree on the kind of queue pairs; set MLXDIST_QP_TYPE alike "
                 "on all",
                 engine->rank, rank);
   if (address->checksum != (engine->options.checksum != 0))

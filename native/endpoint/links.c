@@ -22,8 +22,8 @@ static int find_device(struct engine *engine, const mlxdist_link *link, uint32_t
   const struct verbs *verbs = verbs_provider(link->provider, engine->options.soft_profile, why, sizeof why);
   if (!verbs) return fail(MLXDIST_INVALID_ARGUMENT, "%s", why);
   if (engine->options.reliable && !verbs->reliable)
-    return fail(MLXDIST_INVALID_ARGUMENT, "provider %s has no reliable connections (MLXDIST_QP=rc); libibverbs has",
-                verbs->name);
+    return fail(MLXDIST_INVALID_ARGUMENT,
+                "provider %s has no reliable connections (MLXDIST_QP_TYPE=rc); libibverbs has", verbs->name);
   verbs = trace_verbs(verbs);
   for (uint32_t i = 0; i < engine->device_count; i++) {
     *result = &engine->devices[i];

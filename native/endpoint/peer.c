@@ -93,7 +93,7 @@ int peer_connect(struct peer *peer, const struct peer_address *address) {
   if (address->links != peer->link_count)
     return fail(MLXDIST_MISMATCH,
                 "ranks %d and %d do not agree on the cables between them: one has %u, the other %u; "
-                "set MLXDIST_CABLES and MLXDIST_RDMA alike on all",
+                "set MLXDIST_LINKS_PER_PEER and MLXDIST_DEVICE_MAP alike on all",
                 peer->channels[0].engine->rank, peer->rank, peer->link_count, address->links);
   for (uint32_t i = 0; i < peer->link_count; i++)
     if (address->mtus[i] && address->mtus[i] < peer->links[i].mtu) peer->links[i].mtu = address->mtus[i];

@@ -44,7 +44,7 @@ static void check_advice(const char *verb, int error, const char *advice) {
 static void test_explanations(void) {
   check_advice("create_qp", EBUSY, "all queue pairs of the device are in use, by this process or others");
   check_advice("create_qp", ENOMEM, "all queue pairs of the device are in use, by this process or others");
-  check_advice("create_qp", EOPNOTSUPP, "MLXDIST_QP");
+  check_advice("create_qp", EOPNOTSUPP, "MLXDIST_QP_TYPE");
   check_advice("modify_qp to RTR", EINVAL, verbs_port_remedy());
   check_advice("modify_qp to RTR", ETIMEDOUT, "cannot be reached");
   check_advice("modify_qp to RTR", ENODATA, "idle for too long");

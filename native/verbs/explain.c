@@ -18,7 +18,7 @@
 #define REGIONS "no memory region of the device is left (RDMA over Thunderbolt has 100 per device)"
 #define LOCKED_MEMORY                                                                                                  \
   "more memory than this process may lock; raise the limit (ulimit -l unlimited; in a container --ulimit memlock=-1)"
-#define OTHER_TYPE "the device has no queue pairs of this type; choose the other one (MLXDIST_QP=uc or rc)"
+#define OTHER_TYPE "the device has no queue pairs of this type; choose the other one (MLXDIST_QP_TYPE=uc or rc)"
 #define PORT_REMEDY                                                                                                    \
   "`mlxdist config --hosts HOST,... --auto-setup --without-bridge` gives each port with a cable an IPv4 address of "   \
   "its own and takes it out of bridge0 (Thunderbolt Bridge)"

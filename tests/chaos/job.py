@@ -66,8 +66,8 @@ class Job:
             "MLXDIST_WORLD_SIZE": str(self.ranks),
             "MLXDIST_RENDEZVOUS": f"127.0.0.1:{self._address[1]}",
             "MLXDIST_SECRET": secret,
-            "MLXDIST_TUNING": "none",
-            "MLXDIST_FLIGHT": self._folder.name,
+            "MLXDIST_TUNING_FILE": "none",
+            "MLXDIST_FLIGHT_DIR": self._folder.name,
         } | self.environment
         passed = ()
         if rank == 0:

@@ -54,8 +54,8 @@ def make(seed: int) -> dict[str, Any]:
     cables = shared.choice([1, 1, 2])
     environment = {
         "MLXDIST_ALGO": shared.choice(ALGORITHMS),
-        "MLXDIST_CABLES": str(cables),
-        "MLXDIST_CONNECT_AT_START": shared.choice(["8", "8", "8", "1"]),
+        "MLXDIST_LINKS_PER_PEER": str(cables),
+        "MLXDIST_ON_DEMAND_THRESHOLD": shared.choice(["8", "8", "8", "1"]),
         "MLXDIST_CHECKSUM": shared.choice("001"),
         "MLXDIST_SOFT_PROFILE": shared.choice(PROFILES),
         "MLXDIST_TIMEOUT": str(shared.choice([PATIENT] * 5 + [IMPATIENT])),

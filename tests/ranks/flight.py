@@ -63,7 +63,7 @@ def fails() -> None:
         mlxdist.all_sum(x) if sys.argv[2] == "numpy" else mx.eval(mlxdist.all_sum(lazy))
     except mlxdist.Error as error:
         print(f"{type(error).__name__}; {'; '.join(getattr(error, '__notes__', ()))}", flush=True)
-        print(f"written {Path(os.environ.get('MLXDIST_FLIGHT', '.'), f'flight-{rank}.json').exists()}", flush=True)
+        print(f"written {Path(os.environ.get('MLXDIST_FLIGHT_DIR', '.'), f'flight-{rank}.json').exists()}", flush=True)
         raise
 
 

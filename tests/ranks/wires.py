@@ -1,4 +1,4 @@
-"""One rank of tests/test_wires.py. Arguments: "ring" (of cables, in MLXDIST_WIRES) or "line" (no ring)."""
+"""One rank of tests/test_wires.py. Arguments: "ring" (of cables, in MLXDIST_TOPOLOGY) or "line" (no ring)."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ rank, size = group.rank(), group.size()
 
 
 def wired(a: int, b: int) -> bool:
-    pairs = os.environ["MLXDIST_WIRES"].split(",")
+    pairs = os.environ["MLXDIST_TOPOLOGY"].split(",")
     return f"{a}-{b}" in pairs or f"{b}-{a}" in pairs
 
 

@@ -28,7 +28,7 @@ class DeviceMap:
     """``rows[i][j]``: the devices of host i whose cables lead to host j."""
 
     rows: tuple[tuple[tuple[str, ...], ...], ...]
-    source: str = "MLXDIST_RDMA"
+    source: str = "MLXDIST_DEVICE_MAP"
 
     @property
     def size(self) -> int:
@@ -44,7 +44,7 @@ class DeviceMap:
 
 
 def load(setting: str) -> DeviceMap:
-    """The map that MLXDIST_RDMA stands for: the matrix itself, or the name of a file.
+    """The map that MLXDIST_DEVICE_MAP stands for: the matrix itself, or the name of a file.
 
     Raises:
         InvalidArgument: the file cannot be read, or the map is malformed or not symmetric.
@@ -58,7 +58,7 @@ def load(setting: str) -> DeviceMap:
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "no file has such a name"
         raise InvalidArgument(
-            f"device map {setting!r:.200}: {why}; MLXDIST_RDMA is a matrix such as "
+            f"device map {setting!r:.200}: {why}; MLXDIST_DEVICE_MAP is a matrix such as "
             '[[null, "rdma_en2"], ["rdma_en2", null]], or a file that has one'
         ) from None
     if len(data) > _MAX_BYTES:
@@ -69,7 +69,7 @@ def load(setting: str) -> DeviceMap:
         raise InvalidArgument(f"device map {path}: byte {error.start} is not UTF-8") from None
 
 
-def parse(text: str, source: str = "MLXDIST_RDMA") -> DeviceMap:
+def parse(text: str, source: str = "MLXDIST_DEVICE_MAP") -> DeviceMap:
     """The map in ``text``.
 
     Raises:

@@ -32,7 +32,7 @@ BACKENDS = ("any", "auto", "mlxdist", "ring", "jaccl", "jaccl-ring", "mpi", "ncc
 _NAME = re.compile(r"(?:[A-Za-z0-9._][A-Za-z0-9._-]*@)?[A-Za-z0-9:_][A-Za-z0-9._:%-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=[^\0]*", re.DOTALL)
 _NAME_BYTES = 255
-_WIRES = "MLXDIST_WIRES"
+_WIRES = "MLXDIST_TOPOLOGY"
 
 # What no machine that runs MLX comes near to. A larger figure was not measured but is a mistake.
 MOST = {"tflops": 1e4, "memory_gbps": 1e5, "link_gbps": 1e4}

@@ -8,7 +8,10 @@ __all__ = ["FIGURES", "speeds", "weight_variables"]
 
 # What a plan can be made for: the figure that decides, and the variable that tells the ranks. A decoded token reads
 # every weight once for one row of products, so memory is what takes time; prompts and training have many rows.
-FIGURES = {"memory": ("memory_gbps", "MLXDIST_WEIGHTS_MEMORY"), "compute": ("tflops", "MLXDIST_WEIGHTS_COMPUTE")}
+FIGURES = {
+    "memory": ("memory_gbps", "MLXDIST_RANK_SHARES_MEMORY"),
+    "compute": ("tflops", "MLXDIST_RANK_SHARES_COMPUTE"),
+}
 
 
 def speeds(hostfile: Hostfile, by: str = "memory") -> list[float]:

@@ -14,7 +14,7 @@ from ..setup.survey import Survey
 
 __all__ = ["USED_CABLES", "Cable", "End", "Shape", "Topology", "build_topology"]
 
-USED_CABLES = 2  # mlxdist uses so many between two hosts: MLXDIST_CABLES
+USED_CABLES = 2  # mlxdist uses so many between two hosts: MLXDIST_LINKS_PER_PEER
 _MOST_STEPS = 200_000  # of the search for a ring: more than twelve hosts need
 
 

@@ -30,7 +30,7 @@ def resolve(name: str, weights: Weights | None, ranks: int, rows: int = 1) -> Se
     if weights not in FIGURES:
         words = " or ".join(f'"{word}"' for word in FIGURES)
         raise InvalidArgument(f"{name}: weights must be {ranks} numbers, one per rank, or {words}, not {weights!r:.80}")
-    found = getattr(Environment.read(), f"weights_{weights}")
+    found = getattr(Environment.read(), f"rank_shares_{weights}")
     if found is None:
         raise InvalidArgument(
             f"{name}: weights={weights!r} needs a job whose hosts are measured: `mlxdist calibrate` writes what it has "

@@ -42,9 +42,9 @@ class Agreement:
         Raises:
             InvalidArgument: two ranks are not joined in another way; the same on all ranks, so none waits for another.
         """
-        cables, wire = environment.cables or 1, environment.soft_wire
+        cables, wire = environment.links_per_peer or 1, environment.soft_transport
         ranks = range(len(self.places))
-        choices = [choose(self.places, rank, "soft", cables=cables, soft_wire=wire) for rank in ranks]
+        choices = [choose(self.places, rank, "soft", cables=cables, soft_transport=wire) for rank in ranks]
         reason = f"{why}; instead of RDMA ranks use shared memory within a host and TCP between hosts"
         return dataclasses.replace(choices[environment.rank], reason=reason)
 
@@ -57,10 +57,10 @@ def agree(rendezvous: Rendezvous, environment: Environment, host: str) -> Agreem
         InvalidArgument: the device map is wrong, or no device joins two ranks.
         ResourceError: the provider that the user wants is not there.
     """
-    matrix = None if environment.rdma is None else device_map.load(environment.rdma)
+    matrix = None if environment.device_map is None else device_map.load(environment.device_map)
     identity = host_identity().encode()
     hosts = _gather_hosts(rendezvous, environment, identity, matrix)
-    simple = environment.provider in ("auto", "soft") and environment.soft_wire != "tcp"
+    simple = environment.provider in ("auto", "soft") and environment.soft_transport != "tcp"
     if len(set(hosts)) == 1 and simple and (matrix is None or environment.provider == "soft"):
         return Agreement(None)
     address = _address(environment)
@@ -71,10 +71,10 @@ def agree(rendezvous: Rendezvous, environment: Environment, host: str) -> Agreem
         places,
         provider=environment.provider,
         device_map=matrix,
-        cables=environment.cables or 1,
-        soft_wire=environment.soft_wire,
+        cables=environment.links_per_peer or 1,
+        soft_transport=environment.soft_transport,
     )
-    check_queue_pairs(places, environment.wires, choice_of)
+    check_queue_pairs(places, environment.topology, choice_of)
     return Agreement(choice_of(environment.rank), places)
 
 
@@ -84,10 +84,10 @@ def _gather_hosts(
     """The identity of every rank's host. A rank with other settings would choose other devices."""
     settings = {
         "MLXDIST_PROVIDER": environment.provider,
-        "MLXDIST_SOFT_WIRE": environment.soft_wire,
+        "MLXDIST_SOFT_TRANSPORT": environment.soft_transport,
         "MLXDIST_SOFT_PROFILE": environment.soft_profile if environment.provider in ("auto", "soft") else None,
-        "MLXDIST_CABLES": environment.cables or 1,
-        "MLXDIST_RDMA": matrix and json.dumps(matrix.rows),
+        "MLXDIST_LINKS_PER_PEER": environment.links_per_peer or 1,
+        "MLXDIST_DEVICE_MAP": matrix and json.dumps(matrix.rows),
     }
     blobs = rendezvous.all_gather(identity + b"\0" + json.dumps(settings).encode(), "hosts")
     hosts, texts = zip(*(blob.split(b"\0", 1) for blob in blobs))

@@ -195,7 +195,9 @@ def _without_ipv4(device: Device, interface: str, facts: Facts) -> Finding:
             f"{port_remedy()}; by hand `sudo ifconfig {interface} inet 10.0.1.1/24`, and if connecting then fails with "
             f"errno 22 `sudo ifconfig bridge0 deletem {interface}`",
         )
-    remedy = f"give its interface one, such as `sudo ip address add 10.0.1.1/24 dev {interface}`, or set MLXDIST_RDMA"
+    remedy = (
+        f"give its interface one, such as `sudo ip address add 10.0.1.1/24 dev {interface}`, or set MLXDIST_DEVICE_MAP"
+    )
     if device.provider == "librdma":
         remedy = f"{port_remedy()}; by hand `sudo ifconfig {interface} inet 10.0.1.1/24`"
     what = f"{device.name} has no IPv4 address, so nothing says which device it is joined to"

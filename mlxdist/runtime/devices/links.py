@@ -59,7 +59,7 @@ def choose(
     provider: str = "auto",
     device_map: DeviceMap | None = None,
     cables: int = 1,
-    soft_wire: str = "auto",
+    soft_transport: str = "auto",
 ) -> Choice:
     """The links of ``rank`` to all others.
 
@@ -69,12 +69,12 @@ def choose(
             where not; "soft": shared memory and TCP; "ibverbs", "librdma": RDMA between all ranks.
         device_map: which device leads where. Without it, IPv4 subnets say so.
         cables: links to a rank, at most, where no map says how many there are.
-        soft_wire: "tcp": also within a host; "memory": never anything else.
+        soft_transport: "tcp": also within a host; "shm": never anything else.
 
     Raises:
         InvalidArgument: two ranks cannot be joined in the way that was asked for.
     """
-    chooser = _Chooser(places, provider, device_map, min(cables, MAX_LINKS), soft_wire)
+    chooser = _Chooser(places, provider, device_map, min(cables, MAX_LINKS), soft_transport)
     joined: list[tuple[Link, ...]] = []
     for peer in range(len(places)):
         ends = [] if peer == rank else chooser.join(min(rank, peer), max(rank, peer))
@@ -86,13 +86,13 @@ def choose(
 
 class _Chooser:
     def __init__(
-        self, places: Sequence[Place], provider: str, device_map: DeviceMap | None, cables: int, soft_wire: str
+        self, places: Sequence[Place], provider: str, device_map: DeviceMap | None, cables: int, soft_transport: str
     ) -> None:
         self._places = places
         self._provider = provider
         self._map = device_map
         self._cables = cables
-        self._soft_wire = soft_wire
+        self._soft_transport = soft_transport
         self._rows = None if device_map is None or provider == "soft" else _rows(places, device_map)
         self._routes: dict[tuple[Place, Place], list[_Ends]] = {}
         self.apart: dict[str, str] = {}  # host that is not reached by RDMA: why
@@ -171,7 +171,7 @@ class _Chooser:
                 raise _Apart(
                     f"several devices of {near.host} and {far.host} have addresses in 169.254.0.0/16, which does not "
                     "say which cable joins which; give both ends of each cable addresses in a subnet of their own, or "
-                    "set MLXDIST_RDMA"
+                    "set MLXDIST_DEVICE_MAP"
                 )
         if not routes:
             raise _Apart(self._without_subnet(near, nears, far, fars))
@@ -204,18 +204,18 @@ class _Chooser:
         a, b = ((place.host, _addresses(devices)) for place, devices in ((near, nears), (far, fars)))
         return (
             f"no device of {a[0]} ({a[1]}) has a subnet in common with another one of {b[0]} ({b[1]}); give both ends "
-            "of a cable addresses in one subnet, or set MLXDIST_RDMA"
+            "of a cable addresses in one subnet, or set MLXDIST_DEVICE_MAP"
         )
 
     # The software provider
 
     def _by_soft(self, low: int, high: int, one_host: bool) -> list[_Ends]:
-        if one_host and self._soft_wire != "tcp":
+        if one_host and self._soft_transport != "tcp":
             routes = self._by_memory(low, high)
-        elif self._soft_wire == "memory":
+        elif self._soft_transport == "shm":
             raise InvalidArgument(
-                f"{self._pair(low, high)} are on different hosts, and MLXDIST_SOFT_WIRE=memory joins ranks of one host "
-                "only; unset it"
+                f"{self._pair(low, high)} are on different hosts, and MLXDIST_SOFT_TRANSPORT=shm joins ranks of one "
+                "host only; unset it"
             )
         else:
             routes = self._by_tcp(low, high, one_host)

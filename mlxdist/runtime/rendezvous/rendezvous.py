@@ -236,10 +236,10 @@ class Rendezvous:
 
     def _open(self) -> None:
         environment = self._environment
-        if environment.first_failure in _noted:  # in the world before; before any rank can note one in this
-            _noted.remove(environment.first_failure)
+        if environment.error_file in _noted:  # in the world before; before any rank can note one in this
+            _noted.remove(environment.error_file)
             with contextlib.suppress(OSError):
-                os.unlink(environment.first_failure)
+                os.unlink(environment.error_file)
         if environment.rank == 0:
             listener = listen(environment)
             self._loop = Loop(self._crash)
@@ -399,14 +399,14 @@ class Rendezvous:
 
     def _note_first_failure(self, rank: int) -> None:
         """For the launcher, which cannot tell cause from consequence by the order in which processes end."""
-        if self._environment.first_failure is None:
+        if self._environment.error_file is None:
             return
         try:
-            with open(self._environment.first_failure, "x", encoding="ascii") as file:
+            with open(self._environment.error_file, "x", encoding="ascii") as file:
                 file.write(str(rank))
         except OSError:
             return  # another rank was first, or the launcher is gone
-        _noted.add(self._environment.first_failure)
+        _noted.add(self._environment.error_file)
 
     def _send_message(self, payload: bytes) -> None:
         with self._changed:

@@ -442,10 +442,10 @@ class Hub:
 
 def status_noted(environment: Environment, rank: int) -> str | None:
     """The exit status of a rank whose process the launcher has seen ending; `LocalJob.note_end` notes it."""
-    if environment.first_failure is None:
+    if environment.error_file is None:
         return None
     try:
-        with open(f"{environment.first_failure}.ended-{rank}", encoding="ascii") as file:
+        with open(f"{environment.error_file}.ended-{rank}", encoding="ascii") as file:
             return file.read()
     except OSError:  # it runs
         return None

@@ -64,7 +64,7 @@ def _addresses(world: mlxdist.Group) -> list[str]:
 
 def _devices(world: mlxdist.Group) -> list[list[str | list[str] | None]]:
     """The matrix that JACCL reads, from the hostfile's "rdma"."""
-    setting = Environment.read().rdma
+    setting = Environment.read().device_map
     if setting is None:
         raise RuntimeError('the hostfile names no RDMA devices ("rdma")')
     found = device_map.load(setting)

@@ -33,7 +33,7 @@ SIZELESS = "barrier"
 @click.option(
     "--table",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="File to save to [default: MLXDIST_TUNING, else ~/.config/mlxdist/tuning.json].",
+    help="File to save to [default: MLXDIST_TUNING_FILE, else ~/.config/mlxdist/tuning.json].",
 )
 @click.option("--force", is_flag=True, help="Save what was measured while other processes used the CPU, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print the measurements as JSON.")
@@ -51,7 +51,7 @@ def tune(
     """Find the fastest algorithm of each operation, by size, and save them for later jobs.
 
     The table is for this number of ranks; what it says of other numbers is kept. Jobs read it on rank 0, from the file
-    that MLXDIST_TUNING names or from the default one.
+    that MLXDIST_TUNING_FILE names or from the default one.
 
     The exit status is 1, and nothing is saved, if other processes used more than 5 % of the CPU meanwhile (--force
     saves all the same), or if a file cannot be written.
@@ -72,7 +72,10 @@ def tune(
         raise click.ClickException(f"cannot write {path}: {error.strerror}; name another file with --table") from None
     parameters = {"sizes": sizes, "rounds": rounds, "sizeless": SIZELESS}
     steps = (len(tuning.TUNED) - 1) * len(sizes) + 1
-    variables = {"MLXDIST_TUNING": "none", "MLXDIST_ALGO": "auto"}  # both would be mistaken for the built-in choice
+    variables = {
+        "MLXDIST_TUNING_FILE": "none",
+        "MLXDIST_ALGO": "auto",
+    }  # both would be mistaken for the built-in choice
     module = "mlxdist.tools.bench.tune_rank"
     results = run(module, parameters, ranks, steps, title="tune", variables=variables)
     rows = choose(results["cases"], ranks)
@@ -107,11 +110,11 @@ def _check_memory(largest: int, ranks: int) -> None:
 
 def _configured_path() -> Path:
     try:
-        setting = Environment.read(os.environ).tuning
+        setting = Environment.read(os.environ).tuning_file
     except EnvironmentVariableError as error:
         raise click.ClickException(str(error)) from None
     if setting == "none":
-        raise click.ClickException("MLXDIST_TUNING=none: there is no file to save to; unset it, or give --table")
+        raise click.ClickException("MLXDIST_TUNING_FILE=none: there is no file to save to; unset it, or give --table")
     return Path(setting) if setting else tuning.default_path()
 
 

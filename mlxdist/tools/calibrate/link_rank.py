@@ -29,7 +29,7 @@ def main() -> None:
     seconds = float(sys.argv[1])
     world = mlxdist.init()
     ranks, rank = world.size(), world.rank()
-    wires = Environment.read().wires
+    wires = Environment.read().topology
     pairs = [(a, b) for a in range(ranks) for b in range(ranks) if a != b and (wires is None or (a, b) in wires)]
     foreign = ForeignLoad(world)
     found = np.zeros((ranks, ranks, len(FIGURES)))

@@ -110,7 +110,7 @@ def _run(placement: Placement, question: Question) -> Job:
     ranks = sum(host.slots for host in hosts)
     links = not question.quick and len(hosts) > 1
     seconds = _SECONDS + (_SECONDS_A_PAIR * len(hosts) ** 2 if links else 0)
-    settings = {"MLXDIST_TIMEOUT": "20", "MLXDIST_RENDEZVOUS_TIMEOUT": "40", "MLXDIST_FLIGHT": "none"}
+    settings = {"MLXDIST_TIMEOUT": "20", "MLXDIST_RENDEZVOUS_TIMEOUT": "40", "MLXDIST_FLIGHT_DIR": "none"}
     # What the hostfile and this shell set reaches the ranks anyway; of --env what matters here, and nothing private.
     given = {name: value for name, value in question.variables.items() if name.startswith(("MLX", "OMP"))} | settings
     parameters = {"hosts": [number for number, host in enumerate(hosts) for _ in range(host.slots)], "links": links}

@@ -246,7 +246,7 @@ class Asked:
         self.record: Record | None = read_record(job.folder) if job.launcher else None
         self.folder = job.flight_folder
         if what == "dump" and self.folder is None:
-            raise InvalidArgument(f"job {job.name} runs with MLXDIST_FLIGHT=none: its ranks write no records")
+            raise InvalidArgument(f"job {job.name} runs with MLXDIST_FLIGHT_DIR=none: its ranks write no records")
         self.notes: list[str] = []
         self._begin = time.time_ns()
         self._asked: set[int] = set()

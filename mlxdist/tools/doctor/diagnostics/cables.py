@@ -70,7 +70,7 @@ def _loop(chosen: HostSelection, host: Host, device: Mapping[str, Any]) -> Cable
     """Without another host: how far the verbs of this device get. Apple's driver may refuse RTR to itself."""
     name = device["name"]
     rows = json.dumps([[None, name], [name, None]])
-    settings = {"MLXDIST_PROVIDER": device["provider"], "MLXDIST_RDMA": rows}
+    settings = {"MLXDIST_PROVIDER": device["provider"], "MLXDIST_DEVICE_MAP": rows}
     return Cable(f"{host.name} {name} to itself", alone(chosen, host), (host.name,), settings, is_loop=True)
 
 
@@ -82,5 +82,7 @@ def alone(chosen: HostSelection, host: Host) -> HostSelection:
 def _only(chosen: HostSelection, *hosts: Host) -> HostSelection:
     hostfile = chosen.hostfile
     single = tuple(replace(host, slots=1) for host in hosts)
-    envs = tuple(e for e in hostfile.envs if not e.startswith(("MLXDIST_RDMA=", "MLXDIST_PROVIDER=", "MLXDIST_WIRES=")))
+    envs = tuple(
+        e for e in hostfile.envs if not e.startswith(("MLXDIST_DEVICE_MAP=", "MLXDIST_PROVIDER=", "MLXDIST_TOPOLOGY="))
+    )
     return replace(chosen, hostfile=replace(hostfile, hosts=single, envs=envs))
