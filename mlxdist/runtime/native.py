@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
+import mlxdist
 from mlxdist.base import errors
 from mlxdist.version import HOW_TO_BUILD, __version__, install_command
 
@@ -57,9 +58,8 @@ except errors.VersionMismatch:
 except ImportError as error:
     raise ImportError(f"mlxdist's compiled half does not load ({error}); build it: {HOW_TO_BUILD}") from error
 
-# Where in the program an operation comes from: the first frame that is in neither of these.
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-bridge.set_own_folders(f"{_PACKAGE}{os.sep}", f"{os.path.dirname(os.path.abspath(mx.__file__))}{os.sep}")
+# The call site of an operation is the first frame that is in neither of these packages.
+bridge.set_own_folders(*(f"{os.path.dirname(os.path.abspath(p.__file__))}{os.sep}" for p in (mlxdist, mx)))
 
 _DTYPES = {ffi.string(lib.mlxdist_dtype_name(number)).decode(): number for number in range(lib.MLXDIST_COMPLEX64 + 1)}
 _LAYOUT_DIMENSIONS = dict(ffi.typeof("mlxdist_layout").fields)["shape"].type.length
