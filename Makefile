@@ -20,7 +20,7 @@ FILES := $(sort $(shell find mlxdist native -name '*.py' -o -name '*.[ch]' -o -n
 FILES := $(filter-out native/tests/%,$(FILES))
 NATIVE := native/CMakeLists.txt $(wildcard native/cmake/*) $(filter native/%,$(FILES))
 
-.PHONY: help setup lint demo test test-long test-rxe sanitize fuzz chaos check-macos clean FORCE
+.PHONY: help setup lint demo test test-long test-rxe sanitize fuzz chaos check-macos docs clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo "make fuzz         fuzz everything that reads bytes from outside, for SECONDS=60 each; needs clang"
 	@echo "make chaos        collectives while ranks are killed and stopped and messages are lost, for MINUTES=60"
 	@echo "make check-macos  compile all native code for macOS on arm64 and look up every symbol it needs; on any machine"
+	@echo "make docs         build the documentation site in build/site; a broken link is an error"
 	@echo "make clean        remove $(VENV) and everything built"
 
 setup: $(VENV)/.built
@@ -80,6 +81,9 @@ chaos: setup
 check-macos: $(VENV)/.ziglang
 	$(BIN)/python scripts/macos/check.py
 
+docs: setup $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .hypothesis demo-model demo.json
 	find mlxdist native tests examples scripts -name __pycache__ -prune -exec rm -rf {} +
@@ -113,6 +117,11 @@ $(VENV)/.atheris: $(VENV)/.packages
 # For `mlx_lm evaluate`; with what it needs 200 MB.
 $(VENV)/.lm-eval: $(VENV)/.packages
 	-$(call pip) --constraint constraints.txt lm-eval==0.4.13
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.packages
+	$(call pip) --constraint constraints.txt $$($(BIN)/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb")); \
+	  print(*project["project"]["optional-dependencies"]["docs"])')
 	@touch $@
 
 $(VENV)/.files: FORCE | $(VENV)/.python

@@ -12,7 +12,7 @@ from mlxdist.runtime.native import ffi, lib
 from mlxdist.runtime.world import FIELDS
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def test_the_program_of_the_readme(run_ranks, tmp_path):
@@ -22,12 +22,6 @@ def test_the_program_of_the_readme(run_ranks, tmp_path):
     program.write_text(re.search(r"```python\n(.*?)```", readme, re.DOTALL)[1])
     for rank, output in enumerate(run_ranks(program, 2)):
         assert f"    [{rank}] {output}" in readme
-
-
-def test_the_page_of_variables_is_complete():
-    page = (ROOT / "docs" / "environment.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|$", page, re.MULTILINE)
-    assert rows == [(variable.name, variable.meaning, variable.default) for variable in VARIABLES]
 
 
 def test_the_defaults_shown_are_those_of_the_engine():

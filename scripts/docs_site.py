@@ -1,0 +1,77 @@
+"""Hooks of MkDocs and an extension of Griffe, which reads the docstrings; mkdocs.yml names both.
+
+The site has pages for README.md, CONTRIBUTING.md and CHANGELOG.md, and links to other files of the repository lead to
+`repo_url`. A link to a file that does not exist stays as it is, and the strict build fails on it.
+"""
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+import mlxdist
+import mlxdist.nn
+from mlxdist.base.environment import VARIABLES
+
+ROOT = Path(__file__).parents[1]
+# Pages of the site that are files of the repository outside docs/.
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+VARIABLE_TABLE = "<!-- the table of variables -->"
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for source, page in PAGES.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: Files) -> str:
+    outside = {page: source for source, page in PAGES.items()}
+    source = outside.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+
+    def on_site(link: re.Match) -> str:
+        path, anchor = posixpath.normpath(posixpath.join(posixpath.dirname(source), link[2])), link[3] or ""
+        target = PAGES.get(path) or path.removeprefix("docs/")
+        if path in PAGES or path.startswith("docs/"):
+            return f"{link[1]}{posixpath.relpath(target, posixpath.dirname(page.file.src_uri) or '.')}{anchor}{link[4]}"
+        if (ROOT / path).exists():
+            return f"{link[1]}{config.repo_url}/blob/main/{path}{anchor}{link[4]}"
+        return link[0]
+
+    if page.file.src_uri == "environment.md":
+        before, after = markdown.split(VARIABLE_TABLE)
+        rows = [f"| `{variable.name}` | {variable.meaning} | {variable.default} |" for variable in VARIABLES]
+        markdown = "\n".join([before + "| variable | meaning | default |", "|---|---|---|", *rows]) + after
+    return re.sub(r'(\]\(|src="|srcset="|href=")([\w./-]+)(#[\w-]+)?([)"])', on_site, markdown)
+
+
+class PublicNames(griffe.Extension):
+    """Resolves the names that mlxdist looks up on first use, and makes Sphinx roles of docstrings into links."""
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        if pkg.path == "mlxdist":
+            for name, module in mlxdist._MODULE_OF.items():
+                pkg.set_member(name, griffe.Alias(name, f"mlxdist.{module}.{name}", parent=pkg))
+
+    def on_class(self, *, cls: griffe.Class, **_: Any) -> None:
+        if cls.docstring and re.search(r"(?i)made by|^what :meth:", cls.docstring.value):
+            cls.members.pop("__init__", None)  # functions return its instances; users do not make them
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring:
+            obj.docstring.value = re.sub(r":\w+:`~?([^`]+)`", _link, obj.docstring.value.replace("``", "`"))
+
+
+def _link(role: re.Match) -> str:
+    """A link where the name is public. In a docstring `Group.meet` is that of mlxdist."""
+    name = role[1]
+    for package in ("mlxdist.nn.", "mlxdist."):
+        first, *rest = name.removeprefix(package).split(".")
+        public = mlxdist.__all__ if package == "mlxdist." else mlxdist.nn.__all__
+        if first in public:
+            return f"[`{name}`][{'.'.join([package + first, *rest])}]"
+    return f"`{name}`"
