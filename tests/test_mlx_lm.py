@@ -89,6 +89,13 @@ def few_kernels(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
+@pytest.fixture(autouse=True)
+def no_open_mpi(monkeypatch):
+    """Where Open MPI is installed, MLX opens it in a process without a launcher, and that leaves a session directory in
+    TMPDIR. `mlxdist launch` names its own library to the ranks."""
+    monkeypatch.setenv("MLX_MPI_LIBNAME", "not-installed.so")
+
+
 def mlx_lm(*arguments, ranks=1, typed="", cwd=None, module="mlx_lm"):
     """What it prints; on one rank without the launcher."""
     command = [*(LAUNCH if ranks > 1 else []), *(["-n", str(ranks), "--"] if ranks > 1 else [])]
