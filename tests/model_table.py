@@ -20,7 +20,7 @@ HEAD = """# Models
 
 <!-- Written by tests/model_table.py. -->
 
-What [`plan_shards`](../README.md) cuts of each model file of mlx-lm {version}, here with `tp=2` and a tiny
+What [`plan_shards`](reference/nn.md#mlxdist.nn.plan_shards) cuts of each model file of mlx-lm {version}, here with `tp=2` and a tiny
 configuration: {cut} of {files} files. "shard()" is the model's own method, "patterns" are mlxdist's. The share of the
 parameters' bytes that each rank holds counts layers, without the vocabulary (embedding and output), which stays whole.
 Norms and routers stay whole too; what else does is in the last column. A part that stays whole is

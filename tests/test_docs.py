@@ -1,10 +1,13 @@
 """What the documentation shows is what happens."""
 
+import json
 import re
 from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
+from fake_macs import Macs
 
 from mlxdist.base.environment import ALGORITHMS, VARIABLES
 from mlxdist.cli import commands
@@ -12,7 +15,8 @@ from mlxdist.runtime.native import ffi, lib
 from mlxdist.runtime.world import FIELDS
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 
 
 def test_the_program_of_the_readme(run_ranks, tmp_path):
@@ -44,6 +48,33 @@ def test_the_defaults_shown_are_those_of_the_engine():
             continue
         text = ALGORITHMS[default] if name == "algo" else f"{default:.0f}"
         assert shown[f"MLXDIST_{FIELDS.get(name, name).upper()}"] == text, name
+
+
+def mac_studio(number: int, count: int) -> str:
+    """What `system_profiler` prints on one of ``count`` Mac Studios, each with a cable to every other one."""
+    buses = []
+    for port, other in enumerate((other for other in range(count) if other != number), 1):
+        peer = {"_name": "Mac Studio", "device_name_key": "Mac15,14", "vendor_name_key": "Apple Inc."}
+        peer["domain_uuid_key"] = f"studio-{other}-{number + (number < other)}"
+        tag = {"current_speed_key": "80 Gb/s", "receptacle_id_key": f"{port}"}
+        tag |= {"receptacle_status_key": "receptacle_connected"}
+        buses.append({"_items": [peer], "domain_uuid_key": f"studio-{number}-{port}", "receptacle_1_tag": tag})
+    return json.dumps({"SPThunderboltDataType": buses})
+
+
+def test_the_picture_of_the_readme(tmp_path, monkeypatch):
+    """It is what `mlxdist config` draws of four Macs with six cables."""
+    monkeypatch.chdir(tmp_path)
+    macs = Macs(tmp_path)
+    names = [f"studio-{letter}" for letter in "abcd"]
+    for number, name in enumerate(names):
+        macs.add(name, "no_domains.json")
+        macs.write(name, macs.read(name) | {"thunderbolt": mac_studio(number, len(names))})
+    words = ["config", "--ssh", macs.ssh, "--hosts", ",".join(names), "--svg", "cluster.svg"]
+    done = CliRunner().invoke(commands, words)
+    assert done.exit_code == 0, done.output
+    assert "6 cables, mesh" in done.stdout and "docs/cluster.svg" in (ROOT / "README.md").read_text()
+    assert (tmp_path / "cluster.svg").read_text() == (ROOT / "docs" / "cluster.svg").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -133,6 +133,15 @@ def _quoted(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
+# The colors on a dark page, where a browser asks for them.
+_DARK = """<style>@media (prefers-color-scheme: dark) {
+rect {fill: #161b22; stroke: #8b949e} text {fill: #e6edf3} text[stroke] {stroke: #0d1117}
+path[stroke="#1a7f37"] {stroke: #3fb950} text[fill="#1a7f37"] {fill: #3fb950}
+path[stroke="#bf8700"] {stroke: #d29922} text[fill="#bf8700"] {fill: #d29922}
+path[stroke="#cf222e"] {stroke: #f85149} text[fill="#cf222e"] {fill: #f85149}
+}</style>"""
+
+
 def as_svg(topology: Topology) -> str:
     """Hosts on a circle. Several cables of two hosts are curves beside each other."""
     count = len(topology.names)
@@ -161,7 +170,7 @@ def as_svg(topology: Topology) -> str:
         parts.append(f'<text x="{x:.1f}" y="{y + 5:.1f}" font-weight="bold">{html.escape(name)}</text>')
     size = f'width="{2 * middle[0]:.0f}" height="{2 * middle[1]:.0f}"'
     style = 'font-family="sans-serif" font-size="13" text-anchor="middle"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n' + "\n".join(parts) + "\n</svg>\n"
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n' + "\n".join([_DARK, *parts]) + "\n</svg>\n"
 
 
 def _curve(a: tuple, b: tuple, bend: float, color: str, label: str, dashed: bool = False) -> str:
