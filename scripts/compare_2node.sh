@@ -33,10 +33,10 @@ COMPARE=()
 own_option() {
     TAKEN=1
     case $1 in
-        --ep-only) ONLY+=(ep_transport,ep_pipeline) ;;
-        --tp-only) ONLY+=(tp_decode,tp_prefill) ;;
-        --decode-only) ONLY+=(tp_decode) ;;
-        --mlx-only) BACKENDS+=(ring,mpi,jaccl) ;;
+        --ep-only) ONLY+=("ep_transport,ep_pipeline") ;;
+        --tp-only) ONLY+=("tp_decode,tp_prefill") ;;
+        --decode-only) ONLY+=("tp_decode") ;;
+        --mlx-only) BACKENDS+=("ring,mpi,jaccl") ;;
         --mlxdist-only) BACKENDS+=(mlxdist) ;;
         --quick) SUITE+=(--quick) ;;
         --against) AGAINST=$2; TAKEN=2 ;;

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Carries out commands that come as lines "number seconds command", the command in base64, through the port $1. Output
 # goes to /exchange/NUMBER, "number status" back through the port. The other side hanging up is the end.
 exec 3<>"$1"

@@ -33,6 +33,7 @@ mount -t sysfs sysfs /root/sys
 mount -t 9p -o $plan9,cache=none,access=any exchange /root/exchange || fail "cannot mount the folder for results"
 
 hostname rxe
+# shellcheck disable=SC3045  # busybox has it
 ulimit -l unlimited
 # Folders in which the host writes meanwhile are not for the machine: an overlay does not allow for that.
 mkdir /root/run/home /root/run/temporary

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Two soft-RoCE devices, rxe0 (10.0.0.1) and rxe1 (10.0.0.2), on the two ends of a veth pair, in one network namespace:
 # the rxe of Linux 6.1 listens in the first namespace only, and in others a device looks well and carries nothing.
 set -eu
