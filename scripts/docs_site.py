@@ -4,6 +4,7 @@ The site has pages for README.md, CONTRIBUTING.md and CHANGELOG.md, and links to
 `repo_url`. A link to a file that does not exist stays as it is, and the strict build fails on it.
 """
 
+import inspect
 import posixpath
 import re
 from pathlib import Path
@@ -14,9 +15,11 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 import mlxdist
-import mlxdist.nn
+from mlxdist import lm, nn, train
 from mlxdist.base.environment import VARIABLES
+from mlxdist.nn import experts
 
+PACKAGES = [mlxdist, nn, experts, train, lm]
 ROOT = Path(__file__).parents[1]
 # Pages of the site that are files of the repository outside docs/.
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
@@ -50,12 +53,22 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: File
 
 
 class PublicNames(griffe.Extension):
-    """Resolves the names that mlxdist looks up on first use, and makes Sphinx roles of docstrings into links."""
+    """Leads public names to where they are defined, and makes Sphinx roles of docstrings into links.
+
+    Griffe reads the source only: it does not see names that load on first use, and takes a module for the function of
+    the same name in it.
+    """
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        if pkg.path == "mlxdist":
-            for name, module in mlxdist._MODULE_OF.items():
-                pkg.set_member(name, griffe.Alias(name, f"mlxdist.{module}.{name}", parent=pkg))
+        if pkg.path != "mlxdist":
+            return
+        for package in PACKAGES:
+            found = pkg[package.__name__.removeprefix("mlxdist.")] if package is not mlxdist else pkg
+            modules = {name for name, member in found.members.items() if not member.is_alias and member.is_module}
+            for name in set(package.__all__) - {"__version__"} - modules:
+                value = getattr(package, name)
+                if value.__module__ != package.__name__:
+                    found.set_member(name, griffe.Alias(name, f"{value.__module__}.{value.__qualname__}", parent=found))
 
     def on_class(self, *, cls: griffe.Class, **_: Any) -> None:
         if cls.docstring and re.search(r"(?i)made by|^what :meth:", cls.docstring.value):
@@ -63,15 +76,19 @@ class PublicNames(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:
-            obj.docstring.value = re.sub(r":\w+:`~?([^`]+)`", _link, obj.docstring.value.replace("``", "`"))
+            nearest = sorted(PACKAGES, key=lambda package: -len(posixpath.commonprefix([package.__name__, obj.path])))
+            text = obj.docstring.value.replace("``", "`")
+            obj.docstring.value = re.sub(r":\w+:`~?([^`]+)`", lambda role: _link(role[1], nearest), text)
 
 
-def _link(role: re.Match) -> str:
-    """A link where the name is public. In a docstring `Group.meet` is that of mlxdist."""
-    name = role[1]
-    for package in ("mlxdist.nn.", "mlxdist."):
-        first, *rest = name.removeprefix(package).split(".")
-        public = mlxdist.__all__ if package == "mlxdist." else mlxdist.nn.__all__
-        if first in public:
-            return f"[`{name}`][{'.'.join([package + first, *rest])}]"
-    return f"`{name}`"
+def _link(role: str, packages: list[Any]) -> str:
+    """A link where the name is public, written as users import it, by itself, or where it is defined."""
+    for package in packages:
+        for name in package.__all__:
+            value = getattr(package, name)
+            path = f"{getattr(value, '__module__', '')}.{name}"
+            for start in (path, f"{package.__name__}.{name}", name):
+                if f"{role}.".startswith(f"{start}."):
+                    member = role.removeprefix(start) if inspect.isclass(value) else ""
+                    return f"[`{role}`][{path}{member}]"
+    return f"`{role}`"

@@ -46,6 +46,12 @@ def test_every_public_name_has_one_entry():
     assert len(entries) == len(set(entries)) and set(entries) == public
 
 
+def test_no_entry_is_a_module_of_the_same_name():
+    """The site takes one for the other: experts.dispatch.dispatch is the function."""
+    for path in (path for path, options in ENTRIES.items() if "{members: false" not in options):
+        assert not (Path(mlxdist.__file__).parents[1] / path.replace(".", "/")).with_suffix(".py").exists(), path
+
+
 def test_the_pages_hide_only_methods_that_exist():
     for path, options in ENTRIES.items():
         assert all(hasattr(find(path), name) for name in hidden(options)), path
