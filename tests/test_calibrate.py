@@ -16,7 +16,6 @@ from mlxdist.base.environment import Environment
 from mlxdist.base.errors import EnvironmentVariableError, InvalidArgument
 from mlxdist.cli import commands
 from mlxdist.cluster.hostfile import Host, Hostfile, Measured, parse, read, save, speeds, write
-from mlxdist.cluster.ssh.rpc_server import GREETING
 from mlxdist.nn.partition import split_sizes
 from mlxdist.nn.sharding.plan import plan_shards
 from mlxdist.nn.tensor_parallel.parallel_attention import split_heads
@@ -325,14 +324,16 @@ def answering(folder, **results):
     """An ssh whose other side is a host that answers so."""
     machine = {"host": "a", "device": "Apple M4", "identity": "a", "mlxdist": __version__, "mlx": "0"}
     program = f"""#!{sys.executable}
-import json, sys
+import json, os
 machine, parts = json.loads({json.dumps(json.dumps([machine, parts(**results)]))})
-sys.stdout.write({GREETING.decode()!r})
-sys.stdout.flush()
-for line in sys.stdin:
-    message = json.loads(line)
-    result = machine if message["call"] == "calibrate.machine" else parts[message["arguments"]["part"]]
-    print(json.dumps({{"result": result}}), flush=True)
+from mlxdist.cluster.ssh.protocol import GREETING, Frames, Kind, pack_json, unpack_json
+os.write(1, GREETING)
+frames = Frames()
+while data := os.read(0, 65536):
+    for _, _, payload in frames.feed(data):
+        call = unpack_json(payload)
+        result = machine if call["call"] == "calibrate.machine" else parts[call["arguments"]["part"]]
+        os.write(1, pack_json(Kind.RESULT, {{"result": result}}))
 """
     path = folder / "ssh"
     path.write_text(program)

@@ -148,7 +148,7 @@ def test_an_env_file_that_is_no_text(tmp_path):
     assert job.returncode == 2 and b"env: byte 6 is not of UTF-8" in job.stderr and b"Traceback" not in job.stderr
 
 
-FOR_HOSTS = ("hosts", "remote", "frames", "nodes", "mpirun")
+FOR_HOSTS = ("hosts", "remote", "agent", "nodes", "mpirun")
 
 
 def test_a_job_on_this_machine_loads_nothing_of_other_hosts():

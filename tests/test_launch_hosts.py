@@ -16,7 +16,8 @@ import pytest
 from launching import LAUNCH, RANK, nothing_left, wait_for  # noqa: F401  (nothing_left is a fixture of every test)
 from ssh_hosts import SshHosts, ssh_hosts
 
-from mlxdist.launch.frames import GREETING, MAX_PAYLOAD, FrameError, Frames, Kind, pack, pack_json, unpack_json
+from mlxdist.cluster.ssh.protocol import GREETING, MAX_PAYLOAD, FrameError, Frames, Kind, pack, pack_json, unpack_json
+from mlxdist.launch.agent import JobFrame
 from mlxdist.launch.jobs import find_job, list_jobs
 from mlxdist.launch.stale_jobs import remove_leftovers
 
@@ -171,7 +172,7 @@ def test_dry_run_shows_what_would_be_started(tmp_path):
     job = launch(LAUNCH, *options, "--", "python", "a b.py")
     shown = job.stdout.splitlines()
     assert shown[:4] == [f"[{rank} {host}] python 'a b.py'" for rank, host in enumerate("aacc")]
-    assert shown[4].startswith("a: ssh -o BatchMode=yes ") and shown[4].endswith("-m mlxdist.launch.agent'")
+    assert shown[4].startswith("a: ssh -o BatchMode=yes ") and shown[4].endswith("-m mlxdist.cli.rpc_server'")
     assert shown[6] == 'MLXDIST_DEVICE_MAP=[[null, ["en2"]], [["en2"], null]]'
 
 
@@ -195,14 +196,18 @@ def test_two_names_of_one_machine():
 
 def test_frames():
     """Whatever pieces they come in; and nothing that is no frame is waited for, or kept."""
-    sent = [(Kind.OUT, 3, b"x" * 1000), (Kind.ERR, 1023, b""), (Kind.OUT, 0, b"\0\n")]
+    sent = [(JobFrame.OUT, 3, b"x" * 1000), (JobFrame.ERR, 1023, b""), (JobFrame.OUT, 0, b"\0\n")]
     data = b"".join(pack(*frame) for frame in sent)
     for step in (1, 7, len(data)):
         frames = Frames()
         found = [frame for at in range(0, len(data), step) for frame in frames.feed(data[at : at + step])]
         assert found == sent
     assert unpack_json(next(Frames().feed(pack_json(Kind.HELLO, {"a": 1})))[2]) == {"a": 1}
-    for wrong in (b"\0" * 7, b"\xff\0\0\0\0\0\0", bytes([Kind.OUT, 0, 0]) + (MAX_PAYLOAD + 1).to_bytes(4, "big")):
+    for wrong in (
+        b"\xff" * 7,
+        b"hello, I am no frame",
+        bytes([JobFrame.OUT, 0, 0]) + (MAX_PAYLOAD + 1).to_bytes(4, "big"),
+    ):
         with pytest.raises(FrameError):
             list(Frames().feed(wrong))
     for wrong in (b"", b"[]", b"{", b"\xff", b"[" * 100_000):

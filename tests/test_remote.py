@@ -12,8 +12,8 @@ import pytest
 from fake_ssh import fake_ssh, through_a_shell
 from launching import marked_processes, nothing_left, wait_for  # noqa: F401  (nothing_left is a fixture of every test)
 
+from mlxdist.cluster.ssh.protocol import GREETING, Kind, pack
 from mlxdist.cluster.ssh.rpc_client import CallError, Connections
-from mlxdist.cluster.ssh.rpc_server import GREETING
 from mlxdist.cluster.ssh.ssh import LOST, SshConfig, run, run_everywhere
 from mlxdist.version import __version__
 
@@ -39,15 +39,25 @@ def test_words_survive_the_shell_of_the_other_host(tmp_path):
     assert json.loads(answer.output) == AWKWARD and answer.status == 0
 
 
+def greeted(kind: int, payload: bytes) -> str:
+    """The program of a server that sends this, whatever is called."""
+    frame = pack(kind, 0, payload)
+    return f"import os; os.write(1, {GREETING!r}); os.read(0, 1); os.write(1, {frame!r}); sys.stdin.read()"
+
+
 @pytest.mark.parametrize(
     ("program", "words"),
     [
         ("sys.exit('Permission denied (publickey).')", "a does not answer: Permission denied (publickey).; try: ssh"),
         ("sys.exit('bash: /x/python: No such file or directory')", "name another with --python"),
         ("sys.exit('/x/python: No module named mlxdist')", "install mlxdist for that Python"),
-        ("print('x' * 100_000)", "more than 65536 bytes without an end"),
-        (f"print({GREETING.decode()!r}, end=''); print('{{]')", "what a sends is not understood"),
-        (f"print({GREETING.decode()!r}, end=''); print('[1]')", "what a sends is not understood: no answer"),
+        ("print('x' * 100_000)", "more than 65536 bytes without a greeting"),
+        ("print('\\nmlxdist protocol 99')", "it has protocol 99, and this machine 1; install the same version"),
+        (f"print({GREETING.decode()!r}, end=''); print('hello, world')", "what a sends is not understood"),
+        (greeted(Kind.RESULT, b"{]"), "what a sends is not understood: no JSON"),
+        (greeted(Kind.RESULT, b"[1]"), "what a sends is not understood: no object"),
+        (greeted(Kind.RESULT, b"{}"), "what a sends is not understood: no response"),
+        (greeted(16, b"{}"), "what a sends is not understood: no response"),
         (
             f"print({GREETING.decode()!r}, end=''); sys.exit('cable pulled')",
             "the connection to a was lost: cable pulled",

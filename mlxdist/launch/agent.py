@@ -1,39 +1,37 @@
-"""The part of `mlxdist launch` on another host: `python -m mlxdist.launch.agent`, started by ssh.
+"""The part of `mlxdist launch` on another host: a call with streams of the server that ssh has started there.
 
-It starts the ranks of its host, hands on what they print and how they end, and passes signals to them. Its standard
-streams are the connection to the launcher; see frames.py. When that breaks, whatever the reason, or brings nothing any
-more (ssh does not tell a server that the client's machine is gone), the ranks are ended as on the launcher's own
-machine: this process leaves, and the keeper of the job does the rest.
+It starts the ranks of its host, sends what they print and how they end, and passes signals to them. When the connection
+breaks, or brings nothing any more (ssh does not notice on the server's side that the client's machine is gone), the
+ranks are ended as on the launcher's own machine: this process leaves, and the reaper of the job does the rest.
 """
 
 import math
 import os
-import platform
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Mapping
+from enum import IntEnum
 from typing import Any
 
 from mlxdist.base.errors import InvalidArgument, ResourceError
-from mlxdist.base.host_identity import host_identity
-from mlxdist.cluster.ssh.streams import claim_streams
+from mlxdist.cluster.ssh.protocol import FIRST_STREAM_KIND, Frames, Kind, pack, pack_json, unpack_json
 from mlxdist.runtime import mpi_shim
-from mlxdist.version import __version__
 
 from .backends import Exports, free_ports
 from .executable import CannotRun, check_command
-from .frames import GREETING, Frames, Kind, pack, pack_json, unpack_json
 from .local import LocalJob, LocalRank, base_environment, check_fast_synch
 from .stale_jobs import remove_leftovers
 from .standard_input import Feed, Pipe
 from .wakeup import Wakeup
 
-__all__ = ["Agent", "main"]
+__all__ = ["AGENT", "JobFrame", "serve"]
+
+AGENT = "launch.agent"  # the call's name
+
 
 _READ_BYTES = 65536
 # What the ranks print is left in their pipes while so much waits for the launcher.
@@ -44,12 +42,37 @@ _SECONDS = 1.0  # between two looks at the ranks, should a signal be missed
 _REACT_SECONDS = 5.0
 
 
+class JobFrame(IntEnum):
+    """Frames between this call and its result, which says where recordings are, once nothing else is left."""
+
+    # launcher to agent
+    START = FIRST_STREAM_KIND  # JSON: the address of rank 0
+    SIGNAL = 17  # a number in one byte, to one rank
+    INPUT = 18  # what the ranks read; empty: the end
+    END = 19  # end whatever is left of the job on this host
+    PING = 20  # JSON: the launcher lives; it is gone where nothing arrives for that many seconds
+    GONE = 21  # JSON: the exit status of a rank of another host
+    # agent to launcher
+    READY = 32  # JSON: the port at which rank 0 will listen, if it is here
+    OUT = 33  # what a rank has printed; empty: it has closed the stream
+    ERR = 34
+    EXIT = 35  # JSON: the exit status of a rank, as a shell has it, and which rank failed first, if that is known here
+    INPUT_ACK = 36  # a rank has read its input as far as it was sent; not empty: none will read any more
+    FAILED = 37  # JSON: the job cannot run here
+    STOPPED = 38  # a number in one byte: the signal that makes the agent leave
+
+
+def serve(source: int, target: int, frames: Frames, arguments: Mapping[str, Any]) -> None:
+    """Runs the ranks of this host. Returns when the job has ended, or the connection."""
+    Agent(source, target, frames).serve(arguments)
+
+
 class Agent:
     """Serves one launcher. ``source`` and ``target`` are the descriptors of the connection."""
 
-    def __init__(self, source: int, target: int) -> None:
+    def __init__(self, source: int, target: int, frames: Frames) -> None:
         self._source, self._target = source, target
-        self._frames = Frames()
+        self._frames = frames
         self._pending: deque[memoryview] = deque()
         self._backlog = 0
         self._wakeup = Wakeup()
@@ -58,9 +81,9 @@ class Agent:
         self._ranks: dict[int, LocalRank] = {}
         self._statuses: dict[int, int] = {}
         self._numbers: range = range(0)
-        self._streams: dict[int, tuple[Kind, int]] = {}
+        self._streams: dict[int, tuple[JobFrame, int]] = {}
         self._input = Feed(self._selector, _warn)
-        self._owes_taken = False
+        self._owes_ack = False
         self._readers: frozenset[int] = frozenset()  # ranks that get the launcher's standard input
         self._ending = self._told = False
         self._is_stopped = False  # by a signal
@@ -68,16 +91,15 @@ class Agent:
         self._heard = time.monotonic()
         self._silence = math.inf  # seconds without a frame after which the launcher is taken for lost
 
-    def serve(self) -> None:
-        """Returns when the job has ended, or the connection."""
+    def serve(self, arguments: Mapping[str, Any]) -> None:
         os.set_blocking(self._source, False)
         os.set_blocking(self._target, False)
         self._selector.register(self._source, selectors.EVENT_READ, self._read)
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._take_signals)
-        self._put(GREETING)
-        self._put(pack_json(Kind.HELLO, _who()))
         with self._wakeup.signals():
             try:
+                self._prepare(arguments)
+                self._take_frames(b"")
                 while not (self._told and not self._pending):
                     self._look()
             except (BrokenPipeError, ConnectionError, EOFError):
@@ -103,9 +125,9 @@ class Agent:
                 self._relay(key.fd)
         if full:
             time.sleep(_PAUSE)  # what the ranks print stays readable
-        if self._owes_taken and (self._input.wants_more or not self._input.has_readers):
-            self._owes_taken = False
-            self._put(pack(Kind.TAKEN, payload=b"" if self._input.has_readers else b"none"))
+        if self._owes_ack and (self._input.wants_more or not self._input.has_readers):
+            self._owes_ack = False
+            self._put(pack(JobFrame.INPUT_ACK, payload=b"" if self._input.has_readers else b"none"))
         self._reap()
         now = time.monotonic()
         if now > self._heard + self._silence:
@@ -118,8 +140,7 @@ class Agent:
         data = os.read(self._source, _READ_BYTES)
         if not data:
             raise EOFError
-        for kind, rank, payload in self._frames.feed(data):
-            self._take(kind, rank, payload)
+        self._take_frames(data)
         self._heard = time.monotonic()  # to prepare a job may have taken its time
 
     def _take_signals(self) -> None:
@@ -131,25 +152,27 @@ class Agent:
             # The launcher would take a connection that just ends for an accident, and start the job again.
             self._is_stopped = True
             self._leave_at = time.monotonic() + _REACT_SECONDS
-            self._put(pack(Kind.STOPPED, payload=bytes([number])))
+            self._put(pack(JobFrame.STOPPED, payload=bytes([number])))
 
-    def _take(self, kind: Kind, rank: int, payload: bytes) -> None:
-        if kind in (Kind.SIGNAL, Kind.END):
+    def _take_frames(self, data: bytes) -> None:
+        for kind, rank, payload in self._frames.feed(data):
+            self._take(kind, rank, payload)
+
+    def _take(self, kind: int, rank: int, payload: bytes) -> None:
+        if kind in (JobFrame.SIGNAL, JobFrame.END):
             self._leave_at = None
-        if kind == Kind.PREPARE:
-            self._prepare(unpack_json(payload))
-        elif kind == Kind.PING:
+        if kind == JobFrame.PING:
             self._silence = float(unpack_json(payload)["seconds"])
-        elif kind == Kind.START:
+        elif kind == JobFrame.START:
             self._start(unpack_json(payload))
-        elif kind == Kind.SIGNAL and rank in self._ranks:
+        elif kind == JobFrame.SIGNAL and rank in self._ranks:
             self._ranks[rank].signal(signal.Signals(payload[0]))
-        elif kind == Kind.GONE and self._job is not None:
+        elif kind == JobFrame.GONE and self._job is not None:
             self._job.note_end(rank, int(unpack_json(payload)["status"]))
-        elif kind == Kind.INPUT:
-            self._owes_taken = bool(payload)
+        elif kind == JobFrame.INPUT:
+            self._owes_ack = bool(payload)
             self._input.put(payload)
-        elif kind == Kind.END and self._job is not None:
+        elif kind == JobFrame.END and self._job is not None:
             self._ending = True
             self._input.close()
             self._job.succeeded = all(status <= 128 for status in self._statuses.values())
@@ -185,10 +208,10 @@ class Agent:
             ports = free_ports(fields["ports"])
             job.__enter__()
         except (InvalidArgument, ResourceError, CannotRun, OSError) as error:
-            self._put(pack_json(Kind.FAILED, {"text": str(error), "status": getattr(error, "exit_code", 1)}))
+            self._put(pack_json(JobFrame.FAILED, {"text": str(error), "status": getattr(error, "exit_code", 1)}))
             return
         self._job = job
-        self._put(pack_json(Kind.READY, {"address": job.address, "ports": ports, "awake": job.awake()}))
+        self._put(pack_json(JobFrame.READY, {"address": job.address, "ports": ports, "awake": job.awake()}))
 
     def _start(self, fields: Mapping[str, Any]) -> None:
         self._job.address = fields["address"]
@@ -203,7 +226,7 @@ class Agent:
             try:
                 self._ranks[rank] = self._job.start(rank, stdout_end, stderr_end, stdin)
             except OSError as error:
-                self._put(pack_json(Kind.FAILED, {"text": f"cannot start rank {rank}: {error}", "status": 126}))
+                self._put(pack_json(JobFrame.FAILED, {"text": f"cannot start rank {rank}: {error}", "status": 126}))
                 for missing in range(rank, self._numbers.stop):
                     self._note_exit(missing, 126)
                 break
@@ -211,7 +234,7 @@ class Agent:
                 for end in (stdout_end, stderr_end, stdin):
                     if end != subprocess.DEVNULL:
                         os.close(end)
-            for stream, kind in ((stdout, Kind.OUT), (stderr, Kind.ERR)):
+            for stream, kind in ((stdout, JobFrame.OUT), (stderr, JobFrame.ERR)):
                 os.set_blocking(stream, False)
                 self._streams[stream] = (kind, rank)
                 self._selector.register(stream, selectors.EVENT_READ)
@@ -248,7 +271,7 @@ class Agent:
 
     def _note_exit(self, rank: int, status: int) -> None:
         self._statuses[rank] = status
-        self._put(pack_json(Kind.EXIT, {"status": status, "first": self._job.first_failed()}, rank))
+        self._put(pack_json(JobFrame.EXIT, {"status": status, "first": self._job.first_failed()}, rank))
 
     def _tell_end(self) -> None:
         for stream in list(self._streams):
@@ -257,7 +280,7 @@ class Agent:
             if stream in self._streams:
                 self._close(stream)
         self._told = True
-        self._put(pack_json(Kind.ENDED, {"recordings": self._job.recordings()}))
+        self._put(pack_json(Kind.RESULT, {"result": {"recordings": self._job.recordings()}}))
 
     def _put(self, data: bytes) -> None:
         self._pending.append(memoryview(data))
@@ -279,29 +302,8 @@ def _warn(text: str) -> None:
     print(text, file=sys.stderr, flush=True)  # the launcher says it, with this host's name
 
 
-def _who() -> dict[str, Any]:
-    """This host, as far as the launcher compares it with others."""
-    return {
-        "host": socket.gethostname(),
-        "identity": host_identity(),
-        "system": sys.platform,
-        "python": platform.python_version(),
-        "mlxdist": __version__,
-        # Addresses by which this connection came: the launcher's and ours.
-        "ssh": os.environ.get("SSH_CONNECTION", "").split(),
-    }
-
-
 def _enter(folder: str) -> None:
     try:
         os.chdir(folder)
     except OSError as error:
         raise ResourceError(f"the folder {folder} cannot be entered: {error.strerror}; see --cwd") from None
-
-
-def main() -> None:
-    Agent(*claim_streams()).serve()
-
-
-if __name__ == "__main__":
-    main()

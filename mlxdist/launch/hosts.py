@@ -13,10 +13,12 @@ from typing import Any
 from mlxdist.base.environment import format_address, parse_address
 from mlxdist.base.errors import ResourceError
 from mlxdist.cluster.hostfile import Hostfile
+from mlxdist.cluster.ssh.connection import CONNECT_SECONDS
 from mlxdist.cluster.ssh.ssh import LOST, SshConfig
 from mlxdist.cluster.ssh.this_machine import look_up
 from mlxdist.version import __version__
 
+from .agent import JobFrame
 from .backends import Backend
 from .executable import CannotRun
 from .job_hosts import HostsFolder
@@ -28,8 +30,6 @@ from .wakeup import Interrupted, Wakeup
 __all__ = ["HostsJob", "address_for_others"]
 
 _STEP = 0.1  # between two looks at whether the user has given up
-# Longer than ssh takes to give up.
-_CONNECT_SECONDS = 30.0
 _PREPARE_SECONDS = 60.0  # a host may have to clean up first
 # After the time that ranks have to leave: for the agents to say that nothing is left.
 _END_SECONDS = 15.0
@@ -149,7 +149,7 @@ class HostsJob:
         fields = {"address": self._found_at, "exports": asdict(exports)}
         for host in self._hosts:
             host.say = self._say
-            host.start(fields)
+            host.send_json(JobFrame.START, fields)
 
     def readers(self, wake: Callable[[], None]) -> list[HostInput]:
         """Of the standard input. ``wake`` is called when one may take more."""
@@ -163,7 +163,7 @@ class HostsJob:
         # Rank 0 waits for all others, and they wait for rank 0.
         for host in self._hosts if rank.rank == 0 else self._hosts[:1]:
             if host is not rank.host:
-                host.note_end(rank)
+                host.send_json(JobFrame.GONE, {"status": rank.status}, rank.rank)
 
     def awake(self) -> dict[str, str]:
         """Of each Mac that has a part in the job, its name and why it may fall asleep, or nothing."""
@@ -195,13 +195,13 @@ class HostsJob:
         if self._ends_at is None:
             self._ends_at = time.monotonic() + 2 * self.grace + _END_SECONDS
             for host in self._hosts:
-                host.end()
+                host.send(JobFrame.END)
 
     def has_ended(self) -> bool:
         return all(host.state.closed for host in self._hosts) or time.monotonic() > self._ends_at
 
     def _connect(self) -> None:
-        self._wait(lambda host: host.state.hello is not None, _CONNECT_SECONDS, "does not answer")
+        self._wait(lambda host: host.state.hello is not None, CONNECT_SECONDS, "does not answer")
         names: dict[Any, str] = {}
         for host in self._hosts:
             theirs = host.state.hello.get("mlxdist")

@@ -1,7 +1,6 @@
 """Fuzz targets: environment variables, hostfiles, what other hosts send, tuning tables as files and from rank 0."""
 
 import contextlib
-import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,10 +8,11 @@ from pathlib import Path
 
 from mlxdist.base.environment import MAX_RANKS, VARIABLES, Environment, format_address, parse_address
 from mlxdist.base.errors import EnvironmentVariableError, InvalidArgument
+from mlxdist.cli.rpc_server import FUNCTIONS
 from mlxdist.cluster import hostfile
-from mlxdist.cluster.ssh.rpc_client import unpack_answer
-from mlxdist.cluster.ssh.rpc_server import CALLS, answer
-from mlxdist.launch.frames import FrameError, Frames, Kind, unpack_json
+from mlxdist.cluster.ssh.protocol import FrameError, Frames, Kind, after_greeting, unpack_json
+from mlxdist.cluster.ssh.rpc_client import CallError, unpack_response
+from mlxdist.cluster.ssh.rpc_server import respond
 from mlxdist.runtime import tuning
 
 __all__ = ["TARGETS"]
@@ -71,19 +71,23 @@ def agent_frames(data: bytes) -> None:
     with contextlib.suppress(FrameError):
         for piece in (data[1:cut], data[cut:]):
             for kind, rank, payload in frames.feed(piece):
-                assert kind in Kind and 0 <= rank < 1 << 16 and len(payload) < len(data)
+                assert 0 <= kind < 1 << 8 and 0 <= rank < 1 << 16 and len(payload) < len(data)
                 with contextlib.suppress(FrameError):
                     assert isinstance(unpack_json(payload), dict)
 
 
-def answers(data: bytes) -> None:
-    """A line of the connection between two hosts: as a question, and as an answer. Calls that do something are left."""
-    if any(name.encode() in data for name in CALLS if name != "who"):
+def responses(data: bytes) -> None:
+    """A payload between two hosts: as a call, and as a response. Calls that do something are left out."""
+    if any(name.encode() in data for name in FUNCTIONS if name != "who"):
         return
-    with contextlib.suppress(ValueError):
-        assert {"result", "error"} & unpack_answer(data).keys()
-    said = answer(data)
-    assert "error" in said or unpack_answer(json.dumps(said).encode()) == said
+    for kind in (Kind.RESULT, Kind.ERROR, 16):
+        with contextlib.suppress(FrameError, CallError):
+            unpack_response(kind, data)
+    with contextlib.suppress(FrameError):
+        after_greeting(data)
+    ((kind, _, payload),) = Frames().feed(respond(data, FUNCTIONS))
+    with contextlib.suppress(CallError):
+        assert kind == Kind.ERROR or unpack_response(kind, payload)
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
@@ -91,5 +95,5 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "tuning": tuning_table,
     "hostfile": hosts,
     "agent": agent_frames,
-    "answers": answers,
+    "responses": responses,
 }

@@ -1,104 +1,127 @@
-"""The far side of calls.py: `python -m mlxdist.cluster.ssh.rpc_server`, started by ssh, answers line after line.
+"""The server's end of a connection: a process that ssh starts on a host, which calls functions of a table.
 
-What can be asked is in the table below, and nothing else is ever called. Whatever a function does must be harmless, or
-what the user who asks has the right to do on this host anyway: ssh has let that user in.
+The table comes from above, as `mlxdist.cli.rpc_server` starts this, and nothing else is ever called. Whatever a
+function does must be harmless, or what the user of the client has the right to do on this host anyway: ssh has let that
+user in.
 """
 
 import importlib
-import json
 import os
 import platform
 import queue
+import select
 import socket
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from mlxdist.base.host_identity import host_identity
 from mlxdist.version import __version__
 
+from .protocol import GREETING, FrameError, Frames, Kind, pack_json, unpack_json
 from .streams import claim_streams
 
-__all__ = ["CALLS", "GREETING", "MAX_LINE", "answer", "main", "who"]
+__all__ = ["respond", "serve", "who"]
 
-GREETING = b"\nmlxdist answers 1\n"
-MAX_LINE = 64 << 20
-
-# Imported when they are asked for. Each takes keyword arguments and returns what JSON can say.
-CALLS = {
-    "calibrate.machine": "mlxdist.tools.calibrate.measure:machine",
-    "calibrate.measure": "mlxdist.tools.calibrate.measure:measure",
-    "doctor.allocate": "mlxdist.tools.doctor.facts:allocate",
-    "doctor.clock": "mlxdist.tools.doctor.facts:clock",
-    "doctor.connect": "mlxdist.tools.doctor.network:connect",
-    "doctor.crossing": "mlxdist.tools.doctor.gpu:crossing",
-    "doctor.digest": "mlxdist.tools.doctor.files:digest",
-    "doctor.facts": "mlxdist.tools.doctor.facts:read",
-    "doctor.installation": "mlxdist.tools.doctor.installation:installation",
-    "doctor.listen": "mlxdist.tools.doctor.network:listen",
-    "doctor.model": "mlxdist.tools.doctor.files:list_model",
-    "doctor.program": "mlxdist.tools.doctor.files:program",
-    "doctor.rdma": "mlxdist.tools.doctor.rdma:devices",
-    "dump.ask": "mlxdist.tools.observe.ask:answer",
-    "dump.time": "mlxdist.tools.observe.ask:wall_ns",
-    "jobs.list": "mlxdist.launch.jobs_on_hosts:list_here",
-    "jobs.recorded": "mlxdist.launch.jobs:has_recordings",
-    "jobs.stop": "mlxdist.launch.jobs_on_hosts:stop_here",
-    "who": "mlxdist.cluster.ssh.rpc_server:who",
-}
+_READ_BYTES = 1 << 16
+# A client whose machine is gone says nothing; ssh does not notice on the server's side.
+_FIRST_CALL_SECONDS = 120.0
 
 
 def who() -> dict[str, Any]:
-    """The host that answers."""
-    return {"host": socket.gethostname(), "python": platform.python_version(), "mlxdist": __version__}
+    """This host, as far as clients compare it with others."""
+    return {
+        "host": socket.gethostname(),
+        "identity": host_identity(),
+        "system": sys.platform,
+        "python": platform.python_version(),
+        "mlxdist": __version__,
+        # Addresses of this connection: the client's and ours.
+        "ssh": os.environ.get("SSH_CONNECTION", "").split(),
+    }
 
 
-def main() -> None:
+def serve(functions: Mapping[str, str], streaming: Mapping[str, str]) -> None:
+    """Serves one client over the standard streams, until it ends the connection.
+
+    Args:
+        functions: names for the client, each with "module:function", which is imported when it is called. It takes
+            keyword arguments and returns what JSON can express.
+        streaming: the same for calls with streams, which must be the first of their connection. The function takes the
+            two descriptors of the connection, the `Frames` read so far, and the call's arguments.
+    """
     source, target = claim_streams()
-    lines: queue.Queue[bytes | None] = queue.Queue()
+    _write(target, GREETING + pack_json(Kind.HELLO, who()))
+    frames = Frames()
+    first = _first_call(source, frames)
+    if first is None:
+        return
+    call = unpack_json(first)
+    if call.get("call") in streaming:
+        _find(call["call"], streaming)(source, target, frames, call["arguments"])
+        return
+    calls: queue.Queue[bytes | None] = queue.Queue()
+    calls.put(first)
     busy = threading.Event()
-    threading.Thread(target=_read, args=(source, lines, busy), daemon=True).start()
-    _write(target, GREETING)
-    while (line := lines.get()) is not None:
+    threading.Thread(target=_read, args=(source, frames, calls, busy), daemon=True).start()
+    while (payload := calls.get()) is not None:
         busy.set()
-        data = json.dumps(answer(line)).encode() + b"\n"
+        response = respond(payload, functions)
         busy.clear()
-        _write(target, data)
+        _write(target, response)
 
 
-def answer(line: bytes) -> dict[str, Any]:
-    """{"result": ...} or {"error": text}, whatever the line is."""
+def respond(payload: bytes, functions: Mapping[str, str]) -> bytes:
+    """The frame in response to a call, whatever that is."""
     try:
-        message = json.loads(line)
-        function = _find(message["call"])
-        return {"result": function(**message["arguments"])}
-    except Exception as error:  # whatever it is, who asked has to hear of it
-        return {"error": str(error) or type(error).__name__}
+        call = unpack_json(payload)
+        function = _find(call["call"], functions)
+        return pack_json(Kind.RESULT, {"result": function(**call["arguments"])})
+    except Exception as error:  # the client reports it, whatever it is
+        return pack_json(Kind.ERROR, {"error": str(error) or type(error).__name__})
 
 
-def _find(name: str) -> Callable[..., Any]:
-    if name not in CALLS:
+def _find(name: str, functions: Mapping[str, str]) -> Callable[..., Any]:
+    if name not in functions:
         raise ValueError(f"there is no call {name!r:.80} in this version of mlxdist")
-    module, function = CALLS[name].split(":")
+    module, function = functions[name].split(":")
     return getattr(importlib.import_module(module), function)
 
 
-def _read(source: int, lines: "queue.Queue[bytes | None]", busy: threading.Event) -> None:
-    """Lines, until the connection ends. Nobody waits for a function that is running then."""
-    with open(source, "rb") as stream:
-        while line := stream.readline(MAX_LINE):
-            if not line.endswith(b"\n"):
+def _first_call(source: int, frames: Frames) -> bytes | None:
+    """Its payload; None if there is none in time, or the connection has ended."""
+    poll = select.poll()
+    poll.register(source, select.POLLIN)
+    while poll.poll(1000 * _FIRST_CALL_SECONDS) and (data := os.read(source, _READ_BYTES)):
+        for kind, _, payload in frames.feed(data):
+            _require_call(kind)
+            return payload
+    return None
+
+
+def _read(source: int, frames: Frames, calls: "queue.Queue[bytes | None]", busy: threading.Event) -> None:
+    """Calls, until the connection ends. A function that runs then is ended with the process."""
+    data = b""
+    try:
+        while True:
+            for kind, _, payload in frames.feed(data):
+                _require_call(kind)
+                calls.put(payload)
+            if not (data := os.read(source, _READ_BYTES)):
                 break
-            lines.put(line)
-    if busy.is_set():
-        os._exit(1)
-    lines.put(None)
+    finally:
+        if busy.is_set():
+            os._exit(1)
+        calls.put(None)
+
+
+def _require_call(kind: int) -> None:
+    if kind != Kind.CALL:
+        raise FrameError(f"a frame of kind {kind} is no call")
 
 
 def _write(target: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(target, view) :]
-
-
-if __name__ == "__main__":
-    main()

@@ -16,6 +16,7 @@ from .this_machine import is_this_machine
 
 __all__ = [
     "LOST",
+    "SERVER",
     "TOO_LATE",
     "CommandResult",
     "SshConfig",
@@ -30,6 +31,8 @@ __all__ = [
 # Nobody is asked for a password, and a host that does not answer is noticed: within 10 s before there is a connection,
 # 15 s afterwards.
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
+# The module that serves requests on a host, with the functions of all floors in its table.
+SERVER = "mlxdist.cli.rpc_server"
 # The exit status of ssh when the connection fails.
 LOST = 255
 TOO_LATE = 124  # as of timeout(1)

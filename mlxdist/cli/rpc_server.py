@@ -1,0 +1,31 @@
+"""`python -m mlxdist.cli.rpc_server`, which ssh starts on a host: what clients can call there."""
+
+from mlxdist.cluster.ssh.rpc_server import serve
+
+__all__ = ["FUNCTIONS", "STREAMING"]
+
+FUNCTIONS = {
+    "calibrate.machine": "mlxdist.tools.calibrate.measure:machine",
+    "calibrate.measure": "mlxdist.tools.calibrate.measure:measure",
+    "doctor.allocate": "mlxdist.tools.doctor.facts:allocate",
+    "doctor.clock": "mlxdist.tools.doctor.facts:clock",
+    "doctor.connect": "mlxdist.tools.doctor.network:connect",
+    "doctor.crossing": "mlxdist.tools.doctor.gpu:crossing",
+    "doctor.digest": "mlxdist.tools.doctor.files:digest",
+    "doctor.facts": "mlxdist.tools.doctor.facts:read",
+    "doctor.installation": "mlxdist.tools.doctor.installation:installation",
+    "doctor.listen": "mlxdist.tools.doctor.network:listen",
+    "doctor.model": "mlxdist.tools.doctor.files:list_model",
+    "doctor.program": "mlxdist.tools.doctor.files:program",
+    "doctor.rdma": "mlxdist.tools.doctor.rdma:devices",
+    "dump.ask": "mlxdist.tools.observe.ask:answer",
+    "dump.time": "mlxdist.tools.observe.ask:wall_ns",
+    "jobs.list": "mlxdist.launch.jobs_on_hosts:list_here",
+    "jobs.recorded": "mlxdist.launch.jobs:has_recordings",
+    "jobs.stop": "mlxdist.launch.jobs_on_hosts:stop_here",
+    "who": "mlxdist.cluster.ssh.rpc_server:who",
+}
+STREAMING = {"launch.agent": "mlxdist.launch.agent:serve"}
+
+if __name__ == "__main__":
+    serve(FUNCTIONS, STREAMING)
