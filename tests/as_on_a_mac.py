@@ -1,14 +1,13 @@
 """What runs in the launcher, or in its agent on a host, runs here as on macOS, whose commands a test puts into PATH.
 
-`as_on_a_mac.py launch ...` is `mlxdist launch ...`; `as_on_a_mac.py -P -m mlxdist.cli.rpc_server` the agent. The reaper
-and the ranks are processes of their own, and of this system.
+`as_on_a_mac.py launch ...` is `mlxdist launch ...`; `as_on_a_mac.py rpc-server` becomes the agent. The reaper and the
+ranks are processes of their own, and of this system.
 """
 
 import sys
 
 from mlxdist.base import host_identity
-from mlxdist.cli import main, rpc_server
-from mlxdist.cluster.ssh.rpc_server import serve
+from mlxdist.cli import main
 from mlxdist.launch import agent, awake, hosts, run  # all that looks at the system while it is imported
 from mlxdist.runtime import mpi_shim
 
@@ -19,4 +18,4 @@ if __name__ == "__main__":
     mpi_shim.find_library = lambda: library  # ranks load it, and they are of this system
     sys.platform = "darwin"
     host_identity._boot_session = lambda: "since 2026"  # sysctlbyname(3)
-    serve(rpc_server.FUNCTIONS, rpc_server.STREAMING) if rpc_server.__name__ in sys.argv else main()
+    main()

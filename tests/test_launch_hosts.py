@@ -172,7 +172,7 @@ def test_dry_run_shows_what_would_be_started(tmp_path):
     job = launch(LAUNCH, *options, "--", "python", "a b.py")
     shown = job.stdout.splitlines()
     assert shown[:4] == [f"[{rank} {host}] python 'a b.py'" for rank, host in enumerate("aacc")]
-    assert shown[4].startswith("a: ssh -o BatchMode=yes ") and shown[4].endswith("-m mlxdist.cli.rpc_server'")
+    assert shown[4].startswith("a: ssh -o BatchMode=yes ") and shown[4].endswith("-m mlxdist rpc-server'")
     assert shown[6] == 'MLXDIST_DEVICE_MAP=[[null, ["en2"]], [["en2"], null]]'
 
 

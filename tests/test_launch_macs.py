@@ -31,7 +31,7 @@ while kill -0 "$3" 2>/dev/null; do sleep 0.05; done
 PYTHON = f"""#!/bin/sh
 case "$*" in
   "-m mlxdist launch "*) shift 2; exec {sys.executable} {AS_ON_A_MAC} "$@" ;;
-  "-P -m mlxdist.cli.rpc_server"*) exec {sys.executable} {AS_ON_A_MAC} "$@" ;;
+  "-P -m mlxdist rpc-server") shift 3; exec {sys.executable} {AS_ON_A_MAC} "$@" ;;
 esac
 exec {sys.executable} "$@"
 """

@@ -32,6 +32,7 @@ COMMANDS = {
     "hostfile": "mlxdist.cli.hostfile:hostfile",
     "launch": "mlxdist.cli.launch:launch",
     "ps": "mlxdist.cli.ps:ps",
+    "rpc-server": "mlxdist.cli.rpc_server:rpc_server",
     "shard": "mlxdist.cli.shard:shard",
     "stop": "mlxdist.cli.stop:stop",
     "top": "mlxdist.cli.top:top",

@@ -262,9 +262,7 @@ def _show(plan: Plan) -> None:
     for rank in plan.numbers:
         click.echo(f"[{labels[rank]}] {shlex.join(plan.command)}")
     if plan.hostfile is not None and not plan.by_mpirun:
-        from mlxdist.cluster.ssh.ssh import SERVER
-
         for host in plan.hostfile.hosts:
-            click.echo(f"{host.name}: {shlex.join(plan.ssh_config.module(host.name, SERVER))}")
+            click.echo(f"{host.name}: {shlex.join(plan.ssh_config.server(host.name))}")
         for name, value in plan.variables.items():
             click.echo(f"{name}={value}")

@@ -1,8 +1,10 @@
-"""`python -m mlxdist.cli.rpc_server`, which ssh starts on a host: what clients can call there."""
+"""`mlxdist rpc-server`, which ssh starts on a host: what clients can call there."""
+
+import click
 
 from mlxdist.cluster.ssh.rpc_server import serve
 
-__all__ = ["FUNCTIONS", "STREAMING"]
+__all__ = ["FUNCTIONS", "STREAMING", "rpc_server"]
 
 FUNCTIONS = {
     "calibrate.machine": "mlxdist.tools.calibrate.measure:machine",
@@ -27,5 +29,8 @@ FUNCTIONS = {
 }
 STREAMING = {"launch.agent": "mlxdist.launch.agent:serve"}
 
-if __name__ == "__main__":
+
+@click.command("rpc-server", hidden=True)
+def rpc_server() -> None:
+    """Serve calls of another host over the standard streams."""
     serve(FUNCTIONS, STREAMING)

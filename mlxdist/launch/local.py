@@ -18,6 +18,7 @@ from mlxdist.base.errors import InvalidArgument, ResourceError
 from mlxdist.runtime import mpi_shim
 
 from .backends import Exports
+from .exit_status import of_process
 from .jit_cache import JitCache
 from .jobs import JobFolder
 from .restarts import name_of_start
@@ -117,8 +118,7 @@ class LocalRank:
 
     def poll(self) -> int | None:
         """The exit status as a shell has it (128 + signal), or None while it runs."""
-        status = self.process.poll()
-        return 128 - status if status is not None and status < 0 else status
+        return of_process(self.process.poll())
 
     def signal(self, number: signal.Signals) -> None:
         """To all its processes. Only while it runs: its number may belong to another process afterwards."""

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from .runtime_directory import OF_RESTARTS, is_locked, make_locked, write_json
 
 if TYPE_CHECKING:
-    from .supervisor import Ending
+    from .exit_status import Ending
     from .wakeup import Wakeup
 
 __all__ = ["Next", "RestartsFolder", "name_of_start", "read_next", "run_with_restarts"]

@@ -18,11 +18,12 @@ from mlxdist.base.errors import ResourceError, name_ranks
 
 from .backends import Backend, free_ports
 from .executable import CannotRun
+from .exit_status import Ending
 from .local import LocalJob, LocalRank, allow_descriptors, new_name, usual_grace
 from .output import Output
 from .restarts import run_with_restarts
 from .standard_input import Pipe, Reader, StandardInput
-from .supervisor import Ending, Supervisor
+from .supervisor import Supervisor
 from .terminal import terminal_variables
 from .wakeup import Interrupted, Wakeup
 

@@ -14,17 +14,17 @@ import selectors
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from mlxdist.base.errors import name_ranks
 
+from .exit_status import TOO_LATE, Ending, describe
 from .local import LocalJob, LocalRank
 from .output import Output
 from .reaper import LOST_DOMAINS
 from .wakeup import Wakeup
 from .writer import MAX_BACKLOG
 
-__all__ = ["Ending", "Supervisor"]
+__all__ = ["Supervisor"]
 
 # Once SIGKILL is sent, only a process in an uninterruptible system call is still there after this.
 AFTER_KILL = 5.0
@@ -32,16 +32,6 @@ AFTER_KILL = 5.0
 _MAX_LAST_BACKLOG = 64 << 20
 # Ranks that run for so long after Ctrl-C: the user learns what comes next.
 HINT_SECONDS = 1.0
-TOO_LATE = 124  # as of timeout(1)
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How a job has ended. ``failed``: by itself, and nothing of it is left, so it could be started again."""
-
-    status: int  # for the launcher to exit with
-    text: str  # closing line, perhaps empty
-    failed: bool
 
 
 class Supervisor:
@@ -192,7 +182,7 @@ class Supervisor:
         self._statuses[rank.rank] = status
         now = time.monotonic()
         if self._verbose:
-            self._say(f"{rank} ended {_how(status)} after {now - self._started:.1f} s")
+            self._say(f"{rank} ended {describe(status)} after {now - self._started:.1f} s")
         if self._sent is not None:
             self._left_after[rank.rank] = self._sent.name
         elif status != 0:
@@ -247,7 +237,7 @@ class Supervisor:
             return 1, trouble
         failed, seconds = self._first_failure()
         status = self._statuses[failed]
-        first = f"rank {failed} failed first, {_how(status)} after {seconds:.1f} s"
+        first = f"rank {failed} failed first, {describe(status)} after {seconds:.1f} s"
         return status, "; ".join([first, *self._fates(failed)])
 
     def _lost_domains(self) -> str:
@@ -274,22 +264,16 @@ class Supervisor:
                 fate = f"ended after {sent}" if sent != "SIGKILL" else "had to be killed (SIGKILL)"
             else:
                 fate = (
-                    "finished" if status == 0 else "left by itself" if status <= 128 else f"ended too, {_how(status)}"
+                    "finished"
+                    if status == 0
+                    else "left by itself"
+                    if status <= 128
+                    else f"ended too, {describe(status)}"
                 )
             fates.setdefault(fate, []).append(rank)
         for rank in self._running:
             fates.setdefault("does not even end after SIGKILL", []).append(rank)
         return [f"{name_ranks(ranks)} {fate if len(ranks) == 1 else _plural(fate)}" for fate, ranks in fates.items()]
-
-
-def _how(status: int) -> str:
-    if status <= 128:
-        return f"with exit status {status}"
-    try:
-        name = signal.Signals(status - 128).name
-    except ValueError:
-        return f"with exit status {status}"
-    return f"killed by {name}" + (" (was memory short?)" if name == "SIGKILL" else "")
 
 
 def _plural(fate: str) -> str:

@@ -2,5 +2,5 @@
 
 protocol.py      frames, and what they mean
 connection.py    the client's end; rpc_client.py plain calls to several hosts
-rpc_server.py    the server's end; its table of functions comes from mlxdist.cli.rpc_server
+rpc_server.py    the server's end; its table of functions comes from the command `mlxdist rpc-server`
 """

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from mlxdist.base.errors import ResourceError
 
 from .protocol import Frames, after_greeting
-from .ssh import SERVER, SshConfig, cannot_run, why_lost
+from .ssh import SshConfig, cannot_run, why_lost
 
 __all__ = ["CONNECT_SECONDS", "Connection"]
 
@@ -39,7 +39,7 @@ class Connection:
         self._last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._sending = threading.Lock()
         pipe = subprocess.PIPE
-        command = ssh_config.module(name, SERVER)
+        command = ssh_config.server(name)
         try:  # in a session of its own: Ctrl-C is the caller's
             self._process = subprocess.Popen(
                 command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True

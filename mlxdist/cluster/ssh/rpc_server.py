@@ -1,6 +1,6 @@
 """The server's end of a connection: a process that ssh starts on a host, which calls functions of a table.
 
-The table comes from above, as `mlxdist.cli.rpc_server` starts this, and nothing else is ever called. Whatever a
+The table comes from above, from the command `mlxdist rpc-server`, and nothing else is ever called. Whatever a
 function does must be harmless, or what the user of the client has the right to do on this host anyway: ssh has let that
 user in.
 """

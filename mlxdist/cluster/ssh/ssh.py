@@ -16,7 +16,6 @@ from .this_machine import is_this_machine
 
 __all__ = [
     "LOST",
-    "SERVER",
     "TOO_LATE",
     "CommandResult",
     "SshConfig",
@@ -31,8 +30,6 @@ __all__ = [
 # Nobody is asked for a password, and a host that does not answer is noticed: within 10 s before there is a connection,
 # 15 s afterwards.
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
-# The module that serves requests on a host, with the functions of all floors in its table.
-SERVER = "mlxdist.cli.rpc_server"
 # The exit status of ssh when the connection fails.
 LOST = 255
 TOO_LATE = 124  # as of timeout(1)
@@ -58,9 +55,9 @@ class SshConfig:
         options = [word for option in _OPTIONS for word in ("-o", option)]
         return [*self.ssh, *options, "-T", name, f"exec {shlex.join(words)}"]
 
-    def module(self, name: str, module: str) -> list[str]:
-        """Runs a module of mlxdist on the host. What it is given should come through the connection."""
-        return self.command(name, own_module(module, python=self.python))
+    def server(self, name: str) -> list[str]:
+        """Starts the server of calls on the host, a command of mlxdist. What it is given comes over the connection."""
+        return self.command(name, own_module("mlxdist", "rpc-server", python=self.python))
 
 
 @dataclass(frozen=True)

@@ -138,5 +138,5 @@ def _run(placement: Placement, question: Question) -> Job:
 def last_words(text: str) -> str:
     """The errors of the ranks come before what the launcher says of their ends; both matter."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith(("mlxdist.base.errors.", "Error: "))]
+    errors = [line for line in lines if line.startswith(("mlxdist.", "Error: "))]
     return " | ".join(dict.fromkeys([*errors[:1], *lines[-1:]]))[:_WORDS] or "it has said nothing"

@@ -1,0 +1,32 @@
+"""Exit statuses as shells have them: 128 + the signal for a process that a signal has ended, 124 for a late job."""
+
+import signal
+from dataclasses import dataclass
+
+__all__ = ["TOO_LATE", "Ending", "describe", "of_process"]
+
+TOO_LATE = 124  # as of timeout(1)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a job has ended. ``failed``: by itself, and nothing of it is left, so it could be started again."""
+
+    status: int  # for the launcher to exit with
+    text: str  # closing line, perhaps empty
+    failed: bool
+
+
+def of_process(returncode: int | None) -> int | None:
+    """From what subprocess has: a negative number for a signal, None while the process runs."""
+    return 128 - returncode if returncode is not None and returncode < 0 else returncode
+
+
+def describe(status: int) -> str:
+    if status > 128:
+        try:
+            name = signal.Signals(status - 128).name
+        except ValueError:
+            return f"with exit status {status}"
+        return f"killed by {name}" + (" (was memory short?)" if name == "SIGKILL" else "")
+    return f"with exit status {status}"
