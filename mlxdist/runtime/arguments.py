@@ -1,18 +1,161 @@
-"""What the arguments of operations must be, whatever kind of array they come with."""
+"""The arguments of operations, checked: the options that all of them share, and what depends on the group."""
 
-from collections.abc import Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict, TypeVar, get_args, get_type_hints
 
 import mlx.core as mx
 
 from mlxdist.base import errors
 
 from .group import Group, default_group
-from .timeout import checked_timeout
+from .timeout import native_timeout
 
-__all__ = ["as_mlx", "check_peer", "check_root", "group_of", "mlx_group", "part_shape", "row_counts"]
+__all__ = ["BarrierOptions", "Call", "Options", "RecvOptions", "SendOptions", "Stream", "group_of", "operation"]
+
+Stream = mx.Stream | mx.Device | mx.DeviceType | None
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _NUMBERS = (bool, int, float, complex)
+DEFAULTS = {"group": None, "stream": None, "out": None, "dtype": None, "async_op": False, "timeout": None}
+
+
+class BarrierOptions(TypedDict, total=False):
+    group: Group | None
+    async_op: bool
+    timeout: float | None
+
+
+class SendOptions(BarrierOptions, total=False):
+    stream: Stream
+    dtype: Any
+
+
+class RecvOptions(BarrierOptions, total=False):
+    stream: Stream
+    out: Any
+
+
+class Options(RecvOptions, total=False):
+    """What every collective takes; :mod:`mlxdist.runtime.ops` says what it means."""
+
+    dtype: Any
+
+
+_options_of: dict[str, frozenset[str]] = {}
+
+
+def operation(function: Function) -> Function:
+    """For a function with ``**options: Unpack[Options]``: its signature shows the options one by one."""
+    signature = inspect.signature(function)
+    *parameters, options = signature.parameters.values()
+    types = get_type_hints(get_args(options.annotation)[0])
+    _options_of[function.__name__] = frozenset(types)
+    parameters += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[name])
+        for name, default in DEFAULTS.items()
+        if name in types
+    ]
+    function.__signature__ = signature.replace(parameters=parameters)
+    return function
+
+
+class Call:
+    """One call of an operation: its name and its options."""
+
+    group: Group
+    stream: Stream = None
+    out: Any = None
+    dtype: Any = None
+    async_op: bool = False
+    timeout: float | None = None
+    limit = -1.0  # the timeout as the engine takes it
+
+    def __init__(self, name: str, options: Any) -> None:
+        self.name = name
+        self.options = options
+        if not options:
+            self.group = default_group()
+            return
+        if unknown := options.keys() - _options_of[name]:
+            raise TypeError(f"{name}() got an unexpected keyword argument {min(unknown)!r}")
+        self.__dict__.update(options)
+        self.group = group_of(options.get("group"))
+        if self.timeout is not None:
+            self.limit = native_timeout(name, self.timeout)
+
+    def lazy(self, x: Any) -> mx.array | None:
+        """``x``, if it is an array of MLX or a number, which becomes one, else None; checks the options with it."""
+        if not isinstance(x, mx.array):
+            if type(x) not in _NUMBERS:  # NumPy's are instances of these, too
+                if self.stream is not None:
+                    raise self.error("stream is for mx.array, and other arrays need none")
+                return None
+            try:
+                x = mx.array(x)
+            except (RuntimeError, ValueError, OverflowError):
+                raise self.error("x does not fit int64") from None
+        if self.options:
+            if self.out is not None or self.dtype is not None:
+                raise self.error("out and dtype are for NumPy arrays and buffers, and x is an mx.array")
+            if self.async_op:
+                raise self.error(
+                    "async_op is for NumPy arrays and buffers; for an mx.array leave it out, and start the operation "
+                    "with mx.async_eval(result)"
+                )
+        return x
+
+    @property
+    def mlx_group(self) -> mx.distributed.Group:
+        """For MLX's own operations."""
+        return self.group.mlx if self.timeout is None else self.group.connection.mlx_group(self.limit, 0)
+
+    def error(self, problem: str) -> errors.InvalidArgument:
+        return errors.InvalidArgument(f"{self.name}: {problem}")
+
+    # What depends on the group.
+
+    def check_root(self, root: int) -> None:
+        size = self.group.size()
+        if not 0 <= root < size:
+            raise self.error(f"root is {root}, but the ranks are 0 to {size - 1}")
+
+    def check_peer(self, argument: str, rank: int) -> None:
+        own, size = self.group.rank(), self.group.size()
+        if size == 1:
+            raise errors.InvalidArgument(f"{self.name} needs a peer, but the group has one rank")
+        if not 0 <= rank < size or rank == own:
+            raise self.error(f"{argument} is {rank}, but must be another rank than {own}, from 0 to {size - 1}")
+
+    def receive_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        shape = tuple(shape)
+        if any(length < 0 for length in shape):
+            raise self.error(f"shape {shape} has a negative dimension")
+        return shape
+
+    def chunk_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of one of the equal chunks, one per rank, of an array that is divided along its first axis."""
+        size = self.group.size()
+        if size == 1:
+            return tuple(shape)
+        if not shape or shape[0] % size != 0:
+            raise self.error(f"the first dimension of shape {tuple(shape)} is not a multiple of the {size} ranks")
+        return (shape[0] // size, *shape[1:])
+
+    def row_counts(
+        self, shape: Sequence[int], send: Sequence[int], receive: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """The counts of all_to_all_v as lists, checked."""
+        rank, size = self.group.rank(), self.group.size()
+        sent, received = [int(count) for count in send], [int(count) for count in receive]
+        for argument, counts in (("send_counts", sent), ("recv_counts", received)):
+            if len(counts) != size or any(count < 0 for count in counts):
+                raise self.error(f"{argument} must be {size} numbers of rows, one per rank, not {counts}")
+        if not shape or shape[0] != sum(sent):
+            raise self.error(f"send_counts {sent} are {sum(sent)} rows, but x has shape {tuple(shape)}")
+        if sent[rank] != received[rank]:
+            raise self.error(f"rank {rank} sends {sent[rank]} rows to itself, but would receive {received[rank]}")
+        return sent, received
 
 
 def group_of(group: Group | None) -> Group:
@@ -25,86 +168,3 @@ def group_of(group: Group | None) -> Group:
             "mx.distributed goes to the functions of mx.distributed"
         )
     return group
-
-
-def as_mlx(name: str, x: Any, stream: Any, out: Any, dtype: Any, async_op: bool) -> mx.array | None:
-    """``x``, if it is an array of MLX or a number, which becomes one, else None; checks what is given with it."""
-    if type(x) in _NUMBERS:  # NumPy's are instances of these, too
-        x = _number(name, x)
-    if not isinstance(x, mx.array):
-        if stream is not None:
-            raise errors.InvalidArgument(f"{name}: stream is for mx.array, and other arrays need none")
-        return None
-    if out is not None or dtype is not None:
-        raise errors.InvalidArgument(f"{name}: out and dtype are for NumPy arrays and buffers, and x is an mx.array")
-    if async_op:
-        raise errors.InvalidArgument(
-            f"{name}: async_op is for NumPy arrays and buffers; for an mx.array leave it out, and start the operation "
-            "with mx.async_eval(result)"
-        )
-    return x
-
-
-def _number(name: str, x: Any) -> mx.array:
-    try:
-        return mx.array(x)
-    except (RuntimeError, ValueError, OverflowError):
-        raise errors.InvalidArgument(f"{name}: x does not fit int64") from None
-
-
-def mlx_group(name: str, group: Group, timeout: float | None, label: int = 0) -> mx.distributed.Group:
-    """For an operation of MLX's own, which has no argument for a timeout and a label: they go with the group.
-
-    ``label``: of less than 63 bits; of an all_sum, all_max or all_min it must be equal on all ranks, as its shape must.
-    """
-    if timeout is None and label == 0:
-        return group.mlx
-    return group.connection.mlx_group(-1.0 if timeout is None else checked_timeout(name, timeout), label)
-
-
-def check_root(name: str, root: int, group: Group) -> None:
-    if not 0 <= root < group.size():
-        raise errors.InvalidArgument(f"{name}: root is {root}, but the ranks are 0 to {group.size() - 1}")
-
-
-def check_peer(name: str, argument: str, rank: int, group: Group) -> None:
-    if group.size() == 1:
-        raise errors.InvalidArgument(f"{name}: there is nobody to talk to in a group of one")
-    if not 0 <= rank < group.size() or rank == group.rank():
-        raise errors.InvalidArgument(
-            f"{name}: {argument} is {rank}, but must be another rank than {group.rank()}, from 0 to {group.size() - 1}"
-        )
-
-
-def part_shape(name: str, shape: Sequence[int], group: Group) -> tuple[int, ...]:
-    """The shape of one of the equal parts, one per rank, of an array that is cut along its first axis."""
-    if group.size() == 1:
-        return tuple(shape)
-    if not shape or shape[0] % group.size() != 0:
-        raise errors.InvalidArgument(
-            f"{name}: the first dimension of shape {tuple(shape)} is not a multiple of the {group.size()} ranks"
-        )
-    return (shape[0] // group.size(), *shape[1:])
-
-
-def row_counts(shape: Sequence[int], send: Sequence[int], receive: Sequence[int], group: Group) -> tuple[list, list]:
-    """The counts of all_to_all_v as lists, checked."""
-    lists = []
-    for argument, counts in (("send_counts", send), ("recv_counts", receive)):
-        counts = [int(count) for count in counts]
-        if len(counts) != group.size() or any(count < 0 for count in counts):
-            raise errors.InvalidArgument(
-                f"all_to_all_v: {argument} must be {group.size()} numbers of rows, one per rank, not {counts}"
-            )
-        lists.append(counts)
-    rows = shape[0] if shape else None
-    if rows != sum(lists[0]):
-        raise errors.InvalidArgument(
-            f"all_to_all_v: send_counts {lists[0]} are {sum(lists[0])} rows, but x has shape {tuple(shape)}"
-        )
-    rank = group.rank()
-    if lists[0][rank] != lists[1][rank]:
-        raise errors.InvalidArgument(
-            f"all_to_all_v: rank {rank} sends {lists[0][rank]} rows to itself, but would receive {lists[1][rank]}"
-        )
-    return lists[0], lists[1]

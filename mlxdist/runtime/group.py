@@ -73,7 +73,8 @@ class Group:
     @property
     def mlx(self) -> mx.distributed.Group:
         """The same group for MLX: ``mx.distributed.all_sum(x, group=group.mlx)``."""
-        self._require_open()
+        if self._closed:
+            self._require_open()
         return self._mlx
 
     @property
@@ -302,8 +303,12 @@ class Group:
 
     @property
     def connection(self) -> Any:
-        """The bridge's handle."""
-        self._require_open()
+        """The bridge's handle. ``mlx_group(timeout, label)`` of it is for operations of MLX, which have neither argument.
+
+        A timeout of -1 is the group's. A label of less than 63 bits must be equal on all ranks, as shapes must.
+        """
+        if self._closed:
+            self._require_open()
         return self._connection
 
     def add_door(self, door: Any) -> None:

@@ -34,7 +34,7 @@ On an ``mx.array`` all but the first come where the result is evaluated, of a ha
 """
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import mlx.core as mx
 import numpy as np
@@ -42,10 +42,9 @@ import numpy as np
 from mlxdist.base import errors
 
 from . import eager
-from .arguments import as_mlx, check_root, group_of, mlx_group, part_shape, row_counts
+from .arguments import BarrierOptions, Call, Options, group_of, operation
 from .group import Group
 from .native import bridge
-from .timeout import native_timeout
 
 __all__ = [
     "all_gather",
@@ -69,281 +68,172 @@ __all__ = [
 ]
 
 Array = TypeVar("Array", mx.array, np.ndarray)
-Stream = mx.Stream | mx.Device | mx.DeviceType | None
 
 
-def all_sum(
-    x: Array,
-    *,
-    group: Group | None = None,
-    stream: Stream = None,
-    out: Any = None,
-    dtype: Any = None,
-    async_op: bool = False,
-    timeout: float | None = None,
-) -> Array:
+@operation
+def all_sum(x: Array, **options: Unpack[Options]) -> Array:
     """The sum of all ranks' ``x``, elementwise: shape and dtype of ``x``, bitwise equal on all ranks.
 
     float16 and bfloat16 are added up in float32; sums of bool are logical or. The gradient is MLX's: the identity.
     """
-    return _all_reduce("all_sum", x, "sum", group, stream, out, dtype, async_op, timeout)
+    return _all_reduce("all_sum", x, "sum", options)
 
 
-def all_max(
-    x: Array,
-    *,
-    group: Group | None = None,
-    stream: Stream = None,
-    out: Any = None,
-    dtype: Any = None,
-    async_op: bool = False,
-    timeout: float | None = None,
-) -> Array:
+@operation
+def all_max(x: Array, **options: Unpack[Options]) -> Array:
     """The maximum of all ranks' ``x``, elementwise: shape and dtype of ``x``. A NaN of one rank is in the result.
 
     It has no gradient: asking for it raises. ``mx.stop_gradient(x)`` leaves it out.
     """
-    return _all_reduce("all_max", x, "max", group, stream, out, dtype, async_op, timeout)
+    return _all_reduce("all_max", x, "max", options)
 
 
-def all_min(
-    x: Array,
-    *,
-    group: Group | None = None,
-    stream: Stream = None,
-    out: Any = None,
-    dtype: Any = None,
-    async_op: bool = False,
-    timeout: float | None = None,
-) -> Array:
+@operation
+def all_min(x: Array, **options: Unpack[Options]) -> Array:
     """The minimum of all ranks' ``x``, elementwise: shape and dtype of ``x``. A NaN of one rank is in the result.
 
     It has no gradient: asking for it raises. ``mx.stop_gradient(x)`` leaves it out.
     """
-    return _all_reduce("all_min", x, "min", group, stream, out, dtype, async_op, timeout)
+    return _all_reduce("all_min", x, "min", options)
 
 
-def all_reduce(
-    x: Array,
-    op: str = "sum",
-    *,
-    group: Group | None = None,
-    stream: Stream = None,
-    out: Any = None,
-    dtype: Any = None,
-    async_op: bool = False,
-    timeout: float | None = None,
-) -> Array:
+@operation
+def all_reduce(x: Array, op: str = "sum", **options: Unpack[Options]) -> Array:
     """all_sum, all_max or all_min of ``x`` as ``op`` says ("sum", "max", "min"), or the product ("prod").
 
     Shape and dtype of ``x``, bitwise equal on all ranks. Only the sum has a gradient.
     """
     _check_op("all_reduce", op)
-    return _all_reduce("all_reduce", x, op, group, stream, out, dtype, async_op, timeout)
+    return _all_reduce("all_reduce", x, op, options)
 
 
-def all_gather(
-    x: Array,
-    *,
-    group: Group | None = None,
-    stream: Stream = None,
-    out: Any = None,
-    dtype: Any = None,
-    async_op: bool = False,
-    timeout: float | None = None,
-) -> Array:
+@operation
+def all_gather(x: Array, **options: Unpack[Options]) -> Array:
     """All ranks' ``x`` one after the other: shape ``(size * n, ...)`` for an ``x`` of shape ``(n, ...)``.
 
     Scalars give shape ``(size,)``. The gradient is MLX's: this rank's part of the cotangent. That of
     :func:`mlxdist.nn.gather_from_sequence_parallel_region` is the sum over all ranks.
     """
-    group = group_of(group)
-    if (array := as_mlx("all_gather", x, stream, out, dtype, async_op)) is not None:
-        return bridge.all_gather_as_in_mlx(array, group.connection, stream, native_timeout("all_gather", timeout))
-    return eager.all_gather(x, group, out, dtype, async_op, timeout)
+    call = Call("all_gather", options)
+    if (array := call.lazy(x)) is not None:
+        return bridge.all_gather_as_in_mlx(array, call.group.connection, call.stream, call.limit)
+    return eager.all_gather(call, x)
 
 
-def reduce_scatter(
-    x: Array,
-    op: str = "sum",
-    *,
-    group: Group | None = None,
-    stream: Stream = None,
-    out: Any = None,
-    dtype: Any = None,
-    async_op: bool = False,
-    timeout: float | None = None,
-) -> Array:
+@operation
+def reduce_scatter(x: Array, op: str = "sum", **options: Unpack[Options]) -> Array:
     """This rank's part of what all_reduce gives: shape ``(n / size, ...)`` for an ``x`` of shape ``(n, ...)``.
 
     ``op``: "sum", "max", "min" or "prod". Only the sum has a gradient: the cotangents of all ranks' parts, joined.
     """
     _check_op("reduce_scatter", op)
-    return _reduce_scatter("reduce_scatter", x, op, group, stream, out, dtype, async_op, timeout)
+    return _reduce_scatter("reduce_scatter", x, op, options)
 
 
-def sum_scatter(
-    x: Array,
-    *,
-    group: Group | None = None,
-    stream: Stream = None,
-    out: Any = None,
-    dtype: Any = None,
-    async_op: bool = False,
-    timeout: float | None = None,
-) -> Array:
+@operation
+def sum_scatter(x: Array, **options: Unpack[Options]) -> Array:
     """This rank's part of the sum of all ranks' ``x``: shape ``(n / size, ...)`` for an ``x`` of shape ``(n, ...)``.
 
     The gradient, which that of ``mx.distributed`` lacks, is the cotangents of all ranks' parts, joined.
     """
-    return _reduce_scatter("sum_scatter", x, "sum", group, stream, out, dtype, async_op, timeout)
+    return _reduce_scatter("sum_scatter", x, "sum", options)
 
 
-def broadcast(
-    x: Array,
-    root: int = 0,
-    *,
-    group: Group | None = None,
-    stream: Stream = None,
-    out: Any = None,
-    dtype: Any = None,
-    async_op: bool = False,
-    timeout: float | None = None,
-) -> Array:
+@operation
+def broadcast(x: Array, root: int = 0, **options: Unpack[Options]) -> Array:
     """The root's ``x`` on every rank. All ranks pass an array of the same shape and dtype.
 
     The gradient: on the root the sum of all ranks' cotangents, elsewhere zeros.
     """
-    group = group_of(group)
-    check_root("broadcast", root, group)
-    if (array := as_mlx("broadcast", x, stream, out, dtype, async_op)) is not None:
-        return bridge.broadcast(array, group.connection, root, stream, native_timeout("broadcast", timeout))
-    return eager.broadcast(x, root, group, out, dtype, async_op, timeout)
+    call = Call("broadcast", options)
+    call.check_root(root)
+    if (array := call.lazy(x)) is not None:
+        return bridge.broadcast(array, call.group.connection, root, call.stream, call.limit)
+    return eager.broadcast(call, x, root)
 
 
-def reduce(
-    x: Array,
-    op: str = "sum",
-    root: int = 0,
-    *,
-    group: Group | None = None,
-    stream: Stream = None,
-    out: Any = None,
-    dtype: Any = None,
-    async_op: bool = False,
-    timeout: float | None = None,
-) -> Array:
+@operation
+def reduce(x: Array, op: str = "sum", root: int = 0, **options: Unpack[Options]) -> Array:
     """What all_reduce gives for ``op``, on the root alone: shape and dtype of ``x``.
 
     The other ranks get an array without elements, of shape ``(0, ...)`` for an ``x`` of shape ``(n, ...)`` and ``(0,)``
     for a scalar; their ``out`` stays as it is. Only the sum has a gradient: the root's cotangent, on all ranks.
     """
-    group = group_of(group)
+    call = Call("reduce", options)
     _check_op("reduce", op)
-    check_root("reduce", root, group)
-    if (array := as_mlx("reduce", x, stream, out, dtype, async_op)) is not None:
-        limit = native_timeout("reduce", timeout)
-        return bridge.reduce(array, group.connection, eager.REDUCTIONS[op], root, stream, limit)
-    return eager.reduce(x, op, root, group, out, dtype, async_op, timeout)
+    call.check_root(root)
+    if (array := call.lazy(x)) is not None:
+        return bridge.reduce(array, call.group.connection, eager.REDUCTIONS[op], root, call.stream, call.limit)
+    return eager.reduce(call, x, op, root)
 
 
-def gather(
-    x: Array,
-    root: int = 0,
-    *,
-    group: Group | None = None,
-    stream: Stream = None,
-    out: Any = None,
-    dtype: Any = None,
-    async_op: bool = False,
-    timeout: float | None = None,
-) -> Array:
+@operation
+def gather(x: Array, root: int = 0, **options: Unpack[Options]) -> Array:
     """What all_gather gives, on the root alone: shape ``(size * n, ...)`` for an ``x`` of shape ``(n, ...)``.
 
     The other ranks get an array without elements, as from :func:`reduce`. The gradient: each rank's part of the root's
     cotangent.
     """
-    group = group_of(group)
-    check_root("gather", root, group)
-    if (array := as_mlx("gather", x, stream, out, dtype, async_op)) is not None:
-        return bridge.gather(array, group.connection, root, stream, native_timeout("gather", timeout))
-    return eager.gather(x, root, group, out, dtype, async_op, timeout)
+    call = Call("gather", options)
+    call.check_root(root)
+    if (array := call.lazy(x)) is not None:
+        return bridge.gather(array, call.group.connection, root, call.stream, call.limit)
+    return eager.gather(call, x, root)
 
 
-def scatter(
-    x: Array,
-    root: int = 0,
-    *,
-    group: Group | None = None,
-    stream: Stream = None,
-    out: Any = None,
-    dtype: Any = None,
-    async_op: bool = False,
-    timeout: float | None = None,
-) -> Array:
+@operation
+def scatter(x: Array, root: int = 0, **options: Unpack[Options]) -> Array:
     """This rank's part of the root's ``x``: shape ``(n / size, ...)`` for an ``x`` of shape ``(n, ...)``.
 
     All ranks pass an array of the same shape and dtype, of which only the root's elements count. The gradient: on the
     root all ranks' cotangents, joined, elsewhere zeros.
     """
-    group = group_of(group)
-    check_root("scatter", root, group)
-    if (array := as_mlx("scatter", x, stream, out, dtype, async_op)) is not None:
-        part_shape("scatter", array.shape, group)
-        return bridge.scatter(array, group.connection, root, stream, native_timeout("scatter", timeout))
-    return eager.scatter(x, root, group, out, dtype, async_op, timeout)
+    call = Call("scatter", options)
+    call.check_root(root)
+    if (array := call.lazy(x)) is not None:
+        call.chunk_shape(array.shape)
+        return bridge.scatter(array, call.group.connection, root, call.stream, call.limit)
+    return eager.scatter(call, x, root)
 
 
-def all_to_all(
-    x: Array,
-    *,
-    group: Group | None = None,
-    stream: Stream = None,
-    out: Any = None,
-    dtype: Any = None,
-    async_op: bool = False,
-    timeout: float | None = None,
-) -> Array:
+@operation
+def all_to_all(x: Array, **options: Unpack[Options]) -> Array:
     """Cuts ``x`` into ``size`` equal parts and sends part j to rank j; the result is what came, in rank order.
 
     Shape and dtype of ``x``, whose first dimension is a multiple of the group's size. The gradient is all_to_all of the
     cotangent.
     """
-    group = group_of(group)
-    if (array := as_mlx("all_to_all", x, stream, out, dtype, async_op)) is not None:
-        part_shape("all_to_all", array.shape, group)
-        return bridge.all_to_all(array, group.connection, stream, native_timeout("all_to_all", timeout))
-    return eager.all_to_all(x, group, out, dtype, async_op, timeout)
+    call = Call("all_to_all", options)
+    if (array := call.lazy(x)) is not None:
+        call.chunk_shape(array.shape)
+        return bridge.all_to_all(array, call.group.connection, call.stream, call.limit)
+    return eager.all_to_all(call, x)
 
 
-def all_to_all_v(
-    x: Array,
-    send_counts: Sequence[int],
-    recv_counts: Sequence[int],
-    *,
-    group: Group | None = None,
-    stream: Stream = None,
-    out: Any = None,
-    dtype: Any = None,
-    async_op: bool = False,
-    timeout: float | None = None,
-) -> Array:
+@operation
+def all_to_all_v(x: Array, send_counts: Sequence[int], recv_counts: Sequence[int], **options: Unpack[Options]) -> Array:
     """all_to_all with parts of different sizes.
 
     The first ``send_counts[0]`` rows of ``x`` go to rank 0, the next ``send_counts[1]`` to rank 1 and so on. The result
     has ``sum(recv_counts)`` rows: ``recv_counts[i]`` from each rank i, in rank order. What rank i sends to j must be
     what j expects from i. The gradient is all_to_all_v of the cotangent with the counts swapped.
     """
-    group = group_of(group)
-    if (array := as_mlx("all_to_all_v", x, stream, out, dtype, async_op)) is not None:
-        counts = row_counts(array.shape, send_counts, recv_counts, group)
-        return bridge.all_to_all_v(array, group.connection, *counts, stream, native_timeout("all_to_all_v", timeout))
-    return eager.all_to_all_v(x, send_counts, recv_counts, group, out, dtype, async_op, timeout)
+    call = Call("all_to_all_v", options)
+    if (array := call.lazy(x)) is not None:
+        return bridge.all_to_all_v(
+            array,
+            call.group.connection,
+            *call.row_counts(array.shape, send_counts, recv_counts),
+            call.stream,
+            call.limit,
+        )
+    return eager.all_to_all_v(call, x, send_counts, recv_counts)
 
 
-def barrier(*, group: Group | None = None, async_op: bool = False, timeout: float | None = None) -> Any:
+@operation
+def barrier(**options: Unpack[BarrierOptions]) -> Any:
     """Returns once every rank has called it. Arrays of MLX that are not evaluated yet do not take part."""
-    return eager.barrier(group_of(group), async_op, timeout)
+    return eager.barrier(Call("barrier", options))
 
 
 def meet(group: Group | None = None, timeout: float | None = None) -> None:
@@ -366,42 +256,21 @@ def is_available(backend: str = "any") -> bool:
     return backend in ("any", "mlxdist")
 
 
-def _all_reduce(
-    name: str,
-    x: Any,
-    op: str,
-    group: Group | None,
-    stream: Stream,
-    out: Any,
-    dtype: Any,
-    async_op: bool,
-    timeout: float | None,
-) -> Any:
-    group = group_of(group)
-    if (array := as_mlx(name, x, stream, out, dtype, async_op)) is None:
-        return eager.all_reduce(name, x, op, group, out, dtype, async_op, timeout)
+def _all_reduce(name: str, x: Any, op: str, options: Options) -> Any:
+    call = Call(name, options)
+    if (array := call.lazy(x)) is None:
+        return eager.all_reduce(call, x, op)
     if op == "sum":
-        return mx.distributed.all_sum(array, group=mlx_group(name, group, timeout), stream=stream)
-    return bridge.all_reduce(array, group.connection, eager.REDUCTIONS[op], stream, native_timeout(name, timeout))
+        return mx.distributed.all_sum(array, group=call.mlx_group, stream=call.stream)
+    return bridge.all_reduce(array, call.group.connection, eager.REDUCTIONS[op], call.stream, call.limit)
 
 
-def _reduce_scatter(
-    name: str,
-    x: Any,
-    op: str,
-    group: Group | None,
-    stream: Stream,
-    out: Any,
-    dtype: Any,
-    async_op: bool,
-    timeout: float | None,
-) -> Any:
-    group = group_of(group)
-    if (array := as_mlx(name, x, stream, out, dtype, async_op)) is not None:
-        part_shape(name, array.shape, group)
-        limit = native_timeout(name, timeout)
-        return bridge.reduce_scatter(array, group.connection, eager.REDUCTIONS[op], stream, limit)
-    return eager.reduce_scatter(name, x, op, group, out, dtype, async_op, timeout)
+def _reduce_scatter(name: str, x: Any, op: str, options: Options) -> Any:
+    call = Call(name, options)
+    if (array := call.lazy(x)) is None:
+        return eager.reduce_scatter(call, x, op)
+    call.chunk_shape(array.shape)
+    return bridge.reduce_scatter(array, call.group.connection, eager.REDUCTIONS[op], call.stream, call.limit)
 
 
 def _check_op(name: str, op: str) -> None:

@@ -5,52 +5,31 @@ the shape and dtype that the other expects.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import mlx.core as mx
 import numpy as np
 
-from mlxdist.base import errors
-
 from . import eager
-from .arguments import as_mlx, check_peer, group_of, mlx_group
-from .group import Group
+from .arguments import Call, Options, RecvOptions, SendOptions, operation
 from .native import bridge
-from .ops import Array, Stream
-from .timeout import native_timeout
+from .ops import Array
 
 __all__ = ["recv", "recv_like", "send", "sendrecv"]
 
 
-def send(
-    x: Array,
-    dst: int,
-    *,
-    group: Group | None = None,
-    stream: Stream = None,
-    dtype: Any = None,
-    async_op: bool = False,
-    timeout: float | None = None,
-) -> Array:
+@operation
+def send(x: Array, dst: int, **options: Unpack[SendOptions]) -> Array:
     """Sends ``x`` to rank ``dst``, which must call :func:`recv`. Returns ``x``: evaluating that is what sends it."""
-    group = group_of(group)
-    check_peer("send", "dst", dst, group)
-    if (array := as_mlx("send", x, stream, None, dtype, async_op)) is not None:
-        return mx.distributed.send(array, dst, group=mlx_group("send", group, timeout), stream=stream)
-    return eager.send(x, dst, group, dtype, async_op, timeout)
+    call = Call("send", options)
+    call.check_peer("dst", dst)
+    if (array := call.lazy(x)) is not None:
+        return mx.distributed.send(array, dst, group=call.mlx_group, stream=call.stream)
+    return eager.send(call, x, dst)
 
 
-def recv(
-    shape: Sequence[int],
-    dtype: Any,
-    src: int,
-    *,
-    group: Group | None = None,
-    stream: Stream = None,
-    out: Any = None,
-    async_op: bool = False,
-    timeout: float | None = None,
-) -> mx.array | np.ndarray:
+@operation
+def recv(shape: Sequence[int], dtype: Any, src: int, **options: Unpack[RecvOptions]) -> mx.array | np.ndarray:
     """Receives what rank ``src`` sends to this rank: an ``mx.array`` if ``dtype`` is MLX's, else a NumPy array.
 
     ``shape`` and ``dtype`` must be those of what is sent.
@@ -58,48 +37,30 @@ def recv(
     Raises:
         InvalidArgument: besides, ``stream`` with a dtype of NumPy, ``out`` or ``async_op`` with one of MLX.
     """
-    group = group_of(group)
-    check_peer("recv", "src", src, group)
+    call = Call("recv", options)
+    call.check_peer("src", src)
     if not isinstance(dtype, mx.Dtype):
-        if stream is not None:
-            raise errors.InvalidArgument("recv: stream is for dtypes of MLX, and dtype is one of NumPy")
-        return eager.recv(shape, dtype, src, group, out, async_op, timeout)
-    if out is not None or async_op:
-        raise errors.InvalidArgument("recv: out and async_op are for NumPy dtypes, and dtype is one of MLX")
-    return mx.distributed.recv(shape, dtype, src, group=mlx_group("recv", group, timeout), stream=stream)
+        if call.stream is not None:
+            raise call.error("stream is for dtypes of MLX, and dtype is one of NumPy")
+        return eager.recv(call, shape, dtype, src)
+    if call.out is not None or call.async_op:
+        raise call.error("out and async_op are for NumPy dtypes, and dtype is one of MLX")
+    return mx.distributed.recv(shape, dtype, src, group=call.mlx_group, stream=call.stream)
 
 
-def recv_like(
-    x: Array,
-    src: int,
-    *,
-    group: Group | None = None,
-    stream: Stream = None,
-    out: Any = None,
-    dtype: Any = None,
-    async_op: bool = False,
-    timeout: float | None = None,
-) -> Array:
+@operation
+def recv_like(x: Array, src: int, **options: Unpack[Options]) -> Array:
     """Receives from rank ``src``: kind, shape and dtype of ``x``, which stays as it is unless it is ``out``."""
-    group = group_of(group)
-    check_peer("recv_like", "src", src, group)
-    if (array := as_mlx("recv_like", x, stream, out, dtype, async_op)) is not None:
-        return mx.distributed.recv_like(array, src, group=mlx_group("recv_like", group, timeout), stream=stream)
-    return eager.recv_like(x, src, group, out, dtype, async_op, timeout)
+    call = Call("recv_like", options)
+    call.check_peer("src", src)
+    if (array := call.lazy(x)) is not None:
+        return mx.distributed.recv_like(array, src, group=call.mlx_group, stream=call.stream)
+    return eager.recv_like(call, x, src)
 
 
+@operation
 def sendrecv(
-    x: Array,
-    dst: int,
-    src: int,
-    shape: Sequence[int] | None = None,
-    dtype: Any = None,
-    *,
-    group: Group | None = None,
-    stream: Stream = None,
-    out: Any = None,
-    async_op: bool = False,
-    timeout: float | None = None,
+    x: Array, dst: int, src: int, shape: Sequence[int] | None = None, dtype: Any = None, **options: Unpack[RecvOptions]
 ) -> Array:
     """Sends ``x`` to rank ``dst`` and receives from rank ``src`` at the same time, so that all ranks may do it at once.
 
@@ -110,15 +71,21 @@ def sendrecv(
     Raises:
         InvalidArgument: besides, a dimension of ``shape`` is negative, or ``dtype`` is not of the same kind as ``x``.
     """
-    group = group_of(group)
-    check_peer("sendrecv", "dst", dst, group)
-    check_peer("sendrecv", "src", src, group)
-    if (array := as_mlx("sendrecv", x, stream, out, None, async_op)) is None:
-        return eager.sendrecv(x, dst, src, shape, dtype, group, out, async_op, timeout)
-    shape = array.shape if shape is None else tuple(shape)
-    if any(length < 0 for length in shape):
-        raise errors.InvalidArgument(f"sendrecv: shape {shape} has a negative dimension")
+    call = Call("sendrecv", options)
+    call.check_peer("dst", dst)
+    call.check_peer("src", src)
+    if (array := call.lazy(x)) is None:
+        return eager.sendrecv(call, x, dst, src, shape, dtype)
+    shape = array.shape if shape is None else call.receive_shape(shape)
     if not isinstance(dtype, mx.Dtype | None):
-        raise errors.InvalidArgument(f"sendrecv: dtype must be one of MLX, as x is an mx.array, not {dtype!r}")
-    dtype, limit = array.dtype if dtype is None else dtype, native_timeout("sendrecv", timeout)
-    return bridge.sendrecv(array, group.connection, dst, src, list(shape), dtype, stream, limit)
+        raise call.error(f"dtype must be one of MLX, as x is an mx.array, not {dtype!r}")
+    return bridge.sendrecv(
+        array,
+        call.group.connection,
+        dst,
+        src,
+        list(shape),
+        array.dtype if dtype is None else dtype,
+        call.stream,
+        call.limit,
+    )

@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.arguments import group_of, mlx_group
+from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 
 # Large enough that what each message costs besides its bytes does not count: on a Mac the gradients wait for the GPU
@@ -58,7 +58,7 @@ def all_reduce_grads(grads: Any, group: Group | None = None, bucket_bytes: int =
     if size == 1:
         return grads
     structure = tuple((path, tuple(leaf.shape), leaf.dtype) for path, leaf in zip(paths, leaves))
-    labeled = mlx_group("all_reduce_grads", group, None, _hash_of(structure, bucket_bytes))
+    labeled = group.connection.mlx_group(-1.0, _hash_of(structure, bucket_bytes))
 
     # By path: two ranks may have built their dicts in different orders.
     order = sorted((i for i, leaf in enumerate(leaves) if leaf.size > 0), key=lambda i: paths[i])
