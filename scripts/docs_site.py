@@ -66,9 +66,11 @@ class PublicNames(griffe.Extension):
             found = pkg[package.__name__.removeprefix("mlxdist.")] if package is not mlxdist else pkg
             modules = {name for name, member in found.members.items() if not member.is_alias and member.is_module}
             for name in set(package.__all__) - {"__version__"} - modules:
-                value = getattr(package, name)
-                if value.__module__ != package.__name__:
-                    found.set_member(name, griffe.Alias(name, f"{value.__module__}.{value.__qualname__}", parent=found))
+                module = getattr(package, name).__module__
+                if module == "mlxdist":  # as tracebacks show an error
+                    module = f"mlxdist.{mlxdist._MODULE_OF[name]}"
+                if module != package.__name__:
+                    found.set_member(name, griffe.Alias(name, f"{module}.{name}", parent=found))
 
     def on_class(self, *, cls: griffe.Class, **_: Any) -> None:
         if cls.docstring and re.search(r"(?i)made by|^what :meth:", cls.docstring.value):
