@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 import pytest
+import yaml
 from click.testing import CliRunner
 from fake_macs import Macs
 
@@ -16,7 +17,8 @@ from mlxdist.runtime.world import FIELDS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
-PAGES += sorted((ROOT / "docs").rglob("*.md"))
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES += DOCS
 
 
 def test_the_program_of_the_readme(run_ranks, tmp_path):
@@ -75,6 +77,13 @@ def test_the_picture_of_the_readme(tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     assert "6 cables, mesh" in done.stdout and "docs/cluster.svg" in (ROOT / "README.md").read_text()
     assert (tmp_path / "cluster.svg").read_text() == (ROOT / "docs" / "cluster.svg").read_text()
+
+
+def test_the_navigation_has_every_page():
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    pages = re.findall(r"'([\w/-]+\.md)'", str(nav))
+    generated = ["index.md", "contributing.md", "changelog.md"]  # from files outside docs/
+    assert sorted(pages) == sorted(generated + [str(page.relative_to(ROOT / "docs")) for page in DOCS])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
