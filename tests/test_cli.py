@@ -26,7 +26,7 @@ def test_version_and_help():
 
     assert mlxdist("--version").stdout == f"mlxdist {__version__}\n"
     assert "launch" in mlxdist("--help").stdout
-    assert "--grace" in mlxdist("launch", "--help").stdout
+    assert "--grace-period" in mlxdist("launch", "--help").stdout
 
 
 def test_the_garbage_collector_runs_after_the_imports():

@@ -195,7 +195,7 @@ def test_jobs_that_run_and_jobs_that_have_left_something(tmp_path, monkeypatch):
     assert facts._jobs()["running"] == facts._jobs()["left"] == []
     running = JobFolder("f00", tmp_path / "mlxdist-f00", ["python", "train.py"])
     killed = JobFolder("f11", tmp_path / "mlxdist-f11", ["python", "train.py"])
-    killed.close()  # its launcher and its keeper are gone
+    killed.close()  # its launcher and its reaper are gone
     told = facts._jobs()
     running.close()
     assert told["running"] == [{"job": "f00", "ranks": 0, "command": ["python", "train.py"]}]

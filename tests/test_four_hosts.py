@@ -135,7 +135,7 @@ def test_a_host_is_lost(nodes):
     marker = uuid.uuid4().hex
     program = "import mlxdist, numpy\nmlxdist.init(); mlxdist.barrier(); print('runs', flush=True)\n"
     program += "while True: mlxdist.all_sum(numpy.ones(1000))"
-    options = ["--env", f"MARKER={marker}", "--grace", "1"]
+    options = ["--env", f"MARKER={marker}", "--grace-period", "1"]
     with running(nodes, program, *options) as launcher:
         nodes.hosts[2].pull_cable()
         try:

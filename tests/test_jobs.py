@@ -100,18 +100,18 @@ def test_the_record_of_a_launcher_that_was_killed_is_removed():
         job.communicate(timeout=20)
     (left,) = runtime_folder().glob(f"*{OF_HOSTS}")
     assert wait_for(lambda: list_jobs() == [], 10)  # the agent has noticed
-    stale_jobs.remove_leftovers()
+    stale_jobs.remove_stale_jobs()
     assert not left.exists()
 
 
 @pytest.mark.long
-def test_hosts_end_what_a_launcher_and_its_keeper_have_left():
+def test_hosts_end_what_a_launcher_and_its_reaper_have_left():
     with running(1, WAITING) as job:
         name, pids = told(job)
         folder = find_job(name).folder
-        keeper = next(int(line.split()[0]) for line in marked_processes(os.environ["TEST_MARKER"]) if name in line)
+        reaper = next(int(line.split()[0]) for line in marked_processes(os.environ["TEST_MARKER"]) if name in line)
         os.kill(job.pid, signal.SIGKILL)
-        os.kill(keeper, signal.SIGKILL)
+        os.kill(reaper, signal.SIGKILL)
         job.communicate(timeout=20)
         stopped = run("stop", "--all", "--hosts", "localhost")
         assert stopped.returncode == 0 and f"localhost: cleaned up after job {name}" in stopped.stderr, stopped
@@ -136,9 +136,9 @@ def test_a_command_that_reaches_no_host(arguments):
 def test_a_job_that_does_not_end_in_time_is_told():
     program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.environ['MLXDIST_JOB'], "
     program += "os.getpid(), flush=True); time.sleep(60)"
-    with running(1, program, options=["--grace", "3"]) as job:
+    with running(1, program, options=["--grace-period", "3"]) as job:
         name, _ = told(job)
-        late = run("stop", name, "--wait", "0.2")
+        late = run("stop", name, "--timeout", "0.2")
         assert late.returncode == 1 and late.stdout == f"{name} still runs after 0.2 s\n"
         assert job.wait(20) == 143
 
@@ -279,17 +279,17 @@ def test_only_the_last_recordings_are_kept():
     assert {path.name for path in runtime_folder().iterdir()} == {f"job{n}" for n in range(2, stale_jobs.KEPT + 2)}
 
 
-def kill_launcher_and_keeper(job):
+def kill_launcher_and_reaper(job):
     """At the same instant, so that neither can clean up after the other."""
-    keeper = int(subprocess.run(["pgrep", "-P", str(job.pid), "-f", "reaper.py"], capture_output=True).stdout)
-    os.kill(keeper, signal.SIGSTOP)
+    reaper = int(subprocess.run(["pgrep", "-P", str(job.pid), "-f", "reaper.py"], capture_output=True).stdout)
+    os.kill(reaper, signal.SIGSTOP)
     job.kill()
     job.wait()
-    os.kill(keeper, signal.SIGKILL)
-    assert wait_for(lambda: keeper not in start_times([keeper]))
+    os.kill(reaper, signal.SIGKILL)
+    assert wait_for(lambda: reaper not in start_times([reaper]))
 
 
-def test_what_a_killed_launcher_and_keeper_leave_is_removed_by_the_next_start(tmp_path):
+def test_what_a_killed_launcher_and_reaper_leave_is_removed_by_the_next_start(tmp_path):
     """The ranks, their children in sessions of their own or without environment, and both folders."""
     seconds = f"60.{os.getpid()}"
     program = (
@@ -299,7 +299,7 @@ def test_what_a_killed_launcher_and_keeper_leave_is_removed_by_the_next_start(tm
     with running(2, program) as job:
         name, pids = told(job)
         assert wait_for(lambda: find_job(name).pids == pids)
-        kill_launcher_and_keeper(job)
+        kill_launcher_and_reaper(job)
         assert list_jobs() == [] and set(start_times(pids.values())) == set(pids.values())
         assert list((tmp_path / "tmp").iterdir()) != []
         following = launch(1, "true")
@@ -322,16 +322,16 @@ def test_a_job_whose_launcher_runs_is_left_alone():
         end(job)
 
 
-def test_a_job_whose_keeper_still_runs_is_left_to_it():
+def test_a_job_whose_reaper_still_runs_is_left_to_it():
     with running(1, WAITING) as job:
         name, pids = told(job)
-        keeper = int(subprocess.run(["pgrep", "-P", str(job.pid), "-f", "reaper.py"], capture_output=True).stdout)
-        os.kill(keeper, signal.SIGSTOP)
+        reaper = int(subprocess.run(["pgrep", "-P", str(job.pid), "-f", "reaper.py"], capture_output=True).stdout)
+        os.kill(reaper, signal.SIGSTOP)
         job.kill()
         job.wait()
         assert launch(1, "true").stderr == b""
         assert set(start_times(pids.values())) == set(pids.values())
-        os.kill(keeper, signal.SIGCONT)
+        os.kill(reaper, signal.SIGCONT)
         assert wait_for(lambda: start_times(pids.values()) == {})
 
 
@@ -387,7 +387,7 @@ def test_a_launcher_inside_a_dead_job_does_not_end_itself():
     out = Path(os.environ["TMPDIR"]).parent / "out"
     with running(1, f"PARENT = os.getppid(); OUT = {str(out)!r}\n" + program) as job:
         name, pids = told(job)
-        kill_launcher_and_keeper(job)
+        kill_launcher_and_reaper(job)
         assert wait_for(lambda: out.exists() and out.read_bytes() == b"[0] inner\n", 10)
         assert set(start_times(pids.values())) == set(pids.values())
         assert b"cleaned up" in launch(1, "true").stderr

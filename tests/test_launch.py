@@ -55,7 +55,7 @@ def test_settings_with_any_content():
 
 
 def test_arguments_with_any_content():
-    arguments = ["two words", "--grace", "-n", "", "'\"", "$HOME", "new\nline", "--"]
+    arguments = ["two words", "--grace-period", "-n", "", "'\"", "$HOME", "new\nline", "--"]
     job = launch(1, sys.executable, "-c", "import sys; print(sys.argv[1:])", *arguments)
     assert job.stdout.decode() == f"[0] {arguments}\n"
 
@@ -134,7 +134,7 @@ def test_a_command_is_looked_for_where_it_will_run(tmp_path):
     refused = launch(1, "sub/run.sh", options=["--cwd", "sub"], cwd=tmp_path)
     assert refused.returncode == 127 and b"The command 'sub/sub/run.sh' does not exist" in refused.stderr
     refused = launch(1, "pwd", options=["--cwd", "elsewhere"], cwd=tmp_path)
-    assert refused.returncode == 2 and b"--cwd elsewhere is not a folder" in refused.stderr
+    assert refused.returncode == 2 and b"--cwd elsewhere is not a directory" in refused.stderr
 
 
 def test_a_dry_run_makes_no_folder(tmp_path):
@@ -247,8 +247,8 @@ def test_without_a_place_for_kernels(monkeypatch):
         (["--", "true"], 2, "Missing option '-n'"),
         (["-n", "2"], 2, "No command given. Write it after --"),
         (["-n", "2", "--"], 2, "No command given"),
-        (["-n", "2", "--grade", "3", "--", "true"], 2, "--grace"),
-        (["-n", "2", "--grace", "-1", "--", "true"], 2, "--grace"),
+        (["-n", "2", "--grade-period", "3", "--", "true"], 2, "--grace-period"),
+        (["-n", "2", "--grace-period", "-1", "--", "true"], 2, "--grace-period"),
         (["-n", "2", "--env", "NAME", "--", "true"], 2, "'NAME' is not NAME=VALUE"),
         (["-n", "2", "--env", "=x", "--", "true"], 2, "'=x' is not NAME=VALUE"),
         (["-n", "2", "--env", "export C=3", "--", "true"], 2, "'export C' is no name of a variable; leave `export`"),
@@ -262,7 +262,7 @@ def test_without_a_place_for_kernels(monkeypatch):
         (["-n", "2", "--env", "TMPDIR=/no/such/folder", "--", "true"], 2, "/no/such/folder"),
         (["-n", "2", "--", "no-such-command"], 127, "'no-such-command' does not exist"),
         (["-n", "2", "--", "./no-such-command"], 127, "'./no-such-command' does not exist"),
-        (["-n", "2", "--", "/tmp"], 126, "/tmp is a folder"),
+        (["-n", "2", "--", "/tmp"], 126, "/tmp is a directory"),
     ],
 )
 def test_bad_input(arguments, status, words):
@@ -293,7 +293,7 @@ def test_a_current_folder_that_is_gone(tmp_path):
         return subprocess.run(f"rmdir ../gone; exec {command}", shell=True, cwd=tmp_path / "gone", capture_output=True)
 
     job = launch_in_none()
-    assert job.returncode == 2 and b"The current folder does not exist any more" in job.stderr, job.stderr
+    assert job.returncode == 2 and b"The current directory does not exist any more" in job.stderr, job.stderr
     assert launch_in_none("--cwd", str(tmp_path)).stdout.decode() == f"[0] {tmp_path}\n"
 
 

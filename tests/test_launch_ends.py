@@ -25,7 +25,9 @@ def test_exit_status_is_that_of_the_rank_that_failed(status):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
 def test_exit_status_of_a_killed_rank(number):
     job = python(
-        2, f"import time\nif rank == 1: os.kill(os.getpid(), {int(number)})\ntime.sleep(30)", options=["--grace", "0.2"]
+        2,
+        f"import time\nif rank == 1: os.kill(os.getpid(), {int(number)})\ntime.sleep(30)",
+        options=["--grace-period", "0.2"],
     )
     assert job.returncode == 128 + number
     assert f"rank 1 failed first, killed by {number.name}" in closing_line(job)
@@ -55,7 +57,7 @@ def test_the_others_may_leave_by_themselves():
 
 def test_the_others_are_ended_after_the_grace():
     started = time.monotonic()
-    job = python(3, "import sys, time\nif rank == 1: sys.exit(5)\ntime.sleep(30)", options=["--grace", "0.5"])
+    job = python(3, "import sys, time\nif rank == 1: sys.exit(5)\ntime.sleep(30)", options=["--grace-period", "0.5"])
     assert 0.5 < time.monotonic() - started < 3
     assert job.returncode == 5
     assert "ranks 0 and 2 ended after SIGTERM" in closing_line(job)
@@ -63,7 +65,9 @@ def test_the_others_are_ended_after_the_grace():
 
 def test_a_rank_that_ignores_sigterm_is_killed():
     program = "import signal, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    job = python(2, program + "if rank == 1: time.sleep(0.5); sys.exit(5)\ntime.sleep(30)", options=["--grace", "0.3"])
+    job = python(
+        2, program + "if rank == 1: time.sleep(0.5); sys.exit(5)\ntime.sleep(30)", options=["--grace-period", "0.3"]
+    )
     assert job.returncode == 5
     assert "rank 0 had to be killed (SIGKILL)" in closing_line(job)
 
@@ -106,7 +110,7 @@ if rank == 1:
     os.kill(os.getpid(), 9)
 rendezvous.barrier("end")
 """,
-        options=["--grace", "20"],
+        options=["--grace-period", "20"],
         timeout=10,
     )
     assert job.returncode == 137
@@ -133,7 +137,7 @@ time.sleep(0.3)
 print("started")
 sys.exit(9 if rank == 1 else 0)
 """,
-        options=["--grace", "0.3"],
+        options=["--grace-period", "0.3"],
     )
     assert job.returncode == 9 and job.stdout.count(b"started") == 2
     assert subprocess.run(["pgrep", "-f", f"^sleep {seconds}$"], capture_output=True).stdout == b""
@@ -182,7 +186,7 @@ def test_other_signals_reach_all_ranks(number):
 
 def test_ranks_that_ignore_ctrl_c_are_ended():
     program = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + WAITING
-    with running(2, program, options=["--grace", "0.4"]) as job:
+    with running(2, program, options=["--grace-period", "0.4"]) as job:
         started = time.monotonic()
         job.send_signal(signal.SIGINT)
         _, err = job.communicate(timeout=10)
@@ -192,7 +196,7 @@ def test_ranks_that_ignore_ctrl_c_are_ended():
 
 def test_ctrl_c_that_ranks_ignore_says_what_comes_next():
     program = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + WAITING
-    with running(2, program, options=["--grace", "60"]) as job:
+    with running(2, program, options=["--grace-period", "60"]) as job:
         job.send_signal(signal.SIGINT)
         said = job.stderr.readline()
         assert said.startswith("mlxdist launch: ranks 0 and 1 still run after SIGINT; SIGTERM follows in 59 s"), said
@@ -203,7 +207,7 @@ def test_ctrl_c_that_ranks_ignore_says_what_comes_next():
 
 def test_a_second_and_third_ctrl_c_do_not_wait():
     program = "import signal\nfor s in (2, 15): signal.signal(s, signal.SIG_IGN)\n" + WAITING
-    with running(2, program, options=["--grace", "60"]) as job:
+    with running(2, program, options=["--grace-period", "60"]) as job:
         for _ in range(3):
             job.send_signal(signal.SIGINT)
             time.sleep(0.2)
@@ -225,7 +229,7 @@ def test_an_ignored_hangup_stays_ignored():
 def test_a_killed_launcher_takes_its_ranks_along(options, tmp_path):
     """SIGKILL cannot be handled, and yet nothing is left: see the fixture."""
     program = "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True)\n" + WAITING
-    with running(2, program, options=["--grace", "1", *options]) as job:
+    with running(2, program, options=["--grace-period", "1", *options]) as job:
         job.kill()
         assert wait_for(lambda: not marked_processes(os.environ["TEST_MARKER"]), 5)
 
@@ -239,16 +243,16 @@ def test_a_job_inside_a_killed_job_ends_too():
 
 @pytest.mark.long
 def test_a_job_inside_a_job_that_does_not_want_to_end():
-    """Its launcher and its keeper would both give it a minute."""
+    """Its launcher and its reaper would both give it a minute."""
     seconds = f"60.{os.getpid()}"
-    inner = [*LAUNCH, "-n", "1", "--grace", "60", "--", "sh", "-c", f"trap '' TERM; sleep {seconds}"]
+    inner = [*LAUNCH, "-n", "1", "--grace-period", "60", "--", "sh", "-c", f"trap '' TERM; sleep {seconds}"]
     program = f"import sys, time\nif rank == 1: time.sleep(0.7); sys.exit(5)\nos.execv({inner[0]!r}, {inner!r})"
-    job = python(2, program, options=["--grace", "0.3"])
+    job = python(2, program, options=["--grace-period", "0.3"])
     assert job.returncode == 5, job.stderr
     assert subprocess.run(["pgrep", "-f", f"^sleep {seconds}$"], capture_output=True).stdout == b""
 
 
-def test_a_job_whose_keeper_was_killed_is_cleaned_up_as_well():
+def test_a_job_whose_reaper_was_killed_is_cleaned_up_as_well():
     program = (
         "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True); print(os.getppid(), flush=True)"
     )
@@ -266,7 +270,7 @@ def test_a_job_that_takes_too_long_is_ended():
         "mlxdist launch: it has not ended after 0.5 s (--timeout); ranks 0 and 1 ended after SIGTERM."
     )
     assert python(1, "", options=["--timeout", "60"]).returncode == 0
-    options = ["--timeout", "1", "--grace", "3"]
+    options = ["--timeout", "1", "--grace-period", "3"]
     failed = python(2, "import time; rank and time.sleep(60); raise SystemExit(3)", options=options)
     assert failed.returncode == 3  # the failure came first
 
@@ -281,12 +285,12 @@ if rank == {rank}:
     os._exit({status})
 Rendezvous(Environment.read())
 """
-    job = python(2, program, options=["--grace", "20"], timeout=20)
+    job = python(2, program, options=["--grace-period", "20"], timeout=20)
     assert job.returncode == (status or 1)
     assert f"RendezvousError: rendezvous: rank {rank} has ended with exit status {status} {how}" in job.stderr.decode()
 
 
-def test_the_keeper_ends_although_the_folder_of_the_ranks_cannot_be_removed():
+def test_the_reaper_ends_although_the_folder_of_the_ranks_cannot_be_removed():
     """A rank may close it. The job's own folder goes all the same: no start of a job looks there any more."""
     program = (
         "import os, sys, tempfile; sys.path.append(sys.argv[1]); import reaper\n"
@@ -304,8 +308,8 @@ def test_the_keeper_ends_although_the_folder_of_the_ranks_cannot_be_removed():
     assert printed == "True False\nFalse\n"
 
 
-def test_the_keeper_removes_the_folder_of_the_ranks_and_nothing_behind_its_links(tmp_path):
-    """Without shutil, which takes as long to import as the rest of the keeper's work."""
+def test_the_reaper_removes_the_folder_of_the_ranks_and_nothing_behind_its_links(tmp_path):
+    """Without shutil, which takes as long to import as the rest of the reaper's work."""
     job, kept = tmp_path / "job", tmp_path / "kept"
     (job / "0" / "deep").mkdir(parents=True)
     kept.mkdir()

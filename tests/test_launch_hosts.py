@@ -19,7 +19,7 @@ from ssh_hosts import SshHosts, ssh_hosts
 from mlxdist.cluster.ssh.protocol import GREETING, MAX_PAYLOAD, FrameError, Frames, Kind, pack, pack_json, unpack_json
 from mlxdist.launch.agent import JobFrame
 from mlxdist.launch.jobs import find_job, list_jobs
-from mlxdist.launch.stale_jobs import remove_leftovers
+from mlxdist.launch.stale_jobs import remove_stale_jobs
 
 HERE = [*LAUNCH, "--hosts", "localhost"]
 AWKWARD = ["two words", "it's", '"', "$HOME", "`id`", "a\nb", "ü", "", "--", "*"]
@@ -81,7 +81,7 @@ def test_folder(tmp_path):
     job = python([*HERE, "--cwd", str(tmp_path)], "print(os.getcwd())")
     assert lines(job) == [f"[0 localhost] {tmp_path}"]
     job = python([*HERE, "--cwd", "/no/such"], "")
-    assert job.returncode == 1 and "localhost: the folder /no/such cannot be entered: No such file" in job.stderr
+    assert job.returncode == 1 and "localhost: the directory /no/such cannot be entered: No such file" in job.stderr
 
 
 @pytest.mark.parametrize("choice", ["all", "0"])
@@ -118,7 +118,7 @@ def test_streams_stay_apart_and_whole():
 )
 def test_a_rank_that_fails_ends_the_others(ending, status, words):
     program = f"import sys, time\nif rank == 1:\n    {ending}\ntime.sleep(60)"
-    job = python([*HERE, "-n", "3", "--grace", "0.5"], program)
+    job = python([*HERE, "-n", "3", "--grace-period", "0.5"], program)
     assert job.returncode == status and words in job.stderr and "ranks 0 and 2 ended after SIGTERM" in job.stderr
 
 
@@ -282,7 +282,7 @@ def test_two_hosts(nodes):
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_rank_of_another_host_that_ends_before_it_has_come(nodes, gone):
     program = f"import mlxdist\nif rank == {gone}: os._exit(0)\nmlxdist.init()"
-    job = python(over_ssh(nodes, "--grace", "20"), program, timeout=40)
+    job = python(over_ssh(nodes, "--grace-period", "20"), program, timeout=40)
     assert job.returncode == 1
     assert f"RendezvousError: rendezvous: rank {gone} has ended with exit status 0 before" in job.stderr, job.stderr
 
@@ -353,7 +353,7 @@ def _pull_cable(nodes, launcher):
 def test_nothing_is_left_on_any_host(nodes, accident, status, words):
     marker = uuid.uuid4().hex
     program = "import subprocess, time; subprocess.Popen(['sleep', '61']); print('runs', flush=True); time.sleep(60)"
-    options = ["--env", f"MARKER={marker}", "--grace", "1"]
+    options = ["--env", f"MARKER={marker}", "--grace-period", "1"]
     with subprocess.Popen(
         [*over_ssh(nodes, *options, launcher=launcher_with(silence=6)), "--", sys.executable, "-c", program],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -367,7 +367,7 @@ def test_nothing_is_left_on_any_host(nodes, accident, status, words):
         finally:
             nodes.hosts[1].plug_cable()
         assert launcher.returncode == status and words in error, error
-    remove_leftovers()  # as the next launcher does: a launcher that is killed leaves what it has noted of its hosts
+    remove_stale_jobs()  # as the next launcher does: a launcher that is killed leaves what it has noted of its hosts
 
 
 @pytest.mark.long

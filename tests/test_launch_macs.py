@@ -15,7 +15,7 @@ from launching import LAUNCH, RANK, launch, marked_processes, nothing_left, runn
 from mlxdist import _native
 from mlxdist.cluster.hostfile import parse, read
 from mlxdist.cluster.hostfile.options import HostSelection
-from mlxdist.launch.reaper import LOST_DOMAINS, Keeper, closing_line
+from mlxdist.launch.reaper import LOST_DOMAINS, Reaper, closing_line
 from mlxdist.tools.doctor.cluster import Question
 from mlxdist.tools.doctor.job import place_ranks, try_job
 
@@ -97,7 +97,7 @@ def test_nothing_of_it_elsewhere(caffeinate):
 
 @pytest.mark.long
 def test_a_restart_says_it_once(caffeinate, mac):
-    options = ["--verbose", "--max-restarts", "1", "--grace", "1"]
+    options = ["--verbose", "--max-restarts", "1", "--grace-period", "1"]
     job = launch(1, "sh", "-c", "exit 3", options=options)
     assert job.returncode == 3 and len(caffeinate()) == 2 and len(said(job, "caffeinate")) == 1
 
@@ -203,7 +203,7 @@ LOST = f"rank 0 killed on a Mac: {LOST_DOMAINS}".encode()
 
 @pytest.mark.parametrize("where", ["here", pytest.param("on a host", marks=pytest.mark.long)])
 def test_a_rank_that_was_killed_on_a_mac(caffeinate, mac, where):
-    options = ["--grace", "0.3", *(on_macs(caffeinate) if where == "on a host" else [])]
+    options = ["--grace-period", "0.3", *(on_macs(caffeinate) if where == "on a host" else [])]
     job = launch(2, sys.executable, "-c", RANK + STUBBORN, options=options)
     assert job.returncode == 5 and b"rank 0 had to be killed (SIGKILL)" in job.stderr, job.stderr
     assert LOST in job.stderr and b"`ioclasscount AppleThunderboltRDMAProtectionDomain`" in job.stderr
@@ -211,17 +211,17 @@ def test_a_rank_that_was_killed_on_a_mac(caffeinate, mac, where):
 
 @pytest.mark.long
 def test_a_rank_that_was_killed_elsewhere():
-    job = launch(2, sys.executable, "-c", RANK + STUBBORN, options=["--grace", "0.3"])
+    job = launch(2, sys.executable, "-c", RANK + STUBBORN, options=["--grace-period", "0.3"])
     assert job.returncode == 5 and b"had to be killed" in job.stderr and b"protection domain" not in job.stderr
 
 
-def test_a_keeper_says_what_it_had_to_kill(monkeypatch, tmp_path):
+def test_a_reaper_says_what_it_had_to_kill(monkeypatch, tmp_path):
     """Where the launcher was killed, and a rank does not end by SIGTERM."""
     program = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(); signal.pause()"
     stubborn = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True)
     stubborn.stdout.readline()
     polite = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    ranks = Keeper("job-of-this-test", str(tmp_path / "no"), str(tmp_path / "none"), 0.2)
+    ranks = Reaper("job-of-this-test", str(tmp_path / "no"), str(tmp_path / "none"), 0.2)
     for rank in (stubborn, polite):
         ranks.take(f"+{rank.pid}")
     assert ranks.finish() == 2 and ranks.killed == 1

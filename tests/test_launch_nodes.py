@@ -33,7 +33,7 @@ def no_scheduler(monkeypatch):
 
 def run_nodes(program, options, *variables):
     """One launcher for each item of ``variables``. Status, lines, errors of each."""
-    command = [*LAUNCH, "-n", "2", "--grace", "1"]
+    command = [*LAUNCH, "-n", "2", "--grace-period", "1"]
     with contextlib.ExitStack() as stack:
         started = [
             stack.enter_context(

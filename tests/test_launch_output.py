@@ -79,7 +79,7 @@ time.sleep(30)
 
 
 def test_an_error_that_all_ranks_raise_is_shown_once():
-    job = python(3, "def f(): raise ValueError('alike')\nif rank == 2: g()\nf()", options=["--grace", "5"])
+    job = python(3, "def f(): raise ValueError('alike')\nif rank == 2: g()\nf()", options=["--grace-period", "5"])
     lines = [line.decode() for line in job.stderr.splitlines() if line.startswith(b"[")]
     assert sum("Traceback" in line for line in lines) == 2
     assert sorted(line for line in lines if "Error: " in line) == [
@@ -215,7 +215,7 @@ def test_a_reader_that_stops_does_not_stop_the_supervision():
         "import sys, time\nprint('start', flush=True)\n"
         "if rank == 0:\n while True: sys.stdout.write('x' * 1000 + '\\n')\n"
         "time.sleep(0.5); sys.exit(3)",
-        options=["--grace", "0.3"],
+        options=["--grace-period", "0.3"],
     ) as job:
         assert wait_for(lambda: len(marked_processes(os.environ["TEST_MARKER"])) == 1, 8), "only the launcher is left"
         job.communicate(timeout=5)
@@ -244,7 +244,7 @@ def clock_ticks_in(pid, seconds):
 def test_a_job_on_hosts_whose_output_nobody_reads_ends_at_once():
     """Behind all that its ranks have printed comes how they have ended."""
     program = "import time; print('x' * 40_000_000, flush=True); time.sleep(60)"
-    with running(1, program, options=["--hosts", "localhost", "--grace", "30"], lines=0) as job:
+    with running(1, program, options=["--hosts", "localhost", "--grace-period", "30"], lines=0) as job:
         time.sleep(2)
         job.send_signal(signal.SIGINT)
         assert wait_for(lambda: list_jobs() == [], 10)
@@ -254,7 +254,7 @@ def test_a_job_on_hosts_whose_output_nobody_reads_ends_at_once():
 
 def test_a_reader_that_goes_away_ends_the_job_as_in_a_pipe():
     program = "import signal, sys\nsignal.signal(signal.SIGPIPE, signal.SIG_DFL)\nwhile True: print('x' * 1000)"
-    with running(2, program, options=["--grace", "1"]) as job:
+    with running(2, program, options=["--grace-period", "1"]) as job:
         job.stdout.close()
         assert job.wait(10) == 128 + signal.SIGPIPE
 
@@ -332,7 +332,7 @@ time.sleep(30)
     "streams", [{"stderr": subprocess.STDOUT, "stdout": subprocess.PIPE}, pytest.param({}, marks=pytest.mark.long)]
 )
 def test_last_lines_of_the_rank_that_failed(tmp_path, streams):
-    options = ["--max-restarts", "1", "--grace", "0.1"]
+    options = ["--max-restarts", "1", "--grace-period", "0.1"]
     keywords = {"options": options} | ({"capture_output": False} | streams if streams else {})
     job = launch(2, sys.executable, "-c", RANK + FAILS, str(tmp_path), **keywords)
     assert job.returncode == 3

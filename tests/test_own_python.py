@@ -95,5 +95,5 @@ def test_one_function_makes_the_commands():
         for path in root.rglob("*.py")
         if re.search(r'(executable|python|PYTHON)\)?,\s*"-[a-zA-Z]', path.read_text())
     }
-    # pip's command is shown and not run; the keeper starts with -I -S, without site-packages.
+    # pip's command is shown and not run; the reaper starts with -I -S, without site-packages.
     assert made == {"base/own_python.py", "version.py", "launch/local.py"}

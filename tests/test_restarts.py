@@ -96,7 +96,7 @@ def test_no_restart_after_the_agent_on_a_host_was_told_to_end(grace):
     waiting = "import signal, time\n"
     waiting += "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if grace == "0.2" else ""
     waiting += "print('start', flush=True); time.sleep(30)"
-    options = ["--hosts", "localhost", "--max-restarts", "5", "--grace", grace]
+    options = ["--hosts", "localhost", "--max-restarts", "5", "--grace-period", grace]
     with running(2, waiting, options=options) as job:
         (found,) = list_jobs()
         agent = read_record(found.folder).launcher

@@ -174,7 +174,7 @@ def test_the_secret_is_in_no_command_line_file_or_output(tmp_path):
         assert any(b"reaper.py" in line for line in command_lines)
         files = read_all(tmp_path)
         assert len(files) >= 3
-        others = [read_environment(pid) for pid in (job.pid, keeper_of(job.pid))]
+        others = [read_environment(pid) for pid in (job.pid, reaper_of(job.pid))]
         os.kill(found.pids[1], signal.SIGKILL)
         out, err = job.communicate(timeout=60)
     assert "rank 1 failed first" in err and "[0] " in err
@@ -201,7 +201,7 @@ def read_environment(pid):
     return Path(f"/proc/{pid}/environ").read_bytes()
 
 
-def keeper_of(launcher):
+def reaper_of(launcher):
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     return next(pid for pid in children if b"reaper.py" in Path(f"/proc/{pid}/cmdline").read_bytes())
 

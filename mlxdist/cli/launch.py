@@ -21,7 +21,7 @@ from mlxdist.launch.executable import check_command
 from mlxdist.launch.local import base_environment, check_fast_synch
 from mlxdist.launch.options import LaunchCommand, Options, absolute, launch_options, parse_settings, with_python
 from mlxdist.launch.run import Plan, run
-from mlxdist.launch.stale_jobs import remove_leftovers
+from mlxdist.launch.stale_jobs import remove_stale_jobs
 from mlxdist.runtime import mpi_shim
 
 if TYPE_CHECKING:
@@ -48,12 +48,12 @@ def launch(chosen: HostSelection, command: tuple[str, ...], **given: Any) -> Non
     Every rank finds its number in MLXDIST_RANK and MLX_RANK, the number of ranks in MLXDIST_WORLD_SIZE and
     MLX_WORLD_SIZE, and its number on its host in MLX_LOCAL_RANK. A program that knows nothing of mlxdist and calls
     mx.distributed.init() gets the same group. Every rank reads what comes from the standard input (--stdin). Each rank
-    has a temporary folder (TMPDIR) of its own, which is removed when the job has ended.
+    has a temporary directory (TMPDIR) of its own, which is removed when the job has ended.
 
     The exit status is that of the first rank that failed, 128 + the signal if it was killed by one. Ctrl-C and SIGTERM
     reach all ranks. When the command returns, nothing of the job is left running.
 
-    Hosts are reached by ssh, without a password; mlxdist, the command and its folder have to be there under the same
+    Hosts are reached by ssh, without a password; mlxdist, the command and its directory have to be there under the same
     names (--python, --cwd). What the ranks are given travels through the connection, not on a command line: the
     variables of --env, --env-file, the hostfile and this shell's MLXDIST_*.
 
@@ -85,11 +85,11 @@ def launch(chosen: HostSelection, command: tuple[str, ...], **given: Any) -> Non
             from mlxdist.launch.mpirun import check_root
 
             check_root(options.mpi_words(), plan.variables)
-        if options.check and (status := _check(plan, chosen, options)):
+        if options.preflight and (status := _preflight(plan, chosen, options)):
             sys.exit(status)
         if options.cwd and chosen.hostfile is None:
             os.chdir(options.cwd)
-        for text in remove_leftovers():
+        for text in remove_stale_jobs():
             click.echo(f"mlxdist launch: {text}", err=True)
         status = run(plan)
     except InvalidArgument as error:
@@ -107,10 +107,10 @@ def _leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _check(plan: Plan, chosen: HostSelection, options: Options) -> int:
-    """What --check finds on the hosts, before anything is started: an exit status."""
+def _preflight(plan: Plan, chosen: HostSelection, options: Options) -> int:
+    """What --preflight finds on the hosts, before anything is started: an exit status."""
     if plan.nodes is not None:
-        raise click.UsageError("--check asks hosts by ssh, and --nodes does without. On each node: mlxdist doctor")
+        raise click.UsageError("--preflight asks hosts by ssh, and --nodes does without. On each node: mlxdist doctor")
     from mlxdist.tools.doctor import before_launch
 
     if chosen.hostfile is None:
@@ -208,9 +208,9 @@ def _for_this_machine(given: Mapping[str, str], executable: str, folder: str, do
         mpi_shim.check(variables[mpi_shim.VARIABLE])
     variables |= given
     if not os.path.isdir(variables.get("TMPDIR") or "/tmp"):
-        raise click.UsageError(f"TMPDIR={variables['TMPDIR']} is not a folder; the ranks' temporary folders go there.")
+        raise click.UsageError(f"TMPDIR={variables['TMPDIR']} is no directory for the ranks' temporary directories.")
     if folder and not os.path.isdir(folder):
-        raise click.UsageError(f"--cwd {folder} is not a folder; the ranks are to run there.")
+        raise click.UsageError(f"--cwd {folder} is not a directory; the ranks are to run there.")
     check_command(executable, variables, folder)
     return variables
 

@@ -15,7 +15,7 @@ __all__ = ["stop"]
 @click.argument("names", metavar="[JOB]...", nargs=-1, type=JOB_NAME)
 @click.option("--all", "everything", is_flag=True, help="All jobs of this user on this machine, or on the hosts given.")
 @click.option(
-    "--wait",
+    "--timeout",
     "seconds",
     type=click.FloatRange(0, 3600),
     default=30.0,

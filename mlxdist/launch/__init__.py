@@ -11,12 +11,12 @@
     supervisor.py   signals, the first failure, the exit status
     output.py       what the ranks print
     restarts.py     starts the job again after a failure
-    keeper.py       a process that cleans up, also after a launcher that was killed
-    jobs.py         which jobs run here, in runtime_folder.py's folder; job_hosts.py: the hosts of one, as the
+    reaper.py       a process that cleans up, also after a launcher that was killed
+    jobs.py         which jobs run here, in runtime_folder.py's directory; job_hosts.py: the hosts of one, as the
                     launcher's machine knows them; jobs_on_hosts.py asks them; job_name.py: how commands
-                    name a job; ps.py and stop.py are commands; leftovers.py removes what is left of jobs that
-                    were killed with their keeper
-    jit_cache.py    folders for the kernels that MLX compiles
+                    name a job; ps.py and stop.py are commands; stale_jobs.py removes what is left of jobs that
+                    were killed with their reaper
+    jit_cache.py    directories for the kernels that MLX compiles
 
 It runs without MLX, NumPy and the engine, so that it starts fast. Of the compiled half it only looks at the MPI door.
 """

@@ -24,7 +24,7 @@ from mlxdist.runtime import mpi_shim
 from .backends import Exports, free_ports
 from .executable import CannotRun, check_command
 from .local import LocalJob, LocalRank, base_environment, check_fast_synch
-from .stale_jobs import remove_leftovers
+from .stale_jobs import remove_stale_jobs
 from .standard_input import Feed, Pipe
 from .wakeup import Wakeup
 
@@ -190,7 +190,7 @@ class Agent:
             first, count = fields["ranks"]
             check_fast_synch(variables, count)
             check_command(fields["command"][0], variables)
-            remove_leftovers()
+            remove_stale_jobs()
             self._numbers = range(first, first + count)
             self._readers = frozenset(self._numbers if fields["stdin"] == "all" else [0])
             job = LocalJob(
@@ -306,4 +306,4 @@ def _enter(folder: str) -> None:
     try:
         os.chdir(folder)
     except OSError as error:
-        raise ResourceError(f"the folder {folder} cannot be entered: {error.strerror}; see --cwd") from None
+        raise ResourceError(f"the directory {folder} cannot be entered: {error.strerror}; see --cwd") from None

@@ -30,7 +30,7 @@ def check_command(name: str, variables: Mapping[str, str], folder: str = "") -> 
     if found:
         return
     if exists:
-        what = "a folder" if os.path.isdir(name) else "not executable"
+        what = "a directory" if os.path.isdir(name) else "not executable"
         raise CannotRun(f"{name} is {what}; give the program that runs it, or chmod +x it", 126)
     where = "" if "/" in name else " in PATH"
     raise CannotRun(f"The command {name!r} does not exist{where}; nothing was started", 127)

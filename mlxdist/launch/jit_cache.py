@@ -1,9 +1,9 @@
-"""Folders for the kernels that MLX compiles at run time, one per rank.
+"""The JIT cache: directories for the kernels that MLX compiles at run time, one per rank.
 
-MLX's CPU backend compiles fused operations with the system's C++ compiler into <temporary folder>/mlx, and all
+MLX's CPU backend compiles fused operations with the system's C++ compiler into <temporary directory>/mlx, and all
 processes share what they find there. While that is cold they race: a rank may load a library that another one has
-only half written. So every rank gets a temporary folder of its own, in which `mlx` is a link to a folder that only
-this rank of this job uses, and that later jobs inherit: their kernels are compiled already.
+only half written. So every rank gets a temporary directory of its own, in which `mlx` is a link to a directory that
+only this rank of this job uses, and that later jobs inherit: their kernels are compiled already.
 """
 
 import fcntl
@@ -23,7 +23,7 @@ MAX_FILES = 10_000
 
 
 class JitCache:
-    """A slot of the user's cache, locked until ``close``; or a folder inside the job's, if all slots are taken."""
+    """A slot of the user's cache, locked until ``close``; or a directory inside the job's, if all slots are taken."""
 
     def __init__(self, job_folder: Path) -> None:
         self._lock: int | None = None
@@ -34,7 +34,7 @@ class JitCache:
             self._unfinished.touch()
 
     def link(self, temporary_folder: Path, local_rank: int) -> None:
-        """Makes `mlx` in a rank's temporary folder point to that rank's kernels."""
+        """Makes `mlx` in a rank's temporary directory point to that rank's kernels."""
         kernels = self.folder / str(local_rank)
         kernels.parent.mkdir(parents=True, exist_ok=True)
         if make_own_folder(kernels):  # else the rank has none from before
@@ -71,7 +71,7 @@ class JitCache:
                     continue
                 self._lock = lock
                 return slot
-        except (OSError, RuntimeError):  # no home folder, read-only, full, or a file system without locks
+        except (OSError, RuntimeError):  # no home directory, read-only, full, or a file system without locks
             return None
         return None
 

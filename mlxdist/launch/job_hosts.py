@@ -1,10 +1,10 @@
-"""Which jobs on several hosts this user has started on this machine: a folder for each, made by `mlxdist launch`.
+"""Which jobs on several hosts this user has started on this machine: a directory for each, made by `mlxdist launch`.
 
-    <runtime folder>/<job>@hosts/hosts.json    launcher, hosts with their ranks, how they are reached, command
-    <runtime folder>/<job>@hosts/lock          locked as long as the launcher runs
+    <runtime directory>/<job>@hosts/hosts.json    launcher, hosts with their ranks, how they are reached, command
+    <runtime directory>/<job>@hosts/lock          locked as long as the launcher runs
 
-The agents on the hosts have job folders of their own (jobs.py), one of them perhaps on this machine, too. Nothing is
-to be cleaned up here but the folder itself: the agents notice by themselves that their launcher is gone.
+The agents on the hosts have job directories of their own (jobs.py), one of them perhaps on this machine, too.
+Nothing is to be cleaned up here but the directory itself: the agents notice by themselves that their launcher is gone.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class HostsRecord:
 
 
 class HostsFolder:
-    """The folder of a job that is being started on several hosts, locked until ``close``."""
+    """The directory of a job that is being started on several hosts, locked until ``close``."""
 
     def __init__(
         self, name: str, started: float, hostfile: Hostfile, ssh_config: SshConfig, command: Sequence[str]

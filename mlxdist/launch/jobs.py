@@ -1,16 +1,16 @@
-"""Which jobs of this user run on this host: a folder for each, made by its launcher.
+"""Which jobs of this user run on this host: a directory for each, made by its launcher.
 
-    <runtime folder>/<job>/job.json    launcher, ranks, their temporary folder, command
-    <runtime folder>/<job>/lock        locked as long as the launcher or its keeper runs
-    <runtime folder>/<job>/flight/     what the ranks record when something goes wrong, unless MLXDIST_FLIGHT_DIR is set
+    <runtime directory>/<job>/job.json    launcher, ranks, their temporary directory, command
+    <runtime directory>/<job>/lock        locked as long as the launcher or its reaper runs
+    <runtime directory>/<job>/flight/     what the ranks record when something goes wrong, unless MLXDIST_FLIGHT_DIR is set
 
-The ranks' temporary folders lie elsewhere, in TMPDIR: XDG_RUNTIME_DIR is small, since it is memory, and often nothing
-in it may be executed. Of a job on several hosts each host has such a folder for its own ranks, and the launcher's
+The ranks' temporary directories lie elsewhere, in TMPDIR: XDG_RUNTIME_DIR is small, since it is memory, and often
+nothing in it may be executed. Of a job on several hosts each host has such a directory for its own ranks, and the launcher's
 machine one that says which hosts they are (job_hosts.py).
 
 The lock says whether a job still has somebody who ends it. The kernel gives it back when both processes are gone,
 however they ended, and no process number can be mistaken for another. What is left of a job without one is removed by
-the next launcher (leftovers.py), but for the recordings.
+the next launcher (stale_jobs.py), but for the recordings.
 """
 
 from __future__ import annotations
@@ -144,18 +144,18 @@ def find_job(name: str | None = None) -> Job:
 
 
 def has_recordings(name: str) -> bool:
-    """Whether a job of that name has a folder for flight recordings here. ``name`` may be any text."""
+    """Whether a job of that name has a directory for flight recordings here. ``name`` may be any text."""
     is_name = name and "/" not in name and "\0" not in name and not name.startswith(".")
     return bool(is_name) and (runtime_folder() / name / "flight").is_dir()
 
 
 class JobFolder:
-    """The folder of a job that is being started, locked until ``close``."""
+    """The directory of a job that is being started, locked until ``close``."""
 
     def __init__(self, name: str, temporary: Path, command: Sequence[str], flight: str | None = None) -> None:
         """``flight``: the MLXDIST_FLIGHT_DIR that the user has set.
 
-        Raises ResourceError: the folder cannot be made.
+        Raises ResourceError: the directory cannot be made.
         """
         self._recordings = runtime_folder() / name / "flight"
         if flight != "none":
@@ -180,7 +180,7 @@ class JobFolder:
             self._write(self.folder)
 
     def recordings(self) -> Path | None:
-        """The folder with what the ranks have recorded, or None. Not one that the user has named."""
+        """The directory with what the ranks have recorded, or None. Not one that the user has named."""
         try:
             return self._recordings if os.listdir(self._recordings) else None
         except OSError:
@@ -205,7 +205,7 @@ class JobFolder:
 
 
 def read_record(folder: Path) -> Record | None:
-    """What a job folder says, or None: the job has ended, or somebody has damaged it."""
+    """What a job directory says, or None: the job has ended, or somebody has damaged it."""
     try:
         fields = json.loads((folder / "job.json").read_text())
         ranks = {int(rank): (int(pid), str(started)) for rank, (pid, started) in fields["ranks"].items()}

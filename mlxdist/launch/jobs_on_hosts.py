@@ -54,7 +54,7 @@ def as_json(job: Job) -> dict[str, Any]:
 def end_jobs(jobs: Sequence[Job], seconds: float) -> list[str]:
     """Tells their launchers to end them. The names of those that still run after so many seconds."""
     for job in jobs:
-        with contextlib.suppress(ProcessLookupError):  # its keeper ends what is left
+        with contextlib.suppress(ProcessLookupError):  # its reaper ends what is left
             os.kill(job.launcher, signal.SIGTERM)
     deadline = time.monotonic() + seconds
     running = {job.name for job in jobs}
@@ -73,14 +73,14 @@ def list_here() -> list[dict[str, Any]]:
 
 
 def stop_here(names: list[str], everything: bool, seconds: float) -> dict[str, list[str]]:
-    """``left``: what of jobs whose launcher and keeper are gone has been cleaned up, in words."""
-    from .stale_jobs import remove_leftovers
+    """``left``: what of jobs whose launcher and reaper are gone has been cleaned up, in words."""
+    from .stale_jobs import remove_stale_jobs
 
     jobs = list_jobs()
     wanted = [job for job in jobs if everything or job.name in names]
     running = end_jobs(wanted, seconds)
     ended = [job.name for job in wanted if job.name not in running]
-    return {"ended": ended, "running": running, "left": remove_leftovers()}
+    return {"ended": ended, "running": running, "left": remove_stale_jobs()}
 
 
 # What asks them.

@@ -41,8 +41,8 @@ __all__ = [
 
 _MOST_DESCRIPTORS = 10240  # OPEN_MAX: macOS refuses more, also where it says that there is no limit
 
-# A program's own file is compiled at each start, a module once. Behind Python's folders: it shadows nothing of theirs.
-_KEEPER = "import sys, os; sys.path.append(os.path.dirname(sys.argv[1])); import reaper; reaper.main(*sys.argv[2:])"
+# A program's own file is compiled at each start, a module once. Behind Python's directories: it shadows none of theirs.
+_REAPER = "import sys, os; sys.path.append(os.path.dirname(sys.argv[1])); import reaper; reaper.main(*sys.argv[2:])"
 
 
 def base_environment(environ: Mapping[str, str], door: bool = True) -> dict[str, str]:
@@ -185,8 +185,8 @@ class LocalJob:
             self._cache = JitCache(self.folder)
             self._listener = _listen(*self._listens_at, self._size) if self._first == 0 else None
             self.address = format_address(*self._listener.getsockname()[:2]) if self._listener else None
-            self._start_keeper()
-            self._awake = keep_awake(self.keeper.pid)  # the keeper ends last
+            self._start_reaper()
+            self._awake = keep_awake(self.reaper.pid)  # the reaper ends last
         except (OSError, ResourceError) as error:
             shutil.rmtree(self.folder, ignore_errors=True)
             if self.record is not None:
@@ -198,7 +198,7 @@ class LocalJob:
 
     def __exit__(self, *exception: object) -> None:
         self.end()
-        if self.keeper.wait() != 0:
+        if self.reaper.wait() != 0:
             from .reaper import clean_up  # it was killed itself
 
             clean_up(self.job, str(self.folder), str(self.record.folder))
@@ -234,7 +234,7 @@ class LocalJob:
         )
         self._started[rank] = process.pid
         self._running.add(rank)
-        self._tell_keeper(f"+{process.pid}")
+        self._notify_reaper(f"+{process.pid}")
         if rank == 0:
             self._listener.close()  # rank 0 has it now; its end has to close the port
         return LocalRank(rank, process, is_mpirun=not self._numbered)
@@ -268,7 +268,7 @@ class LocalJob:
         return variables
 
     def ended(self, rank: LocalRank) -> None:
-        self._tell_keeper(f"-{rank.process.pid}")
+        self._notify_reaper(f"-{rank.process.pid}")
         self._running.discard(rank.rank)
         if self._running:
             self.note_end(rank.rank, rank.poll())
@@ -310,21 +310,21 @@ class LocalJob:
 
     def has_ended(self) -> bool:
         """After `end`: whether nothing is left."""
-        return self.keeper.poll() is not None
+        return self.reaper.poll() is not None
 
     def end(self) -> None:
-        """The keeper ends what is left of the job, removes its folders and exits."""
+        """The reaper ends what is left of the job, removes its directories and exits."""
         if not self._pipe.closed:
-            self._tell_keeper("end")
+            self._notify_reaper("end")
             self._pipe.close()
 
-    def _start_keeper(self) -> None:
+    def _start_reaper(self) -> None:
         source, target = os.pipe()
         self._pipe = os.fdopen(target, "wb", buffering=0)
-        keeper, grace = Path(__file__).with_name("reaper.py"), str(self.grace)
+        reaper, grace = Path(__file__).with_name("reaper.py"), str(self.grace)
         folders = [str(self.folder), str(self.record.folder)]
-        self.keeper = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", "-c", _KEEPER, str(keeper), self.job, *folders, grace],
+        self.reaper = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-B", "-c", _REAPER, str(reaper), self.job, *folders, grace],
             # Without the name of an outer job: when that is cleaned up, this one must still be.
             env={name: value for name, value in os.environ.items() if not name.startswith("MLXDIST_")},
             stdin=source,
@@ -334,7 +334,7 @@ class LocalJob:
         )
         os.close(source)
 
-    def _tell_keeper(self, line: str) -> None:
+    def _notify_reaper(self, line: str) -> None:
         try:
             self._pipe.write(f"{line}\n".encode())
         except BrokenPipeError:

@@ -41,7 +41,7 @@ _OPTIONS: dict[str, list[Callable]] = {
             help="Number of ranks; with hosts: on each of them.",
         ),
         click.option(
-            "--cwd", metavar="FOLDER", help="Where the ranks run, on every host.  [default: the current folder]"
+            "--cwd", metavar="DIR", help="Where the ranks run, on every host.  [default: the current directory]"
         ),
     ],
     "One launcher on each node, without ssh": [
@@ -104,7 +104,7 @@ _OPTIONS: dict[str, list[Callable]] = {
     "What they print": [
         click.option("--prefix/--no-prefix", default=True, help="The rank in front of each line, or output as it is."),
         click.option(
-            "--log-dir", "logs", metavar="FOLDER", help="Write what rank N prints also to rank-N.out and .err there."
+            "--log-dir", "logs", metavar="DIR", help="Write what rank N prints also to rank-N.out and .err there."
         ),
         click.option("--verbose", is_flag=True, help="Report the start and the end of every rank."),
     ],
@@ -117,7 +117,7 @@ _OPTIONS: dict[str, list[Callable]] = {
             help="End a job that runs for longer, with exit status 124.",
         ),
         click.option(
-            "--grace",
+            "--grace-period",
             type=_SECONDS,
             metavar="SECONDS",
             help="When a rank has failed: time for the others to leave by themselves, then again between SIGTERM and "
@@ -133,7 +133,9 @@ _OPTIONS: dict[str, list[Callable]] = {
         ),
     ],
     _LAST: [
-        click.option("--check", is_flag=True, help="First what `mlxdist doctor` checks; start nothing if it fails."),
+        click.option(
+            "--preflight", is_flag=True, help="Run the checks of `mlxdist doctor` first; start nothing if one fails."
+        ),
         click.option("--dry-run", is_flag=True, help="Show what would be started, and start nothing."),
         click.option("--print-python", is_flag=True, help="Show the Python of the ranks' hosts, and start nothing."),
     ],
@@ -165,7 +167,7 @@ class Options(NamedTuple):  # a dataclass of so many fields takes a millisecond 
     limit: float | None
     grace: float | None
     max_restarts: int
-    check: bool
+    preflight: bool
     dry_run: bool
     print_python: bool
 
@@ -190,12 +192,12 @@ class Options(NamedTuple):  # a dataclass of so many fields takes a millisecond 
 
 
 def absolute(folder: str, option: str) -> str:
-    """Raises UsageError: it is a relative name, and the current folder is gone."""
+    """Raises UsageError: it is a relative name, and the current directory is gone."""
     try:
         return os.path.abspath(folder)
     except FileNotFoundError:
         raise click.UsageError(
-            f"The current folder does not exist any more; change to another one, or give {option} an absolute name."
+            f"The current directory does not exist any more; change to another one, or give {option} an absolute name."
         ) from None
 
 

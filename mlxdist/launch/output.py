@@ -50,7 +50,7 @@ class Output:
     """The streams of all ranks and the two of the launcher. ``wake`` is called when it can take more, or less."""
 
     def __init__(self, labels: Sequence[str], wake: Callable[[], None], logs: Path | None = None) -> None:
-        """``labels``: what stands in front of each rank's lines, of equal width. ``logs``: a folder, for a copy."""
+        """``labels``: what stands in front of each rank's lines, of equal width. ``logs``: a directory, for a copy."""
         # What the launcher says may come from another thread.
         self._lock = threading.RLock()
         self._wake = wake

@@ -2,8 +2,8 @@
 
 It reads a pipe from the launcher: ``+123`` a rank's process group, ``-123`` its leader has ended, ``end`` the job is
 over. When the pipe ends, by ``end`` or because the launcher was killed, it ends every process that is left of the job
-(SIGTERM, then SIGKILL), removes the job's temporary folder, and the job's own folder (jobs.py) unless flight
-recordings are in it. It holds the lock of that folder: where both are killed, the next launcher does the same.
+(SIGTERM, then SIGKILL), removes the job's temporary directory, and the job's own directory (jobs.py) unless flight
+recordings are in it. It holds the lock of that directory: where both are killed, the next launcher does the same.
 
 Rejected: prctl(PR_SET_PDEATHSIG), which only Linux has, and which reaches the ranks but not their children; one such
 process per rank, which doubles the processes to start; a fork of the launcher, which a `pkill -9 -f "mlxdist launch"`
@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 
-__all__ = ["LOST_DOMAINS", "PROTECTION_DOMAINS", "Keeper", "clean_up", "closing_line", "main"]
+__all__ = ["LOST_DOMAINS", "PROTECTION_DOMAINS", "Reaper", "clean_up", "closing_line", "main"]
 
 # A helper process that a rank leaves behind often ends by itself once the rank is gone.
 NATURAL_END = 0.5
@@ -61,7 +61,7 @@ class Group:
         return True
 
 
-class Keeper:
+class Reaper:
     def __init__(self, job: str, temporary: str, folder: str, grace: float) -> None:
         self._job = job
         self._temporary = temporary
@@ -106,7 +106,7 @@ class Keeper:
                 self.killed += group.was_killed
 
     def finish(self) -> int:
-        """Ends what is left, removes the folders, and returns how many ranks still ran."""
+        """Ends what is left, removes the directories, and returns how many ranks still ran."""
         running = len(self._living)
         self._ending.update((number, Group(number, self._grace, 0)) for number in self._living)
         while self._ending:
@@ -247,12 +247,12 @@ def _processes_by_ps(with_variables: bool) -> list[tuple[int, int, bytes]]:
 def main(job: str, temporary: str, folder: str, grace: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    keeper = Keeper(job, temporary, folder, float(grace))
-    keeper.serve(0)
-    running = keeper.finish()
-    if not keeper.orderly:  # last: whoever read this may be gone too
-        print(f"mlxdist launch: {closing_line(running, keeper.killed)}", file=sys.stderr, flush=True)
-    os._exit(0)  # the launcher waits, and to take the interpreter down takes as long as to remove the folders
+    reaper = Reaper(job, temporary, folder, float(grace))
+    reaper.serve(0)
+    running = reaper.finish()
+    if not reaper.orderly:  # last: whoever read this may be gone too
+        print(f"mlxdist launch: {closing_line(running, reaper.killed)}", file=sys.stderr, flush=True)
+    os._exit(0)  # the launcher waits, and to take the interpreter down takes as long as to remove the directories
 
 
 def closing_line(running: int, killed: int) -> str:

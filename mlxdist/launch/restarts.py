@@ -8,8 +8,8 @@ Any failure counts, as with torchrun: which exit status means a mistake in the c
 
 In the pause before a restart there is no job, but somebody may want to see or to stop what will be one:
 
-    <runtime folder>/<first job>@restarts/next.json   launcher, command, and the name of the next start
-    <runtime folder>/<first job>@restarts/lock        locked as long as the launcher runs
+    <runtime directory>/<first job>@restarts/next.json   launcher, command, and the name of the next start
+    <runtime directory>/<first job>@restarts/lock        locked as long as the launcher runs
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Next(NamedTuple):  # a dataclass takes longer to be made, and few launcher
 
 
 class RestartsFolder:
-    """The folder of a launcher that may start a job again. A context manager: there is none afterwards."""
+    """The directory of a launcher that may start a job again. A context manager: there is none afterwards."""
 
     def __init__(self, name: str, command: Sequence[str]) -> None:
         """Raises ResourceError: it cannot be made."""

@@ -58,7 +58,7 @@ class Plan:
     grace: float | None = None  # as usual on the systems of the ranks
     max_restarts: int = 0
     verbose: bool = False
-    logs: Path | None = None  # a folder, which is made
+    logs: Path | None = None  # a directory, which is made
     limit: float | None = None  # seconds that one start of the job may take
     splits_output: bool = True  # with mpirun: that of the ranks here comes to the launcher without it
     stdin: str = "all"  # ranks that have the launcher's standard input; see standard_input.CHOICES
@@ -173,7 +173,7 @@ def _make_logs(folder: Path) -> None:
     except OSError as error:
         raise ResourceError(f"--log-dir: {folder} cannot be made: {error.strerror}") from None
     if folder.is_symlink() and folder.lstat().st_uid not in (os.geteuid(), 0):
-        raise ResourceError(f"--log-dir: {folder} is a link of another user; name the folder that it leads to")
+        raise ResourceError(f"--log-dir: {folder} is a link of another user; name the directory that it leads to")
 
 
 def _local_job(plan: Plan, name: str, restart: int) -> LocalJob:

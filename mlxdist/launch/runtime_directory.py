@@ -1,6 +1,6 @@
-"""The folder in which what runs here is written down, and the locks that say whether it still does.
+"""The directory in which what runs here is written down, and the locks that say whether it still does.
 
-It is $XDG_RUNTIME_DIR/mlxdist, where that is a folder of this user's, else mlxdist-<uid> beside other temporary files;
+It is $XDG_RUNTIME_DIR/mlxdist, where that is a directory of this user's, else mlxdist-<uid> in the temporary directory;
 or, where another user was first to take that name, mlxdist-<uid>-<anything>, which all later commands find again.
 """
 
@@ -28,14 +28,14 @@ __all__ = [
     "write_text",
 ]
 
-# Behind the name of a job: the folder that says on which hosts it runs; see job_hosts.py.
+# Behind the name of a job: the directory that says on which hosts it runs; see job_hosts.py.
 OF_HOSTS = "@hosts"
-# The same: the folder of a launcher that starts a job again when it fails; see restarts.py.
+# The same: the directory of a launcher that starts a job again when it fails; see restarts.py.
 OF_RESTARTS = "@restarts"
 
 
 def runtime_folder() -> Path:
-    """The folder with the job folders of this user; it is made if need be. Nobody else can read it.
+    """The directory with the job directories of this user; it is made if need be. Nobody else can read it.
 
     Raises:
         ResourceError: it cannot be made, or something else of that name is in its place.
@@ -63,7 +63,7 @@ def _with_another_name(folder: Path) -> Path:
 
 
 def make_locked(name: str, fill: Callable[[Path], None]) -> tuple[Path, int]:
-    """Makes a folder of that name in the runtime folder, which ``fill`` writes into. It, and the descriptor of its lock.
+    """Makes a directory in the runtime directory, which ``fill`` writes into: it, and the descriptor of its lock.
 
     Raises:
         ResourceError: it cannot be made, and nothing of it is there.

@@ -1,9 +1,9 @@
-"""What a job leaves when its launcher and its keeper were both killed (pkill -9 -f mlxdist), removed by the next start.
+"""What a job leaves when its launcher and its reaper were both killed (pkill -9 -f mlxdist), removed by the next start.
 
 Only what is provably of such a job: nobody holds its lock any more, so nobody supervises it; the ranks are processes
 that carry its random name in their environment, or that lead a recorded process group and started at the recorded time.
-A rank's child that has left its group and has cleared its environment is not found; a folder on a file system without
-locks is left alone. So is the job in which this launcher itself runs.
+A rank's child that has left its group and has cleared its environment is not found; a directory on a file system
+without locks is left alone. So is the job in which this launcher itself runs.
 """
 
 import fcntl
@@ -13,18 +13,18 @@ import time
 from pathlib import Path
 
 from .jobs import Record, read_record
-from .reaper import AFTER_TERM, Keeper
+from .reaper import AFTER_TERM, Reaper
 from .runtime_directory import OF_HOSTS, OF_RESTARTS, runtime_folder, try_lock
 
-__all__ = ["KEPT", "remove_leftovers"]
+__all__ = ["KEPT", "remove_stale_jobs"]
 
 # Flight recordings of so many failed jobs are kept.
 KEPT = 10
-# A launcher needs milliseconds to prepare its folder; one that was killed meanwhile leaves it.
+# A launcher needs milliseconds to prepare its directory; one that was killed meanwhile leaves it.
 HALF_MADE = 3600.0
 
 
-def remove_leftovers() -> list[str]:
+def remove_stale_jobs() -> list[str]:
     """Ends what is left of jobs whose launcher was killed, and removes their folders. What it did, in words.
 
     Raises:
@@ -57,10 +57,10 @@ def _clean_up(job: str, folder: Path) -> str | None:
         record = read_record(folder)
         if record is None or not _is_plausible(record):
             return None
-        keeper = Keeper(job, str(record.temporary), str(folder), AFTER_TERM)
+        reaper = Reaper(job, str(record.temporary), str(folder), AFTER_TERM)
         for pid in record.living().values():
-            keeper.take(f"+{pid}")
-        ended = keeper.finish()
+            reaper.take(f"+{pid}")
+        ended = reaper.finish()
     finally:
         os.close(lock)
     ranks = f" {ended} processes of it were still running and were ended." if ended else ""

@@ -1,4 +1,4 @@
-"""`mlxdist launch --check`: the checks that take seconds, before the job."""
+"""`mlxdist launch --preflight`: the checks that take seconds, before the job."""
 
 from __future__ import annotations
 

@@ -242,7 +242,7 @@ class Asked:
         from mlxdist.launch.jobs import read_record  # a folder of files needs no launcher
 
         self._what = what
-        # None: it has ended. What a launcher and a keeper that were both killed have left says nothing.
+        # None: it has ended. What a launcher and a reaper that were both killed have left says nothing.
         self.record: Record | None = read_record(job.folder) if job.launcher else None
         self.folder = job.flight_folder
         if what == "dump" and self.folder is None:
