@@ -15,8 +15,8 @@ from launching import LAUNCH, RANK, launch, marked_processes, nothing_left, pyth
 
 from mlxdist.base.errors import InvalidArgument, ResourceError
 from mlxdist.launch import stale_jobs
-from mlxdist.launch.job_hosts import read_hosts_record
 from mlxdist.launch.jobs import JobFolder, find_job, list_jobs
+from mlxdist.launch.launcher_records import FILE, read_hosts_record
 from mlxdist.launch.processes import start_times
 from mlxdist.launch.runtime_directory import OF_HOSTS, runtime_folder
 
@@ -173,7 +173,7 @@ def test_a_time_that_is_none_spoils_no_list(tmp_path, started):
     folder = runtime_folder() / f"ab{OF_HOSTS}"
     folder.mkdir()
     fields = '"launcher": 2, "command": [], "ssh": [], "python": "", "hosts": []'
-    (folder / "hosts.json").write_text(f'{{{fields}, "started": {started}}}')
+    (folder / FILE).write_text(f'{{{fields}, "started": {started}}}')
     assert read_hosts_record(folder) is None and list_jobs() == []
     shutil.rmtree(folder)
 

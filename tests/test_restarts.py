@@ -12,7 +12,7 @@ import pytest
 from launching import LAUNCH, closing_line, launch, nothing_left, python, running, wait_for  # noqa: F401
 
 from mlxdist.launch.jobs import find_job, list_jobs, read_record
-from mlxdist.launch.restarts import RestartsFolder
+from mlxdist.launch.launcher_records import FILE, LauncherRecord
 from mlxdist.launch.runtime_directory import OF_RESTARTS, runtime_folder
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "train_and_generate.py"
@@ -138,8 +138,8 @@ def test_a_job_is_listed_and_stopped_in_the_pause_before_a_restart():
     "record", ["{", "[]", '{"launcher": 0, "job": "x", "started": 1, "command": []}', "[" * 99_999]
 )
 def test_a_damaged_record_of_restarts_names_no_job(record):
-    with RestartsFolder("x", ["true"]):
-        (runtime_folder() / f"x{OF_RESTARTS}" / "next.json").write_text(record)
+    with LauncherRecord("x", OF_RESTARTS, {}):
+        (runtime_folder() / f"x{OF_RESTARTS}" / FILE).write_text(record)
         assert list_jobs() == []
 
 

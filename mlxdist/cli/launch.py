@@ -191,7 +191,7 @@ def _plan(chosen: HostSelection, of_nodes: Nodes | None, options: Options, comma
         backend=backend,
         nodes=of_nodes,
         prefix=options.prefix,
-        grace=options.grace,
+        grace=options.grace_period,
         max_restarts=options.max_restarts,
         verbose=options.verbose,
         logs=options.log_folder(),

@@ -21,10 +21,11 @@ from mlxdist.version import __version__
 from .agent import JobFrame
 from .backends import Backend
 from .executable import CannotRun
-from .job_hosts import HostsFolder
+from .launcher_records import LauncherRecord
 from .local import allow_descriptors, keep_awake, new_secret, usual_grace
 from .remote import HostInput, RemoteHost, RemoteRank
 from .restarts import name_of_start
+from .runtime_directory import OF_HOSTS
 from .wakeup import Interrupted, Wakeup
 
 __all__ = ["HostsJob", "address_for_others"]
@@ -65,7 +66,7 @@ class HostsJob:
         self.succeeded = False
         self._hostfile = hostfile
         self._backend = backend
-        self._reach = ssh_config
+        self._ssh_config = ssh_config
         self.grace = usual_grace(False) if grace is None else grace
         self._is_grace_usual = grace is None
         self._changed = threading.Condition()
@@ -96,7 +97,7 @@ class HostsJob:
     def __enter__(self) -> "HostsJob":
         allow_descriptors(len(self._host_of), len(self._hosts))
         connected: list[RemoteHost] = []
-        self._record = HostsFolder(self.job, time.time(), self._hostfile, self._reach, self._fields["command"])
+        self._record = LauncherRecord(self.job, OF_HOSTS, self._hosts_record())
         # The agent of a host that is this machine does that for it.
         self._awake = None if any(host.is_local for host in self._hosts) else keep_awake(os.getpid())
         try:
@@ -126,6 +127,14 @@ class HostsJob:
         if self._awake is not None:
             self._awake.close()
         self._record.close()
+
+    def _hosts_record(self) -> dict[str, Any]:
+        hosts, first = [], 0
+        for host in self._hostfile.hosts:
+            hosts.append({"name": host.name, "first": first, "slots": host.slots})
+            first += host.slots
+        ssh = {"ssh": list(self._ssh_config.ssh), "python": self._ssh_config.python}
+        return ssh | {"started": time.time(), "command": self._fields["command"], "hosts": hosts}
 
     def _ping(self) -> None:
         is_over = False

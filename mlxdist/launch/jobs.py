@@ -5,8 +5,8 @@
     <runtime directory>/<job>/flight/     what the ranks record when something goes wrong, unless MLXDIST_FLIGHT_DIR is set
 
 The ranks' temporary directories lie elsewhere, in TMPDIR: XDG_RUNTIME_DIR is small, since it is memory, and often
-nothing in it may be executed. Of a job on several hosts each host has such a directory for its own ranks, and the launcher's
-machine one that says which hosts they are (job_hosts.py).
+nothing in it may be executed. Of a job on several hosts each host has such a directory for its own ranks, and the
+launcher's machine a record of which hosts they are (launcher_records.py).
 
 The lock says whether a job still has somebody who ends it. The kernel gives it back when both processes are gone,
 however they ended, and no process number can be mistaken for another. What is left of a job without one is removed by
@@ -25,11 +25,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .processes import start_times
-from .restarts import read_next
-from .runtime_directory import OF_HOSTS, OF_RESTARTS, is_locked, make_locked, runtime_folder, write_json
+from .runtime_directory import OF_HOSTS, is_locked, make_locked, runtime_folder, write_json
 
 if TYPE_CHECKING:
-    from .job_hosts import HostsRecord
+    from .launcher_records import HostsRecord
 
 __all__ = [
     "Job",
@@ -82,7 +81,7 @@ class Job:
 
 def list_jobs() -> list[Job]:
     """The jobs of this user that run on this machine or were started here, by name."""
-    from .job_hosts import read_hosts_record  # a launcher needs none
+    from .launcher_records import read_hosts_record, read_next_start  # a launcher needs none
 
     runtime = runtime_folder()
     jobs: dict[str, Job] = {}
@@ -96,18 +95,15 @@ def list_jobs() -> list[Job]:
                 found = Job(name, runtime / name, flight, record.living(), record.command, record.launcher, started)
                 jobs[name] = found
     for name in names:
-        hosts = read_hosts_record(runtime / name) if name.endswith(OF_HOSTS) else None
-        if hosts is not None:
+        if (hosts := read_hosts_record(runtime / name)) is not None:
             name = name.removesuffix(OF_HOSTS)
             here = jobs.get(name) or Job(name, runtime / name, None, {}, hosts.command)
             jobs[name] = replace(here, launcher=hosts.launcher, started=hosts.started, hosts=hosts)
     for name in names:
-        coming = read_next(runtime / name) if name.endswith(OF_RESTARTS) else None
+        coming = read_next_start(runtime / name)
         if coming is not None and all(job.launcher != coming.launcher for job in jobs.values()):  # else it runs
-            folder = runtime / coming.job
-            jobs[coming.job] = Job(
-                coming.job, folder, None, {}, coming.command, launcher=coming.launcher, started=coming.started
-            )
+            waiting = Job(coming.job, runtime / coming.job, None, {}, coming.command, coming.launcher, coming.started)
+            jobs[coming.job] = waiting
     return [job for _, job in sorted(jobs.items())]
 
 

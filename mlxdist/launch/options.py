@@ -165,7 +165,7 @@ class Options(NamedTuple):  # a dataclass of so many fields takes a millisecond 
     logs: str | None
     verbose: bool
     limit: float | None
-    grace: float | None
+    grace_period: float | None
     max_restarts: int
     preflight: bool
     dry_run: bool

@@ -28,9 +28,9 @@ __all__ = [
     "write_text",
 ]
 
-# Behind the name of a job: the directory that says on which hosts it runs; see job_hosts.py.
+# Behind the name of a job: the directory that says on which hosts it runs; see launcher_records.py.
 OF_HOSTS = "@hosts"
-# The same: the directory of a launcher that starts a job again when it fails; see restarts.py.
+# The same: the directory of a launcher that starts a job again when it fails; see launcher_records.py.
 OF_RESTARTS = "@restarts"
 
 
