@@ -3,9 +3,9 @@
     python scripts/setup_rdma.py --node0 studio-a --node1 studio-b
     python scripts/setup_rdma.py --node0 a --node1 b --node0-ip 10.111.0.1 --node1-ip 10.111.0.2 --dry-run
 
-Finds the cables between the two, shows every command before it runs it (with `sudo -n`, over ssh), looks whether RDMA
-is enabled and its devices are there, and whether each host reaches the other by each cable: at once, and again after a
-while, for other software may give a port another address. `mlxdist config --undo` takes it back.
+Finds the cables between the two, shows every command before it runs it (with `sudo -n`, over ssh), checks whether
+RDMA is enabled and its devices are there, and whether each host reaches the other by each cable: at once, and again
+after a while, because other software may give a port another address. `mlxdist config --undo` takes it back.
 
 Variables instead of options: RMLX_NODE0, RMLX_NODE1, RMLX_NODE0_IP, RMLX_NODE1_IP, RMLX_REMOTE_DIR.
 Exit status: 0 if all is well, 1 if not, 2 for a bad command line.
@@ -22,15 +22,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mlxdist.base.atomic_file import keep_former, write_whole  # noqa: E402
 from mlxdist.base.errors import InvalidArgument  # noqa: E402
+from mlxdist.cluster.facts.collect import HostFacts, collect_hosts  # noqa: E402
 from mlxdist.cluster.hostfile.hosts import check_name  # noqa: E402
 from mlxdist.cluster.hostfile.writing import write  # noqa: E402
 from mlxdist.cluster.setup.addresses import Link, assign_addresses  # noqa: E402
+from mlxdist.cluster.setup.configure import write_hostfile  # noqa: E402
 from mlxdist.cluster.setup.ethernet import choose_addresses  # noqa: E402
-from mlxdist.cluster.setup.result import make_hostfile, rdma_notes  # noqa: E402
+from mlxdist.cluster.setup.make_hostfile import make_hostfile, rdma_notes  # noqa: E402
 from mlxdist.cluster.setup.steps import plan_steps  # noqa: E402
-from mlxdist.cluster.setup.survey import Survey, survey_hosts  # noqa: E402
 from mlxdist.cluster.setup.undo import UndoFile, run_steps  # noqa: E402
 from mlxdist.cluster.setup.verify import checks_of_links, verify  # noqa: E402
 from mlxdist.cluster.ssh.ssh import SshConfig, run_everywhere  # noqa: E402
@@ -47,7 +47,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--remote-dir",
         default=variable("RMLX_REMOTE_DIR"),
-        help="folder of mlxdist on both hosts, looked at if given: its .venv must have mlxdist",
+        help="directory of mlxdist on both hosts, checked if given: its .venv must have mlxdist",
     )
     parser.add_argument("--cable", action="append", default=[], help="NODE0:INTERFACE=NODE1:INTERFACE, on Linux")
     parser.add_argument("--output", default="rmlx-hosts.json", help="hostfile to write (%(default)s)")
@@ -66,7 +66,7 @@ def parse_arguments() -> argparse.Namespace:
     return chosen
 
 
-def chosen_addresses(surveys: list[Survey], links: list[Link], node0: str, node1: str) -> list[Link]:
+def chosen_addresses(machines: list[HostFacts], links: list[Link], node0: str, node1: str) -> list[Link]:
     """The first cable gets the addresses that the user gives; without a length their subnet has two addresses."""
     try:
         a, b = (ipaddress.IPv4Interface(text if "/" in text else f"{text}/30") for text in (node0, node1))
@@ -79,18 +79,20 @@ def chosen_addresses(surveys: list[Survey], links: list[Link], node0: str, node1
         raise InvalidArgument(f"--node0-ip, --node1-ip: hosts of the subnet {a.network} are {first} to {last}")
     if any(a.network.overlaps(link.a.network) for link in links[1:]):
         raise InvalidArgument(f"--node0-ip {a}: another cable has addresses of that subnet")
-    for host, survey in enumerate(surveys):
-        for interface in survey.interfaces:
+    for host, machine in enumerate(machines):
+        for interface in machine.interfaces:
             taken = [has for has in interface.addresses if has.network.overlaps(a.network)]
             if taken and interface.name != links[0].cable.end(host).interface:
                 raise InvalidArgument(
-                    f"--node0-ip {a}: {interface.name} of {survey.name} has {taken[0]}, of the same subnet"
+                    f"--node0-ip {a}: {interface.name} of {machine.name} has {taken[0]}, of the same subnet"
                 )
     return [replace(links[0], a=a, b=b, kept=False), *links[1:]]
 
 
-def set_up(surveys: list[Survey], links: list[Link], chosen: argparse.Namespace, ssh_config: SshConfig) -> list[str]:
-    steps = plan_steps(surveys, links, chosen.without_bridge)
+def set_up(
+    machines: list[HostFacts], links: list[Link], chosen: argparse.Namespace, ssh_config: SshConfig
+) -> list[str]:
+    steps = plan_steps(machines, links, chosen.without_bridge)
     if chosen.dry_run:
         for step in steps:
             print(f"would run on {step.host}: {step}")
@@ -99,25 +101,25 @@ def set_up(surveys: list[Survey], links: list[Link], chosen: argparse.Namespace,
     return run_steps(steps, ssh_config, print, before=undo.add_undo, failed=undo.remove_undo)
 
 
-def look_at_folder(chosen: argparse.Namespace, ssh_config: SshConfig) -> list[str]:
+def check_remote_directory(chosen: argparse.Namespace, ssh_config: SshConfig) -> list[str]:
     words = ["sh", "-c", 'cd "$1" && .venv/bin/python -c "import mlxdist.version"', "sh", chosen.remote_dir]
-    answers = run_everywhere([chosen.node0, chosen.node1], words, ssh_config)
+    results = run_everywhere([chosen.node0, chosen.node1], words, ssh_config)
     advice = f"; clone mlxdist there, and `make setup` in {chosen.remote_dir}"
-    return [f"{a.name}: {a.last_words}{advice}" for a in answers if a.status]
+    return [f"{a.name}: {a.last_words}{advice}" for a in results if a.status]
 
 
-def check(surveys: list[Survey], links: list[Link], ssh_config: SshConfig, when: str) -> list[str]:
-    """Addresses are read anew, and each cable is tried both ways."""
-    again, wrong = survey_hosts([survey.name for survey in surveys], ssh_config)
+def check(machines: list[HostFacts], links: list[Link], ssh_config: SshConfig, when: str) -> list[str]:
+    """Collects the addresses again, and tries each cable both ways."""
+    again, wrong = collect_hosts([machine.name for machine in machines], ssh_config)
     problems = list(wrong.values())
-    for host, survey in enumerate(again if not wrong else ()):
+    for host, machine in enumerate(again if not wrong else ()):
         for link in links:
             end, address = link.cable.end(host), link.address(host)
-            interface = survey.interface(end.interface)
+            interface = machine.interface(end.interface)
             if interface is None or address not in interface.addresses:
                 has = ", ".join(map(str, interface.addresses)) if interface and interface.addresses else "none"
-                problems.append(f"{survey.name}: {end.interface} should have the address {address}, and has {has}")
-    problems += verify(checks_of_links(surveys, links), ssh_config) if not wrong else []
+                problems.append(f"{machine.name}: {end.interface} should have the address {address}, and has {has}")
+    problems += verify(checks_of_links(machines, links), ssh_config) if not wrong else []
     print(f"{when}: {'the addresses hold, and both ways work' if not problems else 'not well'}")
     return problems
 
@@ -125,39 +127,36 @@ def check(surveys: list[Survey], links: list[Link], ssh_config: SshConfig, when:
 def main() -> int:
     chosen = parse_arguments()
     ssh_config = SshConfig(shlex.split(chosen.ssh))
-    surveys, wrong = survey_hosts([chosen.node0, chosen.node1], ssh_config)
+    machines, wrong = collect_hosts([chosen.node0, chosen.node1], ssh_config)
     if wrong:
         return report(list(wrong.values()))
-    for survey in surveys:
-        devices = ", ".join((survey.rdma or {}).values()) or "none"
-        print(f"{survey.name}: rdma_ctl {survey.rdma_ctl or 'is not there'}, devices {devices}")
-    topology = build_topology(surveys, chosen.cable)
+    for machine in machines:
+        devices = ", ".join(machine.rdma.values()) or "none"
+        print(f"{machine.name}: rdma_ctl {machine.rdma_ctl or 'is not there'}, devices {devices}")
+    topology = build_topology(machines, chosen.cable)
     if not topology.cables:
         return report(
             [*topology.notes, f"no cable between {chosen.node0} and {chosen.node1} is seen; on Linux: --cable"]
         )
-    links = assign_addresses(surveys, topology)
+    links = assign_addresses(machines, topology)
     if chosen.node0_ip and links:
-        links = chosen_addresses(surveys, links, chosen.node0_ip, chosen.node1_ip)
+        links = chosen_addresses(machines, links, chosen.node0_ip, chosen.node1_ip)
     for link in links:
         print(f"{link.cable.a.port} {link.a} - {link.cable.b.port} {link.b}{' (there already)' if link.kept else ''}")
-    problems = [*topology.notes, *rdma_notes(surveys, topology)]
-    problems += look_at_folder(chosen, ssh_config) if chosen.remote_dir else []
-    failed = set_up(surveys, links, chosen, ssh_config)
+    problems = [*topology.notes, *rdma_notes(machines, topology)]
+    problems += check_remote_directory(chosen, ssh_config) if chosen.remote_dir else []
+    failed = set_up(machines, links, chosen, ssh_config)
     if chosen.dry_run or failed:
         return report(problems + failed)
-    found = check(surveys, links, ssh_config, "now")
+    found = check(machines, links, ssh_config, "now")
     if not found:
         time.sleep(chosen.wait)
-        found = check(surveys, links, ssh_config, f"after {chosen.wait:g} s")
-    text = write(make_hostfile(surveys, topology, links, choose_addresses(surveys)), "json")
+        found = check(machines, links, ssh_config, f"after {chosen.wait:g} s")
+    text = write(make_hostfile(machines, topology, links, choose_addresses(machines)), "json")
     try:
-        if former := keep_former(chosen.output, text):
-            print(f"the former {chosen.output} is now {former}")
-        write_whole(chosen.output, text)
-    except OSError as error:
-        return report([*problems, *found, f"{chosen.output}: {error.strerror}"])
-    print(f"wrote {chosen.output}; next: mlxdist doctor --hostfile {chosen.output}")
+        write_hostfile(chosen.output, text, print)
+    except InvalidArgument as error:
+        found.append(str(error))
     return report(problems + found)
 
 

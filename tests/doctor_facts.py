@@ -1,7 +1,7 @@
-"""Facts that `mlxdist doctor` might hear from hosts, where all is well unless a test says otherwise."""
+"""Facts that `mlxdist doctor` might collect from hosts, where all is well unless a test changes that."""
 
 from mlxdist.cluster.hostfile import Host
-from mlxdist.tools.doctor.cluster import Cluster, Question
+from mlxdist.tools.doctor.cluster import CheckOptions, Cluster
 from mlxdist.version import __version__
 
 __all__ = ["GIB", "NAMES", "VERSIONS", "cluster", "facts"]
@@ -23,19 +23,19 @@ def facts(**changes) -> dict:
         "system": "Linux",
         "cores": 8,
         "load": 0.5,
-        "memory": {"total": 64 * GIB, "available": 50 * GIB},
+        "memory": {"total": 64 * GIB, "available": 50 * GIB, "wired_limit": None},
         "disks": [{"use": "temporary files", "path": "/tmp", "total": 100 * GIB, "free": 50 * GIB}],
         "power": {"systemd": {"masked": True, "idle": ""}},
-        "jobs": {"running": [], "left": [], "orphans": [], "domains": None, "shared_memory": []},
+        "jobs": {"running": [], "stale": [], "orphans": [], "domains": None, "shared_memory": []},
     }
     return usual | changes
 
 
-def cluster(of=facts(), names=NAMES, question=Question(), hosts=None, **told) -> Cluster:  # noqa: B008
-    """Hosts with the same facts, but for those of the last one. ``told``: what it says to other questions."""
-    everyone = {name: facts() for name in names}
-    everyone[names[-1]] = of
-    versions = {name: told["versions"] for name, told in everyone.items()}
-    who = {name: {"mlxdist": told["mlxdist"], "python": told["Python"]} for name, told in versions.items()}
-    answers = {"facts": everyone, "who": who} | {step: {names[-1]: answer} for step, answer in told.items()}
-    return Cluster(tuple(hosts or map(Host, names)), question, answers)
+def cluster(of=facts(), names=NAMES, options=CheckOptions(), hosts=None, **last) -> Cluster:  # noqa: B008
+    """Hosts with the same facts, but for those of the last one. ``last``: its responses to other requests."""
+    all_facts = {name: facts() for name in names}
+    all_facts[names[-1]] = of
+    versions = {name: found["versions"] for name, found in all_facts.items()}
+    who = {name: {"mlxdist": found["mlxdist"], "python": found["Python"]} for name, found in versions.items()}
+    responses = {"facts": all_facts, "who": who} | {step: {names[-1]: response} for step, response in last.items()}
+    return Cluster(tuple(hosts or map(Host, names)), options, responses)

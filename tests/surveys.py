@@ -5,9 +5,9 @@ from ipaddress import IPv4Interface
 
 from fake_macs import FIXTURES, fixture
 
+from mlxdist.cluster.facts.collect import HostFacts
 from mlxdist.cluster.facts.interfaces import Interface
 from mlxdist.cluster.facts.thunderbolt import Peer, Receptacle, read_receptacles
-from mlxdist.cluster.setup.survey import Survey
 
 THUNDERBOLT = sorted(path.name for path in FIXTURES.glob("*.json"))
 
@@ -20,6 +20,7 @@ def mac(name, *cables, size=4, speed=80, **fields):
             str(port),
             speed if port in plugged else 120,
             port in plugged,
+            f"en{port + 1}",
             f"{name}-{port}",
             (Peer(plugged[port], "Mac Studio"),) if port in plugged else (),
         )
@@ -36,7 +37,7 @@ def mac(name, *cables, size=4, speed=80, **fields):
         + tuple(Interface(interface) for interface in interfaces.values()),
         "default": "en0",
     }
-    return Survey(name, "Darwin", **(start | fields))
+    return HostFacts(name, "Darwin", **(start | fields))
 
 
 def macs(count, pairs, **fields):

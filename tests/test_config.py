@@ -200,7 +200,7 @@ def test_an_output_that_cannot_be_written(two_macs):
         (("--hosts", "a", "--env", "x y"), "--env: 'x y' sets no environment variable"),
         (("--hosts", "a", "--over", "ethernet", "--backend", "jaccl"), "needs cables"),
         (("--hosts", "a", "--auto-setup", "--dry-run"), "--dry-run runs none"),
-        (("--hosts", "localhost", "--dry-run"), "Linux does not tell which cable leads where"),
+        (("--hosts", "localhost", "--dry-run"), "Linux does not report which cable leads where"),
     ],
 )
 def test_what_is_refused(words, said):

@@ -7,26 +7,26 @@ import pytest
 from surveys import macs, mesh
 
 from mlxdist.base.errors import InvalidArgument
+from mlxdist.cluster.facts.collect import HostFacts
 from mlxdist.cluster.facts.interfaces import Interface
 from mlxdist.cluster.setup.addresses import RANGE, assign_addresses
 from mlxdist.cluster.setup.ethernet import choose_addresses
-from mlxdist.cluster.setup.survey import Survey
 from mlxdist.cluster.topology.topology import build_topology
 
 
-def with_links(surveys, links):
+def with_links(machines, links):
     """The hosts after their interfaces have the addresses of the links."""
     found = []
-    for host, survey in enumerate(surveys):
+    for host, machine in enumerate(machines):
         given = {link.cable.end(host).interface: link.address(host) for link in links if host in link.cable.pair}
-        interfaces = [replace(i, addresses=(given[i.name],)) if i.name in given else i for i in survey.interfaces]
-        found.append(replace(survey, interfaces=tuple(interfaces)))
+        interfaces = [replace(i, addresses=(given[i.name],)) if i.name in given else i for i in machine.interfaces]
+        found.append(replace(machine, interfaces=tuple(interfaces)))
     return found
 
 
 def test_each_cable_has_a_subnet_of_its_own():
-    surveys = macs(4, mesh(4) + [(0, 1)])
-    links = assign_addresses(surveys, build_topology(surveys))
+    machines = macs(4, mesh(4) + [(0, 1)])
+    links = assign_addresses(machines, build_topology(machines))
     networks = [link.a.network for link in links]
     assert len(set(networks)) == 7 and all(n.prefixlen == 30 and n.subnet_of(RANGE) for n in networks)
     assert all(link.a.network == link.b.network and link.a != link.b for link in links)
@@ -34,14 +34,14 @@ def test_each_cable_has_a_subnet_of_its_own():
 
 
 def test_what_is_there_is_kept():
-    surveys = macs(3, mesh(3))
-    topology = build_topology(surveys)
-    links = assign_addresses(surveys, topology)
-    again = assign_addresses(with_links(surveys, links), topology)
+    machines = macs(3, mesh(3))
+    topology = build_topology(machines)
+    links = assign_addresses(machines, topology)
+    again = assign_addresses(with_links(machines, links), topology)
     assert [(link.a, link.b) for link in again] == [(link.a, link.b) for link in links]
     assert all(link.kept for link in again)
     # One end of the second cable has lost its address, and a third host came in between: nothing else moves.
-    half = with_links(surveys, links)
+    half = with_links(machines, links)
     lost = [replace(i, addresses=()) if i.name == "en2" else i for i in half[2].interfaces]
     half[2] = replace(half[2], interfaces=tuple(lost))
     repaired = assign_addresses(half, topology)
@@ -50,15 +50,15 @@ def test_what_is_there_is_kept():
 
 
 def test_addresses_of_the_user_are_kept_and_others_are_not():
-    surveys = macs(2, [(0, 1)])
+    machines = macs(2, [(0, 1)])
 
     def given(*addresses):
         return [
             replace(s, interfaces=(*s.interfaces[:1], Interface("en2", True, (IPv4Interface(address),))))
-            for s, address in zip(surveys, addresses)
+            for s, address in zip(machines, addresses)
         ]
 
-    topology = build_topology(surveys)
+    topology = build_topology(machines)
     (mine,) = assign_addresses(given("10.0.9.1/24", "10.0.9.7/24"), topology)
     assert mine.kept and str(mine.b) == "10.0.9.7/24"
     for useless in (
@@ -72,25 +72,25 @@ def test_addresses_of_the_user_are_kept_and_others_are_not():
 
 
 def test_subnets_that_are_taken_or_too_few():
-    surveys = macs(2, [(0, 1), (0, 1)])
-    surveys[1] = replace(
-        surveys[1], interfaces=(*surveys[1].interfaces, Interface("en9", True, (IPv4Interface("10.111.0.200/24"),)))
+    machines = macs(2, [(0, 1), (0, 1)])
+    machines[1] = replace(
+        machines[1], interfaces=(*machines[1].interfaces, Interface("en9", True, (IPv4Interface("10.111.0.200/24"),)))
     )
-    topology = build_topology(surveys)
-    assert str(assign_addresses(surveys, topology)[0].a) == "10.111.1.1/30"
+    topology = build_topology(machines)
+    assert str(assign_addresses(machines, topology)[0].a) == "10.111.1.1/30"
     with pytest.raises(InvalidArgument, match="too few subnets"):
-        assign_addresses(surveys, topology, IPv4Network("10.9.0.0/30"))
+        assign_addresses(machines, topology, IPv4Network("10.9.0.0/30"))
     with pytest.raises(InvalidArgument, match="too few subnets"):
-        assign_addresses(surveys, topology, IPv4Network("10.9.0.0/31"))
+        assign_addresses(machines, topology, IPv4Network("10.9.0.0/31"))
 
 
 def host(name, *interfaces, default="", wireless=()):
     listed = tuple(Interface(n, True, tuple(map(IPv4Interface, addresses))) for n, *addresses in interfaces)
-    return Survey(name, "Linux", interfaces=listed, default=default, wireless=frozenset(wireless))
+    return HostFacts(name, "Linux", interfaces=listed, default=default, wireless=frozenset(wireless))
 
 
 @pytest.mark.parametrize(
-    ("surveys", "addresses"),
+    ("machines", "addresses"),
     [
         # Wi-Fi is the default route of both, and they have a cable.
         (
@@ -139,5 +139,5 @@ def host(name, *interfaces, default="", wireless=()):
         ),
     ],
 )
-def test_addresses_of_the_network(surveys, addresses):
-    assert [choice and str(choice.address.ip) for choice in choose_addresses(surveys)] == addresses
+def test_addresses_of_the_network(machines, addresses):
+    assert [choice and str(choice.address.ip) for choice in choose_addresses(machines)] == addresses

@@ -11,14 +11,14 @@ from mlxdist.cluster.hostfile.hosts import Host
 from mlxdist.cluster.hostfile.writing import write
 from mlxdist.cluster.setup.addresses import assign_addresses
 from mlxdist.cluster.setup.ethernet import choose_addresses
-from mlxdist.cluster.setup.result import make_hostfile
+from mlxdist.cluster.setup.make_hostfile import make_hostfile
 from mlxdist.cluster.topology.topology import build_topology
 
 
-def hostfile_of(surveys, **options):
-    topology = build_topology(surveys)
-    links = assign_addresses(surveys, topology)
-    found = make_hostfile(surveys, topology, links, choose_addresses(surveys), **options)
+def hostfile_of(machines, **options):
+    topology = build_topology(machines)
+    links = assign_addresses(machines, topology)
+    found = make_hostfile(machines, topology, links, choose_addresses(machines), **options)
     read = parse(write(found, "json"), "x")
     assert not read.warnings
     return read
@@ -55,10 +55,10 @@ def test_hostfile_of_a_ring():
 def test_mlx_reads_the_hostfile(tmp_path):
     from mlx._distributed_utils.common import Hostfile
 
-    surveys = macs(3, mesh(3) + [(0, 1)])
-    topology = build_topology(surveys)
-    links = assign_addresses(surveys, topology)
-    found = make_hostfile(surveys, topology, links, choose_addresses(surveys), backend="jaccl", envs=("A=1",))
+    machines = macs(3, mesh(3) + [(0, 1)])
+    topology = build_topology(machines)
+    links = assign_addresses(machines, topology)
+    found = make_hostfile(machines, topology, links, choose_addresses(machines), backend="jaccl", envs=("A=1",))
     (tmp_path / "hosts.json").write_text(write(found, "json"))
     read = Hostfile.from_file(tmp_path / "hosts.json")
     assert [(host.ssh_hostname, host.ips, host.rdma[0]) for host in read.hosts][1:] == [
@@ -69,12 +69,12 @@ def test_mlx_reads_the_hostfile(tmp_path):
 
 
 def test_hostfile_without_rdma():
-    surveys = macs(2, [(0, 1)], speed=40)
-    assert [(h.rdma, h.ips) for h in hostfile_of(surveys).hosts] == [
+    machines = macs(2, [(0, 1)], speed=40)
+    assert [(h.rdma, h.ips) for h in hostfile_of(machines).hosts] == [
         ((), ("10.111.0.1", "192.168.1.97")),
         ((), ("10.111.0.2", "192.168.1.98")),
     ]
-    off = [replace(survey, rdma={}, rdma_ctl="disabled") for survey in macs(2, [(0, 1)])]
+    off = [replace(machine, rdma={}, rdma_ctl="disabled") for machine in macs(2, [(0, 1)])]
     assert not hostfile_of(off).hosts[0].rdma
     line = hostfile_of(macs(3, [(0, 1), (1, 2)]))
     assert not line.envs and line.hosts[0].rdma == ((), ("rdma_en2",), ())

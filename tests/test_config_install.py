@@ -12,7 +12,7 @@ from fake_ssh import through_a_shell
 from mlxdist.cli import commands
 from mlxdist.cluster.setup.install import _SCRIPT as SCRIPT
 from mlxdist.cluster.setup.install import _archive as archive
-from mlxdist.cluster.setup.install import read_answer
+from mlxdist.cluster.setup.install import read_result
 from mlxdist.cluster.ssh.ssh import CommandResult
 from mlxdist.version import __version__
 
@@ -121,14 +121,14 @@ def test_what_fails_on_a_host_leaves_what_was_there(tmp_path):
         ("ERROR: [Errno 28] No space left on device", "free some of its disk"),
         ("Failed to establish a new connection: x\nERROR: No matching distribution found for mlxdist", "reach PyPI"),
         (f"ERROR: No matching distribution found for mlxdist=={__version__}", "is not on PyPI for that host"),
-        ("ERROR: x.whl is not a supported wheel on this platform.", "give --from a folder with one for each"),
+        ("ERROR: x.whl is not a supported wheel on this platform.", "give --from a directory with one for each"),
     ],
 )
 def test_what_goes_wrong_on_a_host_comes_with_advice(errors, advice):
-    found = read_answer(CommandResult("a", 1, "Welcome!\n", errors))
+    found = read_result(CommandResult("a", 1, "Welcome!\n", errors))
     assert found.error.startswith(errors.splitlines()[-1]) and advice in found.error and not found.path
 
 
 def test_a_host_that_ssh_does_not_reach():
-    found = read_answer(CommandResult("a", 255, "", "ssh: connect to host a port 22: No route to host"))
+    found = read_result(CommandResult("a", 255, "", "ssh: connect to host a port 22: No route to host"))
     assert found.error.endswith("No route to host; try: ssh -o BatchMode=yes a true")

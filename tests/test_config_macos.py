@@ -13,9 +13,9 @@ from surveys import THUNDERBOLT, mac
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.cluster.facts import interfaces as readers
+from mlxdist.cluster.facts.collect import read_facts
 from mlxdist.cluster.facts.interfaces import Service
 from mlxdist.cluster.facts.thunderbolt import read_receptacles
-from mlxdist.cluster.setup.survey import read_survey
 from mlxdist.cluster.topology.topology import build_topology
 
 
@@ -114,10 +114,10 @@ def test_any_output_of_network_commands_is_read(text, file):
 def test_any_answer_of_a_host_is_read_or_refused(parts):
     text = "".join(f"\n@mlxdist:{part}\nDarwin\n" for part in parts)
     try:
-        survey = read_survey("a", text)
+        machine = read_facts("a", text)
     except InvalidArgument:
         return
-    assert survey.unreadable  # there is no JSON in it
+    assert machine.unreadable  # there is no JSON in it
 
 
 def test_interfaces_of_macos():

@@ -7,21 +7,21 @@ import pytest
 from surveys import macs
 
 from mlxdist.base.errors import InvalidArgument
+from mlxdist.cluster.facts.collect import HostFacts
 from mlxdist.cluster.facts.interfaces import Interface, Service
 from mlxdist.cluster.setup.addresses import assign_addresses
 from mlxdist.cluster.setup.steps import Step, plan_steps
-from mlxdist.cluster.setup.survey import Survey
 from mlxdist.cluster.setup.undo import UndoFile
 from mlxdist.cluster.topology.topology import build_topology
 
 A, B = IPv4Interface("10.111.0.1/30"), IPv4Interface("10.111.0.2/30")
 
 
-def steps_of(survey, **options):
+def steps_of(machine, **options):
     """On the first of two Macs with one cable."""
     other = macs(2, [(0, 1)])[1]
     pair = [
-        replace(survey, name="a"),
+        replace(machine, name="a"),
         replace(other, services=(Service("T", "Thunderbolt 1", "en2", True, "manual", B),)),
     ]
     found = plan_steps(pair, assign_addresses(pair, build_topology(pair)), **options)
@@ -70,8 +70,8 @@ def test_steps_on_a_mac(service, commands, undone):
 
 
 def test_the_bridge_is_touched_only_when_asked():
-    survey = macs(2, [(0, 1)])[0]
-    bridged = replace(survey, interfaces=(*survey.interfaces, Interface("bridge0", members=("en2", "en3"))))
+    machine = macs(2, [(0, 1)])[0]
+    bridged = replace(machine, interfaces=(*machine.interfaces, Interface("bridge0", members=("en2", "en3"))))
     assert not any("bridge" in line for line in steps_of(bridged)[0])
     shown, back = steps_of(bridged, without_bridge=True)
     assert shown[0] == "sudo ifconfig bridge0 deletem en2" and str(back[-1]) == "sudo ifconfig bridge0 addm en2"
@@ -102,8 +102,8 @@ def test_the_bridge_is_touched_only_when_asked():
 )
 def test_steps_on_linux(interface, manager, commands, undone):
     pair = [
-        Survey("a", "Linux", interfaces=(interface,), network_manager=manager),
-        Survey("b", "Linux", interfaces=(Interface("eth1", True, (B,)),)),
+        HostFacts("a", "Linux", interfaces=(interface,), network_manager=manager),
+        HostFacts("b", "Linux", interfaces=(Interface("eth1", True, (B,)),)),
     ]
     found = plan_steps(pair, assign_addresses(pair, build_topology(pair, ["a:eth1=b:eth1"])))
     assert [str(step).removeprefix("sudo ") for step in found] == commands

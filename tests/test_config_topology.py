@@ -109,8 +109,8 @@ def test_cables_that_cannot_be_named(text, words):
 
 
 def test_the_picture():
-    surveys = macs(3, [(0, 1), (1, 2)], size=2)
-    assert as_text(build_topology(surveys)).plain.splitlines() == [
+    machines = macs(3, [(0, 1), (1, 2)], size=2)
+    assert as_text(build_topology(machines)).plain.splitlines() == [
         "┌──────────────────────────────┐",
         "│ a                            │",
         "│   Thunderbolt 1 en2, 80 Gb/s ├──┐",

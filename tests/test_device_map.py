@@ -25,10 +25,6 @@ def test_shapes(found, tmp_path):
     assert load(f"  {text}").devices(0, 2) == ("en3", "en4")
 
 
-def test_pairs_with_a_cable():
-    assert parse(json.dumps(MATRIX)).wires == {(0, 1), (1, 0), (0, 2), (2, 0)}
-
-
 def test_a_map_of_one_host():
     assert parse("[[null]]").rows == (((),),)
 

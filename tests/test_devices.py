@@ -21,8 +21,8 @@ from mlxdist._native import ffi, lib
 from mlxdist.base.errors import ResourceError
 from mlxdist.runtime.devices import listing
 from mlxdist.runtime.devices.device import GID_TYPES, LIMITS, Device, Gid, list_devices, speed_of
-from mlxdist.runtime.devices.links import Place
 from mlxdist.runtime.devices.listing import list_apart
+from mlxdist.runtime.devices.node_info import NodeInfo
 
 TESTS = Path(__file__).parent
 # Only soft is sure to be on the machine that runs the tests.
@@ -230,7 +230,7 @@ CALLS = ["get_device_list", "open_device", "query_port", "query_gid"]
 def test_a_call_that_does_not_return_is_named(driver, call):
     """Only in the list itself, and for a name that is not known yet, no device can be told."""
     device = "" if call == "get_device_list" else "rxe0"
-    found = ibverbs(driver, "--wait", "0.5", status=1, DRIVER_FAILS=f"ibv_{call}:{device}:hang")
+    found = ibverbs(driver, "--timeout", "0.5", status=1, DRIVER_FAILS=f"ibv_{call}:{device}:hang")
     where = "device 0 of the list" if call == "get_device_name" else device
     assert f"ibv_{call}({where}) of provider ibverbs has not returned for 0.5 s" in found["error"]
     assert not found["usable"]
@@ -253,13 +253,13 @@ def test_a_library_that_cannot_list(driver):
     assert found["error"] == "ibv_get_device_list of provider ibverbs failed: Cannot allocate memory (errno 12)"
 
 
-def test_a_rank_finds_its_place(driver, monkeypatch):
+def test_the_devices_of_a_rank(driver, monkeypatch):
     for name, value in driver.items():
         monkeypatch.setenv(name, value)
-    place = Place.here(b"identity", "host", provider="ibverbs")
-    assert [device.is_active for device in place.of_provider("ibverbs")] == [True, False] and place.missing == ""
+    node = NodeInfo.here(b"identity", "host", provider="ibverbs")
+    assert [device.is_active for device in node.of_provider("ibverbs")] == [True, False] and node.missing == ""
     monkeypatch.setenv("DRIVER_DEVICES", "")
-    assert Place.here(b"identity", "host", provider="ibverbs").missing.startswith("ibverbs lists no device: ")
+    assert NodeInfo.here(b"identity", "host", provider="ibverbs").missing.startswith("ibverbs lists no device: ")
 
 
 # The command

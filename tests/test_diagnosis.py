@@ -4,16 +4,17 @@ import ipaddress
 import json
 import platform
 import sys
+from pathlib import Path
 
 import pytest
 from mlxdist._native import ffi, lib
 
-from mlxdist.cluster.facts import rdma as readers
-from mlxdist.cluster.facts.rdma import Facts, ThunderboltPort
+from mlxdist.cluster.facts import collect, interfaces, system
+from mlxdist.cluster.facts.collect import HostFacts
+from mlxdist.cluster.facts.interfaces import Interface
+from mlxdist.cluster.facts.thunderbolt import Receptacle, read_receptacles
 from mlxdist.runtime.devices.device import Device, Gid
 from mlxdist.runtime.devices.diagnosis import Verdict, diagnose_device, diagnose_host
-from mlxdist.tools.bench.machine import describe_machine
-from mlxdist.tools.doctor import facts as doctor_facts
 
 # Written by hand after descriptions of what these commands print; no Mac was asked.
 SYNTHETIC_PORTS = """
@@ -66,10 +67,10 @@ def synthetic_thunderbolt(*ports: tuple[str, str, bool]) -> str:
     return json.dumps({"SPThunderboltDataType": buses})
 
 
-def mac(**changes) -> Facts:
-    ports = ThunderboltPort("1", 80, True, "en2"), ThunderboltPort("2", 120, False, "en3")
-    usual = {"machine": "arm64", "macos": (26, 3), "rdma_ctl": "enabled", "thunderbolt": ports}
-    return Facts(system="Darwin", **usual | changes)
+def mac(**changes) -> HostFacts:
+    ports = Receptacle("1", 80, True, "en2"), Receptacle("2", 120, False, "en3")
+    usual = {"architecture": "arm64", "macos": (26, 3), "rdma_ctl": "enabled", "receptacles": ports}
+    return HostFacts(system="Darwin", **usual | changes)
 
 
 def ipv4(text: str) -> Gid:
@@ -83,6 +84,7 @@ def thunderbolt(name: str = "rdma_en2", state: str = "ACTIVE", gids: tuple[Gid, 
 
 LINK_LOCAL = (Gid(0, "unknown", ipaddress.IPv6Address("fe80::1").packed),)
 READY = thunderbolt()
+BRIDGE = (Interface("bridge0", members=("en2",)),)
 
 
 def verdicts(found) -> list[Verdict]:
@@ -95,21 +97,17 @@ def verdicts(found) -> list[Verdict]:
 @pytest.mark.parametrize(
     "facts, verdict, remedy",
     [
-        (mac(machine="x86_64"), Verdict.NOT_APPLE_SILICON, "Python for arm64"),
-        (mac(machine="x86_64", macos=(15, 0), rdma_ctl=None), Verdict.NOT_APPLE_SILICON, "Thunderbolt 5"),
+        (mac(architecture="x86_64"), Verdict.NOT_APPLE_SILICON, "Python for arm64"),
+        (mac(architecture="x86_64", macos=(15, 0), rdma_ctl=None), Verdict.NOT_APPLE_SILICON, "Thunderbolt 5"),
         (mac(macos=(26, 1)), Verdict.MACOS_TOO_OLD, "update to macOS 26.2"),
         (mac(macos=(15, 7, 1)), Verdict.MACOS_TOO_OLD, "update to macOS 26.2"),
         (mac(rdma_ctl="disabled"), Verdict.RDMA_CTL_OFF, "rdma_ctl enable"),
-        (
-            mac(thunderbolt=(ThunderboltPort("1", 40, False, "en2"),)),
-            Verdict.THUNDERBOLT_4,
-            "use a Mac with Thunderbolt 5",
-        ),
-        (Facts(kernel_rdma=False), Verdict.NO_KERNEL_RDMA, "modprobe rdma_rxe"),
-        (Facts(kernel_rdma=True), Verdict.NO_DEVICE, "rdma link"),
+        (mac(receptacles=(Receptacle("1", 40, False, "en2"),)), Verdict.THUNDERBOLT_4, "use a Mac with Thunderbolt 5"),
+        (HostFacts(kernel_rdma=False), Verdict.NO_KERNEL_RDMA, "modprobe rdma_rxe"),
+        (HostFacts(kernel_rdma=True), Verdict.NO_DEVICE, "rdma link"),
         (mac(), Verdict.NO_DEVICE, "restart the Mac"),
         (
-            Facts(kernel_rdma=True, refused=("/dev/infiniband/uverbs0",)),
+            HostFacts(kernel_rdma=True, denied=("/dev/infiniband/uverbs0",)),
             Verdict.NOT_PERMITTED,
             "--device=/dev/infiniband",
         ),
@@ -126,7 +124,7 @@ def test_a_macos_that_is_new_enough(macos):
 
 
 def test_all_causes_are_told():
-    old = mac(macos=(15, 1), rdma_ctl="disabled", thunderbolt=(ThunderboltPort("1", 40, False),))
+    old = mac(macos=(15, 1), rdma_ctl="disabled", receptacles=(Receptacle("1", 40, False),))
     assert verdicts(diagnose_host(old, [], "librdma.dylib is not there")) == [
         Verdict.MACOS_TOO_OLD,
         Verdict.THUNDERBOLT_4,
@@ -136,28 +134,28 @@ def test_all_causes_are_told():
 
 def test_a_mac_that_is_switched_on_but_has_no_thunderbolt_5():
     """macOS lists devices for its ports all the same, and rdma_ctl says enabled."""
-    ports = ThunderboltPort("1", 40, True, "en2"), ThunderboltPort("2", 40, False, "en3")
-    assert verdicts(diagnose_host(mac(thunderbolt=ports), [READY])) == [Verdict.THUNDERBOLT_4]
+    ports = Receptacle("1", 40, True, "en2"), Receptacle("2", 40, False, "en3")
+    assert verdicts(diagnose_host(mac(receptacles=ports), [READY])) == [Verdict.THUNDERBOLT_4]
 
 
 def test_a_library_that_fails():
-    (found,) = diagnose_host(Facts(kernel_rdma=True), [], "libibverbs.so.1 is not installed")
+    (found,) = diagnose_host(HostFacts(kernel_rdma=True), [], "libibverbs.so.1 is not installed")
     assert (found.verdict, found.what) == (Verdict.NO_LIBRARY, "libibverbs.so.1 is not installed")
-    both = diagnose_host(Facts(kernel_rdma=False), [], "libibverbs.so.1 is not installed")
+    both = diagnose_host(HostFacts(kernel_rdma=False), [], "libibverbs.so.1 is not installed")
     assert verdicts(both) == [Verdict.NO_KERNEL_RDMA, Verdict.NO_LIBRARY]
     assert verdicts(diagnose_host(mac(), [], "librdma.dylib is not there")) == [Verdict.NO_LIBRARY]
 
 
 def test_the_same_cause_is_not_told_twice():
     error = "ibv_get_device_list of provider ibverbs failed: Function not implemented (errno 38)"
-    assert verdicts(diagnose_host(Facts(kernel_rdma=False), [], error)) == [Verdict.NO_KERNEL_RDMA]
+    assert verdicts(diagnose_host(HostFacts(kernel_rdma=False), [], error)) == [Verdict.NO_KERNEL_RDMA]
 
 
 @pytest.mark.parametrize("memlock, low", [(64 << 10, True), (64 << 20, False), (None, False), (0, True)])
 def test_memory_that_may_be_locked(memlock, low):
-    found = diagnose_host(Facts(kernel_rdma=True, memlock=memlock), [READY])
+    found = diagnose_host(HostFacts(kernel_rdma=True, memlock=memlock), [READY])
     assert verdicts(found) == [Verdict.MEMLOCK] * low
-    assert diagnose_host(Facts(kernel_rdma=True, memlock=memlock), [])[0].verdict is Verdict.NO_DEVICE
+    assert diagnose_host(HostFacts(kernel_rdma=True, memlock=memlock), [])[0].verdict is Verdict.NO_DEVICE
 
 
 # Devices
@@ -175,25 +173,40 @@ def test_memory_that_may_be_locked(memlock, low):
         ),
         (thunderbolt(gids=LINK_LOCAL), mac(), Verdict.NO_IPV4, "sudo ifconfig en2 inet"),
         (thunderbolt(gids=()), mac(), Verdict.NO_IPV4, "sudo ifconfig en2 inet"),
-        (
-            thunderbolt(gids=LINK_LOCAL),
-            mac(bridged=frozenset({"en2"})),
-            Verdict.BRIDGED,
-            "ifconfig bridge0 deletem en2",
-        ),
-        (READY, mac(bridged=frozenset({"en2"})), Verdict.OK, "ready"),
+        (thunderbolt(gids=LINK_LOCAL), mac(interfaces=BRIDGE), Verdict.BRIDGED, "ifconfig bridge0 deletem en2"),
+        (READY, mac(interfaces=BRIDGE), Verdict.OK, "ready"),
         (
             READY,
-            mac(thunderbolt=(ThunderboltPort("1", 40, True, "en2"), ThunderboltPort("2", 120, False, "en3"))),
+            mac(receptacles=(Receptacle("1", 40, True, "en2"), Receptacle("2", 120, False, "en3"))),
             Verdict.SLOW_CABLE,
             "the cable in Thunderbolt 1 (rdma_en2) runs at 40 Gb/s",
         ),
-        (Device("ibverbs", "x", "", "INIT", link_layer="InfiniBand"), None, Verdict.PORT_DOWN, "opensm"),
-        (Device("ibverbs", "x", "", "DOWN", link_layer="InfiniBand"), None, Verdict.PORT_DOWN, "plug in the cable"),
-        (Device("ibverbs", "x", "", "ACTIVE", LINK_LOCAL, link_layer="InfiniBand"), None, Verdict.OK, "ready"),
-        (Device("ibverbs", "x", "", "ACTIVE", link_layer="Ethernet"), None, Verdict.NO_IPV4, "sudo ip address add"),
-        (Device("ibverbs", "x", "ibv_open_device: No (errno 13)"), None, Verdict.NOT_PERMITTED, "may not open x"),
-        (Device("ibverbs", "x", "ibv_query_port: I/O (errno 5)"), None, Verdict.NOT_OPENED, "ibv_query_port: I/O"),
+        (Device("ibverbs", "x", "", "INIT", link_layer="InfiniBand"), HostFacts(), Verdict.PORT_DOWN, "opensm"),
+        (
+            Device("ibverbs", "x", "", "DOWN", link_layer="InfiniBand"),
+            HostFacts(),
+            Verdict.PORT_DOWN,
+            "plug in the cable",
+        ),
+        (Device("ibverbs", "x", "", "ACTIVE", LINK_LOCAL, link_layer="InfiniBand"), HostFacts(), Verdict.OK, "ready"),
+        (
+            Device("ibverbs", "x", "", "ACTIVE", link_layer="Ethernet"),
+            HostFacts(),
+            Verdict.NO_IPV4,
+            "sudo ip address add",
+        ),
+        (
+            Device("ibverbs", "x", "ibv_open_device: No (errno 13)"),
+            HostFacts(),
+            Verdict.NOT_PERMITTED,
+            "may not open x",
+        ),
+        (
+            Device("ibverbs", "x", "ibv_query_port: I/O (errno 5)"),
+            HostFacts(),
+            Verdict.NOT_OPENED,
+            "ibv_query_port: I/O",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_device(device, facts, verdict, text):
@@ -201,73 +214,63 @@ def test_what_is_wrong_with_a_device(device, facts, verdict, text):
     assert found.verdict is verdict and text in str(found) and found.subject == device.name
 
 
-@pytest.mark.parametrize("bridged", [frozenset(), frozenset({"en2"})])
-def test_the_remedy_of_a_port_is_the_engines(bridged):
+@pytest.mark.parametrize("bridges", [(), BRIDGE])
+def test_the_remedy_of_a_port_is_the_engines(bridges):
     """Before a job and after RTR has failed with errno 22 the same sentence is said: it names bridge and command."""
-    (found,) = diagnose_device(thunderbolt(gids=LINK_LOCAL), mac(bridged=bridged))
+    (found,) = diagnose_device(thunderbolt(gids=LINK_LOCAL), mac(interfaces=bridges))
     remedy = ffi.string(lib.mlxdist_port_remedy()).decode()
     assert found.remedy.startswith(remedy)
     assert "bridge0" in remedy and "`mlxdist config --hosts HOST,... --auto-setup --without-bridge`" in remedy
 
 
 def test_a_slow_cable_elsewhere_is_not_this_devices():
-    ports = ThunderboltPort("1", 80, True, "en2"), ThunderboltPort("2", 40, True, "en3")
-    assert verdicts(diagnose_device(thunderbolt("rdma_en2"), mac(thunderbolt=ports))) == [Verdict.OK]
-    assert verdicts(diagnose_device(thunderbolt("rdma_en3"), mac(thunderbolt=ports))) == [Verdict.SLOW_CABLE]
+    ports = Receptacle("1", 80, True, "en2"), Receptacle("2", 40, True, "en3")
+    assert verdicts(diagnose_device(thunderbolt("rdma_en2"), mac(receptacles=ports))) == [Verdict.OK]
+    assert verdicts(diagnose_device(thunderbolt("rdma_en3"), mac(receptacles=ports))) == [Verdict.SLOW_CABLE]
 
 
 # What the commands of macOS print
 
 
-def test_thunderbolt_ports():
+def test_receptacles_and_their_interfaces():
     text = synthetic_thunderbolt(("1", "Up to 80 Gb/s", True), ("2", "Up to 120 Gb/s", False))
-    assert readers.thunderbolt_ports(text, readers.hardware_ports(SYNTHETIC_PORTS)) == (
-        ThunderboltPort("1", 80, True, "en2"),
-        ThunderboltPort("2", 120, False, "en3"),
+    found = read_receptacles(text, interfaces.hardware_ports(SYNTHETIC_PORTS))
+    assert [(port.number, port.speed, port.connected, port.interface) for port in found] == [
+        ("1", 80, True, "en2"),
+        ("2", 120, False, "en3"),
+    ]
+
+
+def test_receptacles_of_another_shape():
+    text = (
+        '{"SPThunderboltDataType": [null, 7, {"receptacle_1_tag": 3}, {"receptacle_1_tag": {"receptacle_id_key": 1}}]}'
     )
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "null",
-        "[]",
-        '{"SPThunderboltDataType": null}',
-        '{"SPThunderboltDataType": [null, 7, {"receptacle_1_tag": 3}, {"receptacle_1_tag": {"receptacle_id_key": 1}}]}',
-        pytest.param("[" * 100000, id="deep"),
-    ],
-)
-def test_thunderbolt_ports_of_another_shape(text):
-    assert readers.thunderbolt_ports(text, {}) == ()
+    assert read_receptacles(text) == ()
 
 
 def test_a_port_whose_speed_is_not_said():
-    text = synthetic_thunderbolt(("1", "", True))
-    assert readers.thunderbolt_ports(text, {}) == (ThunderboltPort("1", None, True),)
-    assert diagnose_host(mac(thunderbolt=readers.thunderbolt_ports(text, {})), [READY]) == []
+    (port,) = read_receptacles(synthetic_thunderbolt(("1", "", True)))
+    assert port.speed is None and diagnose_host(mac(receptacles=(port,)), [READY]) == []
 
 
 def test_hardware_ports():
-    assert readers.hardware_ports(SYNTHETIC_PORTS) == {
+    assert interfaces.hardware_ports(SYNTHETIC_PORTS) == {
         "Ethernet": "en0",
         "Thunderbolt 1": "en2",
         "Thunderbolt 2": "en3",
     }
 
 
-@pytest.mark.parametrize(
-    "text, members", [(SYNTHETIC_BRIDGE, {"en2", "en3"}), ("", set()), ("bridge0: flags=8863", set())]
-)
-def test_bridge_members(text, members):
-    assert readers.bridge_members(text) == members
+def test_bridge_members():
+    (bridge,) = interfaces.macos_interfaces(SYNTHETIC_BRIDGE)
+    assert bridge.members == ("en2", "en3")
 
 
 @pytest.mark.parametrize(
     "text, state", [("enabled\n", "enabled"), ("RDMA is Disabled.", "disabled"), ("", None), ("usage: rdma_ctl", None)]
 )
 def test_rdma_ctl(text, state):
-    assert readers.rdma_ctl_state(text) == state
+    assert system.rdma_ctl_state(text) == state
 
 
 @pytest.mark.parametrize(
@@ -284,38 +287,77 @@ def test_rdma_ctl(text, state):
     ],
 )
 def test_macos_version(release, version):
-    assert readers.macos_version(release) == version
+    assert system.macos_version(release) == version
 
 
-def test_the_version_of_macos_is_that_of_the_kernel(monkeypatch):
-    """What a Python that was linked with an older SDK reads of the same system is not."""
-    monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(platform, "mac_ver", lambda: ("16.3", ("", "", ""), "arm64"))
-    monkeypatch.setattr(platform, "release", lambda: "25.3.0")
-    monkeypatch.setenv("PATH", "/nowhere")  # this system's commands mean something else
-    assert readers.read_facts().macos == (26, 3)
-    assert doctor_facts._system() == "macOS 26.3 ()" and describe_machine()["release"] == "26.3"
+SYNTHETIC_MAC = """
+@mlxdist:system
+Darwin
+
+@mlxdist:release
+25.3.0
+
+@mlxdist:version
+ProductName:		macOS
+ProductVersion:		16.3
+BuildVersion:		25D125
+
+@mlxdist:sysctl
+hw.memsize: 549755813888
+hw.model: Mac15,14
+hw.ncpu: 32
+machdep.cpu.brand_string: Apple M3 Ultra
+vm.loadavg: { 1.50 1.20 1.10 }
+iogpu.wired_limit_mb: 491520
+
+@mlxdist:memory
+Mach Virtual Memory Statistics: (page size of 16384 bytes)
+Pages free:                               100000.
+Pages inactive:                            50000.
+
+@mlxdist:end
+"""
 
 
-def test_a_command_that_hangs_or_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "_SECONDS", 0.2)
-    assert readers._run("sleep", "60") == ""
-    assert readers._run(str(tmp_path / "rdma_ctl"), "status") == ""
+def test_facts_of_a_mac():
+    """The version of macOS is that of the kernel: a Python that was linked with an older SDK reads another one."""
+    facts = collect.read_facts("studio", SYNTHETIC_MAC)
+    assert (facts.macos, facts.release, facts.version) == ((26, 3), "26.3", "macOS 26.3 (25D125)")
+    assert (facts.model, facts.chip, facts.cores, facts.load) == ("Mac15,14", "Apple M3 Ultra", 32, 1.5)
+    assert facts.memory == system.Memory(512 << 30, 150_000 * 16384, 480 << 30)
+
+
+def test_a_command_that_hangs_or_is_missing(tmp_path):
+    assert collect.output_of("sleep", "60", seconds=0.2) == ""
+    assert collect.output_of(str(tmp_path / "rdma_ctl"), "status") == ""
 
 
 # Linux
 
 
 @pytest.mark.parametrize(
-    "capabilities, may", [("0000000000004000", True), ("0000000000000000", False), ("000001ffffffffff", True)]
+    "limit, capabilities, lockable",
+    [
+        ("64", "CapEff:\t0000000000004000", None),
+        ("64", "CapEff:\t0000000000000000", 64 << 10),
+        ("64", "CapEff:\t000001ffffffffff", None),
+        ("64", "", 64 << 10),
+        ("unlimited", "", None),
+    ],
 )
-def test_who_may_lock_memory(tmp_path, capabilities, may):
-    (tmp_path / "status").write_text(f"Name:\tpython\nCapInh:\t0000000000004000\nCapEff:\t{capabilities}\n")
-    assert readers._may_lock(tmp_path / "status") is may
-    assert not readers._may_lock(tmp_path / "missing")
+def test_memory_that_a_process_may_lock(limit, capabilities, lockable):
+    assert system.lockable_memory(limit, capabilities) == lockable
+
+
+def test_the_limit_of_a_container_counts():
+    meminfo = "MemTotal:       100 kB\nMemFree:        10 kB\nMemAvailable:   50 kB\n"
+    assert system.linux_memory(meminfo, "max") == system.Memory(100 << 10, 50 << 10)
+    assert system.linux_memory(meminfo, str(40 << 10)) == system.Memory(40 << 10, 40 << 10)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /sys and /proc")
 def test_this_machine():
-    found = readers.read_facts()
-    assert found.system == "Linux" and found.kernel_rdma is readers._CLASS.is_dir() and found.macos is None
+    found = collect.collect_here()
+    assert found.system == "Linux" and found.kernel_rdma is Path("/sys/class/infiniband").is_dir()
+    assert found.macos is None and found.memory.total >= found.memory.available > 0 and found.cores >= 1
+    assert platform.release() in (found.release, found.version.rpartition(", ")[2])

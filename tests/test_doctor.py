@@ -21,12 +21,12 @@ from mlxdist.cluster.hostfile import Host, parse
 from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.cluster.ssh import rpc_client
 from mlxdist.cluster.ssh.protocol import GREETING, Kind, pack_json
-from mlxdist.tools.doctor import before_launch, report
+from mlxdist.tools.doctor import preflight, report
 from mlxdist.tools.doctor.checks import CHECKS, run_checks
-from mlxdist.tools.doctor.cluster import Cluster, Job, Question
-from mlxdist.tools.doctor.examine import examine
+from mlxdist.tools.doctor.cluster import CheckOptions, Cluster, Job
 from mlxdist.tools.doctor.exclude import failed_hosts, hostfile_without
 from mlxdist.tools.doctor.findings import Finding, Result, Verdict, fail, ok, way
+from mlxdist.tools.doctor.probe import probe
 
 ROOT = Path(__file__).parent.parent
 DOCTOR = [sys.executable, "-m", "mlxdist", "doctor"]
@@ -60,7 +60,7 @@ def test_a_current_folder_that_is_gone(tmp_path):
     (tmp_path / "gone").mkdir()
     line = f"rmdir ../gone; exec {shlex.join(DOCTOR)} --quick"
     job = subprocess.run(line, shell=True, cwd=tmp_path / "gone", capture_output=True, text=True)
-    assert job.returncode == 2 and "The current folder does not exist any more" in job.stderr, job.stderr
+    assert job.returncode == 2 and "The current directory does not exist any more" in job.stderr, job.stderr
 
 
 def test_the_page_lists_every_check():
@@ -104,7 +104,7 @@ def test_this_machine(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     found = {check["check"]: check["verdict"] for check in json.loads(done.stdout)["checks"]}
     assert list(found) == [check.name for check in CHECKS if not check.thorough]
-    for name in ("reachable", "python", "versions", "script", "allocation", "values", "provider"):
+    for name in ("reachable", "python", "versions", "script", "allocation", "correctness", "provider"):
         assert found[name] == "ok", name
 
 
@@ -129,9 +129,9 @@ def test_refused(arguments, words):
     assert done.returncode == 2 and words in done.stderr
 
 
-def examined(ssh_config, seconds: float = 30.0) -> Cluster:
+def probed(ssh_config, seconds: float = 30.0) -> Cluster:
     begin = time.monotonic()
-    found = examine([Host("a"), Host("localhost")], ssh_config, Question(quick=True))
+    found = probe([Host("a"), Host("localhost")], ssh_config, CheckOptions(quick=True))
     assert time.monotonic() - begin < seconds
     return found
 
@@ -142,12 +142,12 @@ def failures(found: Cluster) -> dict[str, tuple[str, ...]]:
 
 
 def test_a_host_without_mlxdist(tmp_path):
-    found = examined(fake_ssh(tmp_path, "sys.exit('/x/python: No module named mlxdist')"))
-    assert failures(found) == {"python": ("a",)} and "localhost" in found.told["facts"]
+    found = probed(fake_ssh(tmp_path, "sys.exit('/x/python: No module named mlxdist')"))
+    assert failures(found) == {"python": ("a",)} and "localhost" in found.responses["facts"]
 
 
 def test_a_host_that_refuses(tmp_path):
-    found = examined(fake_ssh(tmp_path, "sys.exit('a: Permission denied (publickey).')"))
+    found = probed(fake_ssh(tmp_path, "sys.exit('a: Permission denied (publickey).')"))
     assert failures(found) == {"reachable": ("a",)}
 
 
@@ -155,20 +155,20 @@ def test_a_host_with_another_version(tmp_path):
     """Of which nothing else is asked."""
     response = pack_json(Kind.RESULT, {"result": {"host": "a", "python": "3.11.7", "mlxdist": "0.0.9"}})
     program = f"import os; os.write(1, {GREETING!r}); os.read(0, 1); os.write(1, {response!r}); sys.stdin.read()"
-    found = examined(fake_ssh(tmp_path, program))
-    assert failures(found)["versions"] == ("a",) and list(found.told["facts"]) == ["localhost"]
+    found = probed(fake_ssh(tmp_path, program))
+    assert failures(found)["versions"] == ("a",) and list(found.responses["facts"]) == ["localhost"]
 
 
 def test_a_silent_host(tmp_path, monkeypatch):
     monkeypatch.setattr(rpc_client, "CONNECT_SECONDS", 3.0)
-    found = examined(fake_ssh(tmp_path, "import time; time.sleep(60)"))
-    assert "a" in failures(found)["reachable"] and "does not answer" in str(found.troubles["who"]["a"])
+    found = probed(fake_ssh(tmp_path, "import time; time.sleep(60)"))
+    assert "a" in failures(found)["reachable"] and "does not answer" in str(found.errors["who"]["a"])
 
 
 @pytest.mark.long
 def test_two_hosts_connect_to_each_other(tmp_path):
-    found = examined(through_a_shell(tmp_path, "Welcome!"))
-    assert {(tried.source, tried.target): tried.error for tried in found.tries} == {
+    found = probed(through_a_shell(tmp_path, "Welcome!"))
+    assert {(attempt.source, attempt.target): attempt.error for attempt in found.attempts} == {
         ("a", "localhost"): "",
         ("localhost", "a"): "",
     }
@@ -179,8 +179,8 @@ def test_two_hosts_connect_to_each_other(tmp_path):
 def test_in_a_ring_each_host_reaches_the_next(tmp_path):
     """The addresses of a hostfile for MLX's ring are those by which the host before reaches it."""
     hosts = [Host("a"), Host("localhost", ips=("127.0.0.1",)), Host("b")]
-    found = examine(hosts, through_a_shell(tmp_path, ""), Question(quick=True, backend="ring"))
-    assert [(tried.source, tried.target) for tried in sorted(found.tries, key=lambda tried: tried.source)] == [
+    found = probe(hosts, through_a_shell(tmp_path, ""), CheckOptions(quick=True, backend="ring"))
+    assert [(a.source, a.target) for a in sorted(found.attempts, key=lambda attempt: attempt.source)] == [
         ("a", "localhost"),
         ("b", "a"),
         ("localhost", "b"),
@@ -211,8 +211,8 @@ def test_a_terminal_shows_which_host_is_at_what():
 
 @pytest.mark.long
 def test_before_a_launch(tmp_path, capfd):
-    assert before_launch(HostSelection(), [sys.executable, "-c", "0"]) == 0
+    assert preflight(HostSelection(), [sys.executable, "-c", "0"]) == 0
     lines = capfd.readouterr().err.splitlines()
     assert lines[-1].startswith("mlxdist doctor: ") and not any(re.search(r" ok +localhost", line) for line in lines)
-    assert before_launch(HostSelection(), ["python", str(tmp_path / "missing.py")]) == 1
+    assert preflight(HostSelection(), ["python", str(tmp_path / "missing.py")]) == 1
     assert "missing.py: No such file" in capfd.readouterr().err

@@ -8,21 +8,22 @@ from doctor_facts import GIB, NAMES, VERSIONS, cluster, facts
 from mlxdist.cluster.hostfile import Host
 from mlxdist.launch.reaper import LOST_DOMAINS
 from mlxdist.tools.doctor.checks import run_checks
-from mlxdist.tools.doctor.checks.clocks import check_clocks
-from mlxdist.tools.doctor.checks.cores import check_cores
-from mlxdist.tools.doctor.checks.gpu import check_gpu_crossing
-from mlxdist.tools.doctor.checks.job import check_bandwidth, check_latency, check_provider, check_values
-from mlxdist.tools.doctor.checks.leaks import check_leaks
-from mlxdist.tools.doctor.checks.memory import check_allocation, check_disk, check_memory
-from mlxdist.tools.doctor.checks.model import check_model
-from mlxdist.tools.doctor.checks.network import check_interfaces, check_ports, check_privacy
-from mlxdist.tools.doctor.checks.program import check_script
-from mlxdist.tools.doctor.checks.python import check_python, check_versions
+from mlxdist.tools.doctor.checks.files import check_model, check_script
+from mlxdist.tools.doctor.checks.job import check_bandwidth, check_correctness, check_latency, check_provider
+from mlxdist.tools.doctor.checks.network import check_interfaces, check_local_network, check_ports
 from mlxdist.tools.doctor.checks.rdma import check_gids, check_rdma
-from mlxdist.tools.doctor.checks.reachable import check_reachable
-from mlxdist.tools.doctor.checks.sleep import check_sleep
-from mlxdist.tools.doctor.checks.variables import check_fast_synch, check_variables
-from mlxdist.tools.doctor.cluster import Cluster, Job, Question, Trouble, Try
+from mlxdist.tools.doctor.checks.reachable import check_python, check_reachable, check_versions
+from mlxdist.tools.doctor.checks.system import (
+    check_allocation,
+    check_clocks,
+    check_cores,
+    check_disk,
+    check_leaks,
+    check_memory,
+    check_sleep,
+)
+from mlxdist.tools.doctor.checks.variables import check_fast_synch, check_gpu_sync, check_variables
+from mlxdist.tools.doctor.cluster import CheckOptions, Cluster, ConnectAttempt, Job, ProbeError
 from mlxdist.tools.doctor.findings import Finding, Verdict
 from mlxdist.version import __version__
 
@@ -56,7 +57,7 @@ def test_all_is_well():
 )
 def test_reachable(text, words):
     found = cluster()
-    found.troubles = {"who": {"c": Trouble(text, False)}}
+    found.errors = {"who": {"c": ProbeError(text, False)}}
     assert only(check_reachable(found)).hosts == ("c",) and words in only(check_reachable(found)).remedy
     assert len(of(check_reachable(found), Verdict.OK)) == 2
 
@@ -64,7 +65,7 @@ def test_reachable(text, words):
 def test_one_machine_by_two_names():
     found = cluster()
     for name in ("a", "c"):
-        found.told["facts"][name]["identity"] = "the same"
+        found.responses["facts"][name]["identity"] = "the same"
     finding = only(check_reachable(found))
     assert finding.hosts == ("c",) and "a slots=2" in finding.remedy
 
@@ -74,8 +75,8 @@ def test_python():
     broken = cluster(facts(**{"import": {"error": "ImportError: no native library"}}))
     assert only(check_python(broken)).verdict is Verdict.FAIL
     assert only(check_python(cluster(facts(**{"import": {"error": "", "seconds": 90.0}})))).verdict is Verdict.WARN
-    trouble = Trouble("c does not answer: /p: No module named mlxdist", False)
-    without = Cluster((Host("c"),), troubles={"who": {"c": trouble}})
+    error = ProbeError("c does not answer: /p: No module named mlxdist", False)
+    without = Cluster((Host("c"),), errors={"who": {"c": error}})
     assert only(check_python(without)).verdict is Verdict.FAIL and not of(check_reachable(without))
 
 
@@ -98,8 +99,8 @@ def test_versions(what, value, verdict):
 
 def test_the_version_of_mlxdist_is_that_of_the_launcher():
     found = cluster()
-    found.told["who"] = {name: {"mlxdist": "0.0.1", "python": "3.12.1"} for name in NAMES}
-    found.told["facts"] = {}
+    found.responses["who"] = {name: {"mlxdist": "0.0.1", "python": "3.12.1"} for name in NAMES}
+    found.responses["facts"] = {}
     finding = only(check_versions(found))
     assert finding.hosts == tuple(NAMES) and f"mlxdist is 0.0.1, here {__version__}" in finding.what
 
@@ -116,7 +117,7 @@ def test_variables():
     differing = cluster(facts(variables={"OMP_NUM_THREADS": "1"}))
     assert only(check_variables(differing)).what == "OMP_NUM_THREADS differs"
     assert "/etc/zshenv" in only(check_variables(differing)).remedy
-    differing.question = Question(variables={"OMP_NUM_THREADS": "4"})  # set by the launcher for all
+    differing.options = CheckOptions(variables={"OMP_NUM_THREADS": "4"})  # set by the launcher for all
     assert not of(check_variables(differing))
     wrong = cluster(facts(variables_error="MLXDIST_X is set, but there is no such variable"))
     assert only(check_variables(wrong)).verdict is Verdict.FAIL
@@ -140,32 +141,32 @@ def test_fast_synch():
 )
 def test_fast_synch_with_several_ranks_on_a_mac(system, slots, value, verdict):
     hosts = [Host(name, slots=slots if name == "c" else 1) for name in NAMES]
-    question = Question(variables={"MLX_METAL_FAST_SYNCH": value})
-    (finding,) = check_fast_synch(cluster(facts(system=system), hosts=hosts, question=question))
+    options = CheckOptions(variables={"MLX_METAL_FAST_SYNCH": value})
+    (finding,) = check_fast_synch(cluster(facts(system=system), hosts=hosts, options=options))
     assert finding.verdict is verdict
     if verdict is Verdict.FAIL:
         assert finding.hosts == ("c",) and "one rank on each Mac" in finding.remedy
 
 
-PROGRAM = {"folder_error": "", "command_error": "", "script_error": "", "sha256": "ab" * 32, "bytes": 10}
+PROGRAM = {"directory_error": "", "command_error": "", "script_error": "", "sha256": "ab" * 32, "bytes": 10}
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"folder_error": "No such file or directory"},
+        {"directory_error": "No such file or directory"},
         {"command_error": "The command 'python' does not exist in PATH"},
         {"script_error": "No such file or directory"},
         {"sha256": "cd" * 32},
     ],
 )
 def test_script(changes):
-    question = Question(command=("python", "train.py"), script="train.py", folder="/work")
+    options = CheckOptions(command=("python", "train.py"), script="train.py", directory="/work")
     assert check_script(cluster())[0].verdict is Verdict.SKIP
-    found = cluster(question=question)
-    found.told["program"] = {name: dict(PROGRAM) for name in NAMES}
+    found = cluster(options=options)
+    found.responses["program"] = {name: dict(PROGRAM) for name in NAMES}
     assert not of(check_script(found))
-    found.told["program"]["c"] |= changes
+    found.responses["program"]["c"] |= changes
     finding = only(check_script(found))
     assert finding.verdict is Verdict.FAIL and finding.hosts == ("c",) and finding.remedy
 
@@ -176,28 +177,28 @@ def model(**files: int) -> dict:
 
 def test_model():
     assert check_model(cluster())[0].verdict is Verdict.SKIP
-    found = cluster(question=Question(model="/m"))
-    found.told["model"] = {name: model(config=10, weights=2 * GIB) for name in NAMES}
+    found = cluster(options=CheckOptions(model="/m"))
+    found.responses["model"] = {name: model(config=10, weights=2 * GIB) for name in NAMES}
     assert not of(check_model(found)) and "2 files, 2.0 GiB" in only(check_model(found), Verdict.OK).what
     for other in (model(config=10), model(config=10, weights=GIB), model(config=10, weights=2 * GIB)):
         if len(other["files"]) == 2 and other["files"]["weights"] == 2 * GIB:
             other["digests"]["weights"] = "f" * 64  # the same size
-        found.told["model"]["c"] = other
+        found.responses["model"]["c"] = other
         finding = only(check_model(found))
         assert finding.hosts == ("c",) and "1 file of /m differs: weights" in finding.what
         assert "rsync -a --checksum /m c:/;" in finding.remedy
-    found.told["model"]["c"] = {"error": "it is no folder", "files": {}, "path": "", "digests": {}}
+    found.responses["model"]["c"] = {"error": "it is no folder", "files": {}, "path": "", "digests": {}}
     assert only(check_model(found)).hosts == ("c",)
     # What the command calls --model may be something else, unless one of the hosts has it.
-    found.question = Question(model="resnet18", guessed=True)
+    found.options = CheckOptions(model="resnet18", guessed=True)
     assert only(check_model(found)).hosts == ("c",)
-    found.told["model"] = {name: found.told["model"]["c"] for name in NAMES}
+    found.responses["model"] = {name: found.responses["model"]["c"] for name in NAMES}
     assert not of(check_model(found)) and only(check_model(found), Verdict.SKIP).hosts == tuple(NAMES)
 
 
 def test_a_model_that_does_not_fit():
-    found = cluster(question=Question(model="/m"))
-    found.told["model"] = {name: model(weights=500 * GIB) for name in NAMES}
+    found = cluster(options=CheckOptions(model="/m"))
+    found.responses["model"] = {name: model(weights=500 * GIB) for name in NAMES}
     assert "192.0 GiB" in only(check_model(found)).what
 
 
@@ -207,19 +208,24 @@ def test_clocks():
     assert not of(check_clocks(cluster(clock=(3.0, 2.5))))  # a connection too slow to tell
 
 
+def memory(*gib: int | None) -> dict:
+    total, available, wired, *_ = (*(size and size * GIB for size in gib), None)
+    return {"total": total, "available": available, "wired_limit": wired}
+
+
 def test_memory():
     assert not of(check_memory(cluster()))
-    assert only(check_memory(cluster(facts(memory={"total": 64 * GIB, "available": GIB})))).verdict is Verdict.WARN
-    smaller = check_memory(cluster(facts(memory={"total": 32 * GIB, "available": 30 * GIB})))
+    assert only(check_memory(cluster(facts(memory=memory(64, 1))))).verdict is Verdict.WARN
+    smaller = check_memory(cluster(facts(memory=memory(32, 30))))
     assert only(smaller, Verdict.NOTE).hosts == ("c",) and not of(smaller)
-    assert only(check_memory(cluster(facts(memory={"total": None, "available": None}))), Verdict.NOTE)
+    assert only(check_memory(cluster(facts(memory=memory(None, None)))), Verdict.NOTE)
 
 
 def test_allocation():
     assert not of(check_allocation(cluster(allocate={"bytes": GIB, "error": "", "seconds": 1})))
     killed = cluster(allocate={"bytes": GIB, "error": "exit status -9", "seconds": 1})
     assert only(check_allocation(killed)).verdict is Verdict.FAIL
-    greedy = cluster(facts(memory={"total": 64 * GIB, "available": 50 * GIB, "wired_limit": 63 * GIB}))
+    greedy = cluster(facts(memory=memory(64, 50, 63)))
     assert "iogpu.wired_limit_mb" in only(check_allocation(greedy)).remedy
 
 
@@ -258,7 +264,7 @@ def test_sleep(power, verdict):
     ("jobs", "words"),
     [
         ({"running": [{"job": "f00", "ranks": 2, "command": ["python", "--key", "s3cret"]}]}, "mlxdist stop f00"),
-        ({"left": ["f00"]}, "mlxdist launch -n 1 -- true"),
+        ({"stale": ["f00"]}, "mlxdist launch -n 1 -- true"),
         ({"orphans": [71, 72]}, "kill 71 72"),
         ({"shared_memory": ["/dev/shm/mlxdist-1"]}, "rm /dev/shm/mlxdist-1"),
         ({"domains": 3}, "shutdown -r now"),
@@ -282,11 +288,11 @@ def cause(verdict, subject="", what="something", remedy="") -> dict:
     return {"verdict": verdict, "subject": subject, "what": what, "remedy": remedy}
 
 
-def cabled(**told_by_last) -> Cluster:
+def cabled(**last) -> Cluster:
     hosts = [Host("a", rdma=((), ("mlx5_0",))), Host("b", rdma=(("mlx5_0",), ()))]
     found = cluster(names=("a", "b"), hosts=hosts)
     good = {"devices": [device()], "findings": [cause("ok", "mlx5_0")]}
-    found.told["rdma"] = {"a": good, "b": good | {"devices": [device(networks=["10.0.0.2/24"])]} | told_by_last}
+    found.responses["rdma"] = {"a": good, "b": good | {"devices": [device(networks=["10.0.0.2/24"])]} | last}
     return found
 
 
@@ -294,13 +300,13 @@ def test_rdma():
     without = {"devices": [], "findings": [cause("no kernel RDMA", what="no RDMA", remedy="modprobe rdma_rxe")]}
     found = cluster(rdma=without)
     assert not of(check_rdma(found)) and only(check_rdma(found), Verdict.NOTE).remedy == "modprobe rdma_rxe"
-    found.question = Question(variables={"MLXDIST_PROVIDER": "ibverbs"})  # now it is wanted
+    found.options = CheckOptions(variables={"MLXDIST_PROVIDER": "ibverbs"})  # now it is wanted
     assert only(check_rdma(found)).verdict is Verdict.FAIL
     assert not of(check_rdma(cabled()))
     assert "names mlx5_0, and it is not there" in of(check_rdma(cabled(**without)))[0].what
     down = [cause("port down", "mlx5_0", "mlx5_0 is DOWN", "plug in the cable")]
     assert only(check_rdma(cabled(devices=[device(active=False)], findings=down))).remedy == "plug in the cable"
-    # Another port of the host is nobody's business.
+    # Another port of the host is not checked.
     other = [cause("ok", "mlx5_0"), cause("port down", "mlx5_1", "mlx5_1 is DOWN", "plug in the cable")]
     assert not of(check_rdma(cabled(findings=other)))
 
@@ -314,7 +320,7 @@ def test_ranks_that_need_more_queue_pairs_than_the_device_of_their_cable_has():
         assert "at most 2 ranks on each host" in finding.remedy
     found.hosts = tuple(dataclasses.replace(host, slots=2) for host in found.hosts)
     assert not of(check_rdma(found))
-    found.told["rdma"]["a"]["devices"][0]["queue_pairs"] = None  # not known
+    found.responses["rdma"]["a"]["devices"][0]["queue_pairs"] = None  # not known
     found.hosts = tuple(dataclasses.replace(host, slots=3) for host in found.hosts)
     assert [finding.hosts for finding in of(check_rdma(found))] == [("b",)]
 
@@ -327,23 +333,25 @@ def test_gids():
     assert finding.hosts == ("a", "b") and "different networks" in finding.what
 
 
-def test_gpu_crossing():
-    told = {"skipped": "", "error": "", "microseconds": {"0": 180.0, "1": 4.0}}
-    assert "180 us a crossing, 4 us with" in only(check_gpu_crossing(cluster(crossing=told)), Verdict.NOTE).what
+def test_gpu_sync():
+    measured = {"skipped": "", "error": "", "microseconds": {"0": 180.0, "1": 4.0}}
+    assert "180 us a synchronization, 4 us with" in only(check_gpu_sync(cluster(gpu_sync=measured)), Verdict.NOTE).what
     fast = facts(variables={"MLX_METAL_FAST_SYNCH": "1"})
-    assert only(check_gpu_crossing(cluster(fast, crossing=told)), Verdict.OK)
-    assert only(check_gpu_crossing(cluster(crossing=told | {"skipped": "no GPU"})), Verdict.SKIP).what == "no GPU"
-    stuck = check_gpu_crossing(cluster(crossing=told | {"error": "the GPU had not answered"}))
+    assert only(check_gpu_sync(cluster(fast, gpu_sync=measured)), Verdict.OK)
+    assert only(check_gpu_sync(cluster(gpu_sync=measured | {"skipped": "no GPU"})), Verdict.SKIP).what == "no GPU"
+    stuck = check_gpu_sync(cluster(gpu_sync=measured | {"error": "the GPU had not answered"}))
     assert only(stuck).verdict is Verdict.WARN
 
 
-def tried(source="a", target="b", **changes) -> Try:
-    return Try(source, target, **{"address": "10.0.0.2", "interface": "en5", "kind": "thunderbolt"} | changes)
+def attempt(source="a", target="b", **changes) -> ConnectAttempt:
+    return ConnectAttempt(
+        source, target, **{"address": "10.0.0.2", "interface": "en5", "kind": "thunderbolt"} | changes
+    )
 
 
-def both(*tries: Try, system="Linux") -> Cluster:
+def both(*attempts: ConnectAttempt, system="Linux") -> Cluster:
     found = cluster(facts(system=system), names=("b", "a"))
-    found.tries = [tried("b", "a"), *tries]
+    found.attempts = [attempt("b", "a"), *attempts]
     return found
 
 
@@ -360,11 +368,11 @@ def both(*tries: Try, system="Linux") -> Cluster:
 )
 def test_ports(error, words):
     assert check_ports(cluster(names=("a",)))[0].verdict is Verdict.SKIP
-    assert "1 pair connected" in only(check_ports(both(tried())), Verdict.OK).what
-    finding = only(check_ports(both(tried(error=error, text="errno 32, Broken pipe"))))
+    assert "1 pair connected" in only(check_ports(both(attempt())), Verdict.OK).what
+    finding = only(check_ports(both(attempt(error=error, text="errno 32, Broken pipe"))))
     assert finding.verdict is Verdict.FAIL and finding.hosts == ("a", "b") and words in finding.what
     # An address that a job does not use
-    assert only(check_ports(both(tried(), tried(error=error, text="?", first=False)))).verdict is Verdict.WARN
+    assert only(check_ports(both(attempt(), attempt(error=error, text="?", first=False)))).verdict is Verdict.WARN
 
 
 @pytest.mark.parametrize(
@@ -376,49 +384,51 @@ def test_ports(error, words):
     ],
 )
 def test_interfaces(changes, words):
-    assert not of(check_interfaces(both(tried())))
-    fast = tried("b", "a", interface="eth0", kind="ethernet", speed=10_000)
-    finding = only(check_interfaces(both(fast, tried(**changes))))
+    assert not of(check_interfaces(both(attempt())))
+    fast = attempt("b", "a", interface="eth0", kind="ethernet", speed=10_000)
+    finding = only(check_interfaces(both(fast, attempt(**changes))))
     assert finding.verdict is Verdict.WARN and finding.hosts == ("a", "b") and words in finding.what
-    assert only(check_interfaces(both(tried(interface="bridge0", kind="bridge"))), Verdict.NOTE)
+    assert only(check_interfaces(both(attempt(interface="bridge0", kind="bridge"))), Verdict.NOTE)
 
 
-def test_privacy():
-    assert check_privacy(both(tried()))[0].verdict is Verdict.SKIP
-    assert not of(check_privacy(both(tried(), system="Darwin")))
-    gated = both(tried(error="EHOSTUNREACH", text="errno 65, No route to host", nc=True), system="Darwin")
-    assert "Local Network" in only(check_privacy(gated)).remedy and only(check_privacy(gated)).hosts == ("a",)
+def test_local_network():
+    assert check_local_network(both(attempt()))[0].verdict is Verdict.SKIP
+    assert not of(check_local_network(both(attempt(), system="Darwin")))
+    gated = both(attempt(error="EHOSTUNREACH", text="errno 65, No route to host", nc=True), system="Darwin")
+    assert "Local Network" in only(check_local_network(gated)).remedy and only(check_local_network(gated)).hosts == (
+        "a",
+    )
     assert "Local Network" in only(check_ports(gated)).remedy
-    unplugged = both(tried(error="EHOSTUNREACH", text="errno 65, No route to host", nc=False), system="Darwin")
-    assert not of(check_privacy(unplugged))
+    unplugged = both(attempt(error="EHOSTUNREACH", text="errno 65, No route to host", nc=False), system="Darwin")
+    assert not of(check_local_network(unplugged))
 
 
 def after(**changes) -> Cluster:
     found = cluster()
-    usual = {"hosts": NAMES, "ranks": 3, "tried": 12, "provider": "soft", "command": "mlxdist launch"}
+    usual = {"hosts": NAMES, "ranks": 3, "tested": 12, "provider": "soft", "command": "mlxdist launch"}
     found.job = Job(**usual | changes)
     return found
 
 
-def test_values():
-    assert check_values(cluster())[0].verdict is Verdict.SKIP
-    assert not of(check_values(after())) and "12 sums over 3 ranks" in check_values(after())[0].what
-    assert "5 elements" in only(check_values(after(wrong=("all_sum: 5 elements are wrong",)))).what
-    failed = only(check_values(after(error="rank 1 failed first")))
+def test_correctness():
+    assert check_correctness(cluster())[0].verdict is Verdict.SKIP
+    assert not of(check_correctness(after())) and "12 sums over 3 ranks" in check_correctness(after())[0].what
+    assert "5 elements" in only(check_correctness(after(wrong=("all_sum: 5 elements are wrong",)))).what
+    failed = only(check_correctness(after(error="rank 1 failed first")))
     assert "rank 1 failed first" in failed.what and failed.remedy.endswith("mlxdist launch")
     assert not failed.hosts
     smaller = [Job((name,), 2, error="no room") for name in NAMES[1:]]
-    found = check_values(after(error="rank 1 failed first", culprits=smaller))
+    found = check_correctness(after(error="rank 1 failed first", culprits=smaller))
     assert [f.hosts for f in found] == [(name,) for name in NAMES[1:]] and not found[0].is_way
     assert found[0].what == "a job of 2 ranks on this host alone failed: no room"
-    pair = only(check_values(after(error="it failed", culprits=(Job(tuple(NAMES[:2]), 2, error="it failed"),))))
+    pair = only(check_correctness(after(error="it failed", culprits=(Job(tuple(NAMES[:2]), 2, error="it failed"),))))
     assert pair.is_way and pair.hosts == tuple(NAMES[:2])
 
 
 def test_provider():
     assert not of(check_provider(after()))
     wanting = after(provider="soft", reason="rank 1 has no RDMA device")
-    wanting.question = Question(backend="jaccl")
+    wanting.options = CheckOptions(backend="jaccl")
     assert "rank 1 has no RDMA device" in only(check_provider(wanting)).what
     wanting.job = Job(NAMES, 3, provider="librdma")
     assert not of(check_provider(wanting))
@@ -434,15 +444,15 @@ def test_links():
     assert late.hosts == ("b", "c") and "90.0 us, 900%" in late.what
 
 
-def test_nothing_is_well_where_nobody_could_be_asked():
-    trouble = Trouble("a does not answer within 30 s", False)
-    found = run_checks(Cluster((Host("a"),), troubles={"who": {"a": trouble}}), after_job=False)
+def test_nothing_is_well_where_no_host_responds():
+    error = ProbeError("a does not answer within 30 s", False)
+    found = run_checks(Cluster((Host("a"),), errors={"who": {"a": error}}), after_job=False)
     verdicts = {result.check: result.verdict for result in found}
     assert verdicts.pop("reachable") is Verdict.FAIL and set(verdicts.values()) == {Verdict.SKIP}, verdicts
 
 
 def test_what_a_host_cannot_answer_is_a_finding():
     found = cluster()
-    found.troubles = {"rdma": {"b": Trouble("MemoryError", True)}}
+    found.errors = {"rdma": {"b": ProbeError("MemoryError", True)}}
     (result,) = [result for result in run_checks(found, after_job=False) if result.check == "rdma"]
     assert only(list(result.findings)).hosts == ("b",)

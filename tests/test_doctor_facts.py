@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from mlxdist.cluster.facts import interfaces, system
+from mlxdist.cluster.facts.collect import HostFacts
 from mlxdist.launch.jobs import JobFolder
 from mlxdist.tools.doctor import facts, files, network
 from mlxdist.tools.doctor.probe_rank import rounds
@@ -43,14 +45,18 @@ SYNTHETIC_PORTS = {"Ethernet": "en0", "Wi-Fi": "en1", "Thunderbolt 2": "en5", "T
 
 
 def test_what_macos_prints():
-    assert facts.power_settings(SYNTHETIC_PMSET)["sleep"] == 1
-    assert facts.power_settings(SYNTHETIC_PMSET)["SleepDisabled"] == 0
-    assert facts.vm_statistics(SYNTHETIC_VM_STAT) == 151_500 * 16384
+    assert system.power_settings(SYNTHETIC_PMSET)["sleep"] == 1
+    assert system.power_settings(SYNTHETIC_PMSET)["SleepDisabled"] == 0
+    assert system.vm_statistics(SYNTHETIC_VM_STAT) == 151_500 * 16384
     assert facts.kernel_objects("AppleThunderboltRDMAProtectionDomain = 3\n") == 3
-    assert network.mac_route(SYNTHETIC_ROUTE) == "en5"
+    assert interfaces.default_interface(SYNTHETIC_ROUTE) == "en5"
     for text in ("", "garbage", "\0" * 100):
-        assert facts.power_settings(text) == {} and facts.vm_statistics(text) is None
-        assert facts.kernel_objects(text) is None and network.mac_route(text) == "" and network.mac_speed(text) is None
+        assert system.power_settings(text) == {} and system.vm_statistics(text) is None
+        assert (
+            facts.kernel_objects(text) is None
+            and interfaces.default_interface(text) == ""
+            and network.mac_speed(text) is None
+        )
 
 
 @pytest.mark.parametrize(
@@ -110,7 +116,7 @@ def test_a_host_connects_to_one_that_listens():
         if _has_ipv6():
             assert network.connect([target | {"address": "::1"}])[0]["error"] == ""
     finally:
-        network.silence()
+        network.stop_listening()
     (refused,) = network.connect([target])
     assert refused["error"] == "ECONNREFUSED" and "Connection refused" in refused["text"]
 
@@ -126,7 +132,7 @@ def _has_ipv6() -> bool:
     return True
 
 
-def test_somebody_who_accepts_and_says_nothing():
+def test_a_server_that_accepts_and_sends_nothing():
     with socket.create_server(("127.0.0.1", 0)) as server:
         begin = time.monotonic()
         target = {"address": "127.0.0.1", "port": server.getsockname()[1], "token": "0" * 16}
@@ -139,13 +145,13 @@ def test_memory_can_be_taken():
 
 
 def test_memory_that_cannot_be_taken(monkeypatch):
-    monkeypatch.setattr(facts, "_memory", lambda: {"available": 1 << 62})
+    monkeypatch.setattr(facts, "collect_here", lambda: HostFacts(memory=system.Memory(available=1 << 62)))
     assert "Error" in facts.allocate(1 << 60)["error"]
 
 
 def test_a_large_file_is_read_in_parts(tmp_path):
     one, other = tmp_path / "one", tmp_path / "other"
-    size = files._WHOLE + 1000
+    size = files._FULL_BYTES + 1000
     for path in (one, other):
         with path.open("wb") as file:
             file.truncate(size)
@@ -182,24 +188,24 @@ def test_disks_where_nothing_can_be_written(tmp_path, monkeypatch):
     assert [disk["use"] for disk in facts._disks(str(tmp_path))][0] == "temporary files"
 
 
-def test_variables_that_are_nobodys_business(monkeypatch):
+def test_private_variables(monkeypatch):
     for name in ("HF_TOKEN", "MLXDIST_SECRET", "MLX_RANK", "HOME"):
         monkeypatch.setenv(name, "private")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    told = facts._variables()
-    assert told["OMP_NUM_THREADS"] == "3" and "private" not in told.values()
+    found = facts._variables()
+    assert found["OMP_NUM_THREADS"] == "3" and "private" not in found.values()
 
 
 def test_jobs_that_run_and_jobs_that_have_left_something(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert facts._jobs()["running"] == facts._jobs()["left"] == []
+    assert facts._jobs()["running"] == facts._jobs()["stale"] == []
     running = JobFolder("f00", tmp_path / "mlxdist-f00", ["python", "train.py"])
     killed = JobFolder("f11", tmp_path / "mlxdist-f11", ["python", "train.py"])
     killed.close()  # its launcher and its reaper are gone
-    told = facts._jobs()
+    found = facts._jobs()
     running.close()
-    assert told["running"] == [{"job": "f00", "ranks": 0, "command": ["python", "train.py"]}]
-    assert told["left"] == ["f11"]
+    assert found["running"] == [{"job": "f00", "ranks": 0, "command": ["python", "train.py"]}]
+    assert found["stale"] == ["f11"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

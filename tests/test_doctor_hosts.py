@@ -83,7 +83,7 @@ def hostfile(three: SshHosts, folder: Path, **envs: str) -> Path:
 def test_hosts_that_are_well(three):
     report = doctor(three, "--hosts", ",".join(three.names), status=0)
     assert report["failed"] == [] and report["verdict"] != "fail"
-    for check in ("reachable", "python", "versions", "variables", "fast-synch", "clocks", "ports", "values"):
+    for check in ("reachable", "python", "versions", "variables", "fast-synch", "clocks", "ports", "correctness"):
         assert [finding["verdict"] for finding in findings(report, check)] in (["ok"], ["ok"] * HOSTS), check
     assert "3 pairs connected" in findings(report, "ports")[0]["what"]
     assert three.hosts[0].interface in findings(report, "interfaces")[0]["what"]
@@ -131,7 +131,7 @@ def test_a_script_and_a_model_that_differ_on_one_host(three, tmp_path):
     (found,) = findings(report, "model", "fail")
     assert found["hosts"] == ["node2"] and "1 file" in found["what"] and "model.safetensors" in found["what"]
     assert report["failed"] == ["node2"] and report["job"]["hosts"] == ["node0", "node1"]
-    assert findings(report, "values", "ok")
+    assert findings(report, "correctness", "ok")
 
 
 def test_two_hosts_that_do_not_reach_each_other(three, tmp_path):
@@ -157,7 +157,7 @@ def test_a_host_on_which_jobs_fail(three, tmp_path):
     queues = {"MLXDIST_BULK_SLOTS": "16", "MLXDIST_BULK_SLOT_BYTES": str(1 << 20)}
     with exporting(three, 1, MLXDIST_SOFT_PROFILE="apple-tb5", **queues):
         report = doctor(three, *words, status=0)
-    (found,) = findings(report, "values", "fail")
+    (found,) = findings(report, "correctness", "fail")
     assert found["hosts"] == ["node1"] and "on this host alone" in found["what"], found
     assert "--include node1 -n 2" in found["remedy"]
     assert [entry["ssh"] for entry in json.loads(output.read_text())["hosts"]] == ["node0", "node2"]
@@ -166,7 +166,7 @@ def test_a_host_on_which_jobs_fail(three, tmp_path):
 def test_two_hosts_on_which_a_job_fails(three):
     with exporting(three, 2, MLXDIST_BULK_SLOTS="7"):
         report = doctor(three, "--hosts", ",".join(three.names), "--quick", status=1)
-    (found,) = findings(report, "values", "fail")
+    (found,) = findings(report, "correctness", "fail")
     assert found["hosts"] == ["node0", "node2"] and found["is_way"] and "MLXDIST_BULK_SLOTS" in found["what"], found
     assert report["failed"] == ["node2"]
 

@@ -18,12 +18,12 @@ from test_doctor_hosts import exporting
 from test_softverbs import LIBRARY, linux
 
 from mlxdist.base.errors import ResourceError
-from mlxdist.cli.doctor import diagnose, question_of
 from mlxdist.cluster.hostfile import parse
 from mlxdist.cluster.hostfile.options import HostSelection
-from mlxdist.tools.doctor.diagnostics.cables import cables_of
+from mlxdist.tools.doctor.diagnose import make_options
 from mlxdist.tools.doctor.diagnostics.command import make_report
 from mlxdist.tools.doctor.diagnostics.document import MAX_BYTES, Section, fenced, write_document
+from mlxdist.tools.doctor.diagnostics.rdma_runs import rdma_runs
 from mlxdist.tools.doctor.diagnostics.redact import Redactor
 from mlxdist.tools.doctor.diagnostics.runs import Run
 from mlxdist.tools.doctor.diagnostics.sections import SECTIONS, Context, Step, _add_run
@@ -33,8 +33,7 @@ THIS_MACHINE = HostSelection()
 
 
 def context(**settings) -> Context:
-    question = question_of(THIS_MACHINE, (), folder="/", quick=True)
-    return Context(THIS_MACHINE, question, diagnose, **settings)
+    return Context(THIS_MACHINE, make_options(THIS_MACHINE, (), directory="/", quick=True), **settings)
 
 
 def steps(*names: str) -> list[Step]:
@@ -56,7 +55,7 @@ def test_this_machine(tmp_path):
     text, found = make(tmp_path / "report.md", "checks", "devices", "system", "soft")
     assert [found[name]["error"] for name in ("checks", "devices", "soft")] == ["", "", ""], found
     checks = {check["check"]: check["verdict"] for check in found["checks"]["data"]["checks"]}
-    assert checks["versions"] == checks["values"] == "ok"
+    assert checks["versions"] == checks["correctness"] == "ok"
     (run,) = found["soft"]["data"]["runs"]
     assert run["results"][0]["wrong"] == [] and run["results"][0]["links"][0][2] > 0 and run["error"] == ""
     for verb in ("open_device()", "reg_mr(address", "create_qp(type 3", "to INIT", "to RTR", "to RTS"):
@@ -132,16 +131,16 @@ def test_runs_of_a_device_map():
     hostfile = parse(json.dumps([{"ssh": name, "rdma": row} for name, row in zip("ab", rows)]))
     device = {"state": "ACTIVE", "error": "", "provider": "librdma", "active": True}
     devices = {host: [device | {"name": f"rdma_en{n}"} for n in range(2, 6)] for host in "ab"}
-    found, notes = cables_of(HostSelection(hostfile), devices)
-    assert [cable.name for cable in found] == ["a rdma_en2 to b rdma_en4", "a rdma_en3 to b rdma_en5"] and notes == []
-    assert [[host.rdma for host in cable.chosen.hostfile.hosts] for cable in found] == [
+    found, notes = rdma_runs(HostSelection(hostfile), devices)
+    assert [run.name for run in found] == ["a rdma_en2 to b rdma_en4", "a rdma_en3 to b rdma_en5"] and notes == []
+    assert [[host.rdma for host in run.chosen.hostfile.hosts] for run in found] == [
         [((), ("rdma_en2",)), (("rdma_en4",), ())],
         [((), ("rdma_en3",)), (("rdma_en5",), ())],
     ]
-    assert {cable.settings["MLXDIST_PROVIDER"] for cable in found} == {"librdma"}
+    assert {run.settings["MLXDIST_PROVIDER"] for run in found} == {"librdma"}
     devices["b"] = [device | {"name": "rdma_en4", "active": False, "state": "DOWN"}]
-    found, notes = cables_of(HostSelection(hostfile), devices)
-    assert all(cable.is_loop and cable.hosts == ("a",) for cable in found) and "b: rdma_en4 is DOWN" in notes[0]
+    found, notes = rdma_runs(HostSelection(hostfile), devices)
+    assert all(run.is_loop and run.hosts == ("a",) for run in found) and "b: rdma_en4 is DOWN" in notes[0]
 
 
 def fails(section: Section, context: Context) -> None:

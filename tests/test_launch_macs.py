@@ -16,7 +16,7 @@ from mlxdist import _native
 from mlxdist.cluster.hostfile import parse, read
 from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.launch.reaper import LOST_DOMAINS, Reaper, closing_line
-from mlxdist.tools.doctor.cluster import Question
+from mlxdist.tools.doctor.cluster import CheckOptions
 from mlxdist.tools.doctor.job import place_ranks, try_job
 
 AS_ON_A_MAC = Path(__file__).with_name("as_on_a_mac.py")
@@ -186,7 +186,7 @@ def test_fast_synch_for_one_rank_does_not_fail_the_two_that_doctor_starts(caffei
     if where == "here":
         monkeypatch.setenv("MLX_METAL_FAST_SYNCH", "1")
         monkeypatch.setattr(sys, "executable", python)  # of doctor, which starts the launcher
-    job = try_job(chosen, ["localhost"], Question(variables={"MLX_METAL_FAST_SYNCH": "1"}, quick=True))
+    job = try_job(chosen, ["localhost"], CheckOptions(variables={"MLX_METAL_FAST_SYNCH": "1"}, quick=True))
     assert (job.error, job.ranks) == ("", 2)
     with place_ranks(chosen, ["localhost"]) as placement:  # benchmarks of a report
         assert placement.settings == {"MLX_METAL_FAST_SYNCH": "0"}

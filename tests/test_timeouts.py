@@ -7,7 +7,9 @@ import pytest
 
 import mlxdist
 
-OPERATIONS = sorted({*mlxdist._MODULES["runtime.ops"], *mlxdist._MODULES["runtime.point_to_point"]} - {"get_rank", "get_world_size"})
+OPERATIONS = sorted(
+    {*mlxdist._MODULES["runtime.ops"], *mlxdist._MODULES["runtime.point_to_point"]} - {"get_rank", "get_world_size"}
+)
 OPERATIONS.remove("is_available")
 
 

@@ -1,10 +1,12 @@
-"""Checks of what JSON from a file or from another host says, which anybody may have written.
+"""Checks of JSON from a file or from another host, which any program may have written.
 
 What comes out has only known types, numbers within bounds, and text that cannot steer a terminal. A check takes the
 name and the value, and returns it or raises ValueError.
 """
 
-from collections.abc import Callable, Mapping
+import json
+import os
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 __all__ = [
@@ -12,11 +14,17 @@ __all__ = [
     "as_text",
     "fields_of",
     "flag",
+    "hex_bytes",
+    "json_of",
     "list_of",
     "map_of",
     "number",
+    "one_of",
     "or_null",
+    "plain_text",
     "printable",
+    "read_bounded",
+    "row_of",
     "seconds",
     "text",
 ]
@@ -24,6 +32,27 @@ __all__ = [
 Check = Callable[[str, Any], Any]
 
 _MOST_SECONDS = 1e12  # in 30000 years
+
+
+def read_bounded(path: str | os.PathLike[str], max_bytes: int) -> bytes:
+    """The content of a file. Raises ValueError: it cannot be read, or is larger."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(max_bytes + 1)
+    except (OSError, ValueError) as error:
+        raise ValueError(error.strerror if isinstance(error, OSError) else "no file has such a name") from None
+    if len(data) > max_bytes:
+        raise ValueError(f"it has more than {max_bytes} bytes")
+    return data
+
+
+def json_of(data: bytes | str, max_bytes: int) -> Any:
+    if len(data) > max_bytes:
+        raise ValueError(f"it has {len(data)} bytes, and at most {max_bytes} are allowed")
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        raise ValueError("it is not JSON") from None
 
 
 def number(low: int, high: int) -> Check:
@@ -57,6 +86,38 @@ def text(most: int = 256) -> Check:
     return check
 
 
+def plain_text(most: int, steering: str = "\n\t") -> Check:
+    """The text itself; what `text` would change is an error. ``steering``: allowed besides what can be printed."""
+
+    def check(name: str, value: Any) -> str:
+        if type(value) is not str or len(value) > most or not all(c.isprintable() or c in steering for c in value):
+            raise ValueError(f"{name} must be a text of at most {most} characters that can be printed")
+        return value
+
+    return check
+
+
+def hex_bytes(low: int, high: int) -> Check:
+    """Bytes written as hexadecimal digits: at least ``low``, at most ``high``."""
+
+    def check(name: str, value: Any) -> bytes:
+        is_hex = type(value) is str and len(value) % 2 == 0 and set(value) <= set("0123456789abcdef")
+        if not is_hex or not low <= len(value) // 2 <= high:
+            raise ValueError(f"{name} is {value!r:.50}, not {low} to {high} bytes as hexadecimal digits")
+        return bytes.fromhex(value)
+
+    return check
+
+
+def one_of(choices: Collection[str]) -> Check:
+    def check(name: str, value: Any) -> str:
+        if type(value) is not str or value not in choices:
+            raise ValueError(f"{name} is {value!r:.50}, not one of {', '.join(choices)}")
+        return value
+
+    return check
+
+
 def as_text(name: str, value: Any) -> str:
     """Whatever it is, whole and as it is: not yet for a terminal."""
     return str(value)
@@ -78,6 +139,17 @@ def list_of(check: Check, most: int) -> Check:
         return tuple(check(name, element) for element in value)
 
     return check_list
+
+
+def row_of(*checks: Check) -> Check:
+    """A list of fixed length, with a check for each element."""
+
+    def check_row(name: str, value: Any) -> tuple:
+        if type(value) is not list or len(value) != len(checks):
+            raise ValueError(f"{name} is no list of {len(checks)}")
+        return tuple(check(name, element) for check, element in zip(checks, value))
+
+    return check_row
 
 
 def map_of(check: Check, most: int) -> Check:

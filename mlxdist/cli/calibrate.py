@@ -246,7 +246,7 @@ def _spread(found: dict[str, Any]) -> float:
 def _plain(hosts: list[Figures], found: Hostfile | None, provider: str | None) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from mlxdist.cluster.hostfile import FIGURES
+    from mlxdist.cluster.hostfile import MEASUREMENTS
 
     return {
         "hosts": [
@@ -262,5 +262,5 @@ def _plain(hosts: list[Figures], found: Hostfile | None, provider: str | None) -
         ],
         "links": [asdict(link) for host in hosts for link in host.links if link.target == host.name],
         "provider": provider,
-        "weights": None if found is None else {by: _weights(hosts, found, by) for by in FIGURES},
+        "weights": None if found is None else {by: _weights(hosts, found, by) for by in MEASUREMENTS},
     }

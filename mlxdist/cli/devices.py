@@ -12,7 +12,7 @@ from rich.text import Text
 
 from mlxdist.base.environment import Environment
 from mlxdist.base.errors import EnvironmentVariableError
-from mlxdist.cluster.facts.rdma import Facts, read_facts
+from mlxdist.cluster.facts.collect import HostFacts, collect_here
 from mlxdist.runtime.devices.device import REAL_PROVIDER, Device
 from mlxdist.runtime.devices.diagnosis import Finding, Verdict, diagnose_device, diagnose_host
 from mlxdist.runtime.devices.listing import Listing, list_apart
@@ -35,13 +35,13 @@ _WITHOUT_RDMA = (
 )
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @click.option(
-    "--wait",
+    "--timeout",
     "seconds",
     type=click.FloatRange(0.1, 600),
     default=10.0,
     show_default=True,
     metavar="SECONDS",
-    help="Time for the driver to answer: some calls never return for a port that is down.",
+    help="Time for the driver to respond: some calls never return for a port that is down.",
 )
 def devices(provider: str | None, as_json: bool, seconds: float) -> None:
     """Show the RDMA devices of this machine: ports, addresses, limits, what is wrong, and what to do.
@@ -50,15 +50,15 @@ def devices(provider: str | None, as_json: bool, seconds: float) -> None:
         mlxdist devices                     RDMA devices
         mlxdist devices --provider soft     those that work without hardware
 
-    The exit status is 1 if RDMA was asked for by name (--provider ibverbs, librdma) and no device of it can be used.
+    The exit status is 1 if RDMA was requested by name (--provider ibverbs, librdma) and no device of it can be used.
     """
     try:
         profile = Environment.read().soft_profile
     except EnvironmentVariableError as error:
         raise click.ClickException(str(error)) from None
-    asked = {None: (REAL_PROVIDER,), "all": (REAL_PROVIDER, "soft")}.get(provider, (provider,))
-    listings = [list_apart(name, profile, seconds, pyverbs=True) for name in asked]
-    facts = read_facts()
+    requested = {None: (REAL_PROVIDER,), "all": (REAL_PROVIDER, "soft")}.get(provider, (provider,))
+    listings = [list_apart(name, profile, seconds, pyverbs=True) for name in requested]
+    facts = collect_here()
     report = [(listing, _diagnose(listing, facts)) for listing in listings]
     if as_json:
         click.echo(json.dumps(_as_json(report, facts), indent=2))
@@ -67,7 +67,7 @@ def devices(provider: str | None, as_json: bool, seconds: float) -> None:
     sys.exit(1 if provider in ("ibverbs", "librdma") and not any(map(_is_usable, *zip(*report))) else 0)
 
 
-def _diagnose(listing: Listing, facts: Facts) -> list[Finding]:
+def _diagnose(listing: Listing, facts: HostFacts) -> list[Finding]:
     if listing.provider != REAL_PROVIDER:  # nothing that this machine says is about it
         return [Finding(Verdict.NO_LIBRARY, "", listing.error)] if listing.error else []
     host = diagnose_host(facts, listing.devices, listing.error)
@@ -146,7 +146,7 @@ def _count(limit: int | None) -> str:
     return "" if limit is None else "none" if limit >= 2**63 else str(limit)
 
 
-def _as_json(report: Sequence[tuple[Listing, list[Finding]]], facts: Facts) -> dict[str, Any]:
+def _as_json(report: Sequence[tuple[Listing, list[Finding]]], facts: HostFacts) -> dict[str, Any]:
     return {
         "providers": [
             {
@@ -161,11 +161,19 @@ def _as_json(report: Sequence[tuple[Listing, list[Finding]]], facts: Facts) -> d
         ],
         "machine": {
             "system": facts.system,
-            "architecture": facts.machine,
-            "macos": facts.macos and ".".join(map(str, facts.macos)),
+            "architecture": facts.architecture,
+            "macos": facts.macos and facts.release,
             "rdma_ctl": facts.rdma_ctl,
-            "thunderbolt": [vars(port) for port in facts.thunderbolt],
-            "bridged": sorted(facts.bridged),
+            "thunderbolt": [
+                {
+                    "receptacle": port.number,
+                    "speed": port.speed,
+                    "connected": port.connected,
+                    "interface": port.interface,
+                }
+                for port in facts.receptacles
+            ],
+            "bridged": sorted({member for interface in facts.interfaces for member in interface.members}),
             "kernel_rdma": facts.kernel_rdma,
             "memlock": facts.memlock,
         },

@@ -12,7 +12,7 @@ from rich.table import Table
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.cluster.hostfile.hosts import FORMATS, Hostfile
-from mlxdist.cluster.hostfile.reading import parse, read
+from mlxdist.cluster.hostfile.parsing import parse, read
 from mlxdist.cluster.hostfile.slurm import from_slurm
 from mlxdist.cluster.hostfile.writing import write
 

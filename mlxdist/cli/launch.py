@@ -111,14 +111,14 @@ def _preflight(plan: Plan, chosen: HostSelection, options: Options) -> int:
     """What --preflight finds on the hosts, before anything is started: an exit status."""
     if plan.nodes is not None:
         raise click.UsageError("--preflight asks hosts by ssh, and --nodes does without. On each node: mlxdist doctor")
-    from mlxdist.tools.doctor import before_launch
+    from mlxdist.tools.doctor import preflight
 
     if chosen.hostfile is None:
         from mlxdist.cluster.hostfile import Host, Hostfile
 
         here = Hostfile((Host("localhost", slots=plan.ranks),), source="-n")
         chosen = replace(chosen, hostfile=here, arguments=["--hosts", f"localhost:{plan.ranks}"])
-    return before_launch(chosen, plan.command, folder=plan.folder, variables=options.variables())
+    return preflight(chosen, plan.command, directory=plan.folder, variables=options.variables())
 
 
 def _places(chosen: HostSelection, options: Options) -> tuple[HostSelection, Nodes | None]:

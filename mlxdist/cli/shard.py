@@ -26,9 +26,9 @@ class Weights(click.ParamType):
     def convert(
         self, value: Any, parameter: click.Parameter | None, context: click.Context | None
     ) -> list[float] | str:
-        from mlxdist.cluster.hostfile.rank_shares import FIGURES
+        from mlxdist.cluster.hostfile.rank_shares import MEASUREMENTS
 
-        if value in FIGURES:
+        if value in MEASUREMENTS:
             return value
         try:
             weights = [float(part) for part in value.split(",")]

@@ -18,7 +18,7 @@ from mlxdist.runtime.devices import device_selection
 
 from . import tuning
 from .deadlock import TAG, Standstill
-from .devices.device_selection import Agreement
+from .devices.device_selection import DeviceSelection
 from .devices.links import Choice
 from .flight_recorder import Recorder
 from .handle import Pending
@@ -244,7 +244,7 @@ class World:
             raise
 
     def _connect_native(self, environment: Environment) -> None:
-        agreed = device_selection.agree(self._rendezvous, environment, self.host)
+        agreed = device_selection.select_devices(self._rendezvous, environment, self.host)
         table = self._share_tuning(environment)
         try:
             choice = self._set_up(environment, agreed.choice, table)
@@ -266,7 +266,7 @@ class World:
             raise
         return choice
 
-    def _fall_back(self, environment: Environment, agreed: Agreement, failure: StepFailed, table: Any) -> Choice:
+    def _fall_back(self, environment: Environment, agreed: DeviceSelection, failure: StepFailed, table: Any) -> Choice:
         """All ranks do without RDMA, where it was mlxdist that chose it."""
         of_device = failure.kind in (errors.ResourceError, errors.TransportError)
         if environment.provider != "auto" or failure.providers == "soft" or not of_device:
@@ -455,7 +455,7 @@ def _links(choice: Choice | None) -> list[Any]:
 
 def _wires(environment: Environment, choice: Choice | None) -> Any:
     """The engine's matrix of the cables, row after row; NULL where every pair has one."""
-    pairs = environment.topology if choice is None or choice.wires is None else choice.wires
+    pairs = environment.topology if choice is None or choice.adjacency is None else choice.adjacency
     if pairs is None:
         return ffi.NULL
     ranks = range(environment.world_size)

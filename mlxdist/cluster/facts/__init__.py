@@ -1,1 +1,1 @@
-"""What a host says about itself."""
+"""What a host reports about itself, collected once by collect.py; config, devices, doctor and benchmarks read it."""

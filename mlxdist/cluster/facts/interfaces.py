@@ -11,7 +11,6 @@ from typing import Any
 __all__ = [
     "Interface",
     "Service",
-    "bridge_members",
     "default_interface",
     "hardware_ports",
     "linux_interfaces",
@@ -52,11 +51,6 @@ class Service:
 def hardware_ports(text: str) -> dict[str, str]:
     """`networksetup -listallhardwareports`: the interface of each port, {"Thunderbolt 1": "en2"}."""
     return dict(re.findall(r"^Hardware Port: (.+)\nDevice: (\S+)$", text, re.MULTILINE))
-
-
-def bridge_members(text: str) -> frozenset[str]:
-    """`ifconfig bridge0`."""
-    return frozenset(re.findall(r"^\s*member: (\S+)", text, re.MULTILINE))
 
 
 def macos_interfaces(text: str) -> tuple[Interface, ...]:

@@ -1,12 +1,12 @@
 """The Thunderbolt receptacles of a Mac, and which other Macs and devices are plugged in there.
 
 From `system_profiler SPThunderboltDataType -json`. Its keys differ between versions of macOS, and are missing for
-displays and docks: what has another shape than expected is passed over, one entry at a time.
+displays and docks: an entry of another shape than expected is skipped.
 """
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,13 +35,14 @@ class Receptacle:
     number: str
     speed: int | None  # Gbit/s
     connected: bool
+    interface: str = ""
     uuid: str = ""
     peers: tuple[Peer, ...] = ()
     others: tuple[str, ...] = ()  # hubs, displays, disks
 
 
-def read_receptacles(text: str) -> tuple[Receptacle, ...]:
-    """In the order of their numbers.
+def read_receptacles(text: str, ports: Mapping[str, str] = {}) -> tuple[Receptacle, ...]:
+    """In the order of their numbers. ``ports``: the interface of each hardware port.
 
     Raises:
         InvalidArgument: this is not what system_profiler prints.
@@ -50,11 +51,11 @@ def read_receptacles(text: str) -> tuple[Receptacle, ...]:
         buses = json.loads(text)["SPThunderboltDataType"]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise InvalidArgument("what system_profiler says of Thunderbolt is not understood") from None
-    found = [receptacle for bus in _dicts(buses) for receptacle in _of_bus(bus)]
+    found = [receptacle for bus in _dicts(buses) for receptacle in _of_bus(bus, ports)]
     return tuple(sorted(found, key=lambda receptacle: (len(receptacle.number), receptacle.number)))
 
 
-def _of_bus(bus: dict[str, Any]) -> list[Receptacle]:
+def _of_bus(bus: dict[str, Any], ports: Mapping[str, str]) -> list[Receptacle]:
     tags = [tag for name, tag in bus.items() if re.fullmatch(r"receptacle_\d+(_tag)?", name) and isinstance(tag, dict)]
     found = [(tag, number) for tag in tags if (number := _number(tag, bus))]
     connected = [tag for tag, _ in found if tag.get("receptacle_status_key") == "receptacle_connected"]
@@ -63,9 +64,9 @@ def _of_bus(bus: dict[str, Any]) -> list[Receptacle]:
     for tag, number in found:
         # An old bus has two receptacles, and its items do not say which one they are in.
         here = tag is (connected or [tag])[0]
-        receptacles.append(
-            Receptacle(number, _speed(tag), tag in connected, _uuid(bus), peers if here else (), others if here else ())
-        )
+        plugged = (peers, others) if here else ((), ())
+        interface = ports.get(f"Thunderbolt {number}", "")
+        receptacles.append(Receptacle(number, _speed(tag), tag in connected, interface, _uuid(bus), *plugged))
     return receptacles
 
 

@@ -7,15 +7,15 @@ import importlib
 from typing import Any
 
 _MODULE_OF = {
-    "FIGURES": "rank_shares",
+    "MEASUREMENTS": "rank_shares",
     "FORMATS": "hosts",
     "Host": "hosts",
     "Hostfile": "hosts",
     "Measured": "hosts",
     "expand": "slurm",
     "from_slurm": "slurm",
-    "parse": "reading",
-    "read": "reading",
+    "parse": "parsing",
+    "read": "parsing",
     "save": "writing",
     "speeds": "rank_shares",
     "tasks_per_node": "slurm",

@@ -1,26 +1,26 @@
-"""What a hostfile says, whatever its format."""
+"""The content of a hostfile, of any format."""
 
 import ipaddress
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mlxdist.base.environment import MAX_RANKS
+from mlxdist.base.errors import InvalidArgument
 
 __all__ = [
     "BACKENDS",
     "FORMATS",
     "Host",
     "Hostfile",
-    "MOST",
+    "MAX_MEASURED",
     "Measured",
     "Problems",
     "check_address",
-    "check_figure",
+    "check_measurement",
     "check_name",
     "check_variable",
-    "ring_of_wires",
+    "ring_topology",
 ]
 
 # json: MLX's hostfile. slots: "host slots=N", as Open MPI, Horovod and DeepSpeed have it. colon: "host:N", as MPICH has
@@ -32,10 +32,10 @@ BACKENDS = ("any", "auto", "mlxdist", "ring", "jaccl", "jaccl-ring", "mpi", "ncc
 _NAME = re.compile(r"(?:[A-Za-z0-9._][A-Za-z0-9._-]*@)?[A-Za-z0-9:_][A-Za-z0-9._:%-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=[^\0]*", re.DOTALL)
 _NAME_BYTES = 255
-_WIRES = "MLXDIST_TOPOLOGY"
+_TOPOLOGY = "MLXDIST_TOPOLOGY"
 
-# What no machine that runs MLX comes near to. A larger figure was not measured but is a mistake.
-MOST = {"tflops": 1e4, "memory_gbps": 1e5, "link_gbps": 1e4}
+# No machine that runs MLX comes near to these: a larger measurement is a mistake.
+MAX_MEASURED = {"tflops": 1e4, "memory_gbps": 1e5, "link_gbps": 1e4}
 
 
 @dataclass(frozen=True)
@@ -97,18 +97,36 @@ class Hostfile:
     def ranks(self) -> int:
         return sum(host.slots for host in self.hosts)
 
+    def merged(self) -> "Hostfile":
+        """Each host once, with all its ranks: JSON may repeat a host for each rank.
+
+        Raises:
+            InvalidArgument: the ranks of a host are apart, or a repeated host has devices.
+        """
+        merged: list[Host] = []
+        for host in self.hosts:
+            if merged and merged[-1].name == host.name and not host.rdma:
+                merged[-1] = replace(merged[-1], slots=merged[-1].slots + host.slots)
+            elif any(other.name == host.name for other in merged):
+                wrong = 'a host with "rdma" stands there once; give its ranks as "slots"'
+                wrong = wrong if host.rdma else f"the ranks of {host.name} do not follow each other"
+                raise InvalidArgument(f"{self.source}, line {host.line}: {wrong}")
+            else:
+                merged.append(host)
+        return replace(self, hosts=tuple(merged))
+
     def only(self, names: Sequence[str]) -> "Hostfile":
         """These of its hosts; of a device map their rows and columns. A ring of cables without one of them is none."""
-        left = [i for i, host in enumerate(self.hosts) if host.name in names]
-        hosts = [self.hosts[i] for i in left]
-        hosts = [replace(host, rdma=tuple(host.rdma[j] for j in left)) if host.rdma else host for host in hosts]
+        kept = [i for i, host in enumerate(self.hosts) if host.name in names]
+        hosts = [self.hosts[i] for i in kept]
+        hosts = [replace(host, rdma=tuple(host.rdma[j] for j in kept)) if host.rdma else host for host in hosts]
         envs = self.envs
         if len(hosts) < len(self.hosts):
-            envs = tuple(setting for setting in envs if not setting.startswith(f"{_WIRES}="))
+            envs = tuple(setting for setting in envs if not setting.startswith(f"{_TOPOLOGY}="))
         return replace(self, hosts=tuple(hosts), envs=envs)
 
     def with_ranks(self, each: int) -> "Hostfile":
-        """So many ranks on each host, times the slots that it has. A ring of cables joins them all in their order."""
+        """``each`` ranks per slot of a host. A ring topology then has all of them in their order."""
         return self._with_slots([each * host.slots for host in self.hosts])
 
     def with_one_rank_each(self) -> "Hostfile":
@@ -128,13 +146,13 @@ class Hostfile:
 
     def _with_slots(self, slots: Sequence[int]) -> "Hostfile":
         hosts = tuple(replace(host, slots=count) for host, count in zip(self.hosts, slots))
-        before, after = ring_of_wires(self.ranks), ring_of_wires(sum(slots))
+        before, after = ring_topology(self.ranks), ring_topology(sum(slots))
         return replace(self, hosts=hosts, envs=tuple(after if setting == before else setting for setting in self.envs))
 
 
-def ring_of_wires(ranks: int) -> str:
-    """The setting that makes operations go around: each host has cables to the one before it and the one after it."""
-    return f"{_WIRES}={','.join(f'{rank}-{(rank + 1) % ranks}' for rank in range(ranks))}"
+def ring_topology(ranks: int) -> str:
+    """The setting for a ring: each rank is adjacent to the one before it and the one after it."""
+    return f"{_TOPOLOGY}={','.join(f'{rank}-{(rank + 1) % ranks}' for rank in range(ranks))}"
 
 
 class Problems:
@@ -158,19 +176,12 @@ class Problems:
             self.error(1, "there is no host in it")
         if sum(host.slots for host in hosts) > MAX_RANKS:
             self.error(hosts[-1].line, f"{sum(host.slots for host in hosts)} ranks; at most {MAX_RANKS} are possible")
-        if repeated:
-            return
         seen: dict[str, int] = {}
-        for host in hosts:
+        for host in () if repeated else hosts:
             if host.name in seen:
-                total = Counter({h.name: 0 for h in hosts})
-                for other in hosts:
-                    total[other.name] += other.slots
-                self.error(
-                    host.line,
-                    f"{host.name} is there twice, first in line {seen[host.name]}; write it once, with "
-                    f"{total[host.name]} slots",
-                )
+                slots = sum(other.slots for other in hosts if other.name == host.name)
+                where = f"first in line {seen[host.name]}; write it once, with {slots} slots"
+                self.error(host.line, f"{host.name} is there twice, {where}")
             seen.setdefault(host.name, host.line)
 
     def lines(self, found: list[tuple[int, str]]) -> list[str]:
@@ -208,8 +219,8 @@ def check_variable(setting: object) -> str | None:
     return None
 
 
-def check_figure(name: str, value: object) -> str | None:
-    """What is wrong with one figure of "measured", in words."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MOST[name]:
-        return f"{name!r} is {value!r:.80}; it must be a number above 0 and below {MOST[name]:g}"
+def check_measurement(name: str, value: object) -> str | None:
+    """What is wrong with one measurement of "measured", in words."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MAX_MEASURED[name]:
+        return f"{name!r} is {value!r:.80}; it must be a number above 0 and below {MAX_MEASURED[name]:g}"
     return None

@@ -1,4 +1,4 @@
-"""JSON in which every value knows its line, so that a message can say where something stands."""
+"""JSON with the line of each value, for messages."""
 
 import json
 import json.decoder
@@ -27,7 +27,7 @@ class Located:
 
 
 class _Decoder(json.JSONDecoder):
-    """The standard library's decoder in Python: it asks for every value with the place it begins at."""
+    """The standard library's decoder in Python: it parses each value at a known position."""
 
     def __init__(self, text: str) -> None:
         super().__init__(object_pairs_hook=_once, parse_constant=_refuse)

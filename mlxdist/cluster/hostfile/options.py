@@ -64,7 +64,7 @@ class HostSelection:
         return list(self.hostfile.hosts) if self.hostfile is not None else [Host("localhost")]
 
     def with_ranks(self, each: int | None) -> HostSelection:
-        """So many ranks on each host, times the slots that it has."""
+        """``each`` ranks per slot of a host."""
         if each is None or self.hostfile is None:
             return self
         return replace(self, hostfile=self.hostfile.with_ranks(each), arguments=[*self.arguments, "-n", str(each)])
@@ -106,16 +106,16 @@ def _hosts(file: str | None, hosts: str | None, include: str | None, exclude: st
         if include or exclude:
             raise click.UsageError("--include and --exclude choose among hosts; give --hostfile or --hosts.")
         return None
-    from .reading import parse, read
+    from .parsing import parse, read
 
     found = read(file) if file else parse(_lines(hosts), "--hosts")
     for warning in found.warnings:
         click.secho(f"hostfile {found.source}, {warning}", fg="yellow", err=True)
-    return _chosen(_merged(found), include, exclude)
+    return _selected(found.merged(), include, exclude)
 
 
 def _installed_python() -> str:
-    """Of an environment by `mlxdist config --install`, whose folder has another name on each host: the link to it."""
+    """The link to an environment by `mlxdist config --install`: its directory has another name on each host."""
     link, _, suffix = sys.prefix.rpartition(".")
     return f"{link}/bin/python" if len(suffix) == 6 and os.path.islink(link) else ""
 
@@ -126,26 +126,7 @@ def _lines(hosts: str) -> str:
     return "\n".join(name if count == 1 else f"{name} slots={count}" for name, count in counted)
 
 
-def _merged(found: Hostfile) -> Hostfile:
-    """Each host once: one connection leads there, whatever the number of its ranks."""
-    if len({host.name for host in found.hosts}) == len(found.hosts):
-        return found
-    merged: list[Host] = []
-    for host in found.hosts:
-        if merged and merged[-1].name == host.name:
-            merged[-1] = replace(merged[-1], slots=merged[-1].slots + host.slots)
-        elif any(other.name == host.name for other in merged):
-            raise InvalidArgument(f"{found.source}, line {host.line}: the ranks of {host.name} must stand together")
-        elif host.rdma:
-            raise InvalidArgument(
-                f'{found.source}, line {host.line}: a host with "rdma" stands there once; give its ranks as "slots"'
-            )
-        else:
-            merged.append(host)
-    return replace(found, hosts=tuple(merged))
-
-
-def _chosen(found: Hostfile, include: str | None, exclude: str | None) -> Hostfile:
+def _selected(found: Hostfile, include: str | None, exclude: str | None) -> Hostfile:
     names = [host.name for host in found.hosts]
     for option, listed in (("--include", include), ("--exclude", exclude)):
         unknown = [name for name in (listed or "").split(",") if name and name not in names]
@@ -153,10 +134,10 @@ def _chosen(found: Hostfile, include: str | None, exclude: str | None) -> Hostfi
             raise click.UsageError(f"{option}: {unknown[0]} is none of the hosts {', '.join(names)}.")
     wanted = include.split(",") if include else names
     unwanted = (exclude or "").split(",")
-    left = [name for name in names if name in wanted and name not in unwanted]
-    if not left:
+    kept = [name for name in names if name in wanted and name not in unwanted]
+    if not kept:
         raise click.UsageError("No host is left to run on.")
-    return found.only(left)
+    return found.only(kept)
 
 
 def _words(command: str) -> tuple[str, ...]:

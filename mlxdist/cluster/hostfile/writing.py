@@ -29,12 +29,12 @@ def write(hostfile: Hostfile, format: str) -> str:
         return _json(hostfile)
     if format == "ring":
         return _ring(hostfile)
-    _refuse_what_lines_cannot_say(hostfile, format)
-    return "".join(_line(host, format) for host in _merged(hostfile))
+    _require_plain(hostfile, format)
+    return "".join(_line(host, format) for host in hostfile.merged().hosts)
 
 
 def save(hostfile: Hostfile, path: str | os.PathLike[str]) -> None:
-    """Writes ``hostfile`` as JSON. Whoever reads ``path`` meanwhile finds the old file or the new one, whole.
+    """Writes ``hostfile`` as JSON. Readers of ``path`` see either the old or the new content.
 
     Raises:
         OSError: it cannot be written; the old file is as it was.
@@ -56,52 +56,33 @@ def _entry(host: Host) -> dict[str, Any]:
     if host.slots != 1:
         entry["slots"] = host.slots
     if host.measured is not None:
-        figures = {"tflops": host.measured.tflops, "memory_gbps": host.measured.memory_gbps}
-        figures |= {} if host.measured.link_gbps is None else {"link_gbps": host.measured.link_gbps}
-        entry["measured"] = figures
+        entry["measured"] = {name: value for name, value in vars(host.measured).items() if value is not None}
     return entry
 
 
 def _ring(hostfile: Hostfile) -> str:
     """What MLX's ring reads from MLX_HOSTFILE: addresses and ports of each rank."""
-    rows = []
+    rows: list[list[str]] = []
     for host in hostfile.hosts:
         if not host.ips:
             raise InvalidArgument(f'{hostfile.source}: {host.name} has no IP address, and a ring needs one; add "ips"')
         for _ in range(host.slots):
-            ports = host.ports if host.slots == 1 else ()
-            ports = ports or [_FIRST_PORT + len(rows)] * len(host.ips)
+            ports = (host.slots == 1 and host.ports) or [_FIRST_PORT + len(rows)] * len(host.ips)
             rows.append([format_address(ip, port) for ip, port in zip(host.ips, ports)])
     return json.dumps(rows) + "\n"
 
 
-def _refuse_what_lines_cannot_say(hostfile: Hostfile, format: str) -> None:
-    said = {
+def _require_plain(hostfile: Hostfile, format: str) -> None:
+    content = {
         "a backend": hostfile.backend,
         "environment variables": hostfile.envs,
         "devices of cables": any(host.rdma for host in hostfile.hosts),
         "what was measured": any(host.measured for host in hostfile.hosts),
         "IP addresses besides names": any(set(host.ips) - {host.name} for host in hostfile.hosts),
     }
-    lost = [what for what, there in said.items() if there]
+    lost = [what for what, there in content.items() if there]
     if lost:
         raise InvalidArgument(f"{hostfile.source}: the format {format} has no place for {', '.join(lost)}; use json")
-
-
-def _merged(hostfile: Hostfile) -> list[Host]:
-    """Each host once, for JSON may repeat one for each of its ranks. Ranks must then stand together."""
-    merged: list[Host] = []
-    for host in hostfile.hosts:
-        if merged and merged[-1].name == host.name:
-            merged[-1] = Host(host.name, merged[-1].slots + host.slots, host.ips)
-        elif any(other.name == host.name for other in merged):
-            raise InvalidArgument(
-                f"{hostfile.source}: the ranks of {host.name} do not follow each other, and lines cannot say that; "
-                "use json"
-            )
-        else:
-            merged.append(host)
-    return merged
 
 
 def _line(host: Host, format: str) -> str:

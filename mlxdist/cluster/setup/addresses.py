@@ -6,8 +6,8 @@ from ipaddress import IPv4Interface, IPv4Network
 
 from mlxdist.base.errors import InvalidArgument
 
+from ..facts.collect import HostFacts
 from ..topology.topology import Cable, Topology
-from .survey import Survey
 
 __all__ = ["RANGE", "Link", "assign_addresses"]
 
@@ -29,7 +29,7 @@ class Link:
         return self.a if self.cable.a.host == host else self.b
 
 
-def assign_addresses(surveys: Sequence[Survey], topology: Topology, within: IPv4Network = RANGE) -> list[Link]:
+def assign_addresses(machines: Sequence[HostFacts], topology: Topology, within: IPv4Network = RANGE) -> list[Link]:
     """One link for each cable that has interfaces. What can be kept is kept, so a second time changes nothing.
 
     Raises:
@@ -39,40 +39,40 @@ def assign_addresses(surveys: Sequence[Survey], topology: Topology, within: IPv4
     ends = {(end.host, end.interface) for cable in cables for end in (cable.a, cable.b)}
     taken = [
         address.network
-        for host, survey in enumerate(surveys)
-        for interface in survey.interfaces
+        for host, machine in enumerate(machines)
+        for interface in machine.interfaces
         if (host, interface.name) not in ends
         for address in interface.addresses
     ]
     kept: dict[Cable, Link] = {}
     for cable in cables:
-        link = _present(surveys, cable)
+        link = _present(machines, cable)
         if link and not any(link.a.network.overlaps(network) for network in taken):
             kept[cable] = link
             taken.append(link.a.network)
     links = []
     for cable in cables:
-        link = kept.get(cable) or _completed(surveys, cable, taken, within) or _fresh(cable, taken, within)
+        link = kept.get(cable) or _completed(machines, cable, taken, within) or _fresh(cable, taken, within)
         taken.append(link.a.network)
         links.append(link)
     return links
 
 
-def _present(surveys: Sequence[Survey], cable: Cable) -> Link | None:
+def _present(machines: Sequence[HostFacts], cable: Cable) -> Link | None:
     """Both ends have an address of one subnet."""
-    for a in _addresses(surveys, cable, cable.a.host):
-        for b in _addresses(surveys, cable, cable.b.host):
+    for a in _addresses(machines, cable, cable.a.host):
+        for b in _addresses(machines, cable, cable.b.host):
             if a.network == b.network and a.ip != b.ip:
                 return Link(cable, a, b, kept=True)
     return None
 
 
 def _completed(
-    surveys: Sequence[Survey], cable: Cable, taken: Sequence[IPv4Network], within: IPv4Network
+    machines: Sequence[HostFacts], cable: Cable, taken: Sequence[IPv4Network], within: IPv4Network
 ) -> Link | None:
     """One end has an address that this gave it, and the other has lost its own."""
     for host in cable.pair:
-        for address in _addresses(surveys, cable, host):
+        for address in _addresses(machines, cable, host):
             network = address.network
             if network.prefixlen != _LINK or not network.subnet_of(within) or any(map(network.overlaps, taken)):
                 continue
@@ -92,7 +92,7 @@ def _fresh(cable: Cable, taken: Sequence[IPv4Network], within: IPv4Network) -> L
     return Link(cable, a, b)
 
 
-def _addresses(surveys: Sequence[Survey], cable: Cable, host: int) -> list[IPv4Interface]:
-    interface = surveys[host].interface(cable.end(host).interface)
+def _addresses(machines: Sequence[HostFacts], cable: Cable, host: int) -> list[IPv4Interface]:
+    interface = machines[host].interface(cable.end(host).interface)
     addresses = interface.addresses if interface else ()
     return [address for address in addresses if address.ip not in _SELF_ASSIGNED]

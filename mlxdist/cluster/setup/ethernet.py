@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Interface, IPv4Network
 
-from .survey import Survey
+from ..facts.collect import HostFacts
 
 __all__ = ["Choice", "choose_addresses"]
 
@@ -32,13 +32,13 @@ class Choice:
         return f"{self.address.ip} ({self.interface}, {kind}{', default route' if self.is_default else ''})"
 
 
-def choose_addresses(surveys: Sequence[Survey], without: Sequence[frozenset[str]] = ()) -> list[Choice | None]:
+def choose_addresses(machines: Sequence[HostFacts], without: Sequence[frozenset[str]] = ()) -> list[Choice | None]:
     """For each host; None where it has no address at all.
 
     Args:
         without: for each host the interfaces whose cable leads to one other host only.
     """
-    possible = [_possible(survey, without[i] if without else frozenset()) for i, survey in enumerate(surveys)]
+    possible = [_possible(machine, without[i] if without else frozenset()) for i, machine in enumerate(machines)]
     networks = {choice.address.network for choices in possible for choice in choices}
     common = [
         network
@@ -51,17 +51,17 @@ def choose_addresses(surveys: Sequence[Survey], without: Sequence[frozenset[str]
     return [max(choices, key=_rank, default=None) for choices in possible]
 
 
-def _possible(survey: Survey, without: frozenset[str]) -> list[Choice]:
-    names = {interface: port for port, interface in (survey.ports or {}).items()}
+def _possible(machine: HostFacts, without: frozenset[str]) -> list[Choice]:
+    names = {interface: port for port, interface in machine.ports.items()}
     return [
         Choice(
             address,
             interface.name,
-            interface.name in survey.wireless,
-            interface.name == survey.default,
+            interface.name in machine.wireless,
+            interface.name == machine.default,
             names.get(interface.name, ""),
         )
-        for interface in survey.interfaces
+        for interface in machine.interfaces
         if interface.up and not _VIRTUAL.fullmatch(interface.name) and interface.name not in without
         for address in interface.addresses
         if not any(address.ip in network for network in _UNUSABLE)

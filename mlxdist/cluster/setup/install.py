@@ -1,7 +1,7 @@
 """`mlxdist config --install`: on every host an environment with the launcher's Python, mlxdist and MLX.
 
 One script goes to each host over ssh; packages come from PyPI, or with the script. It makes the environment in a new
-folder next to DIR, imports mlxdist there, and only then replaces DIR, a symbolic link, by one to it. Where something
+directory next to DIR, imports mlxdist there, and only then replaces DIR, a symbolic link, by one to it. Where something
 fails, DIR stays as it was. DIR.previous leads to the environment before, which may be the one that runs this.
 """
 
@@ -14,14 +14,13 @@ import re
 import shlex
 import tarfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.tools.doctor.quick import before_launch
 from mlxdist.version import __version__
 
 from ..ssh.ssh import LOST, CommandResult, run_everywhere
@@ -29,7 +28,7 @@ from ..ssh.ssh import LOST, CommandResult, run_everywhere
 if TYPE_CHECKING:
     from ..hostfile.options import HostSelection
 
-__all__ = ["DIRECTORY", "Installed", "install", "read_answer"]
+__all__ = ["DIRECTORY", "Installed", "install", "read_result"]
 
 DIRECTORY = "~/.mlxdist/venv"
 _SECONDS = 1800.0
@@ -87,13 +86,16 @@ if [ -n "$former" ]; then
 fi
 printf '\n@mlxdist:%s %s\n' "$found" "$directory/bin/python"
 """
-_ANSWER = re.compile(r"^@mlxdist:(\S+) (\S+) (\S+) (/.*)$", re.MULTILINE)
+_RESULT = re.compile(r"^@mlxdist:(\S+) (\S+) (\S+) (/.*)$", re.MULTILINE)
 _ADVICE = (
     ("No space left on device", "free some of its disk, or choose another one with --venv"),
-    ("Failed to establish a new connection", "that host does not reach PyPI; give a folder of wheels with --from"),
-    ("error sending request", "that host does not reach PyPI; give a folder of wheels with --from"),
+    ("Failed to establish a new connection", "that host does not reach PyPI; give a directory of wheels with --from"),
+    ("error sending request", "that host does not reach PyPI; give a directory of wheels with --from"),
     ("No matching distribution found for mlxdist", "this version is not on PyPI for that host; give --from WHEEL"),
-    ("is not a supported wheel", "that wheel is for another system or Python; give --from a folder with one for each"),
+    (
+        "is not a supported wheel",
+        "that wheel is for another system or Python; give --from a directory with one for each",
+    ),
 )
 
 
@@ -109,11 +111,11 @@ class Installed:
     error: str = ""
 
 
-def install(chosen: HostSelection, source: str, directory: str, others: Sequence[str]) -> int:
-    """Installs on all hosts at once, prints what each has, and lets doctor check them. 1 if any host has failed.
+def install(chosen: HostSelection, source: str, directory: str, others: Sequence[str]) -> str:
+    """Installs on all hosts at once and prints what each has. Returns the path of their Python; empty if any failed.
 
     Args:
-        source: a wheel of this version, the rest from PyPI; a folder of all wheels; empty for PyPI.
+        source: a wheel of this version, the rest from PyPI; a directory of all wheels; empty for PyPI.
         directory: where the environment will be on each host.
         others: requirements of packages to install, too.
 
@@ -132,33 +134,29 @@ def install(chosen: HostSelection, source: str, directory: str, others: Sequence
     packages = [*_arguments(source, wheels), *others]
     words = ["sh", "-c", _SCRIPT, "sh", directory, version, "yes" if wheels else "no", *packages]
     names = [host.name for host in chosen.hosts()]
-    answers = run_everywhere(names, words, chosen.ssh_config, input=_archive(wheels), seconds=_SECONDS)
-    found = [read_answer(answer) for answer in answers]
+    results = run_everywhere(names, words, chosen.ssh_config, input=_archive(wheels), seconds=_SECONDS)
+    found = [read_result(result) for result in results]
     _print_table(found)
     if any(host.error for host in found):
-        return 1
-    paths = {host.path for host in found}
-    if len(paths) > 1:
+        return ""
+    if len({host.path for host in found}) > 1:
         click.echo(
             "--python names one path for all hosts, and these differ; use one, such as --venv /opt/mlxdist", err=True
         )
-        return 1
-    (path,) = paths
-    status = before_launch(replace(chosen, python=path), ())
-    click.echo(f"next: mlxdist launch --python {shlex.quote(path)}, and the same for doctor, bench and the others")
-    return status
+        return ""
+    return found[0].path
 
 
-def read_answer(answer: CommandResult) -> Installed:
-    """What the script has said on a host."""
-    if said := _ANSWER.search(answer.output):
-        return Installed(answer.name, *said.groups())
-    lines = [line.strip() for line in answer.errors.splitlines() if line.strip()]
-    advice = next((advice for words, advice in _ADVICE if words in answer.errors), "")
-    if not advice and answer.status == LOST:
-        advice = f"try: ssh -o BatchMode=yes {shlex.quote(answer.name)} true"
-    words = lines[-1] if lines else f"exit status {answer.status}"
-    return Installed(answer.name, error=f"{words}; {advice}" if advice else words)
+def read_result(result: CommandResult) -> Installed:
+    """The result of the script on a host."""
+    if found := _RESULT.search(result.output):
+        return Installed(result.name, *found.groups())
+    lines = [line.strip() for line in result.errors.splitlines() if line.strip()]
+    advice = next((advice for words, advice in _ADVICE if words in result.errors), "")
+    if not advice and result.status == LOST:
+        advice = f"try: ssh -o BatchMode=yes {shlex.quote(result.name)} true"
+    words = lines[-1] if lines else f"exit status {result.status}"
+    return Installed(result.name, error=f"{words}; {advice}" if advice else words)
 
 
 def _wheels(source: str) -> list[Path]:

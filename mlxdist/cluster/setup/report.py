@@ -6,12 +6,12 @@ from typing import Any
 
 from rich.console import Console
 
+from ..facts.collect import HostFacts
 from ..topology.drawing import as_text
 from ..topology.topology import Topology
 from .addresses import Link
 from .ethernet import Choice
 from .steps import Step
-from .survey import Survey
 
 __all__ = ["as_json", "bridge_notes", "show"]
 
@@ -31,37 +31,37 @@ def show(topology: Topology, links: Sequence[Link], to_stderr: bool) -> None:
         console.print(line, soft_wrap=True)
 
 
-def bridge_notes(surveys: Sequence[Survey], links: Sequence[Link], without_bridge: bool) -> list[str]:
+def bridge_notes(machines: Sequence[HostFacts], links: Sequence[Link], without_bridge: bool) -> list[str]:
     """Of hosts whose ports with a cable are in the Thunderbolt Bridge."""
     notes = []
-    for host, survey in enumerate(surveys):
+    for host, machine in enumerate(machines):
         ends = [link.cable.end(host).interface for link in links if host in link.cable.pair]
-        bridged = [end for end in ends if survey.bridge_of(end)]
+        bridged = [end for end in ends if machine.bridge_of(end)]
         if not bridged:
             continue
-        ports, bridge = ", ".join(bridged), survey.bridge_of(bridged[0])
+        ports, bridge = ", ".join(bridged), machine.bridge_of(bridged[0])
         if without_bridge:
             notes.append(
-                f"{survey.name}: macOS puts {ports} back into {bridge} at the next start, unless the bridge is removed "
-                "in System Settings > Network > Manage Virtual Interfaces"
+                f"{machine.name}: macOS puts {ports} back into {bridge} at the next start, unless the bridge is "
+                "removed in System Settings > Network > Manage Virtual Interfaces"
             )
         else:
             notes.append(
-                f"{survey.name}: {ports} left in {bridge} (Thunderbolt Bridge), which works with addresses of their "
+                f"{machine.name}: {ports} left in {bridge} (Thunderbolt Bridge), which works with addresses of their "
                 "own; if RDMA then fails with errno 22, run this with --without-bridge"
             )
     return notes
 
 
 def as_json(
-    surveys: Sequence[Survey],
+    machines: Sequence[HostFacts],
     choices: Sequence[Choice | None],
     topology: Topology | None,
     links: Sequence[Link],
     steps: Sequence[Step],
 ) -> dict[str, Any]:
     """``topology`` is None where no cables were looked for."""
-    plain: dict[str, Any] = {"hosts": [_host(survey, choice) for survey, choice in zip(surveys, choices)]}
+    plain: dict[str, Any] = {"hosts": [_host(machine, choice) for machine, choice in zip(machines, choices)]}
     if topology is not None:
         addresses = {link.cable: link for link in links}
         plain["shape"] = topology.shape.value
@@ -80,11 +80,11 @@ def as_json(
     return plain
 
 
-def _host(survey: Survey, choice: Choice | None) -> dict[str, Any]:
+def _host(machine: HostFacts, choice: Choice | None) -> dict[str, Any]:
     return {
-        "name": survey.name,
-        "system": survey.system,
-        "rdma_ctl": survey.rdma_ctl,
+        "name": machine.name,
+        "system": machine.system,
+        "rdma_ctl": machine.rdma_ctl,
         "address": str(choice.address) if choice else None,
         "interface": choice.interface if choice else None,
         "wireless": choice.wireless if choice else None,

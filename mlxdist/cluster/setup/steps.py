@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from mlxdist.base.errors import InvalidArgument
 
+from ..facts.collect import HostFacts
 from ..facts.interfaces import Service
 from .addresses import Link
-from .survey import Survey
 
 __all__ = ["Step", "is_undone", "plan_steps"]
 
@@ -78,50 +78,52 @@ class Step:
         return f"sudo {shlex.join(self.words)}"
 
 
-def plan_steps(surveys: Sequence[Survey], links: Sequence[Link], without_bridge: bool = False) -> list[Step]:
+def plan_steps(machines: Sequence[HostFacts], links: Sequence[Link], without_bridge: bool = False) -> list[Step]:
     """What is still to be done, host by host; nothing where all is as it should be."""
     steps: list[Step] = []
-    for host, survey in enumerate(surveys):
+    for host, machine in enumerate(machines):
         for link in links:
             if host in link.cable.pair:
-                plan = _on_mac if survey.is_mac else _on_linux
-                steps += plan(survey, link, host, without_bridge)
+                plan = _on_mac if machine.is_mac else _on_linux
+                steps += plan(machine, link, host, without_bridge)
     return steps
 
 
-def is_undone(step: Step, survey: Survey) -> bool:
+def is_undone(step: Step, machine: HostFacts) -> bool:
     """Whether a step that takes something back has nothing to do: the system or the user has done it already."""
     name, *rest = step.values
     if step.action == "join bridge":
-        return survey.bridge_of(rest[0]) == name
+        return machine.bridge_of(rest[0]) == name
     if step.action in ("delete address", "set down"):
-        interface = survey.interface(name)
+        interface = machine.interface(name)
         if interface is None:
             return True
         return rest[0] not in map(str, interface.addresses) if rest else not interface.up
     if step.action in ("remove service", "disable service") or step.action.startswith("set "):
-        return name not in [service.name for service in survey.services]
+        return name not in [service.name for service in machine.services]
     return False
 
 
-def _on_mac(survey: Survey, link: Link, host: int, without_bridge: bool) -> list[Step]:
+def _on_mac(machine: HostFacts, link: Link, host: int, without_bridge: bool) -> list[Step]:
     end, address = link.cable.end(host), link.address(host)
     steps = []
-    bridge = survey.bridge_of(end.interface)
+    bridge = machine.bridge_of(end.interface)
     if bridge and without_bridge:
-        steps.append(Step(survey.name, "leave bridge", (bridge, end.interface), ("join bridge", bridge, end.interface)))
-    found = [service for service in survey.services if service.interface == end.interface]
+        steps.append(
+            Step(machine.name, "leave bridge", (bridge, end.interface), ("join bridge", bridge, end.interface))
+        )
+    found = [service for service in machine.services if service.interface == end.interface]
     service = min(found, key=lambda service: (not service.enabled, service.address != address), default=None)
     if service is None:
         name = f"mlxdist {end.port}"
-        steps.append(Step(survey.name, "create service", (name, end.port), ("remove service", name)))
-        steps.append(Step(survey.name, "set address", (name, str(address.ip), str(address.netmask))))
+        steps.append(Step(machine.name, "create service", (name, end.port), ("remove service", name)))
+        steps.append(Step(machine.name, "set address", (name, str(address.ip), str(address.netmask))))
         return steps
     if not service.enabled:
-        steps.append(Step(survey.name, "enable service", (service.name,), ("disable service", service.name)))
+        steps.append(Step(machine.name, "enable service", (service.name,), ("disable service", service.name)))
     if service.address != address:
         values = (service.name, str(address.ip), str(address.netmask))
-        steps.append(Step(survey.name, "set address", values, _before(service)))
+        steps.append(Step(machine.name, "set address", values, _before(service)))
     return steps
 
 
@@ -132,22 +134,22 @@ def _before(service: Service) -> tuple[str, ...]:
     return ("set address and router", *values, service.router) if service.router else ("set address", *values)
 
 
-def _on_linux(survey: Survey, link: Link, host: int, without_bridge: bool) -> list[Step]:
+def _on_linux(machine: HostFacts, link: Link, host: int, without_bridge: bool) -> list[Step]:
     end, address = link.cable.end(host), link.address(host)
-    interface = survey.interface(end.interface)
+    interface = machine.interface(end.interface)
     has_address = interface is not None and address in interface.addresses
     if has_address and interface.up:
         return []
-    if survey.network_manager and not has_address:
+    if machine.network_manager and not has_address:
         name = f"mlxdist-{end.interface}"
         return [
-            Step(survey.name, "add connection", (name, end.interface, str(address)), ("delete connection", name)),
-            Step(survey.name, "start connection", (name,)),
+            Step(machine.name, "add connection", (name, end.interface, str(address)), ("delete connection", name)),
+            Step(machine.name, "start connection", (name,)),
         ]
     steps = []
     if not has_address:
         values = (end.interface, str(address))
-        steps.append(Step(survey.name, "add address", values, ("delete address", *values)))
+        steps.append(Step(machine.name, "add address", values, ("delete address", *values)))
     if interface is None or not interface.up:
-        steps.append(Step(survey.name, "set up", (end.interface,), ("set down", end.interface)))
+        steps.append(Step(machine.name, "set up", (end.interface,), ("set down", end.interface)))
     return steps

@@ -1,4 +1,4 @@
-"""Steps are run, and a file beside the hostfile remembers what takes them back: names and values, no commands."""
+"""Runs steps, and records their inverses in a file next to the hostfile: names and values, no commands."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from mlxdist.base.atomic_file import write_whole
 from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.validation import fields_of, json_of, list_of, number, plain_text, read_bounded
 
 from ..hostfile.hosts import check_name
 from ..ssh.ssh import LOST, TOO_LATE, SshConfig, run
@@ -14,7 +15,7 @@ from .steps import Step
 __all__ = ["UndoFile", "run_steps"]
 
 _VERSION = 1
-_MAX_BYTES = 1 << 20
+_MAX_BYTES, _MAX_STEPS, _MAX_VALUES, _MAX_TEXT = 1 << 20, 10_000, 8, 1000
 _SECONDS = 60.0
 
 # A user who is root needs no sudo, and a host that is root's may have none.
@@ -55,20 +56,9 @@ class UndoFile:
 
     def _read(self) -> list[Step]:
         try:
-            with open(self.path, encoding="utf-8") as file:
-                found = json.loads(file.read(_MAX_BYTES))
-            if found["mlxdist undo"] != _VERSION:
-                raise InvalidArgument(f"{self.path} was written by another version of mlxdist")
-            steps = [Step(str(host), action, tuple(values)) for host, action, *values in found["steps"]]
-            if problem := next(filter(None, (check_name(step.host) for step in steps)), None):
-                raise InvalidArgument(problem)
-            return steps
-        except OSError as error:
-            raise InvalidArgument(f"{self.path}: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            if isinstance(error, InvalidArgument):
-                raise InvalidArgument(f"{self.path}: {error}") from None
-            raise InvalidArgument(f"{self.path} is no file that `mlxdist config` wrote") from None
+            return list(fields_of(_FIELDS, json_of(read_bounded(self.path, _MAX_BYTES), _MAX_BYTES))["steps"])
+        except ValueError as error:
+            raise InvalidArgument(f"{self.path} is no file that `mlxdist config` wrote: {error}") from None
 
     def _write(self) -> None:
         rows = ",\n".join(f"    {json.dumps([step.host, step.action, *step.values])}" for step in self.steps)
@@ -79,6 +69,16 @@ class UndoFile:
                 self.path.unlink(missing_ok=True)
         except OSError as error:
             raise InvalidArgument(f"{self.path}, which remembers what is taken back: {error.strerror}") from None
+
+
+def _step(name: str, value: object) -> Step:
+    host, action, *values = list_of(plain_text(_MAX_TEXT), _MAX_VALUES)(name, value)
+    if problem := check_name(host):
+        raise ValueError(problem)
+    return Step(host, action, tuple(values))
+
+
+_FIELDS = {"mlxdist undo": number(_VERSION, _VERSION), "steps": list_of(_step, _MAX_STEPS)}
 
 
 def run_steps(

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import permutations
 
+from ..facts.collect import HostFacts
 from ..ssh.ssh import SshConfig, agent_advice, run
 from .addresses import Link
 from .ethernet import Choice
-from .survey import Survey
 
 __all__ = ["Check", "checks_of_addresses", "checks_of_links", "problem", "verify"]
 
@@ -52,24 +52,24 @@ class Check:
     bridge: str = ""
 
 
-def checks_of_links(surveys: Sequence[Survey], links: Sequence[Link]) -> list[Check]:
+def checks_of_links(machines: Sequence[HostFacts], links: Sequence[Link]) -> list[Check]:
     """Both ways for each cable."""
     return [
         Check(
-            surveys[here].name,
-            surveys[there].name,
+            machines[here].name,
+            machines[there].name,
             str(link.address(there).ip),
             link.cable.end(here).interface,
-            surveys[here].bridge_of(link.cable.end(here).interface),
+            machines[here].bridge_of(link.cable.end(here).interface),
         )
         for link in links
         for here, there in (link.cable.pair, link.cable.pair[::-1])
     ]
 
 
-def checks_of_addresses(surveys: Sequence[Survey], choices: Sequence[Choice | None]) -> list[Check]:
+def checks_of_addresses(machines: Sequence[HostFacts], choices: Sequence[Choice | None]) -> list[Check]:
     """Every host to every other one."""
-    pairs = permutations(zip(surveys, choices), 2)
+    pairs = permutations(zip(machines, choices), 2)
     return [Check(here.name, there.name, str(to.address.ip)) for (here, _), (there, to) in pairs if to is not None]
 
 
@@ -77,22 +77,22 @@ def verify(checks: Sequence[Check], ssh_config: SshConfig) -> list[str]:
     """What is wrong, and what to do: one text for each check that has failed, alike where a host does not answer."""
     hosts = list(dict.fromkeys(check.host for check in checks))
 
-    def ask(host: str) -> list[str]:
+    def check_host(host: str) -> list[str]:
         mine = [check for check in checks if check.host == host]
         lines = [shlex.join(["check", str(i), check.interface, check.address]) for i, check in enumerate(mine)]
         script = f"main() {{\nPATH=$PATH:/usr/sbin:/sbin\n{_SCRIPT}" + " &\n".join(lines) + " &\nwait\n}\nmain\n"
-        answer = run(host, ["sh", "-s"], ssh_config, input=script, seconds=_SECONDS)
-        said = {int(number): (word, route) for number, word, route in _ANSWER.findall(answer.output)}
-        if not said:
-            words = answer.last_words or f"exit status {answer.status}"
-            return [f"{host} does not say what it reaches: {words}{agent_advice(host, words)}"] * len(mine)
-        return [text for i, check in enumerate(mine) if (text := problem(check, *said.get(i, ("no", ""))))]
+        result = run(host, ["sh", "-s"], ssh_config, input=script, seconds=_SECONDS)
+        found = {int(number): (word, route) for number, word, route in _RESULT.findall(result.output)}
+        if not found:
+            words = result.last_words or f"exit status {result.status}"
+            return [f"{host} does not report what it reaches: {words}{agent_advice(host, words)}"] * len(mine)
+        return [text for i, check in enumerate(mine) if (text := problem(check, *found.get(i, ("no", ""))))]
 
     with ThreadPoolExecutor(max(1, len(hosts))) as threads:
-        return [text for texts in threads.map(ask, hosts) for text in texts]
+        return [text for texts in threads.map(check_host, hosts) for text in texts]
 
 
-_ANSWER = re.compile(r"^@mlxdist:(\d+) (yes|no) ?(\S*)$", re.MULTILINE)
+_RESULT = re.compile(r"^@mlxdist:(\d+) (yes|no) ?(\S*)$", re.MULTILINE)
 
 
 def problem(check: Check, reached: str, route: str) -> str:

@@ -13,7 +13,7 @@ __all__ = ["as_dot", "as_svg", "as_text"]
 
 _FIRST_LANE = 3  # columns from the boxes to the innermost cable
 _LANE = 3  # from one cable to the next
-_MOST_MISSING = 12  # more are named, but not drawn
+_MAX_MISSING = 12  # more are named, but not drawn
 
 
 @dataclass
@@ -34,7 +34,7 @@ def as_text(topology: Topology) -> Text:
         _Wire((_end_label(cable, cable.a.host), _end_label(cable, cable.b.host)), cable.pair, _style(cable))
         for cable in topology.cables
     ]
-    if topology.cables and len(topology.gaps) <= _MOST_MISSING:
+    if topology.cables and len(topology.gaps) <= _MAX_MISSING:
         wires += [_Wire(("no cable", "no cable"), pair, "red", dashed=True) for pair in topology.gaps]
     rows: list[tuple[int, str, _Wire | None]] = []  # host, text, the cable that ends there
     for host, name in enumerate(topology.names):

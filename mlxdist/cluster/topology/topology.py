@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 from mlxdist.base.errors import InvalidArgument
 
+from ..facts.collect import HostFacts
 from ..facts.thunderbolt import THUNDERBOLT_5, Receptacle
-from ..setup.survey import Survey
 
 __all__ = ["USED_CABLES", "Cable", "End", "Shape", "Topology", "build_topology"]
 
-USED_CABLES = 2  # mlxdist uses so many between two hosts: MLXDIST_LINKS_PER_PEER
-_MOST_STEPS = 200_000  # of the search for a ring: more than twelve hosts need
+USED_CABLES = 2  # between two hosts, as many as mlxdist uses: MLXDIST_LINKS_PER_PEER
+_MAX_STEPS = 200_000  # of the search for a ring: more than twelve hosts need
 
 
 class Shape(enum.StrEnum):
@@ -60,7 +60,7 @@ class Cable:
 
 @dataclass(frozen=True)
 class Topology:
-    """``notes``: what is odd, in sentences. ``ring``: the hosts in an order in which neighbours are joined, if any."""
+    """``notes``: irregularities, in sentences. ``ring``: an order of hosts whose neighbors are connected, or none."""
 
     names: tuple[str, ...]
     cables: tuple[Cable, ...]
@@ -86,56 +86,58 @@ class Topology:
         if self.shape is Shape.LINE:
             ends = Counter(end for pair in {cable.pair for cable in self.cables} for end in pair)
             first, last = (host for host in range(len(self.names)) if ends[host] == 1)
-            lines.append(f"one more cable makes it a ring: {self._places([(first, last)])[0]}")
+            lines.append(f"one more cable makes it a ring: {self._pairs_of_ports([(first, last)])[0]}")
         count = len(self.missing)
         lines.append(f"for a mesh {count} {'cables are' if count > 1 else 'cable is'} missing:")
-        return lines + [f"  {place}" for place in self._places(self.missing)]
+        return lines + [f"  {text}" for text in self._pairs_of_ports(self.missing)]
 
-    def _places(self, pairs: Sequence[tuple[int, int]]) -> list[str]:
-        left = [list(free) for free in self.free]
+    def _pairs_of_ports(self, pairs: Sequence[tuple[int, int]]) -> list[str]:
+        unused = [list(free) for free in self.free]
 
-        def place(host: int) -> str:
-            if left[host]:
-                return f"{self.names[host]} Thunderbolt {left[host].pop(0)}"
+        def port(host: int) -> str:
+            if unused[host]:
+                return f"{self.names[host]} Thunderbolt {unused[host].pop(0)}"
             return f"{self.names[host]} (no free port)" if self.free[host] else self.names[host]
 
-        return [f"from {place(a)} to {place(b)}" for a, b in pairs]
+        return [f"from {port(a)} to {port(b)}" for a, b in pairs]
 
 
-def build_topology(surveys: Sequence[Survey], named: Sequence[str] = ()) -> Topology:
+def build_topology(machines: Sequence[HostFacts], named: Sequence[str] = ()) -> Topology:
     """Of the cables that Macs see, and of those that the user names: "a:eth1=b:eth1".
 
     Raises:
         InvalidArgument: a cable is named that cannot be, or a Mac is there twice.
     """
-    cables, notes = _thunderbolt_cables(surveys)
-    cables = tuple(sorted([*cables, *_named_cables(surveys, named)], key=_order))
+    cables, notes = _thunderbolt_cables(machines)
+    cables = tuple(sorted([*cables, *_named_cables(machines, named)], key=_order))
     pairs = {cable.pair for cable in cables}
-    ring = _find_ring(len(surveys), pairs)
-    missing = tuple(pair for pair in itertools.combinations(range(len(surveys)), 2) if pair not in pairs)
-    notes += _odd(surveys, cables)
-    free = tuple(tuple(r.number for r in survey.receptacles if not r.connected and not r.peers) for survey in surveys)
-    names = tuple(survey.name for survey in surveys)
-    return Topology(names, cables, _shape(len(surveys), pairs, ring, missing), ring, missing, free, tuple(notes))
+    ring = _find_ring(len(machines), pairs)
+    missing = tuple(pair for pair in itertools.combinations(range(len(machines)), 2) if pair not in pairs)
+    notes += _irregularities(machines, cables)
+    free = tuple(
+        tuple(r.number for r in machine.receptacles if not r.connected and not r.peers) for machine in machines
+    )
+    names = tuple(machine.name for machine in machines)
+    return Topology(names, cables, _shape(len(machines), pairs, ring, missing), ring, missing, free, tuple(notes))
 
 
-def _thunderbolt_cables(surveys: Sequence[Survey]) -> tuple[list[Cable], list[str]]:
+def _thunderbolt_cables(machines: Sequence[HostFacts]) -> tuple[list[Cable], list[str]]:
     """Each is seen from both ends, or, behind some hubs, from one of them."""
-    ends = [(host, receptacle) for host, survey in enumerate(surveys) for receptacle in survey.receptacles]
+    ends = [(host, receptacle) for host, machine in enumerate(machines) for receptacle in machine.receptacles]
     owners: dict[str, int] = {}
     for host, receptacle in ends:
         if receptacle.uuid and owners.setdefault(receptacle.uuid, host) != host:
-            names = f"{surveys[owners[receptacle.uuid]].name} and {surveys[host].name}"
+            names = f"{machines[owners[receptacle.uuid]].name} and {machines[host].name}"
             raise InvalidArgument(f"{names} are the same Mac; name each host once")
     cables: list[Cable] = []
-    notes = [f"{survey.name}: {survey.unreadable}" for survey in surveys if survey.unreadable]
+    notes = [f"{machine.name}: {machine.unreadable}" for machine in machines if machine.unreadable]
     used: set[tuple[int, str]] = set()
     for host, receptacle in ends:
         for peer in receptacle.peers:
             there = [(h, r) for h, r in ends if r.uuid == peer.uuid and (h, r.number) != (host, receptacle.number)]
             there.sort(key=lambda end: receptacle.uuid not in {p.uuid for p in end[1].peers})
             free = [end for end in there if (end[0], end[1].number) not in used]
-            where = f"{surveys[host].name} Thunderbolt {receptacle.number}"
+            where = f"{machines[host].name} Thunderbolt {receptacle.number}"
             if not there:
                 notes.append(f"{where} leads to {peer.name}, which is none of these hosts")
             elif (host, receptacle.number) in used or not free:
@@ -144,49 +146,49 @@ def _thunderbolt_cables(surveys: Sequence[Survey]) -> tuple[list[Cable], list[st
                 notes.append(f"{where} and Thunderbolt {free[0][1].number} are joined to each other: pull that cable")
             else:
                 seen_from_there = (p.hubs for p in free[0][1].peers if p.uuid == receptacle.uuid)
-                cables.append(_cable(surveys, (host, receptacle), free[0], peer.hubs or next(seen_from_there, ())))
+                cables.append(_cable(machines, (host, receptacle), free[0], peer.hubs or next(seen_from_there, ())))
             if free:
                 used |= {(host, receptacle.number), (free[0][0], free[0][1].number)}
     return cables, notes
 
 
 def _cable(
-    surveys: Sequence[Survey], one: tuple[int, Receptacle], other: tuple[int, Receptacle], hubs: tuple[str, ...]
+    machines: Sequence[HostFacts], one: tuple[int, Receptacle], other: tuple[int, Receptacle], hubs: tuple[str, ...]
 ) -> Cable:
     (a, at_a), (b, at_b) = sorted((one, other), key=lambda end: end[0])
     speeds = [receptacle.speed for receptacle in (at_a, at_b) if receptacle.speed is not None]
     ends = [
-        End(host, (surveys[host].ports or {}).get(f"Thunderbolt {receptacle.number}", ""), receptacle.number)
+        End(host, machines[host].ports.get(f"Thunderbolt {receptacle.number}", ""), receptacle.number)
         for host, receptacle in ((a, at_a), (b, at_b))
     ]
     speed = min(speeds, default=None)
     return Cable(*ends, speed, speed is None or speed >= THUNDERBOLT_5, hubs)
 
 
-def _named_cables(surveys: Sequence[Survey], named: Sequence[str]) -> list[Cable]:
+def _named_cables(machines: Sequence[HostFacts], named: Sequence[str]) -> list[Cable]:
     cables = []
     for text in named:
         ends = []
         for side in text.split("=") if text.count("=") == 1 else ():
             name, _, interface = side.rpartition(":")
-            host = next((i for i, survey in enumerate(surveys) if survey.name == name), None)
+            host = next((i for i, machine in enumerate(machines) if machine.name == name), None)
             if host is None:
                 raise InvalidArgument(f"--cable {text}: {name or side!r} is none of the hosts")
-            if surveys[host].interface(interface) is None:
-                there = ", ".join(i.name for i in surveys[host].interfaces if i.name not in ("lo", "lo0"))
+            if machines[host].interface(interface) is None:
+                there = ", ".join(i.name for i in machines[host].interfaces if i.name not in ("lo", "lo0"))
                 raise InvalidArgument(f"--cable {text}: {name} has no interface {interface!r}, but {there}")
             ends.append(End(host, interface))
         if len(ends) != 2 or ends[0].host == ends[1].host:
             raise InvalidArgument(f"--cable {text}: write a cable as HOST:INTERFACE=HOST:INTERFACE, of two hosts")
         a, b = sorted(ends, key=lambda end: end.host)
-        cables.append(Cable(a, b, rdma=all(end.interface in (surveys[end.host].rdma or {}) for end in (a, b))))
+        cables.append(Cable(a, b, rdma=all(end.interface in machines[end.host].rdma for end in (a, b))))
     return cables
 
 
-def _odd(surveys: Sequence[Survey], cables: Sequence[Cable]) -> list[str]:
+def _irregularities(machines: Sequence[HostFacts], cables: Sequence[Cable]) -> list[str]:
     notes = []
     for cable in cables:
-        where = " and ".join(f"{surveys[end.host].name} {end.port}" for end in (cable.a, cable.b))
+        where = " and ".join(f"{machines[end.host].name} {end.port}" for end in (cable.a, cable.b))
         if cable.speed is not None and not cable.rdma:
             notes.append(
                 f"the cable between {where} runs at {cable.speed} Gb/s: Thunderbolt 4, which has no RDMA; use a "
@@ -196,10 +198,10 @@ def _odd(surveys: Sequence[Survey], cables: Sequence[Cable]) -> list[str]:
             notes.append(f"the cable between {where} goes through {', '.join(cable.hubs)}; a direct cable is faster")
         for end in (cable.a, cable.b):
             if not end.interface:
-                notes.append(f"{surveys[end.host].name} has no network interface for {end.port}")
+                notes.append(f"{machines[end.host].name} has no network interface for {end.port}")
     for pair, count in Counter(cable.pair for cable in cables).items():
         if count > USED_CABLES:
-            a, b = (surveys[host].name for host in pair)
+            a, b = (machines[host].name for host in pair)
             notes.append(f"there are {count} cables between {a} and {b}: mlxdist uses {USED_CABLES}")
     return notes
 
@@ -227,7 +229,7 @@ def _find_ring(count: int, pairs: set[tuple[int, int]]) -> tuple[int, ...]:
     if count < 3 or any(len(others) < 2 for others in joined):
         return ()
     path, choices, steps = [0], [iter(joined[0])], 0
-    while path and steps < _MOST_STEPS:
+    while path and steps < _MAX_STEPS:
         steps += 1
         following = next((host for host in choices[-1] if host not in path), None)
         if following is None:

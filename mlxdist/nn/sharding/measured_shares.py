@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from mlxdist.base.environment import Environment
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.cluster.hostfile.rank_shares import FIGURES
+from mlxdist.cluster.hostfile.rank_shares import MEASUREMENTS
 
 __all__ = ["Weights", "resolve", "slowest_of_columns"]
 
@@ -27,8 +27,8 @@ def resolve(name: str, weights: Weights | None, ranks: int, rows: int = 1) -> Se
     """
     if not isinstance(weights, str):
         return weights
-    if weights not in FIGURES:
-        words = " or ".join(f'"{word}"' for word in FIGURES)
+    if weights not in MEASUREMENTS:
+        words = " or ".join(f'"{word}"' for word in MEASUREMENTS)
         raise InvalidArgument(f"{name}: weights must be {ranks} numbers, one per rank, or {words}, not {weights!r:.80}")
     found = getattr(Environment.read(), f"rank_shares_{weights}")
     if found is None:

@@ -27,7 +27,7 @@ _LANES = {1: 1, 2: 4, 4: 8, 8: 12, 16: 2}
 _LANE_SPEEDS = {1: 2.5, 2: 5.0, 4: 10.0, 8: 10.0, 16: 14.0, 32: 25.0, 64: 50.0, 128: 100.0}
 
 _IPV4_MAPPED = b"\0" * 10 + b"\xff\xff"
-_MOST_DEVICES = 256
+_MAX_DEVICES = 256
 
 
 @dataclass(frozen=True)
@@ -107,23 +107,23 @@ class Device:
 
 
 def list_devices(provider: str, soft_profile: str = "ideal", seconds: float = 10.0) -> list[Device]:
-    """All devices of a provider, each opened, asked and closed.
+    """All devices of a provider, each opened, queried and closed.
 
     Raises:
         ResourceError: there is no such provider here, or it cannot list its devices.
         Timeout: a call of the provider's library has not returned. The thread that it is in cannot be ended.
     """
-    from mlxdist._native import ffi, lib  # here: who only unpacks devices needs no engine
+    from mlxdist._native import ffi, lib  # here: unpacking devices needs no engine
 
-    room = ffi.new("mlxdist_device[]", _MOST_DEVICES)
+    array = ffi.new("mlxdist_device[]", _MAX_DEVICES)
     found: list[int] = []
     failure: list[str] = []
 
-    def ask() -> None:
-        found.append(lib.mlxdist_devices(provider.encode(), soft_profile.encode(), room, _MOST_DEVICES))
+    def query() -> None:
+        found.append(lib.mlxdist_devices(provider.encode(), soft_profile.encode(), array, _MAX_DEVICES))
         failure.append(ffi.string(lib.mlxdist_last_error()).decode(errors="replace"))  # a thread has its own
 
-    thread = OwnThread(target=ask, name="mlxdist-devices", daemon=True)
+    thread = OwnThread(target=query, name="mlxdist-devices", daemon=True)
     thread.start()
     thread.join(seconds)
     if not failure:
@@ -135,12 +135,12 @@ def list_devices(provider: str, soft_profile: str = "ideal", seconds: float = 10
         )
     if found[0] < 0:
         raise ResourceError(failure[0])
-    return [_device(provider, room[i], ffi) for i in range(min(found[0], _MOST_DEVICES))]
+    return [_device(provider, array[i], ffi) for i in range(min(found[0], _MAX_DEVICES))]
 
 
 def port_remedy() -> str:
     """What to do about a port of a Mac in bridge0 or without an IPv4 address, in the words of the engine's errors."""
-    from mlxdist._native import ffi, lib  # here: who only unpacks devices needs no engine
+    from mlxdist._native import ffi, lib  # here: unpacking devices needs no engine
 
     return ffi.string(lib.mlxdist_port_remedy()).decode()
 

@@ -1,4 +1,4 @@
-"""How the ranks of a job agree on the devices that join them: each tells all where it is, and all choose alike."""
+"""Device selection: each rank sends its node's devices to all, and all choose by the same rules."""
 
 import dataclasses
 import functools
@@ -14,10 +14,10 @@ from mlxdist.base.host_identity import host_identity
 from mlxdist.cluster.hostfile import device_map
 
 from .links import Choice, choose
-from .node_info import Place
+from .node_info import NodeInfo
 from .queue_pairs import check_queue_pairs
 
-__all__ = ["ONE_HOST", "Agreement", "agree"]
+__all__ = ["ONE_HOST", "DeviceSelection", "select_devices"]
 
 ONE_HOST = "all ranks are on one host"
 
@@ -29,32 +29,31 @@ class Rendezvous(Protocol):
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """``choice``: what this rank uses; None where all ranks are on one host, and the software provider joins them as
-    it does. ``places``: of all ranks, empty then."""
+class DeviceSelection:
+    """``choice``: what this rank uses; None where all ranks are on one host, and the software provider connects them
+    by itself. ``nodes``: of all ranks, empty then."""
 
     choice: Choice | None
-    places: Sequence[Place] = ()
+    nodes: Sequence[NodeInfo] = ()
 
     def without_rdma(self, environment: Environment, why: str) -> Choice:
         """What this rank uses instead where RDMA devices were chosen and could not be set up: ``why``.
 
         Raises:
-            InvalidArgument: two ranks are not joined in another way; the same on all ranks, so none waits for another.
+            InvalidArgument: nothing else connects two ranks; raised on all ranks, so none waits for another.
         """
-        cables, wire = environment.links_per_peer or 1, environment.soft_transport
-        ranks = range(len(self.places))
-        choices = [choose(self.places, rank, "soft", cables=cables, soft_transport=wire) for rank in ranks]
+        options = {"links_per_peer": environment.links_per_peer or 1, "soft_transport": environment.soft_transport}
+        choices = [choose(self.nodes, rank, "soft", **options) for rank in range(len(self.nodes))]
         reason = f"{why}; instead of RDMA ranks use shared memory within a host and TCP between hosts"
         return dataclasses.replace(choices[environment.rank], reason=reason)
 
 
-def agree(rendezvous: Rendezvous, environment: Environment, host: str) -> Agreement:
-    """Which devices join the ranks.
+def select_devices(rendezvous: Rendezvous, environment: Environment, host: str) -> DeviceSelection:
+    """Which devices connect the ranks.
 
     Raises:
         Mismatch: the ranks have different settings.
-        InvalidArgument: the device map is wrong, or no device joins two ranks.
+        InvalidArgument: the device map is wrong, or no device connects two ranks.
         ResourceError: the provider that the user wants is not there.
     """
     matrix = None if environment.device_map is None else device_map.load(environment.device_map)
@@ -62,20 +61,20 @@ def agree(rendezvous: Rendezvous, environment: Environment, host: str) -> Agreem
     hosts = _gather_hosts(rendezvous, environment, identity, matrix)
     simple = environment.provider in ("auto", "soft") and environment.soft_transport != "tcp"
     if len(set(hosts)) == 1 and simple and (matrix is None or environment.provider == "soft"):
-        return Agreement(None)
+        return DeviceSelection(None)
     address = _address(environment)
-    here = Place.here(identity, host, address, environment.provider, environment.soft_profile)
-    places = [Place.unpack(blob) for blob in rendezvous.all_gather(here.pack(), "devices")]
+    here = NodeInfo.here(identity, host, address, environment.provider, environment.soft_profile)
+    nodes = [NodeInfo.unpack(blob) for blob in rendezvous.all_gather(here.pack(), "devices")]
     choice_of = functools.partial(
         choose,
-        places,
+        nodes,
         provider=environment.provider,
         device_map=matrix,
-        cables=environment.links_per_peer or 1,
+        links_per_peer=environment.links_per_peer or 1,
         soft_transport=environment.soft_transport,
     )
-    check_queue_pairs(places, environment.topology, choice_of)
-    return Agreement(choice_of(environment.rank), places)
+    check_queue_pairs(nodes, environment.topology, choice_of)
+    return DeviceSelection(choice_of(environment.rank), nodes)
 
 
 def _gather_hosts(

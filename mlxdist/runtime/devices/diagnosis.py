@@ -1,12 +1,12 @@
-"""What keeps a machine or a device from RDMA, and what to do. From facts to findings; nothing is read here."""
+"""What keeps a machine or a device from RDMA, and what to do: findings from facts."""
 
 import enum
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mlxdist.cluster.facts.rdma import Facts, ThunderboltPort
-from mlxdist.cluster.facts.thunderbolt import THUNDERBOLT_5
+from mlxdist.cluster.facts.collect import HostFacts
+from mlxdist.cluster.facts.thunderbolt import THUNDERBOLT_5, Receptacle
 
 from .device import Device, port_remedy
 
@@ -48,112 +48,72 @@ class Finding:
         return f"{self.what}; {self.remedy}" if self.remedy else self.what
 
 
-def diagnose_host(facts: Facts, devices: Sequence[Device], error: str = "") -> list[Finding]:
+def diagnose_host(facts: HostFacts, devices: Sequence[Device], error: str = "") -> list[Finding]:
     """What is wrong with the machine, whatever its devices say. ``error``: why they could not be listed."""
-    found = _diagnose_mac(facts) if facts.system == "Darwin" else _diagnose_linux(facts, devices)
+    found = _diagnose_mac(facts) if facts.is_mac else _diagnose_linux(facts, devices)
     known = {finding.verdict for finding in found}
     # On a Mac the library is missing, or lists nothing, for one of the reasons above; Linux has it without a device.
-    explained = (
-        bool(known) if facts.system == "Darwin" else Verdict.NO_KERNEL_RDMA in known and bool(_ENOSYS.search(error))
-    )
+    explained = bool(known) if facts.is_mac else Verdict.NO_KERNEL_RDMA in known and bool(_ENOSYS.search(error))
     if error and not explained:
         found.append(Finding(Verdict.NO_LIBRARY, "", error))
     if not devices and not error and not known:
-        found.append(
-            Finding(
-                Verdict.NO_DEVICE,
-                "",
-                "there is no RDMA device",
-                "look whether the card is there (`lspci`) and its driver loaded (`rdma link`)"
-                if facts.system != "Darwin"
-                else "restart the Mac: macOS makes one for every Thunderbolt port (`ibv_devices`)",
-            )
-        )
+        remedy = "look whether the card is there (`lspci`) and its driver loaded (`rdma link`)"
+        if facts.is_mac:
+            remedy = "restart the Mac: macOS makes one for every Thunderbolt port (`ibv_devices`)"
+        found.append(Finding(Verdict.NO_DEVICE, "", "there is no RDMA device", remedy))
     return found
 
 
-def diagnose_device(device: Device, facts: Facts | None = None) -> list[Finding]:
+def diagnose_device(device: Device, facts: HostFacts = HostFacts()) -> list[Finding]:
     """What is wrong with a device, the first cause first; that it is ready where nothing is. Never empty."""
-    facts = facts or Facts()
     found = _diagnose_port(device, facts) if not device.error else [_diagnose_error(device)]
     return found or [Finding(Verdict.OK, device.name, f"{device.name} is ready")]
 
 
-def _diagnose_mac(facts: Facts) -> list[Finding]:
-    if facts.machine != "arm64":
-        return [
-            Finding(
-                Verdict.NOT_APPLE_SILICON,
-                "",
-                f"this is no Apple silicon, or Python runs as {facts.machine or 'another processor'}",
-                "RDMA over Thunderbolt needs a Mac with Thunderbolt 5 and a Python for arm64",
-            )
-        ]
+def _diagnose_mac(facts: HostFacts) -> list[Finding]:
+    if facts.architecture != "arm64":
+        what = f"this is no Apple silicon, or Python runs as {facts.architecture or 'another processor'}"
+        remedy = "RDMA over Thunderbolt needs a Mac with Thunderbolt 5 and a Python for arm64"
+        return [Finding(Verdict.NOT_APPLE_SILICON, "", what, remedy)]
     found = []
     if facts.macos is not None and facts.macos < _MACOS:
-        version = ".".join(map(str, facts.macos))
-        found.append(
-            Finding(Verdict.MACOS_TOO_OLD, "", f"macOS {version} has no RDMA", "update to macOS 26.2 or newer")
-        )
-    if _is_thunderbolt_4(facts.thunderbolt):
-        found.append(
-            Finding(
-                Verdict.THUNDERBOLT_4,
-                "",
-                "the Thunderbolt ports of this Mac end at 40 Gb/s: it has no Thunderbolt 5, though macOS lists devices",
-                "use a Mac with Thunderbolt 5; ranks reach this one by TCP",
-            )
-        )
+        what = f"macOS {'.'.join(map(str, facts.macos))} has no RDMA"
+        found.append(Finding(Verdict.MACOS_TOO_OLD, "", what, "update to macOS 26.2 or newer"))
+    if _is_thunderbolt_4(facts.receptacles):
+        what = "the Thunderbolt ports of this Mac end at 40 Gb/s: it has no Thunderbolt 5, though macOS lists devices"
+        remedy = "use a Mac with Thunderbolt 5; ranks reach this one by TCP"
+        found.append(Finding(Verdict.THUNDERBOLT_4, "", what, remedy))
     if facts.rdma_ctl == "disabled":
-        found.append(
-            Finding(
-                Verdict.RDMA_CTL_OFF,
-                "",
-                "RDMA is switched off (`rdma_ctl status`: disabled)",
-                "start the Mac in recovery, run `rdma_ctl enable` in Terminal there, restart",
-            )
-        )
+        remedy = "start the Mac in recovery, run `rdma_ctl enable` in Terminal there, restart"
+        found.append(Finding(Verdict.RDMA_CTL_OFF, "", "RDMA is switched off (`rdma_ctl status`: disabled)", remedy))
     return found
 
 
-def _is_thunderbolt_4(ports: Sequence[ThunderboltPort]) -> bool:
-    """An empty port tells its own speed, and one in use that of the slowest part: what it has at least."""
+def _is_thunderbolt_4(ports: Sequence[Receptacle]) -> bool:
+    """An empty port reports its own speed, and one in use that of the slowest part: what it has at least."""
     speeds = [port.speed for port in ports if port.speed is not None]
     empty = [port for port in ports if port.speed is not None and not port.connected]
     return bool(speeds) and max(speeds) < THUNDERBOLT_5 and bool(empty)
 
 
-def _diagnose_linux(facts: Facts, devices: Sequence[Device]) -> list[Finding]:
+def _diagnose_linux(facts: HostFacts, devices: Sequence[Device]) -> list[Finding]:
     found = []
     if facts.kernel_rdma is False and not devices:  # libraries for tests have some all the same
-        found.append(
-            Finding(
-                Verdict.NO_KERNEL_RDMA,
-                "",
-                "the kernel has no RDMA device (/sys/class/infiniband is missing)",
-                "load the card's driver; to try RDMA without a card: `modprobe rdma_rxe`, then "
-                "`rdma link add rxe0 type rxe netdev eth0`",
-            )
-        )
-    if facts.refused:
-        found.append(
-            Finding(
-                Verdict.NOT_PERMITTED,
-                "",
-                f"this user may not open {', '.join(facts.refused)}",
-                "make it readable and writable for the user; into a container: `--device=/dev/infiniband`",
-            )
-        )
+        what = "the kernel has no RDMA device (/sys/class/infiniband is missing)"
+        remedy = "load the card's driver; to try RDMA without a card: `modprobe rdma_rxe`, then "
+        remedy += "`rdma link add rxe0 type rxe netdev eth0`"
+        found.append(Finding(Verdict.NO_KERNEL_RDMA, "", what, remedy))
+    if facts.denied:
+        what = f"this user may not open {', '.join(facts.denied)}"
+        remedy = "make it readable and writable for the user; into a container: `--device=/dev/infiniband`"
+        found.append(Finding(Verdict.NOT_PERMITTED, "", what, remedy))
     if devices and facts.memlock is not None and facts.memlock < _MEMLOCK:
-        found.append(
-            Finding(
-                Verdict.MEMLOCK,
-                "",
-                f"this process may lock {facts.memlock // 1024} KiB of memory, and RDMA needs to lock its buffers",
-                "raise the limit: `ulimit -l unlimited`, or `* - memlock unlimited` in /etc/security/limits.conf; of a "
-                "container: `--ulimit memlock=-1`",
-            )
+        what = f"this process may lock {facts.memlock // 1024} KiB of memory, and RDMA needs to lock its buffers"
+        remedy = (
+            "raise the limit: `ulimit -l unlimited`, or `* - memlock unlimited` in /etc/security/limits.conf; of a "
         )
+        remedy += "container: `--ulimit memlock=-1`"
+        found.append(Finding(Verdict.MEMLOCK, "", what, remedy))
     return found
 
 
@@ -165,13 +125,13 @@ def _diagnose_error(device: Device) -> Finding:
     return Finding(Verdict.NOT_OPENED, device.name, what, "look into the kernel's log, restart the machine")
 
 
-def _diagnose_port(device: Device, facts: Facts) -> list[Finding]:
+def _diagnose_port(device: Device, facts: HostFacts) -> list[Finding]:
     found = []
     interface = device.interfaces[0] if device.interfaces else device.name.removeprefix("rdma_")
-    for port in facts.thunderbolt:
+    for port in facts.receptacles:
         slow = port.connected and port.speed is not None and port.speed < THUNDERBOLT_5
-        if slow and port.interface == interface and not _is_thunderbolt_4(facts.thunderbolt):
-            what = f"the cable in Thunderbolt {port.receptacle} ({device.name}) runs at {port.speed} Gb/s"
+        if slow and port.interface == interface and not _is_thunderbolt_4(facts.receptacles):
+            what = f"the cable in Thunderbolt {port.number} ({device.name}) runs at {port.speed} Gb/s"
             remedy = "use a cable for Thunderbolt 5, to a Mac with Thunderbolt 5"
             found.append(Finding(Verdict.SLOW_CABLE, device.name, what, remedy))
     if not device.is_active:
@@ -186,19 +146,17 @@ def _diagnose_port(device: Device, facts: Facts) -> list[Finding]:
     return found
 
 
-def _without_ipv4(device: Device, interface: str, facts: Facts) -> Finding:
-    if interface in facts.bridged:
-        return Finding(
-            Verdict.BRIDGED,
-            device.name,
-            f"{interface} of {device.name} is a member of bridge0 (Thunderbolt Bridge), and has no IPv4 address itself",
-            f"{port_remedy()}; by hand `sudo ifconfig {interface} inet 10.0.1.1/24`, and if connecting then fails with "
-            f"errno 22 `sudo ifconfig bridge0 deletem {interface}`",
-        )
+def _without_ipv4(device: Device, interface: str, facts: HostFacts) -> Finding:
     remedy = (
         f"give its interface one, such as `sudo ip address add 10.0.1.1/24 dev {interface}`, or set MLXDIST_DEVICE_MAP"
     )
     if device.provider == "librdma":
         remedy = f"{port_remedy()}; by hand `sudo ifconfig {interface} inet 10.0.1.1/24`"
+    if facts.bridge_of(interface) == "bridge0":
+        what = (
+            f"{interface} of {device.name} is a member of bridge0 (Thunderbolt Bridge), and has no IPv4 address itself"
+        )
+        remedy += f", and if connecting then fails with errno 22 `sudo ifconfig bridge0 deletem {interface}`"
+        return Finding(Verdict.BRIDGED, device.name, what, remedy)
     what = f"{device.name} has no IPv4 address, so nothing says which device it is joined to"
     return Finding(Verdict.NO_IPV4, device.name, what, remedy)

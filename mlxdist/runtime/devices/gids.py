@@ -35,7 +35,7 @@ class Route:
 def find_route(near: Device, far: Device, one_host: bool = False) -> Route | None:
     """The best addresses of two devices for each other: IPv4 of one subnet, RoCE v2 before v1, 169.254 last.
 
-    Between equals the lines nearest to the beginning of the tables, those of ``near`` first: two ranks must ask for
+    Between equals the lines nearest to the beginning of the tables, those of ``near`` first: two ranks must pass
     their pair in the same order.
 
     Args:

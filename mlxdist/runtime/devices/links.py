@@ -1,7 +1,7 @@
-"""Which devices join two ranks, and by which of their addresses.
+"""Which devices connect two ranks, and by which of their addresses.
 
-All ranks know the places of all (:class:`Place`, gathered by the rendezvous), and each chooses for itself: both ranks
-of a pair go through the same steps for the same pair, the lower rank first, so they take the two ends of one cable.
+All ranks have the same list of nodes (:class:`NodeInfo`, gathered by the rendezvous), and each chooses for itself: both
+ranks of a pair take the same steps for the same pair, the lower rank first, so they take the two ends of one link.
 """
 
 import dataclasses
@@ -16,18 +16,18 @@ from mlxdist.cluster.hostfile.device_map import DeviceMap
 from .device import Device
 from .diagnosis import diagnose_device
 from .gids import Nearness, Route, find_route
-from .node_info import Place
+from .node_info import NodeInfo
 
-__all__ = ["MAX_LINKS", "Choice", "Link", "Place", "choose"]
+__all__ = ["MAX_LINKS", "Choice", "Link", "NodeInfo", "choose"]
 
 MAX_LINKS = 2  # MLXDIST_LINKS of mlxdist.h
 
-_Ends = tuple["Link", "Link"]  # of a cable: of the lower rank, of the higher one
+_Ends = tuple["Link", "Link"]  # of the lower rank, of the higher one
 
 
 @dataclass(frozen=True)
 class Link:
-    """By what messages to one rank leave: a device, and the line of its address table to use."""
+    """One end of a link: a device, and the line of its address table to use."""
 
     provider: str
     device: str
@@ -39,98 +39,103 @@ class Choice:
     """What one rank uses.
 
     ``links``: those to each rank, at most two. There are none to the rank itself, and to a rank that the device map has
-    no cable to, when the user asked for RDMA alone. ``summary``: the providers, "ibverbs+soft". ``wires``: the pairs of
-    ranks, both ways, that are joined at all; None where every pair is.
+    no link to, when the user requires RDMA. ``summary``: the providers, "ibverbs+soft". ``adjacency``: the pairs
+    of ranks, both ways, that are connected at all; None where every pair is.
     """
 
     links: tuple[tuple[Link, ...], ...]
     summary: str
     reason: str
-    wires: frozenset[tuple[int, int]] | None = None
+    adjacency: frozenset[tuple[int, int]] | None = None
 
 
-class _Apart(Exception):
-    """Why two ranks are not joined by RDMA."""
+class _NotConnected(Exception):
+    """Why two ranks are not connected by RDMA."""
 
 
 def choose(
-    places: Sequence[Place],
+    nodes: Sequence[NodeInfo],
     rank: int,
     provider: str = "auto",
     device_map: DeviceMap | None = None,
-    cables: int = 1,
+    links_per_peer: int = 1,
     soft_transport: str = "auto",
 ) -> Choice:
     """The links of ``rank`` to all others.
 
     Args:
-        places: of all ranks, in order.
-        provider: "auto": shared memory within a host, RDMA between hosts where something says how they are joined, TCP
-            where not; "soft": shared memory and TCP; "ibverbs", "librdma": RDMA between all ranks.
-        device_map: which device leads where. Without it, IPv4 subnets say so.
-        cables: links to a rank, at most, where no map says how many there are.
+        nodes: of all ranks, in order.
+        provider: "auto": shared memory within a host, RDMA between hosts where the device map or subnets connect them,
+            TCP where not; "soft": shared memory and TCP; "ibverbs", "librdma": RDMA between all ranks.
+        device_map: which device leads where. Without it, IPv4 subnets decide.
+        links_per_peer: at most, where no map lists them.
         soft_transport: "tcp": also within a host; "shm": never anything else.
 
     Raises:
-        InvalidArgument: two ranks cannot be joined in the way that was asked for.
+        InvalidArgument: two ranks cannot be connected as requested.
     """
-    chooser = _Chooser(places, provider, device_map, min(cables, MAX_LINKS), soft_transport)
-    joined: list[tuple[Link, ...]] = []
-    for peer in range(len(places)):
-        ends = [] if peer == rank else chooser.join(min(rank, peer), max(rank, peer))
-        joined.append(tuple(pair[0 if rank < peer else 1] for pair in ends))
-    providers = sorted({link.provider for links in joined for link in links}) or ["soft"]
-    reason = _reason(places, rank, provider, joined, chooser.apart)
-    return Choice(tuple(joined), "+".join(providers), reason, chooser.wires())
+    chooser = _Chooser(nodes, provider, device_map, min(links_per_peer, MAX_LINKS), soft_transport)
+    links: list[tuple[Link, ...]] = []
+    for peer in range(len(nodes)):
+        ends = [] if peer == rank else chooser.connect(min(rank, peer), max(rank, peer))
+        links.append(tuple(pair[0 if rank < peer else 1] for pair in ends))
+    providers = sorted({link.provider for to_peer in links for link in to_peer}) or ["soft"]
+    reason = _reason(nodes, rank, provider, links, chooser.without_rdma)
+    return Choice(tuple(links), "+".join(providers), reason, chooser.adjacency())
 
 
 class _Chooser:
     def __init__(
-        self, places: Sequence[Place], provider: str, device_map: DeviceMap | None, cables: int, soft_transport: str
+        self,
+        nodes: Sequence[NodeInfo],
+        provider: str,
+        device_map: DeviceMap | None,
+        links_per_peer: int,
+        soft_transport: str,
     ) -> None:
-        self._places = places
+        self._nodes = nodes
         self._provider = provider
         self._map = device_map
-        self._cables = cables
+        self._links_per_peer = links_per_peer
         self._soft_transport = soft_transport
-        self._rows = None if device_map is None or provider == "soft" else _rows(places, device_map)
-        self._routes: dict[tuple[Place, Place], list[_Ends]] = {}
-        self.apart: dict[str, str] = {}  # host that is not reached by RDMA: why
+        self._rows = None if device_map is None or provider == "soft" else _rows(nodes, device_map)
+        self._routes: dict[tuple[NodeInfo, NodeInfo], list[_Ends]] = {}
+        self.without_rdma: dict[str, str] = {}  # host that is not reached by RDMA: why
 
-    def join(self, low: int, high: int) -> list[_Ends]:
-        one_host = self._places[low].identity == self._places[high].identity
+    def connect(self, low: int, high: int) -> list[_Ends]:
+        one_host = self._nodes[low].identity == self._nodes[high].identity
         if self._provider not in ("auto", "soft"):
-            return self._join_by_rdma_alone(low, high, one_host)
+            return self._by_rdma_alone(low, high, one_host)
         if self._provider == "auto" and not one_host:
             try:
                 return self._by_rdma(low, high, one_host)
-            except _Apart as error:
-                for place in (self._places[low], self._places[high]):
-                    self.apart.setdefault(place.host, str(error))
+            except _NotConnected as error:
+                for node in (self._nodes[low], self._nodes[high]):
+                    self.without_rdma.setdefault(node.host, str(error))
         return self._by_soft(low, high, one_host)
 
-    def wires(self) -> frozenset[tuple[int, int]] | None:
+    def adjacency(self) -> frozenset[tuple[int, int]] | None:
         if self._provider in ("auto", "soft") or self._rows is None:
             return None
         pairs = itertools.permutations(range(len(self._rows)), 2)
-        wires = frozenset((a, b) for a, b in pairs if self._map.devices(self._rows[a], self._rows[b]))
-        return wires if len(wires) < len(self._rows) * (len(self._rows) - 1) else None
+        adjacent = frozenset((a, b) for a, b in pairs if self._map.devices(self._rows[a], self._rows[b]))
+        return adjacent if len(adjacent) < len(self._rows) * (len(self._rows) - 1) else None
 
-    def _join_by_rdma_alone(self, low: int, high: int, one_host: bool) -> list[_Ends]:
+    def _by_rdma_alone(self, low: int, high: int, one_host: bool) -> list[_Ends]:
         if self._rows is not None and not self._map.devices(self._rows[low], self._rows[high]):
             return []
         try:
             return self._by_rdma(low, high, one_host)
-        except _Apart as error:
+        except _NotConnected as error:
             raise InvalidArgument(
-                f"{self._pair(low, high)} cannot be joined by {self._provider}: {error}; MLXDIST_PROVIDER=auto joins "
-                "them by what there is"
+                f"{self._pair(low, high)} cannot be connected by {self._provider}: {error}; "
+                "MLXDIST_PROVIDER=auto connects them by what there is"
             ) from None
 
     # RDMA
 
     def _by_rdma(self, low: int, high: int, one_host: bool) -> list[_Ends]:
-        near, far = self._places[low], self._places[high]
+        near, far = self._nodes[low], self._nodes[high]
         if self._rows is None:
             if (near, far) not in self._routes:
                 self._routes[near, far] = self._by_subnets(near, far, one_host)
@@ -138,24 +143,24 @@ class _Chooser:
         row, column = self._rows[low], self._rows[high]
         names = self._map.devices(row, column), self._map.devices(column, row)
         if not names[0]:
-            raise _Apart(f"the device map has no cable between {near.host} and {far.host}")
-        ends = [[self._named(place, name) for name in row] for place, row in zip((near, far), names)]
+            raise _NotConnected(f"the device map has no link between {near.host} and {far.host}")
+        ends = [[self._named(node, name) for name in row] for node, row in zip((near, far), names)]
         return [_ends(*pair) for pair in _pair_up(*ends, (near.host, far.host), one_host)[:MAX_LINKS]]
 
-    def _named(self, place: Place, name: str) -> Device:
-        devices = {device.name: device for device in self._rdma_devices(place)}
+    def _named(self, node: NodeInfo, name: str) -> Device:
+        devices = {device.name: device for device in self._rdma_devices(node)}
         if name not in devices:
-            there = f"it has {', '.join(devices)}" if devices else place.missing or "it has no RDMA device"
-            raise _Apart(
-                f"host {place.host} has no device {name}, which the device map names: {there}; names change when a "
+            there = f"it has {', '.join(devices)}" if devices else node.missing or "it has no RDMA device"
+            raise _NotConnected(
+                f"host {node.host} has no device {name}, which the device map names: {there}; names change when a "
                 "machine starts: `mlxdist devices` shows them"
             )
         if not devices[name].is_active:
-            raise _Apart(f"host {place.host}: {diagnose_device(devices[name])[0]}")
+            raise _NotConnected(f"host {node.host}: {diagnose_device(devices[name])[0]}")
         return devices[name]
 
-    def _by_subnets(self, near: Place, far: Place, one_host: bool) -> list[_Ends]:
-        """Cables that IPv4 subnets tell of. 169.254 tells only where there is nothing to mistake one for."""
+    def _by_subnets(self, near: NodeInfo, far: NodeInfo, one_host: bool) -> list[_Ends]:
+        """Links that IPv4 subnets show. 169.254.0.0/16 counts only where one device of each host has it."""
         nears, fars = self._active(near), self._active(far)
         routes = [
             (route.nearness, i, j, _ends(a, b, route))
@@ -168,40 +173,40 @@ class _Chooser:
         if len(unclear) > 1:
             routes = [route for route in routes if route[0] == Nearness.SUBNET]
             if not routes:
-                raise _Apart(
+                raise _NotConnected(
                     f"several devices of {near.host} and {far.host} have addresses in 169.254.0.0/16, which does not "
-                    "say which cable joins which; give both ends of each cable addresses in a subnet of their own, or "
-                    "set MLXDIST_DEVICE_MAP"
+                    "show which cable connects which; give both ends of each cable addresses in a subnet of their "
+                    "own, or set MLXDIST_DEVICE_MAP"
                 )
         if not routes:
-            raise _Apart(self._without_subnet(near, nears, far, fars))
+            raise _NotConnected(self._without_subnet(near, nears, far, fars))
         ends: list[_Ends] = []
         used: set[tuple[int, int]] = set()  # side, device
         for _, i, j, pair in sorted(routes, key=lambda route: route[:3]):
-            if len(ends) < self._cables and not used & {(0, i), (1, j)}:
+            if len(ends) < self._links_per_peer and not used & {(0, i), (1, j)}:
                 used |= {(0, i), (1, j)}
                 ends.append(pair)
         return ends
 
-    def _rdma_devices(self, place: Place) -> list[Device]:
+    def _rdma_devices(self, node: NodeInfo) -> list[Device]:
         if self._provider != "auto":
-            return list(place.of_provider(self._provider))
-        return [device for provider in ("ibverbs", "librdma") for device in place.of_provider(provider)]
+            return list(node.of_provider(self._provider))
+        return [device for provider in ("ibverbs", "librdma") for device in node.of_provider(provider)]
 
-    def _active(self, place: Place) -> list[Device]:
-        devices = self._rdma_devices(place)
+    def _active(self, node: NodeInfo) -> list[Device]:
+        devices = self._rdma_devices(node)
         if not devices:
-            raise _Apart(f"host {place.host}: {place.missing or 'it has no RDMA device'}")
+            raise _NotConnected(f"host {node.host}: {node.missing or 'it has no RDMA device'}")
         active = [device for device in devices if device.is_active]
         if not active:
-            raise _Apart(f"host {place.host}: {diagnose_device(devices[0])[0]}")
+            raise _NotConnected(f"host {node.host}: {diagnose_device(devices[0])[0]}")
         return active
 
-    def _without_subnet(self, near: Place, nears: list[Device], far: Place, fars: list[Device]) -> str:
-        for place, devices in ((near, nears), (far, fars)):
+    def _without_subnet(self, near: NodeInfo, nears: list[Device], far: NodeInfo, fars: list[Device]) -> str:
+        for node, devices in ((near, nears), (far, fars)):
             if all(gid.ipv4 is None for device in devices for gid in device.gids):
-                return f"host {place.host}: {diagnose_device(devices[0])[0]}"
-        a, b = ((place.host, _addresses(devices)) for place, devices in ((near, nears), (far, fars)))
+                return f"host {node.host}: {diagnose_device(devices[0])[0]}"
+        a, b = ((node.host, _addresses(devices)) for node, devices in ((near, nears), (far, fars)))
         return (
             f"no device of {a[0]} ({a[1]}) has a subnet in common with another one of {b[0]} ({b[1]}); give both ends "
             "of a cable addresses in one subnet, or set MLXDIST_DEVICE_MAP"
@@ -211,33 +216,34 @@ class _Chooser:
 
     def _by_soft(self, low: int, high: int, one_host: bool) -> list[_Ends]:
         if one_host and self._soft_transport != "tcp":
-            routes = self._by_memory(low, high)
+            routes = self._by_shm(low, high)
         elif self._soft_transport == "shm":
             raise InvalidArgument(
-                f"{self._pair(low, high)} are on different hosts, and MLXDIST_SOFT_TRANSPORT=shm joins ranks of one "
+                f"{self._pair(low, high)} are on different hosts, and MLXDIST_SOFT_TRANSPORT=shm connects ranks of one "
                 "host only; unset it"
             )
         else:
             routes = self._by_tcp(low, high, one_host)
         if len(routes) <= MAX_LINKS:
-            return routes[: self._cables]
-        return self._one_device_a_cable(low, high, routes)
+            return routes[: self._links_per_peer]
+        return self._one_device_a_link(low, high, routes)
 
-    def _one_device_a_cable(self, low: int, high: int, routes: list[_Ends]) -> list[_Ends]:
-        """The software provider plays devices that reach one peer each, as Thunderbolt's do: it lists one for each."""
-        first = (high - 1) * self._cables, low * self._cables  # each has its peers in order, without itself
-        if first[0] + self._cables > len(routes):
-            most = len(routes) // self._cables + 1
+    def _one_device_a_link(self, low: int, high: int, routes: list[_Ends]) -> list[_Ends]:
+        """Where the software provider emulates devices that reach one peer each, it lists one for each peer."""
+        count = self._links_per_peer
+        near, far = (high - 1) * count, low * count  # each rank has its peers in order, without itself
+        if near + count > len(routes):
+            limit = len(routes) // count + 1
             raise InvalidArgument(
                 f"{self._pair(low, high)} have no devices left for each other: this MLXDIST_SOFT_PROFILE has "
-                f"{len(routes)}, enough for {most} ranks; start at most {most}"
+                f"{len(routes)}, enough for {limit} ranks; start at most {limit}"
             )
-        return [(routes[first[0] + cable][0], routes[first[1] + cable][1]) for cable in range(self._cables)]
+        return [(routes[near + link][0], routes[far + link][1]) for link in range(count)]
 
-    def _by_memory(self, low: int, high: int) -> list[_Ends]:
+    def _by_shm(self, low: int, high: int) -> list[_Ends]:
         lists = []
-        for place in (self._places[low], self._places[high]):
-            devices = [(device, gid) for device in place.of_provider("soft") for gid in device.gids]
+        for node in (self._nodes[low], self._nodes[high]):
+            devices = [(device, gid) for device in node.of_provider("soft") for gid in device.gids]
             lists.append([Link("soft", device.name, gid.index) for device, gid in devices if gid.type == "memory"])
         if not all(lists):
             raise InvalidArgument(
@@ -247,32 +253,32 @@ class _Chooser:
         return list(zip(*lists))
 
     def _by_tcp(self, low: int, high: int, one_host: bool) -> list[_Ends]:
-        near, far = self._places[low], self._places[high]
+        near, far = self._nodes[low], self._nodes[high]
         ends: list[_Ends] = []
         for a, b in zip(near.of_provider("soft"), far.of_provider("soft")):
             if route := _tcp_route(near, a, far, b, one_host):
                 ends.append(_ends(a, b, route))
         if not ends:
-            texts = (f"{_addresses(place.of_provider('soft')[:1]) or 'none'} on {place.host}" for place in (near, far))
+            texts = (f"{_addresses(node.of_provider('soft')[:1]) or 'none'} on {node.host}" for node in (near, far))
             raise InvalidArgument(
-                f"{self._pair(low, high)} cannot be joined by TCP: they have no IPv4 subnet in common, and do not both "
-                f"reach the rendezvous by IPv4; their addresses: {'; '.join(texts)}"
+                f"{self._pair(low, high)} cannot be connected by TCP: they have no IPv4 subnet in common, and do not "
+                f"both reach the rendezvous by IPv4; their addresses: {'; '.join(texts)}"
             )
         return ends
 
     def _pair(self, low: int, high: int) -> str:
-        return f"rank {low} on {self._places[low].host} and rank {high} on {self._places[high].host}"
+        return f"rank {low} on {self._nodes[low].host} and rank {high} on {self._nodes[high].host}"
 
 
-def _rows(places: Sequence[Place], device_map: DeviceMap) -> list[int]:
+def _rows(nodes: Sequence[NodeInfo], device_map: DeviceMap) -> list[int]:
     """The row of each rank in the map, which has one for each rank, or one for each host in order of first ranks."""
-    hosts = list(dict.fromkeys(place.identity for place in places))
-    if device_map.size == len(places):
-        return list(range(len(places)))
+    hosts = list(dict.fromkeys(node.identity for node in nodes))
+    if device_map.size == len(nodes):
+        return list(range(len(nodes)))
     if device_map.size == len(hosts):
-        return [hosts.index(place.identity) for place in places]
+        return [hosts.index(node.identity) for node in nodes]
     raise InvalidArgument(
-        f"the device map {device_map.source} is for {device_map.size} hosts, but the job has {len(places)} ranks on "
+        f"the device map {device_map.source} is for {device_map.size} hosts, but the job has {len(nodes)} ranks on "
         f"{len(hosts)} hosts; write a row for each host, in the order of their first ranks, or for each rank"
     )
 
@@ -280,21 +286,21 @@ def _rows(places: Sequence[Place], device_map: DeviceMap) -> list[int]:
 def _pair_up(
     nears: list[Device], fars: list[Device], hosts: tuple[str, str], one_host: bool
 ) -> list[tuple[Device, Device, Route]]:
-    """The two ends of each cable: devices of a common subnet; those that no subnet pairs, in the order of the map."""
-    left, pairs = list(fars), {}
+    """The two ends of each link: devices of a common subnet; those that no subnet pairs, in the order of the map."""
+    free, pairs = list(fars), {}
     for near in nears:
-        for far in left:
+        for far in free:
             route = find_route(near, far, one_host)
             if route and route.nearness == Nearness.SUBNET:
                 pairs[near.name] = (near, far, route)
-                left.remove(far)
+                free.remove(far)
                 break
     for near in nears:
         if near.name not in pairs:
-            far = left.pop(0)
+            far = free.pop(0)
             route = find_route(near, far, one_host)
             if route is None:
-                raise _Apart(
+                raise _NotConnected(
                     f"{near.name} of {hosts[0]} ({_addresses([near])}) and {far.name} of {hosts[1]} "
                     f"({_addresses([far])}) have no addresses of one kind; give both ends of a cable IPv4 addresses"
                 )
@@ -302,14 +308,14 @@ def _pair_up(
     return [pairs[near.name] for near in nears]
 
 
-def _tcp_route(near: Place, a: Device, far: Place, b: Device, one_host: bool) -> Route | None:
+def _tcp_route(near: NodeInfo, a: Device, far: NodeInfo, b: Device, one_host: bool) -> Route | None:
     """A network by which both reach the rendezvous is known to work; then any subnet that they share."""
     tables = [[gid for gid in device.gids if gid.type == "TCP"] for device in (a, b)]
     if one_host and {gid.address for gid in tables[0]} == {gid.address for gid in tables[1]}:
         return _own_route(*tables)
     known = [
-        dataclasses.replace(device, gids=tuple(gid for gid in table if _is_address(gid, place.address)))
-        for device, table, place in zip((a, b), tables, (near, far))
+        dataclasses.replace(device, gids=tuple(gid for gid in table if _is_address(gid, node.address)))
+        for device, table, node in zip((a, b), tables, (near, far))
     ]
     all_ = [dataclasses.replace(device, gids=tuple(table)) for device, table in zip((a, b), tables)]
     by_rendezvous, by_subnet = find_route(*known), find_route(*all_)
@@ -344,21 +350,21 @@ def _addresses(devices: Sequence[Device]) -> str:
 
 
 def _reason(
-    places: Sequence[Place], rank: int, provider: str, links: Sequence[Sequence[Link]], apart: dict[str, str]
+    nodes: Sequence[NodeInfo], rank: int, provider: str, links: Sequence[Sequence[Link]], why: dict[str, str]
 ) -> str:
-    own = places[rank]
+    own = nodes[rank]
     unused = sum(device.is_active and device.provider != "soft" for device in own.devices)
     if provider != "auto":
         return f"MLXDIST_PROVIDER={provider}"
-    if all(place.identity == own.identity for place in places):
-        left = f", {unused} RDMA device{'s' * (unused > 1)} left unused" if unused else ""
-        return f"all ranks are on one host{left}"
-    others = [peer for peer, place in enumerate(places) if place.identity != own.identity]
-    without = [places[peer].host for peer in others if any(link.provider == "soft" for link in links[peer])]
+    if all(node.identity == own.identity for node in nodes):
+        rest = f", {unused} RDMA device{'s' * (unused > 1)} left unused" if unused else ""
+        return f"all ranks are on one host{rest}"
+    others = [peer for peer, node in enumerate(nodes) if node.identity != own.identity]
+    without = [nodes[peer].host for peer in others if any(link.provider == "soft" for link in links[peer])]
     without = list(dict.fromkeys(without))
     used = dict.fromkeys(link.device for peer in others for link in links[peer] if link.provider != "soft")
     parts = [f"RDMA to other hosts by {', '.join(used)}"] if used else []
     if without:
         more = f" and {len(without) - 1} more" if len(without) > 1 else ""
-        parts.append(f"TCP to {without[0]}{more}: {apart[without[0]]}")
+        parts.append(f"TCP to {without[0]}{more}: {why[without[0]]}")
     return "; ".join(parts)

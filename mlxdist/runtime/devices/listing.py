@@ -75,11 +75,11 @@ def list_apart(provider: str, soft_profile: str = "ideal", seconds: float = 10.0
 
 
 def may_have_devices() -> bool:
-    """Whether this machine's kernel knows of RDMA devices, as far as that can be told without the library."""
+    """Whether this machine's kernel knows of RDMA devices, as far as that is known without the library."""
     if sys.platform == "darwin":
         return True
-    folder = Path("/sys/class/infiniband")
-    return folder.is_dir() and any(folder.iterdir())
+    directory = Path("/sys/class/infiniband")
+    return directory.is_dir() and any(directory.iterdir())
 
 
 def _answer(provider: str, soft_profile: str, seconds: float, pyverbs: bool) -> Listing:

@@ -1,4 +1,4 @@
-"""What a rank tells the others of where it is: its host, and the devices by which it can be reached."""
+"""What each rank sends to the others about its node: the host, and the devices by which it can be reached."""
 
 import ipaddress
 import json
@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxdist.base.errors import InvalidArgument, ResourceError
+from mlxdist.base.validation import fields_of, hex_bytes, json_of, list_of, number, one_of, or_null, plain_text, row_of
 
 from .device import GID_TYPES, REAL_PROVIDER, Device, Gid, list_devices
 from .listing import list_apart, may_have_devices
 
-__all__ = ["Place"]
+__all__ = ["NodeInfo"]
 
 _MAX_BYTES = 64 * 1024
 _MAX_DEVICES = 64
@@ -18,13 +19,11 @@ _MAX_TEXT = 255
 _MAX_INDEX = 255  # sgid_index of an address handle is a byte
 _NAME_BYTES = 63
 _PROVIDERS = ("soft", "ibverbs", "librdma")
-_FIELDS = {"identity", "host", "address", "missing", "devices"}
-_DEVICE_FIELDS = {"provider", "name", "error", "state", "gids", "max_qp"}
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank is. Ranks with the same ``identity`` share a kernel.
+class NodeInfo:
+    """Where a rank runs. Ranks with the same ``identity`` share a kernel.
 
     ``address``: the IP address by which it reaches the rendezvous, "" where that is not known. ``missing``: why it has
     no RDMA device, "" where it has some, or was not to look.
@@ -39,7 +38,7 @@ class Place:
     @classmethod
     def here(
         cls, identity: bytes, host: str, address: str = "", provider: str = "auto", soft_profile: str = "ideal"
-    ) -> "Place":
+    ) -> "NodeInfo":
         """This rank's. Devices are listed as far as ``provider`` may need them."""
         devices: list[Device] = []
         missing = ""
@@ -66,13 +65,8 @@ class Place:
         Raises:
             ResourceError: its devices have too many addresses.
         """
-        fields = {
-            "identity": self.identity.hex(),
-            "host": self.host,
-            "address": self.address,
-            "missing": self.missing,
-            "devices": [_pack_device(device) for device in self.devices],
-        }
+        devices = [_pack_device(device) for device in self.devices]
+        fields = vars(self) | {"identity": self.identity.hex(), "devices": devices}
         packed = json.dumps(fields, separators=(",", ":")).encode()
         if len(packed) > _MAX_BYTES or len(self.devices) > _MAX_DEVICES:
             raise ResourceError(
@@ -82,22 +76,22 @@ class Place:
         return packed
 
     @classmethod
-    def unpack(cls, data: bytes) -> "Place":
+    def unpack(cls, data: bytes) -> "NodeInfo":
         """What :meth:`pack` was given.
 
         Raises:
             InvalidArgument: these bytes are not from :meth:`pack` of this version.
         """
         try:
-            return _unpack(data)
-        except _Malformed as error:
+            return cls(**fields_of(_FIELDS, json_of(data, _MAX_BYTES)))
+        except ValueError as error:
             raise InvalidArgument(
-                f"what a rank said of its devices is malformed: {error}; install the same mlxdist on all hosts"
+                f"a rank has sent a malformed list of its devices: {error}; install the same mlxdist on all hosts"
             ) from None
 
 
 def _pack_device(device: Device) -> dict[str, Any]:
-    """Without the addresses that nobody can use: only by those of an active port others reach it."""
+    """Without useless addresses: others reach a device only by those of an active port."""
     gids = [gid for gid in device.gids if device.is_active and gid.index <= _MAX_INDEX]
     return {
         "provider": device.provider,
@@ -109,88 +103,33 @@ def _pack_device(device: Device) -> dict[str, Any]:
     }
 
 
-class _Malformed(ValueError):
-    """What is wrong, without saying with what."""
+def _gid(name: str, value: Any) -> Gid:
+    return Gid(*_GID(name, value))
 
 
-def _unpack(data: bytes) -> Place:
-    if len(data) > _MAX_BYTES:
-        raise _Malformed(f"it has {len(data)} bytes, and at most {_MAX_BYTES} are allowed")
-    try:
-        fields = json.loads(data)
-    except (ValueError, RecursionError):
-        raise _Malformed("it is not JSON") from None
-    if not isinstance(fields, dict) or set(fields) != _FIELDS:
-        raise _Malformed(f"it must be an object with the fields {', '.join(sorted(_FIELDS))}")
-    devices = fields["devices"]
-    if not isinstance(devices, list) or len(devices) > _MAX_DEVICES:
-        raise _Malformed(f"devices must be a list of at most {_MAX_DEVICES}")
-    address = _text(fields, "address", _MAX_TEXT)
-    if address:
-        _ip_address(address)
-    return Place(
-        _hex(fields["identity"], "identity", _MAX_TEXT),
-        _text(fields, "host", _MAX_TEXT),
-        address,
-        tuple(_unpack_device(device) for device in devices),
-        _text(fields, "missing", _MAX_TEXT),
-    )
+def _device(name: str, value: Any) -> Device:
+    device = fields_of(_DEVICE, value)
+    max_qp = device.pop("max_qp")
+    return Device(**device, limits={"max_qp": max_qp} if max_qp else {})
 
 
-def _unpack_device(fields: Any) -> Device:
-    if not isinstance(fields, dict) or set(fields) != _DEVICE_FIELDS:
-        raise _Malformed(f"a device must have the fields {', '.join(sorted(_DEVICE_FIELDS))}")
-    if fields["provider"] not in _PROVIDERS:
-        raise _Malformed(f"a device is of provider {fields['provider']!r:.50}, not one of {', '.join(_PROVIDERS)}")
-    name = _text(fields, "name", _NAME_BYTES)
-    gids = fields["gids"]
-    if not isinstance(gids, list) or len(gids) > _MAX_INDEX + 1:
-        raise _Malformed(f"device {name} must have a list of at most {_MAX_INDEX + 1} addresses")
-    error, state = _text(fields, "error", _MAX_TEXT), _text(fields, "state", _MAX_TEXT)
-    max_qp = fields["max_qp"]
-    if type(max_qp) is not int or not 0 <= max_qp < 2**31:
-        raise _Malformed(f"device {name} has {max_qp!r:.50} queue pairs, not a number from 0 to {2**31 - 1}")
-    gids = tuple(_unpack_gid(gid, name) for gid in gids)
-    return Device(fields["provider"], name, error, state, gids, limits={"max_qp": max_qp} if max_qp else {})
+def _address(name: str, value: Any) -> str:
+    return str(value and ipaddress.ip_address(plain_text(_MAX_TEXT)(name, value)))
 
 
-def _unpack_gid(fields: Any, device: str) -> Gid:
-    if not isinstance(fields, list) or len(fields) != 4:
-        raise _Malformed(f"an address of device {device} must be a list of 4")
-    index, type_, address, prefix = fields
-    if type(index) is not int or not 0 <= index <= _MAX_INDEX:
-        raise _Malformed(f"an address of device {device} has index {index!r:.50}, not one from 0 to {_MAX_INDEX}")
-    if type_ not in GID_TYPES:
-        raise _Malformed(
-            f"address {index} of device {device} has type {type_!r:.50}, not one of {', '.join(GID_TYPES)}"
-        )
-    if prefix is not None and (type(prefix) is not int or not 0 <= prefix <= 32):
-        raise _Malformed(f"address {index} of device {device} has a prefix of {prefix!r:.50} bits, not of 0 to 32")
-    raw = _hex(address, f"address {index} of device {device}", 16)
-    if len(raw) != 16:
-        raise _Malformed(f"address {index} of device {device} has {len(raw)} bytes, not 16")
-    return Gid(index, type_, raw, prefix)
-
-
-def _text(fields: dict[str, Any], name: str, most: int) -> str:
-    text = fields[name]
-    if not isinstance(text, str) or len(text) > most or not _is_plain(text):
-        raise _Malformed(f"{name} must be a text of at most {most} characters that can be printed")
-    return text
-
-
-def _is_plain(text: str) -> bool:
-    return all(character.isprintable() or character in "\n\t" for character in text)
-
-
-def _hex(text: Any, name: str, most: int) -> bytes:
-    if not isinstance(text, str) or len(text) > 2 * most or len(text) % 2 or not set(text) <= set("0123456789abcdef"):
-        raise _Malformed(f"{name} must be at most {2 * most} hex digits")
-    return bytes.fromhex(text)
-
-
-def _ip_address(text: str) -> None:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        raise _Malformed(f"{text!r:.50} is not an IP address") from None
+_GID = row_of(number(0, _MAX_INDEX), one_of(GID_TYPES), hex_bytes(16, 16), or_null(number(0, 32)))
+_DEVICE = {
+    "provider": one_of(_PROVIDERS),
+    "name": plain_text(_NAME_BYTES),
+    "error": plain_text(_MAX_TEXT),
+    "state": plain_text(_MAX_TEXT),
+    "max_qp": number(0, 2**31 - 1),
+    "gids": list_of(_gid, _MAX_INDEX + 1),
+}
+_FIELDS = {
+    "identity": hex_bytes(0, _MAX_TEXT),
+    "host": plain_text(_MAX_TEXT),
+    "address": _address,
+    "devices": list_of(_device, _MAX_DEVICES),
+    "missing": plain_text(_MAX_TEXT),
+}

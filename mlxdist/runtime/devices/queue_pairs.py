@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from mlxdist.base.errors import InvalidArgument, name_ranks
 
 from .links import Choice
-from .node_info import Place
+from .node_info import NodeInfo
 
 __all__ = ["OF_A_LINK", "advice", "check_queue_pairs", "in_words", "usable"]
 
@@ -20,44 +20,44 @@ _THUNDERBOLT = 10  # Apple's TN3205; query_device says 11, and one was seen that
 
 
 def usable(provider: str, max_qp: int) -> int | None:
-    """How many queue pairs a device really has. ``max_qp``: what it says itself, 0 for nothing; None: not known."""
+    """How many queue pairs a device really has. ``max_qp``: its own limit, 0 if it reports none; None: not known."""
     if provider == "librdma":
         return min(max_qp, _THUNDERBOLT) if max_qp else _THUNDERBOLT
     return max_qp or None
 
 
 def check_queue_pairs(
-    places: Sequence[Place], wires: Collection[tuple[int, int]] | None, choice_of: Callable[[int], Choice]
+    nodes: Sequence[NodeInfo], adjacency: Collection[tuple[int, int]] | None, choice_of: Callable[[int], Choice]
 ) -> None:
     """The same on every rank. The software provider needs no check: there each rank has devices of its own.
 
     Args:
-        wires: the pairs of ranks that the user joins at all; None for every pair.
+        adjacency: the pairs of ranks that the user connects at all; None for every pair.
         choice_of: what a rank has chosen.
 
     Raises:
         InvalidArgument: a device has too few.
     """
     limits = {
-        (place.identity, device.provider, device.name): limit
-        for place in places
-        for device in place.devices
+        (node.identity, device.provider, device.name): limit
+        for node in nodes
+        for device in node.devices
         if device.provider != "soft" and (limit := usable(device.provider, device.limits.get("max_qp", 0)))
     }
-    ranks_of = collections.Counter(place.identity for place in places)
-    if all(limit >= OF_A_LINK * ranks_of[host] * len(places) for (host, *_), limit in limits.items()):
+    ranks_of = collections.Counter(node.identity for node in nodes)
+    if all(limit >= OF_A_LINK * ranks_of[host] * len(nodes) for (host, *_), limit in limits.items()):
         return
     pairs: dict[tuple[bytes, str, str], list[tuple[int, int]]] = collections.defaultdict(list)
-    for rank, place in enumerate(places):
+    for rank, node in enumerate(nodes):
         for peer, links in enumerate(choice_of(rank).links):
-            for link in links if wires is None or (rank, peer) in wires else ():
-                pairs[place.identity, link.provider, link.device].append((rank, peer))
+            for link in links if adjacency is None or (rank, peer) in adjacency else ():
+                pairs[node.identity, link.provider, link.device].append((rank, peer))
     for key, joined in pairs.items():
         if key in limits and OF_A_LINK * len(joined) > limits[key]:
             ranks, peers = (name_ranks(sorted(set(side))) for side in zip(*joined))
-            host = next(place.host for place in places if place.identity == key[0])
+            host = next(node.host for node in nodes if node.identity == key[0])
             text = in_words(key[2], len(joined), limits[key])
-            raise InvalidArgument(f"host {host}: {text}; it joins {ranks} to {peers}; {advice(limits[key])}")
+            raise InvalidArgument(f"host {host}: {text}; it connects {ranks} to {peers}; {advice(limits[key])}")
 
 
 def in_words(device: str, pairs: int, limit: int) -> str:
@@ -68,8 +68,8 @@ def in_words(device: str, pairs: int, limit: int) -> str:
 
 
 def advice(limit: int) -> str:
-    most = math.isqrt(limit // OF_A_LINK)
+    ranks = math.isqrt(limit // OF_A_LINK)
     return (
-        f"start at most {most} rank{'s' * (most > 1)} on each host ({OF_A_LINK} * {most} * {most} = "
-        f"{OF_A_LINK * most**2}), add cables, or let them use TCP: MLXDIST_PROVIDER=soft"
+        f"start at most {ranks} rank{'s' * (ranks > 1)} on each host ({OF_A_LINK} * {ranks} * {ranks} = "
+        f"{OF_A_LINK * ranks**2}), add cables, or let them use TCP: MLXDIST_PROVIDER=soft"
     )

@@ -20,7 +20,7 @@ _TYPES = {"IB/RoCE v1": "RoCE v1", "RoCE v2": "RoCE v2"}  # of a port that is Et
 
 
 def list_devices() -> list[Device]:
-    """All devices of libibverbs, each opened, asked and closed.
+    """All devices of libibverbs, each opened, queried and closed.
 
     Raises:
         ResourceError: the kernel has no RDMA.
@@ -29,10 +29,10 @@ def list_devices() -> list[Device]:
         found = get_device_list()
     except PyverbsRDMAError as error:
         raise ResourceError(f"pyverbs cannot list the devices: {error}") from None
-    return [_ask(device.name.decode(), TRANSPORTS.get(device.transport_type, "")) for device in found]
+    return [_query(device.name.decode(), TRANSPORTS.get(device.transport_type, "")) for device in found]
 
 
-def _ask(name: str, transport: str) -> Device:
+def _query(name: str, transport: str) -> Device:
     try:
         with Context(name=name) as context:
             attributes, port = context.query_device(), context.query_port(1)
@@ -58,14 +58,14 @@ def _ask(name: str, transport: str) -> Device:
 
 
 def _gids(context: Any, name: str, entries: int, link_layer: int) -> tuple[Gid, ...]:
-    folder = Path("/sys/class/infiniband", name, "ports/1/gid_attrs")
+    directory = Path("/sys/class/infiniband", name, "ports/1/gid_attrs")
     gids = []
     for index in range(entries):
         address = ipaddress.IPv6Address(context.query_gid(1, index).gid).packed
         if any(address):
-            type_ = _TYPES.get(_read(folder / "types" / str(index)), "unknown")
+            type_ = _TYPES.get(_read(directory / "types" / str(index)), "unknown")
             type_ = "IB" if LINK_LAYERS[link_layer] == "InfiniBand" else type_
-            gids.append(Gid(index, type_, address, None, _read(folder / "ndevs" / str(index))))
+            gids.append(Gid(index, type_, address, None, _read(directory / "ndevs" / str(index))))
     return tuple(gids)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxdist.base.environment import OF_JOB
-from mlxdist.cluster.facts.rdma import system_release
+from mlxdist.cluster.facts.collect import collect_here
 
 __all__ = ["describe_command", "describe_machine", "relevant"]
 
@@ -30,16 +30,16 @@ def describe_machine() -> dict[str, Any]:
 
     from mlxdist.version import __version__
 
-    clock = time.get_clock_info("perf_counter")
+    clock, host = time.get_clock_info("perf_counter"), collect_here()
     return {
         "host": socket.gethostname(),
         "system": platform.system(),
-        "release": system_release(),
+        "release": host.release,
         "kernel": platform.version(),
         "architecture": platform.machine(),
-        "cpu": cpu_model(),
+        "cpu": host.chip,
         "cores": os.cpu_count(),
-        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory": host.memory.total,
         "gpu": mx.is_available(mx.gpu),
         "python": platform.python_version(),
         "mlxdist": __version__,
@@ -63,15 +63,6 @@ def describe_command() -> dict[str, Any]:
         "command": shlex.join(["mlxdist", *sys.argv[1:]]),
         "revision": _revision(),
     }
-
-
-def cpu_model() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    except OSError:  # macOS
-        names = [_run("sysctl", "-n", "machdep.cpu.brand_string")]
-    return names[0] if names else platform.machine()
 
 
 def _revision() -> str | None:

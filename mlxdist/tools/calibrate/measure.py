@@ -18,6 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxdist.base.host_identity import host_identity
+from mlxdist.cluster.facts.collect import collect_here
 from mlxdist.version import __version__
 
 from .parts import PRODUCTS
@@ -145,8 +146,8 @@ def _row() -> tuple[Callable[[], object], int, Callable[[], int]]:
 
 
 def _array_bytes() -> int:
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(ARRAY_BYTES[_kind()], memory // SHARE_OF_MEMORY)
+    memory = collect_here().memory.total
+    return min(ARRAY_BYTES[_kind()], memory // SHARE_OF_MEMORY if memory else ARRAY_BYTES[_kind()])
 
 
 def _counted() -> mx.array:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxdist.cluster.hostfile.hosts import Measured, check_figure
+from mlxdist.cluster.hostfile.hosts import Measured, check_measurement
 
 from ..bench.bandwidth import IN_PLACE
 from .parts import MEMORY, PRODUCTS
@@ -109,7 +109,7 @@ def _impossible_parts(host: Figures) -> list[str]:
         figure, unit = ("tflops", "TFLOPS") if part in PRODUCTS else ("memory_gbps", "GB/s")
         if found["wrong"]:
             problems.append(f"{found['wrong']} elements of the results of {part!r} are wrong")
-        if check_figure(figure, found["median"]):
+        if check_measurement(figure, found["median"]):
             problems.append(f"{found['median']:.4g} {unit} in {part!r} cannot be; the clock or the work is wrong")
     missing = [part for part in ("float32", *MEMORY) if not host.parts.get(part)]
     return problems + [f"there is no result of {part!r}" for part in missing]
@@ -119,7 +119,7 @@ def _impossible_link(link: Link, found: dict) -> list[str]:
     what = f"what came from {link.source}"
     if found["wrong"]:
         return [f"{found['wrong']:.0f} elements of {what} are wrong"]
-    if check_figure("link_gbps", link.gbps) or link.gbps > IN_PLACE * found["memcpy"]:
+    if check_measurement("link_gbps", link.gbps) or link.gbps > IN_PLACE * found["memcpy"]:
         return [
             f"{what} came with {link.gbps:.4g} GB/s, but this host copies {found['memcpy']:.4g} GB/s at most; the "
             "clock or the work is wrong"

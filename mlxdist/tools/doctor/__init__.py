@@ -1,17 +1,26 @@
-"""`mlxdist doctor`: what would go wrong with a job on these hosts, found before it is started.
+"""`mlxdist doctor`: finds what would go wrong with a job on these hosts before it starts.
 
-command.py      the command line
-examine.py      asks all hosts at once, each at its own pace, then lets them try each other, then runs a job
-facts.py        what a host says of itself; files.py, network.py, gpu.py, rdma.py: the parts of that which take
-                longer. They run on the host, called through mlxdist.cluster.ssh
-job.py          the job that tries out values and links; its ranks run probe_rank.py
-cluster.py      all that is known of all hosts: what the checks look at
-checks/         the checks, and the list of them: from what is known to findings, with nothing read or asked there
+diagnose.py     probe, job and checks in their order; the preflight of `mlxdist launch`
+probe.py        requests to all hosts at once; then they connect to each other
+facts.py, files.py, network.py, gpu.py      what the requests return; they run on the host
+job.py          the job that tests values and links; its ranks run probe_rank.py
+cluster.py      everything known of all hosts: what the checks read
+checks/         the checks and their list: from what is known to findings
 findings.py     what a check finds
 exclude.py      which hosts have failed, and a hostfile without them
 report.py       tables and JSON
+diagnostics/    `mlxdist doctor --report FILE`
 """
 
-from .quick import before_launch
+from typing import Any
 
-__all__ = ["before_launch"]
+__all__ = ["preflight"]
+
+
+def __getattr__(name: str) -> Any:
+    """Loaded on first use: the functions that run on hosts and the ranks of jobs need no checks."""
+    if name != "preflight":
+        raise AttributeError(name)
+    from .diagnose import preflight
+
+    return preflight

@@ -1,4 +1,4 @@
-"""All that is known of all hosts when the checks look at it. Nothing is asked here."""
+"""Everything known of all hosts when the checks run: plain data."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 from mlxdist.cluster.hostfile import Host
 
-__all__ = ["Cluster", "Job", "Question", "Trouble", "Try"]
+__all__ = ["CheckOptions", "Cluster", "ConnectAttempt", "Job", "ProbeError"]
 
 
 @dataclass(frozen=True)
-class Question:
-    """What the hosts are examined for.
+class CheckOptions:
+    """What the hosts are checked for.
 
     Attributes:
         command: what is going to be launched; may be empty.
         script, model: to be the same on all hosts; empty for none.
         guessed: the model is what --model of the command says, which may be something else.
-        folder: where the ranks will run.
+        directory: where the ranks will run.
         variables: what the launcher sets for all ranks.
         backend: of the hostfile.
         quick: no measurements.
@@ -29,7 +29,7 @@ class Question:
     command: tuple[str, ...] = ()
     script: str = ""
     model: str = ""
-    folder: str = ""
+    directory: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
     backend: str = ""
     quick: bool = False
@@ -38,20 +38,20 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Trouble:
-    """A question that a host has not answered. ``connected``: it could be asked, and said so itself."""
+class ProbeError:
+    """A request that a host has not fulfilled. ``connected``: the host itself sent this error."""
 
     text: str
     connected: bool
 
 
 @dataclass(frozen=True)
-class Try:
+class ConnectAttempt:
     """One host has tried to connect to another, at an address and a port where that listens.
 
     Attributes:
         first: whether the address is the one that a job uses.
-        error: the name of an errno; "WRONG" where somebody else answered; empty where it went well.
+        error: the name of an errno; "WRONG" where another program answered; empty where it went well.
         nc: whether /usr/bin/nc reached it, where Python did not; None where that was not tried.
         interface: by which the system sends what goes there; kind: wifi, ethernet, thunderbolt, infiniband, loopback,
             bridge, tunnel, virtual, or empty where that is not known; speed: Mbit/s.
@@ -71,15 +71,15 @@ class Try:
 
 @dataclass(frozen=True)
 class Job:
-    """What a real job has shown, or why there is none.
+    """The result of a real job, or why there is none.
 
     Attributes:
         hosts: on which it ran.
         ranks: how many.
         error: the launcher's last words, if it has failed.
         culprits: smaller jobs that fail then, too, on one host or on two.
-        wrong: what was wrong with values, in words.
-        tried: how many operations were checked.
+        wrong: which values were wrong, in words.
+        tested: how many operations were checked.
         provider, reason: what the ranks have chosen, and why.
         latency: microseconds one way, by pair of hosts; bandwidth: bytes a second from the first to the second.
     """
@@ -91,7 +91,7 @@ class Job:
     skipped: str = ""
     command: str = ""
     wrong: tuple[str, ...] = ()
-    tried: int = 0
+    tested: int = 0
     provider: str = ""
     reason: str = ""
     latency: Mapping[tuple[str, str], float] = field(default_factory=dict)
@@ -100,13 +100,13 @@ class Job:
 
 @dataclass
 class Cluster:
-    """``told[step][host]``: what a host has answered; ``troubles[step][host]``: why it has not."""
+    """``responses[step][host]``: a host's response to one request; ``errors[step][host]``: why there is none."""
 
     hosts: tuple[Host, ...]
-    question: Question = Question()
-    told: dict[str, dict[str, Any]] = field(default_factory=dict)
-    troubles: dict[str, dict[str, Trouble]] = field(default_factory=dict)
-    tries: list[Try] = field(default_factory=list)
+    options: CheckOptions = CheckOptions()
+    responses: dict[str, dict[str, Any]] = field(default_factory=dict)
+    errors: dict[str, dict[str, ProbeError]] = field(default_factory=dict)
+    attempts: list[ConnectAttempt] = field(default_factory=list)
     job: Job | None = None
 
     @property
@@ -114,9 +114,9 @@ class Cluster:
         return [host.name for host in self.hosts]
 
     def each(self, step: str) -> Iterator[tuple[str, Any]]:
-        """The hosts that have answered, in their order, with what they said."""
-        told = self.told.get(step, {})
-        return ((name, told[name]) for name in self.names if name in told)
+        """The hosts that have responded, in their order, with their responses."""
+        return ((host.name, response) for host, response in self.each_host(step))
 
-    def only(self, names: list[str]) -> list[Host]:
-        return [host for host in self.hosts if host.name in names]
+    def each_host(self, step: str) -> Iterator[tuple[Host, Any]]:
+        responses = self.responses.get(step, {})
+        return ((host, responses[host.name]) for host in self.hosts if host.name in responses)

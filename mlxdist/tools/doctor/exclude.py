@@ -21,18 +21,18 @@ def failed_hosts(names: Sequence[str], results: Sequence[Result]) -> list[str]:
     failures = [f for result in results for f in result.findings if f.verdict is Verdict.FAIL]
     alone = {name for failure in failures if not failure.is_way for name in failure.hosts}
     pairs = {frozenset(failure.hosts) for failure in failures if failure.is_way}
-    left = [pair for pair in pairs if not pair & alone]
-    while left:
-        counts = Counter(name for pair in left for name in pair)
+    remaining = [pair for pair in pairs if not pair & alone]
+    while remaining:
+        counts = Counter(name for pair in remaining for name in pair)
         worst = max(counts, key=lambda name: (counts[name], names.index(name)))
         alone.add(worst)
-        left = [pair for pair in left if worst not in pair]
+        remaining = [pair for pair in remaining if worst not in pair]
     return [name for name in names if name in alone]
 
 
 def hostfile_without(found: Hostfile, failed: Sequence[str]) -> str:
     """Its text, in its own format."""
-    left = found.only([host.name for host in found.hosts if host.name not in failed])
+    remaining = found.only([host.name for host in found.hosts if host.name not in failed])
     # Names given on the command line are a hostfile without a format.
     format = found.format if found.format in ("json", "slots", "colon") and found.source != "--hosts" else "json"
-    return write(left, format)
+    return write(remaining, format)

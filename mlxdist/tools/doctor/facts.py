@@ -1,6 +1,6 @@
-"""What a host says of itself, within seconds: versions, variables, memory, disks, sleep, jobs. Runs on that host.
+"""What only mlxdist's Python on a host can report: versions, imports, variables, disks, jobs, devices. Runs there.
 
-What a command of the system prints is read by functions of their own, so that it can be read anywhere.
+What needs no Python is in mlxdist/cluster/facts.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import os
 import platform
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,61 +25,24 @@ from mlxdist.base.environment import OF_JOB, Environment
 from mlxdist.base.errors import EnvironmentVariableError, ResourceError
 from mlxdist.base.host_identity import host_identity
 from mlxdist.base.own_python import own_code
-from mlxdist.cluster.facts.rdma import system_release
+from mlxdist.cluster.facts.collect import collect_here, output_of
 from mlxdist.launch.jobs import list_jobs, read_record
 from mlxdist.launch.reaper import PROTECTION_DOMAINS
 from mlxdist.launch.runtime_directory import runtime_folder, try_lock
 from mlxdist.runtime import mpi_shim
+from mlxdist.runtime.devices.device import REAL_PROVIDER
+from mlxdist.runtime.devices.diagnosis import diagnose_device, diagnose_host
+from mlxdist.runtime.devices.listing import list_apart
+from mlxdist.runtime.devices.queue_pairs import usable
 from mlxdist.version import __version__
 
-__all__ = ["allocate", "clock", "kernel_objects", "output_of", "power_settings", "read", "vm_statistics"]
+__all__ = ["allocate", "clock", "devices", "installation", "kernel_objects", "read"]
 
-_SECONDS = 10.0
 _IMPORT_SECONDS = 60.0
 _RELEVANT = re.compile(r"(MLX|MLXDIST|OMP|OPENBLAS|VECLIB|MKL|HF|TRANSFORMERS|TOKENIZERS|PYTHON|DYLD|LD)_?[A-Z0-9_]*")
 _PRIVATE = re.compile(r"TOKEN|SECRET|PASSW|KEY")
 _MAX_VALUE = 4096
 _IMPORT = "import time; t = time.monotonic(); import mlx.core, mlxdist; mlxdist.init; print(time.monotonic() - t)"
-
-
-def read(folder: str = "") -> dict[str, Any]:
-    """Everything that takes no time. ``folder``: where ranks will run."""
-    return {
-        "versions": _versions(),
-        "import": _try_import(),
-        "variables": _variables(),
-        "variables_error": _variables_error(),
-        "identity": host_identity(),
-        "ssh": os.environ.get("SSH_CONNECTION", "").split(),
-        "system": platform.system(),
-        "cores": _cores(),
-        "load": os.getloadavg()[0],
-        "memory": _memory(),
-        "disks": _disks(folder),
-        "power": _power(),
-        "jobs": _jobs(),
-    }
-
-
-def clock() -> float:
-    return time.time()
-
-
-def allocate(most: int, seconds: float = 20.0) -> dict[str, Any]:
-    """Takes memory and writes to all of it, in a process of its own: the system may kill that for it."""
-    available = _memory().get("available") or most
-    size = max(1 << 20, min(most, available // 4))
-    begin = time.monotonic()
-    try:
-        done = subprocess.run(
-            own_code(_ALLOCATE, str(size)), stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return {"bytes": size, "error": f"it was not done after {seconds:g} s"}
-    words = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
-    return {"bytes": size, "error": words[0] if done.returncode else "", "seconds": time.monotonic() - begin}
-
-
 _ALLOCATE = """
 import mmap, sys
 size = int(sys.argv[1])
@@ -85,32 +50,88 @@ memory = mmap.mmap(-1, size)
 for at in range(0, size, mmap.PAGESIZE):
     memory[at] = 1
 """
+_BUILD = """
+from mlxdist.runtime.native import bridge
+print(f"compiler={bridge.compiler}")
+print(f"nanobind={bridge.nanobind}")
+"""
 
 
-def output_of(*command: str, seconds: float = _SECONDS) -> str:
-    """What a command prints; nothing where there is none, or where it fails or hangs: then it has told us nothing."""
-    # ssh gives a shell that is not for logging in a PATH without those of the administrator.
-    environment = os.environ | {"PATH": f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin", "LC_ALL": "C"}
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds, env=environment, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.decode(errors="replace")
+def read(directory: str = "") -> dict[str, Any]:
+    """Everything that takes seconds at most. ``directory``: where ranks will run."""
+    host = collect_here()
+    packages = {name: _version(package) for name, package in (("MLX", "mlx"), ("mlx_lm", "mlx-lm"), ("NumPy", "numpy"))}
+    packages = {name: version for name, version in packages.items() if version}
+    return {
+        "versions": {"Python": platform.python_version(), "mlxdist": __version__}
+        | packages
+        | {"system": host.version, "processor": host.architecture},
+        "import": _try_import(),
+        "variables": _variables(),
+        "variables_error": _variables_error(),
+        "identity": host_identity(),
+        "ssh": os.environ.get("SSH_CONNECTION", "").split(),
+        "system": host.system,
+        "cores": host.cores,
+        "load": host.load,
+        "memory": vars(host.memory),
+        "disks": _disks(directory),
+        "power": host.power,
+        "jobs": _jobs(),
+        "printed": host.printed,
+    }
 
 
-def power_settings(text: str) -> dict[str, int]:
-    """``pmset -g``: {"sleep": 1, "SleepDisabled": 0}, minutes for times."""
-    return {name: int(value) for name, value in re.findall(r"^\s*(\w+)\s+(\d+)\b", text, re.MULTILINE)}
+def clock() -> float:
+    return time.time()
 
 
-def vm_statistics(text: str) -> int | None:
-    """``vm_stat``: bytes that can be had without paging anything out."""
-    page = re.search(r"page size of (\d+) bytes", text)
-    pages = dict(re.findall(r"^Pages ([\w -]+):\s+(\d+)\.", text, re.MULTILINE))
-    kinds = [int(pages[kind]) for kind in ("free", "inactive", "speculative", "purgeable") if kind in pages]
-    return int(page[1]) * sum(kinds) if page and kinds else None
+def allocate(size: int, seconds: float = 20.0) -> dict[str, Any]:
+    """Takes memory and writes to all of it, in a process of its own: the system may kill that for it."""
+    size = max(1 << 20, min(size, (collect_here().memory.available or size) // 4))
+    begin = time.monotonic()
+    _, error = _run_code([_ALLOCATE, str(size)], seconds)
+    return {"bytes": size, "error": error, "seconds": time.monotonic() - begin}
+
+
+def devices(seconds: float = 10.0) -> dict[str, Any]:
+    """The RDMA devices of this host, and what is wrong with them: the verdicts are those of `mlxdist devices`."""
+    listing, facts = list_apart(REAL_PROVIDER, seconds=seconds), collect_here()
+    found = diagnose_host(facts, listing.devices, listing.error)
+    found += [finding for device in listing.devices for finding in diagnose_device(device, facts)]
+    return {
+        "devices": [
+            device.to_json()
+            | {
+                "active": device.is_active,
+                "queue_pairs": usable(device.provider, device.limits.get("max_qp", 0)),
+                "interfaces": list(device.interfaces),
+                "networks": sorted({str(gid) for gid in device.gids if gid.ipv4}),
+            }
+            for device in listing.devices
+        ],
+        "findings": [vars(finding) | {"verdict": str(finding.verdict)} for finding in found],
+    }
+
+
+def installation() -> dict[str, str]:
+    """How mlxdist was built and installed. Empty: not known here. "host": by what name the machine knows itself."""
+    host = collect_here()
+    found = {
+        "host": socket.gethostname(),
+        "kernel": f"{platform.system()} {platform.release()}",
+        "Python": f"{platform.python_implementation()} {platform.python_version()}, {platform.python_compiler()}",
+        "environment": _kind_of_environment(),
+        "pip": _version("pip"),
+        "uv": output_of("uv", "--version").strip(),
+        "mlx-metal": _version("mlx-metal"),
+    }
+    if host.is_mac:
+        # A Python that was linked with an SDK before macOS 26 may read 16 there; the kernel's number is right.
+        found |= {"macOS": host.release, "macOS build": host.build, "macOS as Python reads it": platform.mac_ver()[0]}
+        found |= {"model": host.model, "chip": host.chip}
+    build, _ = _run_code([_BUILD], _IMPORT_SECONDS)
+    return found | dict(re.findall(r"^(compiler|nanobind)=(.*)$", build, re.MULTILINE))
 
 
 def kernel_objects(text: str) -> int | None:
@@ -119,42 +140,43 @@ def kernel_objects(text: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def _versions() -> dict[str, str]:
-    found = {"Python": platform.python_version(), "mlxdist": __version__}
-    for name, package in (("MLX", "mlx"), ("mlx_lm", "mlx-lm"), ("NumPy", "numpy")):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(package)
-    return found | {"system": _system(), "processor": platform.machine()}
-
-
-def _system() -> str:
-    if sys.platform == "darwin":
-        build = output_of("sw_vers", "-buildVersion").strip()
-        return f"macOS {system_release()} ({build})"
+def _run_code(code: Sequence[str], seconds: float) -> tuple[str, str]:
+    """Output and error of a few lines of Python in a process of its own, with the variables that ranks have."""
+    environment = {name: value for name, value in os.environ.items() if name not in OF_JOB}
     try:
-        name = platform.freedesktop_os_release().get("PRETTY_NAME", "Linux")
-    except OSError:
-        name = platform.system()
-    return f"{name}, {platform.release()}"
+        done = subprocess.run(
+            own_code(*code),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=seconds,
+            env=environment,
+            text=True,
+            errors="replace",
+        )
+    except subprocess.TimeoutExpired:
+        return "", f"it had not ended after {seconds:g} s"
+    words = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
+    return done.stdout, words[0] if done.returncode else ""
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _kind_of_environment() -> str:
+    """How this Python was set up, without its path."""
+    kinds = {"conda": "conda", "uv": "uv", "framework": "Python.framework", "homebrew": "Homebrew", "pyenv": "pyenv"}
+    paths = f"{sys.prefix} {sys.base_prefix}".lower()
+    names = [name for word, name in kinds.items() if f"/{word}" in paths or f"{word}/" in paths]
+    return ", ".join([*names, "virtual environment" if sys.prefix != sys.base_prefix else "no virtual environment"])
 
 
 def _try_import() -> dict[str, Any]:
-    """In a process of its own, as ranks do it."""
-    try:
-        done = subprocess.run(
-            own_code(_IMPORT),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=_IMPORT_SECONDS,
-            env={name: value for name, value in os.environ.items() if name not in OF_JOB},
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"it had not ended after {_IMPORT_SECONDS:g} s"}
-    if done.returncode:
-        words = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        return {"error": words[0] if words else f"it ended with status {done.returncode}"}
-    return {"error": "", "seconds": float(done.stdout)}
+    output, error = _run_code([_IMPORT], _IMPORT_SECONDS)
+    return {"error": error} if error else {"error": "", "seconds": float(output)}
 
 
 def _variables() -> dict[str, str]:
@@ -174,73 +196,32 @@ def _variables_error() -> str:
     return ""
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _memory() -> dict[str, int | None]:
-    """Bytes; None where the system does not say."""
-    if sys.platform == "darwin":
-        total, wired = (output_of("sysctl", "-n", name).strip() for name in ("hw.memsize", "iogpu.wired_limit_mb"))
-        return {
-            "total": int(total) if total.isdecimal() else None,
-            "available": vm_statistics(output_of("vm_stat")),
-            "wired_limit": int(wired) << 20 if wired.isdecimal() else None,
-        }
-    with contextlib.suppress(OSError):
-        found = dict(re.findall(r"^(\w+):\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE))
-        total, available = (int(found[name]) << 10 if name in found else None for name in ("MemTotal", "MemAvailable"))
-        limit = _container_limit()
-        if limit is not None and total is not None and available is not None:
-            total, available = min(total, limit), min(available, limit)
-        return {"total": total, "available": available}
-    return {"total": None, "available": None}
-
-
-def _container_limit() -> int | None:
-    try:
-        text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdecimal() else None
-
-
-def _disks(folder: str) -> list[dict[str, Any]]:
-    """The places where a job writes. Each file system once."""
+def _disks(directory: str) -> list[dict[str, Any]]:
+    """Where a job writes. Each file system once."""
     try:
         temporary = tempfile.gettempdir()
     except FileNotFoundError:  # nothing can be written anywhere, which is what has to be found
         temporary = os.environ.get("TMPDIR") or "/tmp"
-    places = {"temporary files": temporary, "the job's folder": folder}
+    paths = {"temporary files": temporary, "the job's directory": directory}
     with contextlib.suppress(ResourceError):
-        places["records of jobs"] = str(runtime_folder())
+        paths["records of jobs"] = str(runtime_folder())
     found: dict[int, dict[str, Any]] = {}
-    for use, path in places.items():
+    for use, path in paths.items():
         with contextlib.suppress(OSError):
             usage = shutil.disk_usage(path)
             found.setdefault(os.stat(path).st_dev, {"use": use, "path": path, "total": usage.total, "free": usage.free})
     return list(found.values())
 
 
-def _power() -> dict[str, Any]:
-    if sys.platform == "darwin":
-        return {"pmset": power_settings(output_of("pmset", "-g"))}
-    if not os.path.isdir("/run/systemd/system"):
-        return {}
-    masked = output_of("systemctl", "is-enabled", "sleep.target", "suspend.target").split()
-    action = re.search(r"IdleAction=(\w+)", output_of("loginctl", "show-session", "--property=IdleAction"))
-    return {"systemd": {"masked": masked == ["masked"] * 2, "idle": action[1] if action else ""}}
-
-
 def _jobs() -> dict[str, Any]:
-    """Those of this user: running, left by a killed launcher; processes of jobs that are over; kernel objects."""
-    found: dict[str, Any] = {"running": [], "left": [], "orphans": None, "domains": None, "shared_memory": []}
+    """Jobs of this user: running, stale after a killed launcher; processes of finished jobs; kernel objects."""
+    found: dict[str, Any] = {"running": [], "stale": [], "orphans": None, "domains": None, "shared_memory": []}
     with contextlib.suppress(ResourceError):
         running = list_jobs()
         names = {job.name for job in running}
         ours = os.environ.get("MLXDIST_JOB", "").partition(".")[0]
         found["running"] = [{"job": j.name, "ranks": len(j.pids), "command": j.command[:20]} for j in running]
-        found["left"] = [name for name in _unlocked(runtime_folder()) if name not in names]
+        found["stale"] = [name for name in _unlocked(runtime_folder()) if name not in names]
         found["orphans"] = _orphans({*names, ours})
     if sys.platform == "darwin":
         found["domains"] = kernel_objects(output_of("ioclasscount", PROTECTION_DOMAINS))
@@ -251,30 +232,32 @@ def _jobs() -> dict[str, Any]:
 
 
 def _unlocked(runtime: Path) -> list[str]:
-    left = []
+    found = []
     for name in sorted(os.listdir(runtime)):
         if not name.startswith(".") and read_record(runtime / name) is not None:
             lock = try_lock(runtime / name, fcntl.LOCK_SH)
             if lock is not None:
                 os.close(lock)
-                left.append(name)
-    return left
+                found.append(name)
+    return found
 
 
 def _orphans(jobs: set[str]) -> list[int] | None:
-    """Processes of this user that were ranks of a job, have lost their parent, and are of no job that runs. None where
-    this is not looked for."""
+    """Processes of this user that were ranks of a job, have lost their parent, and belong to no running job.
+
+    None where the system has no /proc.
+    """
     if sys.platform != "linux":
         return None
     found = []
-    for folder in Path("/proc").glob("[0-9]*"):
+    for directory in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            parent = (folder / "stat").read_bytes().rpartition(b")")[2].split()[1]
-            if folder.stat().st_uid != os.getuid() or parent != b"1":
+            parent = (directory / "stat").read_bytes().rpartition(b")")[2].split()[1]
+            if directory.stat().st_uid != os.getuid() or parent != b"1":
                 continue
-            name = re.search(rb"(?:^|\0)MLXDIST_JOB=([\w.-]+)", (folder / "environ").read_bytes())
+            name = re.search(rb"(?:^|\0)MLXDIST_JOB=([\w.-]+)", (directory / "environ").read_bytes())
             if name and name[1].decode().partition(".")[0] not in jobs:
-                found.append(int(folder.name))
+                found.append(int(directory.name))
     return sorted(found)
 
 

@@ -1,6 +1,6 @@
-"""What files a job needs, as they are on this host: the command, its folder, the script, the model. Runs on that host.
+"""The files that a job needs, as they are on this host: command, directory, script, model. Runs on that host.
 
-A model may be a folder, a file, or a name such as org/model that Hugging Face's hub has put into its cache.
+A model may be a directory, a file, or a name such as org/model that Hugging Face's hub has put into its cache.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from mlxdist.launch.local import base_environment
 __all__ = ["digest", "list_model", "program"]
 
 _MAX_FILES = 2000
-_WHOLE = 32 << 20  # a file up to this size is read whole
+_FULL_BYTES = 32 << 20  # a file up to this size is read in full
 _SAMPLES = 16
 _SAMPLE_BYTES = 1 << 20
 _READ_BYTES = 8 << 20
 
 
-def program(command: Sequence[str], script: str, folder: str, variables: Mapping[str, str]) -> dict[str, Any]:
-    """Whether the command can be started in its folder, and what the script is: its sha256."""
-    found: dict[str, Any] = {"folder_error": "", "command_error": "", "script_error": "", "sha256": "", "bytes": 0}
+def program(command: Sequence[str], script: str, directory: str, variables: Mapping[str, str]) -> dict[str, Any]:
+    """Whether the command can be started in its directory, and what the script is: its sha256."""
+    found: dict[str, Any] = {"directory_error": "", "command_error": "", "script_error": "", "sha256": "", "bytes": 0}
     before = os.getcwd()
     try:
-        os.chdir(folder)
+        os.chdir(directory)
     except OSError as error:
-        return found | {"folder_error": error.strerror}
+        return found | {"directory_error": error.strerror}
     try:
         if command:
             check_command(command[0], base_environment(os.environ) | dict(variables))
@@ -47,29 +47,29 @@ def program(command: Sequence[str], script: str, folder: str, variables: Mapping
     return found
 
 
-def list_model(model: str, folder: str) -> dict[str, Any]:
+def list_model(model: str, directory: str) -> dict[str, Any]:
     """The files of a model and their sizes, and where it is; ``error`` where it is not."""
-    place = find_model(model, folder)
-    if place is None:
+    root = find_model(model, directory)
+    if root is None:
         return {"error": "it is neither there nor in the cache of Hugging Face's hub", "files": {}, "path": ""}
-    if place.is_file():
-        return {"error": "", "files": {place.name: place.stat().st_size}, "path": str(place.parent)}
+    if root.is_file():
+        return {"error": "", "files": {root.name: root.stat().st_size}, "path": str(root.parent)}
     files = {}
-    for path in sorted(place.rglob("*")):
-        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(place).parts):
-            files[str(path.relative_to(place))] = path.stat().st_size
+    for path in sorted(root.rglob("*")):
+        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(root).parts):
+            files[str(path.relative_to(root))] = path.stat().st_size
             if len(files) == _MAX_FILES:
                 break
-    return {"error": "" if files else "the folder has no files", "files": files, "path": str(place)}
+    return {"error": "" if files else "the directory has no files", "files": files, "path": str(root)}
 
 
 def digest(path: str, how: str, seconds: float = 600.0) -> dict[str, Any]:
-    """The sha256 of a file. ``how``: "full", or "sampled": of a large one its size and parts from begin to end."""
+    """The sha256 of a file. ``how``: "full", or "sampled": of a large one its size and samples."""
     deadline = time.monotonic() + seconds
     size = os.path.getsize(path)
     found = hashlib.sha256()
     with open(path, "rb") as file:
-        if how == "sampled" and size > _WHOLE:
+        if how == "sampled" and size > _FULL_BYTES:
             found.update(str(size).encode())
             for number in range(_SAMPLES):
                 file.seek((size - _SAMPLE_BYTES) * number // (_SAMPLES - 1))

@@ -15,8 +15,8 @@ __all__ = [
     "difference",
     "fail",
     "note",
-    "odd_ones",
     "ok",
+    "outliers",
     "skip",
     "warn",
     "way",
@@ -103,7 +103,7 @@ def difference(what: str, values: Mapping[str, str]) -> Difference:
     return Difference(what, tuple((value, tuple(hosts)) for value, hosts in ordered))
 
 
-def odd_ones(values: Mapping[str, str]) -> list[str]:
+def outliers(values: Mapping[str, str]) -> list[str]:
     """The hosts whose value is not the one that most have; where two values are equally common, the first host's."""
     counts = Counter(values.values())
     usual = max(counts, key=lambda value: counts[value], default=None)  # of equal ones the first that was counted

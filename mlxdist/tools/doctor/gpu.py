@@ -12,15 +12,15 @@ from typing import Any
 
 from mlxdist.base.own_python import own_module
 
-__all__ = ["crossing", "main"]
+__all__ = ["main", "synchronization"]
 
 _SECONDS = 30.0
 _CHAIN = 50  # crossings there and back in one evaluation
-_ROUNDS = 7
+_REPEATS = 7
 
 
-def crossing(seconds: float = _SECONDS) -> dict[str, Any]:
-    """Microseconds of one crossing by the value of MLX_METAL_FAST_SYNCH; or why that is not known here."""
+def synchronization(seconds: float = _SECONDS) -> dict[str, Any]:
+    """Microseconds of one GPU-CPU crossing by the value of MLX_METAL_FAST_SYNCH; or why that is not known here."""
     found: dict[str, Any] = {"skipped": "", "microseconds": {}, "error": ""}
     for value in ("0", "1"):
         try:
@@ -32,15 +32,15 @@ def crossing(seconds: float = _SECONDS) -> dict[str, Any]:
                 env=dict(os.environ) | {"MLX_METAL_FAST_SYNCH": value},
                 check=False,
             )
-            answer = json.loads(done.stdout)
+            measured = json.loads(done.stdout)
         except subprocess.TimeoutExpired:
             return found | {"error": f"with MLX_METAL_FAST_SYNCH={value} the GPU had not answered after {seconds:g} s"}
         except ValueError:
             words = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or [f"status {done.returncode}"]
             return found | {"error": f"with MLX_METAL_FAST_SYNCH={value}: {words[0]}"}
-        if answer["skipped"]:
-            return found | {"skipped": answer["skipped"]}
-        found["microseconds"][value] = answer["microseconds"]
+        if measured["skipped"]:
+            return found | {"skipped": measured["skipped"]}
+        found["microseconds"][value] = measured["microseconds"]
     return found
 
 
@@ -64,10 +64,10 @@ def main() -> None:
         return (time.perf_counter() - begin) / _CHAIN * 1e6
 
     times = {mx.gpu: [], mx.cpu: []}
-    for turn in range(_ROUNDS + 2):
+    for repeat in range(_REPEATS + 2):
         for device, taken in times.items():
             took = chain(device)
-            if turn >= 2:
+            if repeat >= 2:
                 taken.append(took)
     # There and back are two; what stays on the GPU is what the operations themselves take.
     cost = (statistics.median(times[mx.cpu]) - statistics.median(times[mx.gpu])) / 2

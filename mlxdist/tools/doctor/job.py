@@ -1,4 +1,4 @@
-"""A job on the hosts that have passed: with the launcher, hostfile and transport that the user's own job will have."""
+"""A job on the hosts that have passed: with the launcher, hostfile and transport of the user's own job."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.launch.run_job import JobResult, host_arguments, run_job
 
 from .checks.variables import FAST_SYNCH
-from .cluster import Job, Question
+from .cluster import CheckOptions, Job
 from .probe_rank import MARK
 
-__all__ = ["Placement", "last_words", "place_ranks", "try_job", "run_ranks"]
+__all__ = ["Placement", "last_words", "place_ranks", "run_ranks", "try_job"]
 
 _SECONDS = 60.0
 _SECONDS_A_PAIR = 5.0
@@ -28,21 +28,21 @@ _WORDS = 300
 _SHOWN_PROGRAM = "import mlxdist; mlxdist.barrier()"
 
 
-def try_job(chosen: HostSelection, names: list[str], question: Question) -> Job:
-    """Runs it on these hosts, and smaller ones where it fails. Never raises: what went wrong is in the answer."""
-    job = _run_on(names, chosen, question)
+def try_job(chosen: HostSelection, names: list[str], options: CheckOptions) -> Job:
+    """Runs it on these hosts, and smaller ones where it fails. Never raises: what went wrong is in the result."""
+    job = _run_on(names, chosen, options)
     if job.error and len(names) > 1:
-        job = replace(job, culprits=_culprits(job, chosen, replace(question, quick=True)))
+        job = replace(job, culprits=_culprits(job, chosen, replace(options, quick=True)))
     return job
 
 
-def _culprits(job: Job, chosen: HostSelection, question: Question) -> tuple[Job, ...]:
+def _culprits(job: Job, chosen: HostSelection, options: CheckOptions) -> tuple[Job, ...]:
     """Of jobs on one host each those that fail; if none does, of jobs on the first host and another one."""
     first, *others = job.hosts
     with ThreadPoolExecutor(_AT_A_TIME) as threads:
 
         def failing(groups: list[list[str]]) -> tuple[Job, ...]:
-            jobs = threads.map(lambda names: _run_on(names, chosen, question), groups)
+            jobs = threads.map(lambda names: _run_on(names, chosen, options), groups)
             return tuple(smaller for smaller in jobs if smaller.error)
 
         alone = failing([[name] for name in job.hosts])
@@ -96,23 +96,21 @@ def run_ranks(
     return run_job(program, on, variables=settings, directory="/", prefix=prefix, timeout=seconds)
 
 
-def _run_on(names: list[str], chosen: HostSelection, question: Question) -> Job:
-    # Of what the hostfile sets, only what it sets for these hosts.
-    envs = chosen.hostfile.envs if chosen.hostfile is not None else ()
-    left = {name: value for name, value in question.variables.items() if f"{name}={value}" not in envs}
+def _run_on(names: Sequence[str], chosen: HostSelection, options: CheckOptions) -> Job:
     with place_ranks(chosen, names) as placement:
-        return _run(placement, replace(question, variables=left))
+        return _run(placement, options, chosen.hostfile.envs if chosen.hostfile is not None else ())
 
 
-def _run(placement: Placement, question: Question) -> Job:
+def _run(placement: Placement, options: CheckOptions, envs: Sequence[str]) -> Job:
     hosts = placement.hosts
     names = tuple(host.name for host in hosts)
     ranks = sum(host.slots for host in hosts)
-    links = not question.quick and len(hosts) > 1
+    links = not options.quick and len(hosts) > 1
     seconds = _SECONDS + (_SECONDS_A_PAIR * len(hosts) ** 2 if links else 0)
-    settings = {"MLXDIST_TIMEOUT": "20", "MLXDIST_RENDEZVOUS_TIMEOUT": "40", "MLXDIST_FLIGHT_DIR": "none"}
-    # What the hostfile and this shell set reaches the ranks anyway; of --env what matters here, and nothing private.
-    given = {name: value for name, value in question.variables.items() if name.startswith(("MLX", "OMP"))} | settings
+    # What the hostfile sets for these hosts reaches the ranks anyway; of --env what matters here, and nothing private.
+    ours = {name: value for name, value in options.variables.items() if f"{name}={value}" not in envs}
+    given = {name: value for name, value in ours.items() if name.startswith(("MLX", "OMP"))}
+    given |= {"MLXDIST_TIMEOUT": "20", "MLXDIST_RENDEZVOUS_TIMEOUT": "40", "MLXDIST_FLIGHT_DIR": "none"}
     parameters = {"hosts": [number for number, host in enumerate(hosts) for _ in range(host.slots)], "links": links}
     words = ["mlxdist.tools.doctor.probe_rank", json.dumps(parameters)]
     again = shlex.join(["mlxdist", "launch", *placement.shown, "--", "python", "-c", _SHOWN_PROGRAM])
@@ -127,7 +125,7 @@ def _run(placement: Placement, question: Question) -> Job:
         ranks,
         command=again,
         wrong=tuple(found["wrong"]),
-        tried=found["tried"],
+        tested=found["tested"],
         provider=found["provider"],
         reason=found["reason"],
         latency={pair: latency for pair, (latency, _) in pairs.items()},
@@ -139,4 +137,4 @@ def last_words(text: str) -> str:
     """The errors of the ranks come before what the launcher says of their ends; both matter."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith(("mlxdist.", "Error: "))]
-    return " | ".join(dict.fromkeys([*errors[:1], *lines[-1:]]))[:_WORDS] or "it has said nothing"
+    return " | ".join(dict.fromkeys([*errors[:1], *lines[-1:]]))[:_WORDS] or "it printed no error"

@@ -1,10 +1,9 @@
-"""How this host reaches others: it listens, it connects, and it says which interface that takes. Runs on that host."""
+"""How this host reaches others: it listens, connects, and reports the interface that leads there. Runs on that host."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import re
 import secrets
@@ -18,23 +17,22 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from mlxdist.cluster.facts.rdma import hardware_ports
+from mlxdist.cluster.facts.collect import collect_here, output_of
+from mlxdist.cluster.facts.interfaces import default_interface
 
-from .facts import output_of
-
-__all__ = ["connect", "interface_kind", "listen", "mac_kind", "mac_route", "mac_speed", "route", "silence"]
+__all__ = ["connect", "interface_kind", "listen", "mac_kind", "mac_speed", "route", "stop_listening"]
 
 _NC = "/usr/bin/nc"
 _CLASS = Path("/sys/class/net")
 _INFINIBAND, _LOOPBACK, _POINT_TO_POINT = "32", "772", "65534"  # of /sys/class/net/*/type
-_MOST_AT_ONCE = 32
+_MAX_AT_ONCE = 32
 
 _listening: list[socket.socket] = []
 
 
 def listen() -> dict[str, Any]:
-    """Listens on a free port of every interface until `silence`. Whoever connects is sent the token."""
-    silence()
+    """Listens on a free port of every interface until `stop_listening`. Each connection receives the token."""
+    stop_listening()
     token = secrets.token_hex(8)
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     try:
@@ -42,12 +40,11 @@ def listen() -> dict[str, Any]:
     except OSError:  # a kernel that knows IPv6, and has it switched off
         server = socket.create_server(("", 0), backlog=64)
     _listening.append(server)
-    threading.Thread(target=_answer, args=(server, token.encode()), daemon=True).start()
+    threading.Thread(target=_send_token, args=(server, token.encode()), daemon=True).start()
     return {"port": server.getsockname()[1], "token": token}
 
 
-def silence() -> None:
-    """Nobody listens any more."""
+def stop_listening() -> None:
     while _listening:
         server = _listening.pop()
         with contextlib.suppress(OSError):  # wakes the thread that accepts
@@ -55,7 +52,7 @@ def silence() -> None:
         server.close()
 
 
-def _answer(server: socket.socket, token: bytes) -> None:
+def _send_token(server: socket.socket, token: bytes) -> None:
     while True:
         try:
             connection, _ = server.accept()
@@ -67,8 +64,8 @@ def _answer(server: socket.socket, token: bytes) -> None:
 
 
 def connect(targets: Sequence[Mapping[str, Any]], seconds: float = 5.0) -> list[dict[str, Any]]:
-    """Connects to each target (address, port, token) and says how that went, and by which interface."""
-    with ThreadPoolExecutor(max(1, min(_MOST_AT_ONCE, len(targets)))) as threads:
+    """The result of a connection to each target (address, port, token), and the interface that leads there."""
+    with ThreadPoolExecutor(max(1, min(_MAX_AT_ONCE, len(targets)))) as threads:
         return list(threads.map(lambda target: _connect(target, seconds), targets))
 
 
@@ -79,7 +76,7 @@ def _connect(target: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         with socket.create_connection((address, port), seconds) as connection:
             token = target["token"].encode()
             if _receive(connection, len(token), seconds) != token:
-                found |= {"error": "WRONG", "text": "somebody else answers at this address"}
+                found |= {"error": "WRONG", "text": "another program answers at this address"}
     except TimeoutError:
         found |= {"error": "ETIMEDOUT", "text": f"no answer within {seconds:g} s"}
     except OSError as error:
@@ -94,10 +91,10 @@ def _receive(connection: socket.socket, size: int, seconds: float) -> bytes:
     deadline, data = time.monotonic() + seconds, b""
     while len(data) < size:
         connection.settimeout(max(0.01, deadline - time.monotonic()))
-        part = connection.recv(size - len(data))
-        if not part:
+        chunk = connection.recv(size - len(data))
+        if not chunk:
             break
-        data += part
+        data += chunk
     return data
 
 
@@ -116,21 +113,13 @@ def route(address: str) -> dict[str, Any]:
     plain = address.partition("%")[0]
     if sys.platform == "darwin":
         family = ["-inet6"] if ":" in plain else []
-        name = mac_route(output_of("route", "-n", "get", *family, plain))
-        ports = hardware_ports(output_of("networksetup", "-listallhardwareports"))
-        kind, speed = mac_kind(name, ports), mac_speed(output_of("ifconfig", name)) if name else None
+        name = default_interface(output_of("route", "-n", "get", *family, plain))
+        kind, speed = mac_kind(name, collect_here().ports), mac_speed(output_of("ifconfig", name)) if name else None
         return {"interface": name, "kind": kind, "speed": speed}
-    try:
-        name = str(json.loads(output_of("ip", "-json", "route", "get", plain))[0]["dev"])
-    except (ValueError, LookupError, TypeError):
+    name = default_interface(output_of("ip", "-json", "route", "get", plain))
+    if not name:
         return {"interface": "", "kind": "", "speed": None}
     return {"interface": name, "kind": interface_kind(_CLASS / name), "speed": _speed(_CLASS / name)}
-
-
-def mac_route(text: str) -> str:
-    """``route -n get ADDRESS``."""
-    found = re.search(r"^\s*interface: (\S+)$", text, re.MULTILINE)
-    return found[1] if found else ""
 
 
 def mac_kind(name: str, ports: Mapping[str, str]) -> str:
@@ -153,24 +142,24 @@ def mac_speed(text: str) -> int | None:
     return int(float(found[1]) * (1000 if found[2] else 1)) if found else None
 
 
-def interface_kind(folder: Path) -> str:
-    """``folder``: that of an interface in /sys/class/net."""
-    kind = _line(folder / "type")
-    driver = os.path.basename(os.path.realpath(folder / "device" / "driver"))
-    if (folder / "wireless").exists() or (folder / "phy80211").exists():
+def interface_kind(directory: Path) -> str:
+    """``directory``: of an interface in /sys/class/net."""
+    kind = _line(directory / "type")
+    driver = os.path.basename(os.path.realpath(directory / "device" / "driver"))
+    if (directory / "wireless").exists() or (directory / "phy80211").exists():
         return "wifi"
     if "thunderbolt" in driver:
         return "thunderbolt"
-    if (folder / "bridge").exists():
+    if (directory / "bridge").exists():
         return "bridge"
-    if (folder / "tun_flags").exists() or kind == _POINT_TO_POINT:
+    if (directory / "tun_flags").exists() or kind == _POINT_TO_POINT:
         return "tunnel"
     named = {_LOOPBACK: "loopback", _INFINIBAND: "infiniband"}.get(kind)
-    return named or ("ethernet" if (folder / "device").exists() else "virtual" if folder.exists() else "")
+    return named or ("ethernet" if (directory / "device").exists() else "virtual" if directory.exists() else "")
 
 
-def _speed(folder: Path) -> int | None:
-    text = _line(folder / "speed")
+def _speed(directory: Path) -> int | None:
+    text = _line(directory / "speed")
     return int(text) if text.isdecimal() and int(text) else None  # -1 where the driver does not know
 
 

@@ -25,7 +25,7 @@ MARK = "mlxdist-doctor-result:"
 # bfloat16 as its bits.
 _DTYPES = ("float32", "float16", "bfloat16", "int32")
 _ELEMENTS = (1, 1000, 262_147)
-_ONE_BY_ONE = 8  # up to so many hosts each pair has the network to itself
+_ONE_BY_ONE = 8  # up to this number of hosts each pair has the network to itself
 _ROUND_TRIPS = 60
 _WARM_UP = 10
 _BYTES = 4 << 20
@@ -36,27 +36,27 @@ _SECONDS = 0.5  # for one direction of a pair, if it is so slow that not all mes
 def main() -> None:
     parameters = json.loads(sys.argv[1])
     world = mlxdist.init()
-    wrong, tried = _values(world)
+    wrong, tested = _values(world)
     hosts: Sequence[int] = parameters["hosts"]
     leaders = [hosts.index(host) for host in range(max(hosts) + 1)]
     links = _links(world, leaders) if parameters["links"] and len(leaders) > 1 else []
     if world.rank() == 0:
-        found = {"wrong": wrong, "tried": tried, "provider": world.provider, "reason": world.provider_reason}
+        found = {"wrong": wrong, "tested": tested, "provider": world.provider, "reason": world.provider_reason}
         print(MARK + json.dumps(found | {"links": links}), flush=True)
 
 
 def _values(world: mlxdist.Group) -> tuple[list[str], int]:
     """Sums of every dtype and size, and the largest of every rank's number; what was wrong, of all ranks together."""
-    wrong, tried = [], 0
+    wrong, tested = [], 0
     for dtype, elements in itertools.product(_DTYPES, _ELEMENTS):
         inputs = Inputs(dtype, elements, world.size())
         bits = {"dtype": "bfloat16"} if dtype == "bfloat16" else {}
         result = mlxdist.all_sum(inputs[world.rank()], group=world, **bits)
         counts = mlxdist.all_gather(np.array([count_wrong(result, add(inputs))], np.int64), group=world)
-        tried += 1
+        tested += 1
         for rank in np.flatnonzero(counts):
             wrong.append(f"all_sum of {elements} {dtype}: {counts[rank]} elements are wrong on rank {rank}")
-    return wrong, tried
+    return wrong, tested
 
 
 def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
@@ -106,7 +106,7 @@ def _latency(world: mlxdist.Group, peer: int, first: bool) -> float:
 
 
 def _bandwidth(world: mlxdist.Group, peer: int, sends: bool, latency: float) -> float:
-    """Bytes a second in one direction. The receiver has all, and has said so, before the clock is stopped."""
+    """Bytes a second in one direction. The clock stops when the receiver has confirmed that it has all."""
     data = np.arange(_BYTES, dtype=np.uint32).astype(np.uint8)
     receive, done = np.zeros_like(data), np.zeros(1, np.uint8)
     messages = 1
@@ -130,14 +130,14 @@ def _bandwidth(world: mlxdist.Group, peer: int, sends: bool, latency: float) -> 
     return messages * _BYTES / max(took - latency, 1e-9)
 
 
-def _agree(world: mlxdist.Group, peer: int, says: bool, value: float) -> float:
-    """The value of the side that says it, on both."""
-    told = np.array([value])
-    if says:
-        mlxdist.send(told, peer, group=world)
+def _agree(world: mlxdist.Group, peer: int, sends: bool, value: float) -> float:
+    """The value of the side that sends it, on both."""
+    agreed = np.array([value])
+    if sends:
+        mlxdist.send(agreed, peer, group=world)
     else:
-        mlxdist.recv_like(told, peer, group=world, out=told)
-    return float(told[0])
+        mlxdist.recv_like(agreed, peer, group=world, out=agreed)
+    return float(agreed[0])
 
 
 if __name__ == "__main__":

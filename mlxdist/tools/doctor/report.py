@@ -94,7 +94,7 @@ def _plain(finding: Finding) -> dict[str, Any]:
 
 
 def _checks(cluster: Cluster, results: Sequence[Result], width: int) -> Table:
-    """A line for each check and verdict: what is alike on several hosts is said once."""
+    """A line for each check and verdict: equal results of several hosts share one."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("check", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
@@ -188,9 +188,9 @@ def _matrix(title: str, hosts: Sequence[str], values: Mapping[tuple[str, str], f
             if value is None:
                 cells.append(Text("-", "dim"))
                 continue
-            odd = value > LATENCY_FACTOR * median if is_latency else value < SHARE * median
+            is_outlier = value > LATENCY_FACTOR * median if is_latency else value < SHARE * median
             text = f"{value:.1f}" if is_latency else f"{value / 1e9:.2f}"
-            cells.append(Text(f"{text} ({value / median:.0%})", "yellow") if odd else Text(text))
+            cells.append(Text(f"{text} ({value / median:.0%})", "yellow") if is_outlier else Text(text))
         table.add_row(a, *cells)
     if len(hosts) > len(shown):
         table.caption = f"{len(hosts) - len(shown)} more hosts: --json has all"

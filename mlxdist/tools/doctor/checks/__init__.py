@@ -1,7 +1,7 @@
-"""The checks, in the order in which they are shown. Each looks at what is known of all hosts, and asks nothing.
+"""The checks, in the order in which they are shown. Each reads what is known of all hosts, and requests nothing.
 
 A new check is a function ``check_name(cluster) -> list[Finding]`` in a file here, a line in the list below, and a
-section of docs/doctor.md.
+section of docs/doctor.md. Where each host is checked by itself, `each_host` has the loop.
 """
 
 from __future__ import annotations
@@ -11,30 +11,23 @@ from dataclasses import dataclass
 
 from ..cluster import Cluster
 from ..findings import Finding, Result, skip, warn
-from .clocks import check_clocks
-from .cores import check_cores
-from .gpu import check_gpu_crossing
-from .job import check_bandwidth, check_latency, check_provider, check_values
-from .leaks import check_leaks
-from .memory import check_allocation, check_disk, check_memory
-from .model import check_model
-from .network import check_interfaces, check_ports, check_privacy
-from .program import check_script
-from .python import check_python, check_versions
+from .files import check_model, check_script
+from .job import check_bandwidth, check_correctness, check_latency, check_provider
+from .network import check_interfaces, check_local_network, check_ports
 from .rdma import check_gids, check_rdma
-from .reachable import check_reachable
-from .sleep import check_sleep
-from .variables import check_fast_synch, check_variables
+from .reachable import check_python, check_reachable, check_versions
+from .system import check_allocation, check_clocks, check_cores, check_disk, check_leaks, check_memory, check_sleep
+from .variables import check_fast_synch, check_gpu_sync, check_variables
 
 __all__ = ["CHECKS", "Check", "run_checks"]
 
 
 @dataclass(frozen=True)
 class Check:
-    """``step``: what it asks hosts, if anything; a host that cannot answer is a finding of this check.
+    """``step``: the request that it depends on, if any; a host that returns an error is a finding of this check.
 
-    ``after_job``: it looks at what a job has shown, which is run on hosts that have passed the others. ``thorough``:
-    not for --quick.
+    ``after_job``: it reads the result of a job, which runs on hosts that have passed the others. ``thorough``: not for
+    --quick.
     """
 
     name: str
@@ -61,11 +54,11 @@ CHECKS = (
     Check("leaks", check_leaks),
     Check("rdma", check_rdma, "rdma"),
     Check("gids", check_gids),
-    Check("gpu-crossing", check_gpu_crossing, "crossing", thorough=True),
+    Check("gpu-sync", check_gpu_sync, "gpu_sync", thorough=True),
     Check("ports", check_ports, "listen"),
     Check("interfaces", check_interfaces, "connect"),
-    Check("privacy", check_privacy),
-    Check("values", check_values, after_job=True),
+    Check("local-network", check_local_network),
+    Check("correctness", check_correctness, after_job=True),
     Check("provider", check_provider, after_job=True),
     Check("latency", check_latency, after_job=True, thorough=True),
     Check("bandwidth", check_bandwidth, after_job=True, thorough=True),
@@ -73,18 +66,17 @@ CHECKS = (
 
 
 def run_checks(cluster: Cluster, after_job: bool) -> list[Result]:
-    """All that look at what is known before the job, or after it."""
-    checks = [c for c in CHECKS if c.after_job is after_job and not (c.thorough and cluster.question.quick)]
-    found = {check.name: (*check.find(cluster), *_unanswered(cluster, check.step)) for check in checks}
-    return [Result(name, findings or (skip((), "no host could be asked"),)) for name, findings in found.items()]
+    """All that depend on what is known before the job, or after it."""
+    checks = [c for c in CHECKS if c.after_job is after_job and not (c.thorough and cluster.options.quick)]
+    found = {check.name: (*check.find(cluster), *_unknown(cluster, check.step)) for check in checks}
+    return [Result(name, findings or (skip((), "no host responded"),)) for name, findings in found.items()]
 
 
-def _unanswered(cluster: Cluster, step: str) -> list[Finding]:
-    """Hosts that have said that they cannot answer. One that was lost is a finding of the check reachable."""
-    troubles = cluster.troubles.get(step, {}).items()
+def _unknown(cluster: Cluster, step: str) -> list[Finding]:
+    """Hosts that have returned an error. One that was lost is a finding of the check reachable."""
     remedy = f"on that host: mlxdist doctor --json, and look at {step}"
     return [
-        warn(name, f"this could not be found out: {trouble.text}", remedy)
-        for name, trouble in troubles
-        if trouble.connected
+        warn(name, f"this could not be found out: {error.text}", remedy)
+        for name, error in cluster.errors.get(step, {}).items()
+        if error.connected
     ]

@@ -1,4 +1,4 @@
-"""What a real job shows: right values, the provider that was meant, and how fast each pair of hosts is."""
+"""The result of a real job: correct values, the intended provider, and the speed of each pair of hosts."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from ..cluster import Cluster, Job
 from ..findings import Finding, fail, ok, skip, warn, way
 from .rdma import wants_rdma
 
-__all__ = ["LATENCY_FACTOR", "SHARE", "check_bandwidth", "check_latency", "check_provider", "check_values"]
+__all__ = ["LATENCY_FACTOR", "SHARE", "check_bandwidth", "check_correctness", "check_latency", "check_provider"]
 
 SHARE = 0.6  # of the median bandwidth
 LATENCY_FACTOR = 2.5  # times the median
-_RUN_AGAIN = "run it again and look at what it says: MLXDIST_DEBUG=info {command}"
+_RUN_AGAIN = "run it again and look at its output: MLXDIST_DEBUG=info {command}"
 
 
-def check_values(cluster: Cluster) -> list[Finding]:
+def check_correctness(cluster: Cluster) -> list[Finding]:
     job = cluster.job
     if job is None or job.skipped:
         return [skip((), job.skipped if job else "no job was run")]
     if job.error:
         return [_failed(smaller, smaller.hosts) for smaller in job.culprits] or [_failed(job, ())]
     if job.wrong:
-        remedy = "MLXDIST_CHECKSUM=1 says whether data is damaged on the way; look for bad memory or a bad cable there"
+        remedy = "MLXDIST_CHECKSUM=1 says whether data is damaged in transit; look for bad memory or a bad cable there"
         return [fail((), f"{'; '.join(job.wrong[:3])}", remedy)]
-    return [ok(job.hosts, f"{job.tried} sums over {job.ranks} rank{'s' * (job.ranks > 1)} are right to the bit")]
+    return [ok(job.hosts, f"{job.tested} sums over {job.ranks} rank{'s' * (job.ranks > 1)} are right to the bit")]
 
 
 def _failed(job: Job, hosts: Sequence[str]) -> Finding:
@@ -42,46 +42,34 @@ def check_provider(cluster: Cluster) -> list[Finding]:
         return [skip((), "no job was run")]
     what = f"{job.provider} ({job.reason})" if job.reason else job.provider
     if wants_rdma(cluster) and "soft" in job.provider.split("+") and len(job.hosts) > 1:
-        remedy = "see the check rdma; to be told why, ask for it alone: mlxdist launch --provider librdma (or ibverbs)"
+        remedy = "see the check rdma; for the reason, require it: mlxdist launch --provider librdma (or ibverbs)"
         return [warn((), f"RDMA is wanted, and the ranks have chosen {what}", remedy)]
     return [ok(job.hosts, what)]
 
 
 def check_latency(cluster: Cluster) -> list[Finding]:
     values = cluster.job.latency if cluster.job else {}
-    return _links(cluster, values, lambda value, median: value > LATENCY_FACTOR * median, _microseconds)
+    return _links(cluster, values, lambda value, median: value > LATENCY_FACTOR * median, lambda us: f"{us:.1f} us")
 
 
 def check_bandwidth(cluster: Cluster) -> list[Finding]:
     values = cluster.job.bandwidth if cluster.job else {}
-    return _links(cluster, values, lambda value, median: value < SHARE * median, _gigabytes)
+    return _links(cluster, values, lambda value, median: value < SHARE * median, lambda rate: f"{rate / 1e9:.2f} GB/s")
 
 
 def _links(
     cluster: Cluster,
     values: Mapping[tuple[str, str], float],
-    is_odd: Callable[[float, float], bool],
-    say: Callable[[float], str],
+    is_outlier: Callable[[float, float], bool],
+    show: Callable[[float], str],
 ) -> list[Finding]:
     if not values:
-        return [skip((), _why_not(cluster))]
+        return [skip((), "there is one host" if len(cluster.hosts) < 2 else "no job was run between hosts")]
     median = statistics.median(values.values())
     found = []
     for pair, value in values.items():
-        if is_odd(value, median):
+        if is_outlier(value, median):
             remedy = f"look at the cable and ports between them, and try another cable; mlxdist devices on {pair[0]}"
-            what = f"{say(value)}, {value / median:.0%} of the median {say(median)}"
+            what = f"{show(value)}, {value / median:.0%} of the median {show(median)}"
             found.append(way(warn(pair, what, remedy)))
-    return found or [ok(cluster.job.hosts, f"{say(min(values.values()))} to {say(max(values.values()))}")]
-
-
-def _why_not(cluster: Cluster) -> str:
-    return "there is one host" if len(cluster.hosts) < 2 else "no job was run between hosts"
-
-
-def _microseconds(value: float) -> str:
-    return f"{value:.1f} us"
-
-
-def _gigabytes(value: float) -> str:
-    return f"{value / 1e9:.2f} GB/s"
+    return found or [ok(cluster.job.hosts, f"{show(min(values.values()))} to {show(max(values.values()))}")]

@@ -1,4 +1,4 @@
-"""Every host reaches every other one, both ways, over the right interface; and macOS lets Python do so."""
+"""Every host reaches every other one, both ways, over the right interface; macOS lets Python do so."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import collections
 
 from mlxdist.base.local_network import REMEDY
 
-from ..cluster import Cluster, Try
+from ..cluster import Cluster, ConnectAttempt
 from ..findings import Finding, fail, note, ok, skip, warn, way
 
-__all__ = ["check_interfaces", "check_ports", "check_privacy"]
+__all__ = ["check_interfaces", "check_local_network", "check_ports"]
 
 _FIREWALL = (
     "allow {source} in the firewall of {target}: `sudo ufw allow from ADDRESS` (or `sudo nft list ruleset`); "
     "on a Mac System Settings > Network > Firewall > Options"
 )
 _MEANING = {
-    "ECONNREFUSED": ("it is reached, but a firewall refuses, or it is another machine's address", _FIREWALL),
-    "ETIMEDOUT": ("a firewall drops it, or nobody has the address", _FIREWALL),
+    "ECONNREFUSED": ("it is reached, but a firewall rejects it, or it is another machine's address", _FIREWALL),
+    "ETIMEDOUT": ("a firewall drops it, or no host has the address", _FIREWALL),
     "EHOSTUNREACH": ("it is not in that network, or a firewall says so", "on {source}: ping {address}"),
     "ENETUNREACH": ("nothing leads to its network", 'on {source}: netstat -rn; correct "ips" of the hostfile'),
     "WRONG": ("another machine has this address, too", 'on {source}: arp -an; correct its "ips" in the hostfile'),
 }
-_PRIVACY = f"on {{source}}: {REMEDY}, then start the job again"
+_LOCAL_NETWORK = f"on {{source}}: {REMEDY}, then start the job again"
 _SLOW_SHARE = 0.5
 
 
@@ -30,53 +30,53 @@ def check_ports(cluster: Cluster) -> list[Finding]:
     if len(cluster.hosts) < 2:
         return [skip((), "there is one host")]
     found, fine = [], []
-    for tried in cluster.tries:
-        if not tried.error:
-            fine.append(tried)
+    for attempt in cluster.attempts:
+        if not attempt.error:
+            fine.append(attempt)
             continue
-        meaning, remedy = _MEANING.get(tried.error, ("", _FIREWALL))
-        if tried.nc:
-            meaning, remedy = "/usr/bin/nc reaches it: see the check privacy", _PRIVACY
-        what = ": ".join(filter(None, (tried.address, tried.text, meaning)))
-        remedy = remedy.format(source=tried.source, target=tried.target, address=tried.address)
+        meaning, remedy = _MEANING.get(attempt.error, ("", _FIREWALL))
+        if attempt.nc:
+            meaning, remedy = "/usr/bin/nc reaches it: see the check local-network", _LOCAL_NETWORK
+        what = ": ".join(filter(None, (attempt.address, attempt.text, meaning)))
+        remedy = remedy.format(source=attempt.source, target=attempt.target, address=attempt.address)
         # A job uses the first address.
-        found.append(way((fail if tried.first else warn)((tried.source, tried.target), what, remedy)))
+        found.append(way((fail if attempt.first else warn)((attempt.source, attempt.target), what, remedy)))
     if fine and not found:
-        pairs = {frozenset((tried.source, tried.target)) for tried in fine}
+        pairs = {frozenset((attempt.source, attempt.target)) for attempt in fine}
         found.append(ok(_hosts(cluster, fine), f"{len(pairs)} pair{'s' * (len(pairs) > 1)} connected, both ways"))
-    return found or [skip((), "fewer than two hosts could be asked")]
+    return found or [skip((), "fewer than two hosts responded")]
 
 
 def check_interfaces(cluster: Cluster) -> list[Finding]:
-    used = [tried for tried in cluster.tries if tried.first and tried.interface]
+    used = [attempt for attempt in cluster.attempts if attempt.first and attempt.interface]
     if not used:
         why = "there is one host" if len(cluster.hosts) < 2 else "the systems do not say which interface they take"
         return [skip((), why)]
     found = []
-    fastest = max((tried.speed for tried in used if tried.speed), default=0)
-    for tried in used:
-        what = f"{tried.address} is reached by {_describe(tried)}"
-        pair = tried.source, tried.target
-        if tried.kind == "wifi":
-            remedy = f'give {tried.target} the address of its cable in "ips" of the hostfile'
+    fastest = max((attempt.speed for attempt in used if attempt.speed), default=0)
+    for attempt in used:
+        what = f"{attempt.address} is reached by {_describe(attempt)}"
+        pair = attempt.source, attempt.target
+        if attempt.kind == "wifi":
+            remedy = f'give {attempt.target} the address of its cable in "ips" of the hostfile'
             found.append(way(warn(pair, what, remedy)))
-        elif tried.kind == "tunnel":
-            remedy = f'end the VPN, or give {tried.target} another address in "ips"'
+        elif attempt.kind == "tunnel":
+            remedy = f'end the VPN, or give {attempt.target} another address in "ips"'
             found.append(way(warn(pair, what, remedy)))
-        elif tried.speed and tried.speed < _SLOW_SHARE * fastest:
-            remedy = f'give {tried.target} its address in the faster network ("ips"), or change the cable'
+        elif attempt.speed and attempt.speed < _SLOW_SHARE * fastest:
+            remedy = f'give {attempt.target} its address in the faster network ("ips"), or change the cable'
             found.append(way(warn(pair, f"{what}, others by {_mbit(fastest)}", remedy)))
-        elif tried.kind == "bridge":
+        elif attempt.kind == "bridge":
             remedy = "for RDMA give each port an address of its own: mlxdist config --auto-setup"
             found.append(way(note(pair, what, remedy)))
     if not found:
-        ways = collections.Counter(_describe(tried) for tried in used)
+        ways = collections.Counter(_describe(attempt) for attempt in used)
         found.append(ok(_hosts(cluster, used), "; ".join(ways)))
     return found
 
 
-def check_privacy(cluster: Cluster) -> list[Finding]:
-    """macOS asks whether a program may use the local network; until then it gives it errno 65, and Apple's none."""
+def check_local_network(cluster: Cluster) -> list[Finding]:
+    """Until the user allows a program to use the local network, macOS gives it errno 65; Apple's own are exempt."""
     macs = [name for name, facts in cluster.each("facts") if facts["system"] == "Darwin"]
     if not macs:
         return [skip((), "no host runs macOS")]
@@ -84,24 +84,24 @@ def check_privacy(cluster: Cluster) -> list[Finding]:
         return [skip((), "there is one host")]
     found = []
     for name in macs:
-        refused = [tried for tried in cluster.tries if tried.source == name and tried.error and tried.nc]
+        refused = [attempt for attempt in cluster.attempts if attempt.source == name and attempt.error and attempt.nc]
         if refused:
             what = f"{refused[0].address} is reached by /usr/bin/nc, and not by Python ({refused[0].text})"
-            found.append(fail(name, what, _PRIVACY.format(source=name)))
-        elif any(tried.source == name for tried in cluster.tries):
+            found.append(fail(name, what, _LOCAL_NETWORK.format(source=name)))
+        elif any(attempt.source == name for attempt in cluster.attempts):
             found.append(ok(name, "Python may use the local network"))
     return found
 
 
-def _hosts(cluster: Cluster, tries: list[Try]) -> list[str]:
-    there = {name for tried in tries for name in (tried.source, tried.target)}
+def _hosts(cluster: Cluster, attempts: list[ConnectAttempt]) -> list[str]:
+    there = {name for attempt in attempts for name in (attempt.source, attempt.target)}
     return [name for name in cluster.names if name in there]
 
 
-def _describe(tried: Try) -> str:
-    kind = {"wifi": "Wi-Fi"}.get(tried.kind, tried.kind)
-    extras = ", ".join(filter(None, (kind, _mbit(tried.speed) if tried.speed else "")))
-    return f"{tried.interface} ({extras})" if extras else tried.interface
+def _describe(attempt: ConnectAttempt) -> str:
+    kind = {"wifi": "Wi-Fi"}.get(attempt.kind, attempt.kind)
+    extras = ", ".join(filter(None, (kind, _mbit(attempt.speed) if attempt.speed else "")))
+    return f"{attempt.interface} ({extras})" if extras else attempt.interface
 
 
 def _mbit(speed: int) -> str:

@@ -21,22 +21,21 @@ _SLOWER = {Cause.SLOW_CABLE, Cause.MEMLOCK}
 
 def wants_rdma(cluster: Cluster) -> bool:
     """Whether the user counts on it: names devices, or the provider, or a backend that has nothing else."""
-    provider = cluster.question.variables.get("MLXDIST_PROVIDER", "auto")
+    provider = cluster.options.variables.get("MLXDIST_PROVIDER", "auto")
     named = any(devices for host in cluster.hosts for devices in host.rdma)
-    return named or provider in ("ibverbs", "librdma") or cluster.question.backend in ("jaccl", "jaccl-ring")
+    return named or provider in ("ibverbs", "librdma") or cluster.options.backend in ("jaccl", "jaccl-ring")
 
 
 def check_rdma(cluster: Cluster) -> list[Finding]:
     found = []
-    for name, told in cluster.each("rdma"):
-        (host,) = cluster.only([name])
-        found += _of_host(host, told, wants_rdma(cluster)) + _without_queue_pairs(cluster, host, told)
+    for host, rdma in cluster.each_host("rdma"):
+        found += _of_host(host, rdma, wants_rdma(cluster)) + _without_queue_pairs(cluster, host, rdma)
     return found
 
 
-def _without_queue_pairs(cluster: Cluster, host: Host, told: dict) -> list[Finding]:
+def _without_queue_pairs(cluster: Cluster, host: Host, rdma: dict) -> list[Finding]:
     """Of the cables that the hostfile names: ranks reject such a job before they connect, too."""
-    limits = {device["name"]: device["queue_pairs"] for device in told["devices"] if device["queue_pairs"]}
+    limits = {device["name"]: device["queue_pairs"] for device in rdma["devices"] if device["queue_pairs"]}
     pairs: collections.Counter[str] = collections.Counter()
     for other, devices in zip(cluster.hosts, host.rdma):
         pairs.update({device: host.slots * other.slots for device in devices[:MAX_LINKS]})
@@ -47,22 +46,22 @@ def _without_queue_pairs(cluster: Cluster, host: Host, told: dict) -> list[Findi
     ]
 
 
-def _of_host(host: Host, told: dict, wanted: bool) -> list[Finding]:
+def _of_host(host: Host, rdma: dict, wanted: bool) -> list[Finding]:
     named = {device for devices in host.rdma for device in devices}
-    there = {device["name"]: device for device in told["devices"]}
+    there = {device["name"]: device for device in rdma["devices"]}
     found = []
     for missing in sorted(named - set(there)):
         what = f"the hostfile names {missing}, and it is not there; there are: {', '.join(there) or 'none'}"
         found.append(fail(host.name, what, 'mlxdist devices (on that host), and correct the hostfile\'s "rdma"'))
-    for told_of in told["findings"]:
-        cause, subject = told_of["verdict"], told_of["subject"]
+    for problem in rdma["findings"]:
+        cause, subject = problem["verdict"], problem["subject"]
         if cause == Cause.OK or cause in _OF_GIDS or (named and subject and subject not in named):
             continue
-        remedy = told_of["remedy"] or "mlxdist devices (on that host) says more"
+        remedy = problem["remedy"] or "mlxdist devices (on that host) says more"
         # What one device lacks is no harm where no device is named and another one is ready.
         hurts = wanted and (not subject or subject in named or not any(d["active"] for d in there.values()))
         make = note if not hurts else warn if cause in _SLOWER else fail
-        found.append(make(host.name, told_of["what"], remedy))
+        found.append(make(host.name, problem["what"], remedy))
     active = sorted(name for name, device in there.items() if device["active"] and (not named or name in named))
     if active and not found:
         found.append(ok(host.name, f"{', '.join(active)} active"))
@@ -72,12 +71,12 @@ def _of_host(host: Host, told: dict, wanted: bool) -> list[Finding]:
 def check_gids(cluster: Cluster) -> list[Finding]:
     """Active ports have IPv4 addresses, and both ends of a cable are in one network."""
     found, networks = [], {}
-    for name, told in cluster.each("rdma"):
-        (host,) = cluster.only([name])
+    for host, rdma in cluster.each_host("rdma"):
+        name = host.name
         named = {device for devices in host.rdma for device in devices}
-        active = [d for d in told["devices"] if d["active"] and (not named or d["name"] in named)]
+        active = [d for d in rdma["devices"] if d["active"] and (not named or d["name"] in named)]
         networks |= {(name, device["name"]): device["networks"] for device in active}
-        wrong = [f for f in told["findings"] if f["verdict"] in _OF_GIDS and (not named or f["subject"] in named)]
+        wrong = [f for f in rdma["findings"] if f["verdict"] in _OF_GIDS and (not named or f["subject"] in named)]
         make = fail if named else note
         found += [make(name, f["what"], f["remedy"]) for f in wrong]
         if not active:

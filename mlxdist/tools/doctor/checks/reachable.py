@@ -1,4 +1,4 @@
-"""Each host is reached by ssh without a password, answers every question in time, and is there once."""
+"""Each host is reached by ssh and named once, imports mlxdist, and has the same versions as the others."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import re
 import shlex
 
 from mlxdist.cluster.ssh.ssh import is_this_machine
+from mlxdist.version import __version__
 
 from ..cluster import Cluster
-from ..findings import Finding, fail, ok
+from ..findings import Finding, difference, fail, ok, outliers, warn
 
-__all__ = ["check_reachable", "is_about_python"]
+__all__ = ["check_python", "check_reachable", "check_versions"]
 
-# What ssh says, and what to do. The first that is found in it holds.
+# What ssh prints, and what to do. The first that is found in it holds.
 _REMEDIES = (
-    ("Permission denied", "let it know your key: ssh-copy-id {name}"),
+    ("Permission denied", "install your key there: ssh-copy-id {name}"),
     ("Host key verification failed", "look at its key and accept it once: ssh {name} true"),
     ("REMOTE HOST IDENTIFICATION HAS CHANGED", "if that is right, forget the old key: ssh-keygen -R {host}"),
     ("Could not resolve", "write its address into ~/.ssh/config (Host {host}, HostName ADDRESS) or the hostfile"),
@@ -25,17 +26,21 @@ _REMEDIES = (
     ("does not answer", "look whether it is on and not hung: ssh -o BatchMode=yes {name} uptime"),
     ("No such file", "give the command that reaches hosts: --ssh"),
 )  # fmt: skip
+# Without the same of these a job does not start, or its ranks compute different things.
+_STRICT = ("mlxdist", "MLX")
+_SLOW_IMPORT = 20.0
+_SHOWN = ("Python", "MLX", "mlx_lm", "mlxdist", "system")
+_PACKAGES = {"MLX": "mlx", "mlx_lm": "mlx-lm", "NumPy": "numpy"}
 
 
 def check_reachable(cluster: Cluster) -> list[Finding]:
     found = []
     for name in cluster.names:
-        lost = [(step, told[name]) for step, told in cluster.troubles.items() if name in told]
-        lost = [(step, trouble) for step, trouble in lost if not trouble.connected]
-        if not lost or is_about_python(lost[0][1].text):
+        lost = [errors[name] for errors in cluster.errors.values() if name in errors and not errors[name].connected]
+        if not lost or _is_about_python(lost[0].text):
             found.append(ok(name, "this machine" if is_this_machine(name) else "by ssh, without a password"))
             continue
-        text = lost[0][1].text.partition("; try: ")[0]
+        text = lost[0].text.partition("; try: ")[0]
         advice = next((advice for words, advice in _REMEDIES if words in text), "try: ssh -o BatchMode=yes {name} true")
         host = name.rpartition("@")[2]
         found.append(fail(name, text, advice.format(name=shlex.quote(name), host=shlex.quote(host))))
@@ -43,7 +48,7 @@ def check_reachable(cluster: Cluster) -> list[Finding]:
 
 
 def _twice(cluster: Cluster) -> list[Finding]:
-    """Two names of one machine: what one keeps for a job is in the way of the other. Ranks tell hosts apart so, too."""
+    """Two names of one machine: their jobs would share files. Ranks distinguish hosts by the same identity."""
     found, first = [], {}
     for name, facts in cluster.each("facts"):
         other = first.setdefault(facts["identity"] or name, name)
@@ -53,6 +58,70 @@ def _twice(cluster: Cluster) -> list[Finding]:
     return found
 
 
-def is_about_python(text: str) -> bool:
+def check_python(cluster: Cluster) -> list[Finding]:
+    found: list[Finding] = []
+    for name, error in cluster.errors.get("who", {}).items():
+        if _is_about_python(error.text):
+            text = error.text.removeprefix(f"{name} does not answer: ").partition("; ")[0]
+            remedy = "install mlxdist there (make setup), or name the Python that has it: --python"
+            found.append(fail(name, text, remedy))
+    for name, error in cluster.errors.get("facts", {}).items():
+        if error.connected:
+            found.append(fail(name, error.text, "install the same mlxdist there: make setup"))
+    for name, facts in cluster.each("facts"):
+        imported = facts["import"]
+        if imported["error"]:
+            found.append(fail(name, f"mlxdist and MLX: {imported['error']}", "build it there again: make setup"))
+        elif imported["seconds"] > _SLOW_IMPORT:
+            what = f"importing mlxdist and MLX takes {imported['seconds']:.0f} s"
+            found.append(warn(name, what, "install Python and mlxdist on a disk of that host: make setup"))
+        else:
+            found.append(ok(name, "mlxdist and MLX are imported"))
+    return found
+
+
+def _is_about_python(text: str) -> bool:
     """Whether the host was reached, and only what should have been started there is missing."""
     return bool(re.search(r"No module named|--python", text))
+
+
+def check_versions(cluster: Cluster) -> list[Finding]:
+    """All versions are compared between hosts with the same mlxdist; a host with another one reports nothing else."""
+    versions = {}
+    for name, who in cluster.each("who"):  # of any version
+        who = who if isinstance(who, dict) else {}
+        versions[name] = {"mlxdist": str(who.get("mlxdist", "unknown")), "Python": str(who.get("python", "unknown"))}
+    facts = dict(cluster.each("facts"))
+    for name in facts:
+        versions[name] |= facts[name]["versions"]
+    if not versions:
+        return []
+    found, differing = [], set()
+    for what in dict.fromkeys(what for of_host in versions.values() for what in of_host):
+        compared = versions if what in ("mlxdist", "Python") else facts
+        values = {name: of_host.get(what, "not installed") for name, of_host in versions.items() if name in compared}
+        others = outliers(values)
+        usual = next((value for name, value in values.items() if name not in others), "")
+        if what == "mlxdist":  # what counts is that of the launcher
+            others, usual = [name for name, value in values.items() if value != __version__], __version__
+        if others:
+            differing |= set(others)
+            make = fail if what in _STRICT else warn
+            elsewhere = "here" if what == "mlxdist" else "elsewhere"
+            text = f"{what} is {' and '.join(dict.fromkeys(values[name] for name in others))}, {elsewhere} {usual}"
+            found.append(make(others, text, _install(what, usual), [difference(what, values)]))
+    same = next(iter(versions.values()))
+    good = [name for name in versions if name not in differing]
+    text = ", ".join(f"{what} {same[what]}" for what in _SHOWN if what in same)
+    return [*found, *([ok(good, text)] if good and not found else [])]
+
+
+def _install(what: str, usual: str) -> str:
+    if what in _PACKAGES:
+        missing = f"there: pip uninstall {_PACKAGES[what]}; or install it everywhere"
+        return missing if usual == "not installed" else f"there: pip install {_PACKAGES[what]}=={usual}"
+    if what == "mlxdist":
+        return f"install mlxdist {usual} there: git checkout of that version, make setup"
+    if what == "Python":
+        return f"there: make setup PYTHON=... with Python {usual}; or name one that is there: --python"
+    return f"bring them to the same ({usual}): softwareupdate --list, apt list --upgradable; or --exclude them"

@@ -1,4 +1,4 @@
-"""Makes the report: section after section, each within its time; what is done when the user stops it is written."""
+"""Makes the report: section after section, each within its time. After Ctrl-C the finished sections are written."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _INTERRUPTED = 130
 
 
 class _TooLong(BaseException):
-    """A section's time is over. No Exception: nothing on the way here takes it for an answer."""
+    """A section's time is over. No Exception, so nothing on the way here catches it."""
 
 
 def make_report(context: Context, path: Path, steps: Sequence[Step] = SECTIONS) -> int:
@@ -37,12 +37,12 @@ def make_report(context: Context, path: Path, steps: Sequence[Step] = SECTIONS) 
     sections: list[Section] = []
     notes: list[str] = []
     redactor = Redactor(context.hosts)
-    with _progress(len(steps)) as (say, advance):
+    with _progress(len(steps)) as (show, advance):
         for step in steps:
             section = Section(step.name, step.title)
             sections.append(section)
-            context.say = lambda doing, title=step.title: say(f"{title}: {doing}" if doing else title)
-            context.say("")
+            context.show = lambda doing, title=step.title: show(f"{title}: {doing}" if doing else title)
+            context.show("")
             try:
                 _fill(section, step, context)
             except KeyboardInterrupt:
@@ -52,11 +52,11 @@ def make_report(context: Context, path: Path, steps: Sequence[Step] = SECTIONS) 
             advance()
     redactor.learn_hosts(context.own_names)
     if context.cluster is not None:
-        redactor.learn_hosts(str(answer.get("host", "")) for _, answer in context.cluster.each("who"))
+        redactor.learn_hosts(str(who.get("host", "")) for _, who in context.cluster.each("who"))
     text = write_document(sections, redactor, notes)
     if not is_written(path, lambda path: write_whole(path, text)):
         return 1
-    _say_where(path, sections)
+    _print_summary(path, sections)
     return _INTERRUPTED if notes else 0
 
 
@@ -69,7 +69,7 @@ def _fill(section: Section, step: Step, context: Context) -> None:
         section.error = f"{section.error} it was given up after {seconds:g} s".strip()
     except Error as error:
         section.error = f"{section.error} {error}".strip()
-    except Exception:  # a mistake of ours; the other sections are worth having
+    except Exception:  # a defect of this code; the other sections are worth having
         section.error = f"{section.error} {traceback.format_exc()}".strip()
     finally:
         section.seconds = time.monotonic() - begin
@@ -77,7 +77,7 @@ def _fill(section: Section, step: Step, context: Context) -> None:
 
 @contextlib.contextmanager
 def _within(seconds: float) -> Iterator[float]:
-    """Raises _TooLong in the main thread, which waits for processes and answers, after this time."""
+    """Raises _TooLong in the main thread, which waits for processes and responses, after this time."""
 
     def give_up(*_: object) -> None:
         raise _TooLong
@@ -101,7 +101,7 @@ def _progress(count: int) -> Iterator[tuple[Callable[[str], None], Callable[[], 
         yield lambda doing: bars.update(task, description=doing), lambda: bars.advance(task)
 
 
-def _say_where(path: Path, sections: Sequence[Section]) -> None:
+def _print_summary(path: Path, sections: Sequence[Section]) -> None:
     incomplete = [section.title for section in sections if section.error]
     if incomplete:
         click.echo(f"incomplete or failed, which is worth reporting: {'; '.join(incomplete)}", err=True)

@@ -1,8 +1,8 @@
-"""What identifies a person or a machine, or opens a door, replaced by placeholders: equal values by equal ones.
+"""Replaces what identifies a person or a machine, and credentials, by placeholders: equal values by equal ones.
 
-A report goes to strangers. Secrets, serial numbers, hardware UUIDs and GUIDs, MAC addresses, public IP addresses, names
-of users and hosts and home directories are replaced; private and link-local IPv4 addresses stay, since cables are told
-apart by them.
+A report is public. Secrets, serial numbers, hardware UUIDs and GUIDs, MAC addresses, public IP addresses, names
+of users and hosts and home directories are replaced; private and link-local IPv4 addresses stay, since they
+distinguish cables.
 """
 
 from __future__ import annotations

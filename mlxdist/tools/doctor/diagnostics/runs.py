@@ -21,7 +21,7 @@ __all__ = ["Run", "probe", "run"]
 _SECONDS = 60.0
 _SETTINGS = {"MLXDIST_DEBUG": "trace:verbs,connection", "MLXDIST_TIMEOUT": "20", "MLXDIST_RENDEZVOUS_TIMEOUT": "30"}
 _OPERATIONS = 20  # of each rank's flight record
-_ASK_SECONDS = 2.0
+_REQUEST_SECONDS = 2.0
 _FIRST_LINES, _LAST_LINES = 250, 150  # of a job's output
 
 
@@ -31,9 +31,9 @@ class Run:
 
     Attributes:
         error: its last words, if it has failed.
-        results: what its ranks have printed, of each at most one.
+        results: of its ranks, at most one each.
         trace: its debug output; output: the rest of its standard error.
-        flight: what its flight recorders say, if it has failed.
+        flight: its flight records, if it has failed.
     """
 
     name: str
@@ -79,7 +79,7 @@ _DEBUG_LINE = re.compile(_PREFIX.pattern + r"[\d:.]{15} mlxdist rank ")
 
 
 def _ends(lines: list[str]) -> list[str]:
-    """Where a queue pair is made again and again, the first times and the last ones say it all."""
+    """Where a queue pair is re-created many times, the first and last lines suffice."""
     if len(lines) <= _FIRST_LINES + _LAST_LINES:
         return lines
     note = f"[... {len(lines) - _FIRST_LINES - _LAST_LINES} lines were cut here ...]"
@@ -87,17 +87,17 @@ def _ends(lines: list[str]) -> list[str]:
 
 
 def _flight(errors: str, chosen: HostSelection) -> dict[str, Any]:
-    """The records of all ranks, as `mlxdist dump` reads them, and who waited for whom."""
+    """The records of all ranks, as `mlxdist dump` reads them, and which rank waited for which."""
     job = re.search(r"/([^/\s]+)/flight/flight-\d+\.json", errors)
     if job is None:
-        return {"notes": ["no rank says that it has left a flight record"]}
+        return {"notes": ["no rank has printed the path of a flight record"]}
     try:
         with find_ranks(job[1], chosen) as ranks:
-            left = ranks.ask("dump", _ASK_SECONDS)
+            found = ranks.ask("dump", _REQUEST_SECONDS)
     except (InvalidArgument, ResourceError) as error:
         return {"notes": [str(error)]}
-    records = [asdict(dump) for dump in left.dumps.values()]
+    records = [asdict(dump) for dump in found.dumps.values()]
     for record in records:
         record["operations"] = record["operations"][-_OPERATIONS:]
-    sentences = analyse(left.dumps).sentences if left.dumps else []
-    return {"job": job[1], "sentences": sentences, "notes": left.notes, "records": records}
+    sentences = analyse(found.dumps).sentences if found.dumps else []
+    return {"job": job[1], "sentences": sentences, "notes": found.notes, "records": records}

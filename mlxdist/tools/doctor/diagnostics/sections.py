@@ -12,43 +12,38 @@ from typing import Any
 from mlxdist.base.errors import ResourceError
 from mlxdist.base.own_python import own_module
 from mlxdist.cluster.hostfile.options import HostSelection
-from mlxdist.cluster.setup.survey import SCRIPT, read_parts
 from mlxdist.cluster.ssh.rpc_client import CallError, Connections
-from mlxdist.cluster.ssh.ssh import run_everywhere
 from mlxdist.launch.run_job import run_command
 
-from ..cluster import Cluster, Question
+from ..cluster import CheckOptions, Cluster
+from ..diagnose import diagnose
 from ..exclude import failed_hosts
-from ..findings import Result
 from ..job import place_ranks
 from ..report import as_json
 from . import late_rank
-from .cables import alone, cables_of
 from .document import Section, fenced, table
+from .rdma_runs import alone, rdma_runs
 from .runs import Run, probe, run
 
 __all__ = ["SECTIONS", "Context", "Step"]
 
 LATE_SECONDS = 8.0  # macOS ends GPU work that waits for about 5 s
-# Of what the script of `mlxdist config` prints. Names of network services, such as those of a VPN, are private.
-_COMMANDS = ("system", "rdma_ctl", "devices", "ports", "thunderbolt", "interfaces")
 _BENCH = ["bench", "collectives", "--json", "--level", "engine", "--op", "send_recv,all_sum"]
 _BENCH += ["--sizes", "8,4KiB,64KiB,1MiB", "--rounds", "5"]
 _BENCH_SECONDS = 120.0
-_PRIVATE_FACTS = ("identity",)
+_OMITTED_FACTS = ("identity", "printed")  # private; a section of its own
 
 
 @dataclass
 class Context:
-    """``say``: shows what is being done. ``diagnose``: the checks of `mlxdist doctor`. ``cluster``: their answers.
+    """``show``: shows the current step. ``cluster``: what is known of the hosts, once the checks have run.
 
     ``own_names``: by which the hosts know themselves, which are private.
     """
 
     chosen: HostSelection
-    question: Question
-    diagnose: Callable[..., tuple[Cluster, list[Result]]]
-    say: Callable[[str], None] = lambda doing: None
+    options: CheckOptions
+    show: Callable[[str], None] = lambda step: None
     late_seconds: float = LATE_SECONDS
     cluster: Cluster | None = None
     own_names: list[str] = field(default_factory=list)
@@ -70,8 +65,8 @@ class Step:
 
 
 def _fill_checks(section: Section, context: Context) -> None:
-    say = lambda host, doing: context.say(f"{host}: {doing}" if doing else "")  # noqa: E731
-    cluster, results = context.diagnose(context.chosen, context.question, say)
+    on_progress = lambda host, step: context.show(f"{host}: {step}" if step else "")  # noqa: E731
+    cluster, results = diagnose(context.chosen, context.options, on_progress)
     context.cluster = cluster
     rows = [
         (result.check, finding.verdict, ", ".join(finding.hosts), finding.what, finding.remedy)
@@ -81,40 +76,40 @@ def _fill_checks(section: Section, context: Context) -> None:
     section.text = table(("check", "verdict", "hosts", "what was found", "what to do"), rows)
     for host, facts in cluster.each("facts"):
         section.text += f"\n### {host}\n\n" + table(("what", "version"), list(facts["versions"].items()))
-    for host, crossing in cluster.each("crossing"):
-        section.text += f"\nGPU crossing on {host}: {_crossing(crossing)}\n"
+    for host, measured in cluster.each("gpu_sync"):
+        section.text += f"\nGPU synchronization on {host}: {_gpu_sync(measured)}\n"
+    responses = {step: dict(cluster.each(step)) for step in cluster.responses if step != "listen"}
+    responses["facts"] = {host: _without_private(facts) for host, facts in cluster.each("facts")}
+    errors = {step: {host: error.text for host, error in of.items()} for step, of in cluster.errors.items()}
     section.data = as_json(cluster, results, failed_hosts(cluster.names, results))
-    told = {step: dict(cluster.each(step)) for step in cluster.told if step != "listen"}
-    told["facts"] = {host: _without_private(facts) for host, facts in cluster.each("facts")}
-    troubles = {step: {host: trouble.text for host, trouble in of.items()} for step, of in cluster.troubles.items()}
-    section.data |= {"told": told, "troubles": troubles}
+    section.data |= {"responses": responses, "errors": errors}
 
 
 def _without_private(facts: dict[str, Any]) -> dict[str, Any]:
     """Command lines of other jobs may have anything in them."""
     running = [{"job": job["job"], "ranks": job["ranks"]} for job in facts["jobs"]["running"]]
-    kept = {name: value for name, value in facts.items() if name not in _PRIVATE_FACTS}
+    kept = {name: value for name, value in facts.items() if name not in _OMITTED_FACTS}
     return kept | {"jobs": facts["jobs"] | {"running": running}}
 
 
-def _crossing(found: dict[str, Any]) -> str:
+def _gpu_sync(found: dict[str, Any]) -> str:
     times = [f"{value:.0f} us with MLX_METAL_FAST_SYNCH={name}" for name, value in found["microseconds"].items()]
     return "; ".join([*times, found["skipped"], found["error"]]).strip("; ") or "not measured"
 
 
 def _fill_installation(section: Section, context: Context) -> None:
     with Connections(context.hosts, context.chosen.ssh_config) as connections:
-        answers = connections.call("doctor.installation", seconds=60.0)
-    found = {name: answer for name, answer in zip(context.hosts, answers) if not isinstance(answer, CallError)}
-    context.own_names += [answer.pop("host") for answer in found.values()]
-    names = dict.fromkeys(name for answer in found.values() for name in answer)
-    rows = [[name, *(answer.get(name, "") for answer in found.values())] for name in names]
+        responses = connections.call("doctor.installation", seconds=60.0)
+    found = {host: response for host, response in zip(context.hosts, responses) if not isinstance(response, CallError)}
+    context.own_names += [installed.pop("host") for installed in found.values()]
+    names = dict.fromkeys(name for installed in found.values() for name in installed)
+    rows = [[name, *(installed.get(name, "") for installed in found.values())] for name in names]
     section.text, section.data = table(["", *found], rows), found
-    section.error = "; ".join(str(answer) for answer in answers if isinstance(answer, CallError))
+    section.error = "; ".join(str(response) for response in responses if isinstance(response, CallError))
 
 
 def _fill_devices(section: Section, context: Context) -> None:
-    for host, found in _devices_of(context).items():
+    for host, rdma in _cluster_of(context).each("rdma"):
         rows = [
             (
                 device["name"],
@@ -125,49 +120,46 @@ def _fill_devices(section: Section, context: Context) -> None:
                 ", ".join(f"{gid['index']}: {gid['gid']} {gid['interface']}" for gid in device["gids"]),
                 ", ".join(f"{name} {value}" for name, value in device["limits"].items()),
             )
-            for device in found
+            for device in rdma["devices"]
         ]
         columns = ("device", "state", "link", "Gb/s", "MTU", "GIDs", "limits")
         section.text += f"\n### {host}\n\n" + (table(columns, rows) if rows else "There is no RDMA device.\n")
-        told = context.cluster.told["rdma"][host]
-        findings = [(f["verdict"], f["subject"], f["what"], f["remedy"]) for f in told["findings"]]
+        findings = [(f["verdict"], f["subject"], f["what"], f["remedy"]) for f in rdma["findings"]]
         section.text += "\n" + table(("verdict", "device", "what was found", "what to do"), findings)
-        section.data[host] = told
+        section.data[host] = rdma
 
 
-def _devices_of(context: Context) -> dict[str, list[dict[str, Any]]]:
+def _cluster_of(context: Context) -> Cluster:
     if context.cluster is None:
-        raise ResourceError("the checks, which list the devices, have not come to an end")
-    return {host: told["devices"] for host, told in context.cluster.each("rdma")}
+        raise ResourceError("the checks, which collect this, have not come to an end")
+    return context.cluster
 
 
 def _fill_system(section: Section, context: Context) -> None:
-    for answer in run_everywhere(context.hosts, ["sh", "-s"], context.chosen.ssh_config, input=SCRIPT, seconds=60.0):
-        parts = read_parts(answer.output)
-        section.data[answer.name] = {name: parts.get(name, "") for name in _COMMANDS}
-        section.text += f"\n### {answer.name}\n\n"
-        for name in _COMMANDS:
-            if parts.get(name, "").strip():
-                section.text += f"{name}:\n\n{fenced(parts[name])}\n"
-        if "end" not in parts:
-            section.error += f"{answer.name}: {answer.last_words or 'it has not answered all questions'} "
+    for host, facts in _cluster_of(context).each("facts"):
+        section.data[host] = facts["printed"]
+        section.text += f"\n### {host}\n\n"
+        section.text += "".join(
+            f"{name}:\n\n{fenced(text)}\n" for name, text in facts["printed"].items() if text.strip()
+        )
 
 
 def _fill_soft(section: Section, context: Context) -> None:
     for host in context.chosen.hosts():
-        context.say(host.name)
+        context.show(host.name)
         settings = {"MLXDIST_PROVIDER": "soft"}
         _add_run(section, probe(host.name, alone(context.chosen, host), [host.name], settings))
 
 
 def _fill_rdma(section: Section, context: Context) -> None:
-    cables, notes = cables_of(context.chosen, _devices_of(context))
+    devices = {host: rdma["devices"] for host, rdma in _cluster_of(context).each("rdma")}
+    runs, notes = rdma_runs(context.chosen, devices)
     section.text = "".join(f"{note}\n\n" for note in notes)
     section.data["notes"] = notes
-    for cable in cables:
-        context.say(cable.name)
-        found = probe(cable.name, cable.chosen, cable.hosts, cable.settings)
-        if cable.is_loop:
+    for planned in runs:
+        context.show(planned.name)
+        found = probe(planned.name, planned.chosen, planned.hosts, planned.settings)
+        if planned.is_loop:
             section.text += "Both ranks use one device of one host. A refusal at RTR is no fault of this host.\n\n"
         _add_run(section, found)
 
@@ -205,7 +197,7 @@ def _fill_late(section: Section, context: Context) -> None:
     section.text = f"The last rank is {seconds:g} s late for an all_sum whose result the others compute with.\n\n"
     variants = {"ranks meet on the host before": {}, "without that": {"MLXDIST_MEET_AFTER": "0"}}
     for name, settings in variants.items():
-        context.say(name)
+        context.show(name)
         words = [late_rank.__name__, f"{seconds:g}"]
         found = run(name, chosen, context.hosts, words, settings | {"MLXDIST_DEBUG": "warn"}, late_rank.MARK)
         # Without the meeting macOS is expected to end the GPU work of the ranks that wait.
@@ -248,7 +240,7 @@ SECTIONS = (
     Step("devices", "RDMA devices", _fill_devices, 10),
     Step("system", "What commands of the system print", _fill_system, 90),
     Step("soft", "Two ranks of each host, software provider", _fill_soft, 120, 120),
-    Step("rdma", "RDMA, one run for each cable", _fill_rdma, 900),
+    Step("rdma", "RDMA, one run for each link", _fill_rdma, 900),
     Step("speed", "Latency and bandwidth", _fill_speed, 180),
     Step("late", "A rank that is late", _fill_late, 300),
 )

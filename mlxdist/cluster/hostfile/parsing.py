@@ -1,25 +1,25 @@
-"""Hostfiles, read: the format is found by looking, everything wrong is said at once, with its line."""
+"""Hostfile parsing: detects the format and reports all errors at once, each with its line."""
 
 import difflib
 import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.validation import read_bounded
 
 from . import device_map, located_json
 from .hosts import (
     BACKENDS,
-    MOST,
+    MAX_MEASURED,
     Host,
     Hostfile,
     Measured,
     Problems,
     check_address,
-    check_figure,
+    check_measurement,
     check_name,
     check_variable,
 )
@@ -46,13 +46,9 @@ def read(path: str | os.PathLike[str]) -> Hostfile:
         InvalidArgument: it cannot be read, or what `parse` raises.
     """
     try:
-        with Path(path).open("rb") as file:
-            data = file.read(_MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "no file has such a name"
-        raise InvalidArgument(f"hostfile {os.fspath(path)!r:.200}: {why}") from None
-    if len(data) > _MAX_BYTES:
-        raise InvalidArgument(f"hostfile {path}: it has more than {_MAX_BYTES} bytes")
+        data = read_bounded(path, _MAX_BYTES)
+    except ValueError as error:
+        raise InvalidArgument(f"hostfile {os.fspath(path)!r:.200}: {error}") from None
     try:
         return parse(data.decode(), os.fspath(path))
     except UnicodeDecodeError as error:
@@ -182,17 +178,19 @@ def _measured(found: Located | None, problems: Problems) -> Measured | None:
         example = '{"tflops": 14.2, "memory_gbps": 380, "link_gbps": 5.1}'
         problems.error(found.line, f'"measured" must be an object such as {example}, not {found.plain()!r:.80}')
         return None
-    _warn_of_unknown(found, tuple(MOST), problems)
+    _warn_of_unknown(found, tuple(MAX_MEASURED), problems)
     for name in ("tflops", "memory_gbps"):
         if name not in found.value:
             problems.error(found.line, f'"measured" has no {name!r}')
-    figures = {name: item for name, item in found.value.items() if name in MOST}
-    wrong = [(item.line, text) for name, item in figures.items() if (text := check_figure(name, item.plain()))]
+    measurements = {name: item for name, item in found.value.items() if name in MAX_MEASURED}
+    wrong = [
+        (item.line, text) for name, item in measurements.items() if (text := check_measurement(name, item.plain()))
+    ]
     for line, text in wrong:
         problems.error(line, f'"measured": {text}')
-    if wrong or not {"tflops", "memory_gbps"} <= figures.keys():
+    if wrong or not {"tflops", "memory_gbps"} <= measurements.keys():
         return None
-    return Measured(**{name: float(item.value) for name, item in figures.items()})
+    return Measured(**{name: float(item.value) for name, item in measurements.items()})
 
 
 def _check_measured_alike(hosts: list[Host], problems: Problems) -> None:

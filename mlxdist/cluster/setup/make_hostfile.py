@@ -5,11 +5,11 @@ from dataclasses import replace
 
 from mlxdist.base.errors import InvalidArgument
 
-from ..hostfile.hosts import Host, Hostfile, ring_of_wires
+from ..facts.collect import HostFacts
+from ..hostfile.hosts import Host, Hostfile, ring_topology
 from ..topology.topology import Cable, End, Shape, Topology
 from .addresses import Link
 from .ethernet import Choice
-from .survey import Survey
 
 __all__ = ["BACKENDS", "make_hostfile", "rdma_notes"]
 
@@ -17,7 +17,7 @@ BACKENDS = ("mlxdist", "ring", "jaccl", "jaccl-ring")
 
 
 def make_hostfile(
-    surveys: Sequence[Survey],
+    machines: Sequence[HostFacts],
     topology: Topology,
     links: Sequence[Link],
     choices: Sequence[Choice | None],
@@ -35,9 +35,9 @@ def make_hostfile(
         InvalidArgument: ``backend`` cannot work over these cables, or a host has no address.
     """
     order = list(topology.ring if topology.shape is Shape.RING or backend in ("ring", "jaccl-ring") else ())
-    order = order or list(range(len(surveys)))
+    order = order or list(range(len(machines)))
     cells = {
-        (a, b): [_device(surveys[a], cable.end(a)) for cable in topology.between(a, b) if _is_usable(surveys, cable)]
+        (a, b): [_device(machines[a], cable.end(a)) for cable in topology.between(a, b) if _is_usable(machines, cable)]
         for a in order
         for b in order
         if a != b
@@ -48,39 +48,39 @@ def make_hostfile(
     known = {entry.name: entry for entry in hosts}
     entries = []
     for place, host in enumerate(order):
-        ips = _ips(backend, surveys, links, choices, host, order[place - 1], has_rdma)
+        ips = _ips(backend, machines, links, choices, host, order[place - 1], has_rdma)
         rdma = tuple(tuple(cells.get((host, other), ())) for other in order) if has_rdma else ()
-        entry = known.get(surveys[host].name, Host(surveys[host].name))
+        entry = known.get(machines[host].name, Host(machines[host].name))
         entries.append(replace(entry, ips=ips, rdma=rdma))
     envs = list(envs)
     whole = len(order) > 2 and all(cells.get((a, b)) for a, b in zip(order, order[1:] + order[:1]))
     if backend == "mlxdist" and topology.shape is Shape.RING and whole:
-        envs.append(ring_of_wires(sum(entry.slots for entry in entries)))
+        envs.append(ring_topology(sum(entry.slots for entry in entries)))
     return Hostfile(tuple(entries), backend, tuple(envs))
 
 
-def rdma_notes(surveys: Sequence[Survey], topology: Topology) -> list[str]:
+def rdma_notes(machines: Sequence[HostFacts], topology: Topology) -> list[str]:
     """Which hosts have a cable for RDMA, and no device for it."""
     notes = []
-    for host, survey in enumerate(surveys):
+    for host, machine in enumerate(machines):
         ends = [cable.end(host) for cable in topology.cables if cable.rdma and host in cable.pair]
-        without = [end for end in ends if end.interface and not _device(survey, end)]
-        if without and survey.is_mac:
-            state = "is switched off" if survey.rdma_ctl == "disabled" or not survey.rdma else "has no device"
+        without = [end for end in ends if end.interface and not _device(machine, end)]
+        if without and machine.is_mac:
+            state = "is switched off" if machine.rdma_ctl == "disabled" or not machine.rdma else "has no device"
             ports = ", ".join(end.port for end in without)
             notes.append(
-                f"RDMA {state} on {survey.name} ({ports}): with macOS 26.2 or newer, start it in recovery, run "
+                f"RDMA {state} on {machine.name} ({ports}): with macOS 26.2 or newer, start it in recovery, run "
                 "`rdma_ctl enable` in Terminal there, restart, and run this again"
             )
     return notes
 
 
-def _device(survey: Survey, end: End) -> str:
-    return (survey.rdma or {}).get(end.interface, "")
+def _device(machine: HostFacts, end: End) -> str:
+    return machine.rdma.get(end.interface, "")
 
 
-def _is_usable(surveys: Sequence[Survey], cable: Cable) -> bool:
-    return cable.rdma and all(_device(surveys[end.host], end) for end in (cable.a, cable.b))
+def _is_usable(machines: Sequence[HostFacts], cable: Cable) -> bool:
+    return cable.rdma and all(_device(machines[end.host], end) for end in (cable.a, cable.b))
 
 
 def _for_mlx(
@@ -103,7 +103,7 @@ def _for_mlx(
 
 def _ips(
     backend: str,
-    surveys: Sequence[Survey],
+    machines: Sequence[HostFacts],
     links: Sequence[Link],
     choices: Sequence[Choice | None],
     host: int,
@@ -114,11 +114,11 @@ def _ips(
     by_cable = [str(link.address(host).ip) for link in links if set(link.cable.pair) == {host, before}]
     if backend == "ring":
         if not by_cable:
-            a, b = surveys[before].name, surveys[host].name
+            a, b = machines[before].name, machines[host].name
             raise InvalidArgument(f"--backend ring: no cable with addresses leads from {a} to {b}")
         return tuple(by_cable)
     choice = choices[host]
     by_network = [str(choice.address.ip)] if choice is not None else []
     # Two hosts whose cable has no RDMA: by TCP it is faster than the network.
-    ips = [*by_cable, *by_network] if len(surveys) == 2 and (not has_rdma or not by_network) else by_network
+    ips = [*by_cable, *by_network] if len(machines) == 2 and (not has_rdma or not by_network) else by_network
     return tuple(dict.fromkeys(ips))

@@ -1,4 +1,4 @@
-"""Which RDMA runs a report makes: one for each cable of the device map, else one for each pair of hosts or device."""
+"""Which RDMA runs a report makes: one for each link of the device map, else one for each pair of hosts or device."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from mlxdist.cluster.hostfile import Host
 from mlxdist.cluster.hostfile.options import HostSelection
 
-__all__ = ["Cable", "alone", "cables_of"]
+__all__ = ["RdmaRun", "alone", "rdma_runs"]
 
-_MOST_CABLES, _MOST_LOOPS = 8, 2  # a report is made within minutes
+_MAX_LINKS, _MAX_LOOPS = 8, 2  # a report is made within minutes
 
 
 @dataclass(frozen=True)
-class Cable:
-    """A run: on these hosts, with these variables. ``chosen``: the hosts, with a device map of that cable alone."""
+class RdmaRun:
+    """On these hosts, with these variables. ``chosen``: the hosts, with a device map of that link alone."""
 
     name: str
     chosen: HostSelection
@@ -27,8 +27,8 @@ class Cable:
     is_loop: bool = False  # both ranks are on one host, and use the same device
 
 
-def cables_of(chosen: HostSelection, devices: Mapping[str, list[Mapping[str, Any]]]) -> tuple[list[Cable], list[str]]:
-    """``devices``: of each host, as doctor.rdma has answered. The runs, and why others are not made."""
+def rdma_runs(chosen: HostSelection, devices: Mapping[str, list[Mapping[str, Any]]]) -> tuple[list[RdmaRun], list[str]]:
+    """``devices``: of each host, the response to doctor.rdma. The runs, and why others are not made."""
     active = {host: [device for device in found if device["active"]] for host, found in devices.items()}
     notes = [
         f"{host}: {device['name']} is {device['state'] or device['error'] or 'unknown'}, so nothing is run on it"
@@ -38,25 +38,25 @@ def cables_of(chosen: HostSelection, devices: Mapping[str, list[Mapping[str, Any
     ]
     notes += [f"{host}: there is no RDMA device" for host, found in devices.items() if not found]
     hosts = chosen.hosts()
-    found = [cable for pair in combinations(range(len(hosts)), 2) for cable in _between(chosen, *pair, active)]
-    most = _MOST_CABLES
+    found = [run for pair in combinations(range(len(hosts)), 2) for run in _between(chosen, *pair, active)]
+    limit = _MAX_LINKS
     if not found:
         found = [_loop(chosen, host, device) for host in hosts for device in active.get(host.name, [])]
-        most = _MOST_LOOPS
-    notes += [f"{cable.name}: not run, a report makes {most} such runs at most" for cable in found[most:]]
-    return found[:most], notes
+        limit = _MAX_LOOPS
+    notes += [f"{run.name}: not run, a report makes {limit} such runs at most" for run in found[limit:]]
+    return found[:limit], notes
 
 
-def _between(chosen: HostSelection, i: int, j: int, active: Mapping[str, list[Mapping[str, Any]]]) -> list[Cable]:
+def _between(chosen: HostSelection, i: int, j: int, active: Mapping[str, list[Mapping[str, Any]]]) -> list[RdmaRun]:
     a, b = chosen.hosts()[i], chosen.hosts()[j]
     if not (active.get(a.name) and active.get(b.name)):
         return []
     provider = {"MLXDIST_PROVIDER": active[a.name][0]["provider"]}
-    if not (a.rdma and b.rdma):  # no map: addresses say which devices are joined
+    if not (a.rdma and b.rdma):  # no map: addresses show which devices are connected
         name = f"{a.name} and {b.name}, devices chosen by their addresses"
-        return [Cable(name, _only(chosen, replace(a, rdma=()), replace(b, rdma=())), (a.name, b.name), provider)]
+        return [RdmaRun(name, _only(chosen, replace(a, rdma=()), replace(b, rdma=())), (a.name, b.name), provider)]
     return [
-        Cable(
+        RdmaRun(
             f"{a.name} {near} to {b.name} {far}",
             _only(chosen, replace(a, rdma=((), (near,))), replace(b, rdma=((far,), ()))),
             (a.name, b.name),
@@ -66,12 +66,12 @@ def _between(chosen: HostSelection, i: int, j: int, active: Mapping[str, list[Ma
     ]
 
 
-def _loop(chosen: HostSelection, host: Host, device: Mapping[str, Any]) -> Cable:
+def _loop(chosen: HostSelection, host: Host, device: Mapping[str, Any]) -> RdmaRun:
     """Without another host: how far the verbs of this device get. Apple's driver may refuse RTR to itself."""
     name = device["name"]
     rows = json.dumps([[None, name], [name, None]])
     settings = {"MLXDIST_PROVIDER": device["provider"], "MLXDIST_DEVICE_MAP": rows}
-    return Cable(f"{host.name} {name} to itself", alone(chosen, host), (host.name,), settings, is_loop=True)
+    return RdmaRun(f"{host.name} {name} to itself", alone(chosen, host), (host.name,), settings, is_loop=True)
 
 
 def alone(chosen: HostSelection, host: Host) -> HostSelection:

@@ -1,0 +1,301 @@
+"""The one collector of facts about a host: a shell script, and what is read from its output.
+
+The script runs on this machine or over one ssh connection. It needs nothing installed there: hosts are usually
+connected to each other before mlxdist is installed on them.
+"""
+
+import functools
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mlxdist.base.errors import InvalidArgument
+
+from ..ssh.ssh import CommandResult, SshConfig, agent_advice, run, run_everywhere
+from .interfaces import (
+    Interface,
+    Service,
+    default_interface,
+    hardware_ports,
+    linux_interfaces,
+    macos_interfaces,
+    services,
+)
+from .system import (
+    Memory,
+    linux_memory,
+    lockable_memory,
+    macos_memory,
+    macos_version,
+    power_settings,
+    rdma_ctl_state,
+    settings,
+)
+from .thunderbolt import Receptacle, read_receptacles
+
+__all__ = ["PRINTED", "HostFacts", "collect_here", "collect_hosts", "output_of", "read_facts"]
+
+_SECONDS = 60.0  # system_profiler takes some, and networksetup asks for each service
+_COMMAND_SECONDS = 10.0
+_MAX_BYTES = 16 << 20
+# Sections of the output for a bug report. Names of network services, such as those of a VPN, are private.
+PRINTED = ("system", "rdma_ctl", "devices", "ports", "thunderbolt", "interfaces")
+
+# The path that ssh sets does not always lead to what only root needs. The script is read from standard input, so no
+# command may read that; and as one function, so that half of it does nothing. "setup": what only `mlxdist config`
+# needs, for a sudo that is denied is logged, and each network service takes time.
+_SCRIPT = r"""main() {
+PATH=$PATH:/usr/sbin:/sbin:/usr/bin:/bin LC_ALL=C
+export PATH LC_ALL
+say() { printf '\n@mlxdist:%s\n' "$1"; shift; "$@" </dev/null 2>/dev/null; }
+say system uname -s
+say architecture uname -m
+say release uname -r
+say user id -u
+if test "$1" = setup; then say sudo sh -c 'sudo -n true && echo yes'; fi
+case "$(uname -s)" in
+Darwin)
+  say version sw_vers
+  say sysctl sh -c 'for i in hw.memsize hw.model hw.ncpu machdep.cpu.brand_string vm.loadavg iogpu.wired_limit_mb; do
+    sysctl "$i"; done'
+  say memory vm_stat
+  say power pmset -g
+  say ports networksetup -listallhardwareports
+  if test "$1" = setup; then
+    say services networksetup -listnetworkserviceorder
+    networksetup -listallnetworkservices </dev/null 2>/dev/null | sed -e 1d -e 's/^[*]//' | while IFS= read -r name; do
+      say "service $name" networksetup -getinfo "$name"
+    done
+  fi
+  say interfaces ifconfig -a
+  say default route -n get default
+  say rdma_ctl rdma_ctl status
+  say thunderbolt system_profiler SPThunderboltDataType -json
+  say devices ibv_devices
+  ;;
+*)
+  say version cat /etc/os-release
+  say cores nproc
+  say load cat /proc/loadavg
+  say chip grep -m 1 'model name' /proc/cpuinfo
+  say memory cat /proc/meminfo
+  say memory_limit cat /sys/fs/cgroup/memory.max
+  say lockable sh -c 'ulimit -l'
+  say capabilities grep CapEff /proc/self/status
+  if test -d /run/systemd/system; then
+    say sleep systemctl is-enabled sleep.target suspend.target
+    say idle loginctl show-session --property=IdleAction
+  fi
+  if test "$1" = setup; then say nmcli nmcli -t -f RUNNING general; fi
+  say interfaces ip -json addr
+  say default ip -json route show default
+  say wireless sh -c 'for i in /sys/class/net/*/wireless; do test -d "$i" && basename "$(dirname "$i")"; done'
+  say kernel_rdma ls -d /sys/class/infiniband
+  say denied sh -c 'for i in /dev/infiniband/uverbs*; do test ! -e "$i" || test -r "$i" -a -w "$i" || echo "$i"; done'
+  say devices sh -c 'for i in /sys/class/infiniband/*/device/net/*; do test -e "$i" && echo "$i"; done'
+  ;;
+esac
+say end true
+}
+main "$@"
+"""
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What one host reports. None and empty: not known, because the system has no such thing, or does not say.
+
+    Attributes:
+        name: what ssh connects to.
+        system: "Darwin" or "Linux".
+        architecture: of the processor; "arm64".
+        macos: its version; (26, 3).
+        release: that version, or of another system's kernel; version: the same for people.
+        model, chip: of a Mac, and of its processor.
+        load: processes that want a core.
+        power: settings of pmset or systemd about sleep.
+        root: whether commands are run as root there already.
+        sudo: whether `sudo -n` runs them without a password.
+        rdma_ctl: "enabled", "disabled".
+        rdma: the RDMA device of each interface that has one.
+        kernel_rdma: whether Linux has a driver for RDMA.
+        denied: files of RDMA devices that this user may not open.
+        memlock: bytes that a process may lock, where there is a limit.
+        ports: the interface of each hardware port of a Mac.
+        default: the interface that other networks are reached by.
+        wireless: interfaces of Wi-Fi.
+        network_manager: whether NetworkManager runs there.
+        unreadable: what has another form than expected, in words; only cables need it.
+        printed: what commands printed, by section.
+    """
+
+    name: str = "localhost"
+    system: str = "Linux"
+    architecture: str = ""
+    macos: tuple[int, ...] | None = None
+    release: str = ""
+    version: str = ""
+    build: str = ""
+    model: str = ""
+    chip: str = ""
+    cores: int = 1
+    load: float = 0.0
+    memory: Memory = Memory()
+    power: Mapping[str, Any] = field(default_factory=dict)
+    root: bool = False
+    sudo: bool = False
+    rdma_ctl: str | None = None
+    rdma: Mapping[str, str] = field(default_factory=dict)
+    kernel_rdma: bool | None = None
+    denied: tuple[str, ...] = ()
+    memlock: int | None = None
+    receptacles: tuple[Receptacle, ...] = ()
+    ports: Mapping[str, str] = field(default_factory=dict)
+    services: tuple[Service, ...] = ()
+    interfaces: tuple[Interface, ...] = ()
+    default: str = ""
+    wireless: frozenset[str] = frozenset()
+    network_manager: bool = False
+    unreadable: str = ""
+    printed: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def is_mac(self) -> bool:
+        return self.system == "Darwin"
+
+    def interface(self, name: str) -> Interface | None:
+        return next((interface for interface in self.interfaces if interface.name == name), None)
+
+    def bridge_of(self, name: str) -> str:
+        return next((bridge.name for bridge in self.interfaces if name in bridge.members), "")
+
+
+def collect_hosts(names: Sequence[str], ssh_config: SshConfig) -> tuple[list[HostFacts], dict[str, str]]:
+    """Facts of the hosts that respond, with those for `mlxdist config`; for each other host what is wrong."""
+    found, wrong = [], {}
+    for answer in run_everywhere(names, ["sh", "-s", "setup"], ssh_config, input=_SCRIPT, seconds=_SECONDS):
+        try:
+            found.append(read_facts(answer.name, answer.output))
+        except InvalidArgument as error:
+            wrong[answer.name] = _what_is_wrong(answer, error)
+    return found, wrong
+
+
+@functools.cache
+def collect_here() -> HostFacts:
+    """Facts of this machine, as of the first call; those that the script has printed in time."""
+    answer = run("localhost", ["/bin/sh", "-s"], input=_SCRIPT, seconds=_SECONDS)
+    facts = _facts("localhost", _sections(answer.output), platform.system())
+    return replace(facts, architecture=platform.machine())  # of this Python, which may be for another processor
+
+
+def read_facts(name: str, text: str) -> HostFacts:
+    """What the script printed on a host.
+
+    Raises:
+        InvalidArgument: it did not come to its end, or this is neither macOS nor Linux.
+    """
+    sections = _sections(text)
+    if "end" not in sections:
+        raise InvalidArgument(f"{name} does not answer all questions")
+    system = sections.get("system", "").strip()
+    if system not in ("Darwin", "Linux"):
+        raise InvalidArgument(
+            f"{name} runs {system[:40] or 'an unknown system'}, and only macOS and Linux are known here"
+        )
+    return _facts(name, sections, system)
+
+
+def output_of(*command: str, seconds: float = _COMMAND_SECONDS) -> str:
+    """What a command of this machine prints; empty where there is none, or where it fails or hangs."""
+    # ssh gives a shell that is not for logging in a PATH without those of the administrator.
+    words = ["/bin/sh", "-c", 'export PATH=$PATH:/usr/sbin:/sbin LC_ALL=C; exec "$@"', "sh", *command]
+    return run("localhost", words, seconds=seconds).output
+
+
+def _sections(text: str) -> dict[str, str]:
+    """What each command of the script printed. What the start files of a shell print stands before the first mark."""
+    marks = re.split(r"^@mlxdist:(.*)\n", text[:_MAX_BYTES], flags=re.MULTILINE)
+    return dict(zip(marks[1::2], marks[2::2]))
+
+
+def _facts(name: str, sections: Mapping[str, str], system: str) -> HostFacts:
+    def output(section: str) -> str:
+        return sections.get(section, "").strip()
+
+    common = {
+        "architecture": output("architecture"),
+        "release": output("release"),
+        "root": output("user") == "0",
+        "sudo": "yes" in output("sudo"),
+        "default": default_interface(output("default")),
+        "printed": {name: sections[name] for name in PRINTED if name in sections},
+    }
+    return HostFacts(name, system, **(common | (_mac if system == "Darwin" else _linux)(sections, output)))
+
+
+def _mac(sections: Mapping[str, str], output: Any) -> dict[str, Any]:
+    ports, system, version = hardware_ports(output("ports")), settings(output("sysctl")), settings(output("version"))
+    details = {key.removeprefix("service "): text for key, text in sections.items() if key.startswith("service ")}
+    receptacles, unreadable = (), ""
+    try:
+        receptacles = read_receptacles(output("thunderbolt"), ports)
+    except InvalidArgument as error:
+        unreadable = str(error)
+    macos = macos_version(output("release"))
+    release = ".".join(map(str, macos)) if macos else output("release")
+    cores, load = system.get("hw.ncpu", ""), re.search(r"\d+\.\d+", system.get("vm.loadavg", ""))
+    return {
+        "macos": macos,
+        "release": release,
+        "version": f"macOS {release} ({version.get('BuildVersion', '')})",
+        "build": version.get("BuildVersion", ""),
+        "model": system.get("hw.model", ""),
+        "chip": system.get("machdep.cpu.brand_string", ""),
+        "cores": int(cores) if cores.isdecimal() else 1,
+        "load": float(load[0]) if load else 0.0,
+        "memory": macos_memory(output("memory"), system),
+        "power": {"pmset": power_settings(output("power"))},
+        "rdma_ctl": rdma_ctl_state(output("rdma_ctl")),
+        "rdma": {
+            i: device for device, i in re.findall(r"^\s*(rdma_(\S+))\s", sections.get("devices", ""), re.MULTILINE)
+        },
+        "receptacles": receptacles,
+        "ports": ports,
+        "services": services(output("services"), details),
+        "interfaces": macos_interfaces(output("interfaces")),
+        "wireless": frozenset(interface for port, interface in ports.items() if port in ("Wi-Fi", "AirPort")),
+        "unreadable": unreadable,
+    }
+
+
+def _linux(sections: Mapping[str, str], output: Any) -> dict[str, Any]:
+    pretty = re.search(r'^PRETTY_NAME="?([^"\n]*)', output("version"), re.MULTILINE)
+    idle = re.search(r"IdleAction=(\w+)", output("idle"))
+    asleep = {"masked": output("sleep").split() == ["masked"] * 2, "idle": idle[1] if idle else ""}
+    cores, load = output("cores"), re.match(r"\d+\.\d+", output("load"))
+    devices = re.findall(r"^/sys/class/infiniband/([^/]+)/device/net/(\S+)$", output("devices"), re.MULTILINE)
+    return {
+        "version": f"{pretty[1] if pretty else 'Linux'}, {output('release')}",
+        "chip": output("chip").partition(":")[2].strip() or output("architecture"),
+        "cores": int(cores) if cores.isdecimal() else 1,
+        "load": float(load[0]) if load else 0.0,
+        "memory": linux_memory(output("memory"), output("memory_limit")),
+        "power": {"systemd": asleep} if "sleep" in sections else {},
+        "rdma": {interface: device for device, interface in devices},
+        "kernel_rdma": bool(output("kernel_rdma")) if "kernel_rdma" in sections else None,
+        "denied": tuple(output("denied").split()),
+        "memlock": lockable_memory(output("lockable"), output("capabilities")),
+        "interfaces": linux_interfaces(output("interfaces")),
+        "wireless": frozenset(output("wireless").split()),
+        "network_manager": "running" in output("nmcli"),
+    }
+
+
+def _what_is_wrong(answer: CommandResult, error: InvalidArgument) -> str:
+    if answer.status == 0:
+        return str(error)
+    words = answer.last_words or f"exit status {answer.status}"
+    return f"{answer.name} does not answer: {words}{agent_advice(answer.name, words)}"

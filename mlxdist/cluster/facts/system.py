@@ -1,0 +1,88 @@
+"""Version, memory, power and limits of a system, from what its commands and files print."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = [
+    "Memory",
+    "linux_memory",
+    "lockable_memory",
+    "macos_memory",
+    "macos_version",
+    "power_settings",
+    "rdma_ctl_state",
+    "settings",
+    "vm_statistics",
+]
+
+_CAP_IPC_LOCK = 14
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes; None where the system does not say. ``wired_limit``: what the GPU of a Mac may have."""
+
+    total: int | None = None
+    available: int | None = None
+    wired_limit: int | None = None
+
+
+def settings(text: str) -> dict[str, str]:
+    """`sysctl NAME`, `sw_vers`: lines of ``name: value``."""
+    return dict(re.findall(r"^([\w.]+):\s*(.*?)\s*$", text, re.MULTILINE))
+
+
+def macos_version(release: str) -> tuple[int, int] | None:
+    """Of the kernel's ``uname -r``, which is the same for every program: (26, 3) for "25.3.0".
+
+    ``platform.mac_ver()`` is not: a Python that was linked with an SDK before 26 may read 16.3 there. Darwin's number
+    was that of macOS and 9 up to macOS 15, one less in macOS 26, and is the same since macOS 27; minor numbers agree.
+    """
+    found = re.match(r"(\d+)\.(\d+)\b", release)
+    if not found:
+        return None
+    major, minor = map(int, found.groups())
+    return (major - 9 if major < 25 else max(major, 26)), minor
+
+
+def macos_memory(statistics: str, sysctl: Mapping[str, str]) -> Memory:
+    total, wired = sysctl.get("hw.memsize", ""), sysctl.get("iogpu.wired_limit_mb", "")
+    return Memory(
+        int(total) if total.isdecimal() else None,
+        vm_statistics(statistics),
+        int(wired) << 20 if wired.isdecimal() else None,
+    )
+
+
+def vm_statistics(text: str) -> int | None:
+    """`vm_stat`: bytes that are available without paging anything out."""
+    page = re.search(r"page size of (\d+) bytes", text)
+    pages = dict(re.findall(r"^Pages ([\w -]+):\s+(\d+)\.", text, re.MULTILINE))
+    kinds = [int(pages[kind]) for kind in ("free", "inactive", "speculative", "purgeable") if kind in pages]
+    return int(page[1]) * sum(kinds) if page and kinds else None
+
+
+def linux_memory(meminfo: str, limit: str) -> Memory:
+    """/proc/meminfo, and the limit of a container, /sys/fs/cgroup/memory.max."""
+    found = {name: int(size) << 10 for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", meminfo, re.MULTILINE)}
+    sizes = (found.get("MemTotal"), found.get("MemAvailable"))
+    return Memory(*(min(size, int(limit)) if size is not None and limit.isdecimal() else size for size in sizes))
+
+
+def lockable_memory(limit: str, capabilities: str) -> int | None:
+    """`ulimit -l`; None where there is no limit, or where it does not hold for this user (/proc/self/status)."""
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)$", capabilities, re.MULTILINE)
+    is_exempt = bool(found and int(found[1], 16) >> _CAP_IPC_LOCK & 1)
+    return int(limit) << 10 if limit.isdecimal() and not is_exempt else None
+
+
+def power_settings(text: str) -> dict[str, int]:
+    """`pmset -g`: {"sleep": 1, "SleepDisabled": 0}, minutes for times."""
+    return {name: int(value) for name, value in re.findall(r"^\s*(\w+)\s+(\d+)\b", text, re.MULTILINE)}
+
+
+def rdma_ctl_state(text: str) -> str | None:
+    """`rdma_ctl status`."""
+    found = re.search(r"\b(enabled|disabled)\b", text, re.IGNORECASE)
+    return found[1].lower() if found else None

@@ -1,0 +1,109 @@
+"""All of `mlxdist doctor` but its command line: probe the hosts, run a job on those that pass, run the checks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from mlxdist.base.environment import OF_JOB
+from mlxdist.cluster.hostfile.options import HostSelection
+
+from .checks import run_checks
+from .cluster import CheckOptions, Cluster, Job
+from .exclude import failed_hosts
+from .findings import Result, Verdict
+from .job import try_job
+from .probe import OnProgress, probe
+from .report import print_problems
+
+__all__ = ["diagnose", "make_options", "preflight"]
+
+
+def make_options(
+    chosen: HostSelection,
+    command: Sequence[str],
+    *,
+    directory: str,
+    script: str | None = None,
+    model: str | None = None,
+    variables: Mapping[str, str] | None = None,
+    quick: bool = False,
+    full: bool = False,
+) -> CheckOptions:
+    """What to check the hosts for. Script and model are found in the command, where it has them."""
+    hostfile = chosen.hostfile
+    envs = dict(setting.split("=", 1) for setting in hostfile.envs) if hostfile else {}
+    ours = {name: v for name, v in os.environ.items() if name.startswith("MLXDIST_") and name not in OF_JOB}
+    return CheckOptions(
+        command=tuple(command),
+        script=script or next((word for word in command[:3] if word.endswith(".py")), ""),
+        model=model or _value_of("--model", command),
+        guessed=not model,
+        directory=directory,
+        variables=envs | ours | dict(variables or {}),
+        backend=hostfile.backend if hostfile else "",
+        quick=quick,
+        full=full,
+    )
+
+
+def diagnose(
+    chosen: HostSelection, options: CheckOptions, on_progress: OnProgress | None = None
+) -> tuple[Cluster, list[Result]]:
+    """Probes all hosts, runs a job on those that pass, and returns the results of all checks.
+
+    ``on_progress``: None shows the progress on the terminal.
+    """
+    hosts = chosen.hosts()
+    names = [host.name for host in hosts]
+    with contextlib.nullcontext(on_progress) if on_progress else _progress(names) as show:
+        cluster = probe(hosts, chosen.ssh_config, options, show)
+        results = run_checks(cluster, after_job=False)
+        failed = failed_hosts(names, results)
+        passed = [name for name in names if name not in failed]
+        if not passed:
+            cluster.job = Job(skipped="no host has passed the checks before")
+        else:
+            for name in passed:
+                show(name, "values and links")
+            cluster.job = try_job(chosen, passed, options)
+        return cluster, results + run_checks(cluster, after_job=True)
+
+
+def preflight(
+    chosen: HostSelection, command: Sequence[str], *, directory: str = "", variables: Mapping[str, str] | None = None
+) -> int:
+    """The checks that take seconds, before a job. Prints the problems and one line; 0 if the job may be started.
+
+    Args:
+        directory: where the ranks will run; the current one if empty.
+        variables: what is set for all ranks besides the hostfile's and this shell's: --env.
+    """
+    options = make_options(chosen, command, directory=directory or os.getcwd(), variables=variables, quick=True)
+    cluster, results = diagnose(chosen, options)
+    print_problems(cluster, results, sys.stderr)
+    return int(any(result.verdict is Verdict.FAIL for result in results))
+
+
+@contextlib.contextmanager
+def _progress(names: Sequence[str]) -> Iterator[OnProgress]:
+    """A line for each host, on a terminal."""
+    console = Console(stderr=True)
+    columns = SpinnerColumn(), TextColumn("{task.fields[host]}"), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        tasks = {name: bars.add_task("waiting", total=None, host=name) for name in names}
+        yield lambda name, step: bars.update(tasks[name], description=step or "done")
+
+
+def _value_of(option: str, command: Sequence[str]) -> str:
+    for word, after in zip(command, [*command[1:], ""]):
+        if word == option:
+            return after
+        if word.startswith(f"{option}="):
+            return word.partition("=")[2]
+    return ""
