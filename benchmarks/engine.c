@@ -57,7 +57,7 @@ struct measurement {
   const float *in;
   float *out;
   mlxdist_layout layout;
-  mlxdist_transfer transfer;
+  mlxdist_core_transfer transfer;
 };
 
 enum work { ALL_REDUCE, MEMCPY, TRANSFER, WORKS };
@@ -69,15 +69,15 @@ static char *bytes_of(size_t bytes, int factor) {
   return made;
 }
 
-static mlxdist_transfer transfer_of(size_t bytes) {
-  return (mlxdist_transfer){.bytes = bytes,
+static mlxdist_core_transfer transfer_of(size_t bytes) {
+  return (mlxdist_core_transfer){.bytes = bytes,
                             .cores = {cores[0], cores[1]},
                             .shared = bytes_of(bytes, 0),
                             .sent = {bytes_of(bytes, 1), bytes_of(bytes, 2)},
                             .received = {bytes_of(bytes, 0), bytes_of(bytes, 0)}};
 }
 
-static size_t transfer_end(mlxdist_transfer *transfer) {
+static size_t transfer_end(mlxdist_core_transfer *transfer) {
   size_t wrong = 0;
   for (int side = 0; side < 2; side++) {
     const char *wanted = transfer->sent[1 - side], *received = transfer->received[side];
@@ -96,7 +96,7 @@ static double transfers(struct measurement *m, int calls) {
   static double nanoseconds[MAX_CALLS + 1];
   double sum = 0;
   m->transfer.count = (uint64_t)calls;
-  REQUIRE(mlxdist_time_transfers(&m->transfer, nanoseconds) == MLXDIST_OK);
+  REQUIRE(mlxdist_time_core_transfers(&m->transfer, nanoseconds) == MLXDIST_OK);
   for (int i = 0; i < calls; i++) sum += nanoseconds[i];
   return sum / calls / 1e3;
 }

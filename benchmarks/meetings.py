@@ -25,7 +25,7 @@ import mlxdist
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import train_and_generate as demo  # noqa: E402
 
-MEETING_OPERATIONS = 256  # of native/endpoint/meeting.h
+MEETING_OPERATIONS = 256  # of native/engine/meeting.h
 ROUNDS = 9
 
 

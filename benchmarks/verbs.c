@@ -79,7 +79,7 @@ static void pin(int rank) {
 static void run(struct world *world, int rank, int size) {
   int barriers = 0;
   pin(rank);
-  mlxdist_link links[2][MLXDIST_LINKS] = {0};
+  mlxdist_link links[2][MLXDIST_MAX_LINKS] = {0};
   links[1 - rank][0] = own[rank];
   mlxdist_options options;
   mlxdist_default_options(&options);

@@ -14,31 +14,53 @@ from pathlib import Path
 import pytest
 
 __all__ = [
+    "LAYERS",
     "NATIVE",
     "SANITIZE_MEMORY",
     "SANITIZE_THREADS",
     "build_program",
     "c_compiler",
     "compile_source",
+    "folder_sources",
+    "layer_includes",
     "layer_sources",
     "link",
     "run_program",
 ]
 
 NATIVE = Path(__file__).parent.parent / "native"
+# The directories of each layer, from the bottom up, as CMakeLists.txt has them. Each sees those above it in this list.
+LAYERS = {
+    "verbs": ("verbs",),
+    "providers": ("providers", "providers/soft"),
+    "transport": ("transport",),
+    "engine": ("engine",),
+    "reduce": ("reduce",),
+    "collectives": ("collectives",),
+}
 SANITIZE_MEMORY = ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 SANITIZE_THREADS = ["-g", "-O1", "-fsanitize=thread"]
 _BUILD_SECONDS = 120
 
 
-def layer_sources(*folders: str, segment: str | None = None) -> list[Path]:
-    """The C files of folders of native/, as CMakeLists.txt chooses them for this system.
+def layer_sources(top: str = "collectives", segment: str | None = None) -> list[Path]:
+    """The C files of the layer ``top`` and of those below it, as CMakeLists.txt chooses them for this system.
 
     ``segment``: "memfd" or "posix", to take that one of a pair of files instead of this system's.
     """
+    layers = list(LAYERS)[: list(LAYERS).index(top) + 1]
+    return [file for layer in layers for folder in LAYERS[layer] for file in folder_sources(folder, segment)]
+
+
+def folder_sources(folder: str, segment: str | None = None) -> list[Path]:
     unwanted = ("_posix",) if (segment or _own_segment()) == "memfd" else ("_memfd", "_abstract")
-    files = [file for folder in folders for file in sorted((NATIVE / folder).glob("*.c"))]
-    return [file for file in files if not file.stem.endswith(unwanted)]
+    return [file for file in sorted((NATIVE / folder).glob("*.c")) if not file.stem.endswith(unwanted)]
+
+
+def layer_includes(top: str = "collectives") -> list[str]:
+    """The compiler's flags for the header of the engine, and those of the layer ``top`` and of those below it."""
+    layers = list(LAYERS)[: list(LAYERS).index(top) + 1]
+    return [f"-I{NATIVE / folder}" for folder in ("include", *layers)]
 
 
 def build_program(

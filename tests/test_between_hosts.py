@@ -25,7 +25,7 @@ def hosts(request):
 def program(tmp_path_factory):
     sources = [NATIVE / "tests" / f"{name}.c" for name in ("soft_host", "soft_side", "soft_stream")]
     folder = tmp_path_factory.mktemp("native")
-    return build_program(folder / "soft_host", sources + layer_sources("verbs", "providers/soft"), ["-O2"])
+    return build_program(folder / "soft_host", sources + layer_sources("providers"), ["-O2"])
 
 
 def test_messages(hosts, program):

@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from native_build import LAYERS, NATIVE, c_compiler, compile_source, folder_sources, layer_includes, layer_sources
 from packaging.requirements import Requirement
 
 from mlxdist.version import __version__
@@ -19,17 +20,21 @@ BIN = Path(sys.executable).parent
 HEADER = ROOT / "native" / "include" / "mlxdist.h"
 PAIRS = ROOT / "native" / "cmake" / "mlx_pairs.cmake"
 
-# What each directory of native/ may include. Only a provider sees a provider: no collective can go around the verbs.
-LAYERS = {
+# What each directory of native/ may include. Only the transport sees the providers, and of them their table alone: no
+# collective can go around the verbs.
+MAY_INCLUDE = {
     "verbs": {"verbs"},
-    "providers/soft": {"verbs", "providers/soft"},
-    "bindings/softverbs": {"verbs", "providers/soft", "bindings/softverbs"},
+    "providers": {"verbs", "providers", "providers/soft"},
+    "providers/soft": {"verbs", "providers"},
+    "transport": {"include", "verbs", "providers", "transport"},
+    "engine": {"include", "verbs", "providers", "transport", "engine"},
     "reduce": {"include", "reduce"},
-    "endpoint": {"include", "verbs", "endpoint"},
-    "collectives": {"include", "verbs", "endpoint", "reduce", "collectives"},
+    "collectives": {"include", "verbs", "providers", "transport", "engine", "reduce", "collectives"},
+    "bindings/softverbs": {"verbs", "providers", "providers/soft", "bindings/softverbs"},
     "bindings/mlx": {"include"},
     "bindings/mpi": {"include"},
 }
+NATIVE_FLAGS = ("-std=gnu11", "-O1", '-DMLXDIST_VERSION="0.0.0"', *layer_includes())
 
 
 def run(*command: object, timeout: float = 60) -> str:
@@ -164,8 +169,98 @@ def test_layers_include_only_what_is_below_them(tmp_path):
         if not source.is_relative_to(native):
             continue
         folder = str(source.parent.relative_to(native))
-        included = [Path(path) for path in re.findall(r"-(?:I|isystem) ?(\S+)", entry["command"])]
-        own = {str(path.relative_to(native)) for path in included if path.is_relative_to(native)}
-        assert own <= LAYERS[folder], f"{source} sees {own - LAYERS[folder]}"
+        flags = [Path(path) for path in re.findall(r"-(?:I|isystem) ?(\S+)", entry["command"])]
+        visible = {str(path.relative_to(native)) for path in flags if path.is_relative_to(native)}
+        allowed = MAY_INCLUDE[folder] | {folder}
+        assert visible <= allowed, f"{source} sees {visible - allowed}"
+        included = {str(path.parent.relative_to(native)) for path in includes(source)}
+        assert included <= allowed, f"{source} includes {included - allowed}"
         seen.add(folder)
-    assert seen == set(LAYERS)
+    assert seen == set(MAY_INCLUDE)
+
+
+def includes(file: Path) -> list[Path]:
+    """The files of native/ that a file includes by name."""
+    names = re.findall(r'^#include "([\w./]+)"$', file.read_text(), re.MULTILINE)
+    folders = [file.parent, *(NATIVE / flag.removeprefix("-I") for flag in layer_includes())]
+    found = [next((folder / name for folder in folders if (folder / name).exists()), None) for name in names]
+    return [path.resolve() for path in found if path]
+
+
+def cycle(graph: dict[object, set]) -> list:
+    """One cycle of the graph; empty where there is none."""
+    done: set = set()
+    for start in graph:
+        path, stack = [], [(start, iter(graph[start]))]
+        while stack and start not in done:
+            node, successors = stack[-1]
+            path = [of for of, _ in stack]
+            following = next((one for one in successors if one not in done), None)
+            if following in path:
+                return [*path[path.index(following) :], following]
+            if following is None:
+                done.add(node)
+                stack.pop()
+            else:
+                stack.append((following, iter(graph.get(following, ()))))
+    return []
+
+
+def test_no_cycle_of_includes():
+    files = [file for folders in LAYERS.values() for folder in folders for file in (NATIVE / folder).glob("*.h")]
+    assert len(files) > 50
+    assert cycle({file.resolve(): set(includes(file)) for file in files}) == []
+
+
+def symbols(layer: str) -> dict[str, tuple[set[str], set[str]]]:
+    """For each C file of a layer the functions and objects that it defines, and those that it takes from others."""
+    found = {}
+    for folder in LAYERS[layer]:
+        for source in folder_sources(folder):
+            lines = run("nm", compile_source(source, c_compiler(), NATIVE_FLAGS)).splitlines()
+            names = [line.split()[-2:] for line in lines]
+            defined = {name for kind, name in names if kind in "TDBRC"}
+            found[f"{folder}/{source.name}"] = defined, {name for kind, name in names if kind == "U"}
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nm of Linux")
+def test_calls_go_down():
+    """A layer calls itself and those below it; within a layer no files call each other in a cycle."""
+    below: set[str] = set()
+    everything = {name for layer in LAYERS for defined, _ in symbols(layer).values() for name in defined}
+    for layer in LAYERS:
+        files = symbols(layer)
+        home = {name: file for file, (defined, _) in files.items() for name in defined}
+        upward = {(file, name) for file, (_, used) in files.items() for name in used & everything - below - home.keys()}
+        assert upward == set(), f"{layer} calls what is above it"
+        calls = {file: {home[name] for name in used & home.keys()} - {file} for file, (_, used) in files.items()}
+        assert layer == "providers" or cycle(calls) == [], f"in {layer} files call each other"  # soft.h shows its own
+        below |= home.keys()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nm of Linux")
+def test_functions_are_declared_in_the_header_of_their_file():
+    """So that a reader sees in the headers that a file includes which files it calls."""
+    for layer in ("transport", "engine", "collectives"):
+        for file, (defined, _) in symbols(layer).items():
+            header = NATIVE / Path(file).with_suffix(".h")
+            declared = HEADER.read_text() + (header.read_text() if header.exists() else "")
+            assert [name for name in defined if not re.search(rf"\b{name}\b", declared)] == [], file
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="GNU's linker")
+@pytest.mark.parametrize(
+    ("layer", "upward"), [("verbs", "soft_find_mr"), ("transport", "engine_lock"), ("engine", "choose")]
+)
+def test_a_call_upward_does_not_link(tmp_path, layer, upward):
+    source = tmp_path / "upward.c"
+    for name, links in (("main_of_nothing", True), (upward, False)):
+        body = "" if links else f"{name}();"
+        source.write_text(f"void {name}(void);\nint main(void) {{ {body} return 0; }}\n")
+        objects = [compile_source(one, c_compiler(), NATIVE_FLAGS) for one in layer_sources(layer)]
+        command = [*c_compiler(), source, *objects, "-o", tmp_path / "program", "-lpthread", "-ldl"]
+        if links:
+            run(*command)
+        else:
+            assert f"undefined reference to `{upward}'" in fails(*command)

@@ -66,7 +66,7 @@ def test_info_tells_of_a_lost_message(run_ranks, tmp_path):
     written = ranks_wrote(run_ranks, tmp_path, "info", "loses")
     assert all(level != "trace" for rank in written for _, _, level, _, _ in written[rank])
     again = [text for _, _, _, subsystem, text in written[0] if subsystem == "message"]
-    assert again and again[0].endswith("to rank 1 are sent again, from number 2 of the eager queue pair 0 on"), again
+    assert again and again[0].endswith("to rank 1 are retransmitted, from number 2 of the eager queue pair 0 on"), again
 
 
 def test_nothing_is_written_without_cause(run_ranks):
@@ -74,25 +74,25 @@ def test_nothing_is_written_without_cause(run_ranks):
 
 
 def test_lines_go_to_stderr_by_default():
-    program = "from mlxdist.base import debug; debug.warn('cable', 'one'); debug.info('cable', 'two')"
+    program = "from mlxdist import debug; debug.warn('link', 'one'); debug.info('link', 'two')"
     written = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60).stderr
-    assert re.fullmatch(r"[0-9:.]+ mlxdist rank - pid \d+ warn cable: one\n", written)
+    assert re.fullmatch(r"[0-9:.]+ mlxdist rank - pid \d+ warn link: one\n", written)
 
 
 @pytest.mark.parametrize(
     "spec, wanted",
     [
-        (None, ["warn cable", "warn flight"]),
+        (None, ["warn link", "warn flight"]),
         ("off", []),
-        ("info", ["warn cable", "info cable", "warn flight", "info flight"]),
-        ("info:flight", ["warn cable", "warn flight", "info flight"]),
-        ("trace:cable", ["warn cable", "info cable", "trace cable", "warn flight"]),
+        ("info", ["warn link", "info link", "warn flight", "info flight"]),
+        ("info:flight", ["warn link", "warn flight", "info flight"]),
+        ("trace:link", ["warn link", "info link", "trace link", "warn flight"]),
     ],
 )
 def test_levels_and_subsystems(tmp_path, monkeypatch, spec, wanted):
     monkeypatch.setattr(debug, "_output", debug._Output())
     debug.open_output(Environment(rank=3, debug=spec, debug_file=str(tmp_path / "%r")))
-    for subsystem in ("cable", "flight"):
+    for subsystem in ("link", "flight"):
         for level in (debug.warn, debug.info, debug.trace):
             level(subsystem, "text")
     debug.open_output(Environment())  # closes the file

@@ -110,7 +110,7 @@ def test_the_secret_is_not_shown():
         ({"MLXDIST_TOPOLOGY": "0-4"}, ["MLXDIST_TOPOLOGY=0-4", "0 to 3"]),
         ({"MLXDIST_DEBUG": "loud"}, ["MLXDIST_DEBUG='loud'", "off, warn, info, trace"]),
         ({"MLXDIST_DEBUG": ""}, ["MLXDIST_DEBUG=''", "off, warn, info, trace"]),
-        ({"MLXDIST_DEBUG": "info:cabel"}, ["no subsystem 'cabel'", "cable"]),
+        ({"MLXDIST_DEBUG": "info:lnik"}, ["no subsystem 'lnik'", "link"]),
         ({"MLXDIST_DEBUG": "info:"}, ["no subsystem ''"]),
         ({"MLXDIST_DEBUG_FILE": ""}, ["MLXDIST_DEBUG_FILE is empty"]),
         ({"MLXDIST_DEBUG_FILE": "a%x"}, ["MLXDIST_DEBUG_FILE='a%x'", "%h (host)"]),

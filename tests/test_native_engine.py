@@ -3,14 +3,20 @@
 from collections.abc import Iterator
 
 import pytest
-from native_build import NATIVE, SANITIZE_MEMORY, SANITIZE_THREADS, build_program, layer_sources, run_program
+from native_build import (
+    NATIVE,
+    SANITIZE_MEMORY,
+    SANITIZE_THREADS,
+    build_program,
+    layer_includes,
+    layer_sources,
+    run_program,
+)
 
-LAYERS = ("verbs", "providers/soft", "endpoint", "reduce", "collectives")
-INCLUDES = [f"-I{NATIVE / folder}" for folder in ("include", "verbs", "endpoint", "reduce", "collectives")]
-FLAGS = ["-std=gnu11", '-DMLXDIST_VERSION="0.0.0"', *INCLUDES]
-PARTS = ("", "_faults", "_cables", "_repair", "_keepalive", "_apple", "_odd", "_completions")
+FLAGS = ["-std=gnu11", '-DMLXDIST_VERSION="0.0.0"', *layer_includes()]
+PARTS = ("", "_faults", "_failover", "_reconnect", "_keepalive", "_apple", "_odd", "_completions")
 NAMES = [f"engine{part}_test" for part in PARTS]
-SLOW = [f"engine{of}_test" for of in ("", "_keepalive", "_faults", "_cables", "_completions")]
+SLOW = [f"engine{of}_test" for of in ("", "_keepalive", "_faults", "_failover", "_completions")]
 # For the thread sanitizer the ranks are threads of one process, so that it sees both sides of their shared memory.
 VARIANTS = {"optimized": ["-O2"], "memory": SANITIZE_MEMORY, "threads": [*SANITIZE_THREADS, "-DWORLD_THREADS"]}
 
@@ -24,6 +30,6 @@ def cases() -> Iterator[object]:
 
 @pytest.mark.parametrize(("name", "variant"), list(cases()))
 def test_engine(tmp_path, name, variant):
-    sources = [NATIVE / "tests" / f"{name}.c", *layer_sources(*LAYERS)]
+    sources = [NATIVE / "tests" / f"{name}.c", *layer_sources()]
     program = build_program(tmp_path / "engine", sources, [*FLAGS, *VARIANTS[variant]])
     assert f"{name} passed" in run_program(program, timeout=600)

@@ -30,7 +30,7 @@ def segment_names() -> set[Path]:
 def build(folder: Path, program: str, flags: list[str], segment: str) -> Path:
     tests = NATIVE / "tests"
     sources = [tests / f"soft_{program}_test.c", tests / "soft_side.c", tests / "soft_stream.c"]
-    return build_program(folder / program, sources + layer_sources("verbs", "providers/soft", segment=segment), flags)
+    return build_program(folder / program, sources + layer_sources("providers", segment), flags)
 
 
 def cases() -> Iterator[object]:

@@ -21,7 +21,7 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="macOS finds librd
 
 
 def build(folder: Path, program: str) -> Path:
-    sources = [NATIVE / f"tests/{program}_test.c", *layer_sources("verbs", "providers/soft")]
+    sources = [NATIVE / f"tests/{program}_test.c", *layer_sources("providers")]
     return build_program(folder / program, sources, SANITIZE_MEMORY)
 
 

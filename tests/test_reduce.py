@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from native_build import NATIVE, SANITIZE_MEMORY, build_program, layer_sources, run_program
+from native_build import NATIVE, SANITIZE_MEMORY, build_program, folder_sources, run_program
 
 INCLUDES = [f"-I{NATIVE / folder}" for folder in ("include", "reduce")]
 OPTIMIZED = ["-O3", "-ffp-contract=off"]
@@ -15,7 +15,7 @@ X86 = platform.machine() == "x86_64"
 
 
 def build(folder: Path, flags: list[str], compiler: str | None = None) -> Path:
-    sources = [NATIVE / "tests" / "reduce_test.c", *layer_sources("reduce")]
+    sources = [NATIVE / "tests" / "reduce_test.c", *folder_sources("reduce")]
     return build_program(folder / "reduce", sources, [*flags, *INCLUDES], compiler)
 
 

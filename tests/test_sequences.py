@@ -3,7 +3,7 @@ NumPy and MLX, 1 to 8 ranks. Every result is compared with the reference.
 
 A program is data, so that one that fails is reduced to its shortest form and can be run again:
 
-    ranks, algorithm (MLXDIST_ALGO), connect_at_start, faults (for mlxdist_group_inject), and steps:
+    ranks, algorithm (MLXDIST_ALGO), connect_at_start, faults (for mlxdist_group_inject_faults), and steps:
       {"do": "split", "group": g, "colors": [...], "keys": [...]}     one of each for every rank of the world
       {"do": "forget", "group": g}                                    nobody holds on to these groups any more
       {"do": "burst", "groups": [...], "each": operation, ...}        the same operation in all of them, with handles

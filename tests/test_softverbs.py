@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from native_build import NATIVE, SANITIZE_MEMORY, build_program, layer_sources, run_program
+from native_build import NATIVE, SANITIZE_MEMORY, build_program, folder_sources, layer_sources, run_program
 
 PROGRAMS = ["objects", "messages", "writes", "processes"]
 SUFFIX = "dylib" if sys.platform == "darwin" else "so"
@@ -55,14 +55,14 @@ def test_program(tmp_path, own_header, program):
 @pytest.mark.long
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_sanitized(tmp_path, own_header, program):
-    parts = [*sources(program), *layer_sources("verbs", "providers/soft", "bindings/softverbs")]
+    parts = [*sources(program), *layer_sources("providers"), *folder_sources("bindings/softverbs")]
     run_program(build_program(tmp_path / program, parts, [*SANITIZE_MEMORY, *own_header]), timeout=300)
 
 
 @pytest.mark.long
 def test_segments_of_macos(tmp_path, own_header):
     """Here too: memory that has a name until it is mapped."""
-    parts = [*sources("objects"), *layer_sources("verbs", "providers/soft", "bindings/softverbs", segment="posix")]
+    parts = [*sources("objects"), *layer_sources("providers", "posix"), *folder_sources("bindings/softverbs")]
     run_program(build_program(tmp_path / "objects", parts, own_header))
 
 

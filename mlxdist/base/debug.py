@@ -1,6 +1,6 @@
 """Debug output of what is written in Python: MLXDIST_DEBUG, MLXDIST_DEBUG_FILE. docs/debugging.md is for users.
 
-The engine has its own writer (native/endpoint/debug.h), with the same levels, subsystems and format: the lines of both
+The engine has its own writer (native/transport/debug.h), with the same levels, subsystems and format: the lines of both
 may go to the same file. One line:
 
     12:34:56.789012 mlxdist rank 1 pid 4711 warn rendezvous: rank 0 has died or closed its connection

@@ -35,10 +35,10 @@ __all__ = [
 MAX_RANKS = 1024
 MAX_RESTARTS = 1000
 ALGORITHMS = ("auto", "direct", "mesh", "ring", "doubling", "tree")  # enum mlxdist_algorithm of mlxdist.h
-DEBUG_LEVELS = ("off", "warn", "info", "trace")  # enum debug_level of native/endpoint/debug.h
+DEBUG_LEVELS = ("off", "warn", "info", "trace")  # enum debug_level of native/transport/debug.h
 DEBUG_SUBSYSTEMS = (
-    "cable", "connection", "deadline", "failure", "flight", "load", "meeting", "message", "operation", "rendezvous",
-    "repair", "verbs",
+    "connection", "deadline", "failure", "flight", "link", "load", "meeting", "message", "operation", "reconnect",
+    "rendezvous", "verbs",
 )  # fmt: skip
 PROVIDERS = ("auto", "soft", "ibverbs", "librdma")
 QP_TYPES = ("uc", "rc")
@@ -98,7 +98,7 @@ VARIABLES = (
     Variable("MLXDIST_SOFT_TRANSPORT", "transport of the soft provider: auto, shm or tcp", "auto"),
     Variable("MLXDIST_INJECT_FAULTS", "faults of the soft provider, for tests: a list as in soft/faults.h", "none"),
     Variable("MLXDIST_TUNING_FILE", "rank 0: file of the tuning table, or none", "~/.config/mlxdist/tuning.json"),
-    Variable("MLXDIST_DEBUG", "debug output: off, warn, info or trace, and subsystems: info:cable,rendezvous", "warn"),
+    Variable("MLXDIST_DEBUG", "debug output: off, warn, info or trace, and subsystems: info:link,rendezvous", "warn"),
     Variable("MLXDIST_DEBUG_FILE", "file for debug output; %h is the host, %p the process, %r the rank", "stderr"),
     Variable("MLXDIST_FLIGHT_DIR", "directory of the flight recorder's files, or none", "the current directory"),
 )
@@ -411,7 +411,7 @@ def _debug(environ: Mapping[str, str], name: str) -> str | None:
     if level not in DEBUG_LEVELS:
         raise EnvironmentVariableError(
             f"{name}={text!r}: the level must be one of {', '.join(DEBUG_LEVELS)}, and subsystems follow a colon, as "
-            "in info:cable,rendezvous"
+            "in info:link,rendezvous"
         )
     unknown = [subsystem for subsystem in names.split(",") if subsystem not in DEBUG_SUBSYSTEMS]
     if colon and unknown:

@@ -256,7 +256,7 @@ class Standstill:
         again = due = 0.0
         while self._sleep():
             waits, _ = self._waits()
-            still = {(wait.number, wait.moves) for wait in waits or [] if wait.stuck_ns > _STILL * 1e9}
+            still = {(wait.number, wait.progress_count) for wait in waits or [] if wait.stuck_ns > _STILL * 1e9}
             if not still <= seen:
                 again, due = _AGAIN, 0.0
             seen = still
@@ -375,11 +375,11 @@ class Standstill:
         operations = {
             wait.number: _Operation(
                 wait.number,
-                wait.moves,
+                wait.progress_count,
                 wait.rank,
                 wait.group,
                 wait.receives,
-                wait.stream,
+                wait.transfer,
                 ffi.string(wait.name).decode(errors="replace"),
             )
             for wait in waits

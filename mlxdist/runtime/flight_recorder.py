@@ -1,6 +1,6 @@
 """The flight recorder: what this rank did last, written to a file when the group fails or somebody asks for it.
 
-The engine keeps the operations (native/endpoint/flight.h); `mlxdist dump` and mlxdist/tools/observe read the files of all ranks
+The engine keeps the operations (native/engine/flight_recorder.h); `mlxdist dump` and mlxdist/tools/observe read the files of all ranks
 and say who is behind whom. docs/debugging.md is for users.
 """
 
@@ -102,14 +102,14 @@ class Recorder:
 
     def position(self) -> str:
         """What this rank does, for the others: "in all_gather #412 at train.py:88 for 12.3 s"; "" if nobody knows."""
-        entries = ffi.new("mlxdist_flight[]", _RECENT)
+        entries = ffi.new("mlxdist_flight_record[]", _RECENT)
         with self._reading:
             count = 0 if self._native is None else lib.mlxdist_flight_read(self._native, entries, _RECENT)
         if count == 0:
             return ""
         recent = list(entries[0:count])
         entry = next((e for e in recent if e.ended_ns == 0), None) or max(recent, key=lambda e: e.ended_ns)
-        name, place = (ffi.string(text).decode(errors="replace") for text in (entry.operation, entry.place))
+        name, place = (ffi.string(text).decode(errors="replace") for text in (entry.operation, entry.call_site))
         at = f" {place}" if place.startswith("near ") else f" at {place}" if place else ""
         seconds = (time.monotonic_ns() - (entry.ended_ns or entry.started_ns)) / 1e9
         text = f"{name} #{entry.sequence}{at}"
@@ -185,7 +185,7 @@ class Recorder:
     def _record(self, why: str, most: int = MAX_OPERATIONS) -> dict[str, Any] | None:
         """``most``: of the operations so many, first of all those in progress; and of the threads the main one."""
         is_brief = most < MAX_OPERATIONS
-        entries = ffi.new("mlxdist_flight[]", _RECENT if is_brief else MAX_OPERATIONS)
+        entries = ffi.new("mlxdist_flight_record[]", _RECENT if is_brief else MAX_OPERATIONS)
         with self._reading:
             if self._native is None:
                 return None
@@ -245,7 +245,7 @@ def _operation(entry: Any) -> dict[str, Any]:
     return {
         "number": entry.number,
         "group": entry.group,
-        "hidden": bool(entry.hidden),
+        "hidden": bool(entry.internal),
         "collective": bool(entry.collective),
         "sequence": entry.sequence,
         "operation": ffi.string(entry.operation).decode(),
@@ -260,7 +260,7 @@ def _operation(entry: Any) -> dict[str, Any]:
         "ended_ns": entry.ended_ns or None,
         "status": entry.status,
         "waits_for": _or_none(entry.waits_for),
-        "place": ffi.string(entry.place).decode(errors="replace"),
+        "place": ffi.string(entry.call_site).decode(errors="replace"),
     }
 
 

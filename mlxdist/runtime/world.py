@@ -285,12 +285,12 @@ class World:
         self._timeout = options.entry_timeout or _FOR_EVER
         links = _links(choice)  # what has a name here lives until the engine has copied it
         options.links = links[0]
-        wires = options.wires = _wires(environment, choice)
+        wires = options.adjacency = _wires(environment, choice)
         native = ffi.new("mlxdist_group **")
         check(lib.mlxdist_group_create(self.rank, self.size, options, native))
         self.native = native[0]
-        lib.mlxdist_group_side_channel(self.native, lib.send_through_side_channel, self._context)
-        check(lib.mlxdist_group_tune(self.native, table, len(table)))
+        lib.mlxdist_group_set_side_channel(self.native, lib.send_through_side_channel, self._context)
+        check(lib.mlxdist_group_set_tuning(self.native, table, len(table)))
         self._inject(environment.inject_faults)  # before connecting: a fault may concern that
         address = ffi.new("char[]", lib.mlxdist_group_address_size(self.native))
         check(lib.mlxdist_group_address(self.native, address))
@@ -358,7 +358,7 @@ class World:
     def _inject(self, faults: str | None) -> None:
         """The ranks draw different faults, unless the list itself says where the generator begins."""
         for text in () if faults is None else (f"seed={self.rank + 1}", faults):
-            check(lib.mlxdist_group_inject(self.native, text.encode()))
+            check(lib.mlxdist_group_inject_faults(self.native, text.encode()))
 
     def _tell_provider(self, environment: Environment, choice: Choice | None) -> None:
         """What was chosen, and why, is never a secret where there was something to choose."""
@@ -381,14 +381,14 @@ class World:
         self._peer_news(rank, "gone: it has left the group (finalize)")
 
     def _peer_news(self, rank: int, text: str) -> None:
-        lib.mlxdist_group_peer_news(self.native, rank, text.encode())
+        lib.mlxdist_group_set_peer_status(self.native, rank, text.encode())
 
     def _message(self, rank: int, tag: str, data: bytes) -> None:
         if tag == TAG:
             self._standstill.take(rank, data)
         if tag == _CONNECT:
             try:
-                check(lib.mlxdist_group_message(self.native, rank, data, len(data)))
+                check(lib.mlxdist_group_side_channel_receive(self.native, rank, data, len(data)))
             except errors.Error as error:
                 self._rendezvous.announce(error)
                 self._abort_native(error)
@@ -442,7 +442,7 @@ def _links(choice: Choice | None) -> list[Any]:
     """The engine's list of this rank's links, NULL for the engine's own choice; and the texts that it points to."""
     if choice is None:
         return [ffi.NULL]
-    each = lib.MLXDIST_LINKS
+    each = lib.MLXDIST_MAX_LINKS
     links = ffi.new("mlxdist_link[]", len(choice.links) * each)
     kept = [links]
     for rank, to_rank in enumerate(choice.links):

@@ -1,5 +1,5 @@
 #include "choose.h"
-#include "mesh.h"
+#include "direct.h"
 #include "ring.h"
 
 int mlxdist_all_gather(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout,
@@ -11,12 +11,13 @@ int mlxdist_all_gather(mlxdist_group *group, const void *in, void *out, const ml
   struct wire_descriptor descriptor = layout_describe(WIRE_ALL_GATHER, layout, 0, -1, algorithm);
   status = collective_new(group, "all_gather", &descriptor, &operation);
   if (status) return status;
-  /* Equal parts: `size` elements of `bytes` bytes would overflow an element size, so count bytes. */
-  struct parts parts = {.count = layout_bytes(layout) * (uint64_t)group->size, .element_bytes = 1, .size = group->size};
+  /* Equal chunks: `size` elements of `bytes` bytes would overflow an element size, so count bytes. */
+  struct chunks chunks = {
+      .count = layout_bytes(layout) * (uint64_t)group->size, .element_bytes = 1, .size = group->size};
   if (algorithm == MLXDIST_RING) {
-    ring_gather_parts(operation, &parts, in, out);
+    ring_all_gather(operation, &chunks, in, out);
   } else {
-    mesh_gather_parts(operation, &parts, in, out);
+    direct_all_gather(operation, &chunks, in, out);
   }
   return operation_start(operation, handle);
 }

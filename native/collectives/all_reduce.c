@@ -1,6 +1,6 @@
 #include "choose.h"
-#include "doubling.h"
-#include "mesh.h"
+#include "recursive_doubling.h"
+#include "direct.h"
 #include "ring.h"
 #include "tree.h"
 
@@ -14,22 +14,24 @@ int mlxdist_all_reduce(mlxdist_group *group, const void *in, void *out, const ml
   struct wire_descriptor descriptor = layout_describe(WIRE_ALL_REDUCE, layout, op, -1, algorithm);
   status = collective_new(group, "all_reduce", &descriptor, &operation);
   if (status) return status;
-  char *own = (char *)out + part_offset(&reduction.parts, group->rank);
   if (group->size == 1) {
     operation_round(operation);
     operation_copy(operation, out, in, reduction.bytes);
   } else if (algorithm == MLXDIST_DIRECT) {
-    mesh_reduce_all(operation, &reduction, in, out);
-  } else if (algorithm == MLXDIST_DOUBLING) {
-    doubling_reduce_all(operation, &reduction, in, out);
+    direct_all_reduce(operation, &reduction, in, out);
+  } else if (algorithm == MLXDIST_RECURSIVE_DOUBLING) {
+    recursive_doubling_all_reduce(operation, &reduction, in, out);
   } else if (algorithm == MLXDIST_TREE) {
-    tree_reduce_all(operation, &reduction, in, out);
-  } else if (algorithm == MLXDIST_RING) {
-    ring_reduce_parts(operation, &reduction, in, out, own);
-    ring_gather_parts(operation, &reduction.parts, own, out);
+    star_all_reduce(operation, &reduction, in, out);
   } else {
-    mesh_reduce_parts(operation, &reduction, in, own);
-    mesh_gather_parts(operation, &reduction.parts, own, out);
+    char *own = (char *)out + chunk_offset(&reduction.chunks, group->rank);
+    if (algorithm == MLXDIST_RING) {
+      ring_reduce_scatter(operation, &reduction, in, out, own);
+      ring_all_gather(operation, &reduction.chunks, own, out);
+    } else {
+      direct_reduce_scatter(operation, &reduction, in, own);
+      direct_all_gather(operation, &reduction.chunks, own, out);
+    }
   }
   return operation_start(operation, handle);
 }

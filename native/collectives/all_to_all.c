@@ -1,8 +1,8 @@
-#include "parts.h"
+#include "chunks.h"
 
 /* On all ranks alike: those that have all cables would wait for the others. */
 static int check_wires(const mlxdist_group *group, const char *name) {
-  if (group->fully_wired) return MLXDIST_OK;
+  if (group->fully_connected) return MLXDIST_OK;
   return fail(MLXDIST_INVALID_ARGUMENT, "%s needs a cable between every two ranks (MLXDIST_TOPOLOGY)", name);
 }
 
@@ -28,7 +28,7 @@ int mlxdist_all_to_all(mlxdist_group *group, const void *in, void *out, const ml
   return operation_start(operation, handle);
 }
 
-/* The parts must have sizes, and a sum, of 64 bits. */
+/* The chunks must have sizes, and a sum, of 64 bits. */
 static int check_counts(const mlxdist_group *group, const uint64_t *counts, uint64_t row_bytes) {
   uint64_t total = 0, bytes;
   for (int32_t member = 0; member < group->size; member++)

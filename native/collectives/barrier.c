@@ -1,8 +1,8 @@
 #include "barrier.h"
 
 #include "choose.h"
-#include "doubling.h"
-#include "mesh.h"
+#include "recursive_doubling.h"
+#include "direct.h"
 #include "ring.h"
 
 int barrier_run(mlxdist_group *group, enum wire_operation as, mlxdist_handle **handle) {
@@ -12,11 +12,11 @@ int barrier_run(mlxdist_group *group, enum wire_operation as, mlxdist_handle **h
   int status = collective_new(group, "barrier", &descriptor, &operation);
   if (status) return status;
   if (algorithm == MLXDIST_RING) {
-    ring_meet(operation);
-  } else if (algorithm == MLXDIST_DOUBLING) {
-    doubling_meet(operation);
+    ring_barrier(operation);
+  } else if (algorithm == MLXDIST_RECURSIVE_DOUBLING) {
+    recursive_doubling_barrier(operation);
   } else {
-    mesh_meet(operation);
+    direct_barrier(operation);
   }
   return operation_start(operation, handle);
 }

@@ -1,5 +1,5 @@
 #include "choose.h"
-#include "mesh.h"
+#include "direct.h"
 #include "ring.h"
 #include "tree.h"
 
@@ -12,13 +12,14 @@ static void to_everyone(struct operation *operation, char *data, uint64_t bytes,
 }
 
 /* A part to each, so that all of them can pass it on: the root sends S bytes and not (n-1) S (van de Geijn 1994). */
-static void scatter_parts(struct operation *operation, const struct parts *parts, char *data, int32_t root) {
+static void scatter_parts(struct operation *operation, const struct chunks *chunks, char *data, int32_t root) {
   const mlxdist_group *group = operation_group(operation);
-  char *own = data + part_offset(parts, group->rank);
+  char *own = data + chunk_offset(chunks, group->rank);
   operation_round(operation);
-  if (group->rank != root) operation_receive(operation, root, own, part_bytes(parts, group->rank));
+  if (group->rank != root) operation_receive(operation, root, own, chunk_bytes(chunks, group->rank));
   for (int32_t member = 0; member < group->size && group->rank == root; member++)
-    if (member != root) operation_send(operation, member, data + part_offset(parts, member), part_bytes(parts, member));
+    if (member != root)
+      operation_send(operation, member, data + chunk_offset(chunks, member), chunk_bytes(chunks, member));
 }
 
 int mlxdist_broadcast(mlxdist_group *group, void *data, const mlxdist_layout *layout, int32_t root,
@@ -32,9 +33,9 @@ int mlxdist_broadcast(mlxdist_group *group, void *data, const mlxdist_layout *la
   status = collective_new(group, "broadcast", &descriptor, &operation);
   if (status) return status;
   uint64_t bytes = layout_bytes(layout);
-  struct parts parts = {
+  struct chunks chunks = {
       .count = layout_count(layout), .element_bytes = mlxdist_dtype_size(layout->dtype), .size = group->size};
-  char *own = (char *)data + part_offset(&parts, group->rank);
+  char *own = (char *)data + chunk_offset(&chunks, group->rank);
   if (algorithm == MLXDIST_DIRECT) {
     to_everyone(operation, data, bytes, root);
   } else if (algorithm == MLXDIST_TREE) {
@@ -42,8 +43,8 @@ int mlxdist_broadcast(mlxdist_group *group, void *data, const mlxdist_layout *la
   } else if (algorithm == MLXDIST_RING) {
     ring_broadcast(operation, data, bytes, root);
   } else {
-    scatter_parts(operation, &parts, data, root);
-    mesh_gather_parts(operation, &parts, own, data);
+    scatter_parts(operation, &chunks, data, root);
+    direct_all_gather(operation, &chunks, own, data);
   }
   return operation_start(operation, handle);
 }

@@ -10,18 +10,18 @@
 #define HAS(algorithm) (1u << MLXDIST_##algorithm)
 
 static const uint32_t algorithms[] = {
-    [MLXDIST_ALL_REDUCE] = HAS(DIRECT) | HAS(MESH) | HAS(RING) | HAS(DOUBLING) | HAS(TREE),
+    [MLXDIST_ALL_REDUCE] = HAS(DIRECT) | HAS(MESH) | HAS(RING) | HAS(RECURSIVE_DOUBLING) | HAS(TREE),
     [MLXDIST_ALL_GATHER] = HAS(DIRECT) | HAS(RING),
     [MLXDIST_REDUCE_SCATTER] = HAS(DIRECT) | HAS(RING),
     [MLXDIST_BROADCAST] = HAS(DIRECT) | HAS(MESH) | HAS(RING) | HAS(TREE),
-    [MLXDIST_BARRIER] = HAS(DIRECT) | HAS(RING) | HAS(DOUBLING),
+    [MLXDIST_BARRIER] = HAS(DIRECT) | HAS(RING) | HAS(RECURSIVE_DOUBLING),
     [MLXDIST_REDUCE] = HAS(DIRECT) | HAS(MESH) | HAS(RING) | HAS(TREE),
     [MLXDIST_GATHER] = HAS(DIRECT) | HAS(RING),
     [MLXDIST_SCATTER] = HAS(DIRECT) | HAS(RING),
 };
 #define OPERATIONS ((int32_t)(sizeof algorithms / sizeof *algorithms))
 
-static bool has(int32_t operation, int32_t algorithm) {
+static inline bool has(int32_t operation, int32_t algorithm) {
   return algorithm > MLXDIST_AUTO && algorithm <= MLXDIST_TREE && (algorithms[operation] >> algorithm & 1);
 }
 
@@ -36,7 +36,7 @@ static enum mlxdist_algorithm by_default(const mlxdist_group *group, int32_t ope
   switch (operation) {
     case MLXDIST_ALL_REDUCE:
       /* For two ranks direct moves as few bytes as any other. */
-      if (sparse) return small ? MLXDIST_DOUBLING : MLXDIST_RING;
+      if (sparse) return small ? MLXDIST_RECURSIVE_DOUBLING : MLXDIST_RING;
       if (group->engine->crowded && group->size >= CROWDED_TREE_RANKS && small) return MLXDIST_TREE;
       return group->size == 2 || small ? MLXDIST_DIRECT : MLXDIST_MESH;
     case MLXDIST_ALL_GATHER:
@@ -46,7 +46,7 @@ static enum mlxdist_algorithm by_default(const mlxdist_group *group, int32_t ope
       return group->size > 2 && !small ? MLXDIST_MESH : MLXDIST_DIRECT;
     case MLXDIST_GATHER:
     case MLXDIST_SCATTER: return MLXDIST_DIRECT;
-    case MLXDIST_BARRIER: return sparse ? MLXDIST_DOUBLING : MLXDIST_DIRECT;
+    case MLXDIST_BARRIER: return sparse ? MLXDIST_RECURSIVE_DOUBLING : MLXDIST_DIRECT;
     default: return sparse ? MLXDIST_TREE : group->size == 2 || small ? MLXDIST_DIRECT : MLXDIST_MESH;
   }
 }
@@ -56,7 +56,7 @@ enum mlxdist_algorithm choose(const mlxdist_group *group, enum mlxdist_operation
   const struct engine *engine = group->engine;
   uint64_t bytes = layout ? layout_bytes(layout) : 0;
   if (group->size == 1) return MLXDIST_DIRECT;
-  if (!group->fully_wired) return MLXDIST_RING; /* the only one that keeps to the cables */
+  if (!group->fully_connected) return MLXDIST_RING; /* the only one that keeps to the cables */
   if (has(operation, engine->options.algo)) return engine->options.algo;
   for (uint64_t i = 0; i < engine->tuning_lines; i++) {
     const mlxdist_tuning *line = &engine->tuning[i];

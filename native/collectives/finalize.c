@@ -11,6 +11,6 @@ int mlxdist_group_finalize(mlxdist_group *group) {
     return fail(MLXDIST_INVALID_ARGUMENT,
                 "finalize is for the group of all ranks; one made by split ends with destroy");
   int status = barrier_run(group, WIRE_FINALIZE, 0);
-  group->engine->finalized = true;
+  group->engine->finalized = group->engine->transport.keepalive_stopped = true;
   return status;
 }

@@ -1,5 +1,5 @@
 #include "choose.h"
-#include "parts.h"
+#include "chunks.h"
 #include "ring.h"
 
 static void to_root(struct operation *operation, const char *in, char *out, uint64_t bytes, int32_t root) {
@@ -17,9 +17,9 @@ static void to_root(struct operation *operation, const char *in, char *out, uint
 /* To everyone, because everyone passes it on. */
 static void around(struct operation *operation, const char *in, char *out, uint64_t bytes, int32_t root) {
   const mlxdist_group *group = operation_group(operation);
-  struct parts parts = {.count = bytes * (uint64_t)group->size, .element_bytes = 1, .size = group->size};
-  if (group->rank != root) out = operation_scratch(operation, parts.count);
-  ring_gather_parts(operation, &parts, in, out);
+  struct chunks chunks = {.count = bytes * (uint64_t)group->size, .element_bytes = 1, .size = group->size};
+  if (group->rank != root) out = operation_scratch(operation, chunks.count);
+  ring_all_gather(operation, &chunks, in, out);
 }
 
 int mlxdist_gather(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout, int32_t root,

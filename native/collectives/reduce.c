@@ -1,5 +1,5 @@
 #include "choose.h"
-#include "mesh.h"
+#include "direct.h"
 #include "ring.h"
 #include "tree.h"
 
@@ -13,41 +13,41 @@ static void to_root(struct operation *operation, const struct reduction *reducti
   }
   for (int32_t member = 0; member < group->size; member++)
     if (member != root) operation_receive(operation, member, 0, reduction->bytes);
-  operation_fold(operation, (struct fold){.kernel = reduction->kernel,
-                                          .element_bytes = reduction->parts.element_bytes,
-                                          .own = in,
-                                          .own_place = root,
-                                          .out = out});
+  operation_reduce(operation, (struct reduce_step){.kernel = reduction->kernel,
+                                                   .element_bytes = reduction->chunks.element_bytes,
+                                                   .own = in,
+                                                   .own_position = root,
+                                                   .out = out});
 }
 
 /* Every rank reduces its part and hands it to the root, which receives (n-1)/n S bytes twice and not (n-1) S. */
 static void parts_to_root(struct operation *operation, const struct reduction *reduction, const char *in, char *out,
                           int32_t root) {
   const mlxdist_group *group = operation_group(operation);
-  const struct parts *parts = &reduction->parts;
+  const struct chunks *chunks = &reduction->chunks;
   if (group->rank != root) {
-    uint64_t bytes = part_bytes(parts, group->rank);
+    uint64_t bytes = chunk_bytes(chunks, group->rank);
     char *own = operation_scratch(operation, bytes);
-    mesh_reduce_parts(operation, reduction, in, own);
+    direct_reduce_scatter(operation, reduction, in, own);
     operation_round(operation);
     operation_send(operation, root, own, bytes);
     return;
   }
-  mesh_reduce_parts(operation, reduction, in, out + part_offset(parts, root));
+  direct_reduce_scatter(operation, reduction, in, out + chunk_offset(chunks, root));
   operation_round(operation);
   for (int32_t member = 0; member < group->size; member++)
     if (member != root)
-      operation_receive(operation, member, out + part_offset(parts, member), part_bytes(parts, member));
+      operation_receive(operation, member, out + chunk_offset(chunks, member), chunk_bytes(chunks, member));
 }
 
-/* Around the ring, to everyone: it costs the links no more than to hand all parts on to the root. */
+/* Around the ring, to everyone: it costs the links no more than to hand all chunks on to the root. */
 static void around(struct operation *operation, const struct reduction *reduction, const char *in, char *out,
                    int32_t root) {
   const mlxdist_group *group = operation_group(operation);
   if (group->rank != root) out = operation_scratch(operation, reduction->bytes);
-  char *own = out + part_offset(&reduction->parts, group->rank);
-  ring_reduce_parts(operation, reduction, in, out, own);
-  ring_gather_parts(operation, &reduction->parts, own, out);
+  char *own = out + chunk_offset(&reduction->chunks, group->rank);
+  ring_reduce_scatter(operation, reduction, in, out, own);
+  ring_all_gather(operation, &reduction->chunks, own, out);
 }
 
 int mlxdist_reduce(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout, int32_t op,

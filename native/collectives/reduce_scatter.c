@@ -1,5 +1,5 @@
 #include "choose.h"
-#include "mesh.h"
+#include "direct.h"
 #include "ring.h"
 
 int mlxdist_reduce_scatter(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout, int32_t op,
@@ -17,9 +17,9 @@ int mlxdist_reduce_scatter(mlxdist_group *group, const void *in, void *out, cons
     operation_round(operation);
     operation_copy(operation, out, in, reduction.bytes);
   } else if (algorithm == MLXDIST_RING) {
-    ring_reduce_parts(operation, &reduction, in, 0, out);
+    ring_reduce_scatter(operation, &reduction, in, 0, out);
   } else {
-    mesh_reduce_parts(operation, &reduction, in, out);
+    direct_reduce_scatter(operation, &reduction, in, out);
   }
   return operation_start(operation, handle);
 }

@@ -8,12 +8,6 @@ struct place {
   int32_t position, size;
 };
 
-int ring_check(const mlxdist_group *group, const char *name) {
-  if (group->ring) return MLXDIST_OK;
-  return fail(MLXDIST_INVALID_ARGUMENT,
-              "%s: the cables of the %d ranks make no ring, and not every two ranks are joined", name, group->size);
-}
-
 static struct place place_of(const struct operation *operation) {
   const mlxdist_group *group = operation_group(operation);
   struct place place = {.group = group, .size = group->size};
@@ -26,41 +20,42 @@ static int32_t behind(const struct place *place, int32_t steps) {
   return place->group->ring[((place->position - steps) % place->size + place->size) % place->size];
 }
 
-void ring_reduce_parts(struct operation *operation, const struct reduction *reduction, const char *in, char *partial,
-                       char *out) {
-  const struct parts *parts = &reduction->parts;
+void ring_reduce_scatter(struct operation *operation, const struct reduction *reduction, const char *in, char *partial,
+                         char *out) {
+  const struct chunks *chunks = &reduction->chunks;
   struct place place = place_of(operation);
-  uint64_t most = part_most_bytes(parts);
+  uint64_t most = chunk_max_bytes(chunks);
   /* Two partial results at a time: the one that leaves and the one that is computed. */
   char *scratch = partial || place.size == 2 ? 0 : operation_scratch(operation, 2 * most);
-  const char *leaving = in + part_offset(parts, behind(&place, 1));
+  const char *leaving = in + chunk_offset(chunks, behind(&place, 1));
   for (int32_t step = 0; step < place.size - 1; step++) {
     int32_t sent = behind(&place, 1 + step), received = behind(&place, 2 + step);
     bool last = step == place.size - 2;
-    char *result = last ? out : partial ? partial + part_offset(parts, received) : scratch + (step & 1) * most;
+    char *result = last ? out : partial ? partial + chunk_offset(chunks, received) : scratch + (step & 1) * most;
     operation_round(operation);
-    operation_send(operation, behind(&place, -1), leaving, part_bytes(parts, sent));
-    operation_receive(operation, behind(&place, 1), 0, part_bytes(parts, received));
-    operation_fold(operation, (struct fold){.kernel = reduction->kernel,
-                                            .element_bytes = parts->element_bytes,
-                                            .own = in + part_offset(parts, received),
-                                            .own_place = 1,
-                                            .out = result,
-                                            .in_place = result == leaving});
+    operation_send(operation, behind(&place, -1), leaving, chunk_bytes(chunks, sent));
+    operation_receive(operation, behind(&place, 1), 0, chunk_bytes(chunks, received));
+    operation_reduce(operation, (struct reduce_step){.kernel = reduction->kernel,
+                                                     .element_bytes = chunks->element_bytes,
+                                                     .own = in + chunk_offset(chunks, received),
+                                                     .own_position = 1,
+                                                     .out = result,
+                                                     .in_place = result == leaving});
     leaving = result;
   }
 }
 
-void ring_gather_parts(struct operation *operation, const struct parts *parts, const char *own, char *out) {
+void ring_all_gather(struct operation *operation, const struct chunks *chunks, const char *own, char *out) {
   struct place place = place_of(operation);
   const char *leaving = own;
   for (int32_t step = 0; step < place.size - 1; step++) {
     int32_t sent = behind(&place, step), received = behind(&place, step + 1);
     operation_round(operation);
-    if (step == 0) operation_copy(operation, out + part_offset(parts, sent), own, part_bytes(parts, sent));
-    operation_send(operation, behind(&place, -1), leaving, part_bytes(parts, sent));
-    leaving = out + part_offset(parts, received);
-    operation_receive(operation, behind(&place, 1), out + part_offset(parts, received), part_bytes(parts, received));
+    if (step == 0) operation_copy(operation, out + chunk_offset(chunks, sent), own, chunk_bytes(chunks, sent));
+    operation_send(operation, behind(&place, -1), leaving, chunk_bytes(chunks, sent));
+    leaving = out + chunk_offset(chunks, received);
+    operation_receive(operation, behind(&place, 1), out + chunk_offset(chunks, received),
+                      chunk_bytes(chunks, received));
   }
 }
 
@@ -81,7 +76,7 @@ void ring_broadcast(struct operation *operation, char *data, uint64_t bytes, int
   }
 }
 
-void ring_meet(struct operation *operation) {
+void ring_barrier(struct operation *operation) {
   struct place place = place_of(operation);
   for (int32_t step = 0; step < place.size - 1; step++) {
     operation_round(operation);

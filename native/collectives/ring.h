@@ -9,22 +9,20 @@
 #ifndef MLXDIST_COLLECTIVES_RING_H
 #define MLXDIST_COLLECTIVES_RING_H
 
-#include "parts.h"
+#include "chunks.h"
 
-/* INVALID_ARGUMENT where the cables of the group make no ring. */
-int ring_check(const mlxdist_group* group, const char* name);
+/* As direct_reduce_scatter. `partial`: memory for all chunks of the array, or NULL for memory of the operation's own.
+ */
+void ring_reduce_scatter(struct operation* operation, const struct reduction* reduction, const char* in, char* partial,
+                         char* out);
 
-/* As mesh_reduce_parts. `partial`: memory for all parts of the array, or NULL for memory of the operation's own. */
-void ring_reduce_parts(struct operation* operation, const struct reduction* reduction, const char* in, char* partial,
-                       char* out);
-
-/* As mesh_gather_parts. */
-void ring_gather_parts(struct operation* operation, const struct parts* parts, const char* own, char* out);
+/* As direct_all_gather. */
+void ring_all_gather(struct operation* operation, const struct chunks* chunks, const char* own, char* out);
 
 /* The root's `data` from one to the next, in pieces, so that all pass them on at the same time: S bytes a rank. */
 void ring_broadcast(struct operation* operation, char* data, uint64_t bytes, int32_t root);
 
 /* Ends once every rank has come. */
-void ring_meet(struct operation* operation);
+void ring_barrier(struct operation* operation);
 
 #endif

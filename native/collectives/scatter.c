@@ -1,5 +1,5 @@
 #include "choose.h"
-#include "parts.h"
+#include "chunks.h"
 #include "ring.h"
 
 static void from_root(struct operation *operation, const char *in, char *out, uint64_t bytes, int32_t root) {

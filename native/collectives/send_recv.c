@@ -1,4 +1,4 @@
-#include "operation.h"
+#include "start.h"
 
 /* One half of a transfer: NULL layout means that there is none. */
 struct half {
@@ -26,7 +26,7 @@ static int transfer(mlxdist_group *group, const char *name, struct half send, st
   struct wire_descriptor receives = layout_describe(WIRE_SEND, recv.layout, 0, -1, MLXDIST_DIRECT);
   if (!status) status = operation_new(group, send.layout ? &sends : &receives, &operation);
   if (status) return status;
-  if (recv.layout) operation_receives(operation, &receives);
+  if (recv.layout) operation->receives = receives; /* it may differ from what is sent */
   operation_round(operation);
   if (send.layout) operation_send(operation, send.rank, send.data, layout_bytes(send.layout));
   if (recv.layout) operation_receive(operation, recv.rank, recv.data, layout_bytes(recv.layout));

@@ -16,7 +16,7 @@ static struct node node_of(const struct operation *operation, int32_t root) {
 
 static int32_t rank_of(const struct node *node, int32_t number) { return (number + node->root) % node->size; }
 
-void tree_reduce_all(struct operation *operation, const struct reduction *reduction, const char *in, char *out) {
+void star_all_reduce(struct operation *operation, const struct reduction *reduction, const char *in, char *out) {
   const mlxdist_group *group = operation_group(operation);
   operation_round(operation);
   if (group->rank > 0) {
@@ -26,10 +26,10 @@ void tree_reduce_all(struct operation *operation, const struct reduction *reduct
     return;
   }
   for (int32_t member = 1; member < group->size; member++) operation_receive(operation, member, 0, reduction->bytes);
-  operation_fold(operation, (struct fold){.kernel = reduction->kernel,
-                                          .element_bytes = reduction->parts.element_bytes,
-                                          .own = in,
-                                          .out = out});
+  operation_reduce(operation, (struct reduce_step){.kernel = reduction->kernel,
+                                                   .element_bytes = reduction->chunks.element_bytes,
+                                                   .own = in,
+                                                   .out = out});
   operation_round(operation);
   for (int32_t member = 1; member < group->size; member++) operation_send(operation, member, out, reduction->bytes);
 }
@@ -55,10 +55,10 @@ void tree_reduce(struct operation *operation, const struct reduction *reduction,
     for (int32_t bit = 1; bit < node.lowest; bit *= 2)
       if (node.number + bit < node.size)
         operation_receive(operation, rank_of(&node, node.number + bit), 0, reduction->bytes);
-    operation_fold(operation, (struct fold){.kernel = reduction->kernel,
-                                            .element_bytes = reduction->parts.element_bytes,
-                                            .own = in,
-                                            .out = out});
+    operation_reduce(operation, (struct reduce_step){.kernel = reduction->kernel,
+                                                     .element_bytes = reduction->chunks.element_bytes,
+                                                     .own = in,
+                                                     .out = out});
   }
   if (node.number == 0) return;
   operation_round(operation);

@@ -97,11 +97,11 @@ typedef struct mlxdist_layout {
  * over for the operation's own choice. */
 typedef enum mlxdist_algorithm {
   MLXDIST_AUTO = 0,
-  MLXDIST_DIRECT = 1,   /* everyone to everyone at once */
-  MLXDIST_MESH = 2,     /* reduce_scatter, then all_gather, each direct */
-  MLXDIST_RING = 3,     /* neighbour to neighbour, n - 1 steps each way */
-  MLXDIST_DOUBLING = 4, /* log2(n) steps with partners at distance 1, 2, 4 ... */
-  MLXDIST_TREE = 5,     /* log2(n) steps from or to the root; all_reduce: to the first rank and back, in two */
+  MLXDIST_DIRECT = 1,             /* everyone to everyone at once */
+  MLXDIST_MESH = 2,               /* reduce_scatter, then all_gather, each direct */
+  MLXDIST_RING = 3,               /* neighbour to neighbour, n - 1 steps each way */
+  MLXDIST_RECURSIVE_DOUBLING = 4, /* log2(n) steps with partners at distance 1, 2, 4 ... */
+  MLXDIST_TREE = 5, /* log2(n) steps from or to the root; all_reduce: to the first rank and back, in two */
 } mlxdist_algorithm;
 
 /* The operations that have more than one algorithm. */
@@ -127,16 +127,16 @@ typedef struct mlxdist_tuning {
 
 /* For benchmarks: bytes that go from one core to another and back, again and again. All five arrays have `bytes` and do
  * not overlap. Side 0 is the calling thread, side 1 one that is made for it. */
-typedef struct mlxdist_transfer {
+typedef struct mlxdist_core_transfer {
   uint64_t bytes;
   uint64_t count;      /* of round trips */
   int32_t cores[2];    /* that the sides are kept on, where the system can do that; negative: on any */
   void* shared;        /* which each side copies into and the other copies out of */
   const void* sent[2]; /* by each side */
   void* received[2];
-} mlxdist_transfer;
+} mlxdist_core_transfer;
 
-#define MLXDIST_LINKS 2 /* cables between two ranks, at most */
+#define MLXDIST_MAX_LINKS 2 /* cables between two ranks, at most */
 
 /* By what messages to one rank leave. */
 typedef struct mlxdist_link {
@@ -154,7 +154,7 @@ typedef struct mlxdist_options {
   uint32_t bulk_slots;       /* bulk slots per peer and direction */
   uint32_t eager_slots;      /* eager slots (4096 bytes) per peer and direction */
   uint32_t cables;           /* devices that large messages to a peer are spread over: 1 or 2 */
-  const mlxdist_link* links; /* size x MLXDIST_LINKS: those to rank 0, to rank 1 ...; NULL: `cables` devices of the
+  const mlxdist_link* links; /* size x MLXDIST_MAX_LINKS: those to rank 0, to rank 1 ...; NULL: `cables` devices of the
                                 software provider to every rank. Copied */
   int32_t reliable;          /* 1: queue pairs of the reliable connection (RC) instead of UC; not by every provider */
   double meet_after;         /* seconds since a peer was last heard in an operation after which mlxdist_arrive wants a
@@ -162,8 +162,8 @@ typedef struct mlxdist_options {
   double keepalive;          /* seconds after which a queue pair that carries nothing sends a sign of life; 0: never */
   int32_t has_key;           /* 1: there is a key, */
   uint8_t key[16];           /* which the ranks of the job know: the software provider takes only them from outside */
-  const uint8_t* wires;      /* size x size: whether two ranks are joined by a cable; NULL: all are. Where not all are,
-                                operations run around the ring of the cables, or are refused */
+  const uint8_t* adjacency;  /* size x size: whether two ranks are joined by a cable; NULL: all are. Where not all are,
+                            operations run around the ring of the cables, or are refused */
   uint32_t connect_at_start; /* up to so many ranks all pairs connect at the start; in larger worlds on first use */
   int32_t algo;              /* mlxdist_algorithm to use wherever an operation has it */
   int32_t checksum;          /* 1: every message carries a CRC32C, and what arrives damaged is sent again */
@@ -208,7 +208,7 @@ typedef struct mlxdist_stats {
   uint64_t provider_polls;
   uint64_t provider_bytes_sent;
   uint64_t provider_dropped;          /* sends that met no posted receive */
-  uint64_t provider_dropped_by_fault; /* see mlxdist_group_inject */
+  uint64_t provider_dropped_by_fault; /* see mlxdist_group_inject_faults */
 } mlxdist_stats;
 
 typedef struct mlxdist_group mlxdist_group;
@@ -304,13 +304,14 @@ int mlxdist_group_address(mlxdist_group* group, void* address);
 int mlxdist_group_connect(mlxdist_group* group, const void* addresses, uint64_t bytes);
 
 /* How the bytes of a connection that is made on first use reach the peer: `send` is called from any thread, must not
- * call the library, and brings them to the peer's mlxdist_group_message, in order. Set before the first operation. */
+ * call the library, and brings them to the peer's mlxdist_group_side_channel_receive, in order. Set before the first
+ * operation. */
 typedef void (*mlxdist_side_channel)(void* context, int32_t to, const void* bytes, uint64_t length);
-void mlxdist_group_side_channel(mlxdist_group* group, mlxdist_side_channel send, void* context);
-int mlxdist_group_message(mlxdist_group* group, int32_t from, const void* bytes, uint64_t length);
+void mlxdist_group_set_side_channel(mlxdist_group* group, mlxdist_side_channel send, void* context);
+int mlxdist_group_side_channel_receive(mlxdist_group* group, int32_t from, const void* bytes, uint64_t length);
 
 /* What the side channel has heard of a rank, in words for notices and errors: "in all_gather #412 for 12.3 s". */
-void mlxdist_group_peer_news(mlxdist_group* group, int32_t rank, const char* text);
+void mlxdist_group_set_peer_status(mlxdist_group* group, int32_t rank, const char* text);
 
 /* The deadline of the group's operations, in seconds without progress: also for a rank that has not come yet. 0: none.
  * Negative: the two of the options. */
@@ -345,17 +346,17 @@ int mlxdist_group_split(mlxdist_group* group, int32_t color, int32_t key, mlxdis
 
 /* The operations that this thread starts from now on come from there: "train.py:88", of which 47 characters are kept.
  * NULL or "": from nowhere in particular. */
-void mlxdist_set_place(const char* place);
+void mlxdist_set_call_site(const char* place);
 
 /* An operation, as the flight recorder keeps it. */
-typedef struct mlxdist_flight {
+typedef struct mlxdist_flight_record {
   uint64_t number;     /* among all operations of this process, from 1 */
   uint64_t sequence;   /* among the collectives of its group on this rank, or the others, from 1 */
   uint64_t started_ns; /* of this host's steady clock, time.monotonic_ns() of Python */
   uint64_t ended_ns;   /* 0: it is in progress */
   uint64_t bytes;      /* of the array */
   int32_t group;       /* 0: the world; mlxdist_flight_members says who is in it */
-  int32_t hidden;      /* 1: it was made by the library itself, beside the group (split), and is counted apart */
+  int32_t internal;    /* 1: it was made by the library itself, beside the group (split), and is counted apart */
   int32_t collective;  /* 0: send, recv and sendrecv */
   int32_t status;      /* mlxdist_status it ended with */
   int32_t waits_for;   /* a rank of the world that it waits for, or waited for when it failed; -1 where there is none */
@@ -364,28 +365,28 @@ typedef struct mlxdist_flight {
   int32_t algorithm;   /* mlxdist_algorithm */
   mlxdist_layout layout; /* of the array; ndim is -1 where there is none */
   char operation[24];    /* "all_sum" */
-  char place[48];        /* "train.py:88", where it was started; "" where that is not known */
-} mlxdist_flight;
+  char call_site[48];    /* "train.py:88", where it was started; "" where that is not known */
+} mlxdist_flight_record;
 
 /* The flight recorder of this rank: the operations in progress, of all groups, and the last 1000 that have ended.
  * Writes the newest `room` of them into `entries`, oldest first, and returns their number; 0 also where the engine is
  * stuck. Safe from any thread. */
-uint64_t mlxdist_flight_read(mlxdist_group* group, mlxdist_flight* entries, uint64_t room);
+uint64_t mlxdist_flight_read(mlxdist_group* group, mlxdist_flight_record* entries, uint64_t room);
 
 /* The number of members of the group with this id, and their ranks in the world; 0 if it has ended. */
 uint64_t mlxdist_flight_members(mlxdist_group* group, int32_t id, int32_t* members, uint64_t room);
 
 /* An operation in progress. */
 typedef struct mlxdist_wait {
-  uint64_t number;   /* among all operations of this process, from 1 */
-  uint64_t stuck_ns; /* for so long it has not got on */
-  uint32_t moves;    /* so often it has got on */
-  int32_t rank;      /* of the world, that must come to it before it can go on; -1: there is none now */
-  int32_t group;     /* its number, also of one that the library has made for itself */
-  int32_t receives;  /* what comes from that rank; 0: what goes to it */
-  uint32_t stream;   /* the number of that stream */
-  int32_t lazy;      /* a thread of MLX carries it out */
-  char name[160];    /* "recv of float32 [3] in group 1" */
+  uint64_t number;         /* among all operations of this process, from 1 */
+  uint64_t stuck_ns;       /* for so long it has not got on */
+  uint32_t progress_count; /* so often it has got on */
+  int32_t rank;            /* of the world, that must come to it before it can go on; -1: there is none now */
+  int32_t group;           /* its number, also of one that the library has made for itself */
+  int32_t receives;        /* what comes from that rank; 0: what goes to it */
+  uint32_t transfer;       /* its number */
+  int32_t lazy;            /* a thread of MLX carries it out */
+  char name[160];          /* "recv of float32 [3] in group 1" */
 } mlxdist_wait;
 
 /* A thread that waits in the engine, or has done so. */
@@ -404,7 +405,7 @@ uint64_t mlxdist_waits(mlxdist_group* group, mlxdist_wait* waits, uint64_t room,
 /* What `rank` waits for: group, receives and stream of its mlxdist_wait. */
 typedef struct mlxdist_edge {
   int32_t rank, group, receives;
-  uint32_t stream;
+  uint32_t transfer;
 } mlxdist_edge;
 
 /* Whether this rank has come to what others wait for. For each: 0 if it has not, the number of the operation in
@@ -418,14 +419,14 @@ int mlxdist_group_watch_failure(mlxdist_group* group);
 void mlxdist_group_stop_watching(mlxdist_group* group);
 
 /* Replaces the table by which algorithms are chosen. Must be equal on all ranks: another choice is a mismatch. */
-int mlxdist_group_tune(mlxdist_group* group, const mlxdist_tuning* table, uint64_t lines);
+int mlxdist_group_set_tuning(mlxdist_group* group, const mlxdist_tuning* table, uint64_t lines);
 
 /* The algorithm (mlxdist_algorithm) that `operation` (mlxdist_operation) on such an input uses. */
 int32_t mlxdist_group_algorithm(mlxdist_group* group, int32_t operation, const mlxdist_layout* layout);
 
 /* Makes the provider lose or repeat messages, for tests: "drop=1/100", "drop_next=1", "none" (providers/soft/faults.h);
  * "1:drop=1/1" is for the second cable alone. */
-int mlxdist_group_inject(mlxdist_group* group, const char* faults);
+int mlxdist_group_inject_faults(mlxdist_group* group, const char* faults);
 
 enum mlxdist_members { MLXDIST_NONE = -1, MLXDIST_ALL = -2 };
 
@@ -484,7 +485,7 @@ int mlxdist_all_reduce(mlxdist_group* group, const void* in, void* out, const ml
 int mlxdist_all_gather(mlxdist_group* group, const void* in, void* out, const mlxdist_layout* layout,
                        mlxdist_handle** handle);
 
-/* Reduces as all_reduce does and leaves the rank-th of `size` equal parts in `out`. `layout` is that of
+/* Reduces as all_reduce does and leaves the rank-th of `size` equal chunks in `out`. `layout` is that of
  * `in`; its first dimension must be a multiple of the group's size. In place: `out` equals `in`. */
 int mlxdist_reduce_scatter(mlxdist_group* group, const void* in, void* out, const mlxdist_layout* layout, int32_t op,
                            mlxdist_handle** handle);
@@ -501,7 +502,7 @@ int mlxdist_reduce(mlxdist_group* group, const void* in, void* out, const mlxdis
 int mlxdist_gather(mlxdist_group* group, const void* in, void* out, const mlxdist_layout* layout, int32_t root,
                    mlxdist_handle** handle);
 
-/* out = the rank-th of `size` parts of the root's `in`, which is not used elsewhere. `layout` is that of `out`. */
+/* out = the rank-th of `size` chunks of the root's `in`, which is not used elsewhere. `layout` is that of `out`. */
 int mlxdist_scatter(mlxdist_group* group, const void* in, void* out, const mlxdist_layout* layout, int32_t root,
                     mlxdist_handle** handle);
 
@@ -510,8 +511,8 @@ int mlxdist_scatter(mlxdist_group* group, const void* in, void* out, const mlxdi
 int mlxdist_all_to_all(mlxdist_group* group, const void* in, void* out, const mlxdist_layout* layout,
                        mlxdist_handle** handle);
 
-/* As all_to_all, with parts of different sizes: send_counts[j] rows go to rank j, receive_counts[i] rows come from
- * rank i, each array of `size` counts; parts lie one after the other, in rank order. `row` is the layout of one row.
+/* As all_to_all, with chunks of different sizes: send_counts[j] rows go to rank j, receive_counts[i] rows come from
+ * rank i, each array of `size` counts; chunks lie one after the other, in rank order. `row` is the layout of one row.
  * What i sends to j must be what j receives from i. `out` may not be `in`. */
 int mlxdist_all_to_all_v(mlxdist_group* group, const void* in, const uint64_t* send_counts, void* out,
                          const uint64_t* receive_counts, const mlxdist_layout* row, mlxdist_handle** handle);
@@ -531,7 +532,7 @@ int mlxdist_sendrecv(mlxdist_group* group, const void* send, const mlxdist_layou
 /* What the machine itself allows, without messages: half of each round trip, `count` times. A side copies what it
  * sends into the shared array and sets a flag; the other, which polls the flag, copies it out and answers. One round
  * trip more comes first. Two threads that poll need two cores: with one, this takes very long. */
-int mlxdist_time_transfers(const mlxdist_transfer* transfer, double* nanoseconds);
+int mlxdist_time_core_transfers(const mlxdist_core_transfer* transfer, double* nanoseconds);
 
 /* cffi ends */
 

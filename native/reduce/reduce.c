@@ -2,6 +2,7 @@
 
 #include "isa.h"
 
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 
@@ -38,10 +39,17 @@ int reduce_isas(void) {
 
 const char *reduce_isa_name(int isa) { return isas[isa].name; }
 
-reduce_kernel_fn reduce_kernel_of(int isa, int32_t dtype, int32_t op) {
+static inline reduce_kernel_fn look_up(int isa, int32_t dtype, int32_t op) {
   if (dtype < 0 || dtype >= REDUCE_DTYPES || op < 0 || op >= REDUCE_OPS) return NULL;
   while (isa > 0 && !(*isas[isa].kernels)[dtype][op]) isa--;
   return (*isas[isa].kernels)[dtype][op];
 }
 
-reduce_kernel_fn reduce_kernel(int32_t dtype, int32_t op) { return reduce_kernel_of(reduce_isas() - 1, dtype, op); }
+reduce_kernel_fn reduce_kernel_of(int isa, int32_t dtype, int32_t op) { return look_up(isa, dtype, op); }
+
+reduce_kernel_fn reduce_kernel(int32_t dtype, int32_t op) {
+  static atomic_int isas_here; /* 0: not known yet */
+  int count = atomic_load_explicit(&isas_here, memory_order_relaxed);
+  if (!count) atomic_store_explicit(&isas_here, count = reduce_isas(), memory_order_relaxed);
+  return look_up(count - 1, dtype, op);
+}

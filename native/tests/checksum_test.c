@@ -1,5 +1,5 @@
 /* CRC32C by the processor's instruction and by table, which a processor that has the instruction never uses. */
-#include "../endpoint/checksum.c"
+#include "../transport/checksum.c"
 
 #include <stdio.h>
 #include <stdlib.h>

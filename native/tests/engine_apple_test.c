@@ -19,10 +19,11 @@ static void sums(mlxdist_group *group, int rank, int size) {
 
 /* Each peer has devices of its own. */
 static void check_devices(const struct engine *engine, uint32_t cables) {
-  REQUIRE(engine->device_count == cables * (uint32_t)(engine->size - 1));
-  for (uint32_t i = 0; i < engine->device_count; i++) {
-    REQUIRE(engine->devices[i].queue_pairs == 2 && engine->devices[i].regions == 1);
-    for (uint32_t j = 0; j < i; j++) REQUIRE(strcmp(engine->devices[i].name, engine->devices[j].name) != 0);
+  REQUIRE(engine->transport.device_count == cables * (uint32_t)(engine->size - 1));
+  for (uint32_t i = 0; i < engine->transport.device_count; i++) {
+    REQUIRE(engine->transport.devices[i].queue_pairs == 2 && engine->transport.devices[i].regions == 1);
+    for (uint32_t j = 0; j < i; j++)
+      REQUIRE(strcmp(engine->transport.devices[i].name, engine->transport.devices[j].name) != 0);
   }
 }
 
@@ -50,8 +51,8 @@ static void other_answers(struct world *world, int rank, int size) {
   int barriers = 0;
   mlxdist_options options = options_of("apple-tb5-26.2", 1);
   mlxdist_group *group = world_join(world, rank, &barriers, &options);
-  REQUIRE(group->engine->devices[0].region_access & IBV_ACCESS_REMOTE_WRITE);
-  const struct channel *channel = &group->engine->peers[!rank].channels[WIRE_BULK];
+  REQUIRE(group->engine->transport.devices[0].region_access & IBV_ACCESS_REMOTE_WRITE);
+  const struct channel *channel = &group->engine->peers[!rank].endpoint.channels[WIRE_BULK];
   struct ibv_qp_attr attr;
   struct ibv_qp_init_attr init;
   REQUIRE(channel->device->verbs->query_qp(channel->qp, &attr, IBV_QP_PATH_MTU, &init) == 0);

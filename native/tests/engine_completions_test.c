@@ -1,6 +1,7 @@
 /* The engine on a device whose completions do not always come, of sends and of receives. */
 #include "engine.h"
 #include "group.h"
+#include "progress.h"
 #include "sums.h"
 
 static mlxdist_options default_options(void) {
@@ -11,23 +12,23 @@ static mlxdist_options default_options(void) {
 }
 
 static struct channel *channel_to(mlxdist_group *group, int rank, enum wire_channel kind) {
-  return &group->engine->peers[rank].channels[kind];
+  return &group->engine->peers[rank].endpoint.channels[kind];
 }
 
-/* A message whose receive has no completion is repeated, and a queue pair without receives is replaced. */
+/* A message whose receive has no completion is retransmitted, and a queue pair without receives is replaced. */
 static void lost_completions(struct world *world, int rank, int size) {
   int barriers = 0;
   struct world_side side;
   mlxdist_options options = default_options();
   mlxdist_group *group = world_join(world, rank, &barriers, &options);
   world_side_open(&side, world, group, rank);
-  REQUIRE(mlxdist_group_inject(group, rank ? "seed=2,lose=1/100" : "seed=1,lose=1/100") == MLXDIST_OK);
+  REQUIRE(mlxdist_group_inject_faults(group, rank ? "seed=2,lose=1/100" : "seed=1,lose=1/100") == MLXDIST_OK);
   for (int i = 0; i < 400; i++) REQUIRE(all_sum(group, rank, size, i % 100 ? 8 : 40000) == MLXDIST_OK);
   struct verbs_counters counters;
-  const struct device *device = &group->engine->devices[0];
+  const struct device *device = &group->engine->transport.devices[0];
   device->verbs->read_counters(device->context, &counters);
   REQUIRE(counters.completions_lost_by_fault > 0);
-  REQUIRE(mlxdist_group_inject(group, "none") == MLXDIST_OK);
+  REQUIRE(mlxdist_group_inject_faults(group, "none") == MLXDIST_OK);
   world_side_leave(&side, &barriers);
 }
 
@@ -43,7 +44,7 @@ static void lost_completion_of_a_repetition(struct world *world, int rank, int s
   REQUIRE(mlxdist_barrier(group, 0) == MLXDIST_OK);
   struct channel *bulk = channel_to(group, !rank, WIRE_BULK);
   engine_lock(group->engine);
-  if (rank == 0) bulk->completed = (bulk->repeated = bulk->requests) - 1;
+  if (rank == 0) bulk->completed = (bulk->last_retransmit = bulk->requests) - 1;
   engine_unlock(group->engine);
   REQUIRE(all_sum(group, rank, size, 40000) == MLXDIST_OK);
   REQUIRE(bulk->epoch > 0);
@@ -52,13 +53,14 @@ static void lost_completion_of_a_repetition(struct world *world, int rank, int s
 
 /* Lets the channel wait for the completions of its last acknowledgements. */
 static void lose_acknowledgements(struct channel *channel) {
-  bool moved = false;
-  engine_lock(channel->engine);
-  engine_turn(channel->engine, &moved); /* what has completed before counts no more */
+  struct engine *engine = peer_of(channel->endpoint)->engine;
+  bool progressed = false;
+  engine_lock(engine);
+  engine_progress(engine, &progressed); /* what has completed before counts no more */
   channel->completed = channel->requests - 1;
   for (int buffer = 0; buffer < (int)CHANNEL_CONTROL_BUFFERS; buffer++)
     channel->control_requests[buffer] = channel->requests;
-  engine_unlock(channel->engine);
+  engine_unlock(engine);
 }
 
 /* A rank that only receives sends nothing but acknowledgements: without them its peer does not learn that there is room
@@ -97,9 +99,9 @@ static void many_work_requests(struct world *world, int rank, int size) {
   world_barrier(world, &barriers);
   for (enum wire_channel kind = WIRE_EAGER; kind <= WIRE_BULK; kind++) {
     struct channel *channel = channel_to(group, !rank, kind);
-    bool moved = false;
+    bool progressed = false;
     engine_lock(group->engine);
-    engine_turn(group->engine, &moved);
+    engine_progress(group->engine, &progressed);
     channel->completed = channel->requests += 1u << 31;
     engine_unlock(group->engine);
   }
@@ -113,7 +115,7 @@ static void completions_lost_for_good(struct world *world, int rank, int size) {
   mlxdist_options options = default_options();
   options.timeout = options.entry_timeout = 1;
   mlxdist_group *group = world_join(world, rank, &barriers, &options);
-  REQUIRE(mlxdist_group_inject(group, "lose=1/1") == MLXDIST_OK);
+  REQUIRE(mlxdist_group_inject_faults(group, "lose=1/1") == MLXDIST_OK);
   REQUIRE(all_sum(group, rank, size, 8) == MLXDIST_TIMEOUT);
   world_barrier(world, &barriers);
   mlxdist_group_destroy(group);

@@ -1,4 +1,4 @@
-/* The engine over a provider that loses and repeats messages, in forked processes. */
+/* The engine over a provider that loses and retransmits messages, in forked processes. */
 #include "world.h"
 
 #include <time.h>
@@ -66,7 +66,7 @@ static void under(struct world *world, int rank, int size, const char *faults) {
   options.checksum = strstr(faults, "corrupt") != 0;
   mlxdist_group *group = world_join(world, rank, &barriers, &options);
   world_side_open(&side, world, group, rank);
-  REQUIRE(mlxdist_group_inject(group, faults) == MLXDIST_OK);
+  REQUIRE(mlxdist_group_inject_faults(group, faults) == MLXDIST_OK);
   for (int round = 0; round < 3; round++)
     for (size_t c = 0; c < sizeof counts / sizeof *counts; c++) {
       all_sum(group, rank, size, counts[c], round, 0);
@@ -79,7 +79,7 @@ static void under(struct world *world, int rank, int size, const char *faults) {
   REQUIRE(stats.retransmissions > 0);
   REQUIRE((stats.damaged > 0) == options.checksum);
   REQUIRE((stats.reconnections > 0) == (strstr(faults, "error") != 0));
-  REQUIRE(mlxdist_group_inject(group, "none") == MLXDIST_OK);
+  REQUIRE(mlxdist_group_inject_faults(group, "none") == MLXDIST_OK);
   world_side_leave(&side, &barriers);
 }
 
@@ -103,10 +103,10 @@ static void link_flaps(struct world *world, int rank, int size) {
     mlxdist_handle *handle;
     mlxdist_layout layout = vector(300001);
     int32_t *data = filled(rank, 300001, i);
-    REQUIRE(mlxdist_group_inject(group, "link=down") == MLXDIST_OK);
+    REQUIRE(mlxdist_group_inject_faults(group, "link=down") == MLXDIST_OK);
     REQUIRE(mlxdist_all_reduce(group, data, data, &layout, MLXDIST_SUM, &handle) == MLXDIST_OK);
     REQUIRE(mlxdist_handle_wait(handle, 0.2) == MLXDIST_TIMEOUT);
-    REQUIRE(mlxdist_group_inject(group, "link=up") == MLXDIST_OK);
+    REQUIRE(mlxdist_group_inject_faults(group, "link=up") == MLXDIST_OK);
     REQUIRE(mlxdist_handle_wait(handle, 0) == MLXDIST_OK);
     mlxdist_handle_free(handle);
     check_sum(data, 300001, size, i);
@@ -131,7 +131,7 @@ static void last_message(struct world *world, int rank, int size) {
   REQUIRE(mlxdist_barrier(group, 0) == MLXDIST_OK);
   double begun = seconds();
   if (rank == 0) {
-    REQUIRE(mlxdist_group_inject(group, "drop_next=1") == MLXDIST_OK);
+    REQUIRE(mlxdist_group_inject_faults(group, "drop_next=1") == MLXDIST_OK);
     REQUIRE(mlxdist_send(group, data, &layout, 1, 0) == MLXDIST_OK);
     while (seconds() - begun < 5) sched_yield();
   } else {
@@ -173,15 +173,15 @@ static void handles(struct world *world, int rank, int size) {
   world_leave(world, group, &barriers);
 }
 
-/* A message leaves so late that it is repeated, and is acknowledged while its repetition still waits to leave: what
- * the repetition is read from, must not hold another message by then, shorter or longer. */
+/* A message leaves so late that it is retransmitted, and is acknowledged while its repetition still waits to leave:
+ * what the repetition is read from, must not hold another message by then, shorter or longer. */
 static void late_repetitions(struct world *world, int rank, int size) {
   int barriers = 0;
   mlxdist_options options;
   mlxdist_default_options(&options);
   options.bulk_slots = 2;
   mlxdist_group *group = world_join(world, rank, &barriers, &options);
-  if (rank == 0) REQUIRE(mlxdist_group_inject(group, "delay=60000") == MLXDIST_OK);
+  if (rank == 0) REQUIRE(mlxdist_group_inject_faults(group, "delay=60000") == MLXDIST_OK);
   for (int i = 0; i < 10; i++) {
     uint64_t count = i % 2 ? 5000 : 60000;
     mlxdist_layout layout = vector((int64_t)count);
@@ -193,7 +193,7 @@ static void late_repetitions(struct world *world, int rank, int size) {
   mlxdist_stats stats;
   mlxdist_group_stats(group, &stats);
   REQUIRE(rank != 0 || stats.retransmissions > 0);
-  REQUIRE(mlxdist_group_inject(group, "none") == MLXDIST_OK);
+  REQUIRE(mlxdist_group_inject_faults(group, "none") == MLXDIST_OK);
   world_leave(world, group, &barriers);
 }
 

@@ -37,7 +37,7 @@ static void pauses(struct world *world, int rank, int size, const char *profile,
   sums(group, rank, size);
   world_barrier(world, &barriers);
   mlxdist_stats before = stats_of(group);
-  REQUIRE(mlxdist_group_inject(group, "idle=1000") == MLXDIST_OK);
+  REQUIRE(mlxdist_group_inject_faults(group, "idle=1000") == MLXDIST_OK);
   usleep(3 * SECOND);
   mlxdist_stats after = stats_of(group);
   uint64_t queue_pairs = 2 * cables * (uint64_t)(size - 1);
@@ -71,15 +71,15 @@ static void silent(struct world *world, int rank, int size, const char *profile,
   sums(group, rank, size);
   world_barrier(world, &barriers);
   usleep(SECOND / 5); /* what is confirmed late */
-  REQUIRE(mlxdist_group_inject(group, "idle=100") == MLXDIST_OK);
+  REQUIRE(mlxdist_group_inject_faults(group, "idle=100") == MLXDIST_OK);
   usleep(SECOND / 2);
   world_barrier(world, &barriers);
   REQUIRE(all_sum(group, rank, size, LARGE) == MLXDIST_OK);
-  REQUIRE(mlxdist_group_inject(group, "idle=0") == MLXDIST_OK);
+  REQUIRE(mlxdist_group_inject_faults(group, "idle=0") == MLXDIST_OK);
   sums(group, rank, size);
   const struct peer *peer = &group->engine->peers[(rank + 1) % size];
   uint32_t made_anew = 0;
-  for (uint32_t i = 0; i < peer->channel_count; i++) made_anew += peer->channels[i].epoch > 0;
+  for (uint32_t i = 0; i < peer->endpoint.channel_count; i++) made_anew += peer->endpoint.channels[i].epoch > 0;
   REQUIRE(made_anew >= 2 && stats_of(group).provider_dropped_by_fault > 0);
   world_side_leave(&side, &barriers);
 }
@@ -97,7 +97,7 @@ static void silent_for_good(struct world *world, int rank, int size) {
   mlxdist_group *group = world_join(world, rank, &barriers, &options);
   sums(group, rank, size);
   world_barrier(world, &barriers);
-  REQUIRE(mlxdist_group_inject(group, "idle=50") == MLXDIST_OK);
+  REQUIRE(mlxdist_group_inject_faults(group, "idle=50") == MLXDIST_OK);
   usleep(SECOND / 5);
   REQUIRE(all_sum(group, rank, size, 10) == MLXDIST_TIMEOUT);
   world_barrier(world, &barriers);
@@ -111,7 +111,7 @@ static void pulled(struct world *world, int rank, int size) {
   mlxdist_group *group = world_join(world, rank, &barriers, &options);
   sums(group, rank, size);
   world_barrier(world, &barriers);
-  REQUIRE(mlxdist_group_inject(group, "link=down") == MLXDIST_OK);
+  REQUIRE(mlxdist_group_inject_faults(group, "link=down") == MLXDIST_OK);
   usleep(2 * SECOND);
   uint64_t posted = stats_of(group).provider_sends;
   REQUIRE(all_sum(group, rank, size, 10) == MLXDIST_TRANSPORT);
@@ -129,7 +129,7 @@ static void pulled_in_a_pause(struct world *world, int rank, int size) {
   mlxdist_group *group = world_join(world, rank, &barriers, &options);
   sums(group, rank, size);
   world_barrier(world, &barriers);
-  REQUIRE(mlxdist_group_inject(group, "link=down") == MLXDIST_OK);
+  REQUIRE(mlxdist_group_inject_faults(group, "link=down") == MLXDIST_OK);
   for (int i = 0; i < 100 && !mlxdist_group_error(group); i++) usleep(SECOND / 10);
   REQUIRE(mlxdist_group_error(group) == MLXDIST_TRANSPORT && strstr(mlxdist_last_error(), "is down; is the cable"));
   world_barrier(world, &barriers);
@@ -143,10 +143,10 @@ static void one_of_two_pulled(struct world *world, int rank, int size) {
   sums(group, rank, size);
   world_barrier(world, &barriers);
   usleep(SECOND / 5); /* what is confirmed late */
-  REQUIRE(mlxdist_group_inject(group, "0:link=down") == MLXDIST_OK);
+  REQUIRE(mlxdist_group_inject_faults(group, "0:link=down") == MLXDIST_OK);
   usleep(2 * SECOND);
   sums(group, rank, size);
-  REQUIRE(group->engine->peers[!rank].dead_links == 1);
+  REQUIRE(group->engine->peers[!rank].endpoint.dead_links == 1);
   REQUIRE(stats_of(group).provider_dropped_by_fault == 0);
   world_leave(world, group, &barriers);
 }

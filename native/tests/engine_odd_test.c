@@ -25,8 +25,8 @@ static mlxdist_group *open_devices(int rank, int size) {
   options.connect_at_start = 1;
   mlxdist_group *group;
   REQUIRE(mlxdist_group_create(rank, size, &options, &group) == MLXDIST_OK);
-  for (uint32_t i = 0; i < group->engine->device_count; i++)
-    soft_context(group->engine->devices[i].context)->profile = &profile;
+  for (uint32_t i = 0; i < group->engine->transport.device_count; i++)
+    soft_context(group->engine->transport.devices[i].context)->profile = &profile;
   group->engine->options.connect_at_start = (uint32_t)size;
   return group;
 }
@@ -34,7 +34,7 @@ static mlxdist_group *open_devices(int rank, int size) {
 static int create_peers(mlxdist_group *group) {
   int status = MLXDIST_OK;
   for (int32_t rank = 0; rank < group->size && !status; rank++)
-    if (group->engine->peers[rank].link_count) status = peer_create(&group->engine->peers[rank], group->engine);
+    if (group->engine->peers[rank].endpoint.link_count) status = endpoint_create(&group->engine->peers[rank].endpoint);
   return status;
 }
 
@@ -49,9 +49,9 @@ static void works(struct world *world, int rank, int size, int region_access, in
   int barriers = 0;
   mlxdist_group *group = open_devices(rank, size);
   REQUIRE(create_peers(group) == MLXDIST_OK);
-  for (uint32_t i = 0; i < group->engine->device_count; i++) {
-    REQUIRE(group->engine->devices[i].region_access == region_access);
-    REQUIRE(group->engine->devices[i].queue_pair_access == queue_pair_access);
+  for (uint32_t i = 0; i < group->engine->transport.device_count; i++) {
+    REQUIRE(group->engine->transport.devices[i].region_access == region_access);
+    REQUIRE(group->engine->transport.devices[i].queue_pair_access == queue_pair_access);
   }
   world_connect(world, group, rank, &barriers);
   exchange(group, rank, size);
@@ -140,7 +140,7 @@ static int query_late(struct ibv_qp *qp, struct ibv_qp_attr *attr, int mask, str
 static void late_depth(struct world *world, int rank, int size) {
   (void)world;
   mlxdist_group *group = open_devices(rank, size);
-  struct device *device = group->engine->peers[!rank].links[0].device;
+  struct device *device = group->engine->peers[!rank].endpoint.links[0].device;
   struct verbs table = *device->verbs;
   table.query_qp = query_late;
   device->verbs = &table;
@@ -175,13 +175,13 @@ static void bridged(struct world *world, int rank, int size) {
   mlxdist_options options = options_of("apple-odd");
   mlxdist_group *group;
   REQUIRE(mlxdist_group_create(rank, size, &options, &group) == MLXDIST_OK);
-  REQUIRE(mlxdist_group_inject(group, "bridge=on") == MLXDIST_OK);
+  REQUIRE(mlxdist_group_inject_faults(group, "bridge=on") == MLXDIST_OK);
   uint64_t each = mlxdist_group_address_size(group);
   REQUIRE(mlxdist_group_address(group, world->addresses + each * (uint64_t)rank) == MLXDIST_OK);
   world_barrier(world, &barriers);
   REQUIRE(mlxdist_group_connect(group, world->addresses, each * (uint64_t)size) == MLXDIST_TRANSPORT);
   REQUIRE(strstr(mlxdist_last_error(), verbs_port_remedy()));
-  REQUIRE(mlxdist_group_inject(group, "bridge=off") == MLXDIST_OK);
+  REQUIRE(mlxdist_group_inject_faults(group, "bridge=off") == MLXDIST_OK);
   world_barrier(world, &barriers);
   REQUIRE(mlxdist_group_connect(group, world->addresses, each * (uint64_t)size) == MLXDIST_OK);
   world_barrier(world, &barriers);

@@ -86,7 +86,7 @@ static void check_books(mlxdist_group *group, int size) {
   mlxdist_group_stats(group, &stats);
   REQUIRE(stats.post_send_calls == stats.messages_sent && stats.provider_sends == stats.messages_sent);
   REQUIRE(stats.provider_receives == stats.post_recv_calls && stats.provider_polls == stats.poll_cq_calls);
-  /* On a busy machine a rank may be kept off the CPU for so long that its peer repeats a message. */
+  /* On a busy machine a rank may be kept off the CPU for so long that its peer retransmits a message. */
   REQUIRE(stats.retransmissions || stats.provider_bytes_sent == stats.payload_bytes_sent + stats.header_bytes_sent);
   /* Only what may be lost without harm meets no receive: acknowledgements and repetitions. */
   REQUIRE(stats.provider_dropped <= stats.control_messages_sent + stats.retransmissions);
@@ -295,7 +295,7 @@ static void truncated_message(struct world *world, int rank, int size) {
   for (int i = 0; i < 3 && rank == 0; i++) {
     struct wire_header header = whole[i];
     header.sequence = WIRE_START + 1;
-    send_bytes(&group->engine->peers[1].channels[WIRE_EAGER], &header, bytes[i]);
+    send_bytes(&group->engine->peers[1].endpoint.channels[WIRE_EAGER], &header, bytes[i]);
   }
   all_reduce(group, rank, size, 10, 0, 0);
   mlxdist_stats stats;
@@ -310,14 +310,14 @@ static void garbled_message(struct world *world, int rank, int size) {
       {.magic = 1, .kind = WIRE_DATA},
       {.magic = WIRE_MAGIC, .kind = 77},
       {.magic = WIRE_MAGIC, .kind = WIRE_DATA, .length = 0xffffffff},
-      {.magic = WIRE_MAGIC, .kind = WIRE_DATA, .ack = {WIRE_START + 1000}},
-      {.magic = WIRE_MAGIC, .kind = WIRE_DATA, .ack = {WIRE_START, WIRE_START}, .room = {1000}},
+      {.magic = WIRE_MAGIC, .kind = WIRE_DATA, .acks.ack = {WIRE_START + 1000}},
+      {.magic = WIRE_MAGIC, .kind = WIRE_DATA, .acks = {{WIRE_START, WIRE_START}, {1000}}},
   };
   int barriers = 0;
   (void)size;
   for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
     mlxdist_group *group = world_join(world, rank, &barriers, 0);
-    struct channel *channel = &group->engine->peers[!rank].channels[WIRE_EAGER];
+    struct channel *channel = &group->engine->peers[!rank].endpoint.channels[WIRE_EAGER];
     if (rank == 0) {
       struct wire_header header = wrong[i];
       header.sequence = WIRE_START + 1;

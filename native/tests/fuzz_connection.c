@@ -50,7 +50,7 @@ static void fuzz_messages(const uint8_t *bytes, size_t left) {
   options.connect_at_start = 1;
   options.timeout = options.entry_timeout = 1e-9;
   pair_open(&pair, &options);
-  for (int rank = 0; rank < 2; rank++) mlxdist_group_side_channel(pair.group[rank], post, &mail[rank]);
+  for (int rank = 0; rank < 2; rank++) mlxdist_group_set_side_channel(pair.group[rank], post, &mail[rank]);
   char value = 1;
   mlxdist_layout layout = {.dtype = MLXDIST_INT8};
   REQUIRE(mlxdist_send(pair.group[1], &value, &layout, 0, 0) == MLXDIST_TIMEOUT);
@@ -61,10 +61,10 @@ static void fuzz_messages(const uint8_t *bytes, size_t left) {
     memcpy(message, mail[1].bytes[0], length);
     int changes = left ? *bytes % 16 : 0;
     change(message, length, &bytes, &left, changes);
-    if (mlxdist_group_message(pair.group[0], 1, message, length)) REQUIRE(mlxdist_last_error()[0]);
+    if (mlxdist_group_side_channel_receive(pair.group[0], 1, message, length)) REQUIRE(mlxdist_last_error()[0]);
   }
   for (int i = 0; i < mail[0].count; i++)
-    (void)mlxdist_group_message(pair.group[1], 0, mail[0].bytes[i], mail[0].lengths[i]);
+    (void)mlxdist_group_side_channel_receive(pair.group[1], 0, mail[0].bytes[i], mail[0].lengths[i]);
   for (int rank = 0; rank < 2; rank++) pair_turn(&pair, rank);
   pair_close(&pair);
 }
@@ -73,7 +73,7 @@ static void fuzz_raw(const uint8_t *bytes, size_t left) {
   struct pair pair;
   pair_open(&pair, 0);
   int32_t from = left ? (int32_t)(int8_t)bytes[0] : 0;
-  if (mlxdist_group_message(pair.group[0], from, bytes, left)) REQUIRE(mlxdist_last_error()[0]);
+  if (mlxdist_group_side_channel_receive(pair.group[0], from, bytes, left)) REQUIRE(mlxdist_last_error()[0]);
   pair_close(&pair);
 }
 

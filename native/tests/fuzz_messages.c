@@ -3,19 +3,20 @@
  * error.
  *
  * Two real engines meet over the soft provider. Rank 0 has operations in progress; rank 1 posts messages whose bytes
- * are the input. An input is a list of records: what to repair (a mask), channel and payload length (one byte), the 64
- * bytes of the header, and of the descriptor where the header says that there is one. Without the repairs nearly every
+ * are the input. An input is a list of records: what to fix (a mask), channel and payload length (one byte), the 64
+ * bytes of the header, and of the descriptor where the header says that there is one. Without that nearly every
  * input would end at the first check.
  */
 #include "operation.h"
 #include "pair.h"
+#include "timers.h"
 
-enum repair {
+enum fix {
   MAGIC = 1,
   SEQUENCE = 2, /* the one that is due */
-  NEWS = 4,     /* confirms all that rank 0 has sent, and has room for more */
+  ACKS = 4,     /* confirms all that rank 0 has sent, and has room for more */
   LENGTH = 8,
-  STREAM = 16, /* of an operation in progress */
+  TRANSFER = 16, /* of an operation in progress */
   DESCRIPTOR = 32,
   DATA = 64,  /* the kind */
   LATER = 128 /* some time passes before rank 0 looks */
@@ -67,18 +68,18 @@ static void make_ordered(mlxdist_handle *handle) {
   struct operation *operation = (struct operation *)handle;
   if (!operation || mlxdist_handle_done(handle)) return;
   operation->ordered = true;
-  struct lane *lane = &operation->group->lanes[1];
-  lane->order++;
-  for (int i = 0; i < operation->out.count; i++) operation->out.list[i].order = lane->order;
-  for (int i = 0; i < operation->in.count; i++) operation->in.list[i].order = lane->order;
+  struct group_peer *group_peer = &operation->group->peers[1];
+  group_peer->collective_seq++;
+  for (int i = 0; i < operation->out.count; i++) operation->out.list[i].collective_seq = group_peer->collective_seq;
+  for (int i = 0; i < operation->in.count; i++) operation->in.list[i].collective_seq = group_peer->collective_seq;
 }
 
 static void end(struct work *work, mlxdist_group *group) {
   struct engine *engine = group->engine;
   mlxdist_group_abort(group, MLXDIST_ABORTED, "the input is over");
-  bool moved = false;
+  bool progressed = false;
   engine_lock(engine);
-  engine_turn(engine, &moved);
+  engine_progress(engine, &progressed);
   engine_unlock(engine);
   for (int i = 0; i < 5; i++) {
     if (!work->handles[i]) continue;
@@ -88,23 +89,23 @@ static void end(struct work *work, mlxdist_group *group) {
   }
 }
 
-static const struct stream *expected(const struct peer *peer) { return peer->expected; }
+static const struct transfer *posted(const struct peer *peer) { return peer->posted; }
 
-static void repair(uint8_t what, const struct channel *to, struct wire_header *header, uint32_t payload) {
-  const struct peer *peer = to->peer;
+static void fix(uint8_t what, const struct channel *to, struct wire_header *header, uint32_t payload) {
+  const struct peer *peer = peer_of(to->endpoint);
   if (what & MAGIC) header->magic = WIRE_MAGIC;
   if (what & SEQUENCE) header->sequence = to->received + 1;
   if (what & DATA) header->kind = WIRE_DATA;
   if (what & LENGTH) header->length = payload;
-  if (what & STREAM && expected(peer)) {
-    header->group = expected(peer)->operation->group->id;
-    header->stream = expected(peer)->number;
-    header->offset = expected(peer)->moved;
-    header->order = expected(peer)->order;
+  if (what & TRANSFER && posted(peer)) {
+    header->group = posted(peer)->operation->group->id;
+    header->transfer = posted(peer)->number;
+    header->offset = posted(peer)->done;
+    header->collective_seq = posted(peer)->collective_seq;
   }
-  for (uint32_t i = 0; what & NEWS && i < peer->channel_count; i++) {
-    header->ack[i] = peer->channels[i].sent;
-    header->room[i] = (uint16_t)(peer->channels[i].slots / 2);
+  for (uint32_t i = 0; what & ACKS && i < peer->endpoint.channel_count; i++) {
+    header->acks.ack[i] = peer->endpoint.channels[i].sent;
+    header->acks.credits[i] = (uint16_t)(peer->endpoint.channels[i].slots / 2);
   }
 }
 
@@ -112,26 +113,26 @@ static void repair(uint8_t what, const struct channel *to, struct wire_header *h
 static void send_record(struct pair *pair, struct input *input, uint8_t what) {
   struct peer *from = &pair->group[1]->engine->peers[0], *at = &pair->group[0]->engine->peers[1];
   uint8_t size = take_byte(input);
-  uint32_t index = size % from->channel_count;
-  struct channel *channel = &from->channels[index];
+  uint32_t index = size % from->endpoint.channel_count;
+  struct channel *channel = &from->endpoint.channels[index];
   /* Full messages are what most operations wait for. */
   uint32_t most = channel->slot_bytes - CHANNEL_OVERHEAD, payload = most * (size >> 2) / 63;
-  if (what & STREAM && expected(at)) {
-    uint64_t left = expected(at)->bytes - expected(at)->moved;
+  if (what & TRANSFER && posted(at)) {
+    uint64_t left = posted(at)->bytes - posted(at)->done;
     if (left < payload) payload = (uint32_t)left;
   }
   char *bytes = channel->send_slots;
   struct wire_header header;
   take(input, &header, sizeof header);
-  repair(what, &at->channels[index], &header, payload);
+  fix(what, &at->endpoint.channels[index], &header, payload);
   memcpy(bytes, &header, sizeof header);
   uint32_t before = sizeof header;
   if (header.flags & WIRE_FIRST) {
     struct wire_descriptor descriptor;
     take(input, &descriptor, sizeof descriptor);
-    if (what & DESCRIPTOR && expected(at)) {
-      descriptor = expected(at)->operation->receives;
-      descriptor.bytes = expected(at)->bytes;
+    if (what & DESCRIPTOR && posted(at)) {
+      descriptor = posted(at)->operation->receives;
+      descriptor.bytes = posted(at)->bytes;
     }
     memcpy(bytes + before, &descriptor, sizeof descriptor);
     before += sizeof descriptor;
@@ -171,7 +172,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
     if (!(what & LATER)) continue;
     now += 30000000;
     engine_lock(engine);
-    engine_look_at_timers(engine, now);
+    engine_check_timers(engine, now);
     engine_unlock(engine);
   }
   end(&work, pair.group[0]);

@@ -5,9 +5,9 @@
 #include "pair.h"
 
 static void fuzz_faults(mlxdist_group *group, const char *text) {
-  int status = mlxdist_group_inject(group, text);
+  int status = mlxdist_group_inject_faults(group, text);
   REQUIRE(status == MLXDIST_OK || mlxdist_last_error()[0]);
-  REQUIRE(mlxdist_group_inject(group, "none") == MLXDIST_OK);
+  REQUIRE(mlxdist_group_inject_faults(group, "none") == MLXDIST_OK);
 }
 
 static void fuzz_tuning(mlxdist_group *group, uint8_t operation, const uint8_t *bytes, size_t size) {
@@ -17,7 +17,7 @@ static void fuzz_tuning(mlxdist_group *group, uint8_t operation, const uint8_t *
   if (lines) memcpy(table, bytes, lines * sizeof *table);
   size_t rest = size - lines * sizeof *table;
   if (rest) memcpy(&layout, bytes + lines * sizeof *table, rest < sizeof layout ? rest : sizeof layout);
-  REQUIRE(mlxdist_group_tune(group, table, lines) == MLXDIST_OK);
+  REQUIRE(mlxdist_group_set_tuning(group, table, lines) == MLXDIST_OK);
   int32_t algorithm = mlxdist_group_algorithm(group, (int8_t)operation, &layout);
   REQUIRE(algorithm >= MLXDIST_AUTO && algorithm <= MLXDIST_TREE);
 }

@@ -5,6 +5,8 @@
  * what the instructions were spent on.
  */
 #include "pair.h"
+#include "thread.h"
+#include "timers.h"
 
 #define REPEATS 50
 
@@ -19,7 +21,7 @@ static void all_reduce(struct pair *pair, float *memory[2], float *results[2], i
   for (int rank = 0; rank < 2; rank++) {
     struct engine *engine = pair->group[rank]->engine;
     engine_lock(engine);
-    engine_look_at_timers(engine, clock_ns());
+    engine_check_timers(engine, clock_ns());
     engine_unlock(engine);
     mlxdist_handle_free(handles[rank]);
   }

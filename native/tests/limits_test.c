@@ -8,8 +8,8 @@
 
 enum { COUNT = 5 };
 
-static mlxdist_transfer transfer_of(uint64_t bytes) {
-  mlxdist_transfer transfer = {.bytes = bytes, .count = COUNT, .cores = {-1, -1}, .shared = calloc(1, bytes)};
+static mlxdist_core_transfer transfer_of(uint64_t bytes) {
+  mlxdist_core_transfer transfer = {.bytes = bytes, .count = COUNT, .cores = {-1, -1}, .shared = calloc(1, bytes)};
   for (int side = 0; side < 2; side++) {
     char *sent = malloc(bytes);
     CHECK(sent);
@@ -21,7 +21,7 @@ static mlxdist_transfer transfer_of(uint64_t bytes) {
   return transfer;
 }
 
-static void transfer_free(mlxdist_transfer *transfer) {
+static void transfer_free(mlxdist_core_transfer *transfer) {
   free(transfer->shared);
   for (int side = 0; side < 2; side++) {
     free((void *)transfer->sent[side]);
@@ -29,7 +29,7 @@ static void transfer_free(mlxdist_transfer *transfer) {
   }
 }
 
-static void check_received(const mlxdist_transfer *transfer) {
+static void check_received(const mlxdist_core_transfer *transfer) {
   for (int side = 0; side < 2; side++)
     CHECK(memcmp(transfer->received[side], transfer->sent[1 - side], transfer->bytes) == 0, "side %d", side);
 }
@@ -37,9 +37,9 @@ static void check_received(const mlxdist_transfer *transfer) {
 static void test_each_side_has_what_the_other_sent(void) {
   const uint64_t sizes[] = {1, 63, 8 << 10, (1 << 20) + 3};
   for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
-    mlxdist_transfer transfer = transfer_of(sizes[i]);
+    mlxdist_core_transfer transfer = transfer_of(sizes[i]);
     double times[COUNT + 1] = {[COUNT] = -1};
-    CHECK_EQUAL(mlxdist_time_transfers(&transfer, times), MLXDIST_OK);
+    CHECK_EQUAL(mlxdist_time_core_transfers(&transfer, times), MLXDIST_OK);
     check_received(&transfer);
     for (int call = 0; call < COUNT; call++) CHECK(times[call] > 0, "%g", times[call]);
     CHECK(times[COUNT] == -1, "more than count");
@@ -50,9 +50,9 @@ static void test_each_side_has_what_the_other_sent(void) {
 /* Without others before it that leave the same bytes. */
 static void test_a_single_round_trip(void) {
   for (int turn = 0; turn < 8; turn++) {
-    mlxdist_transfer transfer = transfer_of(256 << 10);
+    mlxdist_core_transfer transfer = transfer_of(256 << 10);
     transfer.count = 0;
-    CHECK_EQUAL(mlxdist_time_transfers(&transfer, NULL), MLXDIST_OK);
+    CHECK_EQUAL(mlxdist_time_core_transfers(&transfer, NULL), MLXDIST_OK);
     check_received(&transfer);
     transfer_free(&transfer);
   }
@@ -73,10 +73,10 @@ static int32_t first_core(const cpu_set_t *cores) {
 
 static void test_the_caller_has_its_cores_again(void) {
   cpu_set_t before = own_cores();
-  mlxdist_transfer transfer = transfer_of(64);
+  mlxdist_core_transfer transfer = transfer_of(64);
   double times[COUNT];
   transfer.cores[0] = first_core(&before);
-  CHECK_EQUAL(mlxdist_time_transfers(&transfer, times), MLXDIST_OK);
+  CHECK_EQUAL(mlxdist_time_core_transfers(&transfer, times), MLXDIST_OK);
   cpu_set_t after = own_cores();
   CHECK(CPU_EQUAL(&before, &after));
   transfer_free(&transfer);
@@ -87,11 +87,11 @@ static void test_a_side_that_is_kept_nowhere_does_not_share_the_core(void) {
   enum { MANY = 100000 };
   cpu_set_t before = own_cores();
   if (CPU_COUNT(&before) < 2) return;
-  mlxdist_transfer transfer = transfer_of(64);
+  mlxdist_core_transfer transfer = transfer_of(64);
   double *times = calloc(MANY, sizeof *times);
   transfer.count = MANY;
   transfer.cores[0] = first_core(&before);
-  CHECK_EQUAL(mlxdist_time_transfers(&transfer, times), MLXDIST_OK);
+  CHECK_EQUAL(mlxdist_time_core_transfers(&transfer, times), MLXDIST_OK);
   free(times);
   transfer_free(&transfer);
 }
@@ -99,10 +99,10 @@ static void test_a_side_that_is_kept_nowhere_does_not_share_the_core(void) {
 static void test_a_core_that_is_not_there(void) {
   for (int side = 0; side < 2; side++) {
     cpu_set_t before = own_cores();
-    mlxdist_transfer transfer = transfer_of(64);
+    mlxdist_core_transfer transfer = transfer_of(64);
     double times[COUNT];
     transfer.cores[side] = CPU_SETSIZE - 1;
-    CHECK_EQUAL(mlxdist_time_transfers(&transfer, times), MLXDIST_RESOURCES);
+    CHECK_EQUAL(mlxdist_time_core_transfers(&transfer, times), MLXDIST_RESOURCES);
     CHECK(strstr(mlxdist_last_error(), "run on core 1023: Invalid argument"), "%s", mlxdist_last_error());
     cpu_set_t after = own_cores();
     CHECK(CPU_EQUAL(&before, &after));

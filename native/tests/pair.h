@@ -8,6 +8,7 @@
 
 #include "group.h"
 #include "progress.h"
+#include "progress_thread.h"
 #include "world.h"
 
 struct pair {
@@ -39,11 +40,11 @@ static inline void pair_open(struct pair* pair, const mlxdist_options* options) 
 
 static inline bool pair_turn(struct pair* pair, int rank) {
   struct engine* engine = pair->group[rank]->engine;
-  bool moved = false;
+  bool progressed = false;
   engine_lock(engine);
-  engine_turn(engine, &moved);
+  engine_progress(engine, &progressed);
   engine_unlock(engine);
-  return moved;
+  return progressed;
 }
 
 static inline void pair_close(struct pair* pair) {

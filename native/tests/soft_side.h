@@ -2,7 +2,7 @@
 #ifndef MLXDIST_TESTS_SOFT_SIDE_H
 #define MLXDIST_TESTS_SOFT_SIDE_H
 
-#include "../verbs/verbs.h"
+#include "../providers/providers.h"
 
 #define SIDE_BYTES ((size_t)1 << 20)
 #define SIDE_PSN 0x1234

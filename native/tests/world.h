@@ -100,15 +100,15 @@ static inline void* world_side_run(void* context) {
     ssize_t length = recv(side->world->boxes[side->rank][0], &message, sizeof message, 0);
     REQUIRE(length > 0);
     if (message.from < 0) return 0;
-    mlxdist_group_message(side->group, message.from, message.bytes,
-                          (uint64_t)length - offsetof(struct world_message, bytes));
+    mlxdist_group_side_channel_receive(side->group, message.from, message.bytes,
+                                       (uint64_t)length - offsetof(struct world_message, bytes));
   }
 }
 
 /* Between world_join and the first operation, on all ranks. */
 static inline void world_side_open(struct world_side* side, struct world* world, mlxdist_group* group, int rank) {
   *side = (struct world_side){.world = world, .group = group, .rank = rank};
-  mlxdist_group_side_channel(group, world_side_send, side);
+  mlxdist_group_set_side_channel(group, world_side_send, side);
   REQUIRE(pthread_create(&side->thread, 0, world_side_run, side) == 0);
 }
 

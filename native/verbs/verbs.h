@@ -102,13 +102,4 @@ struct verbs {
   int (*set_key)(struct ibv_context* context, const uint8_t key[VERBS_KEY_BYTES]);
 };
 
-/* The software provider: as it is, and as it plays another device ("apple-tb5" ...: soft/profile.h). NULL
- * for any other name. */
-const struct verbs* verbs_soft(void);
-const struct verbs* verbs_soft_profile(const char* name);
-
-/* "soft", "ibverbs" or "librdma"; NULL where there is no such provider here, and a sentence in `why`. `soft_profile`
- * counts for "soft". */
-const struct verbs* verbs_provider(const char* name, const char* soft_profile, char* why, size_t bytes);
-
 #endif

@@ -20,7 +20,7 @@ __all__ = ["Link", "audit", "main", "parse"]
 
 # Where each product lies in site-packages; see native/CMakeLists.txt.
 _INSTALLED = "mlxdist"
-_WITH_VALUE = ("-o", "-install_name", "-rpath", "-framework", "-U", "-undefined")
+_WITH_VALUE = ("-o", "-install_name", "-rpath", "-framework", "-U", "-undefined", "-force_load")
 _NO_EFFECT = ("-bundle", "-dylib", "-dead_strip", "-x", "-S", "-headerpad_max_install_names")  # on what is undefined
 # The linker itself makes these.
 _LINKER_MAKES = {"___dso_handle", "__mh_dylib_header", "__mh_bundle_header"}
@@ -93,6 +93,8 @@ def _set(link: Link, option: str, value: str) -> None:
         link.rpaths.append(value)
     elif option == "-framework":
         link.frameworks.append(value)
+    elif option == "-force_load":  # all of an archive; audit() reads all of each one anyway
+        link.inputs.append(Path(value))
     elif option == "-U":
         link.may_be_undefined.add(value)
     elif option == "-undefined":

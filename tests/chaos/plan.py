@@ -4,7 +4,7 @@ A round is made from its seed alone, and is data: {"seed", "ranks", "environment
 Four rounds with neighbouring seeds have the same ranks and environment, so that one set of ranks can play them, unless
 one of them ends it. An event happens on a rank when it comes to a step:
 
-    inject   the provider loses or garbles what this rank sends ("faults", for mlxdist_group_inject); with "seconds"
+    inject   the provider loses or garbles what this rank sends ("faults", for mlxdist_group_inject_faults); with "seconds"
              nothing that it sends arrives, and after that time "then" is injected
     stop     SIGSTOP after "delay" seconds, and SIGCONT "seconds" later
     kill     SIGKILL after "delay" seconds

@@ -2,15 +2,12 @@
 
 from pathlib import Path
 
-from native_build import NATIVE, build_program, compile_source, layer_sources, link
+from native_build import NATIVE, build_program, compile_source, folder_sources, layer_includes, layer_sources, link
 
 __all__ = ["FLAGS", "TARGETS", "build_for_libfuzzer", "build_for_files"]
 
 TARGETS = ["connection", "messages", "settings", "tcp"]
-LAYERS = ("verbs", "providers/soft", "endpoint", "collectives")
-FLAGS = ("-std=gnu11", '-DMLXDIST_VERSION="0.0.0"') + tuple(
-    f"-I{NATIVE / folder}" for folder in ("include", "verbs", "endpoint", "reduce", "collectives")
-)
+FLAGS = ("-std=gnu11", '-DMLXDIST_VERSION="0.0.0"', *layer_includes())
 SANITIZED = (*FLAGS, "-g", "-O1", "-fno-sanitize-recover=all")
 
 
@@ -22,12 +19,16 @@ def build_for_libfuzzer(folder: Path, target: str) -> Path:
     """Needs clang. The reductions, which read nothing from outside, are left to the compiler that is used elsewhere:
     clang 14 does not know all of what they use."""
     flags = (*SANITIZED, "-fsanitize=fuzzer-no-link,address,undefined")
-    objects = [compile_source(source, ("clang",), flags) for source in [*_sources(target), *layer_sources(*LAYERS)]]
-    objects += [compile_source(source, ("cc",), (*FLAGS, "-O2")) for source in layer_sources("reduce")]
+    objects = [
+        compile_source(source, ("clang",), flags)
+        for source in [*_sources(target), *layer_sources()]
+        if source.parent.name != "reduce"
+    ]
+    objects += [compile_source(source, ("cc",), (*FLAGS, "-O2")) for source in folder_sources("reduce")]
     return link(folder / target, ("clang",), ["-fsanitize=fuzzer,address,undefined"], objects)
 
 
 def build_for_files(folder: Path, target: str, flags: list[str]) -> Path:
     """A program that runs the target once on each file."""
-    sources = [*_sources(target), NATIVE / "tests" / "fuzz_main.c", *layer_sources(*LAYERS, "reduce")]
+    sources = [*_sources(target), NATIVE / "tests" / "fuzz_main.c", *layer_sources()]
     return build_program(folder / target, sources, [*FLAGS, *flags])

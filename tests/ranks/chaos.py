@@ -34,9 +34,9 @@ def say(**news: object) -> None:
 
 
 def inject(faults: str, seed: int = 0) -> None:
-    check(lib.mlxdist_group_inject(world._native, faults.encode()))
+    check(lib.mlxdist_group_inject_faults(world._native, faults.encode()))
     if seed:
-        check(lib.mlxdist_group_inject(world._native, f"seed={seed}".encode()))
+        check(lib.mlxdist_group_inject_faults(world._native, f"seed={seed}".encode()))
 
 
 def play(plan: dict) -> None:

@@ -286,8 +286,8 @@ def finish_evaluated(started: list[tuple[Call, Any]]) -> None:
 
 
 def inject(faults: str) -> None:
-    """Into what this rank sends from now on (mlxdist_group_inject); each rank draws its own."""
-    check(lib.mlxdist_group_inject(world._native, f"{faults},seed={world.rank()}".encode()))
+    """Into what this rank sends from now on (mlxdist_group_inject_faults); each rank draws its own."""
+    check(lib.mlxdist_group_inject_faults(world._native, f"{faults},seed={world.rank()}".encode()))
 
 
 def carry_out(steps: list[dict], before: Callable[[int, dict], None] = lambda number, step: None) -> None:

@@ -17,7 +17,7 @@ rank, size = group.rank(), group.size()
 
 
 def inject(faults: str) -> None:
-    check(lib.mlxdist_group_inject(group._native, faults.encode()))
+    check(lib.mlxdist_group_inject_faults(group._native, faults.encode()))
 
 
 def compute(seconds: float) -> None:

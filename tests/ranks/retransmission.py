@@ -17,7 +17,7 @@ DTYPES = ["float16", "int32", "complex64"]
 
 
 def main(faults: str) -> None:
-    check(lib.mlxdist_group_inject(group._native, f"{faults},seed={group.rank() + 3}".encode()))
+    check(lib.mlxdist_group_inject_faults(group._native, f"{faults},seed={group.rank() + 3}".encode()))
     case = 0
     for operation, _ in OPERATIONS.values():
         for dtype in DTYPES:

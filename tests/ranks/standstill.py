@@ -105,7 +105,7 @@ def late() -> None:
 
 def inject(faults: str, then: str = "", seconds: float = 1.2) -> None:
     """Faults of this rank's links; and others after some seconds."""
-    check(lib.mlxdist_group_inject(group._native, faults.encode()))
+    check(lib.mlxdist_group_inject_faults(group._native, faults.encode()))
     if then:
         threading.Thread(target=lambda: (time.sleep(seconds), inject(then)), daemon=True).start()
 

@@ -20,7 +20,7 @@ from .node_info import NodeInfo
 
 __all__ = ["MAX_LINKS", "Choice", "Link", "NodeInfo", "choose"]
 
-MAX_LINKS = 2  # MLXDIST_LINKS of mlxdist.h
+MAX_LINKS = 2  # MLXDIST_MAX_LINKS of mlxdist.h
 
 _Ends = tuple["Link", "Link"]  # of the lower rank, of the higher one
 

@@ -44,8 +44,8 @@ class Transfer:
         for array in self.received:
             array.fill(0)
         times = np.zeros(calls)
-        described = ffi.new("mlxdist_transfer *", self._described | {"count": calls})
-        check(lib.mlxdist_time_transfers(described, ffi.from_buffer("double[]", times)))
+        described = ffi.new("mlxdist_core_transfer *", self._described | {"count": calls})
+        check(lib.mlxdist_time_core_transfers(described, ffi.from_buffer("double[]", times)))
         if not all(map(np.array_equal, self.received, reversed(self.sent))):
             raise RuntimeError("a transfer from core to core delivered wrong bytes; check this machine's memory")
         return [float(time) / 1e3 * self._scale for time in times]

@@ -53,7 +53,7 @@ def _case(world: mlxdist.Group, operation: str, size: int, rounds: int) -> dict[
 def tune(world: mlxdist.Group, rows: list[Row]) -> None:
     """Replaces the table of the group. All ranks do so between the same two operations."""
     table = ffi.new("mlxdist_tuning[]", [row.native() for row in rows])
-    check(lib.mlxdist_group_tune(world._native, table, len(rows)))
+    check(lib.mlxdist_group_set_tuning(world._native, table, len(rows)))
 
 
 def _operation(world: mlxdist.Group, operation: str, elements: int) -> tuple[Callable[[], object], Callable[[], int]]:

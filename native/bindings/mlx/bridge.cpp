@@ -106,7 +106,7 @@ NB_MODULE(_bridge, m) {
       "is_traced", [](const mx::array& array) { return array.is_tracer(); }, "array"_a,
       "Whether MLX records what is computed from the array, for a gradient or for mx.compile.");
   m.def(
-      "mark_line", [] { mlxdist_set_place(current_line().at); },
+      "mark_line", [] { mlxdist_set_call_site(current_line().at); },
       "The operations that this thread starts next come from the line of the program that has called mlxdist.");
   m.def(
       "line_of", [](nb::handle frame) { return line_of(reinterpret_cast<PyFrameObject*>(frame.ptr())).at; }, "frame"_a,

@@ -177,7 +177,7 @@ Connection::~Connection() {
 }
 
 std::shared_ptr<Connection> Connection::split(const std::shared_ptr<Connection>& connection, int color, int key) {
-  mlxdist_set_place(current_line().at);
+  mlxdist_set_call_site(current_line().at);
   InterpreterRuns others_run;
   mlxdist_group* part = nullptr;
   if (connection->size_ > 1) {
@@ -289,7 +289,7 @@ mlxdist_group* Connection::usable() const {
 void Connection::run(Call call, const Operation& operation) {
   auto lock = keep_open();
   auto* group = usable();
-  mlxdist_set_place(call.place);
+  mlxdist_set_call_site(call.place);
   if (call.timeout >= 0) mlxdist_set_timeout(call.timeout);
   mlxdist_set_arrived(1);
   int status = operation(group);

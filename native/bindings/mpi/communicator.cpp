@@ -135,7 +135,7 @@ class Operation {
 void run(MPI_Comm comm, const std::function<int(mlxdist_group*)>& operation) {
   try {
     Operation running(comm);
-    mlxdist_set_place(""); /* nobody knows the line */
+    mlxdist_set_call_site(""); /* nobody knows the line */
     int status = operation(running.group());
     if (status != MLXDIST_OK) throw Error(status, mlxdist_last_error());
   } catch (const Error& error) {

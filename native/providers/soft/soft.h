@@ -8,7 +8,7 @@
 #ifndef MLXDIST_SOFT_SOFT_H
 #define MLXDIST_SOFT_SOFT_H
 
-#include "../../verbs/verbs.h"
+#include "../providers.h"
 #include "addresses.h"
 #include "faults.h"
 #include "profile.h"

@@ -1,0 +1,65 @@
+#include "direct.h"
+
+/* The i-th other member, beginning with the next one: if all began with rank 0, they would queue up there. */
+static inline int32_t other(const mlxdist_group *group, int32_t i) { return (group->rank + i) % group->size; }
+
+/* In rank order, which is the order of the reduction. */
+static inline void receive_from_all(struct operation *operation, uint64_t bytes) {
+  const mlxdist_group *group = operation_group(operation);
+  for (int32_t member = 0; member < group->size; member++)
+    if (member != group->rank) operation_receive(operation, member, 0, bytes);
+}
+
+void direct_all_reduce(struct operation *operation, const struct reduction *reduction, const char *in, char *out) {
+  const mlxdist_group *group = operation_group(operation);
+  operation_round(operation);
+  for (int32_t i = 1; i < group->size; i++) operation_send(operation, other(group, i), in, reduction->bytes);
+  receive_from_all(operation, reduction->bytes);
+  operation_reduce(operation, (struct reduce_step){.kernel = reduction->kernel,
+                                                   .element_bytes = reduction->chunks.element_bytes,
+                                                   .own = in,
+                                                   .own_position = group->rank,
+                                                   .out = out,
+                                                   .in_place = in == out});
+}
+
+void direct_reduce_scatter(struct operation *operation, const struct reduction *reduction, const char *in, char *out) {
+  const struct chunks *chunks = &reduction->chunks;
+  const mlxdist_group *group = operation_group(operation);
+  const char *own = in + chunk_offset(chunks, group->rank);
+  operation_round(operation);
+  for (int32_t i = 1; i < group->size; i++) {
+    int32_t member = other(group, i);
+    operation_send(operation, member, in + chunk_offset(chunks, member), chunk_bytes(chunks, member));
+  }
+  receive_from_all(operation, chunk_bytes(chunks, group->rank));
+  operation_reduce(operation,
+                   (struct reduce_step){.kernel = reduction->kernel,
+                                        .element_bytes = chunks->element_bytes,
+                                        .own = own,
+                                        .own_position = group->rank,
+                                        .out = out,
+                                        /* Its own part nobody else reads; elsewhere in `in` lie those of others. */
+                                        .in_place = out >= in && out < in + reduction->bytes && out != own});
+}
+
+void direct_all_gather(struct operation *operation, const struct chunks *chunks, const char *own, char *out) {
+  const mlxdist_group *group = operation_group(operation);
+  uint64_t bytes = chunk_bytes(chunks, group->rank);
+  operation_round(operation);
+  operation_copy(operation, out + chunk_offset(chunks, group->rank), own, bytes);
+  for (int32_t i = 1; i < group->size; i++) operation_send(operation, other(group, i), own, bytes);
+  for (int32_t i = 1; i < group->size; i++) {
+    int32_t member = other(group, i);
+    operation_receive(operation, member, out + chunk_offset(chunks, member), chunk_bytes(chunks, member));
+  }
+}
+
+void direct_barrier(struct operation *operation) {
+  const mlxdist_group *group = operation_group(operation);
+  operation_round(operation);
+  for (int32_t i = 1; i < group->size; i++) {
+    operation_send(operation, other(group, i), 0, 0);
+    operation_receive(operation, other(group, i), 0, 0);
+  }
+}

@@ -1,0 +1,24 @@
+/*
+ * The mesh: every rank exchanges directly with every other.
+ *
+ * It needs a connection between every two. Then it is the best there is: each byte crosses one link, a reduction
+ * takes one message time, and a sum is rounded once, since every owner gets all pieces.
+ */
+#ifndef MLXDIST_COLLECTIVES_DIRECT_H
+#define MLXDIST_COLLECTIVES_DIRECT_H
+
+#include "chunks.h"
+
+/* Every rank sends all of `in` to all, and reduces all that arrives into `out`: (n-1) S bytes a rank. */
+void direct_all_reduce(struct operation* operation, const struct reduction* reduction, const char* in, char* out);
+
+/* Every rank sends to each peer its part of `in`, and reduces its own part into `out`: (n-1)/n S bytes. */
+void direct_reduce_scatter(struct operation* operation, const struct reduction* reduction, const char* in, char* out);
+
+/* Every rank sends its part, at `own`, to all; all chunks come together in `out`: (n-1)/n of `out`. */
+void direct_all_gather(struct operation* operation, const struct chunks* chunks, const char* own, char* out);
+
+/* An empty message to everyone and one from each: ends once every rank has come. */
+void direct_barrier(struct operation* operation);
+
+#endif

@@ -1,0 +1,76 @@
+#include "abort.h"
+
+#include "error.h"
+#include "layout.h"
+#include "operation.h"
+
+#include <stdio.h>
+#include <string.h>
+
+void engine_end_all(struct engine *engine) {
+  engine->ended = true;
+  while (engine->active) operation_end(engine->active, failure_check(&engine->failure));
+}
+
+/* The last transfer to `peer` before those of `operation`: all up to there is well. */
+static uint32_t last_good_transfer(const struct operation *operation, const struct peer *peer) {
+  for (int i = 0; i < operation->out.count; i++)
+    if (operation->out.list[i].group_peer->peer == peer) return operation->out.list[i].number - 1;
+  return operation->group->peers[operation->group->member_of[peer->endpoint.rank]].sent;
+}
+
+/* A peer that cannot hear of it this way does so by the side channel. */
+static void send_abort(struct peer *peer, const struct operation *operation, const char *message, uint32_t length) {
+  int32_t rank = peer->endpoint.rank;
+  struct channel *eager = endpoint_eager(&peer->endpoint);
+  if (!peer->endpoint.usable || !channel_can_send(eager, WIRE_ABORT)) return;
+  const mlxdist_group *world = engine_group(peer->engine, 0);
+  struct outgoing_message abort = {
+      .kind = WIRE_ABORT, .transfer = world->peers[rank].sent, .payload = message, .length = length};
+  if (operation && operation->group->member_of[rank] >= 0) {
+    abort.group = operation->group->id;
+    abort.transfer = last_good_transfer(operation, peer);
+  }
+  (void)channel_send(eager, &abort);
+}
+
+/* Every error says where it happened. */
+static void locate(const struct engine *engine, const struct operation *operation) {
+  char text[ERROR_TEXT_BYTES], where[ERROR_TEXT_BYTES / 2], name[192];
+  snprintf(where, sizeof where, "rank %d on %s", engine->rank, engine->host);
+  if (operation) {
+    layout_name(&operation->receives, operation->sequence, name, sizeof name);
+    snprintf(where, sizeof where, "rank %d on %s in %s", engine->rank, engine->host, name);
+  }
+  snprintf(text, sizeof text, "%.*s", (int)(sizeof text - strlen(where) - 4), mlxdist_last_error());
+  fail(MLXDIST_OK, "%s [%s]", text, where);
+}
+
+void engine_fail(struct engine *engine, const struct operation *operation, int status) {
+  locate(engine, operation);
+  char message[sizeof(struct wire_abort) + ERROR_TEXT_BYTES];
+  struct wire_abort abort = {.status = status};
+  memcpy(message, &abort, sizeof abort);
+  const char *text = mlxdist_last_error();
+  size_t length = strnlen(text, ERROR_TEXT_BYTES);
+  memcpy(message + sizeof abort, text, length);
+  if (failure_set(&engine->failure, status, text))
+    for (int32_t rank = 0; rank < engine->size; rank++)
+      send_abort(&engine->peers[rank], operation, message, (uint32_t)(sizeof abort + length));
+  engine_end_all(engine);
+}
+
+void abort_receive(struct peer *peer, const struct recv_desc *desc) {
+  const struct wire_header *header = recv_header(desc);
+  struct wire_abort abort = {.status = MLXDIST_ABORTED};
+  char text[ERROR_TEXT_BYTES] = "";
+  int length = (int)header->length - (int)sizeof abort;
+  if (length >= 0) memcpy(&abort, recv_payload(desc), sizeof abort);
+  if (abort.status <= MLXDIST_OK || abort.status > MLXDIST_RESOURCES) abort.status = MLXDIST_ABORTED;
+  if (length > 0) snprintf(text, sizeof text, "%.*s", length, recv_payload(desc) + sizeof abort);
+  if (!text[0]) snprintf(text, sizeof text, "rank %d has failed", peer->endpoint.rank);
+  failure_set(&peer->engine->failure, abort.status, text);
+  peer->failed = true;
+  peer->failed_group = header->group;
+  peer->failed_after = header->transfer;
+}

@@ -1,0 +1,262 @@
+#include "matching.h"
+
+#include "error.h"
+#include "layout.h"
+#include "operation.h"
+#include "receive.h"
+
+#include <stddef.h>
+#include <stdio.h>
+#include <string.h>
+
+static void name(const struct wire_descriptor *descriptor, uint16_t group, char *text, size_t bytes) {
+  layout_name(descriptor, 0, text, bytes);
+  size_t used = strnlen(text, bytes);
+  if (group & ~GROUP_INTERNAL) snprintf(text + used, bytes - used, " in group %u", group & ~GROUP_INTERNAL);
+}
+
+int matching_fail(const struct operation *ours, const struct peer *peer, const struct wire_descriptor *theirs,
+                  uint64_t expected_bytes) {
+  char ours_text[192], theirs_text[192], sizes[128] = "";
+  name(&ours->receives, ours->group->id, ours_text, sizeof ours_text);
+  name(theirs, ours->group->id, theirs_text, sizeof theirs_text);
+  int32_t rank = ours->group->engine->rank;
+  bool first = rank < peer->endpoint.rank; /* in rank order, so that both ranks say the same */
+  bool same_operation = theirs->operation == ours->receives.operation;
+  if (!strcmp(ours_text, theirs_text) && memcmp(ours->receives.shape, theirs->shape, sizeof theirs->shape))
+    snprintf(sizes, sizeof sizes, ", packed from trees that differ in paths, shapes or dtypes");
+  else if (same_operation && theirs->algorithm != ours->receives.algorithm)
+    snprintf(sizes, sizeof sizes, " with different algorithms: set MLXDIST_ALGO and the tuning table alike on all");
+  else if (expected_bytes != UINT64_MAX && theirs->bytes != expected_bytes)
+    snprintf(sizes, sizeof sizes, ", and rank %d sends %llu bytes where rank %d expects %llu", peer->endpoint.rank,
+             (unsigned long long)theirs->bytes, rank, (unsigned long long)expected_bytes);
+  /* With another algorithm a rank may need nothing of an operation, and be at the next one. */
+  return fail(MLXDIST_MISMATCH,
+              "ranks disagree: rank %d calls %s, rank %d calls %s%s; all ranks must call the same "
+              "operations in the same order with the same dtype and shape%s; what is carried out at once while "
+              "mx.async_eval goes on needs another group",
+              first ? rank : peer->endpoint.rank, first ? ours_text : theirs_text, first ? peer->endpoint.rank : rank,
+              first ? theirs_text : ours_text, sizes, same_operation ? "" : ", by the same algorithm (MLXDIST_ALGO)");
+}
+
+static inline struct group_peer *group_peer_of(const struct peer *peer, uint16_t id) {
+  const mlxdist_group *group = engine_group(peer->engine, id);
+  int32_t member = group ? group->member_of[peer->endpoint.rank] : -1;
+  return member < 0 ? 0 : &group->peers[member];
+}
+
+static inline void note_cts(const struct peer *peer, const struct wire_header *header) {
+  struct group_peer *group_peer = group_peer_of(peer, header->group);
+  if (group_peer && wire_at_least(header->cts, group_peer->cts))
+    group_peer->cts = header->cts; /* perhaps before it is sent here */
+}
+
+void matching_on_cts(const struct peer *peer, const struct wire_header *header) { note_cts(peer, header); }
+
+int matching_send_cts(struct peer *peer, uint16_t group, uint32_t transfer) {
+  bool other = peer->cts_pending && peer->cts_group != group;
+  int status = other ? endpoint_flush(&peer->endpoint, false) : MLXDIST_OK;
+  peer->cts_pending = peer->endpoint.ack_requested = true;
+  peer->cts_group = group;
+  peer->cts = transfer;
+  endpoint_mark_ack(&peer->endpoint);
+  return status;
+}
+
+static inline bool is_for(const struct recv_desc *desc, const struct transfer *transfer) {
+  const struct wire_header *header = recv_header(desc);
+  return header->transfer == transfer->number && header->group == transfer->operation->group->id;
+}
+
+/* Messages of one channel come in order; those of two links may overtake each other. */
+static void insert(struct transfer *transfer, struct recv_desc *desc) {
+  uint64_t offset = recv_header(desc)->offset;
+  struct recv_desc **place = &transfer->arrived;
+  while (*place && recv_header(*place)->offset <= offset) place = &(*place)->next;
+  desc->next = *place;
+  *place = desc;
+  if (!desc->next) transfer->arrived_last = desc;
+}
+
+static inline void attach(struct transfer *transfer, struct recv_desc *desc) {
+  if (transfer->arrived) {
+    insert(transfer, desc);
+    return;
+  }
+  desc->next = 0;
+  transfer->arrived = transfer->arrived_last = desc;
+}
+
+static bool has_order(const struct transfers *transfers, const struct group_peer *group_peer, uint32_t order) {
+  for (int i = 0; i < transfers->count; i++)
+    if (transfers->list[i].group_peer == group_peer && transfers->list[i].collective_seq == order) return true;
+  return false;
+}
+
+/* The operation that was issued here as collective number `order` of that group, NULL if it has ended. */
+static const struct operation *issued_as(const mlxdist_group *group, const struct group_peer *group_peer,
+                                         uint32_t order) {
+  const struct operation *operation = group->engine->active;
+  for (; operation; operation = operation->next)
+    if (operation->ordered &&
+        (has_order(&operation->out, group_peer, order) || has_order(&operation->in, group_peer, order)))
+      return operation;
+  return 0;
+}
+
+/* No transfer expects this message. That is a mistake if this rank has come to that point of the group in another
+ * operation. What it does in other groups is not looked at: another thread may do it. */
+static int check_order(const struct peer *peer, const struct recv_desc *desc) {
+  const struct wire_header *header = recv_header(desc);
+  const struct wire_descriptor *theirs = recv_descriptor(desc);
+  const struct group_peer *group_peer = group_peer_of(peer, header->group);
+  if (!theirs || !group_peer || !(header->flags & WIRE_ORDERED) ||
+      !wire_at_least(group_peer->collective_seq, header->collective_seq))
+    return MLXDIST_OK;
+  const struct engine *engine = peer->engine;
+  const struct operation *ours = issued_as(engine_group(engine, header->group), group_peer, header->collective_seq);
+  /* The same call on both sides, but not the transfer that is due: what came before it differs, and is about to be
+   * seen.
+   */
+  if (ours && !memcmp(&ours->receives, theirs, offsetof(struct wire_descriptor, bytes))) return MLXDIST_OK;
+  if (ours) return matching_fail(ours, peer, theirs, UINT64_MAX);
+  char text[192];
+  name(theirs, header->group, text, sizeof text);
+  return fail(MLXDIST_MISMATCH,
+              "ranks disagree: rank %d calls %s, and what rank %d called at that point needs nothing "
+              "from it; all ranks of a group must call its collectives in the same order, with the same root and the "
+              "same algorithm (MLXDIST_ALGO)",
+              peer->endpoint.rank, text, engine->rank);
+}
+
+/* A transfer of the past wants nothing more. */
+static int check_late(const struct peer *peer, const struct wire_header *header) {
+  const struct engine *engine = peer->engine;
+  const struct group_peer *group_peer = group_peer_of(peer, header->group);
+  if (!group_peer || !wire_at_least(group_peer->received, header->transfer)) return MLXDIST_OK;
+  return fail(MLXDIST_TRANSPORT, "rank %d received %u bytes of transfer %u from rank %d, which has ended already",
+              engine->rank, header->length, header->transfer, peer->endpoint.rank);
+}
+
+/* Whether a message that came by another cable than at first has come by that one, too. */
+static bool is_known(const struct peer *peer, const struct transfer *transfer, const struct recv_desc *desc) {
+  const struct wire_header *header = recv_header(desc);
+  const struct recv_desc *other = transfer ? transfer->arrived : peer->unexpected;
+  for (; other; other = other->next) {
+    const struct wire_header *theirs = recv_header(other);
+    if (theirs->group == header->group && theirs->transfer == header->transfer && theirs->offset == header->offset)
+      return true;
+  }
+  if (transfer) return transfer->started && header->offset < transfer->done + !transfer->bytes;
+  const struct group_peer *group_peer = group_peer_of(peer, header->group);
+  return group_peer && wire_at_least(group_peer->received, header->transfer);
+}
+
+/* Whether a message should leave its slot: data that nobody takes now would keep others from getting past. Nobody
+ * takes what is unexpected, what belongs to an operation that waits for somebody else, and what has overtaken a message
+ * on another cable, which may be lost there and then come by this one. */
+static bool should_spill(const struct peer *peer, const struct recv_desc *desc, const struct transfer *transfer) {
+  if (!receive_is_crowded(desc->channel)) return false;
+  if (!transfer || peer->engine->active_count > 1) return true;
+  const struct recv_desc *first = transfer->arrived ? transfer->arrived : desc;
+  return peer->endpoint.channel_count > 2 && recv_header(first)->offset > transfer->done;
+}
+
+int matching_deliver(struct peer *peer, struct recv_desc *desc) {
+  note_cts(peer, recv_header(desc));
+  struct transfer *transfer = peer->posted;
+  while (transfer && !is_for(desc, transfer)) transfer = transfer->next;
+  int status = MLXDIST_OK;
+  if (recv_header(desc)->flags & WIRE_FAILOVER && is_known(peer, transfer, desc)) return recv_release(desc);
+  if (!transfer) {
+    status = check_late(peer, recv_header(desc));
+    if (!status) status = check_order(peer, desc);
+  }
+  if (!status && should_spill(peer, desc, transfer)) status = recv_spill(&desc);
+  if (transfer) {
+    attach(transfer, desc);
+    return status;
+  }
+  desc->next = 0;
+  if (peer->unexpected)
+    peer->unexpected_last->next = desc;
+  else
+    peer->unexpected = desc;
+  peer->unexpected_last = desc;
+  return status;
+}
+
+static void take_unexpected(struct peer *peer, struct transfer *transfer) {
+  struct recv_desc **place = &peer->unexpected, *last = 0;
+  while (*place) {
+    struct recv_desc *desc = *place;
+    if (is_for(desc, transfer)) {
+      *place = desc->next;
+      attach(transfer, desc);
+      continue;
+    }
+    last = desc;
+    place = &desc->next;
+  }
+  peer->unexpected_last = last;
+}
+
+void matching_post(struct transfer *transfer) {
+  struct peer *peer = transfer->group_peer->peer;
+  transfer->next = 0;
+  if (peer->posted)
+    peer->posted_last->next = transfer;
+  else
+    peer->posted = transfer;
+  peer->posted_last = transfer;
+  if (peer->unexpected) take_unexpected(peer, transfer);
+}
+
+int matching_check_unexpected(const struct peer *peer) {
+  int status = MLXDIST_OK;
+  for (const struct recv_desc *desc = peer->unexpected; desc && !status; desc = desc->next)
+    status = check_order(peer, desc);
+  return status;
+}
+
+static int spill_held(struct transfer *transfer) {
+  int status = MLXDIST_OK;
+  for (struct recv_desc **place = &transfer->arrived; *place && !status; place = &(*place)->next) {
+    struct recv_desc *next = (*place)->next;
+    if ((*place)->on_heap || !receive_is_crowded((*place)->channel)) continue;
+    status = recv_spill(place);
+    (*place)->next = next;
+    if (!next) transfer->arrived_last = *place;
+  }
+  return status;
+}
+
+int matching_free_slots(struct peer *peer) {
+  if (!peer->posted) return MLXDIST_OK;
+  if (peer->endpoint.channel_count <= 2 && peer->engine->active_count <= 1) return MLXDIST_OK;
+  int status = MLXDIST_OK;
+  for (struct transfer *transfer = peer->posted; transfer && !status; transfer = transfer->next)
+    status = spill_held(transfer);
+  return status;
+}
+
+int matching_remove(struct transfer *transfer) {
+  struct peer *peer = transfer->group_peer->peer;
+  struct transfer **place = &peer->posted, *before = 0;
+  while (*place && *place != transfer) {
+    before = *place;
+    place = &before->next;
+  }
+  if (*place) {
+    *place = transfer->next;
+    if (peer->posted_last == transfer) peer->posted_last = before;
+  }
+  int status = MLXDIST_OK;
+  while (transfer->arrived) {
+    struct recv_desc *desc = transfer->arrived;
+    transfer->arrived = desc->next;
+    int released = recv_release(desc);
+    if (!status) status = released;
+  }
+  return status;
+}

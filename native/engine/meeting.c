@@ -1,0 +1,87 @@
+#include "meeting.h"
+
+#include "operation.h"
+
+void meeting_init(struct meeting *meeting) {
+  for (int kind = 0; kind < MEETING_KINDS; kind++) {
+    atomic_init(&meeting->arrived[kind], WIRE_START);
+    atomic_init(&meeting->there[kind], WIRE_START);
+    meeting->announced[kind] = WIRE_START;
+  }
+  atomic_init(&meeting->received, WIRE_START);
+  atomic_init(&meeting->until, 3 * WIRE_START + MEETING_OPERATIONS);
+}
+
+/* Of the operations of all kinds: both ranks have the same at the same operation. */
+uint32_t meeting_total(const struct meeting *meeting) {
+  return meeting->arrived[MEETING_COLLECTIVES] + meeting->arrived[MEETING_SENDS] + meeting->received;
+}
+
+/* Operations that meet in any case, after those that this rank has come to. Far too many where `until` is past. */
+uint32_t meeting_left(const struct meeting *meeting, uint32_t until) { return until - meeting_total(meeting); }
+
+bool meeting_owes(const struct meeting *meeting, int kind) {
+  return meeting->requests >> kind & 1 && wire_at_least(meeting->arrived[kind], meeting->requested[kind]);
+}
+
+bool meeting_owes_any(const struct meeting *meeting) {
+  return meeting_owes(meeting, MEETING_COLLECTIVES) || meeting_owes(meeting, MEETING_SENDS);
+}
+
+void meeting_forget_answered(struct meeting *meeting) {
+  for (int kind = 0; kind < MEETING_KINDS; kind++)
+    if (meeting_owes(meeting, kind)) atomic_fetch_and(&meeting->requests, ~(1u << kind));
+}
+
+uint32_t meeting_until(const struct meeting *meeting) {
+  uint32_t left = meeting_left(meeting, meeting->until);
+  return left > MEETING_OPERATIONS ? meeting_total(meeting) : meeting->until;
+}
+
+void meeting_heard(const struct operation *operation, uint64_t now) {
+  /* None of these ends before all members have come to it, whichever the messages went by. */
+  const uint32_t joint = 1u << WIRE_ALL_REDUCE | 1u << WIRE_ALL_GATHER | 1u << WIRE_REDUCE_SCATTER |
+                         1u << WIRE_BARRIER | 1u << WIRE_ALL_TO_ALL;
+  const mlxdist_group *group = operation->group;
+  if (joint >> operation->sends.operation & 1) {
+    for (int32_t member = 0; member < group->size; member++)
+      if (group->peers[member].peer) group->peers[member].peer->meeting.heard_ns = now;
+    return;
+  }
+  for (int i = 0; i < operation->in.count; i++) operation->in.list[i].group_peer->peer->meeting.heard_ns = now;
+}
+
+void meeting_take_counts(struct meeting *meeting, const uint32_t *counts, uint32_t until) {
+  for (int kind = 0; kind < MEETING_KINDS; kind++)
+    if (wire_at_least(counts[kind], meeting->there[kind])) meeting->there[kind] = counts[kind];
+  uint32_t left = meeting_left(meeting, until), own = meeting_left(meeting, meeting->until);
+  if (left <= 2 * MEETING_OPERATIONS && (own > 2 * MEETING_OPERATIONS || left > own)) meeting->until = until;
+}
+
+/* With the lock. The lower one of two requests stays: the other is retransmitted. */
+void meeting_take_request(struct meeting *meeting, uint64_t request) {
+  uint32_t number = (uint32_t)(request >> 32);
+  int kind = request & MEETING_OF_SENDS ? MEETING_SENDS : MEETING_COLLECTIVES;
+  if (!(request & MEETING_REPEATS) && wire_at_least(meeting->announced[kind], number)) return;
+  meeting->waiting = request & ((1u << MEETING_SET_BITS) - 1);
+  bool is_lower = !(meeting->requests >> kind & 1) || wire_at_least(meeting->requested[kind], number);
+  if (is_lower) meeting->requested[kind] = number;
+  atomic_fetch_or(&meeting->requests, 1u << kind);
+}
+
+void meeting_read(struct meeting *meeting, const struct wire_header *header) {
+  const uint32_t counts[MEETING_KINDS] = {header->sequence, header->collective_seq};
+  meeting_take_counts(meeting, counts, header->transfer);
+  if (header->flags & WIRE_MEET) meeting_take_request(meeting, header->offset);
+}
+
+bool meeting_write(struct meeting *meeting, struct wire_header *header) {
+  bool requests = header->flags & WIRE_MEET, answers = meeting_owes_answer(meeting);
+  meeting_forget_answered(meeting);
+  for (int kind = 0; kind < MEETING_KINDS; kind++) meeting->announced[kind] = meeting->arrived[kind];
+  header->sequence = meeting->announced[MEETING_COLLECTIVES];
+  header->collective_seq = meeting->announced[MEETING_SENDS];
+  header->transfer = meeting_until(meeting);
+  if (requests) header->offset = meeting->request;
+  return requests || answers;
+}

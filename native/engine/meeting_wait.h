@@ -1,0 +1,13 @@
+/* Meetings (meeting.h), seen from the threads that come to operations: they count, request, reply and wait. */
+#ifndef MLXDIST_ENGINE_MEETING_WAIT_H
+#define MLXDIST_ENGINE_MEETING_WAIT_H
+
+#include "operation.h"
+
+/* Counts an operation that is called directly, and replies to the peers that wait for it. */
+void meeting_count(struct operation* operation);
+
+/* A request or reply that came by the side channel: two ranks need not be connected. Returns false if it is none. */
+bool meeting_receive(struct engine* engine, struct peer* peer, const void* bytes, uint64_t length);
+
+#endif

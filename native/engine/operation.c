@@ -1,0 +1,221 @@
+#include "operation.h"
+
+#include "debug.h"
+#include "error.h"
+#include "matching.h"
+#include "thread.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static _Thread_local double thread_timeout = -1;
+static _Thread_local char call_site[FLIGHT_CALL_SITE_BYTES];
+
+void mlxdist_set_timeout(double seconds) { thread_timeout = seconds; }
+
+void mlxdist_set_call_site(const char *text) { strncpy(call_site, text ? text : "", sizeof call_site - 1); }
+
+int operation_new(mlxdist_group *group, const struct wire_descriptor *descriptor, struct operation **result) {
+  /* One that has ended is kept, with its lists: allocating them would take as long as a small message. */
+  struct operation *operation = atomic_exchange(&group->spare, 0);
+  if (!operation) operation = calloc(1, sizeof *operation);
+  if (!operation) return fail(MLXDIST_RESOURCES, "out of memory for an operation");
+  operation->group = group;
+  operation->sends = operation->receives = *descriptor;
+  operation->timeout = thread_timeout >= 0 ? thread_timeout : group->timeout;
+  memcpy(operation->call_site, call_site, sizeof operation->call_site);
+  *result = operation;
+  return MLXDIST_OK;
+}
+
+void operation_destroy(struct operation *operation) {
+  if (!operation) return;
+  free(operation->rounds);
+  free(operation->out.list);
+  free(operation->in.list);
+  free(operation);
+}
+
+void operation_recycle(struct operation *operation) {
+  mlxdist_group *group = operation->group;
+  free(operation->scratch);
+  *operation = (struct operation){.rounds = operation->rounds,
+                                  .rounds_capacity = operation->rounds_capacity,
+                                  .out = {operation->out.list, 0, operation->out.capacity},
+                                  .in = {operation->in.list, 0, operation->in.capacity}};
+  operation = atomic_exchange(&group->spare, operation);
+  if (operation) operation_destroy(operation);
+}
+
+void operation_release(struct operation *operation) {
+  if (atomic_fetch_sub(&operation->owners, 1) == 1) operation_recycle(operation);
+}
+
+static bool grow(struct operation *operation, void **list, int *capacity, size_t element) {
+  int larger = *capacity ? 2 * *capacity : 4;
+  void *grown = realloc(*list, (size_t)larger * element);
+  if (!grown) {
+    operation->status = MLXDIST_RESOURCES;
+    return false;
+  }
+  *list = grown;
+  *capacity = larger;
+  return true;
+}
+
+void operation_round(struct operation *operation) {
+  if (operation->round_count == operation->rounds_capacity &&
+      !grow(operation, (void **)&operation->rounds, &operation->rounds_capacity, sizeof *operation->rounds))
+    return;
+  operation->rounds[operation->round_count++] =
+      (struct round){.first_out = operation->out.count, .first_in = operation->in.count};
+}
+
+static inline bool add(struct operation *operation, struct transfers *transfers, int32_t member, void *data,
+                       uint64_t bytes) {
+  if (operation->status || (transfers->count == transfers->capacity &&
+                            !grow(operation, (void **)&transfers->list, &transfers->capacity, sizeof *transfers->list)))
+    return false;
+  transfers->list[transfers->count++] = (struct transfer){
+      .operation = operation, .group_peer = &operation->group->peers[member], .data = data, .bytes = bytes};
+  return true;
+}
+
+static inline struct round *last_round(struct operation *operation) {
+  return &operation->rounds[operation->round_count - 1];
+}
+
+void operation_send(struct operation *operation, int32_t member, const void *data, uint64_t bytes) {
+  if (add(operation, &operation->out, member, (void *)data, bytes)) last_round(operation)->outs++;
+}
+
+void operation_receive(struct operation *operation, int32_t member, void *data, uint64_t bytes) {
+  if (add(operation, &operation->in, member, data, bytes)) last_round(operation)->ins++;
+}
+
+void operation_copy(struct operation *operation, void *to, const void *from, uint64_t bytes) {
+  if (operation->status || to == from || bytes == 0) return;
+  struct round *round = last_round(operation);
+  round->copy_to = to;
+  round->copy_from = from;
+  round->copy_bytes = bytes;
+}
+
+char *operation_scratch(struct operation *operation, uint64_t bytes) {
+  operation->scratch = bytes ? malloc(bytes) : 0;
+  if (bytes && !operation->scratch) operation->status = MLXDIST_RESOURCES;
+  return operation->scratch;
+}
+
+/* The place among the collectives of the group: one number for the whole operation, wherever it sends to. */
+static void number_collective(struct operation *operation) {
+  const mlxdist_group *group = operation->group;
+  struct transfers *out = &operation->out, *in = &operation->in;
+  for (int32_t member = 0; member < group->size; member++) group->peers[member].collective_seq++;
+  for (int i = 0; i < out->count; i++) out->list[i].collective_seq = out->list[i].group_peer->collective_seq;
+  for (int i = 0; i < in->count; i++) in->list[i].collective_seq = in->list[i].group_peer->collective_seq;
+}
+
+static bool sends_to(const struct operation *operation, const struct group_peer *group_peer, int outs) {
+  for (int i = 0; i < outs; i++)
+    if (operation->out.list[i].group_peer == group_peer) return true;
+  return false;
+}
+
+static void issue_out(struct transfer *transfer) {
+  struct endpoint *endpoint = &transfer->group_peer->peer->endpoint;
+  transfer->number = ++transfer->group_peer->sent;
+  if (transfer->bytes >= MR_CACHE_MIN_BYTES) /* all links of a peer are alike */
+    transfer->region =
+        mr_cache_acquire(endpoint->transport, endpoint->links[0].device, transfer->data, transfer->bytes);
+}
+
+/* `outs`: transfers that leave in the same round or before. */
+static int issue_in(struct transfer *transfer, int outs) {
+  const struct operation *operation = transfer->operation;
+  int status = MLXDIST_OK;
+  transfer->number = ++transfer->group_peer->received;
+  /* The peer holds back what is large until it knows that this rank has come; what is sent to it says so. */
+  if (transfer->bytes > transfer_eager_limit(operation->group->engine) &&
+      !sends_to(operation, transfer->group_peer, outs))
+    status = matching_send_cts(transfer->group_peer->peer, operation->group->id, transfer->number);
+  matching_post(transfer);
+  return status;
+}
+
+static void append(struct engine *engine, struct operation *operation) {
+  if (engine->active)
+    engine->active_last->next = operation;
+  else
+    engine->active = operation;
+  engine->active_last = operation;
+  engine->active_count++;
+}
+
+#define NAME_BYTES 192
+
+static const char *name(const struct operation *operation, char *text) {
+  layout_name(&operation->sends, operation->sequence, text, NAME_BYTES);
+  return text;
+}
+
+int operation_issue(struct operation *operation) {
+  mlxdist_group *group = operation->group;
+  struct engine *engine = group->engine;
+  append(engine, operation);
+  engine->handles_in_progress += operation->handled;
+  operation->number = ++engine->operations;
+  operation->sequence = operation_is_collective(operation) ? ++group->collectives_issued : ++group->messages_issued;
+  debug(DEBUG_TRACE, "operation", "starts %s in group %u%s%s", name(operation, (char[NAME_BYTES]){""}),
+        group->id & ~GROUP_INTERNAL, operation->call_site[0] ? ", " : "", operation->call_site);
+  if (operation->ordered) number_collective(operation);
+  for (int i = 0; i < operation->out.count; i++) issue_out(&operation->out.list[i]);
+  int status = MLXDIST_OK;
+  for (int i = 0, round = 0; i < operation->in.count && !status; i++) {
+    while (i >= operation->rounds[round].first_in + operation->rounds[round].ins) round++;
+    status = issue_in(&operation->in.list[i], operation->rounds[round].first_out + operation->rounds[round].outs);
+  }
+  for (int32_t member = 0; member < group->size && operation->ordered && !status; member++) {
+    const struct peer *peer = group->peers[member].peer;
+    if (peer && peer->unexpected) status = matching_check_unexpected(peer);
+  }
+  /* What has come for the other operations may have to wait in its slots until this one has ended elsewhere. */
+  for (int32_t rank = 0; rank < engine->size && engine->active_count == 2 && !status; rank++)
+    status = matching_free_slots(&engine->peers[rank]);
+  return status;
+}
+
+static void unlink_active(struct engine *engine, const struct operation *operation) {
+  struct operation **place = &engine->active, *before = 0;
+  while (*place != operation) {
+    before = *place;
+    place = &before->next;
+  }
+  *place = operation->next;
+  if (engine->active_last == operation) engine->active_last = before;
+  engine->active_count--;
+}
+
+void operation_end(struct operation *operation, int status) {
+  struct engine *engine = operation->group->engine;
+  struct group_counters *counters = &operation->group->counters;
+  unlink_active(engine, operation);
+  for (int i = 0; i < operation->out.count; i++)
+    if (operation->out.list[i].region) mr_cache_release(operation->out.list[i].region);
+  for (int i = 0; i < operation->in.count; i++) {
+    int released = matching_remove(&operation->in.list[i]);
+    if (!status) status = released;
+  }
+  count(operation_is_collective(operation) ? &counters->collectives : &counters->point_to_point, 1);
+  uint64_t now = clock_ns();
+  if (!status) meeting_heard(operation, now);
+  count(&counters->operation_ns, now - operation->started_ns);
+  debug(DEBUG_TRACE, "operation", "ends %s in group %u after %.6f s%s", name(operation, (char[NAME_BYTES]){""}),
+        operation->group->id & ~GROUP_INTERNAL, (double)(now - operation->started_ns) * 1e-9, status ? ", failed" : "");
+  flight_recorder_add(&engine->flight_recorder, operation, status, now);
+  operation->status = status;
+  bool handled = operation->handled; /* else it may be gone once `ended` is set */
+  engine->handles_in_progress -= handled;
+  atomic_store_explicit(&operation->ended, 1, memory_order_release);
+  if (handled) operation_release(operation);
+}

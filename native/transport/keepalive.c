@@ -1,0 +1,39 @@
+#include "keepalive.h"
+
+#include "acknowledgement.h"
+#include "debug.h"
+#include "transport.h"
+
+/* A cable that was pulled sooner after a message is noticed by its silence. */
+#define IDLE_NS 1000000000u
+
+static bool is_due(const struct channel *channel, uint64_t quiet_ns) {
+  const struct transport *transport = channel->transport;
+  double seconds = transport->options->keepalive;
+  bool works = channel->open && !(channel->endpoint->dead_links >> channel_link(channel) & 1);
+  return seconds > 0 && (double)quiet_ns > seconds * 1e9 && works && !transport->keepalive_stopped &&
+         channel->acked == channel->sent;
+}
+
+static int send_keepalive(struct channel *channel) {
+  bool sent;
+  channel->idle = channel->device->whole_frames;
+  int status = acknowledgement_send(channel, 0, &sent);
+  if (status || !sent) return status;
+  uint32_t max = channel->acked + channel->slots - 1;
+  if (!channel->reserve && wire_at_least(channel->credit, max)) channel->credit = max;
+  debug(DEBUG_TRACE, "message", "to rank %d: a keepalive on the %s queue pair %u", channel->peer, channel_name(channel),
+        channel_link(channel));
+  return MLXDIST_OK;
+}
+
+int keepalive_tick(struct channel *channel, uint64_t now) {
+  if (channel->seen_requests != channel->requests || !channel->quiet_since_ns) {
+    channel->seen_requests = channel->requests;
+    channel->quiet_since_ns = now;
+    return MLXDIST_OK;
+  }
+  uint64_t quiet_ns = now - channel->quiet_since_ns;
+  if (quiet_ns > IDLE_NS && channel->device->whole_frames) channel->idle = true;
+  return is_due(channel, quiet_ns) ? send_keepalive(channel) : MLXDIST_OK;
+}

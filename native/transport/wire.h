@@ -1,0 +1,118 @@
+/*
+ * What travels between two ranks: the header of every message and the descriptor of every transfer.
+ *
+ * A *transfer* carries bytes from one rank to another within one operation: all_reduce between two ranks
+ * is two transfers, one each way. It is cut into messages of at most one slot; its first message carries
+ * the descriptor, so that a receiver knows at once when the sender is in another operation, or has
+ * another dtype or shape.
+ *
+ * All fields are little-endian, as every machine is that MLX runs on. docs/architecture.md has a picture.
+ */
+#ifndef MLXDIST_TRANSPORT_WIRE_H
+#define MLXDIST_TRANSPORT_WIRE_H
+
+#include "checksum.h"
+
+#include <assert.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define WIRE_MAGIC 0x3144584du /* "MXD1" */
+
+enum wire_kind {
+  WIRE_DATA = 1,
+  WIRE_ACK = 2,   /* acknowledgement and credit that found no data to ride on: has no number, may be lost */
+  WIRE_ABORT = 3, /* the sender has failed: payload is a wire_abort and the text of its first error */
+};
+
+enum wire_flags {
+  WIRE_FIRST = 1,       /* first message of its transfer: a descriptor stands between header and payload */
+  WIRE_ORDERED = 2,     /* data: a transfer whose `collective_seq` counts */
+  WIRE_MEET = 2,        /* acknowledgement: reply once the receiver has come to that operation: `offset` */
+  WIRE_FAILOVER = 4,    /* data: left by another link before, and may have arrived */
+  WIRE_PROBE_REPLY = 4, /* acknowledgement: to one with WIRE_PROBE */
+  WIRE_PROBE = 8,       /* acknowledgement: reply on this link */
+  WIRE_ACK_REQ = 8,     /* data: the sender waits for the acknowledgement */
+  WIRE_NAK = 16,        /* shifted by a channel's number: retransmit what follows `ack` there */
+};
+
+/* Every pair of ranks has two queue pairs a link. Small messages have their own, so that they neither wait behind
+ * bulk data nor take up its large slots. */
+enum wire_channel { WIRE_EAGER = 0, WIRE_BULK = 1 };
+#define WIRE_MAX_LINKS 2
+#define WIRE_CHANNELS (2 * WIRE_MAX_LINKS)
+
+/* What every message says of all channels from its receiver to its sender. */
+struct wire_acks {
+  uint32_t ack[WIRE_CHANNELS];     /* last sequence that arrived there, in order */
+  uint16_t credits[WIRE_CHANNELS]; /* receives that are posted for later ones */
+};
+
+struct wire_header {
+  uint32_t magic;
+  uint8_t kind;
+  uint8_t flags;
+  uint16_t group;    /* 0: the world */
+  uint32_t sequence; /* of this message on its queue pair, from WIRE_START + 1; wraps; in an acknowledgement, which has
+                        none: ordered collectives with the receiver that the sender has come to */
+  uint32_t transfer; /* its number among those of the group from this sender to this receiver, likewise; in an abort,
+                        the last one of this group before the operation that has failed; in an acknowledgement, the
+                        operation up to which ranks meet in any case (meeting.h) */
+  uint64_t offset;   /* bytes of the transfer before this message; in an acknowledgement with WIRE_MEET its request
+                        (meeting.h) */
+  uint32_t length;   /* payload bytes */
+  uint32_t checksum; /* CRC32C of the message without this field, where MLXDIST_CHECKSUM asks for it */
+  struct wire_acks acks;
+  uint32_t cts;            /* clear to send: last transfer of the group from the receiver of this header that its sender
+                              has begun to receive */
+  uint32_t collective_seq; /* of the collective among those of its group; in an acknowledgement, sends to the receiver
+                              that the sender has come to */
+};
+static_assert(sizeof(struct wire_header) == 64, "one cache line, and payloads stay aligned for SIMD");
+
+/* `bytes`: a message, at least its header. */
+static inline uint32_t wire_checksum(const char* bytes, uint64_t length) {
+  const uint64_t field = offsetof(struct wire_header, checksum), behind = field + sizeof(uint32_t);
+  return checksum(checksum(0, bytes, field), bytes + behind, length - behind);
+}
+
+struct wire_descriptor {
+  uint8_t operation; /* enum wire_operation */
+  uint8_t reduction; /* mlxdist_op, 0 where there is none */
+  uint8_t dtype;     /* mlxdist_dtype */
+  uint8_t ndim;
+  int16_t root;      /* -1 where there is none */
+  uint8_t algorithm; /* mlxdist_algorithm */
+  uint8_t reserved;
+  int64_t shape[6];
+  uint64_t bytes; /* of this transfer */
+};
+static_assert(sizeof(struct wire_descriptor) == 64, "payloads stay aligned for SIMD");
+
+enum wire_operation {
+  WIRE_ALL_REDUCE = 1,
+  WIRE_ALL_GATHER = 2,
+  WIRE_REDUCE_SCATTER = 3,
+  WIRE_BROADCAST = 4,
+  WIRE_BARRIER = 5,
+  WIRE_SEND = 6, /* send, recv and both halves of sendrecv */
+  WIRE_FINALIZE = 7,
+  WIRE_REDUCE = 8,
+  WIRE_GATHER = 9,
+  WIRE_SCATTER = 10,
+  WIRE_ALL_TO_ALL = 11,
+  WIRE_ALL_TO_ALL_V = 12,
+  WIRE_SPLIT = 13,
+};
+
+struct wire_abort {
+  int32_t status; /* mlxdist_status */
+};
+
+/* Sequences wrap after an hour of small messages, so they are compared by difference; and they begin a little
+ * before the end, so that every job shows that this works. */
+#define WIRE_START 0xffffff80u
+
+static inline int wire_at_least(uint32_t sequence, uint32_t limit) { return (int32_t)(sequence - limit) >= 0; }
+
+#endif
