@@ -264,7 +264,7 @@ def test_agents_end_their_ranks_when_they_hear_nothing_of_the_launcher(number, s
         launcher.send_signal(signal.SIGCONT)
         launcher.send_signal(signal.SIGTERM)
         _, error = launcher.communicate(timeout=20)
-        assert ("nothing was heard of the launcher for 2 s" in error) is (number == signal.SIGSTOP), error
+        assert ("nothing arrived from the launcher for 2 s" in error) is (number == signal.SIGSTOP), error
 
 
 @pytest.mark.long

@@ -65,8 +65,8 @@ def launch(chosen: HostSelection, command: tuple[str, ...], **given: Any) -> Non
     runs on its hosts.
 
     With --max-restarts, a job whose rank has failed is ended as always and then started again, with pauses of 1, 2, 4
-    and up to 30 seconds in between; MLXDIST_RESTART_COUNT has the number of restarts; it has to load its last checkpoint.
-    Not after Ctrl-C or SIGTERM. The exit status is that of the last start.
+    and up to 30 seconds in between; MLXDIST_RESTART_COUNT has the number of restarts. The program has to load its last
+    checkpoint. No restart follows Ctrl-C or SIGTERM. The exit status is that of the last start.
     """
     options = Options(**given)
     if options.print_python:
@@ -75,7 +75,7 @@ def launch(chosen: HostSelection, command: tuple[str, ...], **given: Any) -> Non
     if not command:
         raise click.UsageError("No command given. Write it after --: mlxdist launch -n 2 -- python train.py")
     try:
-        chosen, of_nodes = _places(chosen.with_ranks(options.ranks), options)
+        chosen, of_nodes = _hosts_or_nodes(chosen.with_ranks(options.ranks), options)
         words = with_python(list(command), chosen.python)
         plan = _plan(chosen, of_nodes, options, words)
         if options.dry_run:
@@ -102,7 +102,7 @@ def launch(chosen: HostSelection, command: tuple[str, ...], **given: Any) -> Non
 def _leave(status: int) -> NoReturn:
     """All is written and nothing is left to be done; to take the interpreter down would take another 10 ms."""
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None where the descriptor was closed
-        with contextlib.suppress(OSError):  # whoever read it has gone
+        with contextlib.suppress(OSError):  # its reader has gone
             stream.flush()
     os._exit(status)
 
@@ -121,18 +121,18 @@ def _preflight(plan: Plan, chosen: HostSelection, options: Options) -> int:
     return preflight(chosen, plan.command, directory=plan.folder, variables=options.variables())
 
 
-def _places(chosen: HostSelection, options: Options) -> tuple[HostSelection, Nodes | None]:
-    """The hosts to run on, with what SLURM says where the user does not, or this node among others."""
-    asked = (options.nodes, options.node_rank, options.master_addr, options.secret_file)
-    is_asked = any(value is not None for value in asked)
-    if chosen.hostfile is not None and is_asked:
+def _hosts_or_nodes(chosen: HostSelection, options: Options) -> tuple[HostSelection, Nodes | None]:
+    """The hosts to run on, with SLURM's where the user gives none, or this node among others."""
+    given = (options.nodes, options.node_rank, options.master_addr, options.secret_file)
+    is_given = any(value is not None for value in given)
+    if chosen.hostfile is not None and is_given:
         raise click.UsageError("--nodes is for launchers that something else starts on each node; or give hosts.")
-    alone = options.ranks is not None and not is_asked and "SLURM_STEP_ID" not in os.environ
+    alone = options.ranks is not None and not is_given and "SLURM_STEP_ID" not in os.environ
     if chosen.hostfile is not None or alone:
         return chosen, None
     from mlxdist.launch import nodes
 
-    found = nodes.from_options(*asked, os.environ) or nodes.from_slurm_step(os.environ, options.secret_file)
+    found = nodes.from_options(*given, os.environ) or nodes.from_slurm_step(os.environ, options.secret_file)
     if found is None and options.secret_file is not None:
         raise click.UsageError("--secret-file goes with --nodes.")
     if found is not None and options.ranks is not None:

@@ -27,9 +27,9 @@ def ps(chosen: HostSelection, as_json: bool) -> None:
         mlxdist ps --hosts node0,node1
 
     A job on several hosts is shown with them where it was started; each of its hosts lists its own ranks. `mlxdist dump
-    JOB` says what a job does, `mlxdist top JOB` while it does it, `mlxdist stop JOB` ends it.
+    JOB` shows what a job does, `mlxdist top JOB` while it does it, `mlxdist stop JOB` ends it.
 
-    The exit status is 1 if a host does not answer.
+    The exit status is 1 if a host does not respond.
     """
     from mlxdist.launch import jobs_on_hosts
     from mlxdist.launch.jobs import list_jobs
@@ -54,29 +54,29 @@ def ps(chosen: HostSelection, as_json: bool) -> None:
 
 
 def _table(jobs: list[dict[str, Any]]) -> Table:
-    asked, several = any("host" in job for job in jobs), any(job["hosts"] for job in jobs)
+    on_hosts, several = any("host" in job for job in jobs), any(job["hosts"] for job in jobs)
     table = Table(box=None, pad_edge=False, header_style="bold", expand=True)
     table.add_column("job", no_wrap=True)
-    if asked:
+    if on_hosts:
         table.add_column("host", no_wrap=True)
     table.add_column("runs for", justify="right", no_wrap=True)
-    table.add_column("ranks that run" if asked or not several else "ranks", no_wrap=True)
-    if several and not asked:
+    table.add_column("ranks that run" if on_hosts or not several else "ranks", no_wrap=True)
+    if several and not on_hosts:
         table.add_column("on hosts", overflow="fold", max_width=60)
     table.add_column("command", overflow="ellipsis", no_wrap=True, ratio=1)  # what is left of the line
     for job in jobs:
-        row = [job["job"], *([job["host"]] if asked else []), _duration(job["seconds"])]
-        if asked or not job["hosts"]:
+        row = [job["job"], *([job["host"]] if on_hosts else []), _duration(job["seconds"])]
+        if on_hosts or not job["hosts"]:
             row.append(name_ranks(map(int, job["pids"])) if job["pids"] else "none")
         else:
             row.append(str(sum(host["slots"] for host in job["hosts"])))
-        if several and not asked:
-            row.append(", ".join(map(_place, job["hosts"])))
+        if several and not on_hosts:
+            row.append(", ".join(map(_ranks_of, job["hosts"])))
         table.add_row(*map(Text, row), Text(" ".join(shlex.join(job["command"]).split())))
     return table
 
 
-def _place(host: dict[str, Any]) -> str:
+def _ranks_of(host: dict[str, Any]) -> str:
     """``node1: 2-3``, its name and its ranks."""
     first, slots = host["first"], host["slots"]
     return f"{host['name']}: {first}" + (f"-{first + slots - 1}" if slots > 1 else "")

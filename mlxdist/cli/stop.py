@@ -33,9 +33,9 @@ def stop(names: tuple[str, ...], everything: bool, seconds: float, chosen: HostS
         mlxdist stop --all --hosts node0,node1
 
     A job on several hosts is ended on all of them: where it was started, and on each of its hosts. With --hostfile or
-    --hosts those hosts end it, also where nobody is left who started it.
+    --hosts those hosts end it, also where the launcher that started it is gone.
 
-    The exit status is 1 if a job has not ended in time, or a host does not answer.
+    The exit status is 1 if a job has not ended in time, or a host does not respond.
     """
     if bool(names) == everything:
         raise click.UsageError("Name the jobs to be ended, or --all; `mlxdist ps` lists them.")

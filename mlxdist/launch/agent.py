@@ -38,7 +38,7 @@ _READ_BYTES = 65536
 _MAX_BACKLOG = 4 << 20
 _PAUSE = 0.01
 _SECONDS = 1.0  # between two looks at the ranks, should a signal be missed
-# A launcher that has heard that the agent is to leave has so long to end the job in order.
+# Time for the launcher to end the job in order, once it knows that a signal ends the agent.
 _REACT_SECONDS = 5.0
 
 
@@ -85,11 +85,11 @@ class Agent:
         self._input = Feed(self._selector, _warn)
         self._owes_ack = False
         self._readers: frozenset[int] = frozenset()  # ranks that get the launcher's standard input
-        self._ending = self._told = False
+        self._ending = self._end_sent = False
         self._is_stopped = False  # by a signal
         self._leave_at: float | None = None
-        self._heard = time.monotonic()
-        self._silence = math.inf  # seconds without a frame after which the launcher is taken for lost
+        self._last_arrival = time.monotonic()
+        self._silence = math.inf  # seconds without a frame after which the launcher counts as lost
 
     def serve(self, arguments: Mapping[str, Any]) -> None:
         os.set_blocking(self._source, False)
@@ -100,7 +100,7 @@ class Agent:
             try:
                 self._prepare(arguments)
                 self._take_frames(b"")
-                while not (self._told and not self._pending):
+                while not (self._end_sent and not self._pending):
                     self._look()
             except (BrokenPipeError, ConnectionError, EOFError):
                 return
@@ -109,8 +109,8 @@ class Agent:
                     self._job.__exit__(None, None, None)
 
     def _look(self) -> None:
-        if self._ending and self._job.has_ended() and not self._told:
-            self._tell_end()
+        if self._ending and self._job.has_ended() and not self._end_sent:
+            self._send_end()
         writes = selectors.EVENT_WRITE if self._pending else 0
         waiting = bool(self._selector.get_map().get(self._target))
         if writes and not waiting:
@@ -130,8 +130,8 @@ class Agent:
             self._put(pack(JobFrame.INPUT_ACK, payload=b"" if self._input.has_readers else b"none"))
         self._reap()
         now = time.monotonic()
-        if now > self._heard + self._silence:
-            _warn(f"nothing was heard of the launcher for {self._silence:g} s, so its ranks here are ended")
+        if now > self._last_arrival + self._silence:
+            _warn(f"nothing arrived from the launcher for {self._silence:g} s, so its ranks here are ended")
             raise EOFError
         if self._leave_at is not None and now > self._leave_at:
             raise EOFError
@@ -141,7 +141,7 @@ class Agent:
         if not data:
             raise EOFError
         self._take_frames(data)
-        self._heard = time.monotonic()  # to prepare a job may have taken its time
+        self._last_arrival = time.monotonic()  # to prepare a job may have taken its time
 
     def _take_signals(self) -> None:
         for number in self._wakeup.read():
@@ -273,13 +273,13 @@ class Agent:
         self._statuses[rank] = status
         self._put(pack_json(JobFrame.EXIT, {"status": status, "first": self._job.first_failed()}, rank))
 
-    def _tell_end(self) -> None:
+    def _send_end(self) -> None:
         for stream in list(self._streams):
             while self._relay(stream):
                 continue
             if stream in self._streams:
                 self._close(stream)
-        self._told = True
+        self._end_sent = True
         self._put(pack_json(Kind.RESULT, {"result": {"recordings": self._job.recordings()}}))
 
     def _put(self, data: bytes) -> None:
@@ -299,7 +299,7 @@ class Agent:
 
 
 def _warn(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # the launcher says it, with this host's name
+    print(text, file=sys.stderr, flush=True)  # the launcher prints it with this host's name
 
 
 def _enter(folder: str) -> None:

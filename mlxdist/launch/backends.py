@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 __all__ = ["BACKENDS", "DEFAULT_PORT", "Backend", "Exports", "choose", "free_ports"]
 
 BACKENDS = ("auto", "mlxdist", "ring", "jaccl", "jaccl-ring", "mpi", "nccl")
-# Where rank 0 listens when nobody can look for a free port first. Below those that systems give to whoever asks for any
+# Where rank 0 listens where no process can look for a free port first. Below the range of ephemeral ports
 # (from 32768 on Linux, 49152 on macOS).
 DEFAULT_PORT = 27183
 _LOOPBACK = ("127.0.0.1", "::1")
 _MAX_PORT = 65535
-_MOST_NAMED = 3
+_MAX_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Backend:
         hosts: in the order of their ranks; not needed by mlxdist.
         starting_port: the first of the ports that ranks listen at; None for free ones.
         nccl_port: that of NCCL's rank 0.
-        connections: so many of the ring's, per address.
+        connections: number of the ring's, per address.
     """
 
     name: str = "mlxdist"
@@ -89,7 +89,7 @@ class Backend:
         return wanted
 
     def exports(self, ports: Sequence[Sequence[int]]) -> Exports:
-        """``ports``: the free ones of each host, as many as `ports` says."""
+        """``ports``: the free ones of each host, in the number that `ports` returns."""
         if self.name == "ring":
             verbose = {"MLX_RING_VERBOSE": "1"} if self.verbose else {}
             # MLX cannot read a ring of one; without this variable it makes a group of one.
@@ -126,7 +126,7 @@ class Backend:
 
 
 def choose(name: str, hostfile: Hostfile | None, ranks: int | None, **settings: int | bool | None) -> Backend:
-    """The backend of that name, for the hosts, or for so many ranks here. auto is the hostfile's, else mlxdist.
+    """The backend of that name, for the hosts, or for a number of ranks here. auto is the hostfile's, else mlxdist.
 
     Raises:
         InvalidArgument: it does not work with these hosts.
@@ -234,10 +234,10 @@ def _check_jaccl(backend: Backend) -> None:
             if i != j and not hosts[i].rdma[j]:
                 missing.append(f"{hosts[i].name} to {hosts[j].name}")
     if missing:
-        more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
+        more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
         needs = "a ring in the order of the hosts" if name == "jaccl-ring" else "a cable between every two hosts"
         instead = "" if name == "jaccl-ring" else ", or try --backend jaccl-ring"
         raise InvalidArgument(
             f"--backend {name} needs {needs}, and the hostfile has no device for "
-            f"{', '.join(missing[:_MOST_NAMED])}{more}; add them{instead}, or use --backend mlxdist"
+            f"{', '.join(missing[:_MAX_NAMED])}{more}; add them{instead}, or use --backend mlxdist"
         )

@@ -34,7 +34,7 @@ _STEP = 0.1  # between two looks at whether the user has given up
 _PREPARE_SECONDS = 60.0  # a host may have to clean up first
 # After the time that ranks have to leave: for the agents to say that nothing is left.
 _END_SECONDS = 15.0
-# A host that hears nothing of the launcher for so long ends its ranks. Sleep, or Ctrl-Z, is silence, too.
+# A host that receives nothing from the launcher for this long ends its ranks. Sleep, or Ctrl-Z, is silence, too.
 SILENCE_SECONDS = 60.0
 _PINGS = 12  # in that time
 
@@ -77,7 +77,7 @@ class HostsJob:
         self._ends_at: float | None = None
         self._ended = False
         self._say = say
-        self._told: list[RemoteHost] = []  # of which has been said what went wrong
+        self._reported: list[RemoteHost] = []  # hosts whose failure has been printed
         self._is_over = threading.Event()
         self._pings = threading.Thread(target=self._ping, name="mlxdist pings", daemon=True)
         self._stopped: list[RemoteHost] = []  # on which a signal has come
@@ -166,8 +166,8 @@ class HostsJob:
 
     def ended(self, rank: RemoteRank) -> None:
         lost = rank.status == LOST and rank.host.state.closed
-        if rank.host not in self._told and (lost or rank.host.state.failed is not None):
-            self._told.append(rank.host)
+        if rank.host not in self._reported and (lost or rank.host.state.failed is not None):
+            self._reported.append(rank.host)
             self._say(rank.host.why_lost() if lost else f"{rank.host.name}: {rank.host.state.failed}")
         # Rank 0 waits for all others, and they wait for rank 0.
         for host in self._hosts if rank.rank == 0 else self._hosts[:1]:
@@ -183,7 +183,7 @@ class HostsJob:
         return self._host_of[rank].is_mac
 
     def interrupts(self) -> list[tuple[signal.Signals, str]]:
-        """Signals that have come to agents since the last call, each with its host: somebody ends the job there."""
+        """Signals that have come to agents since the last call, each with its host: a user ends the job there."""
         new = [host for host in self._hosts if host.state.stopped is not None and host not in self._stopped]
         self._stopped += new
         return [(host.state.stopped, host.name) for host in new]

@@ -2,13 +2,13 @@
 
     <runtime directory>/<job>/job.json    launcher, ranks, their temporary directory, command
     <runtime directory>/<job>/lock        locked as long as the launcher or its reaper runs
-    <runtime directory>/<job>/flight/     what the ranks record when something goes wrong, unless MLXDIST_FLIGHT_DIR is set
+    <runtime directory>/<job>/flight/     flight records of the ranks, unless MLXDIST_FLIGHT_DIR is set
 
 The ranks' temporary directories lie elsewhere, in TMPDIR: XDG_RUNTIME_DIR is small, since it is memory, and often
 nothing in it may be executed. Of a job on several hosts each host has such a directory for its own ranks, and the
 launcher's machine a record of which hosts they are (launcher_records.py).
 
-The lock says whether a job still has somebody who ends it. The kernel gives it back when both processes are gone,
+The lock shows whether a process still supervises the job. The kernel releases it when both processes are gone,
 however they ended, and no process number can be mistaken for another. What is left of a job without one is removed by
 the next launcher (stale_jobs.py), but for the recordings.
 """
@@ -45,7 +45,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Record:
-    """What job.json says. A rank has its process and, to tell that from a later one, when it started."""
+    """The content of job.json. A rank has its process and, to tell that from a later one, when it started."""
 
     launcher: int
     temporary: Path
@@ -201,7 +201,7 @@ class JobFolder:
 
 
 def read_record(folder: Path) -> Record | None:
-    """What a job directory says, or None: the job has ended, or somebody has damaged it."""
+    """The record in a job directory, or None: the job has ended, or the record is damaged."""
     try:
         fields = json.loads((folder / "job.json").read_text())
         ranks = {int(rank): (int(pid), str(started)) for rank, (pid, started) in fields["ranks"].items()}

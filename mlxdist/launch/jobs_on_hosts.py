@@ -1,4 +1,4 @@
-"""The jobs of this user on several hosts: each is asked for those that run there, or told to end them."""
+"""The jobs of this user on several hosts: each lists those that run there, or ends them."""
 
 import contextlib
 import os
@@ -38,7 +38,7 @@ _MARGIN_SECONDS = 30.0  # for what jobs have left to be removed
 
 
 def as_json(job: Job) -> dict[str, Any]:
-    """What `mlxdist ps --json` says of a job."""
+    """A job as `mlxdist ps --json` shows it."""
     hosts = job.hosts.hosts if job.hosts is not None else ()
     return {
         "job": job.name,
@@ -52,7 +52,7 @@ def as_json(job: Job) -> dict[str, Any]:
 
 
 def end_jobs(jobs: Sequence[Job], seconds: float) -> list[str]:
-    """Tells their launchers to end them. The names of those that still run after so many seconds."""
+    """Ends them by SIGTERM to their launchers. The names of those that still run after that many seconds."""
     for job in jobs:
         with contextlib.suppress(ProcessLookupError):  # its reaper ends what is left
             os.kill(job.launcher, signal.SIGTERM)
@@ -64,7 +64,7 @@ def end_jobs(jobs: Sequence[Job], seconds: float) -> list[str]:
     return [job.name for job in jobs if job.name in running]
 
 
-# What runs on the hosts; see remote/answers.py.
+# What runs on the hosts: functions that mlxdist.cli.rpc_server lists.
 
 
 def list_here() -> list[dict[str, Any]]:
@@ -83,7 +83,7 @@ def stop_here(names: list[str], everything: bool, seconds: float) -> dict[str, l
     return {"ended": ended, "running": running, "left": remove_stale_jobs()}
 
 
-# What asks them.
+# What calls them.
 
 
 def list_on(chosen: HostSelection) -> tuple[list[dict[str, Any]], list[str]]:
@@ -96,12 +96,12 @@ def ask_for_jobs(connections: "Connections") -> tuple[list[dict[str, Any]], list
     """As `list_on`, over connections that there are."""
     jobs: list[dict[str, Any]] = []
     problems: list[str] = []
-    for host, answer in zip(connections.names, connections.call("jobs.list")):
-        if isinstance(answer, Exception):
-            problems.append(_why(host, answer))
+    for host, result in zip(connections.names, connections.call("jobs.list")):
+        if isinstance(result, Exception):
+            problems.append(_why(host, result))
             continue
         try:
-            jobs += [{"host": host} | fields_of(_JOB, job) for job in _JOBS(host, answer)]
+            jobs += [{"host": host} | fields_of(_JOB, job) for job in _JOBS(host, result)]
         except ValueError as error:
             problems.append(f"{host}: {error}")
     return jobs, problems
@@ -133,13 +133,13 @@ def stop_on(chosen: HostSelection, names: Sequence[str], everything: bool, secon
             except InvalidArgument as error:
                 raise InvalidArgument("; ".join([*problems, str(error)])) from None
         arguments = {"names": list(names), "everything": everything, "seconds": seconds}
-        answers = connections.call("jobs.stop", arguments, seconds + _MARGIN_SECONDS)
-    for host, answer in zip(connections.names, answers):
-        if isinstance(answer, Exception):
-            stopped.silent.append(_why(host, answer))
+        results = connections.call("jobs.stop", arguments, seconds + _MARGIN_SECONDS)
+    for host, result in zip(connections.names, results):
+        if isinstance(result, Exception):
+            stopped.silent.append(_why(host, result))
             continue
         try:
-            found = fields_of(_STOPPED, answer)
+            found = fields_of(_STOPPED, result)
         except ValueError as error:
             stopped.silent.append(f"{host}: {error}")
             continue

@@ -39,7 +39,7 @@ __all__ = [
     "usual_grace",
 ]
 
-_MOST_DESCRIPTORS = 10240  # OPEN_MAX: macOS refuses more, also where it says that there is no limit
+_MAX_DESCRIPTORS = 10240  # OPEN_MAX: macOS rejects more, also where it reports no limit
 
 # A program's own file is compiled at each start, a module once. Behind Python's directories: it shadows none of theirs.
 _REAPER = "import sys, os; sys.path.append(os.path.dirname(sys.argv[1])); import reaper; reaper.main(*sys.argv[2:])"
@@ -153,8 +153,8 @@ class LocalJob:
         """``restart``: how often the job was started before. Each start has a name, secret and address of its own.
 
         Where ranks run on other hosts, too: ``first`` is the lowest one here, ``secret`` that of all hosts, and
-        ``interface`` and ``port`` where rank 0 listens, with 0 for any port; whoever starts the ranks sets ``address``
-        before. So for ``exports``: what they are given for a backend of MLX's own.
+        ``interface`` and ``port`` where rank 0 listens, with 0 for any port; the caller sets ``address`` before
+        it starts a rank. So for ``exports``: what they are given for a backend of MLX's own.
 
         ``numbered``: False where the only process that is started here starts the ranks, and numbers them (mpirun).
         """
@@ -290,7 +290,7 @@ class LocalJob:
         return sys.platform == "darwin"
 
     def interrupts(self) -> list[tuple[signal.Signals, str]]:
-        """None but the launcher's own: nobody else has a part in it."""
+        """None but the launcher's own: no other host has a part in the job."""
         return []
 
     def remove_recordings(self) -> None:
@@ -342,7 +342,7 @@ class LocalJob:
 
 
 def new_name() -> str:
-    """A name for a job. One inside a rank of another job carries both names: whoever ends the outer job finds it."""
+    """A name for a job. One inside a rank of another job carries both names: what ends the outer job finds it."""
     outer = os.environ.get("MLXDIST_JOB")
     return (f"{outer}." if outer else "") + _random_hex(8)
 
@@ -369,7 +369,7 @@ def _random_hex(size: int) -> str:
 def allow_descriptors(ranks: int, hosts: int = 0) -> None:
     """Pipes, copies of them and log files for each rank, a connection for each host: more than some systems allow by
     default (macOS: 256)."""
-    wanted = min(8 * ranks + 8 * hosts + 64, _MOST_DESCRIPTORS)
+    wanted = min(8 * ranks + 8 * hosts + 64, _MAX_DESCRIPTORS)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         if hard != resource.RLIM_INFINITY:

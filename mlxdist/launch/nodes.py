@@ -1,4 +1,4 @@
-"""A job whose launcher is started on every node by somebody else: `--nodes`, or srun. They do not use ssh.
+"""A job whose launcher is started on every node by other means: `--nodes`, or srun. They do not use ssh.
 
 Each launcher starts the ranks of its node. They meet at the address of node 0, and prove to each other that they know
 the secret, which must be the same everywhere. The launchers do not know of each other: when a rank fails, those of
@@ -116,7 +116,7 @@ def from_slurm_step(environ: Mapping[str, str], secret_file: str | None) -> Node
     """
     if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
         return None
-    if "MLXDIST_JOB" in environ:  # a rank of ours has inherited what srun has told its launcher
+    if "MLXDIST_JOB" in environ:  # a rank of ours has inherited the variables of its launcher
         return None
     count = _number(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
     if count is None or count < 2:

@@ -58,13 +58,13 @@ _OPTIONS: dict[str, list[Callable]] = {
             type=click.Choice(BACKENDS),
             default="auto",
             show_default=True,
-            help="auto: what the hostfile says, else mlxdist. The others are MLX's own.",
+            help="auto: the hostfile's, else mlxdist. The others are MLX's own.",
         ),
         click.option(
             "--provider",
             type=click.Choice(PROVIDERS),
             help="mlxdist: verbs that carry the messages. auto, the default: shared memory on one host, RDMA between "
-            "hosts where it is there, else TCP; says what it chose and why.",
+            "hosts where it is there, else TCP; prints the choice and its reason.",
         ),
         click.option(
             "--qp", type=click.Choice(QP_TYPES), help="mlxdist: queue pairs, unreliable (default) or reliable (Linux)."
@@ -142,7 +142,7 @@ _OPTIONS: dict[str, list[Callable]] = {
 }
 
 
-class Options(NamedTuple):  # a dataclass of so many fields takes a millisecond to be made
+class Options(NamedTuple):  # a dataclass of this size takes a millisecond to be made
     """What the user has given, but for the hosts and the command."""
 
     ranks: int | None

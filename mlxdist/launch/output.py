@@ -51,7 +51,7 @@ class Output:
 
     def __init__(self, labels: Sequence[str], wake: Callable[[], None], logs: Path | None = None) -> None:
         """``labels``: what stands in front of each rank's lines, of equal width. ``logs``: a directory, for a copy."""
-        # What the launcher says may come from another thread.
+        # The launcher prints from other threads, too.
         self._lock = threading.RLock()
         self._wake = wake
         self._labels = labels
@@ -96,7 +96,7 @@ class Output:
         return min(pauses, default=None)
 
     def is_full(self, most: int = MAX_BACKLOG) -> bool:
-        """Whether more bytes than ``most`` wait for whoever reads the launcher's output."""
+        """Whether more bytes than ``most`` wait for the reader of the launcher's output."""
         return self._writer.is_full(most)
 
     def say(self, text: str) -> None:
@@ -124,7 +124,7 @@ class Output:
         return self._last[rank].advice()
 
     def close_unread(self) -> list["Stream"]:
-        """Streams that nobody reads any more are closed, so that the ranks notice as they would in a shell's pipe."""
+        """Streams without a reader are closed, so that the ranks notice as they would in a shell's pipe."""
         return [stream for stream in self.streams if stream.target in self._writer.broken and stream.close()]
 
     def finish(self) -> None:
@@ -138,7 +138,7 @@ class Output:
         self.streams.clear()
 
     def is_unread(self) -> bool:
-        """Whether whoever read the launcher's output has gone."""
+        """Whether the reader of the launcher's output has gone."""
         return bool(self._writer.broken)
 
     def write_error(self) -> str:
@@ -259,7 +259,7 @@ class Stream:
     def _is_in_traceback(self) -> bool:
         return self._tracebacks is not None and self._tracebacks.holds
 
-    def start_anew(self) -> None:
+    def restart_line(self) -> None:
         """The unfinished line was broken: what follows needs the prefix again."""
         self._at_left = True
 
@@ -302,7 +302,7 @@ class Screen:
         if final and (rest := stream.take_rest(final=True)):
             # The last line has no end of its own. In a file the next rank would continue it.
             lines += rest if rest.endswith(b"\n") else rest + b"\n"
-            stream.start_anew()
+            stream.restart_line()
         if self._owner is stream:
             self._write(stream.target, lines)
             if lines.endswith(b"\n"):
@@ -330,13 +330,13 @@ class Screen:
 
     def line_was_typed(self) -> None:
         if self._owner is not None and self._shows_unfinished:
-            self._owner.start_anew()
+            self._owner.restart_line()
             self._owner = None
             self._drawn = b""
 
     def _break_line(self) -> None:
         self._write(self._owner.target, b"\n")
-        self._owner.start_anew()
+        self._owner.restart_line()
         self._owner = None
 
     def draw_waiting(self) -> float | None:

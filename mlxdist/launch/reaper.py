@@ -28,7 +28,7 @@ AFTER_KILL = 2.0
 AFTER_TERM = 15.0 if sys.platform == "darwin" else 2.0
 STEP = 0.02
 PROTECTION_DOMAINS = "AppleThunderboltRDMAProtectionDomain"  # macOS's class of kernel objects
-# As native/verbs/explain.c says it, too.
+# The same text is in native/verbs/explain.c.
 LOST_DOMAINS = (
     "a Mac has 11 protection domains of RDMA and keeps those of killed programs until it is restarted (while no job "
     f"runs, `ioclasscount {PROTECTION_DOMAINS}` counts them)"
@@ -121,16 +121,16 @@ def clean_up(job: str, temporary: str, folder: str) -> None:
     """Ends processes that have left their rank's process group (daemons, jobs of a shell), and removes the folders."""
     for number, seconds in ((signal.SIGTERM, AFTER_TERM), (signal.SIGKILL, AFTER_KILL)):
         deadline = time.monotonic() + seconds
-        told: set[int] = set()
+        signaled: set[int] = set()
         while processes := _of_job(job):
             if time.monotonic() >= deadline:
                 break
-            for process in processes - told:
+            for process in processes - signaled:
                 try:
                     os.kill(process, number)
                 except ProcessLookupError:
                     continue
-            told |= processes
+            signaled |= processes
             time.sleep(STEP)
         else:
             break
@@ -250,7 +250,7 @@ def main(job: str, temporary: str, folder: str, grace: str) -> None:
     reaper = Reaper(job, temporary, folder, float(grace))
     reaper.serve(0)
     running = reaper.finish()
-    if not reaper.orderly:  # last: whoever read this may be gone too
+    if not reaper.orderly:  # last: the reader of this may be gone too
         print(f"mlxdist launch: {closing_line(running, reaper.killed)}", file=sys.stderr, flush=True)
     os._exit(0)  # the launcher waits, and to take the interpreter down takes as long as to remove the directories
 

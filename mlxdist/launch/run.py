@@ -156,7 +156,7 @@ def run(plan: Plan) -> int:
         except Interrupted as interrupt:
             say(f"interrupted by {interrupt} before all hosts were ready.")
             status = 128 + interrupt.number
-        # Waits for whoever reads the output, as any program does, unless another signal comes.
+        # Waits for the reader of the output, as any program does, unless another signal comes.
         while output is not None and not output.is_written(0.1):
             if any(number != signal.SIGCHLD for number in wakeup.read()):
                 break

@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,7 +22,7 @@ from mlxdist.base.own_python import own_module
 if TYPE_CHECKING:
     from mlxdist.cluster.hostfile.options import HostSelection
 
-__all__ = ["JobResult", "connection_arguments", "host_arguments", "run_command", "run_job"]
+__all__ = ["JobResult", "host_arguments", "run_command", "run_job"]
 
 _MARGIN = 30.0  # seconds for the launcher to start, and to end the job
 
@@ -91,7 +91,7 @@ def run_command(
     with subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=errors) as process:
         try:
             if on_line is not None:
-                for line in _lines(process, silence):
+                for line in _lines(process.stdout, silence):
                     on_line(line)
                 return JobResult(process.wait())
             late = b""
@@ -115,20 +115,15 @@ def host_arguments(selection: HostSelection) -> Iterator[list[str]]:
     with tempfile.TemporaryDirectory(prefix="mlxdist-hosts-") as directory:
         path = Path(directory, "hosts.json")
         save(selection.hostfile, path)
-        yield ["--hostfile", str(path), *connection_arguments(selection)]
+        ssh = ["--ssh", shlex.join(selection.ssh)] if selection.ssh != ("ssh",) else []
+        yield ["--hostfile", str(path), *ssh, *(["--python", selection.python] if selection.python else [])]
 
 
-def connection_arguments(selection: HostSelection) -> list[str]:
-    """The options that say how to reach the hosts."""
-    words = ["--ssh", shlex.join(selection.ssh)] if selection.ssh != ("ssh",) else []
-    return words + (["--python", selection.python] if selection.python else [])
-
-
-def _lines(process: subprocess.Popen, silence: float | None) -> Iterator[str]:
+def _lines(output: Iterable[bytes] | None, silence: float | None) -> Iterator[str]:
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def read() -> None:
-        for line in process.stdout:
+        for line in output or ():
             lines.put(line)
         lines.put(b"")
 

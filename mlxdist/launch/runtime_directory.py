@@ -28,14 +28,14 @@ __all__ = [
     "write_text",
 ]
 
-# Behind the name of a job: the directory that says on which hosts it runs; see launcher_records.py.
+# Suffix of a job's name: the record of the hosts on which it runs; see launcher_records.py.
 OF_HOSTS = "@hosts"
 # The same: the directory of a launcher that starts a job again when it fails; see launcher_records.py.
 OF_RESTARTS = "@restarts"
 
 
 def runtime_folder() -> Path:
-    """The directory with the job directories of this user; it is made if need be. Nobody else can read it.
+    """The directory with the job directories of this user; it is made if need be. No other user can read it.
 
     Raises:
         ResourceError: it cannot be made, or something else of that name is in its place.
@@ -69,7 +69,7 @@ def make_locked(name: str, fill: Callable[[Path], None]) -> tuple[Path, int]:
         ResourceError: it cannot be made, and nothing of it is there.
     """
     runtime = runtime_folder()
-    new = runtime / f".new-{name}"  # until it is complete: nobody sees it without its lock
+    new = runtime / f".new-{name}"  # until it is complete: no process sees it without its lock
     try:
         new.mkdir(mode=0o700)
         with contextlib.ExitStack() as undo:

@@ -1,6 +1,6 @@
 """What a job leaves when its launcher and its reaper were both killed (pkill -9 -f mlxdist), removed by the next start.
 
-Only what is provably of such a job: nobody holds its lock any more, so nobody supervises it; the ranks are processes
+Only what is provably of such a job: no process holds its lock, so none supervises it; the ranks are processes
 that carry its random name in their environment, or that lead a recorded process group and started at the recorded time.
 A rank's child that has left its group and has cleared its environment is not found; a directory on a file system
 without locks is left alone. So is the job in which this launcher itself runs.
@@ -18,7 +18,7 @@ from .runtime_directory import OF_HOSTS, OF_RESTARTS, runtime_folder, try_lock
 
 __all__ = ["KEPT", "remove_stale_jobs"]
 
-# Flight recordings of so many failed jobs are kept.
+# Flight records of this many failed jobs are kept.
 KEPT = 10
 # A launcher needs milliseconds to prepare its directory; one that was killed meanwhile leaves it.
 HALF_MADE = 3600.0

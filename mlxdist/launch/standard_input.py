@@ -2,7 +2,7 @@
 
 What is read goes to every reader: a pipe of a rank on this machine, or a host, whose agent has pipes of its ranks. Each
 takes it at its own pace, and what it has not taken yet waits for it. More is read once the reader that is least behind
-has taken all; so one that does not read holds up nobody.
+has taken all; so one that does not read delays no other.
 """
 
 import collections
@@ -144,7 +144,7 @@ class Feed:
 class StandardInput:
     """Reads as long as the launcher runs: a job that is started again goes on where the reading has got to.
 
-    One thread reads, since files and terminals let nobody wait for them in the same way on all systems; another writes.
+    One thread reads, since no call waits for files and terminals in the same way on all systems; another writes.
     ``typed`` is called when a line was typed at a terminal, before the ranks have it.
     """
 
@@ -217,7 +217,7 @@ def _read_once() -> bytes:
     while True:
         try:
             return os.read(0, READ_BYTES)
-        except BlockingIOError:  # whoever shares it has made it so
+        except BlockingIOError:  # another process that shares it has made it so
             select.select([0], [], [])
         except OSError:
             if not _is_in_the_background():

@@ -4,7 +4,7 @@ a rank fails      the others learn it from their rendezvous and have the grace t
                   and SIGKILL for those that run after the same time again. The exit status is that of the first
                   failing rank.
 SIGINT, SIGHUP    to all ranks; then the same. A second one goes on to the next signal at once; where ranks do not leave
-                  soon after SIGINT, the launcher says so.
+                  soon after SIGINT, the launcher reports it.
 SIGTERM           to all ranks; then SIGKILL.
 
 A signal to the agent of the job on another host is one to the launcher, but for its being the second.
@@ -28,7 +28,7 @@ __all__ = ["Supervisor"]
 
 # Once SIGKILL is sent, only a process in an uninterruptible system call is still there after this.
 AFTER_KILL = 5.0
-# Once interrupted: how a rank on another host has ended comes behind what it has printed, and nobody may read that.
+# Once interrupted: how a rank on another host has ended comes after what it has printed, which may have no reader.
 _MAX_LAST_BACKLOG = 64 << 20
 # Ranks that run for so long after Ctrl-C: the user learns what comes next.
 HINT_SECONDS = 1.0

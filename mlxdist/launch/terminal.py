@@ -1,4 +1,4 @@
-"""What the launcher knows of the terminal that it writes to, and its ranks cannot see: colours and widths."""
+"""Facts about the launcher's terminal that its ranks cannot see: colors and widths."""
 
 import os
 import re
@@ -11,7 +11,7 @@ _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def terminal_variables(given: Mapping[str, str], labels: Sequence[str]) -> dict[str, str]:
-    """What programs need to know about the terminal behind the pipe: that it has colours, and its size.
+    """What programs need to know about the terminal behind the pipe: that it has colors, and its size.
 
     ``given``: variables that the ranks have, which stay; those of other hosts do not say what this terminal can do.
     Empty unless both of the launcher's streams are terminals.

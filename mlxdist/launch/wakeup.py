@@ -66,9 +66,9 @@ class Wakeup:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """While it lasts, signals only wake whoever waits. Those that are ignored (nohup) stay ignored."""
+        """While it lasts, signals only wake the waiting thread. Those that are ignored (nohup) stay ignored."""
         previous = {}
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.SIGNALS)  # whoever started us may have blocked them
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.SIGNALS)  # the parent process may have blocked them
         descriptor = signal.set_wakeup_fd(self._target.fileno(), warn_on_full_buffer=False)
         for number in self.SIGNALS:
             if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:

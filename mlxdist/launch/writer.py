@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 __all__ = ["MAX_BACKLOG", "Writer"]
 
-# Reading from the ranks stops while this much waits for whoever reads the launcher's output.
+# Reading from the ranks stops while this much waits for the reader of the launcher's output.
 MAX_BACKLOG = 4 << 20
 
 
 class Writer:
-    """Writes in a thread of its own: whoever reads the launcher's output may be slow, or a pager that waits for a key,
+    """Writes in a thread of its own: the reader of the launcher's output may be slow, or a pager that waits for a key,
     and the ranks have to be supervised meanwhile."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -56,7 +56,7 @@ class Writer:
             try:
                 view = view[os.write(target, view) :]
             except BlockingIOError:
-                # Whoever shares our terminal has made it non-blocking.
+                # Another process that shares our terminal has made it non-blocking.
                 time.sleep(0.01)
             except OSError as error:
                 self.broken[target] = error

@@ -46,6 +46,8 @@ class Connection:
             )
         except OSError as error:
             raise ResourceError(cannot_run(name, error)) from None
+        assert self._process.stdin and self._process.stdout and self._process.stderr
+        self._stdin, self._stdout, self._stderr = self._process.stdin, self._process.stdout, self._process.stderr
         self._errors = threading.Thread(target=self._read_errors, name=f"mlxdist {name} errors", daemon=True)
         self._errors.start()
 
@@ -54,15 +56,15 @@ class Connection:
         with self._sending, contextlib.suppress(BrokenPipeError, ValueError):
             view = memoryview(data)
             while view:
-                view = view[self._process.stdin.write(view) :]
+                view = view[self._stdin.write(view) :]
 
     def try_send(self, data: bytes) -> None:
         """Sends a short frame where nothing else is under way and the connection takes it at once."""
         if not self._sending.acquire(blocking=False):
             return
         try:
-            if _is_ready(self._process.stdin.fileno(), select.POLLOUT, 0):
-                self._process.stdin.write(data)
+            if _is_ready(self._stdin.fileno(), select.POLLOUT, 0):
+                self._stdin.write(data)
         except (BrokenPipeError, ValueError):
             return
         finally:
@@ -76,7 +78,7 @@ class Connection:
             TimeoutError: nothing arrived until ``deadline``, of time.monotonic().
             FrameError: what arrived is no frame.
         """
-        source = self._process.stdout.fileno()
+        source = self._stdout.fileno()
         if deadline is not None and not _is_ready(source, select.POLLIN, deadline - time.monotonic()):
             raise TimeoutError
         data: bytes | None = os.read(source, _READ_BYTES)
@@ -107,7 +109,7 @@ class Connection:
         ``reader``: the thread that receives, if there is one.
         """
         with contextlib.suppress(BrokenPipeError):  # it has left already
-            self._process.stdin.close()
+            self._stdin.close()
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -116,12 +118,12 @@ class Connection:
         if reader is not None:
             reader.join()
         self._errors.join(_ERRORS_SECONDS)
-        self._process.stdout.close()
+        self._stdout.close()
         if not self._errors.is_alive():
-            self._process.stderr.close()
+            self._stderr.close()
 
     def _read_errors(self) -> None:
-        for line in self._process.stderr:
+        for line in self._stderr:
             text = line.decode(errors="replace").rstrip()
             self._last_lines.append(text)
             if self.greeted and self._on_error is not None:

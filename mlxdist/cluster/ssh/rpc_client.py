@@ -82,37 +82,40 @@ class _Host:
 
     def call(self, function: str, arguments: Mapping[str, Any], seconds: float) -> Any:
         """The result, or a CallError. Once a response is missing, the connection is of no use any more."""
-        if not self._lost:
+        connection = self._connection
+        if connection is not None and not self._lost:
             try:
-                return self._exchange(function, arguments, seconds)
+                return _exchange(connection, function, arguments, seconds)
             except CallError as error:
                 return CallError(self._name, str(error), True)
             except EOFError:
-                self._lost = self._connection.why_lost()
+                self._lost = connection.why_lost()
             except TimeoutError as late:
                 self._lost = f"{self._name} {late}"
             except FrameError as error:
                 self._lost = f"what {self._name} sends is not understood: {error}"
-            self._connection.kill()
+            connection.kill()
         return CallError(self._name, self._lost, False)
 
     def close(self) -> None:
         if self._connection is not None:
             self._connection.close(0 if self._lost else _LEAVE_SECONDS)
 
-    def _exchange(self, function: str, arguments: Mapping[str, Any], seconds: float) -> Any:
-        deadline = time.monotonic() + CONNECT_SECONDS
-        while not self._connection.greeted:
-            self._receive(deadline, f"within {CONNECT_SECONDS:g} s")
-        self._connection.send(pack_json(Kind.CALL, {"call": function, "arguments": dict(arguments)}))
-        deadline = time.monotonic() + seconds
-        while True:
-            for kind, _, payload in self._receive(deadline, f"{function} within {seconds:g} s"):
-                if kind != Kind.HELLO:
-                    return unpack_response(kind, payload)
 
-    def _receive(self, deadline: float, what: str) -> list[tuple[int, int, bytes]]:
-        try:
-            return self._connection.receive(deadline)
-        except TimeoutError:
-            raise TimeoutError(f"does not answer {what}") from None
+def _exchange(connection: Connection, function: str, arguments: Mapping[str, Any], seconds: float) -> Any:
+    deadline = time.monotonic() + CONNECT_SECONDS
+    while not connection.greeted:
+        _receive(connection, deadline, f"within {CONNECT_SECONDS:g} s")
+    connection.send(pack_json(Kind.CALL, {"call": function, "arguments": dict(arguments)}))
+    deadline = time.monotonic() + seconds
+    while True:
+        for kind, _, payload in _receive(connection, deadline, f"{function} within {seconds:g} s"):
+            if kind != Kind.HELLO:
+                return unpack_response(kind, payload)
+
+
+def _receive(connection: Connection, deadline: float, what: str) -> list[tuple[int, int, bytes]]:
+    try:
+        return connection.receive(deadline)
+    except TimeoutError:
+        raise TimeoutError(f"does not answer {what}") from None

@@ -25,7 +25,7 @@ from .streams import claim_streams
 __all__ = ["respond", "serve", "who"]
 
 _READ_BYTES = 1 << 16
-# A client whose machine is gone says nothing; ssh does not notice on the server's side.
+# A client whose machine is gone sends nothing, which ssh does not notice on the server's side.
 _FIRST_CALL_SECONDS = 120.0
 
 

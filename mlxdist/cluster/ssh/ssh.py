@@ -27,7 +27,7 @@ __all__ = [
     "why_lost",
 ]
 
-# Nobody is asked for a password, and a host that does not answer is noticed: within 10 s before there is a connection,
+# ssh asks for no password, and notices a host that does not respond: within 10 s before there is a connection,
 # 15 s afterwards.
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
 # The exit status of ssh when the connection fails.
@@ -38,7 +38,7 @@ _MOMENT = 0.05
 
 @dataclass(frozen=True)
 class SshConfig:
-    """What the user says about the way to other hosts.
+    """The way to other hosts, as the user's options give it.
 
     Attributes:
         ssh: the words of the command that leads there.
@@ -83,7 +83,7 @@ def run(
     seconds: float = 30.0,
     running: list[subprocess.Popen] | None = None,
 ) -> CommandResult:
-    """Runs a command on a host and waits for it. Never raises: what went wrong is in the answer.
+    """Runs a command on a host and waits for it. Never raises: what went wrong is in the result.
 
     ``running``: gets the process, which another thread may end.
     """
@@ -121,12 +121,14 @@ def run_everywhere(
     """The same on several hosts at once, in their order. Ctrl-C ends it everywhere."""
     running: list[subprocess.Popen] = []
     with ThreadPoolExecutor(max(1, len(names))) as threads:
-        ask = functools.partial(run, words=words, ssh_config=ssh_config, input=input, seconds=seconds, running=running)
-        answers = [threads.submit(ask, name) for name in names]
+        run_on = functools.partial(
+            run, words=words, ssh_config=ssh_config, input=input, seconds=seconds, running=running
+        )
+        results = [threads.submit(run_on, name) for name in names]
         try:
-            return [answer.result() for answer in answers]
+            return [result.result() for result in results]
         except BaseException:
-            while wait(answers, _MOMENT).not_done:
+            while wait(results, _MOMENT).not_done:
                 while running:
                     _terminate(running.pop())
             raise

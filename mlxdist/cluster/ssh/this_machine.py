@@ -33,7 +33,7 @@ def is_this_machine(name: str) -> bool:
 
 
 def look_up(names: Iterable[str]) -> None:
-    """All at once, so that `is_this_machine` has its answers: alone, each may take a second."""
+    """All at once, which fills the cache of `is_this_machine`: alone, each may take a second."""
     threads = [threading.Thread(target=is_this_machine, args=(name,), daemon=True) for name in names]
     for thread in threads:
         thread.start()
@@ -71,10 +71,10 @@ def _addresses(host: str) -> list[tuple[int, tuple]]:
 
     def look_up() -> None:
         try:
-            answers = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
+            addresses = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
         except (OSError, UnicodeError):
             return
-        found.extend((family, address) for family, _, _, _, address in answers)
+        found.extend((family, address) for family, _, _, _, address in addresses)
 
     thread = threading.Thread(target=look_up, name="mlxdist names", daemon=True)
     thread.start()
