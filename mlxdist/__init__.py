@@ -28,7 +28,8 @@ _MODULES = {
         "TransportError",
         "VersionMismatch",
     ),
-    "runtime.group": ("Group", "init"),
+    "runtime.default_group": ("init",),
+    "runtime.group": ("Group",),
     "runtime.handle": ("Handle",),
     "runtime.ops": (
         "all_gather",

@@ -21,10 +21,10 @@ import numpy as np
 from mlx_lm import cli, utils
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.base.model_directory import model_folder
+from mlxdist.base.model_directory import model_directory
 from mlxdist.nn.rank_checks import agree, agreed
 from mlxdist.nn.sharding.load import load_sharded
-from mlxdist.runtime.group import init
+from mlxdist.runtime.default_group import init
 from mlxdist.runtime.ops import broadcast
 
 __all__ = ["load", "main", "sharded_load"]
@@ -64,7 +64,7 @@ def sharded_load(
                 f"sharded_load: the group has {tensor_group.size()} ranks, and mlxdist {group.size()}; start the "
                 "command with `mlxdist launch`"
             )
-        folder = model_folder(repo)
+        folder = model_directory(repo)
         config = utils.load_config(folder)
         left_to_mlx_lm = pipeline_group is not None or "model_file" in config
         if left_to_mlx_lm and adapter_path is not None:

@@ -332,7 +332,7 @@ def test_the_plan():
         (["--sizes", "3"], "sendrecv of float32 on 2 ranks has no size of 3 B, only multiples of 4 B; write 4"),
         (["--sizes", "4KiB,6", "--only", "all_reduce"], "all_reduce of float32 on 2 ranks has no size of 6 B"),
         (["--sizes", "4", "--only", "reduce_scatter"], "only multiples of 8 B; write 8"),
-        (["-n", "2", "--html", "/no/such/folder/a.html"], "there is no folder /no/such/folder"),
+        (["-n", "2", "--html", "/no/such/folder/a.html"], "there is no directory /no/such/folder"),
         (["--hosts", "a,b", "--hostfile", "c"], "Give --hostfile or --hosts, not both"),
     ],
 )

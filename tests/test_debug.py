@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxdist.base import debug
+from mlxdist.base import logger
 from mlxdist.base.environment import DEBUG_SUBSYSTEMS, Environment
 
 ROOT = Path(__file__).parent.parent
@@ -74,7 +74,7 @@ def test_nothing_is_written_without_cause(run_ranks):
 
 
 def test_lines_go_to_stderr_by_default():
-    program = "from mlxdist import debug; debug.warn('link', 'one'); debug.info('link', 'two')"
+    program = "from mlxdist.base import logger; logger.warn('link', 'one'); logger.info('link', 'two')"
     written = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60).stderr
     assert re.fullmatch(r"[0-9:.]+ mlxdist rank - pid \d+ warn link: one\n", written)
 
@@ -90,12 +90,12 @@ def test_lines_go_to_stderr_by_default():
     ],
 )
 def test_levels_and_subsystems(tmp_path, monkeypatch, spec, wanted):
-    monkeypatch.setattr(debug, "_output", debug._Output())
-    debug.open_output(Environment(rank=3, debug=spec, debug_file=str(tmp_path / "%r")))
+    monkeypatch.setattr(logger, "_output", logger._Output())
+    logger.open_output(Environment(rank=3, debug=spec, debug_file=str(tmp_path / "%r")))
     for subsystem in ("link", "flight"):
-        for level in (debug.warn, debug.info, debug.trace):
+        for level in (logger.warn, logger.info, logger.trace):
             level(subsystem, "text")
-    debug.open_output(Environment())  # closes the file
+    logger.open_output(Environment())  # closes the file
     assert [f"{level} {subsystem}" for _, _, level, subsystem, _ in lines((tmp_path / "3").read_text())] == wanted
 
 
@@ -114,7 +114,7 @@ def test_every_subsystem_can_be_asked_for():
     in_python = {
         name
         for path in (ROOT / "mlxdist").glob("**/*.py")
-        for name in re.findall(r'debug\.\w+\(\s*"(\w+)"', path.read_text())
+        for name in re.findall(r'logger\.\w+\(\s*"(\w+)"', path.read_text())
     }
     assert in_c | in_python == set(DEBUG_SUBSYSTEMS)
     page = (ROOT / "docs" / "debugging.md").read_text()

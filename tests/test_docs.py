@@ -13,7 +13,7 @@ from fake_macs import Macs
 from mlxdist.base.environment import ALGORITHMS, VARIABLES
 from mlxdist.cli import commands
 from mlxdist.runtime.native import ffi, lib
-from mlxdist.runtime.world import FIELDS
+from mlxdist.runtime.native_group import FIELDS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]

@@ -261,7 +261,7 @@ def test_private_data_is_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--report", "/no/folder/report.md"], "there is no folder /no/folder"),
+        (["--report", "/no/folder/report.md"], "there is no directory /no/folder"),
         (["--report", "/sys/report.md"], "cannot be written"),
         (["--report", "report.md", "--json"], "leave out --json, --quick and --exclude-failed"),
     ],

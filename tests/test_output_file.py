@@ -45,7 +45,7 @@ def test_a_pipe_is_not_waited_for(tmp_path):
 
 
 def test_what_cannot_be_written_is_refused(tmp_path, closed):
-    for path, words in ((tmp_path / "a" / "b", "there is no folder"), (closed / "a.json", "cannot be written: ")):
+    for path, words in ((tmp_path / "a" / "b", "there is no directory"), (closed / "a.json", "cannot be written: ")):
         with pytest.raises(click.BadParameter, match=words):
             convert(path)
     with pytest.raises(click.BadParameter, match="is a directory"):
@@ -67,4 +67,4 @@ def test_a_full_disk_is_told(tmp_path, capsys):
 
     assert not is_written(tmp_path / "a", write)
     assert capsys.readouterr().err == f"Error: {tmp_path / 'a'} is not written: No space left on device\n"
-    assert is_written(tmp_path / "a", lambda path: path.write_text("a")) and (tmp_path / "a").read_text() == "a"
+    assert is_written(tmp_path / "a", "a") and (tmp_path / "a").read_text() == "a"

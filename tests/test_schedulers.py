@@ -11,7 +11,7 @@ import pytest
 
 from mlxdist.base.environment import Environment
 from mlxdist.base.errors import EnvironmentVariableError, RendezvousError
-from mlxdist.base.schedulers import Place, find_place, refuse_launchers
+from mlxdist.base.schedulers import SchedulerRank, reject_launchers, scheduler_rank
 from mlxdist.runtime import mpi_shim
 
 JOB = {"MLXDIST_RENDEZVOUS": "127.0.0.1:4711", "MLXDIST_SECRET": "ab" * 32}
@@ -37,12 +37,12 @@ STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_NTASKS": "8", "SLURM_S
     ],
 )
 def test_places(variables, place):
-    found = find_place(variables)
+    found = scheduler_rank(variables)
     assert (found and (found.rank, found.size)) == place
 
 
 def test_a_place_says_where_it_is_from():
-    assert find_place(OMPI) == Place(1, 4, "OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE")
+    assert scheduler_rank(OMPI) == SchedulerRank(1, 4, "OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE")
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ TORCH = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2"}
 )
 def test_processes_of_another_launcher_are_no_groups_of_one(variables, words):
     with pytest.raises(RendezvousError, match=words):
-        refuse_launchers(variables)
+        reject_launchers(variables)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_processes_of_another_launcher_are_no_groups_of_one(variables, words):
     ],
 )
 def test_a_process_alone_is_a_group_of_one(variables):
-    refuse_launchers(variables)
+    reject_launchers(variables)
 
 
 INIT = "import mlxdist; print(mlxdist.init().size())"

@@ -1,20 +1,21 @@
-"""Files that are replaced as a whole: whoever reads one meanwhile finds the old one or the new one."""
+"""Files that are replaced atomically: readers see either the old or the new content."""
 
 import os
-import tempfile
 from pathlib import Path
 
-__all__ = ["keep_former", "replace_file", "write_whole"]
+__all__ = ["atomic_write", "back_up", "replace_file"]
 
 
 def replace_file(path: Path, text: str, mode: int) -> None:
-    """For a file of our own. A link in its place is replaced, and what it leads to stays as it is: in a folder where
-    others may write it could be somebody else's.
+    """For a file of mlxdist's own. A link in its place is replaced, and its target stays as it is: in a directory where
+    other users may write, the target could be another user's.
 
     Raises:
         OSError: it cannot be written; the old file is as it was.
     """
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    # Not by tempfile, whose import a start of the launcher would notice.
+    temporary = path.with_name(f".{path.name}-{os.urandom(8).hex()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         with open(descriptor, "w", encoding="utf-8") as file:
             os.fchmod(descriptor, mode)
@@ -25,8 +26,8 @@ def replace_file(path: Path, text: str, mode: int) -> None:
         raise
 
 
-def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """For a file that the user has named: a link stays one, and one that is replaced keeps its mode.
+def atomic_write(path: str | os.PathLike[str], text: str) -> None:
+    """For a file that the user has named: a link stays one, and a file that is replaced keeps its mode.
 
     Raises:
         OSError: it cannot be written; the old file is as it was.
@@ -38,8 +39,8 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
     replace_file(path, text, path.stat().st_mode & 0o777 if path.exists() else 0o644)
 
 
-def keep_former(path: str | os.PathLike[str], text: str) -> str | None:
-    """Before `write_whole`: a file with another text is renamed to PATH.old, which is returned."""
+def back_up(path: str | os.PathLike[str], text: str) -> str | None:
+    """Before `atomic_write`: a file with another text is renamed to PATH.old, which is returned."""
     path = Path(path)
     if not path.is_file() or path.read_text(encoding="utf-8", errors="replace") == text:
         return None

@@ -1,6 +1,6 @@
-"""Where a model is on this host: a folder, or a name such as org/model that Hugging Face's local cache has.
+"""Where a model is on this host: a directory, or a name such as org/model that Hugging Face's local cache has.
 
-Nothing here uses the network or imports ``huggingface_hub``: `mlxdist doctor` asks hosts that may not have it.
+Nothing here uses the network or imports ``huggingface_hub``: `mlxdist doctor` checks hosts that may not have it.
 """
 
 import os
@@ -9,14 +9,14 @@ from pathlib import Path
 
 from .errors import InvalidArgument
 
-__all__ = ["find_model", "model_folder"]
+__all__ = ["find_model", "model_directory"]
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 
-def find_model(model: str, folder: str = "") -> Path | None:
-    """The path ``model``, seen from ``folder``, or else what the local cache has under that name, or ``None``."""
-    path = Path(folder, os.path.expanduser(model))
+def find_model(model: str, directory: str = "") -> Path | None:
+    """The path ``model``, relative to ``directory``, or what the local cache has under that name, or ``None``."""
+    path = Path(directory, os.path.expanduser(model))
     if path.exists():
         return path
     if not _HUB_NAME.fullmatch(model):
@@ -28,14 +28,14 @@ def find_model(model: str, folder: str = "") -> Path | None:
     return snapshot if revision and snapshot.is_dir() else None
 
 
-def model_folder(model: str | Path) -> Path:
-    """The folder with the config.json of ``model``: a path, or a name such as org/model that `hf download` has fetched.
+def model_directory(model: str | Path) -> Path:
+    """The directory with the config.json of ``model``: a path, or a name such as org/model after `hf download`.
 
     Raises:
         InvalidArgument: there is none; the text says what to type.
     """
     if not isinstance(model, str | Path):
-        raise InvalidArgument(f"a model must be the folder or the name of one, not {model!r}")
+        raise InvalidArgument(f"a model must be the directory or the name of one, not {model!r}")
     found = find_model(str(model))
     if found is not None and (found / "config.json").is_file():
         return found
@@ -43,7 +43,7 @@ def model_folder(model: str | Path) -> Path:
     if _HUB_NAME.fullmatch(str(model)) and not Path(model).exists():
         what += f", and no such model in {_cache()}" if found is None else ""
         raise InvalidArgument(f"{what}; to fetch it from the Hugging Face Hub, type: hf download {model}")
-    raise InvalidArgument(f"{what}; give the folder of a model, or org/model after `hf download org/model`")
+    raise InvalidArgument(f"{what}; give the directory of a model, or org/model after `hf download org/model`")
 
 
 def _cache() -> Path:

@@ -1,4 +1,4 @@
-"""Files that commands write what they have found into: tried before the work, and never the end of what it was for."""
+"""Files of a command's results: checked before the work, and a failure to write one does not end the command."""
 
 import os
 from collections.abc import Callable
@@ -7,11 +7,13 @@ from typing import Any
 
 import click
 
+from .atomic_file import atomic_write
+
 __all__ = ["OUTPUT_FILE", "is_written", "try_to_open"]
 
 
 class _OutputFile(click.Path):
-    """A file that can be written, as far as that can be known beforehand; else a usage error."""
+    """A file that can be written, as far as that is known beforehand; else a usage error."""
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False, path_type=Path)
@@ -19,7 +21,7 @@ class _OutputFile(click.Path):
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Path:
         path = super().convert(value, parameter, context)
         if not path.absolute().parent.is_dir():
-            self.fail(f"{path}: there is no folder {path.absolute().parent}", parameter, context)
+            self.fail(f"{path}: there is no directory {path.absolute().parent}", parameter, context)
         try:
             try_to_open(path)
         except OSError as error:
@@ -30,10 +32,14 @@ class _OutputFile(click.Path):
 OUTPUT_FILE = _OutputFile()
 
 
-def is_written(path: Path, write: Callable[[Path], object]) -> bool:
-    """Whether ``write(path)`` has succeeded; if not, that is told, and the caller goes on: there is more to show."""
+def is_written(path: Path, content: str | Callable[[Path], object]) -> bool:
+    """Whether the text, or what ``content(path)`` writes, is in the file; if not, an error is printed, and the caller
+    goes on: there is more to show."""
     try:
-        write(path)
+        if isinstance(content, str):
+            atomic_write(path, content)
+        else:
+            content(path)
     except OSError as error:
         click.echo(f"Error: {path} is not written: {error.strerror or error}", err=True)
         return False
@@ -44,7 +50,7 @@ def try_to_open(path: Path) -> None:
     """Leaves the file as it is, or none where there was none. Raises OSError."""
     if path.is_file():
         os.close(os.open(path, os.O_WRONLY))
-    elif not path.exists():  # a pipe would be waited for, and its reader told that this was all
+    elif not path.exists():  # opening a pipe would wait for its reader, and closing it would end it
         target = os.path.realpath(path)
         os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         os.unlink(target)

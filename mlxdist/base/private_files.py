@@ -1,5 +1,5 @@
-"""Files and folders that mlxdist makes at places where others may write too, such as /tmp: what another user has put
-there is neither followed nor written.
+"""Files and directories of mlxdist where other users may write too, such as /tmp: what another user has put there is
+neither followed nor written.
 """
 
 import errno
@@ -7,11 +7,11 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["is_own_folder", "make_own_folder", "open_own"]
+__all__ = ["is_private_directory", "make_private_directory", "open_private"]
 
 
-def open_own(path: str | os.PathLike[str], flags: int) -> int:
-    """Like os.open; a new file is for this user only. A descriptor that programs started from here do not get.
+def open_private(path: str | os.PathLike[str], flags: int) -> int:
+    """Like os.open; a new file is for this user only. Child processes do not inherit the descriptor.
 
     Raises:
         OSError: it is a link, even one of this user's, belongs to another user, is a file with a second name, or
@@ -38,8 +38,8 @@ def open_own(path: str | os.PathLike[str], flags: int) -> int:
     return descriptor
 
 
-def is_own_folder(path: str | os.PathLike[str]) -> bool:
-    """Whether it is a folder, and no link, of this user."""
+def is_private_directory(path: str | os.PathLike[str]) -> bool:
+    """Whether it is a directory, and no link, of this user."""
     try:
         status = os.lstat(path)
     except OSError:
@@ -47,8 +47,8 @@ def is_own_folder(path: str | os.PathLike[str]) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
 
-def make_own_folder(path: Path) -> bool:
-    """Makes it, if need be. False: something else has its name. What others may read or write is closed to them.
+def make_private_directory(path: Path) -> bool:
+    """Makes it, if need be, with mode 0700. False: something else has its name.
 
     Raises:
         OSError: it cannot be made.
@@ -56,7 +56,7 @@ def make_own_folder(path: Path) -> bool:
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
-        if not is_own_folder(path):
+        if not is_private_directory(path):
             return False
     if stat.S_IMODE(path.stat().st_mode) != 0o700:
         path.chmod(0o700)

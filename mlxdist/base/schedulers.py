@@ -1,7 +1,7 @@
-"""Which rank a process is by the word of its launcher: Open MPI, a PMI (MPICH, Intel MPI), PMIx, or SLURM.
+"""Which rank a process is by the variables of its launcher: Open MPI, a PMI (MPICH, Intel MPI), PMIx, or SLURM.
 
 Where one of these, or mlx.launch or torchrun, has started several processes and no job of mlxdist is named, each of
-them would be a group of one; ``refuse_launchers`` says so instead.
+them would be a group of one; ``reject_launchers`` raises instead.
 """
 
 import json
@@ -11,26 +11,26 @@ from typing import NamedTuple
 
 from .errors import EnvironmentVariableError, RendezvousError
 
-__all__ = ["Place", "find_place", "refuse_launchers"]
+__all__ = ["SchedulerRank", "scheduler_rank", "reject_launchers"]
 
 _LARGEST = 1 << 20
 # Rank, size. PMIx has no variable for the size; those who use it, Open MPI and srun, have one of their own.
 _STARTERS = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"), ("PMIX_RANK", ""))
-# Those that give their ranks no number that `find_place` knows.
+# Those that give their ranks no number that `scheduler_rank` knows.
 _OWN_RANKS = ("mlx.launch", "torchrun")
 _SLURM_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
 
-class Place(NamedTuple):
-    """``size``: None where nobody says it. ``source``: the variables that say so."""
+class SchedulerRank(NamedTuple):
+    """``size``: None where no variable has it. ``source``: the variables that were read."""
 
     rank: int
     size: int | None
     source: str
 
 
-def find_place(environ: Mapping[str, str]) -> Place | None:
-    """None: nobody has numbered this process.
+def scheduler_rank(environ: Mapping[str, str]) -> SchedulerRank | None:
+    """The rank that a scheduler has given this process; None without one.
 
     SLURM's numbers count where there are no others, and in a step (srun) only: a batch script is its task 0, and what
     `mpirun` starts from there inherits that.
@@ -52,15 +52,15 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
     source = ", ".join([*ranks, *sizes])
     if size is not None and rank >= size:
         raise EnvironmentVariableError(f"{source}: rank {rank} does not fit {size} processes")
-    return Place(rank, size, source)
+    return SchedulerRank(rank, size, source)
 
 
-def refuse_launchers(environ: Mapping[str, str]) -> None:
+def reject_launchers(environ: Mapping[str, str]) -> None:
     """For a process that belongs to no job of mlxdist.
 
     Raises:
         RendezvousError: another launcher has started it as one of several.
-        EnvironmentVariableError: as `find_place`.
+        EnvironmentVariableError: as `scheduler_rank`.
     """
     launcher, size, source = _launcher(environ)
     if size == 1:
@@ -76,9 +76,9 @@ def refuse_launchers(environ: Mapping[str, str]) -> None:
 
 def _launcher(environ: Mapping[str, str]) -> tuple[str, int | None, str]:
     """Its name, the number of processes that it has started, None where it does not say, and where that is from."""
-    place = find_place(environ)
-    if place is not None and place.size != 1:
-        return "srun" if place.source.startswith("SLURM") else "mpirun", place.size, place.source
+    found = scheduler_rank(environ)
+    if found is not None and found.size != 1:
+        return "srun" if found.source.startswith("SLURM") else "mpirun", found.size, found.source
     if "MLX_RANK" in environ:
         for name in ("MLX_HOSTFILE", "MLX_IBV_DEVICES"):
             if name in environ:

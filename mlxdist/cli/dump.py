@@ -70,7 +70,7 @@ def dump(
         raise click.ClickException(str(error)) from None
     analysis = analyse(found.dumps)
     text = json.dumps(trace(found.dumps)) if trace_file is not None else ""
-    written = trace_file is None or is_written(trace_file, lambda path: path.write_text(text))
+    written = trace_file is None or is_written(trace_file, text)
     if as_json:
         click.echo(json.dumps(_as_json(analysis, found.notes), indent=2))
     else:

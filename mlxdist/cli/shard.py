@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from mlxdist.base.own_python import own_module
+from mlxdist.base.child_process import module_command
 
 __all__ = ["shard"]
 
@@ -73,10 +73,10 @@ def shard(
     tolerance of their dtype, or if the model cannot be cut so.
     """
     from mlxdist.base.errors import InvalidArgument
-    from mlxdist.base.model_directory import model_folder
+    from mlxdist.base.model_directory import model_directory
 
     try:
-        folder = model_folder(model)
+        folder = model_directory(model)
         if hostfile is not None:
             tp, weights = _measured(hostfile, tp, ep, weights)
         elif isinstance(weights, str):
@@ -128,7 +128,7 @@ def _verify(path: Path, plan: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="mlxdist-shard-") as folder:
         given, result = Path(folder, "plan.json"), Path(folder, "verification.json")
         given.write_text(plan.to_json())
-        program = own_module("mlxdist.tools.shard.verify_rank", str(path), str(given), str(result))
+        program = module_command("mlxdist.tools.shard.verify_rank", str(path), str(given), str(result))
         # The ranks' own output is for reading, the results alone are for a pipe.
         job = run_job(program, ["-n", str(plan.ranks)], on_line=functools.partial(click.echo, nl=False, err=True))
         if job.status:

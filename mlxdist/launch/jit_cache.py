@@ -12,7 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from mlxdist.base.private_files import make_own_folder, open_own
+from mlxdist.base.private_files import make_private_directory, open_private
 
 __all__ = ["JitCache"]
 
@@ -37,7 +37,7 @@ class JitCache:
         """Makes `mlx` in a rank's temporary directory point to that rank's kernels."""
         kernels = self.folder / str(local_rank)
         kernels.parent.mkdir(parents=True, exist_ok=True)
-        if make_own_folder(kernels):  # else the rank has none from before
+        if make_private_directory(kernels):  # else the rank has none from before
             (temporary_folder / "mlx").symlink_to(kernels, target_is_directory=True)
 
     def pass_on(self) -> tuple[int, ...]:
@@ -57,13 +57,13 @@ class JitCache:
             parent = _cache_folder()
             parent.parent.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             # Ranks load the libraries that they find there: nothing of it may be another user's.
-            if not all(make_own_folder(folder) for folder in (parent.parent, parent)):
+            if not all(make_private_directory(folder) for folder in (parent.parent, parent)):
                 return None
             for number in range(SLOTS):
                 slot = parent / str(number)
-                if not make_own_folder(slot):
+                if not make_private_directory(slot):
                     continue
-                lock = open_own(slot / "lock", os.O_RDWR | os.O_CREAT)
+                lock = open_private(slot / "lock", os.O_RDWR | os.O_CREAT)
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:

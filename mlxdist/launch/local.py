@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mlxdist.base.atomic_file import replace_file
 from mlxdist.base.environment import OF_JOB, format_address
 from mlxdist.base.errors import InvalidArgument, ResourceError
 from mlxdist.runtime import mpi_shim
@@ -22,7 +23,6 @@ from .exit_status import of_process
 from .jit_cache import JitCache
 from .jobs import JobFolder
 from .restarts import name_of_start
-from .runtime_directory import write_text
 
 if TYPE_CHECKING:  # only Macs load it
     from .awake import Awake
@@ -276,7 +276,8 @@ class LocalJob:
     def note_end(self, rank: int, status: int) -> None:
         """For ranks that wait for that one in mlxdist.init()."""
         with contextlib.suppress(OSError):  # the disk is full: they wait until their time is over
-            write_text(self.first_failure.with_name(f"{self.first_failure.name}.ended-{rank}"), str(status))
+            note = self.first_failure.with_name(f"{self.first_failure.name}.ended-{rank}")
+            replace_file(note, str(status), 0o600)
 
     def all_started(self) -> None:
         if self._numbered:

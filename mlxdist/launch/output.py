@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mlxdist.base.errors import ResourceError
-from mlxdist.base.private_files import open_own
+from mlxdist.base.private_files import open_private
 
 from .last_lines import LastLines
 from .terminal import colors_wanted, prefix_of, width_of
@@ -85,7 +85,7 @@ class Output:
         """Unbuffered, and longer after each start of the job. Raises ResourceError."""
         path = self._logs / f"rank-{self._labels[rank].split()[0]}.{'out' if number == 1 else 'err'}"
         try:
-            return open(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab", buffering=0)
+            return open(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab", buffering=0)
         except OSError as error:
             raise ResourceError(f"--log-dir: {path} cannot be written: {error.strerror}") from None
 

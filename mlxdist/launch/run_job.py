@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from mlxdist.base.child_process import module_command
 from mlxdist.base.errors import ResourceError
-from mlxdist.base.own_python import own_module
 
 if TYPE_CHECKING:
     from mlxdist.cluster.hostfile.options import HostSelection
@@ -50,7 +50,7 @@ def run_job(
     """Runs a program as the ranks of a job.
 
     Args:
-        program: the command of each rank; see `mlxdist.base.own_python.own_module`.
+        program: the command of each rank; see `mlxdist.base.child_process.module_command`.
         where: the launcher's options for the hosts: ``["-n", "2"]``, or see `host_arguments`.
         variables: set for the ranks, in place of this process's own of the same names.
         directory: where the ranks run; ``"/"`` for ranks that need none, as this one may not exist on other hosts.
@@ -60,7 +60,7 @@ def run_job(
         on_line, silence: see `run_command`.
     """
     variables = variables or {}
-    command = own_module("mlxdist", "launch", *where, *options)
+    command = module_command("mlxdist", "launch", *where, *options)
     command += ["--cwd", directory] if directory else []
     command += [] if prefix else ["--no-prefix"]
     command += ["--timeout", f"{timeout:g}"] if timeout is not None else []

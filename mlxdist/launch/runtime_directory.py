@@ -14,19 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mlxdist.base.atomic_file import replace_file
 from mlxdist.base.errors import ResourceError
-from mlxdist.base.private_files import is_own_folder, make_own_folder, open_own
+from mlxdist.base.private_files import is_private_directory, make_private_directory, open_private
 
-__all__ = [
-    "OF_HOSTS",
-    "OF_RESTARTS",
-    "is_locked",
-    "make_locked",
-    "runtime_folder",
-    "try_lock",
-    "write_json",
-    "write_text",
-]
+__all__ = ["OF_HOSTS", "OF_RESTARTS", "is_locked", "make_locked", "runtime_folder", "try_lock", "write_json"]
 
 # Suffix of a job's name: the record of the hosts on which it runs; see launcher_records.py.
 OF_HOSTS = "@hosts"
@@ -41,12 +33,12 @@ def runtime_folder() -> Path:
         ResourceError: it cannot be made, or something else of that name is in its place.
     """
     parent = os.environ.get("XDG_RUNTIME_DIR") or ""
-    if os.path.isabs(parent) and is_own_folder(parent):  # sudo and su leave that of another user in place
+    if os.path.isabs(parent) and is_private_directory(parent):  # sudo and su leave that of another user in place
         folder = Path(parent, "mlxdist")
     else:
         folder = Path(os.environ.get("TMPDIR") or "/tmp", f"mlxdist-{os.getuid()}").absolute()
     try:
-        return folder if make_own_folder(folder) else _with_another_name(folder)
+        return folder if make_private_directory(folder) else _with_another_name(folder)
     except OSError as error:
         raise ResourceError(f"the job cannot be prepared in {folder}: {error}") from None
 
@@ -55,8 +47,8 @@ def _with_another_name(folder: Path) -> Path:
     """The first that this user has, or a new one: another user must not be able to block every launch."""
     for _ in range(2):
         for path in sorted(folder.parent.glob(f"{folder.name}-*")):
-            if is_own_folder(path):
-                make_own_folder(path)
+            if is_private_directory(path):
+                make_private_directory(path)
                 return path
         folder.with_name(f"{folder.name}-{os.urandom(8).hex()}").mkdir(mode=0o700)
     raise FileNotFoundError(errno.ENOENT, "what was made there is gone", folder)
@@ -74,7 +66,7 @@ def make_locked(name: str, fill: Callable[[Path], None]) -> tuple[Path, int]:
         new.mkdir(mode=0o700)
         with contextlib.ExitStack() as undo:
             undo.callback(shutil.rmtree, new, ignore_errors=True)
-            lock = open_own(new / "lock", os.O_RDWR | os.O_CREAT)
+            lock = open_private(new / "lock", os.O_RDWR | os.O_CREAT)
             undo.callback(os.close, lock)
             with contextlib.suppress(OSError):  # no locks here: it counts as running as long as it is there
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -89,7 +81,7 @@ def make_locked(name: str, fill: Callable[[Path], None]) -> tuple[Path, int]:
 def try_lock(folder: Path, how: int) -> int | None:
     """The descriptor of the folder's lock, now held as ``how`` says; None if another process holds it, or none can."""
     try:
-        lock = open_own(folder / "lock", os.O_RDWR)
+        lock = open_private(folder / "lock", os.O_RDWR)
     except OSError:
         return None
     try:
@@ -109,18 +101,9 @@ def is_locked(folder: Path) -> bool:
 
 
 def write_json(path: Path, fields: dict[str, Any]) -> None:
-    """As `write_text`."""
-    write_text(path, json.dumps(fields))
-
-
-def write_text(path: Path, text: str) -> None:
-    """For this user only. A reader finds the old file or the new one. One process writes a file, and one thread of it:
-    `whole_file` has no such limit, but imports tempfile, which a start of the launcher would notice.
+    """For this user only.
 
     Raises:
         OSError: it cannot be written; the old file is as it was.
     """
-    new = path.with_suffix(".new")
-    with open(open_own(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
-        file.write(text)
-    os.replace(new, path)
+    replace_file(path, json.dumps(fields), 0o600)

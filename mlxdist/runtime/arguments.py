@@ -8,7 +8,8 @@ import mlx.core as mx
 
 from mlxdist.base import errors
 
-from .group import Group, default_group
+from .default_group import default_group
+from .group import Group
 from .timeout import native_timeout
 
 __all__ = ["BarrierOptions", "Call", "Options", "RecvOptions", "SendOptions", "Stream", "group_of", "operation"]

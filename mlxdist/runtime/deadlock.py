@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 
 from mlxdist.base import errors
 from mlxdist.base.environment import MAX_RANKS
-from mlxdist.base.own_threads import OwnThread
 from mlxdist.base.validation import Check, fields_of, flag, list_of, number, text
+from mlxdist.runtime.internal_thread import InternalThread
 
 from .native import bridge, ffi, lib
 
@@ -214,7 +214,7 @@ class Standstill:
         self._questions: dict[int, list[_Edge]] = {}
         self._answers: dict[int, _Report] = {}
         self._ended = False
-        self._thread = OwnThread(target=self._watch, name="mlxdist standstill", daemon=True)
+        self._thread = InternalThread(target=self._watch, name="mlxdist standstill", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -398,6 +398,6 @@ class Standstill:
 def _threads_of_program() -> set[int | None]:
     """The idents of all threads that may call operations, also of those that the module threading does not know."""
     threads = threading.enumerate()
-    own = {thread.ident for thread in threads if isinstance(thread, OwnThread)}
-    known = {thread.ident for thread in threads if not isinstance(thread, OwnThread)}
+    own = {thread.ident for thread in threads if isinstance(thread, InternalThread)}
+    known = {thread.ident for thread in threads if not isinstance(thread, InternalThread)}
     return known | (sys._current_frames().keys() - own)

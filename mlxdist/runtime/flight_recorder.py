@@ -15,11 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mlxdist.base import debug
+from mlxdist.base import logger
 from mlxdist.base.atomic_file import replace_file
 from mlxdist.base.environment import ALGORITHMS, Environment
 from mlxdist.base.errors import Error, from_status
-from mlxdist.base.own_threads import OwnThread
+from mlxdist.runtime.internal_thread import InternalThread
 from mlxdist.version import __version__
 
 from . import signals
@@ -69,7 +69,7 @@ class Recorder:
         self._settled = threading.Event()  # the first failure is written, or could not be
         self._outcome = ""
         self._marker: Path | None = None
-        self._watcher = OwnThread(target=self._watch, name="mlxdist flight recorder", daemon=True)
+        self._watcher = InternalThread(target=self._watch, name="mlxdist flight recorder", daemon=True)
         self._watcher.start()
         _recorder = self
         signals.on(signal.SIGUSR1, self._answer)
@@ -92,12 +92,12 @@ class Recorder:
                 _write(path, record)
             except OSError as error:
                 self._outcome = f"{path} could not be written: {error.strerror}"
-                debug.warn(
+                logger.warn(
                     "flight", f"the flight recorder's file {self._outcome}; MLXDIST_FLIGHT_DIR names another folder"
                 )
                 return None
             self._outcome = f"{path}; `mlxdist dump --files {self._folder}` says who waited for whom"
-            debug.info("flight", f"wrote {path}: {why}")
+            logger.info("flight", f"wrote {path}: {why}")
             return path
 
     def position(self) -> str:
@@ -178,7 +178,7 @@ class Recorder:
         try:
             marker_of(temporary).write_text(str(os.getpid()))
         except OSError as error:
-            debug.warn("flight", f"`mlxdist dump` will not find this rank, since nothing can be written here: {error}")
+            logger.warn("flight", f"`mlxdist dump` will not find this rank, since nothing can be written here: {error}")
             return None
         return marker_of(temporary)
 

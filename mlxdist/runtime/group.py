@@ -1,9 +1,5 @@
 """The group of ranks: what it knows of itself, and what can be made of it."""
 
-import os
-import socket
-import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxdist.base import errors
-from mlxdist.base.environment import ALGORITHMS, Environment
-from mlxdist.base.schedulers import refuse_launchers
+from mlxdist.base.environment import ALGORITHMS
 
 from . import at_exit, flight_recorder
 from .handle import Handle, Operation
@@ -21,7 +16,7 @@ from .registration import Registration
 from .timeout import checked_timeout, time_limit
 from .world import World
 
-__all__ = ["Group", "current_run", "default_group", "init"]
+__all__ = ["Group"]
 
 # Operations that have more than one algorithm: those of mlxdist_operation, by the names of mlxdist's functions.
 _OPERATIONS = {
@@ -85,7 +80,7 @@ class Group:
     @property
     def provider_reason(self) -> str:
         """Why that provider was chosen ("all ranks are on one host")."""
-        return self._world.provider_reason
+        return self._world.native_group.provider_reason
 
     @property
     def timeout(self) -> float | None:
@@ -195,7 +190,7 @@ class Group:
             ResourceError: the device can register no more.
         """
         self._require_open()
-        registration = Registration(_memory(buffer), self._native)
+        registration = Registration(buffer, self._native)
         self._world.registrations.add(registration)
         return registration
 
@@ -303,7 +298,7 @@ class Group:
 
     @property
     def connection(self) -> Any:
-        """The bridge's handle. ``mlx_group(timeout, label)`` of it is for operations of MLX, which have neither argument.
+        """The bridge's handle. Its ``mlx_group(timeout, label)`` is for operations of MLX, which have neither argument.
 
         A timeout of -1 is the group's. A label of less than 63 bits must be equal on all ranks, as shapes must.
         """
@@ -354,115 +349,3 @@ class Group:
     def _text(self, function: Callable[[Any], Any], alone: str) -> str:
         self._require_open()
         return alone if self._native is None else ffi.string(function(self._native)).decode()
-
-
-def _memory(buffer: Any) -> Any:
-    """The bytes of a buffer, for cffi: they stay where they are as long as the result lives."""
-    kind = type(buffer).__name__
-    if isinstance(buffer, mx.array):
-        # An array of its own on the same memory: x += 1 would let go of that of x.
-        own = mx.stop_gradient(buffer)
-        mx.eval(buffer, own)
-        buffer = memoryview(own)
-    # Imported here it would be half of the time that a program takes to become a rank, and an array of it there is only
-    # where somebody has imported it.
-    np = sys.modules.get("numpy")
-    if np is not None and isinstance(buffer, np.ndarray) and buffer.flags.c_contiguous:
-        buffer = buffer.reshape(-1).view(np.uint8)  # also where NumPy has no buffer for the dtype
-    try:
-        return ffi.from_buffer(buffer)
-    except (TypeError, ValueError, BufferError) as error:
-        raise errors.InvalidArgument(
-            f"register: this {kind} gives no contiguous memory ({error}); pass a contiguous array"
-        ) from None
-
-
-_world: Group | None = None
-_world_lock = threading.Lock()
-
-
-def init(strict: bool = False, backend: str = "any", *, timeout: float | None = None) -> Group:
-    """The group of all ranks that the launcher started; without a launcher, a group of one.
-
-    All ranks must call it; the call returns once they are connected. Later calls return the same group. It is taken
-    down at exit, or by :meth:`Group.finalize`; after that all ranks may call this again and get a new one. What belongs
-    to the old one, such as groups split off and arrays not evaluated, raises.
-
-    Args:
-        strict: raise instead of making a group of one when there is no launcher.
-        backend: "any" or "mlxdist", which are the same; for programs that pass what ``mx.distributed.init`` takes.
-        timeout: sets :attr:`Group.timeout`. How long to wait here for ranks that are missing is
-            ``MLXDIST_RENDEZVOUS_TIMEOUT``.
-
-    Raises:
-        InvalidArgument: another backend is asked for; there is no launcher and ``strict`` is set; this process was
-            forked from a rank; the ranks are on several hosts that no provider connects.
-        EnvironmentVariableError: an ``MLXDIST_*`` variable is malformed or contradicts another one.
-        RendezvousError: not all ranks came; or mpirun, srun, mlx.launch or torchrun has started several processes, and
-            no job of mlxdist is named.
-    """
-    global _world
-    group = _world
-    if group is not None and not group._closed and backend == "any" and timeout is None:
-        return group  # what most operations ask for
-    if backend not in ("any", "mlxdist"):
-        raise errors.InvalidArgument(
-            f"mlxdist.init: there is no backend {backend!r}; use 'any', or mx.distributed.init"
-        )
-    checked_timeout("mlxdist.init", timeout)
-    with _world_lock:
-        # A group of one holds nothing that could not be made again.
-        if (
-            _world is None
-            or (_world._world.ended and not _world._world.forked)
-            or (_world._closed and _world.size() == 1)
-        ):
-            _world = _create(strict)
-        _world._require_open()
-        if timeout is not None:
-            _world.timeout = timeout
-        return _world
-
-
-def default_group() -> Group:
-    """That of operations that name none. After ``finalize`` these do not wait for ranks to come together again.
-
-    Raises:
-        InvalidArgument: the group of several ranks has been finalized.
-    """
-    group = _world
-    if group is None or group._closed and group.size() == 1:
-        return init()
-    group._require_open()
-    return group
-
-
-def current_run() -> str:
-    """The run that this process is part of, the same on all ranks: a job with all its restarts."""
-    world = _world
-    return Environment.read().run if world is None else world._world.run
-
-
-def _create(strict: bool) -> Group:
-    environment = Environment.read()
-    if environment.rendezvous is None and "MLXDIST_RANK" not in os.environ:
-        refuse_launchers(os.environ)
-        if strict:
-            raise errors.InvalidArgument(
-                "mlxdist.init(strict=True): no launcher started this process; run it with "
-                "`mlxdist launch -n 2 -- python ...`"
-            )
-    world = World(environment, socket.gethostname())
-    group = Group(world, world.connection)
-    group._timeout = environment.timeout
-    at_exit.register(world)
-    return group
-
-
-def _after_fork() -> None:
-    global _world_lock
-    _world_lock = threading.Lock()  # another thread of the parent may have held it
-
-
-bridge.set_error_factory(lambda status, text: flight_recorder.explain(errors.from_status(status, text)))
-os.register_at_fork(after_in_child=_after_fork)

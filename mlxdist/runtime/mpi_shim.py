@@ -187,7 +187,7 @@ def join(door: int, *unused: int) -> tuple[str, int, int]:
     ``operation_failed``.
     """
     try:
-        from .group import init
+        from .default_group import init
         from .native import bridge, ffi
 
         group = init()

@@ -1,8 +1,13 @@
 """Memory that is registered with the device: ``Group.register``."""
 
+import sys
 import threading
 from types import TracebackType
 from typing import Any
+
+import mlx.core as mx
+
+from mlxdist.base import errors
 
 from .native import check, ffi, lib
 
@@ -17,12 +22,13 @@ class Registration:
     dropped, or when the group is finalized.
     """
 
-    def __init__(self, memory: Any, native: Any) -> None:
-        # For mlxdist's own modules. `memory` is a cffi buffer; `native` the group, None in a group of one.
+    def __init__(self, buffer: Any, native: Any) -> None:
+        # For mlxdist's own modules. `native` is the engine's group, None in a group of one.
+        self._region = None  # first, for __del__
+        memory = _memory(buffer)
         self.nbytes: int = len(memory)
         self._lock = threading.Lock()
         self._memory = memory
-        self._region = None
         if native is not None:
             region = ffi.new("mlxdist_region **")
             check(lib.mlxdist_register(native, memory, self.nbytes, region))
@@ -52,3 +58,24 @@ class Registration:
     def __repr__(self) -> str:
         state = "released" if self._memory is None else f"{self.nbytes} bytes"
         return f"<mlxdist.Registration, {state}>"
+
+
+def _memory(buffer: Any) -> Any:
+    """The bytes of a buffer, for cffi: they stay where they are as long as the result lives."""
+    kind = type(buffer).__name__
+    if isinstance(buffer, mx.array):
+        # An array of its own on the same memory: x += 1 would let go of that of x.
+        own = mx.stop_gradient(buffer)
+        mx.eval(buffer, own)
+        buffer = memoryview(own)
+    # Importing NumPy is half of the time that a program takes to become a rank, and a program that passes one of its
+    # arrays has imported it.
+    np = sys.modules.get("numpy")
+    if np is not None and isinstance(buffer, np.ndarray) and buffer.flags.c_contiguous:
+        buffer = buffer.reshape(-1).view(np.uint8)  # also where NumPy has no buffer for the dtype
+    try:
+        return ffi.from_buffer(buffer)
+    except (TypeError, ValueError, BufferError) as error:
+        raise errors.InvalidArgument(
+            f"register: this {kind} gives no contiguous memory ({error}); pass a contiguous array"
+        ) from None

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from mlxdist.base.errors import Error, interruption
-from mlxdist.base.own_threads import OwnThread
+from mlxdist.runtime.internal_thread import InternalThread
 
 __all__ = ["Signals", "on"]
 
@@ -85,7 +85,7 @@ class Signals:
         self.handle(signal.SIGTERM)
         for number in _callbacks:
             self.handle(number)
-        self._thread = OwnThread(target=self._run, name="mlxdist signals", daemon=True)
+        self._thread = InternalThread(target=self._run, name="mlxdist signals", daemon=True)
         self._thread.start()
         _running = self
 

@@ -25,7 +25,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxdist.base.errors import InvalidArgument, ResourceError
 from mlxdist.runtime.arguments import group_of
-from mlxdist.runtime.group import Group, current_run
+from mlxdist.runtime.default_group import current_run
+from mlxdist.runtime.group import Group
 from mlxdist.runtime.ops import all_gather
 
 from .checkpoint_file import STEP_DIGITS, About, Unusable, is_whole, read, read_about, sync, write

@@ -13,7 +13,7 @@ import numpy as np
 import mlxdist
 
 group = mlxdist.init()
-inject = group._world._inject
+inject = group._world.native_group.inject_faults
 mlxdist.all_sum(np.ones(1000, np.float32))
 group.barrier()
 timers = []

@@ -310,7 +310,7 @@ def refused() -> None:
         return changed(lambda mine: mine.update({name: array}))
 
     second = "model-00002-of-00002.safetensors"
-    case(["config.json", "give the folder of a model"], lambda folder: (folder / "config.json").unlink())
+    case(["config.json", "give the directory of a model"], lambda folder: (folder / "config.json").unlink())
     case([second, "is missing"], lambda folder: (folder / second).unlink())
     case([second, "is damaged"], lambda folder: os.truncate(folder / second, 5000))
     case(["mlx-lm cannot build", "9"], lambda folder: edit(folder, hidden_size=9), on=0) if size == 1 else None

@@ -4,7 +4,7 @@ import json
 import os
 from typing import Any
 
-from mlxdist.base.atomic_file import write_whole
+from mlxdist.base.atomic_file import atomic_write
 from mlxdist.base.environment import format_address
 from mlxdist.base.errors import InvalidArgument
 
@@ -39,7 +39,7 @@ def save(hostfile: Hostfile, path: str | os.PathLike[str]) -> None:
     Raises:
         OSError: it cannot be written; the old file is as it was.
     """
-    write_whole(path, _json(hostfile))
+    atomic_write(path, _json(hostfile))
 
 
 def _json(hostfile: Hostfile) -> str:

@@ -133,7 +133,7 @@ class _Run:
         for path, draw in ((options.dot, as_dot), (options.svg, as_svg)):
             if path and not options.dry_run:
                 try:
-                    atomic_file.write_whole(path, draw(topology))
+                    atomic_file.atomic_write(path, draw(topology))
                 except OSError as error:
                     raise InvalidArgument(f"{path}: {error.strerror}") from None
         _warn(*topology.notes, *rdma_notes(machines, topology))
@@ -253,9 +253,9 @@ def write_hostfile(path: str, text: str, say: Callable[[str], None]) -> None:
         InvalidArgument: it cannot be written.
     """
     try:
-        if former := atomic_file.keep_former(path, text):
+        if former := atomic_file.back_up(path, text):
             click.echo(f"the former {path} is now {former}", err=True)
-        atomic_file.write_whole(path, text)
+        atomic_file.atomic_write(path, text)
     except OSError as error:
         raise InvalidArgument(f"{path}: {error.strerror}") from None
     say(f"wrote {path}; next: mlxdist doctor --hostfile {path}")

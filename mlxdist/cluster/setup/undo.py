@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mlxdist.base.atomic_file import write_whole
+from mlxdist.base.atomic_file import atomic_write
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.validation import fields_of, json_of, list_of, number, plain_text, read_bounded
 
@@ -64,7 +64,7 @@ class UndoFile:
         rows = ",\n".join(f"    {json.dumps([step.host, step.action, *step.values])}" for step in self.steps)
         try:
             if rows:
-                write_whole(self.path, f'{{\n  "mlxdist undo": {_VERSION},\n  "steps": [\n{rows}\n  ]\n}}\n')
+                atomic_write(self.path, f'{{\n  "mlxdist undo": {_VERSION},\n  "steps": [\n{rows}\n  ]\n}}\n')
             else:
                 self.path.unlink(missing_ok=True)
         except OSError as error:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from mlxdist.base import local_network
-from mlxdist.base.own_python import own_module
+from mlxdist.base.child_process import module_command
 
 from .this_machine import is_this_machine
 
@@ -57,7 +57,7 @@ class SshConfig:
 
     def server(self, name: str) -> list[str]:
         """Starts the server of calls on the host, a command of mlxdist. What it is given comes over the connection."""
-        return self.command(name, own_module("mlxdist", "rpc-server", python=self.python))
+        return self.command(name, module_command("mlxdist", "rpc-server", python=self.python))
 
 
 @dataclass(frozen=True)

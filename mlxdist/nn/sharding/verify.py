@@ -9,7 +9,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxdist.base.errors import InvalidArgument, Mismatch, name_ranks
-from mlxdist.base.model_directory import model_folder
+from mlxdist.base.model_directory import model_directory
 from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.ops import all_gather, broadcast
@@ -145,7 +145,7 @@ def _whole_model(reference: nn.Module | str | Path | None) -> nn.Module:
     from mlx_lm.utils import load_model
 
     try:
-        return load_model(model_folder(reference), lazy=True)[0]
+        return load_model(model_directory(reference), lazy=True)[0]
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise InvalidArgument(f"verify: cannot load the whole model from {reference}: {error}") from error
 

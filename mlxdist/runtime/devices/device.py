@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlxdist.base.errors import ResourceError, Timeout
-from mlxdist.base.own_threads import OwnThread
+from mlxdist.runtime.internal_thread import InternalThread
 
 __all__ = ["ACTIVE", "GID_TYPES", "REAL_PROVIDER", "Device", "Gid", "list_devices", "port_remedy", "speed_of"]
 
@@ -123,7 +123,7 @@ def list_devices(provider: str, soft_profile: str = "ideal", seconds: float = 10
         found.append(lib.mlxdist_devices(provider.encode(), soft_profile.encode(), array, _MAX_DEVICES))
         failure.append(ffi.string(lib.mlxdist_last_error()).decode(errors="replace"))  # a thread has its own
 
-    thread = OwnThread(target=query, name="mlxdist-devices", daemon=True)
+    thread = InternalThread(target=query, name="mlxdist-devices", daemon=True)
     thread.start()
     thread.join(seconds)
     if not failure:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlxdist.base import errors
-from mlxdist.base.own_python import own_module
-from mlxdist.base.own_threads import OwnThread
+from mlxdist.base.child_process import module_command
+from mlxdist.runtime.internal_thread import InternalThread
 
 from .device import Device, list_devices
 
@@ -40,7 +40,7 @@ def list_apart(provider: str, soft_profile: str = "ideal", seconds: float = 10.0
     Args:
         pyverbs: rdma-core's Python bindings list them, where they are installed.
     """
-    command = own_module("mlxdist.runtime.devices.listing", provider, soft_profile, f"{seconds:g}")
+    command = module_command("mlxdist.runtime.devices.listing", provider, soft_profile, f"{seconds:g}")
     command += ["pyverbs"] if pyverbs and provider == "ibverbs" and importlib.util.find_spec("pyverbs") else []
     try:
         child = subprocess.Popen(
@@ -57,7 +57,7 @@ def list_apart(provider: str, soft_profile: str = "ideal", seconds: float = 10.0
         output, complaint = child.communicate(timeout=seconds + _MARGIN)
     except subprocess.TimeoutExpired:
         child.kill()  # without waiting: in a driver, not even SIGKILL ends a process at once
-        OwnThread(target=child.wait, daemon=True).start()
+        InternalThread(target=child.wait, daemon=True).start()
         return Listing(provider, error=f"listing the devices of {provider} has not ended after {seconds + _MARGIN:g} s")
     except BaseException:
         child.kill()

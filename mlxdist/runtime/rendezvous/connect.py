@@ -8,7 +8,7 @@ import os
 import socket
 import time
 
-from mlxdist.base import debug, local_network
+from mlxdist.base import local_network, logger
 from mlxdist.base.environment import Environment, format_address
 from mlxdist.base.errors import RendezvousError
 from mlxdist.version import __version__
@@ -137,7 +137,7 @@ def connect(environment: Environment) -> tuple[socket.socket, Framing, dict]:
             except BaseException:
                 sock.close()
                 raise
-        debug.trace("rendezvous", f"rank 0 at {format_address(*environment.rendezvous)}: {trouble}; trying again")
+        logger.trace("rendezvous", f"rank 0 at {format_address(*environment.rendezvous)}: {trouble}; trying again")
         if status := status_noted(environment, 0):
             raise RendezvousError(
                 f"rendezvous: rank 0 has ended with exit status {status} before rank {environment.rank} reached it; "

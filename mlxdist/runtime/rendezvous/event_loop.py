@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from mlxdist.base.own_threads import OwnThread
+from mlxdist.runtime.internal_thread import InternalThread
 
 __all__ = ["Loop"]
 
@@ -30,7 +30,7 @@ class Loop:
         self._selector.register(self._woken, selectors.EVENT_READ, lambda events: self._woken.recv(4096))
         self._stopping = False
         # Daemon: a program that never calls close() must still be able to exit.
-        self._thread = OwnThread(target=self._run, name="mlxdist rendezvous", daemon=True)
+        self._thread = InternalThread(target=self._run, name="mlxdist rendezvous", daemon=True)
         self._timers: list[Callable[[], float | None]] = []
 
     def start(self) -> None:

@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 
-from mlxdist.base import debug
+from mlxdist.base import logger
 from mlxdist.base.environment import Environment
 from mlxdist.base.errors import (
     Error,
@@ -392,7 +392,7 @@ class Rendezvous:
     def _fail(self, rank: int, error: Error, note: bool = True) -> None:
         if self._failure is None:
             self._failure = (rank, error)
-            debug.info("rendezvous", f"the group has failed, rank {rank} first: {type(error).__name__}: {error}")
+            logger.info("rendezvous", f"the group has failed, rank {rank} first: {type(error).__name__}: {error}")
             self._heartbeat.stop()
             if note:
                 self._note_first_failure(rank)

@@ -11,7 +11,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from mlxdist.base import debug
+from mlxdist.base import logger
 from mlxdist.base.environment import Environment, format_address, same_job
 from mlxdist.base.errors import by_name, located, name_ranks
 from mlxdist.version import __version__
@@ -176,7 +176,7 @@ class Hub:
 
     def _note(self, text: str) -> None:
         """Kept for the message about missing ranks: one of these may be the reason."""
-        debug.info("rendezvous", text)
+        logger.info("rendezvous", text)
         if text not in self._refusals:
             self._refusals.append(text)
 
@@ -264,7 +264,7 @@ class Hub:
 
     def _join(self, member: Member) -> None:
         self._members[member.rank] = member
-        debug.info("rendezvous", f"{member} has joined")
+        logger.info("rendezvous", f"{member} has joined")
         member.connection.on_frame = lambda kind, payload: self._frame(member, kind, payload)
         member.connection.on_lost = lambda text: self._lose(member, text)
         if self._is_complete:
@@ -306,7 +306,7 @@ class Hub:
             member.connection.send(Kind.TAKEN)
         elif kind == Kind.GOODBYE:
             member.left = True
-            debug.info("rendezvous", f"{member} has left")
+            logger.info("rendezvous", f"{member} has left")
             self._tell_all(Kind.LEFT, pack_json(rank=member.rank, text=f"{member} has left the group (finalize)"))
             member.connection.send(Kind.TAKEN)
             self._check_deserted()

@@ -21,9 +21,9 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from mlxdist.base.child_process import module_command
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.output_file import is_written
-from mlxdist.base.own_python import own_module
 from mlxdist.cluster.hostfile.options import HostSelection
 
 __all__ = [
@@ -82,7 +82,7 @@ def run(
     start = _launch(ranks, variables or {}, chosen, under_mpirun)
     words = [str(program), json.dumps(dict(parameters))]
     is_script = isinstance(program, Path)
-    command = [*start, *([sys.executable, *words] if is_script else own_module(*words, python=chosen.python))]
+    command = [*start, *([sys.executable, *words] if is_script else module_command(*words, python=chosen.python))]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
         try:
             found = _follow(process, steps, title)
@@ -147,7 +147,7 @@ def _follow(process: subprocess.Popen, steps: int, title: str) -> list[dict[str,
 
 
 def _launch(ranks: int, variables: Mapping[str, str], chosen: HostSelection, under_mpirun: bool) -> list[str]:
-    words = own_module("mlxdist", "launch")
+    words = module_command("mlxdist", "launch")
     if under_mpirun:
         words += ["--backend", "mpi", "--mpi-arg", "--allow-run-as-root --oversubscribe --bind-to none"]
         # What comes from other hosts would have a tag in the middle of long lines.
@@ -213,7 +213,7 @@ def write_results(
     """Writes the results as JSON to ``output``, and prints them as JSON or as a table. Whether the file is written."""
     text = json.dumps(results, indent=2)
     # The file first: whoever reads the output, as `head`, may have gone.
-    written = output is None or is_written(output, lambda path: path.write_text(text + "\n"))
+    written = output is None or is_written(output, text + "\n")
     if as_json:
         click.echo(text)
     else:

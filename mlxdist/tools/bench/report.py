@@ -70,7 +70,7 @@ def write_report(results: dict[str, Any], path: Path) -> bool:
         _setup(setup),
         "</body>\n</html>\n",
     ]
-    return is_written(path, lambda path: path.write_text("\n".join(parts), encoding="utf-8"))
+    return is_written(path, "\n".join(parts))
 
 
 def _notes(results: dict[str, Any]) -> str:

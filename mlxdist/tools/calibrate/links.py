@@ -6,8 +6,8 @@ import json
 from dataclasses import replace
 from typing import Any
 
+from mlxdist.base.child_process import module_command
 from mlxdist.base.errors import ResourceError
-from mlxdist.base.own_python import own_module
 from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.launch.run_job import host_arguments, run_job
 
@@ -25,7 +25,7 @@ def measure_links(chosen: HostSelection, seconds: float) -> dict[str, Any]:
     hostfile = chosen.hostfile.with_one_rank_each().for_mlxdist()
     hosts = tuple(replace(host, measured=None) for host in hostfile.hosts)
     seconds_in_all = seconds + _MARGIN + len(hosts) ** 2
-    program = own_module("mlxdist.tools.calibrate.link_rank", f"{seconds:g}", python=chosen.python)
+    program = module_command("mlxdist.tools.calibrate.link_rank", f"{seconds:g}", python=chosen.python)
     with host_arguments(replace(chosen, hostfile=replace(hostfile, hosts=hosts))) as where:
         job = run_job(program, where, directory="/", prefix=False, timeout=seconds_in_all)
     if job.status:

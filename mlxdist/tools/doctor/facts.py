@@ -21,10 +21,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mlxdist.base.child_process import code_command
 from mlxdist.base.environment import OF_JOB, Environment
 from mlxdist.base.errors import EnvironmentVariableError, ResourceError
 from mlxdist.base.host_identity import host_identity
-from mlxdist.base.own_python import own_code
 from mlxdist.cluster.facts.collect import collect_here, output_of
 from mlxdist.launch.jobs import list_jobs, read_record
 from mlxdist.launch.reaper import PROTECTION_DOMAINS
@@ -145,7 +145,7 @@ def _run_code(code: Sequence[str], seconds: float) -> tuple[str, str]:
     environment = {name: value for name, value in os.environ.items() if name not in OF_JOB}
     try:
         done = subprocess.run(
-            own_code(*code),
+            code_command(*code),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=seconds,

@@ -10,7 +10,7 @@ import os
 import subprocess
 from typing import Any
 
-from mlxdist.base.own_python import own_module
+from mlxdist.base.child_process import module_command
 
 __all__ = ["main", "synchronization"]
 
@@ -25,7 +25,7 @@ def synchronization(seconds: float = _SECONDS) -> dict[str, Any]:
     for value in ("0", "1"):
         try:
             done = subprocess.run(
-                own_module("mlxdist.tools.doctor.gpu"),
+                module_command("mlxdist.tools.doctor.gpu"),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 timeout=seconds,

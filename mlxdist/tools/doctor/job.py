@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from mlxdist.base.own_python import own_module
+from mlxdist.base.child_process import module_command
 from mlxdist.cluster.hostfile import Host
 from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.launch.run_job import JobResult, host_arguments, run_job
@@ -92,7 +92,7 @@ def run_ranks(
     ``settings``: variables of theirs. ``prefix``: the rank in front of each line, which keeps lines of several apart.
     """
     on, settings = placement.options, {**settings, **placement.settings}
-    program = own_module(*words, python=on[on.index("--python") + 1] if "--python" in on else "")
+    program = module_command(*words, python=on[on.index("--python") + 1] if "--python" in on else "")
     return run_job(program, on, variables=settings, directory="/", prefix=prefix, timeout=seconds)
 
 

@@ -13,9 +13,9 @@ from mlx.utils import tree_flatten, tree_unflatten
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from mlxdist.base import debug
+from mlxdist.base import logger
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.base.model_directory import model_folder
+from mlxdist.base.model_directory import model_directory
 from mlxdist.base.safetensors_reader import Checkpoint
 from mlxdist.nn.rank_checks import agree, agreed
 from mlxdist.nn.sharding.plan import shard_model
@@ -122,7 +122,7 @@ def load_with_report(
         if plan is not None and weights is not None:
             raise InvalidArgument("load_sharded: the plan has its weights; leave out weights")
         tp = _checked_grid(group, plan, tp, ep)
-        folder = model_folder(path) if group.rank() == 0 or not stream else None
+        folder = model_directory(path) if group.rank() == 0 or not stream else None
     given = adapter_path is not None
     adapted = agree("load_sharded", group, None, {"adapter_path": stream or given}, [given])[0, 0]
     adapters = read_adapters(adapter_path, group, stream) if adapted else None
@@ -194,7 +194,7 @@ def _require_planned(model: nn.Module, plan: Plan, rank: int) -> None:
 def _warn_of_computed(computed: list[str], sources: Mapping[str, Source], group: Group) -> None:
     if computed and group.rank() == 0:
         total = sum(sources[name].nbytes for name in computed)
-        debug.warn(
+        logger.warn(
             "load",
             f"{len(computed)} parameters ({total / 1e9:.2f} GB), {computed[0]} the first, are computed from the files "
             "by mlx-lm, so every rank reads their tensors whole; mlx_lm.convert writes a model that is read in parts",

@@ -14,7 +14,6 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from mlxdist.base.atomic_file import write_whole
 from mlxdist.base.errors import Error
 from mlxdist.base.output_file import is_written
 
@@ -54,7 +53,7 @@ def make_report(context: Context, path: Path, steps: Sequence[Step] = SECTIONS) 
     if context.cluster is not None:
         redactor.learn_hosts(str(who.get("host", "")) for _, who in context.cluster.each("who"))
     text = write_document(sections, redactor, notes)
-    if not is_written(path, lambda path: write_whole(path, text)):
+    if not is_written(path, text):
         return 1
     _print_summary(path, sections)
     return _INTERRUPTED if notes else 0

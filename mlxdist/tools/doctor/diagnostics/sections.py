@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mlxdist.base.child_process import module_command
 from mlxdist.base.errors import ResourceError
-from mlxdist.base.own_python import own_module
 from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.cluster.ssh.rpc_client import CallError, Connections
 from mlxdist.launch.run_job import run_command
@@ -166,7 +166,7 @@ def _fill_rdma(section: Section, context: Context) -> None:
 
 def _fill_speed(section: Section, context: Context) -> None:
     with place_ranks(context.chosen, context.hosts) as placement:
-        command = own_module("mlxdist", *_BENCH, *placement.options)
+        command = module_command("mlxdist", *_BENCH, *placement.options)
         status, output, errors = run_command(command, {**os.environ, **placement.settings}, _BENCH_SECONDS)
     section.text = f"`{shlex.join(['mlxdist', *_BENCH, *placement.shown])}`\n\n"
     if status:

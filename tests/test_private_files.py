@@ -9,7 +9,7 @@ import pytest
 from launching import launch, nothing_left, python  # noqa: F401  (a fixture of every test)
 
 from mlxdist.base.errors import ResourceError
-from mlxdist.base.private_files import is_own_folder, make_own_folder, open_own
+from mlxdist.base.private_files import is_private_directory, make_private_directory, open_private
 from mlxdist.launch import jit_cache
 from mlxdist.launch.jobs import list_jobs
 from mlxdist.launch.runtime_directory import runtime_folder
@@ -28,16 +28,16 @@ def of_another(path):
 def test_a_new_file_is_for_this_user_only(tmp_path):
     before = os.umask(0)
     try:
-        descriptor = open_own(tmp_path / "new", APPEND)
+        descriptor = open_private(tmp_path / "new", APPEND)
     finally:
         os.umask(before)
     assert os.get_blocking(descriptor) and not os.get_inheritable(descriptor)
     os.write(descriptor, b"text")
     os.close(descriptor)
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o600
-    os.close(open_own(tmp_path / "new", APPEND))
+    os.close(open_private(tmp_path / "new", APPEND))
     assert (tmp_path / "new").read_text() == "text"
-    os.close(open_own(os.devnull, APPEND))
+    os.close(open_private(os.devnull, APPEND))
 
 
 def test_what_is_not_opened(tmp_path):
@@ -48,11 +48,11 @@ def test_what_is_not_opened(tmp_path):
     os.link(precious, tmp_path / "other name")
     for name, words in {"link": "it is a link", "dangling": "it is a link", "other name": "another name"}.items():
         with pytest.raises(OSError, match=words):
-            open_own(tmp_path / name, APPEND | os.O_TRUNC)
+            open_private(tmp_path / name, APPEND | os.O_TRUNC)
     assert precious.read_text() == "mine" and not (tmp_path / "made").exists()
     os.mkfifo(tmp_path / "pipe")  # without a reader, opening it would wait
     with pytest.raises(OSError):
-        open_own(tmp_path / "pipe", APPEND)
+        open_private(tmp_path / "pipe", APPEND)
 
 
 @as_root
@@ -60,10 +60,10 @@ def test_files_and_folders_of_another_user(tmp_path):
     (tmp_path / "file").touch()
     of_another(tmp_path / "file")
     with pytest.raises(OSError, match="belongs to another user"):
-        open_own(tmp_path / "file", APPEND)
+        open_private(tmp_path / "file", APPEND)
     (tmp_path / "folder").mkdir()
     of_another(tmp_path / "folder")
-    assert not is_own_folder(tmp_path / "folder") and not make_own_folder(tmp_path / "folder")
+    assert not is_private_directory(tmp_path / "folder") and not make_private_directory(tmp_path / "folder")
     assert stat.S_IMODE((tmp_path / "folder").stat().st_mode) == 0o755, "left as it is"
 
 
@@ -149,7 +149,7 @@ def test_another_user_cannot_block_every_launch(tmp_path, monkeypatch):
         job = python(1, "import mlxdist.launch.jobs as jobs; print([one.name for one in jobs.list_jobs()])")
         assert job.returncode == 0 and job.stderr == b"", job.stderr
         found = runtime_folder()
-        assert found.name.startswith(f"{first.name}-") and found != decoy and is_own_folder(found)
+        assert found.name.startswith(f"{first.name}-") and found != decoy and is_private_directory(found)
         assert runtime_folder() == found, "where later commands find what this one has left"
         assert list(first.iterdir()) == [] and list_jobs() == []
     finally:

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import snapshot_download
 
 from mlxdist import InvalidArgument
-from mlxdist.base.model_directory import find_model, model_folder
+from mlxdist.base.model_directory import find_model, model_directory
 
 VARIABLES = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME")
 CACHES = [
@@ -65,14 +65,14 @@ def test_the_cache_is_that_of_huggingface_hub(home, monkeypatch):
             for name, value in variables.items():
                 here.setenv(name, value)
             snapshot = download(home / cache, f"org/model-{number}")
-            assert model_folder(f"org/model-{number}") == snapshot
+            assert model_directory(f"org/model-{number}") == snapshot
             assert snapshot_download(f"org/model-{number}", cache_dir=cache, local_files_only=True) == str(snapshot)
 
 
 def test_a_name_without_an_organization(home, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(home / "hub"))
     assert find_model("gpt2") is None
-    assert download(home / "hub", "gpt2") == model_folder("gpt2")
+    assert download(home / "hub", "gpt2") == model_directory("gpt2")
 
 
 def test_a_folder_comes_before_a_name(home, monkeypatch):
@@ -82,21 +82,21 @@ def test_a_folder_comes_before_a_name(home, monkeypatch):
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
     for spelling in ("org/model", folder, "~/org/model", "./org/model"):
-        assert model_folder(spelling).samefile(folder)
+        assert model_directory(spelling).samefile(folder)
 
 
 def test_what_is_not_there_is_said_with_what_to_type(home):
     (home / "folder").mkdir()
     cases = [
         ("org/model", "there is no org/model, and no such model in .*hub; .* type: hf download org/model$"),
-        ("~/org/model", "there is no ~/org/model; give the folder of a model, or org/model after"),
-        ("folder", r"there is no folder/config\.json; give the folder of a model, or"),
-        ("../org/model", r"there is no \.\./org/model; give the folder"),
-        (None, "must be the folder or the name of one, not None"),
+        ("~/org/model", "there is no ~/org/model; give the directory of a model, or org/model after"),
+        ("folder", r"there is no folder/config\.json; give the directory of a model, or"),
+        ("../org/model", r"there is no \.\./org/model; give the directory"),
+        (None, "must be the directory or the name of one, not None"),
     ]
     for model, words in cases:
         with pytest.raises(InvalidArgument, match=words):
-            model_folder(model)
+            model_directory(model)
     (download(home / ".cache" / "huggingface" / "hub") / "config.json").unlink()
     with pytest.raises(InvalidArgument, match=r"there is no .*/config\.json; .* type: hf download org/model$"):
-        model_folder("org/model")
+        model_directory("org/model")

@@ -4,7 +4,7 @@ import stat
 
 import pytest
 
-from mlxdist.base.atomic_file import keep_former, replace_file, write_whole
+from mlxdist.base.atomic_file import atomic_write, back_up, replace_file
 
 
 @pytest.fixture
@@ -22,10 +22,10 @@ def mode_of(path):
 
 
 def test_a_file_that_the_user_has_named(tmp_path, link):
-    write_whole(link, "new")
+    atomic_write(link, "new")
     target = tmp_path / "target"
     assert link.is_symlink() and target.read_text() == "new" and mode_of(target) == 0o640
-    write_whole(tmp_path / "other", "x")
+    atomic_write(tmp_path / "other", "x")
     assert mode_of(tmp_path / "other") == 0o644
 
 
@@ -44,7 +44,7 @@ def test_nothing_is_left_of_what_cannot_be_written(tmp_path):
 
 def test_the_former_file_is_kept(tmp_path):
     path = tmp_path / "hosts.json"
-    assert keep_former(path, "new") is None
+    assert back_up(path, "new") is None
     path.write_text("old")
-    assert keep_former(path, "old") is None and path.exists()
-    assert keep_former(path, "new") == f"{path}.old" and not path.exists()
+    assert back_up(path, "old") is None and path.exists()
+    assert back_up(path, "new") == f"{path}.old" and not path.exists()

@@ -11,7 +11,7 @@ from fake_ssh import through_a_shell
 from mlx_lm.utils import save_config, save_model
 
 import mlxdist
-from mlxdist.base.own_python import own_code, own_module
+from mlxdist.base.child_process import code_command, module_command
 
 MLXDIST = Path(sys.executable).with_name("mlxdist")
 OTHERS = ("mlx", "mlxdist", "numpy", "click", "rich", "jinja2", "transformers", "safetensors", "tqdm", "yaml", "regex")
@@ -69,8 +69,8 @@ def test_the_current_directory_is_not_imported_by_any_command(name, planted, tmp
 
 def test_a_planted_module_would_have_been_imported(planted):
     """What the test above would see, were a helper started without -P."""
-    assert run(planted, *own_code("import typing"))[2] == []
-    assert run(planted, *own_module("mlxdist", "--version"))[::2] == (0, [])
+    assert run(planted, *code_command("import typing"))[2] == []
+    assert run(planted, *module_command("mlxdist", "--version"))[::2] == (0, [])
     assert run(planted, sys.executable, "-c", "import wave")[2] == ["wave"]
 
 
@@ -84,7 +84,7 @@ def test_a_program_of_the_user_imports_as_ever(tmp_path):
 def test_the_user_s_pythonpath_is_kept(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("print('imported mine')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert "imported mine" in run(Path("/"), *own_code("import mine"))[1]
+    assert "imported mine" in run(Path("/"), *code_command("import mine"))[1]
 
 
 def test_one_function_makes_the_commands():
@@ -96,4 +96,4 @@ def test_one_function_makes_the_commands():
         if re.search(r'(executable|python|PYTHON)\)?,\s*"-[a-zA-Z]', path.read_text())
     }
     # pip's command is shown and not run; the reaper starts with -I -S, without site-packages.
-    assert made == {"base/own_python.py", "version.py", "launch/local.py"}
+    assert made == {"base/child_process.py", "version.py", "launch/local.py"}

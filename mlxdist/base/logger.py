@@ -14,7 +14,7 @@ import sys
 import time
 
 from .environment import DEBUG_LEVELS, Environment
-from .private_files import open_own
+from .private_files import open_private
 
 __all__ = ["file_of", "info", "open_output", "trace", "warn"]
 
@@ -62,7 +62,7 @@ def open_output(environment: Environment) -> int:
         _output.descriptor = None
     path = file_of(environment)
     if path:
-        _output.descriptor = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        _output.descriptor = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     return -1 if _output.descriptor is None else _output.descriptor
 
 

@@ -1,0 +1,107 @@
+"""The group of ``mlxdist.init()``, which operations use that name none."""
+
+import os
+import socket
+import threading
+
+from mlxdist.base import errors
+from mlxdist.base.environment import Environment
+from mlxdist.base.schedulers import reject_launchers
+
+from . import at_exit, flight_recorder
+from .group import Group
+from .native import bridge
+from .timeout import checked_timeout
+from .world import World
+
+__all__ = ["current_run", "default_group", "init"]
+
+_world: Group | None = None
+_world_lock = threading.Lock()
+
+
+def init(strict: bool = False, backend: str = "any", *, timeout: float | None = None) -> Group:
+    """The group of all ranks that the launcher started; without a launcher, a group of one.
+
+    All ranks must call it; the call returns once they are connected. Later calls return the same group. It is taken
+    down at exit, or by :meth:`Group.finalize`; after that all ranks may call this again and get a new one. What belongs
+    to the old one, such as groups split off and arrays not evaluated, raises.
+
+    Args:
+        strict: raise instead of making a group of one when there is no launcher.
+        backend: "any" or "mlxdist", which are the same; for programs that pass what ``mx.distributed.init`` takes.
+        timeout: sets :attr:`Group.timeout`. How long to wait here for ranks that are missing is
+            ``MLXDIST_RENDEZVOUS_TIMEOUT``.
+
+    Raises:
+        InvalidArgument: another backend is asked for; there is no launcher and ``strict`` is set; this process was
+            forked from a rank; the ranks are on several hosts that no provider connects.
+        EnvironmentVariableError: an ``MLXDIST_*`` variable is malformed or contradicts another one.
+        RendezvousError: not all ranks came; or mpirun, srun, mlx.launch or torchrun has started several processes, and
+            no job of mlxdist is named.
+    """
+    global _world
+    group = _world
+    if group is not None and not group._closed and backend == "any" and timeout is None:
+        return group  # what most operations ask for
+    if backend not in ("any", "mlxdist"):
+        raise errors.InvalidArgument(
+            f"mlxdist.init: there is no backend {backend!r}; use 'any', or mx.distributed.init"
+        )
+    checked_timeout("mlxdist.init", timeout)
+    with _world_lock:
+        # A group of one holds nothing that could not be made again.
+        if (
+            _world is None
+            or (_world._world.ended and not _world._world.forked)
+            or (_world._closed and _world.size() == 1)
+        ):
+            _world = _create(strict)
+        _world._require_open()
+        if timeout is not None:
+            _world.timeout = timeout
+        return _world
+
+
+def default_group() -> Group:
+    """That of operations that name none. After ``finalize`` these do not wait for ranks to come together again.
+
+    Raises:
+        InvalidArgument: the group of several ranks has been finalized.
+    """
+    group = _world
+    if group is None or group._closed and group.size() == 1:
+        return init()
+    group._require_open()
+    return group
+
+
+def current_run() -> str:
+    """The run that this process is part of, the same on all ranks: a job with all its restarts."""
+    world = _world
+    return Environment.read().run if world is None else world._world.native_group.run
+
+
+def _create(strict: bool) -> Group:
+    environment = Environment.read()
+    if environment.rendezvous is None and "MLXDIST_RANK" not in os.environ:
+        reject_launchers(os.environ)
+        if strict:
+            raise errors.InvalidArgument(
+                "mlxdist.init(strict=True): no launcher started this process; run it with "
+                "`mlxdist launch -n 2 -- python ...`"
+            )
+    world = World(environment, socket.gethostname())
+    group = Group(world, world.connection)
+    group._timeout = environment.timeout
+    at_exit.register(world)
+    return group
+
+
+def _after_fork() -> None:
+    global _world_lock
+    _world_lock = threading.Lock()  # another thread of the parent may have held it
+
+
+bridge.set_error_factory(lambda status, text: flight_recorder.explain(errors.from_status(status, text)))
+os.register_at_fork(after_in_child=_after_fork)
