@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from mlxdist.base.environment import Environment
 from mlxdist.runtime.rendezvous import Rendezvous
-from mlxdist.runtime.rendezvous.protocol import MAGIC, Framing, Kind, pack_json, proof, session_keys
+from mlxdist.runtime.rendezvous.authentication import ServerHandshake
+from mlxdist.runtime.rendezvous.protocol import Framing, Kind, pack_json
 
 SECRET = b"\x5e" * 32
 SOON = 1.0
@@ -104,16 +105,15 @@ def pose_as_rank_0(listener):
     """Accepts a rank of a job with SECRET, as rank 0 does. Returns the connection, its framing, and the frame that
     welcomes the rank, which is to be sent first."""
     sock, _ = listener.accept()
-    hub_nonce, framing = b"n" * 32, Framing()
-    sock.sendall(framing.frame(Kind.CHALLENGE, MAGIC + hub_nonce))
+    handshake, framing = ServerHandshake({"rank": SECRET}), Framing()
+    sock.sendall(framing.frame(Kind.CHALLENGE, handshake.challenge()))
     kind = Kind.KNOCK
     while kind != Kind.HELLO:
         while (frame := framing.next_frame()) is None:
             framing.feed(sock.recv(4096))
         kind, payload = frame
-    nonce = payload[:32]
-    fields = pack_json(host="h", pid=1, seconds=9.0)
-    welcome = framing.frame(Kind.WELCOME, proof(SECRET, "rank 0", nonce, hub_nonce, fields) + fields)
-    to_hub, from_hub = session_keys(SECRET, hub_nonce, nonce)
-    framing.secure(send_key=from_hub, receive_key=to_hub)
+    assert handshake.verify(payload)
+    welcome = framing.frame(Kind.WELCOME, handshake.welcome(pack_json(host="h", pid=1, seconds=9.0)))
+    to_server, from_server = handshake.session_keys()
+    framing.secure(send_key=from_server, receive_key=to_server)
     return sock, framing, welcome

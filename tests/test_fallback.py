@@ -151,7 +151,7 @@ def test_the_start_takes_no_more_steps(run, run_ranks):
 @pytest.mark.parametrize(
     ("setting", "text"),
     [
-        ("MLXDIST_SOFT_TRANSPORT=shm", "joins ranks of one host only"),
+        ("MLXDIST_SOFT_TRANSPORT=shm", "connects ranks of one"),
         pytest.param("MLXDIST_QP_TYPE=rc", "has no reliable connections", marks=pytest.mark.long),
     ],
 )

@@ -1,4 +1,4 @@
-"""The flight recorder: what the ranks did last, who is behind whom, and the files that say so."""
+"""The flight recorder: what the ranks did last, which are stragglers, and the files that say so."""
 
 import json
 import os
@@ -13,8 +13,8 @@ import pytest
 from launching import running, wait_for
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.runtime.flight_records import MAX_OPERATIONS, dump_name, read_dump, read_folder
-from mlxdist.tools.observe.analysis import analyse
+from mlxdist.runtime.flight_records import MAX_OPERATIONS, read_directory, read_flight_record, record_file_name
+from mlxdist.tools.observe.stragglers import analyze
 from mlxdist.tools.observe.trace import trace
 
 SCRIPT = Path(__file__).parent / "ranks" / "flight.py"
@@ -22,32 +22,34 @@ SECOND = 10**9
 NOW = 1000 * SECOND  # of the monotonic clock, when a record was written
 
 
-def operation(name="all_sum", sequence=413, place="train.py:90", **fields):
+def operation(name="all_sum", sequence=413, call_site="train.py:90", **fields):
     """In progress for 12 s, unless ``ended_ns`` says something else."""
     return {
         "number": sequence,
         "group": 0,
-        "hidden": False,
+        "internal": False,
         "collective": True,
         "sequence": sequence,
-        "operation": name,
+        "name": name,
         "dtype": "float32",
         "shape": [3, 4],
         "bytes": 48,
         "root": None,
-        "to": None,
-        "from": None,
+        "destination": None,
+        "source": None,
         "algorithm": "direct",
         "started_ns": NOW - 12 * SECOND,
         "ended_ns": None,
         "status": 0,
-        "waits_for": None,
-        "place": place,
+        "waiting_on": None,
+        "call_site": call_site,
     } | fields
 
 
-def ended(name="all_sum", sequence=411, place="train.py:80", **fields):
-    return operation(name, sequence, place, **{"started_ns": NOW - 21 * SECOND, "ended_ns": NOW - 20 * SECOND} | fields)
+def ended(name="all_sum", sequence=411, call_site="train.py:80", **fields):
+    return operation(
+        name, sequence, call_site, **{"started_ns": NOW - 21 * SECOND, "ended_ns": NOW - 20 * SECOND} | fields
+    )
 
 
 def record(rank, *operations, size=4, **fields):
@@ -58,10 +60,14 @@ def record(rank, *operations, size=4, **fields):
         "size": size,
         "host": "mac1",
         "pid": 100 + rank,
-        "why": "SIGUSR1",
+        "reason": "SIGUSR1",
         "error": None,
         "monotonic_ns": NOW,
         "wall_ns": NOW + 5 * SECOND,
+        "step": None,
+        "total_steps": None,
+        "bytes_sent": 0,
+        "bytes_received": 0,
         "groups": {"0": list(range(size))},
         "threads": {},
         "operations": list(operations),
@@ -70,8 +76,8 @@ def record(rank, *operations, size=4, **fields):
 
 def dumps(folder, *records):
     for fields in records:
-        (folder / dump_name(fields["rank"])).write_text(json.dumps(fields))
-    found, problems = read_folder(folder)
+        (folder / record_file_name(fields["rank"])).write_text(json.dumps(fields))
+    found, problems = read_directory(folder)
     assert problems == []
     return found
 
@@ -106,7 +112,7 @@ SCENARIOS = {
     ),
     "all computing": (
         [record(rank, ended(), size=2) for rank in range(2)],
-        ["No rank is in an operation: all compute, or have come to their end."],
+        ["No rank is in an operation: all compute, or have ended."],
         [],
     ),
     "a rank has left nothing": (
@@ -118,7 +124,7 @@ SCENARIOS = {
         [],
     ),
     "different calls": (
-        [record(0, WAITS, size=2), record(1, operation("all_max", place="eval.py:7"), size=2)],
+        [record(0, WAITS, size=2), record(1, operation("all_max", call_site="eval.py:7"), size=2)],
         [
             "Rank 0 waits in all_sum #413 at train.py:90 for 12.0 s, rank 1 waits in all_max #413 at eval.py:7 for "
             "12.0 s.",
@@ -143,18 +149,18 @@ SCENARIOS = {
     ),
     "between two ranks": (
         [
-            record(0, operation("recv", 5, **{"collective": False, "from": 1, "waits_for": 1}), size=2),
+            record(0, operation("recv", 5, **{"collective": False, "source": 1, "waiting_on": 1}), size=2),
             record(1, ended(), size=2),
         ],
         [
             "Rank 0 waits in recv #5 from rank 1 at train.py:90 for 12.0 s; rank 1 computes since all_sum #411 at "
-            "train.py:80."
+            "train.py:80 ended 20.0 s ago."
         ],
         [],
     ),
     "failed": (
         [
-            record(0, operation(ended_ns=NOW - 2 * SECOND, status=3, waits_for=1), error="rank 0 waited", size=2),
+            record(0, operation(ended_ns=NOW - 2 * SECOND, status=3, waiting_on=1), error="rank 0 waited", size=2),
             record(1, ended(sequence=412), error="rank 0 waited", size=2),
         ],
         [
@@ -184,17 +190,17 @@ SCENARIOS = {
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_who_is_behind_whom(tmp_path, scenario):
-    records, sentences, behind = SCENARIOS[scenario]
-    analysis = analyse(dumps(tmp_path, *records))
-    assert analysis.sentences == sentences
-    assert [state.rank for state in analysis.states if state.is_behind] == behind
+def test_stragglers_are_found(tmp_path, scenario):
+    records, findings, stragglers = SCENARIOS[scenario]
+    analysis = analyze(dumps(tmp_path, *records))
+    assert analysis.findings == findings
+    assert [state.rank for state in analysis.states if state.is_straggler] == stragglers
     assert [state.rank for state in analysis.states] == list(range(records[0]["size"]))
 
 
 def test_trace_has_a_process_per_rank_and_a_row_per_group(tmp_path):
     first, second = operation(sequence=1), operation(sequence=2, started_ns=NOW - 11 * SECOND)
-    other = operation("send", 1, group=2, collective=False, to=1, ended_ns=NOW - 11 * SECOND)
+    other = operation("send", 1, group=2, collective=False, destination=1, ended_ns=NOW - 11 * SECOND)
     records = record(0, first, second, other, groups={"0": [0, 1], "2": [1, 0]}, size=2), record(1, size=2)
     events = json.loads(json.dumps(trace(dumps(tmp_path, *records))))["traceEvents"]
     names = {(e["pid"], e.get("tid")): e["args"]["name"] for e in events if e["name"].endswith("_name")}
@@ -203,7 +209,7 @@ def test_trace_has_a_process_per_rank_and_a_row_per_group(tmp_path):
     spans = [e for e in events if e["ph"] == "X"]
     assert [(e["tid"], e["ts"], e["dur"]) for e in spans] == [(0, 0, 12e6), (1, 1e6, 11e6), (2, 0, 1e6)]
     array = {"dtype": "float32", "shape": [3, 4], "bytes": 48, "algorithm": "direct"}
-    assert spans[0]["args"] == {"sequence": 1, "place": "train.py:90", "in progress": True} | array
+    assert spans[0]["args"] == {"sequence": 1, "call site": "train.py:90", "in progress": True} | array
     assert spans[2]["args"]["to"] == 1 and spans[2]["name"] == "send"
 
 
@@ -238,20 +244,20 @@ def test_malformed_files_are_refused(tmp_path, text, words):
     path = tmp_path / "flight-0.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(InvalidArgument, match=re.escape(str(path))) as caught:
-        read_dump(path)
+        read_flight_record(path)
     assert words in str(caught.value) and len(str(caught.value)) < 400 + len(str(path))
 
 
 def test_text_of_a_file_cannot_steer_a_terminal(tmp_path):
-    found = dumps(tmp_path, record(0, operation(place="\x1b[2Jx.py:1"), host="\x1b]0;", size=1))
-    assert found[0].host == "?]0;" and found[0].operations[0].place == "?[2Jx.py:1"
+    found = dumps(tmp_path, record(0, operation(call_site="\x1b[2Jx.py:1"), host="\x1b]0;", size=1))
+    assert found[0].host == "?]0;" and found[0].operations[0].call_site == "?[2Jx.py:1"
 
 
 def test_of_several_jobs_the_last_one_counts(tmp_path):
     for fields in (record(0, job="old"), record(1, wall_ns=NOW + 9 * SECOND)):
-        (tmp_path / dump_name(fields["rank"])).write_text(json.dumps(fields))
+        (tmp_path / record_file_name(fields["rank"])).write_text(json.dumps(fields))
     (tmp_path / "flight-3.json").write_text("{")
-    found, problems = read_folder(tmp_path)
+    found, problems = read_directory(tmp_path)
     assert list(found) == [1]
     assert "flight-3.json" in problems[0] and "flight-0.json is of another job (old)" in problems[1]
 
@@ -265,15 +271,15 @@ def dump(*arguments, **keywords):
 
 
 def test_dump_of_files(tmp_path):
-    records, sentences, _ = SCENARIOS["in the operation before"]
+    records, findings, _ = SCENARIOS["in the operation before"]
     dumps(tmp_path, *records)
     shown = dump("--files", tmp_path, "--trace", tmp_path / "trace.json")
     assert shown.returncode == 0, shown.stderr
-    assert sentences[0] in shown.stdout and "all_gather #412" in shown.stdout and "mac1" in shown.stdout
+    assert findings[0] in shown.stdout and "all_gather #412" in shown.stdout and "mac1" in shown.stdout
     assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) > 4
     result = json.loads(dump("--files", tmp_path, "--json").stdout)
-    assert result["sentences"] == sentences and result["ranks"][1]["is_behind"]
-    (tmp_path / dump_name(3)).unlink()
+    assert result["findings"] == findings and result["ranks"][1]["is_straggler"]
+    (tmp_path / record_file_name(3)).unlink()
     shown = dump("--files", tmp_path)
     assert shown.returncode == 1 and "Rank 3 has left no record" in shown.stdout
 
@@ -296,7 +302,7 @@ def test_dump_refuses(tmp_path, arguments, words):
 
 
 def recorded(folder, rank):
-    return json.loads((folder / dump_name(rank)).read_text())
+    return json.loads((folder / record_file_name(rank)).read_text())
 
 
 def line_of(comment):
@@ -308,7 +314,7 @@ def test_every_operation_is_recorded_with_its_line(run_ranks, tmp_path):
     run_ranks("flight.py", 3, "operations", environment={"MLXDIST_FLIGHT_DIR": str(tmp_path)})
     for rank in range(3):
         found = recorded(tmp_path, rank)
-        shown = [(o["operation"], o["group"], o["hidden"], o["sequence"], o["place"]) for o in found["operations"]]
+        shown = [(o["name"], o["group"], o["internal"], o["sequence"], o["call_site"]) for o in found["operations"]]
         wanted = [
             ("all_sum", 0, False, 1, line_of("eager")),
             ("all_gather", 0, False, 2, line_of("started")),
@@ -325,18 +331,18 @@ def test_every_operation_is_recorded_with_its_line(run_ranks, tmp_path):
         assert [o["number"] for o in found["operations"]] == list(range(1, len(wanted) + 1))
         first, exchange = found["operations"][0], found["operations"][7]
         assert (first["dtype"], first["shape"], first["bytes"]) == ("float32", [3, 4], 48)
-        assert (exchange["to"], exchange["from"]) == ((rank + 1) % 3, (rank - 1) % 3)
+        assert (exchange["destination"], exchange["source"]) == ((rank + 1) % 3, (rank - 1) % 3)
         assert all(o["started_ns"] < o["ended_ns"] <= found["monotonic_ns"] for o in found["operations"])
         assert all(o["status"] == 0 for o in found["operations"])
         assert found["groups"]["0"] == [0, 1, 2] and (rank == 1 or found["groups"]["1"] == [0, 2])
         assert found["threads"]["MainThread"].startswith("flight.py:")
-    assert len(read_folder(tmp_path)[0]) == 3
+    assert len(read_directory(tmp_path)[0]) == 3
 
 
 def test_an_operation_in_progress_is_not_lost_behind_others(run_ranks, tmp_path):
     run_ranks("flight.py", 2, "many", environment={"MLXDIST_FLIGHT_DIR": str(tmp_path)})
     first, *others = recorded(tmp_path, 0)["operations"]
-    assert first["ended_ns"] is None and first["group"] == 1 and first["waits_for"] == 1
+    assert first["ended_ns"] is None and first["group"] == 1 and first["waiting_on"] == 1
     assert len(others) == 1000 and [o["sequence"] for o in others] == list(range(501, 1501))
 
 
@@ -347,12 +353,12 @@ def test_a_failure_is_recorded_by_every_rank_and_its_error_says_where(run_ranks,
     for rank, output in enumerate(outputs):
         assert "written True" in output, output
         assert f"; flight recorder: {tmp_path}/new/flight-{rank}.json; `mlxdist dump --files" in output
-    found, problems = read_folder(tmp_path / "new")
+    found, problems = read_directory(tmp_path / "new")
     assert sorted(found) == [0, 1, 2] and problems == []
-    assert all("all_sum" in dump.error and dump.why == dump.error for dump in found.values())
-    analysis = analyse(found)
-    assert [state.rank for state in analysis.states if state.is_behind] == [1]
-    assert "Rank 1 has not been in an operation yet" in analysis.sentences[1]
+    assert all("all_sum" in dump.error and dump.reason == dump.error for dump in found.values())
+    analysis = analyze(found)
+    assert [state.rank for state in analysis.states if state.is_straggler] == [1]
+    assert "Rank 1 has not been in an operation yet" in analysis.findings[1]
 
 
 @pytest.mark.long
@@ -392,16 +398,16 @@ def test_dump_asks_a_running_job(tmp_path, monkeypatch):
     program = f"import sys, runpy; sys.argv = ['', 'asked', {str(go_on)!r}]; runpy.run_path({str(SCRIPT)!r})"
     with running(3, program) as launcher:
         ready = dict(re.match(r"\[(\d)\] ready (\S+) (\d+)", line).group(1, 3) for line in launcher.first_lines)
-        assert wait_for(lambda: "all_sum #2" in dump("--json").stdout.replace("since all_sum", ""), 20)
+        assert wait_for(lambda: "wait in all_sum #2" in dump("--json").stdout, 20)
         # What rank 2 has from rank 0 waits for what comes from rank 1.
-        assert [rank["waits_for"] for rank in json.loads(dump("--json").stdout)["ranks"]] == [1, None, 1]
+        assert [rank["waiting_on"] for rank in json.loads(dump("--json").stdout)["ranks"]] == [1, None, 1]
         shown = dump()
         assert shown.returncode == 0, shown.stdout + shown.stderr
         assert "the others wait in all_sum #2" in shown.stdout and "Rank 1 computes since all_sum #1" in shown.stdout
         assert "(the program is at flight.py:" in shown.stdout
         os.kill(int(ready["2"]), signal.SIGSTOP)
-        shown = dump("--wait", "0.5")
-        assert "rank 2 has not answered for 0.5 s" in shown.stdout
+        shown = dump("--timeout", "0.5")
+        assert "rank 2 has not responded to SIGUSR1 for 0.5 s" in shown.stdout
         os.kill(int(ready["2"]), signal.SIGCONT)
         go_on.touch()
         assert launcher.wait(20) == 0
@@ -411,8 +417,8 @@ def test_the_example_in_the_documentation(tmp_path):
     """What docs/debugging.md shows is what the command prints."""
     page = (SCRIPT.parent.parent.parent / "docs" / "debugging.md").read_text()
     shown = re.search(r"    \$ mlxdist dump\n(.*?)\n\n", page, re.DOTALL)[1]
-    waits = {"waits_for": 1, "place": "train.py:90"}
-    late = record(1, operation("all_gather", 412, "train.py:88", waits_for=2), host="studio1")
+    waits = {"waiting_on": 1, "call_site": "train.py:90"}
+    late = record(1, operation("all_gather", 412, "train.py:88", waiting_on=2), host="studio1")
     dumps(tmp_path, *(record(rank, operation(**waits), host=f"studio{rank}") for rank in (0, 2, 3)), late)
     printed = dump("--files", tmp_path).stdout
     assert [line.strip() for line in shown.splitlines()] == [line.strip() for line in printed.splitlines()]

@@ -14,7 +14,7 @@ from mlxdist.cluster.hostfile.hosts import Host, Hostfile
 from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.launch.jobs import JobFolder, exact_job, find_job, running_job
 from mlxdist.launch.runtime_directory import runtime_folder
-from mlxdist.tools.observe import ask
+from mlxdist.tools.observe.collect import JobRanks, find_ranks, respond
 
 
 @pytest.fixture
@@ -39,18 +39,18 @@ def test_a_job_that_failed_is_not_taken_for_its_restart(restarted):
 def test_nor_on_hosts(restarted):
     here = HostSelection(Hostfile((Host("localhost"),)))
     for name, found in {"ab": "ab", "a": "ab-1"}.items():
-        with ask.find_ranks(name, here) as ranks:
+        with find_ranks(name, here) as ranks:
             assert ranks.job == found
-            assert ranks.ask("status", 0.1).ended == (found == "ab")
+            assert ranks.collect(full=False, seconds=0.1).ended == (found == "ab")
 
 
-@pytest.mark.parametrize("what", ["dump", "status"])
-def test_what_asks_a_job_that_has_ended_never_gets_its_restart(restarted, what):
+@pytest.mark.parametrize("source", ["rendezvous", "signal"])
+def test_a_request_for_a_job_that_has_ended_never_gets_its_restart(restarted, source):
     shutil.rmtree(runtime_folder() / "ab" / "flight")
-    said = ask.answer("ab", what, 0.1)
-    assert said["ended"] and said["records"] == [] and "there is no job 'ab' here" in said["notes"][0]
-    with pytest.raises(InvalidArgument, match="there is no job 'ab' here"):
-        ask.LocalRanks("ab").ask(what, 0.1)
+    response = respond("ab", source, 0.1)
+    assert response["ended"] and response["records"] == [] and "there is no job 'ab' here" in response["notes"][0]
+    found = JobRanks("ab").collect(full=source == "signal", seconds=0.1)
+    assert found.ended and found.records == {} and "there is no job 'ab' here" in found.notes[0]
 
 
 @pytest.mark.parametrize("command", [stop, dump, top])

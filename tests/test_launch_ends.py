@@ -85,7 +85,7 @@ rendezvous = Rendezvous(Environment.read())
 failed = threading.Event()
 rendezvous.watch(lambda *news: failed.set())
 if rank == 1:
-    rendezvous.announce(Aborted("it is me"))
+    rendezvous.report_failure(Aborted("it is me"))
     time.sleep(0.5)
     sys.exit(7)
 failed.wait(5)

@@ -17,13 +17,13 @@ from mlxdist.base.errors import Error
 from mlxdist.runtime.rendezvous import heartbeat, server
 from mlxdist.runtime.rendezvous.heartbeat import (
     MAX_POSITION,
-    Pulse,
-    pack_news,
+    PeerStatus,
+    pack_peer_status,
     pack_position,
-    unpack_news,
+    unpack_peer_status,
     unpack_position,
 )
-from mlxdist.runtime.rendezvous.protocol import Kind, WireError
+from mlxdist.runtime.rendezvous.protocol import Kind, ProtocolError
 
 
 def at(output: str, what: str) -> float:
@@ -81,8 +81,8 @@ def test_who_waits_long_says_for_whom_and_where_that_rank_is(run_ranks):
 def fast(monkeypatch):
     """Heartbeats in tests are 20 times as fast."""
     for module in (heartbeat, server):
-        monkeypatch.setattr(module, "PULSE_SECONDS", 0.05)
-        monkeypatch.setattr(module, "SILENT_SECONDS", 0.5)
+        monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(heartbeat, "SILENT_SECONDS", 0.5)
 
 
 def wait_for(condition, seconds=5.0) -> bool:
@@ -98,7 +98,7 @@ def test_every_rank_hears_where_the_others_are(fast):
         for rank, member in enumerate(members):
             member.watch(
                 lambda *news: None,
-                on_news=lambda other, text, rank=rank: heard[rank].update({other: text}),
+                on_peer_status=lambda other, text, rank=rank: heard[rank].update({other: text}),
                 position=lambda rank=rank: f"in step {rank}",
             )
         expected = [{other: f"in step {other}" for other in range(3) if other != rank} for rank in range(3)]
@@ -109,7 +109,7 @@ def test_who_does_not_watch_is_not_asked(fast):
     with group(2) as members:
         heard = []
         members[0].watch(lambda *news: None)
-        members[1].watch(lambda *news: None, on_news=lambda *news: heard.append(news), position=lambda: "here")
+        members[1].watch(lambda *news: None, on_peer_status=lambda *news: heard.append(news), position=lambda: "here")
         time.sleep(0.3)
         assert heard == []
 
@@ -118,8 +118,8 @@ RANK = """
 import time
 from mlxdist.base.environment import Environment
 from mlxdist.runtime.rendezvous import Rendezvous, heartbeat, server
-server.PULSE_SECONDS = heartbeat.PULSE_SECONDS = 0.05
-server.SILENT_SECONDS = heartbeat.SILENT_SECONDS = 0.5
+server.HEARTBEAT_SECONDS = heartbeat.HEARTBEAT_SECONDS = 0.05
+heartbeat.SILENT_SECONDS = 0.5
 rendezvous = Rendezvous(Environment.read())
 rendezvous.watch(lambda *news: None, position=lambda: "in step 7")
 print("ready", flush=True)
@@ -144,7 +144,7 @@ def test_a_stopped_rank_is_silent_and_no_failure(fast, stopped):
         members[0].watch(lambda *news: watchers[0].failures.append(news), position=lambda: "here")
         members[1].watch(
             lambda *news: watchers[1].failures.append(news),
-            on_news=lambda rank, text: heard.update({rank: text}),
+            on_peer_status=lambda rank, text: heard.update({rank: text}),
             position=lambda: "here",
         )
         assert wait_for(lambda: heard.get(stopped) == "in step 7"), heard
@@ -152,7 +152,7 @@ def test_a_stopped_rank_is_silent_and_no_failure(fast, stopped):
         silent = re.compile(r"silent for \d+ s: stopped, or its machine is overloaded; before that in step 7")
         assert wait_for(lambda: silent.fullmatch(heard[stopped])), heard
         if stopped == 0:
-            assert wait_for(lambda: "rank 0, which passes the news on, is silent itself" in heard[1]), heard
+            assert wait_for(lambda: "rank 0, which forwards them, is silent itself" in heard[1]), heard
         process.send_signal(signal.SIGCONT)
         assert wait_for(lambda: heard[stopped] == "in step 7"), heard
         assert [watcher.failures for watcher in watchers] == [[], []]
@@ -165,7 +165,7 @@ def test_a_stopped_rank_is_silent_and_no_failure(fast, stopped):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads an option of Linux")
 def test_a_connection_to_a_host_without_power_is_given_up_though_heartbeats_are_under_way():
     with group(2) as members:
-        assert members[1]._connection._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+        assert members[1]._connection.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
 
 
 def test_a_position_that_raises_is_reported_and_the_heart_beats_on(fast, monkeypatch):
@@ -173,7 +173,7 @@ def test_a_position_that_raises_is_reported_and_the_heart_beats_on(fast, monkeyp
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, traceback: reported.append(kind))
     with group(2) as members:
         members[0].watch(lambda *news: None, position=lambda: 1 / 0)
-        members[1].watch(lambda *news: None, on_news=lambda *news: heard.append(news), position=lambda: "here")
+        members[1].watch(lambda *news: None, on_peer_status=lambda *news: heard.append(news), position=lambda: "here")
         assert wait_for(lambda: len(heard) >= 2)
         assert heard[0] == (0, "") and set(reported) == {ZeroDivisionError}
 
@@ -184,17 +184,21 @@ def test_heartbeats_end_with_the_group(fast):
         for member in members:
             member.watch(lambda *news: None, position=lambda: beats.append(0) or "here")
         assert wait_for(lambda: beats)
-        members[0].announce(Error("enough"))
+        members[0].report_failure(Error("enough"))
         time.sleep(0.2)
         before = len(beats)
         time.sleep(0.2)
         assert len(beats) == before
 
 
-def test_news_survive_the_wire():
-    pulses = [Pulse(0, 0.5, ""), Pulse(1, 3.25, "in all_sum #4 – μ"), Pulse(2, 0.0, "x" * MAX_POSITION)]
-    assert unpack_news(pack_news(pulses), 3) == pulses
-    assert unpack_news(b"", 3) == []
+def peer(rank, age=1.0, position="in all_sum"):
+    return PeerStatus(rank, "host", 4711, age, position, False)
+
+
+def test_a_peer_status_is_unpacked_as_it_was_packed():
+    peers = [peer(0, 0.5, ""), peer(1, 3.25, "in all_sum #4 – μ"), peer(2, None, "x" * MAX_POSITION)]
+    assert unpack_peer_status(pack_peer_status(peers, 3, {2, 1})) == (dict(enumerate(peers)), 3, {1, 2})
+    assert unpack_peer_status(pack_peer_status([], 3)) == ({}, 3, set())
 
 
 def test_positions_are_cut_and_cannot_steer_a_terminal():
@@ -203,31 +207,31 @@ def test_positions_are_cut_and_cannot_steer_a_terminal():
     assert unpack_position(b"\x1b[2Jhello\n\xff") == "?[2Jhello?\ufffd"
 
 
-GOOD = pack_news([Pulse(1, 1.0, "in all_sum")])
+GOOD = pack_peer_status([peer(1)], 3)
 
 
 @pytest.mark.parametrize(
     "payload",
     [
-        GOOD[:5],
         GOOD[:-1],
-        GOOD + b"\0",
-        GOOD + GOOD,
-        pack_news([Pulse(3, 1.0, "")]),
-        pack_news([Pulse(1, -1.0, "")]),
-        pack_news([Pulse(1, float("nan"), "")]),
-        GOOD[:8] + b"\x01\x01" + b"x" * (MAX_POSITION + 1),
+        GOOD + b"{",
+        b"[" * 100_000,
+        b"\xff",
+        pack_peer_status([peer(3)], 3),
+        pack_peer_status([peer(1, -1.0)], 3),
+        pack_peer_status([peer(1, float("nan"))], 3),
+        GOOD.replace(b'"in all_sum"', b"7"),
     ],
-    ids=["half a head", "half a text", "a byte more", "twice", "no such rank", "the future", "no age", "a long text"],
+    ids=["truncated", "more", "nested", "no text", "no such rank", "the future", "no age", "no position"],
 )
-def test_malformed_news_are_refused(payload):
-    with pytest.raises(WireError):
-        unpack_news(payload, 3)
+def test_a_malformed_peer_status_is_rejected(payload):
+    with pytest.raises(ProtocolError):
+        unpack_peer_status(payload)
 
 
 def test_a_rank_that_sends_a_long_position_is_cut_off():
     with group(2) as members:
         watcher = Watcher(members[0])
-        members[1]._send(Kind.PULSE, b"x" * (MAX_POSITION + 1))
+        members[1]._send(Kind.HEARTBEAT, b"x" * (MAX_POSITION + 1))
         rank, text = watcher.wait()
         assert rank == 1 and "was cut off: it sent a position of 257 bytes" in text

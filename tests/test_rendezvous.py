@@ -14,7 +14,7 @@ from meeting import SOON, Job, Watcher, at_once, group, join
 from mlxdist.base import errors
 from mlxdist.base.environment import Environment
 from mlxdist.runtime.rendezvous import Rendezvous, connect
-from mlxdist.runtime.rendezvous.protocol import GATHER, MAX_BLOB, Kind
+from mlxdist.runtime.rendezvous.protocol import GATHER, MAX_GATHER_BYTES, Kind
 
 # Exchanging.
 
@@ -30,14 +30,14 @@ def test_all_gather_in_rank_order(size):
 
 def test_all_gather_of_the_largest_blob():
     with group(2) as members:
-        blobs = [os.urandom(MAX_BLOB), os.urandom(MAX_BLOB)]
+        blobs = [os.urandom(MAX_GATHER_BYTES), os.urandom(MAX_GATHER_BYTES)]
         assert at_once(*(lambda r=r: members[r].all_gather(blobs[r], "large") for r in range(2))) == [blobs] * 2
 
 
 def test_a_blob_that_is_too_large_is_refused_before_anything_is_sent():
     with group(2) as members:
         with pytest.raises(errors.InvalidArgument, match="1047553 bytes"):
-            members[1].all_gather(b"x" * (MAX_BLOB + 1), "large")
+            members[1].all_gather(b"x" * (MAX_GATHER_BYTES + 1), "large")
         assert at_once(*(lambda m=m: m.all_gather(b"", "next") for m in members)) == [[b"", b""]] * 2
 
 
@@ -63,7 +63,7 @@ def test_world_of_one_opens_nothing():
     assert rendezvous.all_gather(b"me", "blob") == [b"me"]
     rendezvous.barrier("b")
     watcher = Watcher(rendezvous)
-    rendezvous.announce(errors.Aborted("failed"))
+    rendezvous.report_failure(errors.Aborted("failed"))
     rendezvous.close()
     assert threading.active_count() == before
     assert watcher.failures == []
@@ -163,11 +163,11 @@ def test_a_member_that_does_not_read_holds_up_nobody():
 
     def deaf():
         sock, framing, _ = connect.connect(job.environment(2))
-        sock.sendall(framing.frame(Kind.GATHER, GATHER.pack(0, 1) + b"x" + b"z" * MAX_BLOB))
+        sock.sendall(framing.frame(Kind.GATHER, GATHER.pack(0, 1) + b"x" + b"z" * MAX_GATHER_BYTES))
         return sock
 
     sock, *members = at_once(deaf, *(lambda r=r: Rendezvous(job.environment(r)) for r in range(2)))
-    blobs = [b"0" * MAX_BLOB, b"1" * MAX_BLOB]
+    blobs = [b"0" * MAX_GATHER_BYTES, b"1" * MAX_GATHER_BYTES]
     results = at_once(*(lambda r=r: members[r].all_gather(blobs[r], "x") for r in range(2)))
     assert [len(result) for result in results] == [3, 3], results
     sock.close()

@@ -11,10 +11,10 @@ import time
 import pytest
 from meeting import Job, Watcher, at_once, group, join
 
-from mlxdist.runtime.rendezvous import Rendezvous, connect
-from mlxdist.runtime.rendezvous.event_loop import Loop
-from mlxdist.runtime.rendezvous.protocol import MAX_PIECES, Framing, Kind
-from mlxdist.runtime.rendezvous.server import ACCEPT_SECONDS, MAX_ACCEPTS, MAX_STRANGERS, Hub
+from mlxdist.runtime.rendezvous import Rendezvous, authentication
+from mlxdist.runtime.rendezvous.event_loop import MAX_UNAUTHENTICATED_READS, EventLoop
+from mlxdist.runtime.rendezvous.protocol import Framing, Kind
+from mlxdist.runtime.rendezvous.server import ACCEPT_SECONDS, MAX_ACCEPTS, MAX_UNAUTHENTICATED, Server
 
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends RST
 
@@ -57,13 +57,13 @@ def assert_well(members):
 def test_a_callback_may_close_what_is_ready_too():
     """And a new socket may have its number by then, which is not ready."""
     crashes, called, ended = [], [], threading.Event()
-    loop = Loop(crashes.append)
+    loop = EventLoop(crashes.append)
     (first, say_first), (second, say_second), (third, say_third) = (socket.socketpair() for _ in range(3))
 
     def close_second(events):
         first.recv(1)
         number = second.fileno()
-        loop.forget(second)
+        loop.unwatch(second)
         second.close()
         os.dup2(third.fileno(), number)
         loop.watch(socket.socket(fileno=number), called.append)
@@ -84,7 +84,7 @@ def test_a_callback_may_close_what_is_ready_too():
 def test_a_stranger_that_speaks_while_it_is_sent_away():
     """The attack that ended every job: its event is in the batch in which a new connection takes its place."""
     job = Job(2)
-    with strangers(job.address, MAX_STRANGERS + 20) as before:
+    with strangers(job.address, MAX_UNAUTHENTICATED + 20) as before:
         members = join(job.environment(0), job.environment(1))
         assert is_challenged(before[-1])
         for _ in range(3):
@@ -100,7 +100,7 @@ def test_a_rank_keeps_its_place_however_many_strangers_come_behind_it(monkeypatc
     """It has connected, and its machine is so slow that it answers the challenge behind a thousand of them."""
     job = Job(2)
     greeted, go = threading.Event(), threading.Event()
-    read_frame = connect._read_frame
+    read_frame = authentication.read_frame
 
     def slowly(sock, framing, deadline):
         frame = read_frame(sock, framing, deadline)
@@ -111,7 +111,7 @@ def test_a_rank_keeps_its_place_however_many_strangers_come_behind_it(monkeypatc
         return frame
 
     tries = []
-    monkeypatch.setattr(connect, "_read_frame", slowly)
+    monkeypatch.setattr(authentication, "read_frame", slowly)
 
     def flood():
         assert greeted.wait(10)
@@ -166,22 +166,22 @@ def test_a_flood_does_not_hold_up_a_start():
 
 @pytest.mark.long
 def test_a_flood_is_let_in_no_faster_than_ranks(monkeypatch):
-    """However many wait, the hub looks at what it has let in after each 64: no more are between a rank and its answer."""
+    """Rank 0 reads from what it has accepted after each 64: no more are between a rank and its response."""
     job, greeted, go = Job(2), threading.Event(), threading.Event()
-    accept, admit, accepted, counts = Hub._accept_one, Hub._admit, [], []
+    accept, admit, accepted, counts = Server._accept_one, Server._admit, [], []
 
-    def counted(hub):
-        found = accept(hub)
+    def counted(server):
+        found = accept(server)
         accepted.append(1)
         return found
 
-    def admitted(hub, *arguments):
+    def admitted(server, *arguments):
         counts.append(len(accepted))
-        admit(hub, *arguments)
+        admit(server, *arguments)
 
-    monkeypatch.setattr(Hub, "_accept_one", counted)
-    monkeypatch.setattr(Hub, "_admit", admitted)
-    read_frame = connect._read_frame
+    monkeypatch.setattr(Server, "_accept_one", counted)
+    monkeypatch.setattr(Server, "_admit", admitted)
+    read_frame = authentication.read_frame
 
     def slowly(sock, framing, deadline):
         frame = read_frame(sock, framing, deadline)
@@ -190,13 +190,13 @@ def test_a_flood_is_let_in_no_faster_than_ranks(monkeypatch):
             assert go.wait(30)
         return frame
 
-    monkeypatch.setattr(connect, "_read_frame", slowly)
-    hubs, make = [], Hub.__init__
-    monkeypatch.setattr(Hub, "__init__", lambda hub, *arguments: hubs.append(hub) or make(hub, *arguments))
+    monkeypatch.setattr(authentication, "read_frame", slowly)
+    servers, make = [], Server.__init__
+    monkeypatch.setattr(Server, "__init__", lambda one, *arguments: servers.append(one) or make(one, *arguments))
 
     def flood():
         assert greeted.wait(10)
-        with held(hubs[0]._loop), strangers(job.address, 250):
+        with held(servers[0]._loop), strangers(job.address, 250):
             before = len(accepted)
             go.set()
             time.sleep(0.5)  # the rank's answer is there as well
@@ -213,8 +213,8 @@ def test_a_flood_costs_a_running_job_a_few_connections_a_second():
     with group(2) as members:
         address, done = members[0]._environment.rendezvous, threading.Event()
         looked_at, loop = [], members[0]._loop
-        accept = members[0]._hub._accept_one
-        members[0]._hub._accept_one = lambda: looked_at.append(1) or accept()
+        accept = members[0]._server._accept_one
+        members[0]._server._accept_one = lambda: looked_at.append(1) or accept()
 
         def work():
             for _ in range(100):
@@ -235,15 +235,15 @@ def test_a_greeting_in_many_pieces_is_cut_off():
         with stranger(members[0]._environment.rendezvous) as sock:
             assert is_challenged(sock)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection = members[0]._hub._strangers[0].connection
+            connection = members[0]._server._pending[0].connection
             for number, byte in enumerate(struct.pack(">IB", 4000, Kind.HELLO) + bytes(4000)):
                 with contextlib.suppress(ConnectionError):
                     sock.sendall(bytes([byte]))
-                while connection.is_open and connection._pieces <= number:
+                while connection.is_open and connection._reads <= number:
                     time.sleep(0.0005)
                 if not connection.is_open:
                     break
-            assert number == MAX_PIECES
+            assert number == MAX_UNAUTHENTICATED_READS
         assert_well(members)
 
 
@@ -264,7 +264,7 @@ class Crowd:
         Framing().frame(Kind.HELLO, bytes(300)) * 3,
         Framing().frame(Kind.KNOCK, bytes(64)),
         Framing().frame(Kind.KNOCK, bytes(64)) + Framing().frame(Kind.HELLO, bytes(300)),
-        Framing().frame(Kind.ANNOUNCE, b"oops"),
+        Framing().frame(Kind.REPORT_FAILURE, b"oops"),
         bytes(5000),
     )
 

@@ -169,7 +169,7 @@ def test_rank_0_serves_while_it_lingers():
         leaving = threading.Thread(target=members[0].close)
         leaving.start()
         assert watcher.wait_leave()[0] == 0
-        members[1].announce(errors.Aborted("out of luck"))
+        members[1].report_failure(errors.Aborted("out of luck"))
         assert watcher.wait() == (1, "out of luck")
         members[1].close()
         members[2].close()
@@ -189,7 +189,7 @@ def test_rank_0_does_not_stay_for_ever():
 def test_an_announcement_reaches_all_others(rank, kind):
     with group(4) as members:
         watchers = [Watcher(member) for member in members]
-        members[rank].announce(kind("rank such on host so: no memory"))
+        members[rank].report_failure(kind("rank such on host so: no memory"))
         for other in range(4):
             expected = None if other == rank else (rank, "rank such on host so: no memory")
             assert watchers[other].wait(SOON if expected else 0.2) == expected
@@ -201,7 +201,7 @@ def test_an_announcement_reaches_all_others(rank, kind):
 def test_an_announcement_has_been_passed_on_when_it_returns():
     """The process may end at once, in whatever way."""
     job = Job(3)
-    with rank_process(job, 2, "rendezvous.announce(Aborted('this is why')); os._exit(1)"):
+    with rank_process(job, 2, "rendezvous.report_failure(Aborted('this is why')); os._exit(1)"):
         members = join(job.environment(0), job.environment(1))
         watchers = [Watcher(member) for member in members]
         assert [watcher.wait(5) for watcher in watchers] == [(2, "this is why")] * 2
@@ -211,9 +211,9 @@ def test_an_announcement_has_been_passed_on_when_it_returns():
 def test_only_the_first_failure_is_told():
     with group(3) as members:
         watcher = Watcher(members[2])
-        members[1].announce(errors.Aborted("first"))
+        members[1].report_failure(errors.Aborted("first"))
         assert watcher.wait() == (1, "first")
-        members[0].announce(errors.Aborted("second"))
+        members[0].report_failure(errors.Aborted("second"))
         members[1].close()
         time.sleep(0.2)
         assert watcher.failures == [(1, "first")]
@@ -222,7 +222,7 @@ def test_only_the_first_failure_is_told():
 def test_a_long_announcement_is_cut():
     with group(2) as members:
         watcher = Watcher(members[1])
-        members[0].announce(errors.Aborted('"\x00' * 500_000))
+        members[0].report_failure(errors.Aborted('"\x00' * 500_000))
         rank, text = watcher.wait()
         assert rank == 0 and 1000 < len(text) <= 16384
 
@@ -230,7 +230,7 @@ def test_a_long_announcement_is_cut():
 def test_an_announcement_of_an_unknown_class_is_an_error_all_the_same():
     with group(2) as members:
         watcher = Watcher(members[1])
-        members[0]._ask(Kind.ANNOUNCE, pack_json(error="SystemExit", text="from a later version"))
+        members[0]._send_for_ack(Kind.REPORT_FAILURE, pack_json(error="SystemExit", text="from a later version"))
         assert watcher.wait() == (0, "from a later version")
         assert type(members[1].failure) is errors.Error
 
@@ -240,9 +240,9 @@ def test_the_first_failure_is_noted_for_the_launcher(tmp_path):
     job = Job(3)
     members = join(*(job.environment(rank, error_file=str(note)) for rank in range(3)))
     watchers = [Watcher(member) for member in members]
-    members[2].announce(errors.Aborted("first"))
+    members[2].report_failure(errors.Aborted("first"))
     assert watchers[0].wait() is not None
-    members[0].announce(errors.Aborted("second"))
+    members[0].report_failure(errors.Aborted("second"))
     assert note.read_text() == "2"
     at_once(*(lambda m=m: m.close() for m in members))
 
@@ -253,7 +253,7 @@ def test_the_first_failure_of_the_next_world_is_noted_too(tmp_path):
     for first in range(2):
         members = join(*(job.environment(rank, error_file=str(note)) for rank in range(2)))
         assert not note.exists()
-        members[first].announce(errors.Aborted("first"))
+        members[first].report_failure(errors.Aborted("first"))
         assert note.read_text() == str(first)
         at_once(*(lambda m=m: m.close() for m in members))
 
@@ -261,7 +261,7 @@ def test_the_first_failure_of_the_next_world_is_noted_too(tmp_path):
 def test_a_rank_that_has_left_a_failed_world_waits_for_the_next():
     job = Job(2)
     members = join(job.environment(0), job.environment(1))
-    members[1].announce(errors.Aborted("failed"))
+    members[1].report_failure(errors.Aborted("failed"))
     members[1].close()
     with ThreadPoolExecutor(1) as pool:
         following = pool.submit(Rendezvous, job.environment(1))
@@ -277,7 +277,7 @@ def test_a_consequence_is_not_noted_as_first_failure(tmp_path):
     job = Job(2)
     members = join(*(job.environment(rank) for rank in range(1)), job.environment(1, error_file=str(note)))
     watcher = Watcher(members[0])
-    members[1].announce(errors.Aborted("rank 0 has left"), consequence=True)
+    members[1].report_failure(errors.Aborted("rank 0 has left"), consequence=True)
     assert watcher.wait() == (1, "rank 0 has left")
     assert not note.exists()
     at_once(*(lambda m=m: m.close() for m in members))
@@ -290,7 +290,7 @@ def test_a_callback_that_raises_is_reported_and_the_watch_goes_on(monkeypatch):
     with group(2) as members:
         left = threading.Event()
         members[1].watch(lambda rank, text: 1 / 0, lambda rank, text: left.set())
-        members[0].announce(errors.Aborted("x"))
+        members[0].report_failure(errors.Aborted("x"))
         members[0].close(linger=0)
         assert left.wait(SOON)
         assert [type(error) for error in reported] == [ZeroDivisionError]
@@ -307,7 +307,7 @@ def test_a_callback_must_not_call_back():
                 raised.append(error)
 
         members[1].watch(on_failure)
-        members[0].announce(errors.Aborted("x"))
+        members[0].report_failure(errors.Aborted("x"))
         deadline = time.monotonic() + SOON
         while not raised and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -334,7 +334,7 @@ def test_after_close():
     with group(2) as members:
         members[1].close()
         members[1].close()
-        members[1].announce(errors.Aborted("too late"))
+        members[1].report_failure(errors.Aborted("too late"))
         with pytest.raises(errors.Error, match="rank 1 has left the group already"):
             members[1].barrier("x")
 

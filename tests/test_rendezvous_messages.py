@@ -18,8 +18,7 @@ from meeting import SECRET, SOON, Job, Watcher, at_once, group, join, pose_as_ra
 from mlxdist.base import errors
 from mlxdist.base.environment import Environment
 from mlxdist.runtime.rendezvous import Rendezvous, connect, rendezvous, server
-from mlxdist.runtime.rendezvous.messages import MAX_DATA, MAX_TAG, pack_message
-from mlxdist.runtime.rendezvous.protocol import Framing, Kind
+from mlxdist.runtime.rendezvous.protocol import MAX_MESSAGE_BYTES, MAX_TAG, Framing, Kind, pack_message
 
 # What arrives.
 
@@ -72,7 +71,13 @@ def test_threads_of_one_rank_send_at_once():
 
 @pytest.mark.parametrize("sender, receiver", [(0, 1), (1, 0), (1, 2)])
 def test_empty_and_largest_messages(sender, receiver):
-    sent = [("", b""), ("t", b"x"), ("", os.urandom(MAX_DATA)), ("ö" * (MAX_TAG // 2), os.urandom(MAX_DATA)), ("", b"")]
+    sent = [
+        ("", b""),
+        ("t", b"x"),
+        ("", os.urandom(MAX_MESSAGE_BYTES)),
+        ("ö" * (MAX_TAG // 2), os.urandom(MAX_MESSAGE_BYTES)),
+        ("", b""),
+    ]
     with group(3) as members:
         watcher = Watcher(members[receiver])
         for tag, data in sent:
@@ -88,7 +93,7 @@ def test_any_bytes_may_be_sent():
         shorts = array.array("H", [1, 2]).tobytes()
         assert watcher.wait_messages(3) == [(1, "t", b"abc"), (1, "t", b"efg"), (1, "t", shorts)]
         with pytest.raises(errors.InvalidArgument, match="data of 65538 bytes"):
-            members[1].send(0, "t", array.array("H", bytes(MAX_DATA + 2)))
+            members[1].send(0, "t", array.array("H", bytes(MAX_MESSAGE_BYTES + 2)))
 
 
 def test_a_message_is_copied_when_it_is_sent():
@@ -147,11 +152,11 @@ def test_messages_from_before_watch_come_first():
 
 
 def test_too_many_messages_that_nobody_looks_at(monkeypatch):
-    monkeypatch.setattr("mlxdist.runtime.rendezvous.messages.MAX_WAITING", 1_000_000)
+    monkeypatch.setattr(rendezvous, "MAX_INBOX", 1_000_000)
     with group(3) as members:
         watchers = [Watcher(member) for member in members[:2]]
         for _ in range(16):
-            members[1].send(2, "flood", bytes(MAX_DATA))
+            members[1].send(2, "flood", bytes(MAX_MESSAGE_BYTES))
         for watcher in watchers:
             rank, text = watcher.wait()
             assert rank == 2 and "rank 2 was sent more than" in text and "pass an on_message" in text
@@ -212,7 +217,9 @@ def test_alone_there_is_nobody_to_send_to():
     alone.close()
 
 
-@pytest.mark.parametrize("tag, size", [("t", MAX_DATA + 1), ("t" * (MAX_TAG + 1), 0), ("ö" * (MAX_TAG // 2 + 1), 0)])
+@pytest.mark.parametrize(
+    "tag, size", [("t", MAX_MESSAGE_BYTES + 1), ("t" * (MAX_TAG + 1), 0), ("ö" * (MAX_TAG // 2 + 1), 0)]
+)
 def test_a_message_that_is_too_long_is_refused_before_anything_is_sent(tag, size):
     with group(2) as members:
         watcher = Watcher(members[0])
@@ -288,7 +295,7 @@ def test_after_close():
 def test_after_a_failure():
     with group(3) as members:
         watcher = Watcher(members[2])
-        members[1].announce(errors.Aborted("no memory"))
+        members[1].report_failure(errors.Aborted("no memory"))
         assert watcher.wait() == (1, "no memory")
         for sender in (1, 2):
             with pytest.raises(errors.Aborted, match="no memory"):
@@ -297,7 +304,7 @@ def test_after_a_failure():
 
 def test_a_rank_that_does_not_read_fails_the_group(monkeypatch):
     """Rank 0 keeps for it what it may yet read, and not without end. Nobody else is held up meanwhile."""
-    monkeypatch.setattr(server, "MAX_WAITING", 1_000_000)
+    monkeypatch.setattr(server, "MAX_QUEUED", 1_000_000)
     job = Job(3)
     (deaf, _, _), *members = at_once(
         lambda: connect.connect(job.environment(2)), *(lambda r=r: Rendezvous(job.environment(r)) for r in range(2))
@@ -306,7 +313,7 @@ def test_a_rank_that_does_not_read_fails_the_group(monkeypatch):
     deadline = time.monotonic() + 20 * SOON
     try:
         while time.monotonic() < deadline:
-            members[1].send(2, "flood", bytes(MAX_DATA))
+            members[1].send(2, "flood", bytes(MAX_MESSAGE_BYTES))
             members[1].send(0, "meanwhile", b"")
             watchers[0].wait_messages(len(watchers[0].messages) + 1, 0.02)
     except errors.RendezvousError as error:
@@ -319,7 +326,7 @@ def test_a_rank_that_does_not_read_fails_the_group(monkeypatch):
 
 def test_a_rank_0_that_is_stopped(monkeypatch):
     """The sender keeps what rank 0 does not take, and not without end."""
-    monkeypatch.setattr(rendezvous, "MAX_WAITING", 1_000_000)
+    monkeypatch.setattr(rendezvous, "MAX_QUEUED", 1_000_000)
     job = Job(2)
     program = """
 from mlxdist.base.environment import Environment
@@ -339,9 +346,9 @@ rendezvous.barrier("x")
         member.barrier("x")
         process.send_signal(signal.SIGSTOP)
         deadline = time.monotonic() + 20 * SOON
-        with pytest.raises(errors.RendezvousError, match=r"rank 0 \(.*\) has not taken \d+ bytes of messages"):
+        with pytest.raises(errors.RendezvousError, match=r"rank 0 \(.*\) has not read \d+ bytes of messages"):
             while time.monotonic() < deadline:
-                member.send(0, "flood", bytes(MAX_DATA))
+                member.send(0, "flood", bytes(MAX_MESSAGE_BYTES))
     finally:
         process.kill()
         process.wait()
@@ -360,7 +367,7 @@ MALFORMED = {
     "half a head": (b"\0\0\0\0\0", "a truncated message"),
     "tag cut off": (message(0, b"abc", length=4), "a truncated tag"),
     "long tag": (message(0, b"t" * (MAX_TAG + 1)), "a tag of 257"),
-    "long data": (message(0, b"t", bytes(MAX_DATA + 1)), "data of 65537 bytes"),
+    "long data": (message(0, b"t", bytes(MAX_MESSAGE_BYTES + 1)), "data of 65537 bytes"),
     "longest frame": (message(0, b"t", bytes(2**20 - 64)), "data of 1048512 bytes"),
     "no text": (message(0, b"\xff\xfe"), "whose tag is no text"),
     "to itself": (message(1), "a message for rank 1"),

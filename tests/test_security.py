@@ -20,17 +20,8 @@ from mlxdist.base import errors
 from mlxdist.base.environment import Environment
 from mlxdist.launch.jobs import list_jobs
 from mlxdist.runtime.rendezvous import Rendezvous
-from mlxdist.runtime.rendezvous.messages import pack_message
-from mlxdist.runtime.rendezvous.protocol import (
-    GATHERED,
-    MAGIC,
-    NONCE_BYTES,
-    PROOF_BYTES,
-    Framing,
-    Kind,
-    pack_json,
-    proof,
-)
+from mlxdist.runtime.rendezvous.authentication import NONCE_BYTES, PROOF_BYTES, proof
+from mlxdist.runtime.rendezvous.protocol import GATHERED, MAGIC, Framing, Kind, pack_json, pack_message
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "security.md").read_text()
@@ -53,16 +44,16 @@ def read_frame(sock, framing):
 
 
 def answer(given, rank=1):
-    """What a process gets that answers rank 0's challenge with ``given(hub_nonce, nonce, greeting)``."""
+    """What a process gets that answers rank 0's challenge with ``given(server_nonce, nonce, greeting)``."""
     job = Job(2, timeout=0.5)
     with ThreadPoolExecutor(1) as pool:
         forming = pool.submit(Rendezvous, job.environment(0))
         with socket.create_connection(job.address, timeout=5) as sock:
             framing = Framing()
-            hub_nonce = read_frame(sock, framing)[1][len(MAGIC) :]
+            server_nonce = read_frame(sock, framing)[1][len(MAGIC) :]
             nonce = b"n" * NONCE_BYTES
             greeting = pack_json(rank=rank, world_size=2, job="test", version="0", host="h", pid=1)
-            sock.sendall(framing.frame(Kind.HELLO, nonce + given(hub_nonce, nonce, greeting) + greeting))
+            sock.sendall(framing.frame(Kind.HELLO, nonce + given(server_nonce, nonce, greeting) + greeting))
             try:
                 got = read_frame(sock, framing)
             finally:
@@ -70,8 +61,8 @@ def answer(given, rank=1):
     return got
 
 
-def right(hub_nonce, nonce, greeting):
-    return proof(SECRET, "rank", hub_nonce, nonce, greeting)
+def right(server_nonce, nonce, greeting):
+    return proof(SECRET, "rank", server_nonce, nonce, greeting)
 
 
 WRONG_PROOFS = {
@@ -80,9 +71,9 @@ WRONG_PROOFS = {
     "first bit": lambda *parts: bytes([right(*parts)[0] ^ 128]) + right(*parts)[1:],
     "another secret": lambda *parts: proof(b"\x5f" * 32, "rank", *parts),
     "no secret": lambda *parts: proof(b"", "rank", *parts),
-    "that of rank 0": lambda hub_nonce, nonce, greeting: proof(SECRET, "rank 0", nonce, hub_nonce, greeting),
-    "for another greeting": lambda hub_nonce, nonce, greeting: right(hub_nonce, nonce, b"{}"),
-    "for another challenge": lambda hub_nonce, nonce, greeting: right(b"h" * NONCE_BYTES, nonce, greeting),
+    "that of rank 0": lambda server_nonce, nonce, greeting: proof(SECRET, "rank 0", nonce, server_nonce, greeting),
+    "for another greeting": lambda server_nonce, nonce, greeting: right(server_nonce, nonce, b"{}"),
+    "for another challenge": lambda server_nonce, nonce, greeting: right(b"h" * NONCE_BYTES, nonce, greeting),
 }
 
 
@@ -267,7 +258,7 @@ def test_a_blob_of_a_rank_that_is_none(rank):
 
 
 @pytest.mark.parametrize("rank", [-1, 2, 10**30])
-@pytest.mark.parametrize("kind", [Kind.FAILURE, Kind.LEFT])
+@pytest.mark.parametrize("kind", [Kind.FAILURE, Kind.DEPARTED])
 def test_news_of_a_rank_that_is_none(kind, rank):
     assert f"a frame about rank {rank} of 2" in told_by_rank_0((kind, pack_json(rank=rank, error="Error", text="t")))
 

@@ -4,14 +4,18 @@ What comes out has only known types, numbers within bounds, and text that cannot
 name and the value, and returns it or raises ValueError.
 """
 
+import functools
 import json
 import os
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from dataclasses import field, fields
+from typing import Any, TypeVar
 
 __all__ = [
     "Check",
     "as_text",
+    "build",
+    "checked",
     "fields_of",
     "flag",
     "hex_bytes",
@@ -167,3 +171,21 @@ def fields_of(checks: Mapping[str, Check], value: Any) -> dict[str, Any]:
     if missing := checks.keys() - value.keys():
         raise ValueError(f"{min(missing)} is missing")
     return {name: check(name, value[name]) for name, check in checks.items()}
+
+
+def checked(check: Check) -> Any:
+    """A field of a dataclass, for `build`."""
+    return field(metadata={"check": check})
+
+
+_T = TypeVar("_T")
+
+
+def build(kind: type[_T], value: Any) -> _T:
+    """A dataclass from JSON whose keys are its fields. Raises ValueError."""
+    return kind(**fields_of(_checks_of(kind), value))
+
+
+@functools.cache
+def _checks_of(kind: type) -> dict[str, Check]:
+    return {one.name: one.metadata["check"] for one in fields(kind)}

@@ -18,47 +18,47 @@ from rich.console import Console
 from mlxdist.base.errors import InvalidArgument, ResourceError
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
 from mlxdist.launch.job_name import JOB_NAME
-from mlxdist.tools.observe.top_table import Screenful, whole
+from mlxdist.tools.observe.top_table import Screenful, full
 
 if TYPE_CHECKING:
     from mlxdist.tools.observe.top import View, Watch
 
 __all__ = ["top"]
 
-# A rank that is stopped keeps a refresh waiting for so long at most.
-_LONGEST_ANSWER = 2.0
-_SHORTEST_ANSWER = 0.5
+# For ranks to respond: a stopped rank delays a refresh by this at most.
+_MAX_RESPONSE_SECONDS = 2.0
+_MIN_RESPONSE_SECONDS = 0.5
 
 
 @click.command()
 @click.argument("job", required=False, type=JOB_NAME)
 @host_options
 @click.option(
-    "--every",
+    "--interval",
     type=click.FloatRange(0.1, 3600),
     default=1.0,
     show_default=True,
     metavar="SECONDS",
-    help="Time from one look at the job to the next.",
+    help="Time from one refresh to the next.",
 )
-@click.option("--once", is_flag=True, help="Print one table, of the time between two looks, and end.")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON object in a line of its own for each look.")
-def top(job: str | None, chosen: HostSelection, every: float, once: bool, as_json: bool) -> None:
-    """Show what the ranks of a job do, while they do it; q or Ctrl-C ends that.
+@click.option("--once", is_flag=True, help="Print one table, of the time between two refreshes, and end.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object in a line of its own for each refresh.")
+def top(job: str | None, chosen: HostSelection, interval: float, once: bool, as_json: bool) -> None:
+    """Show what the ranks of a job are doing, until q or Ctrl-C.
 
     \b
         mlxdist top                       the only job that runs here, or was started here
-        mlxdist top 741b --every 5        the job whose name begins so
+        mlxdist top 741b --interval 5     the job whose name begins so
         mlxdist top --hosts node0,node1   the only job that runs on these hosts
         mlxdist top --once | less
 
     For each rank: the step that the program is at, if it calls mlxdist.set_step, else how many collectives of all ranks
-    it has begun; its operation and for how long; what it sends and receives. Ranks that others wait for are late. In a
-    pipe one table is printed, as with --once.
+    it has begun; its operation and for how long; what it sends and receives. Ranks that others wait for are stragglers.
+    In a pipe one table is printed, as with --once.
 
-    The exit status is 0 also when the job ends meanwhile, and 1 if at the last look a rank did not answer.
+    The exit status is 0 also when the job ends meanwhile, and 1 if at the last refresh a rank did not respond.
     """
-    from mlxdist.tools.observe.ask import find_ranks
+    from mlxdist.tools.observe.collect import find_ranks
     from mlxdist.tools.observe.top import Watch
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the terminal is put in order
@@ -67,33 +67,33 @@ def top(job: str | None, chosen: HostSelection, every: float, once: bool, as_jso
         with find_ranks(job, chosen) as ranks:
             watch = Watch(ranks)
             if once:
-                view = _second(_looks(watch, every))
+                view = _second(_views(watch, interval))
                 _print_json(view) if as_json else _print(view)
             elif as_json:
-                for view in _looks(watch, every):
+                for view in _views(watch, interval):
                     _print_json(view)
             else:
-                view = _show(watch, every)
+                view = _show(watch, interval)
     except (InvalidArgument, ResourceError) as error:
         raise click.ClickException(str(error)) from None
     except KeyboardInterrupt:
         return
     if view is not None and view.ended:
         click.echo(f"Job {view.job} has ended.", err=True)
-    elif view is not None and not (view.rows and all(row.has_answered for row in view.rows)):
+    elif view is not None and not (view.ranks and all(row.has_responded for row in view.ranks)):
         sys.exit(1)
 
 
-def _looks(watch: Watch, every: float, redraw: Callable[[], None] = lambda: None) -> Iterator[View]:
-    """Until the job has ended, or somebody presses q; that view is the last. ``redraw``: the terminal has changed."""
-    seconds = min(max(every, _SHORTEST_ANSWER), _LONGEST_ANSWER)
+def _views(watch: Watch, interval: float, redraw: Callable[[], None] = lambda: None) -> Iterator[View]:
+    """Until the job has ended, or the user presses q; that view is the last. ``redraw``: the terminal has changed."""
+    seconds = min(max(interval, _MIN_RESPONSE_SECONDS), _MAX_RESPONSE_SECONDS)
     view = None
     with _terminal() as (keys, sizes):
         while view is None or not view.ended:
             begin = time.monotonic()
-            view = _look(watch, seconds, view)
+            view = watch.refresh(seconds)
             yield view
-            while not view.ended and (wait := begin + every - time.monotonic()) > 0:
+            while not view.ended and (wait := begin + interval - time.monotonic()) > 0:
                 ready = select.select([*keys, *sizes], [], [], wait)[0]
                 if any(os.read(key, 64) in (b"", b"q", b"Q") for key in keys if key in ready):
                     return
@@ -101,23 +101,12 @@ def _looks(watch: Watch, every: float, redraw: Callable[[], None] = lambda: None
                     redraw()
 
 
-def _look(watch: Watch, seconds: float, before: View | None) -> View:
-    from mlxdist.tools.observe.top import View
-
-    try:
-        return watch.look(seconds)
-    except InvalidArgument as error:
-        if before is None:
-            raise
-        return View(before.job, [], [], [str(error)], True)
-
-
-def _second(looks: Iterator[View]) -> View:
-    """What has gone by is known then; the first one where the job ends before."""
-    first = next(looks)
-    second = next(looks, first)
-    looks.close()
-    return second if second.rows else first
+def _second(views: Iterator[View]) -> View:
+    """It has speeds; the first one where the job ends before."""
+    first = next(views)
+    second = next(views, first)
+    views.close()
+    return second if second.ranks else first
 
 
 @contextlib.contextmanager
@@ -145,27 +134,27 @@ def _terminal() -> Iterator[tuple[list[int], list[int]]]:
         os.close(target)
 
 
-def _show(watch: Watch, every: float) -> View | None:
+def _show(watch: Watch, interval: float) -> View | None:
     from rich.live import Live
 
-    console, last, ranks = Console(), None, None
-    live = Live(console=console, auto_refresh=False, screen=True)  # so that nothing is left over by a change of size
-    looks = _looks(watch, every, live.refresh)
+    console, last, shown = Console(), None, None
+    live = Live(console=console, auto_refresh=False, screen=True)  # so that a change of size leaves nothing over
+    views = _views(watch, interval, live.refresh)
     try:
         with live:
-            for last in looks:
-                if last.rows or not last.ended:
-                    ranks = Screenful(last)
-                    live.update(ranks, refresh=True)
+            for last in views:
+                if last.ranks or not last.ended:
+                    shown = Screenful(last)
+                    live.update(shown, refresh=True)
     finally:
-        looks.close()
-        if ranks is not None:
-            console.print(ranks)
+        views.close()
+        if shown is not None:
+            console.print(shown)
     return last
 
 
 def _print(view: View) -> None:
-    Console(width=None if sys.stdout.isatty() else 200).print(whole(view))
+    Console(width=None if sys.stdout.isatty() else 200).print(full(view))
 
 
 def _print_json(view: View) -> None:

@@ -1,10 +1,9 @@
-"""The flight recorder: what this rank did last, written to a file when the group fails or somebody asks for it.
+"""The flight recorder: what this rank did last, written to a file when the group fails or on SIGUSR1.
 
-The engine keeps the operations (native/engine/flight_recorder.h); `mlxdist dump` and mlxdist/tools/observe read the files of all ranks
-and say who is behind whom. docs/debugging.md is for users.
+The engine keeps the operations (native/endpoint/flight.h); `mlxdist dump` and mlxdist/tools/observe read the files of
+all ranks and find the stragglers. docs/debugging.md is for users.
 """
 
-import contextlib
 import json
 import os
 import signal
@@ -23,21 +22,21 @@ from mlxdist.runtime.internal_thread import InternalThread
 from mlxdist.version import __version__
 
 from . import signals
-from .flight_records import MAX_OPERATIONS, MAX_THREADS, SCHEMA, dump_name, marker_of, request_of, status_of
+from .flight_records import MAX_OPERATIONS, MAX_THREADS, SCHEMA, pid_file, rank_directory, record_file_name
 from .native import bridge, ffi, last_error, lib
 from .step import current_step
 
 __all__ = ["Recorder", "explain"]
 
-# Whoever raises the first error waits so long for its record to be written.
-_PATIENCE = 1.0
+# The first error waits so long for its record to be written.
+_RECORD_SECONDS = 1.0
 
 # finalize() waits so long for a disk.
-_LONGEST_WRITE = 10.0
+_MAX_WRITE_SECONDS = 10.0
 
-# Of the operations, so many are looked at to say what this rank does, and so many are told.
+# Operations of a status, and how many recent ones are read to find those in progress.
 _RECENT = 64
-_TOLD = 8
+_STATUS_OPERATIONS = 8
 
 _recorder: "Recorder | None" = None  # of this process
 
@@ -63,78 +62,81 @@ class Recorder:
         self._environment = environment
         self._host = host
         self._native: Any = native  # None once it is closed
-        # Where the program is started, not where it has gone to since.
-        self._folder = None if environment.flight_dir == "none" else Path(environment.flight_dir or "").absolute()
+        # Where the program is started, wherever it changes its directory to.
+        self._directory = None if environment.flight_dir == "none" else Path(environment.flight_dir or "").absolute()
         self.renew_locks()
         self._settled = threading.Event()  # the first failure is written, or could not be
         self._outcome = ""
-        self._marker: Path | None = None
+        self._pid_file: Path | None = None
         self._watcher = InternalThread(target=self._watch, name="mlxdist flight recorder", daemon=True)
         self._watcher.start()
         _recorder = self
-        signals.on(signal.SIGUSR1, self._answer)
+        signals.on(signal.SIGUSR1, lambda: self.dump("SIGUSR1"))
         if signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:  # as where init() was not called in the main thread
-            self._marker = self._mark()
+            self._pid_file = self._write_pid()
 
     def renew_locks(self) -> None:
         """In a forked child, too: other threads of the parent may have held them, and none of them lives there."""
         self._reading = threading.Lock()  # guards _native
         self._writing = threading.Lock()  # one file at a time; the disk may be slow
 
-    def dump(self, why: str) -> Path | None:
+    def dump(self, reason: str) -> Path | None:
         """Writes the record. Returns its file, or None: the recorder is switched off, or the file cannot be written."""
         with self._writing:
-            record = None if self._folder is None else self._record(why)
+            record = None if self._directory is None else self._record(reason)
             if record is None:
                 return None
-            path = self._folder / dump_name(self._environment.rank)
+            path = self._directory / record_file_name(self._environment.rank)
             try:
                 _write(path, record)
             except OSError as error:
                 self._outcome = f"{path} could not be written: {error.strerror}"
                 logger.warn(
-                    "flight", f"the flight recorder's file {self._outcome}; MLXDIST_FLIGHT_DIR names another folder"
+                    "flight", f"the flight recorder's file {self._outcome}; MLXDIST_FLIGHT_DIR names another directory"
                 )
                 return None
-            self._outcome = f"{path}; `mlxdist dump --files {self._folder}` says who waited for whom"
-            logger.info("flight", f"wrote {path}: {why}")
+            self._outcome = f"{path}; `mlxdist dump --files {self._directory}` shows which ranks waited for which"
+            logger.info("flight", f"wrote {path}: {reason}")
             return path
 
     def position(self) -> str:
-        """What this rank does, for the others: "in all_gather #412 at train.py:88 for 12.3 s"; "" if nobody knows."""
-        entries = ffi.new("mlxdist_flight_record[]", _RECENT)
-        with self._reading:
-            count = 0 if self._native is None else lib.mlxdist_flight_read(self._native, entries, _RECENT)
+        """What this rank does, for the others: "in all_gather #412 at train.py:88 for 12.3 s"; "" if unknown."""
+        entries, count = self._read(_RECENT)
         if count == 0:
             return ""
         recent = list(entries[0:count])
         entry = next((e for e in recent if e.ended_ns == 0), None) or max(recent, key=lambda e: e.ended_ns)
-        name, place = (ffi.string(text).decode(errors="replace") for text in (entry.operation, entry.call_site))
-        at = f" {place}" if place.startswith("near ") else f" at {place}" if place else ""
+        name, call_site = (ffi.string(text).decode(errors="replace") for text in (entry.operation, entry.call_site))
+        at = f" {call_site}" if call_site.startswith("near ") else f" at {call_site}" if call_site else ""
         seconds = (time.monotonic_ns() - (entry.ended_ns or entry.started_ns)) / 1e9
         text = f"{name} #{entry.sequence}{at}"
         if entry.ended_ns == 0:
             return f"in {text} for {seconds:.1f} s"
         return f"between operations for {seconds:.1f} s since {text}"
 
+    def status(self) -> bytes:
+        """The record with few operations, for `mlxdist top`; empty once the group is closed."""
+        record = self._record("status", _STATUS_OPERATIONS)
+        return b"" if record is None else json.dumps(record).encode()
+
     def outcome(self) -> str:
-        """Where the record of the failure is, in words; "" if there is none."""
+        """Where the record of the failure is; "" if there is none."""
         with self._reading:
             failed = self._native is not None and lib.mlxdist_group_error(self._native)
         if failed:  # not where an argument was refused: nothing is written then
-            self._settled.wait(_PATIENCE)
+            self._settled.wait(_RECORD_SECONDS)
         return self._outcome
 
     def close(self) -> None:
-        """Before the engine's group is destroyed: writes what is to be written, and lets go of it."""
+        """Before the engine's group is destroyed: writes what is to be written, and reads it no more."""
         global _recorder
         lib.mlxdist_group_stop_watching(self._native)
-        self._watcher.join(_LONGEST_WRITE)
+        self._watcher.join(_MAX_WRITE_SECONDS)
         self._settled.set()
         with self._reading:
             self._native = None
-        if self._marker is not None:
-            self._marker.unlink(missing_ok=True)
+        if self._pid_file is not None:
+            self._pid_file.unlink(missing_ok=True)
         if _recorder is self:
             _recorder = None
 
@@ -145,57 +147,38 @@ class Recorder:
             self.dump(text)
             self._settled.set()
 
-    def _answer(self) -> None:
-        """SIGUSR1 has come: a file says what for, unless somebody has sent it by hand."""
-        wanted = [what for what in ("dump", "status") if self._take_request(what)]
-        if "status" in wanted:
-            self._write_status()
-        if "dump" in wanted or not wanted:
-            self.dump("SIGUSR1")
-
-    def _take_request(self, what: str) -> bool:
-        if self._marker is None:
-            return False
+    def _write_pid(self) -> Path | None:
+        """So that `mlxdist dump` signals this process: SIGUSR1 would end one that does not handle it."""
+        directory = rank_directory(self._environment.rank)
+        if directory is None:
+            return None
         try:
-            request_of(self._marker.parent, what).unlink()
-        except OSError:
-            return False
-        return True
-
-    def _write_status(self) -> None:
-        """What `mlxdist top` shows: the record with few operations, small enough to be asked for all the time."""
-        record = self._record("status", _TOLD)
-        if record is None or self._marker is None:
-            return
-        with contextlib.suppress(OSError):  # who asks notices, and there is nobody else to tell
-            _write(status_of(self._marker.parent), record)
-
-    def _mark(self) -> Path | None:
-        """Tells `mlxdist dump` which process to ask. The signal would end one that does not handle it."""
-        temporary = Path(os.environ.get("TMPDIR", ""))
-        if temporary.name != str(self._environment.rank) or not temporary.parent.name.startswith("mlxdist-"):
-            return None  # the launcher did not make it
-        try:
-            marker_of(temporary).write_text(str(os.getpid()))
+            pid_file(directory).write_text(str(os.getpid()))
         except OSError as error:
             logger.warn("flight", f"`mlxdist dump` will not find this rank, since nothing can be written here: {error}")
             return None
-        return marker_of(temporary)
+        return pid_file(directory)
 
-    def _record(self, why: str, most: int = MAX_OPERATIONS) -> dict[str, Any] | None:
-        """``most``: of the operations so many, first of all those in progress; and of the threads the main one."""
-        is_brief = most < MAX_OPERATIONS
-        entries = ffi.new("mlxdist_flight_record[]", _RECENT if is_brief else MAX_OPERATIONS)
+    def _read(self, limit: int) -> tuple[Any, int]:
+        """The latest operations of the engine, and how many; 0 where it is stuck: this must return in any case."""
+        entries = ffi.new("mlxdist_flight_record[]", limit)
+        with self._reading:
+            count = 0 if self._native is None else lib.mlxdist_flight_read(self._native, entries, limit)
+        return entries, count
+
+    def _record(self, reason: str, limit: int = MAX_OPERATIONS) -> dict[str, Any] | None:
+        """``limit``: of the operations, first of all those in progress; and of the threads the main one."""
+        is_status = limit < MAX_OPERATIONS
+        entries, count = self._read(_RECENT if is_status else MAX_OPERATIONS)
         with self._reading:
             if self._native is None:
                 return None
-            count = lib.mlxdist_flight_read(self._native, entries, len(entries))
-            operations = [_operation(entry) for entry in _foremost(list(entries[0:count]), most)]
+            operations = [_operation(entry) for entry in _foremost(list(entries[0:count]), limit)]
             groups = {str(group): self._members(group) for group in {0} | {o["group"] for o in operations}}
             error = last_error() if lib.mlxdist_group_error(self._native) else None
-            # Not where the engine is stuck: the counters wait for it, and this must answer in any case.
+            # Not where the engine is stuck: the counters wait for it.
             sent, received = self._traffic() if count else (0, 0)
-        step, steps = current_step()
+        step, total_steps = current_step()
         threads = _threads()
         return {
             "schema": SCHEMA,
@@ -205,17 +188,17 @@ class Recorder:
             "size": self._environment.world_size,
             "host": self._host,
             "pid": os.getpid(),
-            "why": why,
+            "reason": reason,
             "error": error,
             # The clock of the operations, and what the time was at the same moment.
             "monotonic_ns": time.monotonic_ns(),
             "wall_ns": time.time_ns(),
             "step": step,
-            "steps": steps,
+            "total_steps": total_steps,
             "bytes_sent": sent,
             "bytes_received": received,
             "groups": groups,
-            "threads": dict(list(threads.items())[:1]) if is_brief else threads,
+            "threads": dict(list(threads.items())[:1]) if is_status else threads,
             "operations": operations,
         }
 
@@ -232,53 +215,48 @@ def explain(error: Error) -> Error:
     return error
 
 
-def _foremost(entries: list[Any], most: int) -> list[Any]:
-    """So many of them, in their order: the oldest in progress, then those that were started last."""
-    if len(entries) <= most:
-        return entries
+def _foremost(entries: list[Any], limit: int) -> list[Any]:
+    """In their order: the oldest in progress, then those that were started last."""
     ranking = sorted(range(len(entries)), key=lambda i: (0, i) if entries[i].ended_ns == 0 else (1, -i))
-    return [entries[i] for i in sorted(ranking[:most])]
+    return [entries[i] for i in sorted(ranking[:limit])]
 
 
 def _operation(entry: Any) -> dict[str, Any]:
     has_array = entry.layout.ndim >= 0
+    ranks = {
+        "root": entry.root,
+        "destination": entry.to,
+        "source": getattr(entry, "from"),
+        "waiting_on": entry.waits_for,
+    }
     return {
         "number": entry.number,
         "group": entry.group,
-        "hidden": bool(entry.internal),
+        "internal": bool(entry.internal),
         "collective": bool(entry.collective),
         "sequence": entry.sequence,
-        "operation": ffi.string(entry.operation).decode(),
+        "name": ffi.string(entry.operation).decode(),
         "dtype": ffi.string(lib.mlxdist_dtype_name(entry.layout.dtype)).decode() if has_array else None,
         "shape": list(entry.layout.shape[0 : entry.layout.ndim]) if has_array else None,
         "bytes": entry.bytes,
-        "root": _or_none(entry.root),
-        "to": _or_none(entry.to),
-        "from": _or_none(getattr(entry, "from")),
         "algorithm": ALGORITHMS[entry.algorithm],
         "started_ns": entry.started_ns,
         "ended_ns": entry.ended_ns or None,
         "status": entry.status,
-        "waits_for": _or_none(entry.waits_for),
-        "place": ffi.string(entry.call_site).decode(errors="replace"),
-    }
-
-
-def _or_none(number: int) -> int | None:
-    return None if number < 0 else number
+        "call_site": ffi.string(entry.call_site).decode(errors="replace"),
+    } | {name: None if rank < 0 else rank for name, rank in ranks.items()}
 
 
 def _threads() -> dict[str, str]:
-    """Where in the program each of its threads is, the main thread first."""
+    """The call site of each thread of the program, the main thread first."""
     frames = sys._current_frames()
     main = threading.main_thread()
     threads = sorted(threading.enumerate(), key=lambda thread: thread is not main)[:MAX_THREADS]
-    places = {thread.name: bridge.line_of(frames[thread.ident]) for thread in threads if thread.ident in frames}
-    return {name: place for name, place in places.items() if place and not name.startswith("mlxdist ")}
+    sites = {thread.name: bridge.line_of(frames[thread.ident]) for thread in threads if thread.ident in frames}
+    return {name: site for name, site in sites.items() if site and not name.startswith("mlxdist ")}
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:
-    """Whoever reads meanwhile finds the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",".join(f"\n    {json.dumps(operation)}" for operation in record.pop("operations"))
     head = json.dumps(record, indent=2).removesuffix("\n}")

@@ -1,6 +1,7 @@
 """The files of the flight recorder, read and checked. mlxdist/runtime/flight_recorder.py writes them."""
 
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,22 +9,16 @@ from typing import Any
 
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.base.validation import Check, fields_of, flag, list_of, map_of, number, or_null, text
+from mlxdist.base.validation import build, checked, flag, list_of, map_of, number, or_null, text
 
 __all__ = [
-    "MAX_OPERATIONS",
-    "MAX_THREADS",
-    "SCHEMA",
-    "Dump",
+    "FlightRecord",
     "Operation",
-    "check_dump",
-    "dump_name",
-    "marker_of",
-    "read_dump",
-    "read_folder",
-    "read_json",
-    "request_of",
-    "status_of",
+    "check_record",
+    "pid_file",
+    "rank_directory",
+    "read_directory",
+    "read_flight_record",
 ]
 
 SCHEMA = 1
@@ -31,31 +26,34 @@ MAX_OPERATIONS = 4096  # of a rank: 1000 that have ended, and those in progress
 MAX_THREADS = 64
 _MAX_FILE_BYTES = 16 << 20
 _MAX_TEXT = 4096
-_MAX_NUMBER = 2**64 - 1
+_ANY = number(0, 2**64 - 1)
+_RANK = number(0, MAX_RANKS - 1)
+_GROUP = number(0, 0x7FFF)
+_STATUS = number(0, 1000)
 
 
 @dataclass(frozen=True)
 class Operation:
     """One operation of a rank. Times are nanoseconds of that rank's monotonic clock."""
 
-    number: int  # among all operations of the rank, from 1
-    group: int  # its id: 0 is the world
-    hidden: bool  # made by mlxdist itself, beside the group, and counted apart: split
-    collective: bool
-    sequence: int  # among the collectives of the group on this rank, or its other operations, from 1
-    name: str
-    dtype: str | None
-    shape: tuple[int, ...] | None
-    bytes: int
-    root: int | None
-    to: int | None  # a rank of the world, as are the next two
-    source: int | None
-    algorithm: str
-    started_ns: int
-    ended_ns: int | None  # None: in progress
-    status: int  # enum mlxdist_status; 0 while in progress
-    waits_for: int | None
-    place: str  # "train.py:88", "near train.py:88", or "" where it is not known
+    number: int = checked(_ANY)  # among all operations of the rank, from 1
+    group: int = checked(_GROUP)  # its id: 0 is the world
+    internal: bool = checked(flag)  # made by mlxdist itself, in a group with its own numbers: split
+    collective: bool = checked(flag)
+    sequence: int = checked(_ANY)  # among the collectives of the group on this rank, or its other operations, from 1
+    name: str = checked(text(32))
+    dtype: str | None = checked(or_null(text(32)))
+    shape: tuple[int, ...] | None = checked(or_null(list_of(_ANY, 6)))
+    bytes: int = checked(_ANY)
+    root: int | None = checked(or_null(_RANK))
+    destination: int | None = checked(or_null(_RANK))  # a rank of the world, as are the next two
+    source: int | None = checked(or_null(_RANK))
+    waiting_on: int | None = checked(or_null(_RANK))
+    algorithm: str = checked(text(32))
+    started_ns: int = checked(_ANY)
+    ended_ns: int | None = checked(or_null(_ANY))  # None: in progress
+    status: int = checked(_STATUS)  # enum mlxdist_status; 0 while in progress
+    call_site: str = checked(text(64))  # "train.py:88", "near train.py:88", or "" where it is not known
 
     @property
     def is_open(self) -> bool:
@@ -65,7 +63,7 @@ class Operation:
     def __str__(self) -> str:
         """``all_sum #413``, ``recv #5 from rank 1``."""
         other = f" from rank {self.source}" if self.source is not None else ""
-        other = f" to rank {self.to}{other}" if self.to is not None else other
+        other = f" to rank {self.destination}{other}" if self.destination is not None else other
         return f"{self.name} #{self.sequence}{other}"
 
     @property
@@ -76,96 +74,100 @@ class Operation:
     @property
     def at(self) -> str:
         """``at train.py:88``, after a blank; nothing where that is not known."""
-        return "" if not self.place else f" {self.place}" if self.place.startswith("near ") else f" at {self.place}"
+        near = self.call_site.startswith("near ")
+        return "" if not self.call_site else f" {self.call_site}" if near else f" at {self.call_site}"
 
 
 @dataclass(frozen=True)
-class Dump:
+class FlightRecord:
     """What a rank's flight recorder has written."""
 
-    job: str
-    rank: int
-    size: int
-    host: str
-    pid: int
-    why: str
-    error: str | None  # the first error of the group, once it has failed
-    monotonic_ns: int  # when it was written, on both clocks
-    wall_ns: int
-    groups: dict[int, tuple[int, ...]]  # the members, ranks of the world, of every group that still exists
-    threads: dict[str, str]  # where each thread is in the program
-    operations: tuple[Operation, ...]  # in the order in which they were started
-    step: int | None = None  # as the program has said
-    steps: int | None = None  # in all
-    bytes_sent: int = 0  # since the beginning
-    bytes_received: int = 0
+    schema: int = checked(number(SCHEMA, SCHEMA))
+    job: str = checked(text())
+    rank: int = checked(_RANK)
+    size: int = checked(number(1, MAX_RANKS))
+    host: str = checked(text())
+    pid: int = checked(_ANY)
+    reason: str = checked(text(_MAX_TEXT))
+    error: str | None = checked(or_null(text(_MAX_TEXT)))  # the first error of the group, once it has failed
+    monotonic_ns: int = checked(_ANY)  # when it was written, on both clocks
+    wall_ns: int = checked(_ANY)
+    step: int | None = checked(or_null(_ANY))  # of mlxdist.set_step
+    total_steps: int | None = checked(or_null(_ANY))
+    bytes_sent: int = checked(_ANY)  # since the beginning
+    bytes_received: int = checked(_ANY)
+    # The members, ranks of the world, of every group that still exists.
+    groups: dict[int, tuple[int, ...]] = checked(
+        lambda name, value: {_id(id): ranks for id, ranks in _GROUPS(name, value).items()}
+    )
+    threads: dict[str, str] = checked(map_of(text(), MAX_THREADS))  # where each thread is in the program
+    # In the order in which they were started.
+    operations: tuple[Operation, ...] = checked(list_of(lambda name, value: build(Operation, value), MAX_OPERATIONS))
 
-    @property
-    def progress(self) -> str:
-        """``5 of 100``; nothing where the program does not say."""
-        of = "" if self.steps is None else f" of {self.steps}"
-        return "" if self.step is None else f"{self.step}{of}"
+
+_GROUPS = map_of(list_of(_RANK, MAX_RANKS), MAX_OPERATIONS)
 
 
-def dump_name(rank: int) -> str:
+def _id(text: str) -> int:
+    return _GROUP("groups", int(text) if re.fullmatch(r"[0-9]{1,5}", text, re.ASCII) else -1)
+
+
+def record_file_name(rank: int) -> str:
     return f"flight-{rank}.json"
 
 
-def marker_of(temporary: Path) -> Path:
-    """The file in a rank's temporary folder that has the number of its process, as long as this can be asked."""
-    return temporary / ".mlxdist-rank"
+def rank_directory(rank: int) -> Path | None:
+    """The private directory that the launcher has made for this rank; None where there is no launcher."""
+    directory = Path(os.environ.get("TMPDIR", ""))
+    return directory if directory.name == str(rank) and directory.parent.name.startswith("mlxdist-") else None
 
 
-def request_of(temporary: Path, what: str) -> Path:
-    """The file beside the marker that says what a SIGUSR1 is for: "dump", or "status"."""
-    return temporary / f".mlxdist-ask-{what}"
+def pid_file(directory: Path) -> Path:
+    """In a rank's private directory: the number of its process, as long as it handles SIGUSR1."""
+    return directory / ".mlxdist-pid"
 
 
-def status_of(temporary: Path) -> Path:
-    """What answers a request for the status: as flight-<rank>.json, but with few operations."""
-    return temporary / ".mlxdist-status"
-
-
-def read_folder(folder: Path) -> tuple[dict[int, Dump], list[str]]:
-    """The records in a folder, by rank, and what is wrong with other files there that are named like one.
+def read_directory(directory: Path) -> tuple[dict[int, FlightRecord], list[str]]:
+    """The records in a directory, by rank, and what is wrong with other files there that are named like one.
 
     Of several jobs the one counts that was written last.
 
     Raises:
-        InvalidArgument: there is no such folder, or no record in it.
+        InvalidArgument: there is no such directory, or no record in it.
     """
-    dumps, problems = [], []
+    records, problems = [], []
     try:
-        paths = sorted(path for path in folder.iterdir() if re.fullmatch(r"flight-[0-9]{1,4}\.json", path.name))
+        paths = sorted(path for path in directory.iterdir() if re.fullmatch(r"flight-[0-9]{1,4}\.json", path.name))
     except OSError as error:
         raise InvalidArgument(
-            f"{folder}: {error.strerror}; name the folder with the files flight-<rank>.json"
+            f"{directory}: {error.strerror}; name the directory with the files flight-<rank>.json"
         ) from None
     for path in paths:
         try:
-            dumps.append(read_dump(path))
+            records.append(read_flight_record(path))
         except InvalidArgument as error:
             problems.append(str(error))
-    if not dumps:
-        raise InvalidArgument("; ".join(problems) or f"{folder}: there is no file flight-<rank>.json in it")
-    newest = max(dumps, key=lambda dump: dump.wall_ns)
-    found = {dump.rank: dump for dump in dumps if (dump.job, dump.size) == (newest.job, newest.size)}
-    for dump in dumps:
-        if found.get(dump.rank) is not dump:
-            problems.append(f"{folder / dump_name(dump.rank)} is of another job ({dump.job or 'without a name'})")
+    if not records:
+        raise InvalidArgument("; ".join(problems) or f"{directory}: there is no file flight-<rank>.json in it")
+    newest = max(records, key=lambda record: record.wall_ns)
+    found = {record.rank: record for record in records if (record.job, record.size) == (newest.job, newest.size)}
+    for record in records:
+        if found.get(record.rank) is not record:
+            name = directory / record_file_name(record.rank)
+            problems.append(f"{name} is of another job ({record.job or 'without a name'})")
     return found, problems
 
 
-def read_dump(path: Path) -> Dump:
+def read_flight_record(path: Path) -> FlightRecord:
     """One file.
 
     Raises:
-        InvalidArgument: it cannot be read, or is none of the flight recorder.
+        InvalidArgument: it cannot be read, or is not a flight record.
     """
-    dump = check_dump(read_json(path), str(path))
-    if path.name not in (dump_name(dump.rank), status_of(path.parent).name):
-        raise InvalidArgument(_refusal(str(path), f"rank is {dump.rank}"))
-    return dump
+    record = check_record(read_json(path), str(path))
+    if path.name != record_file_name(record.rank):
+        raise InvalidArgument(_refusal(str(path), f"rank is {record.rank}"))
+    return record
 
 
 def read_json(path: Path) -> Any:
@@ -190,80 +192,20 @@ def read_json(path: Path) -> Any:
     raise InvalidArgument(_refusal(str(path), problem))
 
 
-def check_dump(value: Any, source: str) -> Dump:
+def check_record(value: Any, source: str) -> FlightRecord:
     """A record that has come from ``source``.
 
     Raises:
-        InvalidArgument: it is none of the flight recorder.
+        InvalidArgument: it is not a flight record.
     """
     try:
-        return _dump(value)
+        record = build(FlightRecord, value)
+        if record.rank >= record.size:
+            raise ValueError(f"rank is {record.rank}, but size is {record.size}")
+        return record
     except ValueError as error:
         raise InvalidArgument(_refusal(source, str(error))) from None
 
 
 def _refusal(source: str, problem: str) -> str:
-    return f"{source} is no file of this version's flight recorder: {problem}"
-
-
-_ANY = number(0, _MAX_NUMBER)
-_RANK = number(0, MAX_RANKS - 1)
-
-_OPERATION: dict[str, Check] = {
-    "number": _ANY,
-    "group": number(0, 0x7FFF),
-    "hidden": flag,
-    "collective": flag,
-    "sequence": _ANY,
-    "operation": text(32),
-    "dtype": or_null(text(32)),
-    "shape": or_null(list_of(_ANY, 6)),
-    "bytes": _ANY,
-    "root": or_null(_RANK),
-    "to": or_null(_RANK),
-    "from": or_null(_RANK),
-    "algorithm": text(32),
-    "started_ns": _ANY,
-    "ended_ns": or_null(_ANY),
-    "status": number(0, 1000),
-    "waits_for": or_null(_RANK),
-    "place": text(64),
-}
-
-_DUMP: dict[str, Check] = {
-    "schema": number(SCHEMA, SCHEMA),
-    "job": text(),
-    "rank": _RANK,
-    "size": number(1, MAX_RANKS),
-    "host": text(),
-    "pid": _ANY,
-    "why": text(_MAX_TEXT),
-    "error": or_null(text(_MAX_TEXT)),
-    "monotonic_ns": _ANY,
-    "wall_ns": _ANY,
-    "groups": map_of(list_of(_RANK, MAX_RANKS), MAX_OPERATIONS),
-    "threads": map_of(text(), MAX_THREADS),
-    "operations": list_of(lambda name, value: _operation(value), MAX_OPERATIONS),
-}
-
-# Files of earlier versions have none of these.
-_LATER: dict[str, Check] = {"step": or_null(_ANY), "steps": or_null(_ANY), "bytes_sent": _ANY, "bytes_received": _ANY}
-
-
-def _operation(value: Any) -> Operation:
-    fields = fields_of(_OPERATION, value)
-    return Operation(name=fields.pop("operation"), source=fields.pop("from"), **fields)
-
-
-def _dump(value: Any) -> Dump:
-    fields = fields_of(_DUMP, value)
-    fields |= fields_of({name: check for name, check in _LATER.items() if name in value}, value)
-    del fields["schema"]
-    groups = {number(0, 0x7FFF)("groups", _id(text)): ranks for text, ranks in fields.pop("groups").items()}
-    if fields["rank"] >= fields["size"]:
-        raise ValueError(f"rank is {fields['rank']}, but size is {fields['size']}")
-    return Dump(groups=groups, **fields)
-
-
-def _id(text: str) -> int:
-    return int(text) if re.fullmatch(r"[0-9]{1,5}", text, re.ASCII) else -1
+    return f"{source} is not a flight record of this version: {problem}"

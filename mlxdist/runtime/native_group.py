@@ -18,7 +18,7 @@ from .devices.device_selection import DeviceSelection
 from .devices.links import Choice
 from .native import check, ffi, lib
 from .rendezvous import Rendezvous
-from .rendezvous.step import StepFailed, take_step
+from .rendezvous.startup_step import StepFailed, take_step
 
 __all__ = ["FIELDS", "FOR_EVER", "NativeGroup"]
 

@@ -131,7 +131,7 @@ class World:
         """Ends every operation of every group, on all ranks, and returns when these have been told."""
         self.fail(self._own(errors.Aborted, f"aborted the group: {reason}"))
         if self._rendezvous is not None:
-            self._rendezvous.is_passed_on(_TO_BE_TOLD)
+            self._rendezvous.is_acked(_TO_BE_TOLD)
 
     def fail(self, error: errors.Error, consequence: bool = False) -> None:
         """Ends every operation of every group, on all ranks, with ``error``, which the program knows of.
@@ -141,7 +141,7 @@ class World:
         if self._rendezvous is not None:
             # First the others, who must not find this rank's operations broken before they know why; but if rank 0 is
             # stopped, this rank is not to wait for it.
-            self._rendezvous.announce(error, consequence, seconds=0.05)
+            self._rendezvous.report_failure(error, consequence, seconds=0.05)
         self.pending.told_error = True
         self.native_group.abort(error)
 
@@ -221,14 +221,15 @@ class World:
                 on_failure=self._peer_failed,
                 on_leave=self._peer_left,
                 on_message=self._message,
-                on_news=self._peer_news,
+                on_peer_status=self._peer_status,
                 position=self.recorder.position,
+                status=self.recorder.status,
             )
         except BaseException as error:
             if self._rendezvous is not None:
                 why = self._why(error)
                 if why.rank in (None, self.rank):  # else all ranks have it already
-                    self._rendezvous.announce(why)
+                    self._rendezvous.report_failure(why)
                 self._rendezvous.close()
             if self._standstill is not None:
                 self._standstill.close()
@@ -263,7 +264,7 @@ class World:
     def _engine_failed(self, error: errors.Error) -> None:
         # The engine tells the other ranks, too, but what it sends may be lost, and is not sent again after a failure.
         if error.rank == self.rank:
-            self._rendezvous.announce(error, seconds=0)
+            self._rendezvous.report_failure(error, seconds=0)
 
     # Called by the rendezvous's own thread, which ends before finalize() destroys the native group.
 
@@ -272,9 +273,9 @@ class World:
         self.native_group.abort(self._rendezvous.failure)
 
     def _peer_left(self, rank: int, text: str) -> None:
-        self._peer_news(rank, "gone: it has left the group (finalize)")
+        self._peer_status(rank, "gone: it has left the group (finalize)")
 
-    def _peer_news(self, rank: int, text: str) -> None:
+    def _peer_status(self, rank: int, text: str) -> None:
         lib.mlxdist_group_set_peer_status(self.native, rank, text.encode())
 
     def _message(self, rank: int, tag: str, data: bytes) -> None:
@@ -284,7 +285,7 @@ class World:
             try:
                 check(lib.mlxdist_group_side_channel_receive(self.native, rank, data, len(data)))
             except errors.Error as error:
-                self._rendezvous.announce(error)
+                self._rendezvous.report_failure(error)
                 self.native_group.abort(error)
 
     def _is_idle(self, groups: list[Member], seconds: float) -> bool:

@@ -11,24 +11,23 @@ import time
 from collections.abc import Callable, Iterator
 from unittest import mock
 
-from mlxdist.base import errors
 from mlxdist.base.environment import Environment
 from mlxdist.runtime.rendezvous import connect
-from mlxdist.runtime.rendezvous.event_loop import Loop
+from mlxdist.runtime.rendezvous.authentication import NONCE_BYTES, Refused, observer_secret, proof
+from mlxdist.runtime.rendezvous.event_loop import Connection, EventLoop
 from mlxdist.runtime.rendezvous.heartbeat import Heartbeat
-from mlxdist.runtime.rendezvous.messages import pack_message, unpack_message
+from mlxdist.runtime.rendezvous.members import Member
 from mlxdist.runtime.rendezvous.protocol import (
     MAGIC,
-    NONCE_BYTES,
-    Connection,
     Framing,
     Kind,
-    WireError,
-    proof,
+    ProtocolError,
+    pack_message,
     unpack_json,
+    unpack_message,
 )
 from mlxdist.runtime.rendezvous.rendezvous import Rendezvous
-from mlxdist.runtime.rendezvous.server import Hub, Member
+from mlxdist.runtime.rendezvous.server import Server
 
 __all__ = ["TARGETS"]
 
@@ -50,7 +49,7 @@ def frames(data: bytes) -> None:
                 framing.feed(data[start : start + cut])
                 while (frame := framing.next_frame()) is not None:
                     found.append(frame)
-        except WireError as error:
+        except ProtocolError as error:
             found.append(str(error))
         outcomes.append(found)
     assert outcomes[0] == outcomes[1], outcomes
@@ -61,42 +60,42 @@ def _frames_survive(data: bytes) -> None:
     sender, receiver = Framing(), Framing()
     sender.secure(b"a", b"b")
     receiver.secure(b"b", b"a")
-    receiver.feed(sender.frame(Kind.ANNOUNCE, data) + sender.frame(Kind.GOODBYE, b""))
-    assert [receiver.next_frame(), receiver.next_frame()] == [(Kind.ANNOUNCE, data), (Kind.GOODBYE, b"")]
+    receiver.feed(sender.frame(Kind.REPORT_FAILURE, data) + sender.frame(Kind.GOODBYE, b""))
+    assert [receiver.next_frame(), receiver.next_frame()] == [(Kind.REPORT_FAILURE, data), (Kind.GOODBYE, b"")]
 
 
 class Meeting:
-    """Rank 0's hub, driven by hand: its loop is a real one whose thread is never started."""
+    """Rank 0's server, driven by hand: its loop is a real one whose thread is never started."""
 
     def __init__(self) -> None:
         def crash(error: BaseException) -> None:
             raise error
 
-        self.loop = Loop(crash)
+        self.loop = EventLoop(crash)
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = listener.getsockname()
         environment = Environment(world_size=SIZE, rendezvous=self.address, secret=SECRET, job="test")
-        self.own, hub_side = socket.socketpair()
+        self.own, server_side = socket.socketpair()
         self.own.setblocking(False)
-        self.hub = Hub(self.loop, listener, environment, hub_side)
+        self.server = Server(self.loop, listener, environment, server_side)
         self._framing = Framing()
         self._framing.secure(b"own", b"own")
 
     def join(self, rank: int) -> socket.socket:
         """A member that has proven itself. Returns its end."""
-        end, hub_side = socket.socketpair()
+        end, server_side = socket.socketpair()
         end.setblocking(False)
-        connection = Connection(self.loop, hub_side, Framing())
+        connection = Connection(self.loop, server_side, Framing())
         connection.framing.secure(b"from", b"to")
-        self.hub._join(Member(rank, "host", 1, connection))
+        self.server._join(Member(rank, "host", 1, connection))
         return end
 
     def turn(self) -> None:
         """What the loop's thread does, until there is nothing to do."""
         for _ in range(100):
-            if not self.loop._turn(0):
+            if not self.loop._poll(0):
                 break
-        self.loop._step()
+        self.loop._run_timers()
 
     def heard(self) -> list[tuple[int, bytes]]:
         """The frames that rank 0 itself was sent."""
@@ -111,7 +110,7 @@ class Meeting:
     def close(self) -> None:
         for key in list(self.loop._selector.get_map().values()):
             key.fileobj.close()
-        self.loop._waker.close()
+        self.loop._wake_sender.close()
         self.own.close()
 
 
@@ -125,19 +124,20 @@ def meeting() -> Iterator[Meeting]:
 
 
 def stranger(data: bytes) -> None:
-    """Bytes from anybody; with the first byte odd a greeting from somebody who has the secret."""
+    """Bytes from anybody; with the first byte odd a greeting by a rank that has the secret, or by an observer."""
     with meeting() as here, socket.create_connection(here.address) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_0)
         here.turn()
         framing = Framing()
         framing.feed(sock.recv(4096))
-        hub_nonce = framing.next_frame()[1][len(MAGIC) :]
+        server_nonce = framing.next_frame()[1][len(MAGIC) :]
         greeting = data[1:]
         if data[:1] and data[0] & 1:
             nonce = b"n" * NONCE_BYTES
-            hello = nonce + proof(SECRET, "rank", hub_nonce, nonce, greeting) + greeting
+            role, secret = ("observer", observer_secret(SECRET)) if data[0] & 0x40 else ("rank", SECRET)
+            hello = nonce + proof(secret, role, server_nonce, nonce, greeting) + greeting
             greeting = framing.frame(Kind.HELLO, hello)
-        with contextlib.suppress(OSError):  # the hub has closed it
+        with contextlib.suppress(OSError):  # the server has closed it
             sock.sendall(greeting)
         here.turn()
         for kind, payload in here.heard():
@@ -155,7 +155,7 @@ def member(data: bytes) -> None:
             kind, who, length = struct.unpack_from(">BBH", data)
             payload, data = data[4 : 4 + length], data[4 + length :]
             # Half of them in an order that comes to something.
-            kind = [Kind.GATHER, Kind.MESSAGE, Kind.ANNOUNCE, Kind.GOODBYE][kind % 4] if who & 2 else kind
+            kind = [Kind.GATHER, Kind.MESSAGE, Kind.REPORT_FAILURE, Kind.GOODBYE][kind % 4] if who & 2 else kind
             _send(ends[who & 1], framings[who & 1].frame(kind, payload))
             here.turn()
         _send(ends[0], data)
@@ -172,8 +172,8 @@ def _send(sock: socket.socket, data: bytes) -> None:
 
 
 def _understand(kind: int, payload: bytes) -> None:
-    """What rank 0's hub says must be what a rank understands."""
-    if kind in (Kind.FAILURE, Kind.LEFT):
+    """What rank 0 sends must be what a rank understands."""
+    if kind in (Kind.FAILURE, Kind.DEPARTED):
         unpack_json(payload, rank=int, text=str)["text"].encode()
     elif kind == Kind.MESSAGE:
         assert pack_message(*unpack_message(payload)) == payload
@@ -192,8 +192,8 @@ def greeting(data: bytes) -> None:
         else:
             theirs.sendall(data[1:])
         theirs.shutdown(socket.SHUT_WR)
-        with contextlib.suppress(errors.RendezvousError, OSError), mock.patch.object(os, "urandom", _nonce):
-            _, fields = connect._greet(environment, ours, time.monotonic() + 5)
+        with contextlib.suppress(ProtocolError, Refused, OSError), mock.patch.object(os, "urandom", _nonce):
+            _, fields = connect._authenticate(environment, ours, time.monotonic() + 5)
             assert 0 <= fields["seconds"] <= 1e9, fields
 
 
@@ -203,9 +203,9 @@ def _nonce(count: int) -> bytes:
 
 
 def _welcome(sock: socket.socket, text: bytes) -> None:
-    framing, hub_nonce = Framing(), b"h" * NONCE_BYTES
-    sock.sendall(framing.frame(Kind.CHALLENGE, MAGIC + hub_nonce))
-    sock.sendall(framing.frame(Kind.WELCOME, proof(SECRET, "rank 0", _nonce(NONCE_BYTES), hub_nonce, text) + text))
+    framing, server_nonce = Framing(), b"h" * NONCE_BYTES
+    sock.sendall(framing.frame(Kind.CHALLENGE, MAGIC + server_nonce))
+    sock.sendall(framing.frame(Kind.WELCOME, proof(SECRET, "rank 0", _nonce(NONCE_BYTES), server_nonce, text) + text))
 
 
 def rank_0(data: bytes) -> None:
@@ -214,7 +214,7 @@ def rank_0(data: bytes) -> None:
     while len(data) > 3:
         kind, length = struct.unpack_from(">BH", data)
         payload, data = data[3 : 3 + length], data[3 + length :]
-        with contextlib.suppress(WireError):
+        with contextlib.suppress(ProtocolError):
             rank._frame(kind, payload)
     failure = rank.failure
     if failure is not None:

@@ -3,13 +3,16 @@
 Over it the ranks find each other, exchange the addresses of their queue pairs (all at once, or two of them when they
 need it), and learn when one of them has died, failed or left. The payload of collectives never travels here.
 
-    rendezvous.py   what a rank calls
-    step.py         a step that fails on all ranks where it fails on one
-    connect.py      rank 0 listens, the others connect; the handshake as they see it
-    hub.py          rank 0's service for all: the handshake as it sees it, blobs, messages, failures, deadlines
-    messages.py     from one rank to another
-    wire.py         frames and proofs
-    loop.py         the thread
+    rendezvous.py       what a rank calls
+    startup_step.py     a step that fails on all ranks where it fails on one
+    connect.py          rank 0 listens, the others connect
+    authentication.py   the handshake, of both sides
+    server.py           rank 0's service for all: all_gather, messages, failures, deadlines
+    members.py          the ranks that have joined
+    heartbeat.py        the position of every rank, once a second
+    observer.py         `mlxdist top` and `mlxdist dump` read what rank 0 knows
+    protocol.py         frames and their payloads
+    event_loop.py       the thread
 """
 
 from .rendezvous import Rendezvous

@@ -1,4 +1,4 @@
-"""The rendezvous' one background thread: it waits on all sockets at once, and on deadlines."""
+"""The rendezvous' one background thread: it waits for events on all sockets at once, and for deadlines."""
 
 import collections
 import os
@@ -9,10 +9,15 @@ from collections.abc import Callable
 
 from mlxdist.runtime.internal_thread import InternalThread
 
-__all__ = ["Loop"]
+from .protocol import Framing, Kind, ProtocolError
+
+__all__ = ["Connection", "EventLoop"]
+
+# What a rank sends before it is authenticated comes in two or three. Each is work for rank 0's thread.
+MAX_UNAUTHENTICATED_READS = 64
 
 
-class Loop:
+class EventLoop:
     """Runs callbacks when sockets are ready. Everything but ``call`` and ``stop`` belongs to its own thread.
 
     Not ``asyncio``: it costs 50 ms of import in every rank, and its event loop would share an epoll descriptor with
@@ -23,11 +28,11 @@ class Loop:
         self._on_crash = on_crash
         self._selector = selectors.PollSelector()
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
-        self._woken, self._waker = socket.socketpair()
-        self._woken.setblocking(False)
-        self._waker.setblocking(False)
-        self._resting: set[socket.socket] = set()
-        self._selector.register(self._woken, selectors.EVENT_READ, lambda events: self._woken.recv(4096))
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_receiver.setblocking(False)
+        self._wake_sender.setblocking(False)
+        self._paused: set[socket.socket] = set()
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ, lambda _: self._wake_receiver.recv(4096))
         self._stopping = False
         # Daemon: a program that never calls close() must still be able to exit.
         self._thread = InternalThread(target=self._run, name="mlxdist rendezvous", daemon=True)
@@ -37,18 +42,16 @@ class Loop:
         self._thread.start()
 
     def add_timer(self, timer: Callable[[], float | None]) -> None:
-        """Calls ``timer`` again and again, at the latest after the seconds that it returns (None: when it likes)."""
+        """Calls ``timer`` repeatedly, at the latest after the seconds that it returns (None: no limit)."""
         self._timers.append(timer)
 
     def call(self, function: Callable[[], None]) -> None:
         """Runs ``function`` in the loop's thread, soon. From any thread."""
         self._calls.append(function)
         try:
-            self._waker.send(b"\0")
-        except BlockingIOError:
-            return  # the pair is full of wake-ups already
+            self._wake_sender.send(b"\0")
         except OSError:
-            return  # stopped
+            return  # the pair is full of wake-ups already, or the loop is stopped
 
     def stop(self) -> None:
         """Ends the thread and closes every socket that it still watches. From any other thread, more than once."""
@@ -66,42 +69,42 @@ class Loop:
     def watch(self, sock: socket.socket, callback: Callable[[int], object], write: bool = False) -> None:
         """Calls ``callback(events)`` whenever ``sock`` can be read, or written if ``write``."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if write else 0)
-        self._resting.discard(sock)
+        self._paused.discard(sock)
         if sock in self._selector.get_map():
             self._selector.modify(sock, events, callback)
         else:
             self._selector.register(sock, events, callback)
 
-    def rest(self, sock: socket.socket) -> None:
+    def pause(self, sock: socket.socket) -> None:
         """Calls nothing for ``sock`` until the next ``watch``; it is still closed with the others."""
-        self.forget(sock)
-        self._resting.add(sock)
+        self.unwatch(sock)
+        self._paused.add(sock)
 
-    def forget(self, sock: socket.socket) -> None:
+    def unwatch(self, sock: socket.socket) -> None:
         if sock in self._selector.get_map():
             self._selector.unregister(sock)
 
     def close_in_child(self) -> None:
         """After a fork, in the child: closes its copies of the sockets, or the parent's peers would not see it die."""
-        for sock in (*self._sockets(), self._waker):
+        for sock in self._sockets():
             os.close(sock.detach())
 
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._turn(self._step())
-        except BaseException as error:  # whoever waits for this thread must hear of it
+                self._poll(self._run_timers())
+        except BaseException as error:  # threads that wait for this one must get the error
             self._on_crash(error)
             raise
         finally:
-            for sock in (*self._sockets(), self._waker):
-                self.forget(sock)
+            for sock in self._sockets():
+                self.unwatch(sock)
                 sock.close()
 
     def _sockets(self) -> list[socket.socket]:
-        return [*(key.fileobj for key in self._selector.get_map().values()), *self._resting]
+        return [*(key.fileobj for key in self._selector.get_map().values()), *self._paused, self._wake_sender]
 
-    def _turn(self, seconds: float | None) -> int:
+    def _poll(self, seconds: float | None) -> int:
         """Waits for events and runs their callbacks. Returns how many came."""
         ready = self._selector.select(seconds)
         for key, events in ready:
@@ -111,10 +114,115 @@ class Loop:
                 now.data(events)
         return len(ready)
 
-    def _step(self) -> float | None:
+    def _run_timers(self) -> float | None:
+        """Also what ``call`` has added. Returns the seconds until the next timer."""
         while self._calls and not self._stopping:
             self._calls.popleft()()
         if self._stopping:
             return 0
         pauses = [timer() for timer in self._timers]
         return min((pause for pause in pauses if pause is not None), default=None)
+
+
+class Connection:
+    """A socket in a loop. All methods belong to the loop's thread.
+
+    The owner sets ``on_frame(kind, payload)``, which may raise ProtocolError, and ``on_lost(text)``, which is called
+    once, unless ``close`` came first.
+    """
+
+    on_frame: Callable[[int, bytes], None]
+    on_lost: Callable[[str], None]
+
+    def __init__(self, loop: EventLoop, sock: socket.socket, framing: Framing | None = None) -> None:
+        """``framing``: None for a socket pair within this process, where both ends trust each other."""
+        self.framing = framing or Framing()
+        if framing is None:
+            self.framing.secure(b"own", b"own")
+        self.sock = sock
+        self._loop = loop
+        self._unsent = bytearray()
+        self._open = True
+        self._close_when_sent = False
+        self._reads = 0
+        sock.setblocking(False)
+        loop.watch(sock, self.read)
+
+    @property
+    def is_open(self) -> bool:
+        return self._open
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that the socket has not accepted yet. Any thread may call it."""
+        return len(self._unsent)
+
+    def send(self, kind: Kind, payload: bytes = b"") -> None:
+        """Sends now what the socket accepts, the rest when it accepts more: a stopped peer blocks no other."""
+        if self._open and not self._close_when_sent:
+            self._unsent += self.framing.frame(kind, payload)
+            self._flush()
+
+    def close(self, when_sent: bool = False) -> None:
+        """``when_sent``: first sends what is waiting; the owner still has to close it after some time."""
+        if when_sent and self._unsent:
+            self._close_when_sent = True
+        elif self._open:
+            self._open = False
+            self._loop.unwatch(self.sock)
+            self.sock.close()
+
+    def read(self, events: int = 0) -> None:
+        """Processes what has arrived, also without an event."""
+        try:
+            data = self.sock.recv(65536)
+        except BlockingIOError:
+            self._flush()
+            return
+        except OSError as error:
+            self._lose(error.strerror or str(error))
+            return
+        if not data:
+            self._lose("connection closed")
+            return
+        self.process(data)
+        self._flush()
+
+    def process(self, data: bytes = b"") -> None:
+        """The frames in ``data``, and those that came with the end of the handshake: no event follows for them."""
+        if self._close_when_sent:
+            return  # what a refused client sends is discarded
+        self.framing.feed(data)
+        self._reads += 1
+        try:
+            while self._open and not self._close_when_sent and (frame := self.framing.next_frame()):
+                self.on_frame(*frame)
+            if self._reads > MAX_UNAUTHENTICATED_READS and not self.framing.is_secure:
+                raise ProtocolError(f"its greeting in more than {MAX_UNAUTHENTICATED_READS} pieces")
+        except ProtocolError as error:
+            self._lose(f"it sent {error}")
+
+    def _lose(self, text: str) -> None:
+        if self._open:
+            self.close()
+            self.on_lost(text)
+
+    def _flush(self) -> None:
+        if not self._open:
+            return
+        try:
+            while self._unsent:
+                del self._unsent[: self.sock.send(bytes(self._unsent[:65536]))]
+        except BlockingIOError:
+            self._loop.watch(self.sock, self.read, write=True)
+            return
+        except OSError:
+            # Not lost here: what the peer sent before it went away is still to be read, and reading ends in _lose.
+            self._unsent.clear()
+            if self._close_when_sent:
+                self.close()
+            return
+        if self._close_when_sent:
+            self.close()
+        else:
+            self._loop.watch(self.sock, self.read)

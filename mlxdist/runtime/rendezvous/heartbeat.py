@@ -1,50 +1,63 @@
-"""Heartbeats: once a second every rank tells rank 0 where it is, and rank 0 tells all where the others are.
+"""Heartbeats: once a second every rank sends rank 0 its position, and rank 0 sends all ranks the positions of all.
 
-    rank -> rank 0   PULSE   text
-    rank 0 -> rank   NEWS    for each rank: rank (4 bytes, big-endian), seconds since its last PULSE (float32), length
-                             of the text (2 bytes), text
+    rank -> rank 0   HEARTBEAT     text
+    rank 0 -> rank   PEER_STATUS   JSON, for each rank what rank 0 knows of it
 
-A rank that is stopped, or whose machine is overloaded, falls silent while its connection stays open: that is no failure
-by itself, and what it has missed is still there when it goes on. A rank that has died is known by its connection.
+A rank that is stopped, or whose machine is overloaded, is silent while its connection stays open: that is no failure
+by itself, and frames that it has missed are still there when it continues. A dead rank closes its connection.
 """
 
-import math
-import struct
+import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from .event_loop import Loop
-from .protocol import Connection, Kind, WireError
+from mlxdist.base.environment import MAX_RANKS
+from mlxdist.base.validation import build, checked, fields_of, flag, list_of, number, or_null, printable, text
+from mlxdist.base.validation import seconds as duration
 
-__all__ = [
-    "MAX_POSITION",
-    "PULSE_SECONDS",
-    "SILENT_SECONDS",
-    "Heartbeat",
-    "Pulse",
-    "guarded",
-    "pack_news",
-    "pack_position",
-    "unpack_news",
-    "unpack_position",
-]
+from .event_loop import Connection, EventLoop
+from .protocol import Kind, ProtocolError, pack_json
 
-PULSE_SECONDS = 1.0
-# A rank is called silent from then on. Python may keep a thread waiting while the program is in C code for long.
+__all__ = ["Heartbeat", "PeerStatus", "guarded", "pack_peer_status", "pack_position", "unpack_peer_status"]
+
+HEARTBEAT_SECONDS = 1.0
+# A rank counts as silent from then on. Python may block a thread while the program is in C code for long.
 SILENT_SECONDS = 5.0
 MAX_POSITION = 256  # in UTF-8
 
-_HEAD = struct.Struct(">IfH")
-
 
 @dataclass(frozen=True)
-class Pulse:
-    rank: int
-    age: float  # seconds since it came to rank 0
-    position: str
+class PeerStatus:
+    """What rank 0 knows of a rank. ``age``: seconds since its last heartbeat; None where it sends none."""
+
+    rank: int = checked(number(0, MAX_RANKS - 1))
+    host: str = checked(text())
+    pid: int = checked(number(0, 2**31 - 1))
+    age: float | None = checked(or_null(duration))
+    position: str = checked(text(MAX_POSITION))
+    is_gone: bool = checked(flag)  # has left or died
+
+    @property
+    def is_silent(self) -> bool:
+        return self.age is None or self.age >= SILENT_SECONDS
+
+    def describe(self, since: float = 0.0) -> str:
+        """Its position, in words that follow its number; ``since``: seconds since rank 0 sent this."""
+        if self.is_gone:
+            return "has left the group or died"
+        if self.age is None:
+            return "has not returned from mlxdist.init()"
+        age = self.age + since
+        if age < SILENT_SECONDS:
+            return self.position
+        if self.rank == 0 or since < SILENT_SECONDS:
+            text = f"silent for {age:.0f} s: stopped, or its machine is overloaded"
+        else:
+            text = f"no heartbeat for {age:.0f} s: rank 0, which forwards them, is silent itself"
+        return f"{text}; before that {self.position}" if self.position else text
 
 
 def pack_position(position: str) -> bytes:
@@ -52,72 +65,74 @@ def pack_position(position: str) -> bytes:
 
 
 def unpack_position(payload: bytes) -> str:
-    """The text of a PULSE.
+    """The text of a HEARTBEAT.
 
     Raises:
-        WireError: it is too long.
+        ProtocolError: it is too long.
     """
     if len(payload) > MAX_POSITION:
-        raise WireError(f"a position of {len(payload)} bytes")
-    # It ends in messages, on terminals.
-    return "".join(c if c.isprintable() else "?" for c in payload.decode(errors="replace"))
+        raise ProtocolError(f"a position of {len(payload)} bytes")
+    return printable(payload.decode(errors="replace"))
 
 
-def pack_news(pulses: list[Pulse]) -> bytes:
-    parts = []
-    for pulse in pulses:
-        text = pack_position(pulse.position)
-        parts += [_HEAD.pack(pulse.rank, pulse.age, len(text)), text]
-    return b"".join(parts)
+def pack_peer_status(peers: list[PeerStatus], size: int, requested: Collection[int] = ()) -> bytes:
+    """``requested``: the ranks from which rank 0 has requested a status for an observer."""
+    return pack_json(size=size, peers=[vars(peer) for peer in peers], requested=sorted(requested))
 
 
-def unpack_news(payload: bytes, size: int) -> list[Pulse]:
-    """What ``pack_news`` has packed, of a job of ``size`` ranks.
+def unpack_peer_status(payload: bytes) -> tuple[dict[int, PeerStatus], int, set[int]]:
+    """What ``pack_peer_status`` has packed.
 
     Raises:
-        WireError: it is truncated, or speaks of a rank that there is not, or of one twice.
+        ProtocolError: it is malformed, or names a rank that does not exist.
     """
-    pulses: dict[int, Pulse] = {}
-    at = 0
-    while at < len(payload):
-        if len(payload) - at < _HEAD.size:
-            raise WireError("truncated news")
-        rank, age, length = _HEAD.unpack_from(payload, at)
-        at += _HEAD.size
-        if rank >= size or rank in pulses or not (math.isfinite(age) and age >= 0) or length > len(payload) - at:
-            raise WireError("malformed news")
-        pulses[rank] = Pulse(rank, age, unpack_position(payload[at : at + length]))
-        at += length
-    return list(pulses.values())
+    try:
+        fields = fields_of(_PEER_STATUS, json.loads(payload))
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"a malformed peer status: {error}") from None
+    peers = {peer.rank: peer for peer in fields["peers"]}
+    if max(peers, default=0) >= fields["size"]:
+        raise ProtocolError(f"a frame about rank {max(peers)} of {fields['size']}")
+    return peers, fields["size"], set(fields["requested"])
+
+
+_PEER_STATUS = {
+    "size": number(1, MAX_RANKS),
+    "peers": list_of(lambda name, value: build(PeerStatus, value), MAX_RANKS),
+    "requested": list_of(number(0, MAX_RANKS - 1), MAX_RANKS),
+}
 
 
 class Heartbeat:
-    """A rank's own, and what it hears of the others'. All methods but ``stop`` belong to the loop's thread."""
+    """A rank's own, and the last status of its peers. All methods but ``stop`` belong to the loop's thread."""
 
-    def __init__(self, loop: Loop, connection: Connection, rank: int, size: int) -> None:
+    def __init__(self, loop: EventLoop, connection: Connection, rank: int, size: int) -> None:
         self._loop = loop
         self._connection = connection
         self._rank = rank
         self._size = size
         self._position: Callable[[], str] | None = None
-        self._on_news: Callable[[int, str], None] | None = None
+        self._on_peer_status: Callable[[int, str], None] | None = None
         self._next = 0.0
-        self._pulses: list[Pulse] = []
-        self._news_came = 0.0  # when
+        self._peers: dict[int, PeerStatus] = {}
+        self._received_at = 0.0
 
-    def start(self, position: Callable[[], str], on_news: Callable[[int, str], None] | None) -> None:
+    def start(self, position: Callable[[], str], on_peer_status: Callable[[int, str], None] | None) -> None:
         if self._position is None:
             self._loop.add_timer(self._beat)
-        self._position, self._on_news = position, on_news
-        self._news_came = time.monotonic()
+        self._position, self._on_peer_status = position, on_peer_status
+        self._received_at = time.monotonic()
 
     def stop(self) -> None:
-        self._position = self._on_news = None
+        self._position = self._on_peer_status = None
 
-    def take(self, payload: bytes) -> None:
-        """A frame of kind NEWS."""
-        self._pulses, self._news_came = unpack_news(payload, self._size), time.monotonic()
-        self._tell()
+    def receive(self, payload: bytes) -> None:
+        """A frame of kind PEER_STATUS."""
+        peers, size, _ = unpack_peer_status(payload)
+        if size != self._size:
+            raise ProtocolError(f"the status of {size} ranks in a job of {self._size}")
+        self._peers, self._received_at = peers, time.monotonic()
+        self._report()
 
     def _beat(self) -> float | None:
         position = self._position  # another thread may call stop()
@@ -125,32 +140,20 @@ class Heartbeat:
             return None
         now = time.monotonic()
         if now >= self._next:
-            silent = now - self._news_came > SILENT_SECONDS
-            # Rank 0 tells nothing to a rank that it does not hear; but while it is stopped, this piles up there.
-            self._next = now + (SILENT_SECONDS / 2 if silent else PULSE_SECONDS)
+            silent = now - self._received_at > SILENT_SECONDS
+            # Rank 0 sends nothing to a silent rank; but while rank 0 is stopped, heartbeats pile up there.
+            self._next = now + (SILENT_SECONDS / 2 if silent else HEARTBEAT_SECONDS)
             if not self._connection.unsent:
-                self._connection.send(Kind.PULSE, pack_position(guarded(position) or ""))
+                self._connection.send(Kind.HEARTBEAT, pack_position(guarded(position) or ""))
             if silent:
-                self._tell()
+                self._report()
         return self._next - now
 
-    def _tell(self) -> None:
-        since, on_news = time.monotonic() - self._news_came, self._on_news
-        for pulse in self._pulses:
-            if on_news is not None and pulse.rank != self._rank:
-                guarded(on_news, pulse.rank, _describe(pulse, since))
-
-
-def _describe(pulse: Pulse, since: float) -> str:
-    """Where a rank is, in words that follow its number; ``since``: seconds since the last news."""
-    age = pulse.age + since
-    if age < SILENT_SECONDS:
-        return pulse.position
-    if pulse.rank == 0 or since < SILENT_SECONDS:
-        text = f"silent for {age:.0f} s: stopped, or its machine is overloaded"
-    else:
-        text = f"not heard of for {age:.0f} s: rank 0, which passes the news on, is silent itself"
-    return f"{text}; before that {pulse.position}" if pulse.position else text
+    def _report(self) -> None:
+        since, on_peer_status = time.monotonic() - self._received_at, self._on_peer_status
+        for peer in self._peers.values():
+            if on_peer_status is not None and peer.rank != self._rank and peer.age is not None and not peer.is_gone:
+                guarded(on_peer_status, peer.rank, peer.describe(since))
 
 
 def guarded(callback: Callable, *arguments: object) -> Any:

@@ -1,6 +1,7 @@
-"""A rank's end of the side channel: exchanging blobs, watching the other ranks, leaving in order."""
+"""A rank's end of the side channel: all_gather of small data, messages, failures, leaving in order."""
 
 import atexit
+import collections
 import contextlib
 import operator
 import os
@@ -24,25 +25,39 @@ from mlxdist.base.errors import (
 )
 
 from .connect import connect, listen
-from .event_loop import Loop
+from .event_loop import Connection, EventLoop
 from .heartbeat import Heartbeat, guarded
-from .messages import MAX_WAITING, Inbox, pack_message, unpack_message
-from .protocol import GATHER, GATHERED, MAX_BLOB, MAX_TEXT, Connection, Framing, Kind, WireError, pack_json, unpack_json
-from .server import Hub
+from .protocol import (
+    GATHER,
+    GATHERED,
+    MAX_GATHER_BYTES,
+    MAX_STATUS_BYTES,
+    MAX_TAG,
+    MAX_TEXT,
+    Kind,
+    ProtocolError,
+    pack_json,
+    pack_message,
+    unpack_json,
+    unpack_message,
+)
+from .server import MAX_QUEUED, Server
 
 __all__ = ["Rendezvous"]
 
-# Rank 0 gives up on missing ranks and tells the others; only when that does not come do they give up by themselves.
+# Rank 0 gives up on missing ranks and reports it to the others; only without that report do they give up themselves.
 MARGIN = 5.0
-# For rank 0 to confirm a farewell or an announcement.
-CONFIRMATION = 2.0
+# For rank 0 to acknowledge GOODBYE or REPORT_FAILURE.
+ACK_SECONDS = 2.0
+# Bytes of messages that wait for an ``on_message``.
+MAX_INBOX = 16 * 1024 * 1024
 
-OnNews = Callable[[int, str], None]
+OnEvent = Callable[[int, str], None]
 OnMessage = Callable[[int, str, bytes], None]
 
 _instances: "weakref.WeakSet[Rendezvous]" = weakref.WeakSet()
 
-# Files in which this process has noted who failed first in a world.
+# Files in which this process has written which rank failed first in a world.
 _noted: set[str] = set()
 
 
@@ -61,67 +76,71 @@ class Rendezvous:
         self._calls = threading.Lock()  # one all_gather at a time
         self._formed = environment.world_size == 1
         self._failure: tuple[int, Error] | None = None
-        self._left: dict[int, str] = {}
+        self._departed: dict[int, str] = {}
         self._step = 0
-        self._blobs: dict[int, bytes] = {}
-        self._asked = self._confirmed = 0  # farewells and announcements
+        self._gathered: dict[int, bytes] = {}
+        self._sent = self._acked = 0  # GOODBYE and REPORT_FAILURE
         self._closed = False
         self._forked = False
         self._unsent = 0  # bytes of messages that are not with the connection yet
-        self._inbox = Inbox()
-        self._on_failure: OnNews | None = None
-        self._on_leave: OnNews | None = None
+        self._inbox: collections.deque[tuple[int, str, bytes]] = collections.deque()  # not delivered yet
+        self._inbox_bytes = 0
+        self._on_failure: OnEvent | None = None
+        self._on_leave: OnEvent | None = None
         self._on_message: OnMessage | None = None
-        self._told_failure = False
-        self._told_left: set[int] = set()
+        self._status: Callable[[], bytes] = bytes
+        self._delivered_failure = False
+        self._delivered_departed: set[int] = set()
         self._rank_0 = "rank 0"
         self._host_0 = socket.gethostname()
-        self._hub: Hub | None = None
-        self._loop: Loop | None = None
+        self._server: Server | None = None
+        self._loop: EventLoop | None = None
         if environment.world_size > 1:
             self._open()
 
-    def all_gather(self, blob: bytes, what: str) -> list[bytes]:
-        """Every rank's ``blob``, in rank order. ``what`` names the step in messages; all ranks must give the same.
+    def all_gather(self, data: bytes, what: str) -> list[bytes]:
+        """Every rank's ``data``, in rank order. ``what`` names the step in messages; all ranks must give the same.
 
         Raises:
-            InvalidArgument: ``blob`` is larger than 1047552 bytes.
+            InvalidArgument: ``data`` has more than 1047552 bytes.
             Mismatch: another rank is at another step.
             Timeout: a rank has not arrived ``rendezvous_timeout`` seconds after the first one did.
-            PeerLost, Aborted: a rank died, left or announced its failure.
+            PeerLost, Aborted: a rank died, left or reported its failure.
         """
-        if len(blob) > MAX_BLOB:
-            raise InvalidArgument(f"rendezvous: {what!r} has {len(blob)} bytes, at most {MAX_BLOB} can be exchanged")
-        name = what.encode()[:256]
+        if len(data) > MAX_GATHER_BYTES:
+            raise InvalidArgument(
+                f"rendezvous: {what!r} has {len(data)} bytes, at most {MAX_GATHER_BYTES} are possible"
+            )
+        name, size = what.encode()[:256], self._environment.world_size
         with self._calls:
             self._check_usable()
-            if self._environment.world_size == 1:
-                return [bytes(blob)]
+            if size == 1:
+                return [bytes(data)]
             with self._changed:
                 self._raise_end()
-                self._blobs = {}
-            payload = GATHER.pack(self._step, len(name)) + name + blob
-            self._send(Kind.GATHER, payload)
+                self._gathered = {}
+            self._send(Kind.GATHER, GATHER.pack(self._step, len(name)) + name + data)
             with self._changed:
-                self._wait(self._is_gathered, self._environment.rendezvous_timeout + MARGIN, repr(what))
+                seconds = self._environment.rendezvous_timeout + MARGIN
+                self._wait(lambda: len(self._gathered) == size, seconds, repr(what))
                 self._step += 1
-                return [self._blobs[rank] for rank in range(self._environment.world_size)]
+                return [self._gathered[rank] for rank in range(size)]
 
     def barrier(self, what: str) -> None:
         """Returns once every rank has entered. Raises what ``all_gather`` raises."""
         self.all_gather(b"", what)
 
     def send(self, rank: int, tag: str, data: bytes) -> None:
-        """Makes ``on_message(this rank, tag, data)`` happen on ``rank``. Returns at once; rank 0 passes it on.
+        """Calls ``on_message(this rank, tag, data)`` on ``rank``. Returns at once; rank 0 forwards the message.
 
-        Messages from one rank to another arrive in order, and before the news that their sender has left. Those that
-        are on their way when the group fails, or to a rank that leaves, are lost.
+        Messages from one rank to another arrive in order, and before ``on_leave`` of their sender. Those that are in
+        flight when the group fails, or to a rank that leaves, are lost.
 
         Raises:
             InvalidArgument: ``rank`` is no other rank of the group, ``tag`` has more than 256 bytes, or ``data`` has
                 more than 65536.
             PeerLost, Aborted, ...: ``rank`` has left, or the group has failed.
-            RendezvousError: 16 MiB of messages wait already, since rank 0 takes none.
+            RendezvousError: 16 MiB of messages wait already, since rank 0 reads none.
         """
         rank = operator.index(rank)
         if not 0 <= rank < self._environment.world_size or rank == self._environment.rank:
@@ -133,12 +152,12 @@ class Rendezvous:
         self._check_open()
         with self._changed:
             self._raise_failure()
-            if rank in self._left:
-                raise PeerLost(self._left[rank])
+            if rank in self._departed:
+                raise PeerLost(self._departed[rank])
             waiting = self._unsent + self._connection.unsent
-            if waiting + len(payload) > MAX_WAITING:
+            if waiting + len(payload) > MAX_QUEUED:
                 raise RendezvousError(
-                    f"rendezvous: {self._rank_0} has not taken {waiting} bytes of messages from rank "
+                    f"rendezvous: {self._rank_0} has not read {waiting} bytes of messages from rank "
                     f"{self._environment.rank}; it is stopped, or its machine is overloaded"
                 )
             self._unsent += len(payload)
@@ -146,30 +165,40 @@ class Rendezvous:
 
     def watch(
         self,
-        on_failure: OnNews,
-        on_leave: OnNews | None = None,
+        on_failure: OnEvent,
+        on_leave: OnEvent | None = None,
         on_message: OnMessage | None = None,
-        on_news: OnNews | None = None,
+        on_peer_status: OnEvent | None = None,
         position: Callable[[], str] | None = None,
+        status: Callable[[], bytes] = bytes,
     ) -> None:
         """From now on calls, in the rendezvous' own thread:
 
         ``on_failure(rank, text)``, at most once, when the first rank of the group dies, breaks its connection or
-        announces an error. ``on_leave(rank, text)`` when a rank leaves in order (``close``): no failure by itself, but
-        whatever still waits for that rank can stop waiting. ``on_message(rank, tag, data)`` for every ``send`` of
+        reports an error. ``on_leave(rank, text)`` when a rank leaves in order (``close``): no failure by itself, but
+        operations that wait for that rank can stop waiting. ``on_message(rank, tag, data)`` for every ``send`` of
         ``rank`` to this one, until ``close``.
 
-        For those who pass ``position``, until the group fails: once a second ``position()``, which says in at most 256
-        bytes what this rank is doing, and ``on_news(rank, text)`` with what was last heard of each of the others.
+        With ``position``, until the group fails: once a second ``position()``, which says in at most 256 bytes what
+        this rank is doing, and ``on_peer_status(rank, text)`` with the last position of each of the others.
 
-        All but these two are also called for what has happened before. Messages are kept for an ``on_message``, up to
-        16 MiB: more of them fail the group.
+        ``status()`` when an observer requests it: a flight record of this rank, as JSON.
+
+        ``on_failure``, ``on_leave`` and ``on_message`` are also called for what has happened before. Messages wait for
+        an ``on_message``, up to 16 MiB: more of them fail the group.
         """
         self._check_usable()
-        if self._loop is not None:
-            self._loop.call(lambda: self._start_watching(on_failure, on_leave, on_message))
+        if self._loop is None:
+            return
+
+        def start() -> None:
+            self._on_failure, self._on_leave, self._on_message = on_failure, on_leave, on_message
+            self._status = status
+            self._deliver()
             if position is not None:
-                self._loop.call(lambda: self._heartbeat.start(position, on_news))
+                self._heartbeat.start(position, on_peer_status)
+
+        self._loop.call(start)
 
     @property
     def failure(self) -> Error | None:
@@ -179,13 +208,13 @@ class Rendezvous:
     @property
     def is_leaving(self) -> bool:
         """Whether a rank, this one or another, has left in order, and none has failed."""
-        return self._failure is None and (self._closed or bool(self._left))
+        return self._failure is None and (self._closed or bool(self._departed))
 
-    def announce(self, error: Error, consequence: bool = False, seconds: float = CONFIRMATION) -> bool:
+    def report_failure(self, error: Error, consequence: bool = False, seconds: float = ACK_SECONDS) -> bool:
         """This rank has failed: all others get ``on_failure(this rank, text)``, and that error as their ``failure``.
 
-        Returns whether rank 0 has passed it on, which it waits for: at most ``seconds``, and not at all in a callback
-        of ``watch``. True if there was nothing to pass on: once a failure is known to all, or after ``close``.
+        Returns whether rank 0 has forwarded it, for which it waits at most ``seconds``, and not at all in a callback
+        of ``watch``. True if there was nothing to report: after the first failure of the group, or after ``close``.
         ``consequence``: it failed only because another rank did or had left, so the launcher must not take it for the
         first.
         """
@@ -195,23 +224,22 @@ class Rendezvous:
         with self._changed:
             if self._failure is not None:
                 return True
-            self._told_failure = True  # by whoever calls this
+            self._delivered_failure = True  # the caller has it
             self._fail(self._environment.rank, error, note=not consequence)
             self._changed.notify_all()
-        self._ask(Kind.ANNOUNCE, pack_json(error=type(error).__name__, text=str(error)[:MAX_TEXT]))
-        return not self._loop.is_own_thread() and self.is_passed_on(seconds)
+        self._send_for_ack(Kind.REPORT_FAILURE, pack_json(error=type(error).__name__, text=str(error)[:MAX_TEXT]))
+        return not self._loop.is_own_thread() and self.is_acked(seconds)
 
-    def is_passed_on(self, seconds: float) -> bool:
-        """Whether rank 0 has taken all that this one has announced, or is gone; waits at most ``seconds`` for it."""
+    def is_acked(self, seconds: float) -> bool:
+        """Whether rank 0 has forwarded all that this rank has reported, or is gone; waits at most ``seconds``."""
         if self._loop is None:
             return True
         with self._changed:
-            wanted = self._asked
-            self._changed.wait_for(lambda: self._confirmed >= wanted or not self._connection.is_open, seconds)
-            return self._confirmed >= wanted or not self._connection.is_open
+            wanted = self._sent
+            return self._changed.wait_for(lambda: self._acked >= wanted or not self._connection.is_open, seconds)
 
     def close(self, linger: float = 10.0) -> None:
-        """Says goodbye: that this rank's connection ends is no failure then.
+        """Sends GOODBYE: that this rank's connection ends is no failure then.
 
         Rank 0 serves the others until they have left too, or died, but at most ``linger`` seconds; 1 second once the
         group has failed.
@@ -221,16 +249,15 @@ class Rendezvous:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        atexit.unregister(self._stop)
         if self._loop is None:
             return
         self._refuse_own_thread()
         self._heartbeat.stop()
-        self._ask(Kind.GOODBYE, b"")
-        self.is_passed_on(CONFIRMATION)
-        if self._hub is not None:
-            self._hub.deserted.wait(linger if self._failure is None else min(linger, 1.0))
-        self._loop.stop()
+        self._send_for_ack(Kind.GOODBYE, b"")
+        self.is_acked(ACK_SECONDS)
+        if self._server is not None:
+            self._server.deserted.wait(linger if self._failure is None else min(linger, 1.0))
+        self._stop()
 
     # Opening.
 
@@ -241,23 +268,20 @@ class Rendezvous:
             with contextlib.suppress(OSError):
                 os.unlink(environment.error_file)
         if environment.rank == 0:
-            listener = listen(environment)
-            self._loop = Loop(self._crash)
-            sock, hub_side = socket.socketpair()
-            self._hub = Hub(self._loop, listener, environment, hub_side)
-            framing = Framing()
-            framing.secure(b"own", b"own")
-            seconds = environment.rendezvous_timeout
+            listener, framing, seconds = listen(environment), None, environment.rendezvous_timeout
+            self._loop = EventLoop(self._crash)
+            sock, server_side = socket.socketpair()
+            self._server = Server(self._loop, listener, environment, server_side)
         else:
             sock, framing, welcome = connect(environment)
-            self._loop = Loop(self._crash)
+            self._loop = EventLoop(self._crash)
             self._host_0, seconds = welcome["host"], welcome["seconds"]
             self._rank_0 = f"rank 0 ({self._host_0}, pid {welcome['pid']})"
         self._connection = Connection(self._loop, sock, framing)
         self._connection.on_frame = self._frame
         self._connection.on_lost = self._lose_rank_0
         self._heartbeat = Heartbeat(self._loop, self._connection, environment.rank, environment.world_size)
-        self._loop.call(self._connection.resume)
+        self._loop.call(self._connection.process)
         self._loop.start()
         _instances.add(self)
         # Not close(): a program that ends without finalize() has not left in order, and the others should know.
@@ -267,15 +291,18 @@ class Rendezvous:
                 self._wait(lambda: self._formed, seconds + MARGIN, "the start")
         except BaseException as error:
             if not isinstance(error, Error):  # Ctrl-C, which the others cannot know of
-                self.announce(interruption(error, environment.rank, socket.gethostname()))
+                self.report_failure(interruption(error, environment.rank, socket.gethostname()))
             self._closed = True
             self._stop()
             raise
 
     def _stop(self) -> None:
         atexit.unregister(self._stop)
-        if not self._forked:
-            self._loop.stop()
+        if self._forked:
+            return
+        self._loop.stop()
+        if self._server is not None and self._server.published is not None:
+            self._server.published.unlink(missing_ok=True)
 
     # Called by users' threads.
 
@@ -297,17 +324,14 @@ class Rendezvous:
 
     def _refuse_own_thread(self) -> None:
         if self._loop is not None and self._loop.is_own_thread():
-            raise Error(
-                "rendezvous: a callback of watch() must not call the rendezvous; hand the news to another thread"
-            )
+            raise Error("rendezvous: a callback of watch() must not call the rendezvous; call it in another thread")
 
     def _send(self, kind: Kind, payload: bytes) -> None:
         self._loop.call(lambda: self._connection.send(kind, payload))
 
-    def _ask(self, kind: Kind, payload: bytes) -> None:
-        """Sends what rank 0 confirms."""
+    def _send_for_ack(self, kind: Kind, payload: bytes) -> None:
         with self._changed:
-            self._asked += 1
+            self._sent += 1
         self._send(kind, payload)
 
     def _wait(self, done: Callable[[], bool], seconds: float, what: str) -> None:
@@ -318,7 +342,7 @@ class Rendezvous:
                 raise Error(self._has_left())
             if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline and not done():
                 raise Timeout(
-                    f"rendezvous: {self._rank_0} has not answered rank {self._environment.rank} at {what} for "
+                    f"rendezvous: {self._rank_0} has not responded to rank {self._environment.rank} at {what} for "
                     f"{seconds:g} s; it is stopped or its machine is gone"
                 )
 
@@ -330,17 +354,18 @@ class Rendezvous:
     def _raise_end(self) -> None:
         """For what needs all ranks."""
         self._raise_failure()
-        if self._left:
-            raise PeerLost(next(iter(self._left.values())))
+        if self._departed:
+            raise PeerLost(next(iter(self._departed.values())))
 
-    def _is_gathered(self) -> bool:
-        return len(self._blobs) == self._environment.world_size
-
-    # Called in the loop's thread, but for _fail, which announce() calls too.
+    # Called in the loop's thread, but for _fail, which report_failure() calls too.
 
     def _frame(self, kind: int, payload: bytes) -> None:
-        if kind == Kind.NEWS:
-            self._heartbeat.take(payload)
+        if kind == Kind.PEER_STATUS:
+            self._heartbeat.receive(payload)
+            return
+        if kind == Kind.STATUS_REQUEST:
+            status = guarded(self._status) or b""
+            self._connection.send(Kind.STATUS, status if len(status) <= MAX_STATUS_BYTES else b"")
             return
         with self._changed:
             if kind == Kind.FORMED:
@@ -348,46 +373,47 @@ class Rendezvous:
             elif kind == Kind.GATHERED and len(payload) >= GATHERED.size:
                 _, rank = GATHERED.unpack_from(payload)
                 self._check_rank(rank)
-                self._blobs[rank] = payload[GATHERED.size :]
-            elif kind == Kind.TAKEN:
-                self._confirmed += 1
+                self._gathered[rank] = payload[GATHERED.size :]
+            elif kind == Kind.ACK:
+                self._acked += 1
             elif kind == Kind.FAILURE:
                 fields = unpack_json(payload, rank=int, error=str, text=str)
                 self._check_rank(fields["rank"])
                 self._fail(fields["rank"], by_name(fields["error"])(fields["text"]))
-            elif kind == Kind.LEFT:
+            elif kind == Kind.DEPARTED:
                 fields = unpack_json(payload, rank=int, text=str)
                 self._check_rank(fields["rank"])
-                self._left[fields["rank"]] = fields["text"]
+                self._departed[fields["rank"]] = fields["text"]
             elif kind == Kind.MESSAGE:
                 sender, tag, data = unpack_message(payload)
                 self._check_rank(sender)
-                self._inbox.add(sender, tag, data)
+                self._inbox.append((sender, tag, data))
+                self._inbox_bytes += MAX_TAG + len(data)
                 self._check_inbox()
             else:
-                raise WireError(f"a frame of kind {kind}")
+                raise ProtocolError(f"a frame of kind {kind}")
             self._changed.notify_all()
-        self._tell()
+        self._deliver()
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self._environment.world_size:
-            raise WireError(f"a frame about rank {rank} of {self._environment.world_size}")
+            raise ProtocolError(f"a frame about rank {rank} of {self._environment.world_size}")
 
     def _lose_rank_0(self, text: str) -> None:
         with self._changed:
-            if 0 not in self._left and not self._closed:
+            if 0 not in self._departed and not self._closed:
                 how = "has died or closed its connection" if not text.startswith("it sent") else f"was cut off: {text}"
                 when = "" if self._formed else " before the group was complete"
                 self._fail(0, PeerLost(located(f"{self._rank_0} {how}{when}", 0, self._host_0)))
             self._changed.notify_all()
-        self._tell()
+        self._deliver()
 
     def _crash(self, error: BaseException) -> None:
         with self._changed:
             rank = self._environment.rank
             self._fail(rank, Error(f"rendezvous: the thread of rank {rank} has failed: {error!r}"))
             self._changed.notify_all()
-        self._tell()
+        self._deliver()
 
     def _fail(self, rank: int, error: Error, note: bool = True) -> None:
         if self._failure is None:
@@ -398,7 +424,7 @@ class Rendezvous:
                 self._note_first_failure(rank)
 
     def _note_first_failure(self, rank: int) -> None:
-        """For the launcher, which cannot tell cause from consequence by the order in which processes end."""
+        """For the launcher: processes do not end in the order of cause and consequence."""
         if self._environment.error_file is None:
             return
         try:
@@ -414,30 +440,28 @@ class Rendezvous:
         self._connection.send(Kind.MESSAGE, payload)
 
     def _check_inbox(self) -> None:
-        if self._inbox.is_full() and self._failure is None:
+        if self._inbox_bytes > MAX_INBOX and self._failure is None:
             text = (
-                f"rendezvous: rank {self._environment.rank} was sent more than {MAX_WAITING} bytes of messages, and "
-                "nobody looks at them; pass an on_message to watch()"
+                f"rendezvous: rank {self._environment.rank} was sent more than {MAX_INBOX} bytes of messages, and "
+                "reads none; pass an on_message to watch()"
             )
             self._fail(self._environment.rank, RendezvousError(text))
-            self._ask(Kind.ANNOUNCE, pack_json(error="RendezvousError", text=text))
+            self._send_for_ack(Kind.REPORT_FAILURE, pack_json(error="RendezvousError", text=text))
 
-    def _start_watching(self, on_failure: OnNews, on_leave: OnNews | None, on_message: OnMessage | None) -> None:
-        self._on_failure, self._on_leave, self._on_message = on_failure, on_leave, on_message
-        self._tell()
-
-    def _tell(self) -> None:
-        """Calls the callbacks for what they have not been told yet. Without the lock: they may take others."""
-        while self._on_message is not None and not self._closed and (message := self._inbox.take()):
+    def _deliver(self) -> None:
+        """Calls the callbacks for what they have not got yet. Without the lock: they may take others."""
+        while self._on_message is not None and not self._closed and self._inbox:
+            message = self._inbox.popleft()
+            self._inbox_bytes -= MAX_TAG + len(message[2])
             guarded(self._on_message, *message)
         with self._changed:
-            failure, left = self._failure, dict(self._left)
-        if self._on_failure is not None and failure is not None and not self._told_failure:
-            self._told_failure = True
+            failure, departed = self._failure, dict(self._departed)
+        if self._on_failure is not None and failure is not None and not self._delivered_failure:
+            self._delivered_failure = True
             guarded(self._on_failure, failure[0], str(failure[1]))
-        for rank in left.keys() - self._told_left if self._on_leave is not None else ():
-            self._told_left.add(rank)
-            guarded(self._on_leave, rank, left[rank])
+        for rank in departed.keys() - self._delivered_departed if self._on_leave is not None else ():
+            self._delivered_departed.add(rank)
+            guarded(self._on_leave, rank, departed[rank])
 
     def close_in_child(self) -> None:
         """In a forked child. The parent's lock may be held there by a thread that the child does not have."""

@@ -19,6 +19,8 @@ from typing import Any
 
 from mlxdist.cluster.facts.collect import collect_here, output_of
 from mlxdist.cluster.facts.interfaces import default_interface
+from mlxdist.runtime.rendezvous.authentication import Refused, accept, authenticate
+from mlxdist.runtime.rendezvous.protocol import ProtocolError
 
 __all__ = ["connect", "interface_kind", "listen", "mac_kind", "mac_speed", "route", "stop_listening"]
 
@@ -31,7 +33,7 @@ _listening: list[socket.socket] = []
 
 
 def listen() -> dict[str, Any]:
-    """Listens on a free port of every interface until `stop_listening`. Each connection receives the token."""
+    """Listens on a free port of every interface until `stop_listening`, for clients that have the token."""
     stop_listening()
     token = secrets.token_hex(8)
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
@@ -58,9 +60,8 @@ def _send_token(server: socket.socket, token: bytes) -> None:
             connection, _ = server.accept()
         except OSError:
             return
-        with connection, contextlib.suppress(OSError):
-            connection.settimeout(1.0)
-            connection.sendall(token)
+        with connection, contextlib.suppress(OSError, ProtocolError):
+            accept(connection, {"doctor": token}, time.monotonic() + 1.0)
 
 
 def connect(targets: Sequence[Mapping[str, Any]], seconds: float = 5.0) -> list[dict[str, Any]]:
@@ -74,28 +75,17 @@ def _connect(target: Mapping[str, Any], seconds: float) -> dict[str, Any]:
     found: dict[str, Any] = {"error": "", "text": "", "nc": None} | route(address)
     try:
         with socket.create_connection((address, port), seconds) as connection:
-            token = target["token"].encode()
-            if _receive(connection, len(token), seconds) != token:
-                found |= {"error": "WRONG", "text": "another program answers at this address"}
+            authenticate(connection, target["token"].encode(), "doctor", b"", time.monotonic() + seconds)
+    except (ProtocolError, Refused, ConnectionResetError):
+        found |= {"error": "WRONG", "text": "another program responds at this address"}
     except TimeoutError:
-        found |= {"error": "ETIMEDOUT", "text": f"no answer within {seconds:g} s"}
+        found |= {"error": "ETIMEDOUT", "text": f"no response within {seconds:g} s"}
     except OSError as error:
         name = errno.errorcode.get(error.errno or 0, type(error).__name__)
         found |= {"error": name, "text": f"errno {error.errno}, {error.strerror}"}
     if sys.platform == "darwin" and found["error"] in ("EHOSTUNREACH", "ETIMEDOUT"):
         found["nc"] = _nc_reaches(address, port, seconds)
     return found
-
-
-def _receive(connection: socket.socket, size: int, seconds: float) -> bytes:
-    deadline, data = time.monotonic() + seconds, b""
-    while len(data) < size:
-        connection.settimeout(max(0.01, deadline - time.monotonic()))
-        chunk = connection.recv(size - len(data))
-        if not chunk:
-            break
-        data += chunk
-    return data
 
 
 def _nc_reaches(address: str, port: int, seconds: float) -> bool | None:

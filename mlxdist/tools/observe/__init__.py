@@ -1,6 +1,12 @@
-"""What the flight recorders of all ranks say together: `mlxdist dump`.
+"""What the ranks of a job do: `mlxdist top` and `mlxdist dump`.
 
-Reads files only, which may come from anywhere, and needs neither MLX nor the compiled half.
+    collect.py      flight records from rank 0's rendezvous, or from each rank by signal and file
+    stragglers.py   which ranks the others wait for
+    clocks.py       one time for the records of several hosts
+    top.py          the state of all ranks, repeatedly; top_table.py: as a table
+    trace.py        the records as a trace for Perfetto
+
+It needs neither MLX nor the compiled half.
 """
 
 __all__: list[str] = []

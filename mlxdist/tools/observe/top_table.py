@@ -1,8 +1,9 @@
-"""What `mlxdist top` shows: who is behind whom, then a table of the ranks, as far as the terminal has lines for it."""
+"""The table of the ranks of `mlxdist top` and `mlxdist dump`, and as much of it as a terminal has lines for."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
@@ -10,86 +11,95 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from .top import Row, View
+    from .stragglers import RankState
+    from .top import View
 
-__all__ = ["Screenful", "whole"]
+__all__ = ["Screenful", "full", "rank_table"]
 
 
-def whole(view: View) -> Group:
-    return Group(*_head(view), _table(view.rows))
+def full(view: View) -> Group:
+    return Group(*_head(view), rank_table(view.ranks))
 
 
 class Screenful:
-    """A view in as many lines as there are when it is drawn: ranks that are late or silent come first then."""
+    """A view in as many lines as there are when it is drawn: stragglers and silent ranks come first then."""
 
     def __init__(self, view: View) -> None:
         self._head = _head(view)
-        self._rows = view.rows
+        self._rows = view.ranks
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         height = options.height or console.height
         head = [line for text in self._head for line in text.wrap(console, options.max_width)]
-        most = max(1, height * 2 // 3)  # the rest is for ranks
-        if len(head) > most:
-            head[most - 1 :] = [Text(f"... {len(head) - most + 1} more lines")]
+        limit = max(1, height * 2 // 3)  # the rest is for ranks
+        if len(head) > limit:
+            head[limit - 1 :] = [Text(f"... {len(head) - limit + 1} more lines")]
         yield from head
-        room = height - len(head)
+        available = height - len(head)
         rows = self._rows
-        if len(rows) >= room or _height(rows, console, options) > room:
-            rows = sorted(rows, key=lambda row: (not row.is_late, row.has_answered, row.rank))[: max(0, room - 2)]
-            while rows and _height(rows, console, options) > room - 1:  # a long place takes several lines
+        if len(rows) >= available or _height(rows, console, options) > available:
+            rows = sorted(rows, key=lambda row: (not row.is_straggler, row.has_responded, row.rank))
+            rows = rows[: max(0, available - 2)]
+            while rows and _height(rows, console, options) > available - 1:  # a long call site takes several lines
                 rows = rows[:-1]
         if rows:
-            yield _table(rows)
+            yield rank_table(rows)
         if len(rows) < len(self._rows):
             yield Text(f"... {len(self._rows) - len(rows)} more")
 
 
-def _height(rows: list[Row], console: Console, options: ConsoleOptions) -> int:
-    return len(console.render_lines(_table(rows), options.update(height=None)))
+def _height(rows: list[RankState], console: Console, options: ConsoleOptions) -> int:
+    return len(console.render_lines(rank_table(rows), options.update(height=None)))
 
 
 def _head(view: View) -> list[Text]:
-    first = f"job {view.job}, {len(view.rows)} ranks, {time.strftime('%H:%M:%S')}"
-    return [Text(line) for line in (first, *view.sentences, *view.notes)]
+    first = f"job {view.job}, {len(view.ranks)} ranks, {time.strftime('%H:%M:%S')}"
+    return [Text(line) for line in (first, *view.findings, *view.notes)]
 
 
-def _table(rows: list[Row]) -> Table:
+def rank_table(rows: list[RankState], columns: Collection[str] = ("GB/s",)) -> Table:
+    """``columns``: which of the optional ones."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column, justify in _COLUMNS:
-        table.add_column(column, justify=justify, no_wrap=column != "place", overflow="fold")
+    chosen = [i for i, name in enumerate(_COLUMNS) if name not in ("array", "GB/s") or name in columns]
+    for i in chosen:
+        name = list(_COLUMNS)[i]
+        table.add_column(name, justify=_COLUMNS[name], no_wrap=name != "call site", overflow="fold")
     for row in rows:
-        style = "bold red" if row.is_late else "dim" if not row.has_answered else None
-        table.add_row(*map(Text, _cells(row)), style=style)
+        style = "bold red" if row.is_straggler else "dim" if not row.has_responded else None
+        cells = _cells(row)
+        table.add_row(*(Text(cells[i]) for i in chosen), style=style)
     return table
 
 
-_COLUMNS = [
-    ("rank", "right"),
-    ("host", "left"),
-    ("pid", "right"),
-    ("step", "right"),
-    ("operation", "left"),
-    ("place", "left"),
-    ("for", "right"),
-    ("GB/s", "right"),
-    ("waits for", "left"),
-]
+_COLUMNS = {
+    "rank": "right",
+    "host": "left",
+    "pid": "right",
+    "step": "right",
+    "operation": "left",
+    "array": "left",
+    "call site": "left",
+    "elapsed": "right",
+    "GB/s": "right",
+    "waiting on": "left",
+}
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: RankState) -> list[str]:
+    """Of all columns."""
     who = [str(row.rank), row.host, "" if row.pid is None else str(row.pid), _step(row)]
-    if not row.has_answered:
-        return [*who, "does not answer", "", "", "", ""]
-    does = row.operation if row.in_operation else f"after {row.operation}" if row.operation else "none yet"
-    seconds = f"{row.seconds:.1f} s" if row.operation else ""
+    if not row.has_responded:
+        return [*who, "does not respond", "", "", "", "", ""]
+    operation = row.operation if row.in_operation else f"after {row.operation}" if row.operation else "none yet"
+    elapsed = f"{row.elapsed:.1f} s" if row.operation else ""
     speed = "" if row.gbps is None else f"{row.gbps:.2f}"
-    waits = "late: others wait" if row.is_late else "" if row.waits_for is None else f"rank {row.waits_for}"
-    return [*who, does, row.place, seconds, speed, waits]
+    waiting = [f"rank {row.waiting_on}"] if row.waiting_on is not None else []
+    waiting += ["straggler"] if row.is_straggler else []
+    return [*who, operation, row.array, row.call_site, elapsed, speed, ", ".join(waiting)]
 
 
-def _step(row: Row) -> str:
-    """``5/100``, or ``#412`` where the program does not say: the collectives of all ranks."""
+def _step(row: RankState) -> str:
+    """``5/100``, or ``#412`` without mlxdist.set_step: the collectives of all ranks."""
     if row.step is None:
         return f"#{row.operations}" if row.operations else ""
-    return str(row.step) if row.steps is None else f"{row.step}/{row.steps}"
+    return str(row.step) if row.total_steps is None else f"{row.step}/{row.total_steps}"

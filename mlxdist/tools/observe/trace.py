@@ -7,24 +7,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxdist.base.errors import name_ranks
-from mlxdist.runtime.flight_records import Dump, Operation
+from mlxdist.runtime.flight_records import FlightRecord, Operation
 
 from .clocks import wall_offsets
 
 __all__ = ["trace"]
 
 
-def trace(dumps: Mapping[int, Dump]) -> dict[str, Any]:
+def trace(records: Mapping[int, FlightRecord]) -> dict[str, Any]:
     """Times are microseconds since the first operation of all began."""
-    offsets = wall_offsets(dumps)
-    starts = [o.started_ns + offsets[rank] for rank, dump in dumps.items() for o in dump.operations]
+    offsets = wall_offsets(records)
+    starts = [o.started_ns + offsets[rank] for rank, record in records.items() for o in record.operations]
     origin = min(starts, default=0)
     events: list[dict[str, Any]] = []
-    for rank, dump in sorted(dumps.items()):
-        events += _process(dump)
-        rows = _Rows(dump)
-        for operation in dump.operations:
-            events.append(_event(dump, operation, rows.row_of(operation), offsets[rank] - origin))
+    for rank, record in sorted(records.items()):
+        events += _process(record)
+        rows = _Rows(record)
+        for operation in record.operations:
+            events.append(_event(record, operation, rows.row_of(operation), offsets[rank] - origin))
         events += rows.names()
     return {"displayTimeUnit": "ns", "traceEvents": events}
 
@@ -32,50 +32,50 @@ def trace(dumps: Mapping[int, Dump]) -> dict[str, Any]:
 class _Rows:
     """The rows of a rank. Operations of a group that overlap, as those with handles may, need more than one."""
 
-    def __init__(self, dump: Dump) -> None:
-        self._dump = dump
+    def __init__(self, record: FlightRecord) -> None:
+        self._record = record
         self._ends: dict[tuple[int, bool, int], int] = {}  # of each row, by group and number
 
     def row_of(self, operation: Operation) -> int:
         number = 0
-        while self._ends.get((operation.group, operation.hidden, number), -1) > operation.started_ns:
+        while self._ends.get((operation.group, operation.internal, number), -1) > operation.started_ns:
             number += 1
-        row = (operation.group, operation.hidden, number)
-        self._ends[row] = _end(self._dump, operation)
+        row = (operation.group, operation.internal, number)
+        self._ends[row] = _end(self._record, operation)
         return list(self._ends).index(row)
 
     def names(self) -> list[dict[str, Any]]:
         return [
-            {"ph": "M", "name": "thread_name", "pid": self._dump.rank, "tid": i, "args": {"name": self._name(*row)}}
+            {"ph": "M", "name": "thread_name", "pid": self._record.rank, "tid": i, "args": {"name": self._name(*row)}}
             for i, row in enumerate(self._ends)
         ]
 
-    def _name(self, group: int, hidden: bool, number: int) -> str:
-        members = self._dump.groups.get(group, ())
+    def _name(self, group: int, internal: bool, number: int) -> str:
+        members = self._record.groups.get(group, ())
         name = "all ranks" if group == 0 else f"group {group}" + (f" ({name_ranks(members)})" if members else "")
-        return f"{name}{' (mlxdist itself)' if hidden else ''}{f', {number + 1}' if number else ''}"
+        return f"{name}{' (internal)' if internal else ''}{f', {number + 1}' if number else ''}"
 
 
-def _process(dump: Dump) -> list[dict[str, Any]]:
-    name = f"rank {dump.rank} ({dump.host}, pid {dump.pid})"
+def _process(record: FlightRecord) -> list[dict[str, Any]]:
+    name = f"rank {record.rank} ({record.host}, pid {record.pid})"
     return [
-        {"ph": "M", "name": "process_name", "pid": dump.rank, "args": {"name": name}},
-        {"ph": "M", "name": "process_sort_index", "pid": dump.rank, "args": {"sort_index": dump.rank}},
+        {"ph": "M", "name": "process_name", "pid": record.rank, "args": {"name": name}},
+        {"ph": "M", "name": "process_sort_index", "pid": record.rank, "args": {"sort_index": record.rank}},
     ]
 
 
-def _event(dump: Dump, operation: Operation, row: int, offset: int) -> dict[str, Any]:
+def _event(record: FlightRecord, operation: Operation, row: int, offset: int) -> dict[str, Any]:
     arguments = {
         "sequence": operation.sequence,
         "dtype": operation.dtype,
         "shape": None if operation.shape is None else list(operation.shape),
         "bytes": operation.bytes,
-        "place": operation.place or None,
+        "call site": operation.call_site or None,
         "algorithm": operation.algorithm,
         "root": operation.root,
-        "to": operation.to,
+        "to": operation.destination,
         "from": operation.source,
-        "waits for": operation.waits_for,
+        "waiting on": operation.waiting_on,
         "status": operation.status or None,
         "in progress": True if operation.ended_ns is None else None,
     }
@@ -83,14 +83,14 @@ def _event(dump: Dump, operation: Operation, row: int, offset: int) -> dict[str,
         "ph": "X",
         "name": operation.name,
         "cat": "collective" if operation.collective else "point to point",
-        "pid": dump.rank,
+        "pid": record.rank,
         "tid": row,
         "ts": (operation.started_ns + offset) / 1e3,
-        "dur": (_end(dump, operation) - operation.started_ns) / 1e3,
+        "dur": (_end(record, operation) - operation.started_ns) / 1e3,
         "args": {name: value for name, value in arguments.items() if value is not None},
     }
 
 
-def _end(dump: Dump, operation: Operation) -> int:
+def _end(record: FlightRecord, operation: Operation) -> int:
     """Of one in progress, so far."""
-    return dump.monotonic_ns if operation.ended_ns is None else operation.ended_ns
+    return record.monotonic_ns if operation.ended_ns is None else operation.ended_ns

@@ -10,8 +10,8 @@ from typing import Any
 
 from mlxdist.base.errors import InvalidArgument, ResourceError
 from mlxdist.cluster.hostfile.options import HostSelection
-from mlxdist.tools.observe.analysis import analyse
-from mlxdist.tools.observe.ask import find_ranks
+from mlxdist.tools.observe.collect import find_ranks
+from mlxdist.tools.observe.stragglers import analyze
 
 from ..job import last_words, place_ranks, run_ranks
 from ..probe_rank import MARK
@@ -93,11 +93,11 @@ def _flight(errors: str, chosen: HostSelection) -> dict[str, Any]:
         return {"notes": ["no rank has printed the path of a flight record"]}
     try:
         with find_ranks(job[1], chosen) as ranks:
-            found = ranks.ask("dump", _REQUEST_SECONDS)
+            left = ranks.collect(full=True, seconds=_REQUEST_SECONDS)
     except (InvalidArgument, ResourceError) as error:
         return {"notes": [str(error)]}
-    records = [asdict(dump) for dump in found.dumps.values()]
+    records = [asdict(record) for record in left.records.values()]
     for record in records:
         record["operations"] = record["operations"][-_OPERATIONS:]
-    sentences = analyse(found.dumps).sentences if found.dumps else []
-    return {"job": job[1], "sentences": sentences, "notes": found.notes, "records": records}
+    findings = analyze(left.records).findings if left.records else []
+    return {"job": job[1], "findings": findings, "notes": left.notes, "records": records}

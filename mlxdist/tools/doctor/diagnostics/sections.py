@@ -217,7 +217,7 @@ def _add_run(section: Section, found: Run, may_fail: bool = False) -> None:
         section.error = f"{section.error} {found.name}: {found.error}".strip()
     if found.error:
         section.text += f"**It has failed.** {found.error}\n\n"
-        section.text += fenced("\n".join([*found.flight.get("sentences", []), *found.flight.get("notes", [])])) + "\n"
+        section.text += fenced("\n".join([*found.flight.get("findings", []), *found.flight.get("notes", [])])) + "\n"
         section.text += fenced("\n".join(_operations(found.flight))) + "\n"
     for result in found.results:
         section.text += f"{json.dumps(result)}\n\n"

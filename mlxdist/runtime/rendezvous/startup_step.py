@@ -44,8 +44,8 @@ def take_step(rendezvous: Rendezvous, what: str, host: str, providers: str, acti
         fields = {"error": type(error).__name__, "text": str(error)[:MAX_TEXT], "host": host, "providers": providers}
         outcome = _FAILED + pack_json(**fields)
     outcomes = rendezvous.all_gather(outcome, what)
-    for rank, blob in enumerate(outcomes):
-        if blob.startswith(_FAILED):
-            fields = unpack_json(blob[1:], error=str, text=str, host=str, providers=str)
+    for rank, outcome in enumerate(outcomes):
+        if outcome.startswith(_FAILED):
+            fields = unpack_json(outcome[1:], error=str, text=str, host=str, providers=str)
             raise StepFailed(rank, fields["host"], fields["providers"], by_name(fields["error"]), fields["text"])
-    return [blob[1:] for blob in outcomes]
+    return [outcome[1:] for outcome in outcomes]

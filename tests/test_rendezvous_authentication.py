@@ -16,7 +16,8 @@ from meeting import SECRET, SOON, Job, Watcher, at_once, join, pose_as_rank_0
 from mlxdist.base import errors
 from mlxdist.base.environment import Environment
 from mlxdist.runtime.rendezvous import Rendezvous, connect, server
-from mlxdist.runtime.rendezvous.protocol import MAGIC, MAX_FRAME, Framing, Kind, WireError, proof
+from mlxdist.runtime.rendezvous.authentication import proof
+from mlxdist.runtime.rendezvous.protocol import MAGIC, MAX_FRAME, Framing, Kind, ProtocolError
 
 
 def stranger(address):
@@ -108,7 +109,7 @@ STRANGERS = {
     "half a frame": struct.pack(">IB", 200, Kind.HELLO) + b"x" * 50,
     "oversized": struct.pack(">IB", 2**31, Kind.HELLO),
     "empty frame": struct.pack(">IB", 0, Kind.HELLO),
-    "other kind": struct.pack(">IB", 4, Kind.ANNOUNCE) + b"oops",
+    "other kind": struct.pack(">IB", 4, Kind.REPORT_FAILURE) + b"oops",
     "wrong proof": struct.pack(">IB", 70, Kind.HELLO) + b"x" * 70,
 }
 
@@ -139,7 +140,7 @@ def test_an_oversized_greeting_is_cut_off():
 def test_many_silent_strangers_do_not_hold_up_the_ranks():
     job = Job(2)
     started = time.monotonic()
-    strangers = [stranger(job.address) for _ in range(server.MAX_STRANGERS + 100)]
+    strangers = [stranger(job.address) for _ in range(server.MAX_UNAUTHENTICATED + 100)]
     members = join(job.environment(0), job.environment(1))
     assert all(isinstance(member, Rendezvous) for member in members), members
     assert time.monotonic() - started < 2 * SOON
@@ -165,17 +166,17 @@ rendezvous.close()
 """
     descriptor = job.listener.fileno()
     variables = job.variables(0) | {"MLXDIST_RENDEZVOUS_FD": str(descriptor)}
-    hub_process = subprocess.Popen([sys.executable, "-c", program], env=variables, pass_fds=[descriptor])
+    server_process = subprocess.Popen([sys.executable, "-c", program], env=variables, pass_fds=[descriptor])
     job.listener.close()
     strangers = [stranger(job.address) for _ in range(60)]
     try:
         member = Rendezvous(job.environment(1))
         member.barrier("x")
         member.close()
-        assert hub_process.wait(10) == 0
+        assert server_process.wait(10) == 0
     finally:
-        hub_process.kill()
-        hub_process.wait()
+        server_process.kill()
+        server_process.wait()
         for sock in strangers:
             sock.close()
 
@@ -201,10 +202,10 @@ def test_a_recorded_greeting_is_worth_nothing():
     job = Job(2)
     with ThreadPoolExecutor(1) as pool, stranger(job.address) as first, stranger(job.address) as second:
         forming = pool.submit(Rendezvous, job.environment(0, rendezvous_timeout=0.7))
-        hub_nonce = read_challenge(first)[len(MAGIC) :]
+        server_nonce = read_challenge(first)[len(MAGIC) :]
         greeting = b'{"rank": 1, "world_size": 2, "job": "test", "version": "0", "host": "h", "pid": 1}'
         hello = Framing().frame(
-            Kind.HELLO, b"n" * 32 + proof(SECRET, "rank", hub_nonce, b"n" * 32, greeting) + greeting
+            Kind.HELLO, b"n" * 32 + proof(SECRET, "rank", server_nonce, b"n" * 32, greeting) + greeting
         )
         read_challenge(second)
         second.sendall(hello)
@@ -294,15 +295,15 @@ def test_inserted_and_repeated_frames_are_noticed():
     sender, receiver = Framing(), Framing()
     sender.secure(b"a", b"b")
     receiver.secure(b"b", b"a")
-    frame = sender.frame(Kind.ANNOUNCE, b"text")
+    frame = sender.frame(Kind.REPORT_FAILURE, b"text")
     receiver.feed(frame)
-    assert receiver.next_frame() == (Kind.ANNOUNCE, b"text")
-    altered = sender.frame(Kind.ANNOUNCE, b"text").replace(b"text", b"lies")
-    for bad in (frame, altered, struct.pack(">IB", 3, Kind.ANNOUNCE) + b"abc"):
+    assert receiver.next_frame() == (Kind.REPORT_FAILURE, b"text")
+    altered = sender.frame(Kind.REPORT_FAILURE, b"text").replace(b"text", b"lies")
+    for bad in (frame, altered, struct.pack(">IB", 3, Kind.REPORT_FAILURE) + b"abc"):
         fresh = Framing()
         fresh.secure(b"b", b"a")
         fresh.feed(frame)
         assert fresh.next_frame() is not None
         fresh.feed(bad)
-        with pytest.raises(WireError):
+        with pytest.raises(ProtocolError):
             fresh.next_frame()

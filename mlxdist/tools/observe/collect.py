@@ -1,0 +1,295 @@
+"""Collects what the ranks of a job do: first from rank 0's rendezvous, then from each rank by signal and file.
+
+Rank 0 knows all ranks by their heartbeats, and gets a short flight record of each for an observer
+(mlxdist/runtime/rendezvous/observer.py). That is all that `mlxdist top` needs. SIGUSR1 makes a rank write its full
+record to the job's directory: for `mlxdist dump`, and where rank 0 does not respond.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlxdist.base.environment import MAX_RANKS
+from mlxdist.base.errors import InvalidArgument, name_ranks
+from mlxdist.base.validation import build, fields_of, flag, list_of, printable, text
+from mlxdist.cluster.hostfile.options import HostSelection
+from mlxdist.runtime.flight_records import (
+    FlightRecord,
+    check_record,
+    pid_file,
+    read_flight_record,
+    read_json,
+    record_file_name,
+)
+from mlxdist.runtime.rendezvous.heartbeat import PeerStatus
+from mlxdist.runtime.rendezvous.observer import observe
+
+if TYPE_CHECKING:
+    from mlxdist.cluster.ssh.rpc_client import Connections
+    from mlxdist.cluster.ssh.ssh import SshConfig
+    from mlxdist.launch.jobs import Job, Record
+
+__all__ = ["Collected", "JobRanks", "find_ranks", "respond", "wall_ns"]
+
+_POLL_SECONDS = 0.01
+_RENDEZVOUS_SECONDS = 1.0  # of `mlxdist dump`, which does not depend on it
+_MARGIN_SECONDS = 30.0  # on top of the time that ranks have: for ssh
+_MAX_BYTES = 48 << 20  # of all records of a host; rpc_server.py allows for more
+_CLOCK_REPEATS = 5
+_MAX_TEXT = 4096
+
+
+@dataclass
+class Collected:
+    """``members``: what rank 0 knows; empty if it does not respond. ``short``: the ranks that lack a full record.
+    ``notes``: what is missing and why. ``ended``: the job has, and left its records."""
+
+    records: dict[int, FlightRecord] = field(default_factory=dict)
+    members: dict[int, PeerStatus] = field(default_factory=dict)
+    short: set[int] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+    ended: bool = True
+
+
+class JobRanks:
+    """The ranks of a job, on this machine or on the hosts of ``connections``. A context manager."""
+
+    def __init__(self, job: str, connections: "Connections | None" = None) -> None:
+        """``job``: its full name."""
+        self.job = job
+        self._connections = connections
+        self._ahead: list[int] | None = None  # of our clock that of each host, in nanoseconds
+
+    def __enter__(self) -> "JobRanks":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._connections is not None:
+            self._connections.__exit__(*exception)
+
+    def collect(self, full: bool, seconds: float) -> Collected:
+        """``seconds``: for the ranks to respond. Times of day are those of this machine's clock.
+
+        ``full``: all that their flight recorders have, else the last operations.
+        """
+        known = self._request("rendezvous", min(seconds, _RENDEZVOUS_SECONDS) if full else seconds)
+        found = known
+        if full or not (known.records or known.ended):
+            found = self._request("signal", seconds)
+            for rank, record in known.records.items():
+                if rank not in found.records or found.records[rank].wall_ns < record.wall_ns:
+                    found.records[rank] = record
+                    found.short.add(rank)
+            if found.short:
+                ranks = f"{name_ranks(found.short)} {'have' if len(found.short) > 1 else 'has'}"
+                found.notes.append(f"{ranks} no full record: the last operations are shown, by way of rank 0")
+            found.records = dict(sorted(found.records.items()))
+            found.members = known.members
+        for rank, member in sorted(known.members.items()):
+            if rank not in found.records:
+                age = "" if member.age is None else f"{member.age:.1f} s ago: "
+                found.notes.append(f"last heartbeat of rank {rank}: {age}{member.describe() or 'no operation'}")
+        return found
+
+    def _request(self, source: str, seconds: float) -> Collected:
+        arguments = {"job": self.job, "source": source, "seconds": seconds}
+        found = Collected()
+        if self._connections is None:
+            self._add(found, "", 0, respond(**arguments))
+            return found
+        if self._ahead is None:
+            self._ahead = _compare_clocks(self._connections)
+        responses = self._connections.call("observe.respond", arguments, seconds + _MARGIN_SECONDS)
+        for host, ahead, response in zip(self._connections.names, self._ahead, responses):
+            if isinstance(response, Exception):
+                found.ended = False
+                found.notes.append(f"{host} has not responded: {printable(str(response))}")
+                continue
+            try:
+                self._add(found, host, ahead, response)
+            except (ValueError, InvalidArgument) as error:
+                found.notes.append(f"{host}: {error}")
+        return found
+
+    def _add(self, found: Collected, host: str, ahead: int, response: Any) -> None:
+        fields = fields_of(_RESPONSE, response)
+        prefix = f"{host}: " if host else ""
+        found.ended = found.ended and fields["ended"]
+        found.notes += [prefix + note for note in fields["notes"]]
+        found.members |= {member.rank: member for member in fields["members"]}
+        for value in fields["records"]:
+            try:
+                record = check_record(value, host or "a rank")
+            except InvalidArgument as error:
+                found.notes.append(str(error))
+                continue
+            is_new = record.rank not in found.records and all(record.size == r.size for r in found.records.values())
+            if record.job == self.job and is_new:
+                found.records[record.rank] = replace(record, wall_ns=max(0, record.wall_ns - ahead))
+
+
+def find_ranks(job: str | None, chosen: HostSelection) -> JobRanks:
+    """Of the job whose name begins so: on the hosts chosen, else on those that it was started on from here.
+
+    Raises:
+        InvalidArgument: there is no such job, or more than one.
+    """
+    from mlxdist.launch.jobs import find_job
+
+    found = find_job(job) if chosen.hostfile is None else None
+    if found is not None and found.hosts is None:
+        return JobRanks(found.name)
+    with contextlib.ExitStack() as undo:
+        if found is not None:
+            connections, name = undo.enter_context(_connect(found.hosts.names, found.hosts.ssh_config)), found.name
+        else:
+            names = [host.name for host in chosen.hosts()]
+            connections = undo.enter_context(_connect(names, chosen.ssh_config))
+            name = _full_name(connections, job)
+        if job and name != job and True in connections.call("jobs.recorded", {"name": job}):
+            name = job  # that one has failed and was restarted: the other begins so
+        undo.pop_all()
+        return JobRanks(name, connections)
+
+
+def _full_name(connections: "Connections", job: str | None) -> str:
+    """Of a job on these hosts; ``job`` where none that runs begins so.
+
+    A job that has ended may have left its records: each host looks for them.
+    """
+    from mlxdist.launch.jobs_on_hosts import ask_for_jobs, full_name_of
+
+    jobs, problems = ask_for_jobs(connections)
+    if len(problems) == len(connections.names):
+        raise InvalidArgument("; ".join(problems))
+    if job and not any(listed["job"].startswith(job) for listed in jobs):
+        return job
+    return full_name_of(job, jobs)
+
+
+def _connect(names: Sequence[str], reach: "SshConfig") -> "Connections":
+    from mlxdist.cluster.ssh.rpc_client import Connections
+
+    return Connections(names, reach)
+
+
+def _compare_clocks(connections: "Connections") -> list[int]:
+    """How far each host's clock is ahead of ours, to within half the time of the fastest request and response."""
+    count = len(connections.names)
+    best, ahead = [float("inf")] * count, [0] * count
+    for _ in range(_CLOCK_REPEATS):
+        begin = time.time_ns()
+        responses = connections.call("observe.time")
+        end = time.time_ns()
+        for i, theirs in enumerate(responses):
+            if type(theirs) is int and end - begin < best[i]:
+                best[i], ahead[i] = end - begin, theirs - (begin + end) // 2
+    return ahead
+
+
+# What runs on the hosts; see cluster/ssh/rpc_server.py.
+
+
+def wall_ns() -> int:
+    return time.time_ns()
+
+
+def respond(job: str, source: str, seconds: float) -> dict[str, Any]:
+    """What is known here, as JSON, from the "rendezvous" if rank 0 runs here, or from the ranks here by "signal".
+
+    Also of a job that has ended here and left some records; never of another one whose name begins so.
+    """
+    from mlxdist.launch.jobs import exact_job, read_record
+
+    response: dict[str, Any] = {"records": [], "members": [], "notes": [], "ended": True}
+    found = exact_job(job)
+    if found is None:
+        text = f"there is no job {job!r} here, nor what it has recorded; `mlxdist ps` lists the jobs"
+        return response | {"notes": [text]}
+    # None: it has ended, and left no launcher nor reaper.
+    record = read_record(found.folder) if found.launcher else None
+    response["ended"] = record is None
+    if source == "signal":
+        response["records"], response["notes"] = _by_signal(found, record, seconds)
+    elif record is not None and 0 in record.ranks:
+        observation = observe(record.temporary / "0", seconds)
+        if observation is not None:
+            response["records"] = list(observation.records.values())
+            response["members"] = [asdict(member) for member in observation.members.values()]
+            response["notes"] = observation.notes(seconds)
+    return response
+
+
+_RESPONSE = {
+    "records": list_of(lambda name, value: value, MAX_RANKS),
+    "members": list_of(lambda name, value: build(PeerStatus, value), MAX_RANKS),
+    "notes": list_of(text(_MAX_TEXT), MAX_RANKS),
+    "ended": flag,
+}
+
+
+def _by_signal(job: "Job", record: "Record | None", seconds: float) -> tuple[list[Any], list[str]]:
+    """The full records of the ranks here, and which are missing or old."""
+    directory, notes = job.flight_folder, []
+    if directory is None:
+        return [], [f"job {job.name} runs with MLXDIST_FLIGHT=none: its ranks write no records"]
+    if record is None:
+        paths = sorted(directory.glob("flight-*.json"))
+    else:
+        begin = time.time_ns()
+        signaled = {rank for rank, pid in job.pids.items() if _signal(record.temporary / str(rank), pid)}
+        if absent := job.pids.keys() - signaled:
+            why = "not at mlxdist.init() yet, past finalize(), or SIGUSR1 is handled by the program"
+            notes.append(f"{name_ranks(absent)} cannot be signaled: {why}")
+        late = _wait(directory, signaled, begin, seconds)
+        # Not of other hosts, in a shared directory.
+        paths = [path for rank in sorted(record.ranks) if (path := directory / record_file_name(rank)).exists()]
+        if late:
+            have = "have" if len(late) > 1 else "has"
+            older = any((directory / record_file_name(rank)).exists() for rank in late)
+            notes.append(
+                f"{name_ranks(late)} {have} not responded to SIGUSR1 for {seconds:g} s: stopped, or blocked in a call "
+                f"that holds the GIL{'; what is shown of it is older' if older else ''}"
+            )
+    records, size = [], 0
+    for path in paths:
+        try:
+            size += path.stat().st_size
+            if size > _MAX_BYTES:
+                notes.append(f"{path.name} and what follows is left out: more than {_MAX_BYTES >> 20} MiB")
+                break
+            records.append(read_json(path))
+        except (OSError, InvalidArgument) as error:  # of the others there are records
+            notes.append(str(error))
+    return records, notes
+
+
+def _signal(directory: Path, launched: int) -> bool:
+    """Sends SIGUSR1 to the process of the file, which must be what the launcher started or a child of it."""
+    with contextlib.suppress(OSError, ValueError):
+        pid = int(pid_file(directory).read_bytes()[:20])
+        if pid > 1 and os.getsid(pid) == launched:  # each rank leads a session
+            os.kill(pid, signal.SIGUSR1)
+            return True
+    return False
+
+
+def _wait(directory: Path, ranks: Collection[int], begin_ns: int, seconds: float) -> set[int]:
+    """Until all have written their records since ``begin_ns``. Returns those that have not by then."""
+    late, deadline = set(ranks), time.monotonic() + seconds
+    while late and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        late = {rank for rank in late if not _is_written(directory / record_file_name(rank), begin_ns)}
+    return late
+
+
+def _is_written(path: Path, begin_ns: int) -> bool:
+    try:
+        return path.stat().st_mtime_ns >= begin_ns - 10**9 and read_flight_record(path).wall_ns >= begin_ns
+    except (OSError, InvalidArgument):
+        return False
