@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 
 # For messages about a compiled half that is missing or another version's.
 HOW_TO_BUILD = (
-    "in mlxdist's source folder, `make setup`, or `pip install --no-build-isolation --no-deps --force-reinstall .`"
+    "in mlxdist's source directory, `make setup`, or `pip install --no-build-isolation --no-deps --force-reinstall .`"
 )
 
 

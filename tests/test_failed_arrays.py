@@ -9,14 +9,14 @@ slow = pytest.mark.long
     "scenario, through, ranks",
     [
         ("mismatch", "mlx", 2),
-        ("mismatch", "door", 3),
+        ("mismatch", "mpi_shim", 3),
         pytest.param("mismatch", "mlx", 3, marks=slow),
-        pytest.param("mismatch", "door", 2, marks=slow),
+        pytest.param("mismatch", "mpi_shim", 2, marks=slow),
         ("timeout", "mlx", 2),
-        pytest.param("timeout", "door", 2, marks=slow),
+        pytest.param("timeout", "mpi_shim", 2, marks=slow),
         pytest.param("timeout", "mlx", 3, marks=slow),
         ("lost", "mlx", 3),
-        pytest.param("lost", "door", 3, marks=slow),
+        pytest.param("lost", "mpi_shim", 3, marks=slow),
         pytest.param("lost", "mlx", 2, marks=slow),
     ],
 )
@@ -27,6 +27,6 @@ def test_every_reader_raises_at_every_attempt(run_ranks, scenario, through, rank
 
 
 @pytest.mark.parametrize("thread", ["main", "other"])
-@pytest.mark.parametrize("through", ["mlx", pytest.param("door", marks=slow)])
+@pytest.mark.parametrize("through", ["mlx", pytest.param("mpi_shim", marks=slow)])
 def test_what_was_under_way_behind_it(run_ranks, through, thread):
     assert all("as expected" in output for output in run_ranks("failed_async.py", 2, through, thread))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-WAITS = ["eval", *(pytest.param(how, marks=pytest.mark.long) for how in ("numpy", "door", "handle", "finalize"))]
+WAITS = ["eval", *(pytest.param(how, marks=pytest.mark.long) for how in ("numpy", "mpi_shim", "handle", "finalize"))]
 
 
 def at(output: str, what: str) -> float:

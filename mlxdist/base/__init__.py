@@ -1,1 +1,1 @@
-"""What every floor uses: errors, variables, files, processes of our own. It imports nothing of the floors above."""
+"""What every floor uses: errors, variables, files, child processes. It imports nothing of the floors above."""

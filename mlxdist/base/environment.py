@@ -5,6 +5,7 @@ and contradictory variables are rejected here, before any work: a job whose rank
 would hang, or silently run as several groups of one.
 """
 
+import functools
 import math
 import os
 import re
@@ -200,109 +201,100 @@ class Variable:
         return self.name.removeprefix("MLXDIST_").lower()
 
 
-def _variable(meaning: str, shown: str, parse: Parser, default: Any = None, of_job: bool = False) -> Any:
+def _of_user(meaning: str, shown: str, parse: Parser, default: Any = None, of_job: bool = False) -> Any:
     """``shown``: the default in words, which is that of the native library where the field's is None."""
     about = {"meaning": meaning, "default": shown, "parse": parse, "of_job": of_job}
     return field(default=default, metadata=about, repr=parse is not _secret)
+
+
+_of_job = functools.partial(_of_user, of_job=True)
 
 
 @dataclass(frozen=True)
 class Environment:
     """The values of the variables: ``rank`` is that of MLXDIST_RANK. ``None``: not set."""
 
-    rank: int = _variable(
-        "number of this process, from 0", "a group of one", _integer(0, MAX_RANKS - 1), 0, of_job=True
+    rank: int = _of_job("number of this process, from 0", "a group of one", _integer(0, MAX_RANKS - 1), 0)
+    world_size: int = _of_job("number of processes of the job", "a group of one", _integer(1, MAX_RANKS), 1)
+    rendezvous: tuple[str, int] | None = _of_job("address of rank 0: host:port, [IPv6 address]:port", "none", _address)
+    rendezvous_fd: int | None = _of_job(
+        "rank 0: descriptor of a socket that listens at that address", "none", _integer(0, 2**31 - 1)
     )
-    world_size: int = _variable(
-        "number of processes of the job", "a group of one", _integer(1, MAX_RANKS), 1, of_job=True
+    secret: bytes = _of_job("key that all ranks of the job share, at least 32 hex digits", "none", _secret, b"")
+    job: str = _of_job("name of the job, recorded in its checkpoints", "empty", _job, "")
+    restart_count: int = _of_job("number of times the job has been restarted", "0", _integer(0, MAX_RESTARTS), 0)
+    rank_shares_memory: tuple[float, ...] | None = _of_job(
+        "share of the work of each rank in decoding, such as 1.5,1", "none", _numbers
     )
-    rendezvous: tuple[str, int] | None = _variable(
-        "address of rank 0: host:port, [IPv6 address]:port", "none", _address, of_job=True
+    rank_shares_compute: tuple[float, ...] | None = _of_job(
+        "share of the work of each rank in training and for prompts", "none", _numbers
     )
-    rendezvous_fd: int | None = _variable(
-        "rank 0: descriptor of a socket that listens at that address", "none", _integer(0, 2**31 - 1), of_job=True
-    )
-    secret: bytes = _variable(
-        "key that all ranks of the job share, at least 32 hex digits", "none", _secret, b"", of_job=True
-    )
-    job: str = _variable("name of the job, recorded in its checkpoints", "empty", _job, "", of_job=True)
-    restart_count: int = _variable(
-        "number of times the job has been restarted", "0", _integer(0, MAX_RESTARTS), 0, of_job=True
-    )
-    rank_shares_memory: tuple[float, ...] | None = _variable(
-        "share of the work of each rank in decoding, such as 1.5,1", "none", _numbers, of_job=True
-    )
-    rank_shares_compute: tuple[float, ...] | None = _variable(
-        "share of the work of each rank in training and for prompts", "none", _numbers, of_job=True
-    )
-    error_file: str | None = _variable("file that names the first rank that failed", "none", _text, of_job=True)
-    timeout: float | None = _variable(
+    error_file: str | None = _of_job("file that names the first rank that failed", "none", _text)
+    timeout: float | None = _of_user(
         "seconds without progress before an operation fails, 0 for never", "30", _seconds(or_never=True)
     )
-    stall_warning: float | None = _variable(
+    stall_warning: float | None = _of_user(
         "seconds until a stalled operation logs the rank it waits on, 0 for never", "10", _seconds(or_never=True)
     )
-    checksum: int | None = _variable(
+    checksum: int | None = _of_user(
         "1: each message carries a CRC32C; damaged messages are retransmitted", "0", _integer(0, 1)
     )
-    rendezvous_timeout: float = _variable("seconds to wait for missing ranks", "60", _seconds(or_never=False), 60.0)
-    bulk_slot_bytes: int | None = _variable(
+    rendezvous_timeout: float = _of_user("seconds to wait for missing ranks", "60", _seconds(or_never=False), 60.0)
+    bulk_slot_bytes: int | None = _of_user(
         "bytes of a slot for large messages: multiple of 4096 up to 1048576",
         "131072",
         _integer(4096, 1 << 20, multiple=4096),
     )
-    bulk_slots: int | None = _variable(
-        "slots for large messages, per peer and direction: 2 to 64", "6", _integer(2, 64)
-    )
-    eager_slots: int | None = _variable(
+    bulk_slots: int | None = _of_user("slots for large messages, per peer and direction: 2 to 64", "6", _integer(2, 64))
+    eager_slots: int | None = _of_user(
         "slots for small messages, per peer and direction: 4 to 256", "32", _integer(4, 256)
     )
-    provider: str = _variable(
+    provider: str = _of_user(
         "verbs provider: auto, soft, ibverbs (Linux), librdma (macOS)", "auto", _one_of(PROVIDERS), "auto"
     )
-    device_map: str | None = _variable(
+    device_map: str | None = _of_user(
         "matrix of RDMA devices as JSON, or a file with it, or a hostfile", "by address", _file
     )
-    qp_type: str = _variable(
+    qp_type: str = _of_user(
         "queue pair type: uc (unreliable connection) or rc (reliable, on Linux)", "uc", _one_of(QP_TYPES), "uc"
     )
-    meet_after: float | None = _variable(
+    meet_after: float | None = _of_user(
         "idle seconds after which ranks with a GPU synchronize first, 0 for never", "2", _seconds(or_never=True)
     )
-    keepalive: float | None = _variable(
+    keepalive: float | None = _of_user(
         "seconds between keepalive messages of an idle queue pair, 0 for none", "60", _seconds(or_never=True)
     )
-    links_per_peer: int | None = _variable(
+    links_per_peer: int | None = _of_user(
         "links per peer that large messages are striped over: 1 or 2", "1", _integer(1, 2)
     )
-    topology: frozenset[tuple[int, int]] | None = _variable(
+    topology: frozenset[tuple[int, int]] | None = _of_user(
         "pairs of ranks that a link connects, such as 0-1,1-2,2-0", "every pair", _pairs
     )
-    on_demand_threshold: int | None = _variable(
+    on_demand_threshold: int | None = _of_user(
         "largest job in which all pairs connect at the start, not on demand: 1 to 256", "8", _integer(1, 256)
     )
-    algo: str | None = _variable(
+    algo: str | None = _of_user(
         "algorithm of collectives: auto, direct, mesh, ring, doubling or tree", "auto", _one_of(ALGORITHMS)
     )
-    soft_profile: str = _variable(
+    soft_profile: str = _of_user(
         f"device that the soft provider emulates: {', '.join(SOFT_PROFILES)}", "ideal", _one_of(SOFT_PROFILES), "ideal"
     )
-    soft_transport: str = _variable(
+    soft_transport: str = _of_user(
         "transport of the soft provider: auto, shm or tcp", "auto", _one_of(SOFT_TRANSPORTS), "auto"
     )
-    inject_faults: str | None = _variable(
+    inject_faults: str | None = _of_user(
         "faults of the soft provider, for tests: a list as in soft/faults.h", "none", _faults
     )
-    tuning_file: str | None = _variable(
+    tuning_file: str | None = _of_user(
         "rank 0: file of the tuning table, or none", "~/.config/mlxdist/tuning.json", _file
     )
-    debug: str | None = _variable(
+    debug: str | None = _of_user(
         "debug output: off, warn, info or trace, and subsystems: info:link,rendezvous", "warn", _debug
     )
-    debug_file: str | None = _variable(
+    debug_file: str | None = _of_user(
         "file for debug output; %h is the host, %p the process, %r the rank", "stderr", _pattern
     )
-    flight_dir: str | None = _variable(
+    flight_dir: str | None = _of_user(
         "directory of the flight recorder's files, or none", "the current directory", _file
     )
 

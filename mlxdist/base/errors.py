@@ -1,4 +1,4 @@
-"""The exceptions of mlxdist: one family, so that ``except mlxdist.Error`` catches whatever went wrong here.
+"""The exceptions of mlxdist: one family, so that ``except mlxdist.Error`` catches all errors of mlxdist.
 
 Every message says what happened, on which rank and host, and what to do next. Where Python has a class of its own
 for the case (``ValueError``, ``TimeoutError``, ``ImportError``), ours is also that one. docs/errors.md is for users.
@@ -161,7 +161,7 @@ def located(text: str, rank: int, host: str) -> str:
 
 
 def interruption(error: BaseException, rank: int, host: str) -> "Error":
-    """What the other ranks are told of one that ``error``, which is not ours, has ended."""
+    """The report to other ranks of ``error``, of another family, that has ended this rank."""
     if isinstance(error, KeyboardInterrupt):
         what = "was interrupted (SIGINT)"
     elif isinstance(error, SystemExit):

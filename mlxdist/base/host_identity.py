@@ -1,4 +1,4 @@
-"""What tells one host from another: names do not, for containers and Macs may share one."""
+"""An identity of a host: names are not unique, for containers and Macs may share one."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Debug output of what is written in Python: MLXDIST_DEBUG, MLXDIST_DEBUG_FILE. docs/debugging.md is for users.
+"""The log of the Python code: MLXDIST_DEBUG, MLXDIST_DEBUG_FILE. docs/debugging.md is for users.
 
 The engine has its own writer (native/transport/debug.h), with the same levels, subsystems and format: the lines of both
 may go to the same file. One line:
@@ -41,7 +41,8 @@ class _Output:
         with contextlib.suppress(OSError):  # a full disk is no reason to fail
             if self.descriptor is None:
                 sys.stderr.flush()
-            os.write(2 if self.descriptor is None else self.descriptor, line)  # in one piece, whoever else writes there
+            # One write: other processes may write there, too.
+            os.write(2 if self.descriptor is None else self.descriptor, line)
 
 
 _output = _Output()

@@ -201,10 +201,10 @@ def _plan(chosen: HostSelection, of_nodes: Nodes | None, options: Options, comma
     )
 
 
-def _for_this_machine(given: Mapping[str, str], executable: str, folder: str, door: bool) -> dict[str, str]:
+def _for_this_machine(given: Mapping[str, str], executable: str, folder: str, with_mpi_shim: bool) -> dict[str, str]:
     """All that the ranks have in their environment, but for what is each rank's own."""
-    variables = base_environment(os.environ, door)
-    if door:
+    variables = base_environment(os.environ, with_mpi_shim)
+    if with_mpi_shim:
         mpi_shim.check(variables[mpi_shim.VARIABLE])
     variables |= given
     if not os.path.isdir(variables.get("TMPDIR") or "/tmp"):
@@ -241,7 +241,8 @@ def _for_mpirun(
     folder = absolute(options.cwd, "--cwd") if options.cwd else None
     others = options.prefix and not all(is_this_machine(host.name) for host in backend.hosts)
     words = mpirun_command(backend.hosts, names, folder, arguments, command, tagged=others)
-    variables = _for_this_machine(exported | reach_variables(chosen.ssh), words[0], options.cwd or "", door=False)
+    given = exported | reach_variables(chosen.ssh)
+    variables = _for_this_machine(given, words[0], options.cwd or "", with_mpi_shim=False)
     return variables, words
 
 

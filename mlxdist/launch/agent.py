@@ -183,8 +183,8 @@ class Agent:
     def _prepare(self, fields: Mapping[str, Any]) -> None:
         try:
             _enter(fields["folder"])
-            variables = base_environment(os.environ, fields["door"])
-            if fields["door"]:
+            variables = base_environment(os.environ, fields["mpi_shim"])
+            if fields["mpi_shim"]:
                 mpi_shim.check(variables[mpi_shim.VARIABLE])
             variables |= fields["variables"]
             first, count = fields["ranks"]

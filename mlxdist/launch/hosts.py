@@ -90,7 +90,7 @@ class HostsJob:
             "folder": folder,
             "stdin": stdin,
             "secret": new_secret(),
-            "door": backend.name == "mlxdist",
+            "mpi_shim": backend.name == "mlxdist",
             "port": backend.rendezvous_port,
         }
 

@@ -45,16 +45,16 @@ _MAX_DESCRIPTORS = 10240  # OPEN_MAX: macOS rejects more, also where it reports 
 _REAPER = "import sys, os; sys.path.append(os.path.dirname(sys.argv[1])); import reaper; reaper.main(*sys.argv[2:])"
 
 
-def base_environment(environ: Mapping[str, str], door: bool = True) -> dict[str, str]:
-    """What all ranks inherit from the launcher: not what belongs to another job; and the MPI door, for plain MLX.
+def base_environment(environ: Mapping[str, str], with_mpi_shim: bool = True) -> dict[str, str]:
+    """What all ranks inherit from the launcher: not what belongs to another job; and the MPI shim, for plain MLX.
 
-    ``door``: False where they use a backend of MLX's own.
+    ``with_mpi_shim``: False where they use a backend of MLX's own.
 
     Raises:
         ResourceError: mlxdist has not been built.
     """
     variables = {name: value for name, value in environ.items() if name not in OF_JOB and not mpi_shim.diverts(name)}
-    if door:
+    if with_mpi_shim:
         variables |= mpi_shim.variables()
     elif "MLXDIST_JOB" in environ:
         variables.pop(mpi_shim.VARIABLE, None)  # that of the outer job

@@ -1,6 +1,6 @@
-"""The end of a program that uses mlxdist: its world is finalized, and the exit status tells when that has failed.
+"""The end of a program that uses mlxdist: its world is finalized, and a failure of that is in the exit status.
 
-A rank that exits with a status that is not 0 has failed, and tells the others before they miss it. When exit handlers
+A rank that exits with a status that is not 0 has failed, and reports that to the other ranks. When exit handlers
 run, Python has forgotten the status, so the bridge notes that of the SystemExit with which the interpreter ends.
 """
 

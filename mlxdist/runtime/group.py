@@ -1,4 +1,4 @@
-"""The group of ranks: what it knows of itself, and what can be made of it."""
+"""A group of ranks: its properties, its subgroups and its end."""
 
 import time
 from collections.abc import Callable
@@ -306,10 +306,10 @@ class Group:
             self._require_open()
         return self._connection
 
-    def add_door(self, door: Any) -> None:
-        """Another way into the engine (mpi_door.py), which ends with the world: see :attr:`World.doors`."""
+    def add_mpi_shim(self, shim: Any) -> None:
+        """MPI shim (mpi_shim.py), which ends with the world: see :attr:`World.mpi_shims`."""
         self._require_open()
-        self._world.doors.append(door)
+        self._world.mpi_shims.append(shim)
 
     def shut(self) -> None:
         """From now on every operation is refused."""
@@ -330,7 +330,7 @@ class Group:
         error = errors.from_status(status, last_error())
         if status == lib.MLXDIST_INVALID_ARGUMENT:  # that has not failed the group
             return error
-        self._world.pending.told_error = True
+        self._world.pending.error_reported = True
         return flight_recorder.explain(error)
 
     def _require_open(self) -> None:

@@ -17,7 +17,7 @@ __all__ = ["Handle", "Operation", "Pending"]
 class Handle:
     """An operation that has been started. Made by the operations of mlxdist with ``async_op=True``.
 
-    The operation goes on whether or not anybody waits for it, and keeps its arrays until it has ended, also when the
+    The operation goes on without a waiting thread, and keeps its arrays until it has ended, also when the
     handle is dropped. Until then its input must not be changed and its result not be read. Operations may end, and be
     waited for, in any order; those of one group must be started in the same order on all ranks. Any thread may use a
     handle.
@@ -130,22 +130,22 @@ class Operation:
         """A new exception each time: several threads may raise it."""
         if not self.status:
             return None
-        self._pending.told_error = True
+        self._pending.error_reported = True
         return flight_recorder.explain(errors.from_status(self.status, self._text))
 
 
 class Pending:
-    """The operations of a process that have not ended, as far as anybody has looked."""
+    """The operations of a process that are not known to have ended."""
 
     def __init__(self) -> None:
         self.running: set[Operation] = set()
         self.dropped: deque[Operation] = deque()  # those whose handle is gone
-        self.told_error = False  # whether the user knows that an operation has failed
+        self.error_reported = False  # whether the error of an operation has been raised
         self._sweeping = threading.Lock()
         self._process = os.getpid()
 
     def sweep(self) -> None:
-        """Gives up the memory of operations that have ended without anybody waiting."""
+        """Releases the memory of operations that have ended and have no handle."""
         if not self.dropped or not self._sweeping.acquire(blocking=False):
             return
         try:

@@ -1,7 +1,7 @@
-"""The MPI door: programs that know nothing of mlxdist and call ``mx.distributed.init()`` run on its transport.
+"""The MPI shim: programs that call ``mx.distributed.init()`` run on mlxdist's transport without changes.
 
-MLX opens the library that ``MLX_MPI_LIBNAME`` names, if that speaks the C ABI of Open MPI. `mlxdist launch` names ours
-(native/bindings/mpi), and takes away what would make MLX choose another backend. docs/mpi-door.md is for users.
+MLX opens the library that ``MLX_MPI_LIBNAME`` names, if that speaks the C ABI of Open MPI. `mlxdist launch` names
+mlxdist's (native/bindings/mpi), and unsets what would make MLX choose another backend. docs/mpi-shim.md is for users.
 
 The launcher uses ``variables``, ``diverts`` and ``check``, which need neither MLX nor the compiled half; the library
 calls ``join`` and ``wait_for_stream``.
@@ -85,7 +85,7 @@ def diverts(name: str) -> bool:
 
 
 def variables() -> dict[str, str]:
-    """What makes MLX take this door.
+    """The variable that makes MLX load this library.
 
     Raises:
         ResourceError: mlxdist has not been built.
@@ -116,13 +116,13 @@ def check(path: str | Path) -> None:
         loaded = ctypes.CDLL(str(path))
     except OSError as error:
         raise ResourceError(
-            f"mlxdist's MPI door does not load ({error}), so programs that call mx.distributed.init() would run as "
+            f"mlxdist's MPI shim does not load ({error}), so programs that call mx.distributed.init() would run as "
             f"groups of one; build it: {HOW_TO_BUILD}"
         ) from None
     missing = [name for name in (*FUNCTIONS, *OBJECTS) if not _exports(loaded, name)]
     if missing:
         raise ResourceError(
-            f"mlxdist's MPI door {path} does not export {', '.join(missing)}, so programs that call "
+            f"mlxdist's MPI shim {path} does not export {', '.join(missing)}, so programs that call "
             f"mx.distributed.init() would run as groups of one; build it: {HOW_TO_BUILD}"
         )
 
@@ -135,25 +135,25 @@ def _exports(loaded: ctypes.CDLL, name: str) -> bool:
     return True
 
 
-class _Door:
+class _MpiShim:
     """What the library has under way, as finalize() sees it."""
 
     def __init__(
         self,
         drain: Callable[[float], int],
         close: Callable[[], None],
-        told_error: Callable[[], int],
+        error_reported: Callable[[], int],
         is_busy: Callable[[], int],
     ) -> None:
         self._drain = drain
         self._close = close
-        self._told_error = told_error
+        self._error_reported = error_reported
         self._is_busy = is_busy
 
     @property
-    def told_error(self) -> bool:
+    def error_reported(self) -> bool:
         """Whether MLX has been given an error to raise."""
-        return bool(self._told_error())
+        return bool(self._error_reported())
 
     @property
     def is_busy(self) -> bool:
@@ -180,7 +180,7 @@ class _Door:
         self._close()
 
 
-def join(door: int, *unused: int) -> tuple[str, int, int]:
+def join(shim: int, *unused: int) -> tuple[str, int, int]:
     """Makes this process a rank, for the library's ``MPI_Init``, which gives the address of its ``Door``.
 
     Returns the text of an error, or "", the address of the engine's group, and that of the bridge's
@@ -191,12 +191,12 @@ def join(door: int, *unused: int) -> tuple[str, int, int]:
         from .native import bridge, ffi
 
         group = init()
-        drain, close, told_error, is_busy = ffi.cast("uintptr_t *", door)[0:4]
-        group.add_door(
-            _Door(
+        drain, close, error_reported, is_busy = ffi.cast("uintptr_t *", shim)[0:4]
+        group.add_mpi_shim(
+            _MpiShim(
                 ffi.cast("int (*)(double)", drain),
                 ffi.cast("void (*)(void)", close),
-                ffi.cast("int (*)(void)", told_error),
+                ffi.cast("int (*)(void)", error_reported),
                 ffi.cast("int (*)(void)", is_busy),
             )
         )
@@ -253,5 +253,5 @@ def _synchronize() -> None:
 
 
 def _text(error: BaseException) -> str:
-    # Into C++ and back; what is not of our family arrives as Aborted, with its class in the text.
+    # Into C++ and back; other exceptions than mlxdist.Error arrive as Aborted, with the class in the text.
     return to_tagged_text(error if isinstance(error, Error) else Error(f"{type(error).__name__}: {error}"))

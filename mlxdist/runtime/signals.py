@@ -1,15 +1,15 @@
 """Ctrl-C and SIGTERM act at once, also while the main thread waits in C for an operation.
 
 Python runs the handlers of signals in the main thread, between two steps of the program: not while that waits in
-``mx.eval`` or in the engine. So a thread of ours reads the descriptor that Python's C handler writes the number of each
-signal to (``signal.set_wakeup_fd``), and ends the operation; the main thread comes back, and the handler runs.
+``mx.eval`` or in the engine. So a thread of this module reads the descriptor that Python's C handler writes the number
+of each signal to (``signal.set_wakeup_fd``), and ends the operation; the main thread returns, and the handler runs.
 
 SIGINT    where Python's own handler is installed, which raises KeyboardInterrupt, and the main thread does not run it
           by itself soon: the world is aborted. A handler of the program's decides for itself; when a second SIGINT
           comes before it could run, the world is aborted too.
-SIGTERM   where nobody handles it: the world is aborted at once, and SystemExit(143) raised in the main thread, so that
-          exit handlers run. If that does not get there within 2 seconds, the process ends as it would without us.
-others    what is registered with ``on``, where nobody handles them: called in our thread.
+SIGTERM   where the program has no handler: the world is aborted at once, and SystemExit(143) raised in the main thread,
+          so that exit handlers run. If that is not raised within 2 seconds, the process ends as by the default handler.
+others    what is registered with ``on``, where the program has no handler: called in the thread of this module.
 
 Python allows all this in the main thread of the main interpreter alone. Where ``mlxdist.init()`` is called in another
 one, signals are what they were: Ctrl-C acts when the operation has ended. The same holds once the program has set a
@@ -43,7 +43,7 @@ _running: "Signals | None" = None
 
 
 def on(number: signal.Signals, callback: Callable[[], object]) -> None:
-    """Calls ``callback`` in a thread of ours when signal ``number`` comes, while there is a world.
+    """Calls ``callback`` in the thread of this module when signal ``number`` comes, while there is a world.
 
     Where the program handles the signal itself, or ignores it, that stays as it is.
     """
@@ -70,7 +70,7 @@ class Signals:
         self._impatient = False
         self._kill_at: float | None = None
         self._terminating = False  # the main thread has raised SystemExit
-        self._told = threading.Event()  # of that, whoever waits for the world
+        self._aborted = threading.Event()  # the world, by SIGTERM
         self._looked = False  # the main thread has run a step of Python since the SIGINT
         self._look = _PENDING_CALL(self._take_look)  # kept: the interpreter may call it late
         self._thread: threading.Thread | None = None
@@ -90,7 +90,7 @@ class Signals:
         _running = self
 
     def handle(self, number: int) -> None:
-        """Gives the signal to our thread where it would end the process otherwise."""
+        """Gives the signal to this module's thread where it would end the process otherwise."""
         with contextlib.suppress(ValueError):  # not the main thread
             if signal.getsignal(number) == signal.SIG_DFL:
                 signal.signal(number, self._terminate if number == signal.SIGTERM else _do_nothing)
@@ -114,7 +114,7 @@ class Signals:
     def terminates(self, seconds: float) -> bool:
         """Whether SIGTERM ends the program. The world is then aborted when this returns, or ``seconds`` have passed."""
         if self._terminating and self._thread is not None:
-            self._told.wait(seconds)
+            self._aborted.wait(seconds)
         return self._terminating
 
     def close_in_child(self) -> None:
@@ -144,7 +144,7 @@ class Signals:
         self._looked = True
         return 0
 
-    # In our thread.
+    # In the thread of this module.
 
     def _run(self) -> None:
         while True:
@@ -179,7 +179,7 @@ class Signals:
         elif signal.getsignal(number) == self._terminate:
             self._kill_at = None if self._terminating else time.monotonic() + TERM_SECONDS
             self._abort(SystemExit(128 + number), raises=True)
-            self._told.set()
+            self._aborted.set()
         elif number in _callbacks and signal.getsignal(number) is _do_nothing:
             try:
                 _callbacks[number]()

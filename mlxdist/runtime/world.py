@@ -1,4 +1,4 @@
-"""What all groups of this process share: how the ranks come together, and how they end."""
+"""The world: the engine, the rendezvous and their threads, which all groups of this process share, and their end."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from mlxdist.base import errors, logger
 from mlxdist.base.environment import Environment
 
-from .deadlock import TAG, Standstill
+from .deadlock import TAG, DeadlockDetector
 from .flight_recorder import Recorder
 from .handle import Pending
 from .native import bridge, check, ffi, lib
@@ -21,8 +21,8 @@ from .signals import Signals
 
 __all__ = ["World"]
 
-# Seconds for rank 0 to have passed on to all that this rank has failed.
-_TO_BE_TOLD = 2.0
+# Seconds for rank 0 to forward the failure of this rank to all ranks.
+_REPORT_TIMEOUT = 2.0
 
 # Tag of the messages that make a connection on first use.
 _CONNECT = "connect"
@@ -46,10 +46,10 @@ class World:
         self.native_group = NativeGroup(environment, host)
         self.connection: Any = None  # the bridge's view of it
         self.recorder: Recorder | None = None
-        # Other ways into the engine: drain(seconds) waits for what has been started and is False if that does not end;
-        # close() waits for what is running and refuses all that comes later; told_error: the user knows of a failure;
-        # is_busy: something runs; keep_errors(): raises none from now on but where something is evaluated.
-        self.doors: list[Any] = []
+        # Each as the bridge's connection: drain(seconds) waits for what has been started and is False if that does not
+        # end; close() waits for running operations and rejects later ones; error_reported: an error has been raised;
+        # is_busy: something runs; keep_errors(): errors are raised only where something is evaluated from now on.
+        self.mpi_shims: list[Any] = []
         self.pending = Pending()
         self.registrations: weakref.WeakSet[Registration] = weakref.WeakSet()
         self.closed = False
@@ -60,7 +60,7 @@ class World:
         self._left = False  # this rank calls nothing more but finalize
         self._rendezvous: Rendezvous | None = None
         self._signals: Signals | None = None
-        self._standstill: Standstill | None = None
+        self._deadlock_detector: DeadlockDetector | None = None
         self._context = ffi.new_handle(self)  # for the engine, which hands it back
         _worlds.add(self)
         if self.size > 1:
@@ -100,8 +100,9 @@ class World:
         if self.native is None:
             self.connection.close()
             return
-        told_error = self._signals.terminates(_TO_BE_TOLD)  # by SystemExit
-        told_error |= any(of.told_error for of in (self.pending, self.connection, *self.doors))
+        reported = self._signals.terminates(_REPORT_TIMEOUT)  # by SystemExit
+        reported |= self.pending.error_reported or self.connection.told_error
+        reported |= any(shim.error_reported for shim in self.mpi_shims)
         failed = lib.mlxdist_group_error(self.native) != lib.MLXDIST_OK
         idle = self._is_idle(groups, 10 if failed else self.native_group.timeout)  # aborted operations end at once
         if not idle and not failed:
@@ -111,27 +112,27 @@ class World:
             if idle:
                 for registration in list(self.registrations):
                     registration.release()
-                for door in self.doors:
-                    door.close()
+                for shim in self.mpi_shims:
+                    shim.close()
                 self.connection.close()
                 self._left = True
-            if not told_error:  # else the error has been raised where it happened
+            if not reported:  # else the error has been raised where it happened
                 check(lib.mlxdist_group_error(self.native))
                 check(lib.mlxdist_group_finalize(self.native))
-                self._rendezvous.barrier("finalize")  # nobody leaves while a last message to another may be lost
+                self._rendezvous.barrier("finalize")  # no rank leaves while a last message may be lost
         finally:
-            self._standstill.close()
-            self.recorder.close()  # first: nobody sends SIGUSR1 to a rank that does not handle it any more
+            self._deadlock_detector.close()
+            self.recorder.close()  # first: no SIGUSR1 may come once it is not handled
             self._rendezvous.close()
             self._signals.stop()
             if idle:  # else its memory is in use: rather leave it to the end of the process
                 self.native_group.destroy()
 
     def abort(self, reason: str) -> None:
-        """Ends every operation of every group, on all ranks, and returns when these have been told."""
+        """Ends every operation of every group, on all ranks, and returns when they have the report."""
         self.fail(self._own(errors.Aborted, f"aborted the group: {reason}"))
         if self._rendezvous is not None:
-            self._rendezvous.is_acked(_TO_BE_TOLD)
+            self._rendezvous.is_acked(_REPORT_TIMEOUT)
 
     def fail(self, error: errors.Error, consequence: bool = False) -> None:
         """Ends every operation of every group, on all ranks, with ``error``, which the program knows of.
@@ -142,14 +143,14 @@ class World:
             # First the others, who must not find this rank's operations broken before they know why; but if rank 0 is
             # stopped, this rank is not to wait for it.
             self._rendezvous.report_failure(error, consequence, seconds=0.05)
-        self.pending.told_error = True
+        self.pending.error_reported = True
         self.native_group.abort(error)
 
     def interrupt(self, error: errors.Error, raises: bool) -> None:
         """A signal ends every operation. ``raises``: its handler is about to raise an exception in the main thread."""
         if raises and self.connection is not None:
-            for door in (self.connection, *self.doors):
-                door.keep_errors()
+            for shim in (self.connection, *self.mpi_shims):
+                shim.keep_errors()
         self.fail(error)
 
     def end_with(self, uncaught: BaseException) -> None:
@@ -177,7 +178,7 @@ class World:
             closed
             or self.pending.is_awaited()
             or not all(group.is_idle(0) for group in groups)
-            or any(door.is_busy for door in (self.connection, *self.doors))
+            or any(shim.is_busy for shim in (self.connection, *self.mpi_shims))
         )
 
     def close_in_child(self) -> None:
@@ -196,7 +197,7 @@ class World:
             self._rendezvous.send(rank, _CONNECT, data)
         except errors.Error as error:
             if self.closed and self._rendezvous.is_leaving:
-                return  # all have met for the last time: what a queue pair still carries is of no use to anyone
+                return  # all ranks have entered finalize: what a queue pair still carries has no receiver
             failure = self._own(type(error), f"could not connect to rank {rank}: {error}")
             threading.Thread(target=self.fail, args=(failure,)).start()
 
@@ -209,13 +210,13 @@ class World:
             self._rendezvous = Rendezvous(environment)
             self.native_group.connect(self._rendezvous, self._context)
             self.recorder = Recorder(environment, self.host, self.native, self._engine_failed, self._traffic)
-            self._standstill = Standstill(
+            self._deadlock_detector = DeadlockDetector(
                 self.rank,
                 self.host,
                 self.native,
                 self._rendezvous.send,
                 has_left=lambda: self._left,
-                has_doors=lambda: bool(self.doors),
+                has_mpi_shim=lambda: bool(self.mpi_shims),
             )
             self._rendezvous.watch(
                 on_failure=self._peer_failed,
@@ -231,8 +232,8 @@ class World:
                 if why.rank in (None, self.rank):  # else all ranks have it already
                     self._rendezvous.report_failure(why)
                 self._rendezvous.close()
-            if self._standstill is not None:
-                self._standstill.close()
+            if self._deadlock_detector is not None:
+                self._deadlock_detector.close()
             if self.recorder is not None:
                 self.recorder.close()
             self._signals.stop()
@@ -252,7 +253,7 @@ class World:
         return sent, received
 
     def _why(self, error: BaseException) -> errors.Error:
-        """What the others are told of an error that keeps this rank from connecting."""
+        """The report to the other ranks of an error that keeps this rank from connecting."""
         if not isinstance(error, errors.Error):
             return errors.interruption(error, self.rank, self.host)
         return error if error.rank is not None else self._own(type(error), f"could not connect: {error}")
@@ -262,7 +263,7 @@ class World:
         return kind(errors.located(f"rank {self.rank} on {self.host} {what}", self.rank, self.host))
 
     def _engine_failed(self, error: errors.Error) -> None:
-        # The engine tells the other ranks, too, but what it sends may be lost, and is not sent again after a failure.
+        # The engine reports it to the other ranks, too, but after a failure it does not retransmit what is lost.
         if error.rank == self.rank:
             self._rendezvous.report_failure(error, seconds=0)
 
@@ -280,7 +281,7 @@ class World:
 
     def _message(self, rank: int, tag: str, data: bytes) -> None:
         if tag == TAG:
-            self._standstill.take(rank, data)
+            self._deadlock_detector.take(rank, data)
         if tag == _CONNECT:
             try:
                 check(lib.mlxdist_group_side_channel_receive(self.native, rank, data, len(data)))
@@ -292,7 +293,7 @@ class World:
         """Waits until no operation of MLX, no call and no handle is going on; False after ``seconds``."""
         deadline = time.monotonic() + seconds
         return (
-            all(door.drain(seconds) for door in (self.connection, *self.doors))
+            all(shim.drain(seconds) for shim in (self.connection, *self.mpi_shims))
             and all(group.is_idle(max(deadline - time.monotonic(), 0)) for group in groups)
             and self.pending.wait(max(deadline - time.monotonic(), 0))
         )

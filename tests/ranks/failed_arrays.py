@@ -1,6 +1,6 @@
 """One rank of tests/test_failed_arrays.py: what has been computed from an operation that failed is never read.
 
-Arguments: how the operation fails (SCENARIOS), and "mlx" for the groups of mlxdist.init() or "door" for the MPI door.
+Arguments: how the operation fails (SCENARIOS), and "mlx" for the groups of mlxdist.init() or "mpi_shim" for the MPI shim.
 Prints "as expected" at the end.
 """
 
@@ -16,11 +16,11 @@ import numpy as np
 
 import mlxdist
 
-scenario, door = sys.argv[1], sys.argv[2] == "door"
+scenario, mpi_shim = sys.argv[1], sys.argv[2] == "mpi_shim"
 group = mlxdist.init()
 rank, size = group.rank(), group.size()
 odd_one = rank == size - 1
-world = mx.distributed.init() if door else group.mlx
+world = mx.distributed.init() if mpi_shim else group.mlx
 
 
 def all_sum(x: mx.array, **stream: mx.Stream) -> mx.array:

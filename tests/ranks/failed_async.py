@@ -1,6 +1,6 @@
 """One rank of tests/test_failed_arrays.py: a failed operation with more under way behind it, as in a generation.
 
-Argument: "mlx" or "door". Prints "as expected" at the end.
+Argument: "mlx" or "mpi_shim". Prints "as expected" at the end.
 """
 
 import sys
@@ -13,7 +13,7 @@ import mlxdist
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()
-world = mx.distributed.init() if sys.argv[1] == "door" else group.mlx
+world = mx.distributed.init() if sys.argv[1] == "mpi_shim" else group.mlx
 
 
 def expect(what: str, x: mx.array) -> None:

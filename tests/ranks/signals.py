@@ -78,7 +78,7 @@ x = np.ones(1000, np.float32)
 mlxdist.all_sum(x)
 
 
-def wait_in_door() -> None:
+def wait_in_mpi_shim() -> None:
     import mlx.core.distributed as distributed
 
     mx.eval(distributed.all_sum(mx.ones(3), group=distributed.init()))
@@ -90,7 +90,7 @@ WAITS = {
     "numpy": lambda: mlxdist.all_sum(x),
     "handle": lambda: mlxdist.all_sum(x, async_op=True).wait(),
     "finalize": group.finalize,
-    "door": wait_in_door,
+    "mpi_shim": wait_in_mpi_shim,
     "sleep": lambda: time.sleep(20) if odd_one else mlxdist.all_sum(x),
 }
 

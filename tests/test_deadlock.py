@@ -45,7 +45,7 @@ QUICK_STALLS = {"link_down", "ended_group"}
 )
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_groups_at_the_same_time(run_ranks, scenario, ranks):
-    assert all("as expected" in output for output in run_ranks("standstill.py", ranks, scenario))
+    assert all("as expected" in output for output in run_ranks("deadlock.py", ranks, scenario))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_groups_at_the_same_time(run_ranks, scenario, ranks):
     ],
 )
 def test_ranks_that_wait_and_go_on(run_ranks, scenario, ranks):
-    assert all("as expected" in output for output in run_ranks("standstill.py", ranks, scenario, timeout=60))
+    assert all("as expected" in output for output in run_ranks("deadlock.py", ranks, scenario, timeout=60))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_ranks_that_wait_and_go_on(run_ranks, scenario, ranks):
 )
 def test_ranks_that_wait_for_each_other(run_ranks, scenario, ranks):
     texts = set()
-    for rank, output in enumerate(run_ranks("standstill.py", ranks, scenario, status=1, timeout=20)):
+    for rank, output in enumerate(run_ranks("deadlock.py", ranks, scenario, status=1, timeout=20)):
         error = re.search(r"^(\w+) after ([0-9.]+) s: (.*?)(\[rank .*)?$", output, re.MULTILINE)
         assert error, f"rank {rank} reported no error:\n{output}"
         assert error[1] == "Mismatch" and float(error[2]) < 5, error[0]

@@ -1,4 +1,4 @@
-"""The MPI door: programs that know nothing of mlxdist run on it under `mlxdist launch`, or fail; never alone."""
+"""The MPI shim: programs that know nothing of mlxdist run on it under `mlxdist launch`, or fail; never alone."""
 
 import ctypes.util
 import importlib.util
@@ -55,41 +55,41 @@ def test_every_operation_in_two_halves_at_once(run_ranks, ranks):
 )
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_plain_mlx_programs(run_ranks, scenario, ranks):
-    for output in run_ranks("mpi_door.py", ranks, scenario):
+    for output in run_ranks("mpi_shim.py", ranks, scenario):
         assert "as expected" in output
         assert "Traceback" not in output and "mlxdist:" not in output
 
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.long)])
 def test_16_bit_sums_are_accumulated_in_float32(run_ranks, ranks):
-    assert all("as expected" in output for output in run_ranks("mpi_door.py", ranks, "accumulates_in_float32"))
+    assert all("as expected" in output for output in run_ranks("mpi_shim.py", ranks, "accumulates_in_float32"))
 
 
 @pytest.mark.parametrize("reader", READERS)
 def test_failed_operation_is_never_read(run_ranks, reader):
-    assert all("as expected" in output for output in run_ranks("mpi_door.py", 2, "reader", reader))
+    assert all("as expected" in output for output in run_ranks("mpi_shim.py", 2, "reader", reader))
 
 
 @pytest.mark.parametrize("first", ["mlx", "mlxdist"])
 def test_both_doors_lead_to_one_world(run_ranks, first):
-    for output in run_ranks("mpi_door.py", 3, "both_doors", environment={"FIRST": first}):
+    for output in run_ranks("mpi_shim.py", 3, "both_doors", environment={"FIRST": first}):
         assert "as expected" in output
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
 def test_a_program_that_calls_mlxdist_does_not_load_the_library(run_ranks):
-    assert all("as expected" in output for output in run_ranks("mpi_door.py", 2, "mlxdist_alone"))
+    assert all("as expected" in output for output in run_ranks("mpi_shim.py", 2, "mlxdist_alone"))
 
 
 @pytest.mark.parametrize("scenario", ["killed", "killed_during_split"])
 def test_a_killed_rank_is_noticed(run_ranks, scenario):
-    outputs = run_ranks("mpi_door.py", 3, scenario, status=128 + 9)
+    outputs = run_ranks("mpi_shim.py", 3, scenario, status=128 + 9)
     for output in outputs[:2]:
         assert float(re.search(r"lost after ([0-9.]+) s", output)[1]) < 2
 
 
 def test_a_rank_that_raises_ends_the_job(run_ranks):
-    outputs = run_ranks("mpi_door.py", 3, "raises", status=1)
+    outputs = run_ranks("mpi_shim.py", 3, "raises", status=1)
     assert "ValueError: this rank's own mistake" in outputs[2]
     for output in outputs[:2]:
         assert re.search(r"mlxdist\.(PeerLost|Aborted): .*rank 2", output)
@@ -97,7 +97,7 @@ def test_a_rank_that_raises_ends_the_job(run_ranks):
 
 @pytest.mark.long
 def test_a_rank_that_cannot_join_is_an_error_on_every_rank(run_ranks):
-    outputs = run_ranks("mpi_door.py", 3, "cannot_join", status=1, environment={"MLXDIST_RENDEZVOUS_TIMEOUT": "2"})
+    outputs = run_ranks("mpi_shim.py", 3, "cannot_join", status=1, environment={"MLXDIST_RENDEZVOUS_TIMEOUT": "2"})
     assert outputs[2].count("EnvironmentVariableError: MLXDIST_TIMEOUT='soon' is not a number of seconds") == 2
     for output in outputs[:2]:
         assert re.search(r"^(RendezvousError|PeerLost): .*rank 2", output, re.MULTILINE)
@@ -105,7 +105,7 @@ def test_a_rank_that_cannot_join_is_an_error_on_every_rank(run_ranks):
 
 
 def test_the_program_of_the_page(run_ranks, tmp_path):
-    page = (Path(__file__).parent.parent / "docs" / "mpi-door.md").read_text()
+    page = (Path(__file__).parent.parent / "docs" / "mpi-shim.md").read_text()
     program = tmp_path / "program.py"
     program.write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
     for rank, output in enumerate(run_ranks(program, 2)):
@@ -144,7 +144,7 @@ def test_one_rank_is_a_group_of_one(run_ranks, tmp_path):
     )
     first, refused, strict = run_ranks(program, 1)[0].splitlines()
     assert (first, strict) == ("size 1 [1.0, 1.0, 1.0]", "1")
-    assert refused == "Cannot initialize MPI", "MLX's own rule: docs/mpi-door.md"
+    assert refused == "Cannot initialize MPI", "MLX's own rule: docs/mpi-shim.md"
 
 
 def test_another_library_named_by_the_user_is_used(run_ranks, tmp_path):

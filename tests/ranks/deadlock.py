@@ -1,4 +1,4 @@
-"""One rank of tests/test_standstill.py: ranks that wait for each other, and groups that work at the same time.
+"""One rank of tests/test_deadlock.py: ranks that wait for each other, and groups that work at the same time.
 
 Argument: the scenario. Prints the class and the text of the error that this rank got, or "as expected".
 """
@@ -240,11 +240,11 @@ MALFORMED = [
     b"{}",
     b"3",
     b"\xff",
-    b'{"asked": 1, "edges": [["x", 0, 0, 0]]}',
-    b'{"asked": 1, "edges": [[0, 0, 0, 1e99]]}',
-    b'{"asked": 1, "edges": [[0, 0, 0, 99999999999]]}',
-    b'{"asked": 1, "edges": [' + b"[0, 0, 0, 1]," * 4000 + b"[0, 0, 0, 1]]}",
-    *(b'{"asked": %d, "answer": [[["a", 1, 1, 0, 1, 1, 1]], 3, 4, 5], "of": 1, "come": {}}' % n for n in range(9)),
+    b'{"request": 1, "edges": [["x", 0, 0, 0]]}',
+    b'{"request": 1, "edges": [[0, 0, 0, 1e99]]}',
+    b'{"request": 1, "edges": [[0, 0, 0, 99999999999]]}',
+    b'{"request": 1, "edges": [' + b"[0, 0, 0, 1]," * 4000 + b"[0, 0, 0, 1]]}",
+    *(b'{"request": %d, "answer": [[["a", 1, 1, 0, 1, 1, 1]], 3, 4, 5], "of": 1, "come": {}}' % n for n in range(9)),
     b'{"failure": 3}',
 ]
 
