@@ -7,7 +7,7 @@
    documentation, which every Python carries; the model is mlx-lm's Qwen3, small.
 2. Saving, as mlx-lm saves models: `mlx_lm.generate --model demo-model --prompt ...` opens it.
 3. Generation, tensor-parallel: mlx-lm's own `model.shard(group.mlx)` splits every layer over the ranks. The tokens must
-   be those of the whole model in one process; if they are not, the program fails.
+   be those of the full model in one process; if they are not, the program fails.
 
 Rank 0 writes a checkpoint now and then. With `mlxdist launch --max-restarts 3 ...` a job that has lost a rank starts
 again and goes on from its last one; with --resume, so does a job that you start again yourself.
@@ -68,7 +68,7 @@ MODEL = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,
 }
-FOLDER = click.Path(path_type=Path, file_okay=False, writable=True)
+DIRECTORY = click.Path(path_type=Path, file_okay=False, writable=True)
 FILE = click.Path(path_type=Path, dir_okay=False, writable=True)
 
 
@@ -77,7 +77,7 @@ FILE = click.Path(path_type=Path, dir_okay=False, writable=True)
 @click.option("--prompt", default='The "for" statement', show_default=True, help="What the generated text begins with.")
 @click.option("--tokens", default=100, show_default=True, type=click.IntRange(2, 1024), help="Tokens to generate.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="For weights and batches.")
-@click.option("--out", default="demo-model", show_default=True, type=FOLDER, help="Folder for the trained model.")
+@click.option("--out", default="demo-model", show_default=True, type=DIRECTORY, help="Directory for the trained model.")
 @click.option("--checkpoint-every", default=200, show_default=True, type=click.IntRange(min=1), help="In steps.")
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint of an earlier job.")
 @click.option("--json", "report", default="demo.json", show_default=True, type=FILE, help="File for the results.")
@@ -127,7 +127,7 @@ def main(
     if group.rank() == 0:
         report.write_text(json.dumps(results, indent=2) + "\n")
     if not results["tokens_equal"]:
-        sys.exit("the sharded model has not generated the tokens of the whole model on every rank")
+        sys.exit("the sharded model has not generated the tokens of the full model on every rank")
 
 
 def prose() -> str:

@@ -1,11 +1,12 @@
-"""mlx-lm's commands, with models of which every rank holds only its part.
+"""mlx-lm's commands, with models of which every rank holds only its shard.
 
     mlxdist launch -n 2 -- python -m mlxdist.lm chat --model MODEL
 
-is `python -m mlx_lm chat --model MODEL` with another ``sharded_load``: mlx-lm's own cuts only models that have a method
-``shard()``, over no more ranks than there are KV heads, while the one below cuts what :func:`mlxdist.nn.load_sharded`
-does. `generate`, which mlx-lm computes whole on every rank, loads its model by it, too, and rank 0 prints. All other
-commands are mlx-lm's.
+is `python -m mlx_lm chat --model MODEL` with another ``sharded_load``: mlx-lm's own shards only models that have a
+method ``shard()``, over no more ranks than there are KV heads, while the one below shards what
+:func:`mlxdist.nn.load_sharded` does. `generate`, which mlx-lm computes in full on every rank, loads its model by
+it, too,
+and rank 0 prints. All other commands are mlx-lm's.
 """
 
 import contextlib
@@ -42,16 +43,16 @@ def sharded_load(
     trust_remote_code: bool = False,
     adapter_path: str | None = None,
 ) -> tuple[Any, ...]:
-    """A model, this rank's part, and its tokenizer; with ``return_config`` also its config, a dict.
+    """A model, this rank's shard, and its tokenizer; with ``return_config`` also its config, a dict.
 
     Every rank calls it. In place of mlx-lm's function of this name, with its arguments. mlx-lm's own serves pipelines,
     and models that bring code of their own (``model_file`` in config.json).
 
     Args:
-        repo: a folder, or the name of a model that `hf download` has fetched.
+        repo: a directory, or the name of a model that `hf download` has fetched.
         pipeline_group: split the layers over this group.
         tensor_group: split each layer over this group, which must have all ranks; ``None`` is that.
-        adapter_path: a folder of mlx-lm's lora training, whose adapters are cut with the model.
+        adapter_path: a directory of mlx-lm's lora training, whose adapters are sharded with the model.
 
     Raises:
         InvalidArgument: on every rank, as :func:`mlxdist.nn.load_sharded`; there is an adapter on a model that is left
@@ -64,8 +65,8 @@ def sharded_load(
                 f"sharded_load: the group has {tensor_group.size()} ranks, and mlxdist {group.size()}; start the "
                 "command with `mlxdist launch`"
             )
-        folder = model_directory(repo)
-        config = utils.load_config(folder)
+        directory = model_directory(repo)
+        config = utils.load_config(directory)
         left_to_mlx_lm = pipeline_group is not None or "model_file" in config
         if left_to_mlx_lm and adapter_path is not None:
             raise InvalidArgument("sharded_load: no adapter_path with a pipeline or a model_file in config.json")
@@ -75,8 +76,8 @@ def sharded_load(
     tokenizer_config = tokenizer_config or {"trust_remote_code": True}
     if left_to_mlx_lm:
         keywords = {"tokenizer_config": tokenizer_config, "trust_remote_code": trust_remote_code}
-        return _mlx_lms_sharded_load(str(folder), pipeline_group, tensor_group, return_config, **keywords)
-    loaded = load_sharded(folder, group, adapter_path=adapter_path, tokenizer_config=tokenizer_config)
+        return _mlx_lms_sharded_load(str(directory), pipeline_group, tensor_group, return_config, **keywords)
+    loaded = load_sharded(directory, group, adapter_path=adapter_path, tokenizer_config=tokenizer_config)
     return (*loaded, config) if return_config else loaded
 
 

@@ -1,4 +1,4 @@
-"""Writes docs/models.md: what plan_shards cuts of every model file of the installed mlx-lm.
+"""Writes docs/models.md: what plan_shards shards of every model file of the installed mlx-lm.
 
 Run `python tests/model_table.py` when mlx-lm or the patterns have changed; tests/test_shard_model.py compares.
 """
@@ -20,17 +20,18 @@ HEAD = """# Models
 
 <!-- Written by tests/model_table.py. -->
 
-What [`plan_shards`](reference/nn.md#mlxdist.nn.plan_shards) cuts of each model file of mlx-lm {version}, here with `tp=2` and a tiny
+What [`plan_shards`](reference/nn.md#mlxdist.nn.plan_shards) shards of each model file of mlx-lm {version}, here with `tp=2` and a tiny
 configuration: {cut} of {files} files. "shard()" is the model's own method, "patterns" are mlxdist's. The share of the
-parameters' bytes that each rank holds counts layers, without the vocabulary (embedding and output), which stays whole.
-Norms and routers stay whole too; what else does is in the last column. A part that stays whole is
+parameters' bytes that each rank holds counts layers, without the vocabulary (embedding and output), which stays
+unsharded.
+Norms and routers stay unsharded too; what else does is in the last column. A shard that stays unsharded is
 computed by each rank, so that the model is right all the same: `tests/test_shard_model.py` compares the logits of every
-model with those of the model that is not cut, in prefill and in decoding with a cache, except where the last column
-says "not compared". A model that "trains" has the gradients of the model that is not cut: `tests/test_training.py`
+model with those of the model that is not sharded, in prefill and in decoding with a cache, except where the last column
+says "not compared". A model that "trains" has the gradients of the model that is not sharded: `tests/test_training.py`
 compares those of every parameter on 2 ranks, of the common families on 3 as well, and what 20 steps of AdamW make of
-these. Where that column says "refused", a gradient of the cut model is an error with that reason.
+these. Where that column says "rejected", a gradient of the sharded model is an error with that reason.
 
-| model file | how | what is cut | share | trains | what stays whole, and why |
+| model file | how | what is sharded | share | trains | what stays unsharded, and why |
 |---|---|---|---|---|---|
 """
 
@@ -43,17 +44,17 @@ def write() -> str:
             rows.append((name, "", "", "", "", f"not compared: {tiny_models.NOT_IMPORTED[name]}"))
             continue
         plan = plan_shards(model := tiny_models.build(name), tp=2)
-        cut += bool(plan.cut)
-        how = {"model.shard()": "shard()"}.get(plan.how, plan.how) if plan.cut else "not cut"
+        cut += bool(plan.sharded)
+        how = {"model.shard()": "shard()"}.get(plan.how, plan.how) if plan.sharded else "not sharded"
         trains = _trains(name, why_not_trained(model, plan))
-        rows.append((name, how, ", ".join(_blocks(plan.cut)), f"{_share(plan):.0%}", trains, _whole(name, plan)))
+        rows.append((name, how, ", ".join(_blocks(plan.sharded)), f"{_share(plan):.0%}", trains, _whole(name, plan)))
     table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
     return HEAD.format(version=version("mlx-lm"), cut=cut, files=len(files)) + table
 
 
 def _trains(name: str, refused: str | None) -> str:
     if refused:
-        return f"refused: {refused}"
+        return f"rejected: {refused}"
     reason = (tiny_models.NOT_COMPARED | tiny_models.NOT_TRAINED).get(name)
     return f"not compared: {reason}" if reason else "yes"
 
@@ -69,7 +70,7 @@ def _blocks(shards: list[Shard]) -> list[str]:
 
 def _share(plan: Plan) -> float:
     layers = [shard for shard in plan.shards.values() if "vocabulary" not in shard.reason]
-    whole = sum(Shard(one.path, "whole", one.shape, one.dtype).bytes(0) for one in layers)
+    whole = sum(Shard(one.path, "full", one.shape, one.dtype).bytes(0) for one in layers)
     return max(sum(one.bytes(rank) for one in layers) for rank in range(plan.ranks)) / whole
 
 

@@ -43,10 +43,10 @@ def _taken(name: str) -> tuple[str, str]:
         return "not tried", why
     mx.set_default_device(mx.cpu)
     model = tiny_models.build(name)
-    if not plan_shards(model, tp=2).cut:
-        return "refused", f"`shard_model` finds nothing in it that it can cut: {NOT_CUT[name]}"
+    if not plan_shards(model, tp=2).sharded:
+        return "refused", f"`shard_model` finds nothing in it that it can shard: {NOT_CUT[name]}"
     why = _not_blocks(model, 2, None) or _wrong_blocks(model, mlxdist.init(), None)
-    return (SEGMENTS, "") if why is None else ("cut by `shard_model`", _shortened(why))
+    return (SEGMENTS, "") if why is None else ("sharded by `shard_model`", _shortened(why))
 
 
 def _shortened(why: str) -> str:

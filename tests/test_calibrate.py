@@ -1,4 +1,5 @@
-"""`mlxdist calibrate`: what is measured and refused, what the hostfile keeps of it, and the plans that are made from it."""
+"""`mlxdist calibrate`: what is measured and refused, what the hostfile keeps of it, and the plans that are made
+from it."""
 
 import json
 import subprocess
@@ -163,15 +164,15 @@ def measured_job(monkeypatch):
 def test_a_plan_with_measured_weights_is_that_with_the_numbers(measured_job):
     model = tiny_models.build("qwen3")
     for by, weights in (("memory", [2, 1]), ("compute", [3, 1])):
-        plan = plan_shards(model, tp=2, weights=by)
-        assert plan.to_json() == plan_shards(model, tp=2, weights=weights).to_json()
-        assert plan.weights == tuple(weights) and plan.bytes(0) > plan.bytes(1)
+        plan = plan_shards(model, tp=2, rank_shares=by)
+        assert plan.to_json() == plan_shards(model, tp=2, rank_shares=weights).to_json()
+        assert plan.rank_shares == tuple(weights) and plan.bytes(0) > plan.bytes(1)
 
 
 def test_columns_of_a_grid_are_as_fast_as_their_slowest_rank(monkeypatch):
     monkeypatch.setenv("MLXDIST_RANK_SHARES_MEMORY", "4,1,2,3")
-    plan = plan_shards(tiny_models.build("mixtral"), tp=2, ep=2, weights="memory")
-    assert plan.weights == (2.0, 1.0)
+    plan = plan_shards(tiny_models.build("mixtral"), tp=2, ep=2, rank_shares="memory")
+    assert plan.rank_shares == (2.0, 1.0)
 
 
 def test_layers_take_measured_weights(measured_job):
@@ -183,8 +184,8 @@ def test_layers_take_measured_weights(measured_job):
 @pytest.mark.parametrize(
     "weights, ranks, words",
     [
-        ("memory", 3, "weights='memory' are those of the 2 ranks of the job, but 3 share the work here; give numbers"),
-        ("disk", 2, 'layer: weights must be 2 numbers, one per rank, or "memory" or "compute", not \'disk\''),
+        ("memory", 3, "are those of the 2 ranks of the job, but 3 share the work here; give numbers"),
+        ("disk", 2, 'layer: rank_shares must be 2 numbers, one per rank, or "memory" or "compute", not \'disk\''),
     ],
 )
 def test_weights_that_do_not_fit(measured_job, weights, ranks, words):
@@ -195,7 +196,7 @@ def test_weights_that_do_not_fit(measured_job, weights, ranks, words):
 
 def test_measured_weights_need_a_measured_job():
     with pytest.raises(InvalidArgument, match="needs a job whose hosts are measured: `mlxdist calibrate`"):
-        plan_shards(tiny_models.build("qwen3"), tp=2, weights="memory")
+        plan_shards(tiny_models.build("qwen3"), tp=2, rank_shares="memory")
 
 
 def test_shard_shows_the_plan_of_a_hostfile(tmp_path):
@@ -212,12 +213,12 @@ def test_shard_shows_the_plan_of_a_hostfile(tmp_path):
         return json.loads(result.output)["plan"]
 
     by_memory = [round(800 / 300, 4), 1.0]
-    assert plan("--hostfile", file) == plan("--tp", "2", "--weights", ",".join(map(str, by_memory)))
-    assert plan("--hostfile", file)["weights"] == by_memory
-    assert plan("--hostfile", file, "--weights", "compute")["weights"] == [3.0, 1.0]
-    assert plan("--hostfile", file, "--weights", "1,2")["weights"] == [1.0, 2.0]
+    assert plan("--hostfile", file) == plan("--tp", "2", "--rank-shares", ",".join(map(str, by_memory)))
+    assert plan("--hostfile", file)["rank_shares"] == by_memory
+    assert plan("--hostfile", file, "--rank-shares", "compute")["rank_shares"] == [3.0, 1.0]
+    assert plan("--hostfile", file, "--rank-shares", "1,2")["rank_shares"] == [1.0, 2.0]
     assert "has 2 ranks, not --tp 4 times --ep 1" in run("shard", folder, "--hostfile", file, "--tp", "4").output
-    assert "give their --hostfile, too" in run("shard", folder, "--tp", "2", "--weights", "memory").output
+    assert "give their --hostfile, too" in run("shard", folder, "--tp", "2", "--rank-shares", "memory").output
 
 
 # Measuring.
@@ -410,7 +411,7 @@ def test_two_hosts(tmp_path):
     folder.mkdir()
     program = (
         "import mlxdist, numpy\nfrom mlxdist.nn.tensor_parallel.column_parallel import ColumnParallelLinear\n"
-        "mlxdist.init(); print(ColumnParallelLinear(8, 30, weights='memory').sizes)"
+        "mlxdist.init(); print(ColumnParallelLinear(8, 30, rank_shares='memory').sizes)"
     )
     with ssh_hosts(folder) as nodes:
         hosts = [Host(name, ips=(host.address,)) for name, host in zip(nodes.names, nodes.hosts)]
@@ -440,7 +441,7 @@ def test_a_model_is_loaded_in_measured_shares(run_ranks, tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(
         "import os, sys\nos.environ['MLXDIST_RANK_SHARES_MEMORY'] = '3,1'\nfrom mlxdist import nn\n"
-        "model, _ = nn.load_sharded(sys.argv[1], weights='memory', verify=True)\n"
+        "model, _ = nn.load_sharded(sys.argv[1], rank_shares='memory', verify=True)\n"
         "print('held', model.layers[0].mlp.gate_proj.weight.shape[0])\n"
     )
     outputs = run_ranks(script, 2, tmp_path / "model")

@@ -214,9 +214,9 @@ def test_a_folder_that_is_a_file(tmp_path):
     (tmp_path / "file").write_text("mine")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         for call in (latest_checkpoint, lambda folder: save_checkpoint(folder, TREE, 1)):
-            with pytest.raises(errors.InvalidArgument, match=f"checkpoint: {folder} is a file, not a folder"):
+            with pytest.raises(errors.InvalidArgument, match=f"checkpoint: {folder} is a file, not a directory"):
                 call(folder)
-    with pytest.raises(errors.InvalidArgument, match=r"is a folder; pass what latest_checkpoint\(folder\) finds"):
+    with pytest.raises(errors.InvalidArgument, match=r"is a directory; pass what latest_checkpoint\(directory\) finds"):
         load_checkpoint(tmp_path)
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -262,7 +262,7 @@ def test_a_file_of_an_older_version(tmp_path):
     mx.save_safetensors(str(path), TREE, {"mlxdist_step": "7"})
     with pytest.raises(errors.InvalidArgument, match=r"has no mlxdist_run: .* older .* mx\.load"):
         load_checkpoint(path)
-    with pytest.raises(errors.InvalidArgument, match="has no mlxdist_run: .* older .* choose another folder"):
+    with pytest.raises(errors.InvalidArgument, match="has no mlxdist_run: .* older .* choose another directory"):
         save(tmp_path, 8)
 
 

@@ -1,4 +1,4 @@
-"""load_sharded: every rank holds its part of the model, has read little else; all compute the whole model's logits."""
+"""load_sharded: every rank holds its part of the model, has read little else; all compute the full model's logits."""
 
 import pytest
 from rank_counts import one_to_four
@@ -6,13 +6,13 @@ from rank_counts import one_to_four
 
 @one_to_four(2)
 def test_models_of_every_kind_in_files_and_streamed(run_ranks, tmp_path, ranks):
-    """float32, 16-bit, quantized, with experts; in one file and in several; bitwise the parts, and the logits."""
+    """float32, 16-bit, quantized, with experts; in one file and in several; bitwise the shards, and the logits."""
     assert all("right" in output for output in run_ranks("loading.py", ranks, "models", tmp_path))
 
 
 @one_to_four(2)
 def test_each_rank_reads_and_holds_its_share(run_ranks, tmp_path, ranks):
-    """Bytes read from files, the most memory of MLX at any time; parts of different sizes; experts; models by name."""
+    """Bytes read from files, the most memory of MLX at any time; shards of different sizes; experts; models by name."""
     outputs = run_ranks("loading.py", ranks, "sizes,plans,named,experts", tmp_path)
     assert all(output.count("right") == 4 for output in outputs)
 
@@ -41,6 +41,6 @@ def test_parameters_that_mlx_lm_computes_are_read_whole_with_a_warning(run_ranks
 
 @pytest.mark.long
 def test_every_model_file_of_mlx_lm(run_ranks, tmp_path):
-    """What a rank loads is bitwise its part of what mlx-lm loads."""
+    """What a rank loads is bitwise its shard of what mlx-lm loads."""
     outputs = run_ranks("loading.py", 2, "model_files", tmp_path, timeout=240)
     assert all("right" in output for output in outputs)

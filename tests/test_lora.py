@@ -1,4 +1,4 @@
-"""Adapters on column- and row-parallel layers against the same adapters on the whole layers."""
+"""Adapters on column- and row-parallel layers against the same adapters on the full layers."""
 
 import mlx.core as mx
 import pytest

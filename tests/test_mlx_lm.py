@@ -35,7 +35,7 @@ CONFIG = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
-# All but the first are models that mlx-lm's own sharded_load cannot cut over 2 or 3 ranks.
+# All but the first are models that mlx-lm's own sharded_load cannot sharded over 2 or 3 ranks.
 KINDS = {
     "llama": {},
     "qwen2": {"num_attention_heads": 6, "num_key_value_heads": 1, "hidden_size": 96},  # shard(), one KV head
@@ -48,7 +48,7 @@ ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A folder with a model of random weights, and a tokenizer with a token for every byte."""
+    """A directory with a model of random weights, and a tokenizer with a token for every byte."""
     return save(tmp_path_factory.mktemp("model"), CONFIG)
 
 
@@ -186,7 +186,7 @@ def test_benchmark(model, module, parallel):
 
 @pytest.mark.long
 def test_share(tmp_path, model):
-    """Rank 0 has a folder, the other one gets it."""
+    """Rank 0 has a directory, the other one gets it."""
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
     shared = tmp_path / "0" / "model"
@@ -282,7 +282,8 @@ def test_server_of_mlxdist_lm(saved_model, kind, ranks):
         assert list(threads.map(lambda question: ask(address, question), ("hello", "another question"))) == expected
 
 
-# `mlx_lm evaluate` takes names of tasks that lm_eval knows, whose data is in the network; this adds those of a folder.
+# `mlx_lm evaluate` takes names of tasks that lm_eval knows, whose data is in the network; this adds those of a
+# directory.
 EVALUATE = """
 import functools, sys
 import lm_eval.evaluator

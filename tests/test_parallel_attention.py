@@ -1,4 +1,4 @@
-"""Attention of which each rank computes some of the heads: values, gradients and caches of the whole layer."""
+"""Attention of which each rank computes some of the heads: values, gradients and caches of the full layer."""
 
 import pytest
 from rank_counts import one_to_four
@@ -46,9 +46,9 @@ def test_heads_of_the_ranks(heads, ranks, weights, sizes, kv_heads):
     ("heads", "ranks", "weights", "words"),
     [
         ((8, 3), 2, None, "8 query heads are not a multiple of 3 KV heads"),
-        ((8, 4), 3, None, "KV heads: 4 cannot be cut into 3 equal parts"),
+        ((8, 4), 3, None, "KV heads: 4 cannot be split into 3 equal shards"),
         ((2, 1), 4, None, "query heads of a KV head: 2"),
-        ((8, 2), 3, None, "query heads: 8 cannot be cut into 3 equal parts"),
+        ((8, 2), 3, None, "query heads: 8 cannot be split into 3 equal shards"),
         ((2, 1), 4, None, "query heads of a KV head: 2 is too little for 4 ranks"),
         ((0, 1), 2, None, "n_heads must be at least 1"),
     ],

@@ -1,4 +1,4 @@
-"""The gated MLP of which each rank computes a part: values and gradients of the whole one, plain and quantized."""
+"""The gated MLP of which each rank computes a shard: values and gradients of the full one, plain and quantized."""
 
 from rank_counts import one_to_four
 

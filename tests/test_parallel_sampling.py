@@ -1,4 +1,5 @@
-"""Choosing tokens, log-probabilities and the loss from logits that are cut over the vocabulary: as from all of them."""
+"""Choosing tokens, log-probabilities and the loss from logits that are sharded over the vocabulary: as from all of
+them."""
 
 import mlx.core as mx
 import numpy as np

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlxdist import InvalidArgument
-from mlxdist.nn.sharding.plan import OWN_SHARD, PATTERNS, WHOLE, Plan, plan_shards
+from mlxdist.nn.sharding.plan import OWN_SHARD, PATTERNS, UNSHARDED, Plan, plan_shards
 
 LARGE = {
     "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
@@ -25,7 +25,7 @@ ONE = HEADS | {"num_key_value_heads": 1}
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "mixtral", "phi3", "gpt_neox", "jamba", "kimi_k3", "mamba"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_parts_of_every_parameter_are_the_whole(name, ranks):
-    """Each element is on as many ranks as the plan says, and on one at least; the parts have the planned shapes."""
+    """Each element is on as many ranks as the plan says, and on one at least; the shards have the planned shapes."""
     model = tiny_models.build(name)
     arrays = dict(tree_flatten(model.parameters()))
     plan = plan_shards(model, tp=ranks)
@@ -33,7 +33,7 @@ def test_the_parts_of_every_parameter_are_the_whole(name, ranks):
     for path, shard in plan.shards.items():
         array = arrays[path]
         assert (shard.shape, str(array.dtype)) == (array.shape, f"mlx.core.{shard.dtype}")
-        assert bool(shard.ranges) == (shard.reason == "") == (shard.kind != "whole")
+        assert bool(shard.ranges) == (shard.reason == "") == (shard.kind != "full")
         if not shard.ranges:
             assert shard.bytes(0) == array.nbytes
             continue
@@ -62,19 +62,19 @@ def test_nothing_is_evaluated():
         mx.reset_peak_memory()
         plan = plan_shards(model, tp=4)
         assert mx.get_peak_memory() - before < 64 << 20
-        assert plan.bytes(0) < 0.5 * plan.whole_bytes and plan.whole_bytes > 16 << 30
+        assert plan.bytes(0) < 0.5 * plan.full_bytes and plan.full_bytes > 16 << 30
 
 
 def test_the_table_folds_layers_and_shows_totals():
     plan = plan_shards(tiny_models.build("qwen3"), tp=2)
     lines = str(plan).splitlines()
-    assert lines[0] == "qwen3: tp=2 x ep=1, cut by model.shard()"
+    assert lines[0] == "qwen3: tp=2 x ep=1, sharded by model.shard()"
     (queries,) = [line for line in lines if "q_proj" in line]
     assert re.fullmatch(
         r"model\.layers\.\{0-3\}\.self_attn\.q_proj\.weight +64 x 64 +column, axis 0 +32\.00 KiB +32\.00 KiB", queries
     )
     assert re.match(r"in all +\S+ KiB +\S+ KiB +55% of \S+ KiB at most", lines[-1])
-    assert len({line.find("whole ") for line in lines if " whole " in line}) == 1, "columns are aligned"
+    assert len({line.find("full ") for line in lines if " full " in line}) == 1, "columns are aligned"
     assert "\x1b" not in str(plan) and not any(line != line.rstrip() for line in lines)
     assert any("a norm, small" in line for line in lines)
 
@@ -85,7 +85,7 @@ def test_many_ranks_are_two_columns():
 
 
 def test_json_both_ways():
-    for arguments in ({"tp": 2}, {"tp": 2, "weights": [2, 1]}, {"tp": 2, "ep": 2}):
+    for arguments in ({"tp": 2}, {"tp": 2, "rank_shares": [2, 1]}, {"tp": 2, "ep": 2}):
         plan = plan_shards(tiny_models.build("mixtral"), **arguments)
         again = Plan.from_json(plan.to_json())
         assert again == plan and str(again) == str(plan)
@@ -97,22 +97,23 @@ def test_json_both_ways():
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"tp": 2000}, "tp must be from 1 to 1024"),
-        ({"ep": True}, "ep must be"),
-        ({"weights": [1, -1]}, "weights must be tp positive numbers"),
-        ({"more": 1}, "it must have the fields"),
-        ({"notes": "none"}, "notes must be a list"),
-        ({"shards": {}}, "shards must be a list"),
-        ({"dtype": "float33"}, "MLX has no such dtype"),
-        ({"kind": "diagonal"}, "kind must be one of"),
-        ({"shape": [-1, 2]}, "no such shape"),
+        ({"tp": 2000}, "tp is 2000, not a whole number from 1 to 1024"),
+        ({"ep": True}, "ep is True, not a whole number"),
+        ({"rank_shares": [1, -1]}, "rank_shares is -1, not a number above 0"),
+        ({"rank_shares": [1]}, "rank_shares must be tp positive numbers"),
+        ({"more": 1}, "'more' is no field"),
+        ({"notes": "none"}, "notes is no list"),
+        ({"shards": {}}, "shards is no list"),
+        ({"dtype": "float33"}, "dtype is 'float33', not one of"),
+        ({"kind": "diagonal"}, "kind is 'diagonal', not one of"),
+        ({"shape": [-1, 2]}, "shape is -1, not a whole number"),
         ({"axis": 2}, "no such axis"),
         ({"ranges": [[[0, 1]]]}, "ranges must be there for each rank"),
         ({"ranges": [[[0, 1]], [[1, 10**9]]]}, "is no range within"),
         ({"ranges": [[[1, 0]], [[1, 2]]]}, "is no range within"),
-        ({"ranges": []}, "what is whole has no ranges"),
-        ({"scale": 0}, "scale must be above 0"),
-        ({"path": "a\0"}, "a path must be a text"),
+        ({"ranges": []}, "what is full has no ranges"),
+        ({"scale": 0}, "scale is 0, not a number above 0"),
+        ({"path": "a\0"}, "path is 'a.x00', not a text"),
     ],
 )
 def test_a_plan_that_was_edited_is_checked(change, words):
@@ -126,15 +127,15 @@ def test_a_plan_that_was_edited_is_checked(change, words):
 
 def test_shard_of_a_model_is_used_where_it_is_right():
     assert plan_shards(tiny_models.build("llama"), tp=2).how == OWN_SHARD
-    assert plan_shards(tiny_models.build("llama"), tp=2, weights=[1, 1]).how == PATTERNS
-    assert plan_shards(tiny_models.build("mamba"), tp=2).how == WHOLE
-    assert plan_shards(tiny_models.build("llama"), tp=1).how == WHOLE
+    assert plan_shards(tiny_models.build("llama"), tp=2, rank_shares=[1, 1]).how == PATTERNS
+    assert plan_shards(tiny_models.build("mamba"), tp=2).how == UNSHARDED
+    assert plan_shards(tiny_models.build("llama"), tp=1).how == UNSHARDED
     plan = plan_shards(tiny_models.build("llama"), tp=4)
     assert plan.how == PATTERNS and "n_kv_heads = 2 over 4 ranks" in plan.notes[0]
     assert plan.shards["model.layers.0.self_attn.k_proj.weight"].ranges[1:3] == (((0, 16),), ((16, 32),))
     rotated = plan_shards(tiny_models.build("prism_hadamard_qwen35"), tp=2)
     assert "model.shard() fails" in rotated.notes[0]
-    assert not any("mlp" in shard.path for shard in rotated.cut)
+    assert not any("mlp" in shard.path for shard in rotated.sharded)
 
 
 @pytest.mark.long
@@ -143,9 +144,9 @@ def test_every_model_file_is_cut_over_any_number_of_ranks(ranks):
     """Unevenly, where that does not divide heads or hidden layers, and with copies of KV heads; with weights, too."""
     for name in [name for name in tiny_models.model_files() if name not in tiny_models.NOT_IMPORTED]:
         plan = plan_shards(tiny_models.build(name), tp=ranks)
-        assert plan.cut or name in NOT_CUT, name
-        assert all(min(shard.sizes) > 0 for shard in plan.cut), name
-        plan_shards(tiny_models.build(name), tp=ranks, weights=[2, *[1] * (ranks - 1)])
+        assert plan.sharded or name in NOT_CUT, name
+        assert all(min(shard.sizes) > 0 for shard in plan.sharded), name
+        plan_shards(tiny_models.build(name), tp=ranks, rank_shares=[2, *[1] * (ranks - 1)])
 
 
 def test_one_rank_takes_a_model_with_adapters():
@@ -157,7 +158,7 @@ def test_one_rank_takes_a_model_with_adapters():
 
 
 def test_layers_that_borrow_kv_heads_are_cut_as_those_they_borrow_from():
-    """Otherwise all attention stays whole: some of it must, or quantization groups are cut elsewhere."""
+    """Otherwise all attention stays unsharded: some of it must, or quantization groups are sharded elsewhere."""
     heads = {"num_attention_heads": 6, "num_key_value_heads": 6}
     wide = tiny_models.build("gemma4_text", **heads)
     nn.quantize(wide, 32, 4, class_predicate=lambda path, _: path == "model.layers.3.self_attn.o_proj")
@@ -200,7 +201,7 @@ def test_what_is_not_understood_stays_whole():
     plan = plan_shards(model, tp=2)
     for layer, block, reason in ((1, "self_attn", "what invented does in"), (2, "mlp", "what invented does in")):
         shards = [shard for path, shard in plan.shards.items() if path.startswith(f"model.layers.{layer}.{block}.")]
-        assert shards and all(shard.kind == "whole" and reason in shard.reason for shard in shards)
+        assert shards and all(shard.kind == "full" and reason in shard.reason for shard in shards)
     assert plan.shards["model.layers.0.self_attn.q_proj.weight"].kind == "column"
 
 
@@ -210,8 +211,8 @@ def test_what_is_not_understood_stays_whole():
         ("tp must be a positive integer, not 0", "llama", {}, {"tp": 0}),
         ("tp must be a positive integer, not True", "llama", {}, {"tp": True}),
         ("ep must be a positive integer, not 1.5", "llama", {}, {"ep": 1.5}),
-        ("weights", "llama", {}, {"tp": 2, "weights": [1]}),
-        ("weights", "llama", {}, {"tp": 2, "weights": [1, -1]}),
+        ("rank_shares", "llama", {}, {"tp": 2, "rank_shares": [1]}),
+        ("rank_shares", "llama", {}, {"tp": 2, "rank_shares": [1, -1]}),
         ("heads of model.layers.0.self_attn: query heads: 9 is too little for 10", "smollm3", HEADS, {"tp": 10}),
         ("query heads of a KV head: 9 is too little for 10 ranks", "smollm3", ONE, {"tp": 10}),
         ("experts of model.layers.0.block_sparse_moe.switch_mlp", "mixtral", {}, {"tp": 1, "ep": 8}),

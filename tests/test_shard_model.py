@@ -1,4 +1,4 @@
-"""Every model file of the installed mlx-lm, cut over ranks: the logits are those of the whole model."""
+"""Every model file of the installed mlx-lm, sharded over ranks: the logits are those of the full model."""
 
 import model_table
 import pytest
@@ -13,13 +13,13 @@ def test_typical_models(run_ranks):
 
 
 def test_heads_that_the_ranks_do_not_divide(run_ranks):
-    """By default unequal parts, and copies of KV heads where there are fewer than ranks."""
+    """By default unequal shards, and copies of KV heads where there are fewer than ranks."""
     assert all("close" in output for output in run_ranks("shard_model.py", 3, "uneven"))
 
 
 @pytest.mark.long
 def test_every_model_file(run_ranks):
-    """Found in mlx-lm's folder: a new file without a configuration fails here by its name."""
+    """Found in mlx-lm's directory: a new file without a configuration fails here by its name."""
     names = [name for name in tiny_models.model_files() if name not in tiny_models.NOT_IMPORTED]
     names = [name for name in names if name not in tiny_models.NOT_COMPARED]
     assert len(names) > 115
@@ -43,7 +43,7 @@ def test_bad_input_is_the_same_error_on_all_ranks(run_ranks):
 
 
 def test_the_page_of_models_is_current():
-    """And at least 90 files are cut. Written by `python tests/model_table.py`."""
+    """And at least 90 files are sharded. Written by `python tests/model_table.py`."""
     page = model_table.FILE.read_text()
     assert page == model_table.write()
     assert sum(line.count("| shard() |") + line.count("| patterns |") for line in page.splitlines()) >= 90

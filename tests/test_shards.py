@@ -1,4 +1,5 @@
-"""How a dimension is cut over the ranks: sizes, and what every rank takes. Joining is in test_tensor_parallel.py."""
+"""How a dimension is sharded over the ranks: sizes, and what every rank takes. Joining is in
+test_tensor_parallel.py."""
 
 from fractions import Fraction
 from math import gcd
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxdist import InvalidArgument
-from mlxdist.nn.partition import part, segment_lengths, slices, split_sizes, take
+from mlxdist.nn.partition import segment_lengths, shard_slice, slices, split_sizes, take
 
 WEIGHTS = st.lists(st.one_of(st.integers(1, 100), st.floats(0.01, 100)), min_size=1, max_size=8)
 
@@ -37,18 +38,18 @@ def test_sizes(total, ranks, weights, multiple, segments, sizes):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((10, 4), "10 cannot be cut into 4 equal parts"),
-        ((12, 2, None, 8), "12 cannot be cut into whole multiples of 8"),
-        ((24, 2, None, 8), "24 in multiples of 8 cannot be cut into 2 equal parts"),
+        ((10, 4), "10 cannot be split into 4 equal shards"),
+        ((12, 2, None, 8), "12 cannot be split into whole multiples of 8"),
+        ((24, 2, None, 8), "24 in multiples of 8 cannot be split into 2 equal shards"),
         ((3, 4), "3 is too little for 4 ranks"),
         ((3, 4, [1, 1, 1, 1]), "3 is too little for 4 ranks"),
         ((128, 3, [1, 1, 1], 64), "128 in multiples of 64 is too little for 3 ranks, each of which needs at least 64"),
-        ((12, 2, [1]), "weights must be 2 numbers, one per rank, not [1]"),
-        ((12, 2, [1, 0]), "weights must be positive numbers"),
-        ((12, 2, [1, -1.0]), "weights must be positive numbers"),
-        ((12, 2, [1, float("nan")]), "weights must be positive numbers"),
-        ((12, 2, [1, float("inf")]), "weights must be positive numbers"),
-        ((12, 2, [1, "1"]), "weights must be positive numbers"),
+        ((12, 2, [1]), "rank_shares must be 2 numbers, one per rank, not [1]"),
+        ((12, 2, [1, 0]), "rank_shares must be positive numbers"),
+        ((12, 2, [1, -1.0]), "rank_shares must be positive numbers"),
+        ((12, 2, [1, float("nan")]), "rank_shares must be positive numbers"),
+        ((12, 2, [1, float("inf")]), "rank_shares must be positive numbers"),
+        ((12, 2, [1, "1"]), "rank_shares must be positive numbers"),
         ((0, 2), "total must be a positive integer"),
         ((12, 0), "ranks must be a positive integer"),
         ((12, 2, None, -1), "multiple must be a positive integer"),
@@ -56,11 +57,14 @@ def test_sizes(total, ranks, weights, multiple, segments, sizes):
         ((12, 2, None, 1, (4, 0)), "segments must be a positive integer"),
         ((12, 2, None, 1, ()), "segments must be a positive integer"),
         ((12, 2, None, 1, (1.5, 1.5)), "segments must be a positive integer"),
-        ((12, 2, None, 1, 5), "12 cannot be cut into segments in the proportion [1, 1, 1, 1, 1]"),
+        ((12, 2, None, 1, 5), "12 cannot be split into segments in the proportion [1, 1, 1, 1, 1]"),
         ((12, 2, None, 1, (8, 3, 1)), "12 in multiples of 12 (segments [8, 3, 1]) is too little for 2 ranks"),
         ((12, 2, None, 4, (2, 1)), "12 in multiples of 12 (segments [8, 4], each in multiples of 4) is too little"),
-        ((36, 2, None, 4, (2, 1)), "36 in multiples of 12 (segments [24, 12], each in multiples of 4) cannot be cut"),
-        ((12, 2, None, 8, (2, 1)), "the segment of 4 among [8, 4] cannot be cut into whole multiples of 8"),
+        (
+            (36, 2, None, 4, (2, 1)),
+            "36 in multiples of 12 (segments [24, 12], each in multiples of 4) cannot be split",
+        ),
+        ((12, 2, None, 8, (2, 1)), "the segment of 4 among [8, 4] cannot be split into whole multiples of 8"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(arguments, words):
@@ -95,7 +99,7 @@ def test_sizes_are_whole_multiples_in_proportion_to_the_weights(weights, spare, 
 @settings(deadline=None, max_examples=200)
 @given(WEIGHTS, st.integers(0, 8), st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(-3, 2), st.data())
 def test_what_the_ranks_take_is_the_whole(weights, spare, segments, axis, data):
-    """All ranks' parts, put together segment by segment, and the parts of one segment are in rank order."""
+    """All ranks' shards, put together segment by segment, and the shards of one segment are in rank order."""
     ranks = len(weights)
     total = (ranks + spare) * sum(segments)
     sizes = split_sizes("x", total, ranks, weights, segments=segments)
@@ -118,7 +122,7 @@ def test_numbers_of_numpy():
 
 def test_take_and_part():
     x = mx.arange(12)
-    assert part([8, 4], 1) == slice(8, 12)
+    assert shard_slice([8, 4], 1) == slice(8, 12)
     assert take(x, 0, [8, 4], 1).tolist() == [8, 9, 10, 11]
     assert take(x, -1, [9, 3], 1, segments=(2, 1)).tolist() == [6, 7, 11]
     assert take(x, 0, [6, 6], 0, segments=2).tolist() == [0, 1, 2, 6, 7, 8]
@@ -132,7 +136,7 @@ def test_take_and_part():
         ((0, [8, 5], 0), "must be 13 long"),
         ((0, [8, 4], 2), "there are sizes for 2 ranks"),
         ((0, [8, 4], -1), "there are sizes for 2 ranks"),
-        ((0, [7, 5], 0, 2), "the segment of 6 cannot be cut in the proportion [7, 5]"),
+        ((0, [7, 5], 0, 2), "the segment of 6 cannot be sharded in the proportion [7, 5]"),
     ],
 )
 def test_what_cannot_be_taken_is_refused(arguments, words):

@@ -9,7 +9,7 @@ INTERPRETED = {"MLX_DISABLE_COMPILE": "1"}
 
 @one_to_four(2)
 def test_as_the_dense_layer(run_ranks, ranks):
-    """Llama and Qwen3, GQA, fewer KV heads than ranks, uneven parts; prefill, tokens, a trimmed cache; bad input."""
+    """Llama and Qwen3, GQA, fewer KV heads than ranks, uneven shards; prefill, tokens, a trimmed cache; bad input."""
     outputs = run_ranks("split_block.py", ranks, "layers", "bad_input", environment=INTERPRETED)
     assert all("close" in output for output in outputs)
 
@@ -27,7 +27,7 @@ def test_as_the_dense_layer_when_compiled(run_ranks, ranks):
 
 @one_to_four()
 def test_other_caches(run_ranks, ranks):
-    """Rotating, quantized and batched caches between compiled parts."""
+    """Rotating, quantized and batched caches between compiled shards."""
     assert all("close" in output for output in run_ranks("split_block.py", ranks, "caches", timeout=120))
 
 

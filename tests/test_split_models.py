@@ -1,4 +1,4 @@
-"""SplitModel of every model file of mlx-lm with every cache of mlx-lm: the logits are those of the whole model."""
+"""SplitModel of every model file of mlx-lm with every cache of mlx-lm: the logits are those of the full model."""
 
 import pytest
 import split_table
@@ -18,7 +18,7 @@ def test_typical_models_with_all_caches(run_ranks):
 
 @pytest.mark.long
 def test_every_model_file_with_all_caches(run_ranks):
-    """Found in mlx-lm's folder. That nothing can be cut of a model is the only reason to refuse one."""
+    """Found in mlx-lm's directory. That nothing can be sharded of a model is the only reason to reject one."""
     names = [name for name in tiny_models.model_files() if name not in tiny_models.NOT_IMPORTED]
     names = [name for name in names if name not in tiny_models.NOT_COMPARED and name not in split_table.NOT_CUT]
     assert len(names) > 115

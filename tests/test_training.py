@@ -1,4 +1,5 @@
-"""Cut models train: the gradient of every parameter is the whole model's, and so is what an optimizer makes of it."""
+"""Sharded models train: the gradient of every parameter is the full model's, and so is what an optimizer makes of
+it."""
 
 import pytest
 import tiny_models
@@ -26,7 +27,7 @@ def test_collectives_of_a_step(run_ranks):
 
 
 def test_borders(run_ranks):
-    """Adapters on cut layers and experts, refusals, threads, what decoding costs, what is saved and freed."""
+    """Adapters on sharded layers and experts, refusals, threads, what decoding costs, what is saved and freed."""
     assert all("close" in output for output in run_ranks("training.py", 2, "borders"))
 
 
@@ -40,7 +41,7 @@ def test_gradients_of_every_model_file(run_ranks):
 @pytest.mark.long
 @pytest.mark.parametrize("heads", ["6:3", "8:4", "8:2", "4:1", "6:2"])
 def test_gradients_on_three_ranks(run_ranks, heads):
-    """Also of heads that are cut unevenly, of KV heads that two of the ranks hold, and of which one has copies."""
+    """Also of heads that are sharded unevenly, of KV heads that two of the ranks hold, and of which one has copies."""
     names = sorted({*TYPICAL, *FAMILIES})
     assert all("close" in output for output in run_ranks("training.py", 3, "models", heads, *names, timeout=240))
 

@@ -72,8 +72,8 @@ def test_the_command_takes_the_name_of_a_model_that_has_been_downloaded(folder, 
     [
         (["--tp", "5"], 1, "5"),
         (["--tp", "0"], 2, "--tp"),
-        (["--tp", "2", "--weights", "2,x"], 2, "'2,x' is not positive numbers"),
-        (["--tp", "2", "--weights", "1,2,3"], 1, "2 numbers, one per rank"),
+        (["--tp", "2", "--rank-shares", "2,x"], 2, "'2,x' is not positive numbers"),
+        (["--tp", "2", "--rank-shares", "1,2,3"], 1, "2 numbers, one per rank"),
     ],
 )
 def test_what_cannot_be_cut_is_said(folder, options, status, words):

@@ -1,4 +1,4 @@
-"""Embedding and output layer cut over the vocabulary: values, gradients and quantized forms of the whole layers."""
+"""Embedding and output layer sharded over the vocabulary: values, gradients and quantized forms of the full layers."""
 
 from rank_counts import one_to_four
 

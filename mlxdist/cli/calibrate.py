@@ -48,8 +48,8 @@ def calibrate(chosen: HostSelection, output: str | None, force: bool, seconds: f
         mlxdist calibrate                                            this machine
         mlxdist calibrate --hostfile rmlx-hosts.json --output rmlx-hosts.json
 
-    Written to the hostfile, the figures become the shares of ranks on machines of unequal speed: weights="memory" or
-    "compute" wherever a plan or layer takes weights, and `mlxdist shard MODEL --hostfile FILE`. Without --output
+    Written to the hostfile, the figures become the shares of ranks on machines of unequal speed: rank_shares="memory"
+    or "compute" wherever a plan or layer takes rank_shares, and `mlxdist shard MODEL --hostfile FILE`. Without --output
     nothing is written. Other work on the hosts spoils the numbers.
 
     The exit status is 1, and nothing is written, if a host cannot be measured, if its figures cannot be true, or if

@@ -18,7 +18,7 @@ __all__ = ["shard"]
 RANKS = click.IntRange(min=1)
 
 
-class Weights(click.ParamType):
+class RankShares(click.ParamType):
     """``2,1``: a positive number for each rank; or by which figure of the hostfile."""
 
     name = "numbers"
@@ -31,12 +31,12 @@ class Weights(click.ParamType):
         if value in MEASUREMENTS:
             return value
         try:
-            weights = [float(part) for part in value.split(",")]
+            rank_shares = [float(part) for part in value.split(",")]
         except ValueError:
-            weights = []
-        if not weights or not all(weight > 0 and math.isfinite(weight) for weight in weights):
+            rank_shares = []
+        if not rank_shares or not all(weight > 0 and math.isfinite(weight) for weight in rank_shares):
             self.fail(f"{value!r} is not positive numbers with commas between them, such as 2,1", parameter, context)
-        return weights
+        return rank_shares
 
 
 @click.command()
@@ -44,8 +44,8 @@ class Weights(click.ParamType):
 @click.option("--tp", type=RANKS, help="Ranks that share every layer.  [default: 1, or the hostfile's ranks]")
 @click.option("--ep", default=1, show_default=True, type=RANKS, help="Ranks (times --tp) that share the experts.")
 @click.option(
-    "--weights",
-    type=Weights(),
+    "--rank-shares",
+    type=RankShares(),
     help="Shares of the --tp ranks, for machines of unequal size: 2,1; with --hostfile also memory (the default) or "
     "compute.",
 )
@@ -56,37 +56,40 @@ def shard(
     model: str,
     tp: int | None,
     ep: int,
-    weights: list[float] | str | None,
+    rank_shares: list[float] | str | None,
     hostfile: str | None,
     verify: bool,
     as_json: bool,
 ) -> None:
-    """Show how a model for mlx-lm is cut over several ranks: each parameter, the bytes on each rank, what stays whole.
+    """Show how a model for mlx-lm is sharded over several ranks: each parameter, the bytes on each rank, what stays
+    unsharded.
 
     \b
         mlxdist shard MODEL --tp 2             the plan; reads no weights and starts nothing
-        mlxdist shard MODEL --tp 2 --verify    and compares the logits of 2 ranks with those of the whole model
+        mlxdist shard MODEL --tp 2 --verify    and compares the logits of 2 ranks with those of the full model
         mlxdist shard MODEL --hostfile FILE    the plan for measured hosts of unequal speed
 
-    MODEL is a folder with config.json and model*.safetensors, or the name of a model that `hf download` has fetched.
-    --verify needs memory for the whole model twice. The exit status is 1 if the logits differ by more than the
-    tolerance of their dtype, or if the model cannot be cut so.
+    MODEL is a directory with config.json and model*.safetensors, or the name of a model that `hf download` has fetched.
+    --verify needs memory for the full model twice. The exit status is 1 if the logits differ by more than the
+    tolerance of their dtype, or if the model cannot be sharded so.
     """
     from mlxdist.base.errors import InvalidArgument
     from mlxdist.base.model_directory import model_directory
 
     try:
-        folder = model_directory(model)
+        directory = model_directory(model)
         if hostfile is not None:
-            tp, weights = _measured(hostfile, tp, ep, weights)
-        elif isinstance(weights, str):
-            raise InvalidArgument(f"--weights {weights} is a figure of measured hosts; give their --hostfile, too")
-        plan = _plan(folder, tp or 1, ep, weights)
+            tp, rank_shares = _measured(hostfile, tp, ep, rank_shares)
+        elif isinstance(rank_shares, str):
+            raise InvalidArgument(
+                f"--rank-shares {rank_shares} is a figure of measured hosts; give their --hostfile, too"
+            )
+        plan = _plan(directory, tp or 1, ep, rank_shares)
     except InvalidArgument as error:
         raise click.ClickException(str(error)) from None
     if not as_json:
         click.echo(str(plan))
-    verification = _verify(folder, plan) if verify else None
+    verification = _verify(directory, plan) if verify else None
     if as_json:
         click.echo(json.dumps({"plan": json.loads(plan.to_json()), "verification": verification}, indent=2))
     elif verification is not None:
@@ -96,9 +99,9 @@ def shard(
 
 
 def _measured(
-    hostfile: str, tp: int | None, ep: int, weights: list[float] | str | None
+    hostfile: str, tp: int | None, ep: int, rank_shares: list[float] | str | None
 ) -> tuple[int, list[float] | None]:
-    """--tp and --weights for the ranks of a hostfile."""
+    """--tp and --rank-shares for the ranks of a hostfile."""
     from mlxdist.base.errors import InvalidArgument
     from mlxdist.cluster.hostfile import read, speeds
     from mlxdist.nn.sharding.measured_shares import slowest_of_columns
@@ -107,26 +110,26 @@ def _measured(
     tp = found.ranks // ep if tp is None else tp
     if tp * ep != found.ranks:
         raise InvalidArgument(f"{hostfile} has {found.ranks} ranks, not --tp {tp} times --ep {ep}")
-    if isinstance(weights, list):
-        return tp, weights
-    return tp, slowest_of_columns(speeds(found, weights or "memory"), tp)
+    if isinstance(rank_shares, list):
+        return tp, rank_shares
+    return tp, slowest_of_columns(speeds(found, rank_shares or "memory"), tp)
 
 
-def _plan(path: Path, tp: int, ep: int, weights: list[float] | None) -> Any:
+def _plan(path: Path, tp: int, ep: int, rank_shares: list[float] | None) -> Any:
     from mlxdist.base.safetensors_reader import Checkpoint
     from mlxdist.nn.sharding.load.weight_sources import open_model
     from mlxdist.nn.sharding.plan import plan_shards
 
     model, _, _ = open_model(Checkpoint(path))
-    return plan_shards(model, tp, ep, weights=weights)
+    return plan_shards(model, tp, ep, rank_shares=rank_shares)
 
 
 def _verify(path: Path, plan: Any) -> dict[str, Any]:
     """What rank 0 has found; see :mod:`mlxdist.tools.shard.verify_rank`."""
     from mlxdist.launch.run_job import run_job
 
-    with tempfile.TemporaryDirectory(prefix="mlxdist-shard-") as folder:
-        given, result = Path(folder, "plan.json"), Path(folder, "verification.json")
+    with tempfile.TemporaryDirectory(prefix="mlxdist-shard-") as directory:
+        given, result = Path(directory, "plan.json"), Path(directory, "verification.json")
         given.write_text(plan.to_json())
         program = module_command("mlxdist.tools.shard.verify_rank", str(path), str(given), str(result))
         # The ranks' own output is for reading, the results alone are for a pipe.

@@ -1,4 +1,4 @@
-"""Model parallelism: layers, and whole models, of which every rank holds a part."""
+"""Model parallelism: layers, and full models, of which every rank holds a shard."""
 
 from mlxdist.nn.sharding.load import load_sharded
 from mlxdist.nn.sharding.plan import shard_model

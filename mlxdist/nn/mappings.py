@@ -1,27 +1,28 @@
-"""What stands at the borders of the parallel regions of a model, with Megatron-LM's names.
+"""What stands at the boundaries of the parallel regions of a model, with Megatron-LM's names.
 
-Each function is what its forward pass does, and has the gradient with which the parts of the ranks train as the whole
+Each function is what its forward pass does, and has the gradient with which the shards of the ranks train as the full
 model would. They come in pairs, of which each is the backward pass of the other:
 
     copy_to_tensor_parallel_region          reduce_from_tensor_parallel_region            itself - sum of all ranks
-    scatter_to_tensor_parallel_region       gather_from_tensor_parallel_region            this rank's part - all parts
-    gather_from_sequence_parallel_region    reduce_scatter_to_sequence_parallel_region    all parts - part of the sum
+    scatter_to_tensor_parallel_region       gather_from_tensor_parallel_region            this rank's shard - all shards
+    gather_from_sequence_parallel_region    reduce_scatter_to_sequence_parallel_region    all shards - shard of the sum
 
 The tensor-parallel ones (Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using
 Model Parallelism", arXiv:1909.08053) stand between a part of the model where all ranks hold the same activations, and
 also the same gradients of them, and one where each holds its own. The sequence-parallel ones (Korthikanti et al. 2022,
 "Reducing Activation Recomputation in Large Transformer Models", arXiv:2205.05198) stand between one where each rank
-holds a part of the sequence and one where all hold all of it, with gradients of their own: they are adjoint to each
+holds a shard of the sequence and one where all hold all of it, with gradients of their own: they are adjoint to each
 other in the plain sense.
 
-``x`` has the dtypes of :mod:`mlxdist.runtime.ops` and any shape, the same on all ranks; the result has its dtype, and its shape
-but for ``axis``, which is as many times longer or shorter as there are ranks where parts are joined or cut.
+``x`` has the dtypes of :mod:`mlxdist.runtime.ops` and any shape, the same on all ranks; the result has its dtype, and
+its shape but for ``axis``, which is as many times longer or shorter as there are ranks where shards are joined or
+split.
 
 All are lazy and work inside ``mx.compile`` and ``mx.grad``. In a group of one they change nothing. ``group`` is a
 :class:`mlxdist.Group`; ``None`` is the group of ``mlxdist.init()``.
 
 Raises, all of them:
-    InvalidArgument: ``axis`` is none of ``x``, or cannot be cut into as many equal parts as there are ranks.
+    InvalidArgument: ``axis`` is none of ``x``, or cannot be split into as many equal shards as there are ranks.
     What :mod:`mlxdist.runtime.ops` raises, where the result is evaluated.
 """
 
@@ -42,13 +43,16 @@ __all__ = [
     "reduce_from_tensor_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
     "scatter_to_tensor_parallel_region",
+    "with_backward",
     "with_gradients",
     "without_gradient",
 ]
 
+_Unary = Callable[[mx.array], mx.array]
+
 
 def copy_to_tensor_parallel_region(x: mx.array, group: Group | None = None) -> mx.array:
-    """``x`` itself. Backward: the sum of all ranks' cotangents. Before a layer whose weights are cut by columns."""
+    """``x`` itself. Backward: the sum of all ranks' cotangents. Before a layer whose weights are sharded by columns."""
     group = group_of(group)
     if group.size() == 1:
         return x
@@ -69,6 +73,15 @@ def with_gradients(
     return copy(*arrays)
 
 
+def with_backward(forward: _Unary, backward: _Unary, x: mx.array) -> mx.array:
+    """``forward(x)``. Backward: ``backward`` of the cotangent. Where MLX traces nothing, the forward pass alone."""
+    if not bridge.traces():
+        return forward(x)
+    both = mx.custom_function(forward)
+    both.vjp(lambda primal, cotangent, output: backward(cotangent))
+    return both(x)
+
+
 def without_gradient(x: mx.array, reason: str) -> mx.array:
     """``x`` itself. Backward: an :class:`InvalidArgument` with ``reason``."""
 
@@ -79,49 +92,49 @@ def without_gradient(x: mx.array, reason: str) -> mx.array:
 
 
 def reduce_from_tensor_parallel_region(x: mx.array, group: Group | None = None) -> mx.array:
-    """The sum of all ranks' ``x``. Backward: the cotangent itself. Behind a layer whose weights are cut by rows."""
+    """The sum of all ranks' ``x``. Backward: the cotangent itself. After a layer whose weights are sharded by rows."""
     return all_sum(x, group=group)  # MLX's all_sum has this gradient
 
 
 def scatter_to_tensor_parallel_region(x: mx.array, axis: int = -1, group: Group | None = None) -> mx.array:
-    """This rank's part of ``x`` along ``axis``. Backward: all ranks' cotangents, joined."""
+    """This rank's shard of ``x`` along ``axis``. Backward: all ranks' cotangents, joined."""
     group = group_of(group)
-    axis = _axis("scatter_to_tensor_parallel_region", x, axis, parts=group.size())
+    axis = _axis("scatter_to_tensor_parallel_region", x, axis, ranks=group.size())
     if group.size() == 1:
         return x
-    scatter = mx.custom_function(lambda x: mx.split(x, group.size(), axis)[group.rank()])
-    scatter.vjp(lambda primal, cotangent, output: _along(axis, all_gather, cotangent, group))
-    return scatter(x)
+    return with_backward(
+        lambda x: mx.split(x, group.size(), axis)[group.rank()], lambda y: _along(axis, all_gather, y, group), x
+    )
 
 
 def gather_from_tensor_parallel_region(x: mx.array, axis: int = -1, group: Group | None = None) -> mx.array:
-    """All ranks' ``x``, joined along ``axis``. Backward: this rank's part of the cotangent."""
+    """All ranks' ``x``, joined along ``axis``. Backward: this rank's shard of the cotangent."""
     # MLX's all_gather has this gradient.
     return _along(_axis("gather_from_tensor_parallel_region", x, axis), all_gather, x, group_of(group))
 
 
 def gather_from_sequence_parallel_region(x: mx.array, axis: int = 0, group: Group | None = None) -> mx.array:
-    """All ranks' ``x``, joined along ``axis``. Backward: this rank's part of the sum of all ranks' cotangents."""
+    """All ranks' ``x``, joined along ``axis``. Backward: this rank's shard of the sum of all ranks' cotangents."""
     axis = _axis("gather_from_sequence_parallel_region", x, axis)
     return _along(axis, lambda x, group: bridge.all_gather(x, group.connection), x, group_of(group))
 
 
 def reduce_scatter_to_sequence_parallel_region(x: mx.array, axis: int = 0, group: Group | None = None) -> mx.array:
-    """This rank's part along ``axis`` of the sum of all ranks' ``x``. Backward: all ranks' cotangents, joined."""
+    """This rank's shard along ``axis`` of the sum of all ranks' ``x``. Backward: all ranks' cotangents, joined."""
     group = group_of(group)
-    axis = _axis("reduce_scatter_to_sequence_parallel_region", x, axis, parts=group.size())
+    axis = _axis("reduce_scatter_to_sequence_parallel_region", x, axis, ranks=group.size())
     return _along(axis, sum_scatter, x, group)
 
 
-def _axis(name: str, x: mx.array, axis: int, parts: int = 1) -> int:
-    """``axis`` from 0, which is to be cut into ``parts``."""
+def _axis(name: str, x: mx.array, axis: int, ranks: int = 1) -> int:
+    """``axis`` from 0, which is to be split into ``ranks``."""
     if not -x.ndim <= axis < x.ndim:
         raise InvalidArgument(f"{name}: axis is {axis}, but x has shape {x.shape}")
-    if x.shape[axis] % parts != 0:
-        raise InvalidArgument(f"{name}: dimension {axis} of shape {x.shape} is not a multiple of the {parts} ranks")
+    if x.shape[axis] % ranks != 0:
+        raise InvalidArgument(f"{name}: dimension {axis} of shape {x.shape} is not a multiple of the {ranks} ranks")
     return axis % x.ndim
 
 
 def _along(axis: int, collective: Callable[..., mx.array], x: mx.array, group: Group) -> mx.array:
-    """A collective that cuts and joins along the first axis, on another one."""
+    """A collective that splits and joins along the first axis, on another one."""
     return mx.swapaxes(collective(mx.swapaxes(x, 0, axis), group=group), 0, axis)

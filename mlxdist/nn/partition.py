@@ -1,10 +1,11 @@
-"""How one dimension of an array is cut over the ranks: in equal parts or in proportion to weights, in whole multiples.
+"""How one dimension of an array is sharded over the ranks: in equal shards or in proportion to the ranks' shares, in
+whole multiples.
 
-``sizes`` is always the list of all ranks' sizes along the cut axis, in rank order, equal on all ranks. ``segments``
-says that the dimension is made of pieces that are cut each by itself, so that a rank holds its part of every piece:
-those of a fused QKV projection, or the two of merged gate and up. It is a number of equal pieces, or their sizes, or
-anything in proportion to them: ``(32, 8, 8)`` for 32 heads of queries and 8 of keys and values. A rank holds its parts
-of the pieces one after the other.
+``sizes`` is always the list of all ranks' sizes along the sharded axis, in rank order, equal on all ranks. ``segments``
+says that the dimension is made of pieces that are sharded each by itself, so that a rank holds its shard of every
+piece: those of a fused QKV projection, or the two of merged gate and up. It is a number of equal pieces, or their
+sizes, or anything in proportion to them: ``(32, 8, 8)`` for 32 heads of queries and 8 of keys and values. A rank holds
+its shards of the pieces one after the other.
 
 All raise InvalidArgument, the same on every rank and before anything is sent, for arguments that do not fit.
 """
@@ -21,51 +22,40 @@ from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.ops import all_sum
 
-from .mappings import gather_from_tensor_parallel_region, with_gradients
-from .sharding.measured_shares import Weights, resolve
-
-__all__ = [
-    "Segments",
-    "copy_to_holders",
-    "cut_out",
-    "join",
-    "part",
-    "scatter",
-    "segment_lengths",
-    "slices",
-    "split_sizes",
-    "take",
-]
+from .mappings import gather_from_tensor_parallel_region, with_backward, with_gradients
+from .sharding.measured_shares import RankShares, resolve
 
 Segments = int | Sequence[int]
 
 
 def split_sizes(
-    name: str, total: int, ranks: int, weights: Weights | None = None, multiple: int = 1, segments: Segments = 1
+    name: str, total: int, ranks: int, rank_shares: RankShares | None = None, multiple: int = 1, segments: Segments = 1
 ) -> list[int]:
-    """How many of ``total`` each rank holds: equal parts, or in proportion to ``weights``, one positive number a rank.
+    """How many of ``total`` each rank holds: equal shards, or in proportion to ``rank_shares``, one positive number a
+    rank.
 
-    ``weights`` may be "memory" or "compute": the measured speeds of the ranks (:mod:`mlxdist.nn.sharding.measured_shares`).
+    ``rank_shares`` may be "memory" or "compute": the measured speeds of the ranks
+    (:mod:`mlxdist.nn.sharding.measured_shares`).
 
     Of each segment every rank holds a positive multiple of ``multiple`` (a head, a quantization group), and of all
-    segments the same share. With ``weights`` the shares are as near to them as that allows: by largest remainder, the
-    lower rank first where two are equal; a rank that would come away with nothing gets one from the largest.
+    segments the same share. With ``rank_shares`` the shares are as near to them as that allows: by largest remainder,
+    the lower rank first where two are equal; a rank that would come away with nothing gets one from the largest.
 
     Raises:
         InvalidArgument: a segment is no multiple of ``multiple``; there are fewer shares than ranks; without
-            ``weights``: the shares do not divide evenly by the ranks; ``weights`` are not ``ranks`` positive numbers.
-            The message begins with ``name``.
+            ``rank_shares``: the shares do not divide evenly by the ranks; ``rank_shares`` are not ``ranks`` positive
+            numbers. The message begins with ``name``.
     """
     for argument, number in (("total", total), ("ranks", ranks), ("multiple", multiple)):
         if not _is_count(number):
             raise InvalidArgument(f"{name}: {argument} must be a positive integer, not {number!r}")
     total, ranks, multiple = int(total), int(ranks), int(multiple)
-    weights = _checked_weights(name, weights, ranks)
+    rank_shares = _checked_rank_shares(name, rank_shares, ranks)
     lengths = segment_lengths(name, total, segments)
     for length in lengths:
         if length % multiple != 0:
             of = f"{total}" if len(lengths) == 1 else f"the segment of {length} among {list(lengths)}"
-            raise InvalidArgument(f"{name}: {of} cannot be cut into whole multiples of {multiple}")
+            raise InvalidArgument(f"{name}: {of} cannot be split into whole multiples of {multiple}")
     units = gcd(*(length // multiple for length in lengths))
     unit = total // units
     if units < ranks:
@@ -73,22 +63,22 @@ def split_sizes(
             f"{name}: {_described(total, unit, lengths, multiple)} is too little for {ranks} ranks, each of which "
             f"needs at least {unit}"
         )
-    if weights is None and units % ranks != 0:
+    if rank_shares is None and units % ranks != 0:
         raise InvalidArgument(
-            f"{name}: {_described(total, unit, lengths, multiple)} cannot be cut into {ranks} equal parts; choose a "
-            "number of ranks that divides it, or give weights=[...] for parts that are not equal"
+            f"{name}: {_described(total, unit, lengths, multiple)} cannot be split into {ranks} equal shards; choose a "
+            "number of ranks that divides it, or give rank_shares=[...] for shards that are not equal"
         )
-    if weights is None:
+    if rank_shares is None:
         return [total // ranks] * ranks
-    return [unit * share for share in _shares(units, weights)]
+    return [unit * share for share in _shares(units, rank_shares)]
 
 
 def segment_lengths(name: str, total: int, segments: Segments = 1) -> tuple[int, ...]:
     """The lengths of the segments of a dimension of ``total``.
 
     Raises:
-        InvalidArgument: ``segments`` is neither a positive integer nor a sequence of them, or ``total`` cannot be cut
-            in that proportion. The message begins with ``name``.
+        InvalidArgument: ``segments`` is neither a positive integer nor a sequence of them, or ``total`` cannot be
+            sharded in that proportion. The message begins with ``name``.
     """
     if isinstance(segments, Integral):
         ratios = (1,) * int(segments)
@@ -97,24 +87,24 @@ def segment_lengths(name: str, total: int, segments: Segments = 1) -> tuple[int,
     if not ratios or not all(_is_count(ratio) for ratio in ratios):
         raise InvalidArgument(f"{name}: segments must be a positive integer or a list of them, not {segments!r}")
     if total % sum(ratios) and any(total * ratio % sum(ratios) for ratio in ratios):
-        raise InvalidArgument(f"{name}: {total} cannot be cut into segments in the proportion {list(ratios)}")
+        raise InvalidArgument(f"{name}: {total} cannot be split into segments in the proportion {list(ratios)}")
     return tuple(total * int(ratio) // sum(ratios) for ratio in ratios)
 
 
-def part(sizes: Sequence[int], rank: int) -> slice:
-    """Where the part of ``rank`` lies in a dimension of one segment."""
+def shard_slice(sizes: Sequence[int], rank: int) -> slice:
+    """Where the shard of ``rank`` lies in a dimension of one segment."""
     return slices(sizes, rank)[0]
 
 
 def slices(sizes: Sequence[int], rank: int, segments: Segments = 1) -> list[slice]:
-    """Where the parts of ``rank`` lie in the dimension, one slice for each segment."""
+    """Where the shards of ``rank`` lie in the dimension, one slice for each segment."""
     if not 0 <= rank < len(sizes):
         raise InvalidArgument(f"slices: rank is {rank}, but there are sizes for {len(sizes)} ranks")
     found, start = [], 0
     total, before = sum(sizes), sum(sizes[:rank])
     for length in segment_lengths("slices", total, segments):
         if any(length * size % total for size in sizes):
-            raise InvalidArgument(f"slices: the segment of {length} cannot be cut in the proportion {list(sizes)}")
+            raise InvalidArgument(f"slices: the segment of {length} cannot be sharded in the proportion {list(sizes)}")
         first = start + length * before // total
         found.append(slice(first, first + length * sizes[rank] // total))
         start += length
@@ -122,25 +112,25 @@ def slices(sizes: Sequence[int], rank: int, segments: Segments = 1) -> list[slic
 
 
 def take(x: mx.array, axis: int, sizes: Sequence[int], rank: int, segments: Segments = 1) -> mx.array:
-    """The part of ``rank`` of ``x``, whose dimension ``axis`` is cut into ``sizes``: ``sizes[rank]`` long along it.
+    """The shard of ``rank`` of ``x``, whose dimension ``axis`` is split into ``sizes``: ``sizes[rank]`` long along it.
 
     A copy of its own, so that ``x`` can be freed. Dtype of ``x``.
 
     Raises:
-        InvalidArgument: ``axis`` is none of ``x``, or not as long as all ``sizes`` together; a segment cannot be cut in
-            proportion to ``sizes``.
+        InvalidArgument: ``axis`` is none of ``x``, or not as long as all ``sizes`` together; a segment cannot be
+            sharded in proportion to ``sizes``.
     """
     axis = _axis("take", x, axis, sum(sizes))
-    return mx.contiguous(cut_out(x, axis, slices(sizes, rank, segments)))
+    return mx.contiguous(slice_along(x, axis, slices(sizes, rank, segments)))
 
 
 def join(x: mx.array, axis: int, sizes: Sequence[int], group: Group | None = None, segments: Segments = 1) -> mx.array:
-    """All ranks' parts, joined along ``axis`` as they were before :func:`take`. One all_gather, lazy; parts of
-    different sizes are padded for it. Backward: this rank's part of the cotangent.
+    """All ranks' shards, joined along ``axis`` as they were before :func:`take`. One all_gather, lazy; shards of
+    different sizes are padded for it. Backward: this rank's shard of the cotangent.
 
     Raises:
         InvalidArgument: ``sizes`` are not one per rank, or this rank's ``x`` is not of its size; a segment cannot be
-            cut in proportion to ``sizes``. Without segments: on every rank alike if ``sizes`` are equal on all.
+            sharded in proportion to ``sizes``. Without segments: on every rank alike if ``sizes`` are equal on all.
     """
     group = group_of(group)
     _check_sizes("join", sizes, group)
@@ -148,15 +138,15 @@ def join(x: mx.array, axis: int, sizes: Sequence[int], group: Group | None = Non
     places = [slices(sizes, rank, segments) for rank in range(len(sizes))]
     if group.size() == 1:
         return x
-    together = mx.custom_function(lambda x: _join(x, axis, sizes, places, group))
-    together.vjp(lambda primal, cotangent, output: cut_out(cotangent, axis, places[group.rank()]))
-    return together(x)
+    return with_backward(
+        lambda x: _join(x, axis, sizes, places, group), lambda y: slice_along(y, axis, places[group.rank()]), x
+    )
 
 
 def scatter(x: mx.array, axis: int, sizes: Sequence[int], group: Group | None = None) -> mx.array:
-    """This rank's part of an ``x`` that is the same on all ranks. Backward: all ranks' cotangents, joined.
+    """This rank's shard of an ``x`` that is the same on all ranks. Backward: all ranks' cotangents, joined.
 
-    :func:`mlxdist.nn.scatter_to_tensor_parallel_region` for parts of different sizes.
+    :func:`mlxdist.nn.scatter_to_tensor_parallel_region` for shards of different sizes.
 
     Raises:
         InvalidArgument: ``sizes`` are not one per rank; ``axis`` is none of ``x`` or not as long as all of them.
@@ -166,12 +156,11 @@ def scatter(x: mx.array, axis: int, sizes: Sequence[int], group: Group | None = 
     axis = _axis("scatter", x, axis, sum(sizes))
     if group.size() == 1:
         return x
-    cut = mx.custom_function(lambda x: cut_out(x, axis, [part(sizes, group.rank())]))
-    cut.vjp(lambda primal, cotangent, output: join(cotangent, axis, sizes, group))
-    return cut(x)
+    mine = [shard_slice(sizes, group.rank())]
+    return with_backward(lambda x: slice_along(x, axis, mine), lambda y: join(y, axis, sizes, group), x)
 
 
-def cut_out(x: mx.array, axis: int, places: Sequence[slice]) -> mx.array:
+def slice_along(x: mx.array, axis: int, places: Sequence[slice]) -> mx.array:
     """The slices ``places`` of ``x`` along ``axis``, from 0, one after the other.
 
     Its graph is the same whatever the slices are, and so the order of a graph's collectives that of all ranks: with
@@ -200,7 +189,7 @@ def copy_to_holders(x: mx.array, pieces: Sequence[slice], length: int, axis: int
 
 
 def _join(x: mx.array, axis: int, sizes: Sequence[int], places: list[list[slice]], group: Group) -> mx.array:
-    """``places``: the slices of every rank in the whole, one for each segment."""
+    """``places``: the slices of every rank in the full array, one for each segment."""
     longest, mine = max(sizes), sizes[group.rank()]
     if mine < longest:
         padding = [(0, 0)] * x.ndim
@@ -216,7 +205,7 @@ def _join(x: mx.array, axis: int, sizes: Sequence[int], places: list[list[slice]
             length = place.stop - place.start
             found.append(slice(starts[rank], starts[rank] + length))
             starts[rank] += length
-    return cut_out(gathered, axis, found)
+    return slice_along(gathered, axis, found)
 
 
 def _axis(name: str, x: mx.array, axis: int, length: int) -> int:
@@ -235,22 +224,22 @@ def _check_sizes(name: str, sizes: Sequence[int], group: Group) -> None:
         )
 
 
-def _checked_weights(name: str, weights: Weights | None, ranks: int) -> list[Fraction] | None:
-    weights = resolve(name, weights, ranks)
-    if weights is None:
+def _checked_rank_shares(name: str, rank_shares: RankShares | None, ranks: int) -> list[Fraction] | None:
+    rank_shares = resolve(name, rank_shares, ranks)
+    if rank_shares is None:
         return None
-    weights = list(weights)
-    if len(weights) != ranks:
-        raise InvalidArgument(f"{name}: weights must be {ranks} numbers, one per rank, not {weights}")
-    if not all(isinstance(weight, Real) and isfinite(weight) and weight > 0 for weight in weights):
-        raise InvalidArgument(f"{name}: weights must be positive numbers, not {weights}")
+    rank_shares = list(rank_shares)
+    if len(rank_shares) != ranks:
+        raise InvalidArgument(f"{name}: rank_shares must be {ranks} numbers, one per rank, not {rank_shares}")
+    if not all(isinstance(share, Real) and isfinite(share) and share > 0 for share in rank_shares):
+        raise InvalidArgument(f"{name}: rank_shares must be positive numbers, not {rank_shares}")
     # NumPy's numbers are taken, too, but would overflow in fractions.
-    return [Fraction(int(weight) if isinstance(weight, Integral) else float(weight)) for weight in weights]
+    return [Fraction(int(share) if isinstance(share, Integral) else float(share)) for share in rank_shares]
 
 
-def _shares(units: int, weights: list[Fraction]) -> list[int]:
+def _shares(units: int, rank_shares: list[Fraction]) -> list[int]:
     """Largest remainder, in exact numbers: the same on machines whose floating point is not."""
-    quotas = [units * weight / sum(weights) for weight in weights]
+    quotas = [units * share / sum(rank_shares) for share in rank_shares]
     shares = [int(quota) for quota in quotas]
     by_remainder = sorted(range(len(quotas)), key=lambda rank: (shares[rank] - quotas[rank], rank))
     for rank in by_remainder[: units - sum(shares)]:

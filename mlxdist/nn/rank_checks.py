@@ -125,7 +125,7 @@ def _texts(text: str, group: Group) -> list[str]:
 
 
 def _shortened(text: str, most: int) -> str:
-    """``text`` in at most so many bytes, with dots for its middle, if it is longer."""
+    """``text`` in at most that many bytes, with dots for its middle, if it is longer."""
     encoded = text.encode()
     if len(encoded) <= most:
         return text

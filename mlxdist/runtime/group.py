@@ -57,6 +57,9 @@ class Group:
         self._running: list[None] = []
         world.add(self)
 
+    def __deepcopy__(self, memo: dict) -> "Group":
+        return self  # a layer and its copies communicate in one group
+
     def rank(self) -> int:
         """The number of this process in the group, from 0."""
         return self._rank

@@ -1,7 +1,7 @@
 """The file of a checkpoint: safetensors, and beside the arrays what it is a checkpoint of.
 
-The header says the step, the run that wrote it, and, where every rank saves its part of a model that is cut, whose
-part it is. A CRC-32 covers that, and name, dtype, shape and bytes of every array: a damaged file is not loaded. It
+The header says the step, the run that wrote it, and, where every rank saves its part of a model that is sharded, whose
+shard it is. A CRC-32 covers that, and name, dtype, shape and bytes of every array: a damaged file is not loaded. It
 takes a sixth of the time of writing, SHA-256 more than the writing itself. It finds accidents: those who may write the
 file can make another one.
 """
@@ -20,7 +20,7 @@ from mlxdist.base.safetensors_reader import WeightFile
 
 __all__ = ["STEP_DIGITS", "About", "Unusable", "is_whole", "read", "read_about", "sync", "write"]
 
-_STEP, _RUN, _PART, _CRC = "mlxdist_step", "mlxdist_run", "mlxdist_part", "mlxdist_crc32"
+_STEP, _RUN, _SHARD, _CRC = "mlxdist_step", "mlxdist_run", "mlxdist_shard", "mlxdist_crc32"
 STEP_DIGITS = 18  # at most: each such step is an int64
 
 
@@ -29,16 +29,16 @@ class Unusable(Exception):
 
 
 class About(NamedTuple):
-    """``part``: "rank-0-of-2" of those over which the arrays are cut; empty for whole arrays."""
+    """``shard``: "rank-0-of-2" of those over which the arrays are sharded; empty for whole arrays."""
 
     step: int
     run: str
-    part: str = ""
+    shard: str = ""
 
 
 def write(path: Path, arrays: Mapping[str, mx.array], about: About) -> None:
     """Raises OSError or RuntimeError: not all of it was written."""
-    metadata = {_STEP: str(about.step), _RUN: about.run, _PART: about.part, _CRC: _crc(arrays, about)}
+    metadata = {_STEP: str(about.step), _RUN: about.run, _SHARD: about.shard, _CRC: _crc(arrays, about)}
     mx.save_safetensors(str(path), dict(arrays), metadata)
     if not is_whole(path):
         raise OSError("not all of it was written; is the disk full?")
@@ -80,7 +80,7 @@ def is_whole(path: Path) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Brings a file, or the names in a folder, to the disk."""
+    """Brings a file, or the names in a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -100,15 +100,15 @@ class _File(WeightFile):
 
 def _about(file: _File) -> About:
     metadata = file.metadata
-    missing = [name for name in (_STEP, _RUN, _PART, _CRC) if not isinstance(metadata.get(name), str)]
+    missing = [name for name in (_STEP, _RUN, _SHARD, _CRC) if not isinstance(metadata.get(name), str)]
     if _STEP in missing or not re.fullmatch(f"[0-9]{{1,{STEP_DIGITS}}}", metadata[_STEP], re.ASCII):
-        raise Unusable(f"was not written by save_checkpoint: it has no {_STEP}; remove it, or choose another folder")
+        raise Unusable(f"was not written by save_checkpoint: it has no {_STEP}; remove it, or choose another directory")
     if missing:
         raise Unusable(
             f"has no {missing[0]}: an older mlxdist has written it, before 0.1.0 was released. Remove it, or choose "
-            "another folder; mx.load() still reads its arrays, for another save_checkpoint()"
+            "another directory; mx.load() still reads its arrays, for another save_checkpoint()"
         )
-    return About(int(metadata[_STEP]), metadata[_RUN], metadata[_PART])
+    return About(int(metadata[_STEP]), metadata[_RUN], metadata[_SHARD])
 
 
 def _crc(arrays: Mapping[str, mx.array], about: About) -> str:

@@ -31,9 +31,9 @@ def main() -> None:
         up.set_dtype(dtype)
         down.set_dtype(dtype)
         for weights in WEIGHTS:
-            column = ColumnParallelLinear.from_linear(up, weights=weights)
-            gathering = ColumnParallelLinear.from_linear(up, weights=weights, gather_output=True)
-            row = RowParallelLinear.from_linear(down, weights=weights)
+            column = ColumnParallelLinear.from_linear(up, rank_shares=weights)
+            gathering = ColumnParallelLinear.from_linear(up, rank_shares=weights, gather_output=True)
+            row = RowParallelLinear.from_linear(down, rank_shares=weights)
             assert sum(column.sizes) == HIDDEN and column.weight.shape == (column.sizes[rank], INPUTS)
             for rows in ROWS:
                 x = mx.random.normal((rows, INPUTS)).astype(dtype)

@@ -1,4 +1,4 @@
-"""Fuzz targets: files of a model: weights as safetensors, and plans of how a model is cut."""
+"""Fuzz targets: files of a model: weights as safetensors, and plans of how a model is sharded."""
 
 import contextlib
 import math

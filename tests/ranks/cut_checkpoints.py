@@ -1,4 +1,5 @@
-"""One rank of tests/test_checkpoint.py: checkpoints of a model that is cut over the ranks. Arguments: a folder."""
+"""One rank of tests/test_checkpoint.py: checkpoints of a model that is sharded over the ranks. Arguments: a
+directory."""
 
 import sys
 from pathlib import Path
@@ -34,7 +35,7 @@ def cut() -> nn.Module:
 
 
 def refused() -> None:
-    """The parameters of one rank are not the model, whatever has cut it; those of a whole model are."""
+    """The parameters of one rank are not the model, whatever has sharded it; those of a full model are."""
     by_mlx_lm = whole()
     by_mlx_lm.shard(group.mlx)
     linear = mnn.ColumnParallelLinear.from_linear(nn.Linear(8, 8), group=group)
@@ -68,12 +69,12 @@ def comes_back() -> None:
 
 def other_parts() -> None:
     """Only what all ranks have, and only this rank's."""
-    with pytest.raises(mlxdist.InvalidArgument, match="has the part rank-0-of-2 .*; pass group="):
+    with pytest.raises(mlxdist.InvalidArgument, match="has the shard rank-0-of-2 .*; pass group="):
         mlxdist.latest_checkpoint(folder / "parts")
     (theirs,) = (folder / "parts" / f"rank-{1 - rank}-of-2").glob("*30.safetensors")
-    with pytest.raises(mlxdist.InvalidArgument, match=f"has the part rank-{1 - rank}-of-2 of a model that is"):
+    with pytest.raises(mlxdist.InvalidArgument, match=f"has the shard rank-{1 - rank}-of-2 of a model that is"):
         mlxdist.load_checkpoint(theirs)
-    with pytest.raises(mlxdist.InvalidArgument, match="has the part rank-1-of-2 .*; not rank-0-of-2 .rank 0 on"):
+    with pytest.raises(mlxdist.InvalidArgument, match="has the shard rank-1-of-2 .*; not rank-0-of-2 .rank 0 on"):
         mlxdist.load_checkpoint(theirs, group=group)
     mlxdist.barrier()
     if rank == 1:
@@ -83,7 +84,7 @@ def other_parts() -> None:
 
 
 def lose(name: str, step: int, *ranks: int) -> None:
-    """As if these ranks had been killed before they renamed their parts."""
+    """As if these ranks had been killed before they renamed their shards."""
     mlxdist.barrier()
     if rank in ranks:
         (folder / name / f"rank-{rank}-of-{size}" / f"step-{step:08}.safetensors").unlink()
@@ -95,7 +96,7 @@ def steps(name: str) -> list[int]:
 
 
 def killed_between_the_parts() -> None:
-    """What only some ranks have is no checkpoint: it neither stops the next start nor becomes part of its own."""
+    """What only some ranks have is no checkpoint: it neither stops the next start nor becomes shard of its own."""
     tree = {"w": mx.ones(1)}
     for step in (100, 200):
         mlxdist.save_checkpoint(folder / "killed", tree, step, group=group)
@@ -125,7 +126,7 @@ def killed_in_the_first_save() -> None:
         lambda: mlxdist.latest_checkpoint(folder / "lost", group=group),
         lambda: mlxdist.save_checkpoint(folder / "lost", tree, 150, group=group),
     ):
-        with pytest.raises(mlxdist.InvalidArgument, match="no step with the parts of all 2 ranks"):
+        with pytest.raises(mlxdist.InvalidArgument, match="no step with the shards of all 2 ranks"):
             call()
     assert steps("lost") == ([100, 200] if rank == 0 else [])
 
@@ -156,13 +157,13 @@ def parts_of_another_run_stay() -> None:
         lambda: mlxdist.latest_checkpoint(folder / "their-first", group=group),
         lambda: mlxdist.save_checkpoint(folder / "their-first", {"w": mx.ones(1)}, 150, group=group),
     ):
-        with pytest.raises(mlxdist.InvalidArgument, match="no step with the parts of all 2 ranks"):
+        with pytest.raises(mlxdist.InvalidArgument, match="no step with the shards of all 2 ranks"):
             call()
     assert steps("their-first") == [100][: 1 - rank]
 
 
 def parts_of_two_runs() -> None:
-    """Each is whole, and they are of one step: together they are no checkpoint."""
+    """Each is full, and they are of one step: together they are no checkpoint."""
     tree = {"w": mx.ones(1)}
     path = mlxdist.save_checkpoint(folder / "two", tree, 100, group=group)
     if rank == 1:
@@ -189,7 +190,7 @@ def failures() -> None:
         lambda: mlxdist.save_checkpoint(folder / "file", tree, 1, group=group),
         lambda: mlxdist.latest_checkpoint(folder / "file", group=group),
     ):
-        with pytest.raises(mlxdist.InvalidArgument, match="rank-1-of-2 is a file, not a folder"):
+        with pytest.raises(mlxdist.InvalidArgument, match="rank-1-of-2 is a file, not a directory"):
             call()
     with pytest.raises(mlxdist.InvalidArgument, match="ranks disagree"):
         mlxdist.save_checkpoint(folder / "steps", tree, rank + 1, group=group)

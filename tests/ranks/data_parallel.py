@@ -171,7 +171,7 @@ def other_trees() -> None:
 
 
 def unchanged() -> None:
-    """In a group of one there is nothing to do, but the same things are refused."""
+    """In a group of one there is nothing to do, but the same things are rejected."""
     for grads in ({"a": [mx.ones((3,)), mx.ones((2,), mx.bfloat16)]}, {}, [], mx.ones((2, 2))):
         assert mlxdist.all_reduce_grads(grads) is grads
 

@@ -128,7 +128,7 @@ def gradients(
     case: Case, modules: list, functions: list, mine: slice, indices: list, x: mx.array, scores: list,
     cotangent: mx.array, count: bool,
 ) -> tuple[mx.array, dict]:  # fmt: skip
-    """The loss and its gradients, evaluated as the case wants it; the parts are those of ``mine``."""
+    """The loss and its gradients, evaluated as the case wants it; the shards are those of ``mine``."""
     indices = [mx.array(one[mine]) for one in indices]
     cotangent = cotangent[mine]
     fixed = {"x": x[mine], "scores": [one[mine] for one in scores]}

@@ -85,9 +85,9 @@ def grid_gradients(
     near(got[2], want[2], (*what, "gradient of scores"))
     if layer.placement.ranks > 1:
         return  # others' tokens add to them
-    sizes = layer._cut.hidden_sizes
-    first = sum(sizes[: layer._cut.tp_group.rank()]) if layer._cut.tp_group else 0
-    inside = slice(first, first + sizes[layer._cut.tp_group.rank() if layer._cut.tp_group else 0])
+    sizes = layer._sharding.hidden_sizes
+    first = sum(sizes[: layer._sharding.tp_group.rank()]) if layer._sharding.tp_group else 0
+    inside = slice(first, first + sizes[layer._sharding.tp_group.rank() if layer._sharding.tp_group else 0])
     for (path, gradient), (_, whole) in zip(tree_flatten(got[0]), tree_flatten(want[0])):
         name, array = path.split(".")
         if name not in ("down_proj", "fc2"):

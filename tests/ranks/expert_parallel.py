@@ -3,6 +3,7 @@
 Every rank makes the tokens and all experts of all ranks from the same seed, and computes the dense layer by itself.
 """
 
+import copy
 import functools
 import itertools
 import sys
@@ -230,7 +231,7 @@ def adapters() -> None:
 
 
 def new_adapters() -> None:
-    """LoRA of mlx-lm put on the experts that a rank holds is its part of that on all of them."""
+    """LoRA of mlx-lm put on the experts that a rank holds is its shard of that on all of them."""
     for bits in (None, 4):
         switch = glu_with_bias(2 * size + 1, 64, 128)
         if bits:
@@ -256,7 +257,7 @@ def memory() -> None:
     switch = glu_with_bias(num_experts, 64, 64)
     whole = tree_flatten(switch.parameters())
     for weights in (None, [3] + [1] * (size - 1)):
-        layer = ExpertParallelSwitchGLU.from_switch(switch, group, weights=weights)
+        layer = ExpertParallelSwitchGLU.from_switch(switch, group, rank_shares=weights)
         count, first = layer.placement.counts[rank], layer.placement.local(rank).start
         assert sum(layer.placement.counts) == num_experts and first == sum(layer.placement.counts[:rank])
         for (name, array), (path, original) in zip(tree_flatten(layer.parameters()), whole):
@@ -270,10 +271,15 @@ def memory() -> None:
             saved = mx.load(f"{folder}/layer.safetensors")
             assert all(mx.array_equal(saved[name], array) for name, array in tree_flatten(layer.parameters()))
             mx.eval(saved)
+        copied = copy.deepcopy(layer)
+        copied.gate_proj.weight = copied.gate_proj.weight * 0
+        x, indices = mx.ones((3, 64)), mx.array([[0, 1], [1, 2], [num_experts - 1, 0]])
+        assert mx.allclose(layer(x, indices), switch(x, indices), atol=1e-4)
+        assert not mx.allclose(copied(x, indices), switch(x, indices), atol=1e-4)
         back = layer.to_switch()
         assert type(back) is type(switch)
         assert all(mx.array_equal(a, b) for (_, a), (_, b) in zip(tree_flatten(back.parameters()), whole))
-    # What is cut out is a copy: the original can go.
+    # What is sharded out is a copy: the original can go.
     total = sum(array.nbytes for _, array in whole)
     layer = ExpertParallelSwitchGLU.from_switch(switch, group)
     mx.eval(layer.parameters())
@@ -461,7 +467,10 @@ def bad_input() -> None:
         ("tokens is 'cut'", lambda: ExpertParallelSwitchGLU.from_switch(switch, group, tokens="cut")),
         ("capacity_factor must be", lambda: ExpertParallelSwitchGLU.from_switch(switch, group, capacity_factor=0)),
         ("exchange_dtype is", lambda: ExpertParallelSwitchGLU.from_switch(switch, group, exchange_dtype=mx.int8)),
-        ("weights must be", lambda: ExpertParallelSwitchGLU.from_switch(switch, group, weights=[1] * (size + 1))),
+        (
+            "rank_shares must be",
+            lambda: ExpertParallelSwitchGLU.from_switch(switch, group, rank_shares=[1] * (size + 1)),
+        ),
     ]:
         if size > 1 or "too little" not in words:
             refused(words, call)

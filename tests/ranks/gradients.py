@@ -237,7 +237,7 @@ def without_gradient() -> None:
     close(shifted, mx.ones(x.shape), "gradient beside a maximum")
 
 
-# Parts of a model.
+# Shards of a model.
 
 
 def part(x: mx.array, axis: int) -> mx.array:
@@ -249,9 +249,9 @@ def normal(*shape: int) -> mx.array:
 
 
 def compare(name: str, dense: Callable, parts: Callable, whole: list[mx.array], cut: list[Callable]) -> None:
-    """Loss and gradients of `parts` on this rank's parts of the arguments, and those of `dense`.
+    """Loss and gradients of `parts` on this rank's shards of the arguments, and those of `dense`.
 
-    `cut` makes this rank's part of each argument, and so of its gradient.
+    `cut` makes this rank's shard of each argument, and so of its gradient.
     """
     numbers = list(range(len(whole)))
     loss, gradients = mx.value_and_grad(dense, numbers)(*whole)
@@ -336,7 +336,7 @@ def sequence_parallel() -> None:
         def parts(x: mx.array, w: mx.array, v: mx.array, axis: int = axis) -> mx.array:
             whole = nn.gather_from_sequence_parallel_region(mx.sin(x), axis=axis)
             y = nn.reduce_scatter_to_sequence_parallel_region(mx.tanh(whole @ w) @ v, axis=axis)
-            # Each rank has the loss of its part; what is compared is the sum, whose gradient is that of each.
+            # Each rank has the loss of its shard; what is compared is the sum, whose gradient is that of each.
             return nn.reduce_from_tensor_parallel_region(mx.cos(y).square().sum())
 
         compare(

@@ -1,4 +1,4 @@
-"""One rank of tests/test_loading.py. Arguments: scenarios, and a folder for files. Prints "right" after each.
+"""One rank of tests/test_loading.py. Arguments: scenarios, and a directory for files. Prints "right" after each.
 
 Rank 0 saves tiny models as mlx-lm does; every rank makes the same ones, so that it can compare what it has loaded.
 """
@@ -98,7 +98,8 @@ def save_weights(folder: Path, weights: dict[str, mx.array], files: int) -> None
 
 
 def adapters() -> None:
-    """Of mlx-lm's lora training, cut with the model; and all of its weights, trained ("full"). verify() compares with
+    """Of mlx-lm's lora training, sharded with the model; and all of its weights, trained ("full"). verify()
+    compares with
     what mlx-lm loads."""
     for name, config, bits in (("lora-qwen3", QWEN3, None), ("lora-bits", QWEN3, 4), ("lora-mixtral", MIXTRAL, None)):
         folder = save(name, *make(config, bits=bits))
@@ -148,12 +149,12 @@ def refuse_adapters(folder: Path) -> None:
     expect(mlxdist.InvalidArgument, ["model_file"], lm.load, str(here)) if size > 1 else None
     other = save_adapters(save("lora-other", *make(QWEN3 | {"hidden_size": 32})))
     reads, module = [], sys.modules["mlxdist.nn.sharding.load.load_sharded"]
-    read_parts, module._read_parts = module._read_parts, lambda *arguments: reads.append(arguments)
+    read_shards, module._read_shards = module._read_shards, lambda *arguments: reads.append(arguments)
     expect(mlxdist.InvalidArgument, ["is not that of this model"], load_sharded, folder, adapter_path=other)
-    module._read_parts = read_parts
+    module._read_shards = read_shards
     assert not reads, "found only after the weights were read"
     other = save_adapters(folder, kind="dora")
-    expect(mlxdist.InvalidArgument, ["'dora' cannot be cut"], load_sharded, folder, adapter_path=other)
+    expect(mlxdist.InvalidArgument, ["'dora' cannot be sharded"], load_sharded, folder, adapter_path=other)
     refuse_damaged_adapters(folder)
     if size > 1:
         here = other if rank == 0 else missing
@@ -195,7 +196,7 @@ def refuse_damaged_adapters(folder: Path) -> None:
 
 
 def with_code(folder: Path) -> str:
-    """The same model with code of its own, in a folder of each rank."""
+    """The same model with code of its own, in a directory of each rank."""
     copy = base / f"{folder.name} with code on {rank}"
     if not copy.exists():
         shutil.copytree(folder, copy)
@@ -221,7 +222,7 @@ def expect(error: type[Exception], words: list[str], function, *arguments, **key
 
 
 def require_parts(model: nn.Module, whole: nn.Module, plan: Plan) -> None:
-    """Every parameter is bitwise this rank's part of the whole one."""
+    """Every parameter is bitwise this rank's shard of the full one."""
     expected = dict(tree_flatten(whole.parameters()))
     for path, array in tree_flatten(model.parameters()):
         part = plan.shards[path].take(expected[path], rank)
@@ -229,7 +230,7 @@ def require_parts(model: nn.Module, whole: nn.Module, plan: Plan) -> None:
 
 
 def models() -> None:
-    """Each kind of model from local files and streamed: the parts, and the logits of all the ranks together."""
+    """Each kind of model from local files and streamed: the shards, and the logits of all the ranks together."""
     for name, config, dtype, bits, files in [
         ("float32", QWEN3, mx.float32, None, 1),
         ("tied", QWEN3 | {"tie_word_embeddings": True}, mx.float32, None, 3),
@@ -257,7 +258,7 @@ def models() -> None:
 
 
 def sizes() -> None:
-    """Bytes read and memory are about 1 / ranks of a model that is nearly all cut."""
+    """Bytes read and memory are about 1 / ranks of a model that is nearly all sharded."""
     config = QWEN3 | {"hidden_size": 256, "intermediate_size": 96 * HEADS, "num_hidden_layers": 4, "vocab_size": 32}
     whole, config = make(config)
     total = sum(array.nbytes for _, array in tree_flatten(whole.parameters()))
@@ -274,7 +275,7 @@ def sizes() -> None:
         assert report.bytes_total == total and report.bytes_held == held == report.plan.bytes(rank)
         assert held < 1.05 * total / size, f"{held} of {total}"
         assert peak < held + 2 * largest, f"{peak} at most, {held} in the end"
-        sent = total if rank == 0 else 0  # each part is read once, however many ranks hold it
+        sent = total if rank == 0 else 0  # each shard is read once, however many ranks hold it
         samples = 1024 * len(report.plan.shards)
         assert sent <= report.bytes_read <= sent if streamed else held <= report.bytes_read <= held + samples
         del model
@@ -289,7 +290,7 @@ def refused() -> None:
     good = save("good", whole, config, 2)
 
     def case(words: list[str], change=lambda folder: None, on: int = last, **keywords) -> None:
-        """Rank ``on`` has a changed copy of the folder, the others the good one."""
+        """Rank ``on`` has a changed copy of the directory, the others the good one."""
         folder = good
         if rank == on:
             folder = base / "bad"
@@ -334,7 +335,7 @@ def refused() -> None:
     ]:
         expect(mlxdist.InvalidArgument, words, load_sharded, folder)
         expect(mlxdist.InvalidArgument, words, load_sharded, folder if rank == 0 else None, stream=True)
-    expect(mlxdist.InvalidArgument, ["must be the folder or the name"], load_sharded, None)
+    expect(mlxdist.InvalidArgument, ["must be the directory or the name"], load_sharded, None)
     expect(mlxdist.InvalidArgument, ["org/none", "hf download org/none"], load_sharded, "org/none")
     expect(mlxdist.InvalidArgument, ["tp=5 times ep=1"], load_sharded, good, tp=5)
     expect(mlxdist.InvalidArgument, ["tp and ep must be positive"], load_sharded, good, ep=0)
@@ -409,11 +410,11 @@ def computed() -> None:
 
 
 def plans() -> None:
-    """Parts of different sizes, and a plan that was kept as JSON."""
+    """Shards of different sizes, and a plan that was kept as JSON."""
     whole, config = make(QWEN3 | {"num_attention_heads": 2 * size + 2, "num_key_value_heads": size + 1,
                                   "intermediate_size": 32 * (size + 1)})  # fmt: skip
     folder = save("plans", whole, config)
-    plan = plan_shards(whole, size, weights=[2] + [1] * (size - 1)) if size > 1 else plan_shards(whole)
+    plan = plan_shards(whole, size, rank_shares=[2] + [1] * (size - 1)) if size > 1 else plan_shards(whole)
     model, _ = load_sharded(folder, plan=Plan.from_json(plan.to_json()), verify=True)
     require_parts(model, whole, plan)
     print("right")
@@ -456,7 +457,7 @@ def verification() -> None:
     folder = save("verification", whole, config)
     model, _ = load_sharded(folder, verify=True)
     right = verify(model, folder, mx.arange(20))
-    assert right.agrees and right.positions == 20 and "logits of the sharded and the whole model agree" in str(right)
+    assert right.agrees and right.positions == 20 and "logits of the sharded and the full model agree" in str(right)
     assert not verify(model, folder, tolerance=1e-12).agrees or size == 1
     if rank == size - 1:
         layer = model.layers[1].mlp.down_proj

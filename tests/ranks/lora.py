@@ -41,7 +41,7 @@ class DenseLoRA(nn.Module):
 
 
 def pair(whole: nn.Module, layer: ParallelLinear, dropout: float = 0.0) -> tuple[DenseLoRA, LoRALinear]:
-    """The same adapter, which is not zero, on a frozen layer and on its parts."""
+    """The same adapter, which is not zero, on a frozen layer and on its shards."""
     whole.freeze()
     layer.freeze()
     a = mx.random.normal((layer.input_dims, 2)) * 0.3
@@ -56,12 +56,12 @@ def pair(whole: nn.Module, layer: ParallelLinear, dropout: float = 0.0) -> tuple
 
 
 def cut_like(layer: ParallelLinear, gradients: dict) -> dict[str, mx.array]:
-    name, axis = ("lora_b", 1) if layer.cut_axis == 0 else ("lora_a", 0)
+    name, axis = ("lora_b", 1) if layer.shard_axis == 0 else ("lora_a", 0)
     return gradients | {name: part(gradients[name], axis, layer, layer.segments)}
 
 
 def adapters() -> None:
-    """Output and gradients as of an adapter on the whole layer, with the same dropout."""
+    """Output and gradients as of an adapter on the full layer, with the same dropout."""
     unit, parts = QUANTIZED["group_size"], size + 1
     for dtype, quantized in ((mx.float32, {}), (mx.float32, QUANTIZED), (mx.float16, {})):
         for dropout in (0.0, 0.4):
@@ -70,12 +70,12 @@ def adapters() -> None:
             x = (0.1 * mx.random.normal((2, 3, unit * parts))).astype(dtype)
             for options in ({}, {"gather_output": True}):
                 what = f"adapter on columns, {dtype}, {quantized}, dropout {dropout}, {options}"
-                layer = ColumnParallelLinear.from_linear(whole, weights=UNEVEN, segments=(1, 2), **options)
+                layer = ColumnParallelLinear.from_linear(whole, rank_shares=UNEVEN, segments=(1, 2), **options)
                 dense, adapter = pair(whole, layer, dropout)
                 check(what, dense, adapter, x, join_y=gathered(layer), compiled=bool(options and dropout and quantized))
             for parallel in (True, False):
                 what = f"adapter on rows, {dtype}, {quantized}, dropout {dropout}, input_is_parallel {parallel}"
-                layer = RowParallelLinear.from_linear(whole, weights=UNEVEN, input_is_parallel=parallel)
+                layer = RowParallelLinear.from_linear(whole, rank_shares=UNEVEN, input_is_parallel=parallel)
                 dense, adapter = pair(whole, layer, dropout)
                 check(what, dense, adapter, x, cut_x=features(layer))
 
@@ -119,7 +119,7 @@ def fused() -> None:
         whole = linear(unit * parts, 6 * parts, **quantized)
         x = mx.random.normal((2, unit * parts))
         for kind, options in ((ColumnParallelLinear, {"gather_output": True}), (RowParallelLinear, {})):
-            layer = kind.from_linear(whole, weights=UNEVEN, **options)
+            layer = kind.from_linear(whole, rank_shares=UNEVEN, **options)
             _, adapter = pair(whole, layer)
             mine = x if kind is ColumnParallelLinear else features(layer)(x)
             plain = adapter.fuse(dequantize=True)

@@ -1,6 +1,6 @@
 """One rank of tests/test_parallel_attention.py. Arguments: the names of the functions below to call; prints "right".
 
-Every rank makes the whole layer from the same seed, and its reference: the plain formula, on this process alone.
+Every rank makes the full layer from the same seed, and its reference: the plain formula, on this process alone.
 """
 
 import sys
@@ -104,7 +104,7 @@ if size == 4:
 
 
 def mine(path: str, value: mx.array, layer: ParallelAttention) -> mx.array:
-    """This rank's part of a parameter of the whole layer, or of its gradient."""
+    """This rank's shard of a parameter of the full layer, or of its gradient."""
     heads, kv = layer.heads, layer.kv_heads[rank]
     q = slice(sum(heads[:rank]) * layer.head_dim, sum(heads[: rank + 1]) * layer.head_dim)
     if path.startswith("q_proj"):
@@ -128,7 +128,7 @@ def dense() -> None:
     mx.random.seed(1)
     for number, case in enumerate(CASES):
         whole = case.dense()
-        layer = ParallelAttention.from_attention(whole, weights=case.weights)
+        layer = ParallelAttention.from_attention(whole, rank_shares=case.weights)
         assert (layer.n_heads, layer.n_kv_heads) == (layer.heads[rank], len(layer.kv_heads[rank]))
         assert sum(layer.heads) == case.n_heads and layer.head_dim == case.head_dim
         length = 5
@@ -157,7 +157,7 @@ def sequence_parallel() -> None:
     mx.random.seed(2)
     for case in CASES:
         whole, length = case.dense(), 2 * size
-        layer = ParallelAttention.from_attention(whole, weights=case.weights, sequence_parallel=True)
+        layer = ParallelAttention.from_attention(whole, rank_shares=case.weights, sequence_parallel=True)
         x, scale = mx.random.normal((2, length, 12)), mx.random.normal((2, length, 12))
         here = slice(2 * rank, 2 * rank + 2)
 
@@ -177,7 +177,7 @@ def decoding() -> None:
     mx.random.seed(3)
     for case in CASES:
         whole = case.dense()
-        layer = ParallelAttention.from_attention(whole, weights=case.weights)
+        layer = ParallelAttention.from_attention(whole, rank_shares=case.weights)
         cache, reference = Cache(), Cache()
         for length in (4, 1, 1, 3):
             x = mx.random.normal((2, length, 12))
@@ -266,10 +266,10 @@ def bad_input() -> None:
         ("give head_dim", (12 * size + 1, 2 * size)),
     ]:
         refused(words, lambda arguments=arguments: ParallelAttention(*arguments))
-    refused("weights must be", lambda: ParallelAttention(12, 2 * size, 2 * size, 8, weights=[0] * size))
+    refused("rank_shares must be", lambda: ParallelAttention(12, 2 * size, 2 * size, 8, rank_shares=[0] * size))
     if size > 1:
         refused("disagree about the arguments", lambda: ParallelAttention(12, 2 * size * (1 + (rank == odd)), 1, 8))
-        refused("cannot be cut into", lambda: ParallelAttention(12, 4 * size + 2, 2 * size + 1, 8))
+        refused("cannot be split into", lambda: ParallelAttention(12, 4 * size + 2, 2 * size + 1, 8))
     if size == 2:
         narrow = Case(2, 2, head_dim=16).dense(64)
         nn.quantize(narrow, 32, 4)

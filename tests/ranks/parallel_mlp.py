@@ -11,7 +11,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 import mlxdist
-from mlxdist.nn.partition import part
+from mlxdist.nn.partition import shard_slice
 from mlxdist.nn.tensor_parallel.parallel_mlp import ParallelMLP
 
 group = mlxdist.init()
@@ -46,8 +46,8 @@ def gradients(layer: nn.Module, loss: object, *arguments: mx.array) -> tuple[mx.
 
 
 def mine(expected: dict[str, mx.array], layer: ParallelMLP) -> dict[str, mx.array]:
-    """This rank's parts, with gate and up in one."""
-    here = part(layer.sizes, rank)
+    """This rank's shards, with gate and up in one."""
+    here = shard_slice(layer.sizes, rank)
     found = {}
     for name in ("weight", "bias"):
         if f"up_proj.{name}" in expected:
@@ -69,7 +69,7 @@ def dense() -> None:
     cuts = [(4 * size, None), (5 * sum(UNEVEN), UNEVEN), (size, None)]
     for bias, activation, (hidden, weights) in product([False, True], [nn.silu, nn.gelu_approx], cuts):
         whole = Dense(6, hidden, bias, activation)
-        layer = ParallelMLP.from_mlp(whole, activation=activation, weights=weights)
+        layer = ParallelMLP.from_mlp(whole, activation=activation, rank_shares=weights)
         assert sum(layer.sizes) == hidden
         for shape in ((6,), (3, 6), (2, 1, 6), (0, 6)):
             x = mx.random.normal(shape)
@@ -86,7 +86,7 @@ def dense() -> None:
         back = dict(tree_flatten(layer.to_mlp(Dense(6, 2)).parameters()))
         for path, parameter in tree_flatten(whole.parameters()):
             equal(back[path], parameter, f"{path} back again")
-        halved = ParallelMLP.from_mlp(whole, activation=activation, weights=weights, sequence_parallel=True)
+        halved = ParallelMLP.from_mlp(whole, activation=activation, rank_shares=weights, sequence_parallel=True)
         here = slice(2 * rank, 2 * rank + 2)
         close(halved(x[:, here]), whole(x)[:, here], "sequence parallel")
         _, by_parameters, by_mine = gradients(halved, loss_of, x[:, here], scale[:, here])
@@ -117,7 +117,7 @@ def quantized() -> None:
         hidden, weights = (32 * size, None) if number % 2 else (32 * sum(UNEVEN), UNEVEN)
         whole = Dense(64, hidden, bias=number % 3 == 0)
         nn.quantize(whole, group_size, bits, mode=mode)
-        layer = ParallelMLP.from_mlp(whole, weights=weights)
+        layer = ParallelMLP.from_mlp(whole, rank_shares=weights)
         x, what = mx.random.normal((3, 64)), f"{group_size} {bits} {mode}"
         close(layer(x), whole(x), f"quantized {what}")
         _, expected, by_x = gradients(whole, loss_of, x, x)
@@ -134,7 +134,7 @@ def quantized() -> None:
     mine_alone = ParallelMLP(64, 32 * size)
     nn.quantize(mine_alone, 32, 4)
     again = mine_alone.to_mlp(Dense(64, 2))
-    close(mine_alone(x), again(x), "quantized after it was cut")
+    close(mine_alone(x), again(x), "quantized after it was sharded")
 
 
 def bad_input() -> None:
@@ -155,10 +155,10 @@ def bad_input() -> None:
             refused(words, lambda given=given: ParallelMLP.from_mlp(given))
     refused("hidden_dims must be at least 1", lambda: ParallelMLP(6, 0 if rank == odd else 4 * size))
     refused("activation must be a function", lambda: ParallelMLP(6, 4 * size, activation=3 if rank == odd else nn.silu))
-    refused("weights must be", lambda: ParallelMLP(6, 4 * size, weights=[1] * (size + 1)))
+    refused("rank_shares must be", lambda: ParallelMLP(6, 4 * size, rank_shares=[1] * (size + 1)))
     if size > 1:
         refused("disagree about the arguments", lambda: ParallelMLP(6, 4 * size * (1 + (rank == odd))))
-        refused("cannot be cut into", lambda: ParallelMLP(6, 4 * size + 1))
+        refused("cannot be split into", lambda: ParallelMLP(6, 4 * size + 1))
         whole = Dense(64, 32 * (size + 1))
         nn.quantize(whole, 32, 4)
         refused("quantization groups of 32", lambda: ParallelMLP.from_mlp(whole))

@@ -1,6 +1,6 @@
 """One rank of tests/test_parallel_sampling.py. Arguments: the names of the functions below to call; prints "right".
 
-Every rank makes all logits from the same seed, gives its own part to mlxdist, and computes by itself what comes out.
+Every rank makes all logits from the same seed, gives its own shard to mlxdist, and computes by itself what comes out.
 """
 
 import sys
@@ -35,7 +35,7 @@ def mine(x: mx.array, sizes: list[int]) -> mx.array:
 
 
 def with_ties(*shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
-    """Logits from -5 to 5 of which many are equal, also over the borders of the parts."""
+    """Logits from -5 to 5 of which many are equal, also over the boundaries of the shards."""
     return (mx.round(mx.random.normal(shape) * 4) / 4).astype(dtype)
 
 
@@ -224,7 +224,7 @@ def cross_entropy() -> None:
 
 
 def traffic() -> None:
-    """What a rank sends for a row is what the documentation says, and a small part of its logits."""
+    """What a rank sends for a row is what the documentation says, and a small shard of its logits."""
     vocabulary, rows = 131_064, 2  # a multiple of 2, 3 and 4
     sizes = [vocabulary // size] * size
     logits = mx.random.normal((rows, sizes[rank]))

@@ -40,13 +40,13 @@ def logits(model: nn.Module) -> list[np.ndarray]:
 
 
 def compare(name: str, quantized: bool = False, fields: dict | None = None, **how: object) -> str:
-    """Cuts a tiny model and compares its logits with the whole one's: "" if they are close, else what is wrong."""
+    """Shards a tiny model and compares its logits with the full one's: "" if they are close, else what is wrong."""
     expected = logits(built(name, quantized, fields))
     model = built(name, quantized, fields)
     plan = plan_shards(model, **({"tp": group.size()} | how))
     assert Plan.from_json(plan.to_json()) == plan
-    if not plan.cut and name not in NOTHING_CUT and group.size() > 1:
-        return f"{name}: nothing is cut"
+    if not plan.sharded and name not in NOTHING_CUT and group.size() > 1:
+        return f"{name}: nothing is sharded"
     shard_model(model, plan, group)
     held = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     if held != plan.bytes(group.rank()):
@@ -92,7 +92,7 @@ def uneven() -> None:
 
 
 def norm() -> None:
-    """Of 16 bits with a weight of 32: in 32 bits, as nn.RMSNorm. Parts of different sizes."""
+    """Of 16 bits with a weight of 32: in 32 bits, as nn.RMSNorm. Shards of different sizes."""
     width = 8 * size_before(group.size())
     mine = slice(8 * size_before(group.rank()), 8 * size_before(group.rank() + 1))
     mx.random.seed(4)
@@ -120,10 +120,10 @@ def cases() -> None:
     if size <= tiny_models.GLOBAL_KV_HEAD["num_attention_heads"]:
         close(("gemma4_text", {"fields": tiny_models.GLOBAL_KV_HEAD}))
     close(
-        ("smollm3", {"weights": weights, "fields": heads}),
-        ("olmo2", {"weights": weights, "fields": heads | {"hidden_size": 192}}),
+        ("smollm3", {"rank_shares": weights, "fields": heads}),
+        ("olmo2", {"rank_shares": weights, "fields": heads | {"hidden_size": 192}}),
         ("olmo2", {"fields": heads | {"hidden_size": 192, "num_key_value_heads": 12}}),
-        ("phi3", {"weights": weights, "fields": heads | {"hidden_size": 192}}),
+        ("phi3", {"rank_shares": weights, "fields": heads | {"hidden_size": 192}}),
         ("phi3", {"fields": heads | {"hidden_size": 192, "num_key_value_heads": 1}}),
         ("granite", {"fields": heads | {"hidden_size": 192, "num_key_value_heads": 1}}),
         ("llama", {"fields": heads | {"num_key_value_heads": 1}}),
@@ -131,7 +131,7 @@ def cases() -> None:
         ("mistral3", {"quantized": True, "fields": {"text_config": QUANTIZED_LLAMA}}),
         ("llama", {"quantized": True, "fields": QUANTIZED_LLAMA}),
         ("llama", {"quantized": True, "fields": QUANTIZED_LLAMA | {"intermediate_size": 384}}),
-        ("iquestloopcoder", {"weights": weights, "fields": heads}),
+        ("iquestloopcoder", {"rank_shares": weights, "fields": heads}),
         ("iquestloopcoder", {"fields": heads | {"num_key_value_heads": 1}}),
         ("qwen3_moe", {"tp": 1, "ep": size}),
         ("mixtral", {"tp": 1, "ep": size}),
@@ -140,7 +140,7 @@ def cases() -> None:
 
 
 def grid() -> None:
-    """Two rows of two: attention is cut in two, and each of the four ranks has whole experts."""
+    """Two rows of two: attention is sharded in two, and each of the four ranks has whole experts."""
     close(("mixtral", {"tp": 2, "ep": 2}), ("qwen2_moe", {"tp": 2, "ep": 2}), ("qwen3_moe", {"tp": 2, "ep": 2}))
 
 
@@ -165,14 +165,14 @@ def refused() -> None:
             assert words in str(error) and len(set(texts)) == 1, (str(error), texts)
         else:
             raise AssertionError(f"no error: {words}")
-    plan.check(model)  # it is still whole
+    plan.check(model)  # it is still full
     shard_model(model, plan, group)
     try:
         shard_model(model, plan, group)
     except mlxdist.InvalidArgument as error:
         assert "in the plan float32 of shape" in str(error), error
     else:
-        raise AssertionError("a model was cut twice")
+        raise AssertionError("a model was sharded twice")
 
 
 def padded(text: str) -> np.ndarray:

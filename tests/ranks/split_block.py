@@ -100,7 +100,7 @@ def compare(name: str, layer: nn.Module, batch: int = 1, tokens: int = 5, steps:
 
 
 def caches() -> None:
-    """Caches that are more than two buffers: mlx-lm's own code reads and writes them, between compiled parts."""
+    """Caches that are more than two buffers: mlx-lm's own code reads and writes them, between compiled shards."""
     n = math.lcm(size, 2)
     for name, make in (
         ("rotating", lambda: RotatingKVCache(max_size=6, keep=2)),
@@ -127,7 +127,7 @@ def layers() -> None:
     compare("qwen3", randomized(qwen3_layer(2 * n, n, 6 * n)), batch=3)
     if size > 1:
         weights = [2] + [1] * (size - 1)
-        compare("weights", randomized(llama_layer(2 * (size + 1), size + 1, 7 * (size + 1))), weights=weights)
+        compare("weights", randomized(llama_layer(2 * (size + 1), size + 1, 7 * (size + 1))), rank_shares=weights)
 
 
 def more_layers() -> None:
@@ -208,7 +208,7 @@ def in_place() -> None:
 
 
 def models() -> None:
-    """mlx-lm's own generate: the same tokens as the whole model; tied and untied, dense and quantized."""
+    """mlx-lm's own generate: the same tokens as the full model; tied and untied, dense and quantized."""
     prompt = mx.array([5, 3, 8, 1, 9, 2])
     n = 2 * size
     shape = (n, n, 16 * n)

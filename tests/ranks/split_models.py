@@ -1,6 +1,6 @@
 """One rank of tests/test_split_models.py. Arguments: the scenario and its arguments. Prints "close" at the end.
 
-Every rank computes with the whole model too, in one process, and compares.
+Every rank computes with the full model too, in one process, and compares.
 """
 
 import gc
@@ -131,7 +131,7 @@ def compare(name: str, kinds: Sequence[str], steps: Sequence[int] = tuple(STEPS)
     try:
         split = SplitModel.from_model(whole, group)
     except mlxdist.InvalidArgument as error:
-        return [f"{name} is refused: {error}"]
+        return [f"{name} is rejected: {error}"]
     faults = []
     for kind in kinds:
         fault = different(outcome(split, kind, steps), wanted[kind], QUANTIZED if kind == "quantized" else TOLERANCE)
@@ -202,7 +202,7 @@ def forbidden() -> None:
 
 
 class NotANumber(llama.Model):
-    """Whole it computes what llama does. Cut, and past its boundary, it does not."""
+    """Whole it computes what llama does. Sharded, and past its boundary, it does not."""
 
     def __call__(self, inputs: mx.array, cache: list | None = None) -> mx.array:
         whole = isinstance(self.layers[0], llama.TransformerBlock)
@@ -238,7 +238,7 @@ def sliding() -> None:
     fields = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
     faults = compare("llama", ["plain"], [7, 1, 3, 1, 1, 30, 1, 1], **fields)
     split = SplitModel.from_model(tiny_models.build("llama", **fields), group)
-    assert not faults and split.whole_layers is None, (faults, split.whole_layers)
+    assert not faults and split.why_not_blocks is None, (faults, split.why_not_blocks)
     cache = [KVCache() for _ in split.layers]
     tokens = mx.array([[5]])
     for _ in range(10):
@@ -265,7 +265,7 @@ def submitted() -> None:
         whole = tiny_models.build(name)
         wanted = logits(whole, "own")
         split = SplitModel.from_model(whole, group, submit=True)
-        assert split.whole_layers and len(split.layers) == tiny_models.LAYERS
+        assert split.why_not_blocks and len(split.layers) == tiny_models.LAYERS
         with submissions() as count:
             split(mx.array([[1, 2, 3]]))
         assert count.submitted == 2 * tiny_models.LAYERS, (name, count)

@@ -1,6 +1,6 @@
 """One rank of tests/test_tensor_parallel.py. Arguments: scenarios, "everything". Prints "close" at the end.
 
-Every rank makes the whole layers and inputs from the same seed, and compares its part with what they give.
+Every rank makes the full layers and inputs from the same seed, and compares its shard with what they give.
 """
 
 import sys
@@ -50,11 +50,11 @@ def column_cases() -> Iterator[tuple[int, dict]]:
     """Outputs and options."""
     yield 3 * size, {}
     yield 3 * size, {"gather_output": True}
-    yield 2 * (size + 1), {"weights": UNEVEN}
-    yield 7 * size + 3, {"weights": UNEVEN, "gather_output": True}
+    yield 2 * (size + 1), {"rank_shares": UNEVEN}
+    yield 7 * size + 3, {"rank_shares": UNEVEN, "gather_output": True}
     yield 4 * 3 * size, {"segments": (2, 1, 1)}
-    yield 4 * 3 * (size + 1), {"segments": (2, 1, 1), "weights": UNEVEN, "multiple": 3, "gather_output": True}
-    yield 2 * (size + 2), {"segments": 2, "weights": UNEVEN, "gather_output": True}
+    yield 4 * 3 * (size + 1), {"segments": (2, 1, 1), "rank_shares": UNEVEN, "multiple": 3, "gather_output": True}
+    yield 2 * (size + 2), {"segments": 2, "rank_shares": UNEVEN, "gather_output": True}
 
 
 def columns() -> None:
@@ -76,8 +76,8 @@ def row_cases() -> Iterator[tuple[int, dict]]:
     """Inputs and options."""
     yield 3 * size, {}
     yield 3 * size, {"input_is_parallel": False}
-    yield 5 * size + 2, {"weights": UNEVEN}
-    yield 4 * (size + 1), {"weights": UNEVEN, "multiple": 4, "input_is_parallel": False}
+    yield 5 * size + 2, {"rank_shares": UNEVEN}
+    yield 4 * (size + 1), {"rank_shares": UNEVEN, "multiple": 4, "input_is_parallel": False}
 
 
 def rows() -> None:
@@ -118,7 +118,8 @@ class MLP(nn.Module):
 
 
 def mlp() -> None:
-    """Columns, then rows, trained for some steps with nn.value_and_grad as the whole; the dtypes; sequence parallel."""
+    """Columns, then rows, trained for some steps with nn.value_and_grad as the full model; the dtypes; sequence
+    parallel."""
     width = 4 * (size + 1)
     for dtype in TOLERANCES:
         for weights in (None, UNEVEN):
@@ -126,7 +127,7 @@ def mlp() -> None:
             mx.random.seed(1)
             middle = width * size
             whole = MLP(linear(6, 2 * middle, dtype=dtype), linear(middle, 6, dtype=dtype))
-            options = {"weights": weights, "multiple": 2}
+            options = {"rank_shares": weights, "multiple": 2}
             parallel = MLP(
                 ColumnParallelLinear.from_linear(whole.up, segments=2, **options),
                 RowParallelLinear.from_linear(whole.down, **options),
@@ -161,7 +162,8 @@ def trained(what: str, whole: MLP, parallel: MLP, x: mx.array) -> None:
 
 
 def sequence() -> None:
-    """The input cut along the sequence, a norm on each rank's part of it between the row and the next column layer."""
+    """The input sharded along the sequence, a norm on each rank's part of it between the row and the next column
+    layer."""
     for shape in ((2 * size, 6), (2, 3 * size, 6)):
         for weights in (None, UNEVEN):
             what = f"sequence parallel, x of shape {shape}, weights {weights}"
@@ -169,7 +171,7 @@ def sequence() -> None:
             middle, axis = size * (size + 1), len(shape) - 2
             whole = nn.Sequential(linear(6, middle), mx.tanh, linear(middle, 6), rms_norm, linear(6, middle, False))
             first, _, second, _, third = whole.layers
-            options = {"weights": weights, "sequence_parallel": True}
+            options = {"rank_shares": weights, "sequence_parallel": True}
             parts = [
                 ColumnParallelLinear.from_linear(first, **options),
                 mx.tanh,
@@ -188,7 +190,7 @@ def sequence() -> None:
 
 
 def rows_alone() -> None:
-    """An output that is cut along the sequence, each rank with the loss of its part: the bias gets that of all."""
+    """An output that is sharded along the sequence, each rank with the loss of its shard: the bias gets that of all."""
     mx.random.seed(3)
     whole, x = linear(3 * size, 5), mx.random.normal((2 * size, 3 * size))
     layer = RowParallelLinear.from_linear(whole, sequence_parallel=True, input_is_parallel=False)
@@ -208,20 +210,20 @@ def quantized() -> None:
         for weights, parts in ((None, size), (UNEVEN, size + 1)):
             what = f"{config}, weights {weights}, bias {bias}"
             whole, x = linear(unit * parts, 6 * parts, bias, **config), mx.random.normal((2, unit * parts))
-            row = RowParallelLinear.from_linear(whole, weights=weights, input_is_parallel=number % 3 == 0)
+            row = RowParallelLinear.from_linear(whole, rank_shares=weights, input_is_parallel=number % 3 == 0)
             assert type(row) is QuantizedRowParallelLinear and row.sizes[rank] % unit == 0
             same(row.to_linear(), whole, f"rows: {what}")
             compare(f"rows: {what}", whole, row, x, cut_x=features(row))
-            column = ColumnParallelLinear.from_linear(whole, weights=weights, segments=2)
+            column = ColumnParallelLinear.from_linear(whole, rank_shares=weights, segments=2)
             assert type(column) is QuantizedColumnParallelLinear
             same(column.to_linear(), whole, f"columns: {what}")
             compare(f"columns: {what}", whole, column, x, join_y=gathered(column))
             plain = linear(unit * parts, 6 * parts, bias)
             for kind in (ColumnParallelLinear, RowParallelLinear):
-                # Quantized when it is cut, as nn.quantize does it, is cut when it is quantized.
-                late = kind.from_linear(plain, weights=weights, multiple=unit if kind is RowParallelLinear else 1)
+                # Quantized when it is sharded, as nn.quantize does it, is sharded when it is quantized.
+                late = kind.from_linear(plain, rank_shares=weights, multiple=unit if kind is RowParallelLinear else 1)
                 late = late.to_quantized(**config)
-                early = type(late).from_linear(plain.to_quantized(**config), weights=weights)
+                early = type(late).from_linear(plain.to_quantized(**config), rank_shares=weights)
                 for name, value in early.parameters().items():
                     assert mx.array_equal(late[name], value), f"{name} of {kind.__name__}, {what}"
 
@@ -244,7 +246,7 @@ def states() -> None:
 
 
 def joining() -> None:
-    """Parts of different sizes, joined and scattered, in every dtype; the gradients are those of the whole."""
+    """Shards of different sizes, joined and scattered, in every dtype; the gradients are those of the full model."""
     mx.random.seed(5)
     sizes = [other + 1 for other in range(size)]
     for dtype in (mx.uint8, mx.uint32, mx.int64, mx.float16, mx.bfloat16, mx.float32, mx.bool_):
@@ -270,10 +272,10 @@ def refused() -> None:
     odd, whole = 4 * size + 1, linear(4 * size, 4 * size)
     row = RowParallelLinear.from_linear(whole, sequence_parallel=True)
     attempts = {
-        "weights must be": lambda: ColumnParallelLinear(4, 4 * size, weights=[1] * (size + 1)),
-        "weights must be positive": lambda: RowParallelLinear(4 * size, 4, weights=[-1] * size),
-        "cannot be cut into whole multiples of 3": lambda: ColumnParallelLinear(4, 3 * odd + 1, multiple=3),
-        "takes its part of the features": lambda: row(mx.ones((size, 4 * size + 1))),
+        "rank_shares must be": lambda: ColumnParallelLinear(4, 4 * size, rank_shares=[1] * (size + 1)),
+        "rank_shares must be positive": lambda: RowParallelLinear(4 * size, 4, rank_shares=[-1] * size),
+        "cannot be split into whole multiples of 3": lambda: ColumnParallelLinear(4, 3 * odd + 1, multiple=3),
+        "takes its shard of the features": lambda: row(mx.ones((size, 4 * size + 1))),
         "not ()": lambda: row(mx.array(1.0)),
         f"x must be (..., 4), not (2, {odd})": lambda: ColumnParallelLinear(4, 4 * size)(mx.ones((2, odd))),
         "QuantizedRowParallelLinear: input_dims in quantization groups of 64": lambda: RowParallelLinear.from_linear(
@@ -292,7 +294,7 @@ def refused() -> None:
             "RowParallelLinear: input_dims": lambda: RowParallelLinear(odd, 4),
             "with sequence_parallel the sequence": lambda: row(mx.ones((size + 1, 4))),
             "are not whole quantization groups of 32": lambda: RowParallelLinear(
-                32 * size, 4, weights=[3, *[2] * (size - 2), 1]
+                32 * size, 4, rank_shares=[3, *[2] * (size - 2), 1]
             ).to_quantized(group_size=32),
             "QuantizedRowParallelLinear: input_dims in quantization groups of 128": lambda: (
                 RowParallelLinear.from_linear(linear(128 * (size + 1), 8, group_size=128, bits=3))

@@ -23,8 +23,8 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 import mlxdist
 from mlxdist.nn.sharding.plan import Plan, plan_shards, shard_model
 from mlxdist.nn.sharding.plan.shard_model import why_not_trained
-from mlxdist.nn.tensor_parallel.parallel_linear import CutLinear
-from mlxdist.train.cut_layers import cut_layer
+from mlxdist.nn.tensor_parallel.lora import ShardedLinear
+from mlxdist.train.sharded_layers import sharded_layer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import tiny_models
@@ -50,7 +50,7 @@ def gradients(model: nn.Module) -> dict[str, mx.array]:
 
 
 def differences(found: dict, expected: dict, plan: Plan) -> Iterator[str]:
-    """What is not this rank's part of what one process has."""
+    """What is not this rank's shard of what one process has."""
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     # Gradients that are zero on paper, such as of a bias of keys, are noise.
     largest = max(float(mx.abs(whole).max()) for whole in expected.values())
@@ -64,7 +64,8 @@ def differences(found: dict, expected: dict, plan: Plan) -> Iterator[str]:
 
 
 def compare(name: str, fields: dict | None = None, steps: int = 0, quantized: bool = False, **how: object) -> str:
-    """The gradients of a cut model, or its parameters after steps, and those of the whole one: "" if they are close."""
+    """The gradients of a sharded model, or its parameters after steps, and those of the full one: "" if they are
+    close."""
     whole, model = (tiny_models.build(name, **(fields or {})) for _ in range(2))
     for one in (whole, model) if quantized else ():
         nn.quantize(one, group_size=32, bits=4)  # its norms are trained
@@ -72,7 +73,7 @@ def compare(name: str, fields: dict | None = None, steps: int = 0, quantized: bo
     refused = why_not_trained(model, plan)
     shard_model(model, plan, group)
     if refused:
-        return "" if refusal(model) == refused else f"{name}: a gradient is not refused"
+        return "" if refusal(model) == refused else f"{name}: a gradient is not rejected"
     found, expected = (trained(one, steps) if steps else gradients(one) for one in (model, whole))
     wrong = list(differences(found, expected, plan))
     some = ", ".join(wrong[:SHOWN])
@@ -80,12 +81,12 @@ def compare(name: str, fields: dict | None = None, steps: int = 0, quantized: bo
 
 
 def refusal(model: nn.Module) -> str:
-    """Why a gradient is refused, where the model still computes."""
+    """Why a gradient is rejected, where the model still computes."""
     assert mx.isfinite(loss(model, mx.array(TOKENS))).item()
     try:
         gradients(model)
     except mlxdist.InvalidArgument as error:
-        return str(error).partition("which is cut: ")[2]
+        return str(error).partition("which is sharded: ")[2]
     return ""
 
 
@@ -119,11 +120,13 @@ def steps(*names: str) -> None:
 
 
 def cases() -> None:
-    """Uneven weights, whole experts, adapters on layers that are whole."""
-    heads = {"fields": {"heads": (6, 3)}, "weights": [2, 1]}
+    """Uneven weights, whole experts, adapters on layers that are full."""
+    heads = {"fields": {"heads": (6, 3)}, "rank_shares": [2, 1]}
     close(("qwen3", heads), ("qwen2_moe", heads), ("gpt_oss", heads), ("minimax", heads), ("kimi_k3", heads))
     close(("iquestloopcoder", heads))
-    close(("longcat_flash", {"weights": [1, 1]}), ("qwen3_moe", {"tp": 1, "ep": 2}), ("mixtral", {"tp": 1, "ep": 2}))
+    close(
+        ("longcat_flash", {"rank_shares": [1, 1]}), ("qwen3_moe", {"tp": 1, "ep": 2}), ("mixtral", {"tp": 1, "ep": 2})
+    )
     close(("qwen3", {"quantized": True}), ("mixtral", {"quantized": True}))
     latent = tiny_models.config_of("kimi_k3")["text_config"] | {"routed_expert_hidden_size": 32}
     close(("kimi_k3", {"fields": {"text_config": latent | {"latent_moe_use_norm": True}}}))
@@ -184,7 +187,7 @@ def cut(name: str) -> nn.Module:
 
 
 def adapted(name: str, fields: dict | None = None, quantized: bool = False, **how: object) -> Iterator[str]:
-    """mlx-lm's adapters on all that it takes by default: the same layers, cut or not, also experts."""
+    """mlx-lm's adapters on all that it takes by default: the same layers, sharded or not, also experts."""
     config = {"rank": 4, "scale": 2.0, "dropout": 0.0}
     whole, model = (tiny_models.build(name, **(fields or {})) for _ in range(2))
     for one in (whole, model) if quantized else ():
@@ -216,7 +219,7 @@ def adapters(heads: str, *names: str) -> None:
 
 
 def adapters_come_after_the_cut() -> None:
-    """As a whole again, saved and fused they are those of the whole layer."""
+    """As a whole again, saved and fused they are those of the full layer."""
     new_adapters_are_parts_of_whole_ones()
     model = cut("smollm3")
     model.freeze()
@@ -240,9 +243,9 @@ def adapters_come_after_the_cut() -> None:
         for attempt in (lambda: plan_shards(model, tp=group.size()), lambda: shard_model(model, plan, group)):
             try:
                 attempt()
-                raise AssertionError("not refused")
+                raise AssertionError("not rejected")
             except mlxdist.InvalidArgument as error:
-                assert "cut the model first, then put adapters on it" in str(error), error
+                assert "shard the model first, then put adapters on it" in str(error), error
 
 
 def new_adapters_are_parts_of_whole_ones() -> None:
@@ -253,7 +256,7 @@ def new_adapters_are_parts_of_whole_ones() -> None:
         shard_model(model, plan, group)
         layers, compared = dict(whole.named_modules()), set()
         for path, layer in model.named_modules():
-            if isinstance(layer, CutLinear) or not hasattr(layer, "to_lora"):
+            if isinstance(layer, ShardedLinear) or not hasattr(layer, "to_lora"):
                 continue
             kind = LoRASwitchLinear if isinstance(layer, SwitchLinear) else LoRALinear
             mx.random.seed(8)
@@ -268,7 +271,7 @@ def new_adapters_are_parts_of_whole_ones() -> None:
 
 
 def part_of_adapter(path: str, whole: mx.array, plan: Plan) -> mx.array:
-    """This rank's part: a matrix is cut where it meets what the weight of its layer is cut along."""
+    """This rank's shard: a matrix is sharded where it meets what the weight of its layer is sharded along."""
     layer, _, name = path.rpartition(".")
     weight = plan.shards.get(f"{layer}.weight")
     if weight is None or not weight.ranges:
@@ -283,31 +286,31 @@ def part_of_adapter(path: str, whole: mx.array, plan: Plan) -> mx.array:
 
 
 def other_adapters_are_refused() -> None:
-    """DoRA, which has a norm over all inputs, of which a rank has a part; mlx-lm's own LoRA, put on by hand."""
+    """DoRA, which has a norm over all inputs, of which a rank has a shard; mlx-lm's own LoRA, put on by hand."""
     config = {"rank": 4, "scale": 2.0, "dropout": 0.0}
     for name in ("llama", "mixtral"):  # before a layer is changed
         model = cut(name)
         before = [path for path, _ in tree_flatten(model.parameters())]
         try:
             linear_to_lora_layers(model, 4, config, use_dora=True)
-            raise AssertionError("not refused")
+            raise AssertionError("not rejected")
         except ValueError:
             assert [path for path, _ in tree_flatten(model.parameters())] == before
     model = cut("qwen2_moe")
     model.freeze()
     linear_to_lora_layers(model, 4, config | {"keys": {"mlp.shared_expert.down_proj"}}, use_dora=True)
-    refuses_gradients(model, "how DoRALinear, put on the cut shared_expert.down_proj, trains is not known")
+    refuses_gradients(model, "how DoRALinear, put on the sharded shared_expert.down_proj, trains is not known")
     for kind in (LoRALinear, DoRALinear):
         model = cut("llama")
         attention = model.layers[-1].self_attn
         attention.o_proj = kind.from_base(attention.o_proj)
-        refuses_gradients(model, f"how {kind.__name__}, put on the cut o_proj, trains is not known")
+        refuses_gradients(model, f"how {kind.__name__}, put on the sharded o_proj, trains is not known")
 
 
 def refuses_gradients(model: nn.Module, words: str) -> None:
     try:
         gradients(model)
-        raise AssertionError("not refused")
+        raise AssertionError("not rejected")
     except mlxdist.InvalidArgument as error:
         assert words in str(error), error
 
@@ -318,9 +321,9 @@ def refused_inside() -> None:
     assert mx.isfinite(model.model(tokens).sum()).item()
     try:
         mx.eval(nn.value_and_grad(model, lambda model, tokens: model.model(tokens).square().mean())(model, tokens))
-        raise AssertionError("not refused")
+        raise AssertionError("not rejected")
     except mlxdist.InvalidArgument as error:
-        assert "which is cut: its zero experts" in str(error), error
+        assert "which is sharded: its zero experts" in str(error), error
 
 
 class Meeting(nn.Module):
@@ -363,7 +366,8 @@ def two_threads() -> None:
 
 
 def work_without_gradients() -> None:
-    """How many functions a block calls for its border where nothing is differentiated: two, but for scaled biases."""
+    """How many functions a block calls for its parallel region where nothing is differentiated: two, but for scaled
+    biases."""
     for name, bound in (("llama", 3), ("qwen3", 3), ("deepseek_v3", 3), ("gpt_oss", 20)):
         model, token = cut(name), mx.array([[5]])
         model(token)
@@ -371,7 +375,7 @@ def work_without_gradients() -> None:
 
         def count(frame: FrameType, event: str, argument: object, calls: Counter = calls) -> None:
             file, function = Path(frame.f_code.co_filename).name, frame.f_code.co_name
-            if event in ("call", "c_call") and file in ("borders.py", "mappings.py"):
+            if event in ("call", "c_call") and file in ("parallel_region.py", "mappings.py"):
                 calls[function if event == "call" else argument.__name__] += 1
 
         sys.setprofile(count)
@@ -379,7 +383,7 @@ def work_without_gradients() -> None:
             model(token)
         finally:
             sys.setprofile(None)
-        blocks = sum(type(module).__name__.removeprefix("Summed").startswith("Cut") for module in model.modules())
+        blocks = sum("_region" in vars(module) and callable(module) for module in model.modules())
         inner = sum(type(module).__name__.startswith("_Inner") for module in model.modules())
         assert blocks >= tiny_models.LAYERS and calls["custom_function"] == 0
         # A column-parallel layer asks whether anything is traced, and calls nn.Linear.
@@ -387,18 +391,19 @@ def work_without_gradients() -> None:
 
 
 def saved_and_freed() -> None:
-    """Adapters on whole layers of a cut block are whole; those on cut layers are not. What is replaced is not kept."""
+    """Adapters on full layers of a sharded block are full; those on sharded layers are not. What is replaced is not
+    kept."""
     model = cut("deepseek_v3")
     adapt(model)
-    assert cut_layer(dict(tree_flatten(model.trainable_parameters())).values()) is None
+    assert sharded_layer(dict(tree_flatten(model.trainable_parameters())).values()) is None
     attention = model.layers[0].self_attn
-    assert cut_layer([attention.o_proj.weight]) and cut_layer([attention.q_b_proj.weight])
+    assert sharded_layer([attention.o_proj.weight]) and sharded_layer([attention.q_b_proj.weight])
     model = cut("mixtral")
     linear_to_lora_layers(model, 1, {"rank": 4, "scale": 2.0, "dropout": 0.0})
     experts = model.layers[-1].block_sparse_moe.switch_mlp
-    assert cut_layer([experts.gate_proj.lora_a, experts.down_proj.lora_b]) is None
+    assert sharded_layer([experts.gate_proj.lora_a, experts.down_proj.lora_b]) is None
     for array in (experts.gate_proj.lora_b, experts.down_proj.lora_a, experts.down_proj.linear.weight):
-        assert cut_layer([array])
+        assert sharded_layer([array])
     replaced = ref(model.layers[0].block_sparse_moe.gate)
     nn.quantize(model, 32, 4, class_predicate=lambda path, module: path.endswith("block_sparse_moe.gate"))
     gc.collect()
@@ -406,7 +411,7 @@ def saved_and_freed() -> None:
 
 
 def collectives() -> None:
-    """One a block in the forward pass; in the backward pass one for its input and one for what is whole in it."""
+    """One a block in the forward pass; in the backward pass one for its input and one for what is full in it."""
     for name, sums, router in (("qwen3_moe", (8, 8 + 4 + 3), 1), ("smollm3", (8, 8), 0)):
         model = tiny_models.build(name)
         shard_model(model, plan_shards(model, tp=group.size()), group)

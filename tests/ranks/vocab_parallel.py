@@ -40,11 +40,11 @@ def embedding() -> None:
         mx.random.seed(1)
         dense = nn.Embedding(vocabulary, 6)
         mx.random.seed(1)
-        layer = VocabParallelEmbedding(vocabulary, 6, weights=weights)
+        layer = VocabParallelEmbedding(vocabulary, 6, rank_shares=weights)
         assert sum(layer.sizes) == vocabulary
         equal(layer.weight, take(dense.weight, 0, layer.sizes, rank), "initial values")
         dense.set_dtype(dtype)
-        layer = VocabParallelEmbedding.from_embedding(dense, weights=weights)
+        layer = VocabParallelEmbedding.from_embedding(dense, rank_shares=weights)
         for tokens in tokens_of(vocabulary):
             equal(layer(tokens), dense(tokens), f"embedding of {tokens.shape} {tokens.dtype}, {vocabulary} {weights}")
         outside = layer(mx.array([-1, vocabulary, 2**40 + 1, 0]))
@@ -73,7 +73,7 @@ def tied() -> None:
     mx.random.seed(2)
     for gather, weights in product([False, True], CUTS):
         dense = nn.Embedding(41, 8)
-        layer = VocabParallelEmbedding.from_embedding(dense, gather_output=gather, weights=weights)
+        layer = VocabParallelEmbedding.from_embedding(dense, gather_output=gather, rank_shares=weights)
         tokens, targets = mx.random.randint(0, 41, (2, 3)), mx.random.randint(0, 41, (2, 3))
         h = mx.random.normal((2, 3, 8))
 
@@ -105,9 +105,9 @@ def quantized() -> None:
         weights = CUTS[number % 2]
         plain = nn.Embedding(37, 64)
         dense = plain.to_quantized(group_size, bits, mode)
-        layer = VocabParallelEmbedding.from_embedding(dense, weights=weights)
+        layer = VocabParallelEmbedding.from_embedding(dense, rank_shares=weights)
         assert isinstance(layer, QuantizedVocabParallelEmbedding) and not layer.trainable_parameters()
-        again = VocabParallelEmbedding.from_embedding(plain, weights=weights).to_quantized(group_size, bits, mode)
+        again = VocabParallelEmbedding.from_embedding(plain, rank_shares=weights).to_quantized(group_size, bits, mode)
         what = f"quantized {group_size} {bits} {mode}"
         values = mx.dequantize(
             dense.weight, dense.scales, dense.get("biases"), group_size=group_size, bits=bits, mode=mode
@@ -123,7 +123,7 @@ def quantized() -> None:
         for name, value in dense.parameters().items():
             equal(back[name], value, f"{what}, {name} back again")
         head = nn.Linear(64, 37, bias=number % 2 == 0).to_quantized(group_size, bits, mode)
-        part = ParallelLMHead.from_linear(head, weights=weights)
+        part = ParallelLMHead.from_linear(head, rank_shares=weights)
         assert isinstance(part, QuantizedParallelLMHead) and part.sizes == layer.sizes
         close(part(x), take(head(x), -1, part.sizes, rank), f"{what} head")
         back = part.to_linear()
@@ -138,7 +138,7 @@ def head() -> None:
     mx.random.seed(4)
     for bias, gather, weights, vocabulary in product([True, False], [False, True], CUTS, [2 * size, 29]):
         dense = nn.Linear(8, vocabulary, bias)
-        layer = ParallelLMHead.from_linear(dense, gather_output=gather, weights=weights)
+        layer = ParallelLMHead.from_linear(dense, gather_output=gather, rank_shares=weights)
         assert type(layer) is ParallelLMHead and "bias" in layer or not bias
         x, targets = mx.random.normal((2, 3, 8)), mx.random.randint(0, vocabulary, (2, 3))
         logits = dense(x)
@@ -169,7 +169,7 @@ def bad_input() -> None:
     dense = nn.Embedding(4 * size, 8)
     refused("num_embeddings", lambda: VocabParallelEmbedding(size - 1 if size > 1 else 0, 8))
     refused("dims must be at least 1", lambda: VocabParallelEmbedding(4 * size, 0 if rank == odd else 8))
-    refused("weights must be positive", lambda: VocabParallelEmbedding(4 * size, 8, weights=[-1] * size))
+    refused("rank_shares must be positive", lambda: VocabParallelEmbedding(4 * size, 8, rank_shares=[-1] * size))
     wrong = nn.Linear(8, 4) if rank == odd else dense
     refused("must be an nn.Embedding", lambda: VocabParallelEmbedding.from_embedding(wrong))
     if size > 1:

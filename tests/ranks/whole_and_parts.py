@@ -1,4 +1,4 @@
-"""What the rank programs of the tensor-parallel layers share: comparing a rank's part with the whole layer."""
+"""What the rank programs of the tensor-parallel layers share: comparing a rank's shard with the full layer."""
 
 import sys
 from collections.abc import Callable
@@ -52,8 +52,8 @@ def part(x: mx.array, axis: int, layer: nn.Module, segments: object = 1) -> mx.a
 
 
 def cut_like(layer: nn.Module, gradients: dict) -> dict[str, mx.array]:
-    """This rank's part of the gradients of a whole linear layer's parameters."""
-    axes = {0: {"weight": 0, "bias": 0}, 1: {"weight": 1}}[layer.cut_axis]
+    """This rank's shard of the gradients of a full linear layer's parameters."""
+    axes = {0: {"weight": 0, "bias": 0}, 1: {"weight": 1}}[layer.shard_axis]
     return {
         name: part(value, axes[name], layer, layer.segments) if name in axes else value
         for name, value in gradients.items()
@@ -114,7 +114,7 @@ def compare(
 
 
 def gathered(layer: nn.Module) -> Callable[[mx.array], mx.array]:
-    """For an output that is cut: of all ranks, as the losses of all ranks' parts together would."""
+    """For an output that is sharded: of all ranks, as the losses of all ranks' shards together would."""
     return lambda y: y if layer.gather_output else join(y, -1, layer.sizes, group, layer.segments)
 
 

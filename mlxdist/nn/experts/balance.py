@@ -156,7 +156,7 @@ class BalanceBias:
 
         Raises:
             InvalidArgument: indices that are no expert, on any rank: raised on all of them, and nothing is changed.
-                Indices that are not integers are refused on the rank that has them.
+                Indices that are not integers are rejected on the rank that has them.
             Mismatch: the ranks have different numbers of experts.
         """
         counts = count_experts(indices, self.bias.size)

@@ -26,26 +26,16 @@ import numpy as np
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
-from mlxdist.runtime.ops import all_to_all_v
+from mlxdist.runtime.ops import all_gather, all_to_all_v
 
 from ..rank_checks import agree, on_host
 from .fp8 import pack_e4m3, unpack_e4m3
 from .pairs import Pairs, places_of, sum_rows, take_or_zero, take_rows
 from .placement import Placement
+from .replicated import Experts, optional, through, with_rows
 from .stages import Stages, chained
 
-__all__ = [
-    "Handle",
-    "Outgoing",
-    "bring_back",
-    "combine",
-    "dispatch",
-    "exchange_routing",
-    "outgoing",
-    "route",
-    "route_alike",
-    "send_out",
-]
+__all__ = ["Handle", "combine", "dispatch", "dispatched", "dispatched_alike", "exchange_routing", "outgoing", "route"]
 
 
 class Outgoing(NamedTuple):
@@ -71,11 +61,11 @@ class Handle:
     def __init__(self, group: Group, sent: Outgoing, rows: list[int], pairs: list[int], received: np.ndarray) -> None:
         self.group = group
         self.tokens, self.top_k = sent.shape
-        self.rows_to = [len(part) for part in sent.rows]
+        self.rows_to = [len(chunk) for chunk in sent.rows]
         """Rows of tokens that go to each rank."""
         self.rows_from = rows
         """Rows of tokens that come from each rank."""
-        self.pairs_to = [len(part) for part in sent.slots]
+        self.pairs_to = [len(chunk) for chunk in sent.slots]
         """Pairs of a token and an expert that each rank computes for this one."""
         self.pairs_from = pairs
         """Pairs that this rank computes for each rank."""
@@ -135,7 +125,7 @@ def dispatch(
         handle = route(indices, placement, group, x=x)
     elif x.ndim != 2 or x.shape[0] != handle.tokens:
         raise InvalidArgument(f"dispatch: x has shape {x.shape}, but the handle is of {handle.tokens} tokens")
-    return send_out(x, handle, exchange_dtype, Stages()), handle.experts, handle
+    return _send_out(x, handle, exchange_dtype, Stages()), handle.experts, handle
 
 
 def combine(
@@ -161,17 +151,17 @@ def combine(
     shape = (handle.tokens, handle.top_k)
     if scores is not None and scores.shape != shape:
         raise InvalidArgument(f"combine: scores have shape {scores.shape}, but the handle is of {shape}")
-    return bring_back(y, handle, scores, exchange_dtype, Stages())
+    return _bring_back(y, handle, scores, exchange_dtype, Stages())
 
 
-def send_out(x: mx.array, handle: Handle, exchange_dtype: mx.Dtype | str | None, stages: Stages) -> mx.array:
+def _send_out(x: mx.array, handle: Handle, exchange_dtype: mx.Dtype | str | None, stages: Stages) -> mx.array:
     """The rows of this rank's pairs: what :func:`dispatch` does once it has a handle."""
     rows = take_rows(x, handle.sent_rows)
     received = _exchange(rows, handle.rows_to, handle.rows_from, handle.group, exchange_dtype, stages)
     return handle.pairs.expand(received)
 
 
-def bring_back(
+def _bring_back(
     y: mx.array, handle: Handle, scores: mx.array | None, exchange_dtype: mx.Dtype | str | None, stages: Stages
 ) -> mx.array:
     """The results of the tokens: what :func:`combine` does with arguments that fit."""
@@ -231,7 +221,7 @@ def exchange_routing(sent: Outgoing, facts: np.ndarray, group: Group) -> Handle:
     ranks, rank = group.size(), group.rank()
     rows, pairs = facts[:, rank].tolist(), facts[:, ranks + rank].tolist()
     experts = mx.array(np.concatenate(sent.experts))
-    received = all_to_all_v(experts, [len(part) for part in sent.rows], rows, group=group)
+    received = all_to_all_v(experts, [len(chunk) for chunk in sent.rows], rows, group=group)
     return Handle(group, sent, rows, pairs, np.array(received))
 
 
@@ -275,12 +265,44 @@ def _problem(name: str, chosen: np.ndarray, placement: Placement, group: Group, 
     return None
 
 
-def route_alike(chosen: np.ndarray, placement: Placement, group: Group) -> Handle:
-    """The handle of a rank that holds the indices of all ranks: (ranks * tokens, k), a part of them for each rank.
+def _route_alike(chosen: np.ndarray, placement: Placement, group: Group) -> Handle:
+    """The handle of a rank that holds the indices of all ranks: (ranks * tokens, k), a shard of them for each rank.
 
     No collective: each rank knows what the others will send it.
     """
-    sent = [outgoing(part, placement) for part in np.split(chosen, group.size())]
+    sent = [outgoing(chunk, placement) for chunk in np.split(chosen, group.size())]
     here = group.rank()
     rows, pairs = [len(one.rows[here]) for one in sent], [len(one.slots[here]) for one in sent]
     return Handle(group, sent[here], rows, pairs, np.concatenate([one.experts[here] for one in sent]))
+
+
+def dispatched(x: mx.array, handle: Handle, scores: mx.array | None, experts: Experts) -> mx.array:
+    """The layer on the tokens (tokens, d) of this rank: (tokens, d), or (tokens, k, d) without scores."""
+    received = _send_out(x, handle, experts.exchange_dtype, experts.stages)
+    y = experts.compute(received, handle.experts, True)
+    return _bring_back(y, handle, scores, experts.exchange_dtype, experts.stages)
+
+
+def dispatched_alike(x: mx.array, chosen: np.ndarray, scores: mx.array | None, experts: Experts) -> mx.array:
+    """The same for tokens, and their experts ``chosen``, that all ranks hold alike: each rank sends its shard of them.
+
+    The results are gathered. As all know the routing, it takes no message.
+    """
+    group, tokens = experts.group, x.shape[0]
+    rows = -(-tokens // group.size())
+    padded = np.full((rows * group.size(), chosen.shape[1]), -1, np.int64)
+    padded[:tokens] = chosen
+    mine = slice(group.rank() * rows, (group.rank() + 1) * rows)
+
+    def gather(chunk: mx.array) -> mx.array:
+        return all_gather(chunk, group=group)
+
+    inputs = [with_rows(array, len(padded)) for array in optional((x, scores))]
+    x, *weights = experts.stages.run(lambda arrays: [array[mine] for array in arrays], chained(gather), inputs)
+    y = dispatched(x, _route_alike(padded, experts.placement, group), weights[0] if weights else None, experts)
+    (y,) = experts.stages.run(
+        lambda arrays: [through(experts.exchange_dtype, gather, arrays[0])],
+        lambda cotangents: [cotangents[0][mine]],
+        [y],
+    )
+    return y[:tokens]

@@ -1,7 +1,7 @@
 """Tokens that each rank has of its own, gathered: all ranks get all of them, and compute their own experts for them.
 
 all_gather of the tokens, then sum_scatter of the results (or all_sum, of which each rank keeps its own): what moves
-does not depend on the routing. Ranks with fewer tokens pad them, since MLX gathers equal parts.
+does not depend on the routing. Ranks with fewer tokens pad them, since MLX gathers equal shards.
 """
 
 import mlx.core as mx

@@ -1,7 +1,7 @@
-"""The experts of one rank: cut out of mlx-lm's switch layers, computed, and put together again.
+"""The experts of one rank: taken from mlx-lm's switch layers, computed, and put together again.
 
 mlx-lm keeps all experts of a layer in stacks: a projection's arrays have the experts as their first axis (those of its
-LoRA adapters: as many rows of it for each expert). An array is cut along it by expert, and with a tensor-parallel
+LoRA adapters: as many rows of it for each expert). An array is sharded along it by expert, and with a tensor-parallel
 group also inside each expert: the first projections by outputs, the last one by inputs.
 """
 
@@ -19,29 +19,16 @@ from mlxdist.runtime.native import bridge
 from mlxdist.runtime.ops import all_sum
 
 from ..partition import join, split_sizes, take
-from ..tensor_parallel.new_adapters import SWITCH_LINEARS, as_given, draw_whole
+from ..tensor_parallel.lora import SWITCH_LINEARS, as_given, draw_full
 from .placement import Placement
 from .stages import Stages, chained, is_traced
-
-__all__ = [
-    "Cut",
-    "base",
-    "compute",
-    "compute_own",
-    "cut_projection",
-    "join_projection",
-    "projections",
-    "skips_others",
-    "summed",
-    "tied",
-]
 
 _KINDS = (("gate_proj", "up_proj", "down_proj"), ("fc1", "fc2"))
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How the experts of a layer are cut, and which part is this rank's."""
+class Sharding:
+    """How the experts of a layer are sharded, and which shard is this rank's."""
 
     placement: Placement
     group: Group
@@ -49,13 +36,13 @@ class Cut:
     hidden_sizes: list[int]  # of each rank of tp_group
 
     @classmethod
-    def of(cls, switch: nn.Module, placement: Placement, group: Group, tp_group: Group | None) -> "Cut":
+    def of(cls, switch: nn.Module, placement: Placement, group: Group, tp_group: Group | None) -> "Sharding":
         last = switch[projections(switch)[-1]]
         ranks = tp_group.size() if tp_group else 1
         if ranks == 1:
             return cls(placement, group, None, [base(last).input_dims])
         if any("linear" in switch[name] for name in projections(switch)):
-            raise InvalidArgument("from_switch: experts with LoRA adapters cannot be cut inside; fuse the adapters")
+            raise InvalidArgument("from_switch: experts with LoRA adapters cannot be sharded inside; fuse the adapters")
         multiple = last.group_size if "scales" in last else 1
         sizes = split_sizes("hidden size of the experts", last.input_dims, ranks, multiple=multiple)
         return cls(placement, group, tp_group, sizes)
@@ -76,36 +63,36 @@ def projections(switch: nn.Module) -> tuple[str, ...]:
     )
 
 
-def cut_projection(projection: nn.Module, name: str, last: bool, cut: Cut) -> nn.Module:
-    """A projection like this one with the part of this rank alone, in memory of its own once it is evaluated."""
-    experts = cut.placement.num_experts
+def shard_projection(projection: nn.Module, name: str, last: bool, sharding: Sharding) -> nn.Module:
+    """A projection like this one with the shard of this rank alone, in memory of its own once it is evaluated."""
+    experts = sharding.placement.num_experts
 
-    def part(key: str, array: mx.array) -> mx.array:
+    def shard(key: str, array: mx.array) -> mx.array:
         if array.ndim == 0 or array.shape[0] % experts:
             raise InvalidArgument(
-                f"from_switch: {name}.{key} has shape {array.shape}, which cannot be cut into {experts} experts"
+                f"from_switch: {name}.{key} has shape {array.shape}, which cannot be split into {experts} experts"
             )
         each = array.shape[0] // experts
-        mine = take(array, 0, [each * count for count in cut.placement.counts], cut.group.rank())
+        mine = take(array, 0, [each * count for count in sharding.placement.counts], sharding.group.rank())
         axis = _hidden_axis(key, array, last)
-        if cut.tp_group is not None and axis is not None:
-            mine = take(mine, axis, _scaled(cut.hidden_sizes, array.shape[axis]), cut.tp_group.rank())
+        if sharding.tp_group is not None and axis is not None:
+            mine = take(mine, axis, _scaled(sharding.hidden_sizes, array.shape[axis]), sharding.tp_group.rank())
         return _transposed_in_memory(mine) if key == "weight" and transpose else mine
 
     transpose = mx.default_device().type == mx.DeviceType.cpu and "scales" not in base(projection)
-    mine = _mapped(projection, part)
+    mine = _mapped(projection, shard)
     if type(projection).__name__ in SWITCH_LINEARS:
         shape = (experts, projection.output_dims, projection.input_dims)
-        draw_whole(mine, shape, partial(_adapter_part, cut, last))
+        draw_full(mine, shape, partial(_adapter_shard, sharding, last))
     return mine
 
 
-def _adapter_part(cut: Cut, last: bool, name: str, whole: mx.array) -> mx.array:
-    """This rank's part of the ``lora_a`` (experts, r, inputs) or ``lora_b`` (experts, outputs, r) of all experts."""
-    mine = take(whole, 0, cut.placement.counts, cut.group.rank())
-    if cut.tp_group is None or last != (name == "lora_a"):
+def _adapter_shard(sharding: Sharding, last: bool, name: str, full: mx.array) -> mx.array:
+    """This rank's shard of the ``lora_a`` (experts, r, inputs) or ``lora_b`` (experts, outputs, r) of all experts."""
+    mine = take(full, 0, sharding.placement.counts, sharding.group.rank())
+    if sharding.tp_group is None or last != (name == "lora_a"):
         return mine
-    return take(mine, 2 if last else 1, cut.hidden_sizes, cut.tp_group.rank())
+    return take(mine, 2 if last else 1, sharding.hidden_sizes, sharding.tp_group.rank())
 
 
 def _transposed_in_memory(weight: mx.array) -> mx.array:
@@ -117,20 +104,20 @@ def _transposed_in_memory(weight: mx.array) -> mx.array:
     return mx.contiguous(weight.swapaxes(-1, -2)).swapaxes(-1, -2)
 
 
-def join_projection(projection: nn.Module, last: bool, cut: Cut) -> nn.Module:
-    """The whole projection from all ranks' parts. Collective, and awaited: lazy ones would have no order."""
+def join_projection(projection: nn.Module, last: bool, sharding: Sharding) -> nn.Module:
+    """The full projection from all ranks' shards. Collective, and awaited: lazy ones would have no order."""
 
-    def whole(key: str, array: mx.array) -> mx.array:
+    def full(key: str, array: mx.array) -> mx.array:
         axis = _hidden_axis(key, array, last)
-        if cut.tp_group is not None and axis is not None:
-            total = array.shape[axis] * sum(cut.hidden_sizes) // cut.hidden_sizes[cut.tp_group.rank()]
-            array = join(array, axis, _scaled(cut.hidden_sizes, total), cut.tp_group)
-        each = array.shape[0] // cut.placement.counts[cut.group.rank()]
-        array = join(array, 0, [each * count for count in cut.placement.counts], cut.group)
+        if sharding.tp_group is not None and axis is not None:
+            total = array.shape[axis] * sum(sharding.hidden_sizes) // sharding.hidden_sizes[sharding.tp_group.rank()]
+            array = join(array, axis, _scaled(sharding.hidden_sizes, total), sharding.tp_group)
+        each = array.shape[0] // sharding.placement.counts[sharding.group.rank()]
+        array = join(array, 0, [each * count for count in sharding.placement.counts], sharding.group)
         mx.eval(array)
         return array
 
-    joined = _mapped(projection, whole)
+    joined = _mapped(projection, full)
     as_given(base(joined))
     return joined
 

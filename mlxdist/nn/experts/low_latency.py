@@ -96,10 +96,10 @@ class LowLatencyExchange:
         self._behind = mx.array([local.stop for local in experts]).reshape(-1, 1, 1)
 
     def admit(self, tokens: int) -> int:
-        """Refuses a number of tokens that is over the limit on any rank, on all ranks, before anything is exchanged.
+        """Rejects a number of tokens that is over the limit on any rank, on all ranks, before anything is exchanged.
 
         A collective of a few bytes, waited for: all ranks call it before a step in which their numbers can change, and
-        outside of ``mx.compile``. `dispatch` refuses by itself, but only on the rank that has too many.
+        outside of ``mx.compile``. `dispatch` rejects by itself, but only on the rank that has too many.
 
         Returns:
             The most tokens that a rank has.

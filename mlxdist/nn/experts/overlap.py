@@ -11,11 +11,11 @@
 
 (DeepSeek-V3, arXiv:2412.19437, hides the exchange so behind the shared expert and a second micro-batch.)
 
-The rows are evaluated, and then travel as operations with a handle (mlxdist.runtime.ops, ``async_op``), which the engine's own
-thread carries on: whatever MLX computes on, CPU or GPU, is not involved. A second stream of MLX would do without the
-copy of what arrives. But operations on two streams may begin in another order on each rank, while handles are started
-here in the order of the program, in a group of their own, and so may go on beside any other collective: those of
-tensor parallelism, say, in the next micro-batch.
+The rows are evaluated, and then travel as operations with a handle (mlxdist.runtime.ops, ``async_op``), which the
+engine's own thread carries on: whatever MLX computes on, CPU or GPU, is not involved. A second stream of MLX would do
+without the copy of what arrives. But operations on two streams may begin in another order on each rank, while handles
+are started here in the order of the program, in a group of their own, and so may go on beside any other collective:
+those of tensor parallelism, say, in the next micro-batch.
 
 What is hidden: the time in which transfers were in flight, as the engine measured it, less that in which this rank did
 nothing but wait for them. A transfer that ends unnoticed during another one's wait counts as waited for to the end of
@@ -25,6 +25,7 @@ it, so the number is rather too small.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -41,6 +42,7 @@ from .dispatch import route
 from .fp8 import pack_e4m3, unpack_e4m3
 from .pairs import take_rows
 from .placement import Placement
+from .stages import is_traced
 
 __all__ = ["CombineInFlight", "DispatchInFlight", "Overlap", "OverlappedExchange"]
 
@@ -93,16 +95,21 @@ class OverlappedExchange:
                 f"OverlappedExchange: the placement is for {placement.ranks} ranks, but the group has "
                 f"{self._group.size()}"
             )
-        self._transfers = _Transfers(self._group.split(0))
+        self._transfers = self._group.split(0)  # a group that has no other use
+        self._in_flight: list[_Transfer] = []
+        self.reset_overlap()
 
     @property
     def overlap(self) -> Overlap:
         """So far, since this exchange was made or `reset_overlap` was called."""
-        return self._transfers.overlap()
+        return Overlap((self._transfers.stats()["operation_ns"] - self._before) / 1e9, self._waited)
 
     def reset_overlap(self) -> None:
         """Begins to count from zero. Raises `InvalidArgument` while something is in flight."""
-        self._transfers.reset()
+        if self._in_flight:
+            raise InvalidArgument(f"reset_overlap: {len(self._in_flight)} transfers are in flight; wait for them first")
+        self._before = self._transfers.stats()["operation_ns"]
+        self._waited = 0.0
 
     def dispatch_async(
         self, x: mx.array, indices: mx.array, scores: mx.array, *, exchange_dtype: mx.Dtype | str | None = None
@@ -127,10 +134,8 @@ class OverlappedExchange:
         rows = take_rows(x, routing.sent_rows)
         weights = take_rows(scores.reshape(-1, 1).astype(mx.float32), routing.sent_slots)
         mx.eval(rows, weights)  # together, and before the first of them leaves
-        started = self._transfers.start(rows, routing.rows_to, routing.rows_from, exchange_dtype)
-        return DispatchInFlight(
-            routing, started, self._transfers.start(weights, routing.pairs_to, routing.pairs_from, None)
-        )
+        started = self._start(rows, routing.rows_to, routing.rows_from, exchange_dtype)
+        return DispatchInFlight(routing, started, self._start(weights, routing.pairs_to, routing.pairs_from, None))
 
     def combine_async(
         self, y: mx.array, sent: DispatchInFlight, *, exchange_dtype: mx.Dtype | str | None = None
@@ -151,8 +156,29 @@ class OverlappedExchange:
             )
         weights = sent.weights.wait().reshape(-1)
         sums = routing.pairs.weigh(y, take_rows(weights, routing.pairs.order)).astype(y.dtype)
-        transfer = self._transfers.start(sums, routing.rows_from, routing.rows_to, exchange_dtype)
+        transfer = self._start(sums, routing.rows_from, routing.rows_to, exchange_dtype)
         return CombineInFlight(routing, transfer)
+
+    def _start(
+        self, rows: mx.array, send: list[int], receive: list[int], exchange_dtype: mx.Dtype | str | None
+    ) -> _Transfer:
+        fp8 = exchange_dtype == "fp8"
+        dtype = rows.dtype if exchange_dtype is None or fp8 else exchange_dtype
+        # Bytes, since NumPy has no bfloat16.
+        wire = pack_e4m3(rows) if fp8 else rows.astype(dtype).view(mx.uint8)
+        mx.eval(wire)
+        handle = all_to_all_v(np.asarray(wire), send, receive, group=self._transfers, async_op=True)
+        self._in_flight.append(_Transfer(self, rows, fp8, dtype, handle))
+        return self._in_flight[-1]
+
+    def _wait_for(self, transfer: _Transfer) -> np.ndarray:
+        under_way = sum(not other.handle.done() for other in self._in_flight)
+        begin = time.perf_counter()
+        try:
+            return transfer.handle.wait()
+        finally:
+            self._waited += under_way * (time.perf_counter() - begin)
+            self._in_flight.remove(transfer)
 
 
 class DispatchInFlight:
@@ -165,7 +191,7 @@ class DispatchInFlight:
 
     def done(self) -> bool:
         """Whether all has arrived and left. Does not wait."""
-        return self._rows.done() and self.weights.done()
+        return self._rows.handle.done() and self.weights.handle.done()
 
     def wait(self) -> tuple[mx.array, mx.array]:
         """The rows of this rank's pairs, (pairs, d), sorted by expert, and the local expert of each, int32 (pairs,).
@@ -184,88 +210,47 @@ class CombineInFlight:
 
     def done(self) -> bool:
         """Whether all has arrived and left. Does not wait."""
-        return self._sums.done()
+        return self._sums.handle.done()
 
     def wait(self) -> mx.array:
         """The weighted sums, (tokens, d), dtype of the results. May be called again. Raises as `DispatchInFlight`."""
         return self._routing.add_up(self._sums.wait())
 
 
+@dataclass(eq=False)
 class _Transfer:
     """Rows in flight."""
 
-    def __init__(self, rows: mx.array, fp8: bool, handle: Handle, dtype: mx.Dtype, transfers: _Transfers) -> None:
-        self._rows = rows
-        self._fp8 = fp8
-        self._handle = handle
-        self._dtype = dtype  # on the wire
-        self._transfers = transfers
-        self._received: mx.array | None = None
-
-    def done(self) -> bool:
-        return self._handle.done()
+    exchange: OverlappedExchange
+    rows: mx.array | None
+    fp8: bool
+    dtype: mx.Dtype  # on the wire
+    handle: Handle
+    received: mx.array | None = None
 
     def wait(self) -> mx.array:
-        if self._received is None:
-            wire = mx.array(self._transfers.wait_for(self))
-            dtype = self._rows.dtype
-            received = unpack_e4m3(wire, dtype) if self._fp8 else wire.view(self._dtype).astype(dtype)
-            self._received = _without_gradient(received, self._rows)
-            self._rows = None
-        return self._received
-
-    def arrive(self) -> np.ndarray:
-        return self._handle.wait()
-
-
-class _Transfers:
-    """Those of one exchange, in a group that has no other use, and how long they took."""
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._in_flight: list[_Transfer] = []
-        self.reset()
-
-    def start(
-        self, rows: mx.array, send: list[int], receive: list[int], exchange_dtype: mx.Dtype | str | None
-    ) -> _Transfer:
-        fp8 = exchange_dtype == "fp8"
-        dtype = rows.dtype if exchange_dtype is None or fp8 else exchange_dtype
-        # Bytes, since NumPy has no bfloat16.
-        wire = pack_e4m3(rows) if fp8 else rows.astype(dtype).view(mx.uint8)
-        mx.eval(wire)
-        handle = all_to_all_v(np.asarray(wire), send, receive, group=self._group, async_op=True)
-        transfer = _Transfer(rows, fp8, handle, dtype, self)
-        self._in_flight.append(transfer)
-        return transfer
-
-    def wait_for(self, transfer: _Transfer) -> np.ndarray:
-        under_way = sum(not other.done() for other in self._in_flight)
-        begin = time.perf_counter()
-        try:
-            return transfer.arrive()
-        finally:
-            self._waited += under_way * (time.perf_counter() - begin)
-            self._in_flight.remove(transfer)
-
-    def overlap(self) -> Overlap:
-        return Overlap((self._group.stats()["operation_ns"] - self._before) / 1e9, self._waited)
-
-    def reset(self) -> None:
-        if self._in_flight:
-            raise InvalidArgument(f"reset_overlap: {len(self._in_flight)} transfers are in flight; wait for them first")
-        self._before = self._group.stats()["operation_ns"]
-        self._waited = 0.0
+        if self.received is None:
+            wire = mx.array(self.exchange._wait_for(self))
+            dtype = self.rows.dtype
+            received = unpack_e4m3(wire, dtype) if self.fp8 else wire.view(self.dtype).astype(dtype)
+            self.received = _without_gradient(received, self.rows)
+            self.rows = None
+        return self.received
 
 
 def _without_gradient(received: mx.array, sent: mx.array) -> mx.array:
     """``received``, which depends on ``sent`` in a way that MLX does not see: a gradient would silently be missing."""
-    connected = mx.custom_function(lambda received, sent: received)
-    connected.vjp(_refuse)
+    if not is_traced(sent):
+        return received
+
+    @mx.custom_function
+    def connected(received: mx.array, sent: mx.array) -> mx.array:
+        return received
+
+    @connected.vjp
+    def refuse(*_: object) -> None:
+        raise InvalidArgument(
+            "OverlappedExchange has no gradient; train with dispatch and combine of mlxdist.nn.experts, which have one"
+        )
+
     return connected(received, sent)
-
-
-def _refuse(*_: object) -> None:
-    raise InvalidArgument(
-        "OverlappedExchange has no gradient; train with dispatch and combine of mlxdist.nn.experts, which have one"
-    )

@@ -12,23 +12,25 @@ __all__ = ["Placement"]
 class Placement:
     """Experts in their order, a run of neighbours on each rank.
 
-    The runs are as equal as can be, the longer ones on the lower ranks, or in proportion to ``weights``. Every rank
+    The runs are as equal as can be, the longer ones on the lower ranks, or in proportion to ``rank_shares``. Every rank
     holds an expert: one that holds none would wait for the others at every layer and only add messages.
 
     Args:
         num_experts: of the layer.
         ranks: of the expert-parallel group.
-        weights: one positive number per rank, for machines of unequal size.
+        rank_shares: one positive number per rank, for machines of unequal size.
 
     Raises:
-        InvalidArgument: there are fewer experts than ranks, or ``weights`` are not one positive number per rank; the
-            same on every rank.
+        InvalidArgument: there are fewer experts than ranks, or ``rank_shares`` are not one positive number per rank;
+            the same on every rank.
     """
 
-    def __init__(self, num_experts: int, ranks: int, weights: Sequence[float] | None = None) -> None:
+    def __init__(self, num_experts: int, ranks: int, rank_shares: Sequence[float] | None = None) -> None:
         self.num_experts = num_experts
         self.ranks = ranks
-        self.counts = split_sizes("number of experts", num_experts, ranks, [1] * ranks if weights is None else weights)
+        self.counts = split_sizes(
+            "number of experts", num_experts, ranks, [1] * ranks if rank_shares is None else rank_shares
+        )
         """Experts of each rank."""
         self.owners = np.repeat(np.arange(ranks, dtype=np.int32), self.counts)
         """The rank of each expert, int32 of shape (num_experts,)."""

@@ -36,6 +36,9 @@ class Compiled:
         self._parts: list[Any] = []  # of the layer: without a reference to the layer, which has one to this
         self._functions: dict[bool, Callable[..., mx.array]] = {}  # with scores or without
 
+    def __deepcopy__(self, memo: dict) -> "Compiled":
+        return Compiled()  # the copy has arrays of its own
+
     def __call__(self, x: mx.array, scores: mx.array | None, indices: mx.array, experts: "Experts") -> mx.array:
         """(tokens, d) with scores, else (tokens, k, d); ``indices`` of uint32. ``experts`` are always of one layer."""
         mine = experts.placement.local(experts.group.rank())
@@ -101,16 +104,16 @@ def replicated(
         layer = tied(experts.layer, [], experts.stages, None)[0]
         if layer is not experts.layer:
             experts = experts._replace(layer=layer, compiled=None)
-    part = own_experts(x, weights[0] if weights else None, indices, experts)
-    tokens = part.shape[0]
+    partial_sum = own_experts(x, weights[0] if weights else None, indices, experts)
+    tokens = partial_sum.shape[0]
     if scatter:
-        part = with_rows(part, -(-tokens // group.size()) * group.size())
+        partial_sum = with_rows(partial_sum, -(-tokens // group.size()) * group.size())
 
     def total(y: mx.array) -> mx.array:
         return all_gather(sum_scatter(y, group=group), group=group) if scatter else all_sum(y, group=group)
 
     # All ranks have the same cotangent, and that is the gradient.
-    (y,) = experts.stages.run(lambda arrays: [through(experts.exchange_dtype, total, arrays[0])], None, [part])
+    (y,) = experts.stages.run(lambda arrays: [through(experts.exchange_dtype, total, arrays[0])], None, [partial_sum])
     return y[:tokens] if scatter else y
 
 

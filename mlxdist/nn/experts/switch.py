@@ -18,10 +18,9 @@ from mlxdist.runtime.group import Group
 from ..rank_checks import agree, on_host
 from .capacity import limit
 from .comparisons import Comparisons
-from .dispatch import Handle, exchange_routing, outgoing
-from .dispatched import dispatched, dispatched_alike
+from .dispatch import Handle, dispatched, dispatched_alike, exchange_routing, outgoing
 from .gathered import gathered
-from .local_experts import Cut, base, cut_projection, join_projection, projections, skips_others, summed, tied
+from .local_experts import Sharding, base, join_projection, projections, shard_projection, skips_others, summed, tied
 from .placement import Placement
 from .policy import MODES, Link, Policy
 from .replicated import Compiled, Experts, optional, replicated
@@ -54,17 +53,17 @@ class ExpertParallelSwitchGLU(nn.Module):
         host_sync: whether a call may wait for its indices on the host.
     """
 
-    def __init__(self, switch: nn.Module, cut: Cut, options: dict[str, Any]) -> None:
+    def __init__(self, switch: nn.Module, sharding: Sharding, options: dict[str, Any]) -> None:
         super().__init__()
         names = projections(switch)
         # Not part of the module's tree: no parameters.
-        object.__setattr__(self, "_cut", cut)
+        object.__setattr__(self, "_sharding", sharding)
         object.__setattr__(self, "_like", _without(switch, names))
-        object.__setattr__(self, "_configuration", _describe(switch, cut, options))
+        object.__setattr__(self, "_configuration", _describe(switch, sharding, options))
         object.__setattr__(self, "_comparisons", Comparisons())
         object.__setattr__(self, "_compiled", Compiled())
         for name in names:
-            self[name] = cut_projection(switch[name], name, name == names[-1], cut)
+            self[name] = shard_projection(switch[name], name, name == names[-1], sharding)
         each = (base(switch[name]) for name in names)
         object.__setattr__(self, "_pair_elements", sum(one.input_dims * one.output_dims for one in each))
         self.activation = switch.activation
@@ -89,7 +88,7 @@ class ExpertParallelSwitchGLU(nn.Module):
         tokens: Literal["replicated", "sharded"] = "replicated",
         capacity_factor: float | None = None,
         exchange_dtype: mx.Dtype | str | None = None,
-        weights: Sequence[float] | None = None,
+        rank_shares: Sequence[float] | None = None,
         tp_group: Group | None = None,
         host_sync: bool = True,
         policy: Policy | None = None,
@@ -98,7 +97,7 @@ class ExpertParallelSwitchGLU(nn.Module):
 
         Args:
             switch: mlx-lm's SwitchGLU or SwitchMLP, quantized or not, with any activation; not changed. Its arrays may
-                still be lazy. Those of LoRA adapters are cut with it.
+                still be lazy. Those of LoRA adapters are sharded with it.
             group: the ranks that share the experts; at most as many as there are experts.
             mode: how tokens travel; every way gives the same result.
                 "replicated": every rank computes its experts for all tokens; all_sum.
@@ -114,7 +113,7 @@ class ExpertParallelSwitchGLU(nn.Module):
             exchange_dtype: what tokens and results travel as (their gradients too): ``None`` for their own dtype,
                 ``mx.float32``, ``mx.float16``, ``mx.bfloat16``, or "fp8", which holds for copies of rows; sums and
                 gradients then travel in their own dtype.
-            weights: one positive number per rank: experts in proportion to it.
+            rank_shares: one positive number per rank: experts in proportion to it.
             tp_group: ranks that share the inside of each expert: a grid with ``group`` (``Group.split``).
             host_sync: whether a call may wait for its indices. If not, it works as inside ``mx.compile``: modes
                 "replicated" and "gather" only, each rank computes as many pairs as there are, indices out of range
@@ -127,7 +126,7 @@ class ExpertParallelSwitchGLU(nn.Module):
         group = group_of(group)
         names = projections(switch)
         _check_options(mode, tokens, capacity_factor, exchange_dtype)
-        placement = Placement(base(switch[names[0]]).num_experts, group.size(), weights)
+        placement = Placement(base(switch[names[0]]).num_experts, group.size(), rank_shares)
         options = {
             "mode": mode,
             "tokens": tokens,
@@ -136,20 +135,20 @@ class ExpertParallelSwitchGLU(nn.Module):
             "host_sync": host_sync,
             "policy": policy or Policy(Link.assumed(group.provider, group.size())),
         }
-        return cls(switch, Cut.of(switch, placement, group, tp_group), options)
+        return cls(switch, Sharding.of(switch, placement, group, tp_group), options)
 
     def to_switch(self) -> nn.Module:
         """The layer of mlx-lm with all experts, on every rank. Collective, and awaited."""
         names = projections(self)
         switch = copy.copy(self._like)
         for name in names:
-            switch[name] = join_projection(self[name], name == names[-1], self._cut)
+            switch[name] = join_projection(self[name], name == names[-1], self._sharding)
         return switch
 
     @property
     def placement(self) -> Placement:
         """Which rank holds which expert."""
-        return self._cut.placement
+        return self._sharding.placement
 
     @property
     def num_experts(self) -> int:
@@ -195,7 +194,7 @@ class ExpertParallelSwitchGLU(nn.Module):
         if self.mode != "auto" or self.tokens != "replicated" or self.capacity_factor is not None:
             return False
         looks = _looks(x, indices, scores)
-        if looks is None or not self._comparisons.can_wait(looks) or self._cut.tp_group is not None:
+        if looks is None or not self._comparisons.can_wait(looks) or self._sharding.tp_group is not None:
             return False
         if is_traced(x, indices, *optional((scores,))):
             return False
@@ -245,7 +244,7 @@ class ExpertParallelSwitchGLU(nn.Module):
         may_dispatch = sharded and self.mode in ("auto", "dispatch")
         sent = outgoing(kept, self.placement) if may_dispatch else None
         facts = [len(kept), int((kept < 0).sum()), *(sent.facts() if sent else [0] * (2 * self.placement.ranks))]
-        facts = agree(_NAME, self._cut.group, problem, self._equal(x, kept, scores, earlier), facts)
+        facts = agree(_NAME, self._sharding.group, problem, self._equal(x, kept, scores, earlier), facts)
         if not sharded and kept.size <= _FEW:
             self._comparisons.note(_looks(x, indices, scores))
         every = slice(None) if sharded else slice(1)
@@ -259,7 +258,7 @@ class ExpertParallelSwitchGLU(nn.Module):
         if mode != self.last_mode:
             self.last_mode = mode
         if sharded and self.last_mode == "dispatch":
-            return exchange_routing(sent, facts[:, 2:], self._cut.group), 0
+            return exchange_routing(sent, facts[:, 2:], self._sharding.group), 0
         return kept, int(facts[:, 0].max())
 
     def _without_host(self, x: mx.array, indices: mx.array, scores: mx.array | None) -> tuple[mx.array, int]:
@@ -271,7 +270,7 @@ class ExpertParallelSwitchGLU(nn.Module):
             )
         flat = indices.reshape(-1, indices.shape[-1])
         if not self._agreed:
-            agree(_NAME, self._cut.group, None, self._equal(x, np.zeros((0, flat.shape[1])), scores))
+            agree(_NAME, self._sharding.group, None, self._equal(x, np.zeros((0, flat.shape[1])), scores))
             self._agreed = True
         flat = self._with_one_wrong_index(flat)
         self.dropped = 0
@@ -294,13 +293,15 @@ class ExpertParallelSwitchGLU(nn.Module):
         compiled: Compiled | None,
     ) -> mx.array:
         """The layer on flat tokens (tokens, d) in the mode that was chosen."""
-        cut, stages = self._cut, Stages()
+        sharding, stages = self._sharding, Stages()
         layer, scatter = self, self.last_mode == "gather"
-        if cut.tp_group is not None or self.last_mode == "dispatch" or self.tokens == "sharded":
+        if sharding.tp_group is not None or self.last_mode == "dispatch" or self.tokens == "sharded":
             # Otherwise the gradients of the parameters need no collective, and those of x and scores have their own.
-            layer, (x, *weights) = tied(self, optional((x, scores)), stages, cut.tp_group)
+            layer, (x, *weights) = tied(self, optional((x, scores)), stages, sharding.tp_group)
             scores = weights[0] if weights else None
-        experts = Experts(cut.placement, cut.group, layer, cut.tp_group, self.exchange_dtype, stages, compiled)
+        experts = Experts(
+            sharding.placement, sharding.group, layer, sharding.tp_group, self.exchange_dtype, stages, compiled
+        )
         if self.last_mode == "dispatch" and isinstance(routing, Handle):
             y = dispatched(x, routing, scores, experts)
         elif self.last_mode == "dispatch":
@@ -309,7 +310,7 @@ class ExpertParallelSwitchGLU(nn.Module):
             y = gathered(x, routing, scores, experts, most, scatter)
         else:
             y = replicated(x, routing, scores, experts, scatter)
-        return y if cut.tp_group is None else summed(y, stages, cut.tp_group)
+        return y if sharding.tp_group is None else summed(y, stages, sharding.tp_group)
 
     def _choose(self, tokens: int, k: int, x: mx.array) -> str:
         if self.mode != "auto":
@@ -375,14 +376,14 @@ def _check_options(mode: str, tokens: str, capacity_factor: float | None, exchan
         )
 
 
-def _describe(switch: nn.Module, cut: Cut, options: dict[str, Any]) -> str:
+def _describe(switch: nn.Module, sharding: Sharding, options: dict[str, Any]) -> str:
     """What must be the same on all ranks, in words short enough for a message."""
     arrays = [f"{name} {array.shape} {_name(array.dtype)}" for name, array in tree_flatten(switch.parameters())]
     said = {key: _name(options[key]) for key in ("tokens", "capacity_factor", "exchange_dtype", "host_sync")}
     options_text = ", ".join(f"{key}={value}" for key, value in said.items())
     shapes = zlib.crc32(f"{arrays} {options['policy'].link}".encode())
-    inside = cut.tp_group.size() if cut.tp_group else 1
-    return f"{cut.placement}, {inside} ranks each, {options_text}, arrays and policy {shapes:08x}"
+    inside = sharding.tp_group.size() if sharding.tp_group else 1
+    return f"{sharding.placement}, {inside} ranks each, {options_text}, arrays and policy {shapes:08x}"
 
 
 def _looks(x: Any, indices: Any, scores: Any) -> tuple | None:

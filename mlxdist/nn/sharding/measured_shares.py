@@ -1,4 +1,5 @@
-"""``weights="memory"`` and ``weights="compute"``: the speeds of the ranks, as `mlxdist calibrate` has measured them.
+"""``rank_shares="memory"`` and ``rank_shares="compute"``: the speeds of the ranks, as `mlxdist calibrate` has measured
+them.
 
 `mlxdist launch` hands them to the ranks of a hostfile whose hosts are all measured. "memory" is for decoding, where
 reading the weights is what takes time; "compute" for prompts and training.
@@ -10,36 +11,38 @@ from mlxdist.base.environment import Environment
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.cluster.hostfile.rank_shares import MEASUREMENTS
 
-__all__ = ["Weights", "resolve", "slowest_of_columns"]
+__all__ = ["RankShares", "resolve", "slowest_of_columns"]
 
-Weights = Sequence[float] | str
+RankShares = Sequence[float] | str
 
 
-def resolve(name: str, weights: Weights | None, ranks: int, rows: int = 1) -> Sequence[float] | None:
-    """Numbers where ``weights`` is a word, one for each of ``ranks``; anything else as it is.
+def resolve(name: str, rank_shares: RankShares | None, ranks: int, rows: int = 1) -> Sequence[float] | None:
+    """Numbers where ``rank_shares`` is a word, one for each of ``ranks``; anything else as it is.
 
     Args:
         name: what the message of an error begins with.
-        rows: of a grid of ranks whose rows are all cut alike, with one of ``ranks`` columns for each number.
+        rows: of a grid of ranks whose rows are all sharded alike, with one of ``ranks`` columns for each number.
 
     Raises:
         InvalidArgument: no such word; this job has no measured hosts, or another number of ranks.
     """
-    if not isinstance(weights, str):
-        return weights
-    if weights not in MEASUREMENTS:
+    if not isinstance(rank_shares, str):
+        return rank_shares
+    if rank_shares not in MEASUREMENTS:
         words = " or ".join(f'"{word}"' for word in MEASUREMENTS)
-        raise InvalidArgument(f"{name}: weights must be {ranks} numbers, one per rank, or {words}, not {weights!r:.80}")
-    found = getattr(Environment.read(), f"rank_shares_{weights}")
+        raise InvalidArgument(
+            f"{name}: rank_shares must be {ranks} numbers, one per rank, or {words}, not {rank_shares!r:.80}"
+        )
+    found = getattr(Environment.read(), f"rank_shares_{rank_shares}")
     if found is None:
         raise InvalidArgument(
-            f"{name}: weights={weights!r} needs a job whose hosts are measured: `mlxdist calibrate` writes what it has "
-            "measured to the hostfile of `mlxdist launch --hostfile`"
+            f"{name}: rank_shares={rank_shares!r} needs a job whose hosts are measured: `mlxdist calibrate` writes its "
+            "measurements to the hostfile of `mlxdist launch --hostfile`"
         )
     if len(found) != ranks * rows:
         raise InvalidArgument(
-            f"{name}: weights={weights!r} are those of the {len(found)} ranks of the job, but {ranks * rows} share "
-            "the work here; give numbers"
+            f"{name}: rank_shares={rank_shares!r} are those of the {len(found)} ranks of the job, but "
+            f"{ranks * rows} share the work here; give numbers"
         )
     return slowest_of_columns(found, ranks)
 

@@ -1,4 +1,4 @@
-"""Whether a sharded model computes what the whole one does: its logits, for a prompt and for tokens after it."""
+"""Whether a sharded model computes what the full one does: its logits, for a prompt and for tokens after it."""
 
 import json
 from dataclasses import dataclass
@@ -30,13 +30,13 @@ PROMPT, DECODED = 12, 4  # tokens: at once, and then one by one with the KV cach
 
 @dataclass(frozen=True)
 class Verification:
-    """How far the logits of a sharded model are from those of the whole one; the same on every rank.
+    """How far the logits of a sharded model are from those of the full one; the same on every rank.
 
     Attributes:
-        dtype: of the whole model's logits.
+        dtype: of the full model's logits.
         tolerance: the largest difference that is allowed, as a part of the largest logit.
         differences: on each rank, as a part of the largest logit; NaN where there are NaNs.
-        largest_logit: by magnitude, of the whole model.
+        largest_logit: by magnitude, of the full model.
         tokens_equal: at how many of the positions both models have the same most likely token, on all ranks.
         positions: how many positions were compared.
     """
@@ -56,7 +56,7 @@ class Verification:
     def __str__(self) -> str:
         verdict = "agree" if self.agrees else f"DO NOT AGREE on {name_ranks(self._outside())}"
         return (
-            f"logits of the sharded and the whole model {verdict}: they differ by {max(self.differences):.2g} of the "
+            f"logits of the sharded and the full model {verdict}: they differ by {max(self.differences):.2g} of the "
             f"largest, {self.largest_logit:.3g}, where {self.tolerance:g} is allowed for {self.dtype}; the most likely "
             f"token is the same at {self.tokens_equal} of {self.positions} positions"
         )
@@ -73,40 +73,40 @@ def verify(
     *,
     tolerance: float | None = None,
 ) -> Verification:
-    """Compares the logits of a sharded model with those of the whole one: for a prompt, then token by token.
+    """Compares the logits of a sharded model with those of the full one: for a prompt, then token by token.
 
     Every rank calls it. Both models get the same tokens: all but the last four at once, the others one by one with
-    mlx-lm's KV cache. Rank 0 computes the whole model, and needs the memory for it.
+    mlx-lm's KV cache. Rank 0 computes the full model, and needs the memory for it.
 
     Args:
-        model: cut over the ranks of ``group``; its logits must be whole on every rank.
-        reference: on rank 0 the whole model, or its folder or name, as for :func:`load_sharded`; ignored elsewhere.
+        model: sharded over the ranks of ``group``; its logits must be full on every rank.
+        reference: on rank 0 the full model, or its directory or name, as for :func:`load_sharded`; ignored elsewhere.
         tokens: integers of shape (tokens,), at least 5; ``None``: 16 random ones. Those of rank 0 count.
         tolerance: of the largest logit; ``None`` is that of the dtype in ``TOLERANCES``.
 
     Raises:
-        InvalidArgument: on every rank, where rank 0 cannot load the whole model or ``tokens`` are none of it.
+        InvalidArgument: on every rank, where rank 0 cannot load the full model or ``tokens`` are none of it.
     """
     group = group_of(group)
     about, expected = {}, np.zeros(0, np.float32)
     with agreed("verify", group, tolerance):
         if group.rank() == 0:
-            whole = _whole_model(reference)
-            ids = _checked_tokens(tokens, whole)
-            logits = _logits(whole, ids)
+            full = _whole_model(reference)
+            ids = _checked_tokens(tokens, full)
+            logits = _logits(full, ids)
             expected = np.array(logits.astype(mx.float32))
             about = {"tokens": ids, "dtype": str(logits.dtype).removeprefix("mlx.core."), "shape": logits.shape}
             if tolerance is None and about["dtype"] not in TOLERANCES:
                 raise InvalidArgument(f"verify: logits are {about['dtype']}; give a tolerance= for that")
-            del whole, logits  # before the sharded model runs
+            del full, logits  # before the sharded model runs
     about = json.loads(broadcast_blob(json.dumps(about).encode(), group))
     expected = broadcast(expected if group.rank() == 0 else np.zeros(about["shape"], np.float32), group=group)
     found = _logits(model, about["tokens"])
     with agreed("verify", group):
         if found.shape != expected.shape:
             raise InvalidArgument(
-                f"verify: the sharded model gives logits of shape {found.shape}, the whole one {expected.shape}; they "
-                "must be whole on every rank"
+                f"verify: the sharded model gives logits of shape {found.shape}, the full one {expected.shape}; they "
+                "must be full on every rank"
             )
     tolerance = TOLERANCES[about["dtype"]] if tolerance is None else tolerance
     return _compared(np.array(found.astype(mx.float32)), expected, about["dtype"], tolerance, group)
@@ -141,17 +141,17 @@ def _whole_model(reference: nn.Module | str | Path | None) -> nn.Module:
         return reference
     if not isinstance(reference, str | Path):
         kind = type(reference).__name__
-        raise InvalidArgument(f"verify: reference must be the whole model or its folder on rank 0, not {kind}")
+        raise InvalidArgument(f"verify: reference must be the full model or its directory on rank 0, not {kind}")
     from mlx_lm.utils import load_model
 
     try:
         return load_model(model_directory(reference), lazy=True)[0]
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise InvalidArgument(f"verify: cannot load the whole model from {reference}: {error}") from error
+        raise InvalidArgument(f"verify: cannot load the full model from {reference}: {error}") from error
 
 
-def _checked_tokens(tokens: mx.array | np.ndarray | None, whole: nn.Module) -> list[int]:
-    embeddings = [module for module in whole.modules() if isinstance(module, nn.Embedding | nn.QuantizedEmbedding)]
+def _checked_tokens(tokens: mx.array | np.ndarray | None, full: nn.Module) -> list[int]:
+    embeddings = [module for module in full.modules() if isinstance(module, nn.Embedding | nn.QuantizedEmbedding)]
     vocabulary = min(module.weight.shape[0] for module in embeddings)
     if tokens is None:
         return np.random.default_rng(0).integers(vocabulary, size=PROMPT + DECODED).tolist()

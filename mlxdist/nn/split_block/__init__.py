@@ -1,12 +1,11 @@
 """Split command buffers: decoder layers as two compiled segments, joined by all_sum.
 
-split_block.py   SplitBlock, one layer; split_model.py: SplitModel, a whole model of them
-head.py          the head, cut by vocabulary; submitted.py: the sums of layers that shard_model has cut
-in_place_of.py   what stands for another module has its attributes
-probes.py        a few tokens at positions that a configuration names
-cut_layer.py     this rank's part of a layer of mlx-lm; merged.py: its matrices, merged and transposed once
+split_block.py   SplitBlock, one layer; split_model.py: SplitModel, a full model of them
+shard_layer.py   this rank's shard of a layer of mlx-lm; merged.py: its matrices, merged and transposed once
+head.py          the head, sharded by vocabulary
 rotary.py        rotary embeddings at an offset that is an array
-submissions.py   how often a graph was handed to MLX
+probes.py        a few tokens at positions that a configuration names
+submissions.py   when and how often a graph is submitted to MLX
 """
 
 from .split_block import SplitBlock

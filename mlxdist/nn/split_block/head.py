@@ -1,6 +1,8 @@
-"""The language model's head of a `SplitModel`: cut by vocabulary, with the logits of all ranks joined."""
+"""The language model's head of a `SplitModel`: sharded by vocabulary, with the logits of all ranks joined."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -8,21 +10,35 @@ import mlx.nn as nn
 from mlxdist.runtime.group import Group
 
 from ..partition import join, split_sizes
-from .in_place_of import InPlaceOf
-from .merged import Cut, merge, project
+from ..tensor_parallel.linear_layers import quantization
+from .merged import LinearShard, merge, project
 
-__all__ = ["Head", "TiedEmbedding", "cut_head"]
+__all__ = ["Head", "InPlaceOf", "TiedEmbedding", "shard_head"]
+
+
+class InPlaceOf(nn.Module):
+    """What it does not have is looked up in the submodule that ``original`` names."""
+
+    original: str
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == self.original:  # before it is set
+                raise
+            return getattr(getattr(self, self.original), name)
 
 
 class Head(nn.Module):
-    """A linear whose outputs are cut over the ranks, as evenly as they can be; the result is whole on each."""
+    """A linear whose outputs are sharded over the ranks, as evenly as they can be; the result is full on each."""
 
     def __init__(self, linear: nn.Module, group: Group, transposed: bool | None) -> None:
         super().__init__()
         self._group = group
         self._sizes = split_sizes("SplitModel: vocabulary", linear.weight.shape[0], group.size(), [1] * group.size())
         transposed = mx.default_device() == mx.cpu if transposed is None else transposed
-        self.matrix = merge([linear], [Cut(0, tuple(self._sizes), group.rank())], transposed)
+        self.matrix = merge([linear], [LinearShard(0, tuple(self._sizes), group.rank())], transposed)
         self._specs = tuple(matrix.spec for matrix in self.matrix)
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -30,7 +46,7 @@ class Head(nn.Module):
 
 
 class TiedEmbedding(InPlaceOf):
-    """An embedding that is whole on each rank, and the same matrix as a `Head`."""
+    """An embedding that is full on each rank, and the same matrix as a `Head`."""
 
     original = "embedding"
 
@@ -46,9 +62,9 @@ class TiedEmbedding(InPlaceOf):
         return self.head(x)
 
 
-def cut_head(model: nn.Module, group: Group, transposed: bool | None) -> None:
+def shard_head(model: nn.Module, group: Group, transposed: bool | None) -> None:
     """Replaces ``lm_head``, or without one the tied ``embed_tokens``, if it is a plain one with enough tokens."""
-    for name, kinds, cut in (
+    for name, kinds, shard in (
         ("lm_head", (nn.Linear, nn.QuantizedLinear), Head),
         ("embed_tokens", (nn.Embedding, nn.QuantizedEmbedding), TiedEmbedding),
     ):
@@ -57,18 +73,18 @@ def cut_head(model: nn.Module, group: Group, transposed: bool | None) -> None:
             continue
         module = owners[0][name]
         if len(owners) == 1 and type(module) in kinds and module.weight.shape[0] >= group.size():
-            owners[0][name] = cut(module, group, transposed)
+            owners[0][name] = shard(module, group, transposed)
         return
 
 
 def _as_linear(embedding: nn.Module) -> nn.Module:
     """A linear with the weight of a tied embedding, dense or quantized."""
-    if type(embedding) is nn.Embedding:
-        linear = nn.Linear(1, 1, bias=False)
-    else:
-        linear = nn.QuantizedLinear.__new__(nn.QuantizedLinear)
-        nn.Module.__init__(linear)
-        linear.group_size, linear.bits, linear.mode = embedding.group_size, embedding.bits, embedding.mode
+    config = quantization(embedding)
+    kind = nn.QuantizedLinear if config else nn.Linear
+    linear = kind.__new__(kind)
+    nn.Module.__init__(linear)
+    for name, value in config.items():
+        setattr(linear, name, value)
     for name in ("weight", "scales", "biases"):
         if embedding.get(name) is not None:
             linear[name] = embedding[name]

@@ -1,8 +1,8 @@
 """A decoder layer as two compiled segments with an all_sum between them: split command buffers.
 
-    segment 1   norm, merged QKV, rotary embedding, KV cache, attention, output projection (inputs cut)
+    segment 1   norm, merged QKV, rotary embedding, KV cache, attention, output projection (inputs sharded)
                 all_sum
-    segment 2   h = x + attention;  norm, merged gate and up, SiLU times up, down projection (inputs cut)
+    segment 2   h = x + attention;  norm, merged gate and up, SiLU times up, down projection (inputs sharded)
                 all_sum, whose result is added to h
 
 Each segment is one graph that `mx.compile` has fused. With ``submit=True`` it is handed to MLX together with its
@@ -10,10 +10,11 @@ all_sum as soon as it is built (`mx.async_eval`): on a GPU that commits the comm
 collective has to wait for it, two submissions per layer. With ``submit=False`` nothing is evaluated here, and a whole
 model is one lazy graph: best on the CPU backend, where a submission is pure cost.
 
-The weights are cut (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053), merged and laid out when the block is made;
-see :mod:`mlxdist.nn.split_block.merged`. Layers of equal sizes share their compiled segments. The KV cache is a buffer of fixed
-size that goes through the compiled function and is written in place, with the position as an array: nothing is traced
-again from token to token, only when the part of the buffer that attention reads grows by another `WINDOW`.
+The weights are sharded (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053), merged and laid out when the block is
+made; see :mod:`mlxdist.nn.split_block.merged`. Layers of equal sizes share their compiled segments. The KV cache is a
+buffer of fixed size that goes through the compiled function and is written in place, with the position as an array:
+nothing is traced again from token to token, only when the part of the buffer that attention reads grows by another
+`WINDOW`.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from mlxdist.runtime.group import Group
 from mlxdist.runtime.ops import all_sum
 
 from ..rank_checks import agreed, described
-from .cut_layer import Shape, cut_layer
 from .merged import project
 from .rotary import RotaryTable, rotate
+from .shard_layer import Shape, shard_layer
 from .submissions import traced
 
 __all__ = ["WINDOW", "Positions", "SplitBlock", "positions", "relative_error", "settings"]
@@ -57,7 +58,7 @@ class Positions(NamedTuple):
 class SplitBlock(nn.Module):
     """What :meth:`from_layer` makes. Called like the decoder layer it stands for: ``block(x, mask, cache)``.
 
-    Parameters are this rank's parts: ``input_norm``, ``qkv``, ``output``, ``post_norm``, ``gate_up``, ``down`` and, if
+    Parameters are this rank's shards: ``input_norm``, ``qkv``, ``output``, ``post_norm``, ``gate_up``, ``down`` and, if
     the layer normalises its queries and keys, ``qk_norm``. For inference: a block has no way back to a layer.
     """
 
@@ -77,35 +78,36 @@ class SplitBlock(nn.Module):
         layer: nn.Module,
         group: Group | None = None,
         *,
-        weights: Sequence[float] | None = None,
+        rank_shares: Sequence[float] | None = None,
         transposed: bool | None = None,
         submit: bool | None = None,
         tables: Iterable[RotaryTable] = (),
         check: bool = True,
     ) -> SplitBlock:
-        """Cuts a decoder layer of mlx-lm that is shaped as in Llama or Qwen3 and not sharded yet.
+        """Shards a decoder layer of mlx-lm that is shaped as in Llama or Qwen3 and not sharded yet.
 
         That is: ``input_layernorm``, ``self_attn`` (``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``, ``rope``; with or
         without ``q_norm`` and ``k_norm`` over a head), ``post_attention_layernorm``, ``mlp`` (``gate_proj``,
         ``up_proj``, ``down_proj``, SiLU); linears of `nn.Linear` or `nn.QuantizedLinear`, with or without bias.
 
         Args:
-            group: the ranks to cut it over; they all call this, with the same layer.
-            weights: one positive number a rank, for parts in that proportion (see `split_sizes`).
-            transposed: keep matrices as (in, out); by default on the CPU backend only, see :mod:`mlxdist.nn.split_block.merged`.
+            group: the ranks to shard it over; they all call this, with the same layer.
+            rank_shares: one positive number a rank, for shards in that proportion (see `split_sizes`).
+            transposed: keep matrices as (in, out); by default on the CPU backend only, see
+                :mod:`mlxdist.nn.split_block.merged`.
             submit: hand each segment to MLX at once; by default on a GPU only.
             tables: of other layers; one that stands for this layer's rotary embedding, too, is shared.
             check: compare with the layer on three random tokens, in float32 whatever the dtype of the parameters: what
                 rounding to 16 bits does could hide a difference. A collective: an error on one rank is one on all.
 
         Raises:
-            InvalidArgument: the layer has another shape, cannot be cut like this, or (``check``) is not what a block
-                computes, or not the same on all ranks. With ``check`` also where any other exception has stopped
+            InvalidArgument: the layer has another shape, cannot be sharded like this, or (``check``) is not what a
+                block computes, or not the same on all ranks. With ``check`` also where any other exception has stopped
                 another rank; that rank raises the exception itself.
         """
         group = group_of(group)
         with agreed(NAME, group, described(layer)) if check else nullcontext():
-            block = cls._cut(layer, group, weights, transposed, submit, tables)
+            block = cls._shard(layer, group, rank_shares, transposed, submit, tables)
             if check:
                 # On all ranks the same tokens, and each compares with its own layer.
                 x = mx.random.normal((1, 3, block.input_norm.size), key=mx.random.key(0))
@@ -119,18 +121,18 @@ class SplitBlock(nn.Module):
         return block
 
     @classmethod
-    def _cut(
+    def _shard(
         cls,
         layer: nn.Module,
         group: Group,
-        weights: Sequence[float] | None,
+        rank_shares: Sequence[float] | None,
         transposed: bool | None,
         submit: bool | None,
         tables: Iterable[RotaryTable],
     ) -> SplitBlock:
         on_cpu = mx.default_device() == mx.cpu
-        fields, parameters = cut_layer(
-            layer, group.rank(), group.size(), weights, on_cpu if transposed is None else transposed
+        fields, parameters = shard_layer(
+            layer, group.rank(), group.size(), rank_shares, on_cpu if transposed is None else transposed
         )
         given = layer.self_attn.rope, fields["head_dim"]
         table = next((table for table in tables if table.stands_for(*given)), None) or RotaryTable(*given)

@@ -1,4 +1,4 @@
-"""A whole model of mlx-lm whose layers are `SplitBlock`s, or its own layers cut, for mlx-lm's own generate."""
+"""A full model of mlx-lm whose layers are `SplitBlock`s, or its own layers sharded, for mlx-lm's own generate."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from mlxdist.runtime.group import Group
 
 from ..rank_checks import agree, agreed, described
 from ..sharding.plan import plan_shards
-from .cut_layer import require_cuttable
-from .head import cut_head
-from .in_place_of import InPlaceOf
+from .head import InPlaceOf, shard_head
 from .probes import boundaries, logits_at
+from .shard_layer import require_shardable
 from .split_block import SplitBlock, relative_error, settings
-from .submitted import submit_sums
+from .submissions import submit_sums
 
 __all__ = ["SplitModel"]
 
@@ -37,15 +36,16 @@ class SplitModel(InPlaceOf):
 
     Attributes:
         model: mlx-lm's own, with other layers. What this class does not have is looked up there.
-        whole_layers: why the layers are mlx-lm's own and cut by `shard_model`; ``None`` where they are `SplitBlock`s.
+        why_not_blocks: why the layers are mlx-lm's own and sharded by `shard_model`; ``None`` where they are
+            `SplitBlock`s.
     """
 
     original = "model"
 
-    def __init__(self, model: nn.Module, whole_layers: str | None) -> None:
+    def __init__(self, model: nn.Module, why_not_blocks: str | None) -> None:
         super().__init__()
         self.model = model
-        self.whole_layers = whole_layers
+        self.why_not_blocks = why_not_blocks
 
     @classmethod
     def from_model(
@@ -53,46 +53,46 @@ class SplitModel(InPlaceOf):
         model: nn.Module,
         group: Group | None = None,
         *,
-        weights: Sequence[float] | None = None,
+        rank_shares: Sequence[float] | None = None,
         transposed: bool | None = None,
         submit: bool | None = None,
         check: bool = True,
     ) -> SplitModel:
-        """Cuts a model of mlx-lm, in place, and takes it over.
+        """Shards a model of mlx-lm, in place, and takes it over.
 
-        Where :meth:`SplitBlock.from_layer` takes all its layers they become blocks, each given up as soon as it is cut,
-        and the head is cut by vocabulary, its logits gathered. Otherwise the model is cut by
+        Where :meth:`SplitBlock.from_layer` takes all its layers they become blocks, each given up as soon as it is
+        sharded, and the head is sharded by vocabulary, its logits gathered. Otherwise the model is sharded by
         :func:`mlxdist.nn.shard_model`, and with ``submit`` each sum is handed to MLX at once.
 
         Args:
-            model: whole, of mlx-lm, the same on all ranks.
-            group: the ranks to cut it over; ``None`` is the group of ``mlxdist.init()``.
-            weights, transposed, submit: as for a layer.
+            model: unsharded, of mlx-lm, the same on all ranks.
+            group: the ranks to shard it over; ``None`` is the group of ``mlxdist.init()``.
+            rank_shares, transposed, submit: as for a layer.
             check: compare logits with those of ``model``, on every rank: at the start and, with caches that stand
                 there, before and behind every number of positions that its configuration names. A collective.
 
         Raises:
-            InvalidArgument: the model is cut already, or cannot be cut like this, or (``check``) computes something
-                else, or is not the same on all ranks.
+            InvalidArgument: the model is sharded already, or cannot be sharded like this, or (``check``) computes
+                something else, or is not the same on all ranks.
         """
         group = group_of(group)
         wanted: list[mx.array] = []
         numbers = boundaries(getattr(model, "args", None))
         with agreed(NAME, group, numbers, described(model)):
-            _require_whole(model)
+            _require_unsharded(model)
             if check:
                 wanted = logits_at(model, numbers)
-            reason = _not_blocks(model, group.size(), weights)
+            reason = _not_blocks(model, group.size(), rank_shares)
         agree(NAME, group, None, {"layers that can be blocks": reason})
-        # A block of each kind of layers is compared with its layer, while the model is whole. That is collective, but
+        # A block of each kind of layers is compared with its layer, while the model is full. That is collective, but
         # all ranks come to the end of this block: they agree about each layer, with an exception on all or on none.
         with agreed(NAME, group):
-            reason = reason or _wrong_blocks(model, group, weights)
+            reason = reason or _wrong_blocks(model, group, rank_shares)
         if reason is None:
             with agreed(NAME, group):
-                _cut_into_blocks(model, group, weights, transposed, submit)
+                _into_blocks(model, group, rank_shares, transposed, submit)
         else:
-            _cut_whole_layers(model, group, weights, submit)
+            _shard_own_layers(model, group, rank_shares, submit)
         split = cls(model, reason)
         if check:
             found = logits_at(split, numbers)
@@ -106,14 +106,14 @@ class SplitModel(InPlaceOf):
         return self.model(*arguments, **keywords)
 
 
-def _require_whole(model: nn.Module) -> None:
+def _require_unsharded(model: nn.Module) -> None:
     if not isinstance(model, nn.Module) or not hasattr(model, "layers"):
         raise InvalidArgument(f"SplitModel: {type(model).__name__} has no layers, as mlx-lm's models have")
     if isinstance(model, SplitModel) or any(isinstance(layer, SplitBlock) for layer in model.layers):
-        raise InvalidArgument("SplitModel: the model was cut already, which has taken its layers; load it again")
+        raise InvalidArgument("SplitModel: the model was sharded already, which has taken its layers; load it again")
 
 
-def _not_blocks(model: nn.Module, ranks: int, weights: Sequence[float] | None) -> str | None:
+def _not_blocks(model: nn.Module, ranks: int, rank_shares: Sequence[float] | None) -> str | None:
     """Why the layers of a model cannot be blocks, by their shape; ``None`` where they can."""
     if (layers := _list_of_layers(model)) is None:
         return "SplitModel: the model has no list of its layers"
@@ -121,7 +121,7 @@ def _not_blocks(model: nn.Module, ranks: int, weights: Sequence[float] | None) -
         for layer in layers:
             if list(inspect.signature(type(layer).__call__).parameters) != ["self", "x", "mask", "cache"]:
                 raise InvalidArgument(f"SplitBlock: {type(layer).__name__} is not called with x, mask and cache alone")
-            require_cuttable(layer, ranks, weights)
+            require_shardable(layer, ranks, rank_shares)
     except InvalidArgument as error:
         return str(error)
     return _reads_more(model, layers)
@@ -136,14 +136,14 @@ def _list_of_layers(model: nn.Module) -> list[nn.Module] | None:
 
 def _reads_more(model: nn.Module, layers: list[nn.Module]) -> str | None:
     """What the model takes of its layers that a block does not have; it is tried with stand-ins for the layers."""
-    whole = list(layers)
+    full = list(layers)
     try:
-        layers[:] = [_StandIn(layer) for layer in whole]
+        layers[:] = [_StandIn(layer) for layer in full]
         model(mx.array([[0, 1]]))
     except AttributeError as error:
         return f"SplitModel: the model reads its layers: {error}"
     finally:
-        layers[:] = whole
+        layers[:] = full
     return None
 
 
@@ -158,37 +158,37 @@ class _StandIn:
         return self._layer(x, mask, cache)
 
 
-def _wrong_blocks(model: nn.Module, group: Group, weights: Sequence[float] | None) -> str | None:
+def _wrong_blocks(model: nn.Module, group: Group, rank_shares: Sequence[float] | None) -> str | None:
     """The same by what they compute: of one layer of each kind. Collective, the same on all ranks."""
     kinds = {tuple(type(module) for module in layer.modules()): layer for layer in reversed(model.layers)}
     for layer in kinds.values():
         try:
-            SplitBlock.from_layer(layer, group, weights=weights, transposed=False, submit=False)
+            SplitBlock.from_layer(layer, group, rank_shares=rank_shares, transposed=False, submit=False)
         except InvalidArgument as error:
             return str(error)
     return None
 
 
-def _cut_into_blocks(
-    model: nn.Module, group: Group, weights: Sequence[float] | None, transposed: bool | None, submit: bool | None
+def _into_blocks(
+    model: nn.Module, group: Group, rank_shares: Sequence[float] | None, transposed: bool | None, submit: bool | None
 ) -> None:
     layers, blocks = _list_of_layers(model), []
     for number, layer in enumerate(layers):
         tables = {id(block.table): block.table for block in blocks}.values()
         blocks.append(
             SplitBlock.from_layer(
-                layer, group, weights=weights, transposed=transposed, submit=submit, tables=tables, check=False
+                layer, group, rank_shares=rank_shares, transposed=transposed, submit=submit, tables=tables, check=False
             )
         )
         layers[number] = blocks[-1]
-    cut_head(model, group, transposed)
+    shard_head(model, group, transposed)
 
 
-def _cut_whole_layers(model: nn.Module, group: Group, weights: Sequence[float] | None, submit: bool | None) -> None:
+def _shard_own_layers(model: nn.Module, group: Group, rank_shares: Sequence[float] | None, submit: bool | None) -> None:
     with agreed(NAME, group):
-        plan = plan_shards(model, tp=group.size(), weights=weights)
-        if group.size() > 1 and not plan.cut:
-            raise InvalidArgument("SplitModel: shard_model finds nothing in this model that it can cut")
+        plan = plan_shards(model, tp=group.size(), rank_shares=rank_shares)
+        if group.size() > 1 and not plan.sharded:
+            raise InvalidArgument("SplitModel: shard_model finds nothing in this model that it can shard")
     shard_model(model, plan, group)
     if mx.default_device() != mx.cpu if submit is None else submit:
         submit_sums(model)
@@ -199,6 +199,6 @@ def _require_close(found: list[mx.array], wanted: list[mx.array], numbers: list[
     if not error <= TOLERANCE.get(wanted[0].dtype, 1e-3):
         raise InvalidArgument(
             f"SplitModel: its logits differ from those of the {model_type} by {error:.2g} of their norm, at the start "
-            f"or near one of the positions {numbers}: a part of the model computes something else once cut, or the "
+            f"or near one of the positions {numbers}: a part of the model computes something else once sharded, or the "
             "ranks hold different weights"
         )

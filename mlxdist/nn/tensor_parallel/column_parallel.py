@@ -1,4 +1,4 @@
-"""Linear layers of which every rank holds a part of the outputs: the columns of the matrix in ``x @ W``.
+"""Linear layers of which every rank holds a shard of the outputs: the columns of the matrix in ``x @ W``.
 
 Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
 arXiv:1909.08053; with ``sequence_parallel`` Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
@@ -16,34 +16,38 @@ from mlxdist.runtime.group import Group
 
 from ..mappings import copy_to_tensor_parallel_region, gather_from_sequence_parallel_region
 from ..partition import Segments, join, split_sizes
-from .parallel_linear import ParallelLinear, dims
+from .linear_layers import dims
+from .parallel_linear import ParallelLinear, PlainWeight, QuantizedWeight, pair
 
 __all__ = ["ColumnParallelLinear", "QuantizedColumnParallelLinear"]
 
 
 class _ColumnParallel(ParallelLinear):
-    cut_axis = 0
+    shard_axis = 0
+    uneven = False  # whether the outputs need not be a multiple of the ranks
 
     def __init__(
         self,
-        whole: nn.Module,
+        full: nn.Module,
         *,
-        gather_output: bool,
-        sequence_parallel: bool,
-        segments: Segments,
-        weights: Sequence[float] | None,
-        multiple: int,
-        group: Group | None,
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
+        segments: Segments = 1,
+        rank_shares: Sequence[float] | None = None,
+        multiple: int = 1,
+        group: Group | None = None,
     ) -> None:
         group = group_of(group)
+        if rank_shares is None and self.uneven:
+            rank_shares = [1] * group.size()
         name = f"{type(self).__name__}: output_dims"
-        sizes = split_sizes(name, dims(whole)[0], group.size(), weights, multiple, segments)
-        super().__init__(whole, sizes, segments, group)
+        sizes = split_sizes(name, dims(full)[0], group.size(), rank_shares, multiple, segments)
+        super().__init__(full, sizes, segments, group)
         self.gather_output = gather_output
         self.sequence_parallel = sequence_parallel
 
     def enter(self, x: mx.array) -> mx.array:
-        """``x``, of the whole sequence; refuses an ``x`` that has not all features."""
+        """``x``, of the full sequence; rejects an ``x`` that has not all features."""
         if x.shape[-1:] != (self.input_dims,):
             raise InvalidArgument(f"{type(self).__name__}: x must be (..., {self.input_dims}), not {x.shape}")
         if self.sequence_parallel:
@@ -54,119 +58,57 @@ class _ColumnParallel(ParallelLinear):
         """``y``, or all ranks' if ``gather_output``."""
         return join(y, -1, self._sizes, self._group, self._segments) if self.gather_output else y
 
-    @classmethod
-    def _kind(cls, quantized: bool) -> type[ParallelLinear]:
-        return QuantizedColumnParallelLinear if quantized else ColumnParallelLinear
-
     def _options(self) -> dict[str, object]:
-        names = ("gather_output", "sequence_parallel", "segments")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("gather_output", "sequence_parallel", "segments")}
 
-    def _cuts(self) -> dict[str, tuple[int, list[int]]]:
+    def _axes(self) -> dict[str, tuple[int, list[int]]]:
         return {name: (0, self.sizes) for name in ("weight", "bias", "scales", "biases")}
 
 
-class ColumnParallelLinear(_ColumnParallel):
-    """``nn.Linear`` with its outputs cut over the ranks: each computes ``sizes[rank]`` of them from the same input.
+class ColumnParallelLinear(PlainWeight, _ColumnParallel):
+    """``nn.Linear`` with its outputs sharded over the ranks: each computes ``sizes[rank]`` of them from the same input.
 
     Forward: no collective, unless ``gather_output``. Backward: one all_sum of the gradient of the input. The gradients
-    of the parameters are this rank's part of the whole layer's.
+    of the parameters are this rank's shard of the full layer's.
 
-    Input: shape ``(..., input_dims)``, the same on all ranks; with ``sequence_parallel`` this rank's part of it along
+    Input: shape ``(..., input_dims)``, the same on all ranks; with ``sequence_parallel`` this rank's shard of it along
     the axis -2, equally long on all ranks. Output: ``(..., sizes[rank])``, with ``gather_output`` ``(...,
     output_dims)``. Dtype as of ``nn.Linear``.
 
     Args:
         input_dims: features of the input.
         output_dims: features of the output, on all ranks together.
-        bias: as in ``nn.Linear``; it is cut like the outputs.
+        bias: as in ``nn.Linear``; it is sharded like the outputs.
         gather_output: return all outputs on all ranks, by one all_gather.
-        sequence_parallel: the input is cut along the sequence: one all_gather before the product, and a sum_scatter in
-            the backward pass. For what stands between a row-parallel layer and this one, a norm, which each rank then
-            computes for its part of the sequence only.
-        segments: of the outputs, each of which is cut by itself: ``(32, 8, 8)`` for 32 heads of queries and 8 of keys
-            and values in one matrix, 2 for merged gate and up.
-        weights: one positive number a rank, for machines of unequal size: ``[2, 1]`` gives the first rank two thirds.
+        sequence_parallel: the input is sharded along the sequence: one all_gather before the product, and a sum_scatter
+            in the backward pass. For what stands between a row-parallel layer and this one, a norm, which each rank
+            then computes for its shard of the sequence only.
+        segments: of the outputs, each of which is sharded by itself: ``(32, 8, 8)`` for 32 heads of queries and 8 of
+            keys and values in one matrix, 2 for merged gate and up.
+        rank_shares: one positive number a rank, for machines of unequal size: ``[2, 1]`` gives the first rank two
+            thirds.
         multiple: every rank holds a multiple of it of each segment; the dimension of a head.
         group: the ranks; ``None`` is the group of ``mlxdist.init()``.
 
-    The initial values are this rank's part of those of ``nn.Linear``: seed all ranks alike (``mx.random.seed``).
+    The initial values are this rank's shard of those of ``nn.Linear``: use the same seed on all ranks.
 
     Raises:
-        InvalidArgument: ``output_dims`` cannot be cut as asked, see :func:`mlxdist.nn.partition.split_sizes`; in a call:
-            the input has not ``input_dims`` features. The same on every rank, before any collective.
-        Mismatch: with ``sequence_parallel``, where the result is evaluated: the ranks' parts of the sequence differ in
+        InvalidArgument: ``output_dims`` cannot be sharded so, see :func:`mlxdist.nn.partition.split_sizes`; in a
+            call: the input has not ``input_dims`` features. The same on every rank, before any collective.
+        Mismatch: with ``sequence_parallel``, where the result is evaluated: the ranks' shards of the sequence differ in
             length.
     """
 
-    def __init__(
-        self,
-        input_dims: int,
-        output_dims: int,
-        bias: bool = True,
-        *,
-        gather_output: bool = False,
-        sequence_parallel: bool = False,
-        segments: Segments = 1,
-        weights: Sequence[float] | None = None,
-        multiple: int = 1,
-        group: Group | None = None,
-    ) -> None:
-        whole = nn.Linear(input_dims, output_dims, bias)
-        super().__init__(
-            whole,
-            gather_output=gather_output,
-            sequence_parallel=sequence_parallel,
-            segments=segments,
-            weights=weights,
-            multiple=multiple,
-            group=group,
-        )
 
-    def to_quantized(
-        self, group_size: int | None = None, bits: int | None = None, mode: str = "affine"
-    ) -> "QuantizedColumnParallelLinear":
-        """Quantized, as ``nn.quantize`` asks for it. No collective: every output is quantized by itself.
+class QuantizedColumnParallelLinear(QuantizedWeight, _ColumnParallel):
+    """``nn.QuantizedLinear`` with its outputs sharded over the ranks; otherwise as :class:`ColumnParallelLinear`.
 
-        Args:
-            group_size, bits, mode: as in ``nn.QuantizedLinear``; ``None`` for MLX's default.
-        """
-        return self.with_weight(self["weight"], {"group_size": group_size, "bits": bits, "mode": mode})
-
-
-class QuantizedColumnParallelLinear(_ColumnParallel):
-    """``nn.QuantizedLinear`` with its outputs cut over the ranks; otherwise as :class:`ColumnParallelLinear`.
-
-    The parameters are frozen; the gradient of the input is the whole layer's.
+    The parameters are frozen; the gradient of the input is the full layer's.
 
     Args:
         group_size, bits, mode: as in ``nn.QuantizedLinear``; all that MLX has. Each output has its own quantization
-            groups, so that these do not limit where the outputs can be cut.
+            groups, so that these do not limit how the outputs can be sharded.
     """
 
-    def __init__(
-        self,
-        input_dims: int,
-        output_dims: int,
-        bias: bool = True,
-        group_size: int | None = None,
-        bits: int | None = None,
-        mode: str = "affine",
-        *,
-        gather_output: bool = False,
-        sequence_parallel: bool = False,
-        segments: Segments = 1,
-        weights: Sequence[float] | None = None,
-        multiple: int = 1,
-        group: Group | None = None,
-    ) -> None:
-        whole = nn.QuantizedLinear(input_dims, output_dims, bias, group_size, bits, mode)
-        super().__init__(
-            whole,
-            gather_output=gather_output,
-            sequence_parallel=sequence_parallel,
-            segments=segments,
-            weights=weights,
-            multiple=multiple,
-            group=group,
-        )
+
+pair(ColumnParallelLinear, QuantizedColumnParallelLinear)

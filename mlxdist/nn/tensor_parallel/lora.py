@@ -1,9 +1,12 @@
-"""A low-rank adapter on top of a linear layer that is cut: column- or row-parallel, or of a model of shard_model.
+"""Low-rank adapters on linear layers that are sharded: mlxdist's own, and mlx-lm's where those fit.
 
 Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", arXiv:2106.09685: ``y + scale * (x A) B``. Names,
 shapes and ``scale`` are those of mlx-lm's ``LoRALinear``, so that its adapters can be put in and taken out.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cache
 from math import sqrt
 from typing import Self
 
@@ -12,21 +15,85 @@ from mlx import nn
 
 from mlxdist.base.errors import InvalidArgument
 
-from .parallel_linear import CutLinear, quantization
+from .linear_layers import quantization
 
-__all__ = ["LoRALinear"]
+__all__ = ["SWITCH_LINEARS", "LoRALinear", "ShardedLinear", "as_given", "draw_full"]
+
+# The linear layers of mlx-lm's experts.
+SWITCH_LINEARS = ("SwitchLinear", "QuantizedSwitchLinear")
+
+
+class ShardedLinear(nn.Module, ABC):
+    """What an adapter (:class:`mlxdist.nn.LoRALinear`) needs of a linear layer of which every rank holds a shard.
+
+    A call is ``leave(product(enter(x)))``, so that an adapter can stand between the two collectives and needs none of
+    its own. The adapter's matrix next to the sharded dimension is sharded like it.
+
+    Attributes:
+        input_dims, output_dims: of the full layer.
+        shard_axis: of the weight, of shape (outputs, inputs): 0 for column-parallel, 1 for row-parallel layers.
+    """
+
+    shard_axis: int
+    input_dims: int
+    output_dims: int
+
+    @abstractmethod
+    def enter(self, x: mx.array) -> mx.array:
+        """What this rank's product takes, from what the layer is called with."""
+
+    def product(self, x: mx.array) -> mx.array:
+        """This rank's part of the product, with the bias if that is sharded, too."""
+        bias = self.get("bias") if self.shard_axis == 0 else None
+        weight = self["weight"]
+        if "scales" in self:
+            scales, biases, config = self["scales"], self.get("biases"), quantization(self)
+            y = mx.quantized_matmul(x, weight, scales, biases, transpose=True, **config)
+            return y if bias is None else y + bias
+        return x @ weight.T if bias is None else mx.addmm(bias, x, weight.T)
+
+    @abstractmethod
+    def leave(self, y: mx.array) -> mx.array:
+        """What the layer returns, from this rank's product."""
+
+    @abstractmethod
+    def with_weight(self, weight: mx.array, quantized: dict | None = None) -> "ShardedLinear":
+        """The same layer with another weight: the shape of this rank's shard, before it is quantized.
+
+        ``quantized``: ``group_size``, ``bits`` and ``mode`` for the quantized form. No collective.
+        """
+
+    @abstractmethod
+    def adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
+        """The shards themselves, with the gradients of all ranks that hold them."""
+
+    @abstractmethod
+    def shard_adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
+        """This rank's shards of the full matrices of an adapter: (input_dims, r), (r, output_dims)."""
+
+    @abstractmethod
+    def join_adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
+        """The full matrices, from the shards of all ranks. A collective."""
+
+    @abstractmethod
+    def shard_inputs(self, x: mx.array) -> mx.array:
+        """This rank's shard of something that has all of a row-parallel layer's inputs on its last axis."""
+
+    def to_lora(self, r: int = 8, dropout: float = 0.0, scale: float = 20.0) -> "LoRALinear":
+        """The layer with an adapter, which mlx-lm's ``linear_to_lora_layers`` calls."""
+        return LoRALinear.from_base(self, r, dropout, scale)
 
 
 class LoRALinear(nn.Module):
-    """An adapter on a parallel layer, plain or quantized. The matrix next to the cut dimension is cut like it.
+    """An adapter on a parallel layer, plain or quantized. The matrix next to the sharded dimension is sharded like it.
 
-    The layer is one of this package or one that :func:`mlxdist.nn.shard_model` has cut; mlx-lm's
+    The layer is one of this package or one that :func:`mlxdist.nn.shard_model` has sharded; mlx-lm's
     ``linear_to_lora_layers`` puts this class on both. On a column-parallel layer ``lora_b``, of shape (r, output_dims),
-    is cut and ``lora_a``, (input_dims, r), is whole on every rank; on a row-parallel one it is the other way round. The
-    forward pass then needs no collective besides the layer's own, and the backward pass one more: the all_sum of the
-    gradient of the whole matrix, which so stays the same on all ranks. The gradients are this rank's parts of those of
-    the adapter on the whole layer; with ``dropout`` bitwise the same elements are dropped, if all ranks are seeded
-    alike.
+    is sharded and ``lora_a``, (input_dims, r), is full on every rank; on a row-parallel one it is the other way round.
+    The forward pass then needs no collective besides the layer's own, and the backward pass one more: the all_sum of
+    the gradient of the full matrix, which so stays the same on all ranks. The gradients are this rank's shards of those
+    of the adapter on the full layer; with ``dropout`` bitwise the same elements are dropped, if all ranks have the same
+    seed.
 
     Train it as with mlx-lm: ``model.freeze()`` first, then put the adapters in.
 
@@ -39,24 +106,24 @@ class LoRALinear(nn.Module):
         scale: as in mlx-lm.
 
     Attributes:
-        linear: the layer; lora_a, lora_b: this rank's part of the adapter; scale, dropout: as in mlx-lm.
+        linear: the layer; lora_a, lora_b: this rank's shard of the adapter; scale, dropout: as in mlx-lm.
 
     Raises:
         InvalidArgument: ``linear`` is no parallel layer; ``r`` is not positive; ``dropout`` is not in [0, 1).
     """
 
     @classmethod
-    def from_base(cls, linear: CutLinear, r: int = 8, dropout: float = 0.0, scale: float = 20.0) -> Self:
-        """An adapter of rank ``r`` on ``linear`` that changes nothing yet. Seed all ranks alike.
+    def from_base(cls, linear: ShardedLinear, r: int = 8, dropout: float = 0.0, scale: float = 20.0) -> Self:
+        """An adapter of rank ``r`` on ``linear`` that changes nothing yet. Use the same seed on all ranks.
 
         Raises:
             InvalidArgument: ``linear`` is no parallel layer; ``r`` is not positive; ``dropout`` is not in [0, 1).
         """
         return cls(linear, r, dropout, scale)
 
-    def __init__(self, linear: CutLinear, r: int = 8, dropout: float = 0.0, scale: float = 20.0) -> None:
+    def __init__(self, linear: ShardedLinear, r: int = 8, dropout: float = 0.0, scale: float = 20.0) -> None:
         super().__init__()
-        if not isinstance(linear, CutLinear):
+        if not isinstance(linear, ShardedLinear):
             raise InvalidArgument(
                 f"LoRALinear: the layer must be column- or row-parallel, not {type(linear).__name__}; for others there "
                 "is mlx_lm.tuner.lora.LoRALinear"
@@ -70,7 +137,7 @@ class LoRALinear(nn.Module):
         self.scale = scale
         self._drops = dropout > 0
         bound = 1 / sqrt(linear.input_dims)
-        self.lora_a, self.lora_b = linear.adapter_part(
+        self.lora_a, self.lora_b = linear.shard_adapter(
             mx.random.uniform(low=-bound, high=bound, shape=(linear.input_dims, r)), mx.zeros((r, linear.output_dims))
         )
 
@@ -81,7 +148,7 @@ class LoRALinear(nn.Module):
         z = (self._dropped(x) @ a) @ b
         return linear.leave(linear.product(x) + (self.scale * z).astype(x.dtype))
 
-    def fuse(self, dequantize: bool = False) -> CutLinear:
+    def fuse(self, dequantize: bool = False) -> ShardedLinear:
         """The layer with the adapter in its weight, quantized as it was unless ``dequantize``. No collective."""
         linear = self.linear
         weight, config = linear["weight"], quantization(linear)
@@ -91,7 +158,7 @@ class LoRALinear(nn.Module):
         return linear.with_weight(weight + delta.astype(weight.dtype), None if dequantize else config or None)
 
     def load_adapter(self, lora_a: mx.array, lora_b: mx.array) -> Self:
-        """Takes this rank's part of a whole adapter, such as one that mlx-lm saved.
+        """Takes this rank's shard of a full adapter, such as one that mlx-lm saved.
 
         ``lora_a`` has shape (input_dims, r), ``lora_b`` (r, output_dims).
 
@@ -104,20 +171,57 @@ class LoRALinear(nn.Module):
                 f"LoRALinear: lora_a must be ({dims[0]}, r) and lora_b (r, {dims[1]}), not {lora_a.shape} and "
                 f"{lora_b.shape}"
             )
-        self.lora_a, self.lora_b = self.linear.adapter_part(lora_a, lora_b)
+        self.lora_a, self.lora_b = self.linear.shard_adapter(lora_a, lora_b)
         return self
 
     def join_adapter(self) -> dict[str, mx.array]:
-        """``lora_a`` and ``lora_b`` of the whole layer, on every rank. A collective that is carried out at once."""
-        whole = self.linear.join_adapter(self["lora_a"], self["lora_b"])
-        mx.eval(whole)
-        return dict(zip(("lora_a", "lora_b"), whole))
+        """``lora_a`` and ``lora_b`` of the full layer, on every rank. A collective that is evaluated at once."""
+        full = self.linear.join_adapter(self["lora_a"], self["lora_b"])
+        mx.eval(full)
+        return dict(zip(("lora_a", "lora_b"), full))
 
     def _dropped(self, x: mx.array) -> mx.array:
-        """``x`` with features dropped. Where x is cut, this rank's part of what is dropped from all features: ranks
-        with the same seed would otherwise drop the same ones of their parts."""
+        """``x`` with features dropped. Where x is sharded, this rank's shard of what is dropped from all features:
+        ranks with the same seed would otherwise drop the same ones of their shards."""
         linear = self.linear
-        if linear.cut_axis == 0 or not (self._drops and self.dropout.training):
+        if linear.shard_axis == 0 or not (self._drops and self.dropout.training):
             return self.dropout(x)
         kept = self.dropout(mx.ones((*x.shape[:-1], linear.input_dims), x.dtype))
-        return x * linear.part_of_inputs(kept)
+        return x * linear.shard_inputs(kept)
+
+
+def draw_full(layer: nn.Module, shape: tuple[int, ...], shard: Callable[[str, mx.array], mx.array]) -> None:
+    """Lets mlx-lm's ``linear_to_lora_layers`` draw the adapter of the full layer, and keep this rank's shard of it.
+
+    Args:
+        layer: a linear layer of MLX, or one of mlx-lm with experts.
+        shape: of the full weight, not packed: (outputs, inputs) or (experts, outputs, inputs).
+        shard: ``shard(name, full)`` is this rank's shard of ``lora_a`` or ``lora_b``.
+    """
+    layer.__class__ = _drawn_full(type(layer))
+    object.__setattr__(layer, "_full", (shape, shard))
+
+
+def as_given(layer: nn.Module) -> None:
+    """Gives a layer that is full again the class that it had."""
+    if hasattr(layer, "_full"):
+        layer.__class__ = type(layer).__bases__[0]
+        del layer._full
+
+
+@cache
+def _drawn_full(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (kind,), {"to_lora": _to_lora, "__module__": kind.__module__})
+
+
+def _to_lora(self: nn.Module, r: int = 8, dropout: float = 0.0, scale: float = 20.0) -> nn.Module:
+    """The layer with mlx-lm's adapter, which its ``linear_to_lora_layers`` calls."""
+    from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
+
+    (*experts, output_dims, input_dims), shard = self._full
+    kind = LoRASwitchLinear if experts else LoRALinear
+    adapter = kind(input_dims, output_dims, *experts, r=r, dropout=dropout, scale=scale)
+    adapter.linear = self
+    for name in ("lora_a", "lora_b"):
+        adapter[name] = shard(name, adapter[name])
+    return adapter

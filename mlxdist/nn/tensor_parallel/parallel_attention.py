@@ -21,12 +21,12 @@ from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 
 from ..mappings import copy_to_tensor_parallel_region
-from ..partition import copy_to_holders, part, split_sizes
+from ..partition import copy_to_holders, shard_slice, split_sizes
 from ..rank_checks import agreed, described
-from ..sharding.measured_shares import Weights, resolve
+from ..sharding.measured_shares import RankShares, resolve
 from .column_parallel import ColumnParallelLinear
-from .outputs import with_outputs
-from .parallel_linear import ParallelLinear, check_linear, dims, quantization, quantization_unit
+from .linear_layers import check_linear, dims, quantization_unit, with_outputs
+from .parallel_linear import ParallelLinear
 from .row_parallel import RowParallelLinear
 
 __all__ = ["ParallelAttention", "split_heads"]
@@ -36,18 +36,18 @@ _NORMS = ("q_norm", "k_norm")
 
 
 def split_heads(
-    name: str, n_heads: int, n_kv_heads: int, ranks: int, weights: Weights | None = None, multiple: int = 1
+    name: str, n_heads: int, n_kv_heads: int, ranks: int, rank_shares: RankShares | None = None, multiple: int = 1
 ) -> tuple[list[int], list[range]]:
     """How many query heads each rank holds, and which KV heads: those that its query heads need.
 
     With at least as many KV heads as ranks every rank gets whole KV groups, a KV head with all its query heads. With
     fewer, KV heads are held by several ranks, and the query heads of a group are divided among them: equally over all
     ranks where that is possible, otherwise each rank has one KV head, and each KV head a run of ranks of about the same
-    weight. ``weights``: one positive number a rank; ``multiple``: every rank's query heads are a multiple of it.
+    weight. ``rank_shares``: one positive number a rank; ``multiple``: every rank's query heads are a multiple of it.
 
     Raises:
-        InvalidArgument: the heads cannot be cut so, or a rank would hold KV heads that differ in their number of query
-            heads. The message begins with ``name``.
+        InvalidArgument: the heads cannot be sharded so, or a rank would hold KV heads that differ in their number of
+            query heads. The message begins with ``name``.
     """
     for argument, number in (("n_heads", n_heads), ("n_kv_heads", n_kv_heads)):
         if not isinstance(number, Integral) or number < 1:
@@ -55,51 +55,51 @@ def split_heads(
     if n_heads % n_kv_heads != 0:
         raise InvalidArgument(f"{name}: {n_heads} query heads are not a multiple of {n_kv_heads} KV heads")
     each = n_heads // n_kv_heads
-    weights = resolve(name, weights, ranks)
+    rank_shares = resolve(name, rank_shares, ranks)
     if n_kv_heads >= ranks:
-        groups = split_sizes(f"{name}: KV heads", n_kv_heads, ranks, weights, multiple // gcd(multiple, each))
+        groups = split_sizes(f"{name}: KV heads", n_kv_heads, ranks, rank_shares, multiple // gcd(multiple, each))
         sizes = [each * size for size in groups]
     elif ranks % n_kv_heads == 0:
         sharing = ranks // n_kv_heads  # ranks that hold the same KV head
         what = f"{name}: query heads of a KV head"
         sizes = []
         for first in range(0, ranks, sharing):
-            part_of_weights = None if weights is None else list(weights)[first : first + sharing]
-            sizes += split_sizes(what, each, sharing, part_of_weights, multiple)
+            shares_of_head = None if rank_shares is None else list(rank_shares)[first : first + sharing]
+            sizes += split_sizes(what, each, sharing, shares_of_head, multiple)
     else:
-        sizes = split_sizes(f"{name}: query heads", n_heads, ranks, weights, multiple)
-        if weights is not None and _uneven_rank(sizes, each) is not None:
-            sizes = _one_kv_head_each(f"{name}: query heads of a KV head", n_kv_heads, each, weights, multiple)
+        sizes = split_sizes(f"{name}: query heads", n_heads, ranks, rank_shares, multiple)
+        if rank_shares is not None and _uneven_rank(sizes, each) is not None:
+            sizes = _one_kv_head_each(f"{name}: query heads of a KV head", n_kv_heads, each, rank_shares, multiple)
     if (rank := _uneven_rank(sizes, each)) is not None:
-        here = part(sizes, rank)
+        here = shard_slice(sizes, rank)
         raise InvalidArgument(
-            f"{name}: {n_heads} query heads of {n_kv_heads} KV heads cannot be cut into {sizes}: rank {rank} would "
+            f"{name}: {n_heads} query heads of {n_kv_heads} KV heads cannot be split into {sizes}: rank {rank} would "
             f"hold query heads {here.start} to {here.stop - 1}, not equally many of each of its KV heads; choose a "
-            "number of ranks that divides the KV heads or is a multiple of them, or give weights=[...]"
+            "number of ranks that divides the KV heads or is a multiple of them, or give rank_shares=[...]"
         )
-    places = [part(sizes, rank) for rank in range(ranks)]
+    places = [shard_slice(sizes, rank) for rank in range(ranks)]
     return sizes, [range(here.start // each, (here.stop - 1) // each + 1) for here in places]
 
 
 def _uneven_rank(sizes: Sequence[int], each: int) -> int | None:
     """The first rank that would hold KV heads with different numbers of query heads, of which each has ``each``."""
     for rank in range(len(sizes)):
-        here = part(sizes, rank)
+        here = shard_slice(sizes, rank)
         if len(set(Counter(head // each for head in range(here.start, here.stop)).values())) > 1:
             return rank
     return None
 
 
-def _one_kv_head_each(name: str, n_kv_heads: int, each: int, weights: Sequence[float], multiple: int) -> list[int]:
+def _one_kv_head_each(name: str, n_kv_heads: int, each: int, rank_shares: Sequence[float], multiple: int) -> list[int]:
     """How many query heads each rank holds, where it has one KV head: runs of ranks are as near as can be to equal
-    shares of all weights."""
-    before, most = [0, *accumulate(weights)], each // multiple
+    shares of the total."""
+    before, most = [0, *accumulate(rank_shares)], each // multiple
     sizes: list[int] = []
     for head in range(n_kv_heads):
         first, left = len(sizes), n_kv_heads - head - 1  # KV heads behind this one, with a rank each at least
-        stops = range(max(first + 1, len(weights) - left * most), min(first + most, len(weights) - left) + 1)
+        stops = range(max(first + 1, len(rank_shares) - left * most), min(first + most, len(rank_shares) - left) + 1)
         stop = min(stops, key=lambda stop: abs(before[stop] * n_kv_heads - before[-1] * (head + 1)), default=first + 1)
-        sizes += split_sizes(name, each, stop - first, weights[first:stop], multiple)
+        sizes += split_sizes(name, each, stop - first, rank_shares[first:stop], multiple)
     return sizes
 
 
@@ -111,7 +111,7 @@ class ParallelAttention(nn.Module):
     "causal", or an array that broadcasts to (batch, n_heads, length, keys) for all ranks' heads.
 
     Where there are fewer KV heads than ranks, several ranks hold the same one. All gradients are the dense layer's:
-    this rank's part of those of the projections, where a KV head that several ranks hold, and the norms, which all
+    this rank's shard of those of the projections, where a KV head that several ranks hold, and the norms, which all
     hold, have the sum over the ranks. Forward: one all_sum, or a sum_scatter with ``sequence_parallel``. Backward: one
     all_sum of the gradient of ``x``; one for each norm, and for each of the weights of k_proj and v_proj where KV heads
     are shared. LoRA goes on q_proj and o_proj, and on k_proj and v_proj where KV heads are not shared.
@@ -129,15 +129,15 @@ class ParallelAttention(nn.Module):
         rope: positions: a callable with mlx-lm's signature, ``rope(x, offset=...)``; ``None`` for none.
         q_norm, k_norm: of each head's queries and keys: modules such as ``nn.RMSNorm(head_dim)``; ``None`` for none.
         scale: of the scores; ``None`` for head_dim ** -0.5.
-        sequence_parallel: ``x`` and the result are this rank's equal part of the sequence.
-        weights: one positive number a rank, to cut the heads in proportion to; KV groups stay whole where there are at
-            least as many as ranks.
+        sequence_parallel: ``x`` and the result are this rank's equal shard of the sequence.
+        rank_shares: one positive number a rank, to shard the heads in proportion to; KV groups stay whole where there
+            are at least as many as ranks.
         group: the ranks, which make the layer together; ``None`` is the group of ``mlxdist.init()``.
 
-    The initial values are this rank's part of those of dense layers: seed all ranks alike.
+    The initial values are this rank's shard of those of dense layers: use the same seed on all ranks.
 
     Raises:
-        InvalidArgument: on all ranks, if the heads cannot be cut so, see :func:`split_heads`; if arguments differ.
+        InvalidArgument: on all ranks, if the heads cannot be sharded so, see :func:`split_heads`; if arguments differ.
     """
 
     def __init__(
@@ -153,14 +153,14 @@ class ParallelAttention(nn.Module):
         k_norm: nn.Module | None = None,
         scale: float | None = None,
         sequence_parallel: bool = False,
-        weights: Sequence[float] | None = None,
+        rank_shares: Sequence[float] | None = None,
         group: Group | None = None,
     ) -> None:
         group = group_of(group)
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
-        values = (dims, n_heads, n_kv_heads, head_dim, bias, scale, sequence_parallel, weights)
+        values = (dims, n_heads, n_kv_heads, head_dim, bias, scale, sequence_parallel, rank_shares)
         with agreed("ParallelAttention", group, *values, described(q_norm), described(k_norm)):
-            split_heads("ParallelAttention", n_heads, n_kv_heads, group.size(), weights)
+            split_heads("ParallelAttention", n_heads, n_kv_heads, group.size(), rank_shares)
             if head_dim is None and dims % n_heads != 0:
                 raise InvalidArgument(
                     f"ParallelAttention: {dims} dims are no multiple of {n_heads} heads; give head_dim"
@@ -176,7 +176,7 @@ class ParallelAttention(nn.Module):
             for name, norm in zip(_NORMS, (q_norm, k_norm)):
                 if norm is not None:
                     setattr(whole, name, norm)
-            self._cut("ParallelAttention", whole, sequence_parallel, weights, group)
+            self._cut("ParallelAttention", whole, sequence_parallel, rank_shares, group)
 
     @classmethod
     def from_attention(
@@ -184,14 +184,14 @@ class ParallelAttention(nn.Module):
         attention: nn.Module,
         *,
         sequence_parallel: bool = False,
-        weights: Sequence[float] | None = None,
+        rank_shares: Sequence[float] | None = None,
         group: Group | None = None,
     ) -> "ParallelAttention":
         """This rank's heads of an ``Attention`` module of mlx-lm that all ranks hold.
 
         It must be one that computes as Llama's or Qwen3's: q_proj, k_proj, v_proj and o_proj, plain or quantized, rope,
         scale, n_heads and n_kv_heads, and optionally q_norm and k_norm of single heads; a module with other parameters
-        is refused. Arguments as for the class. Parameters that are frozen stay so.
+        is rejected. Arguments as for the class. Parameters that are frozen stay so.
 
         Raises:
             InvalidArgument: on all ranks, as for the class, if ``attention`` is something else on one of them, or if
@@ -200,12 +200,12 @@ class ParallelAttention(nn.Module):
         group, name = group_of(group), f"{cls.__name__}.from_attention"
         layer = cls.__new__(cls)
         heads = [getattr(attention, key, None) for key in ("n_heads", "n_kv_heads", "scale")]
-        with agreed(name, group, sequence_parallel, weights, heads, described(attention)):
-            layer._cut(name, attention, sequence_parallel, weights, group)
+        with agreed(name, group, sequence_parallel, rank_shares, heads, described(attention)):
+            layer._cut(name, attention, sequence_parallel, rank_shares, group)
         return layer
 
     def to_attention(self, attention: nn.Module) -> nn.Module:
-        """Puts the whole projections and norms into a module that :meth:`from_attention` takes, and returns it.
+        """Puts the full projections and norms into a module that :meth:`from_attention` takes, and returns it.
 
         A collective that is carried out at once: all ranks call it. ``attention`` may have any values.
 
@@ -272,16 +272,15 @@ class ParallelAttention(nn.Module):
         return self._group
 
     def _cut(
-        self, name: str, whole: nn.Module, sequence_parallel: bool, weights: Sequence[float] | None, group: Group
+        self, name: str, whole: nn.Module, sequence_parallel: bool, rank_shares: Sequence[float] | None, group: Group
     ) -> None:
         _check(name, whole)
         total, total_kv = whole.n_heads, whole.n_kv_heads
         head_dim = dims(whole.q_proj)[0] // total
-        unit = 1
-        if config := quantization(whole.o_proj):
-            unit = quantization_unit(config["group_size"], config["bits"])
+        unit = quantization_unit(whole.o_proj)
+        if unit > 1:
             name = f"{name} (o_proj has quantization groups of {unit}, heads {head_dim} features)"
-        heads, kv_heads = split_heads(name, total, total_kv, group.size(), weights, unit // gcd(unit, head_dim))
+        heads, kv_heads = split_heads(name, total, total_kv, group.size(), rank_shares, unit // gcd(unit, head_dim))
         super().__init__()
         self.head_dim, self.scale, self.rope = head_dim, whole.scale, whole.rope
         self.n_heads, self.n_kv_heads = heads[group.rank()], len(kv_heads[group.rank()])
@@ -289,11 +288,13 @@ class ParallelAttention(nn.Module):
         self._shares_kv_heads = sum(map(len, kv_heads)) > total_kv
         common = {"sequence_parallel": sequence_parallel, "group": group}
         column = common | {"multiple": head_dim}
-        self.q_proj = ColumnParallelLinear.from_linear(whole.q_proj, weights=heads, **column)
+        self.q_proj = ColumnParallelLinear.from_linear(whole.q_proj, rank_shares=heads, **column)
         for key in ("k_proj", "v_proj"):
             expanded = _with_heads(whole[key], list(chain(*kv_heads)), head_dim)
-            setattr(self, key, ColumnParallelLinear.from_linear(expanded, weights=list(map(len, kv_heads)), **column))
-        self.o_proj = RowParallelLinear.from_linear(whole.o_proj, weights=heads, multiple=head_dim, **common)
+            setattr(
+                self, key, ColumnParallelLinear.from_linear(expanded, rank_shares=list(map(len, kv_heads)), **column)
+            )
+        self.o_proj = RowParallelLinear.from_linear(whole.o_proj, rank_shares=heads, multiple=head_dim, **common)
         for key in _NORMS:
             if key in whole:
                 setattr(self, key, whole[key])
@@ -324,7 +325,7 @@ class ParallelAttention(nn.Module):
     def _mask(self, mask: mx.array | str | None) -> mx.array | str | None:
         """For this rank's heads."""
         if isinstance(mask, mx.array) and mask.ndim >= 3 and mask.shape[-3] > 1:
-            return mask[..., part(self._heads, self._group.rank()), :, :]
+            return mask[..., shard_slice(self._heads, self._group.rank()), :, :]
         return mask
 
 
@@ -339,7 +340,7 @@ def _call(module: nn.Module, function: Callable, wrap: Callable[[mx.array], mx.a
 
 
 def _check(name: str, attention: nn.Module) -> None:
-    """Refuses what is not of the shape of Llama's attention."""
+    """Rejects what is not of the shape of Llama's attention."""
     missing = [key for key in (*_PROJECTIONS, "n_heads", "n_kv_heads", "scale", "rope") if not hasattr(attention, key)]
     if missing:
         raise InvalidArgument(
@@ -369,7 +370,7 @@ def _check(name: str, attention: nn.Module) -> None:
             if parameter.shape != (head_dim,):
                 raise InvalidArgument(
                     f"{name}: {key}.{path} has shape {parameter.shape}, not ({head_dim},): a norm over more than a "
-                    "head cannot be cut with the heads"
+                    "head cannot be sharded with the heads"
                 )
 
 

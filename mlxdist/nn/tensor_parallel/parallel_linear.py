@@ -1,108 +1,50 @@
-"""What the linear layers that are cut over the ranks share, plain and quantized, by columns and by rows."""
+"""What the linear layers that are sharded over the ranks share, by columns and by rows, plain and quantized."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
-from math import gcd, lcm
-from typing import Self
+from typing import Any, Self
 
 import mlx.core as mx
 from mlx import nn
-from mlx.utils import tree_flatten
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.runtime.group import Group
 
 from ..mappings import copy_to_tensor_parallel_region
-from ..partition import Segments, join, part, take
+from ..partition import Segments, join, shard_slice, take
+from .linear_layers import check_linear, dims, freeze_like, quantization
+from .lora import ShardedLinear
 
-__all__ = ["CutLinear", "ParallelLinear", "check_linear", "dims", "quantization", "quantization_unit", "unpacked"]
-
-
-class CutLinear(nn.Module, ABC):
-    """What an adapter (:class:`mlxdist.nn.LoRALinear`) asks of a linear layer of which every rank holds a part.
-
-    A call is ``leave(product(enter(x)))``, so that an adapter can stand between the two collectives and needs none of
-    its own. Of the adapter's matrices the one next to the cut dimension is cut like it.
-
-    Attributes:
-        input_dims, output_dims: of the whole layer.
-        cut_axis: of the weight, of shape (outputs, inputs): 0 for column-parallel, 1 for row-parallel layers.
-    """
-
-    cut_axis: int
-    input_dims: int
-    output_dims: int
-
-    @abstractmethod
-    def enter(self, x: mx.array) -> mx.array:
-        """What this rank's product takes, from what the layer is called with."""
-
-    def product(self, x: mx.array) -> mx.array:
-        """This rank's part of the product, with the bias if that is cut, too."""
-        bias = self.get("bias") if self.cut_axis == 0 else None
-        weight = self["weight"]
-        if "scales" in self:
-            scales, biases, config = self["scales"], self.get("biases"), quantization(self)
-            y = mx.quantized_matmul(x, weight, scales, biases, transpose=True, **config)
-            return y if bias is None else y + bias
-        return x @ weight.T if bias is None else mx.addmm(bias, x, weight.T)
-
-    @abstractmethod
-    def leave(self, y: mx.array) -> mx.array:
-        """What the layer returns, from this rank's product."""
-
-    @abstractmethod
-    def with_weight(self, weight: mx.array, quantized: dict | None = None) -> "CutLinear":
-        """The same layer with another weight: shape of this rank's part, before it is quantized."""
-
-    def to_lora(self, r: int = 8, dropout: float = 0.0, scale: float = 20.0) -> nn.Module:
-        """The layer with an adapter, as mlx-lm's ``linear_to_lora_layers`` asks for it: a LoRALinear."""
-        from .lora import LoRALinear
-
-        return LoRALinear.from_base(self, r, dropout, scale)
-
-    @abstractmethod
-    def adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
-        """The parts themselves, with the gradients of all ranks that hold them."""
-
-    @abstractmethod
-    def adapter_part(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
-        """This rank's parts of the whole matrices of an adapter: (input_dims, r), (r, output_dims)."""
-
-    @abstractmethod
-    def join_adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
-        """The whole matrices, from the parts of all ranks. A collective."""
-
-    @abstractmethod
-    def part_of_inputs(self, x: mx.array) -> mx.array:
-        """This rank's part of something that has all of a row-parallel layer's inputs on its last axis."""
+__all__ = ["ParallelLinear", "PlainWeight", "QuantizedWeight", "pair"]
 
 
-class ParallelLinear(CutLinear):
-    """A linear layer of which every rank holds a part: of its outputs (column) or of its inputs (row).
+class ParallelLinear(ShardedLinear):
+    """A linear layer of which every rank holds a shard: of its outputs (column) or of its inputs (row).
 
-    Parameters have the names of ``nn.Linear`` and ``nn.QuantizedLinear`` and hold this rank's part: ``weight``,
+    Parameters have the names of ``nn.Linear`` and ``nn.QuantizedLinear`` and hold this rank's shard: ``weight``,
     ``bias``; quantized also ``scales`` and, in the mode "affine", ``biases``.
 
-    Attributes, besides those of :class:`CutLinear`:
-        sizes: how much of the cut dimension each rank holds.
+    Attributes, besides those of :class:`ShardedLinear`:
+        sizes: how much of the sharded dimension each rank holds.
         segments: see :mod:`mlxdist.nn.partition`.
         group: the ranks.
         group_size, bits, mode: of the quantized forms, as in ``nn.QuantizedLinear``.
     """
 
-    def __init__(self, whole: nn.Module, sizes: Sequence[int], segments: Segments, group: Group) -> None:
+    kinds: tuple[type["ParallelLinear"], type["ParallelLinear"]]  # plain and quantized, see :func:`pair`
+
+    def __init__(self, full: nn.Module, sizes: Sequence[int], segments: Segments, group: Group) -> None:
         super().__init__()
-        self.output_dims, self.input_dims = dims(whole)
+        self.output_dims, self.input_dims = dims(full)
         # Names with an underscore are no parameters for nn.Module.
         self._sizes = tuple(sizes)
         self._segments = segments if isinstance(segments, int) else tuple(segments)
         self._group = group
-        for name, value in quantization(whole).items():
+        for name, value in quantization(full).items():
             setattr(self, name, value)
-        for name, value in self._part_of(whole).items():
+        for name, value in self._shards_of(full).items():
             setattr(self, name, value)
-        if quantization(whole):
+        if quantization(full):
             self.freeze()
 
     @property
@@ -112,7 +54,7 @@ class ParallelLinear(CutLinear):
 
     @property
     def segments(self) -> Segments:
-        """What is cut by itself: lengths along the cut dimension, or a number of equal ones."""
+        """What is sharded by itself: lengths along the sharded dimension, or a number of equal ones."""
         return self._segments
 
     @property
@@ -121,44 +63,44 @@ class ParallelLinear(CutLinear):
         return self._group
 
     def adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
-        if self.cut_axis == 0:
+        if self.shard_axis == 0:
             return copy_to_tensor_parallel_region(lora_a, self._group), lora_b
         return lora_a, copy_to_tensor_parallel_region(lora_b, self._group)
 
-    def adapter_part(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
+    def shard_adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
         rank = self._group.rank()
-        if self.cut_axis == 0:
+        if self.shard_axis == 0:
             return lora_a, take(lora_b, 1, self._sizes, rank, self._segments)
         return take(lora_a, 0, self._sizes, rank), lora_b
 
     def join_adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
-        if self.cut_axis == 0:
+        if self.shard_axis == 0:
             return lora_a, join(lora_b, 1, self._sizes, self._group, self._segments)
         return join(lora_a, 0, self._sizes, self._group), lora_b
 
-    def part_of_inputs(self, x: mx.array) -> mx.array:
-        return x[..., part(self._sizes, self._group.rank())]
+    def shard_inputs(self, x: mx.array) -> mx.array:
+        return x[..., shard_slice(self._sizes, self._group.rank())]
 
     def __call__(self, x: mx.array) -> mx.array:
         return self.leave(self.product(self.enter(x)))
 
     def to_linear(self) -> nn.Linear | nn.QuantizedLinear:
-        """The whole layer again, on every rank: bitwise the one that :meth:`from_linear` was given.
+        """The full layer, on every rank: bitwise the one that :meth:`from_linear` was given.
 
-        A collective that is carried out at once: all ranks call it, in the same order.
+        A collective that is evaluated at once: all ranks call it, in the same order.
         """
         kind = nn.QuantizedLinear if quantization(self) else nn.Linear
-        whole = kind(self.input_dims, self.output_dims, "bias" in self, **quantization(self))
-        cuts = self._cuts()
-        for name in whole.parameters():
+        full = kind(self.input_dims, self.output_dims, "bias" in self, **quantization(self))
+        axes = self._axes()
+        for name in full.parameters():
             value = self[name]
-            setattr(whole, name, join(value, *cuts[name], self._group, self._segments) if name in cuts else value)
-        mx.eval(whole.parameters())
-        return _in_the_state_of(self, whole)
+            setattr(full, name, join(value, *axes[name], self._group, self._segments) if name in axes else value)
+        mx.eval(full.parameters())
+        return freeze_like(full, self)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear | nn.QuantizedLinear, **keywords: object) -> Self:
-        """This rank's part of a layer that all ranks hold. Of a quantized one the quantized form, of this class or not.
+    def from_linear(cls, linear: nn.Linear | nn.QuantizedLinear, **keywords: Any) -> Self:
+        """This rank's shard of a layer that all ranks hold: of a quantized one the quantized form of this class.
 
         ``keywords`` are those of the constructor. Frozen parameters stay frozen. No collective.
 
@@ -167,26 +109,26 @@ class ParallelLinear(CutLinear):
         """
         check_linear(f"{cls.__name__}.from_linear", linear)
         output_dims, input_dims = dims(linear)
-        kind = cls._kind(quantized=bool(quantization(linear)))
+        kind = cls.kinds[bool(quantization(linear))]
         layer = kind(input_dims, output_dims, "bias" in linear, **quantization(linear), **keywords)
-        layer.update(layer._part_of(linear))
-        return _in_the_state_of(linear, layer)
+        layer.update(layer._shards_of(linear))
+        return freeze_like(layer, linear)
 
     def with_weight(self, weight: mx.array, quantized: dict | None = None) -> "ParallelLinear":
-        """The same layer with another weight: shape of this rank's part, before it is quantized.
+        """The same layer with another weight: the shape of this rank's shard, before it is quantized.
 
         ``quantized``: ``group_size``, ``bits`` and ``mode`` for the quantized form. No collective.
 
         Raises:
-            InvalidArgument: the ranks' parts are not whole quantization groups.
+            InvalidArgument: the ranks' shards are not whole quantization groups.
         """
-        kind = self._kind(quantized is not None)
+        kind = self.kinds[quantized is not None]
         arguments = (self.input_dims, self.output_dims, "bias" in self)
-        layer = kind(*arguments, **(quantized or {}), **self._options(), weights=self._sizes, group=self._group)
+        layer = kind(*arguments, **(quantized or {}), **self._options(), rank_shares=self._sizes, group=self._group)
         if layer._sizes != self._sizes:
             raise InvalidArgument(
-                f"{kind.__name__}: the parts {self.sizes} are not whole quantization groups of {layer.group_size}; cut "
-                f"the layer with multiple={layer.group_size}, or quantize it before it is cut"
+                f"{kind.__name__}: the shards {self.sizes} are not whole quantization groups of {layer.group_size}; "
+                f"shard the layer with multiple={layer.group_size}, or quantize it before it is sharded"
             )
         values = [weight] if quantized is None else mx.quantize(weight, **quantization(layer))
         layer.update(dict(zip(("weight", "scales", "biases"), values)))
@@ -194,25 +136,20 @@ class ParallelLinear(CutLinear):
             layer.bias = self["bias"]
         return layer.train(self.training)
 
-    @classmethod
-    @abstractmethod
-    def _kind(cls, quantized: bool) -> type["ParallelLinear"]:
-        """The plain or the quantized class that is cut in the same way."""
-
     @abstractmethod
     def _options(self) -> dict[str, object]:
         """Arguments of the constructor besides dimensions, quantization, sizes and group."""
 
     @abstractmethod
-    def _cuts(self) -> dict[str, tuple[int, list[int]]]:
-        """The parameters that are cut: the axis, and the sizes along it in elements of that parameter."""
+    def _axes(self) -> dict[str, tuple[int, list[int]]]:
+        """The parameters that are sharded: the axis, and the sizes along it in elements of that parameter."""
 
-    def _part_of(self, whole: nn.Module) -> dict[str, mx.array]:
+    def _shards_of(self, full: nn.Module) -> dict[str, mx.array]:
         """This rank's parameters."""
-        cuts, rank = self._cuts(), self._group.rank()
+        axes, rank = self._axes(), self._group.rank()
         return {
-            name: take(value, *cuts[name], rank, self._segments) if name in cuts else value
-            for name, value in whole.parameters().items()
+            name: take(value, *axes[name], rank, self._segments) if name in axes else value
+            for name, value in full.parameters().items()
         }
 
     def _extra_repr(self) -> str:
@@ -223,43 +160,42 @@ class ParallelLinear(CutLinear):
         return f"{text}, rank={rank} of {self._group.size()}, size={self._sizes[rank]}"
 
 
-def check_linear(name: str, linear: nn.Module) -> None:
-    """Refuses what is not, and does not compute as, ``nn.Linear`` or ``nn.QuantizedLinear``."""
-    for kind in (nn.Linear, nn.QuantizedLinear):
-        if isinstance(linear, kind) and type(linear).__call__ is kind.__call__:
-            return
-    raise InvalidArgument(
-        f"{name}: the layer must be an nn.Linear or nn.QuantizedLinear, not {type(linear).__name__}; of a layer with "
-        "an adapter (LoRA) convert the linear layer in it, then put the adapter on top"
-    )
+class PlainWeight(ParallelLinear):
+    """Made with the dimensions of an ``nn.Linear``."""
+
+    def __init__(self, input_dims: int, output_dims: int, bias: bool = True, **options: Any) -> None:
+        super().__init__(nn.Linear(input_dims, output_dims, bias), **options)
+
+    def to_quantized(
+        self, group_size: int | None = None, bits: int | None = None, mode: str = "affine"
+    ) -> "QuantizedWeight":
+        """Quantized, for ``nn.quantize``. No collective.
+
+        Args:
+            group_size, bits, mode: as in ``nn.QuantizedLinear``; ``None`` for MLX's default.
+
+        Raises:
+            InvalidArgument: of a row-parallel layer the ranks' shards are not whole quantization groups.
+        """
+        return self.with_weight(self["weight"], {"group_size": group_size, "bits": bits, "mode": mode})
 
 
-def dims(linear: nn.Module) -> tuple[int, int]:
-    """output_dims and input_dims of an ``nn.Linear`` or ``nn.QuantizedLinear``."""
-    output_dims, columns = linear.weight.shape
-    return output_dims, unpacked(linear, columns)
+class QuantizedWeight(ParallelLinear):
+    """Made with the arguments of an ``nn.QuantizedLinear``."""
+
+    def __init__(
+        self,
+        input_dims: int,
+        output_dims: int,
+        bias: bool = True,
+        group_size: int | None = None,
+        bits: int | None = None,
+        mode: str = "affine",
+        **options: Any,
+    ) -> None:
+        super().__init__(nn.QuantizedLinear(input_dims, output_dims, bias, group_size, bits, mode), **options)
 
 
-def unpacked(layer: nn.Module, columns: int) -> int:
-    """How many inputs ``columns`` of the weight are: quantized, they are packed into words of 32 bits."""
-    bits = getattr(layer, "bits", None)
-    return columns * 32 // bits if bits else columns
-
-
-def quantization(layer: nn.Module) -> dict[str, int | str]:
-    """``group_size``, ``bits`` and ``mode`` of a quantized layer; nothing for one that is not."""
-    names = ("group_size", "bits", "mode")
-    return {name: getattr(layer, name) for name in names} if hasattr(layer, "group_size") else {}
-
-
-def quantization_unit(group_size: int, bits: int) -> int:
-    """The fewest inputs that are whole groups and, packed into uint32, whole words: 32 values of 3, 5 or 6 bits."""
-    return lcm(group_size, 32 // gcd(32, bits))
-
-
-def _in_the_state_of(source: nn.Module, layer: nn.Module) -> nn.Module:
-    """``layer`` with the same parameters frozen as in ``source``, and training or not as that is."""
-    trainable = dict(tree_flatten(source.trainable_parameters()))
-    layer.unfreeze(recurse=False)
-    layer.freeze(recurse=False, keys=[name for name in source.parameters() if name not in trainable])
-    return layer.train(source.training)
+def pair(plain: type[ParallelLinear], quantized: type[ParallelLinear]) -> None:
+    """Makes two classes that are sharded in the same way each other's plain and quantized form."""
+    plain.kinds = quantized.kinds = (plain, quantized)

@@ -1,4 +1,4 @@
-"""The gated MLP of which each rank computes a part of the hidden features.
+"""The gated MLP of which each rank computes a shard of the hidden features.
 
 Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
 arXiv:1909.08053; gated: Shazeer 2020, "GLU Variants Improve Transformer", arXiv:2002.05202.
@@ -18,8 +18,7 @@ from mlxdist.runtime.group import Group
 from ..partition import split_sizes
 from ..rank_checks import agreed, described
 from .column_parallel import ColumnParallelLinear
-from .outputs import with_outputs
-from .parallel_linear import check_linear, dims, quantization, quantization_unit
+from .linear_layers import check_linear, dims, quantization, quantization_unit, with_outputs
 from .row_parallel import RowParallelLinear
 
 __all__ = ["ParallelMLP"]
@@ -31,25 +30,27 @@ class ParallelMLP(nn.Module):
     """``down_proj(activation(gate_proj(x)) * up_proj(x))``, of which each rank computes some of the hidden features.
 
     Gate and up are one matrix, so that a call is two products and one all_sum. Input and output: shape (..., dims), the
-    same on all ranks; with ``sequence_parallel`` this rank's equal part of the axis -2. Dtype as of ``nn.Linear``.
-    Gradients are this rank's part of the dense layer's. Backward: one all_sum of the gradient of the input.
+    same on all ranks; with ``sequence_parallel`` this rank's equal shard of the axis -2. Dtype as of ``nn.Linear``.
+    Gradients are this rank's shard of the dense layer's. Backward: one all_sum of the gradient of the input.
 
-    Submodules: ``gate_up_proj``, column-parallel with two segments, of which each rank holds its part of gate, then its
-    part of up; ``down_proj``, row-parallel. ``sizes``: the hidden features of each rank.
+    Submodules: ``gate_up_proj``, column-parallel with two segments, of which each rank holds its shard of gate, then
+        its
+    shard of up; ``down_proj``, row-parallel. ``sizes``: the hidden features of each rank.
 
     Args:
         dims: features of the input and the output.
         hidden_dims: features between them, of all ranks.
         bias: whether the projections have one.
         activation: of the gate: a function of an array, elementwise.
-        sequence_parallel: the input and the output are cut along the sequence.
-        weights: one positive number a rank, to cut the hidden features in proportion to; ``None`` for equal parts.
+        sequence_parallel: the input and the output are sharded along the sequence.
+        rank_shares: one positive number a rank, to shard the hidden features in proportion to; ``None`` for equal
+            shards.
         group: the ranks, which make the layer together; ``None`` is the group of ``mlxdist.init()``.
 
-    The initial values are this rank's part of those of dense layers: seed all ranks alike.
+    The initial values are this rank's shard of those of dense layers: use the same seed on all ranks.
 
     Raises:
-        InvalidArgument: on all ranks, if the hidden features cannot be cut so, or if arguments differ.
+        InvalidArgument: on all ranks, if the hidden features cannot be sharded so, or if arguments differ.
     """
 
     def __init__(
@@ -60,11 +61,11 @@ class ParallelMLP(nn.Module):
         bias: bool = False,
         activation: Callable[[mx.array], mx.array] = nn.silu,
         sequence_parallel: bool = False,
-        weights: Sequence[float] | None = None,
+        rank_shares: Sequence[float] | None = None,
         group: Group | None = None,
     ) -> None:
         group = group_of(group)
-        with agreed("ParallelMLP", group, dims, hidden_dims, bias, sequence_parallel, weights):
+        with agreed("ParallelMLP", group, dims, hidden_dims, bias, sequence_parallel, rank_shares):
             for name, number in (("dims", dims), ("hidden_dims", hidden_dims)):
                 if not isinstance(number, Integral) or number < 1:
                     raise InvalidArgument(f"ParallelMLP: {name} must be at least 1, not {number!r}")
@@ -72,7 +73,7 @@ class ParallelMLP(nn.Module):
             whole.gate_proj = nn.Linear(dims, hidden_dims, bias)
             whole.up_proj = nn.Linear(dims, hidden_dims, bias)
             whole.down_proj = nn.Linear(hidden_dims, dims, bias)
-            self._cut("ParallelMLP", whole, activation, sequence_parallel, weights, group)
+            self._cut("ParallelMLP", whole, activation, sequence_parallel, rank_shares, group)
 
     @classmethod
     def from_mlp(
@@ -81,14 +82,14 @@ class ParallelMLP(nn.Module):
         *,
         activation: Callable[[mx.array], mx.array] = nn.silu,
         sequence_parallel: bool = False,
-        weights: Sequence[float] | None = None,
+        rank_shares: Sequence[float] | None = None,
         group: Group | None = None,
     ) -> "ParallelMLP":
-        """This rank's part of an ``MLP`` of mlx-lm that all ranks hold: gate_proj, up_proj and down_proj.
+        """This rank's shard of an ``MLP`` of mlx-lm that all ranks hold: gate_proj, up_proj and down_proj.
 
         Plain or quantized; gate and up alike, because they become one matrix. What the module does between the
         projections cannot be seen from outside: it must be what the class does with ``activation``. A module with
-        other parameters is refused. Parameters that are frozen stay so.
+        other parameters is rejected. Parameters that are frozen stay so.
 
         Raises:
             InvalidArgument: on all ranks, as for the class, if ``mlp`` is something else on one of them, or if a rank's
@@ -96,12 +97,12 @@ class ParallelMLP(nn.Module):
         """
         group, name = group_of(group), f"{cls.__name__}.from_mlp"
         layer = cls.__new__(cls)
-        with agreed(name, group, sequence_parallel, weights, described(mlp)):
-            layer._cut(name, mlp, activation, sequence_parallel, weights, group)
+        with agreed(name, group, sequence_parallel, rank_shares, described(mlp)):
+            layer._cut(name, mlp, activation, sequence_parallel, rank_shares, group)
         return layer
 
     def to_mlp(self, mlp: nn.Module) -> nn.Module:
-        """Puts the whole gate_proj, up_proj and down_proj into a module of mlx-lm, and returns it.
+        """Puts the full gate_proj, up_proj and down_proj into a module of mlx-lm, and returns it.
 
         A collective that is carried out at once: all ranks call it. ``mlp`` may have any values.
 
@@ -136,7 +137,7 @@ class ParallelMLP(nn.Module):
         whole: nn.Module,
         activation: Callable[[mx.array], mx.array],
         sequence_parallel: bool,
-        weights: Sequence[float] | None,
+        rank_shares: Sequence[float] | None,
         group: Group,
     ) -> None:
         _check(name, whole)
@@ -144,13 +145,13 @@ class ParallelMLP(nn.Module):
             raise InvalidArgument(f"{name}: activation must be a function, not {activation!r}")
         hidden, multiple = dims(whole.gate_proj)[0], 1
         what = f"{name}: hidden_dims"
-        if config := quantization(whole.down_proj):
-            multiple = quantization_unit(config["group_size"], config["bits"])
+        if quantization(whole.down_proj):
+            multiple = quantization_unit(whole.down_proj)
             what = f"{name}: hidden_dims in quantization groups of {multiple}"
-        sizes = split_sizes(what, hidden, group.size(), weights, multiple)
+        sizes = split_sizes(what, hidden, group.size(), rank_shares, multiple)
         super().__init__()
         self.activation, self._sizes, self._group = activation, tuple(sizes), group
-        common = {"sequence_parallel": sequence_parallel, "weights": sizes, "multiple": multiple, "group": group}
+        common = {"sequence_parallel": sequence_parallel, "rank_shares": sizes, "multiple": multiple, "group": group}
         up = whole.up_proj
         merged = with_outputs(whole.gate_proj, lambda key, gate: mx.concatenate([gate, up[key]]))
         self.gate_up_proj = ColumnParallelLinear.from_linear(merged, segments=2, **common)
@@ -164,7 +165,7 @@ def _check_names(name: str, mlp: nn.Module) -> None:
 
 
 def _check(name: str, mlp: nn.Module) -> None:
-    """Refuses what is not a gated MLP whose gate and up can be merged."""
+    """Rejects what is not a gated MLP whose gate and up can be merged."""
     _check_names(name, mlp)
     others = sorted({key.split(".")[0] for key, _ in tree_flatten(mlp.parameters())}.difference(_PROJECTIONS))
     if others:

@@ -1,4 +1,4 @@
-"""Linear layers of which every rank holds a part of the inputs: the rows of the matrix in ``x @ W``.
+"""Linear layers of which every rank holds a shard of the inputs: the rows of the matrix in ``x @ W``.
 
 Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
 arXiv:1909.08053; with ``sequence_parallel`` Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
@@ -21,68 +21,65 @@ from ..mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from ..partition import scatter, split_sizes
-from .parallel_linear import ParallelLinear, dims, quantization, quantization_unit
+from .linear_layers import dims, quantization, quantization_unit
+from .parallel_linear import ParallelLinear, PlainWeight, QuantizedWeight, pair
 
 __all__ = ["QuantizedRowParallelLinear", "RowParallelLinear"]
 
 
 class _RowParallel(ParallelLinear):
-    cut_axis = 1
+    shard_axis = 1
 
     def __init__(
         self,
-        whole: nn.Module,
+        full: nn.Module,
         *,
-        input_is_parallel: bool,
-        sequence_parallel: bool,
-        weights: Sequence[float] | None,
-        multiple: int,
-        group: Group | None,
+        input_is_parallel: bool = True,
+        sequence_parallel: bool = False,
+        rank_shares: Sequence[float] | None = None,
+        multiple: int = 1,
+        group: Group | None = None,
     ) -> None:
         group = group_of(group)
         name = f"{type(self).__name__}: input_dims"
-        if quantization(whole):
-            unit = quantization_unit(whole.group_size, whole.bits)
+        if quantization(full):
+            unit = quantization_unit(full)
             name += f" in quantization groups of {unit}"
             multiple = lcm(multiple, unit)
-        sizes = split_sizes(name, dims(whole)[1], group.size(), weights, multiple)
-        super().__init__(whole, sizes, 1, group)
+        sizes = split_sizes(name, dims(full)[1], group.size(), rank_shares, multiple)
+        super().__init__(full, sizes, 1, group)
         self.input_is_parallel = input_is_parallel
         self.sequence_parallel = sequence_parallel
 
     def enter(self, x: mx.array) -> mx.array:
-        """This rank's features of ``x``; refuses an ``x`` that is not what ``input_is_parallel`` says."""
+        """This rank's features of ``x``; rejects an ``x`` that is not what ``input_is_parallel`` says."""
         expected = self._sizes[self._group.rank()] if self.input_is_parallel else self.input_dims
         if x.shape[-1:] != (expected,):
-            form = "its part of the features" if self.input_is_parallel else "all features"
+            form = "its shard of the features" if self.input_is_parallel else "all features"
             raise InvalidArgument(
                 f"{type(self).__name__}: with input_is_parallel={self.input_is_parallel} rank {self._group.rank()} "
                 f"takes {form}, (..., {expected}), not {x.shape}"
             )
         if self.sequence_parallel and (x.ndim < 2 or x.shape[-2] % self._group.size() != 0):
             raise InvalidArgument(
-                f"{type(self).__name__}: with sequence_parallel the sequence, axis -2 of shape {x.shape}, is cut into "
-                f"{self._group.size()} equal parts, one per rank; pad it to a multiple of that"
+                f"{type(self).__name__}: with sequence_parallel the sequence, axis -2 of shape {x.shape}, is sharded "
+                f"over {self._group.size()} ranks equally; pad it to a multiple of that"
             )
         return x if self.input_is_parallel else scatter(x, -1, self._sizes, self._group)
 
     def leave(self, y: mx.array) -> mx.array:
-        """The sum of all ranks' ``y``, or this rank's part of its sequence, and the bias."""
+        """The sum of all ranks' ``y``, or this rank's shard of its sequence, and the bias."""
         if not self.sequence_parallel:
             y = reduce_from_tensor_parallel_region(y, self._group)
             return y + self["bias"] if "bias" in self else y
         y = reduce_scatter_to_sequence_parallel_region(y, -2, self._group)
-        # Each rank adds it to another part of the sequence: its gradient is the sum over all of them.
+        # Each rank adds it to another shard of the sequence: its gradient is the sum over all of them.
         return y + copy_to_tensor_parallel_region(self["bias"], self._group) if "bias" in self else y
-
-    @classmethod
-    def _kind(cls, quantized: bool) -> type[ParallelLinear]:
-        return QuantizedRowParallelLinear if quantized else RowParallelLinear
 
     def _options(self) -> dict[str, object]:
         return {name: getattr(self, name) for name in ("input_is_parallel", "sequence_parallel")}
 
-    def _cuts(self) -> dict[str, tuple[int, list[int]]]:
+    def _axes(self) -> dict[str, tuple[int, list[int]]]:
         if not quantization(self):
             return {"weight": (1, self.sizes)}
         groups = [size // self.group_size for size in self._sizes]
@@ -90,101 +87,49 @@ class _RowParallel(ParallelLinear):
         return {"weight": (1, words), "scales": (1, groups), "biases": (1, groups)}
 
 
-class RowParallelLinear(_RowParallel):
-    """``nn.Linear`` with its inputs cut over the ranks: each has ``sizes[rank]`` of them, and the results are added up.
+class RowParallelLinear(PlainWeight, _RowParallel):
+    """``nn.Linear`` with its inputs sharded over the ranks: each has ``sizes[rank]`` of them, and the results are
+    added.
 
-    Forward: one all_sum, behind which every rank adds the bias. Backward: no collective, unless the input was not cut
-    before. The gradients of the parameters are this rank's part of the whole layer's; that of the bias is all of it.
+    Forward: one all_sum, after which every rank adds the bias. Backward: no collective, unless the input was not
+    sharded before. The gradients of the parameters are this rank's shard of the full layer's; that of the bias is full.
 
     Input: shape ``(..., sizes[rank])``, or ``(..., input_dims)`` and the same on all ranks with
     ``input_is_parallel=False``. Output: ``(..., output_dims)``, the same on all ranks; with ``sequence_parallel`` this
-    rank's part of it along the axis -2. Dtype as of ``nn.Linear``.
+    rank's shard of it along the axis -2. Dtype as of ``nn.Linear``.
 
     Args:
         input_dims: features of the input, on all ranks together.
         output_dims: features of the output.
         bias: as in ``nn.Linear``; every rank holds all of it.
-        input_is_parallel: the input is cut already, as a column-parallel layer with the same ``weights`` and
+        input_is_parallel: the input is sharded already, as a column-parallel layer with the same ``rank_shares`` and
             ``multiple`` leaves it.
         sequence_parallel: one sum_scatter instead of the all_sum, and an all_gather in the backward pass: every rank
-            goes on with a part of the sequence. One all_sum more in the backward pass gives the bias its gradient.
-        weights: one positive number a rank, for machines of unequal size: ``[2, 1]`` gives the first rank two thirds.
+            goes on with a shard of the sequence. One all_sum more in the backward pass gives the bias its gradient.
+        rank_shares: one positive number a rank, for machines of unequal size: ``[2, 1]`` gives the first rank two
+            thirds.
         multiple: every rank holds a multiple of it; the dimension of a head.
         group: the ranks; ``None`` is the group of ``mlxdist.init()``.
 
-    The initial values are this rank's part of those of ``nn.Linear``: seed all ranks alike (``mx.random.seed``).
+    The initial values are this rank's shard of those of ``nn.Linear``: use the same seed on all ranks.
 
     Raises:
-        InvalidArgument: ``input_dims`` cannot be cut as asked, see :func:`mlxdist.nn.partition.split_sizes`; in a call:
-            the input is not cut as ``input_is_parallel`` says, or with ``sequence_parallel`` the sequence is no
-            multiple of the ranks. The same on every rank, before any collective.
+        InvalidArgument: ``input_dims`` cannot be sharded so, see :func:`mlxdist.nn.partition.split_sizes`; in a
+            call: the input is not sharded as ``input_is_parallel`` says, or with ``sequence_parallel`` the sequence is
+            no multiple of the ranks. The same on every rank, before any collective.
     """
 
-    def __init__(
-        self,
-        input_dims: int,
-        output_dims: int,
-        bias: bool = True,
-        *,
-        input_is_parallel: bool = True,
-        sequence_parallel: bool = False,
-        weights: Sequence[float] | None = None,
-        multiple: int = 1,
-        group: Group | None = None,
-    ) -> None:
-        super().__init__(
-            nn.Linear(input_dims, output_dims, bias),
-            input_is_parallel=input_is_parallel,
-            sequence_parallel=sequence_parallel,
-            weights=weights,
-            multiple=multiple,
-            group=group,
-        )
 
-    def to_quantized(
-        self, group_size: int | None = None, bits: int | None = None, mode: str = "affine"
-    ) -> "QuantizedRowParallelLinear":
-        """Quantized, as ``nn.quantize`` asks for it. No collective.
+class QuantizedRowParallelLinear(QuantizedWeight, _RowParallel):
+    """``nn.QuantizedLinear`` with its inputs sharded over the ranks; otherwise as :class:`RowParallelLinear`.
 
-        Args:
-            group_size, bits, mode: as in ``nn.QuantizedLinear``; ``None`` for MLX's default.
-
-        Raises:
-            InvalidArgument: the ranks' parts are not whole quantization groups.
-        """
-        return self.with_weight(self["weight"], {"group_size": group_size, "bits": bits, "mode": mode})
-
-
-class QuantizedRowParallelLinear(_RowParallel):
-    """``nn.QuantizedLinear`` with its inputs cut over the ranks; otherwise as :class:`RowParallelLinear`.
-
-    Quantization groups, and the words of 32 bits that values of 3, 5 and 6 bits are packed in, stay whole: every rank
-    holds a multiple of both. The parameters are frozen; the gradient of the input is the whole layer's.
+    Quantization groups, and the words of 32 bits that values of 3, 5 and 6 bits are packed in, stay unsharded: every
+        rank
+    holds a multiple of both. The parameters are frozen; the gradient of the input is the full layer's.
 
     Args:
         group_size, bits, mode: as in ``nn.QuantizedLinear``; all that MLX has.
     """
 
-    def __init__(
-        self,
-        input_dims: int,
-        output_dims: int,
-        bias: bool = True,
-        group_size: int | None = None,
-        bits: int | None = None,
-        mode: str = "affine",
-        *,
-        input_is_parallel: bool = True,
-        sequence_parallel: bool = False,
-        weights: Sequence[float] | None = None,
-        multiple: int = 1,
-        group: Group | None = None,
-    ) -> None:
-        super().__init__(
-            nn.QuantizedLinear(input_dims, output_dims, bias, group_size, bits, mode),
-            input_is_parallel=input_is_parallel,
-            sequence_parallel=sequence_parallel,
-            weights=weights,
-            multiple=multiple,
-            group=group,
-        )
+
+pair(RowParallelLinear, QuantizedRowParallelLinear)

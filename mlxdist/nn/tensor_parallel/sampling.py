@@ -1,11 +1,11 @@
-"""Tokens, log-probabilities and the loss from logits that are cut over the vocabulary, never gathered.
+"""Tokens, log-probabilities and the loss from logits that are sharded over the vocabulary, never gathered.
 
-Each rank holds the logits of its part of the vocabulary, as :class:`mlxdist.nn.ParallelLMHead` and
+Each rank holds the logits of its shard of the vocabulary, as :class:`mlxdist.nn.ParallelLMHead` and
 ``VocabParallelEmbedding.as_linear`` return them. ``sizes``, the ``sizes`` of that layer, says how many each rank holds.
 For every row of logits this is what a rank sends:
 
     vocab_parallel_argmax           8 bytes: its largest logit and where that is
-    vocab_parallel_log_probs        8 bytes: the log-sum-exp of its part, and the logit of the token if it holds it
+    vocab_parallel_log_probs        8 bytes: the log-sum-exp of its shard, and the logit of the token if it holds it
     vocab_parallel_cross_entropy    the same; 4 more with label smoothing; nothing in the backward pass
     VocabParallelSampler            8 bytes for the choice, and for each filter: 4 (min_p), 4 * top_k (top_k),
                                     4 + 1024 a round in 2 to 4 rounds (top_p)
@@ -30,7 +30,7 @@ from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.ops import all_gather, all_max, all_sum
 
-from ..partition import part
+from ..partition import shard_slice
 from ..rank_checks import agreed
 
 __all__ = ["VocabParallelSampler", "vocab_parallel_argmax", "vocab_parallel_cross_entropy", "vocab_parallel_log_probs"]
@@ -47,7 +47,7 @@ def vocab_parallel_argmax(logits: mx.array, sizes: Sequence[int], group: Group |
 
     Args:
         logits: shape (..., sizes[rank]).
-        sizes: all ranks' parts of the vocabulary, in rank order.
+        sizes: all ranks' shards of the vocabulary, in rank order.
         group: the ranks; ``None`` is the group of ``mlxdist.init()``.
 
     Returns:
@@ -70,7 +70,7 @@ def vocab_parallel_log_probs(
         sizes, group: as for :func:`vocab_parallel_argmax`.
 
     Returns:
-        float32, shape (...). Its gradient by ``logits`` is that of the dense formula, for this rank's part.
+        float32, shape (...). Its gradient by ``logits`` is that of the dense formula, for this rank's shard.
     """
     picked, log_sum_exp, _ = _row_values("vocab_parallel_log_probs", logits, tokens, sizes, group_of(group))
     return picked - log_sum_exp
@@ -85,7 +85,7 @@ def vocab_parallel_cross_entropy(
     reduction: str = "none",
     group: Group | None = None,
 ) -> mx.array:
-    """``mx.nn.losses.cross_entropy`` of logits that are cut over the vocabulary (Shoeybi et al. 2019, section 3).
+    """``mx.nn.losses.cross_entropy`` of logits that are sharded over the vocabulary (Shoeybi et al. 2019, section 3).
 
     Args:
         logits: shape (..., sizes[rank]).
@@ -98,7 +98,7 @@ def vocab_parallel_cross_entropy(
 
     Returns:
         float32: the loss of each target, or their mean or sum. Its gradient by ``logits`` is that of the dense
-        formula, for this rank's part; nothing is sent for it.
+        formula, for this rank's shard; nothing is sent for it.
 
     Raises:
         InvalidArgument: besides, ``targets`` or ``weights`` of another shape, a wrong ``label_smoothing`` or
@@ -124,7 +124,7 @@ def vocab_parallel_cross_entropy(
 
 
 class VocabParallelSampler:
-    """Chooses tokens at random as mlx-lm's ``make_sampler`` does, from logits that are cut over the vocabulary.
+    """Chooses tokens at random as mlx-lm's ``make_sampler`` does, from logits that are sharded over the vocabulary.
 
     Called with logits of shape (..., sizes[rank]), and optionally a ``key`` of ``mx.random.key``, it returns tokens,
     uint32 of shape (...), the same on all ranks. It takes logits or log-probabilities: a constant added to a row
@@ -153,7 +153,7 @@ class VocabParallelSampler:
         min_p: from 0 to 1; 0 keeps all tokens.
         min_tokens_to_keep: at least 1.
         top_k: from 0 to the size of the vocabulary; 0 keeps all tokens.
-        sizes: all ranks' parts of the vocabulary, in rank order.
+        sizes: all ranks' shards of the vocabulary, in rank order.
         group: the ranks; ``None`` is the group of ``mlxdist.init()``. All of them make the sampler, together.
 
     Raises:
@@ -331,7 +331,7 @@ def _gather(x: mx.array, group: Group) -> mx.array:
 def _check_sizes(name: str, sizes: Sequence[int], group: Group) -> None:
     if len(sizes) != group.size() or not all(isinstance(size, Integral) and size > 0 for size in sizes):
         raise InvalidArgument(
-            f"{name}: sizes must be {group.size()} positive integers, each rank's part of the vocabulary, not "
+            f"{name}: sizes must be {group.size()} positive integers, each rank's shard of the vocabulary, not "
             f"{list(sizes)}"
         )
 
@@ -347,4 +347,4 @@ def _place(name: str, logits: mx.array, sizes: Sequence[int], group: Group) -> s
             f"{name}: logits have shape {logits.shape}, but rank {group.rank()} holds {mine} of the {sum(sizes)} "
             f"tokens (sizes={list(sizes)})"
         )
-    return part(sizes, group.rank())
+    return shard_slice(sizes, group.rank())

@@ -1,8 +1,9 @@
-"""Embedding and output layer of which each rank holds the rows of a part of the vocabulary.
+"""Embedding and output layer of which each rank holds the rows of a shard of the vocabulary.
 
 From Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
-arXiv:1909.08053. The vocabulary is cut as evenly as it can be, without padding: sizes of two ranks differ by at most
-one token, unless ``weights`` say otherwise. What to do with logits that are cut is in :mod:`mlxdist.nn.tensor_parallel.sampling`.
+arXiv:1909.08053. The vocabulary is sharded as evenly as it can be, without padding: sizes of two ranks differ by at
+most one token, unless ``rank_shares`` say otherwise. What to do with logits that are sharded is in
+:mod:`mlxdist.nn.tensor_parallel.sampling`.
 """
 
 from collections.abc import Sequence
@@ -16,10 +17,11 @@ from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 
 from ..mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
-from ..partition import join, part, split_sizes, take
+from ..partition import join, shard_slice, split_sizes, take
 from ..rank_checks import agreed, described
 from .column_parallel import ColumnParallelLinear, QuantizedColumnParallelLinear
-from .parallel_linear import ParallelLinear, dims, quantization
+from .linear_layers import dims, freeze_like, quantization
+from .parallel_linear import pair
 
 __all__ = ["ParallelLMHead", "QuantizedParallelLMHead", "QuantizedVocabParallelEmbedding", "VocabParallelEmbedding"]
 
@@ -27,19 +29,20 @@ __all__ = ["ParallelLMHead", "QuantizedParallelLMHead", "QuantizedVocabParallelE
 class _VocabParallel(nn.Module):
     """What the plain and the quantized embedding share: all but looking up rows and the product."""
 
-    def __init__(self, whole: nn.Module, gather_output: bool, weights: Sequence[float] | None, group: Group) -> None:
+    def __init__(self, full: nn.Module, gather_output: bool, rank_shares: Sequence[float] | None, group: Group) -> None:
         super().__init__()
         name = f"{type(self).__name__}: num_embeddings"
-        self.num_embeddings, self.dims = dims(whole)
+        self.num_embeddings, self.dims = dims(full)
         self.gather_output = gather_output
-        # Names with an underscore are no parameters for nn.Module.
-        self._sizes = tuple(split_sizes(name, self.num_embeddings, group.size(), _weights(weights, group)))
+        # As even as can be is in proportion to equal shares. Names with an underscore are no parameters for nn.Module.
+        rank_shares = [1] * group.size() if rank_shares is None else rank_shares
+        self._sizes = tuple(split_sizes(name, self.num_embeddings, group.size(), rank_shares))
         self._group = group
-        for key, value in quantization(whole).items():
+        for key, value in quantization(full).items():
             setattr(self, key, value)
-        for key, value in whole.parameters().items():
+        for key, value in full.parameters().items():
             setattr(self, key, take(value, 0, self._sizes, group.rank()))
-        _freeze_like(self, whole)
+        freeze_like(self, full)
 
     @property
     def sizes(self) -> list[int]:
@@ -54,7 +57,7 @@ class _VocabParallel(nn.Module):
     def __call__(self, tokens: mx.array) -> mx.array:
         if not mx.issubdtype(tokens.dtype, mx.integer):
             raise InvalidArgument(f"{type(self).__name__}: tokens must be integers, not {tokens.dtype}")
-        here = part(self._sizes, self._group.rank())
+        here = shard_slice(self._sizes, self._group.rank())
         tokens = tokens.astype(mx.int64)  # compared as uint8, a bound of 300 would be 44
         mine = (tokens >= here.start) & (tokens < here.stop)
         rows = self._rows(mx.where(mine, tokens - here.start, 0))
@@ -63,8 +66,8 @@ class _VocabParallel(nn.Module):
     def as_linear(self, x: mx.array) -> mx.array:
         """Logits of ``x`` of shape (..., dims), with the embedding as the weight of the output layer.
 
-        Those of this rank's part of the vocabulary, shape (..., sizes[rank]); with ``gather_output`` all of them, shape
-        (..., num_embeddings), by one all_gather. ``x`` is the same on all ranks, and so is its gradient.
+        Those of this rank's shard of the vocabulary, shape (..., sizes[rank]); with ``gather_output`` all of them,
+        shape (..., num_embeddings), by one all_gather. ``x`` is the same on all ranks, and so is its gradient.
 
         Raises:
             InvalidArgument: the last dimension of ``x`` is not ``dims``.
@@ -77,21 +80,20 @@ class _VocabParallel(nn.Module):
         return join(logits, -1, self._sizes, self._group) if self.gather_output else logits
 
     def to_embedding(self) -> nn.Embedding | nn.QuantizedEmbedding:
-        """The whole embedding, on every rank: bitwise the one that ``from_embedding`` was given.
+        """The full embedding, on every rank: bitwise the one that ``from_embedding`` was given.
 
         A collective that is carried out at once: all ranks call it, in the same order.
         """
         settings = quantization(self)
         if settings:  # its dimensions come from the parameters; those here only have to be allowed
-            whole = nn.QuantizedEmbedding(1, self.dims, **settings)
-            whole.num_embeddings = self.num_embeddings
+            full = nn.QuantizedEmbedding(1, self.dims, **settings)
+            full.num_embeddings = self.num_embeddings
         else:
-            whole = nn.Embedding(1, self.dims)
+            full = nn.Embedding(1, self.dims)
         for key, value in self.parameters().items():
-            setattr(whole, key, join(value, 0, self._sizes, self._group))
-        mx.eval(whole.parameters())
-        _freeze_like(whole, self)
-        return whole
+            setattr(full, key, join(value, 0, self._sizes, self._group))
+        mx.eval(full.parameters())
+        return freeze_like(full, self)
 
     def _rows(self, tokens: mx.array) -> mx.array:
         """The embeddings of tokens, numbered from this rank's first."""
@@ -107,7 +109,7 @@ class _VocabParallel(nn.Module):
 
 
 class VocabParallelEmbedding(_VocabParallel):
-    """``nn.Embedding`` of which each rank holds the rows of a part of the vocabulary.
+    """``nn.Embedding`` of which each rank holds the rows of a shard of the vocabulary.
 
     Called with tokens, integers of any shape (...) that are the same on all ranks, it returns their embeddings, shape
     (..., dims), the same on all ranks and bitwise those of ``nn.Embedding``: one all_sum of them, to which each rank
@@ -115,17 +117,17 @@ class VocabParallelEmbedding(_VocabParallel):
     of ``weight`` is this rank's rows of that of ``nn.Embedding``.
 
     Parameters: ``weight``, shape (sizes[rank], dims), with the initial values of ``nn.Embedding``: seed all ranks
-    alike. Attributes: ``num_embeddings`` and ``dims`` of the whole, ``sizes`` and ``group``.
+    alike. Attributes: ``num_embeddings`` and ``dims`` of the full model, ``sizes`` and ``group``.
 
     Args:
         num_embeddings: the size of the vocabulary, at least one token for each rank.
         dims: the size of an embedding.
         gather_output: whether :meth:`as_linear` returns all logits, on every rank, instead of this rank's.
-        weights: one positive number a rank, to cut the vocabulary in proportion to; ``None`` for equal parts.
+        rank_shares: one positive number a rank, to shard the vocabulary in proportion to; ``None`` for equal shards.
         group: the ranks, which make the layer together; ``None`` is the group of ``mlxdist.init()``.
 
     Raises:
-        InvalidArgument: on all ranks, if the vocabulary cannot be cut so, or if their arguments differ.
+        InvalidArgument: on all ranks, if the vocabulary cannot be sharded so, or if their arguments differ.
     """
 
     def __init__(
@@ -134,15 +136,15 @@ class VocabParallelEmbedding(_VocabParallel):
         dims: int,
         *,
         gather_output: bool = False,
-        weights: Sequence[float] | None = None,
+        rank_shares: Sequence[float] | None = None,
         group: Group | None = None,
     ) -> None:
         group = group_of(group)
-        with agreed("VocabParallelEmbedding", group, num_embeddings, dims, gather_output, weights):
+        with agreed("VocabParallelEmbedding", group, num_embeddings, dims, gather_output, rank_shares):
             for name, number in (("num_embeddings", num_embeddings), ("dims", dims)):
                 if not isinstance(number, Integral) or number < 1:
                     raise InvalidArgument(f"VocabParallelEmbedding: {name} must be at least 1, not {number!r}")
-            super().__init__(nn.Embedding(num_embeddings, dims), gather_output, weights, group)
+            super().__init__(nn.Embedding(num_embeddings, dims), gather_output, rank_shares, group)
 
     @classmethod
     def from_embedding(
@@ -150,7 +152,7 @@ class VocabParallelEmbedding(_VocabParallel):
         embedding: nn.Embedding | nn.QuantizedEmbedding,
         *,
         gather_output: bool = False,
-        weights: Sequence[float] | None = None,
+        rank_shares: Sequence[float] | None = None,
         group: Group | None = None,
     ) -> "VocabParallelEmbedding | QuantizedVocabParallelEmbedding":
         """This rank's rows of an embedding that all ranks hold: the quantized form of a quantized one.
@@ -163,20 +165,20 @@ class VocabParallelEmbedding(_VocabParallel):
         group = group_of(group)
         kind = QuantizedVocabParallelEmbedding if isinstance(embedding, nn.QuantizedEmbedding) else cls
         layer = kind.__new__(kind)
-        with agreed(f"{cls.__name__}.from_embedding", group, gather_output, weights, described(embedding)):
+        with agreed(f"{cls.__name__}.from_embedding", group, gather_output, rank_shares, described(embedding)):
             kinds = (nn.Embedding, nn.QuantizedEmbedding)
             if not any(isinstance(embedding, k) and type(embedding).__call__ is k.__call__ for k in kinds):
                 raise InvalidArgument(
                     f"{cls.__name__}.from_embedding: the layer must be an nn.Embedding or nn.QuantizedEmbedding, not "
                     f"{type(embedding).__name__}"
                 )
-            _VocabParallel.__init__(layer, embedding, gather_output, weights, group)
+            _VocabParallel.__init__(layer, embedding, gather_output, rank_shares, group)
         return layer
 
     def to_quantized(
         self, group_size: int | None = None, bits: int | None = None, mode: str = "affine", quantize_input: bool = False
     ) -> "QuantizedVocabParallelEmbedding":
-        """The quantized form, with what the whole embedding's would have: for ``nn.quantize``. No collective.
+        """The quantized form, with what the full embedding's would have: for ``nn.quantize``. No collective.
 
         Args:
             group_size, bits, mode, quantize_input: as in ``nn.Embedding.to_quantized``; ``None`` for MLX's default.
@@ -201,11 +203,12 @@ class VocabParallelEmbedding(_VocabParallel):
 
 
 class QuantizedVocabParallelEmbedding(_VocabParallel):
-    """``nn.QuantizedEmbedding`` of which each rank holds a part of the rows; otherwise as VocabParallelEmbedding.
+    """``nn.QuantizedEmbedding`` of which each rank holds a shard of the rows; otherwise as VocabParallelEmbedding.
 
     Made by ``VocabParallelEmbedding.from_embedding`` of an ``nn.QuantizedEmbedding``, or by ``nn.quantize``. Each row
-    has its own quantization groups, so that these do not limit where the vocabulary can be cut. Parameters: ``weight``,
-    ``scales`` and, in the mode "affine", ``biases``, frozen; attributes besides: ``group_size``, ``bits``, ``mode``.
+    has its own quantization groups, so that these do not limit where the vocabulary can be sharded. Parameters:
+    ``weight``, ``scales`` and, in the mode "affine", ``biases``, frozen; attributes besides: ``group_size``, ``bits``,
+    ``mode``.
     """
 
     def _rows(self, tokens: mx.array) -> mx.array:
@@ -222,23 +225,21 @@ class QuantizedVocabParallelEmbedding(_VocabParallel):
 
 
 class _LMHead:
-    """What the plain and the quantized head share: how the vocabulary is cut, and no segments."""
+    """What the plain and the quantized head share: no segments, and as even as can be without ``rank_shares``."""
 
-    @classmethod
-    def _kind(cls, quantized: bool) -> type[ParallelLinear]:
-        return QuantizedParallelLMHead if quantized else ParallelLMHead
+    uneven = True
 
     def _options(self) -> dict[str, object]:
         return {name: getattr(self, name) for name in ("gather_output", "sequence_parallel")}
 
 
 class ParallelLMHead(_LMHead, ColumnParallelLinear):
-    """The output layer of a language model, of which each rank computes the logits of a part of the vocabulary.
+    """The output layer of a language model, of which each rank computes the logits of a shard of the vocabulary.
 
     A :class:`mlxdist.nn.ColumnParallelLinear` whose outputs need not be a multiple of the ranks. Called with shape
     (..., input_dims), the same on all ranks, it returns this rank's logits, shape (..., sizes[rank]): with its
-    ``sizes``, what the functions of :mod:`mlxdist.nn.tensor_parallel.sampling` take. With ``gather_output`` it returns all of them, by
-    one all_gather of padded parts: for code that knows nothing of parts, such as mlx-lm's ``generate``.
+    ``sizes``, what the functions of :mod:`mlxdist.nn.tensor_parallel.sampling` take. With ``gather_output`` it returns
+    all of them, by one all_gather of padded shards: for code without sharded logits, such as mlx-lm's ``generate``.
 
     ``from_linear`` makes it of an ``nn.Linear``, and a :class:`QuantizedParallelLMHead` of an ``nn.QuantizedLinear``;
     ``to_linear`` is the way back.
@@ -246,37 +247,15 @@ class ParallelLMHead(_LMHead, ColumnParallelLinear):
     Args:
         input_dims: features of the input.
         output_dims: the size of the vocabulary, at least one token for each rank.
-        bias: as in ``nn.Linear``; it is cut like the vocabulary.
+        bias: as in ``nn.Linear``; it is sharded like the vocabulary.
         gather_output: return all logits on all ranks.
-        sequence_parallel: the input is this rank's part of the sequence, axis -2; the output is of the whole.
-        weights: one positive number a rank, to cut the vocabulary in proportion to; ``None`` for equal parts.
+        sequence_parallel: the input is this rank's shard of the sequence, axis -2; the output is of the full one.
+        rank_shares: one positive number a rank, to shard the vocabulary in proportion to; ``None`` for equal shards.
         group: the ranks; ``None`` is the group of ``mlxdist.init()``.
 
     Raises:
-        InvalidArgument: the vocabulary cannot be cut so: the same on all ranks, before any collective.
+        InvalidArgument: the vocabulary cannot be sharded so: the same on all ranks, before any collective.
     """
-
-    def __init__(
-        self,
-        input_dims: int,
-        output_dims: int,
-        bias: bool = True,
-        *,
-        gather_output: bool = False,
-        sequence_parallel: bool = False,
-        weights: Sequence[float] | None = None,
-        group: Group | None = None,
-    ) -> None:
-        group = group_of(group)
-        super().__init__(
-            input_dims,
-            output_dims,
-            bias,
-            gather_output=gather_output,
-            sequence_parallel=sequence_parallel,
-            weights=_weights(weights, group),
-            group=group,
-        )
 
 
 class QuantizedParallelLMHead(_LMHead, QuantizedColumnParallelLinear):
@@ -286,40 +265,5 @@ class QuantizedParallelLMHead(_LMHead, QuantizedColumnParallelLinear):
         group_size, bits, mode: as in ``nn.QuantizedLinear``; the others as for :class:`ParallelLMHead`.
     """
 
-    def __init__(
-        self,
-        input_dims: int,
-        output_dims: int,
-        bias: bool = True,
-        group_size: int | None = None,
-        bits: int | None = None,
-        mode: str = "affine",
-        *,
-        gather_output: bool = False,
-        sequence_parallel: bool = False,
-        weights: Sequence[float] | None = None,
-        group: Group | None = None,
-    ) -> None:
-        group = group_of(group)
-        super().__init__(
-            input_dims,
-            output_dims,
-            bias,
-            group_size,
-            bits,
-            mode,
-            gather_output=gather_output,
-            sequence_parallel=sequence_parallel,
-            weights=_weights(weights, group),
-            group=group,
-        )
 
-
-def _weights(weights: Sequence[float] | None, group: Group) -> Sequence[float]:
-    """As even as can be is in proportion to equal weights: parts that differ by one token."""
-    return [1] * group.size() if weights is None else weights
-
-
-def _freeze_like(layer: nn.Module, example: nn.Module) -> None:
-    """Freezes what is frozen in the example."""
-    layer.freeze(recurse=False, keys=[key for key in example.parameters() if key not in example.trainable_parameters()])
+pair(ParallelLMHead, QuantizedParallelLMHead)

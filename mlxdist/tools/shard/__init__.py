@@ -1,1 +1,1 @@
-"""`mlxdist shard`: how a model would be cut, and whether it then computes the same."""
+"""`mlxdist shard`: how a model would be sharded, and whether it then computes the same."""

@@ -1,10 +1,10 @@
-"""Loading a model of which each rank reads and holds only its part.
+"""Loading a model of which each rank reads and holds only its shard.
 
-load_sharded.py         load_sharded
-weight_sources.py       which tensor of which file a parameter of the model is
-streaming.py            from rank 0 to the others, in pieces with checksums; blobs.py: what ranks tell each other
-adapters.py             of mlx-lm's lora training, on the model that is cut
-same_weights.py         whether all ranks hold parts of the same model
+load_sharded.py    load_sharded
+weight_sources.py  which tensor of which file a parameter of the model is
+streaming.py       from rank 0 to the others, in chunks with checksums; blobs.py: bytes of any length
+adapters.py        of mlx-lm's lora training, on the model that is sharded
+weight_checks.py   whether all ranks hold shards of the same model
 """
 
 from .load_sharded import load_sharded, load_with_report

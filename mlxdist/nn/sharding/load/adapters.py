@@ -1,4 +1,4 @@
-"""Adapters that mlx-lm's lora training has saved, on a model that is cut: each rank takes its part of them."""
+"""Adapters that mlx-lm's lora training has saved, on a model that is sharded: each rank takes its shard of them."""
 
 import io
 import json
@@ -18,7 +18,7 @@ from mlxdist.nn.rank_checks import agree, agreed
 from mlxdist.runtime.group import Group
 
 from ..plan import Plan
-from ..plan.adapters import adapter_part
+from ..plan.adapters import adapter_shard
 from ..plan.parameters import dtype_name
 from .blobs import broadcast_blob
 
@@ -30,7 +30,7 @@ MAX_RANK = 65536  # of an adapter
 
 
 def read_adapters(path: str | Path | None, group: Group, stream: bool) -> tuple[dict[str, Any], dict[str, mx.array]]:
-    """The settings and the matrices in a folder of adapters. Every rank reads them whole: they are small.
+    """The settings and the matrices in a directory of adapters. Every rank reads them in full: they are small.
 
     Args:
         path: with adapter_config.json and adapters.safetensors; with ``stream`` on rank 0 alone.
@@ -54,10 +54,12 @@ def require_adapters_of(model: nn.Module, plan: Plan, config: Mapping[str, Any],
     """Before weights are read: that what :func:`read_adapters` gave is for ``model``, whole and with shapes alone.
 
     Raises:
-        InvalidArgument: the adapters are for another model. ``model`` may have adapters then, and has them otherwise.
+        InvalidArgument: the adapters are for another model. ``model`` may have adapters then, and has none otherwise.
     """
+    layers = model.leaf_modules()
     _put_on(model, plan, config, weights)
     held = dict(tree_flatten(model.parameters()))
+    model.update_modules(layers)
     for name, array in weights.items():
         if shard := plan.shards.get(name):
             fits = (array.shape, dtype_name(array)) == (shard.shape, shard.dtype)
@@ -73,39 +75,41 @@ def require_adapters_of(model: nn.Module, plan: Plan, config: Mapping[str, Any],
 def put_adapters(
     model: nn.Module, plan: Plan, config: Mapping[str, Any], weights: dict[str, mx.array], group: Group
 ) -> None:
-    """Puts what :func:`read_adapters` gave on ``model``, which is cut and has its weights.
+    """Puts what :func:`read_adapters` gave on ``model``, which is sharded and has its weights.
 
     Raises:
-        InvalidArgument: on every rank: the model that is cut takes other adapters.
+        InvalidArgument: on every rank: the model that is sharded takes other adapters.
     """
     with agreed("load_sharded", group):
         _put_on(model, plan, config, weights)
-        model.update(tree_unflatten(list(_parts(plan, weights, group.rank()))))
+        model.update(tree_unflatten(list(_shards(plan, weights, group.rank()))))
         model.eval()  # without dropout, as mlx-lm loads them
         mx.eval(model.parameters())
 
 
-def whole_model(folder: Path, path: str | Path) -> nn.Module:
-    """The model of ``folder``, not cut, with the adapters, as mlx-lm loads it."""
+def whole_model(directory: Path, path: str | Path) -> nn.Module:
+    """The model of ``directory``, not sharded, with the adapters, as mlx-lm loads it."""
     from mlx_lm import utils
 
-    model = utils.load_model(folder, lazy=True)[0]
+    model = utils.load_model(directory, lazy=True)[0]
     utils.load_adapters(model, str(Path(path).expanduser()))
     return model.eval()
 
 
 def _read(path: str | Path | None) -> list[bytes]:
     if not isinstance(path, str | Path):
-        raise InvalidArgument(f"load_sharded: adapter_path must be a folder, not {path!r}")
-    folder = Path(path).expanduser()
+        raise InvalidArgument(f"load_sharded: adapter_path must be a directory, not {path!r}")
+    directory = Path(path).expanduser()
     try:
-        if (length := (folder / CONFIG).stat().st_size) > MAX_CONFIG_BYTES:
-            raise InvalidArgument(f"load_sharded: {folder / CONFIG} has {length} bytes, more than {MAX_CONFIG_BYTES}")
-        WeightFile(folder / WEIGHTS)  # refuses one whose header is damaged, which MLX would read
-        return [(folder / name).read_bytes() for name in (CONFIG, WEIGHTS)]
+        if (length := (directory / CONFIG).stat().st_size) > MAX_CONFIG_BYTES:
+            raise InvalidArgument(
+                f"load_sharded: {directory / CONFIG} has {length} bytes, more than {MAX_CONFIG_BYTES}"
+            )
+        WeightFile(directory / WEIGHTS)  # rejects one whose header is damaged, which MLX would read
+        return [(directory / name).read_bytes() for name in (CONFIG, WEIGHTS)]
     except OSError as error:
         raise InvalidArgument(
-            f"load_sharded: adapter_path must be a folder of mlx-lm's lora training, with {CONFIG} and {WEIGHTS}: "
+            f"load_sharded: adapter_path must be a directory of mlx-lm's lora training, with {CONFIG} and {WEIGHTS}: "
             f"{error}"
         ) from error
 
@@ -119,7 +123,8 @@ def _parsed(config: bytes, weights: bytes) -> tuple[dict[str, Any], dict[str, mx
         raise InvalidArgument(f"load_sharded: {CONFIG} or {WEIGHTS} is damaged: {error}") from error
     if kind not in ("lora", "full"):
         raise InvalidArgument(
-            f"load_sharded: adapters of the kind {kind!r} cannot be cut; fuse them with mlx_lm.fuse and load the result"
+            f"load_sharded: adapters of the kind {kind!r} cannot be sharded; fuse them with mlx_lm.fuse and "
+            "load the result"
         )
     if kind == "lora" and (wrong := _wrong_in(parsed)):
         raise InvalidArgument(f"load_sharded: {CONFIG} is damaged: {wrong}")
@@ -163,12 +168,12 @@ def _put_on(model: nn.Module, plan: Plan, config: Mapping[str, Any], weights: di
         raise InvalidArgument(f"load_sharded: {WEIGHTS} has {more[0]}, which the model does not ({len(more)} in all)")
 
 
-def _parts(plan: Plan, weights: dict[str, mx.array], rank: int) -> Iterator[tuple[str, mx.array]]:
-    """This rank's part of each."""
-    for name, whole in weights.items():
+def _shards(plan: Plan, weights: dict[str, mx.array], rank: int) -> Iterator[tuple[str, mx.array]]:
+    """This rank's shard of each."""
+    for name, full in weights.items():
         layer, _, matrix = name.rpartition(".")
         weight = plan.shards.get(f"{layer}.weight")
         if shard := plan.shards.get(name):
-            yield name, shard.take(whole, rank)
+            yield name, shard.take(full, rank)
         else:
-            yield name, adapter_part(weight, matrix, whole, rank) if weight else whole
+            yield name, adapter_shard(weight, matrix, full, rank) if weight else full

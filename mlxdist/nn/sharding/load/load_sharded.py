@@ -1,4 +1,4 @@
-"""Loads a model of mlx-lm so that every rank reads and holds only its own part of the weights."""
+"""Loads a model of mlx-lm so that every rank reads and holds only its own shard of the weights."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,12 +22,12 @@ from mlxdist.nn.sharding.plan import shard_model
 from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 
-from ..measured_shares import Weights
+from ..measured_shares import RankShares
 from ..plan import Plan, Shard, plan_shards
 from ..verify import require_agreement
 from .adapters import put_adapters, read_adapters, require_adapters_of, whole_model
-from .same_weights import checksum, require_same_files, require_same_tensors
-from .streaming import TOKENIZER_FILES, checkpoint_of_rank_0, stream_part
+from .streaming import TOKENIZER_FILES, checkpoint_of_rank_0, stream_shard
+from .weight_checks import checksum, require_same_files, require_same_tensors
 from .weight_sources import UNSIGNED, ComputedTensor, Source, bytes_of, open_model
 
 __all__ = ["LoadReport", "load_sharded", "load_with_report"]
@@ -38,9 +38,9 @@ class LoadReport:
     """What loading has cost this rank, in bytes of tensors."""
 
     plan: Plan
-    bytes_total: int  # of the whole model
+    bytes_total: int  # of the full model
     bytes_held: int  # by this rank
-    bytes_read: int  # from files by this rank; where a tensor is cut, some more are compared with the other ranks
+    bytes_read: int  # from files by this rank; where a tensor is sharded, some more are compared with the other ranks
     computed: list[str] = field(default_factory=list)  # parameters for which more was read than is counted
     seconds: float = 0.0
 
@@ -52,30 +52,30 @@ def load_sharded(
     *,
     tp: int | None = None,
     ep: int = 1,
-    weights: Weights | None = None,
+    rank_shares: RankShares | None = None,
     adapter_path: str | Path | None = None,
     stream: bool = False,
     verify: bool = False,
     tokenizer_config: Mapping[str, Any] | None = None,
 ) -> tuple[nn.Module, Any]:
-    """A model of mlx-lm, cut over the ranks of a group, and its tokenizer, or ``None`` if the folder has none.
+    """A model of mlx-lm, sharded over the ranks of a group, and its tokenizer, or ``None`` if the directory has none.
 
     Every rank calls it. Of the files each reads the headers and its own slices, so that reading and memory are about
-    ``1 / ranks`` of the model, besides what the plan leaves whole. Parameters that ``Model.sanitize`` computes
+    ``1 / ranks`` of the model, besides what the plan leaves unsharded. Parameters that ``Model.sanitize`` computes
     (mostly stacks of experts, in checkpoints that mlx-lm has not converted) are the exception: for them every rank
-    reads the tensors whole, one parameter at a time, and a warning says which.
+    reads the tensors in full, one parameter at a time, and a warning says which.
 
     Args:
-        path: a folder with config.json and model*.safetensors, or the name of a model that `hf download` has fetched.
-            It may be another one on every host.
+        path: a directory with config.json and model*.safetensors, or the name of a model that `hf download` has
+            fetched. It may be another one on every host.
         group: the ranks; ``None`` is the group of ``mlxdist.init()``.
         plan: what :func:`plan_shards` made for this model; ``None`` makes one, for ``tp`` and ``ep``.
         tp, ep: how many ranks share every layer, and the experts; ``tp=None`` is all that ``ep`` leaves.
-        weights: how the ``tp`` ranks share the work, as for :func:`plan_shards`: numbers, "memory" or "compute".
-        adapter_path: a folder of mlx-lm's lora training, with adapter_config.json and adapters.safetensors; they are
-            cut with the layers they are on. It may be another one on every host.
-        stream: only rank 0 has the folders, and sends the others what they hold, with a CRC-32 of every part.
-        verify: compare the logits with those of the whole model, which rank 0 then has to have room for
+        rank_shares: how the ``tp`` ranks share the work, as for :func:`plan_shards`: numbers, "memory" or "compute".
+        adapter_path: a directory of mlx-lm's lora training, with adapter_config.json and adapters.safetensors; they are
+            sharded with the layers they are on. It may be another one on every host.
+        stream: only rank 0 has the directories, and sends the others what they hold, with a CRC-32 of every shard.
+        verify: compare the logits with those of the full model, which rank 0 then has to have room for
             (:func:`mlxdist.nn.verify`).
         tokenizer_config: for the tokenizer of transformers, such as {"trust_remote_code": True}.
 
@@ -84,22 +84,12 @@ def load_sharded(
             missing, too many, of another shape than config.json says, or integers for floats; the plan or the
             adapters are for another model, or the plan for another number of ranks; the ranks hold different weights.
             Compared are config.json, headers and sizes of files, all bytes of adapters and of parameters that every
-            rank holds whole, and 512 bytes of each that is cut.
-        TransportError: on every rank, where a part has arrived damaged from rank 0.
+            rank holds whole, and 512 bytes of each that is sharded.
+        TransportError: on every rank, where a shard has arrived damaged from rank 0.
         Mismatch: on every rank, where ``verify`` finds other logits.
     """
-    grid = {"tp": tp, "ep": ep, "weights": weights}
-    model, tokenizer, _ = load_with_report(
-        path,
-        group,
-        plan,
-        **grid,
-        adapter_path=adapter_path,
-        stream=stream,
-        verify=verify,
-        tokenizer_config=tokenizer_config,
-    )
-    return model, tokenizer
+    options = {"adapter_path": adapter_path, "stream": stream, "verify": verify, "tokenizer_config": tokenizer_config}
+    return load_with_report(path, group, plan, tp=tp, ep=ep, rank_shares=rank_shares, **options)[:2]
 
 
 def load_with_report(
@@ -109,7 +99,7 @@ def load_with_report(
     *,
     tp: int | None = None,
     ep: int = 1,
-    weights: Weights | None = None,
+    rank_shares: RankShares | None = None,
     adapter_path: str | Path | None = None,
     stream: bool = False,
     verify: bool = False,
@@ -118,34 +108,34 @@ def load_with_report(
     """:func:`load_sharded`, and what it has cost."""
     start = time.perf_counter()
     group = group_of(group)
-    with agreed("load_sharded", group, tp, ep, weights, stream, verify, plan and plan.to_json()):
-        if plan is not None and weights is not None:
-            raise InvalidArgument("load_sharded: the plan has its weights; leave out weights")
+    with agreed("load_sharded", group, tp, ep, rank_shares, stream, verify, plan and plan.to_json()):
+        if plan is not None and rank_shares is not None:
+            raise InvalidArgument("load_sharded: the plan has its rank_shares; leave out rank_shares")
         tp = _checked_grid(group, plan, tp, ep)
-        folder = model_directory(path) if group.rank() == 0 or not stream else None
+        directory = model_directory(path) if group.rank() == 0 or not stream else None
     given = adapter_path is not None
     adapted = agree("load_sharded", group, None, {"adapter_path": stream or given}, [given])[0, 0]
     adapters = read_adapters(adapter_path, group, stream) if adapted else None
-    with checkpoint_of_rank_0(folder, group) if stream else _local_checkpoint(folder, group) as checkpoint:
+    with checkpoint_of_rank_0(directory, group) if stream else _local_checkpoint(directory, group) as checkpoint:
         with agreed("load_sharded", group):
             model, sources, config = open_model(checkpoint)
-            plan = plan or plan_shards(model, tp, ep, weights=weights)
+            plan = plan or plan_shards(model, tp, ep, rank_shares=rank_shares)
             plan.check(model)
             if adapters is not None:
-                require_adapters_of(open_model(checkpoint)[0], plan, *adapters)
+                require_adapters_of(model, plan, *adapters)
         model = shard_model(model, plan, group)
         with agreed("load_sharded", group, plan.to_json()):
             _require_planned(model, plan, group.rank())
         computed = [name for name, source in sources.items() if isinstance(source, ComputedTensor)]
         _warn_of_computed(computed, sources, group)
-        (_stream_parts if stream else _read_parts)(model, plan, sources, group)
+        (_stream_shards if stream else _read_shards)(model, plan, sources, group)
         if adapters is not None:
             put_adapters(model, plan, *adapters, group)
             adapters = None  # their memory
         with agreed("load_sharded", group):
             tokenizer = _tokenizer(checkpoint.folder, config, tokenizer_config)
             first = verify and group.rank() == 0
-            reference = whole_model(folder, adapter_path) if first and adapted else checkpoint.folder
+            reference = whole_model(directory, adapter_path) if first and adapted else checkpoint.folder
         if verify:
             require_agreement(model, reference, group=group)
         group.meet()  # ranks read at different speeds, and GPU work of the first graph must not wait for the slowest
@@ -172,21 +162,22 @@ def _checked_grid(group: Group, plan: Plan | None, tp: int | None, ep: int) -> i
 
 
 @contextmanager
-def _local_checkpoint(folder: Path, group: Group) -> Iterator[Checkpoint]:
+def _local_checkpoint(directory: Path, group: Group) -> Iterator[Checkpoint]:
     with agreed("load_sharded", group):
-        checkpoint = Checkpoint(folder)
+        checkpoint = Checkpoint(directory)
     require_same_files(checkpoint, group)
     yield checkpoint
 
 
 def _require_planned(model: nn.Module, plan: Plan, rank: int) -> None:
-    """Raises InvalidArgument if the model that is cut does not have the parameters of the plan."""
+    """Raises InvalidArgument if the model that is sharded does not have the parameters of the plan."""
     found = {name: array.shape for name, array in tree_flatten(model.parameters())}
     planned = {name: tuple(shard.shape_on(rank)) for name, shard in plan.shards.items()}
     for name in [*planned, *found]:
         if found.get(name) != planned.get(name):
             raise InvalidArgument(
-                f"load_sharded: {name} has shape {found.get(name)} in the model that is cut, and {planned.get(name)} "
+                f"load_sharded: {name} has shape {found.get(name)} in the model that is sharded, and "
+                f"{planned.get(name)} "
                 f"in its plan ({plan.how})"
             )
 
@@ -197,39 +188,40 @@ def _warn_of_computed(computed: list[str], sources: Mapping[str, Source], group:
         logger.warn(
             "load",
             f"{len(computed)} parameters ({total / 1e9:.2f} GB), {computed[0]} the first, are computed from the files "
-            "by mlx-lm, so every rank reads their tensors whole; mlx_lm.convert writes a model that is read in parts",
+            "by mlx-lm, so every rank reads their tensors in full; mlx_lm.convert writes a model that is read "
+            "in shards",
         )
 
 
-def _read_parts(model: nn.Module, plan: Plan, sources: Mapping[str, Source], group: Group) -> None:
-    """Puts this rank's parts into the model, one parameter after the other, and compares them with the other ranks."""
+def _read_shards(model: nn.Module, plan: Plan, sources: Mapping[str, Source], group: Group) -> None:
+    """Puts this rank's shards into the model, one parameter after the other, and compares them with the other ranks."""
     checksums = {}
     rank = group.rank()
     with _progress("loading", plan.bytes(rank), rank) as advance:
         for name, shard in plan.shards.items():
-            source, part = sources[name], _Part(shard, rank)
+            source, local = sources[name], _LocalShard(shard, rank)
             # One after the other, so that all stop at the first that a rank cannot read.
             with agreed("load_sharded", group):
-                source.read(shard.axis, shard.slices(rank), 0, memoryview(part.memory))
+                source.read(shard.axis, shard.slices(rank), 0, memoryview(local.memory))
                 if group.size() > 1:
-                    checksums[name] = checksum(source, None if shard.ranges else memoryview(part.memory))
-            part.put_into(model)
+                    checksums[name] = checksum(source, None if shard.ranges else memoryview(local.memory))
+            local.put_into(model)
             source.release()
-            advance(len(part.memory))
+            advance(len(local.memory))
     require_same_tensors(checksums, sources, group)
 
 
-def _stream_parts(model: nn.Module, plan: Plan, sources: Mapping[str, Source], group: Group) -> None:
-    """The same with parts that come from rank 0."""
+def _stream_shards(model: nn.Module, plan: Plan, sources: Mapping[str, Source], group: Group) -> None:
+    """The same with shards that come from rank 0."""
     with _progress("streaming", sum(plan.bytes(rank) for rank in range(plan.ranks)), group.rank()) as advance:
         for name, shard in plan.shards.items():
-            part = _Part(shard, group.rank())
-            stream_part(sources[name], shard, part.memory, group, advance)
-            part.put_into(model)
+            local = _LocalShard(shard, group.rank())
+            stream_shard(sources[name], shard, local.memory, group, advance)
+            local.put_into(model)
             sources[name].release()
 
 
-class _Part:
+class _LocalShard:
     """Memory for what a rank holds of a parameter, and that as an array."""
 
     def __init__(self, shard: Shard, rank: int) -> None:
@@ -254,12 +246,12 @@ def _progress(what: str, total: int, rank: int) -> Iterator[Callable[[int], Any]
         yield lambda count: bar.advance(task, count)
 
 
-def _tokenizer(folder: Path, config: Mapping[str, Any], more: Mapping[str, Any] | None) -> Any:
-    if not any(True for pattern in TOKENIZER_FILES for _ in folder.glob(pattern)):
+def _tokenizer(directory: Path, config: Mapping[str, Any], more: Mapping[str, Any] | None) -> Any:
+    if not any(True for pattern in TOKENIZER_FILES for _ in directory.glob(pattern)):
         return None
     from mlx_lm.utils import load_tokenizer
 
     try:
-        return load_tokenizer(folder, more and dict(more), eos_token_ids=config.get("eos_token_id"))
+        return load_tokenizer(directory, more and dict(more), eos_token_ids=config.get("eos_token_id"))
     except Exception as error:  # whatever transformers raises
-        raise InvalidArgument(f"cannot load the tokenizer in {folder}: {type(error).__name__}: {error}") from error
+        raise InvalidArgument(f"cannot load the tokenizer in {directory}: {type(error).__name__}: {error}") from error

@@ -1,6 +1,6 @@
-"""Weights from rank 0, which alone has the files, to the ranks that hold them: in chunks, each part with a checksum.
+"""Weights from rank 0, which alone has the files, to the ranks that hold them: in chunks, each shard with a checksum.
 
-Ranks whose parts of a parameter are the same get them at once: by broadcast if those are all ranks, else from rank 0
+Ranks whose shards of a parameter are the same get them at once: by broadcast if those are all ranks, else from rank 0
 one after the other. Rank 0 reads the next chunk while the one before is on its way. After every parameter all ranks
 compare the CRC-32 (zlib's) of what has arrived with that of what rank 0 has read, and hear whether it could read.
 """
@@ -27,7 +27,7 @@ from ..plan import Shard
 from .blobs import broadcast_blob
 from .weight_sources import Source
 
-__all__ = ["CHUNK_BYTES", "TOKENIZER_FILES", "checkpoint_of_rank_0", "stream_part"]
+__all__ = ["CHUNK_BYTES", "TOKENIZER_FILES", "checkpoint_of_rank_0", "stream_shard"]
 
 CHUNK_BYTES = 8 * 2**20
 MAX_SMALL_FILE_BYTES = 256 * 2**20
@@ -37,8 +37,8 @@ SMALL_FILES += ("added_tokens.json", "chat_template*", *TOKENIZER_FILES)
 
 
 @contextmanager
-def checkpoint_of_rank_0(folder: Path | None, group: Group) -> Iterator[Checkpoint]:
-    """The checkpoint in ``folder`` on rank 0; on the others, for as long as the block, a copy of all but the weights.
+def checkpoint_of_rank_0(directory: Path | None, group: Group) -> Iterator[Checkpoint]:
+    """The checkpoint in ``directory`` on rank 0; on the others, within the block, a copy of all but the weights.
 
     The files of weights have their headers there, and behind it a hole that takes no room on the disk.
 
@@ -48,7 +48,7 @@ def checkpoint_of_rank_0(folder: Path | None, group: Group) -> Iterator[Checkpoi
     checkpoint, files, content = None, [], b""
     with agreed("load_sharded", group):
         if group.rank() == 0:
-            checkpoint = Checkpoint(folder)
+            checkpoint = Checkpoint(directory)
             files, content = _small_files(checkpoint)
     files = json.loads(broadcast_blob(json.dumps(files).encode(), group))
     content = broadcast_blob(content, group)
@@ -60,17 +60,17 @@ def checkpoint_of_rank_0(folder: Path | None, group: Group) -> Iterator[Checkpoi
         yield checkpoint
 
 
-def stream_part(
+def stream_shard(
     source: Source, shard: Shard, memory: np.ndarray, group: Group, advance: Callable[[int], Any] = lambda count: None
 ) -> None:
-    """Fills ``memory``, bytes, with this rank's part of a parameter. Every rank calls it, with the same parameter.
+    """Fills ``memory``, bytes, with this rank's shard of a parameter. Every rank calls it, with the same parameter.
 
     Raises:
         InvalidArgument: on every rank, where rank 0 cannot read it.
         TransportError: on every rank, where what arrived is not what rank 0 has read.
     """
     failure, checksums = None, np.zeros(group.size() + 1, np.uint32)  # rank 0: of every rank; else: of what came
-    for slices, ranks in _parts(shard, group.size()):
+    for slices, ranks in _shards(shard, group.size()):
         if group.rank() == 0:
             length = math.prod(local_shape(shard.shape, shard.axis, slices)) * source.itemsize
             reader = _Reader(source, shard.axis, slices, memory if 0 in ranks else None, failure)
@@ -92,7 +92,7 @@ def stream_part(
 
 
 class _Reader:
-    """Reads a part on rank 0, chunk by chunk, and sends each while it reads the next."""
+    """Reads a shard on rank 0, chunk by chunk, and sends each while it reads the next."""
 
     def __init__(
         self, source: Source, axis: int, slices: Sequence[slice], memory: np.ndarray | None, failure: Exception | None
@@ -101,7 +101,7 @@ class _Reader:
         self.buffers = [] if memory is not None else [np.empty(CHUNK_BYTES, np.uint8) for _ in range(2)]
 
     def send(self, length: int, ranks: Sequence[int], group: Group, advance: Callable[[int], Any]) -> int:
-        """Sends the part to ``ranks``, and returns its checksum."""
+        """Sends the shard to ``ranks``, and returns its checksum."""
         checksum, handles = 0, []
         for number, start in enumerate(range(0, length, CHUNK_BYTES)):
             chunk = self._read(number, start, min(CHUNK_BYTES, length - start))
@@ -118,8 +118,8 @@ class _Reader:
         return checksum
 
     def _read(self, number: int, start: int, length: int) -> np.ndarray:
-        place = self.buffers[number % 2] if self.buffers else self.memory[start:]
-        chunk = place[:length]
+        member = self.buffers[number % 2] if self.buffers else self.memory[start:]
+        chunk = member[:length]
         try:
             if self.failure is None:
                 self.source.read(self.axis, self.slices, start, memoryview(chunk))
@@ -141,8 +141,8 @@ def _receive(memory: np.ndarray, from_broadcast: bool, group: Group) -> int:
     return checksum
 
 
-def _parts(shard: Shard, size: int) -> list[tuple[list[slice], list[int]]]:
-    """The different parts of a parameter, and which ranks hold each."""
+def _shards(shard: Shard, size: int) -> list[tuple[list[slice], list[int]]]:
+    """The different shards of a parameter, and which ranks hold each."""
     ranks_of: dict[tuple, list[int]] = {}
     for rank in range(size):
         ranks_of.setdefault(shard.ranges[rank] if shard.ranges else (), []).append(rank)
@@ -164,9 +164,9 @@ def _small_files(checkpoint: Checkpoint) -> tuple[list[tuple[str, int, int]], by
     return files, b"".join(content)
 
 
-def _write(folder: Path, files: Sequence[tuple[str, int, int]], content: bytes) -> None:
+def _write(directory: Path, files: Sequence[tuple[str, int, int]], content: bytes) -> None:
     for name, length, size in files:
-        with (folder / Path(name).name).open("wb") as file:
+        with (directory / Path(name).name).open("wb") as file:
             file.write(content[:length])
             file.truncate(size)
         content = content[length:]

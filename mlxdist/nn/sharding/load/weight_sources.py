@@ -2,7 +2,7 @@
 
 mlx-lm builds the model itself, with its own ``sanitize`` and quantization; nothing is evaluated, so no weight is read.
 What the model then holds under a path is either the very array that stands for a tensor of a file, so that any slice
-of it can be read from there, or the result of a computation, for which its tensors must be read whole.
+of it can be read from there, or the result of a computation, for which its tensors must be read in full.
 """
 
 import math
@@ -37,11 +37,11 @@ class ComputedTensor:
         """As :meth:`StoredTensor.read`."""
         self._array = mx.contiguous(self._array)
         try:
-            whole, filled = memoryview(bytes_of(self._array)), 0
+            full, filled = memoryview(bytes_of(self._array)), 0
         except RuntimeError as error:
             raise InvalidArgument(f"mlx-lm cannot compute a parameter from the files: {error}") from error
         for offset, length in runs(self, axis, slices, start, start + len(memory)):
-            memory[filled : filled + length] = whole[offset : offset + length]
+            memory[filled : filled + length] = full[offset : offset + length]
             filled += length
 
     def release(self) -> None:
@@ -61,7 +61,8 @@ def bytes_of(array: mx.array) -> np.ndarray:
 
 
 def open_model(checkpoint: Checkpoint) -> tuple[nn.Module, dict[str, Source], dict[str, Any]]:
-    """mlx-lm's model of a folder, whose parameters have shapes and dtypes but no memory; their sources by path; config.
+    """mlx-lm's model of a directory, whose parameters have shapes and dtypes but no memory; their sources by path;
+    config.
 
     Raises:
         InvalidArgument: there is no mlx-lm, it does not know the model, or weights are missing, too many, of another

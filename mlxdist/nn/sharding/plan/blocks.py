@@ -1,10 +1,10 @@
-"""Which parts of a model can be cut, found by the names and shapes of what is in it.
+"""Which parts of a model can be sharded, found by the names and shapes of what is in it.
 
-A model is searched for blocks: attention, MLPs, experts. Each is cut only if everything in it is understood, by the
-tables of patterns.py; otherwise all of it stays whole, which is right on every number of ranks, and says why. Heads
-are cut whole, keys and values with the queries that use them: where there are fewer KV heads than ranks, several ranks
-hold the same one. A cut block ends with one sum over the ranks (Shoeybi et al. 2019, "Megatron-LM: Training
-Multi-Billion Parameter Language Models Using Model Parallelism", https://arxiv.org/abs/1909.08053).
+A model is searched for blocks: attention, MLPs, experts. Each is sharded only if everything in it is understood, by the
+tables of patterns.py; otherwise all of it stays unsharded, which is right on every number of ranks, and says why. Heads
+are sharded one by one, keys and values with the queries that use them: where there are fewer KV heads than ranks,
+several ranks hold the same one. A sharded block ends with one sum over the ranks (Shoeybi et al. 2019, "Megatron-LM:
+Training Multi-Billion Parameter Language Models Using Model Parallelism", https://arxiv.org/abs/1909.08053).
 """
 
 from collections.abc import Sequence
@@ -15,21 +15,22 @@ import mlx.nn as nn
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.experts.placement import Placement
 from mlxdist.nn.partition import split_sizes
-from mlxdist.nn.tensor_parallel.new_adapters import SWITCH_LINEARS
+from mlxdist.nn.tensor_parallel.linear_layers import quantization_unit
+from mlxdist.nn.tensor_parallel.lora import SWITCH_LINEARS
 from mlxdist.nn.tensor_parallel.parallel_attention import split_heads
 
-from .block_parts import (
+from . import patterns
+from .block import (
     Block,
     Heads,
     Known,
     Ranges,
-    Whole,
+    Unsharded,
     attribute,
     children,
     consecutive,
     copies,
     first,
-    group_size_of,
     input_dims_of,
     join_path,
     lengths,
@@ -38,67 +39,38 @@ from .block_parts import (
     source_of,
 )
 from .parameters import Shard, dtype_name
-from .patterns import (
-    FUSED,
-    FUSED_BY_KV_HEAD,
-    GATE_THEN_UP,
-    GATE_UP_IN_TURN,
-    GATES,
-    GROUPS,
-    HEADS_ELSEWHERE,
-    KEY_NORMS,
-    KEYS,
-    KV_HEADS,
-    KV_SIZES,
-    LATENT,
-    LATENT_HEADS,
-    MLPS,
-    NOT_TO_CUT,
-    OUTPUTS,
-    PER_HEAD,
-    QUERIES,
-    QUERY_HEADS,
-    QUERY_KEY_VALUE_BY_KV_HEAD,
-    QUERY_KEY_VALUE_IN_TURN,
-    QUERY_NORMS,
-    QUERY_SIZES,
-    ROUTERS,
-    SUMS_OF_EXPERTS,
-    SWITCHES,
-    VALUES,
-)
 
-__all__ = ["expert_weights", "find_blocks"]
+__all__ = ["expert_shares", "find_blocks"]
 
 
 def find_blocks(
-    model: nn.Module, tp: int, ep: int = 1, weights: Sequence[float] | None = None
+    model: nn.Module, tp: int, ep: int = 1, rank_shares: Sequence[float] | None = None
 ) -> tuple[list[Block], dict[str, str]]:
-    """The blocks of ``model`` that are cut, and by path of a module why it stays whole. Nothing is evaluated.
+    """The blocks of ``model`` that are sharded, and by path of a module why it stays unsharded. Nothing is evaluated.
 
-    Raises InvalidArgument where heads, hidden layers, quantization groups or experts cannot be cut as asked.
+    Raises InvalidArgument where heads, hidden layers, quantization groups or experts cannot be sharded as asked.
     """
-    finder = _Finder(tp, ep, weights)
+    finder = _Finder(tp, ep, rank_shares)
     finder.search(model, "")
     if finder.shares and not finder.all_cut_alike():
         for block in finder.of_heads:
             finder.blocks.remove(block)
-            finder.reasons[block.path] = "layers work with the heads of others, and not all of these are cut alike"
+            finder.reasons[block.path] = "layers work with the heads of others, and not all of these are sharded alike"
     for block in finder.blocks:
         block.repeat(ep)
     return finder.blocks, finder.reasons
 
 
 class _Finder:
-    def __init__(self, tp: int, ep: int, weights: Sequence[float] | None) -> None:
-        self.tp, self.ep, self.weights = tp, ep, weights
+    def __init__(self, tp: int, ep: int, rank_shares: Sequence[float] | None) -> None:
+        self.tp, self.ep, self.rank_shares = tp, ep, rank_shares
         self.blocks: list[Block] = []
         self.reasons: dict[str, str] = {}
         self.seen: set[int] = set()
         self.all_attention_cut = True
         self.of_heads: list[Block] = []  # attention, and what works with its heads outside of it
         self.shares = False  # whether some of that works with the heads of another layer, such as its keys and values
-        self.splits: set[Heads] = set()  # of all attention that is cut
+        self.splits: set[Heads] = set()  # of all attention that is sharded
 
     def search(self, module: nn.Module, path: str) -> None:
         if id(module) in self.seen:
@@ -110,7 +82,7 @@ class _Finder:
             self.shares |= has_heads and shares_heads(module)
             try:
                 cut(block, module)
-            except Whole as why:
+            except Unsharded as why:
                 self.reasons[path] = str(why)
                 self.all_attention_cut &= not has_heads
                 if cut != self.mixture:
@@ -123,23 +95,23 @@ class _Finder:
             self.search(child, join_path(path, name))
 
     def all_cut_alike(self) -> bool:
-        """Whether all attention is cut, and such of the same numbers of heads in one way."""
+        """Whether all attention is sharded, and such of the same numbers of heads in one way."""
         numbers = {(sum(lengths(split.query)), max(map(max, map(max, split.kv)))) for split in self.splits}
         return self.all_attention_cut and len(numbers) == len(self.splits)
 
     def recognized(self, module: nn.Module):
-        """The method that cuts this kind of module, or None."""
+        """The method that shards this kind of module, or None."""
         names = {name for name, child in module.items() if isinstance(child, nn.Module)}
-        if type(module).__name__ in SWITCHES:
+        if type(module).__name__ in patterns.SWITCHES:
             return self.switch
-        if type(module).__name__ == HEADS_ELSEWHERE.get(source_of(module)):
+        if type(module).__name__ == patterns.HEADS_ELSEWHERE.get(source_of(module)):
             return self.heads_elsewhere
-        if any(type(module[name]).__name__ in SWITCHES for name in names):
-            known = "sharding_group" in vars(module) or source_of(module) in SUMS_OF_EXPERTS
+        if any(type(module[name]).__name__ in patterns.SWITCHES for name in names):
+            known = "sharding_group" in vars(module) or source_of(module) in patterns.SUMS_OF_EXPERTS
             return self.mixture if known and self.ep == 1 else None
-        if names & {*QUERIES, *FUSED, *FUSED_BY_KV_HEAD} and names & set(OUTPUTS):
+        if names & {*patterns.QUERIES, *patterns.FUSED, *patterns.FUSED_BY_KV_HEAD} and names & set(patterns.OUTPUTS):
             return self.attention
-        if any({*inputs, output} <= names for inputs, output in MLPS):
+        if any({*inputs, output} <= names for inputs, output in patterns.MLPS):
             return self.mlp
         return None
 
@@ -147,53 +119,56 @@ class _Finder:
 
     def attention(self, block: Block, module: nn.Module) -> None:
         known = Known(block, module)
-        if reason := NOT_TO_CUT.get(source_of(module)):
-            raise Whole(f"{type(module).__name__} {reason}")
+        if reason := patterns.NOT_TO_CUT.get(source_of(module)):
+            raise Unsharded(f"{type(module).__name__} {reason}")
         if getattr(module, "block_sparse", False):
-            raise Whole("its sparse mask depends on the numbers of the heads")
-        output = known.one_of(OUTPUTS, "output projection")
-        queries = first(module, QUERIES)
-        heads = attribute(module, QUERY_HEADS)
+            raise Unsharded("its sparse mask depends on the numbers of the heads")
+        output = known.one_of(patterns.OUTPUTS, "output projection")
+        queries = first(module, patterns.QUERIES)
+        heads = attribute(module, patterns.QUERY_HEADS)
         if heads is None:
-            raise Whole("attention whose number of heads is not known")
-        kv_heads = attribute(module, KV_HEADS)
+            raise Unsharded("attention whose number of heads is not known")
+        kv_heads = attribute(module, patterns.KV_HEADS)
         latent = is_latent(module)
-        fused = first(module, (*FUSED, *FUSED_BY_KV_HEAD))
+        fused = first(module, (*patterns.FUSED, *patterns.FUSED_BY_KV_HEAD))
         if latent:
             kv_heads = heads
         elif kv_heads is None:
             if shares_heads(module):
-                raise Whole("attention over other layers' keys whose number of KV heads is not known")
+                raise Unsharded("attention over other layers' keys whose number of KV heads is not known")
             kv_heads = self.kv_heads_by_shape(module, queries, heads)
         split = self.heads(block.path, heads, kv_heads, known.check_linear(output))
         query_ranges, kv_ranges = split.query, split.kv
-        if split.copied and attribute(module, KV_HEADS) is None:
-            raise Whole(
+        if split.copied and attribute(module, patterns.KV_HEADS) is None:
+            raise Unsharded(
                 f"of {heads} heads with {kv_heads} KV heads some ranks would have one for each, others more, and "
                 f"{type(module).__name__} cannot have copies of KV heads"
             )
         # Nothing is broadcast from the latent keys to one head: another graph, as in heads().
         if latent and len({count > 1 for count in lengths(split.query)}) > 1:
-            raise Whole(f"of {heads} heads over latent keys some ranks would have one, others more")
+            raise Unsharded(f"of {heads} heads over latent keys some ranks would have one, others more")
 
         if latent:
             self.latent(known, module, query_ranges, heads)
         elif fused:
             self.fused(known, module, fused, heads, kv_heads, split)
-        for names, ranges, count in ((KEYS, kv_ranges, kv_heads), (VALUES, kv_ranges, kv_heads)):
+        for names, ranges, count in ((patterns.KEYS, kv_ranges, kv_heads), (patterns.VALUES, kv_ranges, kv_heads)):
             if not latent and (name := first(module, names)):
                 known.column(name, ranges, count)
         if queries and queries not in known.done:
             known.column(queries, query_ranges, heads)
-        for name in GATES:
+        for name in patterns.GATES:
             if name in module:
                 known.column(name, query_ranges, heads)
         known.row(output, query_ranges, heads)
-        for names, ranges, count in ((QUERY_NORMS, query_ranges, heads), (KEY_NORMS, kv_ranges, kv_heads)):
+        for names, ranges, count in (
+            (patterns.QUERY_NORMS, query_ranges, heads),
+            (patterns.KEY_NORMS, kv_ranges, kv_heads),
+        ):
             for name in names:
                 if name in module:
                     known.norm(name, ranges, count, split)
-        for path, (axis, whose) in PER_HEAD.items():
+        for path, (axis, whose) in patterns.PER_HEAD.items():
             known.per_head(path, axis, *((query_ranges, heads) if whose == "query" else (kv_ranges, kv_heads)))
         self.head_attributes(block, module, split, heads, kv_heads, latent, input_dims_of(module[output]))
         known.finish(input_dims=output_dims(module[output]))
@@ -201,9 +176,9 @@ class _Finder:
 
     def heads_elsewhere(self, block: Block, module: nn.Module) -> None:
         """What works on the heads of attention outside of it."""
-        heads = attribute(module, QUERY_HEADS)
+        heads = attribute(module, patterns.QUERY_HEADS)
         if [sum(lengths(split.query)) for split in self.splits] != [heads]:
-            raise Whole(f"{type(module).__name__} of {heads} heads, and attention is not cut in one way")
+            raise Unsharded(f"{type(module).__name__} of {heads} heads, and attention is not sharded in one way")
         (split,) = self.splits
         known = Known(block, module)
         for name, _ in own_arrays(module):
@@ -212,17 +187,17 @@ class _Finder:
         block.roles[block.path] = "inside"
 
     def kv_heads_by_shape(self, module: nn.Module, queries: str | None, heads: int) -> int:
-        keys = first(module, KEYS)
+        keys = first(module, patterns.KEYS)
         if queries is None or keys is None:
             return heads
         head_dim, keys_dim = output_dims(module[queries]) // heads, output_dims(module[keys])
         return max(1, keys_dim // head_dim)
 
     def latent(self, known: "Known", module: nn.Module, ranges: "Ranges", heads: int) -> None:
-        for name in LATENT:
+        for name in patterns.LATENT:
             if name in module:
-                known.whole(name)
-        for name in LATENT_HEADS:
+                known.full(name)
+        for name in patterns.LATENT_HEADS:
             if name in module:
                 known.heads_first(name, ranges, heads)
         if "kv_b_proj" in module:
@@ -230,16 +205,22 @@ class _Finder:
 
     def fused(self, known: "Known", module: nn.Module, name: str, heads: int, kv_heads: int, split: "Heads") -> None:
         source = source_of(module)
-        by_kv_head = name in FUSED_BY_KV_HEAD or name == "query_key_value" and source in QUERY_KEY_VALUE_BY_KV_HEAD
-        if name == "query_key_value" and not by_kv_head and source not in QUERY_KEY_VALUE_IN_TURN:
-            raise Whole(f"the order of queries, keys and values in {name} is not known for {source}")
+        by_kv_head = (
+            name in patterns.FUSED_BY_KV_HEAD
+            or name == "query_key_value"
+            and source in patterns.QUERY_KEY_VALUE_BY_KV_HEAD
+        )
+        if name == "query_key_value" and not by_kv_head and source not in patterns.QUERY_KEY_VALUE_IN_TURN:
+            raise Unsharded(f"the order of queries, keys and values in {name} is not known for {source}")
         outputs = output_dims(module[name])
         if outputs % (heads + 2 * kv_heads):
-            raise Whole(f"{name} has {outputs} outputs, which are not those of {heads} + 2 * {kv_heads} heads")
+            raise Unsharded(f"{name} has {outputs} outputs, which are not those of {heads} + 2 * {kv_heads} heads")
         head_dim = outputs // (heads + 2 * kv_heads)
         if by_kv_head:
             if split.replicated:
-                raise Whole(f"{kv_heads} KV heads are fewer than {self.tp} ranks, and {name} has each with its queries")
+                raise Unsharded(
+                    f"{kv_heads} KV heads are fewer than {self.tp} ranks, and {name} has each with its queries"
+                )
             known.column(name, split.kv, kv_heads)
             return
         starts = (0, heads * head_dim, (heads + kv_heads) * head_dim)
@@ -255,15 +236,15 @@ class _Finder:
 
     def heads(self, path: str, heads: int, kv_heads: int, output: nn.Module) -> "Heads":
         """Which heads each rank has: as equally many as can be of whole KV heads with the queries that use them, or,
-        with fewer of these than ranks, a KV head for several ranks. No quantization group of ``output`` is cut."""
+        with fewer of these than ranks, a KV head for several ranks. No quantization group of ``output`` is sharded."""
         where = f"heads of {path or 'the model'}"
         if heads % kv_heads:
-            raise Whole(f"{heads} heads are no multiple of {kv_heads} KV heads")
-        head_dim, unit = input_dims_of(output) // heads, group_size_of(output)
+            raise Unsharded(f"{heads} heads are no multiple of {kv_heads} KV heads")
+        head_dim, unit = input_dims_of(output) // heads, quantization_unit(output)
         multiple = unit // gcd(unit, head_dim)
         if multiple > 1:
             where += f" of {head_dim} features, with quantization groups of {unit} behind them"
-        sizes, held = split_heads(where, heads, kv_heads, self.tp, self.weights or [1] * self.tp, multiple)
+        sizes, held = split_heads(where, heads, kv_heads, self.tp, self.rank_shares or [1] * self.tp, multiple)
         # MLX computes one query head for each KV head in another graph than several, and the order of a graph's
         # collectives must be that of all ranks: if it is one on some ranks alone, each query head has a copy.
         copied = len({size > len(here) for size, here in zip(sizes, held, strict=True)}) > 1
@@ -275,27 +256,30 @@ class _Finder:
     ) -> None:
         """The numbers that the module's forward pass reads; `width` is that of all heads, before the output."""
         query_counts, kv_counts = lengths(split.query), lengths(split.kv)
-        for name in QUERY_HEADS:
+        for name in patterns.QUERY_HEADS:
             if name in vars(module):
                 block.attributes[block.path, name] = query_counts
-        for name in KV_HEADS:
+        for name in patterns.KV_HEADS:
             if name in vars(module) and vars(module)[name] is not None:
                 block.attributes[block.path, name] = query_counts if latent else kv_counts
-        for name in GROUPS:
+        for name in patterns.GROUPS:
             if name in vars(module):
                 block.attributes[block.path, name] = tuple(q // k for q, k in zip(query_counts, kv_counts, strict=True))
-        for names, counts, count in ((QUERY_SIZES, query_counts, heads), (KV_SIZES, kv_counts, kv_heads)):
+        for names, counts, count in (
+            (patterns.QUERY_SIZES, query_counts, heads),
+            (patterns.KV_SIZES, kv_counts, kv_heads),
+        ):
             for name in names:
                 size = vars(module).get(name)
-                if type(size) is int and size % count == 0 and (names is KV_SIZES or size == width):
+                if type(size) is int and size % count == 0 and (names is patterns.KV_SIZES or size == width):
                     block.attributes[block.path, name] = tuple(size // count * local for local in counts)
 
     # MLPs and experts.
 
     def mlp(self, block: Block, module: nn.Module, partial: bool = False) -> None:
-        inputs, output = next((i, o) for i, o in MLPS if all(name in module for name in (*i, o)))
+        inputs, output = next((i, o) for i, o in patterns.MLPS if all(name in module for name in (*i, o)))
         if getattr(module, "activation_sparsity", 0):
-            raise Whole("its activation looks at the whole hidden layer at once")
+            raise Unsharded("its activation looks at the whole hidden layer at once")
         known = Known(block, module)
         self.hidden(known, module, inputs, output, partial)
         hidden = input_dims_of(module[output])
@@ -311,35 +295,35 @@ class _Finder:
         known.check_linear(output)
         width = input_dims_of(module[output])
         ranges = consecutive(
-            self.hidden_sizes(join_path(known.block.path, output), width, group_size_of(module[output]))
+            self.hidden_sizes(join_path(known.block.path, output), width, quantization_unit(module[output]))
         )
         for name in inputs:
             known.check_linear(name)
             outputs = output_dims(module[name])
-            if outputs == width or outputs == 2 * width and name in GATE_UP_IN_TURN:
+            if outputs == width or outputs == 2 * width and name in patterns.GATE_UP_IN_TURN:
                 known.column(name, ranges, width)
-            elif outputs == 2 * width and name in GATE_THEN_UP:
+            elif outputs == 2 * width and name in patterns.GATE_THEN_UP:
                 both = tuple(((start, stop), (width + start, width + stop)) for ((start, stop),) in ranges)
                 known.column(name, both, outputs)
             else:
-                raise Whole(f"{name} has {outputs} outputs, but {output} {width} inputs")
+                raise Unsharded(f"{name} has {outputs} outputs, but {output} {width} inputs")
         known.row(output, ranges, width)
         if partial:
             for name in (*inputs, output):
                 known.block.roles.pop(join_path(known.block.path, name))
 
     def hidden_sizes(self, name: str, width: int, multiple: int) -> list[int]:
-        """Equal parts if they can be, otherwise as equal as whole quantization groups allow."""
-        if self.weights is None and width % (self.tp * multiple):
+        """Equal shards if they can be, otherwise as equal as whole quantization groups allow."""
+        if self.rank_shares is None and width % (self.tp * multiple):
             return split_sizes(name, width, self.tp, [1] * self.tp, multiple)
-        return split_sizes(name, width, self.tp, self.weights, multiple)
+        return split_sizes(name, width, self.tp, self.rank_shares, multiple)
 
     def switch(self, block: Block, module: nn.Module) -> None:
-        inputs, output = SWITCHES[type(module).__name__]
+        inputs, output = patterns.SWITCHES[type(module).__name__]
         known = Known(block, module)
         for name in (*inputs, output):
             if type(module.get(name)).__name__ not in SWITCH_LINEARS:
-                raise Whole(f"experts whose {name} is {type(module.get(name)).__name__}")
+                raise Unsharded(f"experts whose {name} is {type(module.get(name)).__name__}")
         if self.ep > 1:
             self.whole_experts(block, module, (*inputs, output))
             known.done.update((*inputs, output))
@@ -353,7 +337,7 @@ class _Finder:
         ranks = self.tp * self.ep
         experts = module[names[0]].weight.shape[0]
         try:
-            placement = Placement(experts, ranks, expert_weights(self.weights, self.ep))
+            placement = Placement(experts, ranks, expert_shares(self.rank_shares, self.ep))
         except InvalidArgument as error:
             raise InvalidArgument(f"experts of {block.path}: {error}") from error
         ranges = tuple(((held.start, held.stop),) for held in map(placement.local, range(ranks)))
@@ -367,28 +351,30 @@ class _Finder:
         """Experts, routed and shared, whose results are added up once, by mlx-lm's block itself if it knows a group."""
         for name, child in children(module):
             part = Block(join_path(block.path, name))
-            if type(child).__name__ in SWITCHES:
+            if type(child).__name__ in patterns.SWITCHES:
                 self.switch(part, child)
                 part.roles.clear()
             elif self.recognized(child) == self.mlp:
                 self.mlp(part, child, partial=True)
-            elif name not in ROUTERS and child.parameters():
-                raise Whole(f"what {name} does in {type(module).__name__} is not known")
+            elif name not in patterns.ROUTERS and child.parameters():
+                raise Unsharded(f"what {name} does in {type(module).__name__} is not known")
             block.shards |= part.shards
             block.attributes |= part.attributes
         block.roles[block.path] = "group" if "sharding_group" in vars(module) else "sum"
 
 
 def is_latent(module: nn.Module) -> bool:
-    return any(name in module for name in ("kv_a_proj_with_mqa", *LATENT_HEADS))
+    return any(name in module for name in ("kv_a_proj_with_mqa", *patterns.LATENT_HEADS))
 
 
 def shares_heads(module: nn.Module) -> bool:
     """Whether attention, or what belongs to it, works with heads of another module."""
-    has_keys = is_latent(module) or first(module, (*FUSED, *FUSED_BY_KV_HEAD, *KEYS)) is not None
-    return not has_keys or source_of(module) in HEADS_ELSEWHERE
+    has_keys = (
+        is_latent(module) or first(module, (*patterns.FUSED, *patterns.FUSED_BY_KV_HEAD, *patterns.KEYS)) is not None
+    )
+    return not has_keys or source_of(module) in patterns.HEADS_ELSEWHERE
 
 
-def expert_weights(weights: Sequence[float] | None, ep: int) -> list[float] | None:
+def expert_shares(rank_shares: Sequence[float] | None, ep: int) -> list[float] | None:
     """Those of all ranks of the grid, from those of one row."""
-    return None if weights is None else [weight for _ in range(ep) for weight in weights]
+    return None if rank_shares is None else [weight for _ in range(ep) for weight in rank_shares]

@@ -1,5 +1,5 @@
-"""The linear layers of blocks that are cut: MLX's, which take adapters and leave to the border of their block what is
-done once for all of it."""
+"""The linear layers of blocks that are sharded: MLX's, which take adapters and leave to the parallel region of their
+block what is done once for all of it."""
 
 import copy
 from collections.abc import Sequence
@@ -9,33 +9,27 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.nn.layers.distributed import (
-    AllToShardedLinear,
-    QuantizedAllToShardedLinear,
-    QuantizedShardedToAllLinear,
-    ShardedToAllLinear,
-)
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
-from mlxdist.nn.partition import copy_to_holders, cut_out
-from mlxdist.nn.tensor_parallel.new_adapters import SWITCH_LINEARS, draw_whole
-from mlxdist.nn.tensor_parallel.parallel_linear import CutLinear, unpacked
+from mlxdist.nn.partition import copy_to_holders, slice_along
+from mlxdist.nn.tensor_parallel.linear_layers import COLUMN_SHARDED, ROW_SHARDED, unpacked
+from mlxdist.nn.tensor_parallel.lora import SWITCH_LINEARS, ShardedLinear, draw_full
 from mlxdist.runtime.native import bridge
 
-from .adapters import adapter_part
+from .adapters import adapter_shard
 from .parameters import Shard, overlap
 from .patterns import LINEARS
 
 __all__ = ["COLUMNS", "put_in"]
 
 
-class _Inner(CutLinear):
-    """Of a block that is cut.
+class _Inner(ShardedLinear):
+    """Of a block that is sharded.
 
     Attributes:
         _shard: its weight, of shape (outputs, inputs); quantized the inputs are packed.
-        _inside: the border of the block.
+        _inside: the parallel region of the block.
         _overlaps: whether several ranks hold the same piece of it.
     """
 
@@ -44,7 +38,7 @@ class _Inner(CutLinear):
     _overlaps: bool
 
     @property
-    def cut_axis(self) -> int:
+    def shard_axis(self) -> int:
         return self._shard.axis
 
     @property
@@ -57,7 +51,9 @@ class _Inner(CutLinear):
 
     def with_weight(self, weight: mx.array, quantized: dict | None = None) -> "_Inner":
         if quantized is None and "scales" in self:
-            raise InvalidArgument(f"a {type(self).__name__} of a model that is cut stays quantized: fuse() it as it is")
+            raise InvalidArgument(
+                f"a {type(self).__name__} of a model that is sharded stays quantized: fuse() it as it is"
+            )
         layer = copy.copy(self)
         layer._no_grad = set(self._no_grad)
         values = [weight] if quantized is None else mx.quantize(weight, **quantized)
@@ -66,10 +62,10 @@ class _Inner(CutLinear):
         return layer
 
     def enter(self, x: mx.array) -> mx.array:
-        return x if self.cut_axis == 1 or self._entered else copy_to_tensor_parallel_region(x, self._inside.group)
+        return x if self.shard_axis == 1 or self._entered else copy_to_tensor_parallel_region(x, self._inside.group)
 
     def leave(self, y: mx.array) -> mx.array:
-        if self.cut_axis == 0:
+        if self.shard_axis == 0:
             return y
         y = reduce_from_tensor_parallel_region(y, self._inside.group)
         return y + self["bias"] if "bias" in self else y
@@ -77,84 +73,69 @@ class _Inner(CutLinear):
     def adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
         group = self._inside.group
         if not self._inside.inside:  # which has the sum of the gradients of what all ranks hold
-            if self.cut_axis == 0:
+            if self.shard_axis == 0:
                 lora_a = copy_to_tensor_parallel_region(lora_a, group)
             else:
                 lora_b = copy_to_tensor_parallel_region(lora_b, group)
-        if self.cut_axis == 0 and self._overlaps:
+        if self.shard_axis == 0 and self._overlaps:
             lora_b = copy_to_holders(lora_b, self._pieces(group.rank()), self.output_dims, 1, group)
         return lora_a, lora_b
 
-    def adapter_part(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
+    def shard_adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
         rank = self._inside.group.rank()
-        return adapter_part(self._shard, "lora_a", lora_a, rank), adapter_part(self._shard, "lora_b", lora_b, rank)
+        return adapter_shard(self._shard, "lora_a", lora_a, rank), adapter_shard(self._shard, "lora_b", lora_b, rank)
 
     def join_adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
-        if self.cut_axis == 0:
+        if self.shard_axis == 0:
             return lora_a, self._join(lora_b)
         return self._join(lora_a.T).T, lora_b
 
-    def part_of_inputs(self, x: mx.array) -> mx.array:
-        return cut_out(x, x.ndim - 1, self._pieces(self._inside.group.rank()))
+    def shard_inputs(self, x: mx.array) -> mx.array:
+        return slice_along(x, x.ndim - 1, self._pieces(self._inside.group.rank()))
 
     @property
     def _entered(self) -> bool:
-        """Whether the border has copied what the layer is called with."""
+        """Whether the parallel region has copied what the layer is called with."""
         return self._inside.enters and self._inside.inside
 
     def _pieces(self, rank: int) -> Sequence[slice]:
-        """Which features of the cut dimension a rank has."""
-        return self._shard.slices(rank, (self.output_dims, self.input_dims)[self.cut_axis])
+        """Which features of the sharded dimension a rank has."""
+        return self._shard.slices(rank, (self.output_dims, self.input_dims)[self.shard_axis])
 
     def _join(self, x: mx.array) -> mx.array:
-        """All ranks' parts of the last axis. What several hold is that of the first of them."""
+        """All ranks' shards of the last axis. What several hold is that of the first of them."""
         group = self._inside.group
-        length = (self.output_dims, self.input_dims)[self.cut_axis]
+        length = (self.output_dims, self.input_dims)[self.shard_axis]
         owners = np.empty(length, np.int64)
         for rank in reversed(range(group.size())):
             for piece in self._pieces(rank):
                 owners[piece] = rank
-        whole, start = mx.zeros((*x.shape[:-1], length), x.dtype), 0
+        full, start = mx.zeros((*x.shape[:-1], length), x.dtype), 0
         for piece in self._pieces(group.rank()):
             stop = start + piece.stop - piece.start
-            whole[..., piece] = mx.where(mx.array(owners[piece] == group.rank()), x[..., start:stop], 0)
+            full[..., piece] = mx.where(mx.array(owners[piece] == group.rank()), x[..., start:stop], 0)
             start = stop
-        return reduce_from_tensor_parallel_region(whole, group)
+        return reduce_from_tensor_parallel_region(full, group)
 
 
-class _InnerColumn(_Inner, AllToShardedLinear):
-    """Its input's gradient is summed at the border of its block, if the block is called."""
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return nn.Linear.__call__(self, x if not bridge.traces() else self.enter(x))
-
-
-class _InnerQuantizedColumn(_Inner, QuantizedAllToShardedLinear):
-    """The same, quantized."""
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return nn.QuantizedLinear.__call__(self, x if not bridge.traces() else self.enter(x))
+def _call_column(self: _Inner, x: mx.array) -> mx.array:
+    """The gradient of the input is summed where its block begins, if the block is called."""
+    kind = nn.QuantizedLinear if "scales" in self else nn.Linear
+    return kind.__call__(self, x if not bridge.traces() else self.enter(x))
 
 
-class _InnerRow(_Inner, ShardedToAllLinear):
-    """Without an adapter it is MLX's."""
+# Without an adapter a row-parallel layer is MLX's.
+COLUMNS = {kind: type(f"_Inner{kind.__name__}", (_Inner, kind), {"__call__": _call_column}) for kind in COLUMN_SHARDED}
+_KINDS = COLUMNS | {kind: type(f"_Inner{kind.__name__}", (_Inner, kind), {}) for kind in ROW_SHARDED}
 
 
-class _InnerQuantizedRow(_Inner, QuantizedShardedToAllLinear):
-    """The same, quantized."""
-
-
-COLUMNS = {AllToShardedLinear: _InnerColumn, QuantizedAllToShardedLinear: _InnerQuantizedColumn}
-_KINDS = {**COLUMNS, ShardedToAllLinear: _InnerRow, QuantizedShardedToAllLinear: _InnerQuantizedRow}
-
-
-def put_in(layer: nn.Module, shard: Shard, border: Any) -> None:
-    """Makes one of MLX's layers one of a block, with its border, and cut ones that a block sums up for take adapters.
-    Others stay as they are."""
+def put_in(layer: nn.Module, shard: Shard, region: Any) -> None:
+    """Makes one of MLX's layers one of a block, with its parallel region, and sharded ones that a block sums up for
+    take adapters. Others stay as they are."""
     if type(layer) in _KINDS:
         layer.__class__ = _KINDS[type(layer)]
-        layer._shard, layer._inside = shard, border
-        layer._overlaps = overlap(shard, border.group.size())
+        layer._shard, layer._inside = shard, region
+        layer._overlaps = overlap(shard, region.group.size())
     elif shard.ranges and (type(layer) in LINEARS or type(layer).__name__ in SWITCH_LINEARS):
         *rows, columns = shard.shape
-        draw_whole(layer, (*rows, unpacked(layer, columns)), partial(adapter_part, shard, rank=border.rank))
+        draw_full(layer, (*rows, unpacked(layer, columns)), partial(adapter_shard, shard, rank=region.rank))

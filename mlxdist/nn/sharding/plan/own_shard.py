@@ -1,10 +1,10 @@
-"""What a model's own ``shard(group)`` cuts, found out without a group of that size and without its weights.
+"""What a model's own ``shard(group)`` shards, found out without a group of that size and without its weights.
 
 Some methods of mlx-lm's models call MLX's ``shard_linear`` and ``shard_inplace``, others slice arrays by hand, so what
-they cut is not read from their calls but observed: ``shard`` runs, as each rank, on a copy of the model whose
+they shard is not read from their calls but observed: ``shard`` runs, as each rank, on a copy of the model whose
 parameters are the numbers 0, 1, 2 ... along one axis; what comes out says which of them the rank keeps. In the first
-run, on zeros that are never evaluated, only the shapes are looked at, which say along which axis each parameter is cut.
-In the second the parameters are one element wide along all other axes, so that a look costs nothing.
+run, on zeros that are never evaluated, only the shapes are looked at, which say along which axis each parameter is
+sharded. In the second the parameters are one element wide along all other axes, so that a look costs nothing.
 """
 
 import copy
@@ -14,19 +14,14 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.nn.layers.distributed import (
-    AllToShardedLinear,
-    QuantizedAllToShardedLinear,
-    QuantizedShardedToAllLinear,
-    ShardedToAllLinear,
-)
+
+from mlxdist.nn.tensor_parallel.linear_layers import COLUMN_SHARDED, ROW_SHARDED
 
 from .parameters import Shard, dtype_name, parameters
 
 __all__ = ["NotUsable", "observe"]
 
 REPLACEABLE = (nn.Linear, nn.QuantizedLinear)
-SHARDED_LINEARS = (AllToShardedLinear, QuantizedAllToShardedLinear, QuantizedShardedToAllLinear, ShardedToAllLinear)
 
 
 class NotUsable(Exception):
@@ -47,16 +42,16 @@ class _Rank:
 
 
 def observe(model: nn.Module, ranks: int) -> dict[str, Shard]:
-    """How ``model.shard(group)`` cuts each parameter in a group of ``ranks``. The model is not changed.
+    """How ``model.shard(group)`` shards each parameter in a group of ``ranks``. The model is not changed.
 
-    Raises NotUsable if it fails, leaves out something of an axis, or cuts heads that cannot be cut.
+    Raises NotUsable if it fails, leaves out something of an axis, or shards heads that cannot be sharded.
     """
-    whole = parameters(model)
+    full = parameters(model)
     probe = _run(model, lambda path, module, array: mx.zeros(_narrowed(path, module, array), array.dtype), 0, ranks)
-    axes = {path: _cut_axis(path, probe.before[path], probe.after) for path in whole}
+    axes = {path: _cut_axis(path, probe.before[path], probe.after) for path in full}
     marks = lambda path, module, array: _marks(path, module, array, axes[path])  # noqa: E731
     runs = [_run(model, marks, rank, ranks) for rank in range(ranks)]
-    return {path: _shard(path, array, axes[path], runs) for path, array in whole.items()}
+    return {path: _shard(path, array, axes[path], runs) for path, array in full.items()}
 
 
 @dataclasses.dataclass
@@ -75,12 +70,16 @@ def _run(model: nn.Module, replace: Callable[[str, nn.Module, mx.array], mx.arra
     except Exception as error:  # whatever it is that a foreign method raises
         raise NotUsable(f"model.shard() fails for {ranks} ranks: {type(error).__name__}: {error}") from error
     for path, module in copied.named_modules():
-        if type(module) is not kinds[path] and kinds[path] not in REPLACEABLE and type(module) in SHARDED_LINEARS:
+        if (
+            type(module) is not kinds[path]
+            and kinds[path] not in REPLACEABLE
+            and type(module) in (*COLUMN_SHARDED, *ROW_SHARDED)
+        ):
             raise NotUsable(f"model.shard() makes a plain linear layer of {path}, a {kinds[path].__name__}")
     after = _integers(copied)
     for name, number in attributes.items():
         if name in after and after[name] != number and number % ranks:
-            raise NotUsable(f"model.shard() would cut {name} = {number} over {ranks} ranks")
+            raise NotUsable(f"model.shard() would shard {name} = {number} over {ranks} ranks")
     return _Run(before, parameters(copied))
 
 
@@ -118,10 +117,10 @@ def _integers(model: nn.Module) -> dict[str, int]:
 
 
 def _narrowed(path: str, module: nn.Module, array: mx.array, axis: int | None = None) -> tuple[int, ...]:
-    """The shape of what stands for a parameter: one element, or one quantization group, along the axes not cut.
+    """The shape of what stands for a parameter: one element, or one quantization group, along the axes not sharded.
 
-    Where the axis is not known yet, experts are left out but for one: shard() cuts all of them inside, and may evaluate
-    them.
+    Where the axis is not known yet, experts are left out but for one: shard() shards all of them inside, and may
+    evaluate them.
     """
     if axis is None:
         experts = array.ndim == 3 and not {"experts", "switch_mlp"}.isdisjoint(path.split("."))
@@ -135,7 +134,7 @@ def _narrowed(path: str, module: nn.Module, array: mx.array, axis: int | None = 
 
 
 def _cut_axis(path: str, before: mx.array, parameters_after: dict[str, mx.array]) -> int | None:
-    """Along which axis of the whole parameter it is cut; None if its shape stays."""
+    """Along which axis of the full parameter it is sharded; None if its shape stays."""
     if path not in parameters_after:
         raise NotUsable(f"model.shard() removes {path}")
     after = parameters_after[path]
@@ -149,12 +148,12 @@ def _cut_axis(path: str, before: mx.array, parameters_after: dict[str, mx.array]
     else:
         raise NotUsable(f"model.shard() reshapes {path} from {before.shape} to {after.shape}")
     if len(changed) > 1:
-        raise NotUsable(f"model.shard() cuts {path} along {len(changed)} axes")
+        raise NotUsable(f"model.shard() shards {path} along {len(changed)} axes")
     return changed[0] if changed else None
 
 
 def _marks(path: str, module: nn.Module, array: mx.array, axis: int | None) -> mx.array:
-    """The numbers 0, 1, 2 ... along the axis; ones for what is not cut."""
+    """The numbers 0, 1, 2 ... along the axis; ones for what is not sharded."""
     if axis is None:
         return mx.broadcast_to(mx.ones(()), _narrowed(path, module, array))
     shape = _narrowed(path, module, array, axis)
@@ -168,7 +167,7 @@ def _shard(path: str, array: mx.array, axis: int | None, runs: list[_Run]) -> Sh
     shape, dtype = array.shape, dtype_name(array)
     if axis is None:
         scale = float(runs[0].after[path][(0,) * array.ndim].item()) if array.size else 1.0
-        return Shard(path, "whole", shape, dtype, scale=scale, reason="model.shard() leaves it whole")
+        return Shard(path, "full", shape, dtype, scale=scale, reason="model.shard() leaves it unsharded")
     ranges = []
     for run in runs:
         marks = run.after[path]

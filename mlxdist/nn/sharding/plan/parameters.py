@@ -8,11 +8,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlxdist.nn.partition import cut_out
+from mlxdist.nn.partition import slice_along
 
 __all__ = ["KINDS", "Range", "Shard", "dtype_name", "overlap", "parameters"]
 
-KINDS = ("column", "row", "vocab", "experts", "whole")
+KINDS = ("column", "row", "vocab", "experts", "full")
 
 Range = tuple[int, int]
 
@@ -24,15 +24,15 @@ class Shard:
     Attributes:
         path: where it is in the model: "model.layers.0.self_attn.q_proj.weight".
         kind: "column": a rank has some outputs of a layer (also: some heads); "row": some of its inputs; "vocab": some
-            words; "experts": some experts; "whole": every rank has all of it.
-        shape: of the parameter that is not cut.
+            words; "experts": some experts; "full": every rank has all of it.
+        shape: of the parameter that is not sharded.
         dtype: its name: "float32".
-        axis: along which it is cut; 0 if it is not.
+        axis: along which it is sharded; 0 if it is not.
         ranges: for each rank, which pieces along the axis it has, in this order: ``((start, stop), ...)``. Fused layers
             have several pieces; a piece may be on more than one rank (KV heads where there are fewer than ranks).
         scale: what every rank multiplies it by where it uses it, for what is added up over the ranks and must count
-            once (a bias of experts that are cut inside): 1 / ranks. Otherwise 1.
-        reason: why it stays whole; "" where it is cut.
+            once (a bias of experts that are sharded inside): 1 / ranks. Otherwise 1.
+        reason: why it stays unsharded; "" where it is sharded.
     """
 
     path: str
@@ -46,12 +46,12 @@ class Shard:
 
     @property
     def sizes(self) -> list[int]:
-        """How much of the axis each rank holds; [] if the parameter is whole."""
+        """How much of the axis each rank holds; [] if the parameter is full."""
         return [sum(stop - start for start, stop in pieces) for pieces in self.ranges]
 
     @property
     def segments(self) -> tuple[int, ...]:
-        """The lengths of the pieces along the axis that are cut each by itself: one, if it is not a fused layer."""
+        """The lengths of the pieces along the axis that are sharded each by itself: one, if it is not a fused layer."""
         if not self.ranges:
             return (self.shape[self.axis],) if self.shape else ()
         pieces = zip(*self.ranges, strict=True)
@@ -60,7 +60,7 @@ class Shard:
     def slices(self, rank: int, length: int | None = None) -> list[slice]:
         """What a rank has along the axis: these slices, joined in this order.
 
-        With ``length``: what it has of an axis of that length which is cut alike, such as that of quantized inputs
+        With ``length``: what it has of an axis of that length which is sharded alike, such as that of quantized inputs
         before they are packed.
         """
         if not self.ranges:
@@ -79,9 +79,14 @@ class Shard:
         """How many bytes a rank holds."""
         return prod(self.shape_on(rank)) * getattr(mx, self.dtype).size
 
+    @property
+    def full_bytes(self) -> int:
+        """How many bytes the full parameter has."""
+        return prod(self.shape) * getattr(mx, self.dtype).size
+
     def take(self, x: mx.array, rank: int) -> mx.array:
-        """A rank's part of ``x``, the whole parameter; lazy."""
-        return mx.contiguous(cut_out(x, self.axis, self.slices(rank))) if self.ranges else x
+        """A rank's shard of ``x``, the full parameter; lazy."""
+        return mx.contiguous(slice_along(x, self.axis, self.slices(rank))) if self.ranges else x
 
 
 def overlap(shard: Shard, ranks: int) -> bool:

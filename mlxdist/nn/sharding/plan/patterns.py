@@ -1,40 +1,9 @@
-"""The names by which parts of mlx-lm's models are known: what they are, and so how they can be cut.
+"""The names by which parts of mlx-lm's models are known: what they are, and so how they can be sharded.
 
 blocks.py searches models for them. To teach it another model, add its names here and run tests/model_table.py.
 """
 
 import mlx.nn as nn
-
-__all__ = [
-    "FUSED",
-    "FUSED_BY_KV_HEAD",
-    "GATES",
-    "GATE_THEN_UP",
-    "GATE_UP_IN_TURN",
-    "GROUPS",
-    "HEADS_ELSEWHERE",
-    "KEYS",
-    "KEY_NORMS",
-    "KV_HEADS",
-    "KV_SIZES",
-    "LATENT",
-    "LATENT_HEADS",
-    "LINEARS",
-    "MLPS",
-    "NOT_TO_CUT",
-    "OUTPUTS",
-    "PER_HEAD",
-    "QUERIES",
-    "QUERY_HEADS",
-    "QUERY_KEY_VALUE_BY_KV_HEAD",
-    "QUERY_KEY_VALUE_IN_TURN",
-    "QUERY_NORMS",
-    "QUERY_SIZES",
-    "ROUTERS",
-    "SUMS_OF_EXPERTS",
-    "SWITCHES",
-    "VALUES",
-]
 
 QUERIES = ("q_proj", "c_q", "attn_query", "q_b_proj")
 KEYS = ("k_proj", "c_k", "attn_key")
@@ -68,13 +37,13 @@ PER_HEAD = {
 # What stands outside of attention and works on its heads, with one entry a head along the first axis of each parameter:
 # by the module of its class, the class.
 HEADS_ELSEWHERE = {"iquestloopcoder": "LoopGateProjection"}
-# Attention that is written so that it cannot be cut, by the module of its class.
+# Attention that is written so that it cannot be sharded, by the module of its class.
 NOT_TO_CUT = {
     "baichuan_m1": "takes the width of all its heads from its input",
     "exaone": "takes the width of all its heads from its input",
     "plamo": "gives queries their KV heads in turn, with a fixed number of turns",
 }
-# The latent projections of multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434) stay whole.
+# The latent projections of multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434) stay unsharded.
 LATENT = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")
 LATENT_HEADS = ("embed_q", "unembed_out")
 
@@ -96,7 +65,8 @@ MLPS = (
     (("mlp_gate", "mlp_linear"), "mlp_resid"),
     (("key",), "value"),
 )
-# Gate and up in one matrix: one after the other; those of phi3small's up_proj alternate, so that any cut keeps pairs.
+# Gate and up in one matrix: one after the other; those of phi3small's up_proj alternate, so that any sharding keeps
+# pairs.
 GATE_THEN_UP = ("gate_up_proj", "input_linear", "proj_1")
 GATE_UP_IN_TURN = ("up_proj",)
 

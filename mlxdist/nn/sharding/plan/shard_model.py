@@ -1,56 +1,57 @@
-"""Cuts a whole model, in place, as a plan says: afterwards this rank holds its part and all ranks compute together."""
+"""Shards a full model, in place, as a plan says: afterwards this rank holds its shard and all ranks compute together.
 
-from collections.abc import Sequence
-from functools import cache
+The blocks that a model's own ``shard(group)`` makes parallel are found by what ``shard`` has put in: a
+``ShardedToAllLinear`` ends one, and one with a ``sharding_group`` copies its input and sums its result itself. Those
+methods are made for inference: an ``AllToShardedLinear`` sums the gradient of its input, but what else of a block reads
+that input, and the parameters that all ranks hold, have a share of their gradients only. Whether that is all of it is
+known for the files of mlx-lm that the tests compare.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cache, partial
 from typing import Any
 from zlib import crc32
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.nn.layers.distributed import (
-    AllToShardedLinear,
-    QuantizedAllToShardedLinear,
-    QuantizedShardedToAllLinear,
-    ShardedToAllLinear,
-)
 from mlx.utils import tree_unflatten
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.experts.switch import ExpertParallelSwitchGLU
 from mlxdist.nn.mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
 from mlxdist.nn.rank_checks import agree
+from mlxdist.nn.tensor_parallel.linear_layers import COLUMN_SHARDED, ROW_SHARDED
 from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 
-from .block_parts import Block, join_path
-from .blocks import expert_weights, find_blocks
-from .borders import Border, refuse_training, why_not
-from .own_borders import cut_by_itself
-from .parameters import Shard
+from .block import Block, join_path
+from .blocks import expert_shares, find_blocks
+from .parallel_region import ParallelRegion, refuse_training, why_not
+from .parameters import Shard, parameters
 from .plan import OWN_SHARD, Plan
 
 __all__ = ["ShardedRMSNorm", "shard_model", "why_not_trained"]
 
 
 def shard_model(model: nn.Module, plan: Plan, group: Group | None = None) -> nn.Module:
-    """Cuts ``model`` in place as ``plan`` says and returns it. Collective: all ranks of ``group`` call it.
+    """Shards ``model`` in place as ``plan`` says and returns it. Collective: all ranks of ``group`` call it.
 
-    Nothing is evaluated: parameters that are lazy stay lazy, so that a rank need never hold the whole model. What the
-    ranks compute with the result is what one process computes with the whole model, for the same input on every rank.
+    Nothing is evaluated: parameters that are lazy stay lazy, so that a rank need never hold the full model. What the
+    ranks compute with the result is what one process computes with the full model, for the same input on every rank.
     The KV cache, made after this, is of this rank's heads.
 
-    It trains as the whole model would: the gradients are this rank's parts of the whole model's, and those of what all
+    It trains as the full model would: the gradients are this rank's shards of the full model's, and those of what all
     ranks hold are the same on all. Where mlxdist does not know that of a model, a gradient of it is an InvalidArgument
     that says why (docs/models.md has the list).
 
     Args:
-        model: whole, the one that the plan was made for.
+        model: unsharded, the one that the plan was made for.
         plan: of :func:`mlxdist.nn.plan_shards`, the same on all ranks.
         group: of ``plan.ranks`` ranks; ``None`` is the group of ``mlxdist.init()``. With ``plan.ep`` > 1 the ranks are
             a grid, rank = ep_index * tp + tp_index.
 
     Raises InvalidArgument, with the same text on all ranks and before anything is changed: the plan is for another
-    model or number of ranks, the ranks have different plans, the model is cut already.
+    model or number of ranks, the ranks have different plans, the model is sharded already.
     """
     group = group_of(group)
     problem, blocks = _checked(model, plan, group)
@@ -60,7 +61,7 @@ def shard_model(model: nn.Module, plan: Plan, group: Group | None = None) -> nn.
     tp_group = group if plan.ep == 1 else group.split(color=group.rank() // plan.tp)
     reason = _why_not_trained(model, plan, blocks)
     if plan.how == OWN_SHARD:
-        _cut_by_itself(model, plan, tp_group)
+        _shard_by_own_method(model, plan, tp_group)
     else:
         modules = dict(model.named_modules())
         for block in blocks:
@@ -71,7 +72,7 @@ def shard_model(model: nn.Module, plan: Plan, group: Group | None = None) -> nn.
 
 
 def why_not_trained(model: nn.Module, plan: Plan) -> str | None:
-    """Why a gradient of the model, cut by its plan, is refused; None if it is not. ``model`` is still whole."""
+    """Why a gradient of the model, sharded by its plan, is rejected; None if it is not. ``model`` is still full."""
     return _why_not_trained(model, plan, _found(model, plan))
 
 
@@ -80,26 +81,52 @@ def _why_not_trained(model: nn.Module, plan: Plan, blocks: Sequence[Block]) -> s
         return why_not(model)
     modules = dict(model.named_modules())
     found = [(modules[block.path], block.roles.get(block.path)) for block in blocks]
-    # One that is not called, but only its layers, has no border.
+    # One that is not called, but only its layers, has no parallel region.
     unknown = [module for module, role in found if role == "group" or not callable(module)]
     return next(filter(None, map(why_not, unknown)), None)
 
 
-def _cut_by_itself(model: nn.Module, plan: Plan, tp_group: Group) -> None:
-    cut_by_itself(model, plan, tp_group)
+def _shard_by_own_method(model: nn.Module, plan: Plan, group: Group) -> None:
+    """Calls ``model.shard`` and puts a parallel region around each block that it shards."""
+    held = parameters(model)
+    # Arrays of their own: shard() divides in place.
+    unscaled = {path: mx.array(held[path]) for path, shard in plan.shards.items() if shard.scale != 1}
+    model.shard(group.mlx)
+    modules = dict(model.named_modules())
+    for path, array in unscaled.items():  # a rank multiplies it where it uses it
+        where, _, name = path.rpartition(".")
+        modules[where][name] = array
+    for path, block, enters in list(_blocks(modules)):
+        unscaled = {name: array for name, array in unscaled.items() if not name.startswith(f"{path}.")}
+        behind = {join_path(path, name, "bias") for name, child in block.items() if isinstance(child, ROW_SHARDED)}
+        inside = [shard for name, shard in plan.shards.items() if name.startswith(f"{path}.") and name not in behind]
+        ParallelRegion(group, group.rank(), enters).put(block, path, inside)
+    if unscaled:
+        raise InvalidArgument(f"model.shard() divides {min(unscaled)}, which is in no block that it shards")
     for module in model.modules():
         if type(module).__name__ == "ShardedRMSNorm":  # of mlx-lm, whose sum has the gradient of one rank
-            _norm(module, tp_group)
+            _norm(module, group)
+
+
+def _blocks(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module, bool]]:
+    """The blocks that were sharded, with their paths, and whether their inputs are still to be copied."""
+    ends = [path.rpartition(".")[0] for path, module in modules.items() if isinstance(module, ROW_SHARDED)]
+    yield from ((path, modules[path], True) for path in dict.fromkeys(ends))
+    for path, module in modules.items():
+        # That of a full model is for its vocabulary.
+        within = any(end == path or end.startswith(f"{path}.") for end in ends) or not path
+        if getattr(module, "sharding_group", None) is not None and not within:
+            yield path, module, False
 
 
 def _found(model: nn.Module, plan: Plan) -> list[Block]:
-    """What the patterns cut."""
+    """What the patterns shard."""
     by_patterns = plan.ranks > 1 and plan.how != OWN_SHARD
-    return find_blocks(model, plan.tp, plan.ep, plan.weights)[0] if by_patterns else []
+    return find_blocks(model, plan.tp, plan.ep, plan.rank_shares)[0] if by_patterns else []
 
 
 def _checked(model: Any, plan: Any, group: Group) -> tuple[str | None, list[Block]]:
-    """What is wrong with this rank's arguments, and what the patterns cut."""
+    """What is wrong with this rank's arguments, and what the patterns shard."""
     blocks: list[Block] = []
     try:
         if not isinstance(model, nn.Module):
@@ -128,7 +155,7 @@ def _check_blocks(blocks: Sequence[Block], plan: Plan) -> None:
     for path, shard in plan.shards.items():
         if (shard.ranges, shard.scale) != (found[path].ranges if path in found else (), _scale(found.get(path))):
             raise InvalidArgument(
-                f"the plan does not cut {path} as this version of mlxdist does: make it anew with plan_shards"
+                f"the plan does not shard {path} as this version of mlxdist does: make it again with plan_shards"
             )
 
 
@@ -145,7 +172,7 @@ def _cut(block: Block, modules: dict[str, nn.Module], plan: Plan, group: Group, 
     roles = block.roles
     if roles.get(block.path) == "experts":
         layer = ExpertParallelSwitchGLU.from_switch(
-            modules[block.path], group, weights=expert_weights(plan.weights, plan.ep)
+            modules[block.path], group, rank_shares=expert_shares(plan.rank_shares, plan.ep)
         )
         _replace(modules, block.path, layer)
         return
@@ -156,13 +183,15 @@ def _cut(block: Block, modules: dict[str, nn.Module], plan: Plan, group: Group, 
     for (path, name), values in block.attributes.items():
         setattr(modules[path], name, values[group.rank()])
     for path, role in roles.items():
-        if (path, role) != (block.path, "sum"):  # which is around its border
+        if (path, role) != (block.path, "sum"):  # which is around its parallel region
             _ROLES[role](modules[path], tp_group)
     # A bias that is added behind the sum over the ranks sees what all of them see.
     behind = {join_path(path, "bias") for path, role in roles.items() if role == "row"}
     inside = [shard for path, shard in plan.shards.items() if path.startswith(f"{block.path}.") and path not in behind]
     role = roles.get(block.path)
-    Border(tp_group, group.rank(), enters=role not in ("group", "inside")).put(modules[block.path], block.path, inside)
+    ParallelRegion(tp_group, group.rank(), enters=role not in ("group", "inside")).put(
+        modules[block.path], block.path, inside
+    )
     if role == "sum":
         _sum(modules[block.path], tp_group)
 
@@ -175,13 +204,8 @@ def _replace(modules: dict[str, nn.Module], path: str, layer: nn.Module) -> None
     modules[where].update_modules(tree_unflatten([(name, layer)]))
 
 
-def _column(layer: nn.Module, group: Group) -> None:
-    layer.__class__ = QuantizedAllToShardedLinear if isinstance(layer, nn.QuantizedLinear) else AllToShardedLinear
-    layer.group = group.mlx
-
-
-def _row(layer: nn.Module, group: Group) -> None:
-    layer.__class__ = QuantizedShardedToAllLinear if isinstance(layer, nn.QuantizedLinear) else ShardedToAllLinear
+def _linear(kinds: tuple[type[nn.Module], type[nn.Module]], layer: nn.Module, group: Group) -> None:
+    layer.__class__ = kinds[isinstance(layer, nn.QuantizedLinear)]
     layer.group = group.mlx
 
 
@@ -195,15 +219,18 @@ def _sum(layer: nn.Module, group: Group) -> None:
     layer._group = group
 
 
-def _inside(layer: nn.Module, group: Group) -> None:
-    """Needs nothing: what it is called with are this rank's own heads."""
-
-
 def _add_up_itself(block: nn.Module, group: Group) -> None:
     block.sharding_group = group.mlx
 
 
-_ROLES = {"column": _column, "row": _row, "norm": _norm, "sum": _sum, "group": _add_up_itself, "inside": _inside}
+_ROLES = {
+    "column": partial(_linear, COLUMN_SHARDED),
+    "row": partial(_linear, ROW_SHARDED),
+    "norm": _norm,
+    "sum": _sum,
+    "group": _add_up_itself,
+    "inside": lambda layer, group: None,  # what it is called with are this rank's own heads
+}
 
 
 @cache
@@ -217,9 +244,9 @@ def _summed(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 class ShardedRMSNorm(nn.RMSNorm):
-    """An RMSNorm over a last axis of which each rank has a part: the squares are added up over the ranks.
+    """An RMSNorm over a last axis of which each rank has a shard: the squares are added up over the ranks.
 
-    x: (..., this rank's part); the result has its shape, and the dtype that nn.RMSNorm gives. Sizes may differ between
+    x: (..., this rank's shard); the result has its shape, and the dtype that nn.RMSNorm gives. Sizes may differ between
     ranks.
     """
 

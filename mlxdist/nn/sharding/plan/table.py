@@ -5,72 +5,61 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from math import prod
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from .parameters import Shard
 
-if TYPE_CHECKING:
-    from .plan import Plan
-
 __all__ = ["fold", "table", "text"]
 
 # With more ranks than this, columns for the smallest and the largest stand for all.
-_MOST_COLUMNS = 4
+_MAX_COLUMNS = 4
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _HOLE = "\0"  # in place of a number; no path has it
 
 
-def table(plan: "Plan") -> Table:
-    """The plan as a table of rich."""
-    result = Table(
-        title=_title(plan), title_justify="left", box=None, pad_edge=False, header_style="bold", expand=False
-    )
+def table(title: str, ranks: int, shards: Sequence[Shard]) -> Table:
+    """A plan as a table of rich."""
+    result = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", expand=False)
     result.add_column("parameter", no_wrap=True)
     result.add_column("shape", no_wrap=True)
-    result.add_column("cut", no_wrap=True)
-    few = plan.ranks <= _MOST_COLUMNS
-    for name in [f"rank {rank}" for rank in range(plan.ranks)] if few else ["least", "most"]:
+    result.add_column("sharded", no_wrap=True)
+    few = ranks <= _MAX_COLUMNS
+    for name in [f"rank {rank}" for rank in range(ranks)] if few else ["least", "most"]:
         result.add_column(name, justify="right", no_wrap=True)
-    result.add_column("why it is whole", overflow="fold")
-    for name, shards in fold(list(plan.shards.values())):
-        shard = shards[0]
+    result.add_column("why it is full", overflow="fold")
+    for name, alike in fold(shards):
+        shard = alike[0]
         result.add_row(
             name,
             " x ".join(map(str, shard.shape)) or "scalar",
             describe(shard),
-            *_columns([sum(one.bytes(rank) for one in shards) for rank in range(plan.ranks)], few),
+            *_columns([sum(one.bytes(rank) for one in alike) for rank in range(ranks)], few),
             shard.reason,
         )
     result.add_section()
-    totals = [plan.bytes(rank) for rank in range(plan.ranks)]
-    whole = plan.whole_bytes
-    share = f"{max(totals) / whole:.0%} of {size(whole)} at most" if whole else ""
+    totals = [sum(shard.bytes(rank) for shard in shards) for rank in range(ranks)]
+    full = sum(shard.full_bytes for shard in shards)
+    share = f"{max(totals) / full:.0%} of {size(full)} at most" if full else ""
     result.add_row("in all", "", "", *_columns(totals, few), share, style="bold")
     return result
 
 
-def text(plan: "Plan", width: int = 160) -> str:
+def text(table: Table, notes: Sequence[str], width: int = 160) -> str:
     """The table without colors, and as wide as `width` at most."""
     stream = io.StringIO()
     console = Console(file=stream, width=width, color_system=None, highlight=False)
-    console.print(table(plan))
-    for note in plan.notes:
+    console.print(table)
+    for note in notes:
         console.print(f"Note: {note}", markup=False)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
 
 
-def _title(plan: "Plan") -> str:
-    weights = f", weights {list(plan.weights)}" if plan.weights else ""
-    return f"{plan.model_type}: tp={plan.tp} x ep={plan.ep}{weights}, cut by {plan.how}"
-
-
 def describe(shard: Shard) -> str:
-    """How it is cut, in some words."""
+    """How it is sharded, in some words."""
     if not shard.ranges:
-        return "whole" if shard.scale == 1 else f"whole, times {shard.scale:.3g}"
+        return "full" if shard.scale == 1 else f"full, times {shard.scale:.3g}"
     segments = f", {len(shard.segments)} pieces" if len(shard.segments) > 1 else ""
     copies = sum(shard.sizes) / max(1, shard.shape[shard.axis])
     held = f", on {copies:.3g} ranks" if copies > 1 else ""

@@ -49,7 +49,7 @@ def check_memory(cluster: Cluster) -> list[Finding]:
     small = [name for name, total in totals.items() if total < max(totals.values()) / 1.1]
     if small:
         what = "less memory than other hosts: what is divided equally has to fit here"
-        found.append(note(small, what, "divide by size: mlxdist shard MODEL --weights"))
+        found.append(note(small, what, "divide by size: mlxdist shard MODEL --rank-shares"))
     return found
 
 

@@ -17,7 +17,7 @@ from .weight_sources import Source
 
 __all__ = ["checksum", "require_same_files", "require_same_tensors"]
 
-SAMPLES, SAMPLE_BYTES = 8, 64  # of a tensor of which each rank reads a part only
+SAMPLES, SAMPLE_BYTES = 8, 64  # of a tensor of which each rank reads a shard only
 
 
 def require_same_files(checkpoint: Checkpoint, group: Group) -> None:
@@ -34,21 +34,22 @@ def require_same_files(checkpoint: Checkpoint, group: Group) -> None:
         having = [rank for rank, others in enumerate(everyones) if name in others]
         if len(having) < group.size():
             raise InvalidArgument(
-                f"load_sharded: only {name_ranks(having)} of {group.size()} found {name}; the folders must be the same "
+                f"load_sharded: only {name_ranks(having)} of {group.size()} found {name}; the directories must "
+                "be the same "
                 "on all hosts, or be on rank 0 alone, with stream=True"
             )
         differing = [rank for rank, others in enumerate(everyones) if others[name] != everyones[0][name]]
         if differing:
             raise InvalidArgument(
                 f"load_sharded: {name} of {name_ranks(differing)} is not that of rank 0 (size and header, or text, "
-                "differ); copy the folder of one host to all others, or give stream=True"
+                "differ); copy the directory of one host to all others, or give stream=True"
             )
 
 
-def checksum(source: Source, whole: memoryview | None) -> int:
-    """CRC-32 (zlib's) of a tensor of which this rank has all bytes in ``whole``; else of some that all ranks read."""
-    if whole is not None:
-        return zlib.crc32(whole)
+def checksum(source: Source, full: memoryview | None) -> int:
+    """CRC-32 (zlib's) of a tensor of which this rank has all bytes in ``full``; else of some that all ranks read."""
+    if full is not None:
+        return zlib.crc32(full)
     if not isinstance(source, StoredTensor) or source.nbytes <= 2 * SAMPLES * SAMPLE_BYTES:
         memory = memoryview(bytearray(source.nbytes))
         source.read(0, [], 0, memory)
@@ -79,5 +80,5 @@ def require_same_tensors(checksums: Mapping[str, int], sources: Mapping[str, Sou
         f"load_sharded: the ranks hold different weights: {paths[0]}{where} of "
         f"{name_ranks(np.flatnonzero(differs.any(axis=1)).tolist())} is not that of rank 0"
         + (f"; so are {len(paths) - 1} more parameters" if len(paths) > 1 else "")
-        + "; copy the folder of one host to all others, or give stream=True"
+        + "; copy the directory of one host to all others, or give stream=True"
     )

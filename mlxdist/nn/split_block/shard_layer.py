@@ -1,4 +1,4 @@
-"""A decoder layer of mlx-lm read and cut for one rank: what the segments of a `SplitBlock` compute with."""
+"""A decoder layer of mlx-lm read and sharded for one rank: what the segments of a `SplitBlock` compute with."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import mlx.nn as nn
 from mlxdist.base.errors import InvalidArgument
 
 from ..partition import split_sizes
-from .merged import Cut, Spec, granularity, merge, require_linear
+from ..tensor_parallel.linear_layers import quantization_unit
+from .merged import LinearShard, Spec, merge, require_linear
 
-__all__ = ["Shape", "cut_layer", "require_cuttable"]
+__all__ = ["Shape", "require_shardable", "shard_layer"]
 
 
 class Shape(NamedTuple):
@@ -37,24 +38,24 @@ class Heads(NamedTuple):
 
     query: list[int]
     key: list[int]
-    key_rank: int  # whose part of the keys and values this rank holds
+    key_rank: int  # whose shard of the keys and values this rank holds
     dim: int
 
 
-def cut_layer(
-    layer: nn.Module, rank: int, ranks: int, weights: Sequence[float] | None, transposed: bool
+def shard_layer(
+    layer: nn.Module, rank: int, ranks: int, rank_shares: Sequence[float] | None, transposed: bool
 ) -> tuple[dict[str, object], dict[str, object]]:
     """The fields of a `Shape` that the layer determines, and this rank's parameters, evaluated.
 
     Raises:
-        InvalidArgument: the layer has another shape than `SplitBlock.from_layer` says, or cannot be cut like this.
+        InvalidArgument: the layer has another shape than `SplitBlock.from_layer` says, or cannot be sharded like this.
     """
-    heads, inner = _cuts(layer, rank, ranks, weights)
+    heads, inner = _shards(layer, rank, ranks, rank_shares)
     attention, mlp = layer.self_attn, layer.mlp
-    query = Cut(0, tuple(count * heads.dim for count in heads.query), rank)
-    key = Cut(0, tuple(count * heads.dim for count in heads.key), heads.key_rank)
-    columns, rows = Cut(0, tuple(inner), rank), Cut(1, tuple(inner), rank)
-    once = rank == 0  # of a linear whose inputs are cut one rank adds the bias
+    query = LinearShard(0, tuple(count * heads.dim for count in heads.query), rank)
+    key = LinearShard(0, tuple(count * heads.dim for count in heads.key), heads.key_rank)
+    columns, rows = LinearShard(0, tuple(inner), rank), LinearShard(1, tuple(inner), rank)
+    once = rank == 0  # of a linear whose inputs are sharded one rank adds the bias
     matrices = {
         "qkv": merge([attention.q_proj, attention.k_proj, attention.v_proj], [query, key, key], transposed),
         "output": merge([attention.o_proj], [query._replace(axis=1)], transposed, keep_bias=once),
@@ -72,18 +73,18 @@ def cut_layer(
     return fields, norms | matrices
 
 
-def require_cuttable(layer: nn.Module, ranks: int, weights: Sequence[float] | None) -> None:
-    """Raises InvalidArgument where `cut_layer` would, and evaluates nothing."""
-    _cuts(layer, 0, ranks, weights)
+def require_shardable(layer: nn.Module, ranks: int, rank_shares: Sequence[float] | None) -> None:
+    """Raises InvalidArgument where `shard_layer` would, and evaluates nothing."""
+    _shards(layer, 0, ranks, rank_shares)
 
 
-def _cuts(layer: nn.Module, rank: int, ranks: int, weights: Sequence[float] | None) -> tuple[Heads, list[int]]:
-    """How heads and the MLP's inner width are cut, once it is certain that the layer is one that can be."""
+def _shards(layer: nn.Module, rank: int, ranks: int, rank_shares: Sequence[float] | None) -> tuple[Heads, list[int]]:
+    """How heads and the MLP's inner width are sharded, once it is certain that the layer is one that can be."""
     attention, mlp = _require_parts(layer)
-    heads = _cut_heads(attention, rank, ranks, weights)
-    inner = _cut_inner(mlp, ranks, weights)
-    query = Cut(0, tuple(count * heads.dim for count in heads.query), rank)
-    _require_whole_groups("o_proj", attention.o_proj, query)
+    heads = _head_shards(attention, rank, ranks, rank_shares)
+    inner = _inner_sizes(mlp, ranks, rank_shares)
+    query = LinearShard(0, tuple(count * heads.dim for count in heads.query), rank)
+    _require_full_groups("o_proj", attention.o_proj, query)
     for module, names in ((attention, ("q_proj", "k_proj", "v_proj", "o_proj")), (mlp, ("gate_proj", "up_proj"))):
         for name in names:
             require_linear(module[name])
@@ -110,38 +111,38 @@ def _require_parts(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
     return layer.self_attn, layer.mlp
 
 
-def _cut_heads(attention: nn.Module, rank: int, ranks: int, weights: Sequence[float] | None) -> Heads:
+def _head_shards(attention: nn.Module, rank: int, ranks: int, rank_shares: Sequence[float] | None) -> Heads:
     queries, keys = attention.n_heads, attention.n_kv_heads
     outputs = attention.q_proj.weight.shape[0]
     if outputs % queries != 0 or attention.k_proj.weight.shape[0] != outputs // queries * keys:
         raise InvalidArgument(
             f"SplitBlock: q_proj and k_proj have {outputs} and {attention.k_proj.weight.shape[0]} outputs, which is "
-            f"not {queries} and {keys} heads of one size; a layer that is sharded already cannot be cut again"
+            f"not {queries} and {keys} heads of one size; a layer that is sharded already cannot be sharded again"
         )
     dim = outputs // queries
-    if keys >= ranks or weights is not None:
-        key_heads = split_sizes("SplitBlock: KV heads", keys, ranks, weights)
+    if keys >= ranks or rank_shares is not None:
+        key_heads = split_sizes("SplitBlock: KV heads", keys, ranks, rank_shares)
         return Heads([count * queries // keys for count in key_heads], key_heads, rank, dim)
     if ranks % keys != 0:
         raise InvalidArgument(
-            f"SplitBlock: KV heads: {keys} can be neither cut into {ranks} equal parts nor each given to as many "
+            f"SplitBlock: KV heads: {keys} can be neither split into {ranks} equal shards nor each given to as many "
             "ranks; choose a number of ranks that is a multiple or a divisor of it"
         )
     query_heads = split_sizes("SplitBlock: heads", queries, ranks)
     return Heads(query_heads, [1] * keys, rank * keys // ranks, dim)
 
 
-def _cut_inner(mlp: nn.Module, ranks: int, weights: Sequence[float] | None) -> list[int]:
+def _inner_sizes(mlp: nn.Module, ranks: int, rank_shares: Sequence[float] | None) -> list[int]:
     inner = mlp.gate_proj.weight.shape[0]
-    multiple = granularity(mlp.down_proj, 1)
-    return split_sizes("SplitBlock: intermediate size of the MLP", inner, ranks, weights, multiple)
+    multiple = quantization_unit(mlp.down_proj)
+    return split_sizes("SplitBlock: intermediate size of the MLP", inner, ranks, rank_shares, multiple)
 
 
-def _require_whole_groups(name: str, linear: nn.Module, cut: Cut) -> None:
-    group = granularity(linear, 1)
-    if any(size % group for size in cut.sizes):
+def _require_full_groups(name: str, linear: nn.Module, shard: LinearShard) -> None:
+    group = quantization_unit(linear)
+    if any(size % group for size in shard.sizes):
         raise InvalidArgument(
-            f"SplitBlock: {name} is quantized in groups of {group}, but a rank would hold {list(cut.sizes)} of its "
+            f"SplitBlock: {name} is quantized in groups of {group}, but a rank would hold {list(shard.sizes)} of its "
             "inputs; choose fewer ranks, or quantize in smaller groups"
         )
 

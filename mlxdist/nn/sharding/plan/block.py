@@ -1,4 +1,4 @@
-"""What is known of one block of a model while it is decided how it is cut."""
+"""What is known of one block of a model while it is decided how it is sharded."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -6,32 +6,11 @@ from dataclasses import dataclass, field, replace
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxdist.nn.tensor_parallel.new_adapters import SWITCH_LINEARS
-from mlxdist.nn.tensor_parallel.parallel_linear import quantization_unit, unpacked
+from mlxdist.nn.tensor_parallel.linear_layers import unpacked
+from mlxdist.nn.tensor_parallel.lora import SWITCH_LINEARS
 
 from .parameters import Range, Shard, dtype_name
 from .patterns import KEYS, LINEARS, QUERIES, QUERY_NORMS
-
-__all__ = [
-    "Block",
-    "Heads",
-    "Known",
-    "Ranges",
-    "Whole",
-    "own_arrays",
-    "attribute",
-    "children",
-    "consecutive",
-    "copies",
-    "first",
-    "group_size_of",
-    "input_dims_of",
-    "join_path",
-    "lengths",
-    "output_dims",
-    "scaled",
-    "source_of",
-]
 
 # For each rank the pieces that it has.
 Ranges = tuple[tuple[Range, ...], ...]
@@ -39,15 +18,15 @@ Ranges = tuple[tuple[Range, ...], ...]
 
 @dataclass
 class Block:
-    """A part of a model that is cut as one.
+    """A part of a model that is sharded as one.
 
     Attributes:
         path: of its module.
-        shards: what is cut in it, by path in the model.
+        shards: what is sharded in it, by path in the model.
         roles: what the layers in it become, by path: "column", "row", "norm" (over all ranks' heads), "sum" (its
             results are added up over the ranks), "group" (it adds them up itself, over its ``sharding_group``),
             "inside" (it works on this rank's heads, inside of attention), "experts" (whole experts).
-        attributes: numbers that a rank has its part of: (path of the module, name) -> value on each rank.
+        attributes: numbers that a rank has its shard of: (path of the module, name) -> value on each rank.
     """
 
     path: str
@@ -63,8 +42,8 @@ class Block:
         self.attributes = {name: values * ep for name, values in self.attributes.items()}
 
 
-class Whole(Exception):
-    """The block is not understood; the text says why it stays whole."""
+class Unsharded(Exception):
+    """The block is not understood; the text says why it stays unsharded."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +55,7 @@ class Heads:
 
 
 class Known:
-    """Collects what is understood of a block's module; finish() refuses the block if that is not all of it."""
+    """Collects what is understood of a block's module; finish() rejects the block if that is not all of it."""
 
     def __init__(self, block: Block, module: nn.Module) -> None:
         self.block, self.module = block, module
@@ -85,21 +64,21 @@ class Known:
     def one_of(self, names: Sequence[str], what: str) -> str:
         found = [name for name in names if name in self.module]
         if len(found) != 1:
-            raise Whole(f"{len(found)} candidates for the {what}: {', '.join(found)}")
+            raise Unsharded(f"{len(found)} candidates for the {what}: {', '.join(found)}")
         return found[0]
 
     def check_linear(self, name: str) -> nn.Module:
         layer = self.module[name]
         if type(layer) not in LINEARS and type(layer).__name__ not in SWITCH_LINEARS:
-            raise Whole(f"{name} is {type(layer).__name__}, which cannot be cut")
+            raise Unsharded(f"{name} is {type(layer).__name__}, which cannot be sharded")
         return layer
 
     def column(self, name: str, ranges: Ranges, count: int) -> None:
-        """Cuts a linear layer's outputs, which are `count` equal units, of which each rank has `ranges`."""
+        """Shards a linear layer's outputs, which are `count` equal units, of which each rank has `ranges`."""
         layer = self.check_linear(name)
         outputs = output_dims(layer)
         if outputs % count:
-            raise Whole(f"{name} has {outputs} outputs, which are not those of {count} heads")
+            raise Unsharded(f"{name} has {outputs} outputs, which are not those of {count} heads")
         ranges = scaled(ranges, outputs // count)
         for parameter, array in own_arrays(layer):
             if parameter == "global_scale":
@@ -109,11 +88,11 @@ class Known:
         self.done.add(name)
 
     def row(self, name: str, ranges: Ranges, count: int) -> None:
-        """Cuts a linear layer's inputs."""
+        """Shards a linear layer's inputs."""
         layer = self.check_linear(name)
         inputs = input_dims_of(layer)
         if inputs % count:
-            raise Whole(f"{name} has {inputs} inputs, which are not those of {count} heads")
+            raise Unsharded(f"{name} has {inputs} inputs, which are not those of {count} heads")
         ranges = scaled(ranges, inputs // count)
         for parameter, array in own_arrays(layer):
             if parameter == "bias":
@@ -121,7 +100,7 @@ class Known:
                 path = join_path(self.block.path, name, parameter)
                 reason = "is added once, after the sum over the ranks" if scale == 1 else "each rank adds its share"
                 self.block.shards[path] = Shard(
-                    path, "whole", array.shape, dtype_name(array), scale=scale, reason=reason
+                    path, "full", array.shape, dtype_name(array), scale=scale, reason=reason
                 )
             elif parameter != "global_scale":
                 # A quantized weight holds 32 / bits inputs in a word, scales and biases one for each group.
@@ -136,15 +115,16 @@ class Known:
         self.done.add(name)
 
     def heads_first(self, name: str, ranges: Ranges, heads: int) -> None:
-        """Cuts what has one matrix a head."""
+        """Shards what has one matrix a head."""
         for parameter, array in own_arrays(self.module[name]):
             if array.shape[0] != heads:
-                raise Whole(f"{name}.{parameter} has {array.shape[0]} matrices for {heads} heads")
+                raise Unsharded(f"{name}.{parameter} has {array.shape[0]} matrices for {heads} heads")
             self.add(name, parameter, array, "column", 0, ranges)
         self.done.add(name)
 
     def norm(self, name: str, ranges: Ranges, count: int, split: Heads) -> None:
-        """Norms over one head stay whole; a norm over all heads needs all ranks' squares, one of each head is cut."""
+        """Norms over one head stay unsharded; a norm over all heads needs all ranks' squares, one of each head is
+        sharded."""
         layer = self.module[name]
         arrays = list(own_arrays(layer)) if isinstance(layer, nn.Module) else []
         if all(array.size == array.shape[-1] for _, array in arrays):
@@ -153,17 +133,17 @@ class Known:
             several = count > 1 or split.copied and "norm" in self.block.roles.values()
             over_all = weight is not None and several and weight.size == self.heads_dim(name)
             if not over_all:
-                self.whole(name)
+                self.full(name)
                 return
             if type(layer) is not nn.RMSNorm or split.replicated and name not in QUERY_NORMS:
-                raise Whole(f"{name} is a {type(layer).__name__} over all heads")
+                raise Unsharded(f"{name} is a {type(layer).__name__} over all heads")
             self.block.roles[join_path(self.block.path, name)] = "norm"
             ranges = scaled(ranges, weight.size // count)
             self.add(name, "weight", weight, "column", 0, ranges)
         else:
             for parameter, array in arrays:
                 if array.ndim != 2 or array.shape[0] != count:
-                    raise Whole(f"{name}.{parameter} of shape {array.shape} is not one row a head")
+                    raise Unsharded(f"{name}.{parameter} of shape {array.shape} is not one row a head")
                 self.add(name, parameter, array, "column", 0, ranges)
         self.done.add(name)
 
@@ -180,12 +160,12 @@ class Known:
         if not isinstance(array, mx.array) or not parameter and isinstance(value, nn.Module):
             return
         if array.ndim <= axis or array.shape[axis] != count:
-            raise Whole(f"{path} of shape {array.shape} does not have one entry a head along axis {axis}")
+            raise Unsharded(f"{path} of shape {array.shape} does not have one entry a head along axis {axis}")
         full = join_path(self.block.path, path)
         self.block.shards[full] = Shard(full, "column", array.shape, dtype_name(array), axis, ranges)
         self.done.add(name)
 
-    def whole(self, name: str) -> None:
+    def full(self, name: str) -> None:
         self.done.add(name)
 
     def add(self, name: str, parameter: str, array: mx.array, kind: str, axis: int, ranges: Ranges) -> None:
@@ -206,7 +186,7 @@ class Known:
                 arrays, nested = [], bool(isinstance(value, (list, dict)) and _holds_parameters(value))
             fits = all(array.size == 1 or array.size == input_dims != self.inner() for array in arrays)
             if nested or not (fits or name in ("norm", "x_k") and all(array.size == input_dims for array in arrays)):
-                raise Whole(f"what {name} does in {type(self.module).__name__} is not known")
+                raise Unsharded(f"what {name} does in {type(self.module).__name__} is not known")
 
     def inner(self) -> int:
         """The width inside of the block."""
@@ -267,18 +247,12 @@ def output_dims(layer: nn.Module) -> int:
 
 def _weight_of(layer: nn.Module) -> mx.array:
     if not isinstance(weight := layer.get("weight"), mx.array) or weight.ndim < 2:
-        raise Whole(f"a {type(layer).__name__} in it cannot be cut")
+        raise Unsharded(f"a {type(layer).__name__} in it cannot be sharded")
     return weight
 
 
 def input_dims_of(layer: nn.Module) -> int:
     return unpacked(layer, _weight_of(layer).shape[-1])
-
-
-def group_size_of(layer: nn.Module) -> int:
-    """What a cut of the inputs must be a multiple of: whole quantization groups, in whole words."""
-    bits = getattr(layer, "bits", None)
-    return quantization_unit(layer.group_size, bits) if bits else 1
 
 
 def consecutive(sizes: Sequence[int]) -> Ranges:

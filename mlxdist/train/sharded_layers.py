@@ -1,4 +1,4 @@
-"""Whether arrays are of a model that is cut over ranks: what one rank holds of it is no checkpoint of the model."""
+"""Whether arrays are of a model that is sharded over ranks: what one rank holds of it is no checkpoint of the model."""
 
 import gc
 from collections.abc import Iterable, Iterator
@@ -10,15 +10,15 @@ from mlx.utils import tree_flatten
 
 from mlxdist.runtime.group import Group
 
-__all__ = ["cut_layer"]
+__all__ = ["sharded_layer"]
 
-# Whose layers hold a part of their parameters where they have a group: mlxdist's own and MLX's, which mlx-lm's shard()
+# Whose layers hold a shard of their parameters where they have a group: mlxdist's own and MLX's, which mlx-lm's shard()
 # makes.
 _PACKAGES = ("mlxdist.nn.", "mlx.nn.layers.distributed")
 
 
-def cut_layer(arrays: Iterable[mx.array]) -> str | None:
-    """The class of a layer that is cut over ranks and has one of these parameters; None if there is none.
+def sharded_layer(arrays: Iterable[mx.array]) -> str | None:
+    """The class of a layer that is sharded over ranks and has one of these parameters; None if there is none.
 
     ``model.parameters()`` has lost the layers but has their arrays, so the layers are looked for among the objects of
     the process. That takes some 20 ms for each 100,000 objects.
@@ -26,19 +26,19 @@ def cut_layer(arrays: Iterable[mx.array]) -> str | None:
     wanted = {id(array) for array in arrays}
     for found in gc.get_objects():
         # Not isinstance(): it asks objects for their __class__, and some import packages then.
-        if issubclass(type(found), nn.Module) and any(id(array) in wanted for array in _cut_arrays(found)):
+        if issubclass(type(found), nn.Module) and any(id(array) in wanted for array in _shards_of(found)):
             return type(found).__name__
     return None
 
 
-def _cut_arrays(layer: nn.Module) -> Iterable[mx.array]:
-    """The parameters of a layer of which a rank has a part."""
-    if border := vars(layer).get("_border"):  # of a block of shard_model, in which some layers are whole
-        return border.cut(layer)
-    return (array for _, array in tree_flatten(layer.parameters())) if _is_cut(layer) else ()
+def _shards_of(layer: nn.Module) -> Iterable[mx.array]:
+    """The parameters of a layer of which a rank has a shard."""
+    if region := vars(layer).get("_region"):  # of a block of shard_model, in which some layers are full
+        return region.sharded_arrays(layer)
+    return (array for _, array in tree_flatten(layer.parameters())) if _is_sharded(layer) else ()
 
 
-def _is_cut(layer: nn.Module) -> bool:
+def _is_sharded(layer: nn.Module) -> bool:
     if not type(layer).__module__.startswith(_PACKAGES):
         return False
     return any(isinstance(value, Group | mx.distributed.Group) and value.size() > 1 for value in _attributes(layer))
@@ -47,5 +47,5 @@ def _is_cut(layer: nn.Module) -> bool:
 def _attributes(layer: nn.Module) -> Iterator[Any]:
     for value in vars(layer).values():
         yield value
-        if type(value).__module__.startswith(_PACKAGES):  # experts: how they are cut, with the group
+        if type(value).__module__.startswith(_PACKAGES):  # experts: how they are sharded, with the group
             yield from getattr(value, "__dict__", {}).values()

@@ -1,0 +1,24 @@
+"""Several arrays of one dtype as one message."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import mlx.core as mx
+
+__all__ = ["pack", "unpack"]
+
+
+def pack(arrays: Sequence[mx.array]) -> mx.array:
+    """All elements in one array. A single array is not copied."""
+    if len(arrays) > 1:
+        return mx.concatenate([array.reshape(-1) for array in arrays])
+    # With six dimensions or more, the shape would leave no room for a hash in the first message.
+    return arrays[0] if arrays[0].ndim < 6 else arrays[0].reshape(-1)
+
+
+def unpack(packed: mx.array, like: Sequence[mx.array]) -> list[mx.array]:
+    """The inverse of :func:`pack`, for arrays of the shapes of ``like``."""
+    if len(like) == 1:
+        return [packed.reshape(like[0].shape)]
+    ends = list(accumulate(array.size for array in like))
+    return [part.reshape(array.shape) for part, array in zip(mx.split(packed, ends[:-1]), like)]
