@@ -22,19 +22,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mlxdist.base.errors import InvalidArgument  # noqa: E402
-from mlxdist.cluster.facts.collect import HostFacts, collect_hosts  # noqa: E402
-from mlxdist.cluster.hostfile.hosts import check_name  # noqa: E402
-from mlxdist.cluster.hostfile.writing import write  # noqa: E402
-from mlxdist.cluster.setup.addresses import Link, assign_addresses  # noqa: E402
-from mlxdist.cluster.setup.configure import write_hostfile  # noqa: E402
-from mlxdist.cluster.setup.ethernet import choose_addresses  # noqa: E402
-from mlxdist.cluster.setup.make_hostfile import make_hostfile, rdma_notes  # noqa: E402
-from mlxdist.cluster.setup.steps import plan_steps  # noqa: E402
-from mlxdist.cluster.setup.undo import UndoFile, run_steps  # noqa: E402
-from mlxdist.cluster.setup.verify import checks_of_links, verify  # noqa: E402
-from mlxdist.cluster.ssh.ssh import SshConfig, run_everywhere  # noqa: E402
-from mlxdist.cluster.topology.topology import build_topology  # noqa: E402
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.cluster.facts.collect import HostFacts, collect_hosts
+from mlxdist.cluster.hostfile.hosts import check_name
+from mlxdist.cluster.hostfile.writing import write
+from mlxdist.cluster.setup.addresses import Link, assign_addresses
+from mlxdist.cluster.setup.configure import write_hostfile
+from mlxdist.cluster.setup.ethernet import choose_addresses
+from mlxdist.cluster.setup.make_hostfile import make_hostfile, rdma_notes
+from mlxdist.cluster.setup.steps import plan_steps
+from mlxdist.cluster.setup.undo import UndoFile, run_steps
+from mlxdist.cluster.setup.verify import checks_of_links, verify
+from mlxdist.cluster.ssh.ssh import SshConfig, run_everywhere
+from mlxdist.cluster.topology.topology import build_topology
 
 
 def parse_arguments() -> argparse.Namespace:

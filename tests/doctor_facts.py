@@ -31,7 +31,7 @@ def facts(**changes) -> dict:
     return usual | changes
 
 
-def cluster(of=facts(), names=NAMES, options=CheckOptions(), hosts=None, **last) -> Cluster:  # noqa: B008
+def cluster(of=facts(), names=NAMES, options=CheckOptions(), hosts=None, **last) -> Cluster:
     """Hosts with the same facts, but for those of the last one. ``last``: its responses to other requests."""
     all_facts = {name: facts() for name in names}
     all_facts[names[-1]] = of

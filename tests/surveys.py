@@ -57,5 +57,6 @@ def mesh(count):
 def surveys_of(*files):
     interfaces = {f"Thunderbolt {port}": f"en{port + 1}" for port in range(1, 7)}
     return [
-        mac("abcd"[i], receptacles=read_receptacles(fixture(file)), ports=interfaces) for i, file in enumerate(files)
+        mac("abcd"[i], receptacles=read_receptacles(fixture(file), interfaces), ports=interfaces)
+        for i, file in enumerate(files)
     ]

@@ -39,9 +39,9 @@ SYNTHETIC_BRIDGE = """bridge0: flags=8863<UP,BROADCAST,SMART,RUNNING,SIMPLEX,MUL
 	Configuration:
 		id 0:0:0:0:0:0 priority 0 hellotime 0 fwddelay 0
 	member: en2 flags=3<LEARNING,DISCOVER>
-	        ifmaxaddr 0 port 10 priority 0 path cost 0
+		ifmaxaddr 0 port 10 priority 0 path cost 0
 	member: en3 flags=3<LEARNING,DISCOVER>
-	        ifmaxaddr 0 port 11 priority 0 path cost 0
+		ifmaxaddr 0 port 11 priority 0 path cost 0
 	media: <unknown type>
 """
 

@@ -76,13 +76,13 @@ def test_the_table_folds(width, monkeypatch):
     rates = {(a, b): 9e9 for a in names for b in names if a != b} | {names[:2]: 1e9}
     found.job = Job(names, 4, bandwidth=rates)
     results = run_checks(found, after_job=False) + run_checks(found, after_job=True)
-    console = Console(width=width, record=True, force_terminal=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console = Console(width=width, record=True, force_terminal=True, file=open(os.devnull, "w"))
     monkeypatch.setattr(report, "Console", lambda **_: console)
     report.print_report(found, results)
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= width
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert any(line.startswith("clocks") or line.startswith("disk ok all 4 at least") for line in lines)
+    assert any(line.startswith(("clocks", "disk ok all 4 at least")) for line in lines)
     assert "MLX is 0.32.3, elsewhere 0.32.4" in " ".join(lines)
     assert re.search(r"0\.32\.4.*\n.*studio-3\.local\s+0\.32\.3", text)  # the table of differences
     assert "1.00 (11%)" in text.replace("\n", " ") or "(11%)" in text

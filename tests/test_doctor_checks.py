@@ -192,7 +192,7 @@ def test_model():
     # What the command calls --model may be something else, unless one of the hosts has it.
     found.options = CheckOptions(model="resnet18", guessed=True)
     assert only(check_model(found)).hosts == ("c",)
-    found.responses["model"] = {name: found.responses["model"]["c"] for name in NAMES}
+    found.responses["model"] = dict.fromkeys(NAMES, found.responses["model"]["c"])
     assert not of(check_model(found)) and only(check_model(found), Verdict.SKIP).hosts == tuple(NAMES)
 
 
@@ -440,7 +440,7 @@ def test_links():
     assert not of(check_bandwidth(after(bandwidth=pairs))) and not of(check_latency(after(latency=pairs)))
     slow = only(check_bandwidth(after(bandwidth=pairs | {("a", "c"): 2e9})))
     assert slow.hosts == ("a", "c") and slow.what == "2.00 GB/s, 20% of the median 10.00 GB/s"
-    late = only(check_latency(after(latency={pair: 10.0 for pair in pairs} | {("b", "c"): 90.0})))
+    late = only(check_latency(after(latency=dict.fromkeys(pairs, 10.0) | {("b", "c"): 90.0})))
     assert late.hosts == ("b", "c") and "90.0 us, 900%" in late.what
 
 

@@ -332,3 +332,10 @@ def test_the_examples_of_the_page(tmp_path, monkeypatch):
         )  # fmt: skip
         printed = "\n".join(line.rstrip() for line in ended.stdout.splitlines())
         assert printed == re.sub(r"^    ", "", shown, flags=re.MULTILINE).rstrip("\n"), command
+
+
+def test_the_example_sets_nothing_that_doctor_warns_of():
+    example = read(EXAMPLE)
+    assert example.warnings == () and example.ranks == 2 and example.hosts[0].rdma
+    # With this variable and two ranks on a Mac, GPUs have locked up.
+    assert "MLX_METAL_FAST_SYNCH=1" not in example.envs

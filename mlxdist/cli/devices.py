@@ -20,6 +20,7 @@ from mlxdist.runtime.devices.listing import Listing, list_apart
 __all__ = ["devices"]
 
 _PROVIDERS = ("soft", "ibverbs", "librdma")
+_RECEPTACLE = ("number", "speed", "connected", "interface")
 # Findings with which a device can be used all the same.
 _HARMLESS = (Verdict.OK, Verdict.SLOW_CABLE, Verdict.NO_IPV4, Verdict.BRIDGED)
 _WITHOUT_RDMA = (
@@ -56,7 +57,7 @@ def devices(provider: str | None, as_json: bool, seconds: float) -> None:
         profile = Environment.read().soft_profile
     except EnvironmentVariableError as error:
         raise click.ClickException(str(error)) from None
-    requested = {None: (REAL_PROVIDER,), "all": (REAL_PROVIDER, "soft")}.get(provider, (provider,))
+    requested = (REAL_PROVIDER, "soft") if provider == "all" else (provider or REAL_PROVIDER,)
     listings = [list_apart(name, profile, seconds, pyverbs=True) for name in requested]
     facts = collect_here()
     report = [(listing, _diagnose(listing, facts)) for listing in listings]
@@ -164,15 +165,7 @@ def _as_json(report: Sequence[tuple[Listing, list[Finding]]], facts: HostFacts) 
             "architecture": facts.architecture,
             "macos": facts.macos and facts.release,
             "rdma_ctl": facts.rdma_ctl,
-            "thunderbolt": [
-                {
-                    "receptacle": port.number,
-                    "speed": port.speed,
-                    "connected": port.connected,
-                    "interface": port.interface,
-                }
-                for port in facts.receptacles
-            ],
+            "thunderbolt": [{name: getattr(port, name) for name in _RECEPTACLE} for port in facts.receptacles],
             "bridged": sorted({member for interface in facts.interfaces for member in interface.members}),
             "kernel_rdma": facts.kernel_rdma,
             "memlock": facts.memlock,

@@ -85,7 +85,7 @@ def doctor(
         click.echo(json.dumps(report.as_json(cluster, results, failed), indent=2))
     else:
         report.print_report(cluster, results)
-    if exclude_failed:
+    if output:
         _write(chosen, failed, output)
     failures = [f for result in results for f in result.findings if f.verdict is Verdict.FAIL]
     # Without the hosts that have failed the rest is well, unless something is about no host.

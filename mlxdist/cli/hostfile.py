@@ -4,6 +4,8 @@ import json
 import os
 import sys
 from dataclasses import asdict, astuple
+from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -34,7 +36,7 @@ def hostfile() -> None:
 @hostfile.command()
 @_FILE
 def check(file: str) -> None:
-    """Say everything that is wrong with FILE, with its line. Exit status 1 if anything is."""
+    """Report everything that is wrong with FILE, with its line. Exit status 1 if anything is."""
     found = _read(file)
     _warn(found)
     click.echo(f"{file}: {_summary(found)}")
@@ -111,14 +113,12 @@ def _warn(found: Hostfile) -> None:
 def _emit(found: Hostfile, format: str, output: str | None) -> None:
     try:
         text = write(found, format)
+        if output is None:
+            click.echo(text, nl=False)
+            return
+        Path(output).write_text(text, encoding="utf-8")
     except InvalidArgument as error:
         raise click.ClickException(str(error)) from None
-    if output is None:
-        click.echo(text, nl=False)
-        return
-    try:
-        with open(output, "w", encoding="utf-8") as file:
-            file.write(text)
     except OSError as error:
         raise click.ClickException(f"{output}: {error.strerror}") from None
     click.echo(f"wrote {output}: {_summary(found)}", err=True)
@@ -138,8 +138,9 @@ def _cables(found: Hostfile) -> list[list[str]]:
 
 def _table(found: Hostfile) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title, justify in (("ranks", "right"), ("host", "left"), ("addresses", "left")):
-        table.add_column(title, justify=justify, overflow="fold")
+    table.add_column("ranks", justify="right")
+    for title in ("host", "addresses"):
+        table.add_column(title, overflow="fold")
     has_devices = any(host.rdma for host in found.hosts)
     if has_devices:
         table.add_column("devices", overflow="fold")
@@ -152,31 +153,17 @@ def _table(found: Hostfile) -> Table:
         devices = ", ".join(f"{'+'.join(row)} to {found.hosts[to].name}" for to, row in enumerate(host.rdma) if row)
         row = [ranks, host.name, ", ".join(host.ips), *([devices] if has_devices else [])]
         if is_measured:
-            figures = (None, None, None) if host.measured is None else astuple(host.measured)
-            row += ["" if figure is None else f"{figure:g}" for figure in figures]
+            values = (None, None, None) if host.measured is None else astuple(host.measured)
+            row += ["" if value is None else f"{value:g}" for value in values]
         table.add_row(*(cell.replace("[", "\\[") for cell in row))
         first += host.slots
     return table
 
 
-def _plain(found: Hostfile) -> dict:
-    hosts = [
-        {
-            "ssh": host.name,
-            "slots": host.slots,
-            "ips": list(host.ips),
-            "rdma": [list(row) for row in host.rdma],
-            "measured": host.measured and asdict(host.measured),
-            "line": host.line,
-        }
-        for host in found.hosts
-    ]
-    return {
-        "source": found.source,
-        "format": found.format,
-        "backend": found.backend,
-        "envs": list(found.envs),
-        "ranks": found.ranks,
-        "hosts": hosts,
-        "warnings": list(found.warnings),
-    }
+def _plain(found: Hostfile) -> dict[str, Any]:
+    hosts = []
+    for host in found.hosts:
+        fields = asdict(host)
+        del fields["ports"]
+        hosts.append({"ssh": fields.pop("name")} | fields)
+    return asdict(found) | {"ranks": found.ranks, "hosts": hosts}

@@ -7,32 +7,16 @@ connected to each other before mlxdist is installed on them.
 import functools
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlxdist.base.errors import InvalidArgument
 
 from ..ssh.ssh import CommandResult, SshConfig, agent_advice, run, run_everywhere
-from .interfaces import (
-    Interface,
-    Service,
-    default_interface,
-    hardware_ports,
-    linux_interfaces,
-    macos_interfaces,
-    services,
-)
-from .system import (
-    Memory,
-    linux_memory,
-    lockable_memory,
-    macos_memory,
-    macos_version,
-    power_settings,
-    rdma_ctl_state,
-    settings,
-)
+from . import interfaces, system
+from .interfaces import Interface, Service
+from .system import Memory
 from .thunderbolt import Receptacle, read_receptacles
 
 __all__ = ["PRINTED", "HostFacts", "collect_here", "collect_hosts", "output_of", "read_facts"]
@@ -221,57 +205,57 @@ def _sections(text: str) -> dict[str, str]:
     return dict(zip(marks[1::2], marks[2::2]))
 
 
-def _facts(name: str, sections: Mapping[str, str], system: str) -> HostFacts:
-    def output(section: str) -> str:
-        return sections.get(section, "").strip()
-
-    common = {
-        "architecture": output("architecture"),
-        "release": output("release"),
-        "root": output("user") == "0",
-        "sudo": "yes" in output("sudo"),
-        "default": default_interface(output("default")),
-        "printed": {name: sections[name] for name in PRINTED if name in sections},
+def _facts(name: str, sections: Mapping[str, str], kind: str) -> HostFacts:
+    output = {section: text.strip() for section, text in sections.items()}
+    found: dict[str, Any] = {
+        "architecture": output.get("architecture", ""),
+        "release": output.get("release", ""),
+        "root": output.get("user") == "0",
+        "sudo": "yes" in output.get("sudo", ""),
+        "default": interfaces.default_interface(output.get("default", "")),
+        "printed": {section: sections[section] for section in PRINTED if section in sections},
     }
-    return HostFacts(name, system, **(common | (_mac if system == "Darwin" else _linux)(sections, output)))
+    read = _mac if kind == "Darwin" else _linux
+    return HostFacts(name, kind, **found | read(lambda section: output.get(section, ""), output))
 
 
-def _mac(sections: Mapping[str, str], output: Any) -> dict[str, Any]:
-    ports, system, version = hardware_ports(output("ports")), settings(output("sysctl")), settings(output("version"))
+def _mac(output: Callable[[str], str], sections: Mapping[str, str]) -> dict[str, Any]:
+    ports = interfaces.hardware_ports(output("ports"))
+    sysctl, versions = system.settings(output("sysctl")), system.settings(output("version"))
     details = {key.removeprefix("service "): text for key, text in sections.items() if key.startswith("service ")}
-    receptacles, unreadable = (), ""
+    receptacles: tuple[Receptacle, ...] = ()
+    unreadable = ""
     try:
         receptacles = read_receptacles(output("thunderbolt"), ports)
     except InvalidArgument as error:
         unreadable = str(error)
-    macos = macos_version(output("release"))
+    macos = system.macos_version(output("release"))
     release = ".".join(map(str, macos)) if macos else output("release")
-    cores, load = system.get("hw.ncpu", ""), re.search(r"\d+\.\d+", system.get("vm.loadavg", ""))
+    cores, load = sysctl.get("hw.ncpu", ""), re.search(r"\d+\.\d+", sysctl.get("vm.loadavg", ""))
+    devices = re.findall(r"^\s*(rdma_(\S+))\s", output("devices"), re.MULTILINE)
     return {
         "macos": macos,
         "release": release,
-        "version": f"macOS {release} ({version.get('BuildVersion', '')})",
-        "build": version.get("BuildVersion", ""),
-        "model": system.get("hw.model", ""),
-        "chip": system.get("machdep.cpu.brand_string", ""),
+        "version": f"macOS {release} ({versions.get('BuildVersion', '')})",
+        "build": versions.get("BuildVersion", ""),
+        "model": sysctl.get("hw.model", ""),
+        "chip": sysctl.get("machdep.cpu.brand_string", ""),
         "cores": int(cores) if cores.isdecimal() else 1,
         "load": float(load[0]) if load else 0.0,
-        "memory": macos_memory(output("memory"), system),
-        "power": {"pmset": power_settings(output("power"))},
-        "rdma_ctl": rdma_ctl_state(output("rdma_ctl")),
-        "rdma": {
-            i: device for device, i in re.findall(r"^\s*(rdma_(\S+))\s", sections.get("devices", ""), re.MULTILINE)
-        },
+        "memory": system.macos_memory(output("memory"), sysctl),
+        "power": {"pmset": system.power_settings(output("power"))},
+        "rdma_ctl": system.rdma_ctl_state(output("rdma_ctl")),
+        "rdma": {interface: device for device, interface in devices},
         "receptacles": receptacles,
         "ports": ports,
-        "services": services(output("services"), details),
-        "interfaces": macos_interfaces(output("interfaces")),
+        "services": interfaces.services(output("services"), details),
+        "interfaces": interfaces.macos_interfaces(output("interfaces")),
         "wireless": frozenset(interface for port, interface in ports.items() if port in ("Wi-Fi", "AirPort")),
         "unreadable": unreadable,
     }
 
 
-def _linux(sections: Mapping[str, str], output: Any) -> dict[str, Any]:
+def _linux(output: Callable[[str], str], sections: Mapping[str, str]) -> dict[str, Any]:
     pretty = re.search(r'^PRETTY_NAME="?([^"\n]*)', output("version"), re.MULTILINE)
     idle = re.search(r"IdleAction=(\w+)", output("idle"))
     asleep = {"masked": output("sleep").split() == ["masked"] * 2, "idle": idle[1] if idle else ""}
@@ -282,13 +266,13 @@ def _linux(sections: Mapping[str, str], output: Any) -> dict[str, Any]:
         "chip": output("chip").partition(":")[2].strip() or output("architecture"),
         "cores": int(cores) if cores.isdecimal() else 1,
         "load": float(load[0]) if load else 0.0,
-        "memory": linux_memory(output("memory"), output("memory_limit")),
+        "memory": system.linux_memory(output("memory"), output("memory_limit")),
         "power": {"systemd": asleep} if "sleep" in sections else {},
         "rdma": {interface: device for device, interface in devices},
         "kernel_rdma": bool(output("kernel_rdma")) if "kernel_rdma" in sections else None,
         "denied": tuple(output("denied").split()),
-        "memlock": lockable_memory(output("lockable"), output("capabilities")),
-        "interfaces": linux_interfaces(output("interfaces")),
+        "memlock": system.lockable_memory(output("lockable"), output("capabilities")),
+        "interfaces": interfaces.linux_interfaces(output("interfaces")),
         "wireless": frozenset(output("wireless").split()),
         "network_manager": "running" in output("nmcli"),
     }

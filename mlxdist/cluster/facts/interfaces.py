@@ -110,9 +110,7 @@ def services(text: str, details: Mapping[str, str]) -> tuple[Service, ...]:
 
 def _settings(text: str) -> tuple[str, IPv4Interface | None, str]:
     method = re.search(r"^(\w+)(?: \w+)* Configuration", text, re.MULTILINE)
-    values = {
-        name: value for name, value in re.findall(r"^(IP address|Subnet mask|Router): ?(.*)$", text, re.MULTILINE)
-    }
+    values = dict(re.findall(r"^(IP address|Subnet mask|Router): ?(.*)$", text, re.MULTILINE))
     address = _interface(values.get("IP address"), values.get("Subnet mask"))
     router = values.get("Router", "")
     name = method[1].lower() if method else ""

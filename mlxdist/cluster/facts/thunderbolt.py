@@ -86,8 +86,9 @@ def _speed(tag: dict[str, Any]) -> int | None:
 
 def _plugged_in(bus: dict[str, Any]) -> tuple[tuple[Peer, ...], tuple[str, ...]]:
     """A computer has a domain of its own; hubs, displays and disks belong to the one that they are plugged into."""
-    peers, others = [], []
-    waiting = [(item, ()) for item in _dicts(bus.get("_items"))]
+    peers: list[Peer] = []
+    others: list[str] = []
+    waiting: list[tuple[dict[str, Any], tuple[str, ...]]] = [(item, ()) for item in _dicts(bus.get("_items"))]
     while waiting:
         item, hubs = waiting.pop(0)
         name = next((str(item[key])[:_MAX_NAME] for key in ("_name", "device_name_key") if item.get(key)), "a device")

@@ -32,11 +32,11 @@ class _Decoder(json.JSONDecoder):
     def __init__(self, text: str) -> None:
         super().__init__(object_pairs_hook=_once, parse_constant=_refuse)
         self._line_ends = [at for at, letter in enumerate(text) if letter == "\n"]
-        self.parse_object = lambda begin, strict, scan, *hooks: json.decoder.JSONObject(
-            begin, strict, self._located, *hooks
-        )
-        self.parse_array = lambda begin, scan: json.decoder.JSONArray(begin, self._located)
-        self._scan = json.scanner.py_make_scanner(self)
+        # Without declared types: the parts of the decoder that are in Python.
+        parse_object, parse_array = json.decoder.JSONObject, json.decoder.JSONArray  # type: ignore[attr-defined]
+        self.parse_object = lambda begin, strict, scan, *hooks: parse_object(begin, strict, self._located, *hooks)
+        self.parse_array = lambda begin, scan: parse_array(begin, self._located)
+        self._scan = json.scanner.py_make_scanner(self)  # type: ignore[attr-defined]
         self.scan_once = self._located
 
     def _located(self, text: str, at: int) -> tuple[Located, int]:

@@ -108,7 +108,7 @@ def _hosts(file: str | None, hosts: str | None, include: str | None, exclude: st
         return None
     from .parsing import parse, read
 
-    found = read(file) if file else parse(_lines(hosts), "--hosts")
+    found = read(file) if file else parse(_lines(hosts or ""), "--hosts")
     for warning in found.warnings:
         click.secho(f"hostfile {found.source}, {warning}", fg="yellow", err=True)
     return _selected(found.merged(), include, exclude)

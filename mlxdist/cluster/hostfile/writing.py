@@ -67,7 +67,7 @@ def _ring(hostfile: Hostfile) -> str:
         if not host.ips:
             raise InvalidArgument(f'{hostfile.source}: {host.name} has no IP address, and a ring needs one; add "ips"')
         for _ in range(host.slots):
-            ports = (host.slots == 1 and host.ports) or [_FIRST_PORT + len(rows)] * len(host.ips)
+            ports = host.ports if host.slots == 1 and host.ports else (_FIRST_PORT + len(rows),) * len(host.ips)
             rows.append([format_address(ip, port) for ip, port in zip(host.ips, ports)])
     return json.dumps(rows) + "\n"
 

@@ -87,7 +87,7 @@ class _Run:
         self._chosen, self._options = chosen, options
         self._status = 0
         # What the options do not set is that of the hostfile; except the topology, which is found.
-        hostfile = chosen.hostfile
+        hostfile = chosen.hostfile or Hostfile(())
         self._backend = options.backend or (hostfile.backend if hostfile.backend in BACKENDS else "mlxdist")
         given = {setting.partition("=")[0] for setting in options.envs} | {"MLXDIST_TOPOLOGY"}
         former = [setting for setting in hostfile.envs if setting.partition("=")[0] not in given]
@@ -141,8 +141,10 @@ class _Run:
         if topology.shape is Shape.APART:
             _warn("not all hosts are connected by cables; those that are not use the network")
             self._status = 1
-        common = {"backend": self._backend, "envs": self._envs, "hosts": self._chosen.hosts()}
-        hostfile = make_hostfile(machines, topology, links, choices, **common)
+        entries = self._chosen.hosts()
+        hostfile = make_hostfile(
+            machines, topology, links, choices, backend=self._backend, envs=self._envs, hosts=entries
+        )
         if self._set_up(machines, steps) and options.verifying:
             self._verify(checks_of_links(machines, links))
         self._finish(machines, choices, hostfile, topology, links, steps)

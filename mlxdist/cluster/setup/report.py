@@ -71,8 +71,12 @@ def as_json(
         for cable in topology.cables:
             link = addresses.get(cable)
             ends = [
-                {"host": topology.names[end.host], "port": end.port, "interface": end.interface}
-                | {"address": str(link.address(end.host)) if link else None}
+                {
+                    "host": topology.names[end.host],
+                    "port": end.port,
+                    "interface": end.interface,
+                    "address": str(link.address(end.host)) if link else None,
+                }
                 for end in (cable.a, cable.b)
             ]
             plain["cables"].append({"ends": ends, "gbps": cable.speed, "rdma": cable.rdma})

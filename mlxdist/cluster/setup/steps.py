@@ -138,7 +138,7 @@ def _on_linux(machine: HostFacts, link: Link, host: int, without_bridge: bool) -
     end, address = link.cable.end(host), link.address(host)
     interface = machine.interface(end.interface)
     has_address = interface is not None and address in interface.addresses
-    if has_address and interface.up:
+    if interface is not None and has_address and interface.up:
         return []
     if machine.network_manager and not has_address:
         name = f"mlxdist-{end.interface}"

@@ -108,8 +108,8 @@ def build_topology(machines: Sequence[HostFacts], named: Sequence[str] = ()) -> 
     Raises:
         InvalidArgument: a cable is named that cannot be, or a Mac is there twice.
     """
-    cables, notes = _thunderbolt_cables(machines)
-    cables = tuple(sorted([*cables, *_named_cables(machines, named)], key=_order))
+    found, notes = _thunderbolt_cables(machines)
+    cables = tuple(sorted([*found, *_named_cables(machines, named)], key=_order))
     pairs = {cable.pair for cable in cables}
     ring = _find_ring(len(machines), pairs)
     missing = tuple(pair for pair in itertools.combinations(range(len(machines)), 2) if pair not in pairs)
@@ -146,23 +146,17 @@ def _thunderbolt_cables(machines: Sequence[HostFacts]) -> tuple[list[Cable], lis
                 notes.append(f"{where} and Thunderbolt {free[0][1].number} are joined to each other: pull that cable")
             else:
                 seen_from_there = (p.hubs for p in free[0][1].peers if p.uuid == receptacle.uuid)
-                cables.append(_cable(machines, (host, receptacle), free[0], peer.hubs or next(seen_from_there, ())))
+                cables.append(_cable((host, receptacle), free[0], peer.hubs or next(seen_from_there, ())))
             if free:
                 used |= {(host, receptacle.number), (free[0][0], free[0][1].number)}
     return cables, notes
 
 
-def _cable(
-    machines: Sequence[HostFacts], one: tuple[int, Receptacle], other: tuple[int, Receptacle], hubs: tuple[str, ...]
-) -> Cable:
+def _cable(one: tuple[int, Receptacle], other: tuple[int, Receptacle], hubs: tuple[str, ...]) -> Cable:
     (a, at_a), (b, at_b) = sorted((one, other), key=lambda end: end[0])
-    speeds = [receptacle.speed for receptacle in (at_a, at_b) if receptacle.speed is not None]
-    ends = [
-        End(host, machines[host].ports.get(f"Thunderbolt {receptacle.number}", ""), receptacle.number)
-        for host, receptacle in ((a, at_a), (b, at_b))
-    ]
-    speed = min(speeds, default=None)
-    return Cable(*ends, speed, speed is None or speed >= THUNDERBOLT_5, hubs)
+    speed = min((receptacle.speed for receptacle in (at_a, at_b) if receptacle.speed is not None), default=None)
+    ends = End(a, at_a.interface, at_a.number), End(b, at_b.interface, at_b.number)
+    return Cable(ends[0], ends[1], speed, speed is None or speed >= THUNDERBOLT_5, hubs)
 
 
 def _named_cables(machines: Sequence[HostFacts], named: Sequence[str]) -> list[Cable]:

@@ -103,7 +103,7 @@ class Device:
             Gid(gid["index"], gid["type"], ipaddress.IPv6Address(gid["gid"]).packed, gid["prefix"], gid["interface"])
             for gid in fields["gids"]
         )
-        return cls(**fields | {"gids": gids})
+        return cls(**dict(fields) | {"gids": gids})
 
 
 def list_devices(provider: str, soft_profile: str = "ideal", seconds: float = 10.0) -> list[Device]:

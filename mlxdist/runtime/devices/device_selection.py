@@ -42,8 +42,8 @@ class DeviceSelection:
         Raises:
             InvalidArgument: nothing else connects two ranks; raised on all ranks, so none waits for another.
         """
-        options = {"links_per_peer": environment.links_per_peer or 1, "soft_transport": environment.soft_transport}
-        choices = [choose(self.nodes, rank, "soft", **options) for rank in range(len(self.nodes))]
+        links, transport = environment.links_per_peer or 1, environment.soft_transport
+        choices = [choose(self.nodes, r, "soft", None, links, transport) for r in range(len(self.nodes))]
         reason = f"{why}; instead of RDMA ranks use shared memory within a host and TCP between hosts"
         return dataclasses.replace(choices[environment.rank], reason=reason)
 
@@ -104,6 +104,7 @@ def _gather_hosts(
 
 def _address(environment: Environment) -> str:
     """The address of this machine by which it reaches rank 0. Nothing is sent: a datagram socket is only routed."""
+    assert environment.rendezvous is not None
     host, port = environment.rendezvous
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]

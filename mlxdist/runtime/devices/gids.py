@@ -68,7 +68,7 @@ def _nearness(a: Gid, b: Gid, one_host: bool) -> Nearness | None:
         return None
     if not one_host and a.address == b.address:
         return None  # as those of bridges for containers are: each host has its own
-    if a.ipv4 is None:
+    if a.ipv4 is None or b.ipv4 is None:
         return Nearness.LINK_LOCAL if a.is_link_local or b.is_link_local else Nearness.GLOBAL
     if a.ipv4.is_loopback or b.ipv4.is_loopback:
         return Nearness.IPV4 if one_host and a.address == b.address else None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.cluster.hostfile.device_map import DeviceMap
 
-from .device import Device
+from .device import Device, Gid
 from .diagnosis import diagnose_device
 from .gids import Nearness, Route, find_route
 from .node_info import NodeInfo
@@ -91,13 +91,10 @@ class _Chooser:
         provider: str,
         device_map: DeviceMap | None,
         links_per_peer: int,
-        soft_transport: str,
+        transport: str,
     ) -> None:
-        self._nodes = nodes
-        self._provider = provider
-        self._map = device_map
-        self._links_per_peer = links_per_peer
-        self._soft_transport = soft_transport
+        self._nodes, self._provider, self._map = nodes, provider, device_map
+        self._links_per_peer, self._soft_transport = links_per_peer, transport
         self._rows = None if device_map is None or provider == "soft" else _rows(nodes, device_map)
         self._routes: dict[tuple[NodeInfo, NodeInfo], list[_Ends]] = {}
         self.without_rdma: dict[str, str] = {}  # host that is not reached by RDMA: why
@@ -115,14 +112,14 @@ class _Chooser:
         return self._by_soft(low, high, one_host)
 
     def adjacency(self) -> frozenset[tuple[int, int]] | None:
-        if self._provider in ("auto", "soft") or self._rows is None:
+        if self._provider in ("auto", "soft") or self._rows is None or self._map is None:
             return None
         pairs = itertools.permutations(range(len(self._rows)), 2)
         adjacent = frozenset((a, b) for a, b in pairs if self._map.devices(self._rows[a], self._rows[b]))
         return adjacent if len(adjacent) < len(self._rows) * (len(self._rows) - 1) else None
 
     def _by_rdma_alone(self, low: int, high: int, one_host: bool) -> list[_Ends]:
-        if self._rows is not None and not self._map.devices(self._rows[low], self._rows[high]):
+        if self._map and self._rows and not self._map.devices(self._rows[low], self._rows[high]):
             return []
         try:
             return self._by_rdma(low, high, one_host)
@@ -136,7 +133,7 @@ class _Chooser:
 
     def _by_rdma(self, low: int, high: int, one_host: bool) -> list[_Ends]:
         near, far = self._nodes[low], self._nodes[high]
-        if self._rows is None:
+        if self._rows is None or self._map is None:
             if (near, far) not in self._routes:
                 self._routes[near, far] = self._by_subnets(near, far, one_host)
             return self._routes[near, far]
@@ -144,8 +141,8 @@ class _Chooser:
         names = self._map.devices(row, column), self._map.devices(column, row)
         if not names[0]:
             raise _NotConnected(f"the device map has no link between {near.host} and {far.host}")
-        ends = [[self._named(node, name) for name in row] for node, row in zip((near, far), names)]
-        return [_ends(*pair) for pair in _pair_up(*ends, (near.host, far.host), one_host)[:MAX_LINKS]]
+        nears, fars = ([self._named(node, name) for name in row] for node, row in zip((near, far), names))
+        return [_ends(*pair) for pair in _pair_up(nears, fars, (near.host, far.host), one_host)[:MAX_LINKS]]
 
     def _named(self, node: NodeInfo, name: str) -> Device:
         devices = {device.name: device for device in self._rdma_devices(node)}
@@ -318,7 +315,7 @@ def _tcp_route(near: NodeInfo, a: Device, far: NodeInfo, b: Device, one_host: bo
         for device, table, node in zip((a, b), tables, (near, far))
     ]
     all_ = [dataclasses.replace(device, gids=tuple(table)) for device, table in zip((a, b), tables)]
-    by_rendezvous, by_subnet = find_route(*known), find_route(*all_)
+    by_rendezvous, by_subnet = find_route(known[0], known[1]), find_route(all_[0], all_[1])
     if by_rendezvous and by_rendezvous.nearness <= Nearness.LINK_LOCAL_SUBNET:
         return by_rendezvous
     if by_subnet and by_subnet.nearness <= Nearness.LINK_LOCAL_SUBNET:
@@ -326,15 +323,15 @@ def _tcp_route(near: NodeInfo, a: Device, far: NodeInfo, b: Device, one_host: bo
     return by_rendezvous
 
 
-def _own_route(near: list, far: list) -> Route | None:
+def _own_route(near: list[Gid], far: list[Gid]) -> Route | None:
     """Between processes of one host by TCP: loopback, which no firewall filters."""
     if not near:
         return None
-    a = min(near, key=lambda gid: (not gid.ipv4.is_loopback, gid.index))
+    a = min(near, key=lambda gid: (gid.ipv4 is None or not gid.ipv4.is_loopback, gid.index))
     return Route(a, next(gid for gid in far if gid.address == a.address), Nearness.IPV4)
 
 
-def _is_address(gid: object, address: str) -> bool:
+def _is_address(gid: Gid, address: str) -> bool:
     if not address:
         return False
     wanted = ipaddress.ip_address(address)

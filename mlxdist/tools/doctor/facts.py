@@ -36,7 +36,7 @@ from mlxdist.runtime.devices.listing import list_apart
 from mlxdist.runtime.devices.queue_pairs import usable
 from mlxdist.version import __version__
 
-__all__ = ["allocate", "clock", "devices", "installation", "kernel_objects", "read"]
+__all__ = ["allocate", "clock", "devices", "installation", "kernel_objects", "read", "run_python"]
 
 _IMPORT_SECONDS = 60.0
 _RELEVANT = re.compile(r"(MLX|MLXDIST|OMP|OPENBLAS|VECLIB|MKL|HF|TRANSFORMERS|TOKENIZERS|PYTHON|DYLD|LD)_?[A-Z0-9_]*")
@@ -90,7 +90,7 @@ def allocate(size: int, seconds: float = 20.0) -> dict[str, Any]:
     """Takes memory and writes to all of it, in a process of its own: the system may kill that for it."""
     size = max(1 << 20, min(size, (collect_here().memory.available or size) // 4))
     begin = time.monotonic()
-    _, error = _run_code([_ALLOCATE, str(size)], seconds)
+    _, error = run_python(code_command(_ALLOCATE, str(size)), seconds)
     return {"bytes": size, "error": error, "seconds": time.monotonic() - begin}
 
 
@@ -130,7 +130,7 @@ def installation() -> dict[str, str]:
         # A Python that was linked with an SDK before macOS 26 may read 16 there; the kernel's number is right.
         found |= {"macOS": host.release, "macOS build": host.build, "macOS as Python reads it": platform.mac_ver()[0]}
         found |= {"model": host.model, "chip": host.chip}
-    build, _ = _run_code([_BUILD], _IMPORT_SECONDS)
+    build, _ = run_python(code_command(_BUILD), _IMPORT_SECONDS)
     return found | dict(re.findall(r"^(compiler|nanobind)=(.*)$", build, re.MULTILINE))
 
 
@@ -140,12 +140,12 @@ def kernel_objects(text: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def _run_code(code: Sequence[str], seconds: float) -> tuple[str, str]:
-    """Output and error of a few lines of Python in a process of its own, with the variables that ranks have."""
-    environment = {name: value for name, value in os.environ.items() if name not in OF_JOB}
+def run_python(command: Sequence[str], seconds: float, **variables: str) -> tuple[str, str]:
+    """Output and error of a Python process, with the variables that ranks have and these."""
+    environment = {name: value for name, value in os.environ.items() if name not in OF_JOB} | variables
     try:
         done = subprocess.run(
-            code_command(*code),
+            command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=seconds,
@@ -175,7 +175,7 @@ def _kind_of_environment() -> str:
 
 
 def _try_import() -> dict[str, Any]:
-    output, error = _run_code([_IMPORT], _IMPORT_SECONDS)
+    output, error = run_python(code_command(_IMPORT), _IMPORT_SECONDS)
     return {"error": error} if error else {"error": "", "seconds": float(output)}
 
 

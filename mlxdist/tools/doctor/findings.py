@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 __all__ = [
@@ -69,24 +69,17 @@ class Result:
         return next((v for v in order if any(f.verdict is v for f in self.findings)), Verdict.OK)
 
 
-def ok(hosts: str | Sequence[str], what: str) -> Finding:
-    return Finding(Verdict.OK, _names(hosts), what)
+def _maker(verdict: Verdict) -> Callable[..., Finding]:
+    def make(
+        hosts: str | Sequence[str], what: str, remedy: str = "", differences: Sequence[Difference] = ()
+    ) -> Finding:
+        names = (hosts,) if isinstance(hosts, str) else tuple(hosts)
+        return Finding(verdict, names, what, remedy, tuple(differences))
+
+    return make
 
 
-def note(hosts: str | Sequence[str], what: str, remedy: str = "") -> Finding:
-    return Finding(Verdict.NOTE, _names(hosts), what, remedy)
-
-
-def warn(hosts: str | Sequence[str], what: str, remedy: str, differences: Sequence[Difference] = ()) -> Finding:
-    return Finding(Verdict.WARN, _names(hosts), what, remedy, tuple(differences))
-
-
-def fail(hosts: str | Sequence[str], what: str, remedy: str, differences: Sequence[Difference] = ()) -> Finding:
-    return Finding(Verdict.FAIL, _names(hosts), what, remedy, tuple(differences))
-
-
-def skip(hosts: str | Sequence[str], why: str) -> Finding:
-    return Finding(Verdict.SKIP, _names(hosts), why)
+ok, note, warn, fail, skip = map(_maker, Verdict)
 
 
 def way(finding: Finding) -> Finding:
@@ -108,7 +101,3 @@ def outliers(values: Mapping[str, str]) -> list[str]:
     counts = Counter(values.values())
     usual = max(counts, key=lambda value: counts[value], default=None)  # of equal ones the first that was counted
     return [host for host, value in values.items() if value != usual]
-
-
-def _names(hosts: str | Sequence[str]) -> tuple[str, ...]:
-    return (hosts,) if isinstance(hosts, str) else tuple(hosts)

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from typing import Any
 
 from mlxdist.base.child_process import module_command
@@ -21,23 +19,14 @@ _REPEATS = 7
 
 def synchronization(seconds: float = _SECONDS) -> dict[str, Any]:
     """Microseconds of one GPU-CPU crossing by the value of MLX_METAL_FAST_SYNCH; or why that is not known here."""
+    from .facts import run_python  # here: what measures starts without
+
     found: dict[str, Any] = {"skipped": "", "microseconds": {}, "error": ""}
     for value in ("0", "1"):
-        try:
-            done = subprocess.run(
-                module_command("mlxdist.tools.doctor.gpu"),
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=seconds,
-                env=dict(os.environ) | {"MLX_METAL_FAST_SYNCH": value},
-                check=False,
-            )
-            measured = json.loads(done.stdout)
-        except subprocess.TimeoutExpired:
-            return found | {"error": f"with MLX_METAL_FAST_SYNCH={value} the GPU had not answered after {seconds:g} s"}
-        except ValueError:
-            words = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or [f"status {done.returncode}"]
-            return found | {"error": f"with MLX_METAL_FAST_SYNCH={value}: {words[0]}"}
+        output, error = run_python(module_command("mlxdist.tools.doctor.gpu"), seconds, MLX_METAL_FAST_SYNCH=value)
+        if error:
+            return found | {"error": f"with MLX_METAL_FAST_SYNCH={value}: {error}"}
+        measured = json.loads(output)
         if measured["skipped"]:
             return found | {"skipped": measured["skipped"]}
         found["microseconds"][value] = measured["microseconds"]
@@ -63,7 +52,7 @@ def main() -> None:
         mx.eval(x)
         return (time.perf_counter() - begin) / _CHAIN * 1e6
 
-    times = {mx.gpu: [], mx.cpu: []}
+    times: dict[Any, list[float]] = {mx.gpu: [], mx.cpu: []}
     for repeat in range(_REPEATS + 2):
         for device, taken in times.items():
             took = chain(device)

@@ -144,10 +144,9 @@ class _HostProbe:
         listed["digests"] = {}
         for number, (file, size) in enumerate(listed["files"].items(), 1):
             seconds = 60 + (size / _DISK_SPEED if options.full else 0)
-            how = {"how": "full" if options.full else "sampled", "seconds": seconds}
             step = f"model, file {number} of {len(listed['files'])}"
-            arguments = {"path": f"{listed['path']}/{file}"} | how
-            found = self._request("digest", step, arguments, seconds=seconds + 30, keep=False)
+            of_file = {"path": f"{listed['path']}/{file}", "how": "full" if options.full else "sampled"}
+            found = self._request("digest", step, of_file | {"seconds": seconds}, seconds=seconds + 30, keep=False)
             error = "" if found else f"error: {self._cluster.errors['digest'][self.name].text}"
             listed["digests"][file] = error or found["sha256"]
         self._keep("model", listed)  # not one of which half is known, should the host be lost

@@ -6,6 +6,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -54,43 +55,30 @@ def print_problems(cluster: Cluster, results: Sequence[Result], stream: TextIO) 
 
 
 def as_json(cluster: Cluster, results: Sequence[Result], failed: Sequence[str]) -> dict[str, Any]:
-    job = cluster.job
-    return {
-        "verdict": str(_worst(results)),
-        "hosts": cluster.names,
-        "failed": list(failed),
-        "checks": [
-            {
-                "check": result.check,
-                "verdict": str(result.verdict),
-                "findings": [_plain(finding) for finding in result.findings],
-            }
-            for result in results
-        ],
-        "job": None
-        if job is None
-        else {
-            "hosts": list(job.hosts),
-            "ranks": job.ranks,
-            "provider": job.provider,
-            "latency_us": [{"from": a, "to": b, "value": value} for (a, b), value in job.latency.items()],
-            "bandwidth": [{"from": a, "to": b, "value": value} for (a, b), value in job.bandwidth.items()],
-        },
+    checks = [
+        {
+            "check": result.check,
+            "verdict": str(result.verdict),
+            "findings": [asdict(finding) | {"differences": _differences(finding)} for finding in result.findings],
+        }
+        for result in results
+    ]
+    found = {"verdict": str(_worst(results)), "hosts": cluster.names, "failed": list(failed), "checks": checks}
+    if (job := cluster.job) is None:
+        return found | {"job": None}
+    pairs = {"latency_us": job.latency, "bandwidth": job.bandwidth}
+    links = {
+        name: [{"from": a, "to": b, "value": value} for (a, b), value in values.items()]
+        for name, values in pairs.items()
     }
+    return found | {"job": {"hosts": list(job.hosts), "ranks": job.ranks, "provider": job.provider} | links}
 
 
-def _plain(finding: Finding) -> dict[str, Any]:
-    return {
-        "verdict": str(finding.verdict),
-        "hosts": list(finding.hosts),
-        "what": finding.what,
-        "remedy": finding.remedy,
-        "is_way": finding.is_way,
-        "differences": [
-            {"what": d.what, "values": [{"value": value, "hosts": list(hosts)} for value, hosts in d.values]}
-            for d in finding.differences
-        ],
-    }
+def _differences(finding: Finding) -> list[dict[str, Any]]:
+    return [
+        {"what": d.what, "values": [{"value": value, "hosts": list(hosts)} for value, hosts in d.values]}
+        for d in finding.differences
+    ]
 
 
 def _checks(cluster: Cluster, results: Sequence[Result], width: int) -> Table:
@@ -110,7 +98,7 @@ def _checks(cluster: Cluster, results: Sequence[Result], width: int) -> Table:
 
 def _lines(cluster: Cluster, result: Result) -> list[tuple[Verdict, str, str]]:
     order = list(Verdict)
-    lines = []
+    lines: list[tuple[Verdict, str, str]] = []
     for verdict in sorted({f.verdict for f in result.findings}, key=order.index, reverse=True):
         alike: dict[str, list[Finding]] = {}
         for finding in result.findings:

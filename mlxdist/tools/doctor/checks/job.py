@@ -63,7 +63,7 @@ def _links(
     is_outlier: Callable[[float, float], bool],
     show: Callable[[float], str],
 ) -> list[Finding]:
-    if not values:
+    if not values or cluster.job is None:
         return [skip((), "there is one host" if len(cluster.hosts) < 2 else "no job was run between hosts")]
     median = statistics.median(values.values())
     found = []

@@ -38,7 +38,7 @@ def _without_queue_pairs(cluster: Cluster, host: Host, rdma: dict) -> list[Findi
     limits = {device["name"]: device["queue_pairs"] for device in rdma["devices"] if device["queue_pairs"]}
     pairs: collections.Counter[str] = collections.Counter()
     for other, devices in zip(cluster.hosts, host.rdma):
-        pairs.update({device: host.slots * other.slots for device in devices[:MAX_LINKS]})
+        pairs.update(dict.fromkeys(devices[:MAX_LINKS], host.slots * other.slots))
     return [
         fail(host.name, in_words(device, count, limits[device]), advice(limits[device]))
         for device, count in pairs.items()
@@ -70,7 +70,8 @@ def _of_host(host: Host, rdma: dict, wanted: bool) -> list[Finding]:
 
 def check_gids(cluster: Cluster) -> list[Finding]:
     """Active ports have IPv4 addresses, and both ends of a cable are in one network."""
-    found, networks = [], {}
+    found: list[Finding] = []
+    networks: dict[tuple[str, str], list[str]] = {}
     for host, rdma in cluster.each_host("rdma"):
         name = host.name
         named = {device for devices in host.rdma for device in devices}
@@ -93,9 +94,10 @@ def _apart(cluster: Cluster, networks: dict[tuple[str, str], list[str]]) -> list
             if j <= i:
                 continue
             for here, there in zip(devices, cluster.hosts[j].rdma[i]):
-                ends = networks.get((host.name, here)), networks.get((cluster.hosts[j].name, there))
-                if all(ends) and not any(_share(a, b) for a in ends[0] for b in ends[1]):
-                    what = f"{here} ({', '.join(ends[0])}) and {there} ({', '.join(ends[1])}) are in different networks"
+                near = networks.get((host.name, here), [])
+                far = networks.get((cluster.hosts[j].name, there), [])
+                if near and far and not any(_share(a, b) for a in near for b in far):
+                    what = f"{here} ({', '.join(near)}) and {there} ({', '.join(far)}) are in different networks"
                     remedy = "give both ends of the cable addresses of one network: mlxdist config --auto-setup"
                     found.append(way(warn((host.name, cluster.hosts[j].name), what, remedy)))
     return found

@@ -49,7 +49,8 @@ def check_reachable(cluster: Cluster) -> list[Finding]:
 
 def _twice(cluster: Cluster) -> list[Finding]:
     """Two names of one machine: their jobs would share files. Ranks distinguish hosts by the same identity."""
-    found, first = [], {}
+    found: list[Finding] = []
+    first: dict[str, str] = {}
     for name, facts in cluster.each("facts"):
         other = first.setdefault(facts["identity"] or name, name)
         if other != name:

@@ -40,7 +40,7 @@ def make_report(context: Context, path: Path, steps: Sequence[Step] = SECTIONS) 
         for step in steps:
             section = Section(step.name, step.title)
             sections.append(section)
-            context.show = lambda doing, title=step.title: show(f"{title}: {doing}" if doing else title)
+            context.show = _with_title(show, step.title)
             context.show("")
             try:
                 _fill(section, step, context)
@@ -57,6 +57,10 @@ def make_report(context: Context, path: Path, steps: Sequence[Step] = SECTIONS) 
         return 1
     _print_summary(path, sections)
     return _INTERRUPTED if notes else 0
+
+
+def _with_title(show: Callable[[str], None], title: str) -> Callable[[str], None]:
+    return lambda doing: show(f"{title}: {doing}" if doing else title)
 
 
 def _fill(section: Section, step: Step, context: Context) -> None:

@@ -108,8 +108,8 @@ def _shorten(value: Any, texts: int, items: int) -> Any:
         kept = {key: _shorten(inner, texts, items) for key, inner in list(value.items())[:items]}
         return kept if len(value) <= items else kept | {"cut": f"{len(value) - items} entries"}
     if isinstance(value, list):
-        kept = [_shorten(inner, texts, items) for inner in value[:items]]
-        return kept if len(value) <= items else [*kept, f"[{len(value) - items} entries were cut]"]
+        shorter = [_shorten(inner, texts, items) for inner in value[:items]]
+        return shorter if len(value) <= items else [*shorter, f"[{len(value) - items} entries were cut]"]
     return value
 
 

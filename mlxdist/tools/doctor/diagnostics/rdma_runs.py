@@ -80,9 +80,8 @@ def alone(chosen: HostSelection, host: Host) -> HostSelection:
 
 
 def _only(chosen: HostSelection, *hosts: Host) -> HostSelection:
-    hostfile = chosen.hostfile
+    assert chosen.hostfile is not None
     single = tuple(replace(host, slots=1) for host in hosts)
-    envs = tuple(
-        e for e in hostfile.envs if not e.startswith(("MLXDIST_DEVICE_MAP=", "MLXDIST_PROVIDER=", "MLXDIST_TOPOLOGY="))
-    )
-    return replace(chosen, hostfile=replace(hostfile, hosts=single, envs=envs))
+    ours = ("MLXDIST_DEVICE_MAP=", "MLXDIST_PROVIDER=", "MLXDIST_TOPOLOGY=")
+    envs = tuple(setting for setting in chosen.hostfile.envs if not setting.startswith(ours))
+    return replace(chosen, hostfile=replace(chosen.hostfile, hosts=single, envs=envs))

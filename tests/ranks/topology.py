@@ -1,4 +1,4 @@
-"""One rank of tests/test_wires.py. Arguments: "ring" (of cables, in MLXDIST_TOPOLOGY) or "line" (no ring)."""
+"""One rank of tests/test_topology.py. Arguments: "ring" (of cables, in MLXDIST_TOPOLOGY) or "line" (no ring)."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ import numpy as np
 import mlxdist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-import reference  # noqa: E402
+import reference
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()
