@@ -1,12 +1,12 @@
 """How long it takes to start a job on this machine: tables, targets and JSON.
 
     python benchmarks/launch.py
-    python benchmarks/launch.py --rounds 9 --ranks 16
+    python benchmarks/launch.py --repeats 9 --ranks 16
 
 All cases are run in turn, in shuffled order, so that what else the machine does hits all of them alike: ranks that only
-print, under mlxdist launch and under mlx.launch, and ranks that form a group and sum once, beside a Python that only
-imports MLX. All run from bytecode, as what pip has installed does; the first round writes that of a source folder.
-Without a file --json, nothing is written.
+print, under mlxdist launch and under mlx.launch, and ranks that form a group and sum once, and a Python that only
+imports MLX. All run from bytecode, as what pip has installed does; the first run writes that of a source directory.
+Without a file --output, nothing is written.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from pathlib import Path
 
 import click
 from rich.progress import track
-from rich.table import Table
-from targets import Target
 
-from mlxdist.tools.bench.job import results_console
+from mlxdist.tools.bench.results import Target, print_targets, results_console, table_of
+from mlxdist.tools.bench.runner import repeats_option
 
 MANY_SECONDS, MORE_SECONDS, AS_FAST = 5.0, 0.25, 1.0
 SECONDS = 120  # after which a job does not end any more
@@ -79,14 +78,14 @@ def cases(many: int) -> list[Case]:
 
 
 @click.command()
-@click.option("--rounds", type=click.IntRange(3, 1000), default=15, show_default=True, help="Runs of every case.")
+@repeats_option(15)
 @click.option("--ranks", type=click.IntRange(2, 512), default=64, show_default=True, help='Of "many print".')
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write all times to this file.")
-def main(rounds: int, ranks: int, json_file: Path | None) -> None:
+@click.option("--output", type=click.Path(path_type=Path), help="Also write all times to this file, as JSON.")
+def main(repeats: int, ranks: int, output: Path | None) -> None:
     """Measure how long jobs take to start, and judge the targets. Exit status 1: one was not met."""
     chosen = cases(ranks)
     times: dict[str, list[float]] = {case.name: [] for case in chosen}
-    for number in track(range(rounds + 1), "rounds", transient=True, disable=not sys.stderr.isatty()):
+    for number in track(range(repeats + 1), "repeats", transient=True, disable=not sys.stderr.isatty()):
         for case in random.sample(chosen, len(chosen)):
             seconds = case.run()
             if number:  # the first run of all warms the caches of the disk
@@ -94,33 +93,18 @@ def main(rounds: int, ranks: int, json_file: Path | None) -> None:
     medians = {name: statistics.median(values) for name, values in times.items()}
     more = medians["two sum"] - medians["import MLX"]
     ratio = medians["two print"] / medians["two print, mlx.launch"]
-    table = [
+    targets = [
         Target(f"{ranks} ranks that print", f"{MANY_SECONDS:g} s or less", medians["many print"], MANY_SECONDS),
         Target("two ranks that print", "not slower than mlx.launch", ratio, AS_FAST),
         Target("two ranks, init and all_sum", f"{MORE_SECONDS} s more than import MLX", more, MORE_SECONDS),
     ]
-    show(times, medians, table)
-    if json_file is not None:
-        found = {"seconds": times, "ranks": ranks, "targets": [vars(t) | {"met": t.met} for t in table]}
-        json_file.write_text(json.dumps(found, indent=2) + "\n")
-        click.echo(f"Written: {json_file}")
-    sys.exit(0 if all(target.met for target in table) else 1)
-
-
-def show(times: dict[str, list[float]], medians: dict[str, float], targets: list[Target]) -> None:
-    console = results_console()
-    measured = Table(title="seconds from start to end")
-    for column in ("case", "median", "least", "most"):
-        measured.add_column(column, justify="left" if column == "case" else "right")
-    for name, values in times.items():
-        measured.add_row(name, *(f"{value:.3f}" for value in (medians[name], min(values), max(values))))
-    console.print(measured)
-    judged = Table(title="targets")
-    for column in ("case", "wanted", "measured", ""):
-        judged.add_column(column)
-    for target in targets:
-        judged.add_row(target.case, target.wanted, f"{target.measured:.3g}", "met" if target.met else "NOT MET")
-    console.print(judged)
+    console, judged = results_console(), [target.judged() for target in targets]
+    rows = [[n, *(f"{value:.3f}" for value in (medians[n], min(v), max(v)))] for n, v in times.items()]
+    console.print(table_of("seconds from start to end", ["case", "median", "min", "max"], rows))
+    print_targets(judged, console)
+    if output is not None:
+        output.write_text(json.dumps({"seconds": times, "ranks": ranks, "targets": judged}, indent=2) + "\n")
+    sys.exit(0 if all(target["met"] for target in judged) else 1)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     MLXDIST_MEET_AFTER=2 mlxdist launch -n 2 -- python benchmarks/meetings.py
 
-In turn with meetings and without: a training step of the demo's model, and eight sums of 4 KiB in a chain, as in one
-token of a small model. Prints medians and ranges over the rounds.
+With and without meetings, alternately: a training step of the demo's model, and eight sums of 4 KiB in a chain, as in
+one token of a small model. Prints medians and ranges.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import train_and_generate as demo  # noqa: E402
 
 MEETING_OPERATIONS = 256  # of native/engine/meeting.h
-ROUNDS = 9
+REPEATS = 9
 
 
 def training_step() -> Callable[[], None]:
@@ -66,7 +66,7 @@ def compare(name: str, step: Callable[[], None], repeats: int) -> None:
     seconds: dict[bool, list[float]] = {True: [], False: []}
     messages: dict[bool, float] = {}
     step()
-    for _ in range(ROUNDS):
+    for _ in range(REPEATS):
         for meets in (True, False):
             mlxdist.meet()
             for _ in range(0 if meets else MEETING_OPERATIONS):

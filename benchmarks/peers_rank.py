@@ -1,4 +1,4 @@
-"""What each rank of vs_peers.py runs: the same operation by mlxdist and by its peers, in turn, in the same process.
+"""What the ranks of vs_peers.py measure: the same operation by mlxdist and by its peers, in the same process.
 
 gloo comes with torch, which has an environment and so a process of its own: each rank starts a gloo process on its own
 core and waits, asleep, while that has its block.
@@ -10,21 +10,33 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
+from engine import engine_work
 
 import mlxdist
-from mlxdist.tools.bench.job import serve
-from mlxdist.tools.bench.limits_rank import limit_works, take_limits
-from mlxdist.tools.bench.mlx_groups import mlx_groups
-from mlxdist.tools.bench.operations import CASES, Inputs, storage, total_wrong
-from mlxdist.tools.bench.through import Eager, Lazy
-from mlxdist.tools.bench.timing import Work, interleave, quantiles, slowest
+from mlxdist.tools.bench.mlx_groups import mlx_group
+from mlxdist.tools.bench.operations import CASES, Eager, Inputs, Lazy, storage
+from mlxdist.tools.bench.rank import time_case
+from mlxdist.tools.bench.timing import Work, interleave
+from mlxdist.tools.bench.workloads import OURS, bandwidths
 
-OURS = "mlxdist"
+
+class Memory:
+    """One case: one operation, then the registered memory of all slabs of the rank that has most."""
+
+    def __init__(self, world: mlxdist.Group, parameters: dict[str, Any]) -> None:
+        self.world = world
+
+    def __call__(self, case: dict[str, Any]) -> list[dict[str, Any]]:
+        mlxdist.all_sum(np.ones(1 << 20, np.float32), group=self.world)
+        largest = mlxdist.all_max(np.array([self.world.stats()["slab_bytes"]], np.int64), group=self.world)
+        return [{"slab_bytes": int(largest[0])}]
 
 
 class Gloo:
@@ -40,47 +52,76 @@ class Gloo:
             command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self.wrong = 0
-        self.ask({})  # until it is connected
+        self._request({})  # until it is connected
 
-    def ask(self, block: dict[str, Any]) -> dict[str, Any]:
+    def _request(self, block: dict[str, Any]) -> dict[str, Any]:
         self._process.stdin.write(json.dumps(block) + "\n")
         self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        if not answer:
+        response = self._process.stdout.readline()
+        if not response:
             raise RuntimeError(f"the gloo process ended with status {self._process.wait()}; its output is above")
-        return json.loads(answer)
+        return json.loads(response)
 
     def work(self, dtype: str, elements: int, operations: int) -> Work:
         block = {"dtype": dtype, "elements": elements, "operations": operations}
         self.wrong = 0
 
         def elsewhere(calls: int) -> list[float]:
-            answer = self.ask(block | {"calls": calls})
-            self.wrong += answer["wrong"]
-            return answer["microseconds"]
+            response = self._request(block | {"calls": calls})
+            self.wrong += response["wrong"]
+            return response["microseconds"]
 
-        return Work(lambda: None, operations, elsewhere=elsewhere)
+        return Work(lambda: None, operations, elsewhere=elsewhere, wrong=lambda: self.wrong)
 
     def close(self) -> None:
         self._process.stdin.close()
         self._process.wait(60)
 
 
-def measure(world: mlxdist.Group, parameters: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Parameters: cases (operation, dtype, bytes, chain), backends, rounds, gloo (its
-    Python, or None), gloo_port, mpi4py (the folder with its packages, or None)."""
-    groups = mlx_groups(parameters["backends"], world)
-    gloo = Gloo(parameters["gloo"], parameters["gloo_port"], world) if parameters["gloo"] else None
-    mpi4py = _mpi4py(parameters["mpi4py"], world) if parameters["mpi4py"] else None
-    for case in parameters["cases"]:
-        yield _case(world, case, groups, gloo, mpi4py, parameters["rounds"])
-    if gloo:
-        gloo.close()
+class Peers:
+    """Cases: operation, dtype, bytes, chain ("all_reduce", called from C, has none). Parameters: backends, repeats,
+    gloo (its Python, or None), gloo_port, mpi4py (the directory with its packages, or None)."""
+
+    def __init__(self, world: mlxdist.Group, parameters: dict[str, Any]) -> None:
+        self.world = world
+        self.take = partial(interleave, repeats=parameters["repeats"])
+        self.groups = {name: mlx_group(name, world) for name in parameters["backends"]}
+        self.gloo = Gloo(parameters["gloo"], parameters["gloo_port"], world) if parameters["gloo"] else None
+        self.mpi4py = _mpi4py(parameters["mpi4py"], world) if parameters["mpi4py"] else None
+
+    def __call__(self, case: dict[str, Any]) -> list[dict[str, Any]]:
+        works = self._works(case)
+        # Means: a peer that is done with a call here may still be at it on the other rank.
+        results = time_case(self.world, case, works, self.take, moved=case["bytes"], means=True)
+        return [result | bandwidths(result, self.world.size(), "all_sum") for result in results]
+
+    def close(self) -> None:
+        if self.gloo:
+            self.gloo.close()
+
+    def _works(self, case: dict[str, Any]) -> dict[str, Work]:
+        operation, dtype, world = case["operation"], case["dtype"], self.world
+        if operation == "all_reduce":
+            return {OURS: engine_work(case["bytes"], world)}
+        data = Inputs(dtype, case["bytes"] // storage(dtype).itemsize, world.size())
+        called: dict[str, Lazy | Eager] = {}
+        if operation == "all_to_all":
+            called[OURS] = Eager(CASES[operation], data, world)
+            if self.mpi4py:
+                called["mpi4py"] = Eager(CASES[operation], data, world, self.mpi4py.Alltoall)
+        else:
+            function = getattr(mx.distributed, operation)
+            for name, group in {OURS: world.mlx, **self.groups}.items():
+                called[name] = Lazy(CASES[operation], data, world, _on(function, group), case["chain"])
+        works = {name: Work(one.call, one.operations, wrong=one.count_wrong) for name, one in called.items()}
+        if self.gloo and operation == "all_sum":
+            works["gloo"] = self.gloo.work(dtype, data.elements, case["chain"])
+        return works
 
 
-def _mpi4py(folder: str, world: mlxdist.Group) -> Any:
+def _mpi4py(directory: str, world: mlxdist.Group) -> Any:
     """mpi4py's communicator, over the MPI that MLX has started already, where it has."""
-    sys.path.append(folder)
+    sys.path.append(directory)
     import mpi4py
 
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
@@ -93,41 +134,5 @@ def _mpi4py(folder: str, world: mlxdist.Group) -> Any:
     return MPI.COMM_WORLD
 
 
-def _case(
-    world: mlxdist.Group,
-    case: dict[str, Any],
-    groups: dict[str, mx.distributed.Group],
-    gloo: Gloo | None,
-    mpi4py: Any,
-    rounds: int,
-) -> dict[str, Any]:
-    operation, dtype, size = case["operation"], case["dtype"], case["bytes"]
-    data = Inputs(dtype, size // storage(dtype).itemsize, world.size())
-    throughs: dict[str, Lazy | Eager] = {}
-    if operation == "all_to_all":
-        throughs[OURS] = Eager(CASES[operation], data, world)
-        if mpi4py:
-            throughs["mpi4py"] = Eager(CASES[operation], data, world, mpi4py.Alltoall)
-    else:
-        function = getattr(mx.distributed, operation)
-        for name, group in {OURS: world.mlx, **groups}.items():
-            lazy = _on(function, group)
-            throughs[name] = Lazy(CASES[operation], data, world, lazy, case["chain"])
-    works = {name: Work(through.call, through.operations) for name, through in throughs.items()}
-    if gloo and operation == "all_sum":
-        works["gloo"] = gloo.work(dtype, data.elements, case["chain"])
-    taken = interleave(works | limit_works(size, world), rounds, world)
-    wrong = {name: total_wrong(through.count_wrong(), world) for name, through in throughs.items()}
-    if "gloo" in works:
-        wrong["gloo"] = total_wrong(gloo.wrong, world)
-    # Blocks, not single calls: a peer that is done with a call here may still be at it on the other rank.
-    spread = {name: quantiles(slowest(blocks.mean(axis=1), world)) for name, blocks in taken.items()}
-    return case | take_limits(spread) | {"microseconds": spread, "wrong": wrong}
-
-
 def _on(function: Callable[..., mx.array], group: mx.distributed.Group) -> Callable[[mx.array], mx.array]:
     return lambda x: function(x, group=group)
-
-
-if __name__ == "__main__":
-    serve(measure)

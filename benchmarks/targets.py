@@ -2,40 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
+
+from mlxdist.tools.bench.results import Target, by_case
 
 KIB, MIB = 1 << 10, 1 << 20
 CHAIN = 50
 OURS = "mlxdist"
-
-
-@dataclass(frozen=True)
-class Target:
-    """``measured`` must be at least, or at most, ``bound``; None where it was not measured.
-
-    ``right``: every element was what it must be; else nothing is met. ``ends``: least and most that was measured.
-    """
-
-    case: str
-    wanted: str
-    measured: float | None
-    bound: float
-    at_least: bool = False
-    right: bool = True
-    ends: list[float] | None = None
-
-    def shown(self) -> str:
-        """What was measured, as "1.20 [1.05..1.61]"."""
-        if self.measured is None:
-            return ""
-        return f"{self.measured:.2f}" + (f" [{self.ends[0]:.2f}..{self.ends[1]:.2f}]" if self.ends else "")
-
-    @property
-    def met(self) -> bool | None:
-        if self.measured is None:
-            return None
-        return self.right and (self.measured >= self.bound if self.at_least else self.measured <= self.bound)
 
 
 # case, operation, dtype, bytes, operations per graph, {limit or peer: how many times as long ours may take}
@@ -52,50 +25,51 @@ LEAST = (
     ("all_gather 1 MiB float32", "all_gather", "float32", MIB, 1, {"mpi": 1}),
     ("all_to_all 1 MiB float32, NumPy arrays", "all_to_all", "float32", MIB, 1, {"mpi4py": 1}),
 )
-# bytes: limit, how many times as long all_reduce may take; in engine.c
+# bytes: limit, how many times as long all_reduce may take; called from C
 ENGINE = {4 * KIB: ("transfer", 8), MIB: ("transfer", 2), 16 * MIB: ("memcpy", 1.3)}
-SLAB_BYTES, SLAB_RANKS = 16 * MIB, 8
+SLAB_RANKS = 8
 OVERSUBSCRIBED_US = {4: 20.0, 8: 100.0}  # by ranks, on two cores
 
 
 def cases(largest: int) -> list[dict[str, Any]]:
     """What must be measured for the table, as far as it is not larger than ``largest`` bytes."""
     rows = [{"operation": o, "dtype": d, "bytes": b, "chain": c} for _, o, d, b, c, _ in (*MOST, *LEAST)]
+    rows += [{"operation": "all_reduce", "dtype": "float32", "bytes": size} for size in ENGINE]
     return [row for row in rows if row["bytes"] <= largest]
 
 
 def targets(results: dict[str, Any]) -> list[Target]:
-    """The table. ``results``: cases, engine, slab_bytes and oversubscribed, as vs_peers.py writes them."""
+    """The table. ``results``: as vs_peers.py writes them."""
+    rows = by_case(results)
     table = []
-    for rows, at_least in ((MOST, False), (LEAST, True)):
-        for name, operation, dtype, size, chain, bounds in rows:
-            case = _find(results["cases"], operation=operation, dtype=dtype, bytes=size, chain=chain)
-            table += [_compared(name, case, other, bound, at_least) for other, bound in bounds.items()]
+    for bounds_of, at_least in ((MOST, False), (LEAST, True)):
+        for name, operation, dtype, size, chain, bounds in bounds_of:
+            row = _find(rows, operation=operation, dtype=dtype, bytes=size, chain=chain)
+            table += [_compared(name, row, other, bound, at_least) for other, bound in bounds.items()]
     for size, (limit, bound) in ENGINE.items():
-        line = _find(results["engine"], bytes=size)
         name = f"C level: all_reduce {size // MIB} MiB" if size >= MIB else f"C level: all_reduce {size // KIB} KiB"
-        found = _times(line["all_reduce"], line[limit]["median"]) if line and line.get(limit) else None
-        right = not (line and line["wrong"])
-        table.append(_target(name, f"{bound:g}x {limit} or less", found, bound, right=right))
-    slabs = results["slab_bytes"]
-    name = f"slab memory per rank, {SLAB_RANKS} ranks"
-    table.append(Target(name, "16 MiB or less", slabs and slabs / MIB, SLAB_BYTES / MIB))
+        row = _find(rows, operation="all_reduce", bytes=size)
+        table.append(_compared(name, row, limit, bound))
+    slabs = results["setup"].get("slab_bytes")
+    table.append(Target(f"slab memory per rank, {SLAB_RANKS} ranks", "16 MiB or less", slabs and slabs / MIB, 16))
     for ranks, bound in OVERSUBSCRIBED_US.items():
-        small = _find(results["oversubscribed"], ranks=ranks)
         name = f"all_sum 8 KiB, {ranks} ranks, not pinned, NumPy arrays"
-        found = small and _times(small["microseconds"], 1.0)
-        table.append(_target(name, f"{bound:g} us or less", found, bound, right=not (small and small["wrong"])))
+        mine = _find(rows, operation="all_sum", ranks=ranks).get(OURS)
+        found = mine and mine["microseconds"] and _times(mine["microseconds"], 1.0)
+        table.append(_target(name, f"{bound:g} us or less", found, bound, right=not (mine and mine["refused"])))
     return table
 
 
-def _compared(name: str, case: dict[str, Any] | None, other: str, bound: float, at_least: bool) -> Target:
-    """Ours beside a limit of the machine or a peer, in the same blocks."""
+def _compared(name: str, row: dict[str, Any], other: str, bound: float, at_least: bool = False) -> Target:
+    """Ours compared with a limit of the machine or a peer, in the same blocks."""
     wanted = f"{other} takes {bound:g}x or more" if at_least else f"{bound:g}x {other} or less"
-    found = None
-    if case and (theirs := case["microseconds"].get(other) or case.get(other)):
-        mine = case["microseconds"][OURS]
-        found = _times(theirs, mine["median"]) if at_least else _times(mine, theirs["median"])
-    return _target(name, wanted, found, bound, at_least, not (case and case["wrong"][OURS]))
+    mine, found = row.get(OURS), None
+    if mine and mine["microseconds"]:
+        theirs = row[other]["microseconds"] if other in row else mine.get(other)
+        if theirs:
+            times = mine["microseconds"]
+            found = _times(theirs, times["median"]) if at_least else _times(times, theirs["median"])
+    return _target(name, wanted, found, bound, at_least)
 
 
 def _times(measured: dict[str, float], one: float) -> list[float]:
@@ -110,5 +84,10 @@ def _target(
     return Target(name, wanted, median, bound, at_least, right, ends or None)
 
 
-def _find(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any] | None:
-    return next((row for row in rows if all(row[key] == value for key, value in wanted.items())), None)
+def _find(rows: list[dict[str, dict[str, Any]]], **wanted: Any) -> dict[str, dict[str, Any]]:
+    """By variant, the results of the case that has these fields."""
+    for row in rows:
+        case = next(iter(row.values()))["case"]
+        if all(case.get(name) == value for name, value in wanted.items()):
+            return row
+    return {}

@@ -1,8 +1,8 @@
-"""The engine's send and recv beside perftest's ib_send_lat and ib_send_bw over UC, in one machine with soft-RoCE.
+"""The engine's send and recv compared with perftest's ib_send_lat and ib_send_bw over UC, on soft-RoCE.
 
     python benchmarks/verbs.py
 
-Both run in the same virtual machine (docs/soft-roce.md), one after the other, in each round in another order, because
+Both run in the same virtual machine (docs/soft-roce.md), one after the other, in another order each time, because
 what one emulated processor does to another differs by a factor from one moment to the next: what counts is the ratio
 of the medians. Each end runs on the processor that receives its packets: where the scheduler puts the two ends is
 another factor of 1.7. ib_send_bw waits for ever for a message that UC has lost; such a run is counted, and has no
@@ -28,7 +28,8 @@ from rich.table import Table
 from verbs_instructions import Counter, Work
 
 import mlxdist
-from mlxdist.tools.bench.job import print_load, results_console
+from mlxdist.tools.bench.results import foreign_load, results_console, table_of
+from mlxdist.tools.bench.runner import repeats_option
 from mlxdist.tools.bench.sizes import format_size
 from mlxdist.tools.bench.timing import ForeignLoad
 
@@ -42,7 +43,7 @@ LATENCY_TARGET = 1.3  # of perftest's or less
 BANDWIDTH_TARGET = 0.9  # of perftest's or more
 PING_PONGS = 300
 COUNTED_PING_PONGS = 1000
-RUN_BYTES, RUN_MESSAGES = 24 * MIB, 12  # one way in a run for bandwidth: so many bytes, but not fewer messages
+RUN_BYTES, RUN_MESSAGES = 24 * MIB, 12  # one way in a run for bandwidth: bytes, and at least this many messages
 SECONDS = 60
 
 # The server first; the client when that listens (port 18515, in hexadecimal). What the server prints counts: for
@@ -123,8 +124,8 @@ def _run_perftest(machine: Machine, case: Case) -> None:
         case.perftest.append(result)
 
 
-def measure(machine: Machine, rounds: int, latency_sizes: list[int], bandwidth_sizes: list[int]) -> list[Case]:
-    """Runs both programs ``rounds`` times for each size.
+def measure(machine: Machine, repeats: int, latency_sizes: list[int], bandwidth_sizes: list[int]) -> list[Case]:
+    """Runs both programs ``repeats`` times for each size.
 
     Raises:
         click.ClickException: a program could not be compiled, or has failed.
@@ -133,7 +134,7 @@ def measure(machine: Machine, rounds: int, latency_sizes: list[int], bandwidth_s
     cases = [Case("latency", size) for size in latency_sizes] + [Case("bandwidth", size) for size in bandwidth_sizes]
     turns = [(case, run) for case in cases for run in (_run_ours, _run_perftest)]
     shuffle = random.Random(0).shuffle
-    for _ in range(rounds):
+    for _ in range(repeats):
         shuffle(turns)
         for case, run in turns:
             run(machine, case)
@@ -146,8 +147,8 @@ def count_work(cases: list[Case]) -> None:
     Raises:
         click.ClickException: a program could not be compiled, has failed, or has lost a message.
     """
-    with tempfile.TemporaryDirectory(prefix="mlxdist-verbs-") as folder:
-        counter = Counter(Path(folder))
+    with tempfile.TemporaryDirectory(prefix="mlxdist-verbs-") as directory:
+        counter = Counter(Path(directory))
         with Machine(plugin=counter.option) as machine:
             compile_program("verbs.c", machine.exchange)
             counter.start(machine)
@@ -168,24 +169,24 @@ def _count_work(counter: Counter, machine: Machine, case: Case) -> None:
 
 
 def work_table(cases: list[Case]) -> Table:
-    result = Table(title="what one message takes, both sides together, without polling: ours / perftest")
-    columns = ("", "bytes", "kernel's instructions", "program's instructions", "ratio", "work requests", "packets")
-    for column in columns:
-        result.add_column(column, justify="left" if not column else "right")
+    rows = []
     for case in cases:
         ours, theirs = case.our_work, case.work_of_perftest
-        if not ours or not theirs:
-            continue
-        result.add_row(
-            case.what,
-            format_size(case.bytes),
-            f"{ours.kernel:.0f} / {theirs.kernel:.0f}",
-            f"{ours.program:.0f} / {theirs.program:.0f}",
-            f"{(ours.kernel + ours.program) / (theirs.kernel + theirs.program):.2f}",
-            f"{ours.work_requests:.2f} / {theirs.work_requests:.2f}",
-            f"{ours.packets:.2f} / {theirs.packets:.2f}",
-        )
-    return result
+        if ours and theirs:
+            ratio = (ours.kernel + ours.program) / (theirs.kernel + theirs.program)
+            rows.append(
+                [
+                    case.what,
+                    format_size(case.bytes),
+                    f"{ours.kernel:.0f} / {theirs.kernel:.0f}",
+                    f"{ours.program:.0f} / {theirs.program:.0f}",
+                    f"{ratio:.2f}",
+                    f"{ours.work_requests:.2f} / {theirs.work_requests:.2f}",
+                    f"{ours.packets:.2f} / {theirs.packets:.2f}",
+                ]
+            )
+    columns = ["", "bytes", "kernel's instructions", "program's instructions", "ratio", "work requests", "packets"]
+    return table_of("what one message takes, both sides together, without polling: ours / perftest", columns, rows)
 
 
 def spread(samples: list[float]) -> str:
@@ -195,49 +196,46 @@ def spread(samples: list[float]) -> str:
 
 
 def table(cases: list[Case]) -> Table:
-    result = Table(title=f"ours and perftest over UC, soft-RoCE in a virtual machine run by {accelerator()}")
-    for column in ("", "bytes", "ours", "perftest", "hung", "sent again", "ratio", "target", "met"):
-        result.add_column(column, justify="left" if not column else "right")
+    rows = []
     for case in cases:
         unit = "us one way" if case.what == "latency" else "MiB/s at the receiver"
-        ratio, met = case.ratio(), case.met()
-        result.add_row(
-            unit,
-            format_size(case.bytes),
-            spread(case.ours),
-            spread(case.perftest),
-            str(case.hung),
-            str(case.retransmissions),
+        ratio = case.ratio()
+        verdict = [
             "" if ratio is None else f"{ratio:.2f}",
             case.target(),
-            "" if met is None else "yes" if met else "no",
-        )
-    return result
+            {None: "", True: "yes", False: "no"}[case.met()],
+        ]
+        lost = [str(case.hung), str(case.retransmissions)]
+        rows.append([unit, format_size(case.bytes), spread(case.ours), spread(case.perftest), *lost, *verdict])
+    columns = ["", "bytes", "ours", "perftest", "hung", "retransmitted", "ratio", "target", "met"]
+    title = f"ours and perftest over UC, soft-RoCE in a virtual machine run by {accelerator()}"
+    return table_of(title, columns, rows)
 
 
 @click.command()
-@click.option("--rounds", type=click.IntRange(1, 1000), default=9, show_default=True, help="Runs of each, per size.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="All samples, as JSON.")
-def main(rounds: int, json_file: Path | None) -> None:
-    """Measure send and recv beside perftest, over soft-RoCE in a virtual machine."""
+@repeats_option(9)
+@click.option("--output", type=click.Path(path_type=Path), help="All samples, as JSON.")
+def main(repeats: int, output: Path | None) -> None:
+    """Measure send and recv and perftest, over soft-RoCE in a virtual machine."""
     foreign = ForeignLoad(mlxdist.init())
     try:
         with Machine() as machine:
-            cases = measure(machine, rounds, LATENCY_SIZES, BANDWIDTH_SIZES)
+            cases = measure(machine, repeats, LATENCY_SIZES, BANDWIDTH_SIZES)
         count_work(cases)
     except (MachineError, Unavailable) as error:
         raise click.ClickException(str(error)) from None
     results = {
         "accelerator": accelerator(),
-        "rounds": rounds,
+        "repeats": repeats,
         "foreign_cpu_share": foreign.share(),
         "cases": [asdict(case) | {"ratio": case.ratio(), "met": case.met()} for case in cases],
     }
     results_console().print(table(cases))
     results_console().print(work_table(cases))
-    print_load(results, results_console())
-    if json_file:
-        json_file.write_text(json.dumps(results, indent=1))
+    if load := foreign_load(results):
+        click.echo(f"{load}: repeat this on a quiet machine.")
+    if output:
+        output.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

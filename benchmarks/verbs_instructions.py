@@ -49,9 +49,9 @@ class Point(NamedTuple):
 class Counter:
     """Counts in a machine that was started with the plugin: ``Machine(plugin=counter.option)``."""
 
-    def __init__(self, folder: Path) -> None:
-        self._file = folder / "counts"
-        self.option = f"{compile_plugin(HERE / 'count.c', folder)},counts={self._file}"
+    def __init__(self, directory: Path) -> None:
+        self._file = directory / "counts"
+        self.option = f"{compile_plugin(HERE / 'count.c', directory)},counts={self._file}"
 
     def start(self, machine: Machine) -> None:
         """Finds what is counted apart, in the machine that has booted."""

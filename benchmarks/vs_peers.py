@@ -1,4 +1,4 @@
-"""mlxdist beside MLX's ring, Open MPI, gloo and mpi4py on this machine: a table, two curves and JSON.
+"""mlxdist compared with MLX's ring, Open MPI, gloo and mpi4py on this machine: a table, two curves and JSON.
 
     python benchmarks/vs_peers.py --setup-gloo ~/gloo --setup-mpi4py ~/mpi4py    once, for two of the peers
     python benchmarks/vs_peers.py --gloo ~/gloo --mpi4py ~/mpi4py
@@ -11,24 +11,22 @@ first two processes sleep. Every result is checked.
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import subprocess
 import sys
+import time
 import venv
 from pathlib import Path
 from typing import Any
 
 import click
 import targets
-from engine import run_engine
-from rich.markup import escape
-from rich.table import Table
+from rich.console import Console
 
 from mlxdist.launch.backends import free_ports
-from mlxdist.tools.bench.job import has_mpirun, print_load, results_console, run
-from mlxdist.tools.bench.limits import LIMIT_COLUMNS, LIMITS, explain_limits, times_limits
-from mlxdist.tools.bench.sizes import format_size, size_range
+from mlxdist.tools.bench.machine import describe_command
+from mlxdist.tools.bench.results import comparison_table
+from mlxdist.tools.bench.runner import Report, Runner, finish, repeats_option, require_package, without_missing_mpi
+from mlxdist.tools.bench.sizes import size_range
 
 HERE = Path(__file__).parent
 KIB, MIB = 1 << 10, 1 << 20
@@ -39,25 +37,25 @@ TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 @click.command()
-@click.option("--against", default="ring,mpi", show_default=True, help="MLX backends: ring, mpi (needs mpirun).")
+@click.option("--baseline", default="ring,mpi", show_default=True, help="MLX backends: ring, mpi (needs mpirun).")
 @click.option("--gloo", type=click.Path(file_okay=False, path_type=Path), help="Environment made by --setup-gloo.")
 @click.option("--mpi4py", type=click.Path(file_okay=False, path_type=Path), help="Made by --setup-mpi4py.")
 @click.option("--setup-gloo", type=click.Path(path_type=Path), help="Make an environment with torch here, and exit.")
 @click.option("--setup-mpi4py", type=click.Path(path_type=Path), help="Make one with mpi4py here, and exit.")
-@click.option("--rounds", type=click.IntRange(3, 1000), default=15, show_default=True, help="Blocks measured per case.")
-@click.option("--quick", is_flag=True, help="3 rounds, sizes up to 256 KiB: to see that it works.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), default="vs_peers.json", show_default=True)
-@click.option("--plot", "plot_file", type=click.Path(path_type=Path), default="vs_peers.png", show_default=True)
+@repeats_option(15)
+@click.option("--quick", is_flag=True, help="3 repeats, sizes up to 256 KiB: to see that it works.")
+@click.option("--output", type=click.Path(path_type=Path), default="vs_peers.json", show_default=True)
+@click.option("--plot", type=click.Path(path_type=Path), default="vs_peers.png", show_default=True)
 def main(
-    against: str,
+    baseline: str,
     gloo: Path | None,
     mpi4py: Path | None,
     setup_gloo: Path | None,
     setup_mpi4py: Path | None,
-    rounds: int,
+    repeats: int,
     quick: bool,
-    json_file: Path,
-    plot_file: Path,
+    output: Path,
+    plot: Path,
 ) -> None:
     """Measure mlxdist and its peers in turn, on two ranks of this machine."""
     if setup_gloo or setup_mpi4py:
@@ -66,150 +64,89 @@ def main(
         if setup_mpi4py:
             _setup(setup_mpi4py, ["mpi4py"])
         return
-    backends = _backends(against)
-    if importlib.util.find_spec("matplotlib") is None:
-        raise click.ClickException("the curves need matplotlib: pip install 'mlxdist[bench]'")
+    backends = _backends(baseline)
+    require_package("matplotlib", "bench")
     gloo_python = gloo and _python_of(gloo, "--setup-gloo")
     mpi4py_packages = mpi4py and _packages_of(mpi4py, "mpi" in backends)
-    if quick:
-        rounds = 3
-    results = _measure(backends, gloo_python, mpi4py_packages, rounds, 256 * KIB if quick else 64 * MIB)
-    table = targets.targets(results)
-    results["targets"] = [vars(target) | {"met": target.met} for target in table]
-    json_file.write_text(json.dumps(results, indent=2) + "\n")
-    from plot import draw  # only now: matplotlib takes a second to load
+    results = _measure(
+        backends, gloo_python, mpi4py_packages, 3 if quick else repeats, 256 * KIB if quick else 64 * MIB
+    )
+    results["targets"] = [target.judged() for target in targets.targets(results)]
 
-    title = f"all_sum of float32 through MLX, 2 ranks, {results['provider']}; up to 64 KiB in lazy chains of 50"
-    draw([case for case in results["cases"] if case["curve"]], title, plot_file)
-    _print(results, table)
-    click.echo(f"Written: {json_file}, {plot_file}")
-    ours = [case["wrong"]["mlxdist"] for case in results["cases"]] + [line["wrong"] for line in results["engine"]]
-    ours += [case["wrong"] for case in results["oversubscribed"]]
-    sys.exit(1 if any(ours) else 0)
+    def draw(path: Path) -> None:
+        from mlxdist.tools.bench.plots import draw_operation  # only now: matplotlib takes a second to load
+
+        curve = [result for result in results["cases"] if result["case"] in _curve(64 * MIB)]
+        title = f"all_sum of float32 through MLX, 2 ranks, {results['setup']['provider']}; up to 64 KiB in chains of 50"
+        draw_operation(curve, title, path)
+
+    finish(Report(results, _show, {plot: draw}), False, output)
 
 
-def _setup(folder: Path, packages: list[str]) -> None:
-    venv.create(folder, with_pip=True)
-    if subprocess.run([folder / "bin" / "python", "-m", "pip", "install", *packages]).returncode:
-        raise click.ClickException(f"pip could not install {packages[0]} into {folder}; its output is above")
+def _show(results: dict[str, Any], console: Console) -> None:
+    two = {**results, "cases": [result for result in results["cases"] if "ranks" not in result["case"]]}
+    console.print(comparison_table(two, "2 ranks; all_reduce called from C, without Python", console))
+    console.print("gloo, if any, has two processes of its own on the same cores, between the others' blocks.")
 
 
-def _backends(against: str) -> list[str]:
-    backends = [name for name in dict.fromkeys(against.split(",")) if name]
+def _setup(directory: Path, packages: list[str]) -> None:
+    venv.create(directory, with_pip=True)
+    if subprocess.run([directory / "bin" / "python", "-m", "pip", "install", *packages]).returncode:
+        raise click.ClickException(f"pip could not install {packages[0]} into {directory}; its output is above")
+
+
+def _backends(baseline: str) -> list[str]:
+    backends = [name for name in dict.fromkeys(baseline.split(",")) if name]
     for name in backends:
         if name not in ("ring", "mpi"):
-            raise click.BadParameter(f"{name!r} is not one of ring, mpi", param_hint="--against")
-    if "mpi" in backends and not has_mpirun():
-        click.echo("mpi is left out: there is no mpirun on the path (Debian: apt install openmpi-bin)", err=True)
-        backends.remove("mpi")
-    return backends
+            raise click.BadParameter(f"{name!r} is not one of ring, mpi", param_hint="--baseline")
+    return without_missing_mpi(backends)
 
 
-def _python_of(folder: Path, option: str) -> str:
-    python = folder / "bin" / "python"
+def _python_of(directory: Path, option: str) -> str:
+    python = directory / "bin" / "python"
     if not python.exists():
-        raise click.ClickException(f"there is no environment in {folder}; make it with {option} {folder}")
+        raise click.ClickException(f"there is no environment in {directory}; make it with {option} {directory}")
     return str(python)
 
 
-def _packages_of(folder: Path, mpi: bool) -> str:
-    """The folder to import mpi4py from, in ranks that run this Python."""
+def _packages_of(directory: Path, mpi: bool) -> str:
+    """The directory to import mpi4py from, in ranks that run this Python."""
     if not mpi:
-        raise click.ClickException("--mpi4py needs Open MPI in the same processes: mpirun, and mpi in --against")
+        raise click.ClickException("--mpi4py needs Open MPI in the same processes: mpirun, and mpi in --baseline")
     program = "import sysconfig, sys; print(sysconfig.get_path('purelib')); print(*sys.version_info[:2])"
-    command = [_python_of(folder, "--setup-mpi4py"), "-c", program]
+    command = [_python_of(directory, "--setup-mpi4py"), "-c", program]
     packages, version = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     if version != f"{sys.version_info[0]} {sys.version_info[1]}":
-        raise click.ClickException(f"{folder} was made with Python {version}, not this one; make it again")
+        raise click.ClickException(f"{directory} was made with Python {version}, not this one; make it again")
     return packages
 
 
-def _measure(backends: list[str], gloo: str | None, mpi4py: str | None, rounds: int, largest: int) -> dict[str, Any]:
-    cases = []
-    for size in sorted({*size_range(4 * KIB, largest), 8 * KIB}):
-        chain = targets.CHAIN if size <= CURVE_CHAIN_UP_TO else 1
-        cases.append({"operation": "all_sum", "dtype": "float32", "bytes": size, "chain": chain, "curve": True})
-    known = [{key: case[key] for key in case if key != "curve"} for case in cases]
-    cases += [case | {"curve": False} for case in targets.cases(largest) if case not in known]
-    parameters = {
-        "cases": cases,
-        "backends": backends,
-        "rounds": rounds,
-        "gloo": gloo,
-        "gloo_port": free_ports(1)[0],
-        "mpi4py": mpi4py,
-    }
-    results = run(HERE / "peers_rank.py", parameters, 2, len(cases), title="peers", under_mpirun="mpi" in backends)
-    memory = run(HERE / "memory_rank.py", {}, targets.SLAB_RANKS, 1, title="memory")
-    small = {"operations": ["all_sum"], "dtypes": ["float32"], "sizes": [8 * KIB], "level": "engine", "rounds": rounds}
-    module = "mlxdist.tools.bench.collectives_rank"
-    unpinned = [
-        {"ranks": ranks} | run(module, small | {"pinned": False}, ranks, 1, title="not pinned")["cases"][0]
-        for ranks in targets.OVERSUBSCRIBED_US
+def _curve(largest: int) -> list[dict[str, Any]]:
+    """The cases of the curves: all_sum of float32, small ones in chains."""
+    return [
+        {"operation": "all_sum", "dtype": "float32", "bytes": size, "chain": targets.CHAIN if small else 1}
+        for size in sorted({*size_range(4 * KIB, largest), 8 * KIB})
+        for small in [size <= CURVE_CHAIN_UP_TO]
     ]
-    return results | {
-        "benchmark": "vs_peers",
-        "rounds": rounds,
-        "engine": run_engine(rounds),
-        "slab_bytes": memory["cases"][0]["slab_bytes"],
-        "oversubscribed": unpinned,
-    }
 
 
-def _print(results: dict[str, Any], table: list[targets.Target]) -> None:
-    console = results_console()
-    console.print(_cases_table(results))
-    for line in explain_limits(results["cases"]):
-        console.print(line)
-    if any("gloo" in case["microseconds"] for case in results["cases"]):
-        console.print("gloo: without MLX, in two processes of its own on the same cores, between the others' blocks.")
-    engine = Table(title="C programs, without Python and MLX; microseconds: median \\[range]")
-    for column in ("all_reduce", "mlxdist", *LIMIT_COLUMNS, "#wrong"):
-        engine.add_column(column, justify="right")
-    for line in results["engine"]:
-        ours = line["all_reduce"]
-        engine.add_row(format_size(line["bytes"]), _spread(ours), *_limits(ours, line), str(line["wrong"]))
-    console.print(engine)
-    reached = Table(title="targets")
-    for column in ("case", "wanted", "measured", ""):
-        reached.add_column(column)
-    for target in table:
-        word = {None: "not measured", True: "met", False: "NOT MET"}[target.met]
-        reached.add_row(target.case, target.wanted, escape(target.shown()), word)
-    console.print(reached)
-    print_load(results, console)
-
-
-def _cases_table(results: dict[str, Any]) -> Table:
-    peers = [name for name in ("ring", "mpi", "gloo", "mpi4py") if any(name in c["wrong"] for c in results["cases"])]
-    table = Table(title=f"2 ranks, {results['provider']}; microseconds per operation: median \\[range]")
-    table.add_column("case")
-    for column in ("mlxdist", *LIMIT_COLUMNS):
-        table.add_column(column, justify="right")
-    for name in peers:
-        table.add_column(f"{name}: times ours", justify="right")
-    table.add_column("#wrong", justify="right")
-    for case in results["cases"]:
-        ours = case["microseconds"]["mlxdist"]
-        chain = f", chain of {case['chain']}" if case["chain"] > 1 else ""
-        row = [f"{case['operation']} {format_size(case['bytes'])} {case['dtype']}{chain}"]
-        row += [_spread(ours), *_limits(ours, case)]
-        for name in peers:
-            theirs = case["microseconds"].get(name)
-            row.append(f"{theirs['median'] / ours['median']:.1f}x  {_spread(theirs)}" if theirs else "")
-        table.add_row(*row, str(sum(case["wrong"].values())))
-    return table
-
-
-def _limits(ours: dict[str, float], case: dict[str, Any]) -> list[str]:
-    times = times_limits(ours["median"], case)
-    return [f"{times[f'times_{name}']:.2f}x  {_spread(case[name])}" if case.get(name) else "" for name in LIMITS]
-
-
-def _spread(measured: dict[str, float]) -> str:
-    digits = 2 if measured["median"] < 10 else 1 if measured["median"] < 100 else 0
-    median, low, high = (f"{measured[key]:.{digits}f}" for key in ("median", "min", "max"))
-    return f"{median} \\[{low}..{high}]"  # \\[ keeps rich from taking it for markup
+def _measure(backends: list[str], gloo: str | None, mpi4py: str | None, repeats: int, largest: int) -> dict[str, Any]:
+    setup, begin, runner = describe_command(), time.monotonic(), Runner("peers", repeats=repeats)
+    cases = _curve(largest)
+    cases += [case for case in targets.cases(largest) if case not in cases]
+    peers = {"gloo": gloo, "gloo_port": free_ports(1)[0], "mpi4py": mpi4py}
+    job = runner.job(f"{HERE}/peers_rank.py:Peers", cases, backends=backends, **peers)
+    results = runner.results([job], cases, setup)
+    many = Runner("memory", ranks=targets.SLAB_RANKS, repeats=repeats)
+    results["setup"] |= many.job(f"{HERE}/peers_rank.py:Memory", [{}])["rows"][0][0]
+    for ranks in targets.OVERSUBSCRIBED_US:
+        small = {"operation": "all_sum", "dtype": "float32", "bytes": 8 * KIB}
+        crowded = Runner("not pinned", ranks=ranks, repeats=repeats, pinned=False)
+        found = crowded.job("mlxdist.tools.bench.workloads:Collectives", [small], api="engine")
+        results["cases"] += [result | {"case": small | {"ranks": ranks}} for result in found["rows"][0]]
+    results["setup"]["seconds"] = time.monotonic() - begin
+    return results
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 #
 # Runs `mlxdist bench suite` between two nodes, one rank on each: every operation, expert parallelism and a
 # tensor-parallel layer, by mlxdist and by those of MLX's backends that work there. Writes suite.json, table.txt and,
-# where there is matplotlib, report.html into a new folder, named by the time.
+# where there is matplotlib, report.html into a new directory, named by the time.
 #
 # The exit status is 0 if every result was right, 1 if not, 2 if the options are wrong.
 #
@@ -14,7 +14,7 @@
 #   --quick            two sizes, few iterations
 #   --only A,B         these operations, see `mlxdist bench suite --help`
 #   --backends A,B     these of mlxdist, ring, mpi, jaccl
-#   --results PATH     folder that the new one is made in; left out: here
+#   --results PATH     directory in which the new one is made; default: this one
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/two_nodes.sh"
 

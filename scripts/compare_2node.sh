@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # usage: compare_2node.sh --node0 NAME --node1 NAME [options]
 #
-# mlxdist against MLX's own backends between two nodes, one rank on each, in the same run: the table has a column for
-# each backend and how many times as long as mlxdist it takes. Writes what bench_2node.sh writes, and with --against a
+# mlxdist compared with MLX's own backends between two nodes, one rank on each, in the same run: the table has a column for
+# each backend and how many times as long as mlxdist it takes. Writes what bench_2node.sh writes, and with --baseline a
 # comparison with an earlier run.
 #
-# The exit status is 0 if every result was right, 1 if not, or if a case became slower by more than --fail-above, 2 if
+# The exit status is 0 if every result was right, 1 if not, or if a case became slower by more than --max-slowdown, 2 if
 # the options are wrong.
 #
 #     scripts/compare_2node.sh --node0 mac0 --node1 mac1 --ep-only
@@ -17,14 +17,14 @@
 #   --mlx-only         MLX's backends alone
 #   --mlxdist-only     mlxdist alone
 #   --quick            two sizes, few iterations
-#   --against FILE     suite.json of an earlier run, to compare with
-#   --fail-above N     with --against: the exit status is 1 if a case takes more than N times as long as there
-#   --results PATH     folder that the new one is made in; left out: here
+#   --baseline FILE    suite.json of an earlier run, to compare with
+#   --max-slowdown N   with --baseline: the exit status is 1 if a case takes more than N times as long as there
+#   --results PATH     directory in which the new one is made; default: this one
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/two_nodes.sh"
 
 RESULTS=.
-AGAINST=
+BASELINE=
 ONLY=()
 BACKENDS=()
 SUITE=()
@@ -39,8 +39,8 @@ own_option() {
         --mlx-only) BACKENDS+=("ring,mpi,jaccl") ;;
         --mlxdist-only) BACKENDS+=(mlxdist) ;;
         --quick) SUITE+=(--quick) ;;
-        --against) AGAINST=$2; TAKEN=2 ;;
-        --fail-above) COMPARE=(--fail-above "$2"); TAKEN=2 ;;
+        --baseline) BASELINE=$2; TAKEN=2 ;;
+        --max-slowdown) COMPARE=(--max-slowdown "$2"); TAKEN=2 ;;
         --results) RESULTS=$2; TAKEN=2 ;;
         *) TAKEN=0 ;;
     esac
@@ -49,13 +49,13 @@ own_option() {
 parse_options "$@"
 [ ${#ONLY[@]} -le 1 ] || usage_error "--ep-only, --tp-only and --decode-only exclude each other"
 [ ${#BACKENDS[@]} -le 1 ] || usage_error "--mlx-only and --mlxdist-only exclude each other"
-[ ${#COMPARE[@]} -eq 0 ] || [ -n "$AGAINST" ] || usage_error "--fail-above needs --against, the earlier run"
-[ -z "$AGAINST" ] || [ -f "$AGAINST" ] || usage_error "--against: there is no file $AGAINST"
+[ ${#COMPARE[@]} -eq 0 ] || [ -n "$BASELINE" ] || usage_error "--max-slowdown needs --baseline, the earlier run"
+[ -z "$BASELINE" ] || [ -f "$BASELINE" ] || usage_error "--baseline: there is no file $BASELINE"
 [ ${#ONLY[@]} -eq 0 ] || SUITE+=(--only "${ONLY[0]}")
 [ ${#BACKENDS[@]} -eq 0 ] || SUITE+=(--backends "${BACKENDS[0]}")
 write_hostfile
 run_suite compare-2node
-if [ -n "$AGAINST" ]; then
-    mlxdist_here bench compare "$AGAINST" "$TARGET/suite.json" ${COMPARE[@]+"${COMPARE[@]}"} | tee "$TARGET/compare.txt"
+if [ -n "$BASELINE" ]; then
+    mlxdist_here bench compare "$BASELINE" "$TARGET/suite.json" ${COMPARE[@]+"${COMPARE[@]}"} | tee "$TARGET/compare.txt"
 fi
 echo "Written: $TARGET"

@@ -43,7 +43,7 @@ write_hostfile
 
 # run_step STEP: RESULT is what the table says of it.
 run_step() {
-    local output="$FOLDER/$1.txt" status=0
+    local output="$DIRECTORY/$1.txt" status=0
     mlxdist_here launch "${ON_NODES[@]}" --timeout "$LIMIT" -- \
         "$(remote_python)" "$(remote_path "scripts/two_nodes/$1.py")" >"$output" 2>&1 </dev/null || status=$?
     case $status in

@@ -8,12 +8,12 @@
 #     . "$(dirname "${BASH_SOURCE[0]}")/two_nodes.sh"
 #     own_option() { ... }                  only where the script has options of its own, see parse_options
 #     parse_options "$@"
-#     write_hostfile                        $FOLDER/hosts.json, in a folder that is gone when the script ends
+#     write_hostfile                        $DIRECTORY/hosts.json, in a directory that is gone when the script ends
 #     mlxdist_here launch "${ON_NODES[@]}" -- "$(remote_python)" "$(remote_path scripts/program.py)"
 #
-# Set afterwards: NODE0 NODE1 NODE0_IP NODE1_IP REMOTE_DIR SSH NODE_PYTHON, ROOT (this project), FOLDER and HOSTFILE
+# Set afterwards: NODE0 NODE1 NODE0_IP NODE1_IP REMOTE_DIR SSH NODE_PYTHON, ROOT (this project), DIRECTORY and HOSTFILE
 # (after write_hostfile), ON_HOSTS (what every mlxdist command takes to find the nodes) and ON_NODES (the same for
-# `mlxdist launch`, with the folder that ranks run in).
+# `mlxdist launch`, with the directory that ranks run in).
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -25,7 +25,7 @@ NODE1_IP=${RMLX_NODE1_IP-}
 REMOTE_DIR=${RMLX_REMOTE_DIR-}
 SSH=${RMLX_SSH-ssh}
 NODE_PYTHON=${RMLX_PYTHON-}
-FOLDER=
+DIRECTORY=
 
 COMMON_OPTIONS='
 Options for the nodes, and the variables that stand in for them:
@@ -118,14 +118,14 @@ mlxdist_here() {
     "$(local_python)" -m mlxdist "$@"
 }
 
-# write_hostfile: the two nodes, in a temporary folder. Exits where mlxdist finds something wrong with them.
+# write_hostfile: the two nodes, in a temporary directory. Exits where mlxdist finds something wrong with them.
 write_hostfile() {
-    FOLDER=$(mktemp -d "${TMPDIR:-/tmp}/mlxdist-two-nodes.XXXXXX")
-    trap remove_folder EXIT
+    DIRECTORY=$(mktemp -d "${TMPDIR:-/tmp}/mlxdist-two-nodes.XXXXXX")
+    trap remove_directory EXIT
     trap 'exit 129' HUP
     trap 'exit 130' INT
     trap 'exit 143' TERM
-    HOSTFILE=$FOLDER/hosts.json
+    HOSTFILE=$DIRECTORY/hosts.json
     "$(local_python)" -c '
 import json, sys
 names, ips = sys.argv[1:3], sys.argv[3:]
@@ -136,7 +136,7 @@ json.dump([{"ssh": name, "ips": [ip] if ip else []} for name, ip in zip(names, i
     ON_NODES=("${ON_HOSTS[@]}" --cwd "${REMOTE_DIR:-$ROOT}")
 }
 
-# run_suite NAME: `mlxdist bench suite` on the nodes, with the options in the array SUITE. TARGET, a new folder in
+# run_suite NAME: `mlxdist bench suite` on the nodes, with the options in the array SUITE. TARGET, a new directory in
 # $RESULTS, gets suite.json, table.txt and, where there is matplotlib, report.html.
 run_suite() {
     TARGET=$RESULTS/$1-$(date +%Y%m%d-%H%M%S)
@@ -151,6 +151,6 @@ run_suite() {
         tee "$TARGET/table.txt"
 }
 
-remove_folder() {
-    if [ -n "$FOLDER" ]; then rm -rf "$FOLDER"; fi
+remove_directory() {
+    if [ -n "$DIRECTORY" ]; then rm -rf "$DIRECTORY"; fi
 }

@@ -6,7 +6,7 @@ import pytest
 from test_bench import bench, require_times
 
 from mlxdist.nn.experts.policy import MODES
-from mlxdist.tools.bench.ep import AUTO, COMPILED, INSIDE, ONE_PROCESS, RING, described, target_lines, targets
+from mlxdist.tools.bench.ep import AUTO, COMPILED, INSIDE, ONE_PROCESS, RING, targets
 from mlxdist.tools.bench.limits import limits_line
 
 
@@ -19,41 +19,40 @@ def test_ep(ranks, shape, scale, sharded, tmp_path):
     """Also with fewer tokens than ranks."""
     pytest.importorskip("mlx_lm")
     output, plot = tmp_path / "results.json", tmp_path / "times.png"
-    arguments = ["-n", str(ranks), "--tokens", "1,5", "--shape", shape, "--scale", str(scale), "--rounds", "3"]
+    arguments = ["-n", str(ranks), "--tokens", "1,5", "--shape", shape, "--scale", str(scale), "--repeats", "3"]
     arguments += ["--sharded"] if sharded else []
     printed = bench("ep", *arguments, "--output", str(output), "--plot", str(plot)).stdout
     results = json.loads(output.read_text())
     ways = {ONE_PROCESS, RING, AUTO, *MODES} | (set() if sharded else {COMPILED, INSIDE})
-    assert [(case["shape"], case["tokens"]) for case in results["cases"]] == [(shape, 1), (shape, 5)]
-    for case in results["cases"]:
-        assert set(case["microseconds"]) == set(case["wrong"]) == ways
-        assert not any(case["wrong"].values()) and case["refused"] == []
-        for measured in case["microseconds"].values():
-            require_times(measured)
-        assert case["chosen"] in MODES
-        assert described(case) in printed
-    assert all(line in printed for line in target_lines(results["targets"]))
-    assert limits_line(results["limits"]) in printed
+    measured = {
+        (result["case"]["operation"], result["case"]["tokens"], result["variant"]) for result in results["cases"]
+    }
+    assert measured == {(shape, tokens, way) for tokens in (1, 5) for way in ways}
+    for result in results["cases"]:
+        require_times(result["microseconds"])
+        assert (result["wrong"], result["refused"]) == (0, None) and result["chosen"] in MODES
+        assert f"{shape}: {result['described']}" in printed
+    assert [target["met"] in (True, False) for target in results["targets"]] == [True, True]
+    assert "targets: " in printed and all(target["case"] in printed for target in results["targets"])
+    assert limits_line(results["setup"]["limits"]) in printed
     assert plot.stat().st_size > 10_000
 
 
 def test_targets():
-    def case(tokens: int, ring: float, one: float, refused: list[str]) -> dict:
-        times = {RING: ring, ONE_PROCESS: one, AUTO: 100.0}
-        measured = {name: {"median": time} for name, time in times.items()}
-        return {"shape": "mixtral", "tokens": tokens, "refused": refused, "microseconds": measured}
+    def results(tokens: int, ring: float, one: float, refused: str | None) -> list[dict]:
+        case = {"operation": "mixtral", "tokens": tokens}
+        return [
+            {"case": case, "variant": name, "refused": refused, "microseconds": None if refused else {"median": time}}
+            for name, time in ((RING, ring), (ONE_PROCESS, one), (AUTO, 100.0))
+        ]
 
-    found = targets([case(1, 90.0, 50.0, []), case(128, 110.0, 139.0, []), case(128, 1.0, 1.0, ["too fast"])])
-    assert [(target["times"], target["wanted"], target["met"]) for target in found] == [
-        (0.9, 1.0, False),
-        (1.1, 1.0, True),
-        (1.39, 1.4, False),
-    ]
-    assert target_lines(found) == [
-        "Targets: 1 of 3 met.",
-        "NOT MET: mixtral, 1 token: not slower than mlx-lm's sharding: 0.90, wanted 1.0",
-        "met: mixtral, 128 tokens: not slower than mlx-lm's sharding: 1.10, wanted 1.0",
-        "NOT MET: mixtral, 128 tokens: faster than one process: 1.39, wanted 1.4",
+    cases = results(1, 90.0, 50.0, None) + results(128, 110.0, 139.0, None) + results(64, 1.0, 1.0, "too fast")
+    found = [target.judged() for target in targets({"cases": cases})]
+    assert [(target["case"], target["measured"], target["bound"], target["met"]) for target in found] == [
+        ("mixtral, 1 token: mlx-lm's sharding", 0.9, 1.0, False),
+        ("mixtral, 128 tokens: mlx-lm's sharding", 1.1, 1.0, True),
+        ("mixtral, 128 tokens: one process", 1.39, 1.4, False),
+        ("mixtral, 64 tokens: mlx-lm's sharding", None, 1.0, None),
     ]
 
 
@@ -61,8 +60,8 @@ def test_targets():
     "arguments, words",
     [
         (["--shape", "llama"], "'llama' is not one of mixtral, qwen3.5-moe"),
-        (["--tokens", "1,many"], "'1,many' is not a list of numbers"),
-        (["--tokens", "0"], "numbers are from 1 to 65536"),
+        (["--tokens", "1,many"], "'many' is not a number from 1 to 65536"),
+        (["--tokens", "0"], "'0' is not a number from 1 to 65536"),
     ],
 )
 def test_refuses(arguments, words):

@@ -29,8 +29,8 @@ def bench(nodes, *arguments: object) -> dict:
 
 
 def test_collectives(nodes):
-    results = bench(nodes, "collectives", "--hosts", ",".join(nodes.names), "--sizes", "4KiB", "--rounds", "3")
-    assert results["ranks"] == 2 and all(case["wrong"] == 0 for case in results["cases"])
+    results = bench(nodes, "collectives", "--hosts", ",".join(nodes.names), "--sizes", "4KiB", "--repeats", "3")
+    assert results["setup"]["ranks"] == 2 and all(case["wrong"] == 0 for case in results["cases"])
 
 
 def test_the_suite(nodes):
@@ -38,10 +38,10 @@ def test_the_suite(nodes):
     hostfile = nodes.folder / "hosts.json"
     found = bench(nodes, "suite", "--quick", "--hostfile", hostfile, "--only", "sendrecv,all_reduce,ep_transport")
     assert [host["ips"] for host in found["setup"]["hosts"]] == [[host.address] for host in nodes.hosts]
-    assert found["backends"]["mlxdist"] == found["backends"]["ring"] == {"absent": None}
-    measured = {(case["backend"], case["operation"]) for case in found["cases"]}
+    assert not {"mlxdist", "ring"} & {entry["variant"] for entry in found["absent"] if "case" not in entry}
+    measured = {(result["variant"], result["case"]["operation"]) for result in found["cases"]}
     assert {("mlxdist", "sendrecv"), ("ring", "sendrecv"), ("mlxdist", "ep_transport")} <= measured
-    assert all(case["verified"] and case["microseconds"]["median"] > 0 for case in found["cases"])
+    assert all(result["wrong"] == 0 and result["microseconds"]["median"] > 0 for result in found["cases"])
 
 
 def test_the_scripts_for_two_nodes(nodes, tmp_path):
@@ -58,11 +58,11 @@ def test_the_scripts_for_two_nodes(nodes, tmp_path):
     run("bench_2node.sh", "--only", "ep_transport", "--backends", "mlxdist")
     (first,) = tmp_path.glob("bench-2node-*")
     assert {path.name for path in first.iterdir()} == {"suite.json", "table.txt", "report.html"}
-    run("compare_2node.sh", "--ep-only", "--mlxdist-only", "--against", first / "suite.json")
+    run("compare_2node.sh", "--ep-only", "--mlxdist-only", "--baseline", first / "suite.json")
     (second,) = tmp_path.glob("compare-2node-*")
     assert "ep_transport" in (first / "table.txt").read_text() and "B/A" in (second / "compare.txt").read_text()
     cases = json.loads((second / "suite.json").read_text())["cases"]
-    assert {(case["operation"], case["backend"]) for case in cases} == {
+    assert {(result["case"]["operation"], result["variant"]) for result in cases} == {
         ("ep_transport", "mlxdist"),
         ("ep_pipeline", "mlxdist"),
     }

@@ -12,10 +12,9 @@ from native_build import NATIVE, SANITIZE_MEMORY, SANITIZE_THREADS, build_progra
 from rich.console import Console
 
 import mlxdist
-from mlxdist.tools.bench import limits_rank
-from mlxdist.tools.bench.limits import LIMITS, explain_limits, limit_cells, limits_line, times_limits
-from mlxdist.tools.bench.limits_rank import Transfer, measure_limits
-from mlxdist.tools.bench.timing import CORES
+from mlxdist.tools.bench import timing
+from mlxdist.tools.bench.limits import LIMITS, explain_limits, limit_cells, limits_line
+from mlxdist.tools.bench.timing import CORES, Transfer, measure_limits
 
 VARIANTS = {"optimized": ["-O3"], "memory": SANITIZE_MEMORY, "threads": SANITIZE_THREADS}
 two_cores = pytest.mark.skipif(len(CORES) < 2, reason="a transfer needs two cores")
@@ -57,7 +56,7 @@ def test_a_transfer_of_wrong_bytes_is_an_error():
 
 @two_cores
 def test_a_large_transfer_is_a_part_of_it_times_what_is_left_out(monkeypatch):
-    monkeypatch.setattr(limits_rank, "TRANSFER_UP_TO", 1 << 10)
+    monkeypatch.setattr(timing, "TRANSFER_UP_TO", 1 << 10)
     assert Transfer(1 << 10)._scale == 1
     transfer = Transfer(4 << 10)
     assert (transfer.sent[0].nbytes, transfer._scale) == (1 << 10, 4)
@@ -79,39 +78,37 @@ def test_on_one_core_there_is_no_transfer(tmp_path):
     def one_core():
         os.sched_setaffinity(0, {CORES[0]})
 
-    words = ["bench", "collectives", "--op", "all_sum", "--sizes", "4KiB", "--rounds", "3", "--level", "engine"]
+    words = ["bench", "collectives", "--op", "all_sum", "--sizes", "4KiB", "--repeats", "3", "--api", "engine"]
     command = [sys.executable, "-m", "mlxdist", *words, "--output", str(tmp_path / "results.json")]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=120, preexec_fn=one_core)
     assert finished.returncode == 0, finished.stderr
     assert "There is no transfer, since rank 0 has one core." in finished.stdout
     (case,) = json.loads((tmp_path / "results.json").read_text())["cases"]
-    assert (case["transfer"], case["times_transfer"]) == (None, None) and case["times_memcpy"] > 0
+    assert case["transfer"] is None and case["memcpy"]["median"] > 0
 
 
-def test_figures_are_multiples_of_limits():
-    case = {"bytes": 8 << 10, "transfer": {"median": 2.0}, "memcpy": {"median": 0.5}}
-    assert times_limits(6.0, case) == {"times_transfer": 3.0, "times_memcpy": 12.0}
-    assert limit_cells(6.0, case) == ["3.00 of 2.00", "12.0 of 0.50"]
-    assert times_limits(None, case) == {"times_transfer": None, "times_memcpy": None}
-    alone = case | {"transfer": None}
-    assert limit_cells(6.0, alone) == ["", "12.0 of 0.50"]
-    assert len(explain_limits([case])) == 2 and len(explain_limits([case, alone])) == 3
-    assert "8 KiB 2.00 from core to core; 8 KiB 0.50 copied by all ranks at once" in limits_line([case])
+def test_tables_show_multiples_of_limits():
+    limits = {"bytes": 8 << 10, "transfer": {"median": 2.0}, "memcpy": {"median": 0.5}}
+    result = limits | {"microseconds": {"median": 6.0}}
+    assert limit_cells(result) == ["3.00 of 2.00", "12.0 of 0.50"]
+    assert limit_cells(result | {"microseconds": None}) == limit_cells(None) == ["", ""]
+    alone = result | {"transfer": None}
+    assert limit_cells(alone) == ["", "12.0 of 0.50"]
+    assert limit_cells({"microseconds": {"median": 6.0}, "memcpy": {"median": 0.5}}) == ["", ""]  # a layer
+    assert len(explain_limits([result])) == 2 and len(explain_limits([result, alone])) == 3
+    assert "8 KiB 2.00 from core to core; 8 KiB 0.50 copied by all ranks at once" in limits_line([limits])
     assert "no transfer, since rank 0 has one core; 8 KiB 0.50" in limits_line([alone])
 
 
 @pytest.mark.parametrize("benchmark", ["collectives", "fragmentation"])
-def test_a_table_with_limits_loses_nothing_in_100_columns(monkeypatch, capsys, benchmark):
+def test_a_table_with_limits_loses_nothing_in_100_columns(capsys, benchmark):
     module = importlib.import_module(f"mlxdist.tools.bench.{benchmark}")
-    times = {"median": 4123.45, "p99": 5234.56}
-    case = {"operation": "sum_scatter", "dtype": "float32", "bytes": 16 << 20, "microseconds": times, "wrong": 0}
-    case |= {"chain": 1, "algorithm": "doubling", "algbw": 10.25, "busbw": 10.25, "refused": None, "pieces": 1}
-    case |= {"transfer": {"median": 1298.9}, "memcpy": {"median": 31.2}}
-    counted = ("messages_sent", "header_bytes_sent", "payload_bytes_sent", "control_messages_sent")
-    case["counters"] = dict.fromkeys(counted, 16777216)
-    results = {"ranks": 2, "provider": "soft", "level": "mlx", "pinned": True, "foreign_cpu_share": 0.0}
-    results["cases"] = [case]
-    monkeypatch.setattr(module, "results_console", lambda: Console(width=100, color_system=None))
-    module._print(results)
+    case = {"operation": "sum_scatter", "dtype": "float32", "bytes": 16 << 20, "messages": 1}
+    result = {"case": case, "variant": "mlxdist", "wrong": 0, "refused": None, "chain": 1, "algorithm": "doubling"}
+    result |= {"microseconds": {"median": 4123.45, "p99": 5234.56}, "algbw": 10.25, "busbw": 10.25}
+    result |= {"transfer": {"median": 1298.9}, "memcpy": {"median": 31.2}}
+    result["counters"] = dict.fromkeys(module.SHOWN.values(), 16777216) if benchmark == "fragmentation" else {}
+    results = {"setup": {"ranks": 2, "api": "mlx"}, "cases": [result, result]}
+    module._show(results, Console(width=100, color_system=None))
     shown = capsys.readouterr().out
     assert "sum_scatter" in shown and "4123" in shown and "…" not in shown and max(map(len, shown.splitlines())) <= 100

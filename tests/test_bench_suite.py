@@ -13,14 +13,13 @@ import pytest
 from test_bench import bench, require_times
 
 import mlxdist
+from mlxdist.tools.bench.bandwidth import least_copies
 from mlxdist.tools.bench.compare import compared
-from mlxdist.tools.bench.limits import LIMIT_COLUMNS, LIMITS
-from mlxdist.tools.bench.limits_rank import limit_works
+from mlxdist.tools.bench.limits import LIMIT_COLUMNS, LIMITS, limit_cells
 from mlxdist.tools.bench.operations import Inputs
-from mlxdist.tools.bench.results import COMPUTING, limits_of, load
-from mlxdist.tools.bench.suite import MEASURED, failed, notes, plan
-from mlxdist.tools.bench.suite_operations import OURS, Way, collective, exactly
-from mlxdist.tools.bench.suite_rank import Suite
+from mlxdist.tools.bench.results import failed, load, notes
+from mlxdist.tools.bench.suite import MEASURED, plan
+from mlxdist.tools.bench.suite_workload import OURS, Suite, Way, collective, exactly
 from mlxdist.tools.bench.timing import CORES
 
 SMALL = ["--quick", "--only", "sendrecv,all_reduce,broadcast,ep_transport", "--backends", "mlxdist,ring,jaccl"]
@@ -43,32 +42,36 @@ def results(run) -> dict:
 def test_every_case_is_measured_and_verified(results):
     setup = results["setup"]
     assert (setup["ranks"], setup["warm_up"], setup["iterations"], len(setup["machines"])) == (2, 2, 5, 2)
-    measured = {(c["backend"], c["operation"], c["dtype"], c.get("tokens") or c["bytes"]) for c in results["cases"]}
+    measured = {
+        (r["variant"], r["case"]["operation"], r["case"]["dtype"], r["case"].get("tokens") or r["case"]["bytes"])
+        for r in results["cases"]
+    }
     sizes = (4 << 10, 256 << 10)
     sized = {(o, d) for o, d in (("sendrecv", "float32"), ("all_reduce", "float16"), ("all_reduce", "float32"))}
     both = {(backend, o, d, size) for backend in ("mlxdist", "ring") for o, d in sized for size in sizes}
     ours = {("mlxdist", "broadcast", "float32", size) for size in sizes} | {("mlxdist", "ep_transport", "float16", 8)}
     assert measured == both | ours
-    for case in results["cases"]:
-        require_times(case["microseconds"])
-        assert (case["verified"], case["wrong"], case["refused"]) == (True, 0, None)
-        assert case["microseconds"]["count"] == 5
-        assert case["gbps"] == pytest.approx(case["bytes"] / case["microseconds"]["median"] / 1e3)
+    for result in results["cases"]:
+        require_times(result["microseconds"])
+        assert (result["wrong"], result["refused"]) == (0, None)
+        assert result["microseconds"]["count"] == 5
+        if "bytes" in result["case"]:
+            speed = result["case"]["bytes"] / result["microseconds"]["median"] / 1e3
+            assert result["algbw"] == pytest.approx(speed)
 
 
-def test_limits_of_the_machine_are_beside_what_moves_bytes(run, results):
-    for case in results["cases"]:
+def test_limits_of_the_machine_are_measured_with_what_moves_bytes(run, results):
+    for result in results["cases"]:
         for name in LIMITS if len(CORES) > 1 else ["memcpy"]:
-            require_times(case[name])
-        assert all(limits_of(case)) or len(CORES) == 1
-        assert limits_of(case | {"operation": COMPUTING[0]}) == ["", ""] == limits_of(None)
+            require_times(result[name])
+        assert all(limit_cells(result)) or len(CORES) == 1
     text = (run / "a.html").read_text()
     assert all(f"<th>mlxdist {column}</th>" in text and f"<li>{column}: " in text for column in LIMIT_COLUMNS)
 
 
 def test_what_is_not_there_is_reported(results):
-    assert results["backends"]["ring"] == {"absent": None} and results["backends"]["jaccl"]["absent"]
-    why = {(entry["backend"], entry["operation"]): entry["why"] for entry in results["absent"]}
+    assert [entry["variant"] for entry in results["absent"] if "case" not in entry] == ["jaccl"]
+    why = {(e["variant"], e["case"]["operation"]): e["absent"] for e in results["absent"] if "case" in e}
     assert why == {
         ("ring", "broadcast"): "mx.distributed has no broadcast",
         ("ring", "ep_transport"): "mx.distributed has no all_to_all",
@@ -119,7 +122,7 @@ def test_the_report_is_one_page_that_needs_nothing_else(run, results):
     assert page.open == [] and page.outside == []
     assert page.seen.count("svg") == 5  # four curves, and the layer
     assert len(set(page.names)) == len(page.names)
-    assert page.seen.count("tr") == 1 + len({(c["operation"], c["dtype"], c["bytes"]) for c in results["cases"]})
+    assert page.seen.count("tr") == 1 + len({str(result["case"]) for result in results["cases"]})
     assert "currentColor" in text and "color-scheme: light dark" in text
 
 
@@ -127,22 +130,19 @@ def test_the_report_is_one_page_that_needs_nothing_else(run, results):
 def test_numbers_on_axes_are_plain_text(times, tmp_path):
     """matplotlib writes powers of 10 as TeX, which is shown as it stands where it is not parsed."""
     matplotlib = pytest.importorskip("matplotlib")
-    from mlxdist.tools.bench.ep_plot import draw
-    from mlxdist.tools.bench.suite_plots import curves
+    from mlxdist.tools.bench.plots import curves, draw_tokens
 
-    cases = [
-        {"operation": "all_reduce", "dtype": "float32", "backend": "ring", "bytes": 4096 << number}
-        | {"microseconds": dict.fromkeys(("median", "min", "max"), time)}
-        for number, time in enumerate(times)
-    ]
-    (curve,) = curves({"cases": cases})
-    shape = {"shape": "mixtral", "hidden": 32, "intermediate": 32, "top_k": 2, "experts": 8, "refused": []}
-    layers = [
-        shape | {"tokens": 1 + number, "microseconds": {"auto": case["microseconds"]}}
-        for number, case in enumerate(cases)
-    ]
+    def results(**fields: object) -> dict:
+        cases = [
+            {"case": {"operation": "all_reduce"} | {n: v[number] for n, v in fields.items()}, "variant": "ring"}
+            | {"microseconds": dict.fromkeys(("median", "min", "max"), time), "described": "a layer"}
+            for number, time in enumerate(times)
+        ]
+        return {"cases": cases, "setup": {"ranks": 2, "provider": "soft"}}
+
+    (curve,) = curves(results(dtype=["float32"] * 2, bytes=[4096, 8192]))
     with matplotlib.rc_context({"text.parse_math": False, "svg.fonttype": "none"}):
-        draw({"cases": layers, "sharded": False, "ranks": 2, "provider": "soft"}, tmp_path / "a.svg")
+        draw_tokens(results(tokens=[1, 2]), {}, {}, tmp_path / "a.svg")
     for picture in (curve, (tmp_path / "a.svg").read_text()):
         shown = re.findall(r"<text[^>]*>([^<]*)</text>", picture)
         assert shown and not [text for text in shown if "$" in text or "\\" in text]
@@ -151,7 +151,7 @@ def test_numbers_on_axes_are_plain_text(times, tmp_path):
 
 def test_what_a_file_says_is_escaped(run, results, tmp_path):
     results["setup"]["command"] = results["setup"]["hosts"][0]["name"] = "<script>alert(1)</script>"
-    results["cases"][0]["operation"] = "<b>$x^$</b>"
+    results["cases"][0]["case"]["operation"] = "<b>$x^$</b>"
     results["cases"] = results["cases"][:2]
     results["cases"][1] |= {"refused": "<i>wrong", "microseconds": None}
     (tmp_path / "a.json").write_text(json.dumps(results))
@@ -162,7 +162,7 @@ def test_what_a_file_says_is_escaped(run, results, tmp_path):
 
 
 def test_a_result_is_like_itself(run):
-    found = json.loads(bench("compare", *[str(run / "a.json")] * 2, "--fail-above", "1.01", "--json").stdout)
+    found = json.loads(bench("compare", *[str(run / "a.json")] * 2, "--max-slowdown", "1.01", "--json").stdout)
     assert found["comparable"] and found["failed"] == [] and found["other"] == []
     assert {case["verdict"] for case in found["cases"]} == {"alike"}
     assert all(case["ratio"] == 1 for case in found["cases"])
@@ -202,10 +202,10 @@ def test_a_slower_case_fails_in_ci(steady, tmp_path):
         (tmp_path / f"{name}.json").write_text(json.dumps(slowed(steady, 0, times)))
     files = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]
     assert "1 slower" in bench("compare", *files).stdout
-    assert "1 slower" in bench("compare", *files, "--fail-above", "1.4").stdout
+    assert "1 slower" in bench("compare", *files, "--max-slowdown", "1.4").stdout
     assert (
         "FAILED: sendrecv float32, 4 KiB by mlxdist: takes 1.30"
-        in bench("compare", *files, "--fail-above", "1.2", status=1).stdout
+        in bench("compare", *files, "--max-slowdown", "1.2", status=1).stdout
     )
 
 
@@ -222,26 +222,26 @@ def test_what_cannot_be_compared(run, results, change, words, tmp_path):
     results["setup"] |= change
     (tmp_path / "b.json").write_text(json.dumps(results))
     files = [str(run / "a.json"), str(tmp_path / "b.json")]
-    printed = bench("compare", *files, "--fail-above", "9", status=1 if "COMPARABLE" in words else 0).stdout
+    printed = bench("compare", *files, "--max-slowdown", "9", status=1 if "COMPARABLE" in words else 0).stdout
     assert words in printed
 
 
 def test_a_missing_case_fails_in_ci(run, results, tmp_path):
     del results["cases"][0]
     (tmp_path / "b.json").write_text(json.dumps(results))
-    printed = bench("compare", str(run / "a.json"), str(tmp_path / "b.json"), "--fail-above", "9", status=1).stdout
-    assert "there in A, missing in B" in printed
+    printed = bench("compare", str(run / "a.json"), str(tmp_path / "b.json"), "--max-slowdown", "9", status=1).stdout
+    assert "present in A, missing in B" in printed
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("", "line 1"),
-        ("[]", 'no "benchmark": "suite"'),
-        ('{"benchmark": "collectives"}', 'no "benchmark": "suite"'),
-        ('{"benchmark": "suite", "schema": 2}', "its schema is 2"),
-        ('{"benchmark": "suite", "schema": 1}', '"setup" is missing'),
-        ("[" * 100_000, "is not what mlxdist bench suite"),
+        ("[]", 'no "benchmark" in it'),
+        ('{"schema": 2}', 'no "benchmark" in it'),
+        ('{"benchmark": "suite", "schema": 1}', "its schema is 1"),
+        ('{"benchmark": "suite", "schema": 2}', "is missing"),
+        ("[" * 100_000, "is not what mlxdist bench --output writes"),
     ],
 )
 def test_other_files_are_refused(text, words, tmp_path):
@@ -252,12 +252,13 @@ def test_other_files_are_refused(text, words, tmp_path):
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda case: case.pop("bytes"),
-        lambda case: case.update(bytes=0),
+        lambda case: case.pop("case"),
+        lambda case: case["case"].update(bytes=0),
+        lambda case: case["case"].update(bytes=[]),
         lambda case: case.update(microseconds=None),
         lambda case: case["microseconds"].update(median=float("nan")),
         lambda case: case["microseconds"].update(p99="fast"),
-        lambda case: case.update(backend=["mlxdist"]),
+        lambda case: case.update(variant=["mlxdist"]),
         lambda case: case.update(transfer={"median": 0}),
         lambda case: case.update(memcpy=1.0),
     ],
@@ -268,14 +269,16 @@ def test_malformed_cases_are_refused(results, spoil, tmp_path):
     assert "case 1 is malformed" in bench("compare", *[str(tmp_path / "a.json")] * 2, status=1).stderr
 
 
+CASE = {"operation": "all_reduce", "dtype": "float32", "bytes": 4000}
+
+
 def alone() -> tuple[Suite, Inputs]:
     """In a group of one."""
-    world = mlxdist.init()
-    parameters = {"quick": True, "warm_up": 0, "iterations": 3}
-    return Suite(world, {OURS: world}, "cpu", parameters), Inputs("float32", 1000, 1)
+    parameters = {"quick": True, "warm_up": 0, "iterations": 3, "device": "cpu", "backends": [OURS]}
+    return Suite(mlxdist.init(), parameters), Inputs("float32", 1000, 1)
 
 
-def test_wrong_data_is_refused():
+def test_wrong_data_is_rejected():
     """In the last of three calls, one element."""
     suite, data = alone()
     good = collective("all_reduce", data, suite.world, OURS, suite.world)
@@ -286,21 +289,20 @@ def test_wrong_data_is_refused():
         return calls[-1] if len(calls) < 3 else [calls[-1][0].at[7].add(1)]
 
     ways = {OURS: good, "broken": Way(start, lambda result: exactly(data[0], result))}
-    limits, common = limit_works(4000, suite.world), {"operation": "all_reduce", "bytes": 4000}
-    fine, broken = suite._time(ways, limits, common, lambda *times: None)
-    assert (fine["verified"], fine["refused"]) == (True, None) and fine["microseconds"]["count"] == 3
-    assert (broken["verified"], broken["wrong"], broken["microseconds"], broken["gbps"]) == (False, 1, None, None)
+    fine, broken = suite._time(CASE, ways, 0, moved=4000)
+    assert (fine["wrong"], fine["refused"]) == (0, None) and fine["microseconds"]["count"] == 3
+    assert (broken["wrong"], broken["microseconds"]) == (1, None)
     assert "1 elements" in broken["refused"]
     assert failed({"cases": [fine, broken]}) and not failed({"cases": [fine]})
     assert failed({"cases": []})  # nothing was measured
 
 
-def test_impossible_times_are_refused():
+def test_impossible_times_are_rejected():
     suite, data = alone()
     ways = {OURS: collective("all_reduce", data, suite.world, OURS, suite.world)}
-    limits, common = limit_works(4000, suite.world), {"operation": "all_reduce", "bytes": 4000}
-    (case,) = suite._time(ways, limits, common, lambda median, memcpy: "too fast")
-    assert (case["refused"], case["microseconds"], case["wrong"]) == ("too fast", None, 0)
+    (result,) = suite._time(CASE, ways, 1e9 * least_copies("all_sum", 2), moved=4000)
+    assert "so this is no result" in result["refused"]
+    assert (result["microseconds"], result["wrong"]) == (None, 0)
 
 
 def test_a_result_of_another_shape_is_wrong():
@@ -353,8 +355,8 @@ def test_all_of_it(ranks):
     """Three: one has no partner, nothing divides by them, and mlx-lm's layers cannot be cut."""
     pytest.importorskip("mlx_lm")
     found = json.loads(bench("suite", "--quick", "-n", str(ranks), "--json").stdout)
-    assert {case["operation"] for case in found["cases"] if case["backend"] == "mlxdist"} | {
-        entry["operation"] for entry in found["absent"] if entry["backend"] == "mlxdist"
-    } == set(MEASURED)
-    assert all(case["verified"] for case in found["cases"])
-    assert ("tp_decode" in {case["operation"] for case in found["cases"]}) == (ranks == 2)
+    measured = {r["case"]["operation"] for r in found["cases"] if r["variant"] == "mlxdist"}
+    absent = {e["case"]["operation"] for e in found["absent"] if e["variant"] == "mlxdist"}
+    assert measured | absent == set(MEASURED)
+    assert not any(result["wrong"] or result["refused"] for result in found["cases"])
+    assert ("tp_decode" in measured) == (ranks == 2)

@@ -1,10 +1,10 @@
-"""`mlxdist calibrate`: what is measured and refused, what the hostfile keeps of it, and the plans that are made
-from it."""
+"""`mlxdist calibrate`: what is measured and rejected, what the tuning file keeps, and the plans made from it."""
 
 import json
+import os
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import mlx.core as mx
 import pytest
@@ -13,19 +13,40 @@ from click.testing import CliRunner
 from mlx_lm.utils import save_config, save_model
 from ssh_hosts import ssh_hosts
 
+from mlxdist.base import tuning_file
 from mlxdist.base.environment import Environment
 from mlxdist.base.errors import EnvironmentVariableError, InvalidArgument
 from mlxdist.cli import commands
-from mlxdist.cluster.hostfile import Host, Hostfile, Measured, parse, read, save, speeds, write
+from mlxdist.cluster.hostfile import Host, Hostfile, Measured, parse, save, speeds
+from mlxdist.cluster.hostfile.rank_shares import check_hosts
 from mlxdist.nn.partition import split_sizes
 from mlxdist.nn.sharding.plan import plan_shards
 from mlxdist.nn.tensor_parallel.parallel_attention import split_heads
+from mlxdist.runtime import tuning
+from mlxdist.tools.bench.results import by_case
 from mlxdist.tools.calibrate import measure
-from mlxdist.tools.calibrate.measurements import figures_of
+from mlxdist.tools.calibrate.hosts import judge
 from mlxdist.version import __version__
 
-FIGURES = {"tflops": 14.2, "memory_gbps": 380.0, "link_gbps": 5.1}
-TWO = (Host("a", slots=2, measured=Measured(30.0, 800.0, 5.0)), Host("b", measured=Measured(10.0, 300.0, 5.0)))
+TWO = (Host("a", slots=2), Host("b"))
+MEASURED = {"a": Measured(30.0, 800.0, 5.0), "b": Measured(10.0, 300.0, 5.0)}
+
+
+@pytest.fixture(autouse=True)
+def tuned(tmp_path, monkeypatch):
+    """The tuning file of each test, with two hosts that were measured."""
+    path = tmp_path / "tuning" / "tuning.json"
+    monkeypatch.setenv("MLXDIST_TUNING_FILE", str(path))
+    keep(path, MEASURED)
+    return path
+
+
+def keep(path, hosts):
+    tuning_file.update(path, {"hosts": {name: host.as_json() for name, host in hosts.items()}})
+
+
+def kept(path):
+    return tuning_file.read_section(path, "hosts", check_hosts, {})
 
 
 def run(*words):
@@ -42,40 +63,30 @@ def hostfile_of(folder, *hosts):
     return folder / "hosts.json"
 
 
-# What the hostfile keeps.
+# What the tuning file keeps.
 
 
-def test_a_hostfile_keeps_figures():
-    alone = Host("c", measured=Measured(1.0, 2.0))
-    text = write(Hostfile((*TWO, alone)), "json")
-    found = parse(text)
-    assert [host.measured for host in found.hosts] == [host.measured for host in (*TWO, alone)]
-    assert found.warnings == () and write(found, "json") == text
-    with pytest.raises(InvalidArgument, match="no place for what was measured"):
-        write(Hostfile(TWO), "slots")
+def test_the_file_keeps_measurements(tmp_path):
+    alone = {"c": Measured(1.0, 2.0)}
+    keep(tmp_path / "t.json", MEASURED | alone)
+    assert kept(tmp_path / "t.json") == MEASURED | alone
 
 
-def test_hostfile_commands_show_and_convert_figures(tmp_path):
+def test_hostfile_commands_show_measurements(tmp_path):
     file = hostfile_of(tmp_path, *TWO)
     assert "800" in run("hostfile", "show", file).stdout
     shown = json.loads(run("hostfile", "show", "--json", file).stdout)
     assert [host["measured"]["memory_gbps"] for host in shown["hosts"]] == [800.0, 300.0]
-    assert parse(run("hostfile", "convert", file, "--to", "json").stdout).hosts[1].measured == TWO[1].measured
-
-
-def test_mlx_reads_a_hostfile_with_figures(tmp_path):
-    common = pytest.importorskip("mlx._distributed_utils.common")
-    found = common.Hostfile.from_file(str(hostfile_of(tmp_path, *TWO)))
-    assert [host.ssh_hostname for host in found.hosts] == ["a", "b"]
 
 
 @pytest.mark.parametrize(
     "measured, message",
     [
-        ("3", '"measured" must be an object such as {"tflops": 14.2, "memory_gbps": 380, "link_gbps": 5.1}, not 3'),
-        ("null", '"measured" must be an object'),
-        ("{}", "\"measured\" has no 'tflops'"),
-        ('{"tflops": 1}', "\"measured\" has no 'memory_gbps'"),
+        ("3", "b must be an object with tflops, memory_gbps, link_gbps, not 3"),
+        ("null", "b must be an object"),
+        ("{}", "b must be an object"),
+        ('{"tflops": 1}', "b must be an object"),
+        ('{"tflop": 1, "tflops": 1, "memory_gbps": 1}', "b must be an object"),
         ('{"tflops": 0, "memory_gbps": 1}', "'tflops' is 0; it must be a number above 0"),
         ('{"tflops": "1", "memory_gbps": 1}', "'tflops' is '1'"),
         ('{"tflops": true, "memory_gbps": 1}', "'tflops' is True"),
@@ -85,37 +96,19 @@ def test_mlx_reads_a_hostfile_with_figures(tmp_path):
         ('{"tflops": 1, "memory_gbps": [1]}', r"'memory_gbps' is [1]"),
     ],
 )
-def test_figures_that_are_none_are_refused_with_their_line(measured, message):
+def test_measurements_that_are_none_are_rejected(tuned, measured, message):
+    tuned.write_text(f'{{"schema": 2, "hosts": {{"b": {measured}}}}}')
     with pytest.raises(InvalidArgument) as error:
-        parse(f'[{{"ssh": "a"}},\n{{"ssh": "b",\n"measured": {measured}}}]', "hosts.json")
-    assert "hosts.json, line 3: " in str(error.value) and message in str(error.value)
-
-
-def test_unknown_figures_are_warned_of():
-    found = parse('[{"ssh": "a", "measured": {"tflop": 1,\n"tflops": 2, "memory_gbps": 3}}]')
-    assert "line 1: 'tflop' is not known and changes nothing; did you mean 'tflops'?" in found.warnings[0]
+        speeds(Hostfile((Host("b"),)))
+    assert str(tuned) in str(error.value) and message in str(error.value)
 
 
 def test_a_repeated_host_was_measured_once():
-    entry = '{"ssh": "a", "measured": {"tflops": 1, "memory_gbps": %d}}'
-    assert speeds(parse(f"[{entry % 2}, {entry % 2}]")) == [1, 1]
-    with pytest.raises(InvalidArgument, match='line 2: a has another "measured" than in line 1'):
-        parse(f"[{entry % 2},\n{entry % 3}]")
+    entry = '{"ssh": "a"}'
+    assert speeds(parse(f"[{entry}, {entry}]")) == [1, 1]
 
 
-def test_a_hostfile_is_written_whole_or_not_at_all(tmp_path):
-    file = hostfile_of(tmp_path, *TWO)
-    file.chmod(0o640)
-    before = file.read_text()
-    broken = Hostfile((Host("a", measured=Measured(object(), 1.0)),))  # what JSON cannot say
-    with pytest.raises(TypeError):
-        save(broken, file)
-    assert file.read_text() == before and list(tmp_path.iterdir()) == [file]
-    save(Hostfile(TWO[:1]), file)
-    assert read(file).ranks == 2 and file.stat().st_mode & 0o777 == 0o640
-
-
-# How fast ranks are beside each other.
+# How fast ranks are relative to each other.
 
 
 @pytest.mark.parametrize("by, expected", [("memory", [1.3333, 1.3333, 1.0]), ("compute", [1.5, 1.5, 1.0])])
@@ -130,7 +123,7 @@ def test_speeds_need_measured_hosts():
         speeds(Hostfile(TWO), "disk")
 
 
-def test_the_launcher_tells_the_ranks(tmp_path):
+def test_the_launcher_hands_them_to_the_ranks(tmp_path):
     shown = run("launch", "--hostfile", hostfile_of(tmp_path, *TWO), "--dry-run", "--", "true").stdout.splitlines()
     assert "MLXDIST_RANK_SHARES_MEMORY=1.3333,1.3333,1.0000" in shown
     assert "MLXDIST_RANK_SHARES_COMPUTE=1.5000,1.5000,1.0000" in shown
@@ -205,7 +198,7 @@ def test_shard_shows_the_plan_of_a_hostfile(tmp_path):
     folder.mkdir()
     save_model(folder, model)
     save_config(asdict(model.args), folder / "config.json")
-    file = hostfile_of(tmp_path, replace(TWO[0], slots=1), TWO[1])
+    file = hostfile_of(tmp_path, Host("a"), Host("b"))
 
     def plan(*options):
         result = run("shard", folder, "--json", *options)
@@ -241,18 +234,16 @@ def parts(**changed):
 
 
 def link(**changed):
-    return {"from": 0, "to": 1, "median": 5.0, "min": 4.0, "max": 6.0, "wrong": 0, "memcpy": 20.0} | changed
+    return {"source": 0, "target": 1, "median": 5.0, "min": 4.0, "max": 6.0, "wrong": 0, "memcpy": 20.0} | changed
 
 
 def judged(of_a=None, of_b=None, *links):
     machine = {"device": "Apple M4"}
-    return figures_of(["a", "b"], [machine, machine], [of_a or parts(), of_b or parts()], links)
+    return judge(["a", "b"], [machine, machine], [of_a or parts(), of_b or parts()], links)
 
 
-def test_figures_of_hosts():
-    a, b = judged(
-        parts(float16=part(28.12345, dtype="float16")), None, link(), link(**{"from": 1, "to": 0, "median": 3})
-    )
+def test_measurements_of_hosts():
+    a, b = judged(parts(float16=part(28.12345, dtype="float16")), None, link(), link(source=1, target=0, median=3))
     assert a.measured == Measured(28.12, 400.0, 3.0) and b.measured == Measured(10.0, 400.0, 3.0)
     assert a.product["dtype"] == "float16" and not a.problems and not b.problems
 
@@ -285,11 +276,11 @@ def test_links_that_cannot_be(changed, words):
     assert words in " ".join(b.problems) and not a.problems
 
 
-def test_who_falls_behind_is_marked():
+def test_slow_hosts_are_marked():
     a, b = judged(parts(row=part(300.0)), None, link())
     assert a.slow == {"memory_gbps"} and b.slow == set()
     other = [{"device": "Apple M1"}, {"device": "Apple M4"}]
-    assert not figures_of(["a", "b"], other, [parts(row=part(300.0)), parts()], [])[0].slow
+    assert not judge(["a", "b"], other, [parts(row=part(300.0)), parts()], [])[0].slow
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -310,15 +301,79 @@ def test_memory_is_measured_by_work_that_is_done(monkeypatch, kind):
     assert wrong() == 0 and moved == (8 if kind == "_copy" else 4) << 20
 
 
-def test_this_machine(tmp_path):
-    file = tmp_path / "hosts.json"
-    job = mlxdist_command("calibrate", "--seconds", "0.1", "--output", file, "--json", "--force")
+def test_this_machine(tuned):
+    words = ["calibrate", "--only", "hosts", "--seconds", "0.1", "--json", "--force"]
+    job = mlxdist_command(*words)
     assert job.returncode == 0, job.stderr
     (host,) = json.loads(job.stdout)["hosts"]
-    (kept,) = read(file).hosts
-    assert kept.name == host["host"] == "localhost" and kept.measured.link_gbps is None
-    assert kept.measured.memory_gbps == pytest.approx(host["parts"]["row"]["median"], rel=1e-3)
-    assert kept.measured.tflops > 0 and host["problems"] == []
+    found = kept(tuned)["localhost"]
+    assert host["host"] == "localhost" and found.link_gbps is None and kept(tuned).keys() == {"localhost", "a", "b"}
+    assert found.memory_gbps == pytest.approx(host["parts"]["row"]["median"], rel=1e-3)
+    assert found.tflops > 0 and host["problems"] == []
+
+
+def test_a_dry_run_saves_nothing(tuned):
+    before = tuned.read_text()
+    job = mlxdist_command("calibrate", "--only", "hosts", "--seconds", "0.1", "--dry-run")
+    assert job.returncode == 0 and "localhost" in job.stdout and tuned.read_text() == before, job.stderr
+
+
+@pytest.mark.long
+def test_algorithms_and_experts_are_saved_for_jobs(tuned):
+    """For two ranks and for three; and a job uses them."""
+    words = ["calibrate", "--only", "algorithms,experts", "--max", "1KiB", "--repeats", "3", "--force"]
+    job = mlxdist_command(*words, "--json", timeout=240)
+    assert job.returncode == 0, job.stderr
+    found, saved = json.loads(job.stdout), tuning.read(tuned)
+    measured = {result["case"]["operation"] for result in found["algorithms"]["cases"]}
+    assert {row.operation for row in saved.algorithms} == measured == set(tuning.TUNED)
+    for row in by_case(found["algorithms"]):
+        assert len(row) >= 2 and all(result["default"] in row for result in row.values())
+    assert saved.expert_links == [found["experts"]]
+    job = mlxdist_command(*words, "-n", "3", timeout=240)
+    assert job.returncode == 0 and f"Saved to {tuned}" in job.stderr and "copied by all ranks at once" in job.stdout
+    saved = tuning.read(tuned)
+    assert {row.ranks for row in saved.algorithms} == {link["ranks"] for link in saved.expert_links} == {2, 3}
+    assert kept(tuned) == MEASURED
+    program = "import mlxdist\nfrom mlxdist.nn.experts.policy import Link\nprint(Link.of(mlxdist.init()).measured)"
+    job = mlxdist_command("launch", "-n", "2", "--no-prefix", "--", sys.executable, "-c", program)
+    assert job.stdout.split() == ["True", "True"], job.stderr
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="the system does not say what other processes use")
+def test_nothing_is_saved_that_was_measured_under_load(tuned):
+    before = tuned.read_text()
+    words = ["calibrate", "--only", "algorithms", "--max", "1KiB", "--repeats", "3"]
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(1 + os.cpu_count() // 4)]
+    try:
+        job = mlxdist_command(*words, timeout=240)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    said = " ".join(job.stderr.split())
+    assert job.returncode == 1 and f"nothing is saved to {tuned}: algorithms: other processes used " in said
+    assert "give --force" in said and "Other processes used" in job.stdout and tuned.read_text() == before
+
+
+def test_what_does_not_fit_into_memory_is_rejected():
+    job = mlxdist_command("calibrate", "--only", "algorithms", "-n", "1024", "--max", "4GiB", "--dry-run")
+    said = " ".join(job.stderr.split())
+    assert job.returncode == 2 and "all_gather of 4 GiB by 1024 ranks" in said and "or fewer ranks" in said
+
+
+@pytest.mark.parametrize("text", ["my notes", '{"schema": 2, "algorithms": [7]}', '{"schema": 2, "hosts": 7}'])
+def test_a_file_that_is_not_understood_is_not_replaced(tuned, text):
+    tuned.write_text(text)
+    result = run("calibrate", "--only", "hosts")
+    assert result.exit_code == 2 and str(tuned) in result.output and tuned.read_text() == text
+
+
+def test_there_must_be_a_file_to_save_to(monkeypatch):
+    monkeypatch.setenv("MLXDIST_TUNING_FILE", "none")
+    result = run("calibrate")
+    assert result.exit_code == 1 and "there is no file to save to; unset it, or give --output" in result.output
 
 
 def answering(folder, **results):
@@ -342,70 +397,49 @@ while data := os.read(0, 65536):
     return ["--ssh", path]
 
 
-def test_figures_that_cannot_be_are_not_written(tmp_path):
-    file = hostfile_of(tmp_path, Host("a"))
-    before = file.read_text()
-    result = run("calibrate", "--hostfile", file, "--output", file, *answering(tmp_path, row=part(1e6)))
+def calibrate_hosts(file, *options):
+    return run("calibrate", "--only", "hosts", "--hostfile", file, *options)
+
+
+def test_measurements_that_cannot_be_are_not_written(tuned, tmp_path):
+    before = tuned.read_text()
+    result = calibrate_hosts(hostfile_of(tmp_path, Host("a")), *answering(tmp_path, row=part(1e6)))
     assert result.exit_code == 1 and "a: 1e+06 GB/s in 'row' cannot be" in result.output
-    assert file.read_text() == before
+    assert tuned.read_text() == before
 
 
-def test_figures_are_written_to_the_hostfile(tmp_path):
-    """Besides those that other hosts have already, which --exclude leaves out."""
-    file = hostfile_of(tmp_path, Host("a"), TWO[1])
-    options = ["--hostfile", file, "--exclude", "b", "--output", file]
-    result = run("calibrate", *options, *answering(tmp_path))
+def test_measurements_are_written(tuned, tmp_path):
+    """Next to those of other hosts, which --exclude leaves out."""
+    result = calibrate_hosts(hostfile_of(tmp_path, *TWO), "--exclude", "b", *answering(tmp_path))
     assert result.exit_code == 0, result.output
-    assert [host.measured for host in read(file).hosts] == [Measured(10.0, 400.0), TWO[1].measured]
+    assert kept(tuned) == MEASURED | {"a": Measured(10.0, 400.0)}
 
 
-def test_figures_of_a_busy_host_are_not_written(tmp_path):
-    """As `mlxdist bench tune` does it, with the same words."""
+def test_measurements_of_a_busy_host_are_not_written(tuned, tmp_path):
     file = hostfile_of(tmp_path, Host("a"))
-    options = ["--hostfile", file, "--output", file, *answering(tmp_path, row=part(400.0, foreign_cpu_share=0.5))]
-    result = run("calibrate", *options)
-    assert result.exit_code == 1 and read(file).hosts[0].measured is None
+    options = answering(tmp_path, row=part(400.0, foreign_cpu_share=0.5))
+    result = calibrate_hosts(file, *options)
+    assert result.exit_code == 1 and kept(tuned) == MEASURED
     words = "a: other processes used 14% of the CPU meanwhile; repeat this on a quiet machine, or give --force"
-    assert f"nothing is saved to {file}: {words}" in " ".join(result.output.split())
-    result = run("calibrate", *options, "--force")
-    assert result.exit_code == 0 and read(file).hosts[0].measured == Measured(10.0, 400.0)
+    assert f"nothing is saved to {tuned}: {words}" in " ".join(result.output.split())
+    result = calibrate_hosts(file, *options, "--force")
+    assert result.exit_code == 0 and kept(tuned)["a"] == Measured(10.0, 400.0)
 
 
 def test_a_host_that_does_not_answer(tmp_path):
     (tmp_path / "ssh").write_text("#!/bin/sh\necho Permission denied >&2; exit 255\n")
     (tmp_path / "ssh").chmod(0o700)
-    result = run("calibrate", "--hosts", "a", "--ssh", tmp_path / "ssh")
+    result = run("calibrate", "--only", "hosts", "--hosts", "a", "--ssh", tmp_path / "ssh")
     assert result.exit_code == 1 and "a does not answer: Permission denied" in result.output
 
 
 def test_names_of_one_machine_are_refused():
-    result = run("calibrate", "--hosts", "localhost,127.0.0.1")
+    result = run("calibrate", "--only", "hosts", "--hosts", "localhost,127.0.0.1")
     assert result.exit_code == 1 and "localhost and 127.0.0.1 are one machine; give it once" in result.output
 
 
-@pytest.mark.parametrize(
-    "there, words",
-    [
-        ('[{"ssh": "b"}]', "it is another hostfile than this machine"),
-        ('[{"ssh": "localhost", "slots": 2}]', "it is another hostfile than this machine"),
-        ('[{"ssh": "localhost", "note": 1}]', "'note' is not known"),
-        ("localhost\n", "it has the format slots, which has no place for figures"),
-        ("[", "line 1"),
-    ],
-)
-def test_another_hostfile_is_not_overwritten(tmp_path, there, words):
-    (tmp_path / "hosts").write_text(there)
-    result = run("calibrate", "--output", tmp_path / "hosts")
-    assert result.exit_code == 2 and words in result.output and (tmp_path / "hosts").read_text() == there
-
-
-def test_a_folder_that_is_not_there_is_noticed_first(tmp_path):
-    result = run("calibrate", "--output", tmp_path / "no" / "hosts.json")
-    assert result.exit_code == 2 and "there is no folder" in result.output
-
-
 @pytest.mark.long
-def test_two_hosts(tmp_path):
+def test_two_hosts(tuned, tmp_path):
     """Both are measured, their link too, by a job; and a job with the figures cuts a layer as they say."""
     folder = tmp_path / "hosts"
     folder.mkdir()
@@ -418,15 +452,13 @@ def test_two_hosts(tmp_path):
         file = hostfile_of(tmp_path, *hosts)
         options = ["--hostfile", file, "--ssh", nodes.ssh]
         job = mlxdist_command(
-            *("calibrate", *options, "--seconds", "1", "--output", file, "--force"),  # both are this machine
+            *("calibrate", *options, "--only", "hosts", "--seconds", "1", "--force"),  # both are this machine
             before=nodes.command(),
             timeout=240,
         )
         assert job.returncode == 0, job.stderr
-        found = read(file)
-        assert all(host.measured.link_gbps > 0 for host in found.hosts)
-        uneven = [replace(host, measured=Measured(1.0, figure)) for host, figure in zip(hosts, (4.0, 2.0))]
-        hostfile_of(tmp_path, *uneven)
+        assert all(kept(tuned)[host.name].link_gbps > 0 for host in hosts)
+        keep(tuned, {host.name: Measured(1.0, figure) for host, figure in zip(hosts, (4.0, 2.0))})
         job = mlxdist_command("launch", *options, "--", sys.executable, "-c", program, before=nodes.command())
     assert job.returncode == 0, job.stderr
     assert sorted(job.stdout.splitlines()) == [f"[{rank} node{rank}] [20, 10]" for rank in range(2)]

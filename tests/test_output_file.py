@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from mlxdist.base.output_file import OUTPUT_FILE, is_written
+from mlxdist.cli.calibrate import calibrate
 from mlxdist.cli.dump import dump
 from mlxdist.tools.bench.suite import suite
-from mlxdist.tools.bench.tune import tune
 
 
 def convert(path):
@@ -54,7 +54,7 @@ def test_what_cannot_be_written_is_refused(tmp_path, closed):
 
 @pytest.mark.parametrize(
     "command, option, status",
-    [(suite, "--output", 2), (suite, "--html", 2), (tune, "--output", 2), (tune, "--table", 1), (dump, "--trace", 2)],
+    [(suite, "--output", 2), (suite, "--html", 2), (calibrate, "--output", 1), (dump, "--trace", 2)],
 )
 def test_commands_refuse_it_before_their_work(closed, command, option, status):
     refused = CliRunner().invoke(command, [option, str(closed / "a.json")])

@@ -14,7 +14,7 @@ import verbs  # noqa: E402
 from machine import Machine, Unavailable  # noqa: E402
 from packages import pyverbs_folder  # noqa: E402
 
-from mlxdist.tools.bench.job import results_console  # noqa: E402
+from mlxdist.tools.bench.results import results_console  # noqa: E402
 
 pytestmark = pytest.mark.rxe
 

@@ -65,8 +65,8 @@ def test_wrong_options(options, words):
 
 
 def test_a_limit_without_an_earlier_run_is_refused():
-    job = run(SCRIPTS / "compare_2node.sh", *HERE, "--fail-above", "1.2")
-    assert job.returncode == 2 and "--fail-above needs --against" in job.stderr and job.stdout == ""
+    job = run(SCRIPTS / "compare_2node.sh", *HERE, "--max-slowdown", "1.2")
+    assert job.returncode == 2 and "--max-slowdown needs --baseline" in job.stderr and job.stdout == ""
 
 
 def test_variables_stand_in_for_options():

@@ -60,10 +60,7 @@ def test_sizes(total, ranks, weights, multiple, segments, sizes):
         ((12, 2, None, 1, 5), "12 cannot be split into segments in the proportion [1, 1, 1, 1, 1]"),
         ((12, 2, None, 1, (8, 3, 1)), "12 in multiples of 12 (segments [8, 3, 1]) is too little for 2 ranks"),
         ((12, 2, None, 4, (2, 1)), "12 in multiples of 12 (segments [8, 4], each in multiples of 4) is too little"),
-        (
-            (36, 2, None, 4, (2, 1)),
-            "36 in multiples of 12 (segments [24, 12], each in multiples of 4) cannot be split",
-        ),
+        ((36, 2, None, 4, (2, 1)), "36 in multiples of 12 (segments [24, 12], each in multiples of 4) cannot be split"),
         ((12, 2, None, 8, (2, 1)), "the segment of 4 among [8, 4] cannot be split into whole multiples of 8"),
     ],
 )

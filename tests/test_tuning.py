@@ -1,16 +1,17 @@
-"""The tuning table: kept in a file, handed to all ranks, and refused when it is malformed."""
+"""The tuning file: its sections are kept, handed to all ranks, and rejected where they are malformed."""
 
 import json
-import struct
 
 import pytest
 
+from mlxdist.base import tuning_file
 from mlxdist.base.environment import Environment
 from mlxdist.base.errors import EnvironmentVariableError, InvalidArgument
+from mlxdist.cluster.hostfile.rank_shares import check_hosts
 from mlxdist.runtime import tuning
 from mlxdist.runtime.native import ffi, lib
-from mlxdist.runtime.tuning import MAX_BYTES, MAX_ROWS, Row
-from mlxdist.tools.bench.tune import choose
+from mlxdist.runtime.tuning import MAX_BYTES, MAX_ROWS, Row, Tuning
+from mlxdist.tools.calibrate.algorithms import choose, measured_sizes
 
 ROWS = [
     Row("all_reduce", 2, 4096, "direct"),
@@ -22,34 +23,48 @@ ROWS = [
 ROW = {"operation": "all_reduce", "ranks": 2, "bytes": 4096, "algorithm": "ring"}
 
 
+LINK = {"provider": "soft", "ranks": 2, "plan": 1e-4, "costs": {"all_sum": {"latency": 1e-5, "bandwidth": 1e9}}}
+TUNING = Tuning(ROWS, [LINK])
+
+
+def write(path, found):
+    tuning_file.update(path, tuning.sections(found))
+
+
 def table(*rows, **fields):
-    return json.dumps({"schema": 1, "rows": list(rows)} | fields)
+    return json.dumps({"schema": 2, "algorithms": list(rows)} | fields)
 
 
 def test_a_file_holds_what_was_written(tmp_path):
     path = tmp_path / "new" / "tuning.json"
-    tuning.write(path, ROWS)
-    assert tuning.read(path) == ROWS
-    tuning.write(path, ROWS[:1])
-    assert tuning.read(path) == ROWS[:1]
-    tuning.write(path, [])
-    assert tuning.read(path) == []
+    write(path, TUNING)
+    assert tuning.read(path) == TUNING
+    write(path, Tuning(ROWS[:1]))
+    assert tuning.read(path) == Tuning(ROWS[:1])
+    write(path, Tuning())
+    assert tuning.read(path) == Tuning()
     assert list(path.parent.iterdir()) == [path]  # no temporary file stays
-    assert set(json.loads(path.read_text())) == {"schema", "machine", "date", "rows"}
+    write(path, TUNING)
+    assert set(json.loads(path.read_text())) == {"schema", "machine", "date", "algorithms", "expert_links"}
+
+
+def test_an_update_keeps_the_other_sections(tmp_path):
+    path = tmp_path / "tuning.json"
+    tuning_file.update(path, {"hosts": {"a": {"tflops": 1.0, "memory_gbps": 2.0}}})
+    write(path, TUNING)
+    assert tuning.read(path) == TUNING
+    assert tuning_file.read_section(path, "hosts", check_hosts, {})["a"].memory_gbps == 2.0
 
 
 def test_rows_that_could_not_be_read_are_not_written(tmp_path):
-    path = tmp_path / "tuning.json"
     with pytest.raises(InvalidArgument, match="row 2 never counts"):
-        tuning.write(path, [ROWS[0], ROWS[0]])
+        write(tmp_path / "tuning.json", Tuning([ROWS[0], ROWS[0]]))
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("rows", [[], ROWS], ids=["empty", "rows"])
-def test_all_ranks_get_what_rank_0_packed(rows):
-    packed = tuning.pack(rows)
-    assert len(packed) == 8 + 16 * len(rows)
-    assert tuning.unpack(packed) == rows
+@pytest.mark.parametrize("found", [Tuning(), TUNING], ids=["empty", "full"])
+def test_all_ranks_get_what_rank_0_packed(found):
+    assert tuning.unpack(tuning.pack(found)) == found
 
 
 def test_numbers_are_those_of_the_engine():
@@ -66,16 +81,16 @@ def test_numbers_are_those_of_the_engine():
     "text, words",
     [
         ("", "line 1, column 1"),
-        ('{"schema": 1,\n "rows": [}', "line 2, column 11"),
+        ('{"schema": 2,\n "algorithms": [}', "line 2, column 17"),
         ("[]", "not a JSON object"),
         (b"\xff\xfe", "byte 0 is not UTF-8"),
         ("[" * 100_000, "nested too deeply"),
         (table(), None),
-        (table(schema=2), "its schema is 2, and this mlxdist reads 1"),
+        (table(schema=1), "its schema is 1, and this mlxdist reads 2"),
         (table(schema=True), "its schema is True"),
-        (json.dumps({"rows": []}), "its schema is None"),
+        (json.dumps({"algorithms": []}), "its schema is None"),
         (table(colour="red"), "there is no field 'colour'"),
-        (json.dumps({"schema": 1}), '"rows" must be a list'),
+        (table(algorithms=7), 'in "algorithms": it is not a list of at most'),
         (table(ROW, ROW | {"bytes": 5000}, 7), "row 3 must have the fields operation, ranks, bytes, algorithm"),
         (table(ROW | {"note": ""}), "row 1 must have the fields"),
         (table({"operation": "all_reduce"}), "row 1 must have the fields"),
@@ -93,7 +108,11 @@ def test_numbers_are_those_of_the_engine():
         (table(ROW | {"bytes": None}).replace("null", "1" * 5000), "digits"),
         (table(ROW).replace('"ranks": 2', '"ranks": 2, "ranks": 3'), "'ranks' is there twice"),
         (table(ROW, ROW | {"algorithm": "mesh"}), "row 2 never counts, because row 1 is for all_reduce on 2 ranks"),
-        (table(*[ROW] * (MAX_ROWS + 1)), f"{MAX_ROWS + 1} rows, and at most {MAX_ROWS}"),
+        (table(*[ROW] * (MAX_ROWS + 1)), f"it is not a list of at most {MAX_ROWS} rows"),
+        (table(expert_links=[7]), 'in "expert_links"'),
+        (table(expert_links=[LINK | {"plan": -1}]), "plan is -1, not a number above 0"),
+        (table(expert_links=[LINK | {"costs": {"all_sum": {"latency": 1}}}]), "bandwidth is missing"),
+        (table(expert_links=[LINK | {"ranks": 1}]), "ranks is 1, not a whole number from 2 to 1024"),
         (" " * (1 << 20) + table(), "more than 1048576 bytes"),
     ],
 )
@@ -101,7 +120,7 @@ def test_malformed_files(tmp_path, text, words):
     path = tmp_path / "tuning.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     if words is None:
-        assert tuning.read(path) == []
+        assert tuning.read(path) == Tuning()
         return
     with pytest.raises(InvalidArgument) as caught:
         tuning.read(path)
@@ -110,60 +129,45 @@ def test_malformed_files(tmp_path, text, words):
     assert len(str(caught.value)) < 600 + len(str(path))
 
 
-def packed(rows, **changes):
-    head = {"magic": b"MLXT", "schema": 1, "count": len(rows)} | changes
-    return struct.pack("<4sHH", *head.values()) + b"".join(struct.pack("<HHHxxQ", *row) for row in rows)
-
-
-GOOD = (1, 2, 3, 4096)
-
-
 @pytest.mark.parametrize(
     "data, words",
     [
-        (b"", "0 bytes"),
-        (packed([GOOD])[:-1], "1 rows need 24 bytes, not 23"),
-        (packed([GOOD]) + b"\0", "not 25"),
-        (packed([GOOD], count=0), "0 rows need 8 bytes, not 24"),
-        (packed([GOOD], magic=b'{"sc'), "it begins with"),
-        (packed([GOOD], schema=2), "it begins with"),
-        (packed([GOOD] * (MAX_ROWS + 1)), f"at most {MAX_ROWS}"),
-        (packed([(0, 2, 3, 1)]), "row 1 has operation 0"),
-        (packed([(9, 2, 3, 1)]), "row 1 has operation 9"),
-        (packed([GOOD, (1, 2, 0, 9999)]), "row 2 has operation 1 and algorithm 0"),
-        (packed([(1, 2, 6, 1)]), "algorithm 6"),
-        (packed([(1, 1, 1, 1)]), "row 1: ranks is 1"),
-        (packed([GOOD, GOOD]), "row 2 never counts"),
+        (b"", "line 1, column 1"),
+        (b"[]", "has not the fields algorithms, expert_links"),
+        (b'{"algorithms": []}', "has not the fields"),
+        (tuning.pack(TUNING)[:-1], "column"),
+        (tuning.pack(TUNING).replace(b"direct", b"detour"), "row 1: algorithm is 'detour'"),
+        (tuning.pack(TUNING).replace(b'"ranks":1024', b'"ranks":1025'), "row 3: ranks is 1025"),
     ],
 )
 def test_malformed_bytes(data, words):
     with pytest.raises(InvalidArgument) as caught:
         tuning.unpack(data)
-    assert words in str(caught.value), str(caught.value)
+    assert words in str(caught.value) and "that rank 0 sent" in str(caught.value)
 
 
-def test_every_cut_of_the_bytes_is_refused():
-    whole = tuning.pack(ROWS)
-    for length in range(len(whole)):
+def test_every_truncation_of_the_bytes_is_rejected():
+    full = tuning.pack(TUNING)
+    for length in range(len(full)):
         with pytest.raises(InvalidArgument):
-            tuning.unpack(whole[:length])
+            tuning.unpack(full[:length])
 
 
 def test_which_file_is_read(tmp_path, monkeypatch):
     environ = {"XDG_CONFIG_HOME": str(tmp_path)}
     default = tmp_path / "mlxdist" / "tuning.json"
-    assert tuning.default_path(environ) == default
-    assert tuning.load(None, environ) == []  # need not exist
-    tuning.write(default, ROWS[:1])
-    assert tuning.load(None, environ) == ROWS[:1]
-    assert tuning.load("none", environ) == []
+    assert tuning_file.default_path(environ) == default
+    assert tuning.load(None, environ) == Tuning()  # need not exist
+    write(default, Tuning(ROWS[:1]))
+    assert tuning.load(None, environ) == Tuning(ROWS[:1])
+    assert tuning.load("none", environ) == Tuning()
     named = tmp_path / "named.json"
     with pytest.raises(InvalidArgument, match="named.json: No such file"):
         tuning.load(str(named), environ)
-    tuning.write(named, ROWS)
-    assert tuning.load(str(named), environ) == ROWS
+    write(named, TUNING)
+    assert tuning.load(str(named), environ) == TUNING
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert tuning.default_path({}) == tmp_path / ".config" / "mlxdist" / "tuning.json"
+    assert tuning_file.default_path({}) == tmp_path / ".config" / "mlxdist" / "tuning.json"
 
 
 def test_the_variable():
@@ -177,28 +181,48 @@ def test_a_new_measurement_replaces_what_it_measured_and_nothing_else():
     new = [Row("all_reduce", 2, MAX_BYTES, "ring"), Row("broadcast", 2, MAX_BYTES, "tree")]
     merged = tuning.merge(ROWS, new)
     assert sorted(merged, key=str) == sorted([*new, *ROWS[2:]], key=str)
-    assert tuning.unpack(tuning.pack(merged)) == merged  # no row hides another
+    assert tuning.sections(Tuning(merged))  # no row hides another
 
 
-def case(size, default="direct", **microseconds):
-    return {"operation": "all_reduce", "bytes": size, "default": default, "microseconds": microseconds}
+def chosen(ranks, *sizes):
+    """The rows for times of all_reduce: (size, microseconds of each algorithm)."""
+    results = [
+        {"case": {"operation": "all_reduce", "bytes": size}, "variant": name, "default": "direct"}
+        | {"microseconds": {"median": time}}
+        for size, times in sizes
+        for name, time in times.items()
+    ]
+    return choose({"cases": results}, ranks)
 
 
 def test_the_fastest_is_chosen_up_to_the_middle_of_two_sizes():
-    rows = choose([case(4096, direct=1.0, ring=2.0), case(16384, direct=4.0, ring=2.0)], 4)
+    rows = chosen(4, (4096, dict(direct=1.0, ring=2.0)), (16384, dict(direct=4.0, ring=2.0)))
     assert rows == [Row("all_reduce", 4, 8192, "direct"), Row("all_reduce", 4, MAX_BYTES, "ring")]
 
 
 def test_equal_choices_are_one_row():
-    rows = choose([case(1, ring=1.0, mesh=2.0), case(4, ring=1.0, mesh=2.0)], 2)
+    rows = chosen(2, (1, dict(ring=1.0, mesh=2.0)), (4, dict(ring=1.0, mesh=2.0)))
     assert rows == [Row("all_reduce", 2, MAX_BYTES, "ring")]
 
 
 def test_what_is_as_fast_does_not_change_the_choice():
     """Within 10 % the default stays, then what was chosen for the smaller size."""
-    assert choose([case(1, direct=1.09, ring=1.0)], 2)[0].algorithm == "direct"
-    assert choose([case(1, direct=1.11, ring=1.0)], 2)[0].algorithm == "ring"
-    rows = choose([case(1, direct=2.0, mesh=1.5, ring=1.0), case(4, direct=2.0, mesh=1.0, ring=1.09)], 2)
+    assert chosen(2, (1, dict(direct=1.09, ring=1.0)))[0].algorithm == "direct"
+    assert chosen(2, (1, dict(direct=1.11, ring=1.0)))[0].algorithm == "ring"
+    rows = chosen(2, (1, dict(direct=2.0, mesh=1.5, ring=1.0)), (4, dict(direct=2.0, mesh=1.0, ring=1.09)))
     assert [row.algorithm for row in rows] == ["ring"]
-    rows = choose([case(1, direct=2.0, ring=1.0), case(4, direct=1.09, ring=1.0)], 2)
+    rows = chosen(2, (1, dict(direct=2.0, ring=1.0)), (4, dict(direct=1.09, ring=1.0)))
     assert [row.algorithm for row in rows] == ["ring", "direct"]
+
+
+@pytest.mark.parametrize(
+    "smallest, ranks, sizes",
+    [
+        (1024, 2, [1024, 4096, 16384]),
+        (1024, 300, [1200, 4800, 16800]),
+        (256, 3, [264, 1032, 4104, 16392]),
+        (64, 1024, [4096, 16384]),
+    ],
+)
+def test_sizes_are_rounded_up_to_what_the_ranks_can_divide(smallest, ranks, sizes):
+    assert measured_sizes(smallest, 16 << 10, ranks) == sizes

@@ -15,6 +15,7 @@ from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.cluster.hostfile.hosts import FORMATS, Hostfile
 from mlxdist.cluster.hostfile.parsing import parse, read
+from mlxdist.cluster.hostfile.rank_shares import measured_hosts
 from mlxdist.cluster.hostfile.slurm import from_slurm
 from mlxdist.cluster.hostfile.writing import write
 
@@ -144,7 +145,8 @@ def _table(found: Hostfile) -> Table:
     has_devices = any(host.rdma for host in found.hosts)
     if has_devices:
         table.add_column("devices", overflow="fold")
-    is_measured = any(host.measured for host in found.hosts)
+    measured = measured_hosts()
+    is_measured = any(host.name in measured for host in found.hosts)
     for title in ("TFLOPS", "memory GB/s", "link GB/s") * is_measured:
         table.add_column(title, justify="right")
     first = 0
@@ -153,7 +155,7 @@ def _table(found: Hostfile) -> Table:
         devices = ", ".join(f"{'+'.join(row)} to {found.hosts[to].name}" for to, row in enumerate(host.rdma) if row)
         row = [ranks, host.name, ", ".join(host.ips), *([devices] if has_devices else [])]
         if is_measured:
-            values = (None, None, None) if host.measured is None else astuple(host.measured)
+            values = astuple(measured[host.name]) if host.name in measured else (None, None, None)
             row += ["" if value is None else f"{value:g}" for value in values]
         table.add_row(*(cell.replace("[", "\\[") for cell in row))
         first += host.slots
@@ -161,9 +163,11 @@ def _table(found: Hostfile) -> Table:
 
 
 def _plain(found: Hostfile) -> dict[str, Any]:
+    measured = measured_hosts()
     hosts = []
     for host in found.hosts:
         fields = asdict(host)
         del fields["ports"]
-        hosts.append({"ssh": fields.pop("name")} | fields)
+        known = asdict(measured[host.name]) if host.name in measured else None
+        hosts.append({"ssh": fields.pop("name")} | fields | {"measured": known})
     return asdict(found) | {"ranks": found.ranks, "hosts": hosts}

@@ -33,6 +33,7 @@ class NativeGroup:
         self.pointer: Any = None
         self.timeout = FOR_EVER  # seconds that the engine waits for a rank that has not come
         self.run = environment.run
+        self.tuning = tuning.Tuning()
         self.provider_reason = "a group of one"
         self._environment = environment
         self._host = host
@@ -87,7 +88,8 @@ class NativeGroup:
         of_rank_0 = rendezvous.all_gather(self.run.encode() + b"\0" + own, "tuning")[0]
         run, _, table = of_rank_0.partition(b"\0")
         self.run = run.decode()
-        return ffi.new("mlxdist_tuning[]", [row.native() for row in tuning.unpack(table)])
+        self.tuning = tuning.unpack(table)
+        return ffi.new("mlxdist_tuning[]", [row.native() for row in self.tuning.algorithms])
 
     def _set_up(self, rendezvous: Rendezvous, context: Any, table: Any, choice: Choice | None) -> Choice | None:
         """Opens the devices and connects the queue pairs. Where that fails on a rank, all ranks leave at that step."""

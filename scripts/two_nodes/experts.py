@@ -42,9 +42,9 @@ def main() -> None:
     group = mlxdist.init()
     rank, ranks = group.rank(), group.size()
     assert ranks == 2, f"this is for two ranks, not {ranks}"
-    placement, whole = Placement(EXPERTS, ranks), experts()
+    placement, full = Placement(EXPERTS, ranks), experts()
     mine = placement.local(rank)
-    weights = [mx.array(weight[mine.start : mine.stop]) for weight in whole]
+    weights = [mx.array(weight[mine.start : mine.stop]) for weight in full]
     for dtype, tolerance in TOLERANCE.items():
         for tokens in TOKENS:
             random = np.random.default_rng([rank, *tokens])
@@ -54,7 +54,7 @@ def main() -> None:
             rows, local, handle = dispatch(x, mx.array(indices), placement, group)
             got = combine(compute(rows, local, weights), handle, mx.array(scores))
             got = np.array(got.astype(mx.float32))
-            each = reference.experts(np.array(x.astype(mx.float32)), indices, *whole)
+            each = reference.experts(np.array(x.astype(mx.float32)), indices, *full)
             expected = reference.mixture(each, scores)
             error = np.abs(got - expected).max(initial=0) / max(1e-3, np.abs(expected).max(initial=0))
             assert error <= tolerance, f"{dtype}, {tokens} tokens, rank {rank}: off by {error:.1e} of the largest"

@@ -1,4 +1,4 @@
-"""A step of scripts/test_2node.sh: column- and row-parallel linear layers against the whole layers in one process."""
+"""A step of scripts/test_2node.sh: column- and row-parallel linear layers against the full layers in one process."""
 
 import mlx.core as mx
 import numpy as np
@@ -26,7 +26,7 @@ def main() -> None:
     rank = group.rank()
     assert group.size() == 2, f"this is for two ranks, not {group.size()}"
     for dtype, tolerance in TOLERANCE.items():
-        mx.random.seed(7)  # the whole layers and inputs are alike on all ranks
+        mx.random.seed(7)  # the full layers and inputs are alike on all ranks
         up, down = nn.Linear(INPUTS, HIDDEN), nn.Linear(HIDDEN, INPUTS)
         up.set_dtype(dtype)
         down.set_dtype(dtype)

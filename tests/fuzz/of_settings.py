@@ -1,4 +1,4 @@
-"""Fuzz targets: environment variables, hostfiles, what other hosts send, tuning tables as files and from rank 0."""
+"""Fuzz targets: environment variables, hostfiles, what other hosts send, tuning as a file and from rank 0."""
 
 import contextlib
 import tempfile
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from mlxdist.base import tuning_file
 from mlxdist.base.environment import MAX_RANKS, VARIABLES, Environment, format_address, parse_address
 from mlxdist.base.errors import EnvironmentVariableError, InvalidArgument
 from mlxdist.cli.rpc_server import FUNCTIONS
@@ -41,10 +42,11 @@ def tuning_table(data: bytes) -> None:
     path = Path(_folder.name, "tuning.json")
     path.write_bytes(data[1:])
     with contextlib.suppress(InvalidArgument):
-        rows = tuning.unpack(data[1:]) if data[:1] == b"\0" else tuning.read(path)
-        assert tuning.unpack(tuning.pack(rows)) == rows
-        tuning.write(path, rows)
-        assert tuning.read(path) == rows
+        found = tuning.unpack(data[1:]) if data[:1] == b"\0" else tuning.read(path)
+        assert tuning.unpack(tuning.pack(found)) == found
+        path.unlink()
+        tuning_file.update(path, tuning.sections(found))
+        assert tuning.read(path) == found
 
 
 def hosts(data: bytes) -> None:

@@ -23,7 +23,7 @@ def alike(values: np.ndarray, what: str) -> None:
 def measured_and_chosen_alike() -> None:
     """Ranks that are slow at different times measure and choose the same."""
     time.sleep(0.02 * rank)
-    link = calibrate(rounds=3)
+    link = calibrate(repeats=3)
     assert (link.provider, link.ranks, link.measured) == (group.provider, size, True)
     numbers = [link.plan, *(value for name in COLLECTIVES for value in vars(link.costs[name]).values())]
     alike(np.array(numbers).view(np.uint64), "calibrations")
@@ -44,8 +44,8 @@ def measured_and_chosen_alike() -> None:
 
 
 def refused() -> None:
-    with pytest.raises(mlxdist.InvalidArgument, match="rounds must be at least 1, not 0"):
-        calibrate(rounds=0)
+    with pytest.raises(mlxdist.InvalidArgument, match="repeats must be at least 1, not 0"):
+        calibrate(repeats=0)
 
 
 def sent(call) -> int:

@@ -52,6 +52,9 @@ class Measured:
     memory_gbps: float
     link_gbps: float | None = None
 
+    def as_json(self) -> dict[str, float]:
+        return {name: value for name, value in vars(self).items() if value is not None}
+
 
 @dataclass(frozen=True)
 class Host:
@@ -63,7 +66,6 @@ class Host:
         ips: addresses that other hosts reach it at, the best first; may be empty.
         rdma: for each host of the file the devices whose cables lead there; empty where no device is named.
         line: where it stands, from 1; 0 if it comes from no file.
-        measured: how fast it is, if that was measured.
         ports: one for each of ``ips``, where a file for MLX's ring names them.
     """
 
@@ -72,7 +74,6 @@ class Host:
     ips: tuple[str, ...] = ()
     rdma: tuple[tuple[str, ...], ...] = ()
     line: int = 0
-    measured: Measured | None = None
     ports: tuple[int, ...] = ()
 
 
@@ -220,7 +221,7 @@ def check_variable(setting: object) -> str | None:
 
 
 def check_measurement(name: str, value: object) -> str | None:
-    """What is wrong with one measurement of "measured", in words."""
+    """What is wrong with one measurement of a host, in words."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MAX_MEASURED[name]:
         return f"{name!r} is {value!r:.80}; it must be a number above 0 and below {MAX_MEASURED[name]:g}"
     return None

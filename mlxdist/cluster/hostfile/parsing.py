@@ -11,18 +11,7 @@ from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.validation import read_bounded
 
 from . import device_map, located_json
-from .hosts import (
-    BACKENDS,
-    MAX_MEASURED,
-    Host,
-    Hostfile,
-    Measured,
-    Problems,
-    check_address,
-    check_measurement,
-    check_name,
-    check_variable,
-)
+from .hosts import BACKENDS, Host, Hostfile, Problems, check_address, check_name, check_variable
 from .located_json import Located
 
 __all__ = ["parse", "read"]
@@ -30,7 +19,7 @@ __all__ = ["parse", "read"]
 _MAX_BYTES = 16 << 20
 _MAX_PORT = 65535
 _TOP = ("backend", "envs", "hosts")
-_ENTRY = ("ssh", "ips", "rdma", "slots", "measured")
+_ENTRY = ("ssh", "ips", "rdma", "slots")
 # A line may begin with a bracket, too: [fe80::1]:2
 _JSON = re.compile(r"\s*(\{|\[\s*([\[{\]\"]|(null|true|false)\b))")
 # JSON, too, and no name of a host.
@@ -148,7 +137,6 @@ def _read_json(text: str, problems: Problems) -> _Found:
         hosts, format = [_entry(entry, problems) for entry in entries.value], "json"
         hosts = _with_devices(hosts, entries.value, problems)
     problems.check_hosts(hosts, repeated=True)
-    _check_measured_alike(hosts, problems)
     return hosts, backend, envs, format
 
 
@@ -167,38 +155,7 @@ def _entry(entry: Located, problems: Problems) -> Host:
         _count(slots.plain(), slots.line, problems) if slots else 1,
         tuple(_texts(entry.value.get("ips"), '"ips"', check_address, problems)),
         line=entry.line,
-        measured=_measured(entry.value.get("measured"), problems),
     )
-
-
-def _measured(found: Located | None, problems: Problems) -> Measured | None:
-    if found is None:
-        return None
-    if not isinstance(found.value, dict):
-        example = '{"tflops": 14.2, "memory_gbps": 380, "link_gbps": 5.1}'
-        problems.error(found.line, f'"measured" must be an object such as {example}, not {found.plain()!r:.80}')
-        return None
-    _warn_of_unknown(found, tuple(MAX_MEASURED), problems)
-    for name in ("tflops", "memory_gbps"):
-        if name not in found.value:
-            problems.error(found.line, f'"measured" has no {name!r}')
-    measurements = {name: item for name, item in found.value.items() if name in MAX_MEASURED}
-    wrong = [
-        (item.line, text) for name, item in measurements.items() if (text := check_measurement(name, item.plain()))
-    ]
-    for line, text in wrong:
-        problems.error(line, f'"measured": {text}')
-    if wrong or not {"tflops", "memory_gbps"} <= measurements.keys():
-        return None
-    return Measured(**{name: float(item.value) for name, item in measurements.items()})
-
-
-def _check_measured_alike(hosts: list[Host], problems: Problems) -> None:
-    """A host that stands there once for each of its ranks was measured once."""
-    first: dict[str, Host] = {}
-    for host in hosts:
-        if host.measured != first.setdefault(host.name, host).measured:
-            problems.error(host.line, f'{host.name} has another "measured" than in line {first[host.name].line}')
 
 
 def _ring_entry(entry: Located, problems: Problems) -> Host:

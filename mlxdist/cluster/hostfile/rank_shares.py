@@ -1,12 +1,17 @@
-"""How fast the ranks of a hostfile are beside each other, from what `mlxdist calibrate` has measured."""
+"""How fast the ranks of a hostfile are relative to each other, as `mlxdist calibrate` has measured their hosts."""
 
+from typing import Any
+
+from mlxdist.base import tuning_file
 from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.validation import map_of
 
-from .hosts import Host, Hostfile
+from .hosts import MAX_MEASURED, Host, Hostfile, Measured, check_measurement
 
-__all__ = ["MEASUREMENTS", "speeds", "weight_variables"]
+__all__ = ["MEASUREMENTS", "check_hosts", "measured_hosts", "speeds", "weight_variables"]
 
-# What a plan can be made for: the measurement that decides, and the variable for the ranks. A decoded token reads
+MAX_HOSTS = 10_000
+# What a plan can be made for: the measurement that decides, and the variable that ranks read. A decoded token reads
 # every weight once for one row of products, so memory is what takes time; prompts and training have many rows.
 MEASUREMENTS = {
     "memory": ("memory_gbps", "MLXDIST_RANK_SHARES_MEMORY"),
@@ -14,32 +19,60 @@ MEASUREMENTS = {
 }
 
 
-def speeds(hostfile: Hostfile, by: str = "memory") -> list[float]:
+def measured_hosts() -> dict[str, Measured]:
+    """By name, what the tuning file says of hosts.
+
+    Raises:
+        InvalidArgument: the file is malformed.
+    """
+    path = tuning_file.find(tuning_file.setting())
+    return {} if path is None else tuning_file.read_section(path, "hosts", check_hosts, {})
+
+
+def check_hosts(value: Any) -> dict[str, Measured]:
+    """Raises ValueError for what are no measurements of hosts."""
+    hosts = map_of(lambda _, host: host, MAX_HOSTS)("hosts", value)
+    return {name: _measured(name, host) for name, host in hosts.items()}
+
+
+def _measured(name: str, value: Any) -> Measured:
+    if not isinstance(value, dict) or not {"tflops", "memory_gbps"} <= value.keys() <= MAX_MEASURED.keys():
+        raise ValueError(f"{name} must be an object with {', '.join(MAX_MEASURED)}, not {value!r:.80}")
+    for key, number in value.items():
+        if problem := check_measurement(key, number):
+            raise ValueError(f"{name}: {problem}")
+    return Measured(**{key: float(number) for key, number in value.items()})
+
+
+def speeds(hostfile: Hostfile, by: str = "memory", measured: dict[str, Measured] | None = None) -> list[float]:
     """The speed of each rank relative to the slowest, 1.0: what its host reaches, divided by the ranks there.
 
     Args:
         by: "memory" for decoding, "compute" for prompts and training.
+        measured: of each host; by default what the tuning file says.
 
     Raises:
         InvalidArgument: no such measurement, or not all hosts are measured.
     """
     if by not in MEASUREMENTS:
         raise InvalidArgument(f"weights are measured by {' or by '.join(map(repr, MEASUREMENTS))}, not {by!r:.80}")
-    missing = [host.name for host in hostfile.hosts if host.measured is None]
+    measured = measured_hosts() if measured is None else measured
+    missing = [host.name for host in hostfile.hosts if host.name not in measured]
     if missing:
         raise InvalidArgument(
             f"{hostfile.source}: {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''} is not measured; run "
-            f"`mlxdist calibrate --hostfile {hostfile.source} --output {hostfile.source}`"
+            f"`mlxdist calibrate --hostfile {hostfile.source}`"
         )
     name, _ = MEASUREMENTS[by]
-    each = [getattr(host.measured, name) / _ranks_on(host, hostfile) for host in hostfile.hosts]
-    # Rounded: the ranks read the same number in a variable.
+    each = [getattr(measured[host.name], name) / _ranks_on(host, hostfile) for host in hostfile.hosts]
+    # Rounded: the ranks read from a variable what other commands compute here.
     return [round(speed / min(each), 4) for host, speed in zip(hostfile.hosts, each) for _ in range(host.slots)]
 
 
 def weight_variables(hostfile: Hostfile) -> dict[str, str]:
     """The variables that tell ranks how fast they all are; none where a host is not measured."""
-    if any(host.measured is None for host in hostfile.hosts):
+    measured = measured_hosts()
+    if any(host.name not in measured for host in hostfile.hosts):
         return {}
     return {name: ",".join(f"{speed:.4f}" for speed in speeds(hostfile, by)) for by, (_, name) in MEASUREMENTS.items()}
 

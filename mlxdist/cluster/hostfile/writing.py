@@ -43,7 +43,7 @@ def save(hostfile: Hostfile, path: str | os.PathLike[str]) -> None:
 
 
 def _json(hostfile: Hostfile) -> str:
-    """MLX's format. Our "slots" is there only where it is not 1, for MLX knows neither it nor "measured"."""
+    """MLX's format. Our "slots" is there only where it is not 1, for MLX does not know it."""
     hosts = ",\n".join(f"    {json.dumps(_entry(host))}" for host in hostfile.hosts)
     text = f'{{\n  "backend": {json.dumps(hostfile.backend)},\n' if hostfile.backend else "{\n"
     return text + f'  "envs": {json.dumps(list(hostfile.envs))},\n  "hosts": [\n{hosts}\n  ]\n}}\n'
@@ -55,8 +55,6 @@ def _entry(host: Host) -> dict[str, Any]:
         entry["rdma"] = [None if not row else row[0] if len(row) == 1 else list(row) for row in host.rdma]
     if host.slots != 1:
         entry["slots"] = host.slots
-    if host.measured is not None:
-        entry["measured"] = {name: value for name, value in vars(host.measured).items() if value is not None}
     return entry
 
 
@@ -77,7 +75,6 @@ def _require_plain(hostfile: Hostfile, format: str) -> None:
         "a backend": hostfile.backend,
         "environment variables": hostfile.envs,
         "devices of cables": any(host.rdma for host in hostfile.hosts),
-        "what was measured": any(host.measured for host in hostfile.hosts),
         "IP addresses besides names": any(set(host.ips) - {host.name} for host in hostfile.hosts),
     }
     lost = [what for what, there in content.items() if there]

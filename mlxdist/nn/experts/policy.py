@@ -48,7 +48,7 @@ MODES = ("replicated", "gather", "dispatch")
 COLLECTIVES = ("all_sum", "all_gather", "sum_scatter", "all_to_all_v")
 SMALL, LARGE = 1 << 10, 1 << 20  # bytes of the arrays that calibrate() sends
 PLANNED_TOKENS = 64
-ROUNDS = 7
+REPEATS = 7
 TABLE = tuple(1 << i for i in range(13))  # token counts of the printed table
 
 
@@ -86,6 +86,15 @@ class Link:
     measured: bool = False
 
     @classmethod
+    def of(cls, group: Group) -> Link:
+        """What rank 0's tuning file says of such a group (`mlxdist calibrate`), else what can be expected."""
+        for known in group._world.native_group.tuning.expert_links:
+            costs = {name: Cost(**cost) for name, cost in known["costs"].items() if name in COLLECTIVES}
+            if (known["provider"], known["ranks"]) == (group.provider, group.size()) and len(costs) == len(COLLECTIVES):
+                return cls(group.provider, group.size(), costs, known["plan"], measured=True)
+        return cls.assumed(group.provider, group.size())
+
+    @classmethod
     def assumed(cls, provider: str, ranks: int) -> Link:
         """What the provider can be expected to do. The choice is better with `calibrate`."""
         known = [_ASSUMED[name] for name in provider.split("+") if name in _ASSUMED]  # "soft+librdma"
@@ -117,16 +126,16 @@ class Workload:
     def parts(self, mode: str, tokens: int, ranks: int) -> list[tuple[str, float]]:
         """The collectives of a mode and how many bytes a rank sends in each; see the module."""
         share = (ranks - 1) / ranks
-        whole = share * tokens * self.hidden * self.itemsize
+        full = share * tokens * self.hidden * self.itemsize
         if mode == "replicated":
-            return [*([("all_gather", whole)] if self.sharded else []), ("all_sum", 2 * whole)]
+            return [*([("all_gather", full)] if self.sharded else []), ("all_sum", 2 * full)]
         if mode == "gather":
-            return [("all_gather", whole), ("sum_scatter", whole)]
+            return [("all_gather", full), ("sum_scatter", full)]
         if mode == "dispatch":
             own = tokens / ranks
             rows = own * (ranks - 1) * (1 - (1 - 1 / ranks) ** self.top_k) * self.hidden * self.itemsize
             weights = own * self.top_k * share * 4
-            joined = [] if self.sharded else [("all_gather", whole)]
+            joined = [] if self.sharded else [("all_gather", full)]
             return [*(("all_to_all_v", nbytes) for nbytes in (rows, weights, rows)), *joined]
         raise InvalidArgument(f"mode is {mode!r}, not one of {', '.join(MODES)}")
 
@@ -167,7 +176,7 @@ class Policy:
     holds. Each `Workload` has a memory of its own. All ranks must call it alike: it counts calls.
 
     Args:
-        link: what `calibrate` measured, or `Link.assumed`; equal on all ranks.
+        link: what `calibrate` measured, or `Link.of`; equal on all ranks.
         margin: from 0 to less than 1.
         cooldown: calls.
         urgent: more than 1.
@@ -265,33 +274,33 @@ class _State:
     calls: int  # since the last change
 
 
-def calibrate(group: Group | None = None, rounds: int = ROUNDS) -> Link:
+def calibrate(group: Group | None = None, repeats: int = REPEATS) -> Link:
     """Measures the collectives of the three modes between the ranks of a group. All ranks call it.
 
-    Each collective is timed on small and on large arrays, as lazy operations of MLX, ``rounds`` times; what counts is
+    Each collective is timed on small and on large arrays, as lazy operations of MLX, ``repeats`` times; what counts is
     the median, as the slowest rank saw it. Takes some ten milliseconds. All ranks get the same numbers.
 
     Raises:
-        InvalidArgument: ``rounds`` is less than 1.
+        InvalidArgument: ``repeats`` is less than 1.
         What the operations raise.
     """
     group = group_of(group)
-    if rounds < 1:
-        raise InvalidArgument(f"calibrate: rounds must be at least 1, not {rounds}")
+    if repeats < 1:
+        raise InvalidArgument(f"calibrate: repeats must be at least 1, not {repeats}")
     if group.size() == 1:
         return Link(group.provider, 1, dict.fromkeys(COLLECTIVES, Cost(0.0, float("inf"))), plan=0.0, measured=True)
-    small, large = _times(group, rounds, SMALL), _times(group, rounds, LARGE)
+    small, large = _times(group, repeats, SMALL), _times(group, repeats, LARGE)
     costs = {}
     for name in COLLECTIVES:
         (sent_small, fast), (sent_large, slow) = small[name], large[name]
         # Noise may turn the line around; a link faster than memory is no link.
         bandwidth = min((sent_large - sent_small) / max(slow - fast, 1e-9), 1e12)
         costs[name] = Cost(max(fast - sent_small / bandwidth, 1e-7), bandwidth)
-    return Link(group.provider, group.size(), costs, plan=_plan_seconds(group, rounds), measured=True)
+    return Link(group.provider, group.size(), costs, plan=_plan_seconds(group, repeats), measured=True)
 
 
-def _times(group: Group, rounds: int, nbytes: int) -> dict[str, tuple[float, float]]:
-    """Of each collective on an array of about so many bytes: what a rank sends, and the seconds it takes."""
+def _times(group: Group, repeats: int, nbytes: int) -> dict[str, tuple[float, float]]:
+    """Of each collective on an array of about this many bytes: what a rank sends, and the seconds it takes."""
     size = group.size()
     rows = max(1, nbytes // 1024 // size)
     x = mx.ones((rows * size, 256))
@@ -305,21 +314,21 @@ def _times(group: Group, rounds: int, nbytes: int) -> dict[str, tuple[float, flo
         "sum_scatter": (share, lambda: sum_scatter(x, group=group)),
         "all_to_all_v": (share, lambda: all_to_all_v(x, counts, counts, group=group)),
     }
-    taken = {name: _median(group, rounds, lambda call=call: mx.eval(call())) for name, (_, call) in calls.items()}
+    taken = {name: _median(group, repeats, lambda call=call: mx.eval(call())) for name, (_, call) in calls.items()}
     return {name: (sent, taken[name]) for name, (sent, _) in calls.items()}
 
 
-def _plan_seconds(group: Group, rounds: int) -> float:
+def _plan_seconds(group: Group, repeats: int) -> float:
     """What dispatch does first: see dispatch.route()."""
     placement = Placement(group.size(), group.size())
     indices = mx.arange(PLANNED_TOKENS)[:, None] % group.size()
-    return _median(group, rounds, lambda: route(indices, placement, group))
+    return _median(group, repeats, lambda: route(indices, placement, group))
 
 
-def _median(group: Group, rounds: int, call: Callable[[], None]) -> float:
+def _median(group: Group, repeats: int, call: Callable[[], None]) -> float:
     """Seconds of a call, the same number on all ranks. The first two do not count."""
     taken = []
-    for _ in range(rounds + 2):
+    for _ in range(repeats + 2):
         # As lazy as what is timed: an operation that is carried out at once could overtake those of MLX.
         mx.eval(all_sum(mx.zeros((1,)), group=group))
         begin = time.perf_counter()

@@ -118,7 +118,7 @@ class ExpertParallelSwitchGLU(nn.Module):
             host_sync: whether a call may wait for its indices. If not, it works as inside ``mx.compile``: modes
                 "replicated" and "gather" only, each rank computes as many pairs as there are, indices out of range
                 make NaN instead of an error, and ranks with sharded tokens must have equally many.
-            policy: for "auto"; ``None`` for one that has measured nothing.
+            policy: for "auto"; ``None`` for one with the numbers of the tuning file, or of the provider.
 
         Raises:
             InvalidArgument: ``switch`` is something else; fewer experts than ranks; another argument does not fit.
@@ -133,7 +133,7 @@ class ExpertParallelSwitchGLU(nn.Module):
             "capacity_factor": capacity_factor,
             "exchange_dtype": exchange_dtype,
             "host_sync": host_sync,
-            "policy": policy or Policy(Link.assumed(group.provider, group.size())),
+            "policy": policy or Policy(Link.of(group)),
         }
         return cls(switch, Sharding.of(switch, placement, group, tp_group), options)
 

@@ -1,4 +1,4 @@
-"""`mlxdist bench compare`: two results of the suite case by case, with what differs by more than its spread."""
+"""`mlxdist bench compare`: two results of a benchmark case by case, with what differs by more than its spread."""
 
 from __future__ import annotations
 
@@ -8,45 +8,42 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.markup import escape
-from rich.table import Table
 
-from .job import results_console
-from .results import case_name, hosts_of, key, load, spread
+from .results import case_name, hosts_of, key, load, results_console, spread, table_of
 
 __all__ = ["compare", "compared", "differences"]
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 # Of the setup: what must be the same for times to answer a question, and what is only to be known.
 _NEEDED = ("ranks", "provider", "device", "pinned")
-_KNOWN = ("mlxdist", "mlx", "python", "revision", "iterations", "environment")
+_KNOWN = ("mlxdist", "mlx", "python", "revision", "iterations", "repeats", "environment")
 
 
 @click.command()
 @click.argument("before", metavar="A.json", type=_FILE)
 @click.argument("after", metavar="B.json", type=_FILE)
 @click.option(
-    "--fail-above",
+    "--max-slowdown",
     type=click.FloatRange(1, min_open=True),
     metavar="TIMES",
     help="Exit with status 1 if a case of B takes more than TIMES as long as in A.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON.")
-def compare(before: Path, after: Path, fail_above: float | None, as_json: bool) -> None:
-    """Compare two results of `mlxdist bench suite --output`, case by case.
+def compare(before: Path, after: Path, max_slowdown: float | None, as_json: bool) -> None:
+    """Compare two results of the same benchmark, as --output has written them, case by case.
 
     \b
-        mlxdist bench compare yesterday.json today.json --fail-above 1.2
+        mlxdist bench compare yesterday.json today.json --max-slowdown 1.2
 
     B/A below 1 is faster. Two cases differ where the middle 80 % of their times do not overlap; what does overlap is
     noise, whatever the ratio of the medians.
 
-    With --fail-above the exit status is 1 if a case of B differs and takes more than TIMES as long as in A, is refused
-    or missing in B, or if A and B have been measured in ways that cannot be compared. Without it, it is 0.
+    With --max-slowdown the exit status is 1 if a case of B differs and takes more than TIMES as long as in A, is
+    refused or missing in B, or if A and B have been measured in ways that cannot be compared. Without it, it is 0.
     """
     a, b = load(before), load(after)
     found = compared(a, b)
-    found["failed"] = _failures(found, fail_above) if fail_above else []
+    found["failed"] = _failures(found, max_slowdown) if max_slowdown else []
     if as_json:
         click.echo(json.dumps(found, indent=2))
     else:
@@ -57,7 +54,9 @@ def compare(before: Path, after: Path, fail_above: float | None, as_json: bool) 
 def compared(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     """{"comparable", "why_not", "other": what else is not the same, "cases": those of A, then what only B has}."""
     why_not, other = differences(a["setup"], b["setup"])
-    of_a, of_b = ({key(case): case for case in results["cases"]} for results in (a, b))
+    if a["benchmark"] != b["benchmark"]:
+        why_not.append(f"benchmark: {a['benchmark']} and {b['benchmark']}")
+    of_a, of_b = ({key(result): result for result in results["cases"]} for results in (a, b))
     cases = [_compare(of_a.get(which), of_b.get(which)) for which in dict.fromkeys([*of_a, *of_b])]
     return {"comparable": not why_not, "why_not": why_not, "other": other, "cases": cases}
 
@@ -84,12 +83,12 @@ def _facts(setup: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compare(a: dict[str, Any] | None, b: dict[str, Any] | None) -> dict[str, Any]:
-    case = a or b
-    found = {"case": case_name(case), "backend": case["backend"], "key": list(key(case))}
+    either = a or b
+    found = {"name": case_name(either["case"]), "variant": either["variant"], "case": either["case"]}
     times = [side["microseconds"] if side else None for side in (a, b)]
     found |= {"a": times[0], "b": times[1], "ratio": None, "low": None, "high": None}
     if None in times:
-        states = ("missing" if side is None else "refused" if side["refused"] else "there" for side in (a, b))
+        states = ("missing" if side is None else "refused" if side["refused"] else "present" for side in (a, b))
         return found | {"verdict": "{} in A, {} in B".format(*states)}
     one, two = times
     overlap = one["p10"] <= two["p90"] and two["p10"] <= one["p90"]
@@ -101,7 +100,7 @@ def _compare(a: dict[str, Any] | None, b: dict[str, Any] | None) -> dict[str, An
 def _failures(found: dict[str, Any], limit: float) -> list[str]:
     failures = [f"not comparable: {why}" for why in found["why_not"]]
     for case in found["cases"]:
-        where = f"{case['case']} by {case['backend']}"
+        where = f"{case['name']} by {case['variant']}"
         if case["b"] is None:
             failures.append(f"{where}: {case['verdict']}")
         elif case["verdict"] == "slower" and case["ratio"] > limit:
@@ -111,18 +110,14 @@ def _failures(found: dict[str, Any], limit: float) -> list[str]:
 
 def _print(found: dict[str, Any]) -> None:
     console = results_console()
-    table = Table(title="microseconds: median \\[range]; B/A with the range that the middle 80 % of both allow")
-    for column in ("case", "backend"):
-        table.add_column(column)
-    for column in ("A", "B", "B/A"):
-        table.add_column(column, justify="right")
-    table.add_column("")
+    rows = []
     for case in found["cases"]:
         sides = [spread(times) if times else "" for times in (case["a"], case["b"])]
         ratio = f"{case['ratio']:.2f} [{case['low']:.2f}..{case['high']:.2f}]" if case["ratio"] else ""
         verdict = "" if case["verdict"] == "alike" else case["verdict"]
-        table.add_row(*map(escape, [case["case"], case["backend"], *sides, ratio, verdict]))
-    console.print(table)
+        rows.append([case["name"], case["variant"], *sides, ratio, verdict])
+    title = "microseconds: median [range]; B/A with the range that the middle 80 % of both allow"
+    console.print(table_of(title, ["case", "variant", "A", "B", "B/A", ""], rows, left=2))
     counted = {word: sum(case["verdict"] == word for case in found["cases"]) for word in ("alike", "faster", "slower")}
     lines = [f"{counted['alike']} alike, {counted['faster']} faster and {counted['slower']} slower in B."]
     lines += [f"Also not the same: {text}" for text in found["other"]]

@@ -1,4 +1,4 @@
-"""The limits of the machine itself, of which speed tables give multiples; limits_rank.py measures them."""
+"""The limits of the machine itself, of which speed tables give multiples; timing.py measures them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from .sizes import format_size
 
-__all__ = ["LIMITS", "LIMIT_COLUMNS", "NARROW", "explain_limits", "limit_cells", "limits_line", "times_limits"]
+__all__ = ["LIMITS", "LIMIT_COLUMNS", "NARROW", "explain_limits", "limit_cells", "limits_line"]
 
 LIMITS = {
     "transfer": "as many bytes from one core to another on rank 0's machine",
@@ -15,21 +15,17 @@ LIMITS = {
 SHORT = {"transfer": "from core to core", "memcpy": "copied by all ranks at once"}
 NO_TRANSFER = "no transfer, since rank 0 has one core"
 LIMIT_COLUMNS = [f"times {name}" for name in LIMITS]
-NARROW = 130  # columns of a terminal in which a table with these has no room for spaces beside its lines
+NARROW = 130  # columns of a terminal in which a table with these has no room for spaces next to its lines
 
 
-def times_limits(median: float | None, case: dict[str, Any]) -> dict[str, float | None]:
-    """{"times_transfer", "times_memcpy"}: the multiples of the limits that are in ``case``; None without a limit."""
-    return {f"times_{name}": median / case[name]["median"] if median and case.get(name) else None for name in LIMITS}
-
-
-def limit_cells(median: float | None, case: dict[str, Any]) -> list[str]:
-    """For `LIMIT_COLUMNS`: the multiple, and the microseconds of the limit."""
-    times = times_limits(median, case)
-    return [
-        f"{_short(times[f'times_{name}'])} of {_short(case[name]['median'])}" if times[f"times_{name}"] else ""
-        for name in LIMITS
-    ]
+def limit_cells(result: dict[str, Any] | None) -> list[str]:
+    """For `LIMIT_COLUMNS`: the multiple, and the microseconds of the limit. Empty for a layer that computes: how long
+    bytes take to move says nothing of it."""
+    if not result or not result["microseconds"] or "transfer" not in result:
+        return [""] * len(LIMITS)
+    median = result["microseconds"]["median"]
+    limits = [result[name] and result[name]["median"] for name in LIMITS]
+    return [f"{_short(median / limit)} of {_short(limit)}" if limit else "" for limit in limits]
 
 
 def _short(value: float) -> str:
@@ -37,17 +33,17 @@ def _short(value: float) -> str:
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
-def explain_limits(cases: list[dict[str, Any]]) -> list[str]:
-    """Lines below a table of ``cases`` with `LIMIT_COLUMNS`."""
-    if not cases:
+def explain_limits(results: list[dict[str, Any]]) -> list[str]:
+    """Lines below a table of ``results`` with `LIMIT_COLUMNS`."""
+    limits = [result["transfer"] for result in results if "transfer" in result]
+    if not limits:
         return []
     lines = [f"times {name}: compared with {words}, in the same run." for name, words in LIMITS.items()]
-    missing = any("transfer" in case and not case["transfer"] for case in cases)
-    return [*lines, f"There is {NO_TRANSFER}."] if missing else lines
+    return lines if all(limits) else [*lines, f"There is {NO_TRANSFER}."]
 
 
 def limits_line(limits: list[dict[str, Any]]) -> str:
-    """For tables of layers, which compute: what `limits_rank.measure_limits` has measured, in one line."""
+    """For tables of layers, which compute: what `timing.measure_limits` has measured, in one line."""
     parts = []
     for name, words in SHORT.items():
         there = [f"{format_size(c['bytes'])} {_short(c[name]['median'])}" for c in limits if c[name]]

@@ -1,4 +1,4 @@
-"""What a result depends on and nobody remembers later: of this machine, of the command, and of the project."""
+"""What a result depends on and what is hard to find out later: of this machine, of the command, and of the project."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def describe_command() -> dict[str, Any]:
 
 
 def _revision() -> str | None:
-    folder = str(Path(__file__).parent)
-    revision = _run("git", "-C", folder, "rev-parse", "HEAD")
-    changed = _run("git", "-C", folder, "status", "--porcelain", "--untracked-files=no")
+    directory = str(Path(__file__).parent)
+    revision = _run("git", "-C", directory, "rev-parse", "HEAD")
+    changed = _run("git", "-C", directory, "status", "--porcelain", "--untracked-files=no")
     return f"{revision}{', with changes' if changed else ''}" if revision else None
 
 

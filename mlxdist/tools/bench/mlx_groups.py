@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import tempfile
-from collections.abc import Sequence
 
 import mlx.core as mx
 
@@ -14,24 +13,17 @@ import mlxdist
 from mlxdist.base.environment import Environment, format_address
 from mlxdist.cluster.hostfile import device_map
 
-from .exchange import exchange
+from .timing import exchange
 
-__all__ = ["BACKENDS", "mlx_group", "mlx_groups"]
-
-BACKENDS = ("ring", "mpi", "jaccl")
-
-
-def mlx_groups(names: Sequence[str], world: mlxdist.Group) -> dict[str, mx.distributed.Group]:
-    """A genuine mx.distributed.Group of each backend: "ring", "mpi", "jaccl". Collective.
-
-    Raises:
-        RuntimeError: a backend cannot be used, or numbers the ranks differently.
-    """
-    return {name: mlx_group(name, world) for name in names}
+__all__ = ["mlx_group"]
 
 
 def mlx_group(name: str, world: mlxdist.Group) -> mx.distributed.Group:
-    """The same of one backend."""
+    """A genuine mx.distributed.Group of a backend: "ring", "mpi", "jaccl". Collective.
+
+    Raises:
+        RuntimeError: the backend cannot be used, or numbers the ranks differently.
+    """
     addresses = _addresses(world)
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         if name == "ring":

@@ -1,4 +1,4 @@
-"""The operations that the benchmarks carry out, on data whose result is known."""
+"""The operations that the benchmarks carry out, on data whose result is known: lazily through MLX, and eagerly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,19 @@ import numpy as np
 
 import mlxdist
 
-__all__ = ["CASES", "Case", "Inputs", "count_wrong", "from_mlx", "storage", "to_mlx", "total_wrong"]
+__all__ = [
+    "CASES",
+    "Case",
+    "Eager",
+    "Inputs",
+    "Lazy",
+    "add",
+    "count_off",
+    "count_wrong",
+    "from_mlx",
+    "storage",
+    "to_mlx",
+]
 
 ROOT = 0
 # How many numbers below 32 have a sum that the dtype holds exactly, whatever the order of the additions; any number of
@@ -77,9 +89,12 @@ def count_wrong(result: np.ndarray, expected: np.ndarray) -> int:
     return int(np.count_nonzero(np.ascontiguousarray(result).view(bits) != np.ascontiguousarray(expected).view(bits)))
 
 
-def total_wrong(wrong: int, world: mlxdist.Group) -> int:
-    """The wrong elements of all ranks."""
-    return int(mlxdist.all_sum(np.array([wrong], np.int64), group=world)[0])
+def count_off(expected: mx.array, tolerance: float, result: mx.array) -> int:
+    """The elements that differ by more than ``tolerance`` times the largest element of what they must be."""
+    if result.shape != expected.shape or not expected.size:
+        return max(result.size, expected.size)
+    found, wanted = result.astype(mx.float32), expected.astype(mx.float32)
+    return int((~(mx.abs(found - wanted) <= tolerance * mx.abs(wanted).max())).sum().item())  # NaN is wrong, too
 
 
 def to_mlx(array: np.ndarray, dtype: str) -> mx.array:
@@ -97,22 +112,22 @@ class Case:
     """One operation: how it is called, and what comes out.
 
     ``lazy(x, group)`` is the operation on an ``mx.array``; ``eager(x, out, group, dtype)`` on NumPy arrays. ``given``
-    and ``expected`` are a rank's input and output: functions of all ranks' whole arrays and of the rank.
+    and ``expected`` are a rank's input and output: functions of all ranks' arrays and of the rank.
     ``chains``: the result can be put in again.
     """
 
     lazy: Callable[[mx.array, mlxdist.Group], mx.array]
     eager: Callable[[np.ndarray, np.ndarray, mlxdist.Group, object], object]
     expected: Callable[[Inputs, int], np.ndarray]
-    given: Callable[[Inputs, int], np.ndarray] = lambda wholes, rank: wholes[rank]
+    given: Callable[[Inputs, int], np.ndarray] = lambda inputs, rank: inputs[rank]
     chains: bool = False
-    times: int = 1  # a call is so many operations
+    times: int = 1  # operations in a call
     in_place: bool = False
     choice: bool = True  # the group chooses among several algorithms
 
 
-def _part(whole: np.ndarray, index: int, parts: int) -> np.ndarray:
-    return whole.reshape(parts, -1)[index]
+def _part(array: np.ndarray, index: int, parts: int) -> np.ndarray:
+    return array.reshape(parts, -1)[index]
 
 
 def _partner(group: mlxdist.Group) -> int | None:
@@ -146,44 +161,139 @@ def _send_recv_eager(x: np.ndarray, out: np.ndarray, group: mlxdist.Group, dtype
         mlxdist.send(x, partner, group=group, dtype=dtype)
 
 
-def _send_recv_expected(wholes: Inputs, rank: int) -> np.ndarray:
-    return wholes[rank ^ 1 if rank ^ 1 < len(wholes) else rank]
+def _send_recv_expected(inputs: Inputs, rank: int) -> np.ndarray:
+    return inputs[rank ^ 1 if rank ^ 1 < len(inputs) else rank]
 
 
 CASES = {
     "all_sum": Case(
         lazy=lambda x, group: mlxdist.all_sum(x, group=group),
         eager=lambda x, out, group, dtype: mlxdist.all_sum(x, group=group, out=out, dtype=dtype),
-        expected=lambda wholes, rank: add(wholes),
+        expected=lambda inputs, rank: add(inputs),
         chains=True,
     ),
     "all_gather": Case(
         lazy=lambda x, group: mlxdist.all_gather(x, group=group),
         eager=lambda x, out, group, dtype: mlxdist.all_gather(x, group=group, out=out, dtype=dtype),
-        given=lambda wholes, rank: _part(wholes[rank], rank, len(wholes)),
-        expected=lambda wholes, rank: np.concatenate(
-            [_part(whole, index, len(wholes)) for index, whole in enumerate(wholes)]
+        given=lambda inputs, rank: _part(inputs[rank], rank, len(inputs)),
+        expected=lambda inputs, rank: np.concatenate(
+            [_part(array, index, len(inputs)) for index, array in enumerate(inputs)]
         ),
     ),
     "sum_scatter": Case(
         lazy=lambda x, group: mlxdist.sum_scatter(x, group=group),
         eager=lambda x, out, group, dtype: mlxdist.sum_scatter(x, group=group, out=out, dtype=dtype),
-        expected=lambda wholes, rank: _part(add(wholes), rank, len(wholes)),
+        expected=lambda inputs, rank: _part(add(inputs), rank, len(inputs)),
     ),
     "broadcast": Case(
         lazy=lambda x, group: mlxdist.broadcast(x, ROOT, group=group),
         eager=lambda x, out, group, dtype: mlxdist.broadcast(out, ROOT, group=group, out=out, dtype=dtype),
-        expected=lambda wholes, rank: wholes[ROOT],
+        expected=lambda inputs, rank: inputs[ROOT],
         chains=True,
         in_place=True,
     ),
     "all_to_all": Case(
         lazy=lambda x, group: mlxdist.all_to_all(x, group=group),
         eager=lambda x, out, group, dtype: mlxdist.all_to_all(x, group=group, out=out, dtype=dtype),
-        expected=lambda wholes, rank: np.concatenate([_part(whole, rank, len(wholes)) for whole in wholes]),
+        expected=lambda inputs, rank: np.concatenate([_part(array, rank, len(inputs)) for array in inputs]),
         choice=False,
     ),
     "send_recv": Case(
         lazy=_send_recv_lazy, eager=_send_recv_eager, expected=_send_recv_expected, times=2, choice=False
     ),
 }
+
+CHAIN_UP_TO = 64 << 10  # bytes; above, an evaluation costs little next to the operation
+CHAIN = 50
+
+
+class Lazy:
+    """Lazy operations on ``mx.array``; small ones many in one graph, as a model has them.
+
+    Args:
+        lazy: the operation; the case's own by default, or another's that gives the same result.
+        chain: how many in a graph; by default 50 up to 64 KiB, else 1.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        data: Inputs,
+        world: mlxdist.Group,
+        lazy: Callable[[mx.array], mx.array] | None = None,
+        chain: int | None = None,
+    ) -> None:
+        self.case = case
+        self.lazy = lazy or (lambda x: case.lazy(x, world))
+        given, self.expected = case.given(data, world.rank()), case.expected(data, world.rank())
+        self.input_bytes = given.nbytes
+        self.x = to_mlx(given, data.dtype)
+        self.wrong = count_wrong(from_mlx(self.lazy(self.x)), self.expected)
+        many = self.input_bytes <= CHAIN_UP_TO and case is not CASES["send_recv"]
+        self.chain = chain or (CHAIN if many else 1)
+        self.operations = self.chain * case.times
+        if self.chain > 1 and case is CASES["all_sum"] and data.dtype != "bool":
+            # Sums of sums would overflow. These cancel, so the chain goes on with zeros, and what is not 0 stays.
+            first = to_mlx(data[0], data.dtype)
+            zeros = mx.zeros_like(first)
+            self.x = {0: first, 1: zeros - first}.get(world.rank(), zeros)
+            self.expected = np.zeros_like(self.expected)
+        mx.eval(self.x)
+        self.results: list[mx.array] = []
+
+    def call(self) -> None:
+        self.results = []  # first: a result kept next to the new one would be one array more to go through the caches
+        if self.case.chains:
+            y = self.x
+            for _ in range(self.chain):
+                y = self.lazy(y)
+            self.results = [y]
+        else:
+            self.results = [self.lazy(self.x) for _ in range(self.chain)]
+        mx.eval(self.results)
+
+    def count_wrong(self) -> int:
+        """The wrong elements of the first operation and of the last call."""
+        return self.wrong + sum(count_wrong(from_mlx(result), self.expected) for result in self.results)
+
+
+class Eager:
+    """Eager calls on NumPy arrays, into an array that is there already.
+
+    Args:
+        eager: the operation, from the first array into the second; the case's own by default.
+    """
+
+    chain = 1
+
+    def __init__(
+        self,
+        case: Case,
+        data: Inputs,
+        world: mlxdist.Group,
+        eager: Callable[[np.ndarray, np.ndarray], object] | None = None,
+    ) -> None:
+        dtype = mx.bfloat16 if data.dtype == "bfloat16" else None
+        self.eager = eager or (lambda x, out: case.eager(x, out, world, dtype))
+        self.x, self.expected = case.given(data, world.rank()), case.expected(data, world.rank())
+        self.input_bytes = self.x.nbytes
+        self.operations = case.times
+        self.out = self.x.copy() if case.in_place else np.empty_like(self.expected)
+        self._in_place = case.in_place
+        self.wrong = 0
+        self._spoil()
+        self.call()
+        self.wrong = self.count_wrong()
+        self._spoil()
+
+    def _spoil(self) -> None:
+        """What an operation leaves out stays wrong."""
+        if not self._in_place:
+            self.out.view(np.uint8).fill(0xFF)
+
+    def call(self) -> None:
+        self.eager(self.x, self.out)
+
+    def count_wrong(self) -> int:
+        """The wrong elements of the first call and of the last one."""
+        return self.wrong + count_wrong(self.out, self.expected)

@@ -1,8 +1,7 @@
-"""`mlxdist bench report`: results of the suite as one HTML file, with plots, that needs nothing besides itself."""
+"""`mlxdist bench report`: results of a benchmark as one HTML file, with plots, that needs nothing besides itself."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from html import escape
@@ -11,12 +10,13 @@ from typing import Any
 
 import click
 
+from mlxdist.base.atomic_file import atomic_write
 from mlxdist.base.output_file import OUTPUT_FILE, is_written
 
-from .limits import LIMIT_COLUMNS
-from .results import backends_of, by_name, case_name, hosts_of, limits_of, load, spread, times_of
+from .limits import LIMIT_COLUMNS, limit_cells
+from .results import by_case, case_name, hosts_of, load, notes, spread, times_of, variants_of
+from .runner import require_package
 from .sizes import format_size
-from .suite import notes
 
 __all__ = ["report", "write_report"]
 
@@ -39,22 +39,21 @@ pre { overflow-x: auto; font-size: 0.8rem; }
 @click.argument("file", metavar="A.json", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--html", type=OUTPUT_FILE, required=True, help="Where to write the report.")
 def report(file: Path, html: Path) -> None:
-    """Write a report with plots of what `mlxdist bench suite --output` has written.
+    """Write a report with plots of what a benchmark has written with --output.
 
     \b
         mlxdist bench report today.json --html today.html
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise click.ClickException("plots need matplotlib: pip install 'mlxdist[bench]'")
-    sys.exit(0 if write_report(load(file), html) else 1)
+    require_package("matplotlib", "bench")
+    results = load(file)
+    sys.exit(0 if is_written(html, lambda path: write_report(results, path)) else 1)
 
 
-def write_report(results: dict[str, Any], path: Path) -> bool:
-    """Whether it is written; if not, that is told."""
-    from .suite_plots import curves, layers  # only now: matplotlib takes a second to load
+def write_report(results: dict[str, Any], path: Path) -> None:
+    from .plots import curves, layers  # only now: matplotlib takes a second to load
 
     setup = results["setup"]
-    title = f"mlxdist bench suite, {setup['ranks']} ranks on {hosts_of(results)}"
+    title = f"mlxdist bench {results['benchmark']}, {setup['ranks']} ranks on {hosts_of(results)}"
     parts = [
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>',
         f'<meta name="viewport" content="width=device-width">\n<style>{_STYLE}</style>\n</head>\n<body>',
@@ -70,7 +69,7 @@ def write_report(results: dict[str, Any], path: Path) -> bool:
         _setup(setup),
         "</body>\n</html>\n",
     ]
-    return is_written(path, "\n".join(parts))
+    atomic_write(path, "\n".join(parts))
 
 
 def _notes(results: dict[str, Any]) -> str:
@@ -85,25 +84,23 @@ def _notes(results: dict[str, Any]) -> str:
 
 
 def _table(results: dict[str, Any]) -> str:
-    names = backends_of(results)
+    names = variants_of(results)
     titles = ["case"] + [title for name in names for title in (f"{name}, µs", "p99", "GB/s")]
     titles += [f"{name} / {names[0]}" for name in names[1:]]
     titles += [f"{name} {column}" for name in names[:1] for column in LIMIT_COLUMNS]
     rows = []
-    for cases in by_name(results).values():
-        cells = [case_name(next(iter(cases.values())))]
+    for row in by_case(results):
+        cells = [case_name(next(iter(row.values()))["case"])]
         for name in names:
-            case = cases.get(name)
-            times = case and case["microseconds"]
-            if times:
-                speed = "" if case.get("tokens") else f"{case['gbps']:.2f}"
+            result = row.get(name)
+            if result and (times := result["microseconds"]):
+                speed = f"{result['algbw']:.2f}" if result.get("algbw") else ""
                 cells += [spread(times), f"{times['p99']:.1f}", speed]
             else:
-                cells += ["refused" if case else "-", "", ""]
-        ratios = [times_of(cases.get(name), cases.get(names[0])) for name in names[1:]]
+                cells += ["refused" if result else "-", "", ""]
+        ratios = [times_of(row.get(name), row.get(names[0])) for name in names[1:]]
         cells += ["" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
-        cells += limits_of(cases.get(names[0]))
-        rows.append(_row("td", cells))
+        rows.append(_row("td", cells + limit_cells(row.get(names[0]))))
     head = f'<div class="wide"><table>\n<thead>{_row("th", titles)}</thead>\n<tbody>'
     return "\n".join([head, *rows, "</tbody>\n</table></div>"])
 
@@ -115,7 +112,7 @@ def _row(tag: str, cells: list[str]) -> str:
 def _setup(setup: dict[str, Any]) -> str:
     lines = []
     for name, value in setup.items():
-        if name == "plan":
+        if name == "cases":
             sizes = sorted({line["bytes"] for line in value if "bytes" in line})
             name, value = "sizes", ", ".join(map(format_size, sizes))
         text = value if isinstance(value, str) else json.dumps(value, indent=2)

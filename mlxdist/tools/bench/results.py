@@ -1,46 +1,71 @@
-"""The results of `mlxdist bench suite` as a file: what is in it, and how it is read back."""
+"""The results of a benchmark: the format that all have, how a file of them is read back, and how they are shown.
+
+    {"benchmark", "schema", "setup": {...}, "cases": [result, ...], "absent": [{"variant", "absent", ...}], "targets"}
+
+A result is that of one case by one variant: {"case": what was measured, "variant": by what, "microseconds": quantiles
+or null, "wrong": elements, "refused": why there are no numbers or null}, "transfer" and "memcpy" (limits of the
+machine) where bytes move, and more that the benchmark counts. Two results of the same case and variant can be compared.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
-from .limits import LIMIT_COLUMNS, LIMITS, limit_cells
+from mlxdist.base.validation import fields_of, list_of, map_of, number, or_null, text
+
+from .limits import LIMIT_COLUMNS, LIMITS, NARROW, explain_limits, limit_cells, limits_line
 from .sizes import format_size
 
 __all__ = [
-    "BENCHMARK",
-    "COMPUTING",
+    "QUIET_ADVICE",
     "SCHEMA",
-    "backends_of",
-    "by_name",
+    "Target",
+    "by_case",
     "case_name",
+    "comparison_table",
+    "failed",
+    "foreign_load",
     "hosts_of",
     "key",
-    "limits_of",
     "load",
-    "size_of",
+    "notes",
+    "print_results",
+    "print_targets",
+    "results_console",
     "spread",
+    "table_of",
     "times_of",
+    "variants_of",
 ]
 
-BENCHMARK, SCHEMA = "suite", 1
-# Layers whose time is that of arithmetic and of reading weights.
-COMPUTING = ("ep_pipeline", "tp_decode", "tp_prefill")
+SCHEMA = 2
+QUIET = 0.05  # share of the CPU that other processes may use before the numbers are no good
+QUIET_ADVICE = "repeat this on a quiet machine, or give --force"
 _MAX_BYTES = 64 << 20
+_MAX_RESULTS = 100_000
 _MAX_SIZE = 1 << 60
-_ABSENT = ("operation", "backend", "why")
-_SETUP = dict.fromkeys(("provider", "mlxdist", "mlx", "device", "command"), str)
-_SETUP |= dict.fromkeys(("ranks", "warm_up", "iterations"), int) | dict.fromkeys(("hosts", "machines", "plan"), list)
-_SETUP["foreign_cpu_share"] = float | None
-_TIMES = ("median", "p10", "p90", "p99", "min", "max")
+# Columns of the terminal that a comparison needs to show ranges: for the case, a variant and any other column.
+_WIDTH, _WIDTH_OF_VARIANT, _WIDTH_OF_COLUMN = 34, 25, 15
+
+Results = dict[str, Any]
+Result = dict[str, Any]
 
 
-def load(path: Path) -> dict[str, Any]:
+# The file.
+
+
+def load(path: Path) -> Results:
     """The results in a file.
 
     Raises:
@@ -58,112 +83,290 @@ def load(path: Path) -> dict[str, Any]:
         _check(found)
     except (ValueError, RecursionError) as error:
         why = f"line {error.lineno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else error
-        raise click.ClickException(f"{path} is not what mlxdist bench suite --output writes: {why}") from None
+        raise click.ClickException(f"{path} is not what mlxdist bench --output writes: {why}") from None
     return found
+
+
+def _time(name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{name} is {value!r:.50}, not a time")
+    return value
+
+
+def _times(name: str, value: Any) -> dict[str, Any]:
+    return fields_of(dict.fromkeys(("median", "p10", "p90", "p99", "min", "max"), _time), value)
+
+
+def _limit(name: str, value: Any) -> dict[str, Any]:
+    return fields_of({"median": _time}, value)
+
+
+def _case(name: str, value: Any) -> dict[str, Any]:
+    found = map_of(lambda name, value: value, 32)(name, value)
+    for key, value in found.items():
+        (number(1 if key == "bytes" else 0, _MAX_SIZE) if type(value) is not str else text())(key, value)
+    return found
+
+
+def _any(kind: type) -> Callable[[str, Any], Any]:
+    def check(name: str, value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} is malformed")
+        return value
+
+    return check
+
+
+def _host(name: str, value: Any) -> dict[str, Any]:
+    return fields_of({"name": text(), "ips": list_of(text(), 1000)}, value)
+
+
+_RESULT = {
+    "case": _case,
+    "variant": text(),
+    "wrong": number(0, _MAX_SIZE),
+    "refused": or_null(text(10_000)),
+    "microseconds": or_null(_times),
+}
+_SETUP = dict.fromkeys(("provider", "mlxdist", "mlx", "device", "command"), text(100_000)) | {
+    "ranks": number(1, _MAX_SIZE),
+    "hosts": list_of(_host, 10_000),
+    "machines": list_of(_any(dict), 10_000),
+    "cases": list_of(_any(dict), _MAX_RESULTS),
+    "limits": list_of(_any(dict), 100),
+    "foreign_cpu_share": _any(float | None),
+}
+_FILE = {
+    "setup": lambda name, value: fields_of(_SETUP, value),
+    "cases": list_of(_any(dict), _MAX_RESULTS),
+    "absent": list_of(lambda name, value: fields_of({"variant": text(), "absent": text(10_000)}, value), _MAX_RESULTS),
+    "targets": list_of(_any(dict), _MAX_RESULTS),
+}
 
 
 def _check(found: Any) -> None:
     """Raises ValueError for what the commands that read results would stumble over."""
-    if not isinstance(found, dict) or found.get("benchmark") != BENCHMARK:
-        raise ValueError(f'there is no "benchmark": "{BENCHMARK}" in it')
+    if not isinstance(found, dict) or not isinstance(found.get("benchmark"), str):
+        raise ValueError('there is no "benchmark" in it')
     if found.get("schema") != SCHEMA:
         raise ValueError(f"its schema is {found.get('schema')!r:.40}, and this mlxdist reads {SCHEMA}")
-    kinds = {"setup": dict, "backends": dict, "cases": list, "absent": list}
-    for name, kind in kinds.items():
-        if not isinstance(found.get(name), kind):
-            raise ValueError(f'"{name}" is missing or malformed')
-    for name, kind in _SETUP.items():
-        if not isinstance(found["setup"].get(name), kind):
-            raise ValueError(f'"{name}" of the setup is missing or malformed')
-    lists = [found["setup"][name] for name in ("hosts", "machines", "plan")] + [found["absent"]]
-    if not all(isinstance(entry, dict) for entries in [*lists, list(found["backends"].values())] for entry in entries):
-        raise ValueError("a host, a machine or what is absent is malformed")
-    if not all(isinstance(host.get("ips", []), list) for host in found["setup"]["hosts"]):
-        raise ValueError("the addresses of a host are malformed")
-    if not all(isinstance(entry.get(name), str) for entry in found["absent"] for name in _ABSENT):
-        raise ValueError("what is absent is malformed")
-    for number, case in enumerate(found["cases"]):
-        if not _is_case(case):
-            raise ValueError(f"case {number} is malformed")
-    seen = [key(case) for case in found["cases"]]
+    fields_of(_FILE, found)
+    for number_, result in enumerate(found["cases"]):
+        limits = {name: or_null(_limit) for name in LIMITS if name in result}
+        try:
+            checked = fields_of(_RESULT | limits, result)
+            if checked["microseconds"] is None and checked["refused"] is None:
+                raise ValueError("it has neither times nor a reason why not")
+        except ValueError as error:
+            raise ValueError(f"case {number_} is malformed: {error}") from None
+    seen = [key(result) for result in found["cases"]]
     if len(set(seen)) < len(seen):
         raise ValueError("a case is there twice")
 
 
-def _is_case(case: Any) -> bool:
-    if not isinstance(case, dict) or not isinstance(case.get("refused"), str | None):
-        return False
-    texts = all(isinstance(case.get(name), str) for name in ("operation", "dtype", "backend"))
-    texts = texts and isinstance(case.get("described", ""), str)
-    numbers = all(isinstance(case.get(name, 0), int) for name in ("tokens", "wrong"))
-    numbers = numbers and isinstance(case.get("bytes"), int) and 0 < case["bytes"] <= _MAX_SIZE
-    limits = [case[name] for name in LIMITS if case.get(name) is not None]
-    texts = texts and all(isinstance(limit, dict) and _is_time(limit.get("median")) for limit in limits)
-    times = case.get("microseconds")
-    if times is None:
-        return texts and numbers and case["refused"] is not None
-    numbers = numbers and _is_time(case.get("gbps"))
-    return texts and numbers and isinstance(times, dict) and all(_is_time(times.get(name)) for name in _TIMES)
-
-
-def _is_time(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and value > 0
-
-
-def key(case: dict[str, Any]) -> tuple:
-    """What makes two cases the same."""
-    return case["operation"], case["dtype"], case["bytes"], case.get("tokens", 0), case["backend"]
+def key(result: Result) -> tuple:
+    """What makes two results those of the same case by the same variant."""
+    return *sorted(result["case"].items()), result["variant"]
 
 
 def case_name(case: dict[str, Any]) -> str:
-    """What was measured, in words, whatever the backend."""
-    return f"{case['operation']} {case['dtype']}, {size_of(case)}"
+    """What was measured, in words: "all_reduce float32, 4 KiB"."""
+    words = [value for value in case.values() if isinstance(value, str)]
+    return ", ".join([" ".join(words), *(_numbered(*item) for item in case.items() if not isinstance(item[1], str))])
 
 
-def size_of(case: dict[str, Any]) -> str:
-    if case.get("tokens"):
-        return f"{case['tokens']} token{'s' * (case['tokens'] != 1)}"
-    return format_size(case["bytes"])
+def _numbered(name: str, value: int) -> str:
+    if name == "bytes":
+        return format_size(value)
+    return f"{value} {name.removesuffix('s') if value == 1 else name}" if name.endswith("s") else f"{name} {value}"
 
 
-def backends_of(results: dict[str, Any]) -> list[str]:
+def variants_of(results: Results) -> list[str]:
     """Those that have been measured, in their order."""
-    return list(dict.fromkeys(case["backend"] for case in results["cases"]))
+    return list(dict.fromkeys(result["variant"] for result in results["cases"]))
 
 
-def by_name(results: dict[str, Any]) -> dict[tuple, dict[str, dict[str, Any]]]:
-    """The cases of all backends beside each other: by what was measured, then by backend."""
-    found: dict[tuple, dict[str, dict[str, Any]]] = {}
-    for case in results["cases"]:
-        found.setdefault(key(case)[:-1], {})[case["backend"]] = case
-    return found
+def by_case(results: Results) -> list[dict[str, Result]]:
+    """Of each case the results by variant."""
+    found: dict[tuple, dict[str, Result]] = {}
+    for result in results["cases"]:
+        found.setdefault(key(result)[:-1], {})[result["variant"]] = result
+    return list(found.values())
 
 
-def times_of(case: dict[str, Any] | None, other: dict[str, Any] | None) -> float | None:
-    """How many times as long as the other it takes, if both are results."""
-    if not case or not other or not case["microseconds"] or not other["microseconds"]:
+def failed(results: Results) -> bool:
+    """Whether a result is none, or there is none at all."""
+    return any(result["refused"] for result in results["cases"]) or not results["cases"]
+
+
+def times_of(result: Result | None, other: Result | None) -> float | None:
+    """How many times as long as the other it takes, if both have times."""
+    if not result or not other or not result["microseconds"] or not other["microseconds"]:
         return None
-    return case["microseconds"]["median"] / other["microseconds"]["median"]
+    return result["microseconds"]["median"] / other["microseconds"]["median"]
 
 
-def limits_of(case: dict[str, Any] | None) -> list[str]:
-    """For `LIMIT_COLUMNS`; empty for a layer that computes: how long bytes take to move says nothing of it."""
-    if not case or case["operation"] in COMPUTING or not case["microseconds"]:
-        return [""] * len(LIMIT_COLUMNS)
-    return limit_cells(case["microseconds"]["median"], case)
+# What is shown.
 
 
-def hosts_of(results: dict[str, Any]) -> str:
-    """The hosts with their addresses, in words."""
-    parts = []
-    for host in results["setup"]["hosts"]:
-        ips = f" ({', '.join(map(str, host['ips']))})" if host.get("ips") else ""
-        parts.append(f"{host.get('name')}{ips}")
-    return ", ".join(parts)
+def results_console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 300)
 
 
-def spread(times: dict[str, float]) -> str:
+def spread(times: dict[str, float] | None) -> str:
     """Median and range."""
+    if not times:
+        return "refused"
     digits = 2 if times["median"] < 10 else 1 if times["median"] < 1000 else 0
     median, low, high = (f"{times[name]:.{digits}f}" for name in ("median", "min", "max"))
     return f"{median} [{low}..{high}]"
+
+
+def table_of(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1, **style: Any
+) -> Table:
+    """The first ``left`` columns hold words, the others numbers."""
+    table = Table(title=escape(title), **style)
+    for place, column in enumerate(columns):
+        # A narrow terminal loses no digit.
+        options = {"no_wrap": True} if place == 0 else {} if place < left else {"justify": "right", "overflow": "fold"}
+        table.add_column(escape(column), **options)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table
+
+
+def limits_table(
+    title: str, columns: Sequence[str], rows: Sequence[tuple[Result, Sequence[str]]], console: Console
+) -> Table:
+    """A table whose rows end with multiples of the machine's limits."""
+    cells = [[*row, *limit_cells(result)] for result, row in rows]
+    return table_of(title, [*columns, *LIMIT_COLUMNS], cells, padding=(0, int(console.width >= NARROW)))
+
+
+def comparison_table(
+    results: Results,
+    title: str,
+    console: Console,
+    ours: str | None = None,
+    others: Sequence[str] | None = None,
+    more: dict[str, Callable[[dict[str, Result]], str]] | None = None,
+) -> Table:
+    """A row for each case: the times of all variants, how many times as long as ``ours`` the ``others`` take, the
+    machine's limits, and what the functions of ``more`` say of the row."""
+    names, more = variants_of(results), more or {}
+    ours = ours or (names[0] if names else "")
+    others = [name for name in names if name != ours] if others is None else others
+    has_speed = {name for name in names for row in by_case(results) if name in row and "algbw" in row[name]}
+    has_limits = any("transfer" in result for result in results["cases"])
+    narrow = len(has_speed) / 2 + len(others) + 2 * has_limits + len(more)
+    wide = console.width >= _WIDTH + _WIDTH_OF_VARIANT * len(names) + _WIDTH_OF_COLUMN * narrow
+    columns = ["case"]
+    for name in names:
+        columns += [name, "GB/s"] if name in has_speed else [name]
+    columns += [f"{name} / {ours}" for name in others]
+    columns += [f"{ours} {column}" for column in LIMIT_COLUMNS * has_limits] + list(more)
+    rows = []
+    for row in by_case(results):
+        cells = [case_name(next(iter(row.values()))["case"])]
+        for name in names:
+            result = row.get(name)
+            shown = "-" if result is None else spread(result["microseconds"])
+            cells.append(shown if wide else shown.partition(" ")[0])
+            if name in has_speed:
+                cells.append(f"{result['algbw']:.2f}" if result and result.get("algbw") else "")
+        ratios = [times_of(row.get(name), row.get(ours)) for name in others]
+        cells += ["" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+        cells += limit_cells(row.get(ours)) * has_limits
+        rows.append([*cells, *(cell(row) for cell in more.values())])
+    return table_of(f"{title}; microseconds: median{' [range]' * wide}", columns, rows)
+
+
+def print_results(results: Results, show: Callable[[Results, Console], None], console: Console) -> None:
+    if results["setup"]["limits"]:
+        console.print(limits_line(results["setup"]["limits"]))
+    show(results, console)
+    for line in notes(results):
+        console.print(line, markup=False, highlight=False)
+    print_targets(results["targets"], console)
+    if load := foreign_load(results["setup"]):
+        console.print(f"{load[0].upper()}{load[1:]}: repeat this on a quiet machine.")
+
+
+def notes(results: Results) -> list[str]:
+    """What a reader of the tables has to know besides them."""
+    setup = results["setup"]
+    lines = []
+    if "iterations" in setup:
+        counts = f"{setup['warm_up']} iterations to warm up, {setup['iterations']} timed"
+        lines = [f"{counts}, a barrier before each; the time of the slowest rank. GB/s: size over time."]
+    has_layers = any("tokens" in result["case"] for result in results["cases"])
+    layers = f"; layers on the {setup['device']}, a BLAS has one thread" * has_layers
+    lines.append(f"mlxdist {setup['mlxdist']} on {setup['provider']}; MLX {setup['mlx']}{layers}.")
+    lines += explain_limits(results["cases"])
+    described = dict.fromkeys((r["case"]["operation"], r["described"]) for r in results["cases"] if "described" in r)
+    lines += [f"{operation}: {words}" for operation, words in described]
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for entry in results["absent"]:
+        known = reasons.setdefault((entry["variant"], entry["absent"]), [])
+        if "case" not in entry:
+            lines.append(f"{entry['variant']} was not measured: {entry['absent']}")
+        elif entry["case"]["operation"] not in known:
+            known.append(entry["case"]["operation"])
+    lines += [f"{variant} has no {', '.join(names)}: {why}" for (variant, why), names in reasons.items() if names]
+    return lines + [
+        f"REFUSED: {case_name(result['case'])} by {result['variant']}: {result['refused']}"
+        for result in results["cases"]
+        if result["refused"]
+    ]
+
+
+def hosts_of(results: Results) -> str:
+    """The hosts with their addresses, in words."""
+    hosts = results["setup"]["hosts"]
+    return ", ".join(f"{host['name']} ({', '.join(host['ips'])})" if host["ips"] else host["name"] for host in hosts)
+
+
+def foreign_load(measured: dict[str, Any]) -> str | None:
+    """What disturbed a measurement too much for its numbers, in words; None also where the system does not say."""
+    foreign = measured["foreign_cpu_share"]
+    return f"other processes used {foreign:.0%} of the CPU meanwhile" if foreign and foreign > QUIET else None
+
+
+@dataclass(frozen=True)
+class Target:
+    """``measured`` must be at least, or at most, ``bound``; None where it was not measured.
+
+    ``right``: every element was what it must be; else nothing is met. ``ends``: least and most that was measured.
+    """
+
+    case: str
+    wanted: str
+    measured: float | None
+    bound: float
+    at_least: bool = False
+    right: bool = True
+    ends: list[float] | None = None
+
+    def shown(self) -> str:
+        """What was measured, as "1.20 [1.05..1.61]"."""
+        if self.measured is None:
+            return ""
+        return f"{self.measured:.3g}" + (f" [{self.ends[0]:.3g}..{self.ends[1]:.3g}]" if self.ends else "")
+
+    def judged(self) -> dict[str, Any]:
+        """With "met": None where it was not measured."""
+        met = None
+        if self.measured is not None:
+            met = self.right and (self.measured >= self.bound if self.at_least else self.measured <= self.bound)
+        return vars(self) | {"met": met}
+
+
+def print_targets(targets: Sequence[dict[str, Any]], console: Console) -> None:
+    """``targets``: what `Target.judged` returns."""
+    if targets:
+        words = {None: "not measured", True: "met", False: "NOT MET"}
+        made = [Target(**{name: value for name, value in each.items() if name != "met"}) for each in targets]
+        rows = [[t.case, t.wanted, t.shown(), words[each["met"]]] for t, each in zip(made, targets)]
+        title = f"targets: {sum(bool(each['met']) for each in targets)} of {len(targets)} met"
+        console.print(table_of(title, ["case", "wanted", "measured", ""], rows, left=4))

@@ -1,4 +1,4 @@
-"""Sizes in bytes, as users write and read them: 64KiB, 16MiB, 100."""
+"""What benchmarks take on the command line: sizes in bytes, as 64KiB, 16MiB, 100, and lists of names and numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ from typing import Any
 
 import click
 
-__all__ = ["Size", "check_range", "check_sizes", "format_size", "parse_size", "size_range", "unit_of"]
+__all__ = [
+    "Names",
+    "Numbers",
+    "Size",
+    "check_range",
+    "check_sizes",
+    "format_size",
+    "parse_size",
+    "size_range",
+    "unit_of",
+]
 
 UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 LARGEST = 8 << 30
@@ -95,3 +105,37 @@ class Size(click.ParamType):
             return value if isinstance(value, int) else parse_size(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
+
+
+class Names(click.ParamType):
+    """Names separated by commas, each of them known; "all" is all of them."""
+
+    name = "names"
+
+    def __init__(self, known: Sequence[str]) -> None:
+        self.known = known
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[str]:
+        names = list(self.known) if value == "all" else list(dict.fromkeys(value.split(",")))
+        for name in names:
+            if name not in self.known:
+                self.fail(f"{name!r} is not one of {', '.join(self.known)}", param, ctx)
+        return names
+
+
+class Numbers(click.ParamType):
+    """Whole numbers from ``unit`` to 65536 separated by commas, each a multiple of ``unit``."""
+
+    name = "numbers"
+
+    def __init__(self, unit: int = 1) -> None:
+        self.unit = unit
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
+        if isinstance(value, list):
+            return value
+        for text in value.split(","):
+            if not text.isdecimal() or not self.unit <= int(text) <= 1 << 16 or int(text) % self.unit:
+                multiple = f"a multiple of {self.unit}" if self.unit > 1 else "a number"
+                self.fail(f"{text!r} is not {multiple} from {self.unit} to 65536", param, ctx)
+        return sorted({int(text) for text in value.split(",")})

@@ -1,7 +1,8 @@
-"""How the ranks of a benchmark take times: blocks of several works in turn, in the same processes."""
+"""How the ranks of a benchmark take times: blocks of several works in turn, and of the machine's own limits."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import resource
@@ -11,19 +12,40 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 import mlxdist
 from mlxdist.base.host_identity import boot_identity
+from mlxdist.runtime.native import check, ffi, lib
 
-__all__ = ["CORES", "ForeignLoad", "Work", "asleep", "interleave", "one_by_one", "pin", "quantiles", "slowest"]
+from .limits import LIMITS
+
+__all__ = [
+    "CORES",
+    "ForeignLoad",
+    "Transfer",
+    "Work",
+    "asleep",
+    "copy_work",
+    "exchange",
+    "interleave",
+    "limit_works",
+    "measure_limits",
+    "one_by_one",
+    "pin",
+    "quantiles",
+    "slowest",
+]
 
 BLOCK_PAUSE = 0.002  # seconds; lets the helper threads of one work fall asleep before the next is timed
 CALL_PAUSE = 0.0005  # the same for single calls
 BLOCK_TIME = 5e3  # microseconds that a block should take
 MAX_CALLS = 200  # in a block
-WARM_UP = 2  # rounds that do not count
+WARM_UP = 2  # blocks that do not count
+LIMIT_SIZES, LIMIT_REPEATS = (8 << 10, 1 << 20, 16 << 20), 5  # of `measure_limits`
+TRANSFER_UP_TO = 64 << 20  # bytes; more goes no faster, and rank 0 holds five arrays of this size
 # Of this machine, for this process before `pin`.
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
@@ -36,8 +58,11 @@ class Work:
     operations: int = 1
     before: Callable[[], object] = lambda: None  # not timed, once before each block
     after: Callable[[], object] = lambda: None  # not timed, after each single call
-    # Instead of timing the call here: given a number of calls, the microseconds of each, taken by somebody else.
+    # Instead of timing the call here: given a number of calls, the microseconds of each.
     elsewhere: Callable[[int], list[float]] | None = None
+    wrong: Callable[[], int] = lambda: 0  # elements of this rank's results that are not what they must be
+    # The least time that can be true, as a multiple of that of the copy by all ranks; 0 where none is known.
+    copies: float = 0
 
     def block(self, calls: int) -> list[float]:
         """Microseconds per operation, one number per call."""
@@ -60,18 +85,18 @@ def pin(rank: int) -> bool:
 
 
 def asleep(calls: int) -> list[float]:
-    """For `Work.elsewhere`, on ranks that another one is timed without."""
+    """For `Work.elsewhere`, on ranks without a part in what is timed."""
     return [0.0] * calls
 
 
-def interleave(works: Mapping[str, Work], rounds: int, world: mlxdist.Group) -> dict[str, np.ndarray]:
-    """Runs a block of every work in each of ``rounds`` rounds. All ranks call it with the same names.
+def interleave(works: Mapping[str, Work], world: mlxdist.Group, repeats: int) -> dict[str, np.ndarray]:
+    """Runs a block of every work ``repeats`` times, in turn. All ranks call it with the same names.
 
-    Returns, by name, this rank's microseconds per operation: an array of shape (rounds, calls in a block).
+    Returns, by name, this rank's microseconds per operation: an array of shape (repeats, calls in a block).
     """
     calls = {name: _calls(work, world) for name, work in works.items()}
     blocks: dict[str, list[list[float]]] = {name: [] for name in works}
-    for turn in range(WARM_UP + rounds):
+    for turn in range(WARM_UP + repeats):
         # Shuffled, and not turned around: then each would always follow the same other one. Alike on all ranks.
         for name in random.Random(turn).sample(list(works), len(works)):
             time.sleep(BLOCK_PAUSE)
@@ -83,7 +108,7 @@ def interleave(works: Mapping[str, Work], rounds: int, world: mlxdist.Group) -> 
     return {name: np.array(taken) for name, taken in blocks.items()}
 
 
-def one_by_one(works: Mapping[str, Work], warm_up: int, count: int, world: mlxdist.Group) -> dict[str, np.ndarray]:
+def one_by_one(works: Mapping[str, Work], world: mlxdist.Group, warm_up: int, count: int) -> dict[str, np.ndarray]:
     """``count`` single calls of every work, in turn, with a barrier before each. All ranks call it with the same names.
 
     Returns, by name, this rank's microseconds, those of the first ``warm_up`` calls left out.
@@ -107,7 +132,7 @@ def _calls(work: Work, world: mlxdist.Group) -> int:
 
 
 def slowest(samples: np.ndarray, world: mlxdist.Group) -> np.ndarray:
-    """Each sample as the slowest rank saw it: who only sends may be done long before those who receive."""
+    """Each sample as the slowest rank saw it: one that only sends may end long before those that receive."""
     return mlxdist.all_max(np.ascontiguousarray(samples, np.float64), group=world)
 
 
@@ -121,6 +146,71 @@ def quantiles(samples: np.ndarray) -> dict[str, float]:
         "max": ordered[-1],
         "count": len(ordered),
     }
+
+
+class Transfer:
+    """``size`` bytes from one core of this machine to another: two threads, an array that both see, and a flag.
+
+    Attributes:
+        sent: what each of the two sides sends.
+        received: what has arrived at each; 0 before a block.
+    """
+
+    def __init__(self, size: int) -> None:
+        moved = min(size, TRANSFER_UP_TO)
+        self._scale = size / moved
+        self.sent = [np.resize(np.arange(1, prime, dtype=np.uint8), moved) for prime in (251, 241)]
+        self.received = [np.zeros(moved, np.uint8) for _ in self.sent]
+        shared, *arrays = (ffi.from_buffer(a) for a in (np.zeros(moved, np.uint8), *self.sent, *self.received))
+        self._described = {"bytes": moved, "cores": CORES[:2], "shared": shared}
+        self._described |= {"sent": arrays[:2], "received": arrays[2:]}
+
+    def block(self, calls: int) -> list[float]:
+        """Microseconds of each transfer, half a round trip.
+
+        Raises:
+            RuntimeError: a byte that arrived is not what was sent.
+        """
+        for array in self.received:
+            array.fill(0)
+        times = np.zeros(calls)
+        described = ffi.new("mlxdist_core_transfer *", self._described | {"count": calls})
+        check(lib.mlxdist_time_core_transfers(described, ffi.from_buffer("double[]", times)))
+        if not all(map(np.array_equal, self.received, reversed(self.sent))):
+            raise RuntimeError("a transfer from core to core delivered wrong bytes; check this machine's memory")
+        return [float(time) / 1e3 * self._scale for time in times]
+
+
+def copy_work(size: int) -> Work:
+    """A plain copy of ``size`` bytes, by all ranks at once."""
+    source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
+    return Work(lambda: np.copyto(target, source))
+
+
+def limit_works(size: int, world: mlxdist.Group) -> dict[str, Work]:
+    """The works of `LIMITS`, for ``size`` bytes; without a transfer where rank 0 has one core. Collective."""
+    works = {"memcpy": copy_work(size)}
+    if mlxdist.broadcast(np.array([len(CORES)]), group=world)[0] > 1:
+        works["transfer"] = Work(lambda: None, elsewhere=Transfer(size).block if world.rank() == 0 else asleep)
+    return works
+
+
+def measure_limits(world: mlxdist.Group) -> list[dict[str, Any]]:
+    """The limits at a few sizes, for tables whose rows are no number of bytes that move."""
+    found = []
+    for size in LIMIT_SIZES:
+        taken = interleave(limit_works(size, world), world, LIMIT_REPEATS)
+        times = {name: quantiles(slowest(samples, world)) for name, samples in taken.items()}
+        found.append({"bytes": size} | {name: times.get(name) for name in LIMITS})
+    return found
+
+
+def exchange(value: Any, world: mlxdist.Group) -> list[Any]:
+    """The values of all ranks, in their order. Each must be JSON. Collective."""
+    text = json.dumps(value).encode()
+    longest = int(mlxdist.all_max(np.array([len(text)], np.int64), group=world)[0])
+    everyone = mlxdist.all_gather(np.frombuffer(text.ljust(longest), np.uint8), group=world)
+    return [json.loads(bytes(row)) for row in everyone.reshape(world.size(), -1)]
 
 
 class ForeignLoad:

@@ -72,7 +72,7 @@ class Inputs:
     """``x``: (1, tokens, hidden). A cache begins with ``cached`` random positions."""
 
     x: mx.array
-    keys: mx.array  # (1, KV heads of the whole layer, CAPACITY, head_dim)
+    keys: mx.array  # (1, KV heads of the full layer, CAPACITY, head_dim)
     values: mx.array
     cached: int
 
@@ -145,7 +145,7 @@ def compiled(layer: nn.Module, inputs: Inputs) -> Callable[..., mx.array]:
     return call
 
 
-def whole_graph(block: SplitBlock) -> Callable[..., mx.array]:
+def full_graph(block: SplitBlock) -> Callable[..., mx.array]:
     """A SplitBlock as one compiled function, its two all_sum inside."""
 
     def pure(x: mx.array, keys: mx.array | None, values: mx.array | None, *where: object) -> tuple[mx.array, ...]:
@@ -226,7 +226,7 @@ def variants(
     block = SplitBlock.from_layer(dense, world, submit=True)
     lazy = copy.copy(block)
     lazy.submit = False
-    layers["split"], layers["lazy"], layers["graph"] = (block, mine), (lazy, mine), (whole_graph(lazy), mine)
+    layers["split"], layers["lazy"], layers["graph"] = (block, mine), (lazy, mine), (full_graph(lazy), mine)
     layers["split compute"] = block.without_sums(), mine
     layers["lazy compute"] = lazy.without_sums(), mine
     sharded = regrouped(model, None)

@@ -1,4 +1,4 @@
-"""`mlxdist calibrate`: how fast each host computes, reads its memory and talks to the others.
+"""`mlxdist calibrate`: how fast each host and their links are, the fastest algorithms, and the cost of exchanges.
 
-measure.py runs on every host, link_rank.py as a rank on each, figures.py judges what comes back, command.py shows it.
+measure.py runs on every host, ranks.py in the ranks of a job; hosts.py and algorithms.py judge and show the results.
 """

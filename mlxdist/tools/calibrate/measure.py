@@ -21,9 +21,11 @@ from mlxdist.base.host_identity import host_identity
 from mlxdist.cluster.facts.collect import collect_here
 from mlxdist.version import __version__
 
-from .parts import PRODUCTS
+from ..bench.timing import ForeignLoad
 
 __all__ = ["machine", "measure"]
+
+PRODUCTS = ("float32", "float16", "bfloat16")  # dtypes of matrix products
 
 # Rows, inner dimension, columns, smaller first: those that would take too long are left out. Squares, and a prompt of
 # 512 tokens through an MLP.
@@ -34,9 +36,9 @@ SHAPES = {
 ARRAY_BYTES = {"gpu": 1 << 30, "cpu": 128 << 20}
 SHARE_OF_MEMORY = 16  # an array is at most this part of it
 COLUMNS = 4096
-WARM_UP, LEAST, MOST = 1, 3, 1000  # calls
+WARM_UP, MIN_CALLS, MAX_CALLS = 1, 3, 1000
 SAMPLES = 8  # rows and columns of a product that are compared
-EVERY = 997  # of so many rows of an array one is compared
+EVERY = 997  # one row of this many of an array is compared
 
 # Of the size that such a sum of products has: inputs are rounded to 10 bits or more by what some devices call float32,
 # results to 11 and 8.
@@ -64,15 +66,13 @@ def measure(part: str, seconds: float) -> dict[str, Any] | None:
     Returns TFLOPS or GB/s as median, min, max and count, how many of the compared elements are "wrong", and the
     "foreign_cpu_share" meanwhile. None for a dtype that the device only emulates.
     """
-    from ..bench.timing import ForeignLoad
-
     foreign = ForeignLoad(None)
     found = _measured(part, seconds)
     return None if found is None else found | {"foreign_cpu_share": foreign.share()}
 
 
 def _measured(part: str, seconds: float) -> dict[str, Any] | None:
-    mx.set_cache_limit(4 * ARRAY_BYTES[_kind()])  # else results are mapped anew each time, which is what takes the time
+    mx.set_cache_limit(4 * ARRAY_BYTES[_kind()])  # else results are mapped again each time, which dominates
     if part in PRODUCTS:
         return _products(part, seconds) if part == "float32" or _kind() == "gpu" else None
     work, moved, wrong = {"copy": _copy, "sum": _sum, "row": _row}[part]()
@@ -91,7 +91,7 @@ def _products(dtype: str, seconds: float) -> dict[str, Any]:
     for number, shape in enumerate(shapes):
         operations = 2.0 * shape[0] * shape[1] * shape[2]
         left = end - time.perf_counter()
-        if found and (WARM_UP + LEAST) * operations * slowest > left:
+        if found and (WARM_UP + MIN_CALLS) * operations * slowest > left:
             continue
         a, b = (_random(size, dtype) for size in (shape[:2], shape[1:]))
         kept: list[mx.array] = []
@@ -169,7 +169,7 @@ def _count_different(got: mx.array, expected: np.ndarray) -> int:
 
 
 def _count_wrong(a: mx.array, b: mx.array, product: mx.array, dtype: str) -> int:
-    """Of some elements of a @ b, beside the same sums in float64."""
+    """Of some elements of a @ b, compared with the same sums in float64."""
     if product.shape != (a.shape[0], b.shape[1]):
         return a.shape[0] * b.shape[1]
     random = np.random.default_rng()
@@ -182,13 +182,13 @@ def _count_wrong(a: mx.array, b: mx.array, product: mx.array, dtype: str) -> int
 
 
 def _times(work: Callable[[], object], seconds: float) -> list[float]:
-    """Of each call, for about so long; at least of some."""
+    """Of each call, for about this long; at least of some."""
     clock = time.perf_counter
     end = clock() + seconds
     for _ in range(WARM_UP):
         work()
     times: list[float] = []
-    while len(times) < LEAST or (clock() < end and len(times) < MOST):
+    while len(times) < MIN_CALLS or (clock() < end and len(times) < MAX_CALLS):
         begin = clock()
         work()
         times.append(clock() - begin)

@@ -28,8 +28,8 @@ from .runs import Run, probe, run
 __all__ = ["SECTIONS", "Context", "Step"]
 
 LATE_SECONDS = 8.0  # macOS ends GPU work that waits for about 5 s
-_BENCH = ["bench", "collectives", "--json", "--level", "engine", "--op", "send_recv,all_sum"]
-_BENCH += ["--sizes", "8,4KiB,64KiB,1MiB", "--rounds", "5"]
+_BENCH = ["bench", "collectives", "--json", "--api", "engine", "--op", "send_recv,all_sum"]
+_BENCH += ["--sizes", "8,4KiB,64KiB,1MiB", "--repeats", "5"]
 _BENCH_SECONDS = 120.0
 _OMITTED_FACTS = ("identity", "printed")  # private; a section of its own
 
@@ -175,10 +175,11 @@ def _fill_speed(section: Section, context: Context) -> None:
     if output.lstrip().startswith("{"):
         section.data = json.loads(output)
         rows = [
-            (case["operation"], case["bytes"], case["algorithm"], *_measured(case), case["wrong"])
-            for case in section.data["cases"]
+            (*(result["case"][name] for name in ("operation", "bytes")), result["algorithm"], *_measured(result))
+            + (result["wrong"],)
+            for result in section.data["cases"]
         ]
-        section.text += f"{section.data['ranks']} ranks, {section.data['provider']}\n\n"
+        section.text += f"{section.data['setup']['ranks']} ranks, {section.data['setup']['provider']}\n\n"
         section.text += table(("operation", "bytes", "algorithm", "median, us", "GB/s", "wrong elements"), rows)
 
 

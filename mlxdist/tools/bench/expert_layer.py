@@ -1,0 +1,138 @@
+"""What the ranks of `mlxdist bench ep` measure: one layer of experts in all the ways, in the same processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.nn.layers.distributed import shard_inplace
+from mlx.utils import tree_map
+from mlx_lm.models.qwen3_moe import Qwen3MoeSparseMoeBlock
+
+import mlxdist
+from mlxdist.nn.experts.policy import MODES, Policy, calibrate
+from mlxdist.nn.experts.switch import ExpertParallelSwitchGLU
+
+from .bandwidth import READ_ONLY
+from .mlx_groups import mlx_group
+from .operations import count_off
+from .rank import time_case
+from .shapes import AUTO, COMPILED, INSIDE, ONE_PROCESS, RING, SHAPES, Shape
+from .timing import Work, interleave
+
+# A result may differ from the reference by rounding alone: float32, sums of a few hundred terms in another order.
+TOLERANCE = 1e-4
+
+
+class Experts:
+    """Cases: operation (a name of `SHAPES`), tokens. Parameters: scale (or None), sharded, repeats."""
+
+    def __init__(self, world: mlxdist.Group, parameters: dict[str, Any]) -> None:
+        self.world, self.parameters = world, parameters
+        self.ring, self.policy = mlx_group("ring", world), Policy(calibrate(world))
+        self.name, self.layer = "", None
+
+    def __call__(self, case: dict[str, Any]) -> list[dict[str, Any]]:
+        if case["operation"] != self.name:
+            self.name, shape = case["operation"], SHAPES[case["operation"]].scaled(self.parameters["scale"])
+            self.layer = Layer(shape, self.world, self.ring, self.policy, self.parameters["sharded"])
+        return self.layer.results(case, self.parameters["repeats"])
+
+
+class Layer:
+    """mlx-lm's block of experts, unsharded, sharded by mlx-lm and expert-parallel, with the same weights."""
+
+    def __init__(
+        self, shape: Shape, world: mlxdist.Group, ring: mx.distributed.Group, policy: Policy, sharded: bool
+    ) -> None:
+        mx.random.seed(0)
+        self.shape, self.world, self.sharded = shape, world, sharded
+        self.full = self._block()
+        parameters = tree_map(mx.array, self.full.parameters())
+        self.on_ring = self._block()
+        self.on_ring.update(parameters)
+        shard_as_mlx_lm(self.on_ring, ring)
+        how = {"tokens": "sharded" if sharded else "replicated", "policy": policy}
+        self.parallel = {
+            mode: ExpertParallelSwitchGLU.from_switch(self.full.switch_mlp, world, mode=mode, **how)
+            for mode in (*MODES, AUTO)
+        }
+        if not sharded:
+            self.parallel[COMPILED] = ExpertParallelSwitchGLU.from_switch(
+                self.full.switch_mlp, world, mode="replicated", host_sync=False
+            )
+            self.parallel[INSIDE] = ExpertParallelSwitchGLU.from_switch(
+                self.full.switch_mlp, world.split(world.rank()), tp_group=world, host_sync=False
+            )
+        mx.eval(self.on_ring.parameters(), [layer.parameters() for layer in self.parallel.values()])
+
+    def _block(self) -> Qwen3MoeSparseMoeBlock:
+        block = Qwen3MoeSparseMoeBlock(self.shape)
+        mx.eval(block.parameters())
+        return block
+
+    def results(self, case: dict[str, Any], repeats: int) -> list[dict[str, Any]]:
+        shape, tokens = self.shape, case["tokens"]
+        x = mx.random.normal((tokens, shape.hidden_size), key=mx.random.key(tokens))
+        mine = self._own_part(tokens) if self.sharded else slice(0, tokens)
+        part = x[mine]
+        expected = self.full(x)
+        mx.eval(x, part, expected)
+        ways: dict[str, tuple[Callable[[], mx.array], mx.array]] = {
+            # On rank 0 alone, while the others sleep.
+            ONE_PROCESS: (lambda: self.full(x), expected),
+            RING: (lambda: self.on_ring(x), expected),
+        }
+        for mode, experts in self.parallel.items():
+            routed = partial(self._routed, experts=experts)
+            ways[mode] = (partial(mx.compile(routed) if mode == COMPILED else routed, part), expected[mine])
+        read = self._bytes_read(x)
+        copied = max(read.values())
+        works = {}
+        for name, (call, wanted) in ways.items():
+            wrong = count_off(wanted, TOLERANCE, call()) if wanted.size else 0
+            asleep = name == ONE_PROCESS and self.world.rank() > 0
+            timed = (lambda: None) if asleep else (lambda call=call: mx.eval(call()))
+            works[name] = Work(timed, wrong=lambda wrong=wrong: wrong, copies=read[name] / copied / READ_ONLY)
+        take = partial(interleave, repeats=repeats)
+        results = time_case(self.world, case, works, take, copied=copied, means=True)
+        chosen = self.parallel[AUTO].last_mode
+        return [result | {"described": shape.described, "chosen": chosen} for result in results]
+
+    def _own_part(self, tokens: int) -> slice:
+        first, end = (tokens * rank // self.world.size() for rank in (self.world.rank(), self.world.rank() + 1))
+        return slice(first, end)
+
+    def _routed(self, x: mx.array, experts: ExpertParallelSwitchGLU) -> mx.array:
+        """What mlx-lm's block does, with our experts."""
+        indices, scores = route(self.full, x)
+        return experts(x, indices, scores)
+
+    def _bytes_read(self, x: mx.array) -> dict[str, int]:
+        """Bytes of weights that the busiest rank reads at least, each once."""
+        chosen = np.unique(np.array(route(self.full, x)[0]))
+        shape, ranks = self.shape, self.world.size()
+        each = 3 * shape.hidden_size * shape.moe_intermediate_size * 4
+        owners = self.parallel[AUTO].placement.owners[chosen]
+        parallel = dict.fromkeys(self.parallel, int(np.bincount(owners, minlength=ranks).max()) * each)
+        inside = [RING, INSIDE] if INSIDE in self.parallel else [RING]
+        return {ONE_PROCESS: len(chosen) * each} | parallel | dict.fromkeys(inside, len(chosen) * each // ranks)
+
+
+def route(block: Qwen3MoeSparseMoeBlock, x: mx.array) -> tuple[mx.array, mx.array]:
+    """The experts of each token, and their weights."""
+    gates = mx.softmax(block.gate(x), axis=-1, precise=True)
+    indices = mx.argpartition(gates, kth=-block.top_k, axis=-1)[..., -block.top_k :]
+    scores = mx.take_along_axis(gates, indices, axis=-1)
+    return indices, scores / mx.sum(scores, axis=-1, keepdims=True)
+
+
+def shard_as_mlx_lm(block: Qwen3MoeSparseMoeBlock, group: mx.distributed.Group) -> None:
+    """What shard() of mlx-lm's qwen3_moe does to its block."""
+    block.sharding_group = group
+    shard_inplace(block.switch_mlp.gate_proj, "all-to-sharded", group=group)
+    shard_inplace(block.switch_mlp.down_proj, "sharded-to-all", group=group)
+    shard_inplace(block.switch_mlp.up_proj, "all-to-sharded", group=group)

@@ -1,0 +1,285 @@
+"""Runs a benchmark: starts the ranks, shows their progress, and writes, prints and judges what rank 0 hands back.
+
+A benchmark is a list of cases, and a class that measures one of them (`mlxdist.tools.bench.rank`). Both go to the ranks
+as compressed JSON on their command line. Results come back as marked lines of rank 0's standard output; all other
+output of ranks goes to the standard error. The ranks need no common file system.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from mlxdist.base.environment import MAX_RANKS
+from mlxdist.base.errors import ResourceError
+from mlxdist.base.output_file import OUTPUT_FILE, is_written
+from mlxdist.base.own_python import own_module
+from mlxdist.cluster.hostfile.options import HostSelection, host_options
+from mlxdist.launch.run_job import host_arguments, run_job
+
+from .machine import describe_command, relevant
+from .results import SCHEMA, failed, print_results, results_console
+
+__all__ = [
+    "ONE_THREAD",
+    "Report",
+    "Runner",
+    "benchmark",
+    "finish",
+    "has_mpirun",
+    "progress_bar",
+    "repeats_option",
+    "require_package",
+    "with_ranks",
+    "without_missing_mpi",
+]
+
+SILENCE = 300.0  # seconds without output after which a benchmark is ended
+THIS_MACHINE = HostSelection()
+MARK = "mlxdist bench: "  # in front of each result; the launcher puts the rank before it
+# A BLAS with threads of its own would take the other ranks' cores.
+ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")} | {"VECLIB_MAXIMUM_THREADS": "1"}
+
+
+@dataclass
+class Report:
+    """What a benchmark has found, and how it is shown.
+
+    Attributes:
+        results: see results.py.
+        show: prints the tables; what `print_results` prints below them comes after.
+        files: what else is written, by path.
+    """
+
+    results: dict[str, Any]
+    show: Callable[[dict[str, Any], Console], None]
+    files: dict[Path, Callable[[Path], object]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Runner:
+    """What the user has chosen for a benchmark by the options that all have."""
+
+    name: str
+    chosen: HostSelection = THIS_MACHINE
+    ranks: int = 2
+    repeats: int | None = None
+    pinned: bool = True
+
+    def run(self, target: str, cases: Sequence[dict[str, Any]], **parameters: Any) -> dict[str, Any]:
+        """The results of all cases; arguments and errors as of `job`."""
+        begin, setup = time.monotonic(), describe_command()
+        jobs = [self.job(target, cases, **parameters)]
+        return self.results(jobs, cases, setup | {"seconds": time.monotonic() - begin} | parameters)
+
+    def job(
+        self,
+        target: str,
+        cases: Sequence[dict[str, Any]],
+        *,
+        backends: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+        **parameters: Any,
+    ) -> dict[str, Any]:
+        """Measures cases between ranks.
+
+        Args:
+            target: the class that the ranks measure with, "package.module:Class" or "/path/of/script.py:Class".
+            cases: what it measures, one after the other.
+            backends: of MLX; where "mpi" is among them, mpirun starts the ranks, without which it does not work.
+            variables: set for the ranks, besides this process's own.
+            parameters: what the class is made with, besides those that all have.
+
+        Returns:
+            {"rows": of each case a list of results, and what `mlxdist.tools.bench.rank` says of the run}
+
+        Raises:
+            click.ClickException: a rank failed; its own output has said why. Or nothing came for a long time.
+        """
+        common = {"repeats": self.repeats, "pinned": self.pinned, "backends": list(backends)}
+        under_mpirun = "mpi" in backends
+        title = f"{self.name}, under mpirun" if under_mpirun else self.name
+        job = {"mark": MARK, "cases": list(cases), "parameters": common | parameters}
+        # Compressed: Linux takes 128 KiB in one argument, and there may be a thousand cases.
+        packed = base64.b64encode(zlib.compress(json.dumps(job).encode())).decode()
+        program = own_module("mlxdist.tools.bench.rank", target, packed, python=self.chosen.python)
+        found: list[Any] = []
+        has_hosts = self.chosen.hostfile is not None
+        where = host_arguments(self.chosen) if has_hosts else contextlib.nullcontext(["-n", str(self.ranks)])
+        with progress_bar() as progress, where as arguments:
+            task = progress.add_task(title, total=len(cases))
+
+            def take(line: str) -> None:
+                text, mark, result = line.partition(MARK)
+                if not mark:
+                    progress.console.print(text, end="", markup=False, highlight=False)
+                    return
+                try:
+                    found.append(json.loads(result))
+                except ValueError:
+                    raise click.ClickException(f"rank 0 broke off in a result: {result[:80]!r}") from None
+                progress.update(task, completed=min(len(cases), len(found)))
+
+            # Ranks need no directory, and this one may not exist on other hosts.
+            options = _mpi_options(has_hosts) if under_mpirun else []
+            on = {"variables": variables, "directory": "/" if has_hosts else "", "options": options}
+            try:
+                ended = run_job(program, arguments, on_line=take, silence=SILENCE, **on)
+            except ResourceError as error:
+                raise click.ClickException(str(error)) from None
+        if ended.status:
+            raise click.ClickException(f"a rank failed with status {ended.status}; its output is above")
+        if len(found) != len(cases) + 1:
+            raise click.ClickException(f"rank 0 ended after {len(found)} of {len(cases) + 1} results")
+        *rows, summary = found
+        return summary | {"rows": rows}
+
+    def results(
+        self, jobs: Sequence[dict[str, Any]], cases: Sequence[dict[str, Any]], setup: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Of one or several jobs with the same cases, in the order of those."""
+        loads = [job["foreign_cpu_share"] for job in jobs if job["foreign_cpu_share"] is not None]
+        setup = {name: value for name, value in jobs[0].items() if name not in ("rows", "absent")} | setup
+        setup |= {"repeats": self.repeats, "hosts": _hosts(self.chosen, self.ranks), "cases": list(cases)}
+        setup |= {"environment": relevant(os.environ), "foreign_cpu_share": max(loads, default=None)}
+        rows = [row for each in zip(*(job["rows"] for job in jobs)) for of_job in each for row in of_job]
+        return {
+            "benchmark": self.name,
+            "schema": SCHEMA,
+            "setup": setup,
+            "cases": [row for row in rows if "absent" not in row],
+            "absent": [entry for job in jobs for entry in job["absent"]] + [row for row in rows if "absent" in row],
+            "targets": [],
+        }
+
+
+def _mpi_options(has_hosts: bool) -> list[str]:
+    words = ["--backend", "mpi", "--mpi-arg", "--allow-run-as-root --oversubscribe --bind-to none"]
+    # What comes from other hosts would have a tag in the middle of long lines.
+    return words + ["--no-prefix"] * has_hosts
+
+
+def progress_bar() -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def has_mpirun() -> bool:
+    return shutil.which("mpirun") is not None
+
+
+def without_missing_mpi(backends: Sequence[str]) -> list[str]:
+    """The backends, without "mpi" where there is no mpirun, which is said."""
+    if "mpi" in backends and not has_mpirun():
+        click.echo("mpi is left out: there is no mpirun on the path (Debian: apt install openmpi-bin)", err=True)
+        return [name for name in backends if name != "mpi"]
+    return list(backends)
+
+
+def require_package(name: str, extra: str) -> None:
+    if importlib.util.find_spec(name) is None:
+        raise click.ClickException(f"this needs {name}: pip install 'mlxdist[{extra}]'")
+
+
+def _hosts(chosen: HostSelection, ranks: int) -> list[dict[str, Any]]:
+    if chosen.hostfile is None:
+        return [{"name": "localhost", "slots": ranks, "ips": [], "rdma": []}]
+    return [
+        {"name": host.name, "slots": host.slots, "ips": list(host.ips), "rdma": [list(row) for row in host.rdma]}
+        for host in chosen.hosts()
+    ]
+
+
+# Options that benchmarks have in common.
+
+_RANKS = click.option(
+    "-n", "each", type=click.IntRange(1), help="Number of ranks; with hosts: on each of them.  [default: 2]"
+)
+_OTHERS = (
+    click.option("--pin/--no-pin", "pinned", default=True, help="Keep each rank on a core of its own, or not."),
+    click.option("--json", "as_json", is_flag=True, help="Print the results as JSON."),
+    click.option("--output", type=OUTPUT_FILE, help="Also write the results as JSON here."),
+)
+
+
+def repeats_option(default: int) -> Callable[[Callable], Callable]:
+    words = "Blocks measured per case."
+    return click.option("--repeats", type=click.IntRange(3, 1000), default=default, show_default=True, help=words)
+
+
+def benchmark(
+    *, repeats: int | None = None, max_ranks: int = MAX_RANKS, two_ranks_here: bool = False
+) -> Callable[[Callable[..., Report]], click.Command]:
+    """Makes a command of a function that gets a `Runner` and its own options, and returns a `Report`.
+
+    Args:
+        repeats: the default of --repeats; None for a benchmark without it.
+        max_ranks: of all hosts together.
+        two_ranks_here: there is no choice of ranks and hosts.
+    """
+
+    def decorate(function: Callable[..., Report]) -> click.Command:
+        @functools.wraps(function)
+        def command(
+            *,
+            chosen: HostSelection = THIS_MACHINE,
+            each: int | None = None,
+            repeats: int | None = None,
+            pinned: bool,
+            as_json: bool,
+            output: Path | None,
+            **own: Any,
+        ) -> None:
+            runner = Runner(function.__name__, *with_ranks(chosen, each, max_ranks), repeats, pinned)
+            finish(function(runner, **own), as_json, output)
+
+        options = [*_OTHERS, *([repeats_option(repeats)] if repeats is not None else [])]
+        for option in reversed([*([] if two_ranks_here else [_RANKS, host_options]), *options]):
+            command = option(command)
+        return click.command(function.__name__)(command)
+
+    return decorate
+
+
+def with_ranks(chosen: HostSelection, each: int | None, most: int = MAX_RANKS) -> tuple[HostSelection, int]:
+    """The hosts with their ranks, and how many those are, from what -n says.
+
+    Raises:
+        click.UsageError: that is no number of ranks to benchmark.
+    """
+    chosen = chosen.with_ranks(each)
+    ranks = chosen.hostfile.ranks if chosen.hostfile is not None else each or 2
+    if not 2 <= ranks <= most:
+        number = f"{ranks} rank{'s' * (ranks != 1)} in all"
+        raise click.UsageError(f"{number}; this needs 2 to {most}, see -n and --hostfile")
+    return chosen, ranks
+
+
+def finish(report: Report, as_json: bool, output: Path | None) -> None:
+    """Writes the files, prints JSON or tables, and exits: with status 1 for wrong results and files not written."""
+    text = json.dumps(report.results, indent=2)
+    files = report.files | ({} if output is None else {output: lambda path: path.write_text(text + "\n")})
+    # The files first: the reader of the output, as `head`, may have gone.
+    written = [is_written(path, write) for path, write in files.items()]
+    if as_json:
+        click.echo(text)
+    else:
+        print_results(report.results, report.show, results_console())
+    sys.exit(1 if failed(report.results) or not all(written) else 0)

@@ -1,0 +1,93 @@
+"""The algorithms of `mlxdist calibrate`: what is measured, which one is chosen for each operation and size."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import click
+from rich.console import Console
+
+from mlxdist.runtime.tuning import ALGORITHMS, MAX_BYTES, OPERATIONS, TUNED, Row
+
+from ..bench.results import by_case, table_of
+from ..bench.runner import Runner
+from ..bench.sizes import format_size, size_range
+
+__all__ = ["choose", "measure_algorithms", "measured_sizes", "show_algorithms"]
+
+# Algorithms whose times differ by less are alike: then the built-in choice stays, or that of the next smaller size.
+ALIKE = 1.1
+
+
+def measure_algorithms(runner: Runner, smallest: int, largest: int) -> dict[str, Any]:
+    """A result for each operation, size and algorithm."""
+    sizes = measured_sizes(smallest, largest, runner.ranks)
+    _check_memory(sizes[-1], runner.ranks)
+    cases = [{"operation": name, "bytes": size} for name in TUNED if name != "barrier" for size in sizes]
+    # Both would be mistaken for the built-in choice.
+    variables = {"MLXDIST_TUNING_FILE": "none", "MLXDIST_ALGO": "auto"}
+    target = "mlxdist.tools.calibrate.ranks:Algorithms"
+    return runner.run(target, [*cases, {"operation": "barrier"}], variables=variables, with_limits=True)
+
+
+def measured_sizes(smallest: int, largest: int, ranks: int) -> list[int]:
+    """Those of `size_range`, rounded up to an element of each rank's part."""
+    unit = 4 * ranks
+    return sorted({-(-size // unit) * unit for size in size_range(smallest, largest)})
+
+
+def _check_memory(largest: int, ranks: int) -> None:
+    """Raises click.BadParameter where the results of all_gather, and what they must be, do not fit into memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if (most := memory // (2 * ranks**2)) < largest:
+        raise click.BadParameter(
+            f"all_gather of {format_size(largest)} by {ranks} ranks, and its check, takes {ranks} x {ranks} x 2 times "
+            f"that, and this machine has {memory / (1 << 30):.0f} GiB; "
+            f"write {format_size(1 << (most.bit_length() - 1))} or less, or fewer ranks",
+            param_hint="--max",
+        )
+
+
+def choose(results: dict[str, Any], ranks: int) -> list[Row]:
+    """The rows of the table: the fastest algorithm at each size, up to the middle between it and the next size."""
+    rows: list[Row] = []
+    for operation in OPERATIONS:
+        measured = [row for row in by_case(results) if _case(row)["operation"] == operation]
+        chosen = None
+        for row, following in zip(measured, [*measured[1:], None]):
+            medians = {name: result["microseconds"]["median"] for name, result in row.items()}
+            chosen = _fastest(medians, [next(iter(row.values()))["default"], chosen])
+            last = following is None
+            end = MAX_BYTES if last else math.isqrt(_case(row)["bytes"] * _case(following)["bytes"])
+            if rows and (rows[-1].operation, rows[-1].algorithm) == (operation, chosen):
+                rows.pop()
+            rows.append(Row(operation, ranks, end, chosen))
+    return rows
+
+
+def _case(row: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return next(iter(row.values()))["case"]
+
+
+def _fastest(medians: dict[str, float], preferred: list[str | None]) -> str:
+    least = min(medians.values())
+    for algorithm in preferred:
+        if algorithm in medians and medians[algorithm] <= least * ALIKE:
+            return algorithm
+    return min(medians, key=medians.__getitem__)
+
+
+def show_algorithms(results: dict[str, Any], console: Console, rows: list[Row]) -> None:
+    lines = []
+    for row in by_case(results):
+        case = _case(row)
+        size = case.get("bytes", 0)
+        medians = [f"{row[name]['microseconds']['median']:.1f}" if name in row else "" for name in ALGORITHMS]
+        chosen = next(r.algorithm for r in rows if r.operation == case["operation"] and size <= r.bytes)
+        default = next(iter(row.values()))["default"]
+        lines.append([case["operation"], format_size(size) if size else "", *medians, default, chosen])
+    columns = ["operation", "input", *ALGORITHMS, "by default", "in the file"]
+    title = f"{results['setup']['ranks']} ranks; microseconds per operation: median"
+    console.print(table_of(title, columns, lines))
