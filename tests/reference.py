@@ -135,7 +135,7 @@ def ring_all_reduce(inputs: list[np.ndarray], dtype: str, op: str = "sum") -> np
     return np.concatenate(parts).reshape(inputs[0].shape)
 
 
-def doubling_all_reduce(inputs: list[np.ndarray], dtype: str, op: str = "sum") -> np.ndarray:
+def recursive_doubling_all_reduce(inputs: list[np.ndarray], dtype: str, op: str = "sum") -> np.ndarray:
     """With partners at distance 1, 2, 4 ...; before that the first ranks join in pairs, until a power of 2 is left."""
     size = len(inputs)
     power = 1 << (size.bit_length() - 1)

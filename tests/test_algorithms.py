@@ -9,7 +9,7 @@ MANY = [pytest.param(ranks, marks=pytest.mark.long) for ranks in (4, 5, 8)]
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3, *MANY])
-@pytest.mark.parametrize("algorithm", ["direct", "mesh", "ring", "doubling", "tree"])
+@pytest.mark.parametrize("algorithm", ["direct", "mesh", "ring", "recursive_doubling", "tree"])
 def test_exact_in_its_own_order(run_ranks, algorithm, ranks):
     digests = set()
     for output in run_ranks("algorithms.py", ranks, environment={"MLXDIST_ALGO": algorithm}):
@@ -20,7 +20,7 @@ def test_exact_in_its_own_order(run_ranks, algorithm, ranks):
 
 
 @pytest.mark.parametrize(
-    "algorithm", ["ring", *(pytest.param(other, marks=pytest.mark.long) for other in ("mesh", "doubling"))]
+    "algorithm", ["ring", *(pytest.param(other, marks=pytest.mark.long) for other in ("mesh", "recursive_doubling"))]
 )
 def test_same_in_every_run(run_ranks, algorithm):
     outputs = [run_ranks("algorithms.py", 3, environment={"MLXDIST_ALGO": algorithm})[0] for _ in range(2)]
@@ -31,7 +31,7 @@ def test_same_in_every_run(run_ranks, algorithm):
     "operation, odd, even",
     [
         ("all_sum", "ring", "mesh"),
-        ("all_sum", "direct", "doubling"),
+        ("all_sum", "direct", "recursive_doubling"),
         ("all_gather", "direct", "ring"),
         ("reduce_scatter", "ring", "direct"),
         ("broadcast", "tree", "ring"),

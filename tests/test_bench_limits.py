@@ -104,7 +104,14 @@ def test_tables_show_multiples_of_limits():
 def test_a_table_with_limits_loses_nothing_in_100_columns(capsys, benchmark):
     module = importlib.import_module(f"mlxdist.tools.bench.{benchmark}")
     case = {"operation": "sum_scatter", "dtype": "float32", "bytes": 16 << 20, "messages": 1}
-    result = {"case": case, "variant": "mlxdist", "wrong": 0, "refused": None, "chain": 1, "algorithm": "doubling"}
+    result = {
+        "case": case,
+        "variant": "mlxdist",
+        "wrong": 0,
+        "refused": None,
+        "chain": 1,
+        "algorithm": "recursive_doubling",
+    }
     result |= {"microseconds": {"median": 4123.45, "p99": 5234.56}, "algbw": 10.25, "busbw": 10.25}
     result |= {"transfer": {"median": 1298.9}, "memcpy": {"median": 31.2}}
     result["counters"] = dict.fromkeys(module.SHOWN.values(), 16777216) if benchmark == "fragmentation" else {}

@@ -4,7 +4,7 @@ import pytest
 
 
 @pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (2, 4))])
-@pytest.mark.parametrize("algorithm", ["direct", "mesh", "ring", "doubling", "tree"])
+@pytest.mark.parametrize("algorithm", ["direct", "mesh", "ring", "recursive_doubling", "tree"])
 def test_payload(run_ranks, algorithm, ranks):
     """2(n-1)/n of the array per rank for all_reduce, (n-1)/n for all_gather, reduce_scatter and all_to_all."""
     outputs = run_ranks("counters.py", ranks, "payload", environment={"MLXDIST_ALGO": algorithm})
@@ -12,7 +12,7 @@ def test_payload(run_ranks, algorithm, ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 4, pytest.param(5, marks=pytest.mark.long)])
-@pytest.mark.parametrize("algorithm", ["direct", "doubling", "tree"])
+@pytest.mark.parametrize("algorithm", ["direct", "recursive_doubling", "tree"])
 def test_messages_and_headers(run_ranks, algorithm, ranks):
     outputs = run_ranks("counters.py", ranks, "messages", environment={"MLXDIST_ALGO": algorithm})
     assert all("as stated" in output for output in outputs)

@@ -98,7 +98,7 @@ def test_the_secret_is_not_shown():
         ({"MLXDIST_BULK_SLOTS": "65"}, ["MLXDIST_BULK_SLOTS='65'", "from 2 to 64"]),
         ({"MLXDIST_EAGER_SLOTS": "3"}, ["MLXDIST_EAGER_SLOTS='3'", "from 4 to 256"]),
         ({"MLXDIST_ON_DEMAND_THRESHOLD": "0"}, ["MLXDIST_ON_DEMAND_THRESHOLD='0'", "from 1 to 256"]),
-        ({"MLXDIST_ALGO": "Ring"}, ["MLXDIST_ALGO='Ring'", "auto, direct, mesh, ring, doubling, tree"]),
+        ({"MLXDIST_ALGO": "Ring"}, ["MLXDIST_ALGO='Ring'", "auto, direct, mesh, ring, recursive_doubling, tree"]),
         (
             {"MLXDIST_SOFT_PROFILE": "apple"},
             ["MLXDIST_SOFT_PROFILE='apple'", "ideal, apple-tb5, apple-tb5-26.2, apple-odd, rxe"],

@@ -53,14 +53,14 @@ def test_algorithm_of_a_group_of_one():
         group.algorithm("all_som", 1000)
 
 
-@pytest.mark.parametrize("forced", ["direct", "mesh", "ring", "doubling", "tree"])
+@pytest.mark.parametrize("forced", ["direct", "mesh", "ring", "recursive_doubling", "tree"])
 def test_algorithm_that_is_asked_for(run_ranks, forced):
     """It is used wherever an operation has it, and the results stay right."""
     has = {
         "direct": {"all_sum", "all_gather", "reduce_scatter", "broadcast", "barrier", "reduce", "gather", "scatter"},
         "mesh": {"all_sum", "broadcast", "reduce"},
         "ring": {"all_sum", "all_gather", "reduce_scatter", "broadcast", "barrier", "reduce", "gather", "scatter"},
-        "doubling": {"all_sum", "barrier"},
+        "recursive_doubling": {"all_sum", "barrier"},
         "tree": {"all_sum", "broadcast", "reduce"},
     }[forced]
     for output in run_ranks("chosen_algorithms.py", 3, environment={"MLXDIST_ALGO": forced}):

@@ -27,6 +27,7 @@ WORK = {
     "transport/retransmission.c": None,
     "transport/failover.c": None,
     "transport/keepalive.c": None,
+    "transport/credit.h": None,
     "transport/recv_desc.h": None,
     "transport/endpoint.h": None,
     "transport/endpoint.c": {"endpoint_flush", "endpoint_tick", "endpoint_is_settled", "retransmit_late"},
@@ -34,7 +35,7 @@ WORK = {
     "transport/channel.c": {"channel_send", "channel_oldest_slot", "channel_seal"},
     "transport/receive.h": None,
     "transport/receive.c": {
-        "add_credit", "message_bytes", "is_damaged", "is_garbled", "fail_garbled", "process_acks", "discard",
+        "message_bytes", "is_damaged", "is_garbled", "fail_garbled", "process_acks", "discard",
         "request_retransmission", "on_ack", "accept", "receive_complete",
     },
     "transport/transport.h": None,

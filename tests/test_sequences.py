@@ -81,7 +81,7 @@ def programs(draw):
     ranks = draw(st.integers(1, 8))
     return {
         "ranks": ranks,
-        "algorithm": draw(st.sampled_from(["auto", "auto", "direct", "mesh", "ring", "doubling", "tree"])),
+        "algorithm": draw(st.sampled_from(["auto", "auto", "direct", "mesh", "ring", "recursive_doubling", "tree"])),
         "connect_at_start": draw(st.sampled_from([8, 8, 8, 1])),
         "faults": draw(st.sampled_from(["", "", "", "drop=1/100,duplicate=1/100"])) if ranks > 1 else "",
         "steps": make_steps(draw(st.randoms(use_true_random=False)), ranks, draw(st.integers(1, 25))),

@@ -19,7 +19,7 @@ def test_ring_of_cables(run_ranks, ranks, pairs):
 
 def test_cables_that_make_no_ring(run_ranks):
     outputs = run_ranks("topology.py", 4, "line", environment={"MLXDIST_TOPOLOGY": "0-1,1-2,2-3"}, status=None)
-    assert all("InvalidArgument: all_reduce: the cables of the 4 ranks make no ring" in output for output in outputs)
+    assert all("InvalidArgument: all_reduce: the links of the 4 ranks make no ring" in output for output in outputs)
 
 
 @pytest.mark.parametrize(

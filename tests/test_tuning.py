@@ -17,7 +17,7 @@ ROWS = [
     Row("all_reduce", 2, 4096, "direct"),
     Row("all_reduce", 2, MAX_BYTES, "mesh"),
     Row("all_reduce", 1024, 0, "ring"),
-    Row("barrier", 2, 0, "doubling"),
+    Row("barrier", 2, 0, "recursive_doubling"),
     Row("reduce", 2, 1 << 40, "tree"),
 ]
 ROW = {"operation": "all_reduce", "ranks": 2, "bytes": 4096, "algorithm": "ring"}

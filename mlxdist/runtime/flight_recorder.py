@@ -1,6 +1,6 @@
 """The flight recorder: what this rank did last, written to a file when the group fails or on SIGUSR1.
 
-The engine keeps the operations (native/endpoint/flight.h); `mlxdist dump` and mlxdist/tools/observe read the files of
+The engine keeps the operations (native/engine/flight_recorder.h); `mlxdist dump` and mlxdist/tools/observe read the files of
 all ranks and find the stragglers. docs/debugging.md is for users.
 """
 

@@ -198,7 +198,7 @@ class Group:
         return registration
 
     def algorithm(self, operation: str, array: int | Any) -> str:
-        """How ``operation`` moves its data: "direct", "mesh", "ring", "doubling" or "tree"; "none" in a group of one.
+        """How ``operation`` moves its data: an algorithm of MLXDIST_ALGO; "none" in a group of one.
 
         Args:
             operation: the name of a function of mlxdist that has a choice, such as "all_sum".

@@ -20,7 +20,7 @@ from .native import check, ffi, lib
 from .rendezvous import Rendezvous
 from .rendezvous.startup_step import StepFailed, take_step
 
-__all__ = ["FIELDS", "FOR_EVER", "NativeGroup"]
+__all__ = ["FOR_EVER", "NativeGroup"]
 
 # The timeout of finalize() where the user has set none at all: a rank that works on for three years counts as lost.
 FOR_EVER = 1e8
@@ -142,16 +142,12 @@ class NativeGroup:
         return b""
 
 
-# Options of mlxdist.h whose variable has another name.
-FIELDS = {"notice": "stall_warning", "cables": "links_per_peer", "connect_at_start": "on_demand_threshold"}
-
-
 def _options(environment: Environment) -> Any:
     """The engine's defaults, where the environment does not say something else."""
     options = ffi.new("mlxdist_options *")
     lib.mlxdist_default_options(options)
     for name, _ in ffi.typeof("mlxdist_options").fields:
-        value = getattr(environment, FIELDS.get(name, name), None)
+        value = getattr(environment, name, None)
         if value is not None and name not in ("adjacency", "soft_profile"):
             setattr(options, name, ALGORITHMS.index(value) if name == "algo" else value)
     if environment.timeout is not None:

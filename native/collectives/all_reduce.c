@@ -2,7 +2,6 @@
 #include "recursive_doubling.h"
 #include "direct.h"
 #include "ring.h"
-#include "tree.h"
 
 int mlxdist_all_reduce(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout, int32_t op,
                        mlxdist_handle **handle) {
@@ -22,7 +21,7 @@ int mlxdist_all_reduce(mlxdist_group *group, const void *in, void *out, const ml
   } else if (algorithm == MLXDIST_RECURSIVE_DOUBLING) {
     recursive_doubling_all_reduce(operation, &reduction, in, out);
   } else if (algorithm == MLXDIST_TREE) {
-    star_all_reduce(operation, &reduction, in, out);
+    direct_star(operation, &reduction, in, out);
   } else {
     char *own = (char *)out + chunk_offset(&reduction.chunks, group->rank);
     if (algorithm == MLXDIST_RING) {

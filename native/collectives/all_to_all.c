@@ -1,9 +1,9 @@
 #include "chunks.h"
 
-/* On all ranks alike: those that have all cables would wait for the others. */
-static int check_wires(const mlxdist_group *group, const char *name) {
+/* On all ranks alike: those that have all links would wait for the others. */
+static int check_connected(const mlxdist_group *group, const char *name) {
   if (group->fully_connected) return MLXDIST_OK;
-  return fail(MLXDIST_INVALID_ARGUMENT, "%s needs a cable between every two ranks (MLXDIST_TOPOLOGY)", name);
+  return fail(MLXDIST_INVALID_ARGUMENT, "%s needs a link between every two ranks (MLXDIST_TOPOLOGY)", name);
 }
 
 int mlxdist_all_to_all(mlxdist_group *group, const void *in, void *out, const mlxdist_layout *layout,
@@ -11,7 +11,7 @@ int mlxdist_all_to_all(mlxdist_group *group, const void *in, void *out, const ml
   struct operation *operation;
   int status = layout_check("all_to_all", layout);
   if (!status) status = check_divisible(group, "all_to_all", layout);
-  if (!status) status = check_wires(group, "all_to_all");
+  if (!status) status = check_connected(group, "all_to_all");
   if (status) return status;
   struct wire_descriptor descriptor = layout_describe(WIRE_ALL_TO_ALL, layout, 0, -1, MLXDIST_DIRECT);
   status = operation_new(group, &descriptor, &operation);
@@ -42,7 +42,7 @@ int mlxdist_all_to_all_v(mlxdist_group *group, const void *in, const uint64_t *s
                          const uint64_t *receive_counts, const mlxdist_layout *row, mlxdist_handle **handle) {
   struct operation *operation;
   int status = layout_check("all_to_all_v", row);
-  if (!status) status = check_wires(group, "all_to_all_v");
+  if (!status) status = check_connected(group, "all_to_all_v");
   if (status) return status;
   uint64_t row_bytes = layout_bytes(row);
   status = check_counts(group, send_counts, row_bytes);

@@ -3,14 +3,6 @@
 #include "ring.h"
 #include "tree.h"
 
-static void to_everyone(struct operation *operation, char *data, uint64_t bytes, int32_t root) {
-  const mlxdist_group *group = operation_group(operation);
-  operation_round(operation);
-  if (group->rank != root) operation_receive(operation, root, data, bytes);
-  for (int32_t member = 0; member < group->size && group->rank == root; member++)
-    if (member != root) operation_send(operation, member, data, bytes);
-}
-
 /* A part to each, so that all of them can pass it on: the root sends S bytes and not (n-1) S (van de Geijn 1994). */
 static void scatter_parts(struct operation *operation, const struct chunks *chunks, char *data, int32_t root) {
   const mlxdist_group *group = operation_group(operation);
@@ -37,7 +29,7 @@ int mlxdist_broadcast(mlxdist_group *group, void *data, const mlxdist_layout *la
       .count = layout_count(layout), .element_bytes = mlxdist_dtype_size(layout->dtype), .size = group->size};
   char *own = (char *)data + chunk_offset(&chunks, group->rank);
   if (algorithm == MLXDIST_DIRECT) {
-    to_everyone(operation, data, bytes, root);
+    direct_broadcast(operation, data, bytes, root);
   } else if (algorithm == MLXDIST_TREE) {
     tree_broadcast(operation, data, bytes, root);
   } else if (algorithm == MLXDIST_RING) {

@@ -32,7 +32,7 @@ static inline bool has(int32_t operation, int32_t algorithm) {
 /* A world that does not connect every pair at the start keeps to few peers: each costs memory. */
 static enum mlxdist_algorithm by_default(const mlxdist_group *group, int32_t operation, uint64_t bytes) {
   bool small = bytes <= SMALL_BYTES;
-  bool sparse = (uint32_t)group->size > group->engine->options.connect_at_start;
+  bool sparse = (uint32_t)group->size > group->engine->options.on_demand_threshold;
   switch (operation) {
     case MLXDIST_ALL_REDUCE:
       /* For two ranks direct moves as few bytes as any other. */
@@ -56,7 +56,7 @@ enum mlxdist_algorithm choose(const mlxdist_group *group, enum mlxdist_operation
   const struct engine *engine = group->engine;
   uint64_t bytes = layout ? layout_bytes(layout) : 0;
   if (group->size == 1) return MLXDIST_DIRECT;
-  if (!group->fully_connected) return MLXDIST_RING; /* the only one that keeps to the cables */
+  if (!group->fully_connected) return MLXDIST_RING; /* the only one that keeps to the links that there are */
   if (has(operation, engine->options.algo)) return engine->options.algo;
   for (uint64_t i = 0; i < engine->tuning_lines; i++) {
     const mlxdist_tuning *line = &engine->tuning[i];

@@ -47,6 +47,6 @@ int check_divisible(const mlxdist_group *group, const char *name, const mlxdist_
 
 int check_ring(const mlxdist_group *group, const char *name) {
   if (group->ring) return MLXDIST_OK;
-  return fail(MLXDIST_INVALID_ARGUMENT,
-              "%s: the cables of the %d ranks make no ring, and not every two ranks are joined", name, group->size);
+  return fail(MLXDIST_INVALID_ARGUMENT, "%s: the links of the %d ranks make no ring, and do not join every two of them",
+              name, group->size);
 }

@@ -25,7 +25,7 @@ struct reduction {
 int reduction_prepare(struct reduction* reduction, const char* name, const mlxdist_group* group,
                       const mlxdist_layout* layout, int32_t op);
 
-/* INVALID_ARGUMENT where the cables of the group make no ring. */
+/* INVALID_ARGUMENT where the links of the group make no ring. */
 int check_ring(const mlxdist_group* group, const char* name);
 
 int check_root(const mlxdist_group* group, const char* name, int32_t root);
@@ -33,7 +33,7 @@ int check_root(const mlxdist_group* group, const char* name, int32_t root);
 /* The first dimension of `layout` must be a multiple of the group's size. */
 int check_divisible(const mlxdist_group* group, const char* name, const mlxdist_layout* layout);
 
-/* A new operation, if the cables allow its algorithm. */
+/* A new operation, if the topology allows its algorithm. */
 static inline int collective_new(mlxdist_group* group, const char* name, const struct wire_descriptor* descriptor,
                                  struct operation** operation) {
   int status = descriptor->algorithm == MLXDIST_RING ? check_ring(group, name) : MLXDIST_OK;

@@ -39,7 +39,7 @@ void direct_reduce_scatter(struct operation *operation, const struct reduction *
                                         .own = own,
                                         .own_position = group->rank,
                                         .out = out,
-                                        /* Its own part nobody else reads; elsewhere in `in` lie those of others. */
+                                        /* No other rank reads its own chunk; elsewhere in `in` lie those of others. */
                                         .in_place = out >= in && out < in + reduction->bytes && out != own});
 }
 
@@ -53,6 +53,36 @@ void direct_all_gather(struct operation *operation, const struct chunks *chunks,
     int32_t member = other(group, i);
     operation_receive(operation, member, out + chunk_offset(chunks, member), chunk_bytes(chunks, member));
   }
+}
+
+void direct_reduce(struct operation *operation, const struct reduction *reduction, const char *in, char *out,
+                   int32_t root) {
+  const mlxdist_group *group = operation_group(operation);
+  operation_round(operation);
+  if (group->rank != root) {
+    operation_send(operation, root, in, reduction->bytes);
+    return;
+  }
+  for (int32_t member = 0; member < group->size; member++)
+    if (member != root) operation_receive(operation, member, 0, reduction->bytes);
+  operation_reduce(operation, (struct reduce_step){.kernel = reduction->kernel,
+                                                   .element_bytes = reduction->chunks.element_bytes,
+                                                   .own = in,
+                                                   .own_position = root,
+                                                   .out = out});
+}
+
+void direct_broadcast(struct operation *operation, char *data, uint64_t bytes, int32_t root) {
+  const mlxdist_group *group = operation_group(operation);
+  operation_round(operation);
+  if (group->rank != root) operation_receive(operation, root, data, bytes);
+  for (int32_t member = 0; member < group->size && group->rank == root; member++)
+    if (member != root) operation_send(operation, member, data, bytes);
+}
+
+void direct_star(struct operation *operation, const struct reduction *reduction, const char *in, char *out) {
+  direct_reduce(operation, reduction, in, out, 0);
+  direct_broadcast(operation, out, reduction->bytes, 0);
 }
 
 void direct_barrier(struct operation *operation) {

@@ -18,6 +18,16 @@ void direct_reduce_scatter(struct operation* operation, const struct reduction* 
 /* Every rank sends its part, at `own`, to all; all chunks come together in `out`: (n-1)/n of `out`. */
 void direct_all_gather(struct operation* operation, const struct chunks* chunks, const char* own, char* out);
 
+/* All ranks' `in` to the root, which reduces them into `out`. Rounded once. */
+void direct_reduce(struct operation* operation, const struct reduction* reduction, const char* in, char* out,
+                   int32_t root);
+
+/* The root's `data` to all. */
+void direct_broadcast(struct operation* operation, char* data, uint64_t bytes, int32_t root);
+
+/* The star, an all_reduce: to the first rank and back, 2 (n-1) messages in all, the fewest there can be. */
+void direct_star(struct operation* operation, const struct reduction* reduction, const char* in, char* out);
+
 /* An empty message to everyone and one from each: ends once every rank has come. */
 void direct_barrier(struct operation* operation);
 

@@ -3,23 +3,6 @@
 #include "ring.h"
 #include "tree.h"
 
-static void to_root(struct operation *operation, const struct reduction *reduction, const char *in, char *out,
-                    int32_t root) {
-  const mlxdist_group *group = operation_group(operation);
-  operation_round(operation);
-  if (group->rank != root) {
-    operation_send(operation, root, in, reduction->bytes);
-    return;
-  }
-  for (int32_t member = 0; member < group->size; member++)
-    if (member != root) operation_receive(operation, member, 0, reduction->bytes);
-  operation_reduce(operation, (struct reduce_step){.kernel = reduction->kernel,
-                                                   .element_bytes = reduction->chunks.element_bytes,
-                                                   .own = in,
-                                                   .own_position = root,
-                                                   .out = out});
-}
-
 /* Every rank reduces its part and hands it to the root, which receives (n-1)/n S bytes twice and not (n-1) S. */
 static void parts_to_root(struct operation *operation, const struct reduction *reduction, const char *in, char *out,
                           int32_t root) {
@@ -71,7 +54,7 @@ int mlxdist_reduce(mlxdist_group *group, const void *in, void *out, const mlxdis
   } else if (algorithm == MLXDIST_MESH) {
     parts_to_root(operation, &reduction, in, out, root);
   } else {
-    to_root(operation, &reduction, in, out, root);
+    direct_reduce(operation, &reduction, in, out, root);
   }
   return operation_start(operation, handle);
 }

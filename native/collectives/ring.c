@@ -3,38 +3,38 @@
 /* Large enough for several messages, small enough that the last rank does not wait long for the first. */
 #define PIECE_BYTES (512u << 10)
 
-struct place {
+struct ring_position {
   const mlxdist_group *group;
   int32_t position, size;
 };
 
-static struct place place_of(const struct operation *operation) {
+static struct ring_position position_of(const struct operation *operation) {
   const mlxdist_group *group = operation_group(operation);
-  struct place place = {.group = group, .size = group->size};
-  while (group->ring[place.position] != group->rank) place.position++;
-  return place;
+  struct ring_position at = {.group = group, .size = group->size};
+  while (group->ring[at.position] != group->rank) at.position++;
+  return at;
 }
 
 /* The rank `steps` behind this one in the ring. */
-static int32_t behind(const struct place *place, int32_t steps) {
-  return place->group->ring[((place->position - steps) % place->size + place->size) % place->size];
+static int32_t behind(const struct ring_position *at, int32_t steps) {
+  return at->group->ring[((at->position - steps) % at->size + at->size) % at->size];
 }
 
 void ring_reduce_scatter(struct operation *operation, const struct reduction *reduction, const char *in, char *partial,
                          char *out) {
   const struct chunks *chunks = &reduction->chunks;
-  struct place place = place_of(operation);
+  struct ring_position at = position_of(operation);
   uint64_t most = chunk_max_bytes(chunks);
   /* Two partial results at a time: the one that leaves and the one that is computed. */
-  char *scratch = partial || place.size == 2 ? 0 : operation_scratch(operation, 2 * most);
-  const char *leaving = in + chunk_offset(chunks, behind(&place, 1));
-  for (int32_t step = 0; step < place.size - 1; step++) {
-    int32_t sent = behind(&place, 1 + step), received = behind(&place, 2 + step);
-    bool last = step == place.size - 2;
+  char *scratch = partial || at.size == 2 ? 0 : operation_scratch(operation, 2 * most);
+  const char *leaving = in + chunk_offset(chunks, behind(&at, 1));
+  for (int32_t step = 0; step < at.size - 1; step++) {
+    int32_t sent = behind(&at, 1 + step), received = behind(&at, 2 + step);
+    bool last = step == at.size - 2;
     char *result = last ? out : partial ? partial + chunk_offset(chunks, received) : scratch + (step & 1) * most;
     operation_round(operation);
-    operation_send(operation, behind(&place, -1), leaving, chunk_bytes(chunks, sent));
-    operation_receive(operation, behind(&place, 1), 0, chunk_bytes(chunks, received));
+    operation_send(operation, behind(&at, -1), leaving, chunk_bytes(chunks, sent));
+    operation_receive(operation, behind(&at, 1), 0, chunk_bytes(chunks, received));
     operation_reduce(operation, (struct reduce_step){.kernel = reduction->kernel,
                                                      .element_bytes = chunks->element_bytes,
                                                      .own = in + chunk_offset(chunks, received),
@@ -46,41 +46,40 @@ void ring_reduce_scatter(struct operation *operation, const struct reduction *re
 }
 
 void ring_all_gather(struct operation *operation, const struct chunks *chunks, const char *own, char *out) {
-  struct place place = place_of(operation);
+  struct ring_position at = position_of(operation);
   const char *leaving = own;
-  for (int32_t step = 0; step < place.size - 1; step++) {
-    int32_t sent = behind(&place, step), received = behind(&place, step + 1);
+  for (int32_t step = 0; step < at.size - 1; step++) {
+    int32_t sent = behind(&at, step), received = behind(&at, step + 1);
     operation_round(operation);
     if (step == 0) operation_copy(operation, out + chunk_offset(chunks, sent), own, chunk_bytes(chunks, sent));
-    operation_send(operation, behind(&place, -1), leaving, chunk_bytes(chunks, sent));
+    operation_send(operation, behind(&at, -1), leaving, chunk_bytes(chunks, sent));
     leaving = out + chunk_offset(chunks, received);
-    operation_receive(operation, behind(&place, 1), out + chunk_offset(chunks, received),
-                      chunk_bytes(chunks, received));
+    operation_receive(operation, behind(&at, 1), out + chunk_offset(chunks, received), chunk_bytes(chunks, received));
   }
 }
 
 void ring_broadcast(struct operation *operation, char *data, uint64_t bytes, int32_t root) {
-  struct place place = place_of(operation);
-  bool first = place.group->rank == root, last = behind(&place, -1) == root;
+  struct ring_position at = position_of(operation);
+  bool first = at.group->rank == root, last = behind(&at, -1) == root;
   uint64_t pieces = bytes / PIECE_BYTES + 1;
   for (uint64_t i = 0; i < pieces + !first; i++) {
     uint64_t leaving = first ? i : i - 1, begin = leaving * PIECE_BYTES;
     operation_round(operation);
     if (!last && leaving < pieces)
-      operation_send(operation, behind(&place, -1), data + begin,
+      operation_send(operation, behind(&at, -1), data + begin,
                      bytes - begin < PIECE_BYTES ? bytes - begin : PIECE_BYTES);
     begin = i * PIECE_BYTES;
     if (!first && i < pieces)
-      operation_receive(operation, behind(&place, 1), data + begin,
+      operation_receive(operation, behind(&at, 1), data + begin,
                         bytes - begin < PIECE_BYTES ? bytes - begin : PIECE_BYTES);
   }
 }
 
 void ring_barrier(struct operation *operation) {
-  struct place place = place_of(operation);
-  for (int32_t step = 0; step < place.size - 1; step++) {
+  struct ring_position at = position_of(operation);
+  for (int32_t step = 0; step < at.size - 1; step++) {
     operation_round(operation);
-    operation_send(operation, behind(&place, -1), 0, 0);
-    operation_receive(operation, behind(&place, 1), 0, 0);
+    operation_send(operation, behind(&at, -1), 0, 0);
+    operation_receive(operation, behind(&at, 1), 0, 0);
   }
 }

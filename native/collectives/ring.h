@@ -3,7 +3,7 @@
  *
  * It needs two connections a rank, moves as few bytes as any algorithm (2 (n-1)/n S for all_reduce), and takes
  * n - 1 message times each way (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
- * workstations"). The order is that of the cables (wires.h), not of the ranks. The part of the rank at
+ * workstations"). The order is that of the links (topology.h), not of the ranks. The part of the rank at
  * position q is reduced in the order of positions q+1, q+2, ..., q, and rounded at each step.
  */
 #ifndef MLXDIST_COLLECTIVES_RING_H

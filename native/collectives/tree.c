@@ -16,24 +16,6 @@ static struct node node_of(const struct operation *operation, int32_t root) {
 
 static int32_t rank_of(const struct node *node, int32_t number) { return (number + node->root) % node->size; }
 
-void star_all_reduce(struct operation *operation, const struct reduction *reduction, const char *in, char *out) {
-  const mlxdist_group *group = operation_group(operation);
-  operation_round(operation);
-  if (group->rank > 0) {
-    operation_send(operation, 0, in, reduction->bytes);
-    operation_round(operation);
-    operation_receive(operation, 0, out, reduction->bytes);
-    return;
-  }
-  for (int32_t member = 1; member < group->size; member++) operation_receive(operation, member, 0, reduction->bytes);
-  operation_reduce(operation, (struct reduce_step){.kernel = reduction->kernel,
-                                                   .element_bytes = reduction->chunks.element_bytes,
-                                                   .own = in,
-                                                   .out = out});
-  operation_round(operation);
-  for (int32_t member = 1; member < group->size; member++) operation_send(operation, member, out, reduction->bytes);
-}
-
 void tree_broadcast(struct operation *operation, char *data, uint64_t bytes, int32_t root) {
   struct node node = node_of(operation, root);
   if (node.number > 0) {

@@ -4,10 +4,6 @@
 
 #include "chunks.h"
 
-/* All ranks' `in` to the first, which reduces them into `out` and sends that to all: 2 (n-1) messages in all, the
- * fewest there can be. Rounded once. */
-void star_all_reduce(struct operation* operation, const struct reduction* reduction, const char* in, char* out);
-
 /* The root's `data` to everyone. */
 void tree_broadcast(struct operation* operation, char* data, uint64_t bytes, int32_t root);
 

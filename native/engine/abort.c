@@ -1,5 +1,6 @@
 #include "abort.h"
 
+#include "credit.h"
 #include "error.h"
 #include "layout.h"
 #include "operation.h"

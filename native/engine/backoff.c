@@ -4,8 +4,8 @@
 #include <time.h>
 
 /* 20 polls of an empty completion queue take about half a microsecond, as long as a small message needs. Longer
- * spinning gains nothing, since yielding to nobody costs no more than a few polls; and where a rank has one core,
- * MLX's main thread, which prepares the next operation, needs it. */
+ * spinning gains nothing, since yielding to no other thread costs no more than a few polls; and where a rank has one
+ * core, MLX's main thread, which prepares the next operation, needs it. */
 #define SPIN_TURNS 20
 #define CROWDED_SPIN_TURNS 2
 #define YIELD_NS 20000000u /* 20 ms: a peer that is later than that is computing, not sending */

@@ -14,7 +14,7 @@
 
 /* Not `wait`: macOS has a union of that name. */
 struct backoff {
-  uint32_t idle;     /* turns without progress */
+  uint32_t idle;     /* pauses since the last progress */
   uint64_t since_ns; /* when it had spun enough, 0 before: most waits are shorter, and the clock is not free */
   uint32_t sleep_ns;
 };
@@ -23,13 +23,13 @@ struct backoff {
  * waited for. */
 void backoff_set_crowded(bool crowded);
 
-/* Whether the next turn only spins: it is too short to let go of a lock. */
+/* Whether the next pause only spins: it is too short to let go of a lock. */
 bool backoff_spins(const struct backoff* backoff);
 
-/* One turn without progress: spins, yields or sleeps. Returns the time; 0 after spinning, which does not look. */
+/* One pause: spins, yields or sleeps. Returns the time; 0 after spinning, which does not look. */
 uint64_t backoff_pause(struct backoff* backoff);
 
-/* There was progress: the next idle turn spins again. Returns the nanoseconds waited. */
+/* There was progress: the next pause spins again. Returns the nanoseconds waited. */
 static inline uint64_t backoff_reset(struct backoff* backoff) {
   uint64_t waited = backoff->since_ns ? clock_ns() - backoff->since_ns : 0;
   *backoff = (struct backoff){0};

@@ -44,10 +44,10 @@ static int explain_provider(const struct engine *engine, int status) {
   return fail(status,
               "%s; in a world of more than %u ranks (MLXDIST_ON_DEMAND_THRESHOLD) two ranks connect on first use, "
               "too late for another provider: set MLXDIST_PROVIDER=soft to do without RDMA",
-              why, engine->options.connect_at_start);
+              why, engine->options.on_demand_threshold);
 }
 
-/* With the lock. `created` says whether the peer has to be told the address. */
+/* With the lock. `created` says whether the peer needs the address. */
 static int create(struct engine *engine, struct peer *peer, bool *created) {
   *created = peer->endpoint.channel_count == 0;
   return *created ? explain_provider(engine, endpoint_create(&peer->endpoint)) : MLXDIST_OK;
@@ -85,8 +85,7 @@ static int check_adjacent(const struct engine *engine, const struct transfers *t
   for (int i = 0; i < transfers->count; i++) {
     int32_t rank = transfers->list[i].group_peer->peer->endpoint.rank;
     if (!engine_is_adjacent(engine, engine->rank, rank))
-      return fail(MLXDIST_INVALID_ARGUMENT, "ranks %d and %d are not joined by a cable (MLXDIST_TOPOLOGY)", engine->rank,
-                  rank);
+      return fail(MLXDIST_INVALID_ARGUMENT, "no link joins ranks %d and %d (MLXDIST_TOPOLOGY)", engine->rank, rank);
   }
   return MLXDIST_OK;
 }

@@ -49,7 +49,7 @@ static const char *name_of(const struct operation *operation, char name[NAME_BYT
   return name;
 }
 
-static void notice(const struct engine *engine, const char *name, const struct straggler *late, double waited) {
+static void warn_of_stall(const struct engine *engine, const char *name, const struct straggler *late, double waited) {
   char wait[WAIT_BYTES];
   describe_wait(engine, name, late, wait);
   debug(DEBUG_WARN, "deadline", "rank %d on %s has waited %.0f s in %s", engine->rank, engine->host, waited, wait);
@@ -69,12 +69,12 @@ static int fail_late(const struct engine *engine, const char *name, const struct
               late->entered ? "stopped, or its cable pulled" : "still working, or in another operation");
 }
 
-/* Whether it is time for a notice; the next one is due after twice the time. */
-static bool is_noticed(const struct engine *engine, double waited, double *noticed_at) {
-  double first = engine->options.notice;
-  if (*noticed_at <= 0) *noticed_at = first;
-  if (first <= 0 || waited < *noticed_at) return false;
-  *noticed_at *= 2;
+/* Whether it is time for a stall warning; the next one is due after twice the time. */
+static bool is_stall_warning_due(const struct engine *engine, double waited, double *stall_warned_at) {
+  double first = engine->options.stall_warning;
+  if (*stall_warned_at <= 0) *stall_warned_at = first;
+  if (first <= 0 || waited < *stall_warned_at) return false;
+  *stall_warned_at *= 2;
   return true;
 }
 
@@ -101,9 +101,9 @@ int deadline_check(struct operation *operation, uint64_t now) {
   double waited = (double)(now - operation->stuck_since_ns) * 1e-9;
   char name[NAME_BYTES];
   keep_late(operation, waited, now);
-  if (is_noticed(engine, waited, &operation->noticed_at)) {
+  if (is_stall_warning_due(engine, waited, &operation->stall_warned_at)) {
     struct straggler late = operation_straggler(operation);
-    notice(engine, name_of(operation, name), &late, waited);
+    warn_of_stall(engine, name_of(operation, name), &late, waited);
   }
   double lower = limit_of(operation, true), upper = limit_of(operation, false);
   if ((lower <= 0 || waited < lower) && (upper <= 0 || waited < upper)) return MLXDIST_OK;
@@ -112,9 +112,10 @@ int deadline_check(struct operation *operation, uint64_t now) {
   return limit > 0 && waited >= limit ? fail_late(engine, name_of(operation, name), &late, waited) : MLXDIST_OK;
 }
 
-int deadline_meet(const struct engine *engine, const char *operation, int32_t rank, double waited, double *noticed_at) {
+int deadline_meet(const struct engine *engine, const char *operation, int32_t rank, double waited,
+                  double *stall_warned_at) {
   const struct straggler late = {.rank = rank};
-  if (is_noticed(engine, waited, noticed_at)) notice(engine, operation, &late, waited);
+  if (is_stall_warning_due(engine, waited, stall_warned_at)) warn_of_stall(engine, operation, &late, waited);
   double limit = engine->options.entry_timeout;
   return limit > 0 && waited >= limit ? fail_late(engine, operation, &late, waited) : MLXDIST_OK;
 }

@@ -1,8 +1,8 @@
 /*
- * Deadlines: how long an operation may stand still, and what is said meanwhile.
+ * Deadlines: how long an operation may make no progress, and what is logged meanwhile.
  *
- * There are two, for two different questions. A rank that has come to the operation and then lets nothing more be
- * heard for `timeout` has most likely been stopped or cut off. One that has not come yet may be computing or loading
+ * There are two, for two different questions. A rank that has come to the operation and then sends nothing more
+ * for `timeout` has most likely been stopped or cut off. One that has not come yet may be computing or loading
  * a model: it has `entry_timeout`. That it died is known from the side channel long before either.
  */
 #ifndef MLXDIST_ENGINE_DEADLINE_H
@@ -10,12 +10,13 @@
 
 #include "operation.h"
 
-/* With the lock: notes in the debug output that the operation stands still, and fails when it does so for too long. */
+/* With the lock: logs that the operation makes no progress, and fails when that takes too long. */
 int deadline_check(struct operation* operation, uint64_t now_ns);
 
 /* With the lock: the same for a thread that waits until `rank` has come to `operation`, which it has not handed over
  * yet. The limit is entry_timeout: other deadlines count from when the operation is carried out. */
-int deadline_meet(const struct engine* engine, const char* operation, int32_t rank, double waited, double* noticed_at);
+int deadline_meet(const struct engine* engine, const char* operation, int32_t rank, double waited,
+                  double* stall_warned_at);
 
 /* TIMEOUT, or MLXDIST_OK: ranks that are not connected yet are late for the operation, since `waited` seconds. */
 int deadline_connect(const struct engine* engine, double operation_timeout, int32_t rank, double waited);

@@ -11,7 +11,7 @@
 struct failure {
   pthread_mutex_t lock;
   pthread_cond_t changed;
-  int unwatched;          /* nobody waits for a failure any more */
+  int unwatched;          /* no thread waits for a failure any more */
   _Atomic int32_t status; /* MLXDIST_OK until the text is complete */
   char text[ERROR_TEXT_BYTES];
 };

@@ -33,7 +33,7 @@ struct mlxdist_group {
   struct group_peer* peers; /* one per member */
   int32_t* members;         /* their ranks in the world */
   int32_t* member_of;       /* of each rank of the world its number here, -1 for others */
-  int32_t* ring;            /* the members in the order of the cables, NULL if these make no ring */
+  int32_t* ring;            /* the members in the order of the links, NULL if these make no ring */
   bool fully_connected;     /* a link joins every two members */
   atomic_bool usable;       /* this rank is connected to all of them */
   struct group_counters counters;

@@ -138,7 +138,7 @@ static int check_late(const struct peer *peer, const struct wire_header *header)
               engine->rank, header->length, header->transfer, peer->endpoint.rank);
 }
 
-/* Whether a message that came by another cable than at first has come by that one, too. */
+/* Whether a message that came by another link than at first has come by that one, too. */
 static bool is_known(const struct peer *peer, const struct transfer *transfer, const struct recv_desc *desc) {
   const struct wire_header *header = recv_header(desc);
   const struct recv_desc *other = transfer ? transfer->arrived : peer->unexpected;
@@ -152,9 +152,9 @@ static bool is_known(const struct peer *peer, const struct transfer *transfer, c
   return group_peer && wire_at_least(group_peer->received, header->transfer);
 }
 
-/* Whether a message should leave its slot: data that nobody takes now would keep others from getting past. Nobody
- * takes what is unexpected, what belongs to an operation that waits for somebody else, and what has overtaken a message
- * on another cable, which may be lost there and then come by this one. */
+/* Whether a message should leave its slot: data that no transfer takes now would keep others from getting past. Such is
+ * what is unexpected, what belongs to an operation that waits for another rank, and what has overtaken a message
+ * on another link, which may be lost there and then come by this one. */
 static bool should_spill(const struct peer *peer, const struct recv_desc *desc, const struct transfer *transfer) {
   if (!receive_is_crowded(desc->channel)) return false;
   if (!transfer || peer->engine->active_count > 1) return true;

@@ -44,7 +44,7 @@ struct partners {
   uint32_t asked;                    /* the set of the last requests */
   uint64_t begun_ns, look_at_ns, needed_since_ns;
   bool is_counted;
-  double noticed_at;
+  double stall_warned_at;
 };
 
 static _Thread_local struct partners partners;
@@ -175,7 +175,7 @@ int32_t mlxdist_arrive(mlxdist_group *group, int32_t to, int32_t from) {
   partners.begun_ns = partners.look_at_ns = clock_ns();
   partners.needed_since_ns = 0;
   partners.is_counted = false;
-  partners.noticed_at = 0;
+  partners.stall_warned_at = 0;
   partners.kind = from == MLXDIST_ALL ? MEETING_COLLECTIVES : MEETING_SENDS;
   for (int32_t member = 0; member < group->size && from == MLXDIST_ALL; member++) {
     if (!(peer = member_peer(group, member))) continue;
@@ -292,7 +292,7 @@ static bool is_over(mlxdist_group *group, const char *operation, uint64_t now, u
     return true;
   }
   int status = deadline_meet(engine, operation, missing->endpoint.rank, (double)(now - partners.begun_ns) * 1e-9,
-                             &partners.noticed_at);
+                             &partners.stall_warned_at);
   if (status) engine_fail(engine, 0, status);
   return status;
 }

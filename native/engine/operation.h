@@ -60,9 +60,9 @@ struct operation {
   char call_site[FLIGHT_CALL_SITE_BYTES];
   uint32_t progress_count, seen_progress; /* of the deadline: how often it got on */
   uint64_t stuck_since_ns, repeat_cts_at_ns, repeat_cts_after_ns;
-  double timeout;    /* in seconds; negative: that of the engine */
-  double noticed_at; /* seconds without progress at which it is noted next */
-  uint64_t sequence; /* among the collectives of its group, or among the messages; from 1 */
+  double timeout;         /* in seconds; negative: that of the engine */
+  double stall_warned_at; /* seconds without progress at which it is noted next */
+  uint64_t sequence;      /* among the collectives of its group, or among the messages; from 1 */
 };
 
 static inline const mlxdist_group* operation_group(const struct operation* operation) { return operation->group; }

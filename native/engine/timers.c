@@ -12,7 +12,7 @@
 #define REPEAT_CTS_MIN_NS 40000000u
 #define REPEAT_CTS_MAX_NS 1000000000u
 
-/* An acknowledgement has no number and may be lost, with the credit that it gives: whoever waits says it again. */
+/* An acknowledgement has no number and may be lost, with the credit that it gives: a rank that waits sends another. */
 static int repeat_cts(struct operation *operation) {
   int status = MLXDIST_OK;
   for (int i = 0; i < operation->in.count && !status; i++) {
@@ -30,7 +30,7 @@ static int check_operation(struct operation *operation, uint64_t now) {
     operation->stuck_since_ns = now;
     operation->repeat_cts_at_ns = now + REPEAT_CTS_MIN_NS;
     operation->repeat_cts_after_ns = REPEAT_CTS_MIN_NS;
-    operation->noticed_at = 0;
+    operation->stall_warned_at = 0;
     return MLXDIST_OK;
   }
   if (now > operation->repeat_cts_at_ns) {

@@ -1,5 +1,6 @@
 #include "transfer.h"
 
+#include "credit.h"
 #include "error.h"
 #include "matching.h"
 #include "operation.h"

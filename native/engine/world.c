@@ -13,7 +13,7 @@
 struct group_address {
   uint32_t magic;
   int32_t rank, size;
-  uint32_t bulk_slot_bytes, bulk_slots, eager_slots, connect_at_start, checksum, reliable;
+  uint32_t bulk_slot_bytes, bulk_slots, eager_slots, on_demand_threshold, checksum, reliable;
   uint32_t one_host; /* see struct engine */
   struct thread_cores cores;
 };
@@ -25,12 +25,12 @@ void mlxdist_default_options(mlxdist_options *options) {
    * Six each way and 32 eager ones are 1.75 MiB a peer, 12.25 MiB for a rank of eight. */
   *options = (mlxdist_options){.timeout = 30,
                                .entry_timeout = 1800,
-                               .notice = 10,
+                               .stall_warning = 10,
                                .bulk_slot_bytes = 128 << 10,
                                .bulk_slots = 6,
                                .eager_slots = 32,
-                               .cables = 1,
-                               .connect_at_start = 8,
+                               .links_per_peer = 1,
+                               .on_demand_threshold = 8,
                                .meet_after = 2,
                                .keepalive = 60,
                                .algo = MLXDIST_AUTO,
@@ -47,8 +47,9 @@ static int check_options(int32_t rank, int32_t size, const mlxdist_options *opti
   if (options->bulk_slots < 2 || options->bulk_slots > 64 || options->eager_slots < 4 || options->eager_slots > 256)
     return fail(MLXDIST_INVALID_ARGUMENT, "%u bulk and %u eager slots: must be 2 to 64 and 4 to 256",
                 options->bulk_slots, options->eager_slots);
-  if (options->cables < 1 || options->cables > MLXDIST_MAX_LINKS)
-    return fail(MLXDIST_INVALID_ARGUMENT, "%u cables: must be 1 to %d", options->cables, MLXDIST_MAX_LINKS);
+  if (options->links_per_peer < 1 || options->links_per_peer > MLXDIST_MAX_LINKS)
+    return fail(MLXDIST_INVALID_ARGUMENT, "%u links per peer: must be 1 to %d", options->links_per_peer,
+                MLXDIST_MAX_LINKS);
   if (options->algo < MLXDIST_AUTO || options->algo > MLXDIST_TREE)
     return fail(MLXDIST_INVALID_ARGUMENT, "there is no algorithm %d", options->algo);
   return MLXDIST_OK;
@@ -95,7 +96,7 @@ int mlxdist_group_address(mlxdist_group *group, void *bytes) {
                                   .bulk_slot_bytes = engine->options.bulk_slot_bytes,
                                   .bulk_slots = engine->options.bulk_slots,
                                   .eager_slots = engine->options.eager_slots,
-                                  .connect_at_start = engine->options.connect_at_start,
+                                  .on_demand_threshold = engine->options.on_demand_threshold,
                                   .checksum = engine->options.checksum != 0,
                                   .reliable = engine->options.reliable != 0,
                                   .one_host = engine->one_host,
@@ -126,11 +127,11 @@ static int check_address(const struct engine *engine, int32_t rank, const struct
                 "no more)",
                 engine->rank, options->bulk_slots, options->bulk_slot_bytes, options->eager_slots, rank,
                 address->bulk_slots, address->bulk_slot_bytes, address->eager_slots);
-  if (address->connect_at_start != options->connect_at_start)
+  if (address->on_demand_threshold != options->on_demand_threshold)
     return fail(MLXDIST_MISMATCH,
                 "ranks differ in how they connect: rank %d connects up to %u ranks at the start, "
                 "rank %d up to %u; set MLXDIST_ON_DEMAND_THRESHOLD alike on all",
-                engine->rank, options->connect_at_start, rank, address->connect_at_start);
+                engine->rank, options->on_demand_threshold, rank, address->on_demand_threshold);
   if (address->reliable != (options->reliable != 0))
     return fail(MLXDIST_MISMATCH,
                 "rank %d and rank %d do not agree on the kind of queue pairs; set MLXDIST_QP_TYPE alike "

@@ -8,7 +8,7 @@
  *   2. every rank       mlxdist_group_address   says how its peers reach it
  *   3. side channel     all_gather of the addresses (not part of this library)
  *   4. every rank       mlxdist_group_connect   queue pairs to RTS, receives posted
- *   5. side channel     barrier: nobody may send before every receive is posted
+ *   5. side channel     barrier: no rank may send before every receive is posted
  *   6. any thread       collectives and messages; mlxdist_group_split makes groups of some of the ranks,
  *                       which share its queue pairs
  *   7. every rank       mlxdist_group_finalize  waits until it has everything
@@ -24,7 +24,7 @@
  *    find it;
  *  - `handle` given: the call only starts the operation. Memory belongs to the operation until the handle is done;
  *    operations on different groups may then end in any order;
- *  - nobody holds a lock while it waits, and whoever waits moves the operations of all groups; when nobody waits,
+ *  - no thread holds a lock while waiting. A waiting thread progresses all groups; when none waits,
  *    the library's own thread does;
  *  - pointers are aligned to their element; `out` may equal `in` (in place), any other overlap is undefined;
  *  - every wait ends: with the data, by a deadline, or by mlxdist_group_abort;
@@ -101,7 +101,7 @@ typedef enum mlxdist_algorithm {
   MLXDIST_MESH = 2,               /* reduce_scatter, then all_gather, each direct */
   MLXDIST_RING = 3,               /* neighbour to neighbour, n - 1 steps each way */
   MLXDIST_RECURSIVE_DOUBLING = 4, /* log2(n) steps with partners at distance 1, 2, 4 ... */
-  MLXDIST_TREE = 5, /* log2(n) steps from or to the root; all_reduce: to the first rank and back, in two */
+  MLXDIST_TREE = 5, /* log2(n) steps from or to the root; all_reduce: a star, to the first rank and back */
 } mlxdist_algorithm;
 
 /* The operations that have more than one algorithm. */
@@ -136,7 +136,7 @@ typedef struct mlxdist_core_transfer {
   void* received[2];
 } mlxdist_core_transfer;
 
-#define MLXDIST_MAX_LINKS 2 /* cables between two ranks, at most */
+#define MLXDIST_MAX_LINKS 2 /* between two ranks */
 
 /* By what messages to one rank leave. */
 typedef struct mlxdist_link {
@@ -149,12 +149,12 @@ typedef struct mlxdist_options {
   double timeout;            /* seconds without progress before a wait fails, once the rank that it waits for is in
                                 the operation too; 0: no limit */
   double entry_timeout;      /* seconds that a rank may come later to an operation than this one; 0: no limit */
-  double notice;             /* seconds after which a wait is noted in the debug output; 0: never */
+  double stall_warning;      /* seconds after which a wait is noted in the debug output; 0: never */
   uint32_t bulk_slot_bytes;  /* size of a bulk slab slot, a multiple of 4096 */
   uint32_t bulk_slots;       /* bulk slots per peer and direction */
   uint32_t eager_slots;      /* eager slots (4096 bytes) per peer and direction */
-  uint32_t cables;           /* devices that large messages to a peer are spread over: 1 or 2 */
-  const mlxdist_link* links; /* size x MLXDIST_MAX_LINKS: those to rank 0, to rank 1 ...; NULL: `cables` devices of the
+  uint32_t links_per_peer;   /* devices that large messages to a peer are spread over: 1 or 2 */
+  const mlxdist_link* links; /* size x MLXDIST_MAX_LINKS: those to rank 0, to rank 1 ...; NULL: that many devices of the
                                 software provider to every rank. Copied */
   int32_t reliable;          /* 1: queue pairs of the reliable connection (RC) instead of UC; not by every provider */
   double meet_after;         /* seconds since a peer was last heard in an operation after which mlxdist_arrive wants a
@@ -162,14 +162,15 @@ typedef struct mlxdist_options {
   double keepalive;          /* seconds after which a queue pair that carries nothing sends a sign of life; 0: never */
   int32_t has_key;           /* 1: there is a key, */
   uint8_t key[16];           /* which the ranks of the job know: the software provider takes only them from outside */
-  const uint8_t* adjacency;  /* size x size: whether two ranks are joined by a cable; NULL: all are. Where not all are,
+  const uint8_t* adjacency;  /* size x size: whether a link joins two ranks; NULL: it joins all. Where not all are,
                             operations run around the ring of the cables, or are refused */
-  uint32_t connect_at_start; /* up to so many ranks all pairs connect at the start; in larger worlds on first use */
-  int32_t algo;              /* mlxdist_algorithm to use wherever an operation has it */
-  int32_t checksum;          /* 1: every message carries a CRC32C, and what arrives damaged is sent again */
-  const char* host;          /* name of this machine, for error texts; NULL: the system's. Copied */
-  const char* soft_profile;  /* the device that the software provider plays: "ideal", "apple-tb5", "apple-tb5-26.2",
-                                "apple-odd", "rxe" */
+  uint32_t on_demand_threshold; /* worlds of up to this many ranks connect all pairs at the start, larger ones on first
+                                   use */
+  int32_t algo;                 /* mlxdist_algorithm to use wherever an operation has it */
+  int32_t checksum;             /* 1: every message carries a CRC32C, and what arrives damaged is retransmitted */
+  const char* host;             /* name of this machine, for error texts; NULL: the system's. Copied */
+  const char* soft_profile;     /* the device that the software provider plays: "ideal", "apple-tb5", "apple-tb5-26.2",
+                                   "apple-odd", "rxe" */
 } mlxdist_options;
 
 /* Counters since the group was created. Operations, bytes and times are the group's own; queue pairs, and what they
@@ -191,10 +192,10 @@ typedef struct mlxdist_stats {
   uint64_t post_recv_calls;
   uint64_t poll_cq_calls;
   uint64_t receives_posted;  /* receives that wait for a message now, all queue pairs */
-  uint64_t retransmissions;  /* messages sent again */
+  uint64_t retransmissions;  /* messages that left again */
   uint64_t duplicates;       /* messages that arrived twice, and were dropped */
   uint64_t damaged;          /* messages that arrived cut off, or with a wrong checksum, and were dropped */
-  uint64_t reconnections;    /* queue pairs that failed and were made anew */
+  uint64_t reconnections;    /* queue pairs that failed and were re-created */
   uint64_t meetings;         /* operations that were handed over only once their peers had come, see mlxdist_arrive */
   uint64_t meeting_messages; /* the acknowledgements of it, and messages of the side channel */
   uint64_t memory_registrations;
@@ -425,7 +426,7 @@ int mlxdist_group_set_tuning(mlxdist_group* group, const mlxdist_tuning* table, 
 int32_t mlxdist_group_algorithm(mlxdist_group* group, int32_t operation, const mlxdist_layout* layout);
 
 /* Makes the provider lose or repeat messages, for tests: "drop=1/100", "drop_next=1", "none" (providers/soft/faults.h);
- * "1:drop=1/1" is for the second cable alone. */
+ * "1:drop=1/1" is for the second link alone. */
 int mlxdist_group_inject_faults(mlxdist_group* group, const char* faults);
 
 enum mlxdist_members { MLXDIST_NONE = -1, MLXDIST_ALL = -2 };

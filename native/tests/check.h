@@ -37,9 +37,9 @@ struct check {
     }                                                                              \
   } while (0)
 
-#define CHECK_EQUAL(value, posted_transfers)                                                                \
+#define CHECK_EQUAL(value, expected)                                                                        \
   do {                                                                                                      \
-    long long check_value = (long long)(value), check_expected = (long long)(posted_transfers);             \
+    long long check_value = (long long)(value), check_expected = (long long)(expected);                     \
     CHECK(check_value == check_expected, "%s is %lld, expected %lld", #value, check_value, check_expected); \
   } while (0)
 

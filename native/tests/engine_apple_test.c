@@ -8,7 +8,7 @@ static mlxdist_options options_of(const char *profile, uint32_t cables) {
   mlxdist_options options;
   mlxdist_default_options(&options);
   options.soft_profile = profile;
-  options.cables = cables;
+  options.links_per_peer = cables;
   return options;
 }
 

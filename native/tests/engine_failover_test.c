@@ -15,7 +15,7 @@ static uint64_t bytes_by(mlxdist_group *group, int cable) {
 static mlxdist_group *join(struct world *world, int rank, int *barriers) {
   mlxdist_options options;
   mlxdist_default_options(&options);
-  options.cables = 2;
+  options.links_per_peer = 2;
   return world_join(world, rank, barriers, &options);
 }
 

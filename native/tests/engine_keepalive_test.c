@@ -12,7 +12,7 @@ static mlxdist_options options_of(const char *profile, double keepalive, uint32_
   mlxdist_default_options(&options);
   options.soft_profile = profile;
   options.keepalive = keepalive;
-  options.cables = cables;
+  options.links_per_peer = cables;
   return options;
 }
 

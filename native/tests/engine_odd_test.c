@@ -22,12 +22,12 @@ static mlxdist_options options_of(const char *name) {
 /* Devices are opened first and change their profile before anything is created there. */
 static mlxdist_group *open_devices(int rank, int size) {
   mlxdist_options options = options_of("apple-tb5");
-  options.connect_at_start = 1;
+  options.on_demand_threshold = 1;
   mlxdist_group *group;
   REQUIRE(mlxdist_group_create(rank, size, &options, &group) == MLXDIST_OK);
   for (uint32_t i = 0; i < group->engine->transport.device_count; i++)
     soft_context(group->engine->transport.devices[i].context)->profile = &profile;
-  group->engine->options.connect_at_start = (uint32_t)size;
+  group->engine->options.on_demand_threshold = (uint32_t)size;
   return group;
 }
 

@@ -47,7 +47,7 @@ static void fuzz_messages(const uint8_t *bytes, size_t left) {
   struct pair pair;
   mlxdist_options options;
   mlxdist_default_options(&options);
-  options.connect_at_start = 1;
+  options.on_demand_threshold = 1;
   options.timeout = options.entry_timeout = 1e-9;
   pair_open(&pair, &options);
   for (int rank = 0; rank < 2; rank++) mlxdist_group_set_side_channel(pair.group[rank], post, &mail[rank]);

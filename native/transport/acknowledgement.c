@@ -1,6 +1,6 @@
 #include "acknowledgement.h"
 
-#include "transport.h"
+#include "credit.h"
 
 /* An acknowledgement waits this long for a message to ride on. */
 #define DELAYED_ACK_NS 10000000u

@@ -4,7 +4,7 @@
  * UC keeps order but not delivery: a SEND that meets no posted receive vanishes, and the sender still
  * completes. So a message is sent only when the peer is known to have a receive posted for it (credit),
  * its slot is kept until the peer has said that it arrived (acknowledgement), and its sequence number
- * tells the receiver when one is missing: it then discards later messages and requests retransmission (go-back-N).
+ * shows the receiver when one is missing: it then discards later messages and requests retransmission (go-back-N).
  *
  * Every receive slot is either posted or holds an arrived message, always: outstanding + held = slots.
  */
@@ -26,8 +26,8 @@ struct transport;
  * place unused, so that all pieces of a transfer have the same size on every rank. */
 #define CHANNEL_OVERHEAD (sizeof(struct wire_header) + sizeof(struct wire_descriptor))
 
-/* Eager receives that data may not use: acknowledgements and an abort must get through when data that nobody has
- * asked for yet fills all others. */
+/* Eager receives that data may not use: acknowledgements and an abort must get through when data that no
+ * operation takes yet fills all others. */
 #define CHANNEL_CONTROL_SLOTS 2u
 
 /* Buffers for acknowledgements on the eager channel, which are not kept. */
@@ -155,28 +155,6 @@ static inline bool channel_is_clear(const struct channel* channel) {
 /* Whether the send queue has room for one more. */
 static inline bool channel_has_request(const struct channel* channel) {
   return channel->open && channel->requests - channel->completed < 2 * channel->slots;
-}
-
-/* Receives that data may use. Those of control messages are posted again at once, so this never shrinks. */
-static inline uint32_t channel_recv_credits(const struct channel* channel) {
-  return channel->outstanding > channel->reserve ? channel->outstanding - channel->reserve : 0;
-}
-
-/* Whether the peer is known to have a receive for one more message, and a slot is free for it. An abort may use what is
- * kept free for it. */
-static inline bool channel_can_send(const struct channel* channel, enum wire_kind kind) {
-  uint32_t extra = kind == WIRE_ABORT ? channel->reserve : 0;
-  uint32_t next = channel->sent + 1, slots = channel->slots - channel->reserve;
-  return wire_at_least(channel->acked + slots + extra, next) && wire_at_least(channel->credit + extra, next) &&
-         channel_has_request(channel) && channel_is_clear(channel);
-}
-
-/* The peer has said what it has received, and has receives for. The queue pairs are not ordered with each other, so
- * this may be older than what is known. */
-static inline void channel_on_ack(struct channel* channel, uint32_t received, uint32_t receives) {
-  uint32_t credit = received + receives;
-  if (wire_at_least(received, channel->acked)) channel->acked = received;
-  if (wire_at_least(credit, channel->credit)) channel->credit = credit;
 }
 
 /* wr_id says on which channel and slot or request a work request was: nothing of it travels. */

@@ -45,7 +45,7 @@ static uint32_t by_instruction(uint32_t crc, const char *at, uint64_t length) {
 static int has_instruction(void) { return 0; }
 #endif
 
-/* Four bits at a time: for processors that nobody will want checksums on. */
+/* Four bits at a time: for processors where checksums do not matter. */
 static uint32_t by_table(uint32_t crc, const char *at, uint64_t length) {
   static const uint32_t table[16] = {0x00000000, 0x105ec76f, 0x20bd8ede, 0x30e349b1, 0x417b1dbc, 0x5125dad3,
                                      0x61c69362, 0x7198540d, 0x82f63b78, 0x92a8fc17, 0xa24bb5a6, 0xb21572c9,

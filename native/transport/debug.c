@@ -22,7 +22,7 @@ static struct {
   pthread_mutex_t lock;
   int file;                         /* -1 until one is opened: standard error */
   int rank;                         /* -1 until one is known */
-  char subsystems[MOST_SUBSYSTEMS]; /* ",cable,flight,"; empty for all */
+  char subsystems[MOST_SUBSYSTEMS]; /* ",flight,link,"; empty for all */
 } output = {PTHREAD_MUTEX_INITIALIZER, -1, -1, ""};
 
 static const char *const names[] = {"off", "warn", "info", "trace"};
@@ -72,7 +72,7 @@ int mlxdist_debug_open(const char *spec, int file, int32_t rank) {
   if (level < 0 || (spec && strlen(subsystems) > MOST_SUBSYSTEMS - 3))
     return fail(MLXDIST_INVALID_ARGUMENT,
                 "debug output \"%s\": must be off, warn, info or trace, and may go on with a "
-                "colon and the subsystems that are wanted, such as trace:cable,connection",
+                "colon and the subsystems that are wanted, such as trace:link,connection",
                 spec);
   int copy = file >= 0 ? fcntl(file, F_DUPFD_CLOEXEC, 0) : -1;
   if (file >= 0 && copy < 0)

@@ -3,7 +3,7 @@
  *
  * One line per event, written at once and whole, so that several ranks may share a file:
  *
- *   12:34:56.789012 mlxdist rank 1 pid 4711 warn cable: ...
+ *   12:34:56.789012 mlxdist rank 1 pid 4711 warn link: ...
  *
  * Process-wide: the first group that opens it decides. Off, a call of debug() is a load and a branch.
  */

@@ -19,7 +19,7 @@ struct device {
   uint32_t link;                        /* which one it is to the first rank that it serves */
   bool gathers;                         /* a send may be put together from two places */
   bool whole_frames;                    /* a send must have as many frames as the receive that it meets, */
-  uint32_t max_frames;                  /* of which a queue takes so many */
+  uint32_t max_frames;                  /* that a queue takes */
   bool reports_length; /* byte_len of a receive's completion counts; else every message is as long as its slot */
   bool signals_all;    /* every send is to be signaled */
 };

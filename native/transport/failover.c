@@ -2,7 +2,7 @@
 
 #include "acknowledgement.h"
 #include "debug.h"
-#include "transport.h"
+#include "credit.h"
 
 #include <string.h>
 

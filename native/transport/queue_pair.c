@@ -71,7 +71,7 @@ int queue_pair_create(struct channel *channel) {
 }
 
 /* RC has a few more attributes. What gets no answer is tried again six times, each after 4.096 us * 2^15 = 134 ms: to
- * some drivers 7 is no limit, and a queue pair that never fails is never made anew. What meets no receive is tried for
+ * some drivers 7 is no limit, and a queue pair that never fails is never re-created. What meets no receive is tried for
  * ever: credits rule that out. */
 static int to_rtr(struct channel *channel, struct ibv_qp_attr *attr) {
   int mask = IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN;

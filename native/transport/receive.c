@@ -1,5 +1,6 @@
 #include "receive.h"
 
+#include "credit.h"
 #include "debug.h"
 #include "error.h"
 #include "failover.h"
@@ -10,16 +11,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* A receive more is posted: the peer is to hear of it with the next message, or, if there are many, without one. */
-static inline void add_credit(struct channel *channel) {
-  struct endpoint *endpoint = channel->endpoint;
-  const struct wire_acks *last = &endpoint->last_sent;
-  uint32_t i = channel->index, credits = channel_recv_credits(channel);
-  endpoint->acks.credits[i] = (uint16_t)credits;
-  if (channel->received + credits - (last->ack[i] + last->credits[i]) >= channel->ack_share)
-    endpoint_mark_ack(endpoint);
-}
-
 static int post(struct channel *channel, uint32_t slot) {
   channel->recv_descs[slot].posted = true;
   if (!channel->connected) return MLXDIST_OK; /* receive_post_all will */
@@ -29,8 +20,7 @@ static int post(struct channel *channel, uint32_t slot) {
   struct ibv_recv_wr request = {.wr_id = channel_wr_id(channel, false, slot), .sg_list = &sge, .num_sge = 1}, *bad;
   int error = ibv_post_recv(channel->qp, &request, &bad);
   if (error) return queue_pair_fail(channel, "post_recv", error);
-  channel->outstanding++;
-  add_credit(channel);
+  credit_add(channel);
   struct transport_counters *counters = channel->transport->counters;
   count(&counters->post_recv_calls, 1);
   count(&counters->receives_posted, 1);
@@ -170,8 +160,7 @@ int receive_complete(struct channel *channel, uint32_t slot, uint32_t byte_len) 
   const struct wire_header *header = recv_header(desc);
   count(&counters->messages_received, 1);
   count(&counters->receives_posted, (uint64_t)-1);
-  channel->outstanding--;
-  channel->endpoint->acks.credits[channel->index] = (uint16_t)channel_recv_credits(channel);
+  credit_remove(channel);
   desc->posted = false;
   if (is_damaged(channel, desc, bytes)) {
     debug(DEBUG_INFO, "message", "damaged: %u bytes from rank %d", bytes, channel->peer);

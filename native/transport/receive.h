@@ -16,7 +16,7 @@ int recv_release(struct recv_desc* desc);
 /* Copies an arrived message out of its slot, which is then the peer's again. */
 int recv_spill(struct recv_desc** desc);
 
-/* Whether messages that have arrived take up so many slots that others could not get past. */
+/* Whether messages that have arrived fill the slots, so that others could not get past. */
 static inline bool receive_is_crowded(const struct channel* channel) {
   return channel->outstanding < channel->slots / 2;
 }

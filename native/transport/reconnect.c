@@ -6,7 +6,7 @@
 #include "receive.h"
 #include "retransmission.h"
 #include "thread.h"
-#include "transport.h"
+#include "credit.h"
 #include "wc_status.h"
 
 #include <stdio.h>

@@ -39,7 +39,7 @@ int thread_keep_on(const struct thread_cores *cores) {
 #include <sched.h>
 #include <string.h>
 
-/* On Linux it stands still while the machine is suspended. */
+/* On Linux it stops while the machine is suspended. */
 uint64_t clock_ns(void) {
   struct timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);

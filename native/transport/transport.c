@@ -30,8 +30,8 @@ static int find_device(struct transport *transport, const mlxdist_link *link, ui
   const struct verbs *verbs = verbs_provider(link->provider, transport->options->soft_profile, why, sizeof why);
   if (!verbs) return fail(MLXDIST_INVALID_ARGUMENT, "%s", why);
   if (transport->options->reliable && !verbs->reliable)
-    return fail(MLXDIST_INVALID_ARGUMENT, "provider %s has no reliable connections (MLXDIST_QP_TYPE=rc); libibverbs has",
-                verbs->name);
+    return fail(MLXDIST_INVALID_ARGUMENT,
+                "provider %s has no reliable connections (MLXDIST_QP_TYPE=rc); libibverbs has", verbs->name);
   verbs = verbs_trace(verbs);
   for (uint32_t i = 0; i < transport->device_count; i++) {
     *result = &transport->devices[i];
@@ -77,14 +77,14 @@ static int open_default_links(struct transport *transport, struct endpoint *endp
   char why[ERROR_TEXT_BYTES], names[MLXDIST_MAX_LINKS][16];
   mlxdist_link links[MLXDIST_MAX_LINKS];
   const struct verbs *verbs = verbs_provider("soft", transport->options->soft_profile, why, sizeof why);
-  uint32_t cables = transport->options->cables,
+  uint32_t count = transport->options->links_per_peer,
            others = (uint32_t)(endpoint->rank - (endpoint->rank > transport->rank));
-  uint32_t first = verbs && verbs->whole_frames ? cables * others : 0;
-  for (uint32_t i = 0; i < cables; i++) {
+  uint32_t first = verbs && verbs->whole_frames ? count * others : 0;
+  for (uint32_t i = 0; i < count; i++) {
     snprintf(names[i], sizeof names[i], "soft%u", first + i);
     links[i] = (mlxdist_link){.provider = "soft", .device = names[i]};
   }
-  return open_links(transport, endpoint, links, cables);
+  return open_links(transport, endpoint, links, count);
 }
 
 /* "soft", or "ibverbs+soft" */

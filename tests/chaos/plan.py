@@ -4,7 +4,7 @@ A round is made from its seed alone, and is data: {"seed", "ranks", "environment
 Four rounds with neighbouring seeds have the same ranks and environment, so that one set of ranks can play them, unless
 one of them ends it. An event happens on a rank when it comes to a step:
 
-    inject   the provider loses or garbles what this rank sends ("faults", for mlxdist_group_inject_faults); with "seconds"
+    inject   the provider loses or garbles what this rank sends ("faults": mlxdist_group_inject_faults); with "seconds"
              nothing that it sends arrives, and after that time "then" is injected
     stop     SIGSTOP after "delay" seconds, and SIGCONT "seconds" later
     kill     SIGKILL after "delay" seconds
@@ -31,7 +31,7 @@ OPERATIONS = [
 DTYPES = ["float32", "float16", "bfloat16", "int8", "int64", "uint16", "bool", "complex64"]
 # Within a message, at its limits, what may be sent unasked, and more.
 ROWS = [0, 1, 3, 100, 992, 993, 9000, 40_000, 100_000]
-ALGORITHMS = ["auto", "auto", "direct", "mesh", "ring", "doubling", "tree"]
+ALGORITHMS = ["auto", "auto", "direct", "mesh", "ring", "recursive_doubling", "tree"]
 # Long enough for what is repeated and resumed on a busy machine.
 PATIENT = 30
 IMPATIENT = 2

@@ -20,16 +20,16 @@ DTYPES = ["float16", "bfloat16", "float32", "int8", "complex64"]
 # Nothing, one element, too few for every rank, an odd number, and more bytes than a bulk slot holds.
 COUNTS = [0, 1, 3, 1237, 140_001]
 ALGORITHMS = {
-    "all_sum": ["direct", "mesh", "ring", "doubling", "tree"],
+    "all_sum": ["direct", "mesh", "ring", "recursive_doubling", "tree"],
     "all_gather": ["direct", "ring"],
     "reduce_scatter": ["direct", "ring"],
     "broadcast": ["direct", "mesh", "ring", "tree"],
     "reduce": ["direct", "mesh", "ring", "tree"],
     "gather": ["direct", "ring"],
     "scatter": ["direct", "ring"],
-    "barrier": ["direct", "ring", "doubling"],
+    "barrier": ["direct", "ring", "recursive_doubling"],
 }
-REDUCTIONS = {"ring": reference.ring_all_reduce, "doubling": reference.doubling_all_reduce}
+REDUCTIONS = {"ring": reference.ring_all_reduce, "recursive_doubling": reference.recursive_doubling_all_reduce}
 
 algorithm = os.environ["MLXDIST_ALGO"]
 group = mlxdist.init()

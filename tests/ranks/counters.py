@@ -55,10 +55,10 @@ def all_reduce_bytes(whole: int) -> int:
         "direct": (size - 1) * whole,
         "mesh": 2 * (size - 1) * whole // size,
         "ring": 2 * (size - 1) * whole // size,
-        "doubling": doubled(whole),
+        "recursive_doubling": doubled(whole),
         "tree": whole if rank else (size - 1) * whole,
     }[algorithm]
-    assert algorithm != "doubling" or expected <= (levels + 1) * whole
+    assert algorithm != "recursive_doubling" or expected <= (levels + 1) * whole
     return expected
 
 
@@ -87,7 +87,7 @@ def reduce_bytes(whole: int) -> int:
 def payload() -> None:
     """All bytes that move are the user's: what the algorithm must move, and no more."""
     has = {
-        "all_sum": ("direct", "mesh", "ring", "doubling", "tree"),
+        "all_sum": ("direct", "mesh", "ring", "recursive_doubling", "tree"),
         "all_gather": ("direct", "ring"),
         "reduce_scatter": ("direct", "ring"),
         "broadcast": ("direct", "mesh", "ring", "tree"),
@@ -128,7 +128,7 @@ def messages() -> None:
     doubling = doubled(1)
     everyone = size - 1
     expected = {"direct": {"all_sum": everyone, "all_gather": everyone, "all_to_all": everyone, "barrier": everyone}}
-    expected["doubling"] = {"all_sum": doubling, "barrier": (size - 1).bit_length()}
+    expected["recursive_doubling"] = {"all_sum": doubling, "barrier": (size - 1).bit_length()}
     expected["tree"] = {"all_sum": 1 if rank else everyone}
     operations = {
         "all_sum": lambda: mlxdist.all_sum(x),

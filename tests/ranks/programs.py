@@ -23,7 +23,7 @@ from mlxdist.runtime.native import check, lib  # noqa: E402
 
 __all__ = ["carry_out", "inject", "world"]
 
-ORDERS = {"ring": reference.ring_all_reduce, "doubling": reference.doubling_all_reduce}
+ORDERS = {"ring": reference.ring_all_reduce, "recursive_doubling": reference.recursive_doubling_all_reduce}
 
 world = mlxdist.init()
 

@@ -38,7 +38,7 @@ def all_sum(count: int) -> None:
 
 def matrix() -> None:
     assert group.stats()["slab_bytes"] == 0, "connections are made on first use"
-    assert group.algorithm("all_sum", 1000) == "doubling" and group.algorithm("all_sum", 1 << 20) == "ring"
+    assert group.algorithm("all_sum", 1000) == "recursive_doubling" and group.algorithm("all_sum", 1 << 20) == "ring"
     assert group.algorithm("broadcast", 1000) == "tree" and group.algorithm("all_gather", 1000) == "ring"
     for count in (200_003, 0, 1):
         all_sum(count)

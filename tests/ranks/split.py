@@ -200,7 +200,7 @@ def counted() -> None:
     assert after["collectives"] - before["collectives"] == 6
     assert after["payload_bytes_sent"] - before["payload_bytes_sent"] >= 6 * 4000
     assert group.stats()["payload_bytes_sent"] == of_world["payload_bytes_sent"]
-    assert part.algorithm("all_sum", 1000) in ("direct", "mesh", "ring", "doubling", "tree")
+    assert part.algorithm("all_sum", 1000) in ("direct", "mesh", "ring", "recursive_doubling", "tree")
     assert part.algorithm("broadcast", np.ones(1000)) in ("direct", "mesh", "ring", "tree")
     try:
         part.algorithm("send", 10)

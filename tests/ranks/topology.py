@@ -60,11 +60,11 @@ def ring() -> None:
                 try:
                     mlxdist.send(x, other)
                 except mlxdist.InvalidArgument as error:
-                    assert "not joined by a cable" in str(error)
+                    assert "no link joins ranks" in str(error)
         try:
             mlxdist.all_to_all(x)
         except mlxdist.InvalidArgument as error:
-            assert "needs a cable between every two ranks" in str(error)
+            assert "needs a link between every two ranks" in str(error)
         else:
             raise AssertionError("all_to_all without all cables")
     print("exact")

@@ -1,0 +1,49 @@
+/*
+ * Credit, the flow control: a message is sent only when the peer is known to have a receive posted for it. What this
+ * rank has posted leaves with every message and acknowledgement (wire.h).
+ */
+#ifndef MLXDIST_TRANSPORT_CREDIT_H
+#define MLXDIST_TRANSPORT_CREDIT_H
+
+#include "transport.h"
+
+/* Receives that data may use. Those of control messages are posted again at once, so this never shrinks. */
+static inline uint32_t channel_recv_credits(const struct channel* channel) {
+  return channel->outstanding > channel->reserve ? channel->outstanding - channel->reserve : 0;
+}
+
+/* Whether the peer is known to have a receive for one more message, and a slot is free for it. An abort may use what is
+ * kept free for it. */
+static inline bool channel_can_send(const struct channel* channel, enum wire_kind kind) {
+  uint32_t extra = kind == WIRE_ABORT ? channel->reserve : 0;
+  uint32_t next = channel->sent + 1, slots = channel->slots - channel->reserve;
+  return wire_at_least(channel->acked + slots + extra, next) && wire_at_least(channel->credit + extra, next) &&
+         channel_has_request(channel) && channel_is_clear(channel);
+}
+
+/* The peer has said what it has received, and has receives for. The queue pairs are not ordered with each other, so
+ * this may be older than what is known. */
+static inline void channel_on_ack(struct channel* channel, uint32_t received, uint32_t receives) {
+  uint32_t credit = received + receives;
+  if (wire_at_least(received, channel->acked)) channel->acked = received;
+  if (wire_at_least(credit, channel->credit)) channel->credit = credit;
+}
+
+/* A receive more is posted: the peer is to hear of it with the next message, or, if there are many, without one. */
+static inline void credit_add(struct channel* channel) {
+  struct endpoint* endpoint = channel->endpoint;
+  channel->outstanding++;
+  const struct wire_acks* last = &endpoint->last_sent;
+  uint32_t i = channel->index, credits = channel_recv_credits(channel);
+  endpoint->acks.credits[i] = (uint16_t)credits;
+  if (channel->received + credits - (last->ack[i] + last->credits[i]) >= channel->ack_share)
+    endpoint_mark_ack(endpoint);
+}
+
+/* A message has taken a receive. */
+static inline void credit_remove(struct channel* channel) {
+  channel->outstanding--;
+  channel->endpoint->acks.credits[channel->index] = (uint16_t)channel_recv_credits(channel);
+}
+
+#endif

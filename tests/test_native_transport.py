@@ -1,0 +1,13 @@
+"""The transport, tested in C without the engine, also under sanitizers: native/tests/transport_test.c."""
+
+import pytest
+from native_build import NATIVE, SANITIZE_MEMORY, build_program, layer_includes, layer_sources, run_program
+
+SANITIZED = pytest.param(SANITIZE_MEMORY, marks=[pytest.mark.sanitize, pytest.mark.long])
+
+
+@pytest.mark.parametrize("flags", [["-O2"], SANITIZED], ids=["optimized", "memory"])
+def test_transport(tmp_path, flags):
+    sources = [NATIVE / "tests" / "transport_test.c", *layer_sources("transport")]
+    flags = ["-std=gnu11", '-DMLXDIST_VERSION="0.0.0"', *layer_includes("transport"), *flags]
+    assert ", 0 failed" in run_program(build_program(tmp_path / "transport", sources, flags))
