@@ -29,7 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.errors import ResourceError
 from mlxdist.base.output_file import OUTPUT_FILE, is_written
-from mlxdist.base.own_python import own_module
+from mlxdist.base.child_process import module_command
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
 from mlxdist.launch.run_job import host_arguments, run_job
 
@@ -118,7 +118,7 @@ class Runner:
         job = {"mark": MARK, "cases": list(cases), "parameters": common | parameters}
         # Compressed: Linux takes 128 KiB in one argument, and there may be a thousand cases.
         packed = base64.b64encode(zlib.compress(json.dumps(job).encode())).decode()
-        program = own_module("mlxdist.tools.bench.rank", target, packed, python=self.chosen.python)
+        program = module_command("mlxdist.tools.bench.rank", target, packed, python=self.chosen.python)
         found: list[Any] = []
         has_hosts = self.chosen.hostfile is not None
         where = host_arguments(self.chosen) if has_hosts else contextlib.nullcontext(["-n", str(self.ranks)])
