@@ -1,7 +1,7 @@
 #include "recursive_doubling.h"
 
-static void fold_with(struct operation *operation, const struct reduction *reduction, int32_t partner, bool sends,
-                      const char *own, char *out) {
+static void reduce_with(struct operation *operation, const struct reduction *reduction, int32_t partner, bool sends,
+                        const char *own, char *out) {
   operation_round(operation);
   if (sends) operation_send(operation, partner, own, reduction->bytes);
   operation_receive(operation, partner, 0, reduction->bytes);
@@ -28,13 +28,13 @@ void recursive_doubling_all_reduce(struct operation *operation, const struct red
   }
   const char *own = in;
   if (rank < paired) {
-    fold_with(operation, reduction, rank - 1, false, in, out);
+    reduce_with(operation, reduction, rank - 1, false, in, out);
     own = out;
   }
   int32_t number = rank < paired ? rank / 2 : rank - paired / 2;
   for (int32_t distance = 1; distance < power; distance *= 2) {
     int32_t other = number ^ distance;
-    fold_with(operation, reduction, other < paired / 2 ? 2 * other + 1 : other + paired / 2, true, own, out);
+    reduce_with(operation, reduction, other < paired / 2 ? 2 * other + 1 : other + paired / 2, true, own, out);
     own = out;
   }
   if (rank < paired) {

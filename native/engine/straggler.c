@@ -2,7 +2,7 @@
 
 #include "operation.h"
 
-/* It waits here for those of other members, with which it will be folded. */
+/* It waits here for those of other members, with which it will be reduced. */
 static bool has_next_piece(const struct transfer *transfer) {
   return transfer->arrived && recv_header(transfer->arrived)->offset == transfer->done;
 }

@@ -103,9 +103,7 @@ static int push(struct operation *operation, struct transfer *transfer, bool in_
 }
 
 static bool describes(const struct wire_descriptor *a, const struct wire_descriptor *b, uint64_t bytes) {
-  struct wire_descriptor posted_transfers = *a;
-  posted_transfers.bytes = bytes;
-  return memcmp(&posted_transfers, b, sizeof posted_transfers) == 0;
+  return b->bytes == bytes && memcmp(a, b, offsetof(struct wire_descriptor, bytes)) == 0;
 }
 
 /* The first message of the transfer says what the peer is doing. */

@@ -32,8 +32,8 @@ static inline void channel_on_ack(struct channel* channel, uint32_t received, ui
 /* A receive more is posted: the peer is to hear of it with the next message, or, if there are many, without one. */
 static inline void credit_add(struct channel* channel) {
   struct endpoint* endpoint = channel->endpoint;
-  channel->outstanding++;
   const struct wire_acks* last = &endpoint->last_sent;
+  channel->outstanding++;
   uint32_t i = channel->index, credits = channel_recv_credits(channel);
   endpoint->acks.credits[i] = (uint16_t)credits;
   if (channel->received + credits - (last->ack[i] + last->credits[i]) >= channel->ack_share)

@@ -14,7 +14,7 @@
 #include <unistd.h>
 
 #define LINE_BYTES 2048
-#define MOST_SUBSYSTEMS 256
+#define MAX_SUBSYSTEMS 256
 
 atomic_int debug_level = DEBUG_WARN;
 
@@ -22,7 +22,7 @@ static struct {
   pthread_mutex_t lock;
   int file;                         /* -1 until one is opened: standard error */
   int rank;                         /* -1 until one is known */
-  char subsystems[MOST_SUBSYSTEMS]; /* ",flight,link,"; empty for all */
+  char subsystems[MAX_SUBSYSTEMS]; /* ",flight,link,"; empty for all */
 } output = {PTHREAD_MUTEX_INITIALIZER, -1, -1, ""};
 
 static const char *const names[] = {"off", "warn", "info", "trace"};
@@ -69,7 +69,7 @@ static int read_level(const char *spec, const char **subsystems) {
 int mlxdist_debug_open(const char *spec, int file, int32_t rank) {
   const char *subsystems;
   int level = spec ? read_level(spec, &subsystems) : DEBUG_WARN;
-  if (level < 0 || (spec && strlen(subsystems) > MOST_SUBSYSTEMS - 3))
+  if (level < 0 || (spec && strlen(subsystems) > MAX_SUBSYSTEMS - 3))
     return fail(MLXDIST_INVALID_ARGUMENT,
                 "debug output \"%s\": must be off, warn, info or trace, and may go on with a "
                 "colon and the subsystems that are wanted, such as trace:link,connection",
