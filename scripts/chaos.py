@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
-sys.path[:0] = [str(TESTS), str(TESTS / "chaos")]
+sys.path[:0] = [str(TESTS / "support"), str(TESTS / "chaos")]
 
 import plan  # noqa: E402
 from job import Failed, Job  # noqa: E402

@@ -1,4 +1,4 @@
-"""What the tests share: `run_ranks`, which runs a script of tests/ranks under `mlxdist launch`."""
+"""What the tests share: `run_ranks`, which runs a script of tests/rank_scripts under `mlxdist launch`."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-RANK_SCRIPTS = Path(__file__).parent / "ranks"
+RANK_SCRIPTS = Path(__file__).parent / "rank_scripts"
 _PREFIX = re.compile(r"\[ *(\d+)\] ?")
 
 
@@ -34,8 +34,8 @@ def runtime_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def run_ranks() -> Callable[..., list[str]]:
     """A function that runs a script on a number of ranks and returns what each of them printed.
 
-    run_ranks(script, ranks, *args, timeout=120, status=0, environment={}): ``script`` is a file of tests/ranks or a
-    path. The output of a rank is stdout and stderr together. The test fails, with all output, if the launcher's exit
+    run_ranks(script, ranks, *args, timeout=120, status=0, environment={}): ``script`` is a file of tests/rank_scripts or
+    a path. The output of a rank is stdout and stderr together. The test fails, with all output, if the launcher's exit
     status is not ``status`` (None: any but 0) or if it has not ended after ``timeout`` seconds.
     """
     return _run_ranks

@@ -1,5 +1,5 @@
 /* The engine on forked processes: every operation with exact results, its counters, and what it refuses.
- * tests/test_collectives.py compares values with NumPy over all dtypes; this one runs under sanitizers. */
+ * tests/ranks/test_collectives.py compares values with NumPy over all dtypes; this one runs under sanitizers. */
 #include "group.h"
 #include "world.h"
 

@@ -1,7 +1,7 @@
 /*
  * all_reduce on two ranks, for counting instructions: valgrind --tool=callgrind --toggle-collect=measured ... BYTES
  *
- * Both ranks are in one thread and take turns, so that nothing is counted for waiting. tests/test_instructions.py says
+ * Both ranks are in one thread and take turns, so that nothing is counted for waiting. tests/native/test_instructions.py says
  * what the instructions were spent on.
  */
 #include "pair.h"

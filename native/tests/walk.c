@@ -1,5 +1,5 @@
 /*
- * The walk of one all_reduce on two ranks, for tests/test_instructions.py, which counts the functions that it passes:
+ * The walk of one all_reduce on two ranks, for tests/native/test_instructions.py, which counts the functions that it passes:
  * valgrind --tool=callgrind --toggle-collect=measured.
  *
  * Both ranks are in one thread. One has started, so that the message of it is there; the other one, which is counted,

@@ -5,7 +5,7 @@
  * run. Names, values and layouts are those of <infiniband/verbs.h>: a provider reads and writes these structs
  * itself, and one wrong size corrupts its queues without an error. Members that only a provider touches
  * keep their place, under names that begin with unused_. Never include this file together with the real header.
- * tests/test_verbs_abi.py compares every declaration here with the real header's.
+ * tests/native/test_verbs_abi.py compares every declaration here with the real header's.
  */
 #ifndef MLXDIST_VERBS_VERBS_ABI_H
 #define MLXDIST_VERBS_VERBS_ABI_H

@@ -18,7 +18,7 @@ from launching import marked_processes, shared_memory_names, wait_for
 
 __all__ = ["Failed", "Job"]
 
-RANK = Path(__file__).parent.parent / "ranks" / "chaos.py"
+RANK = Path(__file__).parent.parent / "rank_scripts" / "chaos.py"
 STARTED = 60.0
 # A rank that is killed is noticed within a second; this is for a machine that is busy with other things.
 NOTICED = 5.0

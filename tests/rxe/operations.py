@@ -1,4 +1,4 @@
-"""One rank of tests/test_rxe.py: every operation on the dtypes and sizes asked for, against tests/reference.py.
+"""One rank of test_rxe.py: every operation on the dtypes and sizes asked for, against reference.py.
 
 Arguments: "every" for all dtypes, or some of them with commas between; the sizes in bytes, likewise. Prints how many
 cases of each operation were exact, and at the end the counters of the group as JSON.
@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "ranks"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "rank_scripts"))
 from collectives import OPERATIONS, elements, group, keyword, patterns, rank, reference, require, whole  # noqa: E402
 
 import mlxdist  # noqa: E402

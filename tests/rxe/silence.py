@@ -1,4 +1,4 @@
-"""One rank of tests/test_rxe.py: in the middle of the job, nothing gets through for three seconds."""
+"""One rank of tests/project/test_rxe.py: in the middle of the job, nothing gets through for three seconds."""
 
 import json
 import subprocess

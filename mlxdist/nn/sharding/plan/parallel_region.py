@@ -38,7 +38,7 @@ from .parameters import Shard, overlap
 __all__ = ["ParallelRegion", "refuse_training", "why_not"]
 
 
-# Files of mlx-lm whose models, and blocks that add up their results themselves, tests/test_training.py has compared
+# Files of mlx-lm whose models, and blocks that add up their results themselves, tests/nn/test_training.py has compared
 # with those that are not sharded.
 _COMPARED = (
     "deepseek_v2", "deepseek_v3", "deepseek_v32", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss",

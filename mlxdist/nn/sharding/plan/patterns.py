@@ -1,6 +1,6 @@
 """The names by which parts of mlx-lm's models are known: what they are, and so how they can be sharded.
 
-blocks.py searches models for them. To teach it another model, add its names here and run tests/model_table.py.
+blocks.py searches models for them. To teach it another model, add its names here and run tests/support/model_table.py.
 """
 
 import mlx.nn as nn

@@ -1,0 +1,309 @@
+"""`mlxdist launch --max-restarts`: the whole job again after a failure."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import LAUNCH, closing_line, launch, nothing_left, python, running, wait_for  # noqa: F401
+
+from mlxdist.launch.jobs import find_job, list_jobs, read_record
+from mlxdist.launch.launcher_records import FILE, LauncherRecord
+from mlxdist.launch.runtime_directory import OF_RESTARTS, runtime_folder
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_and_generate.py"
+RESTART = "restart = int(os.environ['MLXDIST_RESTART_COUNT'])\n"
+
+
+def restarts(job):
+    return [line for line in job.stderr.decode().splitlines() if line.startswith("mlxdist launch: ")]
+
+
+@pytest.mark.long
+def test_the_whole_group_starts_again_until_it_succeeds():
+    program = RESTART + "print('start', restart, flush=True)\nif rank == 1 and restart < 2: os.kill(os.getpid(), 9)"
+    job = python(2, program, options=["--max-restarts", "3"])
+    assert job.returncode == 0, job.stderr
+    assert sorted(job.stdout.decode().splitlines()) == [f"[{rank}] start {n}" for rank in range(2) for n in range(3)]
+    first, second = restarts(job)
+    assert re.search(r"rank 1 failed first, killed by SIGKILL .* after \d+\.\d s; .*; restart 1 of 3 in 1 s\.$", first)
+    assert second.endswith("; restart 2 of 3 in 2 s.")
+
+
+def test_without_the_option_nothing_starts_again():
+    job = python(1, RESTART + "print(restart); raise SystemExit(3)")
+    assert (job.returncode, job.stdout) == (3, b"[0] 0\n")
+    assert "restart" not in closing_line(job)
+
+
+def test_each_start_is_a_job_of_its_own():
+    """Its name, secret, address, folders; and the exit status is that of the last one."""
+    names = ("MLXDIST_JOB", "MLXDIST_SECRET", "MLXDIST_RENDEZVOUS", "TMPDIR", "MLXDIST_FLIGHT_DIR")
+    program = (
+        f"print(*(os.environ[name] for name in {names}), sep='|')\n"
+        "open(os.environ['MLXDIST_FLIGHT_DIR'] + '/flight-0.json', 'w').write('x')\n"
+        "raise SystemExit(10 + restart)"
+    )
+    job = python(1, RESTART + program, options=["--max-restarts", "1"])
+    first, second = (line.removeprefix("[0] ").split("|") for line in job.stdout.decode().splitlines())
+    assert len(first) == len(names) and not set(first) & set(second)
+    assert job.returncode == 11
+    assert "with exit status 11" in restarts(job)[1] and "the last of 1 restarts" in restarts(job)[1]
+    for start, line in zip((first, second), restarts(job)):
+        assert f"flight recordings are in {start[-1]};" in line and os.path.exists(start[-1] + "/flight-0.json")
+
+
+def test_ranks_find_together_in_every_start():
+    program = RESTART + (
+        "from mlxdist.base.environment import Environment; from mlxdist.runtime.rendezvous import Rendezvous\n"
+        "environment = Environment.read(); assert environment.restart_count == restart\n"
+        "r = Rendezvous(environment); print(r.all_gather(str(rank).encode(), 'x'), flush=True)\n"
+        "if rank == 1 and restart == 0: os.kill(os.getpid(), 9)\n"
+        "r.close()"
+    )
+    job = python(2, program, options=["--max-restarts", "1"])
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count(b"[b'0', b'1']") == 4
+
+
+def test_processes_of_the_failed_start_do_not_meet_the_next():
+    """Also those that have left their rank's group."""
+    program = RESTART + (
+        "import subprocess\n"
+        "if restart == 0: subprocess.Popen(['sleep', SECONDS], start_new_session=True); raise SystemExit(1)\n"
+        "print(subprocess.run(['pgrep', '-f', f'^sleep {SECONDS}$'], capture_output=True).stdout)"
+    )
+    job = python(1, f"SECONDS = '60.{os.getpid()}'\n" + program, options=["--max-restarts", "1"])
+    assert (job.returncode, job.stdout) == (0, b"[0] b''\n"), job.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_no_restart_after_an_interrupt(number):
+    with running(2, "import time; print('start', flush=True); time.sleep(30)", options=["--max-restarts", "5"]) as job:
+        job.send_signal(number)
+        out, err = job.communicate(timeout=10)
+    assert job.returncode == 128 + number
+    assert "start" not in out and "restart" not in err
+
+
+@pytest.mark.parametrize("grace", ["5", pytest.param("0.2", marks=pytest.mark.long)])
+def test_no_restart_after_the_agent_on_a_host_was_told_to_end(grace):
+    """As `mlxdist stop --hosts` does there. Ranks that ignore it are killed after the grace, not before."""
+    waiting = "import signal, time\n"
+    waiting += "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if grace == "0.2" else ""
+    waiting += "print('start', flush=True); time.sleep(30)"
+    options = ["--hosts", "localhost", "--max-restarts", "5", "--grace-period", grace]
+    with running(2, waiting, options=options) as job:
+        (found,) = list_jobs()
+        agent = read_record(found.folder).launcher
+        assert agent != found.launcher == job.pid
+        os.kill(agent, signal.SIGTERM)
+        out, err = job.communicate(timeout=20)
+    assert job.returncode == 143, err
+    assert "start" not in out and "restart" not in err
+    fate = "had to be killed (SIGKILL)" if grace == "0.2" else "ended after SIGTERM"
+    assert "interrupted by SIGTERM on localhost after" in err and f"ranks 0 and 1 {fate}" in err
+
+
+def test_an_interrupt_ends_the_pause_before_a_restart():
+    program = RESTART + "print('start', flush=True); raise SystemExit(1)"
+    with running(1, program, options=["--max-restarts", "5"]) as job:
+        while "restart 2 of 5" not in job.stderr.readline():
+            assert job.poll() is None
+        job.send_signal(signal.SIGINT)
+        out, err = job.communicate(timeout=10)
+    assert job.returncode == 130
+    assert out.count("start") == 1 and "interrupted by SIGINT before restart 2 of 5" in err
+
+
+def test_a_job_is_listed_and_stopped_in_the_pause_before_a_restart():
+    program = RESTART + "print(os.environ['MLXDIST_JOB'], flush=True); raise SystemExit(1)"
+    with running(1, program, options=["--max-restarts", "5"], lines=2) as job:  # the next pause is 2 s long
+        name = job.first_lines[1].split()[1].removesuffix("-1")
+        assert wait_for(lambda: [(found.name, found.pids) for found in list_jobs()] == [(f"{name}-2", {})])
+        (found,) = list_jobs()
+        assert found.launcher == job.pid and found.command[0] == sys.executable and find_job(name) == found
+        stop = [sys.executable, "-m", "mlxdist", "stop", name]
+        assert subprocess.run(stop, capture_output=True, text=True, timeout=60).stdout == f"{name}-2 has ended\n"
+        out, err = job.communicate(timeout=10)
+    assert job.returncode == 143 and "interrupted by SIGTERM before restart 2 of 5" in err
+    assert list(runtime_folder().iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "record", ["{", "[]", '{"launcher": 0, "job": "x", "started": 1, "command": []}', "[" * 99_999]
+)
+def test_a_damaged_record_of_restarts_names_no_job(record):
+    with LauncherRecord("x", OF_RESTARTS, {}):
+        (runtime_folder() / f"x{OF_RESTARTS}" / FILE).write_text(record)
+        assert list_jobs() == []
+
+
+def test_the_record_of_a_launcher_that_was_killed_is_removed():
+    with running(1, "import time; print(flush=True); time.sleep(60)", options=["--max-restarts", "5"]) as job:
+        job.kill()
+        job.communicate(timeout=20)
+    assert wait_for(lambda: list_jobs() == []) and list(runtime_folder().glob(f"*{OF_RESTARTS}")) != []
+    assert wait_for(lambda: launch(1, "true").returncode == 0 and list(runtime_folder().iterdir()) == [])
+
+
+def test_a_command_that_cannot_start_is_not_tried_again(tmp_path):
+    program = tmp_path / "program"
+    program.write_bytes(b"\x7fELF nonsense")
+    program.chmod(0o755)
+    job = launch(2, str(program), options=["--max-restarts", "5"])
+    assert job.returncode == 126 and b"restart" not in job.stderr
+
+
+def test_no_restart_when_nobody_reads_the_output():
+    """`mlxdist launch ... | head`: the next start would fail for the same reason."""
+    line = " ".join([*LAUNCH, "-n 1 --max-restarts 5 -- yes | head -n 1; echo ${PIPESTATUS[0]}"])
+    job = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=20)
+    assert job.stdout.split("\n")[:2] == ["[0] y", str(128 + signal.SIGPIPE)]
+    assert "restart" not in job.stderr
+
+
+def test_bad_numbers():
+    job = launch(1, "true", options=["--max-restarts", "-1"])
+    assert job.returncode == 2 and b"--max-restarts" in job.stderr
+
+
+def run_example(folder, *launcher_options):
+    """A short training, with its files in ``folder``. The launcher, its output in a pipe."""
+    options = ["--steps", "40", "--checkpoint-every", "8", "--tokens", "2"]
+    files = ["--out", folder / "model", "--json", folder / "demo.json"]
+    command = [*LAUNCH, "-n", "2", *launcher_options, "--", sys.executable, EXAMPLE, *options, *files]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([str(part) for part in command], **streams)
+
+
+@pytest.mark.long
+def test_the_example_goes_on_from_its_checkpoint(tmp_path):
+    """A rank is killed in the middle; in the end the weights are bit for bit those of an undisturbed training."""
+    folders = [tmp_path / "undisturbed", tmp_path / "killed"]
+    undisturbed = run_example(folders[0])
+    said = undisturbed.communicate(timeout=120)[0]
+    assert undisturbed.returncode == 0, said
+
+    job = run_example(folders[1], "--max-restarts", "1")
+    checkpoints = folders[1] / "model" / "checkpoints"
+    assert wait_for(lambda: (checkpoints / "step-00000008.safetensors").exists(), 60)
+    (running_job,) = list_jobs()
+    os.kill(running_job.pids[1], signal.SIGKILL)
+    said = job.communicate(timeout=120)[0]
+    assert job.returncode == 0, said
+
+    assert re.search(r"rank 1 failed first, killed by SIGKILL .*; restart 1 of 1 in 1 s\.", said), said
+    report = json.loads((folders[1] / "demo.json").read_text())
+    assert 8 <= report["training"]["resumed_at"] < 40 and report["training"]["resumed_at"] % 8 == 0
+    assert f"[0] resumed after step {report['training']['resumed_at']}\n" in said
+    assert report["loss_first"] == json.loads((folders[0] / "demo.json").read_text())["loss_first"]
+    assert sorted(path.name for path in checkpoints.iterdir()) == [f"step-000000{n}.safetensors" for n in (32, 40)]
+    first, second = ((folder / "model" / "model.safetensors").read_bytes() for folder in folders)
+    assert first == second
+
+
+# As in docs/launch.md: 100 steps of a training that adds 2 to its weights, and fails once.
+RECIPE = """
+import os, sys, mlx.core as mx, mlxdist
+folder, other_run = sys.argv[1], "--resume" in sys.argv
+weights, step = mx.zeros(1), 0
+path = mlxdist.latest_checkpoint(folder)
+if path is not None:
+    tree, step = mlxdist.load_checkpoint(path, other_run=other_run)
+    weights = tree["weights"]
+for step in range(step + 1, 101):
+    weights = weights + 2
+    if step % 10 == 0:
+        if mlxdist.get_rank() == 0:
+            mlxdist.save_checkpoint(folder, {"weights": weights}, step)
+        mlxdist.meet()
+    if step == 55 and os.environ["MLXDIST_RESTART_COUNT"] == "0":
+        sys.exit("lost a rank")
+print("weights", weights.item(), flush=True)
+"""
+
+
+def recipe(folder, *arguments, ranks=2):
+    (folder / "recipe.py").write_text(RECIPE)
+    program = [sys.executable, str(folder / "recipe.py"), str(folder / "checkpoints"), *arguments]
+    return launch(ranks, *program, options=["--max-restarts", "1"], timeout=120)
+
+
+@pytest.mark.long
+def test_a_restart_goes_on_with_the_checkpoints_of_its_own_run(tmp_path):
+    job = recipe(tmp_path)
+    assert job.returncode == 0, job.stderr
+    assert sorted(job.stdout.splitlines()) == [b"[0] weights 200.0", b"[1] weights 200.0"]
+
+    (tmp_path / "checkpoints" / "step-00000100.safetensors").unlink()
+    again = recipe(tmp_path, ranks=1)
+    assert (again.returncode, again.stdout) == (1, b"")
+    assert re.search(rb"step-00000090.safetensors is of another run, [0-9a-f]{16}; .* other_run=True\)", again.stderr)
+    again = recipe(tmp_path, "--resume", ranks=1)
+    assert (again.returncode, again.stdout) == (0, b"[0] weights 200.0\n"), again.stderr
+
+
+# The recipe of the documentation until now: it looks for a checkpoint after a restart alone.
+FOREIGN = """
+import os, sys, mlx.core as mx, mlxdist
+weights, step = mx.zeros(1), 0
+if os.environ["MLXDIST_RESTART_COUNT"] != "0" and (path := mlxdist.latest_checkpoint(sys.argv[1])):
+    tree, step = mlxdist.load_checkpoint(path)
+    weights = tree["weights"]
+for step in range(step + 1, 101):
+    weights = weights + 2
+    if step % 10 == 0:
+        mlxdist.save_checkpoint(sys.argv[1], {"weights": weights}, step)
+print("weights", weights.item(), flush=True)
+"""
+
+
+def test_a_restart_does_not_go_on_with_the_checkpoint_of_another_run(tmp_path):
+    """The weights would be 40.0 and the status 0, where 200.0 is right."""
+    save = "import sys, mlx.core as mx, mlxdist; mlxdist.save_checkpoint(sys.argv[1], {'weights': mx.zeros(1)}, 80)"
+    assert launch(1, sys.executable, "-c", save, str(tmp_path)).returncode == 0
+    job = launch(1, sys.executable, "-c", FOREIGN, str(tmp_path), options=["--max-restarts", "1"], timeout=60)
+    assert (job.returncode, job.stdout) == (1, b""), job
+    assert re.search(rb"save_checkpoint: .* has a checkpoint of step 80 of another run", job.stderr)
+    assert re.search(rb"load_checkpoint: .*step-00000080.safetensors is of another run", job.stderr)
+
+
+# A model that is cut over the ranks, saved every 10, 8 and 5 steps. Rank 1 dies in the first save of the first start,
+# when rank 0 may have its part, and in the second save of the second.
+KILLED_BETWEEN_THE_PARTS = """
+import os, sys, mlx.core as mx, mlxdist
+group, start = mlxdist.init(), int(os.environ["MLXDIST_RESTART_COUNT"])
+saves, replace = [0], os.replace
+def die(*paths):
+    saves[0] += 1
+    if group.rank() == 1 and saves[0] == start + 1 < 3:
+        os.kill(os.getpid(), 9)
+    replace(*paths)
+os.replace = die
+weights, step = mx.zeros(1), 0
+path = mlxdist.latest_checkpoint(sys.argv[1], group=group)
+if path is not None:
+    tree, step = mlxdist.load_checkpoint(path, group=group)
+    weights = tree["weights"]
+print("from", step, flush=True)
+for step in range(step + 1, 31):
+    weights = weights + 2
+    if step % (10, 8, 5)[start] == 0:
+        mlxdist.save_checkpoint(sys.argv[1], {"weights": weights}, step, group=group)
+print("weights", weights.item(), flush=True)
+"""
+
+
+@pytest.mark.long
+def test_a_job_that_was_killed_between_the_parts_goes_on(tmp_path):
+    options = ["--max-restarts", "2"]
+    program = [sys.executable, "-c", KILLED_BETWEEN_THE_PARTS, str(tmp_path)]
+    job = launch(2, *program, options=options, timeout=120)
+    assert job.returncode == 0, job.stderr
+    lines = [line.removeprefix("[0] ") for line in job.stdout.decode().splitlines() if line.startswith("[0]")]
+    assert lines == ["from 0", "from 0", "from 8", "weights 60.0"]

@@ -1,0 +1,53 @@
+"""Adapters on column- and row-parallel layers against the same adapters on the full layers."""
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+
+from mlxdist.nn.tensor_parallel.column_parallel import ColumnParallelLinear
+from mlxdist.nn.tensor_parallel.lora import LoRALinear
+
+SCENARIOS = ["adapters", "collectives", "fused", "sequence", "refused"]
+
+
+@pytest.mark.parametrize("ranks", [*(pytest.param(ranks, marks=pytest.mark.long) for ranks in (1, 3)), 2])
+def test_adapters_compute_and_train_as_on_the_whole(run_ranks, ranks):
+    """The scenarios are functions of tests/rank_scripts/lora.py."""
+    assert all("close" in output for output in run_ranks("lora.py", ranks, *SCENARIOS))
+
+
+@pytest.mark.long
+def test_every_adapter_also_compiled(run_ranks):
+    outputs = run_ranks("lora.py", 4, "everything", *SCENARIOS, timeout=240)
+    assert all("close" in output for output in outputs)
+
+
+@pytest.mark.long  # the import of mlx-lm takes seconds
+@pytest.mark.parametrize("quantized", [{}, {"group_size": 32, "bits": 4}])
+def test_adapters_are_those_of_mlx_lm(quantized):
+    """Names, initial values, scale, dropout and what is fused, in a group of one."""
+    from mlx_lm.tuner.lora import LoRALinear as Original
+
+    mx.random.seed(0)
+    whole, x = nn.Linear(64, 32), mx.random.normal((3, 64))
+    whole = whole.to_quantized(**quantized) if quantized else whole
+    layers = []
+    for kind, linear in ((Original, whole), (LoRALinear, ColumnParallelLinear.from_linear(whole))):
+        mx.random.seed(1)
+        linear.freeze()
+        layer = kind.from_base(linear, r=4, dropout=0.3, scale=5.0)
+        layer.lora_b = mx.full((4, 32), 0.1)
+        layers.append(layer)
+    theirs, ours = layers
+    assert ours.trainable_parameters().keys() == theirs.trainable_parameters().keys()
+    ours.load_adapter(theirs.lora_a, theirs.lora_b)
+    results = []
+    for layer in layers:
+        mx.random.seed(2)
+        results.append(layer(x))
+    assert mx.allclose(*results, rtol=1e-5, atol=1e-5)
+    for dequantize in (False, True):
+        fused = ours.fuse(dequantize=dequantize).to_linear()
+        expected = theirs.fuse(dequantize=dequantize)
+        assert type(fused) is type(expected)
+        assert all(mx.array_equal(fused[name], value) for name, value in expected.parameters().items())

@@ -1,0 +1,49 @@
+"""Every model file of the installed mlx-lm, sharded over ranks: the logits are those of the full model."""
+
+import model_table
+import pytest
+import tiny_models
+
+TYPICAL = ["qwen3", "gpt_oss", "mixtral", "internlm2", "olmo2", "cohere"]
+
+
+def test_typical_models(run_ranks):
+    """By their own shard() and by patterns: experts, sinks, fused projections, norms over all heads."""
+    assert all("close" in output for output in run_ranks("shard_model.py", 2, "models", *TYPICAL))
+
+
+def test_heads_that_the_ranks_do_not_divide(run_ranks):
+    """By default unequal shards, and copies of KV heads where there are fewer than ranks."""
+    assert all("close" in output for output in run_ranks("shard_model.py", 3, "uneven"))
+
+
+@pytest.mark.long
+def test_every_model_file(run_ranks):
+    """Found in mlx-lm's directory: a new file without a configuration fails here by its name."""
+    names = [name for name in tiny_models.model_files() if name not in tiny_models.NOT_IMPORTED]
+    names = [name for name in names if name not in tiny_models.NOT_COMPARED]
+    assert len(names) > 115
+    assert all("close" in output for output in run_ranks("shard_model.py", 2, "models", *names, timeout=280))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_weights_kv_heads_quantization_and_whole_experts(run_ranks, ranks):
+    assert all("close" in output for output in run_ranks("shard_model.py", ranks, "cases"))
+
+
+@pytest.mark.long
+def test_grid(run_ranks):
+    assert all("close" in output for output in run_ranks("shard_model.py", 4, "grid"))
+
+
+@pytest.mark.long
+def test_bad_input_is_the_same_error_on_all_ranks(run_ranks):
+    assert all("close" in output for output in run_ranks("shard_model.py", 2, "refused"))
+
+
+def test_the_page_of_models_is_current():
+    """And at least 90 files are sharded. Written by `python tests/support/model_table.py`."""
+    page = model_table.FILE.read_text()
+    assert page == model_table.write()
+    assert sum(line.count("| shard() |") + line.count("| patterns |") for line in page.splitlines()) >= 90

@@ -1,0 +1,58 @@
+"""SplitModel of every model file of mlx-lm with every cache of mlx-lm: the logits are those of the full model."""
+
+import pytest
+import split_table
+import tiny_models
+from rank_counts import one_to_four
+
+# Segments, layers with a window, experts, one that scales by the position.
+TYPICAL = ["llama", "mixtral", "gemma3_text", "ministral3"]
+# The compiled segments are compared by tests/nn/test_split_block.py; here compilers would take most of the time.
+INTERPRETED = {"MLX_DISABLE_COMPILE": "1"}
+
+
+def test_typical_models_with_all_caches(run_ranks):
+    outputs = run_ranks("split_models.py", 2, "matrix", 2, *TYPICAL, environment=INTERPRETED)
+    assert all("close" in output for output in outputs)
+
+
+@pytest.mark.long
+def test_every_model_file_with_all_caches(run_ranks):
+    """Found in mlx-lm's directory. That nothing can be sharded of a model is the only reason to reject one."""
+    names = [name for name in tiny_models.model_files() if name not in tiny_models.NOT_IMPORTED]
+    names = [name for name in names if name not in tiny_models.NOT_COMPARED and name not in split_table.NOT_CUT]
+    assert len(names) > 115
+    outputs = run_ranks("split_models.py", 2, "matrix", 5, *names, environment=INTERPRETED, timeout=280)
+    assert all("close" in output for output in outputs)
+
+
+def test_sums_of_whole_layers_are_submitted(run_ranks):
+    assert all("close" in output for output in run_ranks("split_models.py", 2, "submitted", environment=INTERPRETED))
+
+
+def test_checks(run_ranks):
+    """Of logits with -inf and NaN, and of models that differ between ranks."""
+    outputs = run_ranks("split_models.py", 2, "checks", environment=INTERPRETED)
+    assert all("close" in output for output in outputs)
+
+
+def test_window_with_plain_caches(run_ranks):
+    assert all("close" in output for output in run_ranks("split_models.py", 2, "sliding", timeout=100))
+
+
+@one_to_four(2)
+def test_past_every_boundary_of_positions(run_ranks, ranks):
+    outputs = run_ranks("split_models.py", ranks, "positions", environment=INTERPRETED)
+    assert all("close" in output for output in outputs)
+
+
+@pytest.mark.long
+def test_past_more_boundaries_of_positions(run_ranks):
+    outputs = run_ranks("split_models.py", 2, "more_positions", environment=INTERPRETED)
+    assert all("close" in output for output in outputs)
+
+
+@pytest.mark.long
+def test_the_table_of_models_is_current():
+    """Written by `python tests/support/split_table.py`."""
+    assert split_table.FILE.read_text() == split_table.write()

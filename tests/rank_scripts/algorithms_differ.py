@@ -1,0 +1,24 @@
+"""One rank of test_algorithms.py: the last rank uses another algorithm. Prints what each rank is told.
+
+Arguments: an operation, the algorithm of the last rank, that of all others.
+"""
+
+import os
+import sys
+
+import numpy as np
+
+name, odd, even = sys.argv[1:]
+last = os.environ["MLXDIST_RANK"] == str(int(os.environ["MLXDIST_WORLD_SIZE"]) - 1)
+os.environ["MLXDIST_ALGO"] = odd if last else even
+
+import mlxdist  # noqa: E402
+
+group = mlxdist.init()
+try:
+    getattr(mlxdist, name)(np.ones(6000))
+    group.barrier()  # whoever had all it needed learns here that others had not
+except mlxdist.Error as error:
+    print(f"{type(error).__name__}: {error}", flush=True)
+    sys.exit(1)
+print("no error")

@@ -1,0 +1,14 @@
+"""One rank of test_debug.py: a few operations; with the argument "loses" one of its messages is lost."""
+
+import sys
+
+import numpy as np
+
+import mlxdist
+from mlxdist.runtime.native import check, lib
+
+group = mlxdist.init()
+mlxdist.all_sum(np.ones(3, np.float32))
+if "loses" in sys.argv and group.rank() == 0:
+    check(lib.mlxdist_group_inject_faults(group._native, b"drop_next=1"))
+mlxdist.all_sum(np.ones(3, np.float32))

@@ -1,0 +1,297 @@
+"""`mlxdist top`: what the ranks of a job do while they do it, and what it costs them."""
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from launching import Terminal, nothing_left, running, wait_for  # noqa: F401  (nothing_left is a fixture of every test)
+from rich.console import Console
+
+from mlxdist import set_step
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.cli import top as command
+from mlxdist.launch.jobs import find_job, read_record
+from mlxdist.runtime.flight_records import check_record
+from mlxdist.runtime.rendezvous.observer import observe
+from mlxdist.tools.observe.collect import JobRanks
+from mlxdist.tools.observe.stragglers import RankState
+from mlxdist.tools.observe.top import View, Watch
+from mlxdist.tools.observe.top_table import Screenful
+
+TOP = [sys.executable, "-m", "mlxdist", "top"]
+
+# Rank 1 comes to no more operations once it has done three, rank 0 waits for it.
+LATE = """
+import sys, time, numpy, mlxdist
+mlxdist.init()
+for step in range(3):
+    mlxdist.all_sum(numpy.ones(100_000, numpy.float32))
+{step}
+print('ready', flush=True)
+if rank == 1: time.sleep(100)
+mlxdist.all_sum(numpy.ones(100_000, numpy.float32))
+"""
+# All go on, one operation after another.
+BUSY = """
+import numpy, mlxdist
+mlxdist.init()
+x = numpy.ones(100_000, numpy.float32)
+for _ in range(20): mlxdist.all_sum(x)
+print('ready', flush=True)
+while True: mlxdist.all_sum(x)
+"""
+
+
+def top(*arguments):
+    return subprocess.run([*TOP, *arguments], capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture(autouse=True)
+def records(monkeypatch):
+    monkeypatch.delenv("MLXDIST_FLIGHT_DIR", raising=False)
+
+
+def end(job):
+    job.terminate()
+    job.communicate(timeout=20)
+
+
+@pytest.mark.long
+def test_a_rank_that_others_wait_for_is_a_straggler():
+    with running(2, LATE.format(step="if rank == 0: mlxdist.set_step(5, 100)")) as job:
+        with JobRanks(find_job().name) as ranks:
+            watch = Watch(ranks)
+            assert wait_for(lambda: watch.refresh(5).ranks[1].is_straggler, 20)
+            waits, late = watch.refresh(5).ranks
+        assert (waits.step, waits.total_steps, waits.operation, waits.waiting_on) == (5, 100, "all_sum #4", 1)
+        assert (late.step, late.operations, late.operation, late.in_operation) == (None, 3, "all_sum #3", False)
+        assert (waits.is_straggler, late.is_straggler, waits.gbps) == (False, True, 0.0) and late.elapsed > 0
+        shown = top("--once")
+        assert shown.returncode == 0 and "\x1b" not in shown.stdout
+        title, sentence, *table = shown.stdout.splitlines()
+        assert title.startswith("job ") and sentence.startswith("Rank 1 computes since all_sum #3")
+        header, first, second = map(str.split, table)
+        assert header[:5] == ["rank", "host", "pid", "step", "operation"]
+        assert first[3:6] == ["5/100", "all_sum", "#4"] and first[-2:] == ["rank", "1"]
+        assert second[3:7] == ["#3", "after", "all_sum", "#3"] and second[-1] == "straggler"
+        end(job)
+
+
+def test_what_is_sent_and_received_is_counted():
+    with running(2, BUSY) as job:
+        view = json.loads(top("--once", "--json", "--interval", "0.3").stdout)
+        assert [row["gbps"] > 0 and row["operations"] > 1 for row in view["ranks"]] == [True, True]
+        end(job)
+
+
+def test_rank_0_forwards_a_small_record_of_each_rank_and_nothing_is_written():
+    """A full record of the same rank has hundreds of kilobytes."""
+    with running(2, BUSY) as job:
+        found = find_job()
+        observation = observe(read_record(found.folder).temporary / "0", 10)
+        assert (observation.size, observation.requested, observation.notes(10)) == (2, {0, 1}, [])
+        assert [observation.members[rank].pid for rank in range(2)] == [found.pids[0], found.pids[1]]
+        assert all(len(json.dumps(record)) < 8192 for record in observation.records.values())
+        for rank in range(2):
+            record = check_record(observation.records[rank], "rank 0")
+            assert len(record.operations) == 8 and record.bytes_sent > 0 and record.bytes_received > 0
+        assert not list(found.flight_folder.iterdir())
+        end(job)
+
+
+@pytest.mark.long
+def test_full_and_short_records_at_once():
+    with running(2, BUSY) as job:
+        name = find_job().name
+        with ThreadPoolExecutor(4) as pool:
+            both = list(pool.map(lambda full: JobRanks(name).collect(full, 10), [False, True, False, True]))
+        assert all(sorted(found.records) == [0, 1] and found.notes == [] for found in both)
+        assert [max(len(r.operations) for r in found.records.values()) > 8 for found in both] == [False, True] * 2
+        end(job)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("which", ["stopped", "no file"])
+def test_where_rank_0_does_not_respond_the_others_are_signaled(which):
+    with running(2, BUSY) as job:
+        found = find_job()
+        if which == "stopped":
+            os.kill(found.pids[0], signal.SIGSTOP)
+        else:
+            (read_record(found.folder).temporary / "0" / ".mlxdist-rendezvous").unlink()
+        view = Watch(JobRanks(found.name)).refresh(2)
+        assert [row.has_responded for row in view.ranks] == [which == "no file", True]
+        assert ("rank 0 has not responded to SIGUSR1 for 2 s" in "".join(view.notes)) == (which == "stopped")
+        assert [path.name for path in sorted(found.flight_folder.iterdir())][-1] == "flight-1.json"
+        os.kill(found.pids[0], signal.SIGCONT)
+        end(job)
+
+
+@pytest.mark.long
+def test_a_rank_that_does_not_respond():
+    with running(2, BUSY) as job:
+        with JobRanks(find_job().name) as ranks:
+            watch = Watch(ranks)
+            pid = watch.refresh(10).ranks[1].pid
+            assert wait_for(lambda: "all_sum" in ranks.collect(full=False, seconds=5).members[1].position, 10)
+            os.kill(pid, signal.SIGSTOP)
+            view = watch.refresh(0.3)
+            assert [row.has_responded for row in view.ranks] == [True, False] and view.ranks[1].pid == pid
+            assert "rank 1 has not responded for 0.3 s" in view.notes[0]
+            assert "last heartbeat of rank 1: " in view.notes[1] and "all_sum #" in view.notes[1]
+            shown = top("--once", "--interval", "0.3")
+            assert shown.returncode == 1 and "rank 1 has not responded" in shown.stdout, shown
+            os.kill(pid, signal.SIGCONT)
+        end(job)
+
+
+@pytest.mark.long
+def test_a_rank_that_cannot_be_signaled_goes_on():
+    """Where init() is not called in the main thread, SIGUSR1 would end the process. The rendezvous needs no signal."""
+    program = BUSY.replace("while True: mlxdist.all_sum(x)", "")
+    program = f"import threading\nthread = threading.Thread(target=exec, args=({program!r}, {{'rank': rank}}))\n"
+    program += "thread.start(); thread.join()\nimport time; time.sleep(100)"
+    with running(2, program) as job:
+        shown = top("--once", "--interval", "0.3")
+        assert shown.returncode == 0 and shown.stdout.count("after all_sum #20") == 2, shown
+        found = JobRanks(find_job().name).collect(full=True, seconds=5)
+        assert "ranks 0 and 1 cannot be signaled" in found.notes[0] and sorted(found.records) == [0, 1]
+        assert found.short == {0, 1} and "ranks 0 and 1 have no full record" in found.notes[1]
+        assert len(find_job().pids) == 2 and job.poll() is None
+        end(job)
+
+
+@pytest.mark.long
+def test_the_end_of_the_job_ends_it():
+    with running(2, BUSY) as job:
+        with subprocess.Popen([*TOP, "--json", "--interval", "0.2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                              text=True) as shown:  # fmt: skip
+            assert json.loads(shown.stdout.readline())["ranks"]
+            end(job)
+            _, error = shown.communicate(timeout=20)
+            assert shown.returncode == 0 and re.search("Job [0-9a-f]{16} has ended.", error), error
+
+
+def test_what_is_refused():
+    unknown = top("nothing")
+    assert unknown.returncode == 1 and "there is no job 'nothing'" in unknown.stderr
+    assert top("--interval", "0").returncode == 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("key, status", [(b"q", 0), (b"\x03", 0)])
+def test_in_a_terminal(key, status):
+    """The table is drawn again and again, in colours; a key ends it, and the terminal is as it was."""
+    with running(2, LATE.format(step="")) as job:
+        master, slave = pty.openpty()
+        termios.tcsetwinsize(slave, (30, 140))
+        before = termios.tcgetattr(slave)
+        shown = subprocess.Popen(
+            [*TOP, "--interval", "0.2"], stdin=slave, stdout=slave, stderr=slave,
+            env=os.environ | {"TERM": "xterm"}, preexec_fn=lambda: os.login_tty(slave),
+        )  # fmt: skip
+        text = b""
+        deadline = time.monotonic() + 30
+        while text.count(b"straggler") < 3:
+            assert time.monotonic() < deadline and shown.poll() is None, text
+            if select.select([master], [], [], 0.2)[0]:
+                text += os.read(master, 65536)
+        assert b"\x1b[1;31m" in text
+        os.write(master, key)
+        while shown.poll() is None:
+            assert time.monotonic() < deadline, text
+            if select.select([master], [], [], 0.1)[0]:
+                text += os.read(master, 65536)
+        assert shown.returncode == status and b"Traceback" not in text and text.count(b"\x1b[?25h") >= 1
+        assert termios.tcgetattr(slave) == before
+        os.close(master)
+        os.close(slave)
+        end(job)
+
+
+def row(rank, **other):
+    values = {"host": "studio0", "pid": 1, "step": 1, "total_steps": None, "operations": 1, "operation": "all_sum #1"}
+    values |= {"in_operation": True, "call_site": "train.py:90", "elapsed": 1.0, "gbps": 1.0, "waiting_on": 40}
+    return RankState(**{"rank": rank, "is_straggler": False, "has_responded": True} | values | other)
+
+
+@pytest.mark.parametrize("height", [4, 12, 24, 80])
+def test_a_terminal_with_fewer_lines_than_ranks(height):
+    """What matters is on the screen: the findings, the straggler, the silent rank; and how many are not."""
+    rows = [row(rank, is_straggler=rank == 40, has_responded=rank != 50) for rank in range(64)]
+    view = View("741b468f6c659879", rows, ["Rank 40 computes."], ["rank 50 has not responded"], False)
+    console = Console(width=100, height=height, file=io.StringIO())
+    console.print(Screenful(view))
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) <= height and lines[0].startswith("job 741b468f6c659879, 64 ranks")
+    if height == 80:
+        assert [line.split()[0] for line in lines[4:]] == [str(rank) for rank in range(64)]
+    elif height == 4:
+        assert lines[-1] == "... 64 more"
+    else:
+        assert lines[1:3] == ["Rank 40 computes.", "rank 50 has not responded"]
+        assert [line.split()[0] for line in lines[4:7]] == ["40", "50", "0"] and len(lines) == height
+        assert lines[-1] == f"... {64 - (height - 5)} more"
+
+
+def test_rows_and_findings_that_take_several_lines():
+    rows = [row(rank, call_site=f"/a/long/path/of/many/folders/{'x' * 40}/train.py:{rank}") for rank in range(10)]
+    view = View("741b468f6c659879", rows, ["word " * 60] * 5, [], False)
+    console = Console(width=90, height=20, file=io.StringIO())
+    console.print(Screenful(view))
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) <= 20 and "more lines" in lines[12] and re.fullmatch(r"\.\.\. \d more", lines[-1]), lines
+
+
+@pytest.mark.long
+def test_a_terminal_whose_size_changes():
+    """It is drawn again at once, not at the next refresh."""
+    with running(2, LATE.format(step="")) as job:
+        terminal = Terminal("--interval", "300", command=TOP)
+        terminal.read_until(b"ranks, ", 30)
+        terminal.resize(3, 60)
+        terminal.read_until(b"... 2 more", 20)
+        terminal.type(b"q")
+        assert terminal.finish() == 0 and b"Traceback" not in terminal.text
+        end(job)
+
+
+def test_the_example_in_the_documentation(capsys):
+    """What docs/debugging.md shows is what the command prints, but for blanks at the ends of lines and long lines."""
+    page = (Path(__file__).parents[2] / "docs" / "debugging.md").read_text()
+    shown = re.search(r"    \$ mlxdist top\n(.*?)\n\n", page, re.DOTALL)[1].split()
+    rows = []
+    for rank in range(4):
+        late = rank == 2
+        does = {"operation": "all_sum #823" if late else "all_sum #824", "in_operation": not late}
+        does |= {"call_site": "train.py:80" if late else "train.py:90"}
+        does |= {"waiting_on": None if late else 2, "is_straggler": late}
+        who = {
+            "rank": rank,
+            "host": f"studio{rank}",
+            "pid": 4710 + rank,
+            "step": 412,
+            "total_steps": 1000,
+            "operations": 824,
+        }
+        rows.append(RankState(**who, **does, elapsed=2.1, gbps=1.22 if late else 1.24, has_responded=True))
+    sentence = "Rank 2 computes since all_sum #823 at train.py:80 ended 2.1 s ago, the others wait in all_sum #824 at "
+    command._print(View("741b468f6c659879", rows, [sentence + "train.py:90 for 2.1 s."], [], False))
+    assert re.sub(r"\d\d:\d\d:\d\d", "12:34:56", capsys.readouterr().out).split() == shown
+
+
+@pytest.mark.parametrize("arguments", [(-1,), (1.5,), ("1",), (True,), (1, -1), (1, "x"), (None,), (2**70,)])
+def test_a_step_that_is_none(arguments):
+    with pytest.raises(InvalidArgument, match="set_step: (step|total) is .*, not an integer from 0"):
+        set_step(*arguments)
