@@ -110,7 +110,7 @@ for bad, message in [
     (lambda: mlxdist.all_to_all_v(mine((4,)), [1] * size, [-1] * size), "one per rank"),
     (lambda: mlxdist.all_to_all_v(mine((size + 1,)), [1] * size, [1] * size), "rows, but x has shape"),
     (lambda: mlxdist.all_to_all_v(mine((size,)), [1] * size, [2] * size), "to itself"),
-    (lambda: mlxdist.send(mine((4,)), rank), "nobody" if size == 1 else "another rank"),
+    (lambda: mlxdist.send(mine((4,)), rank), "the group has one rank" if size == 1 else "another rank"),
 ]:
     with pytest.raises(mlxdist.InvalidArgument, match=message):
         bad()

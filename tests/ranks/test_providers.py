@@ -41,7 +41,7 @@ def test_ranks_that_differ(run_ranks, setting, names):
 def test_a_provider_that_joins_nobody(run_ranks, provider):
     """A provider that the user names is used, or the job does not start."""
     for output in run_ranks("providers.py", 2, status=1, environment={"MLXDIST_PROVIDER": provider}):
-        assert output.startswith("InvalidArgument: ") and f"cannot be joined by {provider}" in output
+        assert output.startswith("InvalidArgument: ") and f"cannot be connected by {provider}" in output
 
 
 def test_a_device_that_is_not_there(run_ranks):
