@@ -1,6 +1,6 @@
 #include "barrier.h"
 
-#include "choose.h"
+#include "algorithm.h"
 #include "recursive_doubling.h"
 #include "direct.h"
 #include "ring.h"

@@ -1,4 +1,4 @@
-#include "choose.h"
+#include "algorithm.h"
 #include "direct.h"
 #include "ring.h"
 

@@ -1,6 +1,6 @@
 /* Which algorithm an operation uses: forced, from the measured table, or by default. Equal on all ranks. */
-#ifndef MLXDIST_COLLECTIVES_CHOOSE_H
-#define MLXDIST_COLLECTIVES_CHOOSE_H
+#ifndef MLXDIST_COLLECTIVES_ALGORITHM_H
+#define MLXDIST_COLLECTIVES_ALGORITHM_H
 
 #include "group.h"
 

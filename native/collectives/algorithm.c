@@ -1,4 +1,4 @@
-#include "choose.h"
+#include "algorithm.h"
 
 #include "layout.h"
 
