@@ -52,7 +52,7 @@ lint: setup $(VENV)/.lint
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(C_SOURCES)
 	$(BIN)/run-clang-tidy.py -quiet -clang-tidy-binary $(BIN)/clang-tidy -p $(firstword $(wildcard build/*/)) $(TIDY)
-	$(BIN)/shellcheck -x $(SHELL_SCRIPTS)
+	$(BIN)/shellcheck --severity=warning -x $(SHELL_SCRIPTS)
 
 demo: setup
 	$(BIN)/mlxdist launch -n 2 -- $(BIN)/python examples/train_and_generate.py

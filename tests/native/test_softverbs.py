@@ -240,7 +240,9 @@ def test_ranks_that_share_a_device_of_ten_queue_pairs(run_ranks, library_folder)
             "MLXDIST_DEVICE_MAP": json.dumps(cable),
         },
     )  # fmt: skip
-    words = "soft0 has 10 queue pairs, and 9 pairs of ranks over it would need 18: 2 each; it connects ranks 0, 1 and 2 to"
+    words = (
+        "soft0 has 10 queue pairs, and 9 pairs of ranks over it would need 18: 2 each; it connects ranks 0, 1 and 2 to"
+    )
     assert [words in output for output in outputs] == [True] * 6, outputs
 
 
