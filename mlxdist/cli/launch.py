@@ -17,7 +17,7 @@ from mlxdist.base.environment import OF_JOB, Environment
 from mlxdist.base.errors import EnvironmentVariableError, InvalidArgument, ResourceError
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
 from mlxdist.launch.backends import Backend, choose
-from mlxdist.launch.executable import check_command
+from mlxdist.launch.executable import CannotRun, check_command
 from mlxdist.launch.local import base_environment, check_fast_synch
 from mlxdist.launch.options import LaunchCommand, Options, absolute, launch_options, parse_settings, with_python
 from mlxdist.launch.run import Plan, run
@@ -64,7 +64,7 @@ def launch(chosen: HostSelection, command: tuple[str, ...], **given: Any) -> Non
     MLXDIST_SECRET must be the same everywhere. In a SLURM allocation (salloc, sbatch), without -n and hosts, the job
     runs on its hosts.
 
-    With --max-restarts, a job whose rank has failed is ended as always and then started again, with pauses of 1, 2, 4
+    With --max-restarts, a job whose rank has failed is ended as always and then restarted, with pauses of 1, 2, 4
     and up to 30 seconds in between; MLXDIST_RESTART_COUNT has the number of restarts. The program has to load its last
     checkpoint. No restart follows Ctrl-C or SIGTERM. The exit status is that of the last start.
     """
@@ -94,6 +94,9 @@ def launch(chosen: HostSelection, command: tuple[str, ...], **given: Any) -> Non
         status = run(plan)
     except InvalidArgument as error:
         raise click.UsageError(str(error)) from None
+    except CannotRun as error:
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(error.status)
     except (ResourceError, OSError) as error:
         raise click.ClickException(str(error)) from None
     _leave(status)
@@ -118,7 +121,7 @@ def _preflight(plan: Plan, chosen: HostSelection, options: Options) -> int:
 
         here = Hostfile((Host("localhost", slots=plan.ranks),), source="-n")
         chosen = replace(chosen, hostfile=here, arguments=["--hosts", f"localhost:{plan.ranks}"])
-    return preflight(chosen, plan.command, directory=plan.folder, variables=options.variables())
+    return preflight(chosen, plan.command, directory=plan.directory, variables=options.variables())
 
 
 def _hosts_or_nodes(chosen: HostSelection, options: Options) -> tuple[HostSelection, Nodes | None]:
@@ -136,7 +139,7 @@ def _hosts_or_nodes(chosen: HostSelection, options: Options) -> tuple[HostSelect
     if found is None and options.secret_file is not None:
         raise click.UsageError("--secret-file goes with --nodes.")
     if found is not None and options.ranks is not None:
-        _check_nodes(found, options)
+        _check_nodes(found, options.ranks, options)
     elif options.ranks is None:
         hosts = nodes.allocation(os.environ) if found is None else None
         if hosts is None:
@@ -146,8 +149,8 @@ def _hosts_or_nodes(chosen: HostSelection, options: Options) -> tuple[HostSelect
     return chosen, found
 
 
-def _check_nodes(found: Nodes, options: Options) -> None:
-    found.ranks(options.ranks)
+def _check_nodes(found: Nodes, ranks: int, options: Options) -> None:
+    found.ranks(ranks)
     if options.max_restarts:
         raise click.UsageError(
             "--max-restarts is not for --nodes: the launchers do not know of each other. Let what starts them do it."
@@ -158,13 +161,13 @@ def _check_nodes(found: Nodes, options: Options) -> None:
 
 def _plan(chosen: HostSelection, of_nodes: Nodes | None, options: Options, command: list[str]) -> Plan:
     on, given = chosen.hostfile, options.variables()
-    settings = {"starting_port": options.starting_port, "nccl_port": options.nccl_port, "verbose": options.verbose}
-    backend = choose(options.backend, on, options.ranks, connections=options.connections, **settings)
+    settings = (options.starting_port, options.nccl_port, options.connections, options.verbose)
+    backend = choose(options.backend, on, options.ranks, *settings)
     if on is not None and backend.name == "mlxdist":
         on = on.for_mlxdist()
     if of_nodes is not None and backend.name != "mlxdist":
         raise click.UsageError(f"--backend {backend.name} has to know the addresses of all hosts; give --hostfile.")
-    ranks = on.ranks if on is not None else options.ranks
+    ranks = on.ranks if on is not None else options.ranks or 1  # without hosts it is required
     splits_output = True
     if backend.name == "mpi":
         from mlxdist.launch.mpirun import sends_output_elsewhere
@@ -185,23 +188,18 @@ def _plan(chosen: HostSelection, of_nodes: Nodes | None, options: Options, comma
         ranks=ranks,
         command=command,
         variables=variables,
+        options=options,
         hostfile=on,
-        folder=absolute(options.cwd or ".", "--cwd"),
+        directory=absolute(options.cwd or ".", "--cwd"),
         ssh_config=chosen.ssh_config if on is not None else None,
         backend=backend,
         nodes=of_nodes,
-        prefix=options.prefix,
-        grace=options.grace_period,
-        max_restarts=options.max_restarts,
-        verbose=options.verbose,
-        logs=options.log_folder(),
-        limit=options.limit,
+        logs=options.log_directory(),
         splits_output=splits_output,
-        stdin=options.stdin,
     )
 
 
-def _for_this_machine(given: Mapping[str, str], executable: str, folder: str, with_mpi_shim: bool) -> dict[str, str]:
+def _for_this_machine(given: Mapping[str, str], executable: str, directory: str, with_mpi_shim: bool) -> dict[str, str]:
     """All that the ranks have in their environment, but for what is each rank's own."""
     variables = base_environment(os.environ, with_mpi_shim)
     if with_mpi_shim:
@@ -209,9 +207,9 @@ def _for_this_machine(given: Mapping[str, str], executable: str, folder: str, wi
     variables |= given
     if not os.path.isdir(variables.get("TMPDIR") or "/tmp"):
         raise click.UsageError(f"TMPDIR={variables['TMPDIR']} is no directory for the ranks' temporary directories.")
-    if folder and not os.path.isdir(folder):
-        raise click.UsageError(f"--cwd {folder} is not a directory; the ranks are to run there.")
-    check_command(executable, variables, folder)
+    if directory and not os.path.isdir(directory):
+        raise click.UsageError(f"--cwd {directory} is not a directory; the ranks are to run there.")
+    check_command(executable, variables, directory)
     return variables
 
 
@@ -238,9 +236,9 @@ def _for_mpirun(
     exported = _for_hosts(chosen.hostfile, given) if chosen.hostfile is not None else dict(given)
     exported = mpirun_variables(os.environ) | exported
     names = [*exported, "MLXDIST_RENDEZVOUS", "MLXDIST_SECRET", "MLXDIST_JOB", "MLXDIST_RESTART_COUNT"]
-    folder = absolute(options.cwd, "--cwd") if options.cwd else None
+    directory = absolute(options.cwd, "--cwd") if options.cwd else None
     others = options.prefix and not all(is_this_machine(host.name) for host in backend.hosts)
-    words = mpirun_command(backend.hosts, names, folder, arguments, command, tagged=others)
+    words = mpirun_command(backend.hosts, names, directory, arguments, command, tagged=others)
     given = exported | reach_variables(chosen.ssh)
     variables = _for_this_machine(given, words[0], options.cwd or "", with_mpi_shim=False)
     return variables, words
@@ -264,6 +262,7 @@ def _show(plan: Plan) -> None:
         click.echo(f"[{labels[rank]}] {shlex.join(plan.command)}")
     if plan.hostfile is not None and not plan.by_mpirun:
         for host in plan.hostfile.hosts:
-            click.echo(f"{host.name}: {shlex.join(plan.ssh_config.server(host.name))}")
+            if plan.ssh_config is not None:
+                click.echo(f"{host.name}: {shlex.join(plan.ssh_config.server(host.name))}")
         for name, value in plan.variables.items():
             click.echo(f"{name}={value}")

@@ -39,37 +39,21 @@ def stop(names: tuple[str, ...], everything: bool, seconds: float, chosen: HostS
     """
     if bool(names) == everything:
         raise click.UsageError("Name the jobs to be ended, or --all; `mlxdist ps` lists them.")
+    from mlxdist.launch.jobs import list_jobs, running_job
+    from mlxdist.launch.jobs_on_hosts import Stopped, end_jobs, stop_on
+
     try:
-        if chosen.hostfile is None:
-            status = _stop_here(names, seconds)
+        if chosen.hostfile is not None:
+            done = stop_on(chosen, names, everything, seconds)
         else:
-            status = _stop_on(chosen, names, everything, seconds)
+            jobs = [running_job(name) for name in names] if names else list_jobs()
+            running = end_jobs(jobs, seconds)
+            done = Stopped({job.name: [] for job in jobs if job.name not in running}, {name: [] for name in running})
     except (InvalidArgument, ResourceError) as error:
         raise click.ClickException(str(error)) from None
-    sys.exit(status)
-
-
-def _stop_here(names: tuple[str, ...], seconds: float) -> int:
-    """``names``: empty for all."""
-    from mlxdist.launch.jobs import list_jobs, running_job
-    from mlxdist.launch.jobs_on_hosts import end_jobs
-
-    jobs = [running_job(name) for name in names] if names else list_jobs()
-    running = end_jobs(jobs, seconds)
-    for job in jobs:
-        click.echo(f"{job.name} still runs after {seconds:g} s" if job.name in running else f"{job.name} has ended")
-    return 1 if running else 0
-
-
-def _stop_on(chosen: HostSelection, names: tuple[str, ...], everything: bool, seconds: float) -> int:
-    from mlxdist.launch.jobs_on_hosts import stop_on
-
-    done = stop_on(chosen, names, everything, seconds)
-    for job in sorted(done.ended.keys() | done.running.keys()):
-        if job in done.running:
-            click.echo(f"{job} still runs on {', '.join(done.running[job])} after {seconds:g} s")
-        else:
-            click.echo(f"{job} has ended on {', '.join(done.ended[job])}")
+    for job, hosts in sorted((done.ended | done.running).items()):
+        where = f" on {', '.join(hosts)}" if hosts else ""
+        click.echo(f"{job} still runs{where} after {seconds:g} s" if job in done.running else f"{job} has ended{where}")
     for note in done.notes + done.silent:
         click.echo(note, err=True)
-    return 1 if done.running or done.silent else 0
+    sys.exit(1 if done.running or done.silent else 0)

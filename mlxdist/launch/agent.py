@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
@@ -27,6 +26,7 @@ from .local import LocalJob, LocalRank, base_environment, check_fast_synch
 from .stale_jobs import remove_stale_jobs
 from .standard_input import Feed, Pipe
 from .wakeup import Wakeup
+from .writer import MAX_BACKLOG, Writer
 
 __all__ = ["AGENT", "JobFrame", "serve"]
 
@@ -34,8 +34,6 @@ AGENT = "launch.agent"  # the call's name
 
 
 _READ_BYTES = 65536
-# What the ranks print is left in their pipes while so much waits for the launcher.
-_MAX_BACKLOG = 4 << 20
 _PAUSE = 0.01
 _SECONDS = 1.0  # between two looks at the ranks, should a signal be missed
 # Time for the launcher to end the job in order, once it knows that a signal ends the agent.
@@ -73,9 +71,8 @@ class Agent:
     def __init__(self, source: int, target: int, frames: Frames) -> None:
         self._source, self._target = source, target
         self._frames = frames
-        self._pending: deque[memoryview] = deque()
-        self._backlog = 0
         self._wakeup = Wakeup()
+        self._writer = Writer(self._wakeup.wake)
         self._selector = selectors.DefaultSelector()
         self._job: LocalJob | None = None
         self._ranks: dict[int, LocalRank] = {}
@@ -87,38 +84,33 @@ class Agent:
         self._readers: frozenset[int] = frozenset()  # ranks that get the launcher's standard input
         self._ending = self._end_sent = False
         self._is_stopped = False  # by a signal
-        self._leave_at: float | None = None
+        self._leave_at = math.inf
         self._last_arrival = time.monotonic()
         self._silence = math.inf  # seconds without a frame after which the launcher counts as lost
 
     def serve(self, arguments: Mapping[str, Any]) -> None:
-        os.set_blocking(self._source, False)
-        os.set_blocking(self._target, False)
         self._selector.register(self._source, selectors.EVENT_READ, self._read)
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._take_signals)
         with self._wakeup.signals():
             try:
                 self._prepare(arguments)
                 self._take_frames(b"")
-                while not (self._end_sent and not self._pending):
-                    self._look()
+                while not self._end_sent:
+                    self._step(_SECONDS)
+                while not self._writer.wait(_PAUSE):
+                    self._step(0)
             except (BrokenPipeError, ConnectionError, EOFError):
                 return
             finally:
                 if self._job is not None:
-                    self._job.__exit__(None, None, None)
+                    self._job.__exit__()
 
-    def _look(self) -> None:
-        if self._ending and self._job.has_ended() and not self._end_sent:
-            self._send_end()
-        writes = selectors.EVENT_WRITE if self._pending else 0
-        waiting = bool(self._selector.get_map().get(self._target))
-        if writes and not waiting:
-            self._selector.register(self._target, writes, self._write)
-        elif waiting and not writes:
-            self._selector.unregister(self._target)
-        full = self._backlog > _MAX_BACKLOG
-        for key, _ in self._selector.select(_SECONDS):
+    def _step(self, seconds: float) -> None:
+        if self._ending and not self._end_sent and self._job is not None and self._job.has_ended():
+            self._send_end(self._job)
+            return
+        full = self._writer.is_full(MAX_BACKLOG)
+        for key, _ in self._selector.select(seconds):
             if key.fd not in self._streams:
                 key.data()
             elif not full:
@@ -133,7 +125,7 @@ class Agent:
         if now > self._last_arrival + self._silence:
             _warn(f"nothing arrived from the launcher for {self._silence:g} s, so its ranks here are ended")
             raise EOFError
-        if self._leave_at is not None and now > self._leave_at:
+        if now > self._leave_at or self._writer.broken:
             raise EOFError
 
     def _read(self) -> None:
@@ -145,11 +137,9 @@ class Agent:
 
     def _take_signals(self) -> None:
         for number in self._wakeup.read():
-            if number == signal.SIGCHLD:
-                continue
             if self._is_stopped:
                 raise EOFError
-            # The launcher would take a connection that just ends for an accident, and start the job again.
+            # The launcher would take a connection that just ends for an accident, and restart the job.
             self._is_stopped = True
             self._leave_at = time.monotonic() + _REACT_SECONDS
             self._put(pack(JobFrame.STOPPED, payload=bytes([number])))
@@ -160,11 +150,11 @@ class Agent:
 
     def _take(self, kind: int, rank: int, payload: bytes) -> None:
         if kind in (JobFrame.SIGNAL, JobFrame.END):
-            self._leave_at = None
+            self._leave_at = math.inf
         if kind == JobFrame.PING:
             self._silence = float(unpack_json(payload)["seconds"])
-        elif kind == JobFrame.START:
-            self._start(unpack_json(payload))
+        elif kind == JobFrame.START and self._job is not None:
+            self._start(self._job, unpack_json(payload))
         elif kind == JobFrame.SIGNAL and rank in self._ranks:
             self._ranks[rank].signal(signal.Signals(payload[0]))
         elif kind == JobFrame.GONE and self._job is not None:
@@ -182,7 +172,7 @@ class Agent:
 
     def _prepare(self, fields: Mapping[str, Any]) -> None:
         try:
-            _enter(fields["folder"])
+            _enter(fields["directory"])
             variables = base_environment(os.environ, fields["mpi_shim"])
             if fields["mpi_shim"]:
                 mpi_shim.check(variables[mpi_shim.VARIABLE])
@@ -193,7 +183,7 @@ class Agent:
             remove_stale_jobs()
             self._numbers = range(first, first + count)
             self._readers = frozenset(self._numbers if fields["stdin"] == "all" else [0])
-            job = LocalJob(
+            job = self._job = LocalJob(
                 fields["job"],
                 fields["restart"],
                 fields["size"],
@@ -205,30 +195,28 @@ class Agent:
                 interface=fields["interface"],
                 port=fields["port"],
             )
-            ports = free_ports(fields["ports"])
-            job.__enter__()
+            ports = free_ports(fields["ports"])  # none is the rendezvous' own
         except (InvalidArgument, ResourceError, CannotRun, OSError) as error:
-            self._put(pack_json(JobFrame.FAILED, {"text": str(error), "status": getattr(error, "exit_code", 1)}))
+            self._put(pack_json(JobFrame.FAILED, {"text": str(error), "status": getattr(error, "status", 1)}))
             return
-        self._job = job
         self._put(pack_json(JobFrame.READY, {"address": job.address, "ports": ports, "awake": job.awake()}))
 
-    def _start(self, fields: Mapping[str, Any]) -> None:
-        self._job.address = fields["address"]
-        self._job.exports = Exports(**fields["exports"])
+    def _start(self, job: LocalJob, fields: Mapping[str, Any]) -> None:
+        job.address = fields["address"]
+        job.exports = Exports(**fields["exports"])
         for rank in self._numbers:
             stdout, stdout_end = os.pipe()
             stderr, stderr_end = os.pipe()
-            stdin = subprocess.DEVNULL
+            stdin: int = subprocess.DEVNULL
             if rank in self._readers:
                 stdin, target = os.pipe()
                 self._input.add(Pipe(f"rank {rank}", target))
             try:
-                self._ranks[rank] = self._job.start(rank, stdout_end, stderr_end, stdin)
+                self._ranks[rank] = job.start(rank, stdout_end, stderr_end, stdin)
             except OSError as error:
                 self._put(pack_json(JobFrame.FAILED, {"text": f"cannot start rank {rank}: {error}", "status": 126}))
                 for missing in range(rank, self._numbers.stop):
-                    self._note_exit(missing, 126)
+                    self._note_exit(job, missing, 126)
                 break
             finally:
                 for end in (stdout_end, stderr_end, stdin):
@@ -238,7 +226,7 @@ class Agent:
                 os.set_blocking(stream, False)
                 self._streams[stream] = (kind, rank)
                 self._selector.register(stream, selectors.EVENT_READ)
-        self._job.all_started()
+        job.all_started()
 
     def _relay(self, stream: int) -> bool:
         """Reads once. False: nothing there now, or the end."""
@@ -260,50 +248,38 @@ class Agent:
     def _reap(self) -> None:
         for rank, process in list(self._ranks.items()):
             status = process.poll()
-            if status is None:
+            if status is None or self._job is None:
                 continue
             for stream in [stream for stream, (_, of) in self._streams.items() if of == rank]:
                 while self._relay(stream):  # what it has printed comes before its end
                     continue
             del self._ranks[rank]
-            self._job.ended(process)
-            self._note_exit(rank, status)
+            self._job.ended(process, status)
+            self._note_exit(self._job, rank, status)
 
-    def _note_exit(self, rank: int, status: int) -> None:
+    def _note_exit(self, job: LocalJob, rank: int, status: int) -> None:
         self._statuses[rank] = status
-        self._put(pack_json(JobFrame.EXIT, {"status": status, "first": self._job.first_failed()}, rank))
+        self._put(pack_json(JobFrame.EXIT, {"status": status, "first": job.first_failed()}, rank))
 
-    def _send_end(self) -> None:
+    def _send_end(self, job: LocalJob) -> None:
         for stream in list(self._streams):
             while self._relay(stream):
                 continue
             if stream in self._streams:
                 self._close(stream)
         self._end_sent = True
-        self._put(pack_json(Kind.RESULT, {"result": {"recordings": self._job.recordings()}}))
+        self._put(pack_json(Kind.RESULT, {"result": {"recordings": job.recordings()}}))
 
     def _put(self, data: bytes) -> None:
-        self._pending.append(memoryview(data))
-        self._backlog += len(data)
-
-    def _write(self) -> None:
-        while self._pending:
-            try:
-                written = os.write(self._target, self._pending[0][:_READ_BYTES])
-            except BlockingIOError:
-                return
-            self._backlog -= written
-            self._pending[0] = self._pending[0][written:]
-            if not self._pending[0]:
-                self._pending.popleft()
+        self._writer.put(self._target, data)
 
 
 def _warn(text: str) -> None:
     print(text, file=sys.stderr, flush=True)  # the launcher prints it with this host's name
 
 
-def _enter(folder: str) -> None:
+def _enter(directory: str) -> None:
     try:
-        os.chdir(folder)
+        os.chdir(directory)
     except OSError as error:
-        raise ResourceError(f"the directory {folder} cannot be entered: {error.strerror}; see --cwd") from None
+        raise ResourceError(f"the directory {directory} cannot be entered: {error.strerror}; see --cwd") from None

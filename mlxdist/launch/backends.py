@@ -125,7 +125,15 @@ class Backend:
         return [[cell[0] if cell is not None and len(cell) == 1 else cell for cell in row] for row in cells]
 
 
-def choose(name: str, hostfile: Hostfile | None, ranks: int | None, **settings: int | bool | None) -> Backend:
+def choose(
+    name: str,
+    hostfile: Hostfile | None,
+    ranks: int | None,
+    starting_port: int | None = None,
+    nccl_port: int | None = None,
+    connections: int = 1,
+    verbose: bool = False,
+) -> Backend:
     """The backend of that name, for the hosts, or for a number of ranks here. auto is the hostfile's, else mlxdist.
 
     Raises:
@@ -141,7 +149,7 @@ def choose(name: str, hostfile: Hostfile | None, ranks: int | None, **settings: 
         from mlxdist.cluster.hostfile import Host
 
         hosts = (Host("localhost", ranks or 1, ("127.0.0.1",)),)
-    backend = Backend(name, hosts, **settings)
+    backend = Backend(name, hosts, starting_port, nccl_port, connections, verbose)
     if name == "ring":
         _check_ring(backend)
     elif name.startswith("jaccl"):
@@ -199,7 +207,7 @@ def _require_address(backend: Backend, host: Host, who: str) -> None:
 
 
 def _check_ring(backend: Backend) -> None:
-    counts = {}
+    counts: dict[int, str] = {}
     for host in backend.hosts:
         _require_address(backend, host, "every rank")
         counts.setdefault(len(_addresses(host)), host.name)

@@ -4,29 +4,29 @@ import os
 import shutil
 from collections.abc import Mapping
 
-import click
-
 __all__ = ["CannotRun", "check_command"]
 
 
-class CannotRun(click.ClickException):
+class CannotRun(Exception):
     """The command does not exist (127) or is not executable (126), as shells have it."""
 
-    def __init__(self, message: str, exit_code: int) -> None:
+    def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
-        self.exit_code = exit_code
+        self.status = status
 
 
-def check_command(name: str, variables: Mapping[str, str], folder: str = "") -> None:
-    """``folder``: where it will be started, if that is not the current one."""
+def check_command(name: str, variables: Mapping[str, str], directory: str = "") -> None:
+    """``directory``: where it will be started, if that is not the current one."""
     if "/" in name:
-        name = os.path.join(folder, name)
+        name = os.path.join(directory, name)
         exists = os.path.exists(name)
         found = os.access(name, os.X_OK) and not os.path.isdir(name)
     else:
         path = variables.get("PATH", os.defpath)
         found = shutil.which(name, path=path) is not None
-        exists = found or any(os.path.exists(os.path.join(folder, name)) for folder in path.split(os.pathsep) if folder)
+        exists = found or any(
+            os.path.exists(os.path.join(directory, name)) for directory in path.split(os.pathsep) if directory
+        )
     if found:
         return
     if exists:

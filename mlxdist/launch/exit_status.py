@@ -10,7 +10,7 @@ TOO_LATE = 124  # as of timeout(1)
 
 @dataclass(frozen=True)
 class Ending:
-    """How a job has ended. ``failed``: by itself, and nothing of it is left, so it could be started again."""
+    """How a job has ended. ``failed``: by itself, and nothing of it is left, so it could be restarted."""
 
     status: int  # for the launcher to exit with
     text: str  # closing line, perhaps empty

@@ -1,14 +1,15 @@
 """A job on several hosts: an agent on each starts the ranks there. To the supervisor it is as one on this machine."""
 
+import math
 import os
 import re
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlxdist.base.environment import format_address, parse_address
 from mlxdist.base.errors import ResourceError
@@ -19,14 +20,14 @@ from mlxdist.cluster.ssh.this_machine import look_up
 from mlxdist.version import __version__
 
 from .agent import JobFrame
-from .backends import Backend
 from .executable import CannotRun
-from .launcher_records import LauncherRecord
 from .local import allow_descriptors, keep_awake, new_secret, usual_grace
 from .remote import HostInput, RemoteHost, RemoteRank
 from .restarts import name_of_start
-from .runtime_directory import OF_HOSTS
 from .wakeup import Interrupted, Wakeup
+
+if TYPE_CHECKING:
+    from .run import Plan
 
 __all__ = ["HostsJob", "address_for_others"]
 
@@ -43,61 +44,43 @@ class HostsJob:
     """A context manager: on leaving it, nothing of the job is left on any host that can be reached."""
 
     def __init__(
-        self,
-        name: str,
-        restart: int,
-        hostfile: Hostfile,
-        command: list[str],
-        variables: Mapping[str, str],
-        grace: float | None,
-        *,
-        folder: str,
-        ssh_config: SshConfig,
-        backend: Backend,
-        stdin: str,
-        wakeup: Wakeup,
-        say: Callable[[str], None],
+        self, plan: "Plan", hostfile: Hostfile, name: str, restart: int, wakeup: Wakeup, say: Callable[[str], None]
     ) -> None:
-        """``variables``: set for all ranks, besides what their host sets. ``folder``: where they run, on every host.
-
-        ``stdin``: which ranks have the launcher's standard input.
-        """
+        """``plan``: its variables are set for all ranks, besides what their host sets."""
         self.job = name_of_start(name, restart)
         self.succeeded = False
         self._hostfile = hostfile
-        self._backend = backend
-        self._ssh_config = ssh_config
-        self.grace = usual_grace(False) if grace is None else grace
-        self._is_grace_usual = grace is None
+        self._backend = plan.backend
+        self.grace = usual_grace(False) if plan.options.grace_period is None else plan.options.grace_period
+        self._is_grace_usual = plan.options.grace_period is None
         self._changed = threading.Condition()
         self._wakeup = wakeup
         look_up(host.name for host in hostfile.hosts)
+        ssh_config = plan.ssh_config or SshConfig()
         self._hosts = [RemoteHost(host, ssh_config, self._changed) for host in hostfile.hosts]
         self._host_of = [host for host, entry in zip(self._hosts, hostfile.hosts) for _ in range(entry.slots)]
-        self._ends_at: float | None = None
-        self._ended = False
+        self._ends_at = math.inf
         self._say = say
         self._reported: list[RemoteHost] = []  # hosts whose failure has been printed
         self._is_over = threading.Event()
         self._pings = threading.Thread(target=self._ping, name="mlxdist pings", daemon=True)
-        self._stopped: list[RemoteHost] = []  # on which a signal has come
+        self._stopped: list[tuple[signal.Signals, str]] = []  # signals that have come to hosts
         self._fields = {
             "job": name,
             "restart": restart,
             "size": hostfile.ranks,
-            "command": command,
-            "variables": dict(variables),
-            "folder": folder,
-            "stdin": stdin,
+            "command": plan.command,
+            "variables": plan.variables,
+            "directory": plan.directory,
+            "stdin": plan.options.stdin,
             "secret": new_secret(),
-            "mpi_shim": backend.name == "mlxdist",
-            "port": backend.rendezvous_port,
+            "mpi_shim": plan.backend.name == "mlxdist",
+            "port": plan.backend.rendezvous_port,
         }
 
     def __enter__(self) -> "HostsJob":
         allow_descriptors(len(self._host_of), len(self._hosts))
         connected: list[RemoteHost] = []
-        self._record = LauncherRecord(self.job, OF_HOSTS, self._hosts_record())
         # The agent of a host that is this machine does that for it.
         self._awake = None if any(host.is_local for host in self._hosts) else keep_awake(os.getpid())
         try:
@@ -111,8 +94,8 @@ class HostsJob:
         except BaseException:
             self._stop_pings()
             for host in connected:
-                host.close(0.0 if host.state.hello is None else self.grace + _END_SECONDS)
-            self._close_own()
+                host.close(0.0 if not host.hello else self.grace + _END_SECONDS)
+            self._close_awake()
             raise
         return self
 
@@ -121,20 +104,11 @@ class HostsJob:
         self._stop_pings()
         for host in self._hosts:
             host.close(max(0.0, self._ends_at - time.monotonic()))
-        self._close_own()
+        self._close_awake()
 
-    def _close_own(self) -> None:
+    def _close_awake(self) -> None:
         if self._awake is not None:
             self._awake.close()
-        self._record.close()
-
-    def _hosts_record(self) -> dict[str, Any]:
-        hosts, first = [], 0
-        for host in self._hostfile.hosts:
-            hosts.append({"name": host.name, "first": first, "slots": host.slots})
-            first += host.slots
-        ssh = {"ssh": list(self._ssh_config.ssh), "python": self._ssh_config.python}
-        return ssh | {"started": time.time(), "command": self._fields["command"], "hosts": hosts}
 
     def _ping(self) -> None:
         is_over = False
@@ -149,12 +123,12 @@ class HostsJob:
         if self._pings.is_alive():
             self._pings.join()
 
-    def start(self, rank: int, stdout: int, stderr: int, stdin: None) -> RemoteRank:
+    def start(self, rank: int, stdout: int, stderr: int, stdin: int | None) -> RemoteRank:
         """The ranks run once all have been added; see `all_started`. What they read is a matter of `readers`."""
         return self._host_of[rank].add_rank(rank, os.dup(stdout), os.dup(stderr))
 
     def all_started(self) -> None:
-        exports = self._backend.exports([host.state.ready["ports"] for host in self._hosts])
+        exports = self._backend.exports([host.ready["ports"] for host in self._hosts])
         fields = {"address": self._found_at, "exports": asdict(exports)}
         for host in self._hosts:
             host.say = self._say
@@ -164,62 +138,61 @@ class HostsJob:
         """Of the standard input. ``wake`` is called when one may take more."""
         return [HostInput(host, wake) for host in (self._hosts if self._fields["stdin"] == "all" else self._hosts[:1])]
 
-    def ended(self, rank: RemoteRank) -> None:
-        lost = rank.status == LOST and rank.host.state.closed
-        if rank.host not in self._reported and (lost or rank.host.state.failed is not None):
+    def ended(self, rank: RemoteRank, status: int) -> None:
+        lost = status == LOST and rank.host.closed
+        if rank.host not in self._reported and (lost or rank.host.failed is not None):
             self._reported.append(rank.host)
-            self._say(rank.host.why_lost() if lost else f"{rank.host.name}: {rank.host.state.failed}")
+            self._say(rank.host.why_lost() if lost else f"{rank.host.name}: {rank.host.failed}")
         # Rank 0 waits for all others, and they wait for rank 0.
         for host in self._hosts if rank.rank == 0 else self._hosts[:1]:
             if host is not rank.host:
-                host.send_json(JobFrame.GONE, {"status": rank.status}, rank.rank)
+                host.send_json(JobFrame.GONE, {"status": status}, rank.rank)
 
     def awake(self) -> dict[str, str]:
         """Of each Mac that has a part in the job, its name and why it may fall asleep, or nothing."""
         found = {} if self._awake is None else {"this Mac": self._awake.error}
-        return found | {host.name: error for host in self._hosts for error in host.state.ready["awake"].values()}
+        return found | {host.name: error for host in self._hosts for error in host.ready["awake"].values()}
 
     def is_on_mac(self, rank: int) -> bool:
         return self._host_of[rank].is_mac
 
     def interrupts(self) -> list[tuple[signal.Signals, str]]:
         """Signals that have come to agents since the last call, each with its host: a user ends the job there."""
-        new = [host for host in self._hosts if host.state.stopped is not None and host not in self._stopped]
+        found = [(host.stopped, host.name) for host in self._hosts if host.stopped is not None]
+        new = [interrupt for interrupt in found if interrupt not in self._stopped]
         self._stopped += new
-        return [(host.state.stopped, host.name) for host in new]
+        return new
 
     def first_failed(self) -> int | None:
         """What ranks of any host have noted; of those, the first one's host was reached first."""
-        noted = [host.state.first_failed for host in self._hosts if host.state.first_failed is not None]
-        return noted[0] if noted else None
+        return next((host.first_failed for host in self._hosts if host.first_failed is not None), None)
 
     def recordings(self) -> str | None:
-        found = {host.name: host.state.ended.get("recordings") for host in self._hosts if host.state.ended}
-        return ", ".join(f"{path} on {name}" for name, path in found.items() if path) or None
+        return ", ".join(f"{host.recordings} on {host.name}" for host in self._hosts if host.recordings) or None
 
     def remove_recordings(self) -> None:
         """Agents do that by themselves where all of their ranks have succeeded."""
 
     def end(self) -> None:
-        if self._ends_at is None:
+        if self._ends_at == math.inf:
             self._ends_at = time.monotonic() + 2 * self.grace + _END_SECONDS
             for host in self._hosts:
                 host.send(JobFrame.END)
 
     def has_ended(self) -> bool:
-        return all(host.state.closed for host in self._hosts) or time.monotonic() > self._ends_at
+        return all(host.closed for host in self._hosts) or time.monotonic() > self._ends_at
 
     def _connect(self) -> None:
-        self._wait(lambda host: host.state.hello is not None, CONNECT_SECONDS, "does not answer")
+        self._wait(lambda host: bool(host.hello), CONNECT_SECONDS, "does not answer")
         names: dict[Any, str] = {}
         for host in self._hosts:
-            theirs = host.state.hello.get("mlxdist")
+            theirs = host.hello.get("mlxdist")
             if theirs != __version__:
                 raise ResourceError(
                     f"{host.name} has mlxdist {theirs!r:.40}, and this machine {__version__}; install the same version"
                 )
             # What an agent keeps for the job would be in the way of the other one there.
-            first = names.setdefault(host.state.hello.get("identity"), host.name)
+            first = names.setdefault(host.hello.get("identity"), host.name)
             if first != host.name:
                 raise ResourceError(
                     f"{first} and {host.name} are the same machine; name it once, with as many slots as it has ranks"
@@ -233,13 +206,13 @@ class HostsJob:
             of_host = {"ranks": [first, entry.slots], "interface": self._interface(), "ports": ports}
             host.prepare(self._fields | of_host | {"grace": self.grace})
             first += entry.slots
-        self._wait(lambda host: host.state.ready is not None, _PREPARE_SECONDS, "cannot prepare the job in time")
+        self._wait(lambda host: bool(host.ready), _PREPARE_SECONDS, "cannot prepare the job in time")
 
     def _wait(self, condition: Callable[[RemoteHost], bool], seconds: float, late: str) -> None:
         """Until it holds for all hosts. What is wrong with any is said of all of them at once."""
 
         def waiting() -> list[RemoteHost]:
-            return [host for host in self._hosts if not (condition(host) or host.state.failed or host.state.closed)]
+            return [host for host in self._hosts if not (condition(host) or host.failed or host.closed)]
 
         deadline = time.monotonic() + seconds
         with self._changed:
@@ -249,12 +222,12 @@ class HostsJob:
                     raise Interrupted(*interrupt)
             problems = [f"{host.name} {late} within {seconds:g} s" for host in waiting()]
         for host in self._hosts:
-            if host.state.failed is not None:
-                problems.append(f"{host.name}: {host.state.failed}")
-            elif host.state.closed:
+            if host.failed is not None:
+                problems.append(f"{host.name}: {host.failed}")
+            elif host.closed:
                 problems.append(host.why_lost())
         if problems:
-            failed = [host.state.exit_code for host in self._hosts if host.state.failed is not None]
+            failed = [host.exit_code for host in self._hosts if host.failed is not None]
             text = "; ".join(problems)
             raise CannotRun(text, failed[0]) if failed else ResourceError(text)
 
@@ -267,11 +240,11 @@ class HostsJob:
 
     def _address(self) -> str:
         """Where the others find rank 0."""
-        listens, port = parse_address(self._hosts[0].state.ready["address"])
+        listens, port = parse_address(self._hosts[0].ready["address"])
         if listens not in ("0.0.0.0", "::"):
             return format_address(listens, port)
-        names = [self._hosts[0].name, str(self._hosts[0].state.hello.get("host"))]
-        connections = [host.state.hello.get("ssh") or [] for host in self._hosts]
+        names = [self._hosts[0].name, str(self._hosts[0].hello.get("host"))]
+        connections = [host.hello.get("ssh") or [] for host in self._hosts]
         return format_address(address_for_others(names, connections), port)
 
 
@@ -302,7 +275,7 @@ def address_for_others(names: Sequence[str], connections: Sequence[Sequence[str]
 
 def _ipv4_addresses(name: str) -> list[str]:
     try:
-        found = [where[0] for *_, where in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)]
+        found = [str(where[0]) for *_, where in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)]
     except (OSError, UnicodeError):  # ssh knows it by other means
         return []
     return [address for address in found if not address.startswith("127.")]

@@ -25,20 +25,20 @@ MAX_FILES = 10_000
 class JitCache:
     """A slot of the user's cache, locked until ``close``; or a directory inside the job's, if all slots are taken."""
 
-    def __init__(self, job_folder: Path) -> None:
+    def __init__(self, job_directory: Path) -> None:
         self._lock: int | None = None
-        self.folder = self._take_slot() or job_folder / "jit"
-        self._unfinished = self.folder / "unfinished"
+        self.directory = self._take_slot() or job_directory / "jit"
+        self._unfinished = self.directory / "unfinished"
         if self._lock is not None:
             self._remove_unfinished()
             self._unfinished.touch()
 
-    def link(self, temporary_folder: Path, local_rank: int) -> None:
+    def link(self, temporary_directory: Path, local_rank: int) -> None:
         """Makes `mlx` in a rank's temporary directory point to that rank's kernels."""
-        kernels = self.folder / str(local_rank)
+        kernels = self.directory / str(local_rank)
         kernels.parent.mkdir(parents=True, exist_ok=True)
         if make_private_directory(kernels):  # else the rank has none from before
-            (temporary_folder / "mlx").symlink_to(kernels, target_is_directory=True)
+            (temporary_directory / "mlx").symlink_to(kernels, target_is_directory=True)
 
     def pass_on(self) -> tuple[int, ...]:
         """The descriptor that holds the lock: a process that inherits it holds the slot as long as it runs."""
@@ -54,10 +54,10 @@ class JitCache:
 
     def _take_slot(self) -> Path | None:
         try:
-            parent = _cache_folder()
+            parent = _cache_directory()
             parent.parent.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             # Ranks load the libraries that they find there: nothing of it may be another user's.
-            if not all(make_private_directory(folder) for folder in (parent.parent, parent)):
+            if not all(make_private_directory(directory) for directory in (parent.parent, parent)):
                 return None
             for number in range(SLOTS):
                 slot = parent / str(number)
@@ -78,9 +78,9 @@ class JitCache:
     def _remove_unfinished(self) -> None:
         """A killed rank may have left a library that is cut short, and MLX would load it for ever."""
         # Texts: there may be thousands, and each start of a job looks at them.
-        files = [os.path.join(parent, name) for parent, _, names in os.walk(self.folder) for name in names]
+        files = [os.path.join(parent, name) for parent, _, names in os.walk(self.directory) for name in names]
         if len(files) > MAX_FILES:
-            for rank in self.folder.glob("[0-9]*"):
+            for rank in self.directory.glob("[0-9]*"):
                 shutil.rmtree(rank, ignore_errors=True)
         elif self._unfinished.exists():
             since = self._unfinished.stat().st_mtime
@@ -89,7 +89,7 @@ class JitCache:
                     os.unlink(path)
 
 
-def _cache_folder() -> Path:
+def _cache_directory() -> Path:
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "mlxdist" / "jit"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "mlxdist" / "jit"

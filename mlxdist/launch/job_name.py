@@ -30,7 +30,7 @@ def full_name(name: str | None, running: Mapping[str, Sequence[str]], where: str
     Raises:
         InvalidArgument: there is none, or more than one.
     """
-    if name in running:
+    if name is not None and name in running:
         return name
     found = [known for known in sorted(running) if name is None or (name and known.startswith(name))]
     if len(found) == 1:

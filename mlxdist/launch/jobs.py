@@ -1,109 +1,129 @@
-"""Which jobs of this user run on this host: a directory for each, made by its launcher.
+"""Which jobs of this user run on this host: a directory for each, with one record.
 
-    <runtime directory>/<job>/job.json    launcher, ranks, their temporary directory, command
-    <runtime directory>/<job>/lock        locked as long as the launcher or its reaper runs
-    <runtime directory>/<job>/flight/     flight records of the ranks, unless MLXDIST_FLIGHT_DIR is set
+    <runtime directory>/<job>/job.json             launcher, ranks, their temporary directory, command
+    <runtime directory>/<job>/lock                 locked as long as the launcher or its reaper runs
+    <runtime directory>/<job>/flight/              flight records of the ranks, unless MLXDIST_FLIGHT_DIR is set
+    <runtime directory>/<first job>@launcher/      of a launcher that uses other hosts or restarts the job:
+                                                   job.json has the job's current name and its hosts
 
 The ranks' temporary directories lie elsewhere, in TMPDIR: XDG_RUNTIME_DIR is small, since it is memory, and often
-nothing in it may be executed. Of a job on several hosts each host has such a directory for its own ranks, and the
-launcher's machine a record of which hosts they are (launcher_records.py).
+nothing in it may be executed. Each host of a job has a directory for its own ranks.
 
-The lock shows whether a process still supervises the job. The kernel releases it when both processes are gone,
-however they ended, and no process number can be mistaken for another. What is left of a job without one is removed by
-the next launcher (stale_jobs.py), but for the recordings.
+The kernel releases the lock when launcher and reaper are gone, however they ended, and no process number can be
+mistaken for another. stale_jobs.py removes what such a job has left, but for the recordings.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mlxdist.base.environment import MAX_RANKS
+from mlxdist.base.validation import as_text, build, checked, json_of, list_of, map_of, number, read_bounded, row_of
+from mlxdist.base.validation import seconds as as_seconds
+
 from .processes import start_times
-from .runtime_directory import OF_HOSTS, is_locked, make_locked, runtime_folder, write_json
+from .runtime_directory import is_locked, make_locked, runtime_directory, write_json
 
 if TYPE_CHECKING:
-    from .launcher_records import HostsRecord
+    from mlxdist.cluster.ssh.ssh import SshConfig
 
 __all__ = [
+    "LAUNCHER",
+    "HostRanks",
     "Job",
-    "JobFolder",
-    "Record",
+    "JobDirectory",
     "exact_job",
     "find_job",
     "has_recordings",
     "list_jobs",
-    "read_record",
+    "read_job",
     "running_job",
 ]
 
+LAUNCHER = "@launcher"  # suffix of the first job's name
+_MAX_BYTES = 4 << 20
+_WORDS = list_of(as_text, 1 << 16)
+
 
 @dataclass(frozen=True)
-class Record:
-    """The content of job.json. A rank has its process and, to tell that from a later one, when it started."""
+class HostRanks:
+    """A host of a job, and which ranks run there."""
 
-    launcher: int
-    temporary: Path
-    flight: str
-    command: list[str]
-    ranks: dict[int, tuple[int, str]]
-
-    def living(self) -> dict[int, int]:
-        """The processes of the ranks that still run."""
-        started = start_times(pid for pid, _ in self.ranks.values())
-        return {rank: pid for rank, (pid, when) in self.ranks.items() if started.get(pid) == when}
+    name: str = checked(as_text)
+    first: int = checked(number(0, MAX_RANKS - 1))
+    slots: int = checked(number(1, MAX_RANKS))
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job. ``pids`` has the process of every rank that runs here; it is empty for a job that has ended.
+    """A job, as job.json has it.
 
-    ``flight_folder``: where its ranks write their flight records; None with MLXDIST_FLIGHT_DIR=none.
-    ``launcher``: the process that supervises it, 0 for a job that has ended; ``started``: when, in seconds since 1970.
-    ``hosts``: of a job on several hosts that was started on this machine, who they are. On another host of such a job
-    the launcher is the agent, which ends the ranks there, and with them the job.
+    Attributes:
+        launcher: the process that supervises it, 0 for a job that has ended. On another host of a job that is the
+            agent, which ends the ranks there, and with them the job.
+        started: in seconds since 1970.
+        temporary: the directory of the ranks here.
+        flight: where they write their flight records, or "none".
+        ranks: of each rank here its process, and when that started, to tell it from a later one.
+        hosts, ssh, python: of a job on several hosts that was started on this machine, which these are, and the way.
     """
 
-    name: str
-    folder: Path
-    flight_folder: Path | None
-    pids: dict[int, int]
-    command: list[str]
-    launcher: int = 0
-    started: float = 0.0
-    hosts: HostsRecord | None = None
+    name: str = checked(as_text)
+    launcher: int = checked(number(1, 2**31 - 1))  # a signal to 0 or -1 would reach other processes
+    started: float = checked(as_seconds)
+    command: list[str] = checked(lambda name, value: list(_WORDS(name, value)))
+    temporary: str = field(default="", metadata={"check": as_text})
+    flight: str = field(default="none", metadata={"check": as_text})
+    ranks: dict[str, tuple[int, str]] = field(
+        default_factory=dict, metadata={"check": map_of(row_of(number(1, 2**31 - 1), as_text), MAX_RANKS)}
+    )
+    hosts: Sequence[HostRanks] = field(
+        default=(), metadata={"check": list_of(lambda name, value: build(HostRanks, value), MAX_RANKS)}
+    )
+    ssh: Sequence[str] = field(default=(), metadata={"check": _WORDS})
+    python: str = field(default="", metadata={"check": as_text})
+
+    @property
+    def directory(self) -> Path:
+        return runtime_directory() / self.name
+
+    @property
+    def flight_directory(self) -> Path | None:
+        return None if self.flight == "none" else Path(self.flight)
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """The processes of the ranks that run here."""
+        started = start_times(pid for pid, _ in self.ranks.values())
+        return {int(rank): pid for rank, (pid, when) in self.ranks.items() if started.get(pid) == when}
+
+    @property
+    def ssh_config(self) -> SshConfig:
+        from mlxdist.cluster.ssh.ssh import SshConfig
+
+        return SshConfig(tuple(self.ssh), self.python)
 
 
 def list_jobs() -> list[Job]:
     """The jobs of this user that run on this machine or were started here, by name."""
-    from .launcher_records import read_hosts_record, read_next_start  # a launcher needs none
-
-    runtime = runtime_folder()
+    runtime = runtime_directory()
     jobs: dict[str, Job] = {}
-    names = [name for name in sorted(os.listdir(runtime)) if not name.startswith(".")]
-    for name in names:
-        record = read_record(runtime / name)
-        if record is not None and is_locked(runtime / name):
-            flight = None if record.flight == "none" else Path(record.flight)
-            with contextlib.suppress(FileNotFoundError):  # it has just ended
-                started = (runtime / name / "lock").stat().st_mtime
-                found = Job(name, runtime / name, flight, record.living(), record.command, record.launcher, started)
-                jobs[name] = found
-    for name in names:
-        if (hosts := read_hosts_record(runtime / name)) is not None:
-            name = name.removesuffix(OF_HOSTS)
-            here = jobs.get(name) or Job(name, runtime / name, None, {}, hosts.command)
-            jobs[name] = replace(here, launcher=hosts.launcher, started=hosts.started, hosts=hosts)
-    for name in names:
-        coming = read_next_start(runtime / name)
-        if coming is not None and all(job.launcher != coming.launcher for job in jobs.values()):  # else it runs
-            waiting = Job(coming.job, runtime / coming.job, None, {}, coming.command, coming.launcher, coming.started)
-            jobs[coming.job] = waiting
+    names = [name for name in os.listdir(runtime) if not name.startswith(".")]
+    for name in sorted(names, key=lambda name: name.endswith(LAUNCHER)):
+        job = read_job(runtime / name)
+        if job is None or not is_locked(runtime / name):
+            continue
+        if job.name in jobs:  # with ranks here, and its launcher
+            ranks = jobs[job.name]
+            job = replace(job, temporary=ranks.temporary, flight=ranks.flight, ranks=ranks.ranks)
+        jobs[job.name] = job
     return [job for _, job in sorted(jobs.items())]
 
 
@@ -116,7 +136,7 @@ def running_job(name: str | None = None) -> Job:
     from .job_name import full_name  # a launcher needs none
 
     jobs = {job.name: job for job in list_jobs()}
-    return jobs[full_name(name, {job.name: job.command for job in jobs.values()}, f"in {runtime_folder()}")]
+    return jobs[full_name(name, {job.name: job.command for job in jobs.values()}, f"in {runtime_directory()}")]
 
 
 def exact_job(name: str) -> Job | None:
@@ -124,14 +144,13 @@ def exact_job(name: str) -> Job | None:
     for job in list_jobs():
         if job.name == name:
             return job
-    folder = runtime_folder() / name
-    return Job(name, folder, folder / "flight", {}, []) if has_recordings(name) else None
+    return Job(name, 0, 0.0, [], flight=str(runtime_directory() / name / "flight")) if has_recordings(name) else None
 
 
 def find_job(name: str | None = None) -> Job:
     """As `running_job`, but one of just that name comes first that has ended and left flight recordings.
 
-    A job that failed and was started again is the beginning of its successor's name; its recordings are its own.
+    A job that failed and was restarted is the beginning of its successor's name; its recordings are its own.
 
     Raises:
         InvalidArgument: there is none, or more than one.
@@ -142,73 +161,68 @@ def find_job(name: str | None = None) -> Job:
 def has_recordings(name: str) -> bool:
     """Whether a job of that name has a directory for flight recordings here. ``name`` may be any text."""
     is_name = name and "/" not in name and "\0" not in name and not name.startswith(".")
-    return bool(is_name) and (runtime_folder() / name / "flight").is_dir()
+    return bool(is_name) and (runtime_directory() / name / "flight").is_dir()
 
 
-class JobFolder:
-    """The directory of a job that is being started, locked until ``close``."""
+class JobDirectory:
+    """The directory of a job that this process launches, locked until ``close``."""
 
-    def __init__(self, name: str, temporary: Path, command: Sequence[str], flight: str | None = None) -> None:
-        """``flight``: the MLXDIST_FLIGHT_DIR that the user has set.
+    def __init__(self, job: Job, name: str) -> None:
+        """Raises ResourceError: the directory cannot be made."""
+        self.job = job
+        self.path, self._lock = make_locked(name, self._fill)
 
-        Raises ResourceError: the directory cannot be made.
-        """
-        self._recordings = runtime_folder() / name / "flight"
+    @classmethod
+    def of_ranks(cls, name: str, temporary: Path, command: Sequence[str], flight: str | None = None) -> JobDirectory:
+        """``flight``: the MLXDIST_FLIGHT_DIR that the user has set."""
         if flight != "none":
-            flight = os.path.abspath(flight or self._recordings)
-        self.flight = flight  # for the ranks
-        self._record = Record(os.getpid(), temporary, flight, list(command), {})
-        self.folder, self._lock = make_locked(name, self._fill)
+            flight = os.path.abspath(flight or runtime_directory() / name / "flight")
+        return cls(Job(name, os.getpid(), time.time(), list(command), str(temporary), flight), name)
 
-    def _fill(self, folder: Path) -> None:
-        self._write(folder)
-        (folder / "flight").mkdir(mode=0o700)
+    def _fill(self, directory: Path) -> None:
+        self._write(directory)
+        if self.job.temporary:
+            (directory / "flight").mkdir(mode=0o700)
 
     def pass_on(self) -> tuple[int, ...]:
         """The descriptor that holds the lock: a process that inherits it holds the job as long as it runs."""
         return (self._lock,)
 
     def note_ranks(self, pids: dict[int, int]) -> None:
-        """Which processes the ranks are. Best effort: without that only `mlxdist dump` does not find them."""
         started = start_times(pids.values())
-        self._record.ranks.update({rank: (pid, started[pid]) for rank, pid in pids.items() if pid in started})
-        with contextlib.suppress(OSError):
-            self._write(self.folder)
+        self.update(replace(self.job, ranks={str(r): (pid, started[pid]) for r, pid in pids.items() if pid in started}))
 
-    def recordings(self) -> Path | None:
+    def update(self, job: Job) -> None:
+        """Best effort: without it commands show what was true before."""
+        self.job = job
+        with contextlib.suppress(OSError):
+            self._write(self.path)
+
+    def recordings(self) -> str | None:
         """The directory with what the ranks have recorded, or None. Not one that the user has named."""
         try:
-            return self._recordings if os.listdir(self._recordings) else None
+            return str(self.path / "flight") if os.listdir(self.path / "flight") else None
         except OSError:
             return None
 
     def remove_recordings(self) -> None:
-        shutil.rmtree(self._recordings, ignore_errors=True)
+        shutil.rmtree(self.path / "flight", ignore_errors=True)
 
     def close(self) -> None:
         os.close(self._lock)
 
-    def _write(self, folder: Path) -> None:
-        record = self._record
-        fields = {
-            "launcher": record.launcher,
-            "temporary": str(record.temporary),
-            "flight": record.flight,
-            "command": record.command,
-            "ranks": {str(rank): list(process) for rank, process in record.ranks.items()},
-        }
-        write_json(folder / "job.json", fields)
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.close()
+
+    def _write(self, directory: Path) -> None:
+        write_json(directory / "job.json", asdict(self.job))
 
 
-def read_record(folder: Path) -> Record | None:
-    """The record in a job directory, or None: the job has ended, or the record is damaged."""
+def read_job(directory: Path) -> Job | None:
+    """The job of a directory, or None: it has ended, or the record is damaged."""
     try:
-        fields = json.loads((folder / "job.json").read_text())
-        ranks = {int(rank): (int(pid), str(started)) for rank, (pid, started) in fields["ranks"].items()}
-        command = [str(part) for part in fields["command"]]
-        launcher = int(fields["launcher"])
-        if launcher < 1:
-            return None  # a signal to it would reach others
-        return Record(launcher, Path(fields["temporary"]), str(fields["flight"]), command, ranks)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        job = build(Job, json_of(read_bounded(directory / "job.json", _MAX_BYTES), _MAX_BYTES))
+        return job if all(rank.isdigit() for rank in job.ranks) else None
+    except ValueError:
         return None

@@ -5,24 +5,24 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.base.validation import fields_of, list_of, map_of, number, printable, seconds, text
+from mlxdist.base.validation import Check, fields_of, list_of, map_of, number, printable, text
+from mlxdist.base.validation import seconds as as_seconds
 from mlxdist.cluster.hostfile.options import HostSelection
+from mlxdist.cluster.ssh.rpc_client import CallError, Connections
 
 from .job_name import full_name
 from .jobs import Job, list_jobs
-
-if TYPE_CHECKING:
-    from mlxdist.cluster.ssh.rpc_client import CallError, Connections
+from .stale_jobs import remove_stale_jobs
 
 __all__ = [
     "Stopped",
     "as_json",
-    "ask_for_jobs",
+    "request_jobs",
     "end_jobs",
     "full_name_of",
     "list_here",
@@ -39,15 +39,14 @@ _MARGIN_SECONDS = 30.0  # for what jobs have left to be removed
 
 def as_json(job: Job) -> dict[str, Any]:
     """A job as `mlxdist ps --json` shows it."""
-    hosts = job.hosts.hosts if job.hosts is not None else ()
     return {
         "job": job.name,
         "launcher": job.launcher,
         "started": job.started,
         "seconds": max(0.0, time.time() - job.started),
         "pids": {str(rank): pid for rank, pid in job.pids.items()},
-        "hosts": [{"name": host.name, "first": host.first, "slots": host.slots} for host in hosts],
-        "command": job.command,
+        "hosts": [asdict(host) for host in job.hosts],
+        "command": list(job.command),
     }
 
 
@@ -74,8 +73,6 @@ def list_here() -> list[dict[str, Any]]:
 
 def stop_here(names: list[str], everything: bool, seconds: float) -> dict[str, list[str]]:
     """``left``: what of jobs whose launcher and reaper are gone has been cleaned up, in words."""
-    from .stale_jobs import remove_stale_jobs
-
     jobs = list_jobs()
     wanted = [job for job in jobs if everything or job.name in names]
     running = end_jobs(wanted, seconds)
@@ -87,24 +84,15 @@ def stop_here(names: list[str], everything: bool, seconds: float) -> dict[str, l
 
 
 def list_on(chosen: HostSelection) -> tuple[list[dict[str, Any]], list[str]]:
-    """The jobs on all hosts, each with its "host"; and which hosts did not answer, in words."""
+    """The jobs on all hosts, each with its "host"; and which hosts did not respond, in words."""
     with _connect(chosen) as connections:
-        return ask_for_jobs(connections)
+        return request_jobs(connections)
 
 
-def ask_for_jobs(connections: "Connections") -> tuple[list[dict[str, Any]], list[str]]:
+def request_jobs(connections: Connections) -> tuple[list[dict[str, Any]], list[str]]:
     """As `list_on`, over connections that there are."""
-    jobs: list[dict[str, Any]] = []
-    problems: list[str] = []
-    for host, result in zip(connections.names, connections.call("jobs.list")):
-        if isinstance(result, Exception):
-            problems.append(_why(host, result))
-            continue
-        try:
-            jobs += [{"host": host} | fields_of(_JOB, job) for job in _JOBS(host, result)]
-        except ValueError as error:
-            problems.append(f"{host}: {error}")
-    return jobs, problems
+    results, problems = _call(connections, list_of(lambda _, job: fields_of(_JOB, job), _MAX_JOBS), "jobs.list")
+    return [{"host": host} | job for host, jobs in results.items() for job in jobs], problems
 
 
 def full_name_of(name: str | None, jobs: Sequence[dict[str, Any]]) -> str:
@@ -114,7 +102,7 @@ def full_name_of(name: str | None, jobs: Sequence[dict[str, Any]]) -> str:
 
 @dataclass
 class Stopped:
-    """Jobs that have ended, or still run: their names, each with its hosts. ``silent``: hosts that did not answer."""
+    """Jobs that have ended, or still run: their names, each with its hosts. ``silent``: hosts that did not respond."""
 
     ended: dict[str, list[str]] = field(default_factory=dict)
     running: dict[str, list[str]] = field(default_factory=dict)
@@ -123,26 +111,19 @@ class Stopped:
 
 
 def stop_on(chosen: HostSelection, names: Sequence[str], everything: bool, seconds: float) -> Stopped:
-    """Raises InvalidArgument: on the hosts that answer there is no job of such a name, or more than one."""
+    """Raises InvalidArgument: on the hosts that respond there is no job of such a name, or more than one."""
     stopped = Stopped()
     with _connect(chosen) as connections:
         if not everything:
-            jobs, problems = ask_for_jobs(connections)
+            jobs, problems = request_jobs(connections)
             try:
                 names = [full_name_of(name, jobs) for name in names]
             except InvalidArgument as error:
                 raise InvalidArgument("; ".join([*problems, str(error)])) from None
         arguments = {"names": list(names), "everything": everything, "seconds": seconds}
-        results = connections.call("jobs.stop", arguments, seconds + _MARGIN_SECONDS)
-    for host, result in zip(connections.names, results):
-        if isinstance(result, Exception):
-            stopped.silent.append(_why(host, result))
-            continue
-        try:
-            found = fields_of(_STOPPED, result)
-        except ValueError as error:
-            stopped.silent.append(f"{host}: {error}")
-            continue
+        check, limit = (lambda _, value: fields_of(_STOPPED, value)), seconds + _MARGIN_SECONDS
+        results, stopped.silent = _call(connections, check, "jobs.stop", arguments, limit)
+    for host, found in results.items():
         for name in found["ended"]:
             stopped.ended.setdefault(name, []).append(host)
         for name in found["running"]:
@@ -151,15 +132,23 @@ def stop_on(chosen: HostSelection, names: Sequence[str], everything: bool, secon
     return stopped
 
 
-def _connect(chosen: HostSelection) -> "Connections":
-    from mlxdist.cluster.ssh.rpc_client import Connections
-
+def _connect(chosen: HostSelection) -> Connections:
     return Connections([host.name for host in chosen.hosts()], chosen.ssh_config)
 
 
-def _why(host: str, error: "CallError") -> str:
-    said = printable(str(error))
-    return f"{host}: {said}" if error.connected else said  # which names the host itself
+def _call(connections: Connections, check: Check, *call: Any) -> tuple[dict[str, Any], list[str]]:
+    """The checked results by host; and what is wrong with other hosts, in words."""
+    results, problems = {}, []
+    for host, result in zip(connections.names, connections.call(*call)):
+        try:
+            if isinstance(result, CallError):
+                said = printable(str(result))
+                problems.append(f"{host}: {said}" if result.connected else said)  # which names the host itself
+            else:
+                results[host] = check(host, result)
+        except ValueError as error:
+            problems.append(f"{host}: {error}")
+    return results, problems
 
 
 _PID = number(0, 2**31 - 1)
@@ -167,12 +156,11 @@ _RANK = number(0, MAX_RANKS)
 _JOB = {
     "job": text(),
     "launcher": _PID,
-    "started": seconds,
-    "seconds": seconds,
+    "started": as_seconds,
+    "seconds": as_seconds,
     "pids": map_of(_PID, MAX_RANKS),
     "hosts": list_of(lambda _, host: fields_of({"name": text(), "first": _RANK, "slots": _RANK}, host), MAX_RANKS),
     "command": list_of(text(_MAX_COMMAND), _MAX_COMMAND),
 }
-_JOBS = list_of(lambda _, job: job, _MAX_JOBS)
 _TEXTS = list_of(text(1000), _MAX_JOBS)
 _STOPPED = {"ended": _TEXTS, "running": _TEXTS, "left": _TEXTS}

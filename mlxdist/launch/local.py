@@ -21,7 +21,7 @@ from mlxdist.runtime import mpi_shim
 from .backends import Exports
 from .exit_status import of_process
 from .jit_cache import JitCache
-from .jobs import JobFolder
+from .jobs import JobDirectory
 from .restarts import name_of_start
 
 if TYPE_CHECKING:  # only Macs load it
@@ -141,7 +141,7 @@ class LocalJob:
         restart: int,
         size: int,
         command: list[str],
-        variables: Mapping[str, str],
+        variables: dict[str, str],
         grace: float,
         *,
         first: int = 0,
@@ -166,34 +166,32 @@ class LocalJob:
         self.grace = grace
         self._first = first
         self._secret = secret or new_secret()
-        self._listens_at = (interface, port)
         self._numbered = numbered
         self.exports = Exports()
         self._started: dict[int, int] = {}
         self._running: set[int] = set()
         self.succeeded = False
+        allow_descriptors(size)
+        # A short name: the ranks make sockets inside, whose paths are limited to about 100 characters.
+        self.directory = Path(variables.get("TMPDIR") or "/tmp", f"mlxdist-{_random_hex(4)}").absolute()
+        self.first_failure = self.directory / "first_failure"
+        with contextlib.ExitStack() as undo:
+            flight = variables.get("MLXDIST_FLIGHT_DIR")
+            self._record = JobDirectory.of_ranks(self.job, self.directory, command, flight)
+            undo.callback(self._record.remove)
+            undo.callback(shutil.rmtree, self.directory, ignore_errors=True)
+            try:
+                self.directory.mkdir(mode=0o700)
+                self._cache = JitCache(self.directory)
+                self._listener = _listen(interface, port, size) if first == 0 else None
+                self.address = format_address(*self._listener.getsockname()[:2]) if self._listener else ""
+                self._start_reaper()
+            except OSError as error:
+                raise ResourceError(f"the job cannot be prepared in {self.directory}: {error}") from None
+            self._awake = keep_awake(self.reaper.pid)  # the reaper ends last
+            undo.pop_all()
 
     def __enter__(self) -> "LocalJob":
-        allow_descriptors(self._size)
-        # A short name: the ranks make sockets inside, whose paths are limited to about 100 characters.
-        self.folder = Path(self._variables.get("TMPDIR") or "/tmp", f"mlxdist-{_random_hex(4)}").absolute()
-        self.first_failure = self.folder / "first_failure"
-        self.record: JobFolder | None = None
-        try:
-            self.record = JobFolder(self.job, self.folder, self._command, self._variables.get("MLXDIST_FLIGHT_DIR"))
-            self.folder.mkdir(mode=0o700)
-            self._cache = JitCache(self.folder)
-            self._listener = _listen(*self._listens_at, self._size) if self._first == 0 else None
-            self.address = format_address(*self._listener.getsockname()[:2]) if self._listener else None
-            self._start_reaper()
-            self._awake = keep_awake(self.reaper.pid)  # the reaper ends last
-        except (OSError, ResourceError) as error:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            if self.record is not None:
-                shutil.rmtree(self.record.folder, ignore_errors=True)
-            if isinstance(error, ResourceError):
-                raise
-            raise ResourceError(f"the job cannot be prepared in {self.folder}: {error}") from None
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -201,28 +199,45 @@ class LocalJob:
         if self.reaper.wait() != 0:
             from .reaper import clean_up  # it was killed itself
 
-            clean_up(self.job, str(self.folder), str(self.record.folder))
+            clean_up(self.job, str(self.directory), str(self._record.path))
         if self._awake is not None:
             self._awake.close()
-        self.record.close()
+        self._record.close()
         if self._listener is not None:
             self._listener.close()
         self._cache.close(self.succeeded)
 
     def start(self, rank: int, stdout: int | None, stderr: int | None, stdin: int | None) -> LocalRank:
         """Starts one rank. Its streams are the given descriptors, or the launcher's own where they are None."""
-        temporary = self.folder / str(rank)
+        temporary = self.directory / str(rank)
         temporary.mkdir()
-        self._cache.link(temporary, rank - self._first)
-        variables = self._variables | self._of_job() | self._of_backend(rank, temporary) | {"TMPDIR": str(temporary)}
-        passed: tuple[int, ...] = ()
+        local_rank = rank - self._first
+        self._cache.link(temporary, local_rank)
+        variables = self._variables | {
+            "MLXDIST_RENDEZVOUS": self.address,
+            "MLXDIST_SECRET": self._secret,
+            "MLXDIST_JOB": self.job,
+            "MLXDIST_RESTART_COUNT": str(self._restart),
+            "MLXDIST_ERROR_FILE": str(self.first_failure),
+            "MLXDIST_FLIGHT_DIR": self._record.job.flight,
+            "TMPDIR": str(temporary),
+        }
+        variables |= self.exports.variables | dict.fromkeys(self.exports.by_local_rank, str(local_rank))
+        for name, text in self.exports.files.items():
+            (temporary / name).write_text(text)
+            variables[name] = str(temporary / name)
         if self._numbered:
-            variables |= self._numbers(rank)
-        if rank == 0 and self._numbered:
-            variables["MLXDIST_RENDEZVOUS_FD"] = str(self._listener.fileno())
-            passed = (self._listener.fileno(),)
-        elif rank == 0:
-            self._listener.close()  # the rank that is 0 will listen there
+            # Ours, and those that programs and MLX's backends look for.
+            variables |= dict.fromkeys(("MLXDIST_RANK", "MLX_RANK", "MLX_GLOBAL_RANK"), str(rank))
+            variables |= dict.fromkeys(("MLXDIST_WORLD_SIZE", "MLX_WORLD_SIZE"), str(self._size))
+            variables["MLX_LOCAL_RANK"] = str(local_rank)
+        listener = self._listener if rank == 0 else None
+        passed: tuple[int, ...] = ()
+        if listener is not None and self._numbered:
+            passed = (listener.fileno(),)
+            variables["MLXDIST_RENDEZVOUS_FD"] = str(listener.fileno())
+        elif listener is not None:
+            listener.close()  # the rank that is 0 will listen there
         process = subprocess.Popen(
             self._command,
             env=variables,
@@ -235,43 +250,15 @@ class LocalJob:
         self._started[rank] = process.pid
         self._running.add(rank)
         self._notify_reaper(f"+{process.pid}")
-        if rank == 0:
-            self._listener.close()  # rank 0 has it now; its end has to close the port
+        if listener is not None:
+            listener.close()  # rank 0 has it now; its end has to close the port
         return LocalRank(rank, process, is_mpirun=not self._numbered)
 
-    def _of_job(self) -> dict[str, str]:
-        return {
-            "MLXDIST_RENDEZVOUS": self.address,
-            "MLXDIST_SECRET": self._secret,
-            "MLXDIST_JOB": self.job,
-            "MLXDIST_RESTART_COUNT": str(self._restart),
-            "MLXDIST_ERROR_FILE": str(self.first_failure),
-            "MLXDIST_FLIGHT_DIR": self.record.flight,
-        }
-
-    def _numbers(self, rank: int) -> dict[str, str]:
-        """Ours, and those that programs and MLX's backends look for."""
-        return {
-            "MLXDIST_RANK": str(rank),
-            "MLXDIST_WORLD_SIZE": str(self._size),
-            "MLX_RANK": str(rank),
-            "MLX_GLOBAL_RANK": str(rank),
-            "MLX_LOCAL_RANK": str(rank - self._first),
-            "MLX_WORLD_SIZE": str(self._size),
-        }
-
-    def _of_backend(self, rank: int, temporary: Path) -> dict[str, str]:
-        variables = self.exports.variables | {name: str(rank - self._first) for name in self.exports.by_local_rank}
-        for name, text in self.exports.files.items():
-            (temporary / name).write_text(text)
-            variables[name] = str(temporary / name)
-        return variables
-
-    def ended(self, rank: LocalRank) -> None:
+    def ended(self, rank: LocalRank, status: int) -> None:
         self._notify_reaper(f"-{rank.process.pid}")
         self._running.discard(rank.rank)
         if self._running:
-            self.note_end(rank.rank, rank.poll())
+            self.note_end(rank.rank, status)
 
     def note_end(self, rank: int, status: int) -> None:
         """For ranks that wait for that one in mlxdist.init()."""
@@ -281,7 +268,7 @@ class LocalJob:
 
     def all_started(self) -> None:
         if self._numbered:
-            self.record.note_ranks(self._started)
+            self._record.note_ranks(self._started)
 
     def awake(self) -> dict[str, str]:
         """Of a Mac, its name and why it may fall asleep, or nothing."""
@@ -295,7 +282,7 @@ class LocalJob:
         return []
 
     def remove_recordings(self) -> None:
-        self.record.remove_recordings()
+        self._record.remove_recordings()
 
     def first_failed(self) -> int | None:
         """The rank that the ranks here have noted as the first that failed, if they use mlxdist and had the time."""
@@ -306,8 +293,7 @@ class LocalJob:
 
     def recordings(self) -> str | None:
         """Where what the ranks have recorded is, if they have."""
-        folder = self.record.recordings()
-        return None if folder is None else str(folder)
+        return self._record.recordings()
 
     def has_ended(self) -> bool:
         """After `end`: whether nothing is left."""
@@ -323,14 +309,14 @@ class LocalJob:
         source, target = os.pipe()
         self._pipe = os.fdopen(target, "wb", buffering=0)
         reaper, grace = Path(__file__).with_name("reaper.py"), str(self.grace)
-        folders = [str(self.folder), str(self.record.folder)]
+        directories = [str(self.directory), str(self._record.path)]
         self.reaper = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", "-c", _REAPER, str(reaper), self.job, *folders, grace],
+            [sys.executable, "-I", "-S", "-B", "-c", _REAPER, str(reaper), self.job, *directories, grace],
             # Without the name of an outer job: when that is cleaned up, this one must still be.
             env={name: value for name, value in os.environ.items() if not name.startswith("MLXDIST_")},
             stdin=source,
             stdout=subprocess.DEVNULL,
-            pass_fds=self._cache.pass_on() + self.record.pass_on(),
+            pass_fds=self._cache.pass_on() + self._record.pass_on(),
             start_new_session=True,
         )
         os.close(source)

@@ -29,8 +29,8 @@ __all__ = [
 
 _SECONDS = 20
 # Starts a rank with its output in the pipes that `pipes_of_rank` makes. Their names have that of the host: srun passes
-# the variable on, and hosts may share the folder. To open a pipe for reading and writing waits for no reader: where the
-# launcher's is gone, the rank notices when it writes.
+# the variable on, and hosts may share the directory. To open a pipe for reading and writing waits for no reader: where
+# the launcher's is gone, the rank notices when it writes.
 _RANK = (
     "pipe=${MLXDIST_ERROR_FILE%/*}/$(uname -n)-${OMPI_COMM_WORLD_RANK-$PMI_RANK}; "
     'if [ -p "$pipe.out" ]; then { exec >"$pipe.out" 2>"$pipe.err"; } 8<>"$pipe.out" 9<>"$pipe.err"; fi; '
@@ -84,14 +84,14 @@ def check_root(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
 def mpirun_command(
     hosts: Sequence[Host],
     exported: Iterable[str],
-    folder: str | None,
+    directory: str | None,
     arguments: Sequence[str],
     command: Sequence[str],
     tagged: bool = False,
 ) -> list[str]:
     """``exported``: names of variables, whose values stay in the environment; a command line can be read by all users.
 
-    ``folder``: where the ranks run, None for mpirun's choice. ``tagged``: mpirun writes [job,rank] in front of the
+    ``directory``: where the ranks run, None for mpirun's choice. ``tagged``: mpirun writes [job,rank] in front of the
     lines that it passes on; only before version 5.
     """
     words, version = ["mpirun"], 0 if sends_output_elsewhere(arguments) else _version()
@@ -100,7 +100,7 @@ def mpirun_command(
     elif version and tagged:
         words += ["--tag-output"]
     words += ["--host", ",".join(f"{host.name}:{host.slots}" for host in hosts)]
-    words += ["--wdir", folder] if folder else []
+    words += ["--wdir", directory] if directory else []
     words += [word for name in exported for word in ("-x", name)]
     return [*words, *arguments, "--", "sh", "-c", _RANK, *command]
 
@@ -110,14 +110,14 @@ def sends_output_elsewhere(arguments: Sequence[str]) -> bool:
     return bool(_options(arguments) & _OUTPUT)
 
 
-def pipes_of_rank(rank: int, folder: Path) -> tuple[int, int]:
+def pipes_of_rank(rank: int, directory: Path) -> tuple[int, int]:
     """Where a rank on this machine writes its two streams: mpirun would mix its lines with those of the others.
 
-    ``folder``: that of the job.
+    ``directory``: that of the job.
     """
     found = []
     for name in ("out", "err"):
-        path = folder / f"{os.uname().nodename}-{rank}.{name}"
+        path = directory / f"{os.uname().nodename}-{rank}.{name}"
         os.mkfifo(path, 0o600)
         found.append(os.open(path, os.O_RDWR))  # also to write: else it is at its end until the rank opens it
     return found[0], found[1]

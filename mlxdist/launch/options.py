@@ -1,12 +1,11 @@
 """The options of `mlxdist launch`: what they are called, and what is read from them."""
 
-from __future__ import annotations
-
+import functools
 import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,150 +25,134 @@ _VARIABLE = re.compile(r"[!-<>-~]+")  # as env(1) sets them: anything printable 
 _MAX_ENV_FILE = 1 << 20  # a device has no end
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 
-_WHERE, _HOSTS, _LAST = "Where", "Several hosts, by ssh", "Instead, or before"
+# Sections of --help. The options of several hosts are in cluster.hostfile.options: other commands have them too.
+_WHERE, _HOSTS, _NODES = "Where", "Several hosts, by ssh", "One launcher on each node, without ssh"
+_BACKEND, _INPUT, _OUTPUT = "What joins the ranks", "What the ranks are given", "What they print"
+_END, _LAST = "How it ends", "Instead, or before"
 
-# By sections of --help. Those of several hosts are in ..hostfile.options: other commands have them too.
-_OPTIONS: dict[str, list[Callable]] = {
-    _WHERE: [
-        click.option(
-            "-n",
-            "--repeat-hosts",
-            "--gpus",
-            "ranks",
-            type=click.IntRange(1, MAX_RANKS),
-            metavar="N",
-            help="Number of ranks; with hosts: on each of them.",
-        ),
-        click.option(
-            "--cwd", metavar="DIR", help="Where the ranks run, on every host.  [default: the current directory]"
-        ),
-    ],
-    "One launcher on each node, without ssh": [
-        click.option("--nodes", type=click.IntRange(1, MAX_RANKS), metavar="N", help="Number of nodes, each with -n."),
-        click.option("--node-rank", type=int, metavar="R", help="Which of them this is, from 0."),
-        click.option(
-            "--master-addr", metavar="HOST[:PORT]", help=f"Where node 0 listens.  [default port: {DEFAULT_PORT}]"
-        ),
-        click.option("--secret-file", metavar="FILE", help="Has the secret that MLXDIST_SECRET would have, mode 0600."),
-    ],
-    "What joins the ranks": [
-        click.option(
-            "--backend",
-            type=click.Choice(BACKENDS),
-            default="auto",
-            show_default=True,
-            help="auto: the hostfile's, else mlxdist. The others are MLX's own.",
-        ),
-        click.option(
-            "--provider",
-            type=click.Choice(PROVIDERS),
-            help="mlxdist: verbs that carry the messages. auto, the default: shared memory on one host, RDMA between "
-            "hosts where it is there, else TCP; prints the choice and its reason.",
-        ),
-        click.option(
-            "--qp", type=click.Choice(QP_TYPES), help="mlxdist: queue pairs, unreliable (default) or reliable (Linux)."
-        ),
-        click.option(
-            "--starting-port",
-            "-p",
-            type=_PORT,
-            metavar="PORT",
-            help="mlxdist, jaccl, mpi: port of rank 0; ring: of rank 0, counting up.  [default: free ones]",
-        ),
-        click.option(
-            "--connections-per-ip",
-            "connections",
-            type=click.IntRange(1, 64),
-            metavar="K",
-            default=1,
-            show_default=True,
-            help="ring: connections for each address.",
-        ),
-        click.option("--nccl-port", type=_PORT, metavar="PORT", help="nccl: port of rank 0.  [default: a free one]"),
-        click.option("--mpi-arg", "mpi_args", multiple=True, metavar="WORDS", help="mpi: for mpirun; repeatable."),
-    ],
-    "What the ranks are given": [
-        click.option(
-            "--env", "settings", multiple=True, metavar="NAME=VALUE", help="Set a variable for all ranks; repeatable."
-        ),
-        click.option("--env-file", metavar="FILE", help="Lines NAME=VALUE, set for all ranks; --env comes after it."),
-        click.option(
-            "--stdin",
-            type=click.Choice(CHOICES),
-            default="all",
-            show_default=True,
-            help="Ranks that get what the launcher reads from its standard input: all, or rank 0 alone.",
-        ),
-    ],
-    "What they print": [
-        click.option("--prefix/--no-prefix", default=True, help="The rank in front of each line, or output as it is."),
-        click.option(
-            "--log-dir", "logs", metavar="DIR", help="Write what rank N prints also to rank-N.out and .err there."
-        ),
-        click.option("--verbose", is_flag=True, help="Report the start and the end of every rank."),
-    ],
-    "How it ends": [
-        click.option(
-            "--timeout",
-            "limit",
-            type=click.FloatRange(0, 1e9, min_open=True),
-            metavar="SECONDS",
-            help="End a job that runs for longer, with exit status 124.",
-        ),
-        click.option(
-            "--grace-period",
-            type=_SECONDS,
-            metavar="SECONDS",
-            help="When a rank has failed: time for the others to leave by themselves, then again between SIGTERM and "
-            "SIGKILL.  [default: 5, or 15 with ranks on Macs]",
-        ),
-        click.option(
-            "--max-restarts",
-            type=click.IntRange(0, MAX_RESTARTS),
-            default=0,
-            show_default=True,
-            metavar="K",
-            help="When a rank has failed, whatever the reason, start all of them again, at most K times.",
-        ),
-    ],
-    _LAST: [
-        click.option(
-            "--preflight", is_flag=True, help="Run the checks of `mlxdist doctor` first; start nothing if one fails."
-        ),
-        click.option("--dry-run", is_flag=True, help="Show what would be started, and start nothing."),
-        click.option("--print-python", is_flag=True, help="Show the Python of the ranks' hosts, and start nothing."),
-    ],
-}
+
+class _Option(click.Option):
+    def __init__(self, declared: Sequence[str], section: str, **attributes: Any) -> None:
+        if not any(flag.startswith("--") for flag in declared):
+            declared = [*declared, f"--{declared[-1].replace('_', '-')}"]
+        super().__init__(declared, **attributes)
+        self.section = section
+
+
+def _option(section: str, *names: str, **attributes: Any) -> Any:
+    return functools.partial(click.option, *names, cls=_Option, section=section, **attributes)
 
 
 class Options(NamedTuple):  # a dataclass of this size takes a millisecond to be made
-    """What the user has given, but for the hosts and the command."""
+    """What the user has given, but for the hosts and the command: each with its declaration for click."""
 
-    ranks: int | None
-    cwd: str | None
-    nodes: int | None
-    node_rank: int | None
-    master_addr: str | None
-    secret_file: str | None
-    backend: str
-    provider: str | None
-    qp: str | None
-    starting_port: int | None
-    connections: int
-    nccl_port: int | None
-    mpi_args: tuple[str, ...]
-    settings: tuple[str, ...]
-    env_file: str | None
-    stdin: str
-    prefix: bool
-    logs: str | None
-    verbose: bool
-    limit: float | None
-    grace_period: float | None
-    max_restarts: int
-    preflight: bool
-    dry_run: bool
-    print_python: bool
+    ranks: int | None = _option(
+        _WHERE,
+        "-n",
+        "--repeat-hosts",
+        "--gpus",
+        type=click.IntRange(1, MAX_RANKS),
+        metavar="N",
+        help="Number of ranks; with hosts: on each of them.",
+    )
+    cwd: str | None = _option(
+        _WHERE, metavar="DIR", help="Where the ranks run, on every host.  [default: the current directory]"
+    )
+    nodes: int | None = _option(
+        _NODES, type=click.IntRange(1, MAX_RANKS), metavar="N", help="Number of nodes, each with -n."
+    )
+    node_rank: int | None = _option(_NODES, type=int, metavar="R", help="Which of them this is, from 0.")
+    master_addr: str | None = _option(
+        _NODES, metavar="HOST[:PORT]", help=f"Where node 0 listens.  [default port: {DEFAULT_PORT}]"
+    )
+    secret_file: str | None = _option(
+        _NODES, metavar="FILE", help="Has the secret that MLXDIST_SECRET would have, mode 0600."
+    )
+    backend: str = _option(
+        _BACKEND,
+        type=click.Choice(BACKENDS),
+        default="auto",
+        show_default=True,
+        help="auto: the hostfile's, else mlxdist. The others are MLX's own.",
+    )
+    provider: str | None = _option(
+        _BACKEND,
+        type=click.Choice(PROVIDERS),
+        help="mlxdist: verbs that carry the messages. auto, the default: shared memory on one host, RDMA between "
+        "hosts where it is there, else TCP; prints the choice and its reason.",
+    )
+    qp: str | None = _option(
+        _BACKEND, type=click.Choice(QP_TYPES), help="mlxdist: queue pairs, unreliable (default) or reliable (Linux)."
+    )
+    starting_port: int | None = _option(
+        _BACKEND,
+        "-p",
+        type=_PORT,
+        metavar="PORT",
+        help="mlxdist, jaccl, mpi: port of rank 0; ring: of rank 0, counting up.  [default: free ones]",
+    )
+    connections: int = _option(
+        _BACKEND,
+        "--connections-per-ip",
+        type=click.IntRange(1, 64),
+        metavar="K",
+        default=1,
+        show_default=True,
+        help="ring: connections for each address.",
+    )
+    nccl_port: int | None = _option(
+        _BACKEND, type=_PORT, metavar="PORT", help="nccl: port of rank 0.  [default: a free one]"
+    )
+    mpi_args: tuple[str, ...] = _option(
+        _BACKEND, "--mpi-arg", multiple=True, metavar="WORDS", help="mpi: for mpirun; repeatable."
+    )
+    settings: tuple[str, ...] = _option(
+        _INPUT, "--env", multiple=True, metavar="NAME=VALUE", help="Set a variable for all ranks; repeatable."
+    )
+    env_file: str | None = _option(
+        _INPUT, metavar="FILE", help="Lines NAME=VALUE, set for all ranks; --env comes after it."
+    )
+    stdin: str = _option(
+        _INPUT,
+        type=click.Choice(CHOICES),
+        default="all",
+        show_default=True,
+        help="Ranks that get what the launcher reads from its standard input: all, or rank 0 alone.",
+    )
+    prefix: bool = _option(
+        _OUTPUT, "--prefix/--no-prefix", default=True, help="The rank in front of each line, or output as it is."
+    )
+    logs: str | None = _option(
+        _OUTPUT, "--log-dir", metavar="DIR", help="Write what rank N prints also to rank-N.out and .err there."
+    )
+    verbose: bool = _option(_OUTPUT, is_flag=True, help="Report the start and the end of every rank.")
+    limit: float | None = _option(
+        _END,
+        "--timeout",
+        type=click.FloatRange(0, 1e9, min_open=True),
+        metavar="SECONDS",
+        help="End a job that runs for longer, with exit status 124.",
+    )
+    grace_period: float | None = _option(
+        _END,
+        type=_SECONDS,
+        metavar="SECONDS",
+        help="When a rank has failed: time for the others to leave by themselves, then again between SIGTERM and "
+        "SIGKILL.  [default: 5, or 15 with ranks on Macs]",
+    )
+    max_restarts: int = _option(
+        _END,
+        type=click.IntRange(0, MAX_RESTARTS),
+        default=0,
+        show_default=True,
+        metavar="K",
+        help="When a rank has failed, whatever the reason, start all of them again, at most K times.",
+    )
+    preflight: bool = _option(
+        _LAST, is_flag=True, help="Run the checks of `mlxdist doctor` first; start nothing if one fails."
+    )
+    dry_run: bool = _option(_LAST, is_flag=True, help="Show what would be started, and start nothing.")
+    print_python: bool = _option(_LAST, is_flag=True, help="Show the Python of the ranks' hosts, and start nothing.")
 
     def variables(self) -> dict[str, str]:
         """Those that are set for all ranks."""
@@ -183,7 +166,7 @@ class Options(NamedTuple):  # a dataclass of this size takes a millisecond to be
         except ValueError as error:
             raise click.UsageError(f"--mpi-arg: {error}") from None
 
-    def log_folder(self) -> Path | None:
+    def log_directory(self) -> Path | None:
         if self.logs is None:
             return None
         if not self.prefix:
@@ -191,10 +174,10 @@ class Options(NamedTuple):  # a dataclass of this size takes a millisecond to be
         return Path(absolute(self.logs, "--log-dir"))
 
 
-def absolute(folder: str, option: str) -> str:
+def absolute(directory: str, option: str) -> str:
     """Raises UsageError: it is a relative name, and the current directory is gone."""
     try:
-        return os.path.abspath(folder)
+        return os.path.abspath(directory)
     except FileNotFoundError:
         raise click.UsageError(
             f"The current directory does not exist any more; change to another one, or give {option} an absolute name."
@@ -203,10 +186,8 @@ def absolute(folder: str, option: str) -> str:
 
 def launch_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the options to a click command. Make an `Options` of what it gets for them."""
-    for section, options in reversed(_OPTIONS.items()):
-        for option in reversed(options):
-            command = option(command)
-            command.__click_params__[-1].section = section
+    for name, option in reversed(Options._field_defaults.items()):
+        command = option(name)(command)
     return command
 
 

@@ -40,8 +40,8 @@ DELAY = 0.03
 # A piece of a line, up to where the cursor goes back to the left: the end of the line or an update of a progress bar.
 _PIECE = re.compile(rb"[^\r\n]*(?:\r?\n|\r(?!\n))")
 # Progress bars erase the line before they draw it; the prefix has to come after that.
-_ERASE = re.compile(rb"(?:\x1b\[[0-2]?K)*")
-_PARTIAL_ERASE = re.compile(rb"(?:\x1b\[[0-2]?K)*(?:\x1b(?:\[[0-2]?)?)?")
+_ERASE = re.compile(rb"\A(?:\x1b\[[0-2]?K)*")
+_PARTIAL_ERASE = re.compile(rb"\A(?:\x1b\[[0-2]?K)*(?:\x1b(?:\[[0-2]?)?)?")
 _COLORS = (36, 33, 32, 35, 34, 31)
 _CLEAR = b"\r\x1b[2K\x1b[0m"
 
@@ -64,10 +64,10 @@ class Output:
         self._last: dict[int, LastLines] = {}
         self._repeating: set[LastLines] = set()  # of ranks whose last lines are another rank's traceback, too
         self._tracebacks = Tracebacks()
-        if logs is not None:  # before anything is started
-            for rank in range(len(labels)):
-                for number in (1, 2):
-                    self._open_log(rank, number).close()
+        for rank in range(len(labels)):  # before anything is started
+            for number in (1, 2):
+                if (log := self._open_log(rank, number)) is not None:
+                    log.close()
 
     def add(self, rank: int, stdout: int, stderr: int) -> None:
         """Two descriptors to read from; they belong to this object from now on."""
@@ -77,12 +77,14 @@ class Output:
             if os.isatty(number) and colors_wanted(os.environ):
                 prefix = b"\x1b[%dm%s\x1b[0m" % (_COLORS[rank % len(_COLORS)], prefix)
             os.set_blocking(source, False)
-            log = self._open_log(rank, number) if self._logs is not None else None
-            shown = TracebackFilter(rank, self._tracebacks) if number == 2 else None
+            log = self._open_log(rank, number)
+            shown = TracebackFilter(rank, self._tracebacks if number == 2 else None)
             self.streams.append(Stream(source, number, prefix, screen, last, self._lock, log, shown))
 
-    def _open_log(self, rank: int, number: int) -> BinaryIO:
+    def _open_log(self, rank: int, number: int) -> BinaryIO | None:
         """Unbuffered, and longer after each start of the job. Raises ResourceError."""
+        if self._logs is None:
+            return None
         path = self._logs / f"rank-{self._labels[rank].split()[0]}.{'out' if number == 1 else 'err'}"
         try:
             return open(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab", buffering=0)
@@ -164,8 +166,8 @@ class Stream:
         screen: "Screen",
         last: LastLines,
         lock: AbstractContextManager,
-        log: BinaryIO | None = None,
-        tracebacks: TracebackFilter | None = None,
+        log: BinaryIO | None,
+        tracebacks: TracebackFilter,
     ) -> None:
         self.source = source
         self.target = target
@@ -198,7 +200,7 @@ class Stream:
             self.last.take(self.target, data)
             self._screen.printed.add(self.last)
             self._screen.show(self, final=False)
-            if not self.repeats and not self._is_in_traceback:
+            if not self.repeats and not self._tracebacks.holds:
                 self._screen.printed_last = self.last
         return True
 
@@ -222,11 +224,11 @@ class Stream:
         """Removes the complete lines from what is held, and decorates them."""
         end = self._held.rfind(b"\n") + 1
         lines, self._held = self._held[:end], self._held[end:]
-        return self._decorate(lines if self._tracebacks is None else self._tracebacks.take(lines))
+        return self._decorate(self._tracebacks.take(lines))
 
     def take_updates(self) -> bytes:
         """The same, for everything up to the last carriage return."""
-        if self._is_in_traceback:
+        if self._tracebacks.holds:
             return b""
         end = self._held.rfind(b"\r", 0, len(self._held) - 1) + 1  # a last one may be half of a line's end
         pieces, self._held = self._held[:end], self._held[end:]
@@ -234,7 +236,7 @@ class Stream:
 
     def take_rest(self, final: bool) -> bytes:
         """The same, for the unfinished line; not where it may be half of something that has to stay together."""
-        if self._is_in_traceback:
+        if self._tracebacks.holds:
             if not final and len(self._held) <= MAX_HELD:
                 return b""
             self._held = self._tracebacks.take_held() + self._held
@@ -253,11 +255,7 @@ class Stream:
     @property
     def repeats(self) -> bool:
         """Whether what came last is another rank's traceback, too."""
-        return self._tracebacks is not None and self._tracebacks.repeats
-
-    @property
-    def _is_in_traceback(self) -> bool:
-        return self._tracebacks is not None and self._tracebacks.holds
+        return self._tracebacks.repeats
 
     def restart_line(self) -> None:
         """The unfinished line was broken: what follows needs the prefix again."""
@@ -277,8 +275,7 @@ class Stream:
             piece = match.group() if match else data[end:]
             end += len(piece)
             if self._at_left and piece != b"\r":
-                erase = _ERASE.match(piece).group()
-                piece = erase + self._prefix + piece[len(erase) :]
+                piece = _ERASE.sub(lambda erase: erase[0] + self._prefix, piece, count=1)
             decorated.append(piece)
             self._at_left = match is not None
         return b"".join(decorated)
@@ -325,7 +322,7 @@ class Screen:
         elif self._can_erase and len(drawn) <= MAX_DRAWN and width_of(drawn) < shutil.get_terminal_size().columns:
             self._write(target, _CLEAR + lines + drawn)
         else:
-            self._break_line()
+            self._break_line(owner)
             self._write(target, lines)
 
     def line_was_typed(self) -> None:
@@ -334,9 +331,9 @@ class Screen:
             self._owner = None
             self._drawn = b""
 
-    def _break_line(self) -> None:
-        self._write(self._owner.target, b"\n")
-        self._owner.restart_line()
+    def _break_line(self, owner: Stream) -> None:
+        self._write(owner.target, b"\n")
+        owner.restart_line()
         self._owner = None
 
     def draw_waiting(self) -> float | None:
@@ -344,8 +341,8 @@ class Screen:
         self._waiting = [stream for stream in self._waiting if stream.held > 0]
         now = time.monotonic()
         for stream in self._waiting:
-            if self._owner not in (None, stream) and stream.held > MAX_HELD:
-                self._break_line()
+            if self._owner is not None and self._owner is not stream and stream.held > MAX_HELD:
+                self._break_line(self._owner)
             if self._owner is stream or (self._owner is None and now >= stream.held_since + DELAY):
                 self._draw(stream)
         if self._owner is not None:

@@ -62,10 +62,10 @@ class Group:
 
 
 class Reaper:
-    def __init__(self, job: str, temporary: str, folder: str, grace: float) -> None:
+    def __init__(self, job: str, temporary: str, directory: str, grace: float) -> None:
         self._job = job
         self._temporary = temporary
-        self._folder = folder
+        self._directory = directory
         self._grace = grace
         self._living: set[int] = set()
         self._ending: dict[int, Group] = {}
@@ -113,12 +113,12 @@ class Reaper:
             self._step()
             if self._ending:
                 time.sleep(STEP)
-        clean_up(self._job, self._temporary, self._folder)
+        clean_up(self._job, self._temporary, self._directory)
         return running
 
 
-def clean_up(job: str, temporary: str, folder: str) -> None:
-    """Ends processes that have left their rank's process group (daemons, jobs of a shell), and removes the folders."""
+def clean_up(job: str, temporary: str, directory: str) -> None:
+    """Ends processes that have left their rank's process group (daemons, jobs of a shell), removes the directories."""
     for number, seconds in ((signal.SIGTERM, AFTER_TERM), (signal.SIGKILL, AFTER_KILL)):
         deadline = time.monotonic() + seconds
         signaled: set[int] = set()
@@ -136,32 +136,32 @@ def clean_up(job: str, temporary: str, folder: str) -> None:
             break
     if os.path.isdir(temporary):
         _remove_tree(temporary)
-    _remove_job_folder(folder)
+    _remove_job_directory(directory)
 
 
-def _remove_tree(folder: str) -> None:
+def _remove_tree(directory: str) -> None:
     """As far as it can be removed. Importing shutil takes as long as the rest of what ends a short job."""
     try:
-        for _, folders, files, descriptor in os.fwalk(folder, topdown=False):
-            for remove, names in ((os.unlink, files), (_remove_folder, folders)):
+        for _, directories, files, descriptor in os.fwalk(directory, topdown=False):
+            for remove, names in ((os.unlink, files), (_remove_directory, directories)):
                 for name in names:
                     try:
                         remove(name, dir_fd=descriptor)
                     except OSError:
                         continue
-        os.rmdir(folder)
+        os.rmdir(directory)
     except (OSError, RecursionError):  # it cannot be read, something in it cannot be removed, or it is too deep
         return
 
 
-def _remove_folder(name: str, *, dir_fd: int) -> None:
+def _remove_directory(name: str, *, dir_fd: int) -> None:
     try:
         os.rmdir(name, dir_fd=dir_fd)
     except NotADirectoryError:  # a link to one
         os.unlink(name, dir_fd=dir_fd)
 
 
-def _remove_job_folder(folder: str) -> None:
+def _remove_job_directory(directory: str) -> None:
     """First what makes it a running job; then it goes, unless recordings of the ranks are in it."""
     for remove, name in (
         (os.unlink, "job.json"),
@@ -171,7 +171,7 @@ def _remove_job_folder(folder: str) -> None:
         (os.rmdir, ""),
     ):
         try:
-            remove(os.path.join(folder, name))
+            remove(os.path.join(directory, name))
         except OSError:
             continue
 
@@ -244,10 +244,10 @@ def _processes_by_ps(with_variables: bool) -> list[tuple[int, int, bytes]]:
     return processes
 
 
-def main(job: str, temporary: str, folder: str, grace: str) -> None:
+def main(job: str, temporary: str, directory: str, grace: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    reaper = Reaper(job, temporary, folder, float(grace))
+    reaper = Reaper(job, temporary, directory, float(grace))
     reaper.serve(0)
     running = reaper.finish()
     if not reaper.orderly:  # last: the reader of this may be gone too

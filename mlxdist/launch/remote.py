@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from mlxdist.cluster.hostfile import Host
@@ -43,7 +43,7 @@ class HostInput:
         self._host = host
         self._wake = wake
         self._is_under_way = False
-        self._is_over = host.state.closed
+        self._is_over = host.closed
         host.input = self
 
     def offer(self, data: memoryview) -> int:
@@ -65,36 +65,31 @@ class HostInput:
         self._wake()
 
 
-@dataclass
-class _State:
-    """What the agent has sent. Changed by the thread that reads, under the condition of the job."""
-
-    hello: dict[str, Any] | None = None
-    ready: dict[str, Any] | None = None
-    ended: dict[str, Any] | None = None
-    failed: str | None = None
-    exit_code: int = 1
-    first_failed: int | None = None
-    stopped: signal.Signals | None = None
-    closed: bool = False
-    streams: dict[tuple[int, int], int] = field(default_factory=dict)
-    ranks: dict[int, RemoteRank] = field(default_factory=dict)
-
-
 class RemoteHost:
-    """Starts an agent by ssh, or next to the launcher where the host is this machine."""
+    """Starts an agent by ssh, or next to the launcher where the host is this machine.
+
+    What the agent has sent is here, as far as it has come: the thread that reads changes it, under ``changed``.
+    """
 
     def __init__(self, host: Host, ssh_config: SshConfig, changed: threading.Condition) -> None:
         self.name = host.name
         self.is_local = is_this_machine(host.name)
-        self.state = _State()
-        self._ssh_config = ssh_config
-        self._changed = changed
-        self._wake: Callable[[], None] = lambda: None
-        self._error = ""
-        self._is_called = False
+        self.hello: dict[str, Any] = {}
+        self.ready: dict[str, Any] = {}
+        self.recordings: str | None = None
+        self.failed: str | None = None
+        self.exit_code = 1
+        self.first_failed: int | None = None
+        self.stopped: signal.Signals | None = None
+        self.closed = False
         self.input: HostInput | None = None
         self.say: Callable[[str], None] = lambda text: None
+        self._ranks: dict[int, RemoteRank] = {}
+        self._streams: dict[tuple[int, int], int] = {}
+        self._ssh_config = ssh_config
+        self._changed = changed
+        self._error = ""
+        self._is_called = False
 
     def connect(self, wake: Callable[[], None]) -> None:
         """``wake`` is called when a rank has ended, or the connection."""
@@ -112,7 +107,7 @@ class RemoteHost:
     @property
     def is_mac(self) -> bool:
         """As the host has said in its greeting."""
-        return self.state.hello is not None and self.state.hello.get("system") == "darwin"
+        return self.hello.get("system") == "darwin"
 
     def ping(self, silence: float) -> None:
         """Says that the launcher lives. Never waits: what is under way to the host says so as well."""
@@ -126,8 +121,8 @@ class RemoteHost:
     def add_rank(self, rank: int, stdout: int, stderr: int) -> RemoteRank:
         """What the rank prints will be written to the descriptors, which belong to this object from now on."""
         added = RemoteRank(rank, self)
-        self.state.ranks[rank] = added
-        self.state.streams |= {(JobFrame.OUT, rank): stdout, (JobFrame.ERR, rank): stderr}
+        self._ranks[rank] = added
+        self._streams |= {(JobFrame.OUT, rank): stdout, (JobFrame.ERR, rank): stderr}
         return added
 
     def close(self, seconds: float) -> None:
@@ -152,7 +147,6 @@ class RemoteHost:
             self._close_all()
 
     def _take(self, kind: int, rank: int, payload: bytes) -> None:
-        state = self.state
         if kind in (JobFrame.OUT, JobFrame.ERR):
             self._print(kind, rank, payload)
             return
@@ -163,27 +157,27 @@ class RemoteHost:
         fields = {} if kind == JobFrame.STOPPED else unpack_json(payload)
         with self._changed:
             if kind == Kind.HELLO:
-                state.hello = fields
+                self.hello = fields
             elif kind == JobFrame.READY:
-                state.ready = fields
+                self.ready = fields
             elif kind == JobFrame.FAILED:
-                state.failed, state.exit_code = str(fields["text"]), int(fields["status"])
+                self.failed, self.exit_code = str(fields["text"]), int(fields["status"])
             elif kind == Kind.ERROR:
-                state.failed = str(fields["error"])
+                self.failed = str(fields["error"])
             elif kind == JobFrame.EXIT:
-                state.first_failed = fields["first"] if state.first_failed is None else state.first_failed
-                state.ranks[rank].status = int(fields["status"])
+                self.first_failed = fields["first"] if self.first_failed is None else self.first_failed
+                self._ranks[rank].status = int(fields["status"])
             elif kind == JobFrame.STOPPED:
-                state.stopped = signal.Signals(payload[0])
+                self.stopped = signal.Signals(payload[0])
             elif kind == Kind.RESULT:
-                state.ended = fields["result"]
+                self.recordings = fields["result"].get("recordings")
             else:
                 raise FrameError(f"a frame of kind {kind}")
             self._changed.notify_all()
         self._wake()
 
     def _print(self, kind: int, rank: int, data: bytes) -> None:
-        stream = self.state.streams.get((kind, rank))
+        stream = self._streams.get((kind, rank))
         if stream is None:
             return
         view = memoryview(data)
@@ -193,16 +187,16 @@ class RemoteHost:
         except BrokenPipeError:  # nothing reads the launcher's output any more
             data = b""
         if not data:
-            os.close(self.state.streams.pop((kind, rank)))
+            os.close(self._streams.pop((kind, rank)))
 
     def _close_all(self) -> None:
-        for stream in self.state.streams.values():
+        for stream in self._streams.values():
             os.close(stream)
-        self.state.streams.clear()
+        self._streams.clear()
         self._error = self._error or self._connection.why_lost()  # with what ssh has said of it
         with self._changed:
-            self.state.closed = True
-            for rank in self.state.ranks.values():
+            self.closed = True
+            for rank in self._ranks.values():
                 if rank.status is None:
                     rank.status = LOST
             self._changed.notify_all()

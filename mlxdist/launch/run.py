@@ -1,13 +1,11 @@
-"""Runs a job from its start to its end, and again after a failure, on this machine or on several hosts."""
+"""Runs a job from its start to its end, restarts included, on this machine or on several hosts."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +17,7 @@ from mlxdist.base.errors import ResourceError, name_ranks
 from .backends import Backend, free_ports
 from .executable import CannotRun
 from .exit_status import Ending
+from .jobs import LAUNCHER, HostRanks, Job, JobDirectory
 from .local import LocalJob, LocalRank, allow_descriptors, new_name, usual_grace
 from .output import Output
 from .restarts import run_with_restarts
@@ -33,6 +32,7 @@ if TYPE_CHECKING:  # a job on this machine alone does not load what reaches othe
 
     from .hosts import HostsJob
     from .nodes import Nodes
+    from .options import Options
     from .remote import RemoteRank
 
 __all__ = ["Plan", "run"]
@@ -40,7 +40,7 @@ __all__ = ["Plan", "run"]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be run. Without a hostfile: on this machine, where ``folder`` and ``ssh_config`` play no part.
+    """What is to be run. Without a hostfile: on this machine, where ``directory`` and ``ssh_config`` play no part.
 
     ``ranks`` is the number of those that this launcher starts: all of the job's, but for those of other ``nodes``. With
     mpirun it is 1: that starts the ranks.
@@ -49,19 +49,14 @@ class Plan:
     ranks: int
     command: list[str]
     variables: dict[str, str]
+    options: Options
     hostfile: Hostfile | None = None
-    folder: str = ""
+    directory: str = ""
     ssh_config: SshConfig | None = None
     backend: Backend = Backend()
     nodes: Nodes | None = None
-    prefix: bool = True
-    grace: float | None = None  # as usual on the systems of the ranks
-    max_restarts: int = 0
-    verbose: bool = False
     logs: Path | None = None  # a directory, which is made
-    limit: float | None = None  # seconds that one start of the job may take
     splits_output: bool = True  # with mpirun: that of the ranks here comes to the launcher without it
-    stdin: str = "all"  # ranks that have the launcher's standard input; see standard_input.CHOICES
 
     @property
     def numbers(self) -> range:
@@ -103,7 +98,7 @@ def run(plan: Plan) -> int:
             os.open(os.devnull, os.O_RDWR)
     wakeup = Wakeup()
     output = None
-    if plan.prefix:
+    if plan.options.prefix:
         plan = replace(plan, variables=terminal_variables(plan.variables, plan.labels()) | plan.variables)
         if plan.logs is not None:
             _make_logs(plan.logs)
@@ -116,49 +111,46 @@ def run(plan: Plan) -> int:
 
     standard_input = StandardInput(say, output.line_was_typed if output is not None else lambda: None)
 
-    @contextlib.contextmanager
-    def prepared(restart: int) -> Iterator[LocalJob | HostsJob]:
+    def prepare(restart: int) -> LocalJob | HostsJob:
         if plan.hostfile is None or plan.by_mpirun:
-            with _local_job(plan, name, restart) as job:
-                _give_address(plan, job)
-                yield job
-            return
+            return _local_job(plan, name, restart)
         from .hosts import HostsJob
 
-        common = (plan.hostfile, plan.command, plan.variables, plan.grace)
-        where = {"folder": plan.folder, "ssh_config": plan.ssh_config, "backend": plan.backend, "stdin": plan.stdin}
-        with HostsJob(name, restart, *common, **where, wakeup=wakeup, say=say) as job:
-            yield job
+        return HostsJob(plan, plan.hostfile, name, restart, wakeup, say)
 
     def run_once(restart: int) -> Ending:
-        with prepared(restart) as job:
-            supervisor = Supervisor(job, wakeup, output, job.grace, say, plan.verbose, plan.limit)
+        with prepare(restart) as job:
+            supervisor = Supervisor(job, wakeup, output, job.grace, say, plan.options.verbose, plan.options.limit)
             if restart == 0 and (macs := job.awake()):
                 from .awake import describe
 
-                for text in describe(macs, plan.verbose):
+                for text in describe(macs, plan.options.verbose):
                     say(text)
             readers: list[Reader] = []
             for rank in plan.numbers:
                 supervisor.add(_start(job, rank, output, plan, readers))
             job.all_started()
             if not isinstance(job, LocalJob):
-                readers = job.readers(standard_input.wake)
+                readers += job.readers(standard_input.wake)
             standard_input.feed(readers)
             try:
-                return _told(plan, supervisor.run())
+                return _of_plan(plan, supervisor.run())
             finally:
                 standard_input.clear()
 
+    directory = _launcher_directory(plan, name)
     with wakeup.signals():
         try:
-            status = run_with_restarts(name, plan.command, run_once, plan.max_restarts, wakeup, say)
+            status = run_with_restarts(name, run_once, plan.options.max_restarts, wakeup, say, directory)
         except Interrupted as interrupt:
             say(f"interrupted by {interrupt} before all hosts were ready.")
             status = 128 + interrupt.number
+        finally:
+            if directory is not None:
+                directory.remove()
         # Waits for the reader of the output, as any program does, unless another signal comes.
         while output is not None and not output.is_written(0.1):
-            if any(number != signal.SIGCHLD for number in wakeup.read()):
+            if wakeup.read():
                 break
     if status == 0 and output is not None and (trouble := output.write_error()):  # of the last that was printed
         say(f"{trouble}.")
@@ -167,38 +159,51 @@ def run(plan: Plan) -> int:
     return status
 
 
-def _make_logs(folder: Path) -> None:
+def _make_logs(directory: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ResourceError(f"--log-dir: {folder} cannot be made: {error.strerror}") from None
-    if folder.is_symlink() and folder.lstat().st_uid not in (os.geteuid(), 0):
-        raise ResourceError(f"--log-dir: {folder} is a link of another user; name the directory that it leads to")
+        raise ResourceError(f"--log-dir: {directory} cannot be made: {error.strerror}") from None
+    if directory.is_symlink() and directory.lstat().st_uid not in (os.geteuid(), 0):
+        raise ResourceError(f"--log-dir: {directory} is a link of another user; name the directory that it leads to")
+
+
+def _launcher_directory(plan: Plan, name: str) -> JobDirectory | None:
+    """What shows the job where no rank of it runs here: on other hosts, or in the pause before a restart."""
+    hosts: list[HostRanks] = []
+    if plan.hostfile is not None and not plan.by_mpirun:
+        for host in plan.hostfile.hosts:
+            hosts.append(HostRanks(host.name, sum(before.slots for before in hosts), host.slots))
+    elif not plan.options.max_restarts:
+        return None
+    job = Job(name, os.getpid(), time.time(), plan.command, hosts=hosts)
+    if plan.ssh_config is not None:
+        job = replace(job, ssh=plan.ssh_config.ssh, python=plan.ssh_config.python)
+    return JobDirectory(job, name + LAUNCHER)
 
 
 def _local_job(plan: Plan, name: str, restart: int) -> LocalJob:
-    grace = usual_grace(sys.platform == "darwin") if plan.grace is None else plan.grace
-    common = (plan.command, plan.variables, grace)
-    nodes = plan.nodes
-    if nodes is None:
-        port = plan.backend.rendezvous_port
-        return LocalJob(name, restart, plan.ranks, *common, port=port, numbered=not plan.by_mpirun)
-    where = {"first": plan.numbers.start, "interface": nodes.interface, "port": nodes.port}
-    return LocalJob(nodes.job(name), restart, plan.size, *common, **where, secret=nodes.secret)
+    grace = usual_grace(sys.platform == "darwin") if plan.options.grace_period is None else plan.options.grace_period
+    start, backend, nodes = (restart, plan.size, plan.command, plan.variables, grace), plan.backend, plan.nodes
+    if nodes is not None:
+        where, first = nodes.interface, plan.numbers.start
+        job = LocalJob(nodes.job(name), *start, first=first, interface=where, port=nodes.port, secret=nodes.secret)
+        job.address = nodes.address
+        return job
+    job = LocalJob(name, *start, port=backend.rendezvous_port, numbered=not plan.by_mpirun)
+    try:
+        if plan.by_mpirun:
+            job.address = backend.mpi_address()
+        else:
+            job.exports = backend.exports([free_ports(count) for count in backend.ports()])
+    except BaseException:
+        job.__exit__()
+        raise
+    return job
 
 
-def _give_address(plan: Plan, job: LocalJob) -> None:
-    """Where the ranks find rank 0, and each other if a backend of MLX's own joins them."""
-    if plan.nodes is not None:
-        job.address = plan.nodes.address
-    elif plan.by_mpirun:
-        job.address = plan.backend.mpi_address()
-    else:
-        job.exports = plan.backend.exports([free_ports(count) for count in plan.backend.ports()])
-
-
-def _told(plan: Plan, ending: Ending) -> Ending:
-    """With a closing line that says who it is about, where that is not all ranks."""
+def _of_plan(plan: Plan, ending: Ending) -> Ending:
+    """Its closing line names the node or mpirun, where it is about one of them."""
     text = ending.text
     if plan.by_mpirun:
         text = text.replace("rank 0 failed first", "mpirun failed").replace("rank 0", "mpirun")
@@ -211,26 +216,27 @@ def _start(
     job: LocalJob | HostsJob, rank: int, output: Output | None, plan: Plan, readers: list[Reader]
 ) -> LocalRank | RemoteRank:
     """``readers`` gets the rank's standard input, if that is a pipe of this process."""
-    stdout, stderr, stdin = 1, 2, None
+    stdout, stderr = 1, 2
+    stdin: int | None = None
     ends: list[int] = []
     try:
         try:
             if output is not None:
                 (out, stdout), (err, stderr) = os.pipe(), os.pipe()
                 ends = [stdout, stderr]
-                if plan.by_mpirun:
+                if plan.by_mpirun and isinstance(job, LocalJob):
                     from .mpirun import pipes_of_rank
 
                     labels = plan.labels()
                     allow_descriptors(len(labels))
                     for number in range(len(labels) - 1):
-                        output.add(1 + number, *pipes_of_rank(number, job.folder))
+                        output.add(1 + number, *pipes_of_rank(number, job.directory))
             if isinstance(job, LocalJob):
-                if plan.stdin == "all" and plan.ranks > 1:
+                if plan.options.stdin == "all" and plan.ranks > 1:
                     stdin, target = os.pipe()
                     ends.append(stdin)
                     readers.append(Pipe(f"rank {rank}", target))
-                elif rank and plan.stdin == "0":
+                elif rank and plan.options.stdin == "0":
                     stdin = subprocess.DEVNULL
                 # else it has the launcher's own: a terminal stays a terminal
             started = job.start(rank, stdout, stderr, stdin)

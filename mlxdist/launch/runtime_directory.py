@@ -18,15 +18,10 @@ from mlxdist.base.atomic_file import replace_file
 from mlxdist.base.errors import ResourceError
 from mlxdist.base.private_files import is_private_directory, make_private_directory, open_private
 
-__all__ = ["OF_HOSTS", "OF_RESTARTS", "is_locked", "make_locked", "runtime_folder", "try_lock", "write_json"]
-
-# Suffix of a job's name: the record of the hosts on which it runs; see launcher_records.py.
-OF_HOSTS = "@hosts"
-# The same: the directory of a launcher that starts a job again when it fails; see launcher_records.py.
-OF_RESTARTS = "@restarts"
+__all__ = ["is_locked", "make_locked", "runtime_directory", "try_lock", "write_json"]
 
 
-def runtime_folder() -> Path:
+def runtime_directory() -> Path:
     """The directory with the job directories of this user; it is made if need be. No other user can read it.
 
     Raises:
@@ -34,24 +29,24 @@ def runtime_folder() -> Path:
     """
     parent = os.environ.get("XDG_RUNTIME_DIR") or ""
     if os.path.isabs(parent) and is_private_directory(parent):  # sudo and su leave that of another user in place
-        folder = Path(parent, "mlxdist")
+        directory = Path(parent, "mlxdist")
     else:
-        folder = Path(os.environ.get("TMPDIR") or "/tmp", f"mlxdist-{os.getuid()}").absolute()
+        directory = Path(os.environ.get("TMPDIR") or "/tmp", f"mlxdist-{os.getuid()}").absolute()
     try:
-        return folder if make_private_directory(folder) else _with_another_name(folder)
+        return directory if make_private_directory(directory) else _with_another_name(directory)
     except OSError as error:
-        raise ResourceError(f"the job cannot be prepared in {folder}: {error}") from None
+        raise ResourceError(f"the job cannot be prepared in {directory}: {error}") from None
 
 
-def _with_another_name(folder: Path) -> Path:
+def _with_another_name(directory: Path) -> Path:
     """The first that this user has, or a new one: another user must not be able to block every launch."""
     for _ in range(2):
-        for path in sorted(folder.parent.glob(f"{folder.name}-*")):
+        for path in sorted(directory.parent.glob(f"{directory.name}-*")):
             if is_private_directory(path):
                 make_private_directory(path)
                 return path
-        folder.with_name(f"{folder.name}-{os.urandom(8).hex()}").mkdir(mode=0o700)
-    raise FileNotFoundError(errno.ENOENT, "what was made there is gone", folder)
+        directory.with_name(f"{directory.name}-{os.urandom(8).hex()}").mkdir(mode=0o700)
+    raise FileNotFoundError(errno.ENOENT, "what was made there is gone", directory)
 
 
 def make_locked(name: str, fill: Callable[[Path], None]) -> tuple[Path, int]:
@@ -60,7 +55,7 @@ def make_locked(name: str, fill: Callable[[Path], None]) -> tuple[Path, int]:
     Raises:
         ResourceError: it cannot be made, and nothing of it is there.
     """
-    runtime = runtime_folder()
+    runtime = runtime_directory()
     new = runtime / f".new-{name}"  # until it is complete: no process sees it without its lock
     try:
         new.mkdir(mode=0o700)
@@ -78,10 +73,10 @@ def make_locked(name: str, fill: Callable[[Path], None]) -> tuple[Path, int]:
         raise ResourceError(f"the job cannot be prepared in {runtime}: {error}") from None
 
 
-def try_lock(folder: Path, how: int) -> int | None:
-    """The descriptor of the folder's lock, now held as ``how`` says; None if another process holds it, or none can."""
+def try_lock(directory: Path, how: int) -> int | None:
+    """Its lock's descriptor, now held as ``how`` says; None if another process holds it, or none can."""
     try:
-        lock = open_private(folder / "lock", os.O_RDWR)
+        lock = open_private(directory / "lock", os.O_RDWR)
     except OSError:
         return None
     try:
@@ -92,9 +87,9 @@ def try_lock(folder: Path, how: int) -> int | None:
     return lock
 
 
-def is_locked(folder: Path) -> bool:
-    """Whether a process holds the folder's lock, or its file system has none."""
-    lock = try_lock(folder, fcntl.LOCK_SH)
+def is_locked(directory: Path) -> bool:
+    """Whether a process holds the directory's lock, or its file system has none."""
+    lock = try_lock(directory, fcntl.LOCK_SH)
     if lock is not None:
         os.close(lock)
     return lock is None

@@ -12,9 +12,9 @@ import shutil
 import time
 from pathlib import Path
 
-from .jobs import Record, read_record
+from .jobs import LAUNCHER, Job, read_job
 from .reaper import AFTER_TERM, Reaper
-from .runtime_directory import OF_HOSTS, OF_RESTARTS, runtime_folder, try_lock
+from .runtime_directory import runtime_directory, try_lock
 
 __all__ = ["KEPT", "remove_stale_jobs"]
 
@@ -25,40 +25,40 @@ HALF_MADE = 3600.0
 
 
 def remove_stale_jobs() -> list[str]:
-    """Ends what is left of jobs whose launcher was killed, and removes their folders. What it did, in words.
+    """Ends what is left of jobs whose launcher was killed, and removes their directories. What it did, in words.
 
     Raises:
-        ResourceError: there is no place for job folders.
+        ResourceError: there is no place for job directories.
     """
-    runtime = runtime_folder()
+    runtime = runtime_directory()
     done = []
     ended = []
     for name in os.listdir(runtime):
-        folder = runtime / name
+        directory = runtime / name
         if name.startswith("."):
-            _remove_half_made(folder)
-        elif name.endswith((OF_HOSTS, OF_RESTARTS)):
-            _remove_launcher_s_record(folder)
-        elif (folder / "job.json").exists():
-            if not _is_around_us(name) and (text := _clean_up(name, folder)):
+            _remove_half_made(directory)
+        elif name.endswith(LAUNCHER):
+            _remove_launcher(directory)
+        elif (directory / "job.json").exists():
+            if not _is_around_us(name) and (text := _clean_up(name, directory)):
                 done.append(text)
-        elif not _remove_empty(folder):
-            ended.append(folder)
-    for folder in sorted(ended, key=_modified)[:-KEPT]:
-        shutil.rmtree(folder, ignore_errors=True)
+        elif not _remove_empty(directory):
+            ended.append(directory)
+    for directory in sorted(ended, key=_modified)[:-KEPT]:
+        shutil.rmtree(directory, ignore_errors=True)
     return done
 
 
-def _clean_up(job: str, folder: Path) -> str | None:
-    lock = try_lock(folder, fcntl.LOCK_EX)
+def _clean_up(job: str, directory: Path) -> str | None:
+    lock = try_lock(directory, fcntl.LOCK_EX)
     if lock is None:
         return None
     try:
-        record = read_record(folder)
+        record = read_job(directory)
         if record is None or not _is_plausible(record):
             return None
-        reaper = Reaper(job, str(record.temporary), str(folder), AFTER_TERM)
-        for pid in record.living().values():
+        reaper = Reaper(job, record.temporary, str(directory), AFTER_TERM)
+        for pid in record.pids.values():
             reaper.take(f"+{pid}")
         ended = reaper.finish()
     finally:
@@ -67,17 +67,18 @@ def _clean_up(job: str, folder: Path) -> str | None:
     return f"cleaned up after job {job}, whose launcher (pid {record.launcher}) was killed.{ranks}"
 
 
-def _remove_launcher_s_record(folder: Path) -> None:
+def _remove_launcher(directory: Path) -> None:
     """It is about no process but the launcher. Of a job on several hosts each ends what there is to end itself."""
-    lock = try_lock(folder, fcntl.LOCK_EX)
+    lock = try_lock(directory, fcntl.LOCK_EX)
     if lock is not None:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
         os.close(lock)
 
 
-def _is_plausible(record: Record) -> bool:
+def _is_plausible(job: Job) -> bool:
     """Nothing but what a launcher has made is ever removed."""
-    return record.temporary.is_absolute() and record.temporary.name.startswith("mlxdist-")
+    temporary = Path(job.temporary)
+    return temporary.is_absolute() and temporary.name.startswith("mlxdist-")
 
 
 def _is_around_us(job: str) -> bool:
@@ -85,23 +86,23 @@ def _is_around_us(job: str) -> bool:
     return ours == job or ours.startswith(f"{job}.")
 
 
-def _remove_empty(folder: Path) -> bool:
+def _remove_empty(directory: Path) -> bool:
     """True unless recordings are in it."""
-    for empty in (folder / "flight", folder):
+    for empty in (directory / "flight", directory):
         try:
             empty.rmdir()
         except OSError:
             continue
-    return not folder.exists()
+    return not directory.exists()
 
 
-def _remove_half_made(folder: Path) -> None:
-    if time.time() - _modified(folder) > HALF_MADE:
-        shutil.rmtree(folder, ignore_errors=True)
+def _remove_half_made(directory: Path) -> None:
+    if time.time() - _modified(directory) > HALF_MADE:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
-def _modified(folder: Path) -> float:
+def _modified(directory: Path) -> float:
     try:
-        return folder.stat().st_mtime
+        return directory.stat().st_mtime
     except OSError:  # removed by another launcher
         return time.time()

@@ -10,10 +10,11 @@ import os
 import select
 import selectors
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterable
 from typing import Protocol
+
+from .wakeup import Wakeup
 
 __all__ = ["CHOICES", "Feed", "Pipe", "Reader", "StandardInput"]
 
@@ -142,7 +143,7 @@ class Feed:
 
 
 class StandardInput:
-    """Reads as long as the launcher runs: a job that is started again goes on where the reading has got to.
+    """Reads as long as the launcher runs: a restarted job goes on where the reading has got to.
 
     One thread reads, since no call waits for files and terminals in the same way on all systems; another writes.
     ``typed`` is called when a line was typed at a terminal, before the ranks have it.
@@ -153,10 +154,9 @@ class StandardInput:
         self._selector = selectors.DefaultSelector()
         self._feed = Feed(self._selector, say)
         self._changed = threading.Condition(threading.RLock())
-        self._wakes, self._woken = socket.socketpair()
-        for end in (self._wakes, self._woken):
-            end.setblocking(False)
-        self._selector.register(self._woken, selectors.EVENT_READ, self._take_wake)
+        self._wakeup = Wakeup()
+        self.wake = self._wakeup.wake  # a reader may take more; from any thread
+        self._selector.register(self._wakeup, selectors.EVENT_READ, self._take_wake)
         self._threads = [
             threading.Thread(target=run, name="mlxdist input", daemon=True) for run in (self._read, self._write)
         ]
@@ -177,15 +177,8 @@ class StandardInput:
         with self._changed:
             self._feed.close()
 
-    def wake(self) -> None:
-        """A reader may take more. From any thread."""
-        try:
-            self._wakes.send(b"\0")
-        except BlockingIOError:
-            return  # it is full, so the thread will wake
-
     def _take_wake(self) -> None:
-        self._woken.recv(4096)
+        self._wakeup.read()
         self._feed.push_all()
 
     def _write(self) -> None:

@@ -10,15 +10,16 @@ SIGTERM           to all ranks; then SIGKILL.
 A signal to the agent of the job on another host is one to the launcher, but for its being the second.
 """
 
+import math
 import selectors
 import signal
 import time
 from collections.abc import Callable
+from typing import Any, Protocol
 
 from mlxdist.base.errors import name_ranks
 
 from .exit_status import TOO_LATE, Ending, describe
-from .local import LocalJob, LocalRank
 from .output import Output
 from .reaper import LOST_DOMAINS
 from .wakeup import Wakeup
@@ -34,12 +35,36 @@ _MAX_LAST_BACKLOG = 64 << 20
 HINT_SECONDS = 1.0
 
 
+class Rank(Protocol):
+    """A rank that has been started."""
+
+    rank: int
+
+    def poll(self) -> int | None: ...
+    def signal(self, number: signal.Signals) -> None: ...
+
+
+class Job(Protocol):
+    """What the ranks share; see `LocalJob`, or `HostsJob` where they run on several hosts."""
+
+    succeeded: bool
+
+    def ended(self, rank: Any, status: int) -> None: ...
+    def interrupts(self) -> list[tuple[signal.Signals, str]]: ...
+    def is_on_mac(self, rank: int) -> bool: ...
+    def first_failed(self) -> int | None: ...
+    def recordings(self) -> str | None: ...
+    def remove_recordings(self) -> None: ...
+    def end(self) -> None: ...
+    def has_ended(self) -> bool: ...
+
+
 class Supervisor:
     """Supervises ranks that have been started. ``output`` is None where they write to the launcher's own streams."""
 
     def __init__(
         self,
-        job: LocalJob,
+        job: Job,
         wakeup: Wakeup,
         output: Output | None,
         grace: float,
@@ -56,7 +81,7 @@ class Supervisor:
         self._started = time.monotonic()
         self._limit = limit
         self._is_late = False
-        self._running: dict[int, LocalRank] = {}
+        self._running: dict[int, Rank] = {}
         self._names: dict[int, str] = {}
         self._statuses: dict[int, int] = {}
         self._failed: list[tuple[int, float]] = []  # rank and time, in the order in which they ended
@@ -65,13 +90,13 @@ class Supervisor:
         self._interrupts: list[str] = []  # where they came: the names of hosts, empty for the launcher itself
         self._sent: signal.Signals | None = None
         self._rungs: list[signal.Signals] = []
-        self._next: float | None = None
-        self._hint_at: float | None = None
+        self._next = math.inf  # when the next signal is due
+        self._hint_at = math.inf
         self._watched = 0  # streams of the output that the selector has had
         self._selector = selectors.DefaultSelector()
         self._selector.register(wakeup, selectors.EVENT_READ)
 
-    def add(self, rank: LocalRank) -> None:
+    def add(self, rank: Rank) -> None:
         self._running[rank.rank] = rank
         self._names[rank.rank] = str(rank)
         if self._output is not None:
@@ -131,8 +156,7 @@ class Supervisor:
 
     def _take_signals(self) -> None:
         for number in self._wakeup.read():
-            if number != signal.SIGCHLD:
-                self._interrupt(signal.Signals(number))
+            self._interrupt(number)
         for number, host in self._job.interrupts():
             self._interrupt(number, host)
         if self._output is not None:
@@ -157,9 +181,9 @@ class Supervisor:
     def _hint(self) -> None:
         """Ctrl-C seems to do nothing: another one does more."""
         now = time.monotonic()
-        if self._hint_at is None or now < self._hint_at or not self._running:
+        if now < self._hint_at or not self._running:
             return
-        self._hint_at = None
+        self._hint_at = math.inf
         if self._sent == signal.SIGINT:
             ranks = sorted(self._running)
             runs = f"{name_ranks(ranks)} still run{'s' * (len(ranks) == 1)} after SIGINT"
@@ -176,9 +200,9 @@ class Supervisor:
         for rank, status in sorted(ended, key=lambda pair: pair[1] <= 128):
             self._take_end(rank, status)
 
-    def _take_end(self, rank: LocalRank, status: int) -> None:
+    def _take_end(self, rank: Rank, status: int) -> None:
         del self._running[rank.rank]
-        self._job.ended(rank)
+        self._job.ended(rank, status)
         self._statuses[rank.rank] = status
         now = time.monotonic()
         if self._verbose:
@@ -187,15 +211,13 @@ class Supervisor:
             self._left_after[rank.rank] = self._sent.name
         elif status != 0:
             self._failed.append((rank.rank, now - self._started))
-            if self._next is None:
+            if self._next == math.inf:
                 self._rungs = [signal.SIGTERM, signal.SIGKILL]
                 self._next = now + self._grace
 
     def _press(self) -> None:
         """Sends the next signal when the time for leaving without it is over."""
-        if self._next is None or time.monotonic() < self._next or not self._running:
-            return
-        if self._rungs:
+        if self._rungs and self._running and time.monotonic() >= self._next:
             self._send(self._rungs.pop(0))
             self._next = time.monotonic() + (self._grace if self._rungs else AFTER_KILL)
 
@@ -205,11 +227,9 @@ class Supervisor:
             rank.signal(number)
 
     def _until_next(self) -> float | None:
-        times = [self._next, self._hint_at]
-        if self._limit is not None and not self._is_late:
-            times.append(self._started + self._limit)
-        first = min((at for at in times if at is not None), default=None)
-        return None if first is None else max(0.0, first - time.monotonic())
+        late = self._started + self._limit if self._limit is not None and not self._is_late else math.inf
+        first = min(self._next, self._hint_at, late)
+        return None if first == math.inf else max(0.0, first - time.monotonic())
 
     def _end_if_late(self) -> None:
         if self._limit is None or self._is_late or time.monotonic() < self._started + self._limit:

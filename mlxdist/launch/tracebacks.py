@@ -43,56 +43,53 @@ class Tracebacks:
 class TracebackFilter:
     """What of a rank's standard error is shown."""
 
-    def __init__(self, rank: int, tracebacks: Tracebacks) -> None:
+    def __init__(self, rank: int, tracebacks: Tracebacks | None) -> None:
+        """``tracebacks``: None where they are shown as they come."""
         self._rank = rank
         self._tracebacks = tracebacks
         self._held: list[bytes] = []  # of a traceback that is not complete
-        self._repeats = False  # what came last was another rank's traceback, too
+        self.repeats = False  # what came last was another rank's traceback, too
 
     @property
     def holds(self) -> bool:
         return bool(self._held)
 
-    @property
-    def repeats(self) -> bool:
-        """Whether what came last is another rank's traceback, too."""
-        return self._repeats
-
     def take(self, lines: bytes) -> bytes:
         """``lines``: complete ones, each with its end."""
-        if not self._held and not self._repeats and _START not in lines:  # the usual case, fast
+        tracebacks = self._tracebacks
+        if tracebacks is None or not (self._held or self.repeats or _START in lines):  # the usual case, fast
             return lines
-        return b"".join(map(self._take_line, lines.splitlines(keepends=True)))
+        return b"".join(self._take_line(line, tracebacks) for line in lines.splitlines(keepends=True))
 
     def take_held(self) -> bytes:
         """There is no more."""
         held, self._held = b"".join(self._held), []
         return held
 
-    def _take_line(self, line: bytes) -> bytes:
+    def _take_line(self, line: bytes, tracebacks: Tracebacks) -> bytes:
         if self._held:
             self._held.append(line)
             if line.startswith(b" ") and len(self._held) < _MOST_LINES:
                 return b""
             text = _without_inner_frames(self._held)
             self._held = []
-            self._repeats = not self._tracebacks.is_new(self._rank, text)
-            return line if self._repeats else text
+            self.repeats = not tracebacks.is_new(self._rank, text)
+            return line if self.repeats else text
         if line == _START:
             self._held = [line]
             return b""
-        self._repeats &= line in _BETWEEN
-        return b"" if self._repeats else line
+        self.repeats &= line in _BETWEEN
+        return b"" if self.repeats else line
 
 
 def _without_inner_frames(lines: list[bytes]) -> bytes:
     """Where an error of mlxdist's was raised inside of it means nothing to its user; `--log-dir` keeps it."""
     if not lines[-1].startswith(b"mlxdist."):
         return b"".join(lines)
-    frames = [place for place, line in enumerate(lines) if _FRAME.match(line)]
+    frames = [(place, frame[1]) for place, line in enumerate(lines) if (frame := _FRAME.match(line))]
     kept = len(lines) - 1
-    for place in reversed(frames[1:]):
-        if not any(ours in _FRAME.match(lines[place])[1] for ours in _OURS):
+    for place, file in reversed(frames[1:]):
+        if not any(ours in file for ours in _OURS):
             break
         kept = place
     return b"".join([*lines[:kept], lines[-1]])

@@ -37,20 +37,19 @@ class Wakeup:
         except BlockingIOError:
             return  # it is full, so it is readable
 
-    def read(self) -> list[int]:
-        """The signals that have arrived."""
+    def read(self) -> list[signal.Signals]:
+        """The signals that have arrived and want the job to end. SIGCHLD only wakes."""
         try:
-            return [number for number in self._source.recv(4096) if number]
+            return [signal.Signals(number) for number in self._source.recv(4096) if number not in (0, signal.SIGCHLD)]
         except BlockingIOError:
             return []
 
     def require_none(self) -> None:
-        """Raises Interrupted if a signal has come that wants the job to end."""
+        """Raises Interrupted if a signal has come."""
         for number in self.read():
-            if number != signal.SIGCHLD:
-                raise Interrupted(signal.Signals(number))
+            raise Interrupted(number)
 
-    def is_awake(self, seconds: float) -> bool:
+    def is_awake(self, seconds: float | None) -> bool:
         """Waits. Whether there is something to be read."""
         return bool(select.select([self._source], [], [], seconds)[0])
 
@@ -60,8 +59,7 @@ class Wakeup:
         while (left := deadline - time.monotonic()) > 0:
             self.is_awake(left)
             for number in self.read():
-                if number != signal.SIGCHLD:
-                    return signal.Signals(number)
+                return number
         return None
 
     @contextmanager

@@ -12,20 +12,20 @@ from mlxdist.cli.stop import stop
 from mlxdist.cli.top import top
 from mlxdist.cluster.hostfile.hosts import Host, Hostfile
 from mlxdist.cluster.hostfile.options import HostSelection
-from mlxdist.launch.jobs import JobFolder, exact_job, find_job, running_job
-from mlxdist.launch.runtime_directory import runtime_folder
+from mlxdist.launch.jobs import JobDirectory, exact_job, find_job, running_job
+from mlxdist.launch.runtime_directory import runtime_directory
 from mlxdist.tools.observe.collect import JobRanks, find_ranks, respond
 
 
 @pytest.fixture
 def restarted(tmp_path):
     """Job ``ab`` has failed and left recordings, ``ab-1`` that came after it runs: this process is its launcher."""
-    (runtime_folder() / "ab" / "flight").mkdir(parents=True)
-    folder = JobFolder("ab-1", tmp_path / "temporary", ["true"])
+    (runtime_directory() / "ab" / "flight").mkdir(parents=True)
+    folder = JobDirectory.of_ranks("ab-1", tmp_path / "temporary", ["true"])
     yield
     folder.close()
-    shutil.rmtree(folder.folder)
-    shutil.rmtree(runtime_folder() / "ab")
+    shutil.rmtree(folder.path)
+    shutil.rmtree(runtime_directory() / "ab")
 
 
 def test_a_job_that_failed_is_not_taken_for_its_restart(restarted):
@@ -46,7 +46,7 @@ def test_nor_on_hosts(restarted):
 
 @pytest.mark.parametrize("source", ["rendezvous", "signal"])
 def test_a_request_for_a_job_that_has_ended_never_gets_its_restart(restarted, source):
-    shutil.rmtree(runtime_folder() / "ab" / "flight")
+    shutil.rmtree(runtime_directory() / "ab" / "flight")
     response = respond("ab", source, 0.1)
     assert response["ended"] and response["records"] == [] and "there is no job 'ab' here" in response["notes"][0]
     found = JobRanks("ab").collect(full=source == "signal", seconds=0.1)

@@ -15,10 +15,9 @@ from launching import LAUNCH, RANK, launch, marked_processes, nothing_left, pyth
 
 from mlxdist.base.errors import InvalidArgument, ResourceError
 from mlxdist.launch import stale_jobs
-from mlxdist.launch.jobs import JobFolder, find_job, list_jobs
-from mlxdist.launch.launcher_records import FILE, read_hosts_record
+from mlxdist.launch.jobs import LAUNCHER, Job, JobDirectory, find_job, list_jobs, read_job
 from mlxdist.launch.processes import start_times
-from mlxdist.launch.runtime_directory import OF_HOSTS, runtime_folder
+from mlxdist.launch.runtime_directory import runtime_directory
 
 WAITING = "import time; print(os.environ['MLXDIST_JOB'], os.getpid(), flush=True); time.sleep(60)"
 RECORD = "open(os.path.join(os.environ['MLXDIST_FLIGHT_DIR'], f'flight-{rank}.json'), 'w').write('x')\n"
@@ -42,7 +41,7 @@ def test_a_running_job_is_found():
         found = find_job(name)
         assert (found.name, found.pids, found) == (name, pids, find_job(name[:5]))
         assert found.command[:2] == [sys.executable, "-c"]
-        assert found.flight_folder == found.folder / "flight" and found.flight_folder.is_dir()
+        assert found.flight_directory == found.directory / "flight" and found.flight_directory.is_dir()
         end(job)
     assert list_jobs() == []
     with pytest.raises(InvalidArgument, match=f"there is no job '{name}' in .*; running are: none"):
@@ -77,7 +76,7 @@ def test_a_job_over_hosts_is_one_job_where_it_was_started_and_runs(tmp_path):
         assert [job.stdout.readline() for _ in range(2)]
         assert wait_for(lambda: [list(found.pids) for found in list_jobs()] == [[0, 1]])
         (found,) = list_jobs()
-        assert found.launcher == job.pid and found.hosts.names == ["localhost"]
+        assert found.launcher == job.pid and [host.name for host in found.hosts] == ["localhost"]
         assert found == find_job(found.name[:5])
         (shown,) = json.loads(run("ps", "--json").stdout)
         assert shown["hosts"] == [{"name": "localhost", "first": 0, "slots": 2}] and len(shown["pids"]) == 2
@@ -98,7 +97,7 @@ def test_the_record_of_a_launcher_that_was_killed_is_removed():
         assert job.stdout.readline()
         job.kill()
         job.communicate(timeout=20)
-    (left,) = runtime_folder().glob(f"*{OF_HOSTS}")
+    (left,) = runtime_directory().glob(f"*{LAUNCHER}")
     assert wait_for(lambda: list_jobs() == [], 10)  # the agent has noticed
     stale_jobs.remove_stale_jobs()
     assert not left.exists()
@@ -108,7 +107,7 @@ def test_the_record_of_a_launcher_that_was_killed_is_removed():
 def test_hosts_end_what_a_launcher_and_its_reaper_have_left():
     with running(1, WAITING) as job:
         name, pids = told(job)
-        folder = find_job(name).folder
+        folder = find_job(name).directory
         reaper = next(int(line.split()[0]) for line in marked_processes(os.environ["TEST_MARKER"]) if name in line)
         os.kill(job.pid, signal.SIGKILL)
         os.kill(reaper, signal.SIGKILL)
@@ -161,44 +160,45 @@ def test_an_ambiguous_name_lists_the_jobs():
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", ".new-x"])
 def test_names_that_are_none(name):
-    (runtime_folder() / ".new-x" / "flight").mkdir(parents=True)
+    (runtime_directory() / ".new-x" / "flight").mkdir(parents=True)
     with pytest.raises(InvalidArgument, match="there is no job"):
         find_job(name)
-    (runtime_folder() / ".new-x" / "flight").rmdir()
-    (runtime_folder() / ".new-x").rmdir()
+    (runtime_directory() / ".new-x" / "flight").rmdir()
+    (runtime_directory() / ".new-x").rmdir()
 
 
 @pytest.mark.parametrize("started", ["NaN", "Infinity", "-1", "1" + "0" * 400, "true"])
 def test_a_time_that_is_none_spoils_no_list(tmp_path, started):
-    folder = runtime_folder() / f"ab{OF_HOSTS}"
-    folder.mkdir()
-    fields = '"launcher": 2, "command": [], "ssh": [], "python": "", "hosts": []'
-    (folder / FILE).write_text(f'{{{fields}, "started": {started}}}')
-    assert read_hosts_record(folder) is None and list_jobs() == []
-    shutil.rmtree(folder)
+    folder = runtime_directory() / f"ab{LAUNCHER}"
+    directory = JobDirectory(Job("ab", 2, 0.0, []), folder.name)
+    record = folder / "job.json"
+    assert read_job(folder) is not None and [job.name for job in list_jobs()] == ["ab"]
+    record.write_text(record.read_text().replace('"started": 0.0', f'"started": {started}'))
+    assert read_job(folder) is None and list_jobs() == []
+    directory.remove()
 
 
 def test_folders_and_files_are_for_this_user_only():
     with running(1, WAITING) as job:
-        folder = find_job(told(job)[0]).folder
+        folder = find_job(told(job)[0]).directory
         temporary = Path(json.loads((folder / "job.json").read_text())["temporary"])
         assert wait_for(lambda: "job.new" not in os.listdir(folder))
-        modes = {path: stat.S_IMODE(path.stat().st_mode) for path in [runtime_folder(), *folder.rglob("*"), temporary]}
+        modes = {path: stat.S_IMODE(path.stat().st_mode) for path in [folder.parent, *folder.rglob("*"), temporary]}
         assert all(mode == (0o700 if path.is_dir() else 0o600) for path, mode in modes.items()), modes
         end(job)
 
 
 def test_what_another_launcher_prepares_is_left_alone(tmp_path):
-    other = runtime_folder() / ".new-x"
+    other = runtime_directory() / ".new-x"
     other.mkdir()
     with pytest.raises(ResourceError, match="cannot be prepared in .*exists"):
-        JobFolder("x", tmp_path, ["true"])
+        JobDirectory.of_ranks("x", tmp_path, ["true"])
     other.rmdir()
 
 
-def test_an_open_runtime_folder_is_closed(monkeypatch, tmp_path):
+def test_an_open_runtime_directory_is_closed(monkeypatch, tmp_path):
     (tmp_path / "runtime" / "mlxdist").mkdir(mode=0o755)
-    assert stat.S_IMODE(runtime_folder().stat().st_mode) == 0o700
+    assert stat.S_IMODE(runtime_directory().stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize("in_the_way", ["link", "file"])
@@ -207,18 +207,18 @@ def test_what_is_no_folder_of_ours_is_left_alone(tmp_path, in_the_way):
     place = tmp_path / "runtime" / "mlxdist"
     place.symlink_to(tmp_path) if in_the_way == "link" else place.touch()
     with running(1, WAITING) as job:
-        folder = find_job(told(job)[0]).folder
-        assert folder.parent == runtime_folder() != place and folder.parent.name.startswith("mlxdist-")
+        folder = find_job(told(job)[0]).directory
+        assert folder.parent == runtime_directory() != place and folder.parent.name.startswith("mlxdist-")
         end(job)
     assert list(tmp_path.glob("*.json")) == []
     place.unlink()
 
 
 @pytest.mark.parametrize("value", [None, "", "relative", "/no/such/folder"])
-def test_without_a_runtime_folder_of_the_system(monkeypatch, tmp_path, value):
+def test_without_a_runtime_directory_of_the_system(monkeypatch, tmp_path, value):
     monkeypatch.setenv("XDG_RUNTIME_DIR", value) if value is not None else monkeypatch.delenv("XDG_RUNTIME_DIR")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    assert runtime_folder() == tmp_path / f"mlxdist-{os.getuid()}"
+    assert runtime_directory() == tmp_path / f"mlxdist-{os.getuid()}"
 
 
 def test_a_process_number_that_was_used_again_is_not_taken_for_the_rank():
@@ -240,13 +240,13 @@ def test_recordings_of_a_failed_job_stay_and_are_named():
     assert sorted(path.name for path in folder.iterdir()) == ["flight-0.json", "flight-1.json"]
     assert os.listdir(folder.parent) == ["flight"]
     ended = find_job(folder.parent.name)
-    assert (ended.flight_folder, ended.pids, list_jobs()) == (folder, {}, [])
+    assert (ended.flight_directory, ended.pids, list_jobs()) == (folder, {}, [])
 
 
 def test_recordings_of_a_job_that_succeeds_go():
     job = python(2, RECORD)
     assert (job.returncode, job.stderr) == (0, b"")
-    assert list(runtime_folder().iterdir()) == []
+    assert list(runtime_directory().iterdir()) == []
 
 
 @pytest.mark.parametrize("value, expected", [("records", "{}/records"), ("/no/such", "/no/such"), ("none", None)])
@@ -258,7 +258,7 @@ def test_recordings_go_where_the_user_wants(tmp_path, value, expected):
         _, name, told_folder = job.first_lines[0].split()
         expected = expected and expected.format(tmp_path)
         assert told_folder == (expected or "none")
-        assert find_job(name).flight_folder == (expected and Path(expected))
+        assert find_job(name).flight_directory == (expected and Path(expected))
         end(job)
 
 
@@ -271,12 +271,12 @@ def test_a_job_inside_a_job_has_recordings_of_its_own():
 
 def test_only_the_last_recordings_are_kept():
     for number in range(stale_jobs.KEPT + 2):
-        folder = runtime_folder() / f"job{number}"
+        folder = runtime_directory() / f"job{number}"
         (folder / "flight").mkdir(parents=True)
         (folder / "flight" / "flight-0.json").touch()
         os.utime(folder, (number, number))
     assert launch(1, "true").returncode == 0
-    assert {path.name for path in runtime_folder().iterdir()} == {f"job{n}" for n in range(2, stale_jobs.KEPT + 2)}
+    assert {path.name for path in runtime_directory().iterdir()} == {f"job{n}" for n in range(2, stale_jobs.KEPT + 2)}
 
 
 def kill_launcher_and_reaper(job):
@@ -310,7 +310,7 @@ def test_what_a_killed_launcher_and_reaper_leave_is_removed_by_the_next_start(tm
         assert start_times(pids.values()) == {}
     assert subprocess.run(["pgrep", "-f", f"^sleep {seconds}$"], capture_output=True).stdout == b""
     assert list((tmp_path / "tmp").iterdir()) == []
-    assert os.listdir(runtime_folder() / name) == ["flight"], "its recordings stay"
+    assert os.listdir(runtime_directory() / name) == ["flight"], "its recordings stay"
     assert launch(1, "true").stderr == b"", "said once"
 
 
@@ -339,11 +339,11 @@ def test_a_process_that_is_not_the_job_s_is_never_ended(tmp_path):
     """Its number stands in the record of a dead job, but it started at another time."""
     stranger = subprocess.Popen(["sleep", "60"], start_new_session=True)
     try:
-        folder = JobFolder("dead", tmp_path / "mlxdist-dead", ["true"])
+        folder = JobDirectory.of_ranks("dead", tmp_path / "mlxdist-dead", ["true"])
         folder.note_ranks({0: stranger.pid})
-        record = json.loads((folder.folder / "job.json").read_text())
+        record = json.loads((folder.path / "job.json").read_text())
         record["ranks"]["0"][1] += "0"
-        (folder.folder / "job.json").write_text(json.dumps(record))
+        (folder.path / "job.json").write_text(json.dumps(record))
         folder.close()
         assert b"cleaned up after job dead" in launch(1, "true").stderr
         assert stranger.poll() is None
@@ -356,24 +356,24 @@ def test_a_process_that_is_not_the_job_s_is_never_ended(tmp_path):
 def test_what_is_not_a_launcher_s_record_removes_nothing(tmp_path, damage):
     precious = tmp_path / "precious"
     precious.mkdir()
-    folder = JobFolder("damaged", precious, ["true"])
+    folder = JobDirectory.of_ranks("damaged", precious, ["true"])
     if damage != "other folder":
-        (folder.folder / "job.json").write_text(damage)
+        (folder.path / "job.json").write_text(damage)
     folder.close()
     assert launch(1, "true").stderr == b""
-    assert precious.is_dir() and (folder.folder / "job.json").exists()
-    shutil.rmtree(folder.folder)
+    assert precious.is_dir() and (folder.path / "job.json").exists()
+    shutil.rmtree(folder.path)
 
 
 @pytest.mark.parametrize("launcher", [0, -1])
 def test_a_signal_to_a_damaged_record_s_launcher_reaches_nobody(tmp_path, launcher):
     """0 is the own process group, -1 every process."""
-    folder = JobFolder("damaged", tmp_path, ["true"])
-    record = json.loads((folder.folder / "job.json").read_text()) | {"launcher": launcher}
-    (folder.folder / "job.json").write_text(json.dumps(record))
+    folder = JobDirectory.of_ranks("damaged", tmp_path, ["true"])
+    record = json.loads((folder.path / "job.json").read_text()) | {"launcher": launcher}
+    (folder.path / "job.json").write_text(json.dumps(record))
     assert list_jobs() == []
     folder.close()
-    shutil.rmtree(folder.folder)
+    shutil.rmtree(folder.path)
 
 
 def test_a_launcher_inside_a_dead_job_does_not_end_itself():

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from launching import LAUNCH, closing_line, launch, nothing_left, python, running, wait_for  # noqa: F401
 
-from mlxdist.launch.jobs import find_job, list_jobs, read_record
-from mlxdist.launch.launcher_records import FILE, LauncherRecord
-from mlxdist.launch.runtime_directory import OF_RESTARTS, runtime_folder
+from mlxdist.launch.jobs import LAUNCHER, Job, JobDirectory, find_job, list_jobs, read_job
+from mlxdist.launch.runtime_directory import runtime_directory
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_and_generate.py"
 RESTART = "restart = int(os.environ['MLXDIST_RESTART_COUNT'])\n"
@@ -99,7 +98,7 @@ def test_no_restart_after_the_agent_on_a_host_was_told_to_end(grace):
     options = ["--hosts", "localhost", "--max-restarts", "5", "--grace-period", grace]
     with running(2, waiting, options=options) as job:
         (found,) = list_jobs()
-        agent = read_record(found.folder).launcher
+        agent = read_job(found.directory).launcher
         assert agent != found.launcher == job.pid
         os.kill(agent, signal.SIGTERM)
         out, err = job.communicate(timeout=20)
@@ -131,24 +130,26 @@ def test_a_job_is_listed_and_stopped_in_the_pause_before_a_restart():
         assert subprocess.run(stop, capture_output=True, text=True, timeout=60).stdout == f"{name}-2 has ended\n"
         out, err = job.communicate(timeout=10)
     assert job.returncode == 143 and "interrupted by SIGTERM before restart 2 of 5" in err
-    assert list(runtime_folder().iterdir()) == []
+    assert list(runtime_directory().iterdir()) == []
 
 
 @pytest.mark.parametrize(
     "record", ["{", "[]", '{"launcher": 0, "job": "x", "started": 1, "command": []}', "[" * 99_999]
 )
 def test_a_damaged_record_of_restarts_names_no_job(record):
-    with LauncherRecord("x", OF_RESTARTS, {}):
-        (runtime_folder() / f"x{OF_RESTARTS}" / FILE).write_text(record)
-        assert list_jobs() == []
+    directory = JobDirectory(Job("x", os.getpid(), 0.0, []), f"x{LAUNCHER}")
+    assert [job.name for job in list_jobs()] == ["x"]
+    (directory.path / "job.json").write_text(record)
+    assert list_jobs() == []
+    directory.remove()
 
 
 def test_the_record_of_a_launcher_that_was_killed_is_removed():
     with running(1, "import time; print(flush=True); time.sleep(60)", options=["--max-restarts", "5"]) as job:
         job.kill()
         job.communicate(timeout=20)
-    assert wait_for(lambda: list_jobs() == []) and list(runtime_folder().glob(f"*{OF_RESTARTS}")) != []
-    assert wait_for(lambda: launch(1, "true").returncode == 0 and list(runtime_folder().iterdir()) == [])
+    assert wait_for(lambda: list_jobs() == []) and list(runtime_directory().glob(f"*{LAUNCHER}")) != []
+    assert wait_for(lambda: launch(1, "true").returncode == 0 and list(runtime_directory().iterdir()) == [])
 
 
 def test_a_command_that_cannot_start_is_not_tried_again(tmp_path):

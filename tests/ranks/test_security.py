@@ -287,12 +287,17 @@ def test_a_record_of_a_job_has_only_what_it_needs():
     """job.json is read by other programs of this user: nothing of the environment is in it."""
     with running(1, "import time; print('start', flush=True); time.sleep(30)") as job:
         (found,) = list_jobs()
-        assert set(json.loads((found.folder / "job.json").read_text())) == {
+        assert set(json.loads((found.directory / "job.json").read_text())) == {
             "launcher",
             "temporary",
             "flight",
             "command",
             "ranks",
+            "name",
+            "started",
+            "hosts",
+            "ssh",
+            "python",
         }
         job.terminate()
         assert wait_for(lambda: job.poll() is not None)

@@ -12,7 +12,7 @@ import pytest
 
 from mlxdist.cluster.facts import interfaces, system
 from mlxdist.cluster.facts.collect import HostFacts
-from mlxdist.launch.jobs import JobFolder
+from mlxdist.launch.jobs import JobDirectory
 from mlxdist.tools.doctor import facts, files, network
 from mlxdist.tools.doctor.probe_rank import rounds
 
@@ -199,8 +199,8 @@ def test_private_variables(monkeypatch):
 def test_jobs_that_run_and_jobs_that_have_left_something(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert facts._jobs()["running"] == facts._jobs()["stale"] == []
-    running = JobFolder("f00", tmp_path / "mlxdist-f00", ["python", "train.py"])
-    killed = JobFolder("f11", tmp_path / "mlxdist-f11", ["python", "train.py"])
+    running = JobDirectory.of_ranks("f00", tmp_path / "mlxdist-f00", ["python", "train.py"])
+    killed = JobDirectory.of_ranks("f11", tmp_path / "mlxdist-f11", ["python", "train.py"])
     killed.close()  # its launcher and its reaper are gone
     found = facts._jobs()
     running.close()

@@ -21,7 +21,7 @@ from rich.console import Console
 from mlxdist import set_step
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.cli import top as command
-from mlxdist.launch.jobs import find_job, read_record
+from mlxdist.launch.jobs import find_job, read_job
 from mlxdist.runtime.flight_records import check_record
 from mlxdist.runtime.rendezvous.observer import observe
 from mlxdist.tools.observe.collect import JobRanks
@@ -99,14 +99,14 @@ def test_rank_0_forwards_a_small_record_of_each_rank_and_nothing_is_written():
     """A full record of the same rank has hundreds of kilobytes."""
     with running(2, BUSY) as job:
         found = find_job()
-        observation = observe(read_record(found.folder).temporary / "0", 10)
+        observation = observe(read_job(found.directory).temporary / "0", 10)
         assert (observation.size, observation.requested, observation.notes(10)) == (2, {0, 1}, [])
         assert [observation.members[rank].pid for rank in range(2)] == [found.pids[0], found.pids[1]]
         assert all(len(json.dumps(record)) < 8192 for record in observation.records.values())
         for rank in range(2):
             record = check_record(observation.records[rank], "rank 0")
             assert len(record.operations) == 8 and record.bytes_sent > 0 and record.bytes_received > 0
-        assert not list(found.flight_folder.iterdir())
+        assert not list(found.flight_directory.iterdir())
         end(job)
 
 
@@ -129,11 +129,11 @@ def test_where_rank_0_does_not_respond_the_others_are_signaled(which):
         if which == "stopped":
             os.kill(found.pids[0], signal.SIGSTOP)
         else:
-            (read_record(found.folder).temporary / "0" / ".mlxdist-rendezvous").unlink()
+            (read_job(found.directory).temporary / "0" / ".mlxdist-rendezvous").unlink()
         view = Watch(JobRanks(found.name)).refresh(2)
         assert [row.has_responded for row in view.ranks] == [which == "no file", True]
         assert ("rank 0 has not responded to SIGUSR1 for 2 s" in "".join(view.notes)) == (which == "stopped")
-        assert [path.name for path in sorted(found.flight_folder.iterdir())][-1] == "flight-1.json"
+        assert [path.name for path in sorted(found.flight_directory.iterdir())][-1] == "flight-1.json"
         os.kill(found.pids[0], signal.SIGCONT)
         end(job)
 

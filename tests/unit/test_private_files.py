@@ -12,7 +12,7 @@ from mlxdist.base.errors import ResourceError
 from mlxdist.base.private_files import is_private_directory, make_private_directory, open_private
 from mlxdist.launch import jit_cache
 from mlxdist.launch.jobs import list_jobs
-from mlxdist.launch.runtime_directory import runtime_folder
+from mlxdist.launch.runtime_directory import runtime_directory
 
 STRANGER = 54321
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -148,9 +148,9 @@ def test_another_user_cannot_block_every_launch(tmp_path, monkeypatch):
     try:
         job = python(1, "import mlxdist.launch.jobs as jobs; print([one.name for one in jobs.list_jobs()])")
         assert job.returncode == 0 and job.stderr == b"", job.stderr
-        found = runtime_folder()
+        found = runtime_directory()
         assert found.name.startswith(f"{first.name}-") and found != decoy and is_private_directory(found)
-        assert runtime_folder() == found, "where later commands find what this one has left"
+        assert runtime_directory() == found, "where later commands find what this one has left"
         assert list(first.iterdir()) == [] and list_jobs() == []
     finally:
         for path in temporary.glob(f"{first.name}*"):
@@ -161,4 +161,4 @@ def test_a_place_where_no_folder_can_be_made(monkeypatch):
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     monkeypatch.setenv("TMPDIR", "/proc")
     with pytest.raises(ResourceError, match="cannot be prepared in /proc/mlxdist-"):
-        runtime_folder()
+        runtime_directory()

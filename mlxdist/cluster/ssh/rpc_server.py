@@ -13,7 +13,7 @@ import select
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mlxdist.base.host_identity import host_identity
@@ -54,8 +54,8 @@ def serve(functions: Mapping[str, str], streaming: Mapping[str, str]) -> None:
     source, target = claim_streams()
     _write(target, GREETING + pack_json(Kind.HELLO, who()))
     frames = Frames()
-    first = _first_call(source, frames)
-    if first is None:
+    received = _calls(source, frames)
+    if (first := next(received, None)) is None:
         return
     call = unpack_json(first)
     if call.get("call") in streaming:
@@ -64,7 +64,7 @@ def serve(functions: Mapping[str, str], streaming: Mapping[str, str]) -> None:
     calls: queue.Queue[bytes | None] = queue.Queue()
     calls.put(first)
     busy = threading.Event()
-    threading.Thread(target=_read, args=(source, frames, calls, busy), daemon=True).start()
+    threading.Thread(target=_read, args=(received, calls, busy), daemon=True).start()
     while (payload := calls.get()) is not None:
         busy.set()
         response = respond(payload, functions)
@@ -89,36 +89,28 @@ def _find(name: str, functions: Mapping[str, str]) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), function)
 
 
-def _first_call(source: int, frames: Frames) -> bytes | None:
-    """Its payload; None if there is none in time, or the connection has ended."""
+def _calls(source: int, frames: Frames) -> Iterator[bytes]:
+    """Their payloads, until the connection ends; none if the first does not come in time."""
     poll = select.poll()
     poll.register(source, select.POLLIN)
-    while poll.poll(1000 * _FIRST_CALL_SECONDS) and (data := os.read(source, _READ_BYTES)):
+    milliseconds: float | None = 1000 * _FIRST_CALL_SECONDS
+    while poll.poll(milliseconds) and (data := os.read(source, _READ_BYTES)):
         for kind, _, payload in frames.feed(data):
-            _require_call(kind)
-            return payload
-    return None
+            if kind != Kind.CALL:
+                raise FrameError(f"a frame of kind {kind} is no call")
+            milliseconds = None
+            yield payload
 
 
-def _read(source: int, frames: Frames, calls: "queue.Queue[bytes | None]", busy: threading.Event) -> None:
-    """Calls, until the connection ends. A function that runs then is ended with the process."""
-    data = b""
+def _read(received: Iterator[bytes], calls: "queue.Queue[bytes | None]", busy: threading.Event) -> None:
+    """A function that runs when the connection ends is ended with the process."""
     try:
-        while True:
-            for kind, _, payload in frames.feed(data):
-                _require_call(kind)
-                calls.put(payload)
-            if not (data := os.read(source, _READ_BYTES)):
-                break
+        for payload in received:
+            calls.put(payload)
     finally:
         if busy.is_set():
             os._exit(1)
         calls.put(None)
-
-
-def _require_call(kind: int) -> None:
-    if kind != Kind.CALL:
-        raise FrameError(f"a frame of kind {kind} is no call")
 
 
 def _write(target: int, data: bytes) -> None:

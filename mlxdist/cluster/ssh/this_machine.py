@@ -65,9 +65,9 @@ def _may_be_same(host: str, own: str) -> bool:
     return label == own_label and domain in ("", "local")
 
 
-def _addresses(host: str) -> list[tuple[int, tuple]]:
+def _addresses(host: str) -> list[tuple[socket.AddressFamily, tuple]]:
     """Families and socket addresses; none where the resolver knows none in time."""
-    found: list[tuple[int, tuple]] = []
+    found: list[tuple[socket.AddressFamily, tuple]] = []
 
     def look_up() -> None:
         try:
@@ -82,7 +82,7 @@ def _addresses(host: str) -> list[tuple[int, tuple]]:
     return list(found)
 
 
-def _is_bound(family: int, address: tuple) -> bool:
+def _is_bound(family: socket.AddressFamily, address: tuple) -> bool:
     """Whether an interface of this machine has the address: the system binds sockets to no other one.
 
     Linux can be set to bind any (ip_nonlocal_bind), which shows at an address that no machine has.

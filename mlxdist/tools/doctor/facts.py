@@ -26,9 +26,9 @@ from mlxdist.base.environment import OF_JOB, Environment
 from mlxdist.base.errors import EnvironmentVariableError, ResourceError
 from mlxdist.base.host_identity import host_identity
 from mlxdist.cluster.facts.collect import collect_here, output_of
-from mlxdist.launch.jobs import list_jobs, read_record
+from mlxdist.launch.jobs import list_jobs, read_job
 from mlxdist.launch.reaper import PROTECTION_DOMAINS
-from mlxdist.launch.runtime_directory import runtime_folder, try_lock
+from mlxdist.launch.runtime_directory import runtime_directory, try_lock
 from mlxdist.runtime import mpi_shim
 from mlxdist.runtime.devices.device import REAL_PROVIDER
 from mlxdist.runtime.devices.diagnosis import diagnose_device, diagnose_host
@@ -204,7 +204,7 @@ def _disks(directory: str) -> list[dict[str, Any]]:
         temporary = os.environ.get("TMPDIR") or "/tmp"
     paths = {"temporary files": temporary, "the job's directory": directory}
     with contextlib.suppress(ResourceError):
-        paths["records of jobs"] = str(runtime_folder())
+        paths["records of jobs"] = str(runtime_directory())
     found: dict[int, dict[str, Any]] = {}
     for use, path in paths.items():
         with contextlib.suppress(OSError):
@@ -221,7 +221,7 @@ def _jobs() -> dict[str, Any]:
         names = {job.name for job in running}
         ours = os.environ.get("MLXDIST_JOB", "").partition(".")[0]
         found["running"] = [{"job": j.name, "ranks": len(j.pids), "command": j.command[:20]} for j in running]
-        found["stale"] = [name for name in _unlocked(runtime_folder()) if name not in names]
+        found["stale"] = [name for name in _unlocked(runtime_directory()) if name not in names]
         found["orphans"] = _orphans({*names, ours})
     if sys.platform == "darwin":
         found["domains"] = kernel_objects(output_of("ioclasscount", PROTECTION_DOMAINS))
@@ -234,7 +234,8 @@ def _jobs() -> dict[str, Any]:
 def _unlocked(runtime: Path) -> list[str]:
     found = []
     for name in sorted(os.listdir(runtime)):
-        if not name.startswith(".") and read_record(runtime / name) is not None:
+        job = None if name.startswith(".") else read_job(runtime / name)
+        if job is not None and job.name == name:
             lock = try_lock(runtime / name, fcntl.LOCK_SH)
             if lock is not None:
                 os.close(lock)

@@ -39,7 +39,7 @@ def program(command: Sequence[str], script: str, directory: str, variables: Mapp
             found["sha256"] = digest(script, "full")["sha256"]
             found["bytes"] = os.path.getsize(script)
     except CannotRun as error:
-        found["command_error"] = error.message
+        found["command_error"] = str(error)
     except OSError as error:
         found["script_error"] = error.strerror
     finally:

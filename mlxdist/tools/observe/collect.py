@@ -32,7 +32,7 @@ from mlxdist.runtime.rendezvous.observer import observe
 if TYPE_CHECKING:
     from mlxdist.cluster.ssh.rpc_client import Connections
     from mlxdist.cluster.ssh.ssh import SshConfig
-    from mlxdist.launch.jobs import Job, Record
+    from mlxdist.launch.jobs import Job
 
 __all__ = ["Collected", "JobRanks", "find_ranks", "respond", "wall_ns"]
 
@@ -142,11 +142,12 @@ def find_ranks(job: str | None, chosen: HostSelection) -> JobRanks:
     from mlxdist.launch.jobs import find_job
 
     found = find_job(job) if chosen.hostfile is None else None
-    if found is not None and found.hosts is None:
+    if found is not None and not found.hosts:
         return JobRanks(found.name)
     with contextlib.ExitStack() as undo:
         if found is not None:
-            connections, name = undo.enter_context(_connect(found.hosts.names, found.hosts.ssh_config)), found.name
+            names, name = [host.name for host in found.hosts], found.name
+            connections = undo.enter_context(_connect(names, found.ssh_config))
         else:
             names = [host.name for host in chosen.hosts()]
             connections = undo.enter_context(_connect(names, chosen.ssh_config))
@@ -162,9 +163,9 @@ def _full_name(connections: "Connections", job: str | None) -> str:
 
     A job that has ended may have left its records: each host looks for them.
     """
-    from mlxdist.launch.jobs_on_hosts import ask_for_jobs, full_name_of
+    from mlxdist.launch.jobs_on_hosts import full_name_of, request_jobs
 
-    jobs, problems = ask_for_jobs(connections)
+    jobs, problems = request_jobs(connections)
     if len(problems) == len(connections.names):
         raise InvalidArgument("; ".join(problems))
     if job and not any(listed["job"].startswith(job) for listed in jobs):
@@ -204,7 +205,7 @@ def respond(job: str, source: str, seconds: float) -> dict[str, Any]:
 
     Also of a job that has ended here and left some records; never of another one whose name begins so.
     """
-    from mlxdist.launch.jobs import exact_job, read_record
+    from mlxdist.launch.jobs import exact_job, read_job
 
     response: dict[str, Any] = {"records": [], "members": [], "notes": [], "ended": True}
     found = exact_job(job)
@@ -212,12 +213,12 @@ def respond(job: str, source: str, seconds: float) -> dict[str, Any]:
         text = f"there is no job {job!r} here, nor what it has recorded; `mlxdist ps` lists the jobs"
         return response | {"notes": [text]}
     # None: it has ended, and left no launcher nor reaper.
-    record = read_record(found.folder) if found.launcher else None
+    record = read_job(found.directory) if found.launcher else None
     response["ended"] = record is None
     if source == "signal":
         response["records"], response["notes"] = _by_signal(found, record, seconds)
-    elif record is not None and 0 in record.ranks:
-        observation = observe(record.temporary / "0", seconds)
+    elif record is not None and "0" in record.ranks:
+        observation = observe(Path(record.temporary, "0"), seconds)
         if observation is not None:
             response["records"] = list(observation.records.values())
             response["members"] = [asdict(member) for member in observation.members.values()]
@@ -233,22 +234,23 @@ _RESPONSE = {
 }
 
 
-def _by_signal(job: "Job", record: "Record | None", seconds: float) -> tuple[list[Any], list[str]]:
+def _by_signal(job: "Job", record: "Job | None", seconds: float) -> tuple[list[Any], list[str]]:
     """The full records of the ranks here, and which are missing or old."""
-    directory, notes = job.flight_folder, []
+    directory, notes = job.flight_directory, []
     if directory is None:
         return [], [f"job {job.name} runs with MLXDIST_FLIGHT=none: its ranks write no records"]
     if record is None:
         paths = sorted(directory.glob("flight-*.json"))
     else:
         begin = time.time_ns()
-        signaled = {rank for rank, pid in job.pids.items() if _signal(record.temporary / str(rank), pid)}
+        signaled = {rank for rank, pid in job.pids.items() if _signal(Path(record.temporary, str(rank)), pid)}
         if absent := job.pids.keys() - signaled:
             why = "not at mlxdist.init() yet, past finalize(), or SIGUSR1 is handled by the program"
             notes.append(f"{name_ranks(absent)} cannot be signaled: {why}")
         late = _wait(directory, signaled, begin, seconds)
         # Not of other hosts, in a shared directory.
-        paths = [path for rank in sorted(record.ranks) if (path := directory / record_file_name(rank)).exists()]
+        paths = [directory / record_file_name(rank) for rank in sorted(map(int, record.ranks))]
+        paths = [path for path in paths if path.exists()]
         if late:
             have = "have" if len(late) > 1 else "has"
             older = any((directory / record_file_name(rank)).exists() for rank in late)
