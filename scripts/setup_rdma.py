@@ -97,8 +97,7 @@ def set_up(
         for step in steps:
             print(f"would run on {step.host}: {step}")
         return []
-    undo = UndoFile.beside(chosen.output)
-    return run_steps(steps, ssh_config, print, before=undo.add_undo, failed=undo.remove_undo)
+    return run_steps(steps, ssh_config, print, UndoFile.beside(chosen.output))
 
 
 def check_remote_directory(chosen: argparse.Namespace, ssh_config: SshConfig) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from mlxdist.base.environment import VARIABLES, Environment
-from mlxdist.base.errors import EnvironmentVariableError
+from mlxdist.base.errors import EnvironmentVariableError, InvalidArgument
 from mlxdist.version import __version__
 
 gc.enable()
@@ -64,6 +64,13 @@ class Commands(click.Group):
                 context.fail(f"No such command {args[0]!r}. Did you mean {close[0]!r}?")
         return super().resolve_command(context, args)
 
+    def invoke(self, context: click.Context) -> Any:
+        """What the user has given wrong, in an option, a file or a variable, ends every command alike."""
+        try:
+            return super().invoke(context)
+        except (InvalidArgument, EnvironmentVariableError) as error:
+            raise click.ClickException(str(error)) from None
+
 
 @click.group(cls=Commands)
 @click.version_option(__version__, message="mlxdist %(version)s")
@@ -79,10 +86,7 @@ def show_environment() -> None:
         shown = "not set" if value is None else "set" if variable.name == "MLXDIST_SECRET" else repr(value)
         click.echo(f"{variable.name}: {shown}")
         click.echo(f"    {variable.meaning} (default: {variable.default})")
-    try:
-        Environment.read()
-    except EnvironmentVariableError as error:
-        raise click.ClickException(str(error)) from None
+    Environment.read()
 
 
 class _StandardOutput(io.FileIO):

@@ -1,7 +1,5 @@
 """The command line of `mlxdist config`."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from dataclasses import replace
@@ -9,7 +7,6 @@ from typing import Any
 
 import click
 
-from mlxdist.base.errors import InvalidArgument
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
 
 __all__ = ["config"]
@@ -64,7 +61,7 @@ _BACKENDS = ("mlxdist", "ring", "jaccl", "jaccl-ring")
 )
 @click.option("--range", "within", default=_RANGE, show_default=True, help="Addresses of cables are taken from here.")
 @click.option("--without-bridge", is_flag=True, help="Take ports with a cable out of the Thunderbolt Bridge.")
-@click.option("--ignore-unreachable", is_flag=True, help="Go on without hosts that do not answer.")
+@click.option("--ignore-unreachable", is_flag=True, help="Go on without hosts that do not respond.")
 @click.option(
     "--dot", metavar="FILE", is_flag=False, flag_value="-", help="Write the picture as DOT; no FILE: print it."
 )
@@ -92,7 +89,7 @@ def config(
     --install shows what each host has afterwards. Nothing of mlxdist has to be installed on the hosts; ssh has to reach
     them without a password.
 
-    The exit status is 1 if a host does not answer, hosts are not joined, a command fails, or --verify finds something.
+    The exit status is 1 if a host does not respond, hosts are not joined, a command fails, or --verify finds something.
     """
     if (source or others or venv) and not installing:
         raise click.UsageError("--from, --with and --venv are for --install; give that, too.")
@@ -100,21 +97,18 @@ def config(
         raise click.UsageError("--install goes without --dry-run, --auto-setup, --verify and --undo; leave those out.")
     from mlxdist.cluster.setup import configure
 
-    try:
-        if undo:
-            sys.exit(configure.undo(chosen, options["output"], options["dry_run"]))
-        if chosen.hostfile is None:
-            raise click.UsageError("Give --hosts A,B or --hostfile FILE.")
-        if installing:
-            sys.exit(_install(chosen, source or "", venv, others))
-        sys.exit(configure.configure(chosen, configure.Options(**options)))
-    except InvalidArgument as error:
-        raise click.ClickException(str(error)) from None
+    if undo:
+        sys.exit(configure.undo(chosen, options["output"], options["dry_run"]))
+    if chosen.hostfile is None:
+        raise click.UsageError("Give --hosts A,B or --hostfile FILE.")
+    if installing:
+        sys.exit(_install(chosen, source or "", venv, others))
+    sys.exit(configure.Configuration(chosen, configure.Options(**options)).run())
 
 
 def _install(chosen: HostSelection, source: str, venv: str | None, others: tuple[str, ...]) -> int:
     from mlxdist.cluster.setup.install import DIRECTORY, install
-    from mlxdist.tools.doctor import preflight
+    from mlxdist.tools.doctor.diagnose import preflight
 
     path = install(chosen, source, venv or DIRECTORY, others)
     if not path:

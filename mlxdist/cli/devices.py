@@ -11,10 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from mlxdist.base.environment import Environment
-from mlxdist.base.errors import EnvironmentVariableError
 from mlxdist.cluster.facts.collect import HostFacts, collect_here
 from mlxdist.runtime.devices.device import REAL_PROVIDER, Device
-from mlxdist.runtime.devices.diagnosis import Finding, Verdict, diagnose_device, diagnose_host
+from mlxdist.runtime.devices.diagnosis import Finding, Verdict, diagnose
 from mlxdist.runtime.devices.listing import Listing, list_apart
 
 __all__ = ["devices"]
@@ -53,10 +52,7 @@ def devices(provider: str | None, as_json: bool, seconds: float) -> None:
 
     The exit status is 1 if RDMA was requested by name (--provider ibverbs, librdma) and no device of it can be used.
     """
-    try:
-        profile = Environment.read().soft_profile
-    except EnvironmentVariableError as error:
-        raise click.ClickException(str(error)) from None
+    profile = Environment.read().soft_profile
     requested = (REAL_PROVIDER, "soft") if provider == "all" else (provider or REAL_PROVIDER,)
     listings = [list_apart(name, profile, seconds, pyverbs=True) for name in requested]
     facts = collect_here()
@@ -71,8 +67,7 @@ def devices(provider: str | None, as_json: bool, seconds: float) -> None:
 def _diagnose(listing: Listing, facts: HostFacts) -> list[Finding]:
     if listing.provider != REAL_PROVIDER:  # nothing that this machine says is about it
         return [Finding(Verdict.NO_LIBRARY, "", listing.error)] if listing.error else []
-    host = diagnose_host(facts, listing.devices, listing.error)
-    return [*host, *(finding for device in listing.devices for finding in diagnose_device(device, facts))]
+    return diagnose(facts, listing.devices, listing.error)
 
 
 def _is_usable(listing: Listing, findings: Sequence[Finding]) -> bool:

@@ -1,7 +1,5 @@
 """The command line of `mlxdist doctor`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence
@@ -68,8 +66,7 @@ def doctor(
         raise click.UsageError("--report has every check, once: leave out --json, --quick and --exclude-failed.")
     from mlxdist.launch.options import absolute
     from mlxdist.tools.doctor import report
-    from mlxdist.tools.doctor.diagnose import diagnose, make_options
-    from mlxdist.tools.doctor.exclude import failed_hosts
+    from mlxdist.tools.doctor.diagnose import diagnose, failed_hosts, make_options
     from mlxdist.tools.doctor.findings import Verdict
 
     directory = absolute(cwd or ".", "--cwd")
@@ -93,16 +90,14 @@ def doctor(
 
 
 def _write(chosen: HostSelection, failed: Sequence[str], output: str) -> None:
-    from mlxdist.base.errors import InvalidArgument
-    from mlxdist.tools.doctor.exclude import hostfile_without
+    from mlxdist.cluster.hostfile.writing import save
+    from mlxdist.tools.doctor.diagnose import without_hosts
 
-    remaining = [host for host in chosen.hosts() if host.name not in failed]
-    if not remaining:
+    assert chosen.hostfile is not None
+    remaining = without_hosts(chosen.hostfile, failed)
+    if not remaining.hosts:
         raise click.ClickException(f"every host has failed; {output} was not written")
-    try:
-        with open(output, "w", encoding="utf-8") as file:
-            file.write(hostfile_without(chosen.hostfile, failed))
-    except (OSError, InvalidArgument) as error:
-        raise click.ClickException(f"{output}: {getattr(error, 'strerror', None) or error}") from None
+    save(remaining, output, remaining.format)
     without = f", without {', '.join(failed)}" if failed else ""
-    click.echo(f"wrote {output}: {len(remaining)} host{'s' * (len(remaining) > 1)}{without}", err=True)
+    count = len(remaining.hosts)
+    click.echo(f"wrote {output}: {count} host{'s' * (count > 1)}{without}", err=True)

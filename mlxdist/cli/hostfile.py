@@ -4,7 +4,6 @@ import json
 import os
 import sys
 from dataclasses import asdict, astuple
-from pathlib import Path
 from typing import Any
 
 import click
@@ -12,12 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from mlxdist.base.environment import MAX_RANKS
-from mlxdist.base.errors import InvalidArgument
 from mlxdist.cluster.hostfile.hosts import FORMATS, Hostfile
 from mlxdist.cluster.hostfile.parsing import parse, read
 from mlxdist.cluster.hostfile.rank_shares import measured_hosts
 from mlxdist.cluster.hostfile.slurm import from_slurm
-from mlxdist.cluster.hostfile.writing import write
+from mlxdist.cluster.hostfile.writing import save, write
 
 __all__ = ["hostfile"]
 
@@ -91,19 +89,11 @@ def from_slurm_command(nodes: str | None, slots: int | None, format: str, output
         mlxdist hostfile from-slurm --output rmlx-hosts.json          inside salloc or sbatch
         mlxdist hostfile from-slurm 'node-[21,23-26]' --slots 2
     """
-    try:
-        variables = {"SLURM_JOB_NODELIST": nodes} if nodes else dict(os.environ)
-        found = from_slurm(variables, slots)
-    except InvalidArgument as error:
-        raise click.ClickException(str(error)) from None
-    _emit(found, format, output)
+    _emit(from_slurm({"SLURM_JOB_NODELIST": nodes} if nodes else os.environ, slots), format, output)
 
 
 def _read(file: str) -> Hostfile:
-    try:
-        return parse(sys.stdin.read(), "-") if file == "-" else read(file)
-    except InvalidArgument as error:
-        raise click.ClickException(str(error)) from None
+    return parse(sys.stdin.read(), "-") if file == "-" else read(file)
 
 
 def _warn(found: Hostfile) -> None:
@@ -112,16 +102,10 @@ def _warn(found: Hostfile) -> None:
 
 
 def _emit(found: Hostfile, format: str, output: str | None) -> None:
-    try:
-        text = write(found, format)
-        if output is None:
-            click.echo(text, nl=False)
-            return
-        Path(output).write_text(text, encoding="utf-8")
-    except InvalidArgument as error:
-        raise click.ClickException(str(error)) from None
-    except OSError as error:
-        raise click.ClickException(f"{output}: {error.strerror}") from None
+    if output is None:
+        click.echo(write(found, format), nl=False)
+        return
+    save(found, output, format)
     click.echo(f"wrote {output}: {_summary(found)}", err=True)
 
 

@@ -25,7 +25,7 @@ from mlxdist.launch.stale_jobs import remove_stale_jobs
 from mlxdist.runtime import mpi_shim
 
 if TYPE_CHECKING:
-    from mlxdist.cluster.hostfile import Hostfile
+    from mlxdist.cluster.hostfile.hosts import Hostfile
     from mlxdist.launch.nodes import Nodes
 
 __all__ = ["launch"]
@@ -114,10 +114,10 @@ def _preflight(plan: Plan, chosen: HostSelection, options: Options) -> int:
     """What --preflight finds on the hosts, before anything is started: an exit status."""
     if plan.nodes is not None:
         raise click.UsageError("--preflight asks hosts by ssh, and --nodes does without. On each node: mlxdist doctor")
-    from mlxdist.tools.doctor import preflight
+    from mlxdist.tools.doctor.diagnose import preflight
 
     if chosen.hostfile is None:
-        from mlxdist.cluster.hostfile import Host, Hostfile
+        from mlxdist.cluster.hostfile.hosts import Host, Hostfile
 
         here = Hostfile((Host("localhost", slots=plan.ranks),), source="-n")
         chosen = replace(chosen, hostfile=here, arguments=["--hosts", f"localhost:{plan.ranks}"])
@@ -215,14 +215,14 @@ def _for_this_machine(given: Mapping[str, str], executable: str, directory: str,
 
 def _for_hosts(on: Hostfile, given: Mapping[str, str]) -> dict[str, str]:
     """What is set for the ranks besides what their hosts set."""
-    from mlxdist.cluster.hostfile.rank_shares import weight_variables
+    from mlxdist.cluster.hostfile.rank_shares import rank_share_variables
 
     variables = parse_settings(on.envs, "envs of the hostfile")
     variables |= {name: v for name, v in os.environ.items() if name.startswith("MLXDIST_") and name not in OF_JOB}
     rows = [[list(devices) or None for devices in host.rdma] for host in on.hosts]
     if any(rows) and "MLXDIST_DEVICE_MAP" not in variables:
         variables["MLXDIST_DEVICE_MAP"] = json.dumps(rows)
-    return variables | weight_variables(on) | dict(given)
+    return variables | rank_share_variables(on) | dict(given)
 
 
 def _for_mpirun(

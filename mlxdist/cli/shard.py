@@ -103,7 +103,8 @@ def _measured(
 ) -> tuple[int, list[float] | None]:
     """--tp and --rank-shares for the ranks of a hostfile."""
     from mlxdist.base.errors import InvalidArgument
-    from mlxdist.cluster.hostfile import read, speeds
+    from mlxdist.cluster.hostfile.parsing import read
+    from mlxdist.cluster.hostfile.rank_shares import speeds
     from mlxdist.nn.sharding.measured_shares import slowest_of_columns
 
     found = read(hostfile)

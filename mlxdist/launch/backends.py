@@ -15,7 +15,7 @@ from mlxdist.base.environment import format_address
 from mlxdist.base.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from mlxdist.cluster.hostfile import Host, Hostfile
+    from mlxdist.cluster.hostfile.hosts import Host, Hostfile
 
 __all__ = ["BACKENDS", "DEFAULT_PORT", "Backend", "Exports", "choose", "free_ports"]
 
@@ -146,7 +146,7 @@ def choose(
     if hostfile is not None:
         hosts = hostfile.hosts
     elif name != "mlxdist":
-        from mlxdist.cluster.hostfile import Host
+        from mlxdist.cluster.hostfile.hosts import Host
 
         hosts = (Host("localhost", ranks or 1, ("127.0.0.1",)),)
     backend = Backend(name, hosts, starting_port, nccl_port, connections, verbose)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlxdist.base.environment import format_address, parse_address
 from mlxdist.base.errors import ResourceError
-from mlxdist.cluster.hostfile import Hostfile
+from mlxdist.cluster.hostfile.hosts import Hostfile
 from mlxdist.cluster.ssh.connection import CONNECT_SECONDS
 from mlxdist.cluster.ssh.ssh import LOST, SshConfig
 from mlxdist.cluster.ssh.this_machine import look_up
@@ -183,7 +183,7 @@ class HostsJob:
         return all(host.closed for host in self._hosts) or time.monotonic() > self._ends_at
 
     def _connect(self) -> None:
-        self._wait(lambda host: bool(host.hello), CONNECT_SECONDS, "does not answer")
+        self._wait(lambda host: bool(host.hello), CONNECT_SECONDS, "does not respond")
         names: dict[Any, str] = {}
         for host in self._hosts:
             theirs = host.hello.get("mlxdist")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from mlxdist.base.errors import InvalidArgument, ResourceError
 
 if TYPE_CHECKING:
-    from mlxdist.cluster.hostfile import Host
+    from mlxdist.cluster.hostfile.hosts import Host
 
 __all__ = [
     "check_root",

@@ -20,7 +20,7 @@ from mlxdist.base.errors import EnvironmentVariableError, InvalidArgument
 from .backends import DEFAULT_PORT
 
 if TYPE_CHECKING:
-    from mlxdist.cluster.hostfile import Hostfile
+    from mlxdist.cluster.hostfile.hosts import Hostfile
 
 __all__ = ["Nodes", "allocation", "from_options", "from_slurm_step"]
 
@@ -130,7 +130,7 @@ def from_slurm_step(environ: Mapping[str, str], secret_file: str | None) -> Node
     number = _number(environ, "SLURM_NODEID")
     if number is None or number >= count:
         raise InvalidArgument(f"SLURM_NODEID={environ.get('SLURM_NODEID')!r:.80} is none of the {count} nodes")
-    from mlxdist.cluster.hostfile import expand
+    from mlxdist.cluster.hostfile.slurm import expand
 
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
     if not nodes:
@@ -145,7 +145,7 @@ def allocation(environ: Mapping[str, str]) -> Hostfile | None:
     """The hosts of the SLURM allocation (salloc, sbatch) that this process runs in, to be reached by ssh."""
     if not (environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")):
         return None
-    from mlxdist.cluster.hostfile import from_slurm
+    from mlxdist.cluster.hostfile.slurm import from_slurm
 
     return from_slurm(environ)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mlxdist.cluster.hostfile import Host
+from mlxdist.cluster.hostfile.hosts import Host
 from mlxdist.cluster.ssh.connection import Connection
 from mlxdist.cluster.ssh.protocol import FrameError, Kind, pack, pack_json, unpack_json
 from mlxdist.cluster.ssh.ssh import LOST, SshConfig, is_this_machine

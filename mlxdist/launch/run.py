@@ -27,7 +27,7 @@ from .terminal import terminal_variables
 from .wakeup import Interrupted, Wakeup
 
 if TYPE_CHECKING:  # a job on this machine alone does not load what reaches others
-    from mlxdist.cluster.hostfile import Hostfile
+    from mlxdist.cluster.hostfile.hosts import Hostfile
     from mlxdist.cluster.ssh.ssh import SshConfig
 
     from .hosts import HostsJob

@@ -110,7 +110,7 @@ def run_command(
 @contextlib.contextmanager
 def host_arguments(selection: HostSelection) -> Iterator[list[str]]:
     """The options that select the same hosts for another command of mlxdist, by a temporary hostfile."""
-    from mlxdist.cluster.hostfile import save
+    from mlxdist.cluster.hostfile.writing import save
 
     with tempfile.TemporaryDirectory(prefix="mlxdist-hosts-") as directory:
         path = Path(directory, "hosts.json")

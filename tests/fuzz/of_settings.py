@@ -10,7 +10,9 @@ from mlxdist.base import tuning_file
 from mlxdist.base.environment import MAX_RANKS, VARIABLES, Environment, format_address, parse_address
 from mlxdist.base.errors import EnvironmentVariableError, InvalidArgument
 from mlxdist.cli.rpc_server import FUNCTIONS
-from mlxdist.cluster import hostfile
+from mlxdist.cluster.hostfile.parsing import parse
+from mlxdist.cluster.hostfile.slurm import expand
+from mlxdist.cluster.hostfile.writing import write
 from mlxdist.cluster.ssh.protocol import FrameError, Frames, Kind, after_greeting, unpack_json
 from mlxdist.cluster.ssh.rpc_client import CallError, unpack_response
 from mlxdist.cluster.ssh.rpc_server import respond
@@ -54,16 +56,16 @@ def hosts(data: bytes) -> None:
     the ports of a ring, which only a ring has."""
     text = data.decode(errors="replace")
     with contextlib.suppress(InvalidArgument):
-        assert 1 <= len(hostfile.expand(text)) <= MAX_RANKS
+        assert 1 <= len(expand(text)) <= MAX_RANKS
     with contextlib.suppress(InvalidArgument):
-        found = hostfile.parse(text)
+        found = parse(text)
         assert 1 <= found.ranks <= MAX_RANKS
-        again = hostfile.parse(hostfile.write(found, "json"))
+        again = parse(write(found, "json"))
         hosts = [replace(host, line=0) for host in found.hosts]
         assert [replace(host, line=0) for host in again.hosts] == [replace(host, ports=()) for host in hosts]
         assert (again.backend, again.envs) == (found.backend, found.envs)
         if found.format == "ring":
-            again = hostfile.parse(hostfile.write(found, "ring"))
+            again = parse(write(found, "ring"))
             assert [replace(host, line=0) for host in again.hosts] == hosts
 
 

@@ -13,7 +13,7 @@ from fake_macs import Macs
 from ssh_hosts import ssh_hosts
 
 from mlxdist.cli import commands
-from mlxdist.cluster.hostfile import parse
+from mlxdist.cluster.hostfile.parsing import parse
 from mlxdist.cluster.setup.addresses import RANGE
 from mlxdist.cluster.setup.undo import UndoFile
 from mlxdist.cluster.setup.verify import Check, problem
@@ -86,7 +86,7 @@ def test_hosts_that_do_not_answer(two_macs, tmp_path):
     done = config(two_macs, "--hosts", "book,nowhere,air")
     assert (
         done.exit_code == 1
-        and "nowhere does not answer: ssh: Could not resolve hostname nowhere; try: ssh" in done.stderr
+        and "nowhere does not respond: ssh: Could not resolve hostname nowhere; try: ssh" in done.stderr
     )
     assert not (tmp_path / "rmlx-hosts.json").exists()
     done = config(two_macs, "--hosts", "book,nowhere,air", "--ignore-unreachable", "--output", "-")
@@ -98,7 +98,7 @@ def test_sudo_that_asks_for_a_password(two_macs, tmp_path):
     done = config(two_macs, *BOTH, "--auto-setup")
     assert done.exit_code == 1
     command = f"{two_macs.ssh} -t air 'sudo networksetup -setmanual Own 10.111.0.2 255.255.255.252'"
-    assert f"air asks for a password before sudo; type: {command}" in done.stderr
+    assert f"air needs a password for sudo; type: {command}" in done.stderr
     assert two_macs.read("book")["addresses"]["en6"] == "10.111.0.1/255.255.255.252"  # the other host is set up
     assert (tmp_path / "rmlx-hosts.json").exists()
 
@@ -248,7 +248,7 @@ def test_linux_over_ethernet(linux, tmp_path):
     assert "2 of 2 ways work" in done.stdout
     linux.hosts[1].pull_cable()
     done = config_on(linux, tmp_path, "--hosts", names, "--over", "ethernet", "--verify")
-    assert done.returncode == 1 and f"{linux.names[1]} does not answer" in done.stderr
+    assert done.returncode == 1 and f"{linux.names[1]} does not respond" in done.stderr
 
 
 @pytest.mark.long
@@ -304,7 +304,7 @@ def test_setup_of_two_nodes(two_macs, tmp_path):
         ((), 2, "give --node0, or set RMLX_NODE0"),
         (("--node0", "a", "--node1=-b"), 2, "--node1: '-b' is no name"),
         (("--node0", "a", "--node1", "b", "--node0-ip", "10.0.0.1"), 2, "both --node0-ip and --node1-ip"),
-        (("--node0", "a", "--node1", "b", "--ssh", "/no/such/ssh"), 1, "a does not answer: /no/such/ssh"),
+        (("--node0", "a", "--node1", "b", "--ssh", "/no/such/ssh"), 1, "a does not respond: /no/such/ssh"),
     ],
 )
 def test_setup_that_is_refused(words, status, said):

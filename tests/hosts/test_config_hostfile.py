@@ -6,8 +6,8 @@ import pytest
 from surveys import macs, mesh
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.cluster.hostfile import parse
 from mlxdist.cluster.hostfile.hosts import Host
+from mlxdist.cluster.hostfile.parsing import parse
 from mlxdist.cluster.hostfile.writing import write
 from mlxdist.cluster.setup.addresses import assign_addresses
 from mlxdist.cluster.setup.ethernet import choose_addresses

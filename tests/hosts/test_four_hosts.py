@@ -206,7 +206,7 @@ def test_a_job_is_seen_from_elsewhere(nodes, tmp_path):
         jobs = json.loads(run(mlxdist(nodes, "ps", *over_ssh(nodes), "--json"), **there).stdout)
         assert [(job["host"], list(job["pids"])) for job in jobs] == [(n, [str(i)]) for i, n in enumerate(NAMES)]
         listed = run(mlxdist(nodes, "ps", *over_ssh(nodes)[2:], "--hosts", "node1,nowhere"), **there)
-        assert listed.returncode == 1 and "nowhere does not answer" in listed.stderr and "node1" in listed.stdout
+        assert listed.returncode == 1 and "nowhere does not respond" in listed.stderr and "node1" in listed.stdout
         assert run(mlxdist(nodes, "dump", *over_ssh(nodes)), **there).returncode == 0
         part = run(mlxdist(nodes, "dump", "--hosts", "node0,node2", "--ssh", nodes.ssh), **there)
         assert part.returncode == 1 and "ranks 1 and 3 have no full record" in part.stdout, part

@@ -15,7 +15,10 @@ from hypothesis import strategies as st
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.cli import commands
-from mlxdist.cluster.hostfile import FORMATS, Host, Hostfile, expand, from_slurm, parse, read, tasks_per_node, write
+from mlxdist.cluster.hostfile.hosts import FORMATS, Host, Hostfile
+from mlxdist.cluster.hostfile.parsing import parse, read
+from mlxdist.cluster.hostfile.slurm import expand, from_slurm, tasks_per_node
+from mlxdist.cluster.hostfile.writing import write
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "rmlx-hosts.example.json"

@@ -15,7 +15,7 @@ from launching import LAUNCH, launch, nothing_left  # noqa: F401  (nothing_left 
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.cli.launch import launch as launch_command
-from mlxdist.cluster.hostfile import parse
+from mlxdist.cluster.hostfile.parsing import parse
 from mlxdist.launch.backends import DEFAULT_PORT, Exports, choose, free_ports
 from mlxdist.launch.mpirun import mpirun_command, pipes_of_rank
 

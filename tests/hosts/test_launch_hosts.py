@@ -383,9 +383,9 @@ def test_a_rank_that_fails_over_there(nodes):
 @pytest.mark.parametrize(
     "options, words",
     [
-        (["--python", "/no/python"], "node0 does not answer: "),
+        (["--python", "/no/python"], "node0 does not respond: "),
         (["--python", "/usr/bin/python3"], "install mlxdist for that Python, or name another with --python"),
-        (["--hosts", "node0,nowhere"], "nowhere does not answer: ssh: Could not resolve hostname nowhere"),
+        (["--hosts", "node0,nowhere"], "nowhere does not respond: ssh: Could not resolve hostname nowhere"),
     ],
 )
 def test_hosts_that_cannot_run_it(nodes, options, words):

@@ -13,8 +13,8 @@ import pytest
 from launching import LAUNCH, RANK, launch, marked_processes, nothing_left, running, wait_for  # noqa: F401  (nothing_left is a fixture of every test)
 
 from mlxdist import _native
-from mlxdist.cluster.hostfile import parse, read
 from mlxdist.cluster.hostfile.options import HostSelection
+from mlxdist.cluster.hostfile.parsing import parse, read
 from mlxdist.launch.reaper import LOST_DOMAINS, Reaper, closing_line
 from mlxdist.tools.doctor.cluster import CheckOptions
 from mlxdist.tools.doctor.job import place_ranks, try_job

@@ -48,7 +48,7 @@ def greeted(kind: int, payload: bytes) -> str:
 @pytest.mark.parametrize(
     ("program", "words"),
     [
-        ("sys.exit('Permission denied (publickey).')", "a does not answer: Permission denied (publickey).; try: ssh"),
+        ("sys.exit('Permission denied (publickey).')", "a does not respond: Permission denied (publickey).; try: ssh"),
         ("sys.exit('bash: /x/python: No such file or directory')", "name another with --python"),
         ("sys.exit('/x/python: No module named mlxdist')", "install mlxdist for that Python"),
         ("print('x' * 100_000)", "more than 65536 bytes without a greeting"),
@@ -116,7 +116,7 @@ def test_a_host_that_does_not_answer_in_time_and_nothing_left_of_it(tmp_path):
     with Connections(["a"], fake_ssh(tmp_path, program)) as connections:
         begin = time.monotonic()
         (error,) = connections.call("who", seconds=0.3)
-        assert "a does not answer who within 0.3 s" in str(error) and time.monotonic() - begin < 10
+        assert "a does not respond to who within 0.3 s" in str(error) and time.monotonic() - begin < 10
     assert wait_for(lambda: not marked_processes(marker)), marked_processes(marker)
 
 
@@ -130,5 +130,5 @@ def test_no_ssh():
 
 def test_a_command_that_takes_too_long():
     answer = run("localhost", ["sleep", "30"], seconds=0.2)
-    assert answer.status == 124 and answer.last_words == "no answer within 0.2 s"
+    assert answer.status == 124 and answer.last_words == "no response within 0.2 s"
     assert LOST == 255

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from mlxdist.base.errors import ResourceError
-from mlxdist.cluster.hostfile import parse, read
 from mlxdist.cluster.hostfile.options import HostSelection
+from mlxdist.cluster.hostfile.parsing import parse, read
 from mlxdist.launch.jobs import list_jobs
 from mlxdist.launch.run_job import host_arguments, run_command, run_job
 

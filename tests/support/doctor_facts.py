@@ -1,6 +1,6 @@
 """Facts that `mlxdist doctor` might collect from hosts, where all is well unless a test changes that."""
 
-from mlxdist.cluster.hostfile import Host
+from mlxdist.cluster.hostfile.hosts import Host
 from mlxdist.tools.doctor.cluster import CheckOptions, Cluster
 from mlxdist.version import __version__
 

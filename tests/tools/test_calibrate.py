@@ -17,8 +17,10 @@ from mlxdist.base import tuning_file
 from mlxdist.base.environment import Environment
 from mlxdist.base.errors import EnvironmentVariableError, InvalidArgument
 from mlxdist.cli import commands
-from mlxdist.cluster.hostfile import Host, Hostfile, Measured, parse, save, speeds
-from mlxdist.cluster.hostfile.rank_shares import check_hosts
+from mlxdist.cluster.hostfile.hosts import Host, Hostfile, Measured
+from mlxdist.cluster.hostfile.parsing import parse
+from mlxdist.cluster.hostfile.rank_shares import check_hosts, speeds
+from mlxdist.cluster.hostfile.writing import save
 from mlxdist.nn.partition import split_sizes
 from mlxdist.nn.sharding.plan import plan_shards
 from mlxdist.nn.tensor_parallel.parallel_attention import split_heads
@@ -430,7 +432,7 @@ def test_a_host_that_does_not_answer(tmp_path):
     (tmp_path / "ssh").write_text("#!/bin/sh\necho Permission denied >&2; exit 255\n")
     (tmp_path / "ssh").chmod(0o700)
     result = run("calibrate", "--only", "hosts", "--hosts", "a", "--ssh", tmp_path / "ssh")
-    assert result.exit_code == 1 and "a does not answer: Permission denied" in result.output
+    assert result.exit_code == 1 and "a does not respond: Permission denied" in result.output
 
 
 def test_names_of_one_machine_are_refused():

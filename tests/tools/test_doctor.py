@@ -1,4 +1,4 @@
-"""`mlxdist doctor`: the command on this machine, hosts that do not answer as they should, and what is shown."""
+"""`mlxdist doctor`: the command on this machine, hosts that do not respond as they should, and what is shown."""
 
 import json
 import os
@@ -17,14 +17,16 @@ from fake_ssh import fake_ssh, through_a_shell
 from launching import nothing_left  # noqa: F401  (a fixture of every test)
 from rich.console import Console
 
-from mlxdist.cluster.hostfile import Host, parse
+from mlxdist.cluster.hostfile.hosts import Host
 from mlxdist.cluster.hostfile.options import HostSelection
+from mlxdist.cluster.hostfile.parsing import parse
+from mlxdist.cluster.hostfile.writing import write
 from mlxdist.cluster.ssh import rpc_client
 from mlxdist.cluster.ssh.protocol import GREETING, Kind, pack_json
-from mlxdist.tools.doctor import preflight, report
+from mlxdist.tools.doctor import report
 from mlxdist.tools.doctor.checks import CHECKS, run_checks
 from mlxdist.tools.doctor.cluster import CheckOptions, Cluster, Job
-from mlxdist.tools.doctor.exclude import failed_hosts, hostfile_without
+from mlxdist.tools.doctor.diagnose import failed_hosts, preflight, without_hosts
 from mlxdist.tools.doctor.findings import Finding, Result, Verdict, fail, ok, way
 from mlxdist.tools.doctor.probe import probe
 
@@ -50,10 +52,11 @@ def test_which_hosts_have_failed():
 def test_hostfile_without_a_host():
     rows = [[None, "en1", "en2"], ["en1", None, "en3"], ["en2", "en3", None]]
     text = json.dumps({"envs": ["A=1"], "hosts": [{"ssh": n, "rdma": row} for n, row in zip(NAMES, rows)]})
-    left = parse(hostfile_without(parse(text), ["b"]))
+    left = without_hosts(parse(text), ["b"])
     assert [host.name for host in left.hosts] == ["a", "c"] and left.envs == ("A=1",)
     assert [host.rdma for host in left.hosts] == [((), ("en2",)), (("en2",), ())]
-    assert hostfile_without(parse("a slots=2\nb slots=2\n"), ["a"]) == "b slots=2\n"
+    left = without_hosts(parse("a slots=2\nb slots=2\n"), ["a"])
+    assert write(left, left.format) == "b slots=2\n"
 
 
 def test_a_current_folder_that_is_gone(tmp_path):
@@ -162,7 +165,7 @@ def test_a_host_with_another_version(tmp_path):
 def test_a_silent_host(tmp_path, monkeypatch):
     monkeypatch.setattr(rpc_client, "CONNECT_SECONDS", 3.0)
     found = probed(fake_ssh(tmp_path, "import time; time.sleep(60)"))
-    assert "a" in failures(found)["reachable"] and "does not answer" in str(found.errors["who"]["a"])
+    assert "a" in failures(found)["reachable"] and "does not respond" in str(found.errors["who"]["a"])
 
 
 @pytest.mark.long

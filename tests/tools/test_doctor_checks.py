@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from doctor_facts import GIB, NAMES, VERSIONS, cluster, facts
 
-from mlxdist.cluster.hostfile import Host
+from mlxdist.cluster.hostfile.hosts import Host
 from mlxdist.launch.reaper import LOST_DOMAINS
 from mlxdist.tools.doctor.checks import run_checks
 from mlxdist.tools.doctor.checks.files import check_model, check_script
@@ -47,12 +47,12 @@ def test_all_is_well():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("c does not answer: Permission denied (publickey).", "ssh-copy-id c"),
-        ("c does not answer: Host key verification failed.", "ssh c true"),
-        ("c does not answer: ssh: Could not resolve hostname c: no", "HostName"),
-        ("c does not answer: ssh: connect to host c port 22: Connection refused", "systemctl enable --now ssh"),
-        ("c does not answer: ssh: connect to host c port 22: No route to host", "ping c"),
-        ("c does not answer within 30 s", "ssh -o BatchMode=yes c uptime"),
+        ("c does not respond: Permission denied (publickey).", "ssh-copy-id c"),
+        ("c does not respond: Host key verification failed.", "ssh c true"),
+        ("c does not respond: ssh: Could not resolve hostname c: no", "HostName"),
+        ("c does not respond: ssh: connect to host c port 22: Connection refused", "systemctl enable --now ssh"),
+        ("c does not respond: ssh: connect to host c port 22: No route to host", "ping c"),
+        ("c does not respond within 30 s", "ssh -o BatchMode=yes c uptime"),
     ],
 )
 def test_reachable(text, words):
@@ -75,7 +75,7 @@ def test_python():
     broken = cluster(facts(**{"import": {"error": "ImportError: no native library"}}))
     assert only(check_python(broken)).verdict is Verdict.FAIL
     assert only(check_python(cluster(facts(**{"import": {"error": "", "seconds": 90.0}})))).verdict is Verdict.WARN
-    error = ProbeError("c does not answer: /p: No module named mlxdist", False)
+    error = ProbeError("c does not respond: /p: No module named mlxdist", False)
     without = Cluster((Host("c"),), errors={"who": {"c": error}})
     assert only(check_python(without)).verdict is Verdict.FAIL and not of(check_reachable(without))
 
@@ -445,7 +445,7 @@ def test_links():
 
 
 def test_nothing_is_well_where_no_host_responds():
-    error = ProbeError("a does not answer within 30 s", False)
+    error = ProbeError("a does not respond within 30 s", False)
     found = run_checks(Cluster((Host("a"),), errors={"who": {"a": error}}), after_job=False)
     verdicts = {result.check: result.verdict for result in found}
     assert verdicts.pop("reachable") is Verdict.FAIL and set(verdicts.values()) == {Verdict.SKIP}, verdicts

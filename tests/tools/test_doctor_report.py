@@ -18,14 +18,13 @@ from ssh_hosts import ssh_hosts
 from test_doctor_hosts import exporting
 
 from mlxdist.base.errors import ResourceError
-from mlxdist.cluster.hostfile import parse
 from mlxdist.cluster.hostfile.options import HostSelection
+from mlxdist.cluster.hostfile.parsing import parse
 from mlxdist.tools.doctor.diagnose import make_options
 from mlxdist.tools.doctor.diagnostics.command import make_report
 from mlxdist.tools.doctor.diagnostics.document import MAX_BYTES, Section, fenced, write_document
-from mlxdist.tools.doctor.diagnostics.rdma_runs import rdma_runs
 from mlxdist.tools.doctor.diagnostics.redact import Redactor
-from mlxdist.tools.doctor.diagnostics.runs import Run
+from mlxdist.tools.doctor.diagnostics.runs import Run, rdma_runs
 from mlxdist.tools.doctor.diagnostics.sections import SECTIONS, Context, Step, _add_run
 
 DOCTOR = [sys.executable, "-m", "mlxdist", "doctor"]

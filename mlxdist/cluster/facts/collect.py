@@ -21,7 +21,7 @@ from .thunderbolt import Receptacle, read_receptacles
 
 __all__ = ["PRINTED", "HostFacts", "collect_here", "collect_hosts", "output_of", "read_facts"]
 
-_SECONDS = 60.0  # system_profiler takes some, and networksetup asks for each service
+_SECONDS = 60.0  # system_profiler takes some, and networksetup reads each service
 _COMMAND_SECONDS = 10.0
 _MAX_BYTES = 16 << 20
 # Sections of the output for a bug report. Names of network services, such as those of a VPN, are private.
@@ -89,61 +89,38 @@ main "$@"
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What one host reports. None and empty: not known, because the system has no such thing, or does not say.
+    """What one host reports. None and empty: not known, because the system has no such thing, or does not say."""
 
-    Attributes:
-        name: what ssh connects to.
-        system: "Darwin" or "Linux".
-        architecture: of the processor; "arm64".
-        macos: its version; (26, 3).
-        release: that version, or of another system's kernel; version: the same for people.
-        model, chip: of a Mac, and of its processor.
-        load: processes that want a core.
-        power: settings of pmset or systemd about sleep.
-        root: whether commands are run as root there already.
-        sudo: whether `sudo -n` runs them without a password.
-        rdma_ctl: "enabled", "disabled".
-        rdma: the RDMA device of each interface that has one.
-        kernel_rdma: whether Linux has a driver for RDMA.
-        denied: files of RDMA devices that this user may not open.
-        memlock: bytes that a process may lock, where there is a limit.
-        ports: the interface of each hardware port of a Mac.
-        default: the interface that other networks are reached by.
-        wireless: interfaces of Wi-Fi.
-        network_manager: whether NetworkManager runs there.
-        unreadable: what has another form than expected, in words; only cables need it.
-        printed: what commands printed, by section.
-    """
-
-    name: str = "localhost"
-    system: str = "Linux"
-    architecture: str = ""
-    macos: tuple[int, ...] | None = None
-    release: str = ""
-    version: str = ""
+    name: str = "localhost"  # what ssh connects to
+    system: str = "Linux"  # "Darwin" or "Linux"
+    architecture: str = ""  # of the processor; "arm64"
+    macos: tuple[int, ...] | None = None  # its version; (26, 3)
+    release: str = ""  # that version, or of another system's kernel
+    version: str = ""  # the same for people
     build: str = ""
+    # model, chip: of a Mac, and of its processor
     model: str = ""
     chip: str = ""
     cores: int = 1
-    load: float = 0.0
+    load: float = 0.0  # processes that want a core
     memory: Memory = Memory()
-    power: Mapping[str, Any] = field(default_factory=dict)
-    root: bool = False
-    sudo: bool = False
-    rdma_ctl: str | None = None
-    rdma: Mapping[str, str] = field(default_factory=dict)
-    kernel_rdma: bool | None = None
-    denied: tuple[str, ...] = ()
-    memlock: int | None = None
+    power: Mapping[str, Any] = field(default_factory=dict)  # settings of pmset or systemd about sleep
+    root: bool = False  # whether commands are run as root there already
+    sudo: bool = False  # whether `sudo -n` runs them without a password
+    rdma_ctl: str | None = None  # "enabled", "disabled"
+    rdma: Mapping[str, str] = field(default_factory=dict)  # the RDMA device of each interface that has one
+    kernel_rdma: bool | None = None  # whether Linux has a driver for RDMA
+    denied: tuple[str, ...] = ()  # files of RDMA devices that this user may not open
+    memlock: int | None = None  # bytes that a process may lock, where there is a limit
     receptacles: tuple[Receptacle, ...] = ()
-    ports: Mapping[str, str] = field(default_factory=dict)
+    ports: Mapping[str, str] = field(default_factory=dict)  # the interface of each hardware port of a Mac
     services: tuple[Service, ...] = ()
     interfaces: tuple[Interface, ...] = ()
-    default: str = ""
-    wireless: frozenset[str] = frozenset()
-    network_manager: bool = False
-    unreadable: str = ""
-    printed: Mapping[str, str] = field(default_factory=dict, repr=False)
+    default: str = ""  # the interface that other networks are reached by
+    wireless: frozenset[str] = frozenset()  # interfaces of Wi-Fi
+    network_manager: bool = False  # whether NetworkManager runs there
+    unreadable: str = ""  # what has another form than expected, in words; only cables need it
+    printed: Mapping[str, str] = field(default_factory=dict, repr=False)  # what commands printed, by section
 
     @property
     def is_mac(self) -> bool:
@@ -159,31 +136,28 @@ class HostFacts:
 def collect_hosts(names: Sequence[str], ssh_config: SshConfig) -> tuple[list[HostFacts], dict[str, str]]:
     """Facts of the hosts that respond, with those for `mlxdist config`; for each other host what is wrong."""
     found, wrong = [], {}
-    for answer in run_everywhere(names, ["sh", "-s", "setup"], ssh_config, input=_SCRIPT, seconds=_SECONDS):
+    for result in run_everywhere(names, ["sh", "-s", "setup"], ssh_config, input=_SCRIPT, seconds=_SECONDS):
         try:
-            found.append(read_facts(answer.name, answer.output))
+            found.append(read_facts(result.name, result.output))
         except InvalidArgument as error:
-            wrong[answer.name] = _what_is_wrong(answer, error)
+            wrong[result.name] = _what_is_wrong(result, error)
     return found, wrong
 
 
 @functools.cache
 def collect_here() -> HostFacts:
     """Facts of this machine, as of the first call; those that the script has printed in time."""
-    answer = run("localhost", ["/bin/sh", "-s"], input=_SCRIPT, seconds=_SECONDS)
-    facts = _facts("localhost", _sections(answer.output), platform.system())
+    result = run("localhost", ["/bin/sh", "-s"], input=_SCRIPT, seconds=_SECONDS)
+    facts = _facts("localhost", _sections(result.output), platform.system())
     return replace(facts, architecture=platform.machine())  # of this Python, which may be for another processor
 
 
 def read_facts(name: str, text: str) -> HostFacts:
-    """What the script printed on a host.
-
-    Raises:
-        InvalidArgument: it did not come to its end, or this is neither macOS nor Linux.
-    """
+    """What the script printed on a host. Raises InvalidArgument: it did not come to its end, or this is neither macOS
+    nor Linux."""
     sections = _sections(text)
     if "end" not in sections:
-        raise InvalidArgument(f"{name} does not answer all questions")
+        raise InvalidArgument(f"{name} printed only a part of its facts")
     system = sections.get("system", "").strip()
     if system not in ("Darwin", "Linux"):
         raise InvalidArgument(
@@ -278,8 +252,8 @@ def _linux(output: Callable[[str], str], sections: Mapping[str, str]) -> dict[st
     }
 
 
-def _what_is_wrong(answer: CommandResult, error: InvalidArgument) -> str:
-    if answer.status == 0:
+def _what_is_wrong(result: CommandResult, error: InvalidArgument) -> str:
+    if result.status == 0:
         return str(error)
-    words = answer.last_words or f"exit status {answer.status}"
-    return f"{answer.name} does not answer: {words}{agent_advice(answer.name, words)}"
+    words = result.last_words or f"exit status {result.status}"
+    return f"{result.name} does not respond: {words}{agent_advice(result.name, words)}"

@@ -31,21 +31,15 @@ class Interface:
 
 @dataclass(frozen=True)
 class Service:
-    """A network service of macOS: settings for an interface that outlive a restart.
-
-    Attributes:
-        method: "manual", "dhcp", "off", or another way to its address, or "" where macOS does not say.
-        address: what is set by hand; of other methods None.
-        router: what is set with it, "" if nothing.
-    """
+    """A network service of macOS: settings for an interface that outlive a restart."""
 
     name: str
     port: str
     interface: str
     enabled: bool = True
-    method: str = ""
-    address: IPv4Interface | None = field(default=None)
-    router: str = ""
+    method: str = ""  # "manual", "dhcp", "off", or another way to its address, or "" where macOS does not say
+    address: IPv4Interface | None = field(default=None)  # what is set by hand; of other methods None
+    router: str = ""  # what is set with it, "" if nothing
 
 
 def hardware_ports(text: str) -> dict[str, str]:

@@ -42,11 +42,8 @@ class Receptacle:
 
 
 def read_receptacles(text: str, ports: Mapping[str, str] = {}) -> tuple[Receptacle, ...]:
-    """In the order of their numbers. ``ports``: the interface of each hardware port.
-
-    Raises:
-        InvalidArgument: this is not what system_profiler prints.
-    """
+    """In the order of their numbers. ``ports``: the interface of each hardware port. Raises InvalidArgument: this is
+    not what system_profiler prints."""
     try:
         buses = json.loads(text)["SPThunderboltDataType"]
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -49,11 +49,8 @@ class MalformedMap(ValueError):
 
 
 def load(setting: str) -> DeviceMap:
-    """The map that MLXDIST_DEVICE_MAP stands for: the matrix itself, or the name of a file.
-
-    Raises:
-        InvalidArgument: the file cannot be read, or the map is malformed or not symmetric.
-    """
+    """The map that MLXDIST_DEVICE_MAP stands for: the matrix itself, or the name of a file. Raises InvalidArgument: the
+    file cannot be read, or the map is malformed or not symmetric."""
     if setting.lstrip()[:1] in ("[", "{"):
         return parse(setting)
     try:
@@ -67,11 +64,8 @@ def load(setting: str) -> DeviceMap:
 
 
 def parse(text: str, source: str = _VARIABLE) -> DeviceMap:
-    """The map in ``text``.
-
-    Raises:
-        InvalidArgument: it is malformed or not symmetric; the message names ``source``, the host and the column.
-    """
+    """The map in ``text``. Raises InvalidArgument: it is malformed or not symmetric; the message names ``source``, the
+    host and the column."""
     try:
         return DeviceMap(rows_of(json.loads(text)), source)
     except json.JSONDecodeError as error:
@@ -84,11 +78,8 @@ def parse(text: str, source: str = _VARIABLE) -> DeviceMap:
 
 
 def rows_of(found: Any) -> tuple[tuple[tuple[str, ...], ...], ...]:
-    """`DeviceMap.rows` of what has been read from JSON: a matrix, or hosts that have a row each.
-
-    Raises:
-        MalformedMap: it is none, or not symmetric.
-    """
+    """`DeviceMap.rows` of what has been read from JSON: a matrix, or hosts that have a row each. Raises MalformedMap:
+    it is none, or not symmetric."""
     entries = found.get("hosts") if isinstance(found, dict) else found
     if not isinstance(entries, list) or not entries:
         raise MalformedMap('it must be a list of rows, a list of hosts with "rdma" each, or {"hosts": [...]}')

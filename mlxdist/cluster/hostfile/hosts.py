@@ -40,17 +40,11 @@ MAX_MEASURED = {"tflops": 1e4, "memory_gbps": 1e5, "link_gbps": 1e4}
 
 @dataclass(frozen=True)
 class Measured:
-    """What `mlxdist calibrate` has found out about a host. GB are 10^9 bytes.
+    """What `mlxdist calibrate` has found out about a host. GB are 10^9 bytes."""
 
-    Attributes:
-        tflops: of the fastest matrix product, 10^12 operations a second.
-        memory_gbps: GB/s at which a product of one row reads its weights, as in decoding.
-        link_gbps: GB/s of its slowest link to another host; None where there is no other.
-    """
-
-    tflops: float
-    memory_gbps: float
-    link_gbps: float | None = None
+    tflops: float  # of the fastest matrix product, 10^12 operations a second
+    memory_gbps: float  # GB/s at which a product of one row reads its weights, as in decoding
+    link_gbps: float | None = None  # GB/s of its slowest link to another host; None where there is no other
 
     def as_json(self) -> dict[str, float]:
         return {name: value for name, value in vars(self).items() if value is not None}
@@ -58,52 +52,35 @@ class Measured:
 
 @dataclass(frozen=True)
 class Host:
-    """One entry of a hostfile.
+    """One entry of a hostfile."""
 
-    Attributes:
-        name: what ssh connects to: a name or address, user@ before it if wanted.
-        slots: how many ranks run there.
-        ips: addresses that other hosts reach it at, the best first; may be empty.
-        rdma: for each host of the file the devices whose cables lead there; empty where no device is named.
-        line: where it stands, from 1; 0 if it comes from no file.
-        ports: one for each of ``ips``, where a file for MLX's ring names them.
-    """
-
-    name: str
-    slots: int = 1
-    ips: tuple[str, ...] = ()
+    name: str  # what ssh connects to: a name or address, user@ before it if wanted
+    slots: int = 1  # how many ranks run there
+    ips: tuple[str, ...] = ()  # addresses that other hosts reach it at, the best first; may be empty
+    # for each host of the file the devices whose cables lead there; empty where no device is named
     rdma: tuple[tuple[str, ...], ...] = ()
-    line: int = 0
-    ports: tuple[int, ...] = ()
+    line: int = 0  # where it stands, from 1; 0 if it comes from no file
+    ports: tuple[int, ...] = ()  # one for each of ``ips``, where a file for MLX's ring names them
 
 
 @dataclass(frozen=True)
 class Hostfile:
-    """Hosts in the order of their ranks.
-
-    Attributes:
-        backend: what the ranks communicate through; empty where the file does not say.
-        envs: NAME=VALUE, to be set for all ranks.
-        warnings: what is probably a mistake and changes nothing, each with its line.
-    """
+    """Hosts in the order of their ranks."""
 
     hosts: tuple[Host, ...]
-    backend: str = ""
-    envs: tuple[str, ...] = ()
+    backend: str = ""  # what the ranks communicate through; empty where the file does not say
+    envs: tuple[str, ...] = ()  # NAME=VALUE, to be set for all ranks
     source: str = "hostfile"
     format: str = "json"
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # what is probably a mistake and changes nothing, each with its line
 
     @property
     def ranks(self) -> int:
         return sum(host.slots for host in self.hosts)
 
     def merged(self) -> "Hostfile":
-        """Each host once, with all its ranks: JSON may repeat a host for each rank.
-
-        Raises:
-            InvalidArgument: the ranks of a host are apart, or a repeated host has devices.
-        """
+        """Each host once, with all its ranks: JSON may repeat a host for each rank. Raises InvalidArgument: the ranks
+        of a host are apart, or a repeated host has devices."""
         merged: list[Host] = []
         for host in self.hosts:
             if merged and merged[-1].name == host.name and not host.rdma:

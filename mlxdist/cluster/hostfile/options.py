@@ -37,18 +37,12 @@ _OPTIONS = (
 
 @dataclass(frozen=True)
 class HostSelection:
-    """What the user has chosen.
+    """What the user has chosen."""
 
-    Attributes:
-        hostfile: None where neither --hostfile nor --hosts is given, so for this machine alone.
-        ssh: the words of the command that reaches other hosts.
-        python: a Python there; empty for the path of this one.
-        arguments: the same choice as words, for a `mlxdist launch` that a command starts.
-    """
-
-    hostfile: Hostfile | None = None
-    ssh: tuple[str, ...] = ("ssh",)
-    python: str = ""
+    hostfile: Hostfile | None = None  # None where neither --hostfile nor --hosts is given, so for this machine alone
+    ssh: tuple[str, ...] = ("ssh",)  # the words of the command that reaches other hosts
+    python: str = ""  # a Python there; empty for the path of this one
+    # the same choice as words, for a `mlxdist launch` that a command starts
     arguments: list[str] = field(default_factory=list)
 
     @property

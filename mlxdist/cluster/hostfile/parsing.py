@@ -29,11 +29,7 @@ _ADDRESS = re.compile(r"\[?([0-9A-Fa-f.:%\w]+?)\]?:([0-9]{1,5})")
 
 
 def read(path: str | os.PathLike[str]) -> Hostfile:
-    """The hostfile at ``path``; see `parse`.
-
-    Raises:
-        InvalidArgument: it cannot be read, or what `parse` raises.
-    """
+    """The hostfile at ``path``; see `parse`. Raises InvalidArgument: it cannot be read, or what `parse` raises."""
     try:
         data = read_bounded(path, _MAX_BYTES)
     except ValueError as error:
@@ -47,10 +43,7 @@ def read(path: str | os.PathLike[str]) -> Hostfile:
 
 def parse(text: str, source: str = "hostfile") -> Hostfile:
     """The hostfile in ``text``: JSON as MLX has it, lines of ``host slots=N`` or ``host:N``, or MLX_HOSTFILE's lists.
-
-    Raises:
-        InvalidArgument: malformed; each line of the message names the line of the file.
-    """
+    Raises InvalidArgument: malformed; each line of the message names the line of the file."""
     problems = Problems()
     try:
         is_json = _JSON.match(text) or _SCALAR.fullmatch(text)

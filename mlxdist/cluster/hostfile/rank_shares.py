@@ -8,7 +8,7 @@ from mlxdist.base.validation import map_of
 
 from .hosts import MAX_MEASURED, Host, Hostfile, Measured, check_measurement
 
-__all__ = ["MEASUREMENTS", "check_hosts", "measured_hosts", "speeds", "weight_variables"]
+__all__ = ["MEASUREMENTS", "check_hosts", "measured_hosts", "speeds", "rank_share_variables"]
 
 MAX_HOSTS = 10_000
 # What a plan can be made for: the measurement that decides, and the variable that ranks read. A decoded token reads
@@ -20,11 +20,7 @@ MEASUREMENTS = {
 
 
 def measured_hosts() -> dict[str, Measured]:
-    """By name, what the tuning file says of hosts.
-
-    Raises:
-        InvalidArgument: the file is malformed.
-    """
+    """By name, what the tuning file says of hosts. Raises InvalidArgument: the file is malformed."""
     path = tuning_file.find(tuning_file.setting())
     return {} if path is None else tuning_file.read_section(path, "hosts", check_hosts, {})
 
@@ -69,8 +65,8 @@ def speeds(hostfile: Hostfile, by: str = "memory", measured: dict[str, Measured]
     return [round(speed / min(each), 4) for host, speed in zip(hostfile.hosts, each) for _ in range(host.slots)]
 
 
-def weight_variables(hostfile: Hostfile) -> dict[str, str]:
-    """The variables that tell ranks how fast they all are; none where a host is not measured."""
+def rank_share_variables(hostfile: Hostfile) -> dict[str, str]:
+    """The variables with the speeds of all ranks; none where a host is not measured."""
     measured = measured_hosts()
     if any(host.name not in measured for host in hostfile.hosts):
         return {}

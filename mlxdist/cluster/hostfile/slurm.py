@@ -74,11 +74,8 @@ def _numbers(inside: str, nodes: str) -> Iterator[str]:
 
 
 def tasks_per_node(tasks: str, nodes: int) -> list[int]:
-    """SLURM_TASKS_PER_NODE: ``4``, ``2(x3),1``; one number for each of ``nodes`` hosts.
-
-    Raises:
-        InvalidArgument: malformed, or for another number of hosts.
-    """
+    """SLURM_TASKS_PER_NODE: ``4``, ``2(x3),1``; one number for each of ``nodes`` hosts. Raises InvalidArgument:
+    malformed, or for another number of hosts."""
     counts: list[int] = []
     for part in tasks.split(","):
         match = _TASKS.fullmatch(part)

@@ -33,13 +33,14 @@ def write(hostfile: Hostfile, format: str) -> str:
     return "".join(_line(host, format) for host in hostfile.merged().hosts)
 
 
-def save(hostfile: Hostfile, path: str | os.PathLike[str]) -> None:
-    """Writes ``hostfile`` as JSON. Readers of ``path`` see either the old or the new content.
-
-    Raises:
-        OSError: it cannot be written; the old file is as it was.
-    """
-    atomic_write(path, _json(hostfile))
+def save(hostfile: Hostfile, path: str | os.PathLike[str], format: str = "json") -> None:
+    """Writes a file. Readers of ``path`` see either the old or the new content. Raises InvalidArgument: it cannot be
+    written, and the old file is as it was; or what `write` raises."""
+    text = write(hostfile, format)
+    try:
+        atomic_write(path, text)
+    except OSError as error:
+        raise InvalidArgument(f"{os.fspath(path)}: {error.strerror}") from None
 
 
 def _json(hostfile: Hostfile) -> str:

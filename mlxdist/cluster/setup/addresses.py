@@ -30,11 +30,8 @@ class Link:
 
 
 def assign_addresses(machines: Sequence[HostFacts], topology: Topology, within: IPv4Network = RANGE) -> list[Link]:
-    """One link for each cable that has interfaces. What can be kept is kept, so a second time changes nothing.
-
-    Raises:
-        InvalidArgument: ``within`` has too few subnets left.
-    """
+    """One link for each cable that has interfaces. What can be kept is kept, so a second time changes nothing. Raises
+    InvalidArgument: ``within`` has too few subnets left."""
     cables = [cable for cable in topology.cables if cable.a.interface and cable.b.interface]
     ends = {(end.host, end.interface) for cable in cables for end in (cable.a, cable.b)}
     taken = [

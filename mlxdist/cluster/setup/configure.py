@@ -1,7 +1,5 @@
 """The steps of `mlxdist config`: collect facts, find cables, give them addresses, write the hostfile; and the undo."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys
@@ -29,7 +27,7 @@ from .steps import Step, is_undone, plan_steps
 from .undo import UndoFile, run_steps
 from .verify import Check, checks_of_addresses, checks_of_links, verify
 
-__all__ = ["Options", "configure", "undo", "write_hostfile"]
+__all__ = ["Configuration", "Options", "undo", "write_hostfile"]
 
 _OUTPUT = "rmlx-hosts.json"
 
@@ -71,17 +69,8 @@ class Options:
         return self.as_json or self.output == "-"
 
 
-def configure(chosen: HostSelection, options: Options) -> int:
-    """Returns the exit status.
-
-    Raises:
-        InvalidArgument: hosts do not respond, or the options do not fit what was found.
-    """
-    return _Run(chosen, options).run()
-
-
-class _Run:
-    """``status``: the exit status so far."""
+class Configuration:
+    """One run of `mlxdist config`: what the options leave open is found or taken from the hostfile."""
 
     def __init__(self, chosen: HostSelection, options: Options) -> None:
         self._chosen, self._options = chosen, options
@@ -96,6 +85,7 @@ class _Run:
             raise click.UsageError(f"--backend {self._backend} needs cables: --over thunderbolt, or another --backend.")
 
     def run(self) -> int:
+        """Returns the exit status. Raises InvalidArgument: hosts do not respond, or options do not fit the hosts."""
         machines = self._collect()
         (self._cables if self._options.over == "thunderbolt" else self._ethernet)(machines)
         return self._status
@@ -103,12 +93,12 @@ class _Run:
     def _collect(self) -> list[HostFacts]:
         names = [host.name for host in self._chosen.hosts()]
         if sys.stderr.isatty():
-            click.echo(f"asking {len(names)} host{'s' * (len(names) != 1)} ...", err=True)
+            click.echo(f"collecting facts of {len(names)} host{'s' * (len(names) != 1)} ...", err=True)
         machines, wrong = collect_hosts(names, self._chosen.ssh_config)
         _warn(*wrong.values())
         if wrong and not self._options.ignore_unreachable or not machines:
             raise InvalidArgument(
-                f"{len(wrong)} of {len(names)} hosts did not answer; --ignore-unreachable goes on without them"
+                f"{len(wrong)} of {len(names)} hosts did not respond; --ignore-unreachable goes on without them"
             )
         return machines
 
@@ -182,11 +172,11 @@ class _Run:
             if mine := [str(step) for step in steps if step.host == name]:
                 line = " && ".join(mine)
                 line = line if is_this_machine(name) else shlex.join([*self._chosen.ssh, "-t", name, line])
-                _warn(f"{name} asks for a password before sudo; type: {line}")
+                _warn(f"{name} needs a password for sudo; type: {line}")
         runnable = [step for step in steps if step.host not in locked]
         file = UndoFile.beside(_OUTPUT if options.output == "-" else options.output)
         config = self._chosen.ssh_config
-        errors = run_steps(runnable, config, self._say, before=file.add_undo, failed=file.remove_undo)
+        errors = run_steps(runnable, config, self._say, file)
         _warn(*errors)
         if runnable and file.steps:
             self._say(f"`mlxdist config --undo` takes this back ({file.path})")
@@ -225,11 +215,8 @@ class _Run:
 
 
 def undo(chosen: HostSelection, output: str, dry_run: bool) -> int:
-    """Takes back what --auto-setup did. A step that succeeds leaves the file, so a second try does the rest.
-
-    Raises:
-        InvalidArgument: there is no file of steps beside ``output``.
-    """
+    """Takes back what --auto-setup did. A step that succeeds leaves the file, so a second try does the rest. Raises
+    InvalidArgument: there is no file of steps beside ``output``."""
     file = UndoFile.beside(output)
     if not file.steps:
         raise InvalidArgument(f"there is no {file.path}: nothing was set up, or it was taken back already")
@@ -243,17 +230,13 @@ def undo(chosen: HostSelection, output: str, dry_run: bool) -> int:
     for step in [step for step in steps if step.host in found and is_undone(step, found[step.host])]:
         click.echo(f"{step.host}: {step} (not needed any more)")
         file.remove(step)
-    errors = run_steps(file.steps[::-1], chosen.ssh_config, click.echo, after=file.remove, go_on=True)
+    errors = run_steps(file.steps[::-1], chosen.ssh_config, click.echo, file, undoing=True)
     _warn(*errors, *([f"the remaining steps are in {file.path}; run this again"] if errors else []))
     return int(bool(errors))
 
 
 def write_hostfile(path: str, text: str, say: Callable[[str], None]) -> None:
-    """A file that is replaced by another one is kept beside it.
-
-    Raises:
-        InvalidArgument: it cannot be written.
-    """
+    """Raises InvalidArgument: it cannot be written. A file that is replaced by another one is kept beside it."""
     try:
         if former := atomic_file.back_up(path, text):
             click.echo(f"the former {path} is now {former}", err=True)

@@ -46,18 +46,12 @@ _ACTIONS: Mapping[str, tuple[int, Callable[..., list[str]]]] = {
 
 @dataclass(frozen=True)
 class Step:
-    """A command for one host.
+    """A command for one host."""
 
-    Attributes:
-        host: what ssh connects to.
-        action: a name in the table above, with its values.
-        undo: action and values that take it back; empty where another step's undo does.
-    """
-
-    host: str
-    action: str
+    host: str  # what ssh connects to
+    action: str  # a name in the table above, with its values
     values: tuple[str, ...]
-    undo: tuple[str, ...] = ()
+    undo: tuple[str, ...] = ()  # action and values that take it back; empty where another step's undo does
 
     def __post_init__(self) -> None:
         for action, *values in filter(None, ((self.action, *self.values), self.undo)):

@@ -44,16 +44,6 @@ class UndoFile:
         self.steps.reverse()
         self._write()
 
-    def add_undo(self, step: Step) -> None:
-        """Remembers what takes ``step`` back: before it is run, for it may be interrupted."""
-        if step.undone:
-            self.add(step.undone)
-
-    def remove_undo(self, step: Step) -> None:
-        """``step`` has failed."""
-        if step.undone:
-            self.remove(step.undone)
-
     def _read(self) -> list[Step]:
         try:
             return list(fields_of(_FIELDS, json_of(read_bounded(self.path, _MAX_BYTES), _MAX_BYTES))["steps"])
@@ -82,37 +72,33 @@ _FIELDS = {"mlxdist undo": number(_VERSION, _VERSION), "steps": list_of(_step, _
 
 
 def run_steps(
-    steps: Sequence[Step],
-    ssh_config: SshConfig,
-    say: Callable[[str], None],
-    *,
-    before: Callable[[Step], None] = lambda step: None,
-    failed: Callable[[Step], None] = lambda step: None,
-    after: Callable[[Step], None] = lambda step: None,
-    go_on: bool = False,
+    steps: Sequence[Step], ssh_config: SshConfig, say: Callable[[str], None], file: UndoFile, undoing: bool = False
 ) -> list[str]:
-    """One after the other, each shown first. What went wrong; after that nothing more is run on that host.
+    """Runs the steps in their order, each shown first, and keeps ``file`` up to date. Returns what went wrong.
 
-    ``failed`` is not called where a step may have had its effect all the same: the connection was lost, or the time
-    over. ``go_on``: steps do not depend on those before them; only a host that is lost is left alone.
+    After a failure nothing more is run on that host. ``undoing``: the steps are those of ``file``, which do not depend
+    on each other, so only a host that is lost is skipped.
     """
     errors: list[str] = []
-    left_alone: set[str] = set()
+    skipped: set[str] = set()
     for step in steps:
-        if step.host in left_alone:
+        if step.host in skipped:
             continue
         say(f"{step.host}: {step}")
-        before(step)
-        answer = run(step.host, [*_AS_ROOT, *step.words], ssh_config, seconds=_SECONDS)
+        inverse = None if undoing else step.undone
+        if inverse:
+            file.add(inverse)  # before the step is run, for it may be interrupted
+        result = run(step.host, [*_AS_ROOT, *step.words], ssh_config, seconds=_SECONDS)
         # networksetup says that something went wrong, but not always by its exit status, and on standard output.
-        words = answer.last_words or " ".join(answer.output.strip().splitlines()[-2:])
-        if answer.status == 0 and "** Error" not in answer.output:
-            after(step)
+        words = result.last_words or " ".join(result.output.strip().splitlines()[-2:])
+        if result.status == 0 and "** Error" not in result.output:
+            if undoing:
+                file.remove(step)
             continue
-        is_lost = answer.status in (LOST, TOO_LATE)
-        if not is_lost:
-            failed(step)
-        if is_lost or not go_on:
-            left_alone.add(step.host)
-        errors.append(f"{step.host}: `{step}` failed: {words or f'exit status {answer.status}'}")
+        is_lost = result.status in (LOST, TOO_LATE)  # the step may have had its effect all the same
+        if inverse and not is_lost:
+            file.remove(inverse)
+        if is_lost or not undoing:
+            skipped.add(step.host)
+        errors.append(f"{step.host}: `{step}` failed: {words or f'exit status {result.status}'}")
     return errors

@@ -74,7 +74,7 @@ def checks_of_addresses(machines: Sequence[HostFacts], choices: Sequence[Choice 
 
 
 def verify(checks: Sequence[Check], ssh_config: SshConfig) -> list[str]:
-    """What is wrong, and what to do: one text for each check that has failed, alike where a host does not answer."""
+    """What is wrong, and what to do: one text for each check that has failed, alike where a host does not respond."""
     hosts = list(dict.fromkeys(check.host for check in checks))
 
     def check_host(host: str) -> list[str]:

@@ -118,4 +118,4 @@ def _receive(connection: Connection, deadline: float, what: str) -> list[tuple[i
     try:
         return connection.receive(deadline)
     except TimeoutError:
-        raise TimeoutError(f"does not answer {what}") from None
+        raise TimeoutError(f"does not respond to {what}") from None

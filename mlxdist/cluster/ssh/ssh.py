@@ -103,7 +103,7 @@ def run(
         except subprocess.TimeoutExpired as late:
             process.kill()
             out, err = ((data or b"").decode(errors="replace") for data in (late.stdout, late.stderr))
-            return CommandResult(name, TOO_LATE, out, f"{err}\nno answer within {seconds:g} s")
+            return CommandResult(name, TOO_LATE, out, f"{err}\nno response within {seconds:g} s")
         except BaseException:
             process.kill()
             raise
@@ -146,11 +146,11 @@ def cannot_run(name: str, error: OSError) -> str:
     return f"{name}: the command {error.filename!r} cannot be run: {error.strerror}; see {option}"
 
 
-def why_lost(name: str, answered: bool, words: str) -> str:
-    """The end of a connection to a module of mlxdist. ``answered``: it had started; ``words``: what was said last."""
-    if answered:
+def why_lost(name: str, responded: bool, words: str) -> str:
+    """The end of a connection to a module of mlxdist. ``responded``: it had started; ``words``: what was said last."""
+    if responded:
         return f"the connection to {name} was lost{f': {words}' if words else ''}"
-    return f"{name} does not answer: {words or 'ssh ended without a word'}{agent_advice(name, words)}"
+    return f"{name} does not respond: {words or 'ssh ended without a word'}{agent_advice(name, words)}"
 
 
 def agent_advice(name: str, words: str) -> str:

@@ -1,6 +1,7 @@
 """Hosts and cables as a picture: in the terminal, as DOT for Graphviz, and as SVG."""
 
 import html
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -109,9 +110,7 @@ def _render(rows: Sequence[tuple[int, str, _Wire | None]], wires: Sequence[_Wire
 
 
 def _line(cells: Sequence[tuple[str, str]]) -> Text:
-    text = Text()
-    for letter, style in cells:
-        text.append(letter, style or None)
+    text = Text.assemble(*cells)
     text.rstrip()
     return text
 
@@ -119,21 +118,17 @@ def _line(cells: Sequence[tuple[str, str]]) -> Text:
 def as_dot(topology: Topology) -> str:
     """What Graphviz draws: `dot -Tpng`."""
     lines = ["graph G {", "  node [shape=rectangle];"]
-    lines += [f"  h{i} [label={_quoted(name)}];" for i, name in enumerate(topology.names)]
+    lines += [f"  h{i} [label={json.dumps(name, ensure_ascii=False)}];" for i, name in enumerate(topology.names)]
     for cable in topology.cables:
         label = f"{cable.a.interface or cable.a.port}/{cable.b.interface or cable.b.port}"
         label += f" {cable.speed} Gb/s" if cable.speed is not None else ""
         color = "" if cable.rdma else ", color=orange"
-        lines.append(f"  h{cable.a.host} -- h{cable.b.host} [label={_quoted(label)}{color}];")
+        lines.append(f"  h{cable.a.host} -- h{cable.b.host} [label={json.dumps(label, ensure_ascii=False)}{color}];")
     lines += [f'  h{a} -- h{b} [style=dashed, color=red, label="missing"];' for a, b in topology.gaps]
     return "\n".join([*lines, "}"]) + "\n"
 
 
-def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-# The colors on a dark page, where a browser asks for them.
+# Colors for a browser's dark mode.
 _DARK = """<style>@media (prefers-color-scheme: dark) {
 rect {fill: #161b22; stroke: #8b949e} text {fill: #e6edf3} text[stroke] {stroke: #0d1117}
 path[stroke="#1a7f37"] {stroke: #3fb950} text[fill="#1a7f37"] {fill: #3fb950}

@@ -103,11 +103,8 @@ class Topology:
 
 
 def build_topology(machines: Sequence[HostFacts], named: Sequence[str] = ()) -> Topology:
-    """Of the cables that Macs see, and of those that the user names: "a:eth1=b:eth1".
-
-    Raises:
-        InvalidArgument: a cable is named that cannot be, or a Mac is there twice.
-    """
+    """Of the cables that Macs see, and of those that the user names: "a:eth1=b:eth1". Raises InvalidArgument: a cable
+    is named that cannot be, or a Mac is there twice."""
     found, notes = _thunderbolt_cables(machines)
     cables = tuple(sorted([*found, *_named_cables(machines, named)], key=_order))
     pairs = {cable.pair for cable in cables}

@@ -37,11 +37,8 @@ class DeviceSelection:
     nodes: Sequence[NodeInfo] = ()
 
     def without_rdma(self, environment: Environment, why: str) -> Choice:
-        """What this rank uses instead where RDMA devices were chosen and could not be set up: ``why``.
-
-        Raises:
-            InvalidArgument: nothing else connects two ranks; raised on all ranks, so none waits for another.
-        """
+        """What this rank uses instead where RDMA devices were chosen and could not be set up: ``why``. Raises
+        InvalidArgument: nothing else connects two ranks; raised on all ranks, so none waits for another."""
         links, transport = environment.links_per_peer or 1, environment.soft_transport
         choices = [choose(self.nodes, r, "soft", None, links, transport) for r in range(len(self.nodes))]
         reason = f"{why}; instead of RDMA ranks use shared memory within a host and TCP between hosts"

@@ -10,7 +10,7 @@ from mlxdist.cluster.facts.thunderbolt import THUNDERBOLT_5, Receptacle
 
 from .device import Device, port_remedy
 
-__all__ = ["Finding", "Verdict", "diagnose_device", "diagnose_host"]
+__all__ = ["Finding", "Verdict", "diagnose", "diagnose_device", "diagnose_host"]
 
 _MACOS = (26, 2)
 _MEMLOCK = 64 << 20  # slabs of a few dozen peers
@@ -46,6 +46,12 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.what}; {self.remedy}" if self.remedy else self.what
+
+
+def diagnose(facts: HostFacts, devices: Sequence[Device], error: str = "") -> list[Finding]:
+    """What is wrong with the machine and with each device."""
+    of_devices = [finding for device in devices for finding in diagnose_device(device, facts)]
+    return [*diagnose_host(facts, devices, error), *of_devices]
 
 
 def diagnose_host(facts: HostFacts, devices: Sequence[Device], error: str = "") -> list[Finding]:

@@ -2,9 +2,10 @@
 
 import enum
 import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .device import Device, Gid
+from .device import Gid
 
 __all__ = ["Nearness", "Route", "find_route", "in_one_subnet"]
 
@@ -32,7 +33,7 @@ class Route:
     nearness: Nearness
 
 
-def find_route(near: Device, far: Device, one_host: bool = False) -> Route | None:
+def find_route(near: Sequence[Gid], far: Sequence[Gid], one_host: bool = False) -> Route | None:
     """The best addresses of two devices for each other: IPv4 of one subnet, RoCE v2 before v1, 169.254 last.
 
     Between equals the lines nearest to the beginning of the tables, those of ``near`` first: two ranks must pass
@@ -42,8 +43,8 @@ def find_route(near: Device, far: Device, one_host: bool = False) -> Route | Non
         one_host: both are of one host, or are one device: then they may have the same address.
     """
     found = []
-    for a in near.gids:
-        for b in far.gids:
+    for a in near:
+        for b in far:
             nearness = _nearness(a, b, one_host)
             if nearness is not None:
                 in_subnet = nearness <= Nearness.LINK_LOCAL_SUBNET

@@ -4,7 +4,6 @@ All ranks have the same list of nodes (:class:`NodeInfo`, gathered by the rendez
 ranks of a pair take the same steps for the same pair, the lower rank first, so they take the two ends of one link.
 """
 
-import dataclasses
 import ipaddress
 import itertools
 from collections.abc import Sequence
@@ -163,7 +162,7 @@ class _Chooser:
             (route.nearness, i, j, _ends(a, b, route))
             for i, a in enumerate(nears)
             for j, b in enumerate(fars)
-            if not (one_host and a.name == b.name) and (route := find_route(a, b))
+            if not (one_host and a.name == b.name) and (route := find_route(a.gids, b.gids))
         ]
         routes = [route for route in routes if route[0] <= Nearness.LINK_LOCAL_SUBNET]
         unclear = [route for route in routes if route[0] == Nearness.LINK_LOCAL_SUBNET]
@@ -287,7 +286,7 @@ def _pair_up(
     free, pairs = list(fars), {}
     for near in nears:
         for far in free:
-            route = find_route(near, far, one_host)
+            route = find_route(near.gids, far.gids, one_host)
             if route and route.nearness == Nearness.SUBNET:
                 pairs[near.name] = (near, far, route)
                 free.remove(far)
@@ -295,7 +294,7 @@ def _pair_up(
     for near in nears:
         if near.name not in pairs:
             far = free.pop(0)
-            route = find_route(near, far, one_host)
+            route = find_route(near.gids, far.gids, one_host)
             if route is None:
                 raise _NotConnected(
                     f"{near.name} of {hosts[0]} ({_addresses([near])}) and {far.name} of {hosts[1]} "
@@ -310,17 +309,9 @@ def _tcp_route(near: NodeInfo, a: Device, far: NodeInfo, b: Device, one_host: bo
     tables = [[gid for gid in device.gids if gid.type == "TCP"] for device in (a, b)]
     if one_host and {gid.address for gid in tables[0]} == {gid.address for gid in tables[1]}:
         return _own_route(*tables)
-    known = [
-        dataclasses.replace(device, gids=tuple(gid for gid in table if _is_address(gid, node.address)))
-        for device, table, node in zip((a, b), tables, (near, far))
-    ]
-    all_ = [dataclasses.replace(device, gids=tuple(table)) for device, table in zip((a, b), tables)]
-    by_rendezvous, by_subnet = find_route(known[0], known[1]), find_route(all_[0], all_[1])
-    if by_rendezvous and by_rendezvous.nearness <= Nearness.LINK_LOCAL_SUBNET:
-        return by_rendezvous
-    if by_subnet and by_subnet.nearness <= Nearness.LINK_LOCAL_SUBNET:
-        return by_subnet
-    return by_rendezvous
+    known = [[gid for gid in table if _is_address(gid, node.address)] for table, node in zip(tables, (near, far))]
+    routes = find_route(known[0], known[1]), find_route(tables[0], tables[1])
+    return next((route for route in routes if route and route.nearness <= Nearness.LINK_LOCAL_SUBNET), routes[0])
 
 
 def _own_route(near: list[Gid], far: list[Gid]) -> Route | None:

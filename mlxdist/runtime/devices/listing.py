@@ -26,7 +26,7 @@ _MARGIN = 5.0
 
 @dataclass(frozen=True)
 class Listing:
-    """The devices of a provider, or why there are none: ``error`` is empty where the provider has answered."""
+    """The devices of a provider, or why there are none: ``error`` is empty where the provider has responded."""
 
     provider: str
     devices: tuple[Device, ...] = ()
@@ -66,12 +66,12 @@ def list_apart(provider: str, soft_profile: str = "ideal", seconds: float = 10.0
         name = signal.Signals(-child.returncode).name
         return Listing(provider, error=f"listing the devices of {provider} crashed ({name}): its driver is broken")
     try:
-        answer = json.loads(output)
+        response = json.loads(output)
     except ValueError:
         last = complaint.strip().splitlines()[-1:] or ["it printed nothing"]
         return Listing(provider, error=f"listing the devices of {provider} failed: {last[0]}")
-    devices = tuple(Device.from_json(fields) for fields in answer["devices"])
-    return Listing(provider, devices, answer["error"], answer["source"])
+    devices = tuple(Device.from_json(fields) for fields in response["devices"])
+    return Listing(provider, devices, response["error"], response["source"])
 
 
 def may_have_devices() -> bool:
@@ -82,7 +82,7 @@ def may_have_devices() -> bool:
     return directory.is_dir() and any(directory.iterdir())
 
 
-def _answer(provider: str, soft_profile: str, seconds: float, pyverbs: bool) -> Listing:
+def _respond(provider: str, soft_profile: str, seconds: float, pyverbs: bool) -> Listing:
     try:
         if pyverbs:
             from . import with_pyverbs
@@ -94,7 +94,7 @@ def _answer(provider: str, soft_profile: str, seconds: float, pyverbs: bool) -> 
 
 
 def _main(arguments: list[str]) -> None:
-    listing = _answer(arguments[0], arguments[1], float(arguments[2]), "pyverbs" in arguments[3:])
+    listing = _respond(arguments[0], arguments[1], float(arguments[2]), "pyverbs" in arguments[3:])
     devices = [device.to_json() for device in listing.devices]
     print(json.dumps(vars(listing) | {"devices": devices}), flush=True)
     os._exit(0)  # a thread that hangs in a driver is not waited for

@@ -60,11 +60,7 @@ class NodeInfo:
         return tuple(sorted((d for d in self.devices if d.provider == provider), key=lambda d: (len(d.name), d.name)))
 
     def pack(self) -> bytes:
-        """As bytes, for :meth:`unpack` on another rank.
-
-        Raises:
-            ResourceError: its devices have too many addresses.
-        """
+        """As bytes, for :meth:`unpack` on another rank. Raises ResourceError: its devices have too many addresses."""
         devices = [_pack_device(device) for device in self.devices]
         fields = vars(self) | {"identity": self.identity.hex(), "devices": devices}
         packed = json.dumps(fields, separators=(",", ":")).encode()
@@ -77,11 +73,8 @@ class NodeInfo:
 
     @classmethod
     def unpack(cls, data: bytes) -> "NodeInfo":
-        """What :meth:`pack` was given.
-
-        Raises:
-            InvalidArgument: these bytes are not from :meth:`pack` of this version.
-        """
+        """What :meth:`pack` was given. Raises InvalidArgument: these bytes are not from :meth:`pack` of this
+        version."""
         try:
             return cls(**fields_of(_FIELDS, json_of(data, _MAX_BYTES)))
         except ValueError as error:

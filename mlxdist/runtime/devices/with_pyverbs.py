@@ -20,11 +20,7 @@ _TYPES = {"IB/RoCE v1": "RoCE v1", "RoCE v2": "RoCE v2"}  # of a port that is Et
 
 
 def list_devices() -> list[Device]:
-    """All devices of libibverbs, each opened, queried and closed.
-
-    Raises:
-        ResourceError: the kernel has no RDMA.
-    """
+    """All devices of libibverbs, each opened, queried and closed. Raises ResourceError: the kernel has no RDMA."""
     try:
         found = get_device_list()
     except PyverbsRDMAError as error:

@@ -1,40 +1,28 @@
 """Everything known of all hosts when the checks run: plain data."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxdist.cluster.hostfile import Host
+from mlxdist.cluster.hostfile.hosts import Host
 
 __all__ = ["CheckOptions", "Cluster", "ConnectAttempt", "Job", "ProbeError"]
 
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """What the hosts are checked for.
+    """What the hosts are checked for."""
 
-    Attributes:
-        command: what is going to be launched; may be empty.
-        script, model: to be the same on all hosts; empty for none.
-        guessed: the model is what --model of the command says, which may be something else.
-        directory: where the ranks will run.
-        variables: what the launcher sets for all ranks.
-        backend: of the hostfile.
-        quick: no measurements.
-        full: weights are compared to the last byte.
-    """
-
-    command: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()  # what is going to be launched; may be empty
+    # script, model: to be the same on all hosts; empty for none
     script: str = ""
     model: str = ""
-    directory: str = ""
-    variables: Mapping[str, str] = field(default_factory=dict)
-    backend: str = ""
-    quick: bool = False
-    full: bool = False
-    guessed: bool = False
+    directory: str = ""  # where the ranks will run
+    variables: Mapping[str, str] = field(default_factory=dict)  # what the launcher sets for all ranks
+    backend: str = ""  # of the hostfile
+    quick: bool = False  # no measurements
+    full: bool = False  # weights are compared to the last byte
+    guessed: bool = False  # the model is what --model of the command says, which may be something else
 
 
 @dataclass(frozen=True)
@@ -47,54 +35,38 @@ class ProbeError:
 
 @dataclass(frozen=True)
 class ConnectAttempt:
-    """One host has tried to connect to another, at an address and a port where that listens.
-
-    Attributes:
-        first: whether the address is the one that a job uses.
-        error: the name of an errno; "WRONG" where another program answered; empty where it went well.
-        nc: whether /usr/bin/nc reached it, where Python did not; None where that was not tried.
-        interface: by which the system sends what goes there; kind: wifi, ethernet, thunderbolt, infiniband, loopback,
-            bridge, tunnel, virtual, or empty where that is not known; speed: Mbit/s.
-    """
+    """One host has tried to connect to another, at an address and a port where that listens."""
 
     source: str
     target: str
     address: str
-    first: bool = True
-    error: str = ""
+    first: bool = True  # whether the address is the one that a job uses
+    error: str = ""  # the name of an errno; "WRONG" where another program responded; empty where it went well
     text: str = ""
-    nc: bool | None = None
-    interface: str = ""
+    nc: bool | None = None  # whether /usr/bin/nc reached it, where Python did not; None where that was not tried
+    interface: str = ""  # by which the system sends what goes there
+    # wifi, ethernet, thunderbolt, infiniband, loopback, bridge, tunnel, virtual, or empty where that is not known
     kind: str = ""
-    speed: int | None = None
+    speed: int | None = None  # Mbit/s
 
 
 @dataclass(frozen=True)
 class Job:
-    """The result of a real job, or why there is none.
+    """The result of a real job, or why there is none."""
 
-    Attributes:
-        hosts: on which it ran.
-        ranks: how many.
-        error: the launcher's last words, if it has failed.
-        culprits: smaller jobs that fail then, too, on one host or on two.
-        wrong: which values were wrong, in words.
-        tested: how many operations were checked.
-        provider, reason: what the ranks have chosen, and why.
-        latency: microseconds one way, by pair of hosts; bandwidth: bytes a second from the first to the second.
-    """
-
-    hosts: tuple[str, ...] = ()
-    ranks: int = 0
-    error: str = ""
-    culprits: tuple[Job, ...] = ()
+    hosts: tuple[str, ...] = ()  # on which it ran
+    ranks: int = 0  # how many
+    error: str = ""  # the launcher's last words, if it has failed
+    culprits: "tuple[Job, ...]" = ()  # smaller jobs that fail then, too, on one host or on two
     skipped: str = ""
     command: str = ""
-    wrong: tuple[str, ...] = ()
-    tested: int = 0
+    wrong: tuple[str, ...] = ()  # which values were wrong, in words
+    tested: int = 0  # how many operations were checked
+    # provider, reason: what the ranks have chosen, and why
     provider: str = ""
     reason: str = ""
-    latency: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    latency: Mapping[tuple[str, str], float] = field(default_factory=dict)  # microseconds one way, by pair of hosts
+    # bytes a second from the first to the second
     bandwidth: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
 

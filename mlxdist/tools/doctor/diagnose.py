@@ -1,27 +1,27 @@
 """All of `mlxdist doctor` but its command line: probe the hosts, run a job on those that pass, run the checks."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from mlxdist.base.environment import OF_JOB
+from mlxdist.cluster.hostfile.hosts import Hostfile
 from mlxdist.cluster.hostfile.options import HostSelection
 
 from .checks import run_checks
 from .cluster import CheckOptions, Cluster, Job
-from .exclude import failed_hosts
 from .findings import Result, Verdict
 from .job import try_job
 from .probe import OnProgress, probe
 from .report import print_problems
 
-__all__ = ["diagnose", "make_options", "preflight"]
+__all__ = ["diagnose", "failed_hosts", "make_options", "preflight", "without_hosts"]
 
 
 def make_options(
@@ -88,6 +88,31 @@ def preflight(
     cluster, results = diagnose(chosen, options)
     print_problems(cluster, results, sys.stderr)
     return int(any(result.verdict is Verdict.FAIL for result in results))
+
+
+def failed_hosts(names: Sequence[str], results: Sequence[Result]) -> list[str]:
+    """Those that have failed by themselves, and of pairs that do not reach each other as few as will do.
+
+    Of the hosts of such pairs, the one that is in most of them goes first; of equal ones the one that comes later in
+    the hostfile, since rank 0 is on the first.
+    """
+    failures = [f for result in results for f in result.findings if f.verdict is Verdict.FAIL]
+    alone = {name for failure in failures if not failure.is_way for name in failure.hosts}
+    pairs = {frozenset(failure.hosts) for failure in failures if failure.is_way}
+    remaining = [pair for pair in pairs if not pair & alone]
+    while remaining:
+        counts = Counter(name for pair in remaining for name in pair)
+        worst = max(counts, key=lambda name: (counts[name], names.index(name)))
+        alone.add(worst)
+        remaining = [pair for pair in remaining if worst not in pair]
+    return [name for name in names if name in alone]
+
+
+def without_hosts(found: Hostfile, failed: Sequence[str]) -> Hostfile:
+    """In a format that can be written: names given on the command line are a hostfile without one."""
+    remaining = found.only([host.name for host in found.hosts if host.name not in failed])
+    has_format = found.format in ("json", "slots", "colon") and found.source != "--hosts"
+    return remaining if has_format else replace(remaining, format="json")
 
 
 @contextlib.contextmanager

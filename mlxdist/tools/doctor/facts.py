@@ -3,8 +3,6 @@
 What needs no Python is in mlxdist/cluster/facts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import importlib.metadata
@@ -31,7 +29,7 @@ from mlxdist.launch.reaper import PROTECTION_DOMAINS
 from mlxdist.launch.runtime_directory import runtime_directory, try_lock
 from mlxdist.runtime import mpi_shim
 from mlxdist.runtime.devices.device import REAL_PROVIDER
-from mlxdist.runtime.devices.diagnosis import diagnose_device, diagnose_host
+from mlxdist.runtime.devices.diagnosis import diagnose
 from mlxdist.runtime.devices.listing import list_apart
 from mlxdist.runtime.devices.queue_pairs import usable
 from mlxdist.version import __version__
@@ -96,9 +94,8 @@ def allocate(size: int, seconds: float = 20.0) -> dict[str, Any]:
 
 def devices(seconds: float = 10.0) -> dict[str, Any]:
     """The RDMA devices of this host, and what is wrong with them: the verdicts are those of `mlxdist devices`."""
-    listing, facts = list_apart(REAL_PROVIDER, seconds=seconds), collect_here()
-    found = diagnose_host(facts, listing.devices, listing.error)
-    found += [finding for device in listing.devices for finding in diagnose_device(device, facts)]
+    listing = list_apart(REAL_PROVIDER, seconds=seconds)
+    found = diagnose(collect_here(), listing.devices, listing.error)
     return {
         "devices": [
             device.to_json()

@@ -3,8 +3,6 @@
 A model may be a directory, a file, or a name such as org/model that Hugging Face's hub has put into its cache.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import time

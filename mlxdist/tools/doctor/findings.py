@@ -1,7 +1,5 @@
 """What a check finds: a verdict on some hosts, what it rests on, and what to type where something is wrong."""
 
-from __future__ import annotations
-
 import enum
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@
 `python -m mlxdist.tools.doctor.gpu` measures once, as its variables say, and prints JSON.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

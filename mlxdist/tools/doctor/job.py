@@ -1,7 +1,5 @@
 """A job on the hosts that have passed: with the launcher, hostfile and transport of the user's own job."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shlex
@@ -10,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from mlxdist.base.child_process import module_command
-from mlxdist.cluster.hostfile import Host
+from mlxdist.cluster.hostfile.hosts import Host
 from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.launch.run_job import JobResult, host_arguments, run_job
 

@@ -1,7 +1,5 @@
 """How this host reaches others: it listens, connects, and reports the interface that leads there. Runs on that host."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -3,15 +3,13 @@
 Every request has a deadline. A host that misses one is lost, which is what the checks report of it; the others go on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from mlxdist.cluster.hostfile import Host
+from mlxdist.cluster.hostfile.hosts import Host
 from mlxdist.cluster.ssh.rpc_client import CallError, Connections
 from mlxdist.cluster.ssh.ssh import SshConfig, is_this_machine
 from mlxdist.version import __version__
@@ -82,7 +80,7 @@ class _HostProbe:
             if len(self._cluster.hosts) > 1:
                 self._request("listen", "listening")
 
-    def connect(self, probes: list[_HostProbe]) -> None:
+    def connect(self, probes: "list[_HostProbe]") -> None:
         """Connects to the other hosts that listen, at every address that they have."""
         listening = self._cluster.responses.get("listen", {})
         targets = [
@@ -101,13 +99,13 @@ class _HostProbe:
                     attempt = ConnectAttempt(self.name, name, target["address"], first, **result)
                     self._cluster.attempts.append(attempt)
 
-    def _peers(self, probes: list[_HostProbe]) -> list[_HostProbe]:
+    def _peers(self, probes: "list[_HostProbe]") -> "list[_HostProbe]":
         """All others; in MLX's ring only the next one, whose addresses are for this host alone."""
         if self._options.backend == "ring":
             return [probes[(probes.index(self) + 1) % len(probes)]]
         return [peer for peer in probes if peer is not self]
 
-    def _addresses(self, peer: _HostProbe) -> list[str]:
+    def _addresses(self, peer: "_HostProbe") -> list[str]:
         """Those of the hostfile; else the one by which ssh has reached it, as a job does."""
         if peer.host.ips:
             return list(peer.host.ips)

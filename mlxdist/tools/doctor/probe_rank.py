@@ -4,8 +4,6 @@ Its argument is JSON: {"hosts": for each rank the number of its host, "links": w
 one line of JSON behind `MARK`.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import statistics

@@ -1,7 +1,5 @@
 """What the checks have found, as a table for people and as JSON for programs."""
 
-from __future__ import annotations
-
 import statistics
 import sys
 from collections import Counter

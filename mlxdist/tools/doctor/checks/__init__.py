@@ -1,10 +1,8 @@
 """The checks, in the order in which they are shown. Each reads what is known of all hosts, and requests nothing.
 
 A new check is a function ``check_name(cluster) -> list[Finding]`` in a file here, a line in the list below, and a
-section of docs/doctor.md. Where each host is checked by itself, `each_host` has the loop.
+section of docs/doctor.md. Where each host is checked by itself, `each_host` of system.py has the loop.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The command can be started on every host, and its script and model are complete and the same there."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from typing import Any
@@ -10,7 +8,7 @@ from mlxdist.cluster.ssh.ssh import is_this_machine
 
 from ..cluster import Cluster
 from ..findings import Finding, difference, fail, ok, outliers, skip, warn
-from .each_host import gib
+from .system import gib
 
 __all__ = ["check_model", "check_script"]
 

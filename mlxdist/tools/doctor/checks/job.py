@@ -1,7 +1,5 @@
 """The result of a real job: correct values, the intended provider, and the speed of each pair of hosts."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Every host reaches every other one, both ways, over the right interface; macOS lets Python do so."""
 
-from __future__ import annotations
-
 import collections
 
 from mlxdist.base.local_network import REMEDY

@@ -1,11 +1,9 @@
 """RDMA is there where the hostfile wants it: devices, ports, addresses. The causes are those of `mlxdist devices`."""
 
-from __future__ import annotations
-
 import collections
 import ipaddress
 
-from mlxdist.cluster.hostfile import Host
+from mlxdist.cluster.hostfile.hosts import Host
 from mlxdist.runtime.devices.diagnosis import Verdict as Cause
 from mlxdist.runtime.devices.links import MAX_LINKS
 from mlxdist.runtime.devices.queue_pairs import OF_A_LINK, advice, in_words

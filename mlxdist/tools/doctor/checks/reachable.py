@@ -1,7 +1,5 @@
 """Each host is reached by ssh and named once, imports mlxdist, and has the same versions as the others."""
 
-from __future__ import annotations
-
 import re
 import shlex
 
@@ -23,7 +21,7 @@ _REMEDIES = (
      "`sudo systemsetup -setremotelogin on`"),
     ("No route to host", "look whether it is on and in this network: ping {host}"),
     ("timed out", "look whether it is on and in this network: ping {host}"),
-    ("does not answer", "look whether it is on and not hung: ssh -o BatchMode=yes {name} uptime"),
+    ("does not respond", "look whether it is on and not hung: ssh -o BatchMode=yes {name} uptime"),
     ("No such file", "give the command that reaches hosts: --ssh"),
 )  # fmt: skip
 # Without the same of these a job does not start, or its ranks compute different things.
@@ -63,7 +61,7 @@ def check_python(cluster: Cluster) -> list[Finding]:
     found: list[Finding] = []
     for name, error in cluster.errors.get("who", {}).items():
         if _is_about_python(error.text):
-            text = error.text.removeprefix(f"{name} does not answer: ").partition("; ")[0]
+            text = error.text.removeprefix(f"{name} does not respond: ").partition("; ")[0]
             remedy = "install mlxdist there (make setup), or name the Python that has it: --python"
             found.append(fail(name, text, remedy))
     for name, error in cluster.errors.get("facts", {}).items():

@@ -1,17 +1,15 @@
 """Clocks, memory, disks, cores, sleep, and what earlier jobs have left."""
 
-from __future__ import annotations
-
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from mlxdist.cluster.hostfile import Host
+from mlxdist.cluster.hostfile.hosts import Host
 from mlxdist.launch.reaper import LOST_DOMAINS
 
 from ..cluster import Cluster
 from ..findings import Finding, fail, note, ok, skip, warn
-from .each_host import each_host, gib
 
 __all__ = [
     "check_allocation",
@@ -21,6 +19,7 @@ __all__ = [
     "check_leaks",
     "check_memory",
     "check_sleep",
+    "gib",
 ]
 
 _CLOCK_SECONDS = 1.0
@@ -28,6 +27,23 @@ _LITTLE = 0.10  # of all memory
 _DISK_FAIL, _DISK_WARN = 100 << 20, 2 << 30
 _MAX_WORDS = 2  # of a command: the interpreter and the program
 _MAX_DOMAINS = 11  # of a Thunderbolt port; after that nothing can be connected
+
+
+def each_host(step: str) -> Callable[[Callable[[Host, Any], Iterator[Finding]]], Callable[[Cluster], list[Finding]]]:
+    """Makes a check of a function that yields the findings about one host from its response to this request."""
+
+    def decorate(find: Callable[[Host, Any], Iterator[Finding]]) -> Callable[[Cluster], list[Finding]]:
+        @functools.wraps(find)
+        def check(cluster: Cluster) -> list[Finding]:
+            return [finding for host, response in cluster.each_host(step) for finding in find(host, response)]
+
+        return check
+
+    return decorate
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 1 << 30 else f"{size / 2**20:.0f} MiB"
 
 
 @each_host("clock")

@@ -1,7 +1,5 @@
 """Variables that change what ranks do are the same on all hosts: MLX_METAL_FAST_SYNCH above all."""
 
-from __future__ import annotations
-
 from ..cluster import Cluster
 from ..findings import Finding, difference, fail, note, ok, outliers, skip, warn
 

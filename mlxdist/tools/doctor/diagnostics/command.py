@@ -1,7 +1,5 @@
 """Makes the report: section after section, each within its time. After Ctrl-C the finished sections are written."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -3,8 +3,6 @@
 It is never larger than MAX_BYTES: each section has a limit, and says what was cut.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ macOS ends GPU work that waits for about 5 s. Each rank prints one line of JSON 
 `python -m mlxdist.tools.doctor.diagnostics.late_rank SECONDS`
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -5,8 +5,6 @@ of users and hosts and home directories are replaced; private and link-local IPv
 distinguish cables.
 """
 
-from __future__ import annotations
-
 import getpass
 import ipaddress
 import os
@@ -48,12 +46,12 @@ _PATTERNS = {
     "token": r"\b(?:hf_|gh[oprsu]_|github_pat_|glpat-|sk-|xox[abprs]-|AKIA|AIza|ya29\.|eyJ|pypi-Ag)[A-Za-z0-9_.-]{10,}"
     r"|\bnpm_[A-Za-z0-9]{20,}",
     "url": r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)",
-    "field": rf"(?P<key>(?<![\w-])[\w-]{{0,40}}?(?i:{_PRIVATE_KEY.pattern})[\w-]{{0,40}}(?: [Nn]umber)?"
+    "field": rf"(?P<field_name>(?<![\w-])[\w-]{{0,40}}?(?i:{_PRIVATE_KEY.pattern})[\w-]{{0,40}}(?: [Nn]umber)?"
     r"(?: \([\w ]{1,20}\))?[\"']?\s?[:=]\s?)"
-    rf"(?P<value>{_QUOTED}|(?:(?i:basic|bearer|digest|token) )?[^\s\"',;}}\]]+)",
-    "option": rf"(?P<flag>(?<![\w-])--?[\w-]{{0,40}}?(?i:{_PRIVATE_KEY.pattern})[\w-]{{0,40}}[\"']?,?\s+)"
-    rf"(?P<argument>{_QUOTED}|(?!-|\d{{1,{_SHORTEST_SECRET - 1}}}(?![\w.-]))[^\s\"',;]+)",
-    "variable": rf"(?P<name>\b[A-Z][A-Z0-9_]*(?:KEY|AUTH|PASS)=)(?P<setting>{_QUOTED}|[^\s\"',;]+)",
+    rf"(?P<field_value>{_QUOTED}|(?:(?i:basic|bearer|digest|token) )?[^\s\"',;}}\]]+)",
+    "option": rf"(?P<option_name>(?<![\w-])--?[\w-]{{0,40}}?(?i:{_PRIVATE_KEY.pattern})[\w-]{{0,40}}[\"']?,?\s+)"
+    rf"(?P<option_value>{_QUOTED}|(?!-|\d{{1,{_SHORTEST_SECRET - 1}}}(?![\w.-]))[^\s\"',;]+)",
+    "variable": rf"(?P<variable_name>\b[A-Z][A-Z0-9_]*(?:KEY|AUTH|PASS)=)(?P<variable_value>{_QUOTED}|[^\s\"',;]+)",
     "uuid": rf"\b{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}\b",
     "guid": rf"(?<![\w:])(?:{_HEX}{{4}}(?::{_HEX}{{4}}){{3}}|{_HEX}{{2}}(?::{_HEX}{{2}}){{7}}|0x{_HEX}{{16}})(?![\w:])"
     rf"|(?<![\w.-]){_HEX}{{16}}(?!\w|[.-]\w)",  # the second as ibv_devices prints it
@@ -61,7 +59,7 @@ _PATTERNS = {
     "mac": rf"(?<![\w:.-]){_HEX}{{1,2}}(?:(?::{_HEX}{{1,2}}){{14}})?(?::{_HEX}{{1,2}}){{5}}(?![\w:])"
     rf"|(?<![\w-]){_HEX}{{2}}(?:-{_HEX}{{2}}){{5}}(?![\w-])",
     "hex": rf"\b{_HEX}{{32,}}\b",
-    "folder": r"/var/folders/[^/\s\"']+/[^/\s\"']+",
+    "directory": r"/var/folders/[^/\s\"']+/[^/\s\"']+",
     "home": r"/(?:Users|home)/(?P<user>[^/\s\"':,;<>()]+)",
     "account": r"(?<![\w.+-])(?P<login>[A-Za-z0-9_.+-]{1,64})@(?P<at>[A-Za-z0-9_][A-Za-z0-9_.-]*)",
     # What ssh says of a host, by the HostName of ssh_config; and names of Bonjour.
@@ -99,8 +97,7 @@ class Redactor:
                 self._literals.setdefault(text, "removed")
             for found in re.finditer(_PATTERNS["home"], text):
                 self._learn_user(found["user"])
-            given = [found["value"] for found in re.finditer(_PATTERNS["field"], text)]
-            given += [found["argument"] for found in re.finditer(_PATTERNS["option"], text)]
+            given = [m[f"{kind}_value"] for kind in ("field", "option") for m in re.finditer(_PATTERNS[kind], text)]
             for secret in (value.strip("\"'") for value in given):
                 if len(secret) >= _SHORTEST_SECRET and any(map(str.isdigit, secret)):
                     self._literals.setdefault(secret, "removed")
@@ -166,12 +163,9 @@ class Redactor:
             return text
         if kind == "literal":
             return self._replace_literal(text)
-        if kind == "field":
-            return found["key"] + ("<removed>" if found["value"].strip("\"'") else found["value"])
-        if kind == "option":
-            return found["flag"] + "<removed>"
-        if kind == "variable":
-            return found["name"] + "<removed>"
+        if kind in ("field", "option", "variable"):
+            value = found[f"{kind}_value"]
+            return found[f"{kind}_name"] + ("<removed>" if value.strip("\"'") else value)
         if kind == "home":
             return text[: -len(found["user"])] + self._user(found["user"])
         if kind == "account":
@@ -180,8 +174,8 @@ class Redactor:
             return text[: -len(found["host"])] + self._host(found["host"])
         if kind == "bonjour":
             return self._host(text)
-        if kind == "folder":
-            return f"/var/folders/{self._placeholder('folder', text)}"
+        if kind == "directory":
+            return f"/var/folders/{self._placeholder('directory', text)}"
         if kind in ("ipv4", "ipv6"):
             return self._address(text)
         return self._placeholder(kind if kind in ("uuid", "guid", "mac") else "secret", text.lower())

@@ -1,14 +1,14 @@
-"""Jobs that a report makes: ranks with every verb traced, and what their flight recorders have left where they fail."""
-
-from __future__ import annotations
+"""Jobs that a report makes, with every verb traced: which use RDMA, and the flight records of those that fail."""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from itertools import combinations
 from typing import Any
 
 from mlxdist.base.errors import InvalidArgument, ResourceError
+from mlxdist.cluster.hostfile.hosts import Host
 from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.tools.observe.collect import find_ranks
 from mlxdist.tools.observe.stragglers import analyze
@@ -16,33 +16,27 @@ from mlxdist.tools.observe.stragglers import analyze
 from ..job import last_words, place_ranks, run_ranks
 from ..probe_rank import MARK
 
-__all__ = ["Run", "probe", "run"]
+__all__ = ["RdmaRun", "Run", "alone", "probe", "rdma_runs", "run"]
 
 _SECONDS = 60.0
 _SETTINGS = {"MLXDIST_DEBUG": "trace:verbs,connection", "MLXDIST_TIMEOUT": "20", "MLXDIST_RENDEZVOUS_TIMEOUT": "30"}
 _OPERATIONS = 20  # of each rank's flight record
 _REQUEST_SECONDS = 2.0
+_MAX_LINKS, _MAX_LOOPS = 8, 2  # a report is made within minutes
 _FIRST_LINES, _LAST_LINES = 250, 150  # of a job's output
 
 
 @dataclass
 class Run:
-    """A job.
-
-    Attributes:
-        error: its last words, if it has failed.
-        results: of its ranks, at most one each.
-        trace: its debug output; output: the rest of its standard error.
-        flight: its flight records, if it has failed.
-    """
+    """A job."""
 
     name: str
     settings: dict[str, str]
-    error: str = ""
-    results: list[dict[str, Any]] = field(default_factory=list)
-    trace: list[str] = field(default_factory=list)
-    output: list[str] = field(default_factory=list)
-    flight: dict[str, Any] = field(default_factory=dict)
+    error: str = ""  # its last words, if it has failed
+    results: list[dict[str, Any]] = field(default_factory=list)  # of its ranks, at most one each
+    trace: list[str] = field(default_factory=list)  # its debug output
+    output: list[str] = field(default_factory=list)  # the rest of its standard error
+    flight: dict[str, Any] = field(default_factory=dict)  # its flight records, if it has failed
 
 
 def probe(name: str, chosen: HostSelection, hosts: Sequence[str], settings: Mapping[str, str]) -> Run:
@@ -101,3 +95,74 @@ def _flight(errors: str, chosen: HostSelection) -> dict[str, Any]:
         record["operations"] = record["operations"][-_OPERATIONS:]
     findings = analyze(left.records).findings if left.records else []
     return {"job": job[1], "findings": findings, "notes": left.notes, "records": records}
+
+
+@dataclass(frozen=True)
+class RdmaRun:
+    """On these hosts, with these variables. ``chosen``: the hosts, with a device map of that link alone."""
+
+    name: str
+    chosen: HostSelection
+    hosts: tuple[str, ...]
+    settings: Mapping[str, str]
+    is_loop: bool = False  # both ranks are on one host, and use the same device
+
+
+def rdma_runs(chosen: HostSelection, devices: Mapping[str, list[Mapping[str, Any]]]) -> tuple[list[RdmaRun], list[str]]:
+    """``devices``: of each host, the response to doctor.rdma. The runs, and why others are not made."""
+    active = {host: [device for device in found if device["active"]] for host, found in devices.items()}
+    notes = [
+        f"{host}: {device['name']} is {device['state'] or device['error'] or 'unknown'}, so nothing is run on it"
+        for host, found in devices.items()
+        for device in found
+        if not device["active"]
+    ]
+    notes += [f"{host}: there is no RDMA device" for host, found in devices.items() if not found]
+    hosts = chosen.hosts()
+    found = [run for pair in combinations(range(len(hosts)), 2) for run in _between(chosen, *pair, active)]
+    limit = _MAX_LINKS
+    if not found:
+        found = [_loop(chosen, host, device) for host in hosts for device in active.get(host.name, [])]
+        limit = _MAX_LOOPS
+    notes += [f"{run.name}: not run, a report makes {limit} such runs at most" for run in found[limit:]]
+    return found[:limit], notes
+
+
+def _between(chosen: HostSelection, i: int, j: int, active: Mapping[str, list[Mapping[str, Any]]]) -> list[RdmaRun]:
+    a, b = chosen.hosts()[i], chosen.hosts()[j]
+    if not (active.get(a.name) and active.get(b.name)):
+        return []
+    provider = {"MLXDIST_PROVIDER": active[a.name][0]["provider"]}
+    if not (a.rdma and b.rdma):  # no map: addresses show which devices are connected
+        name = f"{a.name} and {b.name}, devices chosen by their addresses"
+        return [RdmaRun(name, _only(chosen, replace(a, rdma=()), replace(b, rdma=())), (a.name, b.name), provider)]
+    return [
+        RdmaRun(
+            f"{a.name} {near} to {b.name} {far}",
+            _only(chosen, replace(a, rdma=((), (near,))), replace(b, rdma=((far,), ()))),
+            (a.name, b.name),
+            provider,
+        )
+        for near, far in zip(a.rdma[j], b.rdma[i])
+    ]
+
+
+def _loop(chosen: HostSelection, host: Host, device: Mapping[str, Any]) -> RdmaRun:
+    """Without another host: how far the verbs of this device get. Apple's driver may refuse RTR to itself."""
+    name = device["name"]
+    rows = json.dumps([[None, name], [name, None]])
+    settings = {"MLXDIST_PROVIDER": device["provider"], "MLXDIST_DEVICE_MAP": rows}
+    return RdmaRun(f"{host.name} {name} to itself", alone(chosen, host), (host.name,), settings, is_loop=True)
+
+
+def alone(chosen: HostSelection, host: Host) -> HostSelection:
+    """This host, where doctor starts two ranks, and no device map."""
+    return chosen if chosen.hostfile is None else _only(chosen, replace(host, rdma=()))
+
+
+def _only(chosen: HostSelection, *hosts: Host) -> HostSelection:
+    assert chosen.hostfile is not None
+    single = tuple(replace(host, slots=1) for host in hosts)
+    ours = ("MLXDIST_DEVICE_MAP=", "MLXDIST_PROVIDER=", "MLXDIST_TOPOLOGY=")
+    envs = tuple(setting for setting in chosen.hostfile.envs if not setting.startswith(ours))
+    return replace(chosen, hostfile=replace(chosen.hostfile, hosts=single, envs=envs))

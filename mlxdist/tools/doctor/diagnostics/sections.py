@@ -1,7 +1,5 @@
 """The sections of a report, in their order. Each is filled step by step: one that is stopped keeps what it has."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -16,14 +14,12 @@ from mlxdist.cluster.ssh.rpc_client import CallError, Connections
 from mlxdist.launch.run_job import run_command
 
 from ..cluster import CheckOptions, Cluster
-from ..diagnose import diagnose
-from ..exclude import failed_hosts
+from ..diagnose import diagnose, failed_hosts
 from ..job import place_ranks
 from ..report import as_json
 from . import late_rank
 from .document import Section, fenced, table
-from .rdma_runs import alone, rdma_runs
-from .runs import Run, probe, run
+from .runs import Run, alone, probe, rdma_runs, run
 
 __all__ = ["SECTIONS", "Context", "Step"]
 
