@@ -21,8 +21,7 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -44,7 +43,6 @@ from mlx_lm.models import qwen3
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer, save_config, save_model
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -159,18 +157,18 @@ def train_tokenizer(text: str, out: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(out)
 
 
+@dataclass
 class Checkpoints:
     """Where rank 0 writes what training needs to go on: weights, the optimizer's state and the losses so far."""
 
-    def __init__(self, folder: Path, every: int, resume: bool) -> None:
-        self._folder = folder
-        self._every = every
-        self._resume = resume
+    folder: Path
+    every: int
+    resume: bool
 
     def clear(self) -> None:
         """Those of an earlier training are not this one's."""
         if mlxdist.get_rank() == 0:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
         mlxdist.barrier()
 
     def load(self, model: nn.Module, optimizer: optim.Optimizer) -> list[float]:
@@ -178,21 +176,21 @@ class Checkpoints:
 
         Without --resume it must be of this job: any other one is an error, not the start of another training.
         """
-        path = mlxdist.latest_checkpoint(self._folder)
+        path = mlxdist.latest_checkpoint(self.folder)
         if path is None:
             return []
-        tree, _ = mlxdist.load_checkpoint(path, other_run=self._resume)
+        tree, _ = mlxdist.load_checkpoint(path, other_run=self.resume)
         model.update(tree["model"])
         optimizer.state = tree["optimizer"]
         return tree["losses"].tolist()
 
     def save(self, model: nn.Module, optimizer: optim.Optimizer, losses: list[float], steps: int) -> None:
         """If it is time for one: the other ranks wait, on the CPU."""
-        if len(losses) % self._every and len(losses) != steps:
+        if len(losses) % self.every and len(losses) != steps:
             return
         if mlxdist.get_rank() == 0:
             tree = {"model": model.parameters(), "optimizer": optimizer.state, "losses": mx.array(losses)}
-            mlxdist.save_checkpoint(self._folder, tree, len(losses))
+            mlxdist.save_checkpoint(self.folder, tree, len(losses))
         mlxdist.meet()
 
 
@@ -222,18 +220,19 @@ def train(
     tokens_per_second = 0.0
     before = group.stats()
     start = time.perf_counter()
-    with progress_bar(console, steps, resumed_at) as advance:
-        for rows in islice(batches(corpus, steps, seed), resumed_at, None):
-            loss, gradients = loss_and_gradients(model, rows)
-            loss = mlxdist.all_sum(loss) / group.size()
-            gradients, _ = optim.clip_grad_norm(mlxdist.all_reduce_grads(gradients), max_norm=1.0)
-            optimizer.update(model, gradients)
-            mx.eval(loss, model.parameters(), optimizer.state)
-            losses.append(loss.item())
-            mlxdist.set_step(len(losses), steps)  # for `mlxdist top`
-            tokens_per_second = (len(losses) - resumed_at) * BATCH * SEQUENCE / (time.perf_counter() - start)
-            advance(losses[-1], tokens_per_second)
-            checkpoints.save(model, optimizer, losses, steps)
+    for rows in islice(batches(corpus, steps, seed), resumed_at, None):
+        loss, gradients = loss_and_gradients(model, rows)
+        loss = mlxdist.all_sum(loss) / group.size()
+        gradients, _ = optim.clip_grad_norm(mlxdist.all_reduce_grads(gradients), max_norm=1.0)
+        optimizer.update(model, gradients)
+        mx.eval(loss, model.parameters(), optimizer.state)
+        losses.append(loss.item())
+        done = len(losses)
+        mlxdist.set_step(done, steps)  # for `mlxdist top`
+        tokens_per_second = (done - resumed_at) * BATCH * SEQUENCE / (time.perf_counter() - start)
+        if done * 10 // steps > (done - 1) * 10 // steps:
+            console.print(f"training {done}/{steps}  loss {losses[-1]:.2f}  {tokens_per_second:.0f} tokens/s")
+        checkpoints.save(model, optimizer, losses, steps)
 
     seconds = time.perf_counter() - start
     costs = communication(before, group.stats())
@@ -267,28 +266,6 @@ def batches(corpus: np.ndarray, steps: int, seed: int) -> Iterator[mx.array]:
 
 def loss_of(model: nn.Module, rows: mx.array) -> mx.array:
     return nn.losses.cross_entropy(model(rows[:, :-1]), rows[:, 1:], reduction="mean")
-
-
-@contextmanager
-def progress_bar(console: Console, steps: int, done: int) -> Iterator[Callable[[float, float], None]]:
-    """A bar that moves on a terminal; elsewhere a line for every tenth of the way."""
-    columns = (
-        TextColumn("training"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}  {task.fields[state]}"),
-        TimeRemainingColumn(),
-    )
-    bar = Progress(*columns, console=console, disable=not console.is_terminal)
-    task = bar.add_task("", total=steps, completed=done, state="")
-
-    def advance(loss: float, speed: float) -> None:
-        bar.update(task, advance=1, state=f"loss {loss:.2f}  {speed:.0f} tokens/s")
-        done = bar.tasks[task].completed
-        if not console.is_terminal and done * 10 // steps > (done - 1) * 10 // steps:
-            console.print(bar.get_renderable())
-
-    with bar:
-        yield advance
 
 
 def save(model: nn.Module, tokenizer: TokenizerWrapper, out: Path) -> None:
@@ -353,9 +330,8 @@ def generate(model: nn.Module, tokenizer: TokenizerWrapper, prompt: str, tokens:
 def compare(whole: Generation, sharded: Generation) -> dict[str, float]:
     """How far the two models are from choosing different tokens.
 
-    Sums over ranks are rounded at other places than sums in one process, so log-probabilities differ in their last
-    bits. That changes a token only where the two likeliest ones are closer than twice that difference. After all the
-    steps of the default the model knows passages by heart and hardly ever hesitates: the margin is 1000 times larger.
+    Sums over ranks are rounded at other places than sums in one process. That changes a token only where the two
+    likeliest ones are closer than twice the difference.
     """
     steps = min(len(whole.tokens), len(sharded.tokens))
     differing = [i for i in range(steps) if whole.tokens[i] != sharded.tokens[i]]
@@ -391,28 +367,25 @@ def bytes_sent(stats: dict[str, int]) -> int:
 
 
 def summary(results: dict[str, Any]) -> str:
-    training, generation = results["training"], results["generation"]
-
-    def costs(phase: dict[str, Any], unit: str, units: int) -> str:
-        return (
-            f"{phase['collectives']} collectives ({phase['collectives'] / units:.1f} a {unit}), "
-            f"{phase['bytes'] / 1e6:.2f} MB in {phase['work_requests']} work requests; "
-            f"{phase['seconds_communicating']:.2f} of {phase['seconds']:.2f} s in communication, "
-            f"{phase['seconds_waiting']:.2f} s of that waiting"
+    lines = [
+        f"provider    {results['provider']}: {results['provider_reason']}",
+        f"loss        {results['loss_first']:.2f} in the first step, {results['loss_last']:.2f} in the last",
+    ]
+    generation = results["generation"]
+    for name, unit, units in (("training", "step", "steps"), ("generation", "token", "tokens")):
+        phase = results[name]
+        lines.append(
+            f"{name:<11} {phase['tokens_per_second']:.0f} tokens/s; {phase['collectives']} collectives "
+            f"({phase['collectives'] / phase[units]:.1f} a {unit}), {phase['bytes'] / 1e6:.2f} MB in "
+            f"{phase['work_requests']} work requests; {phase['seconds_communicating']:.2f} of {phase['seconds']:.2f} s "
+            f"in communication, {phase['seconds_waiting']:.2f} s of that waiting"
         )
-
-    return "\n".join(
-        [
-            f"provider    {results['provider']}: {results['provider_reason']}",
-            f"loss        {results['loss_first']:.2f} in the first step, {results['loss_last']:.2f} in the last",
-            f"training    {training['tokens_per_second']:.0f} tokens/s; {costs(training, 'step', training['steps'])}",
-            f"generation  {generation['tokens_per_second']:.0f} tokens/s sharded, "
-            f"{generation['tokens_per_second_whole']:.0f} whole; {costs(generation, 'token', generation['tokens'])}",
-            f"tokens      {'equal' if results['tokens_equal'] else 'NOT EQUAL'}, sharded and whole, on all ranks: "
-            f"log-probabilities differ by {generation['largest_difference']:.1g} at most, "
-            f"the two likeliest tokens by {generation['smallest_margin']:.1g} at least",
-        ]
+    lines.append(
+        f"tokens      {'equal' if results['tokens_equal'] else 'NOT EQUAL'}, sharded and whole, on all ranks: "
+        f"log-probabilities differ by {generation['largest_difference']:.1g} at most, the two likeliest tokens by "
+        f"{generation['smallest_margin']:.1g} at least; {generation['tokens_per_second_whole']:.0f} tokens/s whole"
     )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,7 @@
 is `python -m mlx_lm chat --model MODEL` with another ``sharded_load``: mlx-lm's own shards only models that have a
 method ``shard()``, over no more ranks than there are KV heads, while the one below shards what
 :func:`mlxdist.nn.load_sharded` does. `generate`, which mlx-lm computes in full on every rank, loads its model by
-it, too,
-and rank 0 prints. All other commands are mlx-lm's.
+it, too, and rank 0 prints. All other commands are mlx-lm's.
 """
 
 import contextlib
@@ -75,8 +74,14 @@ def sharded_load(
     agree("sharded_load", group, None, ways)
     tokenizer_config = tokenizer_config or {"trust_remote_code": True}
     if left_to_mlx_lm:
-        keywords = {"tokenizer_config": tokenizer_config, "trust_remote_code": trust_remote_code}
-        return _mlx_lms_sharded_load(str(directory), pipeline_group, tensor_group, return_config, **keywords)
+        groups = pipeline_group, tensor_group
+        return _mlx_lms_sharded_load(
+            str(directory),
+            *groups,
+            return_config,
+            tokenizer_config=dict(tokenizer_config),
+            trust_remote_code=trust_remote_code,
+        )
     loaded = load_sharded(directory, group, adapter_path=adapter_path, tokenizer_config=tokenizer_config)
     return (*loaded, config) if return_config else loaded
 
@@ -109,7 +114,7 @@ def _on_all_ranks() -> Iterator[None]:
     if group.size() == 1:
         yield
         return
-    importlib.import_module("mlx_lm.generate").load = load  # mlx_lm.generate itself is a function
+    vars(importlib.import_module("mlx_lm.generate"))["load"] = load  # mlx_lm.generate itself is a function
     mx.random.seed(int(broadcast(np.array([time.time_ns()]), group=group)[0]))  # --seed comes after it
     with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(sys.stdout if group.rank() == 0 else nothing):
         yield

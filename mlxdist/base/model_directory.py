@@ -28,7 +28,7 @@ def find_model(model: str, directory: str = "") -> Path | None:
     return snapshot if revision and snapshot.is_dir() else None
 
 
-def model_directory(model: str | Path) -> Path:
+def model_directory(model: str | Path | None) -> Path:
     """The directory with the config.json of ``model``: a path, or a name such as org/model after `hf download`.
 
     Raises:

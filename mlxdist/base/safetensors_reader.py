@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from .errors import InvalidArgument
 
@@ -30,6 +30,17 @@ MAX_HEADER_BYTES = 100_000_000  # as in the reference implementation
 MAX_INDEX_BYTES = 100_000_000
 MAX_READ = 2**30  # macOS refuses 2 GiB and more
 INDEX = "model.safetensors.index.json"
+
+
+class Layout(Protocol):
+    """What places the bytes of a tensor: from ``offset`` on, row by row."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def itemsize(self) -> int: ...
+    @property
+    def offset(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -236,7 +247,7 @@ def local_shape(shape: Sequence[int], axis: int, slices: Sequence[slice]) -> tup
     return (*shape[:axis], sum(part.stop - part.start for part in slices), *shape[axis + 1 :])
 
 
-def runs(tensor: StoredTensor, axis: int, slices: Sequence[slice], start: int, stop: int) -> Iterator[tuple[int, int]]:
+def runs(tensor: Layout, axis: int, slices: Sequence[slice], start: int, stop: int) -> Iterator[tuple[int, int]]:
     """Where in the file the bytes ``start`` to ``stop`` of the local part lie: pairs of a place and a number of bytes.
 
     The local part is ``slices`` along ``axis``, one behind the other (all of the tensor if there are none), with its

@@ -27,6 +27,7 @@ Raises, all of them:
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -68,7 +69,7 @@ def with_gradients(
     """
     if not arrays or not bridge.traces():
         return arrays
-    copy = mx.custom_function(lambda *arrays: list(arrays))
+    copy: Any = mx.custom_function(lambda *arrays: list(arrays))
     copy.vjp(lambda primals, cotangents, outputs: tuple(backward(cotangents)))
     return copy(*arrays)
 
@@ -77,7 +78,7 @@ def with_backward(forward: _Unary, backward: _Unary, x: mx.array) -> mx.array:
     """``forward(x)``. Backward: ``backward`` of the cotangent. Where MLX traces nothing, the forward pass alone."""
     if not bridge.traces():
         return forward(x)
-    both = mx.custom_function(forward)
+    both: Any = mx.custom_function(forward)
     both.vjp(lambda primal, cotangent, output: backward(cotangent))
     return both(x)
 

@@ -50,7 +50,7 @@ def split_sizes(
         if not _is_count(number):
             raise InvalidArgument(f"{name}: {argument} must be a positive integer, not {number!r}")
     total, ranks, multiple = int(total), int(ranks), int(multiple)
-    rank_shares = _checked_rank_shares(name, rank_shares, ranks)
+    shares = _checked_rank_shares(name, rank_shares, ranks)
     lengths = segment_lengths(name, total, segments)
     for length in lengths:
         if length % multiple != 0:
@@ -63,23 +63,18 @@ def split_sizes(
             f"{name}: {_described(total, unit, lengths, multiple)} is too little for {ranks} ranks, each of which "
             f"needs at least {unit}"
         )
-    if rank_shares is None and units % ranks != 0:
+    if shares is None and units % ranks != 0:
         raise InvalidArgument(
             f"{name}: {_described(total, unit, lengths, multiple)} cannot be split into {ranks} equal shards; choose a "
             "number of ranks that divides it, or give rank_shares=[...] for shards that are not equal"
         )
-    if rank_shares is None:
+    if shares is None:
         return [total // ranks] * ranks
-    return [unit * share for share in _shares(units, rank_shares)]
+    return [unit * share for share in _shares(units, shares)]
 
 
 def segment_lengths(name: str, total: int, segments: Segments = 1) -> tuple[int, ...]:
-    """The lengths of the segments of a dimension of ``total``.
-
-    Raises:
-        InvalidArgument: ``segments`` is neither a positive integer nor a sequence of them, or ``total`` cannot be
-            sharded in that proportion. The message begins with ``name``.
-    """
+    """The lengths of the segments of a dimension of ``total``. Errors begin with ``name``."""
     if isinstance(segments, Integral):
         ratios = (1,) * int(segments)
     else:
@@ -115,10 +110,6 @@ def take(x: mx.array, axis: int, sizes: Sequence[int], rank: int, segments: Segm
     """The shard of ``rank`` of ``x``, whose dimension ``axis`` is split into ``sizes``: ``sizes[rank]`` long along it.
 
     A copy of its own, so that ``x`` can be freed. Dtype of ``x``.
-
-    Raises:
-        InvalidArgument: ``axis`` is none of ``x``, or not as long as all ``sizes`` together; a segment cannot be
-            sharded in proportion to ``sizes``.
     """
     axis = _axis("take", x, axis, sum(sizes))
     return mx.contiguous(slice_along(x, axis, slices(sizes, rank, segments)))
@@ -126,12 +117,7 @@ def take(x: mx.array, axis: int, sizes: Sequence[int], rank: int, segments: Segm
 
 def join(x: mx.array, axis: int, sizes: Sequence[int], group: Group | None = None, segments: Segments = 1) -> mx.array:
     """All ranks' shards, joined along ``axis`` as they were before :func:`take`. One all_gather, lazy; shards of
-    different sizes are padded for it. Backward: this rank's shard of the cotangent.
-
-    Raises:
-        InvalidArgument: ``sizes`` are not one per rank, or this rank's ``x`` is not of its size; a segment cannot be
-            sharded in proportion to ``sizes``. Without segments: on every rank alike if ``sizes`` are equal on all.
-    """
+    different sizes are padded for it. Backward: this rank's shard of the cotangent."""
     group = group_of(group)
     _check_sizes("join", sizes, group)
     axis = _axis("join", x, axis, sizes[group.rank()])
@@ -147,9 +133,6 @@ def scatter(x: mx.array, axis: int, sizes: Sequence[int], group: Group | None = 
     """This rank's shard of an ``x`` that is the same on all ranks. Backward: all ranks' cotangents, joined.
 
     :func:`mlxdist.nn.scatter_to_tensor_parallel_region` for shards of different sizes.
-
-    Raises:
-        InvalidArgument: ``sizes`` are not one per rank; ``axis`` is none of ``x`` or not as long as all of them.
     """
     group = group_of(group)
     _check_sizes("scatter", sizes, group)
@@ -261,4 +244,4 @@ def _described(total: int, unit: int, lengths: Sequence[int], multiple: int) -> 
 
 
 def _is_count(number: object) -> bool:
-    return isinstance(number, Integral) and not isinstance(number, bool) and number > 0
+    return isinstance(number, Integral) and not isinstance(number, bool) and int(number) > 0

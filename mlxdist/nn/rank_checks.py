@@ -82,7 +82,9 @@ def described(module: object) -> object:
     """What must be the same on all ranks of a module, for :func:`agreed`: class, names, shapes, dtypes; not values."""
     if not isinstance(module, nn.Module):
         return type(module).__name__
-    arrays = sorted((name, value.shape, str(value.dtype)) for name, value in tree_flatten(module.parameters()))
+    arrays = sorted(
+        (name, value.shape, str(value.dtype)) for name, value in dict(tree_flatten(module.parameters())).items()
+    )
     return type(module).__name__, arrays
 
 
@@ -120,7 +122,7 @@ def _gathered(row: Sequence[int], group: Group) -> np.ndarray:
 
 def _texts(text: str, group: Group) -> list[str]:
     """What each rank has to say."""
-    rows = _gathered(np.frombuffer(text.encode()[:1024].ljust(1024, b"\0"), np.int64), group)
+    rows = _gathered(np.frombuffer(text.encode()[:1024].ljust(1024, b"\0"), np.int64).tolist(), group)
     return [row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in rows]
 
 

@@ -145,7 +145,7 @@ def latest_checkpoint(directory: str | os.PathLike, group: Group | None = None) 
         directory = _checked_path("latest_checkpoint", directory)
         found = _checkpoints("latest_checkpoint", directory / shard)
         if not found:
-            _check_for_other_shards(directory, shard, group)
+            _check_for_other_shards(directory, shard)
     return found.get(_last_of_all("latest_checkpoint", directory, found, group))
 
 
@@ -162,9 +162,8 @@ def _last_of_all(name: str, directory: Path, found: dict[int, Path], group: Grou
     of_all = set.intersection(*(set(row.tolist()) for row in rows[:, 1:])) - {-1}
     if not of_all and not rows[:, 0].all():
         raise InvalidArgument(
-            f"{name}: {directory} has no step with the shards of all {len(rows)} ranks; to begin from step 0, "
-            "remove it or "
-            "choose another directory"
+            f"{name}: {directory} has no step with the shards of all {len(rows)} ranks; to begin from step 0, remove "
+            "it or choose another directory"
         )
     return max(of_all, default=-1)
 
@@ -242,10 +241,10 @@ def _shard_name(group: Group | None) -> str:
     return f"rank-{group.rank()}-of-{group.size()}"
 
 
-def _check_for_other_shards(directory: Path, shard: str, group: Group | None) -> None:
+def _check_for_other_shards(directory: Path, shard: str) -> None:
     """Those of another number of ranks are not taken for none at all."""
     for other in sorted(directory.glob("rank-*-of-*")):
-        if not shard or not other.name.endswith(f"-of-{group.size()}"):
+        if not shard or other.name.rpartition("-")[2] != shard.rpartition("-")[2]:
             raise _wrong_shard("latest_checkpoint", other, other.name, shard)
     if shard and _checkpoints("latest_checkpoint", directory):
         raise _wrong_shard("latest_checkpoint", directory, "", shard)
@@ -265,7 +264,7 @@ def _checked_path(name: str, path: Any) -> Path:
 
 
 def _checked_number(name: str, number: Any, least: int, most: int) -> int:
-    if not isinstance(number, Integral) or isinstance(number, bool) or not least <= number <= most:
+    if not isinstance(number, Integral) or isinstance(number, bool) or not least <= int(number) <= most:
         raise InvalidArgument(f"save_checkpoint: {name} must be an integer from {least} to {most}, not {number!r}")
     return int(number)
 
@@ -291,7 +290,7 @@ def _check_directory(directory: Path, found: dict[int, Path], step: int) -> None
 
 def _flatten(tree: Any) -> dict[str, mx.array]:
     arrays = {}
-    for path, leaf in tree_flatten(tree):
+    for path, leaf in dict(tree_flatten(tree)).items():
         if not isinstance(leaf, mx.array):
             raise InvalidArgument(
                 f"save_checkpoint: the leaf '{path}' is a {type(leaf).__name__}, not an mx.array; make it one"

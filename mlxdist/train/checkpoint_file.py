@@ -11,7 +11,7 @@ import re
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -52,7 +52,8 @@ def read(path: Path) -> dict[str, mx.array]:
     """
     file = _File(path)
     try:
-        arrays, metadata = mx.load(str(path), return_metadata=True)
+        loaded: Any = mx.load(str(path), return_metadata=True)
+        arrays, metadata = loaded
         mx.eval(arrays)
     except (RuntimeError, ValueError) as error:
         raise Unusable(f"cannot be read: {error}") from None
@@ -117,5 +118,5 @@ def _crc(arrays: Mapping[str, mx.array], about: About) -> str:
         crc = zlib.crc32(repr((name, str(array.dtype), tuple(array.shape))).encode(), crc)
         if array.size:
             data = mx.contiguous(array, stream=mx.cpu).reshape(-1).view(mx.uint8, stream=mx.cpu)
-            crc = zlib.crc32(np.array(data, copy=False), crc)
+            crc = zlib.crc32(np.array(data, copy=False).data, crc)
     return f"{crc:08x}"

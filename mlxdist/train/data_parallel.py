@@ -47,12 +47,10 @@ def all_reduce_grads(grads: Any, group: Group | None = None, bucket_bytes: int =
     """
     if bucket_bytes < 1:
         raise InvalidArgument(f"all_reduce_grads: bucket_bytes must be at least 1, not {bucket_bytes}")
-    paths = []
-    leaves = []
-    for path, leaf in tree_flatten(grads):
+    flat: Any = tree_flatten(grads)
+    for path, leaf in flat:
         _require_gradient(path, leaf)
-        paths.append(path)
-        leaves.append(leaf)
+    paths, leaves = [path for path, _ in flat], [leaf for _, leaf in flat]
     group = group_of(group)
     size = group.size()
     if size == 1:

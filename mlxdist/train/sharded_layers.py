@@ -35,7 +35,7 @@ def _shards_of(layer: nn.Module) -> Iterable[mx.array]:
     """The parameters of a layer of which a rank has a shard."""
     if region := vars(layer).get("_region"):  # of a block of shard_model, in which some layers are full
         return region.sharded_arrays(layer)
-    return (array for _, array in tree_flatten(layer.parameters())) if _is_sharded(layer) else ()
+    return dict(tree_flatten(layer.parameters())).values() if _is_sharded(layer) else ()
 
 
 def _is_sharded(layer: nn.Module) -> bool:

@@ -26,9 +26,9 @@ def test_collectives_of_a_step(run_ranks):
     assert all("close" in output for output in run_ranks("training.py", 2, "collectives"))
 
 
-def test_borders(run_ranks):
+def test_parallel_regions(run_ranks):
     """Adapters on sharded layers and experts, refusals, threads, what decoding costs, what is saved and freed."""
-    assert all("close" in output for output in run_ranks("training.py", 2, "borders"))
+    assert all("close" in output for output in run_ranks("training.py", 2, "parallel_regions"))
 
 
 @pytest.mark.long

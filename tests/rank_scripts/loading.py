@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 
 import mlxdist
 from mlxdist import lm
-from mlxdist.nn.sharding.load import load_sharded, load_with_report, streaming
+from mlxdist.nn.sharding.load import LoadReport, load_sharded, streaming
 from mlxdist.nn.sharding.load.adapters import CONFIG, WEIGHTS
 from mlxdist.nn.sharding.plan import Plan, plan_shards
 from mlxdist.nn.sharding.verify import verify
@@ -61,6 +61,11 @@ MIXTRAL = {
     "num_local_experts": 2 * size,
     "num_experts_per_tok": 2,
 }
+
+
+def load_with_report(path: Path | str, **options: object) -> tuple[nn.Module, object, LoadReport]:
+    reports: list[LoadReport] = []
+    return *load_sharded(path, on_report=reports.append, **options), *reports
 
 
 def make(config: dict, dtype: mx.Dtype = mx.float32, bits: int | None = None) -> tuple[nn.Module, dict]:

@@ -168,7 +168,7 @@ def adapt(model: nn.Module) -> None:
     model.update(tree_unflatten(list(noise.items())))
 
 
-def borders() -> None:
+def parallel_regions() -> None:
     """What does not belong to one model: adapters, refusals, threads, what a token costs, what is kept and saved."""
     adapters("", "mixtral", "gemma4_text", "gpt_oss", "llama")
     wrong = list(adapted("phi3", {"num_key_value_heads": 1}, quantized=True))

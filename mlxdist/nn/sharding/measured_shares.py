@@ -1,5 +1,4 @@
-"""``rank_shares="memory"`` and ``rank_shares="compute"``: the speeds of the ranks, as `mlxdist calibrate` has measured
-them.
+"""``rank_shares="memory"`` and "compute": the speeds of the ranks, as `mlxdist calibrate` has measured them.
 
 `mlxdist launch` hands them to the ranks of a hostfile whose hosts are all measured. "memory" is for decoding, where
 reading the weights is what takes time; "compute" for prompts and training.
@@ -17,15 +16,9 @@ RankShares = Sequence[float] | str
 
 
 def resolve(name: str, rank_shares: RankShares | None, ranks: int, rows: int = 1) -> Sequence[float] | None:
-    """Numbers where ``rank_shares`` is a word, one for each of ``ranks``; anything else as it is.
-
-    Args:
-        name: what the message of an error begins with.
-        rows: of a grid of ranks whose rows are all sharded alike, with one of ``ranks`` columns for each number.
-
-    Raises:
-        InvalidArgument: no such word; this job has no measured hosts, or another number of ranks.
-    """
+    """Numbers where ``rank_shares`` is a word, one for each of ``ranks``, which are the columns of a grid of ``rows``;
+    anything else as it is. Raises InvalidArgument, which begins with ``name``: no such word; this job has no measured
+    hosts, or another number of ranks."""
     if not isinstance(rank_shares, str):
         return rank_shares
     if rank_shares not in MEASUREMENTS:

@@ -91,7 +91,7 @@ def verify(
     about, expected = {}, np.zeros(0, np.float32)
     with agreed("verify", group, tolerance):
         if group.rank() == 0:
-            full = _whole_model(reference)
+            full = _full_model(reference)
             ids = _checked_tokens(tokens, full)
             logits = _logits(full, ids)
             expected = np.array(logits.astype(mx.float32))
@@ -136,7 +136,7 @@ def _compared(found: np.ndarray, expected: np.ndarray, dtype: str, tolerance: fl
     )
 
 
-def _whole_model(reference: nn.Module | str | Path | None) -> nn.Module:
+def _full_model(reference: nn.Module | str | Path | None) -> nn.Module:
     if isinstance(reference, nn.Module):
         return reference
     if not isinstance(reference, str | Path):

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import mlxdist
-from mlxdist.nn.sharding.load import load_with_report
+from mlxdist.nn.sharding.load import LoadReport, load_sharded
 from mlxdist.nn.sharding.plan import Plan
 from mlxdist.nn.sharding.verify import verify
 
@@ -15,7 +15,9 @@ from mlxdist.nn.sharding.verify import verify
 def main() -> None:
     path, given, result = sys.argv[1:]
     group = mlxdist.init()
-    model, _, report = load_with_report(path, group, Plan.from_json(Path(given).read_text()))
+    reports: list[LoadReport] = []
+    model, _ = load_sharded(path, group, Plan.from_json(Path(given).read_text()), on_report=reports.append)
+    (report,) = reports
     verification = verify(model, path, group=group)
     if group.rank() == 0:
         found = dataclasses.asdict(verification)

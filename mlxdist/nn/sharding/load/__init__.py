@@ -7,6 +7,6 @@ adapters.py        of mlx-lm's lora training, on the model that is sharded
 weight_checks.py   whether all ranks hold shards of the same model
 """
 
-from .load_sharded import load_sharded, load_with_report
+from .load_sharded import LoadReport, load_sharded
 
-__all__ = ["load_sharded", "load_with_report"]
+__all__ = ["LoadReport", "load_sharded"]

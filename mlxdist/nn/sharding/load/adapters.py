@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_unflatten
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.safetensors_reader import WeightFile
@@ -19,10 +19,10 @@ from mlxdist.runtime.group import Group
 
 from ..plan import Plan
 from ..plan.adapters import adapter_shard
-from ..plan.parameters import dtype_name
+from ..plan.parameters import dtype_name, parameters
 from .blobs import broadcast_blob
 
-__all__ = ["put_adapters", "read_adapters", "require_adapters_of", "whole_model"]
+__all__ = ["put_adapters", "read_adapters", "require_adapters_of", "full_model"]
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapters.safetensors"
 MAX_CONFIG_BYTES = 1_000_000
@@ -30,14 +30,8 @@ MAX_RANK = 65536  # of an adapter
 
 
 def read_adapters(path: str | Path | None, group: Group, stream: bool) -> tuple[dict[str, Any], dict[str, mx.array]]:
-    """The settings and the matrices in a directory of adapters. Every rank reads them in full: they are small.
-
-    Args:
-        path: with adapter_config.json and adapters.safetensors; with ``stream`` on rank 0 alone.
-
-    Raises:
-        InvalidArgument: on every rank: files are missing, damaged or not the same on all.
-    """
+    """The settings and the matrices in a directory of adapters, which every rank reads in full: they are small. Raises
+    InvalidArgument on every rank where files are missing, damaged or not the same on all."""
     files = [b"", b""]
     with agreed("load_sharded", group):
         if group.rank() == 0 or not stream:
@@ -51,14 +45,11 @@ def read_adapters(path: str | Path | None, group: Group, stream: bool) -> tuple[
 
 
 def require_adapters_of(model: nn.Module, plan: Plan, config: Mapping[str, Any], weights: dict[str, mx.array]) -> None:
-    """Before weights are read: that what :func:`read_adapters` gave is for ``model``, whole and with shapes alone.
-
-    Raises:
-        InvalidArgument: the adapters are for another model. ``model`` may have adapters then, and has none otherwise.
-    """
+    """Raises InvalidArgument, before weights are read, if the adapters are not for ``model``, full and with shapes
+    alone. It may have adapters then, and has none otherwise."""
     layers = model.leaf_modules()
     _put_on(model, plan, config, weights)
-    held = dict(tree_flatten(model.parameters()))
+    held = parameters(model)
     model.update_modules(layers)
     for name, array in weights.items():
         if shard := plan.shards.get(name):
@@ -75,11 +66,7 @@ def require_adapters_of(model: nn.Module, plan: Plan, config: Mapping[str, Any],
 def put_adapters(
     model: nn.Module, plan: Plan, config: Mapping[str, Any], weights: dict[str, mx.array], group: Group
 ) -> None:
-    """Puts what :func:`read_adapters` gave on ``model``, which is sharded and has its weights.
-
-    Raises:
-        InvalidArgument: on every rank: the model that is sharded takes other adapters.
-    """
+    """Puts what :func:`read_adapters` gave on ``model``, which is sharded and has its weights."""
     with agreed("load_sharded", group):
         _put_on(model, plan, config, weights)
         model.update(tree_unflatten(list(_shards(plan, weights, group.rank()))))
@@ -87,7 +74,7 @@ def put_adapters(
         mx.eval(model.parameters())
 
 
-def whole_model(directory: Path, path: str | Path) -> nn.Module:
+def full_model(directory: Path, path: str | Path) -> nn.Module:
     """The model of ``directory``, not sharded, with the adapters, as mlx-lm loads it."""
     from mlx_lm import utils
 
@@ -118,13 +105,12 @@ def _parsed(config: bytes, weights: bytes) -> tuple[dict[str, Any], dict[str, mx
     try:
         parsed = json.loads(config)
         kind = parsed.get("fine_tune_type", "lora")
-        arrays = mx.load(io.BytesIO(weights), format="safetensors")
+        arrays: Any = mx.load(io.BytesIO(weights), format="safetensors")  # a dict
     except (ValueError, AttributeError, RuntimeError, RecursionError) as error:
         raise InvalidArgument(f"load_sharded: {CONFIG} or {WEIGHTS} is damaged: {error}") from error
     if kind not in ("lora", "full"):
         raise InvalidArgument(
-            f"load_sharded: adapters of the kind {kind!r} cannot be sharded; fuse them with mlx_lm.fuse and "
-            "load the result"
+            f"load_sharded: adapters of the kind {kind!r} cannot be sharded; fuse them with mlx_lm.fuse"
         )
     if kind == "lora" and (wrong := _wrong_in(parsed)):
         raise InvalidArgument(f"load_sharded: {CONFIG} is damaged: {wrong}")
@@ -138,7 +124,8 @@ def _wrong_in(config: Mapping[str, Any]) -> str | None:
         return f"num_layers must be a number of layers, not {number!r:.100}"
     if not isinstance(parameters, dict):
         return f"lora_parameters must be an object, not {parameters!r:.100}"
-    rank, scale, dropout, keys = (parameters.get(name) for name in ("rank", "scale", "dropout", "keys"))
+    values: list[Any] = [parameters.get(name) for name in ("rank", "scale", "dropout", "keys")]
+    rank, scale, dropout, keys = values
     if type(rank) is not int or not 1 <= rank <= MAX_RANK:
         return f"rank must be from 1 to {MAX_RANK}, not {rank!r:.100}"
     if type(scale) not in (int, float) or not math.isfinite(scale):
@@ -160,8 +147,7 @@ def _put_on(model: nn.Module, plan: Plan, config: Mapping[str, Any], weights: di
             linear_to_lora_layers(model, config["num_layers"], config["lora_parameters"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InvalidArgument(f"load_sharded: {CONFIG} is not for this model: {error!r}") from error
-        names = [name for name, _ in tree_flatten(model.parameters())]
-        wanted = [name for name in names if name.rpartition(".")[2] in ("lora_a", "lora_b")]
+        wanted = [name for name in parameters(model) if name.rpartition(".")[2] in ("lora_a", "lora_b")]
         if missing := [name for name in wanted if name not in weights]:
             raise InvalidArgument(f"load_sharded: {WEIGHTS} does not have {missing[0]} ({len(missing)} are missing)")
     if more := [name for name in weights if name not in wanted]:

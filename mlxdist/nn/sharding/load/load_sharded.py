@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_unflatten
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -23,14 +23,15 @@ from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 
 from ..measured_shares import RankShares
-from ..plan import Plan, Shard, plan_shards
+from ..plan import Plan, plan_shards
+from ..plan.parameters import parameters
 from ..verify import require_agreement
-from .adapters import put_adapters, read_adapters, require_adapters_of, whole_model
+from .adapters import full_model, put_adapters, read_adapters, require_adapters_of
 from .streaming import TOKENIZER_FILES, checkpoint_of_rank_0, stream_shard
 from .weight_checks import checksum, require_same_files, require_same_tensors
 from .weight_sources import UNSIGNED, ComputedTensor, Source, bytes_of, open_model
 
-__all__ = ["LoadReport", "load_sharded", "load_with_report"]
+__all__ = ["LoadReport", "load_sharded"]
 
 
 @dataclass
@@ -57,6 +58,7 @@ def load_sharded(
     stream: bool = False,
     verify: bool = False,
     tokenizer_config: Mapping[str, Any] | None = None,
+    on_report: Callable[[LoadReport], Any] = lambda report: None,
 ) -> tuple[nn.Module, Any]:
     """A model of mlx-lm, sharded over the ranks of a group, and its tokenizer, or ``None`` if the directory has none.
 
@@ -78,6 +80,7 @@ def load_sharded(
         verify: compare the logits with those of the full model, which rank 0 then has to have room for
             (:func:`mlxdist.nn.verify`).
         tokenizer_config: for the tokenizer of transformers, such as {"trust_remote_code": True}.
+        on_report: called with a LoadReport, what loading has cost this rank, when all is loaded.
 
     Raises:
         InvalidArgument: on every rank, before any operation of the model: files are missing or damaged, weights are
@@ -88,35 +91,17 @@ def load_sharded(
         TransportError: on every rank, where a shard has arrived damaged from rank 0.
         Mismatch: on every rank, where ``verify`` finds other logits.
     """
-    options = {"adapter_path": adapter_path, "stream": stream, "verify": verify, "tokenizer_config": tokenizer_config}
-    return load_with_report(path, group, plan, tp=tp, ep=ep, rank_shares=rank_shares, **options)[:2]
-
-
-def load_with_report(
-    path: str | Path | None,
-    group: Group | None = None,
-    plan: Plan | None = None,
-    *,
-    tp: int | None = None,
-    ep: int = 1,
-    rank_shares: RankShares | None = None,
-    adapter_path: str | Path | None = None,
-    stream: bool = False,
-    verify: bool = False,
-    tokenizer_config: Mapping[str, Any] | None = None,
-) -> tuple[nn.Module, Any, LoadReport]:
-    """:func:`load_sharded`, and what it has cost."""
     start = time.perf_counter()
     group = group_of(group)
     with agreed("load_sharded", group, tp, ep, rank_shares, stream, verify, plan and plan.to_json()):
         if plan is not None and rank_shares is not None:
             raise InvalidArgument("load_sharded: the plan has its rank_shares; leave out rank_shares")
         tp = _checked_grid(group, plan, tp, ep)
-        directory = model_directory(path) if group.rank() == 0 or not stream else None
+        directory = model_directory(path) if group.rank() == 0 or not stream else Path()
     given = adapter_path is not None
     adapted = agree("load_sharded", group, None, {"adapter_path": stream or given}, [given])[0, 0]
     adapters = read_adapters(adapter_path, group, stream) if adapted else None
-    with checkpoint_of_rank_0(directory, group) if stream else _local_checkpoint(directory, group) as checkpoint:
+    with (checkpoint_of_rank_0 if stream else _local_checkpoint)(directory, group) as checkpoint:
         with agreed("load_sharded", group):
             model, sources, config = open_model(checkpoint)
             plan = plan or plan_shards(model, tp, ep, rank_shares=rank_shares)
@@ -128,21 +113,22 @@ def load_with_report(
             _require_planned(model, plan, group.rank())
         computed = [name for name, source in sources.items() if isinstance(source, ComputedTensor)]
         _warn_of_computed(computed, sources, group)
-        (_stream_shards if stream else _read_shards)(model, plan, sources, group)
+        _load_shards(model, plan, sources, group, stream)
         if adapters is not None:
             put_adapters(model, plan, *adapters, group)
             adapters = None  # their memory
+        reference: nn.Module | Path = checkpoint.folder
         with agreed("load_sharded", group):
             tokenizer = _tokenizer(checkpoint.folder, config, tokenizer_config)
-            first = verify and group.rank() == 0
-            reference = whole_model(directory, adapter_path) if first and adapted else checkpoint.folder
+            if verify and group.rank() == 0 and adapter_path is not None:
+                reference = full_model(directory, adapter_path)
         if verify:
             require_agreement(model, reference, group=group)
         group.meet()  # ranks read at different speeds, and GPU work of the first graph must not wait for the slowest
-    held = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    held = sum(array.nbytes for array in parameters(model).values())
     total = sum(source.nbytes for source in sources.values())
-    report = LoadReport(plan, total, held, checkpoint.bytes_read, computed, time.perf_counter() - start)
-    return model, tokenizer, report
+    on_report(LoadReport(plan, total, held, checkpoint.bytes_read, computed, time.perf_counter() - start))
+    return model, tokenizer
 
 
 def _checked_grid(group: Group, plan: Plan | None, tp: int | None, ep: int) -> int:
@@ -171,14 +157,13 @@ def _local_checkpoint(directory: Path, group: Group) -> Iterator[Checkpoint]:
 
 def _require_planned(model: nn.Module, plan: Plan, rank: int) -> None:
     """Raises InvalidArgument if the model that is sharded does not have the parameters of the plan."""
-    found = {name: array.shape for name, array in tree_flatten(model.parameters())}
+    found = {name: array.shape for name, array in parameters(model).items()}
     planned = {name: tuple(shard.shape_on(rank)) for name, shard in plan.shards.items()}
     for name in [*planned, *found]:
         if found.get(name) != planned.get(name):
             raise InvalidArgument(
                 f"load_sharded: {name} has shape {found.get(name)} in the model that is sharded, and "
-                f"{planned.get(name)} "
-                f"in its plan ({plan.how})"
+                f"{planned.get(name)} in its plan ({plan.how})"
             )
 
 
@@ -193,47 +178,31 @@ def _warn_of_computed(computed: list[str], sources: Mapping[str, Source], group:
         )
 
 
-def _read_shards(model: nn.Module, plan: Plan, sources: Mapping[str, Source], group: Group) -> None:
-    """Puts this rank's shards into the model, one parameter after the other, and compares them with the other ranks."""
-    checksums = {}
-    rank = group.rank()
-    with _progress("loading", plan.bytes(rank), rank) as advance:
+def _load_shards(model: nn.Module, plan: Plan, sources: Mapping[str, Source], group: Group, stream: bool) -> None:
+    """Puts this rank's shards into the model, one parameter after the other: from its files, which are compared with
+    those of the other ranks, or with ``stream`` from rank 0."""
+    checksums, rank = {}, group.rank()
+    what, total = ("streaming", sum(map(plan.bytes, range(plan.ranks)))) if stream else ("loading", plan.bytes(rank))
+    with _progress(what, total, rank) as advance:
         for name, shard in plan.shards.items():
-            source, local = sources[name], _LocalShard(shard, rank)
-            # One after the other, so that all stop at the first that a rank cannot read.
-            with agreed("load_sharded", group):
-                source.read(shard.axis, shard.slices(rank), 0, memoryview(local.memory))
-                if group.size() > 1:
-                    checksums[name] = checksum(source, None if shard.ranges else memoryview(local.memory))
-            local.put_into(model)
+            source, dtype = sources[name], getattr(mx, shard.dtype)
+            # By the CPU, which will write to it.
+            array = mx.zeros(shard.shape_on(rank), UNSIGNED[dtype.size], stream=mx.cpu)
+            memory = bytes_of(array)
+            if stream:
+                stream_shard(source, shard, memory, group, advance)
+            else:
+                # One after the other, so that all stop at the first that a rank cannot read.
+                with agreed("load_sharded", group):
+                    source.read(shard.axis, shard.slices(rank), 0, memory.data)
+                    if group.size() > 1:
+                        checksums[name] = checksum(source, None if shard.ranges else memory.data)
+                advance(len(memory))
+            array = array.view(dtype, stream=mx.cpu)
+            mx.eval(array)
+            model.update(tree_unflatten([(name, array)]))
             source.release()
-            advance(len(local.memory))
     require_same_tensors(checksums, sources, group)
-
-
-def _stream_shards(model: nn.Module, plan: Plan, sources: Mapping[str, Source], group: Group) -> None:
-    """The same with shards that come from rank 0."""
-    with _progress("streaming", sum(plan.bytes(rank) for rank in range(plan.ranks)), group.rank()) as advance:
-        for name, shard in plan.shards.items():
-            local = _LocalShard(shard, group.rank())
-            stream_shard(sources[name], shard, local.memory, group, advance)
-            local.put_into(model)
-            sources[name].release()
-
-
-class _LocalShard:
-    """Memory for what a rank holds of a parameter, and that as an array."""
-
-    def __init__(self, shard: Shard, rank: int) -> None:
-        self._shard, self._dtype = shard, getattr(mx, shard.dtype)
-        # By the CPU, which will write to it.
-        self._array = mx.zeros(shard.shape_on(rank), UNSIGNED[self._dtype.size], stream=mx.cpu)
-        self.memory = bytes_of(self._array)
-
-    def put_into(self, model: nn.Module) -> None:
-        array = self._array.view(self._dtype, stream=mx.cpu)
-        mx.eval(array)
-        model.update(tree_unflatten([(self._shard.path, array)]))
 
 
 @contextmanager

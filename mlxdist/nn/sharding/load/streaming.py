@@ -10,6 +10,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,20 +33,21 @@ __all__ = ["CHUNK_BYTES", "TOKENIZER_FILES", "checkpoint_of_rank_0", "stream_sha
 CHUNK_BYTES = 8 * 2**20
 MAX_SMALL_FILE_BYTES = 256 * 2**20
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "merges.txt", "*.tiktoken")
-SMALL_FILES = ("config.json", "generation_config.json", "hf_quant_config.json", "special_tokens_map.json")
-SMALL_FILES += ("added_tokens.json", "chat_template*", *TOKENIZER_FILES)
+SMALL_FILES = (
+    *("config.json", "generation_config.json", "hf_quant_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "chat_template*", *TOKENIZER_FILES),
+)
 
 
 @contextmanager
-def checkpoint_of_rank_0(directory: Path | None, group: Group) -> Iterator[Checkpoint]:
+def checkpoint_of_rank_0(directory: Path, group: Group) -> Iterator[Checkpoint]:
     """The checkpoint in ``directory`` on rank 0; on the others, within the block, a copy of all but the weights.
 
     The files of weights have their headers there, and behind it a hole that takes no room on the disk.
-
-    Raises:
-        InvalidArgument: on every rank, where the checkpoint is damaged on rank 0 or the copy cannot be written.
     """
-    checkpoint, files, content = None, [], b""
+    checkpoint: Checkpoint | None = None
+    files: Sequence[tuple[str, int, int]] = []
+    content = b""
     with agreed("load_sharded", group):
         if group.rank() == 0:
             checkpoint = Checkpoint(directory)
@@ -69,21 +71,21 @@ def stream_shard(
         InvalidArgument: on every rank, where rank 0 cannot read it.
         TransportError: on every rank, where what arrived is not what rank 0 has read.
     """
-    failure, checksums = None, np.zeros(group.size() + 1, np.uint32)  # rank 0: of every rank; else: of what came
+    failures: list[InvalidArgument] = []
+    checksums = np.zeros(group.size() + 1, np.uint32)  # rank 0: of every rank; else: of what came
     for slices, ranks in _shards(shard, group.size()):
         if group.rank() == 0:
             length = math.prod(local_shape(shard.shape, shard.axis, slices)) * source.itemsize
-            reader = _Reader(source, shard.axis, slices, memory if 0 in ranks else None, failure)
-            checksums[ranks] = reader.send(length, ranks, group, advance)
-            failure = reader.failure
+            read = partial(_read, failures, source, shard.axis, slices)
+            checksums[ranks] = _send(read, memory if 0 in ranks else None, length, ranks, group, advance)
         elif group.rank() in ranks:
             checksums[0] = _receive(memory, len(ranks) == group.size(), group)
-    checksums[-1] = failure is not None
+    checksums[-1] = len(failures)
     everyones = all_gather(checksums, group=group).reshape(group.size(), -1)
     if everyones[0, -1]:
         with agreed("load_sharded", group):
-            if failure is not None:
-                raise failure
+            if failures:
+                raise failures[0]
     if differing := [rank for rank in range(1, group.size()) if everyones[rank, 0] != everyones[0, rank]]:
         raise TransportError(
             f"load_sharded: {shard.path} has arrived damaged on {name_ranks(differing)}: its CRC-32 is not that of "
@@ -91,53 +93,56 @@ def stream_shard(
         )
 
 
-class _Reader:
-    """Reads a shard on rank 0, chunk by chunk, and sends each while it reads the next."""
+def _read(
+    failures: list[InvalidArgument], source: Source, axis: int, slices: Sequence[slice], start: int, chunk: np.ndarray
+) -> None:
+    try:
+        if not failures:
+            source.read(axis, slices, start, chunk.data)
+    except InvalidArgument as error:  # the others wait for as many bytes; the end says that they are none
+        failures.append(error)
 
-    def __init__(
-        self, source: Source, axis: int, slices: Sequence[slice], memory: np.ndarray | None, failure: Exception | None
-    ) -> None:
-        self.source, self.axis, self.slices, self.memory, self.failure = source, axis, slices, memory, failure
-        self.buffers = [] if memory is not None else [np.empty(CHUNK_BYTES, np.uint8) for _ in range(2)]
 
-    def send(self, length: int, ranks: Sequence[int], group: Group, advance: Callable[[int], Any]) -> int:
-        """Sends the shard to ``ranks``, and returns its checksum."""
-        checksum, handles = 0, []
-        for number, start in enumerate(range(0, length, CHUNK_BYTES)):
-            chunk = self._read(number, start, min(CHUNK_BYTES, length - start))
-            checksum = zlib.crc32(chunk, checksum)
-            for handle in handles:
-                handle.wait()
-            if len(ranks) == group.size():
-                handles = [broadcast(chunk, group=group, out=chunk, async_op=True)]
-            else:
-                handles = [send(chunk, rank, group=group, async_op=True) for rank in ranks if rank != 0]
-            advance(len(chunk) * len(ranks))
+def _send(
+    read: Callable[[int, np.ndarray], None],
+    memory: np.ndarray | None,
+    length: int,
+    ranks: Sequence[int],
+    group: Group,
+    advance: Callable[[int], Any],
+) -> int:
+    """Sends a shard to ``ranks``, reading the next chunk meanwhile, and returns its checksum. ``memory``: rank 0's."""
+    handles: list[Any] = []
+    buffers = [np.empty(CHUNK_BYTES, np.uint8) for _ in range(2)] if memory is None else []
+    checksum = 0
+    for number, start in enumerate(range(0, length, CHUNK_BYTES)):
+        room = buffers[number % 2] if memory is None else memory[start:]
+        chunk = room[: min(CHUNK_BYTES, length - start)]
+        read(start, chunk)
+        checksum = zlib.crc32(chunk.data, checksum)
         for handle in handles:
             handle.wait()
-        return checksum
-
-    def _read(self, number: int, start: int, length: int) -> np.ndarray:
-        member = self.buffers[number % 2] if self.buffers else self.memory[start:]
-        chunk = member[:length]
-        try:
-            if self.failure is None:
-                self.source.read(self.axis, self.slices, start, memoryview(chunk))
-        except InvalidArgument as error:  # the others wait for as many bytes; the end says that they are none
-            self.failure = error
-        return chunk
+        if len(ranks) == group.size():
+            handles = [broadcast(chunk, group=group, out=chunk, async_op=True)]
+        else:
+            handles = [send(chunk, rank, group=group, async_op=True) for rank in ranks if rank != 0]
+        advance(len(chunk) * len(ranks))
+    for handle in handles:
+        handle.wait()
+    return checksum
 
 
 def _receive(memory: np.ndarray, from_broadcast: bool, group: Group) -> int:
     checksum = 0
     for start in range(0, len(memory), CHUNK_BYTES):
         chunk = memory[start : start + CHUNK_BYTES]
-        if from_broadcast:  # with a handle, as on rank 0: operations with and without one are matched apart
+        handle: Any  # with one, as on rank 0: operations with and without one are matched apart
+        if from_broadcast:
             handle = broadcast(chunk, group=group, out=chunk, async_op=True)
         else:
             handle = recv(chunk.shape, np.uint8, 0, group=group, out=chunk, async_op=True)
         handle.wait()
-        checksum = zlib.crc32(chunk, checksum)
+        checksum = zlib.crc32(chunk.data, checksum)
     return checksum
 
 

@@ -21,11 +21,7 @@ SAMPLES, SAMPLE_BYTES = 8, 64  # of a tensor of which each rank reads a shard on
 
 
 def require_same_files(checkpoint: Checkpoint, group: Group) -> None:
-    """Compares config.json, and the size and header of each file of weights, by their BLAKE2b.
-
-    Raises:
-        InvalidArgument: on every rank, naming the file and the ranks.
-    """
+    """Compares config.json, and the size and header of each file of weights, by their BLAKE2b."""
     config = (checkpoint.folder / "config.json").read_bytes()
     digests = {"config.json": hashlib.blake2b(config, digest_size=16).hexdigest()}
     digests |= {file.path.name: file.digest.hex() for file in checkpoint.files}
@@ -34,9 +30,8 @@ def require_same_files(checkpoint: Checkpoint, group: Group) -> None:
         having = [rank for rank, others in enumerate(everyones) if name in others]
         if len(having) < group.size():
             raise InvalidArgument(
-                f"load_sharded: only {name_ranks(having)} of {group.size()} found {name}; the directories must "
-                "be the same "
-                "on all hosts, or be on rank 0 alone, with stream=True"
+                f"load_sharded: only {name_ranks(having)} of {group.size()} found {name}; the directories must be the "
+                "same on all hosts, or be on rank 0 alone, with stream=True"
             )
         differing = [rank for rank, others in enumerate(everyones) if others[name] != everyones[0][name]]
         if differing:
@@ -61,11 +56,7 @@ def checksum(source: Source, full: memoryview | None) -> int:
 
 
 def require_same_tensors(checksums: Mapping[str, int], sources: Mapping[str, Source], group: Group) -> None:
-    """Compares the checksums of parameters, which are the same on all ranks and in the same order.
-
-    Raises:
-        InvalidArgument: on every rank, naming parameters, their file and the ranks.
-    """
+    """Compares the checksums of parameters, which are the same on all ranks and in the same order."""
     if not checksums:
         return
     mine = np.array(list(checksums.values()), np.uint32)

@@ -13,10 +13,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_unflatten
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.safetensors_reader import Checkpoint, StoredTensor, runs
+
+from ..plan.parameters import dtype_name, parameters
 
 __all__ = ["UNSIGNED", "ComputedTensor", "Source", "bytes_of", "open_model"]
 
@@ -31,13 +33,13 @@ class ComputedTensor:
     def __init__(self, array: mx.array) -> None:
         self.shape, self.itemsize = array.shape, array.dtype.size
         self.nbytes = math.prod(self.shape) * self.itemsize
-        self._array: mx.array | None = array
+        self.array = array
 
     def read(self, axis: int, slices: Sequence[slice], start: int, memory: memoryview) -> None:
         """As :meth:`StoredTensor.read`."""
-        self._array = mx.contiguous(self._array)
+        self.array = mx.contiguous(self.array)
         try:
-            full, filled = memoryview(bytes_of(self._array)), 0
+            full, filled = bytes_of(self.array).data, 0
         except RuntimeError as error:
             raise InvalidArgument(f"mlx-lm cannot compute a parameter from the files: {error}") from error
         for offset, length in runs(self, axis, slices, start, start + len(memory)):
@@ -46,7 +48,7 @@ class ComputedTensor:
 
     def release(self) -> None:
         """Frees the memory; nothing can be read any more."""
-        self._array = None
+        del self.array
 
 
 Source = StoredTensor | ComputedTensor
@@ -88,11 +90,11 @@ def open_model(checkpoint: Checkpoint) -> tuple[nn.Module, dict[str, Source], di
         raise InvalidArgument(f"mlx-lm cannot build the model in {checkpoint.folder}: {what}") from error
     sources: dict[str, Source] = {}
     placeholders = []
-    for path, array in tree_flatten(model.parameters()):
+    for path, array in parameters(model).items():
         if path in floats and not mx.issubdtype(array.dtype, mx.floating):
             name = stored[id(array)][0] if id(array) in stored else path
             raise InvalidArgument(
-                f"{checkpoint.folder}: tensor {name!r:.200} has dtype {str(array.dtype).removeprefix('mlx.core.')}, "
+                f"{checkpoint.folder}: tensor {name!r:.200} has dtype {dtype_name(array)}, "
                 "but the model has floats there; the file is damaged, so copy or download it again"
             )
         sources[path] = checkpoint.tensors[stored[id(array)][0]] if id(array) in stored else ComputedTensor(array)
@@ -114,10 +116,9 @@ def _recording(model: nn.Module, stored: dict[int, tuple[str, mx.array]], floats
         return sanitize(weights)
 
     def loaded(weights: list[tuple[str, mx.array]], strict: bool = True) -> nn.Module:
-        parameters = tree_flatten(model.parameters())
-        floats.update(path for path, array in parameters if mx.issubdtype(array.dtype, mx.floating))
+        floats.update(path for path, array in parameters(model).items() if mx.issubdtype(array.dtype, mx.floating))
         del model.load_weights  # this function; that of the class stays
         return model.load_weights(weights, strict)
 
-    model.sanitize, model.load_weights = recorded, loaded
+    vars(model).update(sanitize=recorded, load_weights=loaded)
     return model

@@ -45,9 +45,7 @@ def require_no_adapters(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if {"lora_a", "lora_b"} <= module.keys():
             raise InvalidArgument(
-                f"there is an adapter on {path}, a {type(module).__name__}: shard the model first, then put "
-                "adapters on "
-                "it (mlx-lm's linear_to_lora_layers takes a model that is sharded), or give load_sharded an "
-                "adapter_path; "
-                "or fuse them first"
+                f"there is an adapter on {path}, a {type(module).__name__}: shard the model first, then put adapters "
+                "on it (mlx-lm's linear_to_lora_layers takes a model that is sharded), or give load_sharded an "
+                "adapter_path; or fuse them first"
             )

@@ -1,7 +1,8 @@
 """What is known of one block of a model while it is decided how it is sharded."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,23 +17,48 @@ from .patterns import KEYS, LINEARS, QUERIES, QUERY_NORMS
 Ranges = tuple[tuple[Range, ...], ...]
 
 
-@dataclass
-class Block:
-    """A part of a model that is sharded as one.
+@dataclass(frozen=True)
+class Units:
+    """Equal units of a dimension, such as heads: how many there are, and for each rank the ranges that it has."""
 
-    Attributes:
-        path: of its module.
-        shards: what is sharded in it, by path in the model.
-        roles: what the layers in it become, by path: "column", "row", "norm" (over all ranks' heads), "sum" (its
-            results are added up over the ranks), "group" (it adds them up itself, over its ``sharding_group``),
-            "inside" (it works on this rank's heads, inside of attention), "experts" (whole experts).
-        attributes: numbers that a rank has its shard of: (path of the module, name) -> value on each rank.
+    ranges: Ranges
+    count: int
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many each rank has."""
+        return tuple(sum(stop - start for start, stop in pieces) for pieces in self.ranges)
+
+
+@dataclass(frozen=True)
+class Heads:
+    query: Units
+    kv: Units
+    replicated: bool  # whether several ranks hold the same KV head
+    copied: bool  # whether each query head has a copy of its KV head
+
+
+class Unsharded(Exception):
+    """The block is not understood; the text says why it stays unsharded."""
+
+
+@dataclass(eq=False)
+class Block:
+    """A part of a model that is sharded as one. Its methods collect what is understood of its module.
+
+    ``shards``: what is sharded in it, by path in the model. ``roles``: what the layers in it become, by path: "column",
+    "row", "norm" (over all ranks' heads), "sum" (its results are added up over the ranks), "group" (it adds them up
+    itself, over its ``sharding_group``), "inside" (it works on this rank's heads, inside of attention), "experts"
+    (whole experts). ``attributes``: numbers that a rank has its shard of, by path of the module and name. ``done``: the
+    names in the module that are understood.
     """
 
     path: str
+    module: nn.Module
     shards: dict[str, Shard] = field(default_factory=dict)
     roles: dict[str, str] = field(default_factory=dict)
     attributes: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
+    done: set[str] = field(default_factory=set)
 
     def repeat(self, ep: int) -> None:
         """From the ranks of a row of the grid to all: each row is the same, but for whole experts."""
@@ -40,26 +66,6 @@ class Block:
             if shard.kind != "experts":
                 self.shards[path] = replace(shard, ranges=shard.ranges * ep)
         self.attributes = {name: values * ep for name, values in self.attributes.items()}
-
-
-class Unsharded(Exception):
-    """The block is not understood; the text says why it stays unsharded."""
-
-
-@dataclass(frozen=True)
-class Heads:
-    query: Ranges
-    kv: Ranges
-    replicated: bool  # whether several ranks hold the same KV head
-    copied: bool  # whether each query head has a copy of its KV head
-
-
-class Known:
-    """Collects what is understood of a block's module; finish() rejects the block if that is not all of it."""
-
-    def __init__(self, block: Block, module: nn.Module) -> None:
-        self.block, self.module = block, module
-        self.done: set[str] = set()
 
     def one_of(self, names: Sequence[str], what: str) -> str:
         found = [name for name in names if name in self.module]
@@ -73,131 +79,105 @@ class Known:
             raise Unsharded(f"{name} is {type(layer).__name__}, which cannot be sharded")
         return layer
 
-    def column(self, name: str, ranges: Ranges, count: int) -> None:
-        """Shards a linear layer's outputs, which are `count` equal units, of which each rank has `ranges`."""
+    def column(self, name: str, units: Units) -> None:
+        """Shards a linear layer's outputs."""
         layer = self.check_linear(name)
-        outputs = output_dims(layer)
-        if outputs % count:
-            raise Unsharded(f"{name} has {outputs} outputs, which are not those of {count} heads")
-        ranges = scaled(ranges, outputs // count)
+        ranges = scaled(units, output_dims(layer), f"{name} has {{}} outputs")
         for parameter, array in own_arrays(layer):
-            if parameter == "global_scale":
-                continue
-            self.add(name, parameter, array, "column", array.ndim - (1 if parameter == "bias" else 2), ranges)
-        self.block.roles[join_path(self.block.path, name)] = "column"
-        self.done.add(name)
+            if parameter != "global_scale":
+                self.add(name, parameter, array, "column", array.ndim - (1 if parameter == "bias" else 2), ranges)
+        self.roles[join_path(self.path, name)] = "column"
 
-    def row(self, name: str, ranges: Ranges, count: int) -> None:
+    def row(self, name: str, units: Units) -> None:
         """Shards a linear layer's inputs."""
         layer = self.check_linear(name)
         inputs = input_dims_of(layer)
-        if inputs % count:
-            raise Unsharded(f"{name} has {inputs} inputs, which are not those of {count} heads")
-        ranges = scaled(ranges, inputs // count)
+        ranges = scaled(units, inputs, f"{name} has {{}} inputs")
         for parameter, array in own_arrays(layer):
             if parameter == "bias":
                 scale = 1.0 if array.ndim == 1 else 1.0 / len(ranges)
-                path = join_path(self.block.path, name, parameter)
+                path = join_path(self.path, name, parameter)
                 reason = "is added once, after the sum over the ranks" if scale == 1 else "each rank adds its share"
-                self.block.shards[path] = Shard(
-                    path, "full", array.shape, dtype_name(array), scale=scale, reason=reason
-                )
+                self.shards[path] = Shard(path, "full", array.shape, dtype_name(array), scale=scale, reason=reason)
             elif parameter != "global_scale":
                 # A quantized weight holds 32 / bits inputs in a word, scales and biases one for each group.
-                here = tuple(
-                    tuple(
-                        (start * array.shape[-1] // inputs, stop * array.shape[-1] // inputs) for start, stop in pieces
-                    )
-                    for pieces in ranges
+                width = array.shape[-1]
+                packed = (
+                    ((start * width // inputs, stop * width // inputs) for start, stop in held) for held in ranges
                 )
-                self.add(name, parameter, array, "row", array.ndim - 1, here)
-        self.block.roles[join_path(self.block.path, name)] = "row"
-        self.done.add(name)
+                self.add(name, parameter, array, "row", array.ndim - 1, tuple(map(tuple, packed)))
+        self.roles[join_path(self.path, name)] = "row"
 
-    def heads_first(self, name: str, ranges: Ranges, heads: int) -> None:
+    def heads_first(self, name: str, heads: Units) -> None:
         """Shards what has one matrix a head."""
         for parameter, array in own_arrays(self.module[name]):
-            if array.shape[0] != heads:
-                raise Unsharded(f"{name}.{parameter} has {array.shape[0]} matrices for {heads} heads")
-            self.add(name, parameter, array, "column", 0, ranges)
-        self.done.add(name)
+            if array.shape[0] != heads.count:
+                raise Unsharded(f"{name}.{parameter} has {array.shape[0]} matrices for {heads.count} heads")
+            self.add(name, parameter, array, "column", 0, heads.ranges)
 
-    def norm(self, name: str, ranges: Ranges, count: int, split: Heads) -> None:
+    def norm(self, name: str, heads: Units, split: Heads) -> None:
         """Norms over one head stay unsharded; a norm over all heads needs all ranks' squares, one of each head is
         sharded."""
         layer = self.module[name]
-        arrays = list(own_arrays(layer)) if isinstance(layer, nn.Module) else []
-        if all(array.size == array.shape[-1] for _, array in arrays):
-            weight = next((array for parameter, array in arrays if parameter == "weight"), None)
-            # Of one head, of which a rank has copies, the norm over all is what that of the queries is.
-            several = count > 1 or split.copied and "norm" in self.block.roles.values()
-            over_all = weight is not None and several and weight.size == self.heads_dim(name)
-            if not over_all:
-                self.full(name)
-                return
-            if type(layer) is not nn.RMSNorm or split.replicated and name not in QUERY_NORMS:
-                raise Unsharded(f"{name} is a {type(layer).__name__} over all heads")
-            self.block.roles[join_path(self.block.path, name)] = "norm"
-            ranges = scaled(ranges, weight.size // count)
-            self.add(name, "weight", weight, "column", 0, ranges)
-        else:
-            for parameter, array in arrays:
-                if array.ndim != 2 or array.shape[0] != count:
+        arrays = dict(own_arrays(layer)) if isinstance(layer, nn.Module) else {}
+        self.done.add(name)
+        if any(array.size != array.shape[-1] for array in arrays.values()):
+            for parameter, array in arrays.items():
+                if array.ndim != 2 or array.shape[0] != heads.count:
                     raise Unsharded(f"{name}.{parameter} of shape {array.shape} is not one row a head")
-                self.add(name, parameter, array, "column", 0, ranges)
-        self.done.add(name)
-
-    def heads_dim(self, name: str) -> int:
-        """The width of all heads that a norm may be over."""
-        names = QUERIES if name in QUERY_NORMS else KEYS
-        projection = first(self.module, names)
-        return output_dims(self.module[projection]) if projection else -1
-
-    def per_head(self, path: str, axis: int, ranges: Ranges, count: int) -> None:
-        name, _, parameter = path.partition(".")
-        value = self.module.get(name)
-        array = value.get(parameter) if isinstance(value, nn.Module) and parameter else value
-        if not isinstance(array, mx.array) or not parameter and isinstance(value, nn.Module):
+                self.add(name, parameter, array, "column", 0, heads.ranges)
             return
-        if array.ndim <= axis or array.shape[axis] != count:
-            raise Unsharded(f"{path} of shape {array.shape} does not have one entry a head along axis {axis}")
-        full = join_path(self.block.path, path)
-        self.block.shards[full] = Shard(full, "column", array.shape, dtype_name(array), axis, ranges)
-        self.done.add(name)
+        projection = first(self.module, QUERIES if name in QUERY_NORMS else KEYS)
+        # Of one head, of which a rank has copies, the norm over all is what that of the queries is.
+        several = heads.count > 1 or split.copied and "norm" in self.roles.values()
+        weight = arrays.get("weight")
+        if weight is None or not several or not projection or weight.size != output_dims(self.module[projection]):
+            return
+        if type(layer) is not nn.RMSNorm or split.replicated and name not in QUERY_NORMS:
+            raise Unsharded(f"{name} is a {type(layer).__name__} over all heads")
+        self.roles[join_path(self.path, name)] = "norm"
+        self.add(name, "weight", weight, "column", 0, scaled(heads, weight.size))
 
-    def full(self, name: str) -> None:
-        self.done.add(name)
+    def per_head(self, path: str, axis: int, heads: Units) -> None:
+        """Shards what has one entry a head along ``axis``: an array of the module, or of a module in it."""
+        name, _, parameter = path.partition(".")
+        array = self.module.get(name)
+        if isinstance(array, nn.Module) and parameter:
+            array = array.get(parameter)
+        if not isinstance(array, mx.array):
+            return
+        if array.ndim <= axis or array.shape[axis] != heads.count:
+            raise Unsharded(f"{path} of shape {array.shape} does not have one entry a head along axis {axis}")
+        self.add(name, parameter, array, "column", axis, heads.ranges)
 
     def add(self, name: str, parameter: str, array: mx.array, kind: str, axis: int, ranges: Ranges) -> None:
-        path = join_path(self.block.path, name, parameter)
-        self.block.shards[path] = Shard(path, kind, array.shape, dtype_name(array), axis, ranges)
+        path = join_path(self.path, name, parameter)
+        self.shards[path] = Shard(path, kind, array.shape, dtype_name(array), axis, ranges)
+        self.done.add(name)
 
     def finish(self, input_dims: int | None) -> None:
         """Everything else must be without parameters, or belong to the block's input or to single numbers."""
+        rows = [path.rpartition(".")[2] for path, role in self.roles.items() if role == "row"]
+        inner = input_dims_of(self.module[rows[0]]) if rows else -1
         for name, value in self.module.items():
             if name in self.done or name.startswith("_"):
                 continue
+            nested = False
+            arrays = [value] if isinstance(value, mx.array) else []
             if isinstance(value, nn.Module):
                 arrays = [array for _, array in own_arrays(value)]
                 nested = any(isinstance(item, nn.Module) for item in value.values())
-            elif isinstance(value, mx.array):
-                arrays, nested = [value], False
-            else:
-                arrays, nested = [], bool(isinstance(value, (list, dict)) and _holds_parameters(value))
-            fits = all(array.size == 1 or array.size == input_dims != self.inner() for array in arrays)
+            elif not isinstance(value, mx.array):
+                nested = _holds_parameters(value)
+            fits = all(array.size == 1 or array.size == input_dims != inner for array in arrays)
             if nested or not (fits or name in ("norm", "x_k") and all(array.size == input_dims for array in arrays)):
                 raise Unsharded(f"what {name} does in {type(self.module).__name__} is not known")
-
-    def inner(self) -> int:
-        """The width inside of the block."""
-        rows = [path for path, role in self.block.roles.items() if role == "row"]
-        return input_dims_of(self.module[rows[0].rpartition(".")[2]]) if rows else -1
 
 
 def children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules in a module, also in its lists and dicts, by path."""
 
-    def inside(name: str, value) -> Iterator[tuple[str, nn.Module]]:
+    def inside(name: str, value: Any) -> Iterator[tuple[str, nn.Module]]:
         if isinstance(value, nn.Module):
             yield name, value
         elif isinstance(value, (list, tuple)):
@@ -211,16 +191,12 @@ def children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield from inside(name, value)
 
 
-def _holds_parameters(value: Mapping | Sequence) -> bool:
-    items = value.values() if isinstance(value, Mapping) else value
-    return any(
-        isinstance(item, mx.array)
-        or isinstance(item, nn.Module)
-        and bool(item.parameters())
-        or isinstance(item, (list, tuple, dict))
-        and _holds_parameters(item)
-        for item in items
-    )
+def _holds_parameters(value: Any) -> bool:
+    if isinstance(value, nn.Module):
+        return bool(value.parameters())
+    if isinstance(value, (list, tuple, dict)):
+        return any(map(_holds_parameters, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, mx.array)
 
 
 def own_arrays(layer: nn.Module) -> Iterator[tuple[str, mx.array]]:
@@ -255,9 +231,9 @@ def input_dims_of(layer: nn.Module) -> int:
     return unpacked(layer, _weight_of(layer).shape[-1])
 
 
-def consecutive(sizes: Sequence[int]) -> Ranges:
+def consecutive(sizes: Sequence[int]) -> Units:
     stops = [sum(sizes[: rank + 1]) for rank in range(len(sizes))]
-    return tuple(((stop - size, stop),) for size, stop in zip(sizes, stops, strict=True))
+    return Units(tuple(((stop - size, stop),) for size, stop in zip(sizes, stops, strict=True)), sum(sizes))
 
 
 def copies(sizes: Sequence[int], held: Sequence[range]) -> Ranges:
@@ -268,12 +244,12 @@ def copies(sizes: Sequence[int], held: Sequence[range]) -> Ranges:
     )
 
 
-def scaled(ranges: Ranges, unit: int) -> Ranges:
-    return tuple(tuple((start * unit, stop * unit) for start, stop in pieces) for pieces in ranges)
-
-
-def lengths(ranges: Ranges) -> tuple[int, ...]:
-    return tuple(sum(stop - start for start, stop in pieces) for pieces in ranges)
+def scaled(units: Units, length: int, what: str = "{}") -> Ranges:
+    """The ranges of a dimension of ``length``, which is all the units; ``what`` it is, for the error."""
+    if length % units.count:
+        raise Unsharded(f"{what.format(length)}, which are not those of {units.count} heads")
+    unit = length // units.count
+    return tuple(tuple((start * unit, stop * unit) for start, stop in pieces) for pieces in units.ranges)
 
 
 def join_path(*parts: str) -> str:

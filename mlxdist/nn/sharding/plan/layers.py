@@ -25,29 +25,11 @@ __all__ = ["COLUMNS", "put_in"]
 
 
 class _Inner(ShardedLinear):
-    """Of a block that is sharded.
+    """Of a block that is sharded."""
 
-    Attributes:
-        _shard: its weight, of shape (outputs, inputs); quantized the inputs are packed.
-        _inside: the parallel region of the block.
-        _overlaps: whether several ranks hold the same piece of it.
-    """
-
-    _shard: Shard
-    _inside: Any
-    _overlaps: bool
-
-    @property
-    def shard_axis(self) -> int:
-        return self._shard.axis
-
-    @property
-    def output_dims(self) -> int:
-        return self._shard.shape[0]
-
-    @property
-    def input_dims(self) -> int:
-        return unpacked(self, self._shard.shape[1])
+    _shard: Shard  # its weight, of shape (outputs, inputs); quantized the inputs are packed
+    _inside: Any  # the parallel region of the block
+    _overlaps: bool  # whether several ranks hold the same piece of it
 
     def with_weight(self, weight: mx.array, quantized: dict | None = None) -> "_Inner":
         if quantized is None and "scales" in self:
@@ -118,14 +100,16 @@ class _Inner(ShardedLinear):
         return reduce_from_tensor_parallel_region(full, group)
 
 
-def _call_column(self: _Inner, x: mx.array) -> mx.array:
+def _call_column(self: Any, x: mx.array) -> mx.array:
     """The gradient of the input is summed where its block begins, if the block is called."""
     kind = nn.QuantizedLinear if "scales" in self else nn.Linear
     return kind.__call__(self, x if not bridge.traces() else self.enter(x))
 
 
 # Without an adapter a row-parallel layer is MLX's.
-COLUMNS = {kind: type(f"_Inner{kind.__name__}", (_Inner, kind), {"__call__": _call_column}) for kind in COLUMN_SHARDED}
+COLUMNS: dict[type, type] = {
+    kind: type(f"_Inner{kind.__name__}", (_Inner, kind), {"__call__": _call_column}) for kind in COLUMN_SHARDED
+}
 _KINDS = COLUMNS | {kind: type(f"_Inner{kind.__name__}", (_Inner, kind), {}) for kind in ROW_SHARDED}
 
 
@@ -135,6 +119,8 @@ def put_in(layer: nn.Module, shard: Shard, region: Any) -> None:
     if type(layer) in _KINDS:
         layer.__class__ = _KINDS[type(layer)]
         layer._shard, layer._inside = shard, region
+        layer.shard_axis, (layer.output_dims, columns) = shard.axis, shard.shape
+        layer.input_dims = unpacked(layer, columns)
         layer._overlaps = overlap(shard, region.group.size())
     elif shard.ranges and (type(layer) in LINEARS or type(layer).__name__ in SWITCH_LINEARS):
         *rows, columns = shard.shape

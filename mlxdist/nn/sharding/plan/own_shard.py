@@ -14,14 +14,16 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from mlxdist.nn.tensor_parallel.linear_layers import COLUMN_SHARDED, ROW_SHARDED
 
-from .parameters import Shard, dtype_name, parameters
+from .parameters import Shard, dtype_name, parameters, runs_of
 
 __all__ = ["NotUsable", "observe"]
 
 REPLACEABLE = (nn.Linear, nn.QuantizedLinear)
+SHARDED = (*COLUMN_SHARDED, *ROW_SHARDED)
 
 
 class NotUsable(Exception):
@@ -70,11 +72,7 @@ def _run(model: nn.Module, replace: Callable[[str, nn.Module, mx.array], mx.arra
     except Exception as error:  # whatever it is that a foreign method raises
         raise NotUsable(f"model.shard() fails for {ranks} ranks: {type(error).__name__}: {error}") from error
     for path, module in copied.named_modules():
-        if (
-            type(module) is not kinds[path]
-            and kinds[path] not in REPLACEABLE
-            and type(module) in (*COLUMN_SHARDED, *ROW_SHARDED)
-        ):
+        if type(module) in SHARDED and kinds[path] not in (*REPLACEABLE, type(module)):
             raise NotUsable(f"model.shard() makes a plain linear layer of {path}, a {kinds[path].__name__}")
     after = _integers(copied)
     for name, number in attributes.items():
@@ -139,13 +137,10 @@ def _cut_axis(path: str, before: mx.array, parameters_after: dict[str, mx.array]
         raise NotUsable(f"model.shard() removes {path}")
     after = parameters_after[path]
     # Axes of length 1 may come and go by a reshape.
-    old = [axis for axis, length in enumerate(before.shape) if length != 1]
-    new = [length for length in after.shape if length != 1] if before.ndim != after.ndim else None
-    if new is None:
+    changed = [axis for axis, length in enumerate(before.shape) if length != 1]
+    if before.ndim == after.ndim:
         changed = [axis for axis in range(before.ndim) if before.shape[axis] != after.shape[axis]]
-    elif before.ndim and len(old) == 1:
-        changed = old
-    else:
+    elif len(changed) != 1:
         raise NotUsable(f"model.shard() reshapes {path} from {before.shape} to {after.shape}")
     if len(changed) > 1:
         raise NotUsable(f"model.shard() shards {path} along {len(changed)} axes")
@@ -166,14 +161,14 @@ def _marks(path: str, module: nn.Module, array: mx.array, axis: int | None) -> m
 def _shard(path: str, array: mx.array, axis: int | None, runs: list[_Run]) -> Shard:
     shape, dtype = array.shape, dtype_name(array)
     if axis is None:
-        scale = float(runs[0].after[path][(0,) * array.ndim].item()) if array.size else 1.0
-        return Shard(path, "full", shape, dtype, scale=scale, reason="model.shard() leaves it unsharded")
+        scale = float(np.array(runs[0].after[path][(0,) * array.ndim])) if array.size else 1.0
+        return Shard(path, "full", shape, dtype, scale=scale)
     ranges = []
     for run in runs:
         marks = run.after[path]
         if marks.ndim == array.ndim:
             marks = marks[tuple(slice(None) if i == axis else 0 for i in range(array.ndim))]
-        ranges.append(_ranges([int(mark) for mark in marks.reshape(-1).tolist()]))
+        ranges.append(tuple(runs_of(np.array(marks).reshape(-1).astype(int).tolist())))
     held = {index for pieces in ranges for start, stop in pieces for index in range(start, stop)}
     if len(held) != shape[axis]:
         raise NotUsable(
@@ -182,14 +177,3 @@ def _shard(path: str, array: mx.array, axis: int | None, runs: list[_Run]) -> Sh
     # Linear layers hold (outputs, inputs), experts one more axis before these, single numbers belong to outputs.
     kind = "row" if axis == array.ndim - 1 and array.ndim > 1 and not path.endswith(".bias") else "column"
     return Shard(path, kind, shape, dtype, axis, tuple(ranges))
-
-
-def _ranges(numbers: list[int]) -> tuple[tuple[int, int], ...]:
-    """[0, 1, 2, 8, 9] as ((0, 3), (8, 10))."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and ranges[-1][1] == number:
-            ranges[-1][1] += 1
-        else:
-            ranges.append([number, number + 1])
-    return tuple((start, stop) for start, stop in ranges)

@@ -12,7 +12,7 @@ collective more, and the backward pass one for the input of a block and one for 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from math import prod
 from threading import Lock, get_ident
 from typing import Any
@@ -20,7 +20,7 @@ from weakref import ReferenceType, ref
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 
 from mlxdist.nn.mappings import copy_to_tensor_parallel_region, with_gradients, without_gradient
 from mlxdist.nn.partition import copy_to_holders
@@ -33,7 +33,7 @@ from mlxdist.runtime.packing import pack, unpack
 from .adapters import full_matrix
 from .block import own_arrays, source_of
 from .layers import COLUMNS, put_in
-from .parameters import Shard, overlap
+from .parameters import Shard, overlap, parameters
 
 __all__ = ["ParallelRegion", "refuse_training", "why_not"]
 
@@ -67,24 +67,16 @@ def why_not(module: nn.Module) -> str | None:
 
 @dataclass(frozen=True)
 class _Member:
-    """One module of a block.
+    """One module of a block."""
 
-    Attributes:
-        names: from the block to it; "" is the block.
-        found: what was there when the block was sharded. It is not kept alive: there may be an adapter instead, or the
-            layer quantized.
-        full: of the parameters in it that all ranks hold, by what a rank multiplies each where it uses it.
-        shared: the parameters of which some ranks hold the same pieces.
-        sharded: the names of the parameters that are sharded.
-        of_adapters: the matrix of an adapter on it that sees one rank's share, and is held by all; None: there is none.
-    """
-
-    names: str
-    found: ReferenceType
-    full: dict[str, float]
-    shared: dict[str, Shard]
+    names: str  # from the block to it; "" is the block
+    found: (
+        ReferenceType  # what was there when the block was sharded: there may be an adapter now, or the layer quantized
+    )
+    full: dict[str, float]  # the parameters that all ranks hold, and by what a rank multiplies each where it uses it
+    shared: dict[str, Shard]  # the parameters of which some ranks hold the same pieces
     sharded: frozenset[str]
-    of_adapters: str | None
+    of_adapters: str | None  # the matrix of an adapter on it that sees one rank's share, and is held by all
 
     def module(self, block: nn.Module) -> nn.Module | None:
         """What is there now."""
@@ -111,36 +103,24 @@ class _Member:
             if not is_lora or isinstance(layer, ShardedLinear) and not isinstance(adapter, LoRALinear):
                 return f"how {type(adapter).__name__}, put on the sharded {self.names}, trains is not known"
         known = {*self.full, *self.shared, *self.sharded, "bias", "scales", "biases"}
-        if layer is not self.found() and {name for name, _ in tree_flatten(layer.parameters())} - known:
+        if layer is not self.found() and parameters(layer).keys() - known:
             return f"how {type(layer).__name__}, put in the place of the sharded {self.names}, trains is not known"
         return None
 
 
 class ParallelRegion:
-    """Of one block.
-
-    Attributes:
-        group: over whose ranks the block is sharded.
-        rank: this one's number in the plan.
-        enters: whether the input is copied here; otherwise the block does it itself.
-        members: the modules of the block that have parameters.
-        scaled: those with what a rank multiplies by something.
-    """
+    """Of one block, sharded over ``group``; ``rank`` is this one's number in the plan. ``enters``: whether the input is
+    copied here; otherwise the block does it itself."""
 
     def __init__(self, group: Group, rank: int, enters: bool) -> None:
         self.group, self.rank, self.enters = group, rank, enters
-        self.members: list[_Member] = []
-        self.scaled: list[_Member] = []
+        self.members: list[_Member] = []  # the modules that have parameters
+        self.scaled: list[_Member] = []  # those with what a rank multiplies by something
         self._lock = Lock()
         self._thread: int | None = None
 
     def put(self, block: nn.Module, path: str, shards: Sequence[Shard]) -> None:
-        """Around ``block``, which is sharded already.
-
-        Args:
-            path: where it is in the model.
-            shards: of the parameters in it that see the activations of one rank only.
-        """
+        """Around ``block``, sharded already, at ``path``; ``shards``: what sees the activations of one rank only."""
         modules = dict(block.named_modules())
         parts: dict[str, dict[str, Shard]] = {}
         for shard in shards:
@@ -149,7 +129,8 @@ class ParallelRegion:
         self.members = [self._member(where, modules[where], held) for where, held in parts.items()]
         self.scaled = [member for member in self.members if any(scale != 1 for scale in member.full.values())]
         block._region = self
-        if not callable(block):  # only its layers are called: each is a block of its own
+        is_called = callable(block)
+        if not is_called:  # only its layers are called: each is a block of its own
             for where, held in parts.items():
                 if where:
                     layer, enters = modules[where], type(modules[where]) in COLUMNS
@@ -158,7 +139,8 @@ class ParallelRegion:
         for where, held in parts.items():
             if "weight" in held:
                 put_in(modules[where], held["weight"], self)
-        block.__class__ = _in_region(type(block))
+        kind: Any = type(block)
+        block.__class__ = _in_region(kind)
 
     def _member(self, where: str, module: nn.Module, held: dict[str, Shard]) -> _Member:
         trained = {
@@ -180,7 +162,7 @@ class ParallelRegion:
         for member in self.members:
             if not member.sharded:
                 continue
-            *adapters, layer = member.layers(block) or [{}]
+            *adapters, layer = member.layers(block) or [nn.Module()]
             yield from (array for one in adapters for name, array in own_arrays(one) if name != member.of_adapters)
             yield from (array for name, array in own_arrays(layer) if name not in member.full)
 
@@ -232,7 +214,7 @@ class ParallelRegion:
         for kind, sum_up in ((False, _summed_together), (True, _summed_each)):
             some = [held for held in full if (held[1] in getattr(held[0], "_no_grad", ())) is kind]
             arrays = [module[name] for module, name, _ in some]
-            copies = with_gradients(lambda cotangents, sum_up=sum_up: sum_up(cotangents, self.group), arrays)
+            copies = with_gradients(partial(sum_up, group=self.group), arrays)
             put += [
                 (module, name, _times(copy, scale)) for (module, name, scale), copy in zip(some, copies, strict=True)
             ]
@@ -249,7 +231,7 @@ class ParallelRegion:
         for member in self.members:
             layers = member.layers(block)
             if member.sharded:
-                yield from ((adapter, member.of_adapters, 1.0) for adapter in layers[:-1])
+                yield from ((adapter, member.of_adapters or "", 1.0) for adapter in layers[:-1])
             elif layers and layers[0] is not member.found():
                 yield from (
                     (module, name, 1.0)
@@ -272,25 +254,26 @@ def refuse_training(model: nn.Module, reason: str) -> None:
     for module in model.modules():
         if callable(module) and (module is model or vars(module).keys() & _MARKS):
             module._no_training = reason
-            module.__class__ = _refusing(type(module))
+            kind: Any = type(module)
+            module.__class__ = _refusing(kind)
 
 
 def _times(array: mx.array, scale: float) -> mx.array:
     return array if scale == 1 else (array * scale).astype(array.dtype)
 
 
-def _summed_each(arrays: Sequence[mx.array], group: Group) -> tuple[mx.array, ...]:
-    return tuple(all_sum(array, group=group) for array in arrays)
+def _summed_each(arrays: Sequence[mx.array], group: Group) -> Sequence[mx.array]:
+    return [all_sum(array, group=group) for array in arrays]
 
 
-def _summed_together(arrays: Sequence[mx.array], group: Group) -> tuple[mx.array, ...]:
+def _summed_together(arrays: Sequence[mx.array], group: Group) -> Sequence[mx.array]:
     """One collective for all arrays of a dtype."""
     sums: dict[int, mx.array] = {}
     for dtype in dict.fromkeys(array.dtype for array in arrays):
         some = [number for number, array in enumerate(arrays) if array.dtype == dtype]
         like = [arrays[number] for number in some]
         sums |= zip(some, unpack(all_sum(pack(like), group=group), like), strict=True)
-    return tuple(sums[number] for number in range(len(arrays)))
+    return [sums[number] for number in range(len(arrays))]
 
 
 def _refusing_gradients(result: Any, text: str) -> Any:
@@ -299,10 +282,10 @@ def _refusing_gradients(result: Any, text: str) -> Any:
 
 
 @cache
-def _in_region(kind: type[nn.Module]) -> type[nn.Module]:
+def _in_region(kind: Any) -> type[nn.Module]:
     _, first, *_ = inspect.signature(kind.__call__).parameters
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+    def __call__(self: Any, *arguments: Any, **keywords: Any) -> Any:
         region = self._region
         if not region.scaled and not bridge.traces():  # decoding: what is done here costs time for each token
             return kind.__call__(self, *arguments, **keywords)
@@ -316,8 +299,8 @@ def _in_region(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 @cache
-def _refusing(kind: type[nn.Module]) -> type[nn.Module]:
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+def _refusing(kind: Any) -> type[nn.Module]:
+    def __call__(self: Any, *arguments: Any, **keywords: Any) -> Any:
         result = kind.__call__(self, *arguments, **keywords)
         text = f"a gradient of {kind.__name__}, which is sharded: {self._no_training}"
         return _refusing_gradients(result, text) if bridge.traces() else result

@@ -1,7 +1,8 @@
 """The parameters of a model, and what the ranks hold of each."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import prod
 
 import mlx.core as mx
@@ -10,7 +11,7 @@ from mlx.utils import tree_flatten
 
 from mlxdist.nn.partition import slice_along
 
-__all__ = ["KINDS", "Range", "Shard", "dtype_name", "overlap", "parameters"]
+__all__ = ["KINDS", "Range", "Shard", "dtype_name", "overlap", "parameters", "runs_of"]
 
 KINDS = ("column", "row", "vocab", "experts", "full")
 
@@ -93,6 +94,12 @@ def overlap(shard: Shard, ranks: int) -> bool:
     """Whether some of the first ``ranks``, a row of the grid, hold the same piece."""
     pieces = sorted(piece for held in shard.ranges[:ranks] for piece in held)
     return any(before[1] > after[0] for before, after in pairwise(pieces))
+
+
+def runs_of(numbers: Iterable[int]) -> list[Range]:
+    """[0, 1, 2, 8, 9] as [(0, 3), (8, 10)]."""
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
+    return [(run[0], run[-1] + 1) for run in runs]
 
 
 def parameters(model: nn.Module) -> dict[str, mx.array]:

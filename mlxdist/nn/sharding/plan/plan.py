@@ -13,7 +13,7 @@ the whole grid holds whole experts.
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -90,10 +90,12 @@ class Plan:
         return sum(shard.full_bytes for shard in self.shards.values())
 
     def __str__(self) -> str:
-        return text(table(self._title(), self.ranks, list(self.shards.values())), self.notes)
+        return text(self.__rich__(), self.notes)
 
     def __rich__(self) -> Table:
-        return table(self._title(), self.ranks, list(self.shards.values()))
+        shares = f", rank shares {list(self.rank_shares)}" if self.rank_shares else ""
+        title = f"{self.model_type}: tp={self.tp} x ep={self.ep}{shares}, sharded by {self.how}"
+        return table(title, self.ranks, list(self.shards.values()))
 
     def check(self, model: nn.Module) -> None:
         """Raises InvalidArgument if ``model``, which is not sharded yet, is not the model of this plan.
@@ -101,7 +103,18 @@ class Plan:
         Nor may a model that will be sharded have adapters."""
         if self.ranks > 1:
             require_no_adapters(model)
-        check_parameters({path: (shard.shape, shard.dtype) for path, shard in self.shards.items()}, model)
+        found = parameters(model)
+        for path, shard in self.shards.items():
+            if path not in found:
+                raise InvalidArgument(f"the plan is for another model: this one has no parameter {path}")
+            array = found[path]
+            if array.shape != shard.shape or dtype_name(array) != shard.dtype:
+                raise InvalidArgument(
+                    f"the plan is for another model: {path} is {dtype_name(array)} of shape {array.shape}, "
+                    f"in the plan {shard.dtype} of shape {shard.shape}"
+                )
+        if more := [path for path in found if path not in self.shards]:
+            raise InvalidArgument(f"the plan is for another model: it does not have {more[0]} ({len(more)} in all)")
 
     def to_json(self) -> str:
         """The plan as JSON, which :meth:`from_json` reads: all fields, ``shards`` as a list."""
@@ -116,10 +129,6 @@ class Plan:
         except ValueError as error:
             raise InvalidArgument(f"Plan.from_json: this is not the JSON of a plan: {error}") from None
         return cls(**fields | {"shards": {shard.path: shard for shard in fields["shards"]}})
-
-    def _title(self) -> str:
-        shares = f", rank shares {list(self.rank_shares)}" if self.rank_shares else ""
-        return f"{self.model_type}: tp={self.tp} x ep={self.ep}{shares}, sharded by {self.how}"
 
 
 def plan_shards(model: nn.Module, tp: int = 1, ep: int = 1, *, rank_shares: RankShares | None = None) -> Plan:
@@ -150,57 +159,33 @@ def plan_shards(model: nn.Module, tp: int = 1, ep: int = 1, *, rank_shares: Rank
     model_type = str(getattr(model, "model_type", type(model).__name__))
     if tp * ep > 1:
         require_no_adapters(model)
-    notes: tuple[str, ...] = ()
+    how, notes = UNSHARDED, list[str]()
+    sharded, reasons = dict[str, Shard](), dict[str, str]()
     if tp > 1 and ep == 1 and rank_shares is None and hasattr(model, "shard"):
         try:
-            shards = observe(model, tp)
-            return Plan(
-                tp, ep, None, {path: _explained(shard) for path, shard in shards.items()}, model_type, OWN_SHARD
-            )
+            sharded, how = observe(model, tp), OWN_SHARD
         except NotUsable as why:
-            notes = (str(why),)
-    blocks, reasons = find_blocks(model, tp, ep, rank_shares) if tp * ep > 1 else ([], {})
-    cut = {path: shard for block in blocks for path, shard in block.shards.items()}
-    shards = {
-        path: cut.get(path)
-        or Shard(path, "full", array.shape, dtype_name(array), reason=_reason(path, reasons, tp * ep))
-        for path, array in parameters(model).items()
-    }
-    return Plan(tp, ep, rank_shares, shards, model_type, PATTERNS if cut else UNSHARDED, notes)
+            notes.append(str(why))
+    if tp * ep > 1 and how != OWN_SHARD:
+        blocks, reasons = find_blocks(model, tp, ep, rank_shares)
+        sharded = {path: shard for block in blocks for path, shard in block.shards.items()}
+        how = PATTERNS if sharded else UNSHARDED
+    shards = {}
+    for path, array in parameters(model).items():
+        shard = sharded.get(path, Shard(path, "full", array.shape, dtype_name(array)))
+        if not shard.ranges and not shard.reason:
+            shard = dataclasses.replace(shard, reason=_reason(path, how, reasons, tp * ep))
+        shards[path] = shard
+    return Plan(tp, ep, rank_shares, shards, model_type, how, tuple(notes))
 
 
-def _explained(shard: Shard) -> Shard:
-    """With what can be said of a parameter that the model's own shard() leaves unsharded."""
-    if shard.ranges:
-        return shard
-    return dataclasses.replace(shard, reason=_by_name(shard.path) or "model.shard() leaves it unsharded")
-
-
-def _reason(path: str, reasons: Mapping[str, str], ranks: int) -> str:
-    """Why a parameter stays unsharded that no block has."""
+def _reason(path: str, how: str, reasons: Mapping[str, str], ranks: int) -> str:
+    """Why a parameter stays unsharded."""
     if ranks == 1:
         return "there is one rank"
     for block, reason in reasons.items():
         if not block or path.startswith(f"{block}."):
             return reason
-    return _by_name(path) or "belongs to no attention, MLP or experts that are known"
-
-
-def _by_name(path: str) -> str | None:
-    return next((reason for pattern, reason in REASONS if re.search(pattern, path)), None)
-
-
-def check_parameters(expected: Mapping[str, tuple[Sequence[int], str]], model: nn.Module) -> None:
-    """Raises InvalidArgument, naming some, where the model's parameters are not the expected ones."""
-    found = parameters(model)
-    for path, (shape, dtype) in expected.items():
-        if path not in found:
-            raise InvalidArgument(f"the plan is for another model: this one has no parameter {path}")
-        array = found[path]
-        if array.shape != tuple(shape) or dtype_name(array) != dtype:
-            raise InvalidArgument(
-                f"the plan is for another model: {path} is {dtype_name(array)} of shape {array.shape}, "
-                f"in the plan {dtype} of shape {tuple(shape)}"
-            )
-    if more := [path for path in found if path not in expected]:
-        raise InvalidArgument(f"the plan is for another model: it does not have {more[0]} ({len(more)} in all)")
+    unknown = "belongs to no attention, MLP or experts that are known"
+    by_name = (reason for pattern, reason in REASONS if re.search(pattern, path))
+    return next(by_name, "model.shard() leaves it unsharded" if how == OWN_SHARD else unknown)

@@ -33,7 +33,7 @@ def _above_zero(most: float, name: str, value: Any) -> float:
 
 
 _PIECE = validation.row_of(validation.number(0, _LARGEST), validation.number(0, _LARGEST))
-_SHARD = {
+_SHARD: Mapping[str, validation.Check] = {
     "path": _text,
     "kind": validation.one_of(KINDS),
     "shape": validation.list_of(validation.number(0, _LARGEST), _LONGEST),
@@ -43,7 +43,7 @@ _SHARD = {
     "scale": partial(_above_zero, 1),
     "reason": _text,
 }
-_PLAN = {
+_PLAN: Mapping[str, validation.Check] = {
     "tp": validation.number(1, MAX_RANKS),
     "ep": validation.number(1, MAX_RANKS),
     "rank_shares": validation.or_null(validation.list_of(partial(_above_zero, 1e300), MAX_RANKS)),

@@ -7,8 +7,8 @@ that input, and the parameters that all ranks hold, have a share of their gradie
 known for the files of mlx-lm that the tests compare.
 """
 
-from collections.abc import Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 from zlib import crc32
 
@@ -27,7 +27,7 @@ from mlxdist.runtime.group import Group
 from .block import Block, join_path
 from .blocks import expert_shares, find_blocks
 from .parallel_region import ParallelRegion, refuse_training, why_not
-from .parameters import Shard, parameters
+from .parameters import parameters
 from .plan import OWN_SHARD, Plan
 
 __all__ = ["ShardedRMSNorm", "shard_model", "why_not_trained"]
@@ -54,18 +54,22 @@ def shard_model(model: nn.Module, plan: Plan, group: Group | None = None) -> nn.
     model or number of ranks, the ranks have different plans, the model is sharded already.
     """
     group = group_of(group)
-    problem, blocks = _checked(model, plan, group)
-    agree("shard_model", group, problem, {"plan": _checksum(plan)})
+    problem = None
+    try:
+        _check(model, plan, group)
+    except InvalidArgument as error:
+        problem = f"shard_model: {error}"
+    agree("shard_model", group, problem, {"plan": crc32(plan.to_json().encode()) if isinstance(plan, Plan) else 0})
     if plan.ranks == 1:
         return model
-    tp_group = group if plan.ep == 1 else group.split(color=group.rank() // plan.tp)
-    reason = _why_not_trained(model, plan, blocks)
+    tp_group = group if plan.ep == 1 else group_of(group.split(color=group.rank() // plan.tp))
+    reason = why_not_trained(model, plan)
     if plan.how == OWN_SHARD:
         _shard_by_own_method(model, plan, tp_group)
     else:
         modules = dict(model.named_modules())
-        for block in blocks:
-            _cut(block, modules, plan, group, tp_group)
+        for block in _blocks_of(model, plan):
+            _shard_block(block, modules, plan, group, tp_group)
     if reason:
         refuse_training(model, reason)
     return model
@@ -73,17 +77,44 @@ def shard_model(model: nn.Module, plan: Plan, group: Group | None = None) -> nn.
 
 def why_not_trained(model: nn.Module, plan: Plan) -> str | None:
     """Why a gradient of the model, sharded by its plan, is rejected; None if it is not. ``model`` is still full."""
-    return _why_not_trained(model, plan, _found(model, plan))
-
-
-def _why_not_trained(model: nn.Module, plan: Plan, blocks: Sequence[Block]) -> str | None:
     if plan.how == OWN_SHARD:
         return why_not(model)
-    modules = dict(model.named_modules())
-    found = [(modules[block.path], block.roles.get(block.path)) for block in blocks]
-    # One that is not called, but only its layers, has no parallel region.
-    unknown = [module for module, role in found if role == "group" or not callable(module)]
-    return next(filter(None, map(why_not, unknown)), None)
+    for block in _blocks_of(model, plan):
+        # One that is not called, but only its layers, has no parallel region.
+        unknown = block.roles.get(block.path) == "group" or not callable(block.module)
+        if unknown and (reason := why_not(block.module)):
+            return reason
+    return None
+
+
+def _check(model: Any, plan: Any, group: Group) -> None:
+    """Raises InvalidArgument where this rank's arguments are wrong."""
+    if not isinstance(model, nn.Module):
+        raise InvalidArgument(f"model must be an mlx.nn.Module, not {type(model).__name__}")
+    if not isinstance(plan, Plan):
+        raise InvalidArgument(f"plan must be a Plan of plan_shards, not {type(plan).__name__}")
+    if plan.ranks != group.size():
+        raise InvalidArgument(
+            f"the plan is for tp={plan.tp} x ep={plan.ep} = {plan.ranks} ranks, the group has {group.size()}"
+        )
+    plan.check(model)
+    if plan.how == OWN_SHARD:
+        if not hasattr(model, "shard"):
+            raise InvalidArgument(f"the plan uses model.shard(), which {type(model).__name__} does not have")
+        return
+    # What the patterns of this version find is carried out.
+    found = {path: shard for block in _blocks_of(model, plan) for path, shard in block.shards.items()}
+    for path, shard in plan.shards.items():
+        now = found.get(path)
+        if (shard.ranges, shard.scale) != ((now.ranges, now.scale) if now else ((), 1.0)):
+            raise InvalidArgument(
+                f"the plan does not shard {path} as this version of mlxdist does: make it again with plan_shards"
+            )
+
+
+def _blocks_of(model: nn.Module, plan: Plan) -> list[Block]:
+    """What the patterns shard."""
+    return find_blocks(model, plan.tp, plan.ep, plan.rank_shares)[0] if plan.ranks > 1 else []
 
 
 def _shard_by_own_method(model: nn.Module, plan: Plan, group: Group) -> None:
@@ -96,19 +127,17 @@ def _shard_by_own_method(model: nn.Module, plan: Plan, group: Group) -> None:
     for path, array in unscaled.items():  # a rank multiplies it where it uses it
         where, _, name = path.rpartition(".")
         modules[where][name] = array
-    for path, block, enters in list(_blocks(modules)):
+    for path, block, enters in list(_sharded_blocks(modules)):
         unscaled = {name: array for name, array in unscaled.items() if not name.startswith(f"{path}.")}
-        behind = {join_path(path, name, "bias") for name, child in block.items() if isinstance(child, ROW_SHARDED)}
-        inside = [shard for name, shard in plan.shards.items() if name.startswith(f"{path}.") and name not in behind]
-        ParallelRegion(group, group.rank(), enters).put(block, path, inside)
+        _put_region(block, path, plan, group, group.rank(), enters)
     if unscaled:
         raise InvalidArgument(f"model.shard() divides {min(unscaled)}, which is in no block that it shards")
     for module in model.modules():
         if type(module).__name__ == "ShardedRMSNorm":  # of mlx-lm, whose sum has the gradient of one rank
-            _norm(module, group)
+            _sum_squares(module, group)
 
 
-def _blocks(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module, bool]]:
+def _sharded_blocks(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module, bool]]:
     """The blocks that were sharded, with their paths, and whether their inputs are still to be copied."""
     ends = [path.rpartition(".")[0] for path, module in modules.items() if isinstance(module, ROW_SHARDED)]
     yield from ((path, modules[path], True) for path in dict.fromkeys(ends))
@@ -119,62 +148,11 @@ def _blocks(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module, boo
             yield path, module, False
 
 
-def _found(model: nn.Module, plan: Plan) -> list[Block]:
-    """What the patterns shard."""
-    by_patterns = plan.ranks > 1 and plan.how != OWN_SHARD
-    return find_blocks(model, plan.tp, plan.ep, plan.rank_shares)[0] if by_patterns else []
-
-
-def _checked(model: Any, plan: Any, group: Group) -> tuple[str | None, list[Block]]:
-    """What is wrong with this rank's arguments, and what the patterns shard."""
-    blocks: list[Block] = []
-    try:
-        if not isinstance(model, nn.Module):
-            raise InvalidArgument(f"model must be an mlx.nn.Module, not {type(model).__name__}")
-        if not isinstance(plan, Plan):
-            raise InvalidArgument(f"plan must be a Plan of plan_shards, not {type(plan).__name__}")
-        if plan.ranks != group.size():
-            raise InvalidArgument(
-                f"the plan is for tp={plan.tp} x ep={plan.ep} = {plan.ranks} ranks, the group has {group.size()}"
-            )
-        plan.check(model)
-        if plan.how == OWN_SHARD:
-            if not hasattr(model, "shard"):
-                raise InvalidArgument(f"the plan uses model.shard(), which {type(model).__name__} does not have")
-        else:
-            blocks = _found(model, plan)
-            _check_blocks(blocks, plan)
-    except InvalidArgument as error:
-        return f"shard_model: {error}", []
-    return None, blocks
-
-
-def _check_blocks(blocks: Sequence[Block], plan: Plan) -> None:
-    """The plan must say what the patterns of this version find, which are what is carried out."""
-    found = {path: shard for block in blocks for path, shard in block.shards.items()}
-    for path, shard in plan.shards.items():
-        if (shard.ranges, shard.scale) != (found[path].ranges if path in found else (), _scale(found.get(path))):
-            raise InvalidArgument(
-                f"the plan does not shard {path} as this version of mlxdist does: make it again with plan_shards"
-            )
-
-
-def _scale(shard: Shard | None) -> float:
-    return shard.scale if shard else 1.0
-
-
-def _checksum(plan: Any) -> int:
-    return crc32(plan.to_json().encode()) if isinstance(plan, Plan) else 0
-
-
-def _cut(block: Block, modules: dict[str, nn.Module], plan: Plan, group: Group, tp_group: Group) -> None:
+def _shard_block(block: Block, modules: dict[str, nn.Module], plan: Plan, group: Group, tp_group: Group) -> None:
     """Carries out what the patterns found in one block."""
-    roles = block.roles
-    if roles.get(block.path) == "experts":
-        layer = ExpertParallelSwitchGLU.from_switch(
-            modules[block.path], group, rank_shares=expert_shares(plan.rank_shares, plan.ep)
-        )
-        _replace(modules, block.path, layer)
+    if (role := block.roles.pop(block.path, None)) == "experts":
+        shares = expert_shares(plan.rank_shares, plan.ep)
+        _replace(modules, block.path, ExpertParallelSwitchGLU.from_switch(block.module, group, rank_shares=shares))
         return
     for path, shard in block.shards.items():
         where, _, name = path.rpartition(".")
@@ -182,18 +160,30 @@ def _cut(block: Block, modules: dict[str, nn.Module], plan: Plan, group: Group, 
         module[name] = shard.take(module[name], group.rank())
     for (path, name), values in block.attributes.items():
         setattr(modules[path], name, values[group.rank()])
-    for path, role in roles.items():
-        if (path, role) != (block.path, "sum"):  # which is around its parallel region
-            _ROLES[role](modules[path], tp_group)
-    # A bias that is added behind the sum over the ranks sees what all of them see.
-    behind = {join_path(path, "bias") for path, role in roles.items() if role == "row"}
-    inside = [shard for path, shard in plan.shards.items() if path.startswith(f"{block.path}.") and path not in behind]
-    role = roles.get(block.path)
-    ParallelRegion(tp_group, group.rank(), enters=role not in ("group", "inside")).put(
-        modules[block.path], block.path, inside
-    )
+    for path, kind in block.roles.items():
+        layer = modules[path]
+        if kind == "norm":
+            _sum_squares(layer, tp_group)
+        else:
+            kinds = COLUMN_SHARDED if kind == "column" else ROW_SHARDED
+            layer.__class__ = kinds[isinstance(layer, nn.QuantizedLinear)]
+            layer.group = tp_group.mlx
+    if role == "group":
+        block.module.sharding_group = tp_group.mlx
+    # What works on heads inside of attention is called with this rank's own.
+    enters = role not in ("group", "inside")
+    _put_region(block.module, block.path, plan, tp_group, group.rank(), enters)
     if role == "sum":
-        _sum(modules[block.path], tp_group)
+        block.module.__class__ = _summed(type(block.module))
+        block.module._group = tp_group
+
+
+def _put_region(block: nn.Module, path: str, plan: Plan, group: Group, rank: int, enters: bool) -> None:
+    """Puts a parallel region around a block that is sharded already."""
+    # A bias that is added behind the sum over the ranks sees what all of them see.
+    behind = {join_path(path, name, "bias") for name, child in block.items() if isinstance(child, ROW_SHARDED)}
+    inside = [shard for name, shard in plan.shards.items() if name.startswith(f"{path}.") and name not in behind]
+    ParallelRegion(group, rank, enters).put(block, path, inside)
 
 
 def _replace(modules: dict[str, nn.Module], path: str, layer: nn.Module) -> None:
@@ -204,40 +194,16 @@ def _replace(modules: dict[str, nn.Module], path: str, layer: nn.Module) -> None
     modules[where].update_modules(tree_unflatten([(name, layer)]))
 
 
-def _linear(kinds: tuple[type[nn.Module], type[nn.Module]], layer: nn.Module, group: Group) -> None:
-    layer.__class__ = kinds[isinstance(layer, nn.QuantizedLinear)]
-    layer.group = group.mlx
-
-
-def _norm(layer: nn.RMSNorm, group: Group) -> None:
+def _sum_squares(layer: nn.Module, group: Group) -> None:
     layer.__class__ = ShardedRMSNorm
     layer._group = group
-
-
-def _sum(layer: nn.Module, group: Group) -> None:
-    layer.__class__ = _summed(type(layer))
-    layer._group = group
-
-
-def _add_up_itself(block: nn.Module, group: Group) -> None:
-    block.sharding_group = group.mlx
-
-
-_ROLES = {
-    "column": partial(_linear, COLUMN_SHARDED),
-    "row": partial(_linear, ROW_SHARDED),
-    "norm": _norm,
-    "sum": _sum,
-    "group": _add_up_itself,
-    "inside": lambda layer, group: None,  # what it is called with are this rank's own heads
-}
 
 
 @cache
 def _summed(kind: type[nn.Module]) -> type[nn.Module]:
     """The layer, whose result here is a rank's share, with the sum of all of them for its result."""
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> mx.array:
+    def __call__(self: Any, *arguments: Any, **keywords: Any) -> mx.array:
         return reduce_from_tensor_parallel_region(kind.__call__(self, *arguments, **keywords), group=self._group)
 
     return type(f"Summed{kind.__name__}", (kind,), {"__call__": __call__, "__module__": __name__})

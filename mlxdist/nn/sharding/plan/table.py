@@ -9,7 +9,7 @@ from math import prod
 from rich.console import Console
 from rich.table import Table
 
-from .parameters import Shard
+from .parameters import Shard, runs_of
 
 __all__ = ["fold", "table", "text"]
 
@@ -71,16 +71,8 @@ def fold(shards: Sequence[Shard]) -> Iterator[tuple[str, list[Shard]]]:
     """Groups what differs only in numbers in its path: ("model.layers.{0-31}.mlp.up_proj.weight", its shards)."""
     groups: dict[tuple, list[Shard]] = {}
     for shard in shards:
-        same = (
-            _NUMBER.sub(_HOLE, shard.path),
-            shard.kind,
-            shard.shape,
-            shard.axis,
-            shard.ranges,
-            shard.scale,
-            shard.reason,
-        )
-        groups.setdefault(same, []).append(shard)
+        what = shard.kind, shard.shape, shard.axis, shard.ranges, shard.scale, shard.reason
+        groups.setdefault((_NUMBER.sub(_HOLE, shard.path), *what), []).append(shard)
     for (path, *_), group in groups.items():
         numbers = [tuple(map(int, _NUMBER.findall(shard.path))) for shard in group]
         columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
@@ -101,8 +93,8 @@ def _listed(numbers: Sequence[int]) -> str:
     """[0, 1, 2, 5] as {0-2,5}; a single number as it is."""
     if len(numbers) == 1:
         return str(numbers[0])
-    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
-    return "{" + ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) + "}"
+    runs = (str(start) if stop == start + 1 else f"{start}-{stop - 1}" for start, stop in runs_of(numbers))
+    return "{" + ",".join(runs) + "}"
 
 
 def _columns(sizes: Sequence[int], few: bool) -> list[str]:
