@@ -51,6 +51,7 @@ def sharded_load(
         repo: a directory, or the name of a model that `hf download` has fetched.
         pipeline_group: split the layers over this group.
         tensor_group: split each layer over this group, which must have all ranks; ``None`` is that.
+        return_config, tokenizer_config, trust_remote_code: as of mlx-lm's function.
         adapter_path: a directory of mlx-lm's lora training, whose adapters are sharded with the model.
 
     Raises:
@@ -90,6 +91,8 @@ def load(
     repo: str, *, adapter_path: str | None = None, model_config: Mapping[str, Any] | None = None, **keywords: Any
 ) -> tuple[Any, ...]:
     """:func:`sharded_load` in place of mlx-lm's function ``load``, with the arguments that `generate` gives it.
+
+    ``repo`` and ``adapter_path`` are as there.
 
     Raises:
         InvalidArgument: as :func:`sharded_load`; something in ``model_config`` is set.

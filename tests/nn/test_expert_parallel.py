@@ -73,7 +73,7 @@ def test_placement(num_experts, ranks, weights, counts):
     placement = Placement(num_experts, ranks, weights)
     assert placement.counts == counts
     assert [expert for rank in range(ranks) for expert in placement.local(rank)] == list(range(num_experts))
-    assert all(expert in placement.local(placement.owner(expert)) for expert in range(num_experts))
+    assert all(expert in placement.local(placement.owners[expert]) for expert in range(num_experts))
     assert placement == Placement(num_experts, ranks, weights)
 
 

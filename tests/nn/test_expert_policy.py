@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlxdist
-from mlxdist.nn.experts.policy import COLLECTIVES, MODES, Cost, Link, Policy, Workload, choose
+from mlxdist.nn.experts.policy import COLLECTIVES, MODES, Cost, Link, Policy, Workload
 
 
 @pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (1, 2, 4))])
@@ -38,10 +38,10 @@ def test_formulas_by_hand():
 
 def test_few_tokens_are_gathered_and_many_dispatched_where_ranks_are_more_than_experts_of_a_token():
     between = link(ranks=8)
-    assert choose(8, 2, 1024, 2, 8, between) == "gather"
-    assert choose(4096, 2, 1024, 2, 8, between) == "dispatch"
-    assert choose(4096, 2, 1024, 2, 8, between, sharded=False) == "dispatch"
-    assert choose(8, 2, 1024, 2, 8, between, sharded=False) == "replicated"
+    assert Policy(between).choose(8, 2, 1024, 2) == "gather"
+    assert Policy(between).choose(4096, 2, 1024, 2) == "dispatch"
+    assert Policy(between).choose(4096, 2, 1024, 2, sharded=False) == "dispatch"
+    assert Policy(between).choose(8, 2, 1024, 2, sharded=False) == "replicated"
     policy = Policy(between)
     (one, first), (several, second) = policy.thresholds(Workload(2, 1024, 2))
     assert (one, first, second) == (1, "gather", "dispatch")
@@ -49,8 +49,8 @@ def test_few_tokens_are_gathered_and_many_dispatched_where_ranks_are_more_than_e
     # has to save the plan of 100 us and the latency of a third message.
     saved = 2048 * 2 * 7 / 8 * (1 - (1 - (7 / 8) ** 2)) - 7 / 8
     assert several == pytest.approx(1.1e5 / saved, abs=1)
-    assert choose(several - 1, 2, 1024, 2, 8, between) == "gather"
-    assert choose(several, 2, 1024, 2, 8, between) == "dispatch"
+    assert Policy(between).choose(several - 1, 2, 1024, 2) == "gather"
+    assert Policy(between).choose(several, 2, 1024, 2) == "dispatch"
 
 
 seconds = st.floats(1e-6, 1e-3)
@@ -168,9 +168,8 @@ def test_assumptions_for_every_provider(provider):
 @pytest.mark.parametrize(
     "call, words",
     [
-        (lambda: choose(1, 2, 8, 4, 3, link(ranks=2)), "3 ranks, but the link was measured between 2"),
-        (lambda: choose(-1, 2, 8, 4, 2, link()), "tokens must be at least 0, not -1"),
-        (lambda: choose(1, 0, 8, 4, 2, link()), "top_k, hidden and itemsize must be at least 1"),
+        (lambda: Policy(link()).choose(-1, 2, 8, 4), "tokens must be at least 0, not -1"),
+        (lambda: Policy(link()).choose(1, 0, 8, 4), "top_k, hidden and itemsize must be at least 1"),
         (lambda: Policy(link(), margin=1), "margin (1)"),
         (lambda: Policy(link(), cooldown=-1), "cooldown (-1)"),
         (lambda: Policy(link(), urgent=1), "urgent (1) more than 1"),

@@ -33,7 +33,7 @@ OF_MODULES = dict.fromkeys(
     {"group", "stream", "out", "dtype", "async_op", "timeout"},
 ) | {"mlxdist.nn.mappings": {"group"}}
 ALL_NAMES = [(package, name) for package in PACKAGES for name in package.__all__ if name != "__version__"]
-NAMES = [(package, name) for package, name in ALL_NAMES if package in (mlxdist, nn)]
+NAMES = [(package, name) for package, name in ALL_NAMES if package is not train]
 
 
 def find(path: str) -> Any:

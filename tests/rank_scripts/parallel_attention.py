@@ -254,7 +254,7 @@ def bad_input() -> None:
     wrong_heads.n_kv_heads = 1
     for words, wrong in [
         ("has no q_proj", nn.Linear(3, 3)),
-        ("other parameters than Llama's attention: sinks", extra),
+        ("has other parameters, too: sinks", extra),
         ("a norm over more than a head", other),
         ("k_proj and v_proj must have 8 outputs", wrong_heads),
     ]:

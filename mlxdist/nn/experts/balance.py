@@ -1,8 +1,7 @@
 """Experts that are chosen about equally often, without an auxiliary loss; and who got how many tokens.
 
-Loss-free balancing (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts",
-arXiv:2408.15664; used in DeepSeek-V3, arXiv:2412.19437): each expert has a bias that is added to its score where the
-top k are chosen, and only there. The weight of an expert in the output is its score alone. After each training step
+Loss-free balancing (Wang et al. 2024, arXiv:2408.15664; used in DeepSeek-V3, arXiv:2412.19437): each expert has a bias
+that is added to its score where the top k are chosen, and only there. After each training step
 
     bias += rate * sign(mean count - count)
 
@@ -21,18 +20,16 @@ from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.ops import all_sum
 
+from .fp8 import dtype_name
+
 __all__ = ["BalanceBias", "ExpertLoad", "count_experts"]
 
 
 class ExpertLoad:
-    """How many tokens each expert got, in one step or many.
+    """How many tokens each expert got, in one step or many: ``counts``, one number per expert.
 
-    Args:
-        counts: one number per expert.
-        owners: the rank of each expert, for :attr:`per_rank`; ``None`` if it does not matter.
-
-    Raises:
-        InvalidArgument: not one owner per expert.
+    ``owners``: the rank of each expert, for :attr:`per_rank`; ``None`` if it does not matter. Raises InvalidArgument
+    where there is not one owner per expert.
     """
 
     def __init__(self, counts: Iterable[int], owners: Iterable[int] | None = None) -> None:
@@ -65,11 +62,11 @@ class ExpertLoad:
 
     @property
     def per_rank(self) -> np.ndarray | None:
-        """How many tokens the experts of each rank got together; ``None`` without owners."""
+        """How many tokens the experts of each rank got together, int64; ``None`` without owners."""
         return None if self.owners is None else np.bincount(self.owners, self.counts).astype(np.int64)
 
     def __add__(self, other: ExpertLoad) -> ExpertLoad:
-        """The load of both steps together."""
+        """The load of both steps together. Raises InvalidArgument for another number of experts."""
         if self.counts.shape != other.counts.shape:
             raise InvalidArgument(
                 f"ExpertLoad: the loads of {len(self.counts)} and of {len(other.counts)} experts have no sum"
@@ -82,8 +79,8 @@ class ExpertLoad:
             f"{self.total} tokens for {len(self.counts)} experts: {self.mean:.1f} on average, largest over mean "
             f"{self.imbalance:.2f}, {self.idle} idle"
         ]
-        if self.owners is not None:
-            lines.append("per rank: " + ", ".join(f"{rank}: {count}" for rank, count in enumerate(self.per_rank)))
+        if (per_rank := self.per_rank) is not None:
+            lines.append("per rank: " + ", ".join(f"{rank}: {count}" for rank, count in enumerate(per_rank)))
         lines.append("expert  " + ("" if self.owners is None else "rank  ") + "    tokens  times mean")
         for expert in np.argsort(-self.counts, kind="stable"):
             rank = "" if self.owners is None else f"{self.owners[expert]:>4}  "
@@ -124,12 +121,8 @@ class BalanceBias:
     def choose(self, scores: mx.array, top_k: int) -> tuple[mx.array, mx.array]:
         """The ``top_k`` experts of each token by score and bias, and their scores without bias.
 
-        Args:
-            scores: shape (..., experts).
-
-        Returns:
-            indices, uint32 of shape (..., top_k), in no order; their scores, dtype of ``scores``, whose gradient is
-            that of the scores. Normalize them as the model does.
+        Of ``scores`` of shape (..., experts): indices, uint32 of shape (..., top_k), in no order; their scores, in the
+        dtype of ``scores``, whose gradient is that of the scores. Normalize them as the model does.
 
         Raises:
             InvalidArgument: ``scores`` is not for these experts, or there are fewer than ``top_k``.
@@ -144,15 +137,10 @@ class BalanceBias:
         return indices, mx.take_along_axis(scores, indices, axis=-1)
 
     def update(self, indices: mx.array) -> ExpertLoad:
-        """Moves the bias by what all ranks' tokens chose. All ranks call it, each with its own tokens.
+        """Moves the bias by what all ranks' tokens chose, and returns the load of this step, on all ranks.
 
-        One ``all_sum`` of a number per expert, which is waited for: do it beside the optimizer's step.
-
-        Args:
-            indices: integers of any shape, also empty: what `choose` returned in this step.
-
-        Returns:
-            The load of this step, on all ranks.
+        ``indices`` are what `choose` returned in this step: integers of any shape, also empty. All ranks call it, each
+        with its own: one ``all_sum`` of a number per expert, which is waited for.
 
         Raises:
             InvalidArgument: indices that are no expert, on any rank: raised on all of them, and nothing is changed.
@@ -160,8 +148,8 @@ class BalanceBias:
             Mismatch: the ranks have different numbers of experts.
         """
         counts = count_experts(indices, self.bias.size)
-        strangers = indices.size - counts.sum()
-        *counted, strangers = all_sum(mx.concatenate([counts, strangers[None]]), group=self._group).tolist()
+        own = mx.concatenate([counts, (indices.size - counts.sum())[None]])
+        *counted, strangers = np.array(all_sum(own, group=self._group)).tolist()
         if strangers:
             raise InvalidArgument(
                 f"BalanceBias.update: {strangers} indices of all ranks together are not from 0 to {self.bias.size - 1}"
@@ -175,12 +163,10 @@ class BalanceBias:
 
 
 def count_experts(indices: mx.array, experts: int) -> mx.array:
-    """How often each expert is among the indices: int64 of shape (experts,). Lazy; other indices are not counted.
+    """How often each of ``experts`` is among the indices: int64 of shape (experts,). Lazy; others are not counted.
 
-    Raises:
-        InvalidArgument: ``indices`` are not integers.
+    Raises InvalidArgument for ``indices`` that are not integers.
     """
     if not mx.issubdtype(indices.dtype, mx.integer):
-        name = str(indices.dtype).removeprefix("mlx.core.")
-        raise InvalidArgument(f"count_experts: indices are integers, not {name}")
+        raise InvalidArgument(f"count_experts: indices are integers, not {dtype_name(indices.dtype)}")
     return (indices.reshape(-1, 1) == mx.arange(experts)).sum(axis=0).astype(mx.int64)

@@ -17,7 +17,7 @@ __all__ = ["checkpoint"]
 
 
 def checkpoint(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``mx.checkpoint`` whose second pass waits for the cotangents: the same arguments, results and gradients.
+    """``mx.checkpoint`` of a ``function``, whose second pass waits for the cotangents: else the same.
 
     As there, gradients are those of the arrays among the arguments, which may be in lists, tuples and dicts.
     """
@@ -36,7 +36,7 @@ def checkpoint(function: Callable[..., Any]) -> Callable[..., Any]:
             primals = mx.depends(primals, [*cotangents, *outputs])
             return mx.vjp(lambda *arrays: run(list(arrays)), primals, cotangents)[1]
 
-        step = mx.custom_function(run)
+        step: Any = mx.custom_function(run)
         step.vjp(gradient)
         outputs = step(_arrays([args, kwargs]))  # sets the result
         return _with_arrays(result, outputs)
@@ -45,7 +45,9 @@ def checkpoint(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _arrays(tree: Any) -> list[mx.array]:
-    return [leaf for _, leaf in tree_flatten(tree, is_leaf=_is_module) if isinstance(leaf, mx.array)]
+    found: dict[str, Any] = {}
+    tree_flatten(tree, is_leaf=_is_module, destination=found)
+    return [leaf for leaf in found.values() if isinstance(leaf, mx.array)]
 
 
 def _with_arrays(tree: Any, arrays: Iterable[mx.array]) -> Any:

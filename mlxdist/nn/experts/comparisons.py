@@ -1,9 +1,8 @@
 """Which calls of a layer the ranks compare at once, and which of them later.
 
-A comparison is a collective whose result the host waits for. With few tokens it takes longer than the experts, and what
-it finds is a mistake in the program, so of calls that look alike only each `EVERY`-th compares: itself and all since
-the last. Whether a call does depends on what calls look like, and how many there were, which is equal on all ranks.
-Where it is not, one rank compares while another adds up results, and the engine raises Mismatch on both.
+The host waits for a comparison longer than few tokens take, and what it finds is a mistake in the program, so of calls
+that look alike only each `EVERY`-th compares: itself and all since the last. That depends on what is equal on all
+ranks. Where it is not, one rank compares while another adds up results, and the engine raises Mismatch on both.
 """
 
 from collections.abc import Hashable

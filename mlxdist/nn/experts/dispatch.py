@@ -4,20 +4,20 @@
     y = ...                                      # the local expert experts[i] on received[i]
     out = combine(y, handle, scores)             # (tokens, d), or (tokens, k, d) without scores
 
-A token travels once to each rank that holds some of its experts, however many of them; there its row is copied for
-each of them. With ``scores``, its results are weighted and added up where they are computed, so one row for each token
-and rank comes back. Without, each pair of a token and an expert has a row of its own.
+A token travels once to each rank that holds some of its experts; there its row is copied for each of them. With
+``scores``, its results are weighted and added up where they are computed, so one row for each token and rank comes
+back. Without, each pair of a token and an expert has a row of its own.
 
 Three messages go out: what each rank sends (all_gather, a few numbers), the experts of each row (all_to_all_v) and the
-rows (all_to_all_v); with scores a fourth, their weights. The first two belong to the routing: a :class:`Handle` keeps
-it, and ``dispatch(x, handle=handle)`` sends other rows the same way. Their sizes depend on the routing, so they need
-its numbers on the host: dispatch does not work inside ``mx.compile``. The rows themselves stay lazy.
+rows (all_to_all_v); with scores a fourth, their weights. A :class:`Handle` keeps what the first two say. Sizes depend
+on the routing, so they need its numbers on the host: dispatch does not work inside ``mx.compile``. Rows stay lazy.
 
 Dispatch and combine are each other's gradient (Lepikhin et al. 2020, "GShard", arXiv:2006.16668, has the scheme; DeepEP
-the handle): each is a gather of rows, an all_to_all_v and a sum of rows, and so is its backward pass. On every rank y
-must depend on what was received, also where that is nothing, or this rank's backward pass has fewer messages.
+the handle). On every rank y must depend on what was received, also where that is nothing, or this rank's backward pass
+has fewer messages.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -29,10 +29,10 @@ from mlxdist.runtime.group import Group
 from mlxdist.runtime.ops import all_gather, all_to_all_v
 
 from ..rank_checks import agree, on_host
-from .fp8 import pack_e4m3, unpack_e4m3
+from .fp8 import ExchangeDtype, through, through_e4m3
 from .pairs import Pairs, places_of, sum_rows, take_or_zero, take_rows
-from .placement import Placement
-from .replicated import Experts, optional, through, with_rows
+from .placement import Placement, wrong_index, wrong_ranks
+from .replicated import Experts, optional, with_rows
 from .stages import Stages, chained
 
 __all__ = ["Handle", "combine", "dispatch", "dispatched", "dispatched_alike", "exchange_routing", "outgoing", "route"]
@@ -78,7 +78,7 @@ class Handle:
 
     @property
     def experts(self) -> mx.array:
-        """The local expert of each row that :func:`dispatch` returns, ascending: int32 of shape (pairs,)."""
+        """The local expert of each row that :func:`dispatch` returns, ascending: integers, int32 of shape (pairs,)."""
         return self.pairs.experts
 
     def add_up(self, sums: mx.array) -> mx.array:
@@ -100,7 +100,7 @@ def dispatch(
     group: Group | None = None,
     *,
     handle: Handle | None = None,
-    exchange_dtype: mx.Dtype | str | None = None,
+    exchange_dtype: ExchangeDtype = None,
 ) -> tuple[mx.array, mx.array, Handle]:
     """Sends each token to the ranks that hold its experts. Collective; waits for the routing, not for the rows.
 
@@ -122,6 +122,8 @@ def dispatch(
             placement; the same on every rank, before any row is sent. Inside ``mx.compile``.
     """
     if handle is None:
+        if indices is None or placement is None:
+            raise InvalidArgument("dispatch: without a handle it needs indices and a placement")
         handle = route(indices, placement, group, x=x)
     elif x.ndim != 2 or x.shape[0] != handle.tokens:
         raise InvalidArgument(f"dispatch: x has shape {x.shape}, but the handle is of {handle.tokens} tokens")
@@ -129,7 +131,7 @@ def dispatch(
 
 
 def combine(
-    y: mx.array, handle: Handle, scores: mx.array | None = None, *, exchange_dtype: mx.Dtype | str | None = None
+    y: mx.array, handle: Handle, scores: mx.array | None = None, *, exchange_dtype: ExchangeDtype = None
 ) -> mx.array:
     """Brings the results back to the tokens. Collective and lazy.
 
@@ -140,8 +142,8 @@ def combine(
         exchange_dtype: what the rows travel as, as for :func:`dispatch`.
 
     Returns:
-        In the dtype of y, with zeros where an index was -1. With ``scores``: the weighted sums, (tokens, d), added up
-        in float32 on the owner, rounded for the wire and added up in float32 again. Without: (tokens, k, d).
+        In the dtype of y, with zeros where an index was -1. With ``scores`` the weighted sums, (tokens, d), added up in
+        float32 and rounded for the wire; without (tokens, k, d).
 
     Raises:
         InvalidArgument: shapes that do not fit; on the rank where they do not.
@@ -154,28 +156,28 @@ def combine(
     return _bring_back(y, handle, scores, exchange_dtype, Stages())
 
 
-def _send_out(x: mx.array, handle: Handle, exchange_dtype: mx.Dtype | str | None, stages: Stages) -> mx.array:
+def _send_out(x: mx.array, handle: Handle, exchange_dtype: ExchangeDtype, stages: Stages) -> mx.array:
     """The rows of this rank's pairs: what :func:`dispatch` does once it has a handle."""
     rows = take_rows(x, handle.sent_rows)
-    received = _exchange(rows, handle.rows_to, handle.rows_from, handle.group, exchange_dtype, stages)
-    return handle.pairs.expand(received)
+    (rows,) = _exchange(rows, handle.rows_to, handle.rows_from, handle.group, exchange_dtype, stages)
+    return handle.pairs.expand(rows)
 
 
 def _bring_back(
-    y: mx.array, handle: Handle, scores: mx.array | None, exchange_dtype: mx.Dtype | str | None, stages: Stages
+    y: mx.array, handle: Handle, scores: mx.array | None, exchange_dtype: ExchangeDtype, stages: Stages
 ) -> mx.array:
     """The results of the tokens: what :func:`combine` does with arguments that fit."""
     group, pairs = handle.group, handle.pairs
     if scores is None:
-        places = np.empty(len(pairs), np.int64)
-        places[pairs.order] = np.arange(len(places))
-        y = _exchange(take_rows(y, places), handle.pairs_from, handle.pairs_to, group, exchange_dtype, stages)
+        places = places_of(pairs.order, len(pairs))
+        (y,) = _exchange(take_rows(y, places), handle.pairs_from, handle.pairs_to, group, exchange_dtype, stages)
         slots = places_of(handle.sent_slots, handle.tokens * handle.top_k)
         return take_or_zero(y, slots).reshape(handle.tokens, handle.top_k, y.shape[1])
     weights = take_rows(scores.reshape(-1).astype(mx.float32), handle.sent_slots)
     weights, y = _exchange(weights, handle.pairs_to, handle.pairs_from, group, None, stages, y)
     sums = pairs.weigh(y, take_rows(weights, pairs.order)).astype(y.dtype)
-    return handle.add_up(_exchange(sums, handle.rows_from, handle.rows_to, group, exchange_dtype, stages))
+    (sums,) = _exchange(sums, handle.rows_from, handle.rows_to, group, exchange_dtype, stages)
+    return handle.add_up(sums)
 
 
 def route(
@@ -191,14 +193,14 @@ def route(
     chosen = on_host(indices)
     if chosen is None:
         raise InvalidArgument(f"{name}: the sizes of its messages depend on the indices, so it cannot be compiled")
-    problem = _problem(name, chosen, placement, group, x)
-    sent = None if problem else outgoing(chosen.astype(np.int64), placement)
+    problem = wrong_ranks(name, placement, group) or _problem(name, chosen, placement, x)
+    sent = outgoing(np.zeros((0, 1), np.int64) if problem else chosen.astype(np.int64), placement)
     equal = {
         "number of experts per token": chosen.shape[-1:],
         "hidden size": x.shape[-1:] if x is not None else "",
         "placement of the experts": placement,
     }
-    facts = sent.facts() if sent else [0] * (2 * group.size())
+    facts = [0] * (2 * group.size()) if problem else sent.facts()
     return exchange_routing(sent, agree(name, group, problem, equal, facts), group)
 
 
@@ -230,39 +232,23 @@ def _exchange(
     send: list[int],
     receive: list[int],
     group: Group,
-    dtype: mx.Dtype | str | None,
+    dtype: ExchangeDtype,
     stages: Stages,
     *passed: mx.array,
-) -> mx.array | list[mx.array]:
-    """all_to_all_v of rows that travel as ``dtype``, with their gradient; and ``passed`` behind it, if any."""
-    exact = None if dtype == "fp8" else dtype
-    forth = chained(lambda rows: _sent(rows, send, receive, group, dtype))
-    back = chained(lambda cotangent: _sent(cotangent, receive, send, group, exact))
-    results = stages.run(forth, back, [rows], passed)
-    return results if passed else results[0]
+) -> list[mx.array]:
+    """all_to_all_v of rows that travel as ``dtype``, with their gradient; and ``passed`` behind it."""
+    there = partial(all_to_all_v, send_counts=send, recv_counts=receive, group=group)
+    back = partial(all_to_all_v, send_counts=receive, recv_counts=send, group=group)
+    forward, backward = chained(partial(through_e4m3, dtype, there)), chained(partial(through, dtype, back))
+    return stages.run(forward, backward, [rows], passed)
 
 
-def _sent(rows: mx.array, send: list[int], receive: list[int], group: Group, dtype: mx.Dtype | str | None) -> mx.array:
-    """all_to_all_v of rows that travel as ``dtype`` and arrive as they were."""
-    if dtype == "fp8":
-        return unpack_e4m3(all_to_all_v(pack_e4m3(rows), send, receive, group=group), rows.dtype)
-    wire = rows if dtype is None else rows.astype(dtype)
-    return all_to_all_v(wire, send, receive, group=group).astype(rows.dtype)
-
-
-def _problem(name: str, chosen: np.ndarray, placement: Placement, group: Group, x: mx.array | None) -> str | None:
-    if placement.ranks != group.size():
-        return f"{name}: the placement is for {placement.ranks} ranks, but the group has {group.size()}"
+def _problem(name: str, chosen: np.ndarray, placement: Placement, x: mx.array | None) -> str | None:
     if chosen.dtype.kind not in "iu" or chosen.ndim != 2:
         return f"{name}: indices must be integers of shape (tokens, k), not {chosen.dtype} of shape {chosen.shape}"
     if x is not None and (x.ndim != 2 or x.shape[0] != chosen.shape[0]):
         return f"{name}: x has shape {x.shape}, but indices {chosen.shape}; both need one row per token"
-    if chosen.size and not (-1 <= chosen.min() and chosen.max() < placement.num_experts):
-        return (
-            f"{name}: indices are from {chosen.min()} to {chosen.max()}, but the experts are 0 to "
-            f"{placement.num_experts - 1}"
-        )
-    return None
+    return wrong_index(f"{name}: indices", placement, chosen, least=-1)
 
 
 def _route_alike(chosen: np.ndarray, placement: Placement, group: Group) -> Handle:
@@ -294,15 +280,10 @@ def dispatched_alike(x: mx.array, chosen: np.ndarray, scores: mx.array | None, e
     padded[:tokens] = chosen
     mine = slice(group.rank() * rows, (group.rank() + 1) * rows)
 
-    def gather(chunk: mx.array) -> mx.array:
-        return all_gather(chunk, group=group)
-
+    gather = partial(all_gather, group=group)
     inputs = [with_rows(array, len(padded)) for array in optional((x, scores))]
     x, *weights = experts.stages.run(lambda arrays: [array[mine] for array in arrays], chained(gather), inputs)
     y = dispatched(x, _route_alike(padded, experts.placement, group), weights[0] if weights else None, experts)
-    (y,) = experts.stages.run(
-        lambda arrays: [through(experts.exchange_dtype, gather, arrays[0])],
-        lambda cotangents: [cotangents[0][mine]],
-        [y],
-    )
+    joined = chained(partial(through, experts.exchange_dtype, gather))
+    (y,) = experts.stages.run(joined, lambda cotangents: [cotangents[0][mine]], [y])
     return y[:tokens]

@@ -6,30 +6,41 @@ of D elements is D codes and the 4 bytes of its scale, in one array of uint8:
 
     [D codes][4 bytes of scale]        scale = max|x| / 448, so the largest element becomes 448
 
-Error. Let s be the token's scale and y what comes back. Codes are rounded to nearest, ties to even; the steps between
-normal numbers around v are at most v / 8, those between subnormal ones 2^-9, and rounding is off by half a step:
+Error. Let s be the token's scale and y what comes back; codes are rounded to nearest, ties to even:
 
     |y - x| <= max(2^-4 |x|, 2^-10 s) (1 + 2^-18) + 2^-150 + r        2^-10 s = 2.2e-6 max|x|
 
-The factor is for the float32 arithmetic: the scale, the quotient and the product are each off by 2^-24, and among
-subnormal codes x is up to 2^4 times 2^-10 s. 2^-150 is half a step of subnormal float32, which the product may be. A
-device that takes such numbers for zeros, as GPUs may, adds 2^-125. r is for the dtype asked for, if it has 16 bits, to
-which y is rounded once more: 2^-11 |y| + 2^-25 for float16, 2^-8 |y| + 2^-134 for bfloat16. Elements below s 2^-10 =
-max|x| / 458752 come back as 0.
+The factor is for the float32 arithmetic, 2^-150 half a step of subnormal float32; a GPU that takes such numbers for
+zeros adds 2^-125. r is the second rounding, of a result of 16 bits: 2^-11 |y| + 2^-25 for float16, 2^-8 |y| + 2^-134
+for bfloat16. Elements below s 2^-10 = max|x| / 458752 come back as 0.
 
-What is special: a token of zeros comes back as zeros, with their signs. NaN and infinities come back as NaN, since E4M3
-has no infinity, and do not disturb the other elements of their token: the scale is that of the finite ones. It is
-at least 2^-126, the smallest normal float32, so where all elements are below 5e-36, 2^-10 s is 2^-136.
+A token of zeros comes back as zeros, with their signs. NaN and infinities come back as NaN and do not disturb the other
+elements: the scale is that of the finite ones. It is at least 2^-126, the smallest normal float32.
 
 All functions are lazy and work inside ``mx.compile``. Rounding has no useful derivative. What exchanges tokens in 8
 bits gives them the gradient of an exchange that rounds nothing (Bengio et al. 2013, arXiv:1308.3432).
 """
 
+from collections.abc import Callable
+
 import mlx.core as mx
 
 from mlxdist.base.errors import InvalidArgument
 
-__all__ = ["LARGEST", "SCALE_BYTES", "dequantize_e4m3", "pack_e4m3", "quantize_e4m3", "unpack_e4m3"]
+__all__ = [
+    "LARGEST",
+    "SCALE_BYTES",
+    "ExchangeDtype",
+    "dequantize_e4m3",
+    "dtype_name",
+    "pack_e4m3",
+    "quantize_e4m3",
+    "through",
+    "through_e4m3",
+    "unpack_e4m3",
+]
+
+ExchangeDtype = mx.Dtype | str | None  # what rows travel as: their own dtype, another one, or "fp8"
 
 LARGEST = 448.0  # of E4M3
 SCALE_BYTES = 4
@@ -39,18 +50,15 @@ _DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 
 
 def quantize_e4m3(x: mx.array) -> tuple[mx.array, mx.array]:
-    """Rounds tokens to E4M3.
+    """Rounds tokens (..., D), float32, float16 or bfloat16, to E4M3; other dtypes raise InvalidArgument.
 
-    Args:
-        x: shape (..., D), float32, float16 or bfloat16.
-
-    Returns:
-        The codes, uint8 of shape (..., D), and the scales, float32 of shape (..., 1): x is about scale * code.
-
-    Raises:
-        InvalidArgument: x has another dtype, or no axis.
+    Returns the codes, uint8 of shape (..., D), and the scales, float32 of shape (..., 1): x is about scale * code.
     """
-    _require_tokens("quantize_e4m3", x)
+    if x.dtype not in _DTYPES or x.ndim == 0:
+        raise InvalidArgument(
+            "quantize_e4m3: tokens are float32, float16 or bfloat16 of shape (..., D), not "
+            f"{dtype_name(x.dtype)} of shape {x.shape}; cast them first"
+        )
     x = x.astype(mx.float32)
     finite = mx.isfinite(x)
     if x.shape[-1] == 0:
@@ -76,27 +84,30 @@ def pack_e4m3(x: mx.array) -> mx.array:
 
 
 def unpack_e4m3(wire: mx.array, dtype: mx.Dtype = mx.float32) -> mx.array:
-    """The tokens (..., D) in ``dtype``, from uint8 of shape (..., D + 4) as `pack_e4m3` makes them.
-
-    Raises:
-        InvalidArgument: ``wire`` cannot be what `pack_e4m3` made.
-    """
+    """The tokens (..., D) in ``dtype``, from uint8 of shape (..., D + 4); InvalidArgument for anything else."""
     if wire.dtype != mx.uint8 or wire.ndim == 0 or wire.shape[-1] < SCALE_BYTES:
         raise InvalidArgument(
-            f"unpack_e4m3: tokens on the wire are uint8 of shape (..., D + {SCALE_BYTES}), not {_name(wire.dtype)} of "
-            f"shape {wire.shape}"
+            f"unpack_e4m3: tokens on the wire are uint8 of shape (..., D + {SCALE_BYTES}), not "
+            f"{dtype_name(wire.dtype)} of shape {wire.shape}"
         )
     codes, scale = wire[..., :-SCALE_BYTES], wire[..., -SCALE_BYTES:]
     return dequantize_e4m3(codes, mx.contiguous(scale).view(mx.float32), dtype)
 
 
-def _require_tokens(name: str, x: mx.array) -> None:
-    if x.dtype not in _DTYPES or x.ndim == 0:
-        raise InvalidArgument(
-            f"{name}: tokens are float32, float16 or bfloat16 of shape (..., D), not {_name(x.dtype)} of shape "
-            f"{x.shape}; cast them first"
-        )
+def through(dtype: ExchangeDtype, collective: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
+    """A collective on ``x`` as it travels, with the result in the dtype of ``x``. Sums and gradients have no 8 bits."""
+    if not isinstance(dtype, mx.Dtype):
+        return collective(x)
+    return collective(x.astype(dtype)).astype(x.dtype)
 
 
-def _name(dtype: mx.Dtype) -> str:
+def through_e4m3(dtype: ExchangeDtype, collective: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
+    """:func:`through`, of a collective that copies rows: those also travel in 8 bits."""
+    if dtype == "fp8":
+        return unpack_e4m3(collective(pack_e4m3(x)), x.dtype)
+    return through(dtype, collective, x)
+
+
+def dtype_name(dtype: object) -> str:
+    """``float32`` and the like."""
     return str(dtype).removeprefix("mlx.core.")

@@ -49,11 +49,7 @@ class Sharding:
 
 
 def projections(switch: nn.Module) -> tuple[str, ...]:
-    """The names of a switch layer's projections, in the order of computing.
-
-    Raises:
-        InvalidArgument: it is neither a SwitchGLU nor a SwitchMLP.
-    """
+    """The names of a switch layer's projections, in the order of computing. Rejects another kind of layer."""
     for names in _KINDS:
         if isinstance(switch, nn.Module) and all(isinstance(switch.get(name), nn.Module) for name in names):
             return names
@@ -125,8 +121,7 @@ def join_projection(projection: nn.Module, last: bool, sharding: Sharding) -> nn
 def compute(layer: nn.Module, rows: mx.array, experts: mx.array, ascending: bool, tp_group: Group | None) -> mx.array:
     """Expert ``experts[i]`` of ``layer`` on ``rows[i]``: (pairs, d), in the dtype that mlx-lm's layer would give.
 
-    Also experts (tokens, k) on rows (tokens, 1, d): (tokens, k, d). ``ascending`` says that ``experts`` do. With a
-    tensor-parallel group: this rank's summand.
+    Also experts (tokens, k) on rows (tokens, 1, d): (tokens, k, d). With a tensor-parallel group: this rank's summand.
     """
     names = projections(layer)
     dtype = _result_dtype(layer, names, rows.dtype)
@@ -137,15 +132,12 @@ def compute(layer: nn.Module, rows: mx.array, experts: mx.array, ascending: bool
         rows = rows.astype(mx.float32)  # the only dtype of gather_mm there
     hidden = rows[..., None, :]
     *first, last = (layer[name] for name in names)
-    if len(first) == 2:
-        gate, up = first
-        # Called in this order, mlx-lm's, for results that are bitwise those of its layer.
-        up, gate = up(hidden, experts, sorted_indices=ascending), gate(hidden, experts, sorted_indices=ascending)
-        hidden = layer.activation(up, gate)
-    else:
-        hidden = layer.activation(first[0](hidden, experts, sorted_indices=ascending))
-    if tp_group is not None and "bias" in last:
-        last = _bias_once(last, tp_group)
+    # Up before gate, in mlx-lm's order, for results that are bitwise those of its layer.
+    inner = [one(hidden, experts, sorted_indices=ascending) for one in reversed(first)]
+    hidden = layer.activation(*inner)
+    if tp_group is not None and "bias" in last and tp_group.rank() != 0:  # the first rank alone adds it
+        last = copy.copy(last)
+        last["bias"] = last["bias"] * 0
     return last(hidden, experts, sorted_indices=ascending).squeeze(-2).astype(dtype)
 
 
@@ -164,17 +156,8 @@ def compute_own(layer: nn.Module, x: mx.array, experts: mx.array) -> mx.array:
     """
     *first, last = (layer[name].weight for name in projections(layer))
     rows = x[:, None].astype(mx.float32)
-    gate, *up = (bridge.expert_matmul(rows, weight, experts) for weight in first)
-    hidden = layer.activation(*up, gate)
+    hidden = layer.activation(*(bridge.expert_matmul(rows, weight, experts) for weight in reversed(first)))
     return bridge.expert_matmul(hidden, last, experts).astype(_result_dtype(layer, projections(layer), x.dtype))
-
-
-def _bias_once(projection: nn.Module, tp_group: Group) -> nn.Module:
-    """The projection with its bias on the first rank alone, for a sum."""
-    clone = copy.copy(projection)
-    if tp_group.rank() != 0:
-        clone["bias"] = projection["bias"] * 0
-    return clone
 
 
 def tied(
@@ -183,8 +166,7 @@ def tied(
     """The layer and its inputs, whose gradients wait for all collectives of the backward pass: the first stage.
 
     Gradients of what ``tp_group`` holds alike, the inputs and the last projection's bias, are added up over it. Only
-    arrays that a gradient may be asked of are tied: those of the others would be computed. Where there are none, the
-    layer itself comes back.
+    arrays that a gradient may be asked of are tied. Where there are none, the layer itself comes back.
     """
     trained = _traced(layer)
     if not trained and not is_traced(*inputs):

@@ -5,13 +5,11 @@ Every rank has ``max_tokens`` slots for each rank, whether tokens are in them or
     [token: D elements, or D codes and a scale as E4M3][ids: j int32][weights: j float32]
 
 with j = min(k, experts of a rank). The ids are those of the token's experts on that rank, counted from its first; -1
-where there is none. So what is valid is said in the payload, and an exchange is one ``all_to_all`` of ``ranks *
-max_tokens`` rows there and one back, of the weighted sum over the rank's experts. Each token is computed exactly, and
-none is dropped, whatever the routing.
+where there is none. An exchange is one ``all_to_all`` of ``ranks * max_tokens`` rows there and one back, of the
+weighted sum over the rank's experts. Each token is computed exactly, and none is dropped, whatever the routing.
 
 What that costs: each rank computes ``ranks * max_tokens * j`` rows, of which about one in ``ranks`` is valid, and sends
-all slots. For few tokens the latency of an exchange is all that counts; for many, use dispatch.py. (DeepSeek's DeepEP
-has such a low-latency mode besides its normal one.)
+all slots. For few tokens the latency alone counts; for many, use dispatch.py. (DeepSeek's DeepEP has such a mode.)
 """
 
 from __future__ import annotations
@@ -28,8 +26,8 @@ from mlxdist.runtime.ops import all_to_all
 
 from ..mappings import without_gradient
 from ..rank_checks import agree
-from .fp8 import SCALE_BYTES, pack_e4m3, unpack_e4m3
-from .placement import Placement
+from .fp8 import SCALE_BYTES, dtype_name, pack_e4m3, unpack_e4m3
+from .placement import Placement, wrong_ranks
 
 __all__ = ["LowLatencyExchange", "Slots"]
 
@@ -42,11 +40,8 @@ _NO_GRADIENT = "LowLatencyExchange is for decoding and has no gradient; train wi
 class Slots(NamedTuple):
     """What a rank has received: R = ranks * max_tokens rows.
 
-    Attributes:
-        x: (R, D), in the dtype of the tokens. Rows without a token are zeros.
-        ids: (R, j), int32: experts of this rank from 0, and -1.
-        weights: (R, j), float32; 0 where the id is -1.
-        tokens: how many rows `LowLatencyExchange.combine` returns.
+    ``x`` (R, D), in the dtype of the tokens, zeros without a token; ``ids`` (R, j), int32: experts of this rank from 0,
+    and -1; ``weights`` (R, j), float32, 0 where the id is -1; ``tokens``: how many rows `combine` returns.
     """
 
     x: mx.array
@@ -63,14 +58,12 @@ class LowLatencyExchange:
 
     Args:
         placement: which rank has which experts.
-        max_tokens: of a rank, in one call; the same on all ranks, as ``top_k``.
-        top_k: experts of a token.
+        max_tokens, top_k: tokens of a rank in one call, and experts of a token; the same on all ranks.
         fp8: send tokens as E4M3 (fp8.py). Results come back in the dtype of the tokens.
         group: the ranks; ``None`` is the group of ``mlxdist.init()``.
 
     Raises:
-        InvalidArgument: the placement is for another number of ranks; a number is not positive; more experts for a
-            token than there are.
+        InvalidArgument: the placement is for another number of ranks; ``max_tokens`` or ``top_k`` cannot be.
     """
 
     def __init__(
@@ -81,10 +74,8 @@ class LowLatencyExchange:
         self.top_k = top_k
         self.fp8 = fp8
         self._group = group_of(group)
-        if placement.ranks != self._group.size():
-            raise InvalidArgument(
-                f"LowLatencyExchange: the placement is for {placement.ranks} ranks, the group has {self._group.size()}"
-            )
+        if problem := wrong_ranks("LowLatencyExchange", placement, self._group):
+            raise InvalidArgument(problem)
         if max_tokens < 1 or not 1 <= top_k <= placement.num_experts:
             raise InvalidArgument(
                 f"LowLatencyExchange: max_tokens is {max_tokens} and top_k {top_k}; there must be at least one token, "
@@ -96,25 +87,21 @@ class LowLatencyExchange:
         self._behind = mx.array([local.stop for local in experts]).reshape(-1, 1, 1)
 
     def admit(self, tokens: int) -> int:
-        """Rejects a number of tokens that is over the limit on any rank, on all ranks, before anything is exchanged.
+        """Rejects ``tokens`` over the limit on any rank, on all ranks; returns the largest number of a rank.
 
         A collective of a few bytes, waited for: all ranks call it before a step in which their numbers can change, and
         outside of ``mx.compile``. `dispatch` rejects by itself, but only on the rank that has too many.
 
-        Returns:
-            The most tokens that a rank has.
-
         Raises:
             InvalidArgument: on all ranks, with the same text; also if the ranks have made different exchanges.
         """
-        problem = _too_many(tokens, self.max_tokens) if tokens > self.max_tokens else None
         equal = {
             "max_tokens": self.max_tokens,
             "top_k": self.top_k,
             "option fp8": self.fp8,
             "placement of the experts": self.placement,
         }
-        return int(agree("LowLatencyExchange", self._group, problem, equal, [tokens]).max())
+        return int(agree("LowLatencyExchange", self._group, self._too_many(tokens), equal, [tokens]).max())
 
     def __call__(
         self,
@@ -124,15 +111,10 @@ class LowLatencyExchange:
         experts: Callable[[mx.array, mx.array], mx.array],
         count: Any = None,
     ) -> mx.array:
-        """The sum over each token's experts, weighted by their scores.
+        """The sum over each token's experts, weighted by their scores: shape and dtype of x.
 
-        Args:
-            x, indices, scores, count: as in `dispatch`.
-            experts: this rank's: called with tokens (R, D) and expert numbers from 0 (R, j), returns (R, j, D), as
-                mlx-lm's SwitchGLU.
-
-        Returns:
-            Shape and dtype of x.
+        ``x``, ``indices``, ``scores``, ``count`` are as in `dispatch`. ``experts`` are this rank's: called with tokens
+        (R, D) and expert numbers from 0 (R, j), they return (R, j, D), as mlx-lm's SwitchGLU.
         """
         slots = self.dispatch(x, indices, scores, count)
         return self.combine(experts(slots.x, mx.maximum(slots.ids, 0)), slots)
@@ -160,18 +142,14 @@ class LowLatencyExchange:
         token = pack_e4m3(x) if self.fp8 else x.view(mx.uint8)
         token = mx.broadcast_to(token, (self.placement.ranks, *token.shape))
         wire = mx.concatenate([token, ids.view(mx.uint8), weights.view(mx.uint8)], axis=-1)
-        return self._unpack(self._exchange(wire.flatten(0, 1)), x.shape[-1], x.dtype, tokens)
+        return self._unpack(all_to_all(wire.flatten(0, 1), group=self._group), x.shape[-1], x.dtype, tokens)
 
     def combine(self, y: mx.array, slots: Slots) -> mx.array:
         """Sends results back, weighted and summed over the experts. Lazy: one ``all_to_all``.
 
-        Args:
-            y: (R, j, D): of each row and each of its experts. Anything where the id is -1.
-            slots: what `dispatch` returned.
-
-        Returns:
-            (tokens, D), dtype of the tokens that were dispatched: in the order in which they were. Sums are those of
-            float32, rounded once on each rank that has experts of the token, and once here.
+        ``y``: (R, j, D), of each row and each of its experts; anything where the id is -1. ``slots``: of `dispatch`.
+        Returns (tokens, D), in the dtype and order of the tokens that were dispatched. Sums are those of float32,
+        rounded once on each rank that has experts of the token, and once here.
 
         Raises:
             InvalidArgument: y has another shape.
@@ -181,7 +159,7 @@ class LowLatencyExchange:
             raise InvalidArgument(f"LowLatencyExchange.combine: y has shape {y.shape}, expected {expected}")
         valid = (slots.ids != _NONE)[..., None]
         part = mx.where(valid, y.astype(mx.float32) * slots.weights[..., None], 0).sum(axis=1).astype(slots.x.dtype)
-        parts = self._exchange(part).reshape(self.placement.ranks, self.max_tokens, -1)
+        parts = all_to_all(part, group=self._group).reshape(self.placement.ranks, self.max_tokens, -1)
         return parts[:, : slots.tokens].astype(mx.float32).sum(axis=0).astype(slots.x.dtype)
 
     def _route(self, indices: mx.array, scores: mx.array, valid: mx.array) -> tuple[mx.array, mx.array]:
@@ -196,8 +174,13 @@ class LowLatencyExchange:
             ids, weights = mx.take_along_axis(ids, order, axis=-1), mx.take_along_axis(weights, order, axis=-1)
         return ids.astype(mx.int32), weights
 
-    def _exchange(self, rows: mx.array) -> mx.array:
-        return all_to_all(rows, group=self._group)
+    def _too_many(self, tokens: int) -> str | None:
+        if tokens <= self.max_tokens:
+            return None
+        return (
+            f"LowLatencyExchange: {tokens} tokens are more than max_tokens = {self.max_tokens}; make the exchange with "
+            "a larger one, or decode them in several steps"
+        )
 
     def _unpack(self, wire: mx.array, hidden: int, dtype: mx.Dtype, tokens: int) -> Slots:
         width = hidden + SCALE_BYTES if self.fp8 else hidden * dtype.size
@@ -212,14 +195,13 @@ class LowLatencyExchange:
     def _require_fitting(self, x: mx.array, indices: mx.array, scores: mx.array) -> int:
         """The number of tokens."""
         if x.ndim != 2 or x.dtype not in (mx.float32, mx.float16, mx.bfloat16):
-            name = str(x.dtype).removeprefix("mlx.core.")
             raise InvalidArgument(
                 "LowLatencyExchange.dispatch: tokens are float32, float16 or bfloat16 of shape (tokens, D), not "
-                f"{name} of shape {x.shape}"
+                f"{dtype_name(x.dtype)} of shape {x.shape}"
             )
         tokens = x.shape[0]
-        if tokens > self.max_tokens:
-            raise InvalidArgument(_too_many(tokens, self.max_tokens))
+        if problem := self._too_many(tokens):
+            raise InvalidArgument(problem)
         expected = (tokens, self.top_k)
         if indices.shape != expected or scores.shape != expected or not mx.issubdtype(indices.dtype, mx.integer):
             raise InvalidArgument(
@@ -235,10 +217,3 @@ def _merged(indices: mx.array, scores: mx.array) -> tuple[mx.array, mx.array]:
     weights = mx.where(equal, scores.astype(mx.float32)[..., None, :], 0).sum(axis=-1)
     again = mx.tril(equal, -1).any(axis=-1)
     return mx.where(again, _NONE, indices), weights
-
-
-def _too_many(tokens: int, most: int) -> str:
-    return (
-        f"LowLatencyExchange: {tokens} tokens are more than max_tokens = {most}; make the exchange with a larger one, "
-        "or decode them in several steps"
-    )

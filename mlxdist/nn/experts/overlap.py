@@ -12,10 +12,9 @@
 (DeepSeek-V3, arXiv:2412.19437, hides the exchange so behind the shared expert and a second micro-batch.)
 
 The rows are evaluated, and then travel as operations with a handle (mlxdist.runtime.ops, ``async_op``), which the
-engine's own thread carries on: whatever MLX computes on, CPU or GPU, is not involved. A second stream of MLX would do
-without the copy of what arrives. But operations on two streams may begin in another order on each rank, while handles
-are started here in the order of the program, in a group of their own, and so may go on beside any other collective:
-those of tensor parallelism, say, in the next micro-batch.
+engine's own thread carries on. A second stream of MLX would do without the copy of what arrives, but operations on two
+streams may begin in another order on each rank. Handles are started in the order of the program, in a group of their
+own, and so may go on beside any other collective.
 
 What is hidden: the time in which transfers were in flight, as the engine measured it, less that in which this rank did
 nothing but wait for them. A transfer that ends unnoticed during another one's wait counts as waited for to the end of
@@ -26,7 +25,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -37,22 +36,25 @@ from mlxdist.runtime.group import Group
 from mlxdist.runtime.handle import Handle
 from mlxdist.runtime.ops import all_to_all_v
 
+from ..mappings import without_gradient
 from .dispatch import Handle as Routing
 from .dispatch import route
-from .fp8 import pack_e4m3, unpack_e4m3
+from .fp8 import ExchangeDtype, pack_e4m3, unpack_e4m3
 from .pairs import take_rows
-from .placement import Placement
+from .placement import Placement, wrong_ranks
 from .stages import is_traced
 
 __all__ = ["CombineInFlight", "DispatchInFlight", "Overlap", "OverlappedExchange"]
 
+_NO_GRADIENT = (
+    "OverlappedExchange has no gradient; train with dispatch and combine of mlxdist.nn.experts, which have one"
+)
+
 
 class Overlap(NamedTuple):
-    """Seconds, of all transfers that have been waited for.
+    """Seconds, of all transfers that have been waited for. Made by ``OverlappedExchange.overlap``.
 
-    Attributes:
-        in_flight: in which transfers were under way, added up.
-        waited: of them, in which this rank waited.
+    ``in_flight``: in which transfers were under way, added up; ``waited``: of them, in which this rank waited.
     """
 
     in_flight: float
@@ -90,12 +92,11 @@ class OverlappedExchange:
     def __init__(self, placement: Placement, group: Group | None = None) -> None:
         self.placement = placement
         self._group = group_of(group)
-        if placement.ranks != self._group.size():
-            raise InvalidArgument(
-                f"OverlappedExchange: the placement is for {placement.ranks} ranks, but the group has "
-                f"{self._group.size()}"
-            )
-        self._transfers = self._group.split(0)  # a group that has no other use
+        if problem := wrong_ranks("OverlappedExchange", placement, self._group):
+            raise InvalidArgument(problem)
+        transfers = self._group.split(0)  # a group that has no other use
+        assert transfers is not None  # as it would be for a negative color
+        self._transfers = transfers
         self._in_flight: list[_Transfer] = []
         self.reset_overlap()
 
@@ -112,7 +113,7 @@ class OverlappedExchange:
         self._waited = 0.0
 
     def dispatch_async(
-        self, x: mx.array, indices: mx.array, scores: mx.array, *, exchange_dtype: mx.Dtype | str | None = None
+        self, x: mx.array, indices: mx.array, scores: mx.array, *, exchange_dtype: ExchangeDtype = None
     ) -> DispatchInFlight:
         """Starts what :func:`mlxdist.nn.experts.dispatch.dispatch` does. Collective.
 
@@ -120,10 +121,8 @@ class OverlappedExchange:
         gradient, and does not work inside ``mx.compile``.
 
         Args:
-            x: this rank's tokens, (tokens, d).
-            indices: their experts, (tokens, k); -1 for none.
-            scores: the weights of those, (tokens, k).
-            exchange_dtype: as for `dispatch`.
+            x, indices, exchange_dtype: as for `dispatch`: (tokens, d) of a float dtype, and integers (tokens, k).
+            scores: the weights of the experts, floats (tokens, k).
 
         Raises:
             InvalidArgument: as `dispatch`, on all ranks; ``scores`` of another shape, on the rank that has them.
@@ -138,13 +137,14 @@ class OverlappedExchange:
         return DispatchInFlight(routing, started, self._start(weights, routing.pairs_to, routing.pairs_from, None))
 
     def combine_async(
-        self, y: mx.array, sent: DispatchInFlight, *, exchange_dtype: mx.Dtype | str | None = None
+        self, y: mx.array, sent: DispatchInFlight, *, exchange_dtype: ExchangeDtype = None
     ) -> CombineInFlight:
         """Starts what :func:`mlxdist.nn.experts.dispatch.combine` does with scores. Collective; evaluates ``y``.
 
         Args:
-            y: results for the rows that ``sent.wait()`` returned, in their order.
+            y: results for the rows that ``sent.wait()`` returned, in their order: (pairs, d) of a float dtype.
             sent: from `dispatch_async`.
+            exchange_dtype: as for `combine`.
 
         Raises:
             InvalidArgument: y has another number of rows.
@@ -159,16 +159,13 @@ class OverlappedExchange:
         transfer = self._start(sums, routing.rows_from, routing.rows_to, exchange_dtype)
         return CombineInFlight(routing, transfer)
 
-    def _start(
-        self, rows: mx.array, send: list[int], receive: list[int], exchange_dtype: mx.Dtype | str | None
-    ) -> _Transfer:
-        fp8 = exchange_dtype == "fp8"
-        dtype = rows.dtype if exchange_dtype is None or fp8 else exchange_dtype
+    def _start(self, rows: mx.array, send: list[int], receive: list[int], exchange_dtype: ExchangeDtype) -> _Transfer:
+        dtype = exchange_dtype if isinstance(exchange_dtype, mx.Dtype) else rows.dtype
         # Bytes, since NumPy has no bfloat16.
-        wire = pack_e4m3(rows) if fp8 else rows.astype(dtype).view(mx.uint8)
+        wire = pack_e4m3(rows) if exchange_dtype == "fp8" else rows.astype(dtype).view(mx.uint8)
         mx.eval(wire)
-        handle = all_to_all_v(np.asarray(wire), send, receive, group=self._transfers, async_op=True)
-        self._in_flight.append(_Transfer(self, rows, fp8, dtype, handle))
+        handle: Any = all_to_all_v(np.asarray(wire), send, receive, group=self._transfers, async_op=True)
+        self._in_flight.append(_Transfer(self, rows, exchange_dtype == "fp8", dtype, handle))
         return self._in_flight[-1]
 
     def _wait_for(self, transfer: _Transfer) -> np.ndarray:
@@ -219,38 +216,20 @@ class CombineInFlight:
 
 @dataclass(eq=False)
 class _Transfer:
-    """Rows in flight."""
+    """Rows in flight: what is sent, then what has arrived."""
 
     exchange: OverlappedExchange
-    rows: mx.array | None
+    rows: mx.array
     fp8: bool
     dtype: mx.Dtype  # on the wire
     handle: Handle
-    received: mx.array | None = None
+    arrived: bool = False
 
     def wait(self) -> mx.array:
-        if self.received is None:
-            wire = mx.array(self.exchange._wait_for(self))
-            dtype = self.rows.dtype
+        if not self.arrived:
+            wire, dtype = mx.array(self.exchange._wait_for(self)), self.rows.dtype
             received = unpack_e4m3(wire, dtype) if self.fp8 else wire.view(self.dtype).astype(dtype)
-            self.received = _without_gradient(received, self.rows)
-            self.rows = None
-        return self.received
-
-
-def _without_gradient(received: mx.array, sent: mx.array) -> mx.array:
-    """``received``, which depends on ``sent`` in a way that MLX does not see: a gradient would silently be missing."""
-    if not is_traced(sent):
-        return received
-
-    @mx.custom_function
-    def connected(received: mx.array, sent: mx.array) -> mx.array:
-        return received
-
-    @connected.vjp
-    def refuse(*_: object) -> None:
-        raise InvalidArgument(
-            "OverlappedExchange has no gradient; train with dispatch and combine of mlxdist.nn.experts, which have one"
-        )
-
-    return connected(received, sent)
+            if is_traced(self.rows):  # MLX does not see that they depend on each other: a gradient would be missing
+                received = without_gradient(mx.depends(received, self.rows), _NO_GRADIENT)
+            self.rows, self.arrived = received, True
+        return self.rows

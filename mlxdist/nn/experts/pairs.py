@@ -7,13 +7,10 @@ __all__ = ["Pairs", "places_of", "sum_rows", "take_or_zero", "take_rows"]
 
 
 class Pairs:
-    """What this rank's experts have to do for some rows of tokens.
+    """What this rank's experts have to do for some rows of tokens, sorted by expert, and those of one expert by row.
 
-    Args:
-        experts: int of shape (rows, k): local experts of each row, -1 where the expert lies on another rank.
-
-    The pairs are sorted by expert, and those of one expert by row. Nothing is padded: there are as many as entries of
-    ``experts`` that are not -1.
+    ``experts``: int of shape (rows, k), local experts of each row, -1 where the expert lies on another rank. Nothing is
+    padded: there are as many pairs as entries that are not -1.
     """
 
     def __init__(self, experts: np.ndarray) -> None:

@@ -4,25 +4,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mlxdist.runtime.group import Group
+
 from ..partition import split_sizes
 
-__all__ = ["Placement"]
+__all__ = ["Placement", "wrong_index", "wrong_ranks"]
 
 
 class Placement:
-    """Experts in their order, a run of neighbours on each rank.
+    """``num_experts`` in their order, a run of neighbours on each of ``ranks``.
 
-    The runs are as equal as can be, the longer ones on the lower ranks, or in proportion to ``rank_shares``. Every rank
-    holds an expert: one that holds none would wait for the others at every layer and only add messages.
-
-    Args:
-        num_experts: of the layer.
-        ranks: of the expert-parallel group.
-        rank_shares: one positive number per rank, for machines of unequal size.
+    The runs are as equal as can be, the longer ones on the lower ranks, or in proportion to ``rank_shares``, one
+    positive number per rank. Every rank holds an expert: one without would only add messages.
 
     Raises:
-        InvalidArgument: there are fewer experts than ranks, or ``rank_shares`` are not one positive number per rank;
-            the same on every rank.
+        InvalidArgument: there are fewer experts than ranks, or ``rank_shares`` do not fit; the same on every rank.
     """
 
     def __init__(self, num_experts: int, ranks: int, rank_shares: Sequence[float] | None = None) -> None:
@@ -34,10 +30,6 @@ class Placement:
         """Experts of each rank."""
         self.owners = np.repeat(np.arange(ranks, dtype=np.int32), self.counts)
         """The rank of each expert, int32 of shape (num_experts,)."""
-
-    def owner(self, expert: int) -> int:
-        """The rank that holds ``expert``."""
-        return int(self.owners[expert])
 
     def local(self, rank: int) -> range:
         """The experts of ``rank``."""
@@ -52,3 +44,17 @@ class Placement:
 
     def __repr__(self) -> str:
         return f"Placement({self.num_experts} experts on {self.ranks} ranks: {self.counts})"
+
+
+def wrong_ranks(name: str, placement: Placement, group: Group) -> str | None:
+    """What is wrong if the placement is for another number of ranks than those of ``group``."""
+    if placement.ranks == group.size():
+        return None
+    return f"{name}: the placement is for {placement.ranks} ranks, but the group has {group.size()}"
+
+
+def wrong_index(name: str, placement: Placement, chosen: np.ndarray, least: int = 0) -> str | None:
+    """What is wrong with the experts ``chosen``, integers of any shape from ``least`` on, if one is none."""
+    if not chosen.size or least <= chosen.min() <= chosen.max() < placement.num_experts:
+        return None
+    return f"{name} are from {chosen.min()} to {chosen.max()}, but the experts are 0 to {placement.num_experts - 1}"

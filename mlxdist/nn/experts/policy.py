@@ -1,6 +1,6 @@
 """Which of its three ways an expert-parallel layer exchanges tokens by: a model of what each costs, measured.
 
-The policy chooses how tokens travel, never whether: every way computes the same result.
+The policy chooses how tokens travel, never whether: every way computes the same result, of the same rows.
 
 The model. n ranks hold the experts; T tokens of all ranks together, each of d elements of s bytes, go to k experts.
 A collective of which a rank sends b bytes takes L + b / W seconds: its latency and its bandwidth, measured for each
@@ -15,13 +15,12 @@ kind of collective by `calibrate`. With B = T d s, a rank sends
                 dispatch    3 all_to_all_v as above, all_gather                  2 q B/n + w + (n-1)/n B
 
 A token is sent once to each other rank that has experts of it, so q is the number of those: (n-1) (1 - (1-1/n)^k) if
-all experts are chosen equally often and independently. w = 4 k (n-1)/n T/n are the float32 weights. "Plan" is what
-dispatch does before it can send: the ranks tell each other their counts and the experts of their rows, and the host
-waits for both; P seconds. Ranks that hold the same tokens know that by themselves. All modes compute the same rows, so
-computing is in none of them.
+all experts are chosen equally often and independently. w = 4 k (n-1)/n T/n are the float32 weights. "Plan": the ranks
+exchange their counts and the experts of their rows, and the host waits for both, P seconds; ranks that hold the same
+tokens know that by themselves.
 
-All ranks must choose the same. So a choice depends on numbers that are equal on all ranks (T, not a rank's own tokens;
-what was measured, as the slowest rank saw it) and on how often `Policy.choose` was called, never on a clock.
+All ranks must choose the same. So a choice depends on numbers that are equal on all ranks (T, what the slowest rank
+measured) and on how often `Policy.choose` was called, never on a clock.
 """
 
 from __future__ import annotations
@@ -30,9 +29,10 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import mlx.core as mx
+import numpy as np
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.runtime.arguments import group_of
@@ -42,7 +42,7 @@ from mlxdist.runtime.ops import all_gather, all_max, all_sum, all_to_all_v, sum_
 from .dispatch import route
 from .placement import Placement
 
-__all__ = ["MODES", "Cost", "Link", "Policy", "Workload", "calibrate", "choose"]
+__all__ = ["MODES", "Cost", "Link", "Policy", "Workload", "calibrate"]
 
 MODES = ("replicated", "gather", "dispatch")
 COLLECTIVES = ("all_sum", "all_gather", "sum_scatter", "all_to_all_v")
@@ -72,8 +72,7 @@ class Link:
     """What exchanges cost between the ranks of a group.
 
     Attributes:
-        provider: as `Group.provider` names it.
-        ranks: how many.
+        provider, ranks: as `Group.provider` names it, and how many.
         costs: by collective: "all_sum", "all_gather", "sum_scatter", "all_to_all_v".
         plan: seconds that dispatch takes before it sends tokens of the ranks' own.
         measured: False where these are assumptions.
@@ -87,7 +86,7 @@ class Link:
 
     @classmethod
     def of(cls, group: Group) -> Link:
-        """What rank 0's tuning file says of such a group (`mlxdist calibrate`), else what can be expected."""
+        """What rank 0's tuning file says of such a ``group`` (`mlxdist calibrate`), else what can be expected."""
         for known in group._world.native_group.tuning.expert_links:
             costs = {name: Cost(**cost) for name, cost in known["costs"].items() if name in COLLECTIVES}
             if (known["provider"], known["ranks"]) == (group.provider, group.size()) and len(costs) == len(COLLECTIVES):
@@ -96,7 +95,7 @@ class Link:
 
     @classmethod
     def assumed(cls, provider: str, ranks: int) -> Link:
-        """What the provider can be expected to do. The choice is better with `calibrate`."""
+        """What ``provider`` can be expected to do between ``ranks``. The choice is better with `calibrate`."""
         known = [_ASSUMED[name] for name in provider.split("+") if name in _ASSUMED]  # "soft+librdma"
         cost = max(known, key=lambda cost: cost.seconds(SMALL), default=_ASSUMED["soft"])
         # Two collectives, and the host waits for both: about one latency each.
@@ -124,7 +123,10 @@ class Workload:
             raise InvalidArgument(f"Workload: top_k, hidden and itemsize must be at least 1, not {self}")
 
     def parts(self, mode: str, tokens: int, ranks: int) -> list[tuple[str, float]]:
-        """The collectives of a mode and how many bytes a rank sends in each; see the module."""
+        """The collectives of ``mode`` and how many bytes one of ``ranks`` sends in each for ``tokens``; see the module.
+
+        Raises InvalidArgument for another mode.
+        """
         share = (ranks - 1) / ranks
         full = share * tokens * self.hidden * self.itemsize
         if mode == "replicated":
@@ -140,32 +142,15 @@ class Workload:
         raise InvalidArgument(f"mode is {mode!r}, not one of {', '.join(MODES)}")
 
     def seconds(self, mode: str, tokens: int, link: Link) -> float:
-        """What the exchange of a mode takes by the model. 0 on one rank."""
+        """What exchanging ``tokens`` by ``mode`` over ``link`` takes by the model. 0 on one rank."""
         if link.ranks == 1:
             return 0.0
         sent = sum(link.costs[name].seconds(nbytes) for name, nbytes in self.parts(mode, tokens, link.ranks))
         return sent + (link.plan if mode == "dispatch" and self.sharded else 0)
 
     def cheapest(self, tokens: int, link: Link) -> str:
-        """The mode that takes least; of equal ones the first of `MODES`."""
+        """The mode that takes least for ``tokens`` over ``link``; of equal ones the first of `MODES`."""
         return min(MODES, key=lambda mode: self.seconds(mode, tokens, link))
-
-
-def choose(tokens: int, top_k: int, hidden: int, itemsize: int, ranks: int, link: Link, sharded: bool = True) -> str:
-    """The cheapest mode for one call, without memory of earlier ones: "replicated", "gather" or "dispatch".
-
-    Args:
-        tokens: of all ranks together (if they all hold the same ones: how many those are), equal on all ranks.
-        top_k, hidden, itemsize, sharded: as in `Workload`.
-        ranks: must be those of ``link``.
-
-    Raises:
-        InvalidArgument: a number that cannot be, or a link of another number of ranks.
-    """
-    if ranks != link.ranks:
-        raise InvalidArgument(f"choose: {ranks} ranks, but the link was measured between {link.ranks}")
-    _require_tokens(tokens)
-    return Workload(top_k, hidden, itemsize, sharded).cheapest(tokens, link)
 
 
 class Policy:
@@ -204,8 +189,13 @@ class Policy:
         self._states: dict[Workload, _State] = {}
 
     def choose(self, tokens: int, top_k: int, hidden: int, itemsize: int, sharded: bool = True) -> str:
-        """The mode of this call; arguments and errors as of the function `choose`."""
-        _require_tokens(tokens)
+        """The mode of this call of ``tokens`` of all ranks together, equal on all ranks.
+
+        If all ranks hold the same tokens, how many those are. ``top_k``, ``hidden``, ``itemsize`` and ``sharded`` are
+        as in `Workload`. Raises InvalidArgument for a number that cannot be.
+        """
+        if tokens < 0:
+            raise InvalidArgument(f"choose: tokens must be at least 0, not {tokens}")
         workload = Workload(top_k, hidden, itemsize, sharded)
         if self.forced is not None:
             return self.forced
@@ -220,14 +210,13 @@ class Policy:
         return state.mode
 
     def thresholds(self, workload: Workload, up_to: int = 1 << 16) -> list[tuple[int, str]]:
-        """From which number of tokens on each mode is the cheapest: [(1, "replicated"), (12, "dispatch")].
+        """From which number of tokens of ``workload``, to ``up_to``, each mode is cheapest: [(1, "gather"), ...].
 
         Costs are straight lines over the tokens, so each mode is in the list at most once.
         """
         found = [(1, workload.cheapest(1, self.link))]
         while True:
-            low, high = found[-1][0], up_to
-            mode = found[-1][1]
+            (low, mode), high = found[-1], up_to
             if workload.cheapest(high, self.link) == mode:
                 return found
             while high - low > 1:
@@ -236,7 +225,7 @@ class Policy:
             found.append((high, workload.cheapest(high, self.link)))
 
     def table(self, workload: Workload) -> str:
-        """The microseconds of each mode by number of tokens, the cheapest marked, and what is known of the link."""
+        """The microseconds of each mode for ``workload`` by number of tokens, and what is known of the link."""
         link = self.link
         how = "measured" if link.measured else "assumed"
         lines = [f"{link.ranks} ranks, provider {link.provider}; {how}: plan {link.plan * 1e6:.1f} us"]
@@ -275,10 +264,10 @@ class _State:
 
 
 def calibrate(group: Group | None = None, repeats: int = REPEATS) -> Link:
-    """Measures the collectives of the three modes between the ranks of a group. All ranks call it.
+    """Measures the collectives of the three modes between the ranks of ``group``. All ranks call it.
 
-    Each collective is timed on small and on large arrays, as lazy operations of MLX, ``repeats`` times; what counts is
-    the median, as the slowest rank saw it. Takes some ten milliseconds. All ranks get the same numbers.
+    Each is timed on small and on large arrays, as lazy operations of MLX, ``repeats`` times; what counts is the median,
+    as the slowest rank saw it. Takes some ten milliseconds. All ranks get the same numbers.
 
     Raises:
         InvalidArgument: ``repeats`` is less than 1.
@@ -314,8 +303,12 @@ def _times(group: Group, repeats: int, nbytes: int) -> dict[str, tuple[float, fl
         "sum_scatter": (share, lambda: sum_scatter(x, group=group)),
         "all_to_all_v": (share, lambda: all_to_all_v(x, counts, counts, group=group)),
     }
-    taken = {name: _median(group, repeats, lambda call=call: mx.eval(call())) for name, (_, call) in calls.items()}
+    taken = {name: _median(group, repeats, partial(_evaluated, call)) for name, (_, call) in calls.items()}
     return {name: (sent, taken[name]) for name, (sent, _) in calls.items()}
+
+
+def _evaluated(call: Callable[[], mx.array]) -> None:
+    mx.eval(call())
 
 
 def _plan_seconds(group: Group, repeats: int) -> float:
@@ -325,7 +318,7 @@ def _plan_seconds(group: Group, repeats: int) -> float:
     return _median(group, repeats, lambda: route(indices, placement, group))
 
 
-def _median(group: Group, repeats: int, call: Callable[[], None]) -> float:
+def _median(group: Group, repeats: int, call: Callable[[], object]) -> float:
     """Seconds of a call, the same number on all ranks. The first two do not count."""
     taken = []
     for _ in range(repeats + 2):
@@ -334,9 +327,4 @@ def _median(group: Group, repeats: int, call: Callable[[], None]) -> float:
         begin = time.perf_counter()
         call()
         taken.append(time.perf_counter() - begin)
-    return all_max(mx.array([statistics.median(taken[2:])]), group=group).item()
-
-
-def _require_tokens(tokens: int) -> None:
-    if tokens < 0:
-        raise InvalidArgument(f"choose: tokens must be at least 0, not {tokens}")
+    return float(np.array(all_max(mx.array([statistics.median(taken[2:])]), group=group))[0])

@@ -1,12 +1,13 @@
 """Tokens that all ranks hold: each computes its own experts for all of them, and the results are added up.
 
-Nothing is sent before the sum. One collective of the size of the results: what a few tokens need. Where the host knows
-the indices, a rank computes the pairs of its own experts and nothing else. Where it does not (inside ``mx.compile``,
-or with ``host_sync=False``), shapes cannot depend on the routing, so all pairs go through some local expert, and
-those of other ranks' experts are masked: as much computing as without expert parallelism, but no wait for the host.
+One collective of the size of the results: what a few tokens need. Where the host knows the indices, a rank computes the
+pairs of its own experts and nothing else. Where it does not (inside ``mx.compile``, or with ``host_sync=False``),
+shapes cannot depend on the routing, so all pairs go through some local expert, and those of other ranks' experts are
+masked: as much computing as without expert parallelism, but no wait for the host.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -16,12 +17,13 @@ from mlx import nn
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.ops import all_gather, all_sum, sum_scatter
 
+from .fp8 import ExchangeDtype, through
 from .local_experts import base, compute, compute_own, projections, skips_others, tied
 from .pairs import Pairs, take_rows
 from .placement import Placement
 from .stages import Stages, chained
 
-__all__ = ["Compiled", "Experts", "optional", "own_experts", "replicated", "through", "with_rows"]
+__all__ = ["Compiled", "Experts", "optional", "own_experts", "replicated", "with_rows"]
 
 _SORTED_FROM = 64  # pairs: fewer are computed sooner than sorted; mlx-lm's layer has the same limit
 
@@ -70,7 +72,7 @@ class Experts(NamedTuple):
     group: Group
     layer: nn.Module
     tp_group: Group | None
-    exchange_dtype: mx.Dtype | str | None
+    exchange_dtype: ExchangeDtype
     stages: Stages
     compiled: Compiled | None = None  # for few tokens whose experts the host does not wait for
 
@@ -82,22 +84,14 @@ class Experts(NamedTuple):
 def replicated(
     x: mx.array, indices: np.ndarray | mx.array, scores: mx.array | None, experts: Experts, scatter: bool = False
 ) -> mx.array:
-    """The layer on tokens that all ranks hold alike.
+    """The layer on tokens (tokens, d) that all ranks hold alike; the same on all ranks. Shapes as of ``gathered``.
 
-    Args:
-        x: (tokens, d).
-        indices: (tokens, k), -1 for none; an ``mx.array`` if the host does not know them, of uint32 if all are experts
-            but for those that are wrong.
-        scores: (tokens, k), or ``None``.
-        experts: of this rank.
-        scatter: add up by sum_scatter and all_gather instead of all_sum.
-
-    Returns:
-        (tokens, d), or (tokens, k, d) without scores; the same on all ranks.
+    ``indices``, (tokens, k) with -1 for none, are an ``mx.array`` if the host does not know them, of uint32 if all are
+    experts but for those that are wrong. Results are added up by all_sum, with ``scatter`` by sum_scatter and
+    all_gather.
     """
     group = experts.group
-    add_up = chained(lambda cotangent: all_sum(cotangent, group=group))
-    x, *weights = experts.stages.run(None, add_up, optional((x, scores)))
+    x, *weights = experts.stages.run(None, chained(partial(all_sum, group=group)), optional((x, scores)))
     if experts.tp_group is None:
         # Behind the step of x and scores: gradients of the experts do not wait for its collectives. Without it, a rank
         # whose experts no token came to would have a result of which MLX asks no gradient.
@@ -113,7 +107,7 @@ def replicated(
         return all_gather(sum_scatter(y, group=group), group=group) if scatter else all_sum(y, group=group)
 
     # All ranks have the same cotangent, and that is the gradient.
-    (y,) = experts.stages.run(lambda arrays: [through(experts.exchange_dtype, total, arrays[0])], None, [partial_sum])
+    (y,) = experts.stages.run(chained(partial(through, experts.exchange_dtype, total)), None, [partial_sum])
     return y[:tokens] if scatter else y
 
 
@@ -164,13 +158,6 @@ def _masked(
 def optional(arrays: Sequence[mx.array | None]) -> list[mx.array]:
     """Those that are given."""
     return [array for array in arrays if array is not None]
-
-
-def through(dtype: mx.Dtype | str | None, collective: Callable[[mx.array], mx.array], y: mx.array) -> mx.array:
-    """A collective on ``y`` as it travels, with the result in the dtype of ``y``. Sums have no 8 bits."""
-    if dtype is None or dtype == "fp8":
-        return collective(y)
-    return collective(y.astype(dtype)).astype(y.dtype)
 
 
 def with_rows(x: mx.array, rows: int) -> mx.array:

@@ -6,6 +6,7 @@ depends on nothing. So neither the order of collectives nor which of them run ma
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -19,13 +20,10 @@ Arrays = list[mx.array]
 class Stages:
     """Steps of one call that communicate. Each waits for the one before, backward for the one behind it.
 
-    Where a gradient may be asked for, a scalar goes from step to step, and its cotangent comes back. It is all that
-    ties them: what lies between two steps may drop a dependency, as MLX's operations may on arrays without elements.
-
-    Backward, a step also waits for its own forward part, and the gradients that leave the first step wait for all
-    steps. So whichever of them is evaluated, the same collectives run, and the forward ones before.
-
-    Without a gradient, a step only waits for the results of the one before.
+    Where a gradient may be asked for, a scalar goes from step to step, and its cotangent comes back: what lies between
+    two steps may drop a dependency, as MLX's operations may on arrays without elements. Backward, a step also waits for
+    its own forward part, and the gradients that leave the first step wait for all steps. So whichever of them is
+    evaluated, the same collectives run, and the forward ones before.
     """
 
     def __init__(self) -> None:
@@ -41,12 +39,9 @@ class Stages:
     ) -> Arrays:
         """The results of ``forward(moved)``, with ``backward`` for their gradient, and behind them ``passed``.
 
-        Args:
-            forward: as many results as arrays; its collectives have a fixed order (:func:`chained`). ``None``: what is
-                moved comes out as it is.
-            backward: from the cotangents of the results to those of ``moved``, in the same way.
-            moved: what is communicated, forward or backward.
-            passed: what comes out as it is, and whose gradient waits too. One that nothing needs is not computed.
+        Both functions have as many results as arguments, and collectives in a fixed order (:func:`chained`); ``None``
+        leaves what is moved as it is. ``passed`` comes out as it is, and its gradient waits too; one that nothing needs
+        is not computed.
         """
         if self._token is None and not is_traced(*moved, *passed):
             return [*self._forward(forward, list(moved), passed), *passed]
@@ -66,11 +61,11 @@ class Stages:
             token = mx.depends(token, done)
             return [token, *(done if given else []), *(mx.depends(one, [token]) for one in rest)]
 
-        step = mx.custom_function(run)
+        step: Any = mx.custom_function(run)
         step.vjp(gradient)
         token = mx.zeros(()) if self._token is None else self._token
-        self._token, *results = step([token, *moved, *passed])
-        self._before = [self._token]
+        token, *results = step([token, *moved, *passed])
+        self._token, self._before = token, [token]
         return results
 
     def _forward(

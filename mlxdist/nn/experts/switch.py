@@ -3,25 +3,27 @@
 import copy
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
 from mlx import nn
-from mlx.utils import tree_flatten
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 
 from ..rank_checks import agree, on_host
+from ..tensor_parallel.linear_layers import parameters_of
 from .capacity import limit
 from .comparisons import Comparisons
 from .dispatch import Handle, dispatched, dispatched_alike, exchange_routing, outgoing
+from .fp8 import ExchangeDtype, dtype_name
 from .gathered import gathered
 from .local_experts import Sharding, base, join_projection, projections, shard_projection, skips_others, summed, tied
-from .placement import Placement
+from .placement import Placement, wrong_index
 from .policy import MODES, Link, Policy
 from .replicated import Compiled, Experts, optional, replicated
 from .stages import Stages, is_traced
@@ -35,44 +37,71 @@ _FEW = 64  # pairs of a token and an expert: of more, a comparison of the ranks 
 _WORTH_WAITING = {mx.DeviceType.cpu: 400_000, mx.DeviceType.gpu: 20_000_000}
 
 
+@dataclass(frozen=True)
+class _Options:
+    """As :meth:`ExpertParallelSwitchGLU.from_switch` describes them."""
+
+    mode: str
+    tokens: str
+    capacity_factor: float | None
+    exchange_dtype: ExchangeDtype
+    host_sync: bool
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("auto", *MODES):
+            raise InvalidArgument(f"from_switch: mode is {self.mode!r}, not one of auto, {', '.join(MODES)}")
+        if self.tokens not in ("replicated", "sharded"):
+            raise InvalidArgument(f"from_switch: tokens is {self.tokens!r}, not 'replicated' or 'sharded'")
+        factor, dtype = self.capacity_factor, self.exchange_dtype
+        if factor is not None and not (isinstance(factor, Real) and 0 < factor < float("inf")):
+            raise InvalidArgument(f"from_switch: capacity_factor must be a positive number, not {factor!r}")
+        if dtype not in (_EXCHANGE_DTYPES if isinstance(dtype, mx.Dtype) else (None, "fp8")):
+            raise InvalidArgument(
+                f"from_switch: exchange_dtype is {dtype!r}, not None, mx.float32, mx.float16, mx.bfloat16 or 'fp8'"
+            )
+
+    def __str__(self) -> str:
+        names = ("tokens", "capacity_factor", "exchange_dtype", "host_sync")
+        return ", ".join(f"{name}={dtype_name(getattr(self, name))}" for name in names)
+
+
 class ExpertParallelSwitchGLU(nn.Module):
     """mlx-lm's SwitchGLU or SwitchMLP whose experts lie on the ranks of a group. Made by :meth:`from_switch`.
 
     ``layer(x, indices)`` is what mlx-lm's blocks call: x (..., d), indices (..., k) -> (..., k, d). ``layer(x, indices,
-    scores)`` returns the sum weighted by scores (..., k), of shape (..., d), and moves k times less.
-
-    Parameters have the names they had (``gate_proj.weight`` ...), and hold this rank's experts alone.
+    scores)`` returns the sum weighted by scores (..., k), of shape (..., d), and moves k times less. Parameters have
+    the names they had (``gate_proj.weight`` ...), and hold this rank's experts alone.
 
     Attributes:
         mode: "replicated", "gather", "dispatch" or "auto"; may be set, on all ranks alike.
         last_mode: the one that the last call took.
-        dropped: pairs of a token and an expert that the last call dropped on all ranks together. 0 without
-            ``capacity_factor``; ``None`` if the host does not know (``mx.compile``, ``host_sync=False``).
-        dropped_total: the sum over all calls whose number is known.
-        policy: what "auto" asks (:class:`mlxdist.nn.experts.policy.Policy`).
-        host_sync: whether a call may wait for its indices on the host.
+        dropped: pairs of a token and an expert that the last call dropped on all ranks together; ``None`` if the host
+            does not know (``mx.compile``, ``host_sync=False``). ``dropped_total``: the sum over all calls.
+        policy: what "auto" asks. ``host_sync``: whether a call may wait for its indices on the host.
     """
 
-    def __init__(self, switch: nn.Module, sharding: Sharding, options: dict[str, Any]) -> None:
+    def __init__(self, switch: nn.Module, sharding: Sharding, options: _Options, policy: Policy) -> None:
         super().__init__()
         names = projections(switch)
-        # Not part of the module's tree: no parameters.
-        object.__setattr__(self, "_sharding", sharding)
-        object.__setattr__(self, "_like", _without(switch, names))
-        object.__setattr__(self, "_configuration", _describe(switch, sharding, options))
-        object.__setattr__(self, "_comparisons", Comparisons())
-        object.__setattr__(self, "_compiled", Compiled())
+        self._sharding = sharding
+        like = copy.copy(switch)  # without its projections, to be filled again
+        for name in names:
+            del like[name]
+        object.__setattr__(self, "_like", like)  # not part of the module's tree: no parameters
+        self._configuration = _describe(switch, sharding, options, policy)
+        self._comparisons = Comparisons()
+        self._compiled = Compiled()
         for name in names:
             self[name] = shard_projection(switch[name], name, name == names[-1], sharding)
         each = (base(switch[name]) for name in names)
-        object.__setattr__(self, "_pair_elements", sum(one.input_dims * one.output_dims for one in each))
+        self._pair_elements = sum(one.input_dims * one.output_dims for one in each)
         self.activation = switch.activation
-        self.mode: str = options["mode"]
-        self.tokens: str = options["tokens"]
-        self.capacity_factor: float | None = options["capacity_factor"]
-        self.exchange_dtype: mx.Dtype | str | None = options["exchange_dtype"]
-        self.host_sync: bool = options["host_sync"]
-        self.policy: Policy = options["policy"]
+        self.mode: str = options.mode
+        self.tokens = options.tokens
+        self.capacity_factor = options.capacity_factor
+        self.exchange_dtype = options.exchange_dtype
+        self.host_sync = options.host_sync
+        self.policy = policy
         self.last_mode: str | None = None
         self.dropped: int | None = 0
         self.dropped_total = 0
@@ -87,7 +116,7 @@ class ExpertParallelSwitchGLU(nn.Module):
         mode: Literal["auto", "replicated", "gather", "dispatch"] = "auto",
         tokens: Literal["replicated", "sharded"] = "replicated",
         capacity_factor: float | None = None,
-        exchange_dtype: mx.Dtype | str | None = None,
+        exchange_dtype: ExchangeDtype = None,
         rank_shares: Sequence[float] | None = None,
         tp_group: Group | None = None,
         host_sync: bool = True,
@@ -104,12 +133,11 @@ class ExpertParallelSwitchGLU(nn.Module):
                 "gather": sum_scatter instead of all_sum; before it all_gather where tokens are sharded.
                 "dispatch": all_to_all_v of exactly the routed tokens. Not inside ``mx.compile``.
                 "auto": what ``policy`` takes for the cheapest, call by call.
-            tokens: "replicated": all ranks pass the same tokens, as in tensor-parallel surroundings and mlx-lm; they
-                all get all results. "sharded": each its own ones, also none.
+            tokens: "replicated": all ranks pass the same tokens, as in mlx-lm; they all get all results. "sharded":
+                each its own ones, also none.
             capacity_factor: drop what exceeds this many times the mean load of an expert, rounded up: of the call's
                 tokens where they are replicated, of each rank's where they are sharded. First choices go before second
-                ones, earlier tokens before later ones. What is dropped adds nothing to the result, and is counted in
-                ``dropped``. ``None``: nothing is ever dropped.
+                ones, earlier tokens before later ones. What is dropped adds nothing to the result. ``None``: nothing.
             exchange_dtype: what tokens and results travel as (their gradients too): ``None`` for their own dtype,
                 ``mx.float32``, ``mx.float16``, ``mx.bfloat16``, or "fp8", which holds for copies of rows; sums and
                 gradients then travel in their own dtype.
@@ -125,17 +153,10 @@ class ExpertParallelSwitchGLU(nn.Module):
         """
         group = group_of(group)
         names = projections(switch)
-        _check_options(mode, tokens, capacity_factor, exchange_dtype)
+        options = _Options(mode, tokens, capacity_factor, exchange_dtype, host_sync)
         placement = Placement(base(switch[names[0]]).num_experts, group.size(), rank_shares)
-        options = {
-            "mode": mode,
-            "tokens": tokens,
-            "capacity_factor": capacity_factor,
-            "exchange_dtype": exchange_dtype,
-            "host_sync": host_sync,
-            "policy": policy or Policy(Link.of(group)),
-        }
-        return cls(switch, Sharding.of(switch, placement, group, tp_group), options)
+        sharding = Sharding.of(switch, placement, group, tp_group)
+        return cls(switch, sharding, options, policy or Policy(Link.of(group)))
 
     def to_switch(self) -> nn.Module:
         """The layer of mlx-lm with all experts, on every rank. Collective, and awaited."""
@@ -176,6 +197,7 @@ class ExpertParallelSwitchGLU(nn.Module):
         waits = self.host_sync and isinstance(indices, mx.array) and not (later and self._is_sooner_masked(indices))
         chosen = on_host(indices) if waits else None
         problem = self._problem(x, indices, scores, chosen)
+        routing: np.ndarray | mx.array | Handle
         if later and not problem:
             routing, most = self._compared_later(indices, chosen), 0
         elif chosen is None and not later and isinstance(indices, mx.array):
@@ -228,23 +250,22 @@ class ExpertParallelSwitchGLU(nn.Module):
     ) -> tuple[np.ndarray | Handle, int]:
         """Compares the ranks, drops what exceeds the capacity, chooses the mode.
 
-        Returns:
-            The experts of each token, -1 for none, or the handle of mode "dispatch" for sharded tokens; and the largest
-            number of tokens of a rank.
+        Returns the experts of each token, -1 for none, or the handle of mode "dispatch" for sharded tokens; and the
+        largest number of tokens of a rank.
         """
         sharded = self.tokens == "sharded"
-        kept = np.zeros((0, 1), np.int64)
+        kept: np.ndarray = np.zeros((0, 1), np.int64)
         earlier = self._comparisons.take_open()
-        problem = problem or self._wrong_index(earlier, " of an earlier call")
-        if not problem:
+        problem = problem or wrong_index(f"{_NAME}: indices of an earlier call", self.placement, earlier)
+        if not problem and chosen is not None:
             kept = chosen.reshape(-1, chosen.shape[-1])
             if self.capacity_factor is not None:
-                kept = on_host(limit(mx.array(kept), self.num_experts, self.capacity_factor))
+                kept = np.array(limit(mx.array(kept), self.num_experts, self.capacity_factor))
             kept = kept.astype(np.int64)
         may_dispatch = sharded and self.mode in ("auto", "dispatch")
         sent = outgoing(kept, self.placement) if may_dispatch else None
-        facts = [len(kept), int((kept < 0).sum()), *(sent.facts() if sent else [0] * (2 * self.placement.ranks))]
-        facts = agree(_NAME, self._sharding.group, problem, self._equal(x, kept, scores, earlier), facts)
+        own = [len(kept), int((kept < 0).sum()), *(sent.facts() if sent else [0] * (2 * self.placement.ranks))]
+        facts = agree(_NAME, self._sharding.group, problem, self._equal(x, kept, scores, earlier), own)
         if not sharded and kept.size <= _FEW:
             self._comparisons.note(_looks(x, indices, scores))
         every = slice(None) if sharded else slice(1)
@@ -257,7 +278,7 @@ class ExpertParallelSwitchGLU(nn.Module):
         mode = self._choose(int(facts[every, 0].sum()), kept.shape[1], x)
         if mode != self.last_mode:
             self.last_mode = mode
-        if sharded and self.last_mode == "dispatch":
+        if sent is not None and self.last_mode == "dispatch":
             return exchange_routing(sent, facts[:, 2:], self._sharding.group), 0
         return kept, int(facts[:, 0].max())
 
@@ -294,7 +315,8 @@ class ExpertParallelSwitchGLU(nn.Module):
     ) -> mx.array:
         """The layer on flat tokens (tokens, d) in the mode that was chosen."""
         sharding, stages = self._sharding, Stages()
-        layer, scatter = self, self.last_mode == "gather"
+        layer: nn.Module = self
+        scatter = self.last_mode == "gather"
         if sharding.tp_group is not None or self.last_mode == "dispatch" or self.tokens == "sharded":
             # Otherwise the gradients of the parameters need no collective, and those of x and scores have their own.
             layer, (x, *weights) = tied(self, optional((x, scores)), stages, sharding.tp_group)
@@ -302,9 +324,9 @@ class ExpertParallelSwitchGLU(nn.Module):
         experts = Experts(
             sharding.placement, sharding.group, layer, sharding.tp_group, self.exchange_dtype, stages, compiled
         )
-        if self.last_mode == "dispatch" and isinstance(routing, Handle):
+        if isinstance(routing, Handle):
             y = dispatched(x, routing, scores, experts)
-        elif self.last_mode == "dispatch":
+        elif self.last_mode == "dispatch" and isinstance(routing, np.ndarray):
             y = dispatched_alike(x, routing, scores, experts)
         elif self.tokens == "sharded":
             y = gathered(x, routing, scores, experts, most, scatter)
@@ -316,7 +338,7 @@ class ExpertParallelSwitchGLU(nn.Module):
         if self.mode != "auto":
             return self.mode
         dtype = self.exchange_dtype
-        itemsize = x.itemsize if dtype is None else 1 if dtype == "fp8" else dtype.size
+        itemsize = dtype.size if isinstance(dtype, mx.Dtype) else x.itemsize if dtype is None else 1
         return self.policy.choose(tokens, k, x.shape[-1], itemsize, sharded=self.tokens == "sharded")
 
     def _equal(
@@ -326,7 +348,7 @@ class ExpertParallelSwitchGLU(nn.Module):
         alike = self.tokens == "replicated"
         return {
             "layer": f"{self._configuration}, mode {self.mode}",
-            "hidden size and dtype of x": f"{x.shape[-1:]} {_name(x.dtype)}" if isinstance(x, mx.array) else "",
+            "hidden size and dtype of x": f"{x.shape[-1:]} {dtype_name(x.dtype)}" if isinstance(x, mx.array) else "",
             "experts per token": kept.shape[1],
             "scores (given or not)": scores is not None,
             "number of tokens, which are replicated": len(kept) if alike else "",
@@ -339,51 +361,25 @@ class ExpertParallelSwitchGLU(nn.Module):
             return f"{_NAME}: x and indices must be mx.array, not {type(x).__name__} and {type(indices).__name__}"
         width = base(self[projections(self)[0]]).input_dims
         if x.ndim == 0 or x.shape[-1] != width or not mx.issubdtype(x.dtype, mx.floating):
-            return f"{_NAME}: x must be floats of shape (..., {width}), not {_name(x.dtype)} of shape {x.shape}"
+            return f"{_NAME}: x must be floats of shape (..., {width}), not {dtype_name(x.dtype)} of shape {x.shape}"
         if indices.ndim != x.ndim or indices.shape[:-1] != x.shape[:-1] or not mx.issubdtype(indices.dtype, mx.integer):
             return (
                 f"{_NAME}: indices must be integers of shape {(*x.shape[:-1], 'k')} for x of shape {x.shape}, not "
-                f"{_name(indices.dtype)} of shape {indices.shape}"
+                f"{dtype_name(indices.dtype)} of shape {indices.shape}"
             )
         if indices.shape[-1] == 0:
             return f"{_NAME}: indices have shape {indices.shape}: no experts per token"
         if scores is not None and (not isinstance(scores, mx.array) or scores.shape != indices.shape):
             return f"{_NAME}: scores must have the shape of indices, {indices.shape}, not {np.shape(scores)}"
-        return None if chosen is None else self._wrong_index(chosen)
-
-    def _wrong_index(self, chosen: np.ndarray, where: str = "") -> str | None:
-        if not chosen.size or 0 <= chosen.min() <= chosen.max() < self.num_experts:
-            return None
-        return (
-            f"{_NAME}: indices{where} are from {chosen.min()} to {chosen.max()}, but the experts are 0 to "
-            f"{self.num_experts - 1}"
-        )
+        return None if chosen is None else wrong_index(f"{_NAME}: indices", self.placement, chosen)
 
 
-def _check_options(mode: str, tokens: str, capacity_factor: float | None, exchange_dtype: Any) -> None:
-    if mode not in ("auto", *MODES):
-        raise InvalidArgument(f"from_switch: mode is {mode!r}, not one of auto, {', '.join(MODES)}")
-    if tokens not in ("replicated", "sharded"):
-        raise InvalidArgument(f"from_switch: tokens is {tokens!r}, not 'replicated' or 'sharded'")
-    is_number = isinstance(capacity_factor, Real) and 0 < capacity_factor < float("inf")
-    if capacity_factor is not None and not is_number:
-        raise InvalidArgument(f"from_switch: capacity_factor must be a positive number, not {capacity_factor!r}")
-    is_dtype = isinstance(exchange_dtype, mx.Dtype) and exchange_dtype in _EXCHANGE_DTYPES
-    is_word = exchange_dtype is None or (isinstance(exchange_dtype, str) and exchange_dtype == "fp8")
-    if not is_dtype and not is_word:
-        raise InvalidArgument(
-            f"from_switch: exchange_dtype is {exchange_dtype!r}, not None, mx.float32, mx.float16, mx.bfloat16 or 'fp8'"
-        )
-
-
-def _describe(switch: nn.Module, sharding: Sharding, options: dict[str, Any]) -> str:
+def _describe(switch: nn.Module, sharding: Sharding, options: _Options, policy: Policy) -> str:
     """What must be the same on all ranks, in words short enough for a message."""
-    arrays = [f"{name} {array.shape} {_name(array.dtype)}" for name, array in tree_flatten(switch.parameters())]
-    said = {key: _name(options[key]) for key in ("tokens", "capacity_factor", "exchange_dtype", "host_sync")}
-    options_text = ", ".join(f"{key}={value}" for key, value in said.items())
-    shapes = zlib.crc32(f"{arrays} {options['policy'].link}".encode())
+    arrays = [f"{name} {array.shape} {dtype_name(array.dtype)}" for name, array in parameters_of(switch).items()]
+    shapes = zlib.crc32(f"{arrays} {policy.link}".encode())
     inside = sharding.tp_group.size() if sharding.tp_group else 1
-    return f"{sharding.placement}, {inside} ranks each, {options_text}, arrays and policy {shapes:08x}"
+    return f"{sharding.placement}, {inside} ranks each, {options}, arrays and policy {shapes:08x}"
 
 
 def _looks(x: Any, indices: Any, scores: Any) -> tuple | None:
@@ -391,15 +387,3 @@ def _looks(x: Any, indices: Any, scores: Any) -> tuple | None:
     if not isinstance(x, mx.array) or not isinstance(indices, mx.array) or not indices.shape:
         return None
     return x.shape, x.dtype, indices.shape, indices.dtype, getattr(scores, "shape", None)
-
-
-def _without(switch: nn.Module, names: tuple[str, ...]) -> nn.Module:
-    """A copy of the layer without its projections, to be filled again."""
-    clone = copy.copy(switch)
-    for name in names:
-        del clone[name]
-    return clone
-
-
-def _name(value: Any) -> str:
-    return str(value).removeprefix("mlx.core.")

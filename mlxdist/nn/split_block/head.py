@@ -10,7 +10,6 @@ import mlx.nn as nn
 from mlxdist.runtime.group import Group
 
 from ..partition import join, split_sizes
-from ..tensor_parallel.linear_layers import quantization
 from .merged import LinearShard, merge, project
 
 __all__ = ["Head", "InPlaceOf", "TiedEmbedding", "shard_head"]
@@ -53,7 +52,7 @@ class TiedEmbedding(InPlaceOf):
     def __init__(self, embedding: nn.Module, group: Group, transposed: bool | None) -> None:
         super().__init__()
         self.embedding = embedding
-        self.head = Head(_as_linear(embedding), group, transposed)
+        self.head = Head(embedding, group, transposed)
 
     def __call__(self, tokens: mx.array) -> mx.array:
         return self.embedding(tokens)
@@ -75,17 +74,3 @@ def shard_head(model: nn.Module, group: Group, transposed: bool | None) -> None:
         if len(owners) == 1 and type(module) in kinds and module.weight.shape[0] >= group.size():
             owners[0][name] = shard(module, group, transposed)
         return
-
-
-def _as_linear(embedding: nn.Module) -> nn.Module:
-    """A linear with the weight of a tied embedding, dense or quantized."""
-    config = quantization(embedding)
-    kind = nn.QuantizedLinear if config else nn.Linear
-    linear = kind.__new__(kind)
-    nn.Module.__init__(linear)
-    for name, value in config.items():
-        setattr(linear, name, value)
-    for name in ("weight", "scales", "biases"):
-        if embedding.get(name) is not None:
-            linear[name] = embedding[name]
-    return linear

@@ -1,15 +1,14 @@
 """One matrix of several: linears that read the same input, sharded for this rank, merged and laid out for the device.
 
-Layout. On the CPU backend a matrix is kept transposed, (in, out): ``x @ w`` then adds up rows, which compilers
-vectorise, where ``x @ w.T`` forms one dot product after the other. Measured with the BLAS of MLX's Linux wheels (the
-reference implementation), one row and float32: 1.4 to 1.8 times faster from 256 to 14336 columns. On a GPU it stays
-(out, in), as ``nn.Linear`` has it. Quantized matrices have one layout only.
+On the CPU backend a matrix is kept transposed, (in, out): ``x @ w`` then adds up rows, which compilers vectorise, 1.4
+to 1.8 times faster from 256 to 14336 columns (one row, float32, MLX's Linux wheels). On a GPU it stays (out, in), as
+``nn.Linear`` has it. Quantized matrices have one layout only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -32,12 +31,10 @@ class LinearShard(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """How a `Matrix` is applied; hashable. ``bits`` is None where it is not quantized."""
+    """How a `Matrix` is applied; hashable. ``quantized``: the items of `quantization`, none where it is not."""
 
     transposed: bool
-    bits: int | None = None
-    group_size: int | None = None
-    mode: str = "affine"
+    quantized: tuple[tuple[str, Any], ...] = ()
     bias: bool = False
 
 
@@ -87,17 +84,9 @@ def project(specs: Sequence[Spec], matrices: Sequence[dict[str, mx.array]], x: m
     """The outputs of all matrices one after the other: (..., out)."""
     outputs = []
     for spec, matrix in zip(specs, matrices):
-        if spec.bits is not None:
-            y = mx.quantized_matmul(
-                x,
-                matrix["weight"],
-                matrix["scales"],
-                matrix.get("biases"),
-                transpose=True,
-                group_size=spec.group_size,
-                bits=spec.bits,
-                mode=spec.mode,
-            )
+        if spec.quantized:
+            scales, biases, config = matrix["scales"], matrix.get("biases"), dict(spec.quantized)
+            y = mx.quantized_matmul(x, matrix["weight"], scales, biases, transpose=True, **config)
         else:
             y = x @ (matrix["weight"] if spec.transposed else matrix["weight"].T)
         outputs.append(y + matrix["bias"] if spec.bias else y)
@@ -105,8 +94,10 @@ def project(specs: Sequence[Spec], matrices: Sequence[dict[str, mx.array]], x: m
 
 
 def require_linear(linear: nn.Module) -> None:
-    """Raises InvalidArgument for a module that `merge` does not take."""
-    if type(linear) is not nn.Linear and not isinstance(linear, nn.QuantizedLinear):
+    """Raises InvalidArgument for a module that `merge` does not take. It takes embeddings for tied heads."""
+    if type(linear) not in (nn.Linear, nn.Embedding, nn.QuantizedEmbedding) and not isinstance(
+        linear, nn.QuantizedLinear
+    ):
         raise InvalidArgument(
             f"SplitBlock: cannot merge a {type(linear).__name__}; it takes nn.Linear and nn.QuantizedLinear as they "
             "are before sharding (fuse adapters first)"
@@ -115,9 +106,8 @@ def require_linear(linear: nn.Module) -> None:
 
 def _spec(linear: nn.Module, transposed: bool, keep_bias: bool) -> Spec:
     require_linear(linear)
-    bias = keep_bias and "bias" in linear
-    config = quantization(linear)
-    return Spec(transposed and not config, bias=bias, **config)
+    config = tuple(quantization(linear).items())
+    return Spec(transposed and not config, config, keep_bias and "bias" in linear)
 
 
 def _shard_of(linear: nn.Module, shard: LinearShard, spec: Spec) -> dict[str, mx.array]:

@@ -1,8 +1,8 @@
-"""What a model computes at positions far behind the start, of a few tokens: where its configuration names a boundary.
+"""What a model computes of a few tokens at positions far behind the start: where its configuration names a boundary.
 
 Rotary embeddings, scales of attention and masks may change once a sequence is longer than a number of the
-configuration: ``original_max_position_embeddings``, a window. A prompt of that length would take too long for a check
-at load. A `Probe` is a cache that stands at any position and holds the tokens of one call alone.
+configuration. A prompt of that length would take too long for a check at load. A `Probe` is a cache that stands at any
+position and holds the tokens of one call alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Probe:
 
     def __init__(self, offset: int) -> None:
         self.offset = offset
-        self.keys = self.values = None
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self.offset += keys.shape[2]

@@ -1,9 +1,8 @@
-"""Rotary position embeddings as tables of cosines and sines, which all layers of a model share.
+"""Rotary position embeddings (Su et al. 2021, arXiv:2104.09864) as cosines and sines, which all layers share.
 
-A rotary embedding (Su et al. 2021, "RoFormer", arXiv:2104.09864) is linear in what it turns, so its cosines and sines
-can be read off any module that computes one, whatever its frequencies and scales: it turns (1, 0) into (cos, sin).
-That holds where a vector is turned by its own position alone: `FIXED` are the kinds of which that is known. Others,
-such as dynamic NTK, turn by the length of the sequence so far too; what they do on a few positions is no sign of it.
+A rotary embedding is linear in what it turns, so its cosines and sines can be read off any module that computes one: it
+turns (1, 0) into (cos, sin). That holds where a vector is turned by its own position alone: `FIXED` are the kinds of
+which that is known. Others, such as dynamic NTK, turn by the length of the sequence so far too.
 
 With the tables, turning the queries and keys of a layer is one fused kernel on every backend; ``mx.fast.rope`` is about
 ten operations on the CPU backend, in every layer again, for the queries and for the keys.
@@ -15,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlxdist.base.errors import InvalidArgument
 
@@ -52,7 +52,7 @@ class RotaryTable:
                 f"{type(rope).__name__}: not a rotary embedding that is known to turn a vector by its own position "
                 "alone, so no table of cosines and sines can stand for it"
             )
-        self._rope = rope
+        self.rope = rope  # itself, for positions that are not the same in all rows of a batch
         self._head_dim = head_dim
         self.traditional = bool(getattr(rope, "traditional", False))
         self.dims = next((getattr(rope, n) for n in ("dims", "dim", "_dims") if hasattr(rope, n)), head_dim)
@@ -60,20 +60,16 @@ class RotaryTable:
             raise InvalidArgument(f"{type(rope).__name__}: cannot rotate {self.dims} of {head_dim} dimensions")
         self._recent: dict[tuple, Any] = {}
         self._cos = self._sin = mx.zeros((0, 1, self.dims))
-        self._probe = _probe(self._rope, self._head_dim)
+        self._probe = _probe(rope, head_dim)
         self._check(5, *self.rows(5, 3))
         for place in places(boundaries(rope)):
             self._check(place, *self._turned(place, 3))
 
-    @property
-    def rope(self) -> Callable[..., mx.array]:
-        """The module itself, for positions that are not the same in all rows of a batch."""
-        return self._rope
-
     def rows(self, offset: int, length: int) -> tuple[mx.array, mx.array]:
         """cos and sin of positions ``offset`` to ``offset + length``: (length, 1, dims) each, float32, for `rotate`."""
         if self._cos.shape[0] < offset + length:
-            self._extend(-(-(offset + length) // 1024) * 1024)
+            self._cos, self._sin = self._turned(0, -(-(offset + length) // 1024) * 1024)
+            mx.eval(self._cos, self._sin)
         return self._cos[offset : offset + length], self._sin[offset : offset + length]
 
     def recent(self, key: tuple, make: Callable[[], Any]) -> Any:
@@ -85,17 +81,13 @@ class RotaryTable:
         self._recent[key] = made = make()
         return made
 
-    def _extend(self, positions: int) -> None:
-        self._cos, self._sin = self._turned(0, positions)
-        mx.eval(self._cos, self._sin)
-
     def _turned(self, offset: int, positions: int) -> tuple[mx.array, mx.array]:
         """cos and sin as `rows` has them, computed by the module."""
         dims, half = self.dims, self.dims // 2
         first = mx.arange(dims) % 2 == 0 if self.traditional else mx.arange(dims) < half
         ones = mx.zeros((1, 1, positions, self._head_dim))
         ones[..., :dims] = first.astype(mx.float32)
-        turned = self._rope(ones, offset=offset)[0, 0, :, :dims]
+        turned = self.rope(ones, offset=offset)[0, 0, :, :dims]
         pairs = turned.reshape(positions, half, 2) if self.traditional else turned.reshape(positions, 2, half)
         axis = -1 if self.traditional else 1
         cos, sin = mx.split(pairs, 2, axis)
@@ -104,12 +96,12 @@ class RotaryTable:
 
     def _check(self, place: int, cos: mx.array, sin: mx.array) -> None:
         x = _random(self._head_dim)
-        wanted = self._rope(x, offset=place).transpose(0, 2, 1, 3)
+        wanted = self.rope(x, offset=place).transpose(0, 2, 1, 3)
         found = rotate(x.transpose(0, 2, 1, 3), cos, sin, self.dims, self.traditional)
-        error = mx.abs(found - wanted).max().item()
+        error = float(np.array(mx.abs(found - wanted).max()))
         if not error < 1e-3:
             raise InvalidArgument(
-                f"{type(self._rope).__name__}: not a rotary embedding that a table of cosines and sines can stand for; "
+                f"{type(self.rope).__name__}: not a rotary embedding that a table of cosines and sines can stand for; "
                 f"on a random vector at position {place} they differ by {error:g}"
             )
 

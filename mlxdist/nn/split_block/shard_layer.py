@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,6 +17,9 @@ from .merged import LinearShard, Spec, merge, require_linear
 __all__ = ["Shape", "require_shardable", "shard_layer"]
 
 
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+
 class Shape(NamedTuple):
     """All that a layer's segments depend on besides their arrays; layers with the same share them."""
 
@@ -24,13 +27,13 @@ class Shape(NamedTuple):
     kv_heads: int
     head_dim: int
     scale: float
-    rotated: int  # dimensions of a head that are rotated
-    traditional: bool
     eps: tuple[float, ...]  # of the two norms, and of those of queries and keys
     qkv: tuple[Spec, ...]
     output: tuple[Spec, ...]
     gate_up: tuple[Spec, ...]
     down: tuple[Spec, ...]
+    rotated: int = 0  # dimensions of a head that are rotated, as the block's table says
+    traditional: bool = False
 
 
 class Heads(NamedTuple):
@@ -44,8 +47,8 @@ class Heads(NamedTuple):
 
 def shard_layer(
     layer: nn.Module, rank: int, ranks: int, rank_shares: Sequence[float] | None, transposed: bool
-) -> tuple[dict[str, object], dict[str, object]]:
-    """The fields of a `Shape` that the layer determines, and this rank's parameters, evaluated.
+) -> tuple[Shape, dict[str, Any]]:
+    """The layer's `Shape`, as far as it determines it, and this rank's parameters, evaluated.
 
     Raises:
         InvalidArgument: the layer has another shape than `SplitBlock.from_layer` says, or cannot be sharded like this.
@@ -63,14 +66,20 @@ def shard_layer(
         "down": merge([mlp.down_proj], [rows], transposed, keep_bias=once),
     }
     norms, eps = _merged_norms(layer, heads, rank)
-    fields = {
-        "heads": heads.query[rank],
-        "kv_heads": heads.key[heads.key_rank],
-        "head_dim": heads.dim,
-        "scale": float(attention.scale),
-        "eps": eps,
-    } | {name: tuple(matrix.spec for matrix in merged) for name, merged in matrices.items()}
-    return fields, norms | matrices
+    specs = {name: tuple(matrix.spec for matrix in merged) for name, merged in matrices.items()}
+    kv_heads = heads.key[heads.key_rank]
+    shape = Shape(
+        heads.query[rank],
+        kv_heads,
+        heads.dim,
+        float(attention.scale),
+        eps,
+        specs["qkv"],
+        specs["output"],
+        specs["gate_up"],
+        specs["down"],
+    )
+    return shape, {**norms, **matrices}
 
 
 def require_shardable(layer: nn.Module, ranks: int, rank_shares: Sequence[float] | None) -> None:
@@ -82,13 +91,18 @@ def _shards(layer: nn.Module, rank: int, ranks: int, rank_shares: Sequence[float
     """How heads and the MLP's inner width are sharded, once it is certain that the layer is one that can be."""
     attention, mlp = _require_parts(layer)
     heads = _head_shards(attention, rank, ranks, rank_shares)
-    inner = _inner_sizes(mlp, ranks, rank_shares)
-    query = LinearShard(0, tuple(count * heads.dim for count in heads.query), rank)
-    _require_full_groups("o_proj", attention.o_proj, query)
-    for module, names in ((attention, ("q_proj", "k_proj", "v_proj", "o_proj")), (mlp, ("gate_proj", "up_proj"))):
+    width, multiple = mlp.gate_proj.weight.shape[0], quantization_unit(mlp.down_proj)
+    inner = split_sizes("SplitBlock: intermediate size of the MLP", width, ranks, rank_shares, multiple)
+    unit = quantization_unit(attention.o_proj)
+    inputs = [count * heads.dim for count in heads.query]
+    if any(size % unit for size in inputs):
+        raise InvalidArgument(
+            f"SplitBlock: o_proj is quantized in groups of {unit}, but a rank would hold {inputs} of its inputs; "
+            "choose fewer ranks, or quantize in smaller groups"
+        )
+    for module, names in ((attention, ("q_proj", "k_proj", "v_proj", "o_proj")), (mlp, _MLP)):
         for name in names:
             require_linear(module[name])
-    require_linear(mlp.down_proj)
     _norms(layer, heads)
     return heads, inner
 
@@ -98,7 +112,7 @@ def _require_parts(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
     wanted = {
         "": ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"),
         "self_attn.": ("q_proj", "k_proj", "v_proj", "o_proj", "rope", "n_heads", "n_kv_heads", "scale"),
-        "mlp.": ("gate_proj", "up_proj", "down_proj"),
+        "mlp.": _MLP,
     }
     missing = []
     for prefix, names in wanted.items():
@@ -130,21 +144,6 @@ def _head_shards(attention: nn.Module, rank: int, ranks: int, rank_shares: Seque
         )
     query_heads = split_sizes("SplitBlock: heads", queries, ranks)
     return Heads(query_heads, [1] * keys, rank * keys // ranks, dim)
-
-
-def _inner_sizes(mlp: nn.Module, ranks: int, rank_shares: Sequence[float] | None) -> list[int]:
-    inner = mlp.gate_proj.weight.shape[0]
-    multiple = quantization_unit(mlp.down_proj)
-    return split_sizes("SplitBlock: intermediate size of the MLP", inner, ranks, rank_shares, multiple)
-
-
-def _require_full_groups(name: str, linear: nn.Module, shard: LinearShard) -> None:
-    group = quantization_unit(linear)
-    if any(size % group for size in shard.sizes):
-        raise InvalidArgument(
-            f"SplitBlock: {name} is quantized in groups of {group}, but a rank would hold {list(shard.sizes)} of its "
-            "inputs; choose fewer ranks, or quantize in smaller groups"
-        )
 
 
 def _norms(layer: nn.Module, heads: Heads) -> tuple[list[nn.Module], list[nn.Module]]:

@@ -5,16 +5,13 @@
     segment 2   h = x + attention;  norm, merged gate and up, SiLU times up, down projection (inputs sharded)
                 all_sum, whose result is added to h
 
-Each segment is one graph that `mx.compile` has fused. With ``submit=True`` it is handed to MLX together with its
-all_sum as soon as it is built (`mx.async_eval`): on a GPU that commits the command buffer at the very place where the
-collective has to wait for it, two submissions per layer. With ``submit=False`` nothing is evaluated here, and a whole
-model is one lazy graph: best on the CPU backend, where a submission is pure cost.
+With ``submit=True`` each segment is handed to MLX together with its all_sum as soon as it is built (`mx.async_eval`):
+on a GPU that commits the command buffer where the collective has to wait for it, two submissions per layer. With
+``submit=False`` a whole model is one lazy graph: best on the CPU backend, where a submission is pure cost.
 
-The weights are sharded (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053), merged and laid out when the block is
-made; see :mod:`mlxdist.nn.split_block.merged`. Layers of equal sizes share their compiled segments. The KV cache is a
-buffer of fixed size that goes through the compiled function and is written in place, with the position as an array:
-nothing is traced again from token to token, only when the part of the buffer that attention reads grows by another
-`WINDOW`.
+Layers of equal sizes share their compiled segments. The KV cache is a buffer of fixed size that goes through the
+compiled function and is written in place, with the position as an array: nothing is traced again from token to token,
+only when the part of the buffer that attention reads grows by another `WINDOW`.
 """
 
 from __future__ import annotations
@@ -26,6 +23,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.runtime.arguments import group_of
@@ -67,7 +65,7 @@ class SplitBlock(nn.Module):
     ) -> None:
         super().__init__()
         self._shape, self._group = shape, group
-        self._table = table
+        self.table = table  # of its rotary embedding, for layers that have the same one
         self.submit = submit
         for name, value in parameters.items():
             self[name] = value
@@ -91,19 +89,17 @@ class SplitBlock(nn.Module):
         ``up_proj``, ``down_proj``, SiLU); linears of `nn.Linear` or `nn.QuantizedLinear`, with or without bias.
 
         Args:
-            group: the ranks to shard it over; they all call this, with the same layer.
+            layer, group: the same layer on all ranks of the group, which all call this.
             rank_shares: one positive number a rank, for shards in that proportion (see `split_sizes`).
-            transposed: keep matrices as (in, out); by default on the CPU backend only, see
-                :mod:`mlxdist.nn.split_block.merged`.
+            transposed: keep matrices as (in, out); by default on the CPU backend only.
             submit: hand each segment to MLX at once; by default on a GPU only.
             tables: of other layers; one that stands for this layer's rotary embedding, too, is shared.
-            check: compare with the layer on three random tokens, in float32 whatever the dtype of the parameters: what
-                rounding to 16 bits does could hide a difference. A collective: an error on one rank is one on all.
+            check: compare with the layer on three random tokens, which in 16 bits could hide a difference. A
+                collective: an error on one rank is one on all.
 
         Raises:
             InvalidArgument: the layer has another shape, cannot be sharded like this, or (``check``) is not what a
-                block computes, or not the same on all ranks. With ``check`` also where any other exception has stopped
-                another rank; that rank raises the exception itself.
+                block computes, or not the same on all ranks; a rank with another exception raises that itself.
         """
         group = group_of(group)
         with agreed(NAME, group, described(layer)) if check else nullcontext():
@@ -131,13 +127,18 @@ class SplitBlock(nn.Module):
         tables: Iterable[RotaryTable],
     ) -> SplitBlock:
         on_cpu = mx.default_device() == mx.cpu
-        fields, parameters = shard_layer(
+        shape, parameters = shard_layer(
             layer, group.rank(), group.size(), rank_shares, on_cpu if transposed is None else transposed
         )
-        given = layer.self_attn.rope, fields["head_dim"]
-        table = next((table for table in tables if table.stands_for(*given)), None) or RotaryTable(*given)
-        shape = Shape(**fields, rotated=table.dims, traditional=table.traditional)
-        block = cls(shape, parameters, table, group, not on_cpu if submit is None else submit)
+        rope, dim = layer.self_attn.rope, shape.head_dim
+        table = next((table for table in tables if table.stands_for(rope, dim)), None) or RotaryTable(rope, dim)
+        block = cls(
+            shape._replace(rotated=table.dims, traditional=table.traditional),
+            parameters,
+            table,
+            group,
+            not on_cpu if submit is None else submit,
+        )
         for name, value in settings(layer).items():
             setattr(block, name, value)
         return block
@@ -164,17 +165,12 @@ class SplitBlock(nn.Module):
         cache.offset += x.shape[1]
         return y
 
-    @property
-    def table(self) -> RotaryTable:
-        """Of its rotary embedding, for a layer that has the same one."""
-        return self._table
-
     def positions(self, x: mx.array, mask: mx.array | str | None = None, cache: Any = None) -> Positions:
         """For `segments`: the same for all blocks that share a table and whose caches are equally far."""
         offset = None if cache is None else cache.offset
         # An array that is a mask is in the value too, so that its id stays its own.
         key = x.shape[1], offset, id(mask) if isinstance(mask, mx.array) else mask
-        return self._table.recent(key, lambda: (positions(self._table, x.shape[1], offset, mask), mask))[0]
+        return self.table.recent(key, lambda: (positions(self.table, x.shape[1], offset, mask), mask))[0]
 
     def segments(
         self, x: mx.array, keys: mx.array | None, values: mx.array | None, where: Positions
@@ -191,13 +187,12 @@ class SplitBlock(nn.Module):
             raise InvalidArgument(f"SplitBlock: {type(cache).__name__} is not a cache of keys and values")
         from mlx_lm.models.base import scaled_dot_product_attention
 
+        attend: Callable[..., mx.array] = scaled_dot_product_attention  # its mask may be "causal"
         heads, output = _compiled_around_attention(self._shape)
         qk, v = heads(h, *self._of_heads())
-        qk = self._table.rope(qk, offset=cache.offset)
+        qk = self.table.rope(qk, offset=cache.offset)
         keys, values = cache.update_and_fetch(qk[:, self._shape.heads :], v)
-        y = scaled_dot_product_attention(
-            qk[:, : self._shape.heads], keys, values, cache=cache, scale=self._shape.scale, mask=mask
-        )
+        y = attend(qk[:, : self._shape.heads], keys, values, cache=cache, scale=self._shape.scale, mask=mask)
         return self._second(h, output(y, [dict(matrix) for matrix in self.output]))
 
     def _of_heads(self) -> tuple[mx.array, list[dict[str, mx.array]], mx.array | None]:
@@ -213,7 +208,7 @@ class SplitBlock(nn.Module):
 
     def without_sums(self) -> SplitBlock:
         """The same with every all_sum left out, to measure what they cost: its result is not the layer's."""
-        return SplitBlock(self._shape, dict(self), self._table, None, self.submit)
+        return SplitBlock(self._shape, dict(self), self.table, None, self.submit)
 
     def _sum(self, partial: mx.array) -> mx.array:
         total = partial if self._group is None else all_sum(partial, group=self._group)
@@ -280,7 +275,8 @@ def relative_error(found: mx.array, wanted: mx.array) -> float:
     """Of the norms, in float32; NaN where either has one. Models that forbid tokens by -inf have it in both."""
     found, wanted = found.astype(mx.float32), wanted.astype(mx.float32)
     difference = mx.linalg.norm(mx.where(found == wanted, 0, found - wanted))
-    return (difference / mx.maximum(mx.linalg.norm(mx.where(mx.isinf(wanted), 0, wanted)), 1e-30)).item()
+    norm = mx.linalg.norm(mx.where(mx.isinf(wanted), 0, wanted))
+    return float(np.array(difference / mx.maximum(norm, 1e-30)))
 
 
 def _require_close(found: mx.array, wanted: mx.array, name: str) -> None:
@@ -305,7 +301,8 @@ def _heads(shape: Shape, h: mx.array, norm: mx.array, qkv: list, qk_norm: mx.arr
 
 @lru_cache(maxsize=None)
 def _compiled(shape: Shape) -> tuple[Callable, Callable]:
-    def first(x, norm, qkv, qk_norm, output, keys, values, offset, cos, sin, mask, window):
+    def first(x: Any, norm: Any, qkv: Any, qk_norm: Any, output: Any, keys: Any, values: Any, *where: Any) -> Any:
+        offset, cos, sin, mask, window = where
         traced()
         qk, v = _heads(shape, x, norm, qkv, qk_norm)
         qk = rotate(qk, cos, sin, shape.rotated, shape.traditional)
@@ -317,7 +314,7 @@ def _compiled(shape: Shape) -> tuple[Callable, Callable]:
         y = mx.fast.scaled_dot_product_attention(q, k, v, scale=shape.scale, mask=mask)
         return _output(shape, y, output), keys, values
 
-    def second(h, attention, norm, gate_up, down):
+    def second(h: Any, attention: Any, norm: Any, gate_up: Any, down: Any) -> Any:
         traced()
         h = h + attention
         gate, up = mx.split(project(shape.gate_up, gate_up, mx.fast.rms_norm(h, norm, shape.eps[1])), 2, -1)
@@ -330,11 +327,11 @@ def _compiled(shape: Shape) -> tuple[Callable, Callable]:
 def _compiled_around_attention(shape: Shape) -> tuple[Callable, Callable]:
     """The first segment without what lies between its projections."""
 
-    def heads(h, norm, qkv, qk_norm):
+    def heads(h: Any, norm: Any, qkv: Any, qk_norm: Any) -> Any:
         traced()
         return tuple(x.transpose(0, 2, 1, 3) for x in _heads(shape, h, norm, qkv, qk_norm))
 
-    def output(y, matrices):
+    def output(y: Any, matrices: Any) -> Any:
         traced()
         return _output(shape, y, matrices)
 

@@ -60,16 +60,16 @@ class SplitModel(InPlaceOf):
     ) -> SplitModel:
         """Shards a model of mlx-lm, in place, and takes it over.
 
-        Where :meth:`SplitBlock.from_layer` takes all its layers they become blocks, each given up as soon as it is
-        sharded, and the head is sharded by vocabulary, its logits gathered. Otherwise the model is sharded by
-        :func:`mlxdist.nn.shard_model`, and with ``submit`` each sum is handed to MLX at once.
+        Where :meth:`SplitBlock.from_layer` takes all its layers they become blocks, and the head is sharded by
+        vocabulary, its logits gathered. Otherwise the model is sharded by :func:`mlxdist.nn.shard_model`, and with
+        ``submit`` each sum is handed to MLX at once.
 
         Args:
             model: unsharded, of mlx-lm, the same on all ranks.
             group: the ranks to shard it over; ``None`` is the group of ``mlxdist.init()``.
             rank_shares, transposed, submit: as for a layer.
-            check: compare logits with those of ``model``, on every rank: at the start and, with caches that stand
-                there, before and behind every number of positions that its configuration names. A collective.
+            check: compare logits with those of ``model``, at the start and, with caches that stand there, before and
+                behind every number of positions that its configuration names. A collective.
 
         Raises:
             InvalidArgument: the model is sharded already, or cannot be sharded like this, or (``check``) computes
@@ -137,8 +137,9 @@ def _list_of_layers(model: nn.Module) -> list[nn.Module] | None:
 def _reads_more(model: nn.Module, layers: list[nn.Module]) -> str | None:
     """What the model takes of its layers that a block does not have; it is tried with stand-ins for the layers."""
     full = list(layers)
+    stand_ins: list[Any] = [_StandIn(layer) for layer in full]
     try:
-        layers[:] = [_StandIn(layer) for layer in full]
+        layers[:] = stand_ins
         model(mx.array([[0, 1]]))
     except AttributeError as error:
         return f"SplitModel: the model reads its layers: {error}"
@@ -172,7 +173,8 @@ def _wrong_blocks(model: nn.Module, group: Group, rank_shares: Sequence[float] |
 def _into_blocks(
     model: nn.Module, group: Group, rank_shares: Sequence[float] | None, transposed: bool | None, submit: bool | None
 ) -> None:
-    layers, blocks = _list_of_layers(model), []
+    layers = _list_of_layers(model) or []
+    blocks: list[SplitBlock] = []
     for number, layer in enumerate(layers):
         tables = {id(block.table): block.table for block in blocks}.values()
         blocks.append(

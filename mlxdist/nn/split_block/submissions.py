@@ -36,11 +36,7 @@ _evaluate = {name: getattr(mx, name) for name in ("eval", "async_eval")}
 
 @contextmanager
 def submissions() -> Iterator[Submissions]:
-    """Counts while it is open::
-
-        with submissions() as count:
-            y = block(x, cache=cache)
-        assert count.submitted == 2
+    """Counts while it is open: ``with submissions() as count: y = block(x, cache=cache)``, then ``count.submitted``.
 
     All threads are counted, and all that calls through ``mlx.core``: mlx-lm does. What is evaluated without a call (a
     conversion to NumPy, ``item()``) is not. For tests and measurements: meanwhile the two functions of ``mlx.core`` are
@@ -80,21 +76,17 @@ def _counting(function: Callable[..., Any]) -> Callable[..., Any]:
 def submit_sums(model: nn.Module) -> None:
     """Changes the modules of ``model`` that add up over the ranks."""
     for module in model.modules():
-        if _adds_up(module):
-            module.__class__ = _submitting(type(module))
-
-
-def _adds_up(module: nn.Module) -> bool:
-    if isinstance(module, ROW_SHARDED) or type(module).__name__.startswith("Summed"):
-        return True
-    return getattr(module, "sharding_group", None) is not None
+        adds_up = isinstance(module, ROW_SHARDED) or type(module).__name__.startswith("Summed")
+        if adds_up or getattr(module, "sharding_group", None) is not None:
+            kind: Any = type(module)
+            module.__class__ = _submitting(kind)
 
 
 @cache
-def _submitting(kind: type[nn.Module]) -> type[nn.Module]:
-    """The module, whose result is submitted before it is returned."""
+def _submitting(kind: Any) -> Any:
+    """The class of a module, whose result is submitted before it is returned."""
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+    def __call__(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
         result = kind.__call__(self, *arguments, **keywords)
         mx.async_eval(result)
         return result

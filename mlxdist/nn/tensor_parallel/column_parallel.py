@@ -1,8 +1,6 @@
 """Linear layers of which every rank holds a shard of the outputs: the columns of the matrix in ``x @ W``.
 
-Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
-arXiv:1909.08053; with ``sequence_parallel`` Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
-Transformer Models", arXiv:2205.05198.
+Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053; sequence-parallel: Korthikanti et al. 2022, arXiv:2205.05198.
 """
 
 from collections.abc import Sequence
@@ -26,7 +24,7 @@ class _ColumnParallel(ParallelLinear):
     shard_axis = 0
     uneven = False  # whether the outputs need not be a multiple of the ranks
 
-    def __init__(
+    def _shard_full(
         self,
         full: nn.Module,
         *,
@@ -42,7 +40,7 @@ class _ColumnParallel(ParallelLinear):
             rank_shares = [1] * group.size()
         name = f"{type(self).__name__}: output_dims"
         sizes = split_sizes(name, dims(full)[0], group.size(), rank_shares, multiple, segments)
-        super().__init__(full, sizes, segments, group)
+        self._shard(full, sizes, segments, group)
         self.gather_output = gather_output
         self.sequence_parallel = sequence_parallel
 
@@ -57,9 +55,6 @@ class _ColumnParallel(ParallelLinear):
     def leave(self, y: mx.array) -> mx.array:
         """``y``, or all ranks' if ``gather_output``."""
         return join(y, -1, self._sizes, self._group, self._segments) if self.gather_output else y
-
-    def _options(self) -> dict[str, object]:
-        return {name: getattr(self, name) for name in ("gather_output", "sequence_parallel", "segments")}
 
     def _axes(self) -> dict[str, tuple[int, list[int]]]:
         return {name: (0, self.sizes) for name in ("weight", "bias", "scales", "biases")}
@@ -81,12 +76,10 @@ class ColumnParallelLinear(PlainWeight, _ColumnParallel):
         bias: as in ``nn.Linear``; it is sharded like the outputs.
         gather_output: return all outputs on all ranks, by one all_gather.
         sequence_parallel: the input is sharded along the sequence: one all_gather before the product, and a sum_scatter
-            in the backward pass. For what stands between a row-parallel layer and this one, a norm, which each rank
-            then computes for its shard of the sequence only.
+            in the backward pass.
         segments: of the outputs, each of which is sharded by itself: ``(32, 8, 8)`` for 32 heads of queries and 8 of
             keys and values in one matrix, 2 for merged gate and up.
-        rank_shares: one positive number a rank, for machines of unequal size: ``[2, 1]`` gives the first rank two
-            thirds.
+        rank_shares: one positive number a rank: ``[2, 1]`` gives the first rank two thirds.
         multiple: every rank holds a multiple of it of each segment; the dimension of a head.
         group: the ranks; ``None`` is the group of ``mlxdist.init()``.
 

@@ -1,8 +1,9 @@
 """MLX's linear layers, plain and quantized: dimensions, quantization, copies with other outputs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from math import gcd, lcm
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx import nn
@@ -12,8 +13,11 @@ from mlx.nn.layers.distributed import (
     QuantizedShardedToAllLinear,
     ShardedToAllLinear,
 )
+from mlx.utils import tree_flatten
 
 from mlxdist.base.errors import InvalidArgument
+
+M = TypeVar("M", bound=nn.Module)
 
 # What MLX makes of a layer in shard_linear: plain and quantized.
 COLUMN_SHARDED = (AllToShardedLinear, QuantizedAllToShardedLinear)
@@ -31,9 +35,31 @@ def check_linear(name: str, linear: nn.Module) -> None:
     )
 
 
+def parameters_of(module: nn.Module) -> dict[str, mx.array]:
+    """All arrays of a module and of those in it, by their path."""
+    found: dict[str, mx.array] = {}
+    tree_flatten(module.parameters(), destination=found)
+    return found
+
+
+def check_has(name: str, module: nn.Module, keys: Sequence[str], kind: str) -> None:
+    """Rejects a module without one of the attributes ``keys``."""
+    if missing := [key for key in keys if not hasattr(module, key)]:
+        raise InvalidArgument(f"{name}: {type(module).__name__} has no {', '.join(missing)}; it is no {kind} of mlx-lm")
+
+
+def check_parts(name: str, module: nn.Module, linears: Sequence[str], others: Sequence[str] = ()) -> None:
+    """Rejects a module with parameters besides ``others`` and these linear layers, which are plain or quantized."""
+    found = {path.split(".")[0] for path in parameters_of(module)}
+    if more := sorted(found.difference(linears, others)):
+        raise InvalidArgument(f"{name}: {type(module).__name__} has other parameters, too: {', '.join(more)}")
+    for key in linears:
+        check_linear(f"{name}: {key}", module[key])
+
+
 def dims(linear: nn.Module) -> tuple[int, int]:
     """output_dims and input_dims of an ``nn.Linear`` or ``nn.QuantizedLinear``."""
-    output_dims, columns = linear.weight.shape
+    output_dims, columns = linear["weight"].shape
     return output_dims, unpacked(linear, columns)
 
 
@@ -43,7 +69,7 @@ def unpacked(layer: nn.Module, columns: int) -> int:
     return columns * 32 // bits if bits else columns
 
 
-def quantization(layer: nn.Module) -> dict[str, int | str]:
+def quantization(layer: nn.Module) -> dict[str, Any]:
     """``group_size``, ``bits`` and ``mode`` of a quantized layer; nothing for one that is not."""
     names = ("group_size", "bits", "mode")
     return {name: getattr(layer, name) for name in names} if hasattr(layer, "group_size") else {}
@@ -56,7 +82,15 @@ def quantization_unit(layer: nn.Module) -> int:
     return lcm(config["group_size"], 32 // gcd(32, config["bits"])) if config else 1
 
 
-def with_outputs(linear: nn.Module, change: Callable[[str, mx.array], mx.array]) -> nn.Module:
+def product(layer: nn.Module, x: mx.array) -> mx.array:
+    """``x @ weight.T``, plain or quantized."""
+    weight, config = layer["weight"], quantization(layer)
+    if not config:
+        return x @ weight.T
+    return mx.quantized_matmul(x, weight, layer["scales"], layer.get("biases"), transpose=True, **config)
+
+
+def with_outputs(linear: M, change: Callable[[str, mx.array], mx.array]) -> M:
     """A layer like ``linear``, plain or quantized and as much frozen, with the parameters ``change(name, parameter)``.
 
     All parameters of the two kinds have the outputs along their first axis.
@@ -68,9 +102,10 @@ def with_outputs(linear: nn.Module, change: Callable[[str, mx.array], mx.array])
     return layer
 
 
-def freeze_like(layer: nn.Module, example: nn.Module) -> nn.Module:
+def freeze_like(layer: M, example: nn.Module) -> M:
     """``layer`` with the same parameters frozen as in ``example``, and training or not as that is."""
     frozen = example.parameters().keys() - example.trainable_parameters().keys()
     layer.unfreeze(recurse=False)
     layer.freeze(recurse=False, keys=list(frozen))
-    return layer.train(example.training)
+    layer.train(example.training)
+    return layer

@@ -15,7 +15,7 @@ from mlx import nn
 
 from mlxdist.base.errors import InvalidArgument
 
-from .linear_layers import quantization
+from .linear_layers import product, quantization
 
 __all__ = ["SWITCH_LINEARS", "LoRALinear", "ShardedLinear", "as_given", "draw_full"]
 
@@ -44,13 +44,11 @@ class ShardedLinear(nn.Module, ABC):
 
     def product(self, x: mx.array) -> mx.array:
         """This rank's part of the product, with the bias if that is sharded, too."""
-        bias = self.get("bias") if self.shard_axis == 0 else None
-        weight = self["weight"]
+        if self.shard_axis == 1 or "bias" not in self:
+            return product(self, x)
         if "scales" in self:
-            scales, biases, config = self["scales"], self.get("biases"), quantization(self)
-            y = mx.quantized_matmul(x, weight, scales, biases, transpose=True, **config)
-            return y if bias is None else y + bias
-        return x @ weight.T if bias is None else mx.addmm(bias, x, weight.T)
+            return product(self, x) + self["bias"]
+        return mx.addmm(self["bias"], x, self["weight"].T)
 
     @abstractmethod
     def leave(self, y: mx.array) -> mx.array:
@@ -90,12 +88,9 @@ class LoRALinear(nn.Module):
     The layer is one of this package or one that :func:`mlxdist.nn.shard_model` has sharded; mlx-lm's
     ``linear_to_lora_layers`` puts this class on both. On a column-parallel layer ``lora_b``, of shape (r, output_dims),
     is sharded and ``lora_a``, (input_dims, r), is full on every rank; on a row-parallel one it is the other way round.
-    The forward pass then needs no collective besides the layer's own, and the backward pass one more: the all_sum of
-    the gradient of the full matrix, which so stays the same on all ranks. The gradients are this rank's shards of those
-    of the adapter on the full layer; with ``dropout`` bitwise the same elements are dropped, if all ranks have the same
-    seed.
-
-    Train it as with mlx-lm: ``model.freeze()`` first, then put the adapters in.
+    The forward pass needs no collective besides the layer's own, the backward pass one more: the all_sum of the
+    gradient of the full matrix. With ``dropout`` the same elements are dropped as of the full layer, if all ranks have
+    the same seed.
 
     Called as the layer: shapes and dtypes are those of ``linear``. The adapter is float32, unless another is loaded.
 
@@ -114,11 +109,7 @@ class LoRALinear(nn.Module):
 
     @classmethod
     def from_base(cls, linear: ShardedLinear, r: int = 8, dropout: float = 0.0, scale: float = 20.0) -> Self:
-        """An adapter of rank ``r`` on ``linear`` that changes nothing yet. Use the same seed on all ranks.
-
-        Raises:
-            InvalidArgument: ``linear`` is no parallel layer; ``r`` is not positive; ``dropout`` is not in [0, 1).
-        """
+        """An adapter of rank ``r`` on ``linear`` that changes nothing yet. Use the same seed on all ranks."""
         return cls(linear, r, dropout, scale)
 
     def __init__(self, linear: ShardedLinear, r: int = 8, dropout: float = 0.0, scale: float = 20.0) -> None:
@@ -193,10 +184,7 @@ class LoRALinear(nn.Module):
 def draw_full(layer: nn.Module, shape: tuple[int, ...], shard: Callable[[str, mx.array], mx.array]) -> None:
     """Lets mlx-lm's ``linear_to_lora_layers`` draw the adapter of the full layer, and keep this rank's shard of it.
 
-    Args:
-        layer: a linear layer of MLX, or one of mlx-lm with experts.
-        shape: of the full weight, not packed: (outputs, inputs) or (experts, outputs, inputs).
-        shard: ``shard(name, full)`` is this rank's shard of ``lora_a`` or ``lora_b``.
+    ``shape`` is that of the full weight, not packed; ``shard(name, full)`` this rank's shard of ``lora_a``, ``lora_b``.
     """
     layer.__class__ = _drawn_full(type(layer))
     object.__setattr__(layer, "_full", (shape, shard))
@@ -219,7 +207,7 @@ def _to_lora(self: nn.Module, r: int = 8, dropout: float = 0.0, scale: float = 2
     from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
     (*experts, output_dims, input_dims), shard = self._full
-    kind = LoRASwitchLinear if experts else LoRALinear
+    kind: Callable[..., nn.Module] = LoRASwitchLinear if experts else LoRALinear
     adapter = kind(input_dims, output_dims, *experts, r=r, dropout=dropout, scale=scale)
     adapter.linear = self
     for name in ("lora_a", "lora_b"):

@@ -1,12 +1,11 @@
-"""Attention of which each rank computes some of the heads.
+"""Attention of which each rank computes some of the heads (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053).
 
-Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
-arXiv:1909.08053; grouped queries: Ainslie et al. 2023, "GQA: Training Generalized Multi-Query Transformer Models from
-Multi-Head Checkpoints", arXiv:2305.13245.
+Grouped queries: Ainslie et al. 2023, "GQA", arXiv:2305.13245.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, chain
 from math import gcd
 from numbers import Integral
@@ -14,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx import nn
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.runtime.arguments import group_of
@@ -25,7 +24,7 @@ from ..partition import copy_to_holders, shard_slice, split_sizes
 from ..rank_checks import agreed, described
 from ..sharding.measured_shares import RankShares, resolve
 from .column_parallel import ColumnParallelLinear
-from .linear_layers import check_linear, dims, quantization_unit, with_outputs
+from .linear_layers import check_has, check_parts, dims, parameters_of, quantization_unit, with_outputs
 from .parallel_linear import ParallelLinear
 from .row_parallel import RowParallelLinear
 
@@ -107,18 +106,18 @@ class ParallelAttention(nn.Module):
     """Attention of mlx-lm's Llama and Qwen3, of which each rank computes some of the heads, with one all_sum.
 
     Called with ``x`` of shape (batch, length, dims), the same on all ranks, and mlx-lm's ``mask`` and ``cache``, it
-    returns the same shape, the same on all ranks. The cache holds this rank's KV heads alone. A ``mask`` is None,
-    "causal", or an array that broadcasts to (batch, n_heads, length, keys) for all ranks' heads.
+    returns the same shape and dtype, the same on all ranks. The cache holds this rank's KV heads alone. A ``mask`` is
+    None, "causal", or an array that broadcasts to (batch, n_heads, length, keys) for all ranks' heads.
 
-    Where there are fewer KV heads than ranks, several ranks hold the same one. All gradients are the dense layer's:
-    this rank's shard of those of the projections, where a KV head that several ranks hold, and the norms, which all
-    hold, have the sum over the ranks. Forward: one all_sum, or a sum_scatter with ``sequence_parallel``. Backward: one
-    all_sum of the gradient of ``x``; one for each norm, and for each of the weights of k_proj and v_proj where KV heads
-    are shared. LoRA goes on q_proj and o_proj, and on k_proj and v_proj where KV heads are not shared.
+    Where there are fewer KV heads than ranks, several ranks hold the same one. All gradients are the dense layer's: a
+    KV head that several ranks hold, and the norms, which all hold, have the sum over the ranks. Forward: one all_sum,
+    or a sum_scatter with ``sequence_parallel``. Backward: one all_sum of the gradient of ``x``, one for each norm, and
+    for each weight of k_proj and v_proj where KV heads are shared. LoRA goes on q_proj and o_proj, and on k_proj and
+    v_proj where KV heads are not shared.
 
     Attributes, as mlx-lm reads them: ``n_heads`` and ``n_kv_heads`` of this rank, ``head_dim``, ``scale``, ``rope``;
-    ``q_proj``, ``k_proj``, ``v_proj`` (column-parallel), ``o_proj`` (row-parallel), ``q_norm``, ``k_norm``. Of all
-    ranks: ``heads``, the query heads of each, and ``kv_heads``, the range of KV heads of each.
+    ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``, ``q_norm``, ``k_norm``. Of all ranks: ``heads``, the query heads of
+    each, and ``kv_heads``, the range of KV heads of each.
 
     Args:
         dims: features of the input and the output.
@@ -189,9 +188,9 @@ class ParallelAttention(nn.Module):
     ) -> "ParallelAttention":
         """This rank's heads of an ``Attention`` module of mlx-lm that all ranks hold.
 
-        It must be one that computes as Llama's or Qwen3's: q_proj, k_proj, v_proj and o_proj, plain or quantized, rope,
-        scale, n_heads and n_kv_heads, and optionally q_norm and k_norm of single heads; a module with other parameters
-        is rejected. Arguments as for the class. Parameters that are frozen stay so.
+        It must compute as Llama's or Qwen3's: q_proj, k_proj, v_proj and o_proj, plain or quantized, rope, scale,
+        n_heads and n_kv_heads, and optionally q_norm and k_norm of single heads. Arguments as for the class. Parameters
+        that are frozen stay so.
 
         Raises:
             InvalidArgument: on all ranks, as for the class, if ``attention`` is something else on one of them, or if
@@ -245,14 +244,12 @@ class ParallelAttention(nn.Module):
             queries, keys = self.rope(queries, offset=offset), self.rope(keys, offset=offset)
         if cache is not None:
             keys, values = cache.update_and_fetch(keys, values)
-        attend = mx.fast.scaled_dot_product_attention
+        attend: Callable[..., mx.array] = mx.fast.scaled_dot_product_attention
         if hasattr(cache, "bits"):  # a cache that is quantized: MLX has no attention over it, mlx-lm has
             from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
-            def attend(queries: mx.array, keys: Any, values: Any, *, scale: float, mask: Any) -> mx.array:
-                config = {"group_size": cache.group_size, "bits": cache.bits}
-                return quantized_scaled_dot_product_attention(queries, keys, values, scale, mask, **config)
-
+            config = {"group_size": cache.group_size, "bits": cache.bits}
+            attend = partial(quantized_scaled_dot_product_attention, **config)
         y = attend(queries, keys, values, scale=self.scale, mask=self._mask(mask))
         return self.o_proj(y.transpose(0, 2, 1, 3).reshape(batch, length, -1))
 
@@ -341,20 +338,8 @@ def _call(module: nn.Module, function: Callable, wrap: Callable[[mx.array], mx.a
 
 def _check(name: str, attention: nn.Module) -> None:
     """Rejects what is not of the shape of Llama's attention."""
-    missing = [key for key in (*_PROJECTIONS, "n_heads", "n_kv_heads", "scale", "rope") if not hasattr(attention, key)]
-    if missing:
-        raise InvalidArgument(
-            f"{name}: {type(attention).__name__} has no {', '.join(missing)}; it is not of the shape of mlx-lm's Llama "
-            "attention"
-        )
-    known = (*_PROJECTIONS, *_NORMS, "rope")
-    others = sorted({key.split(".")[0] for key, _ in tree_flatten(attention.parameters())}.difference(known))
-    if others:
-        raise InvalidArgument(
-            f"{name}: {type(attention).__name__} has other parameters than Llama's attention: {', '.join(others)}"
-        )
-    for key in _PROJECTIONS:
-        check_linear(f"{name}: {key}", attention[key])
+    check_has(name, attention, (*_PROJECTIONS, "n_heads", "n_kv_heads", "scale", "rope"), "Llama attention")
+    check_parts(name, attention, _PROJECTIONS, (*_NORMS, "rope"))
     q, k, v, o = (dims(attention[key]) for key in _PROJECTIONS)
     n_heads, n_kv_heads = attention.n_heads, attention.n_kv_heads
     if not (n_heads and n_kv_heads and q[0] % n_heads == 0):
@@ -366,7 +351,7 @@ def _check(name: str, attention: nn.Module) -> None:
             f"have {n_kv_heads * head_dim} outputs and o_proj {q[0]} inputs, not {k[0]}, {v[0]} and {o[1]}"
         )
     for key in _NORMS:
-        for path, parameter in tree_flatten(attention[key].parameters()) if key in attention else ():
+        for path, parameter in parameters_of(attention[key]).items() if key in attention else ():
             if parameter.shape != (head_dim,):
                 raise InvalidArgument(
                     f"{name}: {key}.{path} has shape {parameter.shape}, not ({head_dim},): a norm over more than a "

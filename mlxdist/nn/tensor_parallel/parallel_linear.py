@@ -1,8 +1,9 @@
-"""What the linear layers that are sharded over the ranks share, by columns and by rows, plain and quantized."""
+"""What the layers that are sharded over the ranks share, and of them the linear ones, plain and quantized."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx import nn
@@ -12,55 +13,82 @@ from mlxdist.runtime.group import Group
 
 from ..mappings import copy_to_tensor_parallel_region
 from ..partition import Segments, join, shard_slice, take
-from .linear_layers import check_linear, dims, freeze_like, quantization
+from .linear_layers import check_linear, dims, freeze_like, quantization, quantization_unit
 from .lora import ShardedLinear
 
-__all__ = ["ParallelLinear", "PlainWeight", "QuantizedWeight", "pair"]
+__all__ = ["ParallelLinear", "PlainWeight", "QuantizedWeight", "Sharded", "pair", "with_weight_of"]
+
+M = TypeVar("M", bound=nn.Module)
 
 
-class ParallelLinear(ShardedLinear):
-    """A linear layer of which every rank holds a shard: of its outputs (column) or of its inputs (row).
+class Sharded(nn.Module):
+    """A layer of which every rank of a group holds a shard. Names with an underscore are no parameters for MLX."""
 
-    Parameters have the names of ``nn.Linear`` and ``nn.QuantizedLinear`` and hold this rank's shard: ``weight``,
-    ``bias``; quantized also ``scales`` and, in the mode "affine", ``biases``.
-
-    Attributes, besides those of :class:`ShardedLinear`:
-        sizes: how much of the sharded dimension each rank holds.
-        segments: see :mod:`mlxdist.nn.partition`.
-        group: the ranks.
-        group_size, bits, mode: of the quantized forms, as in ``nn.QuantizedLinear``.
-    """
-
-    kinds: tuple[type["ParallelLinear"], type["ParallelLinear"]]  # plain and quantized, see :func:`pair`
-
-    def __init__(self, full: nn.Module, sizes: Sequence[int], segments: Segments, group: Group) -> None:
-        super().__init__()
-        self.output_dims, self.input_dims = dims(full)
-        # Names with an underscore are no parameters for nn.Module.
-        self._sizes = tuple(sizes)
-        self._segments = segments if isinstance(segments, int) else tuple(segments)
-        self._group = group
-        for name, value in quantization(full).items():
-            setattr(self, name, value)
-        for name, value in self._shards_of(full).items():
-            setattr(self, name, value)
-        if quantization(full):
-            self.freeze()
+    _sizes: tuple[int, ...]
+    _group: Group
 
     @property
     def sizes(self) -> list[int]:
-        """How many outputs (column) or inputs (row) each rank holds."""
+        """How much of the sharded dimension each rank holds: outputs, inputs, tokens or hidden features."""
         return list(self._sizes)
-
-    @property
-    def segments(self) -> Segments:
-        """What is sharded by itself: lengths along the sharded dimension, or a number of equal ones."""
-        return self._segments
 
     @property
     def group(self) -> Group:
         """The ranks that hold the layer."""
         return self._group
+
+    def _extra_repr(self) -> str:
+        names = ("input_dims", "output_dims", "num_embeddings", "dims", *quantization(self))
+        shown = {name: getattr(self, name) for name in names if hasattr(self, name)} | {"bias": "bias" in self}
+        rank = self._group.rank()
+        text = ", ".join(f"{name}={value}" for name, value in shown.items())
+        return f"{text}, rank={rank} of {self._group.size()}, size={self._sizes[rank]}"
+
+
+def with_weight_of(layer: nn.Module, kind: type[M], source: nn.Module) -> M:
+    """``layer`` as a ``kind``, trainable or quantized, with the weight of ``source`` and else what it has itself."""
+    changed: Any = copy(layer)
+    changed.__class__ = kind
+    changed._no_grad = set()
+    for name in ("scales", "biases"):
+        changed.pop(name, None)
+    for name in quantization(layer):
+        delattr(changed, name)
+    for name, value in (quantization(source) | source.parameters()).items():
+        setattr(changed, name, value)
+    if quantization(source):
+        changed.freeze()
+    return changed
+
+
+class ParallelLinear(Sharded, ShardedLinear):
+    """A linear layer of which every rank holds a shard: of its outputs (column) or of its inputs (row).
+
+    Parameters have the names of ``nn.Linear`` and ``nn.QuantizedLinear`` and hold this rank's shard: ``weight``,
+    ``bias``; quantized also ``scales`` and, in the mode "affine", ``biases``, and ``group_size``, ``bits``, ``mode``.
+    """
+
+    kinds: tuple[type["ParallelLinear"], type["ParallelLinear"]]  # plain and quantized, see :func:`pair`
+    _shard_full: Callable[..., None]  # :meth:`_shard` with the options of the constructor
+
+    def _shard(self, full: nn.Module, sizes: Sequence[int], segments: Segments, group: Group) -> None:
+        """Makes the layer this rank's shard of a full one: what a constructor does."""
+        nn.Module.__init__(self)
+        self.output_dims, self.input_dims = dims(full)
+        self._sizes, self._group = tuple(sizes), group
+        self._segments = segments if isinstance(segments, int) else tuple(segments)
+        for name, value in quantization(full).items():
+            setattr(self, name, value)
+        axes = self._axes()
+        for name, value in full.parameters().items():
+            shard = take(value, *axes[name], group.rank(), self._segments) if name in axes else value
+            setattr(self, name, shard)
+        freeze_like(self, full)
+
+    @property
+    def segments(self) -> Segments:
+        """What is sharded by itself: lengths along the sharded dimension, or a number of equal ones."""
+        return self._segments
 
     def adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
         if self.shard_axis == 0:
@@ -89,8 +117,9 @@ class ParallelLinear(ShardedLinear):
 
         A collective that is evaluated at once: all ranks call it, in the same order.
         """
-        kind = nn.QuantizedLinear if quantization(self) else nn.Linear
-        full = kind(self.input_dims, self.output_dims, "bias" in self, **quantization(self))
+        config = quantization(self)
+        kind: type[nn.Linear | nn.QuantizedLinear] = nn.QuantizedLinear if config else nn.Linear
+        full = kind(self.input_dims, self.output_dims, "bias" in self, **config)
         axes = self._axes()
         for name in full.parameters():
             value = self[name]
@@ -99,7 +128,7 @@ class ParallelLinear(ShardedLinear):
         return freeze_like(full, self)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear | nn.QuantizedLinear, **keywords: Any) -> Self:
+    def from_linear(cls, linear: nn.Module, **keywords: Any) -> "ParallelLinear":
         """This rank's shard of a layer that all ranks hold: of a quantized one the quantized form of this class.
 
         ``keywords`` are those of the constructor. Frozen parameters stay frozen. No collective.
@@ -108,11 +137,10 @@ class ParallelLinear(ShardedLinear):
             InvalidArgument: as the constructor; ``linear`` is another kind of layer.
         """
         check_linear(f"{cls.__name__}.from_linear", linear)
-        output_dims, input_dims = dims(linear)
         kind = cls.kinds[bool(quantization(linear))]
-        layer = kind(input_dims, output_dims, "bias" in linear, **quantization(linear), **keywords)
-        layer.update(layer._shards_of(linear))
-        return freeze_like(layer, linear)
+        layer = kind.__new__(kind)
+        layer._shard_full(linear, **keywords)
+        return layer
 
     def with_weight(self, weight: mx.array, quantized: dict | None = None) -> "ParallelLinear":
         """The same layer with another weight: the shape of this rank's shard, before it is quantized.
@@ -122,53 +150,33 @@ class ParallelLinear(ShardedLinear):
         Raises:
             InvalidArgument: the ranks' shards are not whole quantization groups.
         """
-        kind = self.kinds[quantized is not None]
-        arguments = (self.input_dims, self.output_dims, "bias" in self)
-        layer = kind(*arguments, **(quantized or {}), **self._options(), rank_shares=self._sizes, group=self._group)
-        if layer._sizes != self._sizes:
-            raise InvalidArgument(
-                f"{kind.__name__}: the shards {self.sizes} are not whole quantization groups of {layer.group_size}; "
-                f"shard the layer with multiple={layer.group_size}, or quantize it before it is sharded"
-            )
-        values = [weight] if quantized is None else mx.quantize(weight, **quantization(layer))
-        layer.update(dict(zip(("weight", "scales", "biases"), values)))
-        if "bias" in self:
-            layer.bias = self["bias"]
-        return layer.train(self.training)
-
-    @abstractmethod
-    def _options(self) -> dict[str, object]:
-        """Arguments of the constructor besides dimensions, quantization, sizes and group."""
+        kind, local = self.kinds[quantized is not None], nn.Module()
+        local.weight = weight
+        if quantized is not None:
+            local = nn.QuantizedLinear(512, 1, False, **quantized)  # which knows MLX's defaults
+            unit = quantization_unit(local)
+            if self.shard_axis == 1 and any(size % unit for size in self._sizes):
+                raise InvalidArgument(
+                    f"{kind.__name__}: the shards {self.sizes} are not whole quantization groups of {unit}; shard the "
+                    f"layer with multiple={unit}, or quantize it before it is sharded"
+                )
+            local.update(dict(zip(("weight", "scales", "biases"), mx.quantize(weight, **quantization(local)))))
+        return with_weight_of(self, kind, local)
 
     @abstractmethod
     def _axes(self) -> dict[str, tuple[int, list[int]]]:
         """The parameters that are sharded: the axis, and the sizes along it in elements of that parameter."""
-
-    def _shards_of(self, full: nn.Module) -> dict[str, mx.array]:
-        """This rank's parameters."""
-        axes, rank = self._axes(), self._group.rank()
-        return {
-            name: take(value, *axes[name], rank, self._segments) if name in axes else value
-            for name, value in full.parameters().items()
-        }
-
-    def _extra_repr(self) -> str:
-        text = f"input_dims={self.input_dims}, output_dims={self.output_dims}, bias={'bias' in self}"
-        for name, value in quantization(self).items():
-            text += f", {name}={value}"
-        rank = self._group.rank()
-        return f"{text}, rank={rank} of {self._group.size()}, size={self._sizes[rank]}"
 
 
 class PlainWeight(ParallelLinear):
     """Made with the dimensions of an ``nn.Linear``."""
 
     def __init__(self, input_dims: int, output_dims: int, bias: bool = True, **options: Any) -> None:
-        super().__init__(nn.Linear(input_dims, output_dims, bias), **options)
+        self._shard_full(nn.Linear(input_dims, output_dims, bias), **options)
 
     def to_quantized(
         self, group_size: int | None = None, bits: int | None = None, mode: str = "affine"
-    ) -> "QuantizedWeight":
+    ) -> ParallelLinear:
         """Quantized, for ``nn.quantize``. No collective.
 
         Args:
@@ -193,7 +201,8 @@ class QuantizedWeight(ParallelLinear):
         mode: str = "affine",
         **options: Any,
     ) -> None:
-        super().__init__(nn.QuantizedLinear(input_dims, output_dims, bias, group_size, bits, mode), **options)
+        config: dict[str, Any] = {"group_size": group_size, "bits": bits, "mode": mode}
+        self._shard_full(nn.QuantizedLinear(input_dims, output_dims, bias, **config), **options)
 
 
 def pair(plain: type[ParallelLinear], quantized: type[ParallelLinear]) -> None:

@@ -1,15 +1,11 @@
-"""The gated MLP of which each rank computes a shard of the hidden features.
-
-Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
-arXiv:1909.08053; gated: Shazeer 2020, "GLU Variants Improve Transformer", arXiv:2002.05202.
-"""
+"""The gated MLP (Shazeer 2020, arXiv:2002.05202) of which each rank computes a shard of the hidden features."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from numbers import Integral
 
 import mlx.core as mx
 from mlx import nn
-from mlx.utils import tree_flatten
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.runtime.arguments import group_of
@@ -18,7 +14,8 @@ from mlxdist.runtime.group import Group
 from ..partition import split_sizes
 from ..rank_checks import agreed, described
 from .column_parallel import ColumnParallelLinear
-from .linear_layers import check_linear, dims, quantization, quantization_unit, with_outputs
+from .linear_layers import check_has, check_parts, dims, quantization, quantization_unit, with_outputs
+from .parallel_linear import Sharded
 from .row_parallel import RowParallelLinear
 
 __all__ = ["ParallelMLP"]
@@ -26,7 +23,7 @@ __all__ = ["ParallelMLP"]
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
-class ParallelMLP(nn.Module):
+class ParallelMLP(Sharded):
     """``down_proj(activation(gate_proj(x)) * up_proj(x))``, of which each rank computes some of the hidden features.
 
     Gate and up are one matrix, so that a call is two products and one all_sum. Input and output: shape (..., dims), the
@@ -34,8 +31,7 @@ class ParallelMLP(nn.Module):
     Gradients are this rank's shard of the dense layer's. Backward: one all_sum of the gradient of the input.
 
     Submodules: ``gate_up_proj``, column-parallel with two segments, of which each rank holds its shard of gate, then
-        its
-    shard of up; ``down_proj``, row-parallel. ``sizes``: the hidden features of each rank.
+    its shard of up; ``down_proj``, row-parallel. ``sizes``: the hidden features of each rank.
 
     Args:
         dims: features of the input and the output.
@@ -43,8 +39,7 @@ class ParallelMLP(nn.Module):
         bias: whether the projections have one.
         activation: of the gate: a function of an array, elementwise.
         sequence_parallel: the input and the output are sharded along the sequence.
-        rank_shares: one positive number a rank, to shard the hidden features in proportion to; ``None`` for equal
-            shards.
+        rank_shares: one positive number a rank, to shard the hidden features in proportion to.
         group: the ranks, which make the layer together; ``None`` is the group of ``mlxdist.init()``.
 
     The initial values are this rank's shard of those of dense layers: use the same seed on all ranks.
@@ -87,9 +82,8 @@ class ParallelMLP(nn.Module):
     ) -> "ParallelMLP":
         """This rank's shard of an ``MLP`` of mlx-lm that all ranks hold: gate_proj, up_proj and down_proj.
 
-        Plain or quantized; gate and up alike, because they become one matrix. What the module does between the
-        projections cannot be seen from outside: it must be what the class does with ``activation``. A module with
-        other parameters is rejected. Parameters that are frozen stay so.
+        Plain or quantized; gate and up alike, because they become one matrix. The module must compute what the class
+        does with ``activation``. Arguments as for the class. Parameters that are frozen stay so.
 
         Raises:
             InvalidArgument: on all ranks, as for the class, if ``mlp`` is something else on one of them, or if a rank's
@@ -110,26 +104,16 @@ class ParallelMLP(nn.Module):
             InvalidArgument: on all ranks, if the module on one of them has no such projections.
         """
         with agreed("ParallelMLP.to_mlp", self._group):
-            _check_names("ParallelMLP.to_mlp", mlp)
+            check_has("ParallelMLP.to_mlp", mlp, _PROJECTIONS, "MLP")
         gate_up = self.gate_up_proj.to_linear()
         for index, name in enumerate(("gate_proj", "up_proj")):
-            setattr(mlp, name, with_outputs(gate_up, lambda _, p, i=index: mx.contiguous(mx.split(p, 2)[i])))
+            setattr(mlp, name, with_outputs(gate_up, partial(_half, index)))
         mlp.down_proj = self.down_proj.to_linear()
         return mlp
 
     def __call__(self, x: mx.array) -> mx.array:
         gate, up = mx.split(self.gate_up_proj(x), 2, axis=-1)
         return self.down_proj(self.activation(gate) * up)
-
-    @property
-    def sizes(self) -> list[int]:
-        """How many hidden features each rank holds."""
-        return list(self._sizes)
-
-    @property
-    def group(self) -> Group:
-        """The ranks that hold the layer."""
-        return self._group
 
     def _cut(
         self,
@@ -143,12 +127,10 @@ class ParallelMLP(nn.Module):
         _check(name, whole)
         if not callable(activation):
             raise InvalidArgument(f"{name}: activation must be a function, not {activation!r}")
-        hidden, multiple = dims(whole.gate_proj)[0], 1
-        what = f"{name}: hidden_dims"
-        if quantization(whole.down_proj):
-            multiple = quantization_unit(whole.down_proj)
-            what = f"{name}: hidden_dims in quantization groups of {multiple}"
-        sizes = split_sizes(what, hidden, group.size(), rank_shares, multiple)
+        multiple = quantization_unit(whole.down_proj)
+        groups = f" in quantization groups of {multiple}" if multiple > 1 else ""
+        hidden = dims(whole.gate_proj)[0]
+        sizes = split_sizes(f"{name}: hidden_dims{groups}", hidden, group.size(), rank_shares, multiple)
         super().__init__()
         self.activation, self._sizes, self._group = activation, tuple(sizes), group
         common = {"sequence_parallel": sequence_parallel, "rank_shares": sizes, "multiple": multiple, "group": group}
@@ -158,20 +140,15 @@ class ParallelMLP(nn.Module):
         self.down_proj = RowParallelLinear.from_linear(whole.down_proj, **common)
 
 
-def _check_names(name: str, mlp: nn.Module) -> None:
-    missing = [key for key in _PROJECTIONS if not hasattr(mlp, key)]
-    if missing:
-        raise InvalidArgument(f"{name}: {type(mlp).__name__} has no {', '.join(missing)}; it is no MLP of mlx-lm")
+def _half(index: int, name: str, parameter: mx.array) -> mx.array:
+    """That of gate (0) or of up (1)."""
+    return mx.contiguous(mx.split(parameter, 2)[index])
 
 
 def _check(name: str, mlp: nn.Module) -> None:
     """Rejects what is not a gated MLP whose gate and up can be merged."""
-    _check_names(name, mlp)
-    others = sorted({key.split(".")[0] for key, _ in tree_flatten(mlp.parameters())}.difference(_PROJECTIONS))
-    if others:
-        raise InvalidArgument(f"{name}: {type(mlp).__name__} has other parameters, too: {', '.join(others)}")
-    for key in _PROJECTIONS:
-        check_linear(f"{name}: {key}", mlp[key])
+    check_has(name, mlp, _PROJECTIONS, "MLP")
+    check_parts(name, mlp, _PROJECTIONS)
     gate, up = mlp.gate_proj, mlp.up_proj
     if dims(gate) != dims(up) or dims(gate)[0] != dims(mlp.down_proj)[1]:
         raise InvalidArgument(

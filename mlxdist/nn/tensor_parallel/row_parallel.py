@@ -1,8 +1,6 @@
 """Linear layers of which every rank holds a shard of the inputs: the rows of the matrix in ``x @ W``.
 
-Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
-arXiv:1909.08053; with ``sequence_parallel`` Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
-Transformer Models", arXiv:2205.05198.
+Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053; sequence-parallel: Korthikanti et al. 2022, arXiv:2205.05198.
 """
 
 from collections.abc import Sequence
@@ -30,7 +28,7 @@ __all__ = ["QuantizedRowParallelLinear", "RowParallelLinear"]
 class _RowParallel(ParallelLinear):
     shard_axis = 1
 
-    def __init__(
+    def _shard_full(
         self,
         full: nn.Module,
         *,
@@ -47,7 +45,7 @@ class _RowParallel(ParallelLinear):
             name += f" in quantization groups of {unit}"
             multiple = lcm(multiple, unit)
         sizes = split_sizes(name, dims(full)[1], group.size(), rank_shares, multiple)
-        super().__init__(full, sizes, 1, group)
+        self._shard(full, sizes, 1, group)
         self.input_is_parallel = input_is_parallel
         self.sequence_parallel = sequence_parallel
 
@@ -76,9 +74,6 @@ class _RowParallel(ParallelLinear):
         # Each rank adds it to another shard of the sequence: its gradient is the sum over all of them.
         return y + copy_to_tensor_parallel_region(self["bias"], self._group) if "bias" in self else y
 
-    def _options(self) -> dict[str, object]:
-        return {name: getattr(self, name) for name in ("input_is_parallel", "sequence_parallel")}
-
     def _axes(self) -> dict[str, tuple[int, list[int]]]:
         if not quantization(self):
             return {"weight": (1, self.sizes)}
@@ -104,10 +99,9 @@ class RowParallelLinear(PlainWeight, _RowParallel):
         bias: as in ``nn.Linear``; every rank holds all of it.
         input_is_parallel: the input is sharded already, as a column-parallel layer with the same ``rank_shares`` and
             ``multiple`` leaves it.
-        sequence_parallel: one sum_scatter instead of the all_sum, and an all_gather in the backward pass: every rank
-            goes on with a shard of the sequence. One all_sum more in the backward pass gives the bias its gradient.
-        rank_shares: one positive number a rank, for machines of unequal size: ``[2, 1]`` gives the first rank two
-            thirds.
+        sequence_parallel: one sum_scatter instead of the all_sum, and an all_gather in the backward pass. One all_sum
+            more in the backward pass gives the bias its gradient.
+        rank_shares: one positive number a rank: ``[2, 1]`` gives the first rank two thirds.
         multiple: every rank holds a multiple of it; the dimension of a head.
         group: the ranks; ``None`` is the group of ``mlxdist.init()``.
 
@@ -124,8 +118,7 @@ class QuantizedRowParallelLinear(QuantizedWeight, _RowParallel):
     """``nn.QuantizedLinear`` with its inputs sharded over the ranks; otherwise as :class:`RowParallelLinear`.
 
     Quantization groups, and the words of 32 bits that values of 3, 5 and 6 bits are packed in, stay unsharded: every
-        rank
-    holds a multiple of both. The parameters are frozen; the gradient of the input is the full layer's.
+    rank holds a multiple of both. The parameters are frozen; the gradient of the input is the full layer's.
 
     Args:
         group_size, bits, mode: as in ``nn.QuantizedLinear``; all that MLX has.

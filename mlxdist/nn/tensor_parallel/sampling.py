@@ -20,8 +20,9 @@ Raises, all of them:
 """
 
 from collections.abc import Sequence
-from math import isfinite, log
+from math import inf, isfinite, log
 from numbers import Integral, Real
+from typing import Any
 
 import mlx.core as mx
 
@@ -72,7 +73,7 @@ def vocab_parallel_log_probs(
     Returns:
         float32, shape (...). Its gradient by ``logits`` is that of the dense formula, for this rank's shard.
     """
-    picked, log_sum_exp, _ = _row_values("vocab_parallel_log_probs", logits, tokens, sizes, group_of(group))
+    picked, log_sum_exp = _row_values("vocab_parallel_log_probs", logits, tokens, sizes, group_of(group))
     return picked - log_sum_exp
 
 
@@ -112,10 +113,10 @@ def vocab_parallel_cross_entropy(
     if weights is not None and weights.shape != targets.shape:
         raise InvalidArgument(f"{name}: weights have shape {weights.shape}, targets {targets.shape}")
     smooth = label_smoothing > 0
-    picked, log_sum_exp, total = _row_values(name, logits, targets, sizes, group_of(group), smooth)
+    picked, log_sum_exp, *total = _row_values(name, logits, targets, sizes, group_of(group), smooth)
     loss = log_sum_exp - picked
     if smooth:
-        loss = log_sum_exp - (1 - label_smoothing) * picked - label_smoothing * (total / sum(sizes))
+        loss = log_sum_exp - (1 - label_smoothing) * picked - label_smoothing * (total[0] / sum(sizes))
     if weights is not None:
         loss = loss * weights
     if reduction == "none":
@@ -133,19 +134,13 @@ class VocabParallelSampler:
     The filters are mlx-lm's, in its order, before the temperature: top_p keeps the most probable tokens up to the one
     that brings their probability to ``top_p``, and those as probable as that one; min_p those at least ``min_p`` times
     as probable as the first, but no fewer than ``min_tokens_to_keep``; top_k the ``top_k`` most probable. Of equally
-    probable tokens top_k and min_tokens_to_keep take those with the lowest number.
-
-    All are exact, whatever the distribution: top_k and min_tokens_to_keep because no rank can contribute more than
-    that many; top_p because its threshold is one of the logits, found digit by digit of their bits, from the highest
-    (radix selection): in each of four rounds (three for float16, two for bfloat16) the ranks add up the probability
-    of the 256 values that the next digit may have. Only the rounding of these sums, in float32, is another than that
-    of a sum over sorted probabilities.
+    probable tokens top_k and min_tokens_to_keep take those with the lowest number. All are exact: the threshold of
+    top_p is one of the logits, found by radix selection, up to the rounding of sums in float32.
 
     The choice is the largest of logit / temp + Gumbel noise ("Gumbel-max"; Gumbel 1954). The noise of a token depends
     on the key, the row and the token alone, so that the same key gives the same token on any number of ranks. Without
-    ``key`` it comes from MLX's global random state: seed it alike on all ranks for that, or not at all: all ranks
-    get the same token in any case, because they compare the same numbers, and its distribution is the right one as
-    long as their states are either all equal or independent.
+    ``key`` it comes from MLX's global random state: seed it alike on all ranks for that, or not at all. All ranks get
+    the same token in any case.
 
     Args:
         temp: the temperature; 0 takes the most probable token, without filters and noise.
@@ -197,14 +192,14 @@ class VocabParallelSampler:
     def _check(self) -> None:
         name = "VocabParallelSampler"
         _check_sizes(name, self.sizes, self._group)
-        for argument, most in (("temp", mx.inf), ("top_p", 1), ("min_p", 1)):
+        for argument, most in (("temp", inf), ("top_p", 1), ("min_p", 1)):
             value = getattr(self, argument)
-            if not isinstance(value, Real) or not isfinite(value) or not 0 <= value <= most:
-                must = "at least 0" if most == mx.inf else "from 0 to 1"
+            if not isinstance(value, Real) or not isfinite(value) or not 0 <= float(value) <= most:
+                must = "at least 0" if most == inf else "from 0 to 1"
                 raise InvalidArgument(f"{name}: {argument} must be {must}, not {value!r}")
         for argument, least in (("min_tokens_to_keep", 1), ("top_k", 0)):
             value = getattr(self, argument)
-            if not isinstance(value, Integral) or not least <= value <= sum(self.sizes):
+            if not isinstance(value, Integral) or not least <= int(value) <= sum(self.sizes):
                 raise InvalidArgument(
                     f"{name}: {argument} must be from {least} to the {sum(self.sizes)} tokens of the vocabulary, not "
                     f"{value!r}"
@@ -218,7 +213,8 @@ class VocabParallelSampler:
         order = mx.where(bits >> 31 == 1, ~bits, bits | 0x80000000)
         rows = mx.arange(x.shape[0])[:, None]
         threshold = mx.zeros((x.shape[0], 1), mx.uint32)  # its digits so far
-        above = limit = None  # the probability of what is above all values with these digits; that to keep
+        above = mx.zeros(())  # the probability of what is above all values with these digits
+        limit = None  # that to keep
         for digit in range(digits):
             shift = 24 - 8 * digit
             at_threshold = probabilities
@@ -286,7 +282,7 @@ def _argmax(x: mx.array, here: slice, group: Group) -> mx.array:
 
 def _row_values(
     name: str, logits: mx.array, tokens: mx.array, sizes: Sequence[int], group: Group, with_sum: bool = False
-) -> list[mx.array | None]:
+) -> Sequence[mx.array]:
     """The tokens' logits, the rows' log-sum-exp and, if asked for, the rows' sums, in float32; one all_gather."""
     here = _place(name, logits, sizes, group)
     if not mx.issubdtype(tokens.dtype, mx.integer) or tokens.shape != logits.shape[:-1]:
@@ -295,8 +291,7 @@ def _row_values(
             f"{tokens.shape}"
         )
     if logits.size == 0:
-        nothing = mx.zeros(tokens.shape)
-        return [nothing, nothing, nothing]
+        return [mx.zeros(tokens.shape)] * (3 if with_sum else 2)
     tokens = tokens.astype(mx.int64)  # compared as uint8, a bound of 300 would be 44
     mine = (tokens >= here.start) & (tokens < here.stop)
     index = mx.where(mine, tokens - here.start, 0)[..., None]
@@ -305,8 +300,8 @@ def _row_values(
     def values(x: mx.array) -> list[mx.array]:
         x = x.astype(mx.float32)
         picked = mx.where(mine, mx.take_along_axis(x, index, axis=-1)[..., 0], 0)
-        parts = [picked, mx.logsumexp(x, axis=-1), *([x.sum(axis=-1)] if with_sum else [])]
-        parts = _gather(mx.stack(parts), group)  # (ranks, 2 or 3, ...)
+        own = [picked, mx.logsumexp(x, axis=-1), *([x.sum(axis=-1)] if with_sum else [])]
+        parts = _gather(mx.stack(own), group)  # (ranks, 2 or 3, ...)
         sums = [parts[:, 2].sum(axis=0)] if with_sum else []
         return [parts[:, 0].sum(axis=0), mx.logsumexp(parts[:, 1], axis=0), *sums]
 
@@ -319,8 +314,8 @@ def _row_values(
             result = result + cotangents[2][..., None]
         return result.astype(x.dtype)
 
-    found = values(logits)
-    return found if with_sum else [*found, None]
+    found: Any = values(logits)
+    return found
 
 
 def _gather(x: mx.array, group: Group) -> mx.array:

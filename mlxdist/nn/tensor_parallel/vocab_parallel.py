@@ -1,9 +1,7 @@
 """Embedding and output layer of which each rank holds the rows of a shard of the vocabulary.
 
-From Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
-arXiv:1909.08053. The vocabulary is sharded as evenly as it can be, without padding: sizes of two ranks differ by at
-most one token, unless ``rank_shares`` say otherwise. What to do with logits that are sharded is in
-:mod:`mlxdist.nn.tensor_parallel.sampling`.
+Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, without padding: the sizes of two ranks differ by at most one
+token, unless ``rank_shares`` say otherwise. :mod:`mlxdist.nn.tensor_parallel.sampling` works with sharded logits.
 """
 
 from collections.abc import Sequence
@@ -20,39 +18,28 @@ from ..mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parall
 from ..partition import join, shard_slice, split_sizes, take
 from ..rank_checks import agreed, described
 from .column_parallel import ColumnParallelLinear, QuantizedColumnParallelLinear
-from .linear_layers import dims, freeze_like, quantization
-from .parallel_linear import pair
+from .linear_layers import dims, freeze_like, product, quantization
+from .parallel_linear import Sharded, pair, with_weight_of
 
 __all__ = ["ParallelLMHead", "QuantizedParallelLMHead", "QuantizedVocabParallelEmbedding", "VocabParallelEmbedding"]
 
 
-class _VocabParallel(nn.Module):
-    """What the plain and the quantized embedding share: all but looking up rows and the product."""
+class _VocabParallel(Sharded):
+    """The embedding with a plain or a quantized weight."""
 
-    def __init__(self, full: nn.Module, gather_output: bool, rank_shares: Sequence[float] | None, group: Group) -> None:
+    def _shard(self, full: nn.Module, gather_output: bool, rank_shares: Sequence[float] | None, group: Group) -> None:
         super().__init__()
         name = f"{type(self).__name__}: num_embeddings"
         self.num_embeddings, self.dims = dims(full)
-        self.gather_output = gather_output
-        # As even as can be is in proportion to equal shares. Names with an underscore are no parameters for nn.Module.
+        self.gather_output, self._group = gather_output, group
+        # As even as can be is in proportion to equal shares.
         rank_shares = [1] * group.size() if rank_shares is None else rank_shares
         self._sizes = tuple(split_sizes(name, self.num_embeddings, group.size(), rank_shares))
-        self._group = group
         for key, value in quantization(full).items():
             setattr(self, key, value)
         for key, value in full.parameters().items():
             setattr(self, key, take(value, 0, self._sizes, group.rank()))
         freeze_like(self, full)
-
-    @property
-    def sizes(self) -> list[int]:
-        """How many tokens of the vocabulary each rank holds."""
-        return list(self._sizes)
-
-    @property
-    def group(self) -> Group:
-        """The ranks that hold the vocabulary."""
-        return self._group
 
     def __call__(self, tokens: mx.array) -> mx.array:
         if not mx.issubdtype(tokens.dtype, mx.integer):
@@ -66,17 +53,14 @@ class _VocabParallel(nn.Module):
     def as_linear(self, x: mx.array) -> mx.array:
         """Logits of ``x`` of shape (..., dims), with the embedding as the weight of the output layer.
 
-        Those of this rank's shard of the vocabulary, shape (..., sizes[rank]); with ``gather_output`` all of them,
-        shape (..., num_embeddings), by one all_gather. ``x`` is the same on all ranks, and so is its gradient.
-
-        Raises:
-            InvalidArgument: the last dimension of ``x`` is not ``dims``.
+        Those of this rank's shard of the vocabulary, shape (..., sizes[rank]); with ``gather_output`` all of them, by
+        one all_gather. ``x`` is the same on all ranks, and so is its gradient. Raises InvalidArgument for other shapes.
         """
         if x.ndim == 0 or x.shape[-1] != self.dims:
             raise InvalidArgument(
                 f"{type(self).__name__}: x has shape {x.shape}, whose last dimension must be {self.dims}"
             )
-        logits = self._logits(copy_to_tensor_parallel_region(x, self._group))
+        logits = product(self, copy_to_tensor_parallel_region(x, self._group))
         return join(logits, -1, self._sizes, self._group) if self.gather_output else logits
 
     def to_embedding(self) -> nn.Embedding | nn.QuantizedEmbedding:
@@ -84,12 +68,11 @@ class _VocabParallel(nn.Module):
 
         A collective that is carried out at once: all ranks call it, in the same order.
         """
-        settings = quantization(self)
-        if settings:  # its dimensions come from the parameters; those here only have to be allowed
-            full = nn.QuantizedEmbedding(1, self.dims, **settings)
+        config = quantization(self)
+        # Its dimensions come from the parameters; those here only have to be allowed.
+        full = nn.QuantizedEmbedding(1, self.dims, **config) if config else nn.Embedding(1, self.dims)
+        if config:
             full.num_embeddings = self.num_embeddings
-        else:
-            full = nn.Embedding(1, self.dims)
         for key, value in self.parameters().items():
             setattr(full, key, join(value, 0, self._sizes, self._group))
         mx.eval(full.parameters())
@@ -97,15 +80,15 @@ class _VocabParallel(nn.Module):
 
     def _rows(self, tokens: mx.array) -> mx.array:
         """The embeddings of tokens, numbered from this rank's first."""
-        raise NotImplementedError
-
-    def _logits(self, x: mx.array) -> mx.array:
-        raise NotImplementedError
-
-    def _extra_repr(self) -> str:
-        settings = "".join(f", {key}={value}" for key, value in quantization(self).items())
-        rank, ranks = self._group.rank(), self._group.size()
-        return f"{self.num_embeddings}, {self.dims}{settings}, rank={rank} of {ranks}, size={self._sizes[rank]}"
+        config = quantization(self)
+        if not config:
+            return self["weight"][tokens]
+        if tokens.size == 0:  # MLX dequantizes no array without elements, and no vector
+            return self._rows(mx.zeros((1,), tokens.dtype))[:0].reshape(*tokens.shape, self.dims)
+        flat, biases = tokens.reshape(-1), self.get("biases")
+        biases = None if biases is None else biases[flat]
+        rows = mx.dequantize(self["weight"][flat], self["scales"][flat], biases, **config)
+        return rows.reshape(*tokens.shape, self.dims)
 
 
 class VocabParallelEmbedding(_VocabParallel):
@@ -114,14 +97,10 @@ class VocabParallelEmbedding(_VocabParallel):
     Called with tokens, integers of any shape (...) that are the same on all ranks, it returns their embeddings, shape
     (..., dims), the same on all ranks and bitwise those of ``nn.Embedding``: one all_sum of them, to which each rank
     gives zeros for the tokens of others. A token from outside the vocabulary has an embedding of zeros. The gradient
-    of ``weight`` is this rank's rows of that of ``nn.Embedding``.
-
-    Parameters: ``weight``, shape (sizes[rank], dims), with the initial values of ``nn.Embedding``: seed all ranks
-    alike. Attributes: ``num_embeddings`` and ``dims`` of the full model, ``sizes`` and ``group``.
+    of ``weight`` is this rank's rows of that of ``nn.Embedding``; the initial values too: seed all ranks alike.
 
     Args:
-        num_embeddings: the size of the vocabulary, at least one token for each rank.
-        dims: the size of an embedding.
+        num_embeddings, dims: the size of the vocabulary, at least one token for each rank, and of an embedding.
         gather_output: whether :meth:`as_linear` returns all logits, on every rank, instead of this rank's.
         rank_shares: one positive number a rank, to shard the vocabulary in proportion to; ``None`` for equal shards.
         group: the ranks, which make the layer together; ``None`` is the group of ``mlxdist.init()``.
@@ -144,7 +123,7 @@ class VocabParallelEmbedding(_VocabParallel):
             for name, number in (("num_embeddings", num_embeddings), ("dims", dims)):
                 if not isinstance(number, Integral) or number < 1:
                     raise InvalidArgument(f"VocabParallelEmbedding: {name} must be at least 1, not {number!r}")
-            super().__init__(nn.Embedding(num_embeddings, dims), gather_output, rank_shares, group)
+            self._shard(nn.Embedding(num_embeddings, dims), gather_output, rank_shares, group)
 
     @classmethod
     def from_embedding(
@@ -163,7 +142,9 @@ class VocabParallelEmbedding(_VocabParallel):
             InvalidArgument: on all ranks, as for the class, and if ``embedding`` is something else on one of them.
         """
         group = group_of(group)
-        kind = QuantizedVocabParallelEmbedding if isinstance(embedding, nn.QuantizedEmbedding) else cls
+        is_quantized = isinstance(embedding, nn.QuantizedEmbedding)
+        kind: type[VocabParallelEmbedding | QuantizedVocabParallelEmbedding]
+        kind = QuantizedVocabParallelEmbedding if is_quantized else cls
         layer = kind.__new__(kind)
         with agreed(f"{cls.__name__}.from_embedding", group, gather_output, rank_shares, described(embedding)):
             kinds = (nn.Embedding, nn.QuantizedEmbedding)
@@ -172,7 +153,7 @@ class VocabParallelEmbedding(_VocabParallel):
                     f"{cls.__name__}.from_embedding: the layer must be an nn.Embedding or nn.QuantizedEmbedding, not "
                     f"{type(embedding).__name__}"
                 )
-            _VocabParallel.__init__(layer, embedding, gather_output, rank_shares, group)
+            layer._shard(embedding, gather_output, rank_shares, group)
         return layer
 
     def to_quantized(
@@ -180,60 +161,25 @@ class VocabParallelEmbedding(_VocabParallel):
     ) -> "QuantizedVocabParallelEmbedding":
         """The quantized form, with what the full embedding's would have: for ``nn.quantize``. No collective.
 
-        Args:
-            group_size, bits, mode, quantize_input: as in ``nn.Embedding.to_quantized``; ``None`` for MLX's default.
+        ``group_size``, ``bits``, ``mode``, ``quantize_input``: as in ``nn.Embedding.to_quantized``.
         """
         local = nn.Embedding(1, self.dims)
-        local.weight = self.weight
-        local = local.to_quantized(group_size, bits, mode, quantize_input)
-        layer = QuantizedVocabParallelEmbedding.__new__(QuantizedVocabParallelEmbedding)
-        nn.Module.__init__(layer)
-        for key in ("num_embeddings", "dims", "gather_output", "_sizes", "_group"):
-            setattr(layer, key, getattr(self, key))
-        for key, value in (quantization(local) | local.parameters()).items():
-            setattr(layer, key, value)
-        layer.freeze()
-        return layer
-
-    def _rows(self, tokens: mx.array) -> mx.array:
-        return self.weight[tokens]
-
-    def _logits(self, x: mx.array) -> mx.array:
-        return x @ self.weight.T
+        local.weight = self["weight"]
+        return with_weight_of(
+            self, QuantizedVocabParallelEmbedding, local.to_quantized(group_size, bits, mode, quantize_input)
+        )
 
 
 class QuantizedVocabParallelEmbedding(_VocabParallel):
     """``nn.QuantizedEmbedding`` of which each rank holds a shard of the rows; otherwise as VocabParallelEmbedding.
 
-    Made by ``VocabParallelEmbedding.from_embedding`` of an ``nn.QuantizedEmbedding``, or by ``nn.quantize``. Each row
-    has its own quantization groups, so that these do not limit where the vocabulary can be sharded. Parameters:
+    Made by ``VocabParallelEmbedding.from_embedding`` or by ``nn.quantize``. Parameters:
     ``weight``, ``scales`` and, in the mode "affine", ``biases``, frozen; attributes besides: ``group_size``, ``bits``,
     ``mode``.
     """
 
-    def _rows(self, tokens: mx.array) -> mx.array:
-        if tokens.size == 0:  # MLX dequantizes no array without elements, and no vector
-            return self._rows(mx.zeros((1,), tokens.dtype))[:0].reshape(*tokens.shape, self.dims)
-        shape, tokens = tokens.shape, tokens.reshape(-1)
-        rows = [None if p is None else p[tokens] for p in (self.weight, self.scales, self.get("biases"))]
-        return mx.dequantize(*rows, **quantization(self)).reshape(*shape, self.dims)
 
-    def _logits(self, x: mx.array) -> mx.array:
-        return mx.quantized_matmul(
-            x, self.weight, scales=self.scales, biases=self.get("biases"), transpose=True, **quantization(self)
-        )
-
-
-class _LMHead:
-    """What the plain and the quantized head share: no segments, and as even as can be without ``rank_shares``."""
-
-    uneven = True
-
-    def _options(self) -> dict[str, object]:
-        return {name: getattr(self, name) for name in ("gather_output", "sequence_parallel")}
-
-
-class ParallelLMHead(_LMHead, ColumnParallelLinear):
+class ParallelLMHead(ColumnParallelLinear):
     """The output layer of a language model, of which each rank computes the logits of a shard of the vocabulary.
 
     A :class:`mlxdist.nn.ColumnParallelLinear` whose outputs need not be a multiple of the ranks. Called with shape
@@ -241,29 +187,27 @@ class ParallelLMHead(_LMHead, ColumnParallelLinear):
     ``sizes``, what the functions of :mod:`mlxdist.nn.tensor_parallel.sampling` take. With ``gather_output`` it returns
     all of them, by one all_gather of padded shards: for code without sharded logits, such as mlx-lm's ``generate``.
 
-    ``from_linear`` makes it of an ``nn.Linear``, and a :class:`QuantizedParallelLMHead` of an ``nn.QuantizedLinear``;
-    ``to_linear`` is the way back.
-
     Args:
         input_dims: features of the input.
         output_dims: the size of the vocabulary, at least one token for each rank.
         bias: as in ``nn.Linear``; it is sharded like the vocabulary.
-        gather_output: return all logits on all ranks.
-        sequence_parallel: the input is this rank's shard of the sequence, axis -2; the output is of the full one.
-        rank_shares: one positive number a rank, to shard the vocabulary in proportion to; ``None`` for equal shards.
-        group: the ranks; ``None`` is the group of ``mlxdist.init()``.
+        gather_output, sequence_parallel, rank_shares, group: as of ``ColumnParallelLinear``.
 
     Raises:
         InvalidArgument: the vocabulary cannot be sharded so: the same on all ranks, before any collective.
     """
 
+    uneven = True
 
-class QuantizedParallelLMHead(_LMHead, QuantizedColumnParallelLinear):
+
+class QuantizedParallelLMHead(QuantizedColumnParallelLinear):
     """:class:`ParallelLMHead` with a quantized weight; its parameters are frozen. Each token has its own groups.
 
     Args:
         group_size, bits, mode: as in ``nn.QuantizedLinear``; the others as for :class:`ParallelLMHead`.
     """
+
+    uneven = True
 
 
 pair(ParallelLMHead, QuantizedParallelLMHead)
