@@ -1,35 +1,64 @@
 """What it costs when ranks meet before each operation, as they do for 256 operations after `mlxdist.meet()` on GPUs.
 
-    MLXDIST_MEET_AFTER=2 mlxdist launch -n 2 -- python benchmarks/meetings.py
+    python benchmarks/meetings.py
 
 With and without meetings, alternately: a training step of the demo's model, and eight sums of 4 KiB in a chain, as in
-one token of a small model. Prints medians and ranges.
+one token of a small model. Needs mlx-lm.
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
-import mlx.optimizers as optim
 import numpy as np
-from mlx_lm.models import qwen3
 
 import mlxdist
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import train_and_generate as demo  # noqa: E402
+from mlxdist.tools.bench.rank import time_case
+from mlxdist.tools.bench.results import comparison_table
+from mlxdist.tools.bench.runner import Report, Runner, benchmark
+from mlxdist.tools.bench.timing import Work, interleave
 
 MEETING_OPERATIONS = 256  # of native/engine/meeting.h
-REPEATS = 9
+MEETS, DOES_NOT = "with meetings", "without meetings"
+
+
+class Meetings:
+    """Cases: operation. Parameters: repeats."""
+
+    def __init__(self, world: mlxdist.Group, parameters: dict[str, Any]) -> None:
+        self.world, self.take = world, partial(interleave, repeats=parameters["repeats"], calls=1)
+        self.steps = {"training step": training_step(), "8 sums": sums}
+
+    def __call__(self, case: dict[str, Any]) -> list[dict[str, Any]]:
+        step, messages = self.steps[case["operation"]], {}
+        for name in (MEETS, DOES_NOT):
+            self._begin(name)
+            before = self.world.stats()["meeting_messages"]
+            step()
+            messages[name] = self.world.stats()["meeting_messages"] - before
+        works = {name: Work(step, before=partial(self._begin, name)) for name in messages}
+        results = time_case(self.world, case, works, self.take)
+        return [result | {"messages": messages[result["variant"]]} for result in results]
+
+    def _begin(self, name: str) -> None:
+        mlxdist.meet()
+        for _ in range(MEETING_OPERATIONS if name == DOES_NOT else 0):
+            self.world.barrier()
 
 
 def training_step() -> Callable[[], None]:
+    import mlx.nn as nn
+    import mlx.optimizers as optim
+    from mlx_lm.models import qwen3
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    import train_and_generate as demo
+
     mx.random.seed(0)
     model = qwen3.Model(qwen3.ModelArgs.from_dict(demo.MODEL))
     optimizer = optim.AdamW(1e-4)
@@ -52,39 +81,14 @@ def sums() -> None:
     mx.eval(y)
 
 
-def measure(step: Callable[[], None], repeats: int) -> tuple[float, float]:
-    """Seconds and messages of meetings, per step."""
-    group = mlxdist.init()
-    before, begin = group.stats()["meeting_messages"], time.perf_counter()
-    for _ in range(repeats):
-        step()
-    seconds = (time.perf_counter() - begin) / repeats
-    return seconds, (group.stats()["meeting_messages"] - before) / repeats
-
-
-def compare(name: str, step: Callable[[], None], repeats: int) -> None:
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    messages: dict[bool, float] = {}
-    step()
-    for _ in range(REPEATS):
-        for meets in (True, False):
-            mlxdist.meet()
-            for _ in range(0 if meets else MEETING_OPERATIONS):
-                mlxdist.barrier()
-            took, messages[meets] = measure(step, repeats)
-            seconds[meets].append(took)
-    with_, without = (statistics.median(seconds[meets]) for meets in (True, False))
-    if mlxdist.get_rank() == 0:
-        for meets, median in ((True, with_), (False, without)):
-            low, high = min(seconds[meets]), max(seconds[meets])
-            words = f"{'with' if meets else 'without'} meetings"
-            print(
-                f"{name:14} {words:17} {median * 1e6:9.1f} us ({low * 1e6:.1f} to {high * 1e6:.1f})"
-                f"  {messages[meets]:4.1f} messages of rank 0"
-            )
-        print(f"{name:14} {(with_ - without) / without:+.1%}")
+@benchmark(repeats=30, two_ranks_here=True)
+def meetings(runner: Runner) -> Report:
+    """Time steps with and without meetings on two ranks of this machine."""
+    cases = [{"operation": "training step"}, {"operation": "8 sums"}]
+    results = runner.run(f"{__file__}:Meetings", cases, variables={"MLXDIST_MEET_AFTER": "2"})
+    sent = {f"messages {name}": lambda row, name=name: str(row[name]["messages"]) for name in (DOES_NOT, MEETS)}
+    return Report(results, lambda found, console: console.print(comparison_table(found, "", console, more=sent)))
 
 
 if __name__ == "__main__":
-    compare("training step", training_step(), 8)
-    compare("8 sums", sums, 30)
+    meetings()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlxdist.tools.bench.results import Target, by_case
+from mlxdist.tools.bench.results import Target, find
+from mlxdist.tools.bench.sizes import format_size
 
 KIB, MIB = 1 << 10, 1 << 20
 CHAIN = 50
@@ -40,54 +41,27 @@ def cases(largest: int) -> list[dict[str, Any]]:
 
 def targets(results: dict[str, Any]) -> list[Target]:
     """The table. ``results``: as vs_peers.py writes them."""
-    rows = by_case(results)
     table = []
-    for bounds_of, at_least in ((MOST, False), (LEAST, True)):
-        for name, operation, dtype, size, chain, bounds in bounds_of:
-            row = _find(rows, operation=operation, dtype=dtype, bytes=size, chain=chain)
-            table += [_compared(name, row, other, bound, at_least) for other, bound in bounds.items()]
+    for name, operation, dtype, size, chain, limits in MOST:
+        row = find(results, operation=operation, dtype=dtype, bytes=size, chain=chain)
+        table += [_within(name, row, limit, bound) for limit, bound in limits.items()]
+    for name, operation, dtype, size, chain, peers in LEAST:
+        row = find(results, operation=operation, dtype=dtype, bytes=size, chain=chain)
+        table += [Target.slower(name, row, OURS, [peer], bound) for peer, bound in peers.items()]
     for size, (limit, bound) in ENGINE.items():
-        name = f"C level: all_reduce {size // MIB} MiB" if size >= MIB else f"C level: all_reduce {size // KIB} KiB"
-        row = _find(rows, operation="all_reduce", bytes=size)
-        table.append(_compared(name, row, limit, bound))
+        row = find(results, operation="all_reduce", bytes=size)
+        table.append(_within(f"C level: all_reduce {format_size(size)}", row, limit, bound))
     slabs = results["setup"].get("slab_bytes")
     table.append(Target(f"slab memory per rank, {SLAB_RANKS} ranks", "16 MiB or less", slabs and slabs / MIB, 16))
     for ranks, bound in OVERSUBSCRIBED_US.items():
         name = f"all_sum 8 KiB, {ranks} ranks, not pinned, NumPy arrays"
-        mine = _find(rows, operation="all_sum", ranks=ranks).get(OURS)
-        found = mine and mine["microseconds"] and _times(mine["microseconds"], 1.0)
-        table.append(_target(name, f"{bound:g} us or less", found, bound, right=not (mine and mine["refused"])))
+        mine = find(results, operation="all_sum", ranks=ranks).get(OURS)
+        table.append(Target.of(name, f"{bound:g} us or less", mine and mine["microseconds"], 1.0, bound))
     return table
 
 
-def _compared(name: str, row: dict[str, Any], other: str, bound: float, at_least: bool = False) -> Target:
+def _within(name: str, row: dict[str, Any], limit: str, bound: float) -> Target:
     """Ours compared with a limit of the machine or a peer, in the same blocks."""
-    wanted = f"{other} takes {bound:g}x or more" if at_least else f"{bound:g}x {other} or less"
-    mine, found = row.get(OURS), None
-    if mine and mine["microseconds"]:
-        theirs = row[other]["microseconds"] if other in row else mine.get(other)
-        if theirs:
-            times = mine["microseconds"]
-            found = _times(theirs, times["median"]) if at_least else _times(times, theirs["median"])
-    return _target(name, wanted, found, bound, at_least)
-
-
-def _times(measured: dict[str, float], one: float) -> list[float]:
-    """Median, least and most, as multiples of ``one``."""
-    return [measured[name] / one for name in ("median", "min", "max")]
-
-
-def _target(
-    name: str, wanted: str, found: list[float] | None, bound: float, at_least: bool = False, right: bool = True
-) -> Target:
-    median, *ends = found or [None]
-    return Target(name, wanted, median, bound, at_least, right, ends or None)
-
-
-def _find(rows: list[dict[str, dict[str, Any]]], **wanted: Any) -> dict[str, dict[str, Any]]:
-    """By variant, the results of the case that has these fields."""
-    for row in rows:
-        case = next(iter(row.values()))["case"]
-        if all(case.get(name) == value for name, value in wanted.items()):
-            return row
-    return {}
+    mine = row.get(OURS, {"microseconds": None})
+    one = row[limit]["microseconds"] if limit in row else mine.get(limit)
+    return Target.of(name, f"{bound:g}x {limit} or less", mine["microseconds"], one and one["median"], bound)

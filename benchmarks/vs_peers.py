@@ -1,7 +1,8 @@
 """mlxdist compared with MLX's ring, Open MPI, gloo and mpi4py on this machine: a table, two curves and JSON.
 
-    python benchmarks/vs_peers.py --setup-gloo ~/gloo --setup-mpi4py ~/mpi4py    once, for two of the peers
     python benchmarks/vs_peers.py --gloo ~/gloo --mpi4py ~/mpi4py
+
+The two directories are environments with torch and with mpi4py; without one of them, the program says how to make it.
 
 MLX's ring, Open MPI through MLX, MPI_Alltoall through mpi4py and mlxdist run in the same two processes, each pinned to
 a core, in shuffled blocks, and with them the machine's own limits: as many bytes from one core to the other, and copied
@@ -14,7 +15,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-import venv
 from pathlib import Path
 from typing import Any
 
@@ -26,47 +26,34 @@ from mlxdist.launch.backends import free_ports
 from mlxdist.tools.bench.machine import describe_command
 from mlxdist.tools.bench.results import comparison_table
 from mlxdist.tools.bench.runner import Report, Runner, finish, repeats_option, require_package, without_missing_mpi
-from mlxdist.tools.bench.sizes import size_range
+from mlxdist.tools.bench.sizes import names_of, size_range
 
 HERE = Path(__file__).parent
 KIB, MIB = 1 << 10, 1 << 20
 CURVE_CHAIN_UP_TO = 64 * KIB
 # The last torch that this was run with, without CUDA; from the index where torch keeps such wheels.
-TORCH = "torch==2.13.0+cpu" if sys.platform == "linux" else "torch==2.13.0"
-TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+TORCH = "torch==2.13.0 numpy --extra-index-url https://download.pytorch.org/whl/cpu"
+if sys.platform == "linux":
+    TORCH = TORCH.replace("2.13.0", "2.13.0+cpu")
 
 
 @click.command()
-@click.option("--baseline", default="ring,mpi", show_default=True, help="MLX backends: ring, mpi (needs mpirun).")
-@click.option("--gloo", type=click.Path(file_okay=False, path_type=Path), help="Environment made by --setup-gloo.")
-@click.option("--mpi4py", type=click.Path(file_okay=False, path_type=Path), help="Made by --setup-mpi4py.")
-@click.option("--setup-gloo", type=click.Path(path_type=Path), help="Make an environment with torch here, and exit.")
-@click.option("--setup-mpi4py", type=click.Path(path_type=Path), help="Make one with mpi4py here, and exit.")
+@click.option(
+    "--baseline", type=names_of(("ring", "mpi")), default="all", help="MLX backends: ring, mpi (needs mpirun)."
+)
+@click.option("--gloo", type=click.Path(file_okay=False, path_type=Path), help="Environment with torch.")
+@click.option("--mpi4py", type=click.Path(file_okay=False, path_type=Path), help="One with mpi4py.")
 @repeats_option(15)
 @click.option("--quick", is_flag=True, help="3 repeats, sizes up to 256 KiB: to see that it works.")
 @click.option("--output", type=click.Path(path_type=Path), default="vs_peers.json", show_default=True)
 @click.option("--plot", type=click.Path(path_type=Path), default="vs_peers.png", show_default=True)
 def main(
-    baseline: str,
-    gloo: Path | None,
-    mpi4py: Path | None,
-    setup_gloo: Path | None,
-    setup_mpi4py: Path | None,
-    repeats: int,
-    quick: bool,
-    output: Path,
-    plot: Path,
+    baseline: list[str], gloo: Path | None, mpi4py: Path | None, repeats: int, quick: bool, output: Path, plot: Path
 ) -> None:
     """Measure mlxdist and its peers in turn, on two ranks of this machine."""
-    if setup_gloo or setup_mpi4py:
-        if setup_gloo:
-            _setup(setup_gloo, [TORCH, "numpy", "--extra-index-url", TORCH_INDEX])
-        if setup_mpi4py:
-            _setup(setup_mpi4py, ["mpi4py"])
-        return
-    backends = _backends(baseline)
+    backends = without_missing_mpi(baseline)
     require_package("matplotlib", "bench")
-    gloo_python = gloo and _python_of(gloo, "--setup-gloo")
+    gloo_python = gloo and _python_of(gloo, TORCH)
     mpi4py_packages = mpi4py and _packages_of(mpi4py, "mpi" in backends)
     results = _measure(
         backends, gloo_python, mpi4py_packages, 3 if quick else repeats, 256 * KIB if quick else 64 * MIB
@@ -89,24 +76,11 @@ def _show(results: dict[str, Any], console: Console) -> None:
     console.print("gloo, if any, has two processes of its own on the same cores, between the others' blocks.")
 
 
-def _setup(directory: Path, packages: list[str]) -> None:
-    venv.create(directory, with_pip=True)
-    if subprocess.run([directory / "bin" / "python", "-m", "pip", "install", *packages]).returncode:
-        raise click.ClickException(f"pip could not install {packages[0]} into {directory}; its output is above")
-
-
-def _backends(baseline: str) -> list[str]:
-    backends = [name for name in dict.fromkeys(baseline.split(",")) if name]
-    for name in backends:
-        if name not in ("ring", "mpi"):
-            raise click.BadParameter(f"{name!r} is not one of ring, mpi", param_hint="--baseline")
-    return without_missing_mpi(backends)
-
-
-def _python_of(directory: Path, option: str) -> str:
+def _python_of(directory: Path, packages: str) -> str:
     python = directory / "bin" / "python"
     if not python.exists():
-        raise click.ClickException(f"there is no environment in {directory}; make it with {option} {directory}")
+        advice = f"{sys.executable} -m venv {directory} && {directory}/bin/pip install {packages}"
+        raise click.ClickException(f"there is no environment in {directory}; make it: {advice}")
     return str(python)
 
 
@@ -115,7 +89,7 @@ def _packages_of(directory: Path, mpi: bool) -> str:
     if not mpi:
         raise click.ClickException("--mpi4py needs Open MPI in the same processes: mpirun, and mpi in --baseline")
     program = "import sysconfig, sys; print(sysconfig.get_path('purelib')); print(*sys.version_info[:2])"
-    command = [_python_of(directory, "--setup-mpi4py"), "-c", program]
+    command = [_python_of(directory, "mpi4py"), "-c", program]
     packages, version = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     if version != f"{sys.version_info[0]} {sys.version_info[1]}":
         raise click.ClickException(f"{directory} was made with Python {version}, not this one; make it again")

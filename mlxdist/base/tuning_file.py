@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from .atomic_file import replace_file
 from .errors import InvalidArgument
+from .validation import read_bounded
 
 __all__ = ["SECTIONS", "default_path", "find", "read_section", "setting", "strict_json", "update"]
 
@@ -98,14 +99,7 @@ def _lines(value: Any) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ValueError(error.strerror) from None
-    if len(data) > MAX_FILE_BYTES:
-        raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
-    content = strict_json(data)
+    content = strict_json(read_bounded(path, MAX_FILE_BYTES))
     if not isinstance(content, dict):
         raise ValueError("it is not a JSON object")
     schema = content.get("schema")

@@ -14,7 +14,7 @@ from mlxdist.base import tuning_file
 from mlxdist.base.errors import InvalidArgument, ResourceError
 from mlxdist.base.output_file import try_to_open
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
-from mlxdist.tools.bench.sizes import Names, Size, format_size
+from mlxdist.tools.bench.sizes import SIZE, format_size, names_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,7 +27,7 @@ PARTS = ("hosts", "algorithms", "experts")
 @click.command()
 @host_options
 @click.option("-n", "each", type=click.IntRange(1), help="Ranks of algorithms and experts, on each host.  [default: 2]")
-@click.option("--only", "parts", type=Names(PARTS), default="all", metavar="A,B", help=f"Of {', '.join(PARTS)}.")
+@click.option("--only", "parts", type=names_of(PARTS), default="all", metavar="A,B", help=f"Of {', '.join(PARTS)}.")
 @click.option(
     "--seconds",
     type=click.FloatRange(0.1, 3600),
@@ -35,8 +35,8 @@ PARTS = ("hosts", "algorithms", "experts")
     show_default=True,
     help="To measure the hosts, all at once; then again for all links together.",
 )
-@click.option("--min", "smallest", type=Size(), default="1KiB", show_default=True, help="Smallest input of algorithms.")
-@click.option("--max", "largest", type=Size(), default="16MiB", show_default=True, help="Largest input, in steps of 4.")
+@click.option("--min", "smallest", type=SIZE, default="1KiB", show_default=True, help="Smallest input of algorithms.")
+@click.option("--max", "largest", type=SIZE, default="16MiB", show_default=True, help="Largest input, in steps of 4.")
 @click.option(
     "--repeats", type=click.IntRange(3, 1000), default=9, show_default=True, help="Blocks measured per algorithm."
 )
@@ -69,7 +69,7 @@ def calibrate(
         mlxdist calibrate -n 4 --only algorithms                 four ranks; the rows for two stay
 
     hosts: how fast each host computes, reads memory and talks to the others. The measurements become the shares of
-    ranks on machines of unequal speed: rank_shares="memory" or "compute" wherever a plan or layer takes rank_shares, and
+    ranks on machines of unequal speed: rank_shares="memory" or "compute" where a plan or layer takes rank_shares, and
     `mlxdist shard MODEL --hostfile FILE`. algorithms: the fastest algorithm of each operation, by size, for this number
     of ranks. experts: what exchanges of tokens cost, for expert parallelism with mode="auto". What the file says of
     other hosts and numbers of ranks is kept. Other work on the hosts spoils the numbers.

@@ -15,21 +15,9 @@ from mlxdist.base import tuning_file
 from mlxdist.base.environment import ALGORITHMS as SETTINGS
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.base.validation import fields_of, list_of, map_of, number, text
+from mlxdist.base.validation import fields_of, list_of, map_of, number, one_of, text
 
-__all__ = [
-    "ALGORITHMS",
-    "OPERATIONS",
-    "TUNED",
-    "Row",
-    "Tuning",
-    "_check_rows",
-    "load",
-    "merge",
-    "pack",
-    "read",
-    "unpack",
-]
+__all__ = ["ALGORITHMS", "OPERATIONS", "TUNED", "Row", "Tuning", "load", "merge", "pack", "read", "unpack"]
 
 # In the order of mlxdist_operation and mlxdist_algorithm in mlxdist.h, which both count from 1.
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", "reduce", "gather", "scatter")
@@ -83,7 +71,8 @@ def load(setting: str | None, environ: Mapping[str, str] = os.environ) -> Tuning
 
 def read(path: Path) -> Tuning:
     """Raises InvalidArgument: the file cannot be read, or is malformed."""
-    return Tuning(*(tuning_file.read_section(path, name, check, []) for name, check in _SECTIONS.items()))
+    rows = tuning_file.read_section(path, "algorithms", _check_rows, [])
+    return Tuning(rows, tuning_file.read_section(path, "expert_links", _check_links, []))
 
 
 def merge(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
@@ -101,8 +90,7 @@ def sections(tuning: Tuning) -> dict[str, Any]:
     """
     found = {"algorithms": [vars(row) for row in tuning.algorithms], "expert_links": tuning.expert_links}
     try:
-        for name, check in _SECTIONS.items():
-            check(found[name])
+        _checked(found)
     except ValueError as error:
         raise InvalidArgument(f"tuning: {error}") from None
     return found
@@ -120,10 +108,7 @@ def unpack(data: bytes) -> Tuning:
         InvalidArgument: these bytes are not from :func:`pack` of this version.
     """
     try:
-        found = tuning_file.strict_json(data)
-        if not isinstance(found, dict) or found.keys() != _SECTIONS.keys():
-            raise ValueError(f"it has not the fields {', '.join(_SECTIONS)}")
-        return Tuning(*(check(found[name]) for name, check in _SECTIONS.items()))
+        return _checked(tuning_file.strict_json(data))
     except ValueError as error:
         raise InvalidArgument(
             f"the tuning that rank 0 sent is malformed: {error}; install the same mlxdist on all hosts"
@@ -157,15 +142,6 @@ def _row(place: int, row: Any) -> Row:
         raise ValueError(f"row {place}: {error}") from None
 
 
-def _one_of(known: Sequence[str]) -> Any:
-    def check(name: str, value: Any) -> str:
-        if value not in known:
-            raise ValueError(f"{name} is {value!r:.50}, not one of {', '.join(known)}")
-        return value
-
-    return check
-
-
 def _positive(name: str, value: Any) -> float:
     if type(value) not in (int, float) or not 0 < value < 1e15:
         raise ValueError(f"{name} is {value!r:.50}, not a number above 0")
@@ -173,10 +149,10 @@ def _positive(name: str, value: Any) -> float:
 
 
 _ROW = {
-    "operation": _one_of(OPERATIONS),
+    "operation": one_of(OPERATIONS),
     "ranks": number(2, MAX_RANKS),
     "bytes": number(0, MAX_BYTES),
-    "algorithm": _one_of(ALGORITHMS),
+    "algorithm": one_of(ALGORITHMS),
 }
 _COST = {"latency": _positive, "bandwidth": _positive}
 _LINK = {
@@ -191,4 +167,7 @@ def _check_links(links: Any) -> list[dict[str, Any]]:
     return list(list_of(lambda name, value: fields_of(_LINK, value), MAX_LINKS)("expert_links", links))
 
 
-_SECTIONS = {"algorithms": _check_rows, "expert_links": _check_links}
+def _checked(found: Any) -> Tuning:
+    if not isinstance(found, dict) or found.keys() != {"algorithms", "expert_links"}:
+        raise ValueError("it has not the fields algorithms, expert_links")
+    return Tuning(_check_rows(found["algorithms"]), _check_links(found["expert_links"]))

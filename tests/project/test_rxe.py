@@ -177,7 +177,7 @@ def test_devices_are_those_of_pyverbs(machine):
 
 def test_perftest_side_by_side(machine):
     """Both run; how fast they are is for benchmarks/verbs.py to say, on a quiet machine."""
-    cases = verbs.measure(machine, rounds=1, latency_sizes=[8, 4096], bandwidth_sizes=[64 << 10, 1 << 20])
+    cases = verbs.measure(machine, repeats=1, latency_sizes=[8, 4096], bandwidth_sizes=[64 << 10, 1 << 20])
     results_console().print(verbs.table(cases))
     assert all(case.ours and min(case.ours) > 0 for case in cases)
     assert all(case.hung or min(case.perftest) > 0 for case in cases)

@@ -1,18 +1,14 @@
-"""`mlxdist bench tp` and benchmarks/layers_vs_mlx.py: that they run, check and judge. No test looks at times."""
+"""`mlxdist bench tp`: that it runs, checks and judges. No test looks at times."""
 
-import importlib.util
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from mlxdist.tools.bench.limits import limits_line
 from mlxdist.tools.bench.results import by_case
-from mlxdist.tools.bench.tp import communication
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from mlxdist.tools.bench.tp import communication, targets
 
 
 def run(*arguments: str, status: int = 0) -> subprocess.CompletedProcess:
@@ -24,7 +20,7 @@ def run(*arguments: str, status: int = 0) -> subprocess.CompletedProcess:
 @pytest.mark.long
 def test_layers(tmp_path):
     output = tmp_path / "layers.json"
-    arguments = ["--shape", "all", "--hidden", "128", "--phase", "all", "--tokens", "3", "--repeats", "3"]
+    arguments = ["--shape", "all", "--hidden", "128", "--phase", "decode,prefill", "--tokens", "3", "--repeats", "3"]
     printed = run("-m", "mlxdist", "bench", "tp", *arguments, "--device", "cpu", "--output", str(output)).stdout
     results = json.loads(output.read_text())
     rows = by_case(results)
@@ -47,9 +43,9 @@ def test_layers(tmp_path):
 @pytest.mark.long
 def test_whole_models_and_targets(tmp_path):
     output = tmp_path / "layers.json"
-    arguments = ["--shape", "qwen", "--hidden", "128", "--model-hidden", "128", "--model-layers", "2", "--tokens", "3"]
-    script = str(BENCHMARKS / "layers_vs_mlx.py")
-    printed = run(script, *arguments, "--repeats", "3", "--device", "cpu", "--output", str(output)).stdout
+    arguments = ["--shape", "qwen", "--hidden", "128", "--phase", "generate", "--layers", "2", "--targets"]
+    arguments += ["--repeats", "3", "--device", "cpu", "--output", str(output)]
+    printed = run("-m", "mlxdist", "bench", "tp", *arguments).stdout
     results = json.loads(output.read_text())
     generated = {r["variant"]: r for r in results["cases"] if r["case"]["operation"] == "generate"}
     assert {"split", "ring", "tp1", "tp1 split"} <= set(generated)
@@ -62,31 +58,20 @@ def test_refused():
     assert "'100' is not a multiple of 128" in words
 
 
-def load(name: str):
-    specification = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[name] = module
-    specification.loader.exec_module(module)
-    return module
-
-
-def test_targets(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    layers = load("layers_vs_mlx")
-
+def test_targets():
     def row(hidden: int, ours: float, wrong: int = 0, operation: str = "decode") -> list[dict]:
         times = {"lazy": ours, "split": ours, "ring": 2.0, "ring compiled": 1.5, "tp1": 3.0}
         case = {"family": "mixtral", "operation": operation, "hidden": hidden}
         refused = "wrong" if wrong else None
         return [
             {"case": case, "variant": name, "wrong": wrong, "refused": refused, "engine": {"median": ours / 100}}
-            | {"microseconds": None if refused else {"median": time}}
+            | {"microseconds": None if refused else dict.fromkeys(("median", "min", "max"), time)}
             for name, time in times.items()
         ]
 
     def met(*rows: list[dict]) -> list[bool | None]:
         results = {"setup": {"device": "cpu"}, "cases": [result for row in rows for result in row]}
-        return [target.judged()["met"] for target in layers.targets(results)[:4]]
+        return [target.judged()["met"] for target in targets(results, ["mixtral"])]
 
     model = row(1024, 1.0, operation="generate")
     assert met(row(256, 1.0), row(1024, 1.0), row(4096, 1.0), model) == [True] * 4

@@ -30,10 +30,10 @@ def rows(job):
 
 
 def with_step(folder, program):
-    """A copy of the project with another program for a step."""
-    path = folder / "scripts" / "two_nodes"
-    path.mkdir(parents=True)
-    (path / "sendrecv.py").write_text(program)
+    """A copy of the project with another program for the steps."""
+    path = folder / "scripts"
+    path.mkdir()
+    (path / "check_two_nodes.py").write_text(program)
     return ["--remote-dir", folder, "--only", "sendrecv"]
 
 
@@ -41,7 +41,7 @@ def with_step(folder, program):
 def test_help(script):
     job = run(SCRIPTS / script, "--help")
     assert job.returncode == 0 and job.stderr == ""
-    assert job.stdout.startswith(f"usage: {script} ")
+    assert job.stdout.startswith(f"Usage: {script} ")
     for option in ("node0", "node1", "node0-ip", "node1-ip", "remote-dir", "help"):
         assert f"\n  --{option} " in job.stdout or job.stdout.endswith(f"\n  --{option}\n"), option
 
@@ -49,12 +49,12 @@ def test_help(script):
 @pytest.mark.parametrize(
     "options, words",
     [
-        ([], "--node0 is missing (or RMLX_NODE0)"),
-        (["--node0", "a"], "--node1 is missing (or RMLX_NODE1)"),
-        (["--node0"], "--node0 needs a value"),
-        (["--node2", "a"], "there is no option --node2"),
-        ([*HERE, "--only"], "--only needs a value"),
-        ([*HERE, "--only", "nothing"], "there is no step nothing"),
+        ([], "Missing option '--node0' (env var: 'RMLX_NODE0')"),
+        (["--node0", "a"], "Missing option '--node1' (env var: 'RMLX_NODE1')"),
+        (["--node0"], "Option '--node0' requires an argument"),
+        (["--node2", "a"], "No such option '--node2'"),
+        ([*HERE, "--only"], "Option '--only' requires an argument"),
+        ([*HERE, "--only", "nothing"], "'nothing' is not one of 'sendrecv', 'registration'"),
         (["--node0", "a;b", "--node1", "c"], "'a;b' is no name or address of a host"),
         ([*HERE, "--node0-ip", "192.168.0"], "'192.168.0' is no IP address"),
     ],

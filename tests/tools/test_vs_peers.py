@@ -71,7 +71,7 @@ def test_open_mpi_in_the_same_processes(tmp_path):
     "arguments, status, words",
     [
         (["--baseline", "carrier-pigeon"], 2, "'carrier-pigeon' is not one of ring, mpi"),
-        (["--gloo", "nowhere"], 1, "there is no environment in nowhere; make it with --setup-gloo nowhere"),
+        (["--gloo", "nowhere"], 1, "there is no environment in nowhere; make it: "),
         (["--baseline", "ring", "--mpi4py", "nowhere"], 1, "--mpi4py needs Open MPI in the same processes"),
     ],
 )

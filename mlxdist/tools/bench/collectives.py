@@ -10,7 +10,7 @@ from rich.console import Console
 from .bandwidth import OPERATIONS
 from .results import limits_table
 from .runner import Report, Runner, benchmark
-from .sizes import Names, Size, check_range, check_sizes, format_size, size_range, unit_of
+from .sizes import SIZE, SIZES, check_range, check_sizes, format_size, names_of, size_range, sized_cases
 
 DTYPES = (
     "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
@@ -19,11 +19,11 @@ DTYPES = (
 
 
 @benchmark(repeats=15)
-@click.option("--op", "operations", type=Names(tuple(OPERATIONS)), default="all", help="Operations [default: all].")
-@click.option("--dtype", "dtypes", type=Names(DTYPES), default="float32", show_default=True, help="dtypes, or all.")
-@click.option("--sizes", type=Size(many=True), help="These sizes, not those of --min and --max: 4KiB,1MiB.")
-@click.option("--min", "smallest", type=Size(), default="4KiB", show_default=True, help="Smallest size.")
-@click.option("--max", "largest", type=Size(), default="64MiB", show_default=True, help="Largest size, in steps of 4.")
+@click.option("--op", "operations", type=names_of(tuple(OPERATIONS)), default="all", help="Operations [default: all].")
+@click.option("--dtype", "dtypes", type=names_of(DTYPES), default="float32", show_default=True, help="dtypes, or all.")
+@click.option("--sizes", type=SIZES, help="These sizes, not those of --min and --max: 4KiB,1MiB.")
+@click.option("--min", "smallest", type=SIZE, default="4KiB", show_default=True, help="Smallest size.")
+@click.option("--max", "largest", type=SIZE, default="64MiB", show_default=True, help="Largest size, in steps of 4.")
 @click.option(
     "--api",
     type=click.Choice(["mlx", "engine"]),
@@ -53,12 +53,7 @@ def collectives(
         raise click.BadParameter(f"{format_size(smallest)} is more than --max", param_hint="--min")
     kinds = [(operation, dtype) for operation in operations for dtype in dtypes]
     check_sizes(sizes, kinds, runner.ranks) if sizes else check_range(smallest, kinds, runner.ranks)
-    cases = [
-        {"operation": operation, "dtype": dtype, "bytes": size // unit * unit}
-        for operation, dtype in kinds
-        for unit in [unit_of(operation, dtype, runner.ranks)]
-        for size in sizes or size_range(smallest, largest)
-    ]
+    cases = sized_cases(kinds, sizes or size_range(smallest, largest), runner.ranks)
     return Report(runner.run("mlxdist.tools.bench.workloads:Collectives", cases, api=api), _show)
 
 

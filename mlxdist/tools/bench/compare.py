@@ -64,7 +64,7 @@ def compared(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 def differences(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Of two setups: what forbids a comparison, and what else is not the same."""
     facts = [_facts(setup) for setup in (a, b)]
-    found = [], []
+    found: tuple[list[str], list[str]] = [], []
     for name in facts[0]:
         one, two = (fact[name] for fact in facts)
         if one != two:
@@ -83,14 +83,13 @@ def _facts(setup: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compare(a: dict[str, Any] | None, b: dict[str, Any] | None) -> dict[str, Any]:
-    either = a or b
+    either: dict[str, Any] = a or b or {}
     found = {"name": case_name(either["case"]), "variant": either["variant"], "case": either["case"]}
-    times = [side["microseconds"] if side else None for side in (a, b)]
-    found |= {"a": times[0], "b": times[1], "ratio": None, "low": None, "high": None}
-    if None in times:
+    one, two = (side["microseconds"] if side else None for side in (a, b))
+    found |= {"a": one, "b": two, "ratio": None, "low": None, "high": None}
+    if one is None or two is None:
         states = ("missing" if side is None else "refused" if side["refused"] else "present" for side in (a, b))
         return found | {"verdict": "{} in A, {} in B".format(*states)}
-    one, two = times
     overlap = one["p10"] <= two["p90"] and two["p10"] <= one["p90"]
     verdict = "alike" if overlap else "slower" if two["median"] > one["median"] else "faster"
     ratio = two["median"] / one["median"]

@@ -10,10 +10,10 @@ from rich.console import Console
 
 from mlxdist.base.output_file import OUTPUT_FILE
 
-from .results import Target, by_case, case_name, comparison_table, times_of
+from .results import Target, by_case, case_name, comparison_table
 from .runner import ONE_THREAD, Report, Runner, benchmark, require_package
 from .shapes import AUTO, COMPILED, INSIDE, ONE_PROCESS, RING, SHAPES
-from .sizes import Names, Numbers
+from .sizes import multiples_of, names_of
 
 LABELS = {
     RING: "mlx-lm, sharded, on MLX's ring",
@@ -21,16 +21,21 @@ LABELS = {
     COMPILED: "replicated, in mx.compile",
     INSIDE: "every expert sharded inside",
 }
-STYLES = {ONE_PROCESS: {"linestyle": "--", "color": "grey"}, AUTO: {"linewidth": 3, "alpha": 0.4}}
+STYLES: dict[str, dict[str, Any]] = {
+    ONE_PROCESS: {"linestyle": "--", "color": "grey"},
+    AUTO: {"linewidth": 3, "alpha": 0.4},
+}
 FASTER_THAN_ONE_PROCESS = 1.4  # to reach with 128 tokens
 TARGET_TOKENS = 128
 MAX_RANKS = 8  # mixtral has as many experts
 
 
 @benchmark(repeats=9, max_ranks=MAX_RANKS)
-@click.option("--shape", "shapes", type=Names(tuple(SHAPES)), default="all", help="Layers [default: all].")
+@click.option("--shape", "shapes", type=names_of(tuple(SHAPES)), default="all", help="Layers [default: all].")
 @click.option("--scale", type=click.IntRange(1, 256), help="Divide widths by this [default: 16, qwen3.5-moe 8].")
-@click.option("--tokens", type=Numbers(), default="1,2,4,8,16,32,64,128,256,512", show_default=True, help="In a call.")
+@click.option(
+    "--tokens", type=multiples_of(1), default="1,2,4,8,16,32,64,128,256,512", show_default=True, help="In a call."
+)
 @click.option("--sharded", is_flag=True, help="Each rank has its part of the tokens, instead of all ranks all of them.")
 @click.option("--plot", type=OUTPUT_FILE, help="Draw times over tokens into this PNG.")
 def ep(
@@ -53,12 +58,13 @@ def ep(
     target = "mlxdist.tools.bench.expert_layer:Experts"
     results = runner.run(target, cases, scale=scale, sharded=sharded, with_limits=True, variables=ONE_THREAD)
     results["targets"] = [target.judged() for target in targets(results)]
-    files = {}
-    if plot:
+
+    def draw(path: Path) -> None:
         from .plots import draw_tokens  # only now: matplotlib takes a second to load
 
-        files[plot] = lambda path: draw_tokens(results, LABELS, STYLES, path)
-    return Report(results, _show, files)
+        draw_tokens(results, LABELS, STYLES, path)
+
+    return Report(results, _show, {plot: draw} if plot else {})
 
 
 def targets(results: dict[str, Any]) -> list[Target]:
@@ -69,9 +75,7 @@ def targets(results: dict[str, Any]) -> list[Target]:
         wanted = {f"{where}: mlx-lm's sharding": (RING, 1.0)}
         if case["tokens"] == TARGET_TOKENS:
             wanted[f"{where}: one process"] = ONE_PROCESS, FASTER_THAN_ONE_PROCESS
-        for name, (other, bound) in wanted.items():
-            ratio = times_of(row[other], row[AUTO])
-            found.append(Target(name, f"takes {bound:g} times as long or more", ratio, bound, at_least=True))
+        found += [Target.slower(name, row, AUTO, [other], bound) for name, (other, bound) in wanted.items()]
     return found
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx.nn.layers.distributed import shard_inplace
 from mlx.utils import tree_map
@@ -21,7 +23,7 @@ from .mlx_groups import mlx_group
 from .operations import count_off
 from .rank import time_case
 from .shapes import AUTO, COMPILED, INSIDE, ONE_PROCESS, RING, SHAPES, Shape
-from .timing import Work, interleave
+from .timing import Work, asleep, interleave
 
 # A result may differ from the reference by rounding alone: float32, sums of a few hundred terms in another order.
 TOLERANCE = 1e-4
@@ -33,11 +35,11 @@ class Experts:
     def __init__(self, world: mlxdist.Group, parameters: dict[str, Any]) -> None:
         self.world, self.parameters = world, parameters
         self.ring, self.policy = mlx_group("ring", world), Policy(calibrate(world))
-        self.name, self.layer = "", None
+        self.layer: Layer | None = None
 
     def __call__(self, case: dict[str, Any]) -> list[dict[str, Any]]:
-        if case["operation"] != self.name:
-            self.name, shape = case["operation"], SHAPES[case["operation"]].scaled(self.parameters["scale"])
+        shape = SHAPES[case["operation"]].scaled(self.parameters["scale"])
+        if self.layer is None or self.layer.shape != shape:
             self.layer = Layer(shape, self.world, self.ring, self.policy, self.parameters["sharded"])
         return self.layer.results(case, self.parameters["repeats"])
 
@@ -50,29 +52,17 @@ class Layer:
     ) -> None:
         mx.random.seed(0)
         self.shape, self.world, self.sharded = shape, world, sharded
-        self.full = self._block()
-        parameters = tree_map(mx.array, self.full.parameters())
-        self.on_ring = self._block()
-        self.on_ring.update(parameters)
-        shard_as_mlx_lm(self.on_ring, ring)
-        how = {"tokens": "sharded" if sharded else "replicated", "policy": policy}
-        self.parallel = {
-            mode: ExpertParallelSwitchGLU.from_switch(self.full.switch_mlp, world, mode=mode, **how)
-            for mode in (*MODES, AUTO)
-        }
+        self.full = make_block(shape)
+        self.on_ring = shard_as_mlx_lm(self.full, shape, ring)
+        how: dict[str, Any] = {"tokens": "sharded" if sharded else "replicated", "policy": policy}
+        ways: dict[str, dict[str, Any]] = {mode: {"group": world, "mode": mode} | how for mode in (*MODES, AUTO)}
         if not sharded:
-            self.parallel[COMPILED] = ExpertParallelSwitchGLU.from_switch(
-                self.full.switch_mlp, world, mode="replicated", host_sync=False
-            )
-            self.parallel[INSIDE] = ExpertParallelSwitchGLU.from_switch(
-                self.full.switch_mlp, world.split(world.rank()), tp_group=world, host_sync=False
-            )
-        mx.eval(self.on_ring.parameters(), [layer.parameters() for layer in self.parallel.values()])
-
-    def _block(self) -> Qwen3MoeSparseMoeBlock:
-        block = Qwen3MoeSparseMoeBlock(self.shape)
-        mx.eval(block.parameters())
-        return block
+            ways[COMPILED] = {"group": world, "mode": "replicated", "host_sync": False}
+            ways[INSIDE] = {"group": world.split(world.rank()), "tp_group": world, "host_sync": False}
+        self.parallel = {
+            name: ExpertParallelSwitchGLU.from_switch(self.full.switch_mlp, **way) for name, way in ways.items()
+        }
+        mx.eval([layer.parameters() for layer in self.parallel.values()])
 
     def results(self, case: dict[str, Any], repeats: int) -> list[dict[str, Any]]:
         shape, tokens = self.shape, case["tokens"]
@@ -93,10 +83,11 @@ class Layer:
         copied = max(read.values())
         works = {}
         for name, (call, wanted) in ways.items():
-            wrong = count_off(wanted, TOLERANCE, call()) if wanted.size else 0
-            asleep = name == ONE_PROCESS and self.world.rank() > 0
-            timed = (lambda: None) if asleep else (lambda call=call: mx.eval(call()))
-            works[name] = Work(timed, wrong=lambda wrong=wrong: wrong, copies=read[name] / copied / READ_ONLY)
+            result = call()
+            mx.eval(result)  # by all ranks, also by one that has no token
+            wrong = count_off(wanted, TOLERANCE, result) if wanted.size else 0
+            timed = Work(partial(_evaluate, call), wrong=partial(int, wrong), copies=read[name] / copied / READ_ONLY)
+            works[name] = replace(timed, elsewhere=asleep) if name == ONE_PROCESS and self.world.rank() else timed
         take = partial(interleave, repeats=repeats)
         results = time_case(self.world, case, works, take, copied=copied, means=True)
         chosen = self.parallel[AUTO].last_mode
@@ -130,9 +121,29 @@ def route(block: Qwen3MoeSparseMoeBlock, x: mx.array) -> tuple[mx.array, mx.arra
     return indices, scores / mx.sum(scores, axis=-1, keepdims=True)
 
 
-def shard_as_mlx_lm(block: Qwen3MoeSparseMoeBlock, group: mx.distributed.Group) -> None:
-    """What shard() of mlx-lm's qwen3_moe does to its block."""
+def _evaluate(call: Callable[[], mx.array]) -> None:
+    mx.eval(call())
+
+
+def make_block(shape: Any, dtype: str = "float32") -> Qwen3MoeSparseMoeBlock:
+    """``shape``: a `Shape`, which has those fields of mlx-lm's ModelArgs that the block reads."""
+    block = Qwen3MoeSparseMoeBlock(shape)
+    block.apply(lambda weight: weight.astype(getattr(mx, dtype)))
+    mx.eval(block.parameters())
+    return block
+
+
+def shard_as_mlx_lm(full: nn.Module, shape: Shape, group: mx.distributed.Group) -> nn.Module:
+    """A block with the same weights, to which is done what shard() of mlx-lm's qwen3_moe does.
+
+    Raises:
+        ValueError: mlx-lm cannot shard it for this number of ranks.
+    """
+    block: nn.Module = make_block(shape)
+    block.update(tree_map(mx.array, full.parameters()))
     block.sharding_group = group
     shard_inplace(block.switch_mlp.gate_proj, "all-to-sharded", group=group)
     shard_inplace(block.switch_mlp.down_proj, "sharded-to-all", group=group)
     shard_inplace(block.switch_mlp.up_proj, "all-to-sharded", group=group)
+    mx.eval(block.parameters())
+    return block

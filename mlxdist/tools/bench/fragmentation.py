@@ -9,7 +9,7 @@ from rich.console import Console
 
 from .results import limits_table, times_of
 from .runner import Report, Runner, benchmark
-from .sizes import Size, format_size
+from .sizes import SIZE, format_size
 
 SHOWN = {
     "messages": "messages_sent",
@@ -20,7 +20,7 @@ SHOWN = {
 
 
 @benchmark(repeats=9)
-@click.option("--bytes", "size", type=Size(), default="16MiB", show_default=True, help="Bytes in all.")
+@click.option("--bytes", "size", type=SIZE, default="16MiB", show_default=True, help="Bytes in all.")
 @click.option("--messages", type=click.IntRange(2, 100_000), default=1000, show_default=True, help="Instead of one.")
 def fragmentation(runner: Runner, size: int, messages: int) -> Report:
     """Send the same bytes as 1 message and as 1000, with send and recv and with all_sum.

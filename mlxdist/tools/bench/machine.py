@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import shlex
@@ -43,7 +44,7 @@ def describe_machine() -> dict[str, Any]:
         "gpu": mx.is_available(mx.gpu),
         "python": platform.python_version(),
         "mlxdist": __version__,
-        "mlx": mx.__version__,
+        "mlx": importlib.metadata.version("mlx"),
         "numpy": np.__version__,
         "environment": relevant(os.environ),
         "clock": {"name": clock.implementation, "resolution": clock.resolution, "wall": time.time()},

@@ -44,7 +44,9 @@ def mlx_group(name: str, world: mlxdist.Group) -> mx.distributed.Group:
 
 def _addresses(world: mlxdist.Group) -> list[str]:
     """For each rank where it can listen: a free port of the address by which it reaches rank 0."""
-    host, port = Environment.read().rendezvous
+    if (rendezvous := Environment.read().rendezvous) is None:
+        raise RuntimeError("MLX's ring and JACCL need two ranks or more")
+    host, port = rendezvous
     (family, kind, *_, target), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     with socket.socket(family, kind) as way:
         way.connect(target)  # sends nothing

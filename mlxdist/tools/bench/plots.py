@@ -26,7 +26,7 @@ _TEXT = "#010203"
 _COLORS = {"mlxdist": "#2f7ed8", "ring": "#e07b00", "mpi": "#2a9d4a", "jaccl": "#b04fc0", "gloo": "#c0504f"}
 _STYLES = {"transfer": {"linestyle": ":", "color": "black"}, "memcpy": {"linestyle": "--", "color": "grey"}}
 # SVG: without a background of their own.
-_SETTINGS = {
+_SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,
     "font.size": 9,
@@ -40,11 +40,8 @@ Results = Sequence[dict[str, Any]]
 
 def curves(results: dict[str, Any]) -> Iterator[str]:
     """Of every operation and dtype an SVG: time and bandwidth over size, a curve for each variant."""
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for result in results["cases"]:
-        case = result["case"]
-        if "tokens" not in case and "bytes" in case:
-            found.setdefault((case["operation"], case["dtype"]), []).append(result)
+    sized = [result for result in results["cases"] if "tokens" not in result["case"] and "bytes" in result["case"]]
+    found = _grouped(sized, lambda case: (case["operation"], case["dtype"]))
     for number, ((operation, dtype), of_operation) in enumerate(found.items()):
         with matplotlib.rc_context(_SETTINGS):
             figure, pictures = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
@@ -71,9 +68,7 @@ def draw_operation(results: Results, title: str, path: Path) -> None:
 
 def draw_tokens(results: dict[str, Any], labels: dict[str, str], styles: dict[str, dict], path: Path) -> None:
     """Writes a PNG: times over the number of tokens, a picture for each operation."""
-    operations: dict[str, list[dict[str, Any]]] = {}
-    for result in results["cases"]:
-        operations.setdefault(result["case"]["operation"], []).append(result)
+    operations = _grouped(results["cases"], lambda case: case["operation"])
     width = 7 * len(operations)
     figure, pictures = plt.subplots(1, len(operations), figsize=(width, 5), layout="constrained", squeeze=False)
     for axes, (operation, found) in zip(pictures[0], operations.items()):
@@ -88,10 +83,8 @@ def draw_tokens(results: dict[str, Any], labels: dict[str, str], styles: dict[st
 
 def layers(results: dict[str, Any]) -> Iterator[str]:
     """Of all layers an SVG: a bar for each variant, with its range."""
-    rows: dict[str, list[dict[str, Any]]] = {}
-    for result in results["cases"]:
-        if "tokens" in result["case"]:
-            rows.setdefault(case_name(result["case"]).replace(", ", "\n", 1), []).append(result)
+    of_tokens = [result for result in results["cases"] if "tokens" in result["case"]]
+    rows = _grouped(of_tokens, lambda case: case_name(case).replace(", ", "\n", 1))
     if not rows:
         return
     with matplotlib.rc_context(_SETTINGS):
@@ -107,6 +100,13 @@ def layers(results: dict[str, Any]) -> Iterator[str]:
             axes.set_title(title)
         pictures[0][0].set_ylabel("microseconds")
         yield _svg(figure, "layers")
+
+
+def _grouped(results: Results, by: Callable[[dict[str, Any]], Any]) -> dict[Any, list[dict[str, Any]]]:
+    found: dict[Any, list[dict[str, Any]]] = {}
+    for result in results:
+        found.setdefault(by(result["case"]), []).append(result)
+    return found
 
 
 def _time_and_bandwidth(pictures: Sequence[Any], results: Results) -> None:

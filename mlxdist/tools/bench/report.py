@@ -13,8 +13,7 @@ import click
 from mlxdist.base.atomic_file import atomic_write
 from mlxdist.base.output_file import OUTPUT_FILE, is_written
 
-from .limits import LIMIT_COLUMNS, limit_cells
-from .results import by_case, case_name, hosts_of, load, notes, spread, times_of, variants_of
+from .results import comparison, hosts_of, load, notes
 from .runner import require_package
 from .sizes import format_size
 
@@ -63,7 +62,7 @@ def write_report(results: dict[str, Any], path: Path) -> None:
         *curves(results),
         "<h2>Layers</h2>",
         *layers(results),
-        "<h2>All cases</h2>",
+        "<h2>All cases, in microseconds</h2>",
         _table(results),
         "<h2>Set-up</h2>",
         _setup(setup),
@@ -84,25 +83,9 @@ def _notes(results: dict[str, Any]) -> str:
 
 
 def _table(results: dict[str, Any]) -> str:
-    names = variants_of(results)
-    titles = ["case"] + [title for name in names for title in (f"{name}, µs", "p99", "GB/s")]
-    titles += [f"{name} / {names[0]}" for name in names[1:]]
-    titles += [f"{name} {column}" for name in names[:1] for column in LIMIT_COLUMNS]
-    rows = []
-    for row in by_case(results):
-        cells = [case_name(next(iter(row.values()))["case"])]
-        for name in names:
-            result = row.get(name)
-            if result and (times := result["microseconds"]):
-                speed = f"{result['algbw']:.2f}" if result.get("algbw") else ""
-                cells += [spread(times), f"{times['p99']:.1f}", speed]
-            else:
-                cells += ["refused" if result else "-", "", ""]
-        ratios = [times_of(row.get(name), row.get(names[0])) for name in names[1:]]
-        cells += ["" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
-        rows.append(_row("td", cells + limit_cells(row.get(names[0]))))
-    head = f'<div class="wide"><table>\n<thead>{_row("th", titles)}</thead>\n<tbody>'
-    return "\n".join([head, *rows, "</tbody>\n</table></div>"])
+    columns, rows = comparison(results, with_p99=True)
+    head = f'<div class="wide"><table>\n<thead>{_row("th", columns)}</thead>\n<tbody>'
+    return "\n".join([head, *(_row("td", row) for row in rows), "</tbody>\n</table></div>"])
 
 
 def _row(tag: str, cells: list[str]) -> str:

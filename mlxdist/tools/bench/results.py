@@ -13,7 +13,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mlxdist.base.validation import fields_of, list_of, map_of, number, or_null, text
+from mlxdist.base.validation import fields_of, list_of, map_of, number, or_null, read_bounded, seconds, text
 
 from .limits import LIMIT_COLUMNS, LIMITS, NARROW, explain_limits, limit_cells, limits_line
 from .sizes import format_size
@@ -33,8 +33,10 @@ __all__ = [
     "Target",
     "by_case",
     "case_name",
+    "comparison",
     "comparison_table",
     "failed",
+    "find",
     "foreign_load",
     "hosts_of",
     "key",
@@ -72,14 +74,7 @@ def load(path: Path) -> Results:
         click.ClickException: it cannot be read, or has something else in it.
     """
     try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        raise click.ClickException(f"{path}: {error.strerror}") from None
-    if len(data) > _MAX_BYTES:
-        raise click.ClickException(f"{path} has more than {_MAX_BYTES >> 20} MiB")
-    try:
-        found = json.loads(data)
+        found = json.loads(read_bounded(path, _MAX_BYTES))
         _check(found)
     except (ValueError, RecursionError) as error:
         why = f"line {error.lineno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else error
@@ -102,25 +97,21 @@ def _limit(name: str, value: Any) -> dict[str, Any]:
 
 
 def _case(name: str, value: Any) -> dict[str, Any]:
-    found = map_of(lambda name, value: value, 32)(name, value)
+    found = map_of(_anything, 32)(name, value)
     for key, value in found.items():
         (number(1 if key == "bytes" else 0, _MAX_SIZE) if type(value) is not str else text())(key, value)
     return found
 
 
-def _any(kind: type) -> Callable[[str, Any], Any]:
-    def check(name: str, value: Any) -> Any:
-        if not isinstance(value, kind):
-            raise ValueError(f"{name} is malformed")
-        return value
-
-    return check
+def _anything(name: str, value: Any) -> Any:
+    return value
 
 
 def _host(name: str, value: Any) -> dict[str, Any]:
     return fields_of({"name": text(), "ips": list_of(text(), 1000)}, value)
 
 
+_FIELDS = map_of(_anything, 1000)
 _RESULT = {
     "case": _case,
     "variant": text(),
@@ -131,16 +122,16 @@ _RESULT = {
 _SETUP = dict.fromkeys(("provider", "mlxdist", "mlx", "device", "command"), text(100_000)) | {
     "ranks": number(1, _MAX_SIZE),
     "hosts": list_of(_host, 10_000),
-    "machines": list_of(_any(dict), 10_000),
-    "cases": list_of(_any(dict), _MAX_RESULTS),
-    "limits": list_of(_any(dict), 100),
-    "foreign_cpu_share": _any(float | None),
+    "machines": list_of(_FIELDS, 10_000),
+    "cases": list_of(_FIELDS, _MAX_RESULTS),
+    "limits": list_of(_FIELDS, 100),
+    "foreign_cpu_share": or_null(seconds),
 }
 _FILE = {
     "setup": lambda name, value: fields_of(_SETUP, value),
-    "cases": list_of(_any(dict), _MAX_RESULTS),
+    "cases": list_of(_FIELDS, _MAX_RESULTS),
     "absent": list_of(lambda name, value: fields_of({"variant": text(), "absent": text(10_000)}, value), _MAX_RESULTS),
-    "targets": list_of(_any(dict), _MAX_RESULTS),
+    "targets": list_of(_FIELDS, _MAX_RESULTS),
 }
 
 
@@ -192,6 +183,12 @@ def by_case(results: Results) -> list[dict[str, Result]]:
     for result in results["cases"]:
         found.setdefault(key(result)[:-1], {})[result["variant"]] = result
     return list(found.values())
+
+
+def find(results: Results, **fields: Any) -> dict[str, Result]:
+    """By variant, the results of the first case with these fields; empty without one."""
+    rows = (row for row in by_case(results) if fields.items() <= next(iter(row.values()))["case"].items())
+    return next(rows, {})
 
 
 def failed(results: Results) -> bool:
@@ -252,34 +249,45 @@ def comparison_table(
     others: Sequence[str] | None = None,
     more: dict[str, Callable[[dict[str, Result]], str]] | None = None,
 ) -> Table:
-    """A row for each case: the times of all variants, how many times as long as ``ours`` the ``others`` take, the
-    machine's limits, and what the functions of ``more`` say of the row."""
+    """What `comparison` says, and what the functions of ``more`` say of a row; without ranges in a narrow terminal."""
+    columns, rows = comparison(results, ours, others)
     names, more = variants_of(results), more or {}
+    narrow = len(columns) - 1 - len(names) - columns.count("GB/s") / 2 + len(more)
+    wide = console.width >= _WIDTH + _WIDTH_OF_VARIANT * len(names) + _WIDTH_OF_COLUMN * narrow
+    if not wide:
+        rows = [[*row[:1], *(cell.partition(" [")[0] for cell in row[1:])] for row in rows]
+    rows = [[*cells, *(say(row) for say in more.values())] for cells, row in zip(rows, by_case(results))]
+    return table_of(f"{title}; microseconds: median{' [range]' * wide}", [*columns, *more], rows)
+
+
+def comparison(
+    results: Results, ours: str | None = None, others: Sequence[str] | None = None, with_p99: bool = False
+) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows, one for each case: the times of all variants, how many times as long as ``ours`` the ``others``
+    take, and the machine's limits."""
+    names = variants_of(results)
     ours = ours or (names[0] if names else "")
     others = [name for name in names if name != ours] if others is None else others
-    has_speed = {name for name in names for row in by_case(results) if name in row and "algbw" in row[name]}
+    has_speed = {result["variant"] for result in results["cases"] if "algbw" in result}
     has_limits = any("transfer" in result for result in results["cases"])
-    narrow = len(has_speed) / 2 + len(others) + 2 * has_limits + len(more)
-    wide = console.width >= _WIDTH + _WIDTH_OF_VARIANT * len(names) + _WIDTH_OF_COLUMN * narrow
     columns = ["case"]
     for name in names:
-        columns += [name, "GB/s"] if name in has_speed else [name]
+        columns += [name, *["p99"] * with_p99, *["GB/s"] * (name in has_speed)]
     columns += [f"{name} / {ours}" for name in others]
-    columns += [f"{ours} {column}" for column in LIMIT_COLUMNS * has_limits] + list(more)
+    columns += [f"{ours} {column}" for column in LIMIT_COLUMNS * has_limits]
     rows = []
     for row in by_case(results):
         cells = [case_name(next(iter(row.values()))["case"])]
         for name in names:
-            result = row.get(name)
-            shown = "-" if result is None else spread(result["microseconds"])
-            cells.append(shown if wide else shown.partition(" ")[0])
-            if name in has_speed:
-                cells.append(f"{result['algbw']:.2f}" if result and result.get("algbw") else "")
+            result = row.get(name, {})
+            times = result.get("microseconds")
+            cells.append(spread(times) if result else "-")
+            cells += [f"{times['p99']:.1f}" if times else ""] * with_p99
+            cells += [f"{result['algbw']:.2f}" if result.get("algbw") else ""] * (name in has_speed)
         ratios = [times_of(row.get(name), row.get(ours)) for name in others]
         cells += ["" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
-        cells += limit_cells(row.get(ours)) * has_limits
-        rows.append([*cells, *(cell(row) for cell in more.values())])
-    return table_of(f"{title}; microseconds: median{' [range]' * wide}", columns, rows)
+        rows.append(cells + limit_cells(row.get(ours)) * has_limits)
+    return columns, rows
 
 
 def print_results(results: Results, show: Callable[[Results, Console], None], console: Console) -> None:
@@ -337,7 +345,7 @@ def foreign_load(measured: dict[str, Any]) -> str | None:
 class Target:
     """``measured`` must be at least, or at most, ``bound``; None where it was not measured.
 
-    ``right``: every element was what it must be; else nothing is met. ``ends``: least and most that was measured.
+    ``ends``: least and most that was measured.
     """
 
     case: str
@@ -345,8 +353,23 @@ class Target:
     measured: float | None
     bound: float
     at_least: bool = False
-    right: bool = True
     ends: list[float] | None = None
+
+    @classmethod
+    def of(cls, case: str, wanted: str, times: dict[str, float] | None, one: float | None, bound: float) -> Target:
+        """``times`` as multiples of ``one``; None: not measured."""
+        if not times or one is None:
+            return cls(case, wanted, None, bound)
+        median, *ends = (times[name] / one for name in ("median", "min", "max"))
+        return cls(case, wanted, median, bound, ends=ends)
+
+    @classmethod
+    def slower(cls, case: str, row: dict[str, Result], ours: str, others: Sequence[str], bound: float) -> Target:
+        """The fastest of the others takes at least ``bound`` times as long as ours."""
+        times = {name: result["microseconds"] for name, result in row.items() if result["microseconds"]}
+        theirs = min((times[name] for name in others if name in times), key=lambda t: t["median"], default=None)
+        one = times[ours]["median"] if ours in times else None
+        return replace(cls.of(case, f"{others[0]} takes {bound:g}x or more", theirs, one, bound), at_least=True)
 
     def shown(self) -> str:
         """What was measured, as "1.20 [1.05..1.61]"."""
@@ -358,7 +381,7 @@ class Target:
         """With "met": None where it was not measured."""
         met = None
         if self.measured is not None:
-            met = self.right and (self.measured >= self.bound if self.at_least else self.measured <= self.bound)
+            met = self.measured >= self.bound if self.at_least else self.measured <= self.bound
         return vars(self) | {"met": met}
 
 

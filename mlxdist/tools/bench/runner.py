@@ -26,10 +26,10 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from mlxdist.base.child_process import module_command
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.errors import ResourceError
 from mlxdist.base.output_file import OUTPUT_FILE, is_written
-from mlxdist.base.child_process import module_command
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
 from mlxdist.launch.run_job import host_arguments, run_job
 
@@ -69,7 +69,7 @@ class Report:
 
     results: dict[str, Any]
     show: Callable[[dict[str, Any], Console], None]
-    files: dict[Path, Callable[[Path], object]] = field(default_factory=dict)
+    files: Mapping[Path, Callable[[Path], object]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,12 @@ class Runner:
 
             # Ranks need no directory, and this one may not exist on other hosts.
             options = _mpi_options(has_hosts) if under_mpirun else []
-            on = {"variables": variables, "directory": "/" if has_hosts else "", "options": options}
+            directory = "/" if has_hosts else ""
             try:
-                ended = run_job(program, arguments, on_line=take, silence=SILENCE, **on)
+                ended = run_job(
+                    program, arguments, variables=variables, directory=directory, options=options, on_line=take,
+                    silence=SILENCE,
+                )  # fmt: skip
             except ResourceError as error:
                 raise click.ClickException(str(error)) from None
         if ended.status:
@@ -250,10 +253,12 @@ def benchmark(
             runner = Runner(function.__name__, *with_ranks(chosen, each, max_ranks), repeats, pinned)
             finish(function(runner, **own), as_json, output)
 
-        options = [*_OTHERS, *([repeats_option(repeats)] if repeats is not None else [])]
-        for option in reversed([*([] if two_ranks_here else [_RANKS, host_options]), *options]):
-            command = option(command)
-        return click.command(function.__name__)(command)
+        options: list[Callable[[Callable], Callable]] = [] if two_ranks_here else [_RANKS, host_options]
+        options += [*_OTHERS, *([] if repeats is None else [repeats_option(repeats)])]
+        made: Callable = command
+        for option in reversed(options):
+            made = option(made)
+        return click.command(function.__name__)(made)
 
     return decorate
 
@@ -275,7 +280,9 @@ def with_ranks(chosen: HostSelection, each: int | None, most: int = MAX_RANKS) -
 def finish(report: Report, as_json: bool, output: Path | None) -> None:
     """Writes the files, prints JSON or tables, and exits: with status 1 for wrong results and files not written."""
     text = json.dumps(report.results, indent=2)
-    files = report.files | ({} if output is None else {output: lambda path: path.write_text(text + "\n")})
+    files = dict(report.files)
+    if output is not None:
+        files[output] = lambda path: path.write_text(text + "\n")
     # The files first: the reader of the output, as `head`, may have gone.
     written = [is_written(path, write) for path, write in files.items()]
     if as_json:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import click
 
 __all__ = [
-    "Names",
-    "Numbers",
-    "Size",
+    "SIZE",
+    "SIZES",
     "check_range",
     "check_sizes",
     "format_size",
+    "multiples_of",
+    "names_of",
     "parse_size",
     "size_range",
-    "unit_of",
+    "sized_cases",
 ]
 
 UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -60,6 +61,16 @@ def unit_of(operation: str, dtype: str, ranks: int) -> int:
     return itemsize * (ranks if operation in _IN_PARTS else 1)
 
 
+def sized_cases(kinds: Iterable[tuple[str, str]], sizes: Sequence[int], ranks: int) -> list[dict[str, Any]]:
+    """Cases of each operation and dtype with each size, rounded down to what has a part for each rank."""
+    return [
+        {"operation": operation, "dtype": dtype, "bytes": size // unit * unit}
+        for operation, dtype in kinds
+        for unit in [unit_of(operation, dtype, ranks)]
+        for size in sizes
+    ]
+
+
 def check_sizes(sizes: Sequence[int], cases: Iterable[tuple[str, str]], ranks: int) -> None:
     """``cases``: operations and dtypes that are to be measured with each of the sizes, in bytes.
 
@@ -90,52 +101,44 @@ def check_range(smallest: int, cases: Iterable[tuple[str, str]], ranks: int) -> 
             raise click.BadParameter(f"{problem}; write at least {unit}", param_hint="--min")
 
 
-class Size(click.ParamType):
-    """A size on the command line; with ``many`` a list of them, separated by commas."""
+class Parsed(click.ParamType):
+    """What a function makes of the words on the command line; it raises ValueError for others."""
 
-    name = "size"
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name, self._parse = name, parse
 
-    def __init__(self, many: bool = False) -> None:
-        self.many = many
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | list[int]:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            if self.many:
-                return sorted({parse_size(part) for part in value.split(",")})
-            return value if isinstance(value, int) else parse_size(value)
+            return self._parse(value) if isinstance(value, str) else value
         except ValueError as error:
             self.fail(str(error), param, ctx)
 
 
-class Names(click.ParamType):
+SIZE = Parsed("size", parse_size)
+SIZES = Parsed("sizes", lambda text: sorted({parse_size(part) for part in text.split(",")}))
+
+
+def names_of(known: Sequence[str]) -> Parsed:
     """Names separated by commas, each of them known; "all" is all of them."""
 
-    name = "names"
-
-    def __init__(self, known: Sequence[str]) -> None:
-        self.known = known
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[str]:
-        names = list(self.known) if value == "all" else list(dict.fromkeys(value.split(",")))
+    def parse(text: str) -> list[str]:
+        names = list(known) if text == "all" else list(dict.fromkeys(text.split(",")))
         for name in names:
-            if name not in self.known:
-                self.fail(f"{name!r} is not one of {', '.join(self.known)}", param, ctx)
+            if name not in known:
+                raise ValueError(f"{name!r} is not one of {', '.join(known)}")
         return names
 
+    return Parsed("names", parse)
 
-class Numbers(click.ParamType):
+
+def multiples_of(unit: int) -> Parsed:
     """Whole numbers from ``unit`` to 65536 separated by commas, each a multiple of ``unit``."""
 
-    name = "numbers"
+    def parse(text: str) -> list[int]:
+        for part in text.split(","):
+            if not part.isdecimal() or not unit <= int(part) <= 1 << 16 or int(part) % unit:
+                multiple = f"a multiple of {unit}" if unit > 1 else "a number"
+                raise ValueError(f"{part!r} is not {multiple} from {unit} to 65536")
+        return sorted({int(part) for part in text.split(",")})
 
-    def __init__(self, unit: int = 1) -> None:
-        self.unit = unit
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
-        if isinstance(value, list):
-            return value
-        for text in value.split(","):
-            if not text.isdecimal() or not self.unit <= int(text) <= 1 << 16 or int(text) % self.unit:
-                multiple = f"a multiple of {self.unit}" if self.unit > 1 else "a number"
-                self.fail(f"{text!r} is not {multiple} from {self.unit} to 65536", param, ctx)
-        return sorted({int(text) for text in value.split(",")})
+    return Parsed("numbers", parse)

@@ -15,7 +15,7 @@ from mlxdist.base.output_file import OUTPUT_FILE
 from .machine import describe_command
 from .results import comparison_table, hosts_of
 from .runner import ONE_THREAD, Report, Runner, benchmark, has_mpirun, require_package
-from .sizes import Names, Size, check_sizes, size_range, unit_of
+from .sizes import SIZES, check_sizes, names_of, size_range, sized_cases
 
 __all__ = ["plan", "suite"]
 
@@ -38,11 +38,15 @@ QUICK_WARM_UP, QUICK_ITERATIONS = 2, 5
 
 
 @benchmark()
-@click.option("--only", type=Names(MEASURED), default="all", metavar="A,B", help=f"Of {', '.join(MEASURED)}.")
+@click.option("--only", type=names_of(MEASURED), default="all", metavar="A,B", help=f"Of {', '.join(MEASURED)}.")
 @click.option(
-    "--backends", type=Names(BACKENDS), default="all", metavar="A,B", help=f"Of {', '.join(BACKENDS)}.  [default: all]"
+    "--backends",
+    type=names_of(BACKENDS),
+    default="all",
+    metavar="A,B",
+    help=f"Of {', '.join(BACKENDS)}.  [default: all]",
 )
-@click.option("--sizes", type=Size(many=True), help="Sizes of operations.  [default: 4KiB to 16MiB, in steps of 4]")
+@click.option("--sizes", type=SIZES, help="Sizes of operations.  [default: 4KiB to 16MiB, in steps of 4]")
 @click.option("--quick", is_flag=True, help="Two sizes, 5 iterations: to see that it works.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "gpu"]), default="auto", help="Where layers compute.")
 @click.option("--html", type=OUTPUT_FILE, help="Write a report with plots here.")
@@ -78,25 +82,21 @@ def suite(
     parameters["warm_up"] = QUICK_WARM_UP if quick else WARM_UP
     parameters["iterations"] = QUICK_ITERATIONS if quick else ITERATIONS
     results = _measure(runner, cases, backends, parameters)
-    files = {}
-    if html:
+
+    def write(path: Path) -> None:
         from .report import write_report
 
-        files[html] = lambda path: write_report(results, path)
-    return Report(results, _show, files)
+        write_report(results, path)
+
+    return Report(results, _show, {html: write} if html else {})
 
 
 def plan(only: list[str], sizes: list[int], quick: bool, ranks: int) -> list[dict[str, Any]]:
-    """The cases: operation, dtype and bytes, or operation and tokens.
-
-    Sizes are rounded down to what has a part for each rank.
-    """
+    """The cases: operation, dtype and bytes, or operation and tokens."""
     cases: list[dict[str, Any]] = []
     for operation in only:
         if operation in SIZED:
-            for dtype in SIZED[operation]:
-                unit = unit_of(operation, dtype, ranks)
-                cases += [{"operation": operation, "dtype": dtype, "bytes": size // unit * unit} for size in sizes]
+            cases += sized_cases([(operation, dtype) for dtype in SIZED[operation]], sizes, ranks)
         else:
             cases += [{"operation": operation, "tokens": count} for count in TOKENS[operation][: 1 if quick else None]]
     return cases

@@ -16,10 +16,10 @@ from mlxdist.nn.experts import ExpertParallelSwitchGLU, Placement, combine, disp
 
 from .bandwidth import IN_PLACE, READ_ONLY, least_copies
 from .mlx_groups import mlx_group
-from .operations import CASES, Inputs, count_off, count_wrong, from_mlx, storage, to_mlx
+from .operations import CASES, SAME_AS, Inputs, count_off, count_wrong, from_mlx, storage, to_mlx
 from .rank import time_case
 from .shapes import SHAPES
-from .timing import Work, exchange, one_by_one
+from .timing import Work, exchange, interleave
 from .workloads import OURS, bandwidths
 
 COPY_UP_TO = 64 << 20  # bytes; more is copied no faster
@@ -32,15 +32,6 @@ HIDDEN = {2: 1024, 4: 512}
 QUICK_HIDDEN = {2: 256, 4: 512}
 CACHED = 128
 
-# Their names in operations.py and bandwidth.py. Two messages at once move no fewer bytes than one to and fro.
-KNOWN_AS = {
-    "sendrecv": "send_recv",
-    "all_reduce": "all_sum",
-    "all_gather": "all_gather",
-    "all_to_all": "all_to_all",
-    "broadcast": "broadcast",
-    "reduce_scatter": "sum_scatter",
-}
 # Backends of MLX that can send in one thread and receive in another; MPI has been started without threads.
 BOTH_WAYS = ("ring",)
 
@@ -51,10 +42,12 @@ class Suite:
 
     def __init__(self, world: mlxdist.Group, parameters: dict[str, Any]) -> None:
         self.world, self.quick = world, parameters["quick"]
-        self.take = partial(one_by_one, warm_up=parameters["warm_up"], count=parameters["iterations"])
+        self.take = partial(interleave, warm_up=parameters["warm_up"], repeats=parameters["iterations"], calls=1)
         self.device = _device(parameters["device"], world)
         self.dtype = "float16" if self.device == "gpu" else "float32"
-        self.groups, absent = _groups(parameters["backends"], world)
+        self.groups, absent = _made(
+            parameters["backends"], lambda name: world if name == OURS else mlx_group(name, world), world
+        )
         self.summary = {
             "device": self.device,
             "absent": [{"variant": name, "absent": why} for name, why in absent.items()],
@@ -64,7 +57,7 @@ class Suite:
         """A result for each backend that has the operation, and why others do not."""
         operation, tokens = case["operation"], case.get("tokens", 0)
         try:
-            if operation in KNOWN_AS:
+            if "bytes" in case:
                 return self._operation(case)
             if operation == "ep_transport":
                 return self._layer(case | {"dtype": "float16"}, ep_transport(tokens, self.world, self.groups))
@@ -83,22 +76,17 @@ class Suite:
     def _operation(self, case: dict[str, Any]) -> list[dict[str, Any]]:
         operation, ranks = case["operation"], self.world.size()
         data = Inputs(case["dtype"], case["bytes"] // storage(case["dtype"]).itemsize, ranks)
-        ways, absent = {}, {}
-        for name, group in self.groups.items():
-            problem = None
-            try:
-                made = (operation, data, self.world, name, group)
-                way = sendrecv(*made[1:]) if operation == "sendrecv" else collective(*made)
-                if name != OURS:
-                    way.call()  # what MLX's backends do not have they may say only now
-                    way.after()
-                ways[name] = way
-            except (Absent, RuntimeError) as why:
-                problem = str(why)
-            if problem := next(filter(None, exchange(problem, self.world)), None):
-                ways.pop(name, None)
-                absent[name] = problem
-        known = KNOWN_AS[operation]
+
+        def way(name: str) -> Way:
+            made = (data, self.world, name, self.groups[name])
+            found = sendrecv(*made) if operation == "sendrecv" else collective(operation, *made)
+            if name != OURS:
+                found.call()  # what MLX's backends do not have they may say only now
+                found.after()
+            return found
+
+        ways, absent = _made(list(self.groups), way, self.world)
+        known = SAME_AS.get(operation, operation)  # two messages at once move no fewer bytes than one to and fro
         results = self._time(case, ways, least_copies(known, ranks), moved=case["bytes"])
         return [result | bandwidths(result, ranks, known) for result in results] + _absent(case, absent)
 
@@ -109,7 +97,7 @@ class Suite:
         results = self._time(case, layer.ways, copies, **{"moved" if moves else "copied": copied})
         return [result | {"described": layer.described} for result in results] + _absent(case, layer.absent)
 
-    def _time(self, case: dict[str, Any], ways: dict[str, "Way"], copies: float, **limit: int) -> list[dict[str, Any]]:
+    def _time(self, case: dict[str, Any], ways: dict[str, "Way"], copies: float, **limit: Any) -> list[dict[str, Any]]:
         return time_case(self.world, case, {name: way.work(copies) for name, way in ways.items()}, self.take, **limit)
 
 
@@ -125,21 +113,21 @@ def _device(wanted: str, world: mlxdist.Group) -> str:
     return "gpu" if everywhere and wanted != "cpu" else "cpu"
 
 
-def _groups(names: list[str], world: mlxdist.Group) -> tuple[dict[str, Any], dict[str, str]]:
-    """The group of each backend, and why there is none of the others: on all ranks the same."""
-    groups, absent = {}, {}
+def _made(names: list[str], make: Callable[[str], Any], world: mlxdist.Group) -> tuple[dict[str, Any], dict[str, str]]:
+    """What ``make`` gives for each backend, and why there is nothing for the others: on all ranks the same."""
+    made, absent = {}, {}
     for name in names:
         problem = None
         try:
-            group = world if name == OURS else mlx_group(name, world)
+            made[name] = make(name)
+        except Absent as why:
+            problem = str(why)
         except (RuntimeError, ValueError) as error:
             problem = f"rank {world.rank()}: {error}"
-        problems = list(filter(None, exchange(problem, world)))
-        if problems:
-            absent[name] = problems[0]
-        else:
-            groups[name] = group
-    return groups, absent
+        if problem := next(filter(None, exchange(problem, world)), None):
+            made.pop(name, None)
+            absent[name] = problem
+    return made, absent
 
 
 # Operations by mlxdist and by MLX's own backends, each with its data and its check.
@@ -183,12 +171,7 @@ class Way:
 
 def exactly(expected: np.ndarray, result: mx.array) -> int:
     """Elements that are not bit for bit what they must be."""
-    found = from_mlx(result)
-    if found.shape == expected.shape and found.dtype == expected.dtype:
-        bits = f"u{found.dtype.itemsize}"
-        if np.array_equal(found.view(bits), expected.view(bits)):  # count_wrong takes ten times as long
-            return 0
-    return max(1, count_wrong(found, expected))
+    return count_wrong(from_mlx(result), expected)
 
 
 def collective(operation: str, data: Inputs, world: mlxdist.Group, backend: str, group: mx.distributed.Group) -> Way:
@@ -197,12 +180,12 @@ def collective(operation: str, data: Inputs, world: mlxdist.Group, backend: str,
     Raises:
         Absent: MLX has no such operation.
     """
-    name = KNOWN_AS[operation]
+    name = SAME_AS.get(operation, operation)
     case = CASES[name]
     x = to_mlx(case.given(data, world.rank()), data.dtype)
     mx.eval(x)
     if backend == OURS:
-        function = partial(case.lazy, x, world)
+        function = partial(case.call, x, group=world)
     elif hasattr(mx.distributed, name):
         function = partial(getattr(mx.distributed, name), x, group=group)
     else:
@@ -286,20 +269,16 @@ def ep_pipeline(tokens: int, world: mlxdist.Group, groups: dict[str, mx.distribu
         Absent: there is no mlx-lm.
     """
     _require_mlx_lm()
-    from mlx.utils import tree_map
-    from mlx_lm.models.qwen3_moe import Qwen3MoeSparseMoeBlock
-
-    from .expert_layer import route, shard_as_mlx_lm
+    from .expert_layer import make_block, route, shard_as_mlx_lm
 
     shape, ranks, rank = PIPELINE, world.size(), world.rank()
     mx.random.seed(0)
-    full = Qwen3MoeSparseMoeBlock(shape)
-    full.apply(lambda weight: weight.astype(getattr(mx, dtype)))
+    full = make_block(shape, dtype)
     x = mx.random.normal((tokens * ranks, shape.hidden_size), key=mx.random.key(tokens)).astype(getattr(mx, dtype))
     expected = full(x)
     mine = slice(tokens * rank, tokens * (rank + 1))
     part = x[mine]
-    mx.eval(full.parameters(), x, part, expected)
+    mx.eval(x, part, expected)
     ways, absent = {}, {}
     for name, group in groups.items():
         if name == OURS:
@@ -309,13 +288,10 @@ def ep_pipeline(tokens: int, world: mlxdist.Group, groups: dict[str, mx.distribu
             ways[name] = Way(start, partial(count_off, expected[mine], TOLERANCE[dtype]))
             continue
         try:
-            block = Qwen3MoeSparseMoeBlock(shape)
-            block.update(tree_map(mx.array, full.parameters()))
-            shard_as_mlx_lm(block, group)
+            block = shard_as_mlx_lm(full, shape, group)
         except ValueError as error:
             absent[name] = f"mlx-lm cannot shard it: {error}"
             continue
-        mx.eval(block.parameters())
         ways[name] = Way(partial(_listed, partial(block, x)), partial(count_off, expected, TOLERANCE[dtype]))
     each = 3 * shape.hidden_size * shape.moe_intermediate_size * x.itemsize
     read = len(np.unique(np.array(route(full, x)[0]))) * each // ranks

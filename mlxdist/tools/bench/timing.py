@@ -33,7 +33,6 @@ __all__ = [
     "interleave",
     "limit_works",
     "measure_limits",
-    "one_by_one",
     "pin",
     "quantiles",
     "slowest",
@@ -57,7 +56,7 @@ class Work:
     call: Callable[[], object]
     operations: int = 1
     before: Callable[[], object] = lambda: None  # not timed, once before each block
-    after: Callable[[], object] = lambda: None  # not timed, after each single call
+    after: Callable[[], object] = lambda: None  # not timed, after each block
     # Instead of timing the call here: given a number of calls, the microseconds of each.
     elsewhere: Callable[[int], list[float]] | None = None
     wrong: Callable[[], int] = lambda: 0  # elements of this rank's results that are not what they must be
@@ -89,38 +88,29 @@ def asleep(calls: int) -> list[float]:
     return [0.0] * calls
 
 
-def interleave(works: Mapping[str, Work], world: mlxdist.Group, repeats: int) -> dict[str, np.ndarray]:
-    """Runs a block of every work ``repeats`` times, in turn. All ranks call it with the same names.
+def interleave(
+    works: Mapping[str, Work], world: mlxdist.Group, repeats: int, *, warm_up: int = WARM_UP, calls: int | None = None
+) -> dict[str, np.ndarray]:
+    """Runs a block of every work ``repeats`` times, in turn, a barrier before each. All ranks call it with the same
+    names.
+
+    Args:
+        warm_up: blocks of each work before those that count.
+        calls: in a block; by default as many as take 5 ms.
 
     Returns, by name, this rank's microseconds per operation: an array of shape (repeats, calls in a block).
     """
-    calls = {name: _calls(work, world) for name, work in works.items()}
+    counts = {name: calls or _calls(work, world) for name, work in works.items()}
     blocks: dict[str, list[list[float]]] = {name: [] for name in works}
-    for turn in range(WARM_UP + repeats):
+    for turn in range(warm_up + repeats):
         # Shuffled, and not turned around: then each would always follow the same other one. Alike on all ranks.
         for name in random.Random(turn).sample(list(works), len(works)):
-            time.sleep(BLOCK_PAUSE)
+            time.sleep(CALL_PAUSE if calls == 1 else BLOCK_PAUSE)
             works[name].before()
             world.barrier()
-            block = works[name].block(calls[name])
-            if turn >= WARM_UP:
-                blocks[name].append(block)
-    return {name: np.array(taken) for name, taken in blocks.items()}
-
-
-def one_by_one(works: Mapping[str, Work], world: mlxdist.Group, warm_up: int, count: int) -> dict[str, np.ndarray]:
-    """``count`` single calls of every work, in turn, with a barrier before each. All ranks call it with the same names.
-
-    Returns, by name, this rank's microseconds, those of the first ``warm_up`` calls left out.
-    """
-    taken: dict[str, list[float]] = {name: [] for name in works}
-    for turn in range(warm_up + count):
-        for name in random.Random(turn).sample(list(works), len(works)):
-            time.sleep(CALL_PAUSE)
-            world.barrier()
-            taken[name] += works[name].block(1)
+            blocks[name].append(works[name].block(counts[name]))
             works[name].after()
-    return {name: np.array(times[warm_up:]) for name, times in taken.items()}
+    return {name: np.array(taken[warm_up:]) for name, taken in blocks.items()}
 
 
 def _calls(work: Work, world: mlxdist.Group) -> int:

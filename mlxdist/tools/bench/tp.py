@@ -8,14 +8,18 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from .results import by_case, spread, table_of, times_of
+from .results import Target, by_case, find, spread, table_of, times_of
 from .runner import ONE_THREAD, Report, Runner, benchmark, without_missing_mpi
-from .sizes import Names, Numbers
+from .sizes import multiples_of, names_of
 
-__all__ = ["communication", "layer_cases", "measure_layers", "show_layers", "tp"]
+__all__ = ["communication", "targets", "tp"]
 
 RANKS = 2
-FAMILIES, PHASES, BACKENDS = ("mixtral", "qwen"), ("decode", "prefill"), ("ring", "mpi")
+FAMILIES, PHASES, BACKENDS = ("mixtral", "qwen"), ("decode", "prefill", "generate"), ("ring", "mpi")
+# On a CPU: for more, the reference BLAS of MLX's wheels takes seconds.
+SLOW_PHASES_UP_TO = 1024
+# To reach on a CPU with two cores.
+FASTER_THAN_RING, COMMUNICATION, NOT_SLOWER, MODEL = 1.3, 0.02, 1.0, 1.5
 NAMES = {
     "per-op": "mlx-lm's layer, every operation evaluated by itself",
     "split": "SplitBlock, two submissions per layer",
@@ -29,23 +33,22 @@ NAMES = {
     "tp1": "mlx-lm's layer on one rank, the other asleep",
     "tp1 split": "SplitBlock on one rank, the other asleep",
 }
-DEVICE = click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "gpu"]),
-    default="auto",
-    show_default=True,
-    help="Where layers compute.",
-)
 
 
 @benchmark(repeats=15, two_ranks_here=True)
-@click.option("--shape", "families", type=Names(FAMILIES), default="mixtral", show_default=True, help="Or qwen, all.")
-@click.option("--hidden", type=Numbers(128), default="256,1024", show_default=True, help="Sizes of the layer.")
-@click.option("--phase", "phases", type=Names(PHASES), default="decode", show_default=True, help="Or prefill, all.")
+@click.option(
+    "--shape", "families", type=names_of(FAMILIES), default="mixtral", show_default=True, help="Or qwen, all."
+)
+@click.option("--hidden", type=multiples_of(128), default="256,1024", show_default=True, help="Sizes of the layer.")
+@click.option(
+    "--phase", "phases", type=names_of(PHASES), default="decode", show_default=True, help="Or prefill, generate."
+)
 @click.option("--tokens", type=click.IntRange(2, 8192), default=32, show_default=True, help="Of a prefill.")
 @click.option("--cache", "cached", type=click.IntRange(1, 255), default=128, show_default=True, help="Of a decode.")
-@click.option("--baseline", "backends", type=Names(BACKENDS), default="ring", show_default=True, help="Or mpi, all.")
-@DEVICE
+@click.option("--baseline", "backends", type=names_of(BACKENDS), default="ring", show_default=True, help="Or mpi, all.")
+@click.option("--layers", type=click.IntRange(1, 128), default=4, show_default=True, help="Of models that generate.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "gpu"]), default="auto", help="Where layers compute.")
+@click.option("--targets", "judging", is_flag=True, help="Judge what a CPU with two cores should reach.")
 def tp(
     runner: Runner,
     families: list[str],
@@ -54,40 +57,53 @@ def tp(
     tokens: int,
     cached: int,
     backends: list[str],
+    layers: int,
     device: str,
+    judging: bool,
 ) -> Report:
     """Time one decoder layer on two ranks of this machine, and check what it computes.
 
     float32 on a CPU, where 16-bit products are several times slower, float16 on a GPU. Every variant is compared with
-    the full layer, and all of them alternate in the same two processes.
+    the full layer, and all of them alternate in the same two processes. "generate" is the decode of a full model with
+    mlx-lm's own generate. On a CPU, prefill and generate are for sizes up to 1024.
 
     The exit status is 1 if an element was wrong, a time is shorter than reading the weights takes, or the file is not
     written.
     """
-    cases = layer_cases(families, hidden, phases, tokens, cached)
-    return Report(measure_layers(runner, cases, backends, device), show_layers)
-
-
-def layer_cases(
-    families: list[str], hidden: list[int], phases: list[str], tokens: int, cached: int
-) -> list[dict[str, Any]]:
-    lengths = {"decode": {"tokens": 1, "cached": cached}, "prefill": {"tokens": tokens, "cached": 0}}
-    return [
-        {"family": family, "operation": phase, "hidden": size} | lengths[phase]
-        for family in families
-        for size in hidden
-        for phase in phases
-    ]
-
-
-def measure_layers(runner: Runner, cases: list[dict[str, Any]], backends: list[str], device: str) -> dict[str, Any]:
-    """The results of all cases; see `decoder_layer.Layers` for what those are."""
     import mlx.core as mx
 
     if device == "auto":
         device = "gpu" if mx.default_device() == mx.gpu else "cpu"
+    lengths = {"decode": {"tokens": 1, "cached": cached}, "prefill": {"tokens": tokens, "cached": 0}}
+    lengths["generate"] = {"layers": layers, "vocabulary": 8192, "tokens": 24}
+    cases = [
+        {"family": family, "operation": phase, "hidden": size} | lengths[phase]
+        for family in families
+        for size in hidden
+        for phase in phases
+        if phase == "decode" or device == "gpu" or size <= SLOW_PHASES_UP_TO
+    ]
     target, backends = "mlxdist.tools.bench.decoder_layer:Layers", without_missing_mpi(backends)
-    return runner.run(target, cases, backends=backends, device=device, with_limits=True, variables=ONE_THREAD)
+    results = runner.run(target, cases, backends=backends, device=device, with_limits=True, variables=ONE_THREAD)
+    results["targets"] = [one.judged() for one in targets(results, families)] if judging else []
+    return Report(results, _show)
+
+
+def targets(results: dict[str, Any], families: list[str]) -> list[Target]:
+    # The form that SplitBlock takes by default on the device that was measured.
+    ours = "lazy" if results["setup"]["device"] == "cpu" else "split"
+    ring = ["ring", "ring compiled"]
+    wanted = f"communication {COMMUNICATION:.0%} of the layer or less"
+    table = []
+    for name in families:
+        small, middle, large = (find(results, family=name, operation="decode", hidden=n) for n in (256, 1024, 4096))
+        share = communication(middle[ours]) if middle else None
+        model = find(results, family=name, operation="generate", hidden=1024)
+        table.append(Target.slower(f"{name}, hidden 256, decode", small, ours, ring, FASTER_THAN_RING))
+        table.append(Target(f"{name}, hidden 1024, decode", wanted, share, COMMUNICATION))
+        table.append(Target.slower(f"{name}, hidden 4096, decode", large, ours, ring, NOT_SLOWER))
+        table.append(Target.slower(f"{name}, whole model, generate", model, "split", ["tp1"], MODEL))
+    return table
 
 
 def communication(result: dict[str, Any]) -> float | None:
@@ -99,7 +115,7 @@ def communication(result: dict[str, Any]) -> float | None:
     return result["engine"]["median"] / times["median"] if times else None
 
 
-def show_layers(results: dict[str, Any], console: Console) -> None:
+def _show(results: dict[str, Any], console: Console) -> None:
     for row in by_case(results):
         console.print(_table(row))
         for name in ("split", "lazy", "mlx"):

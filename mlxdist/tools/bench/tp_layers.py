@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,45 +19,30 @@ from mlxdist.nn.split_block.split_block import Positions, SplitBlock
 __all__ = ["FAMILIES", "Inputs", "Layer", "layer_bytes", "make_model", "variants"]
 
 CAPACITY = 256  # positions in a cache of mlx-lm before it grows
-Call = Callable[[], mx.array]
+Call = Callable[[], mx.array | None]
 
 
-def _mixtral(hidden: int, layers: int, vocabulary: int) -> nn.Module:
-    """Attention and one expert of Mixtral 8x7B: at 4096 32 heads of 128, 8 KV heads, inner size 14336."""
-    return llama.Model(
-        llama.ModelArgs(
-            model_type="llama", num_hidden_layers=layers, intermediate_size=hidden * 7 // 2, rope_theta=1e6,
-            rms_norm_eps=1e-5, vocab_size=vocabulary, tie_word_embeddings=False, **_heads(hidden),
-        )
-    )  # fmt: skip
-
-
-def _qwen(hidden: int, layers: int, vocabulary: int) -> nn.Module:
-    """Qwen3 8B: at 4096 32 heads of 128 with norms of their own, 8 KV heads, inner size 12288."""
-    return qwen3.Model(
-        qwen3.ModelArgs(
-            model_type="qwen3", num_hidden_layers=layers, intermediate_size=hidden * 3, rope_theta=1e6,
-            rms_norm_eps=1e-6, vocab_size=vocabulary, tie_word_embeddings=False, max_position_embeddings=4096,
-            **_heads(hidden),
-        )
-    )  # fmt: skip
-
-
-def _heads(hidden: int) -> dict[str, int]:
-    dim = 128 if hidden >= 1024 else 32
-    heads = hidden // dim
-    return {
-        "hidden_size": hidden, "head_dim": dim, "num_attention_heads": heads, "num_key_value_heads": max(2, heads // 4),
-    }  # fmt: skip
-
-
-FAMILIES = {"mixtral": _mixtral, "qwen": _qwen}
+# The module of mlx-lm, and what its arguments are besides those that both have.
+FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    # Attention and one expert of Mixtral 8x7B: at 4096 32 heads of 128, 8 KV heads, inner size 14336.
+    "mixtral": (llama, {"model_type": "llama", "rms_norm_eps": 1e-5}),
+    # Qwen3 8B: at 4096 32 heads of 128 with norms of their own, 8 KV heads, inner size 12288.
+    "qwen": (qwen3, {"model_type": "qwen3", "rms_norm_eps": 1e-6, "max_position_embeddings": 4096}),
+}
 
 
 def make_model(family: str, hidden: int, dtype: mx.Dtype, layers: int = 1, vocabulary: int = 2) -> nn.Module:
     """Random weights, the same on every rank."""
+    module, own = FAMILIES[family]
+    dim = 128 if hidden >= 1024 else 32
+    heads = hidden // dim
+    arguments = module.ModelArgs(
+        hidden_size=hidden, head_dim=dim, num_attention_heads=heads, num_key_value_heads=max(2, heads // 4),
+        intermediate_size=hidden * 7 // 2 if module is llama else hidden * 3, num_hidden_layers=layers,
+        vocab_size=vocabulary, rope_theta=1e6, tie_word_embeddings=False, **own,
+    )  # fmt: skip
     mx.random.seed(0)
-    model = FAMILIES[family](hidden, layers, vocabulary)
+    model = module.Model(arguments)
     model.apply(lambda x: x.astype(dtype))
     mx.eval(model.parameters())
     return model
@@ -64,7 +50,7 @@ def make_model(family: str, hidden: int, dtype: mx.Dtype, layers: int = 1, vocab
 
 def layer_bytes(layer: nn.Module) -> int:
     """Of the weights that are read once per call."""
-    return sum(x.nbytes for _, x in nn.utils.tree_flatten(layer.parameters()))
+    return nn.utils.tree_reduce(lambda total, x: total + x.nbytes, layer.parameters(), 0)
 
 
 @dataclass(frozen=True)
@@ -83,9 +69,10 @@ class Inputs:
         shape = 1, heads, CAPACITY, layer.self_attn.k_proj.weight.shape[0] // heads
         dtype = layer.input_layernorm.weight.dtype
         keys = (mx.random.key(seed) for seed in (1, 2, 3))
-        made = [mx.random.normal(s, key=key).astype(dtype) for s, key in zip(((1, tokens, hidden), shape, shape), keys)]
-        mx.eval(made)
-        return cls(*made, cached)
+        shapes = (1, tokens, hidden), shape, shape
+        x, k, v = (mx.random.normal(s, key=key).astype(dtype) for s, key in zip(shapes, keys))
+        mx.eval(x, k, v)
+        return cls(x, k, v, cached)
 
     def part(self, rank: int, ranks: int) -> Inputs:
         """With the KV heads that this rank holds."""
@@ -127,7 +114,7 @@ def compiled(layer: nn.Module, inputs: Inputs) -> Callable[..., mx.array]:
     """A layer of mlx-lm as one compiled function. Its position is a constant of the graph, which flatters it: in a
     model it would be traced again for every token."""
 
-    def pure(x: mx.array, keys: mx.array | None, values: mx.array | None) -> tuple[mx.array, mx.array, mx.array]:
+    def pure(x: mx.array, keys: mx.array | None, values: mx.array | None) -> tuple[Any, ...]:
         cache = KVCache()
         if keys is not None:
             cache.keys, cache.values, cache.offset = keys, values, inputs.cached
@@ -135,32 +122,29 @@ def compiled(layer: nn.Module, inputs: Inputs) -> Callable[..., mx.array]:
         return y, cache.keys, cache.values
 
     function = mx.compile(pure)
-
-    def call(x: mx.array, mask: str | None, cache: KVCache) -> mx.array:
-        keys, values = cache.keys, cache.values
-        cache.keys = cache.values = None
-        y, cache.keys, cache.values = function(x, keys, values)
-        return y
-
-    return call
+    return lambda x, mask, cache: _updated(function, cache, x, cache.keys, cache.values)
 
 
 def full_graph(block: SplitBlock) -> Callable[..., mx.array]:
     """A SplitBlock as one compiled function, its two all_sum inside."""
 
-    def pure(x: mx.array, keys: mx.array | None, values: mx.array | None, *where: object) -> tuple[mx.array, ...]:
+    def pure(x: mx.array, keys: mx.array | None, values: mx.array | None, *where: Any) -> tuple[Any, ...]:
         return block.segments(x, keys, values, Positions(*where))
 
     function = mx.compile(pure)
 
     def call(x: mx.array, mask: str | None, cache: KVCache) -> mx.array:
         where = block.positions(x, mask, cache)
-        keys, values = block.reserve(cache, x)
-        cache.keys = cache.values = None
-        y, cache.keys, cache.values = function(x, keys, values, *where)
-        return y
+        return _updated(function, cache, x, *block.reserve(cache, x), *where)
 
     return call
+
+
+def _updated(function: Callable[..., Any], cache: KVCache, *arguments: Any) -> mx.array:
+    """The result; the cache gets the new keys and values, and no longer holds the old ones meanwhile."""
+    cache.keys = cache.values = None
+    y, cache.keys, cache.values = function(*arguments)
+    return y
 
 
 def per_op(layer: nn.Module) -> Callable[..., mx.array]:

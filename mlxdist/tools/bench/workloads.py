@@ -60,7 +60,7 @@ class Fragmentation:
         make, expected = FRAGMENTED[case["operation"]]
         data = Inputs(case["dtype"], case["bytes"] // 4, world.size())
         x, out, wanted = data[world.rank()], np.zeros(data.elements, np.float32), expected(data, world.rank())
-        works, wrong, counters = {}, {}, {}
+        works, counters = {}, {}
         for count in (1, self.messages):
             call = make(world, np.array_split(x, count), np.array_split(out, count))
             out.fill(np.nan)
@@ -68,13 +68,18 @@ class Fragmentation:
             call()
             after = world.stats()
             counters[count] = {name: after[name] - before[name] for name in after}
-            wrong[count] = count_wrong(out, wanted)
-            works[count] = Work(call, wrong=lambda count=count: wrong[count] + count_wrong(out, wanted))
+            first = count_wrong(out, wanted)
+            works[str(count)] = Work(call, wrong=partial(self._wrong, out, wanted, first))
+        results = time_case(world, case, works, self.take, moved=x.nbytes)
         return [
             result | {"variant": OURS, "case": case | {"messages": count}, "counters": counters[count]}
-            for result in time_case(world, case, works, self.take, moved=x.nbytes)
-            for count in [result["variant"]]
+            for count, result in zip(counters, results)
         ]
+
+    @staticmethod
+    def _wrong(out: np.ndarray, wanted: np.ndarray, first: int) -> int:
+        """Of the first pass and of the last one."""
+        return first + count_wrong(out, wanted)
 
 
 def _stream(world: mlxdist.Group, given: list[np.ndarray], received: list[np.ndarray]) -> Callable[[], None]:

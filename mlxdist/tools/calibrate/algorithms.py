@@ -59,8 +59,7 @@ def choose(results: dict[str, Any], ranks: int) -> list[Row]:
         for row, following in zip(measured, [*measured[1:], None]):
             medians = {name: result["microseconds"]["median"] for name, result in row.items()}
             chosen = _fastest(medians, [next(iter(row.values()))["default"], chosen])
-            last = following is None
-            end = MAX_BYTES if last else math.isqrt(_case(row)["bytes"] * _case(following)["bytes"])
+            end = MAX_BYTES if following is None else math.isqrt(_case(row)["bytes"] * _case(following)["bytes"])
             if rows and (rows[-1].operation, rows[-1].algorithm) == (operation, chosen):
                 rows.pop()
             rows.append(Row(operation, ranks, end, chosen))

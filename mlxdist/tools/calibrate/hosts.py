@@ -168,7 +168,7 @@ def measure_hosts(chosen: HostSelection, seconds: float) -> tuple[list[HostMeasu
     job: dict[str, Any] = {"rows": [], "provider": None, "foreign_cpu_share": None}
     if len(names) > 1:
         # One rank on each host, one pair after the other, each way by itself.
-        hostfile = chosen.hostfile.with_one_rank_each().for_mlxdist()
+        hostfile = Hostfile(tuple(chosen.hosts())).with_one_rank_each().for_mlxdist()
         pairs = [{"source": a, "target": b} for a in range(len(names)) for b in range(len(names)) if a != b]
         runner = Runner("links", replace(chosen, hostfile=hostfile), len(names), pinned=False)
         job = runner.job("mlxdist.tools.calibrate.ranks:Links", pairs, seconds=seconds / len(pairs))

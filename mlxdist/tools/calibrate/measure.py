@@ -6,12 +6,11 @@ holds, say how fast it reads memory. Every result is compared with NumPy's at so
 
 from __future__ import annotations
 
-import os
 import platform
-import socket
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -19,9 +18,10 @@ import numpy as np
 
 from mlxdist.base.host_identity import host_identity
 from mlxdist.cluster.facts.collect import collect_here
-from mlxdist.version import __version__
 
-from ..bench.timing import ForeignLoad
+from ..bench.machine import describe_machine
+from ..bench.operations import count_wrong
+from ..bench.timing import ForeignLoad, Work
 
 __all__ = ["machine", "measure"]
 
@@ -48,16 +48,8 @@ TOLERANCE = {"float32": 1e-2, "float16": 1e-2, "bfloat16": 5e-2}
 def machine() -> dict[str, Any]:
     """The device that MLX uses by default, and what else the numbers depend on."""
     info = getattr(mx, "device_info", None) or mx.metal.device_info
-    return {
-        "host": socket.gethostname(),
-        "device": str(info().get("device_name", platform.machine())),
-        "kind": _kind(),
-        "system": platform.platform(),
-        "cores": os.cpu_count(),
-        "identity": host_identity(),
-        "mlx": mx.__version__,
-        "mlxdist": __version__,
-    }
+    device = str(info().get("device_name", platform.machine()))
+    return describe_machine() | {"device": device, "kind": _kind(), "identity": host_identity()}
 
 
 def measure(part: str, seconds: float) -> dict[str, Any] | None:
@@ -75,7 +67,7 @@ def _measured(part: str, seconds: float) -> dict[str, Any] | None:
     mx.set_cache_limit(4 * ARRAY_BYTES[_kind()])  # else results are mapped again each time, which dominates
     if part in PRODUCTS:
         return _products(part, seconds) if part == "float32" or _kind() == "gpu" else None
-    work, moved, wrong = {"copy": _copy, "sum": _sum, "row": _row}[part]()
+    work, moved, wrong = _memory(part)
     return _rates(moved / 1e9, _times(work, seconds)) | {"bytes": moved, "wrong": wrong()}
 
 
@@ -94,55 +86,41 @@ def _products(dtype: str, seconds: float) -> dict[str, Any]:
         if found and (WARM_UP + MIN_CALLS) * operations * slowest > left:
             continue
         a, b = (_random(size, dtype) for size in (shape[:2], shape[1:]))
-        kept: list[mx.array] = []
-
-        def product(a: mx.array = a, b: mx.array = b, kept: list[mx.array] = kept) -> None:
-            kept[:] = [a @ b]
-            mx.eval(kept)
-
+        product = Evaluated(partial(mx.matmul, a, b))
         times = _times(product, left / (len(shapes) - number))
         slowest = statistics.median(times) / operations
-        wrong = _count_wrong(a, b, kept[0], dtype)
+        wrong = _count_wrong(a, b, product.result, dtype)
         found.append({"shape": list(shape), "wrong": wrong} | _rates(operations / 1e12, times))
     best = max(found, key=lambda one: one["median"])
     return best | {"dtype": dtype, "wrong": sum(one["wrong"] for one in found), "shapes": found}
 
 
-def _copy() -> tuple[Callable[[], object], int, Callable[[], int]]:
-    x = _counted()
-    kept = [x]
+class Evaluated:
+    """Calls a function and keeps the last result, not the one before: its memory is free for the next."""
 
-    def work() -> None:
-        kept[:] = [x + 1]
-        mx.eval(kept)
+    def __init__(self, function: Callable[[], mx.array]) -> None:
+        self._function, self.result = function, mx.zeros(0)
 
-    return work, 2 * x.nbytes, lambda: _count_different(kept[0][::EVERY], np.array(x[::EVERY]) + 1)
-
-
-def _sum() -> tuple[Callable[[], object], int, Callable[[], int]]:
-    """Of each row, so that whole numbers stay exact."""
-    x = _counted()
-    kept = [x]
-
-    def work() -> None:
-        kept[:] = [x.sum(axis=1)]
-        mx.eval(kept)
-
-    return work, x.nbytes, lambda: _count_different(kept[0][::EVERY], np.array(x[::EVERY]).sum(axis=1))
+    def __call__(self) -> None:
+        self.result = self._function()
+        mx.eval(self.result)
 
 
-def _row() -> tuple[Callable[[], object], int, Callable[[], int]]:
-    """As a linear layer multiplies one token."""
-    dtype = "float16" if _kind() == "gpu" else "float32"
-    rows = _array_bytes() // getattr(mx, dtype).size // COLUMNS
-    x, weight = _random((1, COLUMNS), dtype), _random((rows, COLUMNS), dtype)
-    kept = [x]
+def _memory(part: str) -> tuple[Evaluated, int, Callable[[], int]]:
+    """The work, the bytes that it moves, and how many of the compared elements are wrong after it.
 
-    def work() -> None:
-        kept[:] = [x @ weight.T]
-        mx.eval(kept)
-
-    return work, weight.nbytes, lambda: _count_wrong(x, weight.T, kept[0], dtype)
+    A copy; the sum of each row, so that whole numbers stay exact; one row, as a linear layer multiplies one token.
+    """
+    if part == "row":
+        dtype = "float16" if _kind() == "gpu" else "float32"
+        rows = _array_bytes() // getattr(mx, dtype).size // COLUMNS
+        row, weight = _random((1, COLUMNS), dtype), _random((rows, COLUMNS), dtype)
+        product = Evaluated(lambda: row @ weight.T)
+        return product, weight.nbytes, lambda: _count_wrong(row, weight.T, product.result, dtype)
+    x, copies = _counted(), part == "copy"
+    work, some = Evaluated((lambda: x + 1) if copies else lambda: x.sum(axis=1)), np.array(x[::EVERY])
+    expected = some + 1 if copies else some.sum(axis=1)
+    return work, x.nbytes * (2 if copies else 1), lambda: count_wrong(np.array(work.result[::EVERY]), expected)
 
 
 def _array_bytes() -> int:
@@ -164,10 +142,6 @@ def _random(shape: tuple[int, ...], dtype: str) -> mx.array:
     return x
 
 
-def _count_different(got: mx.array, expected: np.ndarray) -> int:
-    return int(np.sum(np.array(got) != expected)) if got.shape == expected.shape else expected.size
-
-
 def _count_wrong(a: mx.array, b: mx.array, product: mx.array, dtype: str) -> int:
     """Of some elements of a @ b, compared with the same sums in float64."""
     if product.shape != (a.shape[0], b.shape[1]):
@@ -182,16 +156,13 @@ def _count_wrong(a: mx.array, b: mx.array, product: mx.array, dtype: str) -> int
 
 
 def _times(work: Callable[[], object], seconds: float) -> list[float]:
-    """Of each call, for about this long; at least of some."""
-    clock = time.perf_counter
-    end = clock() + seconds
-    for _ in range(WARM_UP):
-        work()
+    """Seconds of each call, for about this long; at least of some."""
+    end = time.perf_counter() + seconds
+    once = Work(work)
+    once.block(WARM_UP)
     times: list[float] = []
-    while len(times) < MIN_CALLS or (clock() < end and len(times) < MAX_CALLS):
-        begin = clock()
-        work()
-        times.append(clock() - begin)
+    while len(times) < MIN_CALLS or (time.perf_counter() < end and len(times) < MAX_CALLS):
+        times += [microseconds / 1e6 for microseconds in once.block(1)]
     return times
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,14 +14,13 @@ from mlxdist.nn.experts.policy import calibrate
 from mlxdist.runtime.native import check, ffi, lib
 from mlxdist.runtime.tuning import ALGORITHMS, MAX_BYTES, Row
 
-from ..bench.operations import Inputs, add, count_wrong
+from ..bench.operations import CASES, SAME_AS, Eager, Inputs
 from ..bench.rank import time_case
 from ..bench.timing import Work, copy_work, exchange, interleave
 
 __all__ = ["Algorithms", "ExpertLinks", "Links"]
 
 DTYPE = "float32"
-ROOT = 0
 LINK_BYTES = 4 << 20
 MESSAGES = 4  # in a block
 MIN_BLOCKS, MAX_BLOCKS = 3, 50  # that count, after one that does not
@@ -67,7 +65,8 @@ class Links:
         """GB/s of the blocks and of a copy of as much by this rank, at best; wrong elements."""
         expected = self._messages(self.world.rank())
         got = [np.empty_like(message) for message in expected]
-        clock, times, wrong = time.perf_counter, [], 0
+        clock, wrong = time.perf_counter, 0
+        times: list[float] = []
         end = clock() + self.seconds
         while len(times) < 1 + MIN_BLOCKS or (clock() < end and len(times) < MAX_BLOCKS):
             for array in got:
@@ -94,20 +93,22 @@ class Algorithms:
 
     def __call__(self, case: dict[str, Any]) -> list[dict[str, Any]]:
         """A result for each algorithm that the operation has, with the one that it has by default."""
-        operation, elements = case["operation"], case.get("bytes", 0) // 4
-        call, wrong = _operation(self.world, operation, elements)
+        operation, size, world = case["operation"], case.get("bytes", 0), self.world
+        called = None
+        if operation != "barrier":
+            called = Eager(CASES[SAME_AS.get(operation, operation)], Inputs(DTYPE, size // 4, world.size()), world)
+        call = called.call if called else world.barrier
         self._tune([])
-        default = self.world.algorithm(operation, elements * 4)
+        default = world.algorithm(operation, size)
         works = {}
         for algorithm in ALGORITHMS:
-            row = Row(operation, self.world.size(), MAX_BYTES, algorithm)
+            row = Row(operation, world.size(), MAX_BYTES, algorithm)
             self._tune([row])
-            if self.world.algorithm(operation, elements * 4) != algorithm:
+            if world.algorithm(operation, size) != algorithm:
                 continue  # the operation does not have it
-            call()
-            first = wrong()
-            works[algorithm] = Work(call, before=partial(self._tune, [row]), wrong=lambda first=first: first)
-        results = time_case(self.world, case, works, self.take, means=True)
+            wrong = called.try_once() if called else 0
+            works[algorithm] = Work(call, before=partial(self._tune, [row]), wrong=partial(int, wrong))
+        results = time_case(world, case, works, self.take, means=True)
         self._tune([])
         return [result | {"default": default} for result in results]
 
@@ -115,32 +116,6 @@ class Algorithms:
         """Replaces the table of the group. All ranks do so between the same two operations."""
         table = ffi.new("mlxdist_tuning[]", [row.native() for row in rows])
         check(lib.mlxdist_group_set_tuning(self.world._native, table, len(rows)))
-
-
-def _operation(world: mlxdist.Group, operation: str, elements: int) -> tuple[Callable[[], object], Callable[[], int]]:
-    """The call to time, and a function that counts the wrong elements after it."""
-    if operation == "barrier":
-        return world.barrier, lambda: 0
-    data = Inputs(DTYPE, elements, world.size())
-    rank, size = world.rank(), world.size()
-    x, total = data[rank], add(data)
-    if operation == "broadcast":
-        x = data[rank].copy()
-        return lambda: mlxdist.broadcast(x, ROOT, group=world, out=x), lambda: count_wrong(x, data[ROOT])
-    expected = {
-        "all_reduce": lambda: total,
-        "all_gather": lambda: np.concatenate(list(data)),
-        "reduce_scatter": lambda: total.reshape(size, -1)[rank],
-        "reduce": lambda: total if rank == ROOT else np.zeros_like(total),
-    }[operation]()
-    out = np.zeros_like(expected)
-    calls = {
-        "all_reduce": lambda: mlxdist.all_reduce(x, "sum", group=world, out=out),
-        "all_gather": lambda: mlxdist.all_gather(x, group=world, out=out),
-        "reduce_scatter": lambda: mlxdist.reduce_scatter(x, "sum", group=world, out=out),
-        "reduce": lambda: mlxdist.reduce(x, "sum", ROOT, group=world, out=out if rank == ROOT else None),
-    }
-    return calls[operation], lambda: count_wrong(out, expected)
 
 
 class ExpertLinks:
