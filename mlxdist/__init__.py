@@ -10,9 +10,23 @@ Names load on first use: the launcher needs neither MLX nor the compiled half.
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .version import __version__
+
+if TYPE_CHECKING:
+    from .base.errors import *  # noqa: F403
+    from .runtime.default_group import init as init
+    from .runtime.group import Group as Group
+    from .runtime.handle import Handle as Handle
+    from .runtime.ops import *  # noqa: F403
+    from .runtime.point_to_point import *  # noqa: F403
+    from .runtime.registration import Registration as Registration
+    from .runtime.step import set_step as set_step
+    from .train import all_reduce_grads as all_reduce_grads
+    from .train import latest_checkpoint as latest_checkpoint
+    from .train import load_checkpoint as load_checkpoint
+    from .train import save_checkpoint as save_checkpoint
 
 _MODULES = {
     "base.errors": (

@@ -303,6 +303,12 @@ class Environment:
         """What all starts of a job have in common: its first name. Of a process without one, a name of its own."""
         return self.job.removesuffix(f"-{self.restart_count}" if self.restart_count else "") or _UNNAMED_RUN
 
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where rank 0 of a job of several ranks listens."""
+        assert self.rendezvous is not None  # of several ranks: checked by `read`
+        return self.rendezvous
+
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> "Environment":
         """Reads and checks all variables.
@@ -366,52 +372,49 @@ def _with_scheduler_rank(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _reject_contradictions(environ: Mapping[str, str], environment: Environment) -> None:
+    def reject(name: str, problem: str) -> None:
+        raise EnvironmentVariableError(f"{name}={environ[name]} {problem}")
+
     has_rank, has_size = "MLXDIST_RANK" in environ, "MLXDIST_WORLD_SIZE" in environ
     rank, size = environment.rank, environment.world_size
-    if has_rank and not has_size:
-        raise EnvironmentVariableError(
-            f"MLXDIST_RANK={rank} is set, but MLXDIST_WORLD_SIZE is not; set both, or neither for a group of one"
-        )
-    if has_size and not has_rank:
-        raise EnvironmentVariableError(
-            f"MLXDIST_WORLD_SIZE={size} is set, but MLXDIST_RANK is not; set both, or neither for a group of one"
-        )
+    if has_rank != has_size:
+        given, other = ("MLXDIST_RANK", "MLXDIST_WORLD_SIZE")[:: 1 if has_rank else -1]
+        reject(given, f"is set, but {other} is not; set both, or neither for a group of one")
     if not has_rank:
         for name in ("MLXDIST_RENDEZVOUS", "MLXDIST_RENDEZVOUS_FD"):
             if name in environ:
-                raise EnvironmentVariableError(
-                    f"{name}={environ[name]} is set, but MLXDIST_RANK and MLXDIST_WORLD_SIZE are not, and no mpirun or "
-                    "srun says which rank this is; set them too, or unset it for a group of one"
+                reject(
+                    name,
+                    "is set, but MLXDIST_RANK and MLXDIST_WORLD_SIZE are not, and no mpirun or srun says which rank "
+                    "this is; set them too, or unset it for a group of one",
                 )
+        return
     if rank >= size:
-        raise EnvironmentVariableError(
-            f"MLXDIST_RANK={rank} does not fit MLXDIST_WORLD_SIZE={size}; ranks are numbered from 0 to {size - 1}"
-        )
-    for pair in sorted(environment.topology or ()) if has_rank else ():
-        if max(pair) >= size or pair[0] == pair[1]:
-            raise EnvironmentVariableError(
-                f"MLXDIST_TOPOLOGY={environ['MLXDIST_TOPOLOGY']} has the pair {pair[0]}-{pair[1]}, but the ranks are 0 "
-                f"to {size - 1}, and a link connects two different ranks"
+        reject("MLXDIST_RANK", f"does not fit MLXDIST_WORLD_SIZE={size}; ranks are numbered from 0 to {size - 1}")
+    for a, b in sorted(environment.topology or ()):
+        if max(a, b) >= size or a == b:
+            reject(
+                "MLXDIST_TOPOLOGY",
+                f"has the pair {a}-{b}, but the ranks are 0 to {size - 1}, and a link connects two different ranks",
             )
-    for name, weights in (
-        ("MLXDIST_RANK_SHARES_MEMORY", environment.rank_shares_memory),
-        ("MLXDIST_RANK_SHARES_COMPUTE", environment.rank_shares_compute),
-    ):
-        if has_rank and weights is not None and len(weights) != size:
-            raise EnvironmentVariableError(
-                f"{name}={environ[name]} has {len(weights)} numbers, but there are {size} ranks (MLXDIST_WORLD_SIZE)"
-            )
+    shares = {
+        "MLXDIST_RANK_SHARES_MEMORY": environment.rank_shares_memory,
+        "MLXDIST_RANK_SHARES_COMPUTE": environment.rank_shares_compute,
+    }
+    for name, numbers in shares.items():
+        if numbers is not None and len(numbers) != size:
+            reject(name, f"has {len(numbers)} numbers, but there are {size} ranks (MLXDIST_WORLD_SIZE)")
     if size > 1 and environment.rendezvous is None:
-        raise EnvironmentVariableError(
-            f"MLXDIST_WORLD_SIZE={size} needs MLXDIST_RENDEZVOUS, the host:port of rank 0; "
-            "`mlxdist launch` sets it, or set it to the same value on every rank"
+        reject(
+            "MLXDIST_WORLD_SIZE",
+            "needs MLXDIST_RENDEZVOUS, the host:port of rank 0; `mlxdist launch` sets it, or set it to the same value "
+            "on every rank",
         )
     if size > 1 and not environment.secret:
-        raise EnvironmentVariableError(
-            f"MLXDIST_WORLD_SIZE={size} needs MLXDIST_SECRET, the key of the job; `mlxdist launch` sets it, "
-            "or set it to the same value on every rank, for example from `openssl rand -hex 32`"
+        reject(
+            "MLXDIST_WORLD_SIZE",
+            "needs MLXDIST_SECRET, the key of the job; `mlxdist launch` sets it, or set it to the same value on every "
+            "rank, for example from `openssl rand -hex 32`",
         )
     if rank != 0 and environment.rendezvous_fd is not None:
-        raise EnvironmentVariableError(
-            f"MLXDIST_RENDEZVOUS_FD={environment.rendezvous_fd} is for rank 0, but MLXDIST_RANK={rank}; unset it here"
-        )
+        reject("MLXDIST_RENDEZVOUS_FD", f"is for rank 0, but MLXDIST_RANK={rank}; unset it here")

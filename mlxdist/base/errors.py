@@ -6,7 +6,7 @@ for the case (``ValueError``, ``TimeoutError``, ``ImportError``), ours is also t
 
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 __all__ = [
     "Aborted",
@@ -26,6 +26,7 @@ __all__ = [
     "interruption",
     "located",
     "name_ranks",
+    "ranks_have",
     "to_status",
     "to_tagged_text",
 ]
@@ -35,7 +36,7 @@ __all__ = [
 _ORIGIN = re.compile(r" \[rank (\d{1,9}) on ([^\s\]]+)(?: in (.+?)(?: #(\d{1,19})(?: .*)?)?)?\]$", re.DOTALL)
 
 # The engine keeps 1023 bytes of a text.
-_MOST_BYTES = 1000
+_MAX_BYTES = 1000
 
 
 class Error(RuntimeError):
@@ -73,7 +74,7 @@ class Error(RuntimeError):
         found = self._origin()
         return int(found[4]) if found and found[4] else None
 
-    def _origin(self) -> re.Match | None:
+    def _origin(self) -> re.Match[str] | None:
         return _ORIGIN.search(str(self))
 
 
@@ -117,32 +118,40 @@ class EnvironmentVariableError(Error, ValueError):
     """An ``MLXDIST_*`` variable is unknown, malformed, or contradicts another one."""
 
 
-# enum mlxdist_status of mlxdist.h.
-_BY_STATUS = {1: InvalidArgument, 2: Mismatch, 3: Timeout, 4: Aborted, 5: PeerLost, 6: TransportError, 7: ResourceError}
-
-# Ours, where the engine has none: for errors that pass through C++ all the same.
-_WITHOUT_STATUS = {101: RendezvousError, 102: EnvironmentVariableError, 103: VersionMismatch}
+# enum mlxdist_status of mlxdist.h. From 101 on ours, for errors that pass through C++ alone.
+_STATUS_OF: dict[type[Error], int] = {
+    InvalidArgument: 1,
+    Mismatch: 2,
+    Timeout: 3,
+    Aborted: 4,
+    PeerLost: 5,
+    TransportError: 6,
+    ResourceError: 7,
+    RendezvousError: 101,
+    EnvironmentVariableError: 102,
+    VersionMismatch: 103,
+}
 
 
 def from_status(status: int, text: str) -> Error:
     """The exception for a status of the native library and the text of ``mlxdist_last_error()``."""
     if status == 0:
         raise ValueError("status 0 is success, there is no exception for it")
-    kind = _BY_STATUS.get(status) or _WITHOUT_STATUS.get(status)
-    if kind is None:
-        return Error(f"{text} (status {status}, which this version of mlxdist does not know)")
-    return kind(text)
+    for kind, number in _STATUS_OF.items():
+        if number == status:
+            return kind(text)
+    return Error(f"{text} (status {status}, which this version of mlxdist does not know)")
 
 
 def to_status(error: Error) -> int:
     """The status of the native library for an exception; that of Aborted for classes that it does not have."""
-    return next((status for status, kind in _BY_STATUS.items() if type(error) is kind), 4)
+    status = _STATUS_OF.get(type(error), 4)
+    return status if status < 101 else 4
 
 
 def to_tagged_text(error: Error) -> str:
     """The text of a C++ exception that comes back from MLX as ``error``: ``[mlxdist 3] rank 1 waited ...``."""
-    status = next((status for status, kind in _WITHOUT_STATUS.items() if type(error) is kind), to_status(error))
-    return f"[mlxdist {status}] {error}"
+    return f"[mlxdist {_STATUS_OF.get(type(error), 4)}] {error}"
 
 
 def by_name(name: str) -> type[Error]:
@@ -156,11 +165,11 @@ def located(text: str, rank: int, host: str) -> str:
     if _ORIGIN.search(text):
         return text
     where = f" [rank {rank} on {host}]"
-    kept = text.encode()[: _MOST_BYTES - len(where.encode())].decode(errors="ignore")
+    kept = text.encode()[: _MAX_BYTES - len(where.encode())].decode(errors="ignore")
     return f"{kept}{where}"
 
 
-def interruption(error: BaseException, rank: int, host: str) -> "Error":
+def interruption(error: BaseException, rank: int, host: str) -> Error:
     """The report to other ranks of ``error``, of another family, that has ended this rank."""
     if isinstance(error, KeyboardInterrupt):
         what = "was interrupted (SIGINT)"
@@ -188,3 +197,8 @@ def name_ranks(ranks: Iterable[int]) -> str:
     if len(numbers) > 8:
         shown.append(f"{len(numbers) - 4} more")
     return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def ranks_have(ranks: Collection[int]) -> str:
+    """``rank 2 has``, ``ranks 2 and 3 have``."""
+    return f"{name_ranks(ranks)} {'have' if len(ranks) > 1 else 'has'}"

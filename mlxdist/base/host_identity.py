@@ -17,7 +17,7 @@ def host_identity() -> str:
 
 
 def boot_identity() -> str:
-    """The same for all processes of one machine from its start to the next; "" where the system does not tell."""
+    """The same for all processes of one machine from its start to the next; "" where the system has none."""
     if sys.platform == "darwin":
         return _boot_session()
     boot = Path("/proc/sys/kernel/random/boot_id")

@@ -31,7 +31,7 @@ class _Output:
         self.descriptor: int | None = None  # None: stderr
 
     def write(self, level: int, subsystem: str, text: str) -> None:
-        # Warnings are for everyone: a subsystem that was not asked for says them, too.
+        # Warnings are for everyone: one that is not selected writes them, too.
         if level > self.level or (level > _WARN and self.subsystems and subsystem not in self.subsystems):
             return
         now = time.time_ns()
@@ -80,10 +80,8 @@ def warn(subsystem: str, text: str) -> None:
 
 
 def info(subsystem: str, text: str) -> None:
-    if _output.level >= _INFO:
-        _output.write(_INFO, subsystem, text)
+    _output.write(_INFO, subsystem, text)
 
 
 def trace(subsystem: str, text: str) -> None:
-    if _output.level >= _TRACE:
-        _output.write(_TRACE, subsystem, text)
+    _output.write(_TRACE, subsystem, text)

@@ -19,7 +19,7 @@ class _OutputFile(click.Path):
         super().__init__(dir_okay=False, path_type=Path)
 
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Path:
-        path = super().convert(value, parameter, context)
+        path = Path(os.fsdecode(super().convert(value, parameter, context)))
         if not path.absolute().parent.is_dir():
             self.fail(f"{path}: there is no directory {path.absolute().parent}", parameter, context)
         try:

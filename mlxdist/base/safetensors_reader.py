@@ -1,4 +1,4 @@
-"""Reads slices of tensors in safetensors files: the header, and of the data only the bytes that are asked for.
+"""Reads slices of tensors in safetensors files: the header, and of the data only the bytes that are needed.
 
 The format (https://huggingface.co/docs/safetensors): 8 bytes, little-endian, with the length of the header; the header,
 a JSON object that gives dtype, shape and data_offsets of each tensor; then all data without gaps, rows first. A header

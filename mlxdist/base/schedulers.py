@@ -13,7 +13,7 @@ from .errors import EnvironmentVariableError, RendezvousError
 
 __all__ = ["SchedulerRank", "scheduler_rank", "reject_launchers"]
 
-_LARGEST = 1 << 20
+_MAX_PROCESSES = 1 << 20
 # Rank, size. PMIx has no variable for the size; those who use it, Open MPI and srun, have one of their own.
 _STARTERS = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"), ("PMIX_RANK", ""))
 # Those that give their ranks no number that `scheduler_rank` knows.
@@ -43,12 +43,12 @@ def scheduler_rank(environ: Mapping[str, str]) -> SchedulerRank | None:
     in_step = "SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ
     if in_step and not ranks and "SLURM_PROCID" in environ:
         ranks["SLURM_PROCID"] = _number(environ, "SLURM_PROCID")
-    if not ranks:
-        return None
     if in_step and not sizes:
         sizes = {name: _number(environ, name) for name in _SLURM_SIZES if name in environ}
         sizes = dict(list(sizes.items())[:1])  # the step's own comes first; the other may be the allocation's
     rank, size = _agreed(ranks), _agreed(sizes)
+    if rank is None:
+        return None
     source = ", ".join([*ranks, *sizes])
     if size is not None and rank >= size:
         raise EnvironmentVariableError(f"{source}: rank {rank} does not fit {size} processes")
@@ -111,6 +111,6 @@ def _agreed(numbers: Mapping[str, int]) -> int | None:
 
 def _number(environ: Mapping[str, str], name: str) -> int:
     text = environ[name]
-    if not (text.isascii() and text.isdigit() and len(text) <= 10 and int(text) <= _LARGEST):
+    if not (text.isascii() and text.isdigit() and len(text) <= 10 and int(text) <= _MAX_PROCESSES):
         raise EnvironmentVariableError(f"{name}={text!r:.80} is not the number of a process")
     return int(text)

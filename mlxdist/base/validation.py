@@ -35,7 +35,7 @@ __all__ = [
 
 Check = Callable[[str, Any], Any]
 
-_MOST_SECONDS = 1e12  # in 30000 years
+_MAX_SECONDS = 1e12  # in 30000 years
 
 
 def read_bounded(path: str | os.PathLike[str], max_bytes: int) -> bytes:
@@ -76,7 +76,7 @@ def flag(name: str, value: Any) -> bool:
 
 def seconds(name: str, value: Any) -> float:
     """A time or a duration. Neither endless nor NaN, which Python's JSON reads, too."""
-    if type(value) not in (int, float) or not 0 <= value <= _MOST_SECONDS:
+    if type(value) not in (int, float) or not 0 <= value <= _MAX_SECONDS:
         raise ValueError(f"{name} is {value!r:.50}, not a number of seconds")
     return float(value)
 
@@ -181,11 +181,11 @@ def checked(check: Check) -> Any:
 _T = TypeVar("_T")
 
 
-def build(kind: type[_T], value: Any) -> _T:
+def build(kind: Callable[..., _T], value: Any) -> _T:
     """A dataclass from JSON whose keys are its fields. Raises ValueError."""
     return kind(**fields_of(_checks_of(kind), value))
 
 
 @functools.cache
-def _checks_of(kind: type) -> dict[str, Check]:
+def _checks_of(kind: Any) -> dict[str, Check]:
     return {one.name: one.metadata["check"] for one in fields(kind)}

@@ -92,7 +92,7 @@ def show_environment() -> None:
 class _StandardOutput(io.FileIO):
     """What cannot be written there ends every command alike, and none takes it for an error of its own."""
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any, /) -> Any:
         try:
             return super().write(data)
         except OSError as error:

@@ -81,8 +81,8 @@ def dump(
     text = json.dumps(trace(found.records)) if trace_file is not None else ""
     written = trace_file is None or is_written(trace_file, lambda path: path.write_text(text))
     if as_json:
-        result = {"ranks": [asdict(state) for state in analysis.states]}
-        result |= {"findings": analysis.findings, "notes": found.notes}
+        states = [asdict(state) for state in analysis.states]
+        result = {"ranks": states, "findings": analysis.findings, "notes": found.notes}
         click.echo(json.dumps(result, indent=2))
     else:
         console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)

@@ -9,7 +9,8 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
@@ -63,6 +64,7 @@ def top(job: str | None, chosen: HostSelection, interval: float, once: bool, as_
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the terminal is put in order
     once = once or not (as_json or sys.stdout.isatty())
+    view: View | None
     try:
         with find_ranks(job, chosen) as ranks:
             watch = Watch(ranks)
@@ -84,7 +86,7 @@ def top(job: str | None, chosen: HostSelection, interval: float, once: bool, as_
         sys.exit(1)
 
 
-def _views(watch: Watch, interval: float, redraw: Callable[[], None] = lambda: None) -> Iterator[View]:
+def _views(watch: Watch, interval: float, redraw: Callable[[], None] = lambda: None) -> Generator[View]:
     """Until the job has ended, or the user presses q; that view is the last. ``redraw``: the terminal has changed."""
     seconds = min(max(interval, _MIN_RESPONSE_SECONDS), _MAX_RESPONSE_SECONDS)
     view = None
@@ -101,7 +103,7 @@ def _views(watch: Watch, interval: float, redraw: Callable[[], None] = lambda: N
                     redraw()
 
 
-def _second(views: Iterator[View]) -> View:
+def _second(views: Generator[View]) -> View:
     """It has speeds; the first one where the job ends before."""
     first = next(views)
     second = next(views, first)
@@ -158,4 +160,4 @@ def _print(view: View) -> None:
 
 
 def _print_json(view: View) -> None:
-    click.echo(json.dumps({"time": time.time()} | view.as_json()))
+    click.echo(json.dumps({"time": time.time()} | asdict(view)))

@@ -57,7 +57,7 @@ def operation(function: Function) -> Function:
         for name, default in DEFAULTS.items()
         if name in types
     ]
-    function.__signature__ = signature.replace(parameters=parameters)
+    setattr(function, "__signature__", signature.replace(parameters=parameters))
     return function
 
 

@@ -52,7 +52,7 @@ def _finalize(world: World) -> None:
         print("mlxdist: interrupted at the end, while other ranks were waited for", file=sys.stderr)
         _exit_status.append(128 + signal.SIGINT)
     except SystemExit as error:
-        _exit_status.append(error.code)
+        _exit_status.append(errors.exit_status(error))
 
 
 # The interpreter would end with status 0 whatever an exit handler raises, and a job that has failed must not.

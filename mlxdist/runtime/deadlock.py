@@ -29,7 +29,7 @@ from typing import Any
 
 from mlxdist.base import errors
 from mlxdist.base.environment import MAX_RANKS
-from mlxdist.base.validation import Check, fields_of, flag, list_of, number, text
+from mlxdist.base.validation import fields_of, flag, list_of, number, row_of, text
 
 from .deadlock_graph import GONE, Edge, Graph, Node, Operation, Report
 from .internal_thread import InternalThread
@@ -56,15 +56,6 @@ _MAX = 64
 _MAX_TEXT = 4096
 
 
-def _list_like(checks: tuple[Check, ...]) -> Check:
-    def check_list(name: str, value: Any) -> tuple:
-        if type(value) is not list or len(value) != len(checks):
-            raise ValueError(f"{name} is no list of {len(checks)}")
-        return tuple(check(name, field) for check, field in zip(checks, value, strict=True))
-
-    return check_list
-
-
 # What other ranks may say.
 _NUMBER = number(1, GONE - 1)
 _COUNT = number(0, 2**32 - 1)
@@ -72,10 +63,10 @@ _GROUP = number(0, 2**16 - 1)
 _OPERATION = (_NUMBER, _COUNT, number(-1, 2**15), _GROUP, number(0, 1), _COUNT, text(160))
 _EDGE = (number(0, 2**15), _GROUP, number(0, 1), _COUNT)
 _FAILURE = {"failure": text(_MAX_TEXT)}
-_REQUEST = {"request": _COUNT, "edges": list_of(_list_like(_EDGE), _MAX)}
+_REQUEST = {"request": _COUNT, "edges": list_of(row_of(*_EDGE), _MAX)}
 _RESPONSE = {
     "response": _COUNT,
-    "operations": list_of(_list_like(_OPERATION), _MAX),
+    "operations": list_of(row_of(*_OPERATION), _MAX),
     "lines": list_of(_NUMBER, 2 * _MAX),
     "free": flag,
     "left": flag,
@@ -168,14 +159,14 @@ class DeadlockDetector:
 
     def _search(self, start: list[Node]) -> None:
         first = self._collect(start)
-        blocked = sorted(first.blocked().intersection(start)) if first else []
-        if not blocked:
+        if first is None or not (blocked := sorted(first.blocked().intersection(start))):
             return
         second = self._collect(start)
         if second is None or second.reports != first.reports:
             return
         path = first.path(blocked[0])
-        last = first.operation(path[-1]).waits_for
+        rank, number = path[-1]
+        last = first.reports[rank].operations[number].waits_for
         # One rank says it for all, whichever of them has found it.
         speaker = last if first.reports[last].left else min(rank for rank, _ in path)
         text = first.describe(path)

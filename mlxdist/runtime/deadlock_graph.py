@@ -13,20 +13,20 @@ class Edge(NamedTuple):
     rank: int
     group: int
     receives: int
-    stream: int
+    transfer: int
 
 
 class Operation(NamedTuple):
     number: int
-    moves: int
+    progress_count: int
     waits_for: int  # -1: not for a rank that has to come
     group: int
     receives: int
-    stream: int
+    transfer: int
     name: str
 
     def edge(self, rank: int) -> Edge:
-        return Edge(rank, self.group, self.receives, self.stream)
+        return Edge(rank, self.group, self.receives, self.transfer)
 
 
 class Report(NamedTuple):
@@ -97,13 +97,14 @@ class Graph:
 
     def describe(self, path: list[Node]) -> str:
         """The text of the error; of a long circle its beginning."""
-        parts = []
-        for node in path[:4]:
-            operation = self.operation(node)
-            parts.append(f"rank {node[0]} calls {operation.name} and waits for rank {operation.waits_for}")
+        operations = [self.reports[rank].operations[number] for rank, number in path]
+        parts = [
+            f"rank {rank} calls {operation.name} and waits for rank {operation.waits_for}"
+            for (rank, _), operation in zip(path[:4], operations)
+        ]
         if len(path) > 4:
             parts.append(f"{len(path) - 4} more wait like these")
-        last = self.operation(path[-1]).waits_for
+        last = operations[-1].waits_for
         if self.reports[last].left:
             parts.append(f"rank {last} calls finalize")
         return (

@@ -11,7 +11,7 @@ from mlxdist.base.schedulers import reject_launchers
 from . import at_exit, flight_recorder
 from .group import Group
 from .native import bridge
-from .timeout import checked_timeout
+from .timeout import native_timeout
 from .world import World
 
 __all__ = ["current_run", "default_group", "init"]
@@ -34,7 +34,7 @@ def init(strict: bool = False, backend: str = "any", *, timeout: float | None = 
             ``MLXDIST_RENDEZVOUS_TIMEOUT``.
 
     Raises:
-        InvalidArgument: another backend is asked for; there is no launcher and ``strict`` is set; this process was
+        InvalidArgument: ``backend`` is another one; there is no launcher and ``strict`` is set; this process was
             forked from a rank; the ranks are on several hosts that no provider connects.
         EnvironmentVariableError: an ``MLXDIST_*`` variable is malformed or contradicts another one.
         RendezvousError: not all ranks came; or mpirun, srun, mlx.launch or torchrun has started several processes, and
@@ -43,14 +43,14 @@ def init(strict: bool = False, backend: str = "any", *, timeout: float | None = 
     global _world
     group = _world
     if group is not None and not group._closed and backend == "any" and timeout is None:
-        return group  # what most operations ask for
+        return group  # the common case
     if backend not in ("any", "mlxdist"):
         raise errors.InvalidArgument(
             f"mlxdist.init: there is no backend {backend!r}; use 'any', or mx.distributed.init"
         )
-    checked_timeout("mlxdist.init", timeout)
+    native_timeout("mlxdist.init", timeout)  # only to check it
     with _world_lock:
-        # A group of one holds nothing that could not be made again.
+        # A group of one holds nothing, and can be re-created.
         if (
             _world is None
             or (_world._world.ended and not _world._world.forked)

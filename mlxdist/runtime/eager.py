@@ -45,45 +45,33 @@ _MAX_LAYOUTS = 4096
 
 def all_reduce(call: Call, x: Any, op: str) -> Result:
     x = _array(call, x)
-    described = _layout(call, x.dtype, x.shape, call.dtype)
-    source, target, result = _operands(call, x, x.shape, True)
-    return _run(call, result, lib.mlxdist_all_reduce, source, target, described, REDUCTIONS[op])
+    return _exchange(call, x, x.shape, True, lib.mlxdist_all_reduce, REDUCTIONS[op])
 
 
 def all_gather(call: Call, x: Any) -> Result:
     x = _array(call, x)
-    described = _layout(call, x.dtype, x.shape, call.dtype)
-    source, target, result = _operands(call, x, _gathered(call, x.shape), False)
-    return _run(call, result, lib.mlxdist_all_gather, source, target, described)
+    return _exchange(call, x, _gathered(call, x.shape), False, lib.mlxdist_all_gather)
 
 
 def reduce_scatter(call: Call, x: Any, op: str) -> Result:
     x = _array(call, x)
-    described = _layout(call, x.dtype, x.shape, call.dtype)
-    source, target, result = _operands(call, x, call.chunk_shape(x.shape), True)
-    return _run(call, result, lib.mlxdist_reduce_scatter, source, target, described, REDUCTIONS[op])
+    return _exchange(call, x, call.chunk_shape(x.shape), True, lib.mlxdist_reduce_scatter, REDUCTIONS[op])
 
 
 def all_to_all(call: Call, x: Any) -> Result:
     x = _array(call, x)
     call.chunk_shape(x.shape)  # only to check it
-    described = _layout(call, x.dtype, x.shape, call.dtype)
-    source, target, result = _operands(call, x, x.shape, False)
-    return _run(call, result, lib.mlxdist_all_to_all, source, target, described)
+    return _exchange(call, x, x.shape, False, lib.mlxdist_all_to_all)
 
 
 def reduce(call: Call, x: Any, op: str, root: int) -> Result:
     x = _array(call, x)
-    described = _layout(call, x.dtype, x.shape, call.dtype)
-    source, target, result = _on_root(call, x, x.shape, root, True)
-    return _run(call, result, lib.mlxdist_reduce, source, target, described, REDUCTIONS[op], root)
+    return _exchange(call, x, x.shape, True, lib.mlxdist_reduce, REDUCTIONS[op], root, only=root)
 
 
 def gather(call: Call, x: Any, root: int) -> Result:
     x = _array(call, x)
-    described = _layout(call, x.dtype, x.shape, call.dtype)
-    source, target, result = _on_root(call, x, _gathered(call, x.shape), root, False)
-    return _run(call, result, lib.mlxdist_gather, source, target, described, root)
+    return _exchange(call, x, _gathered(call, x.shape), False, lib.mlxdist_gather, root, only=root)
 
 
 def broadcast(call: Call, x: Any, root: int) -> Result:
@@ -135,7 +123,7 @@ def recv_like(call: Call, x: Any, src: int) -> Result:
     return _recv(call, x.shape, x.dtype, src)
 
 
-def _recv(call: Call, shape: tuple, elements: np.dtype, src: int) -> Result:
+def _recv(call: Call, shape: tuple[int, ...], elements: np.dtype, src: int) -> Result:
     described = _layout(call, elements, shape, call.dtype)
     target, result = _output(call, shape, elements)
     return _run(call, result, lib.mlxdist_recv, _memory(target), described, src)
@@ -153,9 +141,28 @@ def sendrecv(call: Call, x: Any, dst: int, src: int, shape: Sequence[int] | None
     return _run(call, result, lib.mlxdist_sendrecv, source, sent, dst, target, received, src)
 
 
+def _exchange(
+    call: Call,
+    x: np.ndarray,
+    shape: tuple[int, ...],
+    in_place: bool,
+    function: Callable[..., int],
+    *arguments: int,
+    only: int | None = None,
+) -> Result:
+    """Runs a collective whose result has ``shape``; on rank ``only`` alone, if given, for which ``out`` is then."""
+    described = _layout(call, x.dtype, x.shape, call.dtype)
+    if only is None or call.group.rank() == only:
+        source, target, result = _operands(call, x, shape, in_place)
+    else:
+        source, target = _memory(_source(x, None, in_place)), ffi.NULL
+        result = np.empty((0, *x.shape[1:]), x.dtype)
+    return _run(call, result, function, source, target, described, *arguments)
+
+
 def _run(call: Call, result: Any, function: Callable[..., int], *arguments: Any) -> Result:
     if call.timeout is not None:
-        with time_limit(call.name, call.timeout):
+        with time_limit(call.limit):
             call.timeout = None
             return _run(call, result, function, *arguments)
     if call.async_op:
@@ -178,14 +185,8 @@ def _operands(call: Call, x: np.ndarray, shape: tuple[int, ...], in_place: bool)
     source = _source(x, None if call.out is None else target, in_place or alone)
     if alone:
         np.copyto(target, source)
+        return ffi.NULL, ffi.NULL, result
     return _memory(source), _memory(target), result
-
-
-def _on_root(call: Call, x: np.ndarray, shape: tuple[int, ...], root: int, in_place: bool) -> tuple[Any, Any, Any]:
-    """The same where only the root has a result; `out` is for the root alone."""
-    if call.group.rank() == root:
-        return _operands(call, x, shape, in_place)
-    return _memory(_source(x, None, in_place)), ffi.NULL, np.empty((0, *x.shape[1:]), x.dtype)
 
 
 # Arrays and buffers.
@@ -247,7 +248,7 @@ def _source(x: np.ndarray, target: np.ndarray | None, in_place: bool) -> np.ndar
 
 
 def _pointer(x: np.ndarray) -> int:
-    return x.__array_interface__["data"][0]
+    return x.ctypes.data
 
 
 def _memory(x: np.ndarray) -> Any:
@@ -287,11 +288,11 @@ def _engine_name(call: Call, elements: np.dtype, dtype: Any) -> str:
         raise call.error(
             f"the array has the other byte order ({elements.str}); pass x.astype(x.dtype.newbyteorder('='))"
         )
-    asked = own if dtype is None else _dtype_name(dtype)
-    if asked == own or (asked == "bfloat16" and own == "uint16"):
-        return asked
+    wanted = own if dtype is None else _dtype_name(dtype)
+    if wanted == own or (wanted == "bfloat16" and own == "uint16"):
+        return wanted
     raise call.error(
-        f"dtype={asked} does not fit an array of {own}; it is for the bits of bfloat16 in an array of uint16"
+        f"dtype={wanted} does not fit an array of {own}; it is for the bits of bfloat16 in an array of uint16"
     )
 
 

@@ -1,7 +1,7 @@
 """The flight recorder: what this rank did last, written to a file when the group fails or on SIGUSR1.
 
-The engine keeps the operations (native/engine/flight_recorder.h); `mlxdist dump` and mlxdist/tools/observe read the files of
-all ranks and find the stragglers. docs/debugging.md is for users.
+The engine keeps the operations (native/engine/flight_recorder.h). `mlxdist dump` reads the files of all ranks and
+finds the stragglers. docs/debugging.md is for users.
 """
 
 import json
@@ -83,8 +83,7 @@ class Recorder:
     def dump(self, reason: str) -> Path | None:
         """Writes the record. Returns its file, or None: the recorder is switched off, or the file cannot be written."""
         with self._writing:
-            record = None if self._directory is None else self._record(reason)
-            if record is None:
+            if self._directory is None or (record := self._record(reason)) is None:
                 return None
             path = self._directory / record_file_name(self._environment.rank)
             try:

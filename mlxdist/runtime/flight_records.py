@@ -9,7 +9,7 @@ from typing import Any
 
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.base.validation import build, checked, flag, list_of, map_of, number, or_null, text
+from mlxdist.base.validation import build, checked, flag, list_of, map_of, number, or_null, read_bounded, text
 
 __all__ = [
     "FlightRecord",
@@ -30,6 +30,14 @@ _ANY = number(0, 2**64 - 1)
 _RANK = number(0, MAX_RANKS - 1)
 _GROUP = number(0, 0x7FFF)
 _STATUS = number(0, 1000)
+_MEMBERS = map_of(list_of(_RANK, MAX_RANKS), MAX_OPERATIONS)
+
+
+def _groups(name: str, value: Any) -> dict[int, tuple[int, ...]]:
+    return {
+        _GROUP(name, int(id) if re.fullmatch(r"[0-9]{1,5}", id, re.ASCII) else -1): members
+        for id, members in _MEMBERS(name, value).items()
+    }
 
 
 @dataclass(frozen=True)
@@ -97,19 +105,10 @@ class FlightRecord:
     bytes_sent: int = checked(_ANY)  # since the beginning
     bytes_received: int = checked(_ANY)
     # The members, ranks of the world, of every group that still exists.
-    groups: dict[int, tuple[int, ...]] = checked(
-        lambda name, value: {_id(id): ranks for id, ranks in _GROUPS(name, value).items()}
-    )
+    groups: dict[int, tuple[int, ...]] = checked(_groups)
     threads: dict[str, str] = checked(map_of(text(), MAX_THREADS))  # where each thread is in the program
     # In the order in which they were started.
     operations: tuple[Operation, ...] = checked(list_of(lambda name, value: build(Operation, value), MAX_OPERATIONS))
-
-
-_GROUPS = map_of(list_of(_RANK, MAX_RANKS), MAX_OPERATIONS)
-
-
-def _id(text: str) -> int:
-    return _GROUP("groups", int(text) if re.fullmatch(r"[0-9]{1,5}", text, re.ASCII) else -1)
 
 
 def record_file_name(rank: int) -> str:
@@ -177,14 +176,7 @@ def read_json(path: Path) -> Any:
         InvalidArgument: it cannot be read, or is too long, or no JSON.
     """
     try:
-        with open(path, "rb") as file:
-            data = file.read(_MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise InvalidArgument(f"{path}: {error.strerror}") from None
-    try:
-        if len(data) > _MAX_FILE_BYTES:
-            raise ValueError(f"it has more than {_MAX_FILE_BYTES} bytes")
-        return json.loads(data)
+        return json.loads(read_bounded(path, _MAX_FILE_BYTES))
     except RecursionError:
         problem = "it is nested too deeply"
     except ValueError as error:  # JSON's and UTF-8's are such

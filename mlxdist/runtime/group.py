@@ -13,7 +13,7 @@ from . import at_exit, flight_recorder
 from .handle import Handle, Operation
 from .native import bridge, ffi, last_error, layout, lib
 from .registration import Registration
-from .timeout import checked_timeout, time_limit
+from .timeout import native_timeout, time_limit
 from .world import World
 
 __all__ = ["Group"]
@@ -57,7 +57,7 @@ class Group:
         self._running: list[None] = []
         world.add(self)
 
-    def __deepcopy__(self, memo: dict) -> "Group":
+    def __deepcopy__(self, memo: Any) -> "Group":
         return self  # a layer and its copies communicate in one group
 
     def rank(self) -> int:
@@ -99,9 +99,10 @@ class Group:
     @timeout.setter
     def timeout(self, seconds: float | None) -> None:
         self._require_open()
-        self._timeout = checked_timeout("Group.timeout", seconds)
+        limit = native_timeout("Group.timeout", seconds)
+        self._timeout = seconds
         if self._native is not None:
-            lib.mlxdist_group_set_timeout(self._native, -1 if seconds is None else seconds)
+            lib.mlxdist_group_set_timeout(self._native, limit)
 
     def barrier(self, timeout: float | None = None) -> None:
         """Returns once every rank has called it. Arrays of MLX that are not evaluated yet do not take part.
@@ -115,7 +116,7 @@ class Group:
         if timeout is None:
             self.call(lib.mlxdist_barrier)
             return
-        with time_limit("barrier", timeout):
+        with time_limit(native_timeout("barrier", timeout)):
             self.call(lib.mlxdist_barrier)
 
     def meet(self, timeout: float | None = None) -> None:

@@ -136,19 +136,18 @@ def _exports(loaded: ctypes.CDLL, name: str) -> bool:
 
 
 class _MpiShim:
-    """What the library has under way, as finalize() sees it."""
+    """What the library has under way, as finalize() sees it: see :attr:`World.mpi_shims`."""
 
-    def __init__(
-        self,
-        drain: Callable[[float], int],
-        close: Callable[[], None],
-        error_reported: Callable[[], int],
-        is_busy: Callable[[], int],
-    ) -> None:
-        self._drain = drain
-        self._close = close
-        self._error_reported = error_reported
-        self._is_busy = is_busy
+    def __init__(self, address: int) -> None:
+        """``address``: of the library's ``Door``, a struct of pointers to functions."""
+        from .native import bridge, ffi
+
+        functions = ffi.cast("uintptr_t *", address)
+        self._bridge = bridge
+        self._drain: Callable[[float], int] = ffi.cast("int (*)(double)", functions[0])
+        self.close: Callable[[], None] = ffi.cast("void (*)(void)", functions[1])
+        self._error_reported: Callable[[], int] = ffi.cast("int (*)(void)", functions[2])
+        self._is_busy: Callable[[], int] = ffi.cast("int (*)(void)", functions[3])
 
     @property
     def error_reported(self) -> bool:
@@ -170,42 +169,41 @@ class _MpiShim:
         A program may never look at the last of what it has begun: mlx-lm's generation is one token ahead, in a stream
         of its own.
         """
-        from .native import bridge
-
-        self.keep_errors()  # they are for finalize() from now on, which asks the group itself
-        bridge.wait_for_cpu_streams()
+        self.keep_errors()  # they are for finalize() from now on, which reads the group's own error
+        self._bridge.wait_for_cpu_streams()
         return bool(self._drain(seconds))
 
-    def close(self) -> None:
-        self._close()
+
+def _returns_errors(function: Callable[[int], tuple[int, int]]) -> Callable[..., tuple[str, int, int]]:
+    """For a call from C++: the text of an error, or "", and what ``function`` returns, or two zeros."""
+
+    @functools.wraps(function)
+    def returning(argument: int, *unused: int) -> tuple[str, int, int]:
+        try:
+            return "", *function(argument)
+        except KeyboardInterrupt:
+            raise  # the library knows what to do with it
+        except BaseException as error:
+            # Into C++ and back; other exceptions than mlxdist.Error arrive as Aborted, with the class in the text.
+            mapped = error if isinstance(error, Error) else Error(f"{type(error).__name__}: {error}")
+            return to_tagged_text(mapped), 0, 0
+
+    return returning
 
 
-def join(shim: int, *unused: int) -> tuple[str, int, int]:
+@_returns_errors
+def join(shim: int) -> tuple[int, int]:
     """Makes this process a rank, for the library's ``MPI_Init``, which gives the address of its ``Door``.
 
-    Returns the text of an error, or "", the address of the engine's group, and that of the bridge's
-    ``operation_failed``.
+    Returns the address of the engine's group, and that of the bridge's ``operation_failed``.
     """
-    try:
-        from .default_group import init
-        from .native import bridge, ffi
+    from .default_group import init
+    from .native import bridge
 
-        group = init()
-        drain, close, error_reported, is_busy = ffi.cast("uintptr_t *", shim)[0:4]
-        group.add_mpi_shim(
-            _MpiShim(
-                ffi.cast("int (*)(double)", drain),
-                ffi.cast("void (*)(void)", close),
-                ffi.cast("int (*)(void)", error_reported),
-                ffi.cast("int (*)(void)", is_busy),
-            )
-        )
-        _add_sum_scatter()
-        return "", group.connection.group, bridge.operation_failed()
-    except KeyboardInterrupt:
-        raise  # the library knows what to do with it
-    except BaseException as error:
-        return _text(error), 0, 0
+    group = init()
+    group.add_mpi_shim(_MpiShim(shim))
+    _add_sum_scatter()
+    return group.connection.group, bridge.operation_failed()
 
 
 def _add_sum_scatter() -> None:
@@ -225,33 +223,19 @@ def _add_sum_scatter() -> None:
         rows = scattered.shape[0]
         begin = members.rank() * rows
 
-        @mx.custom_function
-        def part(x: mx.array) -> mx.array:
-            return mx.distributed.all_sum(x, group=members, stream=stream)[begin : begin + rows]
-
+        part: Any = mx.custom_function(
+            lambda x: mx.distributed.all_sum(x, group=members, stream=stream)[begin : begin + rows]
+        )
         part.vjp(lambda x, cotangent, result: mx.distributed.all_gather(cotangent, group=members, stream=stream))
         return part(x)
 
     mx.distributed.sum_scatter = sum_scatter
 
 
-def wait_for_stream(*unused: int) -> tuple[str, int, int]:
-    """Returns when MLX's CPU stream of this thread has done what it had to do; as ``join``, for ``MPI_Comm_split``."""
-    try:
-        _synchronize()
-        return "", 0, 0
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        return _text(error), 0, 0
-
-
-def _synchronize() -> None:
+@_returns_errors
+def wait_for_stream(unused: int) -> tuple[int, int]:
+    """Returns when MLX's CPU stream of this thread has done what it had to do; for ``MPI_Comm_split``."""
     import mlx.core as mx
 
     mx.synchronize(mx.default_stream(mx.cpu))
-
-
-def _text(error: BaseException) -> str:
-    # Into C++ and back; other exceptions than mlxdist.Error arrive as Aborted, with the class in the text.
-    return to_tagged_text(error if isinstance(error, Error) else Error(f"{type(error).__name__}: {error}"))
+    return 0, 0

@@ -7,32 +7,32 @@ Raises at import:
     ImportError: mlxdist has not been built.
 """
 
+import importlib
 import math
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-import mlxdist
 from mlxdist.base import errors
 from mlxdist.version import HOW_TO_BUILD, __version__, install_command
 
 __all__ = ["bridge", "check", "dtype_number", "ffi", "last_error", "layout", "lib"]
 
 
-def _check_mlx() -> None:
+def _check_mlx(installed: str) -> None:
     # Before the bridge is loaded: with the C++ of another MLX, loading is the first thing that may fail.
-    if mx.__version__ in MLX_VERSIONS:
+    if installed in MLX_VERSIONS:
         return
     # libmlx is another package than mlx: on Linux the extra, on macOS a dependency.
     package = "mlx[cpu]" if sys.platform == "linux" else "mlx"
     raise errors.VersionMismatch(
-        f"mlxdist {__version__}, as built here, fits MLX {' and '.join(MLX_VERSIONS)}, but MLX {mx.__version__} is "
+        f"mlxdist {__version__}, as built here, fits MLX {' and '.join(MLX_VERSIONS)}, but MLX {installed} is "
         f"installed; type `{install_command(f'{package}=={MLX_VERSIONS[-1]}')}`, or, for an mlxdist that fits MLX "
-        f"{mx.__version__}, "
-        f"`{install_command('--upgrade', 'mlxdist', f'{package}=={mx.__version__}')}`"
+        f"{installed}, `{install_command('--upgrade', 'mlxdist', f'{package}=={installed}')}`"
     )
 
 
@@ -48,18 +48,20 @@ try:
     # MLX_VERSIONS is written by CMake from the table that the build was checked against.
     from mlxdist._built import MLX_VERSIONS
 
-    _check_mlx()
+    _check_mlx(vars(mx)["__version__"])
     from mlxdist._native import ffi, lib
 
     _check_library()
-    from mlxdist import _bridge as bridge
+    bridge = importlib.import_module("mlxdist._bridge")
 except errors.VersionMismatch:
     raise
 except ImportError as error:
     raise ImportError(f"mlxdist's compiled half does not load ({error}); build it: {HOW_TO_BUILD}") from error
 
+_PACKAGE = Path(__file__).absolute().parents[1]
+
 # The call site of an operation is the first frame that is in neither of these packages.
-bridge.set_own_folders(*(f"{os.path.dirname(os.path.abspath(p.__file__))}{os.sep}" for p in (mlxdist, mx)))
+bridge.set_own_folders(*(f"{directory}{os.sep}" for directory in (_PACKAGE, Path(str(mx.__file__)).absolute().parent)))
 
 _DTYPES = {ffi.string(lib.mlxdist_dtype_name(number)).decode(): number for number in range(lib.MLXDIST_COMPLEX64 + 1)}
 _LAYOUT_DIMENSIONS = dict(ffi.typeof("mlxdist_layout").fields)["shape"].type.length

@@ -23,9 +23,10 @@ def send(x: Array, dst: int, **options: Unpack[SendOptions]) -> Array:
     """Sends ``x`` to rank ``dst``, which must call :func:`recv`. Returns ``x``: evaluating that is what sends it."""
     call = Call("send", options)
     call.check_peer("dst", dst)
-    if (array := call.lazy(x)) is not None:
-        return mx.distributed.send(array, dst, group=call.mlx_group, stream=call.stream)
-    return eager.send(call, x, dst)
+    if (array := call.lazy(x)) is None:
+        return eager.send(call, x, dst)
+    sent: Any = mx.distributed.send(array, dst, group=call.mlx_group, stream=call.stream)
+    return sent
 
 
 @operation
@@ -53,9 +54,10 @@ def recv_like(x: Array, src: int, **options: Unpack[Options]) -> Array:
     """Receives from rank ``src``: kind, shape and dtype of ``x``, which stays as it is unless it is ``out``."""
     call = Call("recv_like", options)
     call.check_peer("src", src)
-    if (array := call.lazy(x)) is not None:
-        return mx.distributed.recv_like(array, src, group=call.mlx_group, stream=call.stream)
-    return eager.recv_like(call, x, src)
+    if (array := call.lazy(x)) is None:
+        return eager.recv_like(call, x, src)
+    received: Any = mx.distributed.recv_like(array, src, group=call.mlx_group, stream=call.stream)
+    return received
 
 
 @operation

@@ -65,7 +65,7 @@ def _memory(buffer: Any) -> Any:
     kind = type(buffer).__name__
     if isinstance(buffer, mx.array):
         # An array of its own on the same memory: x += 1 would let go of that of x.
-        own = mx.stop_gradient(buffer)
+        own: Any = mx.stop_gradient(buffer)
         mx.eval(buffer, own)
         buffer = memoryview(own)
     # Importing NumPy is half of the time that a program takes to become a rank, and a program that passes one of its

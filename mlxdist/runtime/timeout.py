@@ -7,42 +7,33 @@ from mlxdist.base import errors
 
 from .native import lib
 
-__all__ = ["checked_timeout", "native_timeout", "time_limit"]
+__all__ = ["native_timeout", "time_limit"]
 
-_LONGEST = 1e9  # seconds: 31 years, and what MLXDIST_TIMEOUT takes
+_MAX_SECONDS = 1e9  # 31 years, and what MLXDIST_TIMEOUT takes
 
 
-def checked_timeout(name: str, seconds: float | None) -> float | None:
-    """``seconds`` itself, if it is a deadline: ``None`` for the group's, 0 for none.
+def native_timeout(name: str, seconds: float | None) -> float:
+    """A deadline as the engine and the bridge take it: 0 for none, negative for the group's (``None``).
 
     Raises:
         InvalidArgument: it is none.
     """
     if seconds is None:
-        return None
+        return -1.0
     try:
-        fits = 0 <= seconds <= _LONGEST
+        fits = 0 <= seconds <= _MAX_SECONDS
     except TypeError:
         fits = False
     if not fits:
         raise errors.InvalidArgument(
             f"{name}: timeout is {seconds!r}, but must be a number of seconds, 0 for no limit, or None for the group's"
         )
-    return seconds
-
-
-def native_timeout(name: str, seconds: float | None) -> float:
-    """The same as the engine and the bridge take it: negative for the group's."""
-    return -1.0 if seconds is None else float(checked_timeout(name, seconds))
+    return float(seconds)
 
 
 @contextlib.contextmanager
-def time_limit(name: str, seconds: float | None) -> Iterator[None]:
-    """While it lasts, what this thread starts has ``seconds`` as its deadline."""
-    if seconds is None:
-        yield
-        return
-    limit = native_timeout(name, seconds)
+def time_limit(limit: float) -> Iterator[None]:
+    """While it lasts, what this thread starts has ``limit``, from `native_timeout`, as its deadline."""
     try:
         lib.mlxdist_set_timeout(limit)
         yield

@@ -58,9 +58,11 @@ class World:
         self._groups: weakref.WeakSet[Member] = weakref.WeakSet()
         self._lock = threading.Lock()  # guards closed and _groups
         self._left = False  # this rank calls nothing more but finalize
+        # What only a world of several ranks has. The stack ends these in the reverse order of their start.
         self._rendezvous: Rendezvous | None = None
         self._signals: Signals | None = None
         self._deadlock_detector: DeadlockDetector | None = None
+        self._services = contextlib.ExitStack()
         self._context = ffi.new_handle(self)  # for the engine, which hands it back
         _worlds.add(self)
         if self.size > 1:
@@ -97,7 +99,7 @@ class World:
             self.ended = True
 
     def _take_down(self, groups: list[Member]) -> None:
-        if self.native is None:
+        if self._signals is None or self._rendezvous is None:
             self.connection.close()
             return
         reported = self._signals.terminates(_REPORT_TIMEOUT)  # by SystemExit
@@ -121,10 +123,7 @@ class World:
                 check(lib.mlxdist_group_finalize(self.native))
                 self._rendezvous.barrier("finalize")  # no rank leaves while a last message may be lost
         finally:
-            self._deadlock_detector.close()
-            self.recorder.close()  # first: no SIGUSR1 may come once it is not handled
-            self._rendezvous.close()
-            self._signals.stop()
+            self._services.close()
             if idle:  # else its memory is in use: rather leave it to the end of the process
                 self.native_group.destroy()
 
@@ -193,10 +192,11 @@ class World:
 
     def send_to(self, rank: int, data: bytes) -> None:
         """Called by the engine, in any of its threads, and perhaps with its lock."""
+        rendezvous = self._connected
         try:
-            self._rendezvous.send(rank, _CONNECT, data)
+            rendezvous.send(rank, _CONNECT, data)
         except errors.Error as error:
-            if self.closed and self._rendezvous.is_leaving:
+            if self.closed and rendezvous.is_leaving:
                 return  # all ranks have entered finalize: what a queue pair still carries has no receiver
             failure = self._own(type(error), f"could not connect to rank {rank}: {error}")
             threading.Thread(target=self.fail, args=(failure,)).start()
@@ -206,10 +206,15 @@ class World:
     def _connect(self, environment: Environment) -> None:
         _open_debug(environment)
         self._signals = Signals(self.rank, self.host, self.interrupt, self.is_busy)
+        self._services.callback(self._signals.stop)
         try:
             self._rendezvous = Rendezvous(environment)
+            self._services.callback(self._rendezvous.close)
             self.native_group.connect(self._rendezvous, self._context)
             self.recorder = Recorder(environment, self.host, self.native, self._engine_failed, self._traffic)
+            self._services.callback(
+                self.recorder.close
+            )  # before the signals: SIGUSR1 is handled as long as it may come
             self._deadlock_detector = DeadlockDetector(
                 self.rank,
                 self.host,
@@ -218,6 +223,7 @@ class World:
                 has_left=lambda: self._left,
                 has_mpi_shim=lambda: bool(self.mpi_shims),
             )
+            self._services.callback(self._deadlock_detector.close)
             self._rendezvous.watch(
                 on_failure=self._peer_failed,
                 on_leave=self._peer_left,
@@ -231,14 +237,15 @@ class World:
                 why = self._why(error)
                 if why.rank in (None, self.rank):  # else all ranks have it already
                     self._rendezvous.report_failure(why)
-                self._rendezvous.close()
-            if self._deadlock_detector is not None:
-                self._deadlock_detector.close()
-            if self.recorder is not None:
-                self.recorder.close()
-            self._signals.stop()
+            self._services.close()
             self.native_group.destroy()
             raise
+
+    @property
+    def _connected(self) -> Rendezvous:
+        """For what the services call, which run only with it."""
+        assert self._rendezvous is not None
+        return self._rendezvous
 
     def _traffic(self) -> tuple[int, int]:
         """How many bytes of the program's arrays this rank has sent, and received: in the world and its groups."""
@@ -265,13 +272,14 @@ class World:
     def _engine_failed(self, error: errors.Error) -> None:
         # The engine reports it to the other ranks, too, but after a failure it does not retransmit what is lost.
         if error.rank == self.rank:
-            self._rendezvous.report_failure(error, seconds=0)
+            self._connected.report_failure(error, seconds=0)
 
     # Called by the rendezvous's own thread, which ends before finalize() destroys the native group.
 
     def _peer_failed(self, rank: int, text: str) -> None:
         # So come a rank's death and its abort(), and what has failed in its engine, should that news be lost there.
-        self.native_group.abort(self._rendezvous.failure)
+        if (failure := self._connected.failure) is not None:
+            self.native_group.abort(failure)
 
     def _peer_left(self, rank: int, text: str) -> None:
         self._peer_status(rank, "gone: it has left the group (finalize)")
@@ -280,13 +288,13 @@ class World:
         lib.mlxdist_group_set_peer_status(self.native, rank, text.encode())
 
     def _message(self, rank: int, tag: str, data: bytes) -> None:
-        if tag == TAG:
+        if tag == TAG and self._deadlock_detector is not None:
             self._deadlock_detector.take(rank, data)
         if tag == _CONNECT:
             try:
                 check(lib.mlxdist_group_side_channel_receive(self.native, rank, data, len(data)))
             except errors.Error as error:
-                self._rendezvous.report_failure(error)
+                self._connected.report_failure(error)
                 self.native_group.abort(error)
 
     def _is_idle(self, groups: list[Member], seconds: float) -> bool:

@@ -15,8 +15,7 @@ from mlxdist.base.environment import Environment
 from mlxdist.runtime.rendezvous import connect
 from mlxdist.runtime.rendezvous.authentication import NONCE_BYTES, Refused, observer_secret, proof
 from mlxdist.runtime.rendezvous.event_loop import Connection, EventLoop
-from mlxdist.runtime.rendezvous.heartbeat import Heartbeat
-from mlxdist.runtime.rendezvous.members import Member
+from mlxdist.runtime.rendezvous.heartbeat import Heartbeat, Member
 from mlxdist.runtime.rendezvous.protocol import (
     MAGIC,
     Framing,
@@ -228,10 +227,14 @@ class _NoLoop:
         pass
 
 
+class _Unconnected(Rendezvous):
+    def _open(self) -> None:
+        pass
+
+
 def _a_rank() -> Rendezvous:
-    """One of a group of one, which has no connection: nothing of it is used but what it does with frames."""
-    rank = Rendezvous(Environment(secret=SECRET))
-    rank.watch(*(lambda *news: None,) * 3)
+    """One without a connection: nothing of it is used but what it does with frames."""
+    rank = _Unconnected(Environment(secret=SECRET))
     hear = rank._on_failure = rank._on_leave = rank._on_message = lambda *news: [str(part).encode() for part in news]
     rank._heartbeat = Heartbeat(_NoLoop(), None, 0, SIZE)
     rank._heartbeat.start(str, hear)

@@ -9,10 +9,9 @@ import time
 from dataclasses import replace
 
 import pytest
-from meeting import SOON, Job, Watcher, at_once, group, join
+from meeting import SOON, Job, at_once, group, join
 
 from mlxdist.base import errors
-from mlxdist.base.environment import Environment
 from mlxdist.runtime.rendezvous import Rendezvous, connect
 from mlxdist.runtime.rendezvous.protocol import GATHER, MAX_GATHER_BYTES, Kind
 
@@ -55,18 +54,6 @@ def test_barrier_waits_for_the_last():
             return entered.is_set()
 
         assert at_once(early, late)[0] is True
-
-
-def test_world_of_one_opens_nothing():
-    before = threading.active_count()
-    rendezvous = Rendezvous(Environment())
-    assert rendezvous.all_gather(b"me", "blob") == [b"me"]
-    rendezvous.barrier("b")
-    watcher = Watcher(rendezvous)
-    rendezvous.report_failure(errors.Aborted("failed"))
-    rendezvous.close()
-    assert threading.active_count() == before
-    assert watcher.failures == []
 
 
 def test_ipv6():

@@ -210,13 +210,6 @@ def test_an_unknown_rank_is_refused(rank):
         assert [watcher.messages for watcher in watchers] == [[], [], []]
 
 
-def test_alone_there_is_nobody_to_send_to():
-    alone = Rendezvous(Environment())
-    with pytest.raises(errors.InvalidArgument, match="rank 0 cannot send"):
-        alone.send(0, "hello", b"")
-    alone.close()
-
-
 @pytest.mark.parametrize(
     "tag, size", [("t", MAX_MESSAGE_BYTES + 1), ("t" * (MAX_TAG + 1), 0), ("ö" * (MAX_TAG // 2 + 1), 0)]
 )

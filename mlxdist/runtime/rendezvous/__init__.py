@@ -8,7 +8,6 @@ need it), and learn when one of them has died, failed or left. The payload of co
     connect.py          rank 0 listens, the others connect
     authentication.py   the handshake, of both sides
     server.py           rank 0's service for all: all_gather, messages, failures, deadlines
-    members.py          the ranks that have joined
     heartbeat.py        the position of every rank, once a second
     observer.py         `mlxdist top` and `mlxdist dump` read what rank 0 knows
     protocol.py         frames and their payloads

@@ -158,7 +158,7 @@ def accept(sock: socket.socket, secrets: Mapping[str, bytes], deadline: float) -
     """
     handshake, framing = ServerHandshake(secrets), Framing()
     sock.sendall(framing.frame(Kind.CHALLENGE, handshake.challenge()))
-    kind = Kind.KNOCK
+    kind: int = Kind.KNOCK
     while kind == Kind.KNOCK:
         kind, payload = read_frame(sock, framing, deadline)
     if kind != Kind.HELLO or handshake.verify(payload) is None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import itertools
 import os
 import socket
 import time
@@ -33,7 +32,7 @@ def listen(environment: Environment) -> socket.socket:
     """Rank 0: the socket that the launcher opened, or a new one at MLXDIST_RENDEZVOUS."""
     if environment.rendezvous_fd is not None:
         return _inherit(environment, environment.rendezvous_fd)
-    host, port = environment.rendezvous
+    host, port = environment.address
     where = format_address(host, port)
     failures = []
     try:
@@ -71,7 +70,7 @@ def _inherit(environment: Environment, descriptor: int) -> socket.socket:
     if (
         sock is None
         or sock.family not in (socket.AF_INET, socket.AF_INET6)
-        or (sock.getsockname()[1] != environment.rendezvous[1])
+        or (sock.getsockname()[1] != environment.address[1])
     ):
         if sock is not None:
             sock.detach()
@@ -110,33 +109,24 @@ def connect(environment: Environment) -> tuple[socket.socket, Framing, dict]:
     Retries until the deadline: rank 0 may start late.
     """
     deadline = time.monotonic() + environment.rendezvous_timeout
-    where, rank = format_address(*environment.rendezvous), f"rank {environment.rank} of {environment.world_size}"
-    pause = 0.02
-    for number in itertools.count():
-        started, limit = time.monotonic(), SYN_SECONDS if number < SHORT_ATTEMPTS else CONNECT_SECONDS
-        sock, problem = _connect_once(environment, min(limit, deadline - started))
-        if sock is not None:
-            try:
-                return sock, *_authenticate(environment, sock, deadline)
-            except TimeoutError:
-                sock.close()
-                problem = "it is connected, but silent: rank 0 has not come to its rendezvous, or it is another program"
-            except OSError as error:
-                sock.close()
-                problem = error.strerror or str(error)
-            except Refused as refusal:
-                sock.close()
-                host = socket.gethostname()
-                raise RendezvousError(f"rendezvous: rank 0 at {where} refused {rank} on {host}: {refusal}") from None
-            except ProtocolError as error:
-                sock.close()
-                raise RendezvousError(
-                    f"rendezvous: what responds to rank {environment.rank} at {where} is not rank 0 of this job (it "
-                    f"sent {error}); check MLXDIST_RENDEZVOUS, and that all ranks have the same version of mlxdist"
-                ) from None
-            except BaseException:
-                sock.close()
-                raise
+    where, rank = format_address(*environment.address), f"rank {environment.rank} of {environment.world_size}"
+    pause, attempts = 0.02, 0
+    while True:
+        started, limit = time.monotonic(), SYN_SECONDS if attempts < SHORT_ATTEMPTS else CONNECT_SECONDS
+        try:
+            return _attempt(environment, min(limit, deadline - started), deadline)
+        except Refused as refusal:
+            raise RendezvousError(
+                f"rendezvous: rank 0 at {where} refused {rank} on {socket.gethostname()}: {refusal}"
+            ) from None
+        except ProtocolError as error:
+            raise RendezvousError(
+                f"rendezvous: what responds to rank {environment.rank} at {where} is not rank 0 of this job (it "
+                f"sent {error}); check MLXDIST_RENDEZVOUS, and that all ranks have the same version of mlxdist"
+            ) from None
+        except OSError as error:
+            problem = (error.strerror or str(error)) + local_network.hint(error)
+        attempts += 1
         logger.trace("rendezvous", f"rank 0 at {where}: {problem}; retrying")
         if status := exit_status_of(environment, 0):
             raise RendezvousError(
@@ -153,18 +143,18 @@ def connect(environment: Environment) -> tuple[socket.socket, Framing, dict]:
             pause = min(2 * pause, 0.5)
 
 
-def _connect_once(environment: Environment, seconds: float) -> tuple[socket.socket | None, str]:
-    """The connection, or why there is none."""
+def _attempt(environment: Environment, seconds: float, deadline: float) -> tuple[socket.socket, Framing, dict]:
+    """Raises what ``_authenticate`` raises. ``seconds``: to connect."""
+    sock = socket.create_connection(environment.address, max(0.01, seconds))
     try:
-        sock = socket.create_connection(environment.rendezvous, max(0.01, seconds))
         # With no listener yet, a connection to a port of this machine can meet itself.
-        if sock.getsockname() != sock.getpeername():
-            keep_alive(sock)
-            return sock, ""
+        if sock.getsockname() == sock.getpeername():
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "connection refused")
+        keep_alive(sock)
+        return sock, *_authenticate(environment, sock, deadline)
+    except BaseException:
         sock.close()
-        return None, "connection refused"
-    except OSError as error:
-        return None, (error.strerror or str(error)) + local_network.hint(error)
+        raise
 
 
 def _authenticate(environment: Environment, sock: socket.socket, deadline: float) -> tuple[Framing, dict]:
@@ -177,7 +167,11 @@ def _authenticate(environment: Environment, sock: socket.socket, deadline: float
         host=socket.gethostname(),
         pid=os.getpid(),
     )
-    framing, welcome = authenticate(sock, environment.secret, "rank", greeting, deadline)
+    try:
+        framing, welcome = authenticate(sock, environment.secret, "rank", greeting, deadline)
+    except TimeoutError:
+        silent = "it is connected, but silent: rank 0 has not come to its rendezvous, or it is another program"
+        raise TimeoutError(errno.ETIMEDOUT, silent) from None
     fields = unpack_json(welcome, host=str, pid=int, seconds=float)
     if not 0 <= fields["seconds"] <= MAX_SECONDS:
         raise ProtocolError(f"a welcome that leaves {fields['seconds']:g} s")

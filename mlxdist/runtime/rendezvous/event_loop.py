@@ -31,8 +31,8 @@ class EventLoop:
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
-        self._paused: set[socket.socket] = set()
-        self._selector.register(self._wake_receiver, selectors.EVENT_READ, lambda _: self._wake_receiver.recv(4096))
+        self._sockets = {self._wake_sender}  # all that are to be closed with the loop
+        self.watch(self._wake_receiver, lambda _: self._wake_receiver.recv(4096))
         self._stopping = False
         # Daemon: a program that never calls close() must still be able to exit.
         self._thread = InternalThread(target=self._run, name="mlxdist rendezvous", daemon=True)
@@ -69,7 +69,7 @@ class EventLoop:
     def watch(self, sock: socket.socket, callback: Callable[[int], object], write: bool = False) -> None:
         """Calls ``callback(events)`` whenever ``sock`` can be read, or written if ``write``."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if write else 0)
-        self._paused.discard(sock)
+        self._sockets.add(sock)
         if sock in self._selector.get_map():
             self._selector.modify(sock, events, callback)
         else:
@@ -77,16 +77,16 @@ class EventLoop:
 
     def pause(self, sock: socket.socket) -> None:
         """Calls nothing for ``sock`` until the next ``watch``; it is still closed with the others."""
-        self.unwatch(sock)
-        self._paused.add(sock)
-
-    def unwatch(self, sock: socket.socket) -> None:
         if sock in self._selector.get_map():
             self._selector.unregister(sock)
 
+    def unwatch(self, sock: socket.socket) -> None:
+        self.pause(sock)
+        self._sockets.discard(sock)
+
     def close_in_child(self) -> None:
         """After a fork, in the child: closes its copies of the sockets, or the parent's peers would not see it die."""
-        for sock in self._sockets():
+        for sock in self._sockets:
             os.close(sock.detach())
 
     def _run(self) -> None:
@@ -97,12 +97,9 @@ class EventLoop:
             self._on_crash(error)
             raise
         finally:
-            for sock in self._sockets():
+            for sock in list(self._sockets):
                 self.unwatch(sock)
                 sock.close()
-
-    def _sockets(self) -> list[socket.socket]:
-        return [*(key.fileobj for key in self._selector.get_map().values()), *self._paused, self._wake_sender]
 
     def _poll(self, seconds: float | None) -> int:
         """Waits for events and runs their callbacks. Returns how many came."""

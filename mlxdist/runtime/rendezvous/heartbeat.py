@@ -21,7 +21,7 @@ from mlxdist.base.validation import seconds as duration
 from .event_loop import Connection, EventLoop
 from .protocol import Kind, ProtocolError, pack_json
 
-__all__ = ["Heartbeat", "PeerStatus", "guarded", "pack_peer_status", "pack_position", "unpack_peer_status"]
+__all__ = ["Heartbeat", "Member", "PeerStatus", "guarded", "pack_peer_status", "pack_position", "unpack_peer_status"]
 
 HEARTBEAT_SECONDS = 1.0
 # A rank counts as silent from then on. Python may block a thread while the program is in C code for long.
@@ -58,6 +58,32 @@ class PeerStatus:
         else:
             text = f"no heartbeat for {age:.0f} s: rank 0, which forwards them, is silent itself"
         return f"{text}; before that {self.position}" if self.position else text
+
+
+@dataclass
+class Member:
+    """A rank that has joined, as rank 0 knows it."""
+
+    rank: int
+    host: str
+    pid: int
+    connection: Connection
+    left: bool = False
+    lost: bool = False
+    last_heartbeat: float | None = None  # when its last heartbeat came; None for one that sends none
+    position: str = ""
+    has_request: bool = False  # for its status
+
+    @property
+    def is_here(self) -> bool:
+        return not self.left and not self.lost
+
+    def status(self) -> PeerStatus:
+        age = None if self.last_heartbeat is None else time.monotonic() - self.last_heartbeat
+        return PeerStatus(self.rank, self.host, self.pid, age, self.position, not self.is_here)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
 
 def pack_position(position: str) -> bytes:

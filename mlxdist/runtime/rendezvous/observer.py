@@ -18,13 +18,12 @@ from typing import Any
 from mlxdist.base import logger
 from mlxdist.base.atomic_file import replace_file
 from mlxdist.base.environment import Environment
-from mlxdist.base.errors import name_ranks
+from mlxdist.base.errors import ranks_have
 
 from ..flight_records import rank_directory
 from .authentication import Refused, authenticate, observer_secret, read_frame
 from .event_loop import Connection
-from .heartbeat import PeerStatus, pack_peer_status, unpack_peer_status
-from .members import Member
+from .heartbeat import Member, PeerStatus, pack_peer_status, unpack_peer_status
 from .protocol import STATUS, Kind, ProtocolError
 
 __all__ = ["Observation", "Observers", "observe", "publish"]
@@ -128,11 +127,10 @@ class Observation:
         """Which ranks have sent no record within ``seconds``, but for what ``members`` says of them."""
         notes = []
         if absent := sorted(rank for rank in range(self.size) if rank not in self.members):
-            notes.append(f"{name_ranks(absent)} {_have(absent)} not reached mlxdist.init()")
+            notes.append(f"{ranks_have(absent)} not reached mlxdist.init()")
         if late := sorted(self.requested - self.records.keys()):
             notes.append(
-                f"{name_ranks(late)} {_have(late)} not responded for {seconds:g} s: stopped, or blocked in a call that "
-                "holds the GIL"
+                f"{ranks_have(late)} not responded for {seconds:g} s: stopped, or blocked in a call that holds the GIL"
             )
         return notes
 
@@ -163,7 +161,3 @@ def observe(directory: Path, seconds: float) -> Observation | None:
     except (OSError, ValueError, LookupError, TypeError, RecursionError, struct.error, ProtocolError, Refused) as error:
         logger.info("rendezvous", f"rank 0 does not respond to an observer: {error}")
         return None
-
-
-def _have(ranks: Collection[int]) -> str:
-    return "have" if len(ranks) > 1 else "has"

@@ -74,7 +74,7 @@ class Rendezvous:
         self._environment = environment
         self._changed = threading.Condition()
         self._calls = threading.Lock()  # one all_gather at a time
-        self._formed = environment.world_size == 1
+        self._formed = False
         self._failure: tuple[int, Error] | None = None
         self._departed: dict[int, str] = {}
         self._step = 0
@@ -94,9 +94,7 @@ class Rendezvous:
         self._rank_0 = "rank 0"
         self._host_0 = socket.gethostname()
         self._server: Server | None = None
-        self._loop: EventLoop | None = None
-        if environment.world_size > 1:
-            self._open()
+        self._open()
 
     def all_gather(self, data: bytes, what: str) -> list[bytes]:
         """Every rank's ``data``, in rank order. ``what`` names the step in messages; all ranks must give the same.
@@ -114,8 +112,6 @@ class Rendezvous:
         name, size = what.encode()[:256], self._environment.world_size
         with self._calls:
             self._check_usable()
-            if size == 1:
-                return [bytes(data)]
             with self._changed:
                 self._raise_end()
                 self._gathered = {}
@@ -188,8 +184,6 @@ class Rendezvous:
         an ``on_message``, up to 16 MiB: more of them fail the group.
         """
         self._check_usable()
-        if self._loop is None:
-            return
 
         def start() -> None:
             self._on_failure, self._on_leave, self._on_message = on_failure, on_leave, on_message
@@ -218,7 +212,7 @@ class Rendezvous:
         ``consequence``: it failed only because another rank did or had left, so the launcher must not take it for the
         first.
         """
-        if self._closed or self._loop is None:
+        if self._closed:
             return True
         self._check_open()
         with self._changed:
@@ -232,8 +226,6 @@ class Rendezvous:
 
     def is_acked(self, seconds: float) -> bool:
         """Whether rank 0 has forwarded all that this rank has reported, or is gone; waits at most ``seconds``."""
-        if self._loop is None:
-            return True
         with self._changed:
             wanted = self._sent
             return self._changed.wait_for(lambda: self._acked >= wanted or not self._connection.is_open, seconds)
@@ -249,8 +241,6 @@ class Rendezvous:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._loop is None:
-            return
         self._refuse_own_thread()
         self._heartbeat.stop()
         self._send_for_ack(Kind.GOODBYE, b"")
@@ -323,7 +313,7 @@ class Rendezvous:
         return f"rendezvous: rank {self._environment.rank} has left the group already (finalize)"
 
     def _refuse_own_thread(self) -> None:
-        if self._loop is not None and self._loop.is_own_thread():
+        if self._loop.is_own_thread():
             raise Error("rendezvous: a callback of watch() must not call the rendezvous; call it in another thread")
 
     def _send(self, kind: Kind, payload: bytes) -> None:
@@ -459,9 +449,10 @@ class Rendezvous:
         if self._on_failure is not None and failure is not None and not self._delivered_failure:
             self._delivered_failure = True
             guarded(self._on_failure, failure[0], str(failure[1]))
-        for rank in departed.keys() - self._delivered_departed if self._on_leave is not None else ():
-            self._delivered_departed.add(rank)
-            guarded(self._on_leave, rank, departed[rank])
+        if self._on_leave is not None:
+            for rank in departed.keys() - self._delivered_departed:
+                self._delivered_departed.add(rank)
+                guarded(self._on_leave, rank, departed[rank])
 
     def close_in_child(self) -> None:
         """In a forked child. The parent's lock may be held there by a thread that the child does not have."""

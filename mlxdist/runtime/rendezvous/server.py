@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import operator
 import os
 import socket
 import sys
@@ -17,8 +16,7 @@ from mlxdist.version import __version__
 
 from .authentication import ServerHandshake, observer_secret
 from .event_loop import Connection, EventLoop
-from .heartbeat import HEARTBEAT_SECONDS, pack_peer_status, unpack_position
-from .members import Member
+from .heartbeat import HEARTBEAT_SECONDS, Member, pack_peer_status, unpack_position
 from .observer import Observers, publish
 from .protocol import (
     GATHER,
@@ -217,26 +215,23 @@ class Server:
                 f"a second rank {taken.rank} (pid {fields['pid']} on {fields['host']}) was refused",
             )
         else:
-            self._admit(pending, fields)
+            self._join(Member(fields["rank"], fields["host"], fields["pid"], self._welcome(pending)))
 
     def _difference(self, fields: dict) -> str | None:
         """Why this rank cannot be of this job, or None."""
         mine = self._environment
-        for name, theirs, ours, agree in (
-            ("MLXDIST_JOB", fields["job"], mine.job, same_job),
-            ("MLXDIST_WORLD_SIZE", fields["world_size"], mine.world_size, operator.eq),
-            ("the version of mlxdist", fields["version"], __version__, operator.eq),
+        for name, theirs, ours in (
+            ("MLXDIST_JOB", fields["job"], mine.job),
+            ("MLXDIST_WORLD_SIZE", fields["world_size"], mine.world_size),
+            ("the version of mlxdist", fields["version"], __version__),
         ):
-            if not agree(theirs, ours):
+            if theirs != ours and not (name == "MLXDIST_JOB" and same_job(fields["job"], mine.job)):
                 return f"{name} is {theirs} on rank {fields['rank']} and {ours} on rank 0; they must be equal"
         if not 1 <= fields["rank"] < mine.world_size:
             return f"MLXDIST_RANK is {fields['rank']}; the ranks beside 0 are 1 to {mine.world_size - 1}"
         return None
 
     # Members: the ranks of the job.
-
-    def _admit(self, pending: PendingConnection, fields: dict) -> None:
-        self._join(Member(fields["rank"], fields["host"], fields["pid"], self._welcome(pending)))
 
     def _welcome(self, pending: PendingConnection) -> Connection:
         """From then on the connection is authenticated."""
@@ -412,7 +407,7 @@ class Server:
         have = "have" if len(missing) > 1 else "has"
         text = (
             f"rendezvous: {name_ranks(missing)} of {size} {have} not connected to "
-            f"{format_address(*self._environment.rendezvous)} after {self._environment.rendezvous_timeout:g} s; "
+            f"{format_address(*self._environment.address)} after {self._environment.rendezvous_timeout:g} s; "
             "see what they have printed, and where they are: they may not have called mlxdist.init()"
         )
         if self._refusals:
@@ -450,14 +445,11 @@ def keep_alive(sock: socket.socket) -> None:
 
     A stopped process is no such case: its kernel responds.
     """
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    idle = getattr(socket, "TCP_KEEPIDLE", None) or socket.TCP_KEEPALIVE  # Linux; macOS
-    sock.setsockopt(socket.IPPROTO_TCP, idle, 15)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
     # While data is in flight, as a heartbeat always is, the kernel retransmits it for 15 minutes, without probes.
-    if sys.platform == "linux":
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
-    elif sys.platform == "darwin":
-        sock.setsockopt(socket.IPPROTO_TCP, 0x80, 30)  # TCP_RXT_CONNDROPTIME of netinet/tcp.h
+    if sys.platform == "darwin":
+        idle, in_flight = socket.TCP_KEEPALIVE, (0x80, 30)  # TCP_RXT_CONNDROPTIME of netinet/tcp.h
+    else:
+        idle, in_flight = socket.TCP_KEEPIDLE, (socket.TCP_USER_TIMEOUT, 30_000)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option in ((socket.TCP_NODELAY, 1), (idle, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3), in_flight):
+        sock.setsockopt(socket.IPPROTO_TCP, *option)

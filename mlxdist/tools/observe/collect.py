@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxdist.base.environment import MAX_RANKS
-from mlxdist.base.errors import InvalidArgument, name_ranks
+from mlxdist.base.errors import InvalidArgument, name_ranks, ranks_have
 from mlxdist.base.validation import build, fields_of, flag, list_of, printable, text
 from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.runtime.flight_records import (
@@ -86,8 +86,8 @@ class JobRanks:
                     found.records[rank] = record
                     found.short.add(rank)
             if found.short:
-                ranks = f"{name_ranks(found.short)} {'have' if len(found.short) > 1 else 'has'}"
-                found.notes.append(f"{ranks} no full record: the last operations are shown, by way of rank 0")
+                rest = "no full record: the last operations are shown, by way of rank 0"
+                found.notes.append(f"{ranks_have(found.short)} {rest}")
             found.records = dict(sorted(found.records.items()))
             found.members = known.members
         for rank, member in sorted(known.members.items()):
@@ -100,7 +100,7 @@ class JobRanks:
         arguments = {"job": self.job, "source": source, "seconds": seconds}
         found = Collected()
         if self._connections is None:
-            self._add(found, "", 0, respond(**arguments))
+            self._add(found, "", 0, respond(self.job, source, seconds))
             return found
         if self._ahead is None:
             self._ahead = _compare_clocks(self._connections)
@@ -173,10 +173,10 @@ def _full_name(connections: "Connections", job: str | None) -> str:
     return full_name_of(job, jobs)
 
 
-def _connect(names: Sequence[str], reach: "SshConfig") -> "Connections":
+def _connect(names: Sequence[str], config: "SshConfig") -> "Connections":
     from mlxdist.cluster.ssh.rpc_client import Connections
 
-    return Connections(names, reach)
+    return Connections(names, config)
 
 
 def _compare_clocks(connections: "Connections") -> list[int]:
@@ -252,10 +252,9 @@ def _by_signal(job: "Job", record: "Job | None", seconds: float) -> tuple[list[A
         paths = [directory / record_file_name(rank) for rank in sorted(map(int, record.ranks))]
         paths = [path for path in paths if path.exists()]
         if late:
-            have = "have" if len(late) > 1 else "has"
             older = any((directory / record_file_name(rank)).exists() for rank in late)
             notes.append(
-                f"{name_ranks(late)} {have} not responded to SIGUSR1 for {seconds:g} s: stopped, or blocked in a call "
+                f"{ranks_have(late)} not responded to SIGUSR1 for {seconds:g} s: stopped, or blocked in a call "
                 f"that holds the GIL{'; what is shown of it is older' if older else ''}"
             )
     records, size = [], 0

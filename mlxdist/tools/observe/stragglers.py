@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mlxdist.base.errors import name_ranks
+from mlxdist.base.errors import name_ranks, ranks_have
 from mlxdist.runtime.flight_records import FlightRecord, Operation
 from mlxdist.runtime.rendezvous.heartbeat import PeerStatus
 
@@ -68,8 +68,7 @@ def analyze(
     if errors := {record.error for record in records.values() if record.error}:
         findings.append(f"The group has failed: {min(errors, key=len)}")
     if missing := [rank for rank in range(size) if rank not in records]:
-        have = "have" if len(missing) > 1 else "has"
-        findings.append(f"{name_ranks(missing)} {have} left no record: dead, stopped, or not at mlxdist.init() yet")
+        findings.append(f"{ranks_have(missing)} left no record: dead, stopped, or not at mlxdist.init() yet")
     for group in groups:
         findings += group.findings()
     findings += _point_to_point(records)
@@ -110,9 +109,9 @@ class _GroupProgress:
             ]
             waiting = [o for o in mine if o.is_open]
             by_sequence = operator.attrgetter("sequence")
-            self._last[rank] = min(waiting, key=by_sequence) if waiting else max(mine, key=by_sequence, default=None)
-            last = self._last[rank]
-            self._at[rank] = (last.sequence, True) if waiting else (last.sequence + 1 if last else 1, False)
+            last = min(waiting, key=by_sequence) if waiting else max(mine, key=by_sequence, default=None)
+            self._last[rank] = last
+            self._at[rank] = (last.sequence + (not waiting), bool(waiting)) if last else (1, False)
 
     @property
     def is_waiting(self) -> bool:
@@ -147,10 +146,10 @@ class _GroupProgress:
 
     def _part(self, who: str, ranks: list[int], waits: bool) -> str:
         last, several = self._last[ranks[0]], len(ranks) > 1
-        if not self._at[ranks[0]][1]:
+        if last is None or not self._at[ranks[0]][1]:
             return f"{who} {_activity(self._records[ranks[0]], self._id)}"
         verb = ("wait in" if several else "waits in") if waits else ("are in" if several else "is in")
-        seconds = max(_seconds(self._records[rank], self._last[rank]) for rank in ranks)
+        seconds = max(_seconds(self._records[rank], self._last[rank] or last) for rank in ranks)
         program = _program([self._records[rank] for rank in ranks], last)
         return f"{who} {verb} {last}{last.at} for {_duration(seconds)}{program}"
 
@@ -214,11 +213,11 @@ def _state(
     """``known``: of a rank without a record."""
     names = ("host", "pid", "error", "step", "total_steps", "threads")
     fields = {name: getattr(record or known, name) for name in names if hasattr(record or known, name)}
-    operation = None if record is None else _oldest_open(record) or _latest(record)
-    if record is not None:
-        of_all = (o.sequence for o in record.operations if o.group == 0 and o.collective and not o.internal)
-        fields |= {"has_responded": True, "operations": max(of_all, default=0), "gbps": gbps}
-    if operation is not None:
+    if record is None:
+        return RankState(rank, is_straggler=is_straggler, **fields)
+    of_all = (o.sequence for o in record.operations if o.group == 0 and o.collective and not o.internal)
+    fields |= {"has_responded": True, "operations": max(of_all, default=0), "gbps": gbps}
+    if (operation := _oldest_open(record) or _latest(record)) is not None:
         fields |= {name: getattr(operation, name) for name in ("array", "group", "sequence", "call_site")}
         fields |= {"operation": str(operation), "in_operation": operation.is_open}
         fields |= {"elapsed": max(0.0, _seconds(record, operation))}
@@ -254,7 +253,8 @@ def _signature(operation: Operation | None) -> tuple:
     return () if operation is None else (operation.name, operation.array, str(operation.root))
 
 
-def _call(operation: Operation, ranks: int) -> str:
+def _call(operation: Operation | None, ranks: int) -> str:
+    assert operation is not None  # it has begun
     root = f" with root {operation.root}" if operation.root is not None else ""
     array = f" of {operation.array}" if operation.array else ""
     return f"{'call' if ranks > 1 else 'calls'} {operation.name}{root}{array}{operation.at}"

@@ -1,7 +1,6 @@
 """Analyzes the flight records of a job repeatedly, for `mlxdist top`."""
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from mlxdist.runtime.flight_records import FlightRecord
 
@@ -26,9 +25,6 @@ class View:
     findings: list[str]
     notes: list[str]
     ended: bool
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Watch:

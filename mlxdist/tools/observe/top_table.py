@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
@@ -71,7 +71,7 @@ def rank_table(rows: list[RankState], columns: Collection[str] = ("GB/s",)) -> T
     return table
 
 
-_COLUMNS = {
+_COLUMNS: dict[str, Literal["left", "right"]] = {
     "rank": "right",
     "host": "left",
     "pid": "right",
