@@ -117,7 +117,7 @@ def gather_from_tensor_parallel_region(x: mx.array, axis: int = -1, group: Group
 def gather_from_sequence_parallel_region(x: mx.array, axis: int = 0, group: Group | None = None) -> mx.array:
     """All ranks' ``x``, joined along ``axis``. Backward: this rank's shard of the sum of all ranks' cotangents."""
     axis = _axis("gather_from_sequence_parallel_region", x, axis)
-    return _along(axis, lambda x, group: bridge.all_gather(x, group.connection), x, group_of(group))
+    return _along(axis, lambda x, group: bridge.all_gather(x, group.connection, False), x, group_of(group))
 
 
 def reduce_scatter_to_sequence_parallel_region(x: mx.array, axis: int = 0, group: Group | None = None) -> mx.array:

@@ -251,7 +251,7 @@ def _threads() -> dict[str, str]:
     frames = sys._current_frames()
     main = threading.main_thread()
     threads = sorted(threading.enumerate(), key=lambda thread: thread is not main)[:MAX_THREADS]
-    sites = {thread.name: bridge.line_of(frames[thread.ident]) for thread in threads if thread.ident in frames}
+    sites = {thread.name: bridge.call_site_of(frames[thread.ident]) for thread in threads if thread.ident in frames}
     return {name: site for name, site in sites.items() if site and not name.startswith("mlxdist ")}
 
 

@@ -270,7 +270,7 @@ class Group:
         """Calls an operation of the engine on this group and waits for it; nothing in a group of one."""
         try:  # around the first line too: Ctrl-C may come anywhere
             self._running.append(None)  # first: finalize() closes the group, then looks here
-            bridge.mark_line()
+            bridge.set_call_site()
             native = self._native
             if native is None:
                 self._require_open()
@@ -284,7 +284,7 @@ class Group:
         pending = self._world.pending
         pending.sweep()
         operation = Operation(name, (self, memory), pending)
-        bridge.mark_line()
+        bridge.set_call_site()
         try:
             self._running.append(None)
             native = self._native

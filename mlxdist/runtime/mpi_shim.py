@@ -159,7 +159,7 @@ class _MpiShim:
         """Whether an operation of MLX runs."""
         return bool(self._is_busy())
 
-    def keep_errors(self) -> None:
+    def defer_errors(self) -> None:
         """From now on none is raised but where something is evaluated."""
         self._drain(0)
 
@@ -169,7 +169,7 @@ class _MpiShim:
         A program may never look at the last of what it has begun: mlx-lm's generation is one token ahead, in a stream
         of its own.
         """
-        self.keep_errors()  # they are for finalize() from now on, which reads the group's own error
+        self.defer_errors()  # they are for finalize() from now on, which reads the group's own error
         self._bridge.wait_for_cpu_streams()
         return bool(self._drain(seconds))
 
@@ -193,7 +193,7 @@ def _returns_errors(function: Callable[[int], tuple[int, int]]) -> Callable[...,
 
 @_returns_errors
 def join(shim: int) -> tuple[int, int]:
-    """Makes this process a rank, for the library's ``MPI_Init``, which gives the address of its ``Door``.
+    """Makes this process a rank, for the library's ``MPI_Init``, which gives the address of its ``Shim``.
 
     Returns the address of the engine's group, and that of the bridge's ``operation_failed``.
     """

@@ -61,7 +61,9 @@ except ImportError as error:
 _PACKAGE = Path(__file__).absolute().parents[1]
 
 # The call site of an operation is the first frame that is in neither of these packages.
-bridge.set_own_folders(*(f"{directory}{os.sep}" for directory in (_PACKAGE, Path(str(mx.__file__)).absolute().parent)))
+bridge.set_own_directories(
+    *(f"{directory}{os.sep}" for directory in (_PACKAGE, Path(str(mx.__file__)).absolute().parent))
+)
 
 _DTYPES = {ffi.string(lib.mlxdist_dtype_name(number)).decode(): number for number in range(lib.MLXDIST_COMPLEX64 + 1)}
 _LAYOUT_DIMENSIONS = dict(ffi.typeof("mlxdist_layout").fields)["shape"].type.length

@@ -116,7 +116,7 @@ def all_gather(x: Array, **options: Unpack[Options]) -> Array:
     """
     call = Call("all_gather", options)
     if (array := call.lazy(x)) is not None:
-        return bridge.all_gather_as_in_mlx(array, call.group.connection, call.stream, call.limit)
+        return bridge.all_gather(array, call.group.connection, True, call.stream, call.limit)
     return eager.all_gather(call, x)
 
 

@@ -48,7 +48,7 @@ class World:
         self.recorder: Recorder | None = None
         # Each as the bridge's connection: drain(seconds) waits for what has been started and is False if that does not
         # end; close() waits for running operations and rejects later ones; error_reported: an error has been raised;
-        # is_busy: something runs; keep_errors(): errors are raised only where something is evaluated from now on.
+        # is_busy: something runs; defer_errors(): errors are raised only where something is evaluated from now on.
         self.mpi_shims: list[Any] = []
         self.pending = Pending()
         self.registrations: weakref.WeakSet[Registration] = weakref.WeakSet()
@@ -103,7 +103,7 @@ class World:
             self.connection.close()
             return
         reported = self._signals.terminates(_REPORT_TIMEOUT)  # by SystemExit
-        reported |= self.pending.error_reported or self.connection.told_error
+        reported |= self.pending.error_reported or self.connection.error_reported
         reported |= any(shim.error_reported for shim in self.mpi_shims)
         failed = lib.mlxdist_group_error(self.native) != lib.MLXDIST_OK
         idle = self._is_idle(groups, 10 if failed else self.native_group.timeout)  # aborted operations end at once
@@ -149,7 +149,7 @@ class World:
         """A signal ends every operation. ``raises``: its handler is about to raise an exception in the main thread."""
         if raises and self.connection is not None:
             for shim in (self.connection, *self.mpi_shims):
-                shim.keep_errors()
+                shim.defer_errors()
         self.fail(error)
 
     def end_with(self, uncaught: BaseException) -> None:

@@ -8,6 +8,10 @@
 #include <complex.h>
 #include <string.h>
 
+#ifndef CMPLXF /* glibc has it for GCC alone */
+#define CMPLXF(real, imaginary) __builtin_complex((float)(real), (float)(imaginary))
+#endif
+
 /* `out` may be a source, but then exactly: no iteration depends on another. clang unrolls loops by itself; GCC is told
  * to, where an iteration takes more instructions than the cache gives it time for. */
 #if defined(__clang__)

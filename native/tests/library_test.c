@@ -68,7 +68,7 @@ static void test_devices(void) {
   const struct verbs *verbs = open_library();
   CHECK(verbs->close_device(open_context(verbs)) == 0);
   CHECK(verbs->reliable && !verbs->whole_frames && !verbs->registers_freely);
-  CHECK(!verbs->read_counters && !verbs->inject && !verbs->pose_as_host && !verbs->set_key);
+  CHECK(!verbs->read_counters && !verbs->inject && !verbs->set_virtual_host && !verbs->set_key);
 }
 
 static void test_no_devices(void) {

@@ -43,7 +43,7 @@ struct ibv_qp *side_create_qp(struct side *side, struct side_options options) {
 struct ibv_context *side_open_context(struct side_options options) {
   const struct verbs *verbs = options.profile ? verbs_soft_profile(options.profile) : verbs_soft();
   struct ibv_context *context = open_device(verbs, options.device);
-  verbs->pose_as_host(context, options.host);
+  verbs->set_virtual_host(context, options.host);
   if (options.key) CHECK_EQUAL(verbs->set_key(context, options.key), 0);
   return context;
 }

@@ -42,7 +42,7 @@ int device_open(struct device *device, const struct verbs *verbs, const char *na
     return fail(MLXDIST_RESOURCES, "provider %s has no device %s; `mlxdist devices` lists those that there are",
                 verbs->name, name);
   if (!device->context) return device_fail_verb(device, "open_device", errno);
-  if (verbs->pose_as_host) verbs->pose_as_host(device->context, host);
+  if (verbs->set_virtual_host) verbs->set_virtual_host(device->context, host);
   int error = key && verbs->set_key ? verbs->set_key(device->context, key) : 0;
   if (error)
     return fail(MLXDIST_RESOURCES, "device %s of provider %s cannot listen for other hosts: %s", name, verbs->name,

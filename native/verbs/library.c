@@ -42,8 +42,8 @@ struct symbol {
   void *function; /* to be filled in */
 };
 
-/* All but query_port and query_gid_ex have exactly the types of <infiniband/verbs.h>; tests/native/test_verbs_abi.py asks
- * the compiler. */
+/* All but query_port and query_gid_ex have exactly the types of <infiniband/verbs.h>; tests/native/test_verbs_abi.py
+ * asks the compiler. */
 #define SYMBOL(member) {"ibv_" #member, "IBVERBS_1.1", &exported.member}
 
 static const struct symbol symbols[] = {

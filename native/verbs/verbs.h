@@ -84,13 +84,13 @@ struct verbs {
 
   void (*read_counters)(struct ibv_context* context, struct verbs_counters* counters);
 
-  /* Makes the provider misbehave, for tests: a comma-separated list such as "drop=1/100,seed=7" (soft/faults.h has
-   * them all). EINVAL, and no change, for a list with anything it does not know. */
+  /* Makes the provider misbehave, for tests: a comma-separated list such as "drop=1/100,seed=7" (soft/fault_injection.h
+   * has them all). EINVAL, and no change, for a list with anything it does not know. */
   int (*inject)(struct ibv_context* context, const char* faults);
 
   /* Ranks of one host play hosts of their own: what processes of a host share, they share with this one's. Before any
    * queue pair is created. */
-  void (*pose_as_host)(struct ibv_context* context, uint32_t host);
+  void (*set_virtual_host)(struct ibv_context* context, uint32_t host);
 
   /* errno of the last attempt to connect the queue pair to its peer by TCP; 0 where it is connected, or by memory. */
   int (*connect_error)(const struct ibv_qp* qp);

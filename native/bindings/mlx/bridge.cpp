@@ -13,8 +13,8 @@
 #include "expert_matmul.h"
 #include "failed_arrays.h"
 #include "group.h"
-#include "interpreter.h"
-#include "line.h"
+#include "gil.h"
+#include "call_site.h"
 #include "operations.h"
 #include "stream_task.h"
 
@@ -30,7 +30,7 @@ static std::shared_ptr<Connection> connect(uintptr_t group) {
 
 /* An error of a stream is raised where its array is evaluated, and one that cannot be waited for has nothing to do. */
 static void wait_for_cpu_streams() {
-  InterpreterRuns others_run;
+  GilRelease gil;
   for (const auto& stream : mx::get_streams()) {
     if (stream.device != mx::Device::cpu) continue;
     try {
@@ -72,7 +72,7 @@ NB_MODULE(_bridge, m) {
         return reinterpret_cast<uintptr_t>(+[](int status, const char* text, int raises) {
           Error error(status, text);
           note_failure(error);
-          if (raises) raise_soon(error);
+          if (raises) raise_async(error);
         });
       },
       "Address of void operation_failed(int status, const char *text, int raises), for the thread of MLX in which an "
@@ -97,19 +97,21 @@ NB_MODULE(_bridge, m) {
       "(group, to, from, thread) of each operation that its stream of MLX comes to after the one that the thread "
       "carries out.");
   m.def("traces", &traces, "Whether this thread runs a function to differentiate, compile, vectorize or export it.");
-  m.def("set_own_folders", &set_own_folders, "mlxdist"_a, "mlx"_a,
-        "Tells which frames are not the program's: those of files in these folders, whose names end with a slash.");
+  m.def("set_own_directories", &set_own_directories, "mlxdist"_a, "mlx"_a,
+        "Frames of files in these directories, whose names end with a slash, are not the program's.");
   m.def(
-      "is_own", [](mx::distributed::Group group) { return dynamic_cast<Group*>(group.raw_group().get()) != nullptr; },
+      "is_own",
+      [](const mx::distributed::Group& group) { return dynamic_cast<Group*>(group.raw_group().get()) != nullptr; },
       "group"_a, "Whether a group of MLX is one of mlxdist, and of no backend of MLX.");
   m.def(
       "is_traced", [](const mx::array& array) { return array.is_tracer(); }, "array"_a,
       "Whether MLX records what is computed from the array, for a gradient or for mx.compile.");
   m.def(
-      "mark_line", [] { mlxdist_set_call_site(current_line().at); },
+      "set_call_site", [] { mlxdist_set_call_site(current_call_site().exact); },
       "The operations that this thread starts next come from the line of the program that has called mlxdist.");
   m.def(
-      "line_of", [](nb::handle frame) { return line_of(reinterpret_cast<PyFrameObject*>(frame.ptr())).at; }, "frame"_a,
+      "call_site_of",
+      [](nb::handle frame) { return call_site_of(reinterpret_cast<PyFrameObject*>(frame.ptr())).exact; }, "frame"_a,
       "The line of the program that a frame belongs to (\"train.py:88\"), or \"\".");
 
   nb::class_<Connection>(m, "Connection")
@@ -124,27 +126,14 @@ NB_MODULE(_bridge, m) {
           "timeout"_a = -1.0, "label"_a = 0,
           "label: of less than 63 bits, which must be equal on all ranks of an all_sum, all_max or all_min.")
       .def("split", &Connection::split, "color"_a, "key"_a)
-      .def_prop_ro("told_error", &Connection::told_error)
+      .def_prop_ro("error_reported", &Connection::error_reported)
       .def_prop_ro("is_busy", &Connection::is_busy)
-      .def("keep_errors", &Connection::keep_errors)
+      .def("defer_errors", &Connection::defer_errors)
       .def("drain", &Connection::drain, "seconds"_a)
       .def("close", &Connection::close);
 
   m.def("connect", &connect, "group"_a, "Makes the engine's group (its address; 0: a group of one) usable by MLX.");
-  m.def("all_reduce", &all_reduce, "x"_a, "connection"_a, "op"_a, "stream"_a = nb::none(), "timeout"_a = -1.0);
-  m.def("all_gather", &all_gather, "x"_a, "connection"_a, "stream"_a = nb::none(), "timeout"_a = -1.0);
-  m.def("all_gather_as_in_mlx", &all_gather_as_in_mlx, "x"_a, "connection"_a, "stream"_a = nb::none(),
-        "timeout"_a = -1.0);
-  m.def("reduce_scatter", &reduce_scatter, "x"_a, "connection"_a, "op"_a, "stream"_a = nb::none(), "timeout"_a = -1.0);
-  m.def("broadcast", &broadcast, "x"_a, "connection"_a, "root"_a, "stream"_a = nb::none(), "timeout"_a = -1.0);
-  m.def("reduce", &reduce, "x"_a, "connection"_a, "op"_a, "root"_a, "stream"_a = nb::none(), "timeout"_a = -1.0);
-  m.def("gather", &gather, "x"_a, "connection"_a, "root"_a, "stream"_a = nb::none(), "timeout"_a = -1.0);
-  m.def("scatter", &scatter, "x"_a, "connection"_a, "root"_a, "stream"_a = nb::none(), "timeout"_a = -1.0);
-  m.def("all_to_all", &all_to_all, "x"_a, "connection"_a, "stream"_a = nb::none(), "timeout"_a = -1.0);
-  m.def("all_to_all_v", &all_to_all_v, "x"_a, "connection"_a, "send_counts"_a, "receive_counts"_a,
-        "stream"_a = nb::none(), "timeout"_a = -1.0);
-  m.def("sendrecv", &sendrecv, "x"_a, "connection"_a, "to"_a, "from"_a, "shape"_a, "dtype"_a, "stream"_a = nb::none(),
-        "timeout"_a = -1.0);
+  define_operations(m);
   m.def("expert_matmul", &expert_matmul, "rows"_a, "weights"_a, "experts"_a,
         "(tokens, k, out): the matrices (experts, out, in) of this rank's experts by rows (tokens, k or 1, in), zeros "
         "for others; float32, on the CPU.");

@@ -5,11 +5,10 @@
 #include <utility>
 
 #include <dlfcn.h>
-#include <pthread.h>
 
 #include "failed_arrays.h"
-#include "interpreter.h"
-#include "line.h"
+#include "gil.h"
+#include "call_site.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/scheduler.h"
 #include "stream_task.h"
@@ -30,52 +29,35 @@ namespace mlxdist {
 
 namespace mx = mlx::core;
 
+/* The engine numbers dtypes as MLX does. */
+constexpr mx::Dtype::Val dtypes[] = {mx::Dtype::Val::bool_,    mx::Dtype::Val::uint8,    mx::Dtype::Val::uint16,
+                                     mx::Dtype::Val::uint32,   mx::Dtype::Val::uint64,   mx::Dtype::Val::int8,
+                                     mx::Dtype::Val::int16,    mx::Dtype::Val::int32,    mx::Dtype::Val::int64,
+                                     mx::Dtype::Val::float16,  mx::Dtype::Val::float32,  mx::Dtype::Val::float64,
+                                     mx::Dtype::Val::bfloat16, mx::Dtype::Val::complex64};
+static_assert([] {
+  for (int i = 0; i <= MLXDIST_COMPLEX64; i++)
+    if (static_cast<int>(dtypes[i]) != i) return false;
+  return true;
+}());
+
 static mlxdist_dtype dtype_of(mx::Dtype dtype) {
-  switch (dtype.val()) {
-    case mx::Dtype::Val::bool_:
-      return MLXDIST_BOOL;
-    case mx::Dtype::Val::uint8:
-      return MLXDIST_UINT8;
-    case mx::Dtype::Val::uint16:
-      return MLXDIST_UINT16;
-    case mx::Dtype::Val::uint32:
-      return MLXDIST_UINT32;
-    case mx::Dtype::Val::uint64:
-      return MLXDIST_UINT64;
-    case mx::Dtype::Val::int8:
-      return MLXDIST_INT8;
-    case mx::Dtype::Val::int16:
-      return MLXDIST_INT16;
-    case mx::Dtype::Val::int32:
-      return MLXDIST_INT32;
-    case mx::Dtype::Val::int64:
-      return MLXDIST_INT64;
-    case mx::Dtype::Val::float16:
-      return MLXDIST_FLOAT16;
-    case mx::Dtype::Val::float32:
-      return MLXDIST_FLOAT32;
-    case mx::Dtype::Val::float64:
-      return MLXDIST_FLOAT64;
-    case mx::Dtype::Val::bfloat16:
-      return MLXDIST_BFLOAT16;
-    case mx::Dtype::Val::complex64:
-      return MLXDIST_COMPLEX64;
-  }
+  if (dtype.val() <= mx::Dtype::Val::complex64) return static_cast<mlxdist_dtype>(dtype.val());
   throw Error(MLXDIST_INVALID_ARGUMENT, "this MLX has a dtype that mlxdist does not know");
 }
 
 /* That of the dimensions from `first` on. */
 static mlxdist_layout layout_from(const mx::array& x, int first) {
   mlxdist_layout layout{};
-  constexpr int most = static_cast<int>(std::size(layout.shape));
+  constexpr int max = static_cast<int>(std::size(layout.shape));
   layout.dtype = dtype_of(x.dtype());
   int ndim = static_cast<int>(x.ndim()) - first;
-  layout.ndim = std::min(ndim, most);
+  layout.ndim = std::min(ndim, max);
   for (int i = 0; i < ndim; i++) {
-    if (i < most) {
+    if (i < max) {
       layout.shape[i] = x.shape(first + i);
     } else {
-      layout.shape[most - 1] *= x.shape(first + i);
+      layout.shape[max - 1] *= x.shape(first + i);
     }
   }
   return layout;
@@ -87,11 +69,7 @@ mlxdist_layout row_layout_of(const mx::array& x) { return layout_from(x, 1); }
 
 char* data_of(const mx::array& x) {
   auto* data = const_cast<char*>(x.data<char>());
-  if (reinterpret_cast<uintptr_t>(data) % x.itemsize() != 0) {
-    throw Error(MLXDIST_INVALID_ARGUMENT,
-                "an array begins in the middle of an element, because it is a view of a slice of another dtype: pass a "
-                "copy of it, such as x + 0");
-  }
+  check_alignment(data, x.itemsize());
   return data;
 }
 
@@ -105,7 +83,7 @@ class Connection::Ticket {
   }
   Ticket(const Ticket&) = delete;
   Ticket& operator=(const Ticket&) = delete;
-  ~Ticket() {
+  ~Ticket() {  // NOLINT(bugprone-exception-escape): a lock that fails ends the process
     if (arrived_) connection_->go_back(*arrived_); /* MLX has thrown the error of an earlier task instead */
     std::lock_guard lock(connection_->pending_mutex_);
     if (--connection_->pending_ == 0) connection_->drained_.notify_all();
@@ -133,17 +111,10 @@ class Connection::Ticket {
   std::optional<Peers> arrived_; /* of an operation that has not been called */
 };
 
-/* Forks between the process that loaded the bridge and this one. Each operation looks four times whether it is in a
- * forked child: with getpid() these were four system calls, 0.8 of the 3 us of a small lazy operation. */
-static std::atomic<int> forks = [] {
-  pthread_atfork(nullptr, nullptr, [] { forks++; });
-  return 0;
-}();
-
 struct Connection::World {
-  const int process = forks;               /* queue pairs do not survive a fork */
-  std::atomic<bool> reports_errors = true; /* until the first error, or until finalize() looks for itself */
-  std::atomic<bool> told_error = false;
+  const OwnerProcess owner;
+  std::atomic<bool> defers_errors = false; /* from the first error on, or once finalize() looks for itself */
+  std::atomic<bool> error_reported = false;
   std::mutex mutex;
   std::vector<std::weak_ptr<Connection>> split_off;
 };
@@ -177,8 +148,8 @@ Connection::~Connection() {
 }
 
 std::shared_ptr<Connection> Connection::split(const std::shared_ptr<Connection>& connection, int color, int key) {
-  mlxdist_set_call_site(current_line().at);
-  InterpreterRuns others_run;
+  mlxdist_set_call_site(current_call_site().exact);
+  GilRelease gil;
   mlxdist_group* part = nullptr;
   if (connection->size_ > 1) {
     auto lock = connection->keep_open();
@@ -240,7 +211,7 @@ void Connection::meet(Call call, Peers peers) {
   submit_gpu_work();
   /* A deadline of its own is that of the operation, which begins afterwards: the meeting does not outlast it. */
   double limit = call.timeout >= 0 ? call.timeout : mlxdist_group_timeout(group);
-  InterpreterRuns others_run;
+  GilRelease gil;
   mlxdist_meet(group, peers.operation, limit > 0 ? limit : -1);
 }
 
@@ -255,24 +226,20 @@ void Connection::check() {
   auto* group = usable();
   int status = mlxdist_group_error(group);
   if (status == MLXDIST_OK) return;
-  world_->told_error = true;
+  world_->error_reported = true;
   throw Error(status, mlxdist_last_error());
 }
 
-bool Connection::is_forked() const { return forks != world_->process; }
+bool Connection::is_forked() const { return world_->owner.is_forked(); }
 
 /* A forked child does not touch the lock: another thread of its parent may have held it. And no thread waits for it
  * with the interpreter's lock: on macOS those that want it shared wait behind close(), which waits for operations, and
  * these may wait for Python. */
 std::shared_lock<std::shared_mutex> Connection::keep_open() {
-  if (is_forked()) {
-    throw Error(MLXDIST_INVALID_ARGUMENT,
-                "this process was forked from a rank, and a group does not survive a fork: use it in the process that "
-                "called mlxdist.init(), or start the child with subprocess or multiprocessing's spawn");
-  }
+  world_->owner.check("mlxdist.init");
   std::shared_lock lock(closing_, std::try_to_lock);
   if (!lock) {
-    InterpreterRuns others_run;
+    GilRelease gil;
     lock.lock();
   }
   return lock;
@@ -289,7 +256,7 @@ mlxdist_group* Connection::usable() const {
 void Connection::run(Call call, const Operation& operation) {
   auto lock = keep_open();
   auto* group = usable();
-  mlxdist_set_call_site(call.place);
+  mlxdist_set_call_site(call.call_site);
   if (call.timeout >= 0) mlxdist_set_timeout(call.timeout);
   mlxdist_set_arrived(1);
   int status = operation(group);
@@ -300,8 +267,8 @@ void Connection::run(Call call, const Operation& operation) {
 }
 
 void Connection::report(const Error& error) {
-  world_->told_error = true;
-  if (world_->reports_errors.exchange(false)) raise_soon(error);
+  world_->error_reported = true;
+  if (!world_->defers_errors.exchange(true)) raise_async(error);
 }
 
 std::optional<Error> Connection::explain_gpu_timeout() {
@@ -310,11 +277,11 @@ std::optional<Error> Connection::explain_gpu_timeout() {
   if (group_ == nullptr) return std::nullopt;
   int status = mlxdist_group_gpu_timeout(group_);
   if (status == MLXDIST_OK) return std::nullopt;
-  world_->told_error = true;
+  world_->error_reported = true;
   return Error(status, mlxdist_last_error());
 }
 
-bool Connection::told_error() const { return world_->told_error; }
+bool Connection::error_reported() const { return world_->error_reported; }
 
 /* Those split off before the world. */
 std::vector<std::shared_ptr<Connection>> Connection::groups_to_end() {
@@ -332,7 +299,7 @@ bool Connection::is_idle_until(std::chrono::steady_clock::time_point deadline) {
   return drained_.wait_until(lock, deadline, [this] { return pending_ == 0; });
 }
 
-void Connection::keep_errors() { world_->reports_errors = false; }
+void Connection::defer_errors() { world_->defers_errors = true; }
 
 bool Connection::is_busy() {
   auto now = std::chrono::steady_clock::now();
@@ -343,10 +310,10 @@ bool Connection::is_busy() {
 }
 
 bool Connection::drain(double seconds) {
-  InterpreterRuns others_run;
+  GilRelease gil;
   auto wait = std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds));
   auto deadline = std::chrono::steady_clock::now() + wait;
-  if (is_world_) keep_errors();
+  if (is_world_) defer_errors();
   bool idle = true;
   for (const auto& group : groups_to_end()) idle = group->is_idle_until(deadline) && idle;
   return is_idle_until(deadline) && idle;
@@ -354,7 +321,7 @@ bool Connection::drain(double seconds) {
 
 void Connection::close() {
   if (is_forked()) return;
-  InterpreterRuns others_run;
+  GilRelease gil;
   for (const auto& group : groups_to_end()) group->close();
   std::unique_lock lock(closing_);
   auto* group = std::exchange(group_, nullptr);

@@ -40,9 +40,9 @@ struct Peers {
 
 /* What an operation brings along. */
 struct Call {
-  double timeout;    /* its deadline in seconds, negative for the group's */
-  const char* place; /* where in the program it comes from, a text that stays for ever */
-  int64_t label = 0; /* of an all_reduce: what else must be equal on all ranks, such as a hash */
+  double timeout;        /* its deadline in seconds, negative for the group's */
+  const char* call_site; /* a text that is never freed */
+  int64_t label = 0;     /* of an all_reduce: what else must be equal on all ranks, such as a hash */
 };
 
 /* With it nanobind hands out the one owner that C++ has. Else each call from Python would own the Python object, and
@@ -79,14 +79,14 @@ class Connection : public std::enable_shared_from_this<Connection> {
 
   /* Errors from now on are for the caller to ask for (mlxdist_group_error), or raised where something is evaluated; no
    * more by themselves. Of the world. */
-  void keep_errors();
+  void defer_errors();
 
   /* Waits until nothing is enqueued or running, here and in the groups split off if this is the world, which keeps its
    * errors from now on; false if that took longer than `seconds`. */
   bool drain(double seconds);
 
   /* Whether an error of any group of this process has been thrown. */
-  bool told_error() const;
+  bool error_reported() const;
 
   /* The world of this process, null where there is none. */
   static std::shared_ptr<Connection> world();

@@ -1,6 +1,7 @@
 #include "errors.h"
 
 #include <chrono>
+#include <cstdlib>
 #include <condition_variable>
 #include <mutex>
 #include <optional>
@@ -8,8 +9,8 @@
 
 #include <nanobind/nanobind.h>
 
+#include "connection.h"
 #include "failed_arrays.h"
-#include "gpu_timeout.h"
 
 namespace nb = nanobind;
 
@@ -25,10 +26,7 @@ static auto& undelivered_changed = *new std::condition_variable;
 static auto& undelivered = *new std::optional<std::string>;
 
 /* For another thread of Python whose evaluation has just failed, to raise the error itself. */
-constexpr auto patience = std::chrono::milliseconds(50);
-
-Error::Error(int status, const std::string& text)
-    : std::runtime_error(std::string(tag) + std::to_string(status) + "] " + text) {}
+constexpr auto delivery_delay = std::chrono::milliseconds(50);
 
 static std::optional<std::string> take_undelivered() {
   std::lock_guard lock(undelivered_mutex);
@@ -43,14 +41,23 @@ static bool is_ours(const std::string& what) { return what.compare(0, tag.size()
 static void set_python_error(const std::string& what) {
   fail_arrays();
   if (PyErr_CheckSignals() != 0) return;
-  int status = std::atoi(what.c_str() + tag.size());
-  std::string text = what.substr(what.find("] ") + 2);
+  char* text;
+  int status = static_cast<int>(std::strtol(what.c_str() + tag.size(), &text, 10));
   try {
-    nb::object instance = nb::borrow(make_error)(status, text.c_str());
+    nb::object instance = nb::borrow(make_error)(status, text + 2); /* after "] " */
     PyErr_SetObject(instance.type().ptr(), instance.ptr());
   } catch (nb::python_error& error) {
     error.restore();
   }
+}
+
+/* macOS ends GPU work that waits for about 5 s; MLX raises that with Metal's text, which names no rank. If a rank was
+ * late for an operation, the result is the error that names it. The group has then failed with it. */
+static std::optional<Error> explain_gpu_timeout(std::string_view what) {
+  bool is_timeout = what.find("kIOGPUCommandBufferCallbackErrorTimeout") != what.npos ||
+                    what.find("Caused GPU Timeout Error") != what.npos;
+  auto world = is_timeout ? Connection::world() : nullptr;
+  return world ? world->explain_gpu_timeout() : std::nullopt;
 }
 
 static void translate(const std::exception_ptr& exception, void*) {
@@ -67,9 +74,9 @@ static void translate(const std::exception_ptr& exception, void*) {
 /* Called by the interpreter in the main thread, between two steps of the program. */
 static int deliver(void*) {
   {
-    nb::gil_scoped_release others_run;
+    nb::gil_scoped_release gil;
     std::unique_lock lock(undelivered_mutex);
-    undelivered_changed.wait_for(lock, patience, [] { return !undelivered; });
+    undelivered_changed.wait_for(lock, delivery_delay, [] { return !undelivered; });
   }
   auto what = take_undelivered();
   if (!what) return 0;
@@ -77,7 +84,7 @@ static int deliver(void*) {
   return -1;
 }
 
-void raise_soon(const Error& error) {
+void raise_async(const Error& error) {
   {
     std::lock_guard lock(undelivered_mutex);
     undelivered = error.what();

@@ -12,17 +12,12 @@
  */
 #pragma once
 
-#include <stdexcept>
-#include <string>
+#include "../error.h"
 
 namespace mlxdist {
 
-struct Error : std::runtime_error {
-  Error(int status, const std::string& text);
-};
-
 /* Raises the text of an Error in the main thread, unless it is raised by an evaluation before. Any thread. */
-void raise_soon(const Error& error);
+void raise_async(const Error& error);
 
 /* For another world, with the interpreter's lock: only arrays of the one before raise its errors from now on. */
 void forget_errors();

@@ -1,6 +1,6 @@
 #include "group.h"
 
-#include "line.h"
+#include "call_site.h"
 #include "primitive.h"
 
 namespace mlxdist {
@@ -13,7 +13,7 @@ namespace mx = mlx::core;
  * thread that waits for this one. What this thread noted last, when it built one, is near. */
 
 mx::Stream Group::communication_stream(mx::StreamOrDevice s) {
-  note_line();
+  note_call_site();
   return mlxdist::communication_stream(*connection_, s);
 }
 
@@ -26,7 +26,7 @@ std::shared_ptr<mx::distributed::detail::GroupImpl> Group::split(int color, int 
                   "group, for which mx.distributed has no word: use mlxdist.Group.split, which returns None");
 }
 
-Call Group::call() const { return {timeout_, noted_line().near, label_}; }
+Call Group::call() const { return {timeout_, noted_call_site().near, label_}; }
 
 void Group::all_sum(const mx::array& in, mx::array& out, mx::Stream stream) {
   enqueue_all_reduce({stream, connection_, call()}, in, out, MLXDIST_SUM);

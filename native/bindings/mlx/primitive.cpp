@@ -1,6 +1,6 @@
 #include "primitive.h"
 
-#include "line.h"
+#include "call_site.h"
 #include "mlx/allocator.h"
 
 namespace mlxdist {
@@ -29,7 +29,7 @@ std::pair<Arrays, std::vector<int>> Primitive::vmap(const Arrays& inputs, const 
   shape.erase(shape.begin() + axes[0]);
   auto result = shape_ ? *shape_ : result_shape(shape);
   int more = static_cast<int>(result.size()) - static_cast<int>(shape.size());
-  int axis = more > 0 ? 0 : std::min<int>(1, shape.size());
+  int axis = more > 0 || shape.empty() ? 0 : 1;
   int result_axis = axis + more;
   result.insert(result.begin() + result_axis, length);
   return {{apply(copy(), mx::moveaxis(x, axes[0], axis, stream()), result)}, {result_axis}};
@@ -62,17 +62,17 @@ mx::Stream communication_stream(Connection& connection, mx::StreamOrDevice s) {
   return mx::to_stream(s, mx::Device::cpu);
 }
 
-Place place_of(std::shared_ptr<Connection> connection, mx::StreamOrDevice s, double timeout) {
+OpContext op_context(std::shared_ptr<Connection> connection, mx::StreamOrDevice s, double timeout) {
   auto stream = communication_stream(*connection, s);
-  return {stream, std::move(connection), {timeout, current_line().at}};
+  return {stream, std::move(connection), {timeout, current_call_site().exact}};
 }
 
-void enqueue_all_reduce(const Place& place, const mx::array& in, mx::array& out, mlxdist_op op) {
+void enqueue_all_reduce(const OpContext& context, const mx::array& in, mx::array& out, mlxdist_op op) {
   constexpr const char* names[] = {"all_sum", "all_max", "all_min", "all_reduce (prod)"};
   auto layout = layout_of(in);
   constexpr int last = static_cast<int>(std::size(layout.shape)) - 1;
-  if (layout.ndim <= last) layout.shape[last] = place.call.label;
-  Connection::enqueue(place.connection, place.stream, place.call, {names[op]},
+  if (layout.ndim <= last) layout.shape[last] = context.call.label;
+  Connection::enqueue(context.connection, context.stream, context.call, {names[op]},
                       [in = data_of(in), out = data_of(out), layout, op](mlxdist_group* group) {
                         return mlxdist_all_reduce(group, in, out, &layout, op, nullptr);
                       });
@@ -98,11 +98,6 @@ mx::Shape with_first(mx::Shape shape, int first) {
   if (shape.empty()) return {first};
   shape[0] = first;
   return shape;
-}
-
-std::string name_with(const char* name, mlxdist_op op) {
-  constexpr const char* ops[] = {"sum", "max", "min", "prod"};
-  return std::string(name) + " (" + ops[op] + ")";
 }
 
 }  // namespace mlxdist

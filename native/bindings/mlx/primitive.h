@@ -12,7 +12,6 @@
 #pragma once
 
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "connection.h"
@@ -26,7 +25,7 @@ using Arrays = std::vector<mlx::core::array>;
 
 /* Where an operation runs: on a CPU stream, with a group; and what it brings along, which its copies and adjoints have
  * too. */
-struct Place {
+struct OpContext {
   mlx::core::Stream stream;
   std::shared_ptr<Connection> connection;
   Call call;
@@ -34,8 +33,8 @@ struct Place {
 
 class Primitive : public mlx::core::Primitive {
  public:
-  explicit Primitive(Place place)
-      : mlx::core::Primitive(place.stream), connection_(std::move(place.connection)), call_(place.call) {}
+  explicit Primitive(OpContext context)
+      : mlx::core::Primitive(context.stream), connection_(std::move(context.connection)), call_(context.call) {}
 
   void eval_cpu(const Arrays& inputs, Arrays& outputs) final { evaluate(inputs[0], outputs[0]); }
   void eval_gpu(const Arrays& inputs, Arrays& outputs) final;
@@ -58,7 +57,7 @@ class Primitive : public mlx::core::Primitive {
   virtual mlx::core::Shape result_shape(const mlx::core::Shape& in) const { return in; }
   virtual mlx::core::Dtype result_dtype(mlx::core::Dtype in) const { return in; }
 
-  Place place() { return {stream(), connection_, call_}; }
+  OpContext context() { return {stream(), connection_, call_}; }
   void enqueue(Connection::Operation operation, int to = MLXDIST_ALL, int from = MLXDIST_ALL) {
     Connection::enqueue(connection_, stream(), call_, {name(), to, from}, std::move(operation));
   }
@@ -75,20 +74,17 @@ class Primitive : public mlx::core::Primitive {
 /* Where MLX would run a communication of its own. MLX and our operations ask for it when a graph is built, so what
  * check() finds is known before anything is evaluated. */
 mlx::core::Stream communication_stream(Connection& connection, mlx::core::StreamOrDevice s);
-Place place_of(std::shared_ptr<Connection> connection, mlx::core::StreamOrDevice s, double timeout);
+OpContext op_context(std::shared_ptr<Connection> connection, mlx::core::StreamOrDevice s, double timeout);
 
 /* out[i] = op over all ranks of in[i], for MLX's operations and ours. `in` is row-contiguous and may be `out`. */
-void enqueue_all_reduce(const Place& place, const mlx::core::array& in, mlx::core::array& out, mlxdist_op op);
+void enqueue_all_reduce(const OpContext& context, const mlx::core::array& in, mlx::core::array& out, mlxdist_op op);
 
-/* Gives `out` memory: `allocate` its own, `allocate_like` that of `in` if it fits and nobody else reads it. */
+/* Gives `out` memory: `allocate` its own, `allocate_like` that of `in` if it fits and has no other reader. */
 void allocate(mlx::core::array& out);
 void allocate_like(const mlx::core::array& in, mlx::core::array& out);
 
 /* Shapes along the first axis. A scalar counts as one row. */
 mlx::core::Shape times_first(mlx::core::Shape shape, int factor);
 mlx::core::Shape with_first(mlx::core::Shape shape, int first);
-
-/* "reduce (max)" */
-std::string name_with(const char* name, mlxdist_op op);
 
 }  // namespace mlxdist

@@ -8,8 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include <pthread.h>
-
 #include "python.h"
 
 mlxdist::Communicator ompi_mpi_comm_world{};
@@ -23,15 +21,12 @@ static auto& ended = *new std::condition_variable;
 static auto& parts = *new std::vector<Communicator*>;
 
 static std::atomic<bool> is_open;
-static std::atomic<bool> is_forked; /* queue pairs do not survive a fork */
+static OwnerProcess owner; /* of the world */
 static OperationFailed* operation_failed;
-static std::atomic<bool> raises_errors = true;
-static std::atomic<bool> has_told_error = false;
+static std::atomic<bool> defers_errors;
+static std::atomic<bool> has_reported_error = false;
 
-const Door door{drain_world, close_world, told_error, is_busy};
-
-Error::Error(int status, const std::string& text)
-    : std::runtime_error("[mlxdist " + std::to_string(status) + "] " + text), status(status), text(text) {}
+const Shim shim{drain_world, close_world, error_reported, is_busy};
 
 void open_world(mlxdist_group* group, OperationFailed* failed) {
   std::lock_guard lock(mutex);
@@ -40,7 +35,7 @@ void open_world(mlxdist_group* group, OperationFailed* failed) {
   ompi_mpi_comm_world.group = group;
   ompi_mpi_comm_world.rank = mlxdist_group_rank(group);
   ompi_mpi_comm_world.size = mlxdist_group_size(group);
-  pthread_atfork(nullptr, nullptr, [] { is_forked = true; }); /* getpid() would be a system call an operation */
+  owner = OwnerProcess();
   is_open = true;
 }
 
@@ -52,7 +47,7 @@ static bool is_idle() {
 }
 
 int drain_world(double seconds) {
-  raises_errors = false;
+  defers_errors = true;
   std::unique_lock lock(mutex);
   return ended.wait_for(lock, std::chrono::duration<double>(seconds), is_idle);
 }
@@ -67,10 +62,10 @@ void close_world() {
     ompi_mpi_comm_world.group = nullptr;
   }
   for (auto* group : groups) mlxdist_group_destroy(group);
-  raises_errors = true;
+  defers_errors = false;
 }
 
-int told_error() { return has_told_error; }
+int error_reported() { return has_reported_error; }
 
 int is_busy() {
   std::lock_guard lock(mutex);
@@ -85,7 +80,7 @@ MPI_Comm add_communicator(mlxdist_group* group) {
 }
 
 void free_communicator(MPI_Comm comm) {
-  if (is_forked) return; /* the mutex may be held by a thread that was not forked */
+  if (owner.is_forked()) return; /* the mutex may be held by a thread that was not forked */
   std::lock_guard lock(mutex);
   comm->freed = true;
 }
@@ -107,11 +102,7 @@ void destroy_freed() {
 class Operation {
  public:
   explicit Operation(Communicator* comm) : comm_(comm) {
-    if (is_forked) {
-      throw Error(MLXDIST_INVALID_ARGUMENT,
-                  "this process was forked from a rank, and a group does not survive a fork: use it in the process "
-                  "that called mx.distributed.init(), or start the child with subprocess or multiprocessing's spawn");
-    }
+    owner.check("mx.distributed.init");
     std::lock_guard lock(mutex);
     if (comm->group == nullptr) {
       throw Error(MLXDIST_INVALID_ARGUMENT,
@@ -135,12 +126,12 @@ class Operation {
 void run(MPI_Comm comm, const std::function<int(mlxdist_group*)>& operation) {
   try {
     Operation running(comm);
-    mlxdist_set_call_site(""); /* nobody knows the line */
+    mlxdist_set_call_site(""); /* it is not known here */
     int status = operation(running.group());
     if (status != MLXDIST_OK) throw Error(status, mlxdist_last_error());
   } catch (const Error& error) {
-    has_told_error = true;
-    if (python::is_running()) operation_failed(error.status, error.text.c_str(), raises_errors);
+    has_reported_error = true;
+    if (python::is_running()) operation_failed(error.status, error.text.c_str(), !defers_errors);
     throw;
   }
 }

@@ -2,10 +2,8 @@
 #pragma once
 
 #include <functional>
-#include <stdexcept>
-#include <string>
 
-#include "mlxdist.h"
+#include "../error.h"
 #include "open_mpi.h"
 
 namespace mlxdist {
@@ -20,14 +18,6 @@ struct Communicator {
   bool freed;
 };
 
-/* Its text is "[mlxdist <status>] <text>": MLX keeps no more of an exception, and the bridge's translator, once mlxdist
- * is imported, makes the exception of that status of it. */
-struct Error : std::runtime_error {
-  Error(int status, const std::string& text);
-  const int status;
-  const std::string text;
-};
-
 /* The bridge sees to it that what MLX computes from the operation is never read (bindings/mlx/failed_arrays.h) and, if
  * `raises`, tells Python of the error at once, for readers that swallow it (bindings/mlx/errors.h). */
 using OperationFailed = void(int status, const char* text, int raises);
@@ -39,13 +29,13 @@ void open_world(mlxdist_group* group, OperationFailed* operation_failed);
 bool world_is_open();
 
 /* What mlxdist.finalize() calls, as mlxdist/runtime/mpi_shim.py declares it. */
-struct Door {
+struct Shim {
   int (*drain)(double seconds);
   void (*close)();
-  int (*told_error)();
+  int (*error_reported)();
   int (*is_busy)();
 };
-extern const Door door;
+extern const Shim shim;
 
 /* Waits until nothing runs; 0 if that took longer than `seconds`. Errors until close_world are for mlxdist.finalize()
  * to ask for. */
@@ -55,7 +45,7 @@ int drain_world(double seconds);
 void close_world();
 
 /* 1 once an error has been thrown into MLX, which raises it where an array is evaluated. */
-int told_error();
+int error_reported();
 
 /* 1 while an operation runs. */
 int is_busy();

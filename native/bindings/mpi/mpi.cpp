@@ -4,18 +4,14 @@
 #include <string>
 
 #include "communicator.h"
-#include "names.h"
+#include "symbols.h"
 #include "python.h"
 
 using namespace mlxdist;
 
 /* Throws if `data` is not a multiple of the element's size, which the engine needs. */
 static mlxdist_layout layout_of(const void* data, int count, MPI_Datatype type) {
-  if (reinterpret_cast<uintptr_t>(data) % mlxdist_dtype_size(type->dtype) != 0) {
-    throw Error(MLXDIST_INVALID_ARGUMENT,
-                "an array begins in the middle of an element, because it is a view of a slice of another dtype: pass a "
-                "copy of it, such as x + 0");
-  }
+  check_alignment(data, mlxdist_dtype_size(type->dtype));
   mlxdist_layout layout{};
   layout.dtype = type->dtype;
   layout.ndim = 1;
@@ -32,7 +28,7 @@ int MPI_Get_library_version(char* version, int* length) {
 }
 
 int MPI_Init(int*, char***) {
-  hide_names();
+  hide_symbols();
   if (world_is_open()) return MPI_SUCCESS;
   /* In a process that no launcher made one of several ranks there is nothing to join, and MLX tries its other
    * backends. All else that goes wrong throws: a code would make MLX go on as a group of one. Under mpirun and srun
@@ -40,7 +36,7 @@ int MPI_Init(int*, char***) {
   const char* size = getenv("MLXDIST_WORLD_SIZE");
   bool alone = size == nullptr ? getenv("MLXDIST_RENDEZVOUS") == nullptr : strcmp(size, "1") == 0;
   if (alone) return MPI_ERR_OTHER;
-  auto joined = python::call("join", reinterpret_cast<uintptr_t>(&door));
+  auto joined = python::call("join", reinterpret_cast<uintptr_t>(&shim));
   open_world(reinterpret_cast<mlxdist_group*>(joined.first), reinterpret_cast<OperationFailed*>(joined.second));
   return MPI_SUCCESS;
 }
@@ -66,7 +62,7 @@ int MPI_Comm_split(MPI_Comm comm, int color, int key, MPI_Comm* result) {
   mlxdist_group* part = nullptr;
   {
     /* MLX keeps Python to itself meanwhile, and the thread that notices dead ranks needs it. */
-    python::OthersRun others_run;
+    python::GilRelease gil;
     run(comm, [&](mlxdist_group* group) { return mlxdist_group_split(group, color, key, &part); });
   }
   if (part == nullptr) {

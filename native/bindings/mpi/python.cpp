@@ -82,7 +82,9 @@ class Interpreter {
   Interpreter() : state_(api().PyGILState_Ensure()) {}
   Interpreter(const Interpreter&) = delete;
   Interpreter& operator=(const Interpreter&) = delete;
-  ~Interpreter() { api().PyGILState_Release(state_); }
+  ~Interpreter() {  // NOLINT(bugprone-exception-escape): the constructor has looked the functions up
+    api().PyGILState_Release(state_);
+  }
 
  private:
   int state_;
@@ -94,7 +96,9 @@ class Reference {
   explicit Reference(Object* object) : object_(object) {}
   Reference(const Reference&) = delete;
   Reference& operator=(const Reference&) = delete;
-  ~Reference() { api().Py_DecRef(object_); } /* takes null */
+  ~Reference() {  // NOLINT(bugprone-exception-escape): as above
+    api().Py_DecRef(object_);
+  } /* takes null */
   operator Object*() const { return object_; }
 
  private:
@@ -118,7 +122,8 @@ static std::string error_text() {
 [[noreturn]] static void throw_error(const char* function) {
   bool interrupted = api().PyErr_ExceptionMatches(*api().PyExc_KeyboardInterrupt);
   std::string text = error_text();
-  if (!interrupted) throw Error(MLXDIST_INVALID_ARGUMENT, "mlxdist.runtime.mpi_shim." + std::string(function) + ": " + text);
+  if (!interrupted)
+    throw Error(MLXDIST_INVALID_ARGUMENT, "mlxdist.runtime.mpi_shim." + std::string(function) + ": " + text);
   api().PyErr_SetInterrupt();
   throw Error(MLXDIST_ABORTED, "interrupted (SIGINT)");
 }
@@ -140,9 +145,9 @@ Result call(const char* function, uintptr_t first_argument, uintptr_t second_arg
   return {static_cast<uintptr_t>(first), static_cast<uintptr_t>(second)};
 }
 
-OthersRun::OthersRun() : state_(api().PyGILState_Check() ? api().PyEval_SaveThread() : nullptr) {}
+GilRelease::GilRelease() : state_(api().PyGILState_Check() ? api().PyEval_SaveThread() : nullptr) {}
 
-OthersRun::~OthersRun() {
+GilRelease::~GilRelease() {  // NOLINT(bugprone-exception-escape): as above
   if (state_ != nullptr) api().PyEval_RestoreThread(state_);
 }
 

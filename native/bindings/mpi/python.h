@@ -13,20 +13,20 @@ struct Result {
   uintptr_t second;
 };
 
-/* Calls mlxdist.runtime.mpi_shim.<function>(first, second), which returns (error text or "", first, second). Throws the error
- * text, or what kept the function from running. */
+/* Calls mlxdist.runtime.mpi_shim.<function>(first, second), which returns (error text or "", first, second). Throws the
+ * error text, or what kept the function from running. */
 Result call(const char* function, uintptr_t first = 0, uintptr_t second = 0);
 
 /* False when the interpreter has ended, or was never there. */
 bool is_running();
 
 /* Lets other threads of Python run while it lives, if this thread kept them from it. */
-class OthersRun {
+class GilRelease {
  public:
-  OthersRun();
-  OthersRun(const OthersRun&) = delete;
-  OthersRun& operator=(const OthersRun&) = delete;
-  ~OthersRun();
+  GilRelease();
+  GilRelease(const GilRelease&) = delete;
+  GilRelease& operator=(const GilRelease&) = delete;
+  ~GilRelease();
 
  private:
   void* state_;

@@ -39,7 +39,9 @@ void ibv_free_device_list(struct ibv_device **list) { free(list); }
 
 const char *ibv_get_device_name(struct ibv_device *device) { return device->name; }
 
-int ibv_get_device_index(struct ibv_device *device) { return atoi(device->name + strcspn(device->name, "0123456789")); }
+int ibv_get_device_index(struct ibv_device *device) {
+  return (int)strtol(device->name + strcspn(device->name, "0123456789"), NULL, 10);
+}
 
 /* The same on every host, as nothing here is a serial number. */
 uint64_t ibv_get_device_guid(struct ibv_device *device) {
@@ -80,20 +82,20 @@ static int req_notify_cq(struct ibv_cq *cq, int solicited_only) {
   return soft_error(EOPNOTSUPP);
 }
 
-static int set_host(struct ibv_context *context, const char *number) {
+static int set_virtual_host(struct ibv_context *context, const char *number) {
   char *end;
   unsigned long host = strtoul(number, &end, 10);
   if (*number < '0' || *number > '9' || *end || host > UINT32_MAX) {
     fprintf(stderr, "libsoftverbs: SOFTVERBS_HOST=%s is no number below 2^32\n", number);
     return EINVAL;
   }
-  verbs_of(context)->pose_as_host(context, (uint32_t)host);
+  verbs_of(context)->set_virtual_host(context, (uint32_t)host);
   return 0;
 }
 
 static int prepare(struct ibv_context *context) {
   const char *host = getenv("SOFTVERBS_HOST");
-  if (host && set_host(context, host)) return EINVAL;
+  if (host && set_virtual_host(context, host)) return EINVAL;
   const char *faults = getenv("SOFTVERBS_FAULTS");
   if (faults && verbs_of(context)->inject(context, faults)) {
     fprintf(stderr, "libsoftverbs: SOFTVERBS_FAULTS=%s is not a list of faults: see docs/softverbs.md\n", faults);
@@ -124,8 +126,7 @@ struct ibv_context *ibv_open_device(struct ibv_device *device) {
   return NULL;
 }
 
-/* What the program has left goes with the context, as with the real library, and nothing says so. The memory of its
- * objects does not. */
+/* Ends what the program has left open, without an error, as the real library does. The memory of its objects leaks. */
 int ibv_close_device(struct ibv_context *context) {
   struct soft_context *soft = soft_context(context);
   for (int i = 0; i < SOFT_MAX_QP; i++)

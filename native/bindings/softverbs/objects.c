@@ -9,28 +9,23 @@
 #include <sys/prctl.h>
 #endif
 
-static const struct verbs *lock(struct ibv_context *context) {
-  pthread_mutex_lock(&context->mutex);
-  return verbs_soft_profile(soft_context(context)->profile->name);
-}
+/* `call`, in which `verbs` is the provider, under the lock of the context. */
+#define LOCKED(of, call)                                                                                               \
+  __extension__({                                                                                                      \
+    struct ibv_context *locked = (of);                                                                                 \
+    pthread_mutex_lock(&locked->mutex);                                                                                \
+    const struct verbs *verbs = verbs_soft_profile(soft_context(locked)->profile->name);                               \
+    __typeof__(call) result = (call);                                                                                  \
+    pthread_mutex_unlock(&locked->mutex);                                                                              \
+    result;                                                                                                            \
+  })
 
-static void unlock(struct ibv_context *context) { pthread_mutex_unlock(&context->mutex); }
+struct ibv_pd *ibv_alloc_pd(struct ibv_context *context) { return LOCKED(context, verbs->alloc_pd(context)); }
 
-struct ibv_pd *ibv_alloc_pd(struct ibv_context *context) {
-  struct ibv_pd *pd = lock(context)->alloc_pd(context);
-  unlock(context);
-  return pd;
-}
+int ibv_dealloc_pd(struct ibv_pd *pd) { return LOCKED(pd->context, verbs->dealloc_pd(pd)); }
 
-int ibv_dealloc_pd(struct ibv_pd *pd) {
-  struct ibv_context *context = pd->context;
-  int error = lock(context)->dealloc_pd(pd);
-  unlock(context);
-  return error;
-}
-
-/* Peers write to this process's own memory. Some systems (Yama) let only those do that whom the process names, and all
- * that it can name is everyone: still only processes of the same user. */
+/* Peers write to this process's own memory. Some systems (Yama) permit that only to processes that this one names, and
+ * all that it can name is every process: still only those of the same user. */
 static void admit_writers(void) {
 #if defined(__linux__) && defined(PR_SET_PTRACER)
   prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0); /* EINVAL where there is no such rule */
@@ -38,8 +33,7 @@ static void admit_writers(void) {
 }
 
 struct ibv_mr *ibv_reg_mr(struct ibv_pd *pd, void *addr, size_t length, int access) {
-  struct ibv_mr *mr = lock(pd->context)->reg_mr(pd, addr, length, access);
-  unlock(pd->context);
+  struct ibv_mr *mr = LOCKED(pd->context, verbs->reg_mr(pd, addr, length, access));
   if (mr && (access & IBV_ACCESS_REMOTE_WRITE)) admit_writers();
   return mr;
 }
@@ -55,63 +49,47 @@ struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *pd, void *addr, size_t length, ui
   return ibv_reg_mr_iova(pd, addr, length, iova, (int)access);
 }
 
-int ibv_dereg_mr(struct ibv_mr *mr) {
-  struct ibv_context *context = mr->context;
-  int error = lock(context)->dereg_mr(mr);
-  unlock(context);
-  return error;
-}
+int ibv_dereg_mr(struct ibv_mr *mr) { return LOCKED(mr->context, verbs->dereg_mr(mr)); }
 
 struct ibv_cq *ibv_create_cq(struct ibv_context *context, int cqe, void *cq_context, struct ibv_comp_channel *channel,
                              int comp_vector) {
-  struct ibv_cq *cq = lock(context)->create_cq(context, cqe, cq_context, channel, comp_vector);
-  unlock(context);
-  return cq;
+  return LOCKED(context, verbs->create_cq(context, cqe, cq_context, channel, comp_vector));
 }
 
-/* As in the real library, this waits until the events that were taken are acknowledged; by another thread, perhaps, so
+/* As in the real library, this waits until the events that were taken are acknowledged; perhaps by another thread, so
  * without the lock. */
 int ibv_destroy_cq(struct ibv_cq *cq) {
-  struct ibv_context *context = cq->context;
-  lock(context);
-  bool used = soft_cq(cq)->users;
-  unlock(context);
-  if (used) return soft_error(EBUSY);
-  soft_async_settle(soft_context(context), cq);
-  int error = lock(context)->destroy_cq(cq);
-  unlock(context);
-  return error;
+  if (LOCKED(cq->context, verbs && soft_cq(cq)->users > 0)) return soft_error(EBUSY);
+  soft_async_settle(soft_context(cq->context), cq);
+  return LOCKED(cq->context, verbs->destroy_cq(cq));
 }
 
 struct ibv_qp *ibv_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr) {
-  struct ibv_qp *qp = lock(pd->context)->create_qp(pd, attr);
-  unlock(pd->context);
-  return qp;
+  return LOCKED(pd->context, verbs->create_qp(pd, attr));
 }
 
 /* The queue pair keeps the addresses that the program knows. */
+static int modify_qp(const struct verbs *verbs, struct ibv_qp *qp, struct ibv_qp_attr *found,
+                     const struct ibv_qp_attr *attr, int attr_mask) {
+  int error = verbs->modify_qp(qp, found, attr_mask);
+  if (!error && (attr_mask & IBV_QP_AV)) soft_qp(qp)->attr.ah_attr = attr->ah_attr;
+  return error;
+}
+
 int ibv_modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int attr_mask) {
   struct ibv_qp_attr found = *attr;
   int error = attr_mask & IBV_QP_AV ? addresses_find(&found.ah_attr) : 0;
   if (error) return soft_error(error);
-  error = lock(qp->context)->modify_qp(qp, &found, attr_mask);
-  if (!error && (attr_mask & IBV_QP_AV)) soft_qp(qp)->attr.ah_attr = attr->ah_attr;
-  unlock(qp->context);
-  return error;
+  return LOCKED(qp->context, modify_qp(verbs, qp, &found, attr, attr_mask));
 }
 
 int ibv_query_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int attr_mask, struct ibv_qp_init_attr *init_attr) {
-  int error = lock(qp->context)->query_qp(qp, attr, attr_mask, init_attr);
-  unlock(qp->context);
-  return error;
+  return LOCKED(qp->context, verbs->query_qp(qp, attr, attr_mask, init_attr));
 }
 
 int ibv_destroy_qp(struct ibv_qp *qp) {
-  struct ibv_context *context = qp->context;
-  soft_async_settle(soft_context(context), qp);
-  int error = lock(context)->destroy_qp(qp);
-  unlock(context);
-  return error;
+  soft_async_settle(soft_context(qp->context), qp);
+  return LOCKED(qp->context, verbs->destroy_qp(qp));
 }
 
 int ibv_get_async_event(struct ibv_context *context, struct ibv_async_event *event) {

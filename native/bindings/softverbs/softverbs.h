@@ -35,7 +35,7 @@ int ibv_get_pkey_index(struct ibv_context* context, uint8_t port, uint16_t pkey)
 int ibv_fork_init(void);
 int ibv_is_fork_initialized(void);
 
-/* Makes the device misbehave: see soft/faults.h for the list. The one name that libibverbs has not. */
+/* Makes the device misbehave: see soft/fault_injection.h for the list. The one name that libibverbs lacks. */
 int softverbs_inject(struct ibv_context* context, const char* faults);
 
 /* objects.c */
@@ -55,7 +55,7 @@ int ibv_destroy_qp(struct ibv_qp* qp);
 int ibv_get_async_event(struct ibv_context* context, struct ibv_async_event* event);
 void ibv_ack_async_event(struct ibv_async_event* event);
 
-/* strings.c, rates.c */
+/* strings.c */
 const char* ibv_node_type_str(enum ibv_node_type type);
 const char* ibv_port_state_str(enum ibv_port_state state);
 const char* ibv_event_type_str(enum ibv_event_type event);
@@ -65,7 +65,7 @@ int mult_to_ibv_rate(int mult);
 int ibv_rate_to_mbps(int rate);
 int mbps_to_ibv_rate(int mbps);
 
-/* refused.c has what this provider has not, with EOPNOTSUPP. Of these: */
+/* unsupported.c has what this provider lacks, with EOPNOTSUPP. Of these: */
 struct ibv_comp_channel* ibv_create_comp_channel(struct ibv_context* context);
 int ibv_destroy_comp_channel(struct ibv_comp_channel* channel);
 struct ibv_ah* ibv_create_ah(struct ibv_pd* pd, struct ibv_ah_attr* attr);

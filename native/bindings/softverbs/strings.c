@@ -1,9 +1,9 @@
-/* What values mean, in the words of libibverbs, which programs may compare. */
+/* What values mean, in the words of libibverbs, which programs may compare; and static rates. */
 #include "softverbs.h"
 
 #include <stddef.h>
 
-#define COUNT(table) (sizeof table / sizeof *table)
+#define NAME(names, value) ((size_t)(value) < sizeof(names) / sizeof *(names) ? (names)[value] : "unknown")
 
 const char *ibv_node_type_str(enum ibv_node_type type) {
   static const char *const names[] = {
@@ -15,7 +15,7 @@ const char *ibv_node_type_str(enum ibv_node_type type) {
       [IBV_NODE_USNIC_UDP] = "usNIC UDP",
       [IBV_NODE_UNSPECIFIED] = "unspecified",
   };
-  return type >= IBV_NODE_CA && (size_t)type < COUNT(names) ? names[type] : "unknown";
+  return type == 0 ? "unknown" : NAME(names, type); /* there is none of 0 */
 }
 
 const char *ibv_port_state_str(enum ibv_port_state state) {
@@ -27,7 +27,7 @@ const char *ibv_port_state_str(enum ibv_port_state state) {
       [IBV_PORT_ACTIVE] = "active",
       [IBV_PORT_ACTIVE_DEFER] = "active defer",
   };
-  return (size_t)state < COUNT(names) ? names[state] : "unknown";
+  return NAME(names, state);
 }
 
 const char *ibv_event_type_str(enum ibv_event_type event) {
@@ -53,7 +53,7 @@ const char *ibv_event_type_str(enum ibv_event_type event) {
       [IBV_EVENT_GID_CHANGE] = "GID table change",
       [IBV_EVENT_WQ_FATAL] = "WQ fatal",
   };
-  return (size_t)event < COUNT(names) ? names[event] : "unknown";
+  return NAME(names, event);
 }
 
 const char *ibv_wc_status_str(enum ibv_wc_status status) {
@@ -83,5 +83,34 @@ const char *ibv_wc_status_str(enum ibv_wc_status status) {
       [IBV_WC_TM_ERR] = "TM error",
       [IBV_WC_TM_RNDV_INCOMPLETE] = "TM software rendezvous",
   };
-  return (size_t)status < COUNT(names) ? names[status] : "unknown";
+  return NAME(names, status);
+}
+
+/* Static rates: the numbers of enum ibv_rate, as multiples of 2.5 Gbit/s and in Mbit/s. */
+static const struct rate {
+  int mult; /* 0: none */
+  int mbps;
+} rates[] = {
+    [2] = {1, 2500},      [3] = {4, 10000},     [4] = {12, 30000},     [5] = {2, 5000},     [6] = {8, 20000},
+    [7] = {16, 40000},    [8] = {24, 60000},    [9] = {32, 80000},     [10] = {48, 120000}, [11] = {0, 14062},
+    [12] = {0, 56250},    [13] = {0, 112500},   [14] = {0, 168750},    [15] = {0, 25781},   [16] = {0, 103125},
+    [17] = {0, 206250},   [18] = {0, 309375},   [19] = {11, 28125},    [20] = {20, 53125},  [21] = {160, 425000},
+    [22] = {240, 637500}, [23] = {320, 850000}, [24] = {480, 1275000},
+};
+#define RATES ((int)(sizeof rates / sizeof *rates))
+
+int ibv_rate_to_mult(int rate) { return rate >= 0 && rate < RATES && rates[rate].mult ? rates[rate].mult : -1; }
+
+int ibv_rate_to_mbps(int rate) { return rate >= 0 && rate < RATES && rates[rate].mbps ? rates[rate].mbps : -1; }
+
+int mult_to_ibv_rate(int mult) {
+  for (int rate = 0; rate < RATES; rate++)
+    if (mult > 0 && rates[rate].mult == mult) return rate;
+  return 0; /* IBV_RATE_MAX */
+}
+
+int mbps_to_ibv_rate(int mbps) {
+  for (int rate = 0; rate < RATES; rate++)
+    if (mbps > 0 && rates[rate].mbps == mbps) return rate;
+  return 0;
 }

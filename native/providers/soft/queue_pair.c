@@ -24,8 +24,8 @@ static uint32_t power_of_two(uint32_t at_least) {
 
 /* How deep a queue becomes. */
 static uint32_t queue_depth(const struct soft_profile *profile, uint32_t asked) {
-  if (!profile->least_wr) return asked;
-  uint32_t most = asked > profile->least_wr ? asked : profile->least_wr;
+  if (!profile->min_wr) return asked;
+  uint32_t most = asked > profile->min_wr ? asked : profile->min_wr;
   return power_of_two(most + 1) - 1;
 }
 
@@ -53,7 +53,7 @@ static void start_receiving(struct soft_qp *qp) {
 
 static void free_qp(struct soft_qp *qp) {
   if (!qp) return;
-  quota_return(qp->place);
+  quota_return(qp->quota_slot);
   free(qp->bounces);
   free(qp->receives);
   free(qp->held);
@@ -70,10 +70,10 @@ static struct soft_qp *allocate_qp(uint32_t sends, uint32_t receives) {
 }
 
 /* Takes a place at the device, where processes share it. */
-static struct soft_qp *take_place(const struct soft_context *context, struct soft_qp *qp) {
+static struct soft_qp *take_quota_slot(const struct soft_context *context, struct soft_qp *qp) {
   if (!qp || !context->profile->shares_qp) return qp;
-  qp->place = quota_take(context->verbs.device->name, context->host, context->profile->max_qp);
-  if (qp->place) return qp;
+  qp->quota_slot = quota_take(context->verbs.device->name, context->host, context->profile->max_qp);
+  if (qp->quota_slot) return qp;
   int error = errno;
   free_qp(qp);
   errno = error;
@@ -96,7 +96,7 @@ struct ibv_qp *soft_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr) 
   uint32_t ring_size = error ? 0 : power_of_two(attr->cap.max_recv_wr);
   uint32_t held_size = error ? 0 : power_of_two(attr->cap.max_send_wr);
   errno = error;
-  struct soft_qp *qp = error ? NULL : take_place(context, allocate_qp(held_size, ring_size));
+  struct soft_qp *qp = error ? NULL : take_quota_slot(context, allocate_qp(held_size, ring_size));
   if (!qp) return NULL;
 
   qp->verbs = (struct ibv_qp){
@@ -350,9 +350,9 @@ int soft_modify_qp(struct ibv_qp *verbs, struct ibv_qp_attr *attr, int attr_mask
   if (!error) error = check_values(context, attr, attr_mask);
   if (!error && from == IBV_QPS_RESET && to == IBV_QPS_INIT && context->tainted) error = EIO;
   if (!error && from == IBV_QPS_INIT && to == IBV_QPS_RTR) {
-    error = context->faults.bridged ? EINVAL : soft_cable_reaches(context, &attr->ah_attr);
+    error = context->faults.bridged ? EINVAL : soft_single_peer_check(context, &attr->ah_attr);
     if (!error) error = connect_peer(qp, attr);
-    if (!error) soft_cable_join(context, &attr->ah_attr);
+    if (!error) soft_single_peer_connect(context, &attr->ah_attr);
   }
   if (error) return soft_error(error);
 

@@ -8,13 +8,13 @@
 
 #include <stdint.h>
 
-struct quota_place;
+struct quota_slot;
 
 /* One of `limit` places at `device` of `host`. NULL with EBUSY in errno if all are taken, or with what went wrong. */
-struct quota_place* quota_take(const char* device, uint32_t host, uint32_t limit);
+struct quota_slot* quota_take(const char* device, uint32_t host, uint32_t limit);
 
 /* `place` may be NULL. In a child that its process forked this gives back nothing: the place is the parent's. */
-void quota_return(struct quota_place* place);
+void quota_return(struct quota_slot* place);
 
 /* What differs between systems: quota_abstract.c (Linux) and quota_posix.c (macOS). */
 

@@ -2,25 +2,20 @@
 #define _GNU_SOURCE 1
 #include "segment.h"
 
+#include "fork_lock.h"
+
 #include <errno.h>
-#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <unistd.h>
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static pthread_once_t once = PTHREAD_ONCE_INIT;
 static struct segment *segments;
-
-static void before_fork(void) { pthread_mutex_lock(&lock); }
-
-static void after_fork_in_parent(void) { pthread_mutex_unlock(&lock); }
 
 /* A child gets no mapping (see the two segment_map functions) and must not keep the segment's memory alive
  * through a descriptor either. */
-static void after_fork_in_child(void) {
+static void forget_parent(void) {
   for (struct segment *segment = segments; segment; segment = segment->next) {
     segment->layout = NULL;
     segment->named = false;
@@ -29,10 +24,9 @@ static void after_fork_in_child(void) {
     segment->fd = segment->memory_fd = -1;
   }
   segments = NULL;
-  pthread_mutex_unlock(&lock);
 }
 
-static void watch_forks(void) { pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child); }
+FORK_LOCK(forget_parent)
 
 static void enter(struct segment *segment) {
   segment->references = 1;
@@ -80,11 +74,10 @@ int segment_create(struct segment **result) {
     return ENOMEM;
   }
 
-  pthread_once(&once, watch_forks);
-  pthread_mutex_lock(&lock);
+  lock_list();
   int error = getentropy(&segment->cookie, sizeof segment->cookie) ? errno : segment_map_new(segment);
   if (!error) enter(segment);
-  pthread_mutex_unlock(&lock);
+  unlock_list();
   if (error) {
     free(segment->regions);
     free(segment);
@@ -130,8 +123,7 @@ static int map_peer(const union ibv_gid *gid, struct segment **result) {
 
 int segment_open(const union ibv_gid *gid, struct segment **result) {
   int error = 0;
-  pthread_once(&once, watch_forks);
-  pthread_mutex_lock(&lock);
+  lock_list();
   struct segment *segment = segments;
   while (segment && memcmp(&segment->gid, gid, sizeof *gid) != 0) segment = segment->next;
   if (!segment) {
@@ -142,15 +134,15 @@ int segment_open(const union ibv_gid *gid, struct segment **result) {
     segment->references++;
     *result = segment;
   }
-  pthread_mutex_unlock(&lock);
+  unlock_list();
   return error;
 }
 
 int segment_enumerate(struct segment *segment) {
-  pthread_mutex_lock(&lock);
+  lock_list();
   segment->place = free_place();
   atomic_store_explicit(&segment->layout->header.place, segment->place, memory_order_release);
-  pthread_mutex_unlock(&lock);
+  unlock_list();
   return segment_number(segment) ? 0 : EMFILE;
 }
 
@@ -158,35 +150,35 @@ int segment_enumerate(struct segment *segment) {
 int segment_find(uint32_t number, union ibv_gid *gid) {
   int error = segment_look_up(number, gid);
   if (!error) return 0;
-  pthread_mutex_lock(&lock);
+  lock_list();
   struct segment *segment = segments;
   while (segment && (atomic_load(&segment->layout->header.closed) || segment_number(segment) != number))
     segment = segment->next;
   if (segment) *gid = segment->gid;
-  pthread_mutex_unlock(&lock);
+  unlock_list();
   return segment ? 0 : error;
 }
 
 int segment_memory(struct segment *segment) {
-  pthread_mutex_lock(&lock);
+  lock_list();
   if (segment->memory_fd < 0) segment->memory_fd = segment_open_memory(segment);
   int fd = segment->memory_fd;
-  pthread_mutex_unlock(&lock);
+  unlock_list();
   return fd;
 }
 
 void segment_close(struct segment *segment) {
   if (!segment->layout) return;
   atomic_store(&segment->layout->header.closed, 1);
-  pthread_mutex_lock(&lock);
+  lock_list();
   segment_remove_name(segment);
   if (segment->fd >= 0) close(segment->fd);
   segment->fd = -1;
-  pthread_mutex_unlock(&lock);
+  unlock_list();
 }
 
 void segment_release(struct segment *segment) {
-  pthread_mutex_lock(&lock);
+  lock_list();
   bool last = --segment->references == 0;
   if (last) {
     struct segment **link = &segments;
@@ -196,6 +188,6 @@ void segment_release(struct segment *segment) {
     if (segment->memory_fd >= 0) close(segment->memory_fd);
     if (segment->owned) free(segment->regions);
   }
-  pthread_mutex_unlock(&lock);
+  unlock_list();
   if (last) free(segment);
 }

@@ -3,10 +3,11 @@
 #define _DARWIN_C_SOURCE 1
 #include "sockets.h"
 
+#include "fork_lock.h"
+
 #include <errno.h>
 #include <fcntl.h>
 #include <netinet/tcp.h>
-#include <pthread.h>
 #include <stdbool.h>
 #include <stdlib.h>
 #include <unistd.h>
@@ -17,21 +18,14 @@
  * still wait minutes after a cable is back. */
 #define SILENCE_SECONDS 5
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static pthread_once_t once = PTHREAD_ONCE_INIT;
 static int *descriptors;
 static size_t descriptor_count, descriptor_room;
 
-static void before_fork(void) { pthread_mutex_lock(&lock); }
-
-static void after_fork_in_parent(void) { pthread_mutex_unlock(&lock); }
-
-static void after_fork_in_child(void) {
+static void forget_parent(void) {
   while (descriptor_count) close(descriptors[--descriptor_count]);
-  pthread_mutex_unlock(&lock);
 }
 
-static void watch_forks(void) { pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child); }
+FORK_LOCK(forget_parent)
 
 static bool make_room(void) {
   if (descriptor_count < descriptor_room) return true;
@@ -56,15 +50,14 @@ static int prepare(int fd) {
 /* A new socket, or the next that has connected to `listener`. Under the lock, so that no child keeps one that is not in
  * the list yet. */
 static int take(int listener) {
-  pthread_once(&once, watch_forks);
-  pthread_mutex_lock(&lock);
+  lock_list();
   int fd = -1;
   if (!make_room())
     errno = ENOMEM;
   else
     fd = listener < 0 ? socket(AF_INET, SOCK_STREAM, 0) : accept(listener, NULL, NULL);
   if (fd >= 0) descriptors[descriptor_count++] = fd;
-  pthread_mutex_unlock(&lock);
+  unlock_list();
   if (fd >= 0 && prepare(fd)) {
     int error = errno;
     socket_close(fd);
@@ -76,14 +69,14 @@ static int take(int listener) {
 
 void socket_close(int fd) {
   if (fd < 0) return;
-  pthread_mutex_lock(&lock);
+  lock_list();
   size_t i = 0;
   while (i < descriptor_count && descriptors[i] != fd) i++;
   if (i < descriptor_count) {
     descriptors[i] = descriptors[--descriptor_count];
     close(fd);
   }
-  pthread_mutex_unlock(&lock);
+  unlock_list();
 }
 
 int socket_error(int fd) {

@@ -9,6 +9,8 @@
 
 #include <arpa/inet.h>
 #include <errno.h>
+#include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -24,33 +26,23 @@ uint64_t soft_clock_ns(void) {
   return (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
 }
 
-#define DEVICE(label, of)                                                                                              \
-  {                                                                                                                    \
-      .verbs =                                                                                                         \
-          {                                                                                                            \
-              .node_type = IBV_NODE_UNSPECIFIED,                                                                       \
-              .transport_type = IBV_TRANSPORT_UNSPECIFIED,                                                             \
-              .name = label,                                                                                           \
-              .dev_name = label,                                                                                       \
-          },                                                                                                           \
-      .profile = &soft_profiles[of],                                                                                   \
-  }
+static struct soft_device devices[SOFT_PROFILES][SOFT_DEVICES];
+static pthread_once_t named = PTHREAD_ONCE_INIT;
 
-/* Two, so that a pair of ranks can be joined by two cables; where a device is one cable, enough for all pairs. */
-#define TWO(of) DEVICE("soft0", of), DEVICE("soft1", of)
-#define FOURTEEN(of)                                                                                                   \
-  TWO(of), DEVICE("soft2", of), DEVICE("soft3", of), DEVICE("soft4", of), DEVICE("soft5", of), DEVICE("soft6", of),    \
-      DEVICE("soft7", of), DEVICE("soft8", of), DEVICE("soft9", of), DEVICE("soft10", of), DEVICE("soft11", of),       \
-      DEVICE("soft12", of), DEVICE("soft13", of)
-static struct soft_device devices[SOFT_PROFILES][SOFT_DEVICES] = {
-    [SOFT_IDEAL] = {TWO(SOFT_IDEAL)},
-    [SOFT_APPLE_TB5] = {FOURTEEN(SOFT_APPLE_TB5)},
-    [SOFT_APPLE_TB5_26_2] = {FOURTEEN(SOFT_APPLE_TB5_26_2)},
-    [SOFT_APPLE_ODD] = {FOURTEEN(SOFT_APPLE_ODD)},
-    [SOFT_RXE] = {TWO(SOFT_RXE)},
-};
+static void name_devices(void) {
+  for (int profile = 0; profile < SOFT_PROFILES; profile++)
+    for (int i = 0; i < SOFT_DEVICES; i++) {
+      struct soft_device *device = &devices[profile][i];
+      device->profile = &soft_profiles[profile];
+      device->verbs.node_type = IBV_NODE_UNSPECIFIED;
+      device->verbs.transport_type = IBV_TRANSPORT_UNSPECIFIED;
+      snprintf(device->verbs.name, sizeof device->verbs.name, "soft%d", i);
+      snprintf(device->verbs.dev_name, sizeof device->verbs.dev_name, "soft%d", i);
+    }
+}
 
 static struct ibv_device **list_devices(enum soft_profiles profile, int *num_devices) {
+  pthread_once(&named, name_devices);
   int count = soft_profiles[profile].devices;
   struct ibv_device **list = calloc((size_t)count + 1, sizeof *list);
   for (int i = 0; list && i < count; i++) list[i] = &devices[profile][i].verbs;
@@ -58,17 +50,13 @@ static struct ibv_device **list_devices(enum soft_profiles profile, int *num_dev
   return list;
 }
 
-static struct ibv_device **list_ideal(int *num_devices) { return list_devices(SOFT_IDEAL, num_devices); }
-
-static struct ibv_device **list_apple_tb5(int *num_devices) { return list_devices(SOFT_APPLE_TB5, num_devices); }
-
-static struct ibv_device **list_apple_tb5_26_2(int *num_devices) {
-  return list_devices(SOFT_APPLE_TB5_26_2, num_devices);
-}
-
-static struct ibv_device **list_apple_odd(int *num_devices) { return list_devices(SOFT_APPLE_ODD, num_devices); }
-
-static struct ibv_device **list_rxe(int *num_devices) { return list_devices(SOFT_RXE, num_devices); }
+#define LIST(name, profile)                                                                                            \
+  static struct ibv_device **name(int *num_devices) { return list_devices(profile, num_devices); }
+LIST(list_ideal, SOFT_IDEAL)
+LIST(list_apple_tb5, SOFT_APPLE_TB5)
+LIST(list_apple_tb5_26_2, SOFT_APPLE_TB5_26_2)
+LIST(list_apple_odd, SOFT_APPLE_ODD)
+LIST(list_rxe, SOFT_RXE)
 
 static void free_device_list(struct ibv_device **list) { free(list); }
 
@@ -111,7 +99,7 @@ static struct ibv_context *open_device(struct ibv_device *of) {
 static int close_device(struct ibv_context *verbs) {
   struct soft_context *context = soft_context(verbs);
   if (context->pds || context->cqs) return soft_error(EBUSY);
-  soft_cable_close(context);
+  soft_single_peer_release(context);
   soft_tcp_close(context);
   segment_close(context->segment);
   segment_release(context->segment);
@@ -186,11 +174,11 @@ static int query_gid_type(struct ibv_context *context, uint8_t port, int index, 
 }
 
 /* ENOMEM: the device has no more. EBUSY: this process has opened it twice, where that is not allowed; earlier it is not
- * known which host the context poses as. */
+ * known which host the context emulates. */
 static struct ibv_pd *alloc_pd(struct ibv_context *verbs) {
   struct soft_context *context = soft_context(verbs);
   int error = context->pds == context->profile->max_pd ? ENOMEM : 0;
-  if (!error && !soft_cable_use(context)) error = EBUSY;
+  if (!error && !soft_single_peer_claim(context)) error = EBUSY;
   if (error) {
     errno = error;
     return NULL;
@@ -234,16 +222,16 @@ static int inject(struct ibv_context *context, const char *faults) {
   return soft_error(error);
 }
 
-static void pose_as_host(struct ibv_context *context, uint32_t host) { soft_context(context)->host = host; }
+static void set_virtual_host(struct ibv_context *context, uint32_t host) { soft_context(context)->host = host; }
 
 static bool is_by_memory(const struct ibv_qp *qp) { return !((const struct soft_qp *)qp)->tcp; }
 
 #define TABLE(label, freely, frames, list)                                                                             \
   {                                                                                                                    \
-      .name = label,                                                                                                   \
-      .registers_freely = freely,                                                                                      \
-      .whole_frames = frames,                                                                                          \
-      .get_device_list = list,                                                                                         \
+      .name = (label),                                                                                                 \
+      .registers_freely = (freely),                                                                                    \
+      .whole_frames = (frames),                                                                                        \
+      .get_device_list = (list),                                                                                       \
       .free_device_list = free_device_list,                                                                            \
       .get_device_name = get_device_name,                                                                              \
       .open_device = open_device,                                                                                      \
@@ -266,7 +254,7 @@ static bool is_by_memory(const struct ibv_qp *qp) { return !((const struct soft_
       .free_memory = soft_free_memory,                                                                                 \
       .read_counters = read_counters,                                                                                  \
       .inject = inject,                                                                                                \
-      .pose_as_host = pose_as_host,                                                                                    \
+      .set_virtual_host = set_virtual_host,                                                                            \
       .set_key = soft_tcp_set_key,                                                                                     \
       .connect_error = soft_tcp_error,                                                                                 \
       .is_by_memory = is_by_memory,                                                                                    \

@@ -10,8 +10,8 @@
 
 #include "../providers.h"
 #include "addresses.h"
-#include "faults.h"
-#include "profile.h"
+#include "fault_injection.h"
+#include "device_profile.h"
 #include "quota.h"
 #include "segment.h"
 
@@ -55,7 +55,7 @@ struct soft_device {
 };
 
 /* How a peer is addressed. */
-struct soft_peer_place {
+struct soft_peer_address {
   bool known;
   union ibv_gid gid;
   uint16_t lid;
@@ -86,7 +86,7 @@ struct soft_context {
   uint32_t tcp_users;              /* queue pairs that are connected by TCP */
   struct verbs_counters counters;
   struct soft_faults faults;
-  struct soft_peer_place cable; /* where the device is one cable, and has been connected: its other end */
+  struct soft_peer_address single_peer; /* where the device is one cable, and has been connected: its other end */
   struct soft_context* next_used;
   /* Of a program that does not know alloc_memory: receives may be posted into any memory (see bounce.c), and a page is
    * as large as its system says. */
@@ -157,10 +157,10 @@ struct soft_qp {
   struct ibv_qp_attr attr; /* as set by modify_qp */
   struct ibv_qp_cap cap;
   bool sq_sig_all;
-  struct quota_place* place; /* at a device that processes share */
-  uint32_t last_mr;          /* the number of the last region that was mapped for it */
-  uint64_t carried_ns;       /* with the fault `idle`: when it carried something last, */
-  bool silent;               /* and whether that was too long ago */
+  struct quota_slot* quota_slot; /* at a device that processes share */
+  uint32_t last_mr;              /* the number of the last region that was mapped for it */
+  uint64_t carried_ns;           /* with the fault `idle`: when it carried something last, */
+  bool silent;                   /* and whether that was too long ago */
 
   struct soft_remote remote;
   struct tcp_sender* tcp; /* instead, if the peer is connected by TCP */
@@ -269,11 +269,11 @@ void soft_async_settle(struct soft_context* context, const void* element);
 
 /* cable.c: devices that are the end of one cable */
 /* False if this process uses the device in another context too, as the same host, and may not. */
-bool soft_cable_use(struct soft_context* context);
-void soft_cable_close(struct soft_context* context);
+bool soft_single_peer_claim(struct soft_context* context);
+void soft_single_peer_release(struct soft_context* context);
 /* Before and after a queue pair is connected: ETIMEDOUT if the peer is not at the other end. */
-int soft_cable_reaches(const struct soft_context* context, const struct ibv_ah_attr* peer);
-void soft_cable_join(struct soft_context* context, const struct ibv_ah_attr* peer);
+int soft_single_peer_check(const struct soft_context* context, const struct ibv_ah_attr* peer);
+void soft_single_peer_connect(struct soft_context* context, const struct ibv_ah_attr* peer);
 
 /* domains.c: protection domains of a device that leaks them */
 /* One of `max_pd`; 0, ENOMEM if all are taken, or what went wrong. */

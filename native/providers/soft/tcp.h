@@ -12,8 +12,8 @@
  * It stays an unreliable connection. A SEND completes when its last byte is with the system. When a connection breaks,
  * what was on its way is lost without a word; so are SENDs while it cannot be made anew, which is tried for as long as
  * the queue pair lives. That is also what a peer with another key, or that plays another device, looks like: connecting
- * goes on after RTR, too late for an error. Devices with credit (profile.h) wait instead; as the system's buffers take
- * part of what waits, a SEND may complete before its receive is posted.
+ * goes on after RTR, too late for an error. Devices with credit (device_profile.h) wait instead; as the system's
+ * buffers take part of what waits, a SEND may complete before its receive is posted.
  */
 #ifndef MLXDIST_SOFT_TCP_H
 #define MLXDIST_SOFT_TCP_H

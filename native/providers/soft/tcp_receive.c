@@ -123,7 +123,7 @@ static bool place_message(struct soft_context *context, struct tcp_receiver *rec
     return true;
   }
   if (!qp || !has_receive(qp)) {
-    if (profile->credit) return false;
+    if (profile->rnr_wait) return false;
     context->counters.dropped++;
     return true;
   }

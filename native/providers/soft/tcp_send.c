@@ -125,7 +125,7 @@ bool soft_tcp_has_begun(const struct soft_qp *qp) { return qp->tcp->begun; }
 bool soft_tcp_must_wait(const struct soft_qp *qp) {
   const struct tcp_sender *sender = qp->tcp;
   if (sender->begun && !sender->copies) return false; /* it is lost */
-  if (sender->state == TCP_WAITING) return soft_context(qp->verbs.context)->profile->credit;
+  if (sender->state == TCP_WAITING) return soft_context(qp->verbs.context)->profile->rnr_wait;
   return !sender->writable;
 }
 

@@ -209,7 +209,7 @@ static void complete_send(struct soft_qp *qp, const struct ibv_send_wr *wr, enum
 
 /* With credit: whether the peer has a receive for the next SEND. It may have reset its queue pair since the last one,
  * so all is looked up anew. */
-static bool has_credit(struct soft_qp *qp) {
+static bool receive_is_posted(struct soft_qp *qp) {
   qp->remote.found = false;
   return see_receive(qp);
 }
@@ -222,7 +222,7 @@ static bool loses_all(struct soft_qp *qp) {
 /* For a receive of the peer, or for the system. */
 static bool must_wait(struct soft_qp *qp) {
   if (qp->tcp) return soft_tcp_must_wait(qp) && !loses_all(qp);
-  return soft_context(qp->verbs.context)->profile->credit && !loses_all(qp) && !has_credit(qp);
+  return soft_context(qp->verbs.context)->profile->rnr_wait && !loses_all(qp) && !receive_is_posted(qp);
 }
 
 /* false: it has to wait. */

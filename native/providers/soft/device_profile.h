@@ -8,8 +8,8 @@
  *   apple-odd       like apple-tb5, but what no program is known to do there fails
  *   rxe             soft-RoCE of Linux on an Ethernet of 1500 bytes, as far as this provider reaches
  */
-#ifndef MLXDIST_SOFT_PROFILE_H
-#define MLXDIST_SOFT_PROFILE_H
+#ifndef MLXDIST_SOFT_DEVICE_PROFILE_H
+#define MLXDIST_SOFT_DEVICE_PROFILE_H
 
 #include "../../verbs/verbs_abi.h"
 
@@ -30,22 +30,22 @@ struct soft_profile {
   uint32_t max_cqe;
   uint32_t max_mr;
   uint32_t max_message;
-  uint32_t least_wr;       /* queues are made deeper than asked for: at least so deep, and 2^n - 1 */
+  uint32_t min_wr;         /* queues are made deeper than asked for: at least so deep, and 2^n - 1 */
   uint32_t mr_alignment;   /* of a memory region's address */
   enum ibv_mtu active_mtu; /* that the port says, */
   enum ibv_mtu path_mtu;   /* and the most that a queue pair takes */
   bool frames;             /* queues are counted in frames. A SEND must have as many as the receive that it meets, which
                               otherwise fails with a length error */
   bool shares_qp;          /* max_qp is for all processes that use the device */
-  bool credit;             /* a SEND that meets no receive waits for one, and is not dropped */
+  bool rnr_wait;           /* a SEND that meets no receive waits for one, and is not dropped */
   bool drops_too_long;     /* a SEND that is longer than the receive is dropped without taking it */
   bool immediate;          /* SEND_WITH_IMM */
   bool writes;             /* RDMA_WRITE, with immediate data too */
   bool early_receives;     /* receives may be posted before RTS */
   bool late_regions;       /* memory regions work with queue pairs that were in RTR before, and may go while these are
                               there; else a queue pair maps the regions of its domain at RTR, until it is destroyed */
-  bool one_cable;          /* a device reaches the first peer that it was connected to and no other, and a process
-                              opens it once */
+  bool single_peer;        /* a device reaches the first peer that it was connected to and no other, and a process
+                            opens it once */
   bool strict_order;       /* regions are deregistered before completion queues are destroyed, these before domains */
   int region_access;       /* the flags that a region must have, these and no others; 0: any */
   int queue_pair_access;   /* likewise a queue pair, from INIT on */

@@ -7,14 +7,14 @@
 namespace mlxdist {
 
 /* Lets go of the lock, if this thread has it, as long as it lives. */
-class InterpreterRuns {
+class GilRelease {
  public:
-  InterpreterRuns() : state_(PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
-  ~InterpreterRuns() {
+  GilRelease() : state_(PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
+  ~GilRelease() {
     if (state_ != nullptr) PyEval_RestoreThread(state_);
   }
-  InterpreterRuns(const InterpreterRuns&) = delete;
-  InterpreterRuns& operator=(const InterpreterRuns&) = delete;
+  GilRelease(const GilRelease&) = delete;
+  GilRelease& operator=(const GilRelease&) = delete;
 
  private:
   PyThreadState* const state_;

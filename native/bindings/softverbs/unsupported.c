@@ -1,7 +1,7 @@
 /*
- * What this provider has not: completion channels, address handles, shared receive queues, multicast, imported and
+ * What this provider lacks: completion channels, address handles, shared receive queues, multicast, imported and
  * resized objects. They are here, and say so, because a program that is loaded beside the real library would otherwise
- * call that one with objects of this one. Nobody reads an argument, so most are not declared.
+ * call that one with objects of this one. No argument is read, so most are not declared.
  */
 #include "softverbs.h"
 

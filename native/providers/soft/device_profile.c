@@ -1,5 +1,5 @@
-/* The devices that the provider can play: see profile.h. */
-#include "profile.h"
+/* The devices that the provider can play: see device_profile.h. */
+#include "device_profile.h"
 
 #include "soft.h"
 
@@ -23,13 +23,13 @@
    .max_cq = 11,                                                                                                       \
    .max_cqe = SOFT_MAX_CQE,                                                                                            \
    .max_mr = 100,                                                                                                      \
-   .least_wr = 1023,                                                                                                   \
+   .min_wr = 1023,                                                                                                     \
    .mr_alignment = SEGMENT_PAGE,                                                                                       \
    .active_mtu = IBV_MTU_4096,                                                                                         \
    .frames = true,                                                                                                     \
    .shares_qp = true,                                                                                                  \
-   .credit = true,                                                                                                     \
-   .one_cable = true,                                                                                                  \
+   .rnr_wait = true,                                                                                                   \
+   .single_peer = true,                                                                                                \
    .strict_order = true,                                                                                               \
    .short_regions = true,                                                                                              \
    __VA_ARGS__}

@@ -35,8 +35,8 @@
  * There is no thread: a late SEND stays in its queue, with those behind it, and leaves at the first post_send to the
  * queue pair or poll_cq of the context after its time. It completes when it leaves; until then its memory is in use.
  */
-#ifndef MLXDIST_SOFT_FAULTS_H
-#define MLXDIST_SOFT_FAULTS_H
+#ifndef MLXDIST_SOFT_FAULT_INJECTION_H
+#define MLXDIST_SOFT_FAULT_INJECTION_H
 
 #include <stdbool.h>
 #include <stdint.h>

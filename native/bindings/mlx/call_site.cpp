@@ -1,4 +1,4 @@
-#include "line.h"
+#include "call_site.h"
 
 #include <chrono>
 #include <cstdint>
@@ -9,29 +9,29 @@
 
 namespace mlxdist {
 
-/* All guarded by the interpreter's lock, and never destroyed: MLX's threads outlive the statics. */
-static std::string& own_folder = *new std::string;
-static std::string& mlx_folder = *new std::string;
+/* Guarded by the GIL, and never destroyed: MLX's threads outlive the statics. */
+static std::string& own_directory = *new std::string;
+static std::string& mlx_directory = *new std::string;
 static auto& texts = *new std::unordered_set<std::string>;
 
-/* What is known of an instruction: finding out its line takes a walk through a table. */
+/* Cache by instruction: the lookup of a line walks through a table. */
 struct Seen {
-  PyCodeObject* code; /* is kept, or other code could come to lie there */
+  PyCodeObject* code; /* a reference: other code could otherwise get this address */
   long instruction;
-  Line line;
+  CallSite site;
 };
 static Seen seen[1024];
 
-/* Code of mlxdist and MLX, likewise kept: its lines do not count, and its frames need not be asked where they are. */
+/* Code of mlxdist and MLX, likewise kept: frames of it are skipped without a lookup of their line. */
 static PyCodeObject* skipped[256];
 
 /* A program that makes code as it runs must not fill the memory. */
-constexpr size_t most_texts = 65536;
+constexpr size_t max_texts = 65536;
 
 /* Operations that follow each other so soon are parts of one graph. */
-constexpr auto patience = std::chrono::microseconds(20);
+constexpr auto same_graph = std::chrono::microseconds(20);
 
-static thread_local Line noted;
+static thread_local CallSite noted;
 static thread_local std::chrono::steady_clock::time_point noted_at;
 
 constexpr std::string_view nearby = "near ";
@@ -57,9 +57,9 @@ static std::string_view short_name(std::string_view file) {
   return slash == std::string_view::npos ? file : file.substr(slash + 1);
 }
 
-static Line make_line(PyFrameObject* frame, std::string_view file) {
+static CallSite make_call_site(PyFrameObject* frame, std::string_view file) {
   auto text = std::string(nearby).append(short_name(file)) + ":" + std::to_string(PyFrame_GetLineNumber(frame));
-  if (texts.size() >= most_texts && !texts.contains(text)) return {};
+  if (texts.size() >= max_texts && !texts.contains(text)) return {};
   const char* kept = texts.insert(std::move(text)).first->c_str();
   return {kept + nearby.size(), kept};
 }
@@ -76,21 +76,21 @@ static long instruction_of(PyFrameObject* frame) {
 }
 
 template <size_t size>
-static size_t place_of(PyCodeObject* code, long instruction = 0) {
+static size_t slot_of(PyCodeObject* code, long instruction = 0) {
   return (reinterpret_cast<uintptr_t>(code) / 16 + instruction) % size;
 }
 
 static bool is_skipped(std::string_view file) {
   if (file.empty() || begins_with(file, "<frozen ")) return true;
-  return begins_with(file, own_folder) || begins_with(file, mlx_folder);
+  return begins_with(file, own_directory) || begins_with(file, mlx_directory);
 }
 
-/* The line where the frame is; false where that does not count. */
-static bool look_up(PyFrameObject* frame, PyCodeObject* code, Line& line) {
-  PyCodeObject*& skips = skipped[place_of<std::size(skipped)>(code)];
+/* false if the frame is skipped. */
+static bool look_up(PyFrameObject* frame, PyCodeObject* code, CallSite& site) {
+  PyCodeObject*& skips = skipped[slot_of<std::size(skipped)>(code)];
   if (skips == code) return false;
   long instruction = instruction_of(frame);
-  Seen& entry = seen[place_of<std::size(seen)>(code, instruction)];
+  Seen& entry = seen[slot_of<std::size(seen)>(code, instruction)];
   if (entry.code != code || entry.instruction != instruction) {
     auto file = file_of(code);
     bool skip = is_skipped(file);
@@ -100,43 +100,43 @@ static bool look_up(PyFrameObject* frame, PyCodeObject* code, Line& line) {
       skips = code;
       return false;
     }
-    entry = {code, instruction, make_line(frame, file)};
+    entry = {code, instruction, make_call_site(frame, file)};
   }
-  line = entry.line;
+  site = entry.site;
   return true;
 }
 
-void set_own_folders(const char* mlxdist, const char* mlx) {
-  own_folder = mlxdist;
-  mlx_folder = mlx;
+void set_own_directories(const char* mlxdist, const char* mlx) {
+  own_directory = mlxdist;
+  mlx_directory = mlx;
 }
 
-Line line_of(PyFrameObject* frame) {
-  Line line = {};
+CallSite call_site_of(PyFrameObject* frame) {
+  CallSite site = {};
   Py_XINCREF(frame);
   while (frame != nullptr) {
     PyCodeObject* code = PyFrame_GetCode(frame);
-    bool found = look_up(frame, code, line);
+    bool found = look_up(frame, code, site);
     Py_DECREF(code);
     PyFrameObject* caller = found ? nullptr : PyFrame_GetBack(frame);
     Py_DECREF(frame);
     frame = caller;
   }
-  return line;
+  return site;
 }
 
-Line current_line() {
+CallSite current_call_site() {
   if (!PyGILState_Check()) return {};
-  return line_of(PyEval_GetFrame());
+  return call_site_of(PyEval_GetFrame());
 }
 
-void note_line() {
+void note_call_site() {
   auto now = std::chrono::steady_clock::now();
-  if (now - noted_at < patience) return;
+  if (now - noted_at < same_graph) return;
   noted_at = now;
-  noted = current_line();
+  noted = current_call_site();
 }
 
-Line noted_line() { return noted; }
+CallSite noted_call_site() { return noted; }
 
 }  // namespace mlxdist

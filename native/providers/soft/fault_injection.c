@@ -1,5 +1,5 @@
-/* Faults on purpose: see faults.h. */
-#include "faults.h"
+/* Faults on purpose: see fault_injection.h. */
+#include "fault_injection.h"
 
 #include <errno.h>
 #include <string.h>

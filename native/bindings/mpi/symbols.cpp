@@ -1,4 +1,4 @@
-#include "names.h"
+#include "symbols.h"
 
 #ifdef __linux__
 
@@ -11,7 +11,7 @@
 #include <unistd.h>
 
 /* Every lookup begins with the Bloom filter of the library's hash table; one without a bit says: no such name. */
-void mlxdist::hide_names() {
+void mlxdist::hide_symbols() {
   struct Table { /* native/CMakeLists.txt asks for this kind */
     uint32_t buckets, first_symbol, filter_words, shift;
     ElfW(Addr) filter[];
@@ -31,6 +31,6 @@ void mlxdist::hide_names() {
 
 #else
 
-void mlxdist::hide_names() {}
+void mlxdist::hide_symbols() {}
 
 #endif

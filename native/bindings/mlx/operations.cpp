@@ -1,0 +1,287 @@
+#include "operations.h"
+
+#include <cstring>
+#include <numeric>
+#include <tuple>
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
+
+namespace nb = nanobind;
+
+namespace mlxdist {
+
+namespace mx = mlx::core;
+
+/* What the operations share: `Arguments`, which copies have too, and the function that Python calls. */
+template <class Derived, class... Arguments>
+class Operation : public Primitive {
+ public:
+  explicit Operation(OpContext context, Arguments... arguments)
+      : Primitive(std::move(context)), arguments_(std::move(arguments)...) {}
+
+  /* The lazy result. In a group of one it is the input. */
+  static mx::array build(const mx::array& x, std::shared_ptr<Connection> connection, Arguments... arguments,
+                         mx::StreamOrDevice s, double timeout) {
+    if (connection->size() == 1) return x;
+    auto context = op_context(std::move(connection), s, timeout);
+    return apply(std::make_shared<Derived>(std::move(context), std::move(arguments)...), x);
+  }
+
+ protected:
+  std::shared_ptr<Primitive> copy() override {
+    return std::apply([this](const auto&... arguments) { return this->template make<Derived>(arguments...); },
+                      arguments_);
+  }
+  template <class Other, class... Values>
+  std::shared_ptr<Primitive> make(const Values&... arguments) {
+    return std::make_shared<Other>(context(), arguments...);
+  }
+  template <size_t i>
+  const auto& argument() const {
+    return std::get<i>(arguments_);
+  }
+  bool is_root(int root) const { return connection_->rank() == root; }
+
+ private:
+  const std::tuple<Arguments...> arguments_;
+};
+
+constexpr const char* all_reduce_names[] = {"all_reduce (sum)", "all_reduce (max)", "all_reduce (min)",
+                                            "all_reduce (prod)"};
+constexpr const char* reduce_names[] = {"reduce (sum)", "reduce (max)", "reduce (min)", "reduce (prod)"};
+constexpr const char* reduce_scatter_names[] = {"reduce_scatter (sum)", "reduce_scatter (max)", "reduce_scatter (min)",
+                                                "reduce_scatter (prod)"};
+
+/* For all but the sum. It has no adjoint: that of MLX's all_sum, the identity, would be wrong for a product, a maximum
+ * or a minimum. */
+class AllReduce : public Operation<AllReduce, int> {
+ public:
+  using Operation::Operation;
+  const char* name() const override { return all_reduce_names[argument<0>()]; }
+
+ protected:
+  void evaluate(const mx::array& in, mx::array& out) override {
+    allocate_like(in, out);
+    enqueue_all_reduce(context(), in, out, static_cast<mlxdist_op>(argument<0>()));
+  }
+};
+
+class ReduceScatter : public Operation<ReduceScatter, int> {
+ public:
+  using Operation::Operation;
+  const char* name() const override { return reduce_scatter_names[argument<0>()]; }
+
+ protected:
+  std::shared_ptr<Primitive> adjoint() override;
+  mx::Shape result_shape(const mx::Shape& in) const override { return with_first(in, in[0] / connection_->size()); }
+  void evaluate(const mx::array& in, mx::array& out) override {
+    allocate(out);
+    enqueue([in = data_of(in), out = data_of(out), layout = layout_of(in), op = static_cast<mlxdist_op>(argument<0>())](
+                mlxdist_group* group) { return mlxdist_reduce_scatter(group, in, out, &layout, op, nullptr); });
+  }
+};
+
+/* Joined along the first axis of what it maps, also where that is not the first one: MLX's own joins the mapped axis.
+ * Its gradient is that of all ranks' results; or, if the argument is true, MLX's: this rank's rows of its own
+ * cotangent, without communication. */
+class AllGather : public Operation<AllGather, bool> {
+ public:
+  using Operation::Operation;
+  const char* name() const override { return "all_gather"; }
+  Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
+             const Arrays& outputs) override {
+    if (!argument<0>()) return Primitive::vjp(primals, cotangents, argnums, outputs);
+    mx::Shape start(cotangents[0].ndim(), 0), stop = cotangents[0].shape();
+    int rows = cotangents[0].shape(0) / connection_->size(); /* not the input's: a mapped scalar has none */
+    start[0] = connection_->rank() * rows;
+    stop[0] = start[0] + rows;
+    return {mx::reshape(mx::slice(cotangents[0], start, stop, stream()), primals[0].shape(), stream())};
+  }
+
+ protected:
+  std::shared_ptr<Primitive> adjoint() override { return make<ReduceScatter>(static_cast<int>(MLXDIST_SUM)); }
+  mx::Shape result_shape(const mx::Shape& in) const override { return times_first(in, connection_->size()); }
+  void evaluate(const mx::array& in, mx::array& out) override {
+    allocate(out);
+    enqueue([in = data_of(in), out = data_of(out), layout = layout_of(in)](mlxdist_group* group) {
+      return mlxdist_all_gather(group, in, out, &layout, nullptr);
+    });
+  }
+};
+
+std::shared_ptr<Primitive> ReduceScatter::adjoint() {
+  return argument<0>() == MLXDIST_SUM ? make<AllGather>(false) : nullptr;
+}
+
+/* On other ranks than the root the result has no elements; as a gradient, it has those of the input, all zero. */
+class Reduce : public Operation<Reduce, int, int> {
+ public:
+  using Operation::Operation;
+  const char* name() const override { return reduce_names[argument<0>()]; }
+
+ protected:
+  std::shared_ptr<Primitive> adjoint() override;
+  mx::Shape result_shape(const mx::Shape& in) const override { return is_root(argument<1>()) ? in : with_first(in, 0); }
+  void evaluate(const mx::array& in, mx::array& out) override {
+    allocate_like(in, out);
+    enqueue([in = data_of(in), out = data_of(out), layout = layout_of(in), op = static_cast<mlxdist_op>(argument<0>()),
+             root = argument<1>(), zeros = is_root(argument<1>()) ? 0 : out.nbytes()](mlxdist_group* group) {
+      int status = mlxdist_reduce(group, in, out, &layout, op, root, nullptr);
+      if (zeros > 0) std::memset(out, 0, zeros);
+      return status;
+    });
+  }
+};
+
+/* Its adjoint reduces all ranks' cotangents to the root. The other ranks' inputs do not count, so their gradient is
+ * zero. */
+class Broadcast : public Operation<Broadcast, int> {
+ public:
+  using Operation::Operation;
+  const char* name() const override { return "broadcast"; }
+
+ protected:
+  std::shared_ptr<Primitive> adjoint() override { return make<Reduce>(static_cast<int>(MLXDIST_SUM), argument<0>()); }
+  void evaluate(const mx::array& in, mx::array& out) override {
+    if (is_root(argument<0>())) {
+      out.copy_shared_buffer(in); /* the root's data is only read */
+    } else {
+      allocate_like(in, out);
+    }
+    enqueue([data = data_of(out), layout = layout_of(out), root = argument<0>()](mlxdist_group* group) {
+      return mlxdist_broadcast(group, data, &layout, root, nullptr);
+    });
+  }
+};
+
+std::shared_ptr<Primitive> Reduce::adjoint() {
+  return argument<0>() == MLXDIST_SUM ? make<Broadcast>(argument<1>()) : nullptr;
+}
+
+class Scatter : public Operation<Scatter, int> {
+ public:
+  using Operation::Operation;
+  const char* name() const override { return "scatter"; }
+
+ protected:
+  std::shared_ptr<Primitive> adjoint() override;
+  mx::Shape result_shape(const mx::Shape& in) const override {
+    return with_first(in, in.empty() ? 1 : in[0] / connection_->size());
+  }
+  void evaluate(const mx::array& in, mx::array& out) override {
+    allocate(out);
+    enqueue([in = data_of(in), out = data_of(out), layout = layout_of(out), root = argument<0>()](
+                mlxdist_group* group) { return mlxdist_scatter(group, in, out, &layout, root, nullptr); });
+  }
+};
+
+/* On other ranks than the root as Reduce. */
+class Gather : public Operation<Gather, int> {
+ public:
+  using Operation::Operation;
+  const char* name() const override { return "gather"; }
+
+ protected:
+  std::shared_ptr<Primitive> adjoint() override { return make<Scatter>(argument<0>()); }
+  mx::Shape result_shape(const mx::Shape& in) const override {
+    return is_root(argument<0>()) ? times_first(in, connection_->size()) : with_first(in, 0);
+  }
+  void evaluate(const mx::array& in, mx::array& out) override {
+    allocate(out);
+    enqueue([in = data_of(in), out = data_of(out), layout = layout_of(in), root = argument<0>(),
+             zeros = is_root(argument<0>()) ? 0 : out.nbytes()](mlxdist_group* group) {
+      if (zeros > 0) std::memset(out, 0, zeros);
+      return mlxdist_gather(group, in, out, &layout, root, nullptr);
+    });
+  }
+};
+
+std::shared_ptr<Primitive> Scatter::adjoint() { return make<Gather>(argument<0>()); }
+
+/* What i sends to j comes back from j to i: its own adjoint. */
+class AllToAll : public Operation<AllToAll> {
+ public:
+  using Operation::Operation;
+  const char* name() const override { return "all_to_all"; }
+
+ protected:
+  std::shared_ptr<Primitive> adjoint() override { return copy(); }
+  void evaluate(const mx::array& in, mx::array& out) override {
+    allocate(out);
+    enqueue([in = data_of(in), out = data_of(out), layout = layout_of(in)](mlxdist_group* group) {
+      return mlxdist_all_to_all(group, in, out, &layout, nullptr);
+    });
+  }
+};
+
+/* With the rows to each rank and those from each. Adjoint to the one with the counts swapped. */
+using Counts = std::vector<uint64_t>;
+class AllToAllV : public Operation<AllToAllV, Counts, Counts> {
+ public:
+  using Operation::Operation;
+  const char* name() const override { return "all_to_all_v"; }
+
+ protected:
+  std::shared_ptr<Primitive> adjoint() override { return make<AllToAllV>(argument<1>(), argument<0>()); }
+  mx::Shape result_shape(const mx::Shape& in) const override {
+    const auto& counts = argument<1>();
+    return with_first(in, static_cast<int>(std::accumulate(counts.begin(), counts.end(), uint64_t{0})));
+  }
+  void evaluate(const mx::array& in, mx::array& out) override {
+    allocate(out);
+    enqueue([in = data_of(in), out = data_of(out), row = row_layout_of(in), send_counts = argument<0>(),
+             receive_counts = argument<1>()](mlxdist_group* group) {
+      return mlxdist_all_to_all_v(group, in, send_counts.data(), out, receive_counts.data(), &row, nullptr);
+    });
+  }
+};
+
+/* MLX's send and recv are two operations, of which one would wait for the other. This is both at once, so that all
+ * ranks may do it together. Its adjoint sends the cotangent of what was received back to the sender. Arguments: to,
+ * from, dtype of the input and of the result. */
+class SendRecv : public Operation<SendRecv, int, int, mx::Dtype, mx::Dtype> {
+ public:
+  using Operation::Operation;
+  const char* name() const override { return "sendrecv"; }
+  static mx::array build(const mx::array& x, std::shared_ptr<Connection> connection, int to, int from,
+                         const std::vector<int>& shape, mx::Dtype dtype, mx::StreamOrDevice s, double timeout) {
+    auto context = op_context(std::move(connection), s, timeout);
+    return apply(std::make_shared<SendRecv>(std::move(context), to, from, x.dtype(), dtype), x,
+                 mx::Shape(shape.begin(), shape.end()));
+  }
+
+ protected:
+  std::shared_ptr<Primitive> adjoint() override {
+    return make<SendRecv>(argument<1>(), argument<0>(), argument<3>(), argument<2>());
+  }
+  mx::Dtype result_dtype(mx::Dtype) const override { return argument<3>(); }
+  void evaluate(const mx::array& in, mx::array& out) override {
+    allocate(out);
+    const int to = argument<0>(), from = argument<1>();
+    enqueue([in = data_of(in), sent = layout_of(in), out = data_of(out), received = layout_of(out), to, from](
+                mlxdist_group* group) { return mlxdist_sendrecv(group, in, &sent, to, out, &received, from, nullptr); },
+            to, from);
+  }
+};
+
+void define_operations(nb::module_& m) {
+  auto define = [&m](const char* name, auto build, auto... arguments) {
+    m.def(name, build, nb::arg("x"), nb::arg("connection"), nb::arg(arguments)..., nb::arg("stream") = nb::none(),
+          nb::arg("timeout") = -1.0);
+  };
+  define("all_reduce", &AllReduce::build, "op");
+  define("all_gather", &AllGather::build, "mlx_gradient");
+  define("reduce_scatter", &ReduceScatter::build, "op");
+  define("broadcast", &Broadcast::build, "root");
+  define("reduce", &Reduce::build, "op", "root");
+  define("gather", &Gather::build, "root");
+  define("scatter", &Scatter::build, "root");
+  define("all_to_all", &AllToAll::build);
+  define("all_to_all_v", &AllToAllV::build, "send_counts", "receive_counts");
+  define("sendrecv", &SendRecv::build, "to", "from", "shape", "dtype");
+}
+
+}  // namespace mlxdist
