@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.cluster.hostfile import read
+from mlxdist.cluster.hostfile.parsing import read
 
 ROOT = Path(__file__).resolve().parents[1]
 MLXDIST = [sys.executable, "-m", "mlxdist"]

@@ -206,6 +206,7 @@ def variants(
     reference = Layer(dense, inputs)
     expected = reference()
     alone = world.split(world.rank())
+    assert alone is not None  # each rank has a color
     layers: dict[str, tuple[Callable[..., mx.array], Inputs]] = {}
     block = SplitBlock.from_layer(dense, world, submit=True)
     lazy = copy.copy(block)
