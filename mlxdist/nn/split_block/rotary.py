@@ -37,9 +37,7 @@ FIXED = {
 
 
 class RotaryTable:
-    """Cosines and sines of ``rope``, a module that is called with ``(x, offset=...)``, for heads of ``head_dim``.
-
-    Made longer as positions are asked for.
+    """Cosines and sines of ``rope``, called with ``(x, offset=...)``, for heads of ``head_dim``; it grows on demand.
 
     Raises:
         InvalidArgument: ``rope`` is of a kind that is not `FIXED`; or its result differs from the table's, at the start

@@ -39,14 +39,11 @@ def split_heads(
 ) -> tuple[list[int], list[range]]:
     """How many query heads each rank holds, and which KV heads: those that its query heads need.
 
-    With at least as many KV heads as ranks every rank gets whole KV groups, a KV head with all its query heads. With
-    fewer, KV heads are held by several ranks, and the query heads of a group are divided among them: equally over all
-    ranks where that is possible, otherwise each rank has one KV head, and each KV head a run of ranks of about the same
-    weight. ``rank_shares``: one positive number a rank; ``multiple``: every rank's query heads are a multiple of it.
-
-    Raises:
-        InvalidArgument: the heads cannot be sharded so, or a rank would hold KV heads that differ in their number of
-            query heads. The message begins with ``name``.
+    With at least as many KV heads as ranks every rank gets whole KV groups. With fewer, KV heads are held by several
+    ranks, and the query heads of a group are divided among them: equally over all ranks where that is possible,
+    otherwise each rank has one KV head, and each KV head a run of ranks of about the same weight. ``rank_shares``: one
+    positive number a rank; ``multiple``: every rank's query heads are a multiple of it. Raises InvalidArgument, whose
+    text begins with ``name``, also where a rank would hold KV heads that differ in their number of query heads.
     """
     for argument, number in (("n_heads", n_heads), ("n_kv_heads", n_kv_heads)):
         if not isinstance(number, Integral) or number < 1:

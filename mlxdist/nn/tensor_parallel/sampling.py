@@ -89,10 +89,8 @@ def vocab_parallel_cross_entropy(
     """``mx.nn.losses.cross_entropy`` of logits that are sharded over the vocabulary (Shoeybi et al. 2019, section 3).
 
     Args:
-        logits: shape (..., sizes[rank]).
-        targets: integers from 0 to ``sum(sizes) - 1``, shape (...), the same on all ranks, as in
-            :func:`vocab_parallel_log_probs`.
-        sizes, group: as for :func:`vocab_parallel_argmax`.
+        logits, sizes, group: as for :func:`vocab_parallel_argmax`.
+        targets: integers from 0 to ``sum(sizes) - 1``, shape (...), as in :func:`vocab_parallel_log_probs`.
         weights: of each target, shape (...).
         label_smoothing: the share of the target that is spread over the vocabulary, at least 0 and less than 1.
         reduction: "none", "mean" or "sum".
@@ -102,8 +100,7 @@ def vocab_parallel_cross_entropy(
         formula, for this rank's shard; nothing is sent for it.
 
     Raises:
-        InvalidArgument: besides, ``targets`` or ``weights`` of another shape, a wrong ``label_smoothing`` or
-            ``reduction``.
+        InvalidArgument: ``targets`` or ``weights`` of another shape, a wrong ``label_smoothing`` or ``reduction``.
     """
     name = "vocab_parallel_cross_entropy"
     if not 0 <= label_smoothing < 1:
