@@ -34,7 +34,7 @@ from mlxdist.tools.bench.sizes import format_size
 from mlxdist.tools.bench.timing import ForeignLoad
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts" / "rxe"))
-from machine import Machine, MachineError, Unavailable, accelerator  # noqa: E402
+from machine import Machine, MachineError, Unavailable, accelerator
 
 KIB, MIB = 1 << 10, 1 << 20
 LATENCY_SIZES = [8, 64, 512, 4 * KIB]

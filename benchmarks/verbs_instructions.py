@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import click
 import numpy as np
 from engine import compile_plugin
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts" / "rxe"))
-from machine import HERE, Machine  # noqa: E402
+from machine import HERE, Machine
 
 REPEATS = 3
 YIELDS = 50_000

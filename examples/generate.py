@@ -1,10 +1,10 @@
-"""Generates text with a model of which every rank holds only its part.
+"""Generates text with a model of which every rank holds only its shard.
 
     mlxdist launch -n 2 -- python examples/generate.py MODEL --prompt "Once upon a time"
     mlxdist launch --hostfile rmlx-hosts.json -- python examples/generate.py MODEL --stream
 
-MODEL is a folder as mlx_lm.convert writes it, on every host; with --stream only rank 0 needs it. Layers of experts stay on
-their ranks with --experts; `mlxdist shard MODEL --tp 2` shows what each rank will hold.
+MODEL is a directory as mlx_lm.convert writes it, on every host; with --stream only rank 0 needs it. Layers of experts
+stay on their ranks with --experts; `mlxdist shard MODEL --tp 2` shows what each rank will hold.
 """
 
 import argparse

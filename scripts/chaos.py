@@ -20,8 +20,8 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 sys.path[:0] = [str(TESTS / "support"), str(TESTS / "chaos")]
 
-import plan  # noqa: E402
-from job import Failed, Job  # noqa: E402
+import plan
+from job import Failed, Job
 
 
 class Chaos:

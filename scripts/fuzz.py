@@ -18,11 +18,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "fuzz")]
 
-import of_models  # noqa: E402
-import of_rendezvous  # noqa: E402
-import of_settings  # noqa: E402
+import of_models
+import of_rendezvous
+import of_settings
 
-import native  # noqa: E402
+import native
 
 BUILD = ROOT / "build" / "fuzz"
 CORPUS = ROOT / "tests" / "fuzz" / "corpus"

@@ -34,9 +34,9 @@ def runtime_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def run_ranks() -> Callable[..., list[str]]:
     """A function that runs a script on a number of ranks and returns what each of them printed.
 
-    run_ranks(script, ranks, *args, timeout=120, status=0, environment={}): ``script`` is a file of tests/rank_scripts or
-    a path. The output of a rank is stdout and stderr together. The test fails, with all output, if the launcher's exit
-    status is not ``status`` (None: any but 0) or if it has not ended after ``timeout`` seconds.
+    run_ranks(script, ranks, *args, timeout=120, status=0, environment={}): ``script`` is a file of tests/rank_scripts
+    or a path. The output of a rank is stdout and stderr together. The test fails, with all output, if the exit
+    status of the launcher is not ``status`` (None: any but 0) or if it has not ended after ``timeout`` seconds.
     """
     return _run_ranks
 

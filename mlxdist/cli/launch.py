@@ -20,7 +20,8 @@ from mlxdist.launch.backends import Backend, choose
 from mlxdist.launch.executable import CannotRun, check_command
 from mlxdist.launch.local import base_environment, check_fast_synch
 from mlxdist.launch.options import LaunchCommand, Options, absolute, launch_options, parse_settings, with_python
-from mlxdist.launch.run import Plan, run
+from mlxdist.launch.plan import Plan
+from mlxdist.launch.run import run
 from mlxdist.launch.stale_jobs import remove_stale_jobs
 from mlxdist.runtime import mpi_shim
 

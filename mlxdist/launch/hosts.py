@@ -27,7 +27,7 @@ from .restarts import name_of_start
 from .wakeup import Interrupted, Wakeup
 
 if TYPE_CHECKING:
-    from .run import Plan
+    from .plan import Plan
 
 __all__ = ["HostsJob", "address_for_others"]
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,12 +14,13 @@ import click
 
 from mlxdist.base.errors import ResourceError, name_ranks
 
-from .backends import Backend, free_ports
+from .backends import free_ports
 from .executable import CannotRun
 from .exit_status import Ending
 from .jobs import LAUNCHER, HostRanks, Job, JobDirectory
 from .local import LocalJob, LocalRank, allow_descriptors, new_name, usual_grace
 from .output import Output
+from .plan import Plan
 from .restarts import run_with_restarts
 from .standard_input import Pipe, Reader, StandardInput
 from .supervisor import Supervisor
@@ -27,62 +28,10 @@ from .terminal import terminal_variables
 from .wakeup import Interrupted, Wakeup
 
 if TYPE_CHECKING:  # a job on this machine alone does not load what reaches others
-    from mlxdist.cluster.hostfile.hosts import Hostfile
-    from mlxdist.cluster.ssh.ssh import SshConfig
-
     from .hosts import HostsJob
-    from .nodes import Nodes
-    from .options import Options
     from .remote import RemoteRank
 
-__all__ = ["Plan", "run"]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is to be run. Without a hostfile: on this machine, where ``directory`` and ``ssh_config`` play no part.
-
-    ``ranks`` is the number of those that this launcher starts: all of the job's, but for those of other ``nodes``. With
-    mpirun it is 1: that starts the ranks.
-    """
-
-    ranks: int
-    command: list[str]
-    variables: dict[str, str]
-    options: Options
-    hostfile: Hostfile | None = None
-    directory: str = ""
-    ssh_config: SshConfig | None = None
-    backend: Backend = Backend()
-    nodes: Nodes | None = None
-    logs: Path | None = None  # a directory, which is made
-    splits_output: bool = True  # with mpirun: that of the ranks here comes to the launcher without it
-
-    @property
-    def numbers(self) -> range:
-        """The ranks that this launcher starts."""
-        return range(self.ranks) if self.nodes is None else self.nodes.ranks(self.ranks)
-
-    @property
-    def size(self) -> int:
-        return self.ranks * (1 if self.nodes is None else self.nodes.count)
-
-    @property
-    def by_mpirun(self) -> bool:
-        return self.backend.name == "mpi"
-
-    def labels(self) -> list[str]:
-        """What stands in front of the lines of each rank of the job; with mpirun, of itself and then of each rank."""
-        if self.by_mpirun:
-            ranks = sum(host.slots for host in self.backend.hosts) if self.splits_output else 0
-            width = max(len("mpi"), len(str(ranks - 1)))
-            return [f"{name:>{width}}" for name in ("mpi", *range(ranks))]
-        numbers = [f"{rank:>{len(str(self.size - 1))}}" for rank in range(self.size)]
-        if self.hostfile is None:
-            return numbers
-        names = [host.name.rpartition("@")[2] for host in self.hostfile.hosts for _ in range(host.slots)]
-        width = max(map(len, names))
-        return [f"{number} {name:<{width}}" for number, name in zip(numbers, names)]
+__all__ = ["run"]
 
 
 def run(plan: Plan) -> int:

@@ -114,6 +114,7 @@ def host_arguments(selection: HostSelection) -> Iterator[list[str]]:
 
     with tempfile.TemporaryDirectory(prefix="mlxdist-hosts-") as directory:
         path = Path(directory, "hosts.json")
+        assert selection.hostfile is not None, "this machine alone has no hostfile"
         save(selection.hostfile, path)
         ssh = ["--ssh", shlex.join(selection.ssh)] if selection.ssh != ("ssh",) else []
         yield ["--hostfile", str(path), *ssh, *(["--python", selection.python] if selection.python else [])]

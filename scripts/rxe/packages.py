@@ -13,9 +13,9 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterator
 
 __all__ = ["HERE", "Unavailable", "boot_files", "pyverbs_folder"]
 

@@ -210,7 +210,7 @@ KERNELS = "print(os.path.realpath(os.path.join(os.environ['TMPDIR'], 'mlx')))"
 def test_ranks_keep_their_compiled_kernels_and_share_them_with_nobody():
     first, second = python(2, KERNELS).stdout, python(2, KERNELS).stdout
     assert sorted(first.splitlines()) == sorted(second.splitlines())
-    assert len(set(line.split()[1] for line in first.splitlines())) == 2
+    assert len({line.split()[1] for line in first.splitlines()}) == 2
 
 
 def test_jobs_at_the_same_time_use_different_kernels():
@@ -234,7 +234,7 @@ def test_kernels_of_a_killed_rank_are_not_trusted():
 def test_without_a_place_for_kernels(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/nowhere")
     job = python(2, KERNELS)
-    assert job.returncode == 0 and len(set(line.split()[1] for line in job.stdout.splitlines())) == 2
+    assert job.returncode == 0 and len({line.split()[1] for line in job.stdout.splitlines()}) == 2
 
 
 @pytest.mark.parametrize(

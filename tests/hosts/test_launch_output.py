@@ -132,7 +132,7 @@ os.write(2, b"%d" % tracemalloc.get_traced_memory()[1])
 
 def test_a_line_without_end_is_not_kept():
     """13 MB of it. It was copied for each 64 KiB that came: 80 MB took two minutes."""
-    job = subprocess.run([sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    job = subprocess.run([sys.executable, "-c", ENDLESS], capture_output=True)
     assert job.stdout.replace(b"\n", b"") == b"[0] " + b"x" * (200 << 16)
     assert int(job.stderr) < 10 << 20  # twice what waits for a slow reader, and the line of 4 KiB
 

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "chaos"))
-import plan  # noqa: E402
+import plan
 
 
 @pytest.mark.long

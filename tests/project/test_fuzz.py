@@ -11,11 +11,11 @@ FUZZ = Path(__file__).parents[1] / "fuzz"
 CORPUS = FUZZ / "corpus"
 SCRIPT = Path(__file__).parents[2] / "scripts" / "fuzz.py"
 sys.path.insert(0, str(FUZZ))
-import of_models  # noqa: E402
-import of_rendezvous  # noqa: E402
-import of_settings  # noqa: E402
+import of_models
+import of_rendezvous
+import of_settings
 
-import native  # noqa: E402
+import native
 
 PYTHON = of_models.TARGETS | of_rendezvous.TARGETS | of_settings.TARGETS
 

@@ -10,11 +10,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "scripts" / "rxe"), str(ROOT / "benchmarks")]
-import verbs  # noqa: E402
-from machine import Machine, Unavailable  # noqa: E402
-from packages import pyverbs_folder  # noqa: E402
+import verbs
+from machine import Machine, Unavailable
+from packages import pyverbs_folder
 
-from mlxdist.tools.bench.results import results_console  # noqa: E402
+from mlxdist.tools.bench.results import results_console
 
 pytestmark = pytest.mark.rxe
 

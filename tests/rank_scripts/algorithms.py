@@ -14,7 +14,7 @@ import numpy as np
 import mlxdist
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-import reference  # noqa: E402
+import reference
 
 DTYPES = ["float16", "bfloat16", "float32", "int8", "complex64"]
 # Nothing, one element, too few for every rank, an odd number, and more bytes than a bulk slot holds.

@@ -12,7 +12,7 @@ name, odd, even = sys.argv[1:]
 last = os.environ["MLXDIST_RANK"] == str(int(os.environ["MLXDIST_WORLD_SIZE"]) - 1)
 os.environ["MLXDIST_ALGO"] = odd if last else even
 
-import mlxdist  # noqa: E402
+import mlxdist
 
 group = mlxdist.init()
 try:

@@ -12,7 +12,7 @@ import numpy as np
 import mlxdist
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-import reference  # noqa: E402
+import reference
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()

@@ -12,7 +12,7 @@ import numpy as np
 import mlxdist
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-import reference  # noqa: E402
+import reference
 
 PERIOD = 4099
 KIB = 1 << 10

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 import mlxdist
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-import reference  # noqa: E402
+import reference
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()

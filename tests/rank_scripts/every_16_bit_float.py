@@ -8,7 +8,7 @@ import numpy as np
 import mlxdist
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-import reference  # noqa: E402
+import reference
 
 rank = mlxdist.init().rank()
 every = np.arange(1 << 16, dtype=np.uint16)

@@ -352,9 +352,9 @@ def blocks() -> None:
     """mlx-lm's own blocks with their switch layer replaced: the same output, as they are and in 4 bits."""
     from mlx_lm.models import deepseek_v3, gpt_oss, mixtral, qwen2_moe, qwen3_moe
 
-    common = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
-    common |= dict(num_key_value_heads=1, vocab_size=32, rms_norm_eps=1e-5, rope_theta=1e4)
-    sparse = dict(moe_intermediate_size=64, num_experts=6, num_experts_per_tok=2, decoder_sparse_step=1)
+    common = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    common |= {"num_key_value_heads": 1, "vocab_size": 32, "rms_norm_eps": 1e-5, "rope_theta": 1e4}
+    sparse = {"moe_intermediate_size": 64, "num_experts": 6, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
     qwen = qwen3_moe.ModelArgs(
         model_type="qwen3_moe", **common, **sparse, mlp_only_layers=[], head_dim=32, tie_word_embeddings=False,
         max_position_embeddings=64, norm_topk_prob=True,

@@ -66,7 +66,7 @@ def bytes_are_those_of_the_model() -> None:
     }
     for mode in MODES:
         for sharded in (True, False):
-            model = {name: 0.0 for name in COLLECTIVES}
+            model = dict.fromkeys(COLLECTIVES, 0.0)
             for name, nbytes in Workload(k, hidden, 4, sharded).parts(mode, tokens, size):
                 model[name] += nbytes
             for name, nbytes in model.items():  # experts are drawn: 512 tokens are within 10 % of what is expected

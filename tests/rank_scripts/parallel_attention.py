@@ -139,7 +139,7 @@ def dense() -> None:
             close(layer(x, mask), whole(x, mask), f"{case} {mask}")
 
         def loss(layer: nn.Module, x: mx.array, mask: mx.array | str = (causal, "causal")[number % 2]) -> mx.array:
-            return (mx.sin(layer(x, mask)) * scale).sum()  # noqa: B023
+            return (mx.sin(layer(x, mask)) * scale).sum()
 
         value, expected, by_x = gradients(whole, loss, x)
         found, by_parameters, by_mine = gradients(layer, loss, x)

@@ -200,17 +200,13 @@ def cross_entropy() -> None:
 
         def dense(x: mx.array) -> mx.array:
             loss = nn.losses.cross_entropy(
-                x.astype(mx.float32),
-                targets,
-                weights,
-                label_smoothing=smoothing,
-                reduction=reduction,  # noqa: B023
+                x.astype(mx.float32), targets, weights, label_smoothing=smoothing, reduction=reduction
             )
-            return (loss * scale).sum()  # noqa: B023
+            return (loss * scale).sum()
 
         def parts(x: mx.array) -> mx.array:
-            loss = vocab_parallel_cross_entropy(x, targets, sizes, weights, smoothing, reduction)  # noqa: B023
-            return (loss * scale).sum()  # noqa: B023
+            loss = vocab_parallel_cross_entropy(x, targets, sizes, weights, smoothing, reduction)
+            return (loss * scale).sum()
 
         loss, gradient = mx.value_and_grad(dense)(logits)
         for compiled in (False, True) if number == 20 else (False,):  # MLX compiles each for seconds

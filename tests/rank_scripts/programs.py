@@ -17,9 +17,9 @@ import numpy as np
 import mlxdist
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-import reference  # noqa: E402
+import reference
 
-from mlxdist.runtime.native import check, lib  # noqa: E402
+from mlxdist.runtime.native import check, lib
 
 __all__ = ["carry_out", "inject", "world"]
 

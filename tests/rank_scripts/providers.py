@@ -9,9 +9,9 @@ import sys
 if os.environ["MLXDIST_RANK"] == str(int(os.environ["MLXDIST_WORLD_SIZE"]) - 1):
     os.environ |= dict(setting.split("=", 1) for setting in sys.argv[1:])
 
-import numpy as np  # noqa: E402
+import numpy as np
 
-import mlxdist  # noqa: E402
+import mlxdist
 
 try:
     group = mlxdist.init()

@@ -8,7 +8,7 @@ import numpy as np
 import mlxdist
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-import reference  # noqa: E402
+import reference
 
 group = mlxdist.init()
 special = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -1.0, 6e4, -6e4, 1e-7]

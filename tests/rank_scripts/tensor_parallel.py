@@ -97,10 +97,10 @@ def rows() -> None:
 def empty() -> None:
     """No tokens."""
     column, row = ColumnParallelLinear(4, 3 * size, gather_output=True), RowParallelLinear(3 * size, 5)
-    for layer, features, outputs in ((column, 4, 3 * size), (row, 3, 5)):
+    for layer, inputs, outputs in ((column, 4, 3 * size), (row, 3, 5)):
         for shape in ((0,), (2, 0), (0, 3)):
             step = nn.value_and_grad(layer, lambda layer, x: layer(x).sum())
-            y, (loss, gradients) = layer(mx.ones((*shape, features))), step(layer, mx.ones((*shape, features)))
+            y, (loss, gradients) = layer(mx.ones((*shape, inputs))), step(layer, mx.ones((*shape, inputs)))
             mx.eval(y, loss, gradients)
             assert y.shape == (*shape, outputs) and not mx.any(gradients["weight"])
 

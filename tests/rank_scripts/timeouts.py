@@ -92,7 +92,7 @@ def handles() -> None:
 
 
 def barriers() -> None:
-    started = lambda timeout: mlxdist.barrier(async_op=True, timeout=timeout).wait()  # noqa: E731
+    started = lambda timeout: mlxdist.barrier(async_op=True, timeout=timeout).wait()
     for barrier in (mlxdist.barrier, group.barrier, started):
         if rank == 0:
             time.sleep(LATE)

@@ -78,12 +78,12 @@ def tied() -> None:
         h = mx.random.normal((2, 3, 8))
 
         def whole(layer: nn.Module, h: mx.array) -> mx.array:
-            logits = layer.as_linear(mx.tanh(layer(tokens) + h))  # noqa: B023
-            return nn.losses.cross_entropy(logits, targets, reduction="mean")  # noqa: B023
+            logits = layer.as_linear(mx.tanh(layer(tokens) + h))
+            return nn.losses.cross_entropy(logits, targets, reduction="mean")
 
         def parts(layer: nn.Module, h: mx.array) -> mx.array:
-            logits = layer.as_linear(mx.tanh(layer(tokens) + h))  # noqa: B023
-            return vocab_parallel_cross_entropy(logits, targets, layer.sizes, reduction="mean")  # noqa: B023
+            logits = layer.as_linear(mx.tanh(layer(tokens) + h))
+            return vocab_parallel_cross_entropy(logits, targets, layer.sizes, reduction="mean")
 
         def gradients(layer: nn.Module, loss: object, h: mx.array) -> tuple:
             def of(parameters: dict, h: mx.array) -> mx.array:
@@ -147,10 +147,10 @@ def head() -> None:
             equal(vocab_parallel_argmax(layer(x), layer.sizes), mx.argmax(logits, axis=-1), "the likeliest token")
 
         def whole(layer: nn.Module, x: mx.array) -> mx.array:
-            return nn.losses.cross_entropy(layer(x), targets, reduction="sum")  # noqa: B023
+            return nn.losses.cross_entropy(layer(x), targets, reduction="sum")
 
         def parts(layer: nn.Module, x: mx.array) -> mx.array:
-            return vocab_parallel_cross_entropy(layer(x), targets, layer.sizes, reduction="sum")  # noqa: B023
+            return vocab_parallel_cross_entropy(layer(x), targets, layer.sizes, reduction="sum")
 
         loss = whole if gather else parts
         value, expected = nn.value_and_grad(dense, whole)(dense, x)

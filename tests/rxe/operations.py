@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "rank_scripts"))
-from collectives import OPERATIONS, elements, group, keyword, patterns, rank, reference, require, whole  # noqa: E402
+from collectives import OPERATIONS, elements, group, keyword, patterns, rank, reference, require, whole
 
-import mlxdist  # noqa: E402
+import mlxdist
 
 
 def sendrecv(dtype: str, count: int, seed: int) -> None:

@@ -60,7 +60,7 @@ class Macs:
             "thunderbolt": fixture(thunderbolt),
             "ports": listed,
             "services": [["Ethernet", "Ethernet", "en0", True, "dhcp", ""]],
-            "addresses": {interface: "" for interface in interfaces}
+            "addresses": dict.fromkeys(interfaces, "")
             | {"en0": f"192.168.7.{10 + len(list(self.folder.iterdir()))}/255.255.255.0"},
             "bridge": [],
             "devices": [f"rdma_{interface}" for interface in interfaces],

@@ -383,7 +383,7 @@ def build(name: str, seed: int = 0, heads: tuple[int, int] | None = None, **fiel
     config = config_of(name) | fields
     model = module.Model(module.ModelArgs.from_dict(with_heads(config, *heads) if heads else config))
     # Biases, sinks and norms begin as zeros and ones, with which it would not show where they are cut wrongly.
-    noise = lambda array: array + 0.1 * mx.random.normal(array.shape, array.dtype)  # noqa: E731
+    noise = lambda array: array + 0.1 * mx.random.normal(array.shape, array.dtype)
     floats = (mx.float32, mx.float16)
     model.update(tree_map(lambda array: noise(array) if array.dtype in floats else array, model.parameters()))
     return model

@@ -61,7 +61,7 @@ def exporting(three: SshHosts, number: int, **variables: str) -> Iterator[None]:
     def until_it_says(value: str) -> None:
         os.kill(inside(three, number), signal.SIGHUP)
         ask = three.command(*three.ssh.split(), three.names[number], f'echo "<${name}>"')
-        said = lambda: subprocess.run(ask, capture_output=True, text=True, timeout=30).stdout.strip()  # noqa: E731
+        said = lambda: subprocess.run(ask, capture_output=True, text=True, timeout=30).stdout.strip()
         assert wait_for(lambda: said() == f"<{value}>", 20)
 
     configuration.write_text(f"{before.rstrip()} {words}\n")

@@ -148,10 +148,7 @@ SCENARIOS = {
         [0, 2],
     ),
     "between two ranks": (
-        [
-            record(0, operation("recv", 5, **{"collective": False, "source": 1, "waiting_on": 1}), size=2),
-            record(1, ended(), size=2),
-        ],
+        [record(0, operation("recv", 5, collective=False, source=1, waiting_on=1), size=2), record(1, ended(), size=2)],
         [
             "Rank 0 waits in recv #5 from rank 1 at train.py:90 for 12.0 s; rank 1 computes since all_sum #411 at "
             "train.py:80 ended 20.0 s ago."

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -299,7 +299,7 @@ def _heads(shape: Shape, h: mx.array, norm: mx.array, qkv: list, qk_norm: mx.arr
     return qk, v
 
 
-@lru_cache(maxsize=None)
+@cache
 def _compiled(shape: Shape) -> tuple[Callable, Callable]:
     def first(x: Any, norm: Any, qkv: Any, qk_norm: Any, output: Any, keys: Any, values: Any, *where: Any) -> Any:
         offset, cos, sin, mask, window = where
@@ -323,7 +323,7 @@ def _compiled(shape: Shape) -> tuple[Callable, Callable]:
     return mx.compile(first), mx.compile(second)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _compiled_around_attention(shape: Shape) -> tuple[Callable, Callable]:
     """The first segment without what lies between its projections."""
 

@@ -57,7 +57,7 @@ class _ColumnParallel(ParallelLinear):
         return join(y, -1, self._sizes, self._group, self._segments) if self.gather_output else y
 
     def _axes(self) -> dict[str, tuple[int, list[int]]]:
-        return {name: (0, self.sizes) for name in ("weight", "bias", "scales", "biases")}
+        return dict.fromkeys(("weight", "bias", "scales", "biases"), (0, self.sizes))
 
 
 class ColumnParallelLinear(PlainWeight, _ColumnParallel):

@@ -48,8 +48,8 @@ def _values(world: mlxdist.Group) -> tuple[list[str], int]:
     wrong, tested = [], 0
     for dtype, elements in itertools.product(_DTYPES, _ELEMENTS):
         inputs = Inputs(dtype, elements, world.size())
-        bits = {"dtype": "bfloat16"} if dtype == "bfloat16" else {}
-        result = mlxdist.all_sum(inputs[world.rank()], group=world, **bits)
+        bits = "bfloat16" if dtype == "bfloat16" else None
+        result = mlxdist.all_sum(inputs[world.rank()], group=world, dtype=bits)
         counts = mlxdist.all_gather(np.array([count_wrong(result, add(inputs))], np.int64), group=world)
         tested += 1
         for rank in np.flatnonzero(counts):

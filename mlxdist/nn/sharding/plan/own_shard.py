@@ -51,7 +51,7 @@ def observe(model: nn.Module, ranks: int) -> dict[str, Shard]:
     full = parameters(model)
     probe = _run(model, lambda path, module, array: mx.zeros(_narrowed(path, module, array), array.dtype), 0, ranks)
     axes = {path: _cut_axis(path, probe.before[path], probe.after) for path in full}
-    marks = lambda path, module, array: _marks(path, module, array, axes[path])  # noqa: E731
+    marks = lambda path, module, array: _marks(path, module, array, axes[path])
     runs = [_run(model, marks, rank, ranks) for rank in range(ranks)]
     return {path: _shard(path, array, axes[path], runs) for path, array in full.items()}
 
@@ -85,7 +85,7 @@ def _copy(value: Any, path: str, replace: Callable, copies: dict[int, Any]) -> A
     """A copy of a tree of modules, with the parameters replaced. What is in it twice is copied once."""
     if id(value) in copies:
         return copies[id(value)]
-    inside = lambda key: f"{path}.{key}" if path else str(key)  # noqa: E731
+    inside = lambda key: f"{path}.{key}" if path else str(key)
     if isinstance(value, nn.Module):
         copied = copies[id(value)] = type(value).__new__(type(value))
         vars(copied).update({key: _copy(item, inside(key), replace, copies) for key, item in vars(value).items()})

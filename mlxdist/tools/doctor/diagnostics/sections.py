@@ -61,7 +61,7 @@ class Step:
 
 
 def _fill_checks(section: Section, context: Context) -> None:
-    on_progress = lambda host, step: context.show(f"{host}: {step}" if step else "")  # noqa: E731
+    on_progress = lambda host, step: context.show(f"{host}: {step}" if step else "")
     cluster, results = diagnose(context.chosen, context.options, on_progress)
     context.cluster = cluster
     rows = [

@@ -1,0 +1,65 @@
+"""What a launcher runs: the ranks it starts, their command and settings, and where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .backends import Backend
+
+if TYPE_CHECKING:  # a job on this machine alone does not load what reaches others
+    from mlxdist.cluster.hostfile.hosts import Hostfile
+    from mlxdist.cluster.ssh.ssh import SshConfig
+
+    from .nodes import Nodes
+    from .options import Options
+
+__all__ = ["Plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be run. Without a hostfile: on this machine, where ``directory`` and ``ssh_config`` play no part.
+
+    ``ranks`` is the number of those that this launcher starts: all of the job's, but for those of other ``nodes``. With
+    mpirun it is 1: that starts the ranks.
+    """
+
+    ranks: int
+    command: list[str]
+    variables: dict[str, str]
+    options: Options
+    hostfile: Hostfile | None = None
+    directory: str = ""
+    ssh_config: SshConfig | None = None
+    backend: Backend = Backend()
+    nodes: Nodes | None = None
+    logs: Path | None = None  # a directory, which is made
+    splits_output: bool = True  # with mpirun: that of the ranks here comes to the launcher without it
+
+    @property
+    def numbers(self) -> range:
+        """The ranks that this launcher starts."""
+        return range(self.ranks) if self.nodes is None else self.nodes.ranks(self.ranks)
+
+    @property
+    def size(self) -> int:
+        return self.ranks * (1 if self.nodes is None else self.nodes.count)
+
+    @property
+    def by_mpirun(self) -> bool:
+        return self.backend.name == "mpi"
+
+    def labels(self) -> list[str]:
+        """What stands in front of the lines of each rank of the job; with mpirun, of itself and then of each rank."""
+        if self.by_mpirun:
+            ranks = sum(host.slots for host in self.backend.hosts) if self.splits_output else 0
+            width = max(len("mpi"), len(str(ranks - 1)))
+            return [f"{name:>{width}}" for name in ("mpi", *range(ranks))]
+        numbers = [f"{rank:>{len(str(self.size - 1))}}" for rank in range(self.size)]
+        if self.hostfile is None:
+            return numbers
+        names = [host.name.rpartition("@")[2] for host in self.hostfile.hosts for _ in range(host.slots)]
+        width = max(map(len, names))
+        return [f"{number} {name:<{width}}" for number, name in zip(numbers, names)]
