@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -16,9 +17,9 @@ namespace mlxdist {
  * (mlx/errors.h) turns it into the Python exception of that status. */
 struct Error : std::runtime_error {
   Error(int status, const std::string& text)
-      : std::runtime_error("[mlxdist " + std::to_string(status) + "] " + text), status(status), text(text) {}
+      : std::runtime_error("[mlxdist " + std::to_string(status) + "] " + text), status(status) {}
+  const char* text() const { return std::strchr(what(), ']') + 2; }
   const int status;
-  const std::string text;
 };
 
 /* Forks between the process that loaded the library and this one. Each operation looks several times: getpid() is a

@@ -14,7 +14,7 @@ enum { REDUCE_DTYPES = MLXDIST_COMPLEX64 + 1, REDUCE_OPS = MLXDIST_PROD + 1 };
 typedef const reduce_kernel_fn reduce_table[REDUCE_DTYPES][REDUCE_OPS];
 
 #define REDUCE_ROW_OF(sum, prod, max, min) \
-  {[MLXDIST_SUM] = sum, [MLXDIST_PROD] = prod, [MLXDIST_MAX] = max, [MLXDIST_MIN] = min}
+  {[MLXDIST_SUM] = (sum), [MLXDIST_PROD] = (prod), [MLXDIST_MAX] = (max), [MLXDIST_MIN] = (min)}
 #define REDUCE_ROW(suffix) REDUCE_ROW_OF(sum_##suffix, prod_##suffix, max_##suffix, min_##suffix)
 
 extern reduce_table reduce_baseline; /* whatever every processor of the architecture has: SSE2 on x86-64 */

@@ -11,6 +11,7 @@
 
 uint32_t apple_max_message(const char *darwin_release) {
   unsigned major = 0, minor = 0;
+  /* NOLINTNEXTLINE(bugprone-unchecked-string-to-number-conversion): the kernel writes this text */
   int numbers = sscanf(darwin_release, "%u.%u", &major, &minor);
   if (numbers < 1) return FRAME;
   return major > 25 || (major == 25 && minor >= 3) ? 4095 * FRAME : FRAME;

@@ -9,8 +9,8 @@ enum verbs_gid_type gid_type_of_entry(const struct ibv_gid_entry *entry) {
     case IBV_GID_TYPE_IB: return VERBS_GID_IB;
     case IBV_GID_TYPE_ROCE_V1: return VERBS_GID_ROCE_V1;
     case IBV_GID_TYPE_ROCE_V2: return VERBS_GID_ROCE_V2;
+    default: return VERBS_GID_UNKNOWN;
   }
-  return VERBS_GID_UNKNOWN;
 }
 
 /* The kernel has one word for InfiniBand and for RoCE v1. An entry that is empty cannot be read: EINVAL. */

@@ -17,7 +17,7 @@ static uint64_t round_up(uint64_t value, uint64_t multiple) { return (value + mu
 /* What fork() does to pages that a device writes: kernels of before 5.12 may leave the device's page to the child, and
  * newer ones copy all of them at once. A child has no use for them. (ibv_fork_init makes ibv_reg_mr do the same, but
  * only on those older kernels.) */
-static int keep_from_children(void *memory, size_t bytes) {
+int pages_keep_from_children(void *memory, size_t bytes) {
 #ifdef MADV_DONTFORK
   return madvise(memory, bytes, MADV_DONTFORK);
 #else
@@ -41,7 +41,7 @@ void *pages_alloc(size_t bytes) {
   uint64_t before = start - begin, behind = reserved - before - size;
   if (before) munmap(reservation, before);
   if (behind) munmap(rest, behind);
-  if (mprotect(memory, size, PROT_READ | PROT_WRITE) == 0 && keep_from_children(memory, size) == 0) return memory;
+  if (mprotect(memory, size, PROT_READ | PROT_WRITE) == 0 && pages_keep_from_children(memory, size) == 0) return memory;
   int error = errno;
   munmap(memory, size);
   errno = error;

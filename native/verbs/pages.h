@@ -10,4 +10,7 @@
 void* pages_alloc(size_t bytes);
 void pages_free(void* memory, size_t bytes);
 
+/* A child of a fork does not have the pages. 0, or -1 with errno set. */
+int pages_keep_from_children(void* memory, size_t bytes);
+
 #endif

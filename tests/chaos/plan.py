@@ -38,7 +38,7 @@ IMPATIENT = 2
 
 PROFILES = ["ideal", "ideal", "ideal", "rxe", "apple-tb5"]
 
-# What an unreliable connection does, and results are right all the same (providers/soft/faults.h). Damage is seen where
+# What an unreliable connection does, and results are right all the same (soft/fault_injection.h). Damage is seen where
 # messages have checksums.
 KNOBS = [
     "drop=1/{chance}", "duplicate=1/{chance}", "truncate=1/{chance}", "drop=1/{chance},duplicate=1/{chance}",

@@ -19,6 +19,7 @@ namespace mx = mlx::core;
 template <class Derived, class... Arguments>
 class Operation : public Primitive {
  public:
+  /* NOLINTNEXTLINE(bugprone-crtp-constructor-accessibility): std::make_shared calls it by `using` */
   explicit Operation(OpContext context, Arguments... arguments)
       : Primitive(std::move(context)), arguments_(std::move(arguments)...) {}
 

@@ -1,8 +1,5 @@
 /* Devices, ports and addresses. */
-#include "softverbs.h"
-
-#include "../../providers/soft/soft.h"
-#include "addresses.h"
+#include "provider.h"
 
 #include <arpa/inet.h>
 #include <errno.h>
@@ -49,31 +46,18 @@ uint64_t ibv_get_device_guid(struct ibv_device *device) {
   return (uint64_t)htonl((uint32_t)(guid >> 32)) | (uint64_t)htonl((uint32_t)guid) << 32;
 }
 
-static const struct verbs *verbs_of(struct ibv_context *context) {
-  return verbs_soft_profile(soft_context(context)->profile->name);
-}
-
 /* The data path goes through the lock, too. */
 
 static int poll_cq(struct ibv_cq *cq, int num_entries, struct ibv_wc *wc) {
-  pthread_mutex_lock(&cq->context->mutex);
-  int count = soft_poll_cq(cq, num_entries, wc);
-  pthread_mutex_unlock(&cq->context->mutex);
-  return count;
+  return LOCKED(cq->context, soft_poll_cq(cq, num_entries, wc));
 }
 
 static int post_send(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad_wr) {
-  pthread_mutex_lock(&qp->context->mutex);
-  int error = soft_post_send(qp, wr, bad_wr);
-  pthread_mutex_unlock(&qp->context->mutex);
-  return error;
+  return LOCKED(qp->context, soft_post_send(qp, wr, bad_wr));
 }
 
 static int post_recv(struct ibv_qp *qp, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad_wr) {
-  pthread_mutex_lock(&qp->context->mutex);
-  int error = soft_post_recv(qp, wr, bad_wr);
-  pthread_mutex_unlock(&qp->context->mutex);
-  return error;
+  return LOCKED(qp->context, soft_post_recv(qp, wr, bad_wr));
 }
 
 /* There is no channel that the notification could go to. */
@@ -146,12 +130,24 @@ int ibv_query_device(struct ibv_context *context, struct ibv_device_attr *attr) 
 /* The header's inline function hands over a struct that ends before port_cap_flags2, and has cleared it. */
 int ibv_query_port(struct ibv_context *context, uint8_t port, struct ibv_port_attr *attr) {
   struct ibv_port_attr whole;
-  pthread_mutex_lock(&context->mutex);
-  int error = verbs_of(context)->query_port(context, port, &whole);
-  pthread_mutex_unlock(&context->mutex);
+  int error = LOCKED(context, verbs_of(context)->query_port(context, port, &whole));
   whole.gid_tbl_len = GIDS;
   if (!error) memcpy(attr, &whole, offsetof(struct ibv_port_attr, port_cap_flags2));
   return error;
+}
+
+/* The second address of a device is an IPv4 one, as programs look for and RoCE v2 and Thunderbolt have. It is in
+ * 240.0.0.0/4, which no interface has, and stands for the memory of this context; for other hosts a context would need
+ * a key. */
+#define FIRST_ADDRESS UINT32_C(0xf0000000) /* 240.0.0.0 */
+
+int find_address(struct ibv_ah_attr *peer) {
+  struct in_addr address;
+  if (peer->grh.sgid_index > 1) return EINVAL;
+  peer->grh.sgid_index = 0;
+  if (!soft_address_from_gid(&peer->grh.dgid, &address)) return 0;
+  if (ntohl(address.s_addr) < FIRST_ADDRESS) return ENOENT;
+  return segment_find(ntohl(address.s_addr) - FIRST_ADDRESS, &peer->grh.dgid);
 }
 
 /* As a RoCE device has them: link-local, then IPv4. */
@@ -161,7 +157,8 @@ int ibv_query_gid(struct ibv_context *context, uint8_t port, int index, union ib
     return -1;
   }
   if (verbs_of(context)->query_gid(context, port, 0, gid)) return -1;
-  if (index == 1) addresses_get_ipv4(context, gid);
+  struct in_addr address = {htonl(FIRST_ADDRESS + segment_number(soft_context(context)->segment))};
+  if (index == 1) soft_address_to_gid(address, gid);
   return 0;
 }
 
@@ -210,8 +207,5 @@ int ibv_fork_init(void) { return 0; }
 int ibv_is_fork_initialized(void) { return 2; /* IBV_FORK_UNNEEDED */ }
 
 int softverbs_inject(struct ibv_context *context, const char *faults) {
-  pthread_mutex_lock(&context->mutex);
-  int error = verbs_of(context)->inject(context, faults);
-  pthread_mutex_unlock(&context->mutex);
-  return error;
+  return LOCKED(context, verbs_of(context)->inject(context, faults));
 }

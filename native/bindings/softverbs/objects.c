@@ -1,28 +1,16 @@
 /* Protection domains, regions, queues and their events: the provider's functions under the lock of their context. */
-#include "softverbs.h"
-
-#include "../../providers/soft/soft.h"
-#include "addresses.h"
+#include "provider.h"
 
 #include <errno.h>
 #ifdef __linux__
 #include <sys/prctl.h>
 #endif
 
-/* `call`, in which `verbs` is the provider, under the lock of the context. */
-#define LOCKED(of, call)                                                                                               \
-  __extension__({                                                                                                      \
-    struct ibv_context *locked = (of);                                                                                 \
-    pthread_mutex_lock(&locked->mutex);                                                                                \
-    const struct verbs *verbs = verbs_soft_profile(soft_context(locked)->profile->name);                               \
-    __typeof__(call) result = (call);                                                                                  \
-    pthread_mutex_unlock(&locked->mutex);                                                                              \
-    result;                                                                                                            \
-  })
+struct ibv_pd *ibv_alloc_pd(struct ibv_context *context) {
+  return LOCKED(context, verbs_of(context)->alloc_pd(context));
+}
 
-struct ibv_pd *ibv_alloc_pd(struct ibv_context *context) { return LOCKED(context, verbs->alloc_pd(context)); }
-
-int ibv_dealloc_pd(struct ibv_pd *pd) { return LOCKED(pd->context, verbs->dealloc_pd(pd)); }
+int ibv_dealloc_pd(struct ibv_pd *pd) { return LOCKED(pd->context, verbs_of(pd->context)->dealloc_pd(pd)); }
 
 /* Peers write to this process's own memory. Some systems (Yama) permit that only to processes that this one names, and
  * all that it can name is every process: still only those of the same user. */
@@ -33,7 +21,7 @@ static void admit_writers(void) {
 }
 
 struct ibv_mr *ibv_reg_mr(struct ibv_pd *pd, void *addr, size_t length, int access) {
-  struct ibv_mr *mr = LOCKED(pd->context, verbs->reg_mr(pd, addr, length, access));
+  struct ibv_mr *mr = LOCKED(pd->context, verbs_of(pd->context)->reg_mr(pd, addr, length, access));
   if (mr && (access & IBV_ACCESS_REMOTE_WRITE)) admit_writers();
   return mr;
 }
@@ -49,47 +37,46 @@ struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *pd, void *addr, size_t length, ui
   return ibv_reg_mr_iova(pd, addr, length, iova, (int)access);
 }
 
-int ibv_dereg_mr(struct ibv_mr *mr) { return LOCKED(mr->context, verbs->dereg_mr(mr)); }
+int ibv_dereg_mr(struct ibv_mr *mr) { return LOCKED(mr->context, verbs_of(mr->context)->dereg_mr(mr)); }
 
 struct ibv_cq *ibv_create_cq(struct ibv_context *context, int cqe, void *cq_context, struct ibv_comp_channel *channel,
                              int comp_vector) {
-  return LOCKED(context, verbs->create_cq(context, cqe, cq_context, channel, comp_vector));
+  return LOCKED(context, verbs_of(context)->create_cq(context, cqe, cq_context, channel, comp_vector));
 }
 
 /* As in the real library, this waits until the events that were taken are acknowledged; perhaps by another thread, so
  * without the lock. */
 int ibv_destroy_cq(struct ibv_cq *cq) {
-  if (LOCKED(cq->context, verbs && soft_cq(cq)->users > 0)) return soft_error(EBUSY);
+  if (LOCKED(cq->context, soft_cq(cq)->users > 0)) return soft_error(EBUSY);
   soft_async_settle(soft_context(cq->context), cq);
-  return LOCKED(cq->context, verbs->destroy_cq(cq));
+  return LOCKED(cq->context, verbs_of(cq->context)->destroy_cq(cq));
 }
 
 struct ibv_qp *ibv_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr) {
-  return LOCKED(pd->context, verbs->create_qp(pd, attr));
+  return LOCKED(pd->context, verbs_of(pd->context)->create_qp(pd, attr));
 }
 
 /* The queue pair keeps the addresses that the program knows. */
-static int modify_qp(const struct verbs *verbs, struct ibv_qp *qp, struct ibv_qp_attr *found,
-                     const struct ibv_qp_attr *attr, int attr_mask) {
-  int error = verbs->modify_qp(qp, found, attr_mask);
+static int modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *found, const struct ibv_qp_attr *attr, int attr_mask) {
+  int error = verbs_of(qp->context)->modify_qp(qp, found, attr_mask);
   if (!error && (attr_mask & IBV_QP_AV)) soft_qp(qp)->attr.ah_attr = attr->ah_attr;
   return error;
 }
 
 int ibv_modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int attr_mask) {
   struct ibv_qp_attr found = *attr;
-  int error = attr_mask & IBV_QP_AV ? addresses_find(&found.ah_attr) : 0;
+  int error = attr_mask & IBV_QP_AV ? find_address(&found.ah_attr) : 0;
   if (error) return soft_error(error);
-  return LOCKED(qp->context, modify_qp(verbs, qp, &found, attr, attr_mask));
+  return LOCKED(qp->context, modify_qp(qp, &found, attr, attr_mask));
 }
 
 int ibv_query_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int attr_mask, struct ibv_qp_init_attr *init_attr) {
-  return LOCKED(qp->context, verbs->query_qp(qp, attr, attr_mask, init_attr));
+  return LOCKED(qp->context, verbs_of(qp->context)->query_qp(qp, attr, attr_mask, init_attr));
 }
 
 int ibv_destroy_qp(struct ibv_qp *qp) {
   soft_async_settle(soft_context(qp->context), qp);
-  return LOCKED(qp->context, verbs->destroy_qp(qp));
+  return LOCKED(qp->context, verbs_of(qp->context)->destroy_qp(qp));
 }
 
 int ibv_get_async_event(struct ibv_context *context, struct ibv_async_event *event) {

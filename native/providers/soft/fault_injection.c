@@ -81,8 +81,8 @@ int soft_faults_set(struct soft_faults *faults, const char *list) {
   struct soft_faults changed = *faults;
   do {
     if (!read_fault(&list, &changed)) return EINVAL;
-  } while (*list == ',' && list++);
-  if (*list) return EINVAL;
+  } while (*list++ == ',');
+  if (list[-1]) return EINVAL;
   note_any(&changed);
   *faults = changed;
   return 0;
@@ -104,7 +104,9 @@ static bool happens(struct soft_faults *faults, struct soft_rule *rule) {
     rule->next--;
     hit = true;
   }
-  return (rule->after && --rule->after == 0) || hit;
+  if (!rule->after) return hit;
+  rule->after--;
+  return rule->after == 0 || hit;
 }
 
 /* Every fault sees every SEND, also one that another fault has lost already. */

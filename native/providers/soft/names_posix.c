@@ -74,6 +74,7 @@ static bool is_dead(long pid) { return pid > 0 && pid <= INT_MAX && kill((pid_t)
 
 static bool read_note(const char *note, long *pid, unsigned long long *nonce) {
   int length = 0;
+  /* NOLINTNEXTLINE(bugprone-unchecked-string-to-number-conversion): the widths keep the numbers in range */
   return sscanf(note, "%10ld-%16llx%n", pid, nonce, &length) == 2 && note[length] == '\0';
 }
 

@@ -2,6 +2,7 @@
 #define _GNU_SOURCE 1
 #include "segment.h"
 
+#include "../../verbs/pages.h"
 #include "fork_lock.h"
 
 #include <errno.h>
@@ -36,21 +37,21 @@ static void enter(struct segment *segment) {
 
 /* On a multiple of its size, a power of two: then it never crosses a boundary of 4 GiB, which no region of Apple's
  * devices may. */
-void *segment_map_file(int fd) {
+int segment_map_file(struct segment *segment, int fd) {
   char *room = mmap(NULL, 2 * SEGMENT_BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (room == MAP_FAILED) return NULL;
+  if (room == MAP_FAILED) return errno;
   size_t before = -(uintptr_t)room % SEGMENT_BYTES;
   int flags = MAP_SHARED | MAP_FIXED | MAP_NORESERVE;
   void *memory = mmap(room + before, SEGMENT_BYTES, PROT_READ | PROT_WRITE, flags, fd, 0);
-  if (memory == MAP_FAILED) {
+  if (memory == MAP_FAILED || pages_keep_from_children(memory, SEGMENT_BYTES)) {
     int error = errno;
     munmap(room, 2 * SEGMENT_BYTES);
-    errno = error;
-    return NULL;
+    return error;
   }
   if (before) munmap(room, before);
   munmap(room + before + SEGMENT_BYTES, SEGMENT_BYTES - before);
-  return memory;
+  segment->layout = memory;
+  return 0;
 }
 
 static uint32_t free_place(void) {

@@ -191,8 +191,9 @@ int segment_look_up(uint32_t number, union ibv_gid* gid);
 /* Opens what segment_memory returns. */
 int segment_open_memory(const struct segment* segment);
 
-/* Maps SEGMENT_BYTES of the file, at a multiple of that; NULL with errno set. For the two above. */
-void* segment_map_file(int fd);
+/* Maps SEGMENT_BYTES of the file, at a multiple of that, for this process and no child of it. Sets layout. For the two
+ * above. */
+int segment_map_file(struct segment* segment, int fd);
 
 /* Removes the name, if there is one; mappings stay. */
 void segment_remove_name(struct segment* segment);

@@ -27,25 +27,13 @@ struct address {
 };
 _Static_assert(sizeof(struct address) == sizeof(union ibv_gid), "an address is a GID");
 
-static int map(struct segment *segment, int fd) {
-  void *memory = segment_map_file(fd);
-  if (!memory) return errno;
-  if (madvise(memory, SEGMENT_BYTES, MADV_DONTFORK)) {
-    int error = errno;
-    munmap(memory, SEGMENT_BYTES);
-    return error;
-  }
-  segment->layout = memory;
-  return 0;
-}
-
 int segment_map_new(struct segment *segment) {
   int fd = memfd_create(NAME, MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) return errno;
   /* A memfd is born with mode 0777; what keeps others out already is that /proc/<pid>/fd is the owner's. */
   int error = fchmod(fd, 0600) || ftruncate(fd, (off_t)SEGMENT_BYTES) || fcntl(fd, F_ADD_SEALS, SEALS) ? errno : 0;
   if (!error && fd > UINT16_MAX) error = EMFILE;
-  if (!error) error = map(segment, fd);
+  if (!error) error = segment_map_file(segment, fd);
   if (error) {
     close(fd);
     return error;
@@ -90,7 +78,7 @@ int segment_map_peer(struct segment *segment) {
   int fd;
   int error = open_segment(&address, &fd);
   if (error) return error;
-  error = map(segment, fd);
+  error = segment_map_file(segment, fd);
   close(fd);
   segment->cookie = address.cookie;
   return error;
@@ -125,7 +113,7 @@ int segment_look_up(uint32_t number, union ibv_gid *gid) {
   if (!files) return errno;
   bool found = false;
   for (struct dirent *entry; !found && (entry = readdir(files));) {
-    address.fd = (uint16_t)atoi(entry->d_name);
+    address.fd = (uint16_t)strtoul(entry->d_name, NULL, 10);
     found = is_in_place(&address, number & PLACES);
   }
   closedir(files);

@@ -16,35 +16,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#ifdef __APPLE__
-#include <mach/vm_inherit.h>
-#endif
-
 struct address {
   uint64_t nonce; /* of the name; its first bytes are the prefix */
   uint64_t cookie;
 };
 _Static_assert(sizeof(struct address) == sizeof(union ibv_gid), "an address is a GID");
-
-static int keep_from_children(void *memory) {
-#ifdef __APPLE__
-  return minherit(memory, SEGMENT_BYTES, VM_INHERIT_NONE);
-#else
-  return madvise(memory, SEGMENT_BYTES, MADV_DONTFORK);
-#endif
-}
-
-static int map(struct segment *segment, int fd) {
-  void *memory = segment_map_file(fd);
-  if (!memory) return errno;
-  if (keep_from_children(memory)) {
-    int error = errno;
-    munmap(memory, SEGMENT_BYTES);
-    return error;
-  }
-  segment->layout = memory;
-  return 0;
-}
 
 static uint32_t number_of(uint64_t nonce) { return (uint32_t)(nonce >> 32) % SEGMENT_NUMBERS; }
 
@@ -59,7 +35,7 @@ int segment_map_new(struct segment *segment) {
   int fd = shm_open(name, O_RDWR | O_CREAT | O_EXCL, 0600);
   int error = fd < 0 ? errno : 0;
   if (!error) {
-    error = ftruncate(fd, (off_t)SEGMENT_BYTES) ? errno : map(segment, fd);
+    error = ftruncate(fd, (off_t)SEGMENT_BYTES) ? errno : segment_map_file(segment, fd);
     close(fd);
     if (error) shm_unlink(name);
   }
@@ -90,7 +66,7 @@ int segment_map_peer(struct segment *segment) {
   int fd;
   int error = open_segment(address.nonce, &fd);
   if (error) return error;
-  error = map(segment, fd);
+  error = segment_map_file(segment, fd);
   close(fd);
   segment->cookie = address.cookie;
   return error;

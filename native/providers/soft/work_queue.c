@@ -103,7 +103,7 @@ static uint32_t copy_damaged(struct soft_context *context, char *to, const struc
   soft_copy_message(to, wr, length);
   if (length > 0 && (faults & 1u << SOFT_FAULT_CORRUPT)) {
     uint64_t bit = soft_faults_draw(generator, 8 * (uint64_t)length);
-    to[bit / 8] ^= (char)(1 << bit % 8);
+    ((uint8_t *)to)[bit / 8] ^= (uint8_t)(1 << bit % 8);
     context->counters.corrupted_by_fault++;
   }
   return length;
@@ -251,7 +251,7 @@ static uint64_t draw_departure(struct soft_context *context) {
 
 static void hold(struct soft_qp *qp, const struct ibv_send_wr *wr, uint64_t leaves_ns) {
   struct soft_send_wr *held = &qp->held[(qp->sq_posted - 1) & qp->sq_mask];
-  held->verbs = *wr;
+  held->verbs = *wr; /* NOLINT(clang-analyzer-core.NullDereference): soft_create_qp has allocated the ring */
   held->verbs.sg_list = held->list;
   for (int i = 0; i < wr->num_sge; i++) held->list[i] = wr->sg_list[i];
   held->leaves_ns = leaves_ns;
