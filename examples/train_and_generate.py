@@ -21,7 +21,8 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -43,6 +44,7 @@ from mlx_lm.models import qwen3
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer, save_config, save_model
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -220,19 +222,18 @@ def train(
     tokens_per_second = 0.0
     before = group.stats()
     start = time.perf_counter()
-    for rows in islice(batches(corpus, steps, seed), resumed_at, None):
-        loss, gradients = loss_and_gradients(model, rows)
-        loss = mlxdist.all_sum(loss) / group.size()
-        gradients, _ = optim.clip_grad_norm(mlxdist.all_reduce_grads(gradients), max_norm=1.0)
-        optimizer.update(model, gradients)
-        mx.eval(loss, model.parameters(), optimizer.state)
-        losses.append(loss.item())
-        done = len(losses)
-        mlxdist.set_step(done, steps)  # for `mlxdist top`
-        tokens_per_second = (done - resumed_at) * BATCH * SEQUENCE / (time.perf_counter() - start)
-        if done * 10 // steps > (done - 1) * 10 // steps:
-            console.print(f"training {done}/{steps}  loss {losses[-1]:.2f}  {tokens_per_second:.0f} tokens/s")
-        checkpoints.save(model, optimizer, losses, steps)
+    with progress_bar(console, steps, resumed_at) as advance:
+        for rows in islice(batches(corpus, steps, seed), resumed_at, None):
+            loss, gradients = loss_and_gradients(model, rows)
+            loss = mlxdist.all_sum(loss) / group.size()
+            gradients, _ = optim.clip_grad_norm(mlxdist.all_reduce_grads(gradients), max_norm=1.0)
+            optimizer.update(model, gradients)
+            mx.eval(loss, model.parameters(), optimizer.state)
+            losses.append(loss.item())
+            mlxdist.set_step(len(losses), steps)  # for `mlxdist top`
+            tokens_per_second = (len(losses) - resumed_at) * BATCH * SEQUENCE / (time.perf_counter() - start)
+            advance(losses[-1], tokens_per_second)
+            checkpoints.save(model, optimizer, losses, steps)
 
     seconds = time.perf_counter() - start
     costs = communication(before, group.stats())
@@ -266,6 +267,28 @@ def batches(corpus: np.ndarray, steps: int, seed: int) -> Iterator[mx.array]:
 
 def loss_of(model: nn.Module, rows: mx.array) -> mx.array:
     return nn.losses.cross_entropy(model(rows[:, :-1]), rows[:, 1:], reduction="mean")
+
+
+@contextmanager
+def progress_bar(console: Console, steps: int, done: int) -> Iterator[Callable[[float, float], None]]:
+    """A bar that moves on a terminal; elsewhere a line for every tenth of the way."""
+    columns = (
+        TextColumn("training"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}  {task.fields[state]}"),
+        TimeRemainingColumn(),
+    )
+    bar = Progress(*columns, console=console, disable=not console.is_terminal)
+    task = bar.add_task("", total=steps, completed=done, state="")
+
+    def advance(loss: float, speed: float) -> None:
+        bar.update(task, advance=1, state=f"loss {loss:.2f}  {speed:.0f} tokens/s")
+        done = bar.tasks[task].completed
+        if not console.is_terminal and done * 10 // steps > (done - 1) * 10 // steps:
+            console.print(bar.get_renderable())
+
+    with bar:
+        yield advance
 
 
 def save(model: nn.Module, tokenizer: TokenizerWrapper, out: Path) -> None:
