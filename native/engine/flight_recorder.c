@@ -60,7 +60,7 @@ static mlxdist_flight_record describe(const struct flight_record *record) {
                                  .sequence = record->sequence,
                                  .started_ns = record->started_ns,
                                  .ended_ns = record->ended_ns,
-                                 .group = record->group & ~GROUP_INTERNAL,
+                                 .group = (int32_t)(record->group & ~GROUP_INTERNAL),
                                  .internal = (record->group & GROUP_INTERNAL) != 0,
                                  .collective = descriptor->operation != WIRE_SEND,
                                  .status = record->status,

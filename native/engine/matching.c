@@ -23,7 +23,7 @@ int matching_fail(const struct operation *ours, const struct peer *peer, const s
   int32_t rank = ours->group->engine->rank;
   bool first = rank < peer->endpoint.rank; /* in rank order, so that both ranks say the same */
   bool same_operation = theirs->operation == ours->receives.operation;
-  if (!strcmp(ours_text, theirs_text) && memcmp(ours->receives.shape, theirs->shape, sizeof theirs->shape))
+  if (!strcmp(ours_text, theirs_text) && memcmp(ours->receives.shape, theirs->shape, sizeof theirs->shape) != 0)
     snprintf(sizes, sizeof sizes, ", packed from trees that differ in paths, shapes or dtypes");
   else if (same_operation && theirs->algorithm != ours->receives.algorithm)
     snprintf(sizes, sizeof sizes, " with different algorithms: set MLXDIST_ALGO and the tuning table alike on all");

@@ -162,7 +162,7 @@ int mlxdist_group_connect(mlxdist_group *group, const void *addresses, uint64_t 
   uint64_t each = mlxdist_group_address_size(group);
   if (bytes != each * (uint64_t)engine->size)
     return fail(MLXDIST_INVALID_ARGUMENT, "addresses of %d ranks are %llu bytes, not %llu", engine->size,
-                (unsigned long long)(each * (uint64_t)engine->size), (unsigned long long)bytes);
+                (unsigned long long)each * (unsigned long long)engine->size, (unsigned long long)bytes);
   if (engine->progress_runs) return fail(MLXDIST_INVALID_ARGUMENT, "the group is connected already");
   int status = MLXDIST_OK;
   for (int32_t rank = 0; rank < engine->size && !status; rank++) {

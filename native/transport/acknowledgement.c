@@ -46,7 +46,7 @@ int acknowledgement_send(struct channel *channel, uint8_t flags, bool *sent) {
   *sent = false;
   if (!acknowledgement_is_possible(channel)) return MLXDIST_OK; /* a later turn will */
   uint32_t buffer = free_buffer(channel);
-  struct wire_header *header = (struct wire_header *)(channel->control + buffer * CHANNEL_EAGER_BYTES);
+  struct wire_header *header = (struct wire_header *)(channel->control + (size_t)buffer * CHANNEL_EAGER_BYTES);
   *header = (struct wire_header){
       .magic = WIRE_MAGIC, .kind = WIRE_ACK, .flags = flags | take_naks(endpoint), .acks = piggyback_acks(endpoint)};
   transport->callbacks->fill_ack(endpoint, header);

@@ -18,7 +18,8 @@ static uint32_t slot_bytes_of(const mlxdist_options *options, enum wire_channel 
 }
 
 uint64_t channel_memory_bytes(const mlxdist_options *options, enum wire_channel kind) {
-  return 2ull * slots_of(options, kind) * slot_bytes_of(options, kind) + control_buffers(kind) * CHANNEL_EAGER_BYTES;
+  return 2ull * slots_of(options, kind) * slot_bytes_of(options, kind) +
+         (uint64_t)control_buffers(kind) * CHANNEL_EAGER_BYTES;
 }
 
 int channel_create(struct channel *channel, struct endpoint *endpoint, uint32_t index, char *memory) {
@@ -27,7 +28,7 @@ int channel_create(struct channel *channel, struct endpoint *endpoint, uint32_t 
   enum wire_channel kind = index % 2;
   uint32_t slots = slots_of(transport->options, kind), slot_bytes = slot_bytes_of(transport->options, kind);
   /* Control buffers stand before the slots: where frames count, what is behind them makes them as long as a slot. */
-  char *send_slots = memory + control_buffers(kind) * CHANNEL_EAGER_BYTES;
+  char *send_slots = memory + (size_t)control_buffers(kind) * CHANNEL_EAGER_BYTES;
   *channel = (struct channel){.transport = transport,
                               .endpoint = endpoint,
                               .peer = endpoint->rank,

@@ -26,7 +26,7 @@ static int create_channels(struct endpoint *endpoint, uint32_t index) {
   }
   if (!status) status = link_register_slab(link);
   if (status) return status;
-  endpoint->channels[2 * index].lkey = endpoint->channels[2 * index + 1].lkey = link->slab.mr->lkey;
+  endpoint->channels[2ull * index].lkey = endpoint->channels[2ull * index + 1].lkey = link->slab.mr->lkey;
   count(&transport->counters->memory_registrations, 1);
   count(&transport->counters->slab_bytes, link->slab.bytes);
   return MLXDIST_OK;

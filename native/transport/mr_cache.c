@@ -26,7 +26,7 @@ static mlxdist_region *create(struct transport *transport, void *data, uint64_t 
   *region = (mlxdist_region){.transport = transport, .data = data, .bytes = bytes};
   region->windows = bytes ? (uint32_t)(window_of((char *)data + bytes - 1) - window_of(data) + 1) : 0;
   if (region->windows)
-    region->registrations = calloc(transport->device_count * region->windows, sizeof(struct ibv_mr *));
+    region->registrations = calloc((size_t)transport->device_count * region->windows, sizeof(struct ibv_mr *));
   if (!region->registrations) region->windows = 0; /* it is copied then */
   return region;
 }

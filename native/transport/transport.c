@@ -104,7 +104,7 @@ int transport_open(struct transport *transport, const mlxdist_link *links, const
   for (int32_t rank = 0; rank < transport->size && !status; rank++) {
     if (rank == transport->rank || !reachable[rank]) continue;
     struct endpoint *endpoint = transport->endpoints[rank];
-    status = links ? open_links(transport, endpoint, &links[rank * WIRE_MAX_LINKS], WIRE_MAX_LINKS)
+    status = links ? open_links(transport, endpoint, &links[(size_t)rank * WIRE_MAX_LINKS], WIRE_MAX_LINKS)
                    : open_default_links(transport, endpoint);
     for (uint32_t i = 0; i < endpoint->link_count && !status; i++)
       debug(DEBUG_INFO, "connection", "rank %d by device %s of %s, address %d", rank, endpoint->links[i].device->name,
