@@ -1,8 +1,8 @@
 /*
  * all_reduce on two ranks, for counting instructions: valgrind --tool=callgrind --toggle-collect=measured ... BYTES
  *
- * Both ranks are in one thread and take turns, so that nothing is counted for waiting. tests/native/test_instructions.py says
- * what the instructions were spent on.
+ * Both ranks are in one thread and take turns, so that nothing is counted for waiting.
+ * tests/native/test_instructions.py says what the instructions were spent on.
  */
 #include "pair.h"
 #include "thread.h"

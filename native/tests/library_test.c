@@ -1,5 +1,5 @@
-/* The system's verbs library through the verbs table. tests/native/test_native_verbs.py puts a stand-in for libibverbs in the
- * place of the system's, and says by EXPECTED, for some tests, what it is. */
+/* The system's verbs library through the verbs table. tests/native/test_native_verbs.py puts a stand-in for libibverbs
+ * in the place of the system's, and says by EXPECTED, for some tests, what it is. */
 #include "../providers/providers.h"
 #include "../verbs/apple.h"
 #include "../verbs/library.h"

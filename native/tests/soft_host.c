@@ -1,5 +1,5 @@
-/* One of two hosts that send each other a stream of messages by TCP, for tests/hosts/test_between_hosts.py. Arguments: an
- * address of this host, and the number of messages. What it prints is meant for the other's input, line by line. */
+/* One of two hosts that send each other a stream of messages by TCP, for tests/hosts/test_between_hosts.py. Arguments:
+ * an address of this host, and the number of messages. What it prints is meant for the other's input, line by line. */
 #define _GNU_SOURCE 1
 #include "soft_stream.h"
 #include "tcp_pair.h"

@@ -1,6 +1,6 @@
 /*
- * The walk of one all_reduce on two ranks, for tests/native/test_instructions.py, which counts the functions that it passes:
- * valgrind --tool=callgrind --toggle-collect=measured.
+ * The walk of one all_reduce on two ranks, for tests/native/test_instructions.py, which counts the functions that it
+ * passes: valgrind --tool=callgrind --toggle-collect=measured.
  *
  * Both ranks are in one thread. One has started, so that the message of it is there; the other one, which is counted,
  * sends its own, receives, reduces and returns. Then the same with exchanged ranks.

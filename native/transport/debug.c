@@ -20,8 +20,8 @@ atomic_int debug_level = DEBUG_WARN;
 
 static struct {
   pthread_mutex_t lock;
-  int file;                         /* -1 until one is opened: standard error */
-  int rank;                         /* -1 until one is known */
+  int file;                        /* -1 until one is opened: standard error */
+  int rank;                        /* -1 until one is known */
   char subsystems[MAX_SUBSYSTEMS]; /* ",flight,link,"; empty for all */
 } output = {PTHREAD_MUTEX_INITIALIZER, -1, -1, ""};
 
