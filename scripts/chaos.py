@@ -63,7 +63,7 @@ class Chaos:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, help="so many rounds (default: until the time is over)")
+    parser.add_argument("--rounds", type=int, help="number of rounds (default: until the time is over)")
     parser.add_argument("--minutes", type=float, default=60, help="at most so long (default: %(default)g)")
     parser.add_argument("--seed", type=int, help="of the first round (default: a random one)")
     options = parser.parse_args()

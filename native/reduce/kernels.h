@@ -12,8 +12,8 @@
 #define CMPLXF(real, imaginary) __builtin_complex((float)(real), (float)(imaginary))
 #endif
 
-/* `out` may be a source, but then exactly: no iteration depends on another. clang unrolls loops by itself; GCC is told
- * to, where an iteration takes more instructions than the cache gives it time for. */
+/* `out` may be a source, but then exactly: no iteration depends on another. clang unrolls loops by itself; GCC needs a
+ * pragma for it, where an iteration takes more instructions than the cache gives it time for. */
 #if defined(__clang__)
 #pragma clang diagnostic ignored "-Wpass-failed" /* without optimization it vectorizes nothing */
 #define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")

@@ -98,7 +98,8 @@ struct verbs {
   /* Whether the queue pair reaches its peer by memory: an answer takes less time than a copy of a large message. */
   bool (*is_by_memory)(const struct ibv_qp* qp);
 
-  /* Only peers that know the key connect from other hosts. Before any queue pair is created; without it nobody does. */
+  /* Only peers that know the key connect from other hosts. Before any queue pair is created; without it no peer does.
+   */
   int (*set_key)(struct ibv_context* context, const uint8_t key[VERBS_KEY_BYTES]);
 };
 

@@ -1,5 +1,5 @@
 /* Python's interpreter lock, around what waits for the engine: the bytes of a connection that another thread makes
- * meanwhile travel through Python, and would wait for whoever holds that lock. */
+ * meanwhile travel through Python, and would wait for the holder of that lock. */
 #pragma once
 
 #include <Python.h>

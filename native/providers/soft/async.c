@@ -39,7 +39,7 @@ int soft_async_start(struct soft_context *context) {
     return error;
   }
   for (int i = 0; i < 2; i++) fcntl(async->fds[i], F_SETFD, FD_CLOEXEC);
-  fcntl(async->fds[1], F_SETFL, O_NONBLOCK); /* whoever raises an event never waits for who takes it */
+  fcntl(async->fds[1], F_SETFL, O_NONBLOCK); /* the thread that raises an event never waits for its reader */
   pthread_mutex_init(&async->lock, NULL);
   pthread_cond_init(&async->acknowledged, NULL);
   context->async = async;
@@ -116,7 +116,7 @@ void soft_async_acknowledge(struct soft_context *context, const struct ibv_async
   pthread_mutex_unlock(&async->lock);
 }
 
-/* Forgets those that nobody has taken; false if one waits to be acknowledged. */
+/* Discards those that are not taken; false if one waits to be acknowledged. */
 static bool forget(struct soft_async *async, const void *element) {
   bool all = true;
   for (struct soft_event **link = &async->events; *link;) {

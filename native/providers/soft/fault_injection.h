@@ -11,16 +11,16 @@
  *   corrupt...       one bit of what is delivered is wrong
  *   error...         it does not leave and completes with GENERAL_ERR; the queue pair goes to ERR
  *   die...           the process kills itself with SIGKILL instead of sending
- *   delay=500        every SEND leaves so many microseconds late,
- *   jitter=200       and up to so many more, drawn for each
+ *   delay=500        every SEND leaves N microseconds late,
+ *   jitter=200       and up to N more, drawn for each
  *   link=down        every SEND is lost and the port is DOWN, as with a pulled cable, until link=up
- *   idle=200         a queue pair that has carried nothing, either way, for more than so many milliseconds loses every
+ *   idle=200         a queue pair that has carried nothing, either way, for more than N milliseconds loses every
  *                    SEND from then on, while the port stays ACTIVE, as Thunderbolt's do after about 23 minutes; a new
  *                    queue pair works
  *   lose=1/100       poll_cq leaves a completion out, of a SEND or a receive that has succeeded, with this chance, or
  *                    lose_next, lose_after: these count completions
  *   bridge=on        the port is part of a bridge, and going to RTR fails, as on Thunderbolt, until bridge=off
- *   seed=7           the generator behind the chances begins anew: the same seed and SENDs give the same faults
+ *   seed=7           the generator behind the chances starts over: the same seed and SENDs give the same faults
  *   none             ends all faults, those to its left too; the generator stays where it is
  *
  * What a list does not name stays as it was; what it names twice is as named last; 0 (0/1 for a chance) ends one

@@ -41,7 +41,7 @@ static int check_init_attr(const struct ibv_pd *pd, const struct ibv_qp_init_att
 }
 
 /* Positions go on where the last connection, or the last queue pair in this place, stopped: what is left of it
- * in the shared rings, and whoever still sends to it, does not fit. */
+ * in the shared rings, and a peer that still sends to it does not fit. */
 static void start_receiving(struct soft_qp *qp) {
   uint64_t *position = &soft_context(qp->verbs.context)->positions[qp->verbs.handle];
   *position = (qp->rq_posted > *position ? qp->rq_posted : *position) + 1;

@@ -20,7 +20,7 @@ void quota_return(struct quota_slot* place);
 
 #define QUOTA_NAME_BYTES 64
 
-/* Locks `name` and returns a descriptor that holds the lock; -1 with EBUSY in errno if somebody else does. */
+/* Locks `name` and returns a descriptor that holds the lock; -1 with EBUSY in errno if another process does. */
 int quota_lock(const char* name);
 void quota_unlock(const char* name, int fd);
 

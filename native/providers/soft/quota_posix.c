@@ -1,5 +1,5 @@
 /* Locks on macOS: a locked file in the user's folder for temporary files, which is removed with the lock. Of a process
- * that was killed an empty file is left, unlocked; whoever takes that place next removes it. */
+ * that was killed an empty file is left, unlocked; the next process in that slot removes it. */
 #define _GNU_SOURCE 1
 #include "quota.h"
 
@@ -46,6 +46,6 @@ int quota_lock(const char *name) {
 
 void quota_unlock(const char *name, int fd) {
   char path[PATH_BYTES];
-  if (path_of(name, path) == 0) unlink(path); /* before somebody else can have the lock */
+  if (path_of(name, path) == 0) unlink(path); /* before another process can have the lock */
   close(fd);
 }

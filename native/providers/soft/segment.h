@@ -84,7 +84,8 @@ struct shared_completion {
 
 #define COMPLETED_BY_WRITE (UINT32_C(1) << 31) /* an RDMA_WRITE_WITH_IMM, which leaves the buffer alone */
 
-/* Completes the receive at `position`, for whoever plays its network adapter. `imm_data` counts if the flags say so. */
+/* Completes the receive at `position`, for the process that acts as its network adapter. `imm_data` counts if the flags
+ * say so. */
 static inline void shared_complete(struct shared_completion* completion, uint64_t position, uint32_t status,
                                    uint32_t byte_len, uint32_t wc_flags, uint32_t imm_data) {
   completion->status = status;
@@ -164,7 +165,7 @@ int segment_find(uint32_t number, union ibv_gid* gid);
 /* How GIDs of segments begin: as link-local addresses, like the first one of a RoCE device. */
 static const uint8_t segment_prefix[2] = {0xfe, 0x80};
 
-/* Ends the owner's use: nobody can open the segment from now on. Peers keep their mappings. */
+/* Ends the owner's use: no process can open the segment from now on. Peers keep their mappings. */
 void segment_close(struct segment* segment);
 
 /* Gives back what segment_create or segment_open returned. */

@@ -1,4 +1,4 @@
-/* SipHash-2-4 with 128 bits: a keyed hash that nobody can compute, or learn anything from, without the key
+/* SipHash-2-4 with 128 bits: a keyed hash that cannot be computed, and reveals nothing, without the key
  * (Aumasson and Bernstein, 2012). Short inputs, no tables: what a handshake needs, without a library. */
 #ifndef MLXDIST_SOFT_SIPHASH_H
 #define MLXDIST_SOFT_SIPHASH_H

@@ -92,7 +92,7 @@ struct soft_context {
    * as large as its system says. */
   bool bounces;
   struct soft_bounce* kept_bounces[SOFT_BOUNCE_LISTS];
-  struct soft_async* async; /* NULL: nobody asked for events */
+  struct soft_async* async; /* NULL: no events are requested */
 };
 
 /* A completion of the send queue: it waits here to be polled. */
@@ -100,7 +100,7 @@ struct soft_send_completion {
   struct soft_qp* qp;
   uint64_t wr_id;
   uint64_t position; /* of the work request: it and all before it have left the send queue, */
-  uint64_t frames;   /* with so many frames since the queue pair was created or reset */
+  uint64_t frames;   /* number of frames since the queue pair was created or reset */
   enum ibv_wc_status status;
   enum ibv_wc_opcode opcode;
 };
@@ -288,7 +288,7 @@ bool soft_idle_is_silent(struct soft_qp* qp);
 /* work_queue.c */
 /* Whether the peer's queue pair is ready for us; if so, what is known of it is valid. */
 bool soft_find_peer(struct soft_qp* qp);
-/* Takes the peer's next posted receive; false if there is none, or nobody who would want the message. */
+/* Takes the peer's next posted receive; false if there is none, or no queue pair that accepts the message. */
 bool soft_claim_receive(struct soft_qp* qp, uint64_t* position);
 /* `length` bytes of the message, to `to`. */
 void soft_copy_message(char* to, const struct ibv_send_wr* wr, uint32_t length);

@@ -96,7 +96,7 @@ int soft_tcp_error(const struct ibv_qp *verbs) {
   return qp->tcp ? qp->tcp->error : 0;
 }
 
-/* For one more. Strangers come and go; whoever came first leaves. Peers that no queue pair has go before others. */
+/* For one more. Of unauthenticated connections the oldest is closed. Peers that no queue pair has go before others. */
 static bool make_room(struct soft_context *context) {
   struct tcp_receiver *first_stranger = NULL, *first_idle = NULL;
   unsigned strangers = 0, all = 0;
@@ -135,7 +135,7 @@ static void accept_peers(struct soft_context *context, uint64_t now) {
 static bool sends_by_tcp(const struct soft_qp *qp) { return qp && qp->tcp && qp->verbs.state == IBV_QPS_RTS; }
 
 /* The sockets in the order in which they are gone through: the listener, receivers, senders; -1 is not looked at. Sets
- * `*waiting` if somebody waits for anything else, for a receive or for a time. */
+ * `*waiting` if a thread waits for anything else, for a receive or for a time. */
 static unsigned list_sockets(struct soft_context *context, bool *waiting) {
   struct soft_tcp *tcp = context->tcp;
   bool all = tcp->turns++ % SELDOM == 0;

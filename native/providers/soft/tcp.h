@@ -2,7 +2,7 @@
  * Connections between hosts: the second wire of the software provider, below the same verbs.
  *
  * Each queue pair in RTS has a TCP connection of its own to its peer's listener, for what it sends; what it receives
- * comes over the connection that its peer has made. So a peer that stands still holds up nobody else. A connection
+ * comes over the connection that its peer has made. So a stopped peer delays no other one. A connection
  * begins with a handshake (tcp_handshake.c) and is then a stream of messages, each a struct tcp_header and its payload.
  *
  * There is no thread. poll_cq looks at the sockets, once a call, and post_send writes. The receiver plays the network
@@ -10,7 +10,7 @@
  * the message is whole. So a message that breaks off leaves its receive posted, and all rules of queue_pair.c hold.
  *
  * It stays an unreliable connection. A SEND completes when its last byte is with the system. When a connection breaks,
- * what was on its way is lost without a word; so are SENDs while it cannot be made anew, which is tried for as long as
+ * what was on its way is lost without a word; so are SENDs while it cannot be re-created, which is tried for as long as
  * the queue pair lives. That is also what a peer with another key, or that plays another device, looks like: connecting
  * goes on after RTR, too late for an error. Devices with credit (device_profile.h) wait instead; as the system's
  * buffers take part of what waits, a SEND may complete before its receive is posted.

@@ -101,7 +101,7 @@ static bool may_write(const struct soft_qp *qp, const struct tcp_header *header)
 
 static bool has_receive(const struct soft_qp *qp) { return atomic_load(&qp->shared->claim) < qp->rq_posted; }
 
-/* What may not be written is nobody's error: it is dropped, as in shared memory. */
+/* What may not be written is no error: it is dropped, as in shared memory. */
 static void place_write(struct soft_context *context, struct tcp_receiver *receiver, struct soft_qp *qp) {
   const struct tcp_header *header = &receiver->header;
   if (qp && may_write(qp, header) && (header->kind == TCP_WRITE || has_receive(qp))) {

@@ -12,7 +12,7 @@
 
 #define FIRST_PAUSE_NS UINT64_C(100000000)
 #define LONGEST_PAUSE_NS UINT64_C(2000000000)
-/* A connection that has lived for so long is made anew at once; otherwise two sides that break each other's off would
+/* A connection that has lived this long is re-created at once; otherwise two sides that break each other's off would
  * do nothing else. */
 #define GOOD_NS UINT64_C(1000000000)
 

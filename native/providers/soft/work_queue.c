@@ -66,7 +66,7 @@ static bool see_receive(struct soft_qp *qp) {
   return remote->next < remote->posted;
 }
 
-/* Takes the peer's next posted receive; false if there is none, or nobody who would want the message. */
+/* Takes the peer's next posted receive; false if there is none, or no queue pair that accepts the message. */
 bool soft_claim_receive(struct soft_qp *qp, uint64_t *position) {
   struct soft_remote *remote = &qp->remote;
   for (int attempt = 0; attempt < 2; attempt++) {
@@ -208,7 +208,7 @@ static void complete_send(struct soft_qp *qp, const struct ibv_send_wr *wr, enum
 }
 
 /* With credit: whether the peer has a receive for the next SEND. It may have reset its queue pair since the last one,
- * so all is looked up anew. */
+ * so all is looked up again. */
 static bool receive_is_posted(struct soft_qp *qp) {
   qp->remote.found = false;
   return see_receive(qp);

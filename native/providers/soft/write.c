@@ -3,7 +3,7 @@
  * is mapped here, and so is all memory of another context of this process; that of another process is written through
  * the system, where it permits that.
  *
- * On an unreliable connection a key, range or access that is wrong is nobody's error: the message is dropped.
+ * On an unreliable connection a key, range or access that is wrong is no error: the message is dropped.
  */
 #define _POSIX_C_SOURCE 200809L
 #include "soft.h"
