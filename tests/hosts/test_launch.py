@@ -342,7 +342,7 @@ def test_kernels_do_not_pile_up_for_ever(monkeypatch, tmp_path):
     kept = []
     for job in range(3):
         cache = jit_cache.JitCache(tmp_path)
-        kernels = cache.folder / "0"
+        kernels = cache.directory / "0"
         kernels.mkdir(parents=True, exist_ok=True)
         kept.append(len(list(kernels.iterdir())))
         for number in range(2):

@@ -154,9 +154,9 @@ def refuse_adapters(folder: Path) -> None:
     expect(mlxdist.InvalidArgument, ["model_file"], lm.load, str(here)) if size > 1 else None
     other = save_adapters(save("lora-other", *make(QWEN3 | {"hidden_size": 32})))
     reads, module = [], sys.modules["mlxdist.nn.sharding.load.load_sharded"]
-    read_shards, module._read_shards = module._read_shards, lambda *arguments: reads.append(arguments)
+    read_shards, module._load_shards = module._load_shards, lambda *arguments: reads.append(arguments)
     expect(mlxdist.InvalidArgument, ["is not that of this model"], load_sharded, folder, adapter_path=other)
-    module._read_shards = read_shards
+    module._load_shards = read_shards
     assert not reads, "found only after the weights were read"
     other = save_adapters(folder, kind="dora")
     expect(mlxdist.InvalidArgument, ["'dora' cannot be sharded"], load_sharded, folder, adapter_path=other)

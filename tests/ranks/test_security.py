@@ -28,7 +28,7 @@ PAGE = (ROOT / "docs" / "security.md").read_text()
 
 
 def test_every_test_that_the_page_names_exists():
-    named = re.findall(r"`(tests/\w+\.py|native/tests/\w+\.c)` `(\w+)`", PAGE)
+    named = re.findall(r"`(tests/[\w/]+\.py|native/tests/\w+\.c)` `(\w+)`", PAGE)
     assert len(named) >= 12
     for file, test in named:
         assert re.search(rf'(def |"){test}\b', (ROOT / file).read_text()), f"{file} has no {test}"

@@ -99,7 +99,7 @@ def test_rank_0_forwards_a_small_record_of_each_rank_and_nothing_is_written():
     """A full record of the same rank has hundreds of kilobytes."""
     with running(2, BUSY) as job:
         found = find_job()
-        observation = observe(read_job(found.directory).temporary / "0", 10)
+        observation = observe(Path(read_job(found.directory).temporary, "0"), 10)
         assert (observation.size, observation.requested, observation.notes(10)) == (2, {0, 1}, [])
         assert [observation.members[rank].pid for rank in range(2)] == [found.pids[0], found.pids[1]]
         assert all(len(json.dumps(record)) < 8192 for record in observation.records.values())
@@ -129,7 +129,7 @@ def test_where_rank_0_does_not_respond_the_others_are_signaled(which):
         if which == "stopped":
             os.kill(found.pids[0], signal.SIGSTOP)
         else:
-            (read_job(found.directory).temporary / "0" / ".mlxdist-rendezvous").unlink()
+            (Path(read_job(found.directory).temporary, "0") / ".mlxdist-rendezvous").unlink()
         view = Watch(JobRanks(found.name)).refresh(2)
         assert [row.has_responded for row in view.ranks] == [which == "no file", True]
         assert ("rank 0 has not responded to SIGUSR1 for 2 s" in "".join(view.notes)) == (which == "stopped")

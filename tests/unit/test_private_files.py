@@ -113,9 +113,9 @@ def test_kernels_of_another_user_are_not_loaded(tmp_path, level, whose):
     cache = jit_cache.JitCache(tmp_path / "job")
     try:
         if level.endswith("0"):
-            assert cache.folder == place.with_name("1"), "the next slot"
+            assert cache.directory == place.with_name("1"), "the next slot"
         else:
-            assert cache.folder == tmp_path / "job" / "jit"
+            assert cache.directory == tmp_path / "job" / "jit"
         assert list(place.iterdir()) == []
     finally:
         cache.close(succeeded=True)
@@ -125,7 +125,7 @@ def test_kernels_of_another_user_are_not_loaded(tmp_path, level, whose):
 def test_a_rank_s_kernels_of_another_user_are_not_loaded(tmp_path):
     cache = jit_cache.JitCache(tmp_path / "job")
     (tmp_path / "temporary").mkdir()
-    theirs = cache.folder / "7"
+    theirs = cache.directory / "7"
     try:
         theirs.mkdir(parents=True, exist_ok=True)
         of_another(theirs)
