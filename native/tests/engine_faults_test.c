@@ -143,7 +143,7 @@ static void last_message(struct world *world, int rank, int size) {
   world_leave(world, group, &barriers);
 }
 
-/* Operations that were started on one group end in any order, also with nobody waiting. */
+/* Operations that were started on one group end in any order, also with no thread waiting. */
 static void handles(struct world *world, int rank, int size) {
   int barriers = 0;
   mlxdist_group *group = world_join(world, rank, &barriers, 0), *groups[3] = {0};

@@ -1,5 +1,5 @@
 /* Queue pairs that fall silent when nothing is sent, as Thunderbolt's do: signs of life keep them awake, without them
- * they are made anew, and a cable that was pulled meanwhile is noticed before anything is posted. */
+ * they are re-created, and a cable that was pulled meanwhile is noticed before anything is posted. */
 #include "engine.h"
 #include "group.h"
 #include "sums.h"
@@ -61,7 +61,7 @@ static void on_ideal(struct world *world, int rank, int size) { pauses(world, ra
 static void on_two_cables(struct world *world, int rank, int size) { pauses(world, rank, size, "ideal", 2); }
 static void on_thunderbolt(struct world *world, int rank, int size) { pauses(world, rank, size, "apple-tb5", 1); }
 
-/* Without signs of life nothing arrives after the pause: the queue pairs are made anew, if there is a way to agree. */
+/* Without keepalives nothing arrives after the pause: the queue pairs are re-created, if there is a way to agree. */
 static void silent(struct world *world, int rank, int size, const char *profile, uint32_t cables) {
   int barriers = 0;
   struct world_side side;
@@ -78,9 +78,9 @@ static void silent(struct world *world, int rank, int size, const char *profile,
   REQUIRE(mlxdist_group_inject_faults(group, "idle=0") == MLXDIST_OK);
   sums(group, rank, size);
   const struct peer *peer = &group->engine->peers[(rank + 1) % size];
-  uint32_t made_anew = 0;
-  for (uint32_t i = 0; i < peer->endpoint.channel_count; i++) made_anew += peer->endpoint.channels[i].epoch > 0;
-  REQUIRE(made_anew >= 2 && stats_of(group).provider_dropped_by_fault > 0);
+  uint32_t recreated = 0;
+  for (uint32_t i = 0; i < peer->endpoint.channel_count; i++) recreated += peer->endpoint.channels[i].epoch > 0;
+  REQUIRE(recreated >= 2 && stats_of(group).provider_dropped_by_fault > 0);
   world_side_leave(&side, &barriers);
 }
 

@@ -1,4 +1,4 @@
-/* Queue pairs that fail are made anew, on one side or on both, and operations go on as if nothing had happened. */
+/* Queue pairs that fail are re-created, on one side or on both, and operations go on as if nothing had happened. */
 #include "engine.h"
 #include "group.h"
 #include "sums.h"

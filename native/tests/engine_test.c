@@ -254,7 +254,7 @@ static void waits_end(struct world *world, int rank, int size) {
     REQUIRE(strstr(mlxdist_last_error(), "barrier #1 for rank 1, which has not entered it"));
   }
   world_barrier(world, &barriers);
-  if (rank == 1) REQUIRE(mlxdist_barrier(group, 0) == MLXDIST_TIMEOUT); /* rank 0's error, told by rank 0 */
+  if (rank == 1) REQUIRE(mlxdist_barrier(group, 0) == MLXDIST_TIMEOUT); /* rank 0's error, reported by rank 0 */
   world_barrier(world, &barriers);
   mlxdist_group_destroy(group);
 }

@@ -1,5 +1,5 @@
 /*
- * Fuzzes what the engine is told as text or tables: lists of faults, and tuning tables with the layouts they are asked
+ * Fuzzes what the engine gets as text or tables: lists of faults, and tuning tables with the layouts they are asked
  * about. The first byte of an input says which; the second one is the operation.
  */
 #include "pair.h"

@@ -4,7 +4,7 @@
  *   -DERROR=1            that lists no devices, with 1 in errno
  *   -DEXTENDED=320       whose contexts have that many bytes of struct verbs_context
  *   -DOLD_KERNEL         whose kernel cannot be asked for the type of an address
- *   -DVERSION_1_0        that gives functions of version 1.0 to whoever asks for no version */
+ *   -DVERSION_1_0        that gives functions of version 1.0 to programs that request no version */
 #include "../verbs/verbs_abi.h"
 
 #include <errno.h>

@@ -8,7 +8,7 @@
 
 #define FRAME SOFT_FRAME_BYTES
 
-/* A host for this test alone: its queue pairs are shared with nobody else. */
+/* A host for this test alone: no other test shares its queue pairs. */
 static inline struct side_options options_of(uint32_t host) {
   return (struct side_options){
       .cqe = 256, .max_send_wr = 32, .max_recv_wr = 32, .profile = "apple-tb5", .host = (uint32_t)getpid() * 8 + host};

@@ -86,7 +86,7 @@ static void test_boundary(void) {
   side_close(&side);
 }
 
-/* A device is one end of one cable: whoever is not at the other end is not reached, and it is opened once. */
+/* A device is one end of one cable: only the peer at the other end is reached, and it is opened once. */
 static void test_one_cable(void) {
   struct side a, b, c, twice;
   open_connected(&a, &b);

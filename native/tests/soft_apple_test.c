@@ -223,7 +223,7 @@ static void test_unequal_frames(void) {
   check_frames(3 * FRAME, 2 * FRAME, IBV_WC_LOC_LEN_ERR);
 }
 
-/* So many frames wait in each queue; the next one is refused until a completion has been polled. */
+/* A full queue of frames waits; the next one is rejected until a completion has been polled. */
 static void check_depth(uint32_t asked, size_t frames) {
   struct side a, b;
   struct ibv_wc wc[32];

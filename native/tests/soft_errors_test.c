@@ -185,7 +185,7 @@ static void test_reset_discards(void) {
   side_close_pair(&a, &b);
 }
 
-/* The receiver alone starts anew, with the same numbers: the sender finds it again by itself. */
+/* The receiver alone restarts, with the same numbers: the sender finds it again by itself. */
 static void test_receiver_resets(void) {
   struct side a, b;
   side_open_pair(&a, &b, SIDE_DEFAULTS);

@@ -5,7 +5,7 @@
 
 #include <errno.h>
 
-static const struct side_address nobody = {.qp_num = 1};
+static const struct side_address no_peer = {.qp_num = 1};
 
 static void test_device(void) {
   const struct verbs *verbs = verbs_soft();
@@ -169,9 +169,9 @@ static void test_wrong_peer(void) {
   struct side side, other;
   side_open(&side, SIDE_DEFAULTS);
   side_open(&other, SIDE_DEFAULTS);
-  CHECK_EQUAL(side_modify(side.qp, IBV_QPS_INIT, nobody), 0);
+  CHECK_EQUAL(side_modify(side.qp, IBV_QPS_INIT, no_peer), 0);
 
-  CHECK(side_modify(side.qp, IBV_QPS_RTR, nobody) != 0);
+  CHECK(side_modify(side.qp, IBV_QPS_RTR, no_peer) != 0);
   struct side_address wrong = side_address(&other);
   for (int byte = 0; byte < 16; byte++) {
     wrong.gid.raw[byte] ^= 0x55;
@@ -248,7 +248,7 @@ static void test_reference_counts(void) {
   const struct verbs *verbs = verbs_soft();
   struct side side;
   side_open(&side, SIDE_DEFAULTS);
-  CHECK_EQUAL(side_modify(side.qp, IBV_QPS_INIT, nobody), 0);
+  CHECK_EQUAL(side_modify(side.qp, IBV_QPS_INIT, no_peer), 0);
   CHECK_EQUAL(side_receive(&side, 1, 0, 64), 0);
 
   CHECK_EQUAL(verbs->close_device(side.context), EBUSY);

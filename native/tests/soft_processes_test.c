@@ -205,7 +205,7 @@ static uint64_t fire(int fd, pid_t peer, int64_t duration) {
 static void fire_until_killed(int fd) { fire(fd, 0, 0); }
 
 /* Killed while both send, often in the middle of a copy: the survivor can still take everything down, in
- * bounded time, and nobody has left a name. */
+ * bounded time, and no name is left. */
 static void test_peer_killed_while_sending(void) {
   int names = count_names();
   uint64_t bytes = 0;

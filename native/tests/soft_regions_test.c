@@ -149,7 +149,7 @@ static void test_not_busy_with_bad_receives(void) {
   side_close(&side);
 }
 
-/* Registering is an entry in a table: memory that is gone, or was never there, matters to nobody until it is used. */
+/* Registering is an entry in a table: memory that is gone, or was never there, does not matter until it is used. */
 static void test_unmapped_memory(void) {
   struct side a, b;
   side_open_pair(&a, &b, SIDE_DEFAULTS);

@@ -94,7 +94,7 @@ static void test_garbage(void) {
   side_close_pair(&a, &b);
 }
 
-/* The greeting that a peer has sent to somebody else, or the last time, is worth nothing: the challenge is another. */
+/* The greeting that a peer has sent to another process, or before, is worth nothing: the challenge is another. */
 static void test_recorded_greeting(void) {
   struct side a, b;
   tcp_open_pair(&a, &b, TCP_DEFAULTS);

@@ -71,7 +71,7 @@ static void test_reset_under_fire(void) {
       received += count;
     }
     CHECK_EQUAL(side_modify(side.qp, IBV_QPS_RESET, peer), 0);
-    memset(side.memory, 0x55, 8 * 4096); /* ours again: nobody writes here now */
+    memset(side.memory, 0x55, 8 * 4096); /* ours again: no peer writes here now */
     for (int i = 0; i < 8 * 4096; i++) CHECK(side.memory[i] == 0x55, "written after RESET");
   }
   sender.stop = 1;

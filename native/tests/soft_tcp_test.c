@@ -329,7 +329,7 @@ static void test_broken_connection(void) {
   side_close_pair(&a, &b);
 }
 
-/* Somebody who does not read holds up nobody else, and their own SENDs wait. */
+/* A peer that does not read delays no other one, and SENDs to it wait. */
 static void test_slow_reader(void) {
   struct side a, b, slow;
   side_open(&slow, TCP_DEFAULTS);
@@ -367,8 +367,8 @@ static void test_sender_leaves(void) {
   side_close(&b);
 }
 
-/* While nobody listens SENDs are dropped, as on a cable that leads nowhere. */
-static void test_nobody_there(void) {
+/* While no peer listens, SENDs are dropped, as on a cable that leads nowhere. */
+static void test_no_peer(void) {
   struct side a, b;
   tcp_open_pair(&a, &b, TCP_DEFAULTS);
   side_close(&b);
@@ -399,7 +399,7 @@ int main(int argc, char **argv) {
       {"BrokenConnection", test_broken_connection},
       {"SlowReader", test_slow_reader},
       {"SenderLeaves", test_sender_leaves},
-      {"NobodyThere", test_nobody_there},
+      {"NoPeer", test_no_peer},
   };
   return check_main(argc, argv, tests, sizeof tests / sizeof *tests);
 }

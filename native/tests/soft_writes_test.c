@@ -217,7 +217,7 @@ static void test_bounces_fill_the_arena(void) {
   struct ibv_mr *mr = verbs_soft()->reg_mr(side.pd, memory, bytes, IBV_ACCESS_LOCAL_WRITE);
   struct ibv_sge sge = {(uintptr_t)memory, (uint32_t)bytes, mr->lkey};
   struct ibv_recv_wr wr = {.sg_list = &sge, .num_sge = 1}, *bad = NULL;
-  CHECK_EQUAL(ibv_post_recv(side.qp, &wr, &bad), EINVAL); /* as long as nobody asks for it */
+  CHECK_EQUAL(ibv_post_recv(side.qp, &wr, &bad), EINVAL); /* until it is requested */
   soft_context(side.context)->bounces = true;
   int posted = 0, error;
   while ((error = ibv_post_recv(side.qp, &wr, &bad)) == 0) posted++;

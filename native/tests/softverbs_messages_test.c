@@ -112,7 +112,7 @@ static void test_no_receive(void) {
   struct end a, b;
   open_pair(&a, &b);
   CHECK_EQUAL(send_bytes(&a, 1, 10), 0);
-  poll_one(&a, 1, IBV_WC_SUCCESS); /* and nobody has it */
+  poll_one(&a, 1, IBV_WC_SUCCESS); /* and no receive has it */
   CHECK_EQUAL(receive(&b, 2, 0, 10), 0);
   expect_nothing(&b);
   close_pair(&a, &b);

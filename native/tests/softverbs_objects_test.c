@@ -211,7 +211,7 @@ static void *acknowledge_later(void *of) {
   return NULL;
 }
 
-/* Events that nobody took go with their object; one that somebody took keeps it until it is acknowledged. */
+/* Events that are not taken go with their object; one that is taken keeps it until it is acknowledged. */
 static void test_destroyed_with_events(void) {
   char *memory = malloc(BYTES);
   struct end a = open_end(memory, BYTES, 2, 1), b = open_end(memory, BYTES, 4 * DEPTH, 1);

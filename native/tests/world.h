@@ -119,7 +119,7 @@ static inline void world_side_close(struct world_side* side) {
   pthread_join(side->thread, 0);
 }
 
-/* Until all have met, another rank may need the side channel of this one to make a queue pair anew. */
+/* Until all have met, another rank may need the side channel of this one to re-create a queue pair. */
 static inline void world_side_leave(struct world_side* side, int* barriers) {
   REQUIRE(mlxdist_group_finalize(side->group) == MLXDIST_OK);
   world_barrier(side->world, barriers);

@@ -1,4 +1,4 @@
-"""A set of ranks for the chaos test: processes that are told rounds, signalled while they play them, and judged."""
+"""A set of ranks for the chaos test: processes that get rounds, are signaled in them, and checked."""
 
 import contextlib
 import json

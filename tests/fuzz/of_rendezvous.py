@@ -166,7 +166,7 @@ def member(data: bytes) -> None:
 
 
 def _send(sock: socket.socket, data: bytes) -> None:
-    with contextlib.suppress(OSError):  # cut off, or nobody reads
+    with contextlib.suppress(OSError):  # cut off, or not read
         sock.sendall(data)
 
 
@@ -181,7 +181,7 @@ def _understand(kind: int, payload: bytes) -> None:
 
 
 def greeting(data: bytes) -> None:
-    """What a rank reads from whoever listens at the address of rank 0; with the first byte odd, from one that has the
+    """What a rank reads from a process that listens at the address of rank 0; if the first byte is odd, with the
     secret."""
     ours, theirs = socket.socketpair()
     environment = Environment(rank=1, world_size=SIZE, rendezvous=("h", 1), secret=SECRET)

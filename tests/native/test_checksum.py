@@ -1,4 +1,4 @@
-"""MLXDIST_CHECKSUM=1: what arrives damaged is sent again."""
+"""MLXDIST_CHECKSUM=1: damaged messages are retransmitted."""
 
 import pytest
 from native_build import NATIVE, SANITIZE_MEMORY, build_program, run_program

@@ -248,7 +248,7 @@ def test_ranks_that_share_a_device_of_ten_queue_pairs(run_ranks, library_folder)
 
 @pytest.mark.parametrize("name", ["SOFTVERBS_PROFILE", "SOFTVERBS_FAULTS", "SOFTVERBS_HOST"])
 def test_unknown_settings_are_named(tmp_path, own_header, name):
-    """A program sees no more than an error of the call; the user is told the rest."""
+    """A program sees no more than an error of the call; the rest is printed for the user."""
     program = build_program(tmp_path / "objects", sources("objects"), own_header, libraries=LINKED)
     result = subprocess.run(
         [program, "Addresses"], env=os.environ | {name: "nonsense"}, capture_output=True, text=True, timeout=60

@@ -16,7 +16,7 @@ from native_build import NATIVE, build_program, c_compiler, compile_source, run_
 HEADER = NATIVE / "verbs" / "verbs_abi.h"
 SYSTEM = "<infiniband/verbs.h>"
 
-# Structs that have grown and may grow on. The library is told how long ours is (ibv_port_attr, ibv_gid_entry), or finds
+# Structs that have grown and may grow on. The library gets the length of ours (ibv_port_attr, ibv_gid_entry), or finds
 # its context by the end (verbs_context): offsets count from there.
 GROWS_AT_END = {"struct ibv_port_attr", "struct ibv_gid_entry"}
 GROWS_AT_FRONT = {"struct verbs_context"}
@@ -136,7 +136,7 @@ def test_declarations_are_the_system_s(tmp_path):
     assert not wrong, "\n".join(wrong)
 
 
-# What is written in our header, what a copy has instead, and how the difference must be told.
+# What is written in our header, what a copy has instead, and how the difference must be reported.
 WRONG = {
     "enum value": ("IBV_WR_SEND,\n", "IBV_WR_SEND = 7,\n", "IBV_WR_SEND: 7, the system's is 2"),
     "flag": ("IBV_SEND_SIGNALED = 1 << 1", "IBV_SEND_SIGNALED = 1", "IBV_SEND_SIGNALED: 1, the system's is 2"),

@@ -228,7 +228,7 @@ CALLS = ["get_device_list", "open_device", "query_port", "query_gid"]
 
 @pytest.mark.parametrize("call", ["get_device_name", *(pytest.param(call, marks=pytest.mark.long) for call in CALLS)])
 def test_a_call_that_does_not_return_is_named(driver, call):
-    """Only in the list itself, and for a name that is not known yet, no device can be told."""
+    """Only in the list itself, and for a name that is not known yet, no device can be identified."""
     device = "" if call == "get_device_list" else "rxe0"
     found = ibverbs(driver, "--timeout", "0.5", status=1, DRIVER_FAILS=f"ibv_{call}:{device}:hang")
     where = "device 0 of the list" if call == "get_device_name" else device

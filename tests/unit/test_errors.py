@@ -120,8 +120,8 @@ def test_a_place_is_added_once_and_kept_when_a_text_is_cut():
     ],
 )
 def test_what_others_are_told_of_what_is_not_ours(error, text):
-    told = errors.interruption(error, 1, "mac1")
-    assert type(told) is errors.Aborted and str(told) == text
+    found = errors.interruption(error, 1, "mac1")
+    assert type(found) is errors.Aborted and str(found) == text
 
 
 @pytest.mark.parametrize("name", ["SystemExit", "from_status", "re", "", "__all__"])
