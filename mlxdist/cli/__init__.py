@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from mlxdist.base.environment import VARIABLES, Environment
-from mlxdist.base.errors import EnvironmentVariableError, InvalidArgument
+from mlxdist.base.errors import EnvironmentVariableError, InvalidArgument, ResourceError
 from mlxdist.version import __version__
 
 gc.enable()
@@ -65,10 +65,10 @@ class Commands(click.Group):
         return super().resolve_command(context, args)
 
     def invoke(self, context: click.Context) -> Any:
-        """What the user has given wrong, in an option, a file or a variable, ends every command alike."""
+        """A wrong option, file or variable, and what a host cannot give, ends every command alike."""
         try:
             return super().invoke(context)
-        except (InvalidArgument, EnvironmentVariableError) as error:
+        except (InvalidArgument, EnvironmentVariableError, ResourceError) as error:
             raise click.ClickException(str(error)) from None
 
 

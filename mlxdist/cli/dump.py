@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from mlxdist.base.errors import InvalidArgument, ResourceError
+from mlxdist.base.errors import InvalidArgument
 from mlxdist.base.output_file import OUTPUT_FILE, is_written
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
 from mlxdist.launch.job_name import JOB_NAME
@@ -69,14 +69,11 @@ def dump(
     """
     if directory is not None and (job is not None or chosen.hostfile is not None):
         raise click.UsageError("Name a job or a directory of files, not both.")
-    try:
-        if directory is None:
-            found = _collect(job, chosen, seconds)
-        else:
-            records, problems = read_directory(directory)
-            found = Collected(records, notes=problems)
-    except (InvalidArgument, ResourceError) as error:
-        raise click.ClickException(str(error)) from None
+    if directory is None:
+        found = _collect(job, chosen, seconds)
+    else:
+        records, problems = read_directory(directory)
+        found = Collected(records, notes=problems)
     analysis = analyze(found.records, found.members)
     text = json.dumps(trace(found.records)) if trace_file is not None else ""
     written = trace_file is None or is_written(trace_file, lambda path: path.write_text(text))

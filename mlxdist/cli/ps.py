@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mlxdist.base.errors import ResourceError, name_ranks
+from mlxdist.base.errors import name_ranks
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
 
 __all__ = ["ps"]
@@ -35,13 +35,10 @@ def ps(chosen: HostSelection, as_json: bool) -> None:
     from mlxdist.launch.jobs import list_jobs
 
     problems: list[str] = []
-    try:
-        if chosen.hostfile is None:
-            jobs = [jobs_on_hosts.as_json(job) for job in list_jobs()]
-        else:
-            jobs, problems = jobs_on_hosts.list_on(chosen)
-    except ResourceError as error:
-        raise click.ClickException(str(error)) from None
+    if chosen.hostfile is None:
+        jobs = [jobs_on_hosts.as_json(job) for job in list_jobs()]
+    else:
+        jobs, problems = jobs_on_hosts.list_on(chosen)
     if as_json:
         click.echo(json.dumps(jobs, indent=2))
     elif jobs:

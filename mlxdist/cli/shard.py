@@ -76,17 +76,12 @@ def shard(
     from mlxdist.base.errors import InvalidArgument
     from mlxdist.base.model_directory import model_directory
 
-    try:
-        directory = model_directory(model)
-        if hostfile is not None:
-            tp, rank_shares = _measured(hostfile, tp, ep, rank_shares)
-        elif isinstance(rank_shares, str):
-            raise InvalidArgument(
-                f"--rank-shares {rank_shares} is a figure of measured hosts; give their --hostfile, too"
-            )
-        plan = _plan(directory, tp or 1, ep, rank_shares)
-    except InvalidArgument as error:
-        raise click.ClickException(str(error)) from None
+    directory = model_directory(model)
+    if hostfile is not None:
+        tp, rank_shares = _measured(hostfile, tp, ep, rank_shares)
+    elif isinstance(rank_shares, str):
+        raise InvalidArgument(f"--rank-shares {rank_shares} is a figure of measured hosts; give their --hostfile, too")
+    plan = _plan(directory, tp or 1, ep, rank_shares)
     if not as_json:
         click.echo(str(plan))
     verification = _verify(directory, plan) if verify else None

@@ -4,7 +4,6 @@ import sys
 
 import click
 
-from mlxdist.base.errors import InvalidArgument, ResourceError
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
 from mlxdist.launch.job_name import JOB_NAME
 
@@ -42,15 +41,12 @@ def stop(names: tuple[str, ...], everything: bool, seconds: float, chosen: HostS
     from mlxdist.launch.jobs import list_jobs, running_job
     from mlxdist.launch.jobs_on_hosts import Stopped, end_jobs, stop_on
 
-    try:
-        if chosen.hostfile is not None:
-            done = stop_on(chosen, names, everything, seconds)
-        else:
-            jobs = [running_job(name) for name in names] if names else list_jobs()
-            running = end_jobs(jobs, seconds)
-            done = Stopped({job.name: [] for job in jobs if job.name not in running}, {name: [] for name in running})
-    except (InvalidArgument, ResourceError) as error:
-        raise click.ClickException(str(error)) from None
+    if chosen.hostfile is not None:
+        done = stop_on(chosen, names, everything, seconds)
+    else:
+        jobs = [running_job(name) for name in names] if names else list_jobs()
+        running = end_jobs(jobs, seconds)
+        done = Stopped({job.name: [] for job in jobs if job.name not in running}, {name: [] for name in running})
     for job, hosts in sorted((done.ended | done.running).items()):
         where = f" on {', '.join(hosts)}" if hosts else ""
         click.echo(f"{job} still runs{where} after {seconds:g} s" if job in done.running else f"{job} has ended{where}")

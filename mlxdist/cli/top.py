@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 
-from mlxdist.base.errors import InvalidArgument, ResourceError
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
 from mlxdist.launch.job_name import JOB_NAME
 from mlxdist.tools.observe.top_table import Screenful, full
@@ -76,8 +75,6 @@ def top(job: str | None, chosen: HostSelection, interval: float, once: bool, as_
                     _print_json(view)
             else:
                 view = _show(watch, interval)
-    except (InvalidArgument, ResourceError) as error:
-        raise click.ClickException(str(error)) from None
     except KeyboardInterrupt:
         return
     if view is not None and view.ended:

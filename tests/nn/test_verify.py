@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from mlx_lm.models import qwen3
 from mlx_lm.utils import save_config, save_model
 
-from mlxdist.cli.shard import shard
+from mlxdist.cli import commands
 from mlxdist.nn.sharding.plan import Plan
 
 CONFIG = {
@@ -44,10 +44,10 @@ def test_another_weight_on_one_rank_is_found_on_all(run_ranks, tmp_path, ranks):
 
 
 def test_the_command_prints_a_plan_and_starts_nothing(folder):
-    result = CliRunner().invoke(shard, [str(folder), "--tp", "2"])
+    result = CliRunner().invoke(commands, ["shard", str(folder), "--tp", "2"])
     assert result.exit_code == 0, result.output
     assert "q_proj" in result.output
-    result = CliRunner().invoke(shard, [str(folder), "--tp", "2", "--json"])
+    result = CliRunner().invoke(commands, ["shard", str(folder), "--tp", "2", "--json"])
     document = json.loads(result.output)
     plan = Plan.from_json(json.dumps(document["plan"]))
     assert (plan.tp, plan.ranks, document["verification"]) == (2, 2, None)
@@ -56,14 +56,14 @@ def test_the_command_prints_a_plan_and_starts_nothing(folder):
 def test_the_command_takes_the_name_of_a_model_that_has_been_downloaded(folder, tmp_path_factory, monkeypatch):
     hub = tmp_path_factory.mktemp("hub")
     monkeypatch.setenv("HF_HUB_CACHE", str(hub))
-    result = CliRunner().invoke(shard, ["org/model", "--tp", "2"])
+    result = CliRunner().invoke(commands, ["shard", "org/model", "--tp", "2"])
     assert result.exit_code == 1 and "type: hf download org/model" in result.output
     kept = hub / "models--org--model"
     (kept / "snapshots").mkdir(parents=True)
     (kept / "snapshots" / "0123").symlink_to(folder)
     (kept / "refs").mkdir()
     (kept / "refs" / "main").write_text("0123")
-    result = CliRunner().invoke(shard, ["org/model", "--tp", "2"])
+    result = CliRunner().invoke(commands, ["shard", "org/model", "--tp", "2"])
     assert result.exit_code == 0 and "q_proj" in result.output, result.output
 
 
@@ -77,14 +77,14 @@ def test_the_command_takes_the_name_of_a_model_that_has_been_downloaded(folder, 
     ],
 )
 def test_what_cannot_be_cut_is_said(folder, options, status, words):
-    result = CliRunner().invoke(shard, [str(folder), *options])
+    result = CliRunner().invoke(commands, ["shard", str(folder), *options])
     assert result.exit_code == status and words in result.output, result.output
 
 
 def test_damaged_files_are_said(folder):
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    result = CliRunner().invoke(shard, [str(folder)])
+    result = CliRunner().invoke(commands, ["shard", str(folder)])
     assert result.exit_code == 1 and "model.safetensors is damaged" in result.output
 
 
