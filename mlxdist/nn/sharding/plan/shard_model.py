@@ -54,21 +54,21 @@ def shard_model(model: nn.Module, plan: Plan, group: Group | None = None) -> nn.
     model or number of ranks, the ranks have different plans, the model is sharded already.
     """
     group = group_of(group)
-    problem = None
+    problem, blocks = None, []
     try:
-        _check(model, plan, group)
+        blocks = _check(model, plan, group)
     except InvalidArgument as error:
         problem = f"shard_model: {error}"
     agree("shard_model", group, problem, {"plan": crc32(plan.to_json().encode()) if isinstance(plan, Plan) else 0})
     if plan.ranks == 1:
         return model
     tp_group = group if plan.ep == 1 else group_of(group.split(color=group.rank() // plan.tp))
-    reason = why_not_trained(model, plan)
+    reason = _why_not_trained(model, plan, blocks)
     if plan.how == OWN_SHARD:
         _shard_by_own_method(model, plan, tp_group)
     else:
         modules = dict(model.named_modules())
-        for block in _blocks_of(model, plan):
+        for block in blocks:
             _shard_block(block, modules, plan, group, tp_group)
     if reason:
         refuse_training(model, reason)
@@ -77,9 +77,13 @@ def shard_model(model: nn.Module, plan: Plan, group: Group | None = None) -> nn.
 
 def why_not_trained(model: nn.Module, plan: Plan) -> str | None:
     """Why a gradient of the model, sharded by its plan, is rejected; None if it is not. ``model`` is still full."""
+    return _why_not_trained(model, plan, [] if plan.how == OWN_SHARD else _blocks_of(model, plan))
+
+
+def _why_not_trained(model: nn.Module, plan: Plan, blocks: list[Block]) -> str | None:
     if plan.how == OWN_SHARD:
         return why_not(model)
-    for block in _blocks_of(model, plan):
+    for block in blocks:
         # One that is not called, but only its layers, has no parallel region.
         unknown = block.roles.get(block.path) == "group" or not callable(block.module)
         if unknown and (reason := why_not(block.module)):
@@ -87,8 +91,8 @@ def why_not_trained(model: nn.Module, plan: Plan) -> str | None:
     return None
 
 
-def _check(model: Any, plan: Any, group: Group) -> None:
-    """Raises InvalidArgument where this rank's arguments are wrong."""
+def _check(model: Any, plan: Any, group: Group) -> list[Block]:
+    """The blocks that the plan shards. Raises InvalidArgument where this rank's arguments are wrong."""
     if not isinstance(model, nn.Module):
         raise InvalidArgument(f"model must be an mlx.nn.Module, not {type(model).__name__}")
     if not isinstance(plan, Plan):
@@ -101,15 +105,17 @@ def _check(model: Any, plan: Any, group: Group) -> None:
     if plan.how == OWN_SHARD:
         if not hasattr(model, "shard"):
             raise InvalidArgument(f"the plan uses model.shard(), which {type(model).__name__} does not have")
-        return
+        return []
     # What the patterns of this version find is carried out.
-    found = {path: shard for block in _blocks_of(model, plan) for path, shard in block.shards.items()}
+    blocks = _blocks_of(model, plan)
+    found = {path: shard for block in blocks for path, shard in block.shards.items()}
     for path, shard in plan.shards.items():
         now = found.get(path)
         if (shard.ranges, shard.scale) != ((now.ranges, now.scale) if now else ((), 1.0)):
             raise InvalidArgument(
                 f"the plan does not shard {path} as this version of mlxdist does: make it again with plan_shards"
             )
+    return blocks
 
 
 def _blocks_of(model: nn.Module, plan: Plan) -> list[Block]:
