@@ -1,4 +1,4 @@
-"""One rank of test_algorithms.py: the last rank uses another algorithm. Prints what each rank is told.
+"""One rank of test_algorithms.py: the last rank uses another algorithm. Prints the error of each rank.
 
 Arguments: an operation, the algorithm of the last rank, that of all others.
 """

@@ -1,4 +1,4 @@
-"""One rank of test_progress.py: what goes on while nobody, or nobody in time, calls mlxdist. Argument: what.
+"""One rank of test_progress.py: what goes on while no thread calls mlxdist, or none in time. Argument: what.
 
 Prints seconds, which the test judges: they depend on what else the machine does.
 """
