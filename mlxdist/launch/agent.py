@@ -48,7 +48,7 @@ class JobFrame(IntEnum):
     SIGNAL = 17  # a number in one byte, to one rank
     INPUT = 18  # what the ranks read; empty: the end
     END = 19  # end whatever is left of the job on this host
-    PING = 20  # JSON: the launcher lives; it is gone where nothing arrives for that many seconds
+    PING = 20  # the launcher lives
     GONE = 21  # JSON: the exit status of a rank of another host
     # agent to launcher
     READY = 32  # JSON: the port at which rank 0 will listen, if it is here
@@ -85,8 +85,6 @@ class Agent:
         self._ending = self._end_sent = False
         self._is_stopped = False  # by a signal
         self._leave_at = math.inf
-        self._last_arrival = time.monotonic()
-        self._silence = math.inf  # seconds without a frame after which the launcher counts as lost
 
     def serve(self, arguments: Mapping[str, Any]) -> None:
         self._selector.register(self._source, selectors.EVENT_READ, self._read)
@@ -95,6 +93,8 @@ class Agent:
             try:
                 self._prepare(arguments)
                 self._take_frames(b"")
+                # Seconds without a frame after which the launcher counts as lost. To prepare a job may take longer.
+                self._silence, self._last_arrival = arguments["silence"], time.monotonic()
                 while not self._end_sent:
                     self._step(_SECONDS)
                 while not self._writer.wait(_PAUSE):
@@ -151,9 +151,7 @@ class Agent:
     def _take(self, kind: int, rank: int, payload: bytes) -> None:
         if kind in (JobFrame.SIGNAL, JobFrame.END):
             self._leave_at = math.inf
-        if kind == JobFrame.PING:
-            self._silence = float(unpack_json(payload)["seconds"])
-        elif kind == JobFrame.START and self._job is not None:
+        if kind == JobFrame.START and self._job is not None:
             self._start(self._job, unpack_json(payload))
         elif kind == JobFrame.SIGNAL and rank in self._ranks:
             self._ranks[rank].signal(signal.Signals(payload[0]))

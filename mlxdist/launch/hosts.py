@@ -76,6 +76,7 @@ class HostsJob:
             "secret": new_secret(),
             "mpi_shim": plan.backend.name == "mlxdist",
             "port": plan.backend.rendezvous_port,
+            "silence": SILENCE_SECONDS,
         }
 
     def __enter__(self) -> "HostsJob":
@@ -114,7 +115,7 @@ class HostsJob:
         is_over = False
         while not is_over:
             for host in self._hosts:
-                host.ping(SILENCE_SECONDS)
+                host.ping()
             is_over = self._is_over.wait(SILENCE_SECONDS / _PINGS)
 
     def _stop_pings(self) -> None:

@@ -109,10 +109,10 @@ class RemoteHost:
         """As the host has said in its greeting."""
         return self.hello.get("system") == "darwin"
 
-    def ping(self, silence: float) -> None:
+    def ping(self) -> None:
         """Says that the launcher lives. Never waits: what is under way to the host says so as well."""
         if self._is_called:
-            self._connection.try_send(pack_json(JobFrame.PING, {"seconds": silence}))
+            self._connection.try_send(pack(JobFrame.PING))
 
     def prepare(self, arguments: dict[str, Any]) -> None:
         self._connection.send(pack_json(Kind.CALL, {"call": AGENT, "arguments": arguments}))
