@@ -57,8 +57,9 @@ lint: setup $(VENV)/.lint
 demo: setup
 	$(BIN)/mlxdist launch -n 2 -- $(BIN)/python examples/train_and_generate.py
 
+# Three files at a time: tests of ranks and jobs wait more than they compute.
 test: setup
-	$(BIN)/python -m pytest --durations=10
+	$(BIN)/python -m pytest --numprocesses=3 --dist=loadfile --durations=10
 
 test-long: setup check-macos $(VENV)/.atheris $(VENV)/.lm-eval
 	$(BIN)/python -m pytest -m long --durations=40

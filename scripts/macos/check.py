@@ -49,7 +49,8 @@ def use_sdk(wheels: Path, sdk: Path) -> None:
 def main() -> int:
     lld = find_lld()
     print("linked by " + " ".join(lld) if lld else "not linked: there is no ld64.lld (Debian: apt-get install lld)")
-    return int(any(check(version) for version in _VERSIONS))  # all; below 0 where ninja is killed
+    statuses = [check(version) for version in _VERSIONS]  # all are checked; below 0: ninja was killed
+    return int(any(statuses))
 
 
 def check(version: str) -> int:
