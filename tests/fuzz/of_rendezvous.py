@@ -67,10 +67,7 @@ class Meeting:
     """Rank 0's server, driven by hand: its loop is a real one whose thread is never started."""
 
     def __init__(self) -> None:
-        def crash(error: BaseException) -> None:
-            raise error
-
-        self.loop = EventLoop(crash)
+        self.loop = EventLoop(_crash)
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = listener.getsockname()
         environment = Environment(world_size=SIZE, rendezvous=self.address, secret=SECRET, job="test")
@@ -107,10 +104,18 @@ class Meeting:
         return found
 
     def close(self) -> None:
-        for key in list(self.loop._selector.get_map().values()):
-            key.fileobj.close()
-        self.loop._wake_sender.close()
+        _close_sockets(self.loop)
         self.own.close()
+
+
+def _crash(error: BaseException) -> None:
+    raise error
+
+
+def _close_sockets(loop: EventLoop) -> None:
+    for key in list(loop._selector.get_map().values()):
+        key.fileobj.close()
+    loop._wake_sender.close()
 
 
 @contextlib.contextmanager
@@ -209,22 +214,15 @@ def _welcome(sock: socket.socket, text: bytes) -> None:
 
 def rank_0(data: bytes) -> None:
     """Frames from rank 0 to a rank: kind, length, payload."""
-    rank = _a_rank()
-    while len(data) > 3:
-        kind, length = struct.unpack_from(">BH", data)
-        payload, data = data[3 : 3 + length], data[3 + length :]
-        with contextlib.suppress(ProtocolError):
-            rank._frame(kind, payload)
+    with _a_rank() as rank:
+        while len(data) > 3:
+            kind, length = struct.unpack_from(">BH", data)
+            payload, data = data[3 : 3 + length], data[3 + length :]
+            with contextlib.suppress(ProtocolError):
+                rank._frame(kind, payload)
     failure = rank.failure
     if failure is not None:
         str(failure).encode()
-
-
-class _NoLoop:
-    """Nothing of a heartbeat but what it does with frames is used."""
-
-    def add_timer(self, timer: Callable[[], float | None]) -> None:
-        pass
 
 
 class _Unconnected(Rendezvous):
@@ -232,13 +230,19 @@ class _Unconnected(Rendezvous):
         pass
 
 
-def _a_rank() -> Rendezvous:
-    """One without a connection: nothing of it is used but what it does with frames."""
-    rank = _Unconnected(Environment(secret=SECRET))
+@contextlib.contextmanager
+def _a_rank() -> Iterator[Rendezvous]:
+    """Its loop does not run, so rank 0 reads nothing of what it sends."""
+    rank, loop, (ours, theirs) = _Unconnected(Environment(secret=SECRET)), EventLoop(_crash), socket.socketpair()
     hear = rank._on_failure = rank._on_leave = rank._on_message = lambda *news: [str(part).encode() for part in news]
-    rank._heartbeat = Heartbeat(_NoLoop(), None, 0, SIZE)
+    rank._connection = Connection(loop, ours)
+    rank._heartbeat = Heartbeat(loop, rank._connection, 0, SIZE)
     rank._heartbeat.start(str, hear)
-    return rank
+    try:
+        yield rank
+    finally:
+        _close_sockets(loop)
+        theirs.close()
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {

@@ -196,7 +196,7 @@ def test_uv(wheel, tools, tmp_path):
     checked = call(*uvx, "mlxdist", "doctor", "--quick", "--json", env=variables, cwd=tmp_path)
     assert "doctor" not in checked.stderr, checked.stderr
     findings = {check["check"]: check["findings"] for check in json.loads(checked.stdout)["checks"]}
-    assert [finding["verdict"] for finding in findings["values"]] == ["ok"], findings["values"]
+    assert [finding["verdict"] for finding in findings["correctness"]] == ["ok"], findings["correctness"]
 
 
 def test_what_cibuildwheel_makes_of_the_configuration(tools):

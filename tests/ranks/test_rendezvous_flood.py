@@ -168,19 +168,19 @@ def test_a_flood_does_not_hold_up_a_start():
 def test_a_flood_is_let_in_no_faster_than_ranks(monkeypatch):
     """Rank 0 reads from what it has accepted after each 64: no more are between a rank and its response."""
     job, greeted, go = Job(2), threading.Event(), threading.Event()
-    accept, admit, accepted, counts = Server._accept_one, Server._admit, [], []
+    accept, welcome, accepted, counts = Server._accept_one, Server._welcome, [], []
 
     def counted(server):
         found = accept(server)
         accepted.append(1)
         return found
 
-    def admitted(server, *arguments):
+    def welcomed(server, pending):
         counts.append(len(accepted))
-        admit(server, *arguments)
+        return welcome(server, pending)
 
     monkeypatch.setattr(Server, "_accept_one", counted)
-    monkeypatch.setattr(Server, "_admit", admitted)
+    monkeypatch.setattr(Server, "_welcome", welcomed)
     read_frame = authentication.read_frame
 
     def slowly(sock, framing, deadline):

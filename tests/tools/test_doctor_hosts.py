@@ -146,7 +146,7 @@ def test_two_hosts_that_do_not_reach_each_other(three, tmp_path):
         subprocess.run([*wall, "delete", "unreachable", address], check=True)
     found = {tuple(finding["hosts"]): finding["what"] for finding in findings(report, "ports", "fail")}
     assert found.keys() == {("node1", "node2"), ("node2", "node1")}
-    assert "No route to host" in found["node2", "node1"] and "no answer" in found["node1", "node2"]
+    assert "No route to host" in found["node2", "node1"] and "no response" in found["node1", "node2"]
     assert report["failed"] == ["node2"] and report["job"]["hosts"] == ["node0", "node1"]
     assert [entry["ssh"] for entry in json.loads(output.read_text())["hosts"]] == ["node0", "node1"]
 
