@@ -191,24 +191,24 @@ class WeightFile:
 
 
 class Checkpoint:
-    """The weights in a folder as mlx-lm saves them: all files ``model*.safetensors``, and an index if there is one.
+    """The weights in a directory as mlx-lm saves them: all files ``model*.safetensors``, and an index if there is one.
 
-    Raises InvalidArgument: the folder has no such file, one is damaged, one that the index names is missing, or a
+    Raises InvalidArgument: the directory has no such file, one is damaged, one that the index names is missing, or a
     tensor is in two files or not in that of the index.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        paths = sorted(folder.glob("model*.safetensors"))
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        paths = sorted(directory.glob("model*.safetensors"))
         index = self._read_index()
         missing = sorted(set(index.values()) - {path.name for path in paths})
         if missing:
             raise InvalidArgument(
-                f"{folder / missing[0]} is missing, which {INDEX} names"
+                f"{directory / missing[0]} is missing, which {INDEX} names"
                 + (f", and {len(missing) - 1} more files" if len(missing) > 1 else "")
             )
         if not paths:
-            raise InvalidArgument(f"there is no model*.safetensors in {folder}; give the folder of a model for mlx-lm")
+            raise InvalidArgument(f"there is no model*.safetensors in {directory}; give the directory of a model")
         self.files = [WeightFile(path) for path in paths]
         self.tensors: dict[str, StoredTensor] = {}
         for file in self.files:
@@ -218,7 +218,7 @@ class Checkpoint:
                 self.tensors[name] = tensor
         for name, file_name in index.items():
             if name not in self.tensors or self.tensors[name].file.path.name != file_name:
-                raise InvalidArgument(f"tensor {name!r} is not in {folder / file_name}, where {INDEX} has it")
+                raise InvalidArgument(f"tensor {name!r} is not in {directory / file_name}, where {INDEX} has it")
 
     @property
     def bytes_read(self) -> int:
@@ -226,7 +226,7 @@ class Checkpoint:
         return sum(file.bytes_read for file in self.files)
 
     def _read_index(self) -> dict[str, str]:
-        path = self.folder / INDEX
+        path = self.directory / INDEX
         if not path.exists():
             return {}
         try:

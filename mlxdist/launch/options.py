@@ -81,7 +81,7 @@ class Options(NamedTuple):  # a dataclass of this size takes a millisecond to be
         help="mlxdist: verbs that carry the messages. auto, the default: shared memory on one host, RDMA between "
         "hosts where it is there, else TCP; prints the choice and its reason.",
     )
-    qp: str | None = _option(
+    qp_type: str | None = _option(
         _BACKEND, type=click.Choice(QP_TYPES), help="mlxdist: queue pairs, unreliable (default) or reliable (Linux)."
     )
     starting_port: int | None = _option(
@@ -157,7 +157,7 @@ class Options(NamedTuple):  # a dataclass of this size takes a millisecond to be
     def variables(self) -> dict[str, str]:
         """Those that are set for all ranks."""
         given = parse_settings(_lines(self.env_file), "--env-file") | parse_settings(self.settings, "--env")
-        named = {"MLXDIST_PROVIDER": self.provider, "MLXDIST_QP_TYPE": self.qp}
+        named = {"MLXDIST_PROVIDER": self.provider, "MLXDIST_QP_TYPE": self.qp_type}
         return given | {name: value for name, value in named.items() if value is not None}
 
     def mpi_words(self) -> list[str]:

@@ -38,7 +38,7 @@ static struct ibv_context *open_context(const struct verbs *verbs) {
 }
 
 /* Asked a second time it says the same. A text that does not fit is cut. */
-static void test_refused(void) {
+static void test_rejected(void) {
   for (int i = 0; i < 2; i++) {
     char why[1024] = "", part[8] = "";
     CHECK(!verbs_provider("ibverbs", "ideal", why, sizeof why));
@@ -248,7 +248,7 @@ static void test_apple_messages(void) {
 
 int main(int argc, char **argv) {
   static const struct check tests[] = {
-      {"Refused", test_refused},
+      {"Rejected", test_rejected},
       {"OtherNames", test_other_names},
       {"Devices", test_devices},
       {"NoDevices", test_no_devices},

@@ -194,7 +194,7 @@ static void test_die(void) {
   CHECK_EQUAL(read(results[0], sent, sizeof sent), 2);
 }
 
-static void test_refused(void) {
+static void test_rejected(void) {
   static const char *const refused[] = {
       "truncate",
       "truncate=2/1",
@@ -238,7 +238,7 @@ int main(int argc, char **argv) {
       {"Error", test_error},
       {"Link", test_link},
       {"Die", test_die},
-      {"Refused", test_refused},
+      {"Rejected", test_rejected},
   };
   return check_main(argc, argv, tests, sizeof tests / sizeof *tests);
 }

@@ -187,7 +187,7 @@ static void test_duplicate_without_receive(void) {
   close_link(&link);
 }
 
-static void test_refused_faults(void) {
+static void test_rejected_faults(void) {
   static const char *const refused[] = {
       "",
       " ",
@@ -337,7 +337,7 @@ int main(int argc, char **argv) {
       {"DropChance", test_drop_chance},
       {"DuplicateChance", test_duplicate_chance},
       {"DuplicateWithoutReceive", test_duplicate_without_receive},
-      {"RefusedFaults", test_refused_faults},
+      {"RejectedFaults", test_rejected_faults},
       {"None", test_none},
       {"ListsAddUp", test_lists_add_up},
       {"WhoseFaults", test_whose_faults},

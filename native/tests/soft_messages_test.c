@@ -192,7 +192,7 @@ static void test_post_recv_by_state(void) {
   side_close(&side);
 }
 
-static void test_refused_send(void) {
+static void test_rejected_send(void) {
   struct side a, b;
   side_open_pair(&a, &b, SIDE_DEFAULTS);
   struct ibv_sge list[5] = {{(uintptr_t)a.memory, 8, a.mr->lkey}};
@@ -219,7 +219,7 @@ static void test_refused_send(void) {
   side_close_pair(&a, &b);
 }
 
-static void test_refused_receive(void) {
+static void test_rejected_receive(void) {
   struct side a, b;
   side_open_pair(&a, &b, SIDE_DEFAULTS);
   static char elsewhere[64];
@@ -356,8 +356,8 @@ int main(int argc, char **argv) {
       {"DropUnlessConnected", test_drop_unless_connected},
       {"PostSendInResetInitRtr", test_post_send_in_reset_init_rtr},
       {"PostRecvByState", test_post_recv_by_state},
-      {"RefusedSend", test_refused_send},
-      {"RefusedReceive", test_refused_receive},
+      {"RejectedSend", test_rejected_send},
+      {"RejectedReceive", test_rejected_receive},
       {"OverflowSendWr", test_overflow_send_wr},
       {"OverflowRecvWr", test_overflow_recv_wr},
       {"UnsignaledSend", test_unsignaled_send},

@@ -168,9 +168,9 @@ static void use_domains(struct side_options options, int count, bool killed) {
 
 /* Eleven a device and host: those of killed processes stay in use until what plays a restart. */
 static void test_domains(void) {
-  char folder[] = "/tmp/mlxdist-test-XXXXXX", command[128];
-  CHECK(mkdtemp(folder));
-  setenv("XDG_RUNTIME_DIR", folder, 1);
+  char directory[] = "/tmp/mlxdist-test-XXXXXX", command[128];
+  CHECK(mkdtemp(directory));
+  setenv("XDG_RUNTIME_DIR", directory, 1);
   struct side_options options = odd(0), elsewhere = odd(1);
   for (int i = 0; i < 3; i++) use_domains(options, 11, false);
   use_domains(options, 4, true);
@@ -180,14 +180,14 @@ static void test_domains(void) {
   struct ibv_pd *pd = verbs_soft()->alloc_pd(other);
   CHECK(pd, "of another host: %s", strerror(errno));
   CHECK_EQUAL(verbs_soft()->dealloc_pd(pd), 0);
-  snprintf(command, sizeof command, "rm %s/mlxdist-*-domain-*", folder);
+  snprintf(command, sizeof command, "rm %s/mlxdist-*-domain-*", directory);
   CHECK_EQUAL(system(command), 0);
   CHECK((pd = verbs_soft()->alloc_pd(context)), "after a restart: %s", strerror(errno));
   CHECK_EQUAL(verbs_soft()->dealloc_pd(pd), 0);
   CHECK(verbs_soft()->close_device(context) == 0 && verbs_soft()->close_device(other) == 0);
-  snprintf(command, sizeof command, "ls %s | grep domain", folder);
+  snprintf(command, sizeof command, "ls %s | grep domain", directory);
   CHECK(system(command) != 0, "a domain is left");
-  snprintf(command, sizeof command, "rm -r %s", folder);
+  snprintf(command, sizeof command, "rm -r %s", directory);
   CHECK_EQUAL(system(command), 0);
 }
 

@@ -58,7 +58,7 @@ static void test_connect_error(void) {
 }
 
 /* What RTR refuses: no key, a table entry that is none, an address that is none, no port. */
-static void test_refused_address(void) {
+static void test_rejected_address(void) {
   struct side side, keyless;
   side_open(&side, TCP_DEFAULTS);
   side_open(&keyless, SIDE_DEFAULTS);
@@ -385,7 +385,7 @@ int main(int argc, char **argv) {
   static const struct check tests[] = {
       {"Addresses", test_addresses},
       {"ConnectError", test_connect_error},
-      {"RefusedAddress", test_refused_address},
+      {"RejectedAddress", test_rejected_address},
       {"Sizes", test_sizes},
       {"Loopback", test_loopback},
       {"Gather", test_gather},

@@ -93,7 +93,7 @@ static void test_immediate(void) {
 }
 
 /* Wrong key, wrong range, no right to the region, none by the queue pair: dropped, and the connection goes on. */
-static void test_refused(void) {
+static void test_rejected(void) {
   struct side a, b;
   struct ibv_mr *mr = open_pair(&a, &b, WRITABLE);
   struct ibv_mr *readable = verbs_soft()->reg_mr(b.pd, region, sizeof region, IBV_ACCESS_LOCAL_WRITE);
@@ -137,7 +137,7 @@ int main(int argc, char **argv) {
   static const struct check tests[] = {
       {"Sizes", test_sizes},
       {"Immediate", test_immediate},
-      {"Refused", test_refused},
+      {"Rejected", test_rejected},
       {"RegionGoesAway", test_region_goes_away},
   };
   return check_main(argc, argv, tests, sizeof tests / sizeof *tests);

@@ -254,7 +254,7 @@ static void test_closed_with_objects_left(void) {
   close_pair(&a, &b);
 }
 
-static void test_refused(void) {
+static void test_rejected(void) {
   struct end a, b;
   open_pair(&a, &b);
   errno = 0;
@@ -329,7 +329,7 @@ int main(int argc, char **argv) {
       {"DestroyedWithEvents", test_destroyed_with_events},
       {"References", test_references},
       {"ClosedWithObjectsLeft", test_closed_with_objects_left},
-      {"Refused", test_refused},
+      {"Rejected", test_rejected},
       {"Apple", test_apple},
       {"UnknownProfile", test_unknown_profile},
   };

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["HERE", "Unavailable", "boot_files", "pyverbs_folder"]
+__all__ = ["HERE", "Unavailable", "boot_files", "pyverbs_directory"]
 
 HERE = Path(__file__).parent
 CACHE = HERE.parent.parent / "build" / "rxe"
@@ -65,7 +65,7 @@ def boot_files() -> tuple[Path, Path]:
         return image, _initial_files(kernel, busybox)
 
 
-def pyverbs_folder() -> Path:
+def pyverbs_directory() -> Path:
     """Where Debian's Python finds pyverbs; unpacked, since installing it takes other packages along.
 
     Raises:

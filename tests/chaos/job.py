@@ -43,8 +43,8 @@ class Job:
 
     def __enter__(self) -> "Job":
         self._names = shared_memory_names()
-        self._folder = tempfile.TemporaryDirectory(prefix="chaos-")
-        self._temporary = Path(self._folder.name, "tmp")
+        self._directory = tempfile.TemporaryDirectory(prefix="chaos-")
+        self._temporary = Path(self._directory.name, "tmp")
         self._temporary.mkdir()
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self._address = listener.getsockname()
@@ -67,7 +67,7 @@ class Job:
             "MLXDIST_RENDEZVOUS": f"127.0.0.1:{self._address[1]}",
             "MLXDIST_SECRET": secret,
             "MLXDIST_TUNING_FILE": "none",
-            "MLXDIST_FLIGHT_DIR": self._folder.name,
+            "MLXDIST_FLIGHT_DIR": self._directory.name,
         } | self.environment
         passed = ()
         if rank == 0:
@@ -85,7 +85,7 @@ class Job:
             )
 
     def _log(self, rank: int) -> Path:
-        return Path(self._folder.name, f"rank-{rank}.log")
+        return Path(self._directory.name, f"rank-{rank}.log")
 
     # Rounds.
 
@@ -202,7 +202,7 @@ class Job:
                 process.stdout.close()
             self._selector.close()
             logs = self.logs() if error is not None else ""
-            self._folder.cleanup()
+            self._directory.cleanup()
         if isinstance(error, Failed):
             raise Failed(f"{error}\n{logs}") from None
 

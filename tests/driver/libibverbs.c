@@ -1,5 +1,5 @@
 /*
- * A libibverbs.so.1 for tests of what is said about devices: it lists those that it is told to, and misbehaves as
+ * A libibverbs.so.1 for tests of reports about devices: it lists those in its settings, and misbehaves as
  * drivers do. No queue pair can be made with it.
  *
  *   DRIVER_DEVICES   name=state,link_layer,GID,... for each, separated by blanks: "rxe0=4,2,::ffff:10.0.0.1"

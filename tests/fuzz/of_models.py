@@ -12,12 +12,12 @@ from mlxdist.nn.sharding.plan import Plan
 
 __all__ = ["TARGETS"]
 
-_folder = tempfile.TemporaryDirectory(prefix="mlxdist-fuzz-")
+_directory = tempfile.TemporaryDirectory(prefix="mlxdist-fuzz-")
 
 
 def safetensors(data: bytes) -> None:
     """Tensors of a file that is accepted lie in it, do not overlap, and can be read to their last byte."""
-    path = Path(_folder.name, "model.safetensors")
+    path = Path(_directory.name, "model.safetensors")
     path.write_bytes(data)
     with contextlib.suppress(InvalidArgument):
         file = WeightFile(path)

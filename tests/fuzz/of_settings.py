@@ -20,7 +20,7 @@ from mlxdist.runtime import tuning
 
 __all__ = ["TARGETS"]
 
-_folder = tempfile.TemporaryDirectory(prefix="mlxdist-fuzz-")
+_directory = tempfile.TemporaryDirectory(prefix="mlxdist-fuzz-")
 
 
 def environment(data: bytes) -> None:
@@ -41,7 +41,7 @@ def environment(data: bytes) -> None:
 def tuning_table(data: bytes) -> None:
     """What is accepted survives being written, and being sent to another rank. The first byte says what the others are:
     a file, or what rank 0 sends."""
-    path = Path(_folder.name, "tuning.json")
+    path = Path(_directory.name, "tuning.json")
     path.write_bytes(data[1:])
     with contextlib.suppress(InvalidArgument):
         found = tuning.unpack(data[1:]) if data[:1] == b"\0" else tuning.read(path)

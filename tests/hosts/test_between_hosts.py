@@ -24,8 +24,8 @@ def hosts(request):
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
     sources = [NATIVE / "tests" / f"{name}.c" for name in ("soft_host", "soft_side", "soft_stream")]
-    folder = tmp_path_factory.mktemp("native")
-    return build_program(folder / "soft_host", sources + layer_sources("providers"), ["-O2"])
+    directory = tmp_path_factory.mktemp("native")
+    return build_program(directory / "soft_host", sources + layer_sources("providers"), ["-O2"])
 
 
 def test_messages(hosts, program):
@@ -77,7 +77,7 @@ print("exact")
 
 
 def test_cable_is_pulled_for_a_moment(hosts):
-    """What was lost is sent again, over the same connections or over new ones."""
+    """Lost messages are retransmitted over the same connections or over new ones."""
     with start_ranks(hosts, sys.executable, "-c", SUMS, variables=BY_TCP) as started:
         for line in started[0].stdout:
             if line.strip() in ("50", "200"):

@@ -82,7 +82,7 @@ def test_json_and_pictures(two_macs, tmp_path):
     assert alone.stdout.startswith("graph G {") and not (tmp_path / "rmlx-hosts.json").exists()
 
 
-def test_hosts_that_do_not_answer(two_macs, tmp_path):
+def test_hosts_that_do_not_respond(two_macs, tmp_path):
     done = config(two_macs, "--hosts", "book,nowhere,air")
     assert (
         done.exit_code == 1
@@ -142,14 +142,14 @@ def test_a_step_whose_connection_is_lost_can_be_taken_back(two_macs, tmp_path):
     assert ("Own",) in [step.values for step in UndoFile(tmp_path / "rmlx-hosts.undo.json").steps]
 
 
-def test_what_is_not_understood_is_said_of_the_host(two_macs):
+def test_what_is_not_understood_is_reported_for_the_host(two_macs):
     two_macs.write("air", two_macs.read("air") | {"thunderbolt": "killed"})
     done = config(two_macs, *BOTH, "--dry-run")
     assert "air: what system_profiler says of Thunderbolt is not understood" in done.stderr
     assert config(two_macs, *BOTH, "--over", "ethernet", "--dry-run").exit_code == 0
 
 
-def test_verify_says_what_does_not_work(two_macs):
+def test_verify_reports_what_does_not_work(two_macs):
     done = config(two_macs, *BOTH, "--verify")
     assert done.exit_code == 1 and "0 of 2 ways work" in done.stdout
     assert "air does not reach 10.111.0.1 of book by en6: look at the cable" in done.stderr
@@ -159,11 +159,11 @@ def test_verify_says_what_does_not_work(two_macs):
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    ("response", "words"),
     [(("yes", "en2"), ""), (("yes", ""), ""), (("yes", "en9"), "by en9, not by en2"), (("no", ""), "does not reach")],
 )
-def test_the_way_to_a_peer(answer, words):
-    found = problem(Check("a", "b", "10.111.0.2", "en2"), *answer)
+def test_the_way_to_a_peer(response, words):
+    found = problem(Check("a", "b", "10.111.0.2", "en2"), *response)
     assert words in found and bool(found) == bool(words)
 
 
@@ -174,7 +174,7 @@ def test_a_hostfile_that_is_replaced_is_kept(two_macs, tmp_path):
     assert (tmp_path / "rmlx-hosts.json.old").read_text() == "mine"
 
 
-def test_what_a_hostfile_says_else_is_kept(two_macs, tmp_path):
+def test_other_entries_of_a_hostfile_are_kept(two_macs, tmp_path):
     entries = [{"ssh": "book", "slots": 2}, {"ssh": "air"}]
     settings = ["A=1", "B=2", "MLXDIST_TOPOLOGY=0-1"]
     (tmp_path / "rmlx-hosts.json").write_text(json.dumps({"backend": "ring", "envs": settings, "hosts": entries}))
@@ -203,7 +203,7 @@ def test_an_output_that_cannot_be_written(two_macs):
         (("--hosts", "localhost", "--dry-run"), "Linux does not report which cable leads where"),
     ],
 )
-def test_what_is_refused(words, said):
+def test_what_is_rejected(words, said):
     done = config(None, *words)
     assert done.exit_code != 0 and said in done.stderr
 
@@ -227,9 +227,9 @@ def linux(tmp_path):
         yield found
 
 
-def config_on(hosts, folder, *words):
+def config_on(hosts, directory, *words):
     command = hosts.command(sys.executable, "-m", "mlxdist", "config", "--ssh", hosts.ssh, *words)
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=120)
 
 
 def addresses_on(hosts):
@@ -307,7 +307,7 @@ def test_setup_of_two_nodes(two_macs, tmp_path):
         (("--node0", "a", "--node1", "b", "--ssh", "/no/such/ssh"), 1, "a does not respond: /no/such/ssh"),
     ],
 )
-def test_setup_that_is_refused(words, status, said):
+def test_setup_that_is_rejected(words, status, said):
     done = setup_rdma(*words)
     assert done.returncode == status and said in done.stderr
 
@@ -327,8 +327,8 @@ def test_setup_with_addresses_that_do_not_do(two_macs, addresses, said):
 
 def test_setup_without_rdma(two_macs):
     two_macs.write("book", two_macs.read("book") | {"devices": [], "rdma_ctl": "disabled"})
-    words = ["--node0", "book", "--node1", "air", "--ssh", two_macs.ssh, "--remote-dir", "/no/such/folder"]
+    words = ["--node0", "book", "--node1", "air", "--ssh", two_macs.ssh, "--remote-dir", "/no/such/directory"]
     done = setup_rdma(*words, "--dry-run")
     assert done.returncode == 1 and "RDMA is switched off on book (Thunderbolt 2)" in done.stderr
     assert "run `rdma_ctl enable` in Terminal there" in done.stderr
-    assert "air: sh: " in done.stderr and "clone mlxdist there, and `make setup` in /no/such/folder" in done.stderr
+    assert "air: sh: " in done.stderr and "clone mlxdist there, and `make setup` in /no/such/directory" in done.stderr

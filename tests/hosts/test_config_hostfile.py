@@ -37,7 +37,7 @@ def test_hostfile_of_a_mesh_with_two_cables():
 
 
 def test_hostfile_of_a_ring():
-    """Neighbours stand beside each other, and operations are told to go around."""
+    """Neighbors are next to each other in the list, and operations use the ring."""
     found = hostfile_of(macs(4, [(0, 2), (1, 2), (1, 3), (0, 3)]))
     assert [h.name for h in found.hosts] == ["a", "c", "b", "d"]
     assert found.envs == ("MLXDIST_TOPOLOGY=0-1,1-2,2-3,3-0",)

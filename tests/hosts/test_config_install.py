@@ -17,8 +17,8 @@ from mlxdist.cluster.ssh.ssh import CommandResult
 from mlxdist.version import __version__
 
 
-def config(folder, *words):
-    ssh = through_a_shell(folder, "Welcome!").ssh[0]
+def config(directory, *words):
+    ssh = through_a_shell(directory, "Welcome!").ssh[0]
     return CliRunner().invoke(commands, ["config", "--ssh", ssh, "--hosts", "a,b", *map(str, words)])
 
 
@@ -31,21 +31,21 @@ def config(folder, *words):
         (["--install", "--venv", "~/"], "--venv ~: write an absolute path"),
         *((["--install", option], "leave those out") for option in ("--dry-run", "--auto-setup", "--verify", "--undo")),
         (["--install", "--with", "--pre"], "--with --pre: write a package"),
-        (["--install", "--from", "{folder}"], f"there is no wheel mlxdist-{__version__}-*.whl"),
-        (["--install", "--from", "{folder}/x.whl"], f"there is no wheel mlxdist-{__version__}-*.whl"),
-        (["--install", "--from", "{folder}/old"], f"this is mlxdist {__version__}, and hosts must have the same"),
+        (["--install", "--from", "{directory}"], f"there is no wheel mlxdist-{__version__}-*.whl"),
+        (["--install", "--from", "{directory}/x.whl"], f"there is no wheel mlxdist-{__version__}-*.whl"),
+        (["--install", "--from", "{directory}/old"], f"this is mlxdist {__version__}, and hosts must have the same"),
     ],
 )
 def test_bad_input_is_rejected_before_any_host_is_reached(tmp_path, words, text):
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "mlxdist-0.0.1-py3-none-any.whl").touch()
     done = CliRunner().invoke(
-        commands, ["config", "--ssh", "/no/ssh", "--hosts", "a", *(word.format(folder=tmp_path) for word in words)]
+        commands, ["config", "--ssh", "/no/ssh", "--hosts", "a", *(word.format(directory=tmp_path) for word in words)]
     )
     assert done.exit_code in (1, 2) and text in " ".join(done.stderr.split())
 
 
-def test_a_folder_that_is_not_ours_is_left_alone(tmp_path):
+def test_a_directory_of_another_program_is_left_alone(tmp_path):
     (tmp_path / "own").mkdir()
     (tmp_path / "link").symlink_to("own")
     for name in ("own", "own/", "link"):
@@ -58,9 +58,9 @@ def test_a_folder_that_is_not_ours_is_left_alone(tmp_path):
 # Instead of uv: environments whose Python has the versions that the script asks for.
 UV = """#!/bin/sh
 test "$1" = venv || exit 0
-for folder; do :; done
-mkdir "$folder/bin" && printf '#!/bin/sh\ncase "$*" in *platform*) echo 3 0 0 ;; *) exec {python} "$@" ;; esac\n' \
-  >"$folder/bin/python" && chmod +x "$folder/bin/python"
+for directory; do :; done
+mkdir "$directory/bin" && printf '#!/bin/sh\ncase "$*" in *platform*) echo 3 0 0 ;; *) exec {python} "$@" ;; esac\n' \
+  >"$directory/bin/python" && chmod +x "$directory/bin/python"
 """
 
 
@@ -74,16 +74,16 @@ def uv(tmp_path, monkeypatch):
 
 def test_the_environment_before_is_kept(tmp_path, uv):
     """It may be the one that runs this."""
-    folder = tmp_path / "there"
+    directory = tmp_path / "there"
     made = []
     for _ in range(3):
-        words = ["sh", "-c", SCRIPT, "sh", f"{folder}/venv", "3.12", "no", "mlxdist"]
+        words = ["sh", "-c", SCRIPT, "sh", f"{directory}/venv", "3.12", "no", "mlxdist"]
         done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60)
-        assert done.returncode == 0 and f"@mlxdist:3 0 0 {folder}/venv/bin/python" in done.stdout, done
-        made.append((folder / "venv").resolve())
+        assert done.returncode == 0 and f"@mlxdist:3 0 0 {directory}/venv/bin/python" in done.stdout, done
+        made.append((directory / "venv").resolve())
         before = made[-2:-1]
-        assert {path.resolve() for path in folder.glob("venv.previous")} == set(before)
-        assert {path for path in folder.iterdir() if not path.is_symlink()} == {made[-1], *before}
+        assert {path.resolve() for path in directory.glob("venv.previous")} == set(before)
+        assert {path for path in directory.iterdir() if not path.is_symlink()} == {made[-1], *before}
 
 
 def test_other_hosts_find_it_by_the_link(tmp_path, monkeypatch):

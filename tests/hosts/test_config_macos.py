@@ -91,7 +91,7 @@ def damaged(file, seed):
 
 @settings(deadline=None, max_examples=100)
 @given(st.builds(damaged, st.sampled_from(THUNDERBOLT), st.integers(0)) | JSON.map(json.dumps) | st.text(max_size=99))
-def test_any_output_of_system_profiler_is_read_or_refused(text):
+def test_any_output_of_system_profiler_is_read_or_rejected(text):
     with contextlib.suppress(InvalidArgument):
         other = read_receptacles(fixture("m4_pro_mini.json"))
         build_topology([mac("a", receptacles=read_receptacles(text)), mac("b", receptacles=other)])
@@ -111,7 +111,7 @@ def test_any_output_of_network_commands_is_read(text, file):
 @given(
     st.lists(st.sampled_from(["system", "sudo", "thunderbolt", "interfaces", "end", "service x"]) | st.text(max_size=9))
 )
-def test_any_answer_of_a_host_is_read_or_refused(parts):
+def test_any_response_of_a_host_is_read_or_rejected(parts):
     text = "".join(f"\n@mlxdist:{part}\nDarwin\n" for part in parts)
     try:
         machine = read_facts("a", text)

@@ -69,7 +69,7 @@ def test_steps_on_a_mac(service, commands, undone):
     assert [str(step).removeprefix("sudo networksetup ") for step in back if step] == undone
 
 
-def test_the_bridge_is_touched_only_when_asked():
+def test_the_bridge_is_changed_only_on_request():
     machine = macs(2, [(0, 1)])[0]
     bridged = replace(machine, interfaces=(*machine.interfaces, Interface("bridge0", members=("en2", "en3"))))
     assert not any("bridge" in line for line in steps_of(bridged)[0])

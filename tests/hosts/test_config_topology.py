@@ -79,7 +79,7 @@ def test_shapes(count, pairs, shape, ring, missing):
     assert missing is None or list(found.missing) == missing
 
 
-def test_what_is_missing_is_said_with_a_free_port():
+def test_missing_cables_are_reported_with_a_free_port():
     files = [f"synthetic_missing_{host}.json" for host in "abcd"]
     found = build_topology(surveys_of(*files))
     assert found.shape is Shape.RING and found.ring == (0, 1, 3, 2)

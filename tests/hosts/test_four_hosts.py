@@ -146,7 +146,7 @@ def test_a_host_is_lost(nodes):
     assert wait_for(lambda: not nodes.processes(marker), 90), nodes.processes(marker)
 
 
-# What others wait for: rank 2 comes to no operation before it is told to end.
+# What others wait for: rank 2 enters no operation before it gets a signal to end.
 LATE = """
 import mlxdist, numpy, time
 mlxdist.init()
@@ -174,7 +174,7 @@ def test_a_job_is_seen_from_its_launcher(nodes):
             return [rank["in_operation"] for rank in json.loads(found.stdout)["ranks"]] == [True, True, False, True]
 
         assert wait_for(waiting, 30)
-        trace = nodes.folder / "trace.json"
+        trace = nodes.directory / "trace.json"
         shown = run(mlxdist(nodes, "dump", job["job"][:6], "--trace", trace))
         assert re.search(r"Rank 2 computes since all_sum #3 .*, the others wait in all_sum #4", shown.stdout), shown
         assert all(name in shown.stdout for name in NAMES) and "2/10" in shown.stdout
@@ -244,7 +244,7 @@ def test_clocks_that_disagree(nodes, tmp_path):
 
 
 @ONCE
-def test_a_host_that_does_not_answer_is_named(nodes):
+def test_a_host_that_does_not_respond_is_named(nodes):
     with running(nodes, LATE) as launcher:
         nodes.hosts[3].pull_cable()
         try:

@@ -146,7 +146,7 @@ def test_json_may_repeat_a_host_for_each_of_its_ranks():
         ('[{"ssh": "a", "rdma": [null, "x"]},\n{"ssh": "b"}]', ['line 2: "rdma": host 1 (b) has no row']),
     ],
 )
-def test_everything_wrong_is_said_with_its_line(text, messages):
+def test_every_problem_is_reported_with_its_line(text, messages):
     with pytest.raises(InvalidArgument) as refused:
         parse(text, "hosts.json")
     lines = str(refused.value).split("\n")
@@ -216,7 +216,7 @@ def test_what_is_written_is_read_again(found):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_what_a_format_cannot_say_is_an_error(format):
+def test_what_a_format_cannot_express_is_an_error(format):
     found = read(EXAMPLE)
     if format == "json":
         assert parse(write(found, format)).envs == found.envs

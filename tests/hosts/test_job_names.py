@@ -21,10 +21,10 @@ from mlxdist.tools.observe.collect import JobRanks, find_ranks, respond
 def restarted(tmp_path):
     """Job ``ab`` has failed and left recordings, ``ab-1`` that came after it runs: this process is its launcher."""
     (runtime_directory() / "ab" / "flight").mkdir(parents=True)
-    folder = JobDirectory.of_ranks("ab-1", tmp_path / "temporary", ["true"])
+    directory = JobDirectory.of_ranks("ab-1", tmp_path / "temporary", ["true"])
     yield
-    folder.close()
-    shutil.rmtree(folder.path)
+    directory.close()
+    shutil.rmtree(directory.path)
     shutil.rmtree(runtime_directory() / "ab")
 
 
@@ -54,7 +54,7 @@ def test_a_request_for_a_job_that_has_ended_never_gets_its_restart(restarted, so
 
 
 @pytest.mark.parametrize("command", [stop, dump, top])
-def test_an_empty_name_is_refused(command):
+def test_an_empty_name_is_rejected(command):
     """The variable of a script that was never set: it would be the beginning of every name."""
     refused = CliRunner().invoke(command, [""])
     assert refused.exit_code == 2 and "the name is empty; `mlxdist ps` lists the jobs" in refused.output

@@ -23,7 +23,7 @@ WAITING = "import time; print(os.environ['MLXDIST_JOB'], os.getpid(), flush=True
 RECORD = "open(os.path.join(os.environ['MLXDIST_FLIGHT_DIR'], f'flight-{rank}.json'), 'w').write('x')\n"
 
 
-def told(job):
+def name_and_pids(job):
     """Name of the job, and the process of each rank, as the ranks of WAITING print them."""
     rows = [re.fullmatch(r"\[(\d)\] (\S+) (\d+)\n", line).groups() for line in job.first_lines]
     return rows[0][1], {int(rank): int(pid) for rank, _, pid in rows}
@@ -36,7 +36,7 @@ def end(job):
 
 def test_a_running_job_is_found():
     with running(2, WAITING) as job:
-        name, pids = told(job)
+        name, pids = name_and_pids(job)
         assert wait_for(lambda: [found.pids for found in list_jobs()] == [pids])
         found = find_job(name)
         assert (found.name, found.pids, found) == (name, pids, find_job(name[:5]))
@@ -55,7 +55,7 @@ def run(*arguments):
 def test_ps_lists_and_stop_ends():
     assert "No jobs run here." in run("ps").stderr and json.loads(run("ps", "--json").stdout) == []
     with running(2, WAITING) as job, running(1, WAITING) as other:
-        name, pids = told(job)
+        name, pids = name_and_pids(job)
         assert wait_for(lambda: len(list_jobs()) == 2 and find_job(name).pids == pids)
         lines = run("ps").stdout.splitlines()
         assert lines[0].split()[:3] == ["job", "runs", "for"] and len(lines) == 3
@@ -70,7 +70,7 @@ def test_ps_lists_and_stop_ends():
 
 
 def test_a_job_over_hosts_is_one_job_where_it_was_started_and_runs(tmp_path):
-    """This machine has the launcher's record and an agent's: they are told as one, and stopped by the launcher."""
+    """This machine has the launcher's record and an agent's: `ps` lists them once, and the launcher stops them."""
     command = [*LAUNCH, "--hosts", "localhost", "-n", "2", "--", sys.executable, "-c", RANK + WAITING]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
         assert [job.stdout.readline() for _ in range(2)]
@@ -106,18 +106,18 @@ def test_the_record_of_a_launcher_that_was_killed_is_removed():
 @pytest.mark.long
 def test_hosts_end_what_a_launcher_and_its_reaper_have_left():
     with running(1, WAITING) as job:
-        name, pids = told(job)
-        folder = find_job(name).directory
+        name, pids = name_and_pids(job)
+        directory = find_job(name).directory
         reaper = next(int(line.split()[0]) for line in marked_processes(os.environ["TEST_MARKER"]) if name in line)
         os.kill(job.pid, signal.SIGKILL)
         os.kill(reaper, signal.SIGKILL)
         job.communicate(timeout=20)
         stopped = run("stop", "--all", "--hosts", "localhost")
         assert stopped.returncode == 0 and f"localhost: cleaned up after job {name}" in stopped.stderr, stopped
-        assert not folder.exists() and start_times(pids.values()) == {}
+        assert not directory.exists() and start_times(pids.values()) == {}
 
 
-def test_stop_refuses_what_is_no_job():
+def test_stop_rejects_what_is_no_job():
     refusals = {("nothing",): "there is no job 'nothing'", (): "Name the jobs", ("a", "--all"): "Name the jobs"}
     for arguments, words in refusals.items():
         refused = run("stop", *arguments)
@@ -132,11 +132,11 @@ def test_a_command_that_reaches_no_host(arguments):
 
 
 @pytest.mark.long
-def test_a_job_that_does_not_end_in_time_is_told():
+def test_a_job_that_does_not_end_in_time_is_reported():
     program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.environ['MLXDIST_JOB'], "
     program += "os.getpid(), flush=True); time.sleep(60)"
     with running(1, program, options=["--grace-period", "3"]) as job:
-        name, _ = told(job)
+        name, _ = name_and_pids(job)
         late = run("stop", name, "--timeout", "0.2")
         assert late.returncode == 1 and late.stdout == f"{name} still runs after 0.2 s\n"
         assert job.wait(20) == 143
@@ -144,7 +144,7 @@ def test_a_job_that_does_not_end_in_time_is_told():
 
 def test_only_ranks_that_run_have_a_process():
     with running(2, WAITING.replace("60", "60 if rank else 0")) as job:
-        name, pids = told(job)
+        name, pids = name_and_pids(job)
         assert wait_for(lambda: find_job(name).pids == {1: pids[1]})
         end(job)
 
@@ -153,7 +153,7 @@ def test_an_ambiguous_name_lists_the_jobs():
     with running(1, WAITING) as first, running(1, WAITING) as second:
         with pytest.raises(InvalidArgument) as caught:
             find_job()
-        assert told(first)[0] in str(caught.value) and told(second)[0] in str(caught.value)
+        assert name_and_pids(first)[0] in str(caught.value) and name_and_pids(second)[0] in str(caught.value)
         end(first)
         end(second)
 
@@ -169,21 +169,23 @@ def test_names_that_are_none(name):
 
 @pytest.mark.parametrize("started", ["NaN", "Infinity", "-1", "1" + "0" * 400, "true"])
 def test_a_time_that_is_none_spoils_no_list(tmp_path, started):
-    folder = runtime_directory() / f"ab{LAUNCHER}"
-    directory = JobDirectory(Job("ab", 2, 0.0, []), folder.name)
-    record = folder / "job.json"
-    assert read_job(folder) is not None and [job.name for job in list_jobs()] == ["ab"]
+    path = runtime_directory() / f"ab{LAUNCHER}"
+    directory = JobDirectory(Job("ab", 2, 0.0, []), path.name)
+    record = path / "job.json"
+    assert read_job(path) is not None and [job.name for job in list_jobs()] == ["ab"]
     record.write_text(record.read_text().replace('"started": 0.0', f'"started": {started}'))
-    assert read_job(folder) is None and list_jobs() == []
+    assert read_job(path) is None and list_jobs() == []
     directory.remove()
 
 
-def test_folders_and_files_are_for_this_user_only():
+def test_directories_and_files_are_for_this_user_only():
     with running(1, WAITING) as job:
-        folder = find_job(told(job)[0]).directory
-        temporary = Path(json.loads((folder / "job.json").read_text())["temporary"])
-        assert wait_for(lambda: "job.new" not in os.listdir(folder))
-        modes = {path: stat.S_IMODE(path.stat().st_mode) for path in [folder.parent, *folder.rglob("*"), temporary]}
+        directory = find_job(name_and_pids(job)[0]).directory
+        temporary = Path(json.loads((directory / "job.json").read_text())["temporary"])
+        assert wait_for(lambda: "job.new" not in os.listdir(directory))
+        modes = {
+            path: stat.S_IMODE(path.stat().st_mode) for path in [directory.parent, *directory.rglob("*"), temporary]
+        }
         assert all(mode == (0o700 if path.is_dir() else 0o600) for path, mode in modes.items()), modes
         end(job)
 
@@ -202,19 +204,19 @@ def test_an_open_runtime_directory_is_closed(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("in_the_way", ["link", "file"])
-def test_what_is_no_folder_of_ours_is_left_alone(tmp_path, in_the_way):
+def test_what_is_no_directory_of_ours_is_left_alone(tmp_path, in_the_way):
     """In /tmp anybody can make one of that name first. Jobs go into another one, where they are found again."""
     place = tmp_path / "runtime" / "mlxdist"
     place.symlink_to(tmp_path) if in_the_way == "link" else place.touch()
     with running(1, WAITING) as job:
-        folder = find_job(told(job)[0]).directory
-        assert folder.parent == runtime_directory() != place and folder.parent.name.startswith("mlxdist-")
+        directory = find_job(name_and_pids(job)[0]).directory
+        assert directory.parent == runtime_directory() != place and directory.parent.name.startswith("mlxdist-")
         end(job)
     assert list(tmp_path.glob("*.json")) == []
     place.unlink()
 
 
-@pytest.mark.parametrize("value", [None, "", "relative", "/no/such/folder"])
+@pytest.mark.parametrize("value", [None, "", "relative", "/no/such/directory"])
 def test_without_a_runtime_directory_of_the_system(monkeypatch, tmp_path, value):
     monkeypatch.setenv("XDG_RUNTIME_DIR", value) if value is not None else monkeypatch.delenv("XDG_RUNTIME_DIR")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -236,11 +238,11 @@ def test_a_process_number_that_was_used_again_is_not_taken_for_the_rank():
 
 def test_recordings_of_a_failed_job_stay_and_are_named():
     job = python(2, RECORD + "raise SystemExit(3 if rank else 0)")
-    folder = Path(re.search(r"flight recordings are in (\S+)\.", job.stderr.decode())[1])
-    assert sorted(path.name for path in folder.iterdir()) == ["flight-0.json", "flight-1.json"]
-    assert os.listdir(folder.parent) == ["flight"]
-    ended = find_job(folder.parent.name)
-    assert (ended.flight_directory, ended.pids, list_jobs()) == (folder, {}, [])
+    directory = Path(re.search(r"flight recordings are in (\S+)\.", job.stderr.decode())[1])
+    assert sorted(path.name for path in directory.iterdir()) == ["flight-0.json", "flight-1.json"]
+    assert os.listdir(directory.parent) == ["flight"]
+    ended = find_job(directory.parent.name)
+    assert (ended.flight_directory, ended.pids, list_jobs()) == (directory, {}, [])
 
 
 def test_recordings_of_a_job_that_succeeds_go():
@@ -255,9 +257,9 @@ def test_recordings_go_where_the_user_wants(tmp_path, value, expected):
         "print(os.environ['MLXDIST_JOB'], os.environ['MLXDIST_FLIGHT_DIR'], flush=True)\nimport time; time.sleep(60)"
     )
     with running(1, program, options=["--env", f"MLXDIST_FLIGHT_DIR={value}"], cwd=tmp_path) as job:
-        _, name, told_folder = job.first_lines[0].split()
+        _, name, flight_directory = job.first_lines[0].split()
         expected = expected and expected.format(tmp_path)
-        assert told_folder == (expected or "none")
+        assert flight_directory == (expected or "none")
         assert find_job(name).flight_directory == (expected and Path(expected))
         end(job)
 
@@ -271,10 +273,10 @@ def test_a_job_inside_a_job_has_recordings_of_its_own():
 
 def test_only_the_last_recordings_are_kept():
     for number in range(stale_jobs.KEPT + 2):
-        folder = runtime_directory() / f"job{number}"
-        (folder / "flight").mkdir(parents=True)
-        (folder / "flight" / "flight-0.json").touch()
-        os.utime(folder, (number, number))
+        directory = runtime_directory() / f"job{number}"
+        (directory / "flight").mkdir(parents=True)
+        (directory / "flight" / "flight-0.json").touch()
+        os.utime(directory, (number, number))
     assert launch(1, "true").returncode == 0
     assert {path.name for path in runtime_directory().iterdir()} == {f"job{n}" for n in range(2, stale_jobs.KEPT + 2)}
 
@@ -290,14 +292,14 @@ def kill_launcher_and_reaper(job):
 
 
 def test_what_a_killed_launcher_and_reaper_leave_is_removed_by_the_next_start(tmp_path):
-    """The ranks, their children in sessions of their own or without environment, and both folders."""
+    """The ranks, their children in sessions of their own or without environment, and both directories."""
     seconds = f"60.{os.getpid()}"
     program = (
         RECORD + f"import subprocess; subprocess.Popen(['sleep', '{seconds}'], start_new_session=True)\n"
         f"subprocess.Popen(['sleep', '{seconds}'], env={{}})\n" + WAITING
     )
     with running(2, program) as job:
-        name, pids = told(job)
+        name, pids = name_and_pids(job)
         assert wait_for(lambda: find_job(name).pids == pids)
         kill_launcher_and_reaper(job)
         assert list_jobs() == [] and set(start_times(pids.values())) == set(pids.values())
@@ -316,7 +318,7 @@ def test_what_a_killed_launcher_and_reaper_leave_is_removed_by_the_next_start(tm
 
 def test_a_job_whose_launcher_runs_is_left_alone():
     with running(1, WAITING) as job:
-        name, pids = told(job)
+        name, pids = name_and_pids(job)
         assert launch(1, "true").stderr == b""
         assert wait_for(lambda: find_job(name).pids == pids)
         end(job)
@@ -324,7 +326,7 @@ def test_a_job_whose_launcher_runs_is_left_alone():
 
 def test_a_job_whose_reaper_still_runs_is_left_to_it():
     with running(1, WAITING) as job:
-        name, pids = told(job)
+        name, pids = name_and_pids(job)
         reaper = int(subprocess.run(["pgrep", "-P", str(job.pid), "-f", "reaper.py"], capture_output=True).stdout)
         os.kill(reaper, signal.SIGSTOP)
         job.kill()
@@ -339,12 +341,12 @@ def test_a_process_that_is_not_the_job_s_is_never_ended(tmp_path):
     """Its number stands in the record of a dead job, but it started at another time."""
     stranger = subprocess.Popen(["sleep", "60"], start_new_session=True)
     try:
-        folder = JobDirectory.of_ranks("dead", tmp_path / "mlxdist-dead", ["true"])
-        folder.note_ranks({0: stranger.pid})
-        record = json.loads((folder.path / "job.json").read_text())
+        directory = JobDirectory.of_ranks("dead", tmp_path / "mlxdist-dead", ["true"])
+        directory.note_ranks({0: stranger.pid})
+        record = json.loads((directory.path / "job.json").read_text())
         record["ranks"]["0"][1] += "0"
-        (folder.path / "job.json").write_text(json.dumps(record))
-        folder.close()
+        (directory.path / "job.json").write_text(json.dumps(record))
+        directory.close()
         assert b"cleaned up after job dead" in launch(1, "true").stderr
         assert stranger.poll() is None
     finally:
@@ -352,28 +354,28 @@ def test_a_process_that_is_not_the_job_s_is_never_ended(tmp_path):
         stranger.wait()
 
 
-@pytest.mark.parametrize("damage", ["{", "[]", '{"launcher": 1}', "other folder"])
+@pytest.mark.parametrize("damage", ["{", "[]", '{"launcher": 1}', "other directory"])
 def test_what_is_not_a_launcher_s_record_removes_nothing(tmp_path, damage):
     precious = tmp_path / "precious"
     precious.mkdir()
-    folder = JobDirectory.of_ranks("damaged", precious, ["true"])
-    if damage != "other folder":
-        (folder.path / "job.json").write_text(damage)
-    folder.close()
+    directory = JobDirectory.of_ranks("damaged", precious, ["true"])
+    if damage != "other directory":
+        (directory.path / "job.json").write_text(damage)
+    directory.close()
     assert launch(1, "true").stderr == b""
-    assert precious.is_dir() and (folder.path / "job.json").exists()
-    shutil.rmtree(folder.path)
+    assert precious.is_dir() and (directory.path / "job.json").exists()
+    shutil.rmtree(directory.path)
 
 
 @pytest.mark.parametrize("launcher", [0, -1])
-def test_a_signal_to_a_damaged_record_s_launcher_reaches_nobody(tmp_path, launcher):
+def test_a_signal_to_a_damaged_record_s_launcher_is_not_sent(tmp_path, launcher):
     """0 is the own process group, -1 every process."""
-    folder = JobDirectory.of_ranks("damaged", tmp_path, ["true"])
-    record = json.loads((folder.path / "job.json").read_text()) | {"launcher": launcher}
-    (folder.path / "job.json").write_text(json.dumps(record))
+    directory = JobDirectory.of_ranks("damaged", tmp_path, ["true"])
+    record = json.loads((directory.path / "job.json").read_text()) | {"launcher": launcher}
+    (directory.path / "job.json").write_text(json.dumps(record))
     assert list_jobs() == []
-    folder.close()
-    shutil.rmtree(folder.path)
+    directory.close()
+    shutil.rmtree(directory.path)
 
 
 def test_a_launcher_inside_a_dead_job_does_not_end_itself():
@@ -386,7 +388,7 @@ def test_a_launcher_inside_a_dead_job_does_not_end_itself():
     )
     out = Path(os.environ["TMPDIR"]).parent / "out"
     with running(1, f"PARENT = os.getppid(); OUT = {str(out)!r}\n" + program) as job:
-        name, pids = told(job)
+        name, pids = name_and_pids(job)
         kill_launcher_and_reaper(job)
         assert wait_for(lambda: out.exists() and out.read_bytes() == b"[0] inner\n", 10)
         assert set(start_times(pids.values())) == set(pids.values())

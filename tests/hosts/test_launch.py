@@ -137,7 +137,7 @@ def test_a_command_is_looked_for_where_it_will_run(tmp_path):
     assert refused.returncode == 2 and b"--cwd elsewhere is not a directory" in refused.stderr
 
 
-def test_a_dry_run_makes_no_folder(tmp_path):
+def test_a_dry_run_creates_no_directory(tmp_path):
     job = launch(1, "true", options=["--log-dir", str(tmp_path / "logs"), "--dry-run"])
     assert job.returncode == 0 and not (tmp_path / "logs").exists()
 
@@ -154,8 +154,8 @@ FOR_HOSTS = ("hosts", "remote", "agent", "nodes", "mpirun")
 def test_a_job_on_this_machine_loads_nothing_of_other_hosts():
     """It would cost time at every start."""
     command = [sys.executable, "-X", "importtime", *LAUNCH[1:], "-n", "1", "--", "true"]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stderr
-    names = [line.rpartition("|")[2].strip() for line in told.splitlines() if line.startswith("import time:")]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stderr
+    names = [line.rpartition("|")[2].strip() for line in printed.splitlines() if line.startswith("import time:")]
     assert "mlxdist.launch.local" in names
     unwanted = (
         "mlxdist.cluster.ssh",
@@ -188,11 +188,11 @@ def test_standard_input(choice, second):
     assert sorted(job.stdout.splitlines()) == [b"[0] 'hello\\nworld'", b"[1] " + second]
 
 
-def test_temporary_folders_are_separate_and_writable():
+def test_temporary_directories_are_separate_and_writable():
     job = python(2, "import tempfile; print(tempfile.mkdtemp())")
-    folders = [line.split()[1] for line in job.stdout.splitlines()]
-    assert len({os.path.dirname(folder) for folder in folders}) == 2
-    assert not any(os.path.exists(folder) for folder in folders)
+    directories = [line.split()[1] for line in job.stdout.splitlines()]
+    assert len({os.path.dirname(directory) for directory in directories}) == 2
+    assert not any(os.path.exists(directory) for directory in directories)
 
 
 def test_unused_virtual_environment_is_used(monkeypatch):
@@ -207,7 +207,7 @@ def test_unused_virtual_environment_is_used(monkeypatch):
 KERNELS = "print(os.path.realpath(os.path.join(os.environ['TMPDIR'], 'mlx')))"
 
 
-def test_ranks_keep_their_compiled_kernels_and_share_them_with_nobody():
+def test_ranks_keep_their_compiled_kernels_for_this_user_only():
     first, second = python(2, KERNELS).stdout, python(2, KERNELS).stdout
     assert sorted(first.splitlines()) == sorted(second.splitlines())
     assert len({line.split()[1] for line in first.splitlines()}) == 2
@@ -259,7 +259,7 @@ def test_without_a_place_for_kernels(monkeypatch):
         (["-n", "2", "--env", "MLXDIST_TIMOUT=3", "--", "true"], 2, "did you mean MLXDIST_TIMEOUT?"),
         (["-n", "2", "--env", "MLXDIST_RANK=3", "--", "true"], 2, "MLXDIST_RANK is set by the launcher"),
         (["-n", "2", "--env", "MLX_RANK=3", "--", "true"], 2, "MLX_RANK is set by the launcher"),
-        (["-n", "2", "--env", "TMPDIR=/no/such/folder", "--", "true"], 2, "/no/such/folder"),
+        (["-n", "2", "--env", "TMPDIR=/no/such/directory", "--", "true"], 2, "/no/such/directory"),
         (["-n", "2", "--", "no-such-command"], 127, "'no-such-command' does not exist"),
         (["-n", "2", "--", "./no-such-command"], 127, "'./no-such-command' does not exist"),
         (["-n", "2", "--", "/tmp"], 126, "/tmp is a directory"),
@@ -273,7 +273,7 @@ def test_bad_input(arguments, status, words):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make what belongs to another user")
-def test_a_log_folder_behind_another_users_link(tmp_path):
+def test_a_log_directory_at_another_users_link(tmp_path):
     logs, link = tmp_path / "logs", tmp_path / "link"
     logs.mkdir()
     link.symlink_to(logs)
@@ -286,7 +286,7 @@ def test_a_log_folder_behind_another_users_link(tmp_path):
     assert list(logs.iterdir()) == written
 
 
-def test_a_current_folder_that_is_gone(tmp_path):
+def test_a_current_directory_that_does_not_exist(tmp_path):
     def launch_in_none(*options):
         command = shlex.join([*LAUNCH, *options, "-n", "1", "--", "pwd"])
         (tmp_path / "gone").mkdir()
@@ -330,7 +330,7 @@ def test_variables_that_contradict_each_other(monkeypatch):
     assert job.returncode == 2 and b"MLXDIST_BULK_SLOTS='1000'" in job.stderr
 
 
-def test_a_temporary_folder_that_cannot_be_written(monkeypatch):
+def test_a_temporary_directory_that_cannot_be_written(monkeypatch):
     monkeypatch.setenv("TMPDIR", "/proc")
     job = launch(2, "true")
     assert job.returncode == 1

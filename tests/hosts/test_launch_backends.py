@@ -71,7 +71,7 @@ def test_the_ring_runs(options):
     assert lines == [b"0 of 2 has 3", b"1 of 2 has 3"]
 
 
-def test_plain_mlx_takes_the_mpi_door_besides_mlx_s_own_numbers():
+def test_plain_mlx_uses_the_mpi_shim():
     job = launch(2, sys.executable, "-c", ALL_SUM, "any", timeout=60)
     assert sorted(job.stdout.splitlines()) == [b"[0] 0 of 2 has 3", b"[1] 1 of 2 has 3"], job.stderr
     assert shown("-n", "1")[0]["MLX_MPI_LIBNAME"].endswith(("libmlxdist_mpi.so", "libmlxdist_mpi.dylib"))
@@ -158,7 +158,7 @@ def test_a_port_that_is_taken():
 @pytest.mark.parametrize(
     "found, name", [("", "mlxdist"), ("any", "mlxdist"), ("auto", "mlxdist"), ("mlxdist", "mlxdist"), ("nccl", "nccl")]
 )
-def test_auto_is_what_the_hostfile_says(found, name):
+def test_auto_is_the_backend_of_the_hostfile(found, name):
     hosts = parse(json.dumps({"hosts": [{"ssh": "10.0.0.1"}], "backend": found}))
     assert choose("auto", hosts, None).name == name
     assert choose("ring", hosts, None).name == "ring"
@@ -203,7 +203,7 @@ def matrix(*rows):
         ("jaccl", matrix([None, "x"], ["x", None]).replace('"rdma"', '"slots": 2, "rdma"', 1), "h0 would have 2"),
     ],
 )
-def test_refused(backend, text, words):
+def test_rejected(backend, text, words):
     with pytest.raises(InvalidArgument, match=words):
         choose(backend, parse(text), None)
 
@@ -293,10 +293,10 @@ def test_output_of_mpirun_is_labeled_line_by_line(open_mpi, tmp_path):
         assert (tmp_path / "logs" / f"rank-{rank}.out").read_text().splitlines() == lines
 
 
-def in_pipes(folder, program):
+def in_pipes(directory, program):
     """Rank 0 as mpirun starts it, once the pipes are there."""
     words = mpirun_command(parse("localhost").hosts, [], None, [], ["sh", "-c", program])
-    variables = os.environ | {"MLXDIST_ERROR_FILE": str(folder / "first_failure"), "OMPI_COMM_WORLD_RANK": "0"}
+    variables = os.environ | {"MLXDIST_ERROR_FILE": str(directory / "first_failure"), "OMPI_COMM_WORLD_RANK": "0"}
     start = words[words.index("--") + 1 :]
     return subprocess.run(start, env=variables, capture_output=True, timeout=60)
 
@@ -310,7 +310,7 @@ def test_a_rank_of_mpirun_whose_output_is_not_read_notices_when_it_writes(tmp_pa
 
 
 def test_a_rank_of_mpirun_on_another_host_leaves_the_pipes_alone(tmp_path):
-    """Where hosts share the folder of the job: theirs have another name."""
+    """Where hosts share the directory of the job: theirs have another name."""
     pipes = pipes_of_rank(0, tmp_path)
     here = in_pipes(tmp_path, "echo out; echo err >&2")
     assert [os.read(pipe, 10) for pipe in pipes] == [b"out\n", b"err\n"] and (here.stdout, here.stderr) == (b"", b"")
@@ -323,13 +323,13 @@ def test_a_rank_of_mpirun_on_another_host_leaves_the_pipes_alone(tmp_path):
 
 
 @pytest.mark.parametrize("given, expected", [("--tag-output", b"<stdout>:hi"), ("-merge-stderr-to-stdout", b"] hi")])
-def test_what_mpirun_is_asked_to_do_with_the_output(open_mpi, given, expected):
+def test_output_options_of_mpirun(open_mpi, given, expected):
     job = launch(1, "echo", "hi", options=["--backend", "mpi", "--mpi-arg", f"--bind-to none {given}"], timeout=60)
     assert job.returncode == 0 and job.stdout.startswith(b"[mpi] ") and expected in job.stdout, job.stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whom mpirun refuses")
-def test_root_learns_what_mpirun_needs(open_mpi, monkeypatch):
+def test_root_gets_the_options_that_mpirun_needs(open_mpi, monkeypatch):
     monkeypatch.delenv("OMPI_ALLOW_RUN_AS_ROOT")
     options = ["--backend", "mpi", "--mpi-arg", "--bind-to none"]
     job = launch(1, "true", options=options)

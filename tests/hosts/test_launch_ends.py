@@ -34,7 +34,7 @@ def test_exit_status_of_a_killed_rank(number):
     assert "rank 0 ended after SIGTERM" in closing_line(job)
 
 
-def test_success_says_nothing_of_its_own():
+def test_success_prints_nothing_of_its_own():
     job = launch(2, "true")
     assert (job.returncode, job.stdout, job.stderr) == (0, b"", b"")
 
@@ -72,7 +72,7 @@ def test_a_rank_that_ignores_sigterm_is_killed():
     assert "rank 0 had to be killed (SIGKILL)" in closing_line(job)
 
 
-def test_the_cause_is_told_from_the_consequence():
+def test_the_cause_is_distinguished_from_the_consequence():
     """Rank 0 ends first, but only because rank 1 has announced its failure."""
     job = python(
         2,
@@ -96,7 +96,7 @@ os._exit(8)
     assert "rank 1 failed first, with exit status 7" in closing_line(job)
 
 
-def test_the_others_hear_of_a_killed_rank_and_leave_by_themselves():
+def test_the_others_detect_a_killed_rank_and_leave_by_themselves():
     """Long before the grace is over."""
     job = python(
         3,
@@ -149,7 +149,7 @@ def test_a_child_may_finish_its_last_line():
     assert job.stdout == b"[0] last\n"
 
 
-def test_verbose_tells_of_every_rank():
+def test_verbose_reports_every_rank():
     job = launch(2, "true", options=["--verbose"])
     text = job.stderr.decode()
     for rank in range(2):
@@ -175,13 +175,13 @@ def test_ctrl_c_reaches_all_ranks():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_other_signals_reach_all_ranks(number):
-    handler = "import signal, sys\ndef told(*_): print('told', flush=True); sys.exit(0)\n"
-    program = f"{handler}signal.signal({int(number)}, told)\n{WAITING}"
+    handler = "import signal, sys\ndef interrupted(*_): print('interrupted', flush=True); sys.exit(0)\n"
+    program = f"{handler}signal.signal({int(number)}, interrupted)\n{WAITING}"
     with running(2, program) as job:
         job.send_signal(number)
         out, err = job.communicate(timeout=10)
     assert job.returncode == 128 + number
-    assert sorted(out.splitlines()) == ["[0] told", "[1] told"], err
+    assert sorted(out.splitlines()) == ["[0] interrupted", "[1] interrupted"], err
 
 
 def test_ranks_that_ignore_ctrl_c_are_ended():
@@ -194,7 +194,7 @@ def test_ranks_that_ignore_ctrl_c_are_ended():
     assert job.returncode == 130 and "ended after SIGTERM" in err
 
 
-def test_ctrl_c_that_ranks_ignore_says_what_comes_next():
+def test_ctrl_c_that_ranks_ignore_reports_what_comes_next():
     program = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + WAITING
     with running(2, program, options=["--grace-period", "60"]) as job:
         job.send_signal(signal.SIGINT)
@@ -242,7 +242,7 @@ def test_a_job_inside_a_killed_job_ends_too():
 
 
 @pytest.mark.long
-def test_a_job_inside_a_job_that_does_not_want_to_end():
+def test_a_job_inside_a_job_that_ignores_sigterm():
     """Its launcher and its reaper would both give it a minute."""
     seconds = f"60.{os.getpid()}"
     inner = [*LAUNCH, "-n", "1", "--grace-period", "60", "--", "sh", "-c", f"trap '' TERM; sleep {seconds}"]
@@ -290,8 +290,8 @@ Rendezvous(Environment.read())
     assert f"RendezvousError: rendezvous: rank {rank} has ended with exit status {status} {how}" in job.stderr.decode()
 
 
-def test_the_reaper_ends_although_the_folder_of_the_ranks_cannot_be_removed():
-    """A rank may close it. The job's own folder goes all the same: no start of a job looks there any more."""
+def test_the_reaper_ends_although_the_directory_of_the_ranks_cannot_be_removed():
+    """A rank may close it. The job's own directory goes all the same: no start of a job looks there any more."""
     program = (
         "import os, sys, tempfile; sys.path.append(sys.argv[1]); import reaper\n"
         "if os.getuid() == 0: os.setuid(65534)\n"
@@ -300,15 +300,15 @@ def test_the_reaper_ends_although_the_folder_of_the_ranks_cannot_be_removed():
         "reaper.clean_up('none', ranks, job); print(os.path.exists(ranks), os.path.exists(job))\n"
         "os.chmod(ranks, 0o700); reaper.clean_up('none', ranks, job); print(os.path.exists(ranks))\n"
     )
-    folder = os.path.dirname(mlxdist.launch.__file__)
+    directory = os.path.dirname(mlxdist.launch.__file__)
     with tempfile.TemporaryDirectory(dir="/tmp") as temporary:  # pytest's is closed to other users
         os.chmod(temporary, 0o777)
-        command = [sys.executable, "-c", program, folder]
+        command = [sys.executable, "-c", program, directory]
         printed = subprocess.check_output(command, env=os.environ | {"TMPDIR": temporary}, text=True, timeout=30)
     assert printed == "True False\nFalse\n"
 
 
-def test_the_reaper_removes_the_folder_of_the_ranks_and_nothing_behind_its_links(tmp_path):
+def test_the_reaper_removes_the_directory_of_the_ranks_and_follows_no_links(tmp_path):
     """Without shutil, which takes as long to import as the rest of the reaper's work."""
     job, kept = tmp_path / "job", tmp_path / "kept"
     (job / "0" / "deep").mkdir(parents=True)
@@ -321,8 +321,8 @@ def test_the_reaper_removes_the_folder_of_the_ranks_and_nothing_behind_its_links
         "import sys; sys.path.append(sys.argv[1]); import reaper; "
         "reaper.clean_up('none', sys.argv[2], sys.argv[2]); print('shutil' in sys.modules)"
     )
-    folder = os.path.dirname(mlxdist.launch.__file__)
-    command = [sys.executable, "-I", "-S", "-c", program, folder, str(job)]
+    directory = os.path.dirname(mlxdist.launch.__file__)
+    command = [sys.executable, "-I", "-S", "-c", program, directory, str(job)]
     assert subprocess.run(command, capture_output=True, timeout=30, check=True).stdout == b"False\n"
     assert not job.exists() and (kept / "file").exists()
 

@@ -77,7 +77,7 @@ def test_variables(tmp_path):
     assert lines(job) == ["[0 localhost] ['1', '2', '3', \"it's $HOME\", '7']"], job.stderr
 
 
-def test_folder(tmp_path):
+def test_directory(tmp_path):
     job = python([*HERE, "--cwd", str(tmp_path)], "print(os.getcwd())")
     assert lines(job) == [f"[0 localhost] {tmp_path}"]
     job = python([*HERE, "--cwd", "/no/such"], "")
@@ -92,7 +92,7 @@ def test_input_reaches_the_ranks_that_are_to_have_it(choice):
     assert lines(job) == [f"[0 localhost] {len(text)}", f"[1 localhost] {len(text) if choice == 'all' else 0}"]
 
 
-def test_a_rank_that_does_not_read_its_input_holds_up_nobody():
+def test_a_rank_that_does_not_read_its_input_delays_no_other():
     text = "".join(f"line {i}\n" for i in range(50_000))
     program = "import sys, time\nif rank == 0: sys.stdin.readline(); sys.stdin.close()\n"
     program += "elif rank == 1: print(len(sys.stdin.read()))\nelse: time.sleep(0.5)\nprint('done')"
@@ -159,7 +159,7 @@ def test_restarts():
         (["--hosts", "localhost", "--env", "MLXDIST_RANK=1"], 2, "MLXDIST_RANK is set by the launcher"),
     ],
 )
-def test_refused_before_anything_is_started(options, status, words):
+def test_rejected_before_anything_is_started(options, status, words):
     job = launch(LAUNCH, *options, *([] if "--" in options else ["--", "true"]))
     assert job.returncode == status and words in job.stderr, job.stderr
 
@@ -176,7 +176,7 @@ def test_dry_run_shows_what_would_be_started(tmp_path):
     assert shown[6] == 'MLXDIST_DEVICE_MAP=[[null, ["en2"]], [["en2"], null]]'
 
 
-def test_ctrl_c_while_a_host_does_not_answer(tmp_path):
+def test_ctrl_c_while_a_host_does_not_respond(tmp_path):
     silent = tmp_path / "silent"
     silent.write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\nexec sleep 60\n")
     silent.chmod(0o755)
@@ -243,7 +243,7 @@ def over_ssh(nodes: SshHosts, *options: str, launcher=LAUNCH) -> list[str]:
 
 
 def launcher_with(silence: int) -> list[str]:
-    """A launcher whose agents end their ranks when they hear nothing of it for so many seconds."""
+    """A launcher whose agents end their ranks when they receive nothing from it for N seconds."""
     program = (
         f"from mlxdist import cli; from mlxdist.launch import hosts; hosts.SILENCE_SECONDS = {silence}; cli.main()"
     )
@@ -252,7 +252,7 @@ def launcher_with(silence: int) -> list[str]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("number, seconds", [(signal.SIGSTOP, 30), (signal.SIGCONT, 5)])
-def test_agents_end_their_ranks_when_they_hear_nothing_of_the_launcher(number, seconds):
+def test_agents_end_their_ranks_when_they_receive_nothing_from_the_launcher(number, seconds):
     """One that is stopped (Ctrl-Z), as one without power; while it lives, ranks that say nothing run on."""
     program = "import time; print('runs', flush=True); time.sleep(60)"
     command = [*launcher_with(2), "--hosts", "localhost", "--", sys.executable, "-c", program]
@@ -289,9 +289,9 @@ def test_a_rank_of_another_host_that_ends_before_it_has_come(nodes, gone):
 
 
 @pytest.mark.long
-def test_the_first_rank_is_where_the_hostfile_says(nodes):
+def test_the_first_rank_is_on_the_first_host_of_the_hostfile(nodes):
     """Addresses of the hostfile; the launcher's own host last; input for rank 0 over there."""
-    file = nodes.folder / "hosts.json"
+    file = nodes.directory / "hosts.json"
     entries = [{"ssh": name, "ips": [host.address]} for name, host in zip(nodes.names, nodes.hosts)]
     file.write_text(json.dumps(entries[::-1]))
     program = "import mlxdist, sys\nmlxdist.init(); mlxdist.barrier()\n"
@@ -305,7 +305,7 @@ def test_the_first_rank_is_where_the_hostfile_says(nodes):
 def of_all_processes(file: str) -> list[bytes]:
     found = []
     for path in Path("/proc").glob(f"[0-9]*/{file}"):
-        with contextlib.suppress(OSError):  # it has ended, or nobody may look into it
+        with contextlib.suppress(OSError):  # it has ended, or is not readable
             found.append(path.read_bytes())
     return found
 
@@ -363,7 +363,7 @@ def test_nothing_is_left_on_any_host(nodes, accident, status, words):
         accident(nodes, launcher)
         try:
             _, error = launcher.communicate(timeout=60)
-            # Also on a host that nobody reaches any more.
+            # Also on a host that no other host reaches any more.
             assert wait_for(lambda: not nodes.processes(marker), 15), nodes.processes(marker)
         finally:
             nodes.hosts[1].plug_cable()

@@ -49,7 +49,7 @@ def test_every_reader_gets_all_at_its_own_pace(feed):
     assert late == taken and said == [] and not feed.has_readers
 
 
-def test_nothing_is_read_while_all_are_behind(feed):
+def test_nothing_is_read_while_all_readers_lag(feed):
     feed, said, add = feed
     readers = [add("one"), add("other")]
     while feed.wants_more:
@@ -87,7 +87,7 @@ def test_one_who_comes_after_the_end_finds_it(feed):
     assert add("late").read(1) == b""
 
 
-def test_a_rank_that_does_not_read_holds_up_nobody():
+def test_a_rank_that_does_not_read_delays_no_other():
     program = "import sys, time\nif rank == 0: sys.stdin.close()\nelif rank == 1: print(len(sys.stdin.read()))\n"
     program += "else: time.sleep(0.5)\nprint('done')"
     job = python(3, program, stdin=None, input=b"x" * 5_000_000)

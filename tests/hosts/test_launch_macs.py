@@ -41,20 +41,20 @@ NOTHING = "import time; time.sleep(0.1)"
 @pytest.fixture
 def caffeinate(tmp_path, monkeypatch):
     """The log of what was started: its lines are words."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    (folder / "caffeinate").write_text(CAFFEINATE)
-    (folder / "caffeinate").chmod(0o700)
-    (folder / "python").write_text(PYTHON)
-    (folder / "python").chmod(0o700)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    directory = tmp_path / "bin"
+    directory.mkdir()
+    (directory / "caffeinate").write_text(CAFFEINATE)
+    (directory / "caffeinate").chmod(0o700)
+    (directory / "python").write_text(PYTHON)
+    (directory / "python").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
     monkeypatch.setenv("CAFFEINATE_LOG", str(tmp_path / "log"))
 
     def started():
         path = tmp_path / "log"
         return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
-    started.folder = folder
+    started.directory = directory
     return started
 
 
@@ -69,7 +69,7 @@ def mac(monkeypatch, tmp_path):
 
 def on_macs(caffeinate, names="localhost"):
     """Agents run as on a Mac, too."""
-    return ["--python", str(caffeinate.folder / "python"), "--hosts", names]
+    return ["--python", str(caffeinate.directory / "python"), "--hosts", names]
 
 
 def said(job, words):
@@ -85,7 +85,7 @@ def test_a_mac_does_not_sleep_during_a_job(caffeinate, mac):
 
 
 @pytest.mark.long
-def test_it_is_said_only_in_the_log(caffeinate, mac):
+def test_it_is_reported_only_in_the_log(caffeinate, mac):
     job = launch(1, "true")
     assert len(caffeinate()) == 1 and job.stderr == b""
 
@@ -96,7 +96,7 @@ def test_nothing_of_it_elsewhere(caffeinate):
 
 
 @pytest.mark.long
-def test_a_restart_says_it_once(caffeinate, mac):
+def test_a_restart_is_reported_once(caffeinate, mac):
     options = ["--verbose", "--max-restarts", "1", "--grace-period", "1"]
     job = launch(1, "sh", "-c", "exit 3", options=options)
     assert job.returncode == 3 and len(caffeinate()) == 2 and len(said(job, "caffeinate")) == 1
@@ -112,7 +112,7 @@ def test_agents_hold_it_and_a_launcher_next_to_one_does_not(caffeinate, mac):
 @pytest.mark.long
 def test_the_launcher_of_a_job_on_other_hosts_stays_awake(caffeinate, mac):
     """Its machine has no agent of the job. The other host is this machine, behind a shell that ssh would reach."""
-    ssh = caffeinate.folder / "ssh"
+    ssh = caffeinate.directory / "ssh"
     ssh.write_text('#!/bin/sh\nfor word; do command=$word; done\nexec sh -c "$command"\n')
     ssh.chmod(0o700)
     options = ["--verbose", "--ssh", str(ssh), *on_macs(caffeinate, "mini-7")]
@@ -180,7 +180,7 @@ def test_fast_synch_means_nothing_without_metal():
 
 @pytest.mark.parametrize("where", ["here", pytest.param("on a host", marks=pytest.mark.long)])
 def test_fast_synch_for_one_rank_does_not_fail_the_two_that_doctor_starts(caffeinate, monkeypatch, where):
-    python = str(caffeinate.folder / "python")
+    python = str(caffeinate.directory / "python")
     hostfile = parse('{"envs": ["MLX_METAL_FAST_SYNCH=1"], "hosts": [{"ssh": "localhost"}]}')
     chosen = HostSelection() if where == "here" else HostSelection(hostfile, python=python)
     if where == "here":
@@ -215,7 +215,7 @@ def test_a_rank_that_was_killed_elsewhere():
     assert job.returncode == 5 and b"had to be killed" in job.stderr and b"protection domain" not in job.stderr
 
 
-def test_a_reaper_says_what_it_had_to_kill(monkeypatch, tmp_path):
+def test_a_reaper_reports_what_it_had_to_kill(monkeypatch, tmp_path):
     """Where the launcher was killed, and a rank does not end by SIGTERM."""
     program = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(); signal.pause()"
     stubborn = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True)
@@ -233,7 +233,7 @@ def test_a_reaper_says_what_it_had_to_kill(monkeypatch, tmp_path):
     assert "domain" not in closing_line(2, 0)
 
 
-def test_the_native_code_says_the_same_of_lost_domains():
+def test_the_native_code_reports_the_same_of_lost_domains():
     (library,) = Path(_native.__file__).parent.glob("libmlxdist.*")
     assert LOST_DOMAINS.encode() in library.read_bytes()
 

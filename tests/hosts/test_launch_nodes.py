@@ -140,7 +140,7 @@ def test_addresses(master, address):
         ((2, 0, "h", "/no/such", SECRET), "--secret-file /no/such: No such file"),
     ],
 )
-def test_refused(arguments, words):
+def test_rejected(arguments, words):
     with pytest.raises(InvalidArgument, match=words):
         from_options(*arguments)
 

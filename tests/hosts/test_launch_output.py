@@ -209,7 +209,7 @@ def test_a_rank_that_writes_a_lot_does_not_stall_the_others():
 
 
 def test_a_reader_that_stops_does_not_stop_the_supervision():
-    """Nobody reads the pipe, and yet the failure of rank 1 ends rank 0."""
+    """The pipe has no reader, and yet the failure of rank 1 ends rank 0."""
     with running(
         2,
         "import sys, time\nprint('start', flush=True)\n"
@@ -241,7 +241,7 @@ def clock_ticks_in(pid, seconds):
 
 
 @pytest.mark.long
-def test_a_job_on_hosts_whose_output_nobody_reads_ends_at_once():
+def test_a_job_on_hosts_whose_output_has_no_reader_ends_at_once():
     """Behind all that its ranks have printed comes how they have ended."""
     program = "import time; print('x' * 40_000_000, flush=True); time.sleep(60)"
     with running(1, program, options=["--hosts", "localhost", "--grace-period", "30"], lines=0) as job:
@@ -291,18 +291,18 @@ def test_closed_streams(options):
 
 def test_a_copy_of_what_each_rank_prints(tmp_path):
     """As it is printed, without prefix; of a job that starts again, one after the other."""
-    folder = tmp_path / "logs" / "of this job"
+    directory = tmp_path / "logs" / "of this job"
     program = (
         "import sys; print('out', rank, os.environ['MLXDIST_RESTART_COUNT']); print('\\x1b[1merr', file=sys.stderr)\n"
     )
     program += "raise SystemExit(os.environ['MLXDIST_RESTART_COUNT'] == '0')"
-    job = python(2, program, options=["--log-dir", str(folder), "--max-restarts", "1"])
+    job = python(2, program, options=["--log-dir", str(directory), "--max-restarts", "1"])
     assert job.returncode == 0 and job.stdout.count(b"out") == 4
-    written = {path.name: path.read_text() for path in folder.iterdir()}
+    written = {path.name: path.read_text() for path in directory.iterdir()}
     assert written == {f"rank-{r}.out": f"out {r} 0\nout {r} 1\n" for r in range(2)} | {
         f"rank-{r}.err": "\x1b[1merr\n" * 2 for r in range(2)
     }
-    refused = python(1, "", options=["--log-dir", str(folder), "--no-prefix"])
+    refused = python(1, "", options=["--log-dir", str(directory), "--no-prefix"])
     assert refused.returncode == 2 and b"--log-dir copies what passes the launcher" in refused.stderr
 
 

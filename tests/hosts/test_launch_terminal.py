@@ -14,7 +14,7 @@ def test_ranks_have_colors_on_a_terminal():
 
 
 @pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
-def test_no_colors_where_they_are_not_wanted(variables):
+def test_no_colors_where_they_are_disabled(variables):
     terminal = Terminal(
         "-n", "2", "--", sys.executable, "-c", "import os; print(os.environ.get('FORCE_COLOR'))", **variables
     )
@@ -22,11 +22,11 @@ def test_no_colors_where_they_are_not_wanted(variables):
     assert sorted(terminal.text.split(b"\r\n")) == [b"", b"[0] None", b"[1] None"]
 
 
-@pytest.mark.parametrize("variables, told", [({}, b"1"), ({"NO_COLOR": "1"}, b"None")])
-def test_ranks_on_hosts_have_colors(variables, told):
+@pytest.mark.parametrize("variables, printed", [({}, b"1"), ({"NO_COLOR": "1"}, b"None")])
+def test_ranks_on_hosts_have_colors(variables, printed):
     program = "import os; print(os.environ.get('FORCE_COLOR'))"
     terminal = Terminal("--hosts", "localhost", "--", sys.executable, "-c", program, **variables)
-    assert terminal.finish() == 0 and told in terminal.text, terminal.text
+    assert terminal.finish() == 0 and printed in terminal.text, terminal.text
 
 
 def test_ranks_know_the_size_of_the_terminal():
@@ -39,7 +39,7 @@ def test_ranks_know_the_size_of_the_terminal():
 def test_ctrl_c_on_a_terminal():
     program = (
         RANK
-        + "import time\ntry: print('start', flush=True); time.sleep(30)\nexcept KeyboardInterrupt: print('told', rank)"
+        + "import time\ntry: print('start', flush=True); time.sleep(30)\nexcept KeyboardInterrupt: print('ended', rank)"
     )
     terminal = Terminal("-n", "2", "--", sys.executable, "-c", program)
     terminal.read_until(b"[0] \x1b[0mstart")
@@ -47,10 +47,10 @@ def test_ctrl_c_on_a_terminal():
     terminal.type(b"\x03")
     assert terminal.finish() == 130
     # The terminal itself shows ^C, wherever the cursor stands.
-    assert {"[0] told 0", "[1] told 1"} <= {line.replace("^C", "") for line in terminal.lines()}
+    assert {"[0] ended 0", "[1] ended 1"} <= {line.replace("^C", "") for line in terminal.lines()}
 
 
-def test_a_prompt_is_shown_at_once_and_answered():
+def test_a_prompt_is_shown_at_once_and_its_reply_read():
     program = RANK + "print(repr(input('name? '))) if rank == 0 else None"
     terminal = Terminal("-n", "2", "--", sys.executable, "-c", program)
     terminal.read_until(b"name? ")
@@ -156,14 +156,14 @@ def test_ctrl_c_over_a_connection():
         "import sys, time\n"
         "try:\n"
         " for i in range(1000): print(f'\\r{rank}: {i}%', end='', file=sys.stderr, flush=True); time.sleep(0.01)\n"
-        "except KeyboardInterrupt: print('\\ntold', rank, file=sys.stderr)"
+        "except KeyboardInterrupt: print('\\nended', rank, file=sys.stderr)"
     )
     terminal = Terminal("--hosts", "localhost", "-n", "2", "--", sys.executable, "-c", program)
     terminal.read_until(b": 9%")  # one of the two has the line
     terminal.type(b"\x03")
     assert terminal.finish() == 130
     lines = [line.replace("^C", "").rstrip() for line in terminal.lines()]
-    assert {"[0 localhost] told 0", "[1 localhost] told 1"} <= set(lines)
+    assert {"[0 localhost] ended 0", "[1 localhost] ended 1"} <= set(lines)
     assert lines[-2].startswith("mlxdist launch: interrupted by SIGINT after ") and lines[-1] == ""
     assert not any("Last line" in line for line in lines)
 

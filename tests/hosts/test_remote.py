@@ -21,23 +21,23 @@ from mlxdist.version import __version__
 AWKWARD = ["two words", "it's", '"', "$HOME", "`id`", "a\nb", "ü", "", "--", "*"]
 
 
-def test_this_machine_is_asked_without_ssh():
+def test_this_machine_is_probed_without_ssh():
     with Connections(["localhost", "127.0.0.1"], SshConfig(("/no/such/ssh",))) as connections:
-        answers = connections.call("who")
-    assert [answer["mlxdist"] for answer in answers] == [__version__] * 2
-    assert answers[0]["host"] == socket.gethostname()
+        responses = connections.call("who")
+    assert [response["mlxdist"] for response in responses] == [__version__] * 2
+    assert responses[0]["host"] == socket.gethostname()
 
 
-def test_shells_may_print_before_the_answer(tmp_path):
+def test_shells_may_print_before_the_response(tmp_path):
     with Connections(["a", "b"], through_a_shell(tmp_path, "Welcome!\n{}")) as connections:
         for _ in range(3):  # one connection, many calls
-            assert [answer["python"] for answer in connections.call("who")] == [platform.python_version()] * 2
+            assert [response["python"] for response in connections.call("who")] == [platform.python_version()] * 2
 
 
 def test_words_survive_the_shell_of_the_other_host(tmp_path):
     words = [sys.executable, "-c", "import sys, json; print(json.dumps(sys.argv[1:]))", *AWKWARD]
-    answer = run("a", words, through_a_shell(tmp_path))
-    assert json.loads(answer.output) == AWKWARD and answer.status == 0
+    response = run("a", words, through_a_shell(tmp_path))
+    assert json.loads(response.output) == AWKWARD and response.status == 0
 
 
 def greeted(kind: int, payload: bytes) -> str:
@@ -65,7 +65,7 @@ def greeted(kind: int, payload: bytes) -> str:
         ),
     ],
 )
-def test_what_goes_wrong_is_said_of_each_host(tmp_path, program, words):
+def test_problems_are_reported_for_each_host(tmp_path, program, words):
     with Connections(["a", "localhost"], fake_ssh(tmp_path, program)) as connections:
         failed, fine = connections.call("who")
     assert isinstance(failed, CallError) and not failed.connected and words in str(failed), failed
@@ -111,7 +111,7 @@ def test_only_what_is_listed_can_be_called():
         assert connections.call("who")[0]["mlxdist"] == __version__  # the connection is none the worse
 
 
-def test_a_host_that_does_not_answer_in_time_and_nothing_left_of_it(tmp_path):
+def test_a_host_that_does_not_respond_in_time_leaves_no_process(tmp_path):
     marker = os.environ["TEST_MARKER"]
     program = f"import time; print({GREETING.decode()!r}, end='', flush=True); time.sleep(60)"
     with Connections(["a"], fake_ssh(tmp_path, program)) as connections:
@@ -122,14 +122,14 @@ def test_a_host_that_does_not_answer_in_time_and_nothing_left_of_it(tmp_path):
 
 
 def test_no_ssh():
-    answers = run_everywhere(["a", "localhost"], ["true"], SshConfig(("/no/such/ssh",)))
-    assert [(answer.name, answer.status) for answer in answers] == [("a", 127), ("localhost", 0)]
-    assert "/no/such/ssh: No such file" in answers[0].errors
+    responses = run_everywhere(["a", "localhost"], ["true"], SshConfig(("/no/such/ssh",)))
+    assert [(response.name, response.status) for response in responses] == [("a", 127), ("localhost", 0)]
+    assert "/no/such/ssh: No such file" in responses[0].errors
     with Connections(["a"], SshConfig(("/no/such/ssh",))) as connections:
         assert "the command '/no/such/ssh' cannot be run: No such file" in str(connections.call("who")[0])
 
 
 def test_a_command_that_takes_too_long():
-    answer = run("localhost", ["sleep", "30"], seconds=0.2)
-    assert answer.status == 124 and answer.last_words == "no response within 0.2 s"
+    response = run("localhost", ["sleep", "30"], seconds=0.2)
+    assert response.status == 124 and response.last_words == "no response within 0.2 s"
     assert LOST == 255

@@ -40,7 +40,7 @@ def test_without_the_option_nothing_starts_again():
 
 
 def test_each_start_is_a_job_of_its_own():
-    """Its name, secret, address, folders; and the exit status is that of the last one."""
+    """Its name, secret, address, directories; and the exit status is that of the last one."""
     names = ("MLXDIST_JOB", "MLXDIST_SECRET", "MLXDIST_RENDEZVOUS", "TMPDIR", "MLXDIST_FLIGHT_DIR")
     program = (
         f"print(*(os.environ[name] for name in {names}), sep='|')\n"
@@ -90,7 +90,7 @@ def test_no_restart_after_an_interrupt(number):
 
 
 @pytest.mark.parametrize("grace", ["5", pytest.param("0.2", marks=pytest.mark.long)])
-def test_no_restart_after_the_agent_on_a_host_was_told_to_end(grace):
+def test_no_restart_after_the_agent_on_a_host_was_terminated(grace):
     """As `mlxdist stop --hosts` does there. Ranks that ignore it are killed after the grace, not before."""
     waiting = "import signal, time\n"
     waiting += "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if grace == "0.2" else ""
@@ -160,7 +160,7 @@ def test_a_command_that_cannot_start_is_not_tried_again(tmp_path):
     assert job.returncode == 126 and b"restart" not in job.stderr
 
 
-def test_no_restart_when_nobody_reads_the_output():
+def test_no_restart_when_the_output_has_no_reader():
     """`mlxdist launch ... | head`: the next start would fail for the same reason."""
     line = " ".join([*LAUNCH, "-n 1 --max-restarts 5 -- yes | head -n 1; echo ${PIPESTATUS[0]}"])
     job = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=20)
@@ -173,10 +173,10 @@ def test_bad_numbers():
     assert job.returncode == 2 and b"--max-restarts" in job.stderr
 
 
-def run_example(folder, *launcher_options):
-    """A short training, with its files in ``folder``. The launcher, its output in a pipe."""
+def run_example(directory, *launcher_options):
+    """A short training, with its files in ``directory``. The launcher, its output in a pipe."""
     options = ["--steps", "40", "--checkpoint-every", "8", "--tokens", "2"]
-    files = ["--out", folder / "model", "--json", folder / "demo.json"]
+    files = ["--out", directory / "model", "--json", directory / "demo.json"]
     command = [*LAUNCH, "-n", "2", *launcher_options, "--", sys.executable, EXAMPLE, *options, *files]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen([str(part) for part in command], **streams)
@@ -185,13 +185,13 @@ def run_example(folder, *launcher_options):
 @pytest.mark.long
 def test_the_example_goes_on_from_its_checkpoint(tmp_path):
     """A rank is killed in the middle; in the end the weights are bit for bit those of an undisturbed training."""
-    folders = [tmp_path / "undisturbed", tmp_path / "killed"]
-    undisturbed = run_example(folders[0])
+    directories = [tmp_path / "undisturbed", tmp_path / "killed"]
+    undisturbed = run_example(directories[0])
     said = undisturbed.communicate(timeout=120)[0]
     assert undisturbed.returncode == 0, said
 
-    job = run_example(folders[1], "--max-restarts", "1")
-    checkpoints = folders[1] / "model" / "checkpoints"
+    job = run_example(directories[1], "--max-restarts", "1")
+    checkpoints = directories[1] / "model" / "checkpoints"
     assert wait_for(lambda: (checkpoints / "step-00000008.safetensors").exists(), 60)
     (running_job,) = list_jobs()
     os.kill(running_job.pids[1], signal.SIGKILL)
@@ -199,21 +199,21 @@ def test_the_example_goes_on_from_its_checkpoint(tmp_path):
     assert job.returncode == 0, said
 
     assert re.search(r"rank 1 failed first, killed by SIGKILL .*; restart 1 of 1 in 1 s\.", said), said
-    report = json.loads((folders[1] / "demo.json").read_text())
+    report = json.loads((directories[1] / "demo.json").read_text())
     assert 8 <= report["training"]["resumed_at"] < 40 and report["training"]["resumed_at"] % 8 == 0
     assert f"[0] resumed after step {report['training']['resumed_at']}\n" in said
-    assert report["loss_first"] == json.loads((folders[0] / "demo.json").read_text())["loss_first"]
+    assert report["loss_first"] == json.loads((directories[0] / "demo.json").read_text())["loss_first"]
     assert sorted(path.name for path in checkpoints.iterdir()) == [f"step-000000{n}.safetensors" for n in (32, 40)]
-    first, second = ((folder / "model" / "model.safetensors").read_bytes() for folder in folders)
+    first, second = ((directory / "model" / "model.safetensors").read_bytes() for directory in directories)
     assert first == second
 
 
 # As in docs/launch.md: 100 steps of a training that adds 2 to its weights, and fails once.
 RECIPE = """
 import os, sys, mlx.core as mx, mlxdist
-folder, other_run = sys.argv[1], "--resume" in sys.argv
+directory, other_run = sys.argv[1], "--resume" in sys.argv
 weights, step = mx.zeros(1), 0
-path = mlxdist.latest_checkpoint(folder)
+path = mlxdist.latest_checkpoint(directory)
 if path is not None:
     tree, step = mlxdist.load_checkpoint(path, other_run=other_run)
     weights = tree["weights"]
@@ -221,7 +221,7 @@ for step in range(step + 1, 101):
     weights = weights + 2
     if step % 10 == 0:
         if mlxdist.get_rank() == 0:
-            mlxdist.save_checkpoint(folder, {"weights": weights}, step)
+            mlxdist.save_checkpoint(directory, {"weights": weights}, step)
         mlxdist.meet()
     if step == 55 and os.environ["MLXDIST_RESTART_COUNT"] == "0":
         sys.exit("lost a rank")
@@ -229,9 +229,9 @@ print("weights", weights.item(), flush=True)
 """
 
 
-def recipe(folder, *arguments, ranks=2):
-    (folder / "recipe.py").write_text(RECIPE)
-    program = [sys.executable, str(folder / "recipe.py"), str(folder / "checkpoints"), *arguments]
+def recipe(directory, *arguments, ranks=2):
+    (directory / "recipe.py").write_text(RECIPE)
+    program = [sys.executable, str(directory / "recipe.py"), str(directory / "checkpoints"), *arguments]
     return launch(ranks, *program, options=["--max-restarts", "1"], timeout=120)
 
 

@@ -93,7 +93,7 @@ def test_ipv6(on):
     assert is_this_machine("six") and is_this_machine("both") and not is_this_machine("foreign")
 
 
-def test_a_resolver_that_does_not_answer_is_not_waited_for(on, monkeypatch):
+def test_a_resolver_that_does_not_respond_is_not_waited_for(on, monkeypatch):
     import threading
 
     on("mini")

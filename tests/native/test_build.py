@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from native_build import LAYERS, NATIVE, c_compiler, compile_source, folder_sources, layer_includes, layer_sources
+from native_build import LAYERS, NATIVE, c_compiler, compile_source, directory_sources, layer_includes, layer_sources
 from packaging.requirements import Requirement
 
 from mlxdist.version import __version__
@@ -69,8 +69,8 @@ def pairs() -> list[tuple[str, str]]:
 MLX = "mlx[cpu]" if sys.platform == "linux" else "mlx"
 
 
-def check_pair(mlx: str, nanobind: str, folder: Path) -> list[object]:
-    script = folder / "check.cmake"
+def check_pair(mlx: str, nanobind: str, directory: Path) -> list[object]:
+    script = directory / "check.cmake"
     script.write_text(f'include("{PAIRS}")\nmlx_pairs_check({mlx} {nanobind} served)\nmessage("serves ${{served}}")\n')
     return [BIN / "cmake", "-P", script]
 
@@ -84,14 +84,14 @@ def test_every_pair_of_the_table_is_accepted(tmp_path):
 @pytest.mark.parametrize(
     "mlx, nanobind", [("0.32.5", "3.1.0"), ("0.32.4", "2.15.0"), ("0.31.2", "2.12.0"), ("0.32", "3.1.0")]
 )
-def test_every_other_pair_is_refused(tmp_path, mlx, nanobind):
+def test_every_other_pair_is_rejected(tmp_path, mlx, nanobind):
     output = fails(*check_pair(mlx, nanobind, tmp_path))
     assert f"cannot be built with MLX {mlx} and nanobind {nanobind}" in output
     newest, with_nanobind = pairs()[-1]
     assert f'pip install "{MLX}=={newest}" nanobind=={with_nanobind}' in output
 
 
-def test_build_asks_the_table(tmp_path):
+def test_build_reads_the_table(tmp_path):
     """The whole configuration, with an MLX of another version in place of the installed one."""
     (tmp_path / "MLXConfig.cmake").write_text("set(MLX_LIBRARIES mlx)\n")
     (tmp_path / "MLXConfigVersion.cmake").write_text(
@@ -122,7 +122,7 @@ def test_the_page_of_installation_has_the_table():
     assert f"\n| {__version__} | {wheels} | {source} |\n" in page
 
 
-def test_mlx_of_another_version_is_refused_at_import():
+def test_mlx_of_another_version_is_rejected_at_import():
     output = fails(
         sys.executable, "-c", "import mlx.core as mx; mx.__version__ = '0.31.2'; import mlxdist; mlxdist.init()"
     )
@@ -133,13 +133,13 @@ def test_mlx_of_another_version_is_refused_at_import():
     assert f"`{pip} --upgrade mlxdist {shlex.quote(f'{MLX}==0.31.2')}`" in output
 
 
-def test_stale_build_is_refused_at_import():
+def test_stale_build_is_rejected_at_import():
     code = "import mlxdist.version; mlxdist.version.__version__ = '9.9'; import mlxdist.runtime.native"
     output = fails(sys.executable, "-c", code)
     assert "VersionMismatch" in output and "the Python half 9.9" in output and "make setup" in output
 
 
-def test_missing_build_says_how_to_build():
+def test_missing_build_names_the_build_command():
     code = "import sys; sys.modules['mlxdist._native'] = None; import mlxdist; mlxdist.all_sum"
     output = fails(sys.executable, "-c", code)
     assert "ImportError: mlxdist's compiled half does not load" in output and "make setup" in output
@@ -168,22 +168,24 @@ def test_layers_include_only_what_is_below_them(tmp_path):
         source = Path(entry["file"])
         if not source.is_relative_to(native):
             continue
-        folder = str(source.parent.relative_to(native))
+        directory = str(source.parent.relative_to(native))
         flags = [Path(path) for path in re.findall(r"-(?:I|isystem) ?(\S+)", entry["command"])]
         visible = {str(path.relative_to(native)) for path in flags if path.is_relative_to(native)}
-        allowed = MAY_INCLUDE[folder] | {folder}
+        allowed = MAY_INCLUDE[directory] | {directory}
         assert visible <= allowed, f"{source} sees {visible - allowed}"
         included = {str(path.parent.relative_to(native)) for path in includes(source)}
         assert included <= allowed, f"{source} includes {included - allowed}"
-        seen.add(folder)
+        seen.add(directory)
     assert seen == set(MAY_INCLUDE)
 
 
 def includes(file: Path) -> list[Path]:
     """The files of native/ that a file includes by name."""
     names = re.findall(r'^#include "([\w./]+)"$', file.read_text(), re.MULTILINE)
-    folders = [file.parent, *(NATIVE / flag.removeprefix("-I") for flag in layer_includes())]
-    found = [next((folder / name for folder in folders if (folder / name).exists()), None) for name in names]
+    directories = [file.parent, *(NATIVE / flag.removeprefix("-I") for flag in layer_includes())]
+    found = [
+        next((directory / name for directory in directories if (directory / name).exists()), None) for name in names
+    ]
     return [path.resolve() for path in found if path]
 
 
@@ -207,7 +209,12 @@ def cycle(graph: dict[object, set]) -> list:
 
 
 def test_no_cycle_of_includes():
-    files = [file for folders in LAYERS.values() for folder in folders for file in (NATIVE / folder).glob("*.h")]
+    files = [
+        file
+        for directories in LAYERS.values()
+        for directory in directories
+        for file in (NATIVE / directory).glob("*.h")
+    ]
     assert len(files) > 50
     assert cycle({file.resolve(): set(includes(file)) for file in files}) == []
 
@@ -215,12 +222,12 @@ def test_no_cycle_of_includes():
 def symbols(layer: str) -> dict[str, tuple[set[str], set[str]]]:
     """For each C file of a layer the functions and objects that it defines, and those that it takes from others."""
     found = {}
-    for folder in LAYERS[layer]:
-        for source in folder_sources(folder):
+    for directory in LAYERS[layer]:
+        for source in directory_sources(directory):
             lines = run("nm", compile_source(source, c_compiler(), NATIVE_FLAGS)).splitlines()
             names = [line.split()[-2:] for line in lines]
             defined = {name for kind, name in names if kind in "TDBRC"}
-            found[f"{folder}/{source.name}"] = defined, {name for kind, name in names if kind == "U"}
+            found[f"{directory}/{source.name}"] = defined, {name for kind, name in names if kind == "U"}
     return found
 
 

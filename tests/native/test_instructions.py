@@ -92,10 +92,10 @@ def callgrind(program, profile, *arguments):
     return profile.read_text().splitlines()
 
 
-def count(program, folder, nbytes):
+def count(program, directory, nbytes):
     """Instructions, by (file, line)."""
     costs, file, skip = Counter(), "", False
-    for line in callgrind(program, folder / f"callgrind.{nbytes}", nbytes):
+    for line in callgrind(program, directory / f"callgrind.{nbytes}", nbytes):
         if match := re.match(r"(fl|fi|fe)=(.*)", line):
             file = match[2]
         elif line.startswith("calls="):

@@ -27,10 +27,10 @@ def segment_names() -> set[Path]:
     return set(SHARED_MEMORY.glob("mlxdist-*"))
 
 
-def build(folder: Path, program: str, flags: list[str], segment: str) -> Path:
+def build(directory: Path, program: str, flags: list[str], segment: str) -> Path:
     tests = NATIVE / "tests"
     sources = [tests / f"soft_{program}_test.c", tests / "soft_side.c", tests / "soft_stream.c"]
-    return build_program(folder / program, sources + layer_sources("providers", segment), flags)
+    return build_program(directory / program, sources + layer_sources("providers", segment), flags)
 
 
 def cases() -> Iterator[object]:

@@ -20,22 +20,22 @@ SYMBOLS = [
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="macOS finds librdma in its own cache only")
 
 
-def build(folder: Path, program: str) -> Path:
+def build(directory: Path, program: str) -> Path:
     sources = [NATIVE / f"tests/{program}_test.c", *layer_sources("providers")]
-    return build_program(folder / program, sources, SANITIZE_MEMORY)
+    return build_program(directory / program, sources, SANITIZE_MEMORY)
 
 
-def run_with_library(folder: Path, test: str, expected: object = "", **environment: str) -> None:
-    """Runs a test of library_test.c with the libibverbs.so.1 of ``folder``."""
-    environment |= {"LD_LIBRARY_PATH": str(folder), "EXPECTED": str(expected)}
-    run_program(build(folder, "library"), test, environment=environment)
+def run_with_library(directory: Path, test: str, expected: object = "", **environment: str) -> None:
+    """Runs a test of library_test.c with the libibverbs.so.1 of ``directory``."""
+    environment |= {"LD_LIBRARY_PATH": str(directory), "EXPECTED": str(expected)}
+    run_program(build(directory, "library"), test, environment=environment)
 
 
-def make_library(folder: Path, *flags: str, versions: str = VERSIONS + NEWER_VERSIONS) -> None:
-    """A libibverbs.so.1 in ``folder``: native/tests/libibverbs.c says what ``flags`` make of it."""
-    (folder / "versions.map").write_text(versions)
-    flags += ("-shared", "-fPIC", f"-Wl,--version-script={folder}/versions.map")
-    build_program(folder / "libibverbs.so.1", [NATIVE / "tests/libibverbs.c"], flags)
+def make_library(directory: Path, *flags: str, versions: str = VERSIONS + NEWER_VERSIONS) -> None:
+    """A libibverbs.so.1 in ``directory``: native/tests/libibverbs.c says what ``flags`` make of it."""
+    (directory / "versions.map").write_text(versions)
+    flags += ("-shared", "-fPIC", f"-Wl,--version-script={directory}/versions.map")
+    build_program(directory / "libibverbs.so.1", [NATIVE / "tests/libibverbs.c"], flags)
 
 
 @pytest.mark.sanitize
@@ -77,7 +77,7 @@ def test_not_a_library(tmp_path):
     library = tmp_path / "libibverbs.so.1"
     library.write_text("not a library, and long enough to have a header of one: " + 64 * ".")
     reason = f"provider ibverbs: libibverbs.so.1 cannot be opened ({library}: invalid ELF header); {REMEDY}"
-    run_with_library(tmp_path, "Refused", reason)
+    run_with_library(tmp_path, "Rejected", reason)
 
 
 @on_linux
@@ -87,7 +87,7 @@ def test_missing_symbols(tmp_path, missing):
     make_library(tmp_path, *(f"-Dibv_{name}=other_{name}" for name in missing))
     names = ", ".join(f"ibv_{name}" for name in missing)
     reason = f"provider ibverbs: libibverbs.so.1 lacks {names} of version IBVERBS_1.1; {REMEDY}"
-    run_with_library(tmp_path, "Refused", reason)
+    run_with_library(tmp_path, "Rejected", reason)
 
 
 @on_linux
@@ -96,7 +96,7 @@ def test_library_of_old(tmp_path):
     make_library(tmp_path, versions=VERSIONS)
     names = ", ".join(f"ibv_{name}" for name in SYMBOLS)
     reason = f"provider ibverbs: libibverbs.so.1 lacks {names} of version IBVERBS_1.1; {REMEDY}"
-    run_with_library(tmp_path, "Refused", reason)
+    run_with_library(tmp_path, "Rejected", reason)
 
 
 @on_linux

@@ -5,18 +5,18 @@ import shutil
 from pathlib import Path
 
 import pytest
-from native_build import NATIVE, SANITIZE_MEMORY, build_program, folder_sources, run_program
+from native_build import NATIVE, SANITIZE_MEMORY, build_program, directory_sources, run_program
 
-INCLUDES = [f"-I{NATIVE / folder}" for folder in ("include", "reduce")]
+INCLUDES = [f"-I{NATIVE / directory}" for directory in ("include", "reduce")]
 OPTIMIZED = ["-O3", "-ffp-contract=off"]
 VARIANTS = {"optimized": OPTIMIZED, "sanitized": SANITIZE_MEMORY}
 ARM64_COMPILER = "aarch64-linux-gnu-gcc"
 X86 = platform.machine() == "x86_64"
 
 
-def build(folder: Path, flags: list[str], compiler: str | None = None) -> Path:
-    sources = [NATIVE / "tests" / "reduce_test.c", *folder_sources("reduce")]
-    return build_program(folder / "reduce", sources, [*flags, *INCLUDES], compiler)
+def build(directory: Path, flags: list[str], compiler: str | None = None) -> Path:
+    sources = [NATIVE / "tests" / "reduce_test.c", *directory_sources("reduce")]
+    return build_program(directory / "reduce", sources, [*flags, *INCLUDES], compiler)
 
 
 def run_all(program: Path, *emulator: str) -> list[str]:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from native_build import NATIVE, SANITIZE_MEMORY, build_program, folder_sources, layer_sources, run_program
+from native_build import NATIVE, SANITIZE_MEMORY, build_program, directory_sources, layer_sources, run_program
 from softverbs_library import LIBRARY, MAP, linux
 
 PROGRAMS = ["objects", "messages", "writes", "processes"]
@@ -25,10 +25,10 @@ def sources(program: str) -> list[Path]:
 @pytest.fixture(scope="session")
 def own_header(tmp_path_factory) -> list[str]:
     """Compiler flags that make mlxdist's own declarations <infiniband/verbs.h>: no package is needed."""
-    folder = tmp_path_factory.mktemp("include")
-    (folder / "infiniband").mkdir()
-    (folder / "infiniband" / "verbs.h").write_text(f'#include "{NATIVE}/bindings/softverbs/softverbs.h"\n')
-    return [f"-I{folder}"]
+    directory = tmp_path_factory.mktemp("include")
+    (directory / "infiniband").mkdir()
+    (directory / "infiniband" / "verbs.h").write_text(f'#include "{NATIVE}/bindings/softverbs/softverbs.h"\n')
+    return [f"-I{directory}"]
 
 
 @pytest.fixture(scope="session")
@@ -52,33 +52,33 @@ def test_program(tmp_path, own_header, program):
 @pytest.mark.long
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_sanitized(tmp_path, own_header, program):
-    parts = [*sources(program), *layer_sources("providers"), *folder_sources("bindings/softverbs")]
+    parts = [*sources(program), *layer_sources("providers"), *directory_sources("bindings/softverbs")]
     run_program(build_program(tmp_path / program, parts, [*SANITIZE_MEMORY, *own_header]), timeout=300)
 
 
 @pytest.mark.long
 def test_segments_of_macos(tmp_path, own_header):
     """Here too: memory that has a name until it is mapped."""
-    parts = [*sources("objects"), *layer_sources("providers", "posix"), *folder_sources("bindings/softverbs")]
+    parts = [*sources("objects"), *layer_sources("providers", "posix"), *directory_sources("bindings/softverbs")]
     run_program(build_program(tmp_path / "objects", parts, own_header))
 
 
 @pytest.fixture(scope="session")
-def library_folder(tmp_path_factory) -> Path:
-    """A folder in which libsoftverbs is what programs ask for."""
-    folder = tmp_path_factory.mktemp("lib")
-    (folder / "libibverbs.so.1").symlink_to(LIBRARY)
-    return folder
+def library_directory(tmp_path_factory) -> Path:
+    """A directory in which libsoftverbs is what programs ask for."""
+    directory = tmp_path_factory.mktemp("lib")
+    (directory / "libibverbs.so.1").symlink_to(LIBRARY)
+    return directory
 
 
 @linux
 @pytest.mark.long
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("way", ["preloaded", "in_its_place"])
-def test_program_of_a_stranger(tmp_path, system_header, library_folder, way, program):
+def test_program_of_another_project(tmp_path, system_header, library_directory, way, program):
     """Compiled with the system's header and linked with -libverbs, as its author would."""
     built = build_program(tmp_path / program, sources(program), system_header, libraries=["-libverbs"])
-    environment = {"LD_PRELOAD": str(LIBRARY)} if way == "preloaded" else {"LD_LIBRARY_PATH": str(library_folder)}
+    environment = {"LD_PRELOAD": str(LIBRARY)} if way == "preloaded" else {"LD_LIBRARY_PATH": str(library_directory)}
     run_program(built, environment=environment)
 
 
@@ -170,7 +170,7 @@ def test_perftest_on_thunderbolt():
 
 
 @linux
-def test_the_page_says_where_it_is():
+def test_the_page_gives_the_path_of_the_library():
     page = (NATIVE.parent / "docs" / "softverbs.md").read_text()
     command = re.search(r"^    (lib=.*)$", page, re.M)[1].replace("python", sys.executable)
     shown = subprocess.run([f"{command}; echo $lib"], shell=True, capture_output=True, text=True, timeout=60).stdout
@@ -178,7 +178,7 @@ def test_the_page_says_where_it_is():
 
 
 @linux
-def test_exports_what_its_map_says():
+def test_exports_the_symbols_of_its_map():
     """All that the map names is there, under that version, and nothing else is visible."""
     wanted = {}
     nodes = re.findall(r"^(\w+(?:\.\d+)?) \{\n  global:\n(.*?)(?:  local|\})", MAP.read_text(), re.M | re.S)
@@ -189,9 +189,9 @@ def test_exports_what_its_map_says():
 
 
 def test_exports_what_its_header_declares():
-    folder = NATIVE / "bindings/softverbs"
-    declared = re.findall(r"\b(_?ibv_\w+|softverbs_\w+|\w+_to_ibv_rate)\(", (folder / "softverbs.h").read_text())
-    refused = re.findall(r"^N\w+\((ibv_\w+)", (folder / "unsupported.c").read_text(), re.M)
+    directory = NATIVE / "bindings/softverbs"
+    declared = re.findall(r"\b(_?ibv_\w+|softverbs_\w+|\w+_to_ibv_rate)\(", (directory / "softverbs.h").read_text())
+    refused = re.findall(r"^N\w+\((ibv_\w+)", (directory / "unsupported.c").read_text(), re.M)
     assert set(exported(LIBRARY)) == {*declared, *refused}
 
 
@@ -212,13 +212,13 @@ def test_versions_are_those_of_libibverbs():
 @linux
 @pytest.mark.long
 @pytest.mark.parametrize("cables", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_engine_on_the_library(run_ranks, library_folder, cables):
+def test_engine_on_the_library(run_ranks, library_directory, cables):
     """mlxdist opens it as it opens libibverbs, and everything above runs on memory that it registers."""
     device = ["soft0", "soft1"][:cables]
     outputs = run_ranks(
         "collectives.py", 2, "every", timeout=300,
         environment={
-            "LD_LIBRARY_PATH": str(library_folder),
+            "LD_LIBRARY_PATH": str(library_directory),
             "MLXDIST_PROVIDER": "ibverbs",
             "MLXDIST_LINKS_PER_PEER": str(cables),
             "MLXDIST_DEVICE_MAP": json.dumps([[None, device], [device, None]]),
@@ -228,13 +228,13 @@ def test_engine_on_the_library(run_ranks, library_folder, cables):
 
 
 @linux
-def test_ranks_that_share_a_device_of_ten_queue_pairs(run_ranks, library_folder):
+def test_ranks_that_share_a_device_of_ten_queue_pairs(run_ranks, library_directory):
     """As three ranks on each of two Macs with one cable: rejected on all, before there is a queue pair."""
     cable = [[None if (a < 3) == (b < 3) else f"soft{a // 3}" for b in range(6)] for a in range(6)]
     outputs = run_ranks(
         "collectives.py", 6, "every", status=None,
         environment={
-            "LD_LIBRARY_PATH": str(library_folder),
+            "LD_LIBRARY_PATH": str(library_directory),
             "SOFTVERBS_PROFILE": "apple-tb5",
             "MLXDIST_PROVIDER": "ibverbs",
             "MLXDIST_DEVICE_MAP": json.dumps(cable),

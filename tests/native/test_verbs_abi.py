@@ -93,31 +93,31 @@ def program(header: Path, without: set[str]) -> str:
     return "\n".join([*lines, "  return 0;", "}", ""])
 
 
-def said(folder: Path, header: Path, by: str, without: set[str] = frozenset()) -> dict[str, str]:
+def said(directory: Path, header: Path, by: str, without: set[str] = frozenset()) -> dict[str, str]:
     """What the program for ``header`` prints when it is compiled with the header ``by``."""
-    folder.mkdir()
-    (folder / "abi.c").write_text(program(header, without))
-    output = run_program(build_program(folder / "abi", [folder / "abi.c"], [f"-DHEADER={by}"]))
+    directory.mkdir()
+    (directory / "abi.c").write_text(program(header, without))
+    output = run_program(build_program(directory / "abi", [directory / "abi.c"], [f"-DHEADER={by}"]))
     return dict(line.split(" = ") for line in output.splitlines())
 
 
-def differences(folder: Path, header: Path) -> list[str]:
+def differences(directory: Path, header: Path) -> list[str]:
     """What is not as in the system's header: one sentence each."""
-    system = system_header(folder)
+    system = system_header(directory)
     fields, values = declared(header.read_text())
     names = {struct.split()[1] for struct in fields} | set(values)
     absent = {name for name in names if not re.search(rf"\b{name}\b", system)}
-    ours = said(folder / "ours", header, f'"{header}"', absent)
-    theirs = said(folder / "theirs", header, SYSTEM, absent)
+    ours = said(directory / "ours", header, f'"{header}"', absent)
+    theirs = said(directory / "theirs", header, SYSTEM, absent)
     assert ours.keys() == theirs.keys()
     wrong = [f"{name}: {ours[name]}, the system's is {theirs[name]}" for name in ours if ours[name] != theirs[name]]
     return wrong + [f"{name}: the system's header has no such name" for name in sorted(absent)]
 
 
-def system_header(folder: Path) -> str:
+def system_header(directory: Path) -> str:
     """The text of the system's header, after the preprocessor, and its macros."""
-    (folder / "include.c").write_text(f"#include {SYSTEM}\n")
-    command = [*c_compiler(), "-E", "-dD", str(folder / "include.c")]
+    (directory / "include.c").write_text(f"#include {SYSTEM}\n")
+    command = [*c_compiler(), "-E", "-dD", str(directory / "include.c")]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     if result.returncode:
         hint = "apt-get install libibverbs-dev" if sys.platform == "linux" else "it is in the SDK of macOS 26.2"

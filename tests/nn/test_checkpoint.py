@@ -22,8 +22,8 @@ from mlxdist.base.environment import Environment
 TREE = {"weights": mx.arange(1000)}
 
 
-def save(folder, *steps, **options):
-    return [save_checkpoint(folder, TREE, step, **options) for step in steps]
+def save(directory, *steps, **options):
+    return [save_checkpoint(directory, TREE, step, **options) for step in steps]
 
 
 def equal(a, b):
@@ -38,7 +38,7 @@ def test_any_tree_comes_back(tmp_path):
         "step": mx.array(2**62, mx.uint64),
         "deep": {"deeper": {"mask": mx.array([True, False]), "transposed": mx.arange(6).reshape(2, 3).T}},
     }
-    path = save_checkpoint(tmp_path / "new" / "folder", tree, 7)
+    path = save_checkpoint(tmp_path / "new" / "directory", tree, 7)
     loaded, step = load_checkpoint(path)
     assert step == 7 and equal(loaded, tree)
     assert equal({"a": mx.arange(3)}, load_checkpoint(save_checkpoint(tmp_path, {"a": mx.arange(3)}, 0))[0])
@@ -94,7 +94,7 @@ def test_a_torn_file_is_not_taken_for_a_checkpoint(tmp_path, length):
     with pytest.raises(errors.InvalidArgument, match=f"{torn.name} is damaged: .* latest_checkpoint"):
         load_checkpoint(torn)
     save(tmp_path, 2)
-    assert latest_checkpoint(tmp_path) == torn, "written anew"
+    assert latest_checkpoint(tmp_path) == torn, "rewritten"
 
 
 def test_a_torn_file_does_not_count_when_old_ones_go(tmp_path):
@@ -104,7 +104,7 @@ def test_a_torn_file_does_not_count_when_old_ones_go(tmp_path):
 
 
 @pytest.mark.parametrize("header", [b"[]", b'{"a": {}}', b"{}", b"\xff", b"{"])
-def test_any_header_is_refused_with_an_error_of_ours(tmp_path, header):
+def test_any_header_is_rejected_with_an_error_of_ours(tmp_path, header):
     path = tmp_path / "step-00000001.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(errors.InvalidArgument, match="step-00000001"):
@@ -123,7 +123,7 @@ while True:
 """
 
 
-def test_a_writer_that_is_killed_leaves_whole_checkpoints(tmp_path):
+def test_a_writer_that_is_killed_leaves_complete_checkpoints(tmp_path):
     """64 MiB each, so that it is killed while it writes."""
     writer = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE)
     writer.stdout.readline()
@@ -154,7 +154,7 @@ def test_other_files_are_left_alone(tmp_path):
     assert len(list(tmp_path.iterdir())) == 5
 
 
-def test_no_folder_has_no_checkpoint(tmp_path):
+def test_no_directory_has_no_checkpoint(tmp_path):
     assert latest_checkpoint(tmp_path / "none") is None
     with pytest.raises(errors.InvalidArgument, match="does not exist"):
         load_checkpoint(tmp_path / "none")
@@ -176,7 +176,7 @@ def test_a_file_of_somebody_else(tmp_path):
         ({"0": mx.zeros(1)}, "a number as in a list"),
     ],
 )
-def test_trees_that_would_not_come_back_are_refused(tmp_path, tree, words):
+def test_trees_that_would_not_come_back_are_rejected(tmp_path, tree, words):
     with pytest.raises(errors.InvalidArgument, match=words):
         save_checkpoint(tmp_path / "new", tree, 1)
     assert not (tmp_path / "new").exists()
@@ -189,8 +189,8 @@ def test_bad_numbers(tmp_path, step, keep):
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("path", [None, 5, b"folder", "a\0b"])
-def test_what_is_no_path_is_refused(path):
+@pytest.mark.parametrize("path", [None, 5, b"directory", "a\0b"])
+def test_what_is_no_path_is_rejected(path):
     for function, *more in ((save_checkpoint, TREE, 1), (latest_checkpoint,), (load_checkpoint,)):
         with pytest.raises(errors.InvalidArgument, match="_checkpoint: .* is no path"):
             function(path, *more)
@@ -209,13 +209,13 @@ def test_a_number_of_numpy_is_a_step(tmp_path):
     assert save_checkpoint(tmp_path, TREE, np.int64(100)) == latest_checkpoint(tmp_path)
 
 
-def test_a_folder_that_is_a_file(tmp_path):
+def test_a_directory_that_is_a_file(tmp_path):
     """Not None, as if no step had been done."""
     (tmp_path / "file").write_text("mine")
-    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        for call in (latest_checkpoint, lambda folder: save_checkpoint(folder, TREE, 1)):
-            with pytest.raises(errors.InvalidArgument, match=f"checkpoint: {folder} is a file, not a directory"):
-                call(folder)
+    for directory in (tmp_path / "file", tmp_path / "file" / "below"):
+        for call in (latest_checkpoint, lambda directory: save_checkpoint(directory, TREE, 1)):
+            with pytest.raises(errors.InvalidArgument, match=f"checkpoint: {directory} is a file, not a directory"):
+                call(directory)
     with pytest.raises(errors.InvalidArgument, match=r"is a directory; pass what latest_checkpoint\(directory\) finds"):
         load_checkpoint(tmp_path)
     assert (tmp_path / "file").read_text() == "mine"
@@ -266,11 +266,11 @@ def test_a_file_of_an_older_version(tmp_path):
         save(tmp_path, 8)
 
 
-def save_in_another_process(folder, step):
+def save_in_another_process(directory, step):
     program = "import sys, mlx.core as mx, mlxdist\n"
     program += "mlxdist.save_checkpoint(sys.argv[1], {'weights': mx.zeros(2)}, int(sys.argv[2]))"
-    subprocess.run([sys.executable, "-c", program, str(folder), str(step)], check=True, timeout=60)
-    return latest_checkpoint(folder)
+    subprocess.run([sys.executable, "-c", program, str(directory), str(step)], check=True, timeout=60)
+    return latest_checkpoint(directory)
 
 
 def test_another_run_is_gone_on_with_only_on_purpose(tmp_path):

@@ -91,7 +91,7 @@ def test_a_rank_that_fails_ends_the_job(run_example, tmp_path):
         (1, ["--steps", 0], "Invalid value for '--steps'"),
     ],
 )
-def test_refuses(run_example, tmp_path, ranks, options, message):
+def test_rejects(run_example, tmp_path, ranks, options, message):
     outputs, report = run_example(ranks, *options, status=2)
     assert all(message in output for output in outputs)
     assert not list(tmp_path.iterdir())

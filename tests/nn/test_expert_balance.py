@@ -69,7 +69,7 @@ def test_counts():
         (lambda: ExpertLoad([1]) + ExpertLoad([1, 2]), "have no sum"),
     ],
 )
-def test_refused(call, words):
+def test_rejected(call, words):
     with pytest.raises(mlxdist.InvalidArgument) as raised:
         call()
     assert words in str(raised.value)

@@ -148,7 +148,7 @@ def test_compiled_is_bitwise_the_same(dtype):
         (lambda: unpack_e4m3(mx.ones((2, 8))), "not float32 of shape (2, 8)"),
     ],
 )
-def test_refused(call, words):
+def test_rejected(call, words):
     with pytest.raises(mlxdist.InvalidArgument) as raised:
         call()
     assert words in str(raised.value)

@@ -105,17 +105,17 @@ def test_a_change_is_worth_it_and_not_too_soon(between, workload, margin, cooldo
     mode, since = None, cooldown
     for tokens in calls:
         best = workload.cheapest(tokens, between)
-        chosen = ask(policy, workload, tokens)
-        assert chosen == ask(again, workload, tokens)  # of the calls alone: what another rank computes
+        selected = ask(policy, workload, tokens)
+        assert selected == ask(again, workload, tokens)  # of the calls alone: what another rank computes
         if mode is None:
-            assert chosen == best
-        elif chosen != mode:
-            old, new = (workload.seconds(name, tokens, between) for name in (mode, chosen))
-            assert chosen == best and (new * urgent < old or (since >= cooldown and new < (1 - margin) * old))
+            assert selected == best
+        elif selected != mode:
+            old, new = (workload.seconds(name, tokens, between) for name in (mode, selected))
+            assert selected == best and (new * urgent < old or (since >= cooldown and new < (1 - margin) * old))
             since = 0
         else:  # nor is it held on to what costs many times as much
             assert workload.seconds(mode, tokens, between) <= urgent * workload.seconds(best, tokens, between)
-        mode = chosen
+        mode = selected
         since += 1
 
 
@@ -177,7 +177,7 @@ def test_assumptions_for_every_provider(provider):
         (lambda: Workload(1, 1, 1).parts("local", 1, 2), "mode is 'local'"),
     ],
 )
-def test_refused(call, words):
+def test_rejected(call, words):
     with pytest.raises(mlxdist.InvalidArgument) as raised:
         call()
     assert words in str(raised.value)

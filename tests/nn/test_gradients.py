@@ -21,13 +21,13 @@ def test_vmap_and_compile(run_ranks, ranks):
 
 
 @RANKS
-def test_operations_without_a_gradient_say_so(run_ranks, ranks):
+def test_operations_without_a_gradient_raise(run_ranks, ranks):
     assert all("close" in output for output in run_ranks("gradients.py", ranks, "without_gradient"))
 
 
 @RANKS
 @pytest.mark.parametrize("scenario", ["tensor_parallel", pytest.param("sequence_parallel", marks=pytest.mark.long)])
-def test_mappings_train_the_parts_of_a_model_as_the_whole(run_ranks, scenario, ranks):
+def test_mappings_train_the_shards_of_a_model_as_the_full_one(run_ranks, scenario, ranks):
     assert all("close" in output for output in run_ranks("gradients.py", ranks, scenario))
 
 

@@ -18,8 +18,8 @@ def test_each_rank_reads_and_holds_its_share(run_ranks, tmp_path, ranks):
 
 
 @one_to_four(2)
-def test_adapters_of_mlx_lm_are_cut_with_the_model(run_ranks, tmp_path, ranks):
-    assert all("right" in output for output in run_ranks("loading.py", ranks, "adapters", tmp_path))
+def test_adapters_of_mlx_lm_are_sharded_with_the_model(run_ranks, tmp_path, ranks):
+    assert all("right" in output for output in run_ranks("loading_adapters.py", ranks, "adapters", tmp_path))
 
 
 @pytest.mark.long
@@ -32,7 +32,7 @@ def test_bad_input_on_one_rank_is_the_same_error_on_all(run_ranks, tmp_path, ran
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_parameters_that_mlx_lm_computes_are_read_whole_with_a_warning(run_ranks, tmp_path, ranks):
+def test_parameters_that_mlx_lm_computes_are_read_in_full_with_a_warning(run_ranks, tmp_path, ranks):
     outputs = run_ranks("loading.py", ranks, "computed", tmp_path)
     assert all("right" in output for output in outputs)
     assert "3 parameters" in outputs[0] and "mlx_lm.convert" in outputs[0]

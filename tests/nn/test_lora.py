@@ -11,7 +11,7 @@ SCENARIOS = ["adapters", "collectives", "fused", "sequence", "refused"]
 
 
 @pytest.mark.parametrize("ranks", [*(pytest.param(ranks, marks=pytest.mark.long) for ranks in (1, 3)), 2])
-def test_adapters_compute_and_train_as_on_the_whole(run_ranks, ranks):
+def test_adapters_compute_and_train_as_on_the_full_model(run_ranks, ranks):
     """The scenarios are functions of tests/rank_scripts/lora.py."""
     assert all("close" in output for output in run_ranks("lora.py", ranks, *SCENARIOS))
 

@@ -55,22 +55,22 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def saved_model(tmp_path_factory):
     """A function: the same, of one of KINDS, with larger weights, so that the answer depends on the question."""
-    folder = tmp_path_factory.mktemp("models")
+    directory = tmp_path_factory.mktemp("models")
 
     def saved(kind):
-        return save(folder / kind, CONFIG | {"model_type": kind, "intermediate_size": 192} | KINDS[kind], 3)
+        return save(directory / kind, CONFIG | {"model_type": kind, "intermediate_size": 192} | KINDS[kind], 3)
 
     return saved
 
 
-def save(folder, config, scale=1):
+def save(directory, config, scale=1):
     mx.random.seed(1)
     model_class, arguments = _get_classes(config)
     model = model_class(arguments.from_dict(config))
     model.update(tree_map(lambda weights: weights * scale, model.parameters()))
-    folder.mkdir(exist_ok=True)
-    save_model(folder, model)
-    save_config(dict(config), folder / "config.json")
+    directory.mkdir(exist_ok=True)
+    save_model(directory, model)
+    save_config(dict(config), directory / "config.json")
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<|end|>", "<|message|>"]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -78,8 +78,8 @@ def save(folder, config, scale=1):
     special = {"eos_token": "<|end|>", "additional_special_tokens": ["<|message|>"]}
     saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     saved.chat_template = TEMPLATE
-    saved.save_pretrained(folder)
-    return folder
+    saved.save_pretrained(directory)
+    return directory
 
 
 @pytest.fixture(autouse=True)
@@ -155,7 +155,7 @@ def test_generate_draws_the_same_tokens_on_all_ranks_without_a_seed(saved_model)
     assert first == second
 
 
-def test_generate_of_mlxdist_lm_refuses_quantized_activations():
+def test_generate_of_mlxdist_lm_rejects_quantized_activations():
     with pytest.raises(mlxdist.InvalidArgument, match="--quantize-activations is for one rank"):
         lm.load("model", return_config=True, model_config={"quantize_activations": True})
 
@@ -215,10 +215,10 @@ def test_lora(tmp_path, model):
     arguments += ["--learning-rate", 1e-3, "--test-batches", 1]
     losses, adapters = {}, {}
     for ranks in (1, 2):
-        folder = tmp_path / f"adapters of {ranks}"
-        printed = mlx_lm(*arguments, "--adapter-path", folder, ranks=ranks)
+        directory = tmp_path / f"adapters of {ranks}"
+        printed = mlx_lm(*arguments, "--adapter-path", directory, ranks=ranks)
         losses[ranks] = [float(loss) for loss in re.findall(r"\d\.\d\d\d(?= [▼▲])|(?<=Test loss )\d\.\d\d\d", printed)]
-        adapters[ranks] = mx.load(str(folder / "adapters.safetensors"))
+        adapters[ranks] = mx.load(str(directory / "adapters.safetensors"))
         assert "[1]" not in printed
     assert len(losses[2]) == 5 and losses[2] == pytest.approx(losses[1], abs=2e-3)
     assert losses[2][-1] < losses[2][0] / 2
@@ -229,7 +229,7 @@ def test_lora(tmp_path, model):
 
 @contextmanager
 def server(model, ranks, module="mlx_lm"):
-    """The address of one that answers. It is stopped as Ctrl-C would, and then nothing answers any more."""
+    """The address of a running server. Ctrl-C stops it, and the port is closed then."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [*(LAUNCH if ranks > 1 else []), *(["-n", str(ranks), "--"] if ranks > 1 else [])]
@@ -262,23 +262,23 @@ def ask(address, content):
 
 
 @pytest.mark.long
-def test_server_answers_two_requests_at_once(model):
+def test_server_handles_two_requests_at_once(model):
     questions = ["hello", "another question"]
-    answers = {}
+    responses = {}
     for ranks in (1, 2):
         with server(model, ranks) as address, ThreadPoolExecutor(2) as threads:
-            answers[ranks] = list(threads.map(lambda question: ask(address, question), questions))
-            assert answers[ranks] == [ask(address, question) for question in questions]
-    assert answers[1] == answers[2] and len(set(answers[2])) == 2
+            responses[ranks] = list(threads.map(lambda question: ask(address, question), questions))
+            assert responses[ranks] == [ask(address, question) for question in questions]
+    assert responses[1] == responses[2] and len(set(responses[2])) == 2
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind, ranks", [("gemma", 2), ("qwen2", 3)])
 def test_server_of_mlxdist_lm(saved_model, kind, ranks):
-    folder = saved_model(kind)
-    with server(folder, 1) as address:
+    directory = saved_model(kind)
+    with server(directory, 1) as address:
         expected = [ask(address, question) for question in ("hello", "another question")]
-    with server(folder, ranks, "mlxdist.lm") as address, ThreadPoolExecutor(2) as threads:
+    with server(directory, ranks, "mlxdist.lm") as address, ThreadPoolExecutor(2) as threads:
         assert list(threads.map(lambda question: ask(address, question), ("hello", "another question"))) == expected
 
 
@@ -319,12 +319,12 @@ def test_evaluate(tmp_path, model, monkeypatch):
     (tmp_path / "sums.yaml").write_text(json.dumps(task))
     results = {}
     for ranks in (1, 2):
-        folder = tmp_path / f"results of {ranks}"
+        directory = tmp_path / f"results of {ranks}"
         command = [*LAUNCH, "-n", str(ranks), "--", sys.executable, "-c", EVALUATE, str(tmp_path)]
-        command += ["--model", str(model), "--tasks", "sums", "--output-dir", str(folder)]
+        command += ["--model", str(model), "--tasks", "sums", "--output-dir", str(directory)]
         job = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
         assert job.returncode == 0, job.stdout + job.stderr
-        (file,) = folder.iterdir()
+        (file,) = directory.iterdir()
         results[ranks] = json.loads(file.read_text())
         assert ("Evaluating with 2 nodes" in job.stdout) == (ranks == 2)
     assert results[1] == results[2] and results[2]["sums"]["sample_len"] == 8

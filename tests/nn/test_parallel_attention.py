@@ -8,7 +8,7 @@ from mlxdist.nn.tensor_parallel.parallel_attention import split_heads
 
 
 @one_to_four(3)
-def test_as_the_whole_layer(run_ranks, ranks):
+def test_as_the_full_layer(run_ranks, ranks):
     """Within 1e-4 of the plain formula; the way back bitwise."""
     checks = ["dense", "sequence_parallel", "decoding", "quantized", "adapters", "constructor", "bad_input"]
     assert all("right" in output for output in run_ranks("parallel_attention.py", ranks, *checks))

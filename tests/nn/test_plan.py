@@ -24,7 +24,7 @@ ONE = HEADS | {"num_key_value_heads": 1}
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "mixtral", "phi3", "gpt_neox", "jamba", "kimi_k3", "mamba"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_parts_of_every_parameter_are_the_whole(name, ranks):
+def test_the_shards_of_every_parameter_make_the_full_one(name, ranks):
     """Each element is on as many ranks as the plan says, and on one at least; the shards have the planned shapes."""
     model = tiny_models.build(name)
     arrays = dict(tree_flatten(model.parameters()))
@@ -218,7 +218,7 @@ def test_what_is_not_understood_stays_whole():
         ("experts of model.layers.0.block_sparse_moe.switch_mlp", "mixtral", {}, {"tp": 1, "ep": 8}),
     ],
 )  # fmt: skip
-def test_what_cannot_be_cut_as_asked_is_refused(words, name, fields, arguments):
+def test_what_cannot_be_sharded_as_requested_is_rejected(words, name, fields, arguments):
     with pytest.raises(InvalidArgument, match=words):
         plan_shards(tiny_models.build(name, **fields), **({"tp": 2} | arguments))
 

@@ -64,7 +64,7 @@ def test_sizes(total, ranks, weights, multiple, segments, sizes):
         ((12, 2, None, 8, (2, 1)), "the segment of 4 among [8, 4] cannot be split into whole multiples of 8"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(arguments, words):
+def test_what_cannot_be_sharded_is_rejected(arguments, words):
     with pytest.raises(InvalidArgument) as error:
         split_sizes("down_proj", *arguments)
     assert str(error.value).startswith("down_proj: ")
@@ -95,7 +95,7 @@ def test_sizes_are_whole_multiples_in_proportion_to_the_weights(weights, spare, 
 
 @settings(deadline=None, max_examples=200)
 @given(WEIGHTS, st.integers(0, 8), st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(-3, 2), st.data())
-def test_what_the_ranks_take_is_the_whole(weights, spare, segments, axis, data):
+def test_the_shards_of_all_ranks_make_the_full_array(weights, spare, segments, axis, data):
     """All ranks' shards, put together segment by segment, and the shards of one segment are in rank order."""
     ranks = len(weights)
     total = (ranks + spare) * sum(segments)
@@ -136,7 +136,7 @@ def test_take_and_part():
         ((0, [7, 5], 0, 2), "the segment of 6 cannot be sharded in the proportion [7, 5]"),
     ],
 )
-def test_what_cannot_be_taken_is_refused(arguments, words):
+def test_what_cannot_be_taken_is_rejected(arguments, words):
     with pytest.raises(InvalidArgument) as error:
         take(mx.arange(12), *arguments)
     assert words in str(error.value)

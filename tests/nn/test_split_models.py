@@ -26,7 +26,7 @@ def test_every_model_file_with_all_caches(run_ranks):
     assert all("close" in output for output in outputs)
 
 
-def test_sums_of_whole_layers_are_submitted(run_ranks):
+def test_sums_of_full_layers_are_submitted(run_ranks):
     assert all("close" in output for output in run_ranks("split_models.py", 2, "submitted", environment=INTERPRETED))
 
 

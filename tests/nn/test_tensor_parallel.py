@@ -14,7 +14,7 @@ SCENARIOS = [
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
-def test_parallel_layers_compute_and_train_as_the_whole(run_ranks, ranks):
+def test_parallel_layers_compute_and_train_as_the_full_layers(run_ranks, ranks):
     """The scenarios are functions of tests/rank_scripts/tensor_parallel.py."""
     assert all("close" in output for output in run_ranks("tensor_parallel.py", ranks, *SCENARIOS))
 

@@ -30,7 +30,7 @@ CONFIG = {
 
 
 @pytest.fixture
-def folder(tmp_path):
+def directory(tmp_path):
     model = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG))
     save_model(tmp_path, model)
     save_config(dict(CONFIG), tmp_path / "config.json")
@@ -43,24 +43,24 @@ def test_another_weight_on_one_rank_is_found_on_all(run_ranks, tmp_path, ranks):
     assert all("right" in output for output in run_ranks("loading.py", ranks, "verification", tmp_path))
 
 
-def test_the_command_prints_a_plan_and_starts_nothing(folder):
-    result = CliRunner().invoke(commands, ["shard", str(folder), "--tp", "2"])
+def test_the_command_prints_a_plan_and_starts_nothing(directory):
+    result = CliRunner().invoke(commands, ["shard", str(directory), "--tp", "2"])
     assert result.exit_code == 0, result.output
     assert "q_proj" in result.output
-    result = CliRunner().invoke(commands, ["shard", str(folder), "--tp", "2", "--json"])
+    result = CliRunner().invoke(commands, ["shard", str(directory), "--tp", "2", "--json"])
     document = json.loads(result.output)
     plan = Plan.from_json(json.dumps(document["plan"]))
     assert (plan.tp, plan.ranks, document["verification"]) == (2, 2, None)
 
 
-def test_the_command_takes_the_name_of_a_model_that_has_been_downloaded(folder, tmp_path_factory, monkeypatch):
+def test_the_command_takes_the_name_of_a_model_that_has_been_downloaded(directory, tmp_path_factory, monkeypatch):
     hub = tmp_path_factory.mktemp("hub")
     monkeypatch.setenv("HF_HUB_CACHE", str(hub))
     result = CliRunner().invoke(commands, ["shard", "org/model", "--tp", "2"])
     assert result.exit_code == 1 and "type: hf download org/model" in result.output
     kept = hub / "models--org--model"
     (kept / "snapshots").mkdir(parents=True)
-    (kept / "snapshots" / "0123").symlink_to(folder)
+    (kept / "snapshots" / "0123").symlink_to(directory)
     (kept / "refs").mkdir()
     (kept / "refs" / "main").write_text("0123")
     result = CliRunner().invoke(commands, ["shard", "org/model", "--tp", "2"])
@@ -76,25 +76,25 @@ def test_the_command_takes_the_name_of_a_model_that_has_been_downloaded(folder, 
         (["--tp", "2", "--rank-shares", "1,2,3"], 1, "2 numbers, one per rank"),
     ],
 )
-def test_what_cannot_be_cut_is_said(folder, options, status, words):
-    result = CliRunner().invoke(commands, ["shard", str(folder), *options])
+def test_what_cannot_be_sharded_is_reported(directory, options, status, words):
+    result = CliRunner().invoke(commands, ["shard", str(directory), *options])
     assert result.exit_code == status and words in result.output, result.output
 
 
-def test_damaged_files_are_said(folder):
-    weights = folder / "model.safetensors"
+def test_damaged_files_are_reported(directory):
+    weights = directory / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    result = CliRunner().invoke(commands, ["shard", str(folder)])
+    result = CliRunner().invoke(commands, ["shard", str(directory)])
     assert result.exit_code == 1 and "model.safetensors is damaged" in result.output
 
 
-def run_shard(folder, *options):
-    command = [sys.executable, "-m", "mlxdist", "shard", str(folder), *options]
+def run_shard(directory, *options):
+    command = [sys.executable, "-m", "mlxdist", "shard", str(directory), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
-def test_verify_runs_the_model_on_ranks(folder):
-    result = run_shard(folder, "--tp", "2", "--verify", "--json")
+def test_verify_runs_the_model_on_ranks(directory):
+    result = run_shard(directory, "--tp", "2", "--verify", "--json")
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)["verification"]
     assert found["agrees"] and len(found["differences"]) == 2 and max(found["differences"]) < 1e-4
@@ -103,9 +103,9 @@ def test_verify_runs_the_model_on_ranks(folder):
 
 
 @pytest.mark.long
-def test_verify_fails_where_logits_are_no_numbers(folder):
-    weights = mx.load(str(folder / "model.safetensors"))
+def test_verify_fails_where_logits_are_no_numbers(directory):
+    weights = mx.load(str(directory / "model.safetensors"))
     weights["model.norm.weight"] = weights["model.norm.weight"] * mx.inf
-    mx.save_safetensors(str(folder / "model.safetensors"), weights)
-    result = run_shard(folder, "--tp", "2", "--verify")
+    mx.save_safetensors(str(directory / "model.safetensors"), weights)
+    result = run_shard(directory, "--tp", "2", "--verify")
     assert result.returncode == 1 and "DO NOT AGREE on ranks 0 and 1" in result.stdout, result.stderr

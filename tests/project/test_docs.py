@@ -139,7 +139,7 @@ def test_every_command_has_a_help_text(name):
 
 
 @pytest.mark.parametrize("name", HELP)
-def test_help_is_shown_without_marks_and_says_of_each_option_what_it_does(name):
+def test_help_is_shown_without_marks_and_describes_each_option(name):
     """The mark that keeps lines apart is for click, and words such as "See below" are about another place."""
     command = COMMANDS[name]
     shown = command.get_help(click.Context(command, info_name=name))

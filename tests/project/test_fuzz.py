@@ -25,7 +25,10 @@ def corpus(target):
 
 
 def test_every_target_has_a_corpus():
-    assert {folder.name for folder in CORPUS.iterdir()} == {*PYTHON, *(f"native_{name}" for name in native.TARGETS)}
+    assert {directory.name for directory in CORPUS.iterdir()} == {
+        *PYTHON,
+        *(f"native_{name}" for name in native.TARGETS),
+    }
 
 
 @pytest.mark.parametrize("target", PYTHON)

@@ -42,11 +42,11 @@ def run(*command: object, **options: object) -> str:
     return done.stdout
 
 
-def environment(folder: Path, *packages: object) -> Path:
-    """A new virtual environment's bin folder, with packages from PyPI."""
-    run(sys.executable, "-m", "venv", folder)
-    run(folder / "bin" / "python", "-m", "pip", "install", *packages)
-    return folder / "bin"
+def environment(directory: Path, *packages: object) -> Path:
+    """A new virtual environment's bin directory, with packages from PyPI."""
+    run(sys.executable, "-m", "venv", directory)
+    run(directory / "bin" / "python", "-m", "pip", "install", *packages)
+    return directory / "bin"
 
 
 def bare(home: Path, *path: Path) -> dict[str, str]:
@@ -62,31 +62,31 @@ def tools(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sdist")
+    directory = tmp_path_factory.mktemp("sdist")
     build = "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])"
-    run(sys.executable, "-c", build, folder, cwd=ROOT)
-    (found,) = folder.iterdir()
+    run(sys.executable, "-c", build, directory, cwd=ROOT)
+    (found,) = directory.iterdir()
     return found
 
 
 @pytest.fixture(scope="module")
 def wheel(sdist, tools, tmp_path_factory):
     """Built from the sdist with what the build requires from PyPI, and repaired as cibuildwheel does it."""
-    folder = tmp_path_factory.mktemp("wheel")
+    directory = tmp_path_factory.mktemp("wheel")
     with tarfile.open(sdist) as file:
-        file.extractall(folder, filter="data")
-    (folder / "git").write_text(f"#!/bin/sh\ntouch {folder}/git-was-run\nexit 1\n")
-    (folder / "git").chmod(0o700)
-    path = f"{folder}:{tools}:{os.environ['PATH']}"
-    source = folder / f"mlxdist-{__version__}"
-    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", folder / "built", source]
+        file.extractall(directory, filter="data")
+    (directory / "git").write_text(f"#!/bin/sh\ntouch {directory}/git-was-run\nexit 1\n")
+    (directory / "git").chmod(0o700)
+    path = f"{directory}:{tools}:{os.environ['PATH']}"
+    source = directory / f"mlxdist-{__version__}"
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", directory / "built", source]
     run(*pip, env=os.environ | {"PATH": path})
-    assert not (folder / "git-was-run").exists()
-    (built,) = (folder / "built").iterdir()
+    assert not (directory / "git-was-run").exists()
+    (built,) = (directory / "built").iterdir()
     repair = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["cibuildwheel"]["linux"]
-    repair = repair["repair-wheel-command"].format(dest_dir=folder / "repaired", wheel=built)
+    repair = repair["repair-wheel-command"].format(dest_dir=directory / "repaired", wheel=built)
     run("sh", "-c", repair, env=os.environ | {"PATH": path})
-    (repaired,) = (folder / "repaired").iterdir()
+    (repaired,) = (directory / "repaired").iterdir()
     return repaired
 
 
@@ -137,7 +137,7 @@ def pretend(site: Path, old: str, new: str) -> None:
 
 
 @linux
-def test_the_wheel_fits_the_mlx_it_was_built_for_and_says_so_to_any_other(wheel, tmp_path):
+def test_the_wheel_fits_the_mlx_it_was_built_for_and_rejects_any_other(wheel, tmp_path):
     """0.32.3, of PyPI, has another binary interface; a 0.32.5 there is none yet. The advice is what ends it."""
     scripts = environment(tmp_path / "venv", wheel)
     program, variables = tmp_path / "program.py", bare(tmp_path / "home", scripts)
@@ -245,7 +245,7 @@ def mount(server: subprocess.Popen, *words: object) -> None:
 
 @pytest.fixture
 def two_hosts(tmp_path):
-    """Hosts with an empty folder each at the same path, ``there``."""
+    """Hosts with an empty directory each at the same path, ``there``."""
     there = tmp_path / "there"
     there.mkdir()
     (tmp_path / "ssh").mkdir()
@@ -259,9 +259,9 @@ def two_hosts(tmp_path):
 @pytest.fixture(scope="module")
 def wheels(wheel, tmp_path_factory):
     """Everything that an installation without network needs."""
-    folder = tmp_path_factory.mktemp("wheels")
-    run(sys.executable, "-m", "pip", "download", "--dest", folder, wheel)
-    return folder
+    directory = tmp_path_factory.mktemp("wheels")
+    run(sys.executable, "-m", "pip", "download", "--dest", directory, wheel)
+    return directory
 
 
 @linux

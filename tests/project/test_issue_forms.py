@@ -8,8 +8,8 @@ import yaml
 
 from mlxdist.tools.doctor.diagnostics.command import FORM
 
-FOLDER = Path(__file__).parents[2] / ".github" / "ISSUE_TEMPLATE"
-FORMS = [path for path in sorted(FOLDER.glob("*.yml")) if path.name != "config.yml"]
+DIRECTORY = Path(__file__).parents[2] / ".github" / "ISSUE_TEMPLATE"
+FORMS = [path for path in sorted(DIRECTORY.glob("*.yml")) if path.name != "config.yml"]
 TOP = {"name", "description", "body", "title", "labels", "assignees", "projects", "type"}
 ELEMENT = {"type", "id", "attributes", "validations"}
 # Of each type: the attributes that it must have, and those that it may have.
@@ -50,16 +50,16 @@ def check_options(kind: str, options: list | None) -> None:
 
 
 def test_chooser():
-    assert yaml.safe_load((FOLDER / "config.yml").read_text()).keys() <= {"blank_issues_enabled", "contact_links"}
+    assert yaml.safe_load((DIRECTORY / "config.yml").read_text()).keys() <= {"blank_issues_enabled", "contact_links"}
 
 
 def test_what_the_command_and_the_page_name_is_there():
     name, path = FORM
-    assert yaml.safe_load((FOLDER.parent.parent / path).read_text())["name"] == name
-    page = (FOLDER.parent.parent / "docs" / "first-contact.md").read_text()
+    assert yaml.safe_load((DIRECTORY.parent.parent / path).read_text())["name"] == name
+    page = (DIRECTORY.parent.parent / "docs" / "first-contact.md").read_text()
     assert name in page and path in page
     steps = re.findall(r"^## (\d\. [^(\n]*?)(?: \(.*)?$", page, re.MULTILINE)
-    form = yaml.safe_load((FOLDER.parent.parent / path).read_text())
+    form = yaml.safe_load((DIRECTORY.parent.parent / path).read_text())
     (options,) = [e["attributes"]["options"] for e in form["body"] if e.get("id") == "step"]
     for shown, step in zip(options[1:], steps):
         assert shown.startswith(step), (shown, step)

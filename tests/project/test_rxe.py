@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "scripts" / "rxe"), str(ROOT / "benchmarks")]
 import verbs
 from machine import Machine, Unavailable
-from packages import pyverbs_folder
+from packages import pyverbs_directory
 
 from mlxdist.tools.bench.results import results_console
 
@@ -103,7 +103,7 @@ def test_packets_that_are_lost(machine):
 def test_packets_that_overtake_each_other(machine):
     """UC drops a message whose packets come in another order. How often that happens is up to the machine."""
     machine.pin(False)
-    print(f"sent again: {run_some(machine)['retransmissions']}")
+    print(f"retransmitted: {run_some(machine)['retransmissions']}")
 
 
 @pytest.mark.parametrize("loss", [0, 0.1])
@@ -116,7 +116,7 @@ def test_reliable_connections(machine, loss):
 def test_nothing_gets_through_for_a_while(machine, qp):
     counters = stats(run_ranks(machine, "rxe/silence.py", environment={"MLXDIST_QP_TYPE": qp}))
     assert counters["retransmissions"] > 0
-    assert qp == "uc" or counters["reconnections"] > 0  # reliable ones give up, and are made anew
+    assert qp == "uc" or counters["reconnections"] > 0  # reliable ones fail, and are re-created
 
 
 def test_arrays_of_mlx(machine):
@@ -153,21 +153,21 @@ def test_devices_are_those_of_ibv_devinfo(machine):
     devices = listed_devices(machine)["devices"]
     assert [device["name"] for device in devices] == re.findall(r"hca_id:\s*(\S+)", devinfo) == ["rxe0", "rxe1"]
     for device, part in zip(devices, devinfo.split("hca_id:")[1:], strict=True):
-        told = dict(re.findall(r"^\s*(\w+):\s*(\S+)", part, re.MULTILINE))
+        shown = dict(re.findall(r"^\s*(\w+):\s*(\S+)", part, re.MULTILINE))
         for name in ("max_qp", "max_qp_wr", "max_sge", "max_cq", "max_cqe", "max_mr", "max_pd"):
-            assert device["limits"][name] == int(told[name]), name
-        assert device["limits"]["max_message"] == int(told["max_msg_sz"], 0)
-        assert f"PORT_{device['state']}" == told["state"]
-        assert device["active_mtu"] == int(told["active_mtu"])
-        assert device["guid"].replace(":", "") == told["node_guid"].replace(":", "")
+            assert device["limits"][name] == int(shown[name]), name
+        assert device["limits"]["max_message"] == int(shown["max_msg_sz"], 0)
+        assert f"PORT_{device['state']}" == shown["state"]
+        assert device["active_mtu"] == int(shown["active_mtu"])
+        assert device["guid"].replace(":", "") == shown["node_guid"].replace(":", "")
 
 
 def test_devices_are_those_of_pyverbs(machine):
     try:
-        folder = pyverbs_folder()
+        directory = pyverbs_directory()
     except Unavailable as missing:
         pytest.skip(str(missing))
-    ours, theirs = listed_devices(machine), listed_devices(machine, folder)
+    ours, theirs = listed_devices(machine), listed_devices(machine, directory)
     assert (ours["listed_by"], theirs["listed_by"]) == ("mlxdist", "pyverbs")
     for device in (device for provider in (ours, theirs) for device in provider["devices"]):
         for gid in device["gids"]:

@@ -100,7 +100,7 @@ def scatter(inputs: list[np.ndarray], dtype: str, op: str, root: int) -> None:
 
 
 def barriers() -> None:
-    """Nobody leaves before the last has come: the clock is that of the machine."""
+    """No rank leaves before the last has entered. All ranks read the same clock."""
     for late in range(size):
         if rank == late:
             time.sleep(0.01)
@@ -124,10 +124,10 @@ OPERATIONS = {
 def main() -> None:
     done = []
     for name, algorithms in ALGORITHMS.items():
-        chosen = {group.algorithm(name, 0 if name == "barrier" else count) for count in (0, 1000, 10_000_000)}
-        assert chosen <= set(algorithms), f"{name} uses {chosen}"
+        selected = {group.algorithm(name, 0 if name == "barrier" else count) for count in (0, 1000, 10_000_000)}
+        assert selected <= set(algorithms), f"{name} uses {selected}"
         if algorithm in algorithms:
-            assert chosen == {algorithm}, f"{name} uses {chosen}, not {algorithm}"
+            assert selected == {algorithm}, f"{name} uses {selected}, not {algorithm}"
             done.append(name)
     case = 0
     for dtype in DTYPES:

@@ -17,7 +17,7 @@ import mlxdist
 group = mlxdist.init()
 try:
     getattr(mlxdist, name)(np.ones(6000))
-    group.barrier()  # whoever had all it needed learns here that others had not
+    group.barrier()  # a rank that had all its data gets the error of the others here
 except mlxdist.Error as error:
     print(f"{type(error).__name__}: {error}", flush=True)
     sys.exit(1)

@@ -19,7 +19,7 @@ group = mlxdist.init()
 rank, size = group.rank(), group.size()
 root = size - 1
 levels = size.bit_length() - 1  # log2, rounded down
-paired = 2 * (size - (1 << levels))  # doubling: so many ranks join in pairs first
+paired = 2 * (size - (1 << levels))  # recursive doubling: N ranks join in pairs first
 
 
 def cost(operation: Callable[[], object]) -> dict[str, int]:
@@ -160,7 +160,7 @@ def messages() -> None:
 
 def no_control_messages() -> None:
     """Where data goes both ways, acknowledgements ride on it. A rank that the machine keeps from running for 10 ms
-    has to be told apart, so the quietest of ten turns counts."""
+    has to be distinguished, so the quietest of ten turns counts."""
     for nbytes in (8, 2048, 100_000):
         x = array(nbytes)
         turns = []
@@ -175,7 +175,7 @@ def no_control_messages() -> None:
 
 
 def copies() -> None:
-    """A message is copied once, into its slot: whoever reduces reads it where it has landed. What is received as it
+    """A message is copied once, into its slot: the reducing rank reads it there. What is received as it
     is costs a copy more."""
     x = array(8 * size * 2000)
     require(cost(lambda: mlxdist.all_sum(x, out=x))["bytes_copied"], (size - 1) * x.nbytes, "copies of all_sum")

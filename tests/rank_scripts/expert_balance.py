@@ -35,8 +35,8 @@ def a_skewed_router_becomes_balanced() -> None:
     for step in range(STEPS):
         tokens = shares(step)
         mine, _ = balance.choose(skewed(tokens[rank]), TOP_K)
-        chosen = np.concatenate([np.array(balance.choose(skewed(x), TOP_K)[0]).ravel() for x in tokens])
-        counts = np.bincount(chosen, minlength=EXPERTS)
+        selected = np.concatenate([np.array(balance.choose(skewed(x), TOP_K)[0]).ravel() for x in tokens])
+        counts = np.bincount(selected, minlength=EXPERTS)
         loads.append(balance.update(mine))
         np.testing.assert_array_equal(loads[-1].counts, counts)
         alone += np.float32(0.02) * np.sign(counts.mean() - counts).astype(np.float32)

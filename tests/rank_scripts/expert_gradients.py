@@ -60,7 +60,7 @@ def drawn(seed: int) -> Case:
     compiled = mode != "dispatch" and bool(random.integers(2))
     if placed == "replicated" or compiled:
         counts = [int(random.integers(1, 9))] * size
-    chosen = random.integers(1, 8)
+    selected = random.integers(1, 8)
     experts = int(random.integers(max(2, size), 2 * size + 3))
     return Case(
         mode,
@@ -72,7 +72,7 @@ def drawn(seed: int) -> Case:
         routing=str(random.choice(["random", "one", "none", "first rank", "own rank"])),
         scores=bool(random.integers(2)),
         linear=bool(random.integers(2)),
-        differentiated=tuple(n for bit, n in enumerate(("parameters", "x", "scores")) if chosen >> bit & 1),
+        differentiated=tuple(n for bit, n in enumerate(("parameters", "x", "scores")) if selected >> bit & 1),
         evaluated=str(random.choice(["together", "gradients", "gradients first", "one by one"])),
         compiled=compiled,
     )

@@ -67,8 +67,8 @@ def matrix(every: int) -> None:
     )
     inner = list(itertools.product(MODES, ("float32", "float16", "bfloat16")))
     for number, (kind, k, num_experts, tokens, placed) in enumerate(cases):
-        chosen = inner[number % every :: every]
-        if not chosen or (kind == "empty" and placed == "replicated"):
+        selected = inner[number % every :: every]
+        if not selected or (kind == "empty" and placed == "replicated"):
             continue
         owner = 0 if placed == "replicated" else rank
         count = tokens
@@ -79,7 +79,7 @@ def matrix(every: int) -> None:
         switch = switch_of(num_experts)
         y = reference.experts(x, indices, *weights_of(switch))
         arguments = mx.array(x), mx.array(indices.astype(np.uint32)), mx.array(scores)
-        for mode, name in chosen:
+        for mode, name in selected:
             what = (kind, k, num_experts, tokens, placed, mode, name)
             layer = layer_of(num_experts, mode, placed, name)
             near(layer(*arguments[:2]), y, what, TOLERANCE[name])
@@ -266,9 +266,9 @@ def memory() -> None:
         # The longest strides are those of the experts; the others are swapped, which shapes do not show.
         weight = layer.gate_proj.weight
         assert memoryview(weight).strides[1] == 4 and weight.shape == (count, 64, 64)
-        with tempfile.TemporaryDirectory() as folder:
-            layer.save_weights(f"{folder}/layer.safetensors")
-            saved = mx.load(f"{folder}/layer.safetensors")
+        with tempfile.TemporaryDirectory() as directory:
+            layer.save_weights(f"{directory}/layer.safetensors")
+            saved = mx.load(f"{directory}/layer.safetensors")
             assert all(mx.array_equal(saved[name], array) for name, array in tree_flatten(layer.parameters()))
             mx.eval(saved)
         copied = copy.deepcopy(layer)

@@ -30,14 +30,14 @@ def measured_and_chosen_alike() -> None:
     assert all(number > 0 for number in numbers) or size == 1, link
     policy = Policy(link, cooldown=3)
     random = np.random.default_rng(1)
-    chosen = []
+    selected = []
     for call in range(200):
         tokens = int(2 ** random.uniform(0, 14))
         if call % 50 == rank:
             time.sleep(0.005)
         mode = policy.choose(tokens, top_k=2, hidden=64, itemsize=4, sharded=call % 2 == 0)
-        chosen.append(MODES.index(mode))
-    alike(np.array(chosen), "choices")
+        selected.append(MODES.index(mode))
+    alike(np.array(selected), "choices")
     for line in str(policy).splitlines():  # times are in it, and equal
         alike(np.frombuffer(line.ljust(200).encode(), np.uint8), "tables")
     assert not size > 1 or "measured: plan" in str(policy)
@@ -74,7 +74,7 @@ def bytes_are_those_of_the_model() -> None:
 
 
 def dispatched(x: mx.array, k: int) -> int:
-    """Rows, weights and rows back, without the plan: experts chosen equally often and independently."""
+    """Rows, weights and rows back, without the plan: experts selected equally often and independently."""
     placement = Placement(4 * size, size)
     indices = mx.random.randint(0, 4 * size, (len(x), k), key=mx.random.key(rank))
     planned = route(indices, placement, group)

@@ -78,17 +78,19 @@ def checkpointed() -> None:
     indices = [mx.random.randint(0, most, (6, 2)) for most in (2, 2 * size)]
 
     def gradients(modules: list, x: mx.array, scores: mx.array, parts: list, dense: bool) -> tuple:
-        def one(module: nn.Module, parameters: dict, given: tuple, scores: mx.array, chosen: mx.array) -> dict:
+        def one(module: nn.Module, parameters: dict, given: tuple, scores: mx.array, selected: mx.array) -> dict:
             module.update(parameters)
             y = given[0] + (
-                (module(given[0], chosen) * scores[..., None]).sum(-2) if dense else module(given[0], chosen, scores)
+                (module(given[0], selected) * scores[..., None]).sum(-2)
+                if dense
+                else module(given[0], selected, scores)
             )
             return {"y": y}
 
         def loss(parameters: list, x: mx.array, scores: mx.array) -> mx.array:
             step = one if dense else checkpoint(one)
-            for module, own, chosen in zip(modules, parameters, parts):
-                x = step(module, own, (x,), chosen=chosen, scores=scores)["y"]
+            for module, own, selected in zip(modules, parameters, parts):
+                x = step(module, own, (x,), selected=selected, scores=scores)["y"]
             return mx.sin(x).sum()
 
         parameters = [module.parameters() for module in modules]
@@ -102,7 +104,7 @@ def checkpointed() -> None:
     for mode, placed in itertools.product(MODES, ("replicated", "sharded")):
         mine = slice(0, 6) if placed == "replicated" or rank == 0 else slice(6, 6)
         layers = [ExpertParallelSwitchGLU.from_switch(one, group, mode=mode, tokens=placed) for one in switches]
-        got = gradients(layers, x[mine], scores[mine], [chosen[mine] for chosen in indices], False)
+        got = gradients(layers, x[mine], scores[mine], [selected[mine] for selected in indices], False)
         near(got[1], want[1][mine], (mode, placed, "x"))
         near(got[2], want[2][mine], (mode, placed, "scores"))
         local = layers[0].placement.local(rank)

@@ -56,7 +56,7 @@ def many() -> None:
 
 
 def fails() -> None:
-    """Rank 1 comes too late, and every rank is told where its record is."""
+    """Rank 1 comes too late, and every rank prints the path of its record."""
     if rank == 1:
         time.sleep(1.5)
     try:

@@ -131,7 +131,7 @@ def opposite_order() -> None:
         handles = [mlxdist.all_sum(mine(count, i + 1), group=g, async_op=True) for i, g in enumerate(groups)]
         for i in (0, 1) if rank == 0 else (1, 0):
             require(handles[i].wait(), total * (i + 1), f"group {i}")
-        # Also started in opposite order, where nobody waits before both have been started.
+        # Also started in opposite order, where no rank waits before both have been started.
         results = {}
         for i in (0, 1) if rank == 0 else (1, 0):
             results[i] = mlxdist.all_sum(mine(count, i + 1), group=groups[i], async_op=True)
@@ -159,7 +159,7 @@ def overlapping_groups() -> None:
 
 
 def dropped() -> None:
-    """Nobody waits, nobody even has the handle: the operation ends all the same, in memory that is still there."""
+    """No thread waits or has the handle: the operation ends all the same, in memory that is still there."""
     results, kept = [], []
     for i in range(20):
         out = np.zeros(200_000, np.float32)
@@ -221,7 +221,7 @@ def mismatch() -> None:
 
 
 def dropped_mismatch() -> None:
-    """An error that nobody waits for is raised by the next operation."""
+    """An error of an operation without a waiting thread is raised by the next operation."""
     mlxdist.all_sum(np.ones(3 + rank, np.float32), async_op=True)
     error = raised(group.barrier, mlxdist.Mismatch)
     assert "all_sum of float32 [3]" in str(error), error
@@ -242,7 +242,7 @@ def finalize_waits() -> None:
 
 
 def finalize_gives_up() -> None:
-    """A receive that nobody sends for does not keep finalize() for ever, and does not leave its memory too early."""
+    """A receive without a matching send does not keep finalize() for ever, and does not leave its memory too early."""
     handle = None
     if rank == 0:
         handle = mlxdist.recv((1000,), np.float32, 1, async_op=True)

@@ -1,6 +1,6 @@
 """One rank of test_late_peers.py: rank 1 is late where rank 0 has GPU work that waits for it.
 
-Arguments: what, the seconds that rank 1 is late, the seconds after which the device ends work that waits; a folder.
+Arguments: what, the seconds that rank 1 is late, the seconds after which the device ends work that waits; a directory.
 """
 
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 
 late, limit = float(sys.argv[2]), float(sys.argv[3])
 rank = int(os.environ["MLXDIST_RANK"])
-folder = Path(os.environ["TMPDIR"])  # of this rank: each compiles kernels for itself, as on two hosts
+directory = Path(os.environ["TMPDIR"])  # of this rank: each compiles kernels for itself, as on two hosts
 
 import mlx.core as mx
 
@@ -82,10 +82,10 @@ def stops() -> None:
 def compiles() -> None:
     """Kernels, in the middle of the first graph: those of MLX's CPU backend are compiled where they are encoded."""
     if rank == 1:
-        compiler = folder / "g++"
+        compiler = directory / "g++"
         compiler.write_text(f'#!/bin/sh\nsleep {late}\nexec {shutil.which("g++")} "$@"\n')
         compiler.chmod(0o755)
-        os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
+        os.environ["PATH"] = f"{directory}:{os.environ['PATH']}"
 
     @mx.compile
     def kernel(x: mx.array) -> mx.array:
@@ -94,7 +94,7 @@ def compiles() -> None:
     # Kernels of other ranks are compiled at the same time; what is measured is how much longer rank 1 needs.
     total = mlxdist.all_sum(kernel(mlxdist.all_sum(mx.ones(3))))
     assert abs(gpu.run(total)[0].item() - 4 * 2.718281828) < 1e-3
-    assert (folder / "mlx").is_dir(), list(folder.iterdir())
+    assert (directory / "mlx").is_dir(), list(directory.iterdir())
 
 
 def receives() -> None:

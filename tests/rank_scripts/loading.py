@@ -1,6 +1,7 @@
-"""One rank of test_loading.py. Arguments: scenarios, and a directory for files. Prints "right" after each.
+"""One rank of test_loading.py: models without adapters. Arguments: scenarios, and a directory for files.
 
-Rank 0 saves tiny models as mlx-lm does; every rank makes the same ones, so that it can compare what it has loaded.
+Prints "right" after each scenario. Rank 0 saves tiny models as mlx-lm does. Every rank creates the same ones and
+compares them with what it has loaded.
 """
 
 import dataclasses
@@ -17,7 +18,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import _get_classes, load_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -25,9 +25,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 import mlxdist
-from mlxdist import lm
 from mlxdist.nn.sharding.load import LoadReport, load_sharded, streaming
-from mlxdist.nn.sharding.load.adapters import CONFIG, WEIGHTS
 from mlxdist.nn.sharding.plan import Plan, plan_shards
 from mlxdist.nn.sharding.verify import verify
 
@@ -83,136 +81,29 @@ def make(config: dict, dtype: mx.Dtype = mx.float32, bits: int | None = None) ->
 
 def save(name: str, model: nn.Module, config: dict, files: int = 1) -> Path:
     """Saves as mlx-lm does, on rank 0, in about as many files."""
-    folder = base / name
+    directory = base / name
     if rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        save_weights(folder, dict(tree_flatten(model.parameters())), files)
-        (folder / "config.json").write_text(json.dumps(config))
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        save_weights(directory, dict(tree_flatten(model.parameters())), files)
+        (directory / "config.json").write_text(json.dumps(config))
     group.barrier()
-    return folder
+    return directory
 
 
-def save_weights(folder: Path, weights: dict[str, mx.array], files: int) -> None:
+def save_weights(directory: Path, weights: dict[str, mx.array], files: int) -> None:
     parts = np.array_split(list(weights), files)
     names = [f"model-{i + 1:05}-of-{files:05}.safetensors" if files > 1 else "model.safetensors" for i in range(files)]
     for file, part in zip(names, parts):
-        mx.save_safetensors(str(folder / file), {name: weights[name] for name in part}, metadata={"format": "mlx"})
+        mx.save_safetensors(str(directory / file), {name: weights[name] for name in part}, metadata={"format": "mlx"})
     index = {str(name): file for file, part in zip(names, parts) for name in part}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
 
-def adapters() -> None:
-    """Of mlx-lm's lora training, sharded with the model; and all of its weights, trained ("full"). verify()
-    compares with
-    what mlx-lm loads."""
-    for name, config, bits in (("lora-qwen3", QWEN3, None), ("lora-bits", QWEN3, 4), ("lora-mixtral", MIXTRAL, None)):
-        folder = save(name, *make(config, bits=bits))
-        path = save_adapters(folder)
-        for streamed in (False, True):
-            mine = path if rank == 0 or not streamed else None
-            model, _ = load_sharded(folder, adapter_path=mine, stream=streamed, verify=True)
-        plain, _ = load_sharded(folder)
-        tokens = mx.array([[1, 2, 3]])
-        assert not mx.allclose(model(tokens), plain(tokens), atol=1e-2).item(), "the adapters do nothing"
-        generating, _ = lm.load(str(folder), adapter_path=str(path))
-        assert mx.array_equal(model(tokens), generating(tokens)).item()
-    folder = save("full-qwen3", *make(QWEN3))
-    load_sharded(folder, adapter_path=save_adapters(folder, kind="full"), verify=True)
-    save_adapters(folder)
-    refuse_adapters(folder)
-    print("right")
-
-
-def save_adapters(folder: Path, kind: str = "lora", drop: str = "") -> Path:
-    """As mlx-lm's training does, on rank 0."""
-    path = folder / f"adapters-{kind}{drop}"
-    if rank == 0:
-        model, _ = load_model(folder)
-        settings = {"rank": 4, "scale": 2.0, "dropout": 0.1}
-        model.freeze()
-        if kind == "full":
-            model.layers[-1].unfreeze()
-        else:
-            linear_to_lora_layers(model, -1, settings)
-        mx.random.seed(3)
-        values = {name: mx.random.normal(a.shape) * 0.3 for name, a in tree_flatten(model.trainable_parameters())}
-        path.mkdir()
-        mx.save_safetensors(str(path / "adapters.safetensors"), {n: a for n, a in values.items() if n != drop})
-        config = {"fine_tune_type": kind, "num_layers": -1, "lora_parameters": settings}
-        (path / "adapter_config.json").write_text(json.dumps(config))
-    group.barrier()
-    return path
-
-
-def refuse_adapters(folder: Path) -> None:
-    missing = save_adapters(folder, drop="model.layers.0.self_attn.k_proj.lora_b")
-    expect(mlxdist.InvalidArgument, ["does not have", "k_proj.lora_b"], load_sharded, folder, adapter_path=missing)
-    expect(mlxdist.InvalidArgument, ["adapter_config.json"], load_sharded, folder, adapter_path=base)
-    expect(mlxdist.InvalidArgument, ["no adapter_path"], lm.load, with_code(folder), adapter_path=str(missing))
-    here = with_code(folder) if rank == 0 and size > 1 else folder
-    expect(mlxdist.InvalidArgument, ["model_file"], lm.load, str(here)) if size > 1 else None
-    other = save_adapters(save("lora-other", *make(QWEN3 | {"hidden_size": 32})))
-    reads, module = [], sys.modules["mlxdist.nn.sharding.load.load_sharded"]
-    read_shards, module._load_shards = module._load_shards, lambda *arguments: reads.append(arguments)
-    expect(mlxdist.InvalidArgument, ["is not that of this model"], load_sharded, folder, adapter_path=other)
-    module._load_shards = read_shards
-    assert not reads, "found only after the weights were read"
-    other = save_adapters(folder, kind="dora")
-    expect(mlxdist.InvalidArgument, ["'dora' cannot be sharded"], load_sharded, folder, adapter_path=other)
-    refuse_damaged_adapters(folder)
-    if size > 1:
-        here = other if rank == 0 else missing
-        expect(mlxdist.InvalidArgument, ["disagree about the adapters"], load_sharded, folder, adapter_path=here)
-
-
-def refuse_damaged_adapters(folder: Path) -> None:
-    """Files that mlx-lm or MLX would take, or fail over on one rank only."""
-    good = folder / "adapters-lora"
-    config, first = json.loads((good / CONFIG).read_text()), "model.layers.0.self_attn.q_proj.lora_a"
-    parameters = config["lora_parameters"]
-    weights = (good / WEIGHTS).read_bytes()
-    length = int.from_bytes(weights[:8], "little")
-    header = json.loads(weights[8 : 8 + length])
-    start = header[first.replace("lora_a", "lora_b")]["data_offsets"][0]
-    bytes_of_first = header[first]["data_offsets"][1] - header[first]["data_offsets"][0]
-    overlapping = {"data_offsets": [start, start + bytes_of_first]}
-    full = (folder / "adapters-full" / WEIGHTS).read_bytes().replace(b'"F32"', b'"I32"')
-    for words, settings, change, data in [
-        (["lora_parameters must be an object"], {"lora_parameters": "scale"}, {}, weights),
-        (["scale must be a number"], {"lora_parameters": parameters | {"scale": "x"}}, {}, weights),
-        (["rank must be from 1"], {"lora_parameters": parameters | {"rank": 2**31 - 1}}, {}, weights),
-        (["num_layers must be"], {"num_layers": None}, {}, weights),
-        (["more than 1000000"], {"more": "x" * 10**6}, {}, weights),
-        ([first, "int32"], {}, {"dtype": "I32"}, weights),
-        (["is damaged", "tensor"], {}, overlapping, weights),
-        (["int32 of shape"], {"fine_tune_type": "full"}, {}, full),
-    ]:
-        bad = folder / "bad adapters"
-        if rank == 0:
-            bad.mkdir(exist_ok=True)
-            (bad / CONFIG).write_text(json.dumps(config | settings))
-            if change:
-                text = json.dumps(header | {first: header[first] | change}).encode()
-                data = len(text).to_bytes(8, "little") + text + data[8 + length :]
-            (bad / WEIGHTS).write_bytes(data)
-        group.barrier()
-        expect(mlxdist.InvalidArgument, words, load_sharded, folder, adapter_path=bad)
-
-
-def with_code(folder: Path) -> str:
-    """The same model with code of its own, in a directory of each rank."""
-    copy = base / f"{folder.name} with code on {rank}"
-    if not copy.exists():
-        shutil.copytree(folder, copy)
-        edit(copy, model_file="model.py")
-    return str(copy)
-
-
-def save_tokenizer(folder: Path) -> None:
+def save_tokenizer(directory: Path) -> None:
     tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
     tokenizer.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(directory)
 
 
 def expect(error: type[Exception], words: list[str], function, *arguments, **keywords) -> None:
@@ -247,12 +138,12 @@ def models() -> None:
         ("mixtral, 4 bits", MIXTRAL, mx.float32, 4, 1),
     ]:
         whole, config = make(config, dtype, bits)
-        folder = save(name, whole, config, files)
+        directory = save(name, whole, config, files)
         if name == "tied" and rank == 0:
-            save_tokenizer(folder)
+            save_tokenizer(directory)
         group.barrier()
         for streamed in (False, True):
-            here = folder if rank == 0 or not streamed else None
+            here = directory if rank == 0 or not streamed else None
             model, tokenizer, report = load_with_report(here, stream=streamed)
             assert tokenizer.encode("b a b") == [1, 0, 1] if name == "tied" else tokenizer is None
             assert report.computed == []
@@ -267,13 +158,13 @@ def sizes() -> None:
     config = QWEN3 | {"hidden_size": 256, "intermediate_size": 96 * HEADS, "num_hidden_layers": 4, "vocab_size": 32}
     whole, config = make(config)
     total = sum(array.nbytes for _, array in tree_flatten(whole.parameters()))
-    folder = save("sizes", whole, config, 3)
+    directory = save("sizes", whole, config, 3)
     del whole
     for streamed in (False, True):
         mx.clear_cache()
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        model, _, report = load_with_report(folder, stream=streamed)
+        model, _, report = load_with_report(directory, stream=streamed)
         peak = mx.get_peak_memory() - before
         largest = max(shard.bytes(rank) for shard in report.plan.shards.values())
         held = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
@@ -294,21 +185,21 @@ def refused() -> None:
     weights = dict(tree_flatten(whole.parameters()))
     good = save("good", whole, config, 2)
 
-    def case(words: list[str], change=lambda folder: None, on: int = last, **keywords) -> None:
+    def case(words: list[str], change=lambda directory: None, on: int = last, **keywords) -> None:
         """Rank ``on`` has a changed copy of the directory, the others the good one."""
-        folder = good
+        directory = good
         if rank == on:
-            folder = base / "bad"
-            shutil.rmtree(folder, ignore_errors=True)
-            shutil.copytree(good, folder)
-            change(folder)
-        expect(mlxdist.InvalidArgument, words, load_sharded, folder, **keywords)
+            directory = base / "bad"
+            shutil.rmtree(directory, ignore_errors=True)
+            shutil.copytree(good, directory)
+            change(directory)
+        expect(mlxdist.InvalidArgument, words, load_sharded, directory, **keywords)
 
     def changed(function):
-        def change(folder: Path) -> None:
+        def change(directory: Path) -> None:
             mine = dict(weights)
             function(mine)
-            save_weights(folder, mine, 2)
+            save_weights(directory, mine, 2)
 
         return change
 
@@ -316,12 +207,12 @@ def refused() -> None:
         return changed(lambda mine: mine.update({name: array}))
 
     second = "model-00002-of-00002.safetensors"
-    case(["config.json", "give the directory of a model"], lambda folder: (folder / "config.json").unlink())
-    case([second, "is missing"], lambda folder: (folder / second).unlink())
-    case([second, "is damaged"], lambda folder: os.truncate(folder / second, 5000))
-    case(["mlx-lm cannot build", "9"], lambda folder: edit(folder, hidden_size=9), on=0) if size == 1 else None
+    case(["config.json", "give the directory of a model"], lambda directory: (directory / "config.json").unlink())
+    case([second, "is missing"], lambda directory: (directory / second).unlink())
+    case([second, "is damaged"], lambda directory: os.truncate(directory / second, 5000))
+    case(["mlx-lm cannot build", "9"], lambda directory: edit(directory, hidden_size=9), on=0) if size == 1 else None
     if size > 1:
-        case(["config.json of rank", "not that of rank 0"], lambda folder: edit(folder, rope_theta=9.0))
+        case(["config.json of rank", "not that of rank 0"], lambda directory: edit(directory, rope_theta=9.0))
         case(["model-0000", "of rank", "not that of rank 0"], changed(lambda mine: mine.pop("lm_head.weight")))
         norm = "model.norm.weight"
         case(["different weights", f"{norm} ({norm} in", f"rank {last}"], replaced(norm, weights[norm] * 2))
@@ -331,15 +222,15 @@ def refused() -> None:
     # The same on all ranks, where only mlx-lm can tell.
     embedding = "model.embed_tokens.weight"
     integers = {embedding: weights[embedding].view(mx.int32)}
-    for words, folder in [
+    for words, directory in [
         (["missing", "lm_head.weight"], with_weights("missing", config, weights, remove="lm_head.weight")),
         (["lm_head.weight", "shape"], with_weights("shape", config, weights, **{"lm_head.weight": mx.ones((96, 63))})),
         (["not in model", "more.weight"], with_weights("more", config, weights, **{"more.weight": mx.ones((2,))})),
         (["model.embed_tokens.weight", "int32", "floats"], with_weights("integers", config, weights, **integers)),
         (["nothing of the kind"], with_weights("type", config | {"model_type": "nothing of the kind"}, weights)),
     ]:
-        expect(mlxdist.InvalidArgument, words, load_sharded, folder)
-        expect(mlxdist.InvalidArgument, words, load_sharded, folder if rank == 0 else None, stream=True)
+        expect(mlxdist.InvalidArgument, words, load_sharded, directory)
+        expect(mlxdist.InvalidArgument, words, load_sharded, directory if rank == 0 else None, stream=True)
     expect(mlxdist.InvalidArgument, ["must be the directory or the name"], load_sharded, None)
     expect(mlxdist.InvalidArgument, ["org/none", "hf download org/none"], load_sharded, "org/none")
     expect(mlxdist.InvalidArgument, ["tp=5 times ep=1"], load_sharded, good, tp=5)
@@ -352,26 +243,26 @@ def refused() -> None:
     print("right")
 
 
-def edit(folder: Path, **values: object) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | values))
+def edit(directory: Path, **values: object) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | values))
 
 
 def with_weights(name: str, config: dict, weights: dict, remove: str = "", **more: mx.array) -> Path:
-    folder = base / name
+    directory = base / name
     if rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        save_weights(folder, {key: array for key, array in (weights | more).items() if key != remove}, 1)
-        (folder / "config.json").write_text(json.dumps(config))
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        save_weights(directory, {key: array for key, array in (weights | more).items() if key != remove}, 1)
+        (directory / "config.json").write_text(json.dumps(config))
     group.barrier()
-    return folder
+    return directory
 
 
 def failing_stream() -> None:
     """Rank 0 cannot read in the middle, or a byte changes on its way: the same error on every rank."""
     whole, config = make(QWEN3)
-    folder = save("stream", whole, config, 2)
+    directory = save("stream", whole, config, 2)
     preadv, calls = os.preadv, 0
 
     def broken(*arguments) -> int:
@@ -382,15 +273,15 @@ def failing_stream() -> None:
         return preadv(*arguments)
 
     os.preadv = broken
-    expect(mlxdist.InvalidArgument, ["cannot be read", "Input/output error"], load_sharded, folder, stream=True)
+    expect(mlxdist.InvalidArgument, ["cannot be read", "Input/output error"], load_sharded, directory, stream=True)
     os.preadv = preadv
     if size > 1:
         receive = streaming._receive
         streaming._receive = lambda memory, *rest: receive(memory, *rest) ^ (rank == size - 1)
         words = ["arrived damaged", f"rank {size - 1}" if size == 2 else "rank", "CRC-32"]
-        expect(mlxdist.TransportError, words, load_sharded, folder, stream=True)
+        expect(mlxdist.TransportError, words, load_sharded, directory, stream=True)
         streaming._receive = receive
-    model, _ = load_sharded(folder if rank == 0 else None, stream=True)
+    model, _ = load_sharded(directory if rank == 0 else None, stream=True)
     assert verify(model, whole).agrees
     print("right")
 
@@ -405,9 +296,9 @@ def computed() -> None:
             if old in name:
                 for i, expert in enumerate(experts):
                     weights[name.replace(f"switch_mlp.{old}", f"experts.{i}.{new}")] = expert
-    folder = with_weights("computed", config, weights)
+    directory = with_weights("computed", config, weights)
     for streamed in (False, True):
-        model, _, report = load_with_report(folder, stream=streamed)
+        model, _, report = load_with_report(directory, stream=streamed)
         assert len(report.computed) == 3, report.computed
         require_parts(model, whole, report.plan)
         assert verify(model, whole).agrees
@@ -418,9 +309,9 @@ def plans() -> None:
     """Shards of different sizes, and a plan that was kept as JSON."""
     whole, config = make(QWEN3 | {"num_attention_heads": 2 * size + 2, "num_key_value_heads": size + 1,
                                   "intermediate_size": 32 * (size + 1)})  # fmt: skip
-    folder = save("plans", whole, config)
+    directory = save("plans", whole, config)
     plan = plan_shards(whole, size, rank_shares=[2] + [1] * (size - 1)) if size > 1 else plan_shards(whole)
-    model, _ = load_sharded(folder, plan=Plan.from_json(plan.to_json()), verify=True)
+    model, _ = load_sharded(directory, plan=Plan.from_json(plan.to_json()), verify=True)
     require_parts(model, whole, plan)
     print("right")
 
@@ -428,11 +319,11 @@ def plans() -> None:
 def named() -> None:
     """By the name under which the local cache of the Hugging Face Hub has a model, also streamed and verified."""
     whole, config = make(QWEN3)
-    folder = save("hub/models--org--named/snapshots/0123", whole, config)
-    refs = folder.parents[1] / "refs"
+    directory = save("hub/models--org--named/snapshots/0123", whole, config)
+    refs = directory.parents[1] / "refs"
     if rank == 0:
         refs.mkdir(exist_ok=True)
-        (refs / "main").write_text(folder.name)
+        (refs / "main").write_text(directory.name)
     group.barrier()
     os.environ["HF_HUB_CACHE"] = str(base / "hub")
     for streamed in (False, True):
@@ -446,10 +337,10 @@ def experts() -> None:
     """Whole experts on their ranks: alone, and in a grid with tensor-parallel ranks."""
     for bits in (None, 4):
         whole, config = make(MIXTRAL, bits=bits)
-        folder = save("experts", whole, config)
+        directory = save("experts", whole, config)
         for ep in sorted({size, max(size // 2, 1)}):
             for streamed in (False, True):
-                model, _, report = load_with_report(folder, ep=ep, stream=streamed, verify=True)
+                model, _, report = load_with_report(directory, ep=ep, stream=streamed, verify=True)
                 assert report.plan.ep == ep and report.plan.ranks == size
                 kinds = {shard.kind for shard in report.plan.shards.values()}
                 assert "experts" in kinds or ep == 1
@@ -459,11 +350,11 @@ def experts() -> None:
 def verification() -> None:
     """Another weight on one rank is noticed on all, and said."""
     whole, config = make(QWEN3)
-    folder = save("verification", whole, config)
-    model, _ = load_sharded(folder, verify=True)
-    right = verify(model, folder, mx.arange(20))
+    directory = save("verification", whole, config)
+    model, _ = load_sharded(directory, verify=True)
+    right = verify(model, directory, mx.arange(20))
     assert right.agrees and right.positions == 20 and "logits of the sharded and the full model agree" in str(right)
-    assert not verify(model, folder, tolerance=1e-12).agrees or size == 1
+    assert not verify(model, directory, tolerance=1e-12).agrees or size == 1
     if rank == size - 1:
         layer = model.layers[1].mlp.down_proj
         layer.weight = layer.weight * 1.01
@@ -485,14 +376,14 @@ def model_files() -> None:
 
     wrong, unusable = [], []
     for name in sorted(set(tiny_models.model_files()) - set(tiny_models.NOT_IMPORTED)):
-        folder = save("file", tiny_models.build(name), tiny_models.config_of(name) | {"model_type": name})
+        directory = save("file", tiny_models.build(name), tiny_models.config_of(name) | {"model_type": name})
         try:
-            expected, _ = load_model(folder)
+            expected, _ = load_model(directory)
         except ValueError:
             unusable.append(name)
             continue
         try:
-            model, _, report = load_with_report(folder)
+            model, _, report = load_with_report(directory)
             require_parts(model, expected, report.plan)
         except (AssertionError, mlxdist.InvalidArgument) as error:
             wrong.append(f"{name}: {error}")

@@ -76,7 +76,7 @@ def stream_works_on() -> None:
 
 
 def asynchronous() -> None:
-    """Nobody waits when it happens; it is raised all the same, at the latest where the result is read."""
+    """No thread waits when it happens. It is raised all the same, at the latest where the result is read."""
 
     def run() -> None:
         x = disagree()
@@ -139,7 +139,7 @@ def finalized() -> None:
 
 
 def pending_at_exit() -> None:
-    """Operations that nobody has waited for still reach the other ranks, in whatever order the ranks end."""
+    """Operations without a wait still reach the other ranks, in whatever order the ranks end."""
     x = mx.full((100_000,), float(rank + 1))
     for _ in range(20):
         x = mx.distributed.all_sum(x, group=world) / size
@@ -150,7 +150,7 @@ def pending_at_exit() -> None:
 
 
 def forked() -> None:
-    """A forked child has no queue pairs; it is told so, and its end does not touch the group."""
+    """A forked child has no queue pairs; it gets an error, and its end does not touch the group."""
     x = mx.ones((3,))
     mx.eval(mlxdist.all_sum(x))
     held = flight_recorder._recorder._reading  # as by a thread of the parent that tells others what this rank does

@@ -17,7 +17,7 @@ def require(result: mx.array, expected: object, what: str) -> None:
 
 
 def chain() -> None:
-    """50 operations in one graph, most of them in place: MLX gives a buffer on that nobody else reads."""
+    """50 operations in one graph, most of them in place: MLX reuses a buffer without other readers."""
     x = mx.full((1000,), float(rank + 1))
     before = group.stats()["collectives"]
     y, expected = x, [r + 1.0 for r in range(size)]

@@ -150,7 +150,7 @@ def reader(name: str) -> None:
 
 
 def middle_of_an_element() -> None:
-    """Refused on every rank, before anything is sent, and the group goes on."""
+    """Rejected on every rank, before anything is sent, and the group goes on."""
     size = mx.distributed.init().size()
     shifted = mx.arange(9, dtype=mx.uint8)[1:].view(mx.float32)
     for read in (mx.eval, np.array):
@@ -213,7 +213,7 @@ def split_after_async() -> None:
 
 
 def pending_at_exit() -> None:
-    """Operations that nobody has waited for still reach the other ranks, in whatever order the ranks end."""
+    """Operations without a wait still reach the other ranks, in whatever order the ranks end."""
     world = mx.distributed.init()
     x = mx.full((100_000,), float(world.rank() + 1))
     for _ in range(20):
@@ -301,7 +301,7 @@ def raises() -> None:
 
 
 def cannot_join() -> None:
-    """The last rank has a bad variable; nobody goes on as a group of one."""
+    """The last rank has a bad variable; no rank goes on as a group of one."""
     if int(os.environ["MLXDIST_RANK"]) == int(os.environ["MLXDIST_WORLD_SIZE"]) - 1:
         os.environ["MLXDIST_TIMEOUT"] = "soon"
     for _ in range(2):

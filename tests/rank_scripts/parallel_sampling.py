@@ -50,9 +50,9 @@ def argmax() -> None:
         sizes = sizes_of(vocabulary, uneven=vocabulary == 400)
         # MLX's argmax takes no array without elements.
         expected = mx.argmax(logits, axis=-1) if logits.size else mx.zeros(shape, mx.uint32)
-        chosen = vocab_parallel_argmax(mine(logits, sizes), sizes)
-        assert chosen.dtype == mx.uint32
-        equal(chosen, expected, f"argmax of {dtype} {shape} {vocabulary}")
+        selected = vocab_parallel_argmax(mine(logits, sizes), sizes)
+        assert selected.dtype == mx.uint32
+        equal(selected, expected, f"argmax of {dtype} {shape} {vocabulary}")
     low = mx.full((2, 3 * size), -mx.inf)
     equal(vocab_parallel_argmax(mine(low, [3] * size), [3] * size), [0, 0], "nothing but -inf")
 

@@ -45,8 +45,8 @@ def split(part: Part, step: dict) -> Part:
     members = []
     for ranks in part.members:
         for color in sorted({colors[rank] for rank in ranks if colors[rank] >= 0}):
-            chosen = [(keys[r] if keys[r] >= 0 else i, i, r) for i, r in enumerate(ranks) if colors[r] == color]
-            members.append([rank for _, _, rank in sorted(chosen)])
+            selected = [(keys[r] if keys[r] >= 0 else i, i, r) for i, r in enumerate(ranks) if colors[r] == color]
+            members.append([rank for _, _, rank in sorted(selected)])
     group = None if part.group is None else part.group.split(colors[world.rank()], keys[world.rank()])
     return Part(group, members)
 

@@ -91,7 +91,7 @@ if size > 1:
     x = everyone[rank].copy()
     assert np.array_equal(mlxdist.sendrecv(x, (rank + 1) % size, (rank - 1) % size, out=x), everyone[rank - 1])
 
-# Refused before any work, on this rank alone: the group goes on.
+# Rejected before any work, on this rank alone: the group goes on.
 for bad, message in [
     (lambda: mlxdist.all_sum([1.0, 2.0]), "must be an mx.array or a numpy.ndarray or another buffer"),
     (lambda: mlxdist.all_sum(np.array(["a"])), "bool, uint8"),

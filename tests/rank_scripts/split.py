@@ -133,7 +133,7 @@ def many() -> None:
 
 
 def end_with_the_world() -> None:
-    """With all that they have started; whoever uses them afterwards is told."""
+    """With all that they have started; a later use raises an error."""
     part, other = group.split(rank % 2), group.split(0)
     of_mlx = group.mlx.split(rank // 2)
     try:

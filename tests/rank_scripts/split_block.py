@@ -242,7 +242,7 @@ def generated(prompt: mx.array, model: nn.Module) -> list[int]:
 
 
 def refused(words: str, call, kind: type[Exception] = mlxdist.InvalidArgument) -> None:
-    """The same kind of error on every rank; its words on one rank at least, and nobody waits for anybody."""
+    """The same kind of error on every rank; its words on one rank at least, and no rank waits for another."""
     try:
         call()
     except kind as error:

@@ -148,10 +148,10 @@ def matrix(least: str, *names: str) -> None:
     faults = []
     others = [kind for kind in KINDS if kind not in ("own", "batched")]
     for number, name in enumerate(names):
-        chosen = others if len(names) < 10 else [others[number % len(others)]]
-        kinds = ["own", "batched", *(kind for kind in chosen if kind != "quantized")]
+        selected = others if len(names) < 10 else [others[number % len(others)]]
+        kinds = ["own", "batched", *(kind for kind in selected if kind != "quantized")]
         faults += compare(name, [kind for kind in kinds if name not in NOT_BATCHED or not kind.startswith("batched")])
-        if "quantized" in chosen and name not in NOT_LARGER:
+        if "quantized" in selected and name not in NOT_LARGER:
             faults += compare(name, ["quantized"], **LARGER)
     print(f"compared {dict(compared)}")
     assert compared["own"] == len(names), compared

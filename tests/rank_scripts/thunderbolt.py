@@ -23,4 +23,4 @@ if group.rank() == 1:
     if how == "_exit":
         os._exit(3)
 if how != "returns":
-    mlxdist.recv_like(ones, 0 if group.rank() == 1 else 1)  # which nobody sends
+    mlxdist.recv_like(ones, 0 if group.rank() == 1 else 1)  # which no rank sends

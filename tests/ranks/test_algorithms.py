@@ -38,27 +38,27 @@ def test_same_in_every_run(run_ranks, algorithm):
         ("reduce", "tree", "mesh"),
     ],
 )
-def test_ranks_with_different_algorithms_are_told(run_ranks, operation, odd, even):
+def test_ranks_with_different_algorithms_are_reported(run_ranks, operation, odd, even):
     outputs = run_ranks("algorithms_differ.py", 3, operation, odd, even, status=1)
     assert all("Mismatch: ranks disagree" in output for output in outputs), outputs
-    # The one who noticed has told all others. Where one rank waits for another that has no part in it, nobody can say
-    # more than what may be the cause.
+    # The rank that noticed has reported it to all others. Where one rank waits for another outside of it, the error can
+    # only name a possible cause.
     assert all("MLXDIST_ALGO" in output for output in outputs), outputs
 
 
 def crowded(run_ranks, *cores):
     """What ranks bound to these cores choose for a small all_sum, and their polls in each."""
     outputs = run_ranks("crowded.py", len(cores), *cores)
-    chosen, polls = zip(*(output.split() for output in outputs))
-    return set(chosen), max(map(float, polls))
+    selected, polls = zip(*(output.split() for output in outputs))
+    return set(selected), max(map(float, polls))
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads are not bound to cores here")
 def test_more_ranks_than_cores(run_ranks):
     """Few messages in all, and a rank that waits lets go of the core at once: 20 polls a wait keep it from a peer."""
     core = str(min(os.sched_getaffinity(0)))
-    chosen, polls = crowded(run_ranks, *[core] * 5)
-    assert chosen == {"tree"} and polls < 15
+    selected, polls = crowded(run_ranks, *[core] * 5)
+    assert selected == {"tree"} and polls < 15
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads are not bound to cores here")

@@ -70,7 +70,7 @@ def test_nothing_waits_for_the_interpreter_in_mlx_s_threads(run_ranks):
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="getpid() is no system call there")
-def test_operations_do_not_ask_the_system_whether_they_were_forked(run_ranks, tmp_path):
+def test_operations_make_no_system_call_to_detect_forks(run_ranks, tmp_path):
     source = tmp_path / "count_getpid.c"
     source.write_text(COUNT_GETPID)
     library = build_program(tmp_path / "count_getpid.so", [source], ["-D_GNU_SOURCE", "-shared", "-fPIC"])

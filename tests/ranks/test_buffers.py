@@ -75,7 +75,7 @@ def test_memory_of_files(tmp_path):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_out_is_refused(out, words):
+def test_out_is_rejected(out, words):
     with pytest.raises(mlxdist.InvalidArgument) as refused:
         mlxdist.all_sum(FLOATS, out=out)
     assert words in str(refused.value) and str(refused.value).startswith("all_sum: ")
@@ -90,7 +90,7 @@ def test_out_is_refused(out, words):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_input_is_refused(x, words):
+def test_input_is_rejected(x, words):
     with pytest.raises(mlxdist.InvalidArgument) as refused:
         mlxdist.all_sum(x)
     assert words in str(refused.value) and str(refused.value).startswith("all_sum: ")

@@ -28,5 +28,5 @@ def test_every_reader_raises_at_every_attempt(run_ranks, scenario, through, rank
 
 @pytest.mark.parametrize("thread", ["main", "other"])
 @pytest.mark.parametrize("through", ["mlx", pytest.param("mpi_shim", marks=slow)])
-def test_what_was_under_way_behind_it(run_ranks, through, thread):
+def test_operations_under_way_after_it(run_ranks, through, thread):
     assert all("as expected" in output for output in run_ranks("failed_async.py", 2, through, thread))

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-# What the last rank does differently, and what every rank must be told: the class, and texts that name both sides.
+# What the last rank does differently, and what every rank must raise: the class, and texts that name both sides.
 MISMATCHES = {
     "shape": ["all_sum of float32 [4, 3]", "all_sum of float32 [3, 4]"],
     "size_of_another_queue_pair": ["all_sum of float32 [10]", "all_sum of float32 [100000]"],

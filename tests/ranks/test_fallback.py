@@ -37,15 +37,15 @@ def hosts():
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> Path:
-    """The folder with the libibverbs.so.1 that fails."""
+    """The directory with the libibverbs.so.1 that fails."""
     if sys.platform != "linux":
         pytest.skip("libibverbs is Linux's")
-    folder = tmp_path_factory.mktemp("lib")
+    directory = tmp_path_factory.mktemp("lib")
     flags = [f'-DSOFTVERBS="{LIBRARY}"', "-D_GNU_SOURCE", f"-I{NATIVE / 'verbs'}", "-shared", "-fPIC"]
     flags += [f"-Wl,--version-script={MAP}"]
     libraries = ["-Wl,--no-as-needed", LIBRARY, f"-Wl,-rpath,{LIBRARY.parent}"]
-    build_program(folder / "libibverbs.so.1", [TESTS / "driver" / "failing_verbs.c"], flags, libraries=libraries)
-    return folder
+    build_program(directory / "libibverbs.so.1", [TESTS / "driver" / "failing_verbs.c"], flags, libraries=libraries)
+    return directory
 
 
 @pytest.fixture

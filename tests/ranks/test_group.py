@@ -13,7 +13,7 @@ import mlxdist
 
 @pytest.fixture(autouse=True)
 def world_of_its_own():
-    """The group of one is made anew after finalize(), so every test may end it."""
+    """The group of one is re-created after finalize(), so every test may end it."""
     yield
     mlxdist.init().finalize()
 
@@ -54,7 +54,7 @@ def test_algorithm_of_a_group_of_one():
 
 
 @pytest.mark.parametrize("forced", ["direct", "mesh", "ring", "recursive_doubling", "tree"])
-def test_algorithm_that_is_asked_for(run_ranks, forced):
+def test_requested_algorithm(run_ranks, forced):
     """It is used wherever an operation has it, and the results stay right."""
     has = {
         "direct": {"all_sum", "all_gather", "reduce_scatter", "broadcast", "barrier", "reduce", "gather", "scatter"},
@@ -64,8 +64,8 @@ def test_algorithm_that_is_asked_for(run_ranks, forced):
         "tree": {"all_sum", "broadcast", "reduce"},
     }[forced]
     for output in run_ranks("chosen_algorithms.py", 3, environment={"MLXDIST_ALGO": forced}):
-        chosen = dict(line.split() for line in output.splitlines())
-        assert {name for name, algorithm in chosen.items() if algorithm == forced} == has, chosen
+        selected = dict(line.split() for line in output.splitlines())
+        assert {name for name, algorithm in selected.items() if algorithm == forced} == has, selected
 
 
 def test_all_calls_and_threads_get_the_same_group():
@@ -78,7 +78,7 @@ def test_all_calls_and_threads_get_the_same_group():
     assert len(groups) == 8 and all(group is mlxdist.init() for group in groups)
 
 
-def test_finalized_group_is_refused_and_another_one_can_be_made():
+def test_finalized_group_is_rejected_and_another_one_can_be_made():
     group = mlxdist.init()
     group.finalize()
     group.finalize()
@@ -94,7 +94,7 @@ def test_strict_needs_a_launcher():
     assert "InvalidArgument: mlxdist.init(strict=True): no launcher started this process" in result.stderr
 
 
-def test_other_backends_are_refused():
+def test_other_backends_are_rejected():
     with pytest.raises(mlxdist.InvalidArgument, match="no backend 'ring'"):
         mlxdist.init(backend="ring")
     assert mlxdist.is_available() and mlxdist.is_available("mlxdist") and not mlxdist.is_available("ring")
@@ -119,7 +119,7 @@ def test_a_world_smaller_than_launched_is_an_error():
     assert "rank 1 of 2 has not connected" in result.stderr
 
 
-def test_group_that_the_program_forgets_is_taken_down_at_exit(run_ranks):
+def test_group_that_is_still_open_is_torn_down_at_exit(run_ranks):
     """And an exit handler of the program, registered later, may still use it."""
     for output in run_ranks("exit_handler.py", 2):
         assert output == "sum at exit: 2.0\n"

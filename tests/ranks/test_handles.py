@@ -52,6 +52,6 @@ def test_mlx_arrays_have_their_own_way():
         mlxdist.recv((3,), mx.float32, 1, async_op=True)
 
 
-def test_bad_input_is_refused_at_once():
+def test_bad_input_is_rejected_at_once():
     with pytest.raises(mlxdist.InvalidArgument, match="complex128"):
         mlxdist.all_sum(np.zeros(3, np.complex128), async_op=True)

@@ -38,7 +38,7 @@ def test_a_late_rank_does_not_meet_the_gpu(run_ranks, tmp_path, scenario, second
 
 @pytest.mark.long
 @pytest.mark.parametrize("faults", ["drop=1/4", "duplicate=1/4"])
-def test_requests_and_answers_may_be_lost(run_ranks, tmp_path, faults):
+def test_requests_and_responses_may_be_lost(run_ranks, tmp_path, faults):
     assert all("came" in out for out in run(run_ranks, tmp_path, "loads", *SOON, MLXDIST_INJECT_FAULTS=faults))
     assert all("came" in out for out in run(run_ranks, tmp_path, "mixed", *SOON, MLXDIST_INJECT_FAULTS=faults))
 
@@ -56,7 +56,7 @@ def test_what_the_meeting_must_not_change(run_ranks, tmp_path, scenario):
     assert all("came" in output for output in run(run_ranks, tmp_path, scenario, 2, 1.5))
 
 
-def test_a_rank_without_a_gpu_answers(run_ranks, tmp_path):
+def test_a_rank_without_a_gpu_responds(run_ranks, tmp_path):
     """It waits for no other rank itself."""
     program = tmp_path / "program.py"
     program.write_text(
@@ -92,7 +92,7 @@ def test_a_legal_program_does_not_wait_for_ever(run_ranks, tmp_path, scenario, s
 
 
 @pytest.mark.long
-def test_all_ranks_behind_a_late_one_stay_on_the_cpu(run_ranks, tmp_path):
+def test_all_ranks_after_a_late_one_stay_on_the_cpu(run_ranks, tmp_path):
     for meet_after, status in (("0", None), ("2", 0)):
         environment = {"MLXDIST_MEET_AFTER": meet_after}
         outputs = run_ranks("late_peers.py", 4, "pipeline", *SOON, tmp_path, status=status, environment=environment)

@@ -1,4 +1,4 @@
-"""Slow is told from dead: a killed rank is an error on all within a second, one that is stopped or late loses nothing.
+"""Slow differs from dead: a killed rank is an error on all within a second, one that is stopped or late loses nothing.
 
 Times are those of a quiet machine. Where other programs may have had the cores, another attempt counts.
 """
@@ -53,7 +53,7 @@ def test_abort_ends_all_waits_within_100_ms(run_ranks):
 
 @pytest.mark.long
 @pytest.mark.parametrize("which, seconds", [(1, 2), (0, 2), (2, 8)])
-def test_a_stopped_rank_that_resumes_loses_nothing_and_who_waits_sleeps(run_ranks, which, seconds):
+def test_a_stopped_rank_that_resumes_loses_nothing_and_waiting_ranks_sleep(run_ranks, which, seconds):
     shares = []
     for _ in range(3):
         outputs = run_ranks("liveness.py", 3, "stopped", which, seconds)
@@ -67,7 +67,7 @@ def test_a_stopped_rank_that_resumes_loses_nothing_and_who_waits_sleeps(run_rank
 
 
 @pytest.mark.long
-def test_who_waits_long_says_for_whom_and_where_that_rank_is(run_ranks):
+def test_a_long_wait_names_the_awaited_rank_and_its_position(run_ranks):
     outputs = run_ranks("liveness.py", 2, "late", 4, environment={"MLXDIST_STALL_WARNING": "2.5"})
     notice = re.search(r"rank 1 on \S+ has waited \d+ s in all_sum #2 of float32 \[1000\] for rank 0, (.*)", outputs[1])
     where = r"which has not entered it \(it is between operations for \d\.\d s since all_sum #1 at liveness\.py:\d+\)"
@@ -92,7 +92,7 @@ def wait_for(condition, seconds=5.0) -> bool:
     return condition()
 
 
-def test_every_rank_hears_where_the_others_are(fast):
+def test_every_rank_receives_the_positions_of_the_others(fast):
     with group(3) as members:
         heard = [{} for _ in members]
         for rank, member in enumerate(members):
@@ -105,7 +105,7 @@ def test_every_rank_hears_where_the_others_are(fast):
         assert wait_for(lambda: heard == expected), heard
 
 
-def test_who_does_not_watch_is_not_asked(fast):
+def test_a_member_without_a_position_reports_none(fast):
     with group(2) as members:
         heard = []
         members[0].watch(lambda *news: None)
@@ -168,7 +168,7 @@ def test_a_connection_to_a_host_without_power_is_given_up_though_heartbeats_are_
         assert members[1]._connection.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
 
 
-def test_a_position_that_raises_is_reported_and_the_heart_beats_on(fast, monkeypatch):
+def test_a_position_that_raises_is_reported_and_heartbeats_go_on(fast, monkeypatch):
     reported, heard = [], []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, traceback: reported.append(kind))
     with group(2) as members:

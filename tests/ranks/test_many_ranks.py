@@ -19,7 +19,7 @@ def test_sixteen_ranks(run_ranks):
 
 
 @pytest.mark.long
-def test_sixteen_ranks_in_a_ring_know_their_neighbours_alone(run_ranks):
+def test_sixteen_ranks_in_a_ring_connect_to_their_neighbors_alone(run_ranks):
     outputs = run_ranks("sixteen_ranks.py", 16, "ring_only", timeout=120, environment={"MLXDIST_ALGO": "ring"})
     assert [peers(output) for output in outputs] == [2] * 16
 

@@ -156,7 +156,7 @@ def test_another_library_named_by_the_user_is_used(run_ranks, tmp_path):
 
 
 @pytest.mark.parametrize("order", ["first", "last"])
-def test_beside_another_mpi(run_ranks, tmp_path, order):
+def test_next_to_another_mpi(run_ranks, tmp_path, order):
     """Each library uses its own names. Ours wrote into the other's objects, and gave it its own."""
     source = Path(__file__).parents[1] / "fixtures" / "another_mpi.c"
     library = build_program(tmp_path / "libanother_mpi.so", [source], ["-fPIC", "-shared"])
@@ -165,7 +165,7 @@ def test_beside_another_mpi(run_ranks, tmp_path, order):
 
 @pytest.mark.long
 @pytest.mark.parametrize("order", ["first", "last"])
-def test_beside_mpi4py(run_ranks, order):
+def test_next_to_mpi4py(run_ranks, order):
     if importlib.util.find_spec("mpi4py") is None or ctypes.util.find_library("mpi") is None:
         pytest.skip("needs mpi4py and Open MPI's libmpi, which are no dependencies: pip install mpi4py")
     assert run_ranks("another_mpi.py", 2, order, "mpi4py") == ["as expected\n"] * 2
@@ -215,7 +215,7 @@ def test_no_rank_is_started_with_a_broken_door(monkeypatch, tmp_path, incomplete
     assert not (tmp_path / "started").exists()
 
 
-def test_a_process_without_python_is_told_so(tmp_path):
+def test_a_process_without_python_is_reported(tmp_path):
     """A program in C++ that MLX's C++ half would be part of."""
     compiler = os.environ.get("CXX") or shutil.which("c++")
     source = tmp_path / "program.cpp"

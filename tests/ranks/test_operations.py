@@ -64,7 +64,7 @@ def test_bits_of_bfloat16():
     ids=lambda value: value if isinstance(value, str) else "",
 )
 @pytest.mark.parametrize("name", ["all_sum", "all_gather", "sum_scatter", "broadcast"])
-def test_input_is_refused(name, x, words):
+def test_input_is_rejected(name, x, words):
     with pytest.raises(mlxdist.InvalidArgument) as refused:
         getattr(mlxdist, name)(x)
     assert words in str(refused.value) and str(refused.value).startswith(name)
@@ -90,7 +90,7 @@ def read_only() -> np.ndarray:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 @pytest.mark.parametrize("name", UNCHANGED)
-def test_out_is_refused(name, out, words):
+def test_out_is_rejected(name, out, words):
     x = np.ones((2, 3))
     with pytest.raises(mlxdist.InvalidArgument) as refused:
         getattr(mlxdist, name)(x, out=out)
@@ -119,7 +119,7 @@ def test_out_is_refused(name, out, words):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_argument_is_refused(call, words):
+def test_argument_is_rejected(call, words):
     with pytest.raises(mlxdist.InvalidArgument) as refused:
         call()
     assert words in str(refused.value)

@@ -1,4 +1,4 @@
-"""What goes on while the program computes: lost messages are sent again, operations that were started end, waits sleep.
+"""What goes on while the program computes: lost messages are retransmitted, started operations end, waits sleep.
 
 Times are those of a quiet machine. Where other programs may have had the cores, a second attempt counts.
 """

@@ -1,4 +1,4 @@
-"""Which provider joins the ranks, that they agree on it, and that they are told."""
+"""The provider that connects the ranks: all ranks agree on it, and rank 0 prints it."""
 
 import subprocess
 import sys
@@ -18,8 +18,8 @@ def test_tcp_instead_of_shared_memory(run_ranks, ranks, cables):
     environment = {"MLXDIST_SOFT_TRANSPORT": "tcp", "MLXDIST_LINKS_PER_PEER": cables}
     outputs = run_ranks("providers.py", ranks, environment=environment)
     assert all("soft: all ranks are on one host" in output for output in outputs)
-    told = ["mlxdist: provider soft: all ranks are on one host" in output for output in outputs]
-    assert told == [True] + [False] * (ranks - 1)
+    printed = ["mlxdist: provider soft: all ranks are on one host" in output for output in outputs]
+    assert printed == [True] + [False] * (ranks - 1)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_ranks_that_differ(run_ranks, setting, names):
 
 
 @pytest.mark.parametrize("provider", ["ibverbs", "librdma"])
-def test_a_provider_that_joins_nobody(run_ranks, provider):
+def test_a_provider_that_connects_no_ranks(run_ranks, provider):
     """A provider that the user names is used, or the job does not start."""
     for output in run_ranks("providers.py", 2, status=1, environment={"MLXDIST_PROVIDER": provider}):
         assert output.startswith("InvalidArgument: ") and f"cannot be connected by {provider}" in output
@@ -63,7 +63,7 @@ def test_a_wrong_device_map_starts_nothing():
     assert "host 0 has a cable to host 1 (a), but host 1 has null in column 0" in ended.stderr
 
 
-def test_the_launcher_hands_over_what_was_asked_for(run_ranks):
-    command = [sys.executable, "-m", "mlxdist", "launch", "-n", "1", "--provider", "soft", "--qp", "rc", "--", "env"]
+def test_the_launcher_passes_on_its_options(run_ranks):
+    command = [sys.executable, "-m", "mlxdist", "launch", "-n", "1", *"--provider soft --qp-type rc -- env".split()]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert "MLXDIST_PROVIDER=soft\n" in ended.stdout and "MLXDIST_QP_TYPE=rc\n" in ended.stdout

@@ -33,7 +33,7 @@ def test_several_regions(run_ranks):
 
 
 @pytest.mark.parametrize("buffer", [[1.0], 3, np.zeros((4, 4))[:, ::2], None], ids=["list", "int", "strided", "None"])
-def test_what_is_no_memory_is_refused(buffer):
+def test_what_is_no_memory_is_rejected(buffer):
     with pytest.raises(mlxdist.InvalidArgument, match="register"):
         mlxdist.init().register(buffer)
 

@@ -33,7 +33,7 @@ def test_all_gather_of_the_largest_blob():
         assert at_once(*(lambda r=r: members[r].all_gather(blobs[r], "large") for r in range(2))) == [blobs] * 2
 
 
-def test_a_blob_that_is_too_large_is_refused_before_anything_is_sent():
+def test_a_blob_that_is_too_large_is_rejected_before_anything_is_sent():
     with group(2) as members:
         with pytest.raises(errors.InvalidArgument, match="1047553 bytes"):
             members[1].all_gather(b"x" * (MAX_GATHER_BYTES + 1), "large")
@@ -145,7 +145,7 @@ def test_a_late_rank_is_named_on_all_others():
             members[2].barrier("ready")
 
 
-def test_a_member_that_does_not_read_holds_up_nobody():
+def test_a_member_that_does_not_read_delays_no_other():
     job = Job(3)
 
     def deaf():
@@ -190,7 +190,7 @@ def test_missing_rank_0_is_named():
         assert "refused" in str(result)
 
 
-def test_a_rank_0_that_never_comes_to_its_socket():
+def test_a_rank_0_that_never_accepts_connections():
     job = Job(2, timeout=0.4)
     [result] = join(job.environment(1))
     job.listener.close()

@@ -1,4 +1,4 @@
-"""The rendezvous: who is let in, and that nobody else does harm."""
+"""The rendezvous: which ranks are admitted, and that other connections do no harm."""
 
 import os
 import socket
@@ -34,7 +34,7 @@ def read_challenge(sock):
     return frame[1]
 
 
-def test_wrong_secret_is_refused_and_noted_by_rank_0():
+def test_wrong_secret_is_rejected_and_noted_by_rank_0():
     job = Job(2, timeout=1.0)
     started = time.monotonic()
     refused_after = []
@@ -47,7 +47,7 @@ def test_wrong_secret_is_refused_and_noted_by_rank_0():
 
     waiting, refused = at_once(lambda: Rendezvous(job.environment(0)), wrong)
     assert isinstance(refused, errors.RendezvousError) and "MLXDIST_SECRET is not this job's" in str(refused)
-    assert refused_after[0] < 0.8, "told at once, not after the timeout"
+    assert refused_after[0] < 0.8, "rejected at once, not after the timeout"
     assert "rank 1 of 2 has not connected" in str(waiting) and "was refused: its MLXDIST_SECRET" in str(waiting)
 
 
@@ -67,7 +67,7 @@ def test_wrong_secret_does_not_disturb_the_job():
         ({"rank": 2}, "MLXDIST_RANK is 2"),
     ],
 )
-def test_contradictions_are_told_to_both_sides_at_once(changes, words):
+def test_contradictions_are_reported_to_both_sides_at_once(changes, words):
     job = Job(2)
     started = time.monotonic()
     for result in join(job.environment(0), replace(job.environment(1), **changes)):
@@ -75,7 +75,7 @@ def test_contradictions_are_told_to_both_sides_at_once(changes, words):
     assert time.monotonic() - started < SOON
 
 
-def test_another_version_is_told_to_both_sides_at_once(monkeypatch):
+def test_another_version_is_reported_to_both_sides_at_once(monkeypatch):
     monkeypatch.setattr(connect, "__version__", "9.9.9")
     job = Job(2)
     for result in join(job.environment(0), job.environment(1)):
@@ -84,7 +84,7 @@ def test_another_version_is_told_to_both_sides_at_once(monkeypatch):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_second_rank_of_the_same_number_is_refused(when):
+def test_a_second_rank_of_the_same_number_is_rejected(when):
     """Before the group is complete, and after."""
     job = Job(3)
     with ThreadPoolExecutor(4) as pool:
@@ -115,7 +115,7 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("greeting", STRANGERS.values(), ids=STRANGERS)
-def test_a_stranger_does_not_hold_up_the_ranks(greeting):
+def test_an_unauthenticated_connection_does_not_delay_the_ranks(greeting):
     job = Job(2)
     started = time.monotonic()
     with stranger(job.address) as sock:
@@ -137,7 +137,7 @@ def test_an_oversized_greeting_is_cut_off():
         assert "a frame of 5000 bytes where at most 4096 are allowed" in str(forming.exception(5))
 
 
-def test_many_silent_strangers_do_not_hold_up_the_ranks():
+def test_many_silent_connections_do_not_delay_the_ranks():
     job = Job(2)
     started = time.monotonic()
     strangers = [stranger(job.address) for _ in range(server.MAX_UNAUTHENTICATED + 100)]
@@ -152,7 +152,7 @@ def test_many_silent_strangers_do_not_hold_up_the_ranks():
         sock.close()
 
 
-def test_strangers_that_use_up_the_descriptors_of_rank_0():
+def test_connections_that_use_up_the_descriptors_of_rank_0():
     """The longest waiting ones are sent away."""
     job = Job(2)
     program = """
@@ -181,7 +181,7 @@ rendezvous.close()
             sock.close()
 
 
-def test_a_stranger_that_trickles_is_cut_off(monkeypatch):
+def test_an_unauthenticated_connection_that_trickles_is_closed(monkeypatch):
     """However slowly it goes on: the deadline is for the whole greeting."""
     monkeypatch.setattr(server, "HANDSHAKE_SECONDS", 0.3)
     job = Job(2)
@@ -213,15 +213,15 @@ def test_a_recorded_greeting_is_worth_nothing():
         assert isinstance(forming.exception(5), errors.RendezvousError)
 
 
-def impostor(answers):
-    """A server that is not rank 0: sends the next of ``answers`` whenever it hears something."""
+def impostor(responses):
+    """A server that is not rank 0: sends the next of ``responses`` for each message."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve():
         sock, _ = listener.accept()
         with listener, sock:
-            for answer in answers:
-                sock.sendall(answer)
+            for response in responses:
+                sock.sendall(response)
                 if not sock.recv(65536):
                     return
 
@@ -231,7 +231,7 @@ def impostor(answers):
 
 
 @pytest.mark.parametrize(
-    "answers, words",
+    "responses, words",
     [
         ([b"SSH-2.0-OpenSSH_9.2p1 Debian\r\n" * 20], "it sent"),
         ([Framing().frame(Kind.CHALLENGE, b"mlxdist rendezvous 7" + b"n" * 32)], "mlxdist rendezvous 7"),
@@ -250,8 +250,8 @@ def impostor(answers):
     ],
     ids=["ssh", "other protocol", "no proof", "refusal first", "refusal with escapes"],
 )
-def test_what_is_not_rank_0_is_not_believed(answers, words):
-    address, thread = impostor(answers)
+def test_a_server_that_is_not_rank_0_is_rejected(responses, words):
+    address, thread = impostor(responses)
     environment = Environment(rank=1, world_size=2, rendezvous=address, secret=SECRET, rendezvous_timeout=5)
     with pytest.raises(errors.RendezvousError) as caught:
         Rendezvous(environment)
@@ -259,7 +259,7 @@ def test_what_is_not_rank_0_is_not_believed(answers, words):
     assert words in str(caught.value)
 
 
-def test_frames_right_behind_the_welcome_are_not_lost():
+def test_frames_right_after_the_welcome_are_not_lost():
     """The last rank to come: rank 0 says that the group is complete in the same breath."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         environment = Environment(rank=1, world_size=2, rendezvous=listener.getsockname(), secret=SECRET)

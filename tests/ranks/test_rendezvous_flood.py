@@ -81,7 +81,7 @@ def test_a_callback_may_close_what_is_ready_too():
         sock.close()
 
 
-def test_a_stranger_that_speaks_while_it_is_sent_away():
+def test_an_unauthenticated_connection_that_sends_while_it_is_closed():
     """The attack that ended every job: its event is in the batch in which a new connection takes its place."""
     job = Job(2)
     with strangers(job.address, MAX_UNAUTHENTICATED + 20) as before:
@@ -96,7 +96,7 @@ def test_a_stranger_that_speaks_while_it_is_sent_away():
         at_once(*(lambda m=m: m.close() for m in members))
 
 
-def test_a_rank_keeps_its_place_however_many_strangers_come_behind_it(monkeypatch):
+def test_a_rank_keeps_its_slot_however_many_connections_follow(monkeypatch):
     """It has connected, and its machine is so slow that it answers the challenge behind a thousand of them."""
     job = Job(2)
     greeted, go = threading.Event(), threading.Event()
@@ -144,7 +144,7 @@ def flood_until(done, address, batch):
     return connected, challenged
 
 
-def test_a_flood_does_not_hold_up_a_start():
+def test_a_flood_does_not_delay_a_start():
     """Connections before the ranks, and more all the while. Both ranks come at their first try or their second."""
     for _ in range(3):
         job, done = Job(3), threading.Event()
@@ -347,10 +347,10 @@ def fuzz(seed, jobs, actions):
         assert [worked, *stirred] == [None] * 3, f"job {number} of seed {seed}"
 
 
-def test_strangers_in_random_order():
+def test_unauthenticated_connections_in_random_order():
     fuzz(seed=15, jobs=3, actions=1500)
 
 
 @pytest.mark.long
-def test_strangers_in_random_order_for_long():
+def test_unauthenticated_connections_in_random_order_for_long():
     fuzz(seed=1500, jobs=8, actions=8000)

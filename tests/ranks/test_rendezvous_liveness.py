@@ -116,7 +116,7 @@ def test_a_death_before_the_group_is_complete():
     assert "rank 1" in str(error) and "before the group was complete" in str(error)
 
 
-def test_what_happened_before_watch_is_told_too():
+def test_what_happened_before_watch_is_reported_too():
     job = Job(2)
     with rank_process(job, 1) as process:
         [member] = join(job.environment(0))
@@ -208,7 +208,7 @@ def test_an_announcement_has_been_passed_on_when_it_returns():
     at_once(*(lambda m=m: m.close() for m in members))
 
 
-def test_only_the_first_failure_is_told():
+def test_only_the_first_failure_is_reported():
     with group(3) as members:
         watcher = Watcher(members[2])
         members[1].report_failure(errors.Aborted("first"))
@@ -346,7 +346,7 @@ def test_close_ends_an_exchange_of_another_thread():
             members[1].barrier("x")
 
 
-def test_a_program_that_forgets_to_close_ends_at_once_and_is_taken_for_dead():
+def test_a_program_without_close_ends_at_once_and_counts_as_dead():
     job = Job(2)
     with rank_process(job, 1, "") as process:
         [member] = join(job.environment(0))

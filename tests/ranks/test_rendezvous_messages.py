@@ -144,14 +144,14 @@ def test_messages_from_before_watch_come_first():
         for number in range(50):
             members[1].send(2, "early", bytes([number]))
         at_once(*(lambda m=m: m.barrier("all are there") for m in members))
-        members[2].watch(lambda *news: None)  # still nobody for messages
+        members[2].watch(lambda *news: None)  # still no receiver of messages
         members[1].send(2, "late", b"")
         watcher = Watcher(members[2])
         expected = [(1, "early", bytes([number])) for number in range(50)] + [(1, "late", b"")]
         assert watcher.wait_messages(51) == expected
 
 
-def test_too_many_messages_that_nobody_looks_at(monkeypatch):
+def test_too_many_unread_messages(monkeypatch):
     monkeypatch.setattr(rendezvous, "MAX_INBOX", 1_000_000)
     with group(3) as members:
         watchers = [Watcher(member) for member in members[:2]]
@@ -177,15 +177,15 @@ def test_a_callback_may_send():
         assert watcher.wait_messages(100) == [(1, f"{number}!", bytes([number]) * 2) for number in range(100)]
 
 
-def test_a_callback_that_raises_is_reported_and_the_next_message_is_told(monkeypatch):
-    reported, told = [], []
+def test_a_callback_that_raises_is_reported_and_the_next_message_is_delivered(monkeypatch):
+    reported, delivered = [], []
     done = threading.Event()
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, traceback: reported.append(kind))
 
     def on_message(rank, tag, data):
         if tag == "last":
             done.set()
-        told.append(tag)
+        delivered.append(tag)
         raise KeyError(tag)
 
     with group(2) as members:
@@ -194,14 +194,14 @@ def test_a_callback_that_raises_is_reported_and_the_next_message_is_told(monkeyp
             members[0].send(1, tag, b"")
         assert done.wait(SOON)
         members[1].close()
-        assert told == ["first", "second", "last"] and reported == [KeyError] * 3
+        assert delivered == ["first", "second", "last"] and reported == [KeyError] * 3
 
 
 # What is refused.
 
 
 @pytest.mark.parametrize("rank", [-1, 1, 3, 10**30], ids=["negative", "itself", "the size", "enormous"])
-def test_an_unknown_rank_is_refused(rank):
+def test_an_unknown_rank_is_rejected(rank):
     with group(3) as members:
         watchers = [Watcher(member) for member in members]
         with pytest.raises(errors.InvalidArgument, match=f"rank 1 cannot send 'hello' to rank {rank}"):
@@ -213,7 +213,7 @@ def test_an_unknown_rank_is_refused(rank):
 @pytest.mark.parametrize(
     "tag, size", [("t", MAX_MESSAGE_BYTES + 1), ("t" * (MAX_TAG + 1), 0), ("ö" * (MAX_TAG // 2 + 1), 0)]
 )
-def test_a_message_that_is_too_long_is_refused_before_anything_is_sent(tag, size):
+def test_a_message_that_is_too_long_is_rejected_before_anything_is_sent(tag, size):
     with group(2) as members:
         watcher = Watcher(members[0])
         with pytest.raises(errors.InvalidArgument, match="at most 256 and 65536"):
@@ -223,7 +223,7 @@ def test_a_message_that_is_too_long_is_refused_before_anything_is_sent(tag, size
 
 
 @pytest.mark.parametrize("arguments", [("1", "t", b""), (1.0, "t", b""), (1, b"t", b""), (1, "t", "text"), (1, "t", 5)])
-def test_other_types_are_refused(arguments):
+def test_other_types_are_rejected(arguments):
     with group(2) as members:
         watcher = Watcher(members[1])
         with pytest.raises((TypeError, AttributeError)):
@@ -236,7 +236,7 @@ def test_other_types_are_refused(arguments):
 
 
 @pytest.mark.parametrize("sender", [0, 1])
-def test_what_was_sent_before_close_arrives_before_the_news_of_it(sender):
+def test_what_was_sent_before_close_arrives_before_the_report_of_it(sender):
     with group(3) as members:
         heard = []
         left = threading.Event()
@@ -254,7 +254,7 @@ def test_what_was_sent_before_close_arrives_before_the_news_of_it(sender):
 
 
 def test_close_while_others_send():
-    """Nobody hangs, and the senders hear that the receiver has left."""
+    """No member hangs, and the senders get the error that the receiver has left."""
     with group(3) as members:
         watcher = Watcher(members[1])
 
@@ -268,12 +268,12 @@ def test_close_while_others_send():
             sending = [pool.submit(send_until_refused, rank) for rank in (0, 2)]
             assert len(watcher.wait_messages(50)) == 50
             members[1].close()
-            told = len(watcher.messages)
+            delivered = len(watcher.messages)
             for future in sending:
                 error = future.exception(10 * SOON)
                 assert isinstance(error, errors.PeerLost) and "rank 1" in str(error), error
                 assert "has left the group (finalize)" in str(error)
-        assert len(watcher.messages) == told, "a callback after close"
+        assert len(watcher.messages) == delivered, "a callback after close"
         members[0].send(2, "the others go on", b"")
         assert Watcher(members[2]).wait_messages(1) == [(0, "the others go on", b"")]
 
@@ -296,7 +296,7 @@ def test_after_a_failure():
 
 
 def test_a_rank_that_does_not_read_fails_the_group(monkeypatch):
-    """Rank 0 keeps for it what it may yet read, and not without end. Nobody else is held up meanwhile."""
+    """Rank 0 keeps a limited number of messages for it. No other member is delayed meanwhile."""
     monkeypatch.setattr(server, "MAX_QUEUED", 1_000_000)
     job = Job(3)
     (deaf, _, _), *members = at_once(
@@ -364,8 +364,8 @@ MALFORMED = {
     "longest frame": (message(0, b"t", bytes(2**20 - 64)), "data of 1048512 bytes"),
     "no text": (message(0, b"\xff\xfe"), "whose tag is no text"),
     "to itself": (message(1), "a message for rank 1"),
-    "to nobody": (message(3), "a message for rank 3"),
-    "to nobody at all": (message(2**32 - 1), "a message for rank 4294967295"),
+    "to no rank": (message(3), "a message for rank 3"),
+    "to the largest rank": (message(2**32 - 1), "a message for rank 4294967295"),
 }
 
 
@@ -404,14 +404,14 @@ def test_a_malformed_message_from_rank_0(payload, words):
         member.close()
 
 
-def test_a_stranger_cannot_send():
+def test_an_unauthenticated_connection_cannot_send():
     """Neither instead of a greeting nor to the rank that it claims to be."""
     job = Job(2)
     members = join(job.environment(0), job.environment(1))
     watchers = [Watcher(member) for member in members]
     for rank in (0, 1):
         with socket.create_connection(job.address, timeout=5) as sock:
-            sock.sendall(Framing().frame(Kind.MESSAGE, pack_message(rank, "hello", b"from nobody")))
+            sock.sendall(Framing().frame(Kind.MESSAGE, pack_message(rank, "hello", b"from no rank")))
             while sock.recv(4096):
                 continue  # its challenge, and then the end
     at_once(*(lambda m=m: m.barrier("still well") for m in members))

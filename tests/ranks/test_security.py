@@ -43,7 +43,7 @@ def read_frame(sock, framing):
     return frame
 
 
-def answer(given, rank=1):
+def response(given, rank=1):
     """What a process gets that answers rank 0's challenge with ``given(server_nonce, nonce, greeting)``."""
     job = Job(2, timeout=0.5)
     with ThreadPoolExecutor(1) as pool:
@@ -79,13 +79,13 @@ WRONG_PROOFS = {
 
 @pytest.mark.parametrize("given", WRONG_PROOFS.values(), ids=WRONG_PROOFS)
 def test_no_join_without_the_secret(given):
-    kind, text = answer(given)
+    kind, text = response(given)
     assert kind == Kind.REFUSED and b"MLXDIST_SECRET is not this job's" in text
 
 
 def test_the_right_proof_is_looked_at():
     """The refusals above come from the proof, not from something else in the greeting."""
-    kind, text = answer(right)
+    kind, text = response(right)
     assert kind == Kind.REFUSED and b"the version of mlxdist" in text
 
 
@@ -184,8 +184,8 @@ def is_readable(path):
         return False
 
 
-def read_all(folder):
-    return [path.read_bytes() for path in folder.rglob("*") if path.is_file() and is_readable(path)]
+def read_all(directory):
+    return [path.read_bytes() for path in directory.rglob("*") if path.is_file() and is_readable(path)]
 
 
 def read_environment(pid):
@@ -223,7 +223,7 @@ def test_shared_memory_is_the_user_s_alone():
 # Lengths and indices are bounded before they are used.
 
 
-def told_by_rank_0(*frames):
+def reply_of_rank_0(*frames):
     """What a rank does whose rank 0, although it knows the secret, sends these."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         environment = Environment(rank=1, world_size=2, rendezvous=listener.getsockname(), secret=SECRET)
@@ -254,13 +254,13 @@ def told_by_rank_0(*frames):
 
 @pytest.mark.parametrize("rank", [2, 2**32 - 1])
 def test_a_blob_of_a_rank_that_is_none(rank):
-    assert f"a frame about rank {rank} of 2" in told_by_rank_0((Kind.GATHERED, GATHERED.pack(0, rank) + b"x"))
+    assert f"a frame about rank {rank} of 2" in reply_of_rank_0((Kind.GATHERED, GATHERED.pack(0, rank) + b"x"))
 
 
 @pytest.mark.parametrize("rank", [-1, 2, 10**30])
 @pytest.mark.parametrize("kind", [Kind.FAILURE, Kind.DEPARTED])
-def test_news_of_a_rank_that_is_none(kind, rank):
-    assert f"a frame about rank {rank} of 2" in told_by_rank_0((kind, pack_json(rank=rank, error="Error", text="t")))
+def test_a_report_about_an_unknown_rank(kind, rank):
+    assert f"a frame about rank {rank} of 2" in reply_of_rank_0((kind, pack_json(rank=rank, error="Error", text="t")))
 
 
 @pytest.mark.parametrize(
@@ -273,14 +273,14 @@ def test_news_of_a_rank_that_is_none(kind, rank):
     ],
 )
 def test_messages_that_are_none(payload, words):
-    assert words in told_by_rank_0((Kind.MESSAGE, payload))
+    assert words in reply_of_rank_0((Kind.MESSAGE, payload))
 
 
 @pytest.mark.parametrize(
     "payload", [b"{", b"[]", b'{"rank": "1"}', b'{"rank": true, "error": "", "text": ""}', b"[" * 9999]
 )
 def test_nothing_but_the_expected_fields(payload):
-    assert "a frame with" in told_by_rank_0((Kind.FAILURE, payload))
+    assert "a frame with" in reply_of_rank_0((Kind.FAILURE, payload))
 
 
 def test_a_record_of_a_job_has_only_what_it_needs():

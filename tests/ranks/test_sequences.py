@@ -5,7 +5,7 @@ A program is data, so that one that fails is reduced to its shortest form and ca
 
     ranks, algorithm (MLXDIST_ALGO), connect_at_start, faults (for mlxdist_group_inject_faults), and steps:
       {"do": "split", "group": g, "colors": [...], "keys": [...]}     one of each for every rank of the world
-      {"do": "forget", "group": g}                                    nobody holds on to these groups any more
+      {"do": "forget", "group": g}                                    no reference to these groups remains
       {"do": "burst", "groups": [...], "each": operation, ...}        the same operation in all of them, with handles
       {"do": "threads", "each": [...]}                                operations, of each group in a thread of its own
       {"do": "inject", "faults": "..."}                               from here on, on all ranks
@@ -89,8 +89,8 @@ def programs(draw):
     }
 
 
-def check(run_ranks, folder, program, seconds=40):
-    file = folder / "program.json"
+def check(run_ranks, directory, program, seconds=40):
+    file = directory / "program.json"
     file.write_text(json.dumps(program, indent=1))
     environment = {
         "MLXDIST_ALGO": program["algorithm"],

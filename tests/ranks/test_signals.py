@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGUSR1 act at once, also while a rank waits in C; nobody else's handlers are touched.
+"""Ctrl-C, SIGTERM and SIGUSR1 act at once, also while a rank waits in C; handlers of other code stay.
 
 Times are those of a quiet machine. Where other programs may have had the cores, another attempt counts.
 """

@@ -54,7 +54,7 @@ def test_a_device_for_each_peer_and_cable(run_ranks, ranks, profile, cables):
     ("how", "status"),
     [("SIGTERM", 143), *(pytest.param(how, None, marks=pytest.mark.long) for how in ("SIGINT", "exception"))],
 )
-def test_polite_endings_give_everything_back(run_ranks, how, status):
+def test_orderly_ends_release_everything(run_ranks, how, status):
     for output in run(run_ranks, 3, how, status):
         check_closed(output, 2)
 
@@ -77,7 +77,7 @@ def test_signs_of_life(run_ranks):
         "MLXDIST_INJECT_FAULTS": "idle=500",
     }
     outputs = run_ranks("pause.py", 2, 1.5, environment=environment)
-    assert all(output.startswith("0 made anew, 0 lost") for output in outputs)
+    assert all(output.startswith("0 re-created, 0 lost") for output in outputs)
 
 
 @pytest.mark.parametrize("on_first_use", [{}, {"MLXDIST_ON_DEMAND_THRESHOLD": "1"}])

@@ -57,7 +57,7 @@ def test_the_group_s_can_be_read_and_set(alone):
 
 
 @pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf"), "soon", 1e10])
-def test_what_is_no_deadline_is_refused(alone, seconds):
+def test_what_is_no_deadline_is_rejected(alone, seconds):
     import numpy as np
 
     with pytest.raises(mlxdist.InvalidArgument, match=r"Group.timeout: timeout is .*, but must be a number of seconds"):

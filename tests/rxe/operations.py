@@ -44,5 +44,5 @@ def main(dtypes: list[str], sizes: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    chosen = reference.DTYPES if sys.argv[1] == "every" else sys.argv[1].split(",")
-    main(chosen, [int(size) for size in sys.argv[2].split(",")])
+    selected = reference.DTYPES if sys.argv[1] == "every" else sys.argv[1].split(",")
+    main(selected, [int(size) for size in sys.argv[2].split(",")])

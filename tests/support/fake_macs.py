@@ -1,6 +1,6 @@
 """Macs that ssh reaches, as far as `mlxdist config` can tell: commands of macOS that print fixtures and keep a state.
 
-Each Mac is a folder with a state.json. A fake ssh runs the shell's command with the commands below before all others.
+Each Mac is a directory with a state.json. A fake ssh puts the commands below first in the PATH of the shell's command.
 """
 
 import json
@@ -26,9 +26,9 @@ esac
 """
 SSH = """#!/bin/sh
 for word; do name=$command command=$word; done
-test -d "FOLDER/$name" || { echo "ssh: Could not resolve hostname $name" >&2; exit 255; }
+test -d "DIRECTORY/$name" || { echo "ssh: Could not resolve hostname $name" >&2; exit 255; }
 echo Welcome to this Mac
-PATH=FOLDER/bin:/usr/bin:/bin FAKE_MAC=FOLDER/$name exec sh -c "$command"
+PATH=DIRECTORY/bin:/usr/bin:/bin FAKE_MAC=DIRECTORY/$name exec sh -c "$command"
 """
 COMMANDS = ["uname", "id", "sudo", "system_profiler", "networksetup", "ifconfig", "route", "rdma_ctl", "ibv_devices"]
 COMMANDS += ["ping", "sleep"]
@@ -41,19 +41,19 @@ def fixture(name):
 class Macs:
     """``ssh``: the command that reaches them."""
 
-    def __init__(self, folder):
-        self.folder = folder
-        programs = folder / "bin"
+    def __init__(self, directory):
+        self.directory = directory
+        programs = directory / "bin"
         programs.mkdir()
         for command in COMMANDS:
             (programs / command).write_text(READING.replace("PYTHON", sys.executable).replace("PROGRAM", __file__))
             (programs / command).chmod(0o700)
-        self.ssh = str(folder / "ssh")
-        (folder / "ssh").write_text(SSH.replace("FOLDER", str(folder)))
-        (folder / "ssh").chmod(0o700)
+        self.ssh = str(directory / "ssh")
+        (directory / "ssh").write_text(SSH.replace("DIRECTORY", str(directory)))
+        (directory / "ssh").chmod(0o700)
 
     def add(self, name, thunderbolt, ports="ports_studio.txt", **state):
-        (self.folder / name).mkdir()
+        (self.directory / name).mkdir()
         listed = fixture(ports)
         interfaces = re.findall(r"^Device: (en\d+)$", listed, re.MULTILINE)
         start = {
@@ -61,7 +61,7 @@ class Macs:
             "ports": listed,
             "services": [["Ethernet", "Ethernet", "en0", True, "dhcp", ""]],
             "addresses": dict.fromkeys(interfaces, "")
-            | {"en0": f"192.168.7.{10 + len(list(self.folder.iterdir()))}/255.255.255.0"},
+            | {"en0": f"192.168.7.{10 + len(list(self.directory.iterdir()))}/255.255.255.0"},
             "bridge": [],
             "devices": [f"rdma_{interface}" for interface in interfaces],
             "rdma_ctl": "enabled",
@@ -70,20 +70,20 @@ class Macs:
         self.write(name, start | state)
 
     def read(self, name):
-        return json.loads((self.folder / name / "state.json").read_text())
+        return json.loads((self.directory / name / "state.json").read_text())
 
     def write(self, name, state):
-        _write(self.folder / name, state)
+        _write(self.directory / name, state)
 
 
-def _write(folder, state):
+def _write(directory, state):
     """The state, and what commands print of it."""
-    (folder / "state.json").write_text(json.dumps(state))
+    (directory / "state.json").write_text(json.dumps(state))
     for name, text in _outputs(state).items():
-        (folder / name).write_text(text)
-    (folder / "locked").unlink(missing_ok=True)
+        (directory / name).write_text(text)
+    (directory / "locked").unlink(missing_ok=True)
     if not state["sudo"]:
-        (folder / "locked").touch()
+        (directory / "locked").touch()
 
 
 def _outputs(state):

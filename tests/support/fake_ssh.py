@@ -8,13 +8,15 @@ from mlxdist.cluster.ssh.ssh import SshConfig
 __all__ = ["fake_ssh", "through_a_shell"]
 
 
-def fake_ssh(folder: Path, program: str) -> SshConfig:
+def fake_ssh(directory: Path, program: str) -> SshConfig:
     """An ssh whose other side is ``program``: Python that finds what a shell would run in ``command``."""
-    path = folder / "ssh"
+    path = directory / "ssh"
     path.write_text(f"#!{sys.executable}\nimport sys, subprocess\ncommand = sys.argv[-1]\n{program}\n")
     path.chmod(0o700)
     return SshConfig((str(path),))
 
 
-def through_a_shell(folder: Path, noise: str = "") -> SshConfig:
-    return fake_ssh(folder, f"print({noise!r}, flush=True)\nsys.exit(subprocess.run(['sh', '-c', command]).returncode)")
+def through_a_shell(directory: Path, noise: str = "") -> SshConfig:
+    return fake_ssh(
+        directory, f"print({noise!r}, flush=True)\nsys.exit(subprocess.run(['sh', '-c', command]).returncode)"
+    )

@@ -20,7 +20,7 @@ RANK = "import os; rank = int(os.environ['MLXDIST_RANK'])\n"
 
 @pytest.fixture(autouse=True)
 def nothing_left(tmp_path, monkeypatch):
-    """Whatever a test does: no process of its job is left, no folder but for recordings, and no shared memory."""
+    """Whatever a test does: no process of its job is left, no directory but for recordings, and no shared memory."""
     marker = uuid.uuid4().hex
     temporary = tmp_path / "tmp"
     temporary.mkdir()
@@ -53,10 +53,10 @@ def marked_processes(marker):
         ).stdout.splitlines()
         return [line for line in lines if marker in line and int(line.split()[0]) != os.getpid()]
     found = []
-    for folder in Path("/proc").glob("[0-9]*"):
+    for directory in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if marker.encode() in (folder / "environ").read_bytes() and int(folder.name) != os.getpid():
-                found.append(f"{folder.name} {(folder / 'cmdline').read_bytes()}")
+            if marker.encode() in (directory / "environ").read_bytes() and int(directory.name) != os.getpid():
+                found.append(f"{directory.name} {(directory / 'cmdline').read_bytes()}")
     return found
 
 

@@ -21,7 +21,7 @@ __all__ = [
     "build_program",
     "c_compiler",
     "compile_source",
-    "folder_sources",
+    "directory_sources",
     "layer_includes",
     "layer_sources",
     "link",
@@ -49,18 +49,18 @@ def layer_sources(top: str = "collectives", segment: str | None = None) -> list[
     ``segment``: "memfd" or "posix", to take that one of a pair of files instead of this system's.
     """
     layers = list(LAYERS)[: list(LAYERS).index(top) + 1]
-    return [file for layer in layers for folder in LAYERS[layer] for file in folder_sources(folder, segment)]
+    return [file for layer in layers for directory in LAYERS[layer] for file in directory_sources(directory, segment)]
 
 
-def folder_sources(folder: str, segment: str | None = None) -> list[Path]:
+def directory_sources(directory: str, segment: str | None = None) -> list[Path]:
     unwanted = ("_posix",) if (segment or _own_segment()) == "memfd" else ("_memfd", "_abstract")
-    return [file for file in sorted((NATIVE / folder).glob("*.c")) if not file.stem.endswith(unwanted)]
+    return [file for file in sorted((NATIVE / directory).glob("*.c")) if not file.stem.endswith(unwanted)]
 
 
 def layer_includes(top: str = "collectives") -> list[str]:
     """The compiler's flags for the header of the engine, and those of the layer ``top`` and of those below it."""
     layers = list(LAYERS)[: list(LAYERS).index(top) + 1]
-    return [f"-I{NATIVE / folder}" for folder in ("include", *layers)]
+    return [f"-I{NATIVE / directory}" for directory in ("include", *layers)]
 
 
 def build_program(
@@ -80,7 +80,7 @@ def build_program(
         if flag.startswith("-fsanitize=") and (reason := _why_unusable(flag)):
             pytest.skip(f"{flag} does not work here: {reason}")
     command = (compiler,) if compiler else c_compiler()
-    _object_folder()  # before the threads, each of which would make one
+    _object_directory()  # before the threads, each of which would make one
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         objects = list(threads.map(lambda source: compile_source(source, command, flags), sources))
     return link(output, command, flags, [*objects, *libraries])
@@ -116,14 +116,14 @@ def _own_segment() -> str:
 @functools.cache
 def compile_source(source: Path, compiler: tuple[str, ...], flags: tuple[str, ...]) -> Path:
     """The object file of ``source``, until the end of this process. Warnings are errors."""
-    descriptor, name = tempfile.mkstemp(suffix=".o", prefix=f"{source.stem}-", dir=_object_folder().name)
+    descriptor, name = tempfile.mkstemp(suffix=".o", prefix=f"{source.stem}-", dir=_object_directory().name)
     os.close(descriptor)
     _call([*compiler, "-std=c11", "-Wall", "-Wextra", "-Werror", *flags, "-c", str(source), "-o", name])
     return Path(name)
 
 
 @functools.cache
-def _object_folder() -> tempfile.TemporaryDirectory:
+def _object_directory() -> tempfile.TemporaryDirectory:
     """Removed when the test session ends."""
     return tempfile.TemporaryDirectory(prefix="mlxdist-objects-")
 
@@ -145,8 +145,8 @@ def c_compiler() -> tuple[str, ...]:
 def _why_unusable(flag: str) -> str | None:
     """What goes wrong with an empty program compiled with ``flag``: sanitizers have libraries that may be missing, and
     the thread sanitizer does not start on kernels that spread addresses more than it expects."""
-    with tempfile.TemporaryDirectory() as folder:
-        source, program = Path(folder, "empty.c"), Path(folder, "empty")
+    with tempfile.TemporaryDirectory() as directory:
+        source, program = Path(directory, "empty.c"), Path(directory, "empty")
         source.write_text("int main(void) { return 0; }\n")
         for command in ([*c_compiler(), flag, str(source), "-o", str(program)], [str(program)]):
             result = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_SECONDS)

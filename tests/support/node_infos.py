@@ -36,7 +36,7 @@ def by(name: str, index: int, provider: str = "ibverbs") -> tuple[Link, ...]:
 MEMORY = (Link("soft", "soft0", 0),)
 
 
-def chosen(nodes: list[NodeInfo], low: int = 0, high: int = 1, **options) -> tuple:
+def selected(nodes: list[NodeInfo], low: int = 0, high: int = 1, **options) -> tuple:
     """The links of two ranks to each other."""
     return choose(nodes, low, **options).links[high], choose(nodes, high, **options).links[low]
 

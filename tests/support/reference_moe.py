@@ -53,5 +53,5 @@ def routing(kind: str, tokens: int, k: int, num_experts: int, seed: list[int]) -
     if kind == "one":
         return np.full((tokens, k), num_experts - 1)
     first = 1 if kind == "none" and num_experts > k else 0
-    chosen = [first + random.permutation(num_experts - first)[:k] for _ in range(tokens)]
-    return np.array(chosen, np.int64).reshape(tokens, k)
+    selected = [first + random.permutation(num_experts - first)[:k] for _ in range(tokens)]
+    return np.array(selected, np.int64).reshape(tokens, k)

@@ -21,21 +21,21 @@ _APART = ["unshare", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc"]
 _NAMED = ["sh", "-c", 'hostname "$0" && exec "$@"']
 _SERVER = """
 Port {port}
-HostKey {folder}/host_key
-AuthorizedKeysFile {folder}/key.pub
-PidFile {folder}/{name}.pid
+HostKey {directory}/host_key
+AuthorizedKeysFile {directory}/key.pub
+PidFile {directory}/{name}.pid
 StrictModes no
 PermitRootLogin yes
 PasswordAuthentication no
 UsePAM no
-SetEnv XDG_RUNTIME_DIR={folder}/{name} TMPDIR={folder}/{name}
+SetEnv XDG_RUNTIME_DIR={directory}/{name} TMPDIR={directory}/{name}
 """
 _CLIENT = """
 Host {name}
   HostName {address}
   Port {port}
   User root
-  IdentityFile {folder}/key
+  IdentityFile {directory}/key
   IdentitiesOnly yes
   UserKnownHostsFile /dev/null
   StrictHostKeyChecking no
@@ -47,7 +47,7 @@ Host {name}
 class SshHosts:
     """``hosts``: the namespaces; ``names``: what ssh calls them; ``ssh``: the command that knows how."""
 
-    folder: Path
+    directory: Path
     hosts: tuple[hosts.Host, ...]
     servers: list[subprocess.Popen]
 
@@ -57,7 +57,7 @@ class SshHosts:
 
     @property
     def ssh(self) -> str:
-        return f"ssh -F {self.folder}/config"
+        return f"ssh -F {self.directory}/config"
 
     def command(self, *words: object) -> list[str]:
         """To be run where the launcher is: on the first host, outside of what its server runs."""
@@ -74,7 +74,7 @@ class SshHosts:
 
 
 @contextlib.contextmanager
-def ssh_hosts(folder: Path, late: bool = False, count: int = 2) -> Iterator[SshHosts]:
+def ssh_hosts(directory: Path, late: bool = False, count: int = 2) -> Iterator[SshHosts]:
     if not shutil.which("ssh") or not os.path.exists(_SSHD):
         pytest.skip("there is no OpenSSH server: apt-get install openssh-server")
     apart = subprocess.run([*_APART, *_NAMED, "node0", "true"], capture_output=True, text=True)
@@ -82,20 +82,20 @@ def ssh_hosts(folder: Path, late: bool = False, count: int = 2) -> Iterator[SshH
         pytest.skip(f"this machine allows no namespaces of processes: {apart.stderr.strip()}")
     with hosts.several_hosts(count, late) as made, contextlib.ExitStack() as undo:
         for key in ("key", "host_key"):
-            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", directory / key], check=True)
         Path("/run/sshd").mkdir(exist_ok=True)
         servers: list[subprocess.Popen] = []
-        nodes, client = SshHosts(folder, made, servers), ""
+        nodes, client = SshHosts(directory, made, servers), ""
         for name, host in zip(nodes.names, made):
-            values = {"name": name, "address": host.address, "folder": folder, "port": _PORT}
-            (folder / name).mkdir(mode=0o700)
-            (folder / f"{name}.server").write_text(_SERVER.format(**values))
+            values = {"name": name, "address": host.address, "directory": directory, "port": _PORT}
+            (directory / name).mkdir(mode=0o700)
+            (directory / f"{name}.server").write_text(_SERVER.format(**values))
             client += _CLIENT.format(**values)
-            words = [*_APART, *_NAMED, name, _SSHD, "-D", "-e", "-f", folder / f"{name}.server"]
+            words = [*_APART, *_NAMED, name, _SSHD, "-D", "-e", "-f", directory / f"{name}.server"]
             server = subprocess.Popen(host.command(*words))
             undo.callback(_stop, server)
             servers.append(server)
-        (folder / "config").write_text(client)
+        (directory / "config").write_text(client)
         for host in made:
             _await_server(host)
         yield nodes

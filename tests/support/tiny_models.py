@@ -333,7 +333,7 @@ NOT_ADAPTED = ("deepseek_v41", "gemma3n", "kimi_k3", "longcat_flash", "longcat_f
 
 
 def model_files() -> list[str]:
-    """The names of mlx-lm's model files, found in its folder."""
+    """The names of mlx-lm's model files, found in its directory."""
     files = []
     for path in sorted(Path(mlx_lm.models.__file__).parent.glob("*.py")):
         text = path.read_text()

@@ -92,7 +92,7 @@ def test_three_ranks_and_every_dtype(api):
         (["--min", "6", "--op", "broadcast,all_to_all"], "6 B is too little for all_to_all of float32 on 2 ranks"),
     ],
 )
-def test_collectives_refuses(arguments, words):
+def test_collectives_rejects(arguments, words):
     assert words in " ".join(bench("collectives", *arguments, status=2).stderr.split())
 
 
@@ -196,7 +196,7 @@ def test_sums_of_many_ranks_are_exact_in_every_order(dtype, ranks):
     assert np.count_nonzero(add(data)) > 900 and all(np.count_nonzero(array) for array in data)
 
 
-def test_parts_in_each_others_place_are_found():
+def test_shifted_chunks_are_found():
     data = Inputs("float32", 4096, 2)
     assert count_wrong(data[0], data[1]) > 3900
     for distance in (1, 8, 64, 1008, 1024):

@@ -69,6 +69,6 @@ def test_targets():
         (["--tokens", "0"], "'0' is not a number from 1 to 65536"),
     ],
 )
-def test_refuses(arguments, words):
+def test_rejects(arguments, words):
     pytest.importorskip("mlx_lm")
     assert words in " ".join(bench("ep", *arguments, status=2).stderr.split())

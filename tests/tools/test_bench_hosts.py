@@ -17,7 +17,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 def nodes(tmp_path_factory):
     with ssh_hosts(tmp_path_factory.mktemp("nodes")) as found:
         entries = [{"ssh": name, "ips": [host.address]} for name, host in zip(found.names, found.hosts)]
-        (found.folder / "hosts.json").write_text(json.dumps(entries))
+        (found.directory / "hosts.json").write_text(json.dumps(entries))
         yield found
 
 
@@ -34,8 +34,8 @@ def test_collectives(nodes):
 
 
 def test_the_suite(nodes):
-    """Both ways between the two: mlxdist by TCP, and MLX's ring and Open MPI at addresses that nobody had to name."""
-    hostfile = nodes.folder / "hosts.json"
+    """Both directions: mlxdist by TCP, MLX's ring and Open MPI at addresses that the user need not give."""
+    hostfile = nodes.directory / "hosts.json"
     found = bench(nodes, "suite", "--quick", "--hostfile", hostfile, "--only", "sendrecv,all_reduce,ep_transport")
     assert [host["ips"] for host in found["setup"]["hosts"]] == [[host.address] for host in nodes.hosts]
     assert not {"mlxdist", "ring"} & {entry["variant"] for entry in found["absent"] if "case" not in entry}

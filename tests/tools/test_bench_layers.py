@@ -53,7 +53,7 @@ def test_whole_models_and_targets(tmp_path):
     assert "not measured" in printed and "whole model, generate" in printed
 
 
-def test_refused():
+def test_rejected():
     words = run("-m", "mlxdist", "bench", "tp", "--hidden", "100", status=2).stderr
     assert "'100' is not a multiple of 128" in words
 

@@ -28,10 +28,10 @@ VOID = {"meta", "!doctype", "br", "link"}
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """The folder with the results and the report of one small run."""
-    folder = tmp_path_factory.mktemp("suite")
-    bench("suite", *SMALL, "--output", str(folder / "a.json"), "--html", str(folder / "a.html"))
-    return folder
+    """The directory with the results and the report of one small run."""
+    directory = tmp_path_factory.mktemp("suite")
+    bench("suite", *SMALL, "--output", str(directory / "a.json"), "--html", str(directory / "a.html"))
+    return directory
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_numbers_on_axes_are_plain_text(times, tmp_path):
         assert ("100000" if times[1] > 1e5 else "30") in shown, shown
 
 
-def test_what_a_file_says_is_escaped(run, results, tmp_path):
+def test_the_text_of_a_file_is_escaped(run, results, tmp_path):
     results["setup"]["command"] = results["setup"]["hosts"][0]["name"] = "<script>alert(1)</script>"
     results["cases"][0]["case"]["operation"] = "<b>$x^$</b>"
     results["cases"] = results["cases"][:2]
@@ -169,7 +169,7 @@ def test_a_result_is_like_itself(run):
 
 
 def slowed(results: dict, number: int, times: float) -> dict:
-    """A copy in which one case takes so many times as long."""
+    """A copy in which one case takes N times as long."""
     made = copy.deepcopy(results)
     taken = made["cases"][number]["microseconds"]
     made["cases"][number]["microseconds"] = {n: v if n == "count" else v * times for n, v in taken.items()}
@@ -244,7 +244,7 @@ def test_a_missing_case_fails_in_ci(run, results, tmp_path):
         ("[" * 100_000, "is not what mlxdist bench --output writes"),
     ],
 )
-def test_other_files_are_refused(text, words, tmp_path):
+def test_other_files_are_rejected(text, words, tmp_path):
     (tmp_path / "a.json").write_text(text)
     assert words in bench("compare", *[str(tmp_path / "a.json")] * 2, status=1).stderr
 
@@ -263,7 +263,7 @@ def test_other_files_are_refused(text, words, tmp_path):
         lambda case: case.update(memcpy=1.0),
     ],
 )
-def test_malformed_cases_are_refused(results, spoil, tmp_path):
+def test_malformed_cases_are_rejected(results, spoil, tmp_path):
     spoil(results["cases"][1])
     (tmp_path / "a.json").write_text(json.dumps(results))
     assert "case 1 is malformed" in bench("compare", *[str(tmp_path / "a.json")] * 2, status=1).stderr
@@ -334,11 +334,11 @@ def test_the_plan():
         (["--sizes", "3"], "sendrecv of float32 on 2 ranks has no size of 3 B, only multiples of 4 B; write 4"),
         (["--sizes", "4KiB,6", "--only", "all_reduce"], "all_reduce of float32 on 2 ranks has no size of 6 B"),
         (["--sizes", "4", "--only", "reduce_scatter"], "only multiples of 8 B; write 8"),
-        (["-n", "2", "--html", "/no/such/folder/a.html"], "there is no directory /no/such/folder"),
+        (["-n", "2", "--html", "/no/such/directory/a.html"], "there is no directory /no/such/directory"),
         (["--hosts", "a,b", "--hostfile", "c"], "Give --hostfile or --hosts, not both"),
     ],
 )
-def test_refuses(arguments, words):
+def test_rejects(arguments, words):
     assert words in " ".join(bench("suite", *arguments, status=2).stderr.split())
 
 

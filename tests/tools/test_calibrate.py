@@ -60,9 +60,9 @@ def mlxdist_command(*words, timeout=120, before=()):
     return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=timeout)
 
 
-def hostfile_of(folder, *hosts):
-    save(Hostfile(hosts), folder / "hosts.json")
-    return folder / "hosts.json"
+def hostfile_of(directory, *hosts):
+    save(Hostfile(hosts), directory / "hosts.json")
+    return directory / "hosts.json"
 
 
 # What the tuning file keeps.
@@ -196,14 +196,14 @@ def test_measured_weights_need_a_measured_job():
 
 def test_shard_shows_the_plan_of_a_hostfile(tmp_path):
     model = tiny_models.build("qwen3")
-    folder = tmp_path / "model"
-    folder.mkdir()
-    save_model(folder, model)
-    save_config(asdict(model.args), folder / "config.json")
+    directory = tmp_path / "model"
+    directory.mkdir()
+    save_model(directory, model)
+    save_config(asdict(model.args), directory / "config.json")
     file = hostfile_of(tmp_path, Host("a"), Host("b"))
 
     def plan(*options):
-        result = run("shard", folder, "--json", *options)
+        result = run("shard", directory, "--json", *options)
         assert result.exit_code == 0, result.output
         return json.loads(result.output)["plan"]
 
@@ -212,8 +212,8 @@ def test_shard_shows_the_plan_of_a_hostfile(tmp_path):
     assert plan("--hostfile", file)["rank_shares"] == by_memory
     assert plan("--hostfile", file, "--rank-shares", "compute")["rank_shares"] == [3.0, 1.0]
     assert plan("--hostfile", file, "--rank-shares", "1,2")["rank_shares"] == [1.0, 2.0]
-    assert "has 2 ranks, not --tp 4 times --ep 1" in run("shard", folder, "--hostfile", file, "--tp", "4").output
-    assert "give their --hostfile, too" in run("shard", folder, "--tp", "2", "--rank-shares", "memory").output
+    assert "has 2 ranks, not --tp 4 times --ep 1" in run("shard", directory, "--hostfile", file, "--tp", "4").output
+    assert "give their --hostfile, too" in run("shard", directory, "--tp", "2", "--rank-shares", "memory").output
 
 
 # Measuring.
@@ -378,7 +378,7 @@ def test_there_must_be_a_file_to_save_to(monkeypatch):
     assert result.exit_code == 1 and "there is no file to save to; unset it, or give --output" in result.output
 
 
-def answering(folder, **results):
+def responding(directory, **results):
     """An ssh whose other side is a host that answers so."""
     machine = {"host": "a", "device": "Apple M4", "identity": "a", "mlxdist": __version__, "mlx": "0"}
     program = f"""#!{sys.executable}
@@ -393,7 +393,7 @@ while data := os.read(0, 65536):
         result = machine if call["call"] == "calibrate.machine" else parts[call["arguments"]["part"]]
         os.write(1, pack_json(Kind.RESULT, {{"result": result}}))
 """
-    path = folder / "ssh"
+    path = directory / "ssh"
     path.write_text(program)
     path.chmod(0o700)
     return ["--ssh", path]
@@ -405,21 +405,21 @@ def calibrate_hosts(file, *options):
 
 def test_measurements_that_cannot_be_are_not_written(tuned, tmp_path):
     before = tuned.read_text()
-    result = calibrate_hosts(hostfile_of(tmp_path, Host("a")), *answering(tmp_path, row=part(1e6)))
+    result = calibrate_hosts(hostfile_of(tmp_path, Host("a")), *responding(tmp_path, row=part(1e6)))
     assert result.exit_code == 1 and "a: 1e+06 GB/s in 'row' cannot be" in result.output
     assert tuned.read_text() == before
 
 
 def test_measurements_are_written(tuned, tmp_path):
     """Next to those of other hosts, which --exclude leaves out."""
-    result = calibrate_hosts(hostfile_of(tmp_path, *TWO), "--exclude", "b", *answering(tmp_path))
+    result = calibrate_hosts(hostfile_of(tmp_path, *TWO), "--exclude", "b", *responding(tmp_path))
     assert result.exit_code == 0, result.output
     assert kept(tuned) == MEASURED | {"a": Measured(10.0, 400.0)}
 
 
 def test_measurements_of_a_busy_host_are_not_written(tuned, tmp_path):
     file = hostfile_of(tmp_path, Host("a"))
-    options = answering(tmp_path, row=part(400.0, foreign_cpu_share=0.5))
+    options = responding(tmp_path, row=part(400.0, foreign_cpu_share=0.5))
     result = calibrate_hosts(file, *options)
     assert result.exit_code == 1 and kept(tuned) == MEASURED
     words = "a: other processes used 14% of the CPU meanwhile; repeat this on a quiet machine, or give --force"
@@ -428,14 +428,14 @@ def test_measurements_of_a_busy_host_are_not_written(tuned, tmp_path):
     assert result.exit_code == 0 and kept(tuned)["a"] == Measured(10.0, 400.0)
 
 
-def test_a_host_that_does_not_answer(tmp_path):
+def test_a_host_that_does_not_respond(tmp_path):
     (tmp_path / "ssh").write_text("#!/bin/sh\necho Permission denied >&2; exit 255\n")
     (tmp_path / "ssh").chmod(0o700)
     result = run("calibrate", "--only", "hosts", "--hosts", "a", "--ssh", tmp_path / "ssh")
     assert result.exit_code == 1 and "a does not respond: Permission denied" in result.output
 
 
-def test_names_of_one_machine_are_refused():
+def test_names_of_one_machine_are_rejected():
     result = run("calibrate", "--only", "hosts", "--hosts", "localhost,127.0.0.1")
     assert result.exit_code == 1 and "localhost and 127.0.0.1 are one machine; give it once" in result.output
 
@@ -443,13 +443,13 @@ def test_names_of_one_machine_are_refused():
 @pytest.mark.long
 def test_two_hosts(tuned, tmp_path):
     """Both are measured, their link too, by a job; and a job with the figures cuts a layer as they say."""
-    folder = tmp_path / "hosts"
-    folder.mkdir()
+    directory = tmp_path / "hosts"
+    directory.mkdir()
     program = (
         "import mlxdist, numpy\nfrom mlxdist.nn.tensor_parallel.column_parallel import ColumnParallelLinear\n"
         "mlxdist.init(); print(ColumnParallelLinear(8, 30, rank_shares='memory').sizes)"
     )
-    with ssh_hosts(folder) as nodes:
+    with ssh_hosts(directory) as nodes:
         hosts = [Host(name, ips=(host.address,)) for name, host in zip(nodes.names, nodes.hosts)]
         file = hostfile_of(tmp_path, *hosts)
         options = ["--hostfile", file, "--ssh", nodes.ssh]

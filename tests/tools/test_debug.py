@@ -22,11 +22,11 @@ def lines(text):
     return [(int(m[2]), int(m[3]), m[4], m[5], m[6]) for m in found]
 
 
-def ranks_wrote(run_ranks, folder, spec, *arguments):
-    variables = {"MLXDIST_DEBUG": spec, "MLXDIST_DEBUG_FILE": str(folder / "%h-%r-%p-%%.log")}
+def ranks_wrote(run_ranks, directory, spec, *arguments):
+    variables = {"MLXDIST_DEBUG": spec, "MLXDIST_DEBUG_FILE": str(directory / "%h-%r-%p-%%.log")}
     run_ranks("debug.py", 2, *arguments, environment=variables)
     written = {}
-    for path in folder.iterdir():
+    for path in directory.iterdir():
         host, rank, pid, rest = path.name.rsplit("-", 3)
         assert host == socket.gethostname().partition(".")[0] and rest == "%.log"
         written[int(rank)] = lines(path.read_text())
@@ -62,7 +62,7 @@ def test_every_verb_that_sets_up_or_tears_down(run_ranks, tmp_path):
             assert sum(f"to {state}, mask 0x" in call for call in calls) == names.count("create_qp"), calls
 
 
-def test_info_tells_of_a_lost_message(run_ranks, tmp_path):
+def test_info_reports_a_lost_message(run_ranks, tmp_path):
     written = ranks_wrote(run_ranks, tmp_path, "info", "loses")
     assert all(level != "trace" for rank in written for _, _, level, _, _ in written[rank])
     again = [text for _, _, _, subsystem, text in written[0] if subsystem == "message"]
@@ -99,13 +99,13 @@ def test_levels_and_subsystems(tmp_path, monkeypatch, spec, wanted):
     assert [f"{level} {subsystem}" for _, _, level, subsystem, _ in lines((tmp_path / "3").read_text())] == wanted
 
 
-def test_a_file_that_cannot_be_written_is_refused(run_ranks, tmp_path):
+def test_a_file_that_cannot_be_written_is_rejected(run_ranks, tmp_path):
     variables = {"MLXDIST_DEBUG_FILE": str(tmp_path / "missing" / "%r.log")}
     for rank, output in enumerate(run_ranks("debug.py", 2, status=1, environment=variables)):
         assert f"{tmp_path}/missing/{rank}.log cannot be written: No such file or directory" in output
 
 
-def test_every_subsystem_can_be_asked_for():
+def test_every_subsystem_can_be_selected():
     in_c = {
         name
         for path in (ROOT / "native").glob("**/*.c")

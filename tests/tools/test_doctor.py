@@ -59,7 +59,7 @@ def test_hostfile_without_a_host():
     assert write(left, left.format) == "b slots=2\n"
 
 
-def test_a_current_folder_that_is_gone(tmp_path):
+def test_a_current_directory_that_does_not_exist(tmp_path):
     (tmp_path / "gone").mkdir()
     line = f"rmdir ../gone; exec {shlex.join(DOCTOR)} --quick"
     job = subprocess.run(line, shell=True, cwd=tmp_path / "gone", capture_output=True, text=True)
@@ -113,7 +113,7 @@ def test_this_machine(tmp_path):
 
 @pytest.mark.long
 def test_what_fails_on_this_machine(tmp_path):
-    """And nobody is asked to run a job where the script is missing."""
+    """And no host runs a job where the script is missing."""
     done = doctor("--quick", "--cwd", tmp_path, "--", "no-such-command", "train.py")
     assert done.returncode == 1 and "no-such-command" in done.stdout
     assert "mlxdist doctor: fail, localhost" in done.stdout
@@ -127,7 +127,7 @@ def test_what_fails_on_this_machine(tmp_path):
         (["--hostfile", "/no/file"], "hostfile '/no/file': No such file"),
     ],
 )
-def test_refused(arguments, words):
+def test_rejected(arguments, words):
     done = doctor(*arguments)
     assert done.returncode == 2 and words in done.stderr
 

@@ -187,7 +187,7 @@ def test_model():
         finding = only(check_model(found))
         assert finding.hosts == ("c",) and "1 file of /m differs: weights" in finding.what
         assert "rsync -a --checksum /m c:/;" in finding.remedy
-    found.responses["model"]["c"] = {"error": "it is no folder", "files": {}, "path": "", "digests": {}}
+    found.responses["model"]["c"] = {"error": "it is no directory", "files": {}, "path": "", "digests": {}}
     assert only(check_model(found)).hosts == ("c",)
     # What the command calls --model may be something else, unless one of the hosts has it.
     found.options = CheckOptions(model="resnet18", guessed=True)
@@ -451,7 +451,7 @@ def test_nothing_is_well_where_no_host_responds():
     assert verdicts.pop("reachable") is Verdict.FAIL and set(verdicts.values()) == {Verdict.SKIP}, verdicts
 
 
-def test_what_a_host_cannot_answer_is_a_finding():
+def test_what_a_host_cannot_report_is_a_finding():
     found = cluster()
     found.errors = {"rdma": {"b": ProbeError("MemoryError", True)}}
     (result,) = [result for result in run_checks(found, after_job=False) if result.check == "rdma"]

@@ -227,7 +227,7 @@ def test_processes_of_jobs_that_are_over():
 
 
 @pytest.mark.parametrize("count", [2, 3, 8, 9, 12])
-def test_every_pair_has_its_turn(count):
+def test_every_pair_is_measured(count):
     found = [pair for pairs in rounds(count) for pair in pairs]
     assert sorted(found) == [(a, b) for a in range(count) for b in range(a + 1, count)]
     for pairs in rounds(count):

@@ -53,7 +53,7 @@ def inside(three: SshHosts, number: int) -> int:
 @contextlib.contextmanager
 def exporting(three: SshHosts, number: int, **variables: str) -> Iterator[None]:
     """A host whose ssh server sets variables, as the start files of a shell would."""
-    configuration = three.folder / f"{three.names[number]}.server"
+    configuration = three.directory / f"{three.names[number]}.server"
     before = configuration.read_text()
     words = " ".join(f"{name}={value}" for name, value in variables.items())
     name = next(iter(variables))
@@ -73,9 +73,9 @@ def exporting(three: SshHosts, number: int, **variables: str) -> Iterator[None]:
         until_it_says("")
 
 
-def hostfile(three: SshHosts, folder: Path, **envs: str) -> Path:
+def hostfile(three: SshHosts, directory: Path, **envs: str) -> Path:
     entries = [{"ssh": name, "ips": [host.address]} for name, host in zip(three.names, three.hosts)]
-    path = folder / "hosts.json"
+    path = directory / "hosts.json"
     path.write_text(json.dumps({"envs": [f"{k}={v}" for k, v in envs.items()], "hosts": entries}))
     return path
 
@@ -113,9 +113,9 @@ def test_a_script_and_a_model_that_differ_on_one_host(three, tmp_path):
     script.write_text("print(1)\n")
     other.write_text("print(2)\n")
     model, short = tmp_path / "model", tmp_path / "short"
-    for folder in (model, short):
-        folder.mkdir()
-        (folder / "config.json").write_text("{}")
+    for directory in (model, short):
+        directory.mkdir()
+        (directory / "config.json").write_text("{}")
     (model / "model.safetensors").write_bytes(b"x" * 100)
     for there, on in ((other, script), (short, model)):
         enter = ["nsenter", "-t", str(inside(three, 2)), "-m", "-p"]
@@ -171,7 +171,7 @@ def test_two_hosts_on_which_a_job_fails(three):
     assert report["failed"] == ["node2"]
 
 
-def test_an_address_that_nobody_has_and_a_host_that_is_not_there(three, tmp_path):
+def test_an_unused_address_and_a_host_that_does_not_exist(three, tmp_path):
     entries = [{"ssh": "node0"}, {"ssh": "node1", "ips": ["10.213.77.250"]}, {"ssh": "root@10.213.77.251"}]
     (tmp_path / "hosts.json").write_text(json.dumps(entries))
     report = doctor(three, "--hostfile", tmp_path / "hosts.json", "--quick", status=1)

@@ -94,10 +94,10 @@ def test_a_failed_run_has_its_verbs_and_flight_records(tmp_path, monkeypatch):
 @pytest.fixture
 def library(tmp_path, monkeypatch) -> None:
     """libsoftverbs stands in for a card's library, so every verb is one of the system's."""
-    folder = tmp_path / "lib"
-    folder.mkdir()
-    (folder / "libibverbs.so.1").symlink_to(LIBRARY)
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(folder))
+    directory = tmp_path / "lib"
+    directory.mkdir()
+    (directory / "libibverbs.so.1").symlink_to(LIBRARY)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(directory))
 
 
 @linux
@@ -115,7 +115,7 @@ def test_an_rdma_device_without_a_second_host(tmp_path, library):
 
 @linux
 @pytest.mark.long
-def test_a_verb_that_is_refused(tmp_path, library, monkeypatch):
+def test_a_verb_that_is_rejected(tmp_path, library, monkeypatch):
     """This device makes no reliable queue pairs: what was asked for, errno, and what the user is shown of it."""
     monkeypatch.setenv("MLXDIST_QP_TYPE", "rc")
     text, found = make(tmp_path / "report.md", "checks", "rdma")
@@ -260,12 +260,12 @@ def test_private_data_is_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--report", "/no/folder/report.md"], "there is no directory /no/folder"),
+        (["--report", "/no/directory/report.md"], "there is no directory /no/directory"),
         (["--report", "/sys/report.md"], "cannot be written"),
         (["--report", "report.md", "--json"], "leave out --json, --quick and --exclude-failed"),
     ],
 )
-def test_refused_before_the_work(arguments, words, tmp_path):
+def test_rejected_before_the_work(arguments, words, tmp_path):
     begin = time.monotonic()
     done = subprocess.run([*DOCTOR, *arguments], capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert done.returncode == 2 and words in " ".join(done.stderr.split()), done.stderr
@@ -310,9 +310,9 @@ def test_ctrl_c_leaves_what_is_done(tmp_path):
 @pytest.mark.long
 def test_two_hosts(tmp_path):
     """Each host's part is collected there, and the names of both are replaced."""
-    folder = tmp_path / "hosts"
-    folder.mkdir()
-    with ssh_hosts(folder, count=2) as two:
+    directory = tmp_path / "hosts"
+    directory.mkdir()
+    with ssh_hosts(directory, count=2) as two:
         path = tmp_path / "report.md"
         words = [*DOCTOR, "--ssh", two.ssh, "--hosts", ",".join(two.names), "--report", str(path)]
         done = subprocess.run(
@@ -337,9 +337,9 @@ def test_two_hosts(tmp_path):
 def test_a_cable_between_two_hosts_whose_verb_fails(tmp_path, library):
     """Devices that are ACTIVE on both, and do not reach each other: the run of that cable says which verb of which host
     has failed. libsoftverbs finds no device of another host."""
-    folder = tmp_path / "hosts"
-    folder.mkdir()
-    with ssh_hosts(folder, count=2) as two, contextlib.ExitStack() as until:
+    directory = tmp_path / "hosts"
+    directory.mkdir()
+    with ssh_hosts(directory, count=2) as two, contextlib.ExitStack() as until:
         for number in (0, 1):
             until.enter_context(exporting(two, number, LD_LIBRARY_PATH=os.environ["LD_LIBRARY_PATH"]))
         rows = [[None, "soft0"], ["soft1", None]]

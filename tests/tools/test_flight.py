@@ -74,10 +74,10 @@ def record(rank, *operations, size=4, **fields):
     } | fields
 
 
-def dumps(folder, *records):
+def dumps(directory, *records):
     for fields in records:
-        (folder / record_file_name(fields["rank"])).write_text(json.dumps(fields))
-    found, problems = read_directory(folder)
+        (directory / record_file_name(fields["rank"])).write_text(json.dumps(fields))
+    found, problems = read_directory(directory)
     assert problems == []
     return found
 
@@ -237,7 +237,7 @@ def test_trace_has_a_process_per_rank_and_a_row_per_group(tmp_path):
         (" " * (16 << 20) + "{}", "more than 16777216 bytes"),
     ],
 )
-def test_malformed_files_are_refused(tmp_path, text, words):
+def test_malformed_files_are_rejected(tmp_path, text, words):
     path = tmp_path / "flight-0.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(InvalidArgument, match=re.escape(str(path))) as caught:
@@ -290,7 +290,7 @@ def test_dump_of_files(tmp_path):
         (["a", "--files", "b"], "not both"),
     ],
 )
-def test_dump_refuses(tmp_path, arguments, words):
+def test_dump_rejects(tmp_path, arguments, words):
     shown = dump(*arguments, cwd=tmp_path)
     assert shown.returncode != 0 and words in shown.stderr
 
@@ -298,8 +298,8 @@ def test_dump_refuses(tmp_path, arguments, words):
 # What the ranks write.
 
 
-def recorded(folder, rank):
-    return json.loads((folder / record_file_name(rank)).read_text())
+def recorded(directory, rank):
+    return json.loads((directory / record_file_name(rank)).read_text())
 
 
 def line_of(comment):
@@ -336,7 +336,7 @@ def test_every_operation_is_recorded_with_its_line(run_ranks, tmp_path):
     assert len(read_directory(tmp_path)[0]) == 3
 
 
-def test_an_operation_in_progress_is_not_lost_behind_others(run_ranks, tmp_path):
+def test_an_operation_in_progress_is_not_lost_among_others(run_ranks, tmp_path):
     run_ranks("flight.py", 2, "many", environment={"MLXDIST_FLIGHT_DIR": str(tmp_path)})
     first, *others = recorded(tmp_path, 0)["operations"]
     assert first["ended_ns"] is None and first["group"] == 1 and first["waiting_on"] == 1
@@ -344,7 +344,7 @@ def test_an_operation_in_progress_is_not_lost_behind_others(run_ranks, tmp_path)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("numpy", marks=pytest.mark.long), "mlx"])
-def test_a_failure_is_recorded_by_every_rank_and_its_error_says_where(run_ranks, tmp_path, kind):
+def test_a_failure_is_recorded_by_every_rank_and_its_error_names_the_file(run_ranks, tmp_path, kind):
     variables = {"MLXDIST_FLIGHT_DIR": str(tmp_path / "new"), "MLXDIST_TIMEOUT": "0.5"}
     outputs = run_ranks("flight.py", 3, "fails", kind, status=1, environment=variables)
     for rank, output in enumerate(outputs):
@@ -359,7 +359,7 @@ def test_a_failure_is_recorded_by_every_rank_and_its_error_says_where(run_ranks,
 
 
 @pytest.mark.long
-def test_no_file_where_none_is_wanted(run_ranks, tmp_path, monkeypatch):
+def test_no_file_where_none_is_requested(run_ranks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     variables = {"MLXDIST_FLIGHT_DIR": "none", "MLXDIST_TIMEOUT": "0.5"}
     for output in run_ranks("flight.py", 2, "fails", "numpy", status=1, environment=variables):
@@ -368,7 +368,7 @@ def test_no_file_where_none_is_wanted(run_ranks, tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-def test_without_a_launcher_files_go_to_the_current_folder(tmp_path):
+def test_without_a_launcher_files_go_to_the_current_directory(tmp_path):
     environ = {name: value for name, value in os.environ.items() if name != "MLXDIST_FLIGHT_DIR"}
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
@@ -387,7 +387,7 @@ def test_without_a_launcher_files_go_to_the_current_folder(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["flight-0.json", "flight-1.json"]
 
 
-def test_dump_asks_a_running_job(tmp_path, monkeypatch):
+def test_dump_of_a_running_job(tmp_path, monkeypatch):
     """Ranks answer from inside an evaluation; one that is stopped is named; the job goes on."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.delenv("MLXDIST_FLIGHT_DIR", raising=False)

@@ -77,9 +77,9 @@ def test_serial_numbers(serial, form):
 
 @given(people, st.sampled_from(["/models/m", "", "/Library/x y"]), st.sampled_from(["/Users/", "/home/"]))
 @few
-def test_users(name, rest, folder):
+def test_users(name, rest, directory):
     found = redactor()
-    path = f"{folder}{name}{rest}"
+    path = f"{directory}{name}{rest}"
     found.learn(path)
     text = found.text(f"{path} of {name}, {name}@10.0.0.2")
     assert not re.search(rf"\b{name}\b", text) and rest in text and text.endswith("@10.0.0.2")
@@ -228,7 +228,7 @@ def test_hardware_overview():
         ("hf_abcdefghijklmnopqrstuv", "hf_abc"),
         ("MLXDIST_SECRET=" + SECRET, SECRET),
         ("OPENAI_API_KEY='two words'", "two words"),
-        ("/var/folders/zz/zyxvpxvq6csfxvn_n0000000000000/T/x", "zyxvpxvq"),
+        ("/var/directories/zz/zyxvpxvq6csfxvn_n0000000000000/T/x", "zyxvpxvq"),
         ("0x05AC7A8CAAAD1E03", "05AC7A8C"),
         ("guid 0001:0203:0405:0607", "0203"),
         ("python t.py --password hunter2abc --steps 3", "hunter2abc"),

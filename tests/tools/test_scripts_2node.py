@@ -29,12 +29,12 @@ def rows(job):
     return [(line.split()[0], " ".join(line.split()[1:-1])) for line in table]
 
 
-def with_step(folder, program):
+def with_step(directory, program):
     """A copy of the project with another program for the steps."""
-    path = folder / "scripts"
+    path = directory / "scripts"
     path.mkdir()
     (path / "check_two_nodes.py").write_text(program)
-    return ["--remote-dir", folder, "--only", "sendrecv"]
+    return ["--remote-dir", directory, "--only", "sendrecv"]
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in SCRIPTS.glob("*.sh") if os.access(path, os.X_OK)))
@@ -64,7 +64,7 @@ def test_wrong_options(options, words):
     assert job.returncode == 2 and words in job.stderr and job.stdout == ""
 
 
-def test_a_limit_without_an_earlier_run_is_refused():
+def test_a_limit_without_an_earlier_run_is_rejected():
     job = run(SCRIPTS / "compare_2node.sh", *HERE, "--max-slowdown", "1.2")
     assert job.returncode == 2 and "--max-slowdown needs --baseline" in job.stderr and job.stdout == ""
 
@@ -97,9 +97,9 @@ def test_all_steps_on_this_machine():
 @pytest.mark.long
 def test_all_steps_between_two_hosts(tmp_path):
     """Over TCP, for these hosts have no RDMA device."""
-    folder = tmp_path / "hosts"
-    folder.mkdir()
-    with ssh_hosts(folder) as nodes:
+    directory = tmp_path / "hosts"
+    directory.mkdir()
+    with ssh_hosts(directory) as nodes:
         ips = ["--node0-ip", nodes.hosts[0].address, "--node1-ip", nodes.hosts[1].address]
         names = ["--node0", nodes.names[0], "--node1", nodes.names[1]]
         job = run(*nodes.command(TEST, *names, *ips, "--ssh", nodes.ssh, "--python", sys.executable), timeout=270)

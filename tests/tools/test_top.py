@@ -183,7 +183,7 @@ def test_the_end_of_the_job_ends_it():
             assert shown.returncode == 0 and re.search("Job [0-9a-f]{16} has ended.", error), error
 
 
-def test_what_is_refused():
+def test_what_is_rejected():
     unknown = top("nothing")
     assert unknown.returncode == 1 and "there is no job 'nothing'" in unknown.stderr
     assert top("--interval", "0").returncode == 2
@@ -246,7 +246,7 @@ def test_a_terminal_with_fewer_lines_than_ranks(height):
 
 
 def test_rows_and_findings_that_take_several_lines():
-    rows = [row(rank, call_site=f"/a/long/path/of/many/folders/{'x' * 40}/train.py:{rank}") for rank in range(10)]
+    rows = [row(rank, call_site=f"/a/long/path/of/many/directories/{'x' * 40}/train.py:{rank}") for rank in range(10)]
     view = View("741b468f6c659879", rows, ["word " * 60] * 5, [], False)
     console = Console(width=90, height=20, file=io.StringIO())
     console.print(Screenful(view))

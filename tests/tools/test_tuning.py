@@ -184,7 +184,7 @@ def test_a_new_measurement_replaces_what_it_measured_and_nothing_else():
     assert tuning.sections(Tuning(merged))  # no row hides another
 
 
-def chosen(ranks, *sizes):
+def selected(ranks, *sizes):
     """The rows for times of all_reduce: (size, microseconds of each algorithm)."""
     results = [
         {"case": {"operation": "all_reduce", "bytes": size}, "variant": name, "default": "direct"}
@@ -195,23 +195,23 @@ def chosen(ranks, *sizes):
     return choose({"cases": results}, ranks)
 
 
-def test_the_fastest_is_chosen_up_to_the_middle_of_two_sizes():
-    rows = chosen(4, (4096, {"direct": 1.0, "ring": 2.0}), (16384, {"direct": 4.0, "ring": 2.0}))
+def test_the_fastest_is_selected_up_to_the_middle_of_two_sizes():
+    rows = selected(4, (4096, {"direct": 1.0, "ring": 2.0}), (16384, {"direct": 4.0, "ring": 2.0}))
     assert rows == [Row("all_reduce", 4, 8192, "direct"), Row("all_reduce", 4, MAX_BYTES, "ring")]
 
 
 def test_equal_choices_are_one_row():
-    rows = chosen(2, (1, {"ring": 1.0, "mesh": 2.0}), (4, {"ring": 1.0, "mesh": 2.0}))
+    rows = selected(2, (1, {"ring": 1.0, "mesh": 2.0}), (4, {"ring": 1.0, "mesh": 2.0}))
     assert rows == [Row("all_reduce", 2, MAX_BYTES, "ring")]
 
 
 def test_what_is_as_fast_does_not_change_the_choice():
-    """Within 10 % the default stays, then what was chosen for the smaller size."""
-    assert chosen(2, (1, {"direct": 1.09, "ring": 1.0}))[0].algorithm == "direct"
-    assert chosen(2, (1, {"direct": 1.11, "ring": 1.0}))[0].algorithm == "ring"
-    rows = chosen(2, (1, {"direct": 2.0, "mesh": 1.5, "ring": 1.0}), (4, {"direct": 2.0, "mesh": 1.0, "ring": 1.09}))
+    """Within 10 % the default stays, then what was selected for the smaller size."""
+    assert selected(2, (1, {"direct": 1.09, "ring": 1.0}))[0].algorithm == "direct"
+    assert selected(2, (1, {"direct": 1.11, "ring": 1.0}))[0].algorithm == "ring"
+    rows = selected(2, (1, {"direct": 2.0, "mesh": 1.5, "ring": 1.0}), (4, {"direct": 2.0, "mesh": 1.0, "ring": 1.09}))
     assert [row.algorithm for row in rows] == ["ring"]
-    rows = chosen(2, (1, {"direct": 2.0, "ring": 1.0}), (4, {"direct": 1.09, "ring": 1.0}))
+    rows = selected(2, (1, {"direct": 2.0, "ring": 1.0}), (4, {"direct": 1.09, "ring": 1.0}))
     assert [row.algorithm for row in rows] == ["ring", "direct"]
 
 

@@ -18,17 +18,17 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "vs_peers.py"
 
 
-def vs_peers(folder: Path, *arguments: str, status: int = 0) -> subprocess.CompletedProcess:
+def vs_peers(directory: Path, *arguments: str, status: int = 0) -> subprocess.CompletedProcess:
     finished = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], cwd=folder, capture_output=True, text=True, timeout=240
+        [sys.executable, str(SCRIPT), *arguments], cwd=directory, capture_output=True, text=True, timeout=240
     )
     assert finished.returncode == status, finished.stdout + finished.stderr
     return finished
 
 
-def require_complete(folder: Path, backends: set[str]) -> dict:
-    results = json.loads((folder / "vs_peers.json").read_text())
-    assert results["setup"]["ranks"] == 2 and load(folder / "vs_peers.json") == results
+def require_complete(directory: Path, backends: set[str]) -> dict:
+    results = json.loads((directory / "vs_peers.json").read_text())
+    assert results["setup"]["ranks"] == 2 and load(directory / "vs_peers.json") == results
     for row in by_case(results):
         case = next(iter(row.values()))["case"]
         if case["operation"] == "all_sum" and "ranks" not in case:
@@ -39,7 +39,7 @@ def require_complete(folder: Path, backends: set[str]) -> dict:
             for spread in [result["microseconds"], *limits]:
                 assert 0 < spread["min"] <= spread["median"] <= spread["max"]
     assert {"operation": "all_reduce", "dtype": "float32", "bytes": 4096} in [r["case"] for r in results["cases"]]
-    assert (folder / "vs_peers.png").read_bytes().startswith(b"\x89PNG")
+    assert (directory / "vs_peers.png").read_bytes().startswith(b"\x89PNG")
     return results
 
 
@@ -75,7 +75,7 @@ def test_open_mpi_in_the_same_processes(tmp_path):
         (["--baseline", "ring", "--mpi4py", "nowhere"], 1, "--mpi4py needs Open MPI in the same processes"),
     ],
 )
-def test_refused(tmp_path, arguments, status, words):
+def test_rejected(tmp_path, arguments, status, words):
     assert words in vs_peers(tmp_path, *arguments, status=status).stderr
     assert os.listdir(tmp_path) == []
 

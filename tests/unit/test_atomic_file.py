@@ -36,10 +36,10 @@ def test_a_file_of_our_own_never_writes_through_a_link(tmp_path, link):
 
 
 def test_nothing_is_left_of_what_cannot_be_written(tmp_path):
-    (tmp_path / "folder").mkdir()
+    (tmp_path / "directory").mkdir()
     with pytest.raises(OSError):
-        replace_file(tmp_path / "folder", "x", 0o600)
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+        replace_file(tmp_path / "directory", "x", 0o600)
+    assert [path.name for path in tmp_path.iterdir()] == ["directory"]
 
 
 def test_the_former_file_is_kept(tmp_path):

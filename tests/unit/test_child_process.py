@@ -20,19 +20,21 @@ PLANTED = 'open({mark!r}, "a").write(__name__ + "\\n")\nraise ImportError("of th
 
 @pytest.fixture
 def planted(tmp_path):
-    """A folder with a module for each that a program may import."""
-    folder = tmp_path / "shared"
-    folder.mkdir()
+    """A directory with a module for each that a program may import."""
+    directory = tmp_path / "shared"
+    directory.mkdir()
     for name in {*sys.stdlib_module_names, *OTHERS}:
-        (folder / f"{name}.py").write_text(PLANTED.format(mark=str(tmp_path / "ran")))
-    return folder
+        (directory / f"{name}.py").write_text(PLANTED.format(mark=str(tmp_path / "ran")))
+    return directory
 
 
-def run(folder, *words, timeout=120):
-    """In ``folder``: exit status, what was printed, and which of its modules were imported."""
+def run(directory, *words, timeout=120):
+    """In ``directory``: exit status, what was printed, and which of its modules were imported."""
     words = [str(word) for word in words]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
-    mark = folder.parent / "ran"
+    done = subprocess.run(
+        words, cwd=directory, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL
+    )
+    mark = directory.parent / "ran"
     return done.returncode, done.stdout + done.stderr, mark.read_text().split() if mark.exists() else []
 
 

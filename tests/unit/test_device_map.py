@@ -70,7 +70,7 @@ def test_a_map_of_one_host():
         ([[None] * 1025] * 1025, "it has 1025 rows, and at most 1024 are allowed"),
     ],
 )
-def test_what_is_refused(found, message):
+def test_what_is_rejected(found, message):
     with pytest.raises(InvalidArgument, match=f"^device map MLXDIST_DEVICE_MAP: {message}"):
         load(json.dumps(found))
 

@@ -149,7 +149,7 @@ def test_listing_apart_finds_the_same():
     assert "no provider verbs" in list_apart("verbs").error
 
 
-def test_a_program_beside_the_user_is_not_loaded(tmp_path, monkeypatch):
+def test_a_program_in_the_current_directory_is_not_loaded(tmp_path, monkeypatch):
     (tmp_path / "json.py").write_text("raise SystemExit('not this one')")
     monkeypatch.chdir(tmp_path)
     assert list_apart("soft").error == ""
@@ -188,11 +188,11 @@ def driver(tmp_path_factory) -> dict[str, str]:
     compiler = shutil.which("cc")
     if not compiler or sys.platform != "linux":
         pytest.skip("needs Linux and a C compiler")
-    folder = tmp_path_factory.mktemp("driver")
+    directory = tmp_path_factory.mktemp("driver")
     command = [compiler, "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    command += [f"-I{TESTS.parent / 'native' / 'verbs'}", "-o", str(folder / "libibverbs.so.1")]
+    command += [f"-I{TESTS.parent / 'native' / 'verbs'}", "-o", str(directory / "libibverbs.so.1")]
     subprocess.run([*command, str(TESTS / "driver" / "libibverbs.c")], check=True, timeout=60)
-    return {"LD_LIBRARY_PATH": str(folder), "DRIVER_DEVICES": "rxe0=4,2,-,fe80::1,::ffff:10.255.0.1 rxe1=1,2"}
+    return {"LD_LIBRARY_PATH": str(directory), "DRIVER_DEVICES": "rxe0=4,2,-,fe80::1,::ffff:10.255.0.1 rxe1=1,2"}
 
 
 def ibverbs(driver: dict[str, str], *arguments: str, status: int = 0, **environment: str) -> dict[str, Any]:

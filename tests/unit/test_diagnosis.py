@@ -123,7 +123,7 @@ def test_a_macos_that_is_new_enough(macos):
     assert diagnose_host(mac(macos=macos), [READY]) == []
 
 
-def test_all_causes_are_told():
+def test_all_causes_are_reported():
     old = mac(macos=(15, 1), rdma_ctl="disabled", receptacles=(Receptacle("1", 40, False),))
     assert verdicts(diagnose_host(old, [], "librdma.dylib is not there")) == [
         Verdict.MACOS_TOO_OLD,
@@ -146,7 +146,7 @@ def test_a_library_that_fails():
     assert verdicts(diagnose_host(mac(), [], "librdma.dylib is not there")) == [Verdict.NO_LIBRARY]
 
 
-def test_the_same_cause_is_not_told_twice():
+def test_the_same_cause_is_not_reported_twice():
     error = "ibv_get_device_list of provider ibverbs failed: Function not implemented (errno 38)"
     assert verdicts(diagnose_host(HostFacts(kernel_rdma=False), [], error)) == [Verdict.NO_KERNEL_RDMA]
 
@@ -248,7 +248,7 @@ def test_receptacles_of_another_shape():
     assert read_receptacles(text) == ()
 
 
-def test_a_port_whose_speed_is_not_said():
+def test_a_port_without_a_known_speed():
     (port,) = read_receptacles(synthetic_thunderbolt(("1", "", True)))
     assert port.speed is None and diagnose_host(mac(receptacles=(port,)), [READY]) == []
 

@@ -120,7 +120,7 @@ def test_the_secret_is_not_shown():
         ({"MLXDIST_QUANTUM_FOAM": "3"}, ["MLXDIST_QUANTUM_FOAM", "no such variable"]),
     ],
 )
-def test_refused(changes, words):
+def test_rejected(changes, words):
     environ = {name: value for name, value in (JOB | changes).items() if value is not None}
     with pytest.raises(EnvironmentVariableError) as caught:
         Environment.read(environ)

@@ -96,13 +96,13 @@ def test_error_is_also_python_s_own(error, builtin):
     ],
 )
 @pytest.mark.parametrize("kind", [errors.Timeout, errors.VersionMismatch, errors.Error])
-def test_where_the_cause_lies(text, expected, kind):
+def test_the_host_of_the_cause(text, expected, kind):
     error = kind(text)
     assert (error.rank, error.host, error.operation, error.sequence) == expected
     assert str(error) == text
 
 
-def test_a_place_is_added_once_and_kept_when_a_text_is_cut():
+def test_a_location_is_added_once_and_kept_when_a_text_is_truncated():
     once = errors.located("no memory", 2, "mac2")
     assert once == "no memory [rank 2 on mac2]"
     assert errors.located(f"rank 1 could not connect: {once}", 1, "mac1") == f"rank 1 could not connect: {once}"
@@ -119,7 +119,7 @@ def test_a_place_is_added_once_and_kept_when_a_text_is_cut():
         (OSError("no space"), "rank 1 on mac1 has failed: OSError: no space [rank 1 on mac1]"),
     ],
 )
-def test_what_others_are_told_of_what_is_not_ours(error, text):
+def test_errors_of_other_libraries_reach_other_ranks_as_aborted(error, text):
     found = errors.interruption(error, 1, "mac1")
     assert type(found) is errors.Aborted and str(found) == text
 

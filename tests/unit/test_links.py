@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from node_infos import MEMORY, by, chosen, device, gid, node, soft, tables, worlds
+from node_infos import MEMORY, by, device, gid, node, selected, soft, tables, worlds
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.cluster.hostfile.device_map import parse
@@ -25,7 +25,7 @@ def test_memory_is_found_wherever_it_is_in_the_table():
     other = NodeInfo(
         b"a", "a", devices=(device("soft0", gid(0, "10.0.0.1", "TCP"), Gid(3, "memory", b"\1" * 16), provider="soft"),)
     )
-    assert chosen([other, other]) == (by("soft0", 3, "soft"),) * 2
+    assert selected([other, other]) == (by("soft0", 3, "soft"),) * 2
 
 
 def test_two_cables_on_one_host_are_two_devices():
@@ -33,7 +33,7 @@ def test_two_cables_on_one_host_are_two_devices():
 
 
 @pytest.mark.parametrize("active, text", [(1, "1 RDMA device left"), (2, "2 RDMA devices left"), (0, "one host")])
-def test_devices_that_are_not_used_are_told(active, text):
+def test_devices_that_are_not_used_are_reported(active, text):
     devices = [device(f"mlx5_{i}", gid(0, f"10.0.{i}.1"), state="ACTIVE" if i < active else "DOWN") for i in range(2)]
     assert text in choose([node("a", *devices)] * 2, 0).reason
 
@@ -49,7 +49,7 @@ def test_a_group_of_one():
 def test_a_common_subnet_joins_two_hosts():
     a = node("a", device("mlx5_0", gid(0, "fe80::1"), gid(3, "10.0.0.1")))
     b = node("b", device("roce7", gid(0, "fe80::2"), gid(1, "10.0.0.2", "RoCE v1"), gid(5, "10.0.0.2")))
-    assert chosen([a, b]) == (by("mlx5_0", 3), by("roce7", 5))
+    assert selected([a, b]) == (by("mlx5_0", 3), by("roce7", 5))
     choice = choose([a, b], 0)
     assert (choice.summary, choice.reason) == ("ibverbs", "RDMA to other hosts by mlx5_0")
 
@@ -57,28 +57,28 @@ def test_a_common_subnet_joins_two_hosts():
 def test_the_device_in_the_peers_subnet_is_used():
     a = node("a", *(device(f"mlx5_{i}", gid(2, f"10.0.{i}.1")) for i in range(3)))
     b = node("b", device("mlx5_0", gid(4, "10.0.2.9")))
-    assert chosen([a, b]) == (by("mlx5_2", 2), by("mlx5_0", 4))
+    assert selected([a, b]) == (by("mlx5_2", 2), by("mlx5_0", 4))
 
 
 def test_roce_v1_is_used_where_one_side_has_no_other():
     a = node("a", device("x", gid(0, "10.0.0.1", "RoCE v1"), gid(1, "10.0.0.1")))
     b = node("b", device("y", gid(6, "10.0.0.2", "RoCE v1")))
-    assert chosen([a, b]) == (by("x", 0), by("y", 6))
+    assert selected([a, b]) == (by("x", 0), by("y", 6))
 
 
 def test_a_subnet_comes_before_169_254():
     a = node("a", device("x", gid(0, "169.254.0.1", prefix=16), gid(1, "10.0.0.1")))
     b = node("b", device("y", gid(0, "10.0.0.2"), gid(1, "169.254.0.2", prefix=16)))
-    assert chosen([a, b]) == (by("x", 1), by("y", 0))
+    assert selected([a, b]) == (by("x", 1), by("y", 0))
 
 
 def test_169_254_is_accepted_where_it_is_clear():
     a = node("a", device("x", gid(1, "169.254.0.1", "unknown", 16)))
     b = node("b", device("y", gid(2, "169.254.7.2", "unknown", 16)))
-    assert chosen([a, b]) == (by("x", 1), by("y", 2))
+    assert selected([a, b]) == (by("x", 1), by("y", 2))
 
 
-def test_169_254_on_several_devices_does_not_say_which_cable():
+def test_169_254_on_several_devices_does_not_identify_the_cable():
     a = node("a", *(device(f"x{i}", gid(1, f"169.254.0.{i}", prefix=16)) for i in (1, 2)), tcp=("10.1.0.1",))
     b = node("b", *(device(f"y{i}", gid(1, f"169.254.1.{i}", prefix=16)) for i in (1, 2)), tcp=("10.1.0.2",))
     choice = choose([a, b], 0)
@@ -92,30 +92,30 @@ def test_169_254_on_several_devices_does_not_say_which_cable():
     assert [link.device for link in choose([a, b], 1, device_map=by_map).links[0]] == ["y2", "y1"]
 
 
-def test_bridges_for_containers_join_nobody():
+def test_bridges_for_containers_connect_no_hosts():
     """Every host has 172.17.0.1."""
     a = node("a", device("x", gid(1, "172.17.0.1", prefix=16)), tcp=("172.17.0.1", "10.0.0.1"), address="10.0.0.1")
     b = node("b", device("x", gid(1, "172.17.0.1", prefix=16)), tcp=("172.17.0.1", "10.0.0.2"), address="10.0.0.2")
-    assert chosen([a, b]) == (by("soft0", 2, "soft"),) * 2
+    assert selected([a, b]) == (by("soft0", 2, "soft"),) * 2
 
 
-def test_loopback_joins_nobody():
+def test_loopback_connects_no_hosts():
     a = node("a", device("x", gid(1, "127.0.0.1", prefix=8)), tcp=("127.0.0.1", "10.0.0.1"))
     b = node("b", device("x", gid(1, "127.0.0.2", prefix=8)), tcp=("127.0.0.2", "10.0.0.2"))
-    assert chosen([a, b]) == (by("soft0", 2, "soft"),) * 2
+    assert selected([a, b]) == (by("soft0", 2, "soft"),) * 2
 
 
 def test_two_cables_by_subnets():
     a = node("a", device("x0", gid(1, "10.0.0.1")), device("x1", gid(1, "10.0.1.1")))
     b = node("b", device("y0", gid(1, "10.0.1.2")), device("y1", gid(1, "10.0.0.2")))
-    ends = chosen([a, b], links_per_peer=2)
+    ends = selected([a, b], links_per_peer=2)
     assert [[link.device for link in links] for links in ends] == [["x0", "x1"], ["y1", "y0"]]
-    assert [len(links) for links in chosen([a, b], links_per_peer=1)] == [1, 1]
+    assert [len(links) for links in selected([a, b], links_per_peer=1)] == [1, 1]
 
 
 def test_an_unknown_prefix_is_that_of_the_other_side():
     a, b = (node(h, device("x", gid(1, f"10.0.0.{i}", prefix=p))) for h, i, p in (("a", 1, None), ("b", 2, 24)))
-    assert chosen([a, b]) == (by("x", 1), by("x", 1))
+    assert selected([a, b]) == (by("x", 1), by("x", 1))
 
 
 def test_ranks_of_different_hosts_by_rdma_and_of_one_host_by_memory():
@@ -138,7 +138,7 @@ def triangle() -> list[NodeInfo]:
     ]
 
 
-def test_the_map_says_which_device_leads_where():
+def test_the_device_map_selects_devices():
     choice = choose(triangle(), 1, device_map=TRIANGLE)
     assert choice.links == (by("b0", 1), (), by("b2", 1))
     assert choice.reason == "RDMA to other hosts by b0, b2"
@@ -161,14 +161,14 @@ def test_a_map_for_another_number_of_hosts():
 def test_cables_are_paired_by_subnets_in_whatever_order_they_are_named(there, back):
     a = node("a", device("x0", gid(1, "10.0.0.1")), device("x1", gid(1, "10.0.1.1")))
     b = node("b", device("y0", gid(1, "10.0.1.2")), device("y1", gid(1, "10.0.0.2")))
-    near, far = chosen([a, b], device_map=parse(f"[[null, {there}], [{back}, null]]"))
+    near, far = selected([a, b], device_map=parse(f"[[null, {there}], [{back}, null]]"))
     assert {(x.device, y.device) for x, y in zip(near, far, strict=True)} == {("x0", "y1"), ("x1", "y0")}
 
 
 def test_devices_without_a_common_subnet_are_paired_in_the_order_of_the_map():
     a = node("a", device("x0", gid(1, "fe80::1")), device("x1", gid(1, "10.0.1.1")))
     b = node("b", device("y0", gid(1, "10.0.1.2")), device("y1", gid(1, "fe80::2")))
-    near, far = chosen([a, b], device_map=parse('[[null, ["x0", "x1"]], [["y0", "y1"], null]]'))
+    near, far = selected([a, b], device_map=parse('[[null, ["x0", "x1"]], [["y0", "y1"], null]]'))
     assert {(x.device, y.device) for x, y in zip(near, far, strict=True)} == {("x1", "y0"), ("x0", "y1")}
 
 
@@ -176,7 +176,7 @@ def test_more_cables_than_are_used():
     a = node("a", *(device(f"x{i}", gid(1, f"10.0.{i}.1")) for i in range(3)))
     b = node("b", *(device(f"y{i}", gid(1, f"10.0.{i}.2")) for i in range(3)))
     device_map = parse('[[null, ["x0", "x1", "x2"]], [["y2", "y1", "y0"], null]]')
-    assert [[link.device for link in links] for links in chosen([a, b], device_map=device_map)] == [
+    assert [[link.device for link in links] for links in selected([a, b], device_map=device_map)] == [
         ["x0", "x1"],
         ["y0", "y1"],
     ]
@@ -204,7 +204,7 @@ def test_what_the_map_names_but_cannot_be_used(devices, text):
 # TCP
 
 
-def test_hosts_without_rdma_use_tcp_and_say_why():
+def test_hosts_without_rdma_use_tcp_and_report_why():
     a = node("a", tcp=("10.0.0.1",), missing="libibverbs.so.1 is not installed")
     b = node("b", device("rdma_en2", state="DOWN", provider="librdma"), tcp=("10.0.0.2",))
     choice = choose([a, b], 0)
@@ -213,14 +213,14 @@ def test_hosts_without_rdma_use_tcp_and_say_why():
     assert "host b: rdma_en2 is DOWN; plug in the cable" in choose([b, b, node("c", tcp=("10.0.0.3",))], 0).reason
 
 
-def test_different_subnets_of_rdma_are_told():
+def test_different_subnets_of_rdma_are_reported():
     a = node("a", device("x", gid(1, "10.0.0.1")), tcp=("10.9.0.1",))
     b = node("b", device("y", gid(1, "10.0.1.1")), tcp=("10.9.0.2",))
     reason = choose([a, b], 0).reason
     assert "x: 10.0.0.1/24" in reason and "y: 10.0.1.1/24" in reason and "one subnet" in reason
 
 
-def test_a_device_without_ipv4_is_told():
+def test_a_device_without_ipv4_is_reported():
     a = node("a", device("x", gid(0, "fe80::1")), tcp=("10.9.0.1",))
     b = node("b", device("y", gid(1, "10.0.1.1")), tcp=("10.9.0.2",))
     assert "host a: x has no IPv4 address" in choose([a, b], 1).reason
@@ -229,13 +229,13 @@ def test_a_device_without_ipv4_is_told():
 def test_tcp_takes_the_network_by_which_the_rendezvous_works():
     a = node("a", tcp=("192.168.0.1", "10.0.0.1"), address="10.0.0.1")
     b = node("b", tcp=("10.0.0.2", "192.168.0.2"), address="::ffff:10.0.0.2")
-    assert chosen([a, b]) == (by("soft0", 2, "soft"), by("soft0", 1, "soft"))
+    assert selected([a, b]) == (by("soft0", 2, "soft"), by("soft0", 1, "soft"))
 
 
 def test_tcp_through_a_router():
     a = node("a", tcp=("172.17.0.1", "10.0.0.1"), address="10.0.0.1")
     b = node("b", tcp=("10.0.7.2", "172.17.0.1"), address="10.0.7.2")
-    assert chosen([a, b]) == (by("soft0", 2, "soft"), by("soft0", 1, "soft"))
+    assert selected([a, b]) == (by("soft0", 2, "soft"), by("soft0", 1, "soft"))
 
 
 def test_hosts_that_no_network_joins():
@@ -245,13 +245,13 @@ def test_hosts_that_no_network_joins():
 
 def test_tcp_within_a_host():
     a = node("a", tcp=("10.0.0.1", "127.0.0.1"))
-    assert chosen([a, a], soft_transport="tcp") == (by("soft0", 2, "soft"),) * 2
+    assert selected([a, a], soft_transport="tcp") == (by("soft0", 2, "soft"),) * 2
 
 
 def test_tcp_between_network_namespaces_of_one_host():
     a, b = (node("a", tcp=("127.0.0.1", f"10.0.0.{i}")) for i in (1, 2))
-    assert chosen([a, b], soft_transport="tcp") == (by("soft0", 2, "soft"),) * 2
-    assert chosen([a, b]) == (MEMORY, MEMORY)
+    assert selected([a, b], soft_transport="tcp") == (by("soft0", 2, "soft"),) * 2
+    assert selected([a, b]) == (MEMORY, MEMORY)
 
 
 def test_two_cables_by_tcp():
@@ -259,7 +259,7 @@ def test_two_cables_by_tcp():
     assert choose([a, b], 0, links_per_peer=2).links[1] == (Link("soft", "soft0", 1), Link("soft", "soft1", 1))
 
 
-def test_memory_alone_refuses_other_hosts():
+def test_memory_alone_rejects_other_hosts():
     a, b = (node(h, tcp=(f"10.0.0.{i}",)) for h, i in (("a", 1), ("b", 2)))
     with pytest.raises(InvalidArgument, match="rank 0 on a and rank 1 on b are on different hosts, and MLXDIST_SOFT"):
         choose([a, b], 1, soft_transport="shm")
@@ -290,15 +290,15 @@ def test_rdma_within_a_host_needs_two_devices_or_a_map():
     one = node("a", device("rxe0", gid(1, "10.0.0.1")))
     with pytest.raises(InvalidArgument, match="rank 0 on a and rank 1 on a cannot be connected by ibverbs"):
         choose([one, one], 0, "ibverbs")
-    assert chosen([one, one], provider="ibverbs", device_map=parse('[[null, "rxe0"], ["rxe0", null]]')) == (
+    assert selected([one, one], provider="ibverbs", device_map=parse('[[null, "rxe0"], ["rxe0", null]]')) == (
         by("rxe0", 1),
         by("rxe0", 1),
     )
     two = node("a", device("rxe0", gid(1, "10.0.0.1")), device("rxe1", gid(2, "10.0.0.2")))
-    assert chosen([two, two], provider="ibverbs") == (by("rxe0", 1), by("rxe1", 2))
+    assert selected([two, two], provider="ibverbs") == (by("rxe0", 1), by("rxe1", 2))
 
 
-def test_ranks_without_a_cable_have_no_link_when_rdma_was_asked_for():
+def test_ranks_without_a_cable_have_no_link_when_rdma_was_requested():
     nodes = triangle()
     line = parse('[[null, "a1", null], ["b0", null, "b2"], [null, "c1", null]]')
     assert choose(nodes, 0, "ibverbs", line).links == ((), by("a1", 1), ())

@@ -1,4 +1,4 @@
-"""A model is a folder, or a name that the local cache of the Hugging Face Hub has: nothing is asked of the network."""
+"""A model is a directory, or a name in the local cache of the Hugging Face Hub: nothing uses the network."""
 
 import json
 import os
@@ -47,8 +47,8 @@ def download(cache, name="org/model", config=b"{}"):
     """Puts a model into a cache, as `hf download` does: a blob, a link to it, and a reference to the snapshot."""
     kept = cache / f"models--{name.replace('/', '--')}"
     snapshot = kept / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
-    for folder in (kept / "blobs", kept / "refs", snapshot):
-        folder.mkdir(parents=True)
+    for directory in (kept / "blobs", kept / "refs", snapshot):
+        directory.mkdir(parents=True)
     (kept / "refs" / "main").write_text(snapshot.name)
     (kept / "blobs" / "b10b").write_bytes(config)
     (snapshot / "config.json").symlink_to("../../blobs/b10b")
@@ -75,22 +75,22 @@ def test_a_name_without_an_organization(home, monkeypatch):
     assert download(home / "hub", "gpt2") == model_directory("gpt2")
 
 
-def test_a_folder_comes_before_a_name(home, monkeypatch):
+def test_a_directory_takes_precedence_over_a_name(home, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(home / "hub"))
     download(home / "hub")
-    folder = home / "org" / "model"
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
-    for spelling in ("org/model", folder, "~/org/model", "./org/model"):
-        assert model_directory(spelling).samefile(folder)
+    directory = home / "org" / "model"
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text("{}")
+    for spelling in ("org/model", directory, "~/org/model", "./org/model"):
+        assert model_directory(spelling).samefile(directory)
 
 
-def test_what_is_not_there_is_said_with_what_to_type(home):
-    (home / "folder").mkdir()
+def test_a_missing_model_is_reported_with_what_to_type(home):
+    (home / "directory").mkdir()
     cases = [
         ("org/model", "there is no org/model, and no such model in .*hub; .* type: hf download org/model$"),
         ("~/org/model", "there is no ~/org/model; give the directory of a model, or org/model after"),
-        ("folder", r"there is no folder/config\.json; give the directory of a model, or"),
+        ("directory", r"there is no directory/config\.json; give the directory of a model, or"),
         ("../org/model", r"there is no \.\./org/model; give the directory"),
         (None, "must be the directory or the name of one, not None"),
     ]

@@ -25,7 +25,7 @@ def test_nodes_arrive_as_they_were_sent(nodes):
 
 @settings(deadline=None)
 @given(st.binary(max_size=200) | st.text(max_size=200).map(lambda text: text.encode(errors="replace")))
-def test_other_bytes_are_refused(data):
+def test_other_bytes_are_rejected(data):
     with pytest.raises(InvalidArgument, match="a rank has sent a malformed list of its devices"):
         NodeInfo.unpack(data)
 
@@ -35,7 +35,7 @@ VALID = node("a", device("x", gid(1, "10.0.0.1"), gid(2, "fe80::1"))).pack()
 
 @settings(deadline=None)
 @given(st.integers(0, len(VALID) - 1), st.binary(max_size=3))
-def test_altered_bytes_are_refused_or_are_a_node(position, replacement):
+def test_altered_bytes_are_rejected_or_are_a_node(position, replacement):
     try:
         found = NodeInfo.unpack(VALID[:position] + replacement + VALID[position + 1 :])
     except InvalidArgument:

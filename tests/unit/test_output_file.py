@@ -20,7 +20,7 @@ def convert(path):
 
 @pytest.fixture
 def closed(tmp_path):
-    """A folder that nothing can be written into, not even by root."""
+    """A directory that nothing can be written into, not even by root."""
     if os.getuid() == 0 and sys.platform != "linux":
         pytest.skip("root may write everywhere")
     if os.getuid() == 0:
@@ -44,7 +44,7 @@ def test_a_pipe_is_not_waited_for(tmp_path):
     assert convert(tmp_path / "pipe") == tmp_path / "pipe"
 
 
-def test_what_cannot_be_written_is_refused(tmp_path, closed):
+def test_what_cannot_be_written_is_rejected(tmp_path, closed):
     for path, words in ((tmp_path / "a" / "b", "there is no directory"), (closed / "a.json", "cannot be written: ")):
         with pytest.raises(click.BadParameter, match=words):
             convert(path)
@@ -56,12 +56,12 @@ def test_what_cannot_be_written_is_refused(tmp_path, closed):
     "command, option, status",
     [(suite, "--output", 2), (suite, "--html", 2), (calibrate, "--output", 1), (dump, "--trace", 2)],
 )
-def test_commands_refuse_it_before_their_work(closed, command, option, status):
+def test_commands_reject_it_before_their_work(closed, command, option, status):
     refused = CliRunner().invoke(command, [option, str(closed / "a.json")])
     assert refused.exit_code == status and "name another file" in " ".join(refused.output.split()), refused.output
 
 
-def test_a_full_disk_is_told(tmp_path, capsys):
+def test_a_full_disk_is_reported(tmp_path, capsys):
     def write(path):
         raise OSError(28, "No space left on device")
 

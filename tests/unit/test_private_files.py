@@ -56,15 +56,15 @@ def test_what_is_not_opened(tmp_path):
 
 
 @as_root
-def test_files_and_folders_of_another_user(tmp_path):
+def test_files_and_directories_of_another_user(tmp_path):
     (tmp_path / "file").touch()
     of_another(tmp_path / "file")
     with pytest.raises(OSError, match="belongs to another user"):
         open_private(tmp_path / "file", APPEND)
-    (tmp_path / "folder").mkdir()
-    of_another(tmp_path / "folder")
-    assert not is_private_directory(tmp_path / "folder") and not make_private_directory(tmp_path / "folder")
-    assert stat.S_IMODE((tmp_path / "folder").stat().st_mode) == 0o755, "left as it is"
+    (tmp_path / "directory").mkdir()
+    of_another(tmp_path / "directory")
+    assert not is_private_directory(tmp_path / "directory") and not make_private_directory(tmp_path / "directory")
+    assert stat.S_IMODE((tmp_path / "directory").stat().st_mode) == 0o755, "left as it is"
 
 
 # Each place.
@@ -130,7 +130,7 @@ def test_a_rank_s_kernels_of_another_user_are_not_loaded(tmp_path):
         theirs.mkdir(parents=True, exist_ok=True)
         of_another(theirs)
         cache.link(tmp_path / "temporary", 7)
-        assert list((tmp_path / "temporary").iterdir()) == [], "MLX makes a folder of its own there"
+        assert list((tmp_path / "temporary").iterdir()) == [], "MLX makes a directory of its own there"
     finally:
         theirs.rmdir()
         cache.close(succeeded=True)
@@ -157,7 +157,7 @@ def test_another_user_cannot_block_every_launch(tmp_path, monkeypatch):
             path.unlink() if path.is_symlink() else path.rmdir()
 
 
-def test_a_place_where_no_folder_can_be_made(monkeypatch):
+def test_a_path_where_no_directory_can_be_created(monkeypatch):
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     monkeypatch.setenv("TMPDIR", "/proc")
     with pytest.raises(ResourceError, match="cannot be prepared in /proc/mlxdist-"):

@@ -44,7 +44,7 @@ def test_three_ranks_a_mac_need_more_queue_pairs_than_a_device_has(max_qp):
     check(macs("ab", 1, max_qp))
 
 
-def test_a_device_that_says_less():
+def test_a_device_with_fewer_queue_pairs():
     with pytest.raises(
         InvalidArgument, match="a0 has 3 queue pairs, and 4 pairs .* need 8.* at most 1 rank on each host"
     ):

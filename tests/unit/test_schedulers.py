@@ -36,12 +36,12 @@ STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_NTASKS": "8", "SLURM_S
         (OMPI | {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, (1, 4)),
     ],
 )
-def test_places(variables, place):
+def test_scheduler_ranks(variables, place):
     found = scheduler_rank(variables)
     assert (found and (found.rank, found.size)) == place
 
 
-def test_a_place_says_where_it_is_from():
+def test_a_scheduler_rank_names_its_variables():
     assert scheduler_rank(OMPI) == SchedulerRank(1, 4, "OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE")
 
 
@@ -58,7 +58,7 @@ def test_a_place_says_where_it_is_from():
         (OMPI | {"MLXDIST_WORLD_SIZE": "2"}, "MLXDIST_WORLD_SIZE=2 contradicts the 4 processes of OMPI_COMM"),
     ],
 )
-def test_refused(variables, words):
+def test_rejected(variables, words):
     with pytest.raises(EnvironmentVariableError, match=words):
         Environment.read(JOB | variables)
 

@@ -117,9 +117,9 @@ def load_sharded(
         if adapters is not None:
             put_adapters(model, plan, *adapters, group)
             adapters = None  # their memory
-        reference: nn.Module | Path = checkpoint.folder
+        reference: nn.Module | Path = checkpoint.directory
         with agreed("load_sharded", group):
-            tokenizer = _tokenizer(checkpoint.folder, config, tokenizer_config)
+            tokenizer = _tokenizer(checkpoint.directory, config, tokenizer_config)
             if verify and group.rank() == 0 and adapter_path is not None:
                 reference = full_model(directory, adapter_path)
         if verify:

@@ -156,7 +156,7 @@ def _shards(shard: Shard, size: int) -> list[tuple[list[slice], list[int]]]:
 
 def _small_files(checkpoint: Checkpoint) -> tuple[list[tuple[str, int, int]], bytes]:
     """Name, bytes that are sent, and size of each file; and those bytes, one file after the other."""
-    paths = sorted({path for pattern in SMALL_FILES for path in checkpoint.folder.glob(pattern) if path.is_file()})
+    paths = sorted({path for pattern in SMALL_FILES for path in checkpoint.directory.glob(pattern) if path.is_file()})
     files, content = [], []
     for path in paths:
         if path.stat().st_size > MAX_SMALL_FILE_BYTES:

@@ -22,7 +22,7 @@ SAMPLES, SAMPLE_BYTES = 8, 64  # of a tensor of which each rank reads a shard on
 
 def require_same_files(checkpoint: Checkpoint, group: Group) -> None:
     """Compares config.json, and the size and header of each file of weights, by their BLAKE2b."""
-    config = (checkpoint.folder / "config.json").read_bytes()
+    config = (checkpoint.directory / "config.json").read_bytes()
     digests = {"config.json": hashlib.blake2b(config, digest_size=16).hexdigest()}
     digests |= {file.path.name: file.digest.hex() for file in checkpoint.files}
     everyones = [json.loads(blob) for blob in gather_blobs(json.dumps(digests).encode(), group)]

@@ -84,17 +84,17 @@ def open_model(checkpoint: Checkpoint) -> tuple[nn.Module, dict[str, Source], di
         return lambda arguments: _recording(model_class(arguments), stored, floats), arguments_class
 
     try:
-        model, config = utils.load_model(checkpoint.folder, lazy=True, get_model_classes=classes)
+        model, config = utils.load_model(checkpoint.directory, lazy=True, get_model_classes=classes)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
         what = f"{type(error).__name__}: {error}" if isinstance(error, KeyError | TypeError | AttributeError) else error
-        raise InvalidArgument(f"mlx-lm cannot build the model in {checkpoint.folder}: {what}") from error
+        raise InvalidArgument(f"mlx-lm cannot build the model in {checkpoint.directory}: {what}") from error
     sources: dict[str, Source] = {}
     placeholders = []
     for path, array in parameters(model).items():
         if path in floats and not mx.issubdtype(array.dtype, mx.floating):
             name = stored[id(array)][0] if id(array) in stored else path
             raise InvalidArgument(
-                f"{checkpoint.folder}: tensor {name!r:.200} has dtype {dtype_name(array)}, "
+                f"{checkpoint.directory}: tensor {name!r:.200} has dtype {dtype_name(array)}, "
                 "but the model has floats there; the file is damaged, so copy or download it again"
             )
         sources[path] = checkpoint.tensors[stored[id(array)][0]] if id(array) in stored else ComputedTensor(array)
