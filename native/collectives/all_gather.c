@@ -6,15 +6,12 @@ int mlxdist_all_gather(mlxdist_group *group, const void *in, void *out, const ml
                        mlxdist_handle **handle) {
   struct operation *operation;
   int status = layout_check("all_gather", layout);
-  if (status) return status;
-  enum mlxdist_algorithm algorithm = choose(group, MLXDIST_ALL_GATHER, layout);
-  struct wire_descriptor descriptor = layout_describe(WIRE_ALL_GATHER, layout, 0, -1, algorithm);
-  status = collective_new(group, "all_gather", &descriptor, &operation);
+  if (!status) status = collective_new(group, "all_gather", MLXDIST_ALL_GATHER, layout, 0, -1, &operation);
   if (status) return status;
   /* Equal chunks: `size` elements of `bytes` bytes would overflow an element size, so count bytes. */
   struct chunks chunks = {
       .count = layout_bytes(layout) * (uint64_t)group->size, .element_bytes = 1, .size = group->size};
-  if (algorithm == MLXDIST_RING) {
+  if (algorithm_of(operation) == MLXDIST_RING) {
     ring_all_gather(operation, &chunks, in, out);
   } else {
     direct_all_gather(operation, &chunks, in, out);

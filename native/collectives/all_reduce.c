@@ -8,11 +8,9 @@ int mlxdist_all_reduce(mlxdist_group *group, const void *in, void *out, const ml
   struct reduction reduction;
   struct operation *operation;
   int status = reduction_prepare(&reduction, "all_reduce", group, layout, op);
+  if (!status) status = collective_new(group, "all_reduce", MLXDIST_ALL_REDUCE, layout, op, -1, &operation);
   if (status) return status;
-  enum mlxdist_algorithm algorithm = choose(group, MLXDIST_ALL_REDUCE, layout);
-  struct wire_descriptor descriptor = layout_describe(WIRE_ALL_REDUCE, layout, op, -1, algorithm);
-  status = collective_new(group, "all_reduce", &descriptor, &operation);
-  if (status) return status;
+  enum mlxdist_algorithm algorithm = algorithm_of(operation);
   if (group->size == 1) {
     operation_round(operation);
     operation_copy(operation, out, in, reduction.bytes);

@@ -1,19 +1,17 @@
-#include "barrier.h"
-
+/* How all ranks meet: the barrier, and the end of the world. */
 #include "algorithm.h"
-#include "recursive_doubling.h"
 #include "direct.h"
+#include "recursive_doubling.h"
 #include "ring.h"
 
-int barrier_run(mlxdist_group *group, enum wire_operation as, mlxdist_handle **handle) {
+/* Returns once every rank has called it as the same operation. */
+static int run(mlxdist_group *group, int32_t as, mlxdist_handle **handle) {
   struct operation *operation;
-  enum mlxdist_algorithm algorithm = choose(group, MLXDIST_BARRIER, 0);
-  struct wire_descriptor descriptor = layout_describe(as, 0, 0, -1, algorithm);
-  int status = collective_new(group, "barrier", &descriptor, &operation);
+  int status = collective_new(group, "barrier", as, 0, 0, -1, &operation);
   if (status) return status;
-  if (algorithm == MLXDIST_RING) {
+  if (algorithm_of(operation) == MLXDIST_RING) {
     ring_barrier(operation);
-  } else if (algorithm == MLXDIST_RECURSIVE_DOUBLING) {
+  } else if (algorithm_of(operation) == MLXDIST_RECURSIVE_DOUBLING) {
     recursive_doubling_barrier(operation);
   } else {
     direct_barrier(operation);
@@ -21,4 +19,19 @@ int barrier_run(mlxdist_group *group, enum wire_operation as, mlxdist_handle **h
   return operation_start(operation, handle);
 }
 
-int mlxdist_barrier(mlxdist_group *group, mlxdist_handle **handle) { return barrier_run(group, WIRE_BARRIER, handle); }
+int mlxdist_barrier(mlxdist_group *group, mlxdist_handle **handle) { return run(group, MLXDIST_BARRIER, handle); }
+
+/* All ranks meet: after that this one wants nothing from any other. Another may not know it yet, since the last
+ * messages to it were lost: the progress thread goes on sending them, and re-creating queue pairs, until destroy.
+ *
+ * Rejected: to wait here until all is confirmed. The last confirmation of all can always be lost, so some rank would
+ * have to give up waiting for it, and leave one behind that needs it; only the side channel can say that all are done.
+ */
+int mlxdist_group_finalize(mlxdist_group *group) {
+  if (group->id != 0)
+    return fail(MLXDIST_INVALID_ARGUMENT,
+                "finalize is for the group of all ranks; one made by split ends with destroy");
+  int status = run(group, WIRE_FINALIZE, 0);
+  group->engine->finalized = group->engine->transport.keepalive_stopped = true;
+  return status;
+}

@@ -19,11 +19,9 @@ int mlxdist_broadcast(mlxdist_group *group, void *data, const mlxdist_layout *la
   struct operation *operation;
   int status = layout_check("broadcast", layout);
   if (!status) status = check_root(group, "broadcast", root);
+  if (!status) status = collective_new(group, "broadcast", MLXDIST_BROADCAST, layout, 0, root, &operation);
   if (status) return status;
-  enum mlxdist_algorithm algorithm = choose(group, MLXDIST_BROADCAST, layout);
-  struct wire_descriptor descriptor = layout_describe(WIRE_BROADCAST, layout, 0, root, algorithm);
-  status = collective_new(group, "broadcast", &descriptor, &operation);
-  if (status) return status;
+  enum mlxdist_algorithm algorithm = algorithm_of(operation);
   uint64_t bytes = layout_bytes(layout);
   struct chunks chunks = {
       .count = layout_count(layout), .element_bytes = mlxdist_dtype_size(layout->dtype), .size = group->size};

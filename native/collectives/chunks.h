@@ -1,6 +1,5 @@
 /* What the collectives share: how they begin, the chunks of an array that belong to ranks, kernels. */
-#ifndef MLXDIST_COLLECTIVES_CHUNKS_H
-#define MLXDIST_COLLECTIVES_CHUNKS_H
+#pragma once
 
 #include "start.h"
 
@@ -33,11 +32,14 @@ int check_root(const mlxdist_group* group, const char* name, int32_t root);
 /* The first dimension of `layout` must be a multiple of the group's size. */
 int check_divisible(const mlxdist_group* group, const char* name, const mlxdist_layout* layout);
 
-/* A new operation, if the topology allows its algorithm. */
-static inline int collective_new(mlxdist_group* group, const char* name, const struct wire_descriptor* descriptor,
-                                 struct operation** operation) {
-  int status = descriptor->algorithm == MLXDIST_RING ? check_ring(group, name) : MLXDIST_OK;
-  return status ? status : operation_new(group, descriptor, operation);
+/* What arrives in the round is reduced into `out` together with `own`, behind `position` of the transfers. `in_place`:
+ * `out` is what is being sent. */
+static inline void reduction_add(struct operation* operation, const struct reduction* reduction, const char* own,
+                                 int position, char* out, bool in_place) {
+  operation_reduce(operation, (struct reduce_step){.kernel = reduction->kernel,
+                                                   .element_bytes = reduction->chunks.element_bytes,
+                                                   .own = own,
+                                                   .own_position = position,
+                                                   .out = out,
+                                                   .in_place = in_place});
 }
-
-#endif

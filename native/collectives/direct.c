@@ -15,12 +15,7 @@ void direct_all_reduce(struct operation *operation, const struct reduction *redu
   operation_round(operation);
   for (int32_t i = 1; i < group->size; i++) operation_send(operation, other(group, i), in, reduction->bytes);
   receive_from_all(operation, reduction->bytes);
-  operation_reduce(operation, (struct reduce_step){.kernel = reduction->kernel,
-                                                   .element_bytes = reduction->chunks.element_bytes,
-                                                   .own = in,
-                                                   .own_position = group->rank,
-                                                   .out = out,
-                                                   .in_place = in == out});
+  reduction_add(operation, reduction, in, group->rank, out, in == out);
 }
 
 void direct_reduce_scatter(struct operation *operation, const struct reduction *reduction, const char *in, char *out) {
@@ -33,14 +28,9 @@ void direct_reduce_scatter(struct operation *operation, const struct reduction *
     operation_send(operation, member, in + chunk_offset(chunks, member), chunk_bytes(chunks, member));
   }
   receive_from_all(operation, chunk_bytes(chunks, group->rank));
-  operation_reduce(operation,
-                   (struct reduce_step){.kernel = reduction->kernel,
-                                        .element_bytes = chunks->element_bytes,
-                                        .own = own,
-                                        .own_position = group->rank,
-                                        .out = out,
-                                        /* No other rank reads its own chunk; elsewhere in `in` lie those of others. */
-                                        .in_place = out >= in && out < in + reduction->bytes && out != own});
+  /* No other rank reads its own chunk; elsewhere in `in` lie those of others. */
+  bool in_place = out >= in && out < in + reduction->bytes && out != own;
+  reduction_add(operation, reduction, own, group->rank, out, in_place);
 }
 
 void direct_all_gather(struct operation *operation, const struct chunks *chunks, const char *own, char *out) {
@@ -65,11 +55,7 @@ void direct_reduce(struct operation *operation, const struct reduction *reductio
   }
   for (int32_t member = 0; member < group->size; member++)
     if (member != root) operation_receive(operation, member, 0, reduction->bytes);
-  operation_reduce(operation, (struct reduce_step){.kernel = reduction->kernel,
-                                                   .element_bytes = reduction->chunks.element_bytes,
-                                                   .own = in,
-                                                   .own_position = root,
-                                                   .out = out});
+  reduction_add(operation, reduction, in, root, out, false);
 }
 
 void direct_broadcast(struct operation *operation, char *data, uint64_t bytes, int32_t root) {

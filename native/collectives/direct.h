@@ -4,8 +4,7 @@
  * It needs a connection between every two. Then it is the best there is: each byte crosses one link, a reduction
  * takes one message time, and a sum is rounded once, since every owner gets all pieces.
  */
-#ifndef MLXDIST_COLLECTIVES_DIRECT_H
-#define MLXDIST_COLLECTIVES_DIRECT_H
+#pragma once
 
 #include "chunks.h"
 
@@ -30,5 +29,3 @@ void direct_star(struct operation* operation, const struct reduction* reduction,
 
 /* An empty message to everyone and one from each: ends once every rank has come. */
 void direct_barrier(struct operation* operation);
-
-#endif

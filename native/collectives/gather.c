@@ -27,12 +27,9 @@ int mlxdist_gather(mlxdist_group *group, const void *in, void *out, const mlxdis
   struct operation *operation;
   int status = layout_check("gather", layout);
   if (!status) status = check_root(group, "gather", root);
+  if (!status) status = collective_new(group, "gather", MLXDIST_GATHER, layout, 0, root, &operation);
   if (status) return status;
-  enum mlxdist_algorithm algorithm = choose(group, MLXDIST_GATHER, layout);
-  struct wire_descriptor descriptor = layout_describe(WIRE_GATHER, layout, 0, root, algorithm);
-  status = collective_new(group, "gather", &descriptor, &operation);
-  if (status) return status;
-  if (algorithm == MLXDIST_RING) {
+  if (algorithm_of(operation) == MLXDIST_RING) {
     around(operation, in, out, layout_bytes(layout), root);
   } else {
     to_root(operation, in, out, layout_bytes(layout), root);

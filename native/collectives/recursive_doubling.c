@@ -5,12 +5,7 @@ static void reduce_with(struct operation *operation, const struct reduction *red
   operation_round(operation);
   if (sends) operation_send(operation, partner, own, reduction->bytes);
   operation_receive(operation, partner, 0, reduction->bytes);
-  operation_reduce(operation, (struct reduce_step){.kernel = reduction->kernel,
-                                                   .element_bytes = reduction->chunks.element_bytes,
-                                                   .own = own,
-                                                   .own_position = partner < operation_group(operation)->rank,
-                                                   .out = out,
-                                                   .in_place = sends && own == out});
+  reduction_add(operation, reduction, own, partner < operation_group(operation)->rank, out, sends && own == out);
 }
 
 void recursive_doubling_all_reduce(struct operation *operation, const struct reduction *reduction, const char *in,

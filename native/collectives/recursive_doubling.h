@@ -3,8 +3,7 @@
  * the number of messages counts (Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication
  * operations in MPICH").
  */
-#ifndef MLXDIST_COLLECTIVES_RECURSIVE_DOUBLING_H
-#define MLXDIST_COLLECTIVES_RECURSIVE_DOUBLING_H
+#pragma once
 
 #include "chunks.h"
 
@@ -15,5 +14,3 @@ void recursive_doubling_all_reduce(struct operation* operation, const struct red
 
 /* Ends once every rank has come: the dissemination barrier (Hensgen, Finkel and Manber 1988). */
 void recursive_doubling_barrier(struct operation* operation);
-
-#endif

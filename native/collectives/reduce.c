@@ -39,11 +39,9 @@ int mlxdist_reduce(mlxdist_group *group, const void *in, void *out, const mlxdis
   struct operation *operation;
   int status = reduction_prepare(&reduction, "reduce", group, layout, op);
   if (!status) status = check_root(group, "reduce", root);
+  if (!status) status = collective_new(group, "reduce", MLXDIST_REDUCE, layout, op, root, &operation);
   if (status) return status;
-  enum mlxdist_algorithm algorithm = choose(group, MLXDIST_REDUCE, layout);
-  struct wire_descriptor descriptor = layout_describe(WIRE_REDUCE, layout, op, root, algorithm);
-  status = collective_new(group, "reduce", &descriptor, &operation);
-  if (status) return status;
+  enum mlxdist_algorithm algorithm = algorithm_of(operation);
   if (group->size == 1) {
     operation_round(operation);
     operation_copy(operation, out, in, reduction.bytes);

@@ -8,15 +8,12 @@ int mlxdist_reduce_scatter(mlxdist_group *group, const void *in, void *out, cons
   struct operation *operation;
   int status = reduction_prepare(&reduction, "reduce_scatter", group, layout, op);
   if (!status) status = check_divisible(group, "reduce_scatter", layout);
-  if (status) return status;
-  enum mlxdist_algorithm algorithm = choose(group, MLXDIST_REDUCE_SCATTER, layout);
-  struct wire_descriptor descriptor = layout_describe(WIRE_REDUCE_SCATTER, layout, op, -1, algorithm);
-  status = collective_new(group, "reduce_scatter", &descriptor, &operation);
+  if (!status) status = collective_new(group, "reduce_scatter", MLXDIST_REDUCE_SCATTER, layout, op, -1, &operation);
   if (status) return status;
   if (group->size == 1) {
     operation_round(operation);
     operation_copy(operation, out, in, reduction.bytes);
-  } else if (algorithm == MLXDIST_RING) {
+  } else if (algorithm_of(operation) == MLXDIST_RING) {
     ring_reduce_scatter(operation, &reduction, in, 0, out);
   } else {
     direct_reduce_scatter(operation, &reduction, in, out);

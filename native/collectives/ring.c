@@ -35,12 +35,7 @@ void ring_reduce_scatter(struct operation *operation, const struct reduction *re
     operation_round(operation);
     operation_send(operation, behind(&at, -1), leaving, chunk_bytes(chunks, sent));
     operation_receive(operation, behind(&at, 1), 0, chunk_bytes(chunks, received));
-    operation_reduce(operation, (struct reduce_step){.kernel = reduction->kernel,
-                                                     .element_bytes = chunks->element_bytes,
-                                                     .own = in + chunk_offset(chunks, received),
-                                                     .own_position = 1,
-                                                     .out = result,
-                                                     .in_place = result == leaving});
+    reduction_add(operation, reduction, in + chunk_offset(chunks, received), 1, result, result == leaving);
     leaving = result;
   }
 }

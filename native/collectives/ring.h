@@ -6,8 +6,7 @@
  * workstations"). The order is that of the links (topology.h), not of the ranks. The part of the rank at
  * position q is reduced in the order of positions q+1, q+2, ..., q, and rounded at each step.
  */
-#ifndef MLXDIST_COLLECTIVES_RING_H
-#define MLXDIST_COLLECTIVES_RING_H
+#pragma once
 
 #include "chunks.h"
 
@@ -24,5 +23,3 @@ void ring_broadcast(struct operation* operation, char* data, uint64_t bytes, int
 
 /* Ends once every rank has come. */
 void ring_barrier(struct operation* operation);
-
-#endif

@@ -30,12 +30,9 @@ int mlxdist_scatter(mlxdist_group *group, const void *in, void *out, const mlxdi
   struct operation *operation;
   int status = layout_check("scatter", layout);
   if (!status) status = check_root(group, "scatter", root);
+  if (!status) status = collective_new(group, "scatter", MLXDIST_SCATTER, layout, 0, root, &operation);
   if (status) return status;
-  enum mlxdist_algorithm algorithm = choose(group, MLXDIST_SCATTER, layout);
-  struct wire_descriptor descriptor = layout_describe(WIRE_SCATTER, layout, 0, root, algorithm);
-  status = collective_new(group, "scatter", &descriptor, &operation);
-  if (status) return status;
-  if (algorithm == MLXDIST_RING) {
+  if (algorithm_of(operation) == MLXDIST_RING) {
     around(operation, (char *)in, out, layout_bytes(layout), root);
   } else {
     from_root(operation, in, out, layout_bytes(layout), root);

@@ -37,10 +37,7 @@ void tree_reduce(struct operation *operation, const struct reduction *reduction,
     for (int32_t bit = 1; bit < node.lowest; bit *= 2)
       if (node.number + bit < node.size)
         operation_receive(operation, rank_of(&node, node.number + bit), 0, reduction->bytes);
-    operation_reduce(operation, (struct reduce_step){.kernel = reduction->kernel,
-                                                     .element_bytes = reduction->chunks.element_bytes,
-                                                     .own = in,
-                                                     .out = out});
+    reduction_add(operation, reduction, in, 0, out, false);
   }
   if (node.number == 0) return;
   operation_round(operation);

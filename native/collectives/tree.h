@@ -1,6 +1,5 @@
 /* The binomial tree: log2(n) steps from or to the root, for small messages among many ranks. */
-#ifndef MLXDIST_COLLECTIVES_TREE_H
-#define MLXDIST_COLLECTIVES_TREE_H
+#pragma once
 
 #include "chunks.h"
 
@@ -10,5 +9,3 @@ void tree_broadcast(struct operation* operation, char* data, uint64_t bytes, int
 /* The reduction of all ranks' `in` to the root's `out`, rounded at each level. */
 void tree_reduce(struct operation* operation, const struct reduction* reduction, const char* in, char* out,
                  int32_t root);
-
-#endif

@@ -37,12 +37,9 @@ static void send_abort(struct peer *peer, const struct operation *operation, con
 
 /* Every error says where it happened. */
 static void locate(const struct engine *engine, const struct operation *operation) {
-  char text[ERROR_TEXT_BYTES], where[ERROR_TEXT_BYTES / 2], name[192];
-  snprintf(where, sizeof where, "rank %d on %s", engine->rank, engine->host);
-  if (operation) {
-    layout_name(&operation->receives, operation->sequence, name, sizeof name);
-    snprintf(where, sizeof where, "rank %d on %s in %s", engine->rank, engine->host, name);
-  }
+  char text[ERROR_TEXT_BYTES], where[ERROR_TEXT_BYTES / 2];
+  snprintf(where, sizeof where, "rank %d on %s%s%s", engine->rank, engine->host, operation ? " in " : "",
+           operation ? layout_name(&operation->receives, operation->sequence).text : "");
   snprintf(text, sizeof text, "%.*s", (int)(sizeof text - strlen(where) - 4), mlxdist_last_error());
   fail(MLXDIST_OK, "%s [%s]", text, where);
 }

@@ -1,6 +1,5 @@
 /* Aborts: a rank that fails ends all its operations, and sends every peer its first error. */
-#ifndef MLXDIST_ENGINE_ABORT_H
-#define MLXDIST_ENGINE_ABORT_H
+#pragma once
 
 #include "engine.h"
 
@@ -14,5 +13,3 @@ void engine_end_all(struct engine* engine);
 /* An abort has arrived. It ends no operation by itself: the peer may have failed in a later one, and then what it sent
  * before is all that is missing here, and the result is what the others have (transfer.c). */
 void abort_receive(struct peer* peer, const struct recv_desc* desc);
-
-#endif

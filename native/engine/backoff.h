@@ -5,8 +5,7 @@
  * more of them than cores: a spinning rank would hold the core that its peer needs for a whole scheduler
  * slice (4 ms per message were measured). Sleeping keeps a rank that waits for a stopped peer off the CPU.
  */
-#ifndef MLXDIST_ENGINE_BACKOFF_H
-#define MLXDIST_ENGINE_BACKOFF_H
+#pragma once
 
 #include "thread.h"
 
@@ -35,5 +34,3 @@ static inline uint64_t backoff_reset(struct backoff* backoff) {
   *backoff = (struct backoff){0};
   return waited;
 }
-
-#endif

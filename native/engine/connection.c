@@ -62,31 +62,35 @@ static int begin(struct engine *engine, struct peer *peer) {
   return status;
 }
 
-static const struct peer *unusable(const struct transfers *transfers) {
-  for (int i = 0; i < transfers->count; i++)
-    if (!transfers->list[i].group_peer->peer->endpoint.usable) return transfers->list[i].group_peer->peer;
-  return 0;
+/* That of the i-th transfer: first those that leave, then those that arrive. NULL behind the last one. */
+static struct peer *peer_at(const struct operation *operation, int i) {
+  const struct transfers *transfers = i < operation->out.count ? &operation->out : &operation->in;
+  if (transfers == &operation->in) i -= operation->out.count;
+  return i < transfers->count ? transfers->list[i].group_peer->peer : 0;
 }
 
 static const struct peer *missing(const struct operation *operation) {
-  const struct peer *peer = unusable(&operation->out);
-  return peer ? peer : unusable(&operation->in);
+  struct peer *peer;
+  for (int i = 0; (peer = peer_at(operation, i)); i++)
+    if (!peer->endpoint.usable) return peer;
+  return 0;
 }
 
-static int begin_all(struct engine *engine, const struct transfers *transfers) {
+static int begin_all(const struct operation *operation) {
+  struct peer *peer;
   int status = MLXDIST_OK;
-  for (int i = 0; i < transfers->count && !status; i++)
-    if (!transfers->list[i].group_peer->peer->endpoint.usable)
-      status = begin(engine, transfers->list[i].group_peer->peer);
+  for (int i = 0; !status && (peer = peer_at(operation, i)); i++)
+    if (!peer->endpoint.usable) status = begin(operation->group->engine, peer);
   return status;
 }
 
-static int check_adjacent(const struct engine *engine, const struct transfers *transfers) {
-  for (int i = 0; i < transfers->count; i++) {
-    int32_t rank = transfers->list[i].group_peer->peer->endpoint.rank;
-    if (!engine_is_adjacent(engine, engine->rank, rank))
-      return fail(MLXDIST_INVALID_ARGUMENT, "no link joins ranks %d and %d (MLXDIST_TOPOLOGY)", engine->rank, rank);
-  }
+static int check_adjacent(const struct operation *operation) {
+  const struct engine *engine = operation->group->engine;
+  const struct peer *peer;
+  for (int i = 0; (peer = peer_at(operation, i)); i++)
+    if (!engine_is_adjacent(engine, engine->rank, peer->endpoint.rank))
+      return fail(MLXDIST_INVALID_ARGUMENT, "no link joins ranks %d and %d (MLXDIST_TOPOLOGY)", engine->rank,
+                  peer->endpoint.rank);
   return MLXDIST_OK;
 }
 
@@ -115,13 +119,10 @@ static int wait_for(const struct operation *operation) {
 }
 
 int connection_make_all(struct operation *operation) {
-  struct engine *engine = operation->group->engine;
   int status = MLXDIST_OK;
-  if (missing(operation) && !engine->finalized) {
-    status = check_adjacent(engine, &operation->out);
-    if (!status) status = check_adjacent(engine, &operation->in);
-    if (!status) status = begin_all(engine, &operation->out);
-    if (!status) status = begin_all(engine, &operation->in);
+  if (missing(operation) && !operation->group->engine->finalized) {
+    status = check_adjacent(operation);
+    if (!status) status = begin_all(operation);
     if (!status) status = wait_for(operation);
   }
   operation->group->usable = is_connected(operation->group);

@@ -5,12 +5,9 @@
  * pair is connected when an operation first needs it: either side sends its address through the side channel; who
  * gets one connects, posts its receives, answers with its own, and says when it is ready.
  */
-#ifndef MLXDIST_ENGINE_CONNECTION_H
-#define MLXDIST_ENGINE_CONNECTION_H
+#pragma once
 
 #include "operation.h"
 
 /* Connects all peers that the operation has transfers with, and waits for them. */
 int connection_make_all(struct operation* operation);
-
-#endif

@@ -30,7 +30,6 @@ void mlxdist_group_set_peer_status(mlxdist_group *group, int32_t rank, const cha
 }
 
 #define WAIT_BYTES 576
-#define NAME_BYTES 192
 
 /* "all_sum #7 of float32 [4] for rank 0, which has not entered it (it is in all_gather #412 for 12.3 s)" */
 static void describe_wait(const struct engine *engine, const char *name, const struct straggler *late,
@@ -44,9 +43,8 @@ static void describe_wait(const struct engine *engine, const char *name, const s
            late->entered ? "entered it" : "not entered it", status[0] ? " (it is " : "", status, status[0] ? ")" : "");
 }
 
-static const char *name_of(const struct operation *operation, char name[NAME_BYTES]) {
-  layout_name(&operation->receives, operation->sequence, name, NAME_BYTES);
-  return name;
+static struct layout_name name_of(const struct operation *operation) {
+  return layout_name(&operation->receives, operation->sequence);
 }
 
 static void warn_of_stall(const struct engine *engine, const char *name, const struct straggler *late, double waited) {
@@ -86,7 +84,7 @@ static void keep_late(struct operation *operation, double waited, uint64_t now) 
   kept->rank = late.rank;
   kept->seconds = waited;
   kept->seen_ns = now;
-  name_of(operation, kept->operation);
+  kept->operation = name_of(operation);
 }
 
 /* 0: none. */
@@ -99,17 +97,16 @@ static double limit_of(const struct operation *operation, bool entered) {
 int deadline_check(struct operation *operation, uint64_t now) {
   const struct engine *engine = operation->group->engine;
   double waited = (double)(now - operation->stuck_since_ns) * 1e-9;
-  char name[NAME_BYTES];
   keep_late(operation, waited, now);
   if (is_stall_warning_due(engine, waited, &operation->stall_warned_at)) {
     struct straggler late = operation_straggler(operation);
-    warn_of_stall(engine, name_of(operation, name), &late, waited);
+    warn_of_stall(engine, name_of(operation).text, &late, waited);
   }
   double lower = limit_of(operation, true), upper = limit_of(operation, false);
   if ((lower <= 0 || waited < lower) && (upper <= 0 || waited < upper)) return MLXDIST_OK;
   struct straggler late = operation_straggler(operation);
   double limit = limit_of(operation, late.entered);
-  return limit > 0 && waited >= limit ? fail_late(engine, name_of(operation, name), &late, waited) : MLXDIST_OK;
+  return limit > 0 && waited >= limit ? fail_late(engine, name_of(operation).text, &late, waited) : MLXDIST_OK;
 }
 
 int deadline_meet(const struct engine *engine, const char *operation, int32_t rank, double waited,

@@ -5,8 +5,7 @@
  * for `timeout` has most likely been stopped or cut off. One that has not come yet may be computing or loading
  * a model: it has `entry_timeout`. That it died is known from the side channel long before either.
  */
-#ifndef MLXDIST_ENGINE_DEADLINE_H
-#define MLXDIST_ENGINE_DEADLINE_H
+#pragma once
 
 #include "operation.h"
 
@@ -20,5 +19,3 @@ int deadline_meet(const struct engine* engine, const char* operation, int32_t ra
 
 /* TIMEOUT, or MLXDIST_OK: ranks that are not connected yet are late for the operation, since `waited` seconds. */
 int deadline_connect(const struct engine* engine, double operation_timeout, int32_t rank, double waited);
-
-#endif

@@ -46,12 +46,11 @@ struct deadlock_thread *deadlock_enter(const struct operation *operation, bool t
 
 /* "recv of float32 [3] in group 1" */
 static void name(const struct operation *operation, bool receives, char *text, size_t bytes) {
-  char whole[192];
-  layout_name(receives ? &operation->receives : &operation->sends, 0, whole, sizeof whole);
+  struct layout_name whole = layout_name(receives ? &operation->receives : &operation->sends, 0);
   const char *kind = operation->out.count == 0 ? "recv" : operation->in.count == 0 ? "send" : "sendrecv";
-  const char *array = strstr(whole, " of ");
+  const char *array = strstr(whole.text, " of ");
   uint16_t id = operation->group->id & ~GROUP_INTERNAL;
-  int n = operation_is_collective(operation) ? snprintf(text, bytes, "%s", whole)
+  int n = operation_is_collective(operation) ? snprintf(text, bytes, "%s", whole.text)
                                              : snprintf(text, bytes, "%s%s", kind, array ? array : "");
   if (id && (size_t)n < bytes) snprintf(text + n, bytes - (size_t)n, " in group %u", id);
 }

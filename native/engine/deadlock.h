@@ -5,8 +5,7 @@
  * threads wait. mlxdist/runtime/deadlock.py puts together what the ranks know, and fails the group where nothing can
  * come any more.
  */
-#ifndef MLXDIST_ENGINE_DEADLOCK_H
-#define MLXDIST_ENGINE_DEADLOCK_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -24,5 +23,3 @@ struct deadlock_thread* deadlock_enter(const struct operation* operation, bool t
 static inline void deadlock_leave(struct deadlock_thread* thread) {
   if (thread) thread->operation = 0;
 }
-
-#endif

@@ -5,13 +5,13 @@
  * whatever group, and takes what has completed. A waiting thread does so again and again, without the lock in between;
  * when none waits, the progress thread does.
  */
-#ifndef MLXDIST_ENGINE_ENGINE_H
-#define MLXDIST_ENGINE_ENGINE_H
+#pragma once
 
 #include "backoff.h"
 #include "deadlock.h"
 #include "failure.h"
 #include "flight_recorder.h"
+#include "layout.h"
 #include "mlxdist.h"
 #include "peer.h"
 #include "transport.h"
@@ -29,7 +29,7 @@ struct late_peer {
   int32_t rank;
   double seconds;
   uint64_t seen_ns; /* 0: there was none */
-  char operation[192];
+  struct layout_name operation;
 };
 
 struct engine {
@@ -97,5 +97,3 @@ static inline bool engine_is_adjacent(const struct engine* engine, int32_t a, in
 
 /* The group is found by its id from now on (group.h). */
 int engine_add_group(struct engine* engine, mlxdist_group* group);
-
-#endif

@@ -1,6 +1,5 @@
 /* The first error of a group: it wins, every later operation returns it. */
-#ifndef MLXDIST_ENGINE_FAILURE_H
-#define MLXDIST_ENGINE_FAILURE_H
+#pragma once
 
 #include "error.h"
 
@@ -32,5 +31,3 @@ static inline int failure_is_set(struct failure* failure) {
 
 /* MLXDIST_OK, or the first error's status with its text in mlxdist_last_error(). */
 int failure_check(struct failure* failure);
-
-#endif

@@ -4,8 +4,7 @@
  * An operation is written down once, when it ends; those in progress are read from where they are, so none of them is
  * lost however many others come and go meanwhile. All under the engine's lock: a reader gets a consistent picture.
  */
-#ifndef MLXDIST_ENGINE_FLIGHT_RECORDER_H
-#define MLXDIST_ENGINE_FLIGHT_RECORDER_H
+#pragma once
 
 #include "wire.h"
 
@@ -32,5 +31,3 @@ struct flight_recorder {
 /* With the lock: `operation`, in progress until now, has ended. */
 void flight_recorder_add(struct flight_recorder* recorder, const struct operation* operation, int status,
                          uint64_t now_ns);
-
-#endif

@@ -18,7 +18,7 @@ int mlxdist_group_gpu_timeout(mlxdist_group *group) {
                   "macOS ended GPU work of rank %d, which may wait for about 5 s: rank %d was %.1f s "
                   "late for %s. Call mlxdist.meet() on all ranks after what keeps one of them, or set "
                   "MLXDIST_MEET_AFTER to fewer seconds",
-                  engine->rank, late->rank, late->seconds, late->operation);
+                  engine->rank, late->rank, late->seconds, late->operation.text);
     engine_fail(engine, 0, status);
   }
   engine_unlock(engine);

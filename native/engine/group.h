@@ -1,6 +1,5 @@
 /* A group: the ranks that take part in an operation. All groups of a process share its engine. */
-#ifndef MLXDIST_ENGINE_GROUP_H
-#define MLXDIST_ENGINE_GROUP_H
+#pragma once
 
 #include "engine.h"
 
@@ -53,5 +52,3 @@ static inline mlxdist_group* engine_group(const struct engine* engine, uint16_t 
 /* A group of the given ranks of the world, known to the engine from now on. */
 int group_new(struct engine* engine, uint16_t id, const int32_t* members, int32_t size, mlxdist_group** group);
 void group_free(mlxdist_group* group);
-
-#endif

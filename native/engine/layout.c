@@ -44,16 +44,16 @@ const char *layout_operation(const struct wire_descriptor *descriptor) {
   static const char *const reduces[] = {"reduce (sum)", "reduce (max)", "reduce (min)", "reduce (prod)"};
   unsigned reduction = descriptor->reduction & 3;
   switch (descriptor->operation) {
-    case WIRE_ALL_REDUCE: return reductions[reduction];
-    case WIRE_REDUCE_SCATTER: return scatters[reduction];
-    case WIRE_ALL_GATHER: return "all_gather";
-    case WIRE_BROADCAST: return "broadcast";
-    case WIRE_BARRIER: return "barrier";
+    case MLXDIST_ALL_REDUCE: return reductions[reduction];
+    case MLXDIST_REDUCE_SCATTER: return scatters[reduction];
+    case MLXDIST_ALL_GATHER: return "all_gather";
+    case MLXDIST_BROADCAST: return "broadcast";
+    case MLXDIST_BARRIER: return "barrier";
     case WIRE_SEND: return "send/recv";
     case WIRE_FINALIZE: return "finalize";
-    case WIRE_REDUCE: return reduces[reduction];
-    case WIRE_GATHER: return "gather";
-    case WIRE_SCATTER: return "scatter";
+    case MLXDIST_REDUCE: return reduces[reduction];
+    case MLXDIST_GATHER: return "gather";
+    case MLXDIST_SCATTER: return "scatter";
     case WIRE_ALL_TO_ALL: return "all_to_all";
     case WIRE_ALL_TO_ALL_V: return "all_to_all_v";
     case WIRE_SPLIT: return "split";
@@ -62,17 +62,21 @@ const char *layout_operation(const struct wire_descriptor *descriptor) {
 }
 
 bool layout_has_array(const struct wire_descriptor *descriptor) {
-  return descriptor->operation != WIRE_BARRIER && descriptor->operation != WIRE_FINALIZE &&
+  return descriptor->operation != MLXDIST_BARRIER && descriptor->operation != WIRE_FINALIZE &&
          descriptor->operation != WIRE_SPLIT;
 }
 
-void layout_name(const struct wire_descriptor *descriptor, uint64_t sequence, char *text, size_t bytes) {
+struct layout_name layout_name(const struct wire_descriptor *descriptor, uint64_t sequence) {
+  struct layout_name name;
+  char *text = name.text;
+  const size_t bytes = sizeof name.text;
   int n = snprintf(text, bytes, "%s", layout_operation(descriptor));
   if (sequence) n += snprintf(text + n, bytes - (size_t)n, " #%llu", (unsigned long long)sequence);
   if (descriptor->root >= 0) n += snprintf(text + n, bytes - (size_t)n, " with root %d", descriptor->root);
-  if (!layout_has_array(descriptor)) return;
+  if (!layout_has_array(descriptor)) return name;
   n += snprintf(text + n, bytes - (size_t)n, " of %s [", mlxdist_dtype_name(descriptor->dtype));
   for (int i = 0; i < descriptor->ndim && i < LAYOUT_DIMENSIONS && (size_t)n < bytes; i++)
     n += snprintf(text + n, bytes - (size_t)n, "%s%lld", i ? ", " : "", (long long)descriptor->shape[i]);
   if ((size_t)n < bytes) snprintf(text + n, bytes - (size_t)n, "]");
+  return name;
 }

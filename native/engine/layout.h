@@ -1,6 +1,5 @@
 /* Layouts: dtype and shape of an array, checked, counted and put into words. */
-#ifndef MLXDIST_ENGINE_LAYOUT_H
-#define MLXDIST_ENGINE_LAYOUT_H
+#pragma once
 
 #include "mlxdist.h"
 #include "wire.h"
@@ -31,9 +30,8 @@ static inline uint64_t layout_bytes(const mlxdist_layout* layout) {
 }
 
 /* The descriptor of a transfer of `bytes` in an operation on such an array. `layout` NULL: no array. */
-static inline struct wire_descriptor layout_describe(enum wire_operation operation, const mlxdist_layout* layout,
-                                                     int32_t reduction, int32_t root,
-                                                     enum mlxdist_algorithm algorithm) {
+static inline struct wire_descriptor layout_describe(int32_t operation, const mlxdist_layout* layout, int32_t reduction,
+                                                     int32_t root, enum mlxdist_algorithm algorithm) {
   struct wire_descriptor descriptor = {.operation = (uint8_t)operation,
                                        .reduction = (uint8_t)reduction,
                                        .root = (int16_t)root,
@@ -51,6 +49,7 @@ const char* layout_operation(const struct wire_descriptor* descriptor);
 bool layout_has_array(const struct wire_descriptor* descriptor);
 
 /* "all_sum #7 of float32 [3, 4]", "broadcast with root 1 of int8 []", "barrier". `sequence` 0: without a number. */
-void layout_name(const struct wire_descriptor* descriptor, uint64_t sequence, char* text, size_t bytes);
-
-#endif
+struct layout_name {
+  char text[192];
+};
+struct layout_name layout_name(const struct wire_descriptor* descriptor, uint64_t sequence);

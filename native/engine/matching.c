@@ -9,21 +9,24 @@
 #include <stdio.h>
 #include <string.h>
 
-static void name(const struct wire_descriptor *descriptor, uint16_t group, char *text, size_t bytes) {
-  layout_name(descriptor, 0, text, bytes);
-  size_t used = strnlen(text, bytes);
-  if (group & ~GROUP_INTERNAL) snprintf(text + used, bytes - used, " in group %u", group & ~GROUP_INTERNAL);
+static struct layout_name name_of(const struct wire_descriptor *descriptor, uint16_t group) {
+  struct layout_name name = layout_name(descriptor, 0);
+  size_t used = strlen(name.text);
+  if (group & ~GROUP_INTERNAL)
+    snprintf(name.text + used, sizeof name.text - used, " in group %u", group & ~GROUP_INTERNAL);
+  return name;
 }
 
 int matching_fail(const struct operation *ours, const struct peer *peer, const struct wire_descriptor *theirs,
                   uint64_t expected_bytes) {
-  char ours_text[192], theirs_text[192], sizes[128] = "";
-  name(&ours->receives, ours->group->id, ours_text, sizeof ours_text);
-  name(theirs, ours->group->id, theirs_text, sizeof theirs_text);
+  char sizes[128] = "";
+  struct layout_name ours_name = name_of(&ours->receives, ours->group->id);
+  struct layout_name theirs_name = name_of(theirs, ours->group->id);
   int32_t rank = ours->group->engine->rank;
   bool first = rank < peer->endpoint.rank; /* in rank order, so that both ranks say the same */
   bool same_operation = theirs->operation == ours->receives.operation;
-  if (!strcmp(ours_text, theirs_text) && memcmp(ours->receives.shape, theirs->shape, sizeof theirs->shape) != 0)
+  if (!strcmp(ours_name.text, theirs_name.text) &&
+      memcmp(ours->receives.shape, theirs->shape, sizeof theirs->shape) != 0)
     snprintf(sizes, sizeof sizes, ", packed from trees that differ in paths, shapes or dtypes");
   else if (same_operation && theirs->algorithm != ours->receives.algorithm)
     snprintf(sizes, sizeof sizes, " with different algorithms: set MLXDIST_ALGO and the tuning table alike on all");
@@ -35,8 +38,9 @@ int matching_fail(const struct operation *ours, const struct peer *peer, const s
               "ranks disagree: rank %d calls %s, rank %d calls %s%s; all ranks must call the same "
               "operations in the same order with the same dtype and shape%s; what is carried out at once while "
               "mx.async_eval goes on needs another group",
-              first ? rank : peer->endpoint.rank, first ? ours_text : theirs_text, first ? peer->endpoint.rank : rank,
-              first ? theirs_text : ours_text, sizes, same_operation ? "" : ", by the same algorithm (MLXDIST_ALGO)");
+              first ? rank : peer->endpoint.rank, first ? ours_name.text : theirs_name.text,
+              first ? peer->endpoint.rank : rank, first ? theirs_name.text : ours_name.text, sizes,
+              same_operation ? "" : ", by the same algorithm (MLXDIST_ALGO)");
 }
 
 static inline struct group_peer *group_peer_of(const struct peer *peer, uint16_t id) {
@@ -120,13 +124,11 @@ static int check_order(const struct peer *peer, const struct recv_desc *desc) {
    */
   if (ours && !memcmp(&ours->receives, theirs, offsetof(struct wire_descriptor, bytes))) return MLXDIST_OK;
   if (ours) return matching_fail(ours, peer, theirs, UINT64_MAX);
-  char text[192];
-  name(theirs, header->group, text, sizeof text);
   return fail(MLXDIST_MISMATCH,
               "ranks disagree: rank %d calls %s, and what rank %d called at that point needs nothing "
               "from it; all ranks of a group must call its collectives in the same order, with the same root and the "
               "same algorithm (MLXDIST_ALGO)",
-              peer->endpoint.rank, text, engine->rank);
+              peer->endpoint.rank, name_of(theirs, header->group).text, engine->rank);
 }
 
 /* A transfer of the past wants nothing more. */

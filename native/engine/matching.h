@@ -7,8 +7,7 @@
  * other, since each may have threads of its own; ranks that wait for each other in different groups are found by
  * deadlock.h.
  */
-#ifndef MLXDIST_ENGINE_MATCHING_H
-#define MLXDIST_ENGINE_MATCHING_H
+#pragma once
 
 #include "transfer.h"
 
@@ -37,5 +36,3 @@ int matching_send_cts(struct peer* peer, uint16_t group, uint32_t transfer);
 /* MISMATCH with a text that names both sides. `theirs` is what `peer` does in the same group. */
 int matching_fail(const struct operation* ours, const struct peer* peer, const struct wire_descriptor* theirs,
                   uint64_t expected_bytes);
-
-#endif

@@ -12,20 +12,14 @@ void meeting_init(struct meeting *meeting) {
   atomic_init(&meeting->until, 3 * WIRE_START + MEETING_OPERATIONS);
 }
 
-/* Of the operations of all kinds: both ranks have the same at the same operation. */
 uint32_t meeting_total(const struct meeting *meeting) {
   return meeting->arrived[MEETING_COLLECTIVES] + meeting->arrived[MEETING_SENDS] + meeting->received;
 }
 
-/* Operations that meet in any case, after those that this rank has come to. Far too many where `until` is past. */
 uint32_t meeting_left(const struct meeting *meeting, uint32_t until) { return until - meeting_total(meeting); }
 
 bool meeting_owes(const struct meeting *meeting, int kind) {
   return meeting->requests >> kind & 1 && wire_at_least(meeting->arrived[kind], meeting->requested[kind]);
-}
-
-bool meeting_owes_any(const struct meeting *meeting) {
-  return meeting_owes(meeting, MEETING_COLLECTIVES) || meeting_owes(meeting, MEETING_SENDS);
 }
 
 void meeting_forget_answered(struct meeting *meeting) {
@@ -40,8 +34,8 @@ uint32_t meeting_until(const struct meeting *meeting) {
 
 void meeting_heard(const struct operation *operation, uint64_t now) {
   /* None of these ends before all members have come to it, whichever the messages went by. */
-  const uint32_t joint = 1u << WIRE_ALL_REDUCE | 1u << WIRE_ALL_GATHER | 1u << WIRE_REDUCE_SCATTER |
-                         1u << WIRE_BARRIER | 1u << WIRE_ALL_TO_ALL;
+  const uint32_t joint = 1u << MLXDIST_ALL_REDUCE | 1u << MLXDIST_ALL_GATHER | 1u << MLXDIST_REDUCE_SCATTER |
+                         1u << MLXDIST_BARRIER | 1u << WIRE_ALL_TO_ALL;
   const mlxdist_group *group = operation->group;
   if (joint >> operation->sends.operation & 1) {
     for (int32_t member = 0; member < group->size; member++)
@@ -58,7 +52,6 @@ void meeting_take_counts(struct meeting *meeting, const uint32_t *counts, uint32
   if (left <= 2 * MEETING_OPERATIONS && (own > 2 * MEETING_OPERATIONS || left > own)) meeting->until = until;
 }
 
-/* With the lock. The lower one of two requests stays: the other is retransmitted. */
 void meeting_take_request(struct meeting *meeting, uint64_t request) {
   uint32_t number = (uint32_t)(request >> 32);
   int kind = request & MEETING_OF_SENDS ? MEETING_SENDS : MEETING_COLLECTIVES;

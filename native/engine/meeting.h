@@ -32,8 +32,7 @@
  * operation over, as if there were no meetings. GPU work that R has encoded for earlier operations is submitted first
  * (connection.cpp), as far as it is on the thread's default stream.
  */
-#ifndef MLXDIST_ENGINE_MEETING_H
-#define MLXDIST_ENGINE_MEETING_H
+#pragma once
 
 #include "wire.h"
 
@@ -83,9 +82,8 @@ uint32_t meeting_until(const struct meeting* meeting);
 
 /* Whether the peer waits for a count, of that kind or of any, that this rank has reached. */
 bool meeting_owes(const struct meeting* meeting, int kind);
-bool meeting_owes_any(const struct meeting* meeting);
 static inline bool meeting_owes_answer(const struct meeting* meeting) {
-  return meeting->requests && meeting_owes_any(meeting);
+  return meeting->requests && (meeting_owes(meeting, MEETING_COLLECTIVES) || meeting_owes(meeting, MEETING_SENDS));
 }
 void meeting_forget_answered(struct meeting* meeting);
 
@@ -96,8 +94,6 @@ void meeting_heard(const struct operation* operation, uint64_t now_ns);
 void meeting_read(struct meeting* meeting, const struct wire_header* header);
 bool meeting_write(struct meeting* meeting, struct wire_header* header);
 
-/* What the peer has come to, and what it waits for. The lower one of two requests stays: the other is repeated. */
+/* What the peer has come to, and what it waits for. The lower one of two requests stays: the other is retransmitted. */
 void meeting_take_counts(struct meeting* meeting, const uint32_t* counts, uint32_t until);
 void meeting_take_request(struct meeting* meeting, uint64_t request);
-
-#endif

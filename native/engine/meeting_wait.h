@@ -1,6 +1,5 @@
 /* Meetings (meeting.h), seen from the threads that come to operations: they count, request, reply and wait. */
-#ifndef MLXDIST_ENGINE_MEETING_WAIT_H
-#define MLXDIST_ENGINE_MEETING_WAIT_H
+#pragma once
 
 #include "operation.h"
 
@@ -9,5 +8,3 @@ void meeting_count(struct operation* operation);
 
 /* A request or reply that came by the side channel: two ranks need not be connected. Returns false if it is none. */
 bool meeting_receive(struct engine* engine, struct peer* peer, const void* bytes, uint64_t length);
-
-#endif

@@ -152,13 +152,6 @@ static void append(struct engine *engine, struct operation *operation) {
   engine->active_count++;
 }
 
-#define NAME_BYTES 192
-
-static const char *name(const struct operation *operation, char *text) {
-  layout_name(&operation->sends, operation->sequence, text, NAME_BYTES);
-  return text;
-}
-
 int operation_issue(struct operation *operation) {
   mlxdist_group *group = operation->group;
   struct engine *engine = group->engine;
@@ -166,7 +159,7 @@ int operation_issue(struct operation *operation) {
   engine->handles_in_progress += operation->handled;
   operation->number = ++engine->operations;
   operation->sequence = operation_is_collective(operation) ? ++group->collectives_issued : ++group->messages_issued;
-  debug(DEBUG_TRACE, "operation", "starts %s in group %u%s%s", name(operation, (char[NAME_BYTES]){""}),
+  debug(DEBUG_TRACE, "operation", "starts %s in group %u%s%s", layout_name(&operation->sends, operation->sequence).text,
         group->id & ~GROUP_INTERNAL, operation->call_site[0] ? ", " : "", operation->call_site);
   if (operation->ordered) number_collective(operation);
   for (int i = 0; i < operation->out.count; i++) issue_out(&operation->out.list[i]);
@@ -210,8 +203,9 @@ void operation_end(struct operation *operation, int status) {
   uint64_t now = clock_ns();
   if (!status) meeting_heard(operation, now);
   count(&counters->operation_ns, now - operation->started_ns);
-  debug(DEBUG_TRACE, "operation", "ends %s in group %u after %.6f s%s", name(operation, (char[NAME_BYTES]){""}),
-        operation->group->id & ~GROUP_INTERNAL, (double)(now - operation->started_ns) * 1e-9, status ? ", failed" : "");
+  debug(DEBUG_TRACE, "operation", "ends %s in group %u after %.6f s%s",
+        layout_name(&operation->sends, operation->sequence).text, operation->group->id & ~GROUP_INTERNAL,
+        (double)(now - operation->started_ns) * 1e-9, status ? ", failed" : "");
   flight_recorder_add(&engine->flight_recorder, operation, status, now);
   operation->status = status;
   bool handled = operation->handled; /* else it may be gone once `ended` is set */

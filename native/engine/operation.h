@@ -8,8 +8,7 @@
  *
  * A round that only copies is allowed, and all that there is in a group of one.
  */
-#ifndef MLXDIST_ENGINE_OPERATION_H
-#define MLXDIST_ENGINE_OPERATION_H
+#pragma once
 
 #include "layout.h"
 #include "transfer.h"
@@ -102,5 +101,3 @@ void operation_release(struct operation* operation);
 /* It is kept for the next one of its group to use. */
 void operation_recycle(struct operation* operation);
 void operation_destroy(struct operation* operation);
-
-#endif

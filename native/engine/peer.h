@@ -1,6 +1,5 @@
 /* A peer: another rank of the world, what waits for its messages, and what is known of it. All groups share it. */
-#ifndef MLXDIST_ENGINE_PEER_H
-#define MLXDIST_ENGINE_PEER_H
+#pragma once
 
 #include "endpoint.h"
 #include "meeting.h"
@@ -27,5 +26,3 @@ struct peer {
 };
 
 static inline struct peer* peer_of(struct endpoint* endpoint) { return (struct peer*)endpoint; }
-
-#endif

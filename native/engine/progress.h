@@ -1,6 +1,5 @@
 /* Progress: what has completed is taken, and every operation goes as far as it can. */
-#ifndef MLXDIST_ENGINE_PROGRESS_H
-#define MLXDIST_ENGINE_PROGRESS_H
+#pragma once
 
 #include "engine.h"
 
@@ -16,5 +15,3 @@ void engine_wait(struct engine* engine, struct backoff* backoff);
 
 /* There is something to do now: wakes the progress thread. */
 void progress_wake(struct engine* engine);
-
-#endif

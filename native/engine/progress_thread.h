@@ -4,12 +4,9 @@
  * It acknowledges what has arrived, retransmits what was lost and drives operations that the program has a handle of,
  * while all other threads compute. When there is nothing to do it looks every 15 ms.
  */
-#ifndef MLXDIST_ENGINE_PROGRESS_THREAD_H
-#define MLXDIST_ENGINE_PROGRESS_THREAD_H
+#pragma once
 
 #include "engine.h"
 
 int progress_start(struct engine* engine);
 void progress_stop(struct engine* engine);
-
-#endif

@@ -1,7 +1,6 @@
 /* The side channel: how bytes reach a peer that no queue pair reaches now. Its functions are called without the lock,
  * which it must not wait for. */
-#ifndef MLXDIST_ENGINE_SIDE_CHANNEL_H
-#define MLXDIST_ENGINE_SIDE_CHANNEL_H
+#pragma once
 
 #include "engine.h"
 
@@ -10,5 +9,3 @@ void side_channel_send_reconnects(struct engine* engine);
 
 /* A message of the side channel. False if it is none of a reconnect. */
 bool side_channel_receive_reconnect(struct engine* engine, struct peer* peer, const void* bytes, uint64_t length);
-
-#endif

@@ -1,6 +1,5 @@
 /* The straggler: the rank that an operation waits for. */
-#ifndef MLXDIST_ENGINE_STRAGGLER_H
-#define MLXDIST_ENGINE_STRAGGLER_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -19,5 +18,3 @@ struct straggler operation_straggler(const struct operation* operation);
 
 /* A wait of this many seconds or more is kept in engine->late. */
 #define STRAGGLER_KEPT_S 1.0
-
-#endif

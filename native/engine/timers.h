@@ -1,10 +1,7 @@
 /* What happens because time has passed: the transport's timers, a repeated clear to send, deadlines. */
-#ifndef MLXDIST_ENGINE_TIMERS_H
-#define MLXDIST_ENGINE_TIMERS_H
+#pragma once
 
 #include "engine.h"
 
 /* With the lock. Does so only now and then. */
 void engine_check_timers(struct engine* engine, uint64_t now_ns);
-
-#endif

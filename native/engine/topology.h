@@ -4,8 +4,7 @@
  * A few Macs are often wired as a ring, because each has few ports. Then only neighbors exchange messages, and
  * the order of the ring is that of the cables, whatever the numbers of the ranks.
  */
-#ifndef MLXDIST_ENGINE_TOPOLOGY_H
-#define MLXDIST_ENGINE_TOPOLOGY_H
+#pragma once
 
 #include "group.h"
 
@@ -14,5 +13,3 @@ int topology_copy(const uint8_t* adjacency, int32_t size, uint8_t** copy);
 
 /* Sets the group's `ring` and `fully_connected`. */
 void topology_of_group(mlxdist_group* group);
-
-#endif

@@ -2,8 +2,7 @@
  * A transfer: bytes from one member of a group to another within one operation. They leave as messages of at
  * most one slot; the first carries the descriptor of the operation.
  */
-#ifndef MLXDIST_ENGINE_TRANSFER_H
-#define MLXDIST_ENGINE_TRANSFER_H
+#pragma once
 
 #include "group.h"
 
@@ -55,5 +54,3 @@ static inline bool transfer_is_sent(const struct transfer* transfer) {
 
 /* With the lock: the operation gets on as far as it can, the transfers of its rounds piece by piece. */
 int operation_step(struct operation* operation, bool* progressed);
-
-#endif

@@ -1,6 +1,5 @@
 /* The providers by name, of which the transport takes one for each link. */
-#ifndef MLXDIST_PROVIDERS_PROVIDERS_H
-#define MLXDIST_PROVIDERS_PROVIDERS_H
+#pragma once
 
 #include "../verbs/verbs.h"
 
@@ -12,5 +11,3 @@ const struct verbs* verbs_soft_profile(const char* name);
 /* "soft", "ibverbs" or "librdma"; NULL where there is no such provider here, and a sentence in `why`. `soft_profile`
  * counts for "soft". */
 const struct verbs* verbs_provider(const char* name, const char* soft_profile, char* why, size_t bytes);
-
-#endif

@@ -2,8 +2,7 @@
  * The kernels of each instruction set. reduce_kernel() takes the best ones that this processor can run; the tests
  * compare them all.
  */
-#ifndef MLXDIST_REDUCE_ISA_H
-#define MLXDIST_REDUCE_ISA_H
+#pragma once
 
 #include "mlxdist.h"
 #include "reduce.h"
@@ -28,5 +27,3 @@ const char* reduce_isa_name(int isa);
 
 /* As reduce_kernel, for one of this processor's instruction sets. */
 reduce_kernel_fn reduce_kernel_of(int isa, int32_t dtype, int32_t op);
-
-#endif

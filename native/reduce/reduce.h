@@ -4,8 +4,7 @@
  * 16-bit floats are accumulated in float32 and rounded once, to nearest even. Integers wrap. max and min
  * propagate NaN as numpy.maximum does; complex numbers are ordered by real, then imaginary part.
  */
-#ifndef MLXDIST_REDUCE_REDUCE_H
-#define MLXDIST_REDUCE_REDUCE_H
+#pragma once
 
 #include <stdint.h>
 
@@ -14,5 +13,3 @@ typedef void (*reduce_kernel_fn)(void* out, const void* const* sources, int sour
 
 /* The kernel for a mlxdist_dtype and mlxdist_op, NULL if one of them is unknown. */
 reduce_kernel_fn reduce_kernel(int32_t dtype, int32_t op);
-
-#endif

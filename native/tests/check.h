@@ -10,8 +10,7 @@
  *
  * Run without arguments for all tests, or with the names of some.
  */
-#ifndef MLXDIST_TESTS_CHECK_H
-#define MLXDIST_TESTS_CHECK_H
+#pragma once
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -76,5 +75,3 @@ static inline int check_main(int argc, char** argv, const struct check* tests, s
   printf("%d tests, %d failed\n", run, failed);
   return failed || run == 0;
 }
-
-#endif

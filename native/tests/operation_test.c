@@ -19,7 +19,7 @@ static const mlxdist_layout layout = {.dtype = MLXDIST_INT32, .ndim = 1, .shape 
 static int32_t in[2][COUNT], out[2][COUNT];
 
 static struct operation *new_operation(mlxdist_group *group) {
-  struct wire_descriptor descriptor = layout_describe(WIRE_ALL_REDUCE, &layout, MLXDIST_SUM, -1, MLXDIST_DIRECT);
+  struct wire_descriptor descriptor = layout_describe(MLXDIST_ALL_REDUCE, &layout, MLXDIST_SUM, -1, MLXDIST_DIRECT);
   struct operation *operation;
   REQUIRE(operation_new(group, &descriptor, &operation) == MLXDIST_OK);
   return operation;

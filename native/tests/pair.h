@@ -3,8 +3,7 @@
  * but what the program does, turn by turn. For fuzzers, which need the same to happen again, and for counting
  * instructions.
  */
-#ifndef MLXDIST_TESTS_PAIR_H
-#define MLXDIST_TESTS_PAIR_H
+#pragma once
 
 #include "group.h"
 #include "progress.h"
@@ -50,5 +49,3 @@ static inline bool pair_turn(struct pair* pair, int rank) {
 static inline void pair_close(struct pair* pair) {
   for (int rank = 0; rank < 2; rank++) mlxdist_group_destroy(pair->group[rank]);
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* Sides that play Macs at Thunderbolt cables. */
-#ifndef MLXDIST_TESTS_SOFT_APPLE_H
-#define MLXDIST_TESTS_SOFT_APPLE_H
+#pragma once
 
 #include "soft_side.h"
 
@@ -20,5 +19,3 @@ static inline void open_connected(struct side* a, struct side* b) {
   side_open(b, options_of(1));
   side_connect(a, b);
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* One side of a connection over the software provider, for its tests: a context with one of each object. */
-#ifndef MLXDIST_TESTS_SOFT_SIDE_H
-#define MLXDIST_TESTS_SOFT_SIDE_H
+#pragma once
 
 #include "../providers/providers.h"
 
@@ -76,5 +75,3 @@ struct verbs_counters side_counters(const struct side* side);
 /* Bytes that differ from place to place and from seed to seed. */
 void side_fill(char* memory, size_t length, unsigned seed);
 void side_verify(const char* memory, size_t length, unsigned seed);
-
-#endif

@@ -1,6 +1,5 @@
 /* A stream of checked messages in both directions at once, with credits, for the provider's stress tests. */
-#ifndef MLXDIST_TESTS_SOFT_STREAM_H
-#define MLXDIST_TESTS_SOFT_STREAM_H
+#pragma once
 
 #include "soft_side.h"
 
@@ -22,5 +21,3 @@ struct side_address stream_exchange(int fd, const struct side* side);
 /* Runs both sides, each with its end of a socket. Between threads the thread sanitizer sees both. */
 void stream_in_two_processes(void (*run_side)(int fd));
 void stream_in_two_threads(void (*run_side)(int fd));
-
-#endif

@@ -1,6 +1,5 @@
 /* One end of a connection, as a program sets it up that was written against <infiniband/verbs.h> and nothing else. */
-#ifndef MLXDIST_TESTS_SOFTVERBS_END_H
-#define MLXDIST_TESTS_SOFTVERBS_END_H
+#pragma once
 
 #include <infiniband/verbs.h>
 
@@ -67,5 +66,3 @@ struct ibv_send_wr request(struct end* end, struct ibv_sge* sge, enum ibv_wr_opc
 /* The next completion, which must have this wr_id and status. */
 struct ibv_wc poll_one(struct end* end, uint64_t id, enum ibv_wc_status status);
 void expect_nothing(struct end* end);
-
-#endif

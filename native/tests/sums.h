@@ -1,6 +1,5 @@
 /* A sum over all ranks, checked: what the engine's tests send most. */
-#ifndef MLXDIST_TESTS_SUMS_H
-#define MLXDIST_TESTS_SUMS_H
+#pragma once
 
 #include "world.h"
 
@@ -22,5 +21,3 @@ static inline int all_sum(mlxdist_group* group, int rank, int size, uint64_t cou
   free(out);
   return status;
 }
-
-#endif

@@ -1,7 +1,6 @@
 /* Two sides of one process that are connected by TCP over the loopback interface. There is no thread behind a device,
  * so both have to be polled for anything to move. */
-#ifndef MLXDIST_TESTS_TCP_PAIR_H
-#define MLXDIST_TESTS_TCP_PAIR_H
+#pragma once
 
 #include "../providers/soft/tcp.h"
 #include "../verbs/wc_status.h"
@@ -72,5 +71,3 @@ static inline void tcp_reconnect(struct side* a, struct side* b, uint32_t psn) {
     }
   }
 }
-
-#endif

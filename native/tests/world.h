@@ -7,8 +7,7 @@
  * Addresses are exchanged through memory shared by the ranks, with a barrier of its own; what the engine sends
  * by the side channel later, if the test wants one, goes through sockets.
  */
-#ifndef MLXDIST_TESTS_WORLD_H
-#define MLXDIST_TESTS_WORLD_H
+#pragma once
 
 #include "mlxdist.h"
 
@@ -195,5 +194,3 @@ static inline int world_run(int size, rank_function function) {
   munmap(world, sizeof *world);
   return failed;
 }
-
-#endif

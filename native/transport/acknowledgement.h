@@ -2,8 +2,7 @@
  * Acknowledgements, and the credits that leave with them: every message carries them (piggyback); one of their own,
  * which has no number and may be lost, leaves only where no message does in time.
  */
-#ifndef MLXDIST_TRANSPORT_ACKNOWLEDGEMENT_H
-#define MLXDIST_TRANSPORT_ACKNOWLEDGEMENT_H
+#pragma once
 
 #include "endpoint.h"
 
@@ -29,5 +28,3 @@ bool acknowledgement_is_possible(const struct channel* channel);
 
 /* Of the timers: what has arrived is acknowledged after a while, though it is little. */
 void acknowledgement_tick(struct channel* channel, uint64_t now_ns);
-
-#endif

@@ -8,8 +8,7 @@
  *
  * Every receive slot is either posted or holds an arrived message, always: outstanding + held = slots.
  */
-#ifndef MLXDIST_TRANSPORT_CHANNEL_H
-#define MLXDIST_TRANSPORT_CHANNEL_H
+#pragma once
 
 #include "device.h"
 #include "mlxdist.h"
@@ -165,5 +164,3 @@ static inline uint64_t channel_wr_id_base(int32_t peer, uint32_t index, uint32_t
 static inline uint64_t channel_wr_id(const struct channel* channel, bool send, uint32_t number) {
   return (uint64_t)send << 63 | channel->wr_id | number;
 }
-
-#endif

@@ -4,45 +4,30 @@
 
 #if defined(__x86_64__)
 #include <nmmintrin.h>
-
-/* All x86 processors since 2008 have it. */
-__attribute__((target("sse4.2"))) static uint32_t by_instruction(uint32_t crc, const char *at, uint64_t length) {
-  uint64_t wide = crc;
-  for (; length >= 8; at += 8, length -= 8) {
-    uint64_t word;
-    memcpy(&word, at, sizeof word);
-    wide = _mm_crc32_u64(wide, word);
-  }
-  crc = (uint32_t)wide;
-  for (; length > 0; at++, length--) crc = _mm_crc32_u8(crc, (uint8_t)*at);
-  return crc;
-}
-
-static int has_instruction(void) { return __builtin_cpu_supports("sse4.2"); }
-
+#define CRC_WORD _mm_crc32_u64
+#define CRC_BYTE _mm_crc32_u8
+#define HAS_INSTRUCTION __builtin_cpu_supports("sse4.2") /* all x86 processors since 2008 have it */
+#define TARGET __attribute__((target("sse4.2")))
 #elif defined(__ARM_FEATURE_CRC32)
 #include <arm_acle.h>
+#define CRC_WORD __crc32cd
+#define CRC_BYTE __crc32cb
+#define HAS_INSTRUCTION 1
+#define TARGET
+#endif
 
-static uint32_t by_instruction(uint32_t crc, const char *at, uint64_t length) {
+#ifdef HAS_INSTRUCTION
+TARGET static uint32_t by_instruction(uint32_t crc, const char *at, uint64_t length) {
+  uint64_t wide = crc; /* else x86 clears the upper half in each step */
   for (; length >= 8; at += 8, length -= 8) {
     uint64_t word;
     memcpy(&word, at, sizeof word);
-    crc = __crc32cd(crc, word);
+    wide = CRC_WORD(wide, word);
   }
-  for (; length > 0; at++, length--) crc = __crc32cb(crc, (uint8_t)*at);
+  crc = (uint32_t)wide;
+  for (; length > 0; at++, length--) crc = CRC_BYTE(crc, (uint8_t)*at);
   return crc;
 }
-
-static int has_instruction(void) { return 1; }
-
-#else
-static uint32_t by_instruction(uint32_t crc, const char *at, uint64_t length) {
-  (void)at;
-  (void)length;
-  return crc;
-}
-
-static int has_instruction(void) { return 0; }
 #endif
 
 /* Four bits at a time: for processors where checksums do not matter. */
@@ -59,6 +44,8 @@ static uint32_t by_table(uint32_t crc, const char *at, uint64_t length) {
 }
 
 uint32_t checksum(uint32_t before, const void *bytes, uint64_t length) {
-  uint32_t crc = ~before;
-  return ~(has_instruction() ? by_instruction(crc, bytes, length) : by_table(crc, bytes, length));
+#ifdef HAS_INSTRUCTION
+  if (HAS_INSTRUCTION) return ~by_instruction(~before, bytes, length);
+#endif
+  return ~by_table(~before, bytes, length);
 }

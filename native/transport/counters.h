@@ -1,6 +1,5 @@
 /* Counters that one thread at a time writes, and any thread may read meanwhile. */
-#ifndef MLXDIST_TRANSPORT_COUNTERS_H
-#define MLXDIST_TRANSPORT_COUNTERS_H
+#pragma once
 
 #include <stdatomic.h>
 #include <stdint.h>
@@ -22,5 +21,3 @@ static inline void count(counter* c, uint64_t n) {
 }
 
 static inline uint64_t counted(counter* c) { return atomic_load_explicit(c, memory_order_relaxed); }
-
-#endif

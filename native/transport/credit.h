@@ -2,8 +2,7 @@
  * Credit, the flow control: a message is sent only when the peer is known to have a receive posted for it. What this
  * rank has posted leaves with every message and acknowledgement (wire.h).
  */
-#ifndef MLXDIST_TRANSPORT_CREDIT_H
-#define MLXDIST_TRANSPORT_CREDIT_H
+#pragma once
 
 #include "transport.h"
 
@@ -45,5 +44,3 @@ static inline void credit_remove(struct channel* channel) {
   channel->outstanding--;
   channel->endpoint->acks.credits[channel->index] = (uint16_t)channel_recv_credits(channel);
 }
-
-#endif

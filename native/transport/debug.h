@@ -7,8 +7,7 @@
  *
  * Process-wide: the first group that opens it decides. Off, a call of debug() is a load and a branch.
  */
-#ifndef MLXDIST_TRANSPORT_DEBUG_H
-#define MLXDIST_TRANSPORT_DEBUG_H
+#pragma once
 
 #include <stdatomic.h>
 
@@ -25,5 +24,3 @@ extern atomic_int debug_level;
 
 void debug_write(enum debug_level level, const char* subsystem, const char* format, ...)
     __attribute__((format(printf, 3, 4)));
-
-#endif

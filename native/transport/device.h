@@ -1,6 +1,5 @@
 /* A device that messages leave through. The engine sees it through the verbs table only. */
-#ifndef MLXDIST_TRANSPORT_DEVICE_H
-#define MLXDIST_TRANSPORT_DEVICE_H
+#pragma once
 
 #include "verbs.h"
 
@@ -54,5 +53,3 @@ void device_close(struct device* device);
 
 /* Fails with what `error` means for this verb. */
 int device_fail_verb(const struct device* device, const char* verb, int error);
-
-#endif

@@ -5,8 +5,7 @@
  * where no message leaves in time. Nothing looks for that at every turn: the event that makes it due marks the
  * endpoint.
  */
-#ifndef MLXDIST_TRANSPORT_ENDPOINT_H
-#define MLXDIST_TRANSPORT_ENDPOINT_H
+#pragma once
 
 #include "channel.h"
 #include "link.h"
@@ -79,5 +78,3 @@ static inline struct channel* endpoint_eager(struct endpoint* endpoint) {
   while (endpoint->dead_links >> link & 1) link++;
   return &endpoint->channels[2 * link + WIRE_EAGER];
 }
-
-#endif

@@ -1,10 +1,7 @@
 /* The text of an error, kept per thread until the next one. */
-#ifndef MLXDIST_TRANSPORT_ERROR_H
-#define MLXDIST_TRANSPORT_ERROR_H
+#pragma once
 
 #define ERROR_TEXT_BYTES 1024
 
 /* Stores the text for mlxdist_last_error() and returns `status`, so that callers write `return fail(...)`. */
 int fail(int status, const char* format, ...) __attribute__((format(printf, 2, 3)));
-
-#endif

@@ -6,8 +6,7 @@
  * reply on another one. Without a reply the peer itself is stopped. With one the link is dead: what was not
  * acknowledged leaves again by the other, marked, because it may have arrived after all.
  */
-#ifndef MLXDIST_TRANSPORT_FAILOVER_H
-#define MLXDIST_TRANSPORT_FAILOVER_H
+#pragma once
 
 #include "endpoint.h"
 
@@ -25,5 +24,3 @@ int failover_reply(struct endpoint* endpoint);
 
 /* Sends by a link that works what was left on a dead one, as far as there is room. */
 int failover_resend(struct endpoint* endpoint);
-
-#endif

@@ -9,12 +9,9 @@
  * And on a port whose cable was pulled Apple's library crashes in a post: before the first message of an idle channel
  * the port is looked at.
  */
-#ifndef MLXDIST_TRANSPORT_KEEPALIVE_H
-#define MLXDIST_TRANSPORT_KEEPALIVE_H
+#pragma once
 
 #include "channel.h"
 
 /* Of the timers: sends one if it is time. */
 int keepalive_tick(struct channel* channel, uint64_t now_ns);
-
-#endif

@@ -1,7 +1,6 @@
 /* A link: this rank's end of one way to a peer. A device may serve many ranks (a network adapter), or one (a
  * Thunderbolt port); two ranks may be joined by several. */
-#ifndef MLXDIST_TRANSPORT_LINK_H
-#define MLXDIST_TRANSPORT_LINK_H
+#pragma once
 
 #include "device.h"
 
@@ -30,5 +29,3 @@ int32_t link_other(const struct endpoint* endpoint, uint32_t link);
 
 /* The port of the channel's link is down: nothing is posted there any more. TRANSPORT if there is no other link. */
 int link_port_down(struct channel* channel);
-
-#endif

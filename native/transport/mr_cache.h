@@ -11,8 +11,7 @@
  * Only sends leave from user memory. What arrives lands in a slot, because receives are posted before the operation is
  * known that takes it; a reduction reads it there, so that nothing is copied at all.
  */
-#ifndef MLXDIST_TRANSPORT_MR_CACHE_H
-#define MLXDIST_TRANSPORT_MR_CACHE_H
+#pragma once
 
 #include "device.h"
 #include "mlxdist.h"
@@ -44,5 +43,3 @@ uint32_t mr_cache_lkey(mlxdist_region* region, struct device* device, const void
 
 /* When the transport closes. */
 void mr_cache_free(struct transport* transport);
-
-#endif

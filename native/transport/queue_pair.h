@@ -1,6 +1,5 @@
 /* The queue pair of a channel: how it is made and connected. */
-#ifndef MLXDIST_TRANSPORT_QUEUE_PAIR_H
-#define MLXDIST_TRANSPORT_QUEUE_PAIR_H
+#pragma once
 
 #include "channel.h"
 
@@ -13,5 +12,3 @@ int queue_pair_connect(struct channel* channel, const union ibv_gid* gid, uint16
 
 /* TRANSPORT, for a verb that has failed. */
 int queue_pair_fail(const struct channel* channel, const char* verb, int error);
-
-#endif

@@ -1,6 +1,5 @@
 /* The receiving half of a channel: what arrives is checked, and its acknowledgements read, before the owner sees it. */
-#ifndef MLXDIST_TRANSPORT_RECEIVE_H
-#define MLXDIST_TRANSPORT_RECEIVE_H
+#pragma once
 
 #include "channel.h"
 
@@ -20,5 +19,3 @@ int recv_spill(struct recv_desc** desc);
 static inline bool receive_is_crowded(const struct channel* channel) {
   return channel->outstanding < channel->slots / 2;
 }
-
-#endif

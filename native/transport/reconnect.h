@@ -15,8 +15,7 @@
  * Rejected: to move the old queue pair through RESET. Apple's provider does not allow ERR, and other drivers leave
  * completions of before the reset in the queue.
  */
-#ifndef MLXDIST_TRANSPORT_RECONNECT_H
-#define MLXDIST_TRANSPORT_RECONNECT_H
+#pragma once
 
 #include "endpoint.h"
 
@@ -58,5 +57,3 @@ bool reconnect_read(const struct endpoint* endpoint, const void* bytes, uint64_t
 /* Such a message has arrived. True: `reply` is to be sent, after those of reconnect_next. */
 bool reconnect_receive(struct endpoint* endpoint, const struct reconnect_message* message,
                        struct reconnect_message* reply);
-
-#endif

@@ -1,6 +1,5 @@
 /* A message that has arrived. It lives with its slot, or on the heap when it had to make room there. */
-#ifndef MLXDIST_TRANSPORT_RECV_DESC_H
-#define MLXDIST_TRANSPORT_RECV_DESC_H
+#pragma once
 
 #include "wire.h"
 
@@ -25,5 +24,3 @@ static inline const char* recv_payload(const struct recv_desc* desc) {
   bool first = recv_header(desc)->flags & WIRE_FIRST;
   return desc->bytes + sizeof(struct wire_header) + (first ? sizeof(struct wire_descriptor) : 0);
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* Retransmission: what the peer has not acknowledged leaves again, all of it from the first one on (go-back-N). */
-#ifndef MLXDIST_TRANSPORT_RETRANSMISSION_H
-#define MLXDIST_TRANSPORT_RETRANSMISSION_H
+#pragma once
 
 #include "channel.h"
 
@@ -9,5 +8,3 @@ int channel_retransmit(struct channel* channel);
 
 /* Of the timers: whether what was sent has been without an acknowledgement for so long that it is to leave again. */
 bool retransmission_is_due(struct channel* channel, uint64_t now_ns);
-
-#endif

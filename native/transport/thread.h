@@ -1,8 +1,7 @@
 /*
  * What threads that poll need of the system, and macOS has under names of its own.
  */
-#ifndef MLXDIST_TRANSPORT_THREAD_H
-#define MLXDIST_TRANSPORT_THREAD_H
+#pragma once
 
 #include <stdint.h>
 
@@ -26,5 +25,3 @@ struct thread_cores thread_cores(void);
 
 /* This thread runs on these alone from now on; macOS has no way to say it. Returns 0 or an errno. */
 int thread_keep_on(const struct thread_cores* cores);
-
-#endif

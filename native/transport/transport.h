@@ -4,8 +4,7 @@
  *
  * One thread at a time may call it: the owner has the lock. It never waits.
  */
-#ifndef MLXDIST_TRANSPORT_TRANSPORT_H
-#define MLXDIST_TRANSPORT_TRANSPORT_H
+#pragma once
 
 #include "counters.h"
 #include "endpoint.h"
@@ -72,5 +71,3 @@ static inline void endpoint_mark_dead(struct endpoint* endpoint, uint32_t link) 
   endpoint->dead_links |= 1u << link;
   endpoint->transport->degraded = true;
 }
-
-#endif

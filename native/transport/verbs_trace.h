@@ -2,13 +2,10 @@
  * errno.
  *
  * Messages are posted and polled through context->ops, which this leaves alone: tracing costs them nothing. */
-#ifndef MLXDIST_TRANSPORT_TRACE_H
-#define MLXDIST_TRANSPORT_TRACE_H
+#pragma once
 
 #include "verbs.h"
 
 /* `verbs` itself, or a table that writes a line for each call, where MLXDIST_DEBUG asks for "trace". The same table for
  * the same provider. */
 const struct verbs* verbs_trace(const struct verbs* verbs);
-
-#endif

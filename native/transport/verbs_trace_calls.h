@@ -4,7 +4,7 @@
 static struct ibv_context* TRACED(open_device)(struct ibv_device* device) {
   errno = 0;
   struct ibv_context* context = INNER->open_device(device);
-  write_result(INNER->get_device_name(device), "open_device()", context ? 0 : -1);
+  write_call(INNER->get_device_name(device), context ? 0 : -1, "open_device()");
   return context;
 }
 
@@ -12,7 +12,7 @@ static int TRACED(close_device)(struct ibv_context* context) {
   char name[sizeof context->device->name]; /* a copy: to close it may free the device */
   snprintf(name, sizeof name, "%s", INNER->get_device_name(context->device));
   errno = 0;
-  return write_result(name, "close_device()", INNER->close_device(context));
+  return write_call(name, INNER->close_device(context), "close_device()");
 }
 
 static int TRACED(query_device)(struct ibv_context* context, struct ibv_device_attr* attr) {
@@ -36,41 +36,47 @@ static int TRACED(query_gid)(struct ibv_context* context, uint8_t port, int inde
 static struct ibv_pd* TRACED(alloc_pd)(struct ibv_context* context) {
   errno = 0;
   struct ibv_pd* pd = INNER->alloc_pd(context);
-  write_result(INNER->get_device_name(context->device), "alloc_pd()", pd ? 0 : -1);
+  write_call(INNER->get_device_name(context->device), pd ? 0 : -1, "alloc_pd()");
   return pd;
 }
 
 static int TRACED(dealloc_pd)(struct ibv_pd* pd) {
   const char* name = INNER->get_device_name(pd->context->device);
   errno = 0;
-  return write_result(name, "dealloc_pd()", INNER->dealloc_pd(pd));
+  return write_call(name, INNER->dealloc_pd(pd), "dealloc_pd()");
 }
 
 static struct ibv_mr* TRACED(reg_mr)(struct ibv_pd* pd, void* addr, size_t length, int access) {
   errno = 0;
   struct ibv_mr* mr = INNER->reg_mr(pd, addr, length, access);
-  write_region(INNER->get_device_name(pd->context->device), addr, length, access, mr ? 0 : -1);
+  /* Apple's library takes regions on boundaries of 16 KiB. */
+  write_call(INNER->get_device_name(pd->context->device), mr ? 0 : -1,
+             "reg_mr(address %% 16384 = %d, length %zu, access 0x%x)", (int)((uintptr_t)addr % 16384), length, access);
   return mr;
 }
 
 static int TRACED(dereg_mr)(struct ibv_mr* mr) {
   const char* name = INNER->get_device_name(mr->context->device);
   errno = 0;
-  return write_result(name, "dereg_mr()", INNER->dereg_mr(mr));
+  return write_call(name, INNER->dereg_mr(mr), "dereg_mr()");
 }
 
 static struct ibv_cq* TRACED(create_cq)(struct ibv_context* context, int cqe, void* cq_context,
                                         struct ibv_comp_channel* channel, int comp_vector) {
   errno = 0;
   struct ibv_cq* cq = INNER->create_cq(context, cqe, cq_context, channel, comp_vector);
-  write_queue(INNER->get_device_name(context->device), cqe, cq);
+  const char* device = INNER->get_device_name(context->device);
+  if (cq)
+    write_call(device, 0, "create_cq(cqe %d) -> cqe %d", cqe, cq->cqe);
+  else
+    write_call(device, -1, "create_cq(cqe %d)", cqe);
   return cq;
 }
 
 static int TRACED(destroy_cq)(struct ibv_cq* cq) {
   const char* name = INNER->get_device_name(cq->context->device);
   errno = 0;
-  return write_result(name, "destroy_cq()", INNER->destroy_cq(cq));
+  return write_call(name, INNER->destroy_cq(cq), "destroy_cq()");
 }
 
 static struct ibv_qp* TRACED(create_qp)(struct ibv_pd* pd, struct ibv_qp_init_attr* attr) {
@@ -95,11 +101,10 @@ static int TRACED(query_qp)(struct ibv_qp* qp, struct ibv_qp_attr* attr, int att
 }
 
 static int TRACED(destroy_qp)(struct ibv_qp* qp) {
-  char call[64];
   const char* name = INNER->get_device_name(qp->context->device);
-  snprintf(call, sizeof call, "destroy_qp(qp 0x%x)", qp->qp_num);
+  const uint32_t number = qp->qp_num;
   errno = 0;
-  return write_result(name, call, INNER->destroy_qp(qp));
+  return write_call(name, INNER->destroy_qp(qp), "destroy_qp(qp 0x%x)", number);
 }
 
 static void TRACED(fill)(struct verbs* table) {

@@ -8,10 +8,10 @@
  *
  * All fields are little-endian, as every machine is that MLX runs on. docs/architecture.md has a picture.
  */
-#ifndef MLXDIST_TRANSPORT_WIRE_H
-#define MLXDIST_TRANSPORT_WIRE_H
+#pragma once
 
 #include "checksum.h"
+#include "mlxdist.h"
 
 #include <assert.h>
 #include <stddef.h>
@@ -77,7 +77,7 @@ static inline uint32_t wire_checksum(const char* bytes, uint64_t length) {
 }
 
 struct wire_descriptor {
-  uint8_t operation; /* enum wire_operation */
+  uint8_t operation; /* mlxdist_operation or enum wire_operation */
   uint8_t reduction; /* mlxdist_op, 0 where there is none */
   uint8_t dtype;     /* mlxdist_dtype */
   uint8_t ndim;
@@ -89,20 +89,13 @@ struct wire_descriptor {
 };
 static_assert(sizeof(struct wire_descriptor) == 64, "payloads stay aligned for SIMD");
 
+/* The operations beside those of mlxdist_operation. */
 enum wire_operation {
-  WIRE_ALL_REDUCE = 1,
-  WIRE_ALL_GATHER = 2,
-  WIRE_REDUCE_SCATTER = 3,
-  WIRE_BROADCAST = 4,
-  WIRE_BARRIER = 5,
-  WIRE_SEND = 6, /* send, recv and both halves of sendrecv */
-  WIRE_FINALIZE = 7,
-  WIRE_REDUCE = 8,
-  WIRE_GATHER = 9,
-  WIRE_SCATTER = 10,
-  WIRE_ALL_TO_ALL = 11,
-  WIRE_ALL_TO_ALL_V = 12,
-  WIRE_SPLIT = 13,
+  WIRE_SEND = MLXDIST_SCATTER + 1, /* send, recv and both halves of sendrecv */
+  WIRE_FINALIZE,
+  WIRE_ALL_TO_ALL,
+  WIRE_ALL_TO_ALL_V,
+  WIRE_SPLIT,
 };
 
 struct wire_abort {
@@ -114,5 +107,3 @@ struct wire_abort {
 #define WIRE_START 0xffffff80u
 
 static inline int wire_at_least(uint32_t sequence, uint32_t limit) { return (int32_t)(sequence - limit) >= 0; }
-
-#endif

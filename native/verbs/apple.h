@@ -1,6 +1,5 @@
 /* What depends on the version of macOS, in RDMA over Thunderbolt. */
-#ifndef MLXDIST_VERBS_APPLE_H
-#define MLXDIST_VERBS_APPLE_H
+#pragma once
 
 #include <stdint.h>
 
@@ -15,5 +14,3 @@ uint32_t apple_max_message(const char* darwin_release);
 
 /* This machine's; empty where it cannot be read. */
 const char* apple_darwin_release(void);
-
-#endif

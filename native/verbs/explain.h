@@ -1,6 +1,5 @@
 /* What the error number of a verb means, in words and for RDMA. */
-#ifndef MLXDIST_VERBS_EXPLAIN_H
-#define MLXDIST_VERBS_EXPLAIN_H
+#pragma once
 
 #include <stddef.h>
 
@@ -14,5 +13,3 @@ void verbs_explain(const char* verb, int error, char* text, size_t bytes);
 
 /* What to do about a port that modify_qp to RTR rejects, as its explanation has it. */
 const char* verbs_port_remedy(void);
-
-#endif

@@ -1,6 +1,5 @@
 /* Memory for hardware to receive into: zeroed, and where every device that we know takes it. */
-#ifndef MLXDIST_VERBS_PAGES_H
-#define MLXDIST_VERBS_PAGES_H
+#pragma once
 
 #include <stddef.h>
 
@@ -12,5 +11,3 @@ void pages_free(void* memory, size_t bytes);
 
 /* A child of a fork does not have the pages. 0, or -1 with errno set. */
 int pages_keep_from_children(void* memory, size_t bytes);
-
-#endif

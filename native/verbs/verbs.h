@@ -6,8 +6,7 @@
  * post_send, post_recv and poll_cq are not in the table: as in the real library they are reached through
  * context->ops (ibv_post_send and its two siblings below), because that is where real providers put them.
  */
-#ifndef MLXDIST_VERBS_VERBS_H
-#define MLXDIST_VERBS_VERBS_H
+#pragma once
 
 #include "verbs_abi.h"
 
@@ -102,5 +101,3 @@ struct verbs {
    */
   int (*set_key)(struct ibv_context* context, const uint8_t key[VERBS_KEY_BYTES]);
 };
-
-#endif

@@ -55,16 +55,9 @@ enum ibv_node_type {
   IBV_NODE_UNSPECIFIED,
 };
 
-enum ibv_transport_type {
-  IBV_TRANSPORT_UNKNOWN = -1,
-  IBV_TRANSPORT_IB = 0,
-  IBV_TRANSPORT_IWARP,
-  IBV_TRANSPORT_USNIC,
-  IBV_TRANSPORT_USNIC_UDP,
-  IBV_TRANSPORT_UNSPECIFIED,
-};
+enum ibv_transport_type { IBV_TRANSPORT_UNKNOWN = -1, IBV_TRANSPORT_UNSPECIFIED = 4 };
 
-enum ibv_atomic_cap { IBV_ATOMIC_NONE, IBV_ATOMIC_HCA, IBV_ATOMIC_GLOB };
+enum ibv_atomic_cap { IBV_ATOMIC_NONE };
 
 enum ibv_mtu { IBV_MTU_256 = 1, IBV_MTU_512, IBV_MTU_1024, IBV_MTU_2048, IBV_MTU_4096 };
 
@@ -95,40 +88,23 @@ struct ibv_device_attr {
   uint64_t sys_image_guid;
   uint64_t max_mr_size;
   uint64_t page_size_cap;
-  uint32_t vendor_id;
-  uint32_t vendor_part_id;
-  uint32_t hw_ver;
+  uint32_t unused_versions[3];
   int max_qp;
   int max_qp_wr;
-  unsigned int device_cap_flags;
+  unsigned int unused_flags;
   int max_sge;
-  int max_sge_rd;
+  int unused_max_sge_rd;
   int max_cq;
   int max_cqe;
   int max_mr;
   int max_pd;
-  int max_qp_rd_atom;
-  int max_ee_rd_atom;
-  int max_res_rd_atom;
-  int max_qp_init_rd_atom;
-  int max_ee_init_rd_atom;
+  int unused_atomics[5];
   enum ibv_atomic_cap atomic_cap;
-  int max_ee;
-  int max_rdd;
-  int max_mw;
-  int max_raw_ipv6_qp;
-  int max_raw_ethy_qp;
-  int max_mcast_grp;
-  int max_mcast_qp_attach;
-  int max_total_mcast_qp_attach;
-  int max_ah;
-  int max_fmr;
-  int max_map_per_fmr;
+  int unused_limits[11];
   int max_srq;
-  int max_srq_wr;
-  int max_srq_sge;
+  int unused_srq[2];
   uint16_t max_pkeys;
-  uint8_t local_ca_ack_delay;
+  uint8_t unused_delay;
   uint8_t phys_port_cnt;
 };
 
@@ -137,18 +113,15 @@ struct ibv_port_attr {
   enum ibv_mtu max_mtu;
   enum ibv_mtu active_mtu;
   int gid_tbl_len;
-  uint32_t port_cap_flags;
+  uint32_t unused_flags;
   uint32_t max_msg_sz;
-  uint32_t bad_pkey_cntr;
-  uint32_t qkey_viol_cntr;
+  uint32_t unused_counters[2];
   uint16_t pkey_tbl_len;
   uint16_t lid;
-  uint16_t sm_lid;
-  uint8_t lmc;
+  uint16_t unused_lid;
+  uint8_t unused_mask;
   uint8_t max_vl_num;
-  uint8_t sm_sl;
-  uint8_t subnet_timeout;
-  uint8_t init_type_reply;
+  uint8_t unused_subnet[3];
   uint8_t active_width;
   uint8_t active_speed;
   uint8_t phys_state;
@@ -289,18 +262,11 @@ enum ibv_wc_status {
 enum ibv_wc_opcode {
   IBV_WC_SEND,
   IBV_WC_RDMA_WRITE,
-  IBV_WC_RDMA_READ,
-  IBV_WC_COMP_SWAP,
-  IBV_WC_FETCH_ADD,
-  IBV_WC_BIND_MW,
-  IBV_WC_LOCAL_INV,
-  IBV_WC_TSO,
-  IBV_WC_ATOMIC_WRITE = 9,
   IBV_WC_RECV = 1 << 7, /* every opcode of a receive has this bit */
   IBV_WC_RECV_RDMA_WITH_IMM,
 };
 
-enum ibv_wc_flags { IBV_WC_GRH = 1 << 0, IBV_WC_WITH_IMM = 1 << 1 };
+enum ibv_wc_flags { IBV_WC_WITH_IMM = 1 << 1 };
 
 /* After an error only wr_id, status, vendor_err and qp_num are valid. */
 struct ibv_wc {
@@ -316,10 +282,9 @@ struct ibv_wc {
   uint32_t qp_num;
   uint32_t src_qp;
   unsigned int wc_flags;
-  uint16_t pkey_index;
-  uint16_t slid;
-  uint8_t sl;
-  uint8_t dlid_path_bits;
+  uint16_t unused_pkey_index;
+  uint16_t unused_slid;
+  uint8_t unused_path[2];
 };
 
 struct ibv_cq {
@@ -349,16 +314,12 @@ enum ibv_qp_state {
   IBV_QPS_UNKNOWN,
 };
 
-enum ibv_mig_state { IBV_MIG_MIGRATED, IBV_MIG_REARM, IBV_MIG_ARMED };
-
 enum ibv_qp_attr_mask {
   IBV_QP_STATE = 1 << 0,
   IBV_QP_CUR_STATE = 1 << 1,
-  IBV_QP_EN_SQD_ASYNC_NOTIFY = 1 << 2,
   IBV_QP_ACCESS_FLAGS = 1 << 3,
   IBV_QP_PKEY_INDEX = 1 << 4,
   IBV_QP_PORT = 1 << 5,
-  IBV_QP_QKEY = 1 << 6,
   IBV_QP_AV = 1 << 7,
   IBV_QP_PATH_MTU = 1 << 8,
   IBV_QP_TIMEOUT = 1 << 9,
@@ -366,14 +327,11 @@ enum ibv_qp_attr_mask {
   IBV_QP_RNR_RETRY = 1 << 11,
   IBV_QP_RQ_PSN = 1 << 12,
   IBV_QP_MAX_QP_RD_ATOMIC = 1 << 13,
-  IBV_QP_ALT_PATH = 1 << 14,
   IBV_QP_MIN_RNR_TIMER = 1 << 15,
   IBV_QP_SQ_PSN = 1 << 16,
   IBV_QP_MAX_DEST_RD_ATOMIC = 1 << 17,
-  IBV_QP_PATH_MIG_STATE = 1 << 18,
   IBV_QP_CAP = 1 << 19,
   IBV_QP_DEST_QPN = 1 << 20,
-  IBV_QP_RATE_LIMIT = 1 << 25,
 };
 
 struct ibv_global_route {
@@ -416,29 +374,24 @@ struct ibv_qp_attr {
   enum ibv_qp_state qp_state;
   enum ibv_qp_state cur_qp_state;
   enum ibv_mtu path_mtu;
-  enum ibv_mig_state path_mig_state;
-  uint32_t qkey;
+  uint32_t unused_path[2];
   uint32_t rq_psn;
   uint32_t sq_psn;
   uint32_t dest_qp_num;
   unsigned int qp_access_flags;
   struct ibv_qp_cap cap;
   struct ibv_ah_attr ah_attr;
-  struct ibv_ah_attr alt_ah_attr;
+  struct ibv_ah_attr unused_ah_attr;
   uint16_t pkey_index;
-  uint16_t alt_pkey_index;
-  uint8_t en_sqd_async_notify;
-  uint8_t sq_draining;
-  uint8_t max_rd_atomic;
-  uint8_t max_dest_rd_atomic;
+  uint16_t unused_pkey_index;
+  uint8_t unused_atomics[4];
   uint8_t min_rnr_timer;
   uint8_t port_num;
   uint8_t timeout;
   uint8_t retry_cnt;
   uint8_t rnr_retry;
-  uint8_t alt_port_num;
-  uint8_t alt_timeout;
-  uint32_t rate_limit;
+  uint8_t unused_alternate[2];
+  uint32_t unused_rate_limit;
 };
 
 struct ibv_qp {

@@ -147,8 +147,8 @@ WRONG = {
     "lost field": ("uint32_t max_inline_data;", "", "size of struct ibv_qp_cap: 16, the system's is 20"),
     "type": ("uint16_t port_cap_flags2;", "uint32_t port_cap_flags2;", "size of struct ibv_port_attr.port_cap_"),
     "struct inside": ("uint32_t remote_qpn;", "uint64_t remote_qpn;", "offset of struct ibv_send_wr.wr.ud."),
-    "front": ("*unused_1[37];", "*unused_1[36];", "offset of struct verbs_context.query_port: 640,"),
-    "nothing that counts": ("*(*unused_13[12])(void);", "*(*unused_13[1][12])(int);", None),
+    "front": ("void* unused_1[37];", "void* unused_1[36];", "offset of struct verbs_context.query_port: 640,"),
+    "nothing that counts": ("(*unused_13[12])(void);", "(*unused_13[1][12])(int);", None),
 }
 
 

@@ -41,17 +41,12 @@ void Group::all_min(const mx::array& in, mx::array& out, mx::Stream stream) {
 }
 
 void Group::all_gather(const mx::array& in, mx::array& out, mx::Stream stream) {
-  Connection::enqueue(connection_, stream, call(), {"all_gather"},
-                      [in = data_of(in), out = data_of(out), layout = layout_of(in)](mlxdist_group* group) {
-                        return mlxdist_all_gather(group, in, out, &layout, nullptr);
-                      });
+  Connection::enqueue(connection_, stream, call(), {"all_gather"}, call_of(mlxdist_all_gather, in, out));
 }
 
 void Group::sum_scatter(const mx::array& in, mx::array& out, mx::Stream stream) {
-  Connection::enqueue(connection_, stream, call(), {"sum_scatter"},
-                      [in = data_of(in), out = data_of(out), layout = layout_of(in)](mlxdist_group* group) {
-                        return mlxdist_reduce_scatter(group, in, out, &layout, MLXDIST_SUM, nullptr);
-                      });
+  auto scatter = call_of(mlxdist_reduce_scatter, in, out, MLXDIST_SUM);
+  Connection::enqueue(connection_, stream, call(), {"sum_scatter"}, std::move(scatter));
 }
 
 void Group::send(const mx::array& in, int dst, mx::Stream stream) {

@@ -80,8 +80,7 @@ class ReduceScatter : public Operation<ReduceScatter, int> {
   mx::Shape result_shape(const mx::Shape& in) const override { return with_first(in, in[0] / connection_->size()); }
   void evaluate(const mx::array& in, mx::array& out) override {
     allocate(out);
-    enqueue([in = data_of(in), out = data_of(out), layout = layout_of(in), op = static_cast<mlxdist_op>(argument<0>())](
-                mlxdist_group* group) { return mlxdist_reduce_scatter(group, in, out, &layout, op, nullptr); });
+    enqueue(call_of(mlxdist_reduce_scatter, in, out, argument<0>()));
   }
 };
 
@@ -107,9 +106,7 @@ class AllGather : public Operation<AllGather, bool> {
   mx::Shape result_shape(const mx::Shape& in) const override { return times_first(in, connection_->size()); }
   void evaluate(const mx::array& in, mx::array& out) override {
     allocate(out);
-    enqueue([in = data_of(in), out = data_of(out), layout = layout_of(in)](mlxdist_group* group) {
-      return mlxdist_all_gather(group, in, out, &layout, nullptr);
-    });
+    enqueue(call_of(mlxdist_all_gather, in, out));
   }
 };
 
@@ -128,9 +125,9 @@ class Reduce : public Operation<Reduce, int, int> {
   mx::Shape result_shape(const mx::Shape& in) const override { return is_root(argument<1>()) ? in : with_first(in, 0); }
   void evaluate(const mx::array& in, mx::array& out) override {
     allocate_like(in, out);
-    enqueue([in = data_of(in), out = data_of(out), layout = layout_of(in), op = static_cast<mlxdist_op>(argument<0>()),
-             root = argument<1>(), zeros = is_root(argument<1>()) ? 0 : out.nbytes()](mlxdist_group* group) {
-      int status = mlxdist_reduce(group, in, out, &layout, op, root, nullptr);
+    enqueue([reduce = call_of(mlxdist_reduce, in, out, argument<0>(), argument<1>()), out = data_of(out),
+             zeros = is_root(argument<1>()) ? 0 : out.nbytes()](mlxdist_group* group) {
+      int status = reduce(group);
       if (zeros > 0) std::memset(out, 0, zeros);
       return status;
     });
@@ -192,10 +189,10 @@ class Gather : public Operation<Gather, int> {
   }
   void evaluate(const mx::array& in, mx::array& out) override {
     allocate(out);
-    enqueue([in = data_of(in), out = data_of(out), layout = layout_of(in), root = argument<0>(),
+    enqueue([gather = call_of(mlxdist_gather, in, out, argument<0>()), out = data_of(out),
              zeros = is_root(argument<0>()) ? 0 : out.nbytes()](mlxdist_group* group) {
       if (zeros > 0) std::memset(out, 0, zeros);
-      return mlxdist_gather(group, in, out, &layout, root, nullptr);
+      return gather(group);
     });
   }
 };
@@ -212,9 +209,7 @@ class AllToAll : public Operation<AllToAll> {
   std::shared_ptr<Primitive> adjoint() override { return copy(); }
   void evaluate(const mx::array& in, mx::array& out) override {
     allocate(out);
-    enqueue([in = data_of(in), out = data_of(out), layout = layout_of(in)](mlxdist_group* group) {
-      return mlxdist_all_to_all(group, in, out, &layout, nullptr);
-    });
+    enqueue(call_of(mlxdist_all_to_all, in, out));
   }
 };
 

@@ -76,6 +76,15 @@ class Primitive : public mlx::core::Primitive {
 mlx::core::Stream communication_stream(Connection& connection, mlx::core::StreamOrDevice s);
 OpContext op_context(std::shared_ptr<Connection> connection, mlx::core::StreamOrDevice s, double timeout);
 
+/* A call of the engine from `in` to `out`, with the layout of `in` and further arguments, for the thread of a stream.
+ */
+template <class Function, class... Arguments>
+auto call_of(Function* function, const mlx::core::array& in, mlx::core::array& out, Arguments... arguments) {
+  return [=, in = data_of(in), out = data_of(out), layout = layout_of(in)](mlxdist_group* group) {
+    return function(group, in, out, &layout, arguments..., nullptr);
+  };
+}
+
 /* out[i] = op over all ranks of in[i], for MLX's operations and ours. `in` is row-contiguous and may be `out`. */
 void enqueue_all_reduce(const OpContext& context, const mlx::core::array& in, mlx::core::array& out, mlxdist_op op);
 

@@ -26,8 +26,6 @@ static OperationFailed* operation_failed;
 static std::atomic<bool> defers_errors;
 static std::atomic<bool> has_reported_error = false;
 
-const Shim shim{drain_world, close_world, error_reported, is_busy};
-
 void open_world(mlxdist_group* group, OperationFailed* failed) {
   std::lock_guard lock(mutex);
   if (is_open) return;
@@ -46,13 +44,13 @@ static bool is_idle() {
   return rests(&ompi_mpi_comm_world) && std::all_of(parts.begin(), parts.end(), rests);
 }
 
-int drain_world(double seconds) {
+static int drain_world(double seconds) {
   defers_errors = true;
   std::unique_lock lock(mutex);
   return ended.wait_for(lock, std::chrono::duration<double>(seconds), is_idle);
 }
 
-void close_world() {
+static void close_world() {
   std::vector<mlxdist_group*> groups;
   {
     std::unique_lock lock(mutex);
@@ -65,12 +63,14 @@ void close_world() {
   defers_errors = false;
 }
 
-int error_reported() { return has_reported_error; }
+static int error_reported() { return has_reported_error; }
 
-int is_busy() {
+static int is_busy() {
   std::lock_guard lock(mutex);
   return !is_idle();
 }
+
+const Shim shim{drain_world, close_world, error_reported, is_busy};
 
 MPI_Comm add_communicator(mlxdist_group* group) {
   auto* comm = new Communicator{group, mlxdist_group_rank(group), mlxdist_group_size(group), 0, false};

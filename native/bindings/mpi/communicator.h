@@ -30,25 +30,15 @@ bool world_is_open();
 
 /* What mlxdist.finalize() calls, as mlxdist/runtime/mpi_shim.py declares it. */
 struct Shim {
+  /* Waits until nothing runs; 0 if that took longer than `seconds`. Errors until close() are for finalize() to ask for.
+   */
   int (*drain)(double seconds);
+  /* Waits for running operations, refuses later ones and destroys the engine's groups, but for the world's. */
   void (*close)();
-  int (*error_reported)();
-  int (*is_busy)();
+  int (*error_reported)(); /* 1 once an error has been thrown into MLX, which raises it where an array is evaluated */
+  int (*is_busy)();        /* 1 while an operation runs */
 };
 extern const Shim shim;
-
-/* Waits until nothing runs; 0 if that took longer than `seconds`. Errors until close_world are for mlxdist.finalize()
- * to ask for. */
-int drain_world(double seconds);
-
-/* Waits for running operations, refuses later ones and destroys the engine's groups, but for the world's. */
-void close_world();
-
-/* 1 once an error has been thrown into MLX, which raises it where an array is evaluated. */
-int error_reported();
-
-/* 1 while an operation runs. */
-int is_busy();
 
 /* Adds a communicator for `group`. */
 MPI_Comm add_communicator(mlxdist_group* group);

@@ -9,70 +9,52 @@
 
 namespace mlxdist::python {
 
-/* Python's stable ABI, as far as it is used here: objects are opaque, PyGILState_STATE is an enum. */
-struct Object;
-
-struct Api {
-  int (*Py_IsInitialized)();
-  int (*PyGILState_Ensure)();
-  void (*PyGILState_Release)(int state);
-  int (*PyGILState_Check)();
-  void* (*PyEval_SaveThread)();
-  void (*PyEval_RestoreThread)(void* state);
-  Object* (*PyImport_ImportModule)(const char* name);
-  Object* (*PyObject_CallMethod)(Object* object, const char* name, const char* format, ...);
-  int (*PyArg_ParseTuple)(Object* tuple, const char* format, ...);
-  void (*PyErr_Fetch)(Object** type, Object** value, Object** traceback);
-  int (*PyErr_ExceptionMatches)(Object* type);
-  void (*PyErr_SetInterrupt)();
-  Object** PyExc_KeyboardInterrupt;
-  Object* (*PyObject_Str)(Object* object);
-  const char* (*PyUnicode_AsUTF8AndSize)(Object* text, intptr_t* size);
-  void (*PyErr_Clear)();
-  void (*Py_DecRef)(Object* object);
-};
-
-template <class Function>
-static void look_up(const char* name, Function*& function) {
-  function = reinterpret_cast<Function*>(dlsym(RTLD_DEFAULT, name));
-  if (function == nullptr) {
+/* A function or variable of the process, looked up by its name; it becomes a pointer of the type that is wanted. */
+struct Symbol {
+  const char* name;
+  template <class Type>
+  operator Type*() const {
+    void* address = dlsym(RTLD_DEFAULT, name);
+    if (address != nullptr) return reinterpret_cast<Type*>(address);
     throw Error(
         MLXDIST_INVALID_ARGUMENT,
         "mx.distributed: this process has no Python interpreter (" + std::string(name) +
             " is not in memory), and mlxdist needs one to join the other ranks: write the program in Python, or unset "
             "MLX_MPI_LIBNAME to run it without mlxdist");
   }
-}
+};
 
-static Api look_up_all() {
-  Api api;
-#define LOOK_UP(name) look_up(#name, api.name)
-  LOOK_UP(Py_IsInitialized);
-  LOOK_UP(PyGILState_Ensure);
-  LOOK_UP(PyGILState_Release);
-  LOOK_UP(PyGILState_Check);
-  LOOK_UP(PyEval_SaveThread);
-  LOOK_UP(PyEval_RestoreThread);
-  LOOK_UP(PyImport_ImportModule);
-  LOOK_UP(PyObject_CallMethod);
-  LOOK_UP(PyArg_ParseTuple);
-  LOOK_UP(PyErr_Fetch);
-  LOOK_UP(PyErr_ExceptionMatches);
-  LOOK_UP(PyErr_SetInterrupt);
-  LOOK_UP(PyExc_KeyboardInterrupt);
-  LOOK_UP(PyObject_Str);
-  LOOK_UP(PyUnicode_AsUTF8AndSize);
-  LOOK_UP(PyErr_Clear);
-  LOOK_UP(Py_DecRef);
-#undef LOOK_UP
-  if (!api.Py_IsInitialized()) {
+/* Python's stable ABI, as far as it is used here: objects are opaque, PyGILState_STATE is an enum. */
+struct Object;
+
+struct Api {
+  int (*Py_IsInitialized)() = Symbol{"Py_IsInitialized"};
+  int (*PyGILState_Ensure)() = Symbol{"PyGILState_Ensure"};
+  void (*PyGILState_Release)(int state) = Symbol{"PyGILState_Release"};
+  int (*PyGILState_Check)() = Symbol{"PyGILState_Check"};
+  void* (*PyEval_SaveThread)() = Symbol{"PyEval_SaveThread"};
+  void (*PyEval_RestoreThread)(void* state) = Symbol{"PyEval_RestoreThread"};
+  Object* (*PyImport_ImportModule)(const char* name) = Symbol{"PyImport_ImportModule"};
+  Object* (*PyObject_CallMethod)(Object* object, const char* name, const char* format,
+                                 ...) = Symbol{"PyObject_CallMethod"};
+  int (*PyArg_ParseTuple)(Object* tuple, const char* format, ...) = Symbol{"PyArg_ParseTuple"};
+  void (*PyErr_Fetch)(Object** type, Object** value, Object** traceback) = Symbol{"PyErr_Fetch"};
+  int (*PyErr_ExceptionMatches)(Object* type) = Symbol{"PyErr_ExceptionMatches"};
+  void (*PyErr_SetInterrupt)() = Symbol{"PyErr_SetInterrupt"};
+  Object** PyExc_KeyboardInterrupt = Symbol{"PyExc_KeyboardInterrupt"};
+  Object* (*PyObject_Str)(Object* object) = Symbol{"PyObject_Str"};
+  const char* (*PyUnicode_AsUTF8AndSize)(Object* text, intptr_t* size) = Symbol{"PyUnicode_AsUTF8AndSize"};
+  void (*PyErr_Clear)() = Symbol{"PyErr_Clear"};
+  void (*Py_DecRef)(Object* object) = Symbol{"Py_DecRef"};
+
+  Api() {
+    if (Py_IsInitialized()) return;
     throw Error(MLXDIST_INVALID_ARGUMENT, "mx.distributed: the Python interpreter of this process does not run");
   }
-  return api;
-}
+};
 
 static const Api& api() {
-  static const Api found = look_up_all();
+  static const Api found;
   return found;
 }
 

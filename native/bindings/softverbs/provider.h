@@ -1,6 +1,5 @@
 /* The provider behind the exported names. */
-#ifndef MLXDIST_SOFTVERBS_PROVIDER_H
-#define MLXDIST_SOFTVERBS_PROVIDER_H
+#pragma once
 
 #include "../../providers/soft/soft.h"
 #include "softverbs.h"
@@ -22,5 +21,3 @@ static inline const struct verbs* verbs_of(struct ibv_context* context) {
 /* devices.c: replaces IPv4 at both ends by what the provider knows. 0, EINVAL, or ENOENT or EACCES if the peer is not
  * found. */
 int find_address(struct ibv_ah_attr* peer);
-
-#endif

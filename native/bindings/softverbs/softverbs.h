@@ -4,8 +4,7 @@
  *
  * Any thread may call them with any object, as with the real library: each context has a lock.
  */
-#ifndef MLXDIST_SOFTVERBS_SOFTVERBS_H
-#define MLXDIST_SOFTVERBS_SOFTVERBS_H
+#pragma once
 
 #include "../../verbs/verbs_abi.h"
 
@@ -72,5 +71,3 @@ struct ibv_ah* ibv_create_ah(struct ibv_pd* pd, struct ibv_ah_attr* attr);
 int ibv_resize_cq(struct ibv_cq* cq, int cqe);
 
 #pragma GCC visibility pop
-
-#endif

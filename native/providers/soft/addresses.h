@@ -1,7 +1,6 @@
 /* The addresses of this machine, as a device's table has them: behind the one for shared memory an entry for each IPv4
  * address. */
-#ifndef MLXDIST_SOFT_ADDRESSES_H
-#define MLXDIST_SOFT_ADDRESSES_H
+#pragma once
 
 #include "../../verbs/verbs_abi.h"
 
@@ -22,5 +21,3 @@ void soft_addresses_read(struct soft_addresses* addresses);
 /* ::ffff:a.b.c.d, as RoCE v2 writes it. */
 void soft_address_to_gid(struct in_addr address, union ibv_gid* gid);
 bool soft_address_from_gid(const union ibv_gid* gid, struct in_addr* address);
-
-#endif

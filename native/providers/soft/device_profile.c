@@ -33,30 +33,29 @@
    .strict_order = true,                                                                                               \
    .short_regions = true,                                                                                              \
    __VA_ARGS__}
+/* As much as this provider has room for. */
+#define UNRESTRICTED(label, ...)                                                                                       \
+  {.name = label,                                                                                                      \
+   .devices = 2,                                                                                                       \
+   .max_qp = SOFT_MAX_QP,                                                                                              \
+   .max_wr = SOFT_MAX_WR,                                                                                              \
+   .max_send_sge = SOFT_MAX_SEND_SGE,                                                                                  \
+   .max_pd = SOFT_MAX_PD,                                                                                              \
+   .max_cq = SOFT_MAX_CQ,                                                                                              \
+   .max_mr = SOFT_MAX_MR,                                                                                              \
+   .mr_alignment = 1,                                                                                                  \
+   .path_mtu = IBV_MTU_4096,                                                                                           \
+   .immediate = true,                                                                                                  \
+   .writes = true,                                                                                                     \
+   .early_receives = true,                                                                                             \
+   .late_regions = true,                                                                                               \
+   .goes_to_err = true,                                                                                                \
+   __VA_ARGS__}
 #define MOST_FRAMES (4095 * SOFT_FRAME_BYTES)
 
 const struct soft_profile soft_profiles[SOFT_PROFILES] = {
     [SOFT_IDEAL] =
-        {
-            .name = "ideal",
-            .devices = 2,
-            .max_qp = SOFT_MAX_QP,
-            .max_wr = SOFT_MAX_WR,
-            .max_send_sge = SOFT_MAX_SEND_SGE,
-            .max_pd = SOFT_MAX_PD,
-            .max_cq = SOFT_MAX_CQ,
-            .max_cqe = SOFT_MAX_CQE,
-            .max_mr = SOFT_MAX_MR,
-            .max_message = SOFT_MAX_MESSAGE,
-            .mr_alignment = 1,
-            .active_mtu = IBV_MTU_4096,
-            .path_mtu = IBV_MTU_4096,
-            .immediate = true,
-            .writes = true,
-            .early_receives = true,
-            .late_regions = true,
-            .goes_to_err = true,
-        },
+        UNRESTRICTED("ideal", .max_cqe = SOFT_MAX_CQE, .max_message = SOFT_MAX_MESSAGE, .active_mtu = IBV_MTU_4096),
     [SOFT_APPLE_TB5] = APPLE("apple-tb5", .max_message = MOST_FRAMES, .path_mtu = IBV_MTU_4096),
     [SOFT_APPLE_TB5_26_2] = APPLE("apple-tb5-26.2", .max_message = SOFT_FRAME_BYTES, .path_mtu = IBV_MTU_1024,
                                   .region_access = ALL_ACCESS, .access_error = EINVAL),
@@ -67,26 +66,6 @@ const struct soft_profile soft_profiles[SOFT_PROFILES] = {
                              .no_depth = true, .signaled_only = true, .leaks_domains = true),
     /* Linux, drivers/infiniband/sw/rxe: rxe_param.h allows more queue pairs, regions and entries than there is room for
      * here; rxe_resp.c drops what is too long for a receive of UC. */
-    [SOFT_RXE] =
-        {
-            .name = "rxe",
-            .devices = 2,
-            .max_qp = SOFT_MAX_QP,
-            .max_wr = SOFT_MAX_WR,
-            .max_send_sge = SOFT_MAX_SEND_SGE,
-            .max_pd = SOFT_MAX_PD,
-            .max_cq = SOFT_MAX_CQ,
-            .max_cqe = 1 << 15,
-            .max_mr = SOFT_MAX_MR,
-            .max_message = 8 << 20,
-            .mr_alignment = 1,
-            .active_mtu = IBV_MTU_1024,
-            .path_mtu = IBV_MTU_4096,
-            .drops_too_long = true,
-            .immediate = true,
-            .writes = true,
-            .early_receives = true,
-            .late_regions = true,
-            .goes_to_err = true,
-        },
+    [SOFT_RXE] = UNRESTRICTED("rxe", .max_cqe = 1 << 15, .max_message = 8 << 20, .active_mtu = IBV_MTU_1024,
+                              .drops_too_long = true),
 };

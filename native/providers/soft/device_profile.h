@@ -8,8 +8,7 @@
  *   apple-odd       like apple-tb5, but what no program is known to do there fails
  *   rxe             soft-RoCE of Linux on an Ethernet of 1500 bytes, as far as this provider reaches
  */
-#ifndef MLXDIST_SOFT_DEVICE_PROFILE_H
-#define MLXDIST_SOFT_DEVICE_PROFILE_H
+#pragma once
 
 #include "../../verbs/verbs_abi.h"
 
@@ -74,5 +73,3 @@ static inline uint32_t soft_frames(uint32_t bytes) {
 static inline bool soft_fits(const struct soft_profile* profile, uint32_t message, uint32_t receive) {
   return message <= receive && (!profile->frames || soft_frames(message) == soft_frames(receive));
 }
-
-#endif

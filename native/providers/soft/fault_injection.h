@@ -35,8 +35,7 @@
  * There is no thread: a late SEND stays in its queue, with those behind it, and leaves at the first post_send to the
  * queue pair or poll_cq of the context after its time. It completes when it leaves; until then its memory is in use.
  */
-#ifndef MLXDIST_SOFT_FAULT_INJECTION_H
-#define MLXDIST_SOFT_FAULT_INJECTION_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -86,5 +85,3 @@ uint64_t soft_faults_late_ns(struct soft_faults* faults);
 
 /* A number below `limit`, which is not 0. */
 uint64_t soft_faults_draw(struct soft_faults* faults, uint64_t limit);
-
-#endif

@@ -1,7 +1,6 @@
 /* A lock that is free in a child of fork(): the fork waits for it, and the child calls `forget` to drop what belongs to
  * the parent. One in a file, whose functions take it with lock_list() and release it with unlock_list(). */
-#ifndef MLXDIST_SOFT_FORK_LOCK_H
-#define MLXDIST_SOFT_FORK_LOCK_H
+#pragma once
 
 #include <pthread.h>
 
@@ -19,5 +18,3 @@
     pthread_once(&once, watch_forks);                                                              \
     pthread_mutex_lock(&lock);                                                                     \
   }
-
-#endif

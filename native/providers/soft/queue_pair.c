@@ -7,14 +7,13 @@
 #include <errno.h>
 #include <sched.h>
 #include <stdlib.h>
-#include <time.h>
 
 #define PSN_MASK 0xffffff
 #define QPN_MASK 0xffffff
 
 /* How long to wait for a peer that is in the middle of a copy. The whole segment takes a tenth of it; a peer that
  * needs longer is stopped or dead. */
-#define COPY_SECONDS 1
+#define COPY_NS UINT64_C(1000000000)
 
 static uint32_t power_of_two(uint32_t at_least) {
   uint32_t size = 1;
@@ -131,12 +130,9 @@ struct ibv_qp *soft_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr) 
 }
 
 bool soft_wait_for_copy(bool (*done)(const void *copy), const void *copy) {
-  struct timespec start, now;
-  clock_gettime(CLOCK_MONOTONIC, &start);
+  uint64_t begun = soft_clock_ns();
   while (!done(copy)) {
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    int64_t nanoseconds = (now.tv_sec - start.tv_sec) * INT64_C(1000000000) + (now.tv_nsec - start.tv_nsec);
-    if (nanoseconds > COPY_SECONDS * INT64_C(1000000000)) return false;
+    if (soft_clock_ns() - begun > COPY_NS) return false;
     sched_yield();
   }
   return true;

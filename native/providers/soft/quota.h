@@ -3,8 +3,7 @@
  *
  * A place is a lock that the system takes back when the process ends, however it ends. Nothing has to be cleaned up.
  */
-#ifndef MLXDIST_SOFT_QUOTA_H
-#define MLXDIST_SOFT_QUOTA_H
+#pragma once
 
 #include <stdint.h>
 
@@ -23,5 +22,3 @@ void quota_return(struct quota_slot* place);
 /* Locks `name` and returns a descriptor that holds the lock; -1 with EBUSY in errno if another process does. */
 int quota_lock(const char* name);
 void quota_unlock(const char* name, int fd);
-
-#endif

@@ -14,7 +14,7 @@
 
 static struct segment *segments;
 
-/* A child gets no mapping (see the two segment_map functions) and must not keep the segment's memory alive
+/* A child gets no mapping (segment_map_file) and must not keep the segment's memory alive
  * through a descriptor either. */
 static void forget_parent(void) {
   for (struct segment *segment = segments; segment; segment = segment->next) {
@@ -107,11 +107,12 @@ static int map_peer(const union ibv_gid *gid, struct segment **result) {
   if (!segment) return ENOMEM;
   segment->gid = *gid;
   segment->fd = segment->memory_fd = -1;
-  int error = segment_map_peer(segment);
+  int fd, error = segment_open_peer(gid, &fd, &segment->cookie);
   if (!error) {
-    error = check_header(segment);
-    if (error) munmap(segment->layout, SEGMENT_BYTES);
+    error = segment_map_file(segment, fd);
+    close(fd);
   }
+  if (!error && (error = check_header(segment))) munmap(segment->layout, SEGMENT_BYTES);
   if (error) {
     free(segment);
     return error;

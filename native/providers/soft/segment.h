@@ -16,8 +16,7 @@
  *                            and the old value says which completion to wait for. When that has arrived,
  *                            no peer writes into the posted buffers any more, and they may be reused.
  */
-#ifndef MLXDIST_SOFT_SEGMENT_H
-#define MLXDIST_SOFT_SEGMENT_H
+#pragma once
 
 #include "../../verbs/verbs_abi.h"
 
@@ -180,8 +179,8 @@ int segment_memory(struct segment* segment);
 /* Makes SEGMENT_BYTES of zeroed shared memory. Sets layout, gid, fd and named; cookie is set already. */
 int segment_map_new(struct segment* segment);
 
-/* Maps the segment at segment->gid. Sets layout and cookie; the caller checks the header. */
-int segment_map_peer(struct segment* segment);
+/* Opens the file of the segment at `gid`, which also says what cookie its header must have. */
+int segment_open_peer(const union ibv_gid* gid, int* fd, uint64_t* cookie);
 
 /* The number by the GID and the place in the header; 0: none. */
 uint32_t segment_number(const struct segment* segment);
@@ -192,8 +191,7 @@ int segment_look_up(uint32_t number, union ibv_gid* gid);
 /* Opens what segment_memory returns. */
 int segment_open_memory(const struct segment* segment);
 
-/* Maps SEGMENT_BYTES of the file, at a multiple of that, for this process and no child of it. Sets layout. For the two
- * above. */
+/* Maps SEGMENT_BYTES of the file, at a multiple of that, for this process and no child of it. Sets layout. */
 int segment_map_file(struct segment* segment, int fd);
 
 /* Removes the name, if there is one; mappings stay. */
@@ -201,5 +199,3 @@ void segment_remove_name(struct segment* segment);
 
 /* Zeroes whole pages and returns them to the system where it can. */
 void segment_zero_pages(void* memory, size_t bytes);
-
-#endif

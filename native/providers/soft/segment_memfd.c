@@ -71,17 +71,12 @@ static int open_segment(const struct address *address, int *fd) {
   return error;
 }
 
-int segment_map_peer(struct segment *segment) {
+int segment_open_peer(const union ibv_gid *gid, int *fd, uint64_t *cookie) {
   struct address address;
-  memcpy(&address, &segment->gid, sizeof address);
+  memcpy(&address, gid, sizeof address);
+  *cookie = address.cookie;
   if (address.pid <= 0 || memcmp(address.prefix, segment_prefix, sizeof address.prefix) != 0) return EINVAL;
-  int fd;
-  int error = open_segment(&address, &fd);
-  if (error) return error;
-  error = segment_map_file(segment, fd);
-  close(fd);
-  segment->cookie = address.cookie;
-  return error;
+  return open_segment(&address, fd);
 }
 
 uint32_t segment_number(const struct segment *segment) {

@@ -47,6 +47,13 @@ static int prepare(int fd) {
   return 0;
 }
 
+static int give_up(int fd) {
+  int error = errno;
+  socket_close(fd);
+  errno = error;
+  return -1;
+}
+
 /* A new socket, or the next that has connected to `listener`. Under the lock, so that no child keeps one that is not in
  * the list yet. */
 static int take(int listener) {
@@ -58,13 +65,7 @@ static int take(int listener) {
     fd = listener < 0 ? socket(AF_INET, SOCK_STREAM, 0) : accept(listener, NULL, NULL);
   if (fd >= 0) descriptors[descriptor_count++] = fd;
   unlock_list();
-  if (fd >= 0 && prepare(fd)) {
-    int error = errno;
-    socket_close(fd);
-    errno = error;
-    return -1;
-  }
-  return fd;
+  return fd >= 0 && prepare(fd) ? give_up(fd) : fd;
 }
 
 void socket_close(int fd) {
@@ -83,13 +84,6 @@ int socket_error(int fd) {
   int error = 0;
   socklen_t length = sizeof error;
   return getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &length) ? errno : error;
-}
-
-static int give_up(int fd) {
-  int error = errno;
-  socket_close(fd);
-  errno = error;
-  return -1;
 }
 
 int socket_listen(in_port_t *port) {

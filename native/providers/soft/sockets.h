@@ -2,8 +2,7 @@
  * TCP sockets of this process: they never block, raise no SIGPIPE, and no other program inherits them. A child that is
  * forked closes them: a connection has to end with the process that it belongs to.
  */
-#ifndef MLXDIST_SOFT_SOCKETS_H
-#define MLXDIST_SOFT_SOCKETS_H
+#pragma once
 
 #include <netinet/in.h>
 #include <sys/socket.h>
@@ -25,5 +24,3 @@ int socket_connect(const struct sockaddr_in* from, const struct sockaddr_in* to)
 
 int socket_error(int fd); /* errno value that is pending */
 void socket_close(int fd);
-
-#endif

@@ -122,7 +122,6 @@ static int query_device(struct ibv_context *context, struct ibv_device_attr *att
       .max_cqe = (int)profile->max_cqe,
       .max_mr = (int)profile->max_mr,
       .max_pd = (int)profile->max_pd,
-      .atomic_cap = IBV_ATOMIC_NONE,
       .max_pkeys = 1,
       .phys_port_cnt = 1,
   };

@@ -5,8 +5,7 @@
  * The objects of one context are used by one thread at a time; the caller's lock sees to that. Different
  * contexts are independent, and threads of one process may connect theirs to each other.
  */
-#ifndef MLXDIST_SOFT_SOFT_H
-#define MLXDIST_SOFT_SOFT_H
+#pragma once
 
 #include "../providers.h"
 #include "addresses.h"
@@ -297,5 +296,3 @@ int soft_post_recv(struct ibv_qp* qp, struct ibv_recv_wr* wr, struct ibv_recv_wr
 void soft_send_held(struct soft_context* context); /* those that may leave by now */
 void soft_flush_held(struct soft_qp* qp);          /* in the state ERR: all */
 void soft_forget_held(struct soft_qp* qp);         /* without completions */
-
-#endif

@@ -15,8 +15,7 @@
  * goes on after RTR, too late for an error. Devices with credit (device_profile.h) wait instead; as the system's
  * buffers take part of what waits, a SEND may complete before its receive is posted.
  */
-#ifndef MLXDIST_SOFT_TCP_H
-#define MLXDIST_SOFT_TCP_H
+#pragma once
 
 #include "siphash.h"
 #include "soft.h"
@@ -164,5 +163,3 @@ bool tcp_check_greeting(const struct tcp_greeting* greeting, const uint8_t key[S
 void tcp_answer(const struct tcp_greeting* greeting, const uint8_t key[SIPHASH_BYTES],
                 const uint8_t challenge[TCP_NONCE_BYTES], uint8_t proof[SIPHASH_BYTES]);
 bool tcp_same_proof(const uint8_t a[SIPHASH_BYTES], const uint8_t b[SIPHASH_BYTES]);
-
-#endif
