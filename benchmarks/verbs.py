@@ -15,40 +15,44 @@ from __future__ import annotations
 
 import json
 import random
-import statistics
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 from engine import compile_program
+from rich.console import Console
 from rich.table import Table
 from verbs_instructions import Counter, Work
 
 import mlxdist
-from mlxdist.tools.bench.results import foreign_load, results_console, table_of
-from mlxdist.tools.bench.runner import repeats_option
-from mlxdist.tools.bench.sizes import format_size
-from mlxdist.tools.bench.timing import ForeignLoad
+from mlxdist.tools.bench.bandwidth import algorithm_bandwidth
+from mlxdist.tools.bench.machine import describe_command, describe_machine
+from mlxdist.tools.bench.results import Result, Target, by_case, case_name, comparison_table, table_of
+from mlxdist.tools.bench.runner import Report, Runner, finish, repeats_option
+from mlxdist.tools.bench.timing import ForeignLoad, quantiles
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts" / "rxe"))
 from machine import Machine, MachineError, Unavailable, accelerator
 
 KIB, MIB = 1 << 10, 1 << 20
-LATENCY_SIZES = [8, 64, 512, 4 * KIB]
-BANDWIDTH_SIZES = [64 * KIB, 256 * KIB, MIB, 4 * MIB]
-LATENCY_TARGET = 1.3  # of perftest's or less
-BANDWIDTH_TARGET = 0.9  # of perftest's or more
+SIZES = {"latency": [8, 64, 512, 4 * KIB], "bandwidth": [64 * KIB, 256 * KIB, MIB, 4 * MIB]}
+# How many times as long as perftest's a message may take.
+TARGETS = {"latency": 1.3, "bandwidth": 1 / 0.9}
+OURS, PERFTEST = "mlxdist", "perftest"
 PING_PONGS = 300
 COUNTED_PING_PONGS = 1000
 RUN_BYTES, RUN_MESSAGES = 24 * MIB, 12  # one way in a run for bandwidth: bytes, and at least this many messages
 SECONDS = 60
+# Of `Work`, with digits after the point.
+SHOWN = {"kernel": 0, "program": 0, "work_requests": 2, "packets": 2}
 
 # The server first; the client when that listens (port 18515, in hexadecimal). What the server prints counts: for
 # bandwidth it is the receiver.
-PERFTEST = """
+COMMAND = """
 options="--connection=UC --gid-index=1 --CPU-freq --size={bytes} --iters={count}"
 taskset --cpu-list 0 timeout {seconds} {program} $options --ib-dev=rxe0 > /tmp/perftest &
 until grep -q ':4853 .* 0A' /proc/net/tcp; do sleep 0.05; done
@@ -57,92 +61,72 @@ wait && cat /tmp/perftest
 """
 
 
-@dataclass
-class Case:
-    """One size, measured by both."""
-
-    what: str  # "latency" in microseconds, or "bandwidth" in MiB/s
-    bytes: int
-    ours: list[float] = field(default_factory=list)
-    perftest: list[float] = field(default_factory=list)
-    hung: int = 0  # runs of perftest that have lost a message
-    retransmissions: int = 0
-    our_work: Work | None = None
-    work_of_perftest: Work | None = None
-
-    def ratio(self) -> float | None:
-        return statistics.median(self.ours) / statistics.median(self.perftest) if self.perftest else None
-
-    def target(self) -> str:
-        return f"{LATENCY_TARGET} or less" if self.what == "latency" else f"{BANDWIDTH_TARGET} or more"
-
-    def met(self) -> bool | None:
-        """None: perftest has lost a message in every run, so that there is nothing to compare with."""
-        ratio = self.ratio()
-        if ratio is None:
-            return None
-        return ratio <= LATENCY_TARGET if self.what == "latency" else ratio >= BANDWIDTH_TARGET
+def results_of(sizes: dict[str, list[int]]) -> list[Result]:
+    """Of each operation and size one by either program, without times."""
+    cases = [{"operation": operation, "bytes": size} for operation, of_it in sizes.items() for size in of_it]
+    return [{"case": case, "variant": variant, "wrong": 0} for case in cases for variant in (OURS, PERFTEST)]
 
 
-def _count(case: Case) -> int:
-    return PING_PONGS if case.what == "latency" else max(RUN_MESSAGES, RUN_BYTES // case.bytes)
+def _count(case: dict[str, Any]) -> int:
+    return PING_PONGS if case["operation"] == "latency" else max(RUN_MESSAGES, RUN_BYTES // case["bytes"])
 
 
-def _call_ours(machine: Machine, case: Case, count: int) -> dict[str, Any]:
-    arguments = f"{case.what} {case.bytes} {count} ibverbs rxe0 1 rxe1 1"
+def _run_ours(machine: Machine, case: dict[str, Any], count: int) -> dict[str, Any]:
+    arguments = f"{case['operation']} {case['bytes']} {count} ibverbs rxe0 1 rxe1 1"
     run = machine.run(f"/exchange/verbs {arguments}", SECONDS)
     if run.status:
         raise click.ClickException(f"verbs {arguments} ended with status {run.status}:\n{run.output}")
     return json.loads(run.output)
 
 
-def _run_ours(machine: Machine, case: Case) -> None:
-    result = _call_ours(machine, case, _count(case))
-    case.ours.append(result["result"])
-    case.retransmissions += result["retransmissions"]
-
-
-def _call_perftest(machine: Machine, case: Case, count: int) -> float | None:
-    """None: it has lost a message."""
-    program = "ib_send_lat" if case.what == "latency" else "ib_send_bw"
-    command = PERFTEST.format(program=program, bytes=case.bytes, count=count, seconds=SECONDS // 3)
+def _run_perftest(machine: Machine, case: dict[str, Any], count: int) -> dict[str, Any]:
+    """Without a result if it has lost a message."""
+    is_latency = case["operation"] == "latency"
+    program = "ib_send_lat" if is_latency else "ib_send_bw"
+    command = COMMAND.format(program=program, bytes=case["bytes"], count=count, seconds=SECONDS // 3)
     run = machine.run(command, SECONDS)
     if run.status == 124:
-        return None
+        return {"hung": 1}
     # The last line of numbers has the size, the messages, and then: shortest, longest, typical; or: peak, average.
-    lines = [line.split() for line in run.output.splitlines() if line.split()[:1] == [str(case.bytes)]]
+    lines = [line.split() for line in run.output.splitlines() if line.split()[:1] == [str(case["bytes"])]]
     if run.status or not lines:
         raise click.ClickException(f"{program} ended with status {run.status}:\n{run.output}")
-    return float(lines[-1][4 if case.what == "latency" else 3])
+    return {"result": float(lines[-1][4 if is_latency else 3])}
 
 
-def _run_perftest(machine: Machine, case: Case) -> None:
-    result = _call_perftest(machine, case, _count(case))
-    if result is None:
-        case.hung += 1
-    else:
-        case.perftest.append(result)
+RUN = {OURS: _run_ours, PERFTEST: _run_perftest}
 
 
-def measure(machine: Machine, repeats: int, latency_sizes: list[int], bandwidth_sizes: list[int]) -> list[Case]:
+def measure(machine: Machine, repeats: int, sizes: dict[str, list[int]]) -> list[Result]:
     """Runs both programs ``repeats`` times for each size.
 
     Raises:
         click.ClickException: a program could not be compiled, or has failed.
     """
     compile_program("verbs.c", machine.exchange)
-    cases = [Case("latency", size) for size in latency_sizes] + [Case("bandwidth", size) for size in bandwidth_sizes]
-    turns = [(case, run) for case in cases for run in (_run_ours, _run_perftest)]
-    shuffle = random.Random(0).shuffle
+    results = results_of(sizes)
+    runs: list[list[dict[str, Any]]] = [[] for _ in results]
     for _ in range(repeats):
-        shuffle(turns)
-        for case, run in turns:
-            run(machine, case)
-    return cases
+        for place in random.sample(range(len(results)), len(results)):
+            case = results[place]["case"]
+            runs[place].append(RUN[results[place]["variant"]](machine, case, _count(case)))
+    for result, found in zip(results, runs):
+        times = [_microseconds(result["case"], run["result"]) for run in found if "result" in run]
+        result["refused"] = None if times else "a message was lost in every run"
+        result["microseconds"] = quantiles(np.array(times)) if times else None
+        if times and result["case"]["operation"] == "bandwidth":
+            result["algbw"] = algorithm_bandwidth(result["case"]["bytes"], result["microseconds"]["median"])
+        result |= {name: sum(run.get(name, 0) for run in found) for name in ("hung", "retransmissions")}
+    return results
 
 
-def count_work(cases: list[Case]) -> None:
-    """Fills in the work of each case, in a machine of its own, which is slowed down by counting.
+def _microseconds(case: dict[str, Any], result: float) -> float:
+    """Of a message: both programs report the bandwidth in MiB/s."""
+    return result if case["operation"] == "latency" else case["bytes"] / MIB / result * 1e6
+
+
+def count_work(results: list[Result]) -> None:
+    """Adds the work of each result, in a machine of its own, which is slowed down by counting.
 
     Raises:
         click.ClickException: a program could not be compiled, has failed, or has lost a message.
@@ -152,90 +136,72 @@ def count_work(cases: list[Case]) -> None:
         with Machine(plugin=counter.option) as machine:
             compile_program("verbs.c", machine.exchange)
             counter.start(machine)
-            for case in cases:
-                _count_work(counter, machine, case)
+            for result in results:
+                result["work"] = asdict(_work(counter, machine, result["case"], result["variant"]))
 
 
-def _count_work(counter: Counter, machine: Machine, case: Case) -> None:
-    def perftest(count: int) -> None:
-        if _call_perftest(machine, case, count) is None:
-            raise click.ClickException(f"perftest has lost a message of {case.bytes} bytes while it was counted")
+def _work(counter: Counter, machine: Machine, case: dict[str, Any], variant: str) -> Work:
+    def run(count: int) -> None:
+        if "hung" in RUN[variant](machine, case, count):
+            raise click.ClickException(f"{variant} has lost a message of {case['bytes']} bytes while it was counted")
 
+    if case["operation"] == "bandwidth":
+        return counter.work(run, _count(case), _count(case))
     # There and back; verbs.c warms up with a tenth more.
-    count = COUNTED_PING_PONGS if case.what == "latency" else _count(case)
-    ours, theirs = (2 * (count + count // 10), 2 * count) if case.what == "latency" else (count, count)
-    case.our_work = counter.work(lambda count: _call_ours(machine, case, count), count, ours)
-    case.work_of_perftest = counter.work(perftest, count, theirs)
+    warm_up = COUNTED_PING_PONGS // 10 if variant == OURS else 0
+    return counter.work(run, COUNTED_PING_PONGS, 2 * (COUNTED_PING_PONGS + warm_up))
 
 
-def work_table(cases: list[Case]) -> Table:
+def work_table(results: list[Result]) -> Table:
     rows = []
-    for case in cases:
-        ours, theirs = case.our_work, case.work_of_perftest
-        if ours and theirs:
-            ratio = (ours.kernel + ours.program) / (theirs.kernel + theirs.program)
-            rows.append(
-                [
-                    case.what,
-                    format_size(case.bytes),
-                    f"{ours.kernel:.0f} / {theirs.kernel:.0f}",
-                    f"{ours.program:.0f} / {theirs.program:.0f}",
-                    f"{ratio:.2f}",
-                    f"{ours.work_requests:.2f} / {theirs.work_requests:.2f}",
-                    f"{ours.packets:.2f} / {theirs.packets:.2f}",
-                ]
-            )
-    columns = ["", "bytes", "kernel's instructions", "program's instructions", "ratio", "work requests", "packets"]
+    for row in by_case({"cases": results}):
+        ours, theirs = row[OURS]["work"], row[PERFTEST]["work"]
+        ratio = (ours["kernel"] + ours["program"]) / (theirs["kernel"] + theirs["program"])
+        cells = [f"{ours[name]:.{digits}f} / {theirs[name]:.{digits}f}" for name, digits in SHOWN.items()]
+        rows.append([case_name(row[OURS]["case"]), *cells, f"{ratio:.2f}"])
+    columns = ["", "kernel's instructions", "program's instructions", "work requests", "packets", "instructions' ratio"]
     return table_of("what one message takes, both sides together, without polling: ours / perftest", columns, rows)
 
 
-def spread(samples: list[float]) -> str:
-    if not samples:
-        return "none ended"
-    return f"{statistics.median(samples):.4g} ({min(samples):.4g} to {max(samples):.4g})"
+def targets(results: list[Result]) -> list[Target]:
+    found = []
+    for row in by_case({"cases": results}):
+        case, theirs = row[OURS]["case"], row[PERFTEST]["microseconds"]
+        bound = TARGETS[case["operation"]]
+        wanted = f"{bound:.3g}x perftest or less"
+        found.append(Target.of(case_name(case), wanted, row[OURS]["microseconds"], theirs and theirs["median"], bound))
+    return found
 
 
-def table(cases: list[Case]) -> Table:
-    rows = []
-    for case in cases:
-        unit = "us one way" if case.what == "latency" else "MiB/s at the receiver"
-        ratio = case.ratio()
-        verdict = [
-            "" if ratio is None else f"{ratio:.2f}",
-            case.target(),
-            {None: "", True: "yes", False: "no"}[case.met()],
-        ]
-        lost = [str(case.hung), str(case.retransmissions)]
-        rows.append([unit, format_size(case.bytes), spread(case.ours), spread(case.perftest), *lost, *verdict])
-    columns = ["", "bytes", "ours", "perftest", "hung", "retransmitted", "ratio", "target", "met"]
-    title = f"ours and perftest over UC, soft-RoCE in a virtual machine run by {accelerator()}"
-    return table_of(title, columns, rows)
+def show(results: dict[str, Any], console: Console) -> None:
+    more = {
+        "perftest hung": lambda row: str(row[PERFTEST]["hung"]),
+        "retransmitted": lambda row: str(row[OURS]["retransmissions"]),
+    }
+    console.print(comparison_table(results, "one message, UC", console, more=more))
+    if "work" in results["cases"][0]:
+        console.print(work_table(results["cases"]))
 
 
 @click.command()
 @repeats_option(9)
-@click.option("--output", type=click.Path(path_type=Path), help="All samples, as JSON.")
+@click.option("--output", type=click.Path(path_type=Path), help="Also write the results as JSON here.")
 def main(repeats: int, output: Path | None) -> None:
     """Measure send and recv and perftest, over soft-RoCE in a virtual machine."""
-    foreign = ForeignLoad(mlxdist.init())
+    setup, foreign = describe_command(), ForeignLoad(mlxdist.init())
     try:
         with Machine() as machine:
-            cases = measure(machine, repeats, LATENCY_SIZES, BANDWIDTH_SIZES)
-        count_work(cases)
+            found = measure(machine, repeats, SIZES)
+        count_work(found)
     except (MachineError, Unavailable) as error:
         raise click.ClickException(str(error)) from None
-    results = {
-        "accelerator": accelerator(),
-        "repeats": repeats,
-        "foreign_cpu_share": foreign.share(),
-        "cases": [asdict(case) | {"ratio": case.ratio(), "met": case.met()} for case in cases],
-    }
-    results_console().print(table(cases))
-    results_console().print(work_table(cases))
-    if load := foreign_load(results):
-        click.echo(f"{load}: repeat this on a quiet machine.")
-    if output:
-        output.write_text(json.dumps(results, indent=1))
+    here = describe_machine()
+    setup |= {"ranks": 2, "machines": [here], "mlx": here["mlx"], "mlxdist": here["mlxdist"], "device": "cpu"}
+    setup |= {"provider": f"ibverbs: soft-RoCE in a virtual machine run by {accelerator()}", "limits": []}
+    job = {"rows": [found], "absent": [], "foreign_cpu_share": foreign.share()}
+    results = Runner("verbs", repeats=repeats).results([job], [result["case"] for result in found[::2]], setup)
+    results["targets"] = [target.judged() for target in targets(found)]
+    finish(Report(results, show), False, output)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,1 @@
-#!/usr/bin/env bash
-# See two_nodes.py, and --help.
-folder=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-python=$folder/../.venv/bin/python
-[ -x "$python" ] || python=python3
-exec "$python" "$folder/two_nodes.py" "${0##*/}" "$@"
+test_2node.sh

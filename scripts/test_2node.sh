@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# See two_nodes.py, and --help.
+# See two_nodes.py, and --help. bench_2node.sh and compare_2node.sh are links to this: the name is the command.
 folder=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=$folder/../.venv/bin/python
 [ -x "$python" ] || python=python3

@@ -1,4 +1,5 @@
-"""The commands of test_2node.sh, bench_2node.sh and compare_2node.sh: jobs of mlxdist between two nodes."""
+"""The commands of test_2node.sh, bench_2node.sh and compare_2node.sh: jobs of mlxdist between two nodes. Their options
+are those of setup_rdma.py, too."""
 
 import importlib.util
 import json
@@ -59,8 +60,14 @@ _IN_SUITE = (
 )
 
 
+def with_nodes(name: str, *more: Callable[[Any], Any]) -> Callable[[Callable[..., None]], click.Command]:
+    """Makes the command of a script, which gets the options of the two nodes and its own."""
+    options = [*more, *_ON_NODES][::-1]
+    return lambda function: click.command(name)(reduce(lambda made, option: option(made), options, function))
+
+
 def on_two_nodes(name: str, *more: Callable[[Any], Any]) -> Callable[[Callable[..., None]], click.Command]:
-    """Makes the command of a script, which gets `Nodes` and its own options."""
+    """The same for jobs between the nodes: the script gets `Nodes` and its own options."""
 
     def decorate(function: Callable[..., None]) -> click.Command:
         @wraps(function)
@@ -82,8 +89,7 @@ def on_two_nodes(name: str, *more: Callable[[Any], Any]) -> Callable[[Callable[.
                 hosts = ["--hostfile", str(hostfile), "--ssh", ssh, "--python", found]
                 function(Nodes(hosts, Path(remote_dir or ROOT), found), **own)
 
-        options = reversed([*more, *_ON_NODES])
-        return click.command(name)(reduce(lambda made, option: option(made), options, command))
+        return with_nodes(name, *more)(command)
 
     return decorate
 

@@ -12,12 +12,12 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["HERE", "Unavailable", "boot_files", "pyverbs_directory"]
+__all__ = ["HERE", "Unavailable", "boot_files", "unpacked"]
 
 HERE = Path(__file__).parent
 CACHE = HERE.parent.parent / "build" / "rxe"
@@ -57,25 +57,9 @@ def boot_files() -> tuple[Path, Path]:
         raise Unavailable(
             f"missing: {', '.join(missing)}; on Debian: apt-get install --no-install-recommends {' '.join(missing)}"
         )
-    CACHE.mkdir(parents=True, exist_ok=True)
-    with _locked(CACHE / "lock"):
-        kernel = _unpacked(_kernel_package())
-        busybox = _unpacked("busybox-static") / "bin" / "busybox"
-        image = next((kernel / "boot").glob("vmlinuz-*"))
-        return image, _initial_files(kernel, busybox)
-
-
-def pyverbs_directory() -> Path:
-    """Where Debian's Python finds pyverbs; unpacked, since installing it takes other packages along.
-
-    Raises:
-        Unavailable: it could not be fetched, or is for another Python than this one.
-    """
-    with _locked(CACHE / "lock"):
-        folder = _unpacked("python3-pyverbs") / "usr" / "lib" / "python3" / "dist-packages"
-    if not list((folder / "pyverbs").glob(f"device.{sys.implementation.cache_tag}-*.so")):
-        raise Unavailable(f"Debian's pyverbs is not for this Python, {platform.python_version()}")
-    return folder
+    kernel, busybox = unpacked(_kernel_package()), unpacked("busybox-static") / "bin" / "busybox"
+    with _locked():
+        return next((kernel / "boot").glob("vmlinuz-*")), _initial_files(kernel, busybox)
 
 
 def _missing() -> list[str]:
@@ -84,8 +68,9 @@ def _missing() -> list[str]:
 
 
 @contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    with file.open("w") as lock:
+def _locked() -> Iterator[None]:
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -101,18 +86,19 @@ def _kernel_package() -> str:
     return found[1]
 
 
-def _unpacked(package: str) -> Path:
-    """The folder with the contents of a package, fetched and unpacked if it is not there yet."""
+def unpacked(package: str) -> Path:
+    """The folder with the contents of a package, fetched and unpacked if it is not there yet.
+
+    Raises:
+        Unavailable: it could not be fetched.
+    """
     folder = CACHE / package
-    if folder.exists():
-        return folder
-    work = CACHE / "fetching"
-    shutil.rmtree(work, ignore_errors=True)
-    (work / "root").mkdir(parents=True)
-    _apt("apt-get", "download", "--quiet", package, cwd=work)
-    _call("dpkg", "-x", str(next(work.glob("*.deb"))), str(work / "root"))
-    (work / "root").rename(folder)
-    shutil.rmtree(work)
+    with _locked():
+        if not folder.exists():
+            with tempfile.TemporaryDirectory(dir=CACHE) as work:
+                _apt("apt-get", "download", "--quiet", package, cwd=Path(work))
+                _call("dpkg", "-x", str(next(Path(work).glob("*.deb"))), f"{work}/root")
+                Path(work, "root").rename(folder)
     return folder
 
 

@@ -12,9 +12,9 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "scripts" / "rxe"), str(ROOT / "benchmarks")]
 import verbs
 from machine import Machine, Unavailable
-from packages import pyverbs_directory
+from packages import unpacked
 
-from mlxdist.tools.bench.results import results_console
+from mlxdist.tools.bench.results import by_case, results_console
 
 pytestmark = pytest.mark.rxe
 
@@ -164,10 +164,13 @@ def test_devices_are_those_of_ibv_devinfo(machine):
 
 def test_devices_are_those_of_pyverbs(machine):
     try:
-        directory = pyverbs_directory()
+        # Unpacked, since installing it takes other packages along.
+        folder = unpacked("python3-pyverbs") / "usr" / "lib" / "python3" / "dist-packages"
     except Unavailable as missing:
         pytest.skip(str(missing))
-    ours, theirs = listed_devices(machine), listed_devices(machine, directory)
+    if not list((folder / "pyverbs").glob(f"device.{sys.implementation.cache_tag}-*.so")):
+        pytest.skip("Debian's pyverbs is not for this Python")
+    ours, theirs = listed_devices(machine), listed_devices(machine, folder)
     assert (ours["listed_by"], theirs["listed_by"]) == ("mlxdist", "pyverbs")
     for device in (device for provider in (ours, theirs) for device in provider["devices"]):
         for gid in device["gids"]:
@@ -177,25 +180,26 @@ def test_devices_are_those_of_pyverbs(machine):
 
 def test_perftest_side_by_side(machine):
     """Both run; how fast they are is for benchmarks/verbs.py to say, on a quiet machine."""
-    cases = verbs.measure(machine, repeats=1, latency_sizes=[8, 4096], bandwidth_sizes=[64 << 10, 1 << 20])
-    results_console().print(verbs.table(cases))
-    assert all(case.ours and min(case.ours) > 0 for case in cases)
-    assert all(case.hung or min(case.perftest) > 0 for case in cases)
+    results = verbs.measure(machine, repeats=1, sizes={"latency": [8, 4096], "bandwidth": [64 << 10, 1 << 20]})
+    verbs.show({"cases": results}, results_console())
+    assert len(verbs.targets(results)) == 4
+    for result in results:
+        assert result["microseconds"]["min"] > 0 if result["microseconds"] else result["hung"]
+        assert result["variant"] == verbs.PERFTEST or not result["hung"]
 
 
 def test_work_of_a_message():
     """Counted, so that it does not depend on what else this machine does: of a small message, and of one that is a
     packet of perftest's and two of ours, since our header comes on top."""
-    small, large = cases = [verbs.Case("latency", 8), verbs.Case("latency", PACKET_BYTES)]
+    results = verbs.results_of({"latency": [8, PACKET_BYTES]})
     try:
-        verbs.count_work(cases)
+        verbs.count_work(results)
     except Unavailable as missing:
         pytest.skip(str(missing))
-    results_console().print(verbs.work_table(cases))
-    for case in cases:
-        ours, perftest = case.our_work, case.work_of_perftest
-        assert (round(ours.work_requests, 1), round(perftest.work_requests, 1)) == (1, 1)
+    results_console().print(verbs.work_table(results))
+    rows = [[row[name]["work"] for name in (verbs.OURS, verbs.PERFTEST)] for row in by_case({"cases": results})]
+    for ours, perftest in rows:
+        assert (round(ours["work_requests"], 1), round(perftest["work_requests"], 1)) == (1, 1)
         # About 1.15 and 1.3 of perftest's; the rest is for what the kernel's scheduler does on a busy machine.
-        assert ours.kernel + ours.program <= 1.5 * (perftest.kernel + perftest.program)
-    assert (round(small.our_work.packets, 1), round(small.work_of_perftest.packets, 1)) == (1, 1)
-    assert (round(large.our_work.packets, 1), round(large.work_of_perftest.packets, 1)) == (2, 1)
+        assert ours["kernel"] + ours["program"] <= 1.5 * (perftest["kernel"] + perftest["program"])
+    assert [[round(work["packets"], 1) for work in row] for row in rows] == [[1, 1], [2, 1]]

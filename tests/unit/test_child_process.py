@@ -41,7 +41,7 @@ def run(directory, *words, timeout=120):
 COMMANDS = {"devices": ("devices",), "launch": ("launch", "--hosts", "a", "--ssh", "SSH", "--cwd", "/", "--", "true")}
 LONG = {
     "doctor": ("doctor", "--quick", "--hosts", "a", "--ssh", "SSH"),
-    "collectives": ("bench", "collectives", "--sizes", "4KiB", "--rounds", "3", "--op", "all_sum"),
+    "collectives": ("bench", "collectives", "--sizes", "4KiB", "--repeats", "3", "--op", "all_sum"),
     "calibrate": ("calibrate", "--seconds", "0.1"),
     "shard": ("shard", "MODEL", "--tp", "2", "--verify"),
 }

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mlxdist.base.validation import fields_of, list_of, map_of, number, or_null, read_bounded, seconds, text
+from mlxdist.base.validation import Check, fields_of, list_of, map_of, number, or_null, read_bounded, seconds, text
 
 from .limits import LIMIT_COLUMNS, LIMITS, NARROW, explain_limits, limit_cells, limits_line
 from .sizes import format_size
@@ -88,49 +88,38 @@ def _time(name: str, value: Any) -> float:
     return value
 
 
-def _times(name: str, value: Any) -> dict[str, Any]:
-    return fields_of(dict.fromkeys(("median", "p10", "p90", "p99", "min", "max"), _time), value)
-
-
-def _limit(name: str, value: Any) -> dict[str, Any]:
-    return fields_of({"median": _time}, value)
+def _object(**checks: Check) -> Check:
+    """With these fields, and any others."""
+    return lambda name, value: fields_of(checks, value)
 
 
 def _case(name: str, value: Any) -> dict[str, Any]:
-    found = map_of(_anything, 32)(name, value)
+    found = _FIELDS(name, value)
     for key, value in found.items():
         (number(1 if key == "bytes" else 0, _MAX_SIZE) if type(value) is not str else text())(key, value)
     return found
 
 
-def _anything(name: str, value: Any) -> Any:
-    return value
-
-
-def _host(name: str, value: Any) -> dict[str, Any]:
-    return fields_of({"name": text(), "ips": list_of(text(), 1000)}, value)
-
-
-_FIELDS = map_of(_anything, 1000)
+_FIELDS = map_of(lambda name, value: value, 1000)
 _RESULT = {
     "case": _case,
     "variant": text(),
     "wrong": number(0, _MAX_SIZE),
     "refused": or_null(text(10_000)),
-    "microseconds": or_null(_times),
+    "microseconds": or_null(_object(median=_time, p10=_time, p90=_time, p99=_time, min=_time, max=_time)),
 }
 _SETUP = dict.fromkeys(("provider", "mlxdist", "mlx", "device", "command"), text(100_000)) | {
     "ranks": number(1, _MAX_SIZE),
-    "hosts": list_of(_host, 10_000),
+    "hosts": list_of(_object(name=text(), ips=list_of(text(), 1000)), 10_000),
     "machines": list_of(_FIELDS, 10_000),
     "cases": list_of(_FIELDS, _MAX_RESULTS),
     "limits": list_of(_FIELDS, 100),
     "foreign_cpu_share": or_null(seconds),
 }
 _FILE = {
-    "setup": lambda name, value: fields_of(_SETUP, value),
+    "setup": _object(**_SETUP),
     "cases": list_of(_FIELDS, _MAX_RESULTS),
-    "absent": list_of(lambda name, value: fields_of({"variant": text(), "absent": text(10_000)}, value), _MAX_RESULTS),
+    "absent": list_of(_object(variant=text(), absent=text(10_000)), _MAX_RESULTS),
     "targets": list_of(_FIELDS, _MAX_RESULTS),
 }
 
@@ -143,7 +132,7 @@ def _check(found: Any) -> None:
         raise ValueError(f"its schema is {found.get('schema')!r:.40}, and this mlxdist reads {SCHEMA}")
     fields_of(_FILE, found)
     for number_, result in enumerate(found["cases"]):
-        limits = {name: or_null(_limit) for name in LIMITS if name in result}
+        limits = {name: or_null(_object(median=_time)) for name in LIMITS if name in result}
         try:
             checked = fields_of(_RESULT | limits, result)
             if checked["microseconds"] is None and checked["refused"] is None:

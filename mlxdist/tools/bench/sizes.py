@@ -72,11 +72,7 @@ def sized_cases(kinds: Iterable[tuple[str, str]], sizes: Sequence[int], ranks: i
 
 
 def check_sizes(sizes: Sequence[int], cases: Iterable[tuple[str, str]], ranks: int) -> None:
-    """``cases``: operations and dtypes that are to be measured with each of the sizes, in bytes.
-
-    Raises:
-        click.BadParameter: one of them has no arrays of such a size.
-    """
+    """Raises click.BadParameter: one of the ``cases``, operations and dtypes, has no arrays of one of the sizes."""
     for operation, dtype in cases:
         unit = unit_of(operation, dtype, ranks)
         for size in sizes:
@@ -90,11 +86,7 @@ def check_sizes(sizes: Sequence[int], cases: Iterable[tuple[str, str]], ranks: i
 
 
 def check_range(smallest: int, cases: Iterable[tuple[str, str]], ranks: int) -> None:
-    """The same for the sizes of `size_range`, which are rounded down.
-
-    Raises:
-        click.BadParameter: nothing would be left of the smallest.
-    """
+    """The same for the sizes of `size_range`, which are rounded down: nothing would be left of the smallest."""
     for operation, dtype in cases:
         if smallest < (unit := unit_of(operation, dtype, ranks)):
             problem = f"{format_size(smallest)} is too little for {operation} of {dtype} on {ranks} ranks"
