@@ -6,7 +6,6 @@ would hang, or silently run as several groups of one.
 """
 
 import functools
-import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -48,18 +47,19 @@ SOFT_PROFILES = ("ideal", "apple-tb5", "apple-tb5-26.2", "apple-odd", "rxe")  # 
 SOFT_TRANSPORTS = ("auto", "shm", "tcp")
 _UNNAMED_RUN = os.urandom(8).hex()
 
-Parser = Callable[[str, str], Any]
+# Takes the text of a variable and returns what it says. Raises ValueError with words that follow the name and the text.
+Parser = Callable[[str], Any]
 
 
 def parse_address(text: str) -> tuple[str, int]:
     """``host:port`` or ``[IPv6 address]:port`` as a pair.
 
     Raises:
-        ValueError: it is neither, or the port is not 1 to 65535.
+        ValueError: it is neither, or the port is not 1 to 65535. The words follow the text.
     """
     match = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^\[\]:\s]+)):([0-9]{1,5})", text)
     if match is None or not 1 <= int(match[3]) <= 65535:
-        raise ValueError(f"{text!r} is not an address; write host:port, or [address]:port for IPv6")
+        raise ValueError("is not an address; write host:port, or [address]:port for IPv6")
     return match[1] or match[2], int(match[3])
 
 
@@ -67,121 +67,77 @@ def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-# Each parser takes the name and the text of a variable, and returns what the text says or raises.
+def _matching(pattern: str, problem: str, convert: Callable[[str], Any] = str) -> Parser:
+    def parse(text: str) -> Any:
+        if not re.fullmatch(pattern, text, re.ASCII):
+            raise ValueError(problem)
+        return convert(text)
+
+    return parse
 
 
 def _integer(low: int, high: int, multiple: int = 1) -> Parser:
-    def parse(name: str, text: str) -> int:
+    steps = f", a multiple of {multiple}" if multiple > 1 else ""
+
+    def parse(text: str) -> int:
         # Not int(): it also takes " 1", "1_0" and the digits of other scripts.
         value = int(text) if re.fullmatch(r"[0-9]{1,10}", text, re.ASCII) else None
         if value is None or not low <= value <= high or value % multiple != 0:
-            steps = f", a multiple of {multiple}" if multiple > 1 else ""
-            raise EnvironmentVariableError(f"{name}={text!r} is not a whole number from {low} to {high}{steps}")
+            raise ValueError(f"is not a whole number from {low} to {high}{steps}")
         return value
 
     return parse
 
 
 def _one_of(values: tuple[str, ...]) -> Parser:
-    def parse(name: str, text: str) -> str:
-        if text not in values:
-            raise EnvironmentVariableError(f"{name}={text!r} is none of {', '.join(values)}")
-        return text
-
-    return parse
+    return _matching("|".join(map(re.escape, values)), f"is none of {', '.join(values)}")
 
 
-def _seconds(or_never: bool) -> Parser:
-    def parse(name: str, text: str) -> float:
-        value = float(text) if re.fullmatch(r"[0-9]{1,9}(\.[0-9]*)?", text, re.ASCII) else math.nan
-        if math.isnan(value) or (value == 0 and not or_never):
-            wanted = "a number of seconds (0 waits for ever)" if or_never else "a number of seconds above 0"
-            raise EnvironmentVariableError(f"{name}={text!r} is not {wanted}")
-        return value
-
-    return parse
-
-
-def _pairs(name: str, text: str) -> frozenset[tuple[int, int]]:
+def _pairs(text: str) -> frozenset[tuple[int, int]]:
     """Each pair both ways."""
-    if not re.fullmatch(r"[0-9]{1,4}-[0-9]{1,4}(,[0-9]{1,4}-[0-9]{1,4})*", text, re.ASCII):
-        raise EnvironmentVariableError(f"{name}={text!r} is not a list of pairs of ranks, such as 0-1,1-2,2-0")
     pairs = [(int(a), int(b)) for a, b in (pair.split("-") for pair in text.split(","))]
     return frozenset(pairs) | frozenset((b, a) for a, b in pairs)
 
 
-def _numbers(name: str, text: str) -> tuple[float, ...]:
-    number = r"[0-9]{1,20}(\.[0-9]{1,9})?"
-    numbers = tuple(map(float, text.split(","))) if re.fullmatch(f"{number}(,{number})*", text, re.ASCII) else ()
-    if not numbers or not min(numbers) > 0:
-        raise EnvironmentVariableError(f"{name}={text!r} is not a number above 0 for each rank, such as 1.5,1")
-    return numbers
+_NOT_ZERO = r"(?![0.]+(?:,|$))"
+_PAIR, _SHARE, _FAULT = r"[0-9]{1,4}-[0-9]{1,4}", _NOT_ZERO + r"[0-9]{1,20}(\.[0-9]{1,9})?", "[a-z_]+(=[a-z0-9/]+)?"
+_SECONDS = r"[0-9]{1,9}(\.[0-9]*)?"
+
+_seconds = _matching(_NOT_ZERO + _SECONDS, "is not a number of seconds above 0", float)
+_seconds_or_never = _matching(_SECONDS, "is not a number of seconds (0 waits for ever)", float)
+_topology = _matching(f"{_PAIR}(,{_PAIR})*", "is not a list of pairs of ranks, such as 0-1,1-2,2-0", _pairs)
+_shares = _matching(
+    f"{_SHARE}(,{_SHARE})*",
+    "is not a number above 0 for each rank, such as 1.5,1",
+    lambda text: tuple(map(float, text.split(","))),
+)
+# The provider knows which faults there are; this rejects only what cannot be a list of any.
+_faults = _matching(f"([0-9]:)?{_FAULT}(,{_FAULT})*", "is not a list of faults, such as drop=1/100,corrupt_next=1")
+_job = _matching("[A-Za-z0-9._-]{0,256}", "must be at most 256 letters, digits, dots, dashes or underlines")
+_file = _matching("(?s).+", "is empty; give a name, write none, or unset it for the default")
+_secret = _matching(
+    "([0-9a-fA-F]{2}){16,128}",
+    "must be 32 to 256 hex digits, an even number of them; `openssl rand -hex 32` makes one",
+    bytes.fromhex,
+)
 
 
-def _faults(name: str, text: str) -> str:
-    """The provider knows which faults there are; this rejects only what cannot be a list of any."""
-    fault = "[a-z_]+(=[a-z0-9/]+)?"
-    if not re.fullmatch(f"([0-9]:)?{fault}(,{fault})*", text, re.ASCII):
-        raise EnvironmentVariableError(f"{name}={text!r} is not a list of faults, such as drop=1/100,corrupt_next=1")
-    return text
-
-
-def _address(name: str, text: str) -> tuple[str, int]:
-    try:
-        return parse_address(text)
-    except ValueError as error:
-        raise EnvironmentVariableError(f"{name}: {error}") from None
-
-
-def _secret(name: str, text: str) -> bytes:
-    # The value stays out of the message: it would end in a log.
-    if not re.fullmatch(r"([0-9a-fA-F]{2}){16,128}", text, re.ASCII):
-        raise EnvironmentVariableError(
-            f"{name} must be 32 to 256 hex digits, an even number of them; `openssl rand -hex 32` makes one"
-        )
-    return bytes.fromhex(text)
-
-
-def _job(name: str, text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9._-]{0,256}", text, re.ASCII):
-        raise EnvironmentVariableError(
-            f"{name}={text!r} must be at most 256 letters, digits, dots, dashes or underlines"
-        )
-    return text
-
-
-def _text(name: str, text: str) -> str:
-    return text
-
-
-def _file(name: str, text: str) -> str:
-    if text == "":
-        raise EnvironmentVariableError(f"{name} is empty; give a name, write none, or unset it for the default")
-    return text
-
-
-def _debug(name: str, text: str) -> str:
+def _debug(text: str) -> str:
     level, colon, names = text.partition(":")
     if level not in DEBUG_LEVELS:
-        raise EnvironmentVariableError(
-            f"{name}={text!r}: the level must be one of {', '.join(DEBUG_LEVELS)}, and subsystems follow a colon, as "
-            "in info:link,rendezvous"
-        )
+        levels = ", ".join(DEBUG_LEVELS)
+        raise ValueError(f"has no level of {levels}; subsystems follow a colon, as in info:link,rendezvous")
     unknown = [subsystem for subsystem in names.split(",") if subsystem not in DEBUG_SUBSYSTEMS]
     if colon and unknown:
-        raise EnvironmentVariableError(
-            f"{name}={text!r}: there is no subsystem {unknown[0]!r}; there are {', '.join(DEBUG_SUBSYSTEMS)}"
-        )
+        raise ValueError(f"is wrong: there is no subsystem {unknown[0]!r}; there are {', '.join(DEBUG_SUBSYSTEMS)}")
     return text
 
 
-def _pattern(name: str, text: str) -> str:
+def _pattern(text: str) -> str:
     if text == "":
-        raise EnvironmentVariableError(f"{name} is empty; name a file, or unset it for stderr")
+        raise ValueError("is empty; name a file, or unset it for stderr")
     if wrong := re.search(r"%(?![hpr%])", text.replace("%%", "")):
-        raise EnvironmentVariableError(
-            f"{name}={text!r} has a % at {wrong.start()} that is none of %h (host), %p (process), %r (rank) and %%"
-        )
+        raise ValueError(f"has a % at {wrong.start()} that is none of %h (host), %p (process), %r (rank) and %%")
     return text
 
 
@@ -200,6 +156,15 @@ class Variable:
         """Of `Environment`."""
         return self.name.removeprefix("MLXDIST_").lower()
 
+    def value(self, text: str) -> Any:
+        """What ``text`` says. Raises EnvironmentVariableError: it is malformed."""
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            # The secret stays out of the message, which would end in a log.
+            shown = self.name if self.parse is _secret else f"{self.name}={text!r}"
+            raise EnvironmentVariableError(f"{shown} {error}") from None
+
 
 def _of_user(meaning: str, shown: str, parse: Parser, default: Any = None, of_job: bool = False) -> Any:
     """``shown``: the default in words, which is that of the native library where the field's is None."""
@@ -216,7 +181,9 @@ class Environment:
 
     rank: int = _of_job("number of this process, from 0", "a group of one", _integer(0, MAX_RANKS - 1), 0)
     world_size: int = _of_job("number of processes of the job", "a group of one", _integer(1, MAX_RANKS), 1)
-    rendezvous: tuple[str, int] | None = _of_job("address of rank 0: host:port, [IPv6 address]:port", "none", _address)
+    rendezvous: tuple[str, int] | None = _of_job(
+        "address of rank 0: host:port, [IPv6 address]:port", "none", parse_address
+    )
     rendezvous_fd: int | None = _of_job(
         "rank 0: descriptor of a socket that listens at that address", "none", _integer(0, 2**31 - 1)
     )
@@ -224,22 +191,22 @@ class Environment:
     job: str = _of_job("name of the job, recorded in its checkpoints", "empty", _job, "")
     restart_count: int = _of_job("number of times the job has been restarted", "0", _integer(0, MAX_RESTARTS), 0)
     rank_shares_memory: tuple[float, ...] | None = _of_job(
-        "share of the work of each rank in decoding, such as 1.5,1", "none", _numbers
+        "share of the work of each rank in decoding, such as 1.5,1", "none", _shares
     )
     rank_shares_compute: tuple[float, ...] | None = _of_job(
-        "share of the work of each rank in training and for prompts", "none", _numbers
+        "share of the work of each rank in training and for prompts", "none", _shares
     )
-    error_file: str | None = _of_job("file that names the first rank that failed", "none", _text)
+    error_file: str | None = _of_job("file that names the first rank that failed", "none", str)
     timeout: float | None = _of_user(
-        "seconds without progress before an operation fails, 0 for never", "30", _seconds(or_never=True)
+        "seconds without progress before an operation fails, 0 for never", "30", _seconds_or_never
     )
     stall_warning: float | None = _of_user(
-        "seconds until a stalled operation logs the rank it waits on, 0 for never", "10", _seconds(or_never=True)
+        "seconds until a stalled operation logs the rank it waits on, 0 for never", "10", _seconds_or_never
     )
     checksum: int | None = _of_user(
         "1: each message carries a CRC32C; damaged messages are retransmitted", "0", _integer(0, 1)
     )
-    rendezvous_timeout: float = _of_user("seconds to wait for missing ranks", "60", _seconds(or_never=False), 60.0)
+    rendezvous_timeout: float = _of_user("seconds to wait for missing ranks", "60", _seconds, 60.0)
     bulk_slot_bytes: int | None = _of_user(
         "bytes of a slot for large messages: multiple of 4096 up to 1048576",
         "131072",
@@ -259,16 +226,16 @@ class Environment:
         "queue pair type: uc (unreliable connection) or rc (reliable, on Linux)", "uc", _one_of(QP_TYPES), "uc"
     )
     meet_after: float | None = _of_user(
-        "idle seconds after which ranks with a GPU synchronize first, 0 for never", "2", _seconds(or_never=True)
+        "idle seconds after which ranks with a GPU synchronize first, 0 for never", "2", _seconds_or_never
     )
     keepalive: float | None = _of_user(
-        "seconds between keepalive messages of an idle queue pair, 0 for none", "60", _seconds(or_never=True)
+        "seconds between keepalive messages of an idle queue pair, 0 for none", "60", _seconds_or_never
     )
     links_per_peer: int | None = _of_user(
         "links per peer that large messages are striped over: 1 or 2", "1", _integer(1, 2)
     )
     topology: frozenset[tuple[int, int]] | None = _of_user(
-        "pairs of ranks that a link connects, such as 0-1,1-2,2-0", "every pair", _pairs
+        "pairs of ranks that a link connects, such as 0-1,1-2,2-0", "every pair", _topology
     )
     on_demand_threshold: int | None = _of_user(
         "largest job in which all pairs connect at the start, not on demand: 1 to 256", "8", _integer(1, 256)
@@ -318,14 +285,14 @@ class Environment:
         """
         _reject_unknown(environ)
         environ = _with_scheduler_rank(environ)
-        given = {v.field: v.parse(v.name, environ[v.name]) for v in VARIABLES if v.name in environ}
-        environment = cls(**given)
+        environment = cls(**{v.field: v.value(environ[v.name]) for v in VARIABLES if v.name in environ})
         _reject_contradictions(environ, environment)
         return environment
 
 
 VARIABLES = tuple(Variable(f"MLXDIST_{each.name.upper()}", **each.metadata) for each in fields(Environment))
 OF_JOB = frozenset(variable.name for variable in VARIABLES if variable.of_job)
+_BY_NAME = {variable.name: variable for variable in VARIABLES}
 
 
 def same_job(name: str, other: str) -> bool:
@@ -339,13 +306,12 @@ def _common_name(job: str) -> str:
 
 
 def _reject_unknown(environ: Mapping[str, str]) -> None:
-    known = [variable.name for variable in VARIABLES]
     for name in sorted(environ):
-        if not name.startswith("MLXDIST_") or name in known:
+        if not name.startswith("MLXDIST_") or name in _BY_NAME:
             continue
         import difflib  # seldom needed, and the launcher starts fast
 
-        close = difflib.get_close_matches(name, known, n=1)
+        close = difflib.get_close_matches(name, _BY_NAME, n=1)
         advice = f"did you mean {close[0]}?" if close else "unset it; `mlxdist env` lists those that exist"
         raise EnvironmentVariableError(f"{name} is set, but there is no such variable; {advice}")
 
@@ -358,7 +324,7 @@ def _with_scheduler_rank(environ: Mapping[str, str]) -> Mapping[str, str]:
     if found is None:
         return environ
     text = environ.get("MLXDIST_WORLD_SIZE")
-    given = None if text is None else _integer(1, MAX_RANKS)("MLXDIST_WORLD_SIZE", text)
+    given = None if text is None else _BY_NAME["MLXDIST_WORLD_SIZE"].value(text)
     size = given if found.size is None else found.size
     if size is None:
         raise EnvironmentVariableError(
@@ -404,17 +370,13 @@ def _reject_contradictions(environ: Mapping[str, str], environment: Environment)
     for name, numbers in shares.items():
         if numbers is not None and len(numbers) != size:
             reject(name, f"has {len(numbers)} numbers, but there are {size} ranks (MLXDIST_WORLD_SIZE)")
-    if size > 1 and environment.rendezvous is None:
-        reject(
-            "MLXDIST_WORLD_SIZE",
-            "needs MLXDIST_RENDEZVOUS, the host:port of rank 0; `mlxdist launch` sets it, or set it to the same value "
-            "on every rank",
-        )
-    if size > 1 and not environment.secret:
-        reject(
-            "MLXDIST_WORLD_SIZE",
-            "needs MLXDIST_SECRET, the key of the job; `mlxdist launch` sets it, or set it to the same value on every "
-            "rank, for example from `openssl rand -hex 32`",
-        )
+    needed = {
+        "MLXDIST_RENDEZVOUS, the host:port of rank 0": environment.rendezvous,
+        "MLXDIST_SECRET, the key of the job, for example from `openssl rand -hex 32`": environment.secret,
+    }
+    for what, value in needed.items():
+        if size > 1 and not value:
+            advice = "`mlxdist launch` sets it, or set it to the same value on every rank"
+            reject("MLXDIST_WORLD_SIZE", f"needs {what}; {advice}")
     if rank != 0 and environment.rendezvous_fd is not None:
         reject("MLXDIST_RENDEZVOUS_FD", f"is for rank 0, but MLXDIST_RANK={rank}; unset it here")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .errors import InvalidArgument
+from .validation import strict_json
 
 __all__ = ["Checkpoint", "StoredTensor", "WeightFile", "local_shape", "runs"]
 
@@ -142,8 +143,8 @@ class WeightFile:
 
     def _parse(self, text: bytes) -> dict[str, StoredTensor]:
         try:
-            header = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
-        except (ValueError, RecursionError) as error:
+            header = strict_json(text)
+        except ValueError as error:
             raise self.damaged(f"its header is not the JSON it should be ({error})") from None
         if not isinstance(header, dict):
             raise self.damaged("its header is not a JSON object")
@@ -276,14 +277,3 @@ def runs(tensor: Layout, axis: int, slices: Sequence[slice], start: int, stop: i
 
 def _is_sizes(numbers: Any) -> bool:
     return isinstance(numbers, list) and all(type(number) is int and 0 <= number < 2**63 for number in numbers)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a name is there twice")
-    return found
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number of JSON")

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 from .atomic_file import replace_file
 from .errors import InvalidArgument
-from .validation import read_bounded
+from .validation import read_bounded, strict_json
 
-__all__ = ["SECTIONS", "default_path", "find", "read_section", "setting", "strict_json", "update"]
+__all__ = ["SECTIONS", "default_path", "find", "read_section", "setting", "update"]
 
 SCHEMA = 2
 SECTIONS = ("hosts", "algorithms", "expert_links")
@@ -108,31 +108,3 @@ def _read(path: Path) -> dict[str, Any]:
     if unknown := sorted(set(content) - _FIELDS):
         raise ValueError(f"there is no field {unknown[0]!r:.50}")
     return content
-
-
-def strict_json(data: bytes) -> Any:
-    """The value of a JSON text that another program may have written.
-
-    Raises:
-        ValueError: it is none, has a name twice in one object, or a number that JSON does not have.
-    """
-    try:
-        return json.loads(data.decode(), object_pairs_hook=_object, parse_constant=_constant)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start} is not UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"line {error.lineno}, column {error.colno}: {error.msg}") from None
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(name for name, _ in pairs if sum(name == other for other, _ in pairs) > 1)
-        raise ValueError(f"{twice!r:.50} is there twice in one object")
-    return found
-
-
-def _constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number of JSON")

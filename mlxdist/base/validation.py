@@ -7,6 +7,7 @@ name and the value, and returns it or raises ValueError.
 import functools
 import json
 import os
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import field, fields
 from typing import Any, TypeVar
@@ -26,10 +27,12 @@ __all__ = [
     "one_of",
     "or_null",
     "plain_text",
+    "positive",
     "printable",
     "read_bounded",
     "row_of",
     "seconds",
+    "strict_json",
     "text",
 ]
 
@@ -59,35 +62,59 @@ def json_of(data: bytes | str, max_bytes: int) -> Any:
         raise ValueError("it is not JSON") from None
 
 
-def number(low: int, high: int) -> Check:
-    def check(name: str, value: Any) -> int:
-        if type(value) is not int or not low <= value <= high:
-            raise ValueError(f"{name} is {value!r:.50}, not a whole number from {low} to {high}")
-        return value
+def strict_json(data: bytes) -> Any:
+    """The value of a JSON text that another program may have written.
+
+    Raises:
+        ValueError: it is none, has a name twice in one object, or a number that JSON does not have.
+    """
+    try:
+        return json.loads(data.decode(), object_pairs_hook=_object, parse_constant=_constant)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is not UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for name, _ in pairs if sum(name == other for other, _ in pairs) > 1)
+        raise ValueError(f"{twice!r:.50} is there twice in one object")
+    return found
+
+
+def _constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def _value(fits: Callable[[Any], bool], wanted: str, convert: Callable[[Any], Any] | None = None) -> Check:
+    def check(name: str, value: Any) -> Any:
+        if not fits(value):
+            raise ValueError(f"{name} is {value!r:.50}, not {wanted}")
+        return convert(value) if convert else value
 
     return check
 
 
-def flag(name: str, value: Any) -> bool:
-    if type(value) is not bool:
-        raise ValueError(f"{name} is {value!r:.50}, not true or false")
-    return value
+def number(low: int, high: int) -> Check:
+    return _value(lambda value: type(value) is int and low <= value <= high, f"a whole number from {low} to {high}")
 
 
-def seconds(name: str, value: Any) -> float:
-    """A time or a duration. Neither endless nor NaN, which Python's JSON reads, too."""
-    if type(value) not in (int, float) or not 0 <= value <= _MAX_SECONDS:
-        raise ValueError(f"{name} is {value!r:.50}, not a number of seconds")
-    return float(value)
+def positive(most: float) -> Check:
+    wanted = f"a number above 0 and at most {most:g}"
+    return _value(lambda value: type(value) in (int, float) and 0 < value <= most, wanted, float)
+
+
+flag = _value(lambda value: type(value) is bool, "true or false")
+# A time or a duration. Neither endless nor NaN, which Python's JSON reads, too.
+seconds = _value(lambda value: type(value) in (int, float) and 0 <= value <= _MAX_SECONDS, "a number of seconds", float)
 
 
 def text(most: int = 256) -> Check:
-    def check(name: str, value: Any) -> str:
-        if type(value) is not str:
-            raise ValueError(f"{name} is {value!r:.50}, not a text")
-        return printable(value[:most])
-
-    return check
+    return _value(lambda value: type(value) is str, "a text", lambda value: printable(value[:most]))
 
 
 def plain_text(most: int, steering: str = "\n\t") -> Check:
@@ -103,23 +130,16 @@ def plain_text(most: int, steering: str = "\n\t") -> Check:
 
 def hex_bytes(low: int, high: int) -> Check:
     """Bytes written as hexadecimal digits: at least ``low``, at most ``high``."""
-
-    def check(name: str, value: Any) -> bytes:
-        is_hex = type(value) is str and len(value) % 2 == 0 and set(value) <= set("0123456789abcdef")
-        if not is_hex or not low <= len(value) // 2 <= high:
-            raise ValueError(f"{name} is {value!r:.50}, not {low} to {high} bytes as hexadecimal digits")
-        return bytes.fromhex(value)
-
-    return check
+    digits = re.compile(f"([0-9a-f]{{2}}){{{low},{high}}}")
+    return _value(
+        lambda value: type(value) is str and digits.fullmatch(value) is not None,
+        f"{low} to {high} bytes as hexadecimal digits",
+        bytes.fromhex,
+    )
 
 
 def one_of(choices: Collection[str]) -> Check:
-    def check(name: str, value: Any) -> str:
-        if type(value) is not str or value not in choices:
-            raise ValueError(f"{name} is {value!r:.50}, not one of {', '.join(choices)}")
-        return value
-
-    return check
+    return _value(lambda value: type(value) is str and value in choices, f"one of {', '.join(choices)}")
 
 
 def as_text(name: str, value: Any) -> str:

@@ -157,7 +157,7 @@ def _address(master: str) -> tuple[str, int]:
     try:
         return parse_address(master)
     except ValueError as error:
-        raise InvalidArgument(f"--master-addr: {error}") from None
+        raise InvalidArgument(f"--master-addr: {master!r} {error}") from None
 
 
 def _secret(file: str | None, environ: Mapping[str, str]) -> str:

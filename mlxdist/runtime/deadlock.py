@@ -262,18 +262,10 @@ class DeadlockDetector:
         waits, threads = self._waits()
         if waits is None:
             return Report({}, (), True, False, dict.fromkeys(edges, GONE))
-        operations = {
-            wait.number: Operation(
-                wait.number,
-                wait.progress_count,
-                wait.rank,
-                wait.group,
-                wait.receives,
-                wait.transfer,
-                ffi.string(wait.name).decode(errors="replace"),
-            )
-            for wait in waits
-        }
+        operations = {}
+        for wait in waits:
+            name, target = ffi.string(wait.name).decode(errors="replace"), (wait.group, wait.receives, wait.transfer)
+            operations[wait.number] = Operation(wait.number, wait.progress_count, wait.rank, *target, name)
         lazy = {wait.number for wait in waits if wait.lazy}
         waiting = {thread.thread: thread.number for thread in threads if thread.number and not thread.timed}
         program = _threads_of_program()

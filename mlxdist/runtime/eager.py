@@ -17,11 +17,11 @@ from .native import dtype_number, ffi, layout, lib
 from .timeout import time_limit
 
 __all__ = [
-    "REDUCTIONS",
     "all_gather",
     "all_reduce",
     "all_to_all",
     "all_to_all_v",
+    "array",
     "barrier",
     "broadcast",
     "gather",
@@ -36,46 +36,37 @@ __all__ = [
 
 Result = Any  # a NumPy array, what was given as `out`, or a Handle of either
 
-REDUCTIONS = {"sum": lib.MLXDIST_SUM, "max": lib.MLXDIST_MAX, "min": lib.MLXDIST_MIN, "prod": lib.MLXDIST_PROD}
-
 # Making a layout costs as much as a small operation, and a program has few of them.
 _layouts: dict[Any, Any] = {}
 _MAX_LAYOUTS = 4096
 
 
-def all_reduce(call: Call, x: Any, op: str) -> Result:
-    x = _array(call, x)
-    return _exchange(call, x, x.shape, True, lib.mlxdist_all_reduce, REDUCTIONS[op])
+def all_reduce(call: Call, x: np.ndarray, op: int) -> Result:
+    return _exchange(call, x, x.shape, True, lib.mlxdist_all_reduce, op)
 
 
-def all_gather(call: Call, x: Any) -> Result:
-    x = _array(call, x)
+def all_gather(call: Call, x: np.ndarray) -> Result:
     return _exchange(call, x, _gathered(call, x.shape), False, lib.mlxdist_all_gather)
 
 
-def reduce_scatter(call: Call, x: Any, op: str) -> Result:
-    x = _array(call, x)
-    return _exchange(call, x, call.chunk_shape(x.shape), True, lib.mlxdist_reduce_scatter, REDUCTIONS[op])
+def reduce_scatter(call: Call, x: np.ndarray, op: int) -> Result:
+    return _exchange(call, x, call.chunk_shape(x.shape), True, lib.mlxdist_reduce_scatter, op)
 
 
-def all_to_all(call: Call, x: Any) -> Result:
-    x = _array(call, x)
+def all_to_all(call: Call, x: np.ndarray) -> Result:
     call.chunk_shape(x.shape)  # only to check it
     return _exchange(call, x, x.shape, False, lib.mlxdist_all_to_all)
 
 
-def reduce(call: Call, x: Any, op: str, root: int) -> Result:
-    x = _array(call, x)
-    return _exchange(call, x, x.shape, True, lib.mlxdist_reduce, REDUCTIONS[op], root, only=root)
+def reduce(call: Call, x: np.ndarray, op: int, root: int) -> Result:
+    return _exchange(call, x, x.shape, True, lib.mlxdist_reduce, op, root, only=root)
 
 
-def gather(call: Call, x: Any, root: int) -> Result:
-    x = _array(call, x)
+def gather(call: Call, x: np.ndarray, root: int) -> Result:
     return _exchange(call, x, _gathered(call, x.shape), False, lib.mlxdist_gather, root, only=root)
 
 
-def broadcast(call: Call, x: Any, root: int) -> Result:
-    x = _array(call, x)
+def broadcast(call: Call, x: np.ndarray, root: int) -> Result:
     described = _layout(call, x.dtype, x.shape, call.dtype)
     target, result = _output(call, x.shape, x.dtype)
     if call.group.rank() == root and target is not x:
@@ -83,8 +74,7 @@ def broadcast(call: Call, x: Any, root: int) -> Result:
     return _run(call, result, lib.mlxdist_broadcast, _memory(target), described, root)
 
 
-def scatter(call: Call, x: Any, root: int) -> Result:
-    x = _array(call, x)
+def scatter(call: Call, x: np.ndarray, root: int) -> Result:
     shape = call.chunk_shape(x.shape)
     described = _layout(call, x.dtype, shape, call.dtype)
     if call.group.rank() == root:
@@ -95,8 +85,7 @@ def scatter(call: Call, x: Any, root: int) -> Result:
     return _run(call, result, lib.mlxdist_scatter, source, target, described, root)
 
 
-def all_to_all_v(call: Call, x: Any, send: Sequence[int], receive: Sequence[int]) -> Result:
-    x = _array(call, x)
+def all_to_all_v(call: Call, x: np.ndarray, send: Sequence[int], receive: Sequence[int]) -> Result:
     counts = call.row_counts(x.shape, send, receive)
     row = _layout(call, x.dtype, x.shape[1:], call.dtype)
     source, target, result = _operands(call, x, (sum(counts[1]), *x.shape[1:]), False)
@@ -108,8 +97,8 @@ def barrier(call: Call) -> Result:
     return _run(call, None, lib.mlxdist_barrier)
 
 
-def send(call: Call, x: Any, dst: int) -> Result:
-    given, x = x, _array(call, x)
+def send(call: Call, given: Any, dst: int) -> Result:
+    x = array(call, given)
     described = _layout(call, x.dtype, x.shape, call.dtype)
     return _run(call, given, lib.mlxdist_send, _memory(_source(x, None, False)), described, dst)
 
@@ -118,8 +107,7 @@ def recv(call: Call, shape: Sequence[int], dtype: Any, src: int) -> Result:
     return _recv(call, call.receive_shape(shape), np.dtype(dtype), src)
 
 
-def recv_like(call: Call, x: Any, src: int) -> Result:
-    x = _array(call, x)
+def recv_like(call: Call, x: np.ndarray, src: int) -> Result:
     return _recv(call, x.shape, x.dtype, src)
 
 
@@ -129,8 +117,7 @@ def _recv(call: Call, shape: tuple[int, ...], elements: np.dtype, src: int) -> R
     return _run(call, result, lib.mlxdist_recv, _memory(target), described, src)
 
 
-def sendrecv(call: Call, x: Any, dst: int, src: int, shape: Sequence[int] | None, dtype: Any) -> Result:
-    x = _array(call, x)
+def sendrecv(call: Call, x: np.ndarray, dst: int, src: int, shape: Sequence[int] | None, dtype: Any) -> Result:
     bits = dtype if dtype is not None and _dtype_name(dtype) == "bfloat16" else None  # both ways
     sent = _layout(call, x.dtype, x.shape, bits)
     elements = x.dtype if dtype is None or bits is not None else np.dtype(_dtype_name(dtype))
@@ -192,7 +179,7 @@ def _operands(call: Call, x: np.ndarray, shape: tuple[int, ...], in_place: bool)
 # Arrays and buffers.
 
 
-def _array(call: Call, x: Any) -> np.ndarray:
+def array(call: Call, x: Any) -> np.ndarray:
     """``x`` itself, or an array on the memory of a buffer."""
     if type(x) is np.ndarray:
         return x

@@ -22,7 +22,7 @@ from mlxdist.runtime.internal_thread import InternalThread
 from mlxdist.version import __version__
 
 from . import signals
-from .flight_records import MAX_OPERATIONS, MAX_THREADS, SCHEMA, pid_file, rank_directory, record_file_name
+from .flight_records import MAX_OPERATIONS, MAX_THREADS, SCHEMA, Operation, pid_file, rank_directory, record_file_name
 from .native import bridge, ffi, last_error, lib
 from .step import current_step
 
@@ -105,10 +105,9 @@ class Recorder:
             return ""
         recent = list(entries[0:count])
         entry = next((e for e in recent if e.ended_ns == 0), None) or max(recent, key=lambda e: e.ended_ns)
-        name, call_site = (ffi.string(text).decode(errors="replace") for text in (entry.operation, entry.call_site))
-        at = f" {call_site}" if call_site.startswith("near ") else f" at {call_site}" if call_site else ""
+        operation = Operation(**_operation(entry))
         seconds = (time.monotonic_ns() - (entry.ended_ns or entry.started_ns)) / 1e9
-        text = f"{name} #{entry.sequence}{at}"
+        text = f"{operation.name} #{operation.sequence}{operation.at}"
         if entry.ended_ns == 0:
             return f"in {text} for {seconds:.1f} s"
         return f"between operations for {seconds:.1f} s since {text}"

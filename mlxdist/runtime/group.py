@@ -14,25 +14,15 @@ from .handle import Handle, Operation
 from .native import bridge, ffi, last_error, layout, lib
 from .registration import Registration
 from .timeout import native_timeout, time_limit
+from .tuning import OPERATIONS
 from .world import World
 
 __all__ = ["Group"]
 
 # Operations that have more than one algorithm: those of mlxdist_operation, by the names of mlxdist's functions.
-_OPERATIONS = {
-    "all_reduce": lib.MLXDIST_ALL_REDUCE,
-    "all_sum": lib.MLXDIST_ALL_REDUCE,
-    "all_max": lib.MLXDIST_ALL_REDUCE,
-    "all_min": lib.MLXDIST_ALL_REDUCE,
-    "all_gather": lib.MLXDIST_ALL_GATHER,
-    "reduce_scatter": lib.MLXDIST_REDUCE_SCATTER,
-    "sum_scatter": lib.MLXDIST_REDUCE_SCATTER,
-    "broadcast": lib.MLXDIST_BROADCAST,
-    "reduce": lib.MLXDIST_REDUCE,
-    "gather": lib.MLXDIST_GATHER,
-    "scatter": lib.MLXDIST_SCATTER,
-    "barrier": lib.MLXDIST_BARRIER,
-}
+_OPERATIONS = {name: number for number, name in enumerate(OPERATIONS, 1)}
+_OPERATIONS |= dict.fromkeys(("all_sum", "all_max", "all_min"), _OPERATIONS["all_reduce"])
+_OPERATIONS["sum_scatter"] = _OPERATIONS["reduce_scatter"]
 
 
 class Group:

@@ -33,7 +33,7 @@ Raises, all of them:
 On an ``mx.array`` all but the first come where the result is evaluated, of a handle from ``wait()``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, Unpack
 
 import mlx.core as mx
@@ -44,7 +44,7 @@ from mlxdist.base import errors
 from . import eager
 from .arguments import BarrierOptions, Call, Options, group_of, operation
 from .group import Group
-from .native import bridge
+from .native import bridge, lib
 
 __all__ = [
     "all_gather",
@@ -68,6 +68,8 @@ __all__ = [
 ]
 
 Array = TypeVar("Array", mx.array, np.ndarray)
+
+_REDUCTIONS = {"sum": lib.MLXDIST_SUM, "max": lib.MLXDIST_MAX, "min": lib.MLXDIST_MIN, "prod": lib.MLXDIST_PROD}
 
 
 @operation
@@ -103,7 +105,6 @@ def all_reduce(x: Array, op: str = "sum", **options: Unpack[Options]) -> Array:
 
     Shape and dtype of ``x``, bitwise equal on all ranks. Only the sum has a gradient.
     """
-    _check_op("all_reduce", op)
     return _all_reduce("all_reduce", x, op, options)
 
 
@@ -117,7 +118,7 @@ def all_gather(x: Array, **options: Unpack[Options]) -> Array:
     call = Call("all_gather", options)
     if (array := call.lazy(x)) is not None:
         return bridge.all_gather(array, call.group.connection, True, call.stream, call.limit)
-    return eager.all_gather(call, x)
+    return eager.all_gather(call, eager.array(call, x))
 
 
 @operation
@@ -126,7 +127,6 @@ def reduce_scatter(x: Array, op: str = "sum", **options: Unpack[Options]) -> Arr
 
     ``op``: "sum", "max", "min" or "prod". Only the sum has a gradient: the cotangents of all ranks' parts, joined.
     """
-    _check_op("reduce_scatter", op)
     return _reduce_scatter("reduce_scatter", x, op, options)
 
 
@@ -147,9 +147,7 @@ def broadcast(x: Array, root: int = 0, **options: Unpack[Options]) -> Array:
     """
     call = Call("broadcast", options)
     call.check_root(root)
-    if (array := call.lazy(x)) is not None:
-        return bridge.broadcast(array, call.group.connection, root, call.stream, call.limit)
-    return eager.broadcast(call, x, root)
+    return _carry_out(call, x, bridge.broadcast, eager.broadcast, root)
 
 
 @operation
@@ -160,11 +158,9 @@ def reduce(x: Array, op: str = "sum", root: int = 0, **options: Unpack[Options])
     for a scalar; their ``out`` stays as it is. Only the sum has a gradient: the root's cotangent, on all ranks.
     """
     call = Call("reduce", options)
-    _check_op("reduce", op)
+    reduction = _reduction("reduce", op)
     call.check_root(root)
-    if (array := call.lazy(x)) is not None:
-        return bridge.reduce(array, call.group.connection, eager.REDUCTIONS[op], root, call.stream, call.limit)
-    return eager.reduce(call, x, op, root)
+    return _carry_out(call, x, bridge.reduce, eager.reduce, reduction, root)
 
 
 @operation
@@ -176,9 +172,7 @@ def gather(x: Array, root: int = 0, **options: Unpack[Options]) -> Array:
     """
     call = Call("gather", options)
     call.check_root(root)
-    if (array := call.lazy(x)) is not None:
-        return bridge.gather(array, call.group.connection, root, call.stream, call.limit)
-    return eager.gather(call, x, root)
+    return _carry_out(call, x, bridge.gather, eager.gather, root)
 
 
 @operation
@@ -190,10 +184,7 @@ def scatter(x: Array, root: int = 0, **options: Unpack[Options]) -> Array:
     """
     call = Call("scatter", options)
     call.check_root(root)
-    if (array := call.lazy(x)) is not None:
-        call.chunk_shape(array.shape)
-        return bridge.scatter(array, call.group.connection, root, call.stream, call.limit)
-    return eager.scatter(call, x, root)
+    return _carry_out(call, x, bridge.scatter, eager.scatter, root, divided=True)
 
 
 @operation
@@ -203,11 +194,7 @@ def all_to_all(x: Array, **options: Unpack[Options]) -> Array:
     Shape and dtype of ``x``, whose first dimension is a multiple of the group's size. The gradient is all_to_all of the
     cotangent.
     """
-    call = Call("all_to_all", options)
-    if (array := call.lazy(x)) is not None:
-        call.chunk_shape(array.shape)
-        return bridge.all_to_all(array, call.group.connection, call.stream, call.limit)
-    return eager.all_to_all(call, x)
+    return _carry_out(Call("all_to_all", options), x, bridge.all_to_all, eager.all_to_all, divided=True)
 
 
 @operation
@@ -220,14 +207,9 @@ def all_to_all_v(x: Array, send_counts: Sequence[int], recv_counts: Sequence[int
     """
     call = Call("all_to_all_v", options)
     if (array := call.lazy(x)) is not None:
-        return bridge.all_to_all_v(
-            array,
-            call.group.connection,
-            *call.row_counts(array.shape, send_counts, recv_counts),
-            call.stream,
-            call.limit,
-        )
-    return eager.all_to_all_v(call, x, send_counts, recv_counts)
+        counts = call.row_counts(array.shape, send_counts, recv_counts)
+        return bridge.all_to_all_v(array, call.group.connection, *counts, call.stream, call.limit)
+    return eager.all_to_all_v(call, eager.array(call, x), send_counts, recv_counts)
 
 
 @operation
@@ -257,22 +239,33 @@ def is_available(backend: str = "any") -> bool:
 
 
 def _all_reduce(name: str, x: Any, op: str, options: Options) -> Any:
-    call = Call(name, options)
+    reduction, call = _reduction(name, op), Call(name, options)
     if (array := call.lazy(x)) is None:
-        return eager.all_reduce(call, x, op)
+        return eager.all_reduce(call, eager.array(call, x), reduction)
     if op == "sum":
         return mx.distributed.all_sum(array, group=call.mlx_group, stream=call.stream)
-    return bridge.all_reduce(array, call.group.connection, eager.REDUCTIONS[op], call.stream, call.limit)
+    return bridge.all_reduce(array, call.group.connection, reduction, call.stream, call.limit)
 
 
 def _reduce_scatter(name: str, x: Any, op: str, options: Options) -> Any:
-    call = Call(name, options)
+    reduction = _reduction(name, op)
+    return _carry_out(Call(name, options), x, bridge.reduce_scatter, eager.reduce_scatter, reduction, divided=True)
+
+
+def _carry_out(
+    call: Call, x: Any, lazily: Callable[..., Any], at_once: Callable[..., Any], *arguments: int, divided: bool = False
+) -> Any:
+    """``lazily`` with an mx.array, ``at_once`` with another one. ``divided``: each rank gets a chunk of it."""
     if (array := call.lazy(x)) is None:
-        return eager.reduce_scatter(call, x, op)
-    call.chunk_shape(array.shape)
-    return bridge.reduce_scatter(array, call.group.connection, eager.REDUCTIONS[op], call.stream, call.limit)
+        return at_once(call, eager.array(call, x), *arguments)
+    if divided:
+        call.chunk_shape(array.shape)
+    return lazily(array, call.group.connection, *arguments, call.stream, call.limit)
 
 
-def _check_op(name: str, op: str) -> None:
-    if op not in eager.REDUCTIONS:
-        raise errors.InvalidArgument(f"{name}: op must be 'sum', 'max', 'min' or 'prod', not {op!r}")
+def _reduction(name: str, op: str) -> int:
+    """The engine's number of ``op``."""
+    try:
+        return _REDUCTIONS[op]
+    except KeyError:
+        raise errors.InvalidArgument(f"{name}: op must be 'sum', 'max', 'min' or 'prod', not {op!r}") from None

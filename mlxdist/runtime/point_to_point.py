@@ -55,7 +55,7 @@ def recv_like(x: Array, src: int, **options: Unpack[Options]) -> Array:
     call = Call("recv_like", options)
     call.check_peer("src", src)
     if (array := call.lazy(x)) is None:
-        return eager.recv_like(call, x, src)
+        return eager.recv_like(call, eager.array(call, x), src)
     received: Any = mx.distributed.recv_like(array, src, group=call.mlx_group, stream=call.stream)
     return received
 
@@ -77,7 +77,7 @@ def sendrecv(
     call.check_peer("dst", dst)
     call.check_peer("src", src)
     if (array := call.lazy(x)) is None:
-        return eager.sendrecv(call, x, dst, src, shape, dtype)
+        return eager.sendrecv(call, eager.array(call, x), dst, src, shape, dtype)
     shape = array.shape if shape is None else call.receive_shape(shape)
     if not isinstance(dtype, mx.Dtype | None):
         raise call.error(f"dtype must be one of MLX, as x is an mx.array, not {dtype!r}")

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlxdist.base import tuning_file
+from mlxdist.base import tuning_file, validation
 from mlxdist.base.environment import ALGORITHMS as SETTINGS
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.base.validation import fields_of, list_of, map_of, number, one_of, text
 
 __all__ = ["ALGORITHMS", "OPERATIONS", "TUNED", "Row", "Tuning", "load", "merge", "pack", "read", "unpack"]
 
@@ -34,10 +33,10 @@ MAX_BYTES = 2**64 - 1  # in a row: however large
 class Row:
     """``operation`` on ``ranks`` ranks, with an input of at most ``bytes`` bytes, uses ``algorithm``."""
 
-    operation: str
-    ranks: int
-    bytes: int
-    algorithm: str
+    operation: str = validation.checked(validation.one_of(OPERATIONS))
+    ranks: int = validation.checked(validation.number(2, MAX_RANKS))
+    bytes: int = validation.checked(validation.number(0, MAX_BYTES))
+    algorithm: str = validation.checked(validation.one_of(ALGORITHMS))
 
     def native(self) -> tuple[int, int, int, int]:
         """The fields of a ``mlxdist_tuning``, in its order."""
@@ -108,7 +107,7 @@ def unpack(data: bytes) -> Tuning:
         InvalidArgument: these bytes are not from :func:`pack` of this version.
     """
     try:
-        return _checked(tuning_file.strict_json(data))
+        return _checked(validation.strict_json(data))
     except ValueError as error:
         raise InvalidArgument(
             f"the tuning that rank 0 sent is malformed: {error}; install the same mlxdist on all hosts"
@@ -119,10 +118,10 @@ def _check_rows(rows: Any) -> list[Row]:
     """Raises ValueError for what is no table of algorithms."""
     if not isinstance(rows, list) or len(rows) > MAX_ROWS:
         raise ValueError(f"it is not a list of at most {MAX_ROWS} rows")
-    checked = [_row(place, row) for place, row in enumerate(rows, 1)]
+    found = [_row(place, row) for place, row in enumerate(rows, 1)]
     # The first row that fits counts; one that can never be first is a mistake in the table.
     largest: dict[tuple[str, int], tuple[int, int]] = {}
-    for place, row in enumerate(checked, 1):
+    for place, row in enumerate(found, 1):
         size, before = largest.get((row.operation, row.ranks), (-1, 0))
         if row.bytes <= size:
             raise ValueError(
@@ -130,41 +129,32 @@ def _check_rows(rows: Any) -> list[Row]:
                 f"with {size} bytes"
             )
         largest[row.operation, row.ranks] = row.bytes, place
-    return checked
+    return found
 
 
 def _row(place: int, row: Any) -> Row:
-    if not isinstance(row, dict) or set(row) != _ROW.keys():
-        raise ValueError(f"row {place} must have the fields {', '.join(_ROW)}, and no others")
+    if not isinstance(row, dict) or row.keys() != Row.__dataclass_fields__.keys():
+        raise ValueError(f"row {place} must have the fields {', '.join(Row.__dataclass_fields__)}, and no others")
     try:
-        return Row(**fields_of(_ROW, row))
+        return validation.build(Row, row)
     except ValueError as error:
         raise ValueError(f"row {place}: {error}") from None
 
 
-def _positive(name: str, value: Any) -> float:
-    if type(value) not in (int, float) or not 0 < value < 1e15:
-        raise ValueError(f"{name} is {value!r:.50}, not a number above 0")
-    return float(value)
-
-
-_ROW = {
-    "operation": one_of(OPERATIONS),
-    "ranks": number(2, MAX_RANKS),
-    "bytes": number(0, MAX_BYTES),
-    "algorithm": one_of(ALGORITHMS),
-}
-_COST = {"latency": _positive, "bandwidth": _positive}
+_POSITIVE = validation.positive(1e15)
+_COST = {"latency": _POSITIVE, "bandwidth": _POSITIVE}
 _LINK = {
-    "provider": text(),
-    "ranks": number(2, MAX_RANKS),
-    "plan": _positive,
-    "costs": map_of(lambda name, value: fields_of(_COST, value), 16),
+    "provider": validation.text(),
+    "ranks": validation.number(2, MAX_RANKS),
+    "plan": _POSITIVE,
+    "costs": validation.map_of(lambda name, value: validation.fields_of(_COST, value), 16),
 }
 
 
 def _check_links(links: Any) -> list[dict[str, Any]]:
-    return list(list_of(lambda name, value: fields_of(_LINK, value), MAX_LINKS)("expert_links", links))
+    return list(
+        validation.list_of(lambda name, value: validation.fields_of(_LINK, value), MAX_LINKS)("expert_links", links)
+    )
 
 
 def _checked(found: Any) -> Tuning:

@@ -173,7 +173,7 @@ def test_which_file_is_read(tmp_path, monkeypatch):
 def test_the_variable():
     assert Environment.read({"MLXDIST_TUNING_FILE": "/a/b"}).tuning_file == "/a/b"
     assert Environment.read({}).tuning_file is None
-    with pytest.raises(EnvironmentVariableError, match="MLXDIST_TUNING_FILE is empty"):
+    with pytest.raises(EnvironmentVariableError, match="MLXDIST_TUNING_FILE='' is empty"):
         Environment.read({"MLXDIST_TUNING_FILE": ""})
 
 

@@ -11,36 +11,14 @@ import time
 import weakref
 from collections.abc import Callable
 
-from mlxdist.base import logger
+from mlxdist.base import errors, logger
 from mlxdist.base.environment import Environment
-from mlxdist.base.errors import (
-    Error,
-    InvalidArgument,
-    PeerLost,
-    RendezvousError,
-    Timeout,
-    by_name,
-    interruption,
-    located,
-)
 
+from . import protocol
 from .connect import connect, listen
 from .event_loop import Connection, EventLoop
 from .heartbeat import Heartbeat, guarded
-from .protocol import (
-    GATHER,
-    GATHERED,
-    MAX_GATHER_BYTES,
-    MAX_STATUS_BYTES,
-    MAX_TAG,
-    MAX_TEXT,
-    Kind,
-    ProtocolError,
-    pack_json,
-    pack_message,
-    unpack_json,
-    unpack_message,
-)
+from .protocol import Kind, ProtocolError, pack_json, unpack_json
 from .server import MAX_QUEUED, Server
 
 __all__ = ["Rendezvous"]
@@ -75,7 +53,7 @@ class Rendezvous:
         self._changed = threading.Condition()
         self._calls = threading.Lock()  # one all_gather at a time
         self._formed = False
-        self._failure: tuple[int, Error] | None = None
+        self._failure: tuple[int, errors.Error] | None = None
         self._departed: dict[int, str] = {}
         self._step = 0
         self._gathered: dict[int, bytes] = {}
@@ -105,9 +83,9 @@ class Rendezvous:
             Timeout: a rank has not arrived ``rendezvous_timeout`` seconds after the first one did.
             PeerLost, Aborted: a rank died, left or reported its failure.
         """
-        if len(data) > MAX_GATHER_BYTES:
-            raise InvalidArgument(
-                f"rendezvous: {what!r} has {len(data)} bytes, at most {MAX_GATHER_BYTES} are possible"
+        if len(data) > protocol.MAX_GATHER_BYTES:
+            raise errors.InvalidArgument(
+                f"rendezvous: {what!r} has {len(data)} bytes, at most {protocol.MAX_GATHER_BYTES} are possible"
             )
         name, size = what.encode()[:256], self._environment.world_size
         with self._calls:
@@ -115,7 +93,7 @@ class Rendezvous:
             with self._changed:
                 self._raise_end()
                 self._gathered = {}
-            self._send(Kind.GATHER, GATHER.pack(self._step, len(name)) + name + data)
+            self._send(Kind.GATHER, protocol.GATHER.pack(self._step, len(name)) + name + data)
             with self._changed:
                 seconds = self._environment.rendezvous_timeout + MARGIN
                 self._wait(lambda: len(self._gathered) == size, seconds, repr(what))
@@ -140,19 +118,19 @@ class Rendezvous:
         """
         rank = operator.index(rank)
         if not 0 <= rank < self._environment.world_size or rank == self._environment.rank:
-            raise InvalidArgument(
+            raise errors.InvalidArgument(
                 f"rendezvous: rank {self._environment.rank} cannot send {tag[:64]!r} to rank {rank}; it can send to "
                 f"the others of the {self._environment.world_size} ranks"
             )
-        payload = pack_message(rank, tag, data)
+        payload = protocol.pack_message(rank, tag, data)
         self._check_open()
         with self._changed:
             self._raise_failure()
             if rank in self._departed:
-                raise PeerLost(self._departed[rank])
+                raise errors.PeerLost(self._departed[rank])
             waiting = self._unsent + self._connection.unsent
             if waiting + len(payload) > MAX_QUEUED:
-                raise RendezvousError(
+                raise errors.RendezvousError(
                     f"rendezvous: {self._rank_0} has not read {waiting} bytes of messages from rank "
                     f"{self._environment.rank}; it is stopped, or its machine is overloaded"
                 )
@@ -195,7 +173,7 @@ class Rendezvous:
         self._loop.call(start)
 
     @property
-    def failure(self) -> Error | None:
+    def failure(self) -> errors.Error | None:
         """The first failure of the group, as far as this rank knows."""
         return self._failure[1] if self._failure is not None else None
 
@@ -204,7 +182,7 @@ class Rendezvous:
         """Whether a rank, this one or another, has left in order, and none has failed."""
         return self._failure is None and (self._closed or bool(self._departed))
 
-    def report_failure(self, error: Error, consequence: bool = False, seconds: float = ACK_SECONDS) -> bool:
+    def report_failure(self, error: errors.Error, consequence: bool = False, seconds: float = ACK_SECONDS) -> bool:
         """This rank has failed: all others get ``on_failure(this rank, text)``, and that error as their ``failure``.
 
         Returns whether rank 0 has forwarded it, for which it waits at most ``seconds``, and not at all in a callback
@@ -221,7 +199,9 @@ class Rendezvous:
             self._delivered_failure = True  # the caller has it
             self._fail(self._environment.rank, error, note=not consequence)
             self._changed.notify_all()
-        self._send_for_ack(Kind.REPORT_FAILURE, pack_json(error=type(error).__name__, text=str(error)[:MAX_TEXT]))
+        self._send_for_ack(
+            Kind.REPORT_FAILURE, pack_json(error=type(error).__name__, text=str(error)[: protocol.MAX_TEXT])
+        )
         return not self._loop.is_own_thread() and self.is_acked(seconds)
 
     def is_acked(self, seconds: float) -> bool:
@@ -280,8 +260,8 @@ class Rendezvous:
             with self._changed:
                 self._wait(lambda: self._formed, seconds + MARGIN, "the start")
         except BaseException as error:
-            if not isinstance(error, Error):  # Ctrl-C, which the others cannot know of
-                self.report_failure(interruption(error, environment.rank, socket.gethostname()))
+            if not isinstance(error, errors.Error):  # Ctrl-C, which the others cannot know of
+                self.report_failure(errors.interruption(error, environment.rank, socket.gethostname()))
             self._closed = True
             self._stop()
             raise
@@ -302,19 +282,21 @@ class Rendezvous:
 
     def _check_open(self) -> None:
         if self._forked:
-            raise Error(
+            raise errors.Error(
                 f"rendezvous: process {os.getpid()} is a forked child of rank {self._environment.rank} and no rank "
                 "itself; only the process that called mlxdist.init() can use the group"
             )
         if self._closed:
-            raise Error(self._has_left())
+            raise errors.Error(self._has_left())
 
     def _has_left(self) -> str:
         return f"rendezvous: rank {self._environment.rank} has left the group already (finalize)"
 
     def _refuse_own_thread(self) -> None:
         if self._loop.is_own_thread():
-            raise Error("rendezvous: a callback of watch() must not call the rendezvous; call it in another thread")
+            raise errors.Error(
+                "rendezvous: a callback of watch() must not call the rendezvous; call it in another thread"
+            )
 
     def _send(self, kind: Kind, payload: bytes) -> None:
         self._loop.call(lambda: self._connection.send(kind, payload))
@@ -329,9 +311,9 @@ class Rendezvous:
         while not done():
             self._raise_end()
             if self._closed:
-                raise Error(self._has_left())
+                raise errors.Error(self._has_left())
             if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline and not done():
-                raise Timeout(
+                raise errors.Timeout(
                     f"rendezvous: {self._rank_0} has not responded to rank {self._environment.rank} at {what} for "
                     f"{seconds:g} s; it is stopped or its machine is gone"
                 )
@@ -345,7 +327,7 @@ class Rendezvous:
         """For what needs all ranks."""
         self._raise_failure()
         if self._departed:
-            raise PeerLost(next(iter(self._departed.values())))
+            raise errors.PeerLost(next(iter(self._departed.values())))
 
     # Called in the loop's thread, but for _fail, which report_failure() calls too.
 
@@ -355,30 +337,30 @@ class Rendezvous:
             return
         if kind == Kind.STATUS_REQUEST:
             status = guarded(self._status) or b""
-            self._connection.send(Kind.STATUS, status if len(status) <= MAX_STATUS_BYTES else b"")
+            self._connection.send(Kind.STATUS, status if len(status) <= protocol.MAX_STATUS_BYTES else b"")
             return
         with self._changed:
             if kind == Kind.FORMED:
                 self._formed = True
-            elif kind == Kind.GATHERED and len(payload) >= GATHERED.size:
-                _, rank = GATHERED.unpack_from(payload)
+            elif kind == Kind.GATHERED and len(payload) >= protocol.GATHERED.size:
+                _, rank = protocol.GATHERED.unpack_from(payload)
                 self._check_rank(rank)
-                self._gathered[rank] = payload[GATHERED.size :]
+                self._gathered[rank] = payload[protocol.GATHERED.size :]
             elif kind == Kind.ACK:
                 self._acked += 1
             elif kind == Kind.FAILURE:
                 fields = unpack_json(payload, rank=int, error=str, text=str)
                 self._check_rank(fields["rank"])
-                self._fail(fields["rank"], by_name(fields["error"])(fields["text"]))
+                self._fail(fields["rank"], errors.by_name(fields["error"])(fields["text"]))
             elif kind == Kind.DEPARTED:
                 fields = unpack_json(payload, rank=int, text=str)
                 self._check_rank(fields["rank"])
                 self._departed[fields["rank"]] = fields["text"]
             elif kind == Kind.MESSAGE:
-                sender, tag, data = unpack_message(payload)
+                sender, tag, data = protocol.unpack_message(payload)
                 self._check_rank(sender)
                 self._inbox.append((sender, tag, data))
-                self._inbox_bytes += MAX_TAG + len(data)
+                self._inbox_bytes += protocol.MAX_TAG + len(data)
                 self._check_inbox()
             else:
                 raise ProtocolError(f"a frame of kind {kind}")
@@ -394,18 +376,18 @@ class Rendezvous:
             if 0 not in self._departed and not self._closed:
                 how = "has died or closed its connection" if not text.startswith("it sent") else f"was cut off: {text}"
                 when = "" if self._formed else " before the group was complete"
-                self._fail(0, PeerLost(located(f"{self._rank_0} {how}{when}", 0, self._host_0)))
+                self._fail(0, errors.PeerLost(errors.located(f"{self._rank_0} {how}{when}", 0, self._host_0)))
             self._changed.notify_all()
         self._deliver()
 
     def _crash(self, error: BaseException) -> None:
         with self._changed:
             rank = self._environment.rank
-            self._fail(rank, Error(f"rendezvous: the thread of rank {rank} has failed: {error!r}"))
+            self._fail(rank, errors.Error(f"rendezvous: the thread of rank {rank} has failed: {error!r}"))
             self._changed.notify_all()
         self._deliver()
 
-    def _fail(self, rank: int, error: Error, note: bool = True) -> None:
+    def _fail(self, rank: int, error: errors.Error, note: bool = True) -> None:
         if self._failure is None:
             self._failure = (rank, error)
             logger.info("rendezvous", f"the group has failed, rank {rank} first: {type(error).__name__}: {error}")
@@ -435,14 +417,14 @@ class Rendezvous:
                 f"rendezvous: rank {self._environment.rank} was sent more than {MAX_INBOX} bytes of messages, and "
                 "reads none; pass an on_message to watch()"
             )
-            self._fail(self._environment.rank, RendezvousError(text))
+            self._fail(self._environment.rank, errors.RendezvousError(text))
             self._send_for_ack(Kind.REPORT_FAILURE, pack_json(error="RendezvousError", text=text))
 
     def _deliver(self) -> None:
         """Calls the callbacks for what they have not got yet. Without the lock: they may take others."""
         while self._on_message is not None and not self._closed and self._inbox:
             message = self._inbox.popleft()
-            self._inbox_bytes -= MAX_TAG + len(message[2])
+            self._inbox_bytes -= protocol.MAX_TAG + len(message[2])
             guarded(self._on_message, *message)
         with self._changed:
             failure, departed = self._failure, dict(self._departed)

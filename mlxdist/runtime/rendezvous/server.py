@@ -14,24 +14,12 @@ from mlxdist.base.environment import Environment, format_address, same_job
 from mlxdist.base.errors import by_name, located, name_ranks
 from mlxdist.version import __version__
 
+from . import protocol
 from .authentication import ServerHandshake, observer_secret
 from .event_loop import Connection, EventLoop
 from .heartbeat import HEARTBEAT_SECONDS, Member, pack_peer_status, unpack_position
 from .observer import Observers, publish
-from .protocol import (
-    GATHER,
-    GATHERED,
-    MAX_FRAME,
-    MAX_STATUS_BYTES,
-    MAX_TEXT,
-    Framing,
-    Kind,
-    ProtocolError,
-    pack_json,
-    pack_message,
-    unpack_json,
-    unpack_message,
-)
+from .protocol import Framing, Kind, ProtocolError, pack_json, unpack_json
 
 __all__ = ["Server", "exit_status_of", "keep_alive"]
 
@@ -286,7 +274,7 @@ class Server:
             self._gather(member, payload)
         elif kind == Kind.REPORT_FAILURE:
             fields = unpack_json(payload, error=str, text=str)
-            error, text = by_name(fields["error"]).__name__, fields["text"][:MAX_TEXT]
+            error, text = by_name(fields["error"]).__name__, fields["text"][: protocol.MAX_TEXT]
             self._fail(member.rank, error, text, exclude=member)
             member.connection.send(Kind.ACK)
         elif kind == Kind.GOODBYE:
@@ -301,21 +289,21 @@ class Server:
             member.position, member.last_heartbeat = unpack_position(payload), time.monotonic()
             if self._next_peer_status is None and not self._failed:
                 self._next_peer_status = member.last_heartbeat + HEARTBEAT_SECONDS
-        elif kind == Kind.STATUS and len(payload) <= MAX_STATUS_BYTES:
+        elif kind == Kind.STATUS and len(payload) <= protocol.MAX_STATUS_BYTES:
             member.has_request = False
             self._observers.forward(member.rank, payload)
         else:
             raise ProtocolError(f"a frame of kind {kind}")
 
     def _forward(self, sender: Member, payload: bytes) -> None:
-        rank, tag, data = unpack_message(payload)
+        rank, tag, data = protocol.unpack_message(payload)
         receiver = self._members.get(rank)
         if receiver is None or receiver is sender:
             raise ProtocolError(f"a message for rank {rank}")
         if self._failed or not receiver.is_here:
             return  # the sender knows the reason
-        receiver.connection.send(Kind.MESSAGE, pack_message(sender.rank, tag, data))
-        gathered = self._environment.world_size * MAX_FRAME  # of one step
+        receiver.connection.send(Kind.MESSAGE, protocol.pack_message(sender.rank, tag, data))
+        gathered = self._environment.world_size * protocol.MAX_FRAME  # of one step
         if receiver.connection.unsent > gathered + MAX_QUEUED:
             self._fail(
                 rank,
@@ -327,15 +315,15 @@ class Server:
     def _gather(self, member: Member, payload: bytes) -> None:
         if self._failed:
             return
-        if len(payload) < GATHER.size:
+        if len(payload) < protocol.GATHER.size:
             raise ProtocolError("a truncated GATHER")
-        step, length = GATHER.unpack_from(payload)
+        step, length = protocol.GATHER.unpack_from(payload)
         if step != self._step or member.rank in self._gathered:
             raise ProtocolError(f"data for step {step} in step {self._step}")
-        what = payload[GATHER.size : GATHER.size + length].decode(errors="replace")
+        what = payload[protocol.GATHER.size : protocol.GATHER.size + length].decode(errors="replace")
         if not self._gathered:
             self._gather_deadline = time.monotonic() + self._environment.rendezvous_timeout
-        self._gathered[member.rank] = (what, payload[GATHER.size + length :])
+        self._gathered[member.rank] = (what, payload[protocol.GATHER.size + length :])
         if len(self._gathered) < self._environment.world_size:
             return
         self._gather_deadline = None
@@ -350,7 +338,7 @@ class Server:
                 )
                 return
         for rank, (_, data) in self._gathered.items():
-            self._broadcast(Kind.GATHERED, GATHERED.pack(self._step, rank) + data)
+            self._broadcast(Kind.GATHERED, protocol.GATHERED.pack(self._step, rank) + data)
         self._gathered = {}
         self._step += 1
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -26,12 +25,6 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
-def _above_zero(most: float, name: str, value: Any) -> float:
-    if type(value) not in (int, float) or not 0 < value <= most:
-        raise ValueError(f"{name} is {value!r:.50}, not a number above 0 and at most {most:g}")
-    return float(value)
-
-
 _PIECE = validation.row_of(validation.number(0, _LARGEST), validation.number(0, _LARGEST))
 _SHARD: Mapping[str, validation.Check] = {
     "path": _text,
@@ -40,13 +33,13 @@ _SHARD: Mapping[str, validation.Check] = {
     "dtype": validation.one_of(_DTYPES),
     "axis": validation.number(0, _LONGEST),
     "ranges": validation.list_of(validation.list_of(_PIECE, _LARGEST), MAX_RANKS),
-    "scale": partial(_above_zero, 1),
+    "scale": validation.positive(1),
     "reason": _text,
 }
 _PLAN: Mapping[str, validation.Check] = {
     "tp": validation.number(1, MAX_RANKS),
     "ep": validation.number(1, MAX_RANKS),
-    "rank_shares": validation.or_null(validation.list_of(partial(_above_zero, 1e300), MAX_RANKS)),
+    "rank_shares": validation.or_null(validation.list_of(validation.positive(1e300), MAX_RANKS)),
     "shards": validation.list_of(lambda _, value: _exactly(_SHARD, value), _MAX_SHARDS),
     "model_type": _text,
     "how": _text,
