@@ -46,9 +46,7 @@ def split_sizes(
             ``rank_shares``: the shares do not divide evenly by the ranks; ``rank_shares`` are not ``ranks`` positive
             numbers. The message begins with ``name``.
     """
-    for argument, number in (("total", total), ("ranks", ranks), ("multiple", multiple)):
-        if not _is_count(number):
-            raise InvalidArgument(f"{name}: {argument} must be a positive integer, not {number!r}")
+    require_counts(name, total=total, ranks=ranks, multiple=multiple)
     total, ranks, multiple = int(total), int(ranks), int(multiple)
     shares = _checked_rank_shares(name, rank_shares, ranks)
     lengths = segment_lengths(name, total, segments)
@@ -71,6 +69,13 @@ def split_sizes(
     if shares is None:
         return [total // ranks] * ranks
     return [unit * share for share in _shares(units, shares)]
+
+
+def require_counts(name: str, **numbers: object) -> None:
+    """Rejects numbers that are no positive integers, by the names of the arguments."""
+    for argument, number in numbers.items():
+        if not _is_count(number):
+            raise InvalidArgument(f"{name}: {argument} must be a positive integer, not {number!r}")
 
 
 def segment_lengths(name: str, total: int, segments: Segments = 1) -> tuple[int, ...]:
@@ -115,11 +120,23 @@ def take(x: mx.array, axis: int, sizes: Sequence[int], rank: int, segments: Segm
     return mx.contiguous(slice_along(x, axis, slices(sizes, rank, segments)))
 
 
+def scaled(sizes: Sequence[int], length: int) -> list[int]:
+    """``sizes`` of a dimension that holds the same in ``length`` elements: packed into words, or one for a group."""
+    return [size * length // sum(sizes) for size in sizes]
+
+
+def own_tokens(tokens: mx.array, here: slice) -> tuple[mx.array, mx.array]:
+    """Which of ``tokens`` lie in this rank's shard ``here`` of the vocabulary, and where in it; the others at 0."""
+    tokens = tokens.astype(mx.int64)  # compared as uint8, a bound of 300 would be 44
+    mine = (tokens >= here.start) & (tokens < here.stop)
+    return mine, mx.where(mine, tokens - here.start, 0)
+
+
 def join(x: mx.array, axis: int, sizes: Sequence[int], group: Group | None = None, segments: Segments = 1) -> mx.array:
     """All ranks' shards, joined along ``axis`` as they were before :func:`take`. One all_gather, lazy; shards of
     different sizes are padded for it. Backward: this rank's shard of the cotangent."""
     group = group_of(group)
-    _check_sizes("join", sizes, group)
+    check_sizes("join", sizes, group)
     axis = _axis("join", x, axis, sizes[group.rank()])
     places = [slices(sizes, rank, segments) for rank in range(len(sizes))]
     if group.size() == 1:
@@ -135,7 +152,7 @@ def scatter(x: mx.array, axis: int, sizes: Sequence[int], group: Group | None = 
     :func:`mlxdist.nn.scatter_to_tensor_parallel_region` for shards of different sizes.
     """
     group = group_of(group)
-    _check_sizes("scatter", sizes, group)
+    check_sizes("scatter", sizes, group)
     axis = _axis("scatter", x, axis, sum(sizes))
     if group.size() == 1:
         return x
@@ -200,7 +217,8 @@ def _axis(name: str, x: mx.array, axis: int, length: int) -> int:
     return axis % x.ndim
 
 
-def _check_sizes(name: str, sizes: Sequence[int], group: Group) -> None:
+def check_sizes(name: str, sizes: Sequence[int], group: Group) -> None:
+    """Rejects ``sizes`` that are not a positive number for each rank."""
     if len(sizes) != group.size() or not all(_is_count(size) for size in sizes):
         raise InvalidArgument(
             f"{name}: sizes must be {group.size()} positive integers, one per rank, not {list(sizes)}"

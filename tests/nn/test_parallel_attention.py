@@ -50,7 +50,7 @@ def test_heads_of_the_ranks(heads, ranks, weights, sizes, kv_heads):
         ((2, 1), 4, None, "query heads of a KV head: 2"),
         ((8, 2), 3, None, "query heads: 8 cannot be split into 3 equal shards"),
         ((2, 1), 4, None, "query heads of a KV head: 2 is too little for 4 ranks"),
-        ((0, 1), 2, None, "n_heads must be at least 1"),
+        ((0, 1), 2, None, "n_heads must be a positive integer"),
     ],
 )
 def test_heads_that_cannot_be_cut(heads, ranks, weights, words):

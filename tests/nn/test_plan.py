@@ -113,7 +113,7 @@ def test_json_both_ways():
         ({"ranges": [[[1, 0]], [[1, 2]]]}, "is no range within"),
         ({"ranges": []}, "what is full has no ranges"),
         ({"scale": 0}, "scale is 0, not a number above 0"),
-        ({"path": "a\0"}, "path is 'a.x00', not a text"),
+        ({"path": "a\0"}, "path must be a text"),
     ],
 )
 def test_a_plan_that_was_edited_is_checked(change, words):

@@ -262,7 +262,7 @@ def bad_input() -> None:
             refused(words, lambda given=given: ParallelAttention.from_attention(given))
     for words, arguments in [
         ("are not a multiple of", (12, 5 * size, 2 * size)),
-        ("n_heads must be at least 1", (12, 0)),
+        ("n_heads must be a positive integer", (12, 0)),
         ("give head_dim", (12 * size + 1, 2 * size)),
     ]:
         refused(words, lambda arguments=arguments: ParallelAttention(*arguments))

@@ -153,7 +153,7 @@ def bad_input() -> None:
     ]:
         for given in (wrong, wrong if rank == odd else right):
             refused(words, lambda given=given: ParallelMLP.from_mlp(given))
-    refused("hidden_dims must be at least 1", lambda: ParallelMLP(6, 0 if rank == odd else 4 * size))
+    refused("hidden_dims must be a positive integer", lambda: ParallelMLP(6, 0 if rank == odd else 4 * size))
     refused("activation must be a function", lambda: ParallelMLP(6, 4 * size, activation=3 if rank == odd else nn.silu))
     refused("rank_shares must be", lambda: ParallelMLP(6, 4 * size, rank_shares=[1] * (size + 1)))
     if size > 1:

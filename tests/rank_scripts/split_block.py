@@ -277,11 +277,11 @@ def bad_input() -> None:
     if size == 1:
         return
     refused("intermediate size of the MLP", lambda: cut(randomized(llama_layer(size, size, 6 * size + 1)), group))
-    refused("KV heads: ", lambda: cut(randomized(llama_layer(12, size + 1, 6 * size)), group))
-    refused("not 2 and", lambda: cut(sharded_by_hand(), group))
+    refused("KV heads", lambda: cut(randomized(llama_layer(12, size + 1, 6 * size)), group))
+    refused("k_proj and v_proj must have", lambda: cut(sharded_by_hand(), group))
     odd = quantized(randomized(llama_layer(size, size, 64 * size, hidden_size=64, head_dim=32)), group_size=32)
     odd.self_attn.o_proj.group_size = 64  # a rank would hold half a group
-    refused("is quantized in groups of 64", lambda: cut(odd, group))
+    refused("quantization groups of 64", lambda: cut(odd, group))
     # On one rank only.
     other = randomized(llama_layer(2 * size, size, 6 * size))
     if rank == size - 1:

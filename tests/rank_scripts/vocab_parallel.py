@@ -168,7 +168,7 @@ def bad_input() -> None:
     odd = size - 1  # the only rank whose argument is wrong
     dense = nn.Embedding(4 * size, 8)
     refused("num_embeddings", lambda: VocabParallelEmbedding(size - 1 if size > 1 else 0, 8))
-    refused("dims must be at least 1", lambda: VocabParallelEmbedding(4 * size, 0 if rank == odd else 8))
+    refused("dims must be a positive integer", lambda: VocabParallelEmbedding(4 * size, 0 if rank == odd else 8))
     refused("rank_shares must be positive", lambda: VocabParallelEmbedding(4 * size, 8, rank_shares=[-1] * size))
     wrong = nn.Linear(8, 4) if rank == odd else dense
     refused("must be an nn.Embedding", lambda: VocabParallelEmbedding.from_embedding(wrong))

@@ -86,6 +86,11 @@ class Handle:
         by_token = np.argsort(self.sent_rows, kind="stable")  # those of rank 0 first, then rank 1 ...
         return sum_rows(sums.astype(mx.float32), by_token, self.sent_rows[by_token], self.tokens).astype(sums.dtype)
 
+    def require_results(self, name: str, y: mx.array) -> None:
+        """Rejects results that are not one row for each pair of this rank."""
+        if y.ndim != 2 or y.shape[0] != len(self.pairs):
+            raise InvalidArgument(f"{name}: y has shape {y.shape}, but this rank has {len(self.pairs)} rows to return")
+
     def __repr__(self) -> str:
         return (
             f"<Handle of {self.tokens} tokens x {self.top_k} experts on rank {self.group.rank()}: rows to "
@@ -148,8 +153,7 @@ def combine(
     Raises:
         InvalidArgument: shapes that do not fit; on the rank where they do not.
     """
-    if y.ndim != 2 or y.shape[0] != len(handle.pairs):
-        raise InvalidArgument(f"combine: y has shape {y.shape}, but this rank has {len(handle.pairs)} rows to return")
+    handle.require_results("combine", y)
     shape = (handle.tokens, handle.top_k)
     if scores is not None and scores.shape != shape:
         raise InvalidArgument(f"combine: scores have shape {scores.shape}, but the handle is of {shape}")

@@ -66,8 +66,5 @@ def _add_up(partial_sum: mx.array, rows: int, scatter: bool, experts: Experts) -
 def _gather_indices(indices: np.ndarray | mx.array, rows: int, experts: Experts) -> np.ndarray | mx.array:
     """All ranks' indices, padded with -1; on the host if this rank's are."""
     if isinstance(indices, mx.array):
-        padding = mx.full((rows - indices.shape[0], indices.shape[1]), -1, indices.dtype)
-        return all_gather(mx.concatenate([indices, padding]), group=experts.group)
-    padded = np.full((rows, indices.shape[1]), -1, np.int32)
-    padded[: len(indices)] = indices
-    return np.array(all_gather(mx.array(padded), group=experts.group))
+        return all_gather(with_rows(indices, rows, -1), group=experts.group)
+    return np.array(all_gather(with_rows(mx.array(indices.astype(np.int32)), rows, -1), group=experts.group))

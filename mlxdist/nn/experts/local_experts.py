@@ -6,7 +6,6 @@ group also inside each expert: the first projections by outputs, the last one by
 """
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +17,8 @@ from mlxdist.runtime.group import Group
 from mlxdist.runtime.native import bridge
 from mlxdist.runtime.ops import all_sum
 
-from ..partition import join, split_sizes, take
+from ..partition import join, scaled, split_sizes, take
+from ..tensor_parallel.linear_layers import mapped
 from ..tensor_parallel.lora import SWITCH_LINEARS, as_given, draw_full
 from .placement import Placement
 from .stages import Stages, chained, is_traced
@@ -72,11 +72,11 @@ def shard_projection(projection: nn.Module, name: str, last: bool, sharding: Sha
         mine = take(array, 0, [each * count for count in sharding.placement.counts], sharding.group.rank())
         axis = _hidden_axis(key, array, last)
         if sharding.tp_group is not None and axis is not None:
-            mine = take(mine, axis, _scaled(sharding.hidden_sizes, array.shape[axis]), sharding.tp_group.rank())
+            mine = take(mine, axis, scaled(sharding.hidden_sizes, array.shape[axis]), sharding.tp_group.rank())
         return _transposed_in_memory(mine) if key == "weight" and transpose else mine
 
     transpose = mx.default_device().type == mx.DeviceType.cpu and "scales" not in base(projection)
-    mine = _mapped(projection, shard)
+    mine = mapped(projection, shard)
     if type(projection).__name__ in SWITCH_LINEARS:
         shape = (experts, projection.output_dims, projection.input_dims)
         draw_full(mine, shape, partial(_adapter_shard, sharding, last))
@@ -107,13 +107,13 @@ def join_projection(projection: nn.Module, last: bool, sharding: Sharding) -> nn
         axis = _hidden_axis(key, array, last)
         if sharding.tp_group is not None and axis is not None:
             total = array.shape[axis] * sum(sharding.hidden_sizes) // sharding.hidden_sizes[sharding.tp_group.rank()]
-            array = join(array, axis, _scaled(sharding.hidden_sizes, total), sharding.tp_group)
+            array = join(array, axis, scaled(sharding.hidden_sizes, total), sharding.tp_group)
         each = array.shape[0] // sharding.placement.counts[sharding.group.rank()]
         array = join(array, 0, [each * count for count in sharding.placement.counts], sharding.group)
         mx.eval(array)
         return array
 
-    joined = _mapped(projection, full)
+    joined = mapped(projection, full)
     as_given(base(joined))
     return joined
 
@@ -179,7 +179,7 @@ def tied(
         trained = [array for array in trained if all(array is not other for other in shared)]
     results = stages.run(None, add_up, *((shared, trained) if add_up else ([], [*shared, *trained])))
     replaced = {id(array): result for array, result in zip([*shared, *trained], results)}
-    return _mapped(layer, lambda key, array: replaced.get(id(array), array)), results[: len(inputs)]
+    return mapped(layer, lambda key, array: replaced.get(id(array), array)), results[: len(inputs)]
 
 
 def _traced(module: nn.Module) -> list[mx.array]:
@@ -219,20 +219,3 @@ def _hidden_axis(key: str, array: mx.array, last: bool) -> int | None:
     if array.ndim == 1 or (last and key == "bias"):
         return None
     return 2 if last else 1
-
-
-def _scaled(sizes: list[int], length: int) -> list[int]:
-    """Sizes of a dimension as those of one that holds the same in fewer elements: packed, or one for a group."""
-    return [size * length // sum(sizes) for size in sizes]
-
-
-def _mapped(module: nn.Module, function: Callable[[str, mx.array], mx.array]) -> nn.Module:
-    """A copy of ``module``, and of the modules in it, with ``function(name, array)`` for its arrays."""
-    clone = copy.copy(module)
-    clone._no_grad = set(module._no_grad)
-    for key, value in module.items():
-        if isinstance(value, nn.Module):
-            clone[key] = _mapped(value, function)
-        elif isinstance(value, mx.array):
-            clone[key] = function(key, value)
-    return clone

@@ -150,10 +150,7 @@ class OverlappedExchange:
             InvalidArgument: y has another number of rows.
         """
         routing = sent.routing
-        if y.ndim != 2 or y.shape[0] != len(routing.pairs):
-            raise InvalidArgument(
-                f"combine_async: y has shape {y.shape}, but this rank has {len(routing.pairs)} rows to return"
-            )
+        routing.require_results("combine_async", y)
         weights = sent.weights.wait().reshape(-1)
         sums = routing.pairs.weigh(y, take_rows(weights, routing.pairs.order)).astype(y.dtype)
         transfer = self._start(sums, routing.rows_from, routing.rows_to, exchange_dtype)

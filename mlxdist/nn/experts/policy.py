@@ -29,7 +29,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import mlx.core as mx
 import numpy as np
@@ -148,6 +148,7 @@ class Workload:
         sent = sum(link.costs[name].seconds(nbytes) for name, nbytes in self.parts(mode, tokens, link.ranks))
         return sent + (link.plan if mode == "dispatch" and self.sharded else 0)
 
+    @lru_cache(maxsize=1024)  # decoding asks the same at every layer of every step
     def cheapest(self, tokens: int, link: Link) -> str:
         """The mode that takes least for ``tokens`` over ``link``; of equal ones the first of `MODES`."""
         return min(MODES, key=lambda mode: self.seconds(mode, tokens, link))
@@ -199,7 +200,7 @@ class Policy:
         workload = Workload(top_k, hidden, itemsize, sharded)
         if self.forced is not None:
             return self.forced
-        best = _cheapest(workload, tokens, self.link)
+        best = workload.cheapest(tokens, self.link)
         state = self._states.setdefault(workload, _State(best, self.cooldown))
         if best != state.mode:
             now, then = (workload.seconds(mode, tokens, self.link) for mode in (state.mode, best))
@@ -252,11 +253,6 @@ class Policy:
         return "\n\n".join(self.table(workload) for workload in self._states) or "no call yet"
 
 
-@lru_cache(maxsize=1024)  # decoding asks the same at every layer of every step
-def _cheapest(workload: Workload, tokens: int, link: Link) -> str:
-    return workload.cheapest(tokens, link)
-
-
 @dataclass
 class _State:
     mode: str
@@ -303,28 +299,23 @@ def _times(group: Group, repeats: int, nbytes: int) -> dict[str, tuple[float, fl
         "sum_scatter": (share, lambda: sum_scatter(x, group=group)),
         "all_to_all_v": (share, lambda: all_to_all_v(x, counts, counts, group=group)),
     }
-    taken = {name: _median(group, repeats, partial(_evaluated, call)) for name, (_, call) in calls.items()}
-    return {name: (sent, taken[name]) for name, (sent, _) in calls.items()}
-
-
-def _evaluated(call: Callable[[], mx.array]) -> None:
-    mx.eval(call())
+    return {name: (sent, _median(group, repeats, call)) for name, (sent, call) in calls.items()}
 
 
 def _plan_seconds(group: Group, repeats: int) -> float:
     """What dispatch does first: see dispatch.route()."""
     placement = Placement(group.size(), group.size())
     indices = mx.arange(PLANNED_TOKENS)[:, None] % group.size()
-    return _median(group, repeats, lambda: route(indices, placement, group))
+    return _median(group, repeats, lambda: route(indices, placement, group).experts)
 
 
-def _median(group: Group, repeats: int, call: Callable[[], object]) -> float:
-    """Seconds of a call, the same number on all ranks. The first two do not count."""
+def _median(group: Group, repeats: int, call: Callable[[], mx.array]) -> float:
+    """Seconds of a call and of its result, the same number on all ranks. The first two do not count."""
     taken = []
     for _ in range(repeats + 2):
         # As lazy as what is timed: an operation that is carried out at once could overtake those of MLX.
         mx.eval(all_sum(mx.zeros((1,)), group=group))
         begin = time.perf_counter()
-        call()
+        mx.eval(call())
         taken.append(time.perf_counter() - begin)
     return float(np.array(all_max(mx.array([statistics.median(taken[2:])]), group=group))[0])

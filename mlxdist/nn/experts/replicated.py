@@ -160,8 +160,8 @@ def optional(arrays: Sequence[mx.array | None]) -> list[mx.array]:
     return [array for array in arrays if array is not None]
 
 
-def with_rows(x: mx.array, rows: int) -> mx.array:
-    """``x`` with zeros behind it, up to a number of rows."""
+def with_rows(x: mx.array, rows: int, filler: int = 0) -> mx.array:
+    """``x`` with rows of ``filler`` behind it, up to a number of rows."""
     if x.shape[0] == rows:
         return x
-    return mx.pad(x, [(0, rows - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
+    return mx.pad(x, [(0, rows - x.shape[0])] + [(0, 0)] * (x.ndim - 1), constant_values=mx.array(filler, x.dtype))

@@ -13,12 +13,10 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxdist.base.errors import InvalidArgument
-
-from ..partition import take
+from ..partition import scaled, take
 from ..tensor_parallel.linear_layers import quantization
 
-__all__ = ["LinearShard", "Matrix", "Spec", "merge", "project", "require_linear"]
+__all__ = ["LinearShard", "Matrix", "Spec", "merge", "project"]
 
 
 class LinearShard(NamedTuple):
@@ -58,10 +56,7 @@ def merge(
     """The shards of ``linears`` as one matrix, their outputs one after the other.
 
     More than one where they are quantized in different ways. ``keep_bias=False`` leaves the biases out: of a linear
-    whose inputs are sharded one rank alone adds it.
-
-    Raises:
-        InvalidArgument: a module that is neither Linear nor QuantizedLinear.
+    whose inputs are sharded one rank alone adds it. ``linears`` are plain or quantized; for tied heads, embeddings.
     """
     merged: list[Matrix] = []
     pending: list[dict[str, mx.array]] = []
@@ -93,19 +88,7 @@ def project(specs: Sequence[Spec], matrices: Sequence[dict[str, mx.array]], x: m
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, -1)
 
 
-def require_linear(linear: nn.Module) -> None:
-    """Raises InvalidArgument for a module that `merge` does not take. It takes embeddings for tied heads."""
-    if type(linear) not in (nn.Linear, nn.Embedding, nn.QuantizedEmbedding) and not isinstance(
-        linear, nn.QuantizedLinear
-    ):
-        raise InvalidArgument(
-            f"SplitBlock: cannot merge a {type(linear).__name__}; it takes nn.Linear and nn.QuantizedLinear as they "
-            "are before sharding (fuse adapters first)"
-        )
-
-
 def _spec(linear: nn.Module, transposed: bool, keep_bias: bool) -> Spec:
-    require_linear(linear)
     config = tuple(quantization(linear).items())
     return Spec(transposed and not config, config, keep_bias and "bias" in linear)
 
@@ -115,9 +98,7 @@ def _shard_of(linear: nn.Module, shard: LinearShard, spec: Spec) -> dict[str, mx
     for name in ("weight", "scales", "biases"):
         if linear.get(name) is not None:
             full = linear[name]
-            # Quantized inputs are packed into words and share scales, so each array has a length of its own.
-            sizes = [size * full.shape[shard.axis] // sum(shard.sizes) for size in shard.sizes]
-            arrays[name] = take(full, shard.axis, sizes, shard.rank)
+            arrays[name] = take(full, shard.axis, scaled(shard.sizes, full.shape[shard.axis]), shard.rank)
     if spec.bias:
         size = shard.sizes[shard.rank] if shard.axis == 0 else arrays["weight"].shape[0]
         full = linear.get("bias")

@@ -11,8 +11,9 @@ import mlx.nn as nn
 from mlxdist.base.errors import InvalidArgument
 
 from ..partition import split_sizes
-from ..tensor_parallel.linear_layers import quantization_unit
-from .merged import LinearShard, Spec, merge, require_linear
+from ..tensor_parallel.linear_layers import check_parts, quantization_unit
+from ..tensor_parallel.parallel_attention import heads_of
+from .merged import LinearShard, Spec, merge
 
 __all__ = ["Shape", "require_shardable", "shard_layer"]
 
@@ -66,19 +67,8 @@ def shard_layer(
         "down": merge([mlp.down_proj], [rows], transposed, keep_bias=once),
     }
     norms, eps = _merged_norms(layer, heads, rank)
-    specs = {name: tuple(matrix.spec for matrix in merged) for name, merged in matrices.items()}
-    kv_heads = heads.key[heads.key_rank]
-    shape = Shape(
-        heads.query[rank],
-        kv_heads,
-        heads.dim,
-        float(attention.scale),
-        eps,
-        specs["qkv"],
-        specs["output"],
-        specs["gate_up"],
-        specs["down"],
-    )
+    specs: dict[str, Any] = {name: tuple(matrix.spec for matrix in merged) for name, merged in matrices.items()}
+    shape = Shape(heads.query[rank], heads.key[heads.key_rank], heads.dim, float(attention.scale), eps, **specs)
     return shape, {**norms, **matrices}
 
 
@@ -91,19 +81,10 @@ def _shards(layer: nn.Module, rank: int, ranks: int, rank_shares: Sequence[float
     """How heads and the MLP's inner width are sharded, once it is certain that the layer is one that can be."""
     attention, mlp = _require_parts(layer)
     heads = _head_shards(attention, rank, ranks, rank_shares)
+    check_parts("SplitBlock", mlp, _MLP)
     width, multiple = mlp.gate_proj.weight.shape[0], quantization_unit(mlp.down_proj)
     inner = split_sizes("SplitBlock: intermediate size of the MLP", width, ranks, rank_shares, multiple)
-    unit = quantization_unit(attention.o_proj)
-    inputs = [count * heads.dim for count in heads.query]
-    if any(size % unit for size in inputs):
-        raise InvalidArgument(
-            f"SplitBlock: o_proj is quantized in groups of {unit}, but a rank would hold {inputs} of its inputs; "
-            "choose fewer ranks, or quantize in smaller groups"
-        )
-    for module, names in ((attention, ("q_proj", "k_proj", "v_proj", "o_proj")), (mlp, _MLP)):
-        for name in names:
-            require_linear(module[name])
-    _norms(layer, heads)
+    _norms(layer)
     return heads, inner
 
 
@@ -126,27 +107,17 @@ def _require_parts(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 
 def _head_shards(attention: nn.Module, rank: int, ranks: int, rank_shares: Sequence[float] | None) -> Heads:
-    queries, keys = attention.n_heads, attention.n_kv_heads
-    outputs = attention.q_proj.weight.shape[0]
-    if outputs % queries != 0 or attention.k_proj.weight.shape[0] != outputs // queries * keys:
+    query, held, dim = heads_of("SplitBlock", attention, ranks, rank_shares)
+    shards = list(dict.fromkeys(held))
+    if sum(map(len, shards)) != attention.n_kv_heads:
         raise InvalidArgument(
-            f"SplitBlock: q_proj and k_proj have {outputs} and {attention.k_proj.weight.shape[0]} outputs, which is "
-            f"not {queries} and {keys} heads of one size; a layer that is sharded already cannot be sharded again"
+            f"SplitBlock: KV heads: {attention.n_kv_heads} can be neither split over {ranks} ranks nor each given to "
+            "some of them; choose a number of ranks that is a multiple or a divisor of it"
         )
-    dim = outputs // queries
-    if keys >= ranks or rank_shares is not None:
-        key_heads = split_sizes("SplitBlock: KV heads", keys, ranks, rank_shares)
-        return Heads([count * queries // keys for count in key_heads], key_heads, rank, dim)
-    if ranks % keys != 0:
-        raise InvalidArgument(
-            f"SplitBlock: KV heads: {keys} can be neither split into {ranks} equal shards nor each given to as many "
-            "ranks; choose a number of ranks that is a multiple or a divisor of it"
-        )
-    query_heads = split_sizes("SplitBlock: heads", queries, ranks)
-    return Heads(query_heads, [1] * keys, rank * keys // ranks, dim)
+    return Heads(query, [len(shard) for shard in shards], shards.index(held[rank]), dim)
 
 
-def _norms(layer: nn.Module, heads: Heads) -> tuple[list[nn.Module], list[nn.Module]]:
+def _norms(layer: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """The norms of the layer, and those of queries and keys, if there are."""
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
     attention = layer.self_attn
@@ -154,17 +125,14 @@ def _norms(layer: nn.Module, heads: Heads) -> tuple[list[nn.Module], list[nn.Mod
     for norm in norms + of_heads:
         if type(norm) is not nn.RMSNorm:
             raise InvalidArgument(f"SplitBlock: {type(norm).__name__} of {type(norm).__module__} is not nn.RMSNorm")
-    if of_heads:
-        if len(of_heads) != 2 or any(norm.weight.shape != (heads.dim,) for norm in of_heads):
-            raise InvalidArgument("SplitBlock: q_norm and k_norm must both be there, and be norms over one head")
-        if of_heads[0].eps != of_heads[1].eps:
-            raise InvalidArgument("SplitBlock: q_norm and k_norm have a different eps")
+    if len(of_heads) == 1 or len({norm.eps for norm in of_heads}) > 1:
+        raise InvalidArgument("SplitBlock: q_norm and k_norm must both be there, and have the same eps")
     return norms, of_heads
 
 
 def _merged_norms(layer: nn.Module, heads: Heads, rank: int) -> tuple[dict[str, mx.array], tuple[float, ...]]:
     """This rank's norms, those of queries and keys as one: a row for each head."""
-    norms, of_heads = _norms(layer, heads)
+    norms, of_heads = _norms(layer)
     arrays = {"input_norm": norms[0].weight, "post_norm": norms[1].weight}
     if of_heads:
         counts = heads.query[rank], heads.key[heads.key_rank]

@@ -101,9 +101,16 @@ class SplitBlock(nn.Module):
             InvalidArgument: the layer has another shape, cannot be sharded like this, or (``check``) is not what a
                 block computes, or not the same on all ranks; a rank with another exception raises that itself.
         """
-        group = group_of(group)
+        group, on_cpu = group_of(group), mx.default_device() == mx.cpu
         with agreed(NAME, group, described(layer)) if check else nullcontext():
-            block = cls._shard(layer, group, rank_shares, transposed, submit, tables)
+            transposed = on_cpu if transposed is None else transposed
+            shape, parameters = shard_layer(layer, group.rank(), group.size(), rank_shares, transposed)
+            rope, dim = layer.self_attn.rope, shape.head_dim
+            table = next((table for table in tables if table.stands_for(rope, dim)), None) or RotaryTable(rope, dim)
+            shape = shape._replace(rotated=table.dims, traditional=table.traditional)
+            block = cls(shape, parameters, table, group, not on_cpu if submit is None else submit)
+            for name, value in settings(layer).items():
+                setattr(block, name, value)
             if check:
                 # On all ranks the same tokens, and each compares with its own layer.
                 x = mx.random.normal((1, 3, block.input_norm.size), key=mx.random.key(0))
@@ -114,33 +121,6 @@ class SplitBlock(nn.Module):
             mx.eval(found)
             with agreed(NAME, group):
                 _require_close(found, wanted, type(layer).__name__)
-        return block
-
-    @classmethod
-    def _shard(
-        cls,
-        layer: nn.Module,
-        group: Group,
-        rank_shares: Sequence[float] | None,
-        transposed: bool | None,
-        submit: bool | None,
-        tables: Iterable[RotaryTable],
-    ) -> SplitBlock:
-        on_cpu = mx.default_device() == mx.cpu
-        shape, parameters = shard_layer(
-            layer, group.rank(), group.size(), rank_shares, on_cpu if transposed is None else transposed
-        )
-        rope, dim = layer.self_attn.rope, shape.head_dim
-        table = next((table for table in tables if table.stands_for(rope, dim)), None) or RotaryTable(rope, dim)
-        block = cls(
-            shape._replace(rotated=table.dims, traditional=table.traditional),
-            parameters,
-            table,
-            group,
-            not on_cpu if submit is None else submit,
-        )
-        for name, value in settings(layer).items():
-            setattr(block, name, value)
         return block
 
     def __call__(self, x: mx.array, mask: mx.array | str | None = None, cache: Any = None) -> mx.array:

@@ -10,13 +10,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..tensor_parallel.linear_layers import ROW_SHARDED
+from ..tensor_parallel.linear_layers import ROW_SHARDED, with_result
 
 __all__ = ["Submissions", "submissions", "submit_sums", "traced"]
 
@@ -79,16 +78,9 @@ def submit_sums(model: nn.Module) -> None:
         adds_up = isinstance(module, ROW_SHARDED) or type(module).__name__.startswith("Summed")
         if adds_up or getattr(module, "sharding_group", None) is not None:
             kind: Any = type(module)
-            module.__class__ = _submitting(kind)
+            module.__class__ = with_result(kind, _submitted, f"Submitting{kind.__name__}")
 
 
-@cache
-def _submitting(kind: Any) -> Any:
-    """The class of a module, whose result is submitted before it is returned."""
-
-    def __call__(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
-        result = kind.__call__(self, *arguments, **keywords)
-        mx.async_eval(result)
-        return result
-
-    return type(f"Submitting{kind.__name__}", (kind,), {"__call__": __call__, "__module__": __name__})
+def _submitted(module: nn.Module, result: Any) -> Any:
+    mx.async_eval(result)
+    return result

@@ -13,7 +13,7 @@ from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 
 from ..mappings import copy_to_tensor_parallel_region, gather_from_sequence_parallel_region
-from ..partition import Segments, join, split_sizes
+from ..partition import Segments, split_sizes
 from .linear_layers import dims
 from .parallel_linear import ParallelLinear, PlainWeight, QuantizedWeight, pair
 
@@ -54,10 +54,7 @@ class _ColumnParallel(ParallelLinear):
 
     def leave(self, y: mx.array) -> mx.array:
         """``y``, or all ranks' if ``gather_output``."""
-        return join(y, -1, self._sizes, self._group, self._segments) if self.gather_output else y
-
-    def _axes(self) -> dict[str, tuple[int, list[int]]]:
-        return dict.fromkeys(("weight", "bias", "scales", "biases"), (0, self.sizes))
+        return self.join_shards(y, -1) if self.gather_output else y
 
 
 class ColumnParallelLinear(PlainWeight, _ColumnParallel):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from copy import copy
+from functools import cache
 from math import gcd, lcm
 from typing import Any, TypeVar
 
@@ -90,16 +91,26 @@ def product(layer: nn.Module, x: mx.array) -> mx.array:
     return mx.quantized_matmul(x, weight, layer["scales"], layer.get("biases"), transpose=True, **config)
 
 
-def with_outputs(linear: M, change: Callable[[str, mx.array], mx.array]) -> M:
-    """A layer like ``linear``, plain or quantized and as much frozen, with the parameters ``change(name, parameter)``.
+def mapped(module: M, function: Callable[[str, mx.array], mx.array]) -> M:
+    """A copy of ``module``, and of the modules in it, with ``function(name, array)`` for its arrays."""
+    clone = copy(module)
+    clone._no_grad = set(module._no_grad)  # a copy has the same set
+    for key, value in module.items():
+        if isinstance(value, nn.Module):
+            clone[key] = mapped(value, function)
+        elif isinstance(value, mx.array):
+            clone[key] = function(key, value)
+    return clone
 
-    All parameters of the two kinds have the outputs along their first axis.
-    """
-    layer = copy(linear)
-    layer._no_grad = set(linear._no_grad)  # a copy has the same set
-    for name, parameter in linear.parameters().items():
-        setattr(layer, name, change(name, parameter))
-    return layer
+
+@cache
+def with_result(kind: Any, change: Callable[[Any, Any], Any], name: str) -> Any:
+    """The class ``kind``, as ``name``, whose call returns ``change(module, result)``."""
+
+    def __call__(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+        return change(self, kind.__call__(self, *arguments, **keywords))
+
+    return type(name, (kind,), {"__call__": __call__, "__module__": __name__})
 
 
 def freeze_like(layer: M, example: nn.Module) -> M:

@@ -14,7 +14,9 @@ import mlx.core as mx
 from mlx import nn
 
 from mlxdist.base.errors import InvalidArgument
+from mlxdist.runtime.group import Group
 
+from ..mappings import copy_to_tensor_parallel_region
 from .linear_layers import product, quantization
 
 __all__ = ["SWITCH_LINEARS", "LoRALinear", "ShardedLinear", "as_given", "draw_full"]
@@ -37,6 +39,7 @@ class ShardedLinear(nn.Module, ABC):
     shard_axis: int
     input_dims: int
     output_dims: int
+    _group: Group
 
     @abstractmethod
     def enter(self, x: mx.array) -> mx.array:
@@ -62,20 +65,26 @@ class ShardedLinear(nn.Module, ABC):
         """
 
     @abstractmethod
+    def take_shard(self, x: mx.array, axis: int) -> mx.array:
+        """This rank's shard of an ``x`` that has all of the sharded dimension along ``axis``."""
+
+    @abstractmethod
+    def join_shards(self, x: mx.array, axis: int) -> mx.array:
+        """All of the sharded dimension, from the shards of all ranks along ``axis``. A collective."""
+
     def adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
         """The shards themselves, with the gradients of all ranks that hold them."""
+        if self.shard_axis == 0:
+            return copy_to_tensor_parallel_region(lora_a, self._group), lora_b
+        return lora_a, copy_to_tensor_parallel_region(lora_b, self._group)
 
-    @abstractmethod
     def shard_adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
         """This rank's shards of the full matrices of an adapter: (input_dims, r), (r, output_dims)."""
+        return (lora_a, self.take_shard(lora_b, 1)) if self.shard_axis == 0 else (self.take_shard(lora_a, 0), lora_b)
 
-    @abstractmethod
     def join_adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
         """The full matrices, from the shards of all ranks. A collective."""
-
-    @abstractmethod
-    def shard_inputs(self, x: mx.array) -> mx.array:
-        """This rank's shard of something that has all of a row-parallel layer's inputs on its last axis."""
+        return (lora_a, self.join_shards(lora_b, 1)) if self.shard_axis == 0 else (self.join_shards(lora_a, 0), lora_b)
 
     def to_lora(self, r: int = 8, dropout: float = 0.0, scale: float = 20.0) -> "LoRALinear":
         """The layer with an adapter, which mlx-lm's ``linear_to_lora_layers`` calls."""
@@ -178,7 +187,7 @@ class LoRALinear(nn.Module):
         if linear.shard_axis == 0 or not (self._drops and self.dropout.training):
             return self.dropout(x)
         kept = self.dropout(mx.ones((*x.shape[:-1], linear.input_dims), x.dtype))
-        return x * linear.shard_inputs(kept)
+        return x * linear.take_shard(kept, -1)
 
 
 def draw_full(layer: nn.Module, shape: tuple[int, ...], shard: Callable[[str, mx.array], mx.array]) -> None:

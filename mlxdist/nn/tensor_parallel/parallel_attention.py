@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, chain
 from math import gcd
-from numbers import Integral
 from typing import Any
 
 import mlx.core as mx
@@ -20,15 +19,15 @@ from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 
 from ..mappings import copy_to_tensor_parallel_region
-from ..partition import copy_to_holders, shard_slice, split_sizes
+from ..partition import copy_to_holders, require_counts, shard_slice, split_sizes
 from ..rank_checks import agreed, described
 from ..sharding.measured_shares import RankShares, resolve
 from .column_parallel import ColumnParallelLinear
-from .linear_layers import check_has, check_parts, dims, parameters_of, quantization_unit, with_outputs
+from .linear_layers import check_has, check_parts, dims, mapped, parameters_of, quantization_unit
 from .parallel_linear import ParallelLinear
 from .row_parallel import RowParallelLinear
 
-__all__ = ["ParallelAttention", "split_heads"]
+__all__ = ["ParallelAttention", "heads_of", "split_heads"]
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NORMS = ("q_norm", "k_norm")
@@ -45,9 +44,7 @@ def split_heads(
     positive number a rank; ``multiple``: every rank's query heads are a multiple of it. Raises InvalidArgument, whose
     text begins with ``name``, also where a rank would hold KV heads that differ in their number of query heads.
     """
-    for argument, number in (("n_heads", n_heads), ("n_kv_heads", n_kv_heads)):
-        if not isinstance(number, Integral) or number < 1:
-            raise InvalidArgument(f"{name}: {argument} must be at least 1, not {number!r}")
+    require_counts(name, n_heads=n_heads, n_kv_heads=n_kv_heads)
     if n_heads % n_kv_heads != 0:
         raise InvalidArgument(f"{name}: {n_heads} query heads are not a multiple of {n_kv_heads} KV heads")
     each = n_heads // n_kv_heads
@@ -75,6 +72,20 @@ def split_heads(
         )
     places = [shard_slice(sizes, rank) for rank in range(ranks)]
     return sizes, [range(here.start // each, (here.stop - 1) // each + 1) for here in places]
+
+
+def heads_of(
+    name: str, attention: nn.Module, ranks: int, rank_shares: RankShares | None
+) -> tuple[list[int], list[range], int]:
+    """What :func:`split_heads` says of a module like Llama's attention, and the features of a head. No quantization
+    group of o_proj is sharded. Raises InvalidArgument also for another kind of module."""
+    _check(name, attention)
+    head_dim = dims(attention.q_proj)[0] // attention.n_heads
+    unit = quantization_unit(attention.o_proj)
+    if unit > 1:
+        name = f"{name} (o_proj has quantization groups of {unit}, heads {head_dim} features)"
+    multiple = unit // gcd(unit, head_dim)
+    return *split_heads(name, attention.n_heads, attention.n_kv_heads, ranks, rank_shares, multiple), head_dim
 
 
 def _uneven_rank(sizes: Sequence[int], each: int) -> int | None:
@@ -268,13 +279,8 @@ class ParallelAttention(nn.Module):
     def _cut(
         self, name: str, whole: nn.Module, sequence_parallel: bool, rank_shares: Sequence[float] | None, group: Group
     ) -> None:
-        _check(name, whole)
-        total, total_kv = whole.n_heads, whole.n_kv_heads
-        head_dim = dims(whole.q_proj)[0] // total
-        unit = quantization_unit(whole.o_proj)
-        if unit > 1:
-            name = f"{name} (o_proj has quantization groups of {unit}, heads {head_dim} features)"
-        heads, kv_heads = split_heads(name, total, total_kv, group.size(), rank_shares, unit // gcd(unit, head_dim))
+        heads, kv_heads, head_dim = heads_of(name, whole, group.size(), rank_shares)
+        total_kv = whole.n_kv_heads
         super().__init__()
         self.head_dim, self.scale, self.rope = head_dim, whole.scale, whole.rope
         self.n_heads, self.n_kv_heads = heads[group.rank()], len(kv_heads[group.rank()])
@@ -361,4 +367,4 @@ def _with_heads(linear: nn.Module, heads: list[int], head_dim: int) -> nn.Module
     if heads == list(range(dims(linear)[0] // head_dim)):
         return linear
     index = mx.array(heads)
-    return with_outputs(linear, lambda _, p: p.reshape(-1, head_dim, *p.shape[1:])[index].reshape(-1, *p.shape[1:]))
+    return mapped(linear, lambda _, p: p.reshape(-1, head_dim, *p.shape[1:])[index].reshape(-1, *p.shape[1:]))

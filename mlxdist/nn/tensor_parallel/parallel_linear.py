@@ -1,6 +1,5 @@
 """What the layers that are sharded over the ranks share, and of them the linear ones, plain and quantized."""
 
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any, TypeVar
@@ -11,8 +10,7 @@ from mlx import nn
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.runtime.group import Group
 
-from ..mappings import copy_to_tensor_parallel_region
-from ..partition import Segments, join, shard_slice, take
+from ..partition import Segments, join, scaled, take
 from .linear_layers import check_linear, dims, freeze_like, quantization, quantization_unit
 from .lora import ShardedLinear
 
@@ -24,7 +22,9 @@ M = TypeVar("M", bound=nn.Module)
 class Sharded(nn.Module):
     """A layer of which every rank of a group holds a shard. Names with an underscore are no parameters for MLX."""
 
+    shard_axis = 0  # of the weight and of what belongs to a quantized one
     _sizes: tuple[int, ...]
+    _segments: Segments
     _group: Group
 
     @property
@@ -43,6 +43,36 @@ class Sharded(nn.Module):
         rank = self._group.rank()
         text = ", ".join(f"{name}={value}" for name, value in shown.items())
         return f"{text}, rank={rank} of {self._group.size()}, size={self._sizes[rank]}"
+
+    def _take_from(self, full: nn.Module, sizes: Sequence[int], group: Group, segments: Segments = 1) -> None:
+        """Makes the parameters this rank's shards of those of a full layer, quantized and frozen like them."""
+        self._sizes, self._group = tuple(sizes), group
+        self._segments = segments if isinstance(segments, int) else tuple(segments)
+        for name, value in quantization(full).items():
+            setattr(self, name, value)
+        for name, value in full.parameters().items():
+            setattr(self, name, self.take_shard(value, self.shard_axis) if self._shards(name) else value)
+        freeze_like(self, full)
+
+    def _join_into(self, full: M) -> M:
+        """Gives a full layer the parameters of all ranks, frozen as here. A collective that is evaluated at once."""
+        for name, value in self.parameters().items():
+            setattr(full, name, self.join_shards(value, self.shard_axis) if self._shards(name) else value)
+        mx.eval(full.parameters())
+        return freeze_like(full, self)
+
+    def take_shard(self, x: mx.array, axis: int) -> mx.array:
+        """This rank's shard of an ``x`` that has all of the sharded dimension along ``axis``, also packed."""
+        return take(x, axis, scaled(self._sizes, x.shape[axis]), self._group.rank(), self._segments)
+
+    def join_shards(self, x: mx.array, axis: int) -> mx.array:
+        """All of the sharded dimension, from the shards of all ranks along ``axis``. A collective."""
+        length = x.shape[axis] * sum(self._sizes) // self._sizes[self._group.rank()]
+        return join(x, axis, scaled(self._sizes, length), self._group, self._segments)
+
+    def _shards(self, name: str) -> bool:
+        """Whether each rank has a shard of this parameter; all of them hold the bias that is added to their sum."""
+        return name in ("weight", "scales", "biases") or name == "bias" and self.shard_axis == 0
 
 
 def with_weight_of(layer: nn.Module, kind: type[M], source: nn.Module) -> M:
@@ -75,39 +105,12 @@ class ParallelLinear(Sharded, ShardedLinear):
         """Makes the layer this rank's shard of a full one: what a constructor does."""
         nn.Module.__init__(self)
         self.output_dims, self.input_dims = dims(full)
-        self._sizes, self._group = tuple(sizes), group
-        self._segments = segments if isinstance(segments, int) else tuple(segments)
-        for name, value in quantization(full).items():
-            setattr(self, name, value)
-        axes = self._axes()
-        for name, value in full.parameters().items():
-            shard = take(value, *axes[name], group.rank(), self._segments) if name in axes else value
-            setattr(self, name, shard)
-        freeze_like(self, full)
+        self._take_from(full, sizes, group, segments)
 
     @property
     def segments(self) -> Segments:
         """What is sharded by itself: lengths along the sharded dimension, or a number of equal ones."""
         return self._segments
-
-    def adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
-        if self.shard_axis == 0:
-            return copy_to_tensor_parallel_region(lora_a, self._group), lora_b
-        return lora_a, copy_to_tensor_parallel_region(lora_b, self._group)
-
-    def shard_adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
-        rank = self._group.rank()
-        if self.shard_axis == 0:
-            return lora_a, take(lora_b, 1, self._sizes, rank, self._segments)
-        return take(lora_a, 0, self._sizes, rank), lora_b
-
-    def join_adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
-        if self.shard_axis == 0:
-            return lora_a, join(lora_b, 1, self._sizes, self._group, self._segments)
-        return join(lora_a, 0, self._sizes, self._group), lora_b
-
-    def shard_inputs(self, x: mx.array) -> mx.array:
-        return x[..., shard_slice(self._sizes, self._group.rank())]
 
     def __call__(self, x: mx.array) -> mx.array:
         return self.leave(self.product(self.enter(x)))
@@ -119,13 +122,7 @@ class ParallelLinear(Sharded, ShardedLinear):
         """
         config = quantization(self)
         kind: type[nn.Linear | nn.QuantizedLinear] = nn.QuantizedLinear if config else nn.Linear
-        full = kind(self.input_dims, self.output_dims, "bias" in self, **config)
-        axes = self._axes()
-        for name in full.parameters():
-            value = self[name]
-            setattr(full, name, join(value, *axes[name], self._group, self._segments) if name in axes else value)
-        mx.eval(full.parameters())
-        return freeze_like(full, self)
+        return self._join_into(kind(self.input_dims, self.output_dims, "bias" in self, **config))
 
     @classmethod
     def from_linear(cls, linear: nn.Module, **keywords: Any) -> "ParallelLinear":
@@ -143,13 +140,8 @@ class ParallelLinear(Sharded, ShardedLinear):
         return layer
 
     def with_weight(self, weight: mx.array, quantized: dict | None = None) -> "ParallelLinear":
-        """The same layer with another weight: the shape of this rank's shard, before it is quantized.
-
-        ``quantized``: ``group_size``, ``bits`` and ``mode`` for the quantized form. No collective.
-
-        Raises:
-            InvalidArgument: the ranks' shards are not whole quantization groups.
-        """
+        """As :meth:`ShardedLinear.with_weight`. Raises InvalidArgument where the ranks' shards are not whole
+        quantization groups."""
         kind, local = self.kinds[quantized is not None], nn.Module()
         local.weight = weight
         if quantized is not None:
@@ -162,10 +154,6 @@ class ParallelLinear(Sharded, ShardedLinear):
                 )
             local.update(dict(zip(("weight", "scales", "biases"), mx.quantize(weight, **quantization(local)))))
         return with_weight_of(self, kind, local)
-
-    @abstractmethod
-    def _axes(self) -> dict[str, tuple[int, list[int]]]:
-        """The parameters that are sharded: the axis, and the sizes along it in elements of that parameter."""
 
 
 class PlainWeight(ParallelLinear):

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from numbers import Integral
 
 import mlx.core as mx
 from mlx import nn
@@ -11,10 +10,10 @@ from mlxdist.base.errors import InvalidArgument
 from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 
-from ..partition import split_sizes
+from ..partition import require_counts, split_sizes
 from ..rank_checks import agreed, described
 from .column_parallel import ColumnParallelLinear
-from .linear_layers import check_has, check_parts, dims, quantization, quantization_unit, with_outputs
+from .linear_layers import check_has, check_parts, dims, mapped, quantization, quantization_unit
 from .parallel_linear import Sharded
 from .row_parallel import RowParallelLinear
 
@@ -61,9 +60,7 @@ class ParallelMLP(Sharded):
     ) -> None:
         group = group_of(group)
         with agreed("ParallelMLP", group, dims, hidden_dims, bias, sequence_parallel, rank_shares):
-            for name, number in (("dims", dims), ("hidden_dims", hidden_dims)):
-                if not isinstance(number, Integral) or number < 1:
-                    raise InvalidArgument(f"ParallelMLP: {name} must be at least 1, not {number!r}")
+            require_counts("ParallelMLP", dims=dims, hidden_dims=hidden_dims)
             whole = nn.Module()
             whole.gate_proj = nn.Linear(dims, hidden_dims, bias)
             whole.up_proj = nn.Linear(dims, hidden_dims, bias)
@@ -107,7 +104,7 @@ class ParallelMLP(Sharded):
             check_has("ParallelMLP.to_mlp", mlp, _PROJECTIONS, "MLP")
         gate_up = self.gate_up_proj.to_linear()
         for index, name in enumerate(("gate_proj", "up_proj")):
-            setattr(mlp, name, with_outputs(gate_up, partial(_half, index)))
+            setattr(mlp, name, mapped(gate_up, partial(_half, index)))
         mlp.down_proj = self.down_proj.to_linear()
         return mlp
 
@@ -135,7 +132,7 @@ class ParallelMLP(Sharded):
         self.activation, self._sizes, self._group = activation, tuple(sizes), group
         common = {"sequence_parallel": sequence_parallel, "rank_shares": sizes, "multiple": multiple, "group": group}
         up = whole.up_proj
-        merged = with_outputs(whole.gate_proj, lambda key, gate: mx.concatenate([gate, up[key]]))
+        merged = mapped(whole.gate_proj, lambda key, gate: mx.concatenate([gate, up[key]]))
         self.gate_up_proj = ColumnParallelLinear.from_linear(merged, segments=2, **common)
         self.down_proj = RowParallelLinear.from_linear(whole.down_proj, **common)
 

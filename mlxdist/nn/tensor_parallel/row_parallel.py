@@ -74,13 +74,6 @@ class _RowParallel(ParallelLinear):
         # Each rank adds it to another shard of the sequence: its gradient is the sum over all of them.
         return y + copy_to_tensor_parallel_region(self["bias"], self._group) if "bias" in self else y
 
-    def _axes(self) -> dict[str, tuple[int, list[int]]]:
-        if not quantization(self):
-            return {"weight": (1, self.sizes)}
-        groups = [size // self.group_size for size in self._sizes]
-        words = [size * self.bits // 32 for size in self._sizes]
-        return {"weight": (1, words), "scales": (1, groups), "biases": (1, groups)}
-
 
 class RowParallelLinear(PlainWeight, _RowParallel):
     """``nn.Linear`` with its inputs sharded over the ranks: each has ``sizes[rank]`` of them, and the results are

@@ -31,7 +31,7 @@ from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.ops import all_gather, all_max, all_sum
 
-from ..partition import shard_slice
+from ..partition import check_sizes, own_tokens, shard_slice
 from ..rank_checks import agreed
 
 __all__ = ["VocabParallelSampler", "vocab_parallel_argmax", "vocab_parallel_cross_entropy", "vocab_parallel_log_probs"]
@@ -188,7 +188,7 @@ class VocabParallelSampler:
 
     def _check(self) -> None:
         name = "VocabParallelSampler"
-        _check_sizes(name, self.sizes, self._group)
+        check_sizes(name, self.sizes, self._group)
         for argument, most in (("temp", inf), ("top_p", 1), ("min_p", 1)):
             value = getattr(self, argument)
             if not isinstance(value, Real) or not isfinite(value) or not 0 <= float(value) <= most:
@@ -289,9 +289,8 @@ def _row_values(
         )
     if logits.size == 0:
         return [mx.zeros(tokens.shape)] * (3 if with_sum else 2)
-    tokens = tokens.astype(mx.int64)  # compared as uint8, a bound of 300 would be 44
-    mine = (tokens >= here.start) & (tokens < here.stop)
-    index = mx.where(mine, tokens - here.start, 0)[..., None]
+    mine, local = own_tokens(tokens, here)
+    index = local[..., None]
 
     @mx.custom_function
     def values(x: mx.array) -> list[mx.array]:
@@ -320,17 +319,9 @@ def _gather(x: mx.array, group: Group) -> mx.array:
     return all_gather(x[None], group=group)
 
 
-def _check_sizes(name: str, sizes: Sequence[int], group: Group) -> None:
-    if len(sizes) != group.size() or not all(isinstance(size, Integral) and size > 0 for size in sizes):
-        raise InvalidArgument(
-            f"{name}: sizes must be {group.size()} positive integers, each rank's shard of the vocabulary, not "
-            f"{list(sizes)}"
-        )
-
-
 def _place(name: str, logits: mx.array, sizes: Sequence[int], group: Group) -> slice:
     """Where this rank's logits lie in the vocabulary."""
-    _check_sizes(name, sizes, group)
+    check_sizes(name, sizes, group)
     if logits.dtype not in _DIGITS:
         raise InvalidArgument(f"{name}: logits must be float16, bfloat16 or float32, not {logits.dtype}")
     mine = sizes[group.rank()]

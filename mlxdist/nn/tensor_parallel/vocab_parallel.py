@@ -5,7 +5,6 @@ token, unless ``rank_shares`` say otherwise. :mod:`mlxdist.nn.tensor_parallel.sa
 """
 
 from collections.abc import Sequence
-from numbers import Integral
 
 import mlx.core as mx
 from mlx import nn
@@ -15,10 +14,10 @@ from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 
 from ..mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
-from ..partition import join, shard_slice, split_sizes, take
+from ..partition import own_tokens, require_counts, shard_slice, split_sizes
 from ..rank_checks import agreed, described
 from .column_parallel import ColumnParallelLinear, QuantizedColumnParallelLinear
-from .linear_layers import dims, freeze_like, product, quantization
+from .linear_layers import dims, product, quantization
 from .parallel_linear import Sharded, pair, with_weight_of
 
 __all__ = ["ParallelLMHead", "QuantizedParallelLMHead", "QuantizedVocabParallelEmbedding", "VocabParallelEmbedding"]
@@ -31,24 +30,17 @@ class _VocabParallel(Sharded):
         super().__init__()
         name = f"{type(self).__name__}: num_embeddings"
         self.num_embeddings, self.dims = dims(full)
-        self.gather_output, self._group = gather_output, group
+        self.gather_output = gather_output
         # As even as can be is in proportion to equal shares.
         rank_shares = [1] * group.size() if rank_shares is None else rank_shares
-        self._sizes = tuple(split_sizes(name, self.num_embeddings, group.size(), rank_shares))
-        for key, value in quantization(full).items():
-            setattr(self, key, value)
-        for key, value in full.parameters().items():
-            setattr(self, key, take(value, 0, self._sizes, group.rank()))
-        freeze_like(self, full)
+        self._take_from(full, split_sizes(name, self.num_embeddings, group.size(), rank_shares), group)
 
     def __call__(self, tokens: mx.array) -> mx.array:
         if not mx.issubdtype(tokens.dtype, mx.integer):
             raise InvalidArgument(f"{type(self).__name__}: tokens must be integers, not {tokens.dtype}")
         here = shard_slice(self._sizes, self._group.rank())
-        tokens = tokens.astype(mx.int64)  # compared as uint8, a bound of 300 would be 44
-        mine = (tokens >= here.start) & (tokens < here.stop)
-        rows = self._rows(mx.where(mine, tokens - here.start, 0))
-        return reduce_from_tensor_parallel_region(mx.where(mine[..., None], rows, 0), self._group)
+        mine, local = own_tokens(tokens, here)
+        return reduce_from_tensor_parallel_region(mx.where(mine[..., None], self._rows(local), 0), self._group)
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Logits of ``x`` of shape (..., dims), with the embedding as the weight of the output layer.
@@ -61,7 +53,7 @@ class _VocabParallel(Sharded):
                 f"{type(self).__name__}: x has shape {x.shape}, whose last dimension must be {self.dims}"
             )
         logits = product(self, copy_to_tensor_parallel_region(x, self._group))
-        return join(logits, -1, self._sizes, self._group) if self.gather_output else logits
+        return self.join_shards(logits, -1) if self.gather_output else logits
 
     def to_embedding(self) -> nn.Embedding | nn.QuantizedEmbedding:
         """The full embedding, on every rank: bitwise the one that ``from_embedding`` was given.
@@ -73,10 +65,7 @@ class _VocabParallel(Sharded):
         full = nn.QuantizedEmbedding(1, self.dims, **config) if config else nn.Embedding(1, self.dims)
         if config:
             full.num_embeddings = self.num_embeddings
-        for key, value in self.parameters().items():
-            setattr(full, key, join(value, 0, self._sizes, self._group))
-        mx.eval(full.parameters())
-        return freeze_like(full, self)
+        return self._join_into(full)
 
     def _rows(self, tokens: mx.array) -> mx.array:
         """The embeddings of tokens, numbered from this rank's first."""
@@ -120,9 +109,7 @@ class VocabParallelEmbedding(_VocabParallel):
     ) -> None:
         group = group_of(group)
         with agreed("VocabParallelEmbedding", group, num_embeddings, dims, gather_output, rank_shares):
-            for name, number in (("num_embeddings", num_embeddings), ("dims", dims)):
-                if not isinstance(number, Integral) or number < 1:
-                    raise InvalidArgument(f"VocabParallelEmbedding: {name} must be at least 1, not {number!r}")
+            require_counts("VocabParallelEmbedding", num_embeddings=num_embeddings, dims=dims)
             self._shard(nn.Embedding(num_embeddings, dims), gather_output, rank_shares, group)
 
     @classmethod

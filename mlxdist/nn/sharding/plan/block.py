@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from mlxdist.nn.tensor_parallel.linear_layers import unpacked
 from mlxdist.nn.tensor_parallel.lora import SWITCH_LINEARS
@@ -176,19 +177,8 @@ class Block:
 
 def children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules in a module, also in its lists and dicts, by path."""
-
-    def inside(name: str, value: Any) -> Iterator[tuple[str, nn.Module]]:
-        if isinstance(value, nn.Module):
-            yield name, value
-        elif isinstance(value, (list, tuple)):
-            for index, item in enumerate(value):
-                yield from inside(f"{name}.{index}", item)
-        elif isinstance(value, dict):
-            for key, item in value.items():
-                yield from inside(f"{name}.{key}", item)
-
-    for name, value in module.items():
-        yield from inside(name, value)
+    found: Any = tree_flatten(dict(module), is_leaf=lambda value: isinstance(value, nn.Module))
+    return ((path, value) for path, value in found if isinstance(value, nn.Module))
 
 
 def _holds_parameters(value: Any) -> bool:

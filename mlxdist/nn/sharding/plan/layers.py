@@ -1,7 +1,6 @@
 """The linear layers of blocks that are sharded: MLX's, which take adapters and leave to the parallel region of their
 block what is done once for all of it."""
 
-import copy
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
 from mlxdist.nn.partition import copy_to_holders, slice_along
-from mlxdist.nn.tensor_parallel.linear_layers import COLUMN_SHARDED, ROW_SHARDED, unpacked
+from mlxdist.nn.tensor_parallel.linear_layers import COLUMN_SHARDED, ROW_SHARDED, mapped, unpacked
 from mlxdist.nn.tensor_parallel.lora import SWITCH_LINEARS, ShardedLinear, draw_full
 from mlxdist.runtime.native import bridge
 
@@ -36,44 +35,42 @@ class _Inner(ShardedLinear):
             raise InvalidArgument(
                 f"a {type(self).__name__} of a model that is sharded stays quantized: fuse() it as it is"
             )
-        layer = copy.copy(self)
-        layer._no_grad = set(self._no_grad)
         values = [weight] if quantized is None else mx.quantize(weight, **quantized)
-        for name, value in zip(("weight", "scales", "biases"), values):
-            layer[name] = value
-        return layer
+        changed = dict(zip(("weight", "scales", "biases"), values))
+        return mapped(self, lambda name, array: changed.get(name, array))
 
     def enter(self, x: mx.array) -> mx.array:
-        return x if self.shard_axis == 1 or self._entered else copy_to_tensor_parallel_region(x, self._inside.group)
+        return x if self.shard_axis == 1 or self._entered else copy_to_tensor_parallel_region(x, self._group)
 
     def leave(self, y: mx.array) -> mx.array:
         if self.shard_axis == 0:
             return y
-        y = reduce_from_tensor_parallel_region(y, self._inside.group)
+        y = reduce_from_tensor_parallel_region(y, self._group)
         return y + self["bias"] if "bias" in self else y
 
     def adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
-        group = self._inside.group
         if not self._inside.inside:  # which has the sum of the gradients of what all ranks hold
-            if self.shard_axis == 0:
-                lora_a = copy_to_tensor_parallel_region(lora_a, group)
-            else:
-                lora_b = copy_to_tensor_parallel_region(lora_b, group)
+            lora_a, lora_b = super().adapter(lora_a, lora_b)
         if self.shard_axis == 0 and self._overlaps:
-            lora_b = copy_to_holders(lora_b, self._pieces(group.rank()), self.output_dims, 1, group)
+            lora_b = copy_to_holders(lora_b, self._pieces(self._group.rank()), self.output_dims, 1, self._group)
         return lora_a, lora_b
 
-    def shard_adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
-        rank = self._inside.group.rank()
-        return adapter_shard(self._shard, "lora_a", lora_a, rank), adapter_shard(self._shard, "lora_b", lora_b, rank)
+    def take_shard(self, x: mx.array, axis: int) -> mx.array:
+        return mx.contiguous(slice_along(x, axis % x.ndim, self._pieces(self._group.rank())))
 
-    def join_adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
-        if self.shard_axis == 0:
-            return lora_a, self._join(lora_b)
-        return self._join(lora_a.T).T, lora_b
-
-    def shard_inputs(self, x: mx.array) -> mx.array:
-        return slice_along(x, x.ndim - 1, self._pieces(self._inside.group.rank()))
+    def join_shards(self, x: mx.array, axis: int) -> mx.array:
+        """What several ranks hold is that of the first of them."""
+        x = x.swapaxes(axis, -1)
+        owners = np.empty(self._length, np.int64)
+        for rank in reversed(range(self._group.size())):
+            for piece in self._pieces(rank):
+                owners[piece] = rank
+        full, start = mx.zeros((*x.shape[:-1], self._length), x.dtype), 0
+        for piece in self._pieces(self._group.rank()):
+            stop = start + piece.stop - piece.start
+            full[..., piece] = mx.where(mx.array(owners[piece] == self._group.rank()), x[..., start:stop], 0)
+            start = stop
+        return reduce_from_tensor_parallel_region(full, self._group).swapaxes(axis, -1)
 
     @property
     def _entered(self) -> bool:
@@ -82,22 +79,12 @@ class _Inner(ShardedLinear):
 
     def _pieces(self, rank: int) -> Sequence[slice]:
         """Which features of the sharded dimension a rank has."""
-        return self._shard.slices(rank, (self.output_dims, self.input_dims)[self.shard_axis])
+        return self._shard.slices(rank, self._length)
 
-    def _join(self, x: mx.array) -> mx.array:
-        """All ranks' shards of the last axis. What several hold is that of the first of them."""
-        group = self._inside.group
-        length = (self.output_dims, self.input_dims)[self.shard_axis]
-        owners = np.empty(length, np.int64)
-        for rank in reversed(range(group.size())):
-            for piece in self._pieces(rank):
-                owners[piece] = rank
-        full, start = mx.zeros((*x.shape[:-1], length), x.dtype), 0
-        for piece in self._pieces(group.rank()):
-            stop = start + piece.stop - piece.start
-            full[..., piece] = mx.where(mx.array(owners[piece] == group.rank()), x[..., start:stop], 0)
-            start = stop
-        return reduce_from_tensor_parallel_region(full, group)
+    @property
+    def _length(self) -> int:
+        """Of the sharded dimension."""
+        return (self.output_dims, self.input_dims)[self.shard_axis]
 
 
 def _call_column(self: Any, x: mx.array) -> mx.array:
@@ -118,7 +105,7 @@ def put_in(layer: nn.Module, shard: Shard, region: Any) -> None:
     take adapters. Others stay as they are."""
     if type(layer) in _KINDS:
         layer.__class__ = _KINDS[type(layer)]
-        layer._shard, layer._inside = shard, region
+        layer._shard, layer._inside, layer._group = shard, region, region.group
         layer.shard_axis, (layer.output_dims, columns) = shard.axis, shard.shape
         layer.input_dims = unpacked(layer, columns)
         layer._overlaps = overlap(shard, region.group.size())

@@ -34,13 +34,7 @@ class _Rank:
     """All that ``shard`` asks a group for."""
 
     def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
+        self.rank, self.size = lambda: rank, lambda: size
 
 
 def observe(model: nn.Module, ranks: int) -> dict[str, Shard]:
@@ -49,21 +43,19 @@ def observe(model: nn.Module, ranks: int) -> dict[str, Shard]:
     Raises NotUsable if it fails, leaves out something of an axis, or shards heads that cannot be sharded.
     """
     full = parameters(model)
-    probe = _run(model, lambda path, module, array: mx.zeros(_narrowed(path, module, array), array.dtype), 0, ranks)
-    axes = {path: _cut_axis(path, probe.before[path], probe.after) for path in full}
+    before, after = _run(
+        model, lambda path, module, array: mx.zeros(_narrowed(path, module, array), array.dtype), 0, ranks
+    )
+    axes = {path: _cut_axis(path, before[path], after) for path in full}
     marks = lambda path, module, array: _marks(path, module, array, axes[path])
-    runs = [_run(model, marks, rank, ranks) for rank in range(ranks)]
-    return {path: _shard(path, array, axes[path], runs) for path, array in full.items()}
+    held = [_run(model, marks, rank, ranks)[1] for rank in range(ranks)]
+    return {path: _shard(path, array, axes[path], held) for path, array in full.items()}
 
 
-@dataclasses.dataclass
-class _Run:
-    before: dict[str, mx.array]
-    after: dict[str, mx.array]
-
-
-def _run(model: nn.Module, replace: Callable[[str, nn.Module, mx.array], mx.array], rank: int, ranks: int) -> _Run:
-    """Runs shard() on a copy of the model with other parameters."""
+def _run(
+    model: nn.Module, replace: Callable[[str, nn.Module, mx.array], mx.array], rank: int, ranks: int
+) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
+    """Runs shard() on a copy of the model with other parameters: those before and after it."""
     copied = _copy(model, "", replace, {})
     before, attributes = parameters(copied), _integers(copied)
     kinds = {path: type(module) for path, module in copied.named_modules()}
@@ -78,7 +70,7 @@ def _run(model: nn.Module, replace: Callable[[str, nn.Module, mx.array], mx.arra
     for name, number in attributes.items():
         if name in after and after[name] != number and number % ranks:
             raise NotUsable(f"model.shard() would shard {name} = {number} over {ranks} ranks")
-    return _Run(before, parameters(copied))
+    return before, parameters(copied)
 
 
 def _copy(value: Any, path: str, replace: Callable, copies: dict[int, Any]) -> Any:
@@ -158,14 +150,14 @@ def _marks(path: str, module: nn.Module, array: mx.array, axis: int | None) -> m
     return numbers.astype(mx.uint32 if array.dtype == mx.uint32 else mx.float32)
 
 
-def _shard(path: str, array: mx.array, axis: int | None, runs: list[_Run]) -> Shard:
+def _shard(path: str, array: mx.array, axis: int | None, held_by: list[dict[str, mx.array]]) -> Shard:
     shape, dtype = array.shape, dtype_name(array)
     if axis is None:
-        scale = float(np.array(runs[0].after[path][(0,) * array.ndim])) if array.size else 1.0
+        scale = float(np.array(held_by[0][path][(0,) * array.ndim])) if array.size else 1.0
         return Shard(path, "full", shape, dtype, scale=scale)
     ranges = []
-    for run in runs:
-        marks = run.after[path]
+    for shards in held_by:
+        marks = shards[path]
         if marks.ndim == array.ndim:
             marks = marks[tuple(slice(None) if i == axis else 0 for i in range(array.ndim))]
         ranges.append(tuple(runs_of(np.array(marks).reshape(-1).astype(int).tolist())))

@@ -70,9 +70,7 @@ class _Member:
     """One module of a block."""
 
     names: str  # from the block to it; "" is the block
-    found: (
-        ReferenceType  # what was there when the block was sharded: there may be an adapter now, or the layer quantized
-    )
+    found: ReferenceType  # what was there when the block was sharded; it may have an adapter or be quantized now
     full: dict[str, float]  # the parameters that all ranks hold, and by what a rank multiplies each where it uses it
     shared: dict[str, Shard]  # the parameters of which some ranks hold the same pieces
     sharded: frozenset[str]
@@ -183,18 +181,14 @@ class ParallelRegion:
                 self._thread = None
                 for (module, name, _), array in zip(put, held, strict=True):
                     module[name] = array
-        reason = self._why_not(block) if traces else None
+        reasons = (member.why_not(member.layers(block)) for member in self.members if traces and member.sharded)
+        reason = next(filter(None, reasons), None)
         return _refusing_gradients(result, f"a gradient of {type(block).__name__}: {reason}") if reason else result
 
     @property
     def inside(self) -> bool:
         """Whether this thread is in the block's forward pass."""
         return self._thread == get_ident()
-
-    def _why_not(self, block: nn.Module) -> str | None:
-        return next(
-            filter(None, (member.why_not(member.layers(block)) for member in self.members if member.sharded)), None
-        )
 
     def _scaled(self, block: nn.Module) -> list[tuple[nn.Module, str, mx.array]]:
         """What is multiplied."""

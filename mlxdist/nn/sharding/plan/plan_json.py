@@ -19,31 +19,26 @@ _LONGEST = 1000  # text, and lists that are not of parameters
 _MAX_SHARDS = 10**7
 
 
-def _text(name: str, value: Any) -> str:
-    if validation.text(_LONGEST)(name, value) != value:
-        raise ValueError(f"{name} is {value!r:.50}, not a text of at most {_LONGEST} characters that can be printed")
-    return value
-
-
+_TEXT = validation.plain_text(_LONGEST, steering="")
 _PIECE = validation.row_of(validation.number(0, _LARGEST), validation.number(0, _LARGEST))
 _SHARD: Mapping[str, validation.Check] = {
-    "path": _text,
+    "path": _TEXT,
     "kind": validation.one_of(KINDS),
     "shape": validation.list_of(validation.number(0, _LARGEST), _LONGEST),
     "dtype": validation.one_of(_DTYPES),
     "axis": validation.number(0, _LONGEST),
     "ranges": validation.list_of(validation.list_of(_PIECE, _LARGEST), MAX_RANKS),
     "scale": validation.positive(1),
-    "reason": _text,
+    "reason": _TEXT,
 }
 _PLAN: Mapping[str, validation.Check] = {
     "tp": validation.number(1, MAX_RANKS),
     "ep": validation.number(1, MAX_RANKS),
     "rank_shares": validation.or_null(validation.list_of(validation.positive(1e300), MAX_RANKS)),
     "shards": validation.list_of(lambda _, value: _exactly(_SHARD, value), _MAX_SHARDS),
-    "model_type": _text,
-    "how": _text,
-    "notes": validation.list_of(_text, _LONGEST),
+    "model_type": _TEXT,
+    "how": _TEXT,
+    "notes": validation.list_of(_TEXT, _LONGEST),
 }
 
 

@@ -8,7 +8,6 @@ known for the files of mlx-lm that the tests compare.
 """
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 from zlib import crc32
 
@@ -20,7 +19,7 @@ from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.experts.switch import ExpertParallelSwitchGLU
 from mlxdist.nn.mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
 from mlxdist.nn.rank_checks import agree
-from mlxdist.nn.tensor_parallel.linear_layers import COLUMN_SHARDED, ROW_SHARDED
+from mlxdist.nn.tensor_parallel.linear_layers import COLUMN_SHARDED, ROW_SHARDED, with_result
 from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 
@@ -180,7 +179,8 @@ def _shard_block(block: Block, modules: dict[str, nn.Module], plan: Plan, group:
     enters = role not in ("group", "inside")
     _put_region(block.module, block.path, plan, tp_group, group.rank(), enters)
     if role == "sum":
-        block.module.__class__ = _summed(type(block.module))
+        summand = type(block.module)
+        block.module.__class__ = with_result(summand, _summed, f"Summed{summand.__name__}")
         block.module._group = tp_group
 
 
@@ -205,14 +205,8 @@ def _sum_squares(layer: nn.Module, group: Group) -> None:
     layer._group = group
 
 
-@cache
-def _summed(kind: type[nn.Module]) -> type[nn.Module]:
-    """The layer, whose result here is a rank's share, with the sum of all of them for its result."""
-
-    def __call__(self: Any, *arguments: Any, **keywords: Any) -> mx.array:
-        return reduce_from_tensor_parallel_region(kind.__call__(self, *arguments, **keywords), group=self._group)
-
-    return type(f"Summed{kind.__name__}", (kind,), {"__call__": __call__, "__module__": __name__})
+def _summed(layer: Any, share: mx.array) -> mx.array:
+    return reduce_from_tensor_parallel_region(share, group=layer._group)
 
 
 class ShardedRMSNorm(nn.RMSNorm):
