@@ -162,7 +162,7 @@ PROGRAM = {"directory_error": "", "command_error": "", "script_error": "", "sha2
 )
 def test_script(changes):
     options = CheckOptions(command=("python", "train.py"), script="train.py", directory="/work")
-    assert check_script(cluster())[0].verdict is Verdict.SKIP
+    assert next(check_script(cluster())).verdict is Verdict.SKIP
     found = cluster(options=options)
     found.responses["program"] = {name: dict(PROGRAM) for name in NAMES}
     assert not of(check_script(found))
@@ -176,7 +176,7 @@ def model(**files: int) -> dict:
 
 
 def test_model():
-    assert check_model(cluster())[0].verdict is Verdict.SKIP
+    assert next(check_model(cluster())).verdict is Verdict.SKIP
     found = cluster(options=CheckOptions(model="/m"))
     found.responses["model"] = {name: model(config=10, weights=2 * GIB) for name in NAMES}
     assert not of(check_model(found)) and "2 files, 2.0 GiB" in only(check_model(found), Verdict.OK).what
@@ -367,7 +367,7 @@ def both(*attempts: ConnectAttempt, system="Linux") -> Cluster:
     ],
 )
 def test_ports(error, words):
-    assert check_ports(cluster(names=("a",)))[0].verdict is Verdict.SKIP
+    assert next(check_ports(cluster(names=("a",)))).verdict is Verdict.SKIP
     assert "1 pair connected" in only(check_ports(both(attempt())), Verdict.OK).what
     finding = only(check_ports(both(attempt(error=error, text="errno 32, Broken pipe"))))
     assert finding.verdict is Verdict.FAIL and finding.hosts == ("a", "b") and words in finding.what
@@ -392,7 +392,7 @@ def test_interfaces(changes, words):
 
 
 def test_local_network():
-    assert check_local_network(both(attempt()))[0].verdict is Verdict.SKIP
+    assert next(check_local_network(both(attempt()))).verdict is Verdict.SKIP
     assert not of(check_local_network(both(attempt(), system="Darwin")))
     gated = both(attempt(error="EHOSTUNREACH", text="errno 65, No route to host", nc=True), system="Darwin")
     assert "Local Network" in only(check_local_network(gated)).remedy and only(check_local_network(gated)).hosts == (
@@ -411,14 +411,14 @@ def after(**changes) -> Cluster:
 
 
 def test_correctness():
-    assert check_correctness(cluster())[0].verdict is Verdict.SKIP
-    assert not of(check_correctness(after())) and "12 sums over 3 ranks" in check_correctness(after())[0].what
+    assert next(check_correctness(cluster())).verdict is Verdict.SKIP
+    assert not of(check_correctness(after())) and "12 sums over 3 ranks" in next(check_correctness(after())).what
     assert "5 elements" in only(check_correctness(after(wrong=("all_sum: 5 elements are wrong",)))).what
     failed = only(check_correctness(after(error="rank 1 failed first")))
     assert "rank 1 failed first" in failed.what and failed.remedy.endswith("mlxdist launch")
     assert not failed.hosts
     smaller = [Job((name,), 2, error="no room") for name in NAMES[1:]]
-    found = check_correctness(after(error="rank 1 failed first", culprits=smaller))
+    found = list(check_correctness(after(error="rank 1 failed first", culprits=smaller)))
     assert [f.hosts for f in found] == [(name,) for name in NAMES[1:]] and not found[0].is_way
     assert found[0].what == "a job of 2 ranks on this host alone failed: no room"
     pair = only(check_correctness(after(error="it failed", culprits=(Job(tuple(NAMES[:2]), 2, error="it failed"),))))
@@ -436,7 +436,7 @@ def test_provider():
 
 def test_links():
     pairs = {(a, b): 10e9 for a in NAMES for b in NAMES if a != b}
-    assert check_latency(after())[0].verdict is check_bandwidth(after())[0].verdict is Verdict.SKIP
+    assert next(check_latency(after())).verdict is next(check_bandwidth(after())).verdict is Verdict.SKIP
     assert not of(check_bandwidth(after(bandwidth=pairs))) and not of(check_latency(after(latency=pairs)))
     slow = only(check_bandwidth(after(bandwidth=pairs | {("a", "c"): 2e9})))
     assert slow.hosts == ("a", "c") and slow.what == "2.00 GB/s, 20% of the median 10.00 GB/s"

@@ -70,10 +70,10 @@ def end(job):
 @pytest.mark.long
 def test_a_rank_that_others_wait_for_is_a_straggler():
     with running(2, LATE.format(step="if rank == 0: mlxdist.set_step(5, 100)")) as job:
-        with JobRanks(find_job().name) as ranks:
-            watch = Watch(ranks)
-            assert wait_for(lambda: watch.refresh(5).ranks[1].is_straggler, 20)
-            waits, late = watch.refresh(5).ranks
+        ranks = JobRanks(find_job().name)
+        watch = Watch(ranks)
+        assert wait_for(lambda: watch.refresh(5).ranks[1].is_straggler, 20)
+        waits, late = watch.refresh(5).ranks
         assert (waits.step, waits.total_steps, waits.operation, waits.waiting_on) == (5, 100, "all_sum #4", 1)
         assert (late.step, late.operations, late.operation, late.in_operation) == (None, 3, "all_sum #3", False)
         assert (waits.is_straggler, late.is_straggler, waits.gbps) == (False, True, 0.0) and late.elapsed > 0
@@ -141,18 +141,18 @@ def test_where_rank_0_does_not_respond_the_others_are_signaled(which):
 @pytest.mark.long
 def test_a_rank_that_does_not_respond():
     with running(2, BUSY) as job:
-        with JobRanks(find_job().name) as ranks:
-            watch = Watch(ranks)
-            pid = watch.refresh(10).ranks[1].pid
-            assert wait_for(lambda: "all_sum" in ranks.collect(full=False, seconds=5).members[1].position, 10)
-            os.kill(pid, signal.SIGSTOP)
-            view = watch.refresh(0.3)
-            assert [row.has_responded for row in view.ranks] == [True, False] and view.ranks[1].pid == pid
-            assert "rank 1 has not responded for 0.3 s" in view.notes[0]
-            assert "last heartbeat of rank 1: " in view.notes[1] and "all_sum #" in view.notes[1]
-            shown = top("--once", "--interval", "0.3")
-            assert shown.returncode == 1 and "rank 1 has not responded" in shown.stdout, shown
-            os.kill(pid, signal.SIGCONT)
+        ranks = JobRanks(find_job().name)
+        watch = Watch(ranks)
+        pid = watch.refresh(10).ranks[1].pid
+        assert wait_for(lambda: "all_sum" in ranks.collect(full=False, seconds=5).members[1].position, 10)
+        os.kill(pid, signal.SIGSTOP)
+        view = watch.refresh(0.3)
+        assert [row.has_responded for row in view.ranks] == [True, False] and view.ranks[1].pid == pid
+        assert "rank 1 has not responded for 0.3 s" in view.notes[0]
+        assert "last heartbeat of rank 1: " in view.notes[1] and "all_sum #" in view.notes[1]
+        shown = top("--once", "--interval", "0.3")
+        assert shown.returncode == 1 and "rank 1 has not responded" in shown.stdout, shown
+        os.kill(pid, signal.SIGCONT)
         end(job)
 
 

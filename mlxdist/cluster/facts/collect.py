@@ -7,7 +7,7 @@ connected to each other before mlxdist is installed on them.
 import functools
 import platform
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -179,34 +179,40 @@ def _sections(text: str) -> dict[str, str]:
     return dict(zip(marks[1::2], marks[2::2]))
 
 
+class _Output(dict[str, str]):
+    """What the commands of the script printed; empty for one that was not run."""
+
+    def __missing__(self, section: str) -> str:
+        return ""
+
+
 def _facts(name: str, sections: Mapping[str, str], kind: str) -> HostFacts:
-    output = {section: text.strip() for section, text in sections.items()}
+    output = _Output({section: text.strip() for section, text in sections.items()})
     found: dict[str, Any] = {
-        "architecture": output.get("architecture", ""),
-        "release": output.get("release", ""),
-        "root": output.get("user") == "0",
-        "sudo": "yes" in output.get("sudo", ""),
-        "default": interfaces.default_interface(output.get("default", "")),
+        "architecture": output["architecture"],
+        "release": output["release"],
+        "root": output["user"] == "0",
+        "sudo": "yes" in output["sudo"],
+        "default": interfaces.default_interface(output["default"]),
         "printed": {section: sections[section] for section in PRINTED if section in sections},
     }
-    read = _mac if kind == "Darwin" else _linux
-    return HostFacts(name, kind, **found | read(lambda section: output.get(section, ""), output))
+    return HostFacts(name, kind, **found | (_mac if kind == "Darwin" else _linux)(output))
 
 
-def _mac(output: Callable[[str], str], sections: Mapping[str, str]) -> dict[str, Any]:
-    ports = interfaces.hardware_ports(output("ports"))
-    sysctl, versions = system.settings(output("sysctl")), system.settings(output("version"))
-    details = {key.removeprefix("service "): text for key, text in sections.items() if key.startswith("service ")}
+def _mac(output: _Output) -> dict[str, Any]:
+    ports = interfaces.hardware_ports(output["ports"])
+    sysctl, versions = system.settings(output["sysctl"]), system.settings(output["version"])
+    details = {key.removeprefix("service "): text for key, text in output.items() if key.startswith("service ")}
     receptacles: tuple[Receptacle, ...] = ()
     unreadable = ""
     try:
-        receptacles = read_receptacles(output("thunderbolt"), ports)
+        receptacles = read_receptacles(output["thunderbolt"], ports)
     except InvalidArgument as error:
         unreadable = str(error)
-    macos = system.macos_version(output("release"))
-    release = ".".join(map(str, macos)) if macos else output("release")
+    macos = system.macos_version(output["release"])
+    release = ".".join(map(str, macos)) if macos else output["release"]
     cores, load = sysctl.get("hw.ncpu", ""), re.search(r"\d+\.\d+", sysctl.get("vm.loadavg", ""))
-    devices = re.findall(r"^\s*(rdma_(\S+))\s", output("devices"), re.MULTILINE)
+    devices = re.findall(r"^\s*(rdma_(\S+))\s", output["devices"], re.MULTILINE)
     return {
         "macos": macos,
         "release": release,
@@ -216,44 +222,43 @@ def _mac(output: Callable[[str], str], sections: Mapping[str, str]) -> dict[str,
         "chip": sysctl.get("machdep.cpu.brand_string", ""),
         "cores": int(cores) if cores.isdecimal() else 1,
         "load": float(load[0]) if load else 0.0,
-        "memory": system.macos_memory(output("memory"), sysctl),
-        "power": {"pmset": system.power_settings(output("power"))},
-        "rdma_ctl": system.rdma_ctl_state(output("rdma_ctl")),
+        "memory": system.macos_memory(output["memory"], sysctl),
+        "power": {"pmset": system.power_settings(output["power"])},
+        "rdma_ctl": system.rdma_ctl_state(output["rdma_ctl"]),
         "rdma": {interface: device for device, interface in devices},
         "receptacles": receptacles,
         "ports": ports,
-        "services": interfaces.services(output("services"), details),
-        "interfaces": interfaces.macos_interfaces(output("interfaces")),
+        "services": interfaces.services(output["services"], details),
+        "interfaces": interfaces.macos_interfaces(output["interfaces"]),
         "wireless": frozenset(interface for port, interface in ports.items() if port in ("Wi-Fi", "AirPort")),
         "unreadable": unreadable,
     }
 
 
-def _linux(output: Callable[[str], str], sections: Mapping[str, str]) -> dict[str, Any]:
-    pretty = re.search(r'^PRETTY_NAME="?([^"\n]*)', output("version"), re.MULTILINE)
-    idle = re.search(r"IdleAction=(\w+)", output("idle"))
-    asleep = {"masked": output("sleep").split() == ["masked"] * 2, "idle": idle[1] if idle else ""}
-    cores, load = output("cores"), re.match(r"\d+\.\d+", output("load"))
-    devices = re.findall(r"^/sys/class/infiniband/([^/]+)/device/net/(\S+)$", output("devices"), re.MULTILINE)
+def _linux(output: _Output) -> dict[str, Any]:
+    pretty = re.search(r'^PRETTY_NAME="?([^"\n]*)', output["version"], re.MULTILINE)
+    idle = re.search(r"IdleAction=(\w+)", output["idle"])
+    asleep = {"masked": output["sleep"].split() == ["masked"] * 2, "idle": idle[1] if idle else ""}
+    cores, load = output["cores"], re.match(r"\d+\.\d+", output["load"])
+    devices = re.findall(r"^/sys/class/infiniband/([^/]+)/device/net/(\S+)$", output["devices"], re.MULTILINE)
     return {
-        "version": f"{pretty[1] if pretty else 'Linux'}, {output('release')}",
-        "chip": output("chip").partition(":")[2].strip() or output("architecture"),
+        "version": f"{pretty[1] if pretty else 'Linux'}, {output['release']}",
+        "chip": output["chip"].partition(":")[2].strip() or output["architecture"],
         "cores": int(cores) if cores.isdecimal() else 1,
         "load": float(load[0]) if load else 0.0,
-        "memory": system.linux_memory(output("memory"), output("memory_limit")),
-        "power": {"systemd": asleep} if "sleep" in sections else {},
+        "memory": system.linux_memory(output["memory"], output["memory_limit"]),
+        "power": {"systemd": asleep} if "sleep" in output else {},
         "rdma": {interface: device for device, interface in devices},
-        "kernel_rdma": bool(output("kernel_rdma")) if "kernel_rdma" in sections else None,
-        "denied": tuple(output("denied").split()),
-        "memlock": system.lockable_memory(output("lockable"), output("capabilities")),
-        "interfaces": interfaces.linux_interfaces(output("interfaces")),
-        "wireless": frozenset(output("wireless").split()),
-        "network_manager": "running" in output("nmcli"),
+        "kernel_rdma": bool(output["kernel_rdma"]) if "kernel_rdma" in output else None,
+        "denied": tuple(output["denied"].split()),
+        "memlock": system.lockable_memory(output["lockable"], output["capabilities"]),
+        "interfaces": interfaces.linux_interfaces(output["interfaces"]),
+        "wireless": frozenset(output["wireless"].split()),
+        "network_manager": "running" in output["nmcli"],
     }
 
 
 def _what_is_wrong(result: CommandResult, error: InvalidArgument) -> str:
     if result.status == 0:
         return str(error)
-    words = result.last_words or f"exit status {result.status}"
-    return f"{result.name} does not respond: {words}{agent_advice(result.name, words)}"
+    return f"{result.name} does not respond: {result.failure}{agent_advice(result.name, result.failure)}"

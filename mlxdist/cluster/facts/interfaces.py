@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from ipaddress import IPv4Interface
 from typing import Any
 
+from .system import dicts
+
 __all__ = [
     "Interface",
     "Service",
@@ -62,21 +64,14 @@ def macos_interfaces(text: str) -> tuple[Interface, ...]:
 
 def linux_interfaces(text: str) -> tuple[Interface, ...]:
     """`ip -json addr`."""
-    try:
-        entries = json.loads(text)
-    except (ValueError, RecursionError):
-        return ()
     found = []
-    for entry in entries if isinstance(entries, list) else ():
-        if not isinstance(entry, dict) or not isinstance(entry.get("ifname"), str):
-            continue
-        listed = entry.get("addr_info")
-        inet = [a for a in listed if isinstance(a, dict)] if isinstance(listed, list) else []
-        addresses = tuple(
-            filter(None, (_interface(a.get("local"), a.get("prefixlen")) for a in inet if a.get("family") == "inet"))
-        )
-        flags = entry.get("flags")
-        found.append(Interface(entry["ifname"], isinstance(flags, list) and "UP" in flags, addresses))
+    for entry in _objects(text):
+        if isinstance(entry.get("ifname"), str):
+            inet = [listed for listed in dicts(entry.get("addr_info")) if listed.get("family") == "inet"]
+            addresses = (_interface(listed.get("local"), listed.get("prefixlen")) for listed in inet)
+            flags = entry.get("flags")
+            is_up = isinstance(flags, list) and "UP" in flags
+            found.append(Interface(entry["ifname"], is_up, tuple(filter(None, addresses))))
     return tuple(found)
 
 
@@ -84,12 +79,7 @@ def default_interface(text: str) -> str:
     """`route -n get default` or `ip -json route show default`: the interface that other networks are reached by."""
     if found := re.search(r"^\s*interface: (\S+)", text, re.MULTILINE):
         return found[1]
-    try:
-        routes = json.loads(text)
-    except (ValueError, RecursionError):
-        return ""
-    routes = [route for route in routes if isinstance(route, dict)] if isinstance(routes, list) else []
-    routes = [route for route in routes if isinstance(route.get("dev"), str)]
+    routes = [route for route in _objects(text) if isinstance(route.get("dev"), str)]
     return min(routes, key=_metric)["dev"] if routes else ""
 
 
@@ -118,6 +108,14 @@ def _interface(address: Any, mask: Any) -> IPv4Interface | None:
         return IPv4Interface(f"{address}/{mask}")
     except ValueError:
         return None
+
+
+def _objects(text: str) -> list[dict[str, Any]]:
+    """Those of a list that `ip -json` prints; none where this is another text."""
+    try:
+        return dicts(json.loads(text))
+    except (ValueError, RecursionError):
+        return []
 
 
 def _metric(route: dict[str, Any]) -> int:

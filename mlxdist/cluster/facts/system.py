@@ -3,9 +3,11 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = [
     "Memory",
+    "dicts",
     "linux_memory",
     "lockable_memory",
     "macos_memory",
@@ -31,6 +33,11 @@ class Memory:
 def settings(text: str) -> dict[str, str]:
     """`sysctl NAME`, `sw_vers`: lines of ``name: value``."""
     return dict(re.findall(r"^([\w.]+):\s*(.*?)\s*$", text, re.MULTILINE))
+
+
+def dicts(value: Any) -> list[dict[str, Any]]:
+    """The objects in a list of JSON; none where it is something else."""
+    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
 
 
 def macos_version(release: str) -> tuple[int, int] | None:

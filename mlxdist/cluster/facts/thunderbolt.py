@@ -6,11 +6,13 @@ displays and docks: an entry of another shape than expected is skipped.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mlxdist.base.errors import InvalidArgument
+
+from .system import dicts
 
 __all__ = ["THUNDERBOLT_5", "Peer", "Receptacle", "read_receptacles"]
 
@@ -48,7 +50,7 @@ def read_receptacles(text: str, ports: Mapping[str, str] = {}) -> tuple[Receptac
         buses = json.loads(text)["SPThunderboltDataType"]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise InvalidArgument("what system_profiler says of Thunderbolt is not understood") from None
-    found = [receptacle for bus in _dicts(buses) for receptacle in _of_bus(bus, ports)]
+    found = [receptacle for bus in dicts(buses) for receptacle in _of_bus(bus, ports)]
     return tuple(sorted(found, key=lambda receptacle: (len(receptacle.number), receptacle.number)))
 
 
@@ -85,7 +87,7 @@ def _plugged_in(bus: dict[str, Any]) -> tuple[tuple[Peer, ...], tuple[str, ...]]
     """A computer has a domain of its own; hubs, displays and disks belong to the one that they are plugged into."""
     peers: list[Peer] = []
     others: list[str] = []
-    waiting: list[tuple[dict[str, Any], tuple[str, ...]]] = [(item, ()) for item in _dicts(bus.get("_items"))]
+    waiting: list[tuple[dict[str, Any], tuple[str, ...]]] = [(item, ()) for item in dicts(bus.get("_items"))]
     while waiting:
         item, hubs = waiting.pop(0)
         name = next((str(item[key])[:_MAX_NAME] for key in ("_name", "device_name_key") if item.get(key)), "a device")
@@ -94,14 +96,10 @@ def _plugged_in(bus: dict[str, Any]) -> tuple[tuple[Peer, ...], tuple[str, ...]]
         else:
             others.append(name)
         if len(hubs) < _MAX_DEPTH:
-            waiting += [(inner, (*hubs, name)) for inner in _dicts(item.get("_items"))]
+            waiting += [(inner, (*hubs, name)) for inner in dicts(item.get("_items"))]
     return tuple(peers), tuple(others)
 
 
 def _uuid(entry: dict[str, Any]) -> str:
     uuid = entry.get("domain_uuid_key")
     return uuid.upper()[:_MAX_NAME] if isinstance(uuid, str) else ""
-
-
-def _dicts(value: Any) -> Iterator[dict[str, Any]]:
-    return (entry for entry in value if isinstance(entry, dict)) if isinstance(value, list) else iter(())

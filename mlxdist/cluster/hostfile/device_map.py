@@ -8,12 +8,12 @@ The matrix itself, or the rows of a hostfile: a list of hosts, or {"hosts": [...
 """
 
 import json
-import os
 from dataclasses import dataclass
 from typing import Any
 
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.tuning_file import strict_json
 from mlxdist.base.validation import read_bounded
 
 __all__ = ["DeviceMap", "MalformedMap", "load", "parse", "rows_of"]
@@ -54,27 +54,22 @@ def load(setting: str) -> DeviceMap:
     if setting.lstrip()[:1] in ("[", "{"):
         return parse(setting)
     try:
-        return parse(read_bounded(setting, _MAX_BYTES).decode(), os.fspath(setting))
-    except UnicodeDecodeError as error:
-        raise InvalidArgument(f"device map {setting}: byte {error.start} is not UTF-8") from None
-    except InvalidArgument:
-        raise
+        data = read_bounded(setting, _MAX_BYTES)
     except ValueError as error:
         raise InvalidArgument(f"device map {setting!r:.200}: {error}; {_ADVICE}") from None
+    return parse(data, setting)
 
 
-def parse(text: str, source: str = _VARIABLE) -> DeviceMap:
-    """The map in ``text``. Raises InvalidArgument: it is malformed or not symmetric; the message names ``source``, the
-    host and the column."""
+def parse(text: str | bytes, source: str = _VARIABLE) -> DeviceMap:
+    """The map in ``text``. Raises InvalidArgument: it is malformed or not symmetric; the message names ``source``,
+    the host and the column."""
+    advice = "; write it as JSON"
     try:
-        return DeviceMap(rows_of(json.loads(text)), source)
-    except json.JSONDecodeError as error:
-        wrong = f"line {error.lineno}, column {error.colno}: {error.msg}; write it as JSON"
-    except RecursionError:
-        wrong = "it is nested too deeply"
-    except ValueError as error:  # MalformedMap, and a number of thousands of digits
-        wrong = str(error)
-    raise InvalidArgument(f"device map {source}: {wrong}")
+        found = strict_json(text.encode() if isinstance(text, str) else text)
+        advice = ""
+        return DeviceMap(rows_of(found), source)
+    except ValueError as error:
+        raise InvalidArgument(f"device map {source}: {error}{advice}") from None
 
 
 def rows_of(found: Any) -> tuple[tuple[tuple[str, ...], ...], ...]:

@@ -5,8 +5,6 @@ directory next to DIR, imports mlxdist there, and only then replaces DIR, a symb
 fails, DIR stays as it was. DIR.previous leads to the environment before, which may be the one that runs this.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import io
 import platform
@@ -16,17 +14,14 @@ import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.version import __version__
 
+from ..hostfile.options import HostSelection
 from ..ssh.ssh import LOST, CommandResult, run_everywhere
-
-if TYPE_CHECKING:
-    from ..hostfile.options import HostSelection
 
 __all__ = ["DIRECTORY", "Installed", "install", "read_result"]
 
@@ -151,12 +146,10 @@ def read_result(result: CommandResult) -> Installed:
     """The result of the script on a host."""
     if found := _RESULT.search(result.output):
         return Installed(result.name, *found.groups())
-    lines = [line.strip() for line in result.errors.splitlines() if line.strip()]
     advice = next((advice for words, advice in _ADVICE if words in result.errors), "")
     if not advice and result.status == LOST:
         advice = f"try: ssh -o BatchMode=yes {shlex.quote(result.name)} true"
-    words = lines[-1] if lines else f"exit status {result.status}"
-    return Installed(result.name, error=f"{words}; {advice}" if advice else words)
+    return Installed(result.name, error="; ".join(filter(None, (result.failure, advice))))
 
 
 def _wheels(source: str) -> list[Path]:

@@ -5,7 +5,7 @@ belongs to a connection of NetworkManager where that runs; elsewhere it lasts un
 """
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlxdist.base.errors import InvalidArgument
@@ -16,31 +16,26 @@ from .addresses import Link
 
 __all__ = ["Step", "is_undone", "plan_steps"]
 
-# What can be done, by name: an undo file has such names and their values, and no commands.
-_ACTIONS: Mapping[str, tuple[int, Callable[..., list[str]]]] = {
-    "create service": (2, lambda name, port: ["networksetup", "-createnetworkservice", name, port]),
-    "remove service": (1, lambda name: ["networksetup", "-removenetworkservice", name]),
-    "enable service": (1, lambda name: ["networksetup", "-setnetworkserviceenabled", name, "on"]),
-    "disable service": (1, lambda name: ["networksetup", "-setnetworkserviceenabled", name, "off"]),
-    "set address": (3, lambda name, ip, mask: ["networksetup", "-setmanual", name, ip, mask]),
-    "set address and router": (4, lambda name, ip, mask, way: ["networksetup", "-setmanual", name, ip, mask, way]),
-    "set dhcp": (1, lambda name: ["networksetup", "-setdhcp", name]),
-    "set no address": (1, lambda name: ["networksetup", "-setv4off", name]),
-    "leave bridge": (2, lambda bridge, interface: ["ifconfig", bridge, "deletem", interface]),
-    "join bridge": (2, lambda bridge, interface: ["ifconfig", bridge, "addm", interface]),
-    "add address": (2, lambda interface, address: ["ip", "address", "add", address, "dev", interface]),
-    "delete address": (2, lambda interface, address: ["ip", "address", "delete", address, "dev", interface]),
-    "set up": (1, lambda interface: ["ip", "link", "set", interface, "up"]),
-    "set down": (1, lambda interface: ["ip", "link", "set", interface, "down"]),
-    "add connection": (
-        3,
-        lambda name, interface, address: [
-            *("nmcli", "connection", "add", "type", "ethernet", "ifname", interface, "con-name", name),
-            *("ipv4.method", "manual", "ipv4.addresses", address, "ipv6.method", "link-local"),
-        ],
-    ),
-    "start connection": (1, lambda name: ["nmcli", "connection", "up", name]),
-    "delete connection": (1, lambda name: ["nmcli", "connection", "delete", name]),
+# What can be done, by name: an undo file has such names and their values, and no commands. {0} is the first value.
+_ACTIONS = {
+    "create service": "networksetup -createnetworkservice {0} {1}",
+    "remove service": "networksetup -removenetworkservice {0}",
+    "enable service": "networksetup -setnetworkserviceenabled {0} on",
+    "disable service": "networksetup -setnetworkserviceenabled {0} off",
+    "set address": "networksetup -setmanual {0} {1} {2}",
+    "set address and router": "networksetup -setmanual {0} {1} {2} {3}",
+    "set dhcp": "networksetup -setdhcp {0}",
+    "set no address": "networksetup -setv4off {0}",
+    "leave bridge": "ifconfig {0} deletem {1}",
+    "join bridge": "ifconfig {0} addm {1}",
+    "add address": "ip address add {1} dev {0}",
+    "delete address": "ip address delete {1} dev {0}",
+    "set up": "ip link set {0} up",
+    "set down": "ip link set {0} down",
+    "add connection": "nmcli connection add type ethernet ifname {1} con-name {0} ipv4.method manual "
+    "ipv4.addresses {2} ipv6.method link-local",
+    "start connection": "nmcli connection up {0}",
+    "delete connection": "nmcli connection delete {0}",
 }
 
 
@@ -55,14 +50,14 @@ class Step:
 
     def __post_init__(self) -> None:
         for action, *values in filter(None, ((self.action, *self.values), self.undo)):
-            if action not in _ACTIONS or _ACTIONS[action][0] != len(values):
+            if action not in _ACTIONS or _ACTIONS[action].count("{") != len(values):
                 raise InvalidArgument(f"there is no step {action!r:.80} with {len(values)} values")
             if any(not isinstance(value, str) or value.startswith("-") or "\0" in value for value in values):
                 raise InvalidArgument(f"the step {action!r} cannot have the values {values!r:.200}")
 
     @property
     def words(self) -> list[str]:
-        return _ACTIONS[self.action][1](*self.values)
+        return [word.format(*self.values) for word in _ACTIONS[self.action].split()]
 
     @property
     def undone(self) -> "Step | None":
@@ -78,8 +73,9 @@ def plan_steps(machines: Sequence[HostFacts], links: Sequence[Link], without_bri
     for host, machine in enumerate(machines):
         for link in links:
             if host in link.cable.pair:
-                plan = _on_mac if machine.is_mac else _on_linux
-                steps += plan(machine, link, host, without_bridge)
+                steps += (
+                    _on_mac(machine, link, host, without_bridge) if machine.is_mac else _on_linux(machine, link, host)
+                )
     return steps
 
 
@@ -103,9 +99,8 @@ def _on_mac(machine: HostFacts, link: Link, host: int, without_bridge: bool) -> 
     steps = []
     bridge = machine.bridge_of(end.interface)
     if bridge and without_bridge:
-        steps.append(
-            Step(machine.name, "leave bridge", (bridge, end.interface), ("join bridge", bridge, end.interface))
-        )
+        member = (bridge, end.interface)
+        steps.append(Step(machine.name, "leave bridge", member, ("join bridge", *member)))
     found = [service for service in machine.services if service.interface == end.interface]
     service = min(found, key=lambda service: (not service.enabled, service.address != address), default=None)
     if service is None:
@@ -128,7 +123,7 @@ def _before(service: Service) -> tuple[str, ...]:
     return ("set address and router", *values, service.router) if service.router else ("set address", *values)
 
 
-def _on_linux(machine: HostFacts, link: Link, host: int, without_bridge: bool) -> list[Step]:
+def _on_linux(machine: HostFacts, link: Link, host: int) -> list[Step]:
     end, address = link.cable.end(host), link.address(host)
     interface = machine.interface(end.interface)
     has_address = interface is not None and address in interface.addresses

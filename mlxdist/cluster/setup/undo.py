@@ -90,7 +90,7 @@ def run_steps(
             file.add(inverse)  # before the step is run, for it may be interrupted
         result = run(step.host, [*_AS_ROOT, *step.words], ssh_config, seconds=_SECONDS)
         # networksetup says that something went wrong, but not always by its exit status, and on standard output.
-        words = result.last_words or " ".join(result.output.strip().splitlines()[-2:])
+        words = result.last_words or " ".join(result.output.strip().splitlines()[-2:]) or result.failure
         if result.status == 0 and "** Error" not in result.output:
             if undoing:
                 file.remove(step)
@@ -100,5 +100,5 @@ def run_steps(
             file.remove(inverse)
         if is_lost or not undoing:
             skipped.add(step.host)
-        errors.append(f"{step.host}: `{step}` failed: {words or f'exit status {result.status}'}")
+        errors.append(f"{step.host}: `{step}` failed: {words}")
     return errors

@@ -84,8 +84,8 @@ def verify(checks: Sequence[Check], ssh_config: SshConfig) -> list[str]:
         result = run(host, ["sh", "-s"], ssh_config, input=script, seconds=_SECONDS)
         found = {int(number): (word, route) for number, word, route in _RESULT.findall(result.output)}
         if not found:
-            words = result.last_words or f"exit status {result.status}"
-            return [f"{host} does not report what it reaches: {words}{agent_advice(host, words)}"] * len(mine)
+            advice = agent_advice(host, result.failure)
+            return [f"{host} does not report what it reaches: {result.failure}{advice}"] * len(mine)
         return [text for i, check in enumerate(mine) if (text := problem(check, *found.get(i, ("no", ""))))]
 
     with ThreadPoolExecutor(max(1, len(hosts))) as threads:

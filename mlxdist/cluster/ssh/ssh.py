@@ -71,7 +71,11 @@ class CommandResult:
 
     @property
     def last_words(self) -> str:
-        return next((line for line in reversed(self.errors.splitlines()) if line.strip()), "")
+        return next((line.strip() for line in reversed(self.errors.splitlines()) if line.strip()), "")
+
+    @property
+    def failure(self) -> str:
+        return self.last_words or f"exit status {self.status}"
 
 
 def run(

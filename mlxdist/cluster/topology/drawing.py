@@ -1,10 +1,11 @@
 """Hosts and cables as a picture: in the terminal, as DOT for Graphviz, and as SVG."""
 
 import html
+import itertools
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rich.text import Text
 
@@ -14,6 +15,7 @@ __all__ = ["as_dot", "as_svg", "as_text"]
 
 _FIRST_LANE = 3  # columns from the boxes to the innermost cable
 _LANE = 3  # from one cable to the next
+_CORNERS = {"┌": "┐", "└": "┘"}  # of a box
 _MAX_MISSING = 12  # more are named, but not drawn
 
 
@@ -25,7 +27,7 @@ class _Wire:
     hosts: tuple[int, int]
     style: str
     dashed: bool = False
-    rows: tuple[int, int] = (0, 0)
+    rows: list[int] = field(default_factory=lambda: [0, 0])
     lane: int = 0
 
 
@@ -37,22 +39,17 @@ def as_text(topology: Topology) -> Text:
     ]
     if topology.cables and len(topology.gaps) <= _MAX_MISSING:
         wires += [_Wire(("no cable", "no cable"), pair, "red", dashed=True) for pair in topology.gaps]
-    rows: list[tuple[int, str, _Wire | None]] = []  # host, text, the cable that ends there
+    rows: list[tuple[str, _Wire | None]] = []  # text, the cable that ends there
     for host, name in enumerate(topology.names):
-        rows.append((host, name, None))
+        rows += [("┌", None), (name, None)]
         for wire in wires:
-            for end in (0, 1):
-                if wire.hosts[end] == host:
-                    line = _row(host, len(rows))
-                    wire.rows = (line, wire.rows[1]) if end == 0 else (wire.rows[0], line)
-                    rows.append((host, f"  {wire.label[end]}", wire))
+            if host in wire.hosts:
+                end = wire.hosts.index(host)
+                wire.rows[end] = len(rows)
+                rows.append((f"  {wire.label[end]}", wire))
+        rows.append(("└", None))
     _choose_lanes(wires)
     return _render(rows, wires)
-
-
-def _row(host: int, row: int) -> int:
-    """The line of a row: boxes have two lines more, above the first row and below the last one."""
-    return row + 2 * host + 1
 
 
 def _end_label(cable: Cable, host: int) -> str:
@@ -76,24 +73,20 @@ def _choose_lanes(wires: Sequence[_Wire]) -> None:
         wire.lane = lane
 
 
-def _render(rows: Sequence[tuple[int, str, _Wire | None]], wires: Sequence[_Wire]) -> Text:
-    inner = max(len(text) for _, text, _ in rows) + 2
-    width = inner + 2
+def _render(rows: Sequence[tuple[str, _Wire | None]], wires: Sequence[_Wire]) -> Text:
+    width = max(len(text) for text, _ in rows) + 4
     right = width + _FIRST_LANE + _LANE * max((wire.lane + 1 for wire in wires), default=0)
-    lines = len(rows) + 2 * (rows[-1][0] + 1)
-    cells = [[(" ", "")] * right for _ in range(lines)]
+    cells = [[(" ", "")] * right for _ in rows]
 
     def put(line: int, column: int, text: str, style: str = "") -> None:
         cells[line][column : column + len(text)] = [(letter, style) for letter in text]
 
-    for number, (host, text, wire) in enumerate(rows):
-        line = _row(host, number)
-        if number == 0 or rows[number - 1][0] != host:
-            put(line - 1, 0, f"┌{'─' * inner}┐")
-        put(line, 0, "│" + f" {text}".ljust(inner) + ("├" if wire else "│"))
-        put(line, 2, text, "bold" if wire is None else wire.style)
-        if number + 1 == len(rows) or rows[number + 1][0] != host:
-            put(line + 1, 0, f"└{'─' * inner}┘")
+    for line, (text, wire) in enumerate(rows):
+        if text in _CORNERS:
+            put(line, 0, text + "─" * (width - 2) + _CORNERS[text])
+        else:
+            put(line, 0, "│" + " " * (width - 2) + ("├" if wire else "│"))
+            put(line, 2, text, wire.style if wire else "bold")
     for wire in wires:
         column = width + _FIRST_LANE + _LANE * wire.lane - 1
         for line in range(wire.rows[0] + 1, wire.rows[1]):
@@ -120,12 +113,16 @@ def as_dot(topology: Topology) -> str:
     lines = ["graph G {", "  node [shape=rectangle];"]
     lines += [f"  h{i} [label={json.dumps(name, ensure_ascii=False)}];" for i, name in enumerate(topology.names)]
     for cable in topology.cables:
-        label = f"{cable.a.interface or cable.a.port}/{cable.b.interface or cable.b.port}"
-        label += f" {cable.speed} Gb/s" if cable.speed is not None else ""
+        label = _label(cable, "/", " ")
         color = "" if cable.rdma else ", color=orange"
         lines.append(f"  h{cable.a.host} -- h{cable.b.host} [label={json.dumps(label, ensure_ascii=False)}{color}];")
     lines += [f'  h{a} -- h{b} [style=dashed, color=red, label="missing"];' for a, b in topology.gaps]
     return "\n".join([*lines, "}"]) + "\n"
+
+
+def _label(cable: Cable, between: str, before_speed: str) -> str:
+    ends = between.join(end.interface or end.port for end in (cable.a, cable.b))
+    return ends + (f"{before_speed}{cable.speed} Gb/s" if cable.speed is not None else "")
 
 
 # Colors for a browser's dark mode.
@@ -148,16 +145,14 @@ def as_svg(topology: Topology) -> str:
         for i in range(count)
     ]
     parts = []
-    for a in range(count):
-        for b in range(a + 1, count):
-            cables = topology.between(a, b)
-            for number, cable in enumerate(cables):
-                bend = 44 * (number - (len(cables) - 1) / 2)
-                label = f"{cable.a.interface or cable.a.port} – {cable.b.interface or cable.b.port}"
-                label += f", {cable.speed} Gb/s" if cable.speed is not None else ""
-                parts.append(_curve(places[a], places[b], bend, "#1a7f37" if cable.rdma else "#bf8700", label))
-            if (a, b) in topology.gaps:
-                parts.append(_curve(places[a], places[b], 0, "#cf222e", "missing", dashed=True))
+    for a, b in itertools.combinations(range(count), 2):
+        cables = topology.between(a, b)
+        for number, cable in enumerate(cables):
+            bend = 44 * (number - (len(cables) - 1) / 2)
+            color = "#1a7f37" if cable.rdma else "#bf8700"
+            parts.append(_curve(places[a], places[b], bend, color, _label(cable, " – ", ", ")))
+        if (a, b) in topology.gaps:
+            parts.append(_curve(places[a], places[b], 0, "#cf222e", "missing", dashed=True))
     for name, (x, y), box in zip(topology.names, places, boxes):
         parts.append(
             f'<rect x="{x - box / 2:.1f}" y="{y - 20:.1f}" width="{box}" height="40" rx="6" fill="#fff" stroke="#333"/>'

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 import click
 from rich.console import Console
 
+from mlxdist.cluster.facts.collect import collect_here
 from mlxdist.runtime.tuning import ALGORITHMS, MAX_BYTES, OPERATIONS, TUNED, Row
 
 from ..bench.results import by_case, table_of
@@ -40,8 +40,8 @@ def measured_sizes(smallest: int, largest: int, ranks: int) -> list[int]:
 
 def _check_memory(largest: int, ranks: int) -> None:
     """Raises click.BadParameter where the results of all_gather, and what they must be, do not fit into memory."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if (most := memory // (2 * ranks**2)) < largest:
+    memory = collect_here().memory.total
+    if memory is not None and (most := memory // (2 * ranks**2)) < largest:
         raise click.BadParameter(
             f"all_gather of {format_size(largest)} by {ranks} ranks, and its check, takes {ranks} x {ranks} x 2 times "
             f"that, and this machine has {memory / (1 << 30):.0f} GiB; "

@@ -7,7 +7,6 @@ holds, say how fast it reads memory. Every result is compared with NumPy's at so
 from __future__ import annotations
 
 import platform
-import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +20,7 @@ from mlxdist.cluster.facts.collect import collect_here
 
 from ..bench.machine import describe_machine
 from ..bench.operations import count_wrong
-from ..bench.timing import ForeignLoad, Work
+from ..bench.timing import ForeignLoad, Work, quantiles
 
 __all__ = ["machine", "measure"]
 
@@ -55,7 +54,7 @@ def machine() -> dict[str, Any]:
 def measure(part: str, seconds: float) -> dict[str, Any] | None:
     """One part: "float32", "float16" or "bfloat16" for products; "copy", "sum" or "row" for memory.
 
-    Returns TFLOPS or GB/s as median, min, max and count, how many of the compared elements are "wrong", and the
+    Returns the `quantiles` of TFLOPS or GB/s, how many of the compared elements are "wrong", and the
     "foreign_cpu_share" meanwhile. None for a dtype that the device only emulates.
     """
     foreign = ForeignLoad(None)
@@ -68,7 +67,7 @@ def _measured(part: str, seconds: float) -> dict[str, Any] | None:
     if part in PRODUCTS:
         return _products(part, seconds) if part == "float32" or _kind() == "gpu" else None
     work, moved, wrong = _memory(part)
-    return _rates(moved / 1e9, _times(work, seconds)) | {"bytes": moved, "wrong": wrong()}
+    return quantiles(moved / 1e9 / _times(work, seconds)) | {"bytes": moved, "wrong": wrong()}
 
 
 def _kind() -> str:
@@ -88,9 +87,9 @@ def _products(dtype: str, seconds: float) -> dict[str, Any]:
         a, b = (_random(size, dtype) for size in (shape[:2], shape[1:]))
         product = Evaluated(partial(mx.matmul, a, b))
         times = _times(product, left / (len(shapes) - number))
-        slowest = statistics.median(times) / operations
+        slowest = float(np.median(times)) / operations
         wrong = _count_wrong(a, b, product.result, dtype)
-        found.append({"shape": list(shape), "wrong": wrong} | _rates(operations / 1e12, times))
+        found.append({"shape": list(shape), "wrong": wrong} | quantiles(operations / 1e12 / times))
     best = max(found, key=lambda one: one["median"])
     return best | {"dtype": dtype, "wrong": sum(one["wrong"] for one in found), "shapes": found}
 
@@ -155,22 +154,12 @@ def _count_wrong(a: mx.array, b: mx.array, product: mx.array, dtype: str) -> int
     return int(np.sum(~(np.abs(got - left @ right) <= TOLERANCE[dtype] * size)))  # so that nan is wrong
 
 
-def _times(work: Callable[[], object], seconds: float) -> list[float]:
+def _times(work: Callable[[], object], seconds: float) -> np.ndarray:
     """Seconds of each call, for about this long; at least of some."""
     end = time.perf_counter() + seconds
     once = Work(work)
     once.block(WARM_UP)
     times: list[float] = []
     while len(times) < MIN_CALLS or (time.perf_counter() < end and len(times) < MAX_CALLS):
-        times += [microseconds / 1e6 for microseconds in once.block(1)]
-    return times
-
-
-def _rates(amount: float, times: list[float]) -> dict[str, Any]:
-    """``amount`` a second. The median time is that of the median rate."""
-    return {
-        "median": amount / statistics.median(times),
-        "min": amount / max(times),
-        "max": amount / min(times),
-        "count": len(times),
-    }
+        times += once.block(1)
+    return np.array(times) / 1e6

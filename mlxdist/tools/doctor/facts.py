@@ -4,7 +4,6 @@ What needs no Python is in mlxdist/cluster/facts.
 """
 
 import contextlib
-import fcntl
 import importlib.metadata
 import os
 import platform
@@ -26,7 +25,7 @@ from mlxdist.base.host_identity import host_identity
 from mlxdist.cluster.facts.collect import collect_here, output_of
 from mlxdist.launch.jobs import list_jobs, read_job
 from mlxdist.launch.reaper import PROTECTION_DOMAINS
-from mlxdist.launch.runtime_directory import runtime_directory, try_lock
+from mlxdist.launch.runtime_directory import is_locked, runtime_directory
 from mlxdist.runtime import mpi_shim
 from mlxdist.runtime.devices.device import REAL_PROVIDER
 from mlxdist.runtime.devices.diagnosis import diagnose
@@ -215,11 +214,10 @@ def _jobs() -> dict[str, Any]:
     found: dict[str, Any] = {"running": [], "stale": [], "orphans": None, "domains": None, "shared_memory": []}
     with contextlib.suppress(ResourceError):
         running = list_jobs()
-        names = {job.name for job in running}
         ours = os.environ.get("MLXDIST_JOB", "").partition(".")[0]
         found["running"] = [{"job": j.name, "ranks": len(j.pids), "command": j.command[:20]} for j in running]
-        found["stale"] = [name for name in _unlocked(runtime_directory()) if name not in names]
-        found["orphans"] = _orphans({*names, ours})
+        found["stale"] = [path.name for path in sorted(runtime_directory().iterdir()) if _is_stale(path)]
+        found["orphans"] = _orphans({ours, *(job.name for job in running)})
     if sys.platform == "darwin":
         found["domains"] = kernel_objects(output_of("ioclasscount", PROTECTION_DOMAINS))
     elif os.path.isdir("/dev/shm"):
@@ -228,16 +226,10 @@ def _jobs() -> dict[str, Any]:
     return found
 
 
-def _unlocked(runtime: Path) -> list[str]:
-    found = []
-    for name in sorted(os.listdir(runtime)):
-        job = None if name.startswith(".") else read_job(runtime / name)
-        if job is not None and job.name == name:
-            lock = try_lock(runtime / name, fcntl.LOCK_SH)
-            if lock is not None:
-                os.close(lock)
-                found.append(name)
-    return found
+def _is_stale(directory: Path) -> bool:
+    """Whether the launcher that had made it was killed."""
+    job = None if directory.name.startswith(".") else read_job(directory)
+    return job is not None and job.name == directory.name and not is_locked(directory)
 
 
 def _orphans(jobs: set[str]) -> list[int] | None:

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from mlxdist.base.child_process import module_command
 from mlxdist.cluster.hostfile.hosts import Host
@@ -84,14 +85,15 @@ def place_ranks(chosen: HostSelection, names: Sequence[str]) -> Iterator[Placeme
 
 def run_ranks(
     placement: Placement, words: Sequence[str], settings: Mapping[str, str], seconds: float, prefix: bool = False
-) -> JobResult:
-    """Runs a module of mlxdist, with its arguments, as the ranks.
+) -> tuple[JobResult, list[Any]]:
+    """Runs a module of mlxdist, with its arguments, as the ranks. Also returns the JSON that they print after `MARK`.
 
     ``settings``: variables of theirs. ``prefix``: the rank in front of each line, which keeps lines of several apart.
     """
     on, settings = placement.options, {**settings, **placement.settings}
     program = module_command(*words, python=on[on.index("--python") + 1] if "--python" in on else "")
-    return run_job(program, on, variables=settings, directory="/", prefix=prefix, timeout=seconds)
+    result = run_job(program, on, variables=settings, directory="/", prefix=prefix, timeout=seconds)
+    return result, [json.loads(line.partition(MARK)[2]) for line in result.output.splitlines() if MARK in line]
 
 
 def _run_on(names: Sequence[str], chosen: HostSelection, options: CheckOptions) -> Job:
@@ -112,11 +114,10 @@ def _run(placement: Placement, options: CheckOptions, envs: Sequence[str]) -> Jo
     parameters = {"hosts": [number for number, host in enumerate(hosts) for _ in range(host.slots)], "links": links}
     words = ["mlxdist.tools.doctor.probe_rank", json.dumps(parameters)]
     again = shlex.join(["mlxdist", "launch", *placement.shown, "--", "python", "-c", _SHOWN_PROGRAM])
-    status, output, errors = run_ranks(placement, words, given, seconds)
-    results = [line.partition(MARK)[2] for line in output.splitlines() if MARK in line]
-    if status or not results:
-        return Job(names, ranks, last_words(errors), command=again)
-    found = json.loads(results[0])
+    result, printed = run_ranks(placement, words, given, seconds)
+    if result.status or not printed:
+        return Job(names, ranks, last_words(result.errors), command=again)
+    found = printed[0]
     pairs = {(names[int(a)], names[int(b)]): (latency, rate) for a, b, latency, rate in found["links"]}
     return Job(
         names,

@@ -16,19 +16,18 @@ import numpy as np
 import mlxdist
 
 from ..bench.operations import Inputs, add, count_wrong
+from ..calibrate.links import measure_link
 
 __all__ = ["MARK", "main", "rounds"]
 
-MARK = "mlxdist-doctor-result:"
+MARK = "mlxdist-doctor-result:"  # of late_rank.py, too
 # bfloat16 as its bits.
 _DTYPES = ("float32", "float16", "bfloat16", "int32")
 _ELEMENTS = (1, 1000, 262_147)
 _ONE_BY_ONE = 8  # up to this number of hosts each pair has the network to itself
 _ROUND_TRIPS = 60
 _WARM_UP = 10
-_BYTES = 4 << 20
-_MESSAGES = 6
-_SECONDS = 0.5  # for one direction of a pair, if it is so slow that not all messages fit in
+_SECONDS, _BLOCKS = 0.5, (1, 3)  # for one direction of a pair
 
 
 def main() -> None:
@@ -76,21 +75,26 @@ def _links(world: mlxdist.Group, leaders: Sequence[int]) -> list[list[float]]:
     found = np.zeros((count, count, 2))
     for pairs in rounds(count):
         world.barrier()
-        for a, b in pairs:
-            if world.rank() in (leaders[a], leaders[b]):
-                first = world.rank() == leaders[a]
-                peer = leaders[b] if first else leaders[a]
-                latency = _latency(world, peer, first)
-                there = _bandwidth(world, peer, first, latency)
-                back = _bandwidth(world, peer, not first, latency)
-                if first:  # one of both, so that the sum below has each once
-                    found[a, b], found[b, a] = (latency * 1e6, there), (latency * 1e6, back)
+        for pair in pairs:
+            ends = [leaders[host] for host in pair]
+            if world.rank() not in ends:
+                continue
+            latency = _latency(world, *ends)
+            for source, target in (pair, pair[::-1]):
+                link = measure_link(world, leaders[source], leaders[target], _SECONDS, _BLOCKS)
+                if link is None:
+                    continue
+                if link["wrong"]:
+                    what = f"what rank {world.rank()} has received from rank {leaders[source]} is not what was sent"
+                    raise RuntimeError(what)
+                found[source, target] = latency * 1e6, link["median"] * 1e9  # on one rank, so the sum has each once
     found = mlxdist.all_sum(found, group=world)
     return [[a, b, *map(float, found[a, b])] for a in range(count) for b in range(count) if a != b]
 
 
-def _latency(world: mlxdist.Group, peer: int, first: bool) -> float:
-    """Seconds one way: half of the median round trip of 8 bytes. The same on both sides."""
+def _latency(world: mlxdist.Group, a: int, b: int) -> float:
+    """Seconds one way: half of the median round trip of 8 bytes."""
+    first, peer = world.rank() == a, b if world.rank() == a else a
     data, taken = np.zeros(8, np.uint8), []
     for _ in range(_WARM_UP + _ROUND_TRIPS):
         begin = time.perf_counter()
@@ -100,42 +104,7 @@ def _latency(world: mlxdist.Group, peer: int, first: bool) -> float:
         if not first:
             mlxdist.send(data, peer, group=world)
         taken.append(time.perf_counter() - begin)
-    return _agree(world, peer, first, statistics.median(taken[_WARM_UP:]) / 2)
-
-
-def _bandwidth(world: mlxdist.Group, peer: int, sends: bool, latency: float) -> float:
-    """Bytes a second in one direction. The clock stops when the receiver has confirmed that it has all."""
-    data = np.arange(_BYTES, dtype=np.uint32).astype(np.uint8)
-    receive, done = np.zeros_like(data), np.zeros(1, np.uint8)
-    messages = 1
-    for last in (False, True):  # the first one warms up, and says how many fit into the time
-        begin = time.perf_counter()
-        for _ in range(messages):
-            if sends:
-                mlxdist.send(data, peer, group=world)
-            else:
-                mlxdist.recv_like(receive, peer, group=world, out=receive)
-        if sends:
-            mlxdist.recv_like(done, peer, group=world, out=done)
-        else:
-            mlxdist.send(done, peer, group=world)
-        took = _agree(world, peer, sends, time.perf_counter() - begin)
-        if last:
-            break
-        messages = max(1, min(_MESSAGES, int(_SECONDS / took)))
-    if not sends and not np.array_equal(receive, data):
-        raise RuntimeError(f"what rank {world.rank()} has received from rank {peer} is not what was sent")
-    return messages * _BYTES / max(took - latency, 1e-9)
-
-
-def _agree(world: mlxdist.Group, peer: int, sends: bool, value: float) -> float:
-    """The value of the side that sends it, on both."""
-    agreed = np.array([value])
-    if sends:
-        mlxdist.send(agreed, peer, group=world)
-    else:
-        mlxdist.recv_like(agreed, peer, group=world, out=agreed)
-    return float(agreed[0])
+    return statistics.median(taken[_WARM_UP:]) / 2
 
 
 if __name__ == "__main__":

@@ -9,15 +9,18 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.errors import InvalidArgument, name_ranks, ranks_have
 from mlxdist.base.validation import build, fields_of, flag, list_of, printable, text
 from mlxdist.cluster.hostfile.options import HostSelection
+from mlxdist.cluster.ssh.rpc_client import Connections
+from mlxdist.launch.jobs import Job, exact_job, find_job, read_job
+from mlxdist.launch.jobs_on_hosts import full_name_of, request_jobs
 from mlxdist.runtime.flight_records import (
     FlightRecord,
     check_record,
@@ -28,11 +31,6 @@ from mlxdist.runtime.flight_records import (
 )
 from mlxdist.runtime.rendezvous.heartbeat import PeerStatus
 from mlxdist.runtime.rendezvous.observer import observe
-
-if TYPE_CHECKING:
-    from mlxdist.cluster.ssh.rpc_client import Connections
-    from mlxdist.cluster.ssh.ssh import SshConfig
-    from mlxdist.launch.jobs import Job
 
 __all__ = ["Collected", "JobRanks", "find_ranks", "respond", "wall_ns"]
 
@@ -57,20 +55,13 @@ class Collected:
 
 
 class JobRanks:
-    """The ranks of a job, on this machine or on the hosts of ``connections``. A context manager."""
+    """The ranks of a job, on this machine or on the hosts of ``connections``."""
 
-    def __init__(self, job: str, connections: "Connections | None" = None) -> None:
+    def __init__(self, job: str, connections: Connections | None = None) -> None:
         """``job``: its full name."""
         self.job = job
         self._connections = connections
         self._ahead: list[int] | None = None  # of our clock that of each host, in nanoseconds
-
-    def __enter__(self) -> "JobRanks":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._connections is not None:
-            self._connections.__exit__(*exception)
 
     def collect(self, full: bool, seconds: float) -> Collected:
         """``seconds``: for the ranks to respond. Times of day are those of this machine's clock.
@@ -133,38 +124,30 @@ class JobRanks:
                 found.records[record.rank] = replace(record, wall_ns=max(0, record.wall_ns - ahead))
 
 
-def find_ranks(job: str | None, chosen: HostSelection) -> JobRanks:
+@contextlib.contextmanager
+def find_ranks(job: str | None, chosen: HostSelection) -> Iterator[JobRanks]:
     """Of the job whose name begins so: on the hosts chosen, else on those that it was started on from here.
 
     Raises:
         InvalidArgument: there is no such job, or more than one.
     """
-    from mlxdist.launch.jobs import find_job
-
     found = find_job(job) if chosen.hostfile is None else None
     if found is not None and not found.hosts:
-        return JobRanks(found.name)
-    with contextlib.ExitStack() as undo:
-        if found is not None:
-            names, name = [host.name for host in found.hosts], found.name
-            connections = undo.enter_context(_connect(names, found.ssh_config))
-        else:
-            names = [host.name for host in chosen.hosts()]
-            connections = undo.enter_context(_connect(names, chosen.ssh_config))
-            name = _full_name(connections, job)
+        yield JobRanks(found.name)
+        return
+    hosts, config = (found.hosts, found.ssh_config) if found is not None else (chosen.hosts(), chosen.ssh_config)
+    with Connections([host.name for host in hosts], config) as connections:
+        name = found.name if found is not None else _full_name(connections, job)
         if job and name != job and True in connections.call("jobs.recorded", {"name": job}):
             name = job  # that one has failed and was restarted: the other begins so
-        undo.pop_all()
-        return JobRanks(name, connections)
+        yield JobRanks(name, connections)
 
 
-def _full_name(connections: "Connections", job: str | None) -> str:
+def _full_name(connections: Connections, job: str | None) -> str:
     """Of a job on these hosts; ``job`` where none that runs begins so.
 
     A job that has ended may have left its records: each host looks for them.
     """
-    from mlxdist.launch.jobs_on_hosts import full_name_of, request_jobs
-
     jobs, problems = request_jobs(connections)
     if len(problems) == len(connections.names):
         raise InvalidArgument("; ".join(problems))
@@ -173,13 +156,7 @@ def _full_name(connections: "Connections", job: str | None) -> str:
     return full_name_of(job, jobs)
 
 
-def _connect(names: Sequence[str], config: "SshConfig") -> "Connections":
-    from mlxdist.cluster.ssh.rpc_client import Connections
-
-    return Connections(names, config)
-
-
-def _compare_clocks(connections: "Connections") -> list[int]:
+def _compare_clocks(connections: Connections) -> list[int]:
     """How far each host's clock is ahead of ours, to within half the time of the fastest request and response."""
     count = len(connections.names)
     best, ahead = [float("inf")] * count, [0] * count
@@ -205,8 +182,6 @@ def respond(job: str, source: str, seconds: float) -> dict[str, Any]:
 
     Also of a job that has ended here and left some records; never of another one whose name begins so.
     """
-    from mlxdist.launch.jobs import exact_job, read_job
-
     response: dict[str, Any] = {"records": [], "members": [], "notes": [], "ended": True}
     found = exact_job(job)
     if found is None:
@@ -234,7 +209,7 @@ _RESPONSE = {
 }
 
 
-def _by_signal(job: "Job", record: "Job | None", seconds: float) -> tuple[list[Any], list[str]]:
+def _by_signal(job: Job, record: Job | None, seconds: float) -> tuple[list[Any], list[str]]:
     """The full records of the ranks here, and which are missing or old."""
     directory, notes = job.flight_directory, []
     if directory is None:

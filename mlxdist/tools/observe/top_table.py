@@ -1,18 +1,15 @@
 """The table of the ranks of `mlxdist top` and `mlxdist dump`, and as much of it as a terminal has lines for."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from .stragglers import RankState
-    from .top import View
+from .stragglers import RankState
+from .top import View
 
 __all__ = ["Screenful", "full", "rank_table"]
 
@@ -60,14 +57,13 @@ def _head(view: View) -> list[Text]:
 def rank_table(rows: list[RankState], columns: Collection[str] = ("GB/s",)) -> Table:
     """``columns``: which of the optional ones."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    chosen = [i for i, name in enumerate(_COLUMNS) if name not in ("array", "GB/s") or name in columns]
-    for i in chosen:
-        name = list(_COLUMNS)[i]
-        table.add_column(name, justify=_COLUMNS[name], no_wrap=name != "call site", overflow="fold")
+    chosen = {name: justify for name, justify in _COLUMNS.items() if name not in ("array", "GB/s") or name in columns}
+    for name, justify in chosen.items():
+        table.add_column(name, justify=justify, no_wrap=name != "call site", overflow="fold")
     for row in rows:
         style = "bold red" if row.is_straggler else "dim" if not row.has_responded else None
         cells = _cells(row)
-        table.add_row(*(Text(cells[i]) for i in chosen), style=style)
+        table.add_row(*(Text(cells.get(name, "")) for name in chosen), style=style)
     return table
 
 
@@ -85,17 +81,20 @@ _COLUMNS: dict[str, Literal["left", "right"]] = {
 }
 
 
-def _cells(row: RankState) -> list[str]:
-    """Of all columns."""
-    who = [str(row.rank), row.host, "" if row.pid is None else str(row.pid), _step(row)]
+def _cells(row: RankState) -> dict[str, str]:
+    """By column; those that are missing are empty."""
+    cells = {"rank": str(row.rank), "host": row.host, "pid": str(row.pid or ""), "step": _step(row)}
     if not row.has_responded:
-        return [*who, "does not respond", "", "", "", "", ""]
-    operation = row.operation if row.in_operation else f"after {row.operation}" if row.operation else "none yet"
-    elapsed = f"{row.elapsed:.1f} s" if row.operation else ""
-    speed = "" if row.gbps is None else f"{row.gbps:.2f}"
-    waiting = [f"rank {row.waiting_on}"] if row.waiting_on is not None else []
-    waiting += ["straggler"] if row.is_straggler else []
-    return [*who, operation, row.array, row.call_site, elapsed, speed, ", ".join(waiting)]
+        return cells | {"operation": "does not respond"}
+    waiting = [f"rank {row.waiting_on}"] * (row.waiting_on is not None) + ["straggler"] * row.is_straggler
+    return cells | {
+        "operation": row.operation if row.in_operation else f"after {row.operation}" if row.operation else "none yet",
+        "array": row.array,
+        "call site": row.call_site,
+        "elapsed": f"{row.elapsed:.1f} s" if row.operation else "",
+        "GB/s": "" if row.gbps is None else f"{row.gbps:.2f}",
+        "waiting on": ", ".join(waiting),
+    }
 
 
 def _step(row: RankState) -> str:

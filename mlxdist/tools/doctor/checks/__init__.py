@@ -1,10 +1,10 @@
 """The checks, in the order in which they are shown. Each reads what is known of all hosts, and requests nothing.
 
-A new check is a function ``check_name(cluster) -> list[Finding]`` in a file here, a line in the list below, and a
+A new check is a function ``check_name(cluster) -> Iterator[Finding]`` in a file here, a line in the list below, and a
 section of docs/doctor.md. Where each host is checked by itself, `each_host` of system.py has the loop.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..cluster import Cluster
@@ -29,7 +29,7 @@ class Check:
     """
 
     name: str
-    find: Callable[[Cluster], list[Finding]]
+    find: Callable[[Cluster], Iterator[Finding]]
     step: str = ""
     after_job: bool = False
     thorough: bool = False
@@ -70,11 +70,9 @@ def run_checks(cluster: Cluster, after_job: bool) -> list[Result]:
     return [Result(name, findings or (skip((), "no host responded"),)) for name, findings in found.items()]
 
 
-def _unknown(cluster: Cluster, step: str) -> list[Finding]:
+def _unknown(cluster: Cluster, step: str) -> Iterator[Finding]:
     """Hosts that have returned an error. One that was lost is a finding of the check reachable."""
     remedy = f"on that host: mlxdist doctor --json, and look at {step}"
-    return [
-        warn(name, f"this could not be found out: {error.text}", remedy)
-        for name, error in cluster.errors.get(step, {}).items()
-        if error.connected
-    ]
+    for name, error in cluster.errors.get(step, {}).items():
+        if error.connected:
+            yield warn(name, f"this could not be found out: {error.text}", remedy)

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+from collections.abc import Iterator
 from typing import Any
 
 from mlxdist.cluster.ssh.ssh import is_this_machine
@@ -15,59 +16,60 @@ __all__ = ["check_model", "check_script"]
 _MAX_SHOWN = 3
 
 
-def check_script(cluster: Cluster) -> list[Finding]:
+def check_script(cluster: Cluster) -> Iterator[Finding]:
     options = cluster.options
     if not options.command and not options.script:
-        return [skip((), "no command and no --script was given")]
-    found, sums = [], {}
+        yield skip((), "no command and no --script was given")
+        return
+    sums = {}
     for name, program in cluster.each("program"):
         if program["directory_error"]:
             what = f"the directory {options.directory} cannot be entered: {program['directory_error']}"
-            found.append(fail(name, what, f"there: mkdir -p {shlex.quote(options.directory)}; or another one: --cwd"))
+            yield fail(name, what, f"there: mkdir -p {shlex.quote(options.directory)}; or another one: --cwd")
         elif program["command_error"]:
-            remedy = "install it there under the same name, or write its full path"
-            found.append(fail(name, program["command_error"], remedy))
+            yield fail(name, program["command_error"], "install it there under the same name, or write its full path")
         elif program["script_error"]:
-            found.append(fail(name, f"{options.script}: {program['script_error']}", _copy_script(cluster, name)))
+            yield fail(name, f"{options.script}: {program['script_error']}", _copy_script(cluster, name))
         else:
             sums[name] = f"sha256 {program['sha256'][:12]}, {program['bytes']} bytes" if program["sha256"] else ""
-    for name in outliers(sums):
+    others = outliers(sums)
+    for name in others:
         differs = [difference(options.script, sums)]
-        found.append(fail(name, f"{options.script} is another one", _copy_script(cluster, name), differs))
-    good = [name for name in sums if not any(name in finding.hosts for finding in found)]
-    what = f"{options.script}, {sums[good[0]]}" if good and options.script else "the command is there"
-    return [*found, *([ok(good, what)] if good else [])]
+        yield fail(name, f"{options.script} is another one", _copy_script(cluster, name), differs)
+    if good := [name for name in sums if name not in others]:
+        yield ok(good, f"{options.script}, {sums[good[0]]}" if options.script else "the command is there")
 
 
-def check_model(cluster: Cluster) -> list[Finding]:
+def check_model(cluster: Cluster) -> Iterator[Finding]:
     model = cluster.options.model
-    if not model:
-        return [skip((), "no --model was given, and there is none in the command")]
     listed = dict(cluster.each("model"))
-    if listed and cluster.options.guessed and all(files["error"] for files in listed.values()):
-        return [skip(list(listed), f"{model}, the command's --model, is not on these hosts; it may load it first")]
-    found, complete = [], {}
+    complete = {name: files for name, files in listed.items() if not files["error"]}
+    if not model:
+        yield skip((), "no --model was given, and there is none in the command")
+    elif listed and cluster.options.guessed and not complete:
+        yield skip(list(listed), f"{model}, the command's --model, is not on these hosts; it may load it first")
+    else:
+        wrong = [*_incomplete(cluster, listed), *_compare(cluster, complete)]
+        yield from wrong
+        bad = {name for finding in wrong for name in finding.hosts}
+        if good := [name for name in complete if name not in bad]:
+            sizes = complete[good[0]]["files"]
+            how = "compared in full" if cluster.options.full else "weights compared by samples (in full: --full)"
+            yield ok(good, f"{len(sizes)} files, {gib(sum(sizes.values()))}, {how}")
+            yield from _fits(cluster, good, sum(sizes.values()))
+
+
+def _incomplete(cluster: Cluster, listed: dict[str, dict[str, Any]]) -> Iterator[Finding]:
     for name, files in listed.items():
-        if files["error"]:
-            found.append(fail(name, f"{model}: {files['error']}", _copy_model(cluster, name)))
-            continue
-        complete[name] = files
         unread = [path for path, digest in files["digests"].items() if digest.startswith("error: ")]
-        if unread:
+        if files["error"]:
+            yield fail(name, f"{cluster.options.model}: {files['error']}", _copy_model(cluster, name))
+        elif unread:
             what = f"{unread[0]}: {files['digests'][unread[0]].removeprefix('error: ')}"
-            found.append(fail(name, what, _copy_model(cluster, name)))
-    found += _compare(cluster, complete)
-    bad = {name for finding in found for name in finding.hosts}
-    good = [name for name in complete if name not in bad]
-    if good:
-        sizes = complete[good[0]]["files"]
-        how = "compared in full" if cluster.options.full else "weights compared by samples (in full: --full)"
-        found.append(ok(good, f"{len(sizes)} files, {gib(sum(sizes.values()))}, {how}"))
-        found += _fits(cluster, good, sum(sizes.values()))
-    return found
+            yield fail(name, what, _copy_model(cluster, name))
 
 
-def _compare(cluster: Cluster, listed: dict[str, dict[str, Any]]) -> list[Finding]:
+def _compare(cluster: Cluster, listed: dict[str, dict[str, Any]]) -> Iterator[Finding]:
     """One finding for each host that differs, with the first few files that do."""
     model = cluster.options.model
     differing: dict[str, list] = {}
@@ -75,12 +77,10 @@ def _compare(cluster: Cluster, listed: dict[str, dict[str, Any]]) -> list[Findin
         values = {name: _describe(files, path) for name, files in listed.items()}
         for name in outliers(values):
             differing.setdefault(name, []).append(difference(path, values))
-    found = []
     for name, differs in differing.items():
         paths = ", ".join(d.what for d in differs[:_MAX_SHOWN]) + (" ..." if len(differs) > _MAX_SHOWN else "")
         what = f"{len(differs)} file{'s' * (len(differs) > 1)} of {model} differ{'s' * (len(differs) == 1)}: {paths}"
-        found.append(fail(name, what, _copy_model(cluster, name), differs[:_MAX_SHOWN]))
-    return found
+        yield fail(name, what, _copy_model(cluster, name), differs[:_MAX_SHOWN])
 
 
 def _describe(files: dict[str, Any], path: str) -> str:
@@ -89,13 +89,12 @@ def _describe(files: dict[str, Any], path: str) -> str:
     return f"{files['files'][path]} bytes, sha256 {files['digests'].get(path, '')[:12] or 'not taken'}"
 
 
-def _fits(cluster: Cluster, names: list[str], size: int) -> list[Finding]:
+def _fits(cluster: Cluster, names: list[str], size: int) -> Iterator[Finding]:
     """Whether the memory of all hosts together can hold it at all."""
     totals = [facts["memory"]["total"] for name, facts in cluster.each("facts") if name in names]
-    if not totals or None in totals or sum(totals) >= size:
-        return []
-    what = f"the model has {gib(size)}, and the memory of these hosts together {gib(sum(totals))}"
-    return [warn(names, what, "take a model with fewer bits (mlx_lm convert -q), or more hosts")]
+    if totals and None not in totals and sum(totals) < size:
+        what = f"the model has {gib(size)}, and the memory of these hosts together {gib(sum(totals))}"
+        yield warn(names, what, "take a model with fewer bits (mlx_lm convert -q), or more hosts")
 
 
 def _copy_script(cluster: Cluster, name: str) -> str:

@@ -1,7 +1,7 @@
 """The result of a real job: correct values, the intended provider, and the speed of each pair of hosts."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ..cluster import Cluster, Job
 from ..findings import Finding, fail, ok, skip, warn, way
@@ -14,16 +14,17 @@ LATENCY_FACTOR = 2.5  # times the median
 _RUN_AGAIN = "run it again and look at its output: MLXDIST_DEBUG=info {command}"
 
 
-def check_correctness(cluster: Cluster) -> list[Finding]:
+def check_correctness(cluster: Cluster) -> Iterator[Finding]:
     job = cluster.job
     if job is None or job.skipped:
-        return [skip((), job.skipped if job else "no job was run")]
-    if job.error:
-        return [_failed(smaller, smaller.hosts) for smaller in job.culprits] or [_failed(job, ())]
-    if job.wrong:
+        yield skip((), job.skipped if job else "no job was run")
+    elif job.error:
+        yield from [_failed(smaller, smaller.hosts) for smaller in job.culprits] or [_failed(job, ())]
+    elif job.wrong:
         remedy = "MLXDIST_CHECKSUM=1 says whether data is damaged in transit; look for bad memory or a bad cable there"
-        return [fail((), f"{'; '.join(job.wrong[:3])}", remedy)]
-    return [ok(job.hosts, f"{job.tested} sums over {job.ranks} rank{'s' * (job.ranks > 1)} are right to the bit")]
+        yield fail((), f"{'; '.join(job.wrong[:3])}", remedy)
+    else:
+        yield ok(job.hosts, f"{job.tested} sums over {job.ranks} rank{'s' * (job.ranks > 1)} are right to the bit")
 
 
 def _failed(job: Job, hosts: Sequence[str]) -> Finding:
@@ -34,23 +35,25 @@ def _failed(job: Job, hosts: Sequence[str]) -> Finding:
     return way(found) if len(hosts) > 1 else found
 
 
-def check_provider(cluster: Cluster) -> list[Finding]:
+def check_provider(cluster: Cluster) -> Iterator[Finding]:
     job = cluster.job
     if job is None or job.skipped or job.error:
-        return [skip((), "no job was run")]
+        yield skip((), "no job was run")
+        return
     what = f"{job.provider} ({job.reason})" if job.reason else job.provider
     if wants_rdma(cluster) and "soft" in job.provider.split("+") and len(job.hosts) > 1:
         remedy = "see the check rdma; for the reason, require it: mlxdist launch --provider librdma (or ibverbs)"
-        return [warn((), f"RDMA is wanted, and the ranks have chosen {what}", remedy)]
-    return [ok(job.hosts, what)]
+        yield warn((), f"RDMA is wanted, and the ranks have chosen {what}", remedy)
+    else:
+        yield ok(job.hosts, what)
 
 
-def check_latency(cluster: Cluster) -> list[Finding]:
+def check_latency(cluster: Cluster) -> Iterator[Finding]:
     values = cluster.job.latency if cluster.job else {}
     return _links(cluster, values, lambda value, median: value > LATENCY_FACTOR * median, lambda us: f"{us:.1f} us")
 
 
-def check_bandwidth(cluster: Cluster) -> list[Finding]:
+def check_bandwidth(cluster: Cluster) -> Iterator[Finding]:
     values = cluster.job.bandwidth if cluster.job else {}
     return _links(cluster, values, lambda value, median: value < SHARE * median, lambda rate: f"{rate / 1e9:.2f} GB/s")
 
@@ -60,14 +63,14 @@ def _links(
     values: Mapping[tuple[str, str], float],
     is_outlier: Callable[[float, float], bool],
     show: Callable[[float], str],
-) -> list[Finding]:
+) -> Iterator[Finding]:
     if not values or cluster.job is None:
-        return [skip((), "there is one host" if len(cluster.hosts) < 2 else "no job was run between hosts")]
+        yield skip((), "there is one host" if len(cluster.hosts) < 2 else "no job was run between hosts")
+        return
     median = statistics.median(values.values())
-    found = []
-    for pair, value in values.items():
-        if is_outlier(value, median):
-            remedy = f"look at the cable and ports between them, and try another cable; mlxdist devices on {pair[0]}"
-            what = f"{show(value)}, {value / median:.0%} of the median {show(median)}"
-            found.append(way(warn(pair, what, remedy)))
-    return found or [ok(cluster.job.hosts, f"{show(min(values.values()))} to {show(max(values.values()))}")]
+    slow = {pair: value for pair, value in values.items() if is_outlier(value, median)}
+    for pair, value in slow.items():
+        remedy = f"look at the cable and ports between them, and try another cable; mlxdist devices on {pair[0]}"
+        yield way(warn(pair, f"{show(value)}, {value / median:.0%} of the median {show(median)}", remedy))
+    if not slow:
+        yield ok(cluster.job.hosts, f"{show(min(values.values()))} to {show(max(values.values()))}")

@@ -1,6 +1,6 @@
 """Every host reaches every other one, both ways, over the right interface; macOS lets Python do so."""
 
-import collections
+from collections.abc import Iterator
 
 from mlxdist.base.local_network import REMEDY
 
@@ -20,75 +20,70 @@ _MEANING = {
     "ENETUNREACH": ("nothing leads to its network", 'on {source}: netstat -rn; correct "ips" of the hostfile'),
     "WRONG": ("another machine has this address, too", 'on {source}: arp -an; correct its "ips" in the hostfile'),
 }
+_BETTER = {  # than a kind of interface
+    "wifi": 'give {target} the address of its cable in "ips" of the hostfile',
+    "tunnel": 'end the VPN, or give {target} another address in "ips"',
+}
 _LOCAL_NETWORK = f"on {{source}}: {REMEDY}, then start the job again"
 _SLOW_SHARE = 0.5
 
 
-def check_ports(cluster: Cluster) -> list[Finding]:
-    if len(cluster.hosts) < 2:
-        return [skip((), "there is one host")]
-    found, fine = [], []
-    for attempt in cluster.attempts:
-        if not attempt.error:
-            fine.append(attempt)
-            continue
+def check_ports(cluster: Cluster) -> Iterator[Finding]:
+    fine = [attempt for attempt in cluster.attempts if not attempt.error]
+    failed = [attempt for attempt in cluster.attempts if attempt.error]
+    for attempt in failed:
         meaning, remedy = _MEANING.get(attempt.error, ("", _FIREWALL))
         if attempt.nc:
             meaning, remedy = "/usr/bin/nc reaches it: see the check local-network", _LOCAL_NETWORK
         what = ": ".join(filter(None, (attempt.address, attempt.text, meaning)))
         remedy = remedy.format(source=attempt.source, target=attempt.target, address=attempt.address)
         # A job uses the first address.
-        found.append(way((fail if attempt.first else warn)((attempt.source, attempt.target), what, remedy)))
-    if fine and not found:
+        yield way((fail if attempt.first else warn)((attempt.source, attempt.target), what, remedy))
+    if fine and not failed:
         pairs = {frozenset((attempt.source, attempt.target)) for attempt in fine}
-        found.append(ok(_hosts(cluster, fine), f"{len(pairs)} pair{'s' * (len(pairs) > 1)} connected, both ways"))
-    return found or [skip((), "fewer than two hosts responded")]
+        yield ok(_hosts(cluster, fine), f"{len(pairs)} pair{'s' * (len(pairs) > 1)} connected, both ways")
+    if not cluster.attempts:
+        yield skip((), "there is one host" if len(cluster.hosts) < 2 else "fewer than two hosts responded")
 
 
-def check_interfaces(cluster: Cluster) -> list[Finding]:
+def check_interfaces(cluster: Cluster) -> Iterator[Finding]:
     used = [attempt for attempt in cluster.attempts if attempt.first and attempt.interface]
     if not used:
         why = "there is one host" if len(cluster.hosts) < 2 else "the systems do not say which interface they take"
-        return [skip((), why)]
-    found = []
+        yield skip((), why)
+        return
     fastest = max((attempt.speed for attempt in used if attempt.speed), default=0)
+    good = []
     for attempt in used:
         what = f"{attempt.address} is reached by {_describe(attempt)}"
         pair = attempt.source, attempt.target
-        if attempt.kind == "wifi":
-            remedy = f'give {attempt.target} the address of its cable in "ips" of the hostfile'
-            found.append(way(warn(pair, what, remedy)))
-        elif attempt.kind == "tunnel":
-            remedy = f'end the VPN, or give {attempt.target} another address in "ips"'
-            found.append(way(warn(pair, what, remedy)))
+        if attempt.kind in _BETTER:
+            yield way(warn(pair, what, _BETTER[attempt.kind].format(target=attempt.target)))
         elif attempt.speed and attempt.speed < _SLOW_SHARE * fastest:
             remedy = f'give {attempt.target} its address in the faster network ("ips"), or change the cable'
-            found.append(way(warn(pair, f"{what}, others by {_mbit(fastest)}", remedy)))
+            yield way(warn(pair, f"{what}, others by {_mbit(fastest)}", remedy))
         elif attempt.kind == "bridge":
-            remedy = "for RDMA give each port an address of its own: mlxdist config --auto-setup"
-            found.append(way(note(pair, what, remedy)))
-    if not found:
-        ways = collections.Counter(_describe(attempt) for attempt in used)
-        found.append(ok(_hosts(cluster, used), "; ".join(ways)))
-    return found
+            yield way(note(pair, what, "for RDMA give each port an address of its own: mlxdist config --auto-setup"))
+        else:
+            good.append(attempt)
+    if good == used:
+        yield ok(_hosts(cluster, used), "; ".join(dict.fromkeys(map(_describe, used))))
 
 
-def check_local_network(cluster: Cluster) -> list[Finding]:
+def check_local_network(cluster: Cluster) -> Iterator[Finding]:
     """Until the user allows a program to use the local network, macOS gives it errno 65; Apple's own are exempt."""
     macs = [name for name, facts in cluster.each("facts") if facts["system"] == "Darwin"]
     if not macs:
-        return [skip((), "no host runs macOS")]
-    if len(cluster.hosts) < 2:
-        return [skip((), "there is one host")]
-    found = []
+        yield skip((), "no host runs macOS")
+    elif len(cluster.hosts) < 2:
+        yield skip((), "there is one host")
     for name in macs:
         refused = [attempt for attempt in cluster.attempts if attempt.source == name and attempt.error and attempt.nc]
         if refused:
             what = f"{refused[0].address} is reached by /usr/bin/nc, and not by Python ({refused[0].text})"
-            found.append(fail(name, what, _LOCAL_NETWORK.format(source=name)))
+            yield fail(name, what, _LOCAL_NETWORK.format(source=name))
         elif any(attempt.source == name for attempt in cluster.attempts):
-            found.append(ok(name, "Python may use the local network"))
-    return found
+            yield ok(name, "Python may use the local network")
 
 
 def _hosts(cluster: Cluster, attempts: list[ConnectAttempt]) -> list[str]:

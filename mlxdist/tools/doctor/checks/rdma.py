@@ -2,6 +2,8 @@
 
 import collections
 import ipaddress
+import itertools
+from collections.abc import Iterator
 
 from mlxdist.cluster.hostfile.hosts import Host
 from mlxdist.runtime.devices.diagnosis import Verdict as Cause
@@ -24,51 +26,50 @@ def wants_rdma(cluster: Cluster) -> bool:
     return named or provider in ("ibverbs", "librdma") or cluster.options.backend in ("jaccl", "jaccl-ring")
 
 
-def check_rdma(cluster: Cluster) -> list[Finding]:
-    found = []
+def check_rdma(cluster: Cluster) -> Iterator[Finding]:
     for host, rdma in cluster.each_host("rdma"):
-        found += _of_host(host, rdma, wants_rdma(cluster)) + _without_queue_pairs(cluster, host, rdma)
-    return found
+        yield from _of_host(host, rdma, wants_rdma(cluster))
+        yield from _without_queue_pairs(cluster, host, rdma)
 
 
-def _without_queue_pairs(cluster: Cluster, host: Host, rdma: dict) -> list[Finding]:
+def _without_queue_pairs(cluster: Cluster, host: Host, rdma: dict) -> Iterator[Finding]:
     """Of the cables that the hostfile names: ranks reject such a job before they connect, too."""
     limits = {device["name"]: device["queue_pairs"] for device in rdma["devices"] if device["queue_pairs"]}
     pairs: collections.Counter[str] = collections.Counter()
     for other, devices in zip(cluster.hosts, host.rdma):
         pairs.update(dict.fromkeys(devices[:MAX_LINKS], host.slots * other.slots))
-    return [
-        fail(host.name, in_words(device, count, limits[device]), advice(limits[device]))
-        for device, count in pairs.items()
-        if device in limits and OF_A_LINK * count > limits[device]
-    ]
+    for device, count in pairs.items():
+        if device in limits and OF_A_LINK * count > limits[device]:
+            yield fail(host.name, in_words(device, count, limits[device]), advice(limits[device]))
 
 
-def _of_host(host: Host, rdma: dict, wanted: bool) -> list[Finding]:
+def _of_host(host: Host, rdma: dict, wanted: bool) -> Iterator[Finding]:
     named = {device for devices in host.rdma for device in devices}
     there = {device["name"]: device for device in rdma["devices"]}
-    found = []
-    for missing in sorted(named - set(there)):
-        what = f"the hostfile names {missing}, and it is not there; there are: {', '.join(there) or 'none'}"
-        found.append(fail(host.name, what, 'mlxdist devices (on that host), and correct the hostfile\'s "rdma"'))
-    for problem in rdma["findings"]:
+    missing = sorted(named - set(there))
+    for device in missing:
+        what = f"the hostfile names {device}, and it is not there; there are: {', '.join(there) or 'none'}"
+        yield fail(host.name, what, 'mlxdist devices (on that host), and correct the hostfile\'s "rdma"')
+    problems = [f for f in rdma["findings"] if f["verdict"] not in {Cause.OK, *_OF_GIDS}]
+    problems = [f for f in problems if not named or not f["subject"] or f["subject"] in named]
+    for problem in problems:
         cause, subject = problem["verdict"], problem["subject"]
-        if cause == Cause.OK or cause in _OF_GIDS or (named and subject and subject not in named):
-            continue
         remedy = problem["remedy"] or "mlxdist devices (on that host) says more"
         # What one device lacks is no harm where no device is named and another one is ready.
         hurts = wanted and (not subject or subject in named or not any(d["active"] for d in there.values()))
         make = note if not hurts else warn if cause in _SLOWER else fail
-        found.append(make(host.name, problem["what"], remedy))
+        yield make(host.name, problem["what"], remedy)
     active = sorted(name for name, device in there.items() if device["active"] and (not named or name in named))
-    if active and not found:
-        found.append(ok(host.name, f"{', '.join(active)} active"))
-    return found or [note(host.name, "no RDMA device; ranks reach this host by TCP", "mlxdist devices (on that host)")]
+    if missing or problems:
+        return
+    if active:
+        yield ok(host.name, f"{', '.join(active)} active")
+    else:
+        yield note(host.name, "no RDMA device; ranks reach this host by TCP", "mlxdist devices (on that host)")
 
 
-def check_gids(cluster: Cluster) -> list[Finding]:
+def check_gids(cluster: Cluster) -> Iterator[Finding]:
     """Active ports have IPv4 addresses, and both ends of a cable are in one network."""
-    found: list[Finding] = []
     networks: dict[tuple[str, str], list[str]] = {}
     for host, rdma in cluster.each_host("rdma"):
         name = host.name
@@ -76,29 +77,24 @@ def check_gids(cluster: Cluster) -> list[Finding]:
         active = [d for d in rdma["devices"] if d["active"] and (not named or d["name"] in named)]
         networks |= {(name, device["name"]): device["networks"] for device in active}
         wrong = [f for f in rdma["findings"] if f["verdict"] in _OF_GIDS and (not named or f["subject"] in named)]
-        make = fail if named else note
-        found += [make(name, f["what"], f["remedy"]) for f in wrong]
+        for finding in wrong:
+            yield (fail if named else note)(name, finding["what"], finding["remedy"])
         if not active:
-            found.append(skip(name, "no active port"))
+            yield skip(name, "no active port")
         elif not wrong:
-            found.append(ok(name, "every active port has an IPv4 address"))
-    return found + _apart(cluster, networks)
+            yield ok(name, "every active port has an IPv4 address")
+    yield from _apart(cluster, networks)
 
 
-def _apart(cluster: Cluster, networks: dict[tuple[str, str], list[str]]) -> list[Finding]:
-    found = []
-    for i, host in enumerate(cluster.hosts):
-        for j, devices in enumerate(host.rdma):
-            if j <= i:
-                continue
-            for here, there in zip(devices, cluster.hosts[j].rdma[i]):
-                near = networks.get((host.name, here), [])
-                far = networks.get((cluster.hosts[j].name, there), [])
-                if near and far and not any(_share(a, b) for a in near for b in far):
-                    what = f"{here} ({', '.join(near)}) and {there} ({', '.join(far)}) are in different networks"
-                    remedy = "give both ends of the cable addresses of one network: mlxdist config --auto-setup"
-                    found.append(way(warn((host.name, cluster.hosts[j].name), what, remedy)))
-    return found
+def _apart(cluster: Cluster, networks: dict[tuple[str, str], list[str]]) -> Iterator[Finding]:
+    for (i, host), (j, peer) in itertools.combinations(enumerate(cluster.hosts), 2):
+        cables = zip(host.rdma[j], peer.rdma[i]) if host.rdma and peer.rdma else ()
+        for here, there in cables:
+            near, far = networks.get((host.name, here), []), networks.get((peer.name, there), [])
+            if near and far and not any(_share(a, b) for a in near for b in far):
+                what = f"{here} ({', '.join(near)}) and {there} ({', '.join(far)}) are in different networks"
+                remedy = "give both ends of the cable addresses of one network: mlxdist config --auto-setup"
+                yield way(warn((host.name, peer.name), what, remedy))
 
 
 def _share(a: str, b: str) -> bool:

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from collections.abc import Iterator
 
 from mlxdist.cluster.ssh.ssh import is_this_machine
 from mlxdist.version import __version__
@@ -31,52 +32,47 @@ _SHOWN = ("Python", "MLX", "mlx_lm", "mlxdist", "system")
 _PACKAGES = {"MLX": "mlx", "mlx_lm": "mlx-lm", "NumPy": "numpy"}
 
 
-def check_reachable(cluster: Cluster) -> list[Finding]:
-    found = []
+def check_reachable(cluster: Cluster) -> Iterator[Finding]:
     for name in cluster.names:
         lost = [errors[name] for errors in cluster.errors.values() if name in errors and not errors[name].connected]
         if not lost or _is_about_python(lost[0].text):
-            found.append(ok(name, "this machine" if is_this_machine(name) else "by ssh, without a password"))
+            yield ok(name, "this machine" if is_this_machine(name) else "by ssh, without a password")
             continue
         text = lost[0].text.partition("; try: ")[0]
         advice = next((advice for words, advice in _REMEDIES if words in text), "try: ssh -o BatchMode=yes {name} true")
         host = name.rpartition("@")[2]
-        found.append(fail(name, text, advice.format(name=shlex.quote(name), host=shlex.quote(host))))
-    return found + _twice(cluster)
+        yield fail(name, text, advice.format(name=shlex.quote(name), host=shlex.quote(host)))
+    yield from _twice(cluster)
 
 
-def _twice(cluster: Cluster) -> list[Finding]:
+def _twice(cluster: Cluster) -> Iterator[Finding]:
     """Two names of one machine: their jobs would share files. Ranks distinguish hosts by the same identity."""
-    found: list[Finding] = []
     first: dict[str, str] = {}
     for name, facts in cluster.each("facts"):
         other = first.setdefault(facts["identity"] or name, name)
         if other != name:
             remedy = f"write it once, with its ranks: {other} slots=2; two Macs: sudo scutil --set HostName NEW_NAME"
-            found.append(fail(name, f"this is the same machine as {other}, or a Mac of the same name", remedy))
-    return found
+            yield fail(name, f"this is the same machine as {other}, or a Mac of the same name", remedy)
 
 
-def check_python(cluster: Cluster) -> list[Finding]:
-    found: list[Finding] = []
+def check_python(cluster: Cluster) -> Iterator[Finding]:
     for name, error in cluster.errors.get("who", {}).items():
         if _is_about_python(error.text):
             text = error.text.removeprefix(f"{name} does not respond: ").partition("; ")[0]
             remedy = "install mlxdist there (make setup), or name the Python that has it: --python"
-            found.append(fail(name, text, remedy))
+            yield fail(name, text, remedy)
     for name, error in cluster.errors.get("facts", {}).items():
         if error.connected:
-            found.append(fail(name, error.text, "install the same mlxdist there: make setup"))
+            yield fail(name, error.text, "install the same mlxdist there: make setup")
     for name, facts in cluster.each("facts"):
         imported = facts["import"]
         if imported["error"]:
-            found.append(fail(name, f"mlxdist and MLX: {imported['error']}", "build it there again: make setup"))
+            yield fail(name, f"mlxdist and MLX: {imported['error']}", "build it there again: make setup")
         elif imported["seconds"] > _SLOW_IMPORT:
             what = f"importing mlxdist and MLX takes {imported['seconds']:.0f} s"
-            found.append(warn(name, what, "install Python and mlxdist on a disk of that host: make setup"))
+            yield warn(name, what, "install Python and mlxdist on a disk of that host: make setup")
         else:
-            found.append(ok(name, "mlxdist and MLX are imported"))
-    return found
+            yield ok(name, "mlxdist and MLX are imported")
 
 
 def _is_about_python(text: str) -> bool:
@@ -84,7 +80,7 @@ def _is_about_python(text: str) -> bool:
     return bool(re.search(r"No module named|--python", text))
 
 
-def check_versions(cluster: Cluster) -> list[Finding]:
+def check_versions(cluster: Cluster) -> Iterator[Finding]:
     """All versions are compared between hosts with the same mlxdist; a host with another one reports nothing else."""
     versions = {}
     for name, who in cluster.each("who"):  # of any version
@@ -93,9 +89,7 @@ def check_versions(cluster: Cluster) -> list[Finding]:
     facts = dict(cluster.each("facts"))
     for name in facts:
         versions[name] |= facts[name]["versions"]
-    if not versions:
-        return []
-    found, differing = [], set()
+    differing: set[str] = set()
     for what in dict.fromkeys(what for of_host in versions.values() for what in of_host):
         compared = versions if what in ("mlxdist", "Python") else facts
         values = {name: of_host.get(what, "not installed") for name, of_host in versions.items() if name in compared}
@@ -108,11 +102,10 @@ def check_versions(cluster: Cluster) -> list[Finding]:
             make = fail if what in _STRICT else warn
             elsewhere = "here" if what == "mlxdist" else "elsewhere"
             text = f"{what} is {' and '.join(dict.fromkeys(values[name] for name in others))}, {elsewhere} {usual}"
-            found.append(make(others, text, _install(what, usual), [difference(what, values)]))
-    same = next(iter(versions.values()))
-    good = [name for name in versions if name not in differing]
-    text = ", ".join(f"{what} {same[what]}" for what in _SHOWN if what in same)
-    return [*found, *([ok(good, text)] if good and not found else [])]
+            yield make(others, text, _install(what, usual), [difference(what, values)])
+    if versions and not differing:
+        same = next(iter(versions.values()))
+        yield ok(list(versions), ", ".join(f"{what} {same[what]}" for what in _SHOWN if what in same))
 
 
 def _install(what: str, usual: str) -> str:

@@ -29,13 +29,15 @@ _MAX_WORDS = 2  # of a command: the interpreter and the program
 _MAX_DOMAINS = 11  # of a Thunderbolt port; after that nothing can be connected
 
 
-def each_host(step: str) -> Callable[[Callable[[Host, Any], Iterator[Finding]]], Callable[[Cluster], list[Finding]]]:
+def each_host(
+    step: str,
+) -> Callable[[Callable[[Host, Any], Iterator[Finding]]], Callable[[Cluster], Iterator[Finding]]]:
     """Makes a check of a function that yields the findings about one host from its response to this request."""
 
-    def decorate(find: Callable[[Host, Any], Iterator[Finding]]) -> Callable[[Cluster], list[Finding]]:
+    def decorate(find: Callable[[Host, Any], Iterator[Finding]]) -> Callable[[Cluster], Iterator[Finding]]:
         @functools.wraps(find)
-        def check(cluster: Cluster) -> list[Finding]:
-            return [finding for host, response in cluster.each_host(step) for finding in find(host, response)]
+        def check(cluster: Cluster) -> Iterator[Finding]:
+            return (finding for host, response in cluster.each_host(step) for finding in find(host, response))
 
         return check
 
@@ -59,14 +61,13 @@ def check_clocks(host: Host, clock: tuple[float, float]) -> Iterator[Finding]:
         yield ok(host.name, f"within {_CLOCK_SECONDS:g} s of this machine")
 
 
-def check_memory(cluster: Cluster) -> list[Finding]:
-    found = _free_memory(cluster)
+def check_memory(cluster: Cluster) -> Iterator[Finding]:
+    yield from _free_memory(cluster)
     totals = {name: facts["memory"]["total"] for name, facts in cluster.each("facts") if facts["memory"]["total"]}
     small = [name for name, total in totals.items() if total < max(totals.values()) / 1.1]
     if small:
         what = "less memory than other hosts: what is divided equally has to fit here"
-        found.append(note(small, what, "divide by size: mlxdist shard MODEL --rank-shares"))
-    return found
+        yield note(small, what, "divide by size: mlxdist shard MODEL --rank-shares")
 
 
 @each_host("facts")
@@ -81,8 +82,8 @@ def _free_memory(host: Host, facts: dict[str, Any]) -> Iterator[Finding]:
         yield ok(host.name, f"{gib(available)} of {gib(total)} free")
 
 
-def check_allocation(cluster: Cluster) -> list[Finding]:
-    return _allocated(cluster) + _wired_limit(cluster)
+def check_allocation(cluster: Cluster) -> Iterator[Finding]:
+    return itertools.chain(_allocated(cluster), _wired_limit(cluster))
 
 
 @each_host("allocate")

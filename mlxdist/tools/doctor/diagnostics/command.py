@@ -5,16 +5,17 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, TaskID
 
 from mlxdist.base.errors import Error
 from mlxdist.base.output_file import is_written
 
+from ...bench.runner import progress_bar
 from .document import Section, write_document
 from .redact import Redactor
 from .sections import SECTIONS, Context, Step
@@ -34,11 +35,12 @@ def make_report(context: Context, path: Path, steps: Sequence[Step] = SECTIONS) 
     sections: list[Section] = []
     notes: list[str] = []
     redactor = Redactor(context.hosts)
-    with _progress(len(steps)) as (show, advance):
+    with progress_bar() as bars:
+        task = bars.add_task("starting", total=len(steps))
         for step in steps:
             section = Section(step.name, step.title)
             sections.append(section)
-            context.show = _with_title(show, step.title)
+            context.show = partial(_show, bars, task, step.title)
             context.show("")
             try:
                 _fill(section, step, context)
@@ -46,7 +48,7 @@ def make_report(context: Context, path: Path, steps: Sequence[Step] = SECTIONS) 
                 section.error = "stopped by Ctrl-C"
                 notes.append(f"Ctrl-C stopped this report in section {step.title!r}; what follows it is missing.")
                 break
-            advance()
+            bars.advance(task)
     redactor.learn_hosts(context.own_names)
     if context.cluster is not None:
         redactor.learn_hosts(str(who.get("host", "")) for _, who in context.cluster.each("who"))
@@ -57,8 +59,8 @@ def make_report(context: Context, path: Path, steps: Sequence[Step] = SECTIONS) 
     return _INTERRUPTED if notes else 0
 
 
-def _with_title(show: Callable[[str], None], title: str) -> Callable[[str], None]:
-    return lambda doing: show(f"{title}: {doing}" if doing else title)
+def _show(bars: Progress, task: TaskID, title: str, doing: str) -> None:
+    bars.update(task, description=f"{title}: {doing}" if doing else title)
 
 
 def _fill(section: Section, step: Step, context: Context) -> None:
@@ -90,16 +92,6 @@ def _within(seconds: float) -> Iterator[float]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, former)
-
-
-@contextlib.contextmanager
-def _progress(count: int) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
-    """A line on a terminal; elsewhere nothing."""
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        task = bars.add_task("starting", total=count)
-        yield lambda doing: bars.update(task, description=doing), lambda: bars.advance(task)
 
 
 def _print_summary(path: Path, sections: Sequence[Section]) -> None:

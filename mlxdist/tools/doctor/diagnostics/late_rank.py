@@ -14,9 +14,10 @@ import numpy as np
 
 import mlxdist
 
-__all__ = ["MARK", "main"]
+from ..probe_rank import MARK
 
-MARK = "mlxdist-late-result:"
+__all__ = ["main"]
+
 _ELEMENTS = 4096
 
 

@@ -7,10 +7,12 @@ distinguish cables.
 
 import getpass
 import ipaddress
+import itertools
 import os
 import pwd
 import re
 import socket
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -78,10 +80,9 @@ class Redactor:
         self, hosts: Iterable[str] = (), users: Iterable[str] = (), environ: Mapping[str, str] = os.environ
     ) -> None:
         """``hosts``, ``users``: names to replace besides this machine's own and those in ``environ``."""
-        self._numbers: dict[tuple[str, str], int] = {}
-        self._counts: dict[str, int] = {}
+        self._numbers: defaultdict[str, dict[str, int]] = defaultdict(dict)  # of placeholders, by kind and value
         self._literals: dict[str, str] = {}  # what is replaced as it stands: its kind
-        self._domains: dict[str, set[str]] = {}  # of hosts, by the first label of their names
+        self._domains: defaultdict[str, set[str]] = defaultdict(set)  # of hosts, by the first label of their names
         for name, value in environ.items():
             if _PRIVATE_VARIABLE.search(name) and len(value) >= _SHORTEST_SECRET and not os.path.exists(value):
                 self._literals[value] = "secret"
@@ -124,12 +125,10 @@ class Redactor:
     def _mapping(self, value: Mapping[Any, Any]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, inner in value.items():
-            shown = once = self.text(str(key))
-            number = 1
-            while shown in found:  # names whose difference is not shown; no entry may be lost
-                number += 1
-                shown = f"{once} ({number})"
-            found[shown] = self._field(str(key), inner)
+            shown = self.text(str(key))
+            # Of names whose difference is not shown, no entry may be lost.
+            names = itertools.chain([shown], (f"{shown} ({number})" for number in itertools.count(2)))
+            found[next(name for name in names if name not in found)] = self._field(str(key), inner)
         return found
 
     def _field(self, key: str, value: Any) -> Any:
@@ -140,7 +139,7 @@ class Redactor:
         name = name.rpartition("@")[2].rstrip(".")
         label, _, domain = _plain(name).partition(".")
         if domain not in ("", "local"):
-            self._domains.setdefault(label, set()).add(domain)
+            self._domains[label].add(domain)
         for known in (name, name.partition(".")[0]):
             if len(known) > 1 and known.lower() not in _COMMON and not _is_address(known) and not known.isdecimal():
                 self._literals.setdefault(known, "host")
@@ -198,7 +197,7 @@ class Redactor:
         """Equal for names of one host: the domain is left out where only one is known with the same first label."""
         plain = _plain(name)
         label = plain.partition(".")[0]
-        return label if len(self._domains.get(label, ())) < 2 else plain
+        return label if len(self._domains[label]) < 2 else plain
 
     def _address(self, text: str) -> str:
         try:
@@ -207,16 +206,19 @@ class Redactor:
             return text
         address = getattr(address, "ipv4_mapped", None) or address
         is_known = address.is_loopback or address.is_unspecified or address.is_multicast
-        if is_known or (address.version == 4 and (address.is_link_local or _is_private(address))) or _is_mask(text):
+        if (
+            is_known
+            or (address.version == 4 and (address.is_link_local or _is_private(address)))
+            or text.startswith(("255.", "0."))
+        ):  # masks
             return text
         # IPv6 addresses that a machine gives itself are made from its MAC address.
         scope = "-link-local" if address.is_link_local else "-private" if _is_private(address) else ""
         return self._placeholder(f"ipv{address.version}{scope}", str(address))
 
     def _placeholder(self, kind: str, value: str) -> str:
-        if (kind, value) not in self._numbers:
-            self._counts[kind] = self._numbers[kind, value] = self._counts.get(kind, 0) + 1
-        return f"<{kind}-{self._numbers[kind, value]}>"
+        numbers = self._numbers[kind]
+        return f"<{kind}-{numbers.setdefault(value, len(numbers) + 1)}>"
 
 
 def _literal(literal: str, kind: str) -> str:
@@ -264,10 +266,6 @@ def _is_address(name: str) -> bool:
 def _is_private(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
     networks = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16") if address.version == 4 else ("fc00::/7",)
     return any(address in ipaddress.ip_network(network) for network in networks)
-
-
-def _is_mask(text: str) -> bool:
-    return text.startswith(("255.", "0."))
 
 
 def _user_names(environ: Mapping[str, str]) -> list[str]:

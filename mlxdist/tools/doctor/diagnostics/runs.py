@@ -14,7 +14,6 @@ from mlxdist.tools.observe.collect import find_ranks
 from mlxdist.tools.observe.stragglers import analyze
 
 from ..job import last_words, place_ranks, run_ranks
-from ..probe_rank import MARK
 
 __all__ = ["RdmaRun", "Run", "alone", "probe", "rdma_runs", "run"]
 
@@ -45,26 +44,25 @@ def probe(name: str, chosen: HostSelection, hosts: Sequence[str], settings: Mapp
     # Each rank counts as a host of its own: links are measured between ranks of one host, too.
     parameters = {"hosts": list(range(ranks)), "links": True}
     words = ["mlxdist.tools.doctor.probe_rank", json.dumps(parameters)]
-    return run(name, chosen, hosts, words, settings, MARK)
+    return run(name, chosen, hosts, words, settings)
 
 
 def run(
-    name: str, chosen: HostSelection, hosts: Sequence[str], words: Sequence[str], settings: Mapping[str, str], mark: str
+    name: str, chosen: HostSelection, hosts: Sequence[str], words: Sequence[str], settings: Mapping[str, str]
 ) -> Run:
-    """Runs `python -m WORDS` as the ranks of these hosts. Lines after ``mark`` are results."""
+    """Runs `python -m WORDS` as the ranks of these hosts."""
     settings = _SETTINGS | dict(settings)
     found = Run(name, settings)
     with place_ranks(chosen, hosts) as placement:
         found.settings |= placement.settings
-        status, output, errors = run_ranks(placement, words, settings, _SECONDS, prefix=True)
-    found.results = [json.loads(line.partition(mark)[2]) for line in output.splitlines() if mark in line]
-    lines = errors.splitlines()
+        result, found.results = run_ranks(placement, words, settings, _SECONDS, prefix=True)
+    lines = result.errors.splitlines()
     others = [line for line in lines if not _DEBUG_LINE.match(line)]
     found.trace = _ends([line for line in lines if _DEBUG_LINE.match(line)])
     found.output = _ends(others)
-    if status or not found.results:
+    if result.status or not found.results:
         found.error = last_words("\n".join(_PREFIX.sub("", line) for line in others))
-        found.flight = _flight(errors, chosen)
+        found.flight = _flight(result.errors, chosen)
     return found
 
 

@@ -196,7 +196,7 @@ def _fill_late(section: Section, context: Context) -> None:
     for name, settings in variants.items():
         context.show(name)
         words = [late_rank.__name__, f"{seconds:g}"]
-        found = run(name, chosen, context.hosts, words, settings | {"MLXDIST_DEBUG": "warn"}, late_rank.MARK)
+        found = run(name, chosen, context.hosts, words, settings | {"MLXDIST_DEBUG": "warn"})
         # Without the meeting macOS is expected to end the GPU work of the ranks that wait.
         _add_run(section, found, may_fail=bool(settings))
         rows = [(r["rank"], r["late"], r["device"], r["seconds"], r["right"], r["error"]) for r in found.results]
