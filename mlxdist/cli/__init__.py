@@ -65,10 +65,14 @@ class Commands(click.Group):
         return super().resolve_command(context, args)
 
     def invoke(self, context: click.Context) -> Any:
-        """A wrong option, file or variable, and what a host cannot give, ends every command alike."""
+        """A wrong option, file or variable ends every command with status 2, what a host cannot give with 1."""
         try:
             return super().invoke(context)
-        except (InvalidArgument, EnvironmentVariableError, ResourceError) as error:
+        except (InvalidArgument, EnvironmentVariableError) as error:
+            raise click.UsageError(str(error)) from None
+        except (ResourceError, OSError) as error:
+            if isinstance(error, BrokenPipeError):  # the reader of the output has gone: click's part
+                raise
             raise click.ClickException(str(error)) from None
 
 

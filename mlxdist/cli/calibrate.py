@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxdist.base import tuning_file
-from mlxdist.base.errors import InvalidArgument, ResourceError
+from mlxdist.base.errors import ResourceError
 from mlxdist.base.output_file import try_to_open
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
 from mlxdist.tools.bench.sizes import SIZE, format_size, names_of
@@ -77,69 +77,14 @@ def calibrate(
     The exit status is 1, and nothing is saved, if a host cannot be measured, if a result is wrong or cannot be true, or
     if other processes used more than 5 % of the CPU meanwhile (--force saves all the same).
     """
-    try:
-        path = None if dry_run else _prepared(output)
-        if smallest > largest:
-            raise click.BadParameter(f"{format_size(smallest)} is more than --max", param_hint="--min")
-        _calibrate(chosen, each, parts, seconds, (smallest, largest, repeats), path, force, as_json)
-    except InvalidArgument as error:
-        raise click.UsageError(str(error)) from None
-    except (ResourceError, OSError) as error:
-        raise click.ClickException(str(error)) from None
-
-
-def _prepared(output: Path | None) -> Path:
-    """The file to save to, tried before the hosts work for it."""
-    setting = tuning_file.setting()
-    if output is None and setting == "none":
-        raise ResourceError(
-            "MLXDIST_TUNING_FILE=none: there is no file to save to; unset it, or give --output or --dry-run"
-        )
-    path = output or (Path(setting) if setting else tuning_file.default_path())
-    _merged(path, {})
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try_to_open(path)
-    except OSError as error:
-        raise ResourceError(f"{path} cannot be written: {error.strerror}; name another file with --output") from None
-    return path
-
-
-def _merged(path: Path, new: dict[str, Any]) -> dict[str, Any]:
-    """The sections of the file, with what is new in place of what is there of the same hosts and numbers of ranks.
-
-    Raises:
-        InvalidArgument: what is there is malformed.
-    """
-    from mlxdist.cluster.hostfile.rank_shares import check_hosts
-    from mlxdist.runtime import tuning
-
-    hosts, old = {}, tuning.Tuning()
-    if path.exists():
-        hosts, old = tuning_file.read_section(path, "hosts", check_hosts, {}), tuning.read(path)
-    measured = {(link["provider"], link["ranks"]) for link in new.get("expert_links", [])}
-    links = [link for link in old.expert_links if (link["provider"], link["ranks"]) not in measured]
-    rows = tuning.merge(old.algorithms, new.get("algorithms", []))
-    merged = tuning.sections(tuning.Tuning(rows, [*links, *new.get("expert_links", [])]))
-    return merged | {"hosts": {name: host.as_json() for name, host in hosts.items()} | new.get("hosts", {})}
-
-
-def _calibrate(
-    chosen: HostSelection,
-    each: int | None,
-    parts: list[str],
-    seconds: float,
-    sizes: tuple[int, int, int],
-    path: Path | None,
-    force: bool,
-    as_json: bool,
-) -> None:
+    path = None if dry_run else _prepared(output)
+    if smallest > largest:
+        raise click.BadParameter(f"{format_size(smallest)} is more than --max", param_hint="--min")
     # Only now: rich and MLX take half a second to load.
     from mlxdist.tools.bench.results import QUIET_ADVICE, foreign_load, print_results, results_console, table_of
     from mlxdist.tools.bench.runner import Runner, with_ranks
     from mlxdist.tools.calibrate import algorithms, hosts
 
-    smallest, largest, repeats = sizes
     if parts != ["hosts"]:
         each = each or (2 if len(chosen.hosts()) == 1 else None)
         runner = Runner("algorithms", *with_ranks(chosen, each), repeats)
@@ -186,3 +131,39 @@ def _calibrate(
         raise ResourceError(f"nothing is saved to {path}: {'; '.join(disturbed)}; {QUIET_ADVICE}")
     tuning_file.update(path, _merged(path, sections))
     click.echo(f"Saved to {path}.", err=True)
+
+
+def _prepared(output: Path | None) -> Path:
+    """The file to save to, tried before the hosts work for it."""
+    setting = tuning_file.setting()
+    if output is None and setting == "none":
+        raise ResourceError(
+            "MLXDIST_TUNING_FILE=none: there is no file to save to; unset it, or give --output or --dry-run"
+        )
+    path = output or (Path(setting) if setting else tuning_file.default_path())
+    _merged(path, {})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try_to_open(path)
+    except OSError as error:
+        raise ResourceError(f"{path} cannot be written: {error.strerror}; name another file with --output") from None
+    return path
+
+
+def _merged(path: Path, new: dict[str, Any]) -> dict[str, Any]:
+    """The sections of the file, with what is new in place of what is there of the same hosts and numbers of ranks.
+
+    Raises:
+        InvalidArgument: what is there is malformed.
+    """
+    from mlxdist.cluster.hostfile.rank_shares import check_hosts
+    from mlxdist.runtime import tuning
+
+    hosts, old = {}, tuning.Tuning()
+    if path.exists():
+        hosts, old = tuning_file.read_section(path, "hosts", check_hosts, {}), tuning.read(path)
+    measured = {(link["provider"], link["ranks"]) for link in new.get("expert_links", [])}
+    links = [link for link in old.expert_links if (link["provider"], link["ranks"]) not in measured]
+    rows = tuning.merge(old.algorithms, new.get("algorithms", []))
+    merged = tuning.sections(tuning.Tuning(rows, [*links, *new.get("expert_links", [])]))
+    return merged | {"hosts": {name: host.as_json() for name, host in hosts.items()} | new.get("hosts", {})}

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.errors import ResourceError
 from mlxdist.base.output_file import OUTPUT_FILE, is_written
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
 from mlxdist.launch.job_name import JOB_NAME
@@ -93,5 +93,5 @@ def _collect(job: str | None, chosen: HostSelection, seconds: float) -> Collecte
     with find_ranks(job, chosen) as ranks:
         found = ranks.collect(full=True, seconds=seconds)
     if not found.records:
-        raise InvalidArgument("; ".join(found.notes) or f"no rank of job {ranks.job} has left a record")
+        raise ResourceError("; ".join(found.notes) or f"no rank of job {ranks.job} has left a record")
     return found

@@ -35,7 +35,7 @@ def hostfile() -> None:
 @hostfile.command()
 @_FILE
 def check(file: str) -> None:
-    """Report everything that is wrong with FILE, with its line. Exit status 1 if anything is."""
+    """Report everything that is wrong with FILE, with its line. Exit status 2 if anything is."""
     found = _read(file)
     _warn(found)
     click.echo(f"{file}: {_summary(found)}")

@@ -9,15 +9,14 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from mlxdist.base.environment import OF_JOB, Environment
-from mlxdist.base.errors import EnvironmentVariableError, InvalidArgument, ResourceError
 from mlxdist.cluster.hostfile.options import HostSelection, host_options
 from mlxdist.launch.backends import Backend, choose
-from mlxdist.launch.executable import CannotRun, check_command
+from mlxdist.launch.executable import check_command
 from mlxdist.launch.local import base_environment, check_fast_synch
 from mlxdist.launch.options import LaunchCommand, Options, absolute, launch_options, parse_settings, with_python
 from mlxdist.launch.plan import Plan
@@ -75,36 +74,23 @@ def launch(chosen: HostSelection, command: tuple[str, ...], **given: Any) -> Non
         return
     if not command:
         raise click.UsageError("No command given. Write it after --: mlxdist launch -n 2 -- python train.py")
-    try:
-        chosen, of_nodes = _hosts_or_nodes(chosen.with_ranks(options.ranks), options)
-        words = with_python(list(command), chosen.python)
-        plan = _plan(chosen, of_nodes, options, words)
-        if options.dry_run:
-            _show(plan)
-            return
-        if plan.by_mpirun:
-            from mlxdist.launch.mpirun import check_root
+    chosen, of_nodes = _hosts_or_nodes(chosen.with_ranks(options.ranks), options)
+    plan = _plan(chosen, of_nodes, options, with_python(list(command), chosen.python))
+    if options.dry_run:
+        _show(plan)
+        return
+    if plan.by_mpirun:
+        from mlxdist.launch.mpirun import check_root
 
-            check_root(options.mpi_words(), plan.variables)
-        if options.preflight and (status := _preflight(plan, chosen, options)):
-            sys.exit(status)
-        if options.cwd and chosen.hostfile is None:
-            os.chdir(options.cwd)
-        for text in remove_stale_jobs():
-            click.echo(f"mlxdist launch: {text}", err=True)
-        status = run(plan)
-    except InvalidArgument as error:
-        raise click.UsageError(str(error)) from None
-    except CannotRun as error:
-        click.echo(f"Error: {error}", err=True)
-        sys.exit(error.status)
-    except (ResourceError, OSError) as error:
-        raise click.ClickException(str(error)) from None
-    _leave(status)
-
-
-def _leave(status: int) -> NoReturn:
-    """All is written and nothing is left to be done; to take the interpreter down would take another 10 ms."""
+        check_root(options.mpi_words(), plan.variables)
+    if options.preflight and (status := _preflight(plan, chosen, options)):
+        sys.exit(status)
+    if options.cwd and chosen.hostfile is None:
+        os.chdir(options.cwd)
+    for text in remove_stale_jobs():
+        click.echo(f"mlxdist launch: {text}", err=True)
+    status = run(plan)
+    # All is written and nothing is left to be done; to take the interpreter down would take another 10 ms.
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None where the descriptor was closed
         with contextlib.suppress(OSError):  # its reader has gone
             stream.flush()
@@ -180,7 +166,11 @@ def _plan(chosen: HostSelection, of_nodes: Nodes | None, options: Options, comma
         variables = _for_this_machine(given, command[0], options.cwd or "", backend.name == "mlxdist")
     else:
         variables = _for_hosts(on, given)
-    _check_variables(variables)
+    environment = Environment.read(variables)
+    if environment.device_map is not None:
+        from mlxdist.cluster.hostfile import device_map
+
+        device_map.load(environment.device_map)
     if backend.name == "mpi":
         check_fast_synch(variables, max(host.slots for host in backend.hosts))
     elif on is None:  # an agent knows what else its host sets
@@ -243,17 +233,6 @@ def _for_mpirun(
     given = exported | reach_variables(chosen.ssh)
     variables = _for_this_machine(given, words[0], options.cwd or "", with_mpi_shim=False)
     return variables, words
-
-
-def _check_variables(variables: Mapping[str, str]) -> None:
-    try:
-        environment = Environment.read(variables)
-    except EnvironmentVariableError as error:
-        raise click.UsageError(str(error)) from None
-    if environment.device_map is not None:
-        from mlxdist.cluster.hostfile import device_map
-
-        device_map.load(environment.device_map)
 
 
 def _show(plan: Plan) -> None:

@@ -71,7 +71,7 @@ def shard(
 
     MODEL is a directory with config.json and model*.safetensors, or the name of a model that `hf download` has fetched.
     --verify needs memory for the full model twice. The exit status is 1 if the logits differ by more than the
-    tolerance of their dtype, or if the model cannot be sharded so.
+    tolerance of their dtype, and 2 if the model cannot be sharded so.
     """
     from mlxdist.base.errors import InvalidArgument
     from mlxdist.base.model_directory import model_directory

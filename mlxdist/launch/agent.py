@@ -9,7 +9,6 @@ import math
 import os
 import selectors
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -22,9 +21,9 @@ from mlxdist.runtime import mpi_shim
 
 from .backends import Exports, free_ports
 from .executable import CannotRun, check_command
-from .local import LocalJob, LocalRank, base_environment, check_fast_synch
+from .local import LocalJob, LocalRank, base_environment, check_fast_synch, start_with_pipes
 from .stale_jobs import remove_stale_jobs
-from .standard_input import Feed, Pipe
+from .standard_input import Feed
 from .wakeup import Wakeup
 from .writer import MAX_BACKLOG, Writer
 
@@ -81,7 +80,6 @@ class Agent:
         self._streams: dict[int, tuple[JobFrame, int]] = {}
         self._input = Feed(self._selector, _warn)
         self._owes_ack = False
-        self._readers: frozenset[int] = frozenset()  # ranks that get the launcher's standard input
         self._ending = self._end_sent = False
         self._is_stopped = False  # by a signal
         self._leave_at = math.inf
@@ -175,27 +173,15 @@ class Agent:
             if fields["mpi_shim"]:
                 mpi_shim.check(variables[mpi_shim.VARIABLE])
             variables |= fields["variables"]
-            first, count = fields["ranks"]
-            check_fast_synch(variables, count)
-            check_command(fields["command"][0], variables)
+            start = fields["start"]
+            check_fast_synch(variables, fields["ranks"])
+            check_command(start["command"][0], variables)
             remove_stale_jobs()
-            self._numbers = range(first, first + count)
-            self._readers = frozenset(self._numbers if fields["stdin"] == "all" else [0])
-            job = self._job = LocalJob(
-                fields["job"],
-                fields["restart"],
-                fields["size"],
-                fields["command"],
-                variables,
-                fields["grace"],
-                first=first,
-                secret=fields["secret"],
-                interface=fields["interface"],
-                port=fields["port"],
-            )
+            self._numbers = range(start["first"], start["first"] + fields["ranks"])
+            job = self._job = LocalJob(**start, variables=variables, piped=True)
             ports = free_ports(fields["ports"])  # none is the rendezvous' own
         except (InvalidArgument, ResourceError, CannotRun, OSError) as error:
-            self._put(pack_json(JobFrame.FAILED, {"text": str(error), "status": getattr(error, "status", 1)}))
+            self._put(pack_json(JobFrame.FAILED, {"text": str(error), "status": getattr(error, "exit_code", 1)}))
             return
         self._put(pack_json(JobFrame.READY, {"address": job.address, "ports": ports, "awake": job.awake()}))
 
@@ -203,27 +189,19 @@ class Agent:
         job.address = fields["address"]
         job.exports = Exports(**fields["exports"])
         for rank in self._numbers:
-            stdout, stdout_end = os.pipe()
-            stderr, stderr_end = os.pipe()
-            stdin: int = subprocess.DEVNULL
-            if rank in self._readers:
-                stdin, target = os.pipe()
-                self._input.add(Pipe(f"rank {rank}", target))
             try:
-                self._ranks[rank] = job.start(rank, stdout_end, stderr_end, stdin)
+                self._ranks[rank], *streams = start_with_pipes(job.start, rank)
             except OSError as error:
                 self._put(pack_json(JobFrame.FAILED, {"text": f"cannot start rank {rank}: {error}", "status": 126}))
                 for missing in range(rank, self._numbers.stop):
                     self._note_exit(job, missing, 126)
                 break
-            finally:
-                for end in (stdout_end, stderr_end, stdin):
-                    if end != subprocess.DEVNULL:
-                        os.close(end)
-            for stream, kind in ((stdout, JobFrame.OUT), (stderr, JobFrame.ERR)):
+            for stream, kind in zip(streams, (JobFrame.OUT, JobFrame.ERR)):
                 os.set_blocking(stream, False)
                 self._streams[stream] = (kind, rank)
                 self._selector.register(stream, selectors.EVENT_READ)
+        for pipe in job.readers(self._wakeup.wake):
+            self._input.add(pipe)
         job.all_started()
 
     def _relay(self, stream: int) -> bool:
@@ -252,7 +230,7 @@ class Agent:
                 while self._relay(stream):  # what it has printed comes before its end
                     continue
             del self._ranks[rank]
-            self._job.ended(process, status)
+            self._job.ended(rank, status)
             self._note_exit(self._job, rank, status)
 
     def _note_exit(self, job: LocalJob, rank: int, status: int) -> None:

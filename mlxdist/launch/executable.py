@@ -4,32 +4,29 @@ import os
 import shutil
 from collections.abc import Mapping
 
+import click
+
 __all__ = ["CannotRun", "check_command"]
 
 
-class CannotRun(Exception):
+class CannotRun(click.ClickException):
     """The command does not exist (127) or is not executable (126), as shells have it."""
 
-    def __init__(self, message: str, status: int) -> None:
+    def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
-        self.status = status
+        self.exit_code = exit_code  # type: ignore[misc]  # of its class, says click
 
 
 def check_command(name: str, variables: Mapping[str, str], directory: str = "") -> None:
     """``directory``: where it will be started, if that is not the current one."""
+    path = variables.get("PATH", os.defpath)
+    places = [os.path.join(parent, name) for parent in path.split(os.pathsep) if parent]
     if "/" in name:
         name = os.path.join(directory, name)
-        exists = os.path.exists(name)
-        found = os.access(name, os.X_OK) and not os.path.isdir(name)
-    else:
-        path = variables.get("PATH", os.defpath)
-        found = shutil.which(name, path=path) is not None
-        exists = found or any(
-            os.path.exists(os.path.join(directory, name)) for directory in path.split(os.pathsep) if directory
-        )
-    if found:
+        places = [name]
+    if shutil.which(name, path=path) is not None:
         return
-    if exists:
+    if any(map(os.path.exists, places)):
         what = "a directory" if os.path.isdir(name) else "not executable"
         raise CannotRun(f"{name} is {what}; give the program that runs it, or chmod +x it", 126)
     where = "" if "/" in name else " in PATH"

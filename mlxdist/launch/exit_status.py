@@ -1,5 +1,6 @@
 """Exit statuses as shells have them: 128 + the signal for a process that a signal has ended, 124 for a late job."""
 
+import contextlib
 import signal
 from dataclasses import dataclass
 
@@ -23,10 +24,7 @@ def of_process(returncode: int | None) -> int | None:
 
 
 def describe(status: int) -> str:
-    if status > 128:
-        try:
-            name = signal.Signals(status - 128).name
-        except ValueError:
-            return f"with exit status {status}"
+    with contextlib.suppress(ValueError):  # no signal has that number
+        name = signal.Signals(status - 128).name
         return f"killed by {name}" + (" (was memory short?)" if name == "SIGKILL" else "")
     return f"with exit status {status}"

@@ -1,5 +1,6 @@
 """A job on several hosts: an agent on each starts the ranks there. To the supervisor it is as one on this machine."""
 
+import contextlib
 import math
 import os
 import re
@@ -66,65 +67,62 @@ class HostsJob:
         self._pings = threading.Thread(target=self._ping, name="mlxdist pings", daemon=True)
         self._stopped: list[tuple[signal.Signals, str]] = []  # signals that have come to hosts
         self._fields = {
-            "job": name,
+            "variables": plan.variables,
+            "directory": plan.directory,
+            "mpi_shim": plan.backend.name == "mlxdist",
+            "silence": SILENCE_SECONDS,
+        }
+        self._start = {  # of `LocalJob`, on each host
+            "name": name,
             "restart": restart,
             "size": hostfile.ranks,
             "command": plan.command,
-            "variables": plan.variables,
-            "directory": plan.directory,
-            "stdin": plan.options.stdin,
             "secret": new_secret(),
-            "mpi_shim": plan.backend.name == "mlxdist",
             "port": plan.backend.rendezvous_port,
-            "silence": SILENCE_SECONDS,
+            "stdin": plan.options.stdin,
         }
 
     def __enter__(self) -> "HostsJob":
         allow_descriptors(len(self._host_of), len(self._hosts))
-        connected: list[RemoteHost] = []
         # The agent of a host that is this machine does that for it.
         self._awake = None if any(host.is_local for host in self._hosts) else keep_awake(os.getpid())
-        try:
+        with contextlib.ExitStack() as undo:
+            if self._awake is not None:
+                undo.callback(self._awake.close)
             for host in self._hosts:
                 host.connect(self._wakeup.wake)
-                connected.append(host)
+                undo.callback(self._close, host)
             self._pings.start()
+            undo.callback(self._stop_pings)
             self._connect()
             self._prepare()
             self._found_at = self._address()
-        except BaseException:
-            self._stop_pings()
-            for host in connected:
-                host.close(0.0 if not host.hello else self.grace + _END_SECONDS)
-            self._close_awake()
-            raise
+            self._undo = undo.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.end()
-        self._stop_pings()
-        for host in self._hosts:
-            host.close(max(0.0, self._ends_at - time.monotonic()))
-        self._close_awake()
+        self._undo.close()
 
-    def _close_awake(self) -> None:
-        if self._awake is not None:
-            self._awake.close()
+    def _close(self, host: RemoteHost) -> None:
+        if self._ends_at < math.inf:
+            host.close(max(0.0, self._ends_at - time.monotonic()))
+        else:  # the job has not begun
+            host.close(self.grace + _END_SECONDS if host.hello else 0.0)
 
     def _ping(self) -> None:
-        is_over = False
-        while not is_over:
+        while True:
             for host in self._hosts:
                 host.ping()
-            is_over = self._is_over.wait(SILENCE_SECONDS / _PINGS)
+            if self._is_over.wait(SILENCE_SECONDS / _PINGS):
+                return
 
     def _stop_pings(self) -> None:
         """Before any connection is closed: the number of its descriptor may be another one's afterwards."""
         self._is_over.set()
-        if self._pings.is_alive():
-            self._pings.join()
+        self._pings.join()
 
-    def start(self, rank: int, stdout: int, stderr: int, stdin: int | None) -> RemoteRank:
+    def start(self, rank: int, stdout: int, stderr: int) -> RemoteRank:
         """The ranks run once all have been added; see `all_started`. What they read is a matter of `readers`."""
         return self._host_of[rank].add_rank(rank, os.dup(stdout), os.dup(stderr))
 
@@ -137,17 +135,18 @@ class HostsJob:
 
     def readers(self, wake: Callable[[], None]) -> list[HostInput]:
         """Of the standard input. ``wake`` is called when one may take more."""
-        return [HostInput(host, wake) for host in (self._hosts if self._fields["stdin"] == "all" else self._hosts[:1])]
+        return [HostInput(host, wake) for host in (self._hosts if self._start["stdin"] == "all" else self._hosts[:1])]
 
-    def ended(self, rank: RemoteRank, status: int) -> None:
-        lost = status == LOST and rank.host.closed
-        if rank.host not in self._reported and (lost or rank.host.failed is not None):
-            self._reported.append(rank.host)
-            self._say(rank.host.why_lost() if lost else f"{rank.host.name}: {rank.host.failed}")
+    def ended(self, rank: int, status: int) -> None:
+        of_rank = self._host_of[rank]
+        lost = status == LOST and of_rank.closed
+        if of_rank not in self._reported and (lost or of_rank.failed is not None):
+            self._reported.append(of_rank)
+            self._say(of_rank.why_lost() if lost else f"{of_rank.name}: {of_rank.failed}")
         # Rank 0 waits for all others, and they wait for rank 0.
-        for host in self._hosts if rank.rank == 0 else self._hosts[:1]:
-            if host is not rank.host:
-                host.send_json(JobFrame.GONE, {"status": status}, rank.rank)
+        for host in self._hosts if rank == 0 else self._hosts[:1]:
+            if host is not of_rank:
+                host.send_json(JobFrame.GONE, {"status": status}, rank)
 
     def awake(self) -> dict[str, str]:
         """Of each Mac that has a part in the job, its name and why it may fall asleep, or nothing."""
@@ -204,8 +203,8 @@ class HostsJob:
             self.grace = max(usual_grace(host.is_mac) for host in self._hosts)
         first = 0
         for host, entry, ports in zip(self._hosts, self._hostfile.hosts, self._backend.ports()):
-            of_host = {"ranks": [first, entry.slots], "interface": self._interface(), "ports": ports}
-            host.prepare(self._fields | of_host | {"grace": self.grace})
+            start = self._start | {"first": first, "interface": self._interface(), "grace": self.grace}
+            host.prepare(self._fields | {"start": start, "ranks": entry.slots, "ports": ports})
             first += entry.slots
         self._wait(lambda host: bool(host.ready), _PREPARE_SECONDS, "cannot prepare the job in time")
 

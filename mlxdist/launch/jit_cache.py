@@ -6,6 +6,7 @@ only half written. So every rank gets a temporary directory of its own, in which
 only this rank of this job uses, and that later jobs inherit: their kernels are compiled already.
 """
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -53,7 +54,8 @@ class JitCache:
             self._lock = None
 
     def _take_slot(self) -> Path | None:
-        try:
+        # Without a home directory, on a disk that is read-only or full, or a file system without locks: none.
+        with contextlib.suppress(OSError, RuntimeError):
             parent = _cache_directory()
             parent.parent.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             # Ranks load the libraries that they find there: nothing of it may be another user's.
@@ -71,8 +73,6 @@ class JitCache:
                     continue
                 self._lock = lock
                 return slot
-        except (OSError, RuntimeError):  # no home directory, read-only, full, or a file system without locks
-            return None
         return None
 
     def _remove_unfinished(self) -> None:

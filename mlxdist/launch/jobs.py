@@ -16,6 +16,7 @@ mistaken for another. stale_jobs.py removes what such a job has left, but for th
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import time
@@ -24,12 +25,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mlxdist.base.atomic_file import replace_file
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.validation import as_text, build, checked, json_of, list_of, map_of, number, read_bounded, row_of
 from mlxdist.base.validation import seconds as as_seconds
 
 from .processes import start_times
-from .runtime_directory import is_locked, make_locked, runtime_directory, write_json
+from .runtime_directory import is_locked, make_locked, runtime_directory
 
 if TYPE_CHECKING:
     from mlxdist.cluster.ssh.ssh import SshConfig
@@ -216,7 +218,7 @@ class JobDirectory:
         self.close()
 
     def _write(self, directory: Path) -> None:
-        write_json(directory / "job.json", asdict(self.job))
+        replace_file(directory / "job.json", json.dumps(asdict(self.job)), 0o600)
 
 
 def read_job(directory: Path) -> Job | None:

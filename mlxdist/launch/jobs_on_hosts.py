@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mlxdist.base.environment import MAX_RANKS
-from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.errors import InvalidArgument, ResourceError
 from mlxdist.base.validation import Check, fields_of, list_of, map_of, number, printable, text
 from mlxdist.base.validation import seconds as as_seconds
 from mlxdist.cluster.hostfile.options import HostSelection
@@ -22,11 +22,11 @@ from .stale_jobs import remove_stale_jobs
 __all__ = [
     "Stopped",
     "as_json",
-    "request_jobs",
     "end_jobs",
     "full_name_of",
     "list_here",
     "list_on",
+    "request_jobs",
     "stop_here",
     "stop_on",
 ]
@@ -111,7 +111,7 @@ class Stopped:
 
 
 def stop_on(chosen: HostSelection, names: Sequence[str], everything: bool, seconds: float) -> Stopped:
-    """Raises InvalidArgument: on the hosts that respond there is no job of such a name, or more than one."""
+    """Raises InvalidArgument: there is no job of such a name, or more than one; ResourceError: nor do all respond."""
     stopped = Stopped()
     with _connect(chosen) as connections:
         if not everything:
@@ -119,7 +119,9 @@ def stop_on(chosen: HostSelection, names: Sequence[str], everything: bool, secon
             try:
                 names = [full_name_of(name, jobs) for name in names]
             except InvalidArgument as error:
-                raise InvalidArgument("; ".join([*problems, str(error)])) from None
+                if not problems:
+                    raise
+                raise ResourceError("; ".join([*problems, str(error)])) from None
         arguments = {"names": list(names), "everything": everything, "seconds": seconds}
         check, limit = (lambda _, value: fields_of(_STOPPED, value)), seconds + _MARGIN_SECONDS
         results, stopped.silent = _call(connections, check, "jobs.stop", arguments, limit)

@@ -8,10 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from mlxdist.base.atomic_file import replace_file
 from mlxdist.base.environment import OF_JOB, format_address
@@ -23,6 +23,7 @@ from .exit_status import of_process
 from .jit_cache import JitCache
 from .jobs import JobDirectory
 from .restarts import name_of_start
+from .standard_input import Pipe
 
 if TYPE_CHECKING:  # only Macs load it
     from .awake import Awake
@@ -36,9 +37,11 @@ __all__ = [
     "keep_awake",
     "new_name",
     "new_secret",
+    "start_with_pipes",
     "usual_grace",
 ]
 
+_Rank = TypeVar("_Rank")
 _MAX_DESCRIPTORS = 10240  # OPEN_MAX: macOS rejects more, also where it reports no limit
 
 # A program's own file is compiled at each start, a module once. Behind Python's directories: it shadows none of theirs.
@@ -104,6 +107,14 @@ def keep_awake(pid: int) -> "Awake | None":
     return Awake(pid)
 
 
+def _random_hex(size: int) -> str:
+    return os.urandom(size).hex()  # as secrets.token_hex, whose module takes as long to import as all of socket
+
+
+def new_secret() -> str:
+    return _random_hex(32)
+
+
 @dataclass
 class LocalRank:
     """A running rank. Its process leads a session of its own, so that its children are signalled with it."""
@@ -128,62 +139,60 @@ class LocalRank:
             return
 
 
+@dataclass(eq=False, repr=False)
 class LocalJob:
     """What the ranks of a job share. A context manager: on leaving it, nothing of the job is left.
 
     The launcher opens the socket of the rendezvous itself and hands it to rank 0: no other program can take the port
     in between. The secret travels in the environment; a command line could be read by every user.
+
+    Where ranks run on other hosts, too, the caller sets ``address`` before it starts a rank. So for ``exports``: what
+    they are given for a backend of MLX's own.
+
+    Attributes:
+        restart: how often the job was started before. Each start has a name, secret and address of its own.
+        first: the lowest rank here.
+        secret: that of all hosts.
+        interface, port: where rank 0 listens, with 0 for any port.
+        numbered: False where the only process that is started here starts the ranks, and numbers them (mpirun).
+        stdin: the ranks that have a standard input, "all" or "0".
+        piped: it is a pipe of this process, see `readers`, and not the launcher's own: a terminal stays a terminal.
     """
 
-    def __init__(
-        self,
-        name: str,
-        restart: int,
-        size: int,
-        command: list[str],
-        variables: dict[str, str],
-        grace: float,
-        *,
-        first: int = 0,
-        secret: str | None = None,
-        interface: str = "127.0.0.1",
-        port: int = 0,
-        numbered: bool = True,
-    ) -> None:
-        """``restart``: how often the job was started before. Each start has a name, secret and address of its own.
+    name: str
+    restart: int
+    size: int
+    command: list[str]
+    variables: dict[str, str]
+    grace: float
+    first: int = 0
+    secret: str = field(default_factory=new_secret)
+    interface: str = "127.0.0.1"
+    port: int = 0
+    numbered: bool = True
+    stdin: str = "all"
+    piped: bool = False
 
-        Where ranks run on other hosts, too: ``first`` is the lowest one here, ``secret`` that of all hosts, and
-        ``interface`` and ``port`` where rank 0 listens, with 0 for any port; the caller sets ``address`` before
-        it starts a rank. So for ``exports``: what they are given for a backend of MLX's own.
-
-        ``numbered``: False where the only process that is started here starts the ranks, and numbers them (mpirun).
-        """
-        self.job = name_of_start(name, restart)
-        self._restart = restart
-        self._size = size
-        self._command = command
-        self._variables = variables
-        self.grace = grace
-        self._first = first
-        self._secret = secret or new_secret()
-        self._numbered = numbered
+    def __post_init__(self) -> None:
+        self.job = name_of_start(self.name, self.restart)
         self.exports = Exports()
         self._started: dict[int, int] = {}
         self._running: set[int] = set()
+        self._pipes: list[Pipe] = []
         self.succeeded = False
-        allow_descriptors(size)
+        allow_descriptors(self.size)
         # A short name: the ranks make sockets inside, whose paths are limited to about 100 characters.
-        self.directory = Path(variables.get("TMPDIR") or "/tmp", f"mlxdist-{_random_hex(4)}").absolute()
+        self.directory = Path(self.variables.get("TMPDIR") or "/tmp", f"mlxdist-{_random_hex(4)}").absolute()
         self.first_failure = self.directory / "first_failure"
         with contextlib.ExitStack() as undo:
-            flight = variables.get("MLXDIST_FLIGHT_DIR")
-            self._record = JobDirectory.of_ranks(self.job, self.directory, command, flight)
+            flight = self.variables.get("MLXDIST_FLIGHT_DIR")
+            self._record = JobDirectory.of_ranks(self.job, self.directory, self.command, flight)
             undo.callback(self._record.remove)
             undo.callback(shutil.rmtree, self.directory, ignore_errors=True)
             try:
                 self.directory.mkdir(mode=0o700)
                 self._cache = JitCache(self.directory)
-                self._listener = _listen(interface, port, size) if first == 0 else None
+                self._listener = _listen(self.interface, self.port, self.size) if self.first == 0 else None
                 self.address = format_address(*self._listener.getsockname()[:2]) if self._listener else ""
                 self._start_reaper()
             except OSError as error:
@@ -207,17 +216,17 @@ class LocalJob:
             self._listener.close()
         self._cache.close(self.succeeded)
 
-    def start(self, rank: int, stdout: int | None, stderr: int | None, stdin: int | None) -> LocalRank:
-        """Starts one rank. Its streams are the given descriptors, or the launcher's own where they are None."""
+    def start(self, rank: int, stdout: int, stderr: int) -> LocalRank:
+        """Starts one rank, which writes to these descriptors."""
         temporary = self.directory / str(rank)
         temporary.mkdir()
-        local_rank = rank - self._first
+        local_rank = rank - self.first
         self._cache.link(temporary, local_rank)
-        variables = self._variables | {
+        variables = self.variables | {
             "MLXDIST_RENDEZVOUS": self.address,
-            "MLXDIST_SECRET": self._secret,
+            "MLXDIST_SECRET": self.secret,
             "MLXDIST_JOB": self.job,
-            "MLXDIST_RESTART_COUNT": str(self._restart),
+            "MLXDIST_RESTART_COUNT": str(self.restart),
             "MLXDIST_ERROR_FILE": str(self.first_failure),
             "MLXDIST_FLIGHT_DIR": self._record.job.flight,
             "TMPDIR": str(temporary),
@@ -226,39 +235,57 @@ class LocalJob:
         for name, text in self.exports.files.items():
             (temporary / name).write_text(text)
             variables[name] = str(temporary / name)
-        if self._numbered:
+        if self.numbered:
             # Ours, and those that programs and MLX's backends look for.
             variables |= dict.fromkeys(("MLXDIST_RANK", "MLX_RANK", "MLX_GLOBAL_RANK"), str(rank))
-            variables |= dict.fromkeys(("MLXDIST_WORLD_SIZE", "MLX_WORLD_SIZE"), str(self._size))
+            variables |= dict.fromkeys(("MLXDIST_WORLD_SIZE", "MLX_WORLD_SIZE"), str(self.size))
             variables["MLX_LOCAL_RANK"] = str(local_rank)
         listener = self._listener if rank == 0 else None
         passed: tuple[int, ...] = ()
-        if listener is not None and self._numbered:
+        if listener is not None and self.numbered:
             passed = (listener.fileno(),)
             variables["MLXDIST_RENDEZVOUS_FD"] = str(listener.fileno())
         elif listener is not None:
             listener.close()  # the rank that is 0 will listen there
-        process = subprocess.Popen(
-            self._command,
-            env=variables,
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            pass_fds=passed,
-            start_new_session=True,
-        )
+        stdin = self._standard_input(rank)
+        try:
+            process = subprocess.Popen(
+                self.command,
+                env=variables,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                pass_fds=passed,
+                start_new_session=True,
+            )
+        finally:
+            if self.piped and stdin != subprocess.DEVNULL:
+                os.close(stdin)
         self._started[rank] = process.pid
         self._running.add(rank)
         self._notify_reaper(f"+{process.pid}")
         if listener is not None:
             listener.close()  # rank 0 has it now; its end has to close the port
-        return LocalRank(rank, process, is_mpirun=not self._numbered)
+        return LocalRank(rank, process, is_mpirun=not self.numbered)
 
-    def ended(self, rank: LocalRank, status: int) -> None:
-        self._notify_reaper(f"-{rank.process.pid}")
-        self._running.discard(rank.rank)
+    def _standard_input(self, rank: int) -> int:
+        if rank and self.stdin != "all":
+            return subprocess.DEVNULL
+        if not self.piped:
+            return 0
+        source, target = os.pipe()
+        self._pipes.append(Pipe(f"rank {rank}", target))
+        return source
+
+    def readers(self, wake: Callable[[], None]) -> list[Pipe]:
+        """Of the standard input, where it is piped to the ranks."""
+        return self._pipes
+
+    def ended(self, rank: int, status: int) -> None:
+        self._notify_reaper(f"-{self._started[rank]}")
+        self._running.discard(rank)
         if self._running:
-            self.note_end(rank.rank, status)
+            self.note_end(rank, status)
 
     def note_end(self, rank: int, status: int) -> None:
         """For ranks that wait for that one in mlxdist.init()."""
@@ -267,7 +294,7 @@ class LocalJob:
             replace_file(note, str(status), 0o600)
 
     def all_started(self) -> None:
-        if self._numbered:
+        if self.numbered:
             self._record.note_ranks(self._started)
 
     def awake(self) -> dict[str, str]:
@@ -334,10 +361,6 @@ def new_name() -> str:
     return (f"{outer}." if outer else "") + _random_hex(8)
 
 
-def new_secret() -> str:
-    return _random_hex(32)
-
-
 def _listen(interface: str, port: int, size: int) -> socket.socket:
     """``interface``: an address, or empty for all, of IPv6, too."""
     both = not interface and socket.has_dualstack_ipv6()
@@ -349,8 +372,14 @@ def _listen(interface: str, port: int, size: int) -> socket.socket:
         raise ResourceError(f"rank 0 cannot listen at {where}: {error.strerror}") from None
 
 
-def _random_hex(size: int) -> str:
-    return os.urandom(size).hex()  # as secrets.token_hex, whose module takes as long to import as all of socket
+def start_with_pipes(start: Callable[[int, int, int], _Rank], rank: int) -> tuple[_Rank, int, int]:
+    """``start``: of a job. The rank, and where its two streams are read."""
+    (out, stdout), (err, stderr) = os.pipe(), os.pipe()
+    try:
+        return start(rank, stdout, stderr), out, err
+    finally:
+        os.close(stdout)
+        os.close(stderr)
 
 
 def allow_descriptors(ranks: int, hosts: int = 0) -> None:

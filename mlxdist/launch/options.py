@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import click
 
 from mlxdist.base.environment import MAX_RANKS, MAX_RESTARTS, OF_JOB, PROVIDERS, QP_TYPES
+from mlxdist.base.validation import read_bounded
 
 from .backends import BACKENDS, DEFAULT_PORT
 from .standard_input import CHOICES
@@ -236,13 +237,9 @@ def _lines(file: str | None) -> list[str]:
     if file is None:
         return []
     try:
-        with open(file, "rb") as opened:
-            data = opened.read(_MAX_ENV_FILE + 1)
-        if len(data) > _MAX_ENV_FILE:
-            raise click.UsageError(f"--env-file {file}: it has more than {_MAX_ENV_FILE} bytes.")
-        lines = data.decode().splitlines()
-    except OSError as error:
-        raise click.UsageError(f"--env-file {file}: {error.strerror}.") from None
+        lines = read_bounded(file, _MAX_ENV_FILE).decode().splitlines()
     except UnicodeDecodeError as error:
         raise click.UsageError(f"--env-file {file}: byte {error.start} is not of UTF-8; write it as UTF-8.") from None
+    except ValueError as error:
+        raise click.UsageError(f"--env-file {file}: {error}.") from None
     return [line for line in lines if line.strip() and not line.lstrip().startswith("#")]

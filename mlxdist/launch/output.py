@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -136,7 +137,7 @@ class Output:
                 if not stream.read():
                     break
             stream.close()
-        self._repeating = {stream.last for stream in self.streams if stream.repeats}
+        self._repeating = {stream.last for stream in self.streams if stream.tracebacks.repeats}
         self.streams.clear()
 
     def is_unread(self) -> bool:
@@ -155,36 +156,26 @@ class Output:
         return self._writer.wait(seconds)
 
 
+@dataclass(eq=False)
 class Stream:
     """One of a rank's two streams."""
 
-    def __init__(
-        self,
-        source: int,
-        target: int,
-        prefix: bytes,
-        screen: "Screen",
-        last: LastLines,
-        lock: AbstractContextManager,
-        log: BinaryIO | None,
-        tracebacks: TracebackFilter,
-    ) -> None:
-        self.source = source
-        self.target = target
-        self.last = last
-        self._lock = lock
-        self._prefix = prefix
-        self._screen = screen
-        self._log = log
-        self._tracebacks = tracebacks
-        self._held = b""
-        self._at_left = True  # the next byte is the first of its line, or of an update of it
-        self._open = True
-        self.held_since = 0.0
+    source: int
+    target: int
+    prefix: bytes
+    screen: "Screen"
+    last: LastLines
+    lock: AbstractContextManager
+    log: BinaryIO | None
+    tracebacks: TracebackFilter
+    held: bytes = b""
+    held_since: float = 0.0
+    is_open: bool = True
+    at_left: bool = True  # the next byte is the first of its line, or of an update of it
 
     def read(self) -> bool:
         """Reads once. False: nothing there now, or the end, after which ``is_open`` is False."""
-        if not self._open:
+        if not self.is_open:
             return False
         try:
             data = os.read(self.source, READ_BYTES)
@@ -193,80 +184,67 @@ class Stream:
         if not data:
             self.close()
             return False
-        if self._log is not None:
-            self._log.write(data)
-        with self._lock:
-            self._held += data
+        if self.log is not None:
+            self.log.write(data)
+        with self.lock:
+            self.held += data
             self.last.take(self.target, data)
-            self._screen.printed.add(self.last)
-            self._screen.show(self, final=False)
-            if not self.repeats and not self._tracebacks.holds:
-                self._screen.printed_last = self.last
+            self.screen.printed.add(self.last)
+            self.screen.show(self, final=False)
+            if not self.tracebacks.repeats and not self.tracebacks.holds:
+                self.screen.printed_last = self.last
         return True
-
-    @property
-    def is_open(self) -> bool:
-        return self._open
 
     def close(self) -> bool:
         """False if it was closed before."""
-        if not self._open:
+        if not self.is_open:
             return False
-        self._open = False
+        self.is_open = False
         os.close(self.source)
-        if self._log is not None:
-            self._log.close()
-        with self._lock:
-            self._screen.show(self, final=True)
+        if self.log is not None:
+            self.log.close()
+        with self.lock:
+            self.screen.show(self, final=True)
         return True
 
     def take_lines(self) -> bytes:
         """Removes the complete lines from what is held, and decorates them."""
-        end = self._held.rfind(b"\n") + 1
-        lines, self._held = self._held[:end], self._held[end:]
-        return self._decorate(self._tracebacks.take(lines))
+        end = self.held.rfind(b"\n") + 1
+        lines, self.held = self.held[:end], self.held[end:]
+        return self._decorate(self.tracebacks.take(lines))
 
     def take_updates(self) -> bytes:
         """The same, for everything up to the last carriage return."""
-        if self._tracebacks.holds:
+        if self.tracebacks.holds:
             return b""
-        end = self._held.rfind(b"\r", 0, len(self._held) - 1) + 1  # a last one may be half of a line's end
-        pieces, self._held = self._held[:end], self._held[end:]
+        end = self.held.rfind(b"\r", 0, len(self.held) - 1) + 1  # a last one may be half of a line's end
+        pieces, self.held = self.held[:end], self.held[end:]
         return self._decorate(pieces)
 
     def take_rest(self, final: bool) -> bytes:
         """The same, for the unfinished line; not where it may be half of something that has to stay together."""
-        if self._tracebacks.holds:
-            if not final and len(self._held) <= MAX_HELD:
+        if self.tracebacks.holds:
+            if not final and len(self.held) <= MAX_HELD:
                 return b""
-            self._held = self._tracebacks.take_held() + self._held
-        rest = self._held
+            self.held = self.tracebacks.take_held() + self.held
+        rest = self.held
         if not final and rest.endswith(b"\r"):
             rest = rest[:-1]
-        if not final and self._at_left and _PARTIAL_ERASE.fullmatch(rest):
+        if not final and self.at_left and _PARTIAL_ERASE.fullmatch(rest):
             rest = b""
-        self._held = self._held[len(rest) :]
+        self.held = self.held[len(rest) :]
         return self._decorate(rest)
-
-    @property
-    def held(self) -> int:
-        return len(self._held)
-
-    @property
-    def repeats(self) -> bool:
-        """Whether what came last is another rank's traceback, too."""
-        return self._tracebacks.repeats
 
     def restart_line(self) -> None:
         """The unfinished line was broken: what follows needs the prefix again."""
-        self._at_left = True
+        self.at_left = True
 
     def _decorate(self, data: bytes) -> bytes:
         if b"\r" not in data and b"\x1b" not in data:  # the usual case, fast
-            first = self._prefix if self._at_left and data else b""
+            first = self.prefix if self.at_left and data else b""
             if data:
-                self._at_left = data.endswith(b"\n")
-            body = data[:-1].replace(b"\n", b"\n" + self._prefix) + data[-1:]
+                self.at_left = data.endswith(b"\n")
+            body = data[:-1].replace(b"\n", b"\n" + self.prefix) + data[-1:]
             return first + body
         decorated = []
         end = 0
@@ -274,10 +252,10 @@ class Stream:
             match = _PIECE.match(data, end)
             piece = match.group() if match else data[end:]
             end += len(piece)
-            if self._at_left and piece != b"\r":
-                piece = _ERASE.sub(lambda erase: erase[0] + self._prefix, piece, count=1)
+            if self.at_left and piece != b"\r":
+                piece = _ERASE.sub(lambda erase: erase[0] + self.prefix, piece, count=1)
             decorated.append(piece)
-            self._at_left = match is not None
+            self.at_left = match is not None
         return b"".join(decorated)
 
 
@@ -338,10 +316,10 @@ class Screen:
 
     def draw_waiting(self) -> float | None:
         """Shows unfinished lines as far as they can be shown now. Seconds until it may be more, or None."""
-        self._waiting = [stream for stream in self._waiting if stream.held > 0]
+        self._waiting = [stream for stream in self._waiting if stream.held]
         now = time.monotonic()
         for stream in self._waiting:
-            if self._owner is not None and self._owner is not stream and stream.held > MAX_HELD:
+            if self._owner is not None and self._owner is not stream and len(stream.held) > MAX_HELD:
                 self._break_line(self._owner)
             if self._owner is stream or (self._owner is None and now >= stream.held_since + DELAY):
                 self._draw(stream)
@@ -353,7 +331,7 @@ class Screen:
     def _draw(self, stream: Stream) -> None:
         """Shows as much of an unfinished line as can be shown now, and makes the stream the owner of the line."""
         data = stream.take_updates()
-        if self._shows_unfinished or stream.held > MAX_HELD:
+        if self._shows_unfinished or len(stream.held) > MAX_HELD:
             data += stream.take_rest(final=False)
         if data:
             self._write(stream.target, data)

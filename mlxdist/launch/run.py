@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,11 +18,11 @@ from .backends import free_ports
 from .executable import CannotRun
 from .exit_status import Ending
 from .jobs import LAUNCHER, HostRanks, Job, JobDirectory
-from .local import LocalJob, LocalRank, allow_descriptors, new_name, usual_grace
+from .local import LocalJob, LocalRank, allow_descriptors, new_name, start_with_pipes, usual_grace
 from .output import Output
 from .plan import Plan
 from .restarts import run_with_restarts
-from .standard_input import Pipe, Reader, StandardInput
+from .standard_input import StandardInput
 from .supervisor import Supervisor
 from .terminal import terminal_variables
 from .wakeup import Interrupted, Wakeup
@@ -69,19 +69,16 @@ def run(plan: Plan) -> int:
 
     def run_once(restart: int) -> Ending:
         with prepare(restart) as job:
-            supervisor = Supervisor(job, wakeup, output, job.grace, say, plan.options.verbose, plan.options.limit)
+            supervisor = Supervisor(job, wakeup, output, say, plan.options)
             if restart == 0 and (macs := job.awake()):
                 from .awake import describe
 
                 for text in describe(macs, plan.options.verbose):
                     say(text)
-            readers: list[Reader] = []
             for rank in plan.numbers:
-                supervisor.add(_start(job, rank, output, plan, readers))
+                supervisor.add(_start(job, rank, output, plan))
             job.all_started()
-            if not isinstance(job, LocalJob):
-                readers += job.readers(standard_input.wake)
-            standard_input.feed(readers)
+            standard_input.feed(job.readers(standard_input.wake))
             try:
                 return _of_plan(plan, supervisor.run())
             finally:
@@ -133,13 +130,26 @@ def _launcher_directory(plan: Plan, name: str) -> JobDirectory | None:
 
 def _local_job(plan: Plan, name: str, restart: int) -> LocalJob:
     grace = usual_grace(sys.platform == "darwin") if plan.options.grace_period is None else plan.options.grace_period
-    start, backend, nodes = (restart, plan.size, plan.command, plan.variables, grace), plan.backend, plan.nodes
+    stdin, backend, nodes = plan.options.stdin, plan.backend, plan.nodes
+    where: dict[str, Any] = {"port": backend.rendezvous_port}
     if nodes is not None:
-        where, first = nodes.interface, plan.numbers.start
-        job = LocalJob(nodes.job(name), *start, first=first, interface=where, port=nodes.port, secret=nodes.secret)
+        where = {"interface": nodes.interface, "port": nodes.port, "secret": nodes.secret}
+    job = LocalJob(
+        name if nodes is None else nodes.job(name),
+        restart,
+        plan.size,
+        plan.command,
+        plan.variables,
+        grace,
+        first=plan.numbers.start,
+        numbered=not plan.by_mpirun,
+        stdin=stdin,
+        piped=stdin == "all" and plan.ranks > 1,
+        **where,
+    )
+    if nodes is not None:
         job.address = nodes.address
         return job
-    job = LocalJob(name, *start, port=backend.rendezvous_port, numbered=not plan.by_mpirun)
     try:
         if plan.by_mpirun:
             job.address = backend.mpi_address()
@@ -161,41 +171,22 @@ def _of_plan(plan: Plan, ending: Ending) -> Ending:
     return replace(ending, text=text)
 
 
-def _start(
-    job: LocalJob | HostsJob, rank: int, output: Output | None, plan: Plan, readers: list[Reader]
-) -> LocalRank | RemoteRank:
-    """``readers`` gets the rank's standard input, if that is a pipe of this process."""
-    stdout, stderr = 1, 2
-    stdin: int | None = None
-    ends: list[int] = []
+def _start(job: LocalJob | HostsJob, rank: int, output: Output | None, plan: Plan) -> LocalRank | RemoteRank:
+    start: Callable[[int, int, int], LocalRank | RemoteRank] = job.start
     try:
-        try:
-            if output is not None:
-                (out, stdout), (err, stderr) = os.pipe(), os.pipe()
-                ends = [stdout, stderr]
-                if plan.by_mpirun and isinstance(job, LocalJob):
-                    from .mpirun import pipes_of_rank
+        if output is None:
+            return start(rank, 1, 2)
+        if plan.by_mpirun and isinstance(job, LocalJob):
+            from .mpirun import pipes_of_rank
 
-                    labels = plan.labels()
-                    allow_descriptors(len(labels))
-                    for number in range(len(labels) - 1):
-                        output.add(1 + number, *pipes_of_rank(number, job.directory))
-            if isinstance(job, LocalJob):
-                if plan.options.stdin == "all" and plan.ranks > 1:
-                    stdin, target = os.pipe()
-                    ends.append(stdin)
-                    readers.append(Pipe(f"rank {rank}", target))
-                elif rank and plan.options.stdin == "0":
-                    stdin = subprocess.DEVNULL
-                # else it has the launcher's own: a terminal stays a terminal
-            started = job.start(rank, stdout, stderr, stdin)
-        finally:
-            for end in ends:
-                os.close(end)
+            labels = plan.labels()
+            allow_descriptors(len(labels))
+            for number in range(len(labels) - 1):
+                output.add(1 + number, *pipes_of_rank(number, job.directory))
+        started, out, err = start_with_pipes(start, rank)
     except OSError as error:
         before = range(plan.numbers.start, rank)
         have = f" ({name_ranks(before)} had started)" if before else ""
         raise CannotRun(f"Cannot start rank {rank}: {error}{have}.", 126) from None
-    if output is not None:
-        output.add(rank, out, err)
+    output.add(rank, out, err)
     return started

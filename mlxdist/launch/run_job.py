@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
+import select
 import shlex
 import subprocess
 import tempfile
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["JobResult", "host_arguments", "run_command", "run_job"]
 
+_READ_BYTES = 1 << 16
 _MARGIN = 30.0  # seconds for the launcher to start, and to end the job
 
 
@@ -90,8 +90,8 @@ def run_command(
     errors = pipe if on_line is None else None
     with subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=errors) as process:
         try:
-            if on_line is not None:
-                for line in _lines(process.stdout, silence):
+            if on_line is not None and process.stdout is not None:
+                for line in _lines(process.stdout.fileno(), silence):
                     on_line(line)
                 return JobResult(process.wait())
             late = b""
@@ -120,20 +120,14 @@ def host_arguments(selection: HostSelection) -> Iterator[list[str]]:
         yield ["--hostfile", str(path), *ssh, *(["--python", selection.python] if selection.python else [])]
 
 
-def _lines(output: Iterable[bytes] | None, silence: float | None) -> Iterator[str]:
-    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-
-    def read() -> None:
-        for line in output or ():
-            lines.put(line)
-        lines.put(b"")
-
-    threading.Thread(target=read, name="mlxdist job", daemon=True).start()
-    while True:
-        try:
-            line = lines.get(timeout=silence)
-        except queue.Empty:
-            raise ResourceError(f"the ranks printed nothing for {silence:.0f} s") from None
-        if not line:
+def _lines(output: int, silence: float | None) -> Iterator[str]:
+    held = b""
+    while select.select([output], [], [], silence)[0]:
+        data = os.read(output, _READ_BYTES)
+        *lines, held = (held + data).split(b"\n")
+        for line in lines:
+            yield line.decode(errors="replace") + "\n"
+        if not data:
+            yield from [held.decode(errors="replace")] if held else []
             return
-        yield line.decode(errors="replace")
+    raise ResourceError(f"the ranks printed nothing for {silence:.0f} s")

@@ -7,18 +7,15 @@ or, where another user was first to take that name, mlxdist-<uid>-<anything>, wh
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from mlxdist.base.atomic_file import replace_file
 from mlxdist.base.errors import ResourceError
 from mlxdist.base.private_files import is_private_directory, make_private_directory, open_private
 
-__all__ = ["is_locked", "make_locked", "runtime_directory", "try_lock", "write_json"]
+__all__ = ["is_locked", "make_locked", "runtime_directory", "try_lock"]
 
 
 def runtime_directory() -> Path:
@@ -93,12 +90,3 @@ def is_locked(directory: Path) -> bool:
     if lock is not None:
         os.close(lock)
     return lock is None
-
-
-def write_json(path: Path, fields: dict[str, Any]) -> None:
-    """For this user only.
-
-    Raises:
-        OSError: it cannot be written; the old file is as it was.
-    """
-    replace_file(path, json.dumps(fields), 0o600)

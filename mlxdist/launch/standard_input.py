@@ -5,6 +5,8 @@ takes it at its own pace, and what it has not taken yet waits for it. More is re
 has taken all; so one that does not read delays no other.
 """
 
+from __future__ import annotations
+
 import collections
 import os
 import select
@@ -12,11 +14,16 @@ import selectors
 import signal
 import threading
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from .wakeup import Wakeup
 
-__all__ = ["CHOICES", "Feed", "Pipe", "Reader", "StandardInput"]
+if TYPE_CHECKING:  # a job on this machine alone does not load what reaches others
+    from .remote import HostInput
+
+    Reader: TypeAlias = "Pipe | HostInput"
+
+__all__ = ["CHOICES", "Feed", "Pipe", "StandardInput"]
 
 CHOICES = ("all", "0")  # which ranks have it
 
@@ -25,20 +32,6 @@ READ_BYTES = 1 << 15  # so that a frame with it fits into a pipe
 MAX_BEHIND = 64 << 20
 # Between two looks at whether the user has brought the launcher to the foreground again.
 _PAUSE = 0.2
-
-
-class Reader(Protocol):
-    """Whom the input is for. ``name``: in words, for the user."""
-
-    name: str
-
-    def offer(self, data: memoryview) -> int:
-        """How much of it has been taken now, without waiting. Raises BrokenPipeError: it will never read any more."""
-        ...
-
-    def close(self) -> None:
-        """There is no more."""
-        ...
 
 
 class Pipe:
@@ -53,6 +46,7 @@ class Pipe:
         return self._target
 
     def offer(self, data: memoryview) -> int:
+        """How much of it has been taken now, without waiting. Raises BrokenPipeError: it will never read any more."""
         try:
             return os.write(self._target, data)
         except BlockingIOError:

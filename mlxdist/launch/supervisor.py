@@ -10,12 +10,14 @@ SIGTERM           to all ranks; then SIGKILL.
 A signal to the agent of the job on another host is one to the launcher, but for its being the second.
 """
 
+from __future__ import annotations
+
 import math
 import selectors
 import signal
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from mlxdist.base.errors import name_ranks
 
@@ -24,6 +26,15 @@ from .output import Output
 from .reaper import LOST_DOMAINS
 from .wakeup import Wakeup
 from .writer import MAX_BACKLOG
+
+if TYPE_CHECKING:  # a job on this machine alone does not load what reaches others
+    from .hosts import HostsJob
+    from .local import LocalJob, LocalRank
+    from .options import Options
+    from .remote import RemoteRank
+
+    Job = LocalJob | HostsJob
+    Rank = LocalRank | RemoteRank
 
 __all__ = ["Supervisor"]
 
@@ -35,51 +46,19 @@ _MAX_LAST_BACKLOG = 64 << 20
 HINT_SECONDS = 1.0
 
 
-class Rank(Protocol):
-    """A rank that has been started."""
-
-    rank: int
-
-    def poll(self) -> int | None: ...
-    def signal(self, number: signal.Signals) -> None: ...
-
-
-class Job(Protocol):
-    """What the ranks share; see `LocalJob`, or `HostsJob` where they run on several hosts."""
-
-    succeeded: bool
-
-    def ended(self, rank: Any, status: int) -> None: ...
-    def interrupts(self) -> list[tuple[signal.Signals, str]]: ...
-    def is_on_mac(self, rank: int) -> bool: ...
-    def first_failed(self) -> int | None: ...
-    def recordings(self) -> str | None: ...
-    def remove_recordings(self) -> None: ...
-    def end(self) -> None: ...
-    def has_ended(self) -> bool: ...
-
-
 class Supervisor:
     """Supervises ranks that have been started. ``output`` is None where they write to the launcher's own streams."""
 
     def __init__(
-        self,
-        job: Job,
-        wakeup: Wakeup,
-        output: Output | None,
-        grace: float,
-        say: Callable[[str], None],
-        verbose: bool,
-        limit: float | None = None,
+        self, job: Job, wakeup: Wakeup, output: Output | None, say: Callable[[str], None], options: Options
     ) -> None:
         self._job = job
         self._wakeup = wakeup
         self._output = output
-        self._grace = grace
         self._say = say
-        self._verbose = verbose
+        self._verbose, self._limit, self._grace = options.verbose, options.limit, job.grace
         self._started = time.monotonic()
-        self._limit = limit
+        self._late_at = math.inf if options.limit is None else self._started + options.limit
         self._is_late = False
         self._running: dict[int, Rank] = {}
         self._names: dict[int, str] = {}
@@ -202,7 +181,7 @@ class Supervisor:
 
     def _take_end(self, rank: Rank, status: int) -> None:
         del self._running[rank.rank]
-        self._job.ended(rank, status)
+        self._job.ended(rank.rank, status)
         self._statuses[rank.rank] = status
         now = time.monotonic()
         if self._verbose:
@@ -227,14 +206,13 @@ class Supervisor:
             rank.signal(number)
 
     def _until_next(self) -> float | None:
-        late = self._started + self._limit if self._limit is not None and not self._is_late else math.inf
-        first = min(self._next, self._hint_at, late)
+        first = min(self._next, self._hint_at, self._late_at)
         return None if first == math.inf else max(0.0, first - time.monotonic())
 
     def _end_if_late(self) -> None:
-        if self._limit is None or self._is_late or time.monotonic() < self._started + self._limit:
+        if time.monotonic() < self._late_at:
             return
-        self._is_late = True
+        self._is_late, self._late_at = True, math.inf
         if self._interrupted_by is None and not self._failed:  # else it is being ended already
             self._interrupt(signal.SIGTERM)
 

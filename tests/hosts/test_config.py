@@ -188,7 +188,7 @@ def test_other_entries_of_a_hostfile_are_kept(two_macs, tmp_path):
 def test_an_output_that_cannot_be_written(two_macs):
     before = two_macs.read("book")
     done = config(two_macs, *BOTH, "--auto-setup", "--output", "no/such/hosts.json")
-    assert done.exit_code == 1 and "No such file" in done.stderr and isinstance(done.exception, SystemExit)
+    assert done.exit_code == 2 and "No such file" in done.stderr and isinstance(done.exception, SystemExit)
     assert two_macs.read("book") == before
 
 

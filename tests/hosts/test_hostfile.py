@@ -296,7 +296,7 @@ def test_check_ends_with_a_status(tmp_path):
     bad.write_text("a\na\n")
     assert run("check", str(EXAMPLE)).exit_code == 0
     refused = run("check", str(bad))
-    assert refused.exit_code == 1 and f"hostfile {bad}, line 2: a is there twice" in refused.output
+    assert refused.exit_code == 2 and f"hostfile {bad}, line 2: a is there twice" in refused.output
 
 
 def test_show_as_json():
@@ -309,7 +309,7 @@ def test_convert_writes_a_file(tmp_path):
     assert run("convert", "-", "--to", "json", "--output", str(output), input="a slots=2\nb\n").exit_code == 0
     assert [(host.name, host.slots) for host in read(output).hosts] == [("a", 2), ("b", 1)]
     refused = run("convert", "-", "--to", "ring", input="a\n")
-    assert refused.exit_code == 1 and "a has no IP address" in refused.output
+    assert refused.exit_code == 2 and "a has no IP address" in refused.output
 
 
 def test_the_ports_of_a_ring_are_kept_or_left_out_with_a_word():

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from launching import LAUNCH, launch, nothing_left, python, running  # noqa: F401
 
-from mlxdist.cli.launch import launch as launch_command
+from mlxdist.cli import commands
 from mlxdist.launch import jit_cache
 from mlxdist.launch.options import with_python
 
@@ -90,9 +90,9 @@ def test_other_names_of_n(option):
 
 
 def test_print_python():
-    shown = CliRunner().invoke(launch_command, ["--print-python"])
+    shown = CliRunner().invoke(commands, ["launch", "--print-python"])
     assert (shown.exit_code, shown.stdout) == (0, f"{sys.executable}\n")
-    shown = CliRunner().invoke(launch_command, ["--python", "/else/where/python", "--print-python"])
+    shown = CliRunner().invoke(commands, ["launch", "--python", "/else/where/python", "--print-python"])
     assert shown.stdout == "/else/where/python\n"
 
 
@@ -266,7 +266,7 @@ def test_without_a_place_for_kernels(monkeypatch):
     ],
 )
 def test_bad_input(arguments, status, words):
-    job = CliRunner().invoke(launch_command, arguments)
+    job = CliRunner().invoke(commands, ["launch", *arguments])
     assert (job.exit_code, job.stdout) == (status, "")
     assert words in job.stderr
     assert isinstance(job.exception, SystemExit)

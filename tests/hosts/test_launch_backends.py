@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from launching import LAUNCH, launch, nothing_left  # noqa: F401  (nothing_left is a fixture of every test)
 
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.cli.launch import launch as launch_command
+from mlxdist.cli import commands
 from mlxdist.cluster.hostfile.parsing import parse
 from mlxdist.launch.backends import DEFAULT_PORT, Exports, choose, free_ports
 from mlxdist.launch.mpirun import mpirun_command, pipes_of_rank
@@ -225,7 +225,7 @@ def test_a_ring_of_cables_is_enough_for_jaccl_ring():
     ],
 )
 def test_bad_options(arguments, words):
-    job = CliRunner().invoke(launch_command, [*arguments, "--", "true"])
+    job = CliRunner().invoke(commands, ["launch", *arguments, "--", "true"])
     assert job.exit_code == 2 and words in job.stderr
 
 
@@ -253,7 +253,7 @@ def test_where_rank_0_of_mpirun_listens():
 
 def test_without_mpirun(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    job = CliRunner().invoke(launch_command, ["--backend", "mpi", "-n", "2", "--", "true"])
+    job = CliRunner().invoke(commands, ["launch", "--backend", "mpi", "-n", "2", "--", "true"])
     assert job.exit_code == 1 and "there is no mpirun in PATH; install openmpi" in job.stderr
 
 

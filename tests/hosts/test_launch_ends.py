@@ -330,8 +330,8 @@ def test_the_reaper_removes_the_directory_of_the_ranks_and_follows_no_links(tmp_
 def test_the_end_of_the_last_rank_is_not_noted():
     """Ranks that still run read it; for the last one there is none."""
     with LocalJob("0123456789abcdef", 0, 2, ["true"], dict(os.environ), 1.0) as job:
-        ranks = [job.start(number, None, None, None) for number in range(2)]
+        ranks = [job.start(number, 1, 2) for number in range(2)]
         for rank in ranks:
             assert rank.process.wait() == 0
-            job.ended(rank, 0)
+            job.ended(rank.rank, 0)
         assert [path.name for path in job.directory.glob("*.ended-*")] == ["first_failure.ended-0"]

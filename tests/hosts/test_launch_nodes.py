@@ -13,7 +13,7 @@ from launching import LAUNCH, nothing_left  # noqa: F401  (nothing_left is a fix
 
 from mlxdist.base.environment import same_job
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.cli.launch import launch as launch_command
+from mlxdist.cli import commands
 from mlxdist.launch.backends import DEFAULT_PORT, free_ports
 from mlxdist.launch.nodes import Nodes, allocation, from_options, from_slurm_step
 
@@ -200,12 +200,12 @@ def test_the_hosts_of_an_allocation(monkeypatch):
     assert allocation({}) is None
     for name, value in {"SLURM_JOB_NODELIST": "localhost,n[1-2]", "SLURM_TASKS_PER_NODE": "2,1(x2)"}.items():
         monkeypatch.setenv(name, value)
-    shown = CliRunner().invoke(launch_command, ["--dry-run", "--", "train"])
+    shown = CliRunner().invoke(commands, ["launch", "--dry-run", "--", "train"])
     assert shown.exit_code == 0, shown.stderr
     lines = shown.stdout.splitlines()[:7]
     assert lines[:4] == ["[0 localhost] train", "[1 localhost] train", "[2 n1       ] train", "[3 n2       ] train"]
     assert [line.split(": ")[0] for line in lines[4:]] == ["localhost", "n1", "n2"]
-    shown = CliRunner().invoke(launch_command, ["-n", "1", "--dry-run", "--", "true"])
+    shown = CliRunner().invoke(commands, ["launch", "-n", "1", "--dry-run", "--", "true"])
     assert shown.stdout == "[0] true\n", "-n says that it is for this machine"
 
 
@@ -223,10 +223,10 @@ def test_the_hosts_of_an_allocation(monkeypatch):
 def test_what_does_not_go_with_nodes(monkeypatch, options, words):
     monkeypatch.setenv("MLXDIST_SECRET", "ab" * 32)
     nodes = ["--nodes", "2", "--node-rank", "0", "--master-addr", "localhost"]
-    job = CliRunner().invoke(launch_command, [*nodes, *options, "--", "true"])
+    job = CliRunner().invoke(commands, ["launch", *nodes, *options, "--", "true"])
     assert job.exit_code == 2 and words in job.stderr
 
 
 def test_a_secret_without_nodes(tmp_path):
-    job = CliRunner().invoke(launch_command, ["--secret-file", str(tmp_path), "-n", "1", "--", "true"])
+    job = CliRunner().invoke(commands, ["launch", "--secret-file", str(tmp_path), "-n", "1", "--", "true"])
     assert job.exit_code == 2 and "--secret-file goes with --nodes." in job.stderr

@@ -57,7 +57,7 @@ def test_the_command_takes_the_name_of_a_model_that_has_been_downloaded(director
     hub = tmp_path_factory.mktemp("hub")
     monkeypatch.setenv("HF_HUB_CACHE", str(hub))
     result = CliRunner().invoke(commands, ["shard", "org/model", "--tp", "2"])
-    assert result.exit_code == 1 and "type: hf download org/model" in result.output
+    assert result.exit_code == 2 and "type: hf download org/model" in result.output
     kept = hub / "models--org--model"
     (kept / "snapshots").mkdir(parents=True)
     (kept / "snapshots" / "0123").symlink_to(directory)
@@ -70,10 +70,10 @@ def test_the_command_takes_the_name_of_a_model_that_has_been_downloaded(director
 @pytest.mark.parametrize(
     "options, status, words",
     [
-        (["--tp", "5"], 1, "5"),
+        (["--tp", "5"], 2, "5"),
         (["--tp", "0"], 2, "--tp"),
         (["--tp", "2", "--rank-shares", "2,x"], 2, "'2,x' is not positive numbers"),
-        (["--tp", "2", "--rank-shares", "1,2,3"], 1, "2 numbers, one per rank"),
+        (["--tp", "2", "--rank-shares", "1,2,3"], 2, "2 numbers, one per rank"),
     ],
 )
 def test_what_cannot_be_sharded_is_reported(directory, options, status, words):
@@ -85,7 +85,7 @@ def test_damaged_files_are_reported(directory):
     weights = directory / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     result = CliRunner().invoke(commands, ["shard", str(directory)])
-    assert result.exit_code == 1 and "model.safetensors is damaged" in result.output
+    assert result.exit_code == 2 and "model.safetensors is damaged" in result.output
 
 
 def run_shard(directory, *options):

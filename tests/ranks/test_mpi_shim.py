@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from native_build import build_program
 
 from mlxdist.base.errors import ResourceError
-from mlxdist.cli.launch import launch as launch_command
+from mlxdist.cli import commands
 from mlxdist.runtime import mpi_shim
 
 LIBRARY = mpi_shim.find_library()
@@ -209,7 +209,7 @@ def test_a_missing_symbol_is_named(incomplete_library):
 def test_no_rank_is_started_with_a_broken_door(monkeypatch, tmp_path, incomplete_library, missing):
     path = tmp_path / "nothing.so" if missing else incomplete_library
     monkeypatch.setattr(mpi_shim, "find_library", lambda: path)
-    job = CliRunner().invoke(launch_command, ["-n", "2", "--", "touch", str(tmp_path / "started")])
+    job = CliRunner().invoke(commands, ["launch", "-n", "2", "--", "touch", str(tmp_path / "started")])
     assert job.exit_code == 1
     assert str(path) in job.stderr and "would run as groups of one" in job.stderr
     assert not (tmp_path / "started").exists()

@@ -185,7 +185,7 @@ def test_the_end_of_the_job_ends_it():
 
 def test_what_is_rejected():
     unknown = top("nothing")
-    assert unknown.returncode == 1 and "there is no job 'nothing'" in unknown.stderr
+    assert unknown.returncode == 2 and "there is no job 'nothing'" in unknown.stderr
     assert top("--interval", "0").returncode == 2
 
 

@@ -9,9 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from mlxdist.base.output_file import OUTPUT_FILE, is_written
-from mlxdist.cli.calibrate import calibrate
-from mlxdist.cli.dump import dump
-from mlxdist.tools.bench.suite import suite
+from mlxdist.cli import commands
 
 
 def convert(path):
@@ -54,10 +52,15 @@ def test_what_cannot_be_written_is_rejected(tmp_path, closed):
 
 @pytest.mark.parametrize(
     "command, option, status",
-    [(suite, "--output", 2), (suite, "--html", 2), (calibrate, "--output", 1), (dump, "--trace", 2)],
+    [
+        ("bench suite", "--output", 2),
+        ("bench suite", "--html", 2),
+        ("calibrate", "--output", 1),
+        ("dump", "--trace", 2),
+    ],
 )
 def test_commands_reject_it_before_their_work(closed, command, option, status):
-    refused = CliRunner().invoke(command, [option, str(closed / "a.json")])
+    refused = CliRunner().invoke(commands, [*command.split(), option, str(closed / "a.json")])
     assert refused.exit_code == status and "name another file" in " ".join(refused.output.split()), refused.output
 
 

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlxdist.base.errors import InvalidArgument
-
 if TYPE_CHECKING:  # a command that is given no hosts does not load what reads hostfiles
     from ..ssh.ssh import SshConfig
     from .hosts import Host, Hostfile
@@ -82,10 +80,7 @@ def host_options(command: Callable[..., Any]) -> Callable[..., Any]:
         arguments = {"--hostfile": file, "--hosts": hosts, "--include": include, "--exclude": exclude}
         arguments |= {"--python": python, "--ssh": "" if ssh == "ssh" else ssh}
         words = [word for option, value in arguments.items() if value for word in (option, value)]
-        try:
-            found = _hosts(file, hosts, include, exclude)
-        except InvalidArgument as error:
-            raise click.UsageError(str(error)) from None
+        found = _hosts(file, hosts, include, exclude)
         return command(chosen=HostSelection(found, _words(ssh), python, words), **others)
 
     for option in reversed(_OPTIONS):

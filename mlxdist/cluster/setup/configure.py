@@ -10,7 +10,7 @@ from ipaddress import IPv4Network
 import click
 
 from mlxdist.base import atomic_file
-from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.errors import InvalidArgument, ResourceError
 
 from ..facts.collect import HostFacts, collect_hosts
 from ..hostfile.hosts import Hostfile, check_variable
@@ -85,7 +85,7 @@ class Configuration:
             raise click.UsageError(f"--backend {self._backend} needs cables: --over thunderbolt, or another --backend.")
 
     def run(self) -> int:
-        """Returns the exit status. Raises InvalidArgument: hosts do not respond, or options do not fit the hosts."""
+        """Returns the exit status. Raises ResourceError: hosts do not respond; InvalidArgument: options do not fit."""
         machines = self._collect()
         (self._cables if self._options.over == "thunderbolt" else self._ethernet)(machines)
         return self._status
@@ -97,7 +97,7 @@ class Configuration:
         machines, wrong = collect_hosts(names, self._chosen.ssh_config)
         _warn(*wrong.values())
         if wrong and not self._options.ignore_unreachable or not machines:
-            raise InvalidArgument(
+            raise ResourceError(
                 f"{len(wrong)} of {len(names)} hosts did not respond; --ignore-unreachable goes on without them"
             )
         return machines

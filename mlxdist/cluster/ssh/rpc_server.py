@@ -20,9 +20,8 @@ from mlxdist.base.host_identity import host_identity
 from mlxdist.version import __version__
 
 from .protocol import GREETING, FrameError, Frames, Kind, pack_json, unpack_json
-from .streams import claim_streams
 
-__all__ = ["respond", "serve", "who"]
+__all__ = ["claim_streams", "respond", "serve", "who"]
 
 _READ_BYTES = 1 << 16
 # A client whose machine is gone sends nothing, which ssh does not notice on the server's side.
@@ -70,6 +69,20 @@ def serve(functions: Mapping[str, str], streaming: Mapping[str, str]) -> None:
         response = respond(payload, functions)
         busy.clear()
         _write(target, response)
+
+
+def claim_streams() -> tuple[int, int]:
+    """The standard streams as a connection, to read from and to write to, that nothing else in this process disturbs.
+
+    What it prints goes to the standard error.
+    """
+    target = os.dup(1)
+    os.dup2(2, 1)
+    source = os.dup(0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return source, target
 
 
 def respond(payload: bytes, functions: Mapping[str, str]) -> bytes:

@@ -25,7 +25,7 @@ import mlx.core as mx
 import numpy as np
 
 import mlxdist
-from mlxdist.cluster.ssh.streams import claim_streams
+from mlxdist.cluster.ssh.rpc_server import claim_streams
 
 from .bandwidth import impossible
 from .limits import LIMITS

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxdist.base.environment import MAX_RANKS
-from mlxdist.base.errors import InvalidArgument, name_ranks, ranks_have
+from mlxdist.base.errors import InvalidArgument, ResourceError, name_ranks, ranks_have
 from mlxdist.base.validation import build, fields_of, flag, list_of, printable, text
 from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.cluster.ssh.rpc_client import Connections
@@ -130,6 +130,7 @@ def find_ranks(job: str | None, chosen: HostSelection) -> Iterator[JobRanks]:
 
     Raises:
         InvalidArgument: there is no such job, or more than one.
+        ResourceError: no host responds.
     """
     found = find_job(job) if chosen.hostfile is None else None
     if found is not None and not found.hosts:
@@ -150,7 +151,7 @@ def _full_name(connections: Connections, job: str | None) -> str:
     """
     jobs, problems = request_jobs(connections)
     if len(problems) == len(connections.names):
-        raise InvalidArgument("; ".join(problems))
+        raise ResourceError("; ".join(problems))
     if job and not any(listed["job"].startswith(job) for listed in jobs):
         return job
     return full_name_of(job, jobs)
