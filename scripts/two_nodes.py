@@ -1,5 +1,4 @@
-"""The commands of test_2node.sh, bench_2node.sh and compare_2node.sh: jobs of mlxdist between two nodes. Their options
-are those of setup_rdma.py, too."""
+"""The commands of test_2node.sh, bench_2node.sh and compare_2node.sh: jobs of mlxdist between two nodes."""
 
 import importlib.util
 import json
@@ -60,14 +59,8 @@ _IN_SUITE = (
 )
 
 
-def with_nodes(name: str, *more: Callable[[Any], Any]) -> Callable[[Callable[..., None]], click.Command]:
-    """Makes the command of a script, which gets the options of the two nodes and its own."""
-    options = [*more, *_ON_NODES][::-1]
-    return lambda function: click.command(name)(reduce(lambda made, option: option(made), options, function))
-
-
 def on_two_nodes(name: str, *more: Callable[[Any], Any]) -> Callable[[Callable[..., None]], click.Command]:
-    """The same for jobs between the nodes: the script gets `Nodes` and its own options."""
+    """Makes the command of a script, which gets `Nodes` and its own options."""
 
     def decorate(function: Callable[..., None]) -> click.Command:
         @wraps(function)
@@ -89,7 +82,7 @@ def on_two_nodes(name: str, *more: Callable[[Any], Any]) -> Callable[[Callable[.
                 hosts = ["--hostfile", str(hostfile), "--ssh", ssh, "--python", found]
                 function(Nodes(hosts, Path(remote_dir or ROOT), found), **own)
 
-        return with_nodes(name, *more)(command)
+        return click.command(name)(reduce(lambda made, option: option(made), [*more, *_ON_NODES][::-1], command))
 
     return decorate
 

@@ -1,11 +1,9 @@
-"""`mlxdist config`, the command, with Macs and Linux hosts that ssh reaches; and setup_rdma.py, which runs it."""
+"""`mlxdist config`, the command, with Macs and Linux hosts that ssh reaches."""
 
 import ipaddress
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -270,63 +268,3 @@ def test_the_range_that_is_documented():
     from mlxdist.cli import config as command
 
     assert ipaddress.IPv4Network(command._RANGE) == RANGE
-
-
-# scripts/setup_rdma.py
-
-
-def setup_rdma(*words, **variables):
-    script = Path(__file__).parents[2] / "scripts" / "setup_rdma.py"
-    return subprocess.run(
-        [sys.executable, str(script), *words], capture_output=True, text=True, timeout=60, env=os.environ | variables
-    )
-
-
-def test_setup_of_two_nodes(two_macs, tmp_path):
-    nodes = {"RMLX_NODE0": "book", "RMLX_NODE1": "air"}
-    words = ["--ssh", two_macs.ssh, "--wait", "0.1", "--node0-ip", "10.9.0.1", "--node1-ip", "10.9.0.2/30"]
-    shown = setup_rdma(*words, "--dry-run", **nodes)
-    assert shown.returncode == 0 and "air: sudo networksetup -setmanual Own 10.9.0.2" in shown.stdout, shown
-    assert "book: rdma_ctl enabled, devices rdma_en3" in shown.stdout and not (tmp_path / "rmlx-hosts.json").exists()
-    done = setup_rdma(*words, **nodes)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("2 of 2 ways work") == 2 and "To be run" not in done.stdout  # now, and after 0.1 s
-    assert two_macs.read("air")["addresses"]["en6"] == "10.9.0.2/255.255.255.252"
-    assert parse((tmp_path / "rmlx-hosts.json").read_text(), "x").hosts[1].rdma == (("rdma_en6",), ())
-    assert config(two_macs, "--undo").exit_code == 0 and two_macs.read("air")["addresses"]["en6"] == ""
-
-
-@pytest.mark.parametrize(
-    ("words", "status", "said"),
-    [
-        ((), 2, "Missing option '--node0' (env var: 'RMLX_NODE0')"),
-        (("--node0", "a", "--node1=-b"), 2, "--node1, line 2: '-b' is no name"),
-        (("--node0", "a", "--node1", "b", "--node0-ip", "10.0.0.1"), 2, "both --node0-ip and --node1-ip"),
-        (("--node0", "a", "--node1", "b", "--ssh", "/no/such/ssh"), 1, "a does not respond: /no/such/ssh"),
-    ],
-)
-def test_setup_that_is_rejected(words, status, said):
-    done = setup_rdma(*words)
-    assert done.returncode == status and said in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("addresses", "said"),
-    [
-        (("192.168.0.10", "192.168.0.11"), "hosts of the subnet 192.168.0.8/30 are 192.168.0.9 to 192.168.0.10"),
-        (("192.168.7.10/24", "192.168.7.200/24"), "en0 of book has 192.168.7.1"),
-    ],
-)
-def test_setup_with_addresses_that_do_not_do(two_macs, addresses, said):
-    words = ["--node0", "book", "--node1", "air", "--ssh", two_macs.ssh, "--dry-run"]
-    done = setup_rdma(*words, "--node0-ip", addresses[0], "--node1-ip", addresses[1])
-    assert done.returncode == 1 and said in done.stderr, done
-
-
-def test_setup_without_rdma(two_macs):
-    two_macs.write("book", two_macs.read("book") | {"devices": [], "rdma_ctl": "disabled"})
-    words = ["--node0", "book", "--node1", "air", "--ssh", two_macs.ssh, "--remote-dir", "/no/such/directory"]
-    done = setup_rdma(*words, "--dry-run")
-    assert done.returncode == 1 and "RDMA is switched off on book (Thunderbolt 2)" in done.stderr
-    assert "run `rdma_ctl enable` in Terminal there" in done.stderr
-    assert "/no/such/folder/.venv/bin/python" in done.stderr and "clone mlxdist there, and `make setup`" in done.stderr

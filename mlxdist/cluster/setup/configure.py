@@ -111,7 +111,7 @@ class Configuration:
                 f"{machines[0].name}:eth1={machines[-1].name}:eth1, or use --over ethernet"
             )
         topology = build_topology(machines, options.named)
-        links = self.assign(machines, topology)
+        links = assign_addresses(machines, topology, self._options.network)
         steps = plan_steps(machines, links, options.without_bridge)
         own = [frozenset(c.end(i).interface for c in topology.cables if i in c.pair) for i in range(len(machines))]
         choices = choose_addresses(machines, own)
@@ -138,10 +138,6 @@ class Configuration:
         if self._set_up(machines, steps) and options.verifying:
             self._verify(checks_of_links(machines, links))
         self._finish(machines, choices, hostfile, topology, links, steps)
-
-    def assign(self, machines: list[HostFacts], topology: Topology) -> list[Link]:
-        """The addresses of the cables; scripts/setup_rdma.py takes those that the user gives."""
-        return assign_addresses(machines, topology, self._options.network)
 
     def _ethernet(self, machines: list[HostFacts]) -> None:
         choices = choose_addresses(machines)

@@ -19,10 +19,10 @@ from mlxdist.nn.experts.policy import MODES, Policy, calibrate
 from mlxdist.nn.experts.switch import ExpertParallelSwitchGLU
 
 from .bandwidth import READ_ONLY
-from .ep import AUTO, COMPILED, INSIDE, ONE_PROCESS, RING, SHAPES, Shape
 from .mlx_groups import mlx_group
 from .operations import count_off
 from .rank import time_case
+from .shapes import AUTO, COMPILED, INSIDE, ONE_PROCESS, RING, SHAPES, Shape
 from .timing import Work, asleep, interleave
 
 # A result may differ from the reference by rounding alone: float32, sums of a few hundred terms in another order.

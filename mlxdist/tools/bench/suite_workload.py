@@ -15,10 +15,10 @@ import mlxdist
 from mlxdist.nn.experts import ExpertParallelSwitchGLU, Placement, combine, dispatch
 
 from .bandwidth import IN_PLACE, READ_ONLY, least_copies
-from .ep import SHAPES
 from .mlx_groups import mlx_group
 from .operations import CASES, SAME_AS, Inputs, count_off, count_wrong, from_mlx, storage, to_mlx
 from .rank import time_case
+from .shapes import SHAPES
 from .timing import Work, exchange, interleave
 from .workloads import OURS, bandwidths
 
