@@ -29,42 +29,17 @@ if TYPE_CHECKING:
     from .train import save_checkpoint as save_checkpoint
 
 _MODULES = {
-    "base.errors": (
-        "Aborted",
-        "EnvironmentVariableError",
-        "Error",
-        "InvalidArgument",
-        "Mismatch",
-        "PeerLost",
-        "RendezvousError",
-        "ResourceError",
-        "Timeout",
-        "TransportError",
-        "VersionMismatch",
-    ),
+    "base.errors": """
+        Aborted EnvironmentVariableError Error InvalidArgument Mismatch PeerLost RendezvousError ResourceError
+        Timeout TransportError VersionMismatch
+    """.split(),
     "runtime.default_group": ("init",),
     "runtime.group": ("Group",),
     "runtime.handle": ("Handle",),
-    "runtime.ops": (
-        "all_gather",
-        "all_max",
-        "all_min",
-        "all_reduce",
-        "all_sum",
-        "all_to_all",
-        "all_to_all_v",
-        "barrier",
-        "broadcast",
-        "gather",
-        "get_rank",
-        "get_world_size",
-        "is_available",
-        "meet",
-        "reduce",
-        "reduce_scatter",
-        "scatter",
-        "sum_scatter",
-    ),
+    "runtime.ops": """
+        all_gather all_max all_min all_reduce all_sum all_to_all all_to_all_v barrier broadcast gather get_rank
+        get_world_size is_available meet reduce reduce_scatter scatter sum_scatter
+    """.split(),
     "runtime.point_to_point": ("recv", "recv_like", "send", "sendrecv"),
     "runtime.registration": ("Registration",),
     "runtime.step": ("set_step",),

@@ -12,51 +12,28 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from enum import IntEnum
 from typing import Any
 
 from mlxdist.base.errors import InvalidArgument, ResourceError
-from mlxdist.cluster.ssh.protocol import FIRST_STREAM_KIND, Frames, Kind, pack, pack_json, unpack_json
+from mlxdist.cluster.ssh.protocol import Frames, Kind, pack, pack_json, unpack_json
 from mlxdist.runtime import mpi_shim
 
 from .backends import Exports, free_ports
 from .executable import CannotRun, check_command
+from .job_frames import JobFrame
 from .local import LocalJob, LocalRank, base_environment, check_fast_synch, start_with_pipes
 from .stale_jobs import remove_stale_jobs
 from .standard_input import Feed
 from .wakeup import Wakeup
 from .writer import MAX_BACKLOG, Writer
 
-__all__ = ["AGENT", "JobFrame", "serve"]
-
-AGENT = "launch.agent"  # the call's name
-
+__all__ = ["serve"]
 
 _READ_BYTES = 65536
 _PAUSE = 0.01
 _SECONDS = 1.0  # between two looks at the ranks, should a signal be missed
 # Time for the launcher to end the job in order, once it knows that a signal ends the agent.
 _REACT_SECONDS = 5.0
-
-
-class JobFrame(IntEnum):
-    """Frames between this call and its result, which says where recordings are, once nothing else is left."""
-
-    # launcher to agent
-    START = FIRST_STREAM_KIND  # JSON: the address of rank 0
-    SIGNAL = 17  # a number in one byte, to one rank
-    INPUT = 18  # what the ranks read; empty: the end
-    END = 19  # end whatever is left of the job on this host
-    PING = 20  # the launcher lives
-    GONE = 21  # JSON: the exit status of a rank of another host
-    # agent to launcher
-    READY = 32  # JSON: the port at which rank 0 will listen, if it is here
-    OUT = 33  # what a rank has printed; empty: it has closed the stream
-    ERR = 34
-    EXIT = 35  # JSON: the exit status of a rank, as a shell has it, and which rank failed first, if that is known here
-    INPUT_ACK = 36  # a rank has read its input as far as it was sent; not empty: none will read any more
-    FAILED = 37  # JSON: the job cannot run here
-    STOPPED = 38  # a number in one byte: the signal that makes the agent leave
 
 
 def serve(source: int, target: int, frames: Frames, arguments: Mapping[str, Any]) -> None:

@@ -20,8 +20,8 @@ from mlxdist.cluster.ssh.ssh import LOST, SshConfig
 from mlxdist.cluster.ssh.this_machine import look_up
 from mlxdist.version import __version__
 
-from .agent import JobFrame
 from .executable import CannotRun
+from .job_frames import JobFrame
 from .local import allow_descriptors, keep_awake, new_secret, usual_grace
 from .remote import HostInput, RemoteHost, RemoteRank
 from .restarts import name_of_start

@@ -12,7 +12,7 @@ from mlxdist.cluster.ssh.connection import Connection
 from mlxdist.cluster.ssh.protocol import FrameError, Kind, pack, pack_json, unpack_json
 from mlxdist.cluster.ssh.ssh import LOST, SshConfig, is_this_machine
 
-from .agent import AGENT, JobFrame
+from .job_frames import AGENT, JobFrame
 
 __all__ = ["HostInput", "RemoteHost", "RemoteRank"]
 

@@ -17,7 +17,7 @@ from launching import LAUNCH, RANK, nothing_left, wait_for  # noqa: F401  (nothi
 from ssh_hosts import SshHosts, ssh_hosts
 
 from mlxdist.cluster.ssh.protocol import GREETING, MAX_PAYLOAD, FrameError, Frames, Kind, pack, pack_json, unpack_json
-from mlxdist.launch.agent import JobFrame
+from mlxdist.launch.job_frames import JobFrame
 from mlxdist.launch.jobs import find_job, list_jobs
 from mlxdist.launch.stale_jobs import remove_stale_jobs
 
