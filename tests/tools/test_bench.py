@@ -104,37 +104,14 @@ def test_collectives_on_more_ranks_than_bfloat16_sums_exactly():
     assert all((result["case"]["bytes"], result["wrong"]) == (36 << 10, 0) for result in results["cases"])
 
 
-@pytest.mark.long
-def test_fragmentation():
-    words = ["fragmentation", "--bytes", "64KiB", "--messages", "50", "--repeats", "3", "--json"]
-    results = json.loads(bench(*words).stdout)
-    cases = {(result["case"]["operation"], result["case"]["messages"]): result for result in results["cases"]}
-    assert set(cases) == {(operation, messages) for operation in ("send_recv", "all_sum") for messages in (1, 50)}
-    for (operation, messages), result in cases.items():
-        require_times(result["microseconds"])
-        require_limits(result)
-        assert (result["case"]["bytes"], result["wrong"]) == (64 << 10, 0)
-        # Two ranks: whatever the messages, rank 0's own bytes go to rank 1 once.
-        assert result["counters"]["payload_bytes_sent"] == 64 << 10, operation
-        assert result["counters"]["messages_sent"] >= messages
-    for operation in ("send_recv", "all_sum"):
-        one, several = (cases[operation, messages]["counters"]["header_bytes_sent"] for messages in (1, 50))
-        assert one < several
-
-
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full to stand in for a full disk")
 def test_results_that_cannot_be_written_are_shown():
     finished = bench(
-        "fragmentation", "--bytes", "64KiB", "--messages", "5", "--repeats", "3", "--output", "/dev/full", status=1
+        "collectives", "--sizes", "64KiB", "--op", "all_sum", "--repeats", "3", "--output", "/dev/full", status=1
     )
     assert "all_sum" in finished.stdout and all(column in finished.stdout for column in LIMIT_COLUMNS)
     assert "Traceback" not in finished.stderr
     assert "Error: /dev/full is not written: No space left on device" in finished.stderr
-
-
-def test_fragmentation_rejects_messages_of_nothing():
-    assert "too few for 1000 messages" in bench("fragmentation", "--bytes", "100", status=2).stderr
-    assert "4001 B are no whole number of float32" in bench("fragmentation", "--bytes", "4001", status=2).stderr
 
 
 def test_result_lines_from_other_hosts_stay_whole_under_mpirun():

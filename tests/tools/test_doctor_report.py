@@ -326,7 +326,8 @@ def test_two_hosts(tmp_path):
     for name in ("installation", "devices", "system"):
         assert set(found[name]["data"]) == {"<host-1>", "<host-2>"}, name
     assert [run["name"] for run in found["soft"]["data"]["runs"]] == ["<host-1>", "<host-2>"]
-    assert {case["ranks"] for case in [found["speed"]["data"]]} == {2} and "TCP" in found["speed"]["data"]["provider"]
+    setup = found["speed"]["data"]["setup"]
+    assert setup["ranks"] == 2 and "TCP" in setup["provider"]
     late = found["late"]["data"]["runs"][0]["results"]
     assert [result["late"] for result in sorted(late, key=lambda r: r["rank"])] == [False, True]
     assert "no RDMA device" in " ".join(found["rdma"]["data"]["notes"])

@@ -228,7 +228,7 @@ def test_hardware_overview():
         ("hf_abcdefghijklmnopqrstuv", "hf_abc"),
         ("MLXDIST_SECRET=" + SECRET, SECRET),
         ("OPENAI_API_KEY='two words'", "two words"),
-        ("/var/directories/zz/zyxvpxvq6csfxvn_n0000000000000/T/x", "zyxvpxvq"),
+        ("/var/folders/zz/zyxvpxvq6csfxvn_n0000000000000/T/x", "zyxvpxvq"),
         ("0x05AC7A8CAAAD1E03", "05AC7A8C"),
         ("guid 0001:0203:0405:0607", "0203"),
         ("python t.py --password hunter2abc --steps 3", "hunter2abc"),

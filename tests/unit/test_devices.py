@@ -317,7 +317,7 @@ def test_the_tables_of_the_documentation():
 
 
 def test_a_variable_that_is_wrong():
-    assert "Error: MLXDIST_SOFT_PROFILE" in run(status=1, MLXDIST_SOFT_PROFILE="x")
+    assert "Error: MLXDIST_SOFT_PROFILE" in run(status=2, MLXDIST_SOFT_PROFILE="x")
 
 
 @pytest.mark.parametrize("columns", [40, 80, 200])

@@ -157,5 +157,5 @@ def test_env_command_shows_all_variables_but_not_the_secret():
 
 def test_env_command_names_a_contradiction():
     shown = env_command({"MLXDIST_RANK": "1"})
-    assert shown.returncode == 1
+    assert shown.returncode == 2
     assert "MLXDIST_WORLD_SIZE is not" in shown.stderr

@@ -35,7 +35,17 @@ from .placement import Placement, wrong_index, wrong_ranks
 from .replicated import Experts, optional, with_rows
 from .stages import Stages, chained
 
-__all__ = ["Handle", "combine", "dispatch", "dispatched", "dispatched_alike", "exchange_routing", "outgoing", "route"]
+__all__ = [
+    "Handle",
+    "combine",
+    "dispatch",
+    "dispatched",
+    "dispatched_alike",
+    "exchange_routing",
+    "outgoing",
+    "require_results",
+    "route",
+]
 
 
 class Outgoing(NamedTuple):
@@ -85,11 +95,6 @@ class Handle:
         """The weighted sums that came back, a row for each of ``sent_rows``, added up in float32: (tokens, d)."""
         by_token = np.argsort(self.sent_rows, kind="stable")  # those of rank 0 first, then rank 1 ...
         return sum_rows(sums.astype(mx.float32), by_token, self.sent_rows[by_token], self.tokens).astype(sums.dtype)
-
-    def require_results(self, name: str, y: mx.array) -> None:
-        """Rejects results that are not one row for each pair of this rank."""
-        if y.ndim != 2 or y.shape[0] != len(self.pairs):
-            raise InvalidArgument(f"{name}: y has shape {y.shape}, but this rank has {len(self.pairs)} rows to return")
 
     def __repr__(self) -> str:
         return (
@@ -153,7 +158,7 @@ def combine(
     Raises:
         InvalidArgument: shapes that do not fit; on the rank where they do not.
     """
-    handle.require_results("combine", y)
+    require_results("combine", handle, y)
     shape = (handle.tokens, handle.top_k)
     if scores is not None and scores.shape != shape:
         raise InvalidArgument(f"combine: scores have shape {scores.shape}, but the handle is of {shape}")
@@ -291,3 +296,9 @@ def dispatched_alike(x: mx.array, chosen: np.ndarray, scores: mx.array | None, e
     joined = chained(partial(through, experts.exchange_dtype, gather))
     (y,) = experts.stages.run(joined, lambda cotangents: [cotangents[0][mine]], [y])
     return y[:tokens]
+
+
+def require_results(name: str, handle: Handle, y: mx.array) -> None:
+    """Rejects results that are not one row for each pair of this rank."""
+    if y.ndim != 2 or y.shape[0] != len(handle.pairs):
+        raise InvalidArgument(f"{name}: y has shape {y.shape}, but this rank has {len(handle.pairs)} rows to return")

@@ -38,7 +38,7 @@ from mlxdist.runtime.ops import all_to_all_v
 
 from ..mappings import without_gradient
 from .dispatch import Handle as Routing
-from .dispatch import route
+from .dispatch import require_results, route
 from .fp8 import ExchangeDtype, pack_e4m3, unpack_e4m3
 from .pairs import take_rows
 from .placement import Placement, wrong_ranks
@@ -150,7 +150,7 @@ class OverlappedExchange:
             InvalidArgument: y has another number of rows.
         """
         routing = sent.routing
-        routing.require_results("combine_async", y)
+        require_results("combine_async", routing, y)
         weights = sent.weights.wait().reshape(-1)
         sums = routing.pairs.weigh(y, take_rows(weights, routing.pairs.order)).astype(y.dtype)
         transfer = self._start(sums, routing.rows_from, routing.rows_to, exchange_dtype)

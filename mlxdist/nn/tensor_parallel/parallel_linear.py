@@ -66,7 +66,7 @@ class Sharded(nn.Module):
         return take(x, axis, scaled(self._sizes, x.shape[axis]), self._group.rank(), self._segments)
 
     def join_shards(self, x: mx.array, axis: int) -> mx.array:
-        """All of the sharded dimension, from the shards of all ranks along ``axis``. A collective."""
+        """All of the sharded dimension, joined from the shards ``x`` of all ranks along ``axis``. A collective."""
         length = x.shape[axis] * sum(self._sizes) // self._sizes[self._group.rank()]
         return join(x, axis, scaled(self._sizes, length), self._group, self._segments)
 
