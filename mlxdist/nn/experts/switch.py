@@ -96,8 +96,11 @@ class ExpertParallelSwitchGLU(nn.Module):
         each = (base(switch[name]) for name in names)
         self._pair_elements = sum(one.input_dims * one.output_dims for one in each)
         self.activation = switch.activation
-        for name, value in vars(options).items():
-            setattr(self, name, value)
+        self.mode: str = options.mode
+        self.tokens = options.tokens
+        self.capacity_factor = options.capacity_factor
+        self.exchange_dtype = options.exchange_dtype
+        self.host_sync = options.host_sync
         self.policy = policy
         self.last_mode: str | None = None
         self.dropped: int | None = 0
