@@ -211,7 +211,7 @@ def test_a_job_is_seen_from_elsewhere(nodes, tmp_path):
         part = run(mlxdist(nodes, "dump", "--hosts", "node0,node2", "--ssh", nodes.ssh), **there)
         assert part.returncode == 1 and "ranks 1 and 3 have no full record" in part.stdout, part
         unknown = run(mlxdist(nodes, "stop", "zzz", *over_ssh(nodes)), **there)
-        assert unknown.returncode == 1 and "there is no job 'zzz' on these hosts; running are: " in unknown.stderr
+        assert unknown.returncode == 2 and "there is no job 'zzz' on these hosts; running are: " in unknown.stderr
         stopped = run(mlxdist(nodes, "stop", jobs[0]["job"][:6], *over_ssh(nodes)), **there)
         assert stopped.returncode == 0, stopped
         assert stopped.stdout == f"{jobs[0]['job']} has ended on {', '.join(NAMES)}\n"
