@@ -83,10 +83,10 @@ def cases(many: int) -> list[Case]:
 @click.option("--output", type=click.Path(path_type=Path), help="Also write all times to this file, as JSON.")
 def main(repeats: int, ranks: int, output: Path | None) -> None:
     """Measure how long jobs take to start, and judge the targets. Exit status 1: one was not met."""
-    chosen = cases(ranks)
-    times: dict[str, list[float]] = {case.name: [] for case in chosen}
+    measured = cases(ranks)
+    times: dict[str, list[float]] = {case.name: [] for case in measured}
     for number in track(range(repeats + 1), "repeats", transient=True, disable=not sys.stderr.isatty()):
-        for case in random.sample(chosen, len(chosen)):
+        for case in random.sample(measured, len(measured)):
             seconds = case.run()
             if number:  # the first run of all warms the caches of the disk
                 times[case.name].append(seconds)

@@ -163,14 +163,14 @@ def train_tokenizer(text: str, out: Path) -> None:
 class Checkpoints:
     """Where rank 0 writes what training needs to go on: weights, the optimizer's state and the losses so far."""
 
-    folder: Path
+    directory: Path
     every: int
     resume: bool
 
     def clear(self) -> None:
         """Those of an earlier training are not this one's."""
         if mlxdist.get_rank() == 0:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            shutil.rmtree(self.directory, ignore_errors=True)
         mlxdist.barrier()
 
     def load(self, model: nn.Module, optimizer: optim.Optimizer) -> list[float]:
@@ -178,7 +178,7 @@ class Checkpoints:
 
         Without --resume it must be of this job: any other one is an error, not the start of another training.
         """
-        path = mlxdist.latest_checkpoint(self.folder)
+        path = mlxdist.latest_checkpoint(self.directory)
         if path is None:
             return []
         tree, _ = mlxdist.load_checkpoint(path, other_run=self.resume)
@@ -192,7 +192,7 @@ class Checkpoints:
             return
         if mlxdist.get_rank() == 0:
             tree = {"model": model.parameters(), "optimizer": optimizer.state, "losses": mx.array(losses)}
-            mlxdist.save_checkpoint(self.folder, tree, len(losses))
+            mlxdist.save_checkpoint(self.directory, tree, len(losses))
         mlxdist.meet()
 
 
@@ -299,10 +299,10 @@ def save(model: nn.Module, tokenizer: TokenizerWrapper, out: Path) -> None:
     mlxdist.meet()
 
 
-def generate_sharded(folder: Path, prompt: str, tokens: int) -> dict[str, Any]:
+def generate_sharded(directory: Path, prompt: str, tokens: int) -> dict[str, Any]:
     """Loads the model and generates twice: with the whole model on every rank, then sharded over the ranks."""
     group = mlxdist.init()
-    model, tokenizer = mlx_lm.load(str(folder))
+    model, tokenizer = mlx_lm.load(str(directory))
     whole = generate(model, tokenizer, prompt, tokens)
     model.shard(group.mlx)
     mlxdist.meet()

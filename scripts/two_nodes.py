@@ -180,8 +180,8 @@ def compare(
     backends = {"mlx_only": "ring,mpi,jaccl", "mlxdist_only": "mlxdist"}
     if max_slowdown and not baseline:
         raise click.UsageError("--max-slowdown needs --baseline, the earlier run")
-    chosen = [_one_of(only, operations), _one_of(only, backends)]
-    target = _suite(nodes, "compare-2node", results, quick, *chosen)
+    selection = [_one_of(only, operations), _one_of(only, backends)]
+    target = _suite(nodes, "compare-2node", results, quick, *selection)
     if baseline:
         limit = ["--max-slowdown", max_slowdown] if max_slowdown else []
         _tee([*MLXDIST, "bench", "compare", str(baseline), str(target / "suite.json"), *limit], target / "compare.txt")

@@ -15,17 +15,17 @@ MLX = "mlx[cpu]"
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    directory = Path(sys.argv[1])
     pyproject = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
     requires = pyproject["build-system"]["requires"]
     (version,) = [r.removeprefix(MLX).partition(";")[0] for r in requires if r.startswith(MLX)]
     pip = [sys.executable, "-m", "pip"]
     subprocess.run([*pip, "install", *(r for r in requires if not r.startswith("mlx"))], check=True)
     tag = f"manylinux_2_35_{platform.machine()}"
-    download = ["download", "--no-deps", "--only-binary", ":all:", "--platform", tag, "--dest", folder]
+    download = ["download", "--no-deps", "--only-binary", ":all:", "--platform", tag, "--dest", directory]
     subprocess.run([*pip, *download, f"mlx-cpu{version}"], check=True)
-    for wheel in folder.glob("*.whl"):
-        zipfile.ZipFile(wheel).extractall(folder)
+    for wheel in directory.glob("*.whl"):
+        zipfile.ZipFile(wheel).extractall(directory)
 
 
 if __name__ == "__main__":

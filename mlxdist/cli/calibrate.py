@@ -49,7 +49,7 @@ PARTS = ("hosts", "algorithms", "experts")
 @click.option("--force", is_flag=True, help="Save what was measured while other processes used the CPU, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything that was measured as JSON.")
 def calibrate(
-    chosen: HostSelection,
+    selection: HostSelection,
     each: int | None,
     parts: list[str],
     seconds: float,
@@ -86,21 +86,21 @@ def calibrate(
     from mlxdist.tools.calibrate import algorithms, hosts
 
     if parts != ["hosts"]:
-        each = each or (2 if len(chosen.hosts()) == 1 else None)
-        runner = Runner("algorithms", *with_ranks(chosen, each), repeats)
+        each = each or (2 if len(selection.hosts()) == 1 else None)
+        runner = Runner("algorithms", *with_ranks(selection, each), repeats)
     sections: dict[str, Any] = {}
     found: dict[str, Any] = {}
     loads: dict[str, dict[str, Any]] = {}
     problems: list[str] = []
     show: list[Callable[[Console], None]] = []
     if "hosts" in parts:
-        measured, links = hosts.measure_hosts(chosen, seconds)
+        measured, links = hosts.measure_hosts(selection, seconds)
         loads |= {host.name: {"foreign_cpu_share": host.foreign_cpu_share} for host in measured} | {"links": links}
-        found |= hosts.as_json(chosen, measured, links)
+        found |= hosts.as_json(selection, measured, links)
         problems += [f"{host.name}: {problem}" for host in measured for problem in host.problems]
         if not problems:
             sections["hosts"] = {host.name: host.measured.as_json() for host in measured}
-            show.append(lambda console: hosts.show_hosts(chosen, measured, console))
+            show.append(lambda console: hosts.show_hosts(selection, measured, console))
     if "algorithms" in parts:
         results = algorithms.measure_algorithms(runner, smallest, largest)
         refused = [result for result in results["cases"] if result["refused"]]

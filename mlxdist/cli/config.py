@@ -68,7 +68,7 @@ _BACKENDS = ("mlxdist", "ring", "jaccl", "jaccl-ring")
 @click.option("--svg", metavar="FILE", help="Write the picture as SVG.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
 def config(
-    chosen: HostSelection,
+    selection: HostSelection,
     undo: bool,
     installing: bool,
     source: str | None,
@@ -98,21 +98,21 @@ def config(
     from mlxdist.cluster.setup import configure
 
     if undo:
-        sys.exit(configure.undo(chosen, options["output"], options["dry_run"]))
-    if chosen.hostfile is None:
+        sys.exit(configure.undo(selection, options["output"], options["dry_run"]))
+    if selection.hostfile is None:
         raise click.UsageError("Give --hosts A,B or --hostfile FILE.")
     if installing:
-        sys.exit(_install(chosen, source or "", venv, others))
-    sys.exit(configure.Configuration(chosen, configure.Options(**options)).run())
+        sys.exit(_install(selection, source or "", venv, others))
+    sys.exit(configure.Configuration(selection, configure.Options(**options)).run())
 
 
-def _install(chosen: HostSelection, source: str, venv: str | None, others: tuple[str, ...]) -> int:
+def _install(selection: HostSelection, source: str, venv: str | None, others: tuple[str, ...]) -> int:
     from mlxdist.cluster.setup.install import DIRECTORY, install
     from mlxdist.tools.doctor.diagnose import preflight
 
-    path = install(chosen, source, venv or DIRECTORY, others)
+    path = install(selection, source, venv or DIRECTORY, others)
     if not path:
         return 1
-    status = preflight(replace(chosen, python=path), ())
+    status = preflight(replace(selection, python=path), ())
     click.echo(f"next: mlxdist launch --python {shlex.quote(path)}, and the same for doctor, bench and the others")
     return status

@@ -31,7 +31,7 @@ __all__ = ["doctor"]
 @click.option("--output", metavar="FILE", help="Where --exclude-failed writes.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND [ARGUMENTS]...]")
 def doctor(
-    chosen: HostSelection,
+    selection: HostSelection,
     script: str | None,
     model: str | None,
     cwd: str | None,
@@ -58,7 +58,7 @@ def doctor(
     Exit status 0 if nothing has failed, else 1; with --exclude-failed, if nothing has on the remaining hosts; with
     --report, if the file is written.
     """
-    if exclude_failed and (not output or chosen.hostfile is None):
+    if exclude_failed and (not output or selection.hostfile is None):
         raise click.UsageError("--exclude-failed writes a hostfile: give --hostfile or --hosts, and --output.")
     if output and not exclude_failed:
         raise click.UsageError("--output is where --exclude-failed writes; give that, too.")
@@ -70,31 +70,31 @@ def doctor(
     from mlxdist.tools.doctor.findings import Verdict
 
     directory = absolute(cwd or ".", "--cwd")
-    options = make_options(chosen, command, script=script, model=model, directory=directory, quick=quick, full=full)
+    options = make_options(selection, command, script=script, model=model, directory=directory, quick=quick, full=full)
     if report_file is not None:
         from mlxdist.tools.doctor.diagnostics.command import make_report
         from mlxdist.tools.doctor.diagnostics.sections import Context
 
-        sys.exit(make_report(Context(chosen, options), report_file))
-    cluster, results = diagnose(chosen, options)
+        sys.exit(make_report(Context(selection, options), report_file))
+    cluster, results = diagnose(selection, options)
     failed = failed_hosts(cluster.names, results)
     if as_json:
         click.echo(json.dumps(report.as_json(cluster, results, failed), indent=2))
     else:
         report.print_report(cluster, results)
     if output:
-        _write(chosen, failed, output)
+        _write(selection, failed, output)
     failures = [f for result in results for f in result.findings if f.verdict is Verdict.FAIL]
     # Without the hosts that have failed the rest is well, unless something is about no host.
     sys.exit(int(any(not (exclude_failed and failure.hosts) for failure in failures)))
 
 
-def _write(chosen: HostSelection, failed: Sequence[str], output: str) -> None:
+def _write(selection: HostSelection, failed: Sequence[str], output: str) -> None:
     from mlxdist.cluster.hostfile.writing import save
     from mlxdist.tools.doctor.diagnose import without_hosts
 
-    assert chosen.hostfile is not None
-    remaining = without_hosts(chosen.hostfile, failed)
+    assert selection.hostfile is not None
+    remaining = without_hosts(selection.hostfile, failed)
     if not remaining.hosts:
         raise click.ClickException(f"every host has failed; {output} was not written")
     save(remaining, output, remaining.format)

@@ -49,7 +49,7 @@ __all__ = ["dump"]
 )
 def dump(
     job: str | None,
-    chosen: HostSelection,
+    selection: HostSelection,
     directory: Path | None,
     seconds: float,
     as_json: bool,
@@ -67,10 +67,10 @@ def dump(
     several hosts, all of them are read that it was started on, or those of --hosts or --hostfile. The exit status is 1
     if the full record of a rank is missing, or the trace could not be written.
     """
-    if directory is not None and (job is not None or chosen.hostfile is not None):
+    if directory is not None and (job is not None or selection.hostfile is not None):
         raise click.UsageError("Name a job or a directory of files, not both.")
     if directory is None:
-        found = _collect(job, chosen, seconds)
+        found = _collect(job, selection, seconds)
     else:
         records, problems = read_directory(directory)
         found = Collected(records, notes=problems)
@@ -89,8 +89,8 @@ def dump(
     sys.exit(1 if found.short or len(found.records) < len(analysis.states) or not written else 0)
 
 
-def _collect(job: str | None, chosen: HostSelection, seconds: float) -> Collected:
-    with find_ranks(job, chosen) as ranks:
+def _collect(job: str | None, selection: HostSelection, seconds: float) -> Collected:
+    with find_ranks(job, selection) as ranks:
         found = ranks.collect(full=True, seconds=seconds)
     if not found.records:
         raise ResourceError("; ".join(found.notes) or f"no rank of job {ranks.job} has left a record")

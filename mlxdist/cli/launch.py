@@ -35,7 +35,7 @@ __all__ = ["launch"]
 @launch_options
 @host_options
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND [ARGUMENTS]...")
-def launch(chosen: HostSelection, command: tuple[str, ...], **given: Any) -> None:
+def launch(selection: HostSelection, command: tuple[str, ...], **given: Any) -> None:
     """Start a command as N ranks on this machine, or on several hosts.
 
     \b
@@ -70,12 +70,12 @@ def launch(chosen: HostSelection, command: tuple[str, ...], **given: Any) -> Non
     """
     options = Options(**given)
     if options.print_python:
-        click.echo(chosen.python or sys.executable)
+        click.echo(selection.python or sys.executable)
         return
     if not command:
         raise click.UsageError("No command given. Write it after --: mlxdist launch -n 2 -- python train.py")
-    chosen, of_nodes = _hosts_or_nodes(chosen.with_ranks(options.ranks), options)
-    plan = _plan(chosen, of_nodes, options, with_python(list(command), chosen.python))
+    selection, of_nodes = _hosts_or_nodes(selection.with_ranks(options.ranks), options)
+    plan = _plan(selection, of_nodes, options, with_python(list(command), selection.python))
     if options.dry_run:
         _show(plan)
         return
@@ -83,9 +83,9 @@ def launch(chosen: HostSelection, command: tuple[str, ...], **given: Any) -> Non
         from mlxdist.launch.mpirun import check_root
 
         check_root(options.mpi_words(), plan.variables)
-    if options.preflight and (status := _preflight(plan, chosen, options)):
+    if options.preflight and (status := _preflight(plan, selection, options)):
         sys.exit(status)
-    if options.cwd and chosen.hostfile is None:
+    if options.cwd and selection.hostfile is None:
         os.chdir(options.cwd)
     for text in remove_stale_jobs():
         click.echo(f"mlxdist launch: {text}", err=True)
@@ -97,29 +97,29 @@ def launch(chosen: HostSelection, command: tuple[str, ...], **given: Any) -> Non
     os._exit(status)
 
 
-def _preflight(plan: Plan, chosen: HostSelection, options: Options) -> int:
+def _preflight(plan: Plan, selection: HostSelection, options: Options) -> int:
     """What --preflight finds on the hosts, before anything is started: an exit status."""
     if plan.nodes is not None:
         raise click.UsageError("--preflight asks hosts by ssh, and --nodes does without. On each node: mlxdist doctor")
     from mlxdist.tools.doctor.diagnose import preflight
 
-    if chosen.hostfile is None:
+    if selection.hostfile is None:
         from mlxdist.cluster.hostfile.hosts import Host, Hostfile
 
         here = Hostfile((Host("localhost", slots=plan.ranks),), source="-n")
-        chosen = replace(chosen, hostfile=here, arguments=["--hosts", f"localhost:{plan.ranks}"])
-    return preflight(chosen, plan.command, directory=plan.directory, variables=options.variables())
+        selection = replace(selection, hostfile=here, arguments=["--hosts", f"localhost:{plan.ranks}"])
+    return preflight(selection, plan.command, directory=plan.directory, variables=options.variables())
 
 
-def _hosts_or_nodes(chosen: HostSelection, options: Options) -> tuple[HostSelection, Nodes | None]:
+def _hosts_or_nodes(selection: HostSelection, options: Options) -> tuple[HostSelection, Nodes | None]:
     """The hosts to run on, with SLURM's where the user gives none, or this node among others."""
     given = (options.nodes, options.node_rank, options.master_addr, options.secret_file)
     is_given = any(value is not None for value in given)
-    if chosen.hostfile is not None and is_given:
+    if selection.hostfile is not None and is_given:
         raise click.UsageError("--nodes is for launchers that something else starts on each node; or give hosts.")
     alone = options.ranks is not None and not is_given and "SLURM_STEP_ID" not in os.environ
-    if chosen.hostfile is not None or alone:
-        return chosen, None
+    if selection.hostfile is not None or alone:
+        return selection, None
     from mlxdist.launch import nodes
 
     found = nodes.from_options(*given, os.environ) or nodes.from_slurm_step(os.environ, options.secret_file)
@@ -132,8 +132,8 @@ def _hosts_or_nodes(chosen: HostSelection, options: Options) -> tuple[HostSelect
         if hosts is None:
             raise click.UsageError("Missing option '-n', or '--hostfile', or '--hosts'.")
         listed = ",".join(f"{host.name}:{host.slots}" for host in hosts.hosts)
-        chosen = replace(chosen, hostfile=hosts, arguments=[*chosen.arguments, "--hosts", listed])
-    return chosen, found
+        selection = replace(selection, hostfile=hosts, arguments=[*selection.arguments, "--hosts", listed])
+    return selection, found
 
 
 def _check_nodes(found: Nodes, ranks: int, options: Options) -> None:
@@ -146,8 +146,8 @@ def _check_nodes(found: Nodes, ranks: int, options: Options) -> None:
         raise click.UsageError("--starting-port is not for --nodes: the port is in --master-addr HOST:PORT.")
 
 
-def _plan(chosen: HostSelection, of_nodes: Nodes | None, options: Options, command: list[str]) -> Plan:
-    on, given = chosen.hostfile, options.variables()
+def _plan(selection: HostSelection, of_nodes: Nodes | None, options: Options, command: list[str]) -> Plan:
+    on, given = selection.hostfile, options.variables()
     settings = (options.starting_port, options.nccl_port, options.connections, options.verbose)
     backend = choose(options.backend, on, options.ranks, *settings)
     if on is not None and backend.name == "mlxdist":
@@ -160,7 +160,7 @@ def _plan(chosen: HostSelection, of_nodes: Nodes | None, options: Options, comma
         from mlxdist.launch.mpirun import sends_output_elsewhere
 
         splits_output = not sends_output_elsewhere(options.mpi_words())
-        variables, command = _for_mpirun(chosen, backend, given, options, command)
+        variables, command = _for_mpirun(selection, backend, given, options, command)
         ranks = 1
     elif on is None:
         variables = _for_this_machine(given, command[0], options.cwd or "", backend.name == "mlxdist")
@@ -182,7 +182,7 @@ def _plan(chosen: HostSelection, of_nodes: Nodes | None, options: Options, comma
         options=options,
         hostfile=on,
         directory=absolute(options.cwd or ".", "--cwd"),
-        ssh_config=chosen.ssh_config if on is not None else None,
+        ssh_config=selection.ssh_config if on is not None else None,
         backend=backend,
         nodes=of_nodes,
         logs=options.log_directory(),
@@ -217,20 +217,20 @@ def _for_hosts(on: Hostfile, given: Mapping[str, str]) -> dict[str, str]:
 
 
 def _for_mpirun(
-    chosen: HostSelection, backend: Backend, given: Mapping[str, str], options: Options, command: list[str]
+    selection: HostSelection, backend: Backend, given: Mapping[str, str], options: Options, command: list[str]
 ) -> tuple[dict[str, str], list[str]]:
     """The environment of mpirun and its command line, which has names of variables, and no values."""
     from mlxdist.cluster.ssh.ssh import is_this_machine
     from mlxdist.launch.mpirun import mpirun_command, mpirun_variables, reach_variables
 
     arguments = options.mpi_words()
-    exported = _for_hosts(chosen.hostfile, given) if chosen.hostfile is not None else dict(given)
+    exported = _for_hosts(selection.hostfile, given) if selection.hostfile is not None else dict(given)
     exported = mpirun_variables(os.environ) | exported
     names = [*exported, "MLXDIST_RENDEZVOUS", "MLXDIST_SECRET", "MLXDIST_JOB", "MLXDIST_RESTART_COUNT"]
     directory = absolute(options.cwd, "--cwd") if options.cwd else None
     others = options.prefix and not all(is_this_machine(host.name) for host in backend.hosts)
     words = mpirun_command(backend.hosts, names, directory, arguments, command, tagged=others)
-    given = exported | reach_variables(chosen.ssh)
+    given = exported | reach_variables(selection.ssh)
     variables = _for_this_machine(given, words[0], options.cwd or "", with_mpi_shim=False)
     return variables, words
 

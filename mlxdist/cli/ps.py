@@ -19,7 +19,7 @@ __all__ = ["ps"]
 @click.command()
 @host_options
 @click.option("--json", "as_json", is_flag=True, help="Print the jobs as JSON.")
-def ps(chosen: HostSelection, as_json: bool) -> None:
+def ps(selection: HostSelection, as_json: bool) -> None:
     """List the jobs of this user that run on this machine or were started here, or those on other hosts.
 
     \b
@@ -35,16 +35,16 @@ def ps(chosen: HostSelection, as_json: bool) -> None:
     from mlxdist.launch.jobs import list_jobs
 
     problems: list[str] = []
-    if chosen.hostfile is None:
+    if selection.hostfile is None:
         jobs = [jobs_on_hosts.as_json(job) for job in list_jobs()]
     else:
-        jobs, problems = jobs_on_hosts.list_on(chosen)
+        jobs, problems = jobs_on_hosts.list_on(selection)
     if as_json:
         click.echo(json.dumps(jobs, indent=2))
     elif jobs:
         Console(width=None if sys.stdout.isatty() else 200).print(_table(jobs))
     else:
-        click.echo("No jobs run here." if chosen.hostfile is None else "No jobs run there.", err=True)
+        click.echo("No jobs run here." if selection.hostfile is None else "No jobs run there.", err=True)
     for problem in problems:
         click.echo(problem, err=True)
     sys.exit(1 if problems else 0)

@@ -23,7 +23,7 @@ __all__ = ["stop"]
     help="Time for a job to end: its ranks get SIGTERM, after the launcher's grace SIGKILL.",
 )
 @host_options
-def stop(names: tuple[str, ...], everything: bool, seconds: float, chosen: HostSelection) -> None:
+def stop(names: tuple[str, ...], everything: bool, seconds: float, selection: HostSelection) -> None:
     """End jobs, as Ctrl-C in their terminal would: by the beginning of their names, see `mlxdist ps`.
 
     \b
@@ -41,8 +41,8 @@ def stop(names: tuple[str, ...], everything: bool, seconds: float, chosen: HostS
     from mlxdist.launch.jobs import list_jobs, running_job
     from mlxdist.launch.jobs_on_hosts import Stopped, end_jobs, stop_on
 
-    if chosen.hostfile is not None:
-        done = stop_on(chosen, names, everything, seconds)
+    if selection.hostfile is not None:
+        done = stop_on(selection, names, everything, seconds)
     else:
         jobs = [running_job(name) for name in names] if names else list_jobs()
         running = end_jobs(jobs, seconds)

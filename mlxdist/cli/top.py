@@ -43,7 +43,7 @@ _MIN_RESPONSE_SECONDS = 0.5
 )
 @click.option("--once", is_flag=True, help="Print one table, of the time between two refreshes, and end.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object in a line of its own for each refresh.")
-def top(job: str | None, chosen: HostSelection, interval: float, once: bool, as_json: bool) -> None:
+def top(job: str | None, selection: HostSelection, interval: float, once: bool, as_json: bool) -> None:
     """Show what the ranks of a job are doing, until q or Ctrl-C.
 
     \b
@@ -65,7 +65,7 @@ def top(job: str | None, chosen: HostSelection, interval: float, once: bool, as_
     once = once or not (as_json or sys.stdout.isatty())
     view: View | None
     try:
-        with find_ranks(job, chosen) as ranks:
+        with find_ranks(job, selection) as ranks:
             watch = Watch(ranks)
             if once:
                 view = _second(_views(watch, interval))

@@ -83,9 +83,9 @@ def stop_here(names: list[str], everything: bool, seconds: float) -> dict[str, l
 # What calls them.
 
 
-def list_on(chosen: HostSelection) -> tuple[list[dict[str, Any]], list[str]]:
+def list_on(selection: HostSelection) -> tuple[list[dict[str, Any]], list[str]]:
     """The jobs on all hosts, each with its "host"; and which hosts did not respond, in words."""
-    with _connect(chosen) as connections:
+    with _connect(selection) as connections:
         return request_jobs(connections)
 
 
@@ -110,10 +110,10 @@ class Stopped:
     silent: list[str] = field(default_factory=list)
 
 
-def stop_on(chosen: HostSelection, names: Sequence[str], everything: bool, seconds: float) -> Stopped:
+def stop_on(selection: HostSelection, names: Sequence[str], everything: bool, seconds: float) -> Stopped:
     """Raises InvalidArgument: there is no job of such a name, or more than one; ResourceError: nor do all respond."""
     stopped = Stopped()
-    with _connect(chosen) as connections:
+    with _connect(selection) as connections:
         if not everything:
             jobs, problems = request_jobs(connections)
             try:
@@ -134,8 +134,8 @@ def stop_on(chosen: HostSelection, names: Sequence[str], everything: bool, secon
     return stopped
 
 
-def _connect(chosen: HostSelection) -> Connections:
-    return Connections([host.name for host in chosen.hosts()], chosen.ssh_config)
+def _connect(selection: HostSelection) -> Connections:
+    return Connections([host.name for host in selection.hosts()], selection.ssh_config)
 
 
 def _call(connections: Connections, check: Check, *call: Any) -> tuple[dict[str, Any], list[str]]:

@@ -4,7 +4,7 @@
 set(CMAKE_SYSTEM_NAME Darwin)
 set(CMAKE_SYSTEM_PROCESSOR arm64)
 set(MACOS_VERSION 14.0 CACHE STRING "the oldest macOS that the products shall run on")
-set(MACOS_SDK "" CACHE PATH "the folder of stubs that scripts/macos/sdk.py writes")
+set(MACOS_SDK "" CACHE PATH "the directory of stubs that scripts/macos/sdk.py writes")
 set(CMAKE_TRY_COMPILE_PLATFORM_VARIABLES Python_EXECUTABLE MACOS_VERSION MACOS_SDK)
 foreach(language IN ITEMS C CXX)
   string(REPLACE "CXX" "c++" command "${language}")

@@ -69,7 +69,7 @@ void meeting_read(struct meeting *meeting, const struct wire_header *header) {
 }
 
 bool meeting_write(struct meeting *meeting, struct wire_header *header) {
-  bool requests = header->flags & WIRE_MEET, answers = meeting_owes_answer(meeting);
+  bool requests = header->flags & WIRE_MEET, answers = meeting_owes_response(meeting);
   meeting_forget_answered(meeting);
   for (int kind = 0; kind < MEETING_KINDS; kind++) meeting->announced[kind] = meeting->arrived[kind];
   header->sequence = meeting->announced[MEETING_COLLECTIVES];

@@ -82,7 +82,7 @@ uint32_t meeting_until(const struct meeting* meeting);
 
 /* Whether the peer waits for a count, of that kind or of any, that this rank has reached. */
 bool meeting_owes(const struct meeting* meeting, int kind);
-static inline bool meeting_owes_answer(const struct meeting* meeting) {
+static inline bool meeting_owes_response(const struct meeting* meeting) {
   return meeting->requests && (meeting_owes(meeting, MEETING_COLLECTIVES) || meeting_owes(meeting, MEETING_SENDS));
 }
 void meeting_forget_answered(struct meeting* meeting);

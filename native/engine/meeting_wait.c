@@ -95,9 +95,9 @@ static bool send_request(struct engine *engine, struct peer *peer, uint64_t requ
   return sent || status;
 }
 
-static void answer(struct engine *engine, struct peer *peer) {
+static void respond(struct engine *engine, struct peer *peer) {
   engine_lock(engine);
-  bool aside = !peer->endpoint.usable && meeting_owes_answer(&peer->meeting);
+  bool aside = !peer->endpoint.usable && meeting_owes_response(&peer->meeting);
   if (aside) meeting_forget_answered(&peer->meeting);
   int status = MLXDIST_OK;
   if (peer->endpoint.usable) {
@@ -113,7 +113,7 @@ static void answer(struct engine *engine, struct peer *peer) {
  * other. Returns the number. */
 static inline uint32_t arrive(struct engine *engine, struct peer *peer, atomic_uint *counter) {
   uint32_t number = atomic_fetch_add(counter, 1) + 1;
-  if (meeting_owes_answer(&peer->meeting)) answer(engine, peer);
+  if (meeting_owes_response(&peer->meeting)) respond(engine, peer);
   return number;
 }
 
@@ -331,7 +331,7 @@ bool meeting_receive(struct engine *engine, struct peer *peer, const void *bytes
   meeting_take_counts(&peer->meeting, message.counts, message.until);
   if (message.request) meeting_take_request(&peer->meeting, message.request | MEETING_REPEATS);
   engine_unlock(engine);
-  if (meeting_owes_answer(&peer->meeting)) answer(engine, peer);
+  if (meeting_owes_response(&peer->meeting)) respond(engine, peer);
   return true;
 }
 

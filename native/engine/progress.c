@@ -26,7 +26,7 @@ static int on_ack(struct endpoint *endpoint, const struct wire_header *header) {
   struct peer *peer = peer_of(endpoint);
   matching_on_cts(peer, header);
   meeting_read(&peer->meeting, header);
-  if (meeting_owes_answer(&peer->meeting)) {
+  if (meeting_owes_response(&peer->meeting)) {
     endpoint->ack_requested = true;
     endpoint_mark_ack(endpoint);
   }

@@ -37,8 +37,8 @@ static void test_greeting(void) {
   CHECK(tcp_random(challenge));
   CHECK(tcp_greet(&greeting, key, challenge));
   CHECK(tcp_check_greeting(&greeting, key, challenge));
-  tcp_answer(&greeting, key, challenge, answer);
-  tcp_answer(&greeting, key, challenge, own_answer);
+  tcp_proof(&greeting, key, challenge, answer);
+  tcp_proof(&greeting, key, challenge, own_answer);
   CHECK(tcp_same_proof(answer, own_answer));
   CHECK(!tcp_same_proof(answer, greeting.proof), "a peer's proof is no answer to it");
 }

@@ -156,7 +156,7 @@ static int join(struct side *to, const struct side *of, uint32_t psn) {
     tcp_turn(to);
   }
   TCP_UNTIL(to, to, hear(fd, proof));
-  tcp_answer(&greeting, tcp_key, challenge, expected);
+  tcp_proof(&greeting, tcp_key, challenge, expected);
   CHECK(tcp_same_proof(proof, expected));
   return fd;
 }

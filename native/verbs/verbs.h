@@ -1,5 +1,5 @@
 /*
- * The one table through which everything above this folder sees RDMA.
+ * The one table through which everything above this directory sees RDMA.
  *
  * A provider fills it: `soft` (compiled in), libibverbs and Apple's librdma (opened with dlopen).
  * The functions have the names, arguments and results of <infiniband/verbs.h> without the prefix ibv_.

@@ -20,27 +20,27 @@ _PYTHON = "3.12"  # of the wheels; those of other Pythons have the same librarie
 
 
 def fetch(version: str) -> Path:
-    """The folder with MLX's wheels for a macOS, unpacked; 45 to 80 MB, taken from PyPI once."""
+    """The directory with MLX's wheels for a macOS, unpacked; 45 to 80 MB, taken from PyPI once."""
     release, platform = mlx.core.__version__, f"macosx_{version.replace('.', '_')}_arm64"
-    folder = BUILD / f"mlx-{release}-{platform}"
-    if folder.exists():
-        return folder
+    directory = BUILD / f"mlx-{release}-{platform}"
+    if directory.exists():
+        return directory
     what = ["--no-deps", "--only-binary", ":all:", "--platform", platform, "--python-version", _PYTHON]
     names = [f"mlx=={release}", f"mlx-metal=={release}"]
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet"]
-    begun = folder.with_name(folder.name + ".part")
+    begun = directory.with_name(directory.name + ".part")
     with tempfile.TemporaryDirectory() as wheels:
         if subprocess.run([*pip, *what, "--dest", wheels, *names], check=False).returncode:
             raise SystemExit(f"make check-macos needs {' and '.join(names)} for {platform}: pip must reach PyPI once")
         for wheel in Path(wheels).iterdir():
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(begun, [name for name in archive.namelist() if not name.endswith(".metallib")])
-    begun.rename(folder)
-    return folder
+    begun.rename(directory)
+    return directory
 
 
 def use_sdk(wheels: Path, sdk: Path) -> None:
-    """MLX's wheel names the frameworks by the Xcode that built it. Compilers on a Mac ignore a folder that is missing;
+    """MLX's wheel names the frameworks by the Xcode that built it. Compilers on a Mac ignore one that is missing;
     zig warns of it at each file."""
     targets = wheels / "mlx/share/cmake/MLX/MLXTargets.cmake"
     targets.write_text(re.sub(r'/Applications/[^";]*?/(?=System/Library/Frameworks/)', f"{sdk}/", targets.read_text()))

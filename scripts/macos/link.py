@@ -2,7 +2,7 @@
 
 Every name that the product leaves undefined must be one that a library on the command line exports, or one of Python's
 that the command lets it leave undefined; and dyld must find the libraries. Then ld64.lld links, where there is one.
-SDK is a folder of stubs; see sdk.py.
+SDK is a directory of stubs; see sdk.py.
 """
 
 import ctypes
@@ -144,8 +144,8 @@ def _system_stubs(link: Link, sdk: Path) -> list[Path]:
 def _is_found(link: Link, library: Path, install_name: str) -> bool:
     """Whether an rpath leads from the installed product to the installed library: MLX's, or another product."""
     place = Path("mlx", "lib") if library.is_absolute() else Path(_INSTALLED)
-    folders = [os.path.normpath(rpath.replace("@loader_path", _INSTALLED)) for rpath in link.rpaths]
-    return str(place) in folders and library.name == install_name.removeprefix("@rpath/")
+    directories = [os.path.normpath(rpath.replace("@loader_path", _INSTALLED)) for rpath in link.rpaths]
+    return str(place) in directories and library.name == install_name.removeprefix("@rpath/")
 
 
 def _is_pythons(link: Link, name: str) -> bool:

@@ -30,7 +30,7 @@ mount -t tmpfs tmpfs /root/dev/shm
 mount -t tmpfs tmpfs /root/run
 mount -t proc proc /root/proc
 mount -t sysfs sysfs /root/sys
-mount -t 9p -o $plan9,cache=none,access=any exchange /root/exchange || fail "cannot mount the folder for results"
+mount -t 9p -o $plan9,cache=none,access=any exchange /root/exchange || fail "cannot mount the directory for results"
 
 hostname rxe
 # shellcheck disable=SC3045  # busybox has it

@@ -3,7 +3,7 @@
     with Machine() as machine:
         print(machine.run("ibv_devinfo", seconds=60).output)
 
-The machine sees this one's root, and forgets what it writes there; /exchange is the folder `machine.exchange`, in which
+The machine sees this one's root, and forgets what it writes there; /exchange is `machine.exchange`, in which
 files stay. It has no other network than the pair of its devices: rxe0 (10.0.0.1) and rxe1 (10.0.0.2), GID index 1.
 """
 
@@ -69,8 +69,8 @@ class Machine:
 
     def __enter__(self) -> Machine:
         kernel, initial = boot_files()
-        self._folder = tempfile.TemporaryDirectory(prefix="mlxdist-rxe-", ignore_cleanup_errors=True)
-        self.exchange = Path(self._folder.name)
+        self._directory = tempfile.TemporaryDirectory(prefix="mlxdist-rxe-", ignore_cleanup_errors=True)
+        self.exchange = Path(self._directory.name)
         for script in ("network.sh", "commands.sh"):
             shutil.copy(HERE / script, self.exchange)
         self._qemu: subprocess.Popen | None = None
@@ -92,7 +92,7 @@ class Machine:
         if self._qemu:
             self._qemu.kill()
             self._qemu.wait()
-        self._folder.cleanup()
+        self._directory.cleanup()
 
     def run(self, command: str, seconds: float) -> Result:
         """Runs a command of bash as root.

@@ -87,19 +87,19 @@ def _kernel_package() -> str:
 
 
 def unpacked(package: str) -> Path:
-    """The folder with the contents of a package, fetched and unpacked if it is not there yet.
+    """The directory with the contents of a package, fetched and unpacked if it is not there yet.
 
     Raises:
         Unavailable: it could not be fetched.
     """
-    folder = CACHE / package
+    directory = CACHE / package
     with _locked():
-        if not folder.exists():
+        if not directory.exists():
             with tempfile.TemporaryDirectory(dir=CACHE) as work:
                 _apt("apt-get", "download", "--quiet", package, cwd=Path(work))
                 _call("dpkg", "-x", str(next(Path(work).glob("*.deb"))), f"{work}/root")
-                Path(work, "root").rename(folder)
-    return folder
+                Path(work, "root").rename(directory)
+    return directory
 
 
 def _initial_files(kernel: Path, busybox: Path) -> Path:
@@ -110,8 +110,8 @@ def _initial_files(kernel: Path, busybox: Path) -> Path:
         return archive
     root = CACHE / "initial"
     shutil.rmtree(root, ignore_errors=True)
-    for folder in ("bin", "dev", "lower", "modules", "proc", "root", "sys", "upper"):
-        (root / folder).mkdir(parents=True)
+    for directory in ("bin", "dev", "lower", "modules", "proc", "root", "sys", "upper"):
+        (root / directory).mkdir(parents=True)
     shutil.copy(busybox, root / "bin" / "busybox")
     (root / "bin" / "sh").symlink_to("busybox")
     shutil.copy(HERE / "init.sh", root / "init")
@@ -132,15 +132,15 @@ def _initial_files(kernel: Path, busybox: Path) -> Path:
 
 def _modules(kernel: Path, busybox: Path) -> list[Path]:
     """The files of _MODULES and of all that these depend on, in the order of loading. Some may be built in."""
-    folder = next((kernel / "lib" / "modules").iterdir())
-    if not (folder / "modules.dep").exists():
-        _call(str(busybox), "depmod", "-b", str(kernel), folder.name)
+    directory = next((kernel / "lib" / "modules").iterdir())
+    if not (directory / "modules.dep").exists():
+        _call(str(busybox), "depmod", "-b", str(kernel), directory.name)
     depends = {}
-    for line in (folder / "modules.dep").read_text().splitlines():
+    for line in (directory / "modules.dep").read_text().splitlines():
         module, _, needs = line.partition(":")
         depends[module] = needs.split()
     by_name = {_module_name(module): module for module in depends}
-    built_in = {_module_name(line) for line in (folder / "modules.builtin").read_text().splitlines()}
+    built_in = {_module_name(line) for line in (directory / "modules.builtin").read_text().splitlines()}
     order: list[str] = []
 
     def add(module: str) -> None:
@@ -154,7 +154,7 @@ def _modules(kernel: Path, busybox: Path) -> list[Path]:
             add(by_name[name])
         elif name not in built_in:
             raise Unavailable(f"{kernel.name} has no module {name}")
-    return [folder / module for module in order]
+    return [directory / module for module in order]
 
 
 def _module_name(path: str) -> str:

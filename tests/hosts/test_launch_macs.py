@@ -182,13 +182,13 @@ def test_fast_synch_means_nothing_without_metal():
 def test_fast_synch_for_one_rank_does_not_fail_the_two_that_doctor_starts(caffeinate, monkeypatch, where):
     python = str(caffeinate.directory / "python")
     hostfile = parse('{"envs": ["MLX_METAL_FAST_SYNCH=1"], "hosts": [{"ssh": "localhost"}]}')
-    chosen = HostSelection() if where == "here" else HostSelection(hostfile, python=python)
+    selection = HostSelection() if where == "here" else HostSelection(hostfile, python=python)
     if where == "here":
         monkeypatch.setenv("MLX_METAL_FAST_SYNCH", "1")
         monkeypatch.setattr(sys, "executable", python)  # of doctor, which starts the launcher
-    job = try_job(chosen, ["localhost"], CheckOptions(variables={"MLX_METAL_FAST_SYNCH": "1"}, quick=True))
+    job = try_job(selection, ["localhost"], CheckOptions(variables={"MLX_METAL_FAST_SYNCH": "1"}, quick=True))
     assert (job.error, job.ranks) == ("", 2)
-    with place_ranks(chosen, ["localhost"]) as placement:  # benchmarks of a report
+    with place_ranks(selection, ["localhost"]) as placement:  # benchmarks of a report
         assert placement.settings == {"MLX_METAL_FAST_SYNCH": "0"}
         if where == "on a host":
             assert read(placement.options[1]).envs == ("MLX_METAL_FAST_SYNCH=0",)

@@ -30,7 +30,7 @@ def test_ep(ranks, shape, scale, sharded, tmp_path):
     assert measured == {(shape, tokens, way) for tokens in (1, 5) for way in ways}
     for result in results["cases"]:
         require_times(result["microseconds"])
-        assert (result["wrong"], result["refused"]) == (0, None) and result["chosen"] in MODES
+        assert (result["wrong"], result["refused"]) == (0, None) and result["mode"] in MODES
         assert f"{shape}: {result['described']}" in printed
     assert [target["met"] in (True, False) for target in results["targets"]] == [True, True]
     assert "targets: " in printed and all(target["case"] in printed for target in results["targets"])

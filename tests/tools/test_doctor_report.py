@@ -132,7 +132,7 @@ def test_runs_of_a_device_map():
     devices = {host: [device | {"name": f"rdma_en{n}"} for n in range(2, 6)] for host in "ab"}
     found, notes = rdma_runs(HostSelection(hostfile), devices)
     assert [run.name for run in found] == ["a rdma_en2 to b rdma_en4", "a rdma_en3 to b rdma_en5"] and notes == []
-    assert [[host.rdma for host in run.chosen.hostfile.hosts] for run in found] == [
+    assert [[host.rdma for host in run.selection.hostfile.hosts] for run in found] == [
         [((), ("rdma_en2",)), (("rdma_en4",), ())],
         [((), ("rdma_en3",)), (("rdma_en5",), ())],
     ]

@@ -63,7 +63,7 @@ class HostSelection:
 
 
 def host_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options to a command, which gets a `HostSelection` as ``chosen``. Bad ones are usage errors."""
+    """Adds the options to a command, which gets a `HostSelection` as ``selection``. Bad ones are usage errors."""
 
     @functools.wraps(command)
     def wrapped(
@@ -81,7 +81,7 @@ def host_options(command: Callable[..., Any]) -> Callable[..., Any]:
         arguments |= {"--python": python, "--ssh": "" if ssh == "ssh" else ssh}
         words = [word for option, value in arguments.items() if value for word in (option, value)]
         found = _hosts(file, hosts, include, exclude)
-        return command(chosen=HostSelection(found, _words(ssh), python, words), **others)
+        return command(selection=HostSelection(found, _words(ssh), python, words), **others)
 
     for option in reversed(_OPTIONS):
         wrapped = option(wrapped)

@@ -72,11 +72,11 @@ class Options:
 class Configuration:
     """One run of `mlxdist config`: what the options leave open is found or taken from the hostfile."""
 
-    def __init__(self, chosen: HostSelection, options: Options) -> None:
-        self._chosen, self._options = chosen, options
+    def __init__(self, selection: HostSelection, options: Options) -> None:
+        self._selection, self._options = selection, options
         self._status = 0
         # What the options do not set is that of the hostfile; except the topology, which is found.
-        hostfile = chosen.hostfile or Hostfile(())
+        hostfile = selection.hostfile or Hostfile(())
         self._backend = options.backend or (hostfile.backend if hostfile.backend in BACKENDS else "mlxdist")
         given = {setting.partition("=")[0] for setting in options.envs} | {"MLXDIST_TOPOLOGY"}
         former = [setting for setting in hostfile.envs if setting.partition("=")[0] not in given]
@@ -91,10 +91,10 @@ class Configuration:
         return self._status
 
     def _collect(self) -> list[HostFacts]:
-        names = [host.name for host in self._chosen.hosts()]
+        names = [host.name for host in self._selection.hosts()]
         if sys.stderr.isatty():
             click.echo(f"collecting facts of {len(names)} host{'s' * (len(names) != 1)} ...", err=True)
-        machines, wrong = collect_hosts(names, self._chosen.ssh_config)
+        machines, wrong = collect_hosts(names, self._selection.ssh_config)
         _warn(*wrong.values())
         if wrong and not self._options.ignore_unreachable or not machines:
             raise ResourceError(
@@ -131,7 +131,7 @@ class Configuration:
         if topology.shape is Shape.APART:
             _warn("not all hosts are connected by cables; those that are not use the network")
             self._status = 1
-        entries = self._chosen.hosts()
+        entries = self._selection.hosts()
         hostfile = make_hostfile(
             machines, topology, links, choices, backend=self._backend, envs=self._envs, hosts=entries
         )
@@ -141,7 +141,7 @@ class Configuration:
 
     def _ethernet(self, machines: list[HostFacts]) -> None:
         choices = choose_addresses(machines)
-        entries = {host.name: host for host in self._chosen.hosts()}
+        entries = {host.name: host for host in self._selection.hosts()}
         hosts = []
         for machine, choice in zip(machines, choices):
             if not self._options.as_json:
@@ -171,11 +171,11 @@ class Configuration:
         for name in locked:
             if mine := [str(step) for step in steps if step.host == name]:
                 line = " && ".join(mine)
-                line = line if is_this_machine(name) else shlex.join([*self._chosen.ssh, "-t", name, line])
+                line = line if is_this_machine(name) else shlex.join([*self._selection.ssh, "-t", name, line])
                 _warn(f"{name} needs a password for sudo; type: {line}")
         runnable = [step for step in steps if step.host not in locked]
         file = UndoFile.beside(_OUTPUT if options.output == "-" else options.output)
-        config = self._chosen.ssh_config
+        config = self._selection.ssh_config
         errors = run_steps(runnable, config, self._say, file)
         _warn(*errors)
         if runnable and file.steps:
@@ -187,7 +187,7 @@ class Configuration:
     def _verify(self, checks: list[Check]) -> None:
         if self._options.dry_run:
             return
-        problems = verify(checks, self._chosen.ssh_config)
+        problems = verify(checks, self._selection.ssh_config)
         _warn(*dict.fromkeys(problems))
         self._say(f"{len(checks) - len(problems)} of {len(checks)} ways work")
         self._status |= bool(problems)
@@ -214,7 +214,7 @@ class Configuration:
         click.echo(text, err=self._options.text_to_stderr)
 
 
-def undo(chosen: HostSelection, output: str, dry_run: bool) -> int:
+def undo(selection: HostSelection, output: str, dry_run: bool) -> int:
     """Takes back what --auto-setup did. A step that succeeds leaves the file, so a second try does the rest. Raises
     InvalidArgument: there is no file of steps beside ``output``."""
     file = UndoFile.beside(output)
@@ -225,12 +225,12 @@ def undo(chosen: HostSelection, output: str, dry_run: bool) -> int:
         for step in steps:
             click.echo(f"{step.host}: {step}")
         return 0
-    machines, _ = collect_hosts(list(dict.fromkeys(step.host for step in steps)), chosen.ssh_config)
+    machines, _ = collect_hosts(list(dict.fromkeys(step.host for step in steps)), selection.ssh_config)
     found = {machine.name: machine for machine in machines}
     for step in [step for step in steps if step.host in found and is_undone(step, found[step.host])]:
         click.echo(f"{step.host}: {step} (not needed any more)")
         file.remove(step)
-    errors = run_steps(file.steps[::-1], chosen.ssh_config, click.echo, file, undoing=True)
+    errors = run_steps(file.steps[::-1], selection.ssh_config, click.echo, file, undoing=True)
     _warn(*errors, *([f"the remaining steps are in {file.path}; run this again"] if errors else []))
     return int(bool(errors))
 

@@ -46,8 +46,8 @@ def choose_addresses(machines: Sequence[HostFacts], without: Sequence[frozenset[
         if all(any(c.address.network == network for c in choices) for choices in possible)
     ]
     if common:
-        chosen = max(common, key=lambda network: (_worth(network, possible), -int(network.network_address)))
-        possible = [[c for c in choices if c.address.network == chosen] for choices in possible]
+        selected = max(common, key=lambda network: (_worth(network, possible), -int(network.network_address)))
+        possible = [[c for c in choices if c.address.network == selected] for choices in possible]
     return [max(choices, key=_rank, default=None) for choices in possible]
 
 

@@ -106,7 +106,7 @@ class Installed:
     error: str = ""
 
 
-def install(chosen: HostSelection, source: str, directory: str, others: Sequence[str]) -> str:
+def install(selection: HostSelection, source: str, directory: str, others: Sequence[str]) -> str:
     """Installs on all hosts at once and prints what each has. Returns the path of their Python; empty if any failed.
 
     Args:
@@ -128,8 +128,8 @@ def install(chosen: HostSelection, source: str, directory: str, others: Sequence
     version = ".".join(platform.python_version_tuple()[:2])
     packages = [*_arguments(source, wheels), *others]
     words = ["sh", "-c", _SCRIPT, "sh", directory, version, "yes" if wheels else "no", *packages]
-    names = [host.name for host in chosen.hosts()]
-    results = run_everywhere(names, words, chosen.ssh_config, input=_archive(wheels), seconds=_SECONDS)
+    names = [host.name for host in selection.hosts()]
+    results = run_everywhere(names, words, selection.ssh_config, input=_archive(wheels), seconds=_SECONDS)
     found = [read_result(result) for result in results]
     _print_table(found)
     if any(host.error for host in found):

@@ -21,10 +21,10 @@ def limit(indices: mx.array, num_experts: int, factor: float) -> mx.array:
     tokens, k = indices.shape
     if indices.size == 0:
         return indices
-    chosen = indices.T.reshape(-1).astype(mx.int64)
-    count = chosen.size
-    order = mx.argsort(chosen * count + mx.arange(count, dtype=mx.int64))  # distinct numbers: no ties to break
-    ascending = chosen[order]
+    selected = indices.T.reshape(-1).astype(mx.int64)
+    count = selected.size
+    order = mx.argsort(selected * count + mx.arange(count, dtype=mx.int64))  # distinct numbers: no ties to break
+    ascending = selected[order]
     first = mx.argmax(ascending[None, :] == mx.arange(num_experts)[:, None], axis=1)
     ahead = mx.arange(count) - first[mx.clip(ascending, 0, num_experts - 1)]
     fits = (ahead < capacity(tokens, k, num_experts, factor)) | (ascending < 0) | (ascending >= num_experts)

@@ -199,13 +199,13 @@ def route(
 ) -> Handle:
     """The routing of :func:`dispatch` alone. Collective, and awaited. ``x``, if given, is checked with it."""
     group = group_of(group)
-    chosen = on_host(indices)
-    if chosen is None:
+    selected = on_host(indices)
+    if selected is None:
         raise InvalidArgument(f"{name}: the sizes of its messages depend on the indices, so it cannot be compiled")
-    problem = wrong_ranks(name, placement, group) or _problem(name, chosen, placement, x)
-    sent = outgoing(np.zeros((0, 1), np.int64) if problem else chosen.astype(np.int64), placement)
+    problem = wrong_ranks(name, placement, group) or _problem(name, selected, placement, x)
+    sent = outgoing(np.zeros((0, 1), np.int64) if problem else selected.astype(np.int64), placement)
     equal = {
-        "number of experts per token": chosen.shape[-1:],
+        "number of experts per token": selected.shape[-1:],
         "hidden size": x.shape[-1:] if x is not None else "",
         "placement of the experts": placement,
     }
@@ -213,18 +213,18 @@ def route(
     return exchange_routing(sent, agree(name, group, problem, equal, facts), group)
 
 
-def outgoing(chosen: np.ndarray, placement: Placement) -> Outgoing:
-    """What a rank with the tokens of ``chosen``, (tokens, k) experts or -1, sends. No collective."""
-    owners = np.where(chosen >= 0, placement.owners[chosen], -1)
+def outgoing(selected: np.ndarray, placement: Placement) -> Outgoing:
+    """What a rank with the tokens of ``selected``, (tokens, k) experts or -1, sends. No collective."""
+    owners = np.where(selected >= 0, placement.owners[selected], -1)
     rows, experts, slots = [], [], []
     for rank in range(placement.ranks):
         there = owners == rank
         tokens = np.flatnonzero(there.any(axis=1))
-        local = np.where(there[tokens], chosen[tokens] - placement.local(rank).start, -1)
+        local = np.where(there[tokens], selected[tokens] - placement.local(rank).start, -1)
         rows.append(tokens)
         experts.append(local.astype(np.int32))
         slots.append(np.flatnonzero(there))
-    return Outgoing(rows, experts, slots, chosen.shape)
+    return Outgoing(rows, experts, slots, selected.shape)
 
 
 def exchange_routing(sent: Outgoing, facts: np.ndarray, group: Group) -> Handle:
@@ -252,20 +252,20 @@ def _exchange(
     return stages.run(forward, backward, [rows], passed)
 
 
-def _problem(name: str, chosen: np.ndarray, placement: Placement, x: mx.array | None) -> str | None:
-    if chosen.dtype.kind not in "iu" or chosen.ndim != 2:
-        return f"{name}: indices must be integers of shape (tokens, k), not {chosen.dtype} of shape {chosen.shape}"
-    if x is not None and (x.ndim != 2 or x.shape[0] != chosen.shape[0]):
-        return f"{name}: x has shape {x.shape}, but indices {chosen.shape}; both need one row per token"
-    return wrong_index(f"{name}: indices", placement, chosen, least=-1)
+def _problem(name: str, selected: np.ndarray, placement: Placement, x: mx.array | None) -> str | None:
+    if selected.dtype.kind not in "iu" or selected.ndim != 2:
+        return f"{name}: indices must be integers of shape (tokens, k), not {selected.dtype} of shape {selected.shape}"
+    if x is not None and (x.ndim != 2 or x.shape[0] != selected.shape[0]):
+        return f"{name}: x has shape {x.shape}, but indices {selected.shape}; both need one row per token"
+    return wrong_index(f"{name}: indices", placement, selected, least=-1)
 
 
-def _route_alike(chosen: np.ndarray, placement: Placement, group: Group) -> Handle:
+def _route_alike(selected: np.ndarray, placement: Placement, group: Group) -> Handle:
     """The handle of a rank that holds the indices of all ranks: (ranks * tokens, k), a shard of them for each rank.
 
     No collective: each rank knows what the others will send it.
     """
-    sent = [outgoing(chunk, placement) for chunk in np.split(chosen, group.size())]
+    sent = [outgoing(chunk, placement) for chunk in np.split(selected, group.size())]
     here = group.rank()
     rows, pairs = [len(one.rows[here]) for one in sent], [len(one.slots[here]) for one in sent]
     return Handle(group, sent[here], rows, pairs, np.concatenate([one.experts[here] for one in sent]))
@@ -278,15 +278,15 @@ def dispatched(x: mx.array, handle: Handle, scores: mx.array | None, experts: Ex
     return _bring_back(y, handle, scores, experts.exchange_dtype, experts.stages)
 
 
-def dispatched_alike(x: mx.array, chosen: np.ndarray, scores: mx.array | None, experts: Experts) -> mx.array:
-    """The same for tokens, and their experts ``chosen``, that all ranks hold alike: each rank sends its shard of them.
+def dispatched_alike(x: mx.array, selected: np.ndarray, scores: mx.array | None, experts: Experts) -> mx.array:
+    """The same for tokens, and their experts ``selected``, that all ranks hold alike: each sends its shard of them.
 
     The results are gathered. As all know the routing, it takes no message.
     """
     group, tokens = experts.group, x.shape[0]
     rows = -(-tokens // group.size())
-    padded = np.full((rows * group.size(), chosen.shape[1]), -1, np.int64)
-    padded[:tokens] = chosen
+    padded = np.full((rows * group.size(), selected.shape[1]), -1, np.int64)
+    padded[:tokens] = selected
     mine = slice(group.rank() * rows, (group.rank() + 1) * rows)
 
     gather = partial(all_gather, group=group)

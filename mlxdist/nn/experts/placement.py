@@ -53,8 +53,8 @@ def wrong_ranks(name: str, placement: Placement, group: Group) -> str | None:
     return f"{name}: the placement is for {placement.ranks} ranks, but the group has {group.size()}"
 
 
-def wrong_index(name: str, placement: Placement, chosen: np.ndarray, least: int = 0) -> str | None:
-    """What is wrong with the experts ``chosen``, integers of any shape from ``least`` on, if one is none."""
-    if not chosen.size or least <= chosen.min() <= chosen.max() < placement.num_experts:
+def wrong_index(name: str, placement: Placement, selected: np.ndarray, least: int = 0) -> str | None:
+    """What is wrong with the experts ``selected``, integers of any shape from ``least`` on, if one is none."""
+    if not selected.size or least <= selected.min() <= selected.max() < placement.num_experts:
         return None
-    return f"{name} are from {chosen.min()} to {chosen.max()}, but the experts are 0 to {placement.num_experts - 1}"
+    return f"{name} are from {selected.min()} to {selected.max()}, but the experts are 0 to {placement.num_experts - 1}"

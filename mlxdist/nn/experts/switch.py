@@ -195,17 +195,17 @@ class ExpertParallelSwitchGLU(nn.Module):
         """
         later = self.host_sync and self._is_compared_later(x, indices, scores)
         waits = self.host_sync and isinstance(indices, mx.array) and not (later and self._is_sooner_masked(indices))
-        chosen = on_host(indices) if waits else None
-        problem = self._problem(x, indices, scores, chosen)
+        selected = on_host(indices) if waits else None
+        problem = self._problem(x, indices, scores, selected)
         routing: np.ndarray | mx.array | Handle
         if later and not problem:
-            routing, most = self._compared_later(indices, chosen), 0
-        elif chosen is None and not later and isinstance(indices, mx.array):
+            routing, most = self._compared_later(indices, selected), 0
+        elif selected is None and not later and isinstance(indices, mx.array):
             if problem:
                 raise InvalidArgument(problem)
             routing, most = self._without_host(x, indices, scores)
         else:
-            routing, most = self._with_host(x, indices, scores, chosen, problem)
+            routing, most = self._with_host(x, indices, scores, selected, problem)
         k = indices.shape[-1]
         scores_of = None if scores is None else scores.reshape(-1, k)
         y = self._run(x.reshape(-1, x.shape[-1]), routing, scores_of, most, self._compiled if later else None)
@@ -230,13 +230,13 @@ class ExpertParallelSwitchGLU(nn.Module):
         wasted = indices.size * others * self._pair_elements // (others + 1)
         return wasted < _WORTH_WAITING[mx.default_device().type]
 
-    def _compared_later(self, indices: mx.array, chosen: np.ndarray | None) -> np.ndarray | mx.array:
+    def _compared_later(self, indices: mx.array, selected: np.ndarray | None) -> np.ndarray | mx.array:
         """The experts of each token; on the host if that has them."""
         self._comparisons.put_off(indices)
         if self.last_mode != "replicated":
             self.last_mode = "replicated"
-        if chosen is not None:
-            return chosen.reshape(-1, chosen.shape[-1]).astype(np.int64)
+        if selected is not None:
+            return selected.reshape(-1, selected.shape[-1]).astype(np.int64)
         return self._with_one_wrong_index(indices.reshape(-1, indices.shape[-1]))
 
     def _with_one_wrong_index(self, flat: mx.array) -> mx.array:
@@ -246,7 +246,7 @@ class ExpertParallelSwitchGLU(nn.Module):
         return mx.minimum(flat.astype(mx.uint32), self.num_experts)
 
     def _with_host(
-        self, x: Any, indices: Any, scores: Any, chosen: np.ndarray | None, problem: str | None
+        self, x: Any, indices: Any, scores: Any, selected: np.ndarray | None, problem: str | None
     ) -> tuple[np.ndarray | Handle, int]:
         """Compares the ranks, drops what exceeds the capacity, chooses the mode.
 
@@ -257,8 +257,8 @@ class ExpertParallelSwitchGLU(nn.Module):
         kept: np.ndarray = np.zeros((0, 1), np.int64)
         earlier = self._comparisons.take_open()
         problem = problem or wrong_index(f"{_NAME}: indices of an earlier call", self.placement, earlier)
-        if not problem and chosen is not None:
-            kept = chosen.reshape(-1, chosen.shape[-1])
+        if not problem and selected is not None:
+            kept = selected.reshape(-1, selected.shape[-1])
             if self.capacity_factor is not None:
                 kept = np.array(limit(mx.array(kept), self.num_experts, self.capacity_factor))
             kept = kept.astype(np.int64)
@@ -356,7 +356,7 @@ class ExpertParallelSwitchGLU(nn.Module):
             "experts of the tokens of earlier calls (a hash)": "" if earlier is None else zlib.crc32(earlier.tobytes()),
         }
 
-    def _problem(self, x: Any, indices: Any, scores: Any, chosen: np.ndarray | None) -> str | None:
+    def _problem(self, x: Any, indices: Any, scores: Any, selected: np.ndarray | None) -> str | None:
         if not isinstance(x, mx.array) or not isinstance(indices, mx.array):
             return f"{_NAME}: x and indices must be mx.array, not {type(x).__name__} and {type(indices).__name__}"
         width = base(self[projections(self)[0]]).input_dims
@@ -371,7 +371,7 @@ class ExpertParallelSwitchGLU(nn.Module):
             return f"{_NAME}: indices have shape {indices.shape}: no experts per token"
         if scores is not None and (not isinstance(scores, mx.array) or scores.shape != indices.shape):
             return f"{_NAME}: scores must have the shape of indices, {indices.shape}, not {np.shape(scores)}"
-        return None if chosen is None else wrong_index(f"{_NAME}: indices", self.placement, chosen)
+        return None if selected is None else wrong_index(f"{_NAME}: indices", self.placement, selected)
 
 
 def _describe(switch: nn.Module, sharding: Sharding, options: _Options, policy: Policy) -> str:

@@ -82,5 +82,5 @@ def targets(results: dict[str, Any]) -> list[Target]:
 def _show(results: dict[str, Any], console: Console) -> None:
     where = "each rank its part of the tokens" if results["setup"]["sharded"] else "all ranks all tokens"
     title = f"{results['setup']['ranks']} ranks, {where}"
-    chosen = {"auto is": lambda row: row[AUTO]["chosen"]}
-    console.print(comparison_table(results, title, console, AUTO, (RING, ONE_PROCESS), chosen))
+    columns = {"auto is": lambda row: row[AUTO]["mode"]}
+    console.print(comparison_table(results, title, console, AUTO, (RING, ONE_PROCESS), columns))

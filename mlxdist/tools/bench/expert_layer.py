@@ -90,8 +90,8 @@ class Layer:
             works[name] = replace(timed, elsewhere=asleep) if name == ONE_PROCESS and self.world.rank() else timed
         take = partial(interleave, repeats=repeats)
         results = time_case(self.world, case, works, take, copied=copied, means=True)
-        chosen = self.parallel[AUTO].last_mode
-        return [result | {"described": shape.described, "chosen": chosen} for result in results]
+        auto = self.parallel[AUTO].last_mode
+        return [result | {"described": shape.described, "mode": auto} for result in results]
 
     def _own_part(self, tokens: int) -> slice:
         first, end = (tokens * rank // self.world.size() for rank in (self.world.rank(), self.world.rank() + 1))
@@ -104,13 +104,13 @@ class Layer:
 
     def _bytes_read(self, x: mx.array) -> dict[str, int]:
         """Bytes of weights that the busiest rank reads at least, each once."""
-        chosen = np.unique(np.array(route(self.full, x)[0]))
+        selected = np.unique(np.array(route(self.full, x)[0]))
         shape, ranks = self.shape, self.world.size()
         each = 3 * shape.hidden_size * shape.moe_intermediate_size * 4
-        owners = self.parallel[AUTO].placement.owners[chosen]
+        owners = self.parallel[AUTO].placement.owners[selected]
         parallel = dict.fromkeys(self.parallel, int(np.bincount(owners, minlength=ranks).max()) * each)
         inside = [RING, INSIDE] if INSIDE in self.parallel else [RING]
-        return {ONE_PROCESS: len(chosen) * each} | parallel | dict.fromkeys(inside, len(chosen) * each // ranks)
+        return {ONE_PROCESS: len(selected) * each} | parallel | dict.fromkeys(inside, len(selected) * each // ranks)
 
 
 def route(block: Qwen3MoeSparseMoeBlock, x: mx.array) -> tuple[mx.array, mx.array]:

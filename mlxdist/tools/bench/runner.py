@@ -77,7 +77,7 @@ class Runner:
     """What the user has chosen for a benchmark by the options that all have."""
 
     name: str
-    chosen: HostSelection = THIS_MACHINE
+    selection: HostSelection = THIS_MACHINE
     ranks: int = 2
     repeats: int | None = None
     pinned: bool = True
@@ -118,10 +118,10 @@ class Runner:
         job = {"mark": MARK, "cases": list(cases), "parameters": common | parameters}
         # Compressed: Linux takes 128 KiB in one argument, and there may be a thousand cases.
         packed = base64.b64encode(zlib.compress(json.dumps(job).encode())).decode()
-        program = module_command("mlxdist.tools.bench.rank", target, packed, python=self.chosen.python)
+        program = module_command("mlxdist.tools.bench.rank", target, packed, python=self.selection.python)
         found: list[Any] = []
-        has_hosts = self.chosen.hostfile is not None
-        where = host_arguments(self.chosen) if has_hosts else contextlib.nullcontext(["-n", str(self.ranks)])
+        has_hosts = self.selection.hostfile is not None
+        where = host_arguments(self.selection) if has_hosts else contextlib.nullcontext(["-n", str(self.ranks)])
         with progress_bar() as progress, where as arguments:
             task = progress.add_task(title, total=len(cases))
 
@@ -159,7 +159,7 @@ class Runner:
         """Of one or several jobs with the same cases, in the order of those."""
         loads = [job["foreign_cpu_share"] for job in jobs if job["foreign_cpu_share"] is not None]
         setup = {name: value for name, value in jobs[0].items() if name not in ("rows", "absent")} | setup
-        setup |= {"repeats": self.repeats, "hosts": _hosts(self.chosen, self.ranks), "cases": list(cases)}
+        setup |= {"repeats": self.repeats, "hosts": _hosts(self.selection, self.ranks), "cases": list(cases)}
         setup |= {"environment": relevant(os.environ), "foreign_cpu_share": max(loads, default=None)}
         rows = [row for each in zip(*(job["rows"] for job in jobs)) for of_job in each for row in of_job]
         return {
@@ -201,12 +201,12 @@ def require_package(name: str, extra: str) -> None:
         raise click.ClickException(f"this needs {name}: pip install 'mlxdist[{extra}]'")
 
 
-def _hosts(chosen: HostSelection, ranks: int) -> list[dict[str, Any]]:
-    if chosen.hostfile is None:
+def _hosts(selection: HostSelection, ranks: int) -> list[dict[str, Any]]:
+    if selection.hostfile is None:
         return [{"name": "localhost", "slots": ranks, "ips": [], "rdma": []}]
     return [
         {"name": host.name, "slots": host.slots, "ips": list(host.ips), "rdma": [list(row) for row in host.rdma]}
-        for host in chosen.hosts()
+        for host in selection.hosts()
     ]
 
 
@@ -242,7 +242,7 @@ def benchmark(
         @functools.wraps(function)
         def command(
             *,
-            chosen: HostSelection = THIS_MACHINE,
+            selection: HostSelection = THIS_MACHINE,
             each: int | None = None,
             repeats: int | None = None,
             pinned: bool,
@@ -250,7 +250,7 @@ def benchmark(
             output: Path | None,
             **own: Any,
         ) -> None:
-            runner = Runner(function.__name__, *with_ranks(chosen, each, max_ranks), repeats, pinned)
+            runner = Runner(function.__name__, *with_ranks(selection, each, max_ranks), repeats, pinned)
             finish(function(runner, **own), as_json, output)
 
         options: list[Callable[[Callable], Callable]] = [] if two_ranks_here else [_RANKS, host_options]
@@ -263,18 +263,18 @@ def benchmark(
     return decorate
 
 
-def with_ranks(chosen: HostSelection, each: int | None, most: int = MAX_RANKS) -> tuple[HostSelection, int]:
+def with_ranks(selection: HostSelection, each: int | None, most: int = MAX_RANKS) -> tuple[HostSelection, int]:
     """The hosts with their ranks, and how many those are, from what -n says.
 
     Raises:
         click.UsageError: that is no number of ranks to benchmark.
     """
-    chosen = chosen.with_ranks(each)
-    ranks = chosen.hostfile.ranks if chosen.hostfile is not None else each or 2
+    selection = selection.with_ranks(each)
+    ranks = selection.hostfile.ranks if selection.hostfile is not None else each or 2
     if not 2 <= ranks <= most:
         number = f"{ranks} rank{'s' * (ranks != 1)} in all"
         raise click.UsageError(f"{number}; this needs 2 to {most}, see -n and --hostfile")
-    return chosen, ranks
+    return selection, ranks
 
 
 def finish(report: Report, as_json: bool, output: Path | None) -> None:

@@ -245,8 +245,8 @@ def ep_transport(tokens: int, world: mlxdist.Group, groups: dict[str, mx.distrib
     data = Inputs("float16", tokens * hidden, world.size())
     mine = data[world.rank()].reshape(tokens, hidden)
     x, placement = to_mlx(mine, "float16"), Placement(experts, world.size())
-    chosen = np.argsort(np.random.default_rng(world.rank()).random((tokens, experts)), axis=1)[:, :top_k]
-    indices = mx.array(chosen.astype(np.int32))
+    selected = np.argsort(np.random.default_rng(world.rank()).random((tokens, experts)), axis=1)[:, :top_k]
+    indices = mx.array(selected.astype(np.int32))
     scores = mx.full((tokens, top_k), 1 / top_k)  # a power of 2: the sums are exact
     mx.eval(x, indices, scores)
 
@@ -254,7 +254,7 @@ def ep_transport(tokens: int, world: mlxdist.Group, groups: dict[str, mx.distrib
         received, _, handle = dispatch(x, indices, placement, world)
         return [combine(received, handle, scores)]
 
-    away = [int((placement.owners[chosen] == rank).any(axis=1).sum()) for rank in range(world.size())]
+    away = [int((placement.owners[selected] == rank).any(axis=1).sum()) for rank in range(world.size())]
     away[world.rank()] = 0
     read = int(mlxdist.all_max(np.array([2 * sum(away) * hidden * 2], np.int64), group=world)[0])
     described = f"{tokens} tokens of {hidden} each, top {top_k} of {experts}"

@@ -55,14 +55,14 @@ def choose(results: dict[str, Any], ranks: int) -> list[Row]:
     rows: list[Row] = []
     for operation in OPERATIONS:
         measured = [row for row in by_case(results) if _case(row)["operation"] == operation]
-        chosen = None
+        best = None
         for row, following in zip(measured, [*measured[1:], None]):
             medians = {name: result["microseconds"]["median"] for name, result in row.items()}
-            chosen = _fastest(medians, [next(iter(row.values()))["default"], chosen])
+            best = _fastest(medians, [next(iter(row.values()))["default"], best])
             end = MAX_BYTES if following is None else math.isqrt(_case(row)["bytes"] * _case(following)["bytes"])
-            if rows and (rows[-1].operation, rows[-1].algorithm) == (operation, chosen):
+            if rows and (rows[-1].operation, rows[-1].algorithm) == (operation, best):
                 rows.pop()
-            rows.append(Row(operation, ranks, end, chosen))
+            rows.append(Row(operation, ranks, end, best))
     return rows
 
 
@@ -84,9 +84,9 @@ def show_algorithms(results: dict[str, Any], console: Console, rows: list[Row]) 
         case = _case(row)
         size = case.get("bytes", 0)
         medians = [f"{row[name]['microseconds']['median']:.1f}" if name in row else "" for name in ALGORITHMS]
-        chosen = next(r.algorithm for r in rows if r.operation == case["operation"] and size <= r.bytes)
+        best = next(r.algorithm for r in rows if r.operation == case["operation"] and size <= r.bytes)
         default = next(iter(row.values()))["default"]
-        lines.append([case["operation"], format_size(size) if size else "", *medians, default, chosen])
+        lines.append([case["operation"], format_size(size) if size else "", *medians, default, best])
     columns = ["operation", "input", *ALGORITHMS, "by default", "in the file"]
     title = f"{results['setup']['ranks']} ranks; microseconds per operation: median"
     console.print(table_of(title, columns, lines))

@@ -145,16 +145,16 @@ def _rounded(figure: float) -> float:
     return float(f"{figure:.{DIGITS}g}")
 
 
-def measure_hosts(chosen: HostSelection, seconds: float) -> tuple[list[HostMeasurement], dict[str, Any]]:
+def measure_hosts(selection: HostSelection, seconds: float) -> tuple[list[HostMeasurement], dict[str, Any]]:
     """All chosen hosts, and what the job that measured their links says of itself.
 
     Raises:
         ResourceError: a host cannot be measured.
     """
-    names = [host.name for host in chosen.hosts()]
+    names = [host.name for host in selection.hosts()]
     with progress_bar() as progress:
         task = progress.add_task("connecting", total=1 + len(PARTS))
-        with Connections(names, chosen.ssh_config) as connections:
+        with Connections(names, selection.ssh_config) as connections:
             machines = _all_of(connections.call("calibrate.machine", seconds=START_SECONDS))
             _check_machines(names, machines)
             parts: list[dict[str, Any]] = [{} for _ in names]
@@ -168,9 +168,9 @@ def measure_hosts(chosen: HostSelection, seconds: float) -> tuple[list[HostMeasu
     job: dict[str, Any] = {"rows": [], "provider": None, "foreign_cpu_share": None}
     if len(names) > 1:
         # One rank on each host, one pair after the other, each way by itself.
-        hostfile = Hostfile(tuple(chosen.hosts())).with_one_rank_each().for_mlxdist()
+        hostfile = Hostfile(tuple(selection.hosts())).with_one_rank_each().for_mlxdist()
         pairs = [{"source": a, "target": b} for a in range(len(names)) for b in range(len(names)) if a != b]
-        runner = Runner("links", replace(chosen, hostfile=hostfile), len(names), pinned=False)
+        runner = Runner("links", replace(selection, hostfile=hostfile), len(names), pinned=False)
         job = runner.job("mlxdist.tools.calibrate.ranks:Links", pairs, seconds=seconds / len(pairs))
     return judge(names, machines, parts, [link for links in job["rows"] for link in links]), job
 
@@ -193,16 +193,16 @@ def _check_machines(names: list[str], machines: list[dict[str, Any]]) -> None:
             raise ResourceError(f"{same[0]} and {name} are one machine; give it once, with slots for its ranks")
 
 
-def shares(chosen: HostSelection, hosts: list[HostMeasurement]) -> dict[str, dict[str, float]]:
+def shares(selection: HostSelection, hosts: list[HostMeasurement]) -> dict[str, dict[str, float]]:
     """By memory and by compute, the speed of a rank on each host relative to the slowest rank."""
-    hostfile = chosen.hostfile or Hostfile(tuple(chosen.hosts()))
+    hostfile = selection.hostfile or Hostfile(tuple(selection.hosts()))
     names = [host.name for host in hostfile.hosts for _ in range(host.slots)]
     measured = {host.name: host.measured for host in hosts}
     return {by: dict(zip(names, speeds(hostfile, by, measured))) for by in MEASUREMENTS}
 
 
-def show_hosts(chosen: HostSelection, hosts: list[HostMeasurement], console: Console) -> None:
-    rank_shares = shares(chosen, hosts)
+def show_hosts(selection: HostSelection, hosts: list[HostMeasurement], console: Console) -> None:
+    rank_shares = shares(selection, hosts)
     rows = []
     for host in hosts:
         link = min(host.links, key=lambda link: link.gbps, default=None)
@@ -237,7 +237,7 @@ def _spread(found: dict[str, Any]) -> float:
     return (found["max"] - found["min"]) / 2 / found["median"]
 
 
-def as_json(chosen: HostSelection, hosts: list[HostMeasurement], job: dict[str, Any]) -> dict[str, Any]:
+def as_json(selection: HostSelection, hosts: list[HostMeasurement], job: dict[str, Any]) -> dict[str, Any]:
     return {
         "hosts": [
             {
@@ -252,5 +252,5 @@ def as_json(chosen: HostSelection, hosts: list[HostMeasurement], job: dict[str, 
         ],
         "links": [asdict(link) for host in hosts for link in host.links if link.target == host.name],
         "provider": job["provider"],
-        "rank_shares": None if any(host.problems for host in hosts) else shares(chosen, hosts),
+        "rank_shares": None if any(host.problems for host in hosts) else shares(selection, hosts),
     }

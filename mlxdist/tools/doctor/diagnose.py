@@ -25,7 +25,7 @@ __all__ = ["diagnose", "failed_hosts", "make_options", "preflight", "without_hos
 
 
 def make_options(
-    chosen: HostSelection,
+    selection: HostSelection,
     command: Sequence[str],
     *,
     directory: str,
@@ -36,7 +36,7 @@ def make_options(
     full: bool = False,
 ) -> CheckOptions:
     """What to check the hosts for. Script and model are found in the command, where it has them."""
-    hostfile = chosen.hostfile
+    hostfile = selection.hostfile
     envs = dict(setting.split("=", 1) for setting in hostfile.envs) if hostfile else {}
     ours = {name: v for name, v in os.environ.items() if name.startswith("MLXDIST_") and name not in OF_JOB}
     return CheckOptions(
@@ -53,16 +53,16 @@ def make_options(
 
 
 def diagnose(
-    chosen: HostSelection, options: CheckOptions, on_progress: OnProgress | None = None
+    selection: HostSelection, options: CheckOptions, on_progress: OnProgress | None = None
 ) -> tuple[Cluster, list[Result]]:
     """Probes all hosts, runs a job on those that pass, and returns the results of all checks.
 
     ``on_progress``: None shows the progress on the terminal.
     """
-    hosts = chosen.hosts()
+    hosts = selection.hosts()
     names = [host.name for host in hosts]
     with contextlib.nullcontext(on_progress) if on_progress else _progress(names) as show:
-        cluster = probe(hosts, chosen.ssh_config, options, show)
+        cluster = probe(hosts, selection.ssh_config, options, show)
         results = run_checks(cluster, after_job=False)
         failed = failed_hosts(names, results)
         passed = [name for name in names if name not in failed]
@@ -71,12 +71,12 @@ def diagnose(
         else:
             for name in passed:
                 show(name, "values and links")
-            cluster.job = try_job(chosen, passed, options)
+            cluster.job = try_job(selection, passed, options)
         return cluster, results + run_checks(cluster, after_job=True)
 
 
 def preflight(
-    chosen: HostSelection, command: Sequence[str], *, directory: str = "", variables: Mapping[str, str] | None = None
+    selection: HostSelection, command: Sequence[str], *, directory: str = "", variables: Mapping[str, str] | None = None
 ) -> int:
     """The checks that take seconds, before a job. Prints the problems and one line; 0 if the job may be started.
 
@@ -84,8 +84,8 @@ def preflight(
         directory: where the ranks will run; the current one if empty.
         variables: what is set for all ranks besides the hostfile's and this shell's: --env.
     """
-    options = make_options(chosen, command, directory=directory or os.getcwd(), variables=variables, quick=True)
-    cluster, results = diagnose(chosen, options)
+    options = make_options(selection, command, directory=directory or os.getcwd(), variables=variables, quick=True)
+    cluster, results = diagnose(selection, options)
     print_problems(cluster, results, sys.stderr)
     return int(any(result.verdict is Verdict.FAIL for result in results))
 

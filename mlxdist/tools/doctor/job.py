@@ -27,21 +27,21 @@ _WORDS = 300
 _SHOWN_PROGRAM = "import mlxdist; mlxdist.barrier()"
 
 
-def try_job(chosen: HostSelection, names: list[str], options: CheckOptions) -> Job:
+def try_job(selection: HostSelection, names: list[str], options: CheckOptions) -> Job:
     """Runs it on these hosts, and smaller ones where it fails. Never raises: what went wrong is in the result."""
-    job = _run_on(names, chosen, options)
+    job = _run_on(names, selection, options)
     if job.error and len(names) > 1:
-        job = replace(job, culprits=_culprits(job, chosen, replace(options, quick=True)))
+        job = replace(job, culprits=_culprits(job, selection, replace(options, quick=True)))
     return job
 
 
-def _culprits(job: Job, chosen: HostSelection, options: CheckOptions) -> tuple[Job, ...]:
+def _culprits(job: Job, selection: HostSelection, options: CheckOptions) -> tuple[Job, ...]:
     """Of jobs on one host each those that fail; if none does, of jobs on the first host and another one."""
     first, *others = job.hosts
     with ThreadPoolExecutor(_AT_A_TIME) as threads:
 
         def failing(groups: list[list[str]]) -> tuple[Job, ...]:
-            jobs = threads.map(lambda names: _run_on(names, chosen, options), groups)
+            jobs = threads.map(lambda names: _run_on(names, selection, options), groups)
             return tuple(smaller for smaller in jobs if smaller.error)
 
         alone = failing([[name] for name in job.hosts])
@@ -62,9 +62,9 @@ class Placement:
 
 
 @contextlib.contextmanager
-def place_ranks(chosen: HostSelection, names: Sequence[str]) -> Iterator[Placement]:
+def place_ranks(selection: HostSelection, names: Sequence[str]) -> Iterator[Placement]:
     """The ranks of these hosts, at least two; without a hostfile two on this machine."""
-    given, options = chosen.hostfile, []
+    given, options = selection.hostfile, []
     # The user's job has one rank on a Mac, where this is allowed; two are rejected.
     settings = {FAST_SYNCH: "0"} if given is None or given.only(names).ranks == 1 else {}
     if given is None:
@@ -78,7 +78,7 @@ def place_ranks(chosen: HostSelection, names: Sequence[str]) -> Iterator[Placeme
         envs = [setting for setting in hostfile.envs if not setting.startswith(f"{FAST_SYNCH}=")]
         hostfile = replace(hostfile.with_ranks(_ALONE), envs=(*envs, f"{FAST_SYNCH}=0"))
         options += ["-n", str(_ALONE)]
-    with host_arguments(replace(chosen, hostfile=hostfile)) as on:
+    with host_arguments(replace(selection, hostfile=hostfile)) as on:
         shown = ["--hostfile", "HOSTFILE", *options, *on[2:]]
         yield Placement(hostfile.hosts, on, shown, settings)
 
@@ -96,9 +96,9 @@ def run_ranks(
     return result, [json.loads(line.partition(MARK)[2]) for line in result.output.splitlines() if MARK in line]
 
 
-def _run_on(names: Sequence[str], chosen: HostSelection, options: CheckOptions) -> Job:
-    with place_ranks(chosen, names) as placement:
-        return _run(placement, options, chosen.hostfile.envs if chosen.hostfile is not None else ())
+def _run_on(names: Sequence[str], selection: HostSelection, options: CheckOptions) -> Job:
+    with place_ranks(selection, names) as placement:
+        return _run(placement, options, selection.hostfile.envs if selection.hostfile is not None else ())
 
 
 def _run(placement: Placement, options: CheckOptions, envs: Sequence[str]) -> Job:

@@ -125,18 +125,18 @@ class JobRanks:
 
 
 @contextlib.contextmanager
-def find_ranks(job: str | None, chosen: HostSelection) -> Iterator[JobRanks]:
+def find_ranks(job: str | None, selection: HostSelection) -> Iterator[JobRanks]:
     """Of the job whose name begins so: on the hosts chosen, else on those that it was started on from here.
 
     Raises:
         InvalidArgument: there is no such job, or more than one.
         ResourceError: no host responds.
     """
-    found = find_job(job) if chosen.hostfile is None else None
+    found = find_job(job) if selection.hostfile is None else None
     if found is not None and not found.hosts:
         yield JobRanks(found.name)
         return
-    hosts, config = (found.hosts, found.ssh_config) if found is not None else (chosen.hosts(), chosen.ssh_config)
+    hosts, config = (found.hosts, found.ssh_config) if found is not None else (selection.hosts(), selection.ssh_config)
     with Connections([host.name for host in hosts], config) as connections:
         name = found.name if found is not None else _full_name(connections, job)
         if job and name != job and True in connections.call("jobs.recorded", {"name": job}):

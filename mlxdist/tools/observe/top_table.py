@@ -57,13 +57,13 @@ def _head(view: View) -> list[Text]:
 def rank_table(rows: list[RankState], columns: Collection[str] = ("GB/s",)) -> Table:
     """``columns``: which of the optional ones."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    chosen = {name: justify for name, justify in _COLUMNS.items() if name not in ("array", "GB/s") or name in columns}
-    for name, justify in chosen.items():
+    shown = {name: justify for name, justify in _COLUMNS.items() if name not in ("array", "GB/s") or name in columns}
+    for name, justify in shown.items():
         table.add_column(name, justify=justify, no_wrap=name != "call site", overflow="fold")
     for row in rows:
         style = "bold red" if row.is_straggler else "dim" if not row.has_responded else None
         cells = _cells(row)
-        table.add_row(*(Text(cells.get(name, "")) for name in chosen), style=style)
+        table.add_row(*(Text(cells.get(name, "")) for name in shown), style=style)
     return table
 
 

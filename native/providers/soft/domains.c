@@ -17,9 +17,9 @@
 #define PATH_BYTES 1024
 
 static void path_of(const struct soft_context *context, uint32_t domain, char path[PATH_BYTES]) {
-  const char *folder = getenv("XDG_RUNTIME_DIR");
-  snprintf(path, PATH_BYTES, "%s/mlxdist-%u-domain-%s-%u-%u", folder && *folder ? folder : "/tmp", (unsigned)getuid(),
-           context->verbs.device->name, context->host, domain);
+  const char *directory = getenv("XDG_RUNTIME_DIR");
+  snprintf(path, PATH_BYTES, "%s/mlxdist-%u-domain-%s-%u-%u", directory && *directory ? directory : "/tmp",
+           (unsigned)getuid(), context->verbs.device->name, context->host, domain);
 }
 
 int soft_domain_take(const struct soft_context *context, uint32_t *domain) {

@@ -1,4 +1,4 @@
-/* Locks on Linux: the name of a socket that is in no folder. Only one socket can have it, and it ends with the last
+/* Locks on Linux: the name of a socket that is in no directory. Only one socket can have it, and it ends with the last
  * descriptor. */
 #define _GNU_SOURCE 1
 #include "quota.h"

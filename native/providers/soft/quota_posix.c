@@ -1,5 +1,5 @@
-/* Locks on macOS: a locked file in the user's folder for temporary files, which is removed with the lock. Of a process
- * that was killed an empty file is left, unlocked; the next process in that slot removes it. */
+/* Locks on macOS: a locked file in the user's directory for temporary files, which is removed with the lock. Of a
+ * process that was killed an empty file is left, unlocked; the next process in that slot removes it. */
 #define _GNU_SOURCE 1
 #include "quota.h"
 
@@ -14,12 +14,12 @@
 #define PATH_BYTES 1280
 
 static int path_of(const char *name, char path[PATH_BYTES]) {
-  char folder[1024] = "/tmp/";
+  char directory[1024] = "/tmp/";
 #ifdef _CS_DARWIN_USER_TEMP_DIR
-  size_t length = confstr(_CS_DARWIN_USER_TEMP_DIR, folder, sizeof folder);
-  if (length == 0 || length > sizeof folder) return ENAMETOOLONG;
+  size_t length = confstr(_CS_DARWIN_USER_TEMP_DIR, directory, sizeof directory);
+  if (length == 0 || length > sizeof directory) return ENAMETOOLONG;
 #endif
-  snprintf(path, PATH_BYTES, "%s%s.lock", folder, name);
+  snprintf(path, PATH_BYTES, "%s%s.lock", directory, name);
   return 0;
 }
 

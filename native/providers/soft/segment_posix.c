@@ -46,38 +46,38 @@ static void find_place(char *place, size_t bytes) {
   snprintf(place, bytes, "%s/mlxdist-names-%ld", base, (long)getuid());
 }
 
-/* The folder of the notes, -1 if there is none of this user's own. */
-static int open_folder(void) {
+/* The directory of the notes, -1 if there is none of this user's own. */
+static int open_directory(void) {
   char place[PATH_MAX + NOTE_BYTES];
   find_place(place, sizeof place);
   if (mkdir(place, 0700) && errno != EEXIST) return -1;
-  int folder = open(place, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-  if (folder < 0) return -1;
+  int directory = open(place, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+  if (directory < 0) return -1;
   struct stat status;
-  if (!fstat(folder, &status) && status.st_uid == getuid() && !(status.st_mode & 077)) return folder;
-  close(folder);
+  if (!fstat(directory, &status) && status.st_uid == getuid() && !(status.st_mode & 077)) return directory;
+  close(directory);
   return -1;
 }
 
-/* macOS cannot list shared memory. So this process notes each name before it makes it, in a folder of this user, and
- * strikes it out when the name is gone. Best effort: where the folder cannot be made, nothing is noted. */
+/* macOS cannot list shared memory. So this process notes each name before it makes it, in a directory of this user, and
+ * strikes it out when the name is gone. Best effort: where the directory cannot be made, nothing is noted. */
 static void note_name(uint64_t nonce) {
-  int folder = open_folder();
-  if (folder < 0) return;
+  int directory = open_directory();
+  if (directory < 0) return;
   char note[NOTE_BYTES];
   write_note(nonce, note);
-  int file = openat(folder, note, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+  int file = openat(directory, note, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
   if (file >= 0) close(file);
-  close(folder);
+  close(directory);
 }
 
 static void strike_out_name(uint64_t nonce) {
-  int folder = open_folder();
-  if (folder < 0) return;
+  int directory = open_directory();
+  if (directory < 0) return;
   char note[NOTE_BYTES];
   write_note(nonce, note);
-  unlinkat(folder, note, 0);
-  close(folder);
+  unlinkat(directory, note, 0);
+  close(directory);
 }
 
 static bool is_dead(long pid) { return pid > 0 && pid <= INT_MAX && kill((pid_t)pid, 0) && errno == ESRCH; }
@@ -88,20 +88,20 @@ static bool read_note(const char *note, long *pid, unsigned long long *nonce) {
   return sscanf(note, "%10ld-%16llx%n", pid, nonce, &length) == 2 && note[length] == '\0';
 }
 
-static void remove_if_dead(int folder, const char *note) {
+static void remove_if_dead(int directory, const char *note) {
   long pid;
   unsigned long long nonce;
   if (!read_note(note, &pid, &nonce) || !is_dead(pid)) return;
   char name[NAME_BYTES];
   write_name(nonce, name);
   if (shm_unlink(name) && errno != ENOENT) return;
-  unlinkat(folder, note, 0);
+  unlinkat(directory, note, 0);
 }
 
 static DIR *open_notes(void) {
-  int folder = open_folder();
-  DIR *notes = folder < 0 ? NULL : fdopendir(folder);
-  if (!notes && folder >= 0) close(folder);
+  int directory = open_directory();
+  DIR *notes = directory < 0 ? NULL : fdopendir(directory);
+  if (!notes && directory >= 0) close(directory);
   return notes;
 }
 

@@ -1,5 +1,5 @@
 /*
- * The software provider's own view of its objects. Nothing outside this folder includes this file, except
+ * The software provider's own view of its objects. Nothing outside this directory includes this file, except
  * the provider's unit tests: users see the verbs table only.
  *
  * The objects of one context are used by one thread at a time; the caller's lock sees to that. Different

@@ -51,7 +51,7 @@ bool tcp_check_greeting(const struct tcp_greeting *greeting, const uint8_t key[S
   return tcp_same_proof(proof, greeting->proof) && memcmp(greeting->magic, magic, sizeof magic) == 0;
 }
 
-void tcp_answer(const struct tcp_greeting *greeting, const uint8_t key[SIPHASH_BYTES],
-                const uint8_t challenge[TCP_NONCE_BYTES], uint8_t proof[SIPHASH_BYTES]) {
+void tcp_proof(const struct tcp_greeting *greeting, const uint8_t key[SIPHASH_BYTES],
+               const uint8_t challenge[TCP_NONCE_BYTES], uint8_t proof[SIPHASH_BYTES]) {
   prove('a', greeting, key, challenge, proof);
 }

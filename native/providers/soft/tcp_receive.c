@@ -67,7 +67,7 @@ static bool finish_handshake(struct soft_context *context, struct tcp_receiver *
   if (!tcp_check_greeting(&receiver->greeting, tcp->key, receiver->challenge)) return false;
   if (ntohl(receiver->greeting.profile) != (uint32_t)(context->profile - soft_profiles)) return false;
   uint8_t proof[SIPHASH_BYTES];
-  tcp_answer(&receiver->greeting, tcp->key, receiver->challenge, proof);
+  tcp_proof(&receiver->greeting, tcp->key, receiver->challenge, proof);
   if (send(receiver->fd, proof, sizeof proof, SOCKET_SEND_FLAGS) != (ssize_t)sizeof proof) return false;
   receiver->open = true;
   receiver->start = receiver->end = 0;

@@ -79,10 +79,10 @@ static bool greet(struct soft_qp *qp) {
   return send(sender->fd, greeting, sizeof *greeting, SOCKET_SEND_FLAGS) == (ssize_t)sizeof *greeting;
 }
 
-static bool check_answer(struct soft_qp *qp, uint64_t now) {
+static bool check_response(struct soft_qp *qp, uint64_t now) {
   struct tcp_sender *sender = qp->tcp;
   uint8_t proof[SIPHASH_BYTES];
-  tcp_answer(&sender->greeting, soft_context(qp->verbs.context)->tcp->key, sender->challenge, proof);
+  tcp_proof(&sender->greeting, soft_context(qp->verbs.context)->tcp->key, sender->challenge, proof);
   if (!tcp_same_proof(proof, sender->heard)) return false;
   sender->state = TCP_OPEN;
   sender->error = 0;
@@ -102,7 +102,7 @@ static bool advance(struct soft_qp *qp, short events, uint64_t now) {
       sender->state = TCP_CHALLENGED;
       return true;
     case TCP_CHALLENGED: return hear(sender, &whole) && (!whole || greet(qp));
-    case TCP_GREETED: return hear(sender, &whole) && (!whole || check_answer(qp, now));
+    case TCP_GREETED: return hear(sender, &whole) && (!whole || check_response(qp, now));
     default:
       if (events & POLLOUT) sender->writable = true;
       return !(events & (POLLIN | POLLHUP | POLLERR));

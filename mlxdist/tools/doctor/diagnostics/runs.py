@@ -38,22 +38,22 @@ class Run:
     flight: dict[str, Any] = field(default_factory=dict)  # its flight records, if it has failed
 
 
-def probe(name: str, chosen: HostSelection, hosts: Sequence[str], settings: Mapping[str, str]) -> Run:
+def probe(name: str, selection: HostSelection, hosts: Sequence[str], settings: Mapping[str, str]) -> Run:
     """Two ranks at least compute checked sums and measure the links between them."""
-    ranks = 2 if chosen.hostfile is None else max(2, chosen.hostfile.only(hosts).ranks)
+    ranks = 2 if selection.hostfile is None else max(2, selection.hostfile.only(hosts).ranks)
     # Each rank counts as a host of its own: links are measured between ranks of one host, too.
     parameters = {"hosts": list(range(ranks)), "links": True}
     words = ["mlxdist.tools.doctor.probe_rank", json.dumps(parameters)]
-    return run(name, chosen, hosts, words, settings)
+    return run(name, selection, hosts, words, settings)
 
 
 def run(
-    name: str, chosen: HostSelection, hosts: Sequence[str], words: Sequence[str], settings: Mapping[str, str]
+    name: str, selection: HostSelection, hosts: Sequence[str], words: Sequence[str], settings: Mapping[str, str]
 ) -> Run:
     """Runs `python -m WORDS` as the ranks of these hosts."""
     settings = _SETTINGS | dict(settings)
     found = Run(name, settings)
-    with place_ranks(chosen, hosts) as placement:
+    with place_ranks(selection, hosts) as placement:
         found.settings |= placement.settings
         result, found.results = run_ranks(placement, words, settings, _SECONDS, prefix=True)
     lines = result.errors.splitlines()
@@ -62,7 +62,7 @@ def run(
     found.output = _ends(others)
     if result.status or not found.results:
         found.error = last_words("\n".join(_PREFIX.sub("", line) for line in others))
-        found.flight = _flight(result.errors, chosen)
+        found.flight = _flight(result.errors, selection)
     return found
 
 
@@ -78,13 +78,13 @@ def _ends(lines: list[str]) -> list[str]:
     return [*lines[:_FIRST_LINES], note, *lines[-_LAST_LINES:]]
 
 
-def _flight(errors: str, chosen: HostSelection) -> dict[str, Any]:
+def _flight(errors: str, selection: HostSelection) -> dict[str, Any]:
     """The records of all ranks, as `mlxdist dump` reads them, and which rank waited for which."""
     job = re.search(r"/([^/\s]+)/flight/flight-\d+\.json", errors)
     if job is None:
         return {"notes": ["no rank has printed the path of a flight record"]}
     try:
-        with find_ranks(job[1], chosen) as ranks:
+        with find_ranks(job[1], selection) as ranks:
             left = ranks.collect(full=True, seconds=_REQUEST_SECONDS)
     except (InvalidArgument, ResourceError) as error:
         return {"notes": [str(error)]}
@@ -97,16 +97,18 @@ def _flight(errors: str, chosen: HostSelection) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RdmaRun:
-    """On these hosts, with these variables. ``chosen``: the hosts, with a device map of that link alone."""
+    """On these hosts, with these variables. ``selection``: the hosts, with a device map of that link alone."""
 
     name: str
-    chosen: HostSelection
+    selection: HostSelection
     hosts: tuple[str, ...]
     settings: Mapping[str, str]
     is_loop: bool = False  # both ranks are on one host, and use the same device
 
 
-def rdma_runs(chosen: HostSelection, devices: Mapping[str, list[Mapping[str, Any]]]) -> tuple[list[RdmaRun], list[str]]:
+def rdma_runs(
+    selection: HostSelection, devices: Mapping[str, list[Mapping[str, Any]]]
+) -> tuple[list[RdmaRun], list[str]]:
     """``devices``: of each host, the response to doctor.rdma. The runs, and why others are not made."""
     active = {host: [device for device in found if device["active"]] for host, found in devices.items()}
     notes = [
@@ -116,28 +118,28 @@ def rdma_runs(chosen: HostSelection, devices: Mapping[str, list[Mapping[str, Any
         if not device["active"]
     ]
     notes += [f"{host}: there is no RDMA device" for host, found in devices.items() if not found]
-    hosts = chosen.hosts()
-    found = [run for pair in combinations(range(len(hosts)), 2) for run in _between(chosen, *pair, active)]
+    hosts = selection.hosts()
+    found = [run for pair in combinations(range(len(hosts)), 2) for run in _between(selection, *pair, active)]
     limit = _MAX_LINKS
     if not found:
-        found = [_loop(chosen, host, device) for host in hosts for device in active.get(host.name, [])]
+        found = [_loop(selection, host, device) for host in hosts for device in active.get(host.name, [])]
         limit = _MAX_LOOPS
     notes += [f"{run.name}: not run, a report makes {limit} such runs at most" for run in found[limit:]]
     return found[:limit], notes
 
 
-def _between(chosen: HostSelection, i: int, j: int, active: Mapping[str, list[Mapping[str, Any]]]) -> list[RdmaRun]:
-    a, b = chosen.hosts()[i], chosen.hosts()[j]
+def _between(selection: HostSelection, i: int, j: int, active: Mapping[str, list[Mapping[str, Any]]]) -> list[RdmaRun]:
+    a, b = selection.hosts()[i], selection.hosts()[j]
     if not (active.get(a.name) and active.get(b.name)):
         return []
     provider = {"MLXDIST_PROVIDER": active[a.name][0]["provider"]}
     if not (a.rdma and b.rdma):  # no map: addresses show which devices are connected
         name = f"{a.name} and {b.name}, devices chosen by their addresses"
-        return [RdmaRun(name, _only(chosen, replace(a, rdma=()), replace(b, rdma=())), (a.name, b.name), provider)]
+        return [RdmaRun(name, _only(selection, replace(a, rdma=()), replace(b, rdma=())), (a.name, b.name), provider)]
     return [
         RdmaRun(
             f"{a.name} {near} to {b.name} {far}",
-            _only(chosen, replace(a, rdma=((), (near,))), replace(b, rdma=((far,), ()))),
+            _only(selection, replace(a, rdma=((), (near,))), replace(b, rdma=((far,), ()))),
             (a.name, b.name),
             provider,
         )
@@ -145,22 +147,22 @@ def _between(chosen: HostSelection, i: int, j: int, active: Mapping[str, list[Ma
     ]
 
 
-def _loop(chosen: HostSelection, host: Host, device: Mapping[str, Any]) -> RdmaRun:
+def _loop(selection: HostSelection, host: Host, device: Mapping[str, Any]) -> RdmaRun:
     """Without another host: how far the verbs of this device get. Apple's driver may refuse RTR to itself."""
     name = device["name"]
     rows = json.dumps([[None, name], [name, None]])
     settings = {"MLXDIST_PROVIDER": device["provider"], "MLXDIST_DEVICE_MAP": rows}
-    return RdmaRun(f"{host.name} {name} to itself", alone(chosen, host), (host.name,), settings, is_loop=True)
+    return RdmaRun(f"{host.name} {name} to itself", alone(selection, host), (host.name,), settings, is_loop=True)
 
 
-def alone(chosen: HostSelection, host: Host) -> HostSelection:
+def alone(selection: HostSelection, host: Host) -> HostSelection:
     """This host, where doctor starts two ranks, and no device map."""
-    return chosen if chosen.hostfile is None else _only(chosen, replace(host, rdma=()))
+    return selection if selection.hostfile is None else _only(selection, replace(host, rdma=()))
 
 
-def _only(chosen: HostSelection, *hosts: Host) -> HostSelection:
-    assert chosen.hostfile is not None
+def _only(selection: HostSelection, *hosts: Host) -> HostSelection:
+    assert selection.hostfile is not None
     single = tuple(replace(host, slots=1) for host in hosts)
     ours = ("MLXDIST_DEVICE_MAP=", "MLXDIST_PROVIDER=", "MLXDIST_TOPOLOGY=")
-    envs = tuple(setting for setting in chosen.hostfile.envs if not setting.startswith(ours))
-    return replace(chosen, hostfile=replace(chosen.hostfile, hosts=single, envs=envs))
+    envs = tuple(setting for setting in selection.hostfile.envs if not setting.startswith(ours))
+    return replace(selection, hostfile=replace(selection.hostfile, hosts=single, envs=envs))

@@ -37,7 +37,7 @@ class Context:
     ``own_names``: by which the hosts know themselves, which are private.
     """
 
-    chosen: HostSelection
+    selection: HostSelection
     options: CheckOptions
     show: Callable[[str], None] = lambda step: None
     late_seconds: float = LATE_SECONDS
@@ -46,7 +46,7 @@ class Context:
 
     @property
     def hosts(self) -> list[str]:
-        return [host.name for host in self.chosen.hosts()]
+        return [host.name for host in self.selection.hosts()]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Step:
 
 def _fill_checks(section: Section, context: Context) -> None:
     on_progress = lambda host, step: context.show(f"{host}: {step}" if step else "")
-    cluster, results = diagnose(context.chosen, context.options, on_progress)
+    cluster, results = diagnose(context.selection, context.options, on_progress)
     context.cluster = cluster
     rows = [
         (result.check, finding.verdict, ", ".join(finding.hosts), finding.what, finding.remedy)
@@ -94,7 +94,7 @@ def _gpu_sync(found: dict[str, Any]) -> str:
 
 
 def _fill_installation(section: Section, context: Context) -> None:
-    with Connections(context.hosts, context.chosen.ssh_config) as connections:
+    with Connections(context.hosts, context.selection.ssh_config) as connections:
         responses = connections.call("doctor.installation", seconds=60.0)
     found = {host: response for host, response in zip(context.hosts, responses) if not isinstance(response, CallError)}
     context.own_names += [installed.pop("host") for installed in found.values()]
@@ -141,27 +141,27 @@ def _fill_system(section: Section, context: Context) -> None:
 
 
 def _fill_soft(section: Section, context: Context) -> None:
-    for host in context.chosen.hosts():
+    for host in context.selection.hosts():
         context.show(host.name)
         settings = {"MLXDIST_PROVIDER": "soft"}
-        _add_run(section, probe(host.name, alone(context.chosen, host), [host.name], settings))
+        _add_run(section, probe(host.name, alone(context.selection, host), [host.name], settings))
 
 
 def _fill_rdma(section: Section, context: Context) -> None:
     devices = {host: rdma["devices"] for host, rdma in _cluster_of(context).each("rdma")}
-    runs, notes = rdma_runs(context.chosen, devices)
+    runs, notes = rdma_runs(context.selection, devices)
     section.text = "".join(f"{note}\n\n" for note in notes)
     section.data["notes"] = notes
     for planned in runs:
         context.show(planned.name)
-        found = probe(planned.name, planned.chosen, planned.hosts, planned.settings)
+        found = probe(planned.name, planned.selection, planned.hosts, planned.settings)
         if planned.is_loop:
             section.text += "Both ranks use one device of one host. A refusal at RTR is no fault of this host.\n\n"
         _add_run(section, found)
 
 
 def _fill_speed(section: Section, context: Context) -> None:
-    with place_ranks(context.chosen, context.hosts) as placement:
+    with place_ranks(context.selection, context.hosts) as placement:
         command = module_command("mlxdist", *_BENCH, *placement.options)
         status, output, errors = run_command(command, {**os.environ, **placement.settings}, _BENCH_SECONDS)
     section.text = f"`{shlex.join(['mlxdist', *_BENCH, *placement.shown])}`\n\n"
@@ -186,17 +186,17 @@ def _measured(case: dict[str, Any]) -> tuple[str, str]:
 
 
 def _fill_late(section: Section, context: Context) -> None:
-    seconds, chosen = context.late_seconds, context.chosen
-    if chosen.hostfile is not None and len(chosen.hosts()) > 1:
-        chosen = replace(chosen, hostfile=chosen.hostfile.with_one_rank_each())
-    elif chosen.hostfile is not None:
-        chosen = alone(chosen, chosen.hosts()[0])
+    seconds, selection = context.late_seconds, context.selection
+    if selection.hostfile is not None and len(selection.hosts()) > 1:
+        selection = replace(selection, hostfile=selection.hostfile.with_one_rank_each())
+    elif selection.hostfile is not None:
+        selection = alone(selection, selection.hosts()[0])
     section.text = f"The last rank is {seconds:g} s late for an all_sum whose result the others compute with.\n\n"
     variants = {"ranks meet on the host before": {}, "without that": {"MLXDIST_MEET_AFTER": "0"}}
     for name, settings in variants.items():
         context.show(name)
         words = [late_rank.__name__, f"{seconds:g}"]
-        found = run(name, chosen, context.hosts, words, settings | {"MLXDIST_DEBUG": "warn"})
+        found = run(name, selection, context.hosts, words, settings | {"MLXDIST_DEBUG": "warn"})
         # Without the meeting macOS is expected to end the GPU work of the ranks that wait.
         _add_run(section, found, may_fail=bool(settings))
         rows = [(r["rank"], r["late"], r["device"], r["seconds"], r["right"], r["error"]) for r in found.results]
