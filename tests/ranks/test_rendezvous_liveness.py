@@ -126,6 +126,15 @@ def test_what_happened_before_watch_is_reported_too():
     member.close()
 
 
+@pytest.mark.parametrize("text", ["the disk is full", ""])
+def test_a_rank_that_comes_after_a_failure_gets_its_cause(text):
+    """Also where the program has given the failure no text."""
+    with group(2) as members:
+        assert members[1].report_failure(errors.Aborted(text))
+        (late,) = join(members[1]._environment)
+        assert isinstance(late, errors.RendezvousError) and f"the group has already failed: {text}" in str(late)
+
+
 def test_goodbye_is_not_death():
     with group(3) as members:
         watchers = [Watcher(member) for member in members]

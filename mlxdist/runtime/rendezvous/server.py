@@ -72,7 +72,7 @@ class Server:
         self._members: dict[int, Member] = {}
         self._observers = Observers()
         self._refusals: collections.deque[str] = collections.deque(maxlen=4)
-        self._failure = ""  # the text of the first
+        self._failure: str | None = None  # the text of the first
         self._step = 0
         self._gathered: dict[int, tuple[str, bytes]] = {}
         self._gather_deadline: float | None = None
@@ -193,7 +193,7 @@ class Server:
             self._fail(rank, "RendezvousError", f"rendezvous: {who} was refused: {difference}")
         elif (taken := self._members.get(fields["rank"])) and taken.left:
             self._drop(pending)  # it comes to the next world, and retries until all have left this one
-        elif self._failure:
+        elif self._failure is not None:
             self._refuse(pending, f"the group has already failed: {self._failure}", f"{who} came after the failure")
         elif taken:
             self._refuse(
@@ -251,7 +251,7 @@ class Server:
 
     def _fail(self, rank: int, error: str, text: str, exclude: Member | None = None) -> None:
         """All ranks get the first failure; later ones are its consequences."""
-        if not self._failure:
+        if self._failure is None:
             self._failure = text
             self._forming_deadline = self._gather_deadline = None
             self._broadcast(Kind.FAILURE, pack_json(rank=rank, error=error, text=text), exclude)
@@ -287,7 +287,7 @@ class Server:
             self._forward(member, payload)
         elif kind == Kind.HEARTBEAT:
             member.position, member.last_heartbeat = unpack_position(payload), time.monotonic()
-            if self._next_peer_status is None and not self._failure:
+            if self._next_peer_status is None and self._failure is None:
                 self._next_peer_status = member.last_heartbeat + HEARTBEAT_SECONDS
         elif kind == Kind.STATUS and len(payload) <= protocol.MAX_STATUS_BYTES:
             member.has_request = False
@@ -300,7 +300,7 @@ class Server:
         receiver = self._members.get(rank)
         if receiver is None or receiver is sender:
             raise ProtocolError(f"a message for rank {rank}")
-        if self._failure or not receiver.is_here:
+        if self._failure is not None or not receiver.is_here:
             return  # the sender knows the reason
         receiver.connection.send(Kind.MESSAGE, protocol.pack_message(sender.rank, tag, data))
         gathered = self._environment.world_size * protocol.MAX_FRAME  # of one step
@@ -313,7 +313,7 @@ class Server:
             )
 
     def _gather(self, member: Member, payload: bytes) -> None:
-        if self._failure:
+        if self._failure is not None:
             return
         if len(payload) < protocol.GATHER.size:
             raise ProtocolError("a truncated GATHER")
@@ -350,7 +350,7 @@ class Server:
             if member.is_here and not peer.is_silent and not member.connection.unsent:
                 member.connection.send(Kind.PEER_STATUS, payload)
         beats = any(member.is_here and member.last_heartbeat is not None for member in self._members.values())
-        self._next_peer_status = now + HEARTBEAT_SECONDS if beats and not self._failure else None
+        self._next_peer_status = now + HEARTBEAT_SECONDS if beats and self._failure is None else None
 
     # Deadlines.
 
