@@ -24,6 +24,7 @@ __all__ = [
     "list_of",
     "map_of",
     "number",
+    "object_of",
     "one_of",
     "or_null",
     "plain_text",
@@ -191,6 +192,11 @@ def fields_of(checks: Mapping[str, Check], value: Any) -> dict[str, Any]:
     if missing := checks.keys() - value.keys():
         raise ValueError(f"{min(missing)} is missing")
     return {name: check(name, value[name]) for name, check in checks.items()}
+
+
+def object_of(checks: Mapping[str, Check]) -> Check:
+    """With these fields; what else it has is dropped."""
+    return lambda name, value: fields_of(checks, value)
 
 
 def checked(check: Check) -> Any:

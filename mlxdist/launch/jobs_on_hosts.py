@@ -10,7 +10,7 @@ from typing import Any
 
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.errors import InvalidArgument, ResourceError
-from mlxdist.base.validation import Check, fields_of, list_of, map_of, number, printable, text
+from mlxdist.base.validation import Check, list_of, map_of, number, object_of, printable, text
 from mlxdist.base.validation import seconds as as_seconds
 from mlxdist.cluster.hostfile.options import HostSelection
 from mlxdist.cluster.ssh.rpc_client import CallError, Connections
@@ -91,7 +91,7 @@ def list_on(selection: HostSelection) -> tuple[list[dict[str, Any]], list[str]]:
 
 def request_jobs(connections: Connections) -> tuple[list[dict[str, Any]], list[str]]:
     """As `list_on`, over connections that there are."""
-    results, problems = _call(connections, list_of(lambda _, job: fields_of(_JOB, job), _MAX_JOBS), "jobs.list")
+    results, problems = _call(connections, list_of(object_of(_JOB), _MAX_JOBS), "jobs.list")
     return [{"host": host} | job for host, jobs in results.items() for job in jobs], problems
 
 
@@ -123,7 +123,7 @@ def stop_on(selection: HostSelection, names: Sequence[str], everything: bool, se
                     raise
                 raise ResourceError("; ".join([*problems, str(error)])) from None
         arguments = {"names": list(names), "everything": everything, "seconds": seconds}
-        check, limit = (lambda _, value: fields_of(_STOPPED, value)), seconds + _MARGIN_SECONDS
+        check, limit = object_of(_STOPPED), seconds + _MARGIN_SECONDS
         results, stopped.silent = _call(connections, check, "jobs.stop", arguments, limit)
     for host, found in results.items():
         for name in found["ended"]:
@@ -161,7 +161,7 @@ _JOB = {
     "started": as_seconds,
     "seconds": as_seconds,
     "pids": map_of(_PID, MAX_RANKS),
-    "hosts": list_of(lambda _, host: fields_of({"name": text(), "first": _RANK, "slots": _RANK}, host), MAX_RANKS),
+    "hosts": list_of(object_of({"name": text(), "first": _RANK, "slots": _RANK}), MAX_RANKS),
     "command": list_of(text(_MAX_COMMAND), _MAX_COMMAND),
 }
 _TEXTS = list_of(text(1000), _MAX_JOBS)

@@ -147,14 +147,12 @@ _LINK = {
     "provider": validation.text(),
     "ranks": validation.number(2, MAX_RANKS),
     "plan": _POSITIVE,
-    "costs": validation.map_of(lambda name, value: validation.fields_of(_COST, value), 16),
+    "costs": validation.map_of(validation.object_of(_COST), 16),
 }
 
 
 def _check_links(links: Any) -> list[dict[str, Any]]:
-    return list(
-        validation.list_of(lambda name, value: validation.fields_of(_LINK, value), MAX_LINKS)("expert_links", links)
-    )
+    return list(validation.list_of(validation.object_of(_LINK), MAX_LINKS)("expert_links", links))
 
 
 def _checked(found: Any) -> Tuning:

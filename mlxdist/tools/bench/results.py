@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mlxdist.base.validation import Check, fields_of, list_of, map_of, number, or_null, read_bounded, seconds, text
+from mlxdist.base.validation import fields_of, list_of, map_of, number, object_of, or_null, read_bounded, seconds, text
 
 from .limits import LIMIT_COLUMNS, LIMITS, NARROW, explain_limits, limit_cells, limits_line
 from .sizes import format_size
@@ -88,11 +88,6 @@ def _time(name: str, value: Any) -> float:
     return value
 
 
-def _object(**checks: Check) -> Check:
-    """With these fields, and any others."""
-    return lambda name, value: fields_of(checks, value)
-
-
 def _case(name: str, value: Any) -> dict[str, Any]:
     found = _FIELDS(name, value)
     for key, value in found.items():
@@ -106,20 +101,22 @@ _RESULT = {
     "variant": text(),
     "wrong": number(0, _MAX_SIZE),
     "refused": or_null(text(10_000)),
-    "microseconds": or_null(_object(median=_time, p10=_time, p90=_time, p99=_time, min=_time, max=_time)),
+    "microseconds": or_null(
+        object_of({"median": _time, "p10": _time, "p90": _time, "p99": _time, "min": _time, "max": _time})
+    ),
 }
 _SETUP = dict.fromkeys(("provider", "mlxdist", "mlx", "device", "command"), text(100_000)) | {
     "ranks": number(1, _MAX_SIZE),
-    "hosts": list_of(_object(name=text(), ips=list_of(text(), 1000)), 10_000),
+    "hosts": list_of(object_of({"name": text(), "ips": list_of(text(), 1000)}), 10_000),
     "machines": list_of(_FIELDS, 10_000),
     "cases": list_of(_FIELDS, _MAX_RESULTS),
     "limits": list_of(_FIELDS, 100),
     "foreign_cpu_share": or_null(seconds),
 }
 _FILE = {
-    "setup": _object(**_SETUP),
+    "setup": object_of(_SETUP),
     "cases": list_of(_FIELDS, _MAX_RESULTS),
-    "absent": list_of(_object(variant=text(), absent=text(10_000)), _MAX_RESULTS),
+    "absent": list_of(object_of({"variant": text(), "absent": text(10_000)}), _MAX_RESULTS),
     "targets": list_of(_FIELDS, _MAX_RESULTS),
 }
 
@@ -132,7 +129,7 @@ def _check(found: Any) -> None:
         raise ValueError(f"its schema is {found.get('schema')!r:.40}, and this mlxdist reads {SCHEMA}")
     fields_of(_FILE, found)
     for number_, result in enumerate(found["cases"]):
-        limits = {name: or_null(_object(median=_time)) for name in LIMITS if name in result}
+        limits = {name: or_null(object_of({"median": _time})) for name in LIMITS if name in result}
         try:
             checked = fields_of(_RESULT | limits, result)
             if checked["microseconds"] is None and checked["refused"] is None:
