@@ -13,8 +13,7 @@ from typing import Any
 
 from mlxdist.base.environment import MAX_RANKS
 from mlxdist.base.errors import InvalidArgument
-from mlxdist.base.tuning_file import strict_json
-from mlxdist.base.validation import read_bounded
+from mlxdist.base.validation import read_bounded, strict_json
 
 __all__ = ["DeviceMap", "MalformedMap", "load", "parse", "rows_of"]
 
