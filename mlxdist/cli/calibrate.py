@@ -111,7 +111,9 @@ def calibrate(
             table = partial(algorithms.show_algorithms, rows=sections["algorithms"])
             show.append(lambda console: print_results(results, table, console))
     if "experts" in parts:
-        of_experts = runner.run("mlxdist.tools.calibrate.ranks:ExpertLinks", [{}])
+        # The file that the variable names may be the one that this command is to make.
+        variables = {"MLXDIST_TUNING_FILE": "none"}
+        of_experts = runner.run("mlxdist.tools.calibrate.ranks:ExpertLinks", [{}], variables=variables)
         (link,) = of_experts["cases"]
         loads["experts"], found["experts"], sections["expert_links"] = of_experts["setup"], link, [link]
         title = f"{link['ranks']} ranks, {link['provider']}: exchanges of experts; plan {link['plan'] * 1e6:.1f} us"

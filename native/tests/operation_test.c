@@ -1,6 +1,7 @@
 /* Operations without collectives: schedules that are written by hand, between two ranks of one thread. */
 #include "operation.h"
 
+#include "backoff.h"
 #include "pair.h"
 #include "start.h"
 #include "straggler.h"
@@ -59,7 +60,18 @@ static void run(struct pair *pair, int first) {
   for (int i = 0; i < COUNT; i++) REQUIRE(out[0][i] == 3 * i && out[1][i] == 3 * i);
 }
 
+/* Pauses of one wait that only spin. A rank that waits lets go of its core at once where a peer may need it. */
+static int spins(bool crowded) {
+  struct backoff backoff = {0};
+  int count = 0;
+  backoff_set_crowded(crowded);
+  for (; backoff_spins(&backoff); count++) REQUIRE(backoff_pause(&backoff) == 0);
+  REQUIRE(backoff_pause(&backoff) > 0 && backoff_reset(&backoff) > 0 && backoff_spins(&backoff));
+  return count;
+}
+
 int main(void) {
+  REQUIRE(spins(true) == 1 && spins(false) == 19);
   struct pair pair;
   pair_open(&pair, 0);
   for (int i = 0; i < COUNT; i++) in[1][i] = 2 * (in[0][i] = i);

@@ -47,18 +47,15 @@ def test_ranks_with_different_algorithms_are_reported(run_ranks, operation, odd,
 
 
 def crowded(run_ranks, *cores):
-    """What ranks bound to these cores choose for a small all_sum, and their polls in each."""
-    outputs = run_ranks("crowded.py", len(cores), *cores)
-    selected, polls = zip(*(output.split() for output in outputs))
-    return set(selected), max(map(float, polls))
+    """What ranks bound to these cores choose for a small all_sum."""
+    return set("".join(run_ranks("crowded.py", len(cores), *cores)).split())
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads are not bound to cores here")
 def test_more_ranks_than_cores(run_ranks):
-    """Few messages in all, and a rank that waits lets go of the core at once: 20 polls a wait keep it from a peer."""
+    """Few messages in all."""
     core = str(min(os.sched_getaffinity(0)))
-    selected, polls = crowded(run_ranks, *[core] * 5)
-    assert selected == {"tree"} and polls < 15
+    assert crowded(run_ranks, *[core] * 5) == {"tree"}
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads are not bound to cores here")
@@ -67,4 +64,4 @@ def test_a_core_for_each_rank(run_ranks):
     cores = sorted(map(str, os.sched_getaffinity(0)))
     if len(cores) < 5:
         pytest.skip("this machine has too few cores")
-    assert crowded(run_ranks, *cores[:5])[0] == {"direct"}
+    assert crowded(run_ranks, *cores[:5]) == {"direct"}

@@ -38,7 +38,7 @@ def test_a_lost_last_message_arrives_while_its_sender_computes(run_ranks, operat
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_operations_end_while_the_main_thread_computes(run_ranks, ranks):
-    outputs = run_ranks("progress.py", ranks, "handles")
+    outputs = run_ranks("progress.py", ranks, "handles", timeout=120)
     assert all("done meanwhile" in output for output in outputs)
 
 

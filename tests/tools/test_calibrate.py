@@ -342,6 +342,12 @@ def test_algorithms_and_experts_are_saved_for_jobs(tuned):
     assert job.stdout.split() == ["True", "True"], job.stderr
 
 
+def test_the_first_calibration_makes_the_file_of_the_variable(tuned):
+    tuned.unlink()
+    job = mlxdist_command("calibrate", "--only", "experts", "--repeats", "3", "--force")
+    assert job.returncode == 0 and [link["ranks"] for link in tuning.read(tuned).expert_links] == [2], job.stderr
+
+
 @pytest.mark.long
 @pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="the system does not say what other processes use")
 def test_nothing_is_saved_that_was_measured_under_load(tuned):
