@@ -39,7 +39,7 @@ def test_no_prefix_hands_over_the_launcher_s_own_streams(tmp_path):
             2,
             sys.executable,
             "-c",
-            "import os; print(os.fstat(1).st_ino)",
+            "import os; os.write(1, b'%d\\n' % os.fstat(1).st_ino)",
             options=["--no-prefix"],
             stdout=out,
             capture_output=False,
