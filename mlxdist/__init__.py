@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from .runtime.default_group import init as init
     from .runtime.group import Group as Group
     from .runtime.handle import Handle as Handle
+    from .runtime.mesh import Mesh as Mesh
+    from .runtime.mesh import mesh as mesh
     from .runtime.ops import *  # noqa: F403
     from .runtime.point_to_point import *  # noqa: F403
     from .runtime.registration import Registration as Registration
@@ -36,6 +38,7 @@ _MODULES = {
     "runtime.default_group": ("init",),
     "runtime.group": ("Group",),
     "runtime.handle": ("Handle",),
+    "runtime.mesh": ("Mesh", "mesh"),
     "runtime.ops": """
         all_gather all_max all_min all_reduce all_sum all_to_all all_to_all_v barrier broadcast gather get_rank
         get_world_size is_available meet reduce reduce_scatter scatter sum_scatter

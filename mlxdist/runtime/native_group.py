@@ -16,6 +16,7 @@ from . import tuning
 from .devices import device_selection
 from .devices.device_selection import DeviceSelection
 from .devices.links import Choice
+from .devices.paths import Path
 from .native import check, ffi, lib
 from .rendezvous import Rendezvous
 from .rendezvous.startup_step import StepFailed, take_step
@@ -35,6 +36,7 @@ class NativeGroup:
         self.run = environment.run
         self.tuning = tuning.Tuning()
         self.provider_reason = "a group of one"
+        self.paths = (Path.SHARED_MEMORY,) * environment.world_size  # to each rank
         self._environment = environment
         self._host = host
         self._lock = threading.Lock()  # guards the end of the pointer
@@ -49,7 +51,14 @@ class NativeGroup:
             choice = set_up(agreed.choice)
         except StepFailed as failure:
             choice = self._fall_back(agreed, failure, set_up)
-        self.provider_reason = device_selection.ONE_HOST if choice is None else choice.reason
+        if choice is None:
+            self.provider_reason = device_selection.ONE_HOST
+        else:
+            self.provider_reason, self.paths = choice.reason, choice.paths
+        if environment.topology is not None:
+            own = environment.rank
+            linked = [rank == own or (own, rank) in environment.topology for rank in range(environment.world_size)]
+            self.paths = tuple(path if is_linked else Path.NONE for path, is_linked in zip(self.paths, linked))
         # What was chosen, and why, is never a secret where there was something to choose.
         if choice is not None and environment.provider == "auto" and environment.rank == 0:
             print(f"mlxdist: provider {choice.summary}: {choice.reason}", file=sys.stderr, flush=True)

@@ -16,6 +16,7 @@ from .device import Device, Gid
 from .diagnosis import diagnose_device
 from .gids import Nearness, Route, find_route
 from .node_info import NodeInfo
+from .paths import Path
 
 __all__ = ["MAX_LINKS", "Choice", "Link", "NodeInfo", "choose"]
 
@@ -37,12 +38,13 @@ class Link:
 class Choice:
     """What one rank uses.
 
-    ``links``: those to each rank, at most two. There are none to the rank itself, and to a rank that the device map has
-    no link to, when the user requires RDMA. ``summary``: the providers, "ibverbs+soft". ``adjacency``: the pairs
-    of ranks, both ways, that are connected at all; None where every pair is.
+    ``links``: those to each rank, at most two; ``paths``: what they are. There are no links to the rank itself, and
+    to a rank that the device map has no link to, when the user requires RDMA. ``summary``: the providers,
+    "ibverbs+soft". ``adjacency``: the pairs of ranks, both ways, that are connected at all; None where every pair is.
     """
 
     links: tuple[tuple[Link, ...], ...]
+    paths: tuple[Path, ...]
     summary: str
     reason: str
     adjacency: frozenset[tuple[int, int]] | None = None
@@ -80,7 +82,8 @@ def choose(
         links.append(tuple(pair[0 if rank < peer else 1] for pair in ends))
     providers = sorted({link.provider for to_peer in links for link in to_peer}) or ["soft"]
     reason = _reason(nodes, rank, provider, links, chooser.without_rdma)
-    return Choice(tuple(links), "+".join(providers), reason, chooser.adjacency())
+    paths = tuple(_path(nodes[rank], node, to_node, soft_transport) for node, to_node in zip(nodes, links))
+    return Choice(tuple(links), paths, "+".join(providers), reason, chooser.adjacency())
 
 
 class _Chooser:
@@ -264,6 +267,16 @@ class _Chooser:
 
     def _pair(self, low: int, high: int) -> str:
         return f"rank {low} on {self._nodes[low].host} and rank {high} on {self._nodes[high].host}"
+
+
+def _path(here: NodeInfo, there: NodeInfo, links: tuple[Link, ...], soft_transport: str) -> Path:
+    if here is there:
+        return Path.SHARED_MEMORY
+    if not links:
+        return Path.NONE
+    if any(link.provider != "soft" for link in links):
+        return Path.RDMA
+    return Path.SHARED_MEMORY if here.identity == there.identity and soft_transport != "tcp" else Path.TCP
 
 
 def _rows(nodes: Sequence[NodeInfo], device_map: DeviceMap) -> list[int]:
