@@ -1,0 +1,188 @@
+"""The configuration of `mlxdist train`: a TOML file. The names are mlx-lm's own, of its ``lora`` command, where it has
+one; the tables are what several ranks add."""
+
+import dataclasses
+import difflib
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.validation import Check, flag, list_of, number, one_of, plain_text, positive, read_bounded
+
+__all__ = ["CheckpointConfig", "ControlConfig", "MeshConfig", "PrecisionConfig", "ShardConfig", "TrainConfig"]
+
+_MAX_BYTES = 1_000_000
+_MAX_STEPS = 2**53
+_REQUIRED = dataclasses.MISSING
+
+_count = number(1, 2**31 - 1)
+_text = plain_text(4096)
+_rank_count = number(-1, 65536)
+_seed = number(0, 2**32 - 1)
+
+
+def _setting(default: Any, check: Check) -> Any:
+    """A field with its check. ``default``: `_REQUIRED` where the file must say it; a dict is copied."""
+    metadata = {"check": check}
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata=metadata)
+    return field(metadata=metadata) if default is _REQUIRED else field(default=default, metadata=metadata)
+
+
+def _share(name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value <= 1:
+        raise ValueError(f"{name} is {value!r:.50}, not a number from 0 to 1")
+    return float(value)
+
+
+def _arguments(name: str, value: Any) -> dict[str, Any]:
+    """Of an optimizer or a schedule of MLX: they check these themselves."""
+    if type(value) is not dict:
+        raise ValueError(f"{name} is {value!r:.50}, not a table")
+    return value
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """``[mesh]``: the sizes of the axes; see :func:`mlxdist.mesh`. By default all ranks are along dp."""
+
+    dp: int = _setting(-1, _rank_count)
+    fsdp: int = _setting(1, _rank_count)
+    cp: int = _setting(1, _rank_count)
+    tp: int = _setting(1, _rank_count)
+
+
+@dataclass(frozen=True)
+class ShardConfig:
+    """``[fully_shard]``: for an axis fsdp of more than one rank; see :func:`mlxdist.train.fully_shard`."""
+
+    stage: int = _setting(3, number(1, 3))
+    reshard_after_forward: bool = _setting(True, flag)
+    prefetch: int = _setting(1, number(0, 64))
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """``[precision]``: see :class:`mlxdist.train.MixedPrecision`."""
+
+    dtype: str = _setting("float32", one_of(("float32", "bfloat16", "float16")))
+    masters: str = _setting("float32", one_of(("float32", "kahan", "stochastic")))
+    state_dtype: str = _setting("float32", one_of(("float32", "bfloat16", "float16")))
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """``[checkpoints]``: what a restart goes on from; see :class:`mlxdist.train.Checkpoints`."""
+
+    directory: str = _setting("checkpoints", _text)
+    every: int = _setting(100, _count)
+    keep: int = _setting(2, _count)
+    resume: bool = _setting(False, flag)
+
+
+@dataclass(frozen=True)
+class ControlConfig:
+    """``[control]``: when a training ends or saves by itself; see :class:`mlxdist.train.Control`."""
+
+    hours: float = _setting(0.0, positive(1e6))
+    memory_share: float = _setting(0.0, _share)
+    kill_file: str = _setting("", _text)
+    save_file: str = _setting("", _text)
+
+
+_TABLES = {
+    "mesh": MeshConfig,
+    "fully_shard": ShardConfig,
+    "precision": PrecisionConfig,
+    "checkpoints": CheckpointConfig,
+    "control": ControlConfig,
+}
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A training. Made by `TrainConfig.read`, or of its fields.
+
+    Those that mlx-lm has mean what they mean there: ``batch_size`` is of all ranks together, an iteration is one such
+    batch, and ``grad_accumulation_steps`` of them are one step of the optimizer.
+    """
+
+    model: str = _setting(_REQUIRED, _text)
+    data: str = _setting(_REQUIRED, _text)
+    weights: str = _setting("pretrained", one_of(("pretrained", "random")))
+    fine_tune_type: str = _setting("lora", one_of(("lora", "dora", "full")))
+    num_layers: int = _setting(16, number(-1, 65536))
+    lora_parameters: dict[str, Any] = _setting({"rank": 8, "dropout": 0.0, "scale": 20.0}, _arguments)
+    optimizer: str = _setting("adam", one_of(("adam", "adamw", "muon", "sgd", "adafactor")))
+    optimizer_config: dict[str, Any] = _setting({}, _arguments)
+    learning_rate: float = _setting(1e-5, positive(1e6))
+    lr_schedule: dict[str, Any] = _setting({}, _arguments)
+    max_grad_norm: float = _setting(math.inf, positive(math.inf))
+    batch_size: int = _setting(4, _count)
+    grad_accumulation_steps: int = _setting(1, _count)
+    grad_checkpoint: bool = _setting(False, flag)
+    max_seq_length: int = _setting(2048, _count)
+    pack: bool = _setting(False, flag)
+    mask_prompt: bool = _setting(False, flag)
+    iters: int = _setting(1000, number(1, _MAX_STEPS))
+    steps_per_report: int = _setting(10, _count)
+    steps_per_eval: int = _setting(200, _count)
+    val_batches: int = _setting(25, number(-1, 2**31 - 1))
+    seed: int | None = _setting(None, _seed)
+    skip_steps: tuple[int, ...] = _setting((), list_of(number(0, _MAX_STEPS), 100_000))
+    context_parallel: str = _setting("ring", one_of(("ring", "ulysses")))
+    output: str = _setting("trained", _text)
+    report_to: str = _setting("", _text)
+    project_name: str = _setting("", _text)
+    mesh: MeshConfig = MeshConfig()
+    fully_shard: ShardConfig = ShardConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    checkpoints: CheckpointConfig = CheckpointConfig()
+    control: ControlConfig = ControlConfig()
+
+    @classmethod
+    def read(cls, path: str | Path) -> "TrainConfig":
+        """Raises InvalidArgument: the file cannot be read, is not TOML, or has a setting that does not exist or is
+        wrong."""
+        try:
+            table = tomllib.loads(read_bounded(path, _MAX_BYTES).decode())
+        except UnicodeDecodeError:
+            raise InvalidArgument(f"{path} is not UTF-8") from None
+        except ValueError as error:  # of TOML, too: with line and column
+            raise InvalidArgument(f"{path}: {error}") from None
+        try:
+            tables = {name: _build(kind, table.pop(name, {}), f"{name}.") for name, kind in _TABLES.items()}
+            return _build(cls, table, "", tables)
+        except ValueError as error:
+            raise InvalidArgument(f"{path}: {error}") from None
+
+    @property
+    def steps(self) -> int:
+        """Of the optimizer."""
+        return self.iters // self.grad_accumulation_steps
+
+
+def _build(kind: Any, table: Any, prefix: str, tables: Mapping[str, Any] | None = None) -> Any:
+    if type(table) is not dict:
+        raise ValueError(f"{prefix[:-1]} is {table!r:.50}, not a table: write [{prefix[:-1]}]")
+    checks = {one.name: one for one in dataclasses.fields(kind) if "check" in one.metadata}
+    for name in table.keys() - checks.keys():
+        known = [*checks, *_TABLES] if tables is not None else [*checks]
+        close = difflib.get_close_matches(name, known, n=1)
+        raise ValueError(
+            f"there is no setting {prefix}{name:.50}; "
+            + (f"did you mean {prefix}{close[0]}?" if close else _list(known))
+        )
+    for name, one in checks.items():
+        if name not in table and one.default is _REQUIRED and one.default_factory is _REQUIRED:
+            raise ValueError(f"{prefix}{name} is missing")
+    values = {name: checks[name].metadata["check"](prefix + name, value) for name, value in table.items()}
+    return kind(**values, **(tables or {}))
+
+
+def _list(names: list[str]) -> str:
+    return f"there are {', '.join(names)}"

@@ -1,0 +1,78 @@
+"""The configuration file of `mlxdist train`: what it takes, and what it rejects with one sentence."""
+
+import pytest
+
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.train.config import CheckpointConfig, MeshConfig, TrainConfig
+
+LEAST = 'model = "m"\ndata = "d"\n'
+
+
+def read(tmp_path, text):
+    path = tmp_path / "config.toml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return TrainConfig.read(path)
+
+
+def test_defaults_are_those_of_mlx_lm(tmp_path):
+    from mlx_lm.lora import CONFIG_DEFAULTS
+
+    config = read(tmp_path, LEAST)
+    differ = {"model", "data", "seed", "optimizer_config", "lr_schedule", "project_name", "report_to"}
+    for name in vars(config).keys() & CONFIG_DEFAULTS.keys() - differ:
+        assert getattr(config, name) == CONFIG_DEFAULTS[name], name
+
+
+def test_all_of_it(tmp_path):
+    text = """
+model = "m"
+data = "d"
+fine_tune_type = "full"
+iters = 12
+grad_accumulation_steps = 4
+skip_steps = [3, 4]
+optimizer_config = {weight_decay = 0.1}
+[mesh]
+dp = 2
+tp = 2
+[checkpoints]
+every = 5
+resume = true
+"""
+    config = read(tmp_path, text)
+    assert (config.steps, config.skip_steps, config.optimizer_config) == (3, (3, 4), {"weight_decay": 0.1})
+    assert config.mesh == MeshConfig(dp=2, tp=2)
+    assert config.checkpoints == CheckpointConfig(every=5, resume=True)
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("", "model is missing"),
+        ('model = "m"', "data is missing"),
+        (LEAST + "batchsize = 4", "there is no setting batchsize; did you mean batch_size?"),
+        (LEAST + "zzzz = 4", "there is no setting zzzz; there are model, data"),
+        (LEAST + "[mesh]\nfsd = 4", "there is no setting mesh.fsd; did you mean mesh.fsdp?"),
+        (LEAST + "mesh = 4", "mesh is 4, not a table: write [mesh]"),
+        (LEAST + "iters = 0", "iters is 0, not a whole number from 1"),
+        (LEAST + "iters = true", "iters is True, not a whole number"),
+        (LEAST + "learning_rate = nan", "learning_rate is nan, not a number above 0"),
+        (LEAST + '[precision]\ndtype = "int8"', "precision.dtype is 'int8', not one of float32, bfloat16, float16"),
+        (LEAST + "[control]\nmemory_share = 1.5", "control.memory_share is 1.5, not a number from 0 to 1"),
+        (LEAST + "x = \ny = 1", "at line 3"),
+        (LEAST + 'model = "m"', "Cannot overwrite a value"),
+        (b"\xff", "is not UTF-8"),
+    ],
+)
+def test_rejected(tmp_path, text, expected):
+    with pytest.raises(InvalidArgument) as raised:
+        read(tmp_path, text)
+    assert expected in str(raised.value) and "config.toml" in str(raised.value)
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    with pytest.raises(InvalidArgument, match="No such file"):
+        TrainConfig.read(tmp_path / "missing.toml")
+    (tmp_path / "large.toml").write_bytes(b"#" * 1_000_001)
+    with pytest.raises(InvalidArgument, match="more than 1000000 bytes"):
+        TrainConfig.read(tmp_path / "large.toml")
