@@ -1,6 +1,15 @@
 """Training over several ranks."""
 
 from .checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from .clip_grad_norm import clip_grad_norm
 from .data_parallel import all_reduce_grads
+from .mixed_precision import MixedPrecision
 
-__all__ = ["all_reduce_grads", "latest_checkpoint", "load_checkpoint", "save_checkpoint"]
+__all__ = [
+    "MixedPrecision",
+    "all_reduce_grads",
+    "clip_grad_norm",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "save_checkpoint",
+]

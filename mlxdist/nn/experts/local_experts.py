@@ -6,8 +6,10 @@ group also inside each expert: the first projections by outputs, the last one by
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import mlx.core as mx
 from mlx import nn
@@ -18,6 +20,7 @@ from mlxdist.runtime.native import bridge
 from mlxdist.runtime.ops import all_sum
 
 from ..partition import join, scaled, split_sizes, take
+from ..sharding.cut import Cut, Range
 from ..tensor_parallel.linear_layers import mapped
 from ..tensor_parallel.lora import SWITCH_LINEARS, as_given, draw_full
 from .placement import Placement
@@ -70,7 +73,7 @@ def shard_projection(projection: nn.Module, name: str, last: bool, sharding: Sha
             )
         each = array.shape[0] // experts
         mine = take(array, 0, [each * count for count in sharding.placement.counts], sharding.group.rank())
-        axis = _hidden_axis(key, array, last)
+        axis = _hidden_axis(key, array.ndim, last)
         if sharding.tp_group is not None and axis is not None:
             mine = take(mine, axis, scaled(sharding.hidden_sizes, array.shape[axis]), sharding.tp_group.rank())
         return _transposed_in_memory(mine) if key == "weight" and transpose else mine
@@ -104,7 +107,7 @@ def join_projection(projection: nn.Module, last: bool, sharding: Sharding) -> nn
     """The full projection from all ranks' shards. Collective, and awaited: lazy ones would have no order."""
 
     def full(key: str, array: mx.array) -> mx.array:
-        axis = _hidden_axis(key, array, last)
+        axis = _hidden_axis(key, array.ndim, last)
         if sharding.tp_group is not None and axis is not None:
             total = array.shape[axis] * sum(sharding.hidden_sizes) // sharding.hidden_sizes[sharding.tp_group.rank()]
             array = join(array, axis, scaled(sharding.hidden_sizes, total), sharding.tp_group)
@@ -116,6 +119,28 @@ def join_projection(projection: nn.Module, last: bool, sharding: Sharding) -> nn
     joined = mapped(projection, full)
     as_given(base(joined))
     return joined
+
+
+def expert_cut(key: str, local: tuple[int, ...], last: bool, sharding: Sharding) -> Cut:
+    """How an array of a projection is cut of which this rank holds ``local``; ``key``: its name."""
+    rank, counts = sharding.group.rank(), sharding.placement.counts
+    each = local[0] // counts[rank]
+    if key in ("lora_a", "lora_b"):
+        axis = (2 if last else 1) if last == (key == "lora_a") else None
+    else:
+        axis = _hidden_axis(key, len(local), last)
+    shape, hidden = [each * sum(counts), *local[1:]], sharding.hidden_sizes
+    if sharding.tp_group is None or axis is None:
+        return Cut.full(shape).along(0, _ranges([each * count for count in counts]), sharding.group)
+    shape[axis] = local[axis] * sum(hidden) // hidden[sharding.tp_group.rank()]
+    cut = Cut.full(shape).along(axis, _ranges(scaled(hidden, shape[axis])), sharding.tp_group)
+    return cut.along(0, _ranges([each * count for count in counts]), sharding.group)
+
+
+def _ranges(sizes: Sequence[int]) -> list[list[Range]]:
+    """Of each rank."""
+    stops = accumulate(sizes)
+    return [[(stop - size, stop)] for size, stop in zip(sizes, stops, strict=True)]
 
 
 def compute(layer: nn.Module, rows: mx.array, experts: mx.array, ascending: bool, tp_group: Group | None) -> mx.array:
@@ -214,8 +239,8 @@ def base(projection: nn.Module) -> nn.Module:
     return projection["linear"] if "linear" in projection else projection
 
 
-def _hidden_axis(key: str, array: mx.array, last: bool) -> int | None:
+def _hidden_axis(key: str, axes: int, last: bool) -> int | None:
     """The axis along which an array depends on the experts' hidden size; ``None`` if it does not."""
-    if array.ndim == 1 or (last and key == "bias"):
+    if axes == 1 or (last and key == "bias"):
         return None
     return 2 if last else 1

@@ -5,7 +5,7 @@ shapes and ``scale`` are those of mlx-lm's ``LoRALinear``, so that its adapters 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from math import sqrt
 from typing import Self
@@ -17,6 +17,7 @@ from mlxdist.base.errors import InvalidArgument
 from mlxdist.runtime.group import Group
 
 from ..mappings import copy_to_tensor_parallel_region
+from ..sharding.cut import Cut
 from .linear_layers import product, quantization
 
 __all__ = ["SWITCH_LINEARS", "LoRALinear", "ShardedLinear", "as_given", "draw_full"]
@@ -71,6 +72,10 @@ class ShardedLinear(nn.Module, ABC):
     @abstractmethod
     def join_shards(self, x: mx.array, axis: int) -> mx.array:
         """All of the sharded dimension, from the shards of all ranks along ``axis``. A collective."""
+
+    @abstractmethod
+    def cut(self, local: Sequence[int], axis: int) -> Cut:
+        """How an array is cut along ``axis``, of which this rank holds one of shape ``local``."""
 
     def adapter(self, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
         """The shards themselves, with the gradients of all ranks that hold them."""

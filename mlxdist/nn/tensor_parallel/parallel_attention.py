@@ -285,7 +285,7 @@ class ParallelAttention(nn.Module):
         self.head_dim, self.scale, self.rope = head_dim, whole.scale, whole.rope
         self.n_heads, self.n_kv_heads = heads[group.rank()], len(kv_heads[group.rank()])
         self._heads, self._kv_heads, self._n_kv_heads, self._group = tuple(heads), tuple(kv_heads), total_kv, group
-        self._shares_kv_heads = sum(map(len, kv_heads)) > total_kv
+        self.shares_kv_heads = sum(map(len, kv_heads)) > total_kv
         common = {"sequence_parallel": sequence_parallel, "group": group}
         column = common | {"multiple": head_dim}
         self.q_proj = ColumnParallelLinear.from_linear(whole.q_proj, rank_shares=heads, **column)
@@ -304,7 +304,7 @@ class ParallelAttention(nn.Module):
         if not all(isinstance(layer, ParallelLinear) for layer in layers):
             return [layer(x) for layer in layers]  # with adapters
         x = self.q_proj.enter(x)  # once: one all_sum of its gradient instead of three
-        if not self._shares_kv_heads:
+        if not self.shares_kv_heads:
             return [layer.product(x) for layer in layers]
         share = self._with_gradients_of_all_holders
         return [self.q_proj.product(x), *(_call(layer, layer.product, share, x) for layer in layers[1:])]

@@ -10,7 +10,8 @@ from mlx import nn
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.runtime.group import Group
 
-from ..partition import Segments, join, scaled, take
+from ..partition import Segments, join, scaled, slices, take
+from ..sharding.cut import Cut
 from .linear_layers import check_linear, dims, freeze_like, quantization, quantization_unit
 from .lora import ShardedLinear
 
@@ -51,13 +52,13 @@ class Sharded(nn.Module):
         for name, value in quantization(full).items():
             setattr(self, name, value)
         for name, value in full.parameters().items():
-            setattr(self, name, self.take_shard(value, self.shard_axis) if self._shards(name) else value)
+            setattr(self, name, self.take_shard(value, self.shard_axis) if self.shards(name) else value)
         freeze_like(self, full)
 
     def _join_into(self, full: M) -> M:
         """Gives a full layer the parameters of all ranks, frozen as here. A collective that is evaluated at once."""
         for name, value in self.parameters().items():
-            setattr(full, name, self.join_shards(value, self.shard_axis) if self._shards(name) else value)
+            setattr(full, name, self.join_shards(value, self.shard_axis) if self.shards(name) else value)
         mx.eval(full.parameters())
         return freeze_like(full, self)
 
@@ -70,7 +71,15 @@ class Sharded(nn.Module):
         length = x.shape[axis] * sum(self._sizes) // self._sizes[self._group.rank()]
         return join(x, axis, scaled(self._sizes, length), self._group, self._segments)
 
-    def _shards(self, name: str) -> bool:
+    def cut(self, local: Sequence[int], axis: int) -> Cut:
+        """How an array is cut along ``axis``, of which this rank holds one of shape ``local``."""
+        length = local[axis] * sum(self._sizes) // self._sizes[self._group.rank()]
+        sizes = scaled(self._sizes, length)
+        held = [slices(sizes, rank, self._segments) for rank in range(len(sizes))]
+        ranges = [[(here.start, here.stop) for here in pieces] for pieces in held]
+        return Cut.full((*local[:axis], length, *local[axis + 1 :])).along(axis, ranges, self._group)
+
+    def shards(self, name: str) -> bool:
         """Whether each rank has a shard of this parameter; all of them hold the bias that is added to their sum."""
         return name in ("weight", "scales", "biases") or name == "bias" and self.shard_axis == 0
 

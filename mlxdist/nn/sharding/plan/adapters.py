@@ -9,7 +9,7 @@ from mlxdist.nn.partition import slice_along
 
 from .parameters import Shard
 
-__all__ = ["adapter_shard", "require_no_adapters", "full_matrix"]
+__all__ = ["adapter_axis", "adapter_shard", "full_matrix", "require_no_adapters"]
 
 # Along which axis a matrix of an adapter is sharded, by the number of axes of the layer's weight, which of these is
 # sharded, and the matrix's name.
@@ -25,10 +25,14 @@ _AXES = {
 
 def adapter_shard(weight: Shard, name: str, full: mx.array, rank: int) -> mx.array:
     """A rank's shard of ``lora_a`` or ``lora_b``, of the shape that mlx-lm gives it, on a layer with this weight."""
-    axis = _AXES.get((len(weight.shape), weight.axis, name))
-    if axis is None or not weight.ranges:
+    if (axis := adapter_axis(weight, name)) is None:
         return full
     return mx.contiguous(slice_along(full, axis, weight.slices(rank, full.shape[axis])))
+
+
+def adapter_axis(weight: Shard, name: str) -> int | None:
+    """Along which axis that is sharded; None if it is full."""
+    return _AXES.get((len(weight.shape), weight.axis, name)) if weight.ranges else None
 
 
 def full_matrix(weight: Shard | None) -> str | None:

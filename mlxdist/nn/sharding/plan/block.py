@@ -11,7 +11,8 @@ from mlx.utils import tree_flatten
 from mlxdist.nn.tensor_parallel.linear_layers import unpacked
 from mlxdist.nn.tensor_parallel.lora import SWITCH_LINEARS
 
-from .parameters import Range, Shard, dtype_name
+from ..cut import Range
+from .parameters import Shard, dtype_name
 from .patterns import KEYS, LINEARS, QUERIES, QUERY_NORMS
 
 # For each rank the pieces that it has.

@@ -16,6 +16,7 @@ from mlxdist.nn.tensor_parallel.linear_layers import COLUMN_SHARDED, ROW_SHARDED
 from mlxdist.nn.tensor_parallel.lora import SWITCH_LINEARS, ShardedLinear, draw_full
 from mlxdist.runtime.native import bridge
 
+from ..cut import Cut
 from .adapters import adapter_shard
 from .parameters import Shard, overlap
 from .patterns import LINEARS
@@ -71,6 +72,9 @@ class _Inner(ShardedLinear):
             full[..., piece] = mx.where(mx.array(owners[piece] == self._group.rank()), x[..., start:stop], 0)
             start = stop
         return reduce_from_tensor_parallel_region(full, self._group).swapaxes(axis, -1)
+
+    def cut(self, local: Sequence[int], axis: int) -> Cut:
+        return self._shard.cut(local, axis, self._group)
 
     @property
     def _entered(self) -> bool:

@@ -30,8 +30,9 @@ from mlxdist.runtime.native import bridge
 from mlxdist.runtime.ops import all_sum
 from mlxdist.runtime.packing import pack, unpack
 
-from .adapters import full_matrix
-from .block import own_arrays, source_of
+from ..cut import Cut
+from .adapters import adapter_axis, full_matrix
+from .block import join_path, own_arrays, source_of
 from .layers import COLUMNS, put_in
 from .parameters import Shard, overlap, parameters
 
@@ -74,6 +75,7 @@ class _Member:
     full: dict[str, float]  # the parameters that all ranks hold, and by what a rank multiplies each where it uses it
     shared: dict[str, Shard]  # the parameters of which some ranks hold the same pieces
     sharded: frozenset[str]
+    shards: dict[str, Shard]  # of all its parameters in the plan
     of_adapters: str | None  # the matrix of an adapter on it that sees one rank's share, and is held by all
 
     def module(self, block: nn.Module) -> nn.Module | None:
@@ -89,6 +91,14 @@ class _Member:
         while layers and isinstance(inner := layers[-1].get("linear"), nn.Module) and layers[-1] is not self.found():
             layers.append(inner)
         return layers
+
+    def sharding(self, name: str, of_adapter: bool) -> tuple[Shard | None, int | None]:
+        """As what a parameter is sharded, and along which axis; None: it is full. The layer may be quantized now."""
+        weight = self.shards.get("weight")
+        if of_adapter:
+            return weight, None if weight is None else adapter_axis(weight, name)
+        shard = self.shards.get(name) or (weight if name in ("scales", "biases") else None)
+        return shard, shard.axis if shard and shard.ranges and shard.kind != "experts" else None
 
     def why_not(self, layers: Sequence[nn.Module]) -> str | None:
         """Why it is not known how these layers train in the place of one that is sharded."""
@@ -153,7 +163,19 @@ class ParallelRegion:
             if shard.ranges and shard.kind != "experts" and overlap(shard, self.group.size())
         }
         sharded = frozenset(name for name, shard in held.items() if shard.ranges)
-        return _Member(where, ref(module), full, shared, sharded, full_matrix(held.get("weight")))
+        return _Member(where, ref(module), full, shared, sharded, held, full_matrix(held.get("weight")))
+
+    def cuts(self, block: nn.Module) -> Iterator[tuple[str, Callable[[], Cut]]]:
+        """How the parameters of ``block`` are cut of which this rank has a shard, by their paths in it."""
+        for member in self.members:
+            layers = member.layers(block) if member.sharded else []
+            for depth, layer in enumerate(layers):
+                where = join_path(member.names, *["linear"] * depth)
+                is_adapter = depth + 1 < len(layers)
+                for name, array in own_arrays(layer):
+                    shard, axis = member.sharding(name, is_adapter)
+                    if shard is not None and axis is not None:
+                        yield join_path(where, name), partial(shard.cut, array.shape, axis, self.group)
 
     def sharded_arrays(self, block: nn.Module) -> Iterator[mx.array]:
         """The parameters of ``block`` of which this rank has a shard."""

@@ -1,6 +1,6 @@
 """The parameters of a model, and what the ranks hold of each."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from math import prod
@@ -10,12 +10,13 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlxdist.nn.partition import slice_along
+from mlxdist.runtime.group import Group
 
-__all__ = ["KINDS", "Range", "Shard", "dtype_name", "overlap", "parameters", "runs_of"]
+from ..cut import Cut, Range
+
+__all__ = ["KINDS", "Shard", "dtype_name", "overlap", "parameters", "runs_of"]
 
 KINDS = ("column", "row", "vocab", "experts", "full")
-
-Range = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,15 @@ class Shard:
     def full_bytes(self) -> int:
         """How many bytes the full parameter has."""
         return prod(self.shape) * getattr(mx, self.dtype).size
+
+    def cut(self, local: Sequence[int], axis: int, group: Group) -> Cut:
+        """How an array is cut along ``axis`` that is sharded alike, such as that of a quantized weight or an adapter.
+
+        ``local``: the shape of what this rank of ``group``, a row of the grid, holds of it.
+        """
+        length = local[axis] * self.shape[self.axis] // self.sizes[group.rank()]
+        ranges = [[(here.start, here.stop) for here in self.slices(rank, length)] for rank in range(group.size())]
+        return Cut.full((*local[:axis], length, *local[axis + 1 :])).along(axis, ranges, group)
 
     def take(self, x: mx.array, rank: int) -> mx.array:
         """A rank's shard of ``x``, the full parameter; lazy."""

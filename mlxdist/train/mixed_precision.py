@@ -1,0 +1,273 @@
+"""Training in 16 bits: what is kept in more of them, so that small updates count, and the scale of the loss.
+
+Micikevicius et al. 2017, "Mixed Precision Training", arXiv:1710.03740.
+"""
+
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.runtime.arguments import group_of
+from mlxdist.runtime.group import Group
+from mlxdist.runtime.ops import all_min
+
+from .rounding import round_stochastically
+
+__all__ = ["MixedPrecision"]
+
+_DTYPES = (mx.bfloat16, mx.float16)
+_FIRST_SCALE, _LARGEST_SCALE = 2.0**16, 2.0**24
+_STEPS_TO_GROW = 2000  # without an overflow, as in arXiv:1710.03740
+
+
+class MixedPrecision(optim.Optimizer):
+    """An optimizer of MLX for a model whose parameters have 16 bits, with the interface of an optimizer of MLX.
+
+    The update of a step is often less than half a unit in the last place of a weight of 16 bits, and rounding loses it.
+    ``masters`` says what keeps it. ``optimizer`` computes in float32 in any case; parameters of float32 it updates
+    alone.
+
+    | ``masters`` | bytes per parameter | |
+    |---|---|---|
+    | ``True`` | 2 + 4 | a copy in float32, rounded to the parameter after each step |
+    | ``"kahan"`` | 2 + 2 | what the parameter has lost by rounding, in its dtype, goes into the next step |
+    | ``"stochastic"`` | 2 | rounded up or down at random, so that the mean is right |
+
+    In float16 gradients underflow: with ``loss_scale`` the loss is multiplied by :meth:`scale` before the backward
+    pass, and the gradients are divided in :meth:`unscale`, or else in :meth:`update`. Where a gradient of one rank is
+    not finite, all ranks skip the step: parameters and state stay as they are.
+
+    All is lazy and works inside ``mx.compile``; :attr:`state` is what a checkpoint needs.
+
+    Args:
+        optimizer: any of MLX's, not used yet.
+        dtype: what :meth:`init` makes of a model's parameters: ``mx.bfloat16`` or ``mx.float16``.
+        masters: how small updates count; see above. Kahan 1965, doi:10.1145/363707.363723; stochastic rounding: Gupta
+            et al. 2015, arXiv:1502.02551.
+        loss_scale: ``None`` for no scale; a positive number; "dynamic": from 65536, halved in each step that overflows
+            and doubled after 2000 that do not.
+        state_dtype: of the arrays of the optimizer's state; ``None`` for float32. In 16 bits they are rounded
+            stochastically: a mean over 1000 steps changes by less than rounding to nearest sees.
+        group: the ranks that skip a step together: all of the mesh. ``None`` for those of ``mlxdist.init()``.
+        seed: of stochastic rounding: the same on all ranks, so that replicas stay equal.
+
+    Attributes:
+        optimizer: that was given.
+        state: a tree of arrays; it may be set.
+
+    Raises:
+        InvalidArgument: an argument is none of these.
+    """
+
+    def __init__(
+        self,
+        optimizer: optim.Optimizer,
+        dtype: mx.Dtype = mx.bfloat16,
+        masters: Literal[True, "kahan", "stochastic"] = True,
+        loss_scale: float | Literal["dynamic"] | None = None,
+        state_dtype: mx.Dtype | None = None,
+        group: Group | None = None,
+        seed: int = 0,
+    ) -> None:
+        _check(optimizer, dtype, masters, loss_scale, state_dtype)
+        super().__init__()
+        self.optimizer, self.dtype, self.masters, self.state_dtype = optimizer, dtype, masters, state_dtype
+        self._seed, self._is_unscaled = seed, False
+        self._is_dynamic = loss_scale == "dynamic"
+        self._group = None if loss_scale is None else group_of(group)
+        self._state = {"step": mx.array(0, mx.uint64), "optimizer": optimizer.state, "masters": {}}
+        if loss_scale is not None:
+            scale = _FIRST_SCALE if loss_scale == "dynamic" else float(loss_scale)
+            self._state |= {"loss_scale": mx.array(scale), "good_steps": mx.array(0), "skipped": mx.array(0)}
+
+    def init(self, parameters: dict) -> None:
+        """Makes the state for parameters: a tree of arrays, or a model, whose parameters then get ``dtype``.
+
+        Masters keep the values that the parameters have now. Those of quantized layers stay as they are. Without this
+        the first :meth:`update` does it.
+        """
+        is_model = isinstance(parameters, nn.Module)
+        trained = parameters.trainable_parameters() if is_model else parameters
+        wide = tree_map(_wide, trained)
+        self.optimizer.init(wide)
+        if self.state_dtype is not None:
+            inner = self.optimizer.state
+            _put(inner, tree_map(lambda array: array.astype(self.state_dtype) if _is_moment(array) else array, inner))
+        masters = dict(tree_flatten(self._state["masters"]))
+        for path, array in tree_flatten(trained):
+            kept = self._kept(_wide(array), self.dtype if is_model else array.dtype)
+            if kept is not None:
+                masters.setdefault(path, kept)
+        self._put_masters(masters)
+        self._initialized = True
+        if is_model:
+            _cast(parameters, self.dtype)
+
+    def scale(self, loss: mx.array) -> mx.array:
+        """The loss times the scale, in float32: what the gradient is taken of."""
+        return loss if self._group is None else loss.astype(mx.float32) * self.loss_scale
+
+    def unscale(self, gradients: Any) -> Any:
+        """The gradients of the loss that :meth:`scale` was given, in float32: for what is done with them before
+        :meth:`update`, such as clipping. :meth:`update` then takes them as they are."""
+        self._is_unscaled = True
+        return self._divided(gradients)
+
+    def apply_gradients(self, gradients: dict, parameters: dict) -> dict:
+        """The new parameters, in the dtypes that they have."""
+        old: dict[str, mx.array] = dict(tree_flatten(tree_map(lambda _, array: array, gradients, parameters)))
+        if not self._initialized:
+            self.init(parameters if isinstance(parameters, nn.Module) else tree_unflatten(list(old.items())))
+            old = dict(tree_flatten(tree_map(lambda _, array: array, gradients, parameters)))
+        wide = tree_map(_wide, gradients) if self._is_unscaled else self._divided(gradients)
+        self._is_unscaled = False
+        inner, masters = self.optimizer, dict(tree_flatten(self._state["masters"]))
+        before = dict(tree_flatten(inner.state)), dict(masters)
+        values = [(path, self._value(array, masters.get(path))) for path, array in old.items()]
+        step = self._state["step"] + 1
+        keys = iter(self._keys(step, len(old) + len(before[0])))
+        if self.state_dtype is not None:
+            _put(inner.state, tree_map(lambda array: _wide(array) if _is_moment(array) else array, inner.state))
+        changed = dict(tree_flatten(inner.apply_gradients(wide, tree_unflatten(values))))
+        if self.state_dtype is not None:
+            _put(inner.state, tree_map(lambda array: self._narrow(array, next(keys)), inner.state))
+        new = {}
+        for path, array in old.items():
+            if (kept := self._kept(changed[path], array.dtype)) is not None:
+                masters[path] = kept
+            new[path] = self._rounded(changed[path], array.dtype, next(keys))
+        if self._group is not None:
+            new, masters = self._unless_overflow(wide, (old, new), (before[1], masters), before[0])
+        self._put_masters(masters)
+        self._state["step"] = step
+        return tree_unflatten(list(new.items()))
+
+    @property
+    def loss_scale(self) -> mx.array:
+        """By which :meth:`scale` multiplies now, float32; 1 without a scale."""
+        return self._state.get("loss_scale", mx.array(1.0))
+
+    @property
+    def state(self) -> dict:
+        """A tree of arrays: the optimizer's, the masters, the scale of the loss, and how many steps were skipped."""
+        return self._state
+
+    @state.setter
+    def state(self, state: dict) -> None:
+        self._state = state
+        self.optimizer.state = state["optimizer"]
+        self._initialized = False
+
+    @property
+    def learning_rate(self) -> mx.array:
+        """That of the optimizer."""
+        return self.optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate: float | mx.array) -> None:
+        self.optimizer.learning_rate = learning_rate
+
+    def _divided(self, gradients: Any) -> Any:
+        return tree_map(lambda gradient: _wide(gradient) / self.loss_scale, gradients)
+
+    def _value(self, parameter: mx.array, kept: mx.array | None) -> mx.array:
+        """What the optimizer updates."""
+        if kept is None:
+            return _wide(parameter)
+        return kept if self.masters is True else _wide(parameter) + _wide(kept)
+
+    def _kept(self, value: mx.array, dtype: mx.Dtype) -> mx.array | None:
+        """What is kept of a value in float32 besides the parameter."""
+        if dtype not in _DTYPES or self.masters == "stochastic":
+            return None
+        return value if self.masters is True else (value - _wide(value.astype(dtype))).astype(dtype)
+
+    def _rounded(self, value: mx.array, dtype: mx.Dtype, key: mx.array) -> mx.array:
+        is_stochastic = self.masters == "stochastic" and dtype in _DTYPES
+        return round_stochastically(value, dtype, key) if is_stochastic else value.astype(dtype)
+
+    def _narrow(self, array: mx.array, key: mx.array) -> mx.array:
+        """An array of the optimizer's state as it is kept."""
+        if self.state_dtype not in _DTYPES or not _is_moment(array):
+            return array
+        return round_stochastically(array, self.state_dtype, key)
+
+    def _keys(self, step: mx.array, count: int) -> Any:
+        """Of random numbers for each array of a step: from the step, so that a run that is resumed has the same."""
+        key = mx.stack([mx.array(self._seed, mx.uint32), step.astype(mx.uint32)])
+        return mx.random.split(key, count)
+
+    def _put_masters(self, masters: dict[str, mx.array]) -> None:
+        kept: Any = tree_unflatten(list(masters.items())) if masters else {}
+        self._state["masters"] = kept
+
+    def _unless_overflow(
+        self, gradients: Any, parameters: tuple[dict, dict], masters: tuple[dict, dict], before: dict[str, mx.array]
+    ) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
+        """The old parameters and masters in place of the new ones, and the state of before, if a gradient of any rank
+        is not finite."""
+        finite = mx.stack([mx.isfinite(gradient).all() for _, gradient in tree_flatten(gradients)]).all()
+        finite = all_min(finite.astype(mx.int32), group=self._group) > 0
+        state, inner = self._state, self.optimizer.state
+        after = dict(tree_flatten(inner))
+        chosen = [(path, mx.where(finite, array, before.get(path, array))) for path, array in after.items()]
+        _put(inner, tree_unflatten(chosen))
+        good = mx.where(finite, state["good_steps"] + 1, 0)
+        state["skipped"] = state["skipped"] + mx.where(finite, 0, 1)
+        if self._is_dynamic:
+            grown = mx.where(good >= _STEPS_TO_GROW, state["loss_scale"] * 2, state["loss_scale"])
+            state["loss_scale"] = mx.clip(mx.where(finite, grown, state["loss_scale"] / 2), 1.0, _LARGEST_SCALE)
+        state["good_steps"] = mx.where(good >= _STEPS_TO_GROW, 0, good)
+        pick = lambda old, new: {path: mx.where(finite, array, old.get(path, array)) for path, array in new.items()}
+        return pick(*parameters), pick(*masters)
+
+
+def _check(optimizer: Any, dtype: Any, masters: Any, loss_scale: Any, state_dtype: Any) -> None:
+    if not isinstance(optimizer, optim.Optimizer) or isinstance(optimizer, MixedPrecision):
+        raise InvalidArgument(
+            f"MixedPrecision: optimizer must be one of mlx.optimizers, such as AdamW(1e-3), not {type(optimizer).__name__}"
+        )
+    if dtype not in _DTYPES:
+        raise InvalidArgument(f"MixedPrecision: dtype must be mx.bfloat16 or mx.float16, not {dtype}")
+    if masters is not True and masters not in ("kahan", "stochastic"):
+        raise InvalidArgument(f"MixedPrecision: masters must be True, 'kahan' or 'stochastic', not {masters!r}")
+    is_scale = (
+        isinstance(loss_scale, int | float) and not isinstance(loss_scale, bool) and 0 < loss_scale < float("inf")
+    )
+    if loss_scale not in (None, "dynamic") and not is_scale:
+        raise InvalidArgument(f"MixedPrecision: loss_scale must be None, 'dynamic' or positive, not {loss_scale!r}")
+    if state_dtype not in (None, mx.float32, *_DTYPES):
+        raise InvalidArgument(
+            f"MixedPrecision: state_dtype must be mx.float32, mx.bfloat16 or mx.float16, not {state_dtype}"
+        )
+
+
+def _wide(array: mx.array) -> mx.array:
+    return array.astype(mx.float32)
+
+
+def _is_moment(array: mx.array) -> bool:
+    """Whether an array of an optimizer's state belongs to a parameter, and is no number such as the learning rate."""
+    return array.ndim > 0 and mx.issubdtype(array.dtype, mx.floating)
+
+
+def _put(tree: Any, new: Any) -> None:
+    """Puts the leaves of another tree in place of those that a tree has: mx.compile and MLX keep the tree itself."""
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        if isinstance(value, dict | list):
+            if value:
+                _put(value, new[key])
+        else:
+            tree[key] = new[key]
+
+
+def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
+    """Parameters of floats, but for those of quantized layers."""
+    is_plain = lambda module, key, value: (
+        nn.Module.valid_parameter_filter(module, key, value) and "scales" not in module
+    )
+    model.apply(lambda array: array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array, is_plain)
