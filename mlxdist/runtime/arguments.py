@@ -14,7 +14,7 @@ from .timeout import native_timeout
 
 __all__ = ["BarrierOptions", "Call", "Options", "RecvOptions", "SendOptions", "Stream", "group_of", "operation"]
 
-Stream = mx.Stream | mx.Device | mx.DeviceType | None
+Stream = mx.Stream | mx.ThreadLocalStream | mx.Device | mx.DeviceType | None
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _NUMBERS = (bool, int, float, complex)
