@@ -3,7 +3,7 @@
     mlxdist launch -n 2 -- python examples/train_and_generate.py
 
 1. Training, data-parallel: every rank computes the gradients of its own share of each batch, and
-   `mlxdist.all_reduce_grads` averages them. The text is the chapter on compound statements of Python's own
+   `mlxdist.average_gradients` averages them. The text is the chapter on compound statements of Python's own
    documentation, which every Python carries; the model is mlx-lm's Qwen3, small.
 2. Saving, as mlx-lm saves models: `mlx_lm.generate --model demo-model --prompt ...` opens it.
 3. Generation, tensor-parallel: mlx-lm's own `model.shard(group.mlx)` splits every layer over the ranks. The tokens must
@@ -226,7 +226,7 @@ def train(
         for rows in islice(batches(corpus, steps, seed), resumed_at, None):
             loss, gradients = loss_and_gradients(model, rows)
             loss = mlxdist.all_sum(loss) / group.size()
-            gradients, _ = optim.clip_grad_norm(mlxdist.all_reduce_grads(gradients), max_norm=1.0)
+            gradients, _ = optim.clip_grad_norm(mlxdist.average_gradients(gradients), max_norm=1.0)
             optimizer.update(model, gradients)
             mx.eval(loss, model.parameters(), optimizer.state)
             losses.append(loss.item())

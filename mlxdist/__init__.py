@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .runtime.point_to_point import *  # noqa: F403
     from .runtime.registration import Registration as Registration
     from .runtime.step import set_step as set_step
-    from .train import all_reduce_grads as all_reduce_grads
+    from .train import average_gradients as average_gradients
     from .train import latest_checkpoint as latest_checkpoint
     from .train import load_checkpoint as load_checkpoint
     from .train import save_checkpoint as save_checkpoint
@@ -46,7 +46,7 @@ _MODULES = {
     "runtime.point_to_point": ("recv", "recv_like", "send", "sendrecv"),
     "runtime.registration": ("Registration",),
     "runtime.step": ("set_step",),
-    "train": ("all_reduce_grads", "latest_checkpoint", "load_checkpoint", "save_checkpoint"),
+    "train": ("average_gradients", "latest_checkpoint", "load_checkpoint", "save_checkpoint"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
+from math import prod
 
 import mlx.core as mx
 
@@ -16,9 +17,9 @@ def pack(arrays: Sequence[mx.array]) -> mx.array:
     return arrays[0] if arrays[0].ndim < 6 else arrays[0].reshape(-1)
 
 
-def unpack(packed: mx.array, like: Sequence[mx.array]) -> list[mx.array]:
-    """The inverse of :func:`pack`, for arrays of the shapes of ``like``."""
-    if len(like) == 1:
-        return [packed.reshape(like[0].shape)]
-    ends = list(accumulate(array.size for array in like))
-    return [part.reshape(array.shape) for part, array in zip(mx.split(packed, ends[:-1]), like)]
+def unpack(packed: mx.array, shapes: Sequence[tuple[int, ...]]) -> list[mx.array]:
+    """The inverse of :func:`pack`, for arrays of these shapes."""
+    if len(shapes) == 1:
+        return [packed.reshape(shapes[0])]
+    ends = list(accumulate(map(prod, shapes)))
+    return [part.reshape(shape) for part, shape in zip(mx.split(packed, ends[:-1]), shapes)]

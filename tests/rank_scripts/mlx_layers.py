@@ -99,9 +99,8 @@ def average_gradients() -> None:
     gradients = nn.value_and_grad(model, lambda x: model(x).mean())(mx.random.normal((2, DIMS)))[1]
     mine = tree_map(lambda value: value * (rank + 1), gradients)
     average = tree_map(lambda value: value * (size + 1) / 2, gradients)
-    for name, function in (("average_gradients", nn.average_gradients), ("all_reduce_grads", mlxdist.all_reduce_grads)):
-        result = function(mine, group=world if name == "average_gradients" else group)
-        tree_map(partial(close, what=name), result, average)
+    for function, ranks in ((nn.average_gradients, world), (mlxdist.average_gradients, group)):
+        tree_map(partial(close, what=function.__module__), function(mine, group=ranks), average)
 
 
 gradients()

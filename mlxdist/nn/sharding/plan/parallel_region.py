@@ -287,8 +287,8 @@ def _summed_together(arrays: Sequence[mx.array], group: Group) -> Sequence[mx.ar
     sums: dict[int, mx.array] = {}
     for dtype in dict.fromkeys(array.dtype for array in arrays):
         some = [number for number, array in enumerate(arrays) if array.dtype == dtype]
-        like = [arrays[number] for number in some]
-        sums |= zip(some, unpack(all_sum(pack(like), group=group), like), strict=True)
+        packed = all_sum(pack([arrays[number] for number in some]), group=group)
+        sums |= zip(some, unpack(packed, [arrays[number].shape for number in some]), strict=True)
     return [sums[number] for number in range(len(arrays))]
 
 

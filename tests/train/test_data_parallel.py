@@ -1,4 +1,4 @@
-"""mlxdist.all_reduce_grads against a plain mean in NumPy: odd trees, mixed dtypes, and how many messages they take."""
+"""mlxdist.average_gradients against a plain mean in NumPy: odd trees, mixed dtypes, and how many messages they take."""
 
 import pytest
 
@@ -8,7 +8,7 @@ import pytest
     "check",
     [
         "odd_trees", "messages", "no_more_messages", "any_order_of_evaluation", "compiled", "like_the_whole_batch",
-        "refused",
+        "weighted", "reduce_dtype", "refused",
     ],
 )  # fmt: skip
 def test_averages(run_ranks, check, ranks):
