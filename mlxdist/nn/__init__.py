@@ -4,6 +4,7 @@ from mlxdist.nn.sharding.load import load_sharded
 from mlxdist.nn.sharding.plan import shard_model
 from mlxdist.nn.split_block import submissions
 
+from .context_parallel import gather_sequence, ring_attention, shard_sequence, ulysses_attention
 from .experts import ExpertParallelSwitchGLU
 from .mappings import (
     copy_to_tensor_parallel_region,
@@ -57,13 +58,17 @@ __all__ = [
     "copy_to_tensor_parallel_region",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_parallel_region",
+    "gather_sequence",
     "load_sharded",
     "plan_shards",
     "reduce_from_tensor_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
     "scatter_to_tensor_parallel_region",
+    "ring_attention",
     "shard_model",
+    "shard_sequence",
     "submissions",
+    "ulysses_attention",
     "verify",
     "vocab_parallel_argmax",
     "vocab_parallel_cross_entropy",
