@@ -9,7 +9,7 @@
 3. Generation, tensor-parallel: mlx-lm's own `model.shard(group.mlx)` splits every layer over the ranks. The tokens must
    be those of the full model in one process; if they are not, the program fails.
 
-Rank 0 writes a checkpoint now and then. With `mlxdist launch --max-restarts 3 ...` a job that has lost a rank starts
+The ranks write a checkpoint now and then. With `mlxdist launch --max-restarts 3 ...` a job that has lost a rank starts
 again and goes on from its last one; with --resume, so does a job that you start again yourself.
 
 Runs with 1, 2 or 4 ranks of one machine, without network, and takes one to two minutes on two cores.
@@ -49,6 +49,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 import mlxdist
+import mlxdist.train
 
 SEQUENCE = 64  # tokens
 BATCH = 4  # sequences of one step, on all ranks together
@@ -159,13 +160,12 @@ def train_tokenizer(text: str, out: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(out)
 
 
-@dataclass
 class Checkpoints:
-    """Where rank 0 writes what training needs to go on: weights, the optimizer's state and the losses so far."""
+    """What training needs to go on, written now and then: weights, the optimizer's state and the losses so far."""
 
-    directory: Path
-    every: int
-    resume: bool
+    def __init__(self, directory: Path, every: int, resume: bool) -> None:
+        self.directory, self.every, self.resume = directory, every, resume
+        self.checkpoints = mlxdist.train.Checkpoints(directory)
 
     def clear(self) -> None:
         """Those of an earlier training are not this one's."""
@@ -178,22 +178,17 @@ class Checkpoints:
 
         Without --resume it must be of this job: any other one is an error, not the start of another training.
         """
-        path = mlxdist.latest_checkpoint(self.directory)
-        if path is None:
-            return []
-        tree, _ = mlxdist.load_checkpoint(path, other_run=self.resume)
-        model.update(tree["model"])
-        optimizer.state = tree["optimizer"]
-        return tree["losses"].tolist()
+        state = {"model": model, "optimizer": optimizer, "losses": mx.array([])}
+        self.checkpoints.load(state, other_run=self.resume)
+        return state["losses"].tolist()
 
     def save(self, model: nn.Module, optimizer: optim.Optimizer, losses: list[float], steps: int) -> None:
-        """If it is time for one: the other ranks wait, on the CPU."""
-        if len(losses) % self.every and len(losses) != steps:
-            return
-        if mlxdist.get_rank() == 0:
-            tree = {"model": model.parameters(), "optimizer": optimizer.state, "losses": mx.array(losses)}
-            mlxdist.save_checkpoint(self.directory, tree, len(losses))
-        mlxdist.meet()
+        """If it is time for one. The files are written while training goes on; the last ones are waited for."""
+        if len(losses) % self.every == 0 or len(losses) == steps:
+            state = {"model": model, "optimizer": optimizer, "losses": mx.array(losses)}
+            self.checkpoints.save(len(losses), state)
+        if len(losses) == steps:
+            self.checkpoints.wait()
 
 
 def train(

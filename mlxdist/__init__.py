@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from .runtime.registration import Registration as Registration
     from .runtime.step import set_step as set_step
     from .train import average_gradients as average_gradients
-    from .train import latest_checkpoint as latest_checkpoint
-    from .train import load_checkpoint as load_checkpoint
-    from .train import save_checkpoint as save_checkpoint
 
 _MODULES = {
     "base.errors": """
@@ -46,7 +43,7 @@ _MODULES = {
     "runtime.point_to_point": ("recv", "recv_like", "send", "sendrecv"),
     "runtime.registration": ("Registration",),
     "runtime.step": ("set_step",),
-    "train": ("average_gradients", "latest_checkpoint", "load_checkpoint", "save_checkpoint"),
+    "train": ("average_gradients",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

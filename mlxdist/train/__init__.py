@@ -1,17 +1,9 @@
 """Training over several ranks."""
 
-from .checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from .checkpoint import Checkpoints
 from .clip_grad_norm import clip_grad_norm
 from .data_parallel import average_gradients
 from .fully_shard import fully_shard
 from .mixed_precision import MixedPrecision
 
-__all__ = [
-    "MixedPrecision",
-    "average_gradients",
-    "clip_grad_norm",
-    "fully_shard",
-    "latest_checkpoint",
-    "load_checkpoint",
-    "save_checkpoint",
-]
+__all__ = ["Checkpoints", "MixedPrecision", "average_gradients", "clip_grad_norm", "fully_shard"]

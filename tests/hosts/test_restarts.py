@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -192,7 +193,7 @@ def test_the_example_goes_on_from_its_checkpoint(tmp_path):
 
     job = run_example(directories[1], "--max-restarts", "1")
     checkpoints = directories[1] / "model" / "checkpoints"
-    assert wait_for(lambda: (checkpoints / "step-00000008.safetensors").exists(), 60)
+    assert wait_for(lambda: (checkpoints / "step-00000008" / "manifest.json").exists(), 60)
     (running_job,) = list_jobs()
     os.kill(running_job.pids[1], signal.SIGKILL)
     said = job.communicate(timeout=120)[0]
@@ -203,7 +204,7 @@ def test_the_example_goes_on_from_its_checkpoint(tmp_path):
     assert 8 <= report["training"]["resumed_at"] < 40 and report["training"]["resumed_at"] % 8 == 0
     assert f"[0] resumed after step {report['training']['resumed_at']}\n" in said
     assert report["loss_first"] == json.loads((directories[0] / "demo.json").read_text())["loss_first"]
-    assert sorted(path.name for path in checkpoints.iterdir()) == [f"step-000000{n}.safetensors" for n in (32, 40)]
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["lock", "step-00000032", "step-00000040"]
     first, second = ((directory / "model" / "model.safetensors").read_bytes() for directory in directories)
     assert first == second
 
@@ -211,21 +212,17 @@ def test_the_example_goes_on_from_its_checkpoint(tmp_path):
 # As in docs/launch.md: 100 steps of a training that adds 2 to its weights, and fails once.
 RECIPE = """
 import os, sys, mlx.core as mx, mlxdist
-directory, other_run = sys.argv[1], "--resume" in sys.argv
-weights, step = mx.zeros(1), 0
-path = mlxdist.latest_checkpoint(directory)
-if path is not None:
-    tree, step = mlxdist.load_checkpoint(path, other_run=other_run)
-    weights = tree["weights"]
+from mlxdist import train
+checkpoints = train.Checkpoints(sys.argv[1])
+state = {"weights": mx.zeros(1)}
+step = checkpoints.load(state, other_run="--resume" in sys.argv) or 0
 for step in range(step + 1, 101):
-    weights = weights + 2
+    state["weights"] = state["weights"] + 2
     if step % 10 == 0:
-        if mlxdist.get_rank() == 0:
-            mlxdist.save_checkpoint(directory, {"weights": weights}, step)
-        mlxdist.meet()
+        checkpoints.save(step, state)
     if step == 55 and os.environ["MLXDIST_RESTART_COUNT"] == "0":
         sys.exit("lost a rank")
-print("weights", weights.item(), flush=True)
+print("weights", state["weights"].item(), flush=True)
 """
 
 
@@ -241,62 +238,64 @@ def test_a_restart_goes_on_with_the_checkpoints_of_its_own_run(tmp_path):
     assert job.returncode == 0, job.stderr
     assert sorted(job.stdout.splitlines()) == [b"[0] weights 200.0", b"[1] weights 200.0"]
 
-    (tmp_path / "checkpoints" / "step-00000100.safetensors").unlink()
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000100")
     again = recipe(tmp_path, ranks=1)
     assert (again.returncode, again.stdout) == (1, b"")
-    assert re.search(rb"step-00000090.safetensors is of another run, [0-9a-f]{16}; .* other_run=True\)", again.stderr)
+    assert re.search(rb"step 90 in .* is of another run, [0-9a-f]{16}; .* other_run=True\)", again.stderr)
     again = recipe(tmp_path, "--resume", ranks=1)
     assert (again.returncode, again.stdout) == (0, b"[0] weights 200.0\n"), again.stderr
 
 
-# The recipe of the documentation until now: it looks for a checkpoint after a restart alone.
+# It looks for a checkpoint after a restart alone.
 FOREIGN = """
 import os, sys, mlx.core as mx, mlxdist
-weights, step = mx.zeros(1), 0
-if os.environ["MLXDIST_RESTART_COUNT"] != "0" and (path := mlxdist.latest_checkpoint(sys.argv[1])):
-    tree, step = mlxdist.load_checkpoint(path)
-    weights = tree["weights"]
+from mlxdist import train
+checkpoints = train.Checkpoints(sys.argv[1])
+state, step = {"weights": mx.zeros(1)}, 0
+if os.environ["MLXDIST_RESTART_COUNT"] != "0":
+    step = checkpoints.load(state) or 0
 for step in range(step + 1, 101):
-    weights = weights + 2
+    state["weights"] = state["weights"] + 2
     if step % 10 == 0:
-        mlxdist.save_checkpoint(sys.argv[1], {"weights": weights}, step)
-print("weights", weights.item(), flush=True)
+        checkpoints.save(step, state)
+print("weights", state["weights"].item(), flush=True)
 """
 
 
 def test_a_restart_does_not_go_on_with_the_checkpoint_of_another_run(tmp_path):
     """The weights would be 40.0 and the status 0, where 200.0 is right."""
-    save = "import sys, mlx.core as mx, mlxdist; mlxdist.save_checkpoint(sys.argv[1], {'weights': mx.zeros(1)}, 80)"
+    save = "import sys, mlx.core as mx; from mlxdist import train\n"
+    save += "train.Checkpoints(sys.argv[1]).save(80, {'weights': mx.zeros(1)})"
     assert launch(1, sys.executable, "-c", save, str(tmp_path)).returncode == 0
     job = launch(1, sys.executable, "-c", FOREIGN, str(tmp_path), options=["--max-restarts", "1"], timeout=60)
     assert (job.returncode, job.stdout) == (1, b""), job
-    assert re.search(rb"save_checkpoint: .* has a checkpoint of step 80 of another run", job.stderr)
-    assert re.search(rb"load_checkpoint: .*step-00000080.safetensors is of another run", job.stderr)
+    assert re.search(rb"Checkpoints.save: .* has a checkpoint of step 80 of another run", job.stderr)
+    assert re.search(rb"Checkpoints.load: the checkpoint of step 80 in .* is of another run", job.stderr)
 
 
-# A model that is cut over the ranks, saved every 10, 8 and 5 steps. Rank 1 dies in the first save of the first start,
-# when rank 0 may have its part, and in the second save of the second.
+# Each rank has something of its own, saved every 10, 8 and 5 steps. Rank 1 dies in the first save of the first start,
+# when rank 0 may have its file, and in the second save of the second.
 KILLED_BETWEEN_THE_PARTS = """
 import os, sys, mlx.core as mx, mlxdist
+from mlxdist.train import Checkpoints
+from mlxdist.train.checkpoint import saving
 group, start = mlxdist.init(), int(os.environ["MLXDIST_RESTART_COUNT"])
-saves, replace = [0], os.replace
-def die(*paths):
+saves, write_tensors = [0], saving.write_tensors
+def die(*arguments):
     saves[0] += 1
     if group.rank() == 1 and saves[0] == start + 1 < 3:
         os.kill(os.getpid(), 9)
-    replace(*paths)
-os.replace = die
-weights, step = mx.zeros(1), 0
-path = mlxdist.latest_checkpoint(sys.argv[1], group=group)
-if path is not None:
-    tree, step = mlxdist.load_checkpoint(path, group=group)
-    weights = tree["weights"]
+    return write_tensors(*arguments)
+saving.write_tensors = die
+checkpoints, own = Checkpoints(sys.argv[1]), {"weights": mx.zeros(1)}
+step = checkpoints.load({}, own=own) or 0
 print("from", step, flush=True)
 for step in range(step + 1, 31):
-    weights = weights + 2
+    own["weights"] = own["weights"] + 2
     if step % (10, 8, 5)[start] == 0:
-        mlxdist.save_checkpoint(sys.argv[1], {"weights": weights}, step, group=group)
-print("weights", weights.item(), flush=True)
+        checkpoints.save(step, {}, own=own)
+        checkpoints.wait()
+print("weights", own["weights"].item(), flush=True)
 """
 
 

@@ -30,7 +30,7 @@ def cuts(model: nn.Module) -> dict[str, Cut]:
     Known are models and layers that are full, those of :func:`mlxdist.nn.shard_model` and
     :func:`mlxdist.nn.load_sharded` with the adapters on them, the layers of :mod:`mlxdist.nn`, MLX's
     ``nn.layers.distributed.shard_linear`` (of one segment), and each module with a method ``cuts()`` that returns the
-    same for the parameters in it that it has sharded, such as one of :func:`mlxdist.train.fully_shard`. No collective.
+    same for the parameters in it that it has sharded, such as what ``fully_shard`` makes. No collective.
 
     Raises:
         InvalidArgument: how a module is sharded is not known; the text says which.
@@ -65,7 +65,7 @@ def _cuts_of(module: nn.Module) -> Iterator[tuple[str, Callable[[], Cut]]]:
     elif isinstance(module, (*COLUMN_SHARDED, *ROW_SHARDED)):
         yield from _of_mlx(module)
     elif isinstance(module, FullyShardedModule | SplitBlock):
-        instead = "mlxdist.train.fully_shard" if isinstance(module, FullyShardedModule) else "mlxdist.nn.shard_model"
+        instead = "fully_shard of mlxdist.train" if isinstance(module, FullyShardedModule) else "mlxdist.nn.shard_model"
         raise InvalidArgument(f"cuts: a {type(module).__name__} does not say how it is sharded; use {instead}")
 
 

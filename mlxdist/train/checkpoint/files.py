@@ -1,0 +1,159 @@
+"""The files of a checkpoint: written so that they are on the disk when that returns, and compared before they are read.
+
+A rank's file is safetensors (https://huggingface.co/docs/safetensors), readable by anything that reads the format. It
+is not written by MLX: a thread of ours writes it while the program computes, and counts the CRC-32 of the same bytes.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from mlxdist.base.safetensors_reader import WeightFile
+
+__all__ = [
+    "DTYPES",
+    "Snapshot",
+    "TensorFile",
+    "Unusable",
+    "crc32_of",
+    "dtype_name",
+    "sync",
+    "take_snapshots",
+    "write_synced",
+    "write_tensors",
+]
+
+_CHUNK_BYTES = 16 * 2**20
+
+# By their names in safetensors.
+DTYPES = {
+    "BOOL": mx.bool_,
+    "U8": mx.uint8,
+    "I8": mx.int8,
+    "U16": mx.uint16,
+    "I16": mx.int16,
+    "F16": mx.float16,
+    "BF16": mx.bfloat16,
+    "U32": mx.uint32,
+    "I32": mx.int32,
+    "F32": mx.float32,
+    "U64": mx.uint64,
+    "I64": mx.int64,
+    "C64": mx.complex64,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Unusable(Exception):
+    """The text goes on after the name of the file or the checkpoint."""
+
+
+class Snapshot(NamedTuple):
+    """An array as it is now: its bytes stay the same whatever the program does with the array."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+    def first(self, length: int) -> "Snapshot":
+        """The first elements of a flat one."""
+        return Snapshot(self.dtype, (length,), self.data[: length * (len(self.data) // self.shape[0])])
+
+
+class TensorFile(WeightFile):
+    """Raises Unusable."""
+
+    def damaged(self, what: str) -> Exception:
+        return self.unusable(f"is damaged: {what}")
+
+    def unusable(self, what: str) -> Exception:
+        return Unusable(f"has a file {self.path.name} that {what}")
+
+
+def dtype_name(array: mx.array) -> str:
+    """As safetensors has it."""
+    return _NAMES[array.dtype]
+
+
+def take_snapshots(arrays: Mapping[str, mx.array]) -> dict[str, Snapshot]:
+    """Nothing is copied where an array is contiguous: MLX writes none in place that something else refers to.
+
+    On the CPU's stream: the arrays must be evaluated.
+    """
+    flat = {
+        name: mx.contiguous(array, stream=mx.cpu).reshape(-1, stream=mx.cpu).view(mx.uint8, stream=mx.cpu)
+        for name, array in arrays.items()
+        if array.size
+    }
+    mx.eval(flat)
+    data = {name: np.array(array, copy=False).data for name, array in flat.items()}
+    return {
+        name: Snapshot(dtype_name(array), array.shape, data.get(name, memoryview(b"")))
+        for name, array in arrays.items()
+    }
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Snapshot], metadata: Mapping[str, str]) -> tuple[int, str]:
+    """Returns the size of the file, and its CRC-32. Raises OSError: not all of it could be written."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for name, (dtype, shape, data) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + len(data)]}
+        offset += len(data)
+    text = json.dumps(header).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)  # data begins at a multiple of 8 bytes
+    crc = size = 0
+    with path.open("xb", buffering=0) as file:
+        for part in (memoryview(len(text).to_bytes(8, "little") + text), *(data for _, _, data in tensors.values())):
+            for chunk in _chunks(part):
+                crc = zlib.crc32(chunk, crc)
+                while chunk:
+                    count = file.write(chunk)
+                    size += count
+                    chunk = chunk[count:]
+        os.fsync(file.fileno())
+    return size, f"{crc:08x}"
+
+
+def crc32_of(path: Path) -> str:
+    """Of all bytes of a file. Raises OSError."""
+    crc, buffer = 0, memoryview(bytearray(_CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            crc = zlib.crc32(buffer[:count], crc)
+    return f"{crc:08x}"
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """A small file in place of another one, if there is one. Raises OSError."""
+    temporary = path.with_name(f"{path.name}.writing")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Brings the names in a directory to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _chunks(data: memoryview) -> Iterator[memoryview]:
+    for start in range(0, len(data), _CHUNK_BYTES):
+        yield data[start : start + _CHUNK_BYTES]

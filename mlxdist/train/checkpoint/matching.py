@@ -1,0 +1,58 @@
+"""Whether a checkpoint fits a tree, and what of it a rank needs."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.nn.sharding.cut import Cut
+
+from .manifest import Manifest
+from .state import State
+
+__all__ = ["match"]
+
+
+def match(manifest: Manifest, state: State) -> tuple[dict[str, Cut], dict[str, Any]]:
+    """Of a checkpoint: the arrays that a rank needs for its state, with how they are cut there; and the values.
+
+    Raises:
+        InvalidArgument: it has not all of it, or other shapes, or more parameters of a model.
+    """
+    cuts: dict[str, Cut] = {}
+    values: dict[str, Any] = {}
+    for path, cut in _wanted(manifest, state):
+        if path in manifest.values:
+            values[path] = manifest.values[path]
+            continue
+        array = manifest.arrays.get(path)
+        if array is None:
+            raise _other(manifest, f"it has no '{path}'")
+        if cut is not None and cut.shape != array.shape:
+            raise _other(manifest, f"'{path}' has the shape {array.shape} in it, and {cut.shape} here")
+        cuts[path] = cut or Cut.full(array.shape)
+    return cuts, values
+
+
+def _wanted(manifest: Manifest, state: State) -> Iterator[tuple[str, Cut | None]]:
+    """Paths, and how each array must be cut; None for one that is full and may have any shape."""
+    for path in (*state.arrays, *state.values):
+        if not any(_is_below(path, above) for above in state.stateful):
+            cut = state.cuts.get(path)
+            is_parameter = any(_is_below(path, module) for module in state.modules)
+            yield path, None if cut is None or (cut.is_full and not is_parameter) else cut
+    for path in (*manifest.arrays, *manifest.values):
+        if any(_is_below(path, above) for above in state.stateful):
+            cut = state.cut_of_parameter(path)
+            is_same = path in manifest.arrays and cut is not None and cut.shape == manifest.arrays[path].shape
+            yield path, cut if is_same else None
+        elif path not in state.arrays and any(_is_below(path, module) for module in state.modules):
+            raise _other(manifest, f"it has '{path}', which the model here has not")
+
+
+def _is_below(path: str, above: str) -> bool:
+    """Everything of the tree is below nothing, but not what a rank has of its own."""
+    return path.startswith(f"{above}.") if above else "/" not in path
+
+
+def _other(manifest: Manifest, how: str) -> InvalidArgument:
+    return InvalidArgument(f"Checkpoints.load: the checkpoint of step {manifest.step} is of another model: {how}")

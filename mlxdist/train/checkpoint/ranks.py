@@ -1,0 +1,53 @@
+"""What the ranks have to know of each other for a checkpoint, from any thread: by collectives of NumPy arrays."""
+
+import json
+import socket
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from mlxdist.base.errors import Error, by_name, located
+from mlxdist.nn.sharding.load.blobs import gather_blobs
+from mlxdist.runtime.group import Group
+
+__all__ = ["each", "gather", "together"]
+
+_T = TypeVar("_T")
+
+
+def gather(value: Any, group: Group) -> list[Any]:
+    """What each rank gives, a value of JSON, on every rank."""
+    if group.size() == 1:
+        return [value]
+    return [json.loads(blob) for blob in gather_blobs(json.dumps(value).encode(), group)]
+
+
+def together(function: Callable[[], Any], group: Group) -> list[Any]:
+    """Calls ``function``, which does not communicate, on every rank. Returns the results of all, values of JSON.
+
+    Raises:
+        Error: on all ranks, where it raised on one, with the name and the text of the lowest; but where that is this
+            rank, and what it raised is of another family, that.
+    """
+    result: Any = None
+    failure: Exception | None = None
+    try:
+        result = function()
+    except Exception as error:  # the other ranks wait for it
+        failure = error
+    if group.size() > 1:
+        text = "" if failure is None else located(str(failure), group.rank(), socket.gethostname())
+        kind = None if failure is None else type(failure).__name__
+        results = gather([kind, text, result], group)
+        first = next((rank for rank, (kind, _, _) in enumerate(results) if kind is not None), None)
+        if first is not None and (first != group.rank() or isinstance(failure, Error)):
+            raise by_name(results[first][0])(results[first][1]) from failure
+    if failure is not None:
+        raise failure
+    return [result] if group.size() == 1 else [result for _, _, result in results]
+
+
+def each(function: Callable[[], _T], group: Group) -> _T:
+    """The same for a function whose results stay where they are, and may be anything."""
+    results: list[_T] = []
+    together(lambda: results.append(function()), group)
+    return results[0]

@@ -1,0 +1,190 @@
+"""What is saved of a tree: arrays and how they are cut, and values; and how they get back into it.
+
+A tree is of dicts and lists. In them are arrays, values of JSON, models, and what has a state: optimizers, positions in
+data.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.nn.sharding.cut import Cut
+from mlxdist.nn.sharding.cuts import cuts as cuts_of
+
+__all__ = ["State", "collect", "put_back"]
+
+_VALUES = (bool, int, float, str, type(None))
+
+
+@dataclass
+class State:
+    """What a rank has of a tree, by path.
+
+    Attributes:
+        arrays: of this rank.
+        cuts: how each is a part of a full one.
+        values: leaves that are no arrays.
+        modules: how the parameters of each model are cut.
+        stateful: the paths of objects with a state. What is below them may be less than what a checkpoint has: an
+            optimizer that has done no step has no moments.
+    """
+
+    arrays: dict[str, mx.array] = field(default_factory=dict)
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    modules: dict[str, dict[str, Cut]] = field(default_factory=dict)
+    stateful: list[str] = field(default_factory=list)
+
+    def __or__(self, other: "State") -> "State":
+        return State(
+            self.arrays | other.arrays,
+            self.cuts | other.cuts,
+            self.values | other.values,
+            self.modules | other.modules,
+            self.stateful + other.stateful,
+        )
+
+    def add_cut(self, path: str, array: mx.array) -> None:
+        """Of an array that belongs to no module: that of the parameter for which an optimizer has it."""
+        cut = self.cut_of_parameter(path)
+        if cut is None or (not cut.is_full and array.size == 1 and math.prod(cut.local_shape) != 1):
+            cut = Cut.full(array.shape)  # such as a number of steps for each parameter
+        elif cut.is_full:
+            cut = Cut.full(array.shape)
+        elif cut.local_shape != array.shape:
+            raise InvalidArgument(
+                f"'{path}' has the shape {array.shape}, and its parameter, of which each rank has a part, has here "
+                f"{cut.local_shape}: how it is cut is not known; pass what it is in as own=, which each rank saves for "
+                "itself"
+            )
+        self.cuts[path] = cut
+
+    def cut_of_parameter(self, path: str) -> Cut | None:
+        """That of the parameter whose path is in this one: ``layers.0.weight`` of ``optimizer.layers.0.weight.m``.
+
+        Of several modules that one which is nearest in the tree.
+        """
+        names = path.split(".")
+        found: dict[str, Cut] = {}
+        for module, cuts in self.modules.items():
+            spans = ((a, b) for a in range(len(names)) for b in range(len(names), a, -1))
+            if match := next((part for a, b in spans if (part := ".".join(names[a:b])) in cuts), None):
+                found[module] = cuts[match]
+        return found[max(found, key=lambda module: _common(module, path))] if found else None
+
+
+def collect(tree: Any, cuts: Mapping[str, Cut] | None = None, prefix: str = "") -> State:
+    """``cuts``: of arrays of the tree itself, by path. ``prefix``: of all paths; then each array is full.
+
+    Raises:
+        InvalidArgument: something in it is none of these; a key has a dot or a slash, is
+            empty or a number as in a list, or no string; a number is not finite; it is not known how an array is cut.
+    """
+    state, stateful = State(), []
+    given = dict(cuts or {})
+    for path, node in _nodes(tree, prefix):
+        if isinstance(node, nn.Module):
+            found = {} if prefix else cuts_of(node)
+            state.modules[path] = found
+            for name, array in _nodes(node.parameters(), path):
+                state.arrays[name] = array
+                state.cuts[name] = found.get(name.removeprefix(f"{path}."), Cut.full(array.shape))
+        elif _has_state(node):
+            stateful.append((path, node))
+        else:
+            _add(state, path, node, given)
+    for path, node in stateful:
+        state.stateful.append(path)
+        for name, leaf in _nodes(node.state, path):
+            _add(state, name, leaf, given)
+    if given:
+        raise InvalidArgument(f"cuts has '{min(given)}', but the tree has no such array")
+    for path, cut in state.cuts.items():
+        if cut.local_shape != state.arrays[path].shape:
+            raise InvalidArgument(f"'{path}' has the shape {state.arrays[path].shape}, but its cut {cut.local_shape}")
+    return state
+
+
+def put_back(tree: Any, saved: Mapping[str, Any], prefix: str = "") -> Any:
+    """Puts arrays and values, by path, into the tree, in place. Returns what stands for it in the tree above."""
+    if isinstance(tree, nn.Module):
+        tree.update(_below(prefix, saved))
+    elif isinstance(tree, dict):
+        for key, node in tree.items():
+            tree[key] = put_back(node, saved, _join(prefix, key))
+    elif isinstance(tree, list):
+        for index, node in enumerate(tree):
+            tree[index] = put_back(node, saved, _join(prefix, index))
+    elif isinstance(tree, tuple):
+        return tuple(put_back(node, saved, _join(prefix, index)) for index, node in enumerate(tree))
+    elif not _has_state(tree):
+        return saved[prefix]
+    elif restore := getattr(tree, "restore", None):
+        restore(_below(prefix, saved))
+    else:
+        tree.state = _below(prefix, saved)
+    return tree
+
+
+def _has_state(node: Any) -> bool:
+    return not isinstance(node, mx.array | type) and hasattr(node, "state")
+
+
+def _add(state: State, path: str, leaf: Any, given: dict[str, Cut]) -> None:
+    if isinstance(leaf, mx.array):
+        state.arrays[path] = leaf
+        if (cut := given.pop(path, None)) is not None:
+            state.cuts[path] = cut
+        else:
+            state.add_cut(path, leaf)
+    elif not isinstance(leaf, _VALUES):
+        raise InvalidArgument(
+            f"the leaf '{path}' is a {type(leaf).__name__}, not an mx.array, a number, a string, a model or an "
+            "optimizer; make it one"
+        )
+    elif isinstance(leaf, float) and not math.isfinite(leaf):
+        raise InvalidArgument(f"the leaf '{path}' is {leaf}; make it an mx.array")
+    else:
+        state.values[path] = leaf
+
+
+def _nodes(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """What is in dicts and lists, with its path."""
+    if isinstance(tree, nn.Module) or not isinstance(tree, dict | list | tuple):
+        yield path, tree
+        return
+    entries = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    for key, node in entries:
+        if isinstance(tree, dict):
+            _check_key(key, path)
+        yield from _nodes(node, _join(path, key))
+
+
+def _check_key(key: Any, path: str) -> None:
+    if not isinstance(key, str) or not key or "." in key or "/" in key or key.isdecimal():
+        raise InvalidArgument(
+            f"the key {key!r:.100} in '{path}' is not a string without a dot and a slash that is no number; name it "
+            "otherwise"
+        )
+
+
+def _below(path: str, saved: Mapping[str, Any]) -> Any:
+    start = _join(path, "")
+    return tree_unflatten([(name[len(start) :], leaf) for name, leaf in saved.items() if name.startswith(start)])
+
+
+def _join(path: str, key: str | int) -> str:
+    if not path or path.endswith("/"):
+        return f"{path}{key}"
+    return f"{path}.{key}"
+
+
+def _common(a: str, b: str) -> int:
+    """The length of the beginning that two paths share."""
+    return next((i for i, (x, y) in enumerate(zip(a.split("."), b.split("."))) if x != y), len(a))
