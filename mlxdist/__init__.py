@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "base.errors": """
-        Aborted EnvironmentVariableError Error InvalidArgument Mismatch PeerLost RendezvousError ResourceError
+        Aborted EnvironmentVariableError Error InvalidArgument Mismatch NonFinite PeerLost RendezvousError ResourceError
         Timeout TransportError VersionMismatch
     """.split(),
     "runtime.default_group": ("init",),

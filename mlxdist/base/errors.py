@@ -14,6 +14,7 @@ __all__ = [
     "Error",
     "InvalidArgument",
     "Mismatch",
+    "NonFinite",
     "PeerLost",
     "RendezvousError",
     "ResourceError",
@@ -110,6 +111,10 @@ class RendezvousError(Error):
     """The ranks did not find together: some are missing, or one was refused."""
 
 
+class NonFinite(Error, FloatingPointError):
+    """Gradients, activations or a loss are NaN or infinite."""
+
+
 class VersionMismatch(Error, ImportError):
     """The installed MLX is not the one that mlxdist was built for."""
 
@@ -130,6 +135,7 @@ _STATUS_OF: dict[type[Error], int] = {
     RendezvousError: 101,
     EnvironmentVariableError: 102,
     VersionMismatch: 103,
+    NonFinite: 104,
 }
 
 

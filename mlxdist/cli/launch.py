@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["launch"]
 
+_OF_SCHEDULER = ("SLURM_JOB_END_TIME",)  # mlxdist.train.Control, in rank 0, ends the job before that
+
 
 @click.command(cls=LaunchCommand, context_settings={"allow_interspersed_args": False})
 @launch_options
@@ -51,7 +53,7 @@ def launch(selection: HostSelection, command: tuple[str, ...], **given: Any) -> 
     has a temporary directory (TMPDIR) of its own, which is removed when the job has ended.
 
     The exit status is that of the first rank that failed, 128 + the signal if it was killed by one. Ctrl-C and SIGTERM
-    reach all ranks. When the command returns, nothing of the job is left running.
+    reach all ranks, and so does SIGUSR1. When the command returns, nothing of the job is left running.
 
     Hosts are reached by ssh, without a password; mlxdist, the command and its directory have to be there under the same
     names (--python, --cwd). What the ranks are given travels through the connection, not on a command line: the
@@ -210,6 +212,7 @@ def _for_hosts(on: Hostfile, given: Mapping[str, str]) -> dict[str, str]:
 
     variables = parse_settings(on.envs, "envs of the hostfile")
     variables |= {name: v for name, v in os.environ.items() if name.startswith("MLXDIST_") and name not in OF_JOB}
+    variables |= {name: os.environ[name] for name in _OF_SCHEDULER if name in os.environ}
     rows = [[list(devices) or None for devices in host.rdma] for host in on.hosts]
     if any(rows) and "MLXDIST_DEVICE_MAP" not in variables:
         variables["MLXDIST_DEVICE_MAP"] = json.dumps(rows)

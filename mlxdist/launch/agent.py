@@ -112,6 +112,10 @@ class Agent:
 
     def _take_signals(self) -> None:
         for number in self._wakeup.read():
+            if number == signal.SIGUSR1:
+                for rank in self._ranks.values():
+                    rank.signal(number)
+                continue
             if self._is_stopped:
                 raise EOFError
             # The launcher would take a connection that just ends for an accident, and restart the job.

@@ -245,7 +245,7 @@ def _processes_by_ps(with_variables: bool) -> list[tuple[int, int, bytes]]:
 
 
 def main(job: str, temporary: str, directory: str, grace: str) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     reaper = Reaper(job, temporary, directory, float(grace))
     reaper.serve(0)

@@ -5,7 +5,10 @@ a rank fails      the others learn it from their rendezvous and have the grace t
                   failing rank.
 SIGINT, SIGHUP    to all ranks; then the same. A second one goes on to the next signal at once; where ranks do not leave
                   soon after SIGINT, the launcher reports it.
-SIGTERM           to all ranks; then SIGKILL.
+SIGTERM           to all ranks; then SIGKILL. Where all of them end with status 0, so does the launcher: they have saved
+                  what they had.
+SIGUSR1           to all ranks, which end by themselves when they have come to a good place (mlxdist.train.Control); no
+                  other signal follows.
 
 A signal to the agent of the job on another host is one to the launcher, but for its being the second.
 """
@@ -66,6 +69,7 @@ class Supervisor:
         self._failed: list[tuple[int, float]] = []  # rank and time, in the order in which they ended
         self._left_after: dict[int, str] = {}  # what had been sent when a rank ended
         self._interrupted_by: signal.Signals | None = None
+        self._was_asked = False  # by SIGUSR1, to end
         self._interrupts: list[str] = []  # where they came: the names of hosts, empty for the launcher itself
         self._sent: signal.Signals | None = None
         self._rungs: list[signal.Signals] = []
@@ -112,7 +116,8 @@ class Supervisor:
                 self._output.say_last_lines(failed, self._names[failed])
                 text += self._output.advice(failed)
         unread = self._output is not None and self._output.is_unread()
-        failed = bool(self._failed) and self._interrupted_by is None and not self._running and not unread
+        was_interrupted = self._was_asked or self._interrupted_by is not None
+        failed = bool(self._failed) and not was_interrupted and not self._running and not unread
         return Ending(status, text, failed)
 
     def _wait(self, seconds: float | None) -> None:
@@ -143,6 +148,11 @@ class Supervisor:
                 self._selector.unregister(stream.source)
 
     def _interrupt(self, number: signal.Signals, host: str = "") -> None:
+        if number == signal.SIGUSR1:
+            self._was_asked = True
+            for rank in self._running.values():
+                rank.signal(number)
+            return
         is_again = host in self._interrupts  # `mlxdist stop --hosts` sends one to every host, and means the same
         self._interrupts.append(host)
         if self._interrupted_by is not None:
@@ -227,6 +237,8 @@ class Supervisor:
             return TOO_LATE, "; ".join([first, *self._fates(None)])
         if self._interrupted_by is not None and not self._failed:
             where = f" on {self._interrupts[0]}" if self._interrupts[0] else ""
+            if self._interrupted_by == signal.SIGTERM and not self._running and not any(self._statuses.values()):
+                return 0, f"all ranks ended with status 0 after SIGTERM{where}, after {seconds:.1f} s"
             first = f"interrupted by {self._interrupted_by.name}{where} after {seconds:.1f} s"
             return 128 + self._interrupted_by, "; ".join([first, *self._fates(None)])
         if not self._failed:

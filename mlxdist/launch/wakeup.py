@@ -21,7 +21,7 @@ class Interrupted(Exception):
 class Wakeup:
     """A descriptor that becomes readable when a signal or another thread wants attention."""
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
 
     def __init__(self) -> None:
         self._source, self._target = socket.socketpair()

@@ -14,7 +14,7 @@ from mlxdist.base.errors import InvalidArgument, located
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.ops import all_gather
 
-__all__ = ["agree", "agreed", "described", "on_host"]
+__all__ = ["agree", "agreed", "described", "on_host", "texts"]
 
 _TEXT_BYTES = 800  # of a refusal; with the rank behind it less than the engine keeps of an error
 _SHOWN_BYTES = 300  # of what the ranks disagree about
@@ -40,14 +40,14 @@ def agree(
     Raises:
         InvalidArgument: a rank has a problem, or the ranks disagree; the same text on all ranks.
     """
-    texts = [str(value) for value in equal.values()]
-    table = _gathered([problem is not None, _digest("\0".join(texts)), *facts], group)
+    values = [str(value) for value in equal.values()]
+    table = _gathered([problem is not None, _digest("\0".join(values)), *facts], group)
     refused, digests = table[:, 0], table[:, 1]
     if refused.any():
         text = located(_shortened(problem, _TEXT_BYTES), group.rank(), socket.gethostname()) if problem else ""
-        raise InvalidArgument(_texts(text, group)[int(np.argmax(refused))])
+        raise InvalidArgument(texts(text, group)[int(np.argmax(refused))])
     if (digests != digests[0]).any():
-        _raise_difference(name, list(equal), texts, group)
+        _raise_difference(name, list(equal), values, group)
     return table[:, 2:]
 
 
@@ -101,11 +101,11 @@ def on_host(array: mx.array) -> np.ndarray | None:
         return None
 
 
-def _raise_difference(name: str, names: list[str], texts: list[str], group: Group) -> None:
-    digests = _gathered([_digest(text) for text in texts], group)
+def _raise_difference(name: str, names: list[str], values: list[str], group: Group) -> None:
+    digests = _gathered([_digest(value) for value in values], group)
     place = int(np.argmax((digests != digests[0]).any(axis=0)))
     rank = int(np.argmax(digests[:, place] != digests[0, place]))
-    said = _texts(_shortened(texts[place], _SHOWN_BYTES), group)
+    said = texts(_shortened(values[place], _SHOWN_BYTES), group)
     raise InvalidArgument(
         f"{name}: the ranks disagree about the {names[place]}: {said[0]} on rank 0, {said[rank]} on rank {rank}"
     )
@@ -120,8 +120,8 @@ def _gathered(row: Sequence[int], group: Group) -> np.ndarray:
     return own if group.size() == 1 else np.array(all_gather(mx.array(own), group=group))
 
 
-def _texts(text: str, group: Group) -> list[str]:
-    """What each rank has to say."""
+def texts(text: str, group: Group) -> list[str]:
+    """All ranks' ``text``, cut to 1024 bytes. Collective: one all_gather, awaited."""
     rows = _gathered(np.frombuffer(text.encode()[:1024].ljust(1024, b"\0"), np.int64).tolist(), group)
     return [row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in rows]
 

@@ -1,4 +1,4 @@
-"""The flight recorder: what this rank did last, written to a file when the group fails or on SIGUSR1.
+"""The flight recorder: what this rank did last, written to a file when the group fails or on SIGUSR2.
 
 The engine keeps the operations (native/engine/flight_recorder.h). `mlxdist dump` reads the files of all ranks and
 finds the stragglers. docs/debugging.md is for users.
@@ -71,8 +71,8 @@ class Recorder:
         self._watcher = InternalThread(target=self._watch, name="mlxdist flight recorder", daemon=True)
         self._watcher.start()
         _recorder = self
-        signals.on(signal.SIGUSR1, lambda: self.dump("SIGUSR1"))
-        if signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:  # as where init() was not called in the main thread
+        signals.on(signal.SIGUSR2, lambda: self.dump("SIGUSR2"))
+        if signal.getsignal(signal.SIGUSR2) != signal.SIG_DFL:  # as where init() was not called in the main thread
             self._pid_file = self._write_pid()
 
     def renew_locks(self) -> None:
@@ -146,7 +146,7 @@ class Recorder:
             self._settled.set()
 
     def _write_pid(self) -> Path | None:
-        """So that `mlxdist dump` signals this process: SIGUSR1 would end one that does not handle it."""
+        """So that `mlxdist dump` signals this process: SIGUSR2 would end one that does not handle it."""
         directory = rank_directory(self._environment.rank)
         if directory is None:
             return None

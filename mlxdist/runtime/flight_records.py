@@ -122,7 +122,7 @@ def rank_directory(rank: int) -> Path | None:
 
 
 def pid_file(directory: Path) -> Path:
-    """In a rank's private directory: the number of its process, as long as it handles SIGUSR1."""
+    """In a rank's private directory: the number of its process, as long as it handles SIGUSR2."""
     return directory / ".mlxdist-pid"
 
 

@@ -214,7 +214,7 @@ class World:
             self.recorder = Recorder(environment, self.host, self.native, self._engine_failed, self._traffic)
             self._services.callback(
                 self.recorder.close
-            )  # before the signals: SIGUSR1 is handled as long as it may come
+            )  # before the signals: SIGUSR2 is handled as long as it may come
             self._deadlock_detector = DeadlockDetector(
                 self.rank,
                 self.host,

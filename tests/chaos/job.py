@@ -175,7 +175,7 @@ class Job:
 
     def _fail_hanging(self, ranks: set[int]) -> None:
         for rank in ranks:
-            for number in (signal.SIGCONT, signal.SIGUSR2):
+            for number in (signal.SIGCONT, signal.SIGUSR1):
                 self._processes[rank].send_signal(number)
         time.sleep(0.5)
         raise Failed(f"ranks {sorted(ranks)} have not answered in time")
@@ -216,7 +216,7 @@ class Job:
             try:
                 status = process.wait(max(0.1, limit - time.monotonic()))
             except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGUSR2)
+                process.send_signal(signal.SIGUSR1)
                 time.sleep(0.5)
                 raise Failed(f"rank {rank} does not end") from None
             if rank not in self._killed and status not in (0, 1, *(-signal.SIGKILL,) * (rank in self._mortal)):

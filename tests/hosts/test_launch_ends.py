@@ -180,8 +180,34 @@ def test_other_signals_reach_all_ranks(number):
     with running(2, program) as job:
         job.send_signal(number)
         out, err = job.communicate(timeout=10)
-    assert job.returncode == 128 + number
+    assert job.returncode == (0 if number == signal.SIGTERM else 128 + number)
     assert sorted(out.splitlines()) == ["[0] interrupted", "[1] interrupted"], err
+    assert ("all ranks ended with status 0 after SIGTERM" in err) == (number == signal.SIGTERM)
+
+
+def test_sigterm_is_a_failure_where_one_rank_ends_so():
+    program = f"import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(3 * rank))\n{WAITING}"
+    with running(2, program) as job:
+        job.send_signal(signal.SIGTERM)
+        _, err = job.communicate(timeout=10)
+    assert job.returncode == 143 and "interrupted by SIGTERM" in err
+
+
+def test_sigusr1_reaches_all_ranks_and_has_no_consequence_of_its_own():
+    handler = "import signal\nsignal.signal(signal.SIGUSR1, lambda *_: print('asked', flush=True))\n"
+    program = f"{handler}import time; print('start', flush=True); time.sleep(1)"
+    with running(2, program, options=["--grace-period", "0.1"]) as job:
+        job.send_signal(signal.SIGUSR1)
+        out, err = job.communicate(timeout=10)
+    assert (job.returncode, err) == (0, "")
+    assert sorted(out.splitlines()) == ["[0] asked", "[1] asked"]
+
+
+def test_no_restart_follows_sigusr1():
+    with running(2, WAITING, options=["--max-restarts", "3"]) as job:
+        job.send_signal(signal.SIGUSR1)
+        _, err = job.communicate(timeout=10)
+    assert job.returncode == 138 and "killed by SIGUSR1" in err and "restart" not in err
 
 
 def test_ranks_that_ignore_ctrl_c_are_ended():

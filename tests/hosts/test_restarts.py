@@ -109,6 +109,17 @@ def test_no_restart_after_the_agent_on_a_host_was_terminated(grace):
     assert "interrupted by SIGTERM on localhost after" in err and f"ranks 0 and 1 {fate}" in err
 
 
+@pytest.mark.parametrize("where", ["launcher", pytest.param("agent", marks=pytest.mark.long)])
+def test_sigusr1_reaches_the_ranks_of_a_host(where):
+    handler = "import signal, time\nsignal.signal(signal.SIGUSR1, lambda *_: print('asked', flush=True))\n"
+    program = f"{handler}print('start', flush=True); time.sleep(1)"
+    with running(2, program, options=["--hosts", "localhost"]) as job:
+        (found,) = list_jobs()
+        os.kill(job.pid if where == "launcher" else read_job(found.directory).launcher, signal.SIGUSR1)
+        out, err = job.communicate(timeout=20)
+    assert (job.returncode, out.count("asked")) == (0, 2), err
+
+
 def test_an_interrupt_ends_the_pause_before_a_restart():
     program = RESTART + "print('start', flush=True); raise SystemExit(1)"
     with running(1, program, options=["--max-restarts", "5"]) as job:

@@ -24,7 +24,7 @@ from programs import carry_out, world
 import mlxdist
 from mlxdist.runtime.native import check, lib
 
-faulthandler.register(signal.SIGUSR2)  # what hangs is asked where
+faulthandler.register(signal.SIGUSR1)  # what hangs is asked where
 timers: list[threading.Timer] = []
 
 

@@ -148,7 +148,7 @@ def impatient() -> None:
 
 def own_wakeup() -> None:
     if odd_one:
-        signals.on(signal.SIGUSR1, lambda: print(f"called at {time.monotonic():.4f}", flush=True))
+        signals.on(signal.SIGUSR2, lambda: print(f"called at {time.monotonic():.4f}", flush=True))
         send(0.2)
     else:
         time.sleep(1)
@@ -156,7 +156,7 @@ def own_wakeup() -> None:
     assert not odd_one or os.read(listening, 10) == bytes([number])
     group.finalize()
     assert signal.set_wakeup_fd(-1) == woken
-    assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
     print("as before")
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGUSR1 act at once, also while a rank waits in C; handlers of other code stay.
+"""Ctrl-C, SIGTERM and SIGUSR2 act at once, also while a rank waits in C; handlers of other code stay.
 
 Times are those of a quiet machine. Where other programs may have had the cores, another attempt counts.
 """
@@ -100,8 +100,8 @@ def test_a_second_ctrl_c_goes_before_a_handler_that_cannot_run(run_ranks):
     assert "was interrupted (SIGINT)" in outputs[0]
 
 
-def test_sigusr1_calls_what_was_registered_and_everything_is_put_back(run_ranks):
-    outputs = run_ranks("signals.py", 2, "own_wakeup", "SIGUSR1")
+def test_sigusr2_calls_what_was_registered_and_everything_is_put_back(run_ranks):
+    outputs = run_ranks("signals.py", 2, "own_wakeup", "SIGUSR2")
     assert seconds(outputs, 1, "called") < 0.1
     assert all("as before" in output for output in outputs)
 

@@ -60,7 +60,7 @@ def record(rank, *operations, size=4, **fields):
         "size": size,
         "host": "mac1",
         "pid": 100 + rank,
-        "reason": "SIGUSR1",
+        "reason": "SIGUSR2",
         "error": None,
         "monotonic_ns": NOW,
         "wall_ns": NOW + 5 * SECOND,
@@ -404,7 +404,7 @@ def test_dump_of_a_running_job(tmp_path, monkeypatch):
         assert "(the program is at flight.py:" in shown.stdout
         os.kill(int(ready["2"]), signal.SIGSTOP)
         shown = dump("--timeout", "0.5")
-        assert "rank 2 has not responded to SIGUSR1 for 0.5 s" in shown.stdout
+        assert "rank 2 has not responded to SIGUSR2 for 0.5 s" in shown.stdout
         os.kill(int(ready["2"]), signal.SIGCONT)
         go_on.touch()
         assert launcher.wait(20) == 0

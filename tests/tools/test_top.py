@@ -132,7 +132,7 @@ def test_where_rank_0_does_not_respond_the_others_are_signaled(which):
             (Path(read_job(found.directory).temporary, "0") / ".mlxdist-rendezvous").unlink()
         view = Watch(JobRanks(found.name)).refresh(2)
         assert [row.has_responded for row in view.ranks] == [which == "no file", True]
-        assert ("rank 0 has not responded to SIGUSR1 for 2 s" in "".join(view.notes)) == (which == "stopped")
+        assert ("rank 0 has not responded to SIGUSR2 for 2 s" in "".join(view.notes)) == (which == "stopped")
         assert [path.name for path in sorted(found.flight_directory.iterdir())][-1] == "flight-1.json"
         os.kill(found.pids[0], signal.SIGCONT)
         end(job)
@@ -158,7 +158,7 @@ def test_a_rank_that_does_not_respond():
 
 @pytest.mark.long
 def test_a_rank_that_cannot_be_signaled_goes_on():
-    """Where init() is not called in the main thread, SIGUSR1 would end the process. The rendezvous needs no signal."""
+    """Where init() is not called in the main thread, SIGUSR2 would end the process. The rendezvous needs no signal."""
     program = BUSY.replace("while True: mlxdist.all_sum(x)", "")
     program = f"import threading\nthread = threading.Thread(target=exec, args=({program!r}, {{'rank': rank}}))\n"
     program += "thread.start(); thread.join()\nimport time; time.sleep(100)"

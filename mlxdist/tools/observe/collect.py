@@ -1,7 +1,7 @@
 """Collects what the ranks of a job do: first from rank 0's rendezvous, then from each rank by signal and file.
 
 Rank 0 knows all ranks by their heartbeats, and gets a short flight record of each for an observer
-(mlxdist/runtime/rendezvous/observer.py). That is all that `mlxdist top` needs. SIGUSR1 makes a rank write its full
+(mlxdist/runtime/rendezvous/observer.py). That is all that `mlxdist top` needs. SIGUSR2 makes a rank write its full
 record to the job's directory: for `mlxdist dump`, and where rank 0 does not respond.
 """
 
@@ -221,7 +221,7 @@ def _by_signal(job: Job, record: Job | None, seconds: float) -> tuple[list[Any],
         begin = time.time_ns()
         signaled = {rank for rank, pid in job.pids.items() if _signal(Path(record.temporary, str(rank)), pid)}
         if absent := job.pids.keys() - signaled:
-            why = "not at mlxdist.init() yet, past finalize(), or SIGUSR1 is handled by the program"
+            why = "not at mlxdist.init() yet, past finalize(), or SIGUSR2 is handled by the program"
             notes.append(f"{name_ranks(absent)} cannot be signaled: {why}")
         late = _wait(directory, signaled, begin, seconds)
         # Not of other hosts, in a shared directory.
@@ -230,7 +230,7 @@ def _by_signal(job: Job, record: Job | None, seconds: float) -> tuple[list[Any],
         if late:
             older = any((directory / record_file_name(rank)).exists() for rank in late)
             notes.append(
-                f"{ranks_have(late)} not responded to SIGUSR1 for {seconds:g} s: stopped, or blocked in a call "
+                f"{ranks_have(late)} not responded to SIGUSR2 for {seconds:g} s: stopped, or blocked in a call "
                 f"that holds the GIL{'; what is shown of it is older' if older else ''}"
             )
     records, size = [], 0
@@ -247,11 +247,11 @@ def _by_signal(job: Job, record: Job | None, seconds: float) -> tuple[list[Any],
 
 
 def _signal(directory: Path, launched: int) -> bool:
-    """Sends SIGUSR1 to the process of the file, which must be what the launcher started or a child of it."""
+    """Sends SIGUSR2 to the process of the file, which must be what the launcher started or a child of it."""
     with contextlib.suppress(OSError, ValueError):
         pid = int(pid_file(directory).read_bytes()[:20])
         if pid > 1 and os.getsid(pid) == launched:  # each rank leads a session
-            os.kill(pid, signal.SIGUSR1)
+            os.kill(pid, signal.SIGUSR2)
             return True
     return False
 

@@ -1,0 +1,19 @@
+"""mlxdist.train.GradientGuard: one decision for all ranks, the right names, and what it costs."""
+
+import pytest
+
+_LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize("ranks", [1, 3, pytest.param(4, marks=_LONG)])
+@pytest.mark.parametrize(
+    "check",
+    ["finite", "named", *(pytest.param(name, marks=_LONG) for name in ("in_a_row", "stop", "norm", "loss", "wrong"))],
+)
+def test_one_decision(run_ranks, check, ranks):
+    assert run_ranks("gradient_guard.py", ranks, check) == ["done\n"] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=_LONG)])
+def test_a_skipped_step_leaves_no_trace(run_ranks, ranks):
+    assert run_ranks("gradient_guard.py", ranks, "training") == ["done\n"] * ranks
