@@ -82,6 +82,12 @@ class World:
                 return
         group.shut()
 
+    def counters(self) -> dict[str, int]:
+        """:meth:`mlxdist.Group.stats`, summed over the groups that there are now. Empty in a world of one."""
+        with self._lock:
+            stats = [group.stats() for group in self._groups if self.size > 1]
+        return {name: sum(each[name] for each in stats) for name in (stats[0] if stats else ())}
+
     def finalize(self) -> None:
         """See :meth:`mlxdist.Group.finalize`."""
         if self.forked:

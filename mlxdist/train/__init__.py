@@ -4,19 +4,24 @@ from .checkpoint import Checkpoints
 from .clip_grad_norm import clip_grad_norm
 from .control import Control, Decision
 from .data_parallel import average_gradients
+from .flops import FlopsPerToken, flops_per_token
 from .fully_shard import fully_shard
 from .gradient_guard import GradientGuard
 from .loss_alarm import LossAlarm
 from .mixed_precision import MixedPrecision
+from .throughput import Throughput
 
 __all__ = [
     "Checkpoints",
     "Control",
     "Decision",
+    "FlopsPerToken",
     "GradientGuard",
     "LossAlarm",
     "MixedPrecision",
+    "Throughput",
     "average_gradients",
     "clip_grad_norm",
+    "flops_per_token",
     "fully_shard",
 ]
