@@ -1,17 +1,23 @@
 """Training over several ranks."""
 
+from .batches import Batches
 from .checkpoint import Checkpoints
 from .clip_grad_norm import clip_grad_norm
 from .control import Control, Decision
 from .data_parallel import average_gradients
+from .datasets import load_dataset
 from .flops import FlopsPerToken, flops_per_token
 from .fully_shard import fully_shard
 from .gradient_guard import GradientGuard
 from .loss_alarm import LossAlarm
 from .mixed_precision import MixedPrecision
+from .schedules import BatchRampUp, linear_scaling, sqrt_scaling, warm_up
+from .seeds import Seeds
 from .throughput import Throughput
 
 __all__ = [
+    "BatchRampUp",
+    "Batches",
     "Checkpoints",
     "Control",
     "Decision",
@@ -19,9 +25,14 @@ __all__ = [
     "GradientGuard",
     "LossAlarm",
     "MixedPrecision",
+    "Seeds",
     "Throughput",
     "average_gradients",
     "clip_grad_norm",
     "flops_per_token",
     "fully_shard",
+    "linear_scaling",
+    "load_dataset",
+    "sqrt_scaling",
+    "warm_up",
 ]

@@ -1,0 +1,50 @@
+"""train.Batches and load_dataset over several ranks: each row on one of them, and one error on all."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "training-data.md"
+long = pytest.mark.long
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=long), 2, 3, pytest.param(4, marks=long)])
+def test_parts_of_a_batch(run_ranks, ranks):
+    assert run_ranks("batches.py", ranks, "parts") == ["parts done\n"] * ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=long)])
+def test_ten_steps_are_five_a_restart_and_five(run_ranks, tmp_path, ranks):
+    outputs = run_ranks("batches.py", ranks, "training", tmp_path)
+    assert all(output.endswith("training done\n") for output in outputs)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=long)])
+def test_meshes(run_ranks, ranks):
+    assert run_ranks("batches.py", ranks, "meshes") == ["meshes done\n"] * ranks
+
+
+@pytest.mark.parametrize("before, after", [(2, 3), pytest.param(4, 2, marks=long), pytest.param(1, 4, marks=long)])
+def test_another_number_of_ranks_goes_on_with_the_same_rows(run_ranks, tmp_path, before, after):
+    run_ranks("batches.py", before, "save", tmp_path)
+    run_ranks("batches.py", after, "save", tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=long)])
+def test_one_error_on_all_ranks(run_ranks, tmp_path, ranks):
+    for name, lines in enumerate(['{"text": "a"}', '{"text": "a"}\n{', '{"text": "a"}', '{"text": "b"}']):
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    outputs = run_ranks("batches.py", ranks, "refused", tmp_path)
+    assert all(output.endswith("refused done\n") for output in outputs)
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=long), 2])
+def test_the_program_of_the_page(run_ranks, tmp_path, ranks):
+    """Its code runs: two epochs of 100 samples are 16 steps of 12 rows, and the loss falls."""
+    program = tmp_path / "program.py"
+    program.write_text(re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1])
+    for output in run_ranks(program, ranks):
+        steps = re.findall(r"step (\d+): (\d+) rows, loss ([\d.]+)", output)
+        assert [(int(step), int(rows)) for step, rows, _ in steps] == [(n, 12 // ranks) for n in range(1, 17)], output
+        assert float(steps[-1][2]) < float(steps[0][2]) - 0.1
