@@ -4,7 +4,7 @@ from mlxdist.nn.sharding.load import load_sharded
 from mlxdist.nn.sharding.plan import shard_model
 from mlxdist.nn.split_block import submissions
 
-from .context_parallel import gather_sequence, ring_attention, shard_sequence, ulysses_attention
+from .context import context_parallel, gather_sequence, prefill, ring_attention, shard_sequence, ulysses_attention
 from .experts import ExpertParallelSwitchGLU
 from .mappings import (
     copy_to_tensor_parallel_region,
@@ -55,16 +55,18 @@ __all__ = [
     "Verification",
     "VocabParallelEmbedding",
     "VocabParallelSampler",
+    "context_parallel",
     "copy_to_tensor_parallel_region",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_parallel_region",
     "gather_sequence",
     "load_sharded",
     "plan_shards",
+    "prefill",
     "reduce_from_tensor_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
-    "scatter_to_tensor_parallel_region",
     "ring_attention",
+    "scatter_to_tensor_parallel_region",
     "shard_model",
     "shard_sequence",
     "submissions",

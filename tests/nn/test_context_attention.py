@@ -5,7 +5,7 @@ import pytest
 
 import mlxdist
 from mlxdist.nn import gather_sequence, shard_sequence
-from mlxdist.nn.context_parallel.sequence import chunk_starts, in_order, zigzag
+from mlxdist.nn.context.sequence import chunk_starts, in_order, zigzag
 
 RANKS = pytest.mark.parametrize(
     "ranks", [1, 2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)]

@@ -20,7 +20,7 @@ from mlxdist.base.errors import InvalidArgument
 
 from .probes import boundaries, places
 
-__all__ = ["RotaryTable", "rotate"]
+__all__ = ["FIXED", "RotaryTable", "rotate"]
 
 RECENT = 4  # what one pass through a model asks for: a few masks, such as with and without a window
 

@@ -1,7 +1,7 @@
 """Attention over a sharded sequence: keys and values go around the ranks, which attend to one shard after the other.
 
 Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context", arXiv:2310.01889; with the
-shards of :mod:`mlxdist.nn.context_parallel.sequence`, by which causal attention is as much work on every rank.
+shards of :mod:`mlxdist.nn.context.sequence`, by which causal attention is as much work on every rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -80,13 +80,18 @@ class _Ring:
     def __init__(self, group: Group) -> None:
         self._group, self._last = group, list[mx.array]()
 
-    def shift(self, message: mx.array, done: Sequence[mx.array] = ()) -> mx.array:
-        """The message of the rank before, for this one's, which leaves once ``done`` are computed."""
+    def shift(self, arrays: Sequence[mx.array], done: Sequence[mx.array] = ()) -> list[mx.array]:
+        """The arrays of the rank before, for this one's, which leave once ``done`` are computed.
+
+        Each as it is: one message of all would be a second copy of a shard.
+        """
         rank, ranks = self._group.rank(), self._group.size()
-        message = after([message], *self._last, *done)[0]
-        arrived = sendrecv(message, (rank + 1) % ranks, (rank - 1) % ranks, group=self._group)
-        self._last = [arrived]
-        return arrived
+        following = []
+        for array in arrays:
+            array = after([array], *self._last, *done)[0]
+            self._last = [sendrecv(array, (rank + 1) % ranks, (rank - 1) % ranks, group=self._group)]
+            following += self._last
+        return following
 
     def finish(self, arrays: Sequence[mx.array]) -> Sequence[mx.array]:
         """``arrays``, once all has arrived: a rank passes on also what its own window does not reach."""
@@ -102,7 +107,6 @@ class _Attention:
         self._group, self._rank, self._ranks = group, group.rank(), group.size()
         self._scale, self._window_size, self._causal = scale, window_size, isinstance(mask, str)
         self._heads, self._key_heads, length = q.shape[1], k.shape[1], q.shape[2]
-        self._shapes = k.shape, v.shape
         self._mask = _grouped(mask, self._key_heads) if isinstance(mask, mx.array) else None
         self._pieces = [pieces(chunk_starts(rank, self._ranks, length), length) for rank in range(self._ranks)]
         self._own = self._pieces[self._rank]
@@ -111,12 +115,12 @@ class _Attention:
         """The result and, for each row, the logarithm of the sum of its exponentials."""
         rows = [fold(q, self._key_heads, piece) * self._scale for piece in self._own]
         states = [Softmax.start(self._sink_rows(sinks, piece)) for piece in self._own]
-        ring, message, done = _Ring(self._group), self._packed(k, v), list[mx.array]()
+        ring, message, done = _Ring(self._group), [k, v], list[mx.array]()
         for step in range(self._ranks):
             following = ring.shift(message, done) if step + 1 < self._ranks else message
             if not bridge.traces():
                 mx.async_eval(following)  # so that it leaves before MLX has submitted the tiles of this step
-            keys, values = self._in_pieces(message)
+            keys, values = ([fold(x, self._key_heads, piece) for piece in self._own] for x in message)
             for i, j, mask in self._tiles(step):
                 query, key, value = after([rows[i], keys[j], values[j]], *done)
                 states[i] = add_tile(states[i], query, key, value, mask)
@@ -136,24 +140,24 @@ class _Attention:
         queries = [fold(q, self._key_heads, piece) * self._scale for piece in self._own]
         rows = [[fold(x, self._key_heads, piece) for x in (cotangent, products, log_totals)] for piece in self._own]
         sums = [mx.zeros_like(x) for x in queries]
-        ring, message, done = _Ring(self._group), self._packed(k, v), [cotangent]
-        own = passing = mx.array(0.0)
+        ring, message, done = _Ring(self._group), [k, v], [cotangent]
+        own = passing = [mx.array(0.0), mx.array(0.0)]
         for step in range(self._ranks):
             following = ring.shift(message, done) if step + 1 < self._ranks else message
-            keys, values = self._in_pieces(message)
+            keys, values = ([fold(x, self._key_heads, piece) for piece in self._own] for x in message)
             added = [[mx.zeros_like(x) for x in keys], [mx.zeros_like(x) for x in values]]
             for i, j, mask in self._tiles(step):
                 query, key, value = after([queries[i], keys[j], values[j]], *done)
                 tile = differentiate_tile(query, key, value, mask, rows[i])
                 sums[i], added[0][j], added[1][j] = sums[i] + tile[0], added[0][j] + tile[1], added[1][j] + tile[2]
                 done = [sums[i], added[0][j], added[1][j]]
-            gradients = self._packed(*(mx.concatenate(x, axis=2) for x in added))
+            gradients = [mx.concatenate(x, axis=2) for x in added]
             if step == 0:
                 own = gradients
             else:
-                passing = ring.shift(gradients + passing)
+                passing = ring.shift([x + y for x, y in zip(gradients, passing)])
             message = following
-        dk, dv = self._unpacked(own + passing)
+        dk, dv = (x + y for x, y in zip(own, passing))
         dq = unfold(sums, self._own, self._heads) * self._scale
         of_sinks = (_sink_gradient(x, log_totals, products) for x in sinks)
         return tuple(ring.finish([dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), *of_sinks]))
@@ -176,19 +180,6 @@ class _Attention:
             return None
         rows = mx.broadcast_to(sinks[None, :, None, None], (1, self._heads, piece.stop, 1))
         return fold(rows, self._key_heads, piece)
-
-    def _packed(self, k: mx.array, v: mx.array) -> mx.array:
-        """One message: two would take as long as two."""
-        return mx.concatenate([k.flatten(), v.flatten()])
-
-    def _unpacked(self, message: mx.array) -> tuple[mx.array, mx.array]:
-        keys, values = self._shapes
-        split = keys[0] * keys[1] * keys[2] * keys[3]
-        return message[:split].reshape(keys), message[split:].reshape(values)
-
-    def _in_pieces(self, message: mx.array) -> tuple[list[mx.array], list[mx.array]]:
-        k, v = ([fold(x, self._key_heads, piece) for piece in self._own] for x in self._unpacked(message))
-        return k, v
 
 
 def _grouped(mask: mx.array, key_heads: int) -> mx.array:

@@ -1,0 +1,47 @@
+"""`context_parallel`: models of mlx-lm called with shards of sequences train and generate as in one process."""
+
+import pytest
+
+pytest.importorskip("mlx_lm")
+
+LONG = pytest.mark.long
+MODELS = ["qwen3", "llama", "qwen3_moe", "gpt_oss", "gemma3_text"]  # plain, a tiny MoE, sinks and windows
+
+
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=LONG), pytest.param(4, marks=LONG)])
+@pytest.mark.parametrize("model", MODELS[:1] + [pytest.param(name, marks=LONG) for name in MODELS[1:]])
+@pytest.mark.parametrize("scenario", ["training", "prefilling"])
+def test_ring(run_ranks, scenario, model, ranks):
+    equal(run_ranks, ranks, scenario, model, "ring")
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=LONG)])  # tiny models have four heads
+@pytest.mark.parametrize("model", ["qwen3_moe", pytest.param("gpt_oss", marks=LONG)])
+@pytest.mark.parametrize("scenario", ["training", "prefilling"])
+def test_ulysses(run_ranks, scenario, model, ranks):
+    equal(run_ranks, ranks, scenario, model, "ulysses")
+
+
+def test_a_layer_that_is_computed_again_in_backward(run_ranks):
+    equal(run_ranks, 2, "training", "llama", "ring", "checkpointed")
+
+
+@LONG
+@pytest.mark.parametrize("order", ["first", "last"])
+def test_with_tensor_parallel(run_ranks, order):
+    equal(run_ranks, 4, "with_tensor_parallel", order)
+
+
+@LONG
+def test_every_model_file_of_mlx_lm(run_ranks):
+    equal(run_ranks, 2, "every_model")
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=LONG)])
+def test_bad_input(run_ranks, ranks):
+    equal(run_ranks, ranks, "bad_input")
+
+
+def equal(run_ranks, ranks, *arguments):
+    outputs = run_ranks("context_parallel.py", ranks, *arguments)
+    assert all(output.endswith("equal\n") for output in outputs), outputs

@@ -1,0 +1,178 @@
+"""One rank of test_context_parallel.py. Arguments: the scenario and its arguments. Prints "equal" at the end.
+
+Every rank has the model of one process, too, which gets the full sequence.
+"""
+
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import pytest
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.tuner.trainer import grad_checkpoint
+
+import mlxdist
+from mlxdist.nn import context_parallel, gather_sequence, plan_shards, prefill, shard_model, shard_sequence
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+import tiny_models
+
+group = mlxdist.init()
+rank, size = group.rank(), group.size()
+TOLERANCE = 1e-5
+
+
+def tokens(batch: int, length: int, seed: int = 7) -> mx.array:
+    mx.random.seed(seed)
+    return mx.random.randint(1, 90, (batch, length))
+
+
+def loss(model: nn.Module, inputs: mx.array, targets: mx.array) -> mx.array:
+    return nn.losses.cross_entropy(model(inputs).astype(mx.float32), targets).mean()
+
+
+def close(name: str, got: mx.array, expected: mx.array, tolerance: float = TOLERANCE) -> None:
+    assert got.shape == expected.shape, (name, got.shape, expected.shape)
+    error = mx.abs(got - expected).max().item()
+    assert error <= tolerance * max(1.0, mx.abs(expected).max().item()), f"{name}: {error:.2g}"
+
+
+def differentiated(model: nn.Module, *batch: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
+    value, gradients = nn.value_and_grad(model, loss)(model, *batch)
+    return value, dict(tree_flatten(gradients))
+
+
+def training(name: str, method: str, checkpointed: str = "") -> None:
+    """The loss and the gradients, averaged over the ranks, are those of one process; also after steps."""
+    whole, model = tiny_models.build(name), tiny_models.build(name)
+    assert context_parallel(model, group, method) is model
+    if checkpointed:
+        grad_checkpoint(model.layers[0])  # of the class, whose forward pass then runs again in backward
+    optimizers = [optim.SGD(0.1), optim.SGD(0.1)]
+    for step in range(3):
+        full = tokens(2, 12 * size + 1, step)
+        batch = full[:, :-1], full[:, 1:]
+        expected, expected_gradients = differentiated(whole, *batch)
+        got, gradients = differentiated(model, *(shard_sequence(x, group=group) for x in batch))
+        gradients = {path: mlxdist.all_sum(gradient) / size for path, gradient in gradients.items()}
+        close("loss", mlxdist.all_sum(got) / size, expected)
+        assert gradients.keys() == expected_gradients.keys()
+        for path, gradient in expected_gradients.items():
+            close(path, gradients[path], gradient)
+        for one, optimizer, found in zip((whole, model), optimizers, (expected_gradients, gradients)):
+            optimizer.update(one, tree_unflatten(list(found.items())))
+            mx.eval(one.parameters())
+
+
+def prefilling(name: str, method: str) -> None:
+    """Logits of shards, and then what is generated from the cache."""
+    whole, model = tiny_models.build(name), tiny_models.build(name)
+    context_parallel(model, group, method)
+    full = tokens(2, 8 * size)
+    cache = [KVCache() for _ in make_prompt_cache(model)]
+    logits = gather_sequence(model(shard_sequence(full, group=group), cache=cache), group=group)
+    close("logits", logits, whole(full))
+    for length in (4 * size + 1, 1, 30):  # of any length
+        prompt = tokens(1, length + 1)[0]
+        made = prefill(model, prompt[:-1], group)
+        expected = [KVCache() for _ in make_prompt_cache(whole)]
+        whole(prompt[None, :-1], cache=expected)
+        for layer, other in zip(made, expected):
+            assert layer.offset == other.offset == length
+            for which, got, wanted in zip("kv", layer.keys_and_values(), other.keys_and_values()):
+                close(which, got, wanted)
+        ours = list(generate_step(prompt[-1:], model, prompt_cache=made, max_tokens=9))
+        theirs = list(generate_step(prompt[-1:], whole, prompt_cache=expected, max_tokens=9))
+        assert [int(token) for token, _ in ours] == [int(token) for token, _ in theirs]
+        for (_, got), (_, wanted) in zip(ours, theirs):
+            close("log probabilities", got, wanted, 1e-4)
+
+
+def every_model(*names: str) -> None:
+    """Every model file of mlx-lm: refused by an InvalidArgument, or as one process computes it."""
+    wrong, equal = [], []
+    for name in names or tiny_models.model_files():
+        try:
+            whole, model = tiny_models.build(name), tiny_models.build(name)
+            mx.eval(whole(tokens(1, 8)))
+        except (SystemExit, RuntimeError):  # it needs a package, or Metal
+            continue
+        full = tokens(1, 60 * size)  # beyond what some models have as their first window, chunk or scale
+        try:
+            context_parallel(model, group)
+            got = gather_sequence(model(shard_sequence(full, group=group)), group=group)
+            close(name, mx.maximum(got, -1e9), mx.maximum(whole(full), -1e9), 1e-4)
+            equal.append(name)
+        except mlxdist.InvalidArgument:
+            continue
+        except (AssertionError, AttributeError) as error:
+            wrong.append(f"{name}: {error}")
+    assert not wrong, wrong
+    assert len(equal) >= 60, (len(equal), equal)
+
+
+def with_tensor_parallel(order: str) -> None:
+    """A mesh of two by two: the same, whichever comes first."""
+    mesh = mlxdist.mesh(cp=2, tp=2)
+    whole, model = tiny_models.build("qwen3"), tiny_models.build("qwen3")
+    changes = [
+        lambda: shard_model(model, plan_shards(model, tp=2), mesh["tp"]),
+        lambda: context_parallel(model, mesh["cp"]),
+    ]
+    for change in changes if order == "first" else changes[::-1]:
+        change()
+    full = tokens(2, 25)
+    batch = full[:, :-1], full[:, 1:]
+    expected, expected_gradients = differentiated(whole, *batch)
+    got, gradients = differentiated(model, *(shard_sequence(x, group=mesh["cp"]) for x in batch))
+    close("loss", mlxdist.all_sum(got, group=mesh["cp"]) / 2, expected)
+    for path, gradient in gradients.items():
+        mine = mlxdist.all_sum(gradient, group=mesh["cp"]) / 2
+        if gradient.shape == expected_gradients[path].shape:
+            close(path, mine, expected_gradients[path], 1e-4)
+
+
+def bad_input() -> None:
+    """Refused with the same words on all ranks, and the model stays as it is."""
+    for name, message in [
+        ("gpt2", "attn of gpt2 has no rotary embedding"),
+        ("mamba2", "conv1d of mamba2 is a convolution over tokens"),
+        ("rwkv7", "layer 0 of rwkv7, a Rwkv7Layer, has no attention"),
+        ("gemma2", "no attention that calls mlx-lm's scaled_dot_product_attention"),
+        ("ministral3", "scales queries by positions that it counts itself"),
+        ("baichuan_m1", "adds the key and value before"),
+    ]:
+        model = tiny_models.build(name)
+        kinds = [type(module) for module in model.modules()]
+        with pytest.raises(mlxdist.InvalidArgument, match=f"^context_parallel: .*{message}"):
+            context_parallel(model, group)
+        assert kinds == [type(module) for module in model.modules()]
+    model = tiny_models.build("qwen3")
+    with pytest.raises(mlxdist.InvalidArgument, match="method must be 'ring' or 'ulysses', not 'flash'"):
+        context_parallel(model, group, "flash")
+    with pytest.raises(mlxdist.InvalidArgument, match="the ranks disagree about the arguments"):
+        context_parallel(model, group, ["ring", "ulysses"][rank % 2])
+    context_parallel(model, group)
+    with pytest.raises(mlxdist.InvalidArgument, match="is context-parallel already"):
+        context_parallel(model, group)
+    for cache in (QuantizedKVCache(), RotatingKVCache(max_size=64)):
+        with pytest.raises(mlxdist.InvalidArgument, match=f"a {type(cache).__name__} cannot be filled with a shard"):
+            model(tokens(1, 4), cache=[cache] * len(model.layers))
+    with pytest.raises(mlxdist.InvalidArgument, match="two equal chunks"):
+        model(tokens(1, 3))
+    masked = context_parallel(tiny_models.build("deepseek_v3"), group)
+    with pytest.raises(mlxdist.InvalidArgument, match="computes with the mask as an array"):
+        masked(tokens(1, 4))
+    for prompt, message in ([], r"shape \(0,\)"), (tokens(2, 3), r"shape \(2, 3\)"), (mx.array([rank]), "disagree"):
+        with pytest.raises(mlxdist.InvalidArgument, match=message):
+            prefill(model, prompt, group)
+    other = tiny_models.build("qwen3")
+    assert mx.array_equal(other(tokens(1, 3)), tiny_models.build("qwen3")(tokens(1, 3)))  # of the same file
+
+
+globals()[sys.argv[1]](*sys.argv[2:])
+print("equal")
