@@ -27,14 +27,15 @@ class Batches:
 
         batches = train.Batches(dataset, batch_size=32, seed=seeds.seed, mesh=mesh)
         for batch, lengths in batches:
-            loss = default_loss(model, batch, lengths)
+            loss, tokens = default_loss(model, batch, lengths)
             ...
             checkpoints.save(batches.step, {"model": model, "batches": batches})
 
-    A step takes the next ``batch_size`` rows, on whatever ranks, and each rank reads its own part of these. Which rows
-    they are depends on the seed, the epoch and the position in it alone, so a training resumes without reading what
-    came before, and on another number of ranks with the same rows. Every row comes once an epoch: a batch may have the
-    last rows of one epoch and the first of the next. All ranks make it; iterating needs no communication.
+    A step takes the next ``batch_size`` rows, whatever the number of ranks, and each rank reads its own part of these.
+    Which rows they are depends on the seed, the epoch and the position in it alone. So a training resumes without
+    reading what came before, and on another number of ranks with the same rows. Every row comes once an epoch: a batch
+    may have the last rows of one epoch and the first of the next. All ranks construct it together; iterating needs no
+    communication. A sample of padded rows is read, and checked, when its row is next.
 
     ``batch`` is int32 of shape (rows of this rank, width), ``lengths`` int32 of shape (rows of this rank, 2): the
     offset of a row's first target, and its number of tokens. Ranks along tp, cp, ep and pp have the same rows.
@@ -51,9 +52,9 @@ class Batches:
             sample then attends to the one before it. False: a sample a row, padded as mlx-lm's iterate_batches does.
         epochs: after which iteration ends, without a last batch that would be smaller; ``None``: it does not end.
         accumulate: the rows of each rank are a multiple of it: the micro-batches of a step.
-        rank_shares: parts of a batch in proportion to these, one for each rank that has rows of its own; or "compute":
-            as fast as `mlxdist calibrate` has found them. ``None``: equal ones. Gradients are then to be averaged with
-            weights.
+        rank_shares: parts of a batch in proportion to these numbers, one for each rank that has rows of its own; or
+            "compute": to the speeds that `mlxdist calibrate` has measured. Gradients then need weights when they are
+            averaged. ``None``: equal parts.
         skip_steps: steps, counted from 0, whose rows are left out, such as ``range(980, 1000)`` before a loss spike.
         group: ranks that have parts of a batch; ``None`` for those of ``mlxdist.init()``.
         mesh: in place of ``group``: its axes dp and fsdp.

@@ -1,6 +1,5 @@
 """One rank of test_batches_on_ranks.py: `check` is the name of a function below."""
 
-import json
 import random
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx import optimizers
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx.utils import tree_map
 from mlx_lm.tuner.trainer import default_loss
 
 import mlxdist
@@ -91,61 +90,47 @@ def meshes() -> None:
         assert sum((found[place] for place in sorted(found)), []) == reference(1)[0]
 
 
-def save(directory: str) -> None:
-    """Five steps, or those that follow a state that another number of ranks has left."""
-    file = Path(directory) / "state.json"
+def save(directory: str, first: str) -> None:
+    """Five steps from ``first``, of which those before are in a checkpoint of another number of ranks."""
     expected = reference(10)
-    batches, seeds = train.Batches(DATASET, 12, seed=3 if not file.exists() else 8), train.Seeds(5)
-    if file.exists():
-        state = json.loads(file.read_text())
-        batches.restore(state["batches"])
-        seeds.restore(state["seeds"])
-    first = batches.step
-    for _ in range(5):
-        step = batches.step
-        seeds.set_step(step)
+    batches, seeds = train.Batches(DATASET, 12, seed=8 if int(first) else 3), train.Seeds()
+    tree, checkpoints = {"batches": batches, "seeds": seeds}, train.Checkpoints(directory)
+    checkpoints.load(tree, other_run=True)
+    assert batches.step == int(first)
+    for step in range(batches.step, batches.step + 5):
         assert sum(gathered(numbers(next(batches))), []) == expected[step]
-    mlxdist.barrier()
-    if rank == 0:
-        file.write_text(json.dumps({"batches": batches.state, "seeds": seeds.state}))
-    assert batches.step == first + 5
+    checkpoints.save(batches.step, tree)
+    checkpoints.wait()
+    print(seeds.seed)
 
 
 def training(directory: str) -> None:
     """Ten steps equal five, a restart and five: the rows, what dropout has drawn, losses and parameters, bitwise."""
-    ten = trained(Path(directory), range(10))
-    trained(Path(directory), range(5))
-    resumed = trained(Path(directory), range(5, 10))
+    ten = trained(f"{directory}/ten", range(10))
+    trained(f"{directory}/five", range(5))
+    resumed = trained(f"{directory}/five", range(5, 10))
     assert resumed["losses"] == ten["losses"][5:] and resumed["parameters"] == ten["parameters"]
     assert len(set(same_on(str(ten["losses"])))) == size and len(set(same_on(ten["parameters"]))) == 1
 
 
-def trained(directory: Path, steps: range) -> dict:
+def trained(directory: str, steps: range) -> dict:
     """Makes everything from nothing, as a new process does; a range that does not begin at 0 resumes."""
     seeds = train.Seeds(5 if steps.start == 0 else None)
     model = nn.Sequential(nn.Embedding(32, 16), nn.Dropout(0.3), nn.Linear(16, 32))
     optimizer = optimizers.Adam(1e-2)
-    optimizer.init(model.trainable_parameters())
     batches = train.Batches(DATASET, 12, seed=seeds.seed)
-    file = directory / f"{rank}.safetensors"
-    if steps.start:
-        arrays, text = mx.load(str(file), return_metadata=True)
-        saved = tree_unflatten(list(arrays.items()))
-        model.update(saved["model"])
-        optimizer.state = saved["optimizer"]
-        batches.restore(json.loads(text["batches"]))
-        seeds.restore(json.loads(text["seeds"]))
+    tree = {"model": model, "optimizer": optimizer, "batches": batches, "seeds": seeds}
+    checkpoints = train.Checkpoints(directory)
+    assert (checkpoints.load(tree) or 0) == batches.step == steps.start
     step_fn, losses = nn.value_and_grad(model, default_loss), []
     for step in steps:
         assert batches.step == step
         seeds.set_step(step)
         (loss, _), gradients = step_fn(model, *next(batches))
-        optimizer.update(model, nn.average_gradients(gradients, group=group.mlx))
+        optimizer.update(model, train.average_gradients(gradients))
         losses.append(loss.item())
-    mx.eval(model.parameters(), optimizer.state)
-    tree = tree_flatten({"model": model.parameters(), "optimizer": optimizer.state})
-    text = {"batches": json.dumps(batches.state), "seeds": json.dumps(seeds.state)}
-    mx.save_safetensors(str(file), dict(tree), text)
+    checkpoints.save(batches.step, tree)
+    checkpoints.wait()
     return {"losses": losses, "parameters": str(tree_map(lambda p: p.tolist(), model.parameters()))}
 
 
