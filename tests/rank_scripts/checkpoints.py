@@ -1,6 +1,7 @@
 """One rank of test_checkpoint_ranks.py: checkpoints that several ranks save. Arguments: a directory, and what to do."""
 
 import errno
+import os
 import sys
 import threading
 import time
@@ -250,10 +251,8 @@ def training_goes_on() -> None:
     go_on = threading.Event()
     saving.write_tensors = lambda *arguments: (rank == 1 and go_on.wait(60), write(*arguments))[1]
     checkpoints, own = Checkpoints(directory / "slow"), {"r": mx.array([rank])}
-    before = group.stats()["messages_sent"]
     checkpoints.save(1, {"n": 1}, own=own)
-    assert group.stats()["messages_sent"] == before, "its collectives are in a group of their own"
-    for _ in range(20):
+    for _ in range(20):  # rank 0's thread waits in a collective of the save's own group
         assert mlxdist.all_sum(mx.ones(1000))[0].item() == size
         time.sleep(0.01)
     assert not (directory / "slow" / "step-00000001" / "manifest.json").exists()
@@ -266,10 +265,7 @@ def training_goes_on() -> None:
 
 def one_rank_dies() -> None:
     """While it writes: the others get the error, and do not hang."""
-    checkpoints, write = Checkpoints(directory / "dead"), saving.write_tensors
-    saving.write_tensors = lambda *arguments: (rank == 1 and sys.exit(3), write(*arguments))[1]
-    import os
-
+    checkpoints = Checkpoints(directory / "dead")
     if rank == 1:
         saving.write_tensors = lambda *arguments: os._exit(3)
     checkpoints.save(1, {"n": 1}, own={"r": mx.array([rank])})

@@ -1,5 +1,6 @@
 """train.Checkpoints of several ranks: of models that are sharded, on disks that all see or of their own."""
 
+import os
 import re
 import socket
 import subprocess
@@ -61,8 +62,6 @@ def test_ranks_without_a_launcher_are_one_run(tmp_path):
     )
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    import os
-
     job = {"MLXDIST_WORLD_SIZE": "2", "MLXDIST_RENDEZVOUS": address, "MLXDIST_SECRET": "ab" * 16}
     command = [sys.executable, "-c", program, str(tmp_path)]
     ranks = [
