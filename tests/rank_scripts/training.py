@@ -21,10 +21,10 @@ from mlx_lm.tuner.trainer import grad_checkpoint
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import mlxdist
+from mlxdist.nn.sharding.cuts import cuts
 from mlxdist.nn.sharding.plan import Plan, plan_shards, shard_model
 from mlxdist.nn.sharding.plan.shard_model import why_not_trained
 from mlxdist.nn.tensor_parallel.lora import ShardedLinear
-from mlxdist.train.sharded_layers import sharded_layer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import tiny_models
@@ -395,15 +395,16 @@ def saved_and_freed() -> None:
     kept."""
     model = cut("deepseek_v3")
     adapt(model)
-    assert sharded_layer(dict(tree_flatten(model.trainable_parameters())).values()) is None
-    attention = model.layers[0].self_attn
-    assert sharded_layer([attention.o_proj.weight]) and sharded_layer([attention.q_b_proj.weight])
+    found = cuts(model)
+    assert all(found[path].is_full for path, _ in tree_flatten(model.trainable_parameters()))
+    attention = "model.layers.0.self_attn"
+    assert not any(found[f"{attention}.{name}.weight"].is_full for name in ("o_proj", "q_b_proj"))
     model = cut("mixtral")
     linear_to_lora_layers(model, 1, {"rank": 4, "scale": 2.0, "dropout": 0.0})
-    experts = model.layers[-1].block_sparse_moe.switch_mlp
-    assert sharded_layer([experts.gate_proj.lora_a, experts.down_proj.lora_b]) is None
-    for array in (experts.gate_proj.lora_b, experts.down_proj.lora_a, experts.down_proj.linear.weight):
-        assert sharded_layer([array])
+    found, experts = cuts(model), f"model.layers.{len(model.layers) - 1}.block_sparse_moe.switch_mlp"
+    assert all(found[f"{experts}.{name}"].is_full for name in ("gate_proj.lora_a", "down_proj.lora_b"))
+    for name in ("gate_proj.lora_b", "down_proj.lora_a", "down_proj.linear.weight"):
+        assert not found[f"{experts}.{name}"].is_full
     replaced = ref(model.layers[0].block_sparse_moe.gate)
     nn.quantize(model, 32, 4, class_predicate=lambda path, module: path.endswith("block_sparse_moe.gate"))
     gc.collect()

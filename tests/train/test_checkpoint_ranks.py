@@ -57,7 +57,7 @@ def test_ranks_without_a_launcher_are_one_run(tmp_path):
     """Each of their processes has another name, and that of rank 0 counts."""
     program = (
         "import sys, mlx.core as mx; from mlxdist.train import Checkpoints\n"
-        "Checkpoints(sys.argv[1]).save(5, {'w': mx.ones(1)})\n"
+        "with Checkpoints(sys.argv[1]) as checkpoints: checkpoints.save(5, {'w': mx.ones(1)})\n"
         "print(Checkpoints(sys.argv[1]).load({'w': mx.ones(1)}))\n"
     )
     with socket.create_server(("127.0.0.1", 0)) as free:

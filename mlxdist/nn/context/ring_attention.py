@@ -124,7 +124,7 @@ class _Attention:
             for i, j, mask in self._tiles(step):
                 query, key, value = after([rows[i], keys[j], values[j]], *done)
                 states[i] = add_tile(states[i], query, key, value, mask)
-                done = [states[i].values]
+                done = list(states[i])  # a sum that is left for later would keep a tile of scores
             message = following
         results, log_totals = zip(*(state.results() for state in states))
         out = unfold(results, self._own, self._heads).astype(mx.result_type(q, k, v))

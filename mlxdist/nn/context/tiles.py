@@ -20,7 +20,18 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-__all__ = ["Piece", "Softmax", "add_tile", "after", "differentiate_tile", "fold", "pieces", "tiles", "unfold"]
+__all__ = [
+    "Piece",
+    "Softmax",
+    "add_tile",
+    "after",
+    "causal_tile",
+    "differentiate_tile",
+    "fold",
+    "pieces",
+    "tiles",
+    "unfold",
+]
 
 # Rows and columns of a tile. The scores of a head, 256 KiB, stay in the second-level cache. Longer sequences have
 # larger tiles, so that the operations of a pass, which the host submits, grow with the length and not its square.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -65,7 +66,9 @@ def targets(results: dict[str, Any]) -> list[Target]:
 
 def _show(results: dict[str, Any], console: Console) -> None:
     title = f"causal attention over a sequence on {results['setup']['ranks']} ranks"
-    columns = {f"{name}: MiB at most": partial(_mib, name) for name in (RING, ULYSSES, GATHERED)}
+    columns: dict[str, Callable[[dict[str, dict[str, Any]]], str]] = {
+        f"{name}: MiB at most": partial(_mib, name) for name in (RING, ULYSSES, GATHERED)
+    }
     console.print(comparison_table(results, title, console, RING, (ULYSSES, GATHERED), columns))
 
 
