@@ -37,6 +37,7 @@ COMMANDS = {
     "shard": "mlxdist.cli.shard:shard",
     "stop": "mlxdist.cli.stop:stop",
     "top": "mlxdist.cli.top:top",
+    "train": "mlxdist.cli.train:train",
 }
 
 

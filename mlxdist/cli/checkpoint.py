@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,9 +98,9 @@ def convert(source: Path, target: Path, like: str | None, name: str, step: int |
     tokenizer, is copied from MODEL. A program takes a checkpoint of step 0 with load(..., other_run=True).
     """
     from mlxdist.base.errors import InvalidArgument
+    from mlxdist.train.model_folder import require_no_folder
 
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise InvalidArgument(f"{target} exists; remove it or name another TARGET")
+    require_no_folder(target)
     if (source / "config.json").is_file():
         if like is not None or step is not None:
             raise InvalidArgument(f"{source} is a model folder, for which --like and --step have no meaning")
@@ -218,17 +216,9 @@ def _to_model(source: Path, target: Path, like: str, name: str, step: int | None
     if step is None:
         raise InvalidArgument(f"{source} has no checkpoint")
     if _is_first_rank():
-        from mlx_lm.utils import save_model
+        from mlxdist.train.model_folder import write_model_folder
 
-        target.absolute().parent.mkdir(parents=True, exist_ok=True)
-        # Beside TARGET until it is complete.
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.absolute().parent) as made:
-            folder = Path(made, "model")
-            save_model(folder, model)
-            for file in base.iterdir():
-                if file.is_file() and not file.name.endswith((".safetensors", ".safetensors.index.json")):
-                    shutil.copy(file, folder)
-            folder.replace(target)
+        write_model_folder(target, model, base)
     return _result(target, model, step)
 
 

@@ -67,9 +67,9 @@ class ShardConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """``[precision]``: see :class:`mlxdist.train.MixedPrecision`."""
+    """``[precision]``: see :class:`mlxdist.train.MixedPrecision`. By default the model trains in its own dtype."""
 
-    dtype: str = _setting("float32", one_of(("float32", "bfloat16", "float16")))
+    dtype: str = _setting("", one_of(("", "float32", "bfloat16", "float16")))
     masters: str = _setting("float32", one_of(("float32", "kahan", "stochastic")))
     state_dtype: str = _setting("float32", one_of(("float32", "bfloat16", "float16")))
 

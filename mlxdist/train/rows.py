@@ -36,7 +36,7 @@ class PaddedRows:
     """A sample a row, as mlx-lm's ``iterate_batches`` pads and truncates it."""
 
     def __init__(self, dataset: Dataset, max_seq_length: int) -> None:
-        self._dataset, self._max = dataset, max_seq_length
+        self._dataset, self._max, self._has_warned = dataset, max_seq_length, False
         if len(dataset):
             _sample(dataset, 0)  # a dataset of another kind is an error here, not in the first step
 
@@ -46,10 +46,11 @@ class PaddedRows:
     def batch(self, numbers: Sequence[int]) -> tuple[mx.array, mx.array]:
         samples = [_sample(self._dataset, number) for number in numbers]
         longest = max(len(tokens) for tokens, _ in samples)
-        if longest > self._max:
+        if longest > self._max and not self._has_warned:
+            self._has_warned = True
             warnings.warn(
                 f"Batches: a sample of {longest} tokens is truncated to max_seq_length={self._max}; split long "
-                "samples, or pack them (packed=True)",
+                "samples, or pack them (packed=True); others may be, too",
                 stacklevel=3,
             )
         for number, (_, offset) in zip(numbers, samples):

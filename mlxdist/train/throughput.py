@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -20,6 +21,17 @@ __all__ = ["Throughput"]
 
 _COUNTERS = ("collectives", "point_to_point", "operation_ns", "wait_ns")
 _MAX_HOST_BYTES = 256
+
+
+@dataclass
+class Step:
+    """A step that is measured.
+
+    Attributes:
+        tokens: of all ranks together.
+    """
+
+    tokens: int
 
 
 class Throughput:
@@ -82,21 +94,24 @@ class Throughput:
         return self._peak_tflops
 
     @contextmanager
-    def step(self, tokens: int) -> Iterator[None]:
+    def step(self, tokens: int = 0) -> Iterator["Step"]:
         """Measures the body of a ``with`` statement as one step, which has to evaluate what it computes.
 
         What is outside, such as a checkpoint or an evaluation, does not count.
 
         Args:
-            tokens: of the step, on all ranks together; those that several ranks process in parts count once.
+            tokens: of the step, on all ranks together; those that several ranks process in parts count once. Where only
+                the step itself finds them, its body sets ``tokens`` of what the statement gives.
 
         Raises:
             InvalidArgument: ``tokens`` is no number from 0.
         """
+        measured = Step(tokens)
+        before, start = self._counters(), time.perf_counter_ns()
+        yield measured
+        tokens = measured.tokens
         if type(tokens) is not int or tokens < 0:
             raise InvalidArgument(f"Throughput.step: tokens is {tokens!r:.50}, not a number from 0")
-        before, start = self._counters(), time.perf_counter_ns()
-        yield
         self._nanoseconds += time.perf_counter_ns() - start
         self._counted += np.maximum(self._counters() - before, 0)  # 0: a group has gone meanwhile
         self._steps += 1

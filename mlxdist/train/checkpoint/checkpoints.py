@@ -58,6 +58,7 @@ class Checkpoints:
         mesh: in place of ``group``: its ranks; its sizes are recorded.
         keep: how many checkpoints stay, the latest ones; at least 1.
         keep_every: those whose step is a multiple of this stay, too.
+        trainable_only: models are saved without their frozen parameters, such as a base under adapters.
 
     Raises:
         InvalidArgument: a number is not positive, ``directory`` is no path, or there are both a group and a mesh.
@@ -71,6 +72,7 @@ class Checkpoints:
         mesh: Mesh | None = None,
         keep: int = 2,
         keep_every: int | None = None,
+        trainable_only: bool = False,
     ) -> None:
         if group is not None and mesh is not None:
             raise InvalidArgument("Checkpoints: give a group or a mesh, not both")
@@ -79,15 +81,16 @@ class Checkpoints:
         self._group = _split(ranks)
         self._sizes = {} if mesh is None else {axis: size for axis, size in mesh.sizes.items() if size > 1}
         self._directory, self._keep, self._keep_every = Path(), keep, keep_every
+        self._trainable_only = trainable_only
 
         def check() -> list[Any]:
             self._directory = layout.checked_path("Checkpoints", directory)
             self._keep = _checked_number(": keep", keep, 1, sys.maxsize)
             if keep_every is not None:
                 self._keep_every = _checked_number(": keep_every", keep_every, 1, sys.maxsize)
-            return [self._keep, self._keep_every]
+            return [self._keep, self._keep_every, trainable_only]
 
-        _require_equal("", "keep and keep_every", together(check, self._group))
+        _require_equal("", "keep, keep_every and trainable_only", together(check, self._group))
         self._runs = {current_run()}  # whose checkpoints may be here: its own, and those that it goes on with
         self._known: set[int] = set()  # steps that this object has saved
         self._damaged: set[int] = set()  # later than the one that was loaded
@@ -132,7 +135,7 @@ class Checkpoints:
         def check() -> Any:
             nonlocal state, number
             number = _checked_number(".save: step", step, 0, 10**layout.STEP_DIGITS - 1)
-            shared, of_rank = _collected("save", tree, own, self._group.rank(), cuts)
+            shared, of_rank = self._collected("save", tree, own, cuts)
             state = shared | of_rank
             return [number, self._plan is not None and self._plan.is_for(state), secrets.token_hex(4)]
 
@@ -221,7 +224,7 @@ class Checkpoints:
 
         def check() -> Any:
             nonlocal state, of_rank
-            state, of_rank = _collected("load", tree, own, self._group.rank(), cuts)
+            state, of_rank = self._collected("load", tree, own, cuts)
             return [None if step is None else _checked_number(".load: step", step, 0, sys.maxsize), other_run]
 
         _require_equal(".load", "step and other_run", together(check, self._group))
@@ -271,6 +274,17 @@ class Checkpoints:
     def _is_lead(self) -> bool:
         """Whether this rank does what one of those that see the same directory does."""
         return self._disks[self._group.rank()] == self._group.rank()
+
+    def _collected(self, name: str, tree: Any, own: Any, cuts: Mapping[str, Cut] | None) -> tuple[State, State]:
+        """The states of the tree and of what this rank has of its own."""
+        try:
+            shared = collect(tree, cuts, trainable_only=self._trainable_only)
+            of_rank = State() if own is None else collect(own, prefix=f"{self._group.rank()}/")
+            if not any(state.arrays or state.values or state.stateful for state in (shared, of_rank)):
+                raise InvalidArgument("the tree is empty")
+            return shared, of_rank
+        except InvalidArgument as error:
+            raise InvalidArgument(f"Checkpoints.{name}: {error}") from None
 
     def _prepare(self, step: int) -> None:
         """The directory: it is there, no other job saves into it, and it may have a checkpoint of this step."""
@@ -323,17 +337,6 @@ class Checkpoints:
                 + "; that of ".join(f"step {later} {problem}" for later, problem in sorted(problems.items())),
                 stacklevel=3,
             )
-
-
-def _collected(name: str, tree: Any, own: Any, rank: int, cuts: Mapping[str, Cut] | None) -> tuple[State, State]:
-    """The states of the tree and of what this rank has of its own."""
-    try:
-        states = collect(tree, cuts), State() if own is None else collect(own, prefix=f"{rank}/")
-        if not any(state.arrays or state.values or state.stateful for state in states):
-            raise InvalidArgument("the tree is empty")
-        return states
-    except InvalidArgument as error:
-        raise InvalidArgument(f"Checkpoints.{name}: {error}") from None
 
 
 def _checked_number(name: str, number: Any, least: int, most: int) -> int:

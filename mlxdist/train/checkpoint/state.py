@@ -79,8 +79,11 @@ class State:
         return found[max(found, key=lambda module: _common(module, path))] if found else None
 
 
-def collect(tree: Any, cuts: Mapping[str, Cut] | None = None, prefix: str = "") -> State:
+def collect(
+    tree: Any, cuts: Mapping[str, Cut] | None = None, prefix: str = "", *, trainable_only: bool = False
+) -> State:
     """``cuts``: of arrays of the tree itself, by path. ``prefix``: of all paths; then each array is full.
+    ``trainable_only``: without the frozen parameters of models.
 
     Raises:
         InvalidArgument: something in it is none of these; a key has a dot or a slash, is
@@ -92,7 +95,8 @@ def collect(tree: Any, cuts: Mapping[str, Cut] | None = None, prefix: str = "") 
         if isinstance(node, nn.Module):
             found = {} if prefix else cuts_of(node)
             state.modules[path] = found
-            for name, array in _nodes(node.parameters(), path):
+            parameters = node.trainable_parameters() if trainable_only else node.parameters()
+            for name, array in _nodes(parameters, path):
                 state.arrays[name] = array
                 state.cuts[name] = found.get(name.removeprefix(f"{path}."), Cut.full(array.shape))
         elif _has_state(node):

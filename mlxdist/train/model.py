@@ -1,0 +1,183 @@
+"""The model of a configuration: opened, sharded, its optimizer, and saved as mlx-lm saves models and adapters."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+from mlx.utils import tree_flatten, tree_unflatten
+
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.base.model_directory import model_directory
+from mlxdist.nn.context import context_parallel
+from mlxdist.nn.rank_checks import agreed
+from mlxdist.nn.sharding.cuts import cuts
+from mlxdist.nn.sharding.plan import plan_shards, shard_model
+from mlxdist.runtime.group import Group
+from mlxdist.runtime.mesh import Mesh
+
+from .checkpoint import Checkpoints
+from .config import TrainConfig
+from .fully_shard import fully_shard
+from .mixed_precision import MixedPrecision
+from .model_folder import require_no_folder, write_model_folder
+
+__all__ = ["make_model", "make_optimizer", "open_tokenizer", "save_trained"]
+
+_OPTIMIZERS = {
+    "adam": optim.Adam,
+    "adamw": optim.AdamW,
+    "muon": optim.Muon,
+    "sgd": optim.SGD,
+    "adafactor": optim.Adafactor,
+}
+_OF_FULL_MATRICES = ("muon", "adafactor")  # the update of an element depends on others
+_DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+
+
+def open_tokenizer(config: TrainConfig, group: Group) -> Any:
+    """That of mlx-lm. Raises InvalidArgument: on all ranks: one has no such model."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns when there is no PyTorch
+    from mlx_lm.utils import load_tokenizer
+
+    with agreed("train", group):
+        try:
+            return load_tokenizer(model_directory(config.model))
+        except (OSError, ValueError) as error:
+            raise InvalidArgument(f"the tokenizer of {config.model} cannot be loaded: {error}") from error
+
+
+def make_model(config: TrainConfig, mesh: Mesh) -> nn.Module:
+    """This rank's part of the model, with only what is trained unfrozen; parameters are lazy until they are cut.
+
+    Raises:
+        InvalidArgument: on all ranks: there is no such model, or it has fewer layers; ``lora_parameters`` are wrong;
+            the model cannot be sharded as the mesh says.
+    """
+    with agreed("train", mesh.group):
+        model = _open_random(config) if config.weights == "random" else _open_pretrained(config)
+    if mesh.size("tp") > 1:
+        shard_model(model, plan_shards(model, tp=mesh.size("tp")), mesh["tp"])
+    if config.weights == "pretrained":
+        with agreed("train", mesh.group):
+            _freeze(model, config)
+    context_parallel(model, mesh["cp"], config.context_parallel)
+    if mesh.size("fsdp") > 1:
+        options = dataclasses.asdict(config.fully_shard)
+        fully_shard(model, mesh=mesh, compute_dtype=_DTYPES.get(config.precision.dtype), **options)
+    if config.grad_checkpoint:
+        from mlx_lm.tuner.trainer import grad_checkpoint
+
+        for layer in {type(layer): layer for layer in model.layers}.values():
+            grad_checkpoint(layer)
+    model.train()
+    return model
+
+
+def _open_random(config: TrainConfig) -> nn.Module:
+    """By MLX's global seed."""
+    require_no_folder(Path(config.output))  # before any work
+    from mlx_lm.utils import _get_classes, load_config
+
+    settings = load_config(model_directory(config.model))
+    kind, arguments = _get_classes(settings)
+    return kind(arguments.from_dict(settings))
+
+
+def _open_pretrained(config: TrainConfig) -> nn.Module:
+    from mlx_lm.utils import load_model
+
+    model, _ = load_model(model_directory(config.model), lazy=True)
+    if config.num_layers > len(model.layers):
+        raise InvalidArgument(f"num_layers is {config.num_layers}, but {config.model} has {len(model.layers)} layers")
+    return model
+
+
+def _freeze(model: nn.Module, config: TrainConfig) -> None:
+    """As mlx-lm's ``lora``: all but the last layers, or the adapters on them."""
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+
+    layers = model.layers
+    count = len(layers) if config.num_layers < 0 else config.num_layers
+    model.freeze()
+    if config.fine_tune_type == "full":
+        for layer in layers[len(layers) - count :]:
+            layer.unfreeze()
+    else:
+        try:
+            linear_to_lora_layers(model, count, config.lora_parameters, config.fine_tune_type == "dora")
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidArgument(f"lora_parameters: {error}") from error
+    if not tree_flatten(model.trainable_parameters()):
+        raise InvalidArgument("num_layers is 0, so there is nothing to train")
+
+
+def make_optimizer(config: TrainConfig, model: nn.Module, mesh: Mesh) -> optim.Optimizer:
+    """As mlx-lm's ``lora`` makes it, with its state for the shards of ``model``.
+
+    Raises:
+        InvalidArgument: on all ranks: it has no such arguments, or does not work on shards.
+    """
+    from mlx_lm.tuner.utils import build_schedule
+
+    with agreed("train", mesh.group):
+        if config.optimizer in _OF_FULL_MATRICES and mesh.size("fsdp") * mesh.size("tp") > 1:
+            raise InvalidArgument(
+                f"optimizer {config.optimizer} needs full matrices, but fsdp and tp shard them; use adamw, or dp alone"
+            )
+        try:
+            rate = build_schedule(config.lr_schedule) if config.lr_schedule else config.learning_rate
+            optimizer = _OPTIMIZERS[config.optimizer](learning_rate=rate, **config.optimizer_config)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InvalidArgument(f"optimizer_config or lr_schedule is wrong: {error!r}") from error
+    precision = config.precision
+    if precision.dtype in ("bfloat16", "float16"):
+        optimizer = MixedPrecision(
+            optimizer,
+            _DTYPES[precision.dtype],
+            masters=True if precision.masters == "float32" else precision.masters,
+            loss_scale="dynamic" if precision.dtype == "float16" else None,
+            state_dtype=_DTYPES[precision.state_dtype],
+            group=mesh.group,
+        )
+        optimizer.init(model)
+    else:
+        if precision.dtype == "float32":
+            model.set_dtype(mx.float32)
+        optimizer.init(model.trainable_parameters())
+    return optimizer
+
+
+def save_trained(config: TrainConfig, model: nn.Module, checkpoints: Checkpoints, mesh: Mesh) -> None:
+    """What was trained, from the last checkpoint, into ``config.output`` on rank 0's host, as mlx-lm has it.
+
+    A fine-tuning leaves what mlx-lm's ``lora`` leaves in its ``--adapter-path``; a training from random weights a model
+    folder. Rank 0 needs memory for what was trained, in full.
+    """
+    is_writer = mesh.group.rank() == 0
+    known = cuts(model)
+    trained = tree_flatten(model.trainable_parameters())
+    full = [(path, mx.zeros(known[path].shape, array.dtype)) for path, array in trained] if is_writer else []
+    # The other ranks, too, load something: the seed.
+    state = {"model": tree_unflatten(full) if full else {}, "seeds": {"seed": 0}}
+    checkpoints.load(state)
+    with agreed("train", mesh.group):
+        if is_writer:
+            target = Path(config.output)
+            if config.weights == "random":
+                whole = _open_random(config)
+                whole.update(state["model"])
+                write_model_folder(target, whole, model_directory(config.model))
+            else:
+                _write_adapters(target, config, dict(tree_flatten(state["model"])))
+
+
+def _write_adapters(target: Path, config: TrainConfig, arrays: dict[str, mx.array]) -> None:
+    from mlx_lm.utils import save_config
+
+    target.mkdir(parents=True, exist_ok=True)
+    mx.save_safetensors(str(target / "adapters.safetensors"), arrays)
+    save_config(dataclasses.asdict(config), target / "adapter_config.json")

@@ -1,0 +1,36 @@
+"""Model folders of mlx-lm."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import mlx.nn as nn
+
+from mlxdist.base.errors import InvalidArgument
+
+__all__ = ["require_no_folder", "write_model_folder"]
+
+_WEIGHTS = (".safetensors", ".safetensors.index.json")
+
+
+def require_no_folder(target: Path) -> None:
+    """Raises InvalidArgument: ``target`` is there already, and is not an empty folder."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise InvalidArgument(f"{target} exists; remove it or name another one")
+
+
+def write_model_folder(target: Path, model: nn.Module, base: Path) -> None:
+    """Writes the weights of a model, with all that ``base`` has besides weights: its config and tokenizer.
+
+    ``target`` is complete or not there. Raises OSError: it exists and is not empty, or cannot be written.
+    """
+    from mlx_lm.utils import save_model
+
+    target.absolute().parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.absolute().parent) as made:
+        folder = Path(made, "model")
+        save_model(folder, model)
+        for file in base.iterdir():
+            if file.is_file() and not file.name.endswith(_WEIGHTS):
+                shutil.copy(file, folder)
+        folder.replace(target)

@@ -1,0 +1,144 @@
+"""What a training says while it goes on: to people, to programs, and to where others follow it."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.nn.rank_checks import agreed
+from mlxdist.runtime.group import Group
+
+from .config import TrainConfig
+from .throughput import Throughput
+
+__all__ = ["JsonLines", "Report", "TensorBoard"]
+
+
+class JsonLines:
+    """A callback of mlx-lm that writes each report into a file as a line of JSON, for programs.
+
+    Args:
+        path: lines are added to what is there.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._file = open(path, "a", buffering=1)
+
+    def on_train_loss_report(self, train_info: dict[str, Any]) -> None:
+        self._file.write(json.dumps(train_info) + "\n")
+
+    on_val_loss_report = on_train_loss_report
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """A callback of mlx-lm that writes each number as a scalar for TensorBoard; needs tensorboardX.
+
+    Args:
+        directory: where TensorBoard looks.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError as error:
+            raise InvalidArgument("TensorBoard needs tensorboardX: `pip install tensorboardX`") from error
+        self._writer = SummaryWriter(str(directory))
+
+    def on_train_loss_report(self, train_info: dict[str, Any]) -> None:
+        for name, value in train_info.items():
+            if name != "iteration":
+                self._writer.add_scalar(name, value, train_info["iteration"])
+
+    on_val_loss_report = on_train_loss_report
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Report:
+    """Lines and a progress bar on rank 0, and the callbacks that ``report_to`` names, which write beside the
+    checkpoints.
+
+    Args:
+        config: of the training.
+        step: how many steps are done already.
+        group: the ranks that train.
+
+    Raises:
+        InvalidArgument: on all ranks: ``report_to`` names what does not exist, or is not installed.
+    """
+
+    def __init__(self, config: TrainConfig, step: int, group: Group) -> None:
+        self._config, self._losses = config, list[float]()
+        self._callbacks: list[Any] = []
+        with agreed("train", group):
+            if group.rank() == 0:
+                self._callbacks = [self._callback(name.strip()) for name in config.report_to.split(",") if name.strip()]
+        self._console = Console(highlight=False, quiet=group.rank() != 0, soft_wrap=True)
+        columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        self._bar = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
+        self._task = self._bar.add_task("", total=config.iters, completed=self._iteration(step))
+
+    def __enter__(self) -> "Report":
+        self._bar.__enter__()
+        self._console.print(" iteration       loss   tokens/s   memory   comm.    MFU", style="bold")
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._bar.__exit__(*exception)
+        for callback in self._callbacks:
+            if hasattr(callback, "close"):
+                callback.close()
+
+    def trained(self, step: int, loss: float, learning_rate: float, throughput: Throughput) -> None:
+        """After each step. Collective where it is time for a line: one report of ``throughput``."""
+        iteration, every = self._iteration(step), self._config.steps_per_report
+        self._bar.update(self._task, completed=iteration)
+        self._losses.append(loss)
+        if iteration // every == self._iteration(step - 1) // every and step < self._config.steps:
+            return
+        measured = throughput.report()
+        mean = math.fsum(self._losses) / len(self._losses)
+        self._losses.clear()
+        mfu = f"{measured['mfu']:6.1%}" if "mfu" in measured else "     -"
+        self._console.print(
+            f"{iteration:10,} {mean:10.4f} {measured['tokens_per_second']:10,.0f} {measured['peak_memory']:6.2f}GB "
+            f"{measured['communication']:7.1%} {mfu}"
+        )
+        info = {"iteration": iteration, "train_loss": mean, "learning_rate": learning_rate} | measured
+        for callback in self._callbacks:
+            callback.on_train_loss_report(info)
+
+    def validated(self, step: int, loss: float, seconds: float) -> None:
+        """After each evaluation, which took ``seconds``."""
+        iteration = self._iteration(step)
+        self._console.print(f"{iteration:10,} {loss:10.4f} of the validation, in {seconds:.1f} s", style="green")
+        for callback in self._callbacks:
+            callback.on_val_loss_report({"iteration": iteration, "val_loss": loss, "val_time": seconds})
+
+    def _iteration(self, step: int) -> int:
+        return step * self._config.grad_accumulation_steps
+
+    def _callback(self, name: str) -> Any:
+        config, directory = self._config, Path(self._config.checkpoints.directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        if name == "json":
+            return JsonLines(directory / "reports.jsonl")
+        if name == "tensorboard":
+            return TensorBoard(directory)
+        from mlx_lm.tuner.callbacks import get_reporting_callbacks
+
+        try:
+            return get_reporting_callbacks(
+                name, config.project_name or None, str(directory), dataclasses.asdict(config)
+            )
+        except (ImportError, ValueError) as error:
+            raise InvalidArgument(f"report_to {name}: {error}; there are also json and tensorboard") from error

@@ -1,0 +1,161 @@
+"""The loop of `mlxdist train`: yours to copy. All that it calls is public."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxdist.nn.context import shard_sequence
+from mlxdist.runtime.mesh import Mesh
+from mlxdist.runtime.mesh import mesh as make_mesh
+from mlxdist.runtime.ops import all_sum
+from mlxdist.runtime.step import set_step
+
+from .batches import Batches
+from .checkpoint import Checkpoints
+from .clip_grad_norm import clip_grad_norm
+from .config import TrainConfig
+from .control import Control
+from .data_parallel import value_and_grad
+from .datasets import load_dataset
+from .flops import flops_per_token
+from .gradient_guard import GradientGuard
+from .loss_alarm import LossAlarm
+from .model import make_model, make_optimizer, open_tokenizer, save_trained
+from .report import Report
+from .seeds import Seeds
+from .throughput import Throughput
+
+__all__ = ["masked_loss", "train"]
+
+
+def train(config: TrainConfig) -> float:
+    """Trains a model of mlx-lm as a configuration says. All ranks of the job call it, also a single one.
+
+    Returns:
+        The mean loss of the last step; NaN if there was none.
+
+    Raises:
+        InvalidArgument: the configuration does not fit the ranks, the model or the data. On all ranks, before any work.
+    """
+    mesh = make_mesh(**dataclasses.asdict(config.mesh))
+    seeds = Seeds(config.seed, mesh=mesh)
+    batches, validation = _batches(config, seeds.seed, mesh)
+    model = make_model(config, mesh)
+    optimizer = make_optimizer(config, model, mesh)
+
+    loss_of = partial(masked_loss, cp=mesh["cp"])
+    loss_and_gradients = value_and_grad(model, loss_of, mesh=mesh, accumulate=config.grad_accumulation_steps)
+    guard = GradientGuard(mesh.group)
+    flops = flops_per_token(model, config.max_seq_length)
+    throughput = Throughput(flops, recompute=float(config.grad_checkpoint), group=mesh.group)
+    state = {"model": model, "optimizer": optimizer, "batches": batches, "seeds": seeds}
+    settings, loss, stopped = config.checkpoints, math.nan, False
+    with ExitStack() as stack:
+        checkpoints = Checkpoints(settings.directory, mesh=mesh, keep=settings.keep, trainable_only=True)
+        stack.enter_context(checkpoints)
+        checkpoints.load(state, other_run=settings.resume)
+        control = stack.enter_context(_control(config, mesh))
+        report = stack.enter_context(Report(config, batches.step, mesh.group))
+
+        def validate() -> None:
+            if validation is not None:
+                start = time.perf_counter()
+                validation_loss = evaluate(model, loss_of, validation(), mesh, config.val_batches)
+                report.validated(batches.step, validation_loss, time.perf_counter() - start)
+
+        while batches.step < config.steps:
+            decision = control.decide(batches.step, None if math.isnan(loss) else loss)
+            if decision.save:
+                checkpoints.save(batches.step, state)
+            if stopped := decision.stop:
+                break
+            if batches.step * config.grad_accumulation_steps % config.steps_per_eval == 0:
+                validate()
+            batch, lengths = next(batches)
+            seeds.set_step(batches.step)
+            with throughput.step() as step:
+                (mean, tokens), gradients = loss_and_gradients(model, batch, lengths)
+                gradients, norm = clip_grad_norm(gradients, config.max_grad_norm, model=model, mesh=mesh)
+                if guard.check(gradients, norm=norm, loss=mean):
+                    optimizer.update(model, gradients)
+                mx.eval(model.trainable_parameters(), optimizer.state, mean, tokens)
+                step.tokens = int(tokens)
+            loss = float(mean)
+            set_step(batches.step, config.steps)
+            report.trained(batches.step, loss, float(optimizer.learning_rate), throughput)
+        if not stopped:
+            validate()
+            checkpoints.save(batches.step, state)
+            save_trained(config, model, checkpoints, mesh)
+    return loss
+
+
+def masked_loss(model: nn.Module, batch: mx.array, lengths: mx.array, *, cp: Any) -> tuple[mx.array, mx.array]:
+    """mlx-lm's ``default_loss`` of this rank's part of each sequence: (mean cross entropy, number of targets).
+
+    Args:
+        batch: token ids (rows, width), the same on all ranks of ``cp``.
+        lengths: (rows, 2), as mlx-lm has them: the offset of the first target, and the number of tokens.
+        cp: the ranks that share each sequence.
+    """
+    steps = mx.arange(1, batch.shape[1])
+    mask = mx.logical_and(steps >= lengths[:, 0:1], steps <= lengths[:, 1:])
+    parts = [batch[:, :-1], batch[:, 1:], mask]
+    if cp.size() > 1:
+        padding = -(batch.shape[1] - 1) % (2 * cp.size())
+        parts = [shard_sequence(mx.pad(part, ((0, 0), (0, padding))), 1, cp) for part in parts]
+    inputs, targets, mask = parts
+    losses = nn.losses.cross_entropy(model(inputs), targets).astype(mx.float32) * mask
+    tokens = mask.sum()
+    return losses.sum() / mx.maximum(tokens, 1), tokens
+
+
+def evaluate(model: nn.Module, loss_of: Callable, batches: Batches, mesh: Mesh, count: int) -> float:
+    """The mean loss of ``count`` batches, -1 for all, over the tokens of all ranks."""
+    model.eval()
+    total = mx.zeros(2)
+    for batch, lengths in islice(batches, None if count < 0 else count):
+        loss, tokens = loss_of(model, batch, lengths)
+        total = total + mx.stack([loss * tokens, tokens.astype(mx.float32)])
+        mx.eval(total)
+    model.train()
+    loss, tokens = all_sum(total, group=mesh["dp", "fsdp", "cp"]).tolist()
+    return loss / tokens
+
+
+def _batches(config: TrainConfig, seed: int, mesh: Mesh) -> tuple[Batches, Callable[[], Batches] | None]:
+    """Those to train with, and what makes those to validate with."""
+    tokenizer = open_tokenizer(config, mesh.group)
+    load = partial(load_dataset, config.data, tokenizer, mask_prompt=config.mask_prompt, group=mesh.group)
+    make = partial(Batches, max_seq_length=config.max_seq_length, packed=config.pack, mesh=mesh)
+    accumulate = config.grad_accumulation_steps
+    batches = make(
+        load("train"), config.batch_size * accumulate, seed=seed, accumulate=accumulate, skip_steps=config.skip_steps
+    )
+    if config.val_batches == 0 or not Path(config.data).is_dir():
+        return batches, None
+    make_validation = partial(make, load("valid"), config.batch_size, shuffle=False, epochs=1)
+    make_validation()  # what is wrong with it, before any work
+    return batches, make_validation
+
+
+def _control(config: TrainConfig, mesh: Mesh) -> Control:
+    settings = config.control
+    return Control(
+        mesh.group,
+        kill_switch=settings.kill_file or None,
+        save_switch=settings.save_file or None,
+        save_every=config.checkpoints.every,
+        max_seconds=settings.hours * 3600 or None,
+        max_host_memory=settings.memory_share or None,
+        loss_alarm=LossAlarm(),
+    )
