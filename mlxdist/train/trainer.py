@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxdist.nn.context import shard_sequence
+from mlxdist.runtime.group import Group
 from mlxdist.runtime.mesh import Mesh
 from mlxdist.runtime.mesh import mesh as make_mesh
 from mlxdist.runtime.ops import all_sum
@@ -24,7 +25,6 @@ from .checkpoint import Checkpoints
 from .clip_grad_norm import clip_grad_norm
 from .config import TrainConfig
 from .control import Control
-from .data_parallel import value_and_grad
 from .datasets import load_dataset
 from .flops import flops_per_token
 from .gradient_guard import GradientGuard
@@ -33,6 +33,7 @@ from .model import make_model, make_optimizer, open_tokenizer, save_trained
 from .report import Report
 from .seeds import Seeds
 from .throughput import Throughput
+from .value_and_grad import value_and_grad
 
 __all__ = ["masked_loss", "train"]
 
@@ -52,6 +53,7 @@ def train(config: TrainConfig) -> float:
     model = make_model(config, mesh)
     optimizer = make_optimizer(config, model, mesh)
 
+    data = mesh["dp", "fsdp", "cp"]  # whose ranks have other tokens
     loss_of = partial(masked_loss, cp=mesh["cp"])
     loss_and_gradients = value_and_grad(model, loss_of, mesh=mesh, accumulate=config.grad_accumulation_steps)
     guard = GradientGuard(mesh.group)
@@ -69,7 +71,7 @@ def train(config: TrainConfig) -> float:
         def validate() -> None:
             if validation is not None:
                 start = time.perf_counter()
-                validation_loss = evaluate(model, loss_of, validation(), mesh, config.val_batches)
+                validation_loss = evaluate(model, loss_of, validation(), data, config.val_batches)
                 report.validated(batches.step, validation_loss, time.perf_counter() - start)
 
         while batches.step < config.steps:
@@ -87,9 +89,10 @@ def train(config: TrainConfig) -> float:
                 gradients, norm = clip_grad_norm(gradients, config.max_grad_norm, model=model, mesh=mesh)
                 if guard.check(gradients, norm=norm, loss=mean):
                     optimizer.update(model, gradients)
-                mx.eval(model.trainable_parameters(), optimizer.state, mean, tokens)
-                step.tokens = int(tokens)
-            loss = float(mean)
+                sums = all_sum(mx.stack([mean * tokens, tokens.astype(mx.float32)]), group=data)
+                mx.eval(model.trainable_parameters(), optimizer.state, sums)
+                step.tokens = int(sums[1])
+            loss = (sums[0] / sums[1]).item()
             set_step(batches.step, config.steps)
             report.trained(batches.step, loss, float(optimizer.learning_rate), throughput)
         if not stopped:
@@ -119,7 +122,7 @@ def masked_loss(model: nn.Module, batch: mx.array, lengths: mx.array, *, cp: Any
     return losses.sum() / mx.maximum(tokens, 1), tokens
 
 
-def evaluate(model: nn.Module, loss_of: Callable, batches: Batches, mesh: Mesh, count: int) -> float:
+def evaluate(model: nn.Module, loss_of: Callable, batches: Batches, data: Group, count: int) -> float:
     """The mean loss of ``count`` batches, -1 for all, over the tokens of all ranks."""
     model.eval()
     total = mx.zeros(2)
@@ -128,7 +131,7 @@ def evaluate(model: nn.Module, loss_of: Callable, batches: Batches, mesh: Mesh, 
         total = total + mx.stack([loss * tokens, tokens.astype(mx.float32)])
         mx.eval(total)
     model.train()
-    loss, tokens = all_sum(total, group=mesh["dp", "fsdp", "cp"]).tolist()
+    loss, tokens = all_sum(total, group=data).tolist()
     return loss / tokens
 
 

@@ -142,6 +142,9 @@ class LoRALinear(nn.Module):
         self.scale = scale
         self._drops = dropout > 0
         bound = 1 / sqrt(linear.input_dims)
+        # mlx-lm's draws the weight of a layer first, which it then replaces: with as many draws here, the adapters of a
+        # sharded model are those of the full one.
+        mx.random.uniform(shape=())
         self.lora_a, self.lora_b = linear.shard_adapter(
             mx.random.uniform(low=-bound, high=bound, shape=(linear.input_dims, r)), mx.zeros((r, linear.output_dims))
         )
