@@ -50,7 +50,7 @@ def open_tokenizer(config: TrainConfig, group: Group) -> Any:
             raise InvalidArgument(f"the tokenizer of {config.model} cannot be loaded: {error}") from error
 
 
-def make_model(config: TrainConfig, mesh: Mesh) -> nn.Module:
+def make_model(config: TrainConfig, seed: int, mesh: Mesh) -> nn.Module:
     """This rank's part of the model, with only what is trained unfrozen; parameters are lazy until they are cut.
 
     Raises:
@@ -63,6 +63,7 @@ def make_model(config: TrainConfig, mesh: Mesh) -> nn.Module:
         shard_model(model, plan_shards(model, tp=mesh.size("tp")), mesh["tp"])
     if config.weights == "pretrained":
         with agreed("train", mesh.group):
+            mx.random.seed(seed)  # where mlx-lm does; sharding has drawn numbers since
             _freeze(model, config)
     context_parallel(model, mesh["cp"], config.context_parallel)
     if mesh.size("fsdp") > 1:

@@ -50,7 +50,7 @@ def train(config: TrainConfig) -> float:
     mesh = make_mesh(**dataclasses.asdict(config.mesh))
     seeds = Seeds(config.seed, mesh=mesh)
     batches, validation = _batches(config, seeds.seed, mesh)
-    model = make_model(config, mesh)
+    model = make_model(config, seeds.seed, mesh)
     optimizer = make_optimizer(config, model, mesh)
 
     data = mesh["dp", "fsdp", "cp"]  # whose ranks have other tokens
