@@ -14,6 +14,7 @@ from .mixed_precision import MixedPrecision
 from .schedules import BatchRampUp, linear_scaling, sqrt_scaling, warm_up
 from .seeds import Seeds
 from .throughput import Throughput
+from .value_and_grad import value_and_grad
 
 __all__ = [
     "BatchRampUp",
@@ -34,5 +35,6 @@ __all__ = [
     "linear_scaling",
     "load_dataset",
     "sqrt_scaling",
+    "value_and_grad",
     "warm_up",
 ]

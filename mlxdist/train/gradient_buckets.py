@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.runtime.packing import pack, unpack
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "Bucket", "Gradient", "Plan", "check_reduce_dtype"]
+__all__ = ["DEFAULT_BUCKET_BYTES", "Bucket", "Gradient", "Plan", "check_reduce_dtype", "sum_dtype"]
 
 # Large enough that what each message costs besides its bytes does not count: on a Mac the gradients wait for the GPU
 # once per message, about 0.2 ms, while 32 MiB take 6 ms at the 5 GB/s of a Thunderbolt 5 cable. Between two ranks of
@@ -65,7 +65,7 @@ class Plan:
         last: dict[int, int] = {}  # bucket: the place of its last gradient
         for place, number in enumerate(self.order):
             gradient = self.gradients[number]
-            kind = (gradient.over, _sum_dtype(gradient.dtype), self._wire_dtype(gradient.dtype))
+            kind = (gradient.over, sum_dtype(gradient.dtype), self._wire_dtype(gradient.dtype))
             nbytes = prod(gradient.shape) * kind[-1].size
             if nbytes == 0:
                 continue
@@ -86,13 +86,14 @@ class Plan:
     def _wire_dtype(self, dtype: mx.Dtype) -> mx.Dtype:
         if dtype == mx.complex64:
             return dtype
-        return self.reduce_dtype or _sum_dtype(dtype)
+        return self.reduce_dtype or sum_dtype(dtype)
 
-    def label(self, *options: object) -> int:
-        """A hash of 63 bits, never 0, that ranks with another plan or other options do not have."""
+    def label(self, *options: object, over: Hashable = None) -> int:
+        """A hash of 63 bits, never 0, that ranks with another plan of what is averaged ``over`` them, or other options,
+        do not have."""
         # By path: dicts have any order.
-        lines = sorted((path, shape, str(dtype)) for path, shape, dtype, _ in self.gradients)
-        order = [self.gradients[number].path for number in self.order]
+        lines = sorted((path, shape, str(dtype)) for path, shape, dtype, ranks in self.gradients if ranks == over)
+        order = [self.gradients[number].path for number in self.order if self.gradients[number].over == over]
         text = repr((lines, order, self.all_reduce_size, str(self.reduce_dtype), options))
         return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1 or 1
 
@@ -116,6 +117,6 @@ def check_reduce_dtype(name: str, reduce_dtype: mx.Dtype | None) -> None:
         raise InvalidArgument(f"{name}: reduce_dtype is {shown}; give a floating point dtype, such as mx.float32")
 
 
-def _sum_dtype(dtype: mx.Dtype) -> mx.Dtype:
+def sum_dtype(dtype: mx.Dtype) -> mx.Dtype:
     """That of sums of gradients: 16 bits lose what is small beside what has been added up."""
     return mx.float32 if dtype in _HALVES else dtype

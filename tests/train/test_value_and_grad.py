@@ -1,0 +1,16 @@
+"""mlxdist.train.value_and_grad against nn.value_and_grad of one process with the whole batch."""
+
+import pytest
+
+CHECKS = ["whole_batch", "unequal_shares", "dtypes", "messages", "adapters", "sharded", "refused"]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("check", CHECKS)
+def test_ranks_train_as_one_process(run_ranks, check, ranks):
+    assert run_ranks("value_and_grad.py", ranks, check) == [f"{check} done\n"] * ranks
+
+
+@pytest.mark.parametrize("check", ["whole_batch", "unequal_shares", "adapters", "refused"])
+def test_group_of_one(run_ranks, check):
+    assert run_ranks("value_and_grad.py", 1, check) == [f"{check} done\n"]
