@@ -1,5 +1,8 @@
 """`context_parallel`: models of mlx-lm called with shards of sequences train and generate as in one process."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("mlx_lm")
@@ -40,6 +43,15 @@ def test_every_model_file_of_mlx_lm(run_ranks):
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=LONG)])
 def test_bad_input(run_ranks, ranks):
     equal(run_ranks, ranks, "bad_input")
+
+
+def test_the_program_of_the_guide(run_ranks, tmp_path):
+    """It prints the same on one rank as on two."""
+    page = (Path(__file__).parents[2] / "docs" / "context_parallel.md").read_text()
+    program = tmp_path / "program.py"
+    program.write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
+    (alone,) = run_ranks(program, 1)
+    assert len(alone.split()) == 4 and run_ranks(program, 2) == [alone] * 2
 
 
 def equal(run_ranks, ranks, *arguments):

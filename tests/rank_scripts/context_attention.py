@@ -16,7 +16,7 @@ from mlxdist import nn
 group = mlxdist.init()
 rank, size = group.rank(), group.size()
 METHOD = sys.argv[2]
-attention = {"ulysses": nn.ulysses_attention, "ring": getattr(nn, "ring_attention", None)}[METHOD]
+attention = {"ulysses": nn.ulysses_attention, "ring": nn.ring_attention}[METHOD]
 own = partial(nn.shard_sequence, group=group)
 
 
@@ -172,6 +172,50 @@ def messages() -> None:
         assert group.stats()["collectives"] - before == (expected if size > 1 else 0)
 
 
+def ring_messages() -> None:
+    """Keys and values go around once forward and once backward, and then also their gradients, in float32."""
+    for dtype in (mx.float32, mx.bfloat16):
+        arrays = [own(x, 2) for x in inputs(Case(key_heads=4, dtype=dtype))[:4]]
+        mx.eval(arrays)
+        shards, rounds = 2 * arrays[1].nbytes, size - 1
+
+        def result(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+            return attention(q, k, v, scale=1.0, mask="causal", window_size=2)
+
+        for call, times, sent in (
+            (lambda: result(*arrays[:3]), 2, shards),
+            (lambda: mx.vjp(result, arrays[:3], arrays[3:]), 6, 2 * shards + 2 * arrays[1].size * 4),
+        ):
+            before = group.stats()
+            mx.eval(call())
+            after = group.stats()
+            assert after["point_to_point"] - before["point_to_point"] == times * rounds
+            assert after["payload_bytes_sent"] - before["payload_bytes_sent"] == sent * rounds
+            assert after["collectives"] == before["collectives"]
+
+
+def memory() -> None:
+    """Of keys and values, a rank needs less than half of what the gathered ones need on two ranks."""
+    q, k, v = (mx.ones((1, 1, 4096, 256)) for _ in "qkv")
+    mx.eval(q, k, v)
+
+    def peak(call: Any) -> int:
+        mx.clear_cache()
+        group.barrier()
+        held = mx.get_active_memory()
+        mx.reset_peak_memory()
+        mx.eval(call())
+        return mx.get_peak_memory() - held
+
+    gathered = peak(lambda: [nn.gather_sequence(x, 2, group) for x in (k, v)])
+    # In a window of one token there are next to no scores; the result and scaled queries are still in the peak.
+    passed_on = peak(lambda: attention(q, k, v, scale=1.0, mask="causal", window_size=1))
+    assert passed_on <= gathered / 2, (passed_on, gathered)
+    # The matrix of all scores of this rank would be 64 MiB a rank of the group.
+    full = peak(lambda: attention(q, k, v, scale=1.0, mask="causal"))
+    assert full <= passed_on + (16 << 20), (full, passed_on)
+
+
 def bad_input() -> None:
     """Refused on one rank alone, before anything is sent: the group goes on."""
     x = mx.ones((1, 4 * size, 4, 8))
@@ -198,6 +242,13 @@ def bad_input() -> None:
         with pytest.raises(mlxdist.InvalidArgument, match="two equal chunks"):
             attention(odd, odd, odd, scale=1.0)
     assert attention(x, x, x, scale=1.0).shape == x.shape
+
+
+def unequal_shards() -> None:
+    """One rank has a longer sequence: the same error on all, and none waits."""
+    x = mx.ones((1, 4, 8 + 4 * (rank == 1), 8))
+    with pytest.raises(mlxdist.Mismatch, match="ranks disagree"):
+        mx.eval(attention(x, x, x, scale=1.0, mask="causal"))
 
 
 def wrong_heads() -> None:

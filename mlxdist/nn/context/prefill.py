@@ -29,8 +29,8 @@ def prefill(model: nn.Module, prompt: mx.array | Sequence[int], group: Group | N
 
     Args:
         model: what :func:`context_parallel` has returned, with the same ``group``.
-        prompt: the tokens, (length,), the same on all ranks. Any length: it is padded, and the padding taken from the
-            cache again.
+        prompt: the tokens, integers of shape (length,), the same on all ranks. Any length: it is padded, and the
+            padding taken from the cache again.
         group: the ranks; ``None`` is the group of ``mlxdist.init()``.
 
     Returns:

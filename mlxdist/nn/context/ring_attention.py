@@ -36,10 +36,11 @@ def ring_attention(
 ) -> mx.array:
     """``mx.fast.scaled_dot_product_attention`` over a sequence of which each rank holds a shard.
 
-    Each rank sends its keys and values to the next one, and attends to those that it has meanwhile, n - 1 times. It
-    holds two shards of keys and values at most, and one tile of the scores. Softmax is in float32. In a causal mask all
-    ranks have equally many scores to compute, and what the mask hides is skipped, as is what is outside of a window.
-    Backward, keys and values go around once more, and with them, in float32, their gradients. Lazy.
+    Each rank sends its keys and values to the next one, and attends to those that it has meanwhile, n - 1 times.
+    Besides its own it holds two shards of keys and values at most, and one tile of the scores. Softmax is in float32.
+    In a causal mask all ranks have equally many scores to compute, and what the mask hides is skipped, as is what is
+    outside of a window. Backward, keys and values go around once more, and with them, in float32, their gradients.
+    Lazy.
 
     Args:
         q: (batch, heads, length, dims): this rank's shard, as :func:`shard_sequence` makes it.

@@ -13,7 +13,6 @@ import mlxdist
 from mlxdist.nn import gather_sequence, ring_attention, shard_sequence, ulysses_attention
 from mlxdist.nn.context.sequence import chunk_starts
 
-from .cp import GATHERED, RING, ULYSSES
 from .operations import count_off
 from .rank import time_case
 from .timing import Work, interleave
@@ -30,11 +29,11 @@ class SequenceShards:
 
     def __call__(self, case: dict[str, Any]) -> list[dict[str, Any]]:
         ways: dict[str, Callable[..., mx.array]] = {
-            RING: partial(ring_attention, mask="causal", group=self.world),
-            GATHERED: partial(_gathered_attention, group=self.world),
+            "ring": partial(ring_attention, mask="causal", group=self.world),
+            "gathered": partial(_gathered_attention, group=self.world),
         }
         if case["kv_heads"] % self.world.size() == 0:
-            ways[ULYSSES] = partial(ulysses_attention, mask="causal", group=self.world)
+            ways["ulysses"] = partial(ulysses_attention, mask="causal", group=self.world)
         full = _arrays(case)
         own = [mx.contiguous(shard_sequence(x, 2, self.world)) for x in full]
         whole = partial(mx.fast.scaled_dot_product_attention, mask="causal")
@@ -62,17 +61,17 @@ class SequenceShards:
 
 
 def _call(attention: Callable[..., mx.array], case: dict[str, Any], arrays: list[mx.array]) -> Callable[[], Any]:
-    """The result; for "training" the gradients of the result times the last of ``arrays``."""
+    """The result; for "training" also the gradients of the result times the last of ``arrays``."""
     *inputs, cotangent = arrays
-    scale = case["dims"] ** -0.5
+    attend = partial(attention, scale=case["dims"] ** -0.5)
     if case["operation"] == "forward":
-        return lambda: [attention(*inputs, scale=scale)]
+        return lambda: [attend(*inputs)]
 
-    def product(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        return (attention(q, k, v, scale=scale) * cotangent).sum()
+    def both() -> list[mx.array]:
+        results, gradients = mx.vjp(lambda q, k, v: attend(q, k, v), inputs, [cotangent])
+        return [*results, *gradients]
 
-    gradients = mx.grad(product, argnums=(0, 1, 2))
-    return lambda: list(gradients(*inputs))
+    return both
 
 
 def _gathered_attention(q: mx.array, k: mx.array, v: mx.array, *, scale: float, group: mlxdist.Group) -> mx.array:
