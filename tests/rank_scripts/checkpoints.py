@@ -18,7 +18,7 @@ import mlxdist
 import mlxdist.nn as mnn
 from mlxdist.nn.sharding.cut import Cut
 from mlxdist.nn.sharding.cuts import cuts
-from mlxdist.train import Checkpoints
+from mlxdist.train import Checkpoints, fully_shard
 from mlxdist.train.checkpoint import checkpoints as module
 from mlxdist.train.checkpoint import saving
 from mlxdist.train.checkpoint.reading import Reader
@@ -103,13 +103,36 @@ def on_other_ranks() -> None:
     module.complete.__globals__["Reader"] = Recorded
     state = {"model": model, "optimizer": optimizer}
     assert Checkpoints(directory).load(state, own=own, other_run=True) == 30
-    assert own["random"].tolist() == [3], "of two ranks, not of these"
+    assert own["random"].tolist() == [3], "as it was, or as two ranks have saved it"
     for path, value in tree_flatten(whole().parameters()):
         assert mx.array_equal(dict(tree_flatten(model.parameters()))[path], found[path].take(value))
     assert equal(optimizer.state, moments(model, found).state | {"learning_rate": optimizer.state["learning_rate"]})
-    held = sum(array.nbytes for _, array in tree_flatten([model.parameters(), optimizer.state]))
+    mine = own if size == 2 else {}  # 2 ranks have saved
+    held = sum(array.nbytes for _, array in tree_flatten([model.parameters(), optimizer.state, mine]))
     (reader,) = readers
     assert reader.bytes_read == held and reader.bytes_sent == 0, (reader.bytes_read, held)
+    assert mx.allclose(model(PROMPT), whole()(PROMPT), atol=1e-4)
+
+
+def saves_fully_sharded() -> None:
+    model = fully_shard(whole())
+    found = cuts(model)
+    assert not any(cut.is_full for cut in found.values())
+    with Checkpoints(directory) as checkpoints:
+        checkpoints.save(30, {"model": model, "optimizer": moments(model, found)}, own={"random": mx.array([3])})
+
+
+def loads_fully_sharded() -> None:
+    """What ranks have saved whose model was sharded along axes, or flat over another number of them."""
+    model = fully_shard(nothing(whole()))
+    found, optimizer = cuts(model), optim.AdamW(1e-3)
+    module.complete.__globals__["Reader"] = Recorded
+    assert Checkpoints(directory).load({"model": model, "optimizer": optimizer}, other_run=True) == 30
+    for path, value in tree_flatten(whole().parameters()):
+        assert mx.array_equal(dict(tree_flatten(model.parameters()))[path], found[path].take(value)), path
+    assert equal(optimizer.state, moments(model, found).state)
+    held = sum(array.nbytes for _, array in tree_flatten([model.parameters(), optimizer.state]))
+    assert readers[0].bytes_read <= held, (readers[0].bytes_read, held)
     assert mx.allclose(model(PROMPT), whole()(PROMPT), atol=1e-4)
 
 
@@ -152,17 +175,18 @@ def disks_of_their_own() -> None:
     found = cuts(model)
     with Checkpoints(mine, keep=1) as checkpoints:
         for step in (1, 2):
-            checkpoints.save(step, {"model": model, "values": [step]}, own={"rank": rank})
+            checkpoints.save(step, {"model": model, "values": [step], "scalar": mx.array(step)}, own={"rank": rank})
     assert [path.name.split("-")[1] for path in written(2, mine)] == [str(rank) for rank in range(rank % 2, size, 2)]
     assert not written(1, mine) and (mine / "step-00000002" / "manifest.json").exists()
 
     module.complete.__globals__["Reader"] = Recorded
-    state, own = {"model": nothing(cut()), "values": [0]}, {"rank": -1}
-    assert Checkpoints(mine).load(state, own=own) == 2
+    state, own = {"model": nothing(cut()), "values": [0], "scalar": mx.array(0)}, {"rank": -1}
+    assert Checkpoints(mine).load(state, own=own) == 2 and state["scalar"].item() == 2
     assert equal(state["model"].parameters(), model.parameters()) and (state["values"], own) == ([2], {"rank": rank})
     shared = sum(array.nbytes for path, array in tree_flatten(model.parameters()) if found[path].is_full)
     sent = sum(mlxdist.all_gather(mx.array([readers[0].bytes_sent])).tolist())
-    assert sent == shared * (size // 2), "to the other host, and nothing that is sharded"
+    least = (shared + 4) * (size // 2)  # to the other host; of 4 ranks, two hold the same KV heads
+    assert sent == least if size == 2 else least <= sent < 2 * least, (sent, least)
 
     mlxdist.barrier()
     if rank == 1:

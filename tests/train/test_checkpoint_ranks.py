@@ -23,6 +23,20 @@ def test_two_ranks_save_and_four_load(run_ranks, tmp_path):
     assert run_ranks(SCRIPT, 4, tmp_path, "on_other_ranks") == ["done\n"] * 4
 
 
+def test_from_fully_shard_to_tensor_parallelism(run_ranks, tmp_path):
+    run_ranks(SCRIPT, 2, tmp_path, "saves_fully_sharded")
+    assert run_ranks(SCRIPT, 2, tmp_path, "on_other_ranks") == ["done\n"] * 2
+
+
+@pytest.mark.long
+def test_from_fully_shard_to_other_ranks_and_back(run_ranks, tmp_path):
+    run_ranks(SCRIPT, 2, tmp_path / "flat", "saves_fully_sharded")
+    for ranks in (4, 3, 1):
+        assert run_ranks(SCRIPT, ranks, tmp_path / "flat", "loads_fully_sharded") == ["done\n"] * ranks
+    run_ranks(SCRIPT, 2, tmp_path / "tensor", "comes_back")
+    assert run_ranks(SCRIPT, 3, tmp_path / "tensor", "loads_fully_sharded") == ["done\n"] * 3
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("ranks, others", [(2, (4, 3)), (4, (3, 2)), (3, (1, 2, 4))])
 def test_flat_shards_on_other_ranks(run_ranks, tmp_path, ranks, others):

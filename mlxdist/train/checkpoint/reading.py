@@ -180,7 +180,7 @@ class Reader:
             return data
         if data is not None:
             self.bytes_sent += data.nbytes
-            send(data.view(np.uint8).reshape(-1), target, group=self.group)
+            send(data.reshape(-1).view(np.uint8), target, group=self.group)
             return None
         count = math.prod(common.shape) * self._dtype(path).itemsize
         received: Any = recv((count,), np.uint8, source, group=self.group)

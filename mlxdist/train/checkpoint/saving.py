@@ -1,5 +1,6 @@
 """What each rank writes of the ranks' states, and the thread that writes it."""
 
+import contextlib
 import math
 import zlib
 from collections.abc import Callable, Mapping
@@ -121,7 +122,7 @@ def write(
         is_lead: whether this rank writes the manifest, and removes, in its directory.
 
     Raises:
-        ResourceError: on all ranks, where one could not write. This rank's file is removed then.
+        ResourceError: on all ranks, where one could not write. Its files are removed then, or by the next save.
     """
     path = directory / file_name(group.rank(), group.size(), token)
 
@@ -144,14 +145,14 @@ def write(
 
     try:
         written = together(_on_disk(write_file, path), group)
-        names = {rank: file_name(rank, group.size(), token) for rank in plan.writers}
-        manifest.files = [File(name, *written[rank]) for rank, name in names.items()]
-        together(_on_disk(write_manifest, directory), group)
-    except Exception:
-        path.unlink(missing_ok=True)
-        if directory.exists() and not any(directory.iterdir()):
+    except ResourceError:  # of one rank, and all know it; after PeerLost another may have gone on to the manifest
+        with contextlib.suppress(OSError):  # other ranks may have files in the directory, or an earlier save
+            path.unlink(missing_ok=True)
             directory.rmdir()
         raise
+    names = {rank: file_name(rank, group.size(), token) for rank in plan.writers}
+    manifest.files = [File(name, *written[rank]) for rank, name in names.items()]
+    together(_on_disk(write_manifest, directory), group)
     together(_on_disk(remove, directory.parent), group)
 
 
