@@ -103,7 +103,10 @@ def train(config: TrainConfig) -> float:
 
 
 def masked_loss(model: nn.Module, batch: mx.array, lengths: mx.array, *, cp: Any) -> tuple[mx.array, mx.array]:
-    """mlx-lm's ``default_loss`` of this rank's part of each sequence: (mean cross entropy, number of targets).
+    """The loss of this rank's part of each sequence, as mlx-lm's ``default_loss``: (mean cross entropy, targets).
+
+    What mlx-lm counts as one more target, the padding behind the last token, is none here: otherwise the loss would
+    depend on how rows are divided over ranks, since a batch is padded to its longest row.
 
     Args:
         batch: token ids (rows, width), the same on all ranks of ``cp``.
@@ -111,7 +114,7 @@ def masked_loss(model: nn.Module, batch: mx.array, lengths: mx.array, *, cp: Any
         cp: the ranks that share each sequence.
     """
     steps = mx.arange(1, batch.shape[1])
-    mask = mx.logical_and(steps >= lengths[:, 0:1], steps <= lengths[:, 1:])
+    mask = mx.logical_and(steps >= lengths[:, 0:1], steps < lengths[:, 1:])
     parts = [batch[:, :-1], batch[:, 1:], mask]
     if cp.size() > 1:
         padding = -(batch.shape[1] - 1) % (2 * cp.size())

@@ -181,7 +181,9 @@ class _Step:
             parts = micro_batches.split(_NAME, self._count, args, kwargs)
             if is_new:
                 found = averaging.gradients(parameters)
-                facts += sorted((g.path, str(g.dtype), g.over, g.shape if g.over else ()) for g in found)
+                # Shards differ between ranks, but not along the axes over which they are averaged here.
+                axes = tuple(averaging.axes)
+                facts += sorted((g.path, str(g.dtype), g.over, g.shape if g.over == axes else ()) for g in found)
                 self._noted = []
             sums = self._differentiate(0, tree, parts[0])
             facts.append(self._is_weighted)
