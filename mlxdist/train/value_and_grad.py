@@ -162,6 +162,7 @@ class _Step:
 
     def __init__(self, averaging: _Averaging, fn: Callable[..., Any], accumulate: int) -> None:
         self._averaging, self._fn, self._count = averaging, fn, accumulate
+        self._unit_of_tokens = averaging.unit_of_tokens  # that of the whole step: the first one finds another
         self._values: list[Any] = []
         self._is_weighted = False
         self._noted: list[int] | None = None
@@ -212,7 +213,7 @@ class _Step:
                 return value, value
             if len(value) < 2:
                 raise InvalidArgument(f"{_NAME}: fn returned a tuple of one; return the loss, or (loss, tokens)")
-            share = _tokens(value[1]) / self._averaging.unit_of_tokens
+            share = _tokens(value[1]) / self._unit_of_tokens
             return value[0].astype(mx.float32) * share, value
 
         try:
@@ -254,7 +255,7 @@ class _Step:
             if ranks > 1:
                 tokens = averaging.channel(tuple(averaging.axes)).add_up(tokens, 0)
                 mx.async_eval(tokens)
-            divisor = mx.divide(tokens, ranks * averaging.unit_of_tokens, stream=stream)
+            divisor = mx.divide(tokens, ranks * self._unit_of_tokens, stream=stream)
         waiting = _arrays(self._values)
         for bucket in plan.buckets:
             over: Any = bucket.over
