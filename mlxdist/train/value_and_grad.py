@@ -27,6 +27,7 @@ from .gradient_buckets import DEFAULT_BUCKET_BYTES, Gradient, Plan, check_reduce
 __all__ = ["value_and_grad"]
 
 _NAME = "value_and_grad"
+Parameters = list[tuple[str, mx.array]]
 _DATA_AXES = ("dp", "fsdp", "cp")  # along which ranks have other data, so other gradients of the same parameters
 
 
@@ -113,15 +114,15 @@ class _Averaging:
         self._all_reduce_size, self._reduce_dtype = all_reduce_size, reduce_dtype
         self._labels: dict[tuple, int] = {}
         self._known: list[tuple] = []  # of the parameters that the plan is of
-        # Tokens are counted in units of about a micro-batch: a float16 gradient of a sum over all would overflow. It is
+        # Tokens are counted in units of about a batch: a float16 gradient of a sum over all would overflow. It is
         # a power of two, so no digit of the result depends on it.
         self.unit_of_tokens = 1.0
 
-    def is_for(self, parameters: list[tuple[str, mx.array]]) -> bool:
+    def is_for(self, parameters: Parameters) -> bool:
         """Whether the plan is of these parameters."""
         return self.plan is not None and self._known == _described(parameters)
 
-    def gradients(self, parameters: list[tuple[str, mx.array]]) -> list[Gradient]:
+    def gradients(self, parameters: Parameters) -> list[Gradient]:
         """Raises InvalidArgument: one is averaged already over ranks that are no axis of the mesh."""
         reduced = dict(_reduced_over(self.model))
         found = []
@@ -135,14 +136,16 @@ class _Averaging:
             found.append(Gradient(path, tuple(array.shape), array.dtype, over))
         return found
 
-    def agree(
-        self, parameters: list[tuple[str, mx.array]], gradients: list[Gradient], order: list[int], n: int
-    ) -> None:
-        """Makes the plan, of rank 0's order. ``n``: elements of this rank's micro-batch. Collective."""
-        rows = agree(_NAME, self.everyone, None, {}, [n, *order])
-        self.plan = Plan(gradients, rows[0, 1:].tolist(), self._all_reduce_size, self._reduce_dtype)
+    def agree_on_unit(self, elements: int) -> None:
+        """``elements``: of this rank's batch. Collective."""
+        most = agree(_NAME, self.everyone, None, {}, [elements]).max()
+        self.unit_of_tokens = float(2 ** int(most).bit_length())
+
+    def agree_on_order(self, parameters: Parameters, gradients: list[Gradient], order: list[int]) -> None:
+        """Makes the plan, of rank 0's order. Collective."""
+        order = agree(_NAME, self.everyone, None, {}, order)[0].tolist()
+        self.plan = Plan(gradients, order, self._all_reduce_size, self._reduce_dtype)
         self._labels.clear()
-        self.unit_of_tokens = float(2 ** (max(1, int(rows[:, 0].max())) - 1).bit_length())
         self._known = _described(parameters)
 
     def label(self, over: tuple[str, ...], is_weighted: bool) -> int:
@@ -178,6 +181,8 @@ class _Step:
         parameters: Any = tree_flatten(tree)
         is_new = not averaging.is_for(parameters)
         facts: list[Any] = []
+        if is_new:
+            averaging.agree_on_unit(_elements(args, kwargs))
         with agreed(_NAME, averaging.everyone, facts) if is_new else nullcontext():
             parts = micro_batches.split(_NAME, self._count, args, kwargs)
             if is_new:
@@ -191,7 +196,7 @@ class _Step:
         if is_new:
             assert self._noted is not None
             never = set(range(len(found))).difference(self._noted)  # of what the loss does not depend on: at once
-            averaging.agree(parameters, found, [*sorted(never), *self._noted], _elements(parts[0]))
+            averaging.agree_on_order(parameters, found, [*sorted(never), *self._noted])
             self._noted = None
         wide = [sum_dtype(array.dtype) for _, array in parameters]
         for number in range(1, self._count):
@@ -244,7 +249,7 @@ class _Step:
         places = count()
         return tree_map(lambda array: watch(next(places), array), parameters)
 
-    def _averaged(self, parameters: list[tuple[str, mx.array]], sums: dict[int, mx.array]) -> list[mx.array]:
+    def _averaged(self, parameters: Parameters, sums: dict[int, mx.array]) -> list[mx.array]:
         """The sums over micro-batches, averaged. What has been computed leaves while the rest is computed."""
         averaging, plan, ranks = self._averaging, self._averaging.plan, self._averaging.everyone.size()
         assert plan is not None
@@ -331,7 +336,7 @@ def _reduced_over(model: nn.Module) -> Iterator[tuple[str, Collection[Group]]]:
             yield path, owners[owner]
 
 
-def _described(parameters: list[tuple[str, mx.array]]) -> list[tuple]:
+def _described(parameters: Parameters) -> list[tuple]:
     return [(path, array.shape, array.dtype) for path, array in parameters]
 
 
@@ -352,9 +357,10 @@ def _arrays(tree: Any) -> list[mx.array]:
     return [leaf for _, leaf in flat if isinstance(leaf, mx.array)]
 
 
-def _elements(part: tuple[tuple, dict[str, Any]]) -> int:
-    """Of the largest array that is an argument."""
-    return max((prod(array.shape) for array in _arrays(list(part))), default=1)
+def _elements(args: tuple, kwargs: dict[str, Any]) -> int:
+    """Of the largest array that is an argument. Models are none."""
+    leaves: Any = tree_flatten([list(args), kwargs], is_leaf=lambda node: isinstance(node, nn.Module))
+    return max((prod(leaf.shape) for _, leaf in leaves if isinstance(leaf, mx.array)), default=1)
 
 
 def _check(model: Any, fn: Any, both: bool, accumulate: Any, all_reduce_size: Any) -> None:
