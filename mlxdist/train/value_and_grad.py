@@ -56,7 +56,8 @@ def value_and_grad(
     Args:
         model: the trainable parameters have the same paths, shapes and dtypes on all ranks.
         fn: its result is the loss, the mean of this rank's batch; or a tuple of that and the number of tokens (or
-            samples) which it is the mean of, as mlx-lm's ``default_loss`` returns it, and of anything else. With
+            samples) which it is the mean of, as mlx-lm's ``default_loss`` returns it, and of anything else. (Under
+            :func:`fully_shard` the loss of no tokens has to be a number, such as 0.) With
             tokens the gradients are those of the mean over the tokens of all ranks: ranks may have unequal shares,
             also none. That takes one more message of 4 bytes. Without, all ranks count the same.
         group: the ranks to average over; ``None``, without ``mesh``, is the group of ``mlxdist.init()``.
@@ -230,9 +231,14 @@ class _Step:
         found: Any = {place: array for place, (_, array) in enumerate(tree_flatten(gradients))}
         self._is_weighted = isinstance(value, tuple)
         if self._is_weighted:
-            # The mean of no tokens is not a number, and nor is its gradient.
+            # The mean of no tokens is not a number, and nor is its gradient; a shard's has that of other ranks in it.
             counts = _tokens(value[1]) > 0
-            found = {place: mx.where(counts, array, mx.zeros((), array.dtype)) for place, array in found.items()}
+            shards = {path for path, _ in _reduced_over(model)}
+            paths: Any = [path for path, _ in tree_flatten(gradients)]
+            found = {
+                place: array if paths[place] in shards else mx.where(counts, array, mx.zeros((), array.dtype))
+                for place, array in found.items()
+            }
         return found
 
     def _watched(self, parameters: Any) -> Any:
