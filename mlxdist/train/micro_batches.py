@@ -77,7 +77,8 @@ def _flatten(arguments: tuple[tuple, dict[str, Any]]) -> list[tuple[str, Any]]:
     """(name, leaf): "0" is the first positional argument, "tokens.0" in the argument ``tokens``."""
     pairs: list[tuple[str, Any]] = []
     for tree in arguments:
-        pairs += tree_flatten(tree, is_leaf=_is_module)
+        found: Any = tree_flatten(tree, is_leaf=_is_module)
+        pairs += found
     return pairs
 
 

@@ -84,21 +84,22 @@ class MixedPrecision(optim.Optimizer):
             scale = _FIRST_SCALE if loss_scale == "dynamic" else float(loss_scale)
             self._state |= {"loss_scale": mx.array(scale), "good_steps": mx.array(0), "skipped": mx.array(0)}
 
-    def init(self, parameters: dict) -> None:
+    def init(self, parameters: Any) -> None:
         """Makes the state for parameters: a tree of arrays, or a model, whose parameters then get ``dtype``.
 
         Masters keep the values that the parameters have now. Those of quantized layers stay as they are. Without this
         the first :meth:`update` does it.
         """
         is_model = isinstance(parameters, nn.Module)
-        trained = parameters.trainable_parameters() if is_model else parameters
+        trained: Any = parameters.trainable_parameters() if is_model else parameters
+        flat: Any = tree_flatten(trained)
         wide = tree_map(_wide, trained)
         self.optimizer.init(wide)
         if self.state_dtype is not None:
             inner = self.optimizer.state
             _put(inner, tree_map(lambda array: array.astype(self.state_dtype) if _is_moment(array) else array, inner))
         masters = dict(tree_flatten(self._state["masters"]))
-        for path, array in tree_flatten(trained):
+        for path, array in flat:
             kept = self._kept(_wide(array), self.dtype if is_model else array.dtype)
             if kept is not None:
                 masters.setdefault(path, kept)
@@ -192,8 +193,10 @@ class MixedPrecision(optim.Optimizer):
 
     def _narrow(self, array: mx.array, key: mx.array) -> mx.array:
         """An array of the optimizer's state as it is kept."""
-        if self.state_dtype not in _DTYPES or not _is_moment(array):
+        if self.state_dtype is None or not _is_moment(array):
             return array
+        if self.state_dtype not in _DTYPES:
+            return array.astype(self.state_dtype)
         return round_stochastically(array, self.state_dtype, key)
 
     def _keys(self, step: mx.array, count: int) -> Any:
@@ -210,7 +213,8 @@ class MixedPrecision(optim.Optimizer):
     ) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
         """The old parameters and masters in place of the new ones, and the state of before, if a gradient of any rank
         is not finite."""
-        finite = mx.stack([mx.isfinite(gradient).all() for _, gradient in tree_flatten(gradients)]).all()
+        flat: Any = tree_flatten(gradients)
+        finite = mx.stack([mx.isfinite(gradient).all() for _, gradient in flat]).all()
         finite = all_min(finite.astype(mx.int32), group=self._group) > 0
         state, inner = self._state, self.optimizer.state
         after = dict(tree_flatten(inner))
@@ -229,9 +233,10 @@ class MixedPrecision(optim.Optimizer):
 def _check(optimizer: Any, dtype: Any, masters: Any, loss_scale: Any, state_dtype: Any) -> None:
     if not isinstance(optimizer, optim.Optimizer) or isinstance(optimizer, MixedPrecision):
         raise InvalidArgument(
-            f"MixedPrecision: optimizer must be one of mlx.optimizers, such as AdamW(1e-3), not {type(optimizer).__name__}"
+            "MixedPrecision: optimizer must be one of mlx.optimizers, such as AdamW(1e-3), not "
+            f"{type(optimizer).__name__}"
         )
-    if dtype not in _DTYPES:
+    if not _is_one_of(dtype, _DTYPES):
         raise InvalidArgument(f"MixedPrecision: dtype must be mx.bfloat16 or mx.float16, not {dtype}")
     if masters is not True and masters not in ("kahan", "stochastic"):
         raise InvalidArgument(f"MixedPrecision: masters must be True, 'kahan' or 'stochastic', not {masters!r}")
@@ -240,10 +245,14 @@ def _check(optimizer: Any, dtype: Any, masters: Any, loss_scale: Any, state_dtyp
     )
     if loss_scale not in (None, "dynamic") and not is_scale:
         raise InvalidArgument(f"MixedPrecision: loss_scale must be None, 'dynamic' or positive, not {loss_scale!r}")
-    if state_dtype not in (None, mx.float32, *_DTYPES):
+    if state_dtype is not None and not _is_one_of(state_dtype, (mx.float32, *_DTYPES)):
         raise InvalidArgument(
             f"MixedPrecision: state_dtype must be mx.float32, mx.bfloat16 or mx.float16, not {state_dtype}"
         )
+
+
+def _is_one_of(dtype: Any, dtypes: tuple[mx.Dtype, ...]) -> bool:
+    return isinstance(dtype, mx.Dtype) and dtype in dtypes  # mx.Dtype compares with no other type
 
 
 def _wide(array: mx.array) -> mx.array:

@@ -135,11 +135,12 @@ def make_optimizer(config: TrainConfig, model: nn.Module, mesh: Mesh) -> optim.O
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InvalidArgument(f"optimizer_config or lr_schedule is wrong: {error!r}") from error
     precision = config.precision
+    masters: Any = True if precision.masters == "float32" else precision.masters
     if precision.dtype in ("bfloat16", "float16"):
         optimizer = MixedPrecision(
             optimizer,
             _DTYPES[precision.dtype],
-            masters=True if precision.masters == "float32" else precision.masters,
+            masters=masters,
             loss_scale="dynamic" if precision.dtype == "float16" else None,
             state_dtype=_DTYPES[precision.state_dtype],
             group=mesh.group,
@@ -160,7 +161,7 @@ def save_trained(config: TrainConfig, model: nn.Module, checkpoints: Checkpoints
     """
     is_writer = mesh.group.rank() == 0
     known = cuts(model)
-    trained = tree_flatten(model.trainable_parameters())
+    trained: Any = tree_flatten(model.trainable_parameters())
     full = [(path, mx.zeros(known[path].shape, array.dtype)) for path, array in trained] if is_writer else []
     # The other ranks, too, load something: the seed.
     state = {"model": tree_unflatten(full) if full else {}, "seeds": {"seed": 0}}

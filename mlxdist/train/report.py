@@ -136,9 +136,8 @@ class Report:
             return TensorBoard(directory)
         from mlx_lm.tuner.callbacks import get_reporting_callbacks
 
+        settings: Any = dataclasses.asdict(config)  # a dict, whatever mlx-lm's annotation says
         try:
-            return get_reporting_callbacks(
-                name, config.project_name or None, str(directory), dataclasses.asdict(config)
-            )
+            return get_reporting_callbacks(name, config.project_name or None, str(directory), settings)
         except (ImportError, ValueError) as error:
             raise InvalidArgument(f"report_to {name}: {error}; there are also json and tensorboard") from error

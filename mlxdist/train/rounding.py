@@ -18,11 +18,11 @@ def round_stochastically(x: mx.array, dtype: mx.Dtype, key: mx.array) -> mx.arra
     Numbers that the dtype has, infinities and NaN stay. ``key``: of ``mx.random``, as from ``mx.random.split``.
     """
     lost = _LOST_BITS[dtype]
-    random = mx.random.bits(x.shape, key=key)
+    random = mx.random.randint(0, 2**24, x.shape, mx.uint32, key=key)  # of 24 bits
     # A carry goes into the exponent, as it should.
-    bits = (x.view(mx.uint32) + (random >> (32 - lost))) & (0xFFFFFFFF << lost & 0xFFFFFFFF)
+    bits = (x.view(mx.uint32) + (random >> (24 - lost))) & (0xFFFFFFFF << lost & 0xFFFFFFFF)
     rounded = bits.view(mx.float32)
     if dtype == mx.float16:
-        steps = mx.floor(x / _SUBNORMAL_STEP + (random >> 8) * 2.0**-24)
+        steps = mx.floor(x / _SUBNORMAL_STEP + random * 2.0**-24)
         rounded = mx.where(mx.abs(x) < _SMALLEST_NORMAL, steps * _SUBNORMAL_STEP, rounded)
     return mx.where(mx.isfinite(x), rounded, x).astype(dtype)

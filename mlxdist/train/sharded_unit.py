@@ -331,7 +331,8 @@ class _Pass:
         if adapters:
             packed.append(pack([array.astype(mx.float32) for array in adapters]))
             sums.append(unit.average(self.order, packed[-1]))
-            adapters = [mean.astype(array.dtype) for mean, array in zip(unpack(sums[-1], [a.shape for a in adapters]), adapters)]
+            means = unpack(sums[-1], [array.shape for array in adapters])
+            adapters = [mean.astype(array.dtype) for mean, array in zip(means, adapters)]
         if entered:
             entered = list(mx.depends(entered, [*packed, *self._behind]))
         if self._previous is not None:

@@ -55,7 +55,9 @@ def train(config: TrainConfig) -> float:
 
     data = mesh["dp", "fsdp", "cp"]  # whose ranks have other tokens
     loss_of = partial(masked_loss, cp=mesh["cp"])
-    loss_and_gradients = value_and_grad(model, loss_of, mesh=mesh, accumulate=config.grad_accumulation_steps)
+    loss_and_gradients = value_and_grad(
+        model, optimizer.scaled(loss_of), mesh=mesh, accumulate=config.grad_accumulation_steps
+    )
     guard = GradientGuard(mesh.group)
     flops = flops_per_token(model, config.max_seq_length)
     throughput = Throughput(flops, recompute=float(config.grad_checkpoint), group=mesh.group)
@@ -92,7 +94,7 @@ def train(config: TrainConfig) -> float:
                 sums = all_sum(mx.stack([mean * tokens, tokens.astype(mx.float32)]), group=data)
                 mx.eval(model.trainable_parameters(), optimizer.state, sums)
                 step.tokens = int(sums[1])
-            loss = (sums[0] / sums[1]).item()
+            loss = float(sums[0] / sums[1])
             set_step(batches.step, config.steps)
             report.trained(batches.step, loss, float(optimizer.learning_rate), throughput)
         if not stopped:
@@ -118,7 +120,7 @@ def masked_loss(model: nn.Module, batch: mx.array, lengths: mx.array, *, cp: Any
     parts = [batch[:, :-1], batch[:, 1:], mask]
     if cp.size() > 1:
         padding = -(batch.shape[1] - 1) % (2 * cp.size())
-        parts = [shard_sequence(mx.pad(part, ((0, 0), (0, padding))), 1, cp) for part in parts]
+        parts = [shard_sequence(mx.pad(part, [(0, 0), (0, padding)]), 1, cp) for part in parts]
     inputs, targets, mask = parts
     losses = nn.losses.cross_entropy(model(inputs), targets).astype(mx.float32) * mask
     tokens = mask.sum()
@@ -134,8 +136,8 @@ def evaluate(model: nn.Module, loss_of: Callable, batches: Batches, data: Group,
         total = total + mx.stack([loss * tokens, tokens.astype(mx.float32)])
         mx.eval(total)
     model.train()
-    loss, tokens = all_sum(total, group=data).tolist()
-    return loss / tokens
+    total = all_sum(total, group=data)
+    return float(total[0] / total[1])
 
 
 def _batches(config: TrainConfig, seed: int, mesh: Mesh) -> tuple[Batches, Callable[[], Batches] | None]:

@@ -234,11 +234,10 @@ class _Step:
             # The mean of no tokens is not a number, and nor is its gradient; a shard's has that of other ranks in it.
             counts = _tokens(value[1]) > 0
             shards = {path for path, _ in _reduced_over(model)}
-            paths: Any = [path for path, _ in tree_flatten(gradients)]
-            found = {
-                place: array if paths[place] in shards else mx.where(counts, array, mx.zeros((), array.dtype))
-                for place, array in found.items()
-            }
+            flat: Any = tree_flatten(gradients)
+            for place, (path, array) in enumerate(flat):
+                if path not in shards:
+                    found[place] = mx.where(counts, array, mx.zeros((), array.dtype))
         return found
 
     def _watched(self, parameters: Any) -> Any:

@@ -186,16 +186,17 @@ def messages() -> None:
 def adapters() -> None:
     """LoRA of mlx-lm and its own loss and trainer's calls: only adapters are sent, and all ranks stay the same."""
     import mlx.optimizers as optim
-    from mlx_lm.models.qwen3 import Model as Qwen, ModelArgs
+    from mlx_lm.models.qwen3 import Model as Qwen
+    from mlx_lm.models.qwen3 import ModelArgs
     from mlx_lm.tuner.trainer import default_loss
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
     mx.random.seed(3)
-    arguments = dict(
-        model_type="qwen3", hidden_size=16, num_hidden_layers=2, intermediate_size=24, num_attention_heads=2,
-        rms_norm_eps=1e-5, vocab_size=VOCABULARY, num_key_value_heads=1, max_position_embeddings=64, head_dim=8,
-        rope_theta=1e4, tie_word_embeddings=True,
-    )  # fmt: skip
+    arguments = {
+        "model_type": "qwen3", "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24, "num_attention_heads": 2,
+        "rms_norm_eps": 1e-5, "vocab_size": VOCABULARY, "num_key_value_heads": 1, "max_position_embeddings": 64, "head_dim": 8,
+        "rope_theta": 1e4, "tie_word_embeddings": True,
+    }  # fmt: skip
     model = Qwen(ModelArgs.from_dict(arguments))
     model.freeze()
     linear_to_lora_layers(model, 2, {"rank": 2, "scale": 1.0, "dropout": 0.0})
@@ -226,7 +227,7 @@ def adapters() -> None:
 
 def sharded() -> None:
     """What fully_shard has averaged is not averaged twice: over one group, and inside a mesh with replicas."""
-    meshes = [dict(fsdp=size), *([dict(dp=2, fsdp=2)] if size == 4 else [])]
+    meshes = [{"fsdp": size}, *([{"dp": 2, "fsdp": 2}] if size == 4 else [])]
     for sizes in meshes:
         mesh = mlxdist.mesh(**sizes)
         tokens, lengths = sequences(12)
@@ -277,11 +278,11 @@ def refused() -> None:
         return pytest.raises(mlxdist.InvalidArgument, match=text)
 
     for options, text in (
-        (dict(accumulate=0), "accumulate is 0"),
-        (dict(accumulate=True), "accumulate is True"),
-        (dict(all_reduce_size=-1), "all_reduce_size is -1"),
-        (dict(reduce_dtype=mx.int32), "reduce_dtype is int32"),
-        (dict(group=group, mesh=mesh), "either group or mesh"),
+        ({"accumulate": 0}, "accumulate is 0"),
+        ({"accumulate": True}, "accumulate is True"),
+        ({"all_reduce_size": -1}, "all_reduce_size is -1"),
+        ({"reduce_dtype": mx.int32}, "reduce_dtype is int32"),
+        ({"group": group, "mesh": mesh}, "either group or mesh"),
     ):
         with fails(text):
             train.value_and_grad(model, mean_loss, **(options if last else {}))

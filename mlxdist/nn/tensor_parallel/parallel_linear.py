@@ -80,7 +80,7 @@ class Sharded(nn.Module):
         return Cut.full((*local[:axis], length, *local[axis + 1 :])).along(axis, ranges, self._group)
 
     def shards(self, name: str) -> bool:
-        """Whether each rank has a shard of this parameter; all of them hold the bias that is added to their sum."""
+        """Whether each rank has a shard of the parameter ``name``; all hold the bias that is added to their sum."""
         return name in ("weight", "scales", "biases") or name == "bias" and self.shard_axis == 0
 
 

@@ -14,7 +14,6 @@ from mlx.utils import tree_flatten, tree_map
 import mlxdist
 from mlxdist.train import Checkpoints, average_gradients
 
-from .checkpoint import ASYNCHRONOUS, STEPS, WAITING
 from .rank import time_case
 from .timing import Work, interleave
 
@@ -33,9 +32,9 @@ class CheckpointSaves:
             training = Training(case, checkpoints, self.world)
             work = partial(Work, operations=case["steps"], after=checkpoints.wait)
             works = {
-                STEPS: work(training.run),
-                ASYNCHRONOUS: work(lambda: training.run(save=True), wrong=training.count_wrong),
-                WAITING: work(lambda: training.run(save=True, wait=True)),
+                "no save": work(training.run),
+                "asynchronous": work(lambda: training.run(save=True), wrong=training.count_wrong),
+                "waiting": work(lambda: training.run(save=True, wait=True)),
             }
             results = time_case(self.world, case, works, self.take)
         return [result | {"saved": training.nbytes} for result in results]
