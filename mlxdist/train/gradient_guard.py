@@ -1,7 +1,6 @@
 """A guard against gradients that are not finite: one decision for all ranks, and the name of the parameter."""
 
 import math
-from collections.abc import Callable
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -31,12 +30,12 @@ class GradientGuard:
         if guard.check(gradients, norm=norm):
             optimizer.update(model, gradients)
 
+    For a scaled loss there is :class:`MixedPrecision`, which skips such steps itself, and lowers the scale.
+
     Args:
         group: the ranks that decide together; ``None`` for that of ``mlxdist.init()``.
         action: "skip": ``check`` returns False, and the program leaves the update out. "stop": it raises.
         max_skips: steps in a row that are skipped at most; the next one raises. ``None`` for no limit.
-        lower_scale: called on all ranks for each step that is skipped, such as the method of a loss scale that lowers
-            it, for gradients in float16.
 
     Attributes:
         skipped: steps that were skipped so far.
@@ -47,12 +46,7 @@ class GradientGuard:
     """
 
     def __init__(
-        self,
-        group: Group | None = None,
-        *,
-        action: Literal["skip", "stop"] = "skip",
-        max_skips: int | None = 10,
-        lower_scale: Callable[[], object] | None = None,
+        self, group: Group | None = None, *, action: Literal["skip", "stop"] = "skip", max_skips: int | None = 10
     ) -> None:
         self._group = group_of(group)
         with agreed("GradientGuard", self._group, action, max_skips):
@@ -61,7 +55,6 @@ class GradientGuard:
             if max_skips is not None and (type(max_skips) is not int or max_skips < 0):
                 raise InvalidArgument(f"GradientGuard: max_skips is {max_skips!r}, not a number of steps from 0")
         self._max_skips = 0 if action == "stop" else max_skips
-        self._lower_scale = lower_scale
         self._in_a_row = 0
         self.skipped = 0
         self.report = ""
@@ -100,8 +93,6 @@ class GradientGuard:
             row = f" in {self._in_a_row} steps in a row" if self._in_a_row > 1 else ""
             raise NonFinite(f"gradients are not finite{row}: {self.report}")
         self.skipped += 1
-        if self._lower_scale is not None:
-            self._lower_scale()
         return False
 
     def _gather(self, leaves: list[mx.array], loss: Any) -> np.ndarray:

@@ -110,7 +110,7 @@ class MixedPrecision(optim.Optimizer):
 
     def scale(self, loss: mx.array) -> mx.array:
         """The loss times the scale, in float32: what the gradient is taken of."""
-        return loss if self._group is None else loss.astype(mx.float32) * self.loss_scale
+        return loss if not self.is_scaled else loss.astype(mx.float32) * self.loss_scale
 
     def unscale(self, gradients: Any) -> Any:
         """The gradients of the loss that :meth:`scale` was given, in float32: for what is done with them before
@@ -146,6 +146,11 @@ class MixedPrecision(optim.Optimizer):
         self._put_masters(masters)
         self._state["step"] = step
         return tree_unflatten(list(new.items()))
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether there is a scale; then steps whose gradients are not finite are skipped."""
+        return self._group is not None
 
     @property
     def loss_scale(self) -> mx.array:

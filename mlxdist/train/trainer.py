@@ -29,6 +29,7 @@ from .datasets import load_dataset
 from .flops import flops_per_token
 from .gradient_guard import GradientGuard
 from .loss_alarm import LossAlarm
+from .mixed_precision import MixedPrecision
 from .model import make_model, make_optimizer, open_tokenizer, save_trained
 from .report import Report
 from .seeds import Seeds
@@ -55,10 +56,11 @@ def train(config: TrainConfig) -> float:
 
     data = mesh["dp", "fsdp", "cp"]  # whose ranks have other tokens
     loss_of = partial(masked_loss, cp=mesh["cp"])
-    loss_and_gradients = value_and_grad(
-        model, optimizer.scaled(loss_of), mesh=mesh, accumulate=config.grad_accumulation_steps
-    )
-    guard = GradientGuard(mesh.group)
+    mixed = optimizer if isinstance(optimizer, MixedPrecision) else None
+    trained_loss = loss_of if mixed is None else partial(_scaled_loss, loss_of, mixed)
+    loss_and_gradients = value_and_grad(model, trained_loss, mesh=mesh, accumulate=config.grad_accumulation_steps)
+    # A scaled loss has a guard of its own.
+    guard = None if mixed is not None and mixed.is_scaled else GradientGuard(mesh.group)
     flops = flops_per_token(model, config.max_seq_length)
     throughput = Throughput(flops, recompute=float(config.grad_checkpoint), group=mesh.group)
     state = {"model": model, "optimizer": optimizer, "batches": batches, "seeds": seeds}
@@ -88,8 +90,10 @@ def train(config: TrainConfig) -> float:
             seeds.set_step(batches.step)
             with throughput.step() as step:
                 (mean, tokens), gradients = loss_and_gradients(model, batch, lengths)
+                if mixed is not None:
+                    mean, gradients = mean / mixed.loss_scale, mixed.unscale(gradients)
                 gradients, norm = clip_grad_norm(gradients, config.max_grad_norm, model=model, mesh=mesh)
-                if guard.check(gradients, norm=norm, loss=mean):
+                if guard is None or guard.check(gradients, norm=norm, loss=mean):
                     optimizer.update(model, gradients)
                 sums = all_sum(mx.stack([mean * tokens, tokens.astype(mx.float32)]), group=data)
                 mx.eval(model.trainable_parameters(), optimizer.state, sums)
@@ -125,6 +129,11 @@ def masked_loss(model: nn.Module, batch: mx.array, lengths: mx.array, *, cp: Any
     losses = nn.losses.cross_entropy(model(inputs), targets).astype(mx.float32) * mask
     tokens = mask.sum()
     return losses.sum() / mx.maximum(tokens, 1), tokens
+
+
+def _scaled_loss(loss_of: Callable, mixed: MixedPrecision, *args: Any) -> tuple[mx.array, mx.array]:
+    loss, tokens = loss_of(*args)
+    return mixed.scale(loss), tokens
 
 
 def evaluate(model: nn.Module, loss_of: Callable, batches: Batches, data: Group, count: int) -> float:

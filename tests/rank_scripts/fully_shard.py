@@ -424,12 +424,14 @@ def memory() -> None:
     mx.eval(x)
     model = Wide()
     import os
-    fully_shard(model,prefetch=int(os.environ.get('PRE','1')))  # of lazy parameters one unit at a time is made
+
+    fully_shard(model, prefetch=int(os.environ.get("PRE", "1")))  # of lazy parameters one unit at a time is made
     made = mx.get_peak_memory()
     optimizer = optim.AdamW(1e-3)
     step = nn.value_and_grad(model, lambda model, x: model(x).square().sum())
     import os
-    mx.set_memory_limit(int(float(os.environ.get('LIM','1'))*bound))
+
+    mx.set_memory_limit(int(float(os.environ.get("LIM", "1")) * bound))
     peaks = []
     for _ in range(4):
         mx.synchronize()
