@@ -8,7 +8,7 @@ from typing import Any, Literal
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_map_with_path, tree_unflatten
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.runtime.arguments import group_of
@@ -128,12 +128,12 @@ class MixedPrecision(optim.Optimizer):
         self._is_unscaled = False
         inner, masters = self.optimizer, dict(tree_flatten(self._state["masters"]))
         before = dict(tree_flatten(inner.state)), dict(masters)
-        values = [(path, self._value(array, masters.get(path))) for path, array in old.items()]
+        values = {path: self._value(array, masters.get(path)) for path, array in old.items()}
         step = self._state["step"] + 1
         keys = iter(self._keys(step, len(old) + len(before[0])))
         if self.state_dtype is not None:
             _put(inner.state, tree_map(lambda array: _wide(array) if _is_moment(array) else array, inner.state))
-        changed = dict(tree_flatten(inner.apply_gradients(wide, tree_unflatten(values))))
+        changed = dict(tree_flatten(inner.apply_gradients(wide, _like(wide, values))))
         if self.state_dtype is not None:
             _put(inner.state, tree_map(lambda array: self._narrow(array, next(keys)), inner.state))
         new = {}
@@ -145,7 +145,7 @@ class MixedPrecision(optim.Optimizer):
             new, masters = self._unless_overflow(wide, (old, new), (before[1], masters), before[0])
         self._put_masters(masters)
         self._state["step"] = step
-        return tree_unflatten(list(new.items()))
+        return _like(gradients, new)
 
     @property
     def is_scaled(self) -> bool:
@@ -277,6 +277,11 @@ def _put(tree: Any, new: Any) -> None:
                 _put(value, new[key])
         else:
             tree[key] = new[key]
+
+
+def _like(tree: Any, leaves: dict[str, mx.array]) -> Any:
+    """A tree of the same structure, also where it is empty, with other leaves by path."""
+    return tree_map_with_path(lambda path, _: leaves[path], tree)
 
 
 def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
