@@ -10,7 +10,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 import mlxdist
-from mlxdist.train import GradientGuard, all_reduce_grads
+from mlxdist.train import GradientGuard, average_gradients
 
 group = mlxdist.init()
 rank, size = group.rank(), group.size()
@@ -116,7 +116,7 @@ def norm() -> None:
 def loss() -> None:
     """After averaging all ranks have NaN; the loss shows where it began."""
     guard = GradientGuard()
-    gradients = all_reduce_grads({"w": mx.array([NAN if rank == last else 1.0])})
+    gradients = average_gradients({"w": mx.array([NAN if rank == last else 1.0])})
     assert not guard.check(gradients, loss=mx.array(INF if rank == last else 1.0))
     others = f" (and on {last} more ranks)" if last else ""
     assert guard.report.startswith(f"the loss of rank {last} is not finite, 1 gradients of rank 0{others}"), (
@@ -137,7 +137,7 @@ def training() -> None:
             x = mx.random.normal((2, 4), key=mx.random.key(100 * number + rank))
             x = mx.where(number == poisoned and rank == last, NAN, x)
             value, gradients = step(model, x)
-            gradients = all_reduce_grads(gradients)
+            gradients = average_gradients(gradients)
             if guard.check(gradients, loss=value):
                 optimizer.update(model, gradients)
                 mx.eval(model.parameters(), optimizer.state)
