@@ -169,7 +169,7 @@ def messages() -> None:
             before = counters()["collectives"]
             mx.eval(step(tokens[share(12)]))
             assert counters()["collectives"] - before == buckets, (accumulate, all_reduce_size)
-    step = train.value_and_grad(model, lambda *batch: token_loss(model, *batch), accumulate=3)
+    step = train.value_and_grad(model, lambda *batch: token_loss(model, *batch), accumulate=12 // size)
     mx.eval(step(tokens[share(12)], lengths[share(12)]))
     before = counters()["collectives"]
     mx.eval(step(tokens[share(12)], lengths[share(12)]))
