@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -61,7 +62,7 @@ def _name(row: dict[str, Result]) -> str:
 def _show(results: dict[str, Any], console: Console) -> None:
     row = by_case(results)[0]
     title = f"a step on {results['setup']['ranks']} ranks, {format_size(row[ALONE]['gradient_bytes'])} of gradients"
-    columns = {"hidden": _percent, "free cores": _free}
+    columns: dict[str, Callable[..., str]] = {"hidden": _percent, "free cores": _free}
     console.print(comparison_table(results, title, console, OVERLAPPED, (AFTER, ALONE), columns))
 
 
