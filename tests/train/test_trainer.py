@@ -1,0 +1,280 @@
+"""`mlxdist train`: losses and weights of one process, whatever the mesh; restarts; what it leaves; bad input."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import tiny_models
+from mlx.utils import tree_flatten
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+mlx_lm = pytest.importorskip("mlx_lm")
+from mlx_lm.utils import save_config, save_model
+
+LONG = pytest.mark.long
+TOLERANCE = 1e-5  # of a loss of about 3, in float32, after 20 steps
+WORDS = [f"w{number}" for number in range(60)]
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Two tiny models with a tokenizer, and a dataset: texts of unequal lengths."""
+    root = tmp_path_factory.mktemp("trainer")
+    vocabulary = {"<pad>": 0, "<eos>": 1} | {word: 2 + number for number, word in enumerate(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    for name in ("qwen3", "qwen3_moe"):
+        model, config = tiny_models.build(name), tiny_models.config_of(name)
+        save_model(root / name, model)
+        save_config(config | {"model_type": name, "eos_token_id": 1}, root / name / "config.json")
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(root / name)
+    random = np.random.default_rng(0)
+    (root / "data").mkdir()
+    for split, count in (("train", 40), ("valid", 8)):
+        texts = [" ".join(random.choice(WORDS, random.integers(3, 20))) for _ in range(count)]
+        (root / "data" / f"{split}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return root
+
+
+def settings(folder: Path, tables: str = "", model: str = "qwen3", **changed: object) -> str:
+    values: dict[str, object] = {
+        "model": str(folder / model), "data": str(folder / "data"), "weights": "random", "optimizer": "adamw",
+        "learning_rate": 1e-3, "batch_size": 4, "max_seq_length": 17, "iters": STEPS, "steps_per_report": 1,
+        "steps_per_eval": 10, "val_batches": 1, "seed": 7, "max_grad_norm": 1.0, "report_to": "json",
+    } | changed  # fmt: skip
+    return "\n".join(f"{name} = {json.dumps(value)}" for name, value in values.items()) + "\n" + tables
+
+
+def start(directory: Path, ranks: int, text: str) -> subprocess.Popen:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.toml").write_text(text)
+    launch = ["launch", "-n", str(ranks), "--", sys.executable, "-m", "mlxdist"] if ranks > 1 else []
+    command = [sys.executable, "-m", "mlxdist", *launch, "train", "config.toml"]
+    return subprocess.Popen(
+        command, cwd=directory, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def run(directory: Path, ranks: int, text: str, status: int = 0) -> str:
+    process = start(directory, ranks, text)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == status, output
+    return output
+
+
+def losses(directory: Path, name: str = "train_loss") -> list[float]:
+    lines = (directory / "checkpoints" / "reports.jsonl").read_text().splitlines()
+    return [report[name] for report in map(json.loads, lines) if name in report]
+
+
+def weights(directory: Path, file: str = "model.safetensors") -> dict[str, mx.array]:
+    return mx.load(str(directory / "trained" / file))
+
+
+@pytest.fixture(scope="module")
+def one(folder, tmp_path_factory):
+    """What one process has trained, by the settings that matter. Made once."""
+    found: dict[str, Path] = {}
+
+    def train(**changed: object) -> Path:
+        key = repr(sorted(changed.items()))
+        if key not in found:
+            found[key] = tmp_path_factory.mktemp("one")
+            run(found[key], 1, settings(folder, **changed))
+        return found[key]
+
+    return train
+
+
+def require_equal(directory: Path, reference: Path, tolerance: float = TOLERANCE) -> None:
+    for name in ("train_loss", "val_loss"):
+        assert len(losses(reference, name)) > 0
+        assert losses(directory, name) == pytest.approx(losses(reference, name), rel=tolerance)
+    expected = weights(reference)
+    found = weights(directory)
+    assert found.keys() == expected.keys()
+    for path, array in expected.items():
+        # AdamW divides by the root of a moment, so where a gradient is nearly 0 its rounding moves a weight.
+        assert mx.abs(found[path] - array).max().item() < 100 * tolerance * max(1.0, mx.abs(array).max().item()), path
+
+
+MESHES = [
+    pytest.param(2, "[mesh]\ndp = 2", {}, id="dp=2"),
+    pytest.param(2, "[mesh]\nfsdp = 2", {}, id="fsdp=2"),
+    *(
+        pytest.param(ranks, tables, changed, id=name, marks=LONG)
+        for name, ranks, tables, changed in [
+            ("dp=4", 4, "", {}),
+            ("dp=3", 3, "", {"batch_size": 6}),
+            ("fsdp=3", 3, "[mesh]\nfsdp = 3", {"batch_size": 6}),
+            ("fsdp=4", 4, "[mesh]\nfsdp = 4", {}),
+            ("stage=1", 2, "[mesh]\nfsdp = 2\n[fully_shard]\nstage = 1", {}),
+            ("stage=2", 2, "[mesh]\nfsdp = 2\n[fully_shard]\nstage = 2", {}),
+            ("not resharded", 2, "[mesh]\nfsdp = 2\n[fully_shard]\nreshard_after_forward = false", {}),
+            ("dp=2 fsdp=2", 4, "[mesh]\ndp = 2\nfsdp = 2", {}),
+            ("cp=2", 2, "[mesh]\ncp = 2", {}),
+            ("cp=3", 3, "[mesh]\ncp = 3", {}),
+            ("ulysses", 2, "[mesh]\ncp = 2", {"context_parallel": "ulysses"}),
+            ("tp=2", 2, "[mesh]\ntp = 2", {}),
+            ("dp=2 tp=2", 4, "[mesh]\ndp = 2\ntp = 2", {}),
+            ("dp=2 cp=2", 4, "[mesh]\ndp = 2\ncp = 2", {}),
+            ("fsdp=2 cp=2", 4, "[mesh]\nfsdp = 2\ncp = 2", {}),
+            ("fsdp=2 tp=2", 4, "[mesh]\nfsdp = 2\ntp = 2", {}),
+            ("cp=2 tp=2", 4, "[mesh]\ncp = 2\ntp = 2", {}),
+            ("dp=2 accumulated", 2, "", {"grad_accumulation_steps": 2}),
+            ("fsdp=2 accumulated", 2, "[mesh]\nfsdp = 2", {"grad_accumulation_steps": 2}),
+            ("stage=1 accumulated", 2, "[mesh]\nfsdp = 2\n[fully_shard]\nstage = 1", {"grad_accumulation_steps": 2}),
+            ("fsdp=2 cp=2 accumulated", 4, "[mesh]\nfsdp = 2\ncp = 2", {"grad_accumulation_steps": 2}),
+            ("tp=2 accumulated", 2, "[mesh]\ntp = 2", {"grad_accumulation_steps": 2}),
+            ("checkpointed", 2, "[mesh]\nfsdp = 2", {"grad_checkpoint": True}),
+            ("packed", 2, "", {"pack": True}),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("ranks", "tables", "changed"), MESHES)
+@pytest.mark.parametrize("model", ["qwen3", pytest.param("qwen3_moe", marks=LONG)])
+def test_equal_to_one_process(folder, one, tmp_path, ranks, tables, changed, model):
+    reference = {name: value for name, value in changed.items() if name != "context_parallel"} | {"model": model}
+    run(tmp_path, ranks, settings(folder, tables, model, **changed))
+    require_equal(tmp_path, one(**reference))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "before", "after"),
+    [
+        (1, "", ""),
+        pytest.param(2, "", "", marks=LONG),
+        pytest.param(2, "[mesh]\nfsdp = 2", "[mesh]\nfsdp = 2", marks=LONG),
+        pytest.param(2, "[mesh]\nfsdp = 2", "[mesh]\ntp = 2", marks=LONG),
+        pytest.param(2, "[mesh]\ntp = 2", "[mesh]\ndp = 2", marks=LONG),
+        pytest.param(4, "[mesh]\nfsdp = 2\ndp = 2", "[mesh]\nfsdp = 4", marks=LONG),
+    ],
+)
+def test_resumed(folder, tmp_path, ranks, before, after):
+    """20 steps are 10, a kill switch and 10 more: bitwise on the same mesh."""
+    switch = '[control]\nkill_file = "STOP"\n'
+    resume = "[checkpoints]\nresume = true\n"
+    run(tmp_path / "straight", ranks, settings(folder, after))
+    process = start(tmp_path / "stopped", ranks, settings(folder, before + "\n" + switch))
+    reports = tmp_path / "stopped" / "checkpoints" / "reports.jsonl"
+    deadline = time.monotonic() + 200
+    while not (reports.exists() and reports.read_text().count("train_loss") >= 5) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (tmp_path / "stopped" / "STOP").touch()
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    done = len(losses(tmp_path / "stopped"))
+    if done < STEPS:
+        assert "the kill switch" in output
+        assert not (tmp_path / "stopped" / "trained").exists()
+        run(tmp_path / "stopped", ranks, settings(folder, after + "\n" + resume))
+    found, expected = losses(tmp_path / "stopped"), losses(tmp_path / "straight")
+    if before == after:
+        assert found == expected
+        assert all(mx.array_equal(array, weights(tmp_path / "straight")[path])
+                   for path, array in weights(tmp_path / "stopped").items())  # fmt: skip
+    else:
+        require_equal(tmp_path / "stopped", tmp_path / "straight")
+
+
+@LONG
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_saves_and_ends(folder, tmp_path, number):
+    process = start(tmp_path, 2, settings(folder, iters=100000))
+    reports = tmp_path / "checkpoints" / "reports.jsonl"
+    deadline = time.monotonic() + 200
+    while not (reports.exists() and reports.read_text().count("train_loss") >= 3) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    assert f"received {number.name}" in output
+    shown = subprocess.run(
+        [sys.executable, "-m", "mlxdist", "checkpoint", "show", str(tmp_path / "checkpoints"), "--json"],
+        capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert json.loads(shown.stdout)[-1]["step"] == len(losses(tmp_path))
+
+
+def fine_tuning(folder: Path, tables: str = "", **changed: object) -> str:
+    values = {"weights": "pretrained", "num_layers": 2, "learning_rate": 1e-4, "iters": 6} | changed
+    return settings(folder, tables, **values) + "\n[lora_parameters]\nrank = 4\ndropout = 0.0\nscale = 2.0\n"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tables"),
+    [
+        (2, ""),
+        pytest.param(2, "[mesh]\ntp = 2", marks=LONG),
+        pytest.param(2, "[mesh]\nfsdp = 2", marks=LONG),
+        pytest.param(2, "[mesh]\ncp = 2", marks=LONG),
+        pytest.param(3, "[mesh]\nfsdp = 3", marks=LONG),
+    ],
+)
+def test_adapters_are_those_of_mlx_lm(folder, tmp_path, ranks, tables):
+    size = {"batch_size": 6}
+    run(tmp_path / "one", 1, fine_tuning(folder, **size))
+    run(tmp_path / "ranks", ranks, fine_tuning(folder, tables, **size))
+    expected = weights(tmp_path / "one", "adapters.safetensors")
+    found = weights(tmp_path / "ranks", "adapters.safetensors")
+    assert found.keys() == expected.keys() and found
+    for path, array in expected.items():
+        assert mx.allclose(found[path], array, 1e-3, 2e-5), path
+    model, _ = mlx_lm.load(str(folder / "qwen3"), adapter_path=str(tmp_path / "ranks" / "trained"))
+    loaded = dict(tree_flatten(model.parameters()))
+    assert all(mx.array_equal(loaded[path], array) for path, array in found.items())
+
+
+def test_what_it_leaves(folder, tmp_path):
+    """A model folder of mlx-lm, and output without colors or a bar in a pipe."""
+    output = run(tmp_path, 1, settings(folder, iters=4))
+    assert "\x1b" not in output
+    assert "Using seed: 7" in output
+    model, tokenizer = mlx_lm.load(str(tmp_path / "trained"))
+    assert tokenizer.encode("w1 w2")
+    assert mx.isfinite(model(mx.array([[3, 4]]))).all()
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=LONG)])
+def test_bad_input(folder, tmp_path, ranks):
+    """One sentence, before any work."""
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "train.jsonl").write_text('{"text": "w1 w2"}\n{"text": \n')
+    for number, (text, sentence) in enumerate(
+        [
+            (settings(folder, "[mesh]\ndp = 5"), "5"),
+            (settings(folder, data=str(broken)), "train.jsonl, line 2 is not JSON"),
+            (settings(folder, data=str(tmp_path / "none")), "is neither a directory nor"),
+            (settings(folder, model="none"), "none"),
+            (settings(folder, grad_accumulation_steps=3, batch_size=ranks, iters=0), "iters"),
+            (settings(folder, batch_size=1000), "larger than an epoch"),
+            (settings(folder, weights="pretrained", num_layers=99), "num_layers is 99"),
+            (settings(folder, lerning_rate=1), "did you mean learning_rate?"),
+            (settings(folder, optimizer_config={}).replace("optimizer_config = {}", "[optimizer_config]\nspeed = 1"),
+             "optimizer_config"),
+            (settings(folder, report_to="nowhere"), "report_to nowhere"),
+        ]
+    ):  # fmt: skip
+        output = run(tmp_path / str(number), ranks, text, status=2)
+        assert sentence in output, (sentence, output)
+        assert "Traceback" not in output, output
+
+
+def test_folders_that_are_there(folder, tmp_path):
+    run(tmp_path, 1, settings(folder, iters=2))
+    assert "trained exists; remove it or name another one" in run(tmp_path, 1, settings(folder, iters=2), status=2)
+    output = run(tmp_path, 1, settings(folder, iters=2, output="other"), status=2)
+    assert "resume = true" in output
+    other = settings(folder, "[checkpoints]\nresume = true", model="qwen3_moe", iters=2, output="other")
+    assert "is of another model" in run(tmp_path, 1, other, status=2)
