@@ -12,6 +12,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from mlxdist.nn.mappings import with_gradients
+from mlxdist.nn.sharding.plan.parallel_region import repeated
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.native import bridge
 from mlxdist.runtime.ops import all_gather, all_sum, sum_scatter
@@ -257,10 +258,14 @@ class _Pass:
         that computes only what the gradient needs of it: nothing for products, lookups and norms.
         """
         inputs, put_back = _traced_in((args, kwargs))
-        # What something else has put there instead, it has computed from what is gathered.
-        weights = [one for one in self.unit.leaves[id(leaf)][1] if one[2].array is self._fulls[one[0]][one[1]]]
-        slots = [slot for _, _, slot in weights]
+        own = self.unit.leaves[id(leaf)][1]
+        weights = [one for one in own if one[2].array is self._fulls[one[0]][one[1]]]
+        # What something else has put there instead, it has computed from what is gathered: an input like the others.
+        computed = [slot for number, place, slot in own if slot.array is not self._fulls[number][place]]
+        known = len(inputs) + len(computed)
+        slots = [*computed, *(slot for _, _, slot in weights)]
         put_result: Callable[[Arrays], Tree] = tuple
+        again = repeated(leaf)
 
         def run(arrays: Arrays) -> Arrays:
             nonlocal put_result
@@ -273,9 +278,9 @@ class _Pass:
             if self._again is None:
                 self._gather_again(cotangents)
             assert self._again is not None
-            again = [self._again[number][place] for number, place, _ in weights]
-            wanted = [*range(len(inputs)), *(len(inputs) + i for i, slot in enumerate(slots) if slot.is_trained)]
-            arrays = [*primals[: len(inputs)], *again]
+            fulls = [self._again[number][place] for number, place, _ in weights]
+            wanted = [*range(known), *(known + i for i, (_, _, slot) in enumerate(weights) if slot.is_trained)]
+            arrays = [*primals[:known], *fulls]
 
             def of_wanted(*values: mx.array) -> Arrays:
                 given = list(arrays)
@@ -285,7 +290,8 @@ class _Pass:
 
             gradients = [mx.zeros_like(primal) for primal in primals]
             if wanted:
-                _, found = mx.vjp(of_wanted, [arrays[place] for place in wanted], cotangents)
+                with again():
+                    _, found = mx.vjp(of_wanted, [arrays[place] for place in wanted], cotangents)
                 for place, gradient in zip(wanted, found):
                     gradients[place] = gradient
             return gradients

@@ -321,9 +321,9 @@ class Checkpoints:
         if manifest.run not in self._runs and not other_run:
             raise InvalidArgument(
                 f"Checkpoints.load: the checkpoint of step {manifest.step} in {self._directory} is of another run, "
-                f"{manifest.run}; this one is {current_run()}. To go on with it, call load(..., other_run=True), or set "
-                f"resume = true in [checkpoints] of `mlxdist train`; to begin from step 0, remove {self._directory} or "
-                "choose another directory"
+                f"{manifest.run}; this one is {current_run()}. To go on with it, call load(..., other_run=True), or "
+                f"set resume = true in [checkpoints] of `mlxdist train`; to begin from step 0, remove "
+                f"{self._directory} or choose another directory"
             )
 
     def _went_on_with(self, manifest: Manifest, problems: Problems, step: int | None) -> None:

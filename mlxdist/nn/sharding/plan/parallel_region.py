@@ -11,6 +11,7 @@ collective more, and the backward pass one for the input of a block and one for 
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
@@ -36,7 +37,7 @@ from .block import join_path, own_arrays, source_of
 from .layers import COLUMNS, put_in
 from .parameters import Shard, overlap, parameters
 
-__all__ = ["ParallelRegion", "refuse_training", "why_not"]
+__all__ = ["ParallelRegion", "refuse_training", "repeated", "why_not"]
 
 
 # Files of mlx-lm whose models, and blocks that add up their results themselves, tests/nn/test_training.py has compared
@@ -116,6 +117,12 @@ class _Member:
         return None
 
 
+def repeated(layer: nn.Module) -> Callable[[], AbstractContextManager[None]]:
+    """In what a backward pass has to repeat a call of ``layer`` that is made now."""
+    region = vars(layer).get("_inside")
+    return region.repeated if isinstance(region, ParallelRegion) and region.inside else nullcontext
+
+
 class ParallelRegion:
     """Of one block, sharded over ``group``; ``rank`` is this one's number in the plan. ``enters``: whether the input is
     copied here; otherwise the block does it itself."""
@@ -185,6 +192,19 @@ class ParallelRegion:
             *adapters, layer = member.layers(block) or [nn.Module()]
             yield from (array for one in adapters for name, array in own_arrays(one) if name != member.of_adapters)
             yield from (array for name, array in own_arrays(layer) if name not in member.full)
+
+    @contextmanager
+    def repeated(self) -> Iterator[None]:
+        """In which a backward pass repeats the call of a layer that was in the region."""
+        if self.inside:
+            yield
+            return
+        with self._lock:
+            self._thread = get_ident()
+            try:
+                yield
+            finally:
+                self._thread = None
 
     def call(self, block: nn.Module, forward: Callable[..., Any], arguments: tuple, keywords: dict) -> Any:
         """``forward(block, ...)``, where the parameters are those with the gradients of all ranks."""
