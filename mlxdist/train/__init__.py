@@ -14,7 +14,7 @@ from .mixed_precision import MixedPrecision
 from .schedules import BatchRampUp, linear_scaling, sqrt_scaling, warm_up
 from .seeds import Seeds
 from .throughput import Throughput
-from .value_and_grad import value_and_grad
+from .training_step import value_and_grad
 
 __all__ = [
     "BatchRampUp",

@@ -34,7 +34,7 @@ from .model import make_model, make_optimizer, open_tokenizer, save_trained
 from .report import Report
 from .seeds import Seeds
 from .throughput import Throughput
-from .value_and_grad import value_and_grad
+from .training_step import value_and_grad
 
 __all__ = ["masked_loss", "train"]
 

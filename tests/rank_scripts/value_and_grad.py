@@ -1,6 +1,7 @@
 """One rank of test_value_and_grad.py: `check` is the name of a function below."""
 
 import sys
+import time
 from typing import Any
 
 import mlx.core as mx
@@ -201,6 +202,40 @@ def nbytes() -> None:
             mx.eval(step(x.astype(dtype)))
             expected = 2 * (size - 1) * 3 * (256 * size) ** 2 * wire // size
             assert counters()["payload_bytes_sent"] - before == expected, (dtype, reduce_dtype, accumulate)
+
+
+def overlap() -> None:
+    """The first bucket is complete before the backward pass is: on rank 0, while the others cannot complete theirs.
+
+    They wait, in the gradient of the first layer, for rank 0, which answers when it has seen the first bucket.
+    """
+    gate, stream = group.split(0), mx.new_stream(mx.cpu)
+    is_waiting = False
+
+    @mx.custom_function
+    def wait(x: mx.array) -> mx.array:
+        return x + 0
+
+    @wait.vjp
+    def backward(primal: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
+        if not is_waiting or rank == 0:
+            return cotangent
+        return cotangent + mlxdist.all_sum(mx.zeros((1,)), group=gate, stream=stream)
+
+    first, second, x = nn.Linear(8, 8), nn.Linear(8, 8), mx.ones((4, 8))
+    model = nn.Sequential(first, wait, second)
+    step = train.value_and_grad(model, lambda x: mx.square(model(x)).mean(), all_reduce_size=0)
+    mx.eval(step(x))
+    is_waiting, before = True, counters()["collectives"]
+    gradients = step(x)
+    if rank == 0:
+        end = time.monotonic() + 30
+        while counters()["collectives"] < before + 1:
+            assert time.monotonic() < end, "no bucket has left before the backward pass ended"
+            time.sleep(0.001)
+        mlxdist.all_sum(np.zeros((1,), np.float32), group=gate)
+    mx.eval(gradients)
+    assert counters()["collectives"] == before + 5, "four gradients and the answer"
 
 
 def adapters() -> None:

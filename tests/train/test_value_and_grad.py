@@ -2,7 +2,7 @@
 
 import pytest
 
-CHECKS = ["whole_batch", "unequal_shares", "dtypes", "messages", "nbytes", "adapters", "sharded", "refused"]
+CHECKS = ["whole_batch", "unequal_shares", "dtypes", "messages", "nbytes", "overlap", "adapters", "sharded", "refused"]
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)])

@@ -1,13 +1,12 @@
 """Data-parallel training that communicates while it computes: gradients leave in the order of the backward pass."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import wraps
 from itertools import count
 from math import inf, prod
 from numbers import Real
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,19 +14,18 @@ from mlx.utils import tree_flatten, tree_map
 
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.mappings import with_gradients
-from mlxdist.nn.rank_checks import agree, agreed
+from mlxdist.nn.rank_checks import agreed
 from mlxdist.runtime.arguments import group_of
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.mesh import Mesh
 from mlxdist.runtime.native import bridge
 
 from . import micro_batches
-from .gradient_buckets import DEFAULT_BUCKET_BYTES, Gradient, Plan, check_reduce_dtype, sum_dtype
+from .gradient_averaging import NAME, Averaging, Channel, Parameters, reduced_over
+from .gradient_buckets import DEFAULT_BUCKET_BYTES, check_reduce_dtype, sum_dtype
 
 __all__ = ["value_and_grad"]
 
-_NAME = "value_and_grad"
-Parameters = list[tuple[str, mx.array]]
 _DATA_AXES = ("dp", "fsdp", "cp")  # along which ranks have other data, so other gradients of the same parameters
 
 
@@ -85,10 +83,10 @@ def value_and_grad(
     else:
         everyone = group_of(group)
         axes = {"group": everyone} if everyone.size() > 1 else {}
-    with agreed(_NAME, everyone, accumulate, all_reduce_size, reduce_dtype):
+    with agreed(NAME, everyone, accumulate, all_reduce_size, reduce_dtype):
         _check(model, fn, group is not None and mesh is not None, accumulate, all_reduce_size)
-        check_reduce_dtype(_NAME, reduce_dtype)
-    averaging = _Averaging(model, everyone, axes, mesh, all_reduce_size, reduce_dtype)
+        check_reduce_dtype(NAME, reduce_dtype)
+    averaging = Averaging(model, everyone, axes, mesh, all_reduce_size, reduce_dtype)
 
     @wraps(fn)
     def call(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -97,76 +95,11 @@ def value_and_grad(
     return call
 
 
-class _Averaging:
-    """What stays from step to step: in which buckets the gradients of a model travel, and to which ranks."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        everyone: Group,
-        axes: dict[str, Group],
-        mesh: Mesh | None,
-        all_reduce_size: int,
-        reduce_dtype: mx.Dtype | None,
-    ) -> None:
-        self.model, self.everyone = model, everyone
-        self.plan: Plan | None = None
-        self.axes, self._mesh = axes, mesh
-        self._all_reduce_size, self._reduce_dtype = all_reduce_size, reduce_dtype
-        self._labels: dict[tuple, int] = {}
-        self._known: list[tuple] = []  # of the parameters that the plan is of
-        # Tokens are counted in units of about a batch: a float16 gradient of a sum over all would overflow. It is
-        # a power of two, so no digit of the result depends on it.
-        self.unit_of_tokens = 1.0
-
-    def is_for(self, parameters: Parameters) -> bool:
-        """Whether the plan is of these parameters."""
-        return self.plan is not None and self._known == _described(parameters)
-
-    def gradients(self, parameters: Parameters) -> list[Gradient]:
-        """Raises InvalidArgument: one is averaged already over ranks that are no axis of the mesh."""
-        reduced = dict(_reduced_over(self.model))
-        found = []
-        for path, array in parameters:
-            groups = [group for group in reduced.get(path, ()) if group.size() > 1]
-            if any(group not in self.axes.values() for group in groups):
-                raise InvalidArgument(
-                    f"{_NAME}: '{path}' is averaged over another group by fully_shard; give both the same mesh or group"
-                )
-            over = tuple(name for name, group in self.axes.items() if group not in groups)
-            found.append(Gradient(path, tuple(array.shape), array.dtype, over))
-        return found
-
-    def agree_on_unit(self, elements: int) -> None:
-        """``elements``: of this rank's batch. Collective."""
-        most = agree(_NAME, self.everyone, None, {}, [elements]).max()
-        self.unit_of_tokens = float(2 ** int(most).bit_length())
-
-    def agree_on_order(self, parameters: Parameters, gradients: list[Gradient], order: list[int]) -> None:
-        """Makes the plan, of rank 0's order. Collective."""
-        order = agree(_NAME, self.everyone, None, {}, order)[0].tolist()
-        self.plan = Plan(gradients, order, self._all_reduce_size, self._reduce_dtype)
-        self._labels.clear()
-        self._known = _described(parameters)
-
-    def label(self, over: tuple[str, ...], is_weighted: bool) -> int:
-        """Of the messages: :meth:`Plan.label`."""
-        if (over, is_weighted) not in self._labels:
-            assert self.plan is not None
-            self._labels[over, is_weighted] = self.plan.label(is_weighted, over=over)
-        return self._labels[over, is_weighted]
-
-    def channel(self, over: tuple[str, ...]) -> "_Channel":
-        """Of the ranks along these axes."""
-        return _Channel.of(self._mesh[over] if self._mesh is not None else self.everyone)
-
-
 class _Step:
     """One call: the micro-batches, then the average over the ranks."""
 
-    def __init__(self, averaging: _Averaging, fn: Callable[..., Any], accumulate: int) -> None:
+    def __init__(self, averaging: Averaging, fn: Callable[..., Any], accumulate: int) -> None:
         self._averaging, self._fn, self._count = averaging, fn, accumulate
-        self._unit_of_tokens = averaging.unit_of_tokens  # that of the whole step: the first one finds another
         self._values: list[Any] = []
         self._is_weighted = False
         self._noted: list[int] | None = None
@@ -175,7 +108,7 @@ class _Step:
         averaging, model = self._averaging, self._averaging.model
         if bridge.traces():
             raise InvalidArgument(
-                f"{_NAME}: it evaluates, which mx.compile and mx.grad cannot trace; compile what fn calls, or take "
+                f"{NAME}: it evaluates, which mx.compile and mx.grad cannot trace; compile what fn calls, or take "
                 "nn.value_and_grad and mlxdist.average_gradients"
             )
         tree = model.trainable_parameters()
@@ -184,8 +117,8 @@ class _Step:
         facts: list[Any] = []
         if is_new:
             averaging.agree_on_unit(_elements(args, kwargs))
-        with agreed(_NAME, averaging.everyone, facts) if is_new else nullcontext():
-            parts = micro_batches.split(_NAME, self._count, args, kwargs)
+        with agreed(NAME, averaging.everyone, facts) if is_new else nullcontext():
+            parts = micro_batches.split(NAME, self._count, args, kwargs)
             if is_new:
                 found = averaging.gradients(parameters)
                 # Shards differ between ranks, but not along the axes over which they are averaged here.
@@ -218,8 +151,8 @@ class _Step:
             if not isinstance(value, tuple):
                 return value, value
             if len(value) < 2:
-                raise InvalidArgument(f"{_NAME}: fn returned a tuple of one; return the loss, or (loss, tokens)")
-            share = _tokens(value[1]) / self._unit_of_tokens
+                raise InvalidArgument(f"{NAME}: fn returned a tuple of one; return the loss, or (loss, tokens)")
+            share = _tokens(value[1]) / self._averaging.unit_of_tokens
             return value[0].astype(mx.float32) * share, value
 
         try:
@@ -233,7 +166,7 @@ class _Step:
         if self._is_weighted:
             # The mean of no tokens is not a number, and nor is its gradient; a shard's has that of other ranks in it.
             counts = _tokens(value[1]) > 0
-            shards = {path for path, _ in _reduced_over(model)}
+            shards = {path for path, _ in reduced_over(model)}
             flat: Any = tree_flatten(gradients)
             for place, (path, array) in enumerate(flat):
                 if path not in shards:
@@ -259,13 +192,13 @@ class _Step:
         averaging, plan, ranks = self._averaging, self._averaging.plan, self._averaging.everyone.size()
         assert plan is not None
         divisor: Any = self._count
-        stream = _Channel.stream
+        stream = Channel.stream
         if self._is_weighted:
             tokens: Any = sum(_tokens(value[1]) for value in self._values)
             if ranks > 1:
                 tokens = averaging.channel(tuple(averaging.axes)).add_up(tokens, 0)
                 mx.async_eval(tokens)
-            divisor = mx.divide(tokens, ranks * self._unit_of_tokens, stream=stream)
+            divisor = mx.divide(tokens, ranks * self._averaging.unit_of_tokens, stream=stream)
         waiting = _arrays(self._values)
         for bucket in plan.buckets:
             over: Any = bucket.over
@@ -299,52 +232,6 @@ class _Step:
         return (loss, total, *(list(others) for others in zip(*(value[2:] for value in self._values))))
 
 
-class _Channel:
-    """A group, and the stream, that gradients travel in and nothing else: while others are computed.
-
-    What the program does in its own group is in another order on each stream, and each group has one order.
-    """
-
-    stream = mx.new_thread_local_stream(mx.cpu)
-    _of: "WeakKeyDictionary[Group, _Channel]" = WeakKeyDictionary()
-
-    def __init__(self, group: Group) -> None:
-        own = group.split(0)
-        assert own is not None  # the color is not negative
-        self._group, self.ranks = own, group.size()
-
-    @classmethod
-    def of(cls, group: Group) -> "_Channel":
-        """Collective where the group has none yet."""
-        if group not in cls._of:
-            cls._of[group] = cls(group)
-        return cls._of[group]
-
-    def add_up(self, array: mx.array, label: int) -> mx.array:
-        """The sum of all ranks' ``array``; Mismatch, when it is evaluated, if they have other labels."""
-        return mx.distributed.all_sum(array, group=self._group.connection.mlx_group(-1.0, label), stream=self.stream)
-
-
-def _reduced_over(model: nn.Module) -> Iterator[tuple[str, Collection[Group]]]:
-    """The groups over which the gradient that ``mx.grad`` gives for a parameter is the mean already, by its path.
-
-    ``reduced_over`` of the innermost module that has it, as those of :func:`fully_shard`.
-    """
-    owners = {
-        path: vars(module)["reduced_over"] for path, module in model.named_modules() if "reduced_over" in vars(module)
-    }
-    parameters: Any = tree_flatten(model.trainable_parameters())
-    for path, _ in parameters:
-        names = path.split(".")
-        prefixes = (".".join(names[:length]) for length in range(len(names) - 1, -1, -1))
-        if (owner := next((prefix for prefix in prefixes if prefix in owners), None)) is not None:
-            yield path, owners[owner]
-
-
-def _described(parameters: Parameters) -> list[tuple]:
-    return [(path, array.shape, array.dtype) for path, array in parameters]
-
-
 def _tokens(tokens: Any) -> mx.array:
     if isinstance(tokens, mx.array) and tokens.size == 1:
         return mx.stop_gradient(tokens.reshape(()).astype(mx.float32))
@@ -352,7 +239,7 @@ def _tokens(tokens: Any) -> mx.array:
         return mx.array(float(tokens), mx.float32)
     shown = f"an array of shape {tokens.shape}" if isinstance(tokens, mx.array) else repr(tokens)
     raise InvalidArgument(
-        f"{_NAME}: fn returned {shown} behind the loss; return (loss, tokens, ...), where tokens is the number of "
+        f"{NAME}: fn returned {shown} behind the loss; return (loss, tokens, ...), where tokens is the number of "
         "tokens or samples that the loss is the mean of"
     )
 
@@ -370,12 +257,12 @@ def _elements(args: tuple, kwargs: dict[str, Any]) -> int:
 
 def _check(model: Any, fn: Any, both: bool, accumulate: Any, all_reduce_size: Any) -> None:
     if both:
-        raise InvalidArgument(f"{_NAME}: give either group or mesh; a mesh says what its axes dp, fsdp and cp are")
+        raise InvalidArgument(f"{NAME}: give either group or mesh; a mesh says what its axes dp, fsdp and cp are")
     if not isinstance(model, nn.Module):
-        raise InvalidArgument(f"{_NAME}: model must be an nn.Module, not a {type(model).__name__}")
+        raise InvalidArgument(f"{NAME}: model must be an nn.Module, not a {type(model).__name__}")
     if not callable(fn):
-        raise InvalidArgument(f"{_NAME}: fn must be a function that returns the loss, not a {type(fn).__name__}")
+        raise InvalidArgument(f"{NAME}: fn must be a function that returns the loss, not a {type(fn).__name__}")
     if type(accumulate) is not int or accumulate < 1:
-        raise InvalidArgument(f"{_NAME}: accumulate is {accumulate!r}; give a number of micro-batches from 1")
+        raise InvalidArgument(f"{NAME}: accumulate is {accumulate!r}; give a number of micro-batches from 1")
     if type(all_reduce_size) is not int or all_reduce_size < 0:
-        raise InvalidArgument(f"{_NAME}: all_reduce_size is {all_reduce_size!r}; give a number of bytes from 0")
+        raise InvalidArgument(f"{NAME}: all_reduce_size is {all_reduce_size!r}; give a number of bytes from 0")

@@ -1,0 +1,131 @@
+"""Gradients of ranks with parts of a batch each: in which buckets they travel, in which order, and to which ranks."""
+
+from collections.abc import Collection, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlxdist.base.errors import InvalidArgument
+from mlxdist.nn.rank_checks import agree
+from mlxdist.runtime.group import Group
+from mlxdist.runtime.mesh import Mesh
+
+from .gradient_buckets import Gradient, Plan
+
+__all__ = ["NAME", "Averaging", "Channel", "Parameters", "reduced_over"]
+
+NAME = "value_and_grad"
+Parameters = list[tuple[str, mx.array]]
+
+
+class Averaging:
+    """What stays from step to step: in which buckets the gradients of a model travel, and to which ranks."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        everyone: Group,
+        axes: dict[str, Group],
+        mesh: Mesh | None,
+        all_reduce_size: int,
+        reduce_dtype: mx.Dtype | None,
+    ) -> None:
+        self.model, self.everyone = model, everyone
+        self.plan: Plan | None = None
+        self.axes, self._mesh = axes, mesh
+        self._all_reduce_size, self._reduce_dtype = all_reduce_size, reduce_dtype
+        self._labels: dict[tuple, int] = {}
+        self._known: list[tuple] = []  # of the parameters that the plan is of
+        # Tokens are counted in units of about a batch: a float16 gradient of a sum over all would overflow. It is
+        # a power of two, so no digit of the result depends on it.
+        self.unit_of_tokens = 1.0
+
+    def is_for(self, parameters: Parameters) -> bool:
+        """Whether the plan is of these parameters."""
+        return self.plan is not None and self._known == _described(parameters)
+
+    def gradients(self, parameters: Parameters) -> list[Gradient]:
+        """Raises InvalidArgument: one is averaged already over ranks that are no axis of the mesh."""
+        reduced = dict(reduced_over(self.model))
+        found = []
+        for path, array in parameters:
+            groups = [group for group in reduced.get(path, ()) if group.size() > 1]
+            if any(group not in self.axes.values() for group in groups):
+                raise InvalidArgument(
+                    f"{NAME}: '{path}' is averaged over another group by fully_shard; give both the same mesh or group"
+                )
+            over = tuple(name for name, group in self.axes.items() if group not in groups)
+            found.append(Gradient(path, tuple(array.shape), array.dtype, over))
+        return found
+
+    def agree_on_unit(self, elements: int) -> None:
+        """``elements``: of this rank's batch. Collective."""
+        most = agree(NAME, self.everyone, None, {}, [elements]).max()
+        self.unit_of_tokens = float(2 ** int(most).bit_length())
+
+    def agree_on_order(self, parameters: Parameters, gradients: list[Gradient], order: list[int]) -> None:
+        """Makes the plan, of rank 0's order. Collective."""
+        order = agree(NAME, self.everyone, None, {}, order)[0].tolist()
+        self.plan = Plan(gradients, order, self._all_reduce_size, self._reduce_dtype)
+        self._labels.clear()
+        self._known = _described(parameters)
+
+    def label(self, over: tuple[str, ...], is_weighted: bool) -> int:
+        """Of the messages: :meth:`Plan.label`."""
+        if (over, is_weighted) not in self._labels:
+            assert self.plan is not None
+            self._labels[over, is_weighted] = self.plan.label(is_weighted, over=over)
+        return self._labels[over, is_weighted]
+
+    def channel(self, over: tuple[str, ...]) -> "Channel":
+        """Of the ranks along these axes."""
+        return Channel.of(self._mesh[over] if self._mesh is not None else self.everyone)
+
+
+class Channel:
+    """A group, and the stream, that gradients travel in and nothing else: while others are computed.
+
+    What the program does in its own group is in another order on each stream, and each group has one order.
+    """
+
+    stream = mx.new_thread_local_stream(mx.cpu)
+    _of: "WeakKeyDictionary[Group, Channel]" = WeakKeyDictionary()
+
+    def __init__(self, group: Group) -> None:
+        own = group.split(0)
+        assert own is not None  # the color is not negative
+        self._group, self.ranks = own, group.size()
+
+    @classmethod
+    def of(cls, group: Group) -> "Channel":
+        """Collective where the group has none yet."""
+        if group not in cls._of:
+            cls._of[group] = cls(group)
+        return cls._of[group]
+
+    def add_up(self, array: mx.array, label: int) -> mx.array:
+        """The sum of all ranks' ``array``; Mismatch, when it is evaluated, if they have other labels."""
+        return mx.distributed.all_sum(array, group=self._group.connection.mlx_group(-1.0, label), stream=self.stream)
+
+
+def reduced_over(model: nn.Module) -> Iterator[tuple[str, Collection[Group]]]:
+    """The groups over which the gradient that ``mx.grad`` gives for a parameter is the mean already, by its path.
+
+    ``reduced_over`` of the innermost module that has it, as those of :func:`fully_shard`.
+    """
+    owners = {
+        path: vars(module)["reduced_over"] for path, module in model.named_modules() if "reduced_over" in vars(module)
+    }
+    parameters: Any = tree_flatten(model.trainable_parameters())
+    for path, _ in parameters:
+        names = path.split(".")
+        prefixes = (".".join(names[:length]) for length in range(len(names) - 1, -1, -1))
+        if (owner := next((prefix for prefix in prefixes if prefix in owners), None)) is not None:
+            yield path, owners[owner]
+
+
+def _described(parameters: Parameters) -> list[tuple]:
+    return [(path, array.shape, array.dtype) for path, array in parameters]
