@@ -1,7 +1,7 @@
 """Data-parallel training that communicates while it computes: gradients leave in the order of the backward pass."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from itertools import count
 from math import inf, prod
@@ -72,7 +72,8 @@ def value_and_grad(
         ``model.trainable_parameters()``, bitwise the same on all ranks.
 
         It raises InvalidArgument, on all ranks, if in the first call ``fn`` fails on one, or the ranks' parameters
-        differ; if arrays do not divide into micro-batches; if the tokens are not one number.
+        differ; if arrays do not divide into micro-batches; if the tokens are not one number. What ``fn`` raises
+        later on one rank ends the operations of all ranks: the others raise Aborted with its text.
 
     Raises:
         InvalidArgument: on all ranks: an argument is not what it should be on one of them, or they differ.
@@ -117,7 +118,7 @@ class _Step:
         facts: list[Any] = []
         if is_new:
             averaging.agree_on_unit(_elements(args, kwargs))
-        with agreed(NAME, averaging.everyone, facts) if is_new else nullcontext():
+        with agreed(NAME, averaging.everyone, facts) if is_new else _ends_all(averaging.everyone):
             parts = micro_batches.split(NAME, self._count, args, kwargs)
             if is_new:
                 found = averaging.gradients(parameters)
@@ -133,11 +134,12 @@ class _Step:
             averaging.agree_on_order(parameters, found, [*sorted(never), *self._noted])
             self._noted = None
         wide = [sum_dtype(array.dtype) for _, array in parameters]
-        for number in range(1, self._count):
-            sums = {place: array.astype(wide[place]) for place, array in sums.items()}
-            mx.async_eval(sums, _arrays(self._values[-1]))
-            for place, array in self._differentiate(number, tree, parts[number]).items():
-                sums[place] = sums[place] + array.astype(wide[place])
+        with _ends_all(averaging.everyone):
+            for number in range(1, self._count):
+                sums = {place: array.astype(wide[place]) for place, array in sums.items()}
+                mx.async_eval(sums, _arrays(self._values[-1]))
+                for place, array in self._differentiate(number, tree, parts[number]).items():
+                    sums[place] = sums[place] + array.astype(wide[place])
         averages = iter(self._averaged(parameters, sums))
         return self._value(), tree_map(lambda _: next(averages), tree)
 
@@ -230,6 +232,17 @@ class _Step:
         total = sum(value[1] for value in self._values)
         loss = mx.divide(sum(losses), sum(tokens)).astype(first[0].dtype)
         return (loss, total, *(list(others) for others in zip(*(value[2:] for value in self._values))))
+
+
+@contextmanager
+def _ends_all(everyone: Group) -> Iterator[None]:
+    """An exception within ends the operations of all ranks, with its text: others may wait for this one's gradients."""
+    try:
+        yield
+    except Exception as error:
+        if everyone.size() > 1:
+            everyone.abort(f"{NAME}: {type(error).__name__}: {error}")
+        raise
 
 
 def _tokens(tokens: Any) -> mx.array:
