@@ -26,9 +26,9 @@ class GradientGuard:
 
         guard = mlxdist.train.GradientGuard()
         loss, gradients = step(batch)
-        gradients, norm = clip_grad_norm(gradients, 1.0)
+        clipped, norm = clip_grad_norm(gradients, 1.0)
         if guard.check(gradients, norm=norm):
-            optimizer.update(model, gradients)
+            optimizer.update(model, clipped)
 
     For a scaled loss there is :class:`MixedPrecision`, which skips such steps itself, and lowers the scale.
 
@@ -70,7 +70,8 @@ class GradientGuard:
         still shows where that began.
 
         Args:
-            gradients: a tree of arrays, averaged or this rank's own; trees may differ between ranks.
+            gradients: a tree of arrays, averaged or this rank's own; trees may differ between ranks. Not clipped ones:
+                where the norm is NaN, clipping makes NaN of all of them.
             norm: of the gradients of all ranks, bitwise the same on all of them, such as that of ``clip_grad_norm``.
             loss: this rank's own, of one element.
 

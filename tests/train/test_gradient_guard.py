@@ -17,3 +17,9 @@ def test_one_decision(run_ranks, check, ranks):
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=_LONG)])
 def test_a_skipped_step_leaves_no_trace(run_ranks, ranks):
     assert run_ranks("gradient_guard.py", ranks, "training") == ["done\n"] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=_LONG)])
+@pytest.mark.parametrize("shards", ["fully_sharded", "tensor_parallel"])
+def test_one_rank_has_the_shard_that_is_not_finite(run_ranks, shards, ranks):
+    assert run_ranks("gradient_guard.py", ranks, shards) == ["done\n"] * ranks
