@@ -69,7 +69,7 @@ class ShardConfig:
 class PrecisionConfig:
     """``[precision]``: see :class:`mlxdist.train.MixedPrecision`. By default the model trains in its own dtype."""
 
-    dtype: str = _setting("", one_of(("", "float32", "bfloat16", "float16")))
+    dtype: str = _setting("model", one_of(("model", "float32", "bfloat16", "float16")))
     masters: str = _setting("float32", one_of(("float32", "kahan", "stochastic")))
     state_dtype: str = _setting("float32", one_of(("float32", "bfloat16", "float16")))
 

@@ -64,7 +64,8 @@ def train(config: TrainConfig) -> float:
     flops = flops_per_token(model, config.max_seq_length)
     throughput = Throughput(flops, recompute=float(config.grad_checkpoint), group=mesh.group)
     state = {"model": model, "optimizer": optimizer, "batches": batches, "seeds": seeds}
-    settings, loss, stopped = config.checkpoints, math.nan, False
+    settings, stopped = config.checkpoints, False
+    loss: float | None = None
     with ExitStack() as stack:
         checkpoints = Checkpoints(settings.directory, mesh=mesh, keep=settings.keep, trainable_only=True)
         stack.enter_context(checkpoints)
@@ -79,7 +80,7 @@ def train(config: TrainConfig) -> float:
                 report.validated(batches.step, validation_loss, time.perf_counter() - start)
 
         while batches.step < config.steps:
-            decision = control.decide(batches.step, None if math.isnan(loss) else loss)
+            decision = control.decide(batches.step, loss)
             if decision.save:
                 checkpoints.save(batches.step, state)
             if stopped := decision.stop:
@@ -92,9 +93,9 @@ def train(config: TrainConfig) -> float:
                 (mean, tokens), gradients = loss_and_gradients(model, batch, lengths)
                 if mixed is not None:
                     mean, gradients = mean / mixed.loss_scale, mixed.unscale(gradients)
-                gradients, norm = clip_grad_norm(gradients, config.max_grad_norm, model=model, mesh=mesh)
+                clipped, norm = clip_grad_norm(gradients, config.max_grad_norm, model=model, mesh=mesh)
                 if guard is None or guard.check(gradients, norm=norm, loss=mean):
-                    optimizer.update(model, gradients)
+                    optimizer.update(model, clipped)
                 sums = all_sum(mx.stack([mean * tokens, tokens.astype(mx.float32)]), group=data)
                 mx.eval(model.trainable_parameters(), optimizer.state, sums)
                 step.tokens = int(sums[1])
@@ -105,7 +106,7 @@ def train(config: TrainConfig) -> float:
             validate()
             checkpoints.save(batches.step, state)
             save_trained(config, model, checkpoints, mesh)
-    return loss
+    return math.nan if loss is None else loss
 
 
 def masked_loss(model: nn.Module, batch: mx.array, lengths: mx.array, *, cp: Any) -> tuple[mx.array, mx.array]:

@@ -32,7 +32,9 @@ def raw(batch):
 @pytest.mark.parametrize("offsets", [False, True])
 @pytest.mark.parametrize("max_seq_length", [2048, 33, 20])
 @pytest.mark.filterwarnings("ignore:Batches. .*sample")
-def test_rows_are_those_of_mlx_lm(offsets, max_seq_length):
+def test_rows_are_those_of_mlx_lm(offsets, max_seq_length, monkeypatch):
+    # To warn on one rank alone it starts MPI, whose variables all processes would inherit that later tests start.
+    monkeypatch.setattr("mlx_lm.tuner.trainer.rprint", print)
     dataset = sorted(samples(24, offsets=offsets), key=lambda sample: len(sample[0]))  # as mlx-lm orders them
     ours = train.Batches(dataset, 4, max_seq_length, shuffle=False, epochs=1)
     theirs = sorted(map(raw, iterate_batches(dataset, 4, max_seq_length)))

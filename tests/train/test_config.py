@@ -57,7 +57,10 @@ resume = true
         (LEAST + "iters = 0", "iters is 0, not a whole number from 1"),
         (LEAST + "iters = true", "iters is True, not a whole number"),
         (LEAST + "learning_rate = nan", "learning_rate is nan, not a number above 0"),
-        (LEAST + '[precision]\ndtype = "int8"', "precision.dtype is 'int8', not one of float32, bfloat16, float16"),
+        (
+            LEAST + '[precision]\ndtype = "int8"',
+            "precision.dtype is 'int8', not one of model, float32, bfloat16, float16",
+        ),
         (LEAST + "[control]\nmemory_share = 1.5", "control.memory_share is 1.5, not a number from 0 to 1"),
         (LEAST + "x = \ny = 1", "at line 3"),
         (LEAST + 'model = "m"', "Cannot overwrite a value"),

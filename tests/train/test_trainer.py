@@ -142,11 +142,17 @@ MESHES = [
 
 
 @pytest.mark.parametrize(("ranks", "tables", "changed"), MESHES)
-@pytest.mark.parametrize("model", ["qwen3", pytest.param("qwen3_moe", marks=LONG)])
-def test_equal_to_one_process(folder, one, tmp_path, ranks, tables, changed, model):
-    reference = {name: value for name, value in changed.items() if name != "context_parallel"} | {"model": model}
-    run(tmp_path, ranks, settings(folder, tables, model, **changed))
+def test_equal_to_one_process(folder, one, tmp_path, ranks, tables, changed):
+    reference = {name: value for name, value in changed.items() if name != "context_parallel"}
+    run(tmp_path, ranks, settings(folder, tables, **changed))
     require_equal(tmp_path, one(**reference))
+
+
+@LONG
+@pytest.mark.parametrize("tables", ["dp = 2\nfsdp = 2", "fsdp = 2\ntp = 2", "fsdp = 2\ncp = 2", "cp = 2\ntp = 2"])
+def test_experts_equal_to_one_process(folder, one, tmp_path, tables):
+    run(tmp_path, 4, settings(folder, f"[mesh]\n{tables}", "qwen3_moe"))
+    require_equal(tmp_path, one(model="qwen3_moe"))
 
 
 @pytest.mark.parametrize(
