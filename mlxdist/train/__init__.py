@@ -2,12 +2,12 @@
 
 from .batches import Batches
 from .checkpoint import Checkpoints
-from .clip_grad_norm import clip_grad_norm
+from .clipping import clip_grad_norm
 from .control import Control, Decision
 from .data_parallel import average_gradients
 from .datasets import load_dataset
 from .flops import FlopsPerToken, flops_per_token
-from .fully_shard import fully_shard
+from .fully_sharded import fully_shard
 from .gradient_guard import GradientGuard
 from .loss_alarm import LossAlarm
 from .mixed_precision import MixedPrecision

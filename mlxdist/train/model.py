@@ -21,7 +21,7 @@ from mlxdist.runtime.mesh import Mesh
 
 from .checkpoint import Checkpoints
 from .config import TrainConfig
-from .fully_shard import fully_shard
+from .fully_sharded import fully_shard
 from .mixed_precision import MixedPrecision
 from .model_folder import require_no_folder, write_model_folder
 

@@ -22,7 +22,7 @@ from mlxdist.runtime.step import set_step
 
 from .batches import Batches
 from .checkpoint import Checkpoints
-from .clip_grad_norm import clip_grad_norm
+from .clipping import clip_grad_norm
 from .config import TrainConfig
 from .control import Control
 from .datasets import load_dataset

@@ -47,7 +47,7 @@ def test_bad_input(run_ranks, ranks):
 
 def test_the_program_of_the_guide(run_ranks, tmp_path):
     """It prints the same on one rank as on two."""
-    page = (Path(__file__).parents[2] / "docs" / "context_parallel.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "context-parallel.md").read_text()
     program = tmp_path / "program.py"
     program.write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
     (alone,) = run_ranks(program, 1)
