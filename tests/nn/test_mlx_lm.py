@@ -205,14 +205,15 @@ def test_share(tmp_path, model):
 
 
 @pytest.mark.long
-def test_lora(tmp_path, model):
-    """Two ranks, each with half of every batch, train what one process trains."""
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_lora(tmp_path, model, accumulate):
+    """Two ranks, each with half of every batch, train what one process trains; also if gradients are accumulated."""
     for name in ("train", "valid", "test"):
         texts = [f"the number {i % 4} comes before the number {i % 4 + 1}." for i in range(8)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     arguments = ["lora", "--train", "--test", "--model", model, "--data", tmp_path, "--num-layers", 2]
     arguments += ["--batch-size", 4, "--iters", 20, "--val-batches", 1, "--steps-per-report", 5, "--save-every", 20]
-    arguments += ["--learning-rate", 1e-3, "--test-batches", 1]
+    arguments += ["--learning-rate", 1e-3, "--test-batches", 1, "--grad-accumulation-steps", accumulate]
     losses, adapters = {}, {}
     for ranks in (1, 2):
         directory = tmp_path / f"adapters of {ranks}"
