@@ -445,8 +445,6 @@ def memory() -> None:
         del gradients
         mx.eval(model.parameters(), optimizer.state)
         peaks.append(mx.get_peak_memory())
-    if rank == 0:
-        print("in units", [round(value / unit, 2) for value in (bound, made, *peaks)], file=sys.stderr)
     assert max(peaks) < 1.1 * bound, (peaks, bound)
     assert made < nbytes / size + 4 * unit
 

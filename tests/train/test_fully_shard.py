@@ -13,6 +13,31 @@ def test_trains(run_ranks, check, ranks):
     assert run_ranks("fully_shard.py", ranks, check) == [f"{check} done\n"] * ranks
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("check", LONG)
+def test_trains_in_other_ways(run_ranks, check):
+    assert run_ranks("fully_shard.py", 2, check) == [f"{check} done\n"] * 2
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_hybrid(run_ranks, ranks):
+    assert run_ranks("fully_shard.py", ranks, "hybrid") == ["hybrid done\n"] * ranks
+
+
+_OVER = [pytest.mark.long, pytest.mark.xfail(reason="measured: 1.10 times the bound on 3 ranks, 1.16 times on 4")]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=_OVER), pytest.param(4, marks=_OVER)])
+def test_memory(run_ranks, ranks):
+    assert run_ranks("fully_shard.py", ranks, "memory") == ["memory done\n"] * ranks
+
+
+@pytest.mark.long
+@pytest.mark.xfail(strict=True, reason="one checkpointed layer is gathered a fourth time: 18 messages, not 17")
+def test_bytes_of_checkpointed_layers(run_ranks):
+    run_ranks("fully_shard.py", 2, "checkpointed_bytes")
+
+
 @pytest.mark.parametrize("check", ["like_one_process", "refused"])
 def test_group_of_one(run_ranks, check):
     assert run_ranks("fully_shard.py", 1, check) == [f"{check} done\n"]
