@@ -1,6 +1,7 @@
 """train.Checkpoints in one process: what comes back, and that half a checkpoint is never taken for one."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -472,6 +473,41 @@ def test_two_jobs_do_not_save_into_one_directory(tmp_path):
     first.communicate()
     save(tmp_path, 2)
     assert there(tmp_path) == [2]
+
+
+def test_a_directory_that_is_made_again_is_locked_again(tmp_path):
+    directory = tmp_path / "checkpoints"
+    program = """
+import shutil, sys, mlx.core as mx
+from mlxdist.train import Checkpoints
+checkpoints = Checkpoints(sys.argv[1])
+for step in (1, 2):
+    checkpoints.save(step, {"w": mx.zeros(1)})
+    checkpoints.wait()
+    if step == 1:
+        shutil.rmtree(sys.argv[1])
+print(2, flush=True)
+input()
+"""
+    first = subprocess.Popen(
+        [sys.executable, "-c", program, str(directory)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert first.stdout.readline() == b"2\n"
+    (directory / "step-00000002" / "manifest.json").unlink()
+    with pytest.raises(errors.InvalidArgument, match="another job saves"):
+        save(directory, 3)
+    first.communicate(b"\n")
+
+
+def test_a_named_pipe_is_no_manifest(tmp_path):
+    """Reading it would not end."""
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    manifest = tmp_path / "step-00000002" / "manifest.json"
+    manifest.unlink()
+    os.mkfifo(manifest)
+    with pytest.warns(UserWarning, match="no file"):
+        assert load(tmp_path)[0] == 1
 
 
 @pytest.mark.parametrize(

@@ -294,7 +294,8 @@ class Checkpoints:
 
         def check() -> None:
             if self._is_lead:
-                self._lock = self._lock or layout.Lock(self._directory, current_run())
+                if self._lock is None or not self._lock.is_there:
+                    self._lock = layout.Lock(self._directory, current_run())
                 layout.require_next(self._directory, step, self._runs, self._known, self._damaged)
 
         together(check, self._group)

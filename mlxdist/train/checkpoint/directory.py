@@ -132,14 +132,25 @@ class Lock:
 
     def __init__(self, directory: Path, run: str) -> None:
         path = directory.resolve() / "lock"
-        self._file = _locks.get(path)
-        if self._file is None:
+        self._path, known = path, _locks.get(path)
+        if known is not None:
+            self._file = known
+        if known is None or not self.is_there:
             try:
+                path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = _locks[path] = _locked(path)
             except OSError as error:
                 raise ResourceError(f"Checkpoints: {path} cannot be written: {error.strerror}") from None
             self._file.truncate(0)
             self._file.write(f"run {run}, process {os.getpid()} on {socket.gethostname()}\n".encode())
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the file is still the one that is locked: a directory can be removed, and made again."""
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        except OSError:
+            return False
 
 
 def _locked(path: Path) -> BinaryIO:

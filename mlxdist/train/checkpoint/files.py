@@ -4,6 +4,7 @@ A rank's file is safetensors (https://huggingface.co/docs/safetensors), readable
 is not written by MLX: a thread of ours writes it while the program computes, and counts the CRC-32 of the same bytes.
 """
 
+import errno
 import json
 import os
 import zlib
@@ -124,6 +125,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Snapshot], metadata: Mapping
 def crc32_of(path: Path) -> str:
     """Of all bytes of a file. Raises OSError."""
     crc, buffer = 0, memoryview(bytearray(_CHUNK_BYTES))
+    if not path.is_file():  # reading a named pipe would never end
+        raise OSError(errno.ENOENT, "no file is there")
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             crc = zlib.crc32(buffer[:count], crc)

@@ -74,8 +74,11 @@ class Manifest:
     @classmethod
     def read(cls, directory: Path) -> "Manifest":
         """Raises Unusable: there is none, or it is damaged."""
+        path = directory / MANIFEST
+        if path.exists() and not path.is_file():  # reading a named pipe would never end
+            raise Unusable(f"has a {MANIFEST} that is no file")
         try:
-            return cls.from_text((directory / MANIFEST).read_bytes())
+            return cls.from_text(path.read_bytes())
         except FileNotFoundError:
             raise Unusable(f"has no {MANIFEST}: saving it was not completed") from None
         except OSError as error:
