@@ -212,8 +212,10 @@ def test_lora(tmp_path, model, accumulate):
         texts = [f"the number {i % 4} comes before the number {i % 4 + 1}." for i in range(8)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     arguments = ["lora", "--train", "--test", "--model", model, "--data", tmp_path, "--num-layers", 2]
-    arguments += ["--batch-size", 4, "--iters", 20, "--val-batches", 1, "--steps-per-report", 5, "--save-every", 20]
-    arguments += ["--learning-rate", 1e-3, "--test-batches", 1, "--grad-accumulation-steps", accumulate]
+    iterations = 20 * accumulate  # 20 updates
+    arguments += ["--batch-size", 4, "--iters", iterations, "--save-every", iterations, "--val-batches", 1]
+    arguments += ["--steps-per-report", iterations // 4, "--learning-rate", 1e-3, "--test-batches", 1]
+    arguments += ["--grad-accumulation-steps", accumulate]
     losses, adapters = {}, {}
     for ranks in (1, 2):
         directory = tmp_path / f"adapters of {ranks}"
