@@ -108,7 +108,7 @@ class Control:
         max_host_memory: the share of a host's memory, or of the container's or SLURM job's, that may be in use: 0.95.
         min_device_memory: bytes that MLX must have left of its memory limit (``mx.get_memory_limit``); 2 GiB is usual.
             Before a rank reports less it collects garbage and clears MLX's cache.
-        memory_every: memory is measured at each so many calls of ``decide``.
+        memory_every: calls of ``decide`` from one measurement of memory to the next.
         signals: those that end the job so. While the control is open no handler of these that was there before is
             called. Of SIGTERM this means that it does not end the process: Ctrl-C and SIGKILL do.
         loss_alarm: gets the mean of all ranks' losses.

@@ -26,7 +26,7 @@ class LossAlarm:
     Args:
         window: how many losses the median is of.
         deviations: standard deviations, at least 1 % of the median each.
-        patience: after so many steps of a spike the run counts as diverged; the losses since then are the new normal.
+        patience: steps of a spike, after which the run counts as diverged; the losses since then are the new normal.
 
     Raises:
         InvalidArgument: an argument is out of range.
