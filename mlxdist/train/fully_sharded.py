@@ -19,7 +19,7 @@ from mlxdist.runtime.group import Group
 from mlxdist.runtime.mesh import Mesh
 
 from .flat_shards import FlatShards, Slot, slots_of
-from .sharded_unit import METHODS, Channel, Unit
+from .sharded_unit import METHODS, Unit, UnitChannel
 
 __all__ = ["fully_shard"]
 
@@ -90,8 +90,8 @@ def fully_shard(
         parameters += _described(module)
     if everyone.size() == 1 or group.size() * (replicas.size() if replicas else 1) == 1:
         return module
-    channel = Channel.of(group)
-    other = Channel.of(replicas) if replicas is not None and replicas.size() > 1 else None
+    channel = UnitChannel.of(group)
+    other = UnitChannel.of(replicas) if replicas is not None and replicas.size() > 1 else None
     reshards = stage == 3 and reshard_after_forward
     for root, owners in _units(module):
         flats, replicated = _flats(owners, group)

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,9 +12,10 @@ from mlxdist.nn.rank_checks import agree
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.mesh import Mesh
 
+from .channel import Channel
 from .gradient_buckets import Gradient, Plan
 
-__all__ = ["NAME", "Averaging", "Channel", "Parameters", "reduced_over"]
+__all__ = ["NAME", "Averaging", "GradientChannel", "Parameters", "reduced_over"]
 
 NAME = "value_and_grad"
 Parameters = list[tuple[str, mx.array]]
@@ -80,35 +80,17 @@ class Averaging:
             self._labels[over, is_weighted] = self.plan.label(is_weighted, over=over)
         return self._labels[over, is_weighted]
 
-    def channel(self, over: tuple[str, ...]) -> "Channel":
+    def channel(self, over: tuple[str, ...]) -> "GradientChannel":
         """Of the ranks along these axes."""
-        return Channel.of(self._mesh[over] if self._mesh is not None else self.everyone)
+        return GradientChannel.of(self._mesh[over] if self._mesh is not None else self.everyone)
 
 
-class Channel:
-    """A group, and the stream, that gradients travel in and nothing else: while others are computed.
-
-    What the program does in its own group is in another order on each stream, and each group has one order.
-    """
-
-    stream = mx.new_thread_local_stream(mx.cpu)
-    _of: "WeakKeyDictionary[Group, Channel]" = WeakKeyDictionary()
-
-    def __init__(self, group: Group) -> None:
-        own = group.split(0)
-        assert own is not None  # the color is not negative
-        self._group, self.ranks = own, group.size()
-
-    @classmethod
-    def of(cls, group: Group) -> "Channel":
-        """Collective where the group has none yet."""
-        if group not in cls._of:
-            cls._of[group] = cls(group)
-        return cls._of[group]
+class GradientChannel(Channel):
+    """For the gradients that ranks average."""
 
     def add_up(self, array: mx.array, label: int) -> mx.array:
         """The sum of all ranks' ``array``; Mismatch, when it is evaluated, if they have other labels."""
-        return mx.distributed.all_sum(array, group=self._group.connection.mlx_group(-1.0, label), stream=self.stream)
+        return mx.distributed.all_sum(array, group=self.group.connection.mlx_group(-1.0, label), stream=self.stream)
 
 
 def reduced_over(model: nn.Module) -> Iterator[tuple[str, Collection[Group]]]:

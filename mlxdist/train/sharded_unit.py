@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,9 +18,10 @@ from mlxdist.runtime.native import bridge
 from mlxdist.runtime.ops import all_gather, all_sum, sum_scatter
 from mlxdist.runtime.packing import pack, unpack
 
+from .channel import Channel
 from .flat_shards import FlatShards, Slot
 
-__all__ = ["METHODS", "Channel", "Unit"]
+__all__ = ["METHODS", "Unit", "UnitChannel"]
 
 Arrays = list[mx.array]
 Tree = Any
@@ -44,7 +45,7 @@ class Order:
 
     def carry_out(self, operation: Callable[..., mx.array], array: mx.array, *after: mx.array) -> mx.array:
         """``operation(array, group=..., stream=...)``, behind the others, and when ``after`` is known."""
-        stream = Channel.stream
+        stream = UnitChannel.stream
         # depends() works on the stream of its first argument; here nothing is copied.
         own = mx.stop_gradient(array, stream=stream)
         (own,) = mx.depends([own], [*self._last, *after]) if self._last or after else [own]
@@ -52,29 +53,14 @@ class Order:
         return self._last[0]
 
 
-class Channel:
-    """A group, and the stream, that units communicate in and nothing else: while others are computed.
-
-    What the program does in its own group is in another order on each stream, and each group has one order.
-    """
-
-    stream = mx.new_thread_local_stream(mx.cpu)
-    _of: "WeakKeyDictionary[Group, Channel]" = WeakKeyDictionary()
+class UnitChannel(Channel):
+    """For the parameters and gradients of units."""
 
     def __init__(self, group: Group) -> None:
-        own = group.split(0)
-        assert own is not None  # the color is not negative
-        self.gather = partial(all_gather, group=own)
-        self.scatter = partial(sum_scatter, group=own)
-        self.add_up = partial(all_sum, group=own)
-        self.group, self.size = own, group.size()
-
-    @classmethod
-    def of(cls, group: Group) -> "Channel":
-        """Collective where the group has none yet."""
-        if group not in cls._of:
-            cls._of[group] = cls(group)
-        return cls._of[group]
+        super().__init__(group)
+        self.gather = partial(all_gather, group=self.group)
+        self.scatter = partial(sum_scatter, group=self.group)
+        self.add_up = partial(all_sum, group=self.group)
 
 
 class Unit:
@@ -85,8 +71,8 @@ class Unit:
         self,
         flats: Sequence[FlatShards],
         replicated: Sequence[Slot],
-        channel: Channel,
-        replicas: Channel | None,
+        channel: UnitChannel,
+        replicas: UnitChannel | None,
         dtype: mx.Dtype | None,
         reshards: bool,
         prefetch: int,
@@ -173,7 +159,7 @@ class Unit:
 
     def reduce(self, order: Order, flat: FlatShards, packed: mx.array) -> mx.array:
         """This rank's shard of the mean over the ranks."""
-        total = order.carry_out(self.channel.scatter, packed).astype(flat.dtype, stream=Channel.stream)
+        total = order.carry_out(self.channel.scatter, packed).astype(flat.dtype, stream=UnitChannel.stream)
         return self._mean(order, total)
 
     def average(self, order: Order, array: mx.array) -> mx.array:
@@ -183,7 +169,7 @@ class Unit:
     def _mean(self, order: Order, total: mx.array) -> mx.array:
         if self.replicas:
             total = order.carry_out(self.replicas.add_up, total)
-        return mx.divide(total, self.ranks, stream=Channel.stream)
+        return mx.divide(total, self.ranks, stream=UnitChannel.stream)
 
 
 class _Pass:

@@ -21,7 +21,7 @@ from mlxdist.runtime.mesh import Mesh
 from mlxdist.runtime.native import bridge
 
 from . import micro_batches
-from .gradient_averaging import NAME, Averaging, Channel, Parameters, reduced_over
+from .gradient_averaging import NAME, Averaging, GradientChannel, Parameters, reduced_over
 from .gradient_buckets import DEFAULT_BUCKET_BYTES, check_reduce_dtype, sum_dtype
 
 __all__ = ["value_and_grad"]
@@ -194,7 +194,7 @@ class _Step:
         averaging, plan, ranks = self._averaging, self._averaging.plan, self._averaging.everyone.size()
         assert plan is not None
         divisor: Any = self._count
-        stream = Channel.stream
+        stream = GradientChannel.stream
         if self._is_weighted:
             tokens: Any = sum(_tokens(value[1]) for value in self._values)
             if ranks > 1:
@@ -210,7 +210,7 @@ class _Step:
             packed = plan.pack(bucket, sums).astype(bucket.wire_dtype)
             total = channel.add_up(packed, averaging.label(over, self._is_weighted))
             total = total.astype(bucket.sum_dtype, stream=stream)
-            mean = mx.divide(total, divisor * channel.ranks, stream=stream)
+            mean = mx.divide(total, divisor * channel.size, stream=stream)
             # MLX computes what is asked for, in the order of asking: the backward pass up to this bucket, and no more.
             mx.async_eval(mean, waiting)
             waiting = []

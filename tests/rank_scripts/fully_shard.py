@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 import mlxdist
 from mlxdist.nn.sharding.cuts import cuts
 from mlxdist.train import fully_shard
-from mlxdist.train.sharded_unit import Channel
+from mlxdist.train.sharded_unit import UnitChannel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
@@ -330,7 +330,7 @@ def sent_in(call: Any) -> tuple[int, int]:
 
 
 def sent() -> tuple[int, int]:
-    stats = [channel.group.stats() for channel in Channel._of.values()]
+    stats = [channel.group.stats() for channel in UnitChannel._of.values()]
     return sum(one["collectives"] for one in stats), sum(one["payload_bytes_sent"] for one in stats)
 
 
