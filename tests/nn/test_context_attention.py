@@ -36,6 +36,7 @@ def test_what_a_ring_sends(run_ranks, ranks):
     assert run_ranks("context_attention.py", ranks, "ring_messages", "ring") == ["equal\n"] * ranks
 
 
+@pytest.mark.long
 def test_what_a_ring_holds(run_ranks):
     assert run_ranks("context_attention.py", 2, "memory", "ring") == ["equal\n"] * 2
 

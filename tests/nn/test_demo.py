@@ -42,8 +42,8 @@ def test_trains_saves_and_generates_sharded(run_example, run_ranks, tmp_path):
     assert report["loss_last"] < report["loss_first"] - 0.5
 
     training, generation = report["training"], report["generation"]
-    # A step averages all gradients in one bucket, and the loss; after the last one ranks meet, since rank 0 saves.
-    assert training["collectives"] == 2 * steps + 1
+    # A step averages all gradients in one bucket, and the loss; checkpoints have a group of their own.
+    assert training["collectives"] == 2 * steps
     assert training["bytes"] > steps * sum(weight.nbytes for _, weight in tree_flatten(model.parameters()))
     # Each of the two layers sums up after attention and after the MLP, for every token and the one mlx-lm is ahead;
     # for the prompt, the second layer only has to fill its cache.

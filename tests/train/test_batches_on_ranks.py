@@ -25,7 +25,8 @@ def test_meshes(run_ranks, ranks):
     assert run_ranks("batches.py", ranks, "meshes") == ["meshes done\n"] * ranks
 
 
-@pytest.mark.parametrize("before, after", [(2, 3), pytest.param(4, 2, marks=long), pytest.param(1, 4, marks=long)])
+@pytest.mark.parametrize("before, after", [(2, 3), (4, 2), (1, 4)])
+@long
 def test_another_number_of_ranks_goes_on_with_the_same_rows(run_ranks, tmp_path, before, after):
     outputs = run_ranks("batches.py", before, "save", tmp_path, 0) + run_ranks("batches.py", after, "save", tmp_path, 5)
     assert len({output.splitlines()[-2] for output in outputs}) == 1  # the seed, which rank 0 of the first ranks picked

@@ -23,6 +23,7 @@ def test_two_ranks_save_and_four_load(run_ranks, tmp_path):
     assert run_ranks(SCRIPT, 4, tmp_path, "on_other_ranks") == ["done\n"] * 4
 
 
+@pytest.mark.long
 def test_from_fully_shard_to_tensor_parallelism(run_ranks, tmp_path):
     run_ranks(SCRIPT, 2, tmp_path, "saves_fully_sharded")
     assert run_ranks(SCRIPT, 2, tmp_path, "on_other_ranks") == ["done\n"] * 2

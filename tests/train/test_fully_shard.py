@@ -2,8 +2,8 @@
 
 import pytest
 
-CHECKS = ["like_one_process", "bytes_on_the_wire", "frozen_bytes", "compiled", "refused"]
-LONG = ["blocks_alone", "checkpointed", "compute_dtypes"]
+CHECKS = ["like_one_process", "bytes_on_the_wire", "frozen_bytes", "refused"]
+LONG = ["blocks_alone", "compiled", "checkpointed", "compute_dtypes"]
 MODELS = ["low_rank_adapters", "models_of_mlx_lm"]
 
 

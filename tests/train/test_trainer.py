@@ -251,7 +251,8 @@ def test_what_it_leaves(folder, tmp_path):
     assert mx.isfinite(model(mx.array([[3, 4]]))).all()
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=LONG)])
+@LONG
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_bad_input(folder, tmp_path, ranks):
     """One sentence, before any work."""
     broken = tmp_path / "broken"

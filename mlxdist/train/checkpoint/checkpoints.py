@@ -313,7 +313,7 @@ class Checkpoints:
         except Exception as error:  # for the program, which is elsewhere
             self._failure = error
             if self._group.rank() == 0:
-                logger.warn("checkpoint", f"step {manifest.step} is not saved; the next save raises: {error}")
+                logger.warn("failure", f"step {manifest.step} is not saved; the next save raises: {error}")
 
     def _kept(self, steps: list[int]) -> set[int]:
         return {*steps[-self._keep :], *(step for step in steps if self._keep_every and step % self._keep_every == 0)}
