@@ -55,6 +55,10 @@ def fully_shard(
         stage 1, 2, or reshard_after_forward=False
                    2 (n - 1) / n P    and hold all parameters, too, from the forward to the backward pass
 
+    With ``train.value_and_grad(accumulate=k)``, stage 3 sends that k times. Stage 2 gathers once and keeps the
+    parameters for all micro-batches, so it sends (k + 1) (n - 1) / n P. Stage 1 keeps the sum of the gradients, too,
+    in float32 and in full, and reduces it with the last one: 2 (n - 1) / n P for any k.
+
     Frozen parameters, also quantized ones, are sharded and have no gradient; LoRA's adapters on them, and
     ``nn.BatchNorm``, stay full on all ranks, and their gradients are averaged. Freeze and add adapters before. Use
     gradient checkpointing (``nn.utils.checkpoint``, mlx-lm's ``grad_checkpoint``) on a module that is sharded already.
@@ -65,7 +69,8 @@ def fully_shard(
         group: the ranks to shard over; ``None`` is the group of ``mlxdist.init()``.
         compute_dtype: the parameters are gathered and computed with in this dtype; gradients travel in it, are added up
             in float32, and get the dtype of the shards. ``None``: their own.
-        stage: 3, or 1 or 2, which gather the parameters once for the forward and the backward pass.
+        stage: 3, or 1 or 2, which gather the parameters once a step. Without micro-batches of
+            :func:`value_and_grad` 1 is 2.
         reshard_after_forward: whether the backward pass gathers again; for stage 3.
         prefetch: how many units ahead the backward pass gathers. With 0, the forward pass, too, gathers only when
             it has come to a unit.
@@ -98,7 +103,7 @@ def fully_shard(
         if root is not module and not flats and not replicated:
             continue
         found = _cuts(root, flats, group)
-        unit = Unit(flats, replicated, channel, other, compute_dtype, reshards, prefetch)
+        unit = Unit(flats, replicated, channel, other, compute_dtype, stage, reshards, prefetch)
         for flat in flats:
             flat.shard()
         reduced_over = (group,) if replicas is None else (group, replicas)

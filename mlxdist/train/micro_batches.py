@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -12,27 +13,41 @@ from mlx.utils import tree_flatten, tree_map
 
 from mlxdist.base.errors import InvalidArgument
 
-__all__ = ["is_last", "split", "working_on"]
-
-_is_last = ContextVar("is_last", default=True)
+__all__ = ["Kept", "current", "split", "working_on"]
 
 
-def is_last() -> bool:
-    """Whether the gradients that are computed now complete the sum: in the last micro-batch, and where there are none.
+@dataclass
+class Kept:
+    """What modules that communicate by themselves keep on their rank from one micro-batch of a step to the next.
 
-    For modules that communicate gradients themselves: those of other micro-batches may wait on their rank.
+    Attributes:
+        parameters: gathered ones, by what the module calls them.
+        gradients: the sums of those that travel with the last micro-batch. It takes them out.
+        is_last: whether the gradients that are computed now complete the sum.
     """
-    return _is_last.get()
+
+    parameters: dict[Any, mx.array] = field(default_factory=dict)
+    gradients: dict[Any, mx.array] = field(default_factory=dict)
+    is_last: bool = False
+
+
+_current: ContextVar[Kept | None] = ContextVar("current", default=None)
+
+
+def current() -> Kept | None:
+    """What the step keeps whose micro-batches are computed now; ``None``: it has one, or counts none."""
+    return _current.get()
 
 
 @contextmanager
-def working_on(number: int, count: int) -> Iterator[None]:
+def working_on(kept: Kept, number: int, count: int) -> Iterator[None]:
     """The gradients of micro-batch ``number`` of ``count`` are computed within."""
-    token = _is_last.set(number == count - 1)
+    kept.is_last = number == count - 1
+    token = _current.set(kept if count > 1 else None)
     try:
         yield
     finally:
-        _is_last.reset(token)
+        _current.reset(token)
 
 
 def split(name: str, count: int, args: tuple, kwargs: dict[str, Any]) -> list[tuple[tuple, dict[str, Any]]]:

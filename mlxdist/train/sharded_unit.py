@@ -9,7 +9,7 @@ from weakref import ref
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 
 from mlxdist.nn.mappings import with_gradients
 from mlxdist.nn.sharding.plan.parallel_region import repeated
@@ -18,6 +18,7 @@ from mlxdist.runtime.native import bridge
 from mlxdist.runtime.ops import all_gather, all_sum, sum_scatter
 from mlxdist.runtime.packing import pack, unpack
 
+from . import micro_batches
 from .channel import Channel
 from .flat_shards import FlatShards, Slot
 
@@ -37,11 +38,27 @@ class Order:
     """
 
     current: ContextVar["Order | None"] = ContextVar("current", default=None)
+    latest: Callable[[], "Order | None"] = lambda: None  # weak: of what is not evaluated yet
 
     def __init__(self) -> None:
         self._last: Arrays = []
+        self._traced: Any = None
         self.last_pass: Callable[[], _Pass | None] = lambda: None  # weak: passes have this
         self.trains = False  # whether something has come that is trained
+
+    @classmethod
+    def of(cls, traced: Arrays) -> "Order":
+        """For a unit that is called by itself with ``traced``: that of the ones before it in the same trace.
+
+        So layers that are units without a model around, as MLX's fully_shard has them, share one.
+        """
+        order = cls.latest()
+        # MLX takes the mark from arrays when their trace ends.
+        if order is None or not bridge.is_traced(order._traced):
+            order = cls()
+            if traced:
+                cls.latest, order._traced = ref(order), traced[0]
+        return order
 
     def carry_out(self, operation: Callable[..., mx.array], array: mx.array, *after: mx.array) -> mx.array:
         """``operation(array, group=..., stream=...)``, behind the others, and when ``after`` is known."""
@@ -74,14 +91,16 @@ class Unit:
         channel: UnitChannel,
         replicas: UnitChannel | None,
         dtype: mx.Dtype | None,
+        stage: int,
         reshards: bool,
         prefetch: int,
     ) -> None:
         self.flats, self.replicated = flats, replicated
         self.channel, self.replicas = channel, replicas
-        self.dtype, self.reshards, self.prefetch = dtype, reshards, prefetch
+        self.dtype, self.stage, self.reshards, self.prefetch = dtype, stage, reshards, prefetch
         self.ranks = channel.size * (replicas.size if replicas else 1)
         self._runs = False
+        self._is_checkpointed = self._has_recomputed = False
         self._order: Callable[[], Order | None] = lambda: None  # of the last call of the model that it is in
         # What a module with others inside does with a parameter of its own is not one operation: it stays gathered.
         self.leaves: dict[int, tuple[nn.Module, list[tuple[int, int, Slot]]]] = {}
@@ -98,17 +117,24 @@ class Unit:
         order, recomputes = Order.current.get(), False
         if outermost := order is None:
             # The unit of a model that is called by itself, when the model has been: mx.checkpoint calls it once more.
-            order, recomputes = self._order() or Order(), self._order() is not None
+            order, recomputes = self._order(), self._order() is not None
+            order = order or Order.of(_traced_in(([slot.array for slot in self._slots()], args, kwargs))[0])
         else:
             self._order = ref(order)
         self._runs, token = True, Order.current.set(order)
         try:
             # MLX traces all arguments of the function that is differentiated. Before the first unit that is trained no
             # gradient is wanted, unless what the model itself is called with has one.
-            order.trains = order.trains or self._trains() or outermost and bool(_traced_in((args, kwargs))[0])
+            order.trains = (
+                order.trains
+                or any(slot.is_trained for slot in self._slots())
+                or outermost
+                and bool(_traced_in((args, kwargs))[0])
+            )
             if bridge.traces() and order.trains:
                 return self._call_traced(order, recomputes, module, method, args, kwargs)
-            fulls = [flat.unpack(self.gather(order, flat, flat.shards())) for flat in self.flats]
+            before = _arrays_in((args, kwargs)) if outermost else []  # or nothing would order units called one by one
+            fulls = [flat.unpack(self.gather(order, flat, flat.shards(), *before)) for flat in self.flats]
             with self._filled(fulls):
                 return method(module, *args, **kwargs)
         finally:
@@ -125,8 +151,13 @@ class Unit:
         kwargs: dict[str, Any],
     ) -> Tree:
         inputs, put_back = _traced_in((args, kwargs))
+        # What mx.checkpoint recomputes has no backward pass of its own. That it does shows in the step before.
+        if not recomputes:
+            self._is_checkpointed = self._has_recomputed
+        self._has_recomputed = recomputes
         # Of a layer whose input has no gradient nothing reads the parameters again: it is a product or a lookup.
-        reshards = self.reshards and not recomputes and bool(inputs or id(module) not in self.leaves)
+        reshards = self.reshards and not (recomputes or self._is_checkpointed)
+        reshards = reshards and bool(inputs or id(module) not in self.leaves)
         this = _Pass(self, order, reshards)
         inputs, fulls, replicated = this.enter(inputs)
         args, kwargs = put_back(inputs)
@@ -142,9 +173,8 @@ class Unit:
         outputs, put_back = _traced_in(result)
         return put_back(this.leave(outputs)) if outputs else result
 
-    def _trains(self) -> bool:
-        slots = [*self.replicated, *(slot for flat in self.flats for slot in flat.slots)]
-        return any(slot.is_trained for slot in slots)
+    def _slots(self) -> list[Slot]:
+        return [*self.replicated, *(slot for flat in self.flats for slot in flat.slots)]
 
     @contextmanager
     def _filled(self, fulls: Sequence[Arrays]) -> Iterator[None]:
@@ -154,8 +184,27 @@ class Unit:
 
     def gather(self, order: Order, flat: FlatShards, shards: Arrays, *after: mx.array) -> mx.array:
         """All ranks' shards: the vector of the full parameters."""
+        step = micro_batches.current() if self.stage < 3 else None
+        if step and id(flat) in step.parameters:
+            return step.parameters[id(flat)]
         dtype = self.dtype if self.dtype and mx.issubdtype(flat.dtype, mx.floating) else flat.dtype
-        return order.carry_out(self.channel.gather, flat.pack_shards(shards, dtype), *after)
+        vector = order.carry_out(self.channel.gather, flat.pack_shards(shards, dtype), *after)
+        if step and bridge.traces():
+            step.parameters[id(flat)] = vector
+        return vector
+
+    def accumulate(self, key: Any, packed: mx.array) -> mx.array | None:
+        """The gradients of all micro-batches of a step; ``None`` before the last one, if they wait for it."""
+        step = micro_batches.current() if self.stage == 1 else None
+        if step is None:
+            return packed
+        total = packed.astype(mx.float32)
+        if key in step.gradients:
+            total = total + step.gradients.pop(key)
+        if step.is_last:
+            return total.astype(packed.dtype)
+        step.gradients[key] = total
+        return None
 
     def reduce(self, order: Order, flat: FlatShards, packed: mx.array) -> mx.array:
         """This rank's shard of the mean over the ranks."""
@@ -317,14 +366,24 @@ class _Pass:
         that no more than two units' are on their way.
         """
         unit = self.unit
-        packed = [flat.pack(arrays) for flat, arrays in zip(flats, fulls)]
-        sums = [unit.reduce(self.order, flat, vector) for flat, vector in zip(flats, packed)]
-        gradients = [part for flat, total in zip(flats, sums) for part in flat.unpack_shards(total)]
+        packed, sums, gradients = [], [], []
+        for flat, arrays in zip(flats, fulls):
+            vector = unit.accumulate(id(flat), flat.pack(arrays))
+            if vector is None:
+                gradients += [mx.zeros_like(slot.array) for slot in flat.slots]
+                continue
+            packed.append(vector)
+            sums.append(unit.reduce(self.order, flat, vector))
+            gradients += flat.unpack_shards(sums[-1])
         if adapters:
-            packed.append(pack([array.astype(mx.float32) for array in adapters]))
-            sums.append(unit.average(self.order, packed[-1]))
-            means = unpack(sums[-1], [array.shape for array in adapters])
-            adapters = [mean.astype(array.dtype) for mean, array in zip(means, adapters)]
+            vector = unit.accumulate(id(unit), pack([array.astype(mx.float32) for array in adapters]))
+            if vector is None:
+                adapters = [mx.zeros_like(array) for array in adapters]
+            else:
+                packed.append(vector)
+                sums.append(unit.average(self.order, vector))
+                means = unpack(sums[-1], [array.shape for array in adapters])
+                adapters = [mean.astype(array.dtype) for mean, array in zip(means, adapters)]
         if entered:
             entered = list(mx.depends(entered, [*packed, *self._behind]))
         if self._previous is not None:
@@ -345,6 +404,11 @@ def _placed(slots: Sequence[Slot], arrays: Sequence[mx.array]) -> Iterator[None]
     finally:
         for slot, array in zip(slots, before):
             slot.put(array)
+
+
+def _arrays_in(tree: Tree) -> Arrays:
+    flat: Any = tree_flatten(tree, is_leaf=lambda node: isinstance(node, nn.Module))
+    return [leaf for _, leaf in flat if isinstance(leaf, mx.array)]
 
 
 def _traced_in(tree: Tree) -> tuple[Arrays, Callable[[Arrays], Tree]]:

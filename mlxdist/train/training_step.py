@@ -102,6 +102,7 @@ class _Step:
     def __init__(self, averaging: Averaging, fn: Callable[..., Any], accumulate: int) -> None:
         self._averaging, self._fn, self._count = averaging, fn, accumulate
         self._values: list[Any] = []
+        self._kept = micro_batches.Kept()
         self._is_weighted = False
         self._noted: list[int] | None = None
 
@@ -137,9 +138,14 @@ class _Step:
         with _ends_all(averaging.everyone):
             for number in range(1, self._count):
                 sums = {place: array.astype(wide[place]) for place, array in sums.items()}
-                mx.async_eval(sums, _arrays(self._values[-1]))
+                mx.async_eval(sums, _arrays(self._values[-1]), self._kept.gradients)
                 for place, array in self._differentiate(number, tree, parts[number]).items():
                     sums[place] = sums[place] + array.astype(wide[place])
+            if self._kept.gradients:
+                raise InvalidArgument(
+                    f"{NAME}: the last micro-batch leaves out a module of fully_shard(stage=1) that others called. "
+                    "Its gradients travel with the last; take stage=2, or call it with each"
+                )
         averages = iter(self._averaged(parameters, sums))
         return self._value(), tree_map(lambda _: next(averages), tree)
 
@@ -158,7 +164,7 @@ class _Step:
             return value[0].astype(mx.float32) * share, value
 
         try:
-            with micro_batches.working_on(number, self._count):
+            with micro_batches.working_on(self._kept, number, self._count):
                 (_, value), gradients = mx.value_and_grad(loss)(tree, *part)
         finally:
             model.update(tree)
