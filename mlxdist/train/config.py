@@ -86,10 +86,15 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class ControlConfig:
-    """``[control]``: when a training ends or saves by itself; see :class:`mlxdist.train.Control`."""
+    """``[control]``: when a training ends or saves by itself; see :class:`mlxdist.train.Control`.
+
+    ``nan_guard_every``: steps from one that :class:`mlxdist.debug.NanGuard` observes to the next; 0 for none.
+    """
 
     hours: float = _setting(0.0, positive(1e6))
     memory_share: float = _setting(0.0, _share)
+    device_memory_gib: float = _setting(0.0, positive(1e6))
+    nan_guard_every: int = _setting(0, number(0, 2**31 - 1))
     kill_file: str = _setting("", _text)
     save_file: str = _setting("", _text)
 
@@ -127,6 +132,7 @@ class TrainConfig:
     grad_checkpoint: bool = _setting(False, flag)
     max_seq_length: int = _setting(2048, _count)
     pack: bool = _setting(False, flag)
+    rank_shares: str = _setting("equal", one_of(("equal", "compute")))
     mask_prompt: bool = _setting(False, flag)
     iters: int = _setting(1000, number(1, _MAX_STEPS))
     steps_per_report: int = _setting(10, _count)

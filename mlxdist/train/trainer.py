@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxdist.debug import NanGuard
 from mlxdist.nn.context import shard_sequence
 from mlxdist.runtime.group import Group
 from mlxdist.runtime.mesh import Mesh
@@ -72,6 +73,8 @@ def train(config: TrainConfig) -> float:
         checkpoints.load(state, other_run=settings.resume)
         control = stack.enter_context(_control(config, mesh))
         report = stack.enter_context(Report(config, batches.step, mesh.group))
+        every = config.control.nan_guard_every
+        nan_guard = stack.enter_context(NanGuard(model, every, group=mesh.group)) if every else None
 
         def validate() -> None:
             if validation is not None:
@@ -99,6 +102,8 @@ def train(config: TrainConfig) -> float:
                 sums = all_sum(mx.stack([mean * tokens, tokens.astype(mx.float32)]), group=data)
                 mx.eval(model.trainable_parameters(), optimizer.state, sums)
                 step.tokens = int(sums[1])
+                if nan_guard is not None:
+                    nan_guard.check()
             loss = float(sums[0] / sums[1])
             set_step(batches.step, config.steps)
             report.trained(batches.step, loss, float(optimizer.learning_rate), throughput)
@@ -157,7 +162,12 @@ def _batches(config: TrainConfig, seed: int, mesh: Mesh) -> tuple[Batches, Calla
     make = partial(Batches, max_seq_length=config.max_seq_length, packed=config.pack, mesh=mesh)
     accumulate = config.grad_accumulation_steps
     batches = make(
-        load("train"), config.batch_size * accumulate, seed=seed, accumulate=accumulate, skip_steps=config.skip_steps
+        load("train"),
+        config.batch_size * accumulate,
+        seed=seed,
+        accumulate=accumulate,
+        rank_shares=None if config.rank_shares == "equal" else config.rank_shares,
+        skip_steps=config.skip_steps,
     )
     if config.val_batches == 0 or not Path(config.data).is_dir():
         return batches, None
@@ -175,5 +185,6 @@ def _control(config: TrainConfig, mesh: Mesh) -> Control:
         save_every=config.checkpoints.every,
         max_seconds=settings.hours * 3600 or None,
         max_host_memory=settings.memory_share or None,
+        min_device_memory=int(settings.device_memory_gib * 2**30) or None,
         loss_alarm=LossAlarm(),
     )

@@ -472,13 +472,14 @@ def memory() -> None:
     """(parameters + gradients + optimizer) / ranks, and two units: what MLX may use is limited to it.
 
     Without a limit MLX allocates ahead of what it computes, as much as it has."""
-    shapes = [array for _, array in tree_flatten(Wide().parameters())]
+    layers = int(sys.argv[2])
+    shapes = [array for _, array in tree_flatten(Wide(layers=layers).parameters())]
     nbytes = sum(array.nbytes for array in shapes)
-    unit = nbytes // 12
+    unit = nbytes // layers
     bound = 4 * nbytes / size + 2 * unit
     x = mx.ones((1, 192))
     mx.eval(x)
-    model = Wide()
+    model = Wide(layers=layers)
     fully_shard(model)  # of lazy parameters one unit at a time is made
     made = mx.get_peak_memory()
     optimizer = optim.AdamW(1e-3)

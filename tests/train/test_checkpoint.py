@@ -366,6 +366,15 @@ def test_other_files_are_left_alone(tmp_path):
     assert Checkpoints(tmp_path).latest() == 3
 
 
+def test_a_tree_that_contains_itself(tmp_path):
+    tree = {"list": [mx.ones(2)]}
+    tree["list"].append(tree)
+    for call in (lambda: Checkpoints(tmp_path).save(1, tree), lambda: Checkpoints(tmp_path).load(tree)):
+        with pytest.raises(errors.InvalidArgument, match="the tree contains itself at 'list.1'"):
+            call()
+    save(tmp_path, 1, tree={"a": TREE, "b": TREE})  # twice the same is no cycle
+
+
 def test_no_directory_has_no_checkpoint(tmp_path):
     assert Checkpoints(tmp_path / "none").latest() is None
     assert Checkpoints(tmp_path / "none").load(dict(TREE)) is None

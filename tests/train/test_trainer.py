@@ -1,6 +1,7 @@
 """`mlxdist train`: losses and weights of one process, whatever the mesh; restarts; what it leaves; bad input."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -285,3 +286,30 @@ def test_folders_that_are_there(folder, tmp_path):
     assert "resume = true" in output
     other = settings(folder, "[checkpoints]\nresume = true", model="qwen3_moe", iters=2, output="other")
     assert "is of another model" in run(tmp_path, 1, other, status=2)
+
+
+def test_an_activation_that_is_not_finite_is_found(folder, tmp_path):
+    model, _ = mlx_lm.utils.load_model(folder / "qwen3")
+    norm = model.model.layers[1].post_attention_layernorm
+    norm.weight = mx.where(mx.arange(norm.weight.size) == 1, mx.inf, norm.weight)
+    shutil.copytree(folder / "qwen3", tmp_path / "broken")
+    save_model(tmp_path / "broken", model)
+    changed = {"model": str(tmp_path / "broken"), "weights": "pretrained", "fine_tune_type": "full", "num_layers": -1}
+    text = settings(folder, "[control]\nnan_guard_every = 2\n[mesh]\nfsdp = 2", **changed)
+    output = run(tmp_path / "job", 2, text, status=1)
+    assert "model.layers.1.post_attention_layernorm" in output and "NonFinite" in output, output
+
+
+def test_little_device_memory_ends_it(folder, tmp_path):
+    output = run(tmp_path, 1, settings(folder, "[control]\ndevice_memory_gib = 100_000.0"))
+    assert "memory" in output, output
+    assert losses(tmp_path) == [] and not (tmp_path / "trained").exists(), output
+
+
+def test_rows_by_measured_speeds(folder, one, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLXDIST_RANK_SHARES_COMPUTE", "2,1")
+    text = settings(folder, "[mesh]\ndp = 2", batch_size=6, rank_shares="compute")
+    run(tmp_path / "two", 2, text)
+    require_equal(tmp_path / "two", one(batch_size=6))
+    monkeypatch.delenv("MLXDIST_RANK_SHARES_COMPUTE")
+    assert "needs a job whose hosts are measured" in run(tmp_path / "not measured", 2, text, status=2)

@@ -158,16 +158,18 @@ def _add(state: State, path: str, leaf: Any, given: dict[str, Cut]) -> None:
         state.values[path] = leaf
 
 
-def _nodes(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """What is in dicts and lists, with its path."""
+def _nodes(tree: Any, path: str, above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """What is in dicts and lists, with its path. ``above``: the ids of those that contain this one."""
     if isinstance(tree, nn.Module) or not isinstance(tree, dict | list | tuple):
         yield path, tree
         return
+    if id(tree) in above:
+        raise InvalidArgument(f"the tree contains itself at '{path}'; save it without that reference")
     entries = tree.items() if isinstance(tree, dict) else enumerate(tree)
     for key, node in entries:
         if isinstance(tree, dict):
             _check_key(key, path)
-        yield from _nodes(node, _join(path, key))
+        yield from _nodes(node, _join(path, key), (*above, id(tree)))
 
 
 def _check_key(key: Any, path: str) -> None:
