@@ -54,18 +54,20 @@ def settings(folder: Path, tables: str = "", model: str = "qwen3", **changed: ob
     return "\n".join(f"{name} = {json.dumps(value)}" for name, value in values.items()) + "\n" + tables
 
 
-def start(directory: Path, ranks: int, text: str) -> subprocess.Popen:
+def start(directory: Path, ranks: int, text: str, **variables: str) -> subprocess.Popen:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.toml").write_text(text)
-    launch = ["launch", "-n", str(ranks), "--", sys.executable, "-m", "mlxdist"] if ranks > 1 else []
-    command = [sys.executable, "-m", "mlxdist", *launch, "train", "config.toml"]
+    program = [sys.executable, "-m", "mlxdist"]
+    environment = ["env", *(f"{name}={value}" for name, value in variables.items())]
+    launch = [*program, "launch", "-n", str(ranks), "--", *environment] if ranks > 1 else []
+    command = [*launch, *program, "train", "config.toml"]
     return subprocess.Popen(
         command, cwd=directory, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
-def run(directory: Path, ranks: int, text: str, status: int = 0) -> str:
-    process = start(directory, ranks, text)
+def run(directory: Path, ranks: int, text: str, status: int = 0, **variables: str) -> str:
+    process = start(directory, ranks, text, **variables)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == status, output
     return output
@@ -306,10 +308,8 @@ def test_little_device_memory_ends_it(folder, tmp_path):
     assert losses(tmp_path) == [] and not (tmp_path / "trained").exists(), output
 
 
-def test_rows_by_measured_speeds(folder, one, tmp_path, monkeypatch):
-    monkeypatch.setenv("MLXDIST_RANK_SHARES_COMPUTE", "2,1")
+def test_rows_by_measured_speeds(folder, one, tmp_path):
     text = settings(folder, "[mesh]\ndp = 2", batch_size=6, rank_shares="compute")
-    run(tmp_path / "two", 2, text)
+    run(tmp_path / "two", 2, text, MLXDIST_RANK_SHARES_COMPUTE="2,1")
     require_equal(tmp_path / "two", one(batch_size=6))
-    monkeypatch.delenv("MLXDIST_RANK_SHARES_COMPUTE")
     assert "needs a job whose hosts are measured" in run(tmp_path / "not measured", 2, text, status=2)
