@@ -366,6 +366,18 @@ def test_other_files_are_left_alone(tmp_path):
     assert Checkpoints(tmp_path).latest() == 3
 
 
+def test_parameters_of_another_dtype(tmp_path):
+    checkpoints = save(tmp_path, 1, tree={"model": nn.Linear(3, 5)})
+    model = nn.Linear(3, 5)
+    model.set_dtype(mx.float16)
+    before = dict(tree_flatten(model.parameters()))
+    with pytest.raises(
+        errors.InvalidArgument, match="'model.(weight|bias)' is mlx.core.float32 .* mlx.core.float16 here"
+    ):
+        checkpoints.load({"model": model})
+    assert equal(before, model.parameters())
+
+
 def test_a_tree_that_contains_itself(tmp_path):
     tree = {"list": [mx.ones(2)]}
     tree["list"].append(tree)

@@ -308,6 +308,7 @@ def test_little_device_memory_ends_it(folder, tmp_path):
     assert losses(tmp_path) == [] and not (tmp_path / "trained").exists(), output
 
 
+@LONG
 def test_rows_by_measured_speeds(folder, one, tmp_path):
     text = settings(folder, "[mesh]\ndp = 2", batch_size=6, rank_shares="compute")
     run(tmp_path / "two", 2, text, MLXDIST_RANK_SHARES_COMPUTE="2,1")

@@ -6,6 +6,7 @@ from typing import Any
 from mlxdist.base.errors import InvalidArgument
 from mlxdist.nn.sharding.cut import Cut
 
+from .files import DTYPES
 from .manifest import Manifest
 from .state import State
 
@@ -16,7 +17,7 @@ def match(manifest: Manifest, state: State) -> tuple[dict[str, Cut], dict[str, A
     """Of a checkpoint: the arrays that a rank needs for its state, with how they are cut there; and the values.
 
     Raises:
-        InvalidArgument: it has not all of it, or other shapes, or more parameters of a model.
+        InvalidArgument: it has not all of it, or other shapes or dtypes, or more parameters of a model.
     """
     cuts: dict[str, Cut] = {}
     values: dict[str, Any] = {}
@@ -29,6 +30,12 @@ def match(manifest: Manifest, state: State) -> tuple[dict[str, Cut], dict[str, A
             raise _other(manifest, f"it has no '{path}'")
         if cut is not None and cut.shape != array.shape:
             raise _other(manifest, f"'{path}' has the shape {array.shape} in it, and {cut.shape} here")
+        saved = DTYPES[array.dtype]
+        if path in state.arrays and state.arrays[path].dtype != saved and _is_parameter(path, state):
+            raise InvalidArgument(
+                f"Checkpoints.load: '{path}' is {saved} in the checkpoint of step {manifest.step}, and "
+                f"{state.arrays[path].dtype} here; call model.set_dtype({saved}) before, and set_dtype again after"
+            )
         cuts[path] = cut or Cut.full(array.shape)
     return cuts, values
 
@@ -38,15 +45,18 @@ def _wanted(manifest: Manifest, state: State) -> Iterator[tuple[str, Cut | None]
     for path in (*state.arrays, *state.values):
         if not any(_is_below(path, above) for above in state.stateful):
             cut = state.cuts.get(path)
-            is_parameter = any(_is_below(path, module) for module in state.modules)
-            yield path, None if cut is None or (cut.is_full and not is_parameter) else cut
+            yield path, None if cut is None or (cut.is_full and not _is_parameter(path, state)) else cut
     for path in (*manifest.arrays, *manifest.values):
         if any(_is_below(path, above) for above in state.stateful):
             cut = state.cut_of_parameter(path)
             is_same = path in manifest.arrays and cut is not None and cut.shape == manifest.arrays[path].shape
             yield path, cut if is_same else None
-        elif path not in state.arrays and any(_is_below(path, module) for module in state.modules):
+        elif path not in state.arrays and _is_parameter(path, state):
             raise _other(manifest, f"it has '{path}', which the model here has not")
+
+
+def _is_parameter(path: str, state: State) -> bool:
+    return any(_is_below(path, module) for module in state.modules)
 
 
 def _is_below(path: str, above: str) -> bool:
