@@ -32,7 +32,7 @@ from .limits import LIMITS
 from .machine import describe_machine
 from .timing import ForeignLoad, Work, copy_work, exchange, limit_works, measure_limits, pin, quantiles, slowest
 
-__all__ = ["main", "time_case", "total"]
+__all__ = ["main", "peak_memory", "time_case", "total"]
 
 Take = Callable[[Mapping[str, Work], mlxdist.Group], dict[str, np.ndarray]]
 
@@ -71,6 +71,16 @@ def time_case(
         found = {"wrong": wrong, "refused": why, "microseconds": None if why else times[name]}
         results.append({"case": case, "variant": name} | found | allowed)
     return results
+
+
+def peak_memory(world: mlxdist.Group, call: Callable[[], Any]) -> int:
+    """Bytes that a call needs beyond what is held before, on the rank that needs most."""
+    mx.clear_cache()
+    world.barrier()
+    held = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(call())
+    return int(mlxdist.all_max(np.array([mx.get_peak_memory() - held]), group=world)[0])
 
 
 def total(number: int, world: mlxdist.Group) -> int:

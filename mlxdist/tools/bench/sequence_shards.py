@@ -7,14 +7,13 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 import mlxdist
 from mlxdist.nn import gather_sequence, ring_attention, shard_sequence, ulysses_attention
 from mlxdist.nn.context.sequence import chunk_starts
 
 from .operations import count_off
-from .rank import time_case
+from .rank import peak_memory, time_case
 from .timing import Work, interleave
 
 TOLERANCE = 1e-4  # of the largest element: float32, sums of thousands of terms in another order
@@ -45,19 +44,10 @@ class SequenceShards:
             call = _call(attention, case, own)
             wrong = sum(count_off(one, TOLERANCE, found) for one, found in zip(expected, call()))
             works[name] = Work(partial(_evaluate, call), wrong=partial(int, wrong), copies=1)
-            peaks[name] = {"peak": self._peak(call)}
+            peaks[name] = {"peak": peak_memory(self.world, call)}
         copied = sum(x.nbytes for x in own)
         results = time_case(self.world, case, works, self.take, copied=copied)
         return [result | peaks[result["variant"]] for result in results]
-
-    def _peak(self, call: Callable[[], list[mx.array]]) -> int:
-        """Bytes that a call needs beyond its arguments, on the rank that needs most."""
-        mx.clear_cache()
-        self.world.barrier()
-        held = mx.get_active_memory()
-        mx.reset_peak_memory()
-        mx.eval(call())
-        return int(mlxdist.all_max(np.array([mx.get_peak_memory() - held]), group=self.world)[0])
 
 
 def _call(attention: Callable[..., mx.array], case: dict[str, Any], arrays: list[mx.array]) -> Callable[[], Any]:
