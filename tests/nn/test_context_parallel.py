@@ -11,7 +11,9 @@ LONG = pytest.mark.long
 MODELS = ["qwen3", "llama", "qwen3_moe", "gpt_oss", "gemma3_text"]  # plain, a tiny MoE, sinks and windows
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=LONG), pytest.param(4, marks=LONG)])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=LONG), 2, pytest.param(3, marks=LONG), pytest.param(4, marks=LONG)]
+)
 @pytest.mark.parametrize("model", MODELS[:1] + [pytest.param(name, marks=LONG) for name in MODELS[1:]])
 @pytest.mark.parametrize("scenario", ["training", "prefilling"])
 def test_ring(run_ranks, scenario, model, ranks):
@@ -20,11 +22,12 @@ def test_ring(run_ranks, scenario, model, ranks):
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=LONG)])  # tiny models have four heads
 @pytest.mark.parametrize("model", ["qwen3_moe", pytest.param("gpt_oss", marks=LONG)])
-@pytest.mark.parametrize("scenario", ["training", "prefilling"])
+@pytest.mark.parametrize("scenario", ["training", pytest.param("prefilling", marks=LONG)])
 def test_ulysses(run_ranks, scenario, model, ranks):
     equal(run_ranks, ranks, scenario, model, "ulysses")
 
 
+@LONG
 def test_a_layer_that_is_computed_again_in_backward(run_ranks):
     equal(run_ranks, 2, "training", "llama", "ring", "checkpointed")
 
@@ -45,6 +48,7 @@ def test_bad_input(run_ranks, ranks):
     equal(run_ranks, ranks, "bad_input")
 
 
+@LONG
 def test_the_program_of_the_guide(run_ranks, tmp_path):
     """It prints the same on one rank as on two."""
     page = (Path(__file__).parents[2] / "docs" / "context-parallel.md").read_text()

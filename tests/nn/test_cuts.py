@@ -10,6 +10,7 @@ def test_cuts_of_typical_models(run_ranks):
     assert all("equal" in output for output in run_ranks("cuts.py", 2, "models", *TYPICAL))
 
 
+@pytest.mark.long
 def test_cuts_of_layers(run_ranks):
     """Those of mlxdist.nn and MLX's, attention whose KV heads several ranks hold, flat shards."""
     for scenario in ("layers", "shared_kv_heads", "flat"):

@@ -3,7 +3,7 @@
 import pytest
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(2, 16), (3, 8)])
+@pytest.mark.parametrize(("ranks", "cases"), [pytest.param(2, 16, marks=pytest.mark.long), (3, 8)])
 def test_gradients_are_those_of_the_dense_layer(run_ranks, ranks, cases):
     """Skewed routing, ranks without tokens or pairs, shards of the gradients; as many collectives on every rank."""
     assert all("right" in output for output in run_ranks("expert_gradients.py", ranks, 0, cases))

@@ -4,6 +4,7 @@ import pytest
 from rank_counts import one_to_four
 
 
+@pytest.mark.long
 @one_to_four(2)
 def test_models_of_every_kind_in_files_and_streamed(run_ranks, tmp_path, ranks):
     """float32, 16-bit, quantized, with experts; in one file and in several; bitwise the shards, and the logits."""

@@ -12,6 +12,7 @@ def test_typical_models(run_ranks):
     assert all("close" in output for output in run_ranks("shard_model.py", 2, "models", *TYPICAL))
 
 
+@pytest.mark.long
 def test_heads_that_the_ranks_do_not_divide(run_ranks):
     """By default unequal shards, and copies of KV heads where there are fewer than ranks."""
     assert all("close" in output for output in run_ranks("shard_model.py", 3, "uneven"))

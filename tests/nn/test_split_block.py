@@ -14,6 +14,7 @@ def test_as_the_dense_layer(run_ranks, ranks):
     assert all("close" in output for output in outputs)
 
 
+@pytest.mark.long
 @one_to_four(2)
 def test_counts_and_writing_in_place(run_ranks, ranks):
     assert all("close" in output for output in run_ranks("split_block.py", ranks, "counts", "in_place"))

@@ -36,6 +36,7 @@ def test_checks(run_ranks):
     assert all("close" in output for output in outputs)
 
 
+@pytest.mark.long
 def test_window_with_plain_caches(run_ranks):
     assert all("close" in output for output in run_ranks("split_models.py", 2, "sliding", timeout=100))
 

@@ -11,6 +11,7 @@ import pytest
 SCRIPT = "checkpoints.py"
 
 
+@pytest.mark.long
 def test_a_model_that_is_sharded(run_ranks, tmp_path):
     """And it is loaded by one rank."""
     assert run_ranks(SCRIPT, 2, tmp_path, "comes_back") == ["done\n"] * 2

@@ -12,8 +12,8 @@ from mlxdist.train import clip_grad_norm
 
 LONG = pytest.mark.long
 MESHES = [
-    (2, "dp=2"),
-    (2, "tp=2"),
+    pytest.param(2, "dp=2", marks=LONG),
+    pytest.param(2, "tp=2", marks=LONG),
     (2, "fsdp=2"),
     pytest.param(3, "fsdp=3", marks=LONG),
     pytest.param(4, "dp=2 fsdp=2", marks=LONG),

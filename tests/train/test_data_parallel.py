@@ -6,10 +6,9 @@ import pytest
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize(
     "check",
-    [
-        "odd_trees", "messages", "no_more_messages", "any_order_of_evaluation", "compiled", "like_the_whole_batch",
-        "weighted", "reduce_dtype", "refused",
-    ],
+    ["odd_trees", "messages", "compiled", "like_the_whole_batch", "refused"]
+    + [pytest.param(name, marks=pytest.mark.long)
+       for name in ("no_more_messages", "any_order_of_evaluation", "weighted", "reduce_dtype")],
 )  # fmt: skip
 def test_averages(run_ranks, check, ranks):
     outputs = run_ranks("data_parallel.py", ranks, check)

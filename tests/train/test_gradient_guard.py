@@ -5,7 +5,9 @@ import pytest
 _LONG = pytest.mark.long
 
 
-@pytest.mark.parametrize("ranks", [1, 3, pytest.param(4, marks=_LONG)])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=_LONG), 2, pytest.param(3, marks=_LONG), pytest.param(4, marks=_LONG)]
+)
 @pytest.mark.parametrize(
     "check",
     ["finite", "named", *(pytest.param(name, marks=_LONG) for name in ("in_a_row", "stop", "norm", "loss", "wrong"))],

@@ -9,7 +9,9 @@ import mlxdist
 from mlxdist import train
 
 
-@pytest.mark.parametrize("check, ranks", [("rates", 1), ("rates", 3), ("hidden", 2), ("refused", 2)])
+@pytest.mark.parametrize(
+    "check, ranks", [pytest.param("rates", 1, marks=pytest.mark.long), ("rates", 3), ("hidden", 2), ("refused", 2)]
+)
 def test_throughput(run_ranks, check, ranks):
     assert run_ranks("throughput.py", ranks, check) == [f"{check} done\n"] * ranks
 

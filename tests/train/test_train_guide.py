@@ -28,7 +28,7 @@ def test_the_file_shows_every_setting(tmp_path):
         assert settings.keys() == {field.name for field in dataclasses.fields(kind)}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_the_program_runs(run_ranks, tmp_path, monkeypatch, ranks):
     monkeypatch.chdir(tmp_path)
     program = tmp_path / "program.py"

@@ -161,7 +161,7 @@ def test_experts_equal_to_one_process(folder, one, tmp_path, tables):
 @pytest.mark.parametrize(
     ("ranks", "before", "after"),
     [
-        (1, "", ""),
+        pytest.param(1, "", "", marks=LONG),
         pytest.param(2, "", "", marks=LONG),
         pytest.param(2, "[mesh]\nfsdp = 2", "[mesh]\nfsdp = 2", marks=LONG),
         pytest.param(2, "[mesh]\nfsdp = 2", "[mesh]\ntp = 2", marks=LONG),
@@ -223,7 +223,7 @@ def fine_tuning(folder: Path, tables: str = "", **changed: object) -> str:
 @pytest.mark.parametrize(
     ("ranks", "tables"),
     [
-        (2, ""),
+        pytest.param(2, "", marks=LONG),
         pytest.param(2, "[mesh]\ntp = 2", marks=LONG),
         pytest.param(2, "[mesh]\nfsdp = 2", marks=LONG),
         pytest.param(2, "[mesh]\ncp = 2", marks=LONG),
@@ -281,6 +281,7 @@ def test_bad_input(folder, tmp_path, ranks):
         assert "Traceback" not in output, output
 
 
+@LONG
 def test_folders_that_are_there(folder, tmp_path):
     run(tmp_path, 1, settings(folder, iters=2))
     assert "trained exists; remove it or name another one" in run(tmp_path, 1, settings(folder, iters=2), status=2)
@@ -290,6 +291,7 @@ def test_folders_that_are_there(folder, tmp_path):
     assert "is of another model" in run(tmp_path, 1, other, status=2)
 
 
+@LONG
 def test_an_activation_that_is_not_finite_is_found(folder, tmp_path):
     model, _ = mlx_lm.utils.load_model(folder / "qwen3")
     norm = model.model.layers[1].post_attention_layernorm
@@ -302,6 +304,7 @@ def test_an_activation_that_is_not_finite_is_found(folder, tmp_path):
     assert "model.layers.1.post_attention_layernorm" in output and "NonFinite" in output, output
 
 
+@LONG
 def test_little_device_memory_ends_it(folder, tmp_path):
     output = run(tmp_path, 1, settings(folder, "[control]\ndevice_memory_gib = 100_000.0"))
     assert "memory" in output, output

@@ -67,6 +67,7 @@ def require_close(found: dict[str, mx.array], expected: dict[str, mx.array]) -> 
         assert mx.allclose(found[path], array, 1e-3, 2e-5), path
 
 
+@pytest.mark.long
 def test_adapters(folder, tmp_path):
     """Those of two ranks are those of one process, and mlx-lm opens them."""
     found = {}
