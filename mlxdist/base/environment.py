@@ -120,6 +120,7 @@ _secret = _matching(
     "must be 32 to 256 hex digits, an even number of them; `openssl rand -hex 32` makes one",
     bytes.fromhex,
 )
+_api_key = _matching("[!-~]{8,256}", "must be 8 to 256 letters, digits and signs of ASCII, without spaces")
 
 
 def _debug(text: str) -> str:
@@ -156,20 +157,24 @@ class Variable:
         """Of `Environment`."""
         return self.name.removeprefix("MLXDIST_").lower()
 
+    @property
+    def is_secret(self) -> bool:
+        return self.parse in (_secret, _api_key)
+
     def value(self, text: str) -> Any:
         """What ``text`` says. Raises EnvironmentVariableError: it is malformed."""
         try:
             return self.parse(text)
         except ValueError as error:
-            # The secret stays out of the message, which would end in a log.
-            shown = self.name if self.parse is _secret else f"{self.name}={text!r}"
+            # Secrets stay out of the message, which would end in a log.
+            shown = self.name if self.is_secret else f"{self.name}={text!r}"
             raise EnvironmentVariableError(f"{shown} {error}") from None
 
 
 def _of_user(meaning: str, shown: str, parse: Parser, default: Any = None, of_job: bool = False) -> Any:
     """``shown``: the default in words, which is that of the native library where the field's is None."""
     about = {"meaning": meaning, "default": shown, "parse": parse, "of_job": of_job}
-    return field(default=default, metadata=about, repr=parse is not _secret)
+    return field(default=default, metadata=about, repr=parse not in (_secret, _api_key))
 
 
 _of_job = functools.partial(_of_user, of_job=True)
@@ -261,6 +266,7 @@ class Environment:
     debug_file: str | None = _of_user(
         "file for debug output; %h is the host, %p the process, %r the rank", "stderr", _pattern
     )
+    api_key: str = _of_user("key that clients of `mlxdist serve` send", "none", _api_key, "")
     flight_dir: str | None = _of_user(
         "directory of the flight recorder's files, or none", "the current directory", _file
     )

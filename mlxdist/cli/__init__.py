@@ -34,6 +34,7 @@ COMMANDS = {
     "launch": "mlxdist.cli.launch:launch",
     "ps": "mlxdist.cli.ps:ps",
     "rpc-server": "mlxdist.cli.rpc_server:rpc_server",
+    "serve": "mlxdist.cli.serve:serve",
     "shard": "mlxdist.cli.shard:shard",
     "stop": "mlxdist.cli.stop:stop",
     "top": "mlxdist.cli.top:top",
@@ -89,7 +90,7 @@ def show_environment() -> None:
     """Show the MLXDIST_* variables: meaning, default, and what is set here."""
     for variable in VARIABLES:
         value = os.environ.get(variable.name)
-        shown = "not set" if value is None else "set" if variable.name == "MLXDIST_SECRET" else repr(value)
+        shown = "not set" if value is None else "set" if variable.is_secret else repr(value)
         click.echo(f"{variable.name}: {shown}")
         click.echo(f"    {variable.meaning} (default: {variable.default})")
     Environment.read()

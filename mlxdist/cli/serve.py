@@ -1,0 +1,122 @@
+"""The command line of `mlxdist serve`. It must be cheap to import: `mlxdist --help` does."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from mlxdist.base.environment import MAX_RANKS, VARIABLES
+from mlxdist.cluster.hostfile.options import HostSelection, host_options
+
+__all__ = ["serve"]
+
+_KEY = "MLXDIST_API_KEY"
+_COUNT = click.IntRange(min=1)
+
+
+def _json(context: click.Context, parameter: click.Parameter, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r:.80} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise click.BadParameter(f"{text!r:.80} is not a JSON object")
+    return found
+
+
+@click.command()
+@click.argument("model")
+@click.option(
+    "-n", "ranks", type=click.IntRange(1, MAX_RANKS), metavar="N", help="Number of ranks; with hosts: on each."
+)
+@host_options
+@click.option("--host", default="127.0.0.1", show_default=True, help="Where rank 0 listens.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 for a free one.")
+@click.option("--api-key", envvar=_KEY, default="", metavar="KEY", help=f"That clients send.  [env: {_KEY}]")
+@click.option("--allowed-origins", default="", metavar="A,B", help="Web pages that may read answers; * for all.")
+@click.option("--max-queue", type=_COUNT, default=256, show_default=True, help="Requests that wait; more get 429.")
+@click.option(
+    "--request-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=600.0,
+    show_default=True,
+    help="Seconds of a request.",
+)
+@click.option("--context", type=click.IntRange(min=2), help="Tokens of prompt and answer.  [default: the model's]")
+@click.option("--decode-concurrency", type=_COUNT, default=32, show_default=True, help="Requests that run at a time.")
+@click.option("--prompt-concurrency", type=_COUNT, default=8, show_default=True, help="Prompts in a chunk.")
+@click.option("--prefill-step-size", type=_COUNT, default=512, show_default=True, help="Tokens of a prompt in a chunk.")
+@click.option("--prompt-cache-size", type=_COUNT, default=64, show_default=True, help="Sequences in the prefix cache.")
+@click.option(
+    "--prompt-cache-tokens", type=click.IntRange(min=0), default=1 << 17, show_default=True, help="Their tokens in all."
+)
+@click.option("--max-tokens", type=_COUNT, default=512, show_default=True, help="Of an answer, unless it says.")
+@click.option("--temp", type=click.FloatRange(0, 100), default=0.0, show_default=True, help="Its temperature.")
+@click.option("--top-p", type=click.FloatRange(0, 1), default=1.0, show_default=True, help="Its top_p.")
+@click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="Its top_k; 0 for none.")
+@click.option("--min-p", type=click.FloatRange(0, 1), default=0.0, show_default=True, help="Its min_p.")
+@click.option(
+    "--chat-template-args", callback=_json, default="{}", metavar="JSON", help="Such as '{\"enable_thinking\": false}'."
+)
+@click.pass_context
+def serve(
+    context: click.Context, model: str, ranks: int | None, selection: HostSelection, api_key: str, **given: Any
+) -> None:
+    """Serve a model of mlx-lm over OpenAI's HTTP API, sharded over all ranks of a job.
+
+    \b
+        mlxdist serve models/qwen
+        mlxdist serve models/qwen -n 2
+        mlxdist serve models/qwen --hostfile rmlx-hosts.json --host 0.0.0.0
+        mlxdist launch --hostfile rmlx-hosts.json --log-dir logs -- mlxdist serve models/qwen
+
+    MODEL is a directory, or org/name after `hf download org/name`, on every host. With -n, --hostfile or --hosts, ranks
+    are started as `mlxdist launch` does, whose other options are for the last form.
+    """
+    if api_key:
+        api_key = next(variable for variable in VARIABLES if variable.name == _KEY).value(api_key)
+    if ranks is not None or selection.hostfile is not None:
+        if api_key:
+            os.environ[_KEY] = api_key  # the launcher hands it on, and `ps` does not show it
+        words = [*selection.arguments, *(["-n", str(ranks)] if ranks else []), "--", "-m", "mlxdist", "serve", model]
+        _launch(words + _words(context, given))
+        return
+    from mlxdist.serve.server import BatchLimits, ServeOptions
+    from mlxdist.serve.server import serve as run
+
+    def some(*names: str) -> dict[str, Any]:
+        return {name: given[name] for name in names}
+
+    limits = some(
+        "decode_concurrency", "prompt_concurrency", "prefill_step_size", "prompt_cache_size", "prompt_cache_tokens"
+    )
+    options = ServeOptions(
+        model,
+        limits=BatchLimits(**limits),
+        defaults=some("max_tokens", "temp", "top_p", "top_k", "min_p"),
+        allowed_origins=tuple(filter(None, given["allowed_origins"].split(","))),
+        api_key=api_key,
+        **some("host", "port", "max_queue", "request_timeout", "context", "chat_template_args"),
+    )
+    sys.exit(run(options))
+
+
+def _words(context: click.Context, given: dict[str, Any]) -> list[str]:
+    """The options that the user has typed, for the ranks."""
+    words = []
+    for parameter in context.command.params:
+        if parameter.name in given and context.get_parameter_source(parameter.name) == ParameterSource.COMMANDLINE:
+            value = given[parameter.name]
+            words += [parameter.opts[0], json.dumps(value) if isinstance(value, dict) else str(value)]
+    return words
+
+
+def _launch(words: list[str]) -> None:
+    from .launch import launch
+
+    launch.main(words, prog_name="mlxdist launch", standalone_mode=False)

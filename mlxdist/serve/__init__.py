@@ -1,0 +1,17 @@
+"""Serves one model of mlx-lm, sharded over all ranks of a job, to many users: `mlxdist serve`.
+
+mlx-lm's own server runs a loop on every rank, and the ranks diverge where one of them decides by what only it sees: a
+request, a clock, a client that has gone, the bytes of its own shard. Here rank 0 decides, and the others follow:
+
+decisions.py     what rank 0 decides before a step, as one small message: admit, cancel, stop
+scheduler.py     rank 0: the queue, who is admitted, who has left or is late
+worker.py        all ranks: do what the message says, and the step of mlx-lm's BatchGenerator
+prefix_cache.py  mlx-lm's LRUPromptCache with a limit in tokens, which are the same on all ranks
+sampling.py      mlx-lm's samplers, each with the random state of its request
+http.py          rank 0: mlx-lm's HTTP API, with limits, keys, /health and /metrics
+limits.py        what a request may ask for
+metrics.py       counters as Prometheus reads them
+server.py        joins them
+
+What is mlx-lm's stays mlx-lm's: the HTTP API, chat templates, tool parsers, BatchGenerator, caches and samplers.
+"""

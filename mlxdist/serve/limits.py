@@ -1,0 +1,168 @@
+"""What a request may ask for. All that is refused here would stop every rank, or take what others need."""
+
+import inspect
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from .decisions import MAX_BIASES, MAX_STOPS
+
+__all__ = ["MAX_BODY", "Refusal", "check_fields", "check_parameters", "parse_body", "sentence"]
+
+MAX_BODY = 8 << 20  # bytes
+_MAX_DEPTH = 32  # of lists and objects in each other
+_MAX_MESSAGES = 4096
+_MAX_TOOLS = 256
+_MAX_STOP = 256  # characters of a stop word
+
+# Parameters of mlx-lm's handler, with their ranges. Outside of these, samplers give NaN or raise in the batch.
+_RANGES = {
+    "temperature": (0, 100),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "xtc_probability": (0, 1),
+    "xtc_threshold": (0, 0.5),
+    "repetition_penalty": (0, 100),
+    "presence_penalty": (-100, 100),
+    "frequency_penalty": (-100, 100),
+    "repetition_context_size": (0, 1 << 20),
+    "presence_context_size": (0, 1 << 20),
+    "frequency_context_size": (0, 1 << 20),
+    "max_tokens": (1, 1 << 31),
+}
+_LEAST = {"temperature": 1e-4, "repetition_penalty": 0.01}  # unless it is 0
+# Fields that change the answer in OpenAI's or mlx-lm's API, and the values with which they do not.
+_NOT_SERVED: dict[str, tuple[Any, ...]] = {
+    "adapters": (None,),
+    "best_of": (None, 1),
+    "draft_model": (None, "default_model"),
+    "echo": (None, False),
+    "n": (None, 1),
+    "response_format": (None, {"type": "text"}),
+    "suffix": (None, ""),
+}
+# Arguments of transformers' apply_chat_template, which are not variables of the template.
+_OF_TOKENIZER = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+
+
+class Refusal(ValueError):
+    """A request that is not served. Its text goes to the client.
+
+    Attributes:
+        status: of HTTP.
+        retry_after: seconds, or None.
+    """
+
+    def __init__(self, text: str, status: int = 400, retry_after: int | None = None) -> None:
+        super().__init__(text)
+        self.status, self.retry_after = status, retry_after
+
+
+def parse_body(body: bytes) -> dict[str, Any]:
+    """The JSON object of a request.
+
+    Raises:
+        Refusal: it is not UTF-8, no JSON object, or too deep.
+    """
+    try:
+        parsed = json.loads(body.decode())
+    except UnicodeDecodeError as error:
+        raise Refusal(f"byte {error.start} of the body is not of UTF-8") from None
+    except RecursionError:
+        raise Refusal(f"the body has more than {_MAX_DEPTH} lists and objects in each other") from None
+    except ValueError as error:  # a number of thousands of digits is one, too
+        raise Refusal(f"Invalid JSON in request body: {error}") from None
+    if not isinstance(parsed, dict):
+        raise Refusal("the body is not a JSON object")
+    level: list[Any] = [parsed]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            item
+            for each in level
+            for item in (each.values() if isinstance(each, dict) else each)
+            if isinstance(item, dict | list)
+        ]
+        if not level:
+            return parsed
+    raise Refusal(f"the body has more than {_MAX_DEPTH} lists and objects in each other")
+
+
+def check_parameters(parameters: Mapping[str, Any], vocabulary: int) -> None:
+    """Of mlx-lm's handler, whose types it has checked.
+
+    Raises:
+        Refusal: a number is out of its range; a token is none of the ``vocabulary``.
+    """
+    for name, (low, high) in _RANGES.items():
+        value = parameters[name]
+        if not low <= value <= high:  # NaN is not, either
+            raise Refusal(f"{name} must be from {low} to {high}")
+        if 0 < value < _LEAST.get(name, 0):
+            raise Refusal(f"{name} must be 0 or at least {_LEAST[name]}")
+    if not parameters["top_k"] < vocabulary:
+        raise Refusal(f"top_k must be less than {vocabulary}, the size of the vocabulary")
+    if not parameters["top_logprobs"] < vocabulary:
+        raise Refusal(f"top_logprobs must be less than {vocabulary}, the size of the vocabulary")
+    if parameters["seed"] is not None and not 0 <= parameters["seed"] < 1 << 64:
+        raise Refusal("seed must be from 0 to 2**64 - 1")
+    bias = parameters["logit_bias"] or {}
+    if len(bias) > MAX_BIASES:
+        raise Refusal(f"logit_bias must have at most {MAX_BIASES} entries")
+    for token, value in bias.items():
+        if not (0 <= token < vocabulary and -100 <= value <= 100):
+            raise Refusal(f"logit_bias must have tokens from 0 to {vocabulary - 1}, with numbers from -100 to 100")
+
+
+def check_fields(body: Mapping[str, Any], served: tuple[str, ...]) -> None:
+    """Of a body, what mlx-lm does not check.
+
+    Raises:
+        Refusal: a field has another type than OpenAI's API says, is too long, or means what is not served; the model is
+            none of ``served``.
+    """
+    if body.get("model", served[0]) not in served:
+        raise Refusal(f"the model served here is {served[0]}; leave `model` out, or name that", 404)
+    for name, allowed in _NOT_SERVED.items():
+        if body.get(name) not in allowed:
+            raise Refusal(f"{name} is not served here")
+    stop = body.get("stop") or []
+    words = [stop] if isinstance(stop, str) else stop
+    if not (_is_list(words, str, MAX_STOPS) and all(0 < len(word) <= _MAX_STOP for word in words)):
+        raise Refusal(f"stop must be a string or up to {MAX_STOPS} of them, of 1 to {_MAX_STOP} characters")
+    if not isinstance(body.get("prompt", ""), str):
+        raise Refusal("prompt must be a string")
+    messages = body.get("messages", [])
+    if "messages" in body and not (messages and _is_list(messages, dict, _MAX_MESSAGES)):
+        raise Refusal(f"messages must be a list of 1 to {_MAX_MESSAGES} objects")
+    for message in messages:
+        if not isinstance(message.get("role"), str):
+            raise Refusal("a message must have a role, a string")
+        parts = message.get("content")
+        if not (parts is None or isinstance(parts, str)) and not (
+            isinstance(parts, list) and all(_is_text(part) for part in parts)
+        ):
+            raise Refusal('the content of a message must be a string, or a list of {"type": "text", "text": "..."}')
+    if not _is_list(body.get("tools") or [], dict, _MAX_TOOLS):
+        raise Refusal(f"tools must be a list of at most {_MAX_TOOLS} objects")
+    for name in ("role_mapping", "chat_template_kwargs", "stream_options"):
+        if not isinstance(body.get(name) or {}, dict):
+            raise Refusal(f"{name} must be an object")
+    if wrong := _OF_TOKENIZER & set(body.get("chat_template_kwargs") or {}):
+        raise Refusal(f"chat_template_kwargs must not have {', '.join(sorted(wrong))}")
+
+
+def sentence(error: Exception) -> str:
+    """Of an exception of other libraries, without paths and lines of this machine."""
+    text = str(error).strip().partition("\n")[0] or type(error).__name__
+    return re.sub(r"(/[\w.-]+){2,}", "...", text)[:500]
+
+
+def _is_list(value: Any, kind: type, most: int) -> bool:
+    return isinstance(value, list) and len(value) <= most and all(isinstance(item, kind) for item in value)
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)

@@ -1,0 +1,217 @@
+"""Rank 0: which requests wait, run and end. Its decisions are all that the other ranks hear of."""
+
+import itertools
+import math
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
+from typing import Any
+
+from mlx_lm.server import _format_top_logprobs
+
+from .decisions import FRAME, MAX_ADMISSIONS, MAX_CANCELS, ROOM, Admission, Decisions
+from .limits import Refusal
+from .metrics import Metrics
+from .worker import Outcome
+
+__all__ = ["Request", "Scheduler", "Token", "say"]
+
+_MAX_RETRY_AFTER = 600  # seconds
+
+
+@dataclass(frozen=True)
+class Token:
+    """One that was sampled for a request. ``top`` is for the API's top_logprobs, as mlx-lm formats them."""
+
+    token: int
+    logprob: float
+    finish_reason: str | None
+    top: tuple[dict[str, Any], ...]
+
+
+class Request:
+    """One of a client, from its arrival on.
+
+    Attributes:
+        events: for the thread that answers: the number of cached tokens when it is admitted, (computed, all) tokens of
+            its prompt, Tokens up to one with a finish_reason; or a Refusal, which is the last one.
+    """
+
+    def __init__(
+        self, admission: Admission, is_connected: Callable[[], bool], *, timeout: float, top_logprobs: int | None = None
+    ) -> None:
+        """``admission`` still has no number. ``top_logprobs`` is None where not even the token's own is wanted."""
+        self.admission, self.is_connected, self.top_logprobs = admission, is_connected, top_logprobs
+        self.arrived = time.monotonic()
+        self.deadline = self.arrived + timeout
+        self.events: SimpleQueue[int | tuple[int, int] | Token | Refusal] = SimpleQueue()
+        self.cached = 0
+        self.generated = 0
+        self.first = 0.0  # when the first token came
+        self._is_cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        """Any thread may call this. Nothing happens once the request has ended."""
+        self._is_cancelled.set()
+
+    def leaves(self) -> str:
+        """Why it ends now; empty if it goes on."""
+        if self._is_cancelled.is_set() or not self.is_connected():
+            return "cancelled"
+        return "timeout" if time.monotonic() > self.deadline else ""
+
+    def describe(self, outcome: str) -> str:
+        took = time.monotonic() - self.first
+        rate = f", {(self.generated - 1) / took:.1f} tokens/s" if self.generated > 1 and took > 0 else ""
+        first = f", the first after {self.first - self.arrived:.3f} s" if self.generated else ""
+        prompt = f"{len(self.admission.prompt)} tokens of prompt ({self.cached} cached)"
+        return f"request {self.admission.number}: {prompt}, {self.generated} generated{first}{rate}: {outcome}"
+
+
+class Scheduler:
+    """First come, first served, in ``places`` places; at most ``max_queue`` requests wait.
+
+    The thread of the model calls all methods but :meth:`submit`, which other threads call.
+
+    Args:
+        heartbeat: seconds after which an idle server still sends a message: the ranks wait for it with the deadline of
+            any operation, and a rank that has died is found.
+    """
+
+    def __init__(self, places: int, max_queue: int, heartbeat: float, tokenizer: Any, metrics: Metrics) -> None:
+        self._places, self._max_queue, self._heartbeat = places, max_queue, heartbeat
+        self._tokenizer, self._metrics = tokenizer, metrics
+        self._changed = threading.Condition()
+        self._waiting: deque[Request] = deque()
+        self._running: dict[int, Request] = {}
+        self._numbered = 0
+        self._seconds = 0.0  # that a request takes, a moving mean
+        self._unavailable = ""
+        self._stops = False
+
+    def submit(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises:
+            Refusal: 429 where the queue is full, 503 where the server has failed or stops.
+        """
+        with self._changed:
+            if self._unavailable:
+                raise Refusal(self._unavailable, 503)
+            if len(self._waiting) >= self._max_queue:
+                seconds = math.ceil(self._seconds * (len(self._waiting) + 1) / self._places)
+                raise Refusal(
+                    f"{len(self._waiting)} requests wait already; try again later",
+                    429,
+                    retry_after=min(max(seconds, 1), _MAX_RETRY_AFTER),
+                )
+            self._waiting.append(request)
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """The next decision is to stop."""
+        self._stops = True
+
+    def decide(self, step: int, size: int, digest: int) -> Decisions:
+        """What all ranks do next, in a message of ``size`` bytes. Waits while there is nothing to do."""
+        self._metrics.add("steps_total")
+        self._metrics.add("decision_bytes_total", size)
+        with self._changed:
+            if not (self._waiting or self._running or self._stops):
+                self._changed.wait(self._heartbeat)
+            if self._stops:
+                self._end_all("the server stops")
+                return Decisions(step, stop=True)
+            leaving = [number for number, request in self._running.items() if self._has_left(request)][:MAX_CANCELS]
+            for number in leaving:
+                del self._running[number]
+            self._waiting = deque(request for request in self._waiting if not self._has_left(request))
+            admitted: list[Admission] = []
+            for request in self._next(size - FRAME + ROOM):
+                self._waiting.popleft()
+                request.admission = replace(request.admission, number=self._numbered)
+                self._running[self._numbered] = request
+                self._numbered += 1
+                admitted.append(request.admission)
+            following = [request.admission for request in self._next(sys.maxsize)]
+            fits = sum(request.size for request in following) <= ROOM
+            brought = 0 if fits else sum(request.brought for request in following)
+            return Decisions(step, digest, leaving, admitted, next_size=FRAME + brought)
+
+    def deliver(self, outcome: Outcome) -> None:
+        """Hands out what a step gave."""
+        for number, cached in outcome.cached.items():
+            request = self._running[number]
+            request.cached = cached
+            request.events.put(cached)
+            self._metrics.add("prompt_tokens_total", len(request.admission.prompt))
+            self._metrics.add("cached_prompt_tokens_total", cached)
+        for response in outcome.prefill:
+            self._running[response.uid].events.put(response.progress)
+        self._metrics.add("generated_tokens_total", len(outcome.tokens))
+        for response in outcome.tokens:
+            request = self._running[response.uid]
+            request.generated += 1
+            if request.generated == 1:
+                request.first = time.monotonic()
+                self._metrics.first_token(request.first - request.arrived)
+            request.events.put(self._token(response, request.top_logprobs))
+            if response.finish_reason is not None:
+                del self._running[response.uid]
+                seconds = time.monotonic() - request.arrived
+                self._seconds += (seconds - self._seconds) / 8 if self._seconds else seconds
+                self._has_ended(request, response.finish_reason)
+
+    def fail(self, reason: str) -> None:
+        """Ends all requests, those that come later too."""
+        with self._changed:
+            self._end_all(f"the server has failed: {reason}")
+
+    @property
+    def unavailable(self) -> str:
+        """Why no request is taken; empty if they are."""
+        return self._unavailable
+
+    def gauges(self) -> dict[str, float]:
+        return {"running": len(self._running), "queued": len(self._waiting)}
+
+    def _next(self, room: int) -> list[Request]:
+        """The first requests of the queue that have places, and fit in ``room`` bytes."""
+        free = min(self._places - len(self._running), MAX_ADMISSIONS)
+        first = list(itertools.islice(self._waiting, free))
+        sizes = itertools.accumulate(request.admission.size for request in first)
+        return [request for request, size in zip(first, sizes) if size <= room]
+
+    def _has_left(self, request: Request) -> bool:
+        outcome = request.leaves()
+        if outcome == "timeout":
+            request.events.put(Refusal("the request has taken too long", 504))
+        if outcome:
+            self._has_ended(request, outcome)
+        return bool(outcome)
+
+    def _end_all(self, reason: str) -> None:
+        self._unavailable = reason
+        for request in (*self._running.values(), *self._waiting):
+            request.events.put(Refusal(reason, 503))
+            self._has_ended(request, "error")
+        self._running.clear()
+        self._waiting.clear()
+
+    def _has_ended(self, request: Request, outcome: str) -> None:
+        self._metrics.end(outcome)
+        say(request.describe(outcome))
+
+    def _token(self, response: Any, top_logprobs: int | None) -> Token:
+        if top_logprobs is None:
+            return Token(response.token, 0.0, response.finish_reason, ())
+        top = _format_top_logprobs(response.logprobs, top_logprobs, self._tokenizer)
+        return Token(response.token, response.logprobs[response.token].item(), response.finish_reason, top)
+
+
+def say(text: str) -> None:
+    print(f"mlxdist serve: {text}", file=sys.stderr, flush=True)

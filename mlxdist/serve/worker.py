@@ -1,0 +1,153 @@
+"""What every rank does in a step: rank 0's decisions, then one step of mlx-lm's BatchGenerator.
+
+All that changes the batch or the prefix cache comes from the decisions or from tokens, which are the same on all ranks.
+Nothing here reads a clock, a socket or the size of a shard.
+"""
+
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+from mlx_lm.generate import BatchGenerator, StopSequences
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.server import _make_logits_processors
+
+from mlxdist.base.errors import InvalidArgument, Mismatch
+
+from .decisions import Admission, Decisions
+from .prefix_cache import PrefixCache
+from .sampling import sampler_of
+
+__all__ = ["BatchLimits", "Outcome", "Worker"]
+
+_KEY = "model"  # mlx-lm's caches are of several models, and here there is one
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """How much is computed together, and kept.
+
+    Attributes:
+        decode_concurrency: requests that run at a time.
+        prompt_concurrency: prompts of one chunk.
+        prefill_step_size: tokens of each prompt in a chunk.
+        prompt_cache_size, prompt_cache_tokens: sequences in the prefix cache, and tokens of all of them.
+    """
+
+    decode_concurrency: int = 32
+    prompt_concurrency: int = 8
+    prefill_step_size: int = 512
+    prompt_cache_size: int = 64
+    prompt_cache_tokens: int = 1 << 17
+
+
+@dataclass
+class Outcome:
+    """What a step gave.
+
+    Attributes:
+        cached: of each admitted request, the tokens of its prompt that the prefix cache had.
+        prefill: mlx-lm's responses of prompts.
+        tokens: mlx-lm's responses of requests that generate.
+    """
+
+    cached: dict[int, int] = field(default_factory=dict)
+    prefill: list[Any] = field(default_factory=list)
+    tokens: list[Any] = field(default_factory=list)
+
+
+class Worker:
+    """The batch of this rank.
+
+    Attributes:
+        digest: CRC-32 of the tokens of the last step and their requests.
+
+    Raises:
+        InvalidArgument: the model has caches that mlx-lm cannot join in a batch.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any, limits: BatchLimits) -> None:
+        if unfit := {type(cache).__name__ for cache in make_prompt_cache(model) if not hasattr(cache, "merge")}:
+            raise InvalidArgument(f"serve: mlx-lm cannot batch requests of a model with {', '.join(sorted(unfit))}")
+        self._tokenizer = tokenizer
+        self._generator = BatchGenerator(
+            model,
+            completion_batch_size=limits.decode_concurrency,
+            prefill_batch_size=limits.prompt_concurrency,
+            prefill_step_size=limits.prefill_step_size,
+            stream=mx.default_stream(mx.default_device()),
+        )
+        self.cache = PrefixCache(limits.prompt_cache_size, limits.prompt_cache_tokens)
+        self._kinds: dict[int, list[str]] = {}  # of each request's segments that are not computed yet, the last first
+        self.digest = 0
+
+    def step(self, decisions: Decisions) -> Outcome:
+        """Collective as the model is; in a step without requests nothing is computed.
+
+        Raises:
+            Mismatch: rank 0 has sampled other tokens in the step before than this rank.
+        """
+        if decisions.digest != self.digest:
+            raise Mismatch(f"serve: before step {decisions.step} this rank has sampled other tokens than rank 0")
+        outcome = Outcome()
+        self._generator.remove([number for number in decisions.cancel if self._kinds.pop(number, None) is not None])
+        for request in decisions.admit:
+            outcome.cached[request.number] = self._admit(request)
+        if self._kinds:
+            outcome.prefill, outcome.tokens = self._generator.next()
+            self._keep(outcome)
+        sampled = np.array([(response.uid, response.token) for response in outcome.tokens], "<u4")
+        self.digest = zlib.crc32(sampled.tobytes())
+        return outcome
+
+    def close(self) -> None:
+        """Waits for the token that is computed ahead."""
+        mx.synchronize()
+        self._generator.close()
+
+    def _admit(self, request: Admission) -> int:
+        prompt = list(request.prompt)
+        # The last token is computed in any case: its logits are not kept.
+        cache, rest = self.cache.fetch_nearest_cache(_KEY, prompt[:-1])
+        cached = len(prompt) - 1 - len(rest)
+        segments, kinds, end = [], [], 0
+        for kind, length in request.segments:
+            start, end = max(cached, end), end + length
+            if start < end:
+                segments.append(prompt[start:end])
+                kinds.append(kind)
+        eos = [(token,) for token in self._tokenizer.eos_token_ids]
+        (uid,) = self._generator.insert_segments(
+            [segments],
+            max_tokens=[request.max_tokens],
+            caches=[cache],
+            all_tokens=[prompt[:cached]],
+            samplers=[sampler_of(request, self._tokenizer)],
+            logits_processors=[_make_logits_processors(request)],
+            stop_sequences=[StopSequences([*eos, *map(tuple, request.stop)])],
+        )
+        if uid != request.number:
+            raise Mismatch(f"serve: rank 0 admits request {request.number}, and the next one here is {uid}")
+        self._kinds[uid] = kinds[::-1]
+        return cached
+
+    def _keep(self, outcome: Outcome) -> None:
+        """Puts what is computed of prompts, and finished requests, in the prefix cache; as mlx-lm's server does."""
+        ended = [
+            response.uid
+            for response in outcome.prefill
+            if response.end_of_segment and not response.end_of_prompt and self._kinds[response.uid]
+        ]
+        for uid, (cache, tokens) in self._generator.extract_cache(ended).items():
+            self._insert(tokens, cache, self._kinds[uid].pop())
+        for response in outcome.tokens:
+            if response.finish_reason is not None:
+                self._insert(response.all_tokens, response.prompt_cache, "assistant")
+                del self._kinds[response.uid]
+
+    def _insert(self, tokens: list[int], cache: list[Any], kind: str) -> None:
+        mx.async_eval([each.state for each in cache])  # lazy, they would hold the memory of the whole batch
+        self.cache.insert_cache(_KEY, tokens[:], cache, cache_type=kind)
