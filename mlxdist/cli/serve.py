@@ -47,7 +47,7 @@ def _json(context: click.Context, parameter: click.Parameter, text: str) -> dict
     show_default=True,
     help="Seconds of a request.",
 )
-@click.option("--context", type=click.IntRange(min=2), help="Tokens of prompt and answer.  [default: the model's]")
+@click.option("--max-context", type=click.IntRange(min=2), help="Tokens of prompt and answer.  [default: the model's]")
 @click.option("--decode-concurrency", type=_COUNT, default=32, show_default=True, help="Requests that run at a time.")
 @click.option("--prompt-concurrency", type=_COUNT, default=8, show_default=True, help="Prompts in a chunk.")
 @click.option("--prefill-step-size", type=_COUNT, default=512, show_default=True, help="Tokens of a prompt in a chunk.")
@@ -101,7 +101,7 @@ def serve(
         defaults=some("max_tokens", "temp", "top_p", "top_k", "min_p"),
         allowed_origins=tuple(filter(None, given["allowed_origins"].split(","))),
         api_key=api_key,
-        **some("host", "port", "max_queue", "request_timeout", "context", "chat_template_args"),
+        **some("host", "port", "max_queue", "request_timeout", "max_context", "chat_template_args"),
     )
     sys.exit(run(options))
 

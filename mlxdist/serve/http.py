@@ -21,8 +21,15 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote
 
-from mlx_lm.server import APIHandler, CompletionRequest, GenerationArguments, GenerationContext, Response
-from mlx_lm.server import ResponseGenerator, get_system_fingerprint
+from mlx_lm.server import (
+    APIHandler,
+    CompletionRequest,
+    GenerationArguments,
+    GenerationContext,
+    Response,
+    ResponseGenerator,
+    get_system_fingerprint,
+)
 
 from mlxdist.base.environment import format_address
 
@@ -51,7 +58,7 @@ class Frontend(ResponseGenerator):
     """
 
     def __init__(self, options: Namespace, served: tuple[str, ...], timeout: float, api_key: str) -> None:
-        self.model_provider = SimpleNamespace(cli_args=options, processor=None)
+        self.model_provider: Any = SimpleNamespace(cli_args=options, processor=None)
         self._state_machine_cache: dict[Any, Any] = {}
         self._tokenizing = threading.Lock()  # a tokenizer is for one thread at a time
         self._timeout = timeout
@@ -103,11 +110,11 @@ class Frontend(ResponseGenerator):
         top = generation_args.top_logprobs if generation_args.logprobs or generation_args.top_logprobs > 0 else None
         running = Request(admission, is_connected, timeout=self._timeout, top_logprobs=top)
         self.scheduler.submit(running)
-        admitted = running.events.get()
-        if isinstance(admitted, Refusal):
-            raise admitted
-        context.prompt_cache_count = admitted
-        context.stop = running.cancel
+        first = running.events.get()
+        if isinstance(first, Refusal):
+            raise first
+        context.prompt_cache_count = running.cached
+        vars(context)["stop"] = running.cancel
         return context, _answer(running, detokenizer, progress_callback)
 
     def _prepare(self, request: CompletionRequest, args: GenerationArguments) -> tuple[Admission, GenerationContext]:
@@ -162,7 +169,8 @@ def _answer(request: Request, detokenizer: Any, progress: Callable[[int, int], N
             detokenizer.add_token(event.token)
         if event.finish_reason is not None:
             detokenizer.finalize()
-        yield Response(detokenizer.last_segment, event.token, event.logprob, event.finish_reason, event.top)
+        top: Any = event.top
+        yield Response(detokenizer.last_segment, event.token, event.logprob, event.finish_reason, top)
         if event.finish_reason is not None:
             return
 
@@ -176,7 +184,8 @@ class Handler(APIHandler):
         self._frontend = frontend
         self._is_unread = False  # the body
         generate = partial(frontend.generate, is_connected=self._is_connected)
-        super().__init__(SimpleNamespace(cli_args=frontend.cli_args, generate=generate), *arguments, **keywords)
+        generator: Any = SimpleNamespace(cli_args=frontend.cli_args, generate=generate)
+        super().__init__(generator, *arguments, **keywords)
 
     def do_POST(self) -> None:
         self._is_unread = True
@@ -238,7 +247,7 @@ class Handler(APIHandler):
                 error = {"message": str(refusal), "type": "server_error", "code": refusal.status}
                 self.wfile.write(f"data: {json.dumps({'error': error})}\n\n".encode())
             else:
-                self._headers_buffer = []
+                self._headers_buffer: list[bytes] = []
                 self._refuse(refusal)
 
     def log_message(self, format: str, *arguments: Any) -> None:
@@ -315,17 +324,19 @@ class Server(ThreadingHTTPServer):
     def __init__(self, host: str, port: int, frontend: Frontend) -> None:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family = found[0][0]
+        address: Any = found[0][4]
         self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
         fingerprint = get_system_fingerprint()
-        super().__init__(found[0][4][:2], partial(Handler, frontend, system_fingerprint=fingerprint))
+        super().__init__(address, partial(Handler, frontend, system_fingerprint=fingerprint))
 
     @property
     def address(self) -> str:
-        return f"http://{format_address(*self.server_address[:2])}"
+        host, port = self.server_address[:2]
+        return f"http://{format_address(str(host), port)}"
 
     @property
     def is_local(self) -> bool:
-        return ipaddress.ip_address(self.server_address[0]).is_loopback
+        return ipaddress.ip_address(str(self.server_address[0])).is_loopback
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:

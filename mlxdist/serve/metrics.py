@@ -26,7 +26,7 @@ class Metrics:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counters: Counter[str] = Counter()
-        self._first = [0] * (len(_BUCKETS) + 1)  # requests by the time to their first token
+        self._first: list[int] = [0] * (len(_BUCKETS) + 1)  # requests by the time to their first token
         self._first_seconds = 0.0
 
     def add(self, name: str, number: int = 1) -> None:
@@ -50,8 +50,8 @@ class Metrics:
         lines = []
         for name, about in _HELP.items():
             kind = "gauge" if name in gauges else "counter"
-            values = {key: value for key, value in counters.items() if key.partition("{")[0] == name}
-            values = {name: gauges[name]} if name in gauges else values or {name: 0}
+            counted = {key: value for key, value in counters.items() if key.partition("{")[0] == name}
+            values: Mapping[str, float] = {name: gauges[name]} if name in gauges else counted or {name: 0}
             lines += [f"# HELP mlxdist_serve_{name} {about}", f"# TYPE mlxdist_serve_{name} {kind}"]
             lines += [f"mlxdist_serve_{key} {value}" for key, value in sorted(values.items())]
         name = "mlxdist_serve_time_to_first_token_seconds"

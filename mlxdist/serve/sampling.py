@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.server import _make_sampler
 
@@ -44,5 +45,5 @@ def _states(seed: int, draws: int) -> Iterator[int]:
             keys.append(key)
             for _ in range(draws):
                 key = mx.random.split(key, stream=mx.cpu)[0]
-        for high, low in mx.stack([*keys, key], stream=mx.cpu).tolist()[:_AHEAD]:
-            yield high << 32 | low
+        for high, low in np.array(mx.stack(keys, stream=mx.cpu)):
+            yield int(high) << 32 | int(low)

@@ -45,7 +45,7 @@ class ServeOptions:
         limits: of the batch.
         max_queue: requests that wait; more get 429.
         request_timeout: seconds of a request, from its arrival.
-        context: tokens of a prompt and its answer; None for what the model's config.json says.
+        max_context: tokens of a prompt and its answer; None for what the model's config.json says.
         defaults: of a request's max_tokens, temp, top_p, top_k and min_p, as mlx_lm.server's options are called.
         chat_template_args: variables of the chat template.
         allowed_origins: of web pages that may read answers.
@@ -58,7 +58,7 @@ class ServeOptions:
     limits: BatchLimits = BatchLimits()
     max_queue: int = 256
     request_timeout: float = 600.0
-    context: int | None = None
+    max_context: int | None = None
     defaults: dict[str, float] = field(default_factory=dict)
     chat_template_args: dict[str, Any] = field(default_factory=dict)
     allowed_origins: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ def serve(options: ServeOptions) -> int:
     assert own is not None  # the color is not negative
     with agreed("serve", group, options):  # the key is not in its repr
         directory = model_directory(options.model)
-        context = _context(directory, options.context)
+        context = _context(directory, options.max_context)
         is_name = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", options.model) and not Path(options.model).exists()
         served = (options.model if is_name else directory.name, options.model, "default_model")
         frontend = Frontend(_mlx_lms(options), served, options.request_timeout, options.api_key)
