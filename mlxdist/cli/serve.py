@@ -53,7 +53,7 @@ def _json(context: click.Context, parameter: click.Parameter, text: str) -> dict
 @click.option("--prefill-step-size", type=_COUNT, default=512, show_default=True, help="Tokens of a prompt in a chunk.")
 @click.option("--prompt-cache-size", type=_COUNT, default=64, show_default=True, help="Sequences in the prefix cache.")
 @click.option(
-    "--prompt-cache-tokens", type=click.IntRange(min=0), default=1 << 17, show_default=True, help="Their tokens in all."
+    "--prompt-cache-tokens", type=click.IntRange(min=0), default=1 << 15, show_default=True, help="Their tokens in all."
 )
 @click.option("--max-tokens", type=_COUNT, default=512, show_default=True, help="Of an answer, unless it says.")
 @click.option("--temp", type=click.FloatRange(0, 100), default=0.0, show_default=True, help="Its temperature.")

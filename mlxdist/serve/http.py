@@ -86,10 +86,6 @@ class Frontend(ResponseGenerator):
         """Why no request is served; empty if they are."""
         return "the model is being loaded" if self.scheduler is None else self.scheduler.unavailable
 
-    @property
-    def is_healthy(self) -> bool:
-        return not self.unavailable
-
     def generate(
         self,
         request: CompletionRequest,
@@ -179,6 +175,7 @@ class Handler(APIHandler):
     """mlx-lm's handler of one connection. What it would take or do without a limit is refused first."""
 
     timeout = SOCKET_SECONDS
+    server_version, sys_version = "mlxdist", ""
 
     def __init__(self, frontend: Frontend, *arguments: Any, **keywords: Any) -> None:
         self._frontend = frontend
@@ -341,7 +338,7 @@ class Server(ThreadingHTTPServer):
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Answers within. In the end connections get some time for what they still have to write."""
-        thread = threading.Thread(target=self.serve_forever, name="mlxdist serve", daemon=True)
+        thread = threading.Thread(target=self.serve_forever, args=(0.05,), name="mlxdist serve", daemon=True)
         thread.start()
         try:
             yield

@@ -148,7 +148,7 @@ def check_fields(body: Mapping[str, Any], served: tuple[str, ...]) -> None:
     if not _is_list(body.get("tools") or [], dict, _MAX_TOOLS):
         raise Refusal(f"tools must be a list of at most {_MAX_TOOLS} objects")
     for name in ("role_mapping", "chat_template_kwargs", "stream_options"):
-        if not isinstance(body.get(name) or {}, dict):
+        if not isinstance(body.get(name), dict | None):
             raise Refusal(f"{name} must be an object")
     if wrong := _OF_TOKENIZER & set(body.get("chat_template_kwargs") or {}):
         raise Refusal(f"chat_template_kwargs must not have {', '.join(sorted(wrong))}")

@@ -113,8 +113,10 @@ class Scheduler:
             self._changed.notify()
 
     def stop(self) -> None:
-        """The next decision is to stop."""
+        """The next decision is to stop. The thread of the model calls this also from a handler of signals."""
         self._stops = True
+        with self._changed:  # which that thread may hold: it is an RLock
+            self._changed.notify()
 
     def decide(self, step: int, size: int, digest: int) -> Decisions:
         """What all ranks do next, in a message of ``size`` bytes. Waits while there is nothing to do."""

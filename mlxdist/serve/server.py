@@ -119,12 +119,10 @@ def _loop(group: Group, worker: Worker, scheduler: Scheduler | None) -> int:
     Ranks wait for each other in the broadcast, on the CPU, and never in the work of a GPU.
     """
     step, size = 0, FRAME
-    with _signals() as received:
+    with _signals(scheduler) as received:
         while True:
             message = np.zeros(size, np.uint8)
             if scheduler is not None:
-                if received:
-                    scheduler.stop()
                 message = np.frombuffer(scheduler.decide(step, size, worker.digest).encode(size), np.uint8)
             decisions = Decisions.decode(broadcast(message, group=group).tobytes())
             if decisions.stop:
@@ -136,12 +134,14 @@ def _loop(group: Group, worker: Worker, scheduler: Scheduler | None) -> int:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
+def _signals(scheduler: Scheduler | None) -> Iterator[list[int]]:
     """The SIGINT and SIGTERM that come within, in a list. Rank 0 decides to stop then; the launcher signals all."""
     received: list[int] = []
 
     def take(number: int, frame: FrameType | None) -> None:
         received.append(number)
+        if scheduler is not None:
+            scheduler.stop()
 
     previous = {number: signal.signal(number, take) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -41,7 +41,7 @@ class BatchLimits:
     prompt_concurrency: int = 8
     prefill_step_size: int = 512
     prompt_cache_size: int = 64
-    prompt_cache_tokens: int = 1 << 17
+    prompt_cache_tokens: int = 1 << 15
 
 
 @dataclass

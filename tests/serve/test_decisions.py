@@ -1,0 +1,115 @@
+"""Messages of decisions: every one is read as it was written, and no bytes do harm."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.server import LogitsProcessorArguments, SamplingArguments
+
+from mlxdist import InvalidArgument
+from mlxdist.serve.decisions import (
+    FRAME,
+    MAX_ADMISSIONS,
+    MAX_BIASES,
+    MAX_CANCELS,
+    MAX_STOP_TOKENS,
+    MAX_STOPS,
+    ROOM,
+    Admission,
+    Decisions,
+)
+
+UINT32 = st.integers(0, 2**32 - 1)
+NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
+SAMPLING = st.builds(SamplingArguments, NUMBERS, NUMBERS, UINT32, NUMBERS, NUMBERS, NUMBERS)
+BIAS = st.none() | st.dictionaries(UINT32, NUMBERS, min_size=1, max_size=5)
+LOGITS = st.builds(LogitsProcessorArguments, BIAS, NUMBERS, UINT32, NUMBERS, UINT32, NUMBERS, UINT32)
+
+
+@st.composite
+def admissions(draw):
+    parts = draw(
+        st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), st.integers(1, 9)), min_size=1, max_size=3)
+    )
+    prompt = draw(st.lists(UINT32, min_size=(size := sum(length for _, length in parts)), max_size=size))
+    stop = draw(st.lists(st.lists(UINT32, min_size=1, max_size=4), max_size=3))
+    most, seed = draw(st.integers(1, 2**32 - 1)), draw(st.integers(0, 2**64 - 1))
+    return Admission(draw(UINT32), prompt, parts, most, seed, draw(SAMPLING), draw(LOGITS), stop)
+
+
+DECISIONS = st.builds(
+    Decisions,
+    step=UINT32,
+    digest=UINT32,
+    cancel=st.lists(UINT32, max_size=MAX_CANCELS),
+    admit=st.lists(admissions(), max_size=MAX_ADMISSIONS),
+    stop=st.booleans(),
+    next_size=st.integers(FRAME, 1 << 20),
+)
+PLAIN = Admission(
+    7,
+    [1, 2, 3],
+    [("user", 3)],
+    5,
+    2**64 - 1,
+    SamplingArguments(0.7, 1.0, 0, 0.0, 0.0, 0.1),
+    LogitsProcessorArguments(None, 0.0, 20, 0.0, 20, 0.0, 20),
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(DECISIONS)
+def test_a_message_is_read_as_it_was_written(decisions):
+    size = FRAME + sum(request.brought for request in decisions.admit)
+    assert Decisions.decode(decisions.encode(size)) == decisions
+
+
+@settings(deadline=None, max_examples=300)
+@given(DECISIONS, st.data())
+def test_damaged_messages_are_read_or_refused(decisions, data):
+    message = bytearray(decisions.encode(FRAME + sum(request.brought for request in decisions.admit)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        message[data.draw(st.integers(0, min(len(message), 300) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        read = Decisions.decode(bytes(message[: data.draw(st.integers(0, len(message)))]))
+    except InvalidArgument as error:
+        assert "rank 0 sent no message of decisions" in str(error)
+    else:
+        assert len(read.admit) <= MAX_ADMISSIONS and len(read.cancel) <= MAX_CANCELS
+
+
+def test_the_largest_message_fits_in_what_is_announced():
+    """FRAME bytes hold all but what admitted requests bring."""
+    most = replace(
+        PLAIN,
+        segments=[("system", 1), ("user", 1), ("assistant", 1)],
+        stop=[[1] * (MAX_STOP_TOKENS // MAX_STOPS)] * MAX_STOPS,
+        logits=replace(PLAIN.logits, logit_bias=dict.fromkeys(range(MAX_BIASES), 1.0)),
+    )
+    decisions = Decisions(0, cancel=range(MAX_CANCELS), admit=[most] * MAX_ADMISSIONS)
+    message = decisions.encode(FRAME + MAX_ADMISSIONS * most.brought)
+    assert len(Decisions.decode(message).admit) == MAX_ADMISSIONS
+    assert len(most.encode()) == most.size and MAX_ADMISSIONS * (most.size - most.brought) <= ROOM
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prompt": []},
+        {"segments": [("user", 2)]},
+        {"segments": []},
+        {"max_tokens": 0},
+        {"stop": [[]]},
+        {"stop": [[1]] * (MAX_STOPS + 1)},
+        {"stop": [[1] * (MAX_STOP_TOKENS + 1)]},
+        {"logits": replace(PLAIN.logits, logit_bias=dict.fromkeys(range(MAX_BIASES + 1), 1.0))},
+        {"logits": replace(PLAIN.logits, logit_bias={1: float("inf")})},
+        {"sampling": replace(PLAIN.sampling, temperature=float("nan"))},
+    ],
+    ids=lambda wrong: str(wrong)[:40],
+)
+def test_requests_beyond_the_limits_are_refused(wrong):
+    message = Decisions(0, admit=[replace(PLAIN, **wrong)]).encode(1 << 16)
+    with pytest.raises(InvalidArgument, match="rank 0 sent no message of decisions: "):
+        Decisions.decode(message)

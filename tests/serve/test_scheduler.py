@@ -1,0 +1,149 @@
+"""Rank 0's decisions, without a model: who waits, who is admitted, who leaves."""
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from test_decisions import PLAIN
+
+from mlxdist.serve.decisions import FRAME, MAX_ADMISSIONS, Decisions
+from mlxdist.serve.limits import Refusal
+from mlxdist.serve.metrics import Metrics
+from mlxdist.serve.scheduler import Request, Scheduler
+
+
+def scheduler_of(places=8, max_queue=8):
+    return Scheduler(places, max_queue, heartbeat=0.01, tokenizer=None, metrics=Metrics())
+
+
+def request(tokens=3, timeout=60.0, is_connected=lambda: True):
+    admission = replace(PLAIN, prompt=[1] * tokens, segments=[("user", tokens)])
+    return Request(admission, is_connected, timeout=timeout)
+
+
+def steps(scheduler, number):
+    """That many decisions, each in a message of the size that the one before announced."""
+    size, found = FRAME, []
+    for step in range(number):
+        decisions = scheduler.decide(step, size, 0)
+        assert Decisions.decode(decisions.encode(size)).step == step
+        found.append(decisions)
+        size = decisions.next_size
+    return found
+
+
+def admitted(decisions):
+    return [request.number for request in decisions.admit]
+
+
+def test_short_prompts_are_admitted_at_once_in_the_order_of_their_arrival():
+    scheduler = scheduler_of()
+    for _ in range(MAX_ADMISSIONS + 1):
+        scheduler.submit(request())
+    first, second, third = steps(scheduler, 3)
+    assert admitted(first) == [0, 1, 2, 3] and admitted(second) == [4] and admitted(third) == []
+    assert first.next_size == second.next_size == FRAME
+
+
+def test_a_long_prompt_is_announced_and_comes_in_the_next_message():
+    scheduler = scheduler_of()
+    for tokens in (3, 5000, 3, 7000):
+        scheduler.submit(request(tokens))
+    first, second, third = steps(scheduler, 3)
+    assert admitted(first) == [0]
+    assert admitted(second) == [1, 2, 3] and first.next_size == FRAME + 4 * (5000 + 3 + 7000)
+    assert admitted(third) == [] and third.next_size == FRAME
+
+
+def test_what_is_announced_may_have_left():
+    scheduler, is_there = scheduler_of(), threading.Event()
+    is_there.set()
+    scheduler.submit(request(5000, is_connected=is_there.is_set))
+    announced = scheduler.decide(0, FRAME, 0)
+    is_there.clear()
+    scheduler.submit(request())
+    then = scheduler.decide(1, announced.next_size, 0)
+    assert admitted(then) == [0] and len(then.admit[0].prompt) == 3 and then.next_size == FRAME
+
+
+def test_places():
+    scheduler = scheduler_of(places=2)
+    for _ in range(3):
+        scheduler.submit(request())
+    assert [admitted(each) for each in steps(scheduler, 3)] == [[0, 1], [], []]
+    assert scheduler.gauges() == {"running": 2, "queued": 1}
+
+
+def test_a_full_queue_is_a_429_that_changes_nothing():
+    scheduler = scheduler_of(places=1, max_queue=2)
+    for _ in range(2):
+        scheduler.submit(request())
+    with pytest.raises(Refusal, match="2 requests wait already") as raised:
+        scheduler.submit(request())
+    assert raised.value.status == 429 and 1 <= raised.value.retry_after <= 600
+    assert [admitted(each) for each in steps(scheduler, 2)] == [[0], []]
+    scheduler.submit(request())
+
+
+@pytest.mark.parametrize("how", ["cancelled", "disconnected", "late"])
+def test_a_request_that_leaves_is_cancelled_in_the_next_message_and_its_place_taken(how):
+    scheduler, is_there = scheduler_of(places=1), threading.Event()
+    is_there.set()
+    leaving = request(timeout=0.2 if how == "late" else 60, is_connected=is_there.is_set)
+    scheduler.submit(leaving)
+    scheduler.submit(request())
+    assert admitted(scheduler.decide(0, FRAME, 0)) == [0]
+    if how == "cancelled":
+        leaving.cancel()
+    elif how == "disconnected":
+        is_there.clear()
+    else:
+        time.sleep(0.21)
+    decisions = scheduler.decide(1, FRAME, 0)
+    assert (list(decisions.cancel), admitted(decisions)) == ([0], [1])
+    if how == "late":
+        assert leaving.events.get_nowait().status == 504
+    assert scheduler.decide(2, FRAME, 0).cancel == []
+
+
+def test_a_request_that_leaves_the_queue_is_never_admitted():
+    scheduler = scheduler_of(places=1)
+    for _ in range(2):
+        scheduler.submit(request())
+    steps(scheduler, 1)
+    scheduler.submit(leaving := request())
+    leaving.cancel()
+    assert [admitted(each) for each in steps(scheduler, 2)] == [[], []]
+    assert scheduler.gauges() == {"running": 1, "queued": 1}
+
+
+@pytest.mark.parametrize("end", ["stop", "fail"])
+def test_the_end_is_told_to_all_requests(end):
+    scheduler = scheduler_of(places=1)
+    requests = [request(), request()]
+    for each in requests:
+        scheduler.submit(each)
+    steps(scheduler, 1)
+    if end == "stop":
+        scheduler.stop()
+        assert scheduler.decide(1, FRAME, 0) == Decisions(1, stop=True)
+    else:
+        scheduler.fail("rank 1 has died")
+    for each in requests:
+        refusal = each.events.get_nowait()
+        assert refusal.status == 503 and str(refusal) == scheduler.unavailable
+    with pytest.raises(Refusal, match="the server"):
+        scheduler.submit(request())
+    assert scheduler.gauges() == {"running": 0, "queued": 0}
+
+
+def test_an_idle_server_waits_for_a_request_or_a_heartbeat():
+    scheduler = Scheduler(1, 1, heartbeat=30, tokenizer=None, metrics=Metrics())
+    timer = threading.Timer(0.1, scheduler.submit, [request()])
+    start = time.monotonic()
+    timer.start()
+    assert admitted(scheduler.decide(0, FRAME, 0)) == [0]
+    assert 0.1 <= time.monotonic() - start < 20
+    timer.join()
+    assert admitted(scheduler_of().decide(0, FRAME, 0)) == []
