@@ -110,9 +110,11 @@ class Worker:
 
     def _admit(self, request: Admission) -> int:
         prompt = list(request.prompt)
-        # The last token is computed in any case: its logits are not kept.
-        cache, rest = self.cache.fetch_nearest_cache(_KEY, prompt[:-1])
-        cached = len(prompt) - 1 - len(rest)
+        cache, rest = self.cache.fetch_nearest_cache(_KEY, prompt)
+        if not rest:  # the last token is computed in any case: its logits are not kept
+            cache, rest = self.cache.fetch_nearest_cache(_KEY, prompt[:-1])
+            rest = [*rest, prompt[-1]]
+        cached = len(prompt) - len(rest)
         segments, kinds, end = [], [], 0
         for kind, length in request.segments:
             start, end = max(cached, end), end + length

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.server import LogitsProcessorArguments, SamplingArguments
+from serving import PLAIN
 
 from mlxdist import InvalidArgument
 from mlxdist.serve.decisions import (
@@ -47,16 +48,6 @@ DECISIONS = st.builds(
     stop=st.booleans(),
     next_size=st.integers(FRAME, 1 << 20),
 )
-PLAIN = Admission(
-    7,
-    [1, 2, 3],
-    [("user", 3)],
-    5,
-    2**64 - 1,
-    SamplingArguments(0.7, 1.0, 0, 0.0, 0.0, 0.1),
-    LogitsProcessorArguments(None, 0.0, 20, 0.0, 20, 0.0, 20),
-)
-
 
 @settings(deadline=None, max_examples=100)
 @given(DECISIONS)
@@ -65,7 +56,7 @@ def test_a_message_is_read_as_it_was_written(decisions):
     assert Decisions.decode(decisions.encode(size)) == decisions
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(DECISIONS, st.data())
 def test_damaged_messages_are_read_or_refused(decisions, data):
     message = bytearray(decisions.encode(FRAME + sum(request.brought for request in decisions.admit)))

@@ -5,7 +5,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from test_decisions import PLAIN
+from serving import PLAIN
 
 from mlxdist.serve.decisions import FRAME, MAX_ADMISSIONS, Decisions
 from mlxdist.serve.limits import Refusal

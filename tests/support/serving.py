@@ -15,13 +15,25 @@ from pathlib import Path
 
 import tiny_models
 from mlx.utils import tree_map
+from mlx_lm.server import LogitsProcessorArguments, SamplingArguments
 from mlx_lm.utils import save_config, save_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from mlxdist.serve.decisions import Admission
+
 TEMPLATE = "{% for message in messages %}<|message|>{{ message['content'] }}{% endfor %}<|message|>"
 VOCABULARY = 259  # a token for every byte, one for the end, two of the template
 CONTEXT = 512
+PLAIN = Admission(
+    7,
+    [1, 2, 3],
+    [("user", 3)],
+    5,
+    2**64 - 1,
+    SamplingArguments(0.7, 1.0, 0, 0.0, 0.0, 0.1),
+    LogitsProcessorArguments(None, 0.0, 20, 0.0, 20, 0.0, 20),
+)
 
 
 def save_model_folder(folder: Path, kind: str = "qwen3", **fields: object) -> Path:

@@ -1,0 +1,141 @@
+"""The batch of one rank: its tokens are mlx-lm's of each request alone; its prefix cache counts tokens."""
+
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+from mlx_lm import load, stream_generate
+from mlx_lm.models.cache import KVCache
+from mlx_lm.server import _make_logits_processors, _make_sampler
+from serving import PLAIN, VOCABULARY, save_model_folder
+
+from mlxdist import InvalidArgument, Mismatch
+from mlxdist.serve.decisions import Decisions
+from mlxdist.serve.prefix_cache import PrefixCache
+from mlxdist.serve.worker import BatchLimits, Worker
+
+SAMPLED = replace(PLAIN.sampling, temperature=0.8, top_p=0.95)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    return load(str(save_model_folder(tmp_path_factory.mktemp("model"))))
+
+
+def admission(number, tokens, **fields):
+    return replace(PLAIN, number=number, prompt=tokens, segments=[("user", len(tokens))], max_tokens=20, **fields)
+
+
+def alone(loaded, request):
+    """The tokens that mlx-lm generates for it, by the path that its server takes for requests with a seed."""
+    model, tokenizer = loaded
+    mx.random.seed(request.seed)
+    responses = stream_generate(
+        model,
+        tokenizer,
+        list(request.prompt),
+        max_tokens=request.max_tokens,
+        sampler=_make_sampler(request, tokenizer),
+        logits_processors=_make_logits_processors(request),
+    )
+    found = [response.token for response in responses]
+    for end in range(1, len(found) + 1):
+        if any(found[:end][-len(word) :] == list(word) for word in request.stop):
+            return found[:end]
+    return found
+
+
+def run(worker, *rounds, cached=None):
+    """The tokens of each request, where each of ``rounds`` is admitted one step later."""
+    found, step, left = {}, 0, 0
+    cached = {} if cached is None else cached
+    while left or step < len(rounds):
+        admit = rounds[step] if step < len(rounds) else []
+        outcome = worker.step(Decisions(step, worker.digest, admit=admit))
+        cached |= outcome.cached
+        left += len(admit) - sum(response.finish_reason is not None for response in outcome.tokens)
+        for response in outcome.tokens:
+            found.setdefault(response.uid, []).append(response.token)
+        step += 1
+    return found
+
+
+def test_overlapping_requests_get_the_tokens_of_mlx_lm_alone(loaded):
+    """Greedy and sampled, with stop words, biases and penalties, prompts of one token and of several chunks."""
+    requests = [
+        admission(0, list(range(40))),
+        admission(1, [5], sampling=SAMPLED, seed=3),
+        admission(2, [7, 8, 9], sampling=SAMPLED, seed=2**64 - 5),
+        admission(3, list(range(60, 93)), sampling=replace(SAMPLED, xtc_probability=0.5, top_k=20), seed=1),
+        admission(4, [1, 2, 3], logits=replace(PLAIN.logits, repetition_penalty=1.3, logit_bias={9: 5.0, 17: -7.0})),
+    ]
+    expected = [alone(loaded, request) for request in requests]
+    word = expected[0][9:11]
+    requests.append(admission(5, list(range(40)), stop=[[1, 1, 1, 1], word]))
+    expected.append(expected[0][: next(i for i in range(2, 21) if expected[0][i - 2 : i] == word)])
+    worker = Worker(*loaded, BatchLimits(prefill_step_size=8))
+    assert run(worker, requests[:2], [], requests[2:4], requests[4:]) == dict(enumerate(expected))
+
+
+def test_a_cached_prefix_gives_the_same_tokens(loaded):
+    worker = Worker(*loaded, BatchLimits())
+    prompts = [list(range(50)), list(range(50)), [*range(40), 200, 201], list(range(30))]
+    expected = [alone(loaded, admission(0, prompt)) for prompt in prompts]
+    cached: dict[int, int] = {}
+    for number, prompt in enumerate(prompts):
+        assert run(worker, [admission(number, prompt)], cached=cached) == {number: expected[number]}
+    assert list(cached.values()) == [0, 49, 40, 29]
+
+
+def test_a_prompt_that_is_in_the_cache_as_a_whole(loaded):
+    """The text of an earlier answer with its prompt, as clients send it back."""
+    worker, first = Worker(*loaded, BatchLimits()), admission(0, list(range(20)))
+    answer = run(worker, [first])[0]
+    again = admission(1, [*first.prompt, *answer])
+    cached: dict[int, int] = {}
+    assert run(worker, [again], cached=cached) == {1: alone(loaded, again)}
+    assert cached == {1: len(again.prompt) - 2}
+
+
+def test_a_cancelled_request_leaves_the_others_alone(loaded):
+    expected = alone(loaded, admission(0, [1, 2, 3]))
+    worker = Worker(*loaded, BatchLimits(prefill_step_size=4))
+    found = []
+    for step in range(30):
+        admit = {0: [admission(0, [1, 2, 3]), admission(1, [4, 5])], 1: [admission(2, list(range(90)))]}.get(step, [])
+        cancel = {4: [2], 6: [1, 0xFFFF]}.get(step, [])
+        outcome = worker.step(Decisions(step, worker.digest, cancel, admit))
+        found += [response.token for response in outcome.tokens if response.uid == 0]
+        assert step < 6 or all(response.uid == 0 for response in outcome.tokens)
+    assert found == expected
+
+
+def test_other_tokens_than_those_of_rank_0_are_a_mismatch(loaded):
+    worker = Worker(*loaded, BatchLimits())
+    with pytest.raises(Mismatch, match="before step 3 this rank has sampled other tokens than rank 0"):
+        worker.step(Decisions(3, worker.digest + 1))
+    with pytest.raises(Mismatch, match="rank 0 admits request 9, and the next one here is 0"):
+        worker.step(Decisions(3, worker.digest, admit=[admission(9, [1])]))
+
+
+def test_the_prefix_cache_evicts_by_tokens_whatever_the_bytes():
+    """Two ranks, one of which holds three times as many heads."""
+    caches = {heads: PrefixCache(max_size=8, max_tokens=100) for heads in (1, 3)}
+    kept = []
+    for heads, cache in caches.items():
+        for number, length in enumerate((40, 50, 30, 101, 60)):
+            layer = KVCache()
+            layer.update_and_fetch(mx.zeros((1, heads, length, 4)), mx.zeros((1, heads, length, 4)))
+            cache.insert_cache("model", [number] * length, [layer], cache_type="user")
+            assert cache.tokens <= 100
+        kept.append([len(cache.fetch_nearest_cache("model", [number] * 200)[1]) < 200 for number in range(5)])
+    assert kept[0] == kept[1] == [False, False, False, False, True]
+
+
+def test_a_model_whose_caches_mlx_lm_cannot_batch_is_refused(tmp_path):
+    with pytest.raises(InvalidArgument, match="mlx-lm cannot batch requests of a model with ChunkedKVCache"):
+        Worker(*load(str(save_model_folder(tmp_path, "llama4"))), BatchLimits())
+
+
+def test_the_vocabulary_is_that_of_the_logits(loaded):
+    assert loaded[0](mx.zeros((1, 1), mx.int32)).shape[-1] == VOCABULARY
