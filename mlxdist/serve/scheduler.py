@@ -25,7 +25,7 @@ _MAX_RETRY_AFTER = 600  # seconds
 
 @dataclass(frozen=True)
 class Token:
-    """One that was sampled for a request. ``top`` is for the API's top_logprobs, as mlx-lm formats them."""
+    """One that was sampled for a request. ``top`` is for the API's top_logprobs, the token itself first."""
 
     token: int
     logprob: float
@@ -190,9 +190,9 @@ class Scheduler:
 
     def _has_left(self, request: Request) -> bool:
         outcome = request.leaves()
-        if outcome == "timeout":
-            request.events.put(Refusal("the request has taken too long", 504))
         if outcome:
+            late = outcome == "timeout"
+            request.events.put(Refusal("the request has taken too long", 504) if late else Refusal("cancelled", 499))
             self._has_ended(request, outcome)
         return bool(outcome)
 
@@ -211,8 +211,15 @@ class Scheduler:
     def _token(self, response: Any, top_logprobs: int | None) -> Token:
         if top_logprobs is None:
             return Token(response.token, 0.0, response.finish_reason, ())
-        top = _format_top_logprobs(response.logprobs, top_logprobs, self._tokenizer)
-        return Token(response.token, response.logprobs[response.token].item(), response.finish_reason, top)
+        logprob = response.logprobs[response.token].item()
+        top: tuple[dict[str, Any], ...] = ()
+        if top_logprobs > 0:
+            found = _format_top_logprobs(response.logprobs, top_logprobs, self._tokenizer)
+            name = self._tokenizer.convert_ids_to_tokens(response.token)
+            own = {"id": response.token, "token": name, "logprob": logprob}
+            # mlx-lm's handler takes the first one for the token itself.
+            top = (own, *sorted((each for each in found if each != own), key=lambda each: -each["logprob"]))
+        return Token(response.token, logprob, response.finish_reason, top)
 
 
 def say(text: str) -> None:

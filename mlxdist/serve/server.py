@@ -5,7 +5,6 @@ import re
 import signal
 import time
 from argparse import Namespace
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -119,23 +118,25 @@ def _loop(group: Group, worker: Worker, scheduler: Scheduler | None) -> int:
     Ranks wait for each other in the broadcast, on the CPU, and never in the work of a GPU.
     """
     step, size = 0, FRAME
-    with _signals(scheduler) as received:
-        while True:
-            message = np.zeros(size, np.uint8)
-            if scheduler is not None:
-                message = np.frombuffer(scheduler.decide(step, size, worker.digest).encode(size), np.uint8)
-            decisions = Decisions.decode(broadcast(message, group=group).tobytes())
-            if decisions.stop:
-                return received[0] if received else 0
-            outcome = worker.step(decisions)
-            if scheduler is not None:
-                scheduler.deliver(outcome)
-            step, size = (step + 1) % 2**32, decisions.next_size
+    received = _take_signals(scheduler)
+    while True:
+        message = np.zeros(size, np.uint8)
+        if scheduler is not None:
+            message = np.frombuffer(scheduler.decide(step, size, worker.digest).encode(size), np.uint8)
+        decisions = Decisions.decode(broadcast(message, group=group).tobytes())
+        if decisions.stop:
+            return received[0] if received else 0
+        outcome = worker.step(decisions)
+        if scheduler is not None:
+            scheduler.deliver(outcome)
+        step, size = (step + 1) % 2**32, decisions.next_size
 
 
-@contextlib.contextmanager
-def _signals(scheduler: Scheduler | None) -> Iterator[list[int]]:
-    """The SIGINT and SIGTERM that come within, in a list. Rank 0 decides to stop then; the launcher signals all."""
+def _take_signals(scheduler: Scheduler | None) -> list[int]:
+    """The SIGINT and SIGTERM that come from now on. Rank 0 decides to stop then; the launcher signals all ranks.
+
+    They stay taken: the process ends after the loop, and more of them must not make a failure of that.
+    """
     received: list[int] = []
 
     def take(number: int, frame: FrameType | None) -> None:
@@ -143,12 +144,9 @@ def _signals(scheduler: Scheduler | None) -> Iterator[list[int]]:
         if scheduler is not None:
             scheduler.stop()
 
-    previous = {number: signal.signal(number, take) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, take)
+    return received
 
 
 def _listen(options: ServeOptions, frontend: Frontend) -> Server:

@@ -49,6 +49,7 @@ DECISIONS = st.builds(
     next_size=st.integers(FRAME, 1 << 20),
 )
 
+
 @settings(deadline=None, max_examples=100)
 @given(DECISIONS)
 def test_a_message_is_read_as_it_was_written(decisions):

@@ -102,8 +102,7 @@ def test_a_request_that_leaves_is_cancelled_in_the_next_message_and_its_place_ta
         time.sleep(0.21)
     decisions = scheduler.decide(1, FRAME, 0)
     assert (list(decisions.cancel), admitted(decisions)) == ([0], [1])
-    if how == "late":
-        assert leaving.events.get_nowait().status == 504
+    assert leaving.events.get_nowait().status == (504 if how == "late" else 499)
     assert scheduler.decide(2, FRAME, 0).cancel == []
 
 
@@ -115,6 +114,7 @@ def test_a_request_that_leaves_the_queue_is_never_admitted():
     scheduler.submit(leaving := request())
     leaving.cancel()
     assert [admitted(each) for each in steps(scheduler, 2)] == [[], []]
+    assert leaving.events.get_nowait().status == 499
     assert scheduler.gauges() == {"running": 1, "queued": 1}
 
 

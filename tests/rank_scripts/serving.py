@@ -1,0 +1,78 @@
+"""Counts what the loop of `mlxdist serve` communicates, without HTTP: one broadcast of 1 KiB per step, and the model's.
+
+Arguments: the model's folder.
+"""
+
+import sys
+import time
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.server import LogitsProcessorArguments, SamplingArguments
+
+import mlxdist
+from mlxdist.nn import load_sharded
+from mlxdist.serve.decisions import FRAME, Admission, Decisions
+from mlxdist.serve.metrics import Metrics
+from mlxdist.serve.scheduler import Request, Scheduler
+from mlxdist.serve.worker import BatchLimits, Worker
+
+group = mlxdist.init()
+own = group.split(0)
+model, tokenizer = load_sharded(sys.argv[1], group)
+worker = Worker(model, tokenizer, BatchLimits(prefill_step_size=64))
+
+
+def collectives(of, function):
+    """Of a group, while ``function`` runs; all that it has started is awaited."""
+    before = of.stats()
+    function()
+    mx.synchronize()
+    after = of.stats()
+    return after["collectives"] - before["collectives"], after["payload_bytes_sent"] - before["payload_bytes_sent"]
+
+
+scheduler = Scheduler(8, 8, heartbeat=0.01, tokenizer=tokenizer, metrics=Metrics())
+requests = []
+for tokens in (4, 40, 400):
+    sampling, logits = SamplingArguments(0.8, 1.0, 0, 0.0, 0.0, 0.1), LogitsProcessorArguments(None, *[0.0, 20] * 3)
+    segments = [("user", tokens)]
+    admission = Admission(
+        0, list(range(2, 202)) * 2 if tokens == 400 else [5] * tokens, segments, 60, 7, sampling, logits
+    )
+    requests.append(Request(admission, lambda: True, timeout=60, top_logprobs=None))
+size = FRAME
+
+
+def step(number):
+    global size
+    message = np.zeros(size, np.uint8)
+    if group.rank() == 0:
+        if number < len(requests):
+            scheduler.submit(requests[number])
+        message = np.frombuffer(scheduler.decide(number, size, worker.digest).encode(size), np.uint8)
+    decisions = Decisions.decode(mlxdist.broadcast(message, group=own).tobytes())
+    outcome = worker.step(decisions)
+    if group.rank() == 0:
+        scheduler.deliver(outcome)
+    size = decisions.next_size
+    return outcome
+
+
+sizes, sent = [], []
+for number in range(14):
+    count, nbytes = collectives(own, lambda: (sizes.append(size), step(number)))
+    assert count == 1, count
+    if group.rank() == 0:
+        assert nbytes == sizes[-1], (nbytes, sizes)
+assert sorted(sizes)[-2:] == [FRAME, FRAME + 4 * 400] and sizes.count(FRAME) == 13, sizes
+
+# Three requests generate now, and a step is one call of the model.
+cache = make_prompt_cache(model)
+alone, _ = collectives(group, lambda: mx.eval(model(mx.array([[3]]), cache=cache)))
+for number in range(14, 20):
+    count, _ = collectives(group, lambda: step(number))
+    assert count == alone, (count, alone)
+time.sleep(0)
+print(f"{alone} collectives of the model and 1 of the server in a step: ok")

@@ -1,0 +1,301 @@
+"""`mlxdist serve` over HTTP: on any number of ranks it answers what mlx-lm computes on one process."""
+
+import contextlib
+import http.client
+import json
+import random
+import re
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+from launching import wait_for
+from mlx_lm import load, stream_generate
+from mlx_lm.server import _make_logits_processors, _make_sampler
+from serving import CONTEXT, PLAIN, VOCABULARY, ServerProcess, save_model_folder
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+ENDLESS = {"logit_bias": {"256": -100}}  # the token that ends an answer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model_folder(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(
+    scope="module", params=[2, pytest.param(1, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)]
+)
+def server(request, model):
+    with ServerProcess(model, request.param, "--prefill-step-size", 16) as server:
+        yield server
+        assert server.stop() == 0, "".join(server.lines)
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    """A function: what mlx-lm answers on one process to a request of /v1/completions, by the way of its server."""
+    loaded, tokenizer = load(str(model))
+
+    def text(body):
+        sampling = replace(PLAIN.sampling, temperature=body.get("temperature", 0.0), top_p=body.get("top_p", 1.0))
+        bias = {int(token): value for token, value in body.get("logit_bias", {}).items()}
+        request = replace(
+            PLAIN,
+            sampling=sampling,
+            logits=replace(PLAIN.logits, logit_bias=bias, repetition_penalty=body.get("repetition_penalty", 0.0)),
+        )
+        mx.random.seed(body.get("seed", 0))
+        made = stream_generate(
+            loaded,
+            tokenizer,
+            body["prompt"],
+            max_tokens=body["max_tokens"],
+            sampler=_make_sampler(request, tokenizer),
+            logits_processors=_make_logits_processors(request),
+        )
+        found = "".join(response.text for response in made)
+        ends = [found.find(word) for word in body.get("stop", []) if word in found]
+        # Of a character that is not complete mlx-lm's server says nothing where the answer ends by itself.
+        return (found[: min(ends)] if ends else found).rstrip("\ufffd")
+
+    return text
+
+
+def lines_of(server, body, path=TEXT):
+    """A streamed answer as its lines."""
+    host, port = server.address.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=60)
+    with contextlib.closing(connection):
+        connection.request("POST", path, json.dumps(body | {"stream": True}), {"Content-Type": "application/json"})
+        return connection.getresponse().read().decode().splitlines()
+
+
+def events(server, body, path=TEXT):
+    lines = lines_of(server, body, path)
+    return [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+
+
+@contextlib.contextmanager
+def raw(server, data):
+    """A connection to which these bytes have been sent."""
+    host, port = server.address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(data)
+        yield connection
+
+
+def post(body, path=TEXT):
+    data = json.dumps(body).encode()
+    return f"POST {path} HTTP/1.1\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+def random_request(generator):
+    words = ["alpha", "beta", "gamma", "delta", "epsilon"]
+    body = {"prompt": " ".join(generator.choices(words, k=generator.choice([1, 3, 9, 40]))), "max_tokens": 24}
+    body["max_tokens"] = generator.choice([1, 5, 24])
+    if generator.random() < 0.5:
+        body |= {"temperature": generator.choice([0.5, 1.0]), "seed": generator.getrandbits(64)}
+        body |= {"top_p": generator.choice([0.9, 1.0])}
+    if generator.random() < 0.3:
+        body["repetition_penalty"] = 1.2
+    if generator.random() < 0.3:
+        body["stop"] = [chr(generator.randrange(97, 123)), "never said"]
+    if generator.random() < 0.3:
+        body["logit_bias"] = {str(generator.randrange(256)): generator.uniform(-5, 5)}
+    return body
+
+
+def test_overlapping_requests_are_answered_as_by_one_process(server, expected):
+    generator = random.Random(1)
+    bodies = [random_request(generator) for _ in range(12)]
+    with ThreadPoolExecutor(6) as threads:
+        answers = list(threads.map(server.ask, bodies))
+    assert [answer["choices"][0]["text"].rstrip("\ufffd") for answer in answers] == [expected(body) for body in bodies]
+    assert {answer["choices"][0]["finish_reason"] for answer in answers} <= {"length", "stop"}
+
+
+def test_a_stream_is_the_answer_in_parts(server):
+    body = {"prompt": "a stream", "max_tokens": 20, "seed": 3, "temperature": 0.9} | ENDLESS
+    *parts, usage, done = events(server, body | {"stream_options": {"include_usage": True}})
+    parsed = [json.loads(part)["choices"][0] for part in parts]
+    assert "".join(part["text"] for part in parsed) == server.text(**body)
+    assert parsed[-1]["finish_reason"] == "length" and done == "[DONE]" and len(parts) > 5
+    assert json.loads(usage)["usage"]["completion_tokens"] == 20
+
+
+def test_chat_with_a_system_prompt_and_logprobs(server):
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    body = {"messages": messages, "max_tokens": 6, "logprobs": True, "top_logprobs": 3, "model": "tiny"} | ENDLESS
+    answer = server.ask(body, CHAT)
+    choice = answer["choices"][0]
+    streamed = [json.loads(event) for event in events(server, body, CHAT)[:-1]]
+    assert "".join(part["choices"][0]["delta"].get("content", "") for part in streamed) == choice["message"]["content"]
+    assert len(choice["logprobs"]["content"]) == 6 and answer["model"] == "tiny"
+    for entry in choice["logprobs"]["content"]:
+        top = [other["logprob"] for other in entry["top_logprobs"]]
+        assert len(top) == 3 and top == sorted(top, reverse=True) and top[0] == entry["logprob"] <= 0
+    again = server.ask(body | {"messages": [messages[0], {"role": "user", "content": "other"}]}, CHAT)
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= len("be brief")
+
+
+def test_stop_words_end_an_answer_and_are_no_part_of_it(server):
+    body = {"prompt": "stop words", "max_tokens": 40, "temperature": 1.0, "seed": 5} | ENDLESS
+    full = server.text(**body)
+    word = next(full[i : i + 2] for i in range(4, 30) if full[i : i + 2].isascii())
+    answer = server.ask(body | {"stop": [word, "never"]})
+    assert answer["choices"][0] == {"index": 0, "finish_reason": "stop", "text": full[: full.index(word)]}
+
+
+def test_a_prefix_is_computed_once(server):
+    prompt = "the same beginning of a long prompt " * 4
+    before = server.metrics()
+    assert server.text(prompt + "first") != server.text(prompt + "second")
+    answer = server.ask({"prompt": prompt + "third", "max_tokens": 4})
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == len(prompt)
+    grown = {name: value - before[name] for name, value in server.metrics().items()}
+    assert grown["cached_prompt_tokens_total"] == 2 * len(prompt)
+    assert grown["prompt_tokens_total"] == 3 * len(prompt) + len("firstsecondthird")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_is_cancelled_and_the_others_go_on(server, expected, stream):
+    before = server.metrics()['requests_total{outcome="cancelled"}'] if stream else 0
+    other = {"prompt": "who stays", "max_tokens": 60} | ENDLESS
+    body = {"prompt": "who leaves", "max_tokens": 480, "stream": stream} | ENDLESS
+    with ThreadPoolExecutor(1) as threads:
+        with raw(server, post(body)):
+            stays = threads.submit(server.ask, other)
+            assert wait_for(lambda: server.metrics()["running"] >= 1)
+        assert stays.result()["choices"][0]["text"].rstrip("\ufffd") == expected(other)
+    assert wait_for(lambda: server.metrics()["running"] == 0)
+    assert wait_for(lambda: server.metrics()['requests_total{outcome="cancelled"}'] == before + 1)
+
+
+BAD = {
+    "temperature: NaN": ({"temperature": float("nan")}, 400, "temperature must be from 0 to 100"),
+    "temperature: 1e999": (b'{"prompt": "x", "temperature": 1e999}', 400, "temperature must be from 0 to 100"),
+    "temperature: tiny": ({"temperature": 1e-30}, 400, "temperature must be 0 or at least 0.0001"),
+    "temperature: text": ({"temperature": "hot"}, 400, "temperature must be of type"),
+    "top_p": ({"top_p": 1.5}, 400, "top_p must be at most 1"),
+    "top_k": ({"top_k": VOCABULARY}, 400, f"top_k must be less than {VOCABULARY}"),
+    "min_p: NaN": ({"min_p": float("nan")}, 400, "min_p must be from 0 to 1"),
+    "xtc_threshold": ({"xtc_threshold": 0.9}, 400, "xtc_threshold must be from 0 to 0.5"),
+    "repetition_penalty": ({"repetition_penalty": float("inf")}, 400, "repetition_penalty must be from 0 to 100"),
+    "presence_penalty": ({"presence_penalty": -1e300}, 400, "presence_penalty must be from -100 to 100"),
+    "context size": ({"repetition_context_size": 1 << 70}, 400, "repetition_context_size must be from 0"),
+    "max_tokens: 0": ({"max_tokens": 0}, 400, "max_tokens must be at least 1"),
+    "max_tokens: huge": ({"max_tokens": 1 << 80}, 400, "max_tokens must be from 1"),
+    "seed: negative": ({"seed": -1}, 400, "seed must be from 0 to 2"),
+    "seed: huge": ({"seed": 1 << 64}, 400, "seed must be from 0 to 2"),
+    "logit_bias: no such token": ({"logit_bias": {str(VOCABULARY): 1}}, 400, "logit_bias must have tokens from 0"),
+    "logit_bias: -1": ({"logit_bias": {"-1": 1}}, 400, "logit_bias must have tokens from 0"),
+    "logit_bias: NaN": ({"logit_bias": {"1": float("nan")}}, 400, "logit_bias must have tokens from 0"),
+    "logit_bias: null": ({"logit_bias": {"1": None}}, 400, "float() argument must be"),
+    "logit_bias: many": ({"logit_bias": {str(i): 0 for i in range(301)}}, 400, "logit_bias must have at most 300"),
+    "stop: 10^6 words": ({"stop": ["x"] * 10**6}, 400, "stop must be a string or up to 16"),
+    "stop: empty": ({"stop": [""]}, 400, "stop must be a string or up to 16"),
+    "stop: long": ({"stop": "x" * 257}, 400, "of 1 to 256 characters"),
+    "stop: number": ({"stop": [5]}, 400, "stop must be a string or up to 16"),
+    "stop: surrogate": (b'{"prompt": "x", "stop": "\\ud800"}', 400, "the request cannot be made into tokens"),
+    "stream_options": ({"stream": True, "stream_options": 0}, 400, "stream_options must be an object"),
+    "model": ({"model": "/etc"}, 404, "the model served here is tiny"),
+    "model: list": ({"model": ["tiny"]}, 404, "the model served here is tiny"),
+    "adapters": ({"adapters": "/etc/passwd"}, 400, "adapters is not served here"),
+    "draft_model": ({"draft_model": "/tmp"}, 400, "draft_model is not served here"),
+    "n": ({"n": 2}, 400, "n is not served here"),
+    "response_format": ({"response_format": {"type": "json_object"}}, 400, "response_format is not served here"),
+    "prompt: list": ({"prompt": ["x"]}, 400, "prompt must be a string"),
+    "prompt: none": (b"{}", 400, "Request did not contain a prompt"),
+    "prompt: empty": ({"prompt": ""}, 400, "the prompt is empty"),
+    "prompt: surrogate": (b'{"prompt": "\\udfff"}', 400, "the request cannot be made into tokens"),
+    "prompt: huge": ({"prompt": "x" * CONTEXT}, 400, f"the prompt has {CONTEXT} tokens, and at most {CONTEXT - 1}"),
+    "not UTF-8": (b'{"prompt": "\xff"}', 400, "byte 12 of the body is not of UTF-8"),
+    "not JSON": (b"{", 400, "Invalid JSON in request body"),
+    "no object": (b"[]", 400, "the body is not a JSON object"),
+    "deep": (b'{"a": ' + b"[" * 40 + b"]" * 40 + b"}", 400, "more than 32 lists and objects"),
+    "deeper": (b"[" * 100_000, 400, "more than 32 lists and objects"),
+    "long number": (b'{"seed": ' + b"9" * 5000 + b"}", 400, "Invalid JSON in request body"),
+    "large": (b" " * ((8 << 20) + 1), 413, "the body must have at most 8388608 bytes"),
+}  # fmt: skip
+HELLO = {"role": "user", "content": "hello"}
+BAD_CHATS = {
+    "messages: none": ({"max_tokens": 1}, 400, "Request did not contain messages"),
+    "messages: empty": ({"messages": []}, 400, "messages must be a list of 1"),
+    "messages: text": ({"messages": "hello"}, 400, "messages must be a list of 1"),
+    "role": ({"messages": [{"content": "x"}]}, 400, "a message must have a role"),
+    "content": ({"messages": [{"role": "user", "content": 5}]}, 400, "the content of a message must be"),
+    "image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "file:///etc/passwd"}]}]},
+        400,
+        "the content of a message must be",
+    ),
+    "tools": ({"messages": [HELLO], "tools": ["x"]}, 400, "tools must be a list"),
+    "tool_calls": ({"messages": [HELLO | {"tool_calls": [5]}]}, 400, "the request cannot be made into tokens"),
+    "template": (
+        {"messages": [HELLO], "chat_template_kwargs": {"chat_template": "{{ 1 }}", "tokenize": False}},
+        400,
+        "chat_template_kwargs must not have chat_template, tokenize",
+    ),
+}  # fmt: skip
+
+
+def test_what_cannot_be_served_is_refused_with_a_sentence_and_changes_nothing(server):
+    good = {"prompt": "a good one", "max_tokens": 8}
+    text, before = server.text(**good), server.metrics()
+    for path, table in ((TEXT, BAD), (CHAT, BAD_CHATS)):
+        for name, (body, status, words) in table.items():
+            if isinstance(body, dict) and path == TEXT:
+                body = {"prompt": "x", "max_tokens": 2} | body
+            found, answer, _ = server.request(body, path)
+            assert (found, words in answer["error"]) == (status, True), (name, found, answer)
+            assert "/site-packages" not in answer["error"] and "\n" not in answer["error"], name
+    after = server.metrics()
+    number = 'requests_total{outcome="refused"}'
+    assert after[number] - before.get(number, 0) == len(BAD) + len(BAD_CHATS)
+    assert after["prompt_tokens_total"] == before["prompt_tokens_total"]
+    assert server.text(**good) == text
+
+
+@pytest.mark.parametrize(
+    "data, status",
+    [
+        (b"POST /v1/completions HTTP/1.1\r\n\r\n", 411),
+        (b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 2\r\n\r\n{}", 411),
+        (b"POST /v1/completions HTTP/1.1\r\nContent-Length: +2\r\n\r\n{}", 400),
+        (b"POST /v1/completions HTTP/1.1\r\nContent-Length: -1\r\n\r\n{}", 400),
+        (b"POST /v1/completions HTTP/1.1\r\nContent-Length: 999999999999\r\n\r\n{}", 413),
+        (b"POST /v1/../../etc/passwd HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}", 404),
+        (b"GET /v1/models/..%2f..%2fetc HTTP/1.1\r\n\r\n", 404),
+        (b"GET /v1/models/other HTTP/1.1\r\n\r\n", 404),
+        (b"GET /etc/passwd HTTP/1.1\r\n\r\n", 404),
+        (b"DELETE /v1/models HTTP/1.1\r\n\r\n", 501),
+        (b"nonsense\r\n\r\n", 400),
+    ],
+)
+def test_bytes_that_are_no_request(server, data, status):
+    with raw(server, data) as connection:
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert re.search(rb"(HTTP/1.0 |code: )%d\b" % status, answer), answer
+
+
+def test_health_models_and_metrics(server):
+    assert server.ask(None, "/health") == {"status": "ok"}
+    (found,) = server.ask(None, "/v1/models")["data"]
+    assert found["id"] == "tiny" and server.ask(None, "/v1/models/tiny") == found | {
+        "created": pytest.approx(found["created"], abs=60)
+    }
+    metrics = server.metrics()
+    assert metrics["time_to_first_token_seconds_count"] > 0 and metrics["queued"] == 0
+    # A message has 1 KiB, and what admitted requests bring: at least 4 bytes for each token of their prompts.
+    assert (
+        metrics["decision_bytes_total"] <= 1024 * metrics["steps_total"] + 5 * metrics["prompt_tokens_total"] + 50_000
+    )
+
+
+@pytest.mark.long
+def test_one_broadcast_per_step(run_ranks, model):
+    for output in run_ranks("serving.py", 2, model):
+        assert output.endswith("ok\n")
